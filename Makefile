@@ -1,0 +1,73 @@
+# make build | train | test | bench | ctest | lint | format | clean
+#
+# PYTHON=  interpreter for .venv; default: the newest working Python from 3.11 on
+# TORCH=   torch to build against, as pip takes it; changing PYTHON or TORCH rebuilds
+# TRAIN_ARGS=, PYTEST_ARGS=, BENCH_ARGS=  passed on
+PYTHON ?=
+TORCH ?= torch==2.11.0
+TRAIN_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+py := .venv/bin/python
+pip := $(py) -m pip --disable-pip-version-check
+checksum = $(shell printf '%s' '$(1)' | cksum | cut -d ' ' -f 1)
+venv_stamp := .venv/.python-$(call checksum,$(PYTHON))
+deps_stamp := .venv/.deps-$(call checksum,$(PYTHON) $(TORCH))
+built_stamp := .venv/.built-$(call checksum,$(PYTHON) $(TORCH))
+cpp_files := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: build train test bench ctest lint format clean
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+build: $(built_stamp)
+
+train: $(built_stamp)
+	@$(py) -m gla_ext.train $(TRAIN_ARGS)
+
+test: $(built_stamp)
+	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 $(PYTEST_ARGS)
+
+bench: $(built_stamp)
+	@$(py) benchmarks/bench_cpu.py $(BENCH_ARGS)
+
+ctest: $(deps_stamp)
+	@.venv/bin/cmake -S . -B build -DPython3_EXECUTABLE=$(CURDIR)/$(py)
+	@.venv/bin/cmake --build build --parallel $$(nproc)
+	@.venv/bin/ctest --test-dir build --output-on-failure
+
+lint: $(deps_stamp)
+	@.venv/bin/ruff check .
+	@.venv/bin/clang-format --dry-run -Werror $(cpp_files)
+
+format: $(deps_stamp)
+	@.venv/bin/ruff check --fix .
+	@.venv/bin/clang-format -i $(cpp_files)
+
+# Leaves .venv, which took the downloads.
+clean:
+	rm -rf build .build dist *.egg-info gla_ext/_C.*.so gla_ext/_build_info.py .venv/.built-*
+
+$(venv_stamp):
+	@python=$$(.ci/preflight $(PYTHON)) && echo "Making .venv with $$python" && \
+		"$$python" -m venv --clear .venv
+	@touch $@
+
+# What pyproject.toml asks for to build, train, test and lint, and the torch to build against.
+$(deps_stamp): $(venv_stamp) pyproject.toml
+	@rm -f .venv/.deps-* .venv/.built-*
+	@echo 'Installing $(TORCH) and the other dependencies into .venv'
+	@$(py) -c 'import itertools, tomllib; \
+		p = tomllib.load(open("pyproject.toml", "rb")); \
+		extras = p["project"]["optional-dependencies"].values(); \
+		names = [*p["build-system"]["requires"], *itertools.chain(*extras)]; \
+		print(*(n for n in names if not n.startswith("gla_ext")), sep="\n")' > .venv/requirements.txt
+	@$(pip) install '$(TORCH)' -r .venv/requirements.txt
+	@touch $@
+
+$(built_stamp): $(deps_stamp) $(cpp_files) setup.py gla_ext/_version.py
+	@rm -f .venv/.built-*
+	@echo 'Building the extension; the first time takes some minutes on two cores'
+	@$(pip) install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@

@@ -1,0 +1,72 @@
+"""Whether the extension that setup.py built fits this Python, torch and processor.
+
+Read before gla_ext._C is loaded: a mismatch is one sentence here and an undefined symbol there.
+"""
+
+import importlib.util
+import platform
+import sys
+from collections.abc import Mapping
+
+REBUILD = "run 'make build', or 'pip install --no-build-isolation -e .', in its source folder"
+
+
+def mismatch(
+    built: Mapping[str, object] | None,
+    torch_version: str,
+    torch_cuda: str | None,
+    python: str,
+    machine: str,
+) -> str | None:
+    """The sentence that says why the extension cannot be loaded, or None when it can.
+
+    Args:
+        built: BUILD_INFO of the generated gla_ext/_build_info.py; None when it was never built.
+        torch_version: torch.__version__.
+        torch_cuda: torch.version.cuda.
+        python: major and minor version of the interpreter, such as "3.12".
+        machine: platform.machine().
+    """
+    if built is None:
+        return f"gla_ext is not built yet: {REBUILD}."
+    if built["python"] != python:
+        return (
+            f"gla_ext was built for Python {built['python']}, this is Python {python}: {REBUILD}."
+        )
+    if built["machine"] != machine:
+        return f"gla_ext was built for {built['machine']}, this is {machine}: {REBUILD}."
+    if minor_version(built["torch"]) != minor_version(torch_version):
+        return (
+            f"gla_ext was built against torch {built['torch']}, and torch {torch_version} is "
+            f"installed now: {REBUILD}."
+        )
+    if (
+        built["cuda"] is not None
+        and minor_version(built["cuda"])[0] != minor_version(torch_cuda)[0]
+    ):
+        return (
+            f"gla_ext was built for CUDA {built['cuda']}, and the installed torch {torch_version} "
+            f"uses {f'CUDA {torch_cuda}' if torch_cuda else 'no CUDA'}: {REBUILD}."
+        )
+    return None
+
+
+def minor_version(version: str | None) -> tuple[str, ...]:
+    """The part of a version that binary compatibility hangs on: ("2", "11") of "2.11.0+cu130"."""
+    return tuple((version or "0.0").split(".")[:2])
+
+
+def check_build() -> None:
+    """Raises ImportError, with the sentence of `mismatch`, where gla_ext._C cannot be loaded."""
+    import torch
+
+    try:
+        from gla_ext._build_info import BUILD_INFO as built
+    except ModuleNotFoundError:
+        built = None
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    sentence = mismatch(built, torch.__version__, torch.version.cuda, python, platform.machine())
+    if sentence is None and importlib.util.find_spec("gla_ext._C") is None:
+        sentence = mismatch(None, torch.__version__, torch.version.cuda, python, "")
+    if sentence is not None:
+        raise ImportError(sentence)

@@ -1,0 +1,50 @@
+"""What is installed: `python -m gla_ext.info` prints versions, capabilities and operators."""
+
+import os
+import platform
+
+import torch
+
+import gla_ext
+from gla_ext import _C
+
+DISPATCH_KEYS = ("CPU", "CUDA", "Meta", "Autograd", "AutocastCPU", "AutocastCUDA")
+
+
+def operators() -> dict[str, list[str]]:
+    """Every registered operator of gla_ext, and the dispatch keys it has a kernel for."""
+    names = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gla_ext::"))
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {name: [key for key in DISPATCH_KEYS if has_kernel(name, key)] for name in names}
+
+
+def describe() -> str:
+    """The report, as text."""
+    built = _C.build_info()
+    cuda = "not built"
+    if built["cuda"] is not None:
+        cuda = f"{built['cuda']}, for {', '.join(built['cuda_archs'])}"
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    rows = [
+        ("gla_ext", f"{gla_ext.__version__}, in {os.path.dirname(gla_ext.__file__)}"),
+        ("Python", platform.python_version()),
+        ("torch", f"{torch.__version__}, built against {built['torch']}"),
+        ("C++ compiler", built["cxx"]),
+        ("CUDA backend", cuda),
+        ("GPUs", ", ".join(gpus) or "none"),
+        (
+            "CPU capabilities",
+            f"{', '.join(built['cpu_capabilities'])}; in use: {_C.cpu_capability()}",
+        ),
+        ("OpenMP", f"{torch.get_num_threads()} threads" if built["openmp"] else "off: one thread"),
+    ]
+    table = operators()
+    width = max(len(label) for label in [*table, *(label for label, _ in rows)])
+    lines = [f"{label:{width}}  {text}" for label, text in rows]
+    lines += ["", f"{'operator':{width}}  dispatch keys"]
+    lines += [f"{name:{width}}  {' '.join(keys)}" for name, keys in table.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(describe())

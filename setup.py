@@ -1,0 +1,289 @@
+"""Builds gla_ext._C: the CPU kernels once per CPU capability, all else once, CUDA with nvcc.
+
+Metadata stands in pyproject.toml. Environment variables read here:
+    TORCH_CUDA_ARCH_LIST, else GLA_EXT_CUDA_ARCHS: the GPU architectures to build for.
+    FORCE_CUDA: 1 fails when CUDA cannot be built, 0 builds the CPU backend only.
+    MAX_JOBS: compiler processes at once (ninja's default: processors + 2).
+"""
+
+import os
+import platform
+import pprint
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.dist_info import dist_info
+
+ROOT = Path(__file__).resolve().parent
+MIN_TORCH = (2, 11)
+
+CPU_CAPABILITY_FLAGS = {
+    "DEFAULT": [],
+    "AVX2": ["-mavx2", "-mfma", "-mf16c"],
+    "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+}
+# torch's vector headers warn by the hundred under -Wall.
+KERNEL_WARNINGS = [
+    "-Wno-unknown-pragmas",
+    "-Wno-maybe-uninitialized",
+    "-Wno-aggressive-loop-optimizations",
+]
+CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall"]
+NVCC_FLAGS = ["-O3"]
+
+# torch's names for the architectures that the CUDA kernels support (sm_80 and up).
+NAMED_ARCHS = {
+    "Ampere+Tegra": "8.7",
+    "Ampere": "8.0;8.6+PTX",
+    "Ada": "8.9+PTX",
+    "Hopper": "9.0+PTX",
+    "Blackwell+Tegra": "11.0",
+    "Blackwell": "10.0;10.3;12.0;12.1+PTX",
+}
+
+
+def version() -> str:
+    """The version in gla_ext/_version.py, read without importing the package."""
+    text = (ROOT / "gla_ext" / "_version.py").read_text()
+    return re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE).group(1)
+
+
+def sources() -> dict[str, list[str]]:
+    """The source files: `common` is compiled once, `kernels` per capability, `cuda` with nvcc."""
+
+    def find(folder: str, *suffixes: str) -> list[str]:
+        files = (ROOT / folder).rglob("*")
+        return sorted(str(f.relative_to(ROOT)) for f in files if f.suffix in suffixes)
+
+    kernels = find("csrc/cpu/kernels", ".cpp")
+    cuda = find("csrc/cuda", ".cu", ".cpp")
+    common = [f for f in find("csrc", ".cpp") if f not in kernels and f not in cuda]
+    return {
+        "common": common,
+        "kernels": kernels,
+        "cuda": cuda,
+        "headers": find("csrc", ".h", ".cuh"),
+    }
+
+
+def cpu_capabilities(machine: str) -> list[str]:
+    """The capabilities the kernels are compiled for, weakest first; run time picks one."""
+    return list(CPU_CAPABILITY_FLAGS) if machine in ("x86_64", "AMD64") else ["DEFAULT"]
+
+
+def capability_flags(capability: str) -> list[str]:
+    """Compiler flags of one capability: the macros at::vec looks at, and the instruction sets."""
+    macros = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
+    return macros + KERNEL_WARNINGS + CPU_CAPABILITY_FLAGS[capability]
+
+
+def default_cuda_archs(cuda: str) -> list[str]:
+    """A100, H100, and everything newer through PTX; nvcc knows 10.0 from CUDA 12.8 on."""
+    major, minor = (int(part) for part in cuda.split(".")[:2])
+    newest = ["10.0+PTX"] if (major, minor) >= (12, 8) else ["9.0+PTX"]
+    return ["8.0", "9.0a", *newest]
+
+
+def cuda_archs(env: dict[str, str], cuda: str, visible: list[str] | None = None) -> list[str]:
+    """The architectures to build for, in the form TORCH_CUDA_ARCH_LIST takes.
+
+    Args:
+        env: the environment. TORCH_CUDA_ARCH_LIST wins over GLA_EXT_CUDA_ARCHS, which wins over
+            the default. Both take torch's syntax, names included.
+        cuda: the CUDA version torch was built for, such as "13.0".
+        visible: capabilities of the GPUs at hand, which "native" stands for; default none.
+
+    Returns:
+        A list without repeats. 9.0 becomes 9.0a, because only sm_90a has wgmma, and 9.0+PTX becomes
+        9.0a and 9.0+PTX, because PTX of 90a runs on no other GPU. What is below 8.0 is left out.
+
+    Raises:
+        SystemExit: nothing is left, or an entry is not an architecture.
+    """
+    name = "TORCH_CUDA_ARCH_LIST" if env.get("TORCH_CUDA_ARCH_LIST") else "GLA_EXT_CUDA_ARCHS"
+    asked = env.get(name, "")
+    if asked in ("", "native"):
+        entries = (visible or []) if asked else []
+        entries = entries or default_cuda_archs(cuda)
+    else:
+        entries = re.split(r"[ ,;]+", asked.strip(" ,;"))
+        entries = [part for e in entries for part in NAMED_ARCHS.get(e, e).split(";")]
+    archs = []
+    for entry in entries:
+        match = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", entry)
+        if not match:
+            raise SystemExit(
+                f"{name}: expected architectures such as '8.0;9.0a+PTX', got '{entry}'."
+            )
+        if int(match[1]) < 8:
+            continue
+        archs += {"9.0": ["9.0a"], "9.0+PTX": ["9.0a", "9.0+PTX"]}.get(entry, [entry])
+    if not archs:
+        raise SystemExit(f"{name}: gla_ext needs compute capability 8.0 or higher, got '{asked}'.")
+    return list(dict.fromkeys(archs))
+
+
+def cuda_decision(
+    force: str | None, nvcc: str | None, torch_cuda: str | None, has_sources: bool
+) -> tuple[bool, str]:
+    """Whether to build the CUDA backend, and the line that says so.
+
+    Args:
+        force: FORCE_CUDA, "1", "0" or unset.
+        nvcc: path of the CUDA compiler, None where there is none.
+        torch_cuda: torch.version.cuda.
+        has_sources: whether csrc/cuda holds sources.
+
+    Raises:
+        SystemExit: FORCE_CUDA=1 asks for what cannot be built.
+    """
+    if force == "0":
+        return False, "gla_ext: building the CPU backend only (FORCE_CUDA=0)."
+    missing = None
+    if not has_sources:
+        missing = "this version has no CUDA sources"
+    elif torch_cuda is None:
+        missing = "the installed torch was built without CUDA"
+    elif nvcc is None:
+        missing = "nvcc was not found (set CUDA_HOME)"
+    if missing is None:
+        return True, f"gla_ext: building the CPU and CUDA backends with {nvcc}."
+    if force == "1":
+        raise SystemExit(f"gla_ext: FORCE_CUDA=1, but {missing}.")
+    return False, f"gla_ext: building the CPU backend only: {missing}."
+
+
+def require_torch(error: ImportError | None) -> None:
+    """Stops with one sentence where torch is missing or too old to build against."""
+    if error is not None:
+        raise SystemExit(
+            "gla_ext is built against the torch you have, and none can be imported here "
+            f"({error}): install torch first, then run 'pip install --no-build-isolation .'"
+        )
+    import torch
+
+    found = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if found < MIN_TORCH:
+        raise SystemExit(f"gla_ext needs torch 2.11 or newer, got {torch.__version__}.")
+
+
+def find_nvcc() -> str | None:
+    """nvcc of the toolkit that torch's build rules will use."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return shutil.which("nvcc", path=os.path.join(CUDA_HOME, "bin")) if CUDA_HOME else None
+
+
+def make_extension() -> tuple[Extension, dict[str, object]]:
+    """The extension without the kernels' objects, and what _build_info.py will say of it."""
+    import torch
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension
+
+    files = sources()
+    with_cuda, message = cuda_decision(
+        os.environ.get("FORCE_CUDA"), find_nvcc(), torch.version.cuda, bool(files["cuda"])
+    )
+    archs = []
+    macros = []
+    if with_cuda:
+        gpus = (torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+        visible = sorted({f"{major}.{minor}" for major, minor in gpus})
+        archs = cuda_archs(dict(os.environ), torch.version.cuda, visible)
+        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(archs)
+        message = f"{message[:-1]} for {', '.join(archs)}."
+        macros = ["-DGLA_EXT_CUDA", f'-DGLA_EXT_CUDA_ARCHS="{";".join(archs)}"']
+    print(message, file=sys.stderr)
+    # nvcc gets no macro: a flag of its with "arch" in it would switch TORCH_CUDA_ARCH_LIST off.
+    extension = (CUDAExtension if with_cuda else CppExtension)(
+        "gla_ext._C",
+        files["common"] + (files["cuda"] if with_cuda else []),
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args={"cxx": CXX_FLAGS + macros, "nvcc": NVCC_FLAGS},
+        extra_link_args=["-fopenmp"],
+        depends=files["headers"],
+    )
+    info = {
+        "version": version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if with_cuda else None,
+        "cuda_archs": archs,
+        "cpu_capabilities": cpu_capabilities(platform.machine()),
+        "machine": platform.machine(),
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+    }
+    return extension, info
+
+
+def torch_build_ext() -> type[build_ext]:
+    """torch's BuildExtension, which also compiles the kernels once per CPU capability."""
+    import torch
+    from torch.utils.cpp_extension import BuildExtension
+
+    class BuildExt(BuildExtension):
+        def finalize_options(self) -> None:
+            # One folder for a torch version also under `pip install -e`, whose own is temporary:
+            # a second build then compiles only what changed.
+            super().finalize_options()
+            tag = f"{sys.implementation.cache_tag}-torch-{torch.__version__}"
+            self.build_temp = str(ROOT / ".build" / tag)
+
+        def run(self) -> None:
+            # Only now: sdist finalizes this command too, and decides nothing about CUDA.
+            extension, self.info = make_extension()
+            vars(self.extensions[0]).update(vars(extension))
+            super().run()
+            folder = ROOT if self.inplace else Path(self.build_lib)
+            text = pprint.pformat(self.info, sort_dicts=False)
+            header = '"""Written by setup.py when the extension was built."""\n\n'
+            (folder / "gla_ext" / "_build_info.py").write_text(f"{header}BUILD_INFO = {text}\n")
+
+        def build_extension(self, ext: Extension) -> None:
+            # The linker keeps the first copy of an inline function that several objects hold, so
+            # the weakest capability goes first: no AVX-512 copy may serve the code of another.
+            for capability in self.info["cpu_capabilities"]:
+                ext.extra_objects += self.compiler.compile(
+                    sources()["kernels"],
+                    output_dir=os.path.join(self.build_temp, capability),
+                    include_dirs=ext.include_dirs,
+                    extra_postargs=ext.extra_compile_args["cxx"] + capability_flags(capability),
+                    depends=ext.depends,
+                )
+            super().build_extension(ext)
+
+    return BuildExt
+
+
+def main() -> None:
+    try:
+        import torch  # noqa: F401
+
+        error = None
+        build = torch_build_ext()
+    except ImportError as e:
+        error = e
+        build = build_ext
+
+    class BuildExt(build):
+        def run(self) -> None:
+            require_torch(error)
+            super().run()
+
+    class DistInfo(dist_info):
+        # pip asks for the metadata first: stop here, before it downloads a torch of its own.
+        def run(self) -> None:
+            require_torch(error)
+            super().run()
+
+    setup(
+        ext_modules=[Extension("gla_ext._C", [])],
+        cmdclass={"build_ext": BuildExt, "dist_info": DistInfo},
+        options={"build": {"build_base": ".build"}},
+    )
+
+
+if __name__ == "__main__":
+    main()
