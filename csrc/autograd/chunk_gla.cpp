@@ -1,0 +1,149 @@
+// chunk_gla under autograd: forward and backward are the registered operators, nothing but the
+// inputs is saved.
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "../checks.h"
+#include "../ops.h"
+
+namespace gla_ext {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Forward-mode AD and torch.func transforms do not work through a C++ autograd Function: say so in
+// a sentence.
+void refuse_transforms(const char* op, std::initializer_list<at::Tensor> tensors) {
+  for (const at::Tensor& t : tensors)
+    TORCH_CHECK_NOT_IMPLEMENTED(!t.defined() || !t._fw_grad(/*level=*/0).defined(), op,
+                                ": forward-mode AD is not supported, use reverse mode (backward)");
+  if (const auto& functorch = at::functorch::functorchTLSAccessor()) {
+    try {
+      functorch->checkSupportsCppAutogradFunction();
+    } catch (const c10::Error&) {
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          false, op,
+          ": torch.func transforms (grad, vjp, jvp, jacrev, ...) are not supported, use "
+          "torch.autograd");
+    }
+  }
+}
+
+at::Tensor or_undefined(const OptionalTensor& t) { return t.value_or(at::Tensor()); }
+OptionalTensor or_absent(const at::Tensor& t) {
+  return t.defined() ? OptionalTensor(t) : std::nullopt;
+}
+
+class ChunkGla : public torch::autograd::Function<ChunkGla> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
+                               const at::Tensor& v, const at::Tensor& g, const OptionalTensor& gv,
+                               const OptionalTensor& initial_state,
+                               const OptionalTensor& cu_seqlens, std::optional<double> scale,
+                               bool output_final_state, bool state_v_first, bool save_states,
+                               bool batch_invariant) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [o, final_state, states] =
+        chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
+                      state_v_first, save_states, batch_invariant);
+    ctx->save_for_backward({q, k, v, g, or_undefined(gv), or_undefined(initial_state),
+                            or_undefined(cu_seqlens), states});
+    ctx->saved_data["scale"] = scale;
+    ctx->saved_data["output_final_state"] = output_final_state;
+    ctx->saved_data["state_v_first"] = state_v_first;
+    ctx->saved_data["batch_invariant"] = batch_invariant;
+    ctx->set_materialize_grads(false);
+    if (output_final_state) {
+      ctx->mark_non_differentiable({states});
+    } else {
+      ctx->mark_non_differentiable({final_state, states});
+    }
+    return {o, final_state, states};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &g = saved[3],
+                     &initial_state = saved[5];
+    const at::Tensor d_o =
+        grads[0].defined() ? grads[0] : at::zeros_symint(v.sym_sizes(), v.options());
+    const at::Tensor dht = ctx->saved_data["output_final_state"].toBool() ? grads[1] : at::Tensor();
+    auto [dq, dk, dv, dg, dgv, dh0] = chunk_gla_bwd(
+        d_o, or_absent(dht), q, k, v, g, or_absent(saved[4]), or_absent(initial_state),
+        or_absent(saved[6]), saved[7], ctx->saved_data["scale"].toOptional<double>(),
+        ctx->saved_data["state_v_first"].toBool(), ctx->saved_data["batch_invariant"].toBool());
+    const at::Tensor none;
+    return {dq,
+            dk,
+            dv,
+            dg,
+            saved[4].defined() ? dgv : none,
+            initial_state.defined() ? dh0 : none,
+            none,
+            none,
+            none,
+            none,
+            none,
+            none};
+  }
+};
+
+class ChunkGlaBackward : public torch::autograd::Function<ChunkGlaBackward> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& d_o,
+                               const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
+                               const at::Tensor& v, const at::Tensor& g, const OptionalTensor& gv,
+                               const OptionalTensor& initial_state,
+                               const OptionalTensor& cu_seqlens, const at::Tensor& states,
+                               std::optional<double> scale, bool state_v_first,
+                               bool batch_invariant) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [dq, dk, dv, dg, dgv, dh0] =
+        chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states, scale,
+                      state_v_first, batch_invariant);
+    return {dq, dk, dv, dg, dgv, dh0};
+  }
+
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "chunk_gla: double backward is not supported");
+  }
+};
+
+ForwardOutputs chunk_gla_fwd_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                      const at::Tensor& g, const OptionalTensor& gv,
+                                      const OptionalTensor& initial_state,
+                                      const OptionalTensor& cu_seqlens, std::optional<double> scale,
+                                      bool output_final_state, bool state_v_first, bool save_states,
+                                      bool batch_invariant) {
+  refuse_transforms("chunk_gla", {q, k, v, g, or_undefined(gv), or_undefined(initial_state)});
+  auto outputs = ChunkGla::apply(q, k, v, g, gv, initial_state, cu_seqlens, scale,
+                                 output_final_state, state_v_first, save_states, batch_invariant);
+  return {outputs[0], outputs[1], outputs[2]};
+}
+
+BackwardOutputs chunk_gla_bwd_autograd(
+    const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
+    const at::Tensor& v, const at::Tensor& g, const OptionalTensor& gv,
+    const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens, const at::Tensor& states,
+    std::optional<double> scale, bool state_v_first, bool batch_invariant) {
+  refuse_transforms("chunk_gla_bwd", {d_o, q, k, v, g});
+  auto outputs = ChunkGlaBackward::apply(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens,
+                                         states, scale, state_v_first, batch_invariant);
+  return {outputs[0], outputs[1], outputs[2], outputs[3], outputs[4], outputs[5]};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
+  m.impl("chunk_gla_fwd", chunk_gla_fwd_autograd);
+  m.impl("chunk_gla_bwd", chunk_gla_bwd_autograd);
+}
+
+}  // namespace gla_ext

@@ -1,0 +1,31 @@
+// The steps have no gradient of their own: they say so instead of losing it.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/GradMode.h>
+#include <torch/library.h>
+
+#include "../checks.h"
+
+namespace gla_ext {
+namespace {
+
+void refuse_grad(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (c10::GradMode::is_enabled()) {
+    for (const auto& value : torch::jit::last(*stack, op.schema().arguments().size()))
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          !value.isTensor() || !value.toTensor().requires_grad(), public_name(op.schema().name()),
+          ": a step has no gradient of its own, call gla_ext.chunk_gla, or the step under "
+          "torch.no_grad()");
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  op.callBoxed(stack);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
+  for (const char* step : kSteps)
+    m.impl(step, torch::CppFunction::makeFromBoxedFunction<&refuse_grad>());
+}
+
+}  // namespace gla_ext

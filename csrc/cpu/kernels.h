@@ -1,0 +1,64 @@
+// The CPU kernels as the host side sees them: one table a capability (DEFAULT, AVX2, AVX512) and
+// accumulation type.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "params.h"
+
+namespace gla_ext::cpu {
+
+// Every task works on its own workspace of `workspace_size(K, V)` elements, 64-byte aligned.
+// `backward_sweep` needs room for the sequence's states behind it: chunks * K * V elements more.
+template <typename T>
+struct Kernels {
+  using SequenceTask = void (*)(const Problem<T>&, T* workspace, const Sequence&, int64_t head);
+  using ChunkTask = void (*)(const Problem<T>&, T* workspace, const Chunk&);
+
+  int64_t (*workspace_size)(int64_t K, int64_t V);
+
+  // The two modes: one sweep a (sequence, head), or states first and then every chunk by itself.
+  SequenceTask forward_sweep;    // q k v g h0 -> o ht (S)
+  SequenceTask backward_sweep;   // do dht q k v g h0 (S) -> dq dk dv dg dh0
+  SequenceTask state_pass;       // k v g|b h0 -> S ht
+  SequenceTask state_grad_pass;  // q do g|b dht -> dS dh0
+  ChunkTask forward_chunk;       // q k v g S -> o
+  ChunkTask backward_chunk;      // do q k v g S dS -> dq dk dv dg
+
+  // The other steps, alone.
+  ChunkTask gate_cumsum;          // g -> b
+  ChunkTask scores_off_diagonal;  // q k b -> A
+  ChunkTask scores_diagonal;      // q k b -> A_diagonal
+  ChunkTask output;               // q v b A A_diagonal S -> o
+  ChunkTask value_grads;          // k do b A A_diagonal dS -> dv
+  ChunkTask score_grads;          // do v -> dA
+  ChunkTask intra_grads;          // q k b dA -> dq dk dg
+  ChunkTask merge_grads;          // q k v do b S dS dq_intra dk_intra dg_intra -> dq dk dg
+};
+
+// The table for the processor at hand; follows torch's own choice (ATEN_CPU_CAPABILITY).
+template <typename T>
+const Kernels<T>& kernels();
+
+std::string capability_in_use();
+std::vector<std::string> capabilities_built();
+
+// One definition a capability, in kernels/float.cpp and kernels/double.cpp.
+namespace DEFAULT {
+extern const Kernels<float> float_kernels;
+extern const Kernels<double> double_kernels;
+}  // namespace DEFAULT
+#if defined(__x86_64__)
+namespace AVX2 {
+extern const Kernels<float> float_kernels;
+extern const Kernels<double> double_kernels;
+}  // namespace AVX2
+namespace AVX512 {
+extern const Kernels<float> float_kernels;
+extern const Kernels<double> double_kernels;
+}  // namespace AVX512
+#endif
+
+}  // namespace gla_ext::cpu

@@ -1,0 +1,179 @@
+// Step 1 and what the other steps make of it: the gates of one chunk and their exponents (DESIGN:
+// three exact tiers).
+//
+//   tier 1, range <= 112:   one integer reference r a channel serves the chunk; operands carry 2^(b
+//   - r) and 2^(r - b) otherwise, tiers 2 + 3: sub-chunks of 16 tokens; between them exponents are
+//   anchored at the row block's start and
+//                           never positive, inside them a running product of the decays replaces
+//                           every exponential
+//
+// All exponents of the second kind are sums of gates of one sign, prefix sums for q and exclusive
+// suffix sums for k, so nothing cancels beside a reset.
+#pragma once
+
+#include <limits>
+
+#include "tile.h"
+
+namespace gla_ext::cpu {
+namespace CPU_CAPABILITY {
+
+constexpr double kLog2E = 1.4426950408889634;
+constexpr double kRangeLimit = 112;  // log2 units
+
+// The decay of a gate at or below this is exactly 0: a reset (log2 units).
+template <typename T>
+constexpr T kMinGate = std::is_same_v<T, double> ? T(-1100) : T(-150);
+
+// Gates are recognised as resets from here on; the one spare unit absorbs the rounding of b's
+// differences.
+template <typename T>
+constexpr T kResetGate = kMinGate<T> + 1;
+
+// The gates of one chunk. Tiles are [C, ld], vectors [ld], ld = padded(K). With S~ = s_in ⊙ S, dS~
+// = c ⊙ dS':
+//   o = A v + scale q_in S~       S' = a ⊙ S + c ⊙ (k_outᵀ v)       q_in  = q ⊙ eq
+//   dS = a ⊙ dS' + s_in ⊙ (scale q_inᵀ do)                          k_out = k ⊙ ek
+template <typename T>
+struct Gates {
+  int64_t ld = 0, length = 0;
+  bool mid_reference = false;  // tier 1
+  T* x = nullptr;              // gates, log2 units, clamped
+  T* b = nullptr;              // their inclusive prefix sums
+  T* eq = nullptr;             // tier 1: 2^(b - r);    else 2^b
+  T* ek = nullptr;             // tier 1: 2^(r - b);    else 2^(b_C - b)
+  T *s_in = nullptr, *a = nullptr,
+    *c = nullptr;  // tier 1: 2^r, 2^b_C, 2^(b_C - r);    else 1, 2^b_C, 1
+  // Tiers 2 + 3 alone:
+  T* eq_local = nullptr;  // 2^(sum of the sub-chunk's gates up to and with i)
+  T* ek_local = nullptr;  // 2^(sum of the sub-chunk's gates after j)
+  T* alpha = nullptr;     // 2^x
+  T* decay = nullptr;     // [c, ld], 2^(sum of sub-chunk I's gates)
+
+  int64_t sub_chunks() const { return (length + kSubChunk - 1) / kSubChunk; }
+  int64_t rows(int64_t I) const {
+    return length - I * kSubChunk < kSubChunk ? length - I * kSubChunk : kSubChunk;
+  }
+  int64_t size() const { return length * ld; }
+};
+
+// x[L, ld]: from g, in log2 units and clamped so that NaN stays NaN; or from b, as its differences.
+template <typename T>
+inline void load_gates(const Problem<T>& p, const Chunk& chunk, Gates<T>& gates) {
+  gates.length = chunk.length;
+  const int64_t n = gates.size(), ld = gates.ld;
+  if (p.g.data != nullptr) {
+    load_rows(gates.x, ld, p.g, chunk, p.K);
+    const Vec<T> log2e{T(kLog2E)}, low(kMinGate<T>);
+    map<T>(
+        n, [&](Vec<T> g) { return Vec<T>::blendv(g * log2e, low, g * log2e < low); }, gates.x,
+        gates.x);
+  } else {
+    load_rows(gates.x, ld, p.b, chunk, p.K);
+    for (int64_t i = chunk.length - 1; i > 0; --i)
+      map<T>(
+          ld, [](Vec<T> next, Vec<T> previous) { return next - previous; }, gates.x + i * ld,
+          gates.x + i * ld, gates.x + (i - 1) * ld);
+  }
+}
+
+// b[L, ld], and the chunk's range: the largest over channels of max b - min b, NaN if there is one.
+template <typename T>
+inline T cumsum(Gates<T>& gates) {
+  Vec<T> range(T(0));
+  for (int64_t d = 0; d < gates.ld; d += Vec<T>::size()) {
+    Vec<T> b = Vec<T>::loadu(gates.x + d), low = b, high = b;
+    b.store(gates.b + d);
+    for (int64_t i = 1; i < gates.length; ++i) {
+      b = b + Vec<T>::loadu(gates.x + i * gates.ld + d);
+      b.store(gates.b + i * gates.ld + d);
+      low = at::vec::minimum(low, b);
+      high = at::vec::maximum(high, b);
+    }
+    range = at::vec::maximum(range, high - low);
+  }
+  T lanes[Vec<T>::size()];
+  range.store(lanes);
+  T largest = 0;
+  for (const T lane : lanes) {
+    if (lane != lane) return lane;
+    if (lane > largest) largest = lane;
+  }
+  return largest;
+}
+
+template <typename T>
+inline void mid_reference_exponents(Gates<T>& g) {
+  const int64_t last = (g.length - 1) * g.ld;
+  for (int64_t d = 0; d < g.ld; d += Vec<T>::size()) {
+    Vec<T> low = Vec<T>::loadu(g.b + d), high = low;
+    for (int64_t i = 1; i < g.length; ++i) {
+      const Vec<T> b = Vec<T>::loadu(g.b + i * g.ld + d);
+      low = at::vec::minimum(low, b);
+      high = at::vec::maximum(high, b);
+    }
+    const Vec<T> r = ((low + high) * Vec<T>(T(0.5))).round();
+    for (int64_t i = 0; i < g.length; ++i) {
+      const Vec<T> e = (Vec<T>::loadu(g.b + i * g.ld + d) - r).exp2();
+      e.store(g.eq + i * g.ld + d);
+      e.reciprocal().store(g.ek + i * g.ld + d);
+    }
+    const Vec<T> b_last = Vec<T>::loadu(g.b + last + d);
+    r.exp2().store(g.s_in + d);
+    b_last.exp2().store(g.a + d);
+    (b_last - r).exp2().store(g.c + d);
+  }
+}
+
+template <typename T>
+inline void anchored_exponents(Gates<T>& g) {
+  const int64_t ld = g.ld;
+  for (int64_t d = 0; d < ld; d += Vec<T>::size()) {
+    Vec<T> before(T(1));  // the decay of the sub-chunks already passed
+    for (int64_t I = 0; I < g.sub_chunks(); ++I) {
+      const int64_t first = I * kSubChunk, end = first + g.rows(I);
+      Vec<T> sum(T(0));
+      for (int64_t i = first; i < end; ++i) {
+        const Vec<T> x = Vec<T>::loadu(g.x + i * ld + d);
+        sum = sum + x;
+        const Vec<T> e = sum.exp2();
+        e.store(g.eq_local + i * ld + d);
+        (e * before).store(g.eq + i * ld + d);
+        x.exp2().store(g.alpha + i * ld + d);
+      }
+      const Vec<T> decay = sum.exp2();
+      decay.store(g.decay + I * ld + d);
+      before = before * decay;
+    }
+    before.store(g.a + d);
+    Vec<T>(T(1)).store(g.s_in + d);
+    Vec<T>(T(1)).store(g.c + d);
+    Vec<T> after(T(1));
+    for (int64_t I = g.sub_chunks() - 1; I >= 0; --I) {
+      Vec<T> sum(T(0));
+      for (int64_t j = I * kSubChunk + g.rows(I) - 1; j >= I * kSubChunk; --j) {
+        const Vec<T> e = sum.exp2();
+        e.store(g.ek_local + j * ld + d);
+        (e * after).store(g.ek + j * ld + d);
+        sum = sum + Vec<T>::loadu(g.x + j * ld + d);
+      }
+      after = after * Vec<T>::loadu(g.decay + I * ld + d);
+    }
+  }
+}
+
+// Everything above for one chunk. The tier depends on the chunk's gates alone, so every step takes
+// the same one.
+template <typename T>
+inline void make_gates(const Problem<T>& p, const Chunk& chunk, Gates<T>& gates) {
+  load_gates(p, chunk, gates);
+  gates.mid_reference = cumsum(gates) <= T(kRangeLimit);  // NaN takes the exact tier
+  if (gates.mid_reference) {
+    mid_reference_exponents(gates);
+  } else {
+    anchored_exponents(gates);
+  }
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace gla_ext::cpu

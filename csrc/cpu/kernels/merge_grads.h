@@ -1,0 +1,69 @@
+// Backward step 7: the parts of dq, dk and dg that pass through the states.
+//   dq_i += scale 2^b_i (S do_i), dk_j += 2^(b_C - b_j) (dS' v_j)
+//   dg_t  = Σ_{i>=t} db_i + Σ_{j<t} k_j ⊙ dk_j^inter + 2^b_C ⊙ rowsum_V(S ⊙ dS'),  db_i += q_i ⊙
+//   dq_i^inter
+// No term of dg cancels against another between chunks. A reset has dg = 0, by select.
+//   reads q_in, k_out, v, do, t.S_in, t.dS_in; updates t.dq, t.dk [C, K]; t.dg [C, K] holds db,
+//   then dg.
+#pragma once
+
+#include "tiles.h"
+
+namespace gla_ext::cpu {
+namespace CPU_CAPABILITY {
+
+// t.total[K] = 2^b_C ⊙ rowsum_V(S ⊙ dS'); in tier 1 the operands already carry 2^b_C between them.
+template <typename T>
+inline void state_products(Tiles<T>& t) {
+  fill(t.total, t.Kp, T(0));
+  for (int64_t i = 0; i < t.K; ++i) {
+    Vec<T> sum(T(0));
+    for (int64_t j = 0; j < t.Vp; j += Vec<T>::size())
+      sum = at::vec::fmadd(Vec<T>::loadu(t.S_in + i * t.Vp + j),
+                           Vec<T>::loadu(t.dS_in + i * t.Vp + j), sum);
+    const T row = sum_of_lanes<T>(sum);
+    t.total[i] = t.gates.mid_reference ? row : t.gates.a[i] * row;
+  }
+}
+
+// t.dg[L, K]: db a token in, dg out; t.R[L, K] = k_out ⊙ (v dS~ᵀ).
+template <typename T>
+inline void gate_grads(Tiles<T>& t) {
+  const int64_t ld = t.Kp;
+  const Vec<T> zero(T(0)), reset(kResetGate<T>);
+  for (int64_t d = 0; d < ld; d += Vec<T>::size()) {
+    Vec<T> carried = Vec<T>::loadu(t.total + d), later(T(0));
+    for (int64_t i = 0; i < t.length(); ++i) {  // R becomes total + Σ_{j<i} R_j
+      T* r = t.R + i * ld + d;
+      const Vec<T> next = carried + Vec<T>::loadu(r);
+      carried.store(r);
+      carried = next;
+    }
+    for (int64_t i = t.length() - 1; i >= 0; --i) {
+      later = later + Vec<T>::loadu(t.dg + i * ld + d);
+      const Vec<T> dg = later + Vec<T>::loadu(t.R + i * ld + d);
+      const Vec<T> x = Vec<T>::loadu(t.gates.x + i * ld + d);
+      Vec<T>::blendv(dg, zero, x <= reset).store(t.dg + i * ld + d);
+    }
+  }
+}
+
+template <typename T>
+inline void merge_grads(const Problem<T>& p, Tiles<T>& t) {
+  const Gates<T>& g = t.gates;
+  const auto add_product = [](Vec<T> x, Vec<T> y, Vec<T> sum) { return at::vec::fmadd(x, y, sum); };
+  transpose(t.state_t, t.Kp, t.S_in, t.Vp, t.K, t.V);
+  gemm(Left<T>{t.d_o, t.Vp, 1}, t.state_t, t.Kp, t.P, t.Kp, t.length(), t.Kp, t.V,
+       Epilogue<T>{p.scale});
+  map<T>(g.size(), add_product, t.dq, g.eq, t.P, t.dq);
+  map<T>(g.size(), add_product, t.dg, t.q_in, t.P, t.dg);
+  transpose(t.state_t, t.Kp, t.dS_in, t.Vp, t.K, t.V);
+  gemm(Left<T>{t.v, t.Vp, 1}, t.state_t, t.Kp, t.R, t.Kp, t.length(), t.Kp, t.V);
+  map<T>(g.size(), add_product, t.dk, g.ek, t.R, t.dk);
+  map<T>(g.size(), [](Vec<T> x, Vec<T> y) { return x * y; }, t.R, t.k_out, t.R);
+  state_products(t);
+  gate_grads(t);
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace gla_ext::cpu

@@ -1,0 +1,182 @@
+// What one worker does in chunk_gla: the steps in order, over a sequence or one chunk.
+#pragma once
+
+#include "chunk_states.h"
+#include "intra_grads.h"
+#include "merge_grads.h"
+#include "output.h"
+#include "score_grads.h"
+#include "scores.h"
+#include "state_grads.h"
+#include "value_grads.h"
+
+namespace gla_ext::cpu {
+namespace CPU_CAPABILITY {
+
+template <typename T>
+Tiles<T> tiles(const Problem<T>& p, T* workspace) {
+  Tiles<T> t;
+  t.carve(workspace, p.K, p.V);
+  return t;
+}
+
+// ---- forward
+
+// Gates, queries, keys and values of one chunk are loaded and t.S enters it: the steps 3, 4, 5.
+template <typename T>
+void forward_loaded(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
+  scores(p, t);
+  state_operand(p, t, t.S_in, t.S, t.gates.s_in);
+  output(p, t);
+  store_rows(p.o, chunk, p.V, t.o, t.Vp);
+}
+
+template <typename T>
+void load_forward(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
+  make_gates(p, chunk, t.gates);
+  load_queries(p, chunk, t);
+  load_keys(p, chunk, t);
+  load_rows(t.v, t.Vp, p.v, chunk, p.V);
+}
+
+// The [K, V] matrix of (sequence, head) in one of h0, ht, dht, dh0, or nullptr.
+template <typename T, typename S>
+S* state_of(S* states, const Problem<T>& p, const Sequence& sequence, int64_t head) {
+  return states == nullptr ? nullptr : states + (sequence.n * p.H + head) * p.K * p.V;
+}
+
+template <typename T>
+void load_initial_state(const Problem<T>& p, const Sequence& sequence, int64_t head, Tiles<T>& t) {
+  load_state(t.S, t.Vp, state_of(p.h0, p, sequence, head), p.state_v_first, p.K, p.V);
+}
+
+template <typename T>
+void store_final_state(const Problem<T>& p, const Sequence& sequence, int64_t head,
+                       const Tiles<T>& t) {
+  if (p.ht != nullptr)
+    store_state(state_of(p.ht, p, sequence, head), p.state_v_first, p.K, p.V, t.S, t.Vp);
+}
+
+template <typename T>
+void forward_sweep(const Problem<T>& p, T* workspace, const Sequence& sequence, int64_t head) {
+  Tiles<T> t = tiles(p, workspace);
+  load_initial_state(p, sequence, head, t);
+  for (int64_t n = 0; n < sequence.chunks(); ++n) {
+    const Chunk chunk = p.chunk(sequence, n, head);
+    if (p.S != nullptr) store_chunk_state(p, chunk.state, t);
+    load_forward(p, chunk, t);
+    forward_loaded(p, chunk, t);
+    chunk_states(t);
+  }
+  store_final_state(p, sequence, head, t);
+}
+
+template <typename T>
+void state_pass(const Problem<T>& p, T* workspace, const Sequence& sequence, int64_t head) {
+  Tiles<T> t = tiles(p, workspace);
+  load_initial_state(p, sequence, head, t);
+  for (int64_t n = 0; n < sequence.chunks(); ++n) {
+    const Chunk chunk = p.chunk(sequence, n, head);
+    store_chunk_state(p, chunk.state, t);
+    make_gates(p, chunk, t.gates);
+    load_keys(p, chunk, t);
+    load_rows(t.v, t.Vp, p.v, chunk, p.V);
+    chunk_states(t);
+  }
+  store_final_state(p, sequence, head, t);
+}
+
+template <typename T>
+void forward_chunk(const Problem<T>& p, T* workspace, const Chunk& chunk) {
+  Tiles<T> t = tiles(p, workspace);
+  load_chunk_state(p, chunk.state, t);
+  load_forward(p, chunk, t);
+  forward_loaded(p, chunk, t);
+}
+
+// ---- backward
+
+template <typename T>
+void load_state_grad_entry(const Problem<T>& p, const Sequence& sequence, int64_t head,
+                           Tiles<T>& t) {
+  load_state(t.dS, t.Vp, state_of(p.dht, p, sequence, head), p.state_v_first, p.K, p.V);
+}
+
+template <typename T>
+void store_initial_state_grad(const Problem<T>& p, const Sequence& sequence, int64_t head,
+                              const Tiles<T>& t) {
+  if (p.dh0 != nullptr)
+    store_state(state_of(p.dh0, p, sequence, head), p.state_v_first, p.K, p.V, t.dS, t.Vp);
+}
+
+// Everything of one chunk is loaded, t.S enters it and t.dS leaves it: the steps 4 to 7, A by
+// forward steps 3 and 4.
+template <typename T>
+void backward_loaded(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
+  state_operand(p, t, t.S_in, t.S, t.gates.s_in);
+  state_operand(p, t, t.dS_in, t.dS, t.gates.c);
+  scores(p, t);
+  value_grads(t);
+  store_rows(p.dv, chunk, p.V, t.o, t.Vp);
+  score_grads(p, t);
+  intra_grads(p, t);
+  merge_grads(p, t);
+  store_rows(p.dq, chunk, p.K, t.dq, t.Kp);
+  store_rows(p.dk, chunk, p.K, t.dk, t.Kp);
+  store_rows(p.dg, chunk, p.K, t.dg, t.Kp);
+}
+
+template <typename T>
+void load_backward(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
+  load_forward(p, chunk, t);
+  load_rows(t.d_o, t.Vp, p.d_o, chunk, p.V);
+  load_chunk_state(p, chunk.state, t);
+}
+
+// With saved states the sweep goes backward alone; without, it first stores them behind the tiles.
+template <typename T>
+void backward_sweep(const Problem<T>& problem, T* workspace, const Sequence& sequence,
+                    int64_t head) {
+  Problem<T> p = problem;
+  Tiles<T> t;
+  T* behind = workspace + t.carve(workspace, p.K, p.V);
+  if (p.S == nullptr) {
+    p.S = behind;
+    p.S_is_local = true;
+    state_pass(p, workspace, sequence, head);
+  }
+  load_state_grad_entry(p, sequence, head, t);
+  for (int64_t n = sequence.chunks() - 1; n >= 0; --n) {
+    const Chunk chunk = p.chunk(sequence, n, head);
+    load_backward(p, chunk, t);
+    backward_loaded(p, chunk, t);
+    state_grads(p, t);
+  }
+  store_initial_state_grad(p, sequence, head, t);
+}
+
+template <typename T>
+void state_grad_pass(const Problem<T>& p, T* workspace, const Sequence& sequence, int64_t head) {
+  Tiles<T> t = tiles(p, workspace);
+  load_state_grad_entry(p, sequence, head, t);
+  for (int64_t n = sequence.chunks() - 1; n >= 0; --n) {
+    const Chunk chunk = p.chunk(sequence, n, head);
+    store_chunk_state_grad(p, chunk.state, t);
+    make_gates(p, chunk, t.gates);
+    load_queries(p, chunk, t);
+    load_rows(t.d_o, t.Vp, p.d_o, chunk, p.V);
+    state_grads(p, t);
+  }
+  store_initial_state_grad(p, sequence, head, t);
+}
+
+template <typename T>
+void backward_chunk(const Problem<T>& p, T* workspace, const Chunk& chunk) {
+  Tiles<T> t = tiles(p, workspace);
+  load_chunk_state_grad(p, chunk.state, t);
+  load_backward(p, chunk, t);
+  backward_loaded(p, chunk, t);
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace gla_ext::cpu

@@ -1,0 +1,189 @@
+// The vocabulary of the CPU kernels: padded tiles, conversions between memory and tiles,
+// transposes.
+//
+// A tile is a row-major matrix whose leading dimension is a multiple of kPad elements and whose
+// columns beyond the data are zero, so that inner loops have no tails.
+#pragma once
+
+#include <ATen/cpu/vec/vec.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "../params.h"
+
+namespace gla_ext::cpu {
+namespace CPU_CAPABILITY {
+
+template <typename T>
+using Vec = at::vec::Vectorized<T>;
+
+constexpr int64_t kPad = 16;  // elements; a multiple of every vector length in use
+
+constexpr int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
+
+// out[i] = f(a[i], ...) over n elements, n a multiple of the vector length.
+template <typename T, typename F, typename... In>
+inline void map(int64_t n, F f, T* out, const In*... in) {
+  for (int64_t i = 0; i < n; i += Vec<T>::size()) f(Vec<T>::loadu(in + i)...).store(out + i);
+}
+
+template <typename T>
+inline T sum_of_lanes(const Vec<T>& x) {
+  T lanes[Vec<T>::size()];
+  x.store(lanes);
+  T sum = 0;
+  for (const T lane : lanes) sum += lane;
+  return sum;
+}
+
+template <typename T>
+inline void fill(T* out, int64_t n, T value) {
+  for (int64_t i = 0; i < n; ++i) out[i] = value;
+}
+
+// ---- memory to accumulation type and back
+
+// memcpy for rows: short, and called by the hundred a chunk.
+template <typename T>
+inline void copy_row(T* dst, const T* src, int64_t n) {
+  int64_t i = 0;
+  for (; i <= n - Vec<T>::size(); i += Vec<T>::size()) Vec<T>::loadu(src + i).store(dst + i);
+  for (; i < n; ++i) dst[i] = src[i];
+}
+
+template <typename T>
+inline void convert_row(T* dst, const void* src, DType dtype, int64_t offset, int64_t n) {
+  if constexpr (std::is_same_v<T, double>) {
+    copy_row(dst, static_cast<const double*>(src) + offset, n);
+  } else {
+    constexpr int64_t width = Vec<float>::size();
+    int64_t i = 0;
+    Vec<float> value;
+    if (dtype == DType::kFloat) {
+      copy_row(dst, static_cast<const float*>(src) + offset, n);
+    } else if (dtype == DType::kBFloat16) {
+      const auto* p = static_cast<const c10::BFloat16*>(src) + offset;
+      for (; i <= n - width; i += width) {
+        at::vec::load_fp32_from_bf16(p + i, value);
+        value.store(dst + i);
+      }
+      for (; i < n; ++i) dst[i] = static_cast<float>(p[i]);
+    } else {
+      const auto* p = static_cast<const c10::Half*>(src) + offset;
+      for (; i <= n - width; i += width) {
+        at::vec::load_fp32_from_fp16(p + i, value);
+        value.store(dst + i);
+      }
+      for (; i < n; ++i) dst[i] = static_cast<float>(p[i]);
+    }
+  }
+}
+
+template <typename T>
+inline void convert_row_back(void* dst, DType dtype, int64_t offset, const T* src, int64_t n) {
+  if constexpr (std::is_same_v<T, double>) {
+    copy_row(static_cast<double*>(dst) + offset, src, n);
+  } else if (dtype == DType::kFloat) {
+    copy_row(static_cast<float*>(dst) + offset, src, n);
+  } else if (dtype == DType::kBFloat16) {
+    at::vec::convert(src, static_cast<c10::BFloat16*>(dst) + offset, n);
+  } else {
+    at::vec::convert(src, static_cast<c10::Half*>(dst) + offset, n);
+  }
+}
+
+// dst[L, ld] <- rows of one chunk; the D..ld columns become zero.
+template <typename T>
+inline void load_rows(T* dst, int64_t ld, const Rows& rows, const Chunk& chunk, int64_t D) {
+  const int64_t base = chunk.row * rows.stride_b + chunk.head * rows.stride_h;
+  for (int64_t i = 0; i < chunk.length; ++i) {
+    convert_row(dst + i * ld, rows.data, rows.dtype, base + (chunk.start + i) * rows.stride_t, D);
+    std::memset(dst + i * ld + D, 0, (ld - D) * sizeof(T));
+  }
+}
+
+template <typename T>
+inline void store_rows(const Rows& rows, const Chunk& chunk, int64_t D, const T* src, int64_t ld) {
+  const int64_t base = chunk.row * rows.stride_b + chunk.head * rows.stride_h;
+  for (int64_t i = 0; i < chunk.length; ++i)
+    convert_row_back(rows.data, rows.dtype, base + (chunk.start + i) * rows.stride_t, src + i * ld,
+                     D);
+}
+
+// ---- operands
+
+// Rounds to bf16 and back, in place: the operand a tensor core would see.
+template <typename T>
+inline void round_to_bf16(T* x, int64_t n) {
+  if constexpr (std::is_same_v<T, float>) {
+    c10::BFloat16 buffer[64];
+    for (int64_t i = 0; i < n; i += 64) {
+      const int64_t m = n - i < 64 ? n - i : 64;
+      at::vec::convert(x + i, buffer, m);
+      convert_row(x + i, buffer, DType::kBFloat16, 0, m);
+    }
+  }
+}
+
+// dst[L, ld] = src ⊙ factor, rounded when asked.
+template <typename T>
+inline void gated(T* dst, const T* src, const T* factor, int64_t n, bool round) {
+  map<T>(n, [](Vec<T> a, Vec<T> b) { return a * b; }, dst, src, factor);
+  if (round) round_to_bf16(dst, n);
+}
+
+// dst[padded(cols), ld_dst] = transpose of src[rows, ld_src], ld_src >= padded(cols); dst columns
+// rows..padded(rows) become zero.
+template <typename T>
+inline void transpose(T* dst, int64_t ld_dst, const T* src, int64_t ld_src, int64_t rows,
+                      int64_t cols) {
+  for (int64_t i = 0; i < rows; i += kPad) {
+    const int64_t m = rows - i < kPad ? rows - i : kPad;
+    for (int64_t j = 0; j < cols; j += kPad) {
+      const T* block = src + i * ld_src + j;
+      T* to = dst + j * ld_dst + i;
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+      if constexpr (std::is_same_v<T, float>) {
+        if (m == kPad) {
+          at::vec::transpose_mxn<float, kPad, kPad>(block, ld_src, to, ld_dst);
+          continue;
+        }
+      }
+#endif
+      for (int64_t c = 0; c < kPad; ++c)
+        for (int64_t r = 0; r < kPad; ++r)
+          to[c * ld_dst + r] = r < m ? block[r * ld_src + c] : T(0);
+    }
+  }
+}
+
+// ---- states
+
+// dst[K, ld] <- one [K, V] (or [V, K]) matrix; the V..ld columns become zero. src == nullptr: zero.
+template <typename T>
+inline void load_state(T* dst, int64_t ld, const T* src, bool v_first, int64_t K, int64_t V) {
+  std::memset(dst, 0, K * ld * sizeof(T));
+  if (src == nullptr) return;
+  for (int64_t i = 0; i < K; ++i) {
+    if (v_first) {
+      for (int64_t j = 0; j < V; ++j) dst[i * ld + j] = src[j * K + i];
+    } else {
+      copy_row(dst + i * ld, src + i * V, V);
+    }
+  }
+}
+
+template <typename T>
+inline void store_state(T* dst, bool v_first, int64_t K, int64_t V, const T* src, int64_t ld) {
+  for (int64_t i = 0; i < K; ++i) {
+    if (v_first) {
+      for (int64_t j = 0; j < V; ++j) dst[j * K + i] = src[i * ld + j];
+    } else {
+      copy_row(dst + i * V, src + i * ld, V);
+    }
+  }
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace gla_ext::cpu

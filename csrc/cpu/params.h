@@ -1,0 +1,70 @@
+// What the host side hands to the CPU kernels: plain structs, no torch header.
+#pragma once
+
+#include <cstdint>
+
+namespace gla_ext::cpu {
+
+constexpr int64_t kChunk = 64;     // C: tokens a chunk
+constexpr int64_t kSubChunk = 16;  // c: tokens a sub-chunk
+constexpr int64_t kSubChunks = kChunk / kSubChunk;
+
+enum class DType : uint8_t { kBFloat16, kHalf, kFloat, kDouble };
+
+// One tensor [B, T, H, D] whose last dimension is contiguous; strides in elements.
+struct Rows {
+  void* data = nullptr;
+  DType dtype = DType::kFloat;
+  int64_t stride_b = 0, stride_t = 0, stride_h = 0;
+};
+
+// Sequence n: `length` tokens of batch row `row` from token `start`; its chunks follow each other
+// from `first_chunk` in tensors with a chunk dimension.
+struct Sequence {
+  int64_t n, row, start, length, first_chunk;
+
+  int64_t chunks() const { return (length + kChunk - 1) / kChunk; }
+};
+
+// One chunk of one head.
+struct Chunk {
+  int64_t row, start, length;  // batch row, first token, tokens (1 .. kChunk)
+  int64_t head;
+  int64_t state;  // index of the [K, V] matrix in S and dS
+};
+
+// Everything a step may read or write. Absent tensors have data == nullptr. T accumulates: float,
+// or double for fp64 inputs.
+template <typename T>
+struct Problem {
+  int64_t H = 0, K = 0, V = 0;
+  T scale = 1;
+  // bf16 inputs: the operands of matrix products are rounded to bf16, as a tensor core takes them.
+  bool round_operands = false;
+  bool state_v_first = false;  // layout of h0, ht, dht, dh0: [V, K] instead of [K, V]
+
+  Rows q, k, v, d_o;       // [B, T, H, K | V]
+  Rows g;                  // natural-log gates [B, T, H, K], or absent and then b is read
+  Rows b;                  // gate cumsum in chunks, log2 units [B, T, H, K]
+  Rows o, dq, dk, dv, dg;  // outputs
+  Rows A, A_diagonal, dA;  // [B, T, H, C], [B, T, H, c], [B, T, H, C]
+  Rows dq_intra, dk_intra, dg_intra;  // [B, T, H, K], what step 6 hands to step 7
+
+  const T* h0 = nullptr;   // [N, H, K, V]
+  const T* dht = nullptr;  // [N, H, K, V]
+  T* ht = nullptr;         // [N, H, K, V]
+  T* dh0 = nullptr;        // [N, H, K, V]
+  void* S = nullptr;       // [chunks, H, K, V], the state that enters each chunk
+  DType S_dtype = DType::kFloat;
+  bool S_is_local = false;  // S holds the chunks of one (sequence, head) alone
+  T* dS = nullptr;          // [chunks, H, K, V], the gradient of the state that leaves each chunk
+
+  Chunk chunk(const Sequence& sequence, int64_t index, int64_t head) const {
+    const int64_t done = index * kChunk;
+    const int64_t left = sequence.length - done;
+    return {sequence.row, sequence.start + done, left < kChunk ? left : kChunk, head,
+            S_is_local ? index : (sequence.first_chunk + index) * H + head};
+  }
+};
+
+}  // namespace gla_ext::cpu

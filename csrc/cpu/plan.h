@@ -1,0 +1,32 @@
+// How a call runs on CPU: a pure function of its shape and the number of threads.
+#pragma once
+
+#include <cstdint>
+
+namespace gla_ext::cpu {
+
+enum class Mode {
+  kSweep,  // non-materialised: one worker sweeps a whole (sequence, head), the state stays on it
+  kMaterialised,  // the states of every chunk are written first, then chunks run in parallel
+};
+
+struct PlanInputs {
+  int64_t N, T, H, K, V;  // sequences; T counts the tokens of one batch row
+  bool backward;
+};
+
+struct Plan {
+  Mode mode;
+  int64_t threads;          // workers that have something to do
+  int64_t tasks;            // of the parallel part: (sequence, head) or (chunk, head)
+  int64_t workspace_bytes;  // of all workers, fp32 accumulation
+  int64_t state_bytes;      // of materialised states and their gradients, fp32
+};
+
+// The environment variable GLA_EXT_CPU_MODE=sweep|materialised overrides the mode; both give the
+// same bits.
+Plan make_plan(const PlanInputs& in, int64_t threads);
+
+int64_t available_threads();
+
+}  // namespace gla_ext::cpu

@@ -1,0 +1,171 @@
+#include "problem.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+namespace gla_ext::cpu {
+
+DType dtype_of(at::ScalarType t) {
+  switch (t) {
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kHalf:
+      return DType::kHalf;
+    case at::kFloat:
+      return DType::kFloat;
+    default:
+      TORCH_INTERNAL_ASSERT(t == at::kDouble);
+      return DType::kDouble;
+  }
+}
+
+namespace {
+
+Rows rows_of(const at::Tensor& t) {
+  return {const_cast<void*>(t.const_data_ptr()), dtype_of(t.scalar_type()), t.stride(0),
+          t.stride(1), t.stride(2)};
+}
+
+std::vector<Sequence> sequences_of(const char* op, const OptionalTensor& cu_seqlens, int64_t B,
+                                   int64_t T) {
+  std::vector<Sequence> sequences;
+  if (!given(cu_seqlens)) {
+    for (int64_t n = 0; n < B; ++n) {
+      sequences.push_back({n, n, 0, T, 0});
+      sequences.back().first_chunk = n * sequences.back().chunks();
+    }
+    return sequences;
+  }
+  check_offsets(op, *cu_seqlens, T);
+  const at::Tensor offsets = cu_seqlens->to(at::kLong).contiguous();
+  const auto* begin = offsets.const_data_ptr<int64_t>();
+  int64_t chunk = 0;
+  for (int64_t n = 0; n + 1 < offsets.numel(); ++n) {
+    sequences.push_back({n, 0, begin[n], begin[n + 1] - begin[n], chunk});
+    chunk += sequences.back().chunks();
+  }
+  return sequences;
+}
+
+}  // namespace
+
+template <typename T>
+Call<T>::Call(const char* op, const Shape& shape, const OptionalTensor& cu_seqlens,
+              std::optional<double> scale)
+    : B(shape.B.expect_int()),
+      T_(shape.T.expect_int()),
+      N(shape.N.expect_int()),
+      chunks(shape.chunks.expect_int()),
+      packed_(shape.packed),
+      sequences_(sequences_of(op, cu_seqlens, B, T_)) {
+  problem.H = shape.H.expect_int();
+  problem.K = shape.K.expect_int();
+  problem.V = shape.V.expect_int();
+  problem.scale = static_cast<T>(resolve_scale(scale, problem.K));
+}
+
+template <typename T>
+const at::Tensor& Call<T>::keep(at::Tensor t) {
+  return kept_.emplace_back(std::move(t));
+}
+
+template <typename T>
+void Call<T>::input(Rows Problem<T>::* rows, const at::Tensor& t) {
+  const bool contiguous_rows = t.size(3) == 1 || t.stride(3) == 1;
+  problem.*rows = rows_of(keep(contiguous_rows ? t : t.contiguous()));
+  if (t.scalar_type() == at::kBFloat16 && rows != &Problem<T>::g) problem.round_operands = true;
+}
+
+template <typename T>
+void Call<T>::input_state(const T* Problem<T>::* states, const OptionalTensor& t) {
+  if (given(t)) problem.*states = keep(t->contiguous()).template const_data_ptr<T>();
+}
+
+template <typename T>
+void Call<T>::input_chunk_states(const at::Tensor& S) {
+  problem.S = const_cast<void*>(keep(S.contiguous()).const_data_ptr());
+  problem.S_dtype = dtype_of(S.scalar_type());
+}
+
+template <typename T>
+void Call<T>::input_chunk_state_grads(const at::Tensor& dS) {
+  problem.dS = const_cast<T*>(keep(dS.contiguous()).template const_data_ptr<T>());
+}
+
+template <typename T>
+at::Tensor Call<T>::rows_tensor(int64_t last_dim, const at::Tensor& like,
+                                at::ScalarType dtype) const {
+  at::Tensor t = at::empty({B, T_, problem.H, last_dim}, like.options().dtype(dtype));
+  if (packed_) {
+    const int64_t end = sequences_.empty() ? 0 : sequences_.back().start + sequences_.back().length;
+    t.narrow(1, end, T_ - end).zero_();
+  }
+  return t;
+}
+
+template <typename T>
+at::Tensor Call<T>::output(Rows Problem<T>::* rows, int64_t last_dim, const at::Tensor& like,
+                           at::ScalarType dtype) {
+  at::Tensor t = rows_tensor(last_dim, like, dtype);
+  problem.*rows = rows_of(t);
+  return t;
+}
+
+template <typename T>
+at::Tensor Call<T>::output_state(T* Problem<T>::* states, const at::Tensor& like) {
+  const auto& p = problem;
+  const auto options = like.options().dtype(c10::CppTypeToScalarType<T>::value);
+  at::Tensor t = p.state_v_first ? at::empty({N, p.H, p.V, p.K}, options)
+                                 : at::empty({N, p.H, p.K, p.V}, options);
+  problem.*states = t.template mutable_data_ptr<T>();
+  return t;
+}
+
+template <typename T>
+at::Tensor Call<T>::output_chunk_states(const at::Tensor& like, at::ScalarType dtype) {
+  const auto options = like.options().dtype(dtype);
+  const std::vector<int64_t> sizes{B, chunks, problem.H, problem.K, problem.V};
+  at::Tensor t = packed_ ? at::zeros(sizes, options) : at::empty(sizes, options);
+  problem.S = t.mutable_data_ptr();
+  problem.S_dtype = dtype_of(dtype);
+  return t;
+}
+
+template <typename T>
+at::Tensor Call<T>::output_chunk_state_grads(const at::Tensor& like) {
+  const auto options = like.options().dtype(c10::CppTypeToScalarType<T>::value);
+  const std::vector<int64_t> sizes{B, chunks, problem.H, problem.K, problem.V};
+  at::Tensor t = packed_ ? at::zeros(sizes, options) : at::empty(sizes, options);
+  problem.dS = t.template mutable_data_ptr<T>();
+  return t;
+}
+
+template <typename T>
+void Call<T>::run(typename Kernels<T>::SequenceTask task, bool states_behind_workspace) const {
+  int64_t elements = kernels<T>().workspace_size(problem.K, problem.V);
+  if (states_behind_workspace) {
+    int64_t longest = 0;
+    for (const Sequence& s : sequences_) longest = std::max(longest, s.chunks());
+    elements += longest * problem.K * problem.V;
+  }
+  const int64_t H = problem.H;
+  for_each_task<T>(
+      static_cast<int64_t>(sequences_.size()) * H, elements,
+      [&](T* workspace, int64_t i) { task(problem, workspace, sequences_[i / H], i % H); });
+}
+
+template <typename T>
+void Call<T>::run(typename Kernels<T>::ChunkTask task) const {
+  std::vector<Chunk> tasks;
+  for (const Sequence& s : sequences_)
+    for (int64_t n = 0; n < s.chunks(); ++n)
+      for (int64_t head = 0; head < problem.H; ++head) tasks.push_back(problem.chunk(s, n, head));
+  for_each_task<T>(static_cast<int64_t>(tasks.size()),
+                   kernels<T>().workspace_size(problem.K, problem.V),
+                   [&](T* workspace, int64_t i) { task(problem, workspace, tasks[i]); });
+}
+
+template class Call<float>;
+template class Call<double>;
+
+}  // namespace gla_ext::cpu

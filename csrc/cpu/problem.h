@@ -1,0 +1,65 @@
+// From checked tensors to what the kernels take.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "../checks.h"
+#include "kernels.h"
+#include "parallel.h"
+
+namespace gla_ext::cpu {
+
+DType dtype_of(at::ScalarType t);
+
+// A call's tensors as a Problem; holds the contiguous copies that some inputs need.
+template <typename T>
+class Call {
+ public:
+  Call(const char* op, const Shape& shape, const OptionalTensor& cu_seqlens,
+       std::optional<double> scale);
+
+  Problem<T> problem;
+  int64_t B, T_, N, chunks;
+
+  void input(Rows Problem<T>::* rows, const at::Tensor& t);
+  void input_state(const T* Problem<T>::* states, const OptionalTensor& t);
+  void input_chunk_states(const at::Tensor& S);
+  void input_chunk_state_grads(const at::Tensor& dS);
+
+  // Fresh outputs. Tokens and chunks that no sequence owns are zero.
+  at::Tensor output(Rows Problem<T>::* rows, int64_t last_dim, const at::Tensor& like,
+                    at::ScalarType dtype);
+  at::Tensor output_state(T* Problem<T>::* states, const at::Tensor& like);
+  at::Tensor output_chunk_states(const at::Tensor& like, at::ScalarType dtype);
+  at::Tensor output_chunk_state_grads(const at::Tensor& like);
+
+  void run(typename Kernels<T>::SequenceTask task, bool states_behind_workspace = false) const;
+  void run(typename Kernels<T>::ChunkTask task) const;
+
+ private:
+  at::Tensor rows_tensor(int64_t last_dim, const at::Tensor& like, at::ScalarType dtype) const;
+  const at::Tensor& keep(at::Tensor t);
+
+  bool packed_;
+  std::vector<Sequence> sequences_;
+  std::vector<at::Tensor> kept_;
+};
+
+extern template class Call<float>;
+extern template class Call<double>;
+
+// f(Call<float or double>) by the accumulation dtype.
+template <typename F>
+auto with_call(const char* op, const Shape& shape, const OptionalTensor& cu_seqlens,
+               std::optional<double> scale, F&& f) {
+  if (shape.accumulate == at::kDouble) {
+    Call<double> call(op, shape, cu_seqlens, scale);
+    return f(call);
+  }
+  Call<float> call(op, shape, cu_seqlens, scale);
+  return f(call);
+}
+
+}  // namespace gla_ext::cpu

@@ -1,0 +1,190 @@
+// Shapes and dtypes of every output, for tracing: the checks, then empty tensors. Sizes stay
+// symbolic.
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "ops.h"
+
+namespace gla_ext {
+namespace {
+
+at::Tensor empty(c10::SymIntArrayRef sizes, const at::Tensor& like, at::ScalarType dtype) {
+  return at::empty_symint(sizes,
+                          like.options().dtype(dtype).memory_format(at::MemoryFormat::Contiguous));
+}
+
+at::Tensor fresh(const at::Tensor& like) {
+  return empty(like.sym_sizes(), like, like.scalar_type());
+}
+
+// [N, H, K, V] or v-first.
+at::Tensor boundary_state(const Shape& s, const at::Tensor& like, bool v_first) {
+  return v_first ? empty({s.N, s.H, s.V, s.K}, like, s.accumulate)
+                 : empty({s.N, s.H, s.K, s.V}, like, s.accumulate);
+}
+
+at::Tensor chunk_states_like(const Shape& s, const at::Tensor& like, at::ScalarType dtype) {
+  return empty({s.B, s.chunks, s.H, s.K, s.V}, like, dtype);
+}
+
+ForwardOutputs chunk_gla_fwd_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                  const at::Tensor& g, const OptionalTensor& gv,
+                                  const OptionalTensor& initial_state,
+                                  const OptionalTensor& cu_seqlens, std::optional<double>,
+                                  bool output_final_state, bool state_v_first, bool save_states,
+                                  bool) {
+  const Shape s = check_chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
+  return {fresh(v),
+          output_final_state ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate),
+          save_states ? chunk_states_like(s, q, saved_states_dtype(q))
+                      : empty({0}, q, saved_states_dtype(q))};
+}
+
+BackwardOutputs chunk_gla_bwd_meta(const at::Tensor& d_o, const OptionalTensor& dht,
+                                   const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const at::Tensor& g, const OptionalTensor& gv,
+                                   const OptionalTensor& initial_state,
+                                   const OptionalTensor& cu_seqlens, const at::Tensor& states,
+                                   std::optional<double>, bool state_v_first, bool) {
+  const Shape s = check_chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states,
+                                      state_v_first);
+  return {fresh(q),
+          fresh(k),
+          fresh(v),
+          fresh(g),
+          empty({0}, g, g.scalar_type()),
+          given(initial_state) ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate)};
+}
+
+at::Tensor gate_cumsum_meta(const at::Tensor& g, const OptionalTensor& cu_seqlens) {
+  const Shape s = check_step({.op = "_gate_cumsum", .g = &g, .cu_seqlens = cu_seqlens});
+  return empty(g.sym_sizes(), g, s.accumulate);
+}
+
+std::tuple<at::Tensor, at::Tensor> chunk_states_meta(const at::Tensor& k, const at::Tensor& v,
+                                                     const at::Tensor& b,
+                                                     const OptionalTensor& initial_state,
+                                                     const OptionalTensor& cu_seqlens,
+                                                     bool state_v_first) {
+  const Shape s = check_step({.op = "_chunk_states",
+                              .k = &k,
+                              .v = &v,
+                              .b = &b,
+                              .initial_state = initial_state,
+                              .cu_seqlens = cu_seqlens,
+                              .state_v_first = state_v_first});
+  return {chunk_states_like(s, k, s.accumulate), boundary_state(s, k, state_v_first)};
+}
+
+at::Tensor scores_off_diagonal_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& b,
+                                    const OptionalTensor& cu_seqlens, std::optional<double>) {
+  const Shape s = check_step(
+      {.op = "_scores_off_diagonal", .q = &q, .k = &k, .b = &b, .cu_seqlens = cu_seqlens});
+  return empty({s.B, s.T, s.H, kChunkTokens}, q, s.accumulate);
+}
+
+at::Tensor scores_diagonal_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& b,
+                                const OptionalTensor& cu_seqlens, std::optional<double>) {
+  const Shape s =
+      check_step({.op = "_scores_diagonal", .q = &q, .k = &k, .b = &b, .cu_seqlens = cu_seqlens});
+  return empty({s.B, s.T, s.H, kSubChunkTokens}, q, s.accumulate);
+}
+
+at::Tensor output_meta(const at::Tensor& q, const at::Tensor& v, const at::Tensor& b,
+                       const at::Tensor& A, const at::Tensor& A_diagonal, const at::Tensor& S,
+                       const OptionalTensor& cu_seqlens, std::optional<double>) {
+  check_step({.op = "_output",
+              .q = &q,
+              .v = &v,
+              .b = &b,
+              .A = &A,
+              .A_diagonal = &A_diagonal,
+              .S = &S,
+              .cu_seqlens = cu_seqlens});
+  return fresh(v);
+}
+
+std::tuple<at::Tensor, at::Tensor> state_grads_meta(const at::Tensor& q, const at::Tensor& d_o,
+                                                    const at::Tensor& b, const OptionalTensor& dht,
+                                                    const OptionalTensor& cu_seqlens,
+                                                    std::optional<double>, bool state_v_first) {
+  const Shape s = check_step({.op = "_state_grads",
+                              .q = &q,
+                              .d_o = &d_o,
+                              .b = &b,
+                              .dht = dht,
+                              .cu_seqlens = cu_seqlens,
+                              .state_v_first = state_v_first});
+  return {chunk_states_like(s, q, s.accumulate), boundary_state(s, q, state_v_first)};
+}
+
+at::Tensor value_grads_meta(const at::Tensor& k, const at::Tensor& d_o, const at::Tensor& b,
+                            const at::Tensor& A, const at::Tensor& A_diagonal, const at::Tensor& dS,
+                            const OptionalTensor& cu_seqlens) {
+  check_step({.op = "_value_grads",
+              .k = &k,
+              .d_o = &d_o,
+              .b = &b,
+              .A = &A,
+              .A_diagonal = &A_diagonal,
+              .dS = &dS,
+              .cu_seqlens = cu_seqlens});
+  return fresh(d_o);
+}
+
+at::Tensor score_grads_meta(const at::Tensor& d_o, const at::Tensor& v,
+                            const OptionalTensor& cu_seqlens, std::optional<double>) {
+  const Shape s =
+      check_step({.op = "_score_grads", .v = &v, .d_o = &d_o, .cu_seqlens = cu_seqlens});
+  return empty({s.B, s.T, s.H, kChunkTokens}, v, s.accumulate);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_grads_meta(const at::Tensor& q,
+                                                                const at::Tensor& k,
+                                                                const at::Tensor& b,
+                                                                const at::Tensor& dA,
+                                                                const OptionalTensor& cu_seqlens) {
+  check_step(
+      {.op = "_intra_grads", .q = &q, .k = &k, .b = &b, .dA = &dA, .cu_seqlens = cu_seqlens});
+  return {fresh(b), fresh(b), fresh(b)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> merge_grads_meta(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& d_o,
+    const at::Tensor& b, const at::Tensor& S, const at::Tensor& dS, const at::Tensor& dq,
+    const at::Tensor& dk, const at::Tensor& dg, const OptionalTensor& cu_seqlens,
+    std::optional<double>) {
+  check_step({.op = "_merge_grads",
+              .q = &q,
+              .k = &k,
+              .v = &v,
+              .d_o = &d_o,
+              .b = &b,
+              .dq = &dq,
+              .dk = &dk,
+              .dg = &dg,
+              .S = &S,
+              .dS = &dS,
+              .cu_seqlens = cu_seqlens});
+  return {fresh(q), fresh(k), fresh(b)};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
+  m.impl("chunk_gla_fwd", chunk_gla_fwd_meta);
+  m.impl("chunk_gla_bwd", chunk_gla_bwd_meta);
+  m.impl("_gate_cumsum", gate_cumsum_meta);
+  m.impl("_chunk_states", chunk_states_meta);
+  m.impl("_scores_off_diagonal", scores_off_diagonal_meta);
+  m.impl("_scores_diagonal", scores_diagonal_meta);
+  m.impl("_output", output_meta);
+  m.impl("_state_grads", state_grads_meta);
+  m.impl("_value_grads", value_grads_meta);
+  m.impl("_score_grads", score_grads_meta);
+  m.impl("_intra_grads", intra_grads_meta);
+  m.impl("_merge_grads", merge_grads_meta);
+}
+
+}  // namespace gla_ext

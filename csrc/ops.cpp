@@ -1,0 +1,107 @@
+// The only TORCH_LIBRARY block: every schema of gla_ext, and the entry points that call through the
+// dispatcher.
+#include "ops.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+TORCH_LIBRARY(gla_ext, m) {
+  m.set_python_module("gla_ext.ops");
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+
+  m.def(
+      "chunk_gla_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? gv, Tensor? initial_state, "
+      "Tensor? cu_seqlens, "
+      "float? scale, bool output_final_state, bool state_v_first, bool save_states, bool "
+      "batch_invariant) "
+      "-> (Tensor o, Tensor final_state, Tensor states)",
+      tags);
+  m.def(
+      "chunk_gla_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor g, Tensor? gv, "
+      "Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float? scale, bool state_v_first, "
+      "bool batch_invariant) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor "
+      "dh0)",
+      tags);
+
+  // The steps, by the names of csrc/README.md; forward 1 and 2 are backward 1 and 2.
+  m.def("_gate_cumsum(Tensor g, Tensor? cu_seqlens) -> Tensor", tags);
+  m.def(
+      "_chunk_states(Tensor k, Tensor v, Tensor b, Tensor? initial_state, Tensor? cu_seqlens, bool "
+      "state_v_first) "
+      "-> (Tensor S, Tensor final_state)",
+      tags);
+  m.def(
+      "_scores_off_diagonal(Tensor q, Tensor k, Tensor b, Tensor? cu_seqlens, float? scale) -> "
+      "Tensor",
+      tags);
+  m.def(
+      "_scores_diagonal(Tensor q, Tensor k, Tensor b, Tensor? cu_seqlens, float? scale) -> Tensor",
+      tags);
+  m.def(
+      "_output(Tensor q, Tensor v, Tensor b, Tensor A, Tensor A_diagonal, Tensor S, Tensor? "
+      "cu_seqlens, "
+      "float? scale) -> Tensor",
+      tags);
+  m.def(
+      "_state_grads(Tensor q, Tensor do, Tensor b, Tensor? dht, Tensor? cu_seqlens, float? scale, "
+      "bool state_v_first) -> (Tensor dS, Tensor dh0)",
+      tags);
+  m.def(
+      "_value_grads(Tensor k, Tensor do, Tensor b, Tensor A, Tensor A_diagonal, Tensor dS, Tensor? "
+      "cu_seqlens) "
+      "-> Tensor",
+      tags);
+  m.def("_score_grads(Tensor do, Tensor v, Tensor? cu_seqlens, float? scale) -> Tensor", tags);
+  m.def(
+      "_intra_grads(Tensor q, Tensor k, Tensor b, Tensor dA, Tensor? cu_seqlens) "
+      "-> (Tensor dq, Tensor dk, Tensor dg)",
+      tags);
+  m.def(
+      "_merge_grads(Tensor q, Tensor k, Tensor v, Tensor do, Tensor b, Tensor S, Tensor dS, Tensor "
+      "dq, Tensor dk, "
+      "Tensor dg, Tensor? cu_seqlens, float? scale) -> (Tensor dq, Tensor dk, Tensor dg)",
+      tags);
+}
+
+namespace gla_ext {
+
+ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                             const at::Tensor& g, const std::optional<at::Tensor>& gv,
+                             const std::optional<at::Tensor>& initial_state,
+                             const std::optional<at::Tensor>& cu_seqlens,
+                             std::optional<double> scale, bool output_final_state,
+                             bool state_v_first, bool save_states, bool batch_invariant) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::chunk_gla_fwd", "")
+                             .typed<decltype(chunk_gla_fwd)>();
+  return op.call(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
+                 state_v_first, save_states, batch_invariant);
+}
+
+BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
+                              const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                              const at::Tensor& g, const std::optional<at::Tensor>& gv,
+                              const std::optional<at::Tensor>& initial_state,
+                              const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& states,
+                              std::optional<double> scale, bool state_v_first,
+                              bool batch_invariant) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::chunk_gla_bwd", "")
+                             .typed<decltype(chunk_gla_bwd)>();
+  return op.call(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states, scale, state_v_first,
+                 batch_invariant);
+}
+
+std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& g,
+    std::optional<double> scale, const std::optional<at::Tensor>& initial_state,
+    bool output_final_state, bool state_v_first, const std::optional<at::Tensor>& cu_seqlens) {
+  auto [o, final_state, states] = chunk_gla_fwd(q, k, v, g, /*gv=*/{}, initial_state, cu_seqlens,
+                                                scale, output_final_state, state_v_first,
+                                                /*save_states=*/false, /*batch_invariant=*/false);
+  std::optional<at::Tensor> state;
+  if (output_final_state) state = std::move(final_state);
+  return {std::move(o), std::move(state)};
+}
+
+}  // namespace gla_ext

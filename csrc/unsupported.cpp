@@ -1,0 +1,32 @@
+// Devices and layouts without kernels get one sentence, the same for every operator.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include "checks.h"
+
+namespace gla_ext {
+namespace {
+
+void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const std::string name = public_name(op.schema().name());
+  std::optional<at::Device> device;
+  for (const auto& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (!value.isTensor() || !value.toTensor().defined()) continue;
+    const at::Tensor& t = value.toTensor();
+    TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided, name,
+                                ": expected strided (dense) tensors, got layout ", t.layout());
+    if (!device.has_value()) device = t.device();
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(false, name, ": no kernels for device ", *device,
+                              " in this build of gla_ext; see python -m gla_ext.info");
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
+  for (const char* op : {"chunk_gla_fwd", "chunk_gla_bwd"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  for (const char* op : kSteps) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+}
+
+}  // namespace gla_ext

@@ -1,0 +1,11 @@
+"""Gated Linear Attention for PyTorch: C++ operators, a drop-in layer and a language model."""
+
+from gla_ext._compat import check_build
+from gla_ext._version import __version__
+
+check_build()
+
+from gla_ext.layers import GatedLinearAttention  # noqa: E402
+from gla_ext.ops import batch_invariant, chunk_gla, fused_chunk_gla  # noqa: E402
+
+__all__ = ["GatedLinearAttention", "__version__", "batch_invariant", "chunk_gla", "fused_chunk_gla"]

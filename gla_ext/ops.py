@@ -1,0 +1,153 @@
+"""The operators of gla_ext as Python functions."""
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+
+__all__ = ["batch_invariant", "chunk_gla", "fused_chunk_gla"]
+
+_fwd = torch.ops.gla_ext.chunk_gla_fwd.default
+
+
+class _Mode(threading.local):
+    """Python's default of the operators' batch_invariant argument, one a thread."""
+
+    def __init__(self) -> None:
+        self.batch_invariant = os.environ.get("GLA_EXT_BATCH_INVARIANT", "0") not in ("", "0")
+
+
+_mode = _Mode()
+
+
+@contextlib.contextmanager
+def batch_invariant(enabled: bool = True) -> Iterator[None]:
+    """Inside, a sequence gets the same bits alone, in a batch, or packed among others.
+
+    The plan of such a call depends on K, V and the dtypes alone. Backward follows the mode its
+    forward ran in. `GLA_EXT_BATCH_INVARIANT=1` in the environment sets the default of every thread.
+
+    Args:
+        enabled: False turns the mode off inside. Default: True.
+    """
+    before = _mode.batch_invariant
+    _mode.batch_invariant = enabled
+    try:
+        yield
+    finally:
+        _mode.batch_invariant = before
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    gv: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Gated linear attention in the chunkwise form (Yang et al., arXiv 2312.06635, section 4).
+
+    Computes, for every sequence and head,
+
+        S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,    o_t = scale * S_t^T q_t
+
+    in chunks of 64 tokens. Differentiable in q, k, v, g and initial_state.
+
+    Args:
+        q: queries, `[B, T, H, K]`; bfloat16, float16, float32, or float64 (CPU).
+        k: keys, `[B, T, H, K]`, dtype of q.
+        v: values, `[B, T, H, V]`, dtype of q.
+        g: natural logarithm of the decay of each key channel, `[B, T, H, K]`, at most 0; -inf is a
+            reset. bfloat16, float16 or float32 (float64 with float64 q), whatever the dtype of q.
+        scale: factor of the scores. Default: `K ** -0.5`.
+        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32 (float64 with
+            float64 q). N is the number of sequences: B, or `len(cu_seqlens) - 1`. Default: zero.
+        output_final_state: whether to return the state after the last token. Default: False.
+        state_v_first: layout of both states. Default: False.
+        cu_seqlens: offsets of packed sequences, `[N + 1]`, int32 or int64, on q's device, with
+            B = 1: first 0, non-decreasing, last at most T. Tokens after the last offset give zeros.
+        cu_seqlens_cpu: the same offsets on the CPU; only checked. Default: None.
+        gv: natural logarithm of the decay of each value channel, `[B, T, H, V]`. Not implemented
+            yet. Default: None.
+
+    Returns:
+        o, `[B, T, H, V]` in v's dtype, and the final state in the layout and dtype of
+        initial_state, or None.
+
+    Raises:
+        ValueError: shapes, devices or offsets do not agree.
+        TypeError: dtypes do not.
+        NotImplementedError: gv; a device or layout without kernels; forward-mode AD; torch.func
+            transforms; DTensor.
+    """
+    if not torch.compiler.is_compiling():
+        _refuse_dtensor(q, k, v, g, initial_state)
+        if cu_seqlens_cpu is not None:
+            _check_offsets(cu_seqlens_cpu, cu_seqlens, q)
+    o, final_state, _ = _fwd(
+        q,
+        k,
+        v,
+        g,
+        gv,
+        initial_state,
+        cu_seqlens,
+        scale,
+        output_final_state,
+        state_v_first,
+        False,
+        _mode.batch_invariant,
+    )
+    return o, final_state if output_final_state else None
+
+
+fused_chunk_gla = chunk_gla
+
+
+def _refuse_dtensor(*tensors: Tensor | None) -> None:
+    for t in tensors:
+        if type(t) is not Tensor and type(t).__name__ == "DTensor":
+            raise NotImplementedError(
+                "chunk_gla: expected plain tensors, got a DTensor; call it on to_local() tensors, "
+                "sharded over batch or heads"
+            )
+
+
+def _check_offsets(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None, q: Tensor) -> None:
+    """The contents of cu_seqlens_cpu: first 0, non-decreasing, last <= T, as many as cu_seqlens."""
+    if cu_seqlens is None:
+        raise ValueError("chunk_gla: expected cu_seqlens beside cu_seqlens_cpu, got None")
+    if cu_seqlens_cpu.device.type != "cpu":
+        raise ValueError(f"chunk_gla: expected cu_seqlens_cpu on cpu, got {cu_seqlens_cpu.device}")
+    if cu_seqlens_cpu.shape != cu_seqlens.shape:
+        raise ValueError(
+            f"chunk_gla: expected cu_seqlens_cpu to have the shape of cu_seqlens, "
+            f"{list(cu_seqlens.shape)}, got {list(cu_seqlens_cpu.shape)}"
+        )
+    offsets = cu_seqlens_cpu.tolist()
+    if offsets[0] != 0:
+        raise ValueError(f"chunk_gla: expected cu_seqlens to start with 0, got {offsets[0]}")
+    for n, (start, end) in enumerate(itertools.pairwise(offsets)):
+        if start > end:
+            raise ValueError(
+                f"chunk_gla: expected cu_seqlens to be non-decreasing, got {start} before {end} "
+                f"at position {n}"
+            )
+    if offsets[-1] > q.shape[1]:
+        raise ValueError(
+            f"chunk_gla: expected cu_seqlens to end at or before T = {q.shape[1]}, "
+            f"got {offsets[-1]}"
+        )
