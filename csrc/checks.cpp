@@ -35,7 +35,12 @@ bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE_
 class Checker {
  public:
   Checker(const char* op, const char* first_name, const at::Tensor& first)
-      : op_(op), first_name_(first_name), device_(first.device()) {}
+      : op_(op), first_name_(first_name), device_(at::kCPU) {
+    defined(first_name, first);
+    device_ = first.device();
+  }
+
+  void defined(const char* name, const at::Tensor& t) const { check_defined(op_, name, t); }
 
   void strided(const char* name, const at::Tensor& t) const {
     TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided, op_, ": expected ", name,
@@ -95,7 +100,7 @@ class Checker {
     shape.packed = given(cu_seqlens);
     if (!shape.packed) {
       shape.N = shape.B;
-      shape.chunks = (shape.T + kChunkTokens - 1) / kChunkTokens;
+      shape.chunks = (shape.T + kChunk - 1) / kChunk;
       return;
     }
     const at::Tensor& cu = *cu_seqlens;
@@ -112,7 +117,7 @@ class Checker {
                       ": expected batch size 1 with cu_seqlens (sequences packed in one row), got ",
                       shape.B);
     shape.N = cu.sym_size(0) - 1;
-    shape.chunks = shape.T / kChunkTokens + shape.N;
+    shape.chunks = shape.T / kChunk + shape.N;
   }
 
   void state(const char* name, const OptionalTensor& t, const Shape& shape, bool v_first) const {
@@ -138,6 +143,7 @@ Shape check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, con
   const Checker check(op, "q", q);
   const std::array<std::pair<const char*, const at::Tensor*>, 4> inputs{
       {{"q", &q}, {"k", &k}, {"v", &v}, {"g", &g}}};
+  for (const auto& [name, t] : inputs) check.defined(name, *t);
   for (const auto& [name, t] : inputs) check.strided(name, *t);
   for (const auto& [name, t] : inputs) check.device(name, *t);
   check.floating("q", q);
@@ -148,6 +154,7 @@ Shape check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, con
   check.rank("q", q, 4, "[B, T, H, K]");
   check.rank("v", v, 4, "[B, T, H, V]");
   Shape shape{q.sym_size(0), q.sym_size(1), q.sym_size(2), q.sym_size(3), v.sym_size(3), 0, 0};
+  shape.dtype = q.scalar_type();
   shape.accumulate = fp64 ? at::kDouble : at::kFloat;
   check.at_least_one("the last dimension", "q", shape.K);
   check.at_least_one("the last dimension", "v", shape.V);
@@ -247,12 +254,14 @@ Shape check_step(const StepInputs& in) {
   const std::vector<StepTensor> tensors = step_tensors(in);
   const StepTensor& first = tensors.front();
   const Checker check(in.op, first.name, *first.t);
+  for (const StepTensor& x : tensors) check.defined(x.name, *x.t);
   for (const StepTensor& x : tensors) {
     check.strided(x.name, *x.t);
     check.device(x.name, *x.t);
   }
   check.floating(first.name, *first.t);
   Shape shape;
+  shape.dtype = first.t->scalar_type();
   shape.accumulate = first.t->scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   for (const StepTensor& x : tensors) {
     if (x.t == in.g) {
@@ -270,10 +279,9 @@ Shape check_step(const StepInputs& in) {
   check.at_least_one("the last dimension", "the keys", shape.K);
   check.at_least_one("the last dimension", "the values", shape.V);
   for (const StepTensor& x : tensors) {
-    const c10::SymInt last = x.last == 'K' ? shape.K
-                             : x.last == 'V'
-                                 ? shape.V
-                                 : c10::SymInt(x.last == 'C' ? kChunkTokens : kSubChunkTokens);
+    const c10::SymInt last = x.last == 'K'   ? shape.K
+                             : x.last == 'V' ? shape.V
+                                             : c10::SymInt(x.last == 'C' ? kChunk : kSubChunk);
     check.shape(x.name, *x.t, x.dims, {shape.B, shape.T, shape.H, last});
   }
   check.offsets(in.cu_seqlens, shape);
@@ -289,7 +297,16 @@ Shape check_step(const StepInputs& in) {
   return shape;
 }
 
-void check_offsets(const char* op, const at::Tensor& cu_seqlens, int64_t T) {
+void check_defined(const char* op, const char* name, const at::Tensor& t) {
+  TORCH_CHECK_TYPE(t.defined(), op, ": expected ", name, " to be a tensor, got None");
+}
+
+void check_scale_given(const char* op, std::optional<double> scale) {
+  TORCH_CHECK_TYPE(scale.has_value(), op,
+                   ": expected scale to be a float (its default, K ** -0.5, needs K), got None");
+}
+
+at::Tensor checked_offsets(const char* op, const at::Tensor& cu_seqlens, int64_t T) {
   const at::Tensor cu = cu_seqlens.to(at::kLong).contiguous();
   const auto* offsets = cu.const_data_ptr<int64_t>();
   const int64_t last = cu.numel() - 1;
@@ -300,6 +317,7 @@ void check_offsets(const char* op, const at::Tensor& cu_seqlens, int64_t T) {
                       offsets[n + 1], " at position ", n);
   TORCH_CHECK_VALUE(offsets[last] <= T, op, ": expected cu_seqlens to end at or before T = ", T,
                     ", got ", offsets[last]);
+  return cu;
 }
 
 }  // namespace gla_ext

@@ -9,6 +9,8 @@
 #include <optional>
 #include <string>
 
+#include "chunk.h"
+
 namespace gla_ext {
 
 // The ten steps, as operators.
@@ -22,15 +24,13 @@ std::string public_name(const std::string& schema_name);
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-constexpr int64_t kChunkTokens = 64;     // C
-constexpr int64_t kSubChunkTokens = 16;  // c
-
 // What every backend needs to know of a call.
 struct Shape {
   c10::SymInt B, T, H, K, V;
   c10::SymInt N;       // sequences
   c10::SymInt chunks;  // of S and dS a batch row: ceil(T / C), or T / C + N when packed
   bool packed = false;
+  at::ScalarType dtype = at::kFloat;       // of q, k and v
   at::ScalarType accumulate = at::kFloat;  // of states, cumsums and intermediates
 };
 
@@ -73,8 +73,13 @@ struct StepInputs {
 };
 Shape check_step(const StepInputs& in);
 
-// The offsets themselves, where reading them costs nothing (CPU): first 0, non-decreasing, last <=
-// T.
-void check_offsets(const char* op, const at::Tensor& cu_seqlens, int64_t T);
+void check_defined(const char* op, const char* name, const at::Tensor& t);
+
+// For the step that has no K to take the default scale from.
+void check_scale_given(const char* op, std::optional<double> scale);
+
+// The offsets as contiguous int64, read where that costs nothing (CPU) and checked: first 0,
+// non-decreasing, last <= T.
+at::Tensor checked_offsets(const char* op, const at::Tensor& cu_seqlens, int64_t T);
 
 }  // namespace gla_ext

@@ -81,14 +81,14 @@ at::Tensor scores_off_diagonal_meta(const at::Tensor& q, const at::Tensor& k, co
                                     const OptionalTensor& cu_seqlens, std::optional<double>) {
   const Shape s = check_step(
       {.op = "_scores_off_diagonal", .q = &q, .k = &k, .b = &b, .cu_seqlens = cu_seqlens});
-  return empty({s.B, s.T, s.H, kChunkTokens}, q, s.accumulate);
+  return empty({s.B, s.T, s.H, kChunk}, q, s.accumulate);
 }
 
 at::Tensor scores_diagonal_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& b,
                                 const OptionalTensor& cu_seqlens, std::optional<double>) {
   const Shape s =
       check_step({.op = "_scores_diagonal", .q = &q, .k = &k, .b = &b, .cu_seqlens = cu_seqlens});
-  return empty({s.B, s.T, s.H, kSubChunkTokens}, q, s.accumulate);
+  return empty({s.B, s.T, s.H, kSubChunk}, q, s.accumulate);
 }
 
 at::Tensor output_meta(const at::Tensor& q, const at::Tensor& v, const at::Tensor& b,
@@ -134,10 +134,11 @@ at::Tensor value_grads_meta(const at::Tensor& k, const at::Tensor& d_o, const at
 }
 
 at::Tensor score_grads_meta(const at::Tensor& d_o, const at::Tensor& v,
-                            const OptionalTensor& cu_seqlens, std::optional<double>) {
+                            const OptionalTensor& cu_seqlens, std::optional<double> scale) {
   const Shape s =
       check_step({.op = "_score_grads", .v = &v, .d_o = &d_o, .cu_seqlens = cu_seqlens});
-  return empty({s.B, s.T, s.H, kChunkTokens}, v, s.accumulate);
+  check_scale_given("_score_grads", scale);
+  return empty({s.B, s.T, s.H, kChunk}, v, s.accumulate);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_grads_meta(const at::Tensor& q,

@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
+#include <algorithm>
+
 #include "cpu/kernels.h"
 #include "cpu/plan.h"
 
@@ -26,9 +28,20 @@ py::dict build_info() {
 }
 
 py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::optional<int64_t> N,
-              bool backward, const std::string& device, std::optional<int64_t> threads) {
+              const std::string& dtype, bool backward, const std::string& device,
+              std::optional<int64_t> threads) {
   if (device != "cpu") throw py::value_error("plan: expected device 'cpu', got '" + device + "'");
-  const auto p = gla_ext::cpu::make_plan({N.value_or(B), T, H, K, V, backward},
+  if (std::min({B, T, H, N.value_or(0)}) < 0 || std::min({K, V, threads.value_or(1)}) < 1)
+    throw py::value_error("plan: expected B, T, H, N >= 0 and K, V, threads >= 1");
+  if (N.has_value() && B != 1)
+    throw py::value_error("plan: expected B = 1 with N packed sequences, got " + std::to_string(B));
+  const bool fp64 = dtype == "float64";
+  if (!fp64 && dtype != "float32" && dtype != "float16" && dtype != "bfloat16")
+    throw py::value_error("plan: expected dtype bfloat16, float16, float32 or float64, got " +
+                          dtype);
+  const int64_t accumulate = fp64 ? 8 : 4;
+  const auto p = gla_ext::cpu::make_plan({N.value_or(B), T, H, K, V, N.has_value(), backward,
+                                          dtype == "bfloat16" ? 2 : accumulate, accumulate},
                                          threads.value_or(gla_ext::cpu::available_threads()));
   py::dict result;
   result["path"] = "cpu";
@@ -48,7 +61,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_capability", &gla_ext::cpu::capability_in_use,
         "The CPU kernels in use: DEFAULT, AVX2 or AVX512.");
   m.def("plan", &plan, py::arg("B"), py::arg("T"), py::arg("H"), py::arg("K"), py::arg("V"),
-        py::arg("N") = py::none(), py::kw_only(), py::arg("backward") = false,
-        py::arg("device") = "cpu", py::arg("threads") = py::none(),
+        py::arg("N") = py::none(), py::kw_only(), py::arg("dtype") = "float32",
+        py::arg("backward") = false, py::arg("device") = "cpu", py::arg("threads") = py::none(),
         "The plan chosen for a shape: path, mode, threads, tasks, workspace and state bytes.");
 }

@@ -17,6 +17,7 @@ void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
                                 ": expected strided (dense) tensors, got layout ", t.layout());
     if (!device.has_value()) device = t.device();
   }
+  TORCH_CHECK_TYPE(device.has_value(), name, ": expected tensors, got None");
   TORCH_CHECK_NOT_IMPLEMENTED(false, name, ": no kernels for device ", *device,
                               " in this build of gla_ext; see python -m gla_ext.info");
 }

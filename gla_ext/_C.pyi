@@ -24,6 +24,7 @@ def plan(
     V: int,
     N: int | None = None,
     *,
+    dtype: str = "float32",
     backward: bool = False,
     device: str = "cpu",
     threads: int | None = None,

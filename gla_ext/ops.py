@@ -20,7 +20,8 @@ class _Mode(threading.local):
     """Python's default of the operators' batch_invariant argument, one a thread."""
 
     def __init__(self) -> None:
-        self.batch_invariant = os.environ.get("GLA_EXT_BATCH_INVARIANT", "0") not in ("", "0")
+        value = os.environ.get("GLA_EXT_BATCH_INVARIANT", "").lower()
+        self.batch_invariant = value not in ("", "0", "false", "off", "no")
 
 
 _mode = _Mode()
@@ -70,8 +71,9 @@ def chunk_gla(
         q: queries, `[B, T, H, K]`; bfloat16, float16, float32, or float64 (CPU).
         k: keys, `[B, T, H, K]`, dtype of q.
         v: values, `[B, T, H, V]`, dtype of q.
-        g: natural logarithm of the decay of each key channel, `[B, T, H, K]`, at most 0; -inf is a
-            reset. bfloat16, float16 or float32 (float64 with float64 q), whatever the dtype of q.
+        g: natural logarithm of the decay of each key channel, `[B, T, H, K]`, at most 0 (above 0
+            results may overflow); -inf is a reset. bfloat16, float16 or float32, whatever the
+            dtype of q, but float64 with float64 q.
         scale: factor of the scores. Default: `K ** -0.5`.
         initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32 (float64 with
             float64 q). N is the number of sequences: B, or `len(cu_seqlens) - 1`. Default: zero.
@@ -79,7 +81,8 @@ def chunk_gla(
         state_v_first: layout of both states. Default: False.
         cu_seqlens: offsets of packed sequences, `[N + 1]`, int32 or int64, on q's device, with
             B = 1: first 0, non-decreasing, last at most T. Tokens after the last offset give zeros.
-        cu_seqlens_cpu: the same offsets on the CPU; only checked. Default: None.
+        cu_seqlens_cpu: the same offsets on the CPU; their contents are checked, in eager mode.
+            Default: None.
         gv: natural logarithm of the decay of each value channel, `[B, T, H, V]`. Not implemented
             yet. Default: None.
 
@@ -93,10 +96,9 @@ def chunk_gla(
         NotImplementedError: gv; a device or layout without kernels; forward-mode AD; torch.func
             transforms; DTensor.
     """
-    if not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
         _refuse_dtensor(q, k, v, g, initial_state)
-        if cu_seqlens_cpu is not None:
-            _check_offsets(cu_seqlens_cpu, cu_seqlens, q)
     o, final_state, _ = _fwd(
         q,
         k,
@@ -111,6 +113,8 @@ def chunk_gla(
         False,
         _mode.batch_invariant,
     )
+    if cu_seqlens_cpu is not None and not compiling:
+        _check_offsets(cu_seqlens_cpu, cu_seqlens, q.shape[1])
     return o, final_state if output_final_state else None
 
 
@@ -126,12 +130,21 @@ def _refuse_dtensor(*tensors: Tensor | None) -> None:
             )
 
 
-def _check_offsets(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None, q: Tensor) -> None:
-    """The contents of cu_seqlens_cpu: first 0, non-decreasing, last <= T, as many as cu_seqlens."""
+def _check_offsets(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None, T: int) -> None:
+    """The contents of cu_seqlens_cpu; cu_seqlens itself has passed the operator's checks."""
     if cu_seqlens is None:
         raise ValueError("chunk_gla: expected cu_seqlens beside cu_seqlens_cpu, got None")
+    if not isinstance(cu_seqlens_cpu, Tensor):
+        raise TypeError(
+            f"chunk_gla: expected cu_seqlens_cpu to be a tensor, got {type(cu_seqlens_cpu)}"
+        )
     if cu_seqlens_cpu.device.type != "cpu":
         raise ValueError(f"chunk_gla: expected cu_seqlens_cpu on cpu, got {cu_seqlens_cpu.device}")
+    if cu_seqlens_cpu.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            "chunk_gla: expected cu_seqlens_cpu to be torch.int32 or torch.int64, got "
+            f"{cu_seqlens_cpu.dtype}"
+        )
     if cu_seqlens_cpu.shape != cu_seqlens.shape:
         raise ValueError(
             f"chunk_gla: expected cu_seqlens_cpu to have the shape of cu_seqlens, "
@@ -146,8 +159,7 @@ def _check_offsets(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None, q: Tensor)
                 f"chunk_gla: expected cu_seqlens to be non-decreasing, got {start} before {end} "
                 f"at position {n}"
             )
-    if offsets[-1] > q.shape[1]:
+    if offsets[-1] > T:
         raise ValueError(
-            f"chunk_gla: expected cu_seqlens to end at or before T = {q.shape[1]}, "
-            f"got {offsets[-1]}"
+            f"chunk_gla: expected cu_seqlens to end at or before T = {T}, got {offsets[-1]}"
         )

@@ -1,12 +1,12 @@
 // chunk_gla under autograd: forward and backward are the registered operators, nothing but the
 // inputs is saved.
-#include <ATen/FuncTorchTLS.h>
-#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "../checks.h"
 #include "../ops.h"
+#include "refuse.h"
 
 namespace gla_ext {
 namespace {
@@ -14,22 +14,18 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Forward-mode AD and torch.func transforms do not work through a C++ autograd Function: say so in
-// a sentence.
-void refuse_transforms(const char* op, std::initializer_list<at::Tensor> tensors) {
-  for (const at::Tensor& t : tensors)
-    TORCH_CHECK_NOT_IMPLEMENTED(!t.defined() || !t._fw_grad(/*level=*/0).defined(), op,
-                                ": forward-mode AD is not supported, use reverse mode (backward)");
-  if (const auto& functorch = at::functorch::functorchTLSAccessor()) {
-    try {
-      functorch->checkSupportsCppAutogradFunction();
-    } catch (const c10::Error&) {
-      TORCH_CHECK_NOT_IMPLEMENTED(
-          false, op,
-          ": torch.func transforms (grad, vjp, jvp, jacrev, ...) are not supported, use "
-          "torch.autograd");
-    }
+struct Required {
+  const char* name;
+  const at::Tensor& tensor;
+};
+
+void refuse_unsupported(const char* op, std::initializer_list<Required> required,
+                        std::initializer_list<OptionalTensor> optional) {
+  for (const auto& [name, tensor] : required) {
+    check_defined(op, name, tensor);
+    gla_ext::refuse_unsupported(op, tensor);
   }
+  for (const OptionalTensor& tensor : optional) gla_ext::refuse_unsupported(op, tensor);
 }
 
 at::Tensor or_undefined(const OptionalTensor& t) { return t.value_or(at::Tensor()); }
@@ -46,7 +42,7 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
                                const OptionalTensor& initial_state,
                                const OptionalTensor& cu_seqlens, std::optional<double> scale,
                                bool output_final_state, bool state_v_first, bool save_states,
-                               bool batch_invariant) {
+                               bool batch_invariant, variable_list* not_differentiable) {
     at::AutoDispatchBelowADInplaceOrView below;
     auto [o, final_state, states] =
         chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
@@ -58,12 +54,11 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
     ctx->saved_data["state_v_first"] = state_v_first;
     ctx->saved_data["batch_invariant"] = batch_invariant;
     ctx->set_materialize_grads(false);
-    if (output_final_state) {
-      ctx->mark_non_differentiable({states});
-    } else {
-      ctx->mark_non_differentiable({final_state, states});
-    }
-    return {o, final_state, states};
+    // What has no gradient goes around the Function: compiled autograd refuses a node that has
+    // marked outputs as non-differentiable.
+    *not_differentiable = {final_state, states};
+    if (output_final_state) return {o, final_state};
+    return {o};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -84,6 +79,7 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
             dg,
             saved[4].defined() ? dgv : none,
             initial_state.defined() ? dh0 : none,
+            none,
             none,
             none,
             none,
@@ -122,10 +118,12 @@ ForwardOutputs chunk_gla_fwd_autograd(const at::Tensor& q, const at::Tensor& k, 
                                       const OptionalTensor& cu_seqlens, std::optional<double> scale,
                                       bool output_final_state, bool state_v_first, bool save_states,
                                       bool batch_invariant) {
-  refuse_transforms("chunk_gla", {q, k, v, g, or_undefined(gv), or_undefined(initial_state)});
-  auto outputs = ChunkGla::apply(q, k, v, g, gv, initial_state, cu_seqlens, scale,
-                                 output_final_state, state_v_first, save_states, batch_invariant);
-  return {outputs[0], outputs[1], outputs[2]};
+  refuse_unsupported("chunk_gla", {{"q", q}, {"k", k}, {"v", v}, {"g", g}}, {gv, initial_state});
+  variable_list rest;  // final_state and states without a gradient
+  auto outputs =
+      ChunkGla::apply(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
+                      state_v_first, save_states, batch_invariant, &rest);
+  return {outputs[0], output_final_state ? outputs[1] : rest[0], rest[1]};
 }
 
 BackwardOutputs chunk_gla_bwd_autograd(
@@ -133,7 +131,8 @@ BackwardOutputs chunk_gla_bwd_autograd(
     const at::Tensor& v, const at::Tensor& g, const OptionalTensor& gv,
     const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens, const at::Tensor& states,
     std::optional<double> scale, bool state_v_first, bool batch_invariant) {
-  refuse_transforms("chunk_gla_bwd", {d_o, q, k, v, g});
+  refuse_unsupported("chunk_gla_bwd", {{"do", d_o}, {"q", q}, {"k", k}, {"v", v}, {"g", g}},
+                     {dht, gv, initial_state});
   auto outputs = ChunkGlaBackward::apply(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens,
                                          states, scale, state_v_first, batch_invariant);
   return {outputs[0], outputs[1], outputs[2], outputs[3], outputs[4], outputs[5]};

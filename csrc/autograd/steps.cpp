@@ -5,17 +5,21 @@
 #include <torch/library.h>
 
 #include "../checks.h"
+#include "refuse.h"
 
 namespace gla_ext {
 namespace {
 
 void refuse_grad(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  if (c10::GradMode::is_enabled()) {
-    for (const auto& value : torch::jit::last(*stack, op.schema().arguments().size()))
-      TORCH_CHECK_NOT_IMPLEMENTED(
-          !value.isTensor() || !value.toTensor().requires_grad(), public_name(op.schema().name()),
-          ": a step has no gradient of its own, call gla_ext.chunk_gla, or the step under "
-          "torch.no_grad()");
+  const std::string name = public_name(op.schema().name());
+  const bool grad_mode = c10::GradMode::is_enabled();
+  for (const auto& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (!value.isTensor()) continue;
+    const at::Tensor& t = value.toTensor();
+    refuse_unsupported(name, t);
+    TORCH_CHECK_NOT_IMPLEMENTED(!grad_mode || !t.defined() || !t.requires_grad(), name,
+                                ": a step has no gradient of its own, call gla_ext.chunk_gla, or "
+                                "the step under torch.no_grad()");
   }
   at::AutoDispatchBelowADInplaceOrView below;
   op.callBoxed(stack);

@@ -43,9 +43,10 @@ function(gla_ext_import_torch)
 
   # The C++ standard that torch's headers want changes with its version; its package knows.
   set(standard 17)
-  file(STRINGS "${root}/share/cmake/Torch/TorchConfig.cmake" line REGEX "CXX_STANDARD [0-9]+")
-  if(line MATCHES "CXX_STANDARD ([0-9]+)")
-    set(standard ${CMAKE_MATCH_1})
+  file(STRINGS "${root}/share/cmake/Torch/TorchConfig.cmake" line
+       REGEX "(CXX_STANDARD |cxx_std_)[0-9]+")
+  if(line MATCHES "(CXX_STANDARD |cxx_std_)([0-9]+)")
+    set(standard ${CMAKE_MATCH_2})
   endif()
 
   add_library(gla_ext::c10 SHARED IMPORTED)

@@ -14,9 +14,10 @@ at::Tensor not_asked_for(const at::Tensor& like, at::ScalarType dtype) {
 }
 
 template <typename T>
-Mode mode_of(const Call<T>& call, bool backward) {
+bool sweeps(const Call<T>& call, bool backward) {
   const auto& p = call.problem;
-  return make_plan({call.N, call.T_, p.H, p.K, p.V, backward}, available_threads()).mode;
+  return make_plan({call.N, call.tokens, p.H, p.K, p.V, call.packed, backward}, available_threads())
+             .mode == Mode::kSweep;
 }
 
 // Both modes multiply the same operands in the same order, so batch_invariant has nothing to change
@@ -29,7 +30,7 @@ ForwardOutputs chunk_gla_fwd_cpu(const at::Tensor& q, const at::Tensor& k, const
                                  bool) {
   const Shape shape = check_chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
   return with_call("chunk_gla", shape, cu_seqlens, scale, [&](auto& call) -> ForwardOutputs {
-    using T = std::remove_reference_t<decltype(call.problem.scale)>;
+    using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
     using P = Problem<T>;
     call.problem.state_v_first = state_v_first;
     call.input(&P::q, q);
@@ -40,7 +41,7 @@ ForwardOutputs chunk_gla_fwd_cpu(const at::Tensor& q, const at::Tensor& k, const
     at::Tensor o = call.output(&P::o, call.problem.V, v, v.scalar_type());
     at::Tensor final_state =
         output_final_state ? call.output_state(&P::ht, q) : not_asked_for(q, shape.accumulate);
-    const bool sweep = mode_of(call, false) == Mode::kSweep;
+    const bool sweep = sweeps(call, /*backward=*/false);
     at::Tensor states =
         save_states || !sweep ? call.output_chunk_states(q, saved_states_dtype(q)) : at::Tensor();
     if (sweep) {
@@ -63,7 +64,7 @@ BackwardOutputs chunk_gla_bwd_cpu(const at::Tensor& d_o, const OptionalTensor& d
   const Shape shape = check_chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens,
                                           states, state_v_first);
   return with_call("chunk_gla_bwd", shape, cu_seqlens, scale, [&](auto& call) -> BackwardOutputs {
-    using T = std::remove_reference_t<decltype(call.problem.scale)>;
+    using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
     using P = Problem<T>;
     auto& p = call.problem;
     p.state_v_first = state_v_first;
@@ -82,7 +83,7 @@ BackwardOutputs chunk_gla_bwd_cpu(const at::Tensor& d_o, const OptionalTensor& d
         given(initial_state) ? call.output_state(&P::dh0, q) : not_asked_for(q, shape.accumulate);
     const bool saved = states.dim() != 1;
     if (saved) call.input_chunk_states(states);
-    if (mode_of(call, true) == Mode::kSweep) {
+    if (sweeps(call, /*backward=*/true)) {
       if (!saved) p.S_dtype = dtype_of(saved_states_dtype(q));
       call.run(kernels<T>().backward_sweep, /*states_behind_workspace=*/!saved);
     } else {

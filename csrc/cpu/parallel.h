@@ -15,7 +15,7 @@
 namespace gla_ext::cpu {
 
 // Strong gates make decays below 2^-126 by the thousand, and denormal operands cost a hundred
-// cycles each: within a task they are 0.
+// cycles each on x86-64: there they are 0 within a task.
 class FlushDenormals {
  public:
 #if defined(__x86_64__)

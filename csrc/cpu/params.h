@@ -3,10 +3,10 @@
 
 #include <cstdint>
 
+#include "../chunk.h"
+
 namespace gla_ext::cpu {
 
-constexpr int64_t kChunk = 64;     // C: tokens a chunk
-constexpr int64_t kSubChunk = 16;  // c: tokens a sub-chunk
 constexpr int64_t kSubChunks = kChunk / kSubChunk;
 
 enum class DType : uint8_t { kBFloat16, kHalf, kFloat, kDouble };

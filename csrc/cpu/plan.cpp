@@ -33,17 +33,18 @@ Mode choose_mode(int64_t tasks, int64_t threads) {
 
 Plan make_plan(const PlanInputs& in, int64_t threads) {
   threads = std::max<int64_t>(threads, 1);
-  const int64_t sweeps = in.N * in.H, chunks = (in.T + kChunk - 1) / kChunk;
+  const int64_t longest = (in.T + kChunk - 1) / kChunk;
+  const int64_t chunks = in.packed ? in.T / kChunk + in.N : in.N * longest;
+  const int64_t sweeps = in.N * in.H, matrix = in.K * in.V;
   Plan plan{choose_mode(sweeps, threads), 0, 0, 0, 0};
   const bool sweep = plan.mode == Mode::kSweep;
-  plan.tasks = sweep ? sweeps : sweeps * chunks;
+  plan.tasks = sweep ? sweeps : chunks * in.H;
   plan.threads = std::min(threads, std::max<int64_t>(plan.tasks, 1));
-  const int64_t matrix = in.K * in.V * static_cast<int64_t>(sizeof(float));
-  const int64_t behind = sweep && in.backward ? chunks * matrix : 0;
-  const int64_t tiles =
-      kernels<float>().workspace_size(in.K, in.V) * static_cast<int64_t>(sizeof(float));
-  plan.workspace_bytes = plan.threads * (tiles + behind);
-  plan.state_bytes = sweep ? 0 : sweeps * chunks * matrix * (in.backward ? 2 : 1);
+  const int64_t behind = sweep && in.backward ? longest * matrix : 0;
+  const int64_t tiles = kernels<float>().workspace_size(in.K, in.V);
+  plan.workspace_bytes = plan.threads * (tiles + behind) * in.accumulate_bytes_each;
+  const int64_t each = in.state_bytes_each + (in.backward ? in.accumulate_bytes_each : 0);
+  plan.state_bytes = sweep ? 0 : chunks * in.H * matrix * each;
   return plan;
 }
 

@@ -11,16 +11,19 @@ enum class Mode {
 };
 
 struct PlanInputs {
-  int64_t N, T, H, K, V;  // sequences; T counts the tokens of one batch row
+  int64_t N, T, H, K, V;  // sequences; tokens of one batch row
+  bool packed;            // the N sequences share one row
   bool backward;
+  int64_t state_bytes_each = 4;       // of an element of S: 2 for bf16 inputs, 8 for fp64
+  int64_t accumulate_bytes_each = 4;  // of an element of dS and of the tiles: 8 for fp64
 };
 
 struct Plan {
   Mode mode;
   int64_t threads;          // workers that have something to do
   int64_t tasks;            // of the parallel part: (sequence, head) or (chunk, head)
-  int64_t workspace_bytes;  // of all workers, fp32 accumulation
-  int64_t state_bytes;      // of materialised states and their gradients, fp32
+  int64_t workspace_bytes;  // of all workers; packed: at most, as if one sequence had every token
+  int64_t state_bytes;      // of materialised S and, in backward, dS'
 };
 
 // The environment variable GLA_EXT_CPU_MODE=sweep|materialised overrides the mode; both give the

@@ -36,8 +36,7 @@ std::vector<Sequence> sequences_of(const char* op, const OptionalTensor& cu_seql
     }
     return sequences;
   }
-  check_offsets(op, *cu_seqlens, T);
-  const at::Tensor offsets = cu_seqlens->to(at::kLong).contiguous();
+  const at::Tensor offsets = checked_offsets(op, *cu_seqlens, T);
   const auto* begin = offsets.const_data_ptr<int64_t>();
   int64_t chunk = 0;
   for (int64_t n = 0; n + 1 < offsets.numel(); ++n) {
@@ -53,14 +52,15 @@ template <typename T>
 Call<T>::Call(const char* op, const Shape& shape, const OptionalTensor& cu_seqlens,
               std::optional<double> scale)
     : B(shape.B.expect_int()),
-      T_(shape.T.expect_int()),
+      tokens(shape.T.expect_int()),
       N(shape.N.expect_int()),
       chunks(shape.chunks.expect_int()),
-      packed_(shape.packed),
-      sequences_(sequences_of(op, cu_seqlens, B, T_)) {
+      packed(shape.packed),
+      sequences_(sequences_of(op, cu_seqlens, B, tokens)) {
   problem.H = shape.H.expect_int();
   problem.K = shape.K.expect_int();
   problem.V = shape.V.expect_int();
+  problem.round_operands = shape.dtype == at::kBFloat16;
   problem.scale = static_cast<T>(resolve_scale(scale, problem.K));
 }
 
@@ -73,7 +73,6 @@ template <typename T>
 void Call<T>::input(Rows Problem<T>::* rows, const at::Tensor& t) {
   const bool contiguous_rows = t.size(3) == 1 || t.stride(3) == 1;
   problem.*rows = rows_of(keep(contiguous_rows ? t : t.contiguous()));
-  if (t.scalar_type() == at::kBFloat16 && rows != &Problem<T>::g) problem.round_operands = true;
 }
 
 template <typename T>
@@ -95,10 +94,10 @@ void Call<T>::input_chunk_state_grads(const at::Tensor& dS) {
 template <typename T>
 at::Tensor Call<T>::rows_tensor(int64_t last_dim, const at::Tensor& like,
                                 at::ScalarType dtype) const {
-  at::Tensor t = at::empty({B, T_, problem.H, last_dim}, like.options().dtype(dtype));
-  if (packed_) {
+  at::Tensor t = at::empty({B, tokens, problem.H, last_dim}, like.options().dtype(dtype));
+  if (packed) {
     const int64_t end = sequences_.empty() ? 0 : sequences_.back().start + sequences_.back().length;
-    t.narrow(1, end, T_ - end).zero_();
+    t.narrow(1, end, tokens - end).zero_();
   }
   return t;
 }
@@ -125,7 +124,7 @@ template <typename T>
 at::Tensor Call<T>::output_chunk_states(const at::Tensor& like, at::ScalarType dtype) {
   const auto options = like.options().dtype(dtype);
   const std::vector<int64_t> sizes{B, chunks, problem.H, problem.K, problem.V};
-  at::Tensor t = packed_ ? at::zeros(sizes, options) : at::empty(sizes, options);
+  at::Tensor t = packed ? at::zeros(sizes, options) : at::empty(sizes, options);
   problem.S = t.mutable_data_ptr();
   problem.S_dtype = dtype_of(dtype);
   return t;
@@ -135,7 +134,7 @@ template <typename T>
 at::Tensor Call<T>::output_chunk_state_grads(const at::Tensor& like) {
   const auto options = like.options().dtype(c10::CppTypeToScalarType<T>::value);
   const std::vector<int64_t> sizes{B, chunks, problem.H, problem.K, problem.V};
-  at::Tensor t = packed_ ? at::zeros(sizes, options) : at::empty(sizes, options);
+  at::Tensor t = packed ? at::zeros(sizes, options) : at::empty(sizes, options);
   problem.dS = t.template mutable_data_ptr<T>();
   return t;
 }

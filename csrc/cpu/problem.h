@@ -17,11 +17,14 @@ DType dtype_of(at::ScalarType t);
 template <typename T>
 class Call {
  public:
+  using Accumulate = T;
+
   Call(const char* op, const Shape& shape, const OptionalTensor& cu_seqlens,
        std::optional<double> scale);
 
   Problem<T> problem;
-  int64_t B, T_, N, chunks;
+  int64_t B, tokens, N, chunks;
+  bool packed;
 
   void input(Rows Problem<T>::* rows, const at::Tensor& t);
   void input_state(const T* Problem<T>::* states, const OptionalTensor& t);
@@ -42,7 +45,6 @@ class Call {
   at::Tensor rows_tensor(int64_t last_dim, const at::Tensor& like, at::ScalarType dtype) const;
   const at::Tensor& keep(at::Tensor t);
 
-  bool packed_;
   std::vector<Sequence> sequences_;
   std::vector<at::Tensor> kept_;
 };

@@ -9,7 +9,7 @@ namespace gla_ext::cpu {
 namespace {
 
 template <typename Call>
-using AccumulateOf = std::remove_reference_t<decltype(std::declval<Call&>().problem.scale)>;
+using AccumulateOf = typename std::remove_reference_t<Call>::Accumulate;
 
 at::Tensor gate_cumsum(const at::Tensor& g, const OptionalTensor& cu_seqlens) {
   const char* op = "_gate_cumsum";
@@ -168,6 +168,7 @@ at::Tensor score_grads(const at::Tensor& d_o, const at::Tensor& v, const Optiona
                        std::optional<double> scale) {
   const char* op = "_score_grads";
   const Shape shape = check_step({.op = op, .v = &v, .d_o = &d_o, .cu_seqlens = cu_seqlens});
+  check_scale_given(op, scale);
   return with_call(op, shape, cu_seqlens, scale, [&](auto& call) {
     using T = AccumulateOf<decltype(call)>;
     using P = Problem<T>;

@@ -1,17 +1,14 @@
-// Step 1 and what the other steps make of it: the gates of one chunk and their exponents (DESIGN:
-// three exact tiers).
+// Step 1 and what the other steps make of it: the gates of one chunk and their exponents.
 //
-//   tier 1, range <= 112:   one integer reference r a channel serves the chunk; operands carry 2^(b
-//   - r) and 2^(r - b) otherwise, tiers 2 + 3: sub-chunks of 16 tokens; between them exponents are
-//   anchored at the row block's start and
-//                           never positive, inside them a running product of the decays replaces
-//                           every exponential
+// Tier 1, where the prefix sums b, 0 before the first token included, span at most kRangeLimit and
+// rise at most kRiseLimit: one integer reference r a channel serves the chunk, operands carry
+// 2^(b - r) and 2^(r - b).
 //
-// All exponents of the second kind are sums of gates of one sign, prefix sums for q and exclusive
-// suffix sums for k, so nothing cancels beside a reset.
+// Tiers 2 and 3, all other chunks: sub-chunks of 16 tokens. Between them exponents are anchored at
+// the row block's start; inside them a running product of the decays replaces every exponential.
+// Their exponents are prefix sums for q and exclusive suffix sums for k, all <= 0 for gates <= 0,
+// so nothing cancels beside a reset.
 #pragma once
-
-#include <limits>
 
 #include "tile.h"
 
@@ -20,6 +17,7 @@ namespace CPU_CAPABILITY {
 
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kRangeLimit = 112;  // log2 units
+constexpr double kRiseLimit = 8;     // log2 units; beyond it 2^r could overflow a large state
 
 // The decay of a gate at or below this is exactly 0: a reset (log2 units).
 template <typename T>
@@ -77,42 +75,43 @@ inline void load_gates(const Problem<T>& p, const Chunk& chunk, Gates<T>& gates)
   }
 }
 
-// b[L, ld], and the chunk's range: the largest over channels of max b - min b, NaN if there is one.
+// The lowest and highest prefix sum of one vector of channels, 0 before the first token included:
+// a decay across the whole chunk counts, and |b| stays within the limits of tier 1. NaN stays NaN.
 template <typename T>
-inline T cumsum(Gates<T>& gates) {
-  Vec<T> range(T(0));
+struct Span {
+  Vec<T> low{T(0)}, high{T(0)};
+
+  void include(const Vec<T>& b) {
+    low = at::vec::minimum(low, b);
+    high = at::vec::maximum(high, b);
+  }
+};
+
+// b[L, ld]; whether the chunk may take tier 1. NaN may not.
+template <typename T>
+inline bool cumsum(Gates<T>& gates) {
+  Vec<T> range(T(0)), rise(T(0));
   for (int64_t d = 0; d < gates.ld; d += Vec<T>::size()) {
-    Vec<T> b = Vec<T>::loadu(gates.x + d), low = b, high = b;
-    b.store(gates.b + d);
-    for (int64_t i = 1; i < gates.length; ++i) {
+    Vec<T> b(T(0));
+    Span<T> span;
+    for (int64_t i = 0; i < gates.length; ++i) {
       b = b + Vec<T>::loadu(gates.x + i * gates.ld + d);
       b.store(gates.b + i * gates.ld + d);
-      low = at::vec::minimum(low, b);
-      high = at::vec::maximum(high, b);
+      span.include(b);
     }
-    range = at::vec::maximum(range, high - low);
+    range = at::vec::maximum(range, span.high - span.low);
+    rise = at::vec::maximum(rise, span.high);
   }
-  T lanes[Vec<T>::size()];
-  range.store(lanes);
-  T largest = 0;
-  for (const T lane : lanes) {
-    if (lane != lane) return lane;
-    if (lane > largest) largest = lane;
-  }
-  return largest;
+  return all_at_most(range, T(kRangeLimit)) && all_at_most(rise, T(kRiseLimit));
 }
 
 template <typename T>
 inline void mid_reference_exponents(Gates<T>& g) {
   const int64_t last = (g.length - 1) * g.ld;
   for (int64_t d = 0; d < g.ld; d += Vec<T>::size()) {
-    Vec<T> low = Vec<T>::loadu(g.b + d), high = low;
-    for (int64_t i = 1; i < g.length; ++i) {
-      const Vec<T> b = Vec<T>::loadu(g.b + i * g.ld + d);
-      low = at::vec::minimum(low, b);
-      high = at::vec::maximum(high, b);
-    }
-    const Vec<T> r = ((low + high) * Vec<T>(T(0.5))).round();
+    Span<T> span;
+    for (int64_t i = 0; i < g.length; ++i) span.include(Vec<T>::loadu(g.b + i * g.ld + d));
+    const Vec<T> r = ((span.low + span.high) * Vec<T>(T(0.5))).round();
     for (int64_t i = 0; i < g.length; ++i) {
       const Vec<T> e = (Vec<T>::loadu(g.b + i * g.ld + d) - r).exp2();
       e.store(g.eq + i * g.ld + d);
@@ -167,7 +166,7 @@ inline void anchored_exponents(Gates<T>& g) {
 template <typename T>
 inline void make_gates(const Problem<T>& p, const Chunk& chunk, Gates<T>& gates) {
   load_gates(p, chunk, gates);
-  gates.mid_reference = cumsum(gates) <= T(kRangeLimit);  // NaN takes the exact tier
+  gates.mid_reference = cumsum(gates);
   if (gates.mid_reference) {
     mid_reference_exponents(gates);
   } else {

@@ -2,9 +2,9 @@
 //
 //   C[i, j] = alpha_i Σ_k A[i, k] B[k, j] + beta_i C[i, j]
 //
-// Every element is one chain of fused multiply-adds over ascending k, whatever the tile shape, so
-// its bits depend on its own row of A and column of B alone: not on the number of rows, the thread
-// or the batch.
+// Every element is one chain of multiply-adds (fused where the capability has them) over ascending
+// k, whatever the tile shape, so its bits depend on its own row of A and column of B alone: not on
+// the number of rows, the thread or the batch.
 #pragma once
 
 #include "tile.h"

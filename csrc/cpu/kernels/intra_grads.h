@@ -1,7 +1,11 @@
-// Backward step 6: dq_i = Σ_{j<=i} dA_ij k_j 2^(b_i - b_j), dk_j = Σ_{i>=j} dA_ij q_i 2^(b_i -
-// b_j), and what each token adds to db. A pair (i, j) contributes one number to db, + at i and - at
-// j, formed from the operands that were multiplied, so that what must cancel cancels to the
-// rounding of T whatever the operands were rounded to.
+// Backward step 6, inside a chunk:
+//
+//   dq_i = Σ_{j<=i} dA_ij k_j 2^(b_i - b_j)
+//   dk_j = Σ_{i>=j} dA_ij q_i 2^(b_i - b_j)
+//
+// and what each token adds to db. A pair (i, j) adds one number, + at i and - at j, formed from
+// the operands that were multiplied: what must cancel cancels to the rounding of T, whatever the
+// operands were rounded to.
 //   reads q, k, q_in, k_out or q_local, t.dA; writes t.dq, t.dk and t.dg (db a token) [C, K].
 //   Accumulates in T.
 #pragma once

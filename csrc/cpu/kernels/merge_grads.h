@@ -1,10 +1,13 @@
 // Backward step 7: the parts of dq, dk and dg that pass through the states.
-//   dq_i += scale 2^b_i (S do_i), dk_j += 2^(b_C - b_j) (dS' v_j)
-//   dg_t  = Σ_{i>=t} db_i + Σ_{j<t} k_j ⊙ dk_j^inter + 2^b_C ⊙ rowsum_V(S ⊙ dS'),  db_i += q_i ⊙
-//   dq_i^inter
-// No term of dg cancels against another between chunks. A reset has dg = 0, by select.
+//
+//   dq_i += scale 2^b_i (S do_i)
+//   dk_j += 2^(b_C - b_j) (dS' v_j)
+//   dg_t  = Σ_{i>=t} db_i + Σ_{j<t} k_j ⊙ dk_j^inter + 2^b_C ⊙ rowsum_V(S ⊙ dS')
+//
+// with db_i from step 6 and q_i ⊙ dq_i^inter. No two terms of dg cancel between chunks. A reset
+// has dg = 0, by select.
 //   reads q_in, k_out, v, do, t.S_in, t.dS_in; updates t.dq, t.dk [C, K]; t.dg [C, K] holds db,
-//   then dg.
+//   then dg. Accumulates in T.
 #pragma once
 
 #include "tiles.h"

@@ -20,8 +20,6 @@ Tiles<T> tiles(const Problem<T>& p, T* workspace) {
   return t;
 }
 
-// ---- forward
-
 // Gates, queries, keys and values of one chunk are loaded and t.S enters it: the steps 3, 4, 5.
 template <typename T>
 void forward_loaded(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
@@ -93,8 +91,6 @@ void forward_chunk(const Problem<T>& p, T* workspace, const Chunk& chunk) {
   load_forward(p, chunk, t);
   forward_loaded(p, chunk, t);
 }
-
-// ---- backward
 
 template <typename T>
 void load_state_grad_entry(const Problem<T>& p, const Sequence& sequence, int64_t head,

@@ -37,12 +37,20 @@ inline T sum_of_lanes(const Vec<T>& x) {
   return sum;
 }
 
+// NaN is not.
+template <typename T>
+inline bool all_at_most(const Vec<T>& x, T limit) {
+  T lanes[Vec<T>::size()];
+  x.store(lanes);
+  bool all = true;
+  for (const T lane : lanes) all = all && lane <= limit;
+  return all;
+}
+
 template <typename T>
 inline void fill(T* out, int64_t n, T value) {
   for (int64_t i = 0; i < n; ++i) out[i] = value;
 }
-
-// ---- memory to accumulation type and back
 
 // memcpy for rows: short, and called by the hundred a chunk.
 template <typename T>
@@ -111,8 +119,6 @@ inline void store_rows(const Rows& rows, const Chunk& chunk, int64_t D, const T*
                      D);
 }
 
-// ---- operands
-
 // Rounds to bf16 and back, in place: the operand a tensor core would see.
 template <typename T>
 inline void round_to_bf16(T* x, int64_t n) {
@@ -157,8 +163,6 @@ inline void transpose(T* dst, int64_t ld_dst, const T* src, int64_t ld_src, int6
     }
   }
 }
-
-// ---- states
 
 // dst[K, ld] <- one [K, V] (or [V, K]) matrix; the V..ld columns become zero. src == nullptr: zero.
 template <typename T>

@@ -1,0 +1,28 @@
+#include "refuse.h"
+
+#include <ATen/FuncTorchTLS.h>
+#include <c10/util/Exception.h>
+
+namespace gla_ext {
+
+void refuse_unsupported(const std::string& op, const OptionalTensor& t) {
+  if (given(t)) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!t->is_nested() && !t->is_quantized(), op,
+                                ": nested and quantized tensors are not supported, use cu_seqlens "
+                                "for sequences of different lengths");
+    TORCH_CHECK_NOT_IMPLEMENTED(!t->_fw_grad(/*level=*/0).defined(), op,
+                                ": forward-mode AD is not supported, use reverse mode (backward)");
+  }
+  // A C++ autograd Function would be silently wrong under them; torch's own message says less.
+  if (const auto& functorch = at::functorch::functorchTLSAccessor()) {
+    try {
+      functorch->checkSupportsCppAutogradFunction();
+    } catch (const c10::Error&) {
+      TORCH_CHECK_NOT_IMPLEMENTED(false, op,
+                                  ": torch.func transforms (grad, vjp, jvp, jacrev, ...) are not "
+                                  "supported, use torch.autograd");
+    }
+  }
+}
+
+}  // namespace gla_ext
