@@ -1,0 +1,140 @@
+"""Files: a model as safetensors and JSON, and tensors written so that a reader never sees half."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gla_ext.config import GLAConfig
+from gla_ext.model import GLAForCausalLM
+
+MODEL_FILE, CONFIG_FILE = "model.safetensors", "config.json"
+_METADATA_KEY = "gla_ext"
+
+
+def save_model(model: GLAForCausalLM, folder: str | Path) -> None:
+    """Writes model.safetensors and config.json, which FLA's `from_pretrained` reads too.
+
+    Args:
+        model: the model; with tied embeddings its one matrix is stored once, as the embeddings.
+        folder: made if it is not there.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / MODEL_FILE, model_tensors(model), metadata={"format": "pt"})
+    model.config.save(folder / CONFIG_FILE)
+
+
+def load_model(folder: str | Path) -> GLAForCausalLM:
+    """Reads what `save_model`, or FLA, wrote.
+
+    Args:
+        folder: holds model.safetensors and config.json.
+
+    Returns:
+        The model on CPU, in eval mode.
+
+    Raises:
+        FileNotFoundError: without these files.
+        ValueError: if the tensors are not those of the configuration.
+    """
+    folder = Path(folder)
+    model = GLAForCausalLM(GLAConfig.load(folder / CONFIG_FILE))
+    tensors, _ = read_tensors(folder / MODEL_FILE)
+    load_tensors(model, tensors)
+    return model.eval()
+
+
+def model_tensors(model: GLAForCausalLM) -> dict[str, Tensor]:
+    """The model's state, without the output matrix where that is the embedding matrix."""
+    tensors = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    return tensors
+
+
+def load_tensors(model: GLAForCausalLM, tensors: dict[str, Tensor]) -> None:
+    """Copies `model_tensors`' form into a model.
+
+    Raises:
+        ValueError: for a missing or unknown name, or a wrong shape.
+    """
+    expected = model_tensors(model)
+    tensors = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name != "lm_head.weight" or not model.config.tie_word_embeddings
+    }
+    if odd := sorted(expected.keys() ^ tensors.keys()):
+        kind = "to hold" if odd[0] in expected else "not to hold"
+        raise ValueError(f"load_tensors: expected the file {kind} {odd[0]!r}")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"load_tensors: expected {name} to have shape {list(expected[name].shape)}, got "
+                f"{list(tensor.shape)}"
+            )
+    model.load_state_dict(tensors, strict=False)
+
+
+def write_tensors(
+    path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, Any] | None = None
+) -> None:
+    """Writes a safetensors file atomically: at any moment `path` is the old file or the new one.
+
+    Args:
+        path: the file; a neighbour with the suffix .tmp is written first.
+        tensors: names and tensors, on any device.
+        metadata: anything JSON can hold. String values stand in the header as they are, which
+            other readers expect; the whole stands there as JSON. Default: None.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    metadata = metadata or {}
+    header = {key: value for key, value in metadata.items() if isinstance(value, str)}
+    header[_METADATA_KEY] = json.dumps(metadata)
+    temporary.unlink(missing_ok=True)
+    temporary.touch()
+    mode = temporary.stat().st_mode
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+        temporary,
+        metadata=header,
+    )
+    temporary.chmod(mode)  # save_file leaves the file to its owner alone
+    _sync(temporary)
+    os.replace(temporary, path)
+    _sync(path.parent)
+
+
+def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Reads a safetensors file: its tensors on CPU, and `write_tensors`' metadata or {}."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    return tensors, read_metadata(path)
+
+
+def read_metadata(path: str | Path) -> dict[str, Any]:
+    """`write_tensors`' metadata or {}, without reading a tensor."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata() or {}
+    return json.loads(header.get(_METADATA_KEY, "{}"))
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,214 @@
+"""Text as bytes: where it comes from, which files are held out, and what simple coders pay for it.
+
+A corpus is a set of documents (files). Byte 0 stands in front of each: text does not contain it,
+so it tells the model that a document starts, and predicting it is never charged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+DOCUMENT_START = 0
+VOCAB_SIZE = 256
+MAX_BYTES = 64 << 20
+HELD_OUT_FRACTION = 0.03
+MAX_HELD_OUT_BYTES = 128 << 10
+
+# Not in the default corpus: other people's packages, tests (some systems leave them out), and the
+# codecs' generated tables, which are near copies of each other and would stand on both sides.
+_SKIPPED_FOLDERS = frozenset(
+    ("__pycache__", "dist-packages", "encodings", "idle_test", "site-packages", "test", "tests")
+)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents, split into two parts that share none of them.
+
+    name: where they come from, for people.
+    train, held_out: names and contents, in the order of a hash of the name.
+    """
+
+    name: str
+    train: tuple[tuple[str, bytes], ...]
+    held_out: tuple[tuple[str, bytes], ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of every name and byte, in order, and of the split."""
+        digest = hashlib.sha256()
+        for part in (self.train, self.held_out):
+            digest.update(b"part")
+            for name, text in part:
+                digest.update(f"{len(name.encode())} {len(text)} {name}".encode())
+                digest.update(text)
+        return digest.hexdigest()
+
+
+def load_corpus(path: str | Path | None = None, max_bytes: int = MAX_BYTES) -> Corpus:
+    """Reads a corpus and splits it; the same files always give the same split.
+
+    Documents are taken in the order of a hash of their names, up to max_bytes. In that order each
+    is held out that still fits into min(3 % of the bytes, 128 KiB); if none does, the smallest is.
+    A single file is split in two documents instead, its tail of that size held out.
+
+    Args:
+        path: a text file, or a folder of which every text file is taken, hidden ones aside.
+            Default: the `*.py` files of this Python's standard library, without its tests and
+            codec tables.
+        max_bytes: upper limit of the corpus, bytes. Default: 64 MiB.
+
+    Raises:
+        FileNotFoundError: no such path.
+        ValueError: a file that is not text, or too little text to split (under 2 bytes of one
+            file, or of two files).
+    """
+    if path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        documents = _read_folder(root, suffix=".py", skipped=_SKIPPED_FOLDERS)
+        name = f"Python {sysconfig.get_python_version()} standard library"
+        return _split(name, documents, max_bytes)
+    path = Path(path)
+    if path.is_dir():
+        return _split(str(path), _read_folder(path), max_bytes)
+    text = path.read_bytes()[:max_bytes]
+    if not _is_text(text):
+        raise ValueError(f"load_corpus: expected {path} to be text, got a file with NUL bytes")
+    if len(text) < 2:
+        raise ValueError(f"load_corpus: expected at least 2 bytes of text, got {len(text)}")
+    cut = len(text) - _held_out_bytes(len(text))
+    return Corpus(
+        str(path), ((f"{path.name}[:{cut}]", text[:cut]),), ((f"{path.name}[{cut}:]", text[cut:]),)
+    )
+
+
+def encode(documents: tuple[tuple[str, bytes], ...]) -> Tensor:
+    """The documents in one row, byte 0 before each: uint8 `[sum of (1 + length)]`."""
+    row = b"".join(bytes([DOCUMENT_START]) + text for _, text in documents)
+    return torch.frombuffer(bytearray(row), dtype=torch.uint8)
+
+
+class Batches:
+    """Training windows as a pure function of (seed, step): what a resumed run needs.
+
+    Each epoch lays a grid of windows over the stream, shifted by a random offset, and visits
+    them in random order; both follow from (seed, epoch).
+
+    Args:
+        stream: uint8 `[n]`, from `encode`.
+        batch_size: windows a step.
+        seq_len: tokens a window, T; each window also gives the token after it.
+        seed: the seed.
+
+    Raises:
+        ValueError: for a stream shorter than one window.
+    """
+
+    def __init__(self, stream: Tensor, batch_size: int, seq_len: int, seed: int) -> None:
+        self.stream, self.batch_size, self.seq_len, self.seed = stream, batch_size, seq_len, seed
+        self.windows = (len(stream) - 1) // seq_len
+        if self.windows < 1:
+            raise ValueError(
+                f"Batches: expected a stream of at least seq_len + 1 = {seq_len + 1} tokens, got "
+                f"{len(stream)}"
+            )
+        self._epoch, self._starts = -1, torch.empty(0)
+
+    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a step: int64 `[batch_size, seq_len]` each."""
+        first = step * self.batch_size
+        starts = [self._start(window) for window in range(first, first + self.batch_size)]
+        rows = torch.stack([self.stream[s : s + self.seq_len + 1] for s in starts]).long()
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def _start(self, window: int) -> int:
+        """Where the window with this running number starts in the stream."""
+        epoch, place = divmod(window, self.windows)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+            slack = len(self.stream) - 1 - self.windows * self.seq_len
+            shift = torch.randint(slack + 1, (1,), generator=generator)
+            order = torch.randperm(self.windows, generator=generator)
+            self._epoch, self._starts = epoch, order * self.seq_len + shift
+        return int(self._starts[place])
+
+
+def lzma_bits_per_byte(documents: tuple[tuple[str, bytes], ...]) -> float:
+    """What lzma, at its strongest preset, needs for the documents in one piece, in bits a byte."""
+    text = b"".join(text for _, text in documents)
+    return 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
+
+
+def order0_bits_per_byte(
+    train: tuple[tuple[str, bytes], ...], held_out: tuple[tuple[str, bytes], ...]
+) -> float:
+    """Cross entropy of the held-out bytes under the training bytes' frequencies, in bits a byte.
+
+    Every byte value counts once more than it was seen (Laplace), so that none costs infinity.
+    """
+    counts, tested = (
+        sum(torch.bincount(encode((document,))[1:], minlength=256) for document in part)
+        for part in (train, held_out)
+    )
+    log2_p = (counts + 1).double().log2() - (counts + 1).sum().double().log2()
+    return float(-(tested * log2_p).sum() / tested.sum())
+
+
+def _read_folder(
+    root: Path, suffix: str = "", skipped: frozenset[str] = frozenset()
+) -> list[tuple[str, bytes]]:
+    """Relative POSIX names and contents of the text files below a folder, links aside."""
+    documents = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped and name[0] != "."]
+        for name in files:
+            file = Path(folder, name)
+            if name[0] == "." or not name.endswith(suffix) or file.is_symlink():
+                continue
+            text = file.read_bytes() if file.is_file() else b""
+            if text and _is_text(text):
+                documents.append((file.relative_to(root).as_posix(), text))
+    return documents
+
+
+def _split(name: str, documents: list[tuple[str, bytes]], max_bytes: int) -> Corpus:
+    """Divides documents as `load_corpus` says."""
+    documents.sort(key=lambda document: hashlib.sha256(document[0].encode()).digest())
+    documents = _fitting(documents, max_bytes)
+    if len(documents) < 2:
+        raise ValueError(
+            f"load_corpus: expected at least two text files of together at most {max_bytes} bytes "
+            f"in {name}, got {len(documents)}"
+        )
+    held_out = _fitting(documents, _held_out_bytes(sum(len(text) for _, text in documents)))
+    held_out = held_out or [min(documents, key=lambda document: len(document[1]))]
+    names = {name for name, _ in held_out}
+    train = [document for document in documents if document[0] not in names]
+    return Corpus(name, tuple(train), tuple(held_out))
+
+
+def _fitting(documents: list[tuple[str, bytes]], max_bytes: int) -> list[tuple[str, bytes]]:
+    """The documents, taken one after the other, that fit into what is left of max_bytes."""
+    taken, left = [], max_bytes
+    for document in documents:
+        if len(document[1]) <= left:
+            taken.append(document)
+            left -= len(document[1])
+    return taken
+
+
+def _held_out_bytes(total: int) -> int:
+    """How many of so many bytes are held out: 3 %, at least 1, at most 128 KiB."""
+    return max(1, min(int(total * HELD_OUT_FRACTION), MAX_HELD_OUT_BYTES))
+
+
+def _is_text(text: bytes) -> bool:
+    return DOCUMENT_START not in text

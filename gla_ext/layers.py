@@ -1,0 +1,293 @@
+"""The gated linear attention layer: projections, low-rank gate, `chunk_gla`, gated norm.
+
+Constructor, attributes, state_dict keys and forward signature are those of
+`fla.layers.GatedLinearAttention` 0.6.0, so that weights and training scripts carry over.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gla_ext.norms import GatedRMSNorm, RMSNorm
+from gla_ext.ops import chunk_gla
+
+MODES = ("chunk", "fused_recurrent", "fused_chunk")
+
+
+class GatedLinearAttention(nn.Module):
+    """Gated linear attention (Yang et al., 2023, arXiv:2312.06635, section 4.4).
+
+    For an input x and each head: `S_t = diag(exp(gk_t)) S_{t-1} + k_t v_t^T`,
+    `o_t = K^-0.5 S_t^T q_t` with `gk = logsigmoid(x W1 W2 + b) / gate_logit_normalizer`; the
+    layer returns `(rms_norm(o) * swish(x Wg)) Wo`.
+
+    Args:
+        mode: 'chunk', 'fused_recurrent' or 'fused_chunk'; today all three run `chunk_gla`.
+            Default: 'chunk'.
+        hidden_size: width of the input and the output. Default: 1024.
+        expand_k: key width over hidden_size. Default: 0.5.
+        expand_v: value width over hidden_size. Default: 1.0.
+        num_heads: number of heads H. Default: 4.
+        num_kv_heads: number of key/value heads; fewer than num_heads is not implemented.
+            Default: None (num_heads).
+        feature_map: name of a map on q and k; not implemented. Default: None.
+        use_short_conv: short convolutions on q, k, v; not implemented. Default: False.
+        conv_size: their kernel size in tokens. Default: 4.
+        conv_bias: whether they have a bias. Default: False.
+        use_output_gate: multiply the output by a gate. Default: True.
+        gate_fn: activation of that gate; 'swish' only. Default: 'swish'.
+        elementwise_affine: whether the norm has a weight. Default: True.
+        norm_eps: epsilon of the norm. Default: 1e-5.
+        gate_logit_normalizer: divides the log gate; larger forgets more slowly. Default: 16.
+        gate_low_rank_dim: rank of the gate projection. Default: 16.
+        clamp_min: lower bound of the log gate (natural log). Default: None.
+        fuse_norm: round once, after norm and output gate, not after each; it also names the
+            norm `g_norm_swish_gate` instead of `g_norm`. Default: True.
+        layer_idx: index of this layer in a cache. Default: None.
+
+    Raises:
+        ValueError: sizes that do not divide, an unknown mode; in forward, shapes that do not
+            fit, or a cache without layer_idx.
+        NotImplementedError: the options named above.
+    """
+
+    def __init__(
+        self,
+        mode: str = "chunk",
+        hidden_size: int = 1024,
+        expand_k: float = 0.5,
+        expand_v: float = 1.0,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        feature_map: str | None = None,
+        use_short_conv: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        use_output_gate: bool = True,
+        gate_fn: str = "swish",
+        elementwise_affine: bool | None = True,
+        norm_eps: float = 1e-5,
+        gate_logit_normalizer: int = 16,
+        gate_low_rank_dim: int = 16,
+        clamp_min: float | None = None,
+        fuse_norm: bool = True,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_options(mode, num_heads, num_kv_heads, feature_map, use_short_conv, gate_fn)
+        self.mode = mode
+        self.hidden_size = hidden_size
+        self.expand_k, self.expand_v = expand_k, expand_v
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.num_kv_groups = num_heads // num_kv_heads
+        self.feature_map_fn = None
+        self.use_short_conv = use_short_conv
+        self.conv_size, self.conv_bias = conv_size, conv_bias
+        self.use_output_gate = use_output_gate
+        self.gate_logit_normalizer = gate_logit_normalizer
+        self.clamp_min = clamp_min
+        self.layer_idx = layer_idx
+
+        self.key_dim = _expanded_dim("expand_k", hidden_size, expand_k, num_heads)
+        self.value_dim = _expanded_dim("expand_v", hidden_size, expand_v, num_heads)
+        self.key_dim_per_group = self.key_dim // self.num_kv_groups
+        self.value_dim_per_group = self.value_dim // self.num_kv_groups
+        self.head_k_dim = self.key_dim // num_heads
+        self.head_v_dim = self.value_dim // num_heads
+
+        self.q_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, self.key_dim_per_group, bias=False)
+        self.v_proj = nn.Linear(hidden_size, self.value_dim_per_group, bias=False)
+        if use_output_gate:
+            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        self.gk_proj = nn.Sequential(
+            nn.Linear(hidden_size, gate_low_rank_dim, bias=False),
+            nn.Linear(gate_low_rank_dim, self.key_dim_per_group, bias=True),
+        )
+        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+
+        self.fuse_norm_and_gate = fuse_norm and use_output_gate
+        if self.fuse_norm_and_gate:
+            self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, elementwise_affine, norm_eps)
+        else:
+            self.g_norm = RMSNorm(self.head_v_dim, elementwise_affine, norm_eps, torch.float32)
+            self.gate_fn = F.silu
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any | None = None,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None, Any | None]:
+        """Applies the layer to a batch of sequences.
+
+        Args:
+            hidden_states: `[B, T, hidden_size]`.
+            attention_mask: `[B, >= T]` of 0 (padding) and 1, its last T columns count; padded
+                tokens are skipped by the recurrence and return 0. Default: None.
+            past_key_values: a cache (`gla_ext.cache.GLACache`, or one of its kind) whose entry
+                for layer_idx is where the recurrence starts. Default: None.
+            use_cache: store the final state in past_key_values. Default: False.
+            output_attentions: accepted and without effect: there are no attention maps.
+            **kwargs: `cu_seqlens`, int32 or int64 `[N + 1]`, offsets of the N sequences packed
+                into a batch of one; attention_mask is then not looked at. Others are ignored.
+
+        Returns:
+            The output `[B, T, hidden_size]`, None, and past_key_values.
+
+        Raises:
+            ValueError: for shapes that do not fit, or past_key_values without layer_idx.
+        """
+        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(
+                "GatedLinearAttention: expected hidden_states to have shape [B, T, hidden_size = "
+                f"{self.hidden_size}], got {list(hidden_states.shape)}"
+            )
+        state = self._cached_state(past_key_values)
+        B, T, _ = hidden_states.shape
+        cu_seqlens = kwargs.get("cu_seqlens")
+        slots = None
+        if cu_seqlens is None and attention_mask is not None:
+            valid = _valid_tokens(attention_mask, B, T)
+            slots, cu_seqlens = _packed_slots(valid)
+            # Masked first, so that a NaN in a padded token reaches no weight's gradient.
+            tokens = hidden_states.masked_fill(~valid.unsqueeze(-1), 0).flatten(0, 1)
+            hidden_states = torch.zeros_like(tokens).index_copy(0, slots, tokens).unsqueeze(0)
+
+        o, state = self._attend(hidden_states, state, bool(use_cache), cu_seqlens)
+        if past_key_values is not None:
+            past_key_values.update(
+                layer_idx=self.layer_idx, recurrent_state=state, conv_state=None, offset=T
+            )
+        o = self.o_proj(self._norm_and_gate(o, hidden_states))
+        if slots is not None:
+            o = o[0].index_select(0, slots).unflatten(0, (B, T))
+            o = o.masked_fill(~valid.unsqueeze(-1), 0)
+        return o, None, past_key_values
+
+    def _attend(
+        self, x: Tensor, state: Tensor | None, output_state: bool, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The heads' outputs `[B, T, H, V]` and the final state `[N, H, V, K]` or None."""
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_k_dim))
+        k = self.k_proj(x).unflatten(-1, (self.num_heads, self.head_k_dim))
+        v = self.v_proj(x).unflatten(-1, (self.num_heads, self.head_v_dim))
+        gk = F.logsigmoid(self.gk_proj(x)) / self.gate_logit_normalizer
+        if self.clamp_min is not None:
+            gk = gk.clamp_min(self.clamp_min)
+        return chunk_gla(
+            q,
+            k,
+            v,
+            gk.unflatten(-1, (self.num_heads, self.head_k_dim)),
+            initial_state=state,
+            output_final_state=output_state,
+            state_v_first=True,
+            cu_seqlens=cu_seqlens,
+        )
+
+    def _norm_and_gate(self, o: Tensor, x: Tensor) -> Tensor:
+        """From the heads' outputs `[B, T, H, V]` to the input of o_proj `[B, T, H * V]`."""
+        if self.fuse_norm_and_gate:
+            gate = self.g_proj(x).unflatten(-1, (self.num_heads, self.head_v_dim))
+            return self.g_norm_swish_gate(o, gate).flatten(-2)
+        o = self.g_norm(o).flatten(-2)
+        return o * self.gate_fn(self.g_proj(x)) if self.use_output_gate else o
+
+    def _cached_state(self, past_key_values: Any | None) -> Tensor | None:
+        """The recurrent state `[N, H, V, K]` this layer has in the cache, or None."""
+        if past_key_values is None:
+            return None
+        if self.layer_idx is None:
+            raise ValueError(
+                "GatedLinearAttention: expected layer_idx to be an int when past_key_values is "
+                "given, got None"
+            )
+        if len(past_key_values) <= self.layer_idx:
+            return None
+        entry = past_key_values[self.layer_idx]
+        return None if entry is None else entry["recurrent_state"]
+
+
+def _check_options(
+    mode: str,
+    num_heads: int,
+    num_kv_heads: int,
+    feature_map: str | None,
+    use_short_conv: bool,
+    gate_fn: str,
+) -> None:
+    """Raises what the constructor documents for options that are wrong or not there yet."""
+    prefix = "GatedLinearAttention:"
+    if mode not in MODES:
+        raise ValueError(f"{prefix} expected mode to be one of {', '.join(MODES)}, got {mode!r}")
+    if num_heads < 1:
+        raise ValueError(f"{prefix} expected num_heads to be at least 1, got {num_heads}")
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"{prefix} expected num_kv_heads to divide num_heads = {num_heads}, got {num_kv_heads}"
+        )
+    if num_kv_heads != num_heads:
+        raise NotImplementedError(
+            f"{prefix} num_kv_heads = {num_kv_heads} below num_heads = {num_heads} is not "
+            "implemented"
+        )
+    if feature_map is not None:
+        raise NotImplementedError(f"{prefix} feature_map = {feature_map!r} is not implemented")
+    if use_short_conv:
+        raise NotImplementedError(f"{prefix} use_short_conv = True is not implemented")
+    if gate_fn != "swish":
+        raise NotImplementedError(
+            f"{prefix} gate_fn = {gate_fn!r} is not implemented, only 'swish' is"
+        )
+
+
+def _expanded_dim(name: str, hidden_size: int, ratio: float, num_heads: int) -> int:
+    """hidden_size * ratio, which must be a positive integer that num_heads divides."""
+    exact = hidden_size * ratio
+    dim = round(exact)
+    if dim < 1 or not math.isclose(exact, dim) or dim % num_heads:
+        raise ValueError(
+            f"GatedLinearAttention: expected hidden_size * {name} to be a positive multiple of "
+            f"num_heads = {num_heads}, got {hidden_size} * {ratio} = {exact:g}"
+        )
+    return dim
+
+
+def _valid_tokens(attention_mask: Tensor, B: int, T: int) -> Tensor:
+    """The mask's last T columns as bool `[B, T]`."""
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+        raise ValueError(
+            f"GatedLinearAttention: expected attention_mask to have shape [B, at least T] = "
+            f"[{B}, {T}], got {list(attention_mask.shape)}"
+        )
+    return attention_mask[:, attention_mask.shape[1] - T :] != 0
+
+
+def _packed_slots(valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each token stands in one packed row: valid tokens first, in order, then padding.
+
+    All shapes follow from `[B, T]` alone: nothing is read back from the device, and the whole
+    compiles into one graph.
+
+    Args:
+        valid: bool `[B, T]`.
+
+    Returns:
+        slots: int64 `[B * T]`, a permutation.
+        cu_seqlens: int64 `[B + 1]`, the offsets of the B sequences in the packed row.
+    """
+    rank = valid.flatten().cumsum(0)
+    padding_rank = (~valid).flatten().cumsum(0)
+    cu_seqlens = F.pad(valid.sum(1).cumsum(0), (1, 0))
+    return torch.where(valid.flatten(), rank - 1, cu_seqlens[-1] + padding_rank - 1), cu_seqlens

@@ -1,0 +1,259 @@
+"""A causal language model of GLA blocks, with the parameter names of FLA's `GLAForCausalLM`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gla_ext.cache import GLACache
+from gla_ext.config import GLAConfig
+from gla_ext.generate import generate
+from gla_ext.layers import GatedLinearAttention
+from gla_ext.norms import RMSNorm
+
+IGNORE_INDEX = -100
+
+
+class ModelOutput(NamedTuple):
+    """What `GLAModel` returns: `[B, T, hidden_size]`, and the cache or None."""
+
+    last_hidden_state: Tensor
+    past_key_values: Any | None
+
+
+class CausalLMOutput(NamedTuple):
+    """What `GLAForCausalLM` returns.
+
+    loss: fp32 scalar, nats a token, or None without labels.
+    logits: `[B, T, vocab_size]`.
+    past_key_values: the cache, or None.
+    """
+
+    loss: Tensor | None
+    logits: Tensor
+    past_key_values: Any | None
+
+
+class GLAMLP(nn.Module):
+    """SwiGLU: `down_proj(swish(gate_proj(x)) * up_proj(x))` (Shazeer, 2020, arXiv:2002.05202).
+
+    Args:
+        hidden_size: width of the input and the output.
+        intermediate_size: width in between.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GLABlock(nn.Module):
+    """Pre-norm block: `x = x + attn(attn_norm(x))`, then `x = x + mlp(mlp_norm(x))`.
+
+    Args:
+        config: the model's configuration.
+        layer_idx: index of the block, under which its state stands in a cache.
+    """
+
+    def __init__(self, config: GLAConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.attn_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attn = GatedLinearAttention(
+            mode=config.attn_mode,
+            hidden_size=config.hidden_size,
+            expand_k=config.expand_k,
+            expand_v=config.expand_v,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            feature_map=config.feature_map,
+            use_short_conv=config.use_short_conv,
+            conv_size=config.conv_size,
+            use_output_gate=config.use_output_gate,
+            gate_fn=config.hidden_act,
+            elementwise_affine=config.elementwise_affine,
+            norm_eps=config.norm_eps,
+            clamp_min=config.clamp_min,
+            fuse_norm=config.fuse_norm,
+            layer_idx=layer_idx,
+        )
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = GLAMLP(config.hidden_size, config.mlp_size)
+
+    def forward(self, x: Tensor, **attn_args: Any) -> Tensor:
+        """x `[B, T, hidden_size]`; attn_args go to `GatedLinearAttention.forward`."""
+        x = x + self.attn(self.attn_norm(x), **attn_args)[0]
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GLAModel(nn.Module):
+    """Embeddings, blocks and a last norm.
+
+    Set `gradient_checkpointing` to recompute each block in backward instead of saving its
+    activations (training without a cache only). Default: False.
+
+    Args:
+        config: the configuration.
+    """
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gradient_checkpointing = False
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(GLABlock(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        init_weights(self, config.initializer_range)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any | None = None,
+        use_cache: bool = False,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """Arguments as `GLAForCausalLM.forward`."""
+        if use_cache and past_key_values is None:
+            past_key_values = GLACache()
+        attn_args = {
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+            **kwargs,
+        }
+        x = self.embeddings(input_ids)
+        recompute = self.gradient_checkpointing and self.training and past_key_values is None
+        for layer in self.layers:
+            if recompute:
+                x = checkpoint(layer, x, use_reentrant=False, **attn_args)
+            else:
+                x = layer(x, **attn_args)
+        return ModelOutput(self.norm(x), past_key_values)
+
+
+class GLAForCausalLM(nn.Module):
+    """The language model: `GLAModel` and a linear map to the logits of the next token.
+
+    Args:
+        config: the configuration.
+    """
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = GLAModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embeddings.weight
+        else:
+            init_weights(self.lm_head, config.initializer_range)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any | None = None,
+        use_cache: bool = False,
+        labels: Tensor | None = None,
+        logits_to_keep: int = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutput:
+        """Logits of the next token at every position, and the loss when labels are given.
+
+        Args:
+            input_ids: int64 `[B, T]`.
+            attention_mask: `[B, >= T]` of 0 (padding) and 1. Default: None.
+            past_key_values: a cache of the tokens before these. Default: None.
+            use_cache: store the states after these tokens in past_key_values, or in a new
+                `GLACache`. Default: False.
+            labels: int64 `[B, T]`, usually input_ids: logits at t are compared with labels at
+                t + 1, and labels of -100 do not count. Default: None.
+            logits_to_keep: with labels None, compute the logits of the last so many positions
+                alone; 0 means all. Default: 0.
+            **kwargs: `cu_seqlens`, offsets of the sequences packed into a batch of one.
+
+        Returns:
+            A `CausalLMOutput`.
+        """
+        x, past_key_values = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        if labels is None:
+            return CausalLMOutput(None, self.lm_head(x[:, -logits_to_keep:]), past_key_values)
+        logits = self.lm_head(x)
+        return CausalLMOutput(next_token_loss(logits, labels), logits, past_key_values)
+
+    def generate(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Samples a continuation of input_ids: see `gla_ext.generate.generate`."""
+        return generate(self, input_ids, *args, **kwargs)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes model.safetensors and config.json: see `gla_ext.checkpoint.save_model`."""
+        from gla_ext.checkpoint import save_model
+
+        save_model(self, folder)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> GLAForCausalLM:
+        """Reads what `save_pretrained`, or FLA, wrote: see `gla_ext.checkpoint.load_model`."""
+        from gla_ext.checkpoint import load_model
+
+        return load_model(folder)
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy of logits at t against labels at t + 1, in fp32, nats a token.
+
+    Args:
+        logits: `[B, T, vocab_size]`.
+        labels: int64 `[B, T]`; -100 does not count.
+
+    Returns:
+        An fp32 scalar; NaN when no label counts.
+    """
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).to(logits.device)
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX
+    )
+
+
+def init_weights(module: nn.Module, std: float) -> None:
+    """Linear and embedding weights from N(0, std), biases 0, norm weights 1."""
+    for child in module.modules():
+        if isinstance(child, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(child.weight, mean=0.0, std=std)
+            if isinstance(child, nn.Linear) and child.bias is not None:
+                nn.init.zeros_(child.bias)
+        elif isinstance(child, RMSNorm):
+            child.reset_parameters()
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Number of distinct parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+__all__ = [
+    "GLAMLP",
+    "CausalLMOutput",
+    "GLABlock",
+    "GLAConfig",
+    "GLAForCausalLM",
+    "GLAModel",
+    "ModelOutput",
+    "next_token_loss",
+]

@@ -1,0 +1,284 @@
+"""`python -m gla_ext.train`: trains a byte-level GLA language model on text, from one command.
+
+Writes to the folder --out: checkpoint.safetensors (all that --resume needs), and at the end
+model.safetensors and config.json (the model), metrics.json, loss.png and sample.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from gla_ext.checkpoint import read_metadata
+from gla_ext.data import Corpus, load_corpus, lzma_bits_per_byte, order0_bits_per_byte
+from gla_ext.model import count_parameters
+from gla_ext.trainer import DTYPES, CheckpointMismatch, Settings, Trainer, checkpoint_settings
+
+CHECKPOINT = "checkpoint.safetensors"
+_PACKAGES = ("matplotlib", "safetensors", "tqdm")
+_DATA_DEFAULT = "the source files of Python's standard library"
+
+
+@dataclass
+class Options:
+    """What a resumed run may change: none of it alters the numbers of a run on one device."""
+
+    out: Path = Path("runs/gla-bytes")
+    resume: bool = False
+    device: str = "auto"
+    compile: bool = False
+    prompt: str = "def "
+    sample_bytes: int = 400
+    save_every: int = 200
+
+
+class Interrupted(Exception):
+    """A signal asked the run to stop."""
+
+
+class StopSignals:
+    """While in use, the first SIGINT or SIGTERM is noted in `number`; a second one kills."""
+
+    number: int | None = None
+
+    def __enter__(self) -> StopSignals:
+        self._previous = {n: signal.signal(n, self._note) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def check(self) -> None:
+        if self.number is not None:
+            raise Interrupted
+
+    def stopped(self) -> bool:
+        return self.number is not None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns its exit status (128 + the signal's number if stopped)."""
+    given = vars(_parser().parse_args(argv))
+    try:
+        _check_packages()
+        settings, options = _settings_and_options(given)
+        with StopSignals() as signals:
+            try:
+                _run(settings, options, signals)
+            except Interrupted:
+                print(f"Stopped. To go on: python -m gla_ext.train --out {options.out} --resume")
+                return 128 + signals.number
+    except (OSError, ValueError, ImportError) as error:
+        print(f"gla_ext.train: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check_packages() -> None:
+    """Raises ImportError if a package that the run needs, be it at its end, is missing."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"expected {', '.join(_PACKAGES)} to be installed, got no {', '.join(missing)}; "
+            "pip install 'gla_ext[train]' brings them"
+        )
+
+
+def default_device() -> str:
+    """'cuda' where there is a GPU and gla_ext was built with CUDA operators, else 'cpu'."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("gla_ext::chunk_gla_fwd", "CUDA")
+    return "cuda" if has_kernel and torch.cuda.is_available() else "cpu"
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The command line. What is left out is absent from the result."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gla_ext.train",
+        description=__doc__.splitlines()[0].partition(": ")[2],
+        argument_default=argparse.SUPPRESS,
+    )
+    s, o = Settings(), Options()
+
+    def add(name: str, default: Any, text: str, **kwargs: Any) -> None:
+        kind = {} if "action" in kwargs else {"type": type(default)}
+        parser.add_argument(name, **{**kind, **kwargs}, help=f"{text} (default: {default})")
+
+    add("--data", _DATA_DEFAULT, "text file, or folder of text files")
+    add("--out", o.out, "folder for what the run writes")
+    add("--resume", "no", "go on from the checkpoint in --out", action="store_true")
+    add("--steps", s.steps, "optimizer steps in all")
+    add("--batch-size", s.batch_size, "windows a step")
+    add("--seq-len", s.seq_len, "bytes a window")
+    add("--hidden-size", s.hidden_size, "model width")
+    add("--layers", s.layers, "number of blocks")
+    add("--heads", s.heads, "heads a layer")
+    add("--lr", s.lr, "peak learning rate")
+    add("--warmup", s.warmup, "steps of linear warm-up")
+    add("--weight-decay", s.weight_decay, "weight decay of the matrices")
+    add("--grad-clip", s.grad_clip, "largest gradient norm")
+    add("--seed", s.seed, "seed of weights, batches and sample")
+    add("--dtype", "bfloat16 on a GPU, else float32", "of the products", choices=list(DTYPES))
+    add("--device", o.device, "auto takes a GPU if gla_ext has CUDA operators", type=str)
+    add("--compile", "no", "train through torch.compile", action="store_true")
+    add("--prompt", repr(o.prompt), "text that the sample continues", type=str)
+    add("--sample-bytes", o.sample_bytes, "longest sample, bytes")
+    often = "a quarter of the steps, 250 at least"
+    add("--eval-every", often, "steps between evaluations", type=int)
+    add("--save-every", o.save_every, "steps between checkpoints")
+    return parser
+
+
+def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
+    """Merges the command line with the defaults or, when resuming, with the checkpoint."""
+    names = {field.name for field in fields(Options)}
+    options = Options(**{name: value for name, value in given.items() if name in names})
+    if options.device == "auto":
+        options.device = default_device()
+    given = {name: value for name, value in given.items() if name not in names}
+    if "data" in given:
+        given["data"] = str(Path(given["data"]).resolve())
+    path = options.out / CHECKPOINT
+    if options.resume and path.exists():
+        settings = checkpoint_settings(read_metadata(path), path)
+        settings.data = given.pop("data", settings.data)
+        for name, value in given.items():
+            saved = getattr(settings, name)
+            if value != saved:
+                flag = "--" + name.replace("_", "-")
+                raise CheckpointMismatch(
+                    f"expected {flag} to be {saved} as in {path}, got {value}; leave {flag} out "
+                    "to go on, or --resume out to start again"
+                )
+        return settings, options
+    cuda = torch.device(options.device).type == "cuda"
+    return replace(Settings(dtype="bfloat16" if cuda else "float32"), **given), options
+
+
+def _run(settings: Settings, options: Options, signals: StopSignals) -> None:
+    """Trains, evaluates and writes everything; raises Interrupted when a signal came."""
+    corpus = load_corpus(settings.data)
+    options.out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(settings, corpus, torch.device(options.device), options.compile)
+    checkpoint = options.out / CHECKPOINT
+    if checkpoint.exists():
+        if options.resume:
+            trainer.load(checkpoint)
+        else:
+            os.replace(checkpoint, checkpoint.with_suffix(".old.safetensors"))
+    elif options.resume:
+        print(f"No checkpoint in {options.out} yet: starting at step 0")
+    _print_start(trainer, corpus, options)
+    signals.check()
+    speed = _train(trainer, options, signals)
+    if not trainer.evaluations or trainer.evaluations[-1][0] != trainer.step:
+        print("Evaluating on the held-out text ...", flush=True)
+        trainer.evaluate(signals.stopped)
+        signals.check()
+    _finish(trainer, corpus, options, speed)
+
+
+def _train(trainer: Trainer, options: Options, signals: StopSignals) -> float:
+    """Trains to the last step, saving on the way; returns bytes a second, 0 without a step."""
+    from tqdm import tqdm
+
+    steps, first = trainer.settings.steps, trainer.step
+    eval_every = trainer.settings.eval_every or max(250, steps // 4)
+    checkpoint = options.out / CHECKPOINT
+    batch_bytes = trainer.settings.batch_size * trainer.settings.seq_len
+    interval = 0.5 if sys.stderr.isatty() else 10.0
+    seconds, saved = 0.0, trainer.step
+    with tqdm(total=steps, initial=first, desc="train", unit="step", mininterval=interval) as bar:
+        while trainer.step < steps:
+            due = trainer.step > 0 and trainer.step % eval_every == 0
+            if due and trainer.step not in dict(trainer.evaluations):
+                trainer.evaluate(signals.stopped)
+            if not signals.stopped():
+                start = time.perf_counter()
+                trainer.train_step()
+                if trainer.step % 10 == 0 or trainer.step == steps:
+                    loss = trainer.recent_loss()
+                    if not math.isfinite(loss):
+                        raise ValueError(
+                            f"expected a finite loss, got {loss} before step {trainer.step}; "
+                            "a lower --lr may help"
+                        )
+                    rate = batch_bytes * (trainer.step - first) / (seconds + 1e-9)
+                    bar.set_postfix_str(f"{loss:.3f} bits/byte, {rate:,.0f} tokens/s", False)
+                seconds += time.perf_counter() - start
+                bar.update()
+            due = trainer.step % options.save_every == 0 or trainer.step == steps
+            if (due or signals.stopped()) and trainer.step > saved:
+                trainer.save(checkpoint)
+                saved = trainer.step
+            signals.check()
+    return batch_bytes * (trainer.step - first) / seconds if seconds else 0.0
+
+
+def _print_start(trainer: Trainer, corpus: Corpus, options: Options) -> None:
+    train, held_out = (sum(len(text) for _, text in x) for x in (corpus.train, corpus.held_out))
+    print(
+        f"Text: {corpus.name}: {len(corpus.train)} documents, {train:,} bytes to train on; "
+        f"{len(corpus.held_out)} documents, {held_out:,} bytes held out"
+    )
+    settings = trainer.settings
+    print(
+        f"Model: {count_parameters(trainer.model):,} parameters, {settings.layers} layers of width "
+        f"{settings.hidden_size}, on {options.device} in {settings.dtype}"
+    )
+    if trainer.step:
+        print(f"Going on from step {trainer.step} of {settings.steps}")
+
+
+def _finish(trainer: Trainer, corpus: Corpus, options: Options, speed: float) -> None:
+    """Writes the model, the metrics, the curve and the sample, and prints what came out."""
+    from gla_ext.plot import plot_losses
+
+    bits = {
+        "this model": trainer.evaluations[-1][1],
+        "lzma": lzma_bits_per_byte(corpus.held_out),
+        "order-0": order0_bits_per_byte(corpus.train, corpus.held_out),
+    }
+    out = options.out
+    trainer.model.save_pretrained(out)
+    sample = trainer.sample(options.prompt, options.sample_bytes)
+    (out / "sample.txt").write_text(sample + "\n", encoding="utf-8")
+    plot_losses(out / "loss.png", trainer, bits)
+    metrics = {
+        "held_out_bits_per_byte": bits,
+        "held_out_bytes": sum(len(text) for _, text in corpus.held_out),
+        "train_bits_per_byte": trainer.recent_loss(),
+        "steps": trainer.step,
+        "tokens_per_second": round(speed),
+        "parameters": count_parameters(trainer.model),
+        "evaluations": trainer.evaluations,
+        "text": corpus.name,
+        "settings": asdict(trainer.settings),
+    }
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    print(f"\nA continuation of {options.prompt!r}:\n\n{sample}\n")
+    print(f"Held-out text, bits a byte ({metrics['held_out_bytes']:,} bytes):")
+    for name, value in bits.items():
+        print(f"  {name:<12}{value:.3f}")
+    names = ("model.safetensors", "config.json", CHECKPOINT, "metrics.json", "loss.png")
+    print(f"Wrote {', '.join(names)} and sample.txt to {out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

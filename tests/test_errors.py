@@ -1,0 +1,309 @@
+"""Every error message: one sentence with what was expected and what came."""
+
+import re
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwAD
+from common import make_inputs
+
+from gla_ext import chunk_gla
+
+ops = torch.ops.gla_ext
+
+
+@pytest.fixture
+def x():
+    return make_inputs(2, 64, 4, 8, 12)
+
+
+@pytest.fixture
+def packed():
+    return make_inputs(1, 64, 4, 8, 12, lengths=(20, 30))
+
+
+def call(x, **changes):
+    tensors = {name: changes.pop(name, getattr(x, name)) for name in "qkvg"}
+    return chunk_gla(**tensors, **changes)
+
+
+def raises(error, message):
+    return pytest.raises(error, match="^" + re.escape(message) + "$")
+
+
+SHAPES = "chunk_gla: expected {} to have shape [B, T, H, {}] = {}, got {}"
+
+
+@pytest.mark.parametrize(
+    "name, cut, got",
+    [("k", 1, [2, 63, 4, 8]), ("g", 2, [2, 64, 3, 8]), ("k", 3, [2, 64, 4, 7])],
+)
+def test_shapes_of_keys_and_gates(x, name, cut, got):
+    t = getattr(x, name)
+    with raises(ValueError, SHAPES.format(name, "K", [2, 64, 4, 8], got)):
+        call(x, **{name: t.narrow(cut, 0, t.shape[cut] - 1)})
+
+
+def test_shape_of_values(x):
+    with raises(ValueError, SHAPES.format("v", "V", [2, 64, 4, 12], [1, 64, 4, 12])):
+        call(x, v=x.v[:1])
+
+
+def test_rank(x):
+    message = "chunk_gla: expected q to have 4 dimensions [B, T, H, K], got 3 with shape [2, 64, 4]"
+    with raises(ValueError, message):
+        call(x, q=x.q[..., 0])
+
+
+def test_empty_last_dimension(x):
+    message = "chunk_gla: expected the last dimension of {} to be at least 1, got 0"
+    with raises(ValueError, message.format("q")):
+        call(x, q=x.q[..., :0], k=x.k[..., :0], g=x.g[..., :0])
+    with raises(ValueError, message.format("v")):
+        call(x, v=x.v[..., :0])
+
+
+def test_input_dtypes(x):
+    with raises(TypeError, "chunk_gla: expected k to be torch.float32 like q, got torch.float16"):
+        call(x, k=x.k.half())
+    with raises(TypeError, "chunk_gla: expected v to be torch.float32 like q, got torch.float64"):
+        call(x, v=x.v.double())
+    four = "torch.bfloat16, torch.float16, torch.float32 or torch.float64"
+    with raises(TypeError, f"chunk_gla: expected q to be {four}, got torch.int64"):
+        call(x, q=x.q.long())
+    with raises(TypeError, f"chunk_gla: expected q to be {four}, got torch.ComplexFloat"):
+        call(x, q=x.q.cfloat())
+
+
+def test_gate_dtypes(x):
+    three = "torch.bfloat16, torch.float16 or torch.float32"
+    with raises(TypeError, f"chunk_gla: expected g to be {three}, got torch.float64"):
+        call(x, g=x.g.double())
+    with raises(TypeError, "chunk_gla: expected g to be torch.float64 like q, got torch.float32"):
+        call(x.double(), g=x.g)
+
+
+def test_devices(x):
+    with raises(ValueError, "chunk_gla: expected k on the device of q, cpu, got meta"):
+        call(x, k=x.k.to("meta"))
+    with raises(ValueError, "chunk_gla: expected initial_state on the device of q, cpu, got meta"):
+        call(x, initial_state=x.initial_state.to("meta"))
+
+
+def test_initial_state(x, packed):
+    expected = "chunk_gla: expected initial_state to "
+    with raises(TypeError, expected + "be torch.float32, got torch.bfloat16"):
+        call(x, initial_state=x.initial_state.bfloat16())
+    with raises(TypeError, expected + "be torch.float64, got torch.float32"):
+        call(x.double(), initial_state=x.initial_state)
+    got = "[2, 4, 8, 12]"
+    with raises(ValueError, expected + f"have shape [N, H, V, K] = [2, 4, 12, 8], got {got}"):
+        call(x, initial_state=x.initial_state, state_v_first=True)
+    with raises(
+        ValueError, expected + "have shape [N, H, K, V] = [2, 4, 8, 12], got [1, 4, 8, 12]"
+    ):
+        call(packed, initial_state=packed.initial_state[:1], cu_seqlens=packed.cu_seqlens)
+
+
+def test_offsets_as_a_tensor(x, packed):
+    with raises(TypeError, "chunk_gla: expected cu_seqlens to be torch.int32 or torch.int64, "
+                "got torch.float32"):  # fmt: skip
+        call(packed, cu_seqlens=torch.tensor([0.0, 64.0]))
+    with raises(ValueError, "chunk_gla: expected cu_seqlens to have 1 dimension [N + 1], got 2 "
+                "with shape [1, 2]"):  # fmt: skip
+        call(packed, cu_seqlens=torch.tensor([[0, 64]]))
+    with raises(ValueError, "chunk_gla: expected cu_seqlens to have at least 1 element "
+                "(N + 1 offsets), got 0"):  # fmt: skip
+        call(packed, cu_seqlens=torch.tensor([], dtype=torch.int64))
+    with raises(ValueError, "chunk_gla: expected batch size 1 with cu_seqlens (sequences packed "
+                "in one row), got 2"):  # fmt: skip
+        call(x, cu_seqlens=torch.tensor([0, 64]))
+
+
+BAD_OFFSETS = [
+    ([1, 20, 50], "chunk_gla: expected cu_seqlens to start with 0, got 1"),
+    (
+        [0, 50, 20],
+        "chunk_gla: expected cu_seqlens to be non-decreasing, got 50 before 20 at position 1",
+    ),
+    ([0, 20, 65], "chunk_gla: expected cu_seqlens to end at or before T = 64, got 65"),
+]
+
+
+@pytest.mark.parametrize("offsets, message", BAD_OFFSETS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_contents_of_offsets(packed, offsets, message, dtype):
+    with raises(ValueError, message):
+        call(packed, cu_seqlens=torch.tensor(offsets, dtype=dtype))
+    with raises(ValueError, message):
+        call(
+            packed,
+            cu_seqlens=packed.cu_seqlens,
+            cu_seqlens_cpu=torch.tensor(offsets, dtype=dtype),
+        )
+
+
+def test_cu_seqlens_cpu_needs_its_partner(packed):
+    with raises(ValueError, "chunk_gla: expected cu_seqlens beside cu_seqlens_cpu, got None"):
+        call(packed, cu_seqlens_cpu=torch.tensor([0, 20]))
+    with raises(ValueError, "chunk_gla: expected cu_seqlens_cpu to have the shape of cu_seqlens, "
+                "[3], got [2]"):  # fmt: skip
+        call(packed, cu_seqlens=packed.cu_seqlens, cu_seqlens_cpu=torch.tensor([0, 20]))
+    for bad in ([], 0, [[0, 64]]):
+        with pytest.raises(ValueError, match="chunk_gla: expected cu_seqlens to have"):
+            call(packed, cu_seqlens=torch.tensor(bad, dtype=torch.int64), cu_seqlens_cpu=torch.tensor(bad))
+    with raises(TypeError, "chunk_gla: expected cu_seqlens_cpu to be torch.int32 or torch.int64, "
+                "got torch.float32"):  # fmt: skip
+        call(packed, cu_seqlens=packed.cu_seqlens, cu_seqlens_cpu=packed.cu_seqlens.float())
+    with raises(TypeError, "chunk_gla: expected cu_seqlens_cpu to be a tensor, got <class 'list'>"):
+        call(packed, cu_seqlens=packed.cu_seqlens, cu_seqlens_cpu=[0, 20, 50])
+    with raises(ValueError, "chunk_gla: expected cu_seqlens_cpu on cpu, got meta"):
+        call(
+            packed,
+            cu_seqlens=packed.cu_seqlens,
+            cu_seqlens_cpu=packed.cu_seqlens.to("meta"),
+        )
+
+
+def test_value_gates_are_not_there_yet(x):
+    with raises(
+        NotImplementedError, "chunk_gla: value gates (gv) are not implemented yet, pass gv=None"
+    ):
+        call(x, gv=x.v)
+    with raises(ValueError, SHAPES.format("gv", "V", [2, 64, 4, 12], [2, 64, 4, 8])):
+        call(x, gv=x.g)
+
+
+def test_layouts(x):
+    message = "chunk_gla: expected strided (dense) tensors, got layout "
+    for grad_mode in (torch.enable_grad, torch.inference_mode):
+        with grad_mode(), pytest.raises(NotImplementedError, match=re.escape(message)):
+            call(x, q=x.q.to_sparse())
+    with raises(NotImplementedError, message + "Mkldnn"):
+        call(x, g=x.g.to_mkldnn())
+
+
+def test_dtensor(x):
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        q = DTensor.from_local(x.q, mesh, [Replicate()], run_check=False)
+        with pytest.raises(NotImplementedError, match="chunk_gla: expected plain tensors, got a D"):
+            call(x, q=q)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_forward_mode(x):
+    message = "chunk_gla: forward-mode AD is not supported, use reverse mode (backward)"
+    with fwAD.dual_level(), raises(NotImplementedError, message):
+        call(x, q=fwAD.make_dual(x.q, x.q))
+    with raises(NotImplementedError, message):
+        torch.func.jvp(lambda q: call(x, q=q)[0], (x.q,), (x.q,))
+
+
+def test_forward_mode_of_the_steps_and_of_backward(x):
+    with fwAD.dual_level():
+        g, dht = fwAD.make_dual(x.g, x.g), fwAD.make_dual(x.dht, x.dht)
+        message = " is not supported, use reverse mode (backward)"
+        with raises(NotImplementedError, "_gate_cumsum: forward-mode AD" + message):
+            ops._gate_cumsum(g, None)
+        args = (x.do, dht, x.q, x.k, x.v, x.g, None, None, None, torch.empty(0), None, False, False)
+        with raises(NotImplementedError, "chunk_gla_bwd: forward-mode AD" + message):
+            ops.chunk_gla_bwd(*args)
+
+
+def test_missing_tensors(x):
+    with raises(TypeError, "chunk_gla: expected k to be a tensor, got None"):
+        chunk_gla(x.q, None, x.v, x.g)
+    with raises(TypeError, "chunk_gla: expected q to be a tensor, got None"):
+        chunk_gla(None, x.k, x.v, x.g)
+    with raises(TypeError, "_gate_cumsum: expected tensors, got None"):
+        ops._gate_cumsum(None, None)
+
+
+def test_nested_and_quantized(x):
+    message = "chunk_gla: nested and quantized tensors are not supported"
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([x.q[0], x.q[1][:3]], layout=layout)
+        with pytest.raises(NotImplementedError, match=message):
+            call(x, q=nested)
+    with pytest.raises(NotImplementedError, match=message):
+        call(x, q=torch.quantize_per_tensor(x.q, 0.1, 0, torch.qint8))
+
+
+def test_score_grads_needs_a_scale(x):
+    with raises(TypeError, "_score_grads: expected scale to be a float (its default, K ** -0.5, "
+                "needs K), got None"):  # fmt: skip
+        ops._score_grads(x.do, x.v, None, None)
+
+
+def test_functorch_gradients(x):
+    with pytest.raises(NotImplementedError, match=r"chunk_gla: torch\.func transforms"):
+        torch.func.grad(lambda q: call(x, q=q)[0].sum())(x.q)
+
+
+def test_double_backward(x):
+    q = x.q.requires_grad_()
+    (dq,) = torch.autograd.grad(call(x, q=q)[0].sum(), q, create_graph=True)
+    with raises(NotImplementedError, "chunk_gla: double backward is not supported"):
+        dq.sum().backward()
+
+
+def test_steps_refuse_gradients(x):
+    message = "_gate_cumsum: a step has no gradient of its own, call gla_ext.chunk_gla, or the "
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        ops._gate_cumsum(x.g.requires_grad_(), None)
+    with torch.no_grad():
+        ops._gate_cumsum(x.g.requires_grad_(), None)
+
+
+def test_steps_check_their_inputs(x):
+    b = ops._gate_cumsum(x.g, None)
+    with raises(ValueError, "_scores_diagonal: expected k to have shape [B, T, H, K] = "
+                "[2, 64, 4, 8], got [2, 63, 4, 8]"):  # fmt: skip
+        ops._scores_diagonal(x.q, x.k[:, 1:], b, None, None)
+    with raises(TypeError, "_scores_diagonal: expected b to be torch.float32, got torch.float64"):
+        ops._scores_diagonal(x.q, x.k, b.double(), None, None)
+    A, A_diagonal = torch.zeros(2, 64, 4, 64), torch.zeros(2, 64, 4, 16)
+    with raises(ValueError, "_output: expected S to have shape [B, NT, H, K, V] = "
+                "[2, 1, 4, 8, 12], got [2, 2, 4, 8, 12]"):  # fmt: skip
+        ops._output(x.q, x.v, b, A, A_diagonal, torch.zeros(2, 2, 4, 8, 12), None, None)
+    with raises(ValueError, "_output: expected A_diagonal to have shape [B, T, H, 16] = "
+                "[2, 64, 4, 16], got [2, 64, 4, 64]"):  # fmt: skip
+        ops._output(x.q, x.v, b, A, A, torch.zeros(2, 1, 4, 8, 12), None, None)
+
+
+def test_backward_operator_checks_its_inputs(x):
+    not_saved = torch.empty(0)
+
+    def backward(do=x.do, dht=None, states=not_saved):
+        return ops.chunk_gla_bwd(
+            do, dht, x.q, x.k, x.v, x.g, None, None, None, states, None, False, False
+        )
+
+    with raises(TypeError, "chunk_gla_bwd: expected do to be torch.float32 like q, "
+                "got torch.bfloat16"):  # fmt: skip
+        backward(do=x.do.bfloat16())
+    with raises(ValueError, "chunk_gla_bwd: expected do to have shape [B, T, H, V] = "
+                "[2, 64, 4, 12], got [2, 64, 4, 8]"):  # fmt: skip
+        backward(do=x.q)
+    with raises(ValueError, "chunk_gla_bwd: expected dht to have shape [N, H, K, V] = "
+                "[2, 4, 8, 12], got [1, 4, 8, 12]"):  # fmt: skip
+        backward(dht=x.dht[:1])
+    with raises(ValueError, "chunk_gla_bwd: expected states to have shape [0] (not saved) = [0], "
+                "got [3]"):  # fmt: skip
+        backward(states=torch.zeros(3))
+    with raises(TypeError, "chunk_gla_bwd: expected states to be torch.float32 (as chunk_gla_fwd "
+                "saves them), got torch.bfloat16"):  # fmt: skip
+        backward(states=torch.zeros(2, 1, 4, 8, 12, dtype=torch.bfloat16))
+
+
+def test_same_sentence_under_compile(x):
+    message = "chunk_gla: expected k to have shape [B, T, H, K] = [2, 64, 4, 8], got [2, 63, 4, 8]"
+    compiled = torch.compile(lambda q, k, v, g: chunk_gla(q, k, v, g)[0], fullgraph=True)
+    with pytest.raises(Exception, match=re.escape(message)):
+        compiled(x.q, x.k[:, 1:], x.v, x.g)

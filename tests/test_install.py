@@ -1,0 +1,117 @@
+"""What was built: does it fit this torch, does it say what it is, does the stub tell the truth."""
+
+import ast
+import sys
+
+import pytest
+import torch
+from source_tree import ROOT, copy_tree, run
+
+import gla_ext
+from gla_ext import _C, _compat, info
+from gla_ext._build_info import BUILD_INFO
+
+REBUILD_HINT = "pip install --no-build-isolation -e ."
+
+FITTING = {
+    "torch_version": "2.11.0+cu130",
+    "torch_cuda": "13.0",
+    "python": "3.12",
+    "machine": "x86_64",
+}
+BUILT = {"torch": "2.11.0+cu130", "cuda": "13.0", "python": "3.12", "machine": "x86_64"}
+
+
+def test_a_fitting_build_has_no_mismatch():
+    assert _compat.mismatch(BUILT, **FITTING) is None
+    assert _compat.mismatch(BUILT, **FITTING | {"torch_version": "2.11.3+cu130"}) is None
+    assert _compat.mismatch(BUILT | {"cuda": None}, **FITTING | {"torch_cuda": None}) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"torch_version": "2.15.0+cu132"}, ["torch 2.11.0+cu130", "torch 2.15.0+cu132"]),
+        ({"torch_version": "2.1.0"}, ["torch 2.11.0+cu130", "torch 2.1.0"]),
+        ({"torch_cuda": "12.8"}, ["CUDA 13.0", "CUDA 12.8"]),
+        ({"torch_cuda": None}, ["CUDA 13.0", "no CUDA"]),
+        ({"python": "3.13"}, ["Python 3.12", "Python 3.13"]),
+        ({"machine": "aarch64"}, ["x86_64", "aarch64"]),
+    ],
+)
+def test_mismatch_tells_both_sides_and_the_way_out(change, told):
+    sentence = _compat.mismatch(BUILT, **FITTING | change)
+    assert all(text in sentence for text in [*told, "make build", REBUILD_HINT])
+    assert "\n" not in sentence
+
+
+def test_another_torch_is_an_import_error(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with pytest.raises(ImportError, match=r"built against torch 2\.\d+.*torch 2\.99\.0"):
+        _compat.check_build()
+
+
+def test_another_torch_is_found_before_the_extension_is_loaded(tmp_path):
+    copy_tree(tmp_path, "gla_ext")
+    info_text = f"BUILD_INFO = {BUILD_INFO | {'torch': '2.99.0'}!r}\n"
+    (tmp_path / "gla_ext" / "_build_info.py").write_text(info_text)
+    (tmp_path / "gla_ext" / "_C.py").write_text("raise RuntimeError('loaded')\n")
+    result = run(sys.executable, "-c", "import gla_ext", cwd=tmp_path)
+    assert result.stderr.splitlines()[-1].startswith("ImportError: gla_ext was built against torch")
+
+
+def test_unbuilt_source_tree_says_how_to_build(tmp_path):
+    copy_tree(tmp_path, "gla_ext")
+    # An editable install of this tree would offer its own gla_ext._C in place of the missing one.
+    code = (
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in repr(f)]; "
+        "import gla_ext"
+    )
+    result = run(sys.executable, "-c", code, cwd=tmp_path)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: gla_ext is not built yet")
+    assert "make build" in last
+    assert REBUILD_HINT in last
+
+
+def test_build_information_agrees():
+    built = _C.build_info()
+    assert built["cpu_capabilities"] == BUILD_INFO["cpu_capabilities"]
+    assert _C.cpu_capability() in built["cpu_capabilities"]
+    assert built["cuda"] == BUILD_INFO["cuda"]
+    assert BUILD_INFO["torch"].startswith(built["torch"])
+    assert built["openmp"]
+
+
+@pytest.mark.parametrize("asked", ["DEFAULT", "AVX2"])
+def test_capability_follows_torch(asked):
+    if asked not in BUILD_INFO["cpu_capabilities"]:
+        pytest.skip(f"{asked} is not built for {BUILD_INFO['machine']}")
+    code = (
+        "import torch, gla_ext; "
+        "print(gla_ext._C.cpu_capability(), torch.backends.cpu.get_cpu_capability())"
+    )
+    result = run(sys.executable, "-c", code, ATEN_CPU_CAPABILITY=asked.lower())
+    assert result.stdout.split() == [asked, asked], result.stderr
+
+
+def test_stub_names_what_the_extension_has():
+    tree = ast.parse((ROOT / "gla_ext" / "_C.pyi").read_text())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert set(functions) == {name for name in dir(_C) if not name.startswith("_")}
+    arguments = functions["plan"].args
+    names = [a.arg for a in arguments.posonlyargs + arguments.args + arguments.kwonlyargs]
+    signature = _C.plan.__doc__.splitlines()[0]
+    assert all(f"{name}:" in signature for name in names)
+    assert signature.count(":") == len(names)
+
+
+def test_info_lists_operators_with_their_keys():
+    table = info.operators()
+    assert {"CPU", "Meta", "Autograd", "AutocastCPU"} <= set(table["gla_ext::chunk_gla_fwd"])
+    assert {"CPU", "Meta", "Autograd"} <= set(table["gla_ext::chunk_gla_bwd"])
+    assert {"CPU", "Meta"} <= set(table["gla_ext::_gate_cumsum"])
+    text = info.describe()
+    versions = [gla_ext.__version__, torch.__version__]
+    for expected in [*versions, *BUILD_INFO["cpu_capabilities"], *table]:
+        assert expected in text

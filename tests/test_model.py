@@ -1,0 +1,442 @@
+"""The language model: names, loss, files, sampling on the recurrent state, whole graphs."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from common import assert_close
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from gla_ext.cache import GLACache
+from gla_ext.checkpoint import load_model, read_tensors, write_tensors
+from gla_ext.config import GLAConfig
+from gla_ext.generate import sample
+from gla_ext.model import GLAForCausalLM, GLAModel, count_parameters
+
+TINY = {"hidden_size": 16, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 31}
+
+
+def make_model(dtype=torch.float32, seed=0, **options) -> GLAForCausalLM:
+    torch.manual_seed(seed)
+    options = TINY | {"initializer_range": 0.3, "intermediate_size": 24} | options
+    return GLAForCausalLM(GLAConfig(**options)).to(dtype).eval()
+
+
+def make_ids(B=2, T=70, seed=1) -> torch.Tensor:
+    return torch.randint(31, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+LAYER_KEYS = [
+    "attn_norm.weight",
+    "attn.q_proj.weight",
+    "attn.k_proj.weight",
+    "attn.v_proj.weight",
+    "attn.g_proj.weight",
+    "attn.gk_proj.0.weight",
+    "attn.gk_proj.1.weight",
+    "attn.gk_proj.1.bias",
+    "attn.o_proj.weight",
+    "attn.g_norm_swish_gate.weight",
+    "mlp_norm.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+]
+
+
+def test_parameter_names():
+    names = {f"model.layers.{i}.{key}" for i in range(2) for key in LAYER_KEYS}
+    names |= {"model.embeddings.weight", "model.norm.weight", "lm_head.weight"}
+    assert make_model().state_dict().keys() == names
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({}, 5632),
+        ({"hidden_size": 192}, 512),
+        ({"hidden_size": 256}, 768),
+        ({"hidden_size": 384}, 1024),
+        ({"hidden_size": 256, "hidden_ratio": 2}, 512),
+        ({"hidden_size": 256, "hidden_ratio": None}, 768),
+        ({"hidden_size": 256, "intermediate_size": 100}, 100),
+    ],
+)
+def test_mlp_size(options, size):
+    assert GLAConfig(**options).mlp_size == size
+
+
+def test_default_config_is_the_published_1_3b_size():
+    with torch.device("meta"):
+        model = GLAForCausalLM(GLAConfig())
+    assert count_parameters(model) == 1_365_514_240
+
+
+def test_forward_is_embeddings_blocks_and_norm():
+    model, ids = make_model(torch.float64), make_ids()
+
+    def norm(x, weight):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+    x = model.model.embeddings.weight[ids]
+    for layer in model.model.layers:
+        x = x + layer.attn(norm(x, layer.attn_norm.weight))[0]
+        y, mlp = norm(x, layer.mlp_norm.weight), layer.mlp
+        gate = y @ mlp.gate_proj.weight.T
+        x = x + (gate / (1 + (-gate).exp()) * (y @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
+    expected = norm(x, model.model.norm.weight) @ model.lm_head.weight.T
+    loss, logits, cache = model(ids)
+    assert loss is None
+    assert cache is None
+    assert_close(logits, expected, 1e-12)
+    assert_close(model(ids, logits_to_keep=3).logits, expected[:, -3:], 1e-12)
+
+
+def test_initial_weights():
+    model = GLAForCausalLM(GLAConfig(hidden_size=64, num_hidden_layers=1, vocab_size=500))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert (parameter == 0).all()
+        elif parameter.ndim == 1:
+            assert (parameter == 1).all()
+        else:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.1), name
+            assert abs(parameter.mean().item()) < 0.002, name
+
+
+def test_loss_is_the_shifted_cross_entropy():
+    model, ids = make_model(torch.float64), make_ids()
+    labels = ids.clone()
+    labels[0, :40] = labels[1, 20] = -100
+    loss, logits, _ = model(ids, labels=labels)
+    nats = [
+        -logits[b, t].log_softmax(-1)[labels[b, t + 1]].item()
+        for b in range(2)
+        for t in range(69)
+        if labels[b, t + 1] != -100
+    ]
+    assert len(nats) == 2 * 70 - 40 - 1 - 1
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(sum(nats) / len(nats), rel=1e-6)
+
+
+def test_loss_is_fp32_below_fp32():
+    model, ids = make_model(torch.bfloat16), make_ids()
+    loss, logits, _ = model(ids, labels=ids)
+    assert logits.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten())
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_tied_embeddings():
+    model = make_model(tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embeddings.weight
+    assert count_parameters(model) == count_parameters(make_model()) - 31 * 16
+
+
+def test_padding_token_gets_no_gradient():
+    model, ids = make_model(pad_token_id=3), make_ids()
+    model(ids, labels=ids).loss.backward()
+    gradient = model.model.embeddings.weight.grad
+    assert (gradient[3] == 0).all()
+    assert gradient[4].abs().sum() > 0
+
+
+def test_mask_and_packing_reach_every_layer():
+    model, ids = make_model(torch.float64), make_ids()
+    mask = (torch.arange(70) >= torch.tensor([[30], [0]])).long()
+    logits = model(ids, attention_mask=mask).logits
+    assert_close(logits[:1, 30:], model(ids[:1, 30:]).logits, 1e-12)
+    assert_close(logits[1:], model(ids[1:]).logits, 1e-12)
+    packed = model(ids[:1], cu_seqlens=torch.tensor([0, 20, 70])).logits
+    assert_close(packed[:, 20:], model(ids[:1, 20:]).logits, 1e-12)
+
+
+def test_stepwise_decoding_equals_the_full_forward():
+    model, ids = make_model(torch.float64), make_ids(T=40)
+    cache = GLACache()
+    pieces = [model(ids[:, :10], past_key_values=cache, use_cache=True).logits]
+    pieces += [
+        model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits
+        for t in range(10, 40)
+    ]
+    assert_close(torch.cat(pieces, 1), model(ids).logits, 1e-12)
+    assert cache.get_seq_length() == 40
+
+
+def test_use_cache_makes_a_cache():
+    model, ids = make_model(torch.float64), make_ids()
+    cache = model(ids[:, :30], use_cache=True).past_key_values
+    rest = model(ids[:, 30:], past_key_values=cache).logits
+    assert_close(rest, model(ids).logits[:, 30:], 1e-12)
+
+
+@pytest.fixture
+def spied_model():
+    """A model and the list of the token counts and logits of its calls."""
+    model, calls = make_model(torch.float64), []
+    model.register_forward_hook(
+        lambda module, args, output: calls.append((args[0].shape[1], output.logits))
+    )
+    return model, calls
+
+
+def test_generate_takes_one_step_a_token(spied_model):
+    model, calls = spied_model
+    ids = make_ids(T=10)
+    tokens = model.generate(ids, 12, temperature=0)
+    assert [count for count, _ in calls] == [10] + [1] * 11
+    logits = torch.cat([logits for _, logits in calls], 1)
+    full = make_model(torch.float64)(tokens).logits
+    assert_close(logits, full[:, 9:-1], 1e-12)
+    assert torch.equal(tokens[:, :10], ids)
+    assert torch.equal(tokens[:, 10:], full[:, 9:-1].argmax(-1))
+
+
+def test_generate_nothing():
+    model, ids = make_model(), make_ids(T=3)
+    assert torch.equal(model.generate(ids, 0), ids)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
+def test_greedy_by_other_names(options):
+    model, ids = make_model(torch.float64), make_ids(T=5)
+    greedy = model.generate(ids, 10, temperature=0)
+    assert torch.equal(model.generate(ids, 10, **options), greedy)
+
+
+def test_generate_follows_its_generator():
+    model, ids = make_model(), make_ids(T=5)
+    draws = [
+        model.generate(ids, 20, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)
+    ]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def test_generate_with_left_padding():
+    model, ids = make_model(torch.float64), make_ids(B=1, T=6)
+    alone = model.generate(ids, 8, temperature=0)
+    padded = torch.cat([make_ids(B=1, T=4, seed=9), ids], 1)
+    mask = torch.tensor([[0] * 4 + [1] * 6])
+    assert torch.equal(model.generate(padded, 8, 0, attention_mask=mask)[:, 4:], alone)
+
+
+def test_generate_stops_at_eos():
+    model, ids = make_model(torch.float64), make_ids(B=2, T=6)
+    greedy = model.generate(ids, 20, temperature=0)
+    row = greedy[0, 6:].tolist()
+    eos = row[4]
+    first = row.index(eos)
+    for b in range(2):
+        tokens = model.generate(ids[b : b + 1], 20, temperature=0, eos_token_id=eos)[0, 6:].tolist()
+        wanted = greedy[b, 6:].tolist()
+        assert tokens == (wanted[: wanted.index(eos) + 1] if eos in wanted else wanted)
+    both = model.generate(ids, 20, temperature=0, eos_token_id=eos)
+    assert (both[0, 6 + first :] == eos).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_p": 0.75}, [1, 3]),
+        ({"top_p": 0.4}, [3]),
+        ({"top_k": 3, "top_p": 0.9}, [1, 2, 3]),
+    ],
+)
+def test_sample_frequencies(options, allowed):
+    p = torch.tensor([0.05, 0.3, 0.15, 0.5])
+    rows = p.log().repeat(20000, 1)
+    drawn = sample(rows, generator=torch.Generator().manual_seed(0), **options)
+    assert drawn.shape == (20000, 1)
+    frequencies = drawn.flatten().bincount(minlength=4) / 20000
+    kept = torch.zeros(4)
+    kept[allowed] = p[allowed]
+    assert (frequencies - kept / kept.sum()).abs().max() < 0.02
+
+
+def test_temperature_sharpens():
+    rows = torch.tensor([[1.0, 2.0]]).repeat(20000, 1)
+    drawn = sample(rows, temperature=0.5, generator=torch.Generator().manual_seed(0))
+    assert drawn.double().mean().item() == pytest.approx(1 / (1 + math.exp(-2)), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"\[B, at least 1\], got \[2, 0\]"),
+        ({"input_ids": torch.zeros(3, dtype=torch.long)}, r"\[B, at least 1\], got \[3\]"),
+        ({"max_new_tokens": -1}, "max_new_tokens to be at least 0, got -1"),
+        ({"temperature": -0.5}, "temperature to be at least 0, got -0.5"),
+        ({"temperature": math.nan}, "temperature to be at least 0, got nan"),
+        ({"top_k": 0}, "top_k to be at least 1, got 0"),
+        ({"top_p": 0.0}, r"top_p to be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.5}, r"top_p to be in \(0, 1\], got 1.5"),
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "padded on the left, got"),
+    ],
+)
+def test_generate_errors(options, message):
+    arguments = {"input_ids": make_ids(B=1, T=3), "max_new_tokens": 1} | options
+    with pytest.raises(ValueError, match=message):
+        make_model().generate(**arguments)
+
+
+def test_activation_checkpointing_gives_the_same_gradients():
+    model, ids = make_model().train(), make_ids()
+    other = copy.deepcopy(model)
+    other.model.gradient_checkpointing = True
+    for m in (model, other):
+        m(ids, labels=ids).loss.backward()
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+
+
+def test_activation_checkpointing_recomputes():
+    model, ids = make_model().train(), make_ids()
+    model.model.gradient_checkpointing = True
+    runs = []
+    model.model.layers[0].attn.register_forward_hook(lambda *_: runs.append(1))
+    loss = model(ids, labels=ids).loss
+    assert len(runs) == 1
+    loss.backward()
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+def test_compiles_whole_once_for_many_lengths(masked):
+    model, graphs = make_model(), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    for T in (70, 9, 33):
+        ids, mask = make_ids(T=T), None
+        if masked:
+            mask = (torch.arange(T) >= torch.tensor([[2], [0]])).long()
+        loss, logits, _ = compiled(ids, attention_mask=mask, labels=ids)
+        expected = model(ids, attention_mask=mask, labels=ids)
+        assert torch.equal(logits, expected.logits)
+        assert torch.equal(loss, expected.loss)
+    assert len(graphs) == 1
+
+
+def test_decoding_step_compiles_whole():
+    model, ids = make_model(torch.float64), make_ids(T=12)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        cache = model(ids[:, :6], use_cache=True).past_key_values
+        steps = [
+            compiled(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits
+            for t in range(6, 12)
+        ]
+        assert_close(torch.cat(steps, 1), model(ids).logits[:, 6:], 1e-12)
+
+
+@pytest.mark.slow
+def test_inductor_trains_the_same():
+    model, ids = make_model(num_hidden_layers=1), make_ids()
+    mask = (torch.arange(70) >= torch.tensor([[30], [0]])).long()
+    compiled = torch.compile(model, fullgraph=True)
+    results = []
+    for function in (compiled, model):
+        model.zero_grad()
+        loss = function(ids, attention_mask=mask, labels=ids).loss
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters())])
+    for got, wanted in zip(*results, strict=True):
+        assert_close(got, wanted, 1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_saved_model_comes_back(tmp_path, tied):
+    model, ids = make_model(tie_word_embeddings=tied), make_ids()
+    model.save_pretrained(tmp_path / "new" / "folder")
+    folder = tmp_path / "new" / "folder"
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+    keys = model.state_dict().keys() - ({"lm_head.weight"} if tied else set())
+    assert load_file(folder / "model.safetensors").keys() == keys
+    other = GLAForCausalLM.from_pretrained(folder)
+    assert not other.training
+    assert other.config == model.config
+    assert (other.lm_head.weight is other.model.embeddings.weight) == tied
+    assert torch.equal(other(ids).logits, model(ids).logits)
+
+
+def test_config_file_of_fla_is_read(tmp_path):
+    values = GLAConfig(**TINY).to_dict()
+    assert (values["model_type"], values["architectures"]) == ("gla", ["GLAForCausalLM"])
+    extras = {"attn": None, "use_gv": False, "fuse_swiglu": True, "transformers_version": "5.0"}
+    (tmp_path / "config.json").write_text(json.dumps(values | extras))
+    assert GLAConfig.load(tmp_path / "config.json") == GLAConfig(**TINY)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"model_type": "llama"}, ValueError, "model_type to be 'gla', got 'llama'"),
+        ({"use_gv": True}, NotImplementedError, "use_gv = True is not implemented"),
+        ({"use_gk": False}, NotImplementedError, "use_gk = False is not implemented"),
+        ({"attn": {"layers": [0]}}, NotImplementedError, "attn = {'layers': .* is not implemented"),
+        ({"hidden_act": "gelu"}, ValueError, "hidden_act to be 'swish', got 'gelu'"),
+        ({"num_hidden_layers": 0}, ValueError, "num_hidden_layers to be at least 1, got 0"),
+    ],
+)
+def test_config_errors(values, error, message):
+    with pytest.raises(error, match=message):
+        GLAConfig.from_dict(values)
+
+
+def test_wrong_tensors_are_named(tmp_path):
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"expected the file to hold 'model\.norm\.weight'"):
+        load_model(tmp_path)
+    save_file(tensors | {"model.norm.weight": norm, "zzz": norm.clone()}, file)
+    with pytest.raises(ValueError, match="expected the file not to hold 'zzz'"):
+        load_model(tmp_path)
+    save_file(tensors | {"model.norm.weight": norm[:7]}, file)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight to have shape \[16\], got \[7\]"):
+        load_model(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        load_model(tmp_path / "nowhere")
+
+
+def test_written_file_is_the_old_or_the_new_one(tmp_path, monkeypatch):
+    file = tmp_path / "x.safetensors"
+    write_tensors(file, {"x": torch.zeros(3)}, {"step": 1, "format": "pt"})
+
+    def fails(source, target):
+        assert load_file(source)["x"].sum() == 3
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", fails)
+        with pytest.raises(KeyboardInterrupt):
+            write_tensors(file, {"x": torch.ones(3)}, {"step": 2})
+    tensors, metadata = read_tensors(file)
+    assert torch.equal(tensors["x"], torch.zeros(3))
+    assert metadata == {"step": 1, "format": "pt"}
+    write_tensors(file, {"x": torch.ones(3)}, {"step": 2})
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+    assert read_tensors(file)[1] == {"step": 2}
+    (tmp_path / "plain").touch()
+    assert file.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_model_alone_returns_states():
+    model = GLAModel(GLAConfig(**TINY))
+    x, cache = model(make_ids(), use_cache=True)
+    assert x.shape == (2, 70, 16)
+    assert cache[1]["recurrent_state"].shape == (2, 2, 8, 4)

@@ -1,0 +1,158 @@
+"""The registered operators: schemas, dispatch keys, opcheck."""
+
+import pytest
+import torch
+from common import make_inputs
+
+ops = torch.ops.gla_ext
+
+SCHEMAS = {
+    "chunk_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? gv, Tensor? initial_state, "
+    "Tensor? cu_seqlens, float? scale, bool output_final_state, bool state_v_first, "
+    "bool save_states, bool batch_invariant) -> (Tensor o, Tensor final_state, Tensor states)",
+    "chunk_gla_bwd": "(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor g, Tensor? gv, "
+    "Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float? scale, bool state_v_first, "
+    "bool batch_invariant) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)",
+    "_gate_cumsum": "(Tensor g, Tensor? cu_seqlens) -> Tensor",
+    "_chunk_states": "(Tensor k, Tensor v, Tensor b, Tensor? initial_state, Tensor? cu_seqlens, "
+    "bool state_v_first) -> (Tensor S, Tensor final_state)",
+    "_scores_off_diagonal": "(Tensor q, Tensor k, Tensor b, Tensor? cu_seqlens, float? scale) "
+    "-> Tensor",
+    "_scores_diagonal": "(Tensor q, Tensor k, Tensor b, Tensor? cu_seqlens, float? scale) "
+    "-> Tensor",
+    "_output": "(Tensor q, Tensor v, Tensor b, Tensor A, Tensor A_diagonal, Tensor S, "
+    "Tensor? cu_seqlens, float? scale) -> Tensor",
+    "_state_grads": "(Tensor q, Tensor do, Tensor b, Tensor? dht, Tensor? cu_seqlens, "
+    "float? scale, bool state_v_first) -> (Tensor dS, Tensor dh0)",
+    "_value_grads": "(Tensor k, Tensor do, Tensor b, Tensor A, Tensor A_diagonal, Tensor dS, "
+    "Tensor? cu_seqlens) -> Tensor",
+    "_score_grads": "(Tensor do, Tensor v, Tensor? cu_seqlens, float? scale) -> Tensor",
+    "_intra_grads": "(Tensor q, Tensor k, Tensor b, Tensor dA, Tensor? cu_seqlens) "
+    "-> (Tensor dq, Tensor dk, Tensor dg)",
+    "_merge_grads": "(Tensor q, Tensor k, Tensor v, Tensor do, Tensor b, Tensor S, Tensor dS, "
+    "Tensor dq, Tensor dk, Tensor dg, Tensor? cu_seqlens, float? scale) "
+    "-> (Tensor dq, Tensor dk, Tensor dg)",
+}
+
+
+def overload(name):
+    return getattr(ops, name).default
+
+
+def registered():
+    prefix = "gla_ext::"
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def test_schemas_are_frozen():
+    assert registered() == sorted(SCHEMAS)
+    for name, schema in SCHEMAS.items():
+        assert str(overload(name)._schema) == f"gla_ext::{name}{schema}"
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_dispatch_keys_and_tag(name):
+    for key in ("CPU", "Meta", "Autograd"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"gla_ext::{name}", key), key
+    assert torch.Tag.pt2_compliant_tag in overload(name).tags
+
+
+@pytest.mark.parametrize("device", ["CPU", "CUDA"])
+def test_autocast_key(device):
+    key = f"Autocast{device}"
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("gla_ext::chunk_gla_fwd", key)
+
+
+def call_arguments(requires_grad, packed, optionals, dtype=torch.float32):
+    lengths = (30, 0, 36) if packed else None
+    x = make_inputs(1 if packed else 2, 70, 2, 8, 12, dtype, states=optionals, lengths=lengths)
+    if requires_grad:
+        x = x.map(lambda t: t.requires_grad_())
+    return x
+
+
+OPTIONS = [
+    pytest.param(requires_grad, packed, optionals, id=f"{requires_grad=}-{packed=}-{optionals=}")
+    for requires_grad in (False, True)
+    for packed in (False, True)
+    for optionals in (False, True)
+]
+
+
+@pytest.mark.parametrize("requires_grad, packed, optionals", OPTIONS)
+def test_opcheck_forward(requires_grad, packed, optionals):
+    x = call_arguments(requires_grad, packed, optionals)
+    scale = 0.3 if optionals else None
+    flags = (optionals, optionals, packed, packed)  # final state, v-first, save states, invariant
+    h0 = x.initial_state
+    if optionals:
+        h0 = h0.detach().transpose(2, 3).contiguous().requires_grad_(requires_grad)
+    torch.library.opcheck(
+        ops.chunk_gla_fwd.default, (x.q, x.k, x.v, x.g, None, h0, x.cu_seqlens, scale, *flags)
+    )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("optionals", [False, True])
+def test_opcheck_backward(packed, optionals):
+    x = call_arguments(False, packed, optionals, torch.bfloat16)
+    states = torch.empty(0, dtype=torch.bfloat16)
+    if optionals:
+        _, _, states = ops.chunk_gla_fwd(
+            x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, None, False, False, True, False
+        )
+    inputs = (x.do, x.dht, x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, states)
+    torch.library.opcheck(ops.chunk_gla_bwd.default, (*inputs, None, False, False))
+
+
+def step_calls(packed, optionals):
+    """The arguments of every step, each fed with what the steps before it returned."""
+    x = call_arguments(False, packed, optionals)
+    cu, scale = x.cu_seqlens, 0.3 if optionals else 8**-0.5
+    h0, dht = x.initial_state, x.dht
+    b = ops._gate_cumsum(x.g, cu)
+    S, _ = ops._chunk_states(x.k, x.v, b, h0, cu, False)
+    A = ops._scores_off_diagonal(x.q, x.k, b, cu, scale)
+    A_diagonal = ops._scores_diagonal(x.q, x.k, b, cu, scale)
+    dS, _ = ops._state_grads(x.q, x.do, b, dht, cu, scale, False)
+    dA = ops._score_grads(x.do, x.v, cu, scale)
+    intra = ops._intra_grads(x.q, x.k, b, dA, cu)
+    return {
+        "_gate_cumsum": (x.g, cu),
+        "_chunk_states": (x.k, x.v, b, h0, cu, False),
+        "_scores_off_diagonal": (x.q, x.k, b, cu, scale),
+        "_scores_diagonal": (x.q, x.k, b, cu, scale),
+        "_output": (x.q, x.v, b, A, A_diagonal, S, cu, scale),
+        "_state_grads": (x.q, x.do, b, dht, cu, scale, False),
+        "_value_grads": (x.k, x.do, b, A, A_diagonal, dS, cu),
+        "_score_grads": (x.do, x.v, cu, scale),
+        "_intra_grads": (x.q, x.k, b, dA, cu),
+        "_merge_grads": (x.q, x.k, x.v, x.do, b, S, dS, *intra, cu, scale),
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMAS if name.startswith("_")])
+@pytest.mark.parametrize("packed, optionals", [(False, False), (True, True)])
+def test_opcheck_steps(name, packed, optionals):
+    torch.library.opcheck(overload(name), step_calls(packed, optionals)[name])
+
+
+def test_saved_states_are_the_states_and_change_no_gradient():
+    """Also bit for bit in bf16, where they are saved rounded: the products round them anyway."""
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        x = make_inputs(2, 150, 2, 20, 24, dtype, gate=1.5)
+        args = (x.q, x.k, x.v, x.g, None, x.initial_state, None, None)
+        _, _, states = ops.chunk_gla_fwd(*args, False, False, True, False)
+        S, _ = ops._chunk_states(
+            x.k, x.v, ops._gate_cumsum(x.g, None), x.initial_state, None, False
+        )
+        assert states.dtype == (torch.bfloat16 if dtype is torch.bfloat16 else S.dtype)
+        torch.testing.assert_close(states, S.to(states.dtype), rtol=1e-2, atol=1e-4)
+        grads = [
+            ops.chunk_gla_bwd(x.do, x.dht, *args[:7], saved, None, False, False)
+            for saved in (states, states.new_empty(0))
+        ]
+        for saved, recomputed in zip(*grads, strict=True):
+            assert torch.equal(saved, recomputed)

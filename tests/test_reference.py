@@ -1,0 +1,206 @@
+"""The reference proves itself: three forms agree in fp64, and the backward by hand is
+autograd's."""
+
+import pytest
+import torch
+from common import (
+    GATES,
+    PACKED_LENGTHS,
+    SHAPES,
+    assert_close,
+    assert_results_close,
+    exact,
+    make_inputs,
+    outputs_and_gradients,
+)
+
+from gla_ext import reference
+from gla_ext._chunks import CHUNK, SUB_CHUNK
+
+SMALL = [name for name in SHAPES if name not in ("train", "long")]
+
+
+def chunked(inputs, scale=None):
+    options = {"scale": scale, "cu_seqlens": inputs.cu_seqlens}
+    operands = (inputs.q, inputs.k, inputs.v, inputs.g)
+    forward = reference.chunked_forward(*operands, initial_state=inputs.initial_state, **options)
+    backward = reference.chunked_backward(
+        inputs.do, *operands, initial_state=inputs.initial_state, dht=inputs.dht, **options
+    )
+    results = {
+        "o": forward.o,
+        "final_state": forward.final_state,
+        "dq": backward.dq,
+        "dk": backward.dk,
+        "dv": backward.dv,
+        "dg": backward.dg,
+        "dh0": backward.dh0,
+    }
+    return results if inputs.initial_state is not None else dict(list(results.items())[:-1])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x: x * 1.01, r"relative RMS error 1\.00e-02, allowed 5\.00e-03"),
+        (lambda x: x.where(x != x.max(), torch.nan), r"NaN wrong at 1 places, first \[2, 3\]"),
+        (lambda x: x.where(x != x.max(), torch.inf), "inf wrong at 1 places"),
+        (lambda x: x.where(x != x.max(), 99.0), r"worst at \(2, 3\): 99, not 11"),
+        (lambda x: x[:2], "shape"),
+    ],
+)
+def test_comparator_fails(change, message):
+    x = torch.arange(12.0).view(3, 4)
+    assert_close(x, x, 0.0)
+    with pytest.raises(AssertionError, match=message):
+        assert_close(change(x), x, 5e-3)
+
+
+def test_recurrence_is_its_equation():
+    B, T, H, K, V = 2, 5, 2, 3, 4
+    x = make_inputs(B, T, H, K, V, torch.float64)
+    gv = torch.nn.functional.logsigmoid(x.v)
+    o, final_state = reference.recurrence(x.q, x.k, x.v, x.g, 0.7, x.initial_state, gv=gv)
+    for n in range(B):
+        for h in range(H):
+            S = x.initial_state[n, h]
+            for t in range(T):
+                S = x.g[n, t, h].exp().diag() @ S @ gv[n, t, h].exp().diag()
+                S = S + torch.outer(x.k[n, t, h], x.v[n, t, h])
+                assert_close(o[n, t, h], 0.7 * S.T @ x.q[n, t, h], 1e-14)
+            assert_close(final_state[n, h], S, 1e-14)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("shape", SMALL)
+def test_all_forms_agree(shape, gate):
+    x = make_inputs(*SHAPES[shape], torch.float64, gate)
+    truth = exact(x)
+    assert_results_close(chunked(x), truth, x)
+    o = reference.parallel(x.q, x.k, x.v, x.g, initial_state=x.initial_state)
+    assert_close(o, truth["o"], 1e-12, name="parallel")
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("states", [True, False])
+def test_packed_sequences(gate, states):
+    x = make_inputs(1, 165, 3, 5, 4, torch.float64, gate, states=states, lengths=PACKED_LENGTHS)
+    assert_results_close(chunked(x), exact(x), x)
+    end = int(x.cu_seqlens[-1])
+    results = chunked(x)
+    assert end < 165
+    assert all(not results[name][:, end:].any() for name in ("o", "dq", "dk", "dv", "dg"))
+
+
+def test_packed_equals_separate():
+    x = make_inputs(1, 165, 2, 5, 4, torch.float64, lengths=PACKED_LENGTHS)
+    packed = exact(x)
+    for n, (start, end) in enumerate(zip(x.cu_seqlens, x.cu_seqlens[1:], strict=False)):
+        alone = exact(x.select(n))
+        for name, value in alone.items():
+            is_state = name in ("final_state", "dh0")
+            own = packed[name][n : n + 1] if is_state else packed[name][:, start:end]
+            assert torch.equal(own, value), name
+
+
+def test_packed_chunks_follow_each_other():
+    x = make_inputs(1, 165, 2, 5, 4, torch.float64, lengths=PACKED_LENGTHS)
+    packed = reference.chunked_forward(
+        x.q, x.k, x.v, x.g, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens
+    )
+    assert packed.S.shape == (1, 165 // CHUNK + len(PACKED_LENGTHS), 2, 5, 4)
+    slot = 0
+    for n, length in enumerate(PACKED_LENGTHS):
+        if length:
+            assert torch.equal(packed.S[0, slot], x.initial_state[n])
+        slot += -(-length // CHUNK)
+    assert slot < packed.S.shape[1] and not packed.S[0, slot:].any()
+
+
+@pytest.mark.parametrize("gate", [1.0, "reset"])
+def test_scores_are_split_in_blocks(gate):
+    x = make_inputs(1, 130, 2, 5, 4, torch.float64, gate)
+    forward = reference.chunked_forward(x.q, x.k, x.v, x.g)
+    v = torch.eye(130, dtype=torch.float64).expand(1, 2, 130, 130).transpose(1, 2)
+    scores = reference.parallel(x.q, x.k, v, x.g)  # [B, T, H, T]
+    A, A_diagonal = torch.zeros_like(forward.A), torch.zeros_like(forward.A_diagonal)
+    for t in range(130):
+        start, sub_start = t // CHUNK * CHUNK, t // SUB_CHUNK * SUB_CHUNK
+        A[:, t, :, : sub_start - start] = scores[:, t, :, start:sub_start]
+        A_diagonal[:, t, :, : t + 1 - sub_start] = scores[:, t, :, sub_start : t + 1]
+    assert_close(forward.A, A, 2e-12)
+    assert_close(forward.A_diagonal, A_diagonal, 2e-12)
+
+
+@pytest.mark.parametrize("gate", [*GATES, "packed"])
+def test_fast_form_and_its_autograd(gate):
+    if gate == "packed":
+        x = make_inputs(1, 165, 3, 5, 4, torch.float64, lengths=PACKED_LENGTHS)
+    else:
+        x = make_inputs(2, 130, 3, 20, 28, torch.float64, gate)
+
+    def function(q, k, v, g, initial_state):
+        return reference.chunk_gla(q, k, v, g, None, initial_state, x.cu_seqlens)
+
+    assert_results_close(outputs_and_gradients(function, x), exact(x), x)
+
+
+def test_no_tokens():
+    x = make_inputs(2, 0, 3, 5, 4, torch.float64)
+    for name, value in exact(x).items():
+        assert torch.equal(value, chunked(x)[name]), name
+    assert torch.equal(chunked(x)["dh0"], x.dht)
+
+
+def test_resets():
+    x = make_inputs(2, 130, 3, 5, 4, torch.float64, "reset")
+    assert x.g.isinf().any()
+    for results in (exact(x), chunked(x)):
+        assert all(value.isfinite().all() for value in results.values())
+        assert not results["dg"][x.g.isinf()].any()
+
+
+def test_a_reset_forgets():
+    x = make_inputs(1, 130, 2, 5, 4, torch.float64)
+    x.g[:, 70] = -torch.inf
+    before = chunked(x)
+    x.k[:, :70], x.v[:, :70] = 3.0, 4.0
+    after = chunked(x)
+    assert torch.equal(before["o"][:, 70:], after["o"][:, 70:])
+    assert not torch.equal(before["o"][:, :70], after["o"][:, :70])
+
+
+@pytest.mark.parametrize(
+    "form", [reference.recurrence, reference.chunked_forward, reference.chunk_gla]
+)
+@pytest.mark.parametrize("operand", ["k", "v", "g"])
+def test_nan_stays_in_its_sequence(form, operand):
+    x = make_inputs(1, 165, 2, 5, 4, torch.float64, lengths=(80, 85))
+    getattr(x, operand)[:, 75] = torch.nan
+    o = form(x.q, x.k, x.v, x.g, cu_seqlens=x.cu_seqlens).o
+    assert o[:, 75:80].isnan().all()
+    assert o[:, :64].isfinite().all()
+    assert o[:, 80:].isfinite().all()
+
+
+def test_state_carries_over():
+    x = make_inputs(2, 130, 2, 5, 4, torch.float64)
+    whole = reference.chunked_forward(x.q, x.k, x.v, x.g, initial_state=x.initial_state)
+    state, o = x.initial_state, []
+    for part in (slice(0, 50), slice(50, 51), slice(51, 130)):
+        tokens = (y[:, part] for y in (x.q, x.k, x.v, x.g))
+        result = reference.chunked_forward(*tokens, initial_state=state)
+        o.append(result.o)
+        state = result.final_state
+    assert_close(torch.cat(o, 1), whole.o, 1e-13)
+    assert_close(state, whole.final_state, 1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_computes_in_the_dtype_of_its_inputs(dtype):
+    x = make_inputs(1, 70, 2, 5, 4, dtype)
+    for form in (reference.recurrence, reference.chunked_forward, reference.chunk_gla):
+        o = form(x.q, x.k, x.v, x.g).o
+        assert o.dtype == dtype
+        bound = 30 * torch.finfo(dtype).eps
+        assert_close(o, reference.recurrence(*(y.double() for y in (x.q, x.k, x.v, x.g))).o, bound)

@@ -1,0 +1,39 @@
+import pytest
+from common import run_python
+
+from gla_ext import selftest
+
+
+def test_passes():
+    code = "import runpy; runpy.run_module('gla_ext.selftest', run_name='__main__')"
+    assert "all right" in run_python(code)
+
+
+def test_is_a_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        selftest.main(["--help"])
+    assert stop.value.code == 0
+    assert "gla_ext.selftest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("quantity", ["output", "gate gradient", "NaN"])
+def test_fails_when_results_are_wrong(quantity, monkeypatch, capsys):
+    right = selftest.chunk_gla
+
+    def wrong(q, k, v, g, **options):
+        if quantity == "gate gradient":
+            g = g.clone()
+            g.register_hook(lambda gradient: 1.01 * gradient)
+        o, final_state = right(q, k, v, g, **options)
+        if quantity == "output":
+            o = o * 1.01
+        if quantity == "NaN":
+            o = o + float("nan")
+        return o, final_state
+
+    monkeypatch.setattr(selftest, "chunk_gla", wrong)
+    assert selftest.main([]) == 1
+    report = capsys.readouterr().out
+    assert "16 cases are wrong" in report
+    if quantity == "gate gradient":
+        assert all(line.endswith("WRONG: dg") for line in report.splitlines() if "WRONG" in line)
