@@ -1,0 +1,74 @@
+"""Timing and peak memory of callables on CPU."""
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Milliseconds."""
+
+    median: float
+    p20: float
+    p80: float
+    runs: int
+
+    def __str__(self) -> str:
+        return f"{_short(self.median)} ({_short(self.p20)} to {_short(self.p80)})"
+
+
+def _short(x: float) -> str:
+    return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
+
+
+def interleave(
+    variants: dict[str, Callable[[], object]], rounds: int = 20, budget_s: float = 20.0
+) -> dict[str, Timing]:
+    """Runs the variants in turns, so that what else the machine does meets all of them alike.
+
+    Args:
+        rounds: runs of each variant after one to warm up.
+        budget_s: a variant that has taken this long in all is left out of later rounds, but not
+            before its third run.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for function in variants.values():
+        function()
+    for _ in range(rounds):
+        for name, function in variants.items():
+            if len(samples[name]) >= 3 and sum(samples[name]) > budget_s:
+                continue
+            start = time.perf_counter()
+            function()
+            samples[name].append(time.perf_counter() - start)
+    return {name: _summary([1e3 * x for x in own]) for name, own in samples.items()}
+
+
+def _summary(samples_ms: list[float]) -> Timing:
+    fifths = statistics.quantiles(samples_ms, n=5, method="inclusive")
+    return Timing(statistics.median(samples_ms), fifths[0], fifths[-1], len(samples_ms))
+
+
+def peak_bytes(script: str, *arguments: str) -> int:
+    """What a run of `script` with the arguments prints as JSON: the growth of its peak memory."""
+    output = subprocess.run(
+        [sys.executable, script, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"MALLOC_ARENA_MAX": "1"},
+    )
+    return json.loads(output.stdout)
+
+
+def high_water_mark() -> int:
+    """The largest resident set of this process so far, bytes (Linux)."""
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
