@@ -150,8 +150,9 @@ def test_cu_seqlens_cpu_needs_its_partner(packed):
                 "[3], got [2]"):  # fmt: skip
         call(packed, cu_seqlens=packed.cu_seqlens, cu_seqlens_cpu=torch.tensor([0, 20]))
     for bad in ([], 0, [[0, 64]]):
+        offsets = torch.tensor(bad, dtype=torch.int64)
         with pytest.raises(ValueError, match="chunk_gla: expected cu_seqlens to have"):
-            call(packed, cu_seqlens=torch.tensor(bad, dtype=torch.int64), cu_seqlens_cpu=torch.tensor(bad))
+            call(packed, cu_seqlens=offsets, cu_seqlens_cpu=offsets)
     with raises(TypeError, "chunk_gla: expected cu_seqlens_cpu to be torch.int32 or torch.int64, "
                 "got torch.float32"):  # fmt: skip
         call(packed, cu_seqlens=packed.cu_seqlens, cu_seqlens_cpu=packed.cu_seqlens.float())

@@ -1,12 +1,10 @@
-"""Training from the command line: text, batches, what is written, stopping and going on."""
+"""Training from the command line: steps, what is written, stopping and going on."""
 
 import functools
 import importlib.util
 import json
-import lzma
 import math
 import os
-import random
 import re
 import signal
 import subprocess
@@ -16,29 +14,20 @@ import time
 import pytest
 import torch
 from common import ROOT
+from test_data import write_texts
 from torch.nn import functional as F
 
 from gla_ext import data, train, trainer
 from gla_ext.checkpoint import load_model, read_tensors, write_tensors
-from gla_ext.data import Batches, Corpus, encode, load_corpus
+from gla_ext.data import encode, load_corpus
 
 TINY = ["--steps", 6, "--batch-size", 2, "--seq-len", 32, "--hidden-size", 16, "--layers", 1]
 TINY += ["--heads", 2, "--device", "cpu", "--sample-bytes", 8]
 
 
-def words(seed: int, count: int) -> bytes:
-    choose = random.Random(seed).choice
-    return " ".join(choose(["def", "return", "x", "y", "+", "\n"]) for _ in range(count)).encode()
-
-
 @pytest.fixture
 def folder(tmp_path):
-    """Twelve text files in a folder, two of them in another one inside."""
-    for i in range(12):
-        file = tmp_path / "text" / ("sub" if i < 2 else ".") / f"{i}.txt"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(words(i, 200 + 10 * i))
-    return tmp_path / "text"
+    return write_texts(tmp_path / "text")
 
 
 @pytest.fixture
@@ -60,135 +49,6 @@ def assert_same_checkpoints(a, b):
     for name, tensor in tensors.items():
         assert torch.equal(tensor, others[name]), name
     assert metadata == other_metadata
-
-
-def test_split_is_by_file_disjoint_and_repeatable(folder, corpus):
-    parts = [dict(corpus.train), dict(corpus.held_out)]
-    assert not parts[0].keys() & parts[1].keys()
-    assert all(parts)
-    files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.txt")}
-    assert parts[0] | parts[1] == files
-    assert load_corpus(folder) == corpus
-
-
-def test_fingerprint_sees_every_change(folder, corpus):
-    fingerprints = {corpus.fingerprint, load_corpus(folder).fingerprint}
-    assert len(fingerprints) == 1
-    (folder / "5.txt").write_bytes((folder / "5.txt").read_bytes()[:-1] + b"!")
-    fingerprints.add(load_corpus(folder).fingerprint)
-    (folder / "5.txt").rename(folder / "five.txt")
-    fingerprints.add(load_corpus(folder).fingerprint)
-    swapped = Corpus("", corpus.held_out, corpus.train)
-    assert len(fingerprints | {swapped.fingerprint}) == 4
-
-
-def test_held_out_size(monkeypatch):
-    documents = [(str(i), bytes([65]) * 1000) for i in range(200)]
-    assert len(data._split("", documents, data.MAX_BYTES).held_out) == 6  # 3 % of 200,000 bytes
-    monkeypatch.setattr(data, "MAX_HELD_OUT_BYTES", 2999)
-    assert len(data._split("", documents, data.MAX_BYTES).held_out) == 2
-    large = [("a", b"a" * 50), ("b", b"b" * 40), ("c", b"c" * 60)]
-    assert data._split("", large, data.MAX_BYTES).held_out == (("b", b"b" * 40),)
-    assert sum(len(t) for _, t in data._split("", documents, 50_500).train) == 49_000
-
-
-def test_what_is_not_text_is_left_out(folder, corpus):
-    (folder / "image").write_bytes(b"\x89PNG\x00\x01")
-    (folder / "empty").touch()
-    (folder / "link").symlink_to(folder / "3.txt")
-    os.mkfifo(folder / "pipe")
-    (folder / ".hidden").write_text("hidden")
-    (folder / ".git").mkdir()
-    (folder / ".git" / "config").write_text("hidden")
-    assert load_corpus(folder) == corpus
-
-
-def test_a_file_is_split_at_its_tail(tmp_path):
-    file = tmp_path / "book.txt"
-    file.write_bytes(bytes(range(1, 251)) * 4)
-    split = load_corpus(file)
-    assert split.train == (("book.txt[:970]", file.read_bytes()[:970]),)
-    assert split.held_out == (("book.txt[970:]", file.read_bytes()[970:]),)
-
-
-def test_default_text_is_the_standard_library():
-    split = load_corpus()
-    names = [name for name, _ in split.train + split.held_out]
-    assert "Python" in split.name
-    assert "functools.py" in names
-    assert all(name.endswith(".py") for name in names)
-    assert not any("test" in name.split("/")[:-1] or "site-packages" in name for name in names)
-    assert sum(len(text) for _, text in split.train) > 4_000_000
-    assert 50_000 < sum(len(text) for _, text in split.held_out) <= 128 << 10
-
-
-@pytest.mark.parametrize(
-    ("content", "error", "message"),
-    [
-        (None, FileNotFoundError, "text"),
-        (b"a\x00b", ValueError, "to be text, got a file with NUL bytes"),
-        (b"a", ValueError, "at least 2 bytes of text, got 1"),
-        ([b"one file"], ValueError, "at least two text files .* got 1"),
-    ],
-)
-def test_text_that_cannot_be_used(tmp_path, content, error, message):
-    path = tmp_path / "text"
-    if isinstance(content, list):
-        path.mkdir()
-        (path / "file").write_bytes(content[0])
-    elif content is not None:
-        path.write_bytes(content)
-    with pytest.raises(error, match=message):
-        load_corpus(path)
-
-
-def test_encode_puts_a_zero_before_each_document():
-    assert encode((("a", b"xy"), ("b", b"z"))).tolist() == [0, 120, 121, 0, 122]
-
-
-def test_order0_of_a_known_case():
-    held_out = (("", b"ab"),)
-    expected = -(math.log2(4 / 260) + math.log2(2 / 260)) / 2
-    actual = data.order0_bits_per_byte((("", b"aaab"),), held_out)
-    assert actual == pytest.approx(expected, rel=1e-12)
-    even = (("", bytes(range(1, 256)) * 1000),)
-    assert data.order0_bits_per_byte(even, held_out) == pytest.approx(math.log2(255), abs=1e-4)
-
-
-def test_lzma_of_known_cases():
-    noise = tuple((str(i), random.Random(i).randbytes(4000)) for i in range(2))
-    assert 8 < data.lzma_bits_per_byte(noise) < 8.2
-    assert data.lzma_bits_per_byte((("", b"a" * 100_000),)) < 0.05
-    assert data.lzma_bits_per_byte(noise + noise) < 4.2  # across documents
-    assert data.lzma_bits_per_byte(noise[:1]) <= 8 * len(lzma.compress(noise[0][1])) / 4000
-
-
-def test_batches_depend_on_seed_and_step_alone():
-    stream = torch.arange(1003) % 251
-    batches = Batches(stream, 3, 10, seed=5)
-    in_order = [batches(step) for step in range(80)]
-    for step in (79, 0, 33, 34):
-        for got, wanted in zip(Batches(stream, 3, 10, seed=5)(step), in_order[step], strict=True):
-            assert torch.equal(got, wanted)
-        assert torch.equal(batches(step)[0], in_order[step][0])
-    assert not torch.equal(Batches(stream, 3, 10, seed=6)(0)[0], in_order[0][0])
-
-
-def test_an_epoch_sees_every_window_once():
-    batches = Batches(torch.arange(1003), 4, 10, seed=0)
-    windows, starts = [batches(step) for step in range(50)], []
-    for inputs, targets in windows:
-        assert torch.equal(inputs[:, 1:], targets[:, :-1])
-        assert torch.equal(inputs[:, -1] + 1, targets[:, -1])
-        starts += inputs[:, 0].tolist()
-    for epoch in (starts[:100], starts[100:]):
-        assert sorted(epoch) == list(range(min(epoch), min(epoch) + 1000, 10))
-    assert starts[:100] != starts[100:]
-
-
-def test_batches_need_one_window():
-    with pytest.raises(ValueError, match=r"at least seq_len \+ 1 = 33 tokens, got 32"):
-        Batches(torch.zeros(32), 1, 32, 0)
 
 
 def test_learning_rate_warms_up_and_falls():
