@@ -3,8 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "checks.h"
 #include "ops.h"
+#include "step_checks.h"
 
 namespace gla_ext {
 namespace {
@@ -58,7 +58,7 @@ BackwardOutputs chunk_gla_bwd_meta(const at::Tensor& d_o, const OptionalTensor& 
 }
 
 at::Tensor gate_cumsum_meta(const at::Tensor& g, const OptionalTensor& cu_seqlens) {
-  const Shape s = check_step({.op = "_gate_cumsum", .g = &g, .cu_seqlens = cu_seqlens});
+  const Shape s = check_gate_cumsum(g, cu_seqlens);
   return empty(g.sym_sizes(), g, s.accumulate);
 }
 
@@ -67,41 +67,26 @@ std::tuple<at::Tensor, at::Tensor> chunk_states_meta(const at::Tensor& k, const 
                                                      const OptionalTensor& initial_state,
                                                      const OptionalTensor& cu_seqlens,
                                                      bool state_v_first) {
-  const Shape s = check_step({.op = "_chunk_states",
-                              .k = &k,
-                              .v = &v,
-                              .b = &b,
-                              .initial_state = initial_state,
-                              .cu_seqlens = cu_seqlens,
-                              .state_v_first = state_v_first});
+  const Shape s = check_chunk_states(k, v, b, initial_state, cu_seqlens, state_v_first);
   return {chunk_states_like(s, k, s.accumulate), boundary_state(s, k, state_v_first)};
 }
 
 at::Tensor scores_off_diagonal_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& b,
                                     const OptionalTensor& cu_seqlens, std::optional<double>) {
-  const Shape s = check_step(
-      {.op = "_scores_off_diagonal", .q = &q, .k = &k, .b = &b, .cu_seqlens = cu_seqlens});
+  const Shape s = check_scores("_scores_off_diagonal", q, k, b, cu_seqlens);
   return empty({s.B, s.T, s.H, kChunk}, q, s.accumulate);
 }
 
 at::Tensor scores_diagonal_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& b,
                                 const OptionalTensor& cu_seqlens, std::optional<double>) {
-  const Shape s =
-      check_step({.op = "_scores_diagonal", .q = &q, .k = &k, .b = &b, .cu_seqlens = cu_seqlens});
+  const Shape s = check_scores("_scores_diagonal", q, k, b, cu_seqlens);
   return empty({s.B, s.T, s.H, kSubChunk}, q, s.accumulate);
 }
 
 at::Tensor output_meta(const at::Tensor& q, const at::Tensor& v, const at::Tensor& b,
                        const at::Tensor& A, const at::Tensor& A_diagonal, const at::Tensor& S,
                        const OptionalTensor& cu_seqlens, std::optional<double>) {
-  check_step({.op = "_output",
-              .q = &q,
-              .v = &v,
-              .b = &b,
-              .A = &A,
-              .A_diagonal = &A_diagonal,
-              .S = &S,
-              .cu_seqlens = cu_seqlens});
+  check_output(q, v, b, A, A_diagonal, S, cu_seqlens);
   return fresh(v);
 }
 
@@ -109,35 +94,20 @@ std::tuple<at::Tensor, at::Tensor> state_grads_meta(const at::Tensor& q, const a
                                                     const at::Tensor& b, const OptionalTensor& dht,
                                                     const OptionalTensor& cu_seqlens,
                                                     std::optional<double>, bool state_v_first) {
-  const Shape s = check_step({.op = "_state_grads",
-                              .q = &q,
-                              .d_o = &d_o,
-                              .b = &b,
-                              .dht = dht,
-                              .cu_seqlens = cu_seqlens,
-                              .state_v_first = state_v_first});
+  const Shape s = check_state_grads(q, d_o, b, dht, cu_seqlens, state_v_first);
   return {chunk_states_like(s, q, s.accumulate), boundary_state(s, q, state_v_first)};
 }
 
 at::Tensor value_grads_meta(const at::Tensor& k, const at::Tensor& d_o, const at::Tensor& b,
                             const at::Tensor& A, const at::Tensor& A_diagonal, const at::Tensor& dS,
                             const OptionalTensor& cu_seqlens) {
-  check_step({.op = "_value_grads",
-              .k = &k,
-              .d_o = &d_o,
-              .b = &b,
-              .A = &A,
-              .A_diagonal = &A_diagonal,
-              .dS = &dS,
-              .cu_seqlens = cu_seqlens});
+  check_value_grads(k, d_o, b, A, A_diagonal, dS, cu_seqlens);
   return fresh(d_o);
 }
 
 at::Tensor score_grads_meta(const at::Tensor& d_o, const at::Tensor& v,
                             const OptionalTensor& cu_seqlens, std::optional<double> scale) {
-  const Shape s =
-      check_step({.op = "_score_grads", .v = &v, .d_o = &d_o, .cu_seqlens = cu_seqlens});
-  check_scale_given("_score_grads", scale);
+  const Shape s = check_score_grads(d_o, v, cu_seqlens, scale);
   return empty({s.B, s.T, s.H, kChunk}, v, s.accumulate);
 }
 
@@ -146,8 +116,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_grads_meta(const at::Tensor
                                                                 const at::Tensor& b,
                                                                 const at::Tensor& dA,
                                                                 const OptionalTensor& cu_seqlens) {
-  check_step(
-      {.op = "_intra_grads", .q = &q, .k = &k, .b = &b, .dA = &dA, .cu_seqlens = cu_seqlens});
+  check_intra_grads(q, k, b, dA, cu_seqlens);
   return {fresh(b), fresh(b), fresh(b)};
 }
 
@@ -156,18 +125,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> merge_grads_meta(
     const at::Tensor& b, const at::Tensor& S, const at::Tensor& dS, const at::Tensor& dq,
     const at::Tensor& dk, const at::Tensor& dg, const OptionalTensor& cu_seqlens,
     std::optional<double>) {
-  check_step({.op = "_merge_grads",
-              .q = &q,
-              .k = &k,
-              .v = &v,
-              .d_o = &d_o,
-              .b = &b,
-              .dq = &dq,
-              .dk = &dk,
-              .dg = &dg,
-              .S = &S,
-              .dS = &dS,
-              .cu_seqlens = cu_seqlens});
+  check_merge_grads(q, k, v, d_o, b, S, dS, dq, dk, dg, cu_seqlens);
   return {fresh(q), fresh(k), fresh(b)};
 }
 

@@ -1,12 +1,17 @@
 import pytest
 from common import run_python
 
-from gla_ext import selftest
+from gla_ext import _C, selftest
 
 
-def test_passes():
+@pytest.mark.parametrize("capability", _C.build_info()["cpu_capabilities"])
+def test_passes(capability):
+    """With every capability of the kernels that this processor has."""
+    built = _C.build_info()["cpu_capabilities"]
+    if built.index(capability) > built.index(_C.cpu_capability()):
+        pytest.skip(f"this processor, or ATEN_CPU_CAPABILITY, stops at {_C.cpu_capability()}")
     code = "import runpy; runpy.run_module('gla_ext.selftest', run_name='__main__')"
-    assert "all right" in run_python(code)
+    assert "all right" in run_python(code, ATEN_CPU_CAPABILITY=capability.lower())
 
 
 def test_is_a_command(capsys):

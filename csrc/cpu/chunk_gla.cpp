@@ -33,10 +33,7 @@ ForwardOutputs chunk_gla_fwd_cpu(const at::Tensor& q, const at::Tensor& k, const
     using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
     using P = Problem<T>;
     call.problem.state_v_first = state_v_first;
-    call.input(&P::q, q);
-    call.input(&P::k, k);
-    call.input(&P::v, v);
-    call.input(&P::g, g);
+    call.inputs({{&P::q, q}, {&P::k, k}, {&P::v, v}, {&P::g, g}});
     call.input_state(&P::h0, initial_state);
     at::Tensor o = call.output(&P::o, call.problem.V, v, v.scalar_type());
     at::Tensor final_state =
@@ -68,11 +65,7 @@ BackwardOutputs chunk_gla_bwd_cpu(const at::Tensor& d_o, const OptionalTensor& d
     using P = Problem<T>;
     auto& p = call.problem;
     p.state_v_first = state_v_first;
-    call.input(&P::q, q);
-    call.input(&P::k, k);
-    call.input(&P::v, v);
-    call.input(&P::g, g);
-    call.input(&P::d_o, d_o);
+    call.inputs({{&P::q, q}, {&P::k, k}, {&P::v, v}, {&P::g, g}, {&P::d_o, d_o}});
     call.input_state(&P::h0, initial_state);
     call.input_state(&P::dht, dht);
     at::Tensor dq = call.output(&P::dq, p.K, q, q.scalar_type());

@@ -70,9 +70,11 @@ const at::Tensor& Call<T>::keep(at::Tensor t) {
 }
 
 template <typename T>
-void Call<T>::input(Rows Problem<T>::* rows, const at::Tensor& t) {
-  const bool contiguous_rows = t.size(3) == 1 || t.stride(3) == 1;
-  problem.*rows = rows_of(keep(contiguous_rows ? t : t.contiguous()));
+void Call<T>::inputs(std::initializer_list<Input> tensors) {
+  for (const auto& [rows, t] : tensors) {
+    const bool contiguous_rows = t.size(3) == 1 || t.stride(3) == 1;
+    problem.*rows = rows_of(keep(contiguous_rows ? t : t.contiguous()));
+  }
 }
 
 template <typename T>

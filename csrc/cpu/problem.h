@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <initializer_list>
 #include <vector>
 
 #include "../checks.h"
@@ -26,7 +27,12 @@ class Call {
   int64_t B, tokens, N, chunks;
   bool packed;
 
-  void input(Rows Problem<T>::* rows, const at::Tensor& t);
+  // [B, T, H, D] inputs, each with the field it fills.
+  struct Input {
+    Rows Problem<T>::* rows;
+    const at::Tensor& tensor;
+  };
+  void inputs(std::initializer_list<Input> tensors);
   void input_state(const T* Problem<T>::* states, const OptionalTensor& t);
   void input_chunk_states(const at::Tensor& S);
   void input_chunk_state_grads(const at::Tensor& dS);

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "../ops.h"
+#include "../step_checks.h"
 #include "problem.h"
 
 namespace gla_ext::cpu {
@@ -13,10 +14,10 @@ using AccumulateOf = typename std::remove_reference_t<Call>::Accumulate;
 
 at::Tensor gate_cumsum(const at::Tensor& g, const OptionalTensor& cu_seqlens) {
   const char* op = "_gate_cumsum";
-  const Shape shape = check_step({.op = op, .g = &g, .cu_seqlens = cu_seqlens});
+  const Shape shape = check_gate_cumsum(g, cu_seqlens);
   return with_call(op, shape, cu_seqlens, 1.0, [&](auto& call) {
     using T = AccumulateOf<decltype(call)>;
-    call.input(&Problem<T>::g, g);
+    call.inputs({{&Problem<T>::g, g}});
     at::Tensor b = call.output(&Problem<T>::b, call.problem.K, g, shape.accumulate);
     call.run(kernels<T>().gate_cumsum);
     return b;
@@ -29,20 +30,12 @@ std::tuple<at::Tensor, at::Tensor> chunk_states(const at::Tensor& k, const at::T
                                                 const OptionalTensor& cu_seqlens,
                                                 bool state_v_first) {
   const char* op = "_chunk_states";
-  const Shape shape = check_step({.op = op,
-                                  .k = &k,
-                                  .v = &v,
-                                  .b = &b,
-                                  .initial_state = initial_state,
-                                  .cu_seqlens = cu_seqlens,
-                                  .state_v_first = state_v_first});
+  const Shape shape = check_chunk_states(k, v, b, initial_state, cu_seqlens, state_v_first);
   return with_call(op, shape, cu_seqlens, 1.0, [&](auto& call) {
     using T = AccumulateOf<decltype(call)>;
     using P = Problem<T>;
     call.problem.state_v_first = state_v_first;
-    call.input(&P::k, k);
-    call.input(&P::v, v);
-    call.input(&P::b, b);
+    call.inputs({{&P::k, k}, {&P::v, v}, {&P::b, b}});
     call.input_state(&P::h0, initial_state);
     at::Tensor S = call.output_chunk_states(k, shape.accumulate);
     at::Tensor final_state = call.output_state(&P::ht, k);
@@ -54,13 +47,11 @@ std::tuple<at::Tensor, at::Tensor> chunk_states(const at::Tensor& k, const at::T
 at::Tensor scores_off_diagonal(const at::Tensor& q, const at::Tensor& k, const at::Tensor& b,
                                const OptionalTensor& cu_seqlens, std::optional<double> scale) {
   const char* op = "_scores_off_diagonal";
-  const Shape shape = check_step({.op = op, .q = &q, .k = &k, .b = &b, .cu_seqlens = cu_seqlens});
+  const Shape shape = check_scores(op, q, k, b, cu_seqlens);
   return with_call(op, shape, cu_seqlens, scale, [&](auto& call) {
     using T = AccumulateOf<decltype(call)>;
     using P = Problem<T>;
-    call.input(&P::q, q);
-    call.input(&P::k, k);
-    call.input(&P::b, b);
+    call.inputs({{&P::q, q}, {&P::k, k}, {&P::b, b}});
     at::Tensor A = call.output(&P::A, kChunk, q, shape.accumulate);
     call.run(kernels<T>().scores_off_diagonal);
     return A;
@@ -70,13 +61,11 @@ at::Tensor scores_off_diagonal(const at::Tensor& q, const at::Tensor& k, const a
 at::Tensor scores_diagonal(const at::Tensor& q, const at::Tensor& k, const at::Tensor& b,
                            const OptionalTensor& cu_seqlens, std::optional<double> scale) {
   const char* op = "_scores_diagonal";
-  const Shape shape = check_step({.op = op, .q = &q, .k = &k, .b = &b, .cu_seqlens = cu_seqlens});
+  const Shape shape = check_scores(op, q, k, b, cu_seqlens);
   return with_call(op, shape, cu_seqlens, scale, [&](auto& call) {
     using T = AccumulateOf<decltype(call)>;
     using P = Problem<T>;
-    call.input(&P::q, q);
-    call.input(&P::k, k);
-    call.input(&P::b, b);
+    call.inputs({{&P::q, q}, {&P::k, k}, {&P::b, b}});
     at::Tensor A_diagonal = call.output(&P::A_diagonal, kSubChunk, q, shape.accumulate);
     call.run(kernels<T>().scores_diagonal);
     return A_diagonal;
@@ -87,22 +76,11 @@ at::Tensor output(const at::Tensor& q, const at::Tensor& v, const at::Tensor& b,
                   const at::Tensor& A, const at::Tensor& A_diagonal, const at::Tensor& S,
                   const OptionalTensor& cu_seqlens, std::optional<double> scale) {
   const char* op = "_output";
-  const Shape shape = check_step({.op = op,
-                                  .q = &q,
-                                  .v = &v,
-                                  .b = &b,
-                                  .A = &A,
-                                  .A_diagonal = &A_diagonal,
-                                  .S = &S,
-                                  .cu_seqlens = cu_seqlens});
+  const Shape shape = check_output(q, v, b, A, A_diagonal, S, cu_seqlens);
   return with_call(op, shape, cu_seqlens, scale, [&](auto& call) {
     using T = AccumulateOf<decltype(call)>;
     using P = Problem<T>;
-    call.input(&P::q, q);
-    call.input(&P::v, v);
-    call.input(&P::b, b);
-    call.input(&P::A, A);
-    call.input(&P::A_diagonal, A_diagonal);
+    call.inputs({{&P::q, q}, {&P::v, v}, {&P::b, b}, {&P::A, A}, {&P::A_diagonal, A_diagonal}});
     call.input_chunk_states(S);
     at::Tensor o = call.output(&P::o, call.problem.V, v, v.scalar_type());
     call.run(kernels<T>().output);
@@ -115,20 +93,12 @@ std::tuple<at::Tensor, at::Tensor> state_grads(const at::Tensor& q, const at::Te
                                                const OptionalTensor& cu_seqlens,
                                                std::optional<double> scale, bool state_v_first) {
   const char* op = "_state_grads";
-  const Shape shape = check_step({.op = op,
-                                  .q = &q,
-                                  .d_o = &d_o,
-                                  .b = &b,
-                                  .dht = dht,
-                                  .cu_seqlens = cu_seqlens,
-                                  .state_v_first = state_v_first});
+  const Shape shape = check_state_grads(q, d_o, b, dht, cu_seqlens, state_v_first);
   return with_call(op, shape, cu_seqlens, scale, [&](auto& call) {
     using T = AccumulateOf<decltype(call)>;
     using P = Problem<T>;
     call.problem.state_v_first = state_v_first;
-    call.input(&P::q, q);
-    call.input(&P::d_o, d_o);
-    call.input(&P::b, b);
+    call.inputs({{&P::q, q}, {&P::d_o, d_o}, {&P::b, b}});
     call.input_state(&P::dht, dht);
     at::Tensor dS = call.output_chunk_state_grads(q);
     at::Tensor dh0 = call.output_state(&P::dh0, q);
@@ -141,22 +111,11 @@ at::Tensor value_grads(const at::Tensor& k, const at::Tensor& d_o, const at::Ten
                        const at::Tensor& A, const at::Tensor& A_diagonal, const at::Tensor& dS,
                        const OptionalTensor& cu_seqlens) {
   const char* op = "_value_grads";
-  const Shape shape = check_step({.op = op,
-                                  .k = &k,
-                                  .d_o = &d_o,
-                                  .b = &b,
-                                  .A = &A,
-                                  .A_diagonal = &A_diagonal,
-                                  .dS = &dS,
-                                  .cu_seqlens = cu_seqlens});
+  const Shape shape = check_value_grads(k, d_o, b, A, A_diagonal, dS, cu_seqlens);
   return with_call(op, shape, cu_seqlens, 1.0, [&](auto& call) {
     using T = AccumulateOf<decltype(call)>;
     using P = Problem<T>;
-    call.input(&P::k, k);
-    call.input(&P::d_o, d_o);
-    call.input(&P::b, b);
-    call.input(&P::A, A);
-    call.input(&P::A_diagonal, A_diagonal);
+    call.inputs({{&P::k, k}, {&P::d_o, d_o}, {&P::b, b}, {&P::A, A}, {&P::A_diagonal, A_diagonal}});
     call.input_chunk_state_grads(dS);
     at::Tensor dv = call.output(&P::dv, call.problem.V, d_o, d_o.scalar_type());
     call.run(kernels<T>().value_grads);
@@ -167,13 +126,11 @@ at::Tensor value_grads(const at::Tensor& k, const at::Tensor& d_o, const at::Ten
 at::Tensor score_grads(const at::Tensor& d_o, const at::Tensor& v, const OptionalTensor& cu_seqlens,
                        std::optional<double> scale) {
   const char* op = "_score_grads";
-  const Shape shape = check_step({.op = op, .v = &v, .d_o = &d_o, .cu_seqlens = cu_seqlens});
-  check_scale_given(op, scale);
+  const Shape shape = check_score_grads(d_o, v, cu_seqlens, scale);
   return with_call(op, shape, cu_seqlens, scale, [&](auto& call) {
     using T = AccumulateOf<decltype(call)>;
     using P = Problem<T>;
-    call.input(&P::d_o, d_o);
-    call.input(&P::v, v);
+    call.inputs({{&P::d_o, d_o}, {&P::v, v}});
     at::Tensor dA = call.output(&P::dA, kChunk, v, shape.accumulate);
     call.run(kernels<T>().score_grads);
     return dA;
@@ -185,15 +142,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_grads(const at::Tensor& q, 
                                                            const at::Tensor& dA,
                                                            const OptionalTensor& cu_seqlens) {
   const char* op = "_intra_grads";
-  const Shape shape =
-      check_step({.op = op, .q = &q, .k = &k, .b = &b, .dA = &dA, .cu_seqlens = cu_seqlens});
+  const Shape shape = check_intra_grads(q, k, b, dA, cu_seqlens);
   return with_call(op, shape, cu_seqlens, 1.0, [&](auto& call) {
     using T = AccumulateOf<decltype(call)>;
     using P = Problem<T>;
-    call.input(&P::q, q);
-    call.input(&P::k, k);
-    call.input(&P::b, b);
-    call.input(&P::dA, dA);
+    call.inputs({{&P::q, q}, {&P::k, k}, {&P::b, b}, {&P::dA, dA}});
     const int64_t K = call.problem.K;
     at::Tensor dq = call.output(&P::dq, K, q, shape.accumulate);
     at::Tensor dk = call.output(&P::dk, K, q, shape.accumulate);
@@ -209,29 +162,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> merge_grads(
     const at::Tensor& dk_intra, const at::Tensor& dg_intra, const OptionalTensor& cu_seqlens,
     std::optional<double> scale) {
   const char* op = "_merge_grads";
-  const Shape shape = check_step({.op = op,
-                                  .q = &q,
-                                  .k = &k,
-                                  .v = &v,
-                                  .d_o = &d_o,
-                                  .b = &b,
-                                  .dq = &dq_intra,
-                                  .dk = &dk_intra,
-                                  .dg = &dg_intra,
-                                  .S = &S,
-                                  .dS = &dS,
-                                  .cu_seqlens = cu_seqlens});
+  const Shape shape =
+      check_merge_grads(q, k, v, d_o, b, S, dS, dq_intra, dk_intra, dg_intra, cu_seqlens);
   return with_call(op, shape, cu_seqlens, scale, [&](auto& call) {
     using T = AccumulateOf<decltype(call)>;
     using P = Problem<T>;
-    call.input(&P::q, q);
-    call.input(&P::k, k);
-    call.input(&P::v, v);
-    call.input(&P::d_o, d_o);
-    call.input(&P::b, b);
-    call.input(&P::dq_intra, dq_intra);
-    call.input(&P::dk_intra, dk_intra);
-    call.input(&P::dg_intra, dg_intra);
+    call.inputs({{&P::q, q},
+                 {&P::k, k},
+                 {&P::v, v},
+                 {&P::d_o, d_o},
+                 {&P::b, b},
+                 {&P::dq_intra, dq_intra},
+                 {&P::dk_intra, dk_intra},
+                 {&P::dg_intra, dg_intra}});
     call.input_chunk_states(S);
     call.input_chunk_state_grads(dS);
     const int64_t K = call.problem.K;
