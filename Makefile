@@ -1,7 +1,7 @@
 # make build | train | test | bench | ctest | lint | format | clean
 #
-# PYTHON=  interpreter for .venv; default: the newest working Python from 3.11 on
-# TORCH=   torch to build against, as pip takes it; changing PYTHON or TORCH rebuilds
+# PYTHON=  interpreter for .venv; default: the first working one of 3.13, 3.12, 3.11
+# TORCH=   torch to build against, one pip requirement; changing PYTHON or TORCH rebuilds
 # TRAIN_ARGS=, PYTEST_ARGS=, BENCH_ARGS=  passed on
 PYTHON ?=
 TORCH ?= torch==2.11.0

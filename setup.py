@@ -14,9 +14,16 @@ import shutil
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.dist_info import dist_info
+
+if tuple(int(part) for part in setuptools.__version__.split(".")[:2]) < (77, 0):
+    raise SystemExit(
+        f"gla_ext needs setuptools 77.0.3 or newer to build, got {setuptools.__version__}: "
+        "pip install 'setuptools>=77.0.3,<82'"
+    )
 
 ROOT = Path(__file__).resolve().parent
 MIN_TORCH = (2, 11)

@@ -251,6 +251,8 @@ def main() -> int:
     )
     parser.add_argument("--memory", nargs=2, metavar=("VARIANT", "T"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error("expected --rounds to be at least 2")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)

@@ -33,6 +33,7 @@ class GLACache:
 
     def update(
         self,
+        *,
         layer_idx: int = 0,
         recurrent_state: Tensor | None = None,
         conv_state: Any | None = None,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +35,10 @@ def load_model(folder: str | Path) -> GLAForCausalLM:
     """Reads what `save_model`, or FLA, wrote.
 
     Args:
-        folder: holds model.safetensors and config.json.
+        folder: holds model.safetensors, in one file, and config.json.
 
     Returns:
-        The model on CPU, in eval mode.
+        The model on CPU, in eval mode, its parameters fp32 whatever the file's dtype.
 
     Raises:
         FileNotFoundError: without these files.
@@ -92,6 +94,7 @@ def write_tensors(
         metadata: anything JSON can hold. String values stand in the header as they are, which
             other readers expect; the whole stands there as JSON. Default: None.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -102,11 +105,15 @@ def write_tensors(
     temporary.unlink(missing_ok=True)
     temporary.touch()
     mode = temporary.stat().st_mode
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-        temporary,
-        metadata=header,
-    )
+    try:
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+            temporary,
+            metadata=header,
+        )
+    except SafetensorError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error}") from error
     temporary.chmod(mode)  # save_file leaves the file to its owner alone
     _sync(temporary)
     os.replace(temporary, path)
@@ -114,21 +121,34 @@ def write_tensors(
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Reads a safetensors file: its tensors on CPU, and `write_tensors`' metadata or {}."""
-    from safetensors import safe_open
+    """Reads a safetensors file: its tensors on CPU, and `write_tensors`' metadata or {}.
 
-    with safe_open(path, framework="pt") as file:
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that is damaged, or no safetensors file.
+    """
+    with _opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     return tensors, read_metadata(path)
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """`write_tensors`' metadata or {}, without reading a tensor."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
+    """`write_tensors`' metadata or {}, without reading a tensor; raises as `read_tensors`."""
+    with _opened(path) as file:
         header = file.metadata() or {}
     return json.loads(header.get(_METADATA_KEY, "{}"))
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path) -> Iterator[Any]:
+    """A safetensors file, open for reading."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"expected {path} to be a whole safetensors file: {error}") from error
 
 
 def _sync(path: Path) -> None:

@@ -52,7 +52,8 @@ class GLAConfig:
         vocab_size: number of tokens. Default: 32000.
 
     Raises:
-        ValueError: hidden_act other than 'swish', sizes below 1.
+        ValueError: sizes below 1.
+        NotImplementedError: hidden_act other than 'swish'.
     """
 
     hidden_size: int = 2048
@@ -84,8 +85,8 @@ class GLAConfig:
 
     def __post_init__(self) -> None:
         if self.hidden_act != "swish":
-            raise ValueError(
-                f"GLAConfig: expected hidden_act to be 'swish', got {self.hidden_act!r}"
+            raise NotImplementedError(
+                f"GLAConfig: hidden_act = {self.hidden_act!r} is not implemented, only 'swish' is"
             )
         for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
             if getattr(self, name) < 1:
@@ -109,7 +110,7 @@ class GLAConfig:
     def from_dict(cls, values: dict[str, Any]) -> GLAConfig:
         """Reads `to_dict`'s form, or a config.json that FLA wrote.
 
-        Entries that do not change what the model computes are passed over.
+        Entries that are neither fields here nor known options of FLA are passed over.
 
         Raises:
             ValueError: for a model_type other than 'gla'.

@@ -79,7 +79,8 @@ def load_corpus(path: str | Path | None = None, max_bytes: int = MAX_BYTES) -> C
     path = Path(path)
     if path.is_dir():
         return _split(str(path), _read_folder(path), max_bytes)
-    text = path.read_bytes()[:max_bytes]
+    with path.open("rb") as file:
+        text = file.read(max_bytes)
     if not _is_text(text):
         raise ValueError(f"load_corpus: expected {path} to be text, got a file with NUL bytes")
     if len(text) < 2:
@@ -181,7 +182,7 @@ def _read_folder(
 
 def _split(name: str, documents: list[tuple[str, bytes]], max_bytes: int) -> Corpus:
     """Divides documents as `load_corpus` says."""
-    documents.sort(key=lambda document: hashlib.sha256(document[0].encode()).digest())
+    documents.sort(key=lambda document: hashlib.sha256(os.fsencode(document[0])).digest())
     documents = _fitting(documents, max_bytes)
     if len(documents) < 2:
         raise ValueError(

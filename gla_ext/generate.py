@@ -86,7 +86,9 @@ def sample(
     """
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    probabilities, tokens = (logits.float() / temperature).softmax(-1).sort(-1, descending=True)
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    probabilities, tokens = logits.softmax(-1).sort(-1, descending=True)
     if top_k is not None:
         probabilities, tokens = probabilities[:, :top_k], tokens[:, :top_k]
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
@@ -121,6 +123,11 @@ def _check(
         raise ValueError(f"generate: expected top_k to be at least 1, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"generate: expected top_p to be in (0, 1], got {top_p}")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"generate: expected attention_mask to have shape {list(input_ids.shape)}, got "
+            f"{list(attention_mask.shape)}"
+        )
     if attention_mask is not None and not attention_mask[:, -1].all():
         raise ValueError(
             "generate: expected prompts padded on the left, got an attention_mask that ends with 0"

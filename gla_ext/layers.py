@@ -81,6 +81,11 @@ class GatedLinearAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_options(mode, num_heads, num_kv_heads, feature_map, use_short_conv, gate_fn)
+        if gate_low_rank_dim < 1 or gate_logit_normalizer == 0:
+            raise ValueError(
+                "GatedLinearAttention: expected gate_low_rank_dim to be at least 1 and "
+                f"gate_logit_normalizer not 0, got {gate_low_rank_dim} and {gate_logit_normalizer}"
+            )
         self.mode = mode
         self.hidden_size = hidden_size
         self.expand_k, self.expand_v = expand_k, expand_v

@@ -120,7 +120,7 @@ class GLAModel(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: Any | None = None,
         use_cache: bool = False,
-        **kwargs: Any,
+        cu_seqlens: Tensor | None = None,
     ) -> ModelOutput:
         """Arguments as `GLAForCausalLM.forward`."""
         if use_cache and past_key_values is None:
@@ -129,7 +129,7 @@ class GLAModel(nn.Module):
             "attention_mask": attention_mask,
             "past_key_values": past_key_values,
             "use_cache": use_cache,
-            **kwargs,
+            "cu_seqlens": cu_seqlens,
         }
         x = self.embeddings(input_ids)
         recompute = self.gradient_checkpointing and self.training and past_key_values is None
@@ -166,7 +166,7 @@ class GLAForCausalLM(nn.Module):
         use_cache: bool = False,
         labels: Tensor | None = None,
         logits_to_keep: int = 0,
-        **kwargs: Any,
+        cu_seqlens: Tensor | None = None,
     ) -> CausalLMOutput:
         """Logits of the next token at every position, and the loss when labels are given.
 
@@ -180,17 +180,25 @@ class GLAForCausalLM(nn.Module):
                 t + 1, and labels of -100 do not count. Default: None.
             logits_to_keep: with labels None, compute the logits of the last so many positions
                 alone; 0 means all. Default: 0.
-            **kwargs: `cu_seqlens`, offsets of the sequences packed into a batch of one.
+            cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of
+                one. Default: None.
 
         Returns:
             A `CausalLMOutput`.
+
+        Raises:
+            ValueError: logits_to_keep below 0.
         """
+        if logits_to_keep < 0:
+            raise ValueError(
+                f"GLAForCausalLM: expected logits_to_keep to be at least 0, got {logits_to_keep}"
+            )
         x, past_key_values = self.model(
             input_ids,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             use_cache=use_cache,
-            **kwargs,
+            cu_seqlens=cu_seqlens,
         )
         if labels is None:
             return CausalLMOutput(None, self.lm_head(x[:, -logits_to_keep:]), past_key_values)
@@ -255,5 +263,7 @@ __all__ = [
     "GLAForCausalLM",
     "GLAModel",
     "ModelOutput",
+    "count_parameters",
+    "init_weights",
     "next_token_loss",
 ]

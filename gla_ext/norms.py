@@ -42,7 +42,8 @@ class RMSNorm(nn.Module):
     def normalize(self, x: Tensor) -> Tensor:
         """The norm of x before it is rounded: fp32, or fp64 for an fp64 input."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean_square = torch.linalg.vecdot(x, x).unsqueeze(-1) / x.shape[-1]
+        # No product that autocast would run in a shorter dtype.
+        mean_square = x.square().mean(-1, keepdim=True)
         x = x * torch.rsqrt(mean_square + self.eps)
         return x if self.weight is None else x * self.weight
 

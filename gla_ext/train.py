@@ -10,7 +10,8 @@ import argparse
 import importlib.util
 import json
 import math
-import os
+import shlex
+import shutil
 import signal
 import sys
 import time
@@ -24,7 +25,14 @@ import torch
 from gla_ext.checkpoint import read_metadata
 from gla_ext.data import Corpus, load_corpus, lzma_bits_per_byte, order0_bits_per_byte
 from gla_ext.model import count_parameters
-from gla_ext.trainer import DTYPES, CheckpointMismatch, Settings, Trainer, checkpoint_settings
+from gla_ext.trainer import (
+    DTYPES,
+    CheckpointMismatch,
+    Settings,
+    Trainer,
+    check_at_least,
+    checkpoint_settings,
+)
 
 CHECKPOINT = "checkpoint.safetensors"
 _PACKAGES = ("matplotlib", "safetensors", "tqdm")
@@ -42,6 +50,9 @@ class Options:
     prompt: str = "def "
     sample_bytes: int = 400
     save_every: int = 200
+
+    def __post_init__(self) -> None:
+        check_at_least(self, sample_bytes=0, save_every=1)
 
 
 class Interrupted(Exception):
@@ -76,6 +87,8 @@ class StopSignals:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns its exit status (128 + the signal's number if stopped)."""
     given = vars(_parser().parse_args(argv))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal cannot show
     try:
         _check_packages()
         settings, options = _settings_and_options(given)
@@ -83,7 +96,8 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 _run(settings, options, signals)
             except Interrupted:
-                print(f"Stopped. To go on: python -m gla_ext.train --out {options.out} --resume")
+                again = ["-m", "gla_ext.train", "--out", str(options.out), "--resume"]
+                print(f"Stopped. To go on: {shlex.join([sys.executable, *again])}")
                 return 128 + signals.number
     except (OSError, ValueError, ImportError) as error:
         print(f"gla_ext.train: {error}", file=sys.stderr)
@@ -105,6 +119,17 @@ def default_device() -> str:
     """'cuda' where there is a GPU and gla_ext was built with CUDA operators, else 'cpu'."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("gla_ext::chunk_gla_fwd", "CUDA")
     return "cuda" if has_kernel and torch.cuda.is_available() else "cpu"
+
+
+def _check_device(device: str) -> None:
+    """Raises ValueError if training cannot run there."""
+    try:
+        kind = torch.device(device).type
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"expected --device to be usable, got {device}: {error}") from error
+    if kind != "cpu" and kind != torch.device(default_device()).type:
+        raise ValueError(f"expected --device to be one gla_ext has operators for, got {device}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -151,6 +176,7 @@ def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
     options = Options(**{name: value for name, value in given.items() if name in names})
     if options.device == "auto":
         options.device = default_device()
+    _check_device(options.device)
     given = {name: value for name, value in given.items() if name not in names}
     if "data" in given:
         given["data"] = str(Path(given["data"]).resolve())
@@ -181,9 +207,11 @@ def _run(settings: Settings, options: Options, signals: StopSignals) -> None:
         if options.resume:
             trainer.load(checkpoint)
         else:
-            os.replace(checkpoint, checkpoint.with_suffix(".old.safetensors"))
+            shutil.copyfile(checkpoint, checkpoint.with_suffix(".old.safetensors"))
     elif options.resume:
         print(f"No checkpoint in {options.out} yet: starting at step 0")
+    if not trainer.step:
+        trainer.save(checkpoint)  # from here on --resume knows the run's settings
     _print_start(trainer, corpus, options)
     signals.check()
     speed = _train(trainer, options, signals)
@@ -212,6 +240,7 @@ def _train(trainer: Trainer, options: Options, signals: StopSignals) -> float:
             if not signals.stopped():
                 start = time.perf_counter()
                 trainer.train_step()
+                seconds += time.perf_counter() - start
                 if trainer.step % 10 == 0 or trainer.step == steps:
                     loss = trainer.recent_loss()
                     if not math.isfinite(loss):
@@ -219,9 +248,8 @@ def _train(trainer: Trainer, options: Options, signals: StopSignals) -> float:
                             f"expected a finite loss, got {loss} before step {trainer.step}; "
                             "a lower --lr may help"
                         )
-                    rate = batch_bytes * (trainer.step - first) / (seconds + 1e-9)
+                    rate = batch_bytes * (trainer.step - first) / seconds
                     bar.set_postfix_str(f"{loss:.3f} bits/byte, {rate:,.0f} tokens/s", False)
-                seconds += time.perf_counter() - start
                 bar.update()
             due = trainer.step % options.save_every == 0 or trainer.step == steps
             if (due or signals.stopped()) and trainer.step > saved:

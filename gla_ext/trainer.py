@@ -28,6 +28,15 @@ _EVAL_SEGMENT = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def check_at_least(options: Any, **minima: float) -> None:
+    """Raises ValueError for an option below its minimum, or NaN."""
+    for name, minimum in minima.items():
+        value = getattr(options, name)
+        if not value >= minimum:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"expected {flag} to be at least {minimum}, got {value}")
+
+
 @dataclass
 class Settings:
     """What decides the numbers of a run; a checkpoint carries them, and the digest of its text.
@@ -37,7 +46,7 @@ class Settings:
     steps, batch_size, seq_len: each step takes batch_size windows of seq_len bytes.
     hidden_size, layers, heads: the model's.
     lr: peak learning rate; it rises linearly over `warmup` steps and falls linearly to 0.
-    weight_decay: of the matrices. grad_clip: largest gradient norm.
+    weight_decay: of the matrices. grad_clip: largest gradient norm, 0 for any.
     eval_every: steps between evaluations; 0 is a quarter of the steps, 250 at least.
     seed: of the initial weights, the batches and the sample.
     """
@@ -56,6 +65,10 @@ class Settings:
     grad_clip: float = 1.0
     eval_every: int = 0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_at_least(self, steps=0, batch_size=1, seq_len=1, hidden_size=1, layers=1, heads=1)
+        check_at_least(self, lr=0, warmup=0, weight_decay=0, grad_clip=0, eval_every=0)
 
     def model_config(self) -> GLAConfig:
         return GLAConfig(
@@ -123,7 +136,8 @@ class Trainer:
             logits = self.forward(inputs).logits
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
+        if self.settings.grad_clip > 0:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses[self.step] = loss.detach()

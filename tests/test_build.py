@@ -221,3 +221,18 @@ def test_sdist_builds_without_torch_and_is_complete(tmp_path):
     assert expected - packed <= {"gla_ext/_build_info.py"}
     assert set(names) <= packed
     assert not packed & {"gla_ext/_build_info.py", "gla_ext/_C.so"}
+
+
+def test_old_setuptools_is_one_sentence():
+    code = (
+        "import runpy, setuptools; setuptools.__version__ = '65.5.0'; "
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert result.stderr == (
+        "gla_ext needs setuptools 77.0.3 or newer to build, got 65.5.0: "
+        "pip install 'setuptools>=77.0.3,<82'\n"
+    )

@@ -134,6 +134,7 @@ def test_temperature_sharpens():
         ({"top_p": 0.0}, r"top_p to be in \(0, 1\], got 0.0"),
         ({"top_p": 1.5}, r"top_p to be in \(0, 1\], got 1.5"),
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, "padded on the left, got"),
+        ({"attention_mask": torch.ones(3)}, r"attention_mask to have shape \[1, 3\], got \[3\]"),
     ],
 )
 def test_generate_errors(options, message):

@@ -60,12 +60,13 @@ def test_lower_precision_stays_close(dtype, bound, fuse_norm):
     assert_close(y, composed(layer, x.double())[0], bound)
 
 
-def test_autocast_keeps_close():
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.03), (torch.float16, 2e-3)])
+def test_autocast_keeps_close(dtype, bound):
     layer, x = make_layer(torch.float32), make_x(dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         y = layer(x)[0]
-    assert y.dtype == torch.bfloat16
-    assert_close(y, composed(layer, x.double())[0], 0.03)
+    assert y.dtype == dtype
+    assert_close(y, composed(layer, x.double())[0], bound)
 
 
 PROJECTIONS = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"}
@@ -114,6 +115,15 @@ def test_norms_round_once(norm):
     gates = [gate] if isinstance(norm, GatedRMSNorm) else []
     exact = norm.double()(x.double(), *(gate.double() for gate in gates))
     assert torch.equal(norm.float()(x, *gates), exact.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", [RMSNorm(256), GatedRMSNorm(256)])
+def test_norms_stay_fp32_under_autocast(norm, dtype):
+    inputs = (20 * torch.randn(7, 256), torch.randn(7, 256))[: 1 + isinstance(norm, GatedRMSNorm)]
+    expected = norm(*inputs)
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(norm(*inputs), expected)
 
 
 NOT_YET = {

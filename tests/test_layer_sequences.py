@@ -137,7 +137,7 @@ def test_takes_any_cache_of_its_kind():
 def test_cache_selects_repeats_detaches_and_resets():
     cache = GLACache()
     state = torch.arange(3.0, requires_grad=True).view(3, 1)
-    cache.update(0, state, conv_state=(state * 2,), offset=4)
+    cache.update(layer_idx=0, recurrent_state=state, conv_state=(state * 2,), offset=4)
     cache.batch_select_indices(torch.tensor([2, 0]))
     assert cache[0]["recurrent_state"].flatten().tolist() == [2, 0]
     cache.batch_repeat_interleave(2)

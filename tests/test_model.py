@@ -227,7 +227,7 @@ def test_config_file_of_fla_is_read(tmp_path):
         ({"use_gv": True}, NotImplementedError, "use_gv = True is not implemented"),
         ({"use_gk": False}, NotImplementedError, "use_gk = False is not implemented"),
         ({"attn": {"layers": [0]}}, NotImplementedError, "attn = {'layers': .* is not implemented"),
-        ({"hidden_act": "gelu"}, ValueError, "hidden_act to be 'swish', got 'gelu'"),
+        ({"hidden_act": "powlu"}, NotImplementedError, "hidden_act = 'powlu' is not implemented"),
         ({"num_hidden_layers": 0}, ValueError, "num_hidden_layers to be at least 1, got 0"),
     ],
 )
@@ -282,3 +282,11 @@ def test_model_alone_returns_states():
     x, cache = model(make_ids(), use_cache=True)
     assert x.shape == (2, 70, 16)
     assert cache[1]["recurrent_state"].shape == (2, 2, 8, 4)
+
+
+def test_forward_refuses_what_it_does_not_know():
+    model, ids = make_model(), make_ids()
+    with pytest.raises(TypeError, match="attn_mask"):
+        model(ids, attn_mask=torch.ones_like(ids))
+    with pytest.raises(ValueError, match="logits_to_keep to be at least 0, got -2"):
+        model(ids, logits_to_keep=-2)

@@ -18,7 +18,7 @@ from test_data import write_texts
 from torch.nn import functional as F
 
 from gla_ext import data, train, trainer
-from gla_ext.checkpoint import load_model, read_tensors, write_tensors
+from gla_ext.checkpoint import load_model, read_metadata, read_tensors, write_tensors
 from gla_ext.data import encode, load_corpus
 
 TINY = ["--steps", 6, "--batch-size", 2, "--seq-len", 32, "--hidden-size", 16, "--layers", 1]
@@ -142,8 +142,9 @@ def test_writes_everything(folder, tmp_path, capfd):
     assert (out / "checkpoint.old.safetensors").exists()
 
 
+@pytest.mark.parametrize("first_step", [0, 20])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_stopped_at_any_moment_it_goes_on(folder, tmp_path, number):
+def test_stopped_at_any_moment_it_goes_on(folder, tmp_path, number, first_step):
     args = ["--data", folder, *TINY, "--steps", 300, "--save-every", 20, "--eval-every", 40]
     command = [sys.executable, "-m", "gla_ext.train", "--out", tmp_path / "stopped", *args]
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -155,7 +156,8 @@ def test_stopped_at_any_moment_it_goes_on(folder, tmp_path, number):
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not (tmp_path / "stopped" / train.CHECKPOINT).exists():
+    path = tmp_path / "stopped" / train.CHECKPOINT
+    while not path.exists() or read_metadata(path)["step"] < first_step:
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
     process.send_signal(number)
@@ -164,11 +166,40 @@ def test_stopped_at_any_moment_it_goes_on(folder, tmp_path, number):
         assert process.returncode == -number, err
     else:
         assert process.returncode == 128 + number, err
-        assert f"--out {tmp_path / 'stopped'} --resume" in out
-    assert 20 <= checkpoint(tmp_path / "stopped")[1]["step"] < 300
+        assert f"{sys.executable} -m gla_ext.train --out {tmp_path / 'stopped'} --resume" in out
+    assert first_step <= checkpoint(tmp_path / "stopped")[1]["step"] < 300
     run("--out", tmp_path / "stopped", "--resume")
     run("--out", tmp_path / "whole", *args)
     assert_same_checkpoints(tmp_path / "stopped", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None])
+def test_resume_from_a_damaged_checkpoint(folder, tmp_path, capsys, damage):
+    out = tmp_path / "out"
+    run("--data", folder, "--out", out, *TINY)
+    path = out / train.CHECKPOINT
+    path.write_bytes(path.read_bytes()[:-100] if damage is None else damage)
+    run("--out", out, "--resume", code=2)
+    assert f"expected {path} to be a whole safetensors file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--save-every", 0, "expected --save-every to be at least 1, got 0"),
+        ("--steps", -1, "expected --steps to be at least 0, got -1"),
+        ("--batch-size", 0, "expected --batch-size to be at least 1, got 0"),
+        ("--grad-clip", -1.0, "expected --grad-clip to be at least 0, got -1.0"),
+        ("--lr", "nan", "expected --lr to be at least 0, got nan"),
+        ("--sample-bytes", -1, "expected --sample-bytes to be at least 0, got -1"),
+        ("--device", "foo", "expected --device to be usable, got foo"),
+        ("--device", "meta", "expected --device to be one gla_ext has operators for, got meta"),
+    ],
+)
+def test_bad_options(folder, tmp_path, capsys, option, value, message):
+    run("--data", folder, "--out", tmp_path / "out", *TINY, option, value, code=2)
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_resume_without_a_checkpoint_starts(folder, tmp_path, capsys):
@@ -239,7 +270,7 @@ def test_missing_packages_are_named_at_once(tmp_path, capsys, monkeypatch):
 def test_a_loss_that_is_not_finite_stops_the_run(folder, tmp_path, capsys):
     run("--data", folder, "--out", tmp_path / "out", *TINY, "--lr", "inf", code=2)
     assert_error(capsys, "expected a finite loss, got nan before step 6; a lower --lr may help")
-    assert not (tmp_path / "out" / train.CHECKPOINT).exists()
+    assert checkpoint(tmp_path / "out")[1]["step"] == 0  # nothing saved since the start
 
 
 def test_bfloat16(folder, tmp_path):
