@@ -228,9 +228,7 @@ def test_old_setuptools_is_one_sentence():
         "import runpy, setuptools; setuptools.__version__ = '65.5.0'; "
         "runpy.run_path('setup.py', run_name='__main__')"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
+    result = run(sys.executable, "-c", code, cwd=ROOT)
     assert result.returncode == 1
     assert result.stderr == (
         "gla_ext needs setuptools 77.0.3 or newer to build, got 65.5.0: "
