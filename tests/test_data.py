@@ -4,37 +4,12 @@ import lzma
 import math
 import os
 import random
-from pathlib import Path
 
 import pytest
 import torch
 
 from gla_ext import data
 from gla_ext.data import Batches, Corpus, encode, load_corpus
-
-
-def words(seed: int, count: int) -> bytes:
-    choose = random.Random(seed).choice
-    return " ".join(choose(["def", "return", "x", "y", "+", "\n"]) for _ in range(count)).encode()
-
-
-def write_texts(folder: Path) -> Path:
-    """Writes twelve text files into a new folder, two of them in another one inside."""
-    for i in range(12):
-        file = folder / ("sub" if i < 2 else ".") / f"{i}.txt"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(words(i, 200 + 10 * i))
-    return folder
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return write_texts(tmp_path / "text")
-
-
-@pytest.fixture
-def corpus(folder):
-    return load_corpus(folder)
 
 
 def test_split_is_by_file_disjoint_and_repeatable(folder, corpus):

@@ -14,7 +14,6 @@ import time
 import pytest
 import torch
 from common import ROOT
-from test_data import write_texts
 from torch.nn import functional as F
 
 from gla_ext import data, train, trainer
@@ -23,16 +22,6 @@ from gla_ext.data import encode, load_corpus
 
 TINY = ["--steps", 6, "--batch-size", 2, "--seq-len", 32, "--hidden-size", 16, "--layers", 1]
 TINY += ["--heads", 2, "--device", "cpu", "--sample-bytes", 8]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return write_texts(tmp_path / "text")
-
-
-@pytest.fixture
-def corpus(folder):
-    return load_corpus(folder)
 
 
 def run(*args, code=0):

@@ -1,5 +1,5 @@
 // chunk_gla under autograd: forward and backward are the registered operators, nothing but the
-// inputs is saved.
+// inputs is saved, and the states where save_states asks for them.
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>

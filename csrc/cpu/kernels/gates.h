@@ -28,8 +28,8 @@ constexpr T kMinGate = std::is_same_v<T, double> ? T(-1100) : T(-150);
 template <typename T>
 constexpr T kResetGate = kMinGate<T> + 1;
 
-// The gates of one chunk. Tiles are [C, ld], vectors [ld], ld = padded(K). With S~ = s_in ⊙ S, dS~
-// = c ⊙ dS':
+// The gates of one chunk. Tiles are [C, ld], vectors [ld], ld = padded(K). With S~ = s_in ⊙ S and
+// dS~ = c ⊙ dS':
 //   o = A v + scale q_in S~       S' = a ⊙ S + c ⊙ (k_outᵀ v)       q_in  = q ⊙ eq
 //   dS = a ⊙ dS' + s_in ⊙ (scale q_inᵀ do)                          k_out = k ⊙ ek
 template <typename T>
@@ -40,13 +40,14 @@ struct Gates {
   T* b = nullptr;              // their inclusive prefix sums
   T* eq = nullptr;             // tier 1: 2^(b - r);    else 2^b
   T* ek = nullptr;             // tier 1: 2^(r - b);    else 2^(b_C - b)
-  T *s_in = nullptr, *a = nullptr,
-    *c = nullptr;  // tier 1: 2^r, 2^b_C, 2^(b_C - r);    else 1, 2^b_C, 1
+  T* s_in = nullptr;           // tier 1: 2^r;          else 1
+  T* a = nullptr;              // 2^b_C
+  T* c = nullptr;              // tier 1: 2^(b_C - r);  else 1
   // Tiers 2 + 3 alone:
   T* eq_local = nullptr;  // 2^(sum of the sub-chunk's gates up to and with i)
   T* ek_local = nullptr;  // 2^(sum of the sub-chunk's gates after j)
   T* alpha = nullptr;     // 2^x
-  T* decay = nullptr;     // [c, ld], 2^(sum of sub-chunk I's gates)
+  T* decay = nullptr;     // [C / c, ld], 2^(sum of sub-chunk I's gates)
 
   int64_t sub_chunks() const { return (length + kSubChunk - 1) / kSubChunk; }
   int64_t rows(int64_t I) const {
