@@ -1,13 +1,16 @@
-# make build | train | test | bench | ctest | lint | format | clean
+# make build | train | test | test-gpu | bench | ctest | archs | lint | format | clean
+#
+# test-gpu, after test, checks and times the CUDA kernels on this machine's GPU, in some minutes.
 #
 # PYTHON=  interpreter for .venv; default: the first working one of 3.13, 3.12, 3.11
 # TORCH=   torch to build against, one pip requirement; changing PYTHON or TORCH rebuilds
-# TRAIN_ARGS=, PYTEST_ARGS=, BENCH_ARGS=  passed on
+# TRAIN_ARGS=, PYTEST_ARGS=, BENCH_ARGS=, GPU_ARGS=  passed on
 PYTHON ?=
 TORCH ?= torch==2.11.0
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+GPU_ARGS ?=
 
 py := .venv/bin/python
 pip := $(py) -m pip --disable-pip-version-check
@@ -17,7 +20,7 @@ deps_stamp := .venv/.deps-$(call checksum,$(PYTHON) $(TORCH))
 built_stamp := .venv/.built-$(call checksum,$(PYTHON) $(TORCH))
 cpp_files := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: build train test bench ctest lint format clean
+.PHONY: build train test test-gpu bench ctest archs lint format clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -29,6 +32,9 @@ train: $(built_stamp)
 test: $(built_stamp)
 	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 $(PYTEST_ARGS)
 
+test-gpu: $(built_stamp)
+	@$(py) benchmarks/check_gpu.py $(GPU_ARGS)
+
 bench: $(built_stamp)
 	@$(py) benchmarks/bench_cpu.py $(BENCH_ARGS)
 
@@ -36,6 +42,13 @@ ctest: $(deps_stamp)
 	@.venv/bin/cmake -S . -B build -DPython3_EXECUTABLE=$(CURDIR)/$(py)
 	@.venv/bin/cmake --build build --parallel $$(nproc)
 	@.venv/bin/ctest --test-dir build --output-on-failure
+
+# The CUDA sources alone, for every generation of GPUs; a register spill fails. Needs nvcc, no GPU.
+archs: $(deps_stamp)
+	@for arch in 8.0 9.0a 10.0; do \
+		FORCE_CUDA=1 GLA_EXT_WERROR_SPILLS=1 TORCH_CUDA_ARCH_LIST=$$arch \
+			$(py) setup.py --quiet build_ext --cuda-only || exit 1; \
+	done
 
 lint: $(deps_stamp)
 	@.venv/bin/ruff check .

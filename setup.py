@@ -4,6 +4,7 @@ Metadata stands in pyproject.toml. Environment variables read here:
     TORCH_CUDA_ARCH_LIST, else GLA_EXT_CUDA_ARCHS: the GPU architectures to build for.
     FORCE_CUDA: 1 fails when CUDA cannot be built, 0 builds the CPU backend only.
     MAX_JOBS: compiler processes at once (ninja's default: processors + 2).
+    GLA_EXT_WERROR_SPILLS: 1 fails where a CUDA kernel spills registers; for CI, not for users.
 """
 
 import os
@@ -13,6 +14,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import setuptools
 from setuptools import Extension, setup
@@ -41,6 +43,9 @@ KERNEL_WARNINGS = [
 ]
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall"]
 NVCC_FLAGS = ["-O3"]
+SPILLS_ARE_ERRORS = ["-Xptxas", "-warn-spills", "-Xptxas", "-Werror"]
+# Without CUDA or torch headers, for plans of GPUs that are not there.
+CUDA_PLAN = "csrc/cuda/plan.cpp"
 
 # torch's names for the architectures that the CUDA kernels support (sm_80 and up).
 NAMED_ARCHS = {
@@ -60,14 +65,14 @@ def version() -> str:
 
 
 def sources() -> dict[str, list[str]]:
-    """The source files: `common` is compiled once, `kernels` per capability, `cuda` with nvcc."""
+    """The source files: `common` is compiled once, `kernels` per capability, `cuda` with CUDA."""
 
     def find(folder: str, *suffixes: str) -> list[str]:
         files = (ROOT / folder).rglob("*")
         return sorted(str(f.relative_to(ROOT)) for f in files if f.suffix in suffixes)
 
     kernels = find("csrc/cpu/kernels", ".cpp")
-    cuda = find("csrc/cuda", ".cu", ".cpp")
+    cuda = [f for f in find("csrc/cuda", ".cu", ".cpp") if f != CUDA_PLAN]
     common = [f for f in find("csrc", ".cpp") if f not in kernels and f not in cuda]
     return {
         "common": common,
@@ -86,6 +91,11 @@ def capability_flags(capability: str) -> list[str]:
     """Compiler flags of one capability: the macros at::vec looks at, and the instruction sets."""
     macros = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
     return macros + KERNEL_WARNINGS + CPU_CAPABILITY_FLAGS[capability]
+
+
+def nvcc_flags(env: dict[str, str]) -> list[str]:
+    """nvcc's flags. None may have "arch" in it: that would switch TORCH_CUDA_ARCH_LIST off."""
+    return NVCC_FLAGS + (SPILLS_ARE_ERRORS if env.get("GLA_EXT_WERROR_SPILLS") == "1" else [])
 
 
 def default_cuda_archs(cuda: str) -> list[str]:
@@ -202,14 +212,16 @@ def make_extension() -> tuple[Extension, dict[str, object]]:
         archs = cuda_archs(dict(os.environ), torch.version.cuda, visible)
         os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(archs)
         message = f"{message[:-1]} for {', '.join(archs)}."
-        macros = ["-DGLA_EXT_CUDA", f'-DGLA_EXT_CUDA_ARCHS="{";".join(archs)}"']
+        macros = [
+            f'-DGLA_EXT_CUDA="{torch.version.cuda}"',
+            f'-DGLA_EXT_CUDA_ARCHS="{";".join(archs)}"',
+        ]
     print(message, file=sys.stderr)
-    # nvcc gets no macro: a flag of its with "arch" in it would switch TORCH_CUDA_ARCH_LIST off.
     extension = (CUDAExtension if with_cuda else CppExtension)(
         "gla_ext._C",
         files["common"] + (files["cuda"] if with_cuda else []),
         include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args={"cxx": CXX_FLAGS + macros, "nvcc": NVCC_FLAGS},
+        extra_compile_args={"cxx": CXX_FLAGS + macros, "nvcc": nvcc_flags(dict(os.environ))},
         extra_link_args=["-fopenmp"],
         depends=files["headers"],
     )
@@ -231,6 +243,16 @@ def torch_build_ext() -> type[build_ext]:
     from torch.utils.cpp_extension import BuildExtension
 
     class BuildExt(BuildExtension):
+        user_options: ClassVar = [
+            *BuildExtension.user_options,
+            ("cuda-only", None, "compile the .cu files and link nothing"),
+        ]
+        boolean_options: ClassVar = [*BuildExtension.boolean_options, "cuda-only"]
+
+        def initialize_options(self) -> None:
+            super().initialize_options()
+            self.cuda_only = False
+
         def finalize_options(self) -> None:
             # One folder for a torch version also under `pip install -e`, whose own is temporary:
             # a second build then compiles only what changed.
@@ -242,13 +264,29 @@ def torch_build_ext() -> type[build_ext]:
             # Only now: sdist finalizes this command too, and decides nothing about CUDA.
             extension, self.info = make_extension()
             vars(self.extensions[0]).update(vars(extension))
+            if self.cuda_only:
+                if not self.info["cuda_archs"]:
+                    raise SystemExit("gla_ext: --cuda-only, but CUDA is not built here.")
+                self.inplace = False
+                self.build_temp += "-cuda-" + "-".join(self.info["cuda_archs"])
             super().run()
+            if self.cuda_only:
+                return
             folder = ROOT if self.inplace else Path(self.build_lib)
             text = pprint.pformat(self.info, sort_dicts=False)
             header = '"""Written by setup.py when the extension was built."""\n\n'
             (folder / "gla_ext" / "_build_info.py").write_text(f"{header}BUILD_INFO = {text}\n")
 
         def build_extension(self, ext: Extension) -> None:
+            if self.cuda_only:
+                self.compiler.compile(
+                    [f for f in sources()["cuda"] if f.endswith(".cu")],
+                    output_dir=self.build_temp,
+                    include_dirs=ext.include_dirs,
+                    extra_postargs=ext.extra_compile_args,
+                    depends=ext.depends,
+                )
+                return
             # The linker keeps the first copy of an inline function that several objects hold, so
             # the weakest capability goes first: no AVX-512 copy may serve the code of another.
             for capability in self.info["cpu_capabilities"]:
@@ -256,7 +294,7 @@ def torch_build_ext() -> type[build_ext]:
                     sources()["kernels"],
                     output_dir=os.path.join(self.build_temp, capability),
                     include_dirs=ext.include_dirs,
-                    extra_postargs=ext.extra_compile_args["cxx"] + capability_flags(capability),
+                    extra_postargs=CXX_FLAGS + capability_flags(capability),
                     depends=ext.depends,
                 )
             super().build_extension(ext)

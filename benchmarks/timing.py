@@ -1,4 +1,4 @@
-"""Timing and peak memory of callables on CPU."""
+"""Timing of callables, and their peak memory on CPU."""
 
 import dataclasses
 import json
@@ -47,10 +47,10 @@ def interleave(
             start = time.perf_counter()
             function()
             samples[name].append(time.perf_counter() - start)
-    return {name: _summary([1e3 * x for x in own]) for name, own in samples.items()}
+    return {name: summary([1e3 * x for x in own]) for name, own in samples.items()}
 
 
-def _summary(samples_ms: list[float]) -> Timing:
+def summary(samples_ms: list[float]) -> Timing:
     fifths = statistics.quantiles(samples_ms, n=5, method="inclusive")
     return Timing(statistics.median(samples_ms), fifths[0], fifths[-1], len(samples_ms))
 

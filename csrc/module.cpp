@@ -7,6 +7,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/plan.h"
+#include "cuda/plan.h"
 
 namespace py = pybind11;
 
@@ -15,8 +16,13 @@ namespace {
 py::dict build_info() {
   py::dict info;
   info["torch"] = TORCH_VERSION;
+#if defined(GLA_EXT_CUDA)
+  info["cuda"] = GLA_EXT_CUDA;
+  info["cuda_archs"] = py::str(GLA_EXT_CUDA_ARCHS).attr("split")(";");
+#else
   info["cuda"] = py::none();
-  info["cuda_archs"] = std::vector<std::string>{};
+  info["cuda_archs"] = py::list();
+#endif
   info["cpu_capabilities"] = gla_ext::cpu::capabilities_built();
 #if defined(_OPENMP)
   info["openmp"] = true;
@@ -27,20 +33,15 @@ py::dict build_info() {
   return info;
 }
 
-py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::optional<int64_t> N,
-              const std::string& dtype, bool backward, const std::string& device,
-              std::optional<int64_t> threads) {
-  if (device != "cpu") throw py::value_error("plan: expected device 'cpu', got '" + device + "'");
-  if (std::min({B, T, H, N.value_or(0)}) < 0 || std::min({K, V, threads.value_or(1)}) < 1)
-    throw py::value_error("plan: expected B, T, H, N >= 0 and K, V, threads >= 1");
-  if (N.has_value() && B != 1)
-    throw py::value_error("plan: expected B = 1 with N packed sequences, got " + std::to_string(B));
-  const bool fp64 = dtype == "float64";
-  if (!fp64 && dtype != "float32" && dtype != "float16" && dtype != "bfloat16")
-    throw py::value_error("plan: expected dtype bfloat16, float16, float32 or float64, got " +
-                          dtype);
-  const int64_t accumulate = fp64 ? 8 : 4;
-  const auto p = gla_ext::cpu::make_plan({N.value_or(B), T, H, K, V, N.has_value(), backward,
+struct PlanShape {
+  int64_t N, T, H, K, V;
+  bool packed;
+};
+
+py::dict cpu_plan(const PlanShape& s, const std::string& dtype, bool backward,
+                  std::optional<int64_t> threads) {
+  const int64_t accumulate = dtype == "float64" ? 8 : 4;
+  const auto p = gla_ext::cpu::make_plan({s.N, s.T, s.H, s.K, s.V, s.packed, backward,
                                           dtype == "bfloat16" ? 2 : accumulate, accumulate},
                                          threads.value_or(gla_ext::cpu::available_threads()));
   py::dict result;
@@ -53,6 +54,55 @@ py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::option
   return result;
 }
 
+gla_ext::cuda::DType cuda_dtype(const std::string& name) {
+  using gla_ext::cuda::DType;
+  if (name == "bfloat16") return DType::kBFloat16;
+  if (name == "float16") return DType::kHalf;
+  if (name == "float32") return DType::kFloat;
+  throw py::value_error("plan: expected dtype bfloat16, float16 or float32 on cuda, got " + name);
+}
+
+py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::string& gate_dtype,
+                   bool backward, bool save_states) {
+  namespace cuda = gla_ext::cuda;
+  const cuda::DType type = cuda_dtype(dtype), gate_type = cuda_dtype(gate_dtype);
+  if (std::max(s.K, s.V) > cuda::kMaxHeadDim)
+    throw py::value_error(
+        "plan: expected K and V to be at most " + std::to_string(cuda::kMaxHeadDim) +
+        " on cuda, got K = " + std::to_string(s.K) + " and V = " + std::to_string(s.V));
+  const auto p =
+      cuda::make_plan({s.N, s.T, s.H, s.K, s.V, s.packed, type, gate_type, backward, save_states});
+  py::dict tiles, result;
+  tiles["chunk"] = gla_ext::kChunk;
+  tiles["sub_chunk"] = gla_ext::kSubChunk;
+  tiles["channels"] = cuda::kTierBlock;
+  result["path"] = p.path;
+  result["mode"] = p.mode;
+  result["tiles"] = tiles;
+  result["launches"] = p.launches;
+  result["workspace_bytes"] = p.workspace.bytes;
+  result["state_bytes"] = p.state_bytes;
+  return result;
+}
+
+py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::optional<int64_t> N,
+              const std::string& dtype, const std::optional<std::string>& gate_dtype, bool backward,
+              bool save_states, const std::string& device, std::optional<int64_t> threads) {
+  if (device != "cpu" && device != "cuda")
+    throw py::value_error("plan: expected device 'cpu' or 'cuda', got '" + device + "'");
+  if (std::min({B, T, H, N.value_or(0)}) < 0 || std::min({K, V, threads.value_or(1)}) < 1)
+    throw py::value_error("plan: expected B, T, H, N >= 0 and K, V, threads >= 1");
+  if (N.has_value() && B != 1)
+    throw py::value_error("plan: expected B = 1 with N packed sequences, got " + std::to_string(B));
+  if (dtype != "float64" && dtype != "float32" && dtype != "float16" && dtype != "bfloat16")
+    throw py::value_error("plan: expected dtype bfloat16, float16, float32 or float64, got " +
+                          dtype);
+  const PlanShape shape{N.value_or(B), T, H, K, V, N.has_value()};
+  return device == "cpu"
+             ? cpu_plan(shape, dtype, backward, threads)
+             : cuda_plan(shape, dtype, gate_dtype.value_or(dtype), backward, save_states);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -62,6 +112,8 @@ PYBIND11_MODULE(_C, m) {
         "The CPU kernels in use: DEFAULT, AVX2 or AVX512.");
   m.def("plan", &plan, py::arg("B"), py::arg("T"), py::arg("H"), py::arg("K"), py::arg("V"),
         py::arg("N") = py::none(), py::kw_only(), py::arg("dtype") = "float32",
-        py::arg("backward") = false, py::arg("device") = "cpu", py::arg("threads") = py::none(),
-        "The plan chosen for a shape: path, mode, threads, tasks, workspace and state bytes.");
+        py::arg("gate_dtype") = py::none(), py::arg("backward") = false,
+        py::arg("save_states") = false, py::arg("device") = "cpu", py::arg("threads") = py::none(),
+        "The plan chosen for a shape, on any build: path, mode, workspace and state bytes; on CPU "
+        "threads and tasks, on CUDA tiles and launches.");
 }

@@ -25,8 +25,30 @@ def plan(
     N: int | None = None,
     *,
     dtype: str = "float32",
+    gate_dtype: str | None = None,
     backward: bool = False,
+    save_states: bool = False,
     device: str = "cpu",
     threads: int | None = None,
 ) -> dict[str, object]:
-    """The plan chosen for a shape: path, mode, threads, tasks, workspace and state bytes."""
+    """The plan chosen for a shape, on any build and without a GPU.
+
+    Args:
+        B, T, H, K, V: sizes of the call.
+        N: the number of packed sequences; B is 1 then.
+        dtype: of q, k and v; float64 on CPU only.
+        gate_dtype: CUDA only: of g; default dtype.
+        backward: the plan of the backward pass.
+        save_states: CUDA only: forward returns its states, or backward is given them.
+        device: "cpu" or "cuda".
+        threads: CPU only; default all.
+
+    Returns:
+        path, mode, workspace_bytes and state_bytes (of S and, in backward, dS). On CPU threads and
+        tasks, and the workspace is without the states. On CUDA tiles and launches (kernels), and
+        workspace_bytes is all that is allocated besides outputs, states that are not saved
+        included.
+
+    Raises:
+        ValueError: a size or dtype that the device does not take.
+    """

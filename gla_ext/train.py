@@ -6,7 +6,6 @@ model.safetensors and config.json (the model), metrics.json, loss.png and sample
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import math
@@ -15,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,34 +24,11 @@ import torch
 from gla_ext.checkpoint import read_metadata
 from gla_ext.data import Corpus, load_corpus, lzma_bits_per_byte, order0_bits_per_byte
 from gla_ext.model import count_parameters
-from gla_ext.trainer import (
-    DTYPES,
-    CheckpointMismatch,
-    Settings,
-    Trainer,
-    check_at_least,
-    checkpoint_settings,
-)
+from gla_ext.presets import Options, command_line, describe, preset
+from gla_ext.trainer import CheckpointMismatch, Settings, Trainer, checkpoint_settings
 
 CHECKPOINT = "checkpoint.safetensors"
 _PACKAGES = ("matplotlib", "safetensors", "tqdm")
-_DATA_DEFAULT = "the source files of Python's standard library"
-
-
-@dataclass
-class Options:
-    """What a resumed run may change: none of it alters the numbers of a run on one device."""
-
-    out: Path = Path("runs/gla-bytes")
-    resume: bool = False
-    device: str = "auto"
-    compile: bool = False
-    prompt: str = "def "
-    sample_bytes: int = 400
-    save_every: int = 200
-
-    def __post_init__(self) -> None:
-        check_at_least(self, sample_bytes=0, save_every=1)
 
 
 class Interrupted(Exception):
@@ -86,7 +62,7 @@ class StopSignals:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns its exit status (128 + the signal's number if stopped)."""
-    given = vars(_parser().parse_args(argv))
+    given = vars(command_line().parse_args(argv))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal cannot show
     try:
@@ -132,51 +108,14 @@ def _check_device(device: str) -> None:
         raise ValueError(f"expected --device to be one gla_ext has operators for, got {device}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    """The command line. What is left out is absent from the result."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gla_ext.train",
-        description=__doc__.splitlines()[0].partition(": ")[2],
-        argument_default=argparse.SUPPRESS,
-    )
-    s, o = Settings(), Options()
-
-    def add(name: str, default: Any, text: str, **kwargs: Any) -> None:
-        kind = {} if "action" in kwargs else {"type": type(default)}
-        parser.add_argument(name, **{**kind, **kwargs}, help=f"{text} (default: {default})")
-
-    add("--data", _DATA_DEFAULT, "text file, or folder of text files")
-    add("--out", o.out, "folder for what the run writes")
-    add("--resume", "no", "go on from the checkpoint in --out", action="store_true")
-    add("--steps", s.steps, "optimizer steps in all")
-    add("--batch-size", s.batch_size, "windows a step")
-    add("--seq-len", s.seq_len, "bytes a window")
-    add("--hidden-size", s.hidden_size, "model width")
-    add("--layers", s.layers, "number of blocks")
-    add("--heads", s.heads, "heads a layer")
-    add("--lr", s.lr, "peak learning rate")
-    add("--warmup", s.warmup, "steps of linear warm-up")
-    add("--weight-decay", s.weight_decay, "weight decay of the matrices")
-    add("--grad-clip", s.grad_clip, "largest gradient norm")
-    add("--seed", s.seed, "seed of weights, batches and sample")
-    add("--dtype", "bfloat16 on a GPU, else float32", "of the products", choices=list(DTYPES))
-    add("--device", o.device, "auto takes a GPU if gla_ext has CUDA operators", type=str)
-    add("--compile", "no", "train through torch.compile", action="store_true")
-    add("--prompt", repr(o.prompt), "text that the sample continues", type=str)
-    add("--sample-bytes", o.sample_bytes, "longest sample, bytes")
-    often = "a quarter of the steps, 250 at least"
-    add("--eval-every", often, "steps between evaluations", type=int)
-    add("--save-every", o.save_every, "steps between checkpoints")
-    return parser
-
-
 def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
-    """Merges the command line with the defaults or, when resuming, with the checkpoint."""
-    names = {field.name for field in fields(Options)}
-    options = Options(**{name: value for name, value in given.items() if name in names})
-    if options.device == "auto":
-        options.device = default_device()
-    _check_device(options.device)
+    """Merges the command line with the device's preset or, when resuming, with the checkpoint."""
+    device = given.get("device", "auto")
+    device = default_device() if device == "auto" else device
+    _check_device(device)
+    defaults, names = preset(device), {field.name for field in fields(Options)}
+    options = {name: value for name, value in given.items() if name in names}
+    options = replace(defaults.options, **(options | {"device": device}))
     given = {name: value for name, value in given.items() if name not in names}
     if "data" in given:
         given["data"] = str(Path(given["data"]).resolve())
@@ -193,12 +132,12 @@ def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
                     "to go on, or --resume out to start again"
                 )
         return settings, options
-    cuda = torch.device(options.device).type == "cuda"
-    return replace(Settings(dtype="bfloat16" if cuda else "float32"), **given), options
+    return replace(defaults.settings, **given), options
 
 
 def _run(settings: Settings, options: Options, signals: StopSignals) -> None:
     """Trains, evaluates and writes everything; raises Interrupted when a signal came."""
+    start = time.perf_counter()
     corpus = load_corpus(settings.data)
     options.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(settings, corpus, torch.device(options.device), options.compile)
@@ -220,18 +159,25 @@ def _run(settings: Settings, options: Options, signals: StopSignals) -> None:
         trainer.evaluate(signals.stopped)
         signals.check()
     _finish(trainer, corpus, options, speed)
+    rate = f", {speed['tokens_per_second']:,} tokens/s" if speed["tokens_per_second"] else ""
+    print(f"{time.perf_counter() - start:.0f} s in all{rate}")
 
 
-def _train(trainer: Trainer, options: Options, signals: StopSignals) -> float:
-    """Trains to the last step, saving on the way; returns bytes a second, 0 without a step."""
+def _train(trainer: Trainer, options: Options, signals: StopSignals) -> dict[str, float]:
+    """Trains to the last step, saving on the way; returns what `metrics.json` says of the time.
+
+    The speed is that of the steps, without evaluations, checkpoints and the first step, which
+    compiles.
+    """
     from tqdm import tqdm
 
     steps, first = trainer.settings.steps, trainer.step
     eval_every = trainer.settings.eval_every or max(250, steps // 4)
     checkpoint = options.out / CHECKPOINT
     batch_bytes = trainer.settings.batch_size * trainer.settings.seq_len
+    pauses = (10, eval_every, options.save_every, steps)
     interval = 0.5 if sys.stderr.isatty() else 10.0
-    seconds, saved = 0.0, trainer.step
+    first_seconds, seconds, rate, saved = 0.0, 0.0, 0.0, trainer.step
     with tqdm(total=steps, initial=first, desc="train", unit="step", mininterval=interval) as bar:
         while trainer.step < steps:
             due = trainer.step > 0 and trainer.step % eval_every == 0
@@ -240,23 +186,34 @@ def _train(trainer: Trainer, options: Options, signals: StopSignals) -> float:
             if not signals.stopped():
                 start = time.perf_counter()
                 trainer.train_step()
-                seconds += time.perf_counter() - start
-                if trainer.step % 10 == 0 or trainer.step == steps:
-                    loss = trainer.recent_loss()
-                    if not math.isfinite(loss):
-                        raise ValueError(
-                            f"expected a finite loss, got {loss} before step {trainer.step}; "
-                            "a lower --lr may help"
-                        )
-                    rate = batch_bytes * (trainer.step - first) / seconds
-                    bar.set_postfix_str(f"{loss:.3f} bits/byte, {rate:,.0f} tokens/s", False)
+                done = trainer.step - first
+                reads = done == 1 or not all(trainer.step % n for n in pauses)
+                loss = _finite_loss(trainer) if reads else 0.0  # reading waits for a GPU
+                if done == 1:
+                    first_seconds = time.perf_counter() - start
+                else:
+                    seconds += time.perf_counter() - start
+                    rate = batch_bytes * (done - 1) / seconds
+                if reads:
+                    speed = f", {rate:,.0f} tokens/s" if rate else ""
+                    bar.set_postfix_str(f"{loss:.3f} bits/byte{speed}", refresh=False)
                 bar.update()
             due = trainer.step % options.save_every == 0 or trainer.step == steps
             if (due or signals.stopped()) and trainer.step > saved:
                 trainer.save(checkpoint)
                 saved = trainer.step
             signals.check()
-    return batch_bytes * (trainer.step - first) / seconds if seconds else 0.0
+    return {"tokens_per_second": round(rate), "first_step_seconds": round(first_seconds, 1)}
+
+
+def _finite_loss(trainer: Trainer) -> float:
+    """The mean of the last losses in bits a byte; raises ValueError if it is not finite."""
+    loss = trainer.recent_loss()
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"expected a finite loss, got {loss} before step {trainer.step}; a lower --lr may help"
+        )
+    return loss
 
 
 def _print_start(trainer: Trainer, corpus: Corpus, options: Options) -> None:
@@ -268,13 +225,20 @@ def _print_start(trainer: Trainer, corpus: Corpus, options: Options) -> None:
     settings = trainer.settings
     print(
         f"Model: {count_parameters(trainer.model):,} parameters, {settings.layers} layers of width "
-        f"{settings.hidden_size}, on {options.device} in {settings.dtype}"
+        f"{settings.hidden_size}, on {_device_name(trainer.device)} in {settings.dtype}"
     )
+    print(describe(settings, options))
+    if options.compile and trainer.step < settings.steps:
+        print("The first step compiles the model, which can take a minute", flush=True)
     if trainer.step:
         print(f"Going on from step {trainer.step} of {settings.steps}")
 
 
-def _finish(trainer: Trainer, corpus: Corpus, options: Options, speed: float) -> None:
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _finish(trainer: Trainer, corpus: Corpus, options: Options, speed: dict[str, float]) -> None:
     """Writes the model, the metrics, the curve and the sample, and prints what came out."""
     from gla_ext.plot import plot_losses
 
@@ -293,9 +257,11 @@ def _finish(trainer: Trainer, corpus: Corpus, options: Options, speed: float) ->
         "held_out_bytes": sum(len(text) for _, text in corpus.held_out),
         "train_bits_per_byte": trainer.recent_loss(),
         "steps": trainer.step,
-        "tokens_per_second": round(speed),
+        **speed,
+        "device": _device_name(trainer.device),
         "parameters": count_parameters(trainer.model),
         "evaluations": trainer.evaluations,
+        "best_evaluation": trainer.best_evaluation(),
         "text": corpus.name,
         "settings": asdict(trainer.settings),
     }
@@ -304,6 +270,8 @@ def _finish(trainer: Trainer, corpus: Corpus, options: Options, speed: float) ->
     print(f"Held-out text, bits a byte ({metrics['held_out_bytes']:,} bytes):")
     for name, value in bits.items():
         print(f"  {name:<12}{value:.3f}")
+    step, best = trainer.best_evaluation()
+    print(f"Best evaluation: {best:.3f} at step {step} of {trainer.step}")
     names = ("model.safetensors", "config.json", CHECKPOINT, "metrics.json", "loss.png")
     print(f"Wrote {', '.join(names)} and sample.txt to {out}")
 

@@ -26,6 +26,7 @@ from gla_ext.model import GLAForCausalLM
 _FORMAT = "gla_ext.train/1"
 _EVAL_SEGMENT = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SCHEDULES = ("linear", "cosine")
 
 
 def check_at_least(options: Any, **minima: float) -> None:
@@ -45,7 +46,8 @@ class Settings:
     dtype: of the products, 'float32' or 'bfloat16' (autocast).
     steps, batch_size, seq_len: each step takes batch_size windows of seq_len bytes.
     hidden_size, layers, heads: the model's.
-    lr: peak learning rate; it rises linearly over `warmup` steps and falls linearly to 0.
+    lr: peak learning rate; it rises linearly over `warmup` steps and falls to 0.
+    schedule: how it falls, 'linear' or 'cosine' (half a period).
     weight_decay: of the matrices. grad_clip: largest gradient norm, 0 for any.
     eval_every: steps between evaluations; 0 is a quarter of the steps, 250 at least.
     seed: of the initial weights, the batches and the sample.
@@ -60,6 +62,7 @@ class Settings:
     layers: int = 3
     heads: int = 2
     lr: float = 3e-3
+    schedule: str = "linear"
     warmup: int = 100
     weight_decay: float = 0.1
     grad_clip: float = 1.0
@@ -86,6 +89,9 @@ class Settings:
         warmup = min(self.warmup, self.steps // 2)
         if step < warmup:
             return self.lr * (step + 1) / warmup
+        if self.schedule == "cosine":
+            done = (step - warmup) / (self.steps - warmup)
+            return self.lr * (1 + math.cos(math.pi * done)) / 2
         return self.lr * (self.steps - step) / (self.steps - warmup)
 
 
@@ -94,13 +100,14 @@ class CheckpointMismatch(ValueError):
 
 
 class Trainer:
-    """A model, its optimizer and its data at some step.
+    """A model, its optimizer and its data at some step, all on one device.
 
     Args:
         settings: the run's settings.
         corpus: the text.
         device: where to train.
-        compile_model: train through `torch.compile(fullgraph=True)`. Default: False.
+        compiled: run model and loss, forward and backward, through
+            `torch.compile(fullgraph=True)`. Default: False.
     """
 
     def __init__(
@@ -108,33 +115,33 @@ class Trainer:
         settings: Settings,
         corpus: Corpus,
         device: torch.device,
-        compile_model: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.settings, self.device = settings, device
         self.fingerprint = corpus.fingerprint
         self.batches = Batches(
-            encode(corpus.train), settings.batch_size, settings.seq_len, settings.seed
+            encode(corpus.train).to(device), settings.batch_size, settings.seq_len, settings.seed
         )
-        self.held_out = encode(corpus.held_out)
+        self.held_out = encode(corpus.held_out).to(device)
         torch.manual_seed(settings.seed)
         self.model = GLAForCausalLM(settings.model_config()).to(device)
         self.optimizer = _optimizer(self.model, settings)
-        self.forward = self.model
-        if compile_model:
-            self.forward = torch.compile(self.model, fullgraph=True, dynamic=False)
+        self.loss = self._loss
+        if compiled:
+            self.loss = torch.compile(self._loss, fullgraph=True, dynamic=False)
         self.step = 0
         self.losses = torch.zeros(settings.steps, device=device)
         self.evaluations: list[tuple[int, float]] = []
 
     def train_step(self) -> None:
-        """One optimizer step; its loss, nats a byte, goes to `losses[step]`."""
-        inputs, targets = (x.to(self.device) for x in self.batches(self.step))
+        """One optimizer step; its loss, nats a byte, goes to `losses[step]`.
+
+        On a GPU nothing here waits for it: the steps queue up until a loss is read.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate(self.step)
         self.model.train()
-        with self._autocast():
-            logits = self.forward(inputs).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss = self.loss(*self.batches(self.step))
         loss.backward()
         if self.settings.grad_clip > 0:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
@@ -143,9 +150,19 @@ class Trainer:
         self.losses[self.step] = loss.detach()
         self.step += 1
 
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy of a batch, int64 `[B, T]` each, in nats a byte."""
+        with self._autocast():
+            logits = self.model(inputs).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
     def recent_loss(self, steps: int = 20) -> float:
         """Mean training loss of the last steps in bits a byte; NaN before the first."""
         return self.losses[max(0, self.step - steps) : self.step].mean().item() / math.log(2)
+
+    def best_evaluation(self) -> tuple[int, float]:
+        """Step and bits a byte of the lowest evaluation so far."""
+        return min(self.evaluations, key=lambda evaluation: evaluation[1])
 
     def evaluate(self, should_stop: Callable[[], bool] = lambda: False) -> float | None:
         """Held-out bits a byte at this step, also noted in `evaluations`.
@@ -164,7 +181,7 @@ class Trainer:
         for start in range(0, len(self.held_out) - 1, _EVAL_SEGMENT):
             if should_stop():
                 return None
-            row = self.held_out[start : start + _EVAL_SEGMENT + 1].long().to(self.device)
+            row = self.held_out[start : start + _EVAL_SEGMENT + 1].long()
             with torch.no_grad(), self._autocast():
                 logits = self.model(row[None, :-1], past_key_values=cache, use_cache=True).logits[0]
             charged = row[1:] != DOCUMENT_START

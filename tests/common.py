@@ -33,6 +33,17 @@ SHAPES = {
     "train": (4, 2048, 4, 64, 128),
 }
 PACKED_LENGTHS = (5, 0, 64, 1, 0, 70, 16)  # with a tail of 9 tokens, 165 in all
+BAD_OFFSETS = {  # as many, of 165 tokens; on CUDA, where nobody reads them on the host
+    "decreasing": [0, 100, 50, 120, 20, 165, 3, 165],
+    "more chunks than there is room for": [0, 165, 0, 165, 0, 165, 0, 165],
+    "negative": [0, -5, 64, 60, 80, -165, 100, 165],
+    "first not 0": [7, 20, 64, 65, 80, 90, 100, 165],
+    "beyond T": [0, 64, 128, 166, 1000, 5000, 100_000, 1_000_000],
+    "last beyond T": [0, 10, 20, 30, 40, 50, 60, 229],
+    "extreme": [0, 2**31 - 1, -(2**31), 2**31 - 1, 0, -(2**31), 165, 2**31 - 1],
+    "all the last token": [164] * 8,
+    "all negative": [-1] * 8,
+}
 
 # Gates are logsigmoid(N(0, 1)) times the number: 0 none, .1 and 1 the whole-chunk reference (at 1
 # some channels are over its range), 2 the sub-chunks, 10 the blocks element by element; "reset" has
@@ -89,8 +100,10 @@ def make_inputs(
     layout: str = "contiguous",
     size: float = 1.0,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Inputs:
-    """Normal q, k, v, do and states, and gates as `GATES` says; the same for the same arguments.
+    """Normal q, k, v, do and states, and gates as `GATES` says; the same for the same
+    arguments, and on every device.
 
     Args:
         gate_dtype: of g. Default: `dtype`.
@@ -111,12 +124,13 @@ def make_inputs(
         g = g * gate
     q, k, v = (size * normal(B, T, H, D) for D in (K, K, V))
     do = normal(B, T, H, V)
-    q, k, v, do = (relayout(x.to(dtype), layout) for x in (q, k, v, do))
-    g = relayout(g.to(gate_dtype or dtype), layout)
+    q, k, v, do = (relayout(x.to(dtype).to(device), layout) for x in (q, k, v, do))
+    g = relayout(g.to(gate_dtype or dtype).to(device), layout)
     N = B if lengths is None else len(lengths)
     state_dtype = torch.promote_types(dtype, torch.float32)
-    h0, dht = (relayout(normal(N, H, K, V).to(state_dtype), layout) for _ in range(2))
-    cu_seqlens = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
+    h0, dht = (normal(N, H, K, V).to(state_dtype).to(device) for _ in range(2))
+    h0, dht = (relayout(x, layout) for x in (h0, dht))
+    cu_seqlens = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(device)
     return Inputs(q, k, v, g, do, h0 if states else None, dht if states else None, cu_seqlens)
 
 
@@ -185,6 +199,19 @@ def exact(inputs: Inputs, scale: float | None = None) -> dict[str, Tensor]:
         return reference.recurrence(q, k, v, g, scale, initial_state, inputs.cu_seqlens)
 
     return outputs_and_gradients(function, inputs.double())
+
+
+def exact_by_chunks(inputs: Inputs, scale: float | None = None) -> dict[str, Tensor]:
+    """The truth by the chunkwise form and its backward by hand, in fp64: as good as `exact` (see
+    test_reference.py), and on a GPU, where a token of it costs a dozen launches, much faster.
+    """
+    x = inputs.double()
+    operands = (x.q, x.k, x.v, x.g, scale, x.initial_state)
+    forward = reference.chunked_forward(*operands, cu_seqlens=x.cu_seqlens)._asdict()
+    backward = reference.chunked_backward(x.do, *operands, x.dht, x.cu_seqlens)._asdict()
+    results = forward | backward
+    names = QUANTITIES if inputs.initial_state is not None else QUANTITIES[:-1]
+    return {name: results[name] for name in names}
 
 
 def magnitudes(inputs: Inputs) -> dict[str, Tensor]:

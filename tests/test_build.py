@@ -92,6 +92,13 @@ def test_torch_turns_the_list_into_wgmma_code(monkeypatch):
     assert "-gencode=arch=compute_90,code=compute_90" in flags
 
 
+def test_spills_fail_a_build_that_asks_for_it():
+    assert rules.nvcc_flags({}) == rules.NVCC_FLAGS
+    flags = rules.nvcc_flags({"GLA_EXT_WERROR_SPILLS": "1"})
+    assert "-warn-spills -Xptxas -Werror" in " ".join(flags)
+    assert not [flag for flag in flags if "arch" in flag]
+
+
 NVCC = "/opt/cuda/bin/nvcc"
 
 
@@ -131,12 +138,13 @@ def test_force_cuda_fails_where_cuda_cannot_be_built(nvcc, cuda, has_sources, re
 
 def test_every_source_is_compiled_by_one_rule(monkeypatch, tmp_path):
     names = ["csrc/a.cpp", "csrc/cpu/b.cpp", "csrc/cpu/kernels/c.cpp", "csrc/cuda/d.cpp"]
-    for name in [*names, "csrc/cuda/steps/e.cu", "csrc/cpu/kernels/f.h", "csrc/cuda/g.cuh"]:
+    names += ["csrc/cuda/plan.cpp", "csrc/cuda/steps/e.cu"]
+    for name in [*names, "csrc/cpu/kernels/f.h", "csrc/cuda/g.cuh"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.setattr(rules, "ROOT", tmp_path)
     assert rules.sources() == {
-        "common": ["csrc/a.cpp", "csrc/cpu/b.cpp"],
+        "common": ["csrc/a.cpp", "csrc/cpu/b.cpp", "csrc/cuda/plan.cpp"],
         "kernels": ["csrc/cpu/kernels/c.cpp"],
         "cuda": ["csrc/cuda/d.cpp", "csrc/cuda/steps/e.cu"],
         "headers": ["csrc/cpu/kernels/f.h", "csrc/cuda/g.cuh"],

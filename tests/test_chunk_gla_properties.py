@@ -26,9 +26,9 @@ by_gate = pytest.mark.parametrize("gate", GATES)
 
 @by_dtype
 @pytest.mark.parametrize("lengths", [None, PACKED_LENGTHS], ids=["batch", "packed"])
-def test_resets_get_no_gradient(lengths, dtype):
+def test_resets_get_no_gradient(device, lengths, dtype):
     shape = (2, 130, 3, 20, 28) if lengths is None else (1, 165, 3, 20, 28)
-    x = make_inputs(*shape, dtype, "reset", lengths=lengths)
+    x = make_inputs(*shape, dtype, "reset", lengths=lengths, device=device)
     reset = x.g.isinf()
     assert reset.any()
     results = ours(x)
@@ -37,9 +37,9 @@ def test_resets_get_no_gradient(lengths, dtype):
 
 
 @pytest.mark.parametrize("gate", [-torch.inf, -1e30, -200.0])
-def test_only_resets(gate):
+def test_only_resets(device, gate):
     """With nothing carried over a token sees itself alone: o_t = scale (q_t . k_t) v_t."""
-    x = make_inputs(2, 130, 3, 20, 28, torch.float32)
+    x = make_inputs(2, 130, 3, 20, 28, torch.float32, device=device)
     x.g.fill_(gate)
     results = ours(x)
     assert_results_close(results, exact(x), x)
@@ -48,8 +48,8 @@ def test_only_resets(gate):
 
 
 @by_dtype
-def test_a_reset_forgets(dtype):
-    x = make_inputs(1, 130, 2, 20, 28, dtype)
+def test_a_reset_forgets(device, dtype):
+    x = make_inputs(1, 130, 2, 20, 28, dtype, device=device)
     x.g[:, 70] = -torch.inf
     before = ours(x)
     x.k[:, :70], x.v[:, :70] = 3.0, 4.0
@@ -61,9 +61,9 @@ def test_a_reset_forgets(dtype):
 @pytest.mark.parametrize("gate", [0.1, 10.0, "reset"])
 @pytest.mark.parametrize("operand", ["q", "k", "v", "g"])
 @pytest.mark.parametrize("token", [80, 100, 127, 149])
-def test_nan_is_never_silent_and_stays_in_its_sequence(token, operand, gate):
+def test_nan_is_never_silent_and_stays_in_its_sequence(device, token, operand, gate):
     lengths, (start, end) = (70, 80, 3), (70, 150)
-    x = make_inputs(1, 153, 2, 5, 4, torch.float32, gate, lengths=lengths)
+    x = make_inputs(1, 153, 2, 5, 4, torch.float32, gate, lengths=lengths, device=device)
     clean = ours(x)
     getattr(x, operand)[0, token, 0] = torch.nan
     results = ours(x)
@@ -86,8 +86,8 @@ def test_nan_is_never_silent_and_stays_in_its_sequence(token, operand, gate):
             assert torch.equal(value[0, :, 1], clean[name][0, :, 1]), name
 
 
-def test_nan_after_the_last_offset_is_ignored():
-    x = make_inputs(1, 165, 3, 5, 4, lengths=PACKED_LENGTHS)
+def test_nan_after_the_last_offset_is_ignored(device):
+    x = make_inputs(1, 165, 3, 5, 4, lengths=PACKED_LENGTHS, device=device)
     end = int(x.cu_seqlens[-1])
     clean = ours(x)
     for name in ("q", "k", "v", "g", "do"):
@@ -115,8 +115,8 @@ def test_both_modes(gate, dtype, monkeypatch):
 
 @by_dtype
 @pytest.mark.parametrize("gate", [1.0, "reset"])
-def test_same_bits_every_run(gate, dtype):
-    x = make_inputs(2, 200, 3, 20, 28, dtype, gate)
+def test_same_bits_every_run(device, gate, dtype):
+    x = make_inputs(2, 200, 3, 20, 28, dtype, gate, device=device)
     first = ours(x)
     for _ in range(5):
         assert_same_bits(ours(x), first)
@@ -136,18 +136,18 @@ print([hashlib.sha256(y.numpy().tobytes()).hexdigest() for r in results for y in
 @by_dtype
 @pytest.mark.parametrize("K, V", [(20, 28), (64, 32), (1, 1)])
 @pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
-def test_batch_invariance(gate, K, V, dtype):
+def test_batch_invariance(device, gate, K, V, dtype):
     """A sequence gives the same bits alone, in a batch, and packed among others."""
     B, T, H = 3, 130, 2
     with batch_invariant():
-        batch = make_inputs(B, T, H, K, V, dtype, gate)
+        batch = make_inputs(B, T, H, K, V, dtype, gate, device=device)
         in_batch = ours(batch)
         tokens = ("q", "k", "v", "g", "do")
         packed = Inputs(
             **{name: getattr(batch, name).reshape(1, B * T, H, -1) for name in tokens},
             initial_state=batch.initial_state,
             dht=batch.dht,
-            cu_seqlens=torch.arange(B + 1) * T,
+            cu_seqlens=torch.arange(B + 1, device=device) * T,
         )
         in_packed = ours(packed)
         for name in ("final_state", "dh0"):
@@ -160,9 +160,9 @@ def test_batch_invariance(gate, K, V, dtype):
 
 
 @by_dtype
-def test_batch_invariance_with_other_neighbours(dtype):
+def test_batch_invariance_with_other_neighbours(device, dtype):
     with batch_invariant():
-        x = make_inputs(1, 165, 3, 20, 28, dtype, lengths=PACKED_LENGTHS)
+        x = make_inputs(1, 165, 3, 20, 28, dtype, lengths=PACKED_LENGTHS, device=device)
         packed = ours(x)
         for n, (start, end) in enumerate(zip(x.cu_seqlens, x.cu_seqlens[1:], strict=False)):
             own = {name: y[:, start:end] for name, y in packed.items()}
@@ -197,8 +197,8 @@ def test_who_sets_batch_invariance(variable, default):
 
 
 @by_dtype
-def test_state_carries_over(dtype):
-    x = make_inputs(2, 200, 3, 20, 28, dtype)
+def test_state_carries_over(device, dtype):
+    x = make_inputs(2, 200, 3, 20, 28, dtype, device=device)
     state, o = x.initial_state, []
     for part in (slice(0, 1), slice(1, 70), slice(70, 200)):
         tokens = (y[:, part] for y in (x.q, x.k, x.v, x.g))

@@ -23,13 +23,13 @@ def gradients(function, x):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_one_graph_for_many_lengths(backend):
+def test_one_graph_for_many_lengths(device, backend):
     """The loss stays outside: inductor guards on the size of a reduction of its own."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(chunk_gla, fullgraph=True, dynamic=True, backend=counter)
     for T in (70, 2, 64, 65, 130, 300):
-        x = make_inputs(2, T, 2, 8, 12)
+        x = make_inputs(2, T, 2, 8, 12, device=device)
         results = [
             gradients(functools.partial(loss, call=call), x) for call in (chunk_gla, compiled)
         ]
@@ -50,15 +50,15 @@ def test_expanded_gradient_from_inductor():
         torch.testing.assert_close(graph, eager, rtol=2e-5, atol=2e-5)
 
 
-def test_packed_compiles_whole():
-    x = make_inputs(1, 100, 2, 8, 12, lengths=(30, 0, 50))
+def test_packed_compiles_whole(device):
+    x = make_inputs(1, 100, 2, 8, 12, lengths=(30, 0, 50), device=device)
 
     def packed(q, k, v, g, h0, cu_seqlens):
         return chunk_gla(q, k, v, g, initial_state=h0, cu_seqlens=cu_seqlens)[0]
 
     compiled = torch.compile(packed, fullgraph=True, dynamic=True)
     for offsets in ([0, 30, 30, 80], [0, 1, 64, 100]):
-        args = (x.q, x.k, x.v, x.g, x.initial_state, torch.tensor(offsets))
+        args = (x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens.new_tensor(offsets))
         assert torch.equal(compiled(*args), packed(*args))
 
 
@@ -112,10 +112,10 @@ def test_aot_inductor(exported, tmp_path):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_autocast_casts_q_k_v_alone(compiled):
-    x = make_inputs(2, 70, 2, 8, 12).map(lambda t: t.requires_grad_())
+def test_autocast_casts_q_k_v_alone(device, compiled):
+    x = make_inputs(2, 70, 2, 8, 12, device=device).map(lambda t: t.requires_grad_())
     call = torch.compile(chunk_gla, fullgraph=True) if compiled else chunk_gla
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=torch.bfloat16):
         o, final_state = call(
             x.q, x.k, x.v, x.g, initial_state=x.initial_state, output_final_state=True
         )

@@ -79,6 +79,7 @@ def test_build_information_agrees():
     assert built["cpu_capabilities"] == BUILD_INFO["cpu_capabilities"]
     assert _C.cpu_capability() in built["cpu_capabilities"]
     assert built["cuda"] == BUILD_INFO["cuda"]
+    assert built["cuda_archs"] == BUILD_INFO["cuda_archs"]
     assert BUILD_INFO["torch"].startswith(built["torch"])
     assert built["openmp"]
 
@@ -111,6 +112,8 @@ def test_info_lists_operators_with_their_keys():
     assert {"CPU", "Meta", "Autograd", "AutocastCPU"} <= set(table["gla_ext::chunk_gla_fwd"])
     assert {"CPU", "Meta", "Autograd"} <= set(table["gla_ext::chunk_gla_bwd"])
     assert {"CPU", "Meta"} <= set(table["gla_ext::_gate_cumsum"])
+    with_cuda = BUILD_INFO["cuda"] is not None
+    assert all(("CUDA" in keys) == with_cuda for keys in table.values())
     text = info.describe()
     versions = [gla_ext.__version__, torch.__version__]
     for expected in [*versions, *BUILD_INFO["cpu_capabilities"], *table]:

@@ -10,6 +10,7 @@ from common import (
     assert_close,
     assert_results_close,
     exact,
+    exact_by_chunks,
     make_inputs,
     outputs_and_gradients,
 )
@@ -18,25 +19,6 @@ from gla_ext import reference
 from gla_ext._chunks import CHUNK, SUB_CHUNK
 
 SMALL = [name for name in SHAPES if name not in ("train", "long")]
-
-
-def chunked(inputs, scale=None):
-    options = {"scale": scale, "cu_seqlens": inputs.cu_seqlens}
-    operands = (inputs.q, inputs.k, inputs.v, inputs.g)
-    forward = reference.chunked_forward(*operands, initial_state=inputs.initial_state, **options)
-    backward = reference.chunked_backward(
-        inputs.do, *operands, initial_state=inputs.initial_state, dht=inputs.dht, **options
-    )
-    results = {
-        "o": forward.o,
-        "final_state": forward.final_state,
-        "dq": backward.dq,
-        "dk": backward.dk,
-        "dv": backward.dv,
-        "dg": backward.dg,
-        "dh0": backward.dh0,
-    }
-    return results if inputs.initial_state is not None else dict(list(results.items())[:-1])
 
 
 @pytest.mark.parametrize(
@@ -76,7 +58,7 @@ def test_recurrence_is_its_equation():
 def test_all_forms_agree(shape, gate):
     x = make_inputs(*SHAPES[shape], torch.float64, gate)
     truth = exact(x)
-    assert_results_close(chunked(x), truth, x)
+    assert_results_close(exact_by_chunks(x), truth, x)
     o = reference.parallel(x.q, x.k, x.v, x.g, initial_state=x.initial_state)
     assert_close(o, truth["o"], 1e-12, name="parallel")
 
@@ -85,9 +67,9 @@ def test_all_forms_agree(shape, gate):
 @pytest.mark.parametrize("states", [True, False])
 def test_packed_sequences(gate, states):
     x = make_inputs(1, 165, 3, 5, 4, torch.float64, gate, states=states, lengths=PACKED_LENGTHS)
-    assert_results_close(chunked(x), exact(x), x)
+    assert_results_close(exact_by_chunks(x), exact(x), x)
     end = int(x.cu_seqlens[-1])
-    results = chunked(x)
+    results = exact_by_chunks(x)
     assert end < 165
     assert all(not results[name][:, end:].any() for name in ("o", "dq", "dk", "dv", "dg"))
 
@@ -148,14 +130,14 @@ def test_fast_form_and_its_autograd(gate):
 def test_no_tokens():
     x = make_inputs(2, 0, 3, 5, 4, torch.float64)
     for name, value in exact(x).items():
-        assert torch.equal(value, chunked(x)[name]), name
-    assert torch.equal(chunked(x)["dh0"], x.dht)
+        assert torch.equal(value, exact_by_chunks(x)[name]), name
+    assert torch.equal(exact_by_chunks(x)["dh0"], x.dht)
 
 
 def test_resets():
     x = make_inputs(2, 130, 3, 5, 4, torch.float64, "reset")
     assert x.g.isinf().any()
-    for results in (exact(x), chunked(x)):
+    for results in (exact(x), exact_by_chunks(x)):
         assert all(value.isfinite().all() for value in results.values())
         assert not results["dg"][x.g.isinf()].any()
 
@@ -163,9 +145,9 @@ def test_resets():
 def test_a_reset_forgets():
     x = make_inputs(1, 130, 2, 5, 4, torch.float64)
     x.g[:, 70] = -torch.inf
-    before = chunked(x)
+    before = exact_by_chunks(x)
     x.k[:, :70], x.v[:, :70] = 3.0, 4.0
-    after = chunked(x)
+    after = exact_by_chunks(x)
     assert torch.equal(before["o"][:, 70:], after["o"][:, 70:])
     assert not torch.equal(before["o"][:, :70], after["o"][:, :70])
 

@@ -37,6 +37,7 @@ def test_fails_when_results_are_wrong(quantity, monkeypatch, capsys):
         return o, final_state
 
     monkeypatch.setattr(selftest, "chunk_gla", wrong)
+    monkeypatch.setattr(selftest, "devices", lambda: ["cpu"])
     assert selftest.main([]) == 1
     report = capsys.readouterr().out
     assert "16 cases are wrong" in report

@@ -1,0 +1,280 @@
+"""What is measured on CUDA; `check_gpu.py` chooses, runs and prints it.
+
+Alone it does what needs a process of its own:
+
+    python benchmarks/bench_cuda.py first-call            # seconds of the first calls, as JSON
+    python benchmarks/bench_cuda.py once 32x2048x4x128x256  # one forward + backward, for a profiler
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from timing import Timing, summary
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+BASELINES = (  # B, T, H, K, V; the first is the main shape
+    (32, 2048, 4, 128, 256),
+    (32, 1024, 4, 128, 256),
+    (8, 2048, 4, 128, 256),
+    (32, 4096, 4, 128, 256),
+    (32, 8192, 4, 128, 256),
+    (1, 2048, 4, 128, 256),
+    (1, 32768, 4, 128, 256),
+    (1, 131072, 4, 128, 256),
+    (8, 2048, 4, 256, 512),
+    (8, 8192, 4, 256, 512),
+    (1, 65536, 4, 256, 512),
+    (8, 2048, 16, 128, 128),
+    (32, 2048, 16, 64, 64),
+)
+SHAPES = {"x".join(map(str, shape)): shape for shape in BASELINES}
+MAIN = next(iter(SHAPES))
+HOST_SHAPE = (1, 64, 4, 128, 256)
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """(B, T, H, K, V) of "32x2048x4x128x256"."""
+    shape = tuple(map(int, text.split("x")))
+    if len(shape) != 5:
+        raise ValueError(f"expected BxTxHxKxV, got {text}")
+    return shape
+
+
+def floor_ms(shape, backward: bool, bytes_per_s: float = 4.27e12) -> float:
+    """Every bf16 input read once and every output written once, at an H200's copy rate."""
+    B, T, H, K, V = shape
+    values = 3 * K + 2 * V + (6 * K + 3 * V if backward else 0)
+    return 1e3 * B * T * H * 2 * values / bytes_per_s
+
+
+def draw(shape):
+    """bf16 inputs with trained GLA's gates, drawn on the GPU."""
+    from large import large_inputs
+
+    return large_inputs(*shape)
+
+
+def implementations(fla: bool) -> dict[str, Callable]:
+    """`chunk_gla` of gla_ext and, if wanted and installed, of FLA."""
+    import gla_ext
+
+    found = {"gla_ext": gla_ext.chunk_gla}
+    if fla:
+        from fla.ops.gla import chunk_gla
+
+        found["FLA"] = chunk_gla
+    return found
+
+
+def call(function, x, backward: bool) -> Callable[[], object]:
+    """One forward, or forward + backward, of `function` on x."""
+    leaves = [t.detach().requires_grad_(backward) for t in (x.q, x.k, x.v, x.g)]
+
+    def run():
+        o, _ = function(*leaves)
+        return torch.autograd.grad(o, leaves, x.do) if backward else o
+
+    return run
+
+
+def check(shape) -> list[str]:
+    """What is wrong at a shape, one line each: first and last row against fp64."""
+    from common import exact_by_chunks, ours
+
+    from gla_ext import selftest
+
+    x, wrong = draw(shape), []
+    results = ours(x)
+    for row in sorted({0, shape[0] - 1}):
+        for name, expected in exact_by_chunks(x.select(row)).items():
+            error = selftest.relative_error(results[name][row : row + 1], expected)
+            if not error <= selftest.tolerance(name, torch.bfloat16):
+                wrong.append(f"{shape}, row {row}: {name} is off by {error:.1e}")
+    return wrong
+
+
+def check_small() -> list[str]:
+    """The cases of `python -m gla_ext.selftest` that are wrong on CUDA."""
+    from gla_ext import selftest
+
+    return [
+        f"selftest, {case.name}, {dtype}: {name} is off by {error:.1e}"
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for case in selftest.CASES
+        for name, error in selftest.check(case, dtype, "cuda").items()
+        if not error <= selftest.tolerance(name, dtype)
+    ]
+
+
+def cold(variants: dict[str, Callable], budget_s: float = 1.0) -> dict[str, Timing]:
+    """Milliseconds by CUDA events, the variants in turns, each with a cold L2."""
+    size = 2 * torch.cuda.get_device_properties().L2_cache_size
+    flush = torch.empty(max(size, 2**27), dtype=torch.int8, device="cuda")
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+
+    def once(name) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        start.record()
+        variants[name]()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    estimate = 0.0
+    for name in variants:
+        once(name)
+        estimate += min(once(name), once(name))
+    rounds = min(60, max(10, int(1e3 * budget_s / estimate)))
+    for _ in range(rounds):
+        for name, own in samples.items():
+            own.append(once(name))
+    return {name: summary(own) for name, own in samples.items()}
+
+
+def speed(shape, functions: dict[str, Callable]) -> dict[str, dict[str, Timing]]:
+    x, results = draw(shape), {}
+    for backward in (False, True):
+        with torch.set_grad_enabled(backward):
+            variants = {name: call(f, x, backward) for name, f in functions.items()}
+            results["forward + backward" if backward else "forward"] = cold(variants)
+    return results
+
+
+def peak_bytes(shape, functions: dict[str, Callable]) -> dict[str, int]:
+    """The most that one forward + backward has allocated beside the inputs."""
+    x, results = draw(shape), {}
+    for name, function in functions.items():
+        run = call(function, x, True)
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        results[name] = torch.cuda.max_memory_allocated() - before
+    return results
+
+
+def host_us(functions: dict[str, Callable], calls: int = 1000, runs: int = 5):
+    """Microseconds of host time of a call, the median of `runs` means over `calls`.
+
+    The device is waited for outside of the timed part, after every 40 calls, so that the launch
+    queue (1,024 deep) never fills.
+    """
+    x, results, batch = draw(HOST_SHAPE), {}, 40
+    for backward in (False, True):
+        for name, function in functions.items():
+            run, means = call(function, x, backward), []
+            with torch.set_grad_enabled(backward):
+                for _ in range(runs + 1):  # the first one warms up
+                    total = 0.0
+                    for _ in range(calls // batch):
+                        torch.cuda.synchronize()
+                        start = time.perf_counter()
+                        for _ in range(batch):
+                            run()
+                        total += time.perf_counter() - start
+                    means.append(1e6 * total / (calls // batch * batch))
+            mode = "forward + backward" if backward else "forward"
+            results.setdefault(mode, {})[name] = statistics.median(means[1:])
+    return results
+
+
+def step_times(shape) -> dict[str, Timing]:
+    """Each step operator alone, as `tests/steps.py` calls it."""
+    from steps import STEPS, compose_steps
+
+    with torch.no_grad():
+        x = compose_steps(draw(shape))
+        return cold({name: functools.partial(f, x) for name, (f, _) in STEPS.items()}, 2.0)
+
+
+def kernel_times(shape, calls: int = 5) -> list[dict]:
+    """The kernels of one forward + backward by torch's profiler: name, launches, microseconds."""
+    import gla_ext
+
+    run = call(gla_ext.chunk_gla, draw(shape), True)
+    run()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize()
+    rows = [
+        {"kernel": e.key, "launches": e.count / calls, "us": e.self_device_time_total / calls}
+        for e in profile.key_averages()
+        if e.self_device_time_total > 0
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
+
+
+def first_call() -> dict[str, float]:
+    """Seconds, in this process, which must be fresh: CUDA itself is started before."""
+    torch.ones(1, device="cuda").add_(1).item()
+    times, clock = {}, time.perf_counter
+
+    def measure(name, function):
+        start = clock()
+        result = function()
+        torch.cuda.synchronize()
+        times[name] = clock() - start
+        return result
+
+    measure("import gla_ext", lambda: __import__("gla_ext"))
+    from gla_ext import chunk_gla
+
+    x = draw((2, 256, 4, 128, 256))
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        measure("first forward", call(chunk_gla, x, False))
+    measure("first forward + backward", call(chunk_gla, x, True))
+    measure("second forward + backward", call(chunk_gla, x, True))
+    return times
+
+
+def first_call_in_a_fresh_process() -> dict[str, float]:
+    command = [sys.executable, __file__, "first-call"]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def once(shape):
+    """One forward + backward after a first one, between cudaProfilerStart and Stop."""
+    import gla_ext
+
+    run = call(gla_ext.chunk_gla, draw(shape), True)
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["first-call", "once"])
+    parser.add_argument("shape", nargs="?", type=parse_shape, default=SHAPES[MAIN])
+    arguments = parser.parse_args()
+    if arguments.what == "once":
+        once(arguments.shape)
+    else:
+        print(json.dumps(first_call()))
+
+
+if __name__ == "__main__":
+    main()

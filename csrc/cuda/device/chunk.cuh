@@ -1,0 +1,68 @@
+// From block indices to chunks and sequences, and from those to rows of a tensor.
+#pragma once
+
+#include "element.cuh"
+
+namespace gla_ext::cuda {
+
+struct Chunk {
+  int64_t row, start;  // batch row, first token
+  int32_t length;      // tokens; 0: no sequence needs this slot
+  int32_t head;
+  int64_t slot;   // of (row, slot, head) in `tiers`
+  int64_t state;  // of the [K, V] matrix in S and dS
+  bool tail;      // tokens behind the last sequence: results are zero
+};
+
+// Number `index` of [B, slots, H].
+__device__ __forceinline__ Chunk find_chunk(const Problem& p, int64_t index) {
+  const ChunkGrid& grid = p.grid;
+  const int64_t row_slot = index / p.H;
+  const auto head = static_cast<int32_t>(index - row_slot * p.H);
+  if (grid.packed) {
+    const ChunkSlot slot = grid.chunk_slots[row_slot];
+    return {0, slot.start, slot.length, head, index, index, slot.sequence == grid.N};
+  }
+  const int64_t row = row_slot / grid.slots;
+  const int64_t start = (row_slot - row * grid.slots) * kChunk;
+  const int64_t left = grid.T - start;
+  return {row,   start, static_cast<int32_t>(left < kChunk ? left : kChunk), head, index,
+          index, false};
+}
+
+// All of sequence n.
+__device__ __forceinline__ Sequence find_sequence(const Problem& p, int64_t n) {
+  if (p.grid.packed) return p.grid.sequences[n];
+  return {0, p.grid.T, n * p.grid.chunks};
+}
+
+template <class T>
+__device__ __forceinline__ T* rows_at(const Rows& r, int64_t row, int64_t token, int32_t head) {
+  return static_cast<T*>(r.data) + row * r.stride_b + token * r.stride_t + head * r.stride_h;
+}
+template <class T>
+__device__ __forceinline__ T* rows_at(const Rows& r, const Chunk& chunk) {
+  return rows_at<T>(r, chunk.row, chunk.start, chunk.head);
+}
+
+// Elements from a chunk's first token to another of its tokens; the host copies tensors whose
+// stride takes more than 32 bits, or refuses them.
+__device__ __forceinline__ int32_t token_offset(const Rows& r, int32_t token) {
+  return token * static_cast<int32_t>(r.stride_t);
+}
+
+// Elements of [.., row, column] from the first of a chunk, for tensors of any dtype.
+__device__ __forceinline__ int64_t offset_at(const Rows& r, const Chunk& chunk) {
+  return chunk.row * r.stride_b + chunk.start * r.stride_t + chunk.head * r.stride_h;
+}
+
+// Zeros in the chunk's rows of an output, from column `first` to `end`.
+template <int kThreads>
+__device__ __forceinline__ void write_zeros(const Rows& r, const Chunk& chunk, int first, int end) {
+  const int64_t base = offset_at(r, chunk);
+  const int columns = end - first;
+  for (int i = threadIdx.x; i < chunk.length * columns; i += kThreads)
+    store_any(r.data, r.dtype, base + i / columns * r.stride_t + first + i % columns, 0.f);
+}
+
+}  // namespace gla_ext::cuda

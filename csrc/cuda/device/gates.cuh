@@ -1,0 +1,226 @@
+// Gates: their log2 form, the tier of a chunk, and the exponents of operands.
+#pragma once
+
+#include "tile.cuh"
+
+namespace gla_ext::cuda {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kReset = -150.f;     // log2 units; 2^x of a clamped gate is exactly 0
+constexpr float kTierRange = 112.f;  // of b in a chunk of tier 1, its start included
+
+// 2^x, 0 below the smallest normal number.
+__device__ __forceinline__ float exp2_ftz(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Natural-log gate to x; NaN stays NaN.
+__device__ __forceinline__ float to_log2(float g) {
+  const float x = g * kLog2E;
+  return x < kReset ? kReset : x;
+}
+
+// Tier 1's reference, mid-range for gates of one sign: an integer, so that 2^r is exact.
+__device__ __forceinline__ float reference_of(float b_last) { return rintf(0.5f * b_last); }
+
+// Whether |b - mid| or |mid| is over half of tier 1's range; true for NaN.
+__device__ __forceinline__ bool out_of_tier1(float b, float b_last) {
+  return !(fabsf(b - 0.5f * b_last) <= kTierRange / 2) || !(fabsf(b_last) <= kTierRange);
+}
+
+__device__ __forceinline__ bool in_tier1(const Problem& p, const Chunk& chunk) {
+  const uint8_t* flags = p.tiers + chunk.slot * kMaxTierBlocks;
+  bool out = false;
+  for (int i = 0; i * kTierBlock < p.K; ++i) out |= flags[i] != 0;
+  return !out;
+}
+
+// Chunks outside tier 1 are few, or nearly all: a block looks at a strip of them and works on
+// those, f(chunk, part of `parts`). The host and the device agree on the strip.
+__host__ __device__ inline int64_t exact_strip(int64_t chunk_heads) {
+  constexpr int64_t kEnough = 1024;  // blocks to fill a GPU
+  const int64_t strip = chunk_heads / kEnough;
+  return strip < 1 ? 1 : strip > 32 ? 32 : strip;
+}
+
+template <class F>
+__device__ __forceinline__ void for_exact_chunks(const Problem& p, int parts, F&& f) {
+  const int64_t chunks = p.grid.B * p.grid.slots * p.H, strip = exact_strip(chunks);
+  const int64_t first = blockIdx.x / parts * strip, mine = first + threadIdx.x % 32;
+  bool exact = false;
+  if (threadIdx.x % 32 < strip && mine < chunks) {
+    const Chunk chunk = find_chunk(p, mine);
+    exact = chunk.length > 0 && !chunk.tail && !in_tier1(p, chunk);
+  }
+  // Every warp sees the same flags.
+  for (uint32_t left = __ballot_sync(0xffffffffu, exact); left != 0; left &= left - 1) {
+    f(find_chunk(p, first + __ffs(static_cast<int>(left)) - 1),
+      static_cast<int>(blockIdx.x % parts));
+    __syncthreads();  // shared memory is read before the next chunk comes
+  }
+}
+
+// x of 16 tokens of one channel: from the gates where they are there, else as differences of b.
+// Tokens from `length` on have x = 0.
+struct GateColumn {
+  float x[kSubChunk];
+
+  __device__ __forceinline__ GateColumn(const Problem& p, const Chunk& chunk, int first_token,
+                                        int channel) {
+    if (p.g.data == nullptr)
+      from_b(p, chunk, first_token, channel);
+    else if (p.g.dtype == DType::kBFloat16)
+      from_gates<bf16>(p, chunk, first_token, channel);
+    else if (p.g.dtype == DType::kHalf)
+      from_gates<half>(p, chunk, first_token, channel);
+    else
+      from_gates<float>(p, chunk, first_token, channel);
+  }
+
+  template <class Gate>
+  __device__ __forceinline__ void from_gates(const Problem& p, const Chunk& chunk, int first_token,
+                                             int channel) {
+    const Gate* g = rows_at<const Gate>(p.g, chunk) + channel;
+#pragma unroll
+    for (int i = 0; i < kSubChunk; ++i) {
+      const int token = first_token + i;
+      x[i] = channel < p.K && token < chunk.length ? to_log2(to_float(g[token_offset(p.g, token)]))
+                                                   : 0.f;
+    }
+  }
+
+  __device__ __forceinline__ void from_b(const Problem& p, const Chunk& chunk, int first_token,
+                                         int channel) {
+    const float* b = rows_at<const float>(p.b, chunk) + channel;
+    float before = channel < p.K && first_token > 0 && first_token <= chunk.length
+                       ? b[token_offset(p.b, first_token - 1)]
+                       : 0.f;
+#pragma unroll
+    for (int i = 0; i < kSubChunk; ++i) {
+      const int token = first_token + i;
+      const bool there = channel < p.K && token < chunk.length;
+      const float now = there ? b[token_offset(p.b, token)] : 0.f;
+      x[i] = there ? now - before : 0.f;
+      before = now;
+    }
+  }
+
+  __device__ __forceinline__ float sum() const {
+    float total = 0;
+#pragma unroll
+    for (int i = 0; i < kSubChunk; ++i) total += x[i];
+    return total;
+  }
+};
+
+// x_i becomes the sum of x from token i of a sub-chunk to the end of its chunk. One thread a
+// channel and a sub-chunk; all threads take part.
+template <int kColumns>
+__device__ __forceinline__ void suffix_sum(float (&x)[kSubChunk], float (*s_sums)[kColumns],
+                                           int sub, int column) {
+  float sum = 0;
+#pragma unroll
+  for (int i = static_cast<int>(kSubChunk) - 1; i >= 0; --i) {
+    sum += x[i];
+    x[i] = sum;
+  }
+  if (sub < kSubChunks) s_sums[sub][column] = sum;
+  __syncthreads();  // s_sums is written
+  float behind = 0;
+  for (int other = kSubChunks - 1; other > sub; --other) behind += s_sums[other][column];
+#pragma unroll
+  for (int i = 0; i < kSubChunk; ++i) x[i] += behind;
+}
+
+// 16 tokens of one channel of q or k, zero from `length` on.
+template <class In>
+struct Column {
+  float x[kSubChunk];
+
+  __device__ __forceinline__ Column(const Rows& r, const Chunk& chunk, int first_token, int channel,
+                                    int channels) {
+    const In* base = rows_at<const In>(r, chunk) + channel;
+#pragma unroll
+    for (int i = 0; i < kSubChunk; ++i) {
+      const int token = first_token + i;
+      x[i] =
+          token < chunk.length && channel < channels ? to_float(base[token_offset(r, token)]) : 0.f;
+    }
+  }
+};
+
+// Tier 1's operands q^ = q 2^(b - r) and k^ = k 2^(r - b) of kColumns channels from `first`.
+template <Access kAccess, class Op, class In, int kColumns>
+__device__ __forceinline__ void load_tier1_operands(Op* s_q, Op* s_k, const Problem& p,
+                                                    const Chunk& chunk, int first) {
+  const float* b = rows_at<const float>(p.b, chunk);
+  TileRows<kAccess, In, kColumns> r_q, r_k;
+  TileRows<kAccess, float, kColumns> r_b;
+  Eight<float> b_last;
+  r_q.load(rows_at<const In>(p.q, chunk), p.q, chunk.length, first, p.K);
+  r_k.load(rows_at<const In>(p.k, chunk), p.k, chunk.length, first, p.K);
+  r_b.load(b, p.b, chunk.length, first, p.K);
+  for_eights<kTile, kColumns>([&](int pass, int, int column) {
+    if (pass == 0)
+      b_last = load_row<kAccess>(b, p.b, chunk.length - 1, chunk.length, first + column, p.K);
+  });
+  for_eights<kTile, kColumns>([&](int pass, int row, int column) {
+    float q_hat[8], k_hat[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float e = row < chunk.length ? r_b.x[pass][i] - reference_of(b_last[i]) : 0.f;
+      q_hat[i] = r_q.x[pass][i] * exp2_ftz(e);
+      k_hat[i] = r_k.x[pass][i] * exp2_ftz(-e);
+    }
+    store8(s_q + row * kPitch<Op, kColumns> + column, to_operands<Op>(q_hat, takes_tf32<In>(p)));
+    store8(s_k + row * kPitch<Op, kColumns> + column, to_operands<Op>(k_hat, takes_tf32<In>(p)));
+  });
+}
+
+// The chunk's sums of gates behind a token, or null: fp32 inputs alone have them.
+template <class In>
+__device__ __forceinline__ const float* suffix_at(const Problem& p, int64_t row, int64_t token,
+                                                  int32_t head) {
+  if constexpr (std::is_same_v<In, float>) {
+    if (p.b_suffix.data != nullptr) return rows_at<const float>(p.b_suffix, row, token, head);
+  }
+  return nullptr;
+}
+
+// What faces the states: q scale 2^b (kFromStart), or k 2^(b_C - b) (kToEnd).
+enum class Decay { kFromStart, kToEnd };
+
+// Eight of them, on their way to shared memory.
+template <Access kAccess, class In, Decay kDecay>
+struct StateOperand {
+  Eight<In> x;
+  Eight<float> e;
+
+  // `base`, `b` and, where it is there, `suffix` point at the chunk's first token.
+  __device__ __forceinline__ void load(const Problem& p, const In* base, const Rows& r,
+                                       const float* b, const float* suffix, int row, int length,
+                                       int column) {
+    x = load_row<kAccess>(base, r, row, length, column, p.K);
+    const bool to_end = kDecay == Decay::kToEnd && suffix != nullptr;
+    e = load_row<kAccess>(to_end ? suffix : b, to_end ? p.b_suffix : p.b, row, length, column, p.K);
+  }
+
+  template <class Op>
+  __device__ __forceinline__ Eight<Op> operands(const Problem& p, const Eight<float>& b_last,
+                                                bool has_suffix, bool inside) const {
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if constexpr (kDecay == Decay::kFromStart)
+        y[i] = x[i] * p.scale * exp2_ftz(e[i]);
+      else
+        y[i] = x[i] * exp2_ftz(has_suffix ? e[i] : b_last[i] - e[i]);
+      y[i] = inside ? y[i] : 0.f;
+    }
+    return to_operands<Op>(y, takes_tf32<In>(p));
+  }
+};
+
+}  // namespace gla_ext::cuda

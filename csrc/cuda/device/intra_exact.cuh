@@ -1,0 +1,166 @@
+// Backward step 6 outside tier 1, in fp32: a thread a channel and a sub-chunk of 16 tokens. Pairs
+// of tokens in different sub-chunks meet through operands decayed to the borders between them;
+// inside a sub-chunk a running product of decays goes down the tokens, which a reset makes 0.
+#pragma once
+
+#include "gates.cuh"
+
+namespace gla_ext::cuda {
+
+// Key channels of a block: fp32 tiles are narrower, so that three fit into 48 KiB.
+template <class Op>
+constexpr int kColumns = sizeof(Op) == 2 ? 64 : 32;
+
+template <class Op>
+struct ExactTiles {
+  float q[kTile][kColumns<Op>];           // q decayed from its sub-chunk's start
+  float k[kTile][kColumns<Op>];           // k decayed to its sub-chunk's end
+  float decay[kSubChunks][kColumns<Op>];  // of a whole sub-chunk
+  float sums[kSubChunks][kColumns<Op>];
+};
+
+// 16 tokens of one channel of an fp32 output.
+__device__ __forceinline__ void store_column(const Rows& out, const float (&x)[kSubChunk],
+                                             const Problem& p, const Chunk& chunk, int sub,
+                                             int channel) {
+  float* base = rows_at<float>(out, chunk) + channel;
+#pragma unroll
+  for (int i = 0; i < kSubChunk; ++i) {
+    const int token = sub * static_cast<int>(kSubChunk) + i;
+    if (token < chunk.length && channel < p.K) base[token_offset(out, token)] = x[i];
+  }
+}
+
+// dA of one row and the 16 columns of a sub-chunk.
+template <class Op>
+__device__ __forceinline__ void row_of_dA(float (&x)[kSubChunk], const Op* s_dA, int row,
+                                          int column) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Eight<Op> eight = load8_aligned(s_dA + row * kPitch<Op, kTile> + column + 8 * half);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[8 * half + i] = eight[i];
+  }
+}
+
+// The pairs inside a sub-chunk, one by one, added to what other sub-chunks gave; dq and dk are
+// written, db is left.
+template <class Op, class In>
+__device__ __forceinline__ void pairs(ExactTiles<Op>& s, float (&dq)[kSubChunk],
+                                      float (&dk)[kSubChunk], float (&db)[kSubChunk],
+                                      const Op* s_dA, const Problem& p, const Chunk& chunk, int sub,
+                                      int column, int channel) {
+  constexpr int kC = static_cast<int>(kSubChunk);
+  const int token = sub * kC;
+  const GateColumn gates(p, chunk, token, channel);
+  float prefix = 0, suffix = 0;
+#pragma unroll
+  for (int i = 0; i < kC; ++i) {
+    prefix += gates.x[i];
+    db[i] = s.q[token + i][column] * dq[i];
+    dq[i] *= exp2_ftz(prefix);
+  }
+#pragma unroll
+  for (int i = kC - 1; i >= 0; --i) {
+    db[i] -= s.k[token + i][column] * dk[i];
+    s.k[token + i][column] = dk[i] * exp2_ftz(suffix);
+    suffix += gates.x[i];
+  }
+
+  {
+    const Column<In> k(p.k, chunk, token, channel, p.K);
+#pragma unroll
+    for (int i = 0; i < kC; ++i) s.q[token + i][column] = k.x[i];
+  }
+
+  // This sub-chunk, pair by pair.
+  const Column<In> q(p.q, chunk, token, channel, p.K);
+  const auto store = [&](const Rows& out, int i, float x) {
+    if (channel < p.K && token + i < chunk.length)
+      rows_at<float>(out, chunk)[token_offset(out, token + i) + channel] = x;
+  };
+#pragma unroll
+  for (int j = 0; j < kC; ++j) {
+    float decay = 1;  // from j to i
+    const float k_j = s.q[token + j][column];
+    float dk_j = s.k[token + j][column];
+#pragma unroll
+    for (int i = j; i < kC; ++i) {
+      if (i > j) decay *= exp2_ftz(gates.x[i]);
+      const float x = decay * to_float(s_dA[(token + i) * kPitch<Op, kTile> + token + j]);
+      dq[i] += x * k_j;
+      dk_j += x * q.x[i];
+      const float pair = x * q.x[i] * k_j;
+      db[i] += pair;
+      db[j] -= pair;
+    }
+    store(p.dk_intra, j, dk_j);
+    store(p.dq_intra, j, dq[j]);  // whole: pairs to come are below row j
+  }
+}
+
+template <class Op, class In>
+__device__ __forceinline__ void exact(ExactTiles<Op>& s, const Op* s_dA, const Problem& p,
+                                      const Chunk& chunk, int first) {
+  constexpr int kC = static_cast<int>(kSubChunk);
+  const int column = static_cast<int>(threadIdx.x) % kColumns<Op>, channel = first + column;
+  const int sub = static_cast<int>(threadIdx.x) / kColumns<Op>, token = sub * kC;
+  const bool works = sub < kSubChunks;  // narrow tiles leave half of the threads idle
+  if (works) {
+    const GateColumn gates(p, chunk, token, channel);
+    const Column<In> q(p.q, chunk, token, channel, p.K);
+    const Column<In> k(p.k, chunk, token, channel, p.K);
+    float prefix = 0, suffix = 0;
+#pragma unroll
+    for (int i = 0; i < kC; ++i) {
+      prefix += gates.x[i];
+      s.q[token + i][column] = q.x[i] * exp2_ftz(prefix);
+    }
+#pragma unroll
+    for (int i = kC - 1; i >= 0; --i) {
+      s.k[token + i][column] = k.x[i] * exp2_ftz(suffix);
+      suffix += gates.x[i];
+    }
+    s.decay[sub][column] = exp2_ftz(suffix);
+  }
+  __syncthreads();  // the tiles are written
+
+  float dq[kC] = {}, dk[kC] = {}, db[kC] = {};
+  if (works) {
+    // Other sub-chunks: dq from those before, dk from those behind.
+    float between = 1;
+#pragma unroll 1
+    for (int other = sub - 1; other >= 0; --other) {
+      float k[kC];
+#pragma unroll
+      for (int j = 0; j < kC; ++j) k[j] = between * s.k[other * kC + j][column];
+#pragma unroll
+      for (int i = 0; i < kC; ++i) {
+        float dA[kC];
+        row_of_dA(dA, s_dA, token + i, other * kC);
+#pragma unroll
+        for (int j = 0; j < kC; ++j) dq[i] += dA[j] * k[j];
+      }
+      between *= s.decay[other][column];
+    }
+    between = 1;
+#pragma unroll 1
+    for (int other = sub + 1; other < kSubChunks; ++other) {
+#pragma unroll
+      for (int i = 0; i < kC; ++i) {
+        const float q = between * s.q[other * kC + i][column];
+        float dA[kC];
+        row_of_dA(dA, s_dA, other * kC + i, token);
+#pragma unroll
+        for (int j = 0; j < kC; ++j) dk[j] += dA[j] * q;
+      }
+      between *= s.decay[other][column];
+    }
+  }
+  __syncthreads();  // the tiles are read: a thread now parks k and dk in its own part of them
+  if (works) pairs<Op, In>(s, dq, dk, db, s_dA, p, chunk, sub, column, channel);
+  suffix_sum(db, s.sums, sub, column);
+  store_column(p.dg_intra, db, p, chunk, sub, channel);
+}
+
+}  // namespace gla_ext::cuda

@@ -1,0 +1,79 @@
+// From a Problem to a kernel's instantiation and grid.
+#pragma once
+
+#include <type_traits>
+
+#include "../launch.h"
+#include "gates.cuh"
+
+namespace gla_ext::cuda {
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// f(Type<bf16 | half | float>)
+template <class F>
+void with_dtype(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return f(Type<bf16>{});
+    case DType::kHalf:
+      return f(Type<half>{});
+    case DType::kFloat:
+      return f(Type<float>{});
+  }
+}
+
+// f(Type<bf16 | half | float>, Constant<Access>) by the dtype and what is known of the rows.
+template <Access kAccess>
+using Constant = std::integral_constant<Access, kAccess>;
+
+inline bool allows_fast_access(const Problem& p) {
+  const DType intermediate = p.dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat;
+  const bool has_keys = p.q.data != nullptr || p.k.data != nullptr;
+  if ((has_keys && p.K % 8 != 0) || p.V % 8 != 0 || p.A_diagonal.data != nullptr) return false;
+  for (const Rows* r : {&p.q, &p.k, &p.v, &p.d_o, &p.b, &p.b_suffix, &p.o, &p.dq, &p.dk, &p.dv,
+                        &p.A, &p.dA, &p.dq_intra, &p.dk_intra, &p.dg_intra})
+    if (r->data != nullptr && !r->aligned) return false;
+  return (p.A.data == nullptr || p.A.dtype == intermediate) &&
+         (p.dA.data == nullptr || p.dA.dtype == intermediate) &&
+         (p.S == nullptr || p.S_dtype == intermediate) &&
+         (p.dS == nullptr || p.dS_dtype == intermediate);
+}
+
+template <class F>
+void with_dtype_and_access(const Problem& p, F&& f) {
+  with_dtype(p.dtype, [&](auto type) {
+    if (allows_fast_access(p))
+      f(type, Constant<Access::kFast>{});
+    else
+      f(type, Constant<Access::kGeneral>{});
+  });
+}
+
+inline int64_t blocks_of(int64_t columns, int64_t tile) { return (columns + tile - 1) / tile; }
+
+// Chunks of all batch rows and heads.
+inline int64_t chunk_heads(const Problem& p) {
+  return p.grid.T == 0 ? 0 : p.grid.B * p.grid.slots * p.H;
+}
+
+// Blocks of a kernel that works on chunks outside tier 1, in `parts` each.
+inline int64_t exact_strips(const Problem& p, int64_t parts) {
+  return blocks_of(chunk_heads(p), exact_strip(chunk_heads(p))) * parts;
+}
+
+template <class Kernel>
+void launch(Kernel kernel, int64_t blocks, int threads, const Problem& p, cudaStream_t stream) {
+  if (blocks > 0) kernel<<<dim3(static_cast<unsigned>(blocks)), threads, 0, stream>>>(p);
+}
+
+// Whether tiles of 128 values pay: for bf16, whose tiles are half as large.
+template <class In, Access kAccess>
+constexpr bool has_wide_tiles() {
+  return std::is_same_v<In, bf16> && kAccess == Access::kFast;
+}
+
+}  // namespace gla_ext::cuda

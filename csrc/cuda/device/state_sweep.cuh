@@ -1,0 +1,207 @@
+// Forward step 2 and backward step 3: a sweep over the chunks of a sequence with a block of the
+// state (or of its gradient) in registers.
+//
+//   S' = 2^b_C S + (k 2^(b_C - b))^T v             first chunk first
+//   dS = 2^b_C dS' + (scale q 2^b)^T do            last chunk first
+//
+// grid    (sequence, head, 64 key channels, kColumns values); the chunks of a sequence one by one
+// reads   k v b (b_suffix) h0, or q do b dht
+// writes  S entering, or dS' leaving, every chunk, and what is left at the end: ht, or dh0
+// The state is fp32; the rows of the next chunk are on their way while one is multiplied.
+#pragma once
+
+#include "gates.cuh"
+#include "launch.cuh"
+
+namespace gla_ext::cuda {
+
+enum class Sweep { kStates, kStateGrads };
+
+// The fields of Problem that a sweep works on.
+template <Sweep kSweep>
+struct SweepFields;
+template <>
+struct SweepFields<Sweep::kStates> {
+  static constexpr Decay kDecay = Decay::kToEnd;
+  const Rows &y, &x;
+  const float* initial;
+  float* last;
+  void* states;
+  DType dtype;
+  __device__ explicit SweepFields(const Problem& p)
+      : y(p.k), x(p.v), initial(p.h0), last(p.ht), states(p.S), dtype(p.S_dtype) {}
+};
+template <>
+struct SweepFields<Sweep::kStateGrads> {
+  static constexpr Decay kDecay = Decay::kFromStart;
+  const Rows &y, &x;
+  const float* initial;
+  float* last;
+  void* states;
+  DType dtype;
+  __device__ explicit SweepFields(const Problem& p)
+      : y(p.q), x(p.d_o), initial(p.dht), last(p.dh0), states(p.dS), dtype(p.dS_dtype) {}
+};
+
+// One chunk's rows, on their way.
+template <Access kAccess, class In, Decay kDecay, int kColumns>
+struct SweepRows {
+  StateOperand<kAccess, In, kDecay> y[kPasses<kTile, kTile>];
+  float b_last;  // of channel threadIdx.x
+  TileRows<kAccess, In, kColumns> x;
+  int length;
+
+  __device__ __forceinline__ void load(const Problem& p, const Rows& y_rows, const Rows& x_rows,
+                                       int64_t row, int64_t token, int tokens, int head,
+                                       int first_k, int first_v) {
+    length = tokens;
+    const In* y_base = rows_at<const In>(y_rows, row, token, head);
+    const In* x_base = rows_at<const In>(x_rows, row, token, head);
+    const float* b = rows_at<const float>(p.b, row, token, head);
+    const float* suffix = suffix_at<In>(p, row, token, head);
+    for_eights<kTile, kTile>([&](int pass, int r, int column) {
+      y[pass].load(p, y_base, y_rows, b, suffix, r, length, first_k + column);
+    });
+    const int channel = first_k + static_cast<int>(threadIdx.x);
+    b_last =
+        threadIdx.x < kTile && channel < p.K ? b[token_offset(p.b, length - 1) + channel] : 0.f;
+    x.load(x_base, x_rows, length, first_v, p.V);
+  }
+};
+
+template <Access kAccess, class In, int kColumns, Sweep kSweep>
+__global__ void __launch_bounds__(kThreads, 2) state_sweep(Problem p) {
+  using Op = Operand<In>;
+  constexpr Decay kDecay = SweepFields<kSweep>::kDecay;
+  constexpr int kPitchY = kPitch<Op, kTile>, kPitchX = kPitch<Op, kColumns>;
+  // Whole rows of the state leave by way of shared memory where there is room for them.
+  constexpr bool kStaged = kAccess == Access::kFast && std::is_same_v<Op, bf16>;
+  __shared__ __align__(16) Op s_y[kTile * kPitchY];                    // [token][K]
+  __shared__ __align__(16) Op s_x[kTile * kPitchX];                    // [token][V]
+  __shared__ __align__(16) Op s_state[kStaged ? kTile * kPitchX : 8];  // [K][V]
+  __shared__ __align__(16) float s_b_last[kTile];                      // [K]
+
+  const SweepFields<kSweep> f(p);
+  const int v_blocks = (p.V + kColumns - 1) / kColumns, k_blocks = (p.K + kTile - 1) / kTile;
+  int64_t index = blockIdx.x;
+  const int first_v = static_cast<int>(index % v_blocks) * kColumns;
+  index /= v_blocks;
+  const int first_k = static_cast<int>(index % k_blocks) * kTile;
+  index /= k_blocks;
+  const auto head = static_cast<int32_t>(index % p.H);
+  const int64_t n = index / p.H, row = p.grid.packed ? 0 : n;
+  const Sequence sequence = find_sequence(p, n);
+  const int64_t chunks = (sequence.length + kChunk - 1) / kChunk;
+
+  const WarpTile<kColumns> warp;
+  float acc[2][WarpTile<kColumns>::kN][4];  // [K, V] block of the state
+  clear(acc);
+  const int matrix = p.K * p.V;
+  const int64_t boundary = (n * p.H + head) * matrix;  // of h0, ht, dht or dh0
+  if (f.initial != nullptr) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < WarpTile<kColumns>::kN; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int k = first_k + warp.m + 16 * i + g + 8 * (e / 2);
+          const int v = first_v + warp.n + 8 * j + 2 * t + e % 2;
+          if (k < p.K && v < p.V)
+            acc[i][j][e] = f.initial[boundary + (p.state_v_first ? v * p.K + k : k * p.V + v)];
+        }
+  }
+
+  const auto chunk_of = [&](int64_t i) { return kSweep == Sweep::kStates ? i : chunks - 1 - i; };
+  SweepRows<kAccess, In, kDecay, kColumns> rows;
+  const auto load = [&](int64_t i) {
+    const int64_t done = chunk_of(i) * kChunk, left = sequence.length - done;
+    rows.load(p, f.y, f.x, row, sequence.start + done,
+              static_cast<int>(left < kChunk ? left : kChunk), head, first_k, first_v);
+  };
+  // The last chunk's rows are for the state that is left at the end alone.
+  const int64_t multiplied = f.last != nullptr ? chunks : chunks - 1;
+  if (multiplied > 0) load(0);
+  const bool has_suffix = std::is_same_v<In, float> && p.b_suffix.data != nullptr;
+  for (int64_t i = 0; i < chunks; ++i) {
+    const int64_t state = ((sequence.first_slot + chunk_of(i)) * p.H + head) * matrix;
+    if (threadIdx.x < kTile) s_b_last[threadIdx.x] = rows.b_last;
+    if constexpr (kStaged)
+      for_pairs(acc, [&](int r, int c, float s0, float s1) {
+        store2<Access::kFast>(s_state + (warp.m + r) * kPitchX + warp.n + c, s0, s1, 2);
+      });
+    __syncthreads();  // s_b_last and s_state are written
+    if (i < multiplied) {
+      for_eights<kTile, kTile>([&](int pass, int r, int column) {
+        store8(s_y + r * kPitchY + column,
+               rows.y[pass].template operands<Op>(p, load8_aligned(s_b_last + column), has_suffix,
+                                                  r < rows.length));
+      });
+      rows.x.store(s_x, takes_tf32<In>(p));
+      if (i + 1 < multiplied) load(i + 1);
+    }
+    if constexpr (kStaged) {
+      bf16* out = static_cast<bf16*>(f.states) + state;
+      for_eights<kTile, kColumns>([&](int, int r, int column) {
+        const int k = first_k + r, v = first_v + column;
+        if (k < p.K && v < p.V)
+          store8(out + k * p.V + v, load8_aligned(s_state + r * kPitchX + column));
+      });
+    } else {
+      for_pairs(acc, [&](int r, int c, float s0, float s1) {
+        const int k = first_k + warp.m + r, v = first_v + warp.n + c;
+        if (k < p.K)
+          store2_operands<kAccess, Op>(f.states, f.dtype, state + k * p.V + v, s0, s1, p.V - v);
+      });
+    }
+    if (i == multiplied) break;
+    __syncthreads();  // the tiles are written
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int k = warp.m + 16 * m + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * e;
+        const float decay = exp2_ftz(s_b_last[k]);
+#pragma unroll
+        for (int j = 0; j < WarpTile<kColumns>::kN; ++j) {
+          acc[m][j][2 * e] *= decay;
+          acc[m][j][2 * e + 1] *= decay;
+        }
+      }
+    product<Stored::kTransposed, Stored::kAsIs, kPitchY, kPitchX>(acc, s_y + warp.m, s_x + warp.n,
+                                                                  kTile, takes_tf32<In>(p));
+    __syncthreads();  // the tiles, s_b_last and s_state are read
+  }
+
+  if (f.last == nullptr) return;
+  for_pairs(acc, [&](int r, int c, float s0, float s1) {
+    const int k = first_k + warp.m + r, v = first_v + warp.n + c;
+    if (k >= p.K) return;
+    if (p.state_v_first) {
+      if (v < p.V) f.last[boundary + v * p.K + k] = s0;
+      if (v + 1 < p.V) f.last[boundary + (v + 1) * p.K + k] = s1;
+    } else {
+      store2<kAccess>(f.last + boundary + k * p.V + v, s0, s1, p.V - v);
+    }
+  });
+}
+
+// state_sweep by dtype, access and width.
+template <Sweep kSweep>
+void launch_state_sweep(const Problem& p, cudaStream_t stream) {
+  const int64_t pairs = p.grid.N * p.H * blocks_of(p.K, kTile);
+  with_dtype_and_access(p, [&](auto type, auto access) {
+    using In = typename decltype(type)::type;
+    constexpr Access kAccess = decltype(access)::value;
+    if constexpr (has_wide_tiles<In, kAccess>()) {
+      if (p.V > kTile)
+        return launch(state_sweep<kAccess, In, 2 * kTile, kSweep>,
+                      pairs * blocks_of(p.V, 2 * kTile), kThreads, p, stream);
+    }
+    launch(state_sweep<kAccess, In, kTile, kSweep>, pairs * blocks_of(p.V, kTile), kThreads, p,
+           stream);
+  });
+}
+
+}  // namespace gla_ext::cuda

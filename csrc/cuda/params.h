@@ -1,0 +1,85 @@
+// What the host side hands to the CUDA kernels: plain structs, no torch header.
+#pragma once
+
+#include <cstdint>
+
+#include "../chunk.h"
+
+namespace gla_ext::cuda {
+
+constexpr int kSubChunks = kChunk / kSubChunk;
+constexpr int kMaxHeadDim = 512;  // K and V
+constexpr int kTierBlock = 64;    // channels that share a byte of `tiers`
+constexpr int kMaxTierBlocks = kMaxHeadDim / kTierBlock;
+
+enum class DType : uint8_t { kBFloat16, kHalf, kFloat };
+
+// One tensor [B, T, H, D] whose last dimension is contiguous; strides in elements, stride_t below
+// 2^31 / kChunk.
+struct Rows {
+  void* data = nullptr;
+  int64_t stride_b = 0, stride_t = 0, stride_h = 0;
+  DType dtype = DType::kFloat;
+  bool aligned = false;  // every row starts at a multiple of 16 bytes
+};
+
+// A sequence of a packed batch, made on the device. Number N is what lies behind the last one.
+struct Sequence {
+  int64_t start, length;  // tokens
+  int64_t first_slot;     // of its chunks in ChunkSlot and the chunk dimension of S
+};
+
+// A chunk of a packed batch, made on the device.
+struct ChunkSlot {
+  int64_t start;     // first token
+  int32_t length;    // 1 .. kChunk; 0 in slots that no sequence needs
+  int32_t sequence;  // N: tokens behind the last sequence, whose results are zero
+};
+
+// How the tokens are cut into chunks.
+struct ChunkGrid {
+  int64_t B = 0, T = 0;  // batch rows and tokens of one
+  int64_t N = 0;         // sequences
+  int64_t chunks = 0;    // chunk dimension of S, of one batch row
+  int64_t slots = 0;     // chunks of one batch row that kernels visit: packed, chunks + 1
+  bool packed = false;
+  bool offsets_are_int64 = false;
+  const void* cu_seqlens = nullptr;  // [N + 1], packed only
+  Sequence* sequences = nullptr;     // [N + 1], packed only
+  ChunkSlot* chunk_slots = nullptr;  // [slots], packed only
+};
+
+// Everything a step may read or write. Absent tensors have data == nullptr.
+struct Problem {
+  ChunkGrid grid;
+  int32_t H = 0, K = 0, V = 0;
+  float scale = 1;
+  DType dtype = DType::kFloat;  // of q, k, v, do, o, dq, dk, dv
+  bool tf32 = false;            // fp32 inputs: products in tf32, as torch's switch allows
+  bool state_v_first = false;   // layout of h0, ht, dht, dh0: [V, K] instead of [K, V]
+
+  Rows q, k, v, d_o;  // [B, T, H, K | V]
+  Rows g;             // natural-log gates [B, T, H, K], or absent and then b alone is read
+  Rows b;             // gate cumsum in chunks, log2 units [B, T, H, K] fp32
+  Rows b_suffix;      // sum of the gates behind a token in its chunk [B, T, H, K] fp32, or absent
+  Rows o, dq, dk, dv, dg;  // outputs
+  // Scores [B, T, H, C], their diagonal blocks [B, T, H, c] and dA [B, T, H, C]: fp32, or bf16 for
+  // bf16 inputs.
+  Rows A, A_diagonal, dA;
+  bool whole_scores = false;          // A holds the diagonal blocks too, A_diagonal is absent
+  Rows dq_intra, dk_intra, dg_intra;  // [B, T, H, K] fp32, what step 6 hands to step 7
+
+  const float* h0 = nullptr;   // [N, H, K, V]
+  const float* dht = nullptr;  // [N, H, K, V]
+  float* ht = nullptr;         // [N, H, K, V]
+  float* dh0 = nullptr;        // [N, H, K, V]
+  void* S = nullptr;           // [B, chunks, H, K, V], the state that enters each chunk
+  void* dS = nullptr;          // [B, chunks, H, K, V], the gradient of the state that leaves it
+  DType S_dtype = DType::kFloat, dS_dtype = DType::kFloat;  // fp32, or bf16 for bf16 inputs
+
+  // [B, slots, H, kMaxTierBlocks]: 1 where some channel of a block of kTierBlock is out of tier 1's
+  // range; the chunk is in tier 1 if none of its blocks is.
+  uint8_t* tiers = nullptr;
+};
+
+}  // namespace gla_ext::cuda

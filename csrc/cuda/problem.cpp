@@ -1,0 +1,208 @@
+#include "problem.h"
+
+#include <ATen/Context.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
+
+#include <algorithm>
+#include <array>
+#include <type_traits>
+
+namespace gla_ext::cuda {
+namespace {
+
+constexpr int64_t kLoadBytes = 16;                                // what one aligned load takes
+constexpr int64_t kMaxTokenStride = (int64_t{1} << 31) / kChunk;  // elements, see Rows
+constexpr int64_t kMaxBlocks = (int64_t{1} << 31) - 1;            // of a grid
+
+DType dtype_of(at::ScalarType t) {
+  switch (t) {
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kHalf:
+      return DType::kHalf;
+    default:
+      TORCH_INTERNAL_ASSERT(t == at::kFloat);
+      return DType::kFloat;
+  }
+}
+
+void check_supported(const char* op, const Shape& shape) {
+  TORCH_CHECK_NOT_IMPLEMENTED(shape.accumulate != at::kDouble, op,
+                              ": expected torch.bfloat16, torch.float16 or torch.float32 on CUDA, "
+                              "got torch.float64, which only the CPU backend takes");
+  const int64_t K = shape.K.expect_int(), V = shape.V.expect_int();
+  TORCH_CHECK_NOT_IMPLEMENTED(K <= kMaxHeadDim && V <= kMaxHeadDim, op,
+                              ": expected K and V to be at most ", kMaxHeadDim,
+                              " on CUDA, got K = ", K, " and V = ", V);
+  // A copy of a tensor, an output or the scores may have this stride.
+  const int64_t H = shape.H.expect_int();
+  TORCH_CHECK_NOT_IMPLEMENTED(H <= (kMaxTokenStride - 1) / std::max({K, V, kChunk}), op,
+                              ": expected H * max(K, V, ", kChunk, ") to be less than ",
+                              kMaxTokenStride, " on CUDA, got H = ", H, ", K = ", K,
+                              " and V = ", V);
+}
+
+void check_device(const char* op, at::Device device) {
+  const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(device.index());
+  TORCH_CHECK_NOT_IMPLEMENTED(gpu.major >= 8, op,
+                              ": expected a GPU of compute capability 8.0 or higher, got ",
+                              gpu.name, " of ", gpu.major, ".", gpu.minor);
+}
+
+// The grid of any kernel: its blocks are some channels and values of a chunk, or of a sequence.
+void check_grid(const char* op, const ChunkGrid& grid, int64_t H, int64_t K, int64_t V) {
+  constexpr int64_t kChannels = 32, kValues = 64;  // of the smallest blocks
+  const int64_t blocks_each = (K + kChannels - 1) / kChannels * ((V + kValues - 1) / kValues);
+  const int64_t chunks = std::max(grid.B * grid.slots, grid.N);
+  TORCH_CHECK_NOT_IMPLEMENTED(H == 0 || chunks <= kMaxBlocks / blocks_each / H, op,
+                              ": expected chunks * H * ceil(K / ", kChannels, ") * ceil(V / ",
+                              kValues, ") to be at most ", kMaxBlocks, " on CUDA, got ", chunks,
+                              " chunks, H = ", H, ", K = ", K, " and V = ", V);
+}
+
+bool tf32_allowed() {
+  return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+         at::Float32Precision::TF32;
+}
+
+bool starts_aligned(const void* data) {
+  return reinterpret_cast<uintptr_t>(data) % kLoadBytes == 0;
+}
+
+Rows rows_of(void* data, DType dtype, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  Rows rows{data, strides[0], strides[1], strides[2], dtype, starts_aligned(data)};
+  for (int dim = 0; dim < 3; ++dim)
+    rows.aligned &= sizes[dim] == 1 || strides[dim] * bytes_of(dtype) % kLoadBytes == 0;
+  return rows;
+}
+
+Rows rows_of(const at::Tensor& t) {
+  return rows_of(const_cast<void*>(t.const_data_ptr()), dtype_of(t.scalar_type()), t.sizes(),
+                 t.strides());
+}
+
+}  // namespace
+
+Call::Call(const char* op, const Shape& shape, const at::Tensor& like,
+           const OptionalTensor& cu_seqlens, std::optional<double> scale)
+    : guard_(like.device()),
+      stream_(c10::cuda::getCurrentCUDAStream(like.device().index())),
+      options_(like.options()) {
+  check_supported(op, shape);
+  check_device(op, like.device());
+  Problem& p = problem;
+  p.grid = make_grid(shape.N.expect_int(), shape.T.expect_int(), shape.packed);
+  p.grid.B = shape.B.expect_int();
+  if (shape.packed) {
+    offsets_ = cu_seqlens->contiguous();
+    p.grid.cu_seqlens = offsets_.const_data_ptr();
+    p.grid.offsets_are_int64 = offsets_.scalar_type() == at::kLong;
+  }
+  p.H = static_cast<int32_t>(shape.H.expect_int());
+  p.K = static_cast<int32_t>(shape.K.expect_int());
+  p.V = static_cast<int32_t>(shape.V.expect_int());
+  p.scale = static_cast<float>(resolve_scale(scale, p.K));
+  p.dtype = dtype_of(shape.dtype);
+  check_grid(op, p.grid, p.H, p.K, p.V);
+  p.tf32 = p.dtype == DType::kFloat && tf32_allowed();
+}
+
+const at::Tensor& Call::keep(at::Tensor t) { return kept_.emplace_back(std::move(t)); }
+
+const at::Tensor& Call::packed_elements(const at::Tensor& t) {
+  if (!t.is_contiguous()) return keep(t.contiguous());
+  return starts_aligned(t.const_data_ptr()) ? t : keep(t.clone());
+}
+
+void Call::input(Rows& rows, const at::Tensor& t) {
+  const bool contiguous_rows = t.size(3) == 1 || t.stride(3) == 1;
+  const bool addressable = t.stride(1) < kMaxTokenStride;
+  rows = rows_of(contiguous_rows && addressable ? t : keep(t.contiguous()));
+}
+
+const float* Call::input_state(const OptionalTensor& t) {
+  return given(t) ? packed_elements(*t).const_data_ptr<float>() : nullptr;
+}
+
+void Call::input_chunk_states(void*& states, DType& dtype, const at::Tensor& t) {
+  states = const_cast<void*>(packed_elements(t).const_data_ptr());
+  dtype = dtype_of(t.scalar_type());
+}
+
+at::Tensor Call::output(Rows& rows, int64_t last_dim, at::ScalarType dtype) {
+  at::Tensor t =
+      at::empty({problem.grid.B, problem.grid.T, problem.H, last_dim}, options_.dtype(dtype));
+  rows = rows_of(t);
+  return t;
+}
+
+at::Tensor Call::output_state(float*& state) {
+  const Problem& p = problem;
+  at::Tensor t =
+      at::empty({p.grid.N, p.H, p.state_v_first ? p.V : p.K, p.state_v_first ? p.K : p.V},
+                options_.dtype(at::kFloat));
+  state = t.mutable_data_ptr<float>();
+  return t;
+}
+
+at::Tensor Call::output_chunk_states(void*& states, DType& dtype, at::ScalarType type) {
+  const Problem& p = problem;
+  const std::array<int64_t, 5> sizes{p.grid.B, p.grid.chunks, p.H, p.K, p.V};
+  const auto options = options_.dtype(type);
+  at::Tensor t = p.grid.packed ? at::zeros(sizes, options) : at::empty(sizes, options);
+  states = t.mutable_data_ptr();
+  dtype = dtype_of(type);
+  return t;
+}
+
+at::Tensor Call::not_asked_for(at::ScalarType dtype) const {
+  return at::empty({0}, options_.dtype(dtype));
+}
+
+void Call::allocate(const Workspace& w) {
+  Problem& p = problem;
+  if (w.bytes == 0) return;
+  workspace_ = at::empty({w.bytes}, options_.dtype(at::kByte));
+  auto* base = static_cast<char*>(workspace_.mutable_data_ptr());
+  const auto part = [&](auto*& pointer, int64_t start) {
+    using Pointer = std::remove_reference_t<decltype(pointer)>;
+    if (start != Workspace::kAbsent) pointer = reinterpret_cast<Pointer>(base + start);
+  };
+  const auto rows = [&](Rows& r, int64_t start, int64_t last_dim, DType dtype) {
+    if (start == Workspace::kAbsent) return;
+    const int64_t B = p.grid.B, T = p.grid.T, H = p.H;
+    r = rows_of(base + start, dtype, {B, T, H}, {T * H * last_dim, H * last_dim, last_dim});
+  };
+  const auto states = [&](void*& pointer, DType& dtype, int64_t start) {
+    part(pointer, start);
+    if (start != Workspace::kAbsent) dtype = intermediate_dtype(p.dtype);
+  };
+  part(p.grid.sequences, w.sequences);
+  part(p.grid.chunk_slots, w.chunk_slots);
+  part(p.tiers, w.tiers);
+  rows(p.b, w.b, p.K, DType::kFloat);
+  rows(p.b_suffix, w.b_suffix, p.K, DType::kFloat);
+  rows(p.A, w.A, kChunk, intermediate_dtype(p.dtype));
+  rows(p.dA, w.dA, kChunk, intermediate_dtype(p.dtype));
+  states(p.S, p.S_dtype, w.S);
+  states(p.dS, p.dS_dtype, w.dS);
+  rows(p.dq_intra, w.dq_intra, p.K, DType::kFloat);
+  rows(p.dk_intra, w.dk_intra, p.K, DType::kFloat);
+  rows(p.dg_intra, w.dg_intra, p.K, DType::kFloat);
+  if (p.grid.packed) launch(chunk_map);
+}
+
+void Call::prepare_step(bool tiers) {
+  allocate(step_workspace(problem.grid, problem.H, tiers));
+  if (tiers) launch(chunk_tiers);
+}
+
+void Call::launch(void (*step)(const Problem&, cudaStream_t)) const {
+  step(problem, stream_);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace gla_ext::cuda

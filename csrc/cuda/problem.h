@@ -1,0 +1,58 @@
+// From checked tensors to the Problem that the kernels take.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <optional>
+#include <vector>
+
+#include "../checks.h"
+#include "launch.h"
+#include "plan.h"
+
+namespace gla_ext::cuda {
+
+// One call on the device and the current stream of its tensors. Holds the workspace and the copies
+// that some inputs need.
+class Call {
+ public:
+  // `like` is any of the inputs.
+  Call(const char* op, const Shape& shape, const at::Tensor& like, const OptionalTensor& cu_seqlens,
+       std::optional<double> scale);
+
+  Problem problem;
+
+  // [B, T, H, D] of any strides.
+  void input(Rows& rows, const at::Tensor& t);
+  // A state of every sequence; null where it is absent.
+  const float* input_state(const OptionalTensor& t);
+  void input_chunk_states(void*& states, DType& dtype, const at::Tensor& t);
+
+  // Fresh outputs.
+  at::Tensor output(Rows& rows, int64_t last_dim, at::ScalarType dtype);
+  at::Tensor output_state(float*& state);
+  // Slots that no sequence needs are zero.
+  at::Tensor output_chunk_states(void*& states, DType& dtype, at::ScalarType type);
+  at::Tensor not_asked_for(at::ScalarType dtype) const;
+
+  // Fills in what the workspace holds of the Problem, and makes the chunk map.
+  void allocate(const Workspace& workspace);
+  // The same for a step by itself, and tiers from b if asked for.
+  void prepare_step(bool tiers = false);
+
+  void launch(void (*step)(const Problem&, cudaStream_t)) const;
+
+ private:
+  const at::Tensor& keep(at::Tensor t);
+  const at::Tensor& packed_elements(const at::Tensor& t);
+
+  c10::cuda::CUDAGuard guard_;
+  cudaStream_t stream_;
+  at::TensorOptions options_;
+  at::Tensor workspace_, offsets_;
+  std::vector<at::Tensor> kept_;
+};
+
+}  // namespace gla_ext::cuda

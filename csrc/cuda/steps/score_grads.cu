@@ -1,0 +1,56 @@
+// Backward step 5: dA = tril(scale do v^T).
+//
+// grid    (row, chunk, head)
+// reads   do, v [B, T, H, V]
+// writes  dA [B, T, H, C], zero above the diagonal
+// Accumulation is fp32, 64 values at a time.
+#include "../device/launch.cuh"
+#include "../device/scores.cuh"
+
+namespace gla_ext::cuda {
+namespace {
+
+template <Access kAccess, class In>
+__global__ void __launch_bounds__(kThreads, sizeof(Operand<In>) == 2 ? 3 : 2)
+    score_grads_kernel(Problem p) {
+  using Op = Operand<In>;
+  constexpr int kPitchX = kPitch<Op, kTile>;
+  __shared__ __align__(16) Op s_do[kTile * kPitchX];
+  __shared__ __align__(16) Op s_v[kTile * kPitchX];
+  const Chunk chunk = find_chunk(p, blockIdx.x);
+  if (chunk.length == 0) return;
+  if (chunk.tail) return write_zeros<kThreads>(p.dA, chunk, 0, kChunk);
+  const WarpTile<kTile> warp;
+  float acc[2][2][4];  // [token, token]
+  clear(acc);
+  const In* d_o = rows_at<const In>(p.d_o, chunk);
+  const In* v = rows_at<const In>(p.v, chunk);
+  TileRows<kAccess, In, kTile> r_do, r_v;
+  const auto load = [&](int first) {
+    r_do.load(d_o, p.d_o, chunk.length, first, p.V);
+    r_v.load(v, p.v, chunk.length, first, p.V);
+  };
+  load(0);
+  for (int first = 0; first < p.V; first += kTile) {
+    if (first > 0) __syncthreads();  // the tiles of the product before are read
+    r_do.store(s_do, takes_tf32<In>(p));
+    r_v.store(s_v, takes_tf32<In>(p));
+    if (first + kTile < p.V) load(first + kTile);
+    __syncthreads();  // the tiles are written
+    product<Stored::kAsIs, Stored::kTransposed, kPitchX, kPitchX>(
+        acc, s_do + warp.m * kPitchX, s_v + warp.n * kPitchX, kTile, takes_tf32<In>(p));
+  }
+  store_scores<kAccess, Op>(p.dA, chunk, acc, p.scale,
+                            [](int row, int column) { return column <= row; });
+}
+
+}  // namespace
+
+void score_grads(const Problem& p, cudaStream_t stream) {
+  with_dtype_and_access(p, [&](auto type, auto access) {
+    launch(score_grads_kernel<decltype(access)::value, typename decltype(type)::type>,
+           chunk_heads(p), kThreads, p, stream);
+  });
+}
+
+}  // namespace gla_ext::cuda

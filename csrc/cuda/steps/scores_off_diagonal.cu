@@ -1,0 +1,108 @@
+// Forward step 3: A_ij = scale sum_d q_id k_jd 2^(b_id - b_jd) below the diagonal blocks of 16
+// x 16.
+//
+// grid    (row, chunk, head)
+// reads   q, k, b [B, T, H, K], tiers; outside tier 1 the gates g where they are there
+// writes  A [B, T, H, C], zero elsewhere. Of whole scores, the diagonal blocks of chunks in tier 1
+//         too: they come with the same product.
+// Accumulation is fp32, 64 key channels at a time. Two kernels, of which a chunk concerns one.
+#include "../device/launch.cuh"
+#include "../device/scores.cuh"
+
+namespace gla_ext::cuda {
+namespace {
+
+// Outside tier 1 row block I of 16 tokens has operands anchored at its start, all exponents <= 0
+// for gates <= 0: q_i 2^(sum of I up to i), and for each I other k_j 2^(sum behind j and before I).
+template <class Op, class In>
+__device__ __forceinline__ void add_anchored(float (&acc)[2][2][4], Op* s_q, Op* s_k,
+                                             float (*s_sums)[kTile], const Problem& p,
+                                             const Chunk& chunk, int first) {
+  constexpr int kPitchX = kPitch<Op, kTile>;
+  const int column = static_cast<int>(threadIdx.x) % kTile;
+  const int sub = static_cast<int>(threadIdx.x) / kTile, token = sub * static_cast<int>(kSubChunk);
+  const WarpTile<kTile> warp;
+  const GateColumn gates(p, chunk, token, first + column);
+  const Column<In> q(p.q, chunk, token, first + column, p.K);
+  const Column<In> k(p.k, chunk, token, first + column, p.K);
+  s_sums[sub][column] = gates.sum();
+#pragma unroll 1
+  for (int block = 1; block < kSubChunks; ++block) {
+    __syncthreads();  // s_sums is written, the tiles of the product before are read
+    float prefix = 0, suffix = 0;
+    for (int between = sub + 1; between < block; ++between) suffix += s_sums[between][column];
+#pragma unroll
+    for (int i = 0; i < kSubChunk; ++i) {
+      prefix += gates.x[i];
+      const float x = sub == block ? q.x[i] * exp2_ftz(prefix) : 0.f;
+      s_q[(token + i) * kPitchX + column] = to_operand<Op>(x, takes_tf32<In>(p));
+    }
+#pragma unroll
+    for (int i = static_cast<int>(kSubChunk) - 1; i >= 0; --i) {
+      const float x = sub < block ? k.x[i] * exp2_ftz(suffix) : 0.f;
+      s_k[(token + i) * kPitchX + column] = to_operand<Op>(x, takes_tf32<In>(p));
+      suffix += gates.x[i];
+    }
+    __syncthreads();  // the tiles are written
+    product<Stored::kAsIs, Stored::kTransposed, kPitchX, kPitchX>(
+        acc, s_q + warp.m * kPitchX, s_k + warp.n * kPitchX, kTile, takes_tf32<In>(p));
+  }
+  __syncthreads();  // the tiles are read
+}
+
+template <Access kAccess, class In>
+__global__ void __launch_bounds__(kThreads, sizeof(Operand<In>) == 2 ? 3 : 2)
+    scores_off_diagonal_tier1(Problem p) {
+  using Op = Operand<In>;
+  constexpr int kPitchX = kPitch<Op, kTile>;
+  __shared__ __align__(16) Op s_q[kTile * kPitchX];
+  __shared__ __align__(16) Op s_k[kTile * kPitchX];
+  const Chunk chunk = find_chunk(p, blockIdx.x);
+  if (chunk.length == 0) return;
+  if (chunk.tail) return write_zeros<kThreads>(p.A, chunk, 0, kChunk);
+  if (!in_tier1(p, chunk)) return;
+  const WarpTile<kTile> warp;
+  float acc[2][2][4];  // [token, token]
+  clear(acc);
+  for (int first = 0; first < p.K; first += kTile) {
+    if (first > 0) __syncthreads();  // the tiles of the product before are read
+    load_tier1_operands<kAccess, Op, In, kTile>(s_q, s_k, p, chunk, first);
+    __syncthreads();  // the tiles are written
+    product<Stored::kAsIs, Stored::kTransposed, kPitchX, kPitchX>(
+        acc, s_q + warp.m * kPitchX, s_k + warp.n * kPitchX, kTile, takes_tf32<In>(p));
+  }
+  store_scores<kAccess, Op>(p.A, chunk, acc, p.scale, [&](int row, int column) {
+    return p.whole_scores ? column <= row : column / kSubChunk < row / kSubChunk;
+  });
+}
+
+template <class In>
+__global__ void __launch_bounds__(kThreads, 1) scores_off_diagonal_exact(Problem p) {
+  using Op = Operand<In>;
+  constexpr int kPitchX = kPitch<Op, kTile>;
+  __shared__ __align__(16) Op s_q[kTile * kPitchX];
+  __shared__ __align__(16) Op s_k[kTile * kPitchX];
+  __shared__ float s_sums[kSubChunks][kTile];
+  for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
+    float acc[2][2][4];  // [token, token]
+    clear(acc);
+    for (int first = 0; first < p.K; first += kTile)
+      add_anchored<Op, In>(acc, s_q, s_k, s_sums, p, chunk, first);
+    store_scores<Access::kGeneral, Op>(p.A, chunk, acc, p.scale, [](int row, int column) {
+      return column / kSubChunk < row / kSubChunk;
+    });
+  });
+}
+
+}  // namespace
+
+void scores_off_diagonal(const Problem& p, cudaStream_t stream) {
+  with_dtype_and_access(p, [&](auto type, auto access) {
+    using In = typename decltype(type)::type;
+    launch(scores_off_diagonal_tier1<decltype(access)::value, In>, chunk_heads(p), kThreads, p,
+           stream);
+    launch(scores_off_diagonal_exact<In>, exact_strips(p, 1), kThreads, p, stream);
+  });
+}
+
+}  // namespace gla_ext::cuda

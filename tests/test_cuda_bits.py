@@ -1,0 +1,127 @@
+"""CUDA gives the same bits every time: at full load, in dirty memory, in any batch."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from common import (
+    PACKED_LENGTHS,
+    assert_results_close,
+    assert_same_bits,
+    exact_by_chunks,
+    make_inputs,
+    ours,
+)
+from large import large_inputs
+
+from gla_ext import batch_invariant
+
+pytestmark = pytest.mark.cuda
+by_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+
+
+def count_differences(results, expected) -> torch.Tensor:
+    """Tensors with a different bit, counted on the device."""
+    integers = {2: torch.int16, 4: torch.int32}
+    different = [
+        (x.view(integers[x.itemsize]) != expected[name].view(integers[x.itemsize])).any()
+        for name, x in results.items()
+    ]
+    return torch.stack(different).sum()
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, repeats",
+    [
+        ((32, 2048, 4, 128, 256), torch.bfloat16, 1000),
+        ((8, 1024, 4, 128, 128), torch.float32, 200),
+        ((8, 1024, 4, 100, 60), torch.float16, 200),
+    ],
+)
+def test_a_thousand_times_at_full_load(shape, dtype, repeats):
+    x = large_inputs(*shape, dtype, gate=0.3, states=True)
+    expected = ours(x)
+    assert all(t.isfinite().all() for t in expected.values())
+    differences = sum(count_differences(ours(x), expected) for _ in range(repeats))
+    assert differences.item() == 0
+
+
+@by_dtype
+@pytest.mark.parametrize("gate", [0.1, "reset"])
+@pytest.mark.parametrize("lengths", [None, PACKED_LENGTHS], ids=["batch", "packed"])
+def test_beside_other_work(lengths, gate, dtype):
+    """Another stream keeps part of the chip and of its memory busy, at changing times."""
+    shape = (4, 330, 4, 64, 128) if lengths is None else (1, 165, 4, 64, 128)
+    x = make_inputs(*shape, dtype, gate, lengths=lengths, device="cuda")
+    expected = ours(x)
+    noise, stream = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+    differences = 0
+    for i in range(50):
+        with torch.cuda.stream(stream):
+            for _ in range(i % 4):
+                noise = (noise @ noise).clamp(-1, 1)
+        differences = differences + count_differences(ours(x), expected)
+    assert differences.item() == 0
+
+
+@contextlib.contextmanager
+def gpu_of(size: int):
+    """A GPU with `size` bytes for this process."""
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, size / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
+
+
+@by_dtype
+def test_in_dirty_and_scarce_memory(dtype):
+    """What torch hands out holds NaN or huge numbers, and little more is left than is needed."""
+    x = large_inputs(8, 1000, 4, 64, 128, dtype, gate=1.0, states=True)
+    torch.cuda.reset_peak_memory_stats()
+    expected = ours(x)
+    needed = torch.cuda.max_memory_allocated()
+    differences = 0
+    with gpu_of(needed + needed // 4 + 2**28):
+        for i in range(20):
+            value = (torch.nan, 3e38, -1e30)[i % 3]
+            sizes = [2 ** (20 + (i + j) % 6) for j in range(6)]
+            dirt = [torch.full((n,), value, device="cuda") for n in sizes]
+            del dirt
+            if i % 4 == 0:
+                torch.cuda.empty_cache()
+            differences = differences + count_differences(ours(x), expected)
+    assert differences.item() == 0
+
+
+@by_dtype
+@pytest.mark.parametrize("K, V", [(128, 256), (100, 60)])
+@pytest.mark.parametrize("gate", [0.1, 2.0])
+def test_batch_invariance_of_large_batches(gate, K, V, dtype):
+    """Rows of 24 sequences alone, in the batch and packed; outside the mode only as close as any.
+
+    Lengths that are no multiple of a chunk put packed sequences out of the batch's alignment.
+    """
+    B, T, H = 24, 1001, 4
+    batch = large_inputs(1, B * T, H, K, V, dtype, gate)
+    packed = dataclasses.replace(batch, cu_seqlens=torch.arange(B + 1, device="cuda") * T)
+    batch = batch.map(lambda t: t.view(B, T, H, -1))
+    with batch_invariant():
+        in_batch, in_packed = ours(batch), ours(packed)
+        for n in (0, 11, B - 1):
+            alone = ours(batch.select(n))
+            assert_same_bits(alone, {name: t[n : n + 1] for name, t in in_batch.items()})
+        assert_same_bits(
+            {name: t.view(in_batch[name].shape) for name, t in in_packed.items()}, in_batch
+        )
+    part = batch.select(11)
+    free = {name: t[11:12] for name, t in ours(batch).items()}
+    truth = exact_by_chunks(part)
+    assert_results_close(free, truth, part)
+    assert_results_close({name: t[11:12] for name, t in in_batch.items()}, truth, part)

@@ -1,0 +1,109 @@
+"""Every CUDA kernel, tier and path at small shapes, for NVIDIA's compute-sanitizer.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+        python -m pytest -m sanitizer -p no:cacheprovider
+
+and so with racecheck, synccheck and initcheck; `python benchmarks/check_gpu.py --sanitizer` runs
+all four. PYTORCH_NO_CUDA_MEMORY_CACHING=1 makes every tensor a cudaMalloc of its own. Torch's
+caching allocator cuts tensors out of blocks of megabytes, in which memcheck takes an access beyond
+a tensor for one inside the block, and initcheck takes what an earlier tensor wrote there for
+initialised. For the same reason nothing here uses `nan_in_fresh_memory`, which writes everything
+first. The tools slow kernels down 10 to 50 times, so the truth is computed on the CPU, and torch's
+own kernels are left out where possible.
+"""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+from common import (
+    BAD_OFFSETS,
+    PACKED_LENGTHS,
+    assert_results_close,
+    exact_by_chunks,
+    make_inputs,
+    ours,
+)
+from steps import STEPS, as_tuple, assert_step_close, step_case
+
+pytestmark = [pytest.mark.cuda, pytest.mark.sanitizer]
+
+by_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+
+SHAPES = {  # (B, T, H, K, V), lengths, layout
+    "aligned": ((1, 80, 1, 64, 128), None, "contiguous"),
+    "wide": ((1, 66, 1, 128, 256), None, "contiguous"),
+    "odd": ((1, 81, 2, 33, 65), None, "contiguous"),
+    "widest": ((1, 17, 1, 512, 512), None, "contiguous"),
+    "misaligned": ((1, 70, 1, 64, 64), None, "misaligned"),
+    "strided": ((1, 70, 2, 20, 28), None, "sliced"),
+    "packed": ((1, 165, 1, 20, 28), PACKED_LENGTHS, "contiguous"),
+    "one channel": ((2, 65, 1, 1, 1), None, "contiguous"),
+}
+
+
+def on_gpu(x):
+    """Copied, not computed: initcheck sees copies write. Strides and alignment stay."""
+
+    def move(t):
+        if t is None:
+            return None
+        extent = 1 + sum(s * (n - 1) for n, s in zip(t.shape, t.stride(), strict=True))
+        start = t.storage_offset() if t.numel() else 0
+        flat = t.as_strided((start + extent,), (1,), 0) if t.numel() else t.flatten()
+        return flat.to("cuda").as_strided(t.shape, t.stride(), start)
+
+    return dataclasses.replace(x, **{name: move(t) for name, t in vars(x).items()})
+
+
+def on_cpu(results):
+    return {name: t.cpu() for name, t in results.items()}
+
+
+@by_dtype
+@pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_and_gradients(shape, gate, dtype):
+    sizes, lengths, layout = SHAPES[shape]
+    x = make_inputs(*sizes, dtype, gate, lengths=lengths, layout=layout)
+    assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
+
+
+@by_dtype
+def test_without_states_and_with_saved_ones(dtype):
+    """The operators themselves: states saved by forward and read by backward; no h0, no dht."""
+    x = make_inputs(1, 80, 1, 64, 128, dtype, states=False)
+    there, op = on_gpu(x), torch.ops.gla_ext
+    inputs = (there.q, there.k, there.v, there.g, None, None, None)
+    with torch.no_grad():
+        o, _, states = op.chunk_gla_fwd(*inputs, None, False, True, True, False)
+        gradients = op.chunk_gla_bwd(there.do, None, *inputs, states, None, True, False)
+    names = ("o", "dq", "dk", "dv", "dg")
+    results = dict(zip(names, (o, *gradients[:4]), strict=True))
+    expected = exact_by_chunks(x)
+    assert_results_close(on_cpu(results), {name: expected[name] for name in names}, x)
+
+
+@by_dtype
+@pytest.mark.parametrize("case", ["over two chunks, gate reset", "packed, gate 1.0", "v-first"])
+@pytest.mark.parametrize("step", STEPS)
+def test_steps(step, case, dtype):
+    given, expected = step_case(case, dtype, "cpu")
+    there = types.SimpleNamespace(
+        **{name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in vars(given).items()}
+    )
+    call, names = STEPS[step]
+    for name, result in zip(names, as_tuple(call(there)), strict=True):
+        assert_step_close(name, result.cpu(), given, expected)
+
+
+@pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("what", BAD_OFFSETS)
+def test_bad_offsets(what, offsets_dtype):
+    x = make_inputs(1, 165, 1, 20, 28, torch.bfloat16, lengths=PACKED_LENGTHS)
+    offsets = torch.tensor(BAD_OFFSETS[what], dtype=offsets_dtype)
+    ours(on_gpu(dataclasses.replace(x, cu_seqlens=offsets)))
+    torch.cuda.synchronize()

@@ -1,0 +1,120 @@
+"""CUDA at the ends of its range: head sizes, counts beyond a grid's 65,535 and int32."""
+
+import dataclasses
+
+import pytest
+import torch
+from common import (
+    assert_results_close,
+    assert_same_bits,
+    exact,
+    exact_by_chunks,
+    make_inputs,
+    ours,
+)
+from large import large_inputs
+
+from gla_ext import batch_invariant
+
+pytestmark = pytest.mark.cuda
+
+HEAD_SIZES = [
+    *[(1, 1), (1, 512), (512, 1), (2, 3), (7, 17), (16, 8), (31, 33), (33, 31), (60, 72)],
+    *[(64, 64), (63, 65), (65, 129), (72, 100), (96, 160), (100, 200), (128, 128), (129, 64)],
+    *[(127, 255), (128, 256), (257, 96), (256, 512), (320, 192), (384, 384), (511, 509)],
+    *[(509, 40), (512, 512)],
+]
+
+
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("gate", [0.1, "reset"])
+@pytest.mark.parametrize("K, V", HEAD_SIZES)
+def test_head_sizes(K, V, gate, dtype):
+    x = make_inputs(1, 130, 2, K, V, dtype, gate, device="cuda")
+    assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", ["transposed", "misaligned"])
+@pytest.mark.parametrize("K, V", [(64, 128), (128, 256), (63, 129)])
+def test_layouts_of_large_heads(K, V, layout, dtype):
+    x = make_inputs(2, 130, 3, K, V, dtype, 0.5, layout=layout, device="cuda")
+    assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@pytest.mark.parametrize("B, H", [(66_000, 1), (3, 22_000), (257, 256)])
+def test_many_heads(B, H):
+    """B * H beyond 65,535, two chunks each."""
+    x = large_inputs(B, 65, H, 5, 4, gate=1.0, states=True)
+    assert_results_close(ours(x), exact(x), x)
+
+
+def test_many_sequences():
+    """70,000 packed sequences get the bits they have in a batch."""
+    N, T = 70_000, 20
+    with batch_invariant():
+        batch = large_inputs(N, T, 1, 5, 4, gate=1.0, states=True)
+        expected = ours(batch)
+        tokens = {x: getattr(batch, x).view(1, N * T, 1, -1) for x in ("q", "k", "v", "g", "do")}
+        offsets = torch.arange(N + 1, dtype=torch.int32, device="cuda") * T
+        packed = ours(dataclasses.replace(batch, **tokens, cu_seqlens=offsets))
+    assert_results_close(expected, exact(batch), batch)
+    assert_same_bits(packed, {x: y.view(packed[x].shape) for x, y in expected.items()})
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_many_chunks(packed):
+    """70,000 chunks in one sequence. A reset cuts off the end, so that its truth is known."""
+    T, tail = 70_000 * 64, 1000
+    x = large_inputs(
+        *(1, T, 1, 16, 24, torch.float32), gate=0.25, lengths=(T,) if packed else None
+    )
+    x.g[:, -tail] = -torch.inf
+    results, names = ours(x), ("q", "k", "v", "g", "do")
+    end = dataclasses.replace(
+        x, **{name: getattr(x, name)[:, -tail:] for name in names}, cu_seqlens=None
+    )
+    expected = exact_by_chunks(end)
+    for name in ("o", "dq", "dk", "dv", "dg"):
+        results[name] = results[name][:, -tail:]
+    assert_results_close(results, expected, end)
+
+
+# A tensor of more than 2^31 elements, and the memory that takes, GiB: q, k and g; the chunk states.
+HUGE = {
+    "q": ((130, 32768, 4, 128, 16), 100),
+    "states": ((130, 1024, 4, 512, 512), 60),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("what", HUGE)
+def test_more_than_int32_elements(what, packed):
+    """The first and the last sequence have the bits of the same sequence alone."""
+    (B, T, H, K, V), gibibytes = HUGE[what]
+    assert max(B * T * H * K, B * T // 64 * H * K * V) > 2**31
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    if free < gibibytes * 2**30:
+        pytest.skip(f"needs {gibibytes} GiB of GPU memory, {free / 2**30:.0f} are free")
+    x = large_inputs(B, T, H, K, V)
+    if packed:
+        x = x.map(lambda t: t.view(1, B * T, H, -1))
+        x = dataclasses.replace(x, cu_seqlens=torch.arange(B + 1, device="cuda") * T)
+    with batch_invariant():
+        results = ours(x)
+        del results["final_state"]  # where there is no dht it says nothing new
+        for n in (0, B - 1):
+            part = x.select(n)
+            alone = ours(part)
+            if packed:
+                own = {name: y[:, n * T : (n + 1) * T] for name, y in results.items()}
+            else:
+                own = {name: y[n : n + 1] for name, y in results.items()}
+            assert_same_bits(own, alone)
+    alone_truth = exact_by_chunks(part)
+    assert_results_close(alone, alone_truth, part)
+    del x, results, alone, own, part
+    torch.cuda.empty_cache()

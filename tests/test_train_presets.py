@@ -1,0 +1,245 @@
+"""What a training run does on each kind of device, and training as the GPU's preset does it."""
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from gla_ext import train
+from gla_ext.checkpoint import read_tensors
+from gla_ext.model import GLAForCausalLM, count_parameters
+from gla_ext.presets import PRESETS, Options, command_line, describe, preset
+from gla_ext.trainer import Settings, Trainer
+
+CPU, CUDA = PRESETS["cpu"], PRESETS["cuda"]
+OTHERS = {
+    "out": Path("elsewhere"),
+    "resume": True,
+    "compile": False,
+    "prompt": "class ",
+    "sample_bytes": 7,
+    "save_every": 3,
+    "data": str(Path("text").resolve()),
+    "dtype": "float32",
+    "steps": 11,
+    "batch_size": 5,
+    "seq_len": 12,
+    "hidden_size": 64,
+    "layers": 4,
+    "heads": 8,
+    "lr": 0.25,
+    "schedule": "linear",
+    "warmup": 13,
+    "weight_decay": 0.5,
+    "grad_clip": 0.75,
+    "eval_every": 17,
+    "seed": 19,
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine that seems to have a GPU with operators."""
+    monkeypatch.setattr(train, "default_device", lambda: "cuda")
+    monkeypatch.setattr(train, "_check_device", lambda device: None)
+
+
+def decide(*args):
+    return train._settings_and_options(vars(command_line().parse_args([str(a) for a in args])))
+
+
+def test_a_gpu_takes_its_preset(gpu):
+    expected = CUDA.settings, dataclasses.replace(CUDA.options, device="cuda")
+    assert decide() == expected
+    assert decide("--device", "cuda") == expected
+    assert decide("--device", "cuda:1")[0] == CUDA.settings
+    assert decide("--device", "cuda:1")[1].device == "cuda:1"
+    assert preset("cuda:1") is CUDA
+    assert CUDA.options.compile
+    assert CUDA.settings.dtype == "bfloat16"
+
+
+def test_the_cpu_takes_its_preset_beside_a_gpu_too(gpu):
+    assert decide("--device", "cpu") == (Settings(), Options(device="cpu"))
+
+
+def test_the_cpu_preset_is_as_it_was():
+    assert (Settings(), Options()) == (CPU.settings, CPU.options)
+    assert dataclasses.asdict(Settings()) == {
+        "data": None,
+        "dtype": "float32",
+        "steps": 2000,
+        "batch_size": 8,
+        "seq_len": 128,
+        "hidden_size": 128,
+        "layers": 3,
+        "heads": 2,
+        "lr": 3e-3,
+        "schedule": "linear",
+        "warmup": 100,
+        "weight_decay": 0.1,
+        "grad_clip": 1.0,
+        "eval_every": 0,
+        "seed": 0,
+    }
+    assert (CPU.options.compile, CPU.options.save_every) == (False, 200)
+
+
+def test_there_is_a_flag_for_everything():
+    names = {f.name for c in (Settings, Options) for f in dataclasses.fields(c)}
+    assert OTHERS.keys() == names - {"device"}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_flag_overrides_the_preset_alone(gpu, name):
+    value, flag = OTHERS[name], "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        args = [flag if value else flag.replace("--", "--no-")]
+    else:
+        args = [flag, value]
+    settings, options = decide(*args)
+    got = vars(settings) | vars(options)
+    before = vars(CUDA.settings) | vars(CUDA.options) | {"device": "cuda"}
+    assert got[name] == value != before[name]
+    assert got == before | {name: value}
+
+
+def test_compile_on_the_cpu():
+    assert decide("--device", "cpu", "--compile")[1].compile
+    assert not decide("--device", "cpu", "--no-compile")[1].compile
+
+
+def test_what_is_printed(gpu):
+    line = describe(*decide())
+    assert line.startswith("Defaults for cuda: dtype bfloat16, steps 1800, batch-size 32, ")
+    assert line.endswith("compile yes, save-every 900")
+    changed = describe(*decide("--steps", 1800, "--seq-len", 64, "--no-compile"))
+    assert changed == line + "; but seq-len 64, compile no"
+    assert describe(*decide("--device", "cpu")).startswith("Defaults for cpu: dtype float32, ")
+
+
+def test_help_has_both_defaults(capsys):
+    with pytest.raises(SystemExit):
+        command_line().parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--steps STEPS optimizer steps in all (default: 2000; GPU: 1800)" in text
+    assert "--seed SEED seed of weights, batches and sample (default: 0)" in text
+
+
+def test_the_gpu_model_has_about_50_million_parameters():
+    with torch.device("meta"):
+        model = GLAForCausalLM(CUDA.settings.model_config())
+    assert 45e6 < count_parameters(model) < 60e6
+    layer = model.model.layers[0].attn
+    assert (layer.head_k_dim, layer.head_v_dim) == (128, 256)
+
+
+def test_cosine_warms_up_and_falls():
+    settings = Settings(steps=100, warmup=20, lr=2.0, schedule="cosine")
+    rates = [settings.learning_rate(step) for step in range(100)]
+    assert rates[:20] == pytest.approx([0.1 * (i + 1) for i in range(20)])
+    assert rates[20:] == pytest.approx([1 + math.cos(math.pi * i / 80) for i in range(80)])
+
+
+SMALL = {"steps": 6, "batch_size": 2, "seq_len": 32, "hidden_size": 16, "layers": 2, "heads": 2}
+SMALL_FLAGS = [x for name, n in SMALL.items() for x in ("--" + name.replace("_", "-"), str(n))]
+
+
+def make_trainer(corpus, device="cpu", **options) -> Trainer:
+    """The GPU's preset with a small model and few steps."""
+    settings = dataclasses.replace(CUDA.settings, **(SMALL | options))
+    return Trainer(settings, corpus, torch.device(device), CUDA.options.compile)
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """What compiles in inductor's place, and counts its graphs."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    return counter
+
+
+def test_the_compiled_step_is_one_graph_and_equals_the_eager_one(corpus, backend):
+    run, eager = make_trainer(corpus), make_trainer(corpus)
+    eager.loss = eager._loss
+    for _ in range(3):
+        run.train_step()
+        run.evaluate()
+        eager.train_step()
+    assert backend.frame_count == 1
+    assert run.losses.isfinite().all()
+    assert torch.allclose(run.losses, eager.losses, rtol=1e-3)
+
+
+def test_resumed_compiled_run_equals_the_uninterrupted_one(corpus, tmp_path, backend):
+    runs = [make_trainer(corpus)]
+    for step in range(6):
+        if step == 3:
+            runs[0].save(tmp_path / "half")
+            torch.manual_seed(99)
+            runs.append(make_trainer(corpus))
+            runs[1].load(tmp_path / "half")
+        for run in runs:
+            run.train_step()
+    for i, run in enumerate(runs):
+        run.save(tmp_path / str(i))
+    (tensors, metadata), (others, other_metadata) = (read_tensors(tmp_path / x) for x in "01")
+    assert metadata == other_metadata
+    assert tensors.keys() == others.keys()
+    assert not any("_orig_mod" in name for name in tensors)
+    assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
+
+
+def test_metrics_have_the_best_evaluation(folder, tmp_path, capsys, monkeypatch):
+    values = iter([3.0, 2.0, 2.5])
+    monkeypatch.setattr(
+        Trainer, "evaluate", lambda run, _: run.evaluations.append((run.step, next(values)))
+    )
+    args = ["--data", str(folder), "--out", str(tmp_path), "--device", "cpu", "--eval-every", "2"]
+    assert train.main([*args, *SMALL_FLAGS]) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["best_evaluation"] == [4, 2.0]
+    assert metrics["held_out_bits_per_byte"]["this model"] == 2.5
+    assert metrics["device"] == "cpu"
+    out = capsys.readouterr().out
+    assert "Best evaluation: 2.000 at step 4 of 6" in out
+    assert "Defaults for cpu: " in out
+
+
+@pytest.mark.cuda
+def test_training_on_a_gpu(corpus, tmp_path):
+    torch._dynamo.reset()
+    run = make_trainer(corpus, "cuda", steps=60, batch_size=4, warmup=5, lr=1e-2, hidden_size=64)
+    for tensor in (run.batches.stream, run.held_out, *run.model.parameters()):
+        assert tensor.is_cuda
+    run.train_step()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(59):
+            run.train_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    first = run.losses[0].item() / math.log(2)
+    assert first == pytest.approx(8, abs=1.5)
+    assert run.recent_loss() < 0.6 * first
+    assert run.evaluate() < 0.6 * first
+    run.save(tmp_path / "checkpoint")
+    again = make_trainer(corpus, "cuda", **dataclasses.asdict(run.settings))
+    again.load(tmp_path / "checkpoint")
+    assert again.evaluate() == pytest.approx(run.evaluations[-1][1], rel=1e-3)
+
+
+@pytest.mark.cuda
+def test_the_command_on_a_gpu(folder, tmp_path):
+    assert train.main(["--data", str(folder), "--out", str(tmp_path), *SMALL_FLAGS]) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["device"] == torch.cuda.get_device_name()
+    assert metrics["settings"] == dataclasses.asdict(
+        dataclasses.replace(CUDA.settings, data=str(folder), **SMALL)
+    )
