@@ -40,6 +40,7 @@ BASELINES = (  # B, T, H, K, V; the first is the main shape
 SHAPES = {"x".join(map(str, shape)): shape for shape in BASELINES}
 MAIN = next(iter(SHAPES))
 HOST_SHAPE = (1, 64, 4, 128, 256)
+SLEEP_CYCLES = 8_000_000  # 4 ms of an H200, more than any call takes on the host
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -117,7 +118,11 @@ def check_small() -> list[str]:
 
 
 def cold(variants: dict[str, Callable], budget_s: float = 1.0) -> dict[str, Timing]:
-    """Milliseconds by CUDA events, the variants in turns, each with a cold L2."""
+    """Milliseconds by CUDA events, the variants in turns, each with a cold L2.
+
+    The GPU waits for some milliseconds first, so that a call is queued before it starts: its time
+    is the GPU's alone. `host_us` measures the host's.
+    """
     size = 2 * torch.cuda.get_device_properties().L2_cache_size
     flush = torch.empty(max(size, 2**27), dtype=torch.int8, device="cuda")
     samples: dict[str, list[float]] = {name: [] for name in variants}
@@ -125,6 +130,7 @@ def cold(variants: dict[str, Callable], budget_s: float = 1.0) -> dict[str, Timi
     def once(name) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         flush.zero_()
+        torch.cuda._sleep(SLEEP_CYCLES)
         start.record()
         variants[name]()
         end.record()
@@ -222,8 +228,12 @@ def kernel_times(shape, calls: int = 5) -> list[dict]:
 
 
 def first_call() -> dict[str, float]:
-    """Seconds, in this process, which must be fresh: CUDA itself is started before."""
-    torch.ones(1, device="cuda").add_(1).item()
+    """Seconds, in this process, which must be fresh.
+
+    CUDA itself and torch's autograd, which imports sympy, are started before.
+    """
+    one = torch.ones(1, device="cuda", requires_grad=True)
+    torch.autograd.grad(one + 1, one, torch.ones_like(one))
     times, clock = {}, time.perf_counter
 
     def measure(name, function):

@@ -3,11 +3,13 @@
     python benchmarks/check_gpu.py --out gpu.json
     python benchmarks/check_gpu.py --only speed memory --shapes 32x2048x4x128x256 --fla
     python benchmarks/check_gpu.py --only --sanitizer        # nothing else
+    python benchmarks/check_gpu.py --read gpu.json --markdown page.md   # measures nothing
 
 Parts: correctness (pytest -m cuda), speed (beside FLA with --fla), memory, steps (each step
 operator, and the kernels of a call), host (time of a call on the CPU), first-call. Whatever is
 timed is checked against fp64 first, and nothing is timed where that, or pytest, fails. A short
-table comes last; --out takes all numbers as JSON, and logs are written beside it.
+table comes last; --out takes all numbers as JSON, and logs are written beside it. --markdown
+makes a page of them, as benchmarks/RESULTS_CUDA.md is one.
 
 FLA compiles and tunes for 4 to 7 minutes at its first call of a head size (K, V), unless
 TRITON_CACHE_DIR holds the result of an earlier run.
@@ -28,6 +30,7 @@ import time
 from pathlib import Path
 
 import bench_cuda as bench
+import cuda_page
 import torch
 from timing import Timing
 
@@ -40,7 +43,10 @@ def environment() -> dict[str, str]:
     """What the numbers depend on."""
 
     def output(*command):
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+        try:
+            return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+        except FileNotFoundError:
+            return ""
 
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "unknown")
@@ -48,7 +54,7 @@ def environment() -> dict[str, str]:
     changed = output("git", "status", "--porcelain", "--", "csrc", "gla_ext", "benchmarks")
     return {
         "GPU": torch.cuda.get_device_name(),
-        "CPU": cpu,
+        "CPU": f"{cpu}, {os.cpu_count()} threads",
         "torch": torch.__version__,
         "FLA": fla or "not installed",
         "Python": platform.python_version(),
@@ -171,6 +177,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ncu", action="store_true", help="Nsight Compute on the first shape")
     default = ROOT / "runs" / "gpu.json"
     parser.add_argument("--out", type=Path, default=default, help="JSON to write")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="page to write")
+    parser.add_argument("--read", type=Path, metavar="JSON", help="only print an earlier run's")
     arguments = parser.parse_args()
     for shape in arguments.shapes:
         try:
@@ -182,6 +190,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
+    if arguments.read:
+        return finish(cuda_page.load(arguments.read), arguments)
     if not torch.cuda.is_available():
         print("check_gpu: no CUDA GPU here; nothing was checked", file=sys.stderr)
         return 2
@@ -214,6 +224,12 @@ def main() -> int:
         arguments.out.write_text(json.dumps(results, indent=1, default=dataclasses.asdict))
     if arguments.ncu:
         run_ncu(arguments.shapes[0], arguments.out)
+    return finish(results, arguments)
+
+
+def finish(results: dict, arguments) -> int:
+    if arguments.markdown:
+        arguments.markdown.write_text(cuda_page.page(results), encoding="utf-8")
     print(*report(results), sep="\n")
     return 0
 

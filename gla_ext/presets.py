@@ -39,13 +39,13 @@ class Preset:
 PRESETS = {
     # 0.86 M parameters, 2 M bytes seen: two to three minutes on two cores.
     "cpu": Preset(Settings(), Options()),
-    # 50 M parameters with K = 128 and V = 256 a head, 59 M bytes seen: two to three minutes on an
-    # H200, compiling included. That is six passes over the standard library; many more would
-    # learn it by heart.
+    # 50 M parameters with K = 128 and V = 256 a head, 39 M bytes seen: a minute on an H200,
+    # compiling included. That is four passes over the standard library; 1,800 steps, six passes,
+    # learned it by heart: 1.16 bits per held-out byte in place of 1.11.
     "cuda": Preset(
         Settings(
             dtype="bfloat16",
-            steps=1800,
+            steps=1200,
             batch_size=32,
             seq_len=1024,
             hidden_size=768,
@@ -56,7 +56,7 @@ PRESETS = {
             warmup=150,
             eval_every=200,
         ),
-        Options(compile=True, save_every=900),  # a checkpoint takes 600 MB
+        Options(compile=True, save_every=600),  # a checkpoint takes 600 MB
     ),
 }
 

@@ -220,11 +220,12 @@ def test_sdist_builds_without_torch_and_is_complete(tmp_path):
     (archive,) = (tree / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         packed = {name.partition("/")[2] for name in tar.getnames()}
+    suffixes = ".cpp .h .cu .cuh .md .py .pyi .typed .cmake .in .txt"
     expected = {
         str(path.relative_to(ROOT))
         for folder in folders
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in {".cpp", ".h", ".py", ".pyi", ".typed", ".cmake", ".in", ".txt"}
+        if path.suffix in suffixes.split()
     }
     assert expected - packed <= {"gla_ext/_build_info.py"}
     assert set(names) <= packed

@@ -134,13 +134,13 @@ def test_cuda_fp32_gates_need_no_workspace_for_their_gradient():
     assert sizes[0] == sizes[1] == sizes[2] + 4 * 2048 * 4 * 64 * 4
 
 
-@pytest.mark.parametrize("backward, launches", [(False, 0), (True, 1)])
-def test_cuda_saved_states_are_not_workspace(backward, launches):
+@pytest.mark.parametrize("backward", [False, True])
+def test_cuda_saved_states_are_not_workspace(backward):
     plans = [cuda_plan(backward=backward, save_states=saved) for saved in (False, True)]
     states = 4 * 32 * 4 * 64 * 128 * 2
     assert plans[0]["workspace_bytes"] - plans[1]["workspace_bytes"] == states
     assert plans[0]["state_bytes"] == plans[1]["state_bytes"]
-    assert plans[0]["launches"] - plans[1]["launches"] == launches
+    assert plans[0]["launches"] == plans[1]["launches"]  # S comes with dS, side by side
 
 
 def test_cuda_packed_sequences_need_a_map_of_the_chunks():

@@ -116,9 +116,9 @@ def test_compile_on_the_cpu():
 
 def test_what_is_printed(gpu):
     line = describe(*decide())
-    assert line.startswith("Defaults for cuda: dtype bfloat16, steps 1800, batch-size 32, ")
-    assert line.endswith("compile yes, save-every 900")
-    changed = describe(*decide("--steps", 1800, "--seq-len", 64, "--no-compile"))
+    assert line.startswith("Defaults for cuda: dtype bfloat16, steps 1200, batch-size 32, ")
+    assert line.endswith("compile yes, save-every 600")
+    changed = describe(*decide("--steps", 1200, "--seq-len", 64, "--no-compile"))
     assert changed == line + "; but seq-len 64, compile no"
     assert describe(*decide("--device", "cpu")).startswith("Defaults for cpu: dtype float32, ")
 
@@ -127,7 +127,7 @@ def test_help_has_both_defaults(capsys):
     with pytest.raises(SystemExit):
         command_line().parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "--steps STEPS optimizer steps in all (default: 2000; GPU: 1800)" in text
+    assert "--steps STEPS optimizer steps in all (default: 2000; GPU: 1200)" in text
     assert "--seed SEED seed of weights, batches and sample (default: 0)" in text
 
 

@@ -119,6 +119,11 @@ ForwardOutputs chunk_gla_fwd_autograd(const at::Tensor& q, const at::Tensor& k, 
                                       bool output_final_state, bool state_v_first, bool save_states,
                                       bool batch_invariant) {
   refuse_unsupported("chunk_gla", {{"q", q}, {"k", k}, {"v", v}, {"g", g}}, {gv, initial_state});
+  if (!at::GradMode::is_enabled()) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
+                         state_v_first, save_states, batch_invariant);
+  }
   variable_list rest;  // final_state and states without a gradient
   auto outputs =
       ChunkGla::apply(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
@@ -133,6 +138,11 @@ BackwardOutputs chunk_gla_bwd_autograd(
     std::optional<double> scale, bool state_v_first, bool batch_invariant) {
   refuse_unsupported("chunk_gla_bwd", {{"do", d_o}, {"q", q}, {"k", k}, {"v", v}, {"g", g}},
                      {dht, gv, initial_state});
+  if (!at::GradMode::is_enabled()) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states, scale,
+                         state_v_first, batch_invariant);
+  }
   auto outputs = ChunkGlaBackward::apply(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens,
                                          states, scale, state_v_first, batch_invariant);
   return {outputs[0], outputs[1], outputs[2], outputs[3], outputs[4], outputs[5]};

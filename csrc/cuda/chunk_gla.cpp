@@ -78,10 +78,9 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
   call.allocate(plan_of(p, /*backward=*/true, saved).workspace);  // replaces those not fp32
 
   call.launch(gate_cumsum);
-  if (!saved) call.launch(chunk_states);
   call.launch(scores_off_diagonal);
   call.launch(scores_diagonal);
-  call.launch(state_grads);
+  call.launch(saved ? state_grads : states_and_state_grads);
   call.launch(value_grads);
   call.launch(score_grads);
   call.launch(intra_grads);

@@ -27,6 +27,8 @@ void output(const Problem& p, cudaStream_t stream);
 
 // q do b dht -> dS, and dh0 where it is there.
 void state_grads(const Problem& p, cudaStream_t stream);
+// chunk_states and state_grads side by side.
+void states_and_state_grads(const Problem& p, cudaStream_t stream);
 // k do b (b_suffix) A (A_diagonal) dS -> dv
 void value_grads(const Problem& p, cudaStream_t stream);
 // do v -> dA

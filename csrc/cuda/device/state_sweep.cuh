@@ -69,21 +69,27 @@ struct SweepRows {
   }
 };
 
-template <Access kAccess, class In, int kColumns, Sweep kSweep>
-__global__ void __launch_bounds__(kThreads, 2) state_sweep(Problem p) {
+template <Access kAccess, class In, int kColumns>
+struct SweepShared {
   using Op = Operand<In>;
-  constexpr Decay kDecay = SweepFields<kSweep>::kDecay;
-  constexpr int kPitchY = kPitch<Op, kTile>, kPitchX = kPitch<Op, kColumns>;
+  static constexpr int kPitchY = kPitch<Op, kTile>, kPitchX = kPitch<Op, kColumns>;
   // Whole rows of the state leave by way of shared memory where there is room for them.
-  constexpr bool kStaged = kAccess == Access::kFast && std::is_same_v<Op, bf16>;
-  __shared__ __align__(16) Op s_y[kTile * kPitchY];                    // [token][K]
-  __shared__ __align__(16) Op s_x[kTile * kPitchX];                    // [token][V]
-  __shared__ __align__(16) Op s_state[kStaged ? kTile * kPitchX : 8];  // [K][V]
-  __shared__ __align__(16) float s_b_last[kTile];                      // [K]
+  static constexpr bool kStaged = kAccess == Access::kFast && std::is_same_v<Op, bf16>;
+  alignas(16) Op y[kTile * kPitchY];                    // [token][K]
+  alignas(16) Op x[kTile * kPitchX];                    // [token][V]
+  alignas(16) Op state[kStaged ? kTile * kPitchX : 8];  // [K][V]
+  alignas(16) float b_last[kTile];                      // [K]
+};
 
+template <Access kAccess, class In, int kColumns, Sweep kSweep>
+__device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, const Problem& p,
+                                      int64_t index) {
+  using Op = Operand<In>;
+  using Shared = SweepShared<kAccess, In, kColumns>;
+  constexpr Decay kDecay = SweepFields<kSweep>::kDecay;
+  constexpr int kPitchY = Shared::kPitchY, kPitchX = Shared::kPitchX;
   const SweepFields<kSweep> f(p);
   const int v_blocks = (p.V + kColumns - 1) / kColumns, k_blocks = (p.K + kTile - 1) / kTile;
-  int64_t index = blockIdx.x;
   const int first_v = static_cast<int>(index % v_blocks) * kColumns;
   index /= v_blocks;
   const int first_k = static_cast<int>(index % k_blocks) * kTile;
@@ -126,27 +132,27 @@ __global__ void __launch_bounds__(kThreads, 2) state_sweep(Problem p) {
   const bool has_suffix = std::is_same_v<In, float> && p.b_suffix.data != nullptr;
   for (int64_t i = 0; i < chunks; ++i) {
     const int64_t state = ((sequence.first_slot + chunk_of(i)) * p.H + head) * matrix;
-    if (threadIdx.x < kTile) s_b_last[threadIdx.x] = rows.b_last;
-    if constexpr (kStaged)
+    if (threadIdx.x < kTile) s.b_last[threadIdx.x] = rows.b_last;
+    if constexpr (Shared::kStaged)
       for_pairs(acc, [&](int r, int c, float s0, float s1) {
-        store2<Access::kFast>(s_state + (warp.m + r) * kPitchX + warp.n + c, s0, s1, 2);
+        store2<Access::kFast>(s.state + (warp.m + r) * kPitchX + warp.n + c, s0, s1, 2);
       });
-    __syncthreads();  // s_b_last and s_state are written
+    __syncthreads();  // s.b_last and s.state are written
     if (i < multiplied) {
       for_eights<kTile, kTile>([&](int pass, int r, int column) {
-        store8(s_y + r * kPitchY + column,
-               rows.y[pass].template operands<Op>(p, load8_aligned(s_b_last + column), has_suffix,
+        store8(s.y + r * kPitchY + column,
+               rows.y[pass].template operands<Op>(p, load8_aligned(s.b_last + column), has_suffix,
                                                   r < rows.length));
       });
-      rows.x.store(s_x, takes_tf32<In>(p));
+      rows.x.store(s.x, takes_tf32<In>(p));
       if (i + 1 < multiplied) load(i + 1);
     }
-    if constexpr (kStaged) {
+    if constexpr (Shared::kStaged) {
       bf16* out = static_cast<bf16*>(f.states) + state;
       for_eights<kTile, kColumns>([&](int, int r, int column) {
         const int k = first_k + r, v = first_v + column;
         if (k < p.K && v < p.V)
-          store8(out + k * p.V + v, load8_aligned(s_state + r * kPitchX + column));
+          store8(out + k * p.V + v, load8_aligned(s.state + r * kPitchX + column));
       });
     } else {
       for_pairs(acc, [&](int r, int c, float s0, float s1) {
@@ -162,16 +168,16 @@ __global__ void __launch_bounds__(kThreads, 2) state_sweep(Problem p) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int k = warp.m + 16 * m + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * e;
-        const float decay = exp2_ftz(s_b_last[k]);
+        const float decay = exp2_ftz(s.b_last[k]);
 #pragma unroll
         for (int j = 0; j < WarpTile<kColumns>::kN; ++j) {
           acc[m][j][2 * e] *= decay;
           acc[m][j][2 * e + 1] *= decay;
         }
       }
-    product<Stored::kTransposed, Stored::kAsIs, kPitchY, kPitchX>(acc, s_y + warp.m, s_x + warp.n,
+    product<Stored::kTransposed, Stored::kAsIs, kPitchY, kPitchX>(acc, s.y + warp.m, s.x + warp.n,
                                                                   kTile, takes_tf32<In>(p));
-    __syncthreads();  // the tiles, s_b_last and s_state are read
+    __syncthreads();  // the tiles, s.b_last and s.state are read
   }
 
   if (f.last == nullptr) return;
@@ -187,20 +193,47 @@ __global__ void __launch_bounds__(kThreads, 2) state_sweep(Problem p) {
   });
 }
 
-// state_sweep by dtype, access and width.
-template <Sweep kSweep>
-void launch_state_sweep(const Problem& p, cudaStream_t stream) {
-  const int64_t pairs = p.grid.N * p.H * blocks_of(p.K, kTile);
+// Blocks of one sweep.
+template <int kColumns>
+__host__ __device__ int64_t sweep_blocks(const Problem& p) {
+  return p.grid.N * p.H * ((p.K + kTile - 1) / kTile) * ((p.V + kColumns - 1) / kColumns);
+}
+
+template <Access kAccess, class In, int kColumns, Sweep kSweep>
+__global__ void __launch_bounds__(kThreads, 2) state_sweep(Problem p) {
+  __shared__ SweepShared<kAccess, In, kColumns> shared;
+  sweep<kAccess, In, kColumns, kSweep>(shared, p, blockIdx.x);
+}
+
+// Neither needs the other, so they run side by side.
+template <Access kAccess, class In, int kColumns>
+__global__ void __launch_bounds__(kThreads, 2) both_sweeps(Problem p) {
+  __shared__ SweepShared<kAccess, In, kColumns> shared;
+  const int64_t blocks = sweep_blocks<kColumns>(p);
+  if (blockIdx.x < blocks)
+    sweep<kAccess, In, kColumns, Sweep::kStates>(shared, p, blockIdx.x);
+  else
+    sweep<kAccess, In, kColumns, Sweep::kStateGrads>(shared, p, blockIdx.x - blocks);
+}
+
+// f(Type<In>, Constant<Access>, integral_constant<kColumns>) by dtype, access and width.
+template <class F>
+void with_sweep(const Problem& p, F&& f) {
   with_dtype_and_access(p, [&](auto type, auto access) {
     using In = typename decltype(type)::type;
-    constexpr Access kAccess = decltype(access)::value;
-    if constexpr (has_wide_tiles<In, kAccess>()) {
-      if (p.V > kTile)
-        return launch(state_sweep<kAccess, In, 2 * kTile, kSweep>,
-                      pairs * blocks_of(p.V, 2 * kTile), kThreads, p, stream);
+    if constexpr (has_wide_tiles<In, decltype(access)::value>()) {
+      if (p.V > kTile) return f(type, access, std::integral_constant<int, 2 * kTile>{});
     }
-    launch(state_sweep<kAccess, In, kTile, kSweep>, pairs * blocks_of(p.V, kTile), kThreads, p,
-           stream);
+    f(type, access, std::integral_constant<int, kTile>{});
+  });
+}
+
+template <Sweep kSweep>
+void launch_state_sweep(const Problem& p, cudaStream_t stream) {
+  with_sweep(p, [&](auto type, auto access, auto columns) {
+    constexpr int kColumns = decltype(columns)::value;
+    launch(state_sweep<decltype(access)::value, typename decltype(type)::type, kColumns, kSweep>,
+           sweep_blocks<kColumns>(p), kThreads, p, stream);
   });
 }
 

@@ -8,4 +8,19 @@ void state_grads(const Problem& p, cudaStream_t stream) {
   launch_state_sweep<Sweep::kStateGrads>(p, stream);
 }
 
+void states_and_state_grads(const Problem& p, cudaStream_t stream) {
+  with_sweep(p, [&](auto type, auto access, auto columns) {
+    using In = typename decltype(type)::type;
+    constexpr Access kAccess = decltype(access)::value;
+    constexpr int kColumns = decltype(columns)::value;
+    if constexpr (std::is_same_v<In, bf16>) {
+      launch(both_sweeps<kAccess, In, kColumns>, 2 * sweep_blocks<kColumns>(p), kThreads, p,
+             stream);
+    } else {  // one kernel for both would spill
+      chunk_states(p, stream);
+      state_grads(p, stream);
+    }
+  });
+}
+
 }  // namespace gla_ext::cuda
