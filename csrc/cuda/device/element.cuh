@@ -124,6 +124,7 @@ __device__ __forceinline__ Eight<T> load8(const T* p, int valid) {
   return x;
 }
 
+// From an address that is a multiple of 16 bytes, shared memory's too.
 template <class T>
 __device__ __forceinline__ Eight<T> load8_aligned(const T* p) {
   Eight<T> x;

@@ -69,6 +69,7 @@ struct SweepRows {
   }
 };
 
+// Shared memory of a sweep, the same for both.
 template <Access kAccess, class In, int kColumns>
 struct SweepShared {
   using Op = Operand<In>;
@@ -81,6 +82,7 @@ struct SweepShared {
   alignas(16) float b_last[kTile];                      // [K]
 };
 
+// Block `index` of a sweep.
 template <Access kAccess, class In, int kColumns, Sweep kSweep>
 __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, const Problem& p,
                                       int64_t index) {

@@ -26,6 +26,8 @@ struct Tier1Tiles {
   float rows[kTile][kColumns<Op> + 8];  // [token][K]: products, so that whole rows are written
   float sums[kSubChunks][kColumns<Op>];
 };
+
+// A chunk of tier 1 and kColumns of its key channels.
 template <Access kAccess, class Op, class In>
 __device__ __forceinline__ void tier1(Tier1Tiles<Op>& s, const Op* s_dA, const Problem& p,
                                       const Chunk& chunk, int first) {
