@@ -6,6 +6,14 @@ from gla_ext._version import __version__
 check_build()
 
 from gla_ext.layers import GatedLinearAttention  # noqa: E402
+from gla_ext.multihead import MultiheadGLA  # noqa: E402
 from gla_ext.ops import batch_invariant, chunk_gla, fused_chunk_gla  # noqa: E402
 
-__all__ = ["GatedLinearAttention", "__version__", "batch_invariant", "chunk_gla", "fused_chunk_gla"]
+__all__ = [
+    "GatedLinearAttention",
+    "MultiheadGLA",
+    "__version__",
+    "batch_invariant",
+    "chunk_gla",
+    "fused_chunk_gla",
+]

@@ -96,6 +96,13 @@ def test_batch_invariant_from_the_environment(value, expected, monkeypatch):
 
 def test_public_names():
     assert sorted(gla_ext.__all__) == sorted(
-        ["GatedLinearAttention", "__version__", "batch_invariant", "chunk_gla", "fused_chunk_gla"]
+        [
+            "GatedLinearAttention",
+            "MultiheadGLA",
+            "__version__",
+            "batch_invariant",
+            "chunk_gla",
+            "fused_chunk_gla",
+        ]
     )
     assert all(getattr(gla_ext, name).__doc__ for name in gla_ext.__all__)

@@ -1,0 +1,220 @@
+"""MultiheadGLA in the place of nn.MultiheadAttention."""
+
+import copy
+import io
+
+import pytest
+import torch
+from common import assert_close
+from torch import nn
+
+from gla_ext import MultiheadGLA
+
+B, T, E, H = 3, 70, 32, 4
+
+
+def make(**options) -> MultiheadGLA:
+    torch.manual_seed(0)
+    module = MultiheadGLA(E, H, **{"batch_first": True, "dtype": torch.float64} | options)
+    if module.bias is not None:
+        nn.init.normal_(module.bias)
+    return module
+
+
+def make_x(*shape) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*(shape or (B, T, E)), generator=generator, dtype=torch.float64)
+
+
+def attend(module, x, **options):
+    out, weights = module(x, x, x, **{"is_causal": True} | options)
+    assert weights is None
+    return out
+
+
+def padding(dtype=torch.bool) -> torch.Tensor:
+    """Row 0 whole, row 1 padded behind, row 2 in front and behind."""
+    mask = torch.zeros(B, T, dtype=torch.bool)
+    mask[1, 40:] = mask[2, :7] = mask[2, 60:] = True
+    if dtype == torch.bool:
+        return mask
+    return torch.zeros(B, T, dtype=dtype).masked_fill(mask, -torch.inf)
+
+
+def causal_mask() -> torch.Tensor:
+    """bool, as `padding`: torch's encoder warns of two kinds of masks."""
+    return torch.ones(T, T, dtype=torch.bool).triu(1)
+
+
+def encoder_layer(**options) -> nn.TransformerEncoderLayer:
+    torch.manual_seed(2)
+    options = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64} | options
+    layer = nn.TransformerEncoderLayer(E, H, 2 * E, **options)
+    layer.self_attn = make(batch_first=options["batch_first"])
+    return layer
+
+
+def test_is_the_layer_plus_a_bias():
+    module, x = make(), make_x()
+    assert_close(attend(module, x), module.attention(x)[0] + module.bias, 1e-14)
+    without = make(bias=False)
+    assert torch.equal(attend(without, x), without.attention(x)[0])
+
+
+def test_options_of_the_layer_reach_it():
+    module = make(expand_k=1.0, gate_logit_normalizer=4)
+    assert module.attention.key_dim == E
+    assert module.attention.gate_logit_normalizer == 4
+
+
+def test_layouts():
+    x = make_x()
+    expected = attend(make(), x)
+    assert torch.equal(attend(make(batch_first=False), x.transpose(0, 1)).transpose(0, 1), expected)
+    for batch_first in (True, False):
+        assert_close(attend(make(batch_first=batch_first), x[1]), expected[1], 1e-12)
+
+
+def test_is_causal():
+    module, x = make(), make_x()
+    changed = x.clone()
+    changed[:, 50:] += 1
+    assert torch.equal(attend(module, changed)[:, :50], attend(module, x)[:, :50])
+    assert not torch.equal(attend(module, changed)[:, 50:], attend(module, x)[:, 50:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float64], ids=str)
+def test_padding_is_skipped(dtype):
+    module, x = make(), make_x().requires_grad_()
+    mask = padding()
+    out = attend(module, x, key_padding_mask=padding(dtype), attn_mask=causal_mask())
+    assert not out[mask].any()
+    for row, (start, end) in enumerate([(0, T), (0, 40), (7, 60)]):
+        assert_close(out[row, start:end], attend(module, x[row : row + 1, start:end])[0], 1e-12)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert not gradient[mask].any()
+
+
+def test_padding_without_a_batch():
+    module, x = make(), make_x()[2]
+    out = attend(module, x, key_padding_mask=padding()[2])
+    assert_close(out[7:60], attend(module, x[7:60]), 1e-12)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_inside_an_encoder_layer(norm_first, batch_first):
+    layer = encoder_layer(norm_first=norm_first, batch_first=batch_first)
+    x = make_x() if batch_first else make_x().transpose(0, 1)
+    options = {
+        "src_mask": causal_mask(),
+        "is_causal": True,
+        "src_key_padding_mask": padding(),
+    }
+    expected = layer.train()(x, **options)
+    for mode in (layer.train, layer.eval):
+        mode()
+        assert torch.equal(layer(x, **options), expected)
+        with torch.no_grad():
+            assert torch.equal(layer(x, **options), expected)
+    calls = []
+    layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        layer(x, **options)
+    assert calls  # no fused kernel of torch's has taken its place
+
+
+def test_inside_an_encoder():
+    encoder = nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
+    assert encoder.layers[0].self_attn is not encoder.layers[1].self_attn
+    x, options = make_x(), {"is_causal": True, "src_key_padding_mask": padding()}
+    expected = encoder(x, mask=causal_mask(), **options)
+    encoder.eval()
+    for mask in (causal_mask(), None):
+        with torch.no_grad():
+            assert_close(encoder(x, mask=mask, **options), expected, 1e-12)
+    loss = encoder.train()(x, mask=causal_mask(), **options).square().mean()
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in encoder.parameters())
+
+
+def test_an_encoder_warns_that_it_does_not_nest():
+    with pytest.warns(UserWarning, match="use_nested_tensor is False"):
+        nn.TransformerEncoder(encoder_layer(), 1)
+
+
+def test_an_encoder_finds_the_causal_mask():
+    encoder = nn.TransformerEncoder(encoder_layer(), 1, enable_nested_tensor=False)
+    x, mask = make_x(), nn.Transformer.generate_square_subsequent_mask(T, dtype=torch.float64)
+    assert torch.equal(encoder(x, mask=mask), encoder(x, mask=mask, is_causal=True))
+
+
+def test_compiles_whole():
+    layer, x = encoder_layer(), make_x()
+    options = {"is_causal": True, "src_key_padding_mask": padding(), "src_mask": causal_mask()}
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(x, **options), layer(x, **options), 1e-12)
+
+
+def test_copies_and_saves():
+    module, x = make(), make_x()
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    other = MultiheadGLA(E, H, batch_first=True, dtype=torch.float64)
+    other.load_state_dict(torch.load(file))
+    for same in (other, copy.deepcopy(module)):
+        assert torch.equal(attend(same, x), attend(module, x))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"dropout": 0.1}, "dropout to be 0, got 0.1"),
+        ({"add_bias_kv": True}, "add_bias_kv to be False, got True"),
+        ({"add_zero_attn": True}, "add_zero_attn to be False, got True"),
+        ({"kdim": 16}, "kdim to be embed_dim = 32, got 16"),
+        ({"vdim": 16}, "vdim to be embed_dim = 32, got 16"),
+    ],
+)
+def test_options_without_meaning(options, message):
+    with pytest.raises(NotImplementedError, match=message):
+        MultiheadGLA(E, H, **options)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"is_causal": False}, NotImplementedError, "is_causal=True, got False"),
+        ({"need_weights": True}, NotImplementedError, "need_weights=False, got True"),
+        ({"attn_mask": torch.zeros(T, T + 1)}, ValueError, r"\[70, 70\], got shape \[70, 71\]"),
+        ({"attn_mask": torch.zeros(B * H, T, T)}, ValueError, r"got shape \[12, 70, 70\]"),
+        ({"key_padding_mask": torch.zeros(B, 5)}, ValueError, r"\[3, 70\], got \[3, 5\]"),
+        (
+            {"key_padding_mask": torch.zeros(B, T, dtype=torch.long)},
+            ValueError,
+            "bool or floating, got torch.int64",
+        ),
+    ],
+)
+def test_calls_that_cannot_be(options, error, message):
+    with pytest.raises(error, match=message):
+        attend(make(), make_x(), **options)
+
+
+def test_cross_attention_cannot_be():
+    x = make_x()
+    with pytest.raises(NotImplementedError, match="cross attention"):
+        make()(x, x.clone(), x.clone(), is_causal=True)
+
+
+def test_wrong_rank():
+    x = make_x(T)
+    with pytest.raises(ValueError, match=r"2 or 3 dimensions, got shape \[70\]"):
+        make()(x, x, x, is_causal=True)
+
+
+def test_the_default_is_refused_as_it_is_not_causal():
+    x = make_x()
+    with pytest.raises(NotImplementedError, match="is_causal=True"):
+        make()(x, x, x)
