@@ -14,6 +14,12 @@ struct Chunk {
   bool tail;      // tokens behind the last sequence: results are zero
 };
 
+// Tiles, or blocks of threads, that cover `columns`.
+template <class T, class Tile>
+__host__ __device__ constexpr auto blocks_of(T columns, Tile tile) {
+  return (columns + tile - 1) / tile;
+}
+
 // Number `index` of [B, slots, H].
 __device__ __forceinline__ Chunk find_chunk(const Problem& p, int64_t index) {
   const ChunkGrid& grid = p.grid;

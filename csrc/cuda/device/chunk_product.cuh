@@ -18,26 +18,19 @@ enum class Values { kOutput, kGrads };
 
 // The fields of Problem that are multiplied.
 template <Values kValues>
-struct ValueFields;
-template <>
-struct ValueFields<Values::kOutput> {
-  static constexpr Decay kDecay = Decay::kFromStart;
-  static constexpr Stored kScores = Stored::kAsIs;
+struct ValueFields {
+  static constexpr bool kOutput = kValues == Values::kOutput;
+  static constexpr Decay kDecay = kOutput ? Decay::kFromStart : Decay::kToEnd;
+  static constexpr Stored kScores = kOutput ? Stored::kAsIs : Stored::kTransposed;
   const Rows &x, &y, &out;
   const void* states;
   DType dtype;
   __device__ explicit ValueFields(const Problem& p)
-      : x(p.v), y(p.q), out(p.o), states(p.S), dtype(p.S_dtype) {}
-};
-template <>
-struct ValueFields<Values::kGrads> {
-  static constexpr Decay kDecay = Decay::kToEnd;
-  static constexpr Stored kScores = Stored::kTransposed;
-  const Rows &x, &y, &out;
-  const void* states;
-  DType dtype;
-  __device__ explicit ValueFields(const Problem& p)
-      : x(p.d_o), y(p.k), out(p.dv), states(p.dS), dtype(p.dS_dtype) {}
+      : x(kOutput ? p.v : p.d_o),
+        y(kOutput ? p.q : p.k),
+        out(kOutput ? p.o : p.dv),
+        states(kOutput ? p.S : p.dS),
+        dtype(kOutput ? p.S_dtype : p.dS_dtype) {}
 };
 
 // A of a chunk [64][64] on its way, its diagonal blocks from A_diagonal where that is there.
@@ -62,11 +55,7 @@ struct ScoreRows {
             p.A.data, p.A.dtype, base + token_offset(p.A, row) + column, valid, takes_tf32<In>(p));
     });
   }
-  __device__ __forceinline__ void store(Op* tile) const {
-    for_eights<kTile, kTile>([&](int pass, int row, int column) {
-      store8(tile + row * kPitch<Op, kTile> + column, x[pass]);
-    });
-  }
+  __device__ __forceinline__ void store(Op* tile) const { store_tile<kTile>(tile, x); }
 };
 
 // 64 key channels of what faces the state, and the state's rows, on their way.
@@ -88,10 +77,9 @@ struct ProductRows {
   template <class Op>
   __device__ __forceinline__ void store(Op* s_y, Op* s_state, const float* s_b_last,
                                         const Problem& p, const Chunk& chunk) const {
-    const bool has_suffix = std::is_same_v<In, float> && p.b_suffix.data != nullptr;
     for_eights<kTile, kTile>([&](int pass, int row, int column) {
       store8(s_y + row * kPitch<Op, kTile> + column,
-             y[pass].template operands<Op>(p, load8_aligned(s_b_last + column), has_suffix,
+             y[pass].template operands<Op>(p, load8_aligned(s_b_last + column), has_suffix<In>(p),
                                            row < chunk.length));
     });
     state.store(s_state);
@@ -108,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, 2) chunk_product(Problem p) {
 
   __shared__ __align__(16) float s_b_last[kMaxHeadDim];  // [K], zero up to a whole tile
 
-  const int v_blocks = (p.V + kColumns - 1) / kColumns;
+  const int v_blocks = blocks_of(p.V, kColumns);
   const int first_v = static_cast<int>(blockIdx.x % v_blocks) * kColumns;
   const Chunk chunk = find_chunk(p, blockIdx.x / v_blocks);
   const Fields f(p);
@@ -173,19 +161,12 @@ __global__ void __launch_bounds__(kThreads, 2) chunk_product(Problem p) {
   }
 }
 
-// chunk_product by dtype, access and width.
 template <Values kValues>
 void launch_chunk_product(const Problem& p, cudaStream_t stream) {
-  with_dtype_and_access(p, [&](auto type, auto access) {
-    using In = typename decltype(type)::type;
-    constexpr Access kAccess = decltype(access)::value;
-    if constexpr (has_wide_tiles<In, kAccess>()) {
-      if (p.V > kTile)
-        return launch(chunk_product<kAccess, In, 2 * kTile, kValues>,
-                      chunk_heads(p) * blocks_of(p.V, 2 * kTile), kThreads, p, stream);
-    }
-    launch(chunk_product<kAccess, In, kTile, kValues>, chunk_heads(p) * blocks_of(p.V, kTile),
-           kThreads, p, stream);
+  with_value_tiles(p, [&](auto type, auto access, auto columns) {
+    constexpr int kColumns = decltype(columns)::value;
+    launch(chunk_product<decltype(access)::value, typename decltype(type)::type, kColumns, kValues>,
+           chunk_heads(p) * blocks_of(p.V, kColumns), kThreads, p, stream);
   });
 }
 

@@ -179,14 +179,17 @@ __device__ __forceinline__ void load_tier1_operands(Op* s_q, Op* s_k, const Prob
   });
 }
 
-// The chunk's sums of gates behind a token, or null: fp32 inputs alone have them.
+// Whether sums of the gates behind a token are there: fp32 inputs alone have them.
+template <class In>
+__device__ __forceinline__ bool has_suffix(const Problem& p) {
+  return std::is_same_v<In, float> && p.b_suffix.data != nullptr;
+}
+
+// The chunk's sums of gates behind a token, or null.
 template <class In>
 __device__ __forceinline__ const float* suffix_at(const Problem& p, int64_t row, int64_t token,
                                                   int32_t head) {
-  if constexpr (std::is_same_v<In, float>) {
-    if (p.b_suffix.data != nullptr) return rows_at<const float>(p.b_suffix, row, token, head);
-  }
-  return nullptr;
+  return has_suffix<In>(p) ? rows_at<const float>(p.b_suffix, row, token, head) : nullptr;
 }
 
 // What faces the states: q scale 2^b (kFromStart), or k 2^(b_C - b) (kToEnd).
@@ -209,14 +212,14 @@ struct StateOperand {
 
   template <class Op>
   __device__ __forceinline__ Eight<Op> operands(const Problem& p, const Eight<float>& b_last,
-                                                bool has_suffix, bool inside) const {
+                                                bool with_suffix, bool inside) const {
     float y[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if constexpr (kDecay == Decay::kFromStart)
         y[i] = x[i] * p.scale * exp2_ftz(e[i]);
       else
-        y[i] = x[i] * exp2_ftz(has_suffix ? e[i] : b_last[i] - e[i]);
+        y[i] = x[i] * exp2_ftz(with_suffix ? e[i] : b_last[i] - e[i]);
       y[i] = inside ? y[i] : 0.f;
     }
     return to_operands<Op>(y, takes_tf32<In>(p));

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "../launch.h"
+#include "../plan.h"
 #include "gates.cuh"
 
 namespace gla_ext::cuda {
@@ -31,7 +32,7 @@ template <Access kAccess>
 using Constant = std::integral_constant<Access, kAccess>;
 
 inline bool allows_fast_access(const Problem& p) {
-  const DType intermediate = p.dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat;
+  const DType intermediate = intermediate_dtype(p.dtype);
   const bool has_keys = p.q.data != nullptr || p.k.data != nullptr;
   if ((has_keys && p.K % 8 != 0) || p.V % 8 != 0 || p.A_diagonal.data != nullptr) return false;
   for (const Rows* r : {&p.q, &p.k, &p.v, &p.d_o, &p.b, &p.b_suffix, &p.o, &p.dq, &p.dk, &p.dv,
@@ -53,8 +54,6 @@ void with_dtype_and_access(const Problem& p, F&& f) {
   });
 }
 
-inline int64_t blocks_of(int64_t columns, int64_t tile) { return (columns + tile - 1) / tile; }
-
 // Chunks of all batch rows and heads.
 inline int64_t chunk_heads(const Problem& p) {
   return p.grid.T == 0 ? 0 : p.grid.B * p.grid.slots * p.H;
@@ -70,10 +69,17 @@ void launch(Kernel kernel, int64_t blocks, int threads, const Problem& p, cudaSt
   if (blocks > 0) kernel<<<dim3(static_cast<unsigned>(blocks)), threads, 0, stream>>>(p);
 }
 
-// Whether tiles of 128 values pay: for bf16, whose tiles are half as large.
-template <class In, Access kAccess>
-constexpr bool has_wide_tiles() {
-  return std::is_same_v<In, bf16> && kAccess == Access::kFast;
+// f(Type<In>, Constant<Access>, integral_constant of the values a tile): 128 values pay for bf16,
+// whose tiles are half as large.
+template <class F>
+void with_value_tiles(const Problem& p, F&& f) {
+  with_dtype_and_access(p, [&](auto type, auto access) {
+    using In = typename decltype(type)::type;
+    if constexpr (std::is_same_v<In, bf16> && decltype(access)::value == Access::kFast) {
+      if (p.V > kTile) return f(type, access, std::integral_constant<int, 2 * kTile>{});
+    }
+    f(type, access, std::integral_constant<int, kTile>{});
+  });
 }
 
 }  // namespace gla_ext::cuda

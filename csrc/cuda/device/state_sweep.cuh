@@ -19,28 +19,21 @@ enum class Sweep { kStates, kStateGrads };
 
 // The fields of Problem that a sweep works on.
 template <Sweep kSweep>
-struct SweepFields;
-template <>
-struct SweepFields<Sweep::kStates> {
-  static constexpr Decay kDecay = Decay::kToEnd;
+struct SweepFields {
+  static constexpr bool kStates = kSweep == Sweep::kStates;
+  static constexpr Decay kDecay = kStates ? Decay::kToEnd : Decay::kFromStart;
   const Rows &y, &x;
   const float* initial;
   float* last;
   void* states;
   DType dtype;
   __device__ explicit SweepFields(const Problem& p)
-      : y(p.k), x(p.v), initial(p.h0), last(p.ht), states(p.S), dtype(p.S_dtype) {}
-};
-template <>
-struct SweepFields<Sweep::kStateGrads> {
-  static constexpr Decay kDecay = Decay::kFromStart;
-  const Rows &y, &x;
-  const float* initial;
-  float* last;
-  void* states;
-  DType dtype;
-  __device__ explicit SweepFields(const Problem& p)
-      : y(p.q), x(p.d_o), initial(p.dht), last(p.dh0), states(p.dS), dtype(p.dS_dtype) {}
+      : y(kStates ? p.k : p.q),
+        x(kStates ? p.v : p.d_o),
+        initial(kStates ? p.h0 : p.dht),
+        last(kStates ? p.ht : p.dh0),
+        states(kStates ? p.S : p.dS),
+        dtype(kStates ? p.S_dtype : p.dS_dtype) {}
 };
 
 // One chunk's rows, on their way.
@@ -91,7 +84,7 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
   constexpr Decay kDecay = SweepFields<kSweep>::kDecay;
   constexpr int kPitchY = Shared::kPitchY, kPitchX = Shared::kPitchX;
   const SweepFields<kSweep> f(p);
-  const int v_blocks = (p.V + kColumns - 1) / kColumns, k_blocks = (p.K + kTile - 1) / kTile;
+  const int v_blocks = blocks_of(p.V, kColumns), k_blocks = blocks_of(p.K, kTile);
   const int first_v = static_cast<int>(index % v_blocks) * kColumns;
   index /= v_blocks;
   const int first_k = static_cast<int>(index % k_blocks) * kTile;
@@ -131,7 +124,7 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
   // The last chunk's rows are for the state that is left at the end alone.
   const int64_t multiplied = f.last != nullptr ? chunks : chunks - 1;
   if (multiplied > 0) load(0);
-  const bool has_suffix = std::is_same_v<In, float> && p.b_suffix.data != nullptr;
+  const bool with_suffix = has_suffix<In>(p);
   for (int64_t i = 0; i < chunks; ++i) {
     const int64_t state = ((sequence.first_slot + chunk_of(i)) * p.H + head) * matrix;
     if (threadIdx.x < kTile) s.b_last[threadIdx.x] = rows.b_last;
@@ -143,7 +136,7 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
     if (i < multiplied) {
       for_eights<kTile, kTile>([&](int pass, int r, int column) {
         store8(s.y + r * kPitchY + column,
-               rows.y[pass].template operands<Op>(p, load8_aligned(s.b_last + column), has_suffix,
+               rows.y[pass].template operands<Op>(p, load8_aligned(s.b_last + column), with_suffix,
                                                   r < rows.length));
       });
       rows.x.store(s.x, takes_tf32<In>(p));
@@ -198,7 +191,7 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
 // Blocks of one sweep.
 template <int kColumns>
 __host__ __device__ int64_t sweep_blocks(const Problem& p) {
-  return p.grid.N * p.H * ((p.K + kTile - 1) / kTile) * ((p.V + kColumns - 1) / kColumns);
+  return p.grid.N * p.H * blocks_of(p.K, kTile) * blocks_of(p.V, kColumns);
 }
 
 template <Access kAccess, class In, int kColumns, Sweep kSweep>
@@ -218,21 +211,9 @@ __global__ void __launch_bounds__(kThreads, 2) both_sweeps(Problem p) {
     sweep<kAccess, In, kColumns, Sweep::kStateGrads>(shared, p, blockIdx.x - blocks);
 }
 
-// f(Type<In>, Constant<Access>, integral_constant<kColumns>) by dtype, access and width.
-template <class F>
-void with_sweep(const Problem& p, F&& f) {
-  with_dtype_and_access(p, [&](auto type, auto access) {
-    using In = typename decltype(type)::type;
-    if constexpr (has_wide_tiles<In, decltype(access)::value>()) {
-      if (p.V > kTile) return f(type, access, std::integral_constant<int, 2 * kTile>{});
-    }
-    f(type, access, std::integral_constant<int, kTile>{});
-  });
-}
-
 template <Sweep kSweep>
 void launch_state_sweep(const Problem& p, cudaStream_t stream) {
-  with_sweep(p, [&](auto type, auto access, auto columns) {
+  with_value_tiles(p, [&](auto type, auto access, auto columns) {
     constexpr int kColumns = decltype(columns)::value;
     launch(state_sweep<decltype(access)::value, typename decltype(type)::type, kColumns, kSweep>,
            sweep_blocks<kColumns>(p), kThreads, p, stream);

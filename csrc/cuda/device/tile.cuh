@@ -39,6 +39,25 @@ struct WarpTile {
         n(static_cast<int>(threadIdx.x) / 64 * (kColumns / 4)) {}
 };
 
+// What this thread has of a tile, as operands, into shared memory.
+template <int kColumns, class Op, int kN>
+__device__ __forceinline__ void store_tile(Op* tile, const Eight<Op> (&x)[kN]) {
+  static_assert(kN == kPasses<kTile, kColumns>, "every eight is stored");
+  for_eights<kTile, kColumns>([&](int pass, int row, int column) {
+    store8(tile + row * kPitch<Op, kColumns> + column, x[pass]);
+  });
+}
+
+// A product of 64 rows by kColumns into an fp32 tile, from which whole rows are read.
+template <int kColumns, int kRowPitch>
+__device__ __forceinline__ void store_product(float (*rows)[kRowPitch],
+                                              const float (&acc)[2][WarpTile<kColumns>::kN][4]) {
+  const WarpTile<kColumns> warp;
+  for_pairs(acc, [&](int r, int c, float x0, float x1) {
+    *reinterpret_cast<float2*>(&rows[warp.m + r][warp.n + c]) = make_float2(x0, x1);
+  });
+}
+
 // Eight columns of row `token` of q, k, v, do .. as they lie in memory, zero from `length` on.
 template <Access kAccess, class T>
 __device__ __forceinline__ Eight<T> load_row(const T* base, const Rows& r, int token, int length,
@@ -94,11 +113,7 @@ struct StateRows {
                                             k < p.K ? p.V - v : 0, takes_tf32<In>(p));
     });
   }
-  __device__ __forceinline__ void store(Op* tile) const {
-    for_eights<kTile, kColumns>([&](int pass, int row, int column) {
-      store8(tile + row * kPitch<Op, kColumns> + column, x[pass]);
-    });
-  }
+  __device__ __forceinline__ void store(Op* tile) const { store_tile<kColumns>(tile, x); }
 };
 
 }  // namespace gla_ext::cuda

@@ -81,7 +81,7 @@ template <Access kAccess, class Gate>
 __global__ void __launch_bounds__(kScanThreads) gate_cumsum_kernel(Problem p) {
   __shared__ typename Scan::TempStorage storage;
   __shared__ __align__(16) float s_x[kChunk][kPitchX];  // x, then b, then b_suffix
-  const int blocks = (p.K + kTierBlock - 1) / kTierBlock;
+  const int blocks = blocks_of(p.K, kTierBlock);
   const int block = static_cast<int>(blockIdx.x % blocks);
   const Chunk chunk = find_chunk(p, blockIdx.x / blocks);
   if (chunk.length == 0) return;
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kScanThreads) gate_cumsum_kernel(Problem p) {
 // Flags for steps that are given b. At the very limit the last b may differ by a rounding from the
 // scan's; inside a call all kernels read the flags of one of the two.
 __global__ void __launch_bounds__(kThreads) chunk_tiers_kernel(Problem p) {
-  const int blocks = (p.K + kTierBlock - 1) / kTierBlock;
+  const int blocks = blocks_of(p.K, kTierBlock);
   const int block = static_cast<int>(blockIdx.x % blocks);
   const Chunk chunk = find_chunk(p, blockIdx.x / blocks);
   if (chunk.length == 0 || chunk.tail) return;

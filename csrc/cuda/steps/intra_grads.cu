@@ -43,11 +43,6 @@ __device__ __forceinline__ void tier1(Tier1Tiles<Op>& s, const Op* s_dA, const P
                                                           s.k + warp.n, kTile, takes_tf32<In>(p));
   product<Stored::kTransposed, Stored::kAsIs, kPitchA, kPitchX>(acc_k, s_dA + warp.m, s.q + warp.n,
                                                                 kTile, takes_tf32<In>(p));
-  const auto to_rows = [&](const auto& acc) {
-    for_pairs(acc, [&](int r, int c, float x0, float x1) {
-      *reinterpret_cast<float2*>(&s.rows[warp.m + r][warp.n + c]) = make_float2(x0, x1);
-    });
-  };
   const float* b = rows_at<const float>(p.b, chunk);
   // dq = 2^(b - r) rows and dk = 2^(r - b) rows; what dg sums of them is left in db.
   Eight<float> b_last;
@@ -70,11 +65,11 @@ __device__ __forceinline__ void tier1(Tier1Tiles<Op>& s, const Op* s_dA, const P
       store8<kAccess>(base + token_offset(out, row) + channel, result, valid);
     });
   };
-  to_rows(acc_q);
+  store_product<kN>(s.rows, acc_q);
   __syncthreads();  // the rows are written
   finish(p.dq_intra, 1.f, s.q);
   __syncthreads();  // the rows are read
-  to_rows(acc_k);
+  store_product<kN>(s.rows, acc_k);
   __syncthreads();  // the rows are written
   finish(p.dk_intra, -1.f, s.k);
   for_eights<kTile, kN>([&](int pass, int row, int column) {
@@ -110,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 2) intra_grads_tier1(Problem p) {
   using Op = Operand<In>;
   __shared__ __align__(16) Op s_dA[kTile * kPitch<Op, kTile>];
   __shared__ __align__(16) Tier1Tiles<Op> s_tiles;
-  const int blocks = (p.K + kColumns<Op> - 1) / kColumns<Op>;
+  const int blocks = blocks_of(p.K, kColumns<Op>);
   const int first = static_cast<int>(blockIdx.x % blocks) * kColumns<Op>;
   const Chunk chunk = find_chunk(p, blockIdx.x / blocks);
   if (chunk.length == 0) return;
@@ -131,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 1) intra_grads_exact(Problem p) {
   using Op = Operand<In>;
   __shared__ __align__(16) Op s_dA[kTile * kPitch<Op, kTile>];
   __shared__ __align__(16) ExactTiles<Op> s_tiles;
-  const int blocks = (p.K + kColumns<Op> - 1) / kColumns<Op>;
+  const int blocks = blocks_of(p.K, kColumns<Op>);
   for_exact_chunks(p, blocks, [&](const Chunk& chunk, int block) {
     load_dA<Access::kGeneral, In>(s_dA, p, chunk);
     exact<Op, In>(s_tiles, s_dA, p, chunk, block * kColumns<Op>);

@@ -88,14 +88,8 @@ template <Access kAccess, class In>
 __device__ __forceinline__ void merge(const float (&acc_q)[2][2][4], const float (&acc_k)[2][2][4],
                                       GateTiles& s, const Problem& p, const Chunk& chunk,
                                       int first) {
-  const WarpTile<kTile> warp;
-  const auto to_rows = [&](const auto& acc, float (*rows)[kPitchG]) {
-    for_pairs(acc, [&](int r, int c, float x0, float x1) {
-      *reinterpret_cast<float2*>(&rows[warp.m + r][warp.n + c]) = make_float2(x0, x1);
-    });
-  };
-  to_rows(acc_q, s.from_behind);
-  to_rows(acc_k, s.before);
+  store_product<kTile>(s.from_behind, acc_q);
+  store_product<kTile>(s.before, acc_k);
   const float* b = rows_at<const float>(p.b, chunk);
   const float* suffix = suffix_at<In>(p, chunk.row, chunk.start, chunk.head);
   Eight<float> b_last;
@@ -179,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_grads_kernel(Problem p) {
   };
   __shared__ __align__(16) unsigned char s_tiles[sizeof(Tiles)];
   __shared__ float s_w[kTile], s_sums[kSubChunks][kTile], s_prefixes[kSubChunks][kTile];
-  const int blocks = (p.K + kTile - 1) / kTile;
+  const int blocks = blocks_of(p.K, kTile);
   const int first = static_cast<int>(blockIdx.x % blocks) * kTile;
   const Chunk chunk = find_chunk(p, blockIdx.x / blocks);
   if (chunk.length == 0) return;

@@ -9,7 +9,7 @@ void state_grads(const Problem& p, cudaStream_t stream) {
 }
 
 void states_and_state_grads(const Problem& p, cudaStream_t stream) {
-  with_sweep(p, [&](auto type, auto access, auto columns) {
+  with_value_tiles(p, [&](auto type, auto access, auto columns) {
     using In = typename decltype(type)::type;
     constexpr Access kAccess = decltype(access)::value;
     constexpr int kColumns = decltype(columns)::value;
