@@ -18,6 +18,7 @@ from gla_ext.selftest import QUANTITIES, tolerance
 
 ROOT = Path(__file__).parents[1]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+CUDA_DTYPES = DTYPES[1:]  # no fp64
 
 # B, T, H, K, V; benchmarks use the same names.
 SHAPES = {

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 from common import (
+    CUDA_DTYPES,
     PACKED_LENGTHS,
     assert_results_close,
     assert_same_bits,
@@ -18,9 +19,7 @@ from large import large_inputs
 from gla_ext import batch_invariant
 
 pytestmark = pytest.mark.cuda
-by_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
-)
+by_dtype = pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
 
 
 def count_differences(results, expected) -> torch.Tensor:

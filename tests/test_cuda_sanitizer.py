@@ -19,6 +19,7 @@ import pytest
 import torch
 from common import (
     BAD_OFFSETS,
+    CUDA_DTYPES,
     PACKED_LENGTHS,
     assert_results_close,
     exact_by_chunks,
@@ -29,9 +30,7 @@ from steps import STEPS, as_tuple, assert_step_close, step_case
 
 pytestmark = [pytest.mark.cuda, pytest.mark.sanitizer]
 
-by_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
-)
+by_dtype = pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
 
 SHAPES = {  # (B, T, H, K, V), lengths, layout
     "aligned": ((1, 80, 1, 64, 128), None, "contiguous"),

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from common import (
+    CUDA_DTYPES,
     assert_results_close,
     assert_same_bits,
     exact,
@@ -27,7 +28,7 @@ HEAD_SIZES = [
 
 
 @pytest.mark.usefixtures("nan_in_fresh_memory")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
 @pytest.mark.parametrize("gate", [0.1, "reset"])
 @pytest.mark.parametrize("K, V", HEAD_SIZES)
 def test_head_sizes(K, V, gate, dtype):
@@ -36,7 +37,7 @@ def test_head_sizes(K, V, gate, dtype):
 
 
 @pytest.mark.usefixtures("nan_in_fresh_memory")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["transposed", "misaligned"])
 @pytest.mark.parametrize("K, V", [(64, 128), (128, 256), (63, 129)])
 def test_layouts_of_large_heads(K, V, layout, dtype):
@@ -68,9 +69,7 @@ def test_many_sequences():
 def test_many_chunks(packed):
     """70,000 chunks in one sequence. A reset cuts off the end, so that its truth is known."""
     T, tail = 70_000 * 64, 1000
-    x = large_inputs(
-        *(1, T, 1, 16, 24, torch.float32), gate=0.25, lengths=(T,) if packed else None
-    )
+    x = large_inputs(*(1, T, 1, 16, 24, torch.float32), gate=0.25, lengths=(T,) if packed else None)
     x.g[:, -tail] = -torch.inf
     results, names = ours(x), ("q", "k", "v", "g", "do")
     end = dataclasses.replace(
