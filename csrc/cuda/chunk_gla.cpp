@@ -1,25 +1,19 @@
-// chunk_gla on CUDA: check, allocate, launch. Always in the materialised mode, whose plan depends
-// on neither B nor T, so batch_invariant has nothing to change.
+// chunk_gla on CUDA: check, plan, allocate, launch.
 #include <torch/library.h>
 
 #include "../ops.h"
 #include "problem.h"
+#include "sm90/sm90.h"
 
 namespace gla_ext::cuda {
 namespace {
-
-Plan plan_of(const Problem& p, bool backward, bool save_states) {
-  const ChunkGrid& grid = p.grid;
-  return make_plan(
-      {grid.N, grid.T, p.H, p.K, p.V, grid.packed, p.dtype, p.g.dtype, backward, save_states});
-}
 
 ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                   const at::Tensor& g, const OptionalTensor& gv,
                                   const OptionalTensor& initial_state,
                                   const OptionalTensor& cu_seqlens, std::optional<double> scale,
                                   bool output_final_state, bool state_v_first, bool save_states,
-                                  bool) {
+                                  bool batch_invariant) {
   const Shape shape = check_chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
   Call call("chunk_gla", shape, q, cu_seqlens, scale);
   Problem& p = call.problem;
@@ -35,8 +29,18 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
       output_final_state ? call.output_state(p.ht) : call.not_asked_for(at::kFloat);
   at::Tensor states = save_states ? call.output_chunk_states(p.S, p.S_dtype, saved_states_dtype(q))
                                   : call.not_asked_for(saved_states_dtype(q));
-  call.allocate(plan_of(p, /*backward=*/false, save_states).workspace);
+  const Plan plan = call.plan(/*backward=*/false, save_states, batch_invariant);
+  call.allocate(plan);
 
+  if (plan.path == Path::kFused) {
+    if (plan.segments > 0) {
+      call.launch(sm90::segment_parts);
+      call.launch(sm90::segment_scan);
+    }
+    call.launch(sm90::forward);
+    call.launch(sm90::exact_output);
+    return {o, final_state, states};
+  }
   call.launch(gate_cumsum);
   call.launch(chunk_states);
   call.launch(scores_off_diagonal);
@@ -50,7 +54,8 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
                                    const at::Tensor& g, const OptionalTensor& gv,
                                    const OptionalTensor& initial_state,
                                    const OptionalTensor& cu_seqlens, const at::Tensor& states,
-                                   std::optional<double> scale, bool state_v_first, bool) {
+                                   std::optional<double> scale, bool state_v_first,
+                                   bool batch_invariant) {
   const Shape shape = check_chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens,
                                           states, state_v_first);
   Call call("chunk_gla_bwd", shape, q, cu_seqlens, scale);
@@ -75,7 +80,7 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
   p.dq_intra = p.dq;
   p.dk_intra = p.dk;
   p.dg_intra = p.dg;
-  call.allocate(plan_of(p, /*backward=*/true, saved).workspace);  // replaces those not fp32
+  call.allocate(call.plan(/*backward=*/true, saved, batch_invariant));  // replaces those not fp32
 
   call.launch(gate_cumsum);
   call.launch(scores_off_diagonal);

@@ -25,10 +25,10 @@ __global__ void map_sequences(Problem p) {
   using Scan = cub::BlockScan<int64_t, kMapThreads>;
   __shared__ typename Scan::TempStorage storage;
   const ChunkGrid& grid = p.grid;
-  int64_t done = 0;
+  int64_t done = 0, segments_done = 0;
   for (int64_t first = 0; first <= grid.N; first += kMapThreads) {
     const int64_t n = first + threadIdx.x;
-    Sequence sequence{0, 0, 0};
+    Sequence sequence{0, 0, 0, 0};
     if (n <= grid.N) {
       sequence.start = offset(grid, n);
       const int64_t end = n < grid.N ? offset(grid, n + 1) : grid.T;
@@ -46,6 +46,14 @@ __global__ void map_sequences(Problem p) {
     }
     done += total;
     __syncthreads();  // before the storage is used again
+    if (grid.segment_chunks > 0) {
+      const int64_t kept = (sequence.length + kChunk - 1) / kChunk;
+      const int64_t segments = max(blocks_of(kept, grid.segment_chunks), int64_t{1});
+      Scan(storage).ExclusiveSum(segments, before, total);
+      if (n <= grid.N) grid.sequences[n].first_segment = segments_done + before;
+      segments_done += total;
+      __syncthreads();  // before the storage is used again
+    }
   }
 }
 

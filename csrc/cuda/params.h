@@ -11,6 +11,8 @@ constexpr int kSubChunks = kChunk / kSubChunk;
 constexpr int kMaxHeadDim = 512;  // K and V
 constexpr int kTierBlock = 64;    // channels that share a byte of `tiers`
 constexpr int kMaxTierBlocks = kMaxHeadDim / kTierBlock;
+constexpr int kFusedKeys = 128;    // K of the fused path, at most
+constexpr int kFusedValues = 128;  // of a state that a sweep of the fused path holds
 
 enum class DType : uint8_t { kBFloat16, kHalf, kFloat };
 
@@ -27,6 +29,7 @@ struct Rows {
 struct Sequence {
   int64_t start, length;  // tokens
   int64_t first_slot;     // of its chunks in ChunkSlot and the chunk dimension of S
+  int64_t first_segment;  // of its segments in segment_states, where sequences are cut into them
 };
 
 // A chunk of a packed batch, made on the device.
@@ -42,6 +45,8 @@ struct ChunkGrid {
   int64_t N = 0;         // sequences
   int64_t chunks = 0;    // chunk dimension of S, of one batch row
   int64_t slots = 0;     // chunks of one batch row that kernels visit: packed, chunks + 1
+  int64_t segments = 0;  // of one batch row that sweeps visit, if sequences are cut into segments
+  int64_t segment_chunks = 0;  // chunks of a segment; 0: sequences are not cut
   bool packed = false;
   bool offsets_are_int64 = false;
   const void* cu_seqlens = nullptr;  // [N + 1], packed only
@@ -76,6 +81,13 @@ struct Problem {
   void* S = nullptr;           // [B, chunks, H, K, V], the state that enters each chunk
   void* dS = nullptr;          // [B, chunks, H, K, V], the gradient of the state that leaves it
   DType S_dtype = DType::kFloat, dS_dtype = DType::kFloat;  // fp32, or bf16 for bf16 inputs
+
+  // Fused path, sequences cut into segments: the state that enters each segment, or the gradient of
+  // the state that leaves it, [B, segments, H, K, V]; before the scan over segments what a segment
+  // adds to it by itself, and the sum of its gates in log2 units [B, segments, H, K].
+  float* segment_states = nullptr;
+  float* segment_state_grads = nullptr;
+  float* segment_decays = nullptr;
 
   // [B, slots, H, kMaxTierBlocks]: 1 where some channel of a block of kTierBlock is out of tier 1's
   // range; the chunk is in tier 1 if none of its blocks is.

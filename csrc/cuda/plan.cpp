@@ -1,5 +1,7 @@
 #include "plan.h"
 
+#include <algorithm>
+
 namespace gla_ext::cuda {
 namespace {
 
@@ -10,6 +12,62 @@ int64_t add(Workspace& w, int64_t bytes) {
   const int64_t start = w.bytes;
   w.bytes += (bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
   return start;
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Cuts sequences into segments where sweeps over whole ones would leave multiprocessors idle: by
+// themselves too few, or packed ones of which a long one would be left over.
+void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  constexpr int64_t kMinChunks = 4;  // a segment's start costs as much as about two chunks
+  if (in.batch_invariant || grid.N * in.H == 0) return;
+  const int64_t sweeps = in.H * ceil_div(in.V, kFusedValues);  // of one sequence
+  const int64_t total = grid.B * ceil_div(in.T, kChunk) * sweeps;
+  const int64_t share = std::max(kMinChunks, ceil_div(total, in.processors));
+  const bool too_few = 2 * grid.N * sweeps <= in.processors;
+  const int64_t longest = ceil_div(in.T, kChunk);
+  if (longest <= share || !(too_few || in.packed)) return;
+  plan.segment_chunks = share;
+  plan.segments = in.packed ? grid.slots / share + in.N + 1 : ceil_div(longest, share);
+}
+
+void plan_steps(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  const int64_t token_heads = grid.B * in.T * in.H;
+  const int64_t each = bytes_of(intermediate_dtype(in.dtype));
+  const int64_t keys = token_heads * in.K * static_cast<int64_t>(sizeof(float));
+  const int64_t map_launches = in.packed ? 2 : 0;
+  Workspace& w = plan.workspace;
+  w.b = add(w, keys);
+  // Keeps fp32 accuracy beside resets; shorter inputs round to more than b loses there.
+  if (in.dtype == DType::kFloat) w.b_suffix = add(w, keys);
+  w.A = add(w, token_heads * kChunk * each);
+  if (!in.save_states) w.S = add(w, plan.state_bytes);
+  plan.launches = map_launches + 6;
+  if (!in.backward) return;
+
+  w.dA = w.A;  // score_grads runs after value_grads, the last to read A
+  w.dS = add(w, plan.state_bytes);
+  // Gradients that are fp32 themselves take what step 6 hands to step 7.
+  if (in.dtype != DType::kFloat) {
+    w.dq_intra = add(w, keys);
+    w.dk_intra = add(w, keys);
+  }
+  if (in.gate_dtype != DType::kFloat) w.dg_intra = add(w, keys);
+  plan.state_bytes *= 2;
+  // bf16's two sweeps are one launch.
+  plan.launches = map_launches + 10 + (in.dtype != DType::kBFloat16 && !in.save_states);
+}
+
+void plan_fused(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  choose_segments(plan, in, grid);
+  Workspace& w = plan.workspace;
+  const int64_t segment_heads = grid.B * plan.segments * in.H;
+  if (segment_heads > 0) {
+    w.segment_decays = add(w, segment_heads * in.K * static_cast<int64_t>(sizeof(float)));
+    w.segment_states = add(w, segment_heads * in.K * in.V * static_cast<int64_t>(sizeof(float)));
+  }
+  plan.launches = (in.packed ? 2 : 0) + (segment_heads > 0 ? 2 : 0) + 2;
+  plan.state_bytes = 0;
 }
 
 }  // namespace
@@ -35,36 +93,28 @@ Workspace step_workspace(const ChunkGrid& grid, int64_t H, bool tiers) {
   return w;
 }
 
+const char* why_not_fused(const PlanInputs& in) {
+  if (!in.sm90) return "a GPU of compute capability 9.0 and a build for 9.0a";
+  if (in.dtype != DType::kBFloat16 || in.gate_dtype != DType::kBFloat16)
+    return "q, k, v and g in torch.bfloat16";
+  if (in.K > kFusedKeys) return "K to be at most 128";
+  if (in.K % 8 != 0 || in.V % 8 != 0) return "K and V to be multiples of 8";
+  if (!in.aligned) return "rows that start at multiples of 16 bytes";
+  if (in.save_states) return "no saved states";
+  return nullptr;
+}
+
 Plan make_plan(const PlanInputs& in) {
   const ChunkGrid grid = make_grid(in.N, in.T, in.packed);
-  const int64_t token_heads = grid.B * in.T * in.H;
-  const int64_t each = bytes_of(intermediate_dtype(in.dtype));
-  const int64_t keys = token_heads * in.K * static_cast<int64_t>(sizeof(float));
-  const int64_t scores = token_heads * kChunk * each;
-  const int64_t states = grid.B * grid.chunks * in.H * in.K * in.V * each;
-
-  Plan plan{"steps", "materialised", step_workspace(grid, in.H, /*tiers=*/true), states, 0};
-  Workspace& w = plan.workspace;
-  w.b = add(w, keys);
-  // Keeps fp32 accuracy beside resets; shorter inputs round to more than b loses there.
-  if (in.dtype == DType::kFloat) w.b_suffix = add(w, keys);
-  w.A = add(w, scores);
-  if (!in.save_states) w.S = add(w, states);
-  const int64_t map_launches = in.packed ? 2 : 0;
-  plan.launches = map_launches + 6;
-  if (!in.backward) return plan;
-
-  w.dA = w.A;  // score_grads runs after value_grads, the last to read A
-  w.dS = add(w, states);
-  // Gradients that are fp32 themselves take what step 6 hands to step 7.
-  if (in.dtype != DType::kFloat) {
-    w.dq_intra = add(w, keys);
-    w.dk_intra = add(w, keys);
-  }
-  if (in.gate_dtype != DType::kFloat) w.dg_intra = add(w, keys);
-  plan.state_bytes += states;
-  // bf16's two sweeps are one launch.
-  plan.launches = map_launches + 10 + (in.dtype != DType::kBFloat16 && !in.save_states);
+  Plan plan;
+  plan.workspace = step_workspace(grid, in.H, /*tiers=*/true);
+  plan.state_bytes =
+      grid.B * grid.chunks * in.H * in.K * in.V * bytes_of(intermediate_dtype(in.dtype));
+  if (in.choice != PathChoice::kSteps && why_not_fused(in) == nullptr) plan.path = Path::kFused;
+  if (plan.path == Path::kFused && !in.backward)
+    plan_fused(plan, in, grid);
+  else
+    plan_steps(plan, in, grid);
   return plan;
 }
 

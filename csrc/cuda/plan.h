@@ -1,4 +1,5 @@
-// How a call runs on CUDA: a pure function of its shape. Plain C++ without CUDA, in every build.
+// How a call runs on CUDA: a pure function of its shape, layout and GPU. Plain C++ without CUDA, in
+// every build.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +8,23 @@
 
 namespace gla_ext::cuda {
 
+// kSteps: a kernel a step, any shape and GPU. kFused: the kernels of sm90/.
+enum class Path : uint8_t { kSteps, kFused };
+// What the environment variable GLA_EXT_CUDA_PATH asks for.
+enum class PathChoice : uint8_t { kAny, kSteps, kFused };
+
 struct PlanInputs {
   int64_t N, T, H, K, V;  // sequences; tokens of one batch row
   bool packed;            // the N sequences share one row
   DType dtype;            // of q, k and v
   DType gate_dtype;       // of g
   bool backward;
-  bool save_states;  // forward returns S, backward is given it
+  bool save_states;      // forward returns S, backward is given it
+  bool batch_invariant;  // neither N, T nor the GPU may change a bit
+  bool aligned;          // every row of the inputs starts at a multiple of 16 bytes
+  bool sm90;             // a GPU of compute capability 9.0, and its kernels are built
+  int64_t processors;    // multiprocessors of the GPU
+  PathChoice choice;
 };
 
 // Where each part of the one workspace starts, in bytes; kAbsent: not needed.
@@ -23,15 +34,16 @@ struct Workspace {
   int64_t b = kAbsent, b_suffix = kAbsent;
   int64_t A = kAbsent, dA = kAbsent, S = kAbsent, dS = kAbsent;
   int64_t dq_intra = kAbsent, dk_intra = kAbsent, dg_intra = kAbsent;
+  int64_t segment_states = kAbsent, segment_state_grads = kAbsent, segment_decays = kAbsent;
   int64_t bytes = 0;
 };
 
 struct Plan {
-  const char* path;
-  const char* mode;
+  Path path = Path::kSteps;
   Workspace workspace;
-  int64_t state_bytes;  // of S and, in backward, dS: in the workspace, or S as it is saved
-  int64_t launches;     // kernels
+  int64_t segments = 0, segment_chunks = 0;  // as in ChunkGrid
+  int64_t state_bytes = 0;  // of S and, in backward, dS: in the workspace, or S as it is saved
+  int64_t launches = 0;     // kernels
 };
 
 // What A, dA, S and dS are kept in between kernels: what the products round to anyway.
@@ -42,6 +54,9 @@ constexpr int64_t bytes_of(DType t) { return t == DType::kFloat ? 4 : 2; }
 
 // The grid without its pointers.
 ChunkGrid make_grid(int64_t N, int64_t T, bool packed);
+
+// Why the fused path does not take such a call, or null.
+const char* why_not_fused(const PlanInputs& in);
 
 Plan make_plan(const PlanInputs& in);
 

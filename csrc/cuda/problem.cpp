@@ -8,7 +8,12 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <cstdlib>
+#include <string_view>
 #include <type_traits>
+
+#include "sm90/sm90.h"
 
 namespace gla_ext::cuda {
 namespace {
@@ -63,6 +68,25 @@ void check_grid(const char* op, const ChunkGrid& grid, int64_t H, int64_t K, int
                               " chunks, H = ", H, ", K = ", K, " and V = ", V);
 }
 
+PathChoice path_choice() {
+  const char* forced = std::getenv("GLA_EXT_CUDA_PATH");
+  const std::string_view path = forced == nullptr ? "" : forced;
+  if (path == "fused") return PathChoice::kFused;
+  if (path == "steps") return PathChoice::kSteps;
+  TORCH_CHECK_VALUE(path.empty(), "GLA_EXT_CUDA_PATH: expected fused or steps, got ", path);
+  return PathChoice::kAny;
+}
+
+// Asked once a device, which is the current one.
+bool sm90_built(c10::DeviceIndex device) {
+  enum : int8_t { kUnknown, kAbsent, kBuilt };
+  static std::array<std::atomic<int8_t>, 64> known{};
+  std::atomic<int8_t>& mine = known[static_cast<size_t>(device) % known.size()];
+  if (mine.load(std::memory_order_relaxed) == kUnknown)
+    mine.store(sm90::available() ? kBuilt : kAbsent, std::memory_order_relaxed);
+  return mine.load(std::memory_order_relaxed) == kBuilt;
+}
+
 bool tf32_allowed() {
   return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
          at::Float32Precision::TF32;
@@ -90,7 +114,8 @@ Call::Call(const char* op, const Shape& shape, const at::Tensor& like,
            const OptionalTensor& cu_seqlens, std::optional<double> scale)
     : guard_(like.device()),
       stream_(c10::cuda::getCurrentCUDAStream(like.device().index())),
-      options_(like.options()) {
+      options_(like.options()),
+      op_(op) {
   check_supported(op, shape);
   check_device(op, like.device());
   Problem& p = problem;
@@ -162,6 +187,39 @@ at::Tensor Call::not_asked_for(at::ScalarType dtype) const {
   return at::empty({0}, options_.dtype(dtype));
 }
 
+Plan Call::plan(bool backward, bool save_states, bool batch_invariant) const {
+  const Problem& p = problem;
+  bool aligned = true;
+  for (const Rows* r : {&p.q, &p.k, &p.v, &p.g, &p.d_o})
+    if (r->data != nullptr) aligned &= r->aligned;
+  const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(options_.device().index());
+  const PlanInputs in{p.grid.N,
+                      p.grid.T,
+                      p.H,
+                      p.K,
+                      p.V,
+                      p.grid.packed,
+                      p.dtype,
+                      p.g.dtype,
+                      backward,
+                      save_states,
+                      batch_invariant,
+                      aligned,
+                      gpu.major == 9 && gpu.minor == 0 && sm90_built(options_.device().index()),
+                      gpu.multiProcessorCount,
+                      path_choice()};
+  const char* missing = in.choice == PathChoice::kFused ? why_not_fused(in) : nullptr;
+  TORCH_CHECK_NOT_IMPLEMENTED(missing == nullptr, op_, ": GLA_EXT_CUDA_PATH=fused expected ",
+                              missing, ", got a call that only the step path takes");
+  return make_plan(in);
+}
+
+void Call::allocate(const Plan& plan) {
+  problem.grid.segments = plan.segments;
+  problem.grid.segment_chunks = plan.segment_chunks;
+  allocate(plan.workspace);
+}
+
 void Call::allocate(const Workspace& w) {
   Problem& p = problem;
   if (w.bytes == 0) return;
@@ -189,6 +247,9 @@ void Call::allocate(const Workspace& w) {
   rows(p.dA, w.dA, kChunk, intermediate_dtype(p.dtype));
   states(p.S, p.S_dtype, w.S);
   states(p.dS, p.dS_dtype, w.dS);
+  part(p.segment_states, w.segment_states);
+  part(p.segment_state_grads, w.segment_state_grads);
+  part(p.segment_decays, w.segment_decays);
   rows(p.dq_intra, w.dq_intra, p.K, DType::kFloat);
   rows(p.dk_intra, w.dk_intra, p.K, DType::kFloat);
   rows(p.dg_intra, w.dg_intra, p.K, DType::kFloat);

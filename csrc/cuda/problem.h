@@ -37,8 +37,10 @@ class Call {
   at::Tensor output_chunk_states(void*& states, DType& dtype, at::ScalarType type);
   at::Tensor not_asked_for(at::ScalarType dtype) const;
 
-  // Fills in what the workspace holds of the Problem, and makes the chunk map.
-  void allocate(const Workspace& workspace);
+  // The plan for the tensors that were given.
+  Plan plan(bool backward, bool save_states, bool batch_invariant) const;
+  // Fills in what the plan's workspace holds of the Problem, and makes the chunk map.
+  void allocate(const Plan& plan);
   // The same for a step by itself, and tiers from b if asked for.
   void prepare_step(bool tiers = false);
 
@@ -47,10 +49,12 @@ class Call {
  private:
   const at::Tensor& keep(at::Tensor t);
   const at::Tensor& packed_elements(const at::Tensor& t);
+  void allocate(const Workspace& workspace);
 
   c10::cuda::CUDAGuard guard_;
   cudaStream_t stream_;
   at::TensorOptions options_;
+  const char* op_;
   at::Tensor workspace_, offsets_;
   std::vector<at::Tensor> kept_;
 };

@@ -8,47 +8,10 @@
 // Accumulation is fp32, 64 key channels at a time. Two kernels, of which a chunk concerns one.
 #include "../device/launch.cuh"
 #include "../device/scores.cuh"
+#include "../device/scores_exact.cuh"
 
 namespace gla_ext::cuda {
 namespace {
-
-// Outside tier 1 row block I of 16 tokens has operands anchored at its start, all exponents <= 0
-// for gates <= 0: q_i 2^(sum of I up to i), and for each I other k_j 2^(sum behind j and before I).
-template <class Op, class In>
-__device__ __forceinline__ void add_anchored(float (&acc)[2][2][4], Op* s_q, Op* s_k,
-                                             float (*s_sums)[kTile], const Problem& p,
-                                             const Chunk& chunk, int first) {
-  constexpr int kPitchX = kPitch<Op, kTile>;
-  const int column = static_cast<int>(threadIdx.x) % kTile;
-  const int sub = static_cast<int>(threadIdx.x) / kTile, token = sub * static_cast<int>(kSubChunk);
-  const WarpTile<kTile> warp;
-  const GateColumn gates(p, chunk, token, first + column);
-  const Column<In> q(p.q, chunk, token, first + column, p.K);
-  const Column<In> k(p.k, chunk, token, first + column, p.K);
-  s_sums[sub][column] = gates.sum();
-#pragma unroll 1
-  for (int block = 1; block < kSubChunks; ++block) {
-    __syncthreads();  // s_sums is written, the tiles of the product before are read
-    float prefix = 0, suffix = 0;
-    for (int between = sub + 1; between < block; ++between) suffix += s_sums[between][column];
-#pragma unroll
-    for (int i = 0; i < kSubChunk; ++i) {
-      prefix += gates.x[i];
-      const float x = sub == block ? q.x[i] * exp2_ftz(prefix) : 0.f;
-      s_q[(token + i) * kPitchX + column] = to_operand<Op>(x, takes_tf32<In>(p));
-    }
-#pragma unroll
-    for (int i = static_cast<int>(kSubChunk) - 1; i >= 0; --i) {
-      const float x = sub < block ? k.x[i] * exp2_ftz(suffix) : 0.f;
-      s_k[(token + i) * kPitchX + column] = to_operand<Op>(x, takes_tf32<In>(p));
-      suffix += gates.x[i];
-    }
-    __syncthreads();  // the tiles are written
-    product<Stored::kAsIs, Stored::kTransposed, kPitchX, kPitchX>(
-        acc, s_q + warp.m * kPitchX, s_k + warp.n * kPitchX, kTile, takes_tf32<In>(p));
-  }
-  __syncthreads();  // the tiles are read
-}
 
 template <Access kAccess, class In>
 __global__ void __launch_bounds__(kThreads, sizeof(Operand<In>) == 2 ? 3 : 2)

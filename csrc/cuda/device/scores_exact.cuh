@@ -1,0 +1,96 @@
+// Scores outside tier 1: the blocks off the diagonal by products of operands anchored at borders of
+// sub-chunks, the diagonal blocks element by element.
+#pragma once
+
+#include "gates.cuh"
+
+namespace gla_ext::cuda {
+
+// Outside tier 1 row block I of 16 tokens has operands anchored at its start, all exponents <= 0
+// for gates <= 0: q_i 2^(sum of I up to i), and for each I other k_j 2^(sum behind j and before I).
+template <class Op, class In>
+__device__ __forceinline__ void add_anchored(float (&acc)[2][2][4], Op* s_q, Op* s_k,
+                                             float (*s_sums)[kTile], const Problem& p,
+                                             const Chunk& chunk, int first) {
+  constexpr int kPitchX = kPitch<Op, kTile>;
+  const int column = static_cast<int>(threadIdx.x) % kTile;
+  const int sub = static_cast<int>(threadIdx.x) / kTile, token = sub * static_cast<int>(kSubChunk);
+  const WarpTile<kTile> warp;
+  const GateColumn gates(p, chunk, token, first + column);
+  const Column<In> q(p.q, chunk, token, first + column, p.K);
+  const Column<In> k(p.k, chunk, token, first + column, p.K);
+  s_sums[sub][column] = gates.sum();
+#pragma unroll 1
+  for (int block = 1; block < kSubChunks; ++block) {
+    __syncthreads();  // s_sums is written, the tiles of the product before are read
+    float prefix = 0, suffix = 0;
+    for (int between = sub + 1; between < block; ++between) suffix += s_sums[between][column];
+#pragma unroll
+    for (int i = 0; i < kSubChunk; ++i) {
+      prefix += gates.x[i];
+      const float x = sub == block ? q.x[i] * exp2_ftz(prefix) : 0.f;
+      s_q[(token + i) * kPitchX + column] = to_operand<Op>(x, takes_tf32<In>(p));
+    }
+#pragma unroll
+    for (int i = static_cast<int>(kSubChunk) - 1; i >= 0; --i) {
+      const float x = sub < block ? k.x[i] * exp2_ftz(suffix) : 0.f;
+      s_k[(token + i) * kPitchX + column] = to_operand<Op>(x, takes_tf32<In>(p));
+      suffix += gates.x[i];
+    }
+    __syncthreads();  // the tiles are written
+    product<Stored::kAsIs, Stored::kTransposed, kPitchX, kPitchX>(
+        acc, s_q + warp.m * kPitchX, s_k + warp.n * kPitchX, kTile, takes_tf32<In>(p));
+  }
+  __syncthreads();  // the tiles are read
+}
+
+constexpr int kDiagonalThreads = 32 * kSubChunks;
+constexpr int kDiagonalColumns = 32;  // key channels a tile
+
+struct DiagonalTiles {
+  static constexpr int kPitchX = kDiagonalColumns + 1;
+  float q[kTile][kPitchX], k[kTile][kPitchX], decay[kTile][kPitchX];  // [token][K]
+};
+
+// store(sub-chunk, token, j, A_ij) of all i and j, by the first kDiagonalThreads of the block's
+// kBlockThreads threads; all take part.
+template <class In, int kBlockThreads, class Store>
+__device__ __forceinline__ void diagonal_blocks(DiagonalTiles& s, const Problem& p,
+                                                const Chunk& chunk, Store&& store) {
+  const bool works = kBlockThreads == kDiagonalThreads || threadIdx.x < kDiagonalThreads;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int sub = static_cast<int>(threadIdx.x) / 32 % kSubChunks;
+  const int token = sub * static_cast<int>(kSubChunk);
+  const int j = lane % static_cast<int>(kSubChunk), part = lane / static_cast<int>(kSubChunk);
+  float acc[kSubChunk] = {};  // A_ij for all i of this lane's j
+  for (int first = 0; first < p.K; first += kDiagonalColumns) {
+    if (first > 0) __syncthreads();  // the tiles before are read
+    if (works) {
+      const GateColumn gates(p, chunk, token, first + lane);
+      const Column<In> q(p.q, chunk, token, first + lane, p.K);
+      const Column<In> k(p.k, chunk, token, first + lane, p.K);
+#pragma unroll
+      for (int i = 0; i < kSubChunk; ++i) {
+        s.q[token + i][lane] = q.x[i];
+        s.k[token + i][lane] = k.x[i];
+        s.decay[token + i][lane] = exp2_ftz(gates.x[i]);
+      }
+    }
+    __syncthreads();  // the tiles are written
+    for (int c = part; works && c < kDiagonalColumns; c += 2) {
+      float x = 0;  // k_j times the decays from j to i
+#pragma unroll
+      for (int i = 0; i < kSubChunk; ++i) {
+        x = i == j ? s.k[token + j][c] : x * s.decay[token + i][c];
+        acc[i] += s.q[token + i][c] * x;
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kSubChunk; ++i) {
+    const float sum = acc[i] + __shfl_xor_sync(0xffffffffu, acc[i], kSubChunk);
+    if (works && part == 0) store(sub, token + i, j, j <= i ? p.scale * sum : 0.f);
+  }
+}
+
+}  // namespace gla_ext::cuda

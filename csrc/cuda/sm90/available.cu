@@ -1,0 +1,23 @@
+// Whether this build holds sm_90a code for the current device. Without it the kernels of this
+// folder are empty, wherever their code for another architecture runs.
+#include "sm90.h"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+__global__ void marker() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  __shared__ volatile int there;  // what `available` looks for
+  there = 1;
+#endif
+}
+
+}  // namespace
+
+bool available() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, marker) == cudaSuccess &&
+         attributes.sharedSizeBytes > 0;
+}
+
+}  // namespace gla_ext::cuda::sm90

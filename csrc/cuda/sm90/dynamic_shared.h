@@ -1,0 +1,34 @@
+// Shared memory beyond 48 KiB, which a kernel must be allowed on each device.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <atomic>
+
+namespace gla_ext::cuda::sm90 {
+
+class DynamicShared {
+ public:
+  template <class Kernel>
+  DynamicShared(Kernel kernel, size_t bytes)
+      : kernel_(reinterpret_cast<const void*>(kernel)), bytes_(static_cast<int>(bytes)) {}
+
+  // For the current device. An error is left to the launch that follows.
+  void allow() const {
+    int device = 0;
+    if (cudaGetDevice(&device) != cudaSuccess) return;
+    std::atomic<bool>& allowed = allowed_[static_cast<size_t>(device) % allowed_.size()];
+    if (allowed.load(std::memory_order_relaxed)) return;
+    if (cudaFuncSetAttribute(kernel_, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes_) ==
+        cudaSuccess)
+      allowed.store(true, std::memory_order_relaxed);
+  }
+
+ private:
+  const void* kernel_;
+  int bytes_;
+  mutable std::array<std::atomic<bool>, 64> allowed_{};
+};
+
+}  // namespace gla_ext::cuda::sm90

@@ -1,0 +1,74 @@
+// From what each segment adds to the state by itself to the state that enters it, and the same for
+// the gradient of the state that leaves it, last segment first:
+//
+//   S_(n + 1) = 2^decay_n S_n + part_n
+//
+// grid    (scan, sequence, head, 1,024 elements of the state); a thread has four values of a
+// channel reads   segment_decays [B, segments, H, K], h0 or dht writes  segment_states or
+// segment_state_grads [B, segments, H, K, V], in place All in fp32.
+#include "../device/gates.cuh"
+#include "../device/launch.cuh"
+#include "segment.cuh"
+#include "sm90.h"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+constexpr int kEach = 4;
+
+// The segments of sequence n: [first, first + count).
+__device__ __forceinline__ void find_segments(const Problem& p, int64_t n, int64_t& first,
+                                              int64_t& count) {
+  const Sequence sequence = find_sequence(p, n);
+  const int64_t chunks = blocks_of(sequence.length, kChunk);
+  first = sequence.first_segment;
+  count = max(blocks_of(chunks, p.grid.segment_chunks), int64_t{1});
+  count = min(count, p.grid.B * p.grid.segments - first);
+}
+
+__device__ __forceinline__ float4 load_boundary(const Problem& p, const float* state, int k,
+                                                int v) {
+  if (state == nullptr) return make_float4(0.f, 0.f, 0.f, 0.f);
+  if (!p.state_v_first) return *reinterpret_cast<const float4*>(state + k * p.V + v);
+  return make_float4(state[v * p.K + k], state[(v + 1) * p.K + k], state[(v + 2) * p.K + k],
+                     state[(v + 3) * p.K + k]);
+}
+
+__global__ void __launch_bounds__(kThreads) segment_scan_kernel(Problem p, int64_t states) {
+  const int matrix = p.K * p.V, blocks = blocks_of(matrix, kThreads * kEach);
+  const bool backwards = blockIdx.x >= states;
+  const int64_t index = (blockIdx.x - (backwards ? states : 0)) / blocks;
+  const int at = static_cast<int>(blockIdx.x % blocks) * kThreads * kEach +
+                 static_cast<int>(threadIdx.x) * kEach;
+  if (at >= matrix) return;
+  const int64_t n = index / p.H, head = index - n * p.H;
+  const int k = at / p.V;
+  int64_t first, count;
+  find_segments(p, n, first, count);
+  const float* boundary = backwards ? p.dht : p.h0;
+  float4 x =
+      load_boundary(p, boundary == nullptr ? nullptr : boundary + index * matrix, k, at - k * p.V);
+  float* parts = backwards ? p.segment_state_grads : p.segment_states;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t slot = (first + (backwards ? count - 1 - i : i)) * p.H + head;
+    auto* part = reinterpret_cast<float4*>(parts + slot * matrix + at);
+    const bool last = i == count - 1;  // its part was not summed
+    const float4 own = last ? x : *part;
+    const float decay = last ? 0.f : exp2_ftz(p.segment_decays[slot * p.K + k]);
+    *part = x;
+    x = make_float4(decay * x.x + own.x, decay * x.y + own.y, decay * x.z + own.z,
+                    decay * x.w + own.w);
+  }
+}
+
+}  // namespace
+
+void segment_scan(const Problem& p, cudaStream_t stream) {
+  const int64_t blocks = p.grid.N * p.H * blocks_of(p.K * p.V, kThreads * kEach);
+  const int scans = (p.segment_states != nullptr) + (p.segment_state_grads != nullptr);
+  if (blocks * scans == 0) return;
+  segment_scan_kernel<<<dim3(static_cast<unsigned>(blocks * scans)), kThreads, 0, stream>>>(
+      p, p.segment_states != nullptr ? blocks : 0);
+}
+
+}  // namespace gla_ext::cuda::sm90

@@ -1,0 +1,31 @@
+// The fused path for sm_90a as the host side calls it: bf16 q, k, v and g, K of at most kFusedKeys,
+// K and V multiples of 8, rows that start at multiples of 16 bytes.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../params.h"
+
+namespace gla_ext::cuda::sm90 {
+
+// Whether the kernels are there for the current device.
+bool available();
+
+// q k v g h0 (segment_states) -> o, ht, tiers: all but what chunks outside tier 1 owe to their own
+// A.
+void forward(const Problem& p, cudaStream_t stream);
+
+// k v g h0 (segment_states) -> S and tiers, q g do dht (segment_state_grads) -> dS and dh0: those
+// that are there.
+void chunk_states(const Problem& p, cudaStream_t stream);
+
+// The same sweeps -> segment_states or segment_state_grads and segment_decays: what each segment
+// adds by itself.
+void segment_parts(const Problem& p, cudaStream_t stream);
+// segment_decays h0 dht -> segment_states, segment_state_grads: what enters a segment.
+void segment_scan(const Problem& p, cudaStream_t stream);
+
+// q k v g tiers -> o += A v, of chunks outside tier 1.
+void exact_output(const Problem& p, cudaStream_t stream);
+
+}  // namespace gla_ext::cuda::sm90

@@ -1,0 +1,378 @@
+// Forward step 2 and backward step 3 in one launch, for bf16 on sm_90a: sweeps over the chunks of a
+// segment with the state, or its gradient, in registers.
+//
+//   S' = 2^b_C S + (k 2^(b_C - b))^T v             first chunk first
+//   dS = 2^b_C dS' + (scale q 2^b)^T do            last chunk first
+//
+// grid    (sweep, segment, head, 128 values); two producer and two consumer warpgroups
+// reads   g [B, T, H, K], k v h0, or q do dht; segment_states, segment_state_grads
+// writes  S entering, or dS' leaving, every chunk, bf16 [B, chunks, H, K, V]; dh0; with S tiers.
+//         For segments' own parts nothing but those, segment_states or segment_state_grads, and
+//         segment_decays.
+//
+// The producers copy rows two chunks ahead and gate k or q in place; the consumers hold 64 key
+// channels, or where K is at most 64, 64 values each. Accumulation is fp32.
+#include "../device/gates.cuh"
+#include "../device/launch.cuh"
+#include "cumsum.cuh"
+#include "dynamic_shared.h"
+#include "sm90.h"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+constexpr int kStages = 3;
+constexpr int kProducers = 2, kConsumers = 2;  // warpgroups
+constexpr int kProducerThreads = kProducers * kGroupThreads;
+constexpr int kConsumerThreads = kConsumers * kGroupThreads;
+constexpr int kBlockThreads = kProducerThreads + kConsumerThreads;
+constexpr int kProducerBarrier = 1, kGatingBarrier = 2, kStateBarrier = 4;  // two of the latter
+
+// Which of the two sweeps, and whether it stores every chunk's state or its segment's own part.
+enum class Sweep { kStates, kStateGrads };
+enum class Store { kChunks, kSegment };
+
+template <int K>
+struct Shared {
+  struct Stage {
+    unsigned char y[K / 64 * kTileBytes];  // k or q [token][K], then gated
+    unsigned char g[K / 64 * kTileBytes];  // [token][K]
+    unsigned char x[2 * kTileBytes];       // v or do [token][V]
+  } stages[kStages];
+  unsigned char state[K / 64 * 2 * kTileBytes];  // [K][V]
+  unsigned char triangle[kTileBytes];            // of ones, [token][token]
+  float b_last[K];                               // log2 units
+  float decay[kStages][K];                       // 2^b_C
+  uint64_t full[kStages], empty[kStages];
+  int exact[kStages];
+  Segment segment;
+};
+
+template <Sweep kSweep>
+struct Fields {
+  static constexpr bool kStates = kSweep == Sweep::kStates;
+  static __device__ __forceinline__ const Rows& y(const Problem& p) { return kStates ? p.k : p.q; }
+  static __device__ __forceinline__ const Rows& x(const Problem& p) {
+    return kStates ? p.v : p.d_o;
+  }
+  static __device__ __forceinline__ const float* initial(const Problem& p) {
+    return kStates ? p.h0 : p.dht;
+  }
+  static __device__ __forceinline__ float* final(const Problem& p) {
+    return kStates ? p.ht : p.dh0;
+  }
+  static __device__ __forceinline__ float* segment_states(const Problem& p) {
+    return kStates ? p.segment_states : p.segment_state_grads;
+  }
+  static __device__ __forceinline__ bf16* chunk_states(const Problem& p) {
+    return static_cast<bf16*>(kStates ? p.S : p.dS);
+  }
+  // Whether nothing comes before, or follows, in the order of the sweep.
+  static __device__ __forceinline__ bool begins(const Segment& s) {
+    return kStates ? s.first : s.last;
+  }
+  static __device__ __forceinline__ bool ends(const Segment& s) {
+    return kStates ? s.last : s.first;
+  }
+  static __device__ __forceinline__ int chunk(const Segment& s, int i) {
+    return kStates ? i : s.chunks - 1 - i;
+  }
+};
+
+// Gates k or q of a chunk in place; a producer warpgroup has half of the key channels.
+template <int K, Sweep kSweep>
+struct Gating {
+  static constexpr int kColumns = K / kProducers;
+  int group, thread, first;
+  float total = 0;  // of the gates of channel `thread` in the segment, log2 units
+
+  __device__ __forceinline__ explicit Gating(int producer)
+      : group(producer),
+        thread(static_cast<int>(threadIdx.x) % kGroupThreads),
+        first(producer * kColumns) {}
+
+  __device__ __forceinline__ void group_barrier() const {
+    if (group == 0)
+      sync_threads<kGatingBarrier>(kGroupThreads);
+    else
+      sync_threads<kGatingBarrier + 1>(kGroupThreads);
+  }
+
+  __device__ __forceinline__ void run(Shared<K>& s, int stage, float scale) {
+    auto& tiles = s.stages[stage];
+    const int tile = first / 64 * kTileBytes, column = first % 64;
+    clamp_gates<kColumns>(tiles.g + tile, column);
+    fence_for_products();
+    group_barrier();  // the gates are clamped, s.b_last of the chunk before is read
+    float b[kColumns / 2];
+    sum_gates(b, s.triangle, tiles.g + tile, column);
+    const int lane = thread % 32, row = thread / 32 * 16 + lane / 4, t = lane % 4;
+    if (row + 8 == kTile - 1) {
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j)
+        *reinterpret_cast<float2*>(&s.b_last[first + 8 * j + 2 * t]) =
+            make_float2(kLog2E * b[4 * j + 2], kLog2E * b[4 * j + 3]);
+    }
+    group_barrier();  // s.b_last is written
+    if (thread < kColumns) {
+      const float b_last = s.b_last[first + thread];
+      s.decay[stage][first + thread] = exp2_ftz(b_last);
+      total += b_last;
+    }
+    bool out = false;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const auto b_last = *reinterpret_cast<const float2*>(&s.b_last[first + 8 * j + 2 * t]);
+      const float r0 = reference_of(b_last.x), r1 = reference_of(b_last.y);
+      out |= !(fabsf(b_last.x) <= kTierRange) || !(fabsf(b_last.y) <= kTierRange);
+      const int at = tile + swizzled(row, column / 8 + j) + 4 * t;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        auto* y = reinterpret_cast<uint32_t*>(tiles.y + at + e * 1024);
+        const float2 pair = unpack(*y);
+        const float b0 = b[4 * j + 2 * e] * kLog2E, b1 = b[4 * j + 2 * e + 1] * kLog2E;
+        if constexpr (kSweep == Sweep::kStates) {
+          out |= !(fabsf(b0 - r0) <= kTierRange / 2) || !(fabsf(b1 - r1) <= kTierRange / 2);
+          *y = pack(pair.x * exp2_ftz(b_last.x - b0), pair.y * exp2_ftz(b_last.y - b1));
+        } else {
+          *y = pack(pair.x * (scale * exp2_ftz(b0)), pair.y * (scale * exp2_ftz(b1)));
+        }
+      }
+    }
+    if (out) s.exact[stage] = 1;
+  }
+};
+
+template <int K, Sweep kSweep, Store kStore>
+__device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int group, int first_v) {
+  using F = Fields<kSweep>;
+  const Segment& segment = s.segment;
+  constexpr bool kBackwards = kSweep == Sweep::kStateGrads;
+  Gating<K, kSweep> gating(group);
+  RowCopier<K / 64, kProducerThreads> g(p.g, segment, 0, p.K, kBackwards);
+  RowCopier<K / 64, kProducerThreads> y(F::y(p), segment, 0, p.K, kBackwards);
+  RowCopier<2, kProducerThreads> x(F::x(p), segment, first_v, p.V, kBackwards);
+  const auto copy = [&](int i) {
+    if (i < segment.chunks) {
+      const int stage = i % kStages, length = segment.length_of(F::chunk(segment, i));
+      if (i >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(i / kStages - 1) & 1);
+      g.copy(s.stages[stage].g, length);
+      y.copy(s.stages[stage].y, length);
+      x.copy(s.stages[stage].x, length);
+    }
+    commit_copies();
+  };
+  for (int i = 0; i < kStages - 1; ++i) copy(i);
+  for (int i = 0; i < segment.chunks; ++i) {
+    const int stage = i % kStages;
+    wait_for_copies<kStages - 2>();
+    if (threadIdx.x == 0) s.exact[stage] = 0;
+    sync_threads<kProducerBarrier>(kProducerThreads);  // the rows are there, s.exact is cleared
+    gating.run(s, stage, p.scale);
+    fence_for_products();
+    arrive(&s.full[stage]);
+    copy(i + kStages - 1);  // waits for the consumers, which are a chunk behind
+  }
+  const int channel = gating.first + gating.thread;
+  if (kStore == Store::kSegment && first_v == 0 && gating.thread < gating.kColumns && channel < p.K)
+    p.segment_decays[segment.slot * p.K + channel] = gating.total;
+}
+
+// A consumer's part of the state: 64 key channels by 128 values, or 64.
+template <int K>
+struct State {
+  static constexpr int kValues = K;  // of a consumer: K is 128 or 64
+  float x[kValues / 2];
+  int first_k, first_v;
+
+  __device__ __forceinline__ State(int group, int block_v)
+      : first_k(K == 128 ? 64 * group : 0), first_v(block_v + (K == 128 ? 0 : 64 * group)) {}
+
+  // f(x0, x1, key, value) of neighbours
+  template <class F>
+  __device__ __forceinline__ void for_pairs(const Problem& p, F&& f) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int row = static_cast<int>(threadIdx.x) % kGroupThreads / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kValues / 2; i += 2) {
+      const int k = first_k + row + i / 2 % 2 * 8, v = first_v + i / 4 * 8 + 2 * (lane % 4);
+      if (k < p.K && v < p.V) f(x[i], x[i + 1], k, v);
+    }
+  }
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kValues / 2; ++i) x[i] = 0;
+  }
+  __device__ __forceinline__ void load(const Problem& p, const float* state, bool v_first) {
+    if (state == nullptr) return;
+    for_pairs(p, [&](float& x0, float& x1, int k, int v) {
+      x0 = state[v_first ? v * p.K + k : k * p.V + v];
+      x1 = state[v_first ? (v + 1) * p.K + k : k * p.V + v + 1];
+    });
+  }
+  __device__ __forceinline__ void store(const Problem& p, float* state, bool v_first) {
+    for_pairs(p, [&](float x0, float x1, int k, int v) {
+      if (v_first) {
+        state[v * p.K + k] = x0;
+        state[(v + 1) * p.K + k] = x1;
+      } else {
+        *reinterpret_cast<float2*>(state + k * p.V + v) = make_float2(x0, x1);
+      }
+    });
+  }
+
+  // As bf16 rows [K][V] of one chunk by way of `tile`, which a warpgroup has for itself.
+  __device__ __forceinline__ void store_chunk(bf16* state, unsigned char* tile, const Problem& p,
+                                              int group) const {
+    const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
+    const auto group_barrier = [&] {
+      if (group == 0)
+        sync_threads<kStateBarrier>(kGroupThreads);
+      else
+        sync_threads<kStateBarrier + 1>(kGroupThreads);
+    };
+    group_barrier();  // the rows of the chunk before are read
+#pragma unroll
+    for (int j = 0; j < kValues / 8; j += 2) {
+      const int row = thread / 32 * 16 + lane % 16, part = j % 8 + lane / 16;
+      store_matrices(shared_address(tile) + j / 8 * kTileBytes + swizzled(row, part),
+                     pack(x[4 * j], x[4 * j + 1]), pack(x[4 * j + 2], x[4 * j + 3]),
+                     pack(x[4 * j + 4], x[4 * j + 5]), pack(x[4 * j + 6], x[4 * j + 7]));
+    }
+    group_barrier();  // the rows are written
+    constexpr int kParts = kValues / 8, kRowsEach = kGroupThreads / kParts;
+    const int part = thread % kParts, v = first_v + 8 * part;
+#pragma unroll
+    for (int i = 0; i < kTile / kRowsEach; ++i) {
+      const int row = thread / kParts + i * kRowsEach, k = first_k + row;
+      if (k < p.K && v < p.V)
+        *reinterpret_cast<uint4*>(state + k * p.V + v) =
+            *reinterpret_cast<const uint4*>(tile + part / 8 * kTileBytes + swizzled(row, part % 8));
+    }
+  }
+};
+
+template <int K, Sweep kSweep, Store kStore>
+__device__ __forceinline__ void consume(Shared<K>& s, const Problem& p, int group, int block_v) {
+  using F = Fields<kSweep>;
+  const Segment& segment = s.segment;
+  const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
+  const int64_t boundary = (segment.n * p.H + segment.head) * matrix;
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  unsigned char* tile = s.state + group * (K / 64) * kTileBytes;
+  State<K> state(group, block_v);
+  state.clear();
+  if constexpr (kStore == Store::kChunks) {
+    if (!F::begins(segment))
+      state.load(p, F::segment_states(p) + segment.slot * matrix, false);
+    else if (F::initial(p) != nullptr)
+      state.load(p, F::initial(p) + boundary, p.state_v_first);
+  }
+  for (int i = 0; i < segment.chunks; ++i) {
+    const int stage = i % kStages;
+    const int64_t chunk_head = segment.chunk_head(p, F::chunk(segment, i));
+    if constexpr (kStore == Store::kChunks)
+      state.store_chunk(F::chunk_states(p) + chunk_head * matrix, tile, p, group);
+    wait(&s.full[stage], static_cast<uint32_t>(i / kStages) & 1);
+    const int row = state.first_k + thread / 32 * 16 + thread % 32 / 4;
+    const float decays[2] = {s.decay[stage][row], s.decay[stage][row + 8]};
+#pragma unroll
+    for (int e = 0; e < state.kValues / 2; ++e) state.x[e] *= decays[e / 2 % 2];
+    const auto& tiles = s.stages[stage];
+    const uint32_t y = shared_address(tiles.y) + state.first_k / 64 * kTileBytes;
+    const uint32_t x = shared_address(tiles.x) + (state.first_v - block_v) / 64 * kTileBytes;
+    begin_products();
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      product<Contiguous::kOther, Contiguous::kOther>(state.x,
+                                                      descriptor(y + 2048 * step, kTileBytes),
+                                                      descriptor(x + 2048 * step, kTileBytes));
+    commit_products();
+    if (kSweep == Sweep::kStates && kStore == Store::kChunks && block_v == 0 && group == 0 &&
+        thread == 0)
+      *reinterpret_cast<uint64_t*>(p.tiers + chunk_head * kMaxTierBlocks) = s.exact[stage];
+    wait_for_products<0>();
+    arrive(&s.empty[stage]);
+  }
+  if constexpr (kStore == Store::kSegment)
+    state.store(p, F::segment_states(p) + segment.slot * matrix, false);
+  else if (F::ends(segment) && F::final(p) != nullptr)
+    state.store(p, F::final(p) + boundary, p.state_v_first);
+}
+
+template <int K, Sweep kSweep, Store kStore>
+__device__ __forceinline__ void sweep(Shared<K>& s, const Problem& p, int64_t index) {
+  const int v_blocks = blocks_of(p.V, kFusedValues);
+  const int first_v = static_cast<int>(index % v_blocks) * kFusedValues;
+  if (threadIdx.x == 0) {
+    s.segment = find_segment(p, index / v_blocks);
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(&s.full[stage], kProducerThreads);
+      init_barrier(&s.empty[stage], kConsumerThreads);
+    }
+  }
+  fill_triangle<kBlockThreads>(s.triangle);
+  fence_for_products();
+  __syncthreads();  // the barriers, the segment and the triangle are there
+  if (s.segment.tail) return;
+  // The own part of the last segment of a sweep concerns nobody.
+  if (kStore == Store::kSegment && Fields<kSweep>::ends(s.segment)) return;
+  // One value a warp, so that the compiler knows the roles' branches not to diverge.
+  const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
+  if (group < kProducers) {
+    give_registers<88>();
+    produce<K, kSweep, kStore>(s, p, group, first_v);
+  } else {
+    take_registers<168>();
+    consume<K, kSweep, kStore>(s, p, group - kProducers, first_v);
+  }
+}
+
+// Blocks of one sweep.
+__host__ __device__ int64_t sweep_blocks(const Problem& p) {
+  return segment_heads(p.grid, p.H) * blocks_of(p.V, kFusedValues);
+}
+
+template <int K, Store kStore>
+__global__ void __launch_bounds__(kBlockThreads, 1) states_kernel(Problem p, int64_t states) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  Shared<K>& s = *reinterpret_cast<Shared<K>*>(s_bytes);
+  if (blockIdx.x < states)
+    sweep<K, Sweep::kStates, kStore>(s, p, blockIdx.x);
+  else
+    sweep<K, Sweep::kStateGrads, kStore>(s, p, blockIdx.x - states);
+#endif
+}
+
+template <int K, Store kStore>
+void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
+  static const DynamicShared shared(states_kernel<K, kStore>, sizeof(Shared<K>));
+  const int64_t blocks = sweep_blocks(p) * (states + state_grads);
+  if (blocks == 0) return;
+  shared.allow();
+  states_kernel<K, kStore>
+      <<<dim3(static_cast<unsigned>(blocks)), kBlockThreads, sizeof(Shared<K>), stream>>>(
+          p, states ? sweep_blocks(p) : 0);
+}
+
+template <Store kStore>
+void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
+  if (p.K <= 64)
+    launch_states<64, kStore>(p, states, state_grads, stream);
+  else
+    launch_states<128, kStore>(p, states, state_grads, stream);
+}
+
+}  // namespace
+
+void chunk_states(const Problem& p, cudaStream_t stream) {
+  launch_states<Store::kChunks>(p, p.S != nullptr, p.dS != nullptr, stream);
+}
+
+void segment_parts(const Problem& p, cudaStream_t stream) {
+  launch_states<Store::kSegment>(p, p.segment_states != nullptr, p.segment_state_grads != nullptr,
+                                 stream);
+}
+
+}  // namespace gla_ext::cuda::sm90
