@@ -80,8 +80,22 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
   p.dq_intra = p.dq;
   p.dk_intra = p.dk;
   p.dg_intra = p.dg;
-  call.allocate(call.plan(/*backward=*/true, saved, batch_invariant));  // replaces those not fp32
+  const Plan plan = call.plan(/*backward=*/true, saved, batch_invariant);
+  call.allocate(plan);  // replaces those not fp32
 
+  if (plan.path == Path::kFused) {
+    if (plan.segments > 0) {
+      call.launch(sm90::segment_parts);
+      call.launch(sm90::segment_scan);
+    }
+    call.launch(sm90::chunk_states);
+    call.launch(scores_off_diagonal_exact);
+    call.launch(scores_diagonal);
+    call.launch(score_grads_exact);
+    call.launch(intra_grads_exact);
+    call.launch(sm90::gradients);
+    return {dq, dk, dv, dg, call.not_asked_for(g.scalar_type()), dh0};
+  }
   call.launch(gate_cumsum);
   call.launch(scores_off_diagonal);
   call.launch(scores_diagonal);

@@ -21,14 +21,23 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   constexpr int64_t kMinChunks = 4;  // a segment's start costs as much as about two chunks
   if (in.batch_invariant || grid.N * in.H == 0) return;
-  const int64_t sweeps = in.H * ceil_div(in.V, kFusedValues);  // of one sequence
-  const int64_t total = grid.B * ceil_div(in.T, kChunk) * sweeps;
-  const int64_t share = std::max(kMinChunks, ceil_div(total, in.processors));
-  const bool too_few = 2 * grid.N * sweeps <= in.processors;
+  // Of one sequence; backward has two at a time.
+  const int64_t sweeps = in.H * ceil_div(in.V, kFusedValues) * (in.backward ? 2 : 1);
   const int64_t longest = ceil_div(in.T, kChunk);
+  const int64_t share = std::max(kMinChunks, ceil_div(grid.B * longest * sweeps, in.processors));
+  const bool too_few = 2 * grid.N * sweeps <= in.processors;
   if (longest <= share || !(too_few || in.packed)) return;
   plan.segment_chunks = share;
   plan.segments = in.packed ? grid.slots / share + in.N + 1 : ceil_div(longest, share);
+}
+
+// What step 6 hands to step 7, but where gradients that are fp32 themselves take it.
+void add_intra(Workspace& w, const PlanInputs& in, int64_t keys) {
+  if (in.dtype != DType::kFloat) {
+    w.dq_intra = add(w, keys);
+    w.dk_intra = add(w, keys);
+  }
+  if (in.gate_dtype != DType::kFloat) w.dg_intra = add(w, keys);
 }
 
 void plan_steps(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
@@ -47,27 +56,38 @@ void plan_steps(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
 
   w.dA = w.A;  // score_grads runs after value_grads, the last to read A
   w.dS = add(w, plan.state_bytes);
-  // Gradients that are fp32 themselves take what step 6 hands to step 7.
-  if (in.dtype != DType::kFloat) {
-    w.dq_intra = add(w, keys);
-    w.dk_intra = add(w, keys);
-  }
-  if (in.gate_dtype != DType::kFloat) w.dg_intra = add(w, keys);
+  add_intra(w, in, keys);
   plan.state_bytes *= 2;
   // bf16's two sweeps are one launch.
   plan.launches = map_launches + 10 + (in.dtype != DType::kBFloat16 && !in.save_states);
 }
 
 void plan_fused(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  constexpr auto kFloatBytes = static_cast<int64_t>(sizeof(float));
   choose_segments(plan, in, grid);
   Workspace& w = plan.workspace;
   const int64_t segment_heads = grid.B * plan.segments * in.H;
   if (segment_heads > 0) {
-    w.segment_decays = add(w, segment_heads * in.K * static_cast<int64_t>(sizeof(float)));
-    w.segment_states = add(w, segment_heads * in.K * in.V * static_cast<int64_t>(sizeof(float)));
+    w.segment_decays = add(w, segment_heads * in.K * kFloatBytes);
+    w.segment_states = add(w, segment_heads * in.K * in.V * kFloatBytes);
   }
-  plan.launches = (in.packed ? 2 : 0) + (segment_heads > 0 ? 2 : 0) + 2;
-  plan.state_bytes = 0;
+  plan.launches = (in.packed ? 2 : 0) + (segment_heads > 0 ? 2 : 0);
+  if (!in.backward) {
+    plan.launches += 2;
+    plan.state_bytes = 0;
+    return;
+  }
+  if (segment_heads > 0) w.segment_state_grads = add(w, segment_heads * in.K * in.V * kFloatBytes);
+  const int64_t token_heads = grid.B * in.T * in.H;
+  const int64_t scores = token_heads * kChunk * bytes_of(intermediate_dtype(in.dtype));
+  w.S = add(w, plan.state_bytes);
+  w.dS = add(w, plan.state_bytes);
+  // Chunks outside tier 1 alone use these.
+  w.A = add(w, scores);
+  w.dA = add(w, scores);
+  add_intra(w, in, token_heads * in.K * kFloatBytes);
+  plan.state_bytes *= 2;
+  plan.launches += 6;
 }
 
 }  // namespace
@@ -111,7 +131,7 @@ Plan make_plan(const PlanInputs& in) {
   plan.state_bytes =
       grid.B * grid.chunks * in.H * in.K * in.V * bytes_of(intermediate_dtype(in.dtype));
   if (in.choice != PathChoice::kSteps && why_not_fused(in) == nullptr) plan.path = Path::kFused;
-  if (plan.path == Path::kFused && !in.backward)
+  if (plan.path == Path::kFused)
     plan_fused(plan, in, grid);
   else
     plan_steps(plan, in, grid);
