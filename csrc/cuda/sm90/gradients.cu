@@ -25,7 +25,17 @@ namespace {
 
 constexpr int kGroupThreads = 128;
 constexpr int kTileBytes = kTile * kTile * 2;  // [64][64] bf16
-constexpr int kParts = kSubChunks;             // of a chunk's tokens, where a thread has a part
+template <int kGroups>
+constexpr int kBlocks = kGroups == 1   ? 3
+                        : kGroups == 2 ? 2
+                                       : 1;  // of a multiprocessor
+constexpr int kParts = kSubChunks;           // of a chunk's tokens, where a thread has a part
+
+// A chunk's first values and its states.
+struct Bases {
+  const bf16 *d_o, *v, *S, *dS;
+  bf16* dv;
+};
 
 // kGroups warpgroups, each with 64 of the key channels, and with 64 / kGroups columns of A, dA
 // and of a tile of dv.
@@ -39,8 +49,8 @@ struct Shared {
   };
   struct Sums {
     float gates[kParts][kChannels], dg[kParts][kChannels];  // of a part of the tokens
-    float inter[4][kChannels];  // of k^ 2^(b_C - to) v dS'^T, of a warp's tokens
-    float states[kChannels];    // rowsum(S dS')
+    float inter[kParts][kChannels];  // of k^ 2^(b_C - to) v dS'^T, of a warp's tokens
+    float states[kChannels];         // rowsum(S dS')
   };
   unsigned char q[kGroups][kTileBytes], k[kGroups][kTileBytes];  // q^ and k^, [token][K]
   union {
@@ -53,7 +63,8 @@ struct Shared {
   };
   unsigned char dv[kTileBytes];  // [token][64 values]
   float b_last[kChannels];
-  Chunk chunk;  // here, as accumulators take the registers
+  Chunk chunk;  // here and no longer in registers, which accumulators take
+  Bases bases;
 };
 
 // threadIdx.x, read anew: what follows from it takes no registers while products run.
@@ -117,55 +128,60 @@ struct Mover {
 
   // From `p`, this thread's first 16 bytes, zero from row `rows` on or where nothing is `inside`.
   template <int kRows>
-  __device__ __forceinline__ void copy(unsigned char* tile, const bf16* p, int64_t stride, int rows,
+  __device__ __forceinline__ void copy(unsigned char* tile, const bf16* p, int32_t stride, int rows,
                                        bool inside) const {
 #pragma unroll
-    for (int i = 0; i < kRows / kStep; ++i, p += kStep * stride) {
+    for (int i = 0; i < kRows / kStep; ++i) {
       const bool there = inside && row + i * kStep < rows;
-      copy16(shared_address(tile) + offset + i * kStep * 128, p, there);
+      copy16(shared_address(tile) + offset + i * kStep * 128, p + i * kStep * stride, there);
     }
   }
-  __device__ __forceinline__ void store(bf16* p, const unsigned char* tile, int64_t stride,
+  __device__ __forceinline__ void store(bf16* p, const unsigned char* tile, int32_t stride,
                                         int rows, bool inside) const {
 #pragma unroll
-    for (int i = 0; i < kTile / kStep; ++i, p += kStep * stride)
+    for (int i = 0; i < kTile / kStep; ++i)
       if (inside && row + i * kStep < rows)
-        *reinterpret_cast<uint4*>(p) =
+        *reinterpret_cast<uint4*>(p + i * kStep * stride) =
             *reinterpret_cast<const uint4*>(tile + offset + i * kStep * 128);
   }
 };
 
+// Zeros in a chunk's rows of an output, in little code: it is in the way of all other chunks.
+template <class T, int kGroups>
+__device__ __forceinline__ void clear_rows(const Rows& r, const Chunk& chunk, int columns) {
+  const Mover<kGroups> mover;
+#pragma unroll 1
+  for (int row = mover.row; row < chunk.length; row += Mover<kGroups>::kStep)
+#pragma unroll 1
+    for (int column = mover.column; column < columns; column += kTile)
+      store8(rows_at<T>(r, chunk) + token_offset(r, row) + column, Eight<T>{});
+}
+
 // The next 64 values and the states' columns of them, from `first` on.
 template <int kGroups>
 __device__ __forceinline__ void copy_values(Shared<kGroups>& s, const Problem& p,
-                                            const Chunk& chunk, int first) {
+                                            const Bases& bases, int length, int first) {
   const Mover<kGroups> mover;
   const int column = first + mover.column;
   const bool inside = column < p.V;
-  const auto copy_rows = [&](unsigned char* tile, const Rows& r) {
-    const bf16* from = rows_at<const bf16>(r, chunk) + token_offset(r, mover.row) + column;
-    mover.template copy<kTile>(tile, from, r.stride_t, chunk.length, inside);
-  };
-  const auto copy_state = [&](unsigned char* tiles, const void* states) {
-    const bf16* from =
-        static_cast<const bf16*>(states) + chunk.state * p.K * p.V + mover.row * p.V + column;
-    mover.template copy<kGroups * kTile>(tiles, from, p.V, p.K, inside);
-  };
-  copy_rows(s.operands.d_o, p.d_o);
-  copy_state(s.operands.S[0], p.S);
-  copy_rows(s.operands.v, p.v);
-  copy_state(s.operands.dS[0], p.dS);
+  const int32_t state = mover.row * p.V + column;
+  mover.template copy<kTile>(s.operands.d_o, bases.d_o + token_offset(p.d_o, mover.row) + column,
+                             token_offset(p.d_o, 1), length, inside);
+  mover.template copy<kGroups * kTile>(s.operands.S[0], bases.S + state, p.V, p.K, inside);
+  mover.template copy<kTile>(s.operands.v, bases.v + token_offset(p.v, mover.row) + column,
+                             token_offset(p.v, 1), length, inside);
+  mover.template copy<kGroups * kTile>(s.operands.dS[0], bases.dS + state, p.V, p.K, inside);
   commit_copies();
 }
 
 // dv of 64 values to memory.
 template <int kGroups>
 __device__ __forceinline__ void write_values(const Shared<kGroups>& s, const Problem& p,
-                                             const Chunk& chunk, int first) {
+                                             int first) {
   const Mover<kGroups> mover;
   const int column = first + mover.column;
-  mover.store(rows_at<bf16>(p.dv, chunk) + token_offset(p.dv, mover.row) + column, s.dv,
-              p.dv.stride_t, chunk.length, column < p.V);
+  mover.store(s.bases.dv + token_offset(p.dv, mover.row) + column, s.dv, token_offset(p.dv, 1),
+              s.chunk.length, column < p.V);
 }
 
 // Gates
@@ -210,6 +226,12 @@ __device__ __forceinline__ float2 to_log2(float2 g) {
 __device__ __forceinline__ float2 operator+(float2 a, float2 b) {
   return make_float2(a.x + b.x, a.y + b.y);
 }
+__device__ __forceinline__ float2 operator-(float2 a, float2 b) {
+  return make_float2(a.x - b.x, a.y - b.y);
+}
+__device__ __forceinline__ float2 operator*(float2 a, float2 b) {
+  return make_float2(a.x * b.x, a.y * b.y);
+}
 __device__ __forceinline__ float2& pair_at(float* row, int channel) {
   return *reinterpret_cast<float2*>(row + channel);
 }
@@ -246,8 +268,15 @@ __device__ __forceinline__ void gate_operands(Shared<kGroups>& s, const Problem&
   const PairColumn<Gate> gates(p.g, p, chunk, pair.first, pair.channel);
   const PairColumn<bf16> q(p.q, p, chunk, pair.first, pair.channel);
   const PairColumn<bf16> k(p.k, p, chunk, pair.first, pair.channel);
-  copy_values(s, p, chunk, 0);
-  if (threadIdx.x == 0) s.chunk = chunk;
+  const int64_t state = chunk.state * p.K * p.V;
+  const Bases bases{rows_at<const bf16>(p.d_o, chunk), rows_at<const bf16>(p.v, chunk),
+                    static_cast<const bf16*>(p.S) + state, static_cast<const bf16*>(p.dS) + state,
+                    rows_at<bf16>(p.dv, chunk)};
+  copy_values(s, p, bases, chunk.length, 0);
+  if (threadIdx.x == 0) {
+    s.chunk = chunk;
+    s.bases = bases;
+  }
   sum_gates(s, gates, pair);
   __syncthreads();  // s.sums.gates is written
   auto [b, last] = cumsum(s, pair);
@@ -270,12 +299,13 @@ __device__ __forceinline__ void gate_operands(Shared<kGroups>& s, const Problem&
 
 // d += A B over 16 kSteps summed elements; an operand's step is bytes from 16 of them to the next.
 template <Contiguous kA, Contiguous kB, int kN>
-__device__ __forceinline__ void multiply(float (&d)[kN], uint32_t a, uint32_t b) {
+__device__ __forceinline__ void multiply(float (&d)[kN], uint32_t a_address, uint32_t b_address) {
+  const uint64_t a = descriptor(a_address, 0), b = descriptor(b_address, 0);
   constexpr int kStepA = kA == Contiguous::kSummed ? 32 : 16 * 128;
   constexpr int kStepB = kB == Contiguous::kSummed ? 32 : 16 * 128;
 #pragma unroll
   for (int i = 0; i < kTile / 16; ++i)
-    product<kA, kB>(d, descriptor(a + i * kStepA, 0), descriptor(b + i * kStepB, 0));
+    product<kA, kB>(d, a + i * (kStepA >> 4), b + i * (kStepB >> 4));
 }
 
 template <int kN>
@@ -318,7 +348,7 @@ __device__ __forceinline__ void scores(Shared<kGroups>& s, const Problem& p, con
     const Mover<kGroups> mover;
     mover.template copy<kTile>(
         s.A, rows_at<const bf16>(p.A, chunk) + token_offset(p.A, mover.row) + mover.column,
-        p.A.stride_t, chunk.length, true);
+        token_offset(p.A, 1), chunk.length, true);
     commit_copies();
     return;
   }
@@ -345,7 +375,7 @@ struct Accumulators {
 template <int kGroups>
 __device__ __forceinline__ void add_states(float& sum, Shared<kGroups>& s) {
   const int thread = thread_index(), row = thread / 2, half = thread % 2;
-#pragma unroll
+#pragma unroll 2
   for (int i = 0; i < 4; ++i) {
     const int at = swizzled(row, 4 * half + i);
     const auto S = load8_aligned(reinterpret_cast<const bf16*>(s.operands.S[0] + at));
@@ -387,8 +417,8 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shar
     wait_for_products<0>();
     store_columns(s.dv, dv);
     __syncthreads();  // dv is written, the operands are read
-    if (first + kTile < p.V) copy_values(s, p, s.chunk, first + kTile);
-    write_values(s, p, s.chunk, first);
+    if (first + kTile < p.V) copy_values(s, p, s.bases, s.chunk.length, first + kTile);
+    write_values(s, p, first);
   }
   states += __shfl_xor_sync(0xffffffffu, states, 1);
   const int thread = thread_index();
@@ -482,51 +512,65 @@ struct PairRow {
       : at(rows_at<T>(r, chunk) + token_offset(r, pair.first + token) + pair.channel),
         stride(r.stride_t) {}
   __device__ __forceinline__ void move(int tokens) { at += tokens * stride; }
-  __device__ __forceinline__ float2 read() const { return *reinterpret_cast<const float2*>(at); }
   __device__ __forceinline__ void write(float2 x) const { store2<Access::kFast>(at, x.x, x.y, 2); }
 };
 
+template <class T>
+__device__ __forceinline__ float2 read_pair(const Rows& r, const Chunk& chunk, int token,
+                                            int channel) {
+  return load2<Access::kFast>(rows_at<const T>(r, chunk) + token_offset(r, token) + channel, 2);
+}
+
 // dq and dk from x and y, a thread a pair of channels and a part of the tokens. What dg sums of
-// them takes x's place.
-template <class Gate, int kGroups>
+// them takes x's place: of the rounded operands where those made pairs that must cancel, else not.
+template <bool kExact, class Gate, int kGroups>
 __device__ __forceinline__ void write_inputs(Shared<kGroups>& s, const PairColumn<Gate>& gates,
-                                             const Problem& p, const Chunk& chunk, bool exact) {
+                                             const Problem& p, const Chunk& chunk) {
   const Pair<kGroups> pair;
   auto [b, last] = cumsum(s, pair);
-  const References rx(last.x, exact), ry(last.y, exact);
+  const References rx(last.x, kExact), ry(last.y, kExact);
   const int tile = pair.channel / kTile, column = pair.channel % kTile;
   PairRow<bf16> dq_row(p.dq, chunk, pair), dk_row(p.dk, chunk, pair);
-  PairRow<float> dq_intra(p.dq_intra, chunk, pair), dk_intra(p.dk_intra, chunk, pair);
-  float2 sum = make_float2(0.f, 0.f);
+  float2 sum = make_float2(0.f, 0.f), inter = sum;
 #pragma unroll
-  for (int i = 0; i < kSubChunk; ++i) {
+  for (int i = 0; i < kSubChunk; ++i, dq_row.move(1), dk_row.move(1)) {
     const int token = pair.first + i, at = pair.offset(token);
+    const bool there = pair.channel < p.K && token < chunk.length;
     b = b + to_log2(gates[i]);
     float2& s_x = pair_at(s.gradients[0][tile], swizzled_float(token, column));
     const float2 x = s_x, y = pair_at(s.gradients[1][tile], swizzled_float(token, column));
-    const float2 q = unpack(word(s.q[0], at)), k = unpack(word(s.k[0], at));
-    s_x = make_float2(q.x * x.x - k.x * y.x, q.y * x.y - k.y * y.y);
-    sum = sum + s_x;
-    if (pair.channel < p.K && token < chunk.length) {
-      float2 dq = make_float2(p.scale * exp2_ftz(b.x - rx.from) * x.x,
-                              p.scale * exp2_ftz(b.y - ry.from) * x.y);
-      float2 dk = make_float2(exp2_ftz(rx.to - b.x) * y.x, exp2_ftz(ry.to - b.y) * y.y);
-      if (exact) {
-        dq = dq + dq_intra.read();
-        dk = dk + dk_intra.read();
-      }
-      dq_row.write(dq);
-      dk_row.write(dk);
+    float2 dq = make_float2(p.scale * exp2_ftz(b.x - rx.from), p.scale * exp2_ftz(b.y - ry.from));
+    float2 dk = make_float2(exp2_ftz(rx.to - b.x), exp2_ftz(ry.to - b.y));
+    dq = dq * x;
+    dk = dk * y;
+    float2 to_q, to_k;  // what dg sums
+    if constexpr (kExact) {
+      const float2 none = make_float2(0.f, 0.f);
+      to_q = there ? read_pair<bf16>(p.q, chunk, token, pair.channel) * dq : none;
+      to_k = there ? read_pair<bf16>(p.k, chunk, token, pair.channel) * dk : none;
+      inter = inter + to_k;
+    } else {
+      to_q = unpack(word(s.q[0], at)) * x;
+      to_k = unpack(word(s.k[0], at)) * y;
     }
-    dq_row.move(1), dk_row.move(1), dq_intra.move(1), dk_intra.move(1);
+    s_x = to_q - to_k;
+    sum = sum + s_x;
+    if (!there) continue;
+    if constexpr (kExact) {
+      dq = dq + read_pair<float>(p.dq_intra, chunk, token, pair.channel);
+      dk = dk + read_pair<float>(p.dk_intra, chunk, token, pair.channel);
+    }
+    dq_row.write(dq);
+    dk_row.write(dk);
   }
   pair_at(s.sums.dg[pair.part], pair.channel) = sum;
+  if (kExact) pair_at(s.sums.inter[pair.part], pair.channel) = inter;
 }
 
 // dg, by the same threads from the last token to the first.
-template <class Gate, int kGroups>
+template <bool kExact, class Gate, int kGroups>
 __device__ __forceinline__ void write_gates(Shared<kGroups>& s, const PairColumn<Gate>& gates,
-                                            const Problem& p, const Chunk& chunk, bool exact) {
+                                            const Problem& p, const Chunk& chunk) {
   constexpr int kLast = static_cast<int>(kSubChunk) - 1;
   const Pair<kGroups> pair;
   if (pair.channel >= p.K) return;
@@ -534,39 +578,46 @@ __device__ __forceinline__ void write_gates(Shared<kGroups>& s, const PairColumn
   const float2 last = cumsum(s, pair).last, states = pair_at(s.sums.states, pair.channel);
   float2 sum = make_float2(exp2_ftz(last.x) * states.x, exp2_ftz(last.y) * states.y);
 #pragma unroll
-  for (int warp = 0; warp < 4; ++warp) sum = sum + pair_at(s.sums.inter[warp], pair.channel);
+  for (int part = 0; part < kParts; ++part) sum = sum + pair_at(s.sums.inter[part], pair.channel);
   for (int part = kParts - 1; part > pair.part; --part)
     sum = sum + pair_at(s.sums.dg[part], pair.channel);
   PairRow<Gate> dg_row(p.dg, chunk, pair, kLast);
-  PairRow<float> dg_intra(p.dg_intra, chunk, pair, kLast);
 #pragma unroll
   for (int i = kLast; i >= 0; --i) {
     const int token = pair.first + i;
     sum = sum + pair_at(s.gradients[0][tile], swizzled_float(token, column));
     if (token < chunk.length) {
-      const float2 dg = exact ? sum + dg_intra.read() : sum, x = to_log2(gates[i]);
+      const float2 x = to_log2(gates[i]);
+      float2 dg = sum;
+      if (kExact) dg = dg + read_pair<float>(p.dg_intra, chunk, token, pair.channel);
       dg_row.write(make_float2(x.x <= kReset ? 0.f : dg.x, x.y <= kReset ? 0.f : dg.y));
     }
-    dg_row.move(-1), dg_intra.move(-1);
+    dg_row.move(-1);
   }
 }
 
+template <bool kExact, class Gate, int kGroups>
+__device__ __forceinline__ void write_gradients(Shared<kGroups>& s, const PairColumn<Gate>& gates,
+                                                const Problem& p) {
+  const Chunk chunk = s.chunk;
+  write_inputs<kExact>(s, gates, p, chunk);
+  __syncthreads();  // the sums that dg is made of are written
+  write_gates<kExact>(s, gates, p, chunk);
+}
+
 template <class Gate, int kGroups>
-__global__ void __launch_bounds__(kGroups* kGroupThreads, kGroups == 1   ? 3
-                                                          : kGroups == 2 ? 2
-                                                                         : 1)
+__global__ void __launch_bounds__(kGroups* kGroupThreads, kBlocks<kGroups>)
     gradients_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   Shared<kGroups>& s = *reinterpret_cast<Shared<kGroups>*>(s_bytes);
-  constexpr int kThreads = kGroups * kGroupThreads;
   const Chunk chunk = find_chunk(p, blockIdx.x);
   if (chunk.length == 0) return;
   if (chunk.tail) {
-    write_zeros<kThreads>(p.dq, chunk, 0, p.K);
-    write_zeros<kThreads>(p.dk, chunk, 0, p.K);
-    write_zeros<kThreads>(p.dg, chunk, 0, p.K);
-    write_zeros<kThreads>(p.dv, chunk, 0, p.V);
+    clear_rows<bf16, kGroups>(p.dq, chunk, p.K);
+    clear_rows<bf16, kGroups>(p.dk, chunk, p.K);
+    clear_rows<Gate, kGroups>(p.dg, chunk, p.K);
+    clear_rows<bf16, kGroups>(p.dv, chunk, p.V);
     return;
   }
   const bool exact = __any_sync(0xffffffffu, !in_tier1(p, chunk));
@@ -593,9 +644,10 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, kGroups == 1   ? 3
   __syncthreads();  // dA is read: x and y take its place
   store_accumulators(s, acc);
   __syncthreads();  // x, y and all sums but dg's are written
-  write_inputs<Gate>(s, gates, p, s.chunk, exact);
-  __syncthreads();  // s.sums.dg is written
-  write_gates<Gate>(s, gates, p, s.chunk, exact);
+  if (exact)
+    write_gradients<true>(s, gates, p);
+  else
+    write_gradients<false>(s, gates, p);
 #endif
 }
 
