@@ -37,28 +37,30 @@ __device__ __forceinline__ bool in_tier1(const Problem& p, const Chunk& chunk) {
   return !out;
 }
 
-// Chunks outside tier 1 are few, or nearly all: a block looks at a strip of them and works on
-// those, f(chunk, part of `parts`). The host and the device agree on the strip.
-__host__ __device__ inline int64_t exact_strip(int64_t chunk_heads) {
-  constexpr int64_t kEnough = 1024;  // blocks to fill a GPU
-  const int64_t strip = chunk_heads / kEnough;
-  return strip < 1 ? 1 : strip > 32 ? 32 : strip;
+// Chunks outside tier 1 are few, or nearly all: as many blocks as fill a GPU look at every
+// exact_blocks-th chunk and work on those outside, f(chunk, part of `parts`). The host and the device
+// agree on the number.
+__host__ __device__ inline int64_t exact_blocks(int64_t chunk_heads) {
+  constexpr int64_t kEnough = 264;
+  return chunk_heads < kEnough ? chunk_heads : kEnough;
 }
 
 template <class F>
 __device__ __forceinline__ void for_exact_chunks(const Problem& p, int parts, F&& f) {
-  const int64_t chunks = p.grid.B * p.grid.slots * p.H, strip = exact_strip(chunks);
-  const int64_t first = blockIdx.x / parts * strip, mine = first + threadIdx.x % 32;
-  bool exact = false;
-  if (threadIdx.x % 32 < strip && mine < chunks) {
-    const Chunk chunk = find_chunk(p, mine);
-    exact = chunk.length > 0 && !chunk.tail && !in_tier1(p, chunk);
-  }
-  // Every warp sees the same flags.
-  for (uint32_t left = __ballot_sync(0xffffffffu, exact); left != 0; left &= left - 1) {
-    f(find_chunk(p, first + __ffs(static_cast<int>(left)) - 1),
-      static_cast<int>(blockIdx.x % parts));
-    __syncthreads();  // shared memory is read before the next chunk comes
+  const int64_t chunks = p.grid.B * p.grid.slots * p.H, step = exact_blocks(chunks);
+  for (int64_t first = blockIdx.x / parts; first < chunks; first += 32 * step) {
+    const int64_t mine = first + threadIdx.x % 32 * step;
+    bool exact = false;
+    if (mine < chunks) {
+      const Chunk chunk = find_chunk(p, mine);
+      exact = chunk.length > 0 && !chunk.tail && !in_tier1(p, chunk);
+    }
+    // Every warp sees the same flags.
+    for (uint32_t left = __ballot_sync(0xffffffffu, exact); left != 0; left &= left - 1) {
+      f(find_chunk(p, first + (__ffs(static_cast<int>(left)) - 1) * step),
+        static_cast<int>(blockIdx.x % parts));
+      __syncthreads();  // shared memory is read before the next chunk comes
+    }
   }
 }
 

@@ -60,8 +60,8 @@ inline int64_t chunk_heads(const Problem& p) {
 }
 
 // Blocks of a kernel that works on chunks outside tier 1, in `parts` each.
-inline int64_t exact_strips(const Problem& p, int64_t parts) {
-  return blocks_of(chunk_heads(p), exact_strip(chunk_heads(p))) * parts;
+inline int64_t exact_grid(const Problem& p, int64_t parts) {
+  return exact_blocks(chunk_heads(p)) * parts;
 }
 
 template <class Kernel>

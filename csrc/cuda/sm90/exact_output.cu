@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 2) exact_output_kernel(Problem p) {
 }  // namespace
 
 void exact_output(const Problem& p, cudaStream_t stream) {
-  launch(exact_output_kernel, exact_strips(p, 1), kThreads, p, stream);
+  launch(exact_output_kernel, exact_grid(p, 1), kThreads, p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -10,8 +10,8 @@
 //         For segments' own parts nothing but those, segment_states or segment_state_grads, and
 //         segment_decays.
 //
-// The producers copy rows two chunks ahead and gate k or q in place; the consumers hold 64 key
-// channels, or where K is at most 64, 64 values each. Accumulation is fp32.
+// The producers take the chunks in turn, copy their rows and gate k or q in place; the consumers
+// hold 64 key channels, or where K is at most 64, 64 values each. Accumulation is fp32.
 #include "../device/gates.cuh"
 #include "../device/launch.cuh"
 #include "cumsum.cuh"
@@ -26,7 +26,7 @@ constexpr int kProducers = 2, kConsumers = 2;  // warpgroups
 constexpr int kProducerThreads = kProducers * kGroupThreads;
 constexpr int kConsumerThreads = kConsumers * kGroupThreads;
 constexpr int kBlockThreads = kProducerThreads + kConsumerThreads;
-constexpr int kProducerBarrier = 1, kGatingBarrier = 2, kStateBarrier = 4;  // two of the latter
+constexpr int kProducerBarrier = 1, kConsumerBarrier = 3, kTotalsBarrier = 5;  // two of the first
 
 // Which of the two sweeps, and whether it stores every chunk's state or its segment's own part.
 enum class Sweep { kStates, kStateGrads };
@@ -41,7 +41,8 @@ struct Shared {
   } stages[kStages];
   unsigned char state[K / 64 * 2 * kTileBytes];  // [K][V]
   unsigned char triangle[kTileBytes];            // of ones, [token][token]
-  float b_last[K];                               // log2 units
+  float b_last[kProducers][K];                   // log2 units
+  float totals[kProducers][K];                   // of b_last
   float decay[kStages][K];                       // 2^b_C
   uint64_t full[kStages], empty[kStages];
   int exact[kStages];
@@ -79,103 +80,96 @@ struct Fields {
   }
 };
 
-// Gates k or q of a chunk in place; a producer warpgroup has half of the key channels.
+// A barrier of one warpgroup, of two that have numbers from kFirst on.
+template <int kFirst>
+__device__ __forceinline__ void group_barrier(int group) {
+  if (group == 0)
+    sync_threads<kFirst>(kGroupThreads);
+  else
+    sync_threads<kFirst + 1>(kGroupThreads);
+}
+
+// Gates k or q of 64 channels of a chunk in place.
 template <int K, Sweep kSweep>
-struct Gating {
-  static constexpr int kColumns = K / kProducers;
-  int group, thread, first;
-  float total = 0;  // of the gates of channel `thread` in the segment, log2 units
-
-  __device__ __forceinline__ explicit Gating(int producer)
-      : group(producer),
-        thread(static_cast<int>(threadIdx.x) % kGroupThreads),
-        first(producer * kColumns) {}
-
-  __device__ __forceinline__ void group_barrier() const {
-    if (group == 0)
-      sync_threads<kGatingBarrier>(kGroupThreads);
-    else
-      sync_threads<kGatingBarrier + 1>(kGroupThreads);
+__device__ __forceinline__ void gate(Shared<K>& s, int group, int stage, int tile, float scale) {
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
+  const int row = thread / 32 * 16 + lane / 4, t = lane % 4;
+  float b[32];
+  sum_gates(b, s.triangle, s.stages[stage].g + tile * kTileBytes, 0);
+  float* b_lasts = s.b_last[group] + 64 * tile;
+  if (row + 8 == kTile - 1) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      *reinterpret_cast<float2*>(b_lasts + 8 * j + 2 * t) =
+          make_float2(kLog2E * b[4 * j + 2], kLog2E * b[4 * j + 3]);
   }
-
-  __device__ __forceinline__ void run(Shared<K>& s, int stage, float scale) {
-    auto& tiles = s.stages[stage];
-    const int tile = first / 64 * kTileBytes, column = first % 64;
-    clamp_gates<kColumns>(tiles.g + tile, column);
-    fence_for_products();
-    group_barrier();  // the gates are clamped, s.b_last of the chunk before is read
-    float b[kColumns / 2];
-    sum_gates(b, s.triangle, tiles.g + tile, column);
-    const int lane = thread % 32, row = thread / 32 * 16 + lane / 4, t = lane % 4;
-    if (row + 8 == kTile - 1) {
+  group_barrier<kProducerBarrier>(group);  // b_lasts is written
+  if (thread < 64) s.decay[stage][64 * tile + thread] = exp2_ftz(b_lasts[thread]);
+  unsigned char* y = s.stages[stage].y + tile * kTileBytes;
+  bool out = false;
 #pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j)
-        *reinterpret_cast<float2*>(&s.b_last[first + 8 * j + 2 * t]) =
-            make_float2(kLog2E * b[4 * j + 2], kLog2E * b[4 * j + 3]);
-    }
-    group_barrier();  // s.b_last is written
-    if (thread < kColumns) {
-      const float b_last = s.b_last[first + thread];
-      s.decay[stage][first + thread] = exp2_ftz(b_last);
-      total += b_last;
-    }
-    bool out = false;
+  for (int j = 0; j < 8; ++j) {
+    const auto b_last = *reinterpret_cast<const float2*>(b_lasts + 8 * j + 2 * t);
+    const float r0 = reference_of(b_last.x), r1 = reference_of(b_last.y);
+    out |= !(fabsf(b_last.x) <= kTierRange) || !(fabsf(b_last.y) <= kTierRange);
+    uint32_t* words[2];
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      const auto b_last = *reinterpret_cast<const float2*>(&s.b_last[first + 8 * j + 2 * t]);
-      const float r0 = reference_of(b_last.x), r1 = reference_of(b_last.y);
-      out |= !(fabsf(b_last.x) <= kTierRange) || !(fabsf(b_last.y) <= kTierRange);
-      const int at = tile + swizzled(row, column / 8 + j) + 4 * t;
+    for (int e = 0; e < 2; ++e)
+      words[e] = reinterpret_cast<uint32_t*>(y + swizzled(row, j) + 4 * t + e * 1024);
+    const float2 pairs[2] = {unpack(*words[0]), unpack(*words[1])};
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        auto* y = reinterpret_cast<uint32_t*>(tiles.y + at + e * 1024);
-        const float2 pair = unpack(*y);
-        const float b0 = b[4 * j + 2 * e] * kLog2E, b1 = b[4 * j + 2 * e + 1] * kLog2E;
-        if constexpr (kSweep == Sweep::kStates) {
-          out |= !(fabsf(b0 - r0) <= kTierRange / 2) || !(fabsf(b1 - r1) <= kTierRange / 2);
-          *y = pack(pair.x * exp2_ftz(b_last.x - b0), pair.y * exp2_ftz(b_last.y - b1));
-        } else {
-          *y = pack(pair.x * (scale * exp2_ftz(b0)), pair.y * (scale * exp2_ftz(b1)));
-        }
+    for (int e = 0; e < 2; ++e) {
+      const float b0 = b[4 * j + 2 * e] * kLog2E, b1 = b[4 * j + 2 * e + 1] * kLog2E;
+      if constexpr (kSweep == Sweep::kStates) {
+        out |= !(fabsf(b0 - r0) <= kTierRange / 2) || !(fabsf(b1 - r1) <= kTierRange / 2);
+        *words[e] =
+            pack(pairs[e].x * exp2_ftz(b_last.x - b0), pairs[e].y * exp2_ftz(b_last.y - b1));
+      } else {
+        *words[e] = pack(pairs[e].x * (scale * exp2_ftz(b0)), pairs[e].y * (scale * exp2_ftz(b1)));
       }
     }
-    if (out) s.exact[stage] = 1;
   }
-};
+  if (out) s.exact[stage] = 1;
+}
 
 template <int K, Sweep kSweep, Store kStore>
 __device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int group, int first_v) {
   using F = Fields<kSweep>;
   const Segment& segment = s.segment;
-  constexpr bool kBackwards = kSweep == Sweep::kStateGrads;
-  Gating<K, kSweep> gating(group);
-  RowCopier<K / 64, kProducerThreads> g(p.g, segment, 0, p.K, kBackwards);
-  RowCopier<K / 64, kProducerThreads> y(F::y(p), segment, 0, p.K, kBackwards);
-  RowCopier<2, kProducerThreads> x(F::x(p), segment, first_v, p.V, kBackwards);
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const auto copy = [&](int i) {
-    if (i < segment.chunks) {
-      const int stage = i % kStages, length = segment.length_of(F::chunk(segment, i));
-      if (i >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(i / kStages - 1) & 1);
-      g.copy(s.stages[stage].g, length);
-      y.copy(s.stages[stage].y, length);
-      x.copy(s.stages[stage].x, length);
-    }
+    if (i >= segment.chunks) return;
+    const int stage = i % kStages, chunk = F::chunk(segment, i);
+    if (i >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(i / kStages - 1) & 1);
+    auto& tiles = s.stages[stage];
+    copy_rows<K / 64, kGroupThreads>(tiles.g, p.g, segment, chunk, thread, 0, p.K);
+    copy_rows<K / 64, kGroupThreads>(tiles.y, F::y(p), segment, chunk, thread, 0, p.K);
+    copy_rows<2, kGroupThreads>(tiles.x, F::x(p), segment, chunk, thread, first_v, p.V);
     commit_copies();
   };
-  for (int i = 0; i < kStages - 1; ++i) copy(i);
-  for (int i = 0; i < segment.chunks; ++i) {
+  float total = 0;  // of the gates of channel `thread` in this producer's chunks, log2 units
+  copy(group);
+  for (int i = group; i < segment.chunks; i += kProducers) {
     const int stage = i % kStages;
-    wait_for_copies<kStages - 2>();
-    if (threadIdx.x == 0) s.exact[stage] = 0;
-    sync_threads<kProducerBarrier>(kProducerThreads);  // the rows are there, s.exact is cleared
-    gating.run(s, stage, p.scale);
+    wait_for_copies<0>();
+    if (thread == 0) s.exact[stage] = 0;
+    group_barrier<kProducerBarrier>(group);  // the rows are there, s.exact is cleared
+    clamp_gates<K, kGroupThreads>(s.stages[stage].g, thread);
+    fence_for_products();
+    group_barrier<kProducerBarrier>(group);  // the gates are clamped
+#pragma unroll
+    for (int tile = 0; tile < K / 64; ++tile) gate<K, kSweep>(s, group, stage, tile, p.scale);
     fence_for_products();
     arrive(&s.full[stage]);
-    copy(i + kStages - 1);  // waits for the consumers, which are a chunk behind
+    if (kStore == Store::kSegment && thread < K) total += s.b_last[group][thread];
+    copy(i + kProducers);  // waits for the consumers, which are some chunks behind
   }
-  const int channel = gating.first + gating.thread;
-  if (kStore == Store::kSegment && first_v == 0 && gating.thread < gating.kColumns && channel < p.K)
-    p.segment_decays[segment.slot * p.K + channel] = gating.total;
+  if constexpr (kStore == Store::kSegment) {
+    if (thread < K) s.totals[group][thread] = total;
+    sync_threads<kTotalsBarrier>(kProducers * kGroupThreads);  // s.totals is written
+    if (first_v == 0 && group == 0 && thread < p.K)
+      p.segment_decays[segment.slot * p.K + thread] = s.totals[0][thread] + s.totals[1][thread];
+  }
 }
 
 // A consumer's part of the state: 64 key channels by 128 values, or 64.
@@ -225,13 +219,7 @@ struct State {
   __device__ __forceinline__ void store_chunk(bf16* state, unsigned char* tile, const Problem& p,
                                               int group) const {
     const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
-    const auto group_barrier = [&] {
-      if (group == 0)
-        sync_threads<kStateBarrier>(kGroupThreads);
-      else
-        sync_threads<kStateBarrier + 1>(kGroupThreads);
-    };
-    group_barrier();  // the rows of the chunk before are read
+    group_barrier<kConsumerBarrier>(group);  // the rows of the chunk before are read
 #pragma unroll
     for (int j = 0; j < kValues / 8; j += 2) {
       const int row = thread / 32 * 16 + lane % 16, part = j % 8 + lane / 16;
@@ -239,7 +227,7 @@ struct State {
                      pack(x[4 * j], x[4 * j + 1]), pack(x[4 * j + 2], x[4 * j + 3]),
                      pack(x[4 * j + 4], x[4 * j + 5]), pack(x[4 * j + 6], x[4 * j + 7]));
     }
-    group_barrier();  // the rows are written
+    group_barrier<kConsumerBarrier>(group);  // the rows are written
     constexpr int kParts = kValues / 8, kRowsEach = kGroupThreads / kParts;
     const int part = thread % kParts, v = first_v + 8 * part;
 #pragma unroll
@@ -307,7 +295,7 @@ __device__ __forceinline__ void sweep(Shared<K>& s, const Problem& p, int64_t in
   if (threadIdx.x == 0) {
     s.segment = find_segment(p, index / v_blocks);
     for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(&s.full[stage], kProducerThreads);
+      init_barrier(&s.full[stage], kGroupThreads);
       init_barrier(&s.empty[stage], kConsumerThreads);
     }
   }

@@ -149,7 +149,7 @@ void intra_grads_exact(const Problem& p, cudaStream_t stream) {
   with_dtype(p.dtype, [&](auto type) {
     using In = typename decltype(type)::type;
     const int64_t blocks = blocks_of(p.K, kColumns<Operand<In>>);
-    launch(intra_grads_exact_kernel<In>, exact_strips(p, blocks), kThreads, p, stream);
+    launch(intra_grads_exact_kernel<In>, exact_grid(p, blocks), kThreads, p, stream);
   });
 }
 

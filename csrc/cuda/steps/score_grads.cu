@@ -75,7 +75,7 @@ void score_grads(const Problem& p, cudaStream_t stream) {
 void score_grads_exact(const Problem& p, cudaStream_t stream) {
   with_dtype_and_access(p, [&](auto type, auto access) {
     launch(score_grads_exact_kernel<decltype(access)::value, typename decltype(type)::type>,
-           exact_strips(p, 1), kThreads, p, stream);
+           exact_grid(p, 1), kThreads, p, stream);
   });
 }
 

@@ -55,7 +55,7 @@ void scores_diagonal(const Problem& p, cudaStream_t stream) {
   with_dtype(p.dtype, [&](auto type) {
     using In = typename decltype(type)::type;
     if (p.whole_scores)
-      launch(scores_diagonal_exact<In>, exact_strips(p, 1), kDiagonalThreads, p, stream);
+      launch(scores_diagonal_exact<In>, exact_grid(p, 1), kDiagonalThreads, p, stream);
     else
       launch(scores_diagonal_all<In>, chunk_heads(p), kDiagonalThreads, p, stream);
   });

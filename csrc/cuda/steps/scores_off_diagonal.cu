@@ -70,7 +70,7 @@ void scores_off_diagonal(const Problem& p, cudaStream_t stream) {
 
 void scores_off_diagonal_exact(const Problem& p, cudaStream_t stream) {
   with_dtype(p.dtype, [&](auto type) {
-    launch(scores_off_diagonal_exact_kernel<typename decltype(type)::type>, exact_strips(p, 1),
+    launch(scores_off_diagonal_exact_kernel<typename decltype(type)::type>, exact_grid(p, 1),
            kThreads, p, stream);
   });
 }
