@@ -20,7 +20,7 @@ void chunk_tiers(const Problem& p, cudaStream_t stream);
 void chunk_states(const Problem& p, cudaStream_t stream);
 // q k b tiers (g) -> A off the diagonal; of whole scores, tier 1's diagonal too.
 void scores_off_diagonal(const Problem& p, cudaStream_t stream);
-// The same of chunks outside tier 1 alone, as are the other two of this name.
+// The same of chunks outside tier 1 alone, as the other two of this ending.
 void scores_off_diagonal_exact(const Problem& p, cudaStream_t stream);
 // q k b (tiers, g) -> A_diagonal; of whole scores, the diagonal blocks of A outside tier 1.
 void scores_diagonal(const Problem& p, cudaStream_t stream);

@@ -20,19 +20,19 @@ __host__ __device__ constexpr auto blocks_of(T columns, Tile tile) {
   return (columns + tile - 1) / tile;
 }
 
-// Number `index` of [B, slots, H].
-__device__ __forceinline__ Chunk find_chunk(const Problem& p, int64_t index) {
+// Number `index` of [B, slots, H]. The host keeps it within a grid's 31 bits, and 32-bit divisions
+// are the faster ones.
+template <class Index>
+__device__ __forceinline__ Chunk find_chunk(const Problem& p, Index index) {
   const ChunkGrid& grid = p.grid;
-  // The host keeps chunks and heads within a grid's 31 bits: no 64-bit division.
-  const auto pair = static_cast<uint32_t>(index), H = static_cast<uint32_t>(p.H);
-  const uint32_t row_slot = pair / H;
-  const auto head = static_cast<int32_t>(pair - row_slot * H);
+  const Index row_slot = index / static_cast<Index>(p.H);
+  const auto head = static_cast<int32_t>(index - row_slot * static_cast<Index>(p.H));
   if (grid.packed) {
     const ChunkSlot slot = grid.chunk_slots[row_slot];
     return {0, slot.start, slot.length, head, index, index, slot.sequence == grid.N};
   }
-  const uint32_t slots = static_cast<uint32_t>(grid.slots), row = row_slot / slots;
-  const int64_t start = int64_t{row_slot - row * slots} * kChunk;
+  const Index slots = static_cast<Index>(grid.slots), row = row_slot / slots;
+  const int64_t start = static_cast<int64_t>(row_slot - row * slots) * kChunk;
   const int64_t left = grid.T - start;
   return {row,   start, static_cast<int32_t>(left < kChunk ? left : kChunk), head, index,
           index, false};

@@ -1,0 +1,77 @@
+// gradients.cu: rows and states into shared memory, and rows out of it.
+#pragma once
+
+#include "shared.cuh"
+
+namespace gla_ext::cuda::sm90 {
+
+// How the threads of a block move a tile of 64 columns, a row's 16 bytes each: thread i has part
+// i % 8 of row i / 8 and of every kStep-th row behind it.
+template <int kGroups>
+struct Mover {
+  static constexpr int kStep = kGroups * kGroupThreads / 8;
+  int row, column, offset;  // offset: bytes in a tile
+
+  __device__ __forceinline__ Mover() : Mover(thread_index()) {}
+  __device__ __forceinline__ explicit Mover(int thread)
+      : row(thread / 8), column(thread % 8 * 8), offset(swizzled(row, column / 8)) {}
+
+  // From `p`, this thread's first 16 bytes, zero from row `rows` on or where nothing is `inside`.
+  template <int kRows>
+  __device__ __forceinline__ void copy(unsigned char* tile, const bf16* p, int32_t stride, int rows,
+                                       bool inside) const {
+#pragma unroll
+    for (int i = 0; i < kRows / kStep; ++i) {
+      const bool there = inside && row + i * kStep < rows;
+      copy16(shared_address(tile) + offset + i * kStep * 128, p + i * kStep * stride, there);
+    }
+  }
+  __device__ __forceinline__ void store(bf16* p, const unsigned char* tile, int32_t stride,
+                                        int rows, bool inside) const {
+#pragma unroll
+    for (int i = 0; i < kTile / kStep; ++i)
+      if (inside && row + i * kStep < rows)
+        *reinterpret_cast<uint4*>(p + i * kStep * stride) =
+            *reinterpret_cast<const uint4*>(tile + offset + i * kStep * 128);
+  }
+};
+
+// Zeros in a chunk's rows of an output, in little code: it is in the way of all other chunks.
+template <class T, int kGroups>
+__device__ __forceinline__ void clear_rows(const Rows& r, const Chunk& chunk, int columns) {
+  const Mover<kGroups> mover;
+#pragma unroll 1
+  for (int row = mover.row; row < chunk.length; row += Mover<kGroups>::kStep)
+#pragma unroll 1
+    for (int column = mover.column; column < columns; column += kTile)
+      store8(rows_at<T>(r, chunk) + token_offset(r, row) + column, Eight<T>{});
+}
+
+// The next 64 values and the states' columns of them, from `first` on.
+template <int kGroups>
+__device__ __forceinline__ void copy_values(Shared<kGroups>& s, const Problem& p,
+                                            const Bases& bases, int length, int first) {
+  const Mover<kGroups> mover;
+  const int column = first + mover.column;
+  const bool inside = column < p.V;
+  const int32_t state = mover.row * p.V + column;
+  mover.template copy<kTile>(s.operands.d_o, bases.d_o + token_offset(p.d_o, mover.row) + column,
+                             token_offset(p.d_o, 1), length, inside);
+  mover.template copy<kGroups * kTile>(s.operands.S[0], bases.S + state, p.V, p.K, inside);
+  mover.template copy<kTile>(s.operands.v, bases.v + token_offset(p.v, mover.row) + column,
+                             token_offset(p.v, 1), length, inside);
+  mover.template copy<kGroups * kTile>(s.operands.dS[0], bases.dS + state, p.V, p.K, inside);
+  commit_copies();
+}
+
+// dv of 64 values to memory.
+template <int kGroups>
+__device__ __forceinline__ void write_values(const Shared<kGroups>& s, const Problem& p,
+                                             int first) {
+  const Mover<kGroups> mover;
+  const int column = first + mover.column;
+  mover.store(s.bases.dv + token_offset(p.dv, mover.row) + column, s.dv, token_offset(p.dv, 1),
+              s.chunk.length, column < p.V);
+}
+
+}  // namespace gla_ext::cuda::sm90

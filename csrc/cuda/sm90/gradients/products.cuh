@@ -1,0 +1,196 @@
+// gradients.cu: what warpgroups multiply.
+#pragma once
+
+#include "copies.cuh"
+
+namespace gla_ext::cuda::sm90 {
+
+// d += A B over 64 summed elements.
+template <Contiguous kA, Contiguous kB, int kN>
+__device__ __forceinline__ void multiply(float (&d)[kN], uint32_t a_address, uint32_t b_address) {
+  const uint64_t a = descriptor(a_address, 0), b = descriptor(b_address, 0);
+  // Bytes from 16 of them to the next.
+  constexpr int kStepA = kA == Contiguous::kSummed ? 32 : 16 * 128;
+  constexpr int kStepB = kB == Contiguous::kSummed ? 32 : 16 * 128;
+#pragma unroll
+  for (int i = 0; i < kTile / 16; ++i)
+    product<kA, kB>(d, a + i * (kStepA >> 4), b + i * (kStepB >> 4));
+}
+
+template <int kN>
+__device__ __forceinline__ void clear(float (&d)[kN]) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) d[i] = 0;
+}
+
+// This warpgroup's columns of a [64 x 64] bf16 tile.
+template <int kN>
+__device__ __forceinline__ void store_columns(unsigned char* tile, const float (&d)[kN]) {
+  const Place at;
+#pragma unroll
+  for (int j = 0; j < kN / 4; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      word(tile, swizzled(at.row + 8 * e, at.group * (kN / 4) + j) + 4 * at.t) =
+          pack(d[4 * j + 2 * e], d[4 * j + 2 * e + 1]);
+}
+
+// The same of scores, dropped above the diagonal.
+template <int kN>
+__device__ __forceinline__ void store_scores(unsigned char* tile, float (&d)[kN]) {
+  const Place at;
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    const int row = at.row + i / 2 % 2 * 8, column = at.group * 2 * kN + i / 4 * 8 + 2 * at.t;
+    d[i] = column + i % 2 <= row ? d[i] : 0.f;
+  }
+  store_columns(tile, d);
+}
+
+// A of the chunk into shared memory.
+template <int kGroups>
+__device__ __forceinline__ void scores(Shared<kGroups>& s, const Problem& p, const Chunk& chunk,
+                                       bool exact) {
+  constexpr auto kSummed = Contiguous::kSummed;
+  constexpr int kN = 32 / kGroups;
+  if (exact) {
+    const Mover<kGroups> mover;
+    mover.template copy<kTile>(
+        s.A, rows_at<const bf16>(p.A, chunk) + token_offset(p.A, mover.row) + mover.column,
+        token_offset(p.A, 1), chunk.length, true);
+    commit_copies();
+    return;
+  }
+  const Place at;
+  float A[kN];
+  clear(A);
+  begin_products();
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i)
+    multiply<kSummed, kSummed>(A, shared_address(s.q[i]),
+                               shared_address(s.k[i]) + at.group * 2 * kN * 128);
+  commit_products();
+  wait_for_products<0>();
+  store_scores(s.A, A);
+}
+
+// do S^T and v dS'^T of this warpgroup's channels, its columns of do v^T.
+template <int kGroups>
+struct Accumulators {
+  float x[32], y[32], dA[32 / kGroups];
+};
+
+// Adds this thread's half of a row of S dS' to `sum`.
+template <int kGroups>
+__device__ __forceinline__ void add_states(float& sum, Shared<kGroups>& s) {
+  const int thread = thread_index(), row = thread / 2, half = thread % 2;
+#pragma unroll 2
+  for (int i = 0; i < 4; ++i) {
+    const int at = swizzled(row, 4 * half + i);
+    const auto S = load8_aligned(reinterpret_cast<const bf16*>(s.operands.S[0] + at));
+    const auto dS = load8_aligned(reinterpret_cast<const bf16*>(s.operands.dS[0] + at));
+#pragma unroll
+    for (int e = 0; e < 8; ++e) sum += S[e] * dS[e];
+  }
+}
+
+// All that sums over values: dv, do S^T, v dS'^T, do v^T and rowsum(S dS').
+template <int kGroups>
+__device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shared<kGroups>& s,
+                                                const Problem& p) {
+  constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
+  constexpr int kN = 32 / kGroups, kColumns = 2 * kN;
+  auto& operands = s.operands;
+  const uint32_t d_o = shared_address(operands.d_o), v = shared_address(operands.v);
+  const uint32_t dS = shared_address(operands.dS[0]), k_out = shared_address(operands.k_out[0]);
+  float states = 0;
+#pragma unroll 1
+  for (int first = 0; first < p.V; first += kTile) {
+    wait_for_copies<0>();
+    fence_for_products();
+    __syncthreads();  // the values, the states and A are there, dv of the values before is read
+    const Place at;
+    float dv[kN];
+    clear(dv);
+    begin_products();
+    multiply<kSummed, kSummed>(acc.x, d_o, shared_address(operands.S[at.group]));
+    multiply<kSummed, kSummed>(acc.y, v, shared_address(operands.dS[at.group]));
+    multiply<kSummed, kSummed>(acc.dA, d_o, v + at.group * kColumns * 128);
+    multiply<kOther, kOther>(dv, shared_address(s.A), d_o + at.group * kColumns * 2);
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i)
+      multiply<kSummed, kOther>(dv, k_out + i * kTileBytes,
+                                dS + i * kTileBytes + at.group * kColumns * 2);
+    commit_products();
+    add_states(states, s);
+    wait_for_products<0>();
+    store_columns(s.dv, dv);
+    __syncthreads();  // dv is written, the operands are read
+    if (first + kTile < p.V) copy_values(s, p, s.bases, s.chunk.length, first + kTile);
+    write_values(s, p, first);
+  }
+  states += __shfl_xor_sync(0xffffffffu, states, 1);
+  const int thread = thread_index();
+  if (thread % 2 == 0) s.sums.states[thread / 2] = states;
+}
+
+// Adds x of the lane kHalf rows away, and keeps the half of the columns that is this lane's.
+template <int kHalf>
+__device__ __forceinline__ void fold_rows(float (&x)[16]) {
+  const bool upper = (static_cast<int>(threadIdx.x) & 4 * kHalf) != 0;
+#pragma unroll
+  for (int i = 0; i < 2 * kHalf; ++i) {
+    const float sent = upper ? x[i] : x[i + 2 * kHalf], kept = upper ? x[i + 2 * kHalf] : x[i];
+    x[i] = kept + __shfl_xor_sync(0xffffffffu, sent, 4 * kHalf);
+  }
+}
+
+// Brings both accumulators to the scale of the products inside the chunk, and sums what the states
+// that leave it owe to k.
+template <int kGroups>
+__device__ __forceinline__ void scale_inter(Accumulators<kGroups>& acc, Shared<kGroups>& s,
+                                            bool exact) {
+  const Place at;
+  float sums[16];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const int column = at.group * kTile + 8 * j + 2 * at.t;
+    const float2 last = pair_at(s.b_last, column);
+    const References rx(last.x, exact), ry(last.y, exact);
+    const float2 from = make_float2(exp2_ftz(rx.from), exp2_ftz(ry.from));
+    const float2 to = make_float2(exp2_ftz(last.x - rx.to), exp2_ftz(last.y - ry.to));
+    float2 sum = make_float2(0.f, 0.f);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float2 k = unpack(word(s.k[at.group], swizzled(at.row + 8 * e, j) + 4 * at.t));
+      acc.x[4 * j + 2 * e] *= from.x;
+      acc.x[4 * j + 2 * e + 1] *= from.y;
+      acc.y[4 * j + 2 * e] *= to.x;
+      acc.y[4 * j + 2 * e + 1] *= to.y;
+      sum = sum + make_float2(k.x * acc.y[4 * j + 2 * e], k.y * acc.y[4 * j + 2 * e + 1]);
+    }
+    sums[2 * j] = sum.x;
+    sums[2 * j + 1] = sum.y;
+  }
+  // Lane 4 g + t is left with pair t of the g-th eight columns, summed over the warp's rows.
+  fold_rows<4>(sums);
+  fold_rows<2>(sums);
+  fold_rows<1>(sums);
+  const int warp = at.thread % kGroupThreads / 32, g = at.thread % 32 / 4;
+  pair_at(s.sums.inter[warp], at.group * kTile + 8 * g + 2 * at.t) = make_float2(sums[0], sums[1]);
+}
+
+// dA k^ and dA^T q^ on top.
+template <int kGroups>
+__device__ __forceinline__ void multiply_scores(Accumulators<kGroups>& acc, Shared<kGroups>& s) {
+  const Place at;
+  constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
+  const uint32_t dA = shared_address(s.operands.v);
+  begin_products();
+  multiply<kSummed, kOther>(acc.x, dA, shared_address(s.k[at.group]));
+  multiply<kOther, kOther>(acc.y, dA, shared_address(s.q[at.group]));
+  commit_products();
+  wait_for_products<0>();
+}
+
+}  // namespace gla_ext::cuda::sm90

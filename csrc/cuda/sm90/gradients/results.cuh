@@ -1,0 +1,127 @@
+// gradients.cu: dq, dk and dg from the accumulators.
+#pragma once
+
+#include "operands.cuh"
+
+namespace gla_ext::cuda::sm90 {
+
+template <int kGroups>
+__device__ __forceinline__ void store_accumulators(Shared<kGroups>& s,
+                                                   const Accumulators<kGroups>& acc) {
+  const Place at;
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int offset = swizzled_float(at.row + 8 * e, 8 * j + 2 * at.t), i = 4 * j + 2 * e;
+      pair_at(s.gradients[0][at.group], offset) = make_float2(acc.x[i], acc.x[i + 1]);
+      pair_at(s.gradients[1][at.group], offset) = make_float2(acc.y[i], acc.y[i + 1]);
+    }
+}
+
+// The pair's elements of one token after the other.
+template <class T>
+struct PairRow {
+  T* at;
+  int64_t stride;
+
+  template <int kGroups>
+  __device__ __forceinline__ PairRow(const Rows& r, const Chunk& chunk, const Pair<kGroups>& pair,
+                                     int token = 0)
+      : at(rows_at<T>(r, chunk) + token_offset(r, pair.first + token) + pair.channel),
+        stride(r.stride_t) {}
+  __device__ __forceinline__ void move(int tokens) { at += tokens * stride; }
+  __device__ __forceinline__ void write(float2 x) const { store2<Access::kFast>(at, x.x, x.y, 2); }
+};
+
+template <class T>
+__device__ __forceinline__ float2 read_pair(const Rows& r, const Chunk& chunk, int token,
+                                            int channel) {
+  return load2<Access::kFast>(rows_at<const T>(r, chunk) + token_offset(r, token) + channel, 2);
+}
+
+// dq and dk from x and y, a thread a pair of channels and a part of the tokens. What dg sums of
+// them takes x's place: of the rounded operands where those made pairs that must cancel, else not.
+template <bool kExact, class Gate, int kGroups>
+__device__ __forceinline__ void write_inputs(Shared<kGroups>& s, const PairColumn<Gate>& gates,
+                                             const Problem& p, const Chunk& chunk) {
+  const Pair<kGroups> pair;
+  auto [b, last] = cumsum(s, pair);
+  const References rx(last.x, kExact), ry(last.y, kExact);
+  const int tile = pair.channel / kTile, column = pair.channel % kTile;
+  PairRow<bf16> dq_row(p.dq, chunk, pair), dk_row(p.dk, chunk, pair);
+  float2 sum = make_float2(0.f, 0.f), inter = sum;
+#pragma unroll
+  for (int i = 0; i < kSubChunk; ++i, dq_row.move(1), dk_row.move(1)) {
+    const int token = pair.first + i, at = pair.offset(token);
+    const bool there = pair.channel < p.K && token < chunk.length;
+    b = b + to_log2(gates[i]);
+    float2& s_x = pair_at(s.gradients[0][tile], swizzled_float(token, column));
+    const float2 x = s_x, y = pair_at(s.gradients[1][tile], swizzled_float(token, column));
+    float2 dq = make_float2(p.scale * exp2_ftz(b.x - rx.from), p.scale * exp2_ftz(b.y - ry.from));
+    float2 dk = make_float2(exp2_ftz(rx.to - b.x), exp2_ftz(ry.to - b.y));
+    dq = dq * x;
+    dk = dk * y;
+    float2 to_q, to_k;  // what dg sums
+    if constexpr (kExact) {
+      const float2 none = make_float2(0.f, 0.f);
+      to_q = there ? read_pair<bf16>(p.q, chunk, token, pair.channel) * dq : none;
+      to_k = there ? read_pair<bf16>(p.k, chunk, token, pair.channel) * dk : none;
+      inter = inter + to_k;
+    } else {
+      to_q = unpack(word(s.q[0], at)) * x;
+      to_k = unpack(word(s.k[0], at)) * y;
+    }
+    s_x = to_q - to_k;
+    sum = sum + s_x;
+    if (!there) continue;
+    if constexpr (kExact) {
+      dq = dq + read_pair<float>(p.dq_intra, chunk, token, pair.channel);
+      dk = dk + read_pair<float>(p.dk_intra, chunk, token, pair.channel);
+    }
+    dq_row.write(dq);
+    dk_row.write(dk);
+  }
+  pair_at(s.sums.dg[pair.part], pair.channel) = sum;
+  if (kExact) pair_at(s.sums.inter[pair.part], pair.channel) = inter;
+}
+
+// dg, by the same threads from the last token to the first.
+template <bool kExact, class Gate, int kGroups>
+__device__ __forceinline__ void write_gates(Shared<kGroups>& s, const PairColumn<Gate>& gates,
+                                            const Problem& p, const Chunk& chunk) {
+  constexpr int kLast = static_cast<int>(kSubChunk) - 1;
+  const Pair<kGroups> pair;
+  if (pair.channel >= p.K) return;
+  const int tile = pair.channel / kTile, column = pair.channel % kTile;
+  const float2 last = cumsum(s, pair).last, states = pair_at(s.sums.states, pair.channel);
+  float2 sum = make_float2(exp2_ftz(last.x) * states.x, exp2_ftz(last.y) * states.y);
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) sum = sum + pair_at(s.sums.inter[part], pair.channel);
+  for (int part = kParts - 1; part > pair.part; --part)
+    sum = sum + pair_at(s.sums.dg[part], pair.channel);
+  PairRow<Gate> dg_row(p.dg, chunk, pair, kLast);
+#pragma unroll
+  for (int i = kLast; i >= 0; --i) {
+    const int token = pair.first + i;
+    sum = sum + pair_at(s.gradients[0][tile], swizzled_float(token, column));
+    if (token < chunk.length) {
+      const float2 x = to_log2(gates[i]);
+      float2 dg = sum;
+      if (kExact) dg = dg + read_pair<float>(p.dg_intra, chunk, token, pair.channel);
+      dg_row.write(make_float2(x.x <= kReset ? 0.f : dg.x, x.y <= kReset ? 0.f : dg.y));
+    }
+    dg_row.move(-1);
+  }
+}
+
+template <bool kExact, class Gate, int kGroups>
+__device__ __forceinline__ void write_gradients(Shared<kGroups>& s, const PairColumn<Gate>& gates,
+                                                const Problem& p) {
+  const Chunk chunk = s.chunk;
+  write_inputs<kExact>(s, gates, p, chunk);
+  __syncthreads();  // the sums that dg is made of are written
+  write_gates<kExact>(s, gates, p, chunk);
+}
+
+}  // namespace gla_ext::cuda::sm90
