@@ -38,8 +38,8 @@ __device__ __forceinline__ bool in_tier1(const Problem& p, const Chunk& chunk) {
 }
 
 // Chunks outside tier 1 are few, or nearly all: as many blocks as fill a GPU look at every
-// exact_blocks-th chunk and work on those outside, f(chunk, part of `parts`). The host and the device
-// agree on the number.
+// exact_blocks-th chunk and work on those outside, f(chunk, part of `parts`). The host and the
+// device agree on the number.
 __host__ __device__ inline int64_t exact_blocks(int64_t chunk_heads) {
   constexpr int64_t kEnough = 264;
   return chunk_heads < kEnough ? chunk_heads : kEnough;

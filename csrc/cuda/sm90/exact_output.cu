@@ -1,7 +1,7 @@
 // What chunks outside tier 1 owe to their own scores, which the forward sweep leaves out:
 // o += A v.
 //
-// grid    (strip of chunks)
+// grid    as for_exact_chunks wants it
 // reads   q, k, g [B, T, H, K], v, o [B, T, H, V], tiers
 // writes  o [B, T, H, V]
 // The scores are those of forward steps 3 and 4 and stay in shared memory. Accumulation is fp32; o
@@ -46,7 +46,7 @@ __device__ __forceinline__ void store_scores(Shared& s, const Problem& p, const 
   __syncthreads();  // the scores are written, the diagonal's tiles read
 }
 
-__global__ void __launch_bounds__(kThreads, 2) exact_output_kernel(Problem p) {
+__global__ void __launch_bounds__(kThreads, 1) exact_output_kernel(Problem p) {
   __shared__ __align__(16) Shared s;
   for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
     store_scores(s, p, chunk);

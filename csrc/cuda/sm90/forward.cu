@@ -356,10 +356,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
   // One value a warp, so that the compiler knows the roles' branches not to diverge.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
   if (group < kProducers) {
-    give_registers<88>();
+    give_registers<96>();
     produce<K>(s, p, group, first_v);
   } else {
-    take_registers<168>();
+    take_registers<160>();
     consume<K>(s, p, group - kProducers, first_v);
   }
 #endif

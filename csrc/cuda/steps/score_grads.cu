@@ -1,6 +1,6 @@
 // Backward step 5: dA = tril(scale do v^T).
 //
-// grid    (row, chunk, head), or a strip of them for chunks outside tier 1 alone
+// grid    (row, chunk, head), or as for_exact_chunks wants it for chunks outside tier 1 alone
 // reads   do, v [B, T, H, V]; tiers for those alone
 // writes  dA [B, T, H, C], zero above the diagonal
 // Accumulation is fp32, 64 values at a time.

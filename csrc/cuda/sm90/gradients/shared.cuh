@@ -2,13 +2,11 @@
 #pragma once
 
 #include "../../device/gates.cuh"
-#include "../ptx.cuh"
+#include "../tiles.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
-constexpr int kGroupThreads = 128;
-constexpr int kTileBytes = kTile * kTile * 2;  // [64][64] bf16
-constexpr int kParts = kSubChunks;             // of a chunk's tokens, where a thread has a part
+constexpr int kParts = kSubChunks;  // of a chunk's tokens, where a thread has a part
 
 // Blocks of a multiprocessor, as shared memory allows.
 template <int kGroups>
@@ -59,22 +57,11 @@ __device__ __forceinline__ int thread_index() {
   return thread;
 }
 
-// Byte offset of 16 bytes in a tile of 64 columns, as `descriptor` reads it.
-__device__ __forceinline__ int swizzled(int row, int part) {
-  return row * 128 + ((part ^ (row & 7)) << 4);
-}
 // Of an fp32 tile: pairs of eight rows lie in different banks.
 __device__ __forceinline__ int swizzled_float(int row, int column) {
   return row * kTile + (column ^ ((row & 3) << 3));
 }
 
-__device__ __forceinline__ uint32_t pack(float x, float y) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-__device__ __forceinline__ float2 unpack(uint32_t pair) {
-  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-}
 __device__ __forceinline__ float2 unpack(float2 pair) { return pair; }
 __device__ __forceinline__ uint32_t& word(unsigned char* tile, int offset) {
   return *reinterpret_cast<uint32_t*>(tile + offset);
