@@ -88,7 +88,12 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
       call.launch(sm90::segment_parts);
       call.launch(sm90::segment_scan);
     }
-    call.launch(sm90::chunk_states);
+    if (plan.fused_sweeps) {
+      call.launch(sm90::chunk_states);
+    } else {
+      call.launch(gate_cumsum);
+      call.launch(saved ? state_grads : states_and_state_grads);
+    }
     call.launch(scores_off_diagonal_exact);
     call.launch(scores_diagonal);
     call.launch(score_grads_exact);

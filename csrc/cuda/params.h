@@ -11,8 +11,9 @@ constexpr int kSubChunks = kChunk / kSubChunk;
 constexpr int kMaxHeadDim = 512;  // K and V
 constexpr int kTierBlock = 64;    // channels that share a byte of `tiers`
 constexpr int kMaxTierBlocks = kMaxHeadDim / kTierBlock;
-constexpr int kFusedKeys = 128;    // K of the fused path, at most
-constexpr int kFusedValues = 128;  // of a state that a sweep of the fused path holds
+constexpr int kFusedKeys = 256;         // K of the fused path, at most
+constexpr int kFusedForwardKeys = 128;  // of its forward
+constexpr int kFusedValues = 128;       // of a state that a sweep of the fused path holds
 
 enum class DType : uint8_t { kBFloat16, kHalf, kFloat };
 

@@ -6,6 +6,7 @@ namespace gla_ext::cuda {
 namespace {
 
 constexpr int64_t kPartAlignment = 256;  // bytes
+constexpr auto kFloatBytes = static_cast<int64_t>(sizeof(float));
 
 // The start of a new part at the end of the workspace.
 int64_t add(Workspace& w, int64_t bytes) {
@@ -21,14 +22,25 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   constexpr int64_t kMinChunks = 4;  // a segment's start costs as much as about two chunks
   if (in.batch_invariant || grid.N * in.H == 0) return;
-  // Of one sequence; backward has two at a time.
-  const int64_t sweeps = in.H * ceil_div(in.V, kFusedValues) * (in.backward ? 2 : 1);
+  // Of one sequence; backward has two at a time, of 128 key channels each.
+  const int64_t blocks = in.H * ceil_div(in.V, kFusedValues);
+  const int64_t sweeps = in.backward ? 2 * blocks * ceil_div(in.K, kFusedForwardKeys) : blocks;
   const int64_t longest = ceil_div(in.T, kChunk);
   const int64_t share = std::max(kMinChunks, ceil_div(grid.B * longest * sweeps, in.processors));
   const bool too_few = 2 * grid.N * sweeps <= in.processors;
   if (longest <= share || !(too_few || in.packed)) return;
   plan.segment_chunks = share;
   plan.segments = in.packed ? grid.slots / share + in.N + 1 : ceil_div(longest, share);
+}
+
+void add_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  const int64_t segment_heads = grid.B * plan.segments * in.H;
+  if (segment_heads == 0) return;
+  Workspace& w = plan.workspace;
+  w.segment_decays = add(w, segment_heads * in.K * kFloatBytes);
+  w.segment_states = add(w, segment_heads * in.K * in.V * kFloatBytes);
+  if (in.backward) w.segment_state_grads = add(w, segment_heads * in.K * in.V * kFloatBytes);
+  plan.launches += 2;
 }
 
 // What step 6 hands to step 7, but where gradients that are fp32 themselves take it.
@@ -43,7 +55,7 @@ void add_intra(Workspace& w, const PlanInputs& in, int64_t keys) {
 void plan_steps(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   const int64_t token_heads = grid.B * in.T * in.H;
   const int64_t each = bytes_of(intermediate_dtype(in.dtype));
-  const int64_t keys = token_heads * in.K * static_cast<int64_t>(sizeof(float));
+  const int64_t keys = token_heads * in.K * kFloatBytes;
   const int64_t map_launches = in.packed ? 2 : 0;
   Workspace& w = plan.workspace;
   w.b = add(w, keys);
@@ -62,32 +74,35 @@ void plan_steps(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   plan.launches = map_launches + 10 + (in.dtype != DType::kBFloat16 && !in.save_states);
 }
 
-void plan_fused(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  constexpr auto kFloatBytes = static_cast<int64_t>(sizeof(float));
+void plan_fused_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  plan.fused_sweeps = true;
+  plan.state_bytes = 0;
   choose_segments(plan, in, grid);
-  Workspace& w = plan.workspace;
-  const int64_t segment_heads = grid.B * plan.segments * in.H;
-  if (segment_heads > 0) {
-    w.segment_decays = add(w, segment_heads * in.K * kFloatBytes);
-    w.segment_states = add(w, segment_heads * in.K * in.V * kFloatBytes);
-  }
-  plan.launches = (in.packed ? 2 : 0) + (segment_heads > 0 ? 2 : 0);
-  if (!in.backward) {
-    plan.launches += 2;
-    plan.state_bytes = 0;
-    return;
-  }
-  if (segment_heads > 0) w.segment_state_grads = add(w, segment_heads * in.K * in.V * kFloatBytes);
+  plan.launches = (in.packed ? 2 : 0) + 2;
+  add_segments(plan, in, grid);
+}
+
+void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   const int64_t token_heads = grid.B * in.T * in.H;
+  const int64_t keys = token_heads * in.K * kFloatBytes;
   const int64_t scores = token_heads * kChunk * bytes_of(intermediate_dtype(in.dtype));
-  w.S = add(w, plan.state_bytes);
+  Workspace& w = plan.workspace;
+  plan.launches = (in.packed ? 2 : 0) + 6;
+  plan.fused_sweeps = in.gate_dtype == DType::kBFloat16 && !in.save_states;
+  if (plan.fused_sweeps) {
+    choose_segments(plan, in, grid);
+    add_segments(plan, in, grid);
+  } else {
+    w.b = add(w, keys);
+    plan.launches += 1;
+  }
+  if (!in.save_states) w.S = add(w, plan.state_bytes);
   w.dS = add(w, plan.state_bytes);
   // Chunks outside tier 1 alone use these.
   w.A = add(w, scores);
   w.dA = add(w, scores);
-  add_intra(w, in, token_heads * in.K * kFloatBytes);
+  add_intra(w, in, keys);
   plan.state_bytes *= 2;
-  plan.launches += 6;
 }
 
 }  // namespace
@@ -115,12 +130,17 @@ Workspace step_workspace(const ChunkGrid& grid, int64_t H, bool tiers) {
 
 const char* why_not_fused(const PlanInputs& in) {
   if (!in.sm90) return "a GPU of compute capability 9.0 and a build for 9.0a";
-  if (in.dtype != DType::kBFloat16 || in.gate_dtype != DType::kBFloat16)
-    return "q, k, v and g in torch.bfloat16";
-  if (in.K > kFusedKeys) return "K to be at most 128";
+  if (in.dtype != DType::kBFloat16) return "q, k and v in torch.bfloat16";
   if (in.K % 8 != 0 || in.V % 8 != 0) return "K and V to be multiples of 8";
   if (!in.aligned) return "rows that start at multiples of 16 bytes";
-  if (in.save_states) return "no saved states";
+  if (in.backward) {
+    if (in.K > kFusedKeys) return "K to be at most 256";
+    if (in.gate_dtype == DType::kHalf) return "g in torch.bfloat16 or torch.float32";
+    return nullptr;
+  }
+  if (in.K > kFusedForwardKeys) return "K to be at most 128";
+  if (in.gate_dtype != DType::kBFloat16) return "g in torch.bfloat16";
+  if (in.save_states) return "no states to be saved";
   return nullptr;
 }
 
@@ -131,10 +151,12 @@ Plan make_plan(const PlanInputs& in) {
   plan.state_bytes =
       grid.B * grid.chunks * in.H * in.K * in.V * bytes_of(intermediate_dtype(in.dtype));
   if (in.choice != PathChoice::kSteps && why_not_fused(in) == nullptr) plan.path = Path::kFused;
-  if (plan.path == Path::kFused)
-    plan_fused(plan, in, grid);
-  else
+  if (plan.path == Path::kSteps)
     plan_steps(plan, in, grid);
+  else if (in.backward)
+    plan_fused_backward(plan, in, grid);
+  else
+    plan_fused_forward(plan, in, grid);
   return plan;
 }
 

@@ -1,5 +1,6 @@
-// The fused path for sm_90a as the host side calls it: bf16 q, k, v and g, K of at most kFusedKeys,
-// K and V multiples of 8, rows that start at multiples of 16 bytes.
+// The fused path for sm_90a as the host side calls it: bf16 q, k and v; K of at most kFusedKeys; K
+// and V multiples of 8; rows that start at multiples of 16 bytes. All but `gradients` want bf16 g,
+// `forward` and `exact_output` K of at most kFusedForwardKeys.
 #pragma once
 
 #include <cuda_runtime_api.h>

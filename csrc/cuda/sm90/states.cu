@@ -4,8 +4,8 @@
 //   S' = 2^b_C S + (k 2^(b_C - b))^T v             first chunk first
 //   dS = 2^b_C dS' + (scale q 2^b)^T do            last chunk first
 //
-// grid    (sweep, segment, head, 128 values); two producer and two consumer warpgroups
-// reads   g [B, T, H, K], k v h0, or q do dht; segment_states, segment_state_grads
+// grid    (sweep, segment, head, 128 key channels or 64, 128 values); two producer and two consumer
+// warpgroups reads   g [B, T, H, K], k v h0, or q do dht; segment_states, segment_state_grads
 // writes  S entering, or dS' leaving, every chunk, bf16 [B, chunks, H, K, V]; dh0; with S tiers.
 //         For segments' own parts nothing but those, segment_states or segment_state_grads, and
 //         segment_decays.
@@ -133,7 +133,8 @@ __device__ __forceinline__ void gate(Shared<K>& s, int group, int stage, int til
 }
 
 template <int K, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int group, int first_v) {
+__device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int group, int first_k,
+                                        int first_v) {
   using F = Fields<kSweep>;
   const Segment& segment = s.segment;
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
@@ -142,8 +143,8 @@ __device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int grou
     const int stage = i % kStages, chunk = F::chunk(segment, i);
     if (i >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(i / kStages - 1) & 1);
     auto& tiles = s.stages[stage];
-    copy_rows<K / 64, kGroupThreads>(tiles.g, p.g, segment, chunk, thread, 0, p.K);
-    copy_rows<K / 64, kGroupThreads>(tiles.y, F::y(p), segment, chunk, thread, 0, p.K);
+    copy_rows<K / 64, kGroupThreads>(tiles.g, p.g, segment, chunk, thread, first_k, p.K);
+    copy_rows<K / 64, kGroupThreads>(tiles.y, F::y(p), segment, chunk, thread, first_k, p.K);
     copy_rows<2, kGroupThreads>(tiles.x, F::x(p), segment, chunk, thread, first_v, p.V);
     commit_copies();
   };
@@ -167,8 +168,9 @@ __device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int grou
   if constexpr (kStore == Store::kSegment) {
     if (thread < K) s.totals[group][thread] = total;
     sync_threads<kTotalsBarrier>(kProducers * kGroupThreads);  // s.totals is written
-    if (first_v == 0 && group == 0 && thread < p.K)
-      p.segment_decays[segment.slot * p.K + thread] = s.totals[0][thread] + s.totals[1][thread];
+    const int channel = first_k + thread;
+    if (first_v == 0 && group == 0 && thread < K && channel < p.K)
+      p.segment_decays[segment.slot * p.K + channel] = s.totals[0][thread] + s.totals[1][thread];
   }
 }
 
@@ -179,8 +181,9 @@ struct State {
   float x[kValues / 2];
   int first_k, first_v;
 
-  __device__ __forceinline__ State(int group, int block_v)
-      : first_k(K == 128 ? 64 * group : 0), first_v(block_v + (K == 128 ? 0 : 64 * group)) {}
+  __device__ __forceinline__ State(int group, int block_k, int block_v)
+      : first_k(block_k + (K == 128 ? 64 * group : 0)),
+        first_v(block_v + (K == 128 ? 0 : 64 * group)) {}
 
   // f(x0, x1, key, value) of neighbours
   template <class F>
@@ -241,14 +244,15 @@ struct State {
 };
 
 template <int K, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void consume(Shared<K>& s, const Problem& p, int group, int block_v) {
+__device__ __forceinline__ void consume(Shared<K>& s, const Problem& p, int group, int block_k,
+                                        int block_v) {
   using F = Fields<kSweep>;
   const Segment& segment = s.segment;
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
   const int64_t boundary = (segment.n * p.H + segment.head) * matrix;
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   unsigned char* tile = s.state + group * (K / 64) * kTileBytes;
-  State<K> state(group, block_v);
+  State<K> state(group, block_k, block_v);
   state.clear();
   if constexpr (kStore == Store::kChunks) {
     if (!F::begins(segment))
@@ -262,12 +266,12 @@ __device__ __forceinline__ void consume(Shared<K>& s, const Problem& p, int grou
     if constexpr (kStore == Store::kChunks)
       state.store_chunk(F::chunk_states(p) + chunk_head * matrix, tile, p, group);
     wait(&s.full[stage], static_cast<uint32_t>(i / kStages) & 1);
-    const int row = state.first_k + thread / 32 * 16 + thread % 32 / 4;
+    const int row = state.first_k - block_k + thread / 32 * 16 + thread % 32 / 4;
     const float decays[2] = {s.decay[stage][row], s.decay[stage][row + 8]};
 #pragma unroll
     for (int e = 0; e < state.kValues / 2; ++e) state.x[e] *= decays[e / 2 % 2];
     const auto& tiles = s.stages[stage];
-    const uint32_t y = shared_address(tiles.y) + state.first_k / 64 * kTileBytes;
+    const uint32_t y = shared_address(tiles.y) + (state.first_k - block_k) / 64 * kTileBytes;
     const uint32_t x = shared_address(tiles.x) + (state.first_v - block_v) / 64 * kTileBytes;
     begin_products();
 #pragma unroll
@@ -278,7 +282,8 @@ __device__ __forceinline__ void consume(Shared<K>& s, const Problem& p, int grou
     commit_products();
     if (kSweep == Sweep::kStates && kStore == Store::kChunks && block_v == 0 && group == 0 &&
         thread == 0)
-      *reinterpret_cast<uint64_t*>(p.tiers + chunk_head * kMaxTierBlocks) = s.exact[stage];
+      *reinterpret_cast<uint16_t*>(p.tiers + chunk_head * kMaxTierBlocks + block_k / kTierBlock) =
+          static_cast<uint16_t>(s.exact[stage]);
     wait_for_products<0>();
     arrive(&s.empty[stage]);
   }
@@ -290,10 +295,12 @@ __device__ __forceinline__ void consume(Shared<K>& s, const Problem& p, int grou
 
 template <int K, Sweep kSweep, Store kStore>
 __device__ __forceinline__ void sweep(Shared<K>& s, const Problem& p, int64_t index) {
-  const int v_blocks = blocks_of(p.V, kFusedValues);
+  const int v_blocks = blocks_of(p.V, kFusedValues), k_blocks = blocks_of(p.K, K);
   const int first_v = static_cast<int>(index % v_blocks) * kFusedValues;
+  index /= v_blocks;
+  const int first_k = static_cast<int>(index % k_blocks) * K;
   if (threadIdx.x == 0) {
-    s.segment = find_segment(p, index / v_blocks);
+    s.segment = find_segment(p, index / k_blocks);
     for (int stage = 0; stage < kStages; ++stage) {
       init_barrier(&s.full[stage], kGroupThreads);
       init_barrier(&s.empty[stage], kConsumerThreads);
@@ -309,16 +316,17 @@ __device__ __forceinline__ void sweep(Shared<K>& s, const Problem& p, int64_t in
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
   if (group < kProducers) {
     give_registers<88>();
-    produce<K, kSweep, kStore>(s, p, group, first_v);
+    produce<K, kSweep, kStore>(s, p, group, first_k, first_v);
   } else {
     take_registers<168>();
-    consume<K, kSweep, kStore>(s, p, group - kProducers, first_v);
+    consume<K, kSweep, kStore>(s, p, group - kProducers, first_k, first_v);
   }
 }
 
 // Blocks of one sweep.
-__host__ __device__ int64_t sweep_blocks(const Problem& p) {
-  return segment_heads(p.grid, p.H) * blocks_of(p.V, kFusedValues);
+template <int K>
+int64_t sweep_blocks(const Problem& p) {
+  return segment_heads(p.grid, p.H) * blocks_of(p.K, K) * blocks_of(p.V, kFusedValues);
 }
 
 template <int K, Store kStore>
@@ -336,12 +344,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1) states_kernel(Problem p, int
 template <int K, Store kStore>
 void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
   static const DynamicShared shared(states_kernel<K, kStore>, sizeof(Shared<K>));
-  const int64_t blocks = sweep_blocks(p) * (states + state_grads);
+  const int64_t blocks = sweep_blocks<K>(p) * (states + state_grads);
   if (blocks == 0) return;
   shared.allow();
   states_kernel<K, kStore>
       <<<dim3(static_cast<unsigned>(blocks)), kBlockThreads, sizeof(Shared<K>), stream>>>(
-          p, states ? sweep_blocks(p) : 0);
+          p, states ? sweep_blocks<K>(p) : 0);
 }
 
 template <Store kStore>
