@@ -103,25 +103,32 @@ struct Gating {
     barrier();  // the references are written
     bool out = false;
     const float2* references = s.references[group] + 64 * tile;
-    const auto word = [&](unsigned char* x, int j, int e) -> uint32_t& {
-      return *reinterpret_cast<uint32_t*>(x + tile * kTileBytes + swizzled(row, j) + 4 * t +
-                                          e * 1024);
-    };
+    const Fragments fragments;
+    const uint32_t tile_q = shared_address(tiles.q) + tile * kTileBytes;
+    const uint32_t tile_k = shared_address(tiles.k) + tile * kTileBytes;
+    constexpr int kBatch = 2;  // sixteens of channels on their way at once
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const auto r = *reinterpret_cast<const float4*>(references + 8 * j + 2 * t);
-      uint32_t q[2], k[2];
+    for (int batch = 0; batch < 4; batch += kBatch) {
+      uint32_t q[kBatch][4], k[kBatch][4];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) q[e] = word(tiles.q, j, e), k[e] = word(tiles.k, j, e);
+      for (int i = 0; i < kBatch; ++i) {
+        fragments.load(q[i], tile_q, batch + i);
+        fragments.load(k[i], tile_k, batch + i);
+      }
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float e0 = b[4 * j + 2 * e] * kLog2E - r.x;
-        const float e1 = b[4 * j + 2 * e + 1] * kLog2E - r.z;
-        out |= !(fabsf(e0) <= kTierRange / 2) || !(fabsf(e1) <= kTierRange / 2);
-        const float2 q_pair = unpack(q[e]), k_pair = unpack(k[e]);
-        word(tiles.q, j, e) =
-            pack(q_pair.x * (scale * exp2_ftz(e0)), q_pair.y * (scale * exp2_ftz(e1)));
-        word(tiles.k, j, e) = pack(k_pair.x * exp2_ftz(r.y - e0), k_pair.y * exp2_ftz(r.w - e1));
+      for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+          const int j = 2 * (batch + i) + x / 2, at = 4 * j + x % 2 * 2;
+          const auto r = *reinterpret_cast<const float4*>(references + 8 * j + 2 * t);
+          const float e0 = b[at] * kLog2E - r.x, e1 = b[at + 1] * kLog2E - r.z;
+          out |= !(fabsf(e0) <= kTierRange / 2) || !(fabsf(e1) <= kTierRange / 2);
+          const float2 q_pair = unpack(q[i][x]), k_pair = unpack(k[i][x]);
+          q[i][x] = pack(q_pair.x * (scale * exp2_ftz(e0)), q_pair.y * (scale * exp2_ftz(e1)));
+          k[i][x] = pack(k_pair.x * exp2_ftz(r.y - e0), k_pair.y * exp2_ftz(r.w - e1));
+        }
+        fragments.store(tile_q, batch + i, q[i]);
+        fragments.store(tile_k, batch + i, k[i]);
       }
     }
     if (out) s.exact[chunk % kStages] = 1;
@@ -143,16 +150,19 @@ struct Gating {
   // Zero above the diagonal, or everywhere where the chunk is outside tier 1.
   __device__ __forceinline__ void store_scores(unsigned char* scores, const float (&A)[32],
                                                bool exact) const {
-    const int t = thread % 4, first = thread / 32 * 16 + thread % 32 / 4;
+    const Fragments fragments;
+    const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
+    for (int i = 0; i < 4; ++i) {
+      uint32_t words[4];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = first + 8 * e, column = 8 * j + 2 * t;
-        const float x0 = !exact && column <= row ? A[4 * j + 2 * e] : 0.f;
-        const float x1 = !exact && column + 1 <= row ? A[4 * j + 2 * e + 1] : 0.f;
-        *reinterpret_cast<uint32_t*>(scores + swizzled(row, j) + 4 * t) = pack(x0, x1);
+      for (int x = 0; x < 4; ++x) {
+        const int j = 2 * i + x / 2, e = x % 2, below = row + 8 * e - (8 * j + column);
+        words[x] = pack(!exact && below >= 0 ? A[4 * j + 2 * e] : 0.f,
+                        !exact && below >= 1 ? A[4 * j + 2 * e + 1] : 0.f);
       }
+      fragments.store(shared_address(scores), i, words);
+    }
   }
 };
 
@@ -172,6 +182,13 @@ __device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int grou
     copy_rows<2, kGroupThreads>(tiles.v, p.v, segment, chunk, thread, first_v, p.V);
     commit_copies();
   };
+  const auto prefetch = [&](int chunk) {
+    if (chunk >= segment.chunks) return;
+    prefetch_rows(p.g, segment, chunk, thread, 0, p.K);
+    prefetch_rows(p.q, segment, chunk, thread, 0, p.K);
+    prefetch_rows(p.k, segment, chunk, thread, 0, p.K);
+    prefetch_rows(p.v, segment, chunk, thread, first_v, p.V);
+  };
   copy(group);
   for (int chunk = group; chunk < segment.chunks; chunk += kProducers) {
     const int stage = chunk % kStages;
@@ -179,10 +196,11 @@ __device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int grou
     wait_for_copies<0>();
     if (thread == 0) s.exact[stage] = 0;
     gating.barrier();  // the rows are there, s.exact is cleared
+    prefetch(chunk + kProducers);
     clamp_gates<K, kGroupThreads>(tiles.g, thread);
     fence_for_products();
     gating.barrier();  // the gates are clamped
-#pragma unroll
+#pragma unroll 1
     for (int tile = 0; tile < K / 64; ++tile) gating.gate(chunk, tile, p.scale);
     fence_for_products();
     gating.barrier();  // q^ and k^ are written, the gates read

@@ -21,7 +21,7 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-constexpr int kStages = 3;
+constexpr int kStages = 4;
 constexpr int kProducers = 2, kConsumers = 2;  // warpgroups
 constexpr int kProducerThreads = kProducers * kGroupThreads;
 constexpr int kConsumerThreads = kConsumers * kGroupThreads;
@@ -39,7 +39,7 @@ struct Shared {
     unsigned char g[K / 64 * kTileBytes];  // [token][K]
     unsigned char x[2 * kTileBytes];       // v or do [token][V]
   } stages[kStages];
-  unsigned char state[K / 64 * 2 * kTileBytes];  // [K][V]
+  unsigned char state[kConsumers * kTileBytes];  // [64 of K][64 of V] of a consumer
   unsigned char triangle[kTileBytes];            // of ones, [token][token]
   float b_last[kProducers][K];                   // log2 units
   float totals[kProducers][K];                   // of b_last
@@ -105,29 +105,28 @@ __device__ __forceinline__ void gate(Shared<K>& s, int group, int stage, int til
   }
   group_barrier<kProducerBarrier>(group);  // b_lasts is written
   if (thread < 64) s.decay[stage][64 * tile + thread] = exp2_ftz(b_lasts[thread]);
-  unsigned char* y = s.stages[stage].y + tile * kTileBytes;
+  const uint32_t y = shared_address(s.stages[stage].y) + tile * kTileBytes;
+  const Fragments fragments;
+  uint32_t words[4][4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) fragments.load(words[i], y, i);
   bool out = false;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const auto b_last = *reinterpret_cast<const float2*>(b_lasts + 8 * j + 2 * t);
-    const float r0 = reference_of(b_last.x), r1 = reference_of(b_last.y);
-    out |= !(fabsf(b_last.x) <= kTierRange) || !(fabsf(b_last.y) <= kTierRange);
-    uint32_t* words[2];
+  for (int i = 0; i < 4; ++i) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e)
-      words[e] = reinterpret_cast<uint32_t*>(y + swizzled(row, j) + 4 * t + e * 1024);
-    const float2 pairs[2] = {unpack(*words[0]), unpack(*words[1])};
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const float b0 = b[4 * j + 2 * e] * kLog2E, b1 = b[4 * j + 2 * e + 1] * kLog2E;
+    for (int x = 0; x < 4; ++x) {
+      const int j = 2 * i + x / 2, at = 4 * j + x % 2 * 2;
+      const auto b_last = *reinterpret_cast<const float2*>(b_lasts + 8 * j + 2 * t);
+      const float b0 = b[at] * kLog2E, b1 = b[at + 1] * kLog2E;
+      const float2 pair = unpack(words[i][x]);
       if constexpr (kSweep == Sweep::kStates) {
-        out |= !(fabsf(b0 - r0) <= kTierRange / 2) || !(fabsf(b1 - r1) <= kTierRange / 2);
-        *words[e] =
-            pack(pairs[e].x * exp2_ftz(b_last.x - b0), pairs[e].y * exp2_ftz(b_last.y - b1));
+        out |= out_of_tier1(b0, b_last.x) || out_of_tier1(b1, b_last.y);
+        words[i][x] = pack(pair.x * exp2_ftz(b_last.x - b0), pair.y * exp2_ftz(b_last.y - b1));
       } else {
-        *words[e] = pack(pairs[e].x * (scale * exp2_ftz(b0)), pairs[e].y * (scale * exp2_ftz(b1)));
+        words[i][x] = pack(pair.x * (scale * exp2_ftz(b0)), pair.y * (scale * exp2_ftz(b1)));
       }
     }
+    fragments.store(y, i, words[i]);
   }
   if (out) s.exact[stage] = 1;
 }
@@ -155,15 +154,15 @@ __device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int grou
     wait_for_copies<0>();
     if (thread == 0) s.exact[stage] = 0;
     group_barrier<kProducerBarrier>(group);  // the rows are there, s.exact is cleared
+    copy(i + kProducers);
     clamp_gates<K, kGroupThreads>(s.stages[stage].g, thread);
     fence_for_products();
     group_barrier<kProducerBarrier>(group);  // the gates are clamped
-#pragma unroll
+#pragma unroll 1
     for (int tile = 0; tile < K / 64; ++tile) gate<K, kSweep>(s, group, stage, tile, p.scale);
     fence_for_products();
     arrive(&s.full[stage]);
     if (kStore == Store::kSegment && thread < K) total += s.b_last[group][thread];
-    copy(i + kProducers);  // waits for the consumers, which are some chunks behind
   }
   if constexpr (kStore == Store::kSegment) {
     if (thread < K) s.totals[group][thread] = total;
@@ -221,24 +220,27 @@ struct State {
   // As bf16 rows [K][V] of one chunk by way of `tile`, which a warpgroup has for itself.
   __device__ __forceinline__ void store_chunk(bf16* state, unsigned char* tile, const Problem& p,
                                               int group) const {
-    const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
-    group_barrier<kConsumerBarrier>(group);  // the rows of the chunk before are read
+    const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+    const Fragments fragments;
 #pragma unroll
-    for (int j = 0; j < kValues / 8; j += 2) {
-      const int row = thread / 32 * 16 + lane % 16, part = j % 8 + lane / 16;
-      store_matrices(shared_address(tile) + j / 8 * kTileBytes + swizzled(row, part),
-                     pack(x[4 * j], x[4 * j + 1]), pack(x[4 * j + 2], x[4 * j + 3]),
-                     pack(x[4 * j + 4], x[4 * j + 5]), pack(x[4 * j + 6], x[4 * j + 7]));
-    }
-    group_barrier<kConsumerBarrier>(group);  // the rows are written
-    constexpr int kParts = kValues / 8, kRowsEach = kGroupThreads / kParts;
-    const int part = thread % kParts, v = first_v + 8 * part;
+    for (int first = 0; first < kValues; first += kTile) {
+      group_barrier<kConsumerBarrier>(group);  // the rows before are read
 #pragma unroll
-    for (int i = 0; i < kTile / kRowsEach; ++i) {
-      const int row = thread / kParts + i * kRowsEach, k = first_k + row;
-      if (k < p.K && v < p.V)
-        *reinterpret_cast<uint4*>(state + k * p.V + v) =
-            *reinterpret_cast<const uint4*>(tile + part / 8 * kTileBytes + swizzled(row, part % 8));
+      for (int i = 0; i < 4; ++i) {
+        const int at = (first / 16 + i) * 8;
+        const uint32_t words[4] = {pack(x[at], x[at + 1]), pack(x[at + 2], x[at + 3]),
+                                   pack(x[at + 4], x[at + 5]), pack(x[at + 6], x[at + 7])};
+        fragments.store(shared_address(tile), i, words);
+      }
+      group_barrier<kConsumerBarrier>(group);  // the rows are written
+      const int part = thread % 8, v = first_v + first + 8 * part;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = thread / 8 + 16 * i, k = first_k + row;
+        if (k < p.K && v < p.V)
+          *reinterpret_cast<uint4*>(state + k * p.V + v) =
+              *reinterpret_cast<const uint4*>(tile + swizzled(row, part));
+      }
     }
   }
 };
@@ -251,7 +253,7 @@ __device__ __forceinline__ void consume(Shared<K>& s, const Problem& p, int grou
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
   const int64_t boundary = (segment.n * p.H + segment.head) * matrix;
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-  unsigned char* tile = s.state + group * (K / 64) * kTileBytes;
+  unsigned char* tile = s.state + group * kTileBytes;
   State<K> state(group, block_k, block_v);
   state.clear();
   if constexpr (kStore == Store::kChunks) {
