@@ -94,10 +94,7 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
       call.launch(gate_cumsum);
       call.launch(saved ? state_grads : states_and_state_grads);
     }
-    call.launch(scores_off_diagonal_exact);
-    call.launch(scores_diagonal);
-    call.launch(score_grads_exact);
-    call.launch(intra_grads_exact);
+    call.launch(sm90::exact_gradients);
     call.launch(sm90::gradients);
     return {dq, dk, dv, dg, call.not_asked_for(g.scalar_type()), dh0};
   }

@@ -20,8 +20,6 @@ void chunk_tiers(const Problem& p, cudaStream_t stream);
 void chunk_states(const Problem& p, cudaStream_t stream);
 // q k b tiers (g) -> A off the diagonal; of whole scores, tier 1's diagonal too.
 void scores_off_diagonal(const Problem& p, cudaStream_t stream);
-// The same of chunks outside tier 1 alone, as the other two of this ending.
-void scores_off_diagonal_exact(const Problem& p, cudaStream_t stream);
 // q k b (tiers, g) -> A_diagonal; of whole scores, the diagonal blocks of A outside tier 1.
 void scores_diagonal(const Problem& p, cudaStream_t stream);
 // q v b A (A_diagonal) S -> o
@@ -35,10 +33,8 @@ void states_and_state_grads(const Problem& p, cudaStream_t stream);
 void value_grads(const Problem& p, cudaStream_t stream);
 // do v -> dA
 void score_grads(const Problem& p, cudaStream_t stream);
-void score_grads_exact(const Problem& p, cudaStream_t stream);
 // q k b tiers (g) dA -> dq_intra, dk_intra, dg_intra
 void intra_grads(const Problem& p, cudaStream_t stream);
-void intra_grads_exact(const Problem& p, cudaStream_t stream);
 // q k v do b (b_suffix, g) S dS and step 6's outputs -> dq, dk, dg
 void merge_grads(const Problem& p, cudaStream_t stream);
 

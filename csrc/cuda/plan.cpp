@@ -87,7 +87,7 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
   const int64_t keys = token_heads * in.K * kFloatBytes;
   const int64_t scores = token_heads * kChunk * bytes_of(intermediate_dtype(in.dtype));
   Workspace& w = plan.workspace;
-  plan.launches = (in.packed ? 2 : 0) + 6;
+  plan.launches = (in.packed ? 2 : 0) + 4;
   plan.fused_sweeps = in.gate_dtype == DType::kBFloat16 && !in.save_states;
   if (plan.fused_sweeps) {
     choose_segments(plan, in, grid);
@@ -100,7 +100,6 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
   w.dS = add(w, plan.state_bytes);
   // Chunks outside tier 1 alone use these.
   w.A = add(w, scores);
-  w.dA = add(w, scores);
   add_intra(w, in, keys);
   plan.state_bytes *= 2;
 }

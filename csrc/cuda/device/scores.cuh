@@ -1,4 +1,4 @@
-// Writing a chunk's 64 x 64 scores.
+// A chunk's 64 x 64 scores and their gradients: products and writing.
 #pragma once
 
 #include "gates.cuh"
@@ -20,6 +20,38 @@ __device__ __forceinline__ void store_scores(const Rows& out, const Chunk& chunk
     store2_operands<kAccess, Op>(out.data, out.dtype, base + token_offset(out, row) + column, x0,
                                  x1, 2);
   });
+}
+
+template <class Op>
+struct ScoreGradTiles {
+  Op d_o[kTile * kPitch<Op, kTile>], v[kTile * kPitch<Op, kTile>];  // [token][V]
+};
+
+// acc = do v^T
+template <Access kAccess, class In>
+__device__ __forceinline__ void multiply_values(float (&acc)[2][2][4],
+                                                ScoreGradTiles<Operand<In>>& s, const Problem& p,
+                                                const Chunk& chunk) {
+  constexpr int kPitchX = kPitch<Operand<In>, kTile>;
+  const WarpTile<kTile> warp;
+  clear(acc);
+  const In* d_o = rows_at<const In>(p.d_o, chunk);
+  const In* v = rows_at<const In>(p.v, chunk);
+  TileRows<kAccess, In, kTile> r_do, r_v;
+  const auto load = [&](int first) {
+    r_do.load(d_o, p.d_o, chunk.length, first, p.V);
+    r_v.load(v, p.v, chunk.length, first, p.V);
+  };
+  load(0);
+  for (int first = 0; first < p.V; first += kTile) {
+    if (first > 0) __syncthreads();  // the tiles of the product before are read
+    r_do.store(s.d_o, takes_tf32<In>(p));
+    r_v.store(s.v, takes_tf32<In>(p));
+    if (first + kTile < p.V) load(first + kTile);
+    __syncthreads();  // the tiles are written
+    product<Stored::kAsIs, Stored::kTransposed, kPitchX, kPitchX>(
+        acc, s.d_o + warp.m * kPitchX, s.v + warp.n * kPitchX, kTile, takes_tf32<In>(p));
+  }
 }
 
 }  // namespace gla_ext::cuda

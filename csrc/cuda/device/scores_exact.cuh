@@ -93,4 +93,36 @@ __device__ __forceinline__ void diagonal_blocks(DiagonalTiles& s, const Problem&
   }
 }
 
+// Both together, whole scores of bf16 inputs, by kThreads threads.
+struct ExactScores {
+  static constexpr int kPitchX = kPitch<bf16, kTile>;
+  bf16 A[kTile * kPitchX];  // [token][token]
+  union {
+    struct {
+      bf16 q[kTile * kPitchX], k[kTile * kPitchX];  // [token][K]
+      float sums[kSubChunks][kTile];
+    } off_diagonal;
+    DiagonalTiles diagonal;
+  };
+
+  __device__ __forceinline__ void make(const Problem& p, const Chunk& chunk) {
+    float acc[2][2][4];  // [token, token]
+    clear(acc);
+    for (int first = 0; first < p.K; first += kTile)
+      add_anchored<bf16, bf16>(acc, off_diagonal.q, off_diagonal.k, off_diagonal.sums, p, chunk,
+                               first);
+    const WarpTile<kTile> warp;
+    for_pairs(acc, [&](int r, int c, float x0, float x1) {
+      const int row = warp.m + r, column = warp.n + c;
+      if (column / kSubChunk >= row / kSubChunk) x0 = x1 = 0;
+      store2<Access::kFast>(A + row * kPitchX + column, p.scale * x0, p.scale * x1, 2);
+    });
+    __syncthreads();  // the blocks off the diagonal are written, their operands read
+    diagonal_blocks<bf16, kThreads>(diagonal, p, chunk, [&](int sub, int token, int j, float x) {
+      A[token * kPitchX + sub * static_cast<int>(kSubChunk) + j] = from_float<bf16>(x);
+    });
+    __syncthreads();  // the scores are written, the diagonal's tiles read
+  }
+};
+
 }  // namespace gla_ext::cuda

@@ -13,55 +13,31 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-constexpr int kPitchX = kPitch<bf16, kTile>;
-
-struct Shared {
-  bf16 A[kTile * kPitchX];  // [token][token]
-  union {
-    struct {
-      bf16 q[kTile * kPitchX], k[kTile * kPitchX];  // [token][K]
-      float sums[kSubChunks][kTile];
-    } off_diagonal;
-    DiagonalTiles diagonal;
-    bf16 v[kTile * kPitchX];  // [token][V]
-  };
+union Shared {
+  ExactScores scores;
+  struct {
+    bf16 A[kTile * ExactScores::kPitchX];  // where `scores` has them
+    bf16 v[kTile * ExactScores::kPitchX];  // [token][V]
+  } operands;
 };
 
-__device__ __forceinline__ void store_scores(Shared& s, const Problem& p, const Chunk& chunk) {
-  float acc[2][2][4];  // [token, token]
-  clear(acc);
-  for (int first = 0; first < p.K; first += kTile)
-    add_anchored<bf16, bf16>(acc, s.off_diagonal.q, s.off_diagonal.k, s.off_diagonal.sums, p, chunk,
-                             first);
-  const WarpTile<kTile> warp;
-  for_pairs(acc, [&](int r, int c, float x0, float x1) {
-    const int row = warp.m + r, column = warp.n + c;
-    if (column / kSubChunk >= row / kSubChunk) x0 = x1 = 0;
-    store2<Access::kFast>(s.A + row * kPitchX + column, p.scale * x0, p.scale * x1, 2);
-  });
-  __syncthreads();  // the blocks off the diagonal are written, their operands read
-  diagonal_blocks<bf16, kThreads>(s.diagonal, p, chunk, [&](int sub, int token, int j, float x) {
-    s.A[token * kPitchX + sub * static_cast<int>(kSubChunk) + j] = from_float<bf16>(x);
-  });
-  __syncthreads();  // the scores are written, the diagonal's tiles read
-}
-
 __global__ void __launch_bounds__(kThreads, 1) exact_output_kernel(Problem p) {
+  constexpr int kPitchX = ExactScores::kPitchX;
   __shared__ __align__(16) Shared s;
   for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
-    store_scores(s, p, chunk);
+    s.scores.make(p, chunk);
     const WarpTile<kTile> warp;
     bf16* o = rows_at<bf16>(p.o, chunk);
     for (int first_v = 0; first_v < p.V; first_v += kTile) {
       if (first_v > 0) __syncthreads();  // the values before are read
       TileRows<Access::kFast, bf16, kTile> v;
       v.load(rows_at<const bf16>(p.v, chunk), p.v, chunk.length, first_v, p.V);
-      v.store(s.v, false);
+      v.store(s.operands.v, false);
       __syncthreads();     // the values are written
       float acc[2][2][4];  // [token, V]
       clear(acc);
-      product<Stored::kAsIs, Stored::kAsIs, kPitchX, kPitchX>(acc, s.A + warp.m * kPitchX,
-                                                              s.v + warp.n, kTile, false);
+      product<Stored::kAsIs, Stored::kAsIs, kPitchX, kPitchX>(acc, s.operands.A + warp.m * kPitchX,
+                                                              s.operands.v + warp.n, kTile, false);
       for_pairs(acc, [&](int r, int c, float x0, float x1) {
         const int token = warp.m + r, column = first_v + warp.n + c;
         if (token >= chunk.length) return;

@@ -29,6 +29,8 @@ void segment_scan(const Problem& p, cudaStream_t stream);
 // q k v g tiers -> o += A v, of chunks outside tier 1.
 void exact_output(const Problem& p, cudaStream_t stream);
 
+// q k v g do tiers -> A dq_intra dk_intra dg_intra, of chunks outside tier 1.
+void exact_gradients(const Problem& p, cudaStream_t stream);
 // q k v g do S dS tiers, and outside tier 1 A dq_intra dk_intra dg_intra -> dq dk dv dg
 void gradients(const Problem& p, cudaStream_t stream);
 

@@ -101,7 +101,7 @@ __device__ __forceinline__ void load_dA(Operand<In>* s_dA, const Problem& p, con
 }
 
 template <Access kAccess, class In>
-__global__ void __launch_bounds__(kThreads, 2) intra_grads_tier1_kernel(Problem p) {
+__global__ void __launch_bounds__(kThreads, 2) intra_grads_tier1(Problem p) {
   using Op = Operand<In>;
   __shared__ __align__(16) Op s_dA[kTile * kPitch<Op, kTile>];
   __shared__ __align__(16) Tier1Tiles<Op> s_tiles;
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 2) intra_grads_tier1_kernel(Problem 
 }
 
 template <class In>
-__global__ void __launch_bounds__(kThreads, 1) intra_grads_exact_kernel(Problem p) {
+__global__ void __launch_bounds__(kThreads, 1) intra_grads_exact(Problem p) {
   using Op = Operand<In>;
   __shared__ __align__(16) Op s_dA[kTile * kPitch<Op, kTile>];
   __shared__ __align__(16) ExactTiles<Op> s_tiles;
@@ -139,17 +139,9 @@ void intra_grads(const Problem& p, cudaStream_t stream) {
   with_dtype_and_access(p, [&](auto type, auto access) {
     using In = typename decltype(type)::type;
     const int64_t blocks = blocks_of(p.K, kColumns<Operand<In>>);
-    launch(intra_grads_tier1_kernel<decltype(access)::value, In>, chunk_heads(p) * blocks, kThreads,
-           p, stream);
-  });
-  intra_grads_exact(p, stream);
-}
-
-void intra_grads_exact(const Problem& p, cudaStream_t stream) {
-  with_dtype(p.dtype, [&](auto type) {
-    using In = typename decltype(type)::type;
-    const int64_t blocks = blocks_of(p.K, kColumns<Operand<In>>);
-    launch(intra_grads_exact_kernel<In>, exact_grid(p, blocks), kThreads, p, stream);
+    launch(intra_grads_tier1<decltype(access)::value, In>, chunk_heads(p) * blocks, kThreads, p,
+           stream);
+    launch(intra_grads_exact<In>, exact_grid(p, blocks), kThreads, p, stream);
   });
 }
 

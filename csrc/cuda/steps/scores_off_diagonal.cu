@@ -15,7 +15,7 @@ namespace {
 
 template <Access kAccess, class In>
 __global__ void __launch_bounds__(kThreads, sizeof(Operand<In>) == 2 ? 3 : 2)
-    scores_off_diagonal_tier1_kernel(Problem p) {
+    scores_off_diagonal_tier1(Problem p) {
   using Op = Operand<In>;
   constexpr int kPitchX = kPitch<Op, kTile>;
   __shared__ __align__(16) Op s_q[kTile * kPitchX];
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Operand<In>) == 2 ? 3 : 2)
 }
 
 template <class In>
-__global__ void __launch_bounds__(kThreads, 1) scores_off_diagonal_exact_kernel(Problem p) {
+__global__ void __launch_bounds__(kThreads, 1) scores_off_diagonal_exact(Problem p) {
   using Op = Operand<In>;
   constexpr int kPitchX = kPitch<Op, kTile>;
   __shared__ __align__(16) Op s_q[kTile * kPitchX];
@@ -62,16 +62,9 @@ __global__ void __launch_bounds__(kThreads, 1) scores_off_diagonal_exact_kernel(
 void scores_off_diagonal(const Problem& p, cudaStream_t stream) {
   with_dtype_and_access(p, [&](auto type, auto access) {
     using In = typename decltype(type)::type;
-    launch(scores_off_diagonal_tier1_kernel<decltype(access)::value, In>, chunk_heads(p), kThreads,
-           p, stream);
-  });
-  scores_off_diagonal_exact(p, stream);
-}
-
-void scores_off_diagonal_exact(const Problem& p, cudaStream_t stream) {
-  with_dtype(p.dtype, [&](auto type) {
-    launch(scores_off_diagonal_exact_kernel<typename decltype(type)::type>, exact_grid(p, 1),
-           kThreads, p, stream);
+    launch(scores_off_diagonal_tier1<decltype(access)::value, In>, chunk_heads(p), kThreads, p,
+           stream);
+    launch(scores_off_diagonal_exact<In>, exact_grid(p, 1), kThreads, p, stream);
   });
 }
 
