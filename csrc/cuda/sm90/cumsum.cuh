@@ -6,14 +6,16 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// Raises the gates of a chunk, [64][K] in tiles, to where a decay is 0 in fp32, since 0 times -inf
-// would be NaN. NaN stays NaN. By kThreads threads of which the caller is number `thread`.
-template <int K, int kThreads>
-__device__ __forceinline__ void clamp_gates(unsigned char* gates, int thread) {
+// Raises the gates of columns [first, first + kColumns) of a tile to where a decay is 0 in fp32,
+// since 0 times -inf would be NaN. NaN stays NaN. By a warpgroup; kColumns is 32 or 64.
+template <int kColumns>
+__device__ __forceinline__ void clamp_gates(unsigned char* tile, int first, int thread) {
+  constexpr int kParts = kColumns / 8, kRowsEach = kGroupThreads / kParts;
   const __nv_bfloat162 reset = __float2bfloat162_rn(-104.f);  // 2^(-104 log2 e) < 2^-150
 #pragma unroll
-  for (int i = 0; i < kTile * K / 8 / kThreads; ++i) {
-    auto* eight = reinterpret_cast<uint4*>(gates) + thread + i * kThreads;
+  for (int i = 0; i < kTile / kRowsEach; ++i) {
+    auto* eight = reinterpret_cast<uint4*>(
+        tile + swizzled(thread / kParts + i * kRowsEach, first / 8 + thread % kParts));
     uint4 x = *eight;
     auto* pairs = reinterpret_cast<__nv_bfloat162*>(&x);
 #pragma unroll

@@ -182,13 +182,6 @@ __device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int grou
     copy_rows<2, kGroupThreads>(tiles.v, p.v, segment, chunk, thread, first_v, p.V);
     commit_copies();
   };
-  const auto prefetch = [&](int chunk) {
-    if (chunk >= segment.chunks) return;
-    prefetch_rows(p.g, segment, chunk, thread, 0, p.K);
-    prefetch_rows(p.q, segment, chunk, thread, 0, p.K);
-    prefetch_rows(p.k, segment, chunk, thread, 0, p.K);
-    prefetch_rows(p.v, segment, chunk, thread, first_v, p.V);
-  };
   copy(group);
   for (int chunk = group; chunk < segment.chunks; chunk += kProducers) {
     const int stage = chunk % kStages;
@@ -196,8 +189,9 @@ __device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int grou
     wait_for_copies<0>();
     if (thread == 0) s.exact[stage] = 0;
     gating.barrier();  // the rows are there, s.exact is cleared
-    prefetch(chunk + kProducers);
-    clamp_gates<K, kGroupThreads>(tiles.g, thread);
+#pragma unroll
+    for (int tile = 0; tile < K / 64; ++tile)
+      clamp_gates<64>(tiles.g + tile * kTileBytes, 0, thread);
     fence_for_products();
     gating.barrier();  // the gates are clamped
 #pragma unroll 1

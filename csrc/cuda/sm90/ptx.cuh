@@ -58,10 +58,6 @@ __device__ __forceinline__ void copy16(uint32_t shared, const void* p, bool ther
                "r"(there ? 16 : 0)
                : "memory");
 }
-// The 128 bytes that `p` lies in, to the L2 cache.
-__device__ __forceinline__ void prefetch_line(const void* p) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
 // All but the newest kPending groups of this thread's copies have arrived.
 template <int kPending>

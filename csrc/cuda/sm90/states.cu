@@ -10,8 +10,9 @@
 //         For segments' own parts nothing but those, segment_states or segment_state_grads, and
 //         segment_decays.
 //
-// The producers take the chunks in turn, copy their rows and gate k or q in place; the consumers
-// hold 64 key channels, or where K is at most 64, 64 values each. Accumulation is fp32.
+// The producers copy rows two chunks ahead and gate k or q in place, half of the key channels each;
+// the consumers hold 64 key channels, or where K is at most 64, 64 values each. Accumulation is
+// fp32.
 #include "../device/gates.cuh"
 #include "../device/launch.cuh"
 #include "cumsum.cuh"
@@ -21,12 +22,12 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-constexpr int kStages = 4;
+constexpr int kStages = 3;
 constexpr int kProducers = 2, kConsumers = 2;  // warpgroups
 constexpr int kProducerThreads = kProducers * kGroupThreads;
 constexpr int kConsumerThreads = kConsumers * kGroupThreads;
 constexpr int kBlockThreads = kProducerThreads + kConsumerThreads;
-constexpr int kProducerBarrier = 1, kConsumerBarrier = 3, kTotalsBarrier = 5;  // two of the first
+constexpr int kProducerBarrier = 1, kGatingBarrier = 2, kConsumerBarrier = 4;  // two of the latter
 
 // Which of the two sweeps, and whether it stores every chunk's state or its segment's own part.
 enum class Sweep { kStates, kStateGrads };
@@ -39,10 +40,9 @@ struct Shared {
     unsigned char g[K / 64 * kTileBytes];  // [token][K]
     unsigned char x[2 * kTileBytes];       // v or do [token][V]
   } stages[kStages];
-  unsigned char state[kConsumers * kTileBytes];  // [64 of K][64 of V] of a consumer
+  unsigned char state[K / 64 * 2 * kTileBytes];  // [K][V]
   unsigned char triangle[kTileBytes];            // of ones, [token][token]
-  float b_last[kProducers][K];                   // log2 units
-  float totals[kProducers][K];                   // of b_last
+  float b_last[K];                               // log2 units
   float decay[kStages][K];                       // 2^b_C
   uint64_t full[kStages], empty[kStages];
   int exact[kStages];
@@ -89,88 +89,95 @@ __device__ __forceinline__ void group_barrier(int group) {
     sync_threads<kFirst + 1>(kGroupThreads);
 }
 
-// Gates k or q of 64 channels of a chunk in place.
+// Gates k or q of a chunk in place; a producer has half of the key channels.
 template <int K, Sweep kSweep>
-__device__ __forceinline__ void gate(Shared<K>& s, int group, int stage, int tile, float scale) {
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
-  const int row = thread / 32 * 16 + lane / 4, t = lane % 4;
-  float b[32];
-  sum_gates(b, s.triangle, s.stages[stage].g + tile * kTileBytes, 0);
-  float* b_lasts = s.b_last[group] + 64 * tile;
-  if (row + 8 == kTile - 1) {
+struct Gating {
+  static constexpr int kColumns = K / kProducers;
+  int group, thread, first;
+  float total = 0;  // of the gates of channel `thread` in the segment, log2 units
+
+  __device__ __forceinline__ explicit Gating(int producer)
+      : group(producer),
+        thread(static_cast<int>(threadIdx.x) % kGroupThreads),
+        first(producer * kColumns) {}
+
+  __device__ __forceinline__ void barrier() const { group_barrier<kGatingBarrier>(group); }
+
+  __device__ __forceinline__ void run(Shared<K>& s, int stage, float scale) {
+    auto& tiles = s.stages[stage];
+    const int tile = first / 64 * kTileBytes, column = first % 64;
+    clamp_gates<kColumns>(tiles.g + tile, column, thread);
+    fence_for_products();
+    barrier();  // the gates are clamped, s.b_last of the chunk before is read
+    float b[kColumns / 2];
+    sum_gates(b, s.triangle, tiles.g + tile, column);
+    const int lane = thread % 32, row = thread / 32 * 16 + lane / 4, t = lane % 4;
+    if (row + 8 == kTile - 1) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
-      *reinterpret_cast<float2*>(b_lasts + 8 * j + 2 * t) =
-          make_float2(kLog2E * b[4 * j + 2], kLog2E * b[4 * j + 3]);
-  }
-  group_barrier<kProducerBarrier>(group);  // b_lasts is written
-  if (thread < 64) s.decay[stage][64 * tile + thread] = exp2_ftz(b_lasts[thread]);
-  const uint32_t y = shared_address(s.stages[stage].y) + tile * kTileBytes;
-  const Fragments fragments;
-  uint32_t words[4][4];
+      for (int j = 0; j < kColumns / 8; ++j)
+        *reinterpret_cast<float2*>(&s.b_last[first + 8 * j + 2 * t]) =
+            make_float2(kLog2E * b[4 * j + 2], kLog2E * b[4 * j + 3]);
+    }
+    barrier();  // s.b_last is written
+    if (thread < kColumns) {
+      const float b_last = s.b_last[first + thread];
+      s.decay[stage][first + thread] = exp2_ftz(b_last);
+      total += b_last;
+    }
+    bool out = false;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) fragments.load(words[i], y, i);
-  bool out = false;
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const auto b_last = *reinterpret_cast<const float2*>(&s.b_last[first + 8 * j + 2 * t]);
+      unsigned char* y = tiles.y + tile + swizzled(row, column / 8 + j) + 4 * t;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      const int j = 2 * i + x / 2, at = 4 * j + x % 2 * 2;
-      const auto b_last = *reinterpret_cast<const float2*>(b_lasts + 8 * j + 2 * t);
-      const float b0 = b[at] * kLog2E, b1 = b[at + 1] * kLog2E;
-      const float2 pair = unpack(words[i][x]);
-      if constexpr (kSweep == Sweep::kStates) {
-        out |= out_of_tier1(b0, b_last.x) || out_of_tier1(b1, b_last.y);
-        words[i][x] = pack(pair.x * exp2_ftz(b_last.x - b0), pair.y * exp2_ftz(b_last.y - b1));
-      } else {
-        words[i][x] = pack(pair.x * (scale * exp2_ftz(b0)), pair.y * (scale * exp2_ftz(b1)));
+      for (int e = 0; e < 2; ++e) {
+        auto* word = reinterpret_cast<uint32_t*>(y + e * 1024);
+        const float2 pair = unpack(*word);
+        const float b0 = b[4 * j + 2 * e] * kLog2E, b1 = b[4 * j + 2 * e + 1] * kLog2E;
+        if constexpr (kSweep == Sweep::kStates) {
+          out |= out_of_tier1(b0, b_last.x) || out_of_tier1(b1, b_last.y);
+          *word = pack(pair.x * exp2_ftz(b_last.x - b0), pair.y * exp2_ftz(b_last.y - b1));
+        } else {
+          *word = pack(pair.x * (scale * exp2_ftz(b0)), pair.y * (scale * exp2_ftz(b1)));
+        }
       }
     }
-    fragments.store(y, i, words[i]);
+    if (out) s.exact[stage] = 1;
   }
-  if (out) s.exact[stage] = 1;
-}
+};
 
 template <int K, Sweep kSweep, Store kStore>
 __device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int group, int first_k,
                                         int first_v) {
   using F = Fields<kSweep>;
   const Segment& segment = s.segment;
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  const int thread = static_cast<int>(threadIdx.x);
+  Gating<K, kSweep> gating(group);
   const auto copy = [&](int i) {
-    if (i >= segment.chunks) return;
-    const int stage = i % kStages, chunk = F::chunk(segment, i);
-    if (i >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(i / kStages - 1) & 1);
-    auto& tiles = s.stages[stage];
-    copy_rows<K / 64, kGroupThreads>(tiles.g, p.g, segment, chunk, thread, first_k, p.K);
-    copy_rows<K / 64, kGroupThreads>(tiles.y, F::y(p), segment, chunk, thread, first_k, p.K);
-    copy_rows<2, kGroupThreads>(tiles.x, F::x(p), segment, chunk, thread, first_v, p.V);
+    if (i < segment.chunks) {
+      const int stage = i % kStages, chunk = F::chunk(segment, i);
+      if (i >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(i / kStages - 1) & 1);
+      auto& tiles = s.stages[stage];
+      copy_rows<K / 64, kProducerThreads>(tiles.g, p.g, segment, chunk, thread, first_k, p.K);
+      copy_rows<K / 64, kProducerThreads>(tiles.y, F::y(p), segment, chunk, thread, first_k, p.K);
+      copy_rows<2, kProducerThreads>(tiles.x, F::x(p), segment, chunk, thread, first_v, p.V);
+    }
     commit_copies();
   };
-  float total = 0;  // of the gates of channel `thread` in this producer's chunks, log2 units
-  copy(group);
-  for (int i = group; i < segment.chunks; i += kProducers) {
+  for (int i = 0; i < kStages - 1; ++i) copy(i);
+  for (int i = 0; i < segment.chunks; ++i) {
     const int stage = i % kStages;
-    wait_for_copies<0>();
+    wait_for_copies<kStages - 2>();
     if (thread == 0) s.exact[stage] = 0;
-    group_barrier<kProducerBarrier>(group);  // the rows are there, s.exact is cleared
-    copy(i + kProducers);
-    clamp_gates<K, kGroupThreads>(s.stages[stage].g, thread);
-    fence_for_products();
-    group_barrier<kProducerBarrier>(group);  // the gates are clamped
-#pragma unroll 1
-    for (int tile = 0; tile < K / 64; ++tile) gate<K, kSweep>(s, group, stage, tile, p.scale);
+    sync_threads<kProducerBarrier>(kProducerThreads);  // the rows are there, s.exact is cleared
+    gating.run(s, stage, p.scale);
     fence_for_products();
     arrive(&s.full[stage]);
-    if (kStore == Store::kSegment && thread < K) total += s.b_last[group][thread];
+    copy(i + kStages - 1);  // waits for the consumers, which are a chunk behind
   }
-  if constexpr (kStore == Store::kSegment) {
-    if (thread < K) s.totals[group][thread] = total;
-    sync_threads<kTotalsBarrier>(kProducers * kGroupThreads);  // s.totals is written
-    const int channel = first_k + thread;
-    if (first_v == 0 && group == 0 && thread < K && channel < p.K)
-      p.segment_decays[segment.slot * p.K + channel] = s.totals[0][thread] + s.totals[1][thread];
-  }
+  const int channel = first_k + gating.first + gating.thread;
+  if (kStore == Store::kSegment && first_v == 0 && gating.thread < gating.kColumns && channel < p.K)
+    p.segment_decays[segment.slot * p.K + channel] = gating.total;
 }
 
 // A consumer's part of the state: 64 key channels by 128 values, or 64.
@@ -222,25 +229,23 @@ struct State {
                                               int group) const {
     const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
     const Fragments fragments;
+    group_barrier<kConsumerBarrier>(group);  // the rows of the chunk before are read
 #pragma unroll
-    for (int first = 0; first < kValues; first += kTile) {
-      group_barrier<kConsumerBarrier>(group);  // the rows before are read
+    for (int i = 0; i < kValues / 16; ++i) {
+      uint32_t words[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = (first / 16 + i) * 8;
-        const uint32_t words[4] = {pack(x[at], x[at + 1]), pack(x[at + 2], x[at + 3]),
-                                   pack(x[at + 4], x[at + 5]), pack(x[at + 6], x[at + 7])};
-        fragments.store(shared_address(tile), i, words);
-      }
-      group_barrier<kConsumerBarrier>(group);  // the rows are written
-      const int part = thread % 8, v = first_v + first + 8 * part;
+      for (int e = 0; e < 4; ++e) words[e] = pack(x[8 * i + 2 * e], x[8 * i + 2 * e + 1]);
+      fragments.store(shared_address(tile) + i / 4 * kTileBytes, i % 4, words);
+    }
+    group_barrier<kConsumerBarrier>(group);  // the rows are written
+    constexpr int kParts = kValues / 8, kRowsEach = kGroupThreads / kParts;
+    const int part = thread % kParts, v = first_v + 8 * part;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = thread / 8 + 16 * i, k = first_k + row;
-        if (k < p.K && v < p.V)
-          *reinterpret_cast<uint4*>(state + k * p.V + v) =
-              *reinterpret_cast<const uint4*>(tile + swizzled(row, part));
-      }
+    for (int i = 0; i < kTile / kRowsEach; ++i) {
+      const int row = thread / kParts + i * kRowsEach, k = first_k + row;
+      if (k < p.K && v < p.V)
+        *reinterpret_cast<uint4*>(state + k * p.V + v) =
+            *reinterpret_cast<const uint4*>(tile + part / 8 * kTileBytes + swizzled(row, part % 8));
     }
   }
 };
@@ -253,7 +258,7 @@ __device__ __forceinline__ void consume(Shared<K>& s, const Problem& p, int grou
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
   const int64_t boundary = (segment.n * p.H + segment.head) * matrix;
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-  unsigned char* tile = s.state + group * kTileBytes;
+  unsigned char* tile = s.state + group * (K / 64) * kTileBytes;
   State<K> state(group, block_k, block_v);
   state.clear();
   if constexpr (kStore == Store::kChunks) {
@@ -304,7 +309,7 @@ __device__ __forceinline__ void sweep(Shared<K>& s, const Problem& p, int64_t in
   if (threadIdx.x == 0) {
     s.segment = find_segment(p, index / k_blocks);
     for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(&s.full[stage], kGroupThreads);
+      init_barrier(&s.full[stage], kProducerThreads);
       init_barrier(&s.empty[stage], kConsumerThreads);
     }
   }

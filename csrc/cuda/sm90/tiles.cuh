@@ -25,18 +25,6 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
-// Brings columns [first, first + columns) of a chunk of a segment to the L2 cache, for a copy to
-// come, by a warpgroup.
-__device__ __forceinline__ void prefetch_rows(const Rows& r, const Segment& segment, int chunk,
-                                              int thread, int first, int columns) {
-  constexpr int kLine = 64;  // elements of 128 bytes
-  const int lines = blocks_of(columns - first < 2 * kLine ? columns - first : 2 * kLine, kLine);
-  const int row = thread / 2, line = thread % 2;
-  if (row < segment.length_of(chunk) && line < lines)
-    prefetch_line(rows_at<const bf16>(r, segment.row, segment.token_of(chunk) + row, segment.head) +
-                  first + line * kLine);
-}
-
 // Where a warp of a warpgroup loads and stores [16 x 16] of a tile at once, in the layout of
 // accumulators: words 2 j + e of 16 columns are rows 8 e and up of columns 8 j and up.
 class Fragments {
