@@ -5,7 +5,8 @@
 //
 // and the state stays in registers.
 //
-// grid    (segment, head, 128 values); two producer and two consumer warpgroups
+// grid    (segment, head, 128 values); two producer and two consumer warpgroups. Where K and V are
+//         at most 64, two segments and heads a block, with a producer and a consumer each.
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states
 // writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks]
 //
@@ -27,32 +28,34 @@ namespace gla_ext::cuda::sm90 {
 namespace {
 
 constexpr int kStages = 3;
-constexpr int kProducers = 2, kConsumers = 2;  // warpgroups
-constexpr int kProducerThreads = kProducers * kGroupThreads;
-constexpr int kConsumerThreads = kConsumers * kGroupThreads;
-constexpr int kBlockThreads = kProducerThreads + kConsumerThreads;
-constexpr int kProducerBarrier = 1, kConsumerBarrier = 3;  // two of each
+constexpr int kGroups = 2;  // warpgroups of either role
+constexpr int kBlockThreads = 2 * kGroups * kGroupThreads;
+constexpr int kProducerBarrier = 1, kConsumerBarrier = 3;  // of a warpgroup, two of each
 
-template <int K>
-struct Stage {
-  unsigned char q[K / 64 * kTileBytes];  // [token][K], then q^
-  unsigned char k[K / 64 * kTileBytes];  // [token][K], then k^
-  unsigned char g[K / 64 * kTileBytes];  // [token][K], then A [token][token]
-  unsigned char v[2 * kTileBytes];       // [token][V], then o
-};
-
-template <int K>
-struct Shared {
-  Stage<K> stages[kStages];
-  unsigned char triangle[kTileBytes];  // of ones, [token][token]
+// A segment and head, worked on by kMembers warpgroups of either role: two, or one of two units.
+template <int K, int kMembers>
+struct alignas(1024) Unit {
+  static constexpr int kValues = kMembers * kTile;
+  struct Stage {
+    unsigned char q[K / 64 * kTileBytes];    // [token][K], then q^
+    unsigned char k[K / 64 * kTileBytes];    // [token][K], then k^
+    unsigned char g[K / 64 * kTileBytes];    // [token][K], then A [token][token]
+    unsigned char v[kMembers * kTileBytes];  // [token][V], then o
+  } stages[kStages];
   // Factors of the state's key channels at a chunk: 2^r as it enters; before the product, 1 or
   // 2^b_C; 2^(b_C - r) as it leaves, which is used after the stage is empty.
   float enter[kStages][K], middle[kStages][K], leave[kStages + 1][K];
-  float b_last[kProducers][K];       // log2 units
-  float2 references[kProducers][K];  // q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
+  float b_last[kMembers][K];       // log2 units
+  float2 references[kMembers][K];  // q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
   uint64_t full[kStages], empty[kStages];
   int exact[kStages];
   Segment segment;
+};
+
+template <int K, int kMembers>
+struct Shared {
+  Unit<K, kMembers> units[kGroups / kMembers];
+  unsigned char triangle[kTileBytes];  // of ones, [token][token]
 };
 
 // A barrier of one warpgroup, of two that have numbers from kFirst on.
@@ -65,20 +68,21 @@ __device__ __forceinline__ void group_barrier(int group) {
 }
 
 // What a producer does with a chunk whose rows are there.
-template <int K>
+template <int K, int kMembers>
 struct Gating {
-  Shared<K>& s;
-  int group, thread;
+  Unit<K, kMembers>& s;
+  const unsigned char* triangle;
+  int member, group, thread;
 
   __device__ __forceinline__ void barrier() const { group_barrier<kProducerBarrier>(group); }
 
   // The references of a channel and what they are to the state.
-  __device__ __forceinline__ void set_channel(int chunk, int channel) {
+  __device__ __forceinline__ void set_channel(int chunk, int channel) const {
     const int stage = chunk % kStages;
-    const float b_last = s.b_last[group][channel];
+    const float b_last = s.b_last[member][channel];
     const bool exact = !(fabsf(b_last) <= kTierRange);
     const float from = exact ? 0.f : reference_of(b_last), to = exact ? b_last : from;
-    s.references[group][channel] = make_float2(from, to - from);
+    s.references[member][channel] = make_float2(from, to - from);
     s.enter[stage][channel] = exp2_ftz(from);
     s.middle[stage][channel] = exact ? exp2_ftz(b_last) : 1.f;
     s.leave[chunk % (kStages + 1)][channel] = exact ? 1.f : exp2_ftz(b_last - from);
@@ -86,12 +90,12 @@ struct Gating {
   }
 
   // q^ and k^ of 64 channels.
-  __device__ __forceinline__ void gate(int chunk, int tile, float scale) {
-    Stage<K>& tiles = s.stages[chunk % kStages];
+  __device__ __forceinline__ void gate(int chunk, int tile, float scale) const {
+    auto& tiles = s.stages[chunk % kStages];
     float b[32];
-    sum_gates(b, s.triangle, tiles.g + tile * kTileBytes, 0);
+    sum_gates(b, triangle, tiles.g + tile * kTileBytes, 0);
     const int lane = thread % 32, row = thread / 32 * 16 + lane / 4, t = lane % 4;
-    float* b_last = s.b_last[group] + 64 * tile;
+    float* b_last = s.b_last[member] + 64 * tile;
     if (row + 8 == kTile - 1) {
 #pragma unroll
       for (int j = 0; j < 8; ++j)
@@ -102,7 +106,7 @@ struct Gating {
     if (thread < 64) set_channel(chunk, 64 * tile + thread);
     barrier();  // the references are written
     bool out = false;
-    const float2* references = s.references[group] + 64 * tile;
+    const float2* references = s.references[member] + 64 * tile;
     const Fragments fragments;
     const uint32_t tile_q = shared_address(tiles.q) + tile * kTileBytes;
     const uint32_t tile_k = shared_address(tiles.k) + tile * kTileBytes;
@@ -135,7 +139,8 @@ struct Gating {
   }
 
   // Issues A = q^ k^T.
-  __device__ __forceinline__ void begin_scores(float (&A)[32], const Stage<K>& tiles) const {
+  __device__ __forceinline__ void begin_scores(float (&A)[32], int stage) const {
+    const auto& tiles = s.stages[stage];
     constexpr auto kSummed = Contiguous::kSummed;
     const uint32_t q = shared_address(tiles.q), k = shared_address(tiles.k);
     begin_products();
@@ -166,26 +171,27 @@ struct Gating {
   }
 };
 
-template <int K>
-__device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int group, int first_v) {
+template <int K, int kMembers>
+__device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned char* triangle,
+                                        const Problem& p, int group, int block_v) {
   const Segment& segment = s.segment;
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-  Gating<K> gating{s, group, thread};
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, member = group % kMembers;
+  const Gating<K, kMembers> gating{s, triangle, member, group, thread};
   const auto copy = [&](int chunk) {
     if (chunk >= segment.chunks) return;
     const int stage = chunk % kStages;
     if (chunk >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(chunk / kStages - 1) & 1);
-    Stage<K>& tiles = s.stages[stage];
+    auto& tiles = s.stages[stage];
     copy_rows<K / 64, kGroupThreads>(tiles.g, p.g, segment, chunk, thread, 0, p.K);
     copy_rows<K / 64, kGroupThreads>(tiles.q, p.q, segment, chunk, thread, 0, p.K);
     copy_rows<K / 64, kGroupThreads>(tiles.k, p.k, segment, chunk, thread, 0, p.K);
-    copy_rows<2, kGroupThreads>(tiles.v, p.v, segment, chunk, thread, first_v, p.V);
+    copy_rows<kMembers, kGroupThreads>(tiles.v, p.v, segment, chunk, thread, block_v, p.V);
     commit_copies();
   };
-  copy(group);
-  for (int chunk = group; chunk < segment.chunks; chunk += kProducers) {
+  copy(member);
+  for (int chunk = member; chunk < segment.chunks; chunk += kMembers) {
     const int stage = chunk % kStages;
-    Stage<K>& tiles = s.stages[stage];
+    auto& tiles = s.stages[stage];
     wait_for_copies<0>();
     if (thread == 0) s.exact[stage] = 0;
     gating.barrier();  // the rows are there, s.exact is cleared
@@ -199,9 +205,9 @@ __device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int grou
     fence_for_products();
     gating.barrier();  // q^ and k^ are written, the gates read
     float A[32];
-    gating.begin_scores(A, tiles);
+    gating.begin_scores(A, stage);
     const bool exact = __any_sync(0xffffffffu, s.exact[stage]);
-    copy(chunk + kProducers);  // waits for the consumers, which are some chunks behind
+    copy(chunk + kMembers);  // waits for the consumers, which are some chunks behind
     wait_for_products<0>();
     gating.store_scores(tiles.g, A, exact);
     fence_for_products();
@@ -289,19 +295,33 @@ __device__ __forceinline__ void store_output(unsigned char* tile, const float (&
   }
 }
 
-template <int K>
-__device__ __forceinline__ void consume(Shared<K>& s, const Problem& p, int group, int block_v) {
+// Zeros in the rows of o behind the last sequence of a packed batch.
+__device__ __forceinline__ void write_tail(const Problem& p, const Segment& segment, int first_v) {
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  const int column = first_v + thread % 8 * 8;
+  if (column >= p.V) return;
+  bf16* o = rows_at<bf16>(p.o, 0, segment.start, segment.head) + column;
+  const int64_t end =
+      segment.chunks * kChunk < segment.length ? segment.chunks * kChunk : segment.length;
+  for (int64_t token = thread / 8; token < end; token += kGroupThreads / 8)
+    *reinterpret_cast<uint4*>(o + token * p.o.stride_t) = make_uint4(0, 0, 0, 0);
+}
+
+template <int K, int kMembers>
+__device__ __forceinline__ void consume(Unit<K, kMembers>& s, const Problem& p, int group,
+                                        int block_v) {
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
   const Segment& segment = s.segment;
-  const int first_v = block_v + 64 * group;
-  const bool writes_tiers = block_v == 0 && group == 0 && threadIdx.x % kGroupThreads == 0;
+  const int member = group % kMembers, first_v = block_v + kTile * member;
+  if (segment.tail) return write_tail(p, segment, first_v);
+  const bool writes_tiers = first_v == 0 && threadIdx.x % kGroupThreads == 0;
   State<K> state;
   state.load(p, segment, first_v);
   for (int chunk = 0; chunk < segment.chunks; ++chunk) {
     const int stage = chunk % kStages;
-    Stage<K>& tiles = s.stages[stage];
+    auto& tiles = s.stages[stage];
     const uint32_t q = shared_address(tiles.q), k = shared_address(tiles.k);
-    const uint32_t v = shared_address(tiles.v) + group * kTileBytes;
+    const uint32_t v = shared_address(tiles.v) + member * kTileBytes;
     if (chunk > 0) state.scale(s.leave[(chunk - 1) % (kStages + 1)]);
     wait(&s.full[stage], static_cast<uint32_t>(chunk / kStages) & 1);
     const bool exact = __any_sync(0xffffffffu, s.exact[stage]);
@@ -330,7 +350,7 @@ __device__ __forceinline__ void consume(Shared<K>& s, const Problem& p, int grou
                               descriptor(k + 2048 * i, kTileBytes));
     commit_products();
     wait_for_products<0>();
-    store_output(tiles.v + group * kTileBytes, o, group, p, segment, chunk, first_v);
+    store_output(tiles.v + member * kTileBytes, o, group, p, segment, chunk, first_v);
     arrive(&s.empty[stage]);
     if (writes_tiers)
       *reinterpret_cast<uint64_t*>(p.tiers + segment.chunk_head(p, chunk) * kMaxTierBlocks) = exact;
@@ -339,61 +359,60 @@ __device__ __forceinline__ void consume(Shared<K>& s, const Problem& p, int grou
   state.store(p, segment, first_v);
 }
 
-template <int K>
+template <int K, int kMembers>
 __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr int kUnits = kGroups / kMembers;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  Shared<K>& s = *reinterpret_cast<Shared<K>*>(s_bytes);
-  const int v_blocks = blocks_of(p.V, kFusedValues);
-  const int first_v = static_cast<int>(blockIdx.x % v_blocks) * kFusedValues;
-  if (threadIdx.x == 0) {
-    s.segment = find_segment(p, blockIdx.x / v_blocks);
+  auto& s = *reinterpret_cast<Shared<K, kMembers>*>(s_bytes);
+  const int v_blocks = blocks_of(p.V, s.units[0].kValues);
+  const int block_v = static_cast<int>(blockIdx.x % v_blocks) * s.units[0].kValues;
+  if (threadIdx.x < kUnits) {
+    auto& unit = s.units[threadIdx.x];
+    unit.segment =
+        find_segment(p, static_cast<int64_t>(blockIdx.x / v_blocks) * kUnits + threadIdx.x);
     for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(&s.full[stage], kGroupThreads);
-      init_barrier(&s.empty[stage], kConsumerThreads);
+      init_barrier(&unit.full[stage], kGroupThreads);
+      init_barrier(&unit.empty[stage], kMembers * kGroupThreads);
     }
   }
   fill_triangle<kBlockThreads>(s.triangle);
   fence_for_products();
-  __syncthreads();  // the barriers, the segment and the triangle are there
-  const Segment& segment = s.segment;
-  if (segment.tail) {
-    for (int chunk = 0; chunk < segment.chunks; ++chunk) {
-      const Chunk tail{0,   segment.token_of(chunk), segment.length_of(chunk), segment.head, 0, 0,
-                       true};
-      write_zeros<kBlockThreads>(p.o, tail, first_v, min(first_v + kFusedValues, p.V));
-    }
-    return;
-  }
+  __syncthreads();  // the barriers, the segments and the triangle are there
   // One value a warp, so that the compiler knows the roles' branches not to diverge.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
-  if (group < kProducers) {
+  auto& unit = s.units[group % kGroups / kMembers];
+  if (group < kGroups) {
     give_registers<96>();
-    produce<K>(s, p, group, first_v);
+    if (!unit.segment.tail) produce(unit, s.triangle, p, group, block_v);
   } else {
     take_registers<160>();
-    consume<K>(s, p, group - kProducers, first_v);
+    consume(unit, p, group - kGroups, block_v);
   }
 #endif
 }
 
-template <int K>
+template <int K, int kMembers>
 void launch_forward(const Problem& p, cudaStream_t stream) {
-  static const DynamicShared shared(forward_kernel<K>, sizeof(Shared<K>));
-  const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, kFusedValues);
+  using Block = Shared<K, kMembers>;
+  static const DynamicShared shared(forward_kernel<K, kMembers>, sizeof(Block));
+  const int64_t blocks = blocks_of(segment_heads(p.grid, p.H), kGroups / kMembers) *
+                         blocks_of(p.V, Unit<K, kMembers>::kValues);
   if (blocks == 0) return;
   shared.allow();
-  forward_kernel<K>
-      <<<dim3(static_cast<unsigned>(blocks)), kBlockThreads, sizeof(Shared<K>), stream>>>(p);
+  forward_kernel<K, kMembers>
+      <<<dim3(static_cast<unsigned>(blocks)), kBlockThreads, sizeof(Block), stream>>>(p);
 }
 
 }  // namespace
 
 void forward(const Problem& p, cudaStream_t stream) {
-  if (p.K <= 64)
-    launch_forward<64>(p, stream);
+  if (p.K > 64)
+    launch_forward<128, 2>(p, stream);
+  else if (p.V > 64)
+    launch_forward<64, 2>(p, stream);
   else
-    launch_forward<128>(p, stream);
+    launch_forward<64, 1>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -32,11 +32,18 @@ __host__ __device__ inline int64_t segment_heads(const ChunkGrid& grid, int64_t 
   return H * (grid.segment_chunks > 0 ? grid.B * grid.segments : grid.N + grid.packed);
 }
 
-// Number `index` of them; its chunks are 0 where no sequence needs it.
+// Number `index` of them; its chunks are 0 where no sequence needs it. An index behind the last is
+// a tail without tokens.
 __device__ __forceinline__ Segment find_segment(const Problem& p, int64_t index) {
   const ChunkGrid& grid = p.grid;
   int64_t n = index / p.H, part = 0;
   Segment s;
+  if (index >= segment_heads(grid, p.H)) {
+    s.chunks = 0;
+    s.length = 0;
+    s.tail = true;
+    return s;
+  }
   s.head = static_cast<int>(index - n * p.H);
   s.slot = index;
   if (grid.segment_chunks > 0) {

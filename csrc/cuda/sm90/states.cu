@@ -5,7 +5,9 @@
 //   dS = 2^b_C dS' + (scale q 2^b)^T do            last chunk first
 //
 // grid    (sweep, segment, head, 128 key channels or 64, 128 values); two producer and two consumer
-// warpgroups reads   g [B, T, H, K], k v h0, or q do dht; segment_states, segment_state_grads
+//         warpgroups. Where K and V are at most 64, two segments and heads a block, with a producer
+//         and a consumer each.
+// reads   g [B, T, H, K], k v h0, or q do dht; segment_states, segment_state_grads
 // writes  S entering, or dS' leaving, every chunk, bf16 [B, chunks, H, K, V]; dh0; with S tiers.
 //         For segments' own parts nothing but those, segment_states or segment_state_grads, and
 //         segment_decays.
@@ -23,30 +25,36 @@ namespace gla_ext::cuda::sm90 {
 namespace {
 
 constexpr int kStages = 3;
-constexpr int kProducers = 2, kConsumers = 2;  // warpgroups
-constexpr int kProducerThreads = kProducers * kGroupThreads;
-constexpr int kConsumerThreads = kConsumers * kGroupThreads;
-constexpr int kBlockThreads = kProducerThreads + kConsumerThreads;
-constexpr int kProducerBarrier = 1, kGatingBarrier = 2, kConsumerBarrier = 4;  // two of the latter
+constexpr int kGroups = 2;  // warpgroups of either role
+constexpr int kBlockThreads = 2 * kGroups * kGroupThreads;
+// The first of a unit with two members, the others of a warpgroup, two of each.
+constexpr int kProducerBarrier = 1, kGatingBarrier = 2, kConsumerBarrier = 4;
 
 // Which of the two sweeps, and whether it stores every chunk's state or its segment's own part.
 enum class Sweep { kStates, kStateGrads };
 enum class Store { kChunks, kSegment };
 
-template <int K>
-struct Shared {
+// A segment and head, worked on by kMembers warpgroups of either role: two, or one of two units.
+template <int K, int kMembers>
+struct alignas(1024) Unit {
+  static constexpr int kValues = K == 128 ? 128 : kMembers * kTile;
   struct Stage {
-    unsigned char y[K / 64 * kTileBytes];  // k or q [token][K], then gated
-    unsigned char g[K / 64 * kTileBytes];  // [token][K]
-    unsigned char x[2 * kTileBytes];       // v or do [token][V]
+    unsigned char y[K / 64 * kTileBytes];        // k or q [token][K], then gated
+    unsigned char g[K / 64 * kTileBytes];        // [token][K]
+    unsigned char x[kValues / 64 * kTileBytes];  // v or do [token][V]
   } stages[kStages];
-  unsigned char state[K / 64 * 2 * kTileBytes];  // [K][V]
-  unsigned char triangle[kTileBytes];            // of ones, [token][token]
-  float b_last[K];                               // log2 units
-  float decay[kStages][K];                       // 2^b_C
+  unsigned char state[K / 64 * (kValues / 64) * kTileBytes];  // [K][V]
+  float b_last[K];                                            // log2 units
+  float decay[kStages][K];                                    // 2^b_C
   uint64_t full[kStages], empty[kStages];
   int exact[kStages];
   Segment segment;
+};
+
+template <int K, int kMembers>
+struct Shared {
+  Unit<K, kMembers> units[kGroups / kMembers];
+  unsigned char triangle[kTileBytes];  // of ones, [token][token]
 };
 
 template <Sweep kSweep>
@@ -89,28 +97,25 @@ __device__ __forceinline__ void group_barrier(int group) {
     sync_threads<kFirst + 1>(kGroupThreads);
 }
 
-// Gates k or q of a chunk in place; a producer has half of the key channels.
-template <int K, Sweep kSweep>
+// Gates k or q of a chunk in place; a producer has K / kMembers of the key channels.
+template <int K, int kMembers, Sweep kSweep>
 struct Gating {
-  static constexpr int kColumns = K / kProducers;
+  static constexpr int kColumns = K / kMembers;
+  Unit<K, kMembers>& s;
+  const unsigned char* triangle;
   int group, thread, first;
   float total = 0;  // of the gates of channel `thread` in the segment, log2 units
 
-  __device__ __forceinline__ explicit Gating(int producer)
-      : group(producer),
-        thread(static_cast<int>(threadIdx.x) % kGroupThreads),
-        first(producer * kColumns) {}
-
   __device__ __forceinline__ void barrier() const { group_barrier<kGatingBarrier>(group); }
 
-  __device__ __forceinline__ void run(Shared<K>& s, int stage, float scale) {
+  __device__ __forceinline__ void run(int stage, float scale) {
     auto& tiles = s.stages[stage];
     const int tile = first / 64 * kTileBytes, column = first % 64;
     clamp_gates<kColumns>(tiles.g + tile, column, thread);
     fence_for_products();
     barrier();  // the gates are clamped, s.b_last of the chunk before is read
     float b[kColumns / 2];
-    sum_gates(b, s.triangle, tiles.g + tile, column);
+    sum_gates(b, triangle, tiles.g + tile, column);
     const int lane = thread % 32, row = thread / 32 * 16 + lane / 4, t = lane % 4;
     if (row + 8 == kTile - 1) {
 #pragma unroll
@@ -146,21 +151,23 @@ struct Gating {
   }
 };
 
-template <int K, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int group, int first_k,
-                                        int first_v) {
+template <int K, int kMembers, Sweep kSweep, Store kStore>
+__device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned char* triangle,
+                                        const Problem& p, int group, int first_k, int first_v) {
   using F = Fields<kSweep>;
+  constexpr int kThreads = kMembers * kGroupThreads, kValueTiles = Unit<K, kMembers>::kValues / 64;
   const Segment& segment = s.segment;
-  const int thread = static_cast<int>(threadIdx.x);
-  Gating<K, kSweep> gating(group);
+  const int thread = static_cast<int>(threadIdx.x) % kThreads, member = group % kMembers;
+  Gating<K, kMembers, kSweep> gating{s, triangle, group, thread % kGroupThreads,
+                                     member * (K / kMembers)};
   const auto copy = [&](int i) {
     if (i < segment.chunks) {
       const int stage = i % kStages, chunk = F::chunk(segment, i);
       if (i >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(i / kStages - 1) & 1);
       auto& tiles = s.stages[stage];
-      copy_rows<K / 64, kProducerThreads>(tiles.g, p.g, segment, chunk, thread, first_k, p.K);
-      copy_rows<K / 64, kProducerThreads>(tiles.y, F::y(p), segment, chunk, thread, first_k, p.K);
-      copy_rows<2, kProducerThreads>(tiles.x, F::x(p), segment, chunk, thread, first_v, p.V);
+      copy_rows<K / 64, kThreads>(tiles.g, p.g, segment, chunk, thread, first_k, p.K);
+      copy_rows<K / 64, kThreads>(tiles.y, F::y(p), segment, chunk, thread, first_k, p.K);
+      copy_rows<kValueTiles, kThreads>(tiles.x, F::x(p), segment, chunk, thread, first_v, p.V);
     }
     commit_copies();
   };
@@ -169,8 +176,12 @@ __device__ __forceinline__ void produce(Shared<K>& s, const Problem& p, int grou
     const int stage = i % kStages;
     wait_for_copies<kStages - 2>();
     if (thread == 0) s.exact[stage] = 0;
-    sync_threads<kProducerBarrier>(kProducerThreads);  // the rows are there, s.exact is cleared
-    gating.run(s, stage, p.scale);
+    // The rows are there, s.exact is cleared.
+    if constexpr (kMembers == 2)
+      sync_threads<kProducerBarrier>(kThreads);
+    else
+      gating.barrier();
+    gating.run(stage, p.scale);
     fence_for_products();
     arrive(&s.full[stage]);
     copy(i + kStages - 1);  // waits for the consumers, which are a chunk behind
@@ -187,9 +198,9 @@ struct State {
   float x[kValues / 2];
   int first_k, first_v;
 
-  __device__ __forceinline__ State(int group, int block_k, int block_v)
-      : first_k(block_k + (K == 128 ? 64 * group : 0)),
-        first_v(block_v + (K == 128 ? 0 : 64 * group)) {}
+  __device__ __forceinline__ State(int member, int block_k, int block_v)
+      : first_k(K == 128 ? block_k + 64 * member : block_k),
+        first_v(K == 128 ? block_v : block_v + 64 * member) {}
 
   // f(x0, x1, key, value) of neighbours
   template <class F>
@@ -250,16 +261,16 @@ struct State {
   }
 };
 
-template <int K, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void consume(Shared<K>& s, const Problem& p, int group, int block_k,
-                                        int block_v) {
+template <int K, int kMembers, Sweep kSweep, Store kStore>
+__device__ __forceinline__ void consume(Unit<K, kMembers>& s, const Problem& p, int group,
+                                        int block_k, int block_v) {
   using F = Fields<kSweep>;
   const Segment& segment = s.segment;
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
   const int64_t boundary = (segment.n * p.H + segment.head) * matrix;
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-  unsigned char* tile = s.state + group * (K / 64) * kTileBytes;
-  State<K> state(group, block_k, block_v);
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, member = group % kMembers;
+  unsigned char* tile = s.state + member * (K / 64) * kTileBytes;
+  State<K> state(member, block_k, block_v);
   state.clear();
   if constexpr (kStore == Store::kChunks) {
     if (!F::begins(segment))
@@ -287,7 +298,7 @@ __device__ __forceinline__ void consume(Shared<K>& s, const Problem& p, int grou
                                                       descriptor(y + 2048 * step, kTileBytes),
                                                       descriptor(x + 2048 * step, kTileBytes));
     commit_products();
-    if (kSweep == Sweep::kStates && kStore == Store::kChunks && block_v == 0 && group == 0 &&
+    if (kSweep == Sweep::kStates && kStore == Store::kChunks && block_v == 0 && member == 0 &&
         thread == 0)
       *reinterpret_cast<uint16_t*>(p.tiers + chunk_head * kMaxTierBlocks + block_k / kTierBlock) =
           static_cast<uint16_t>(s.exact[stage]);
@@ -300,71 +311,73 @@ __device__ __forceinline__ void consume(Shared<K>& s, const Problem& p, int grou
     state.store(p, F::final(p) + boundary, p.state_v_first);
 }
 
-template <int K, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void sweep(Shared<K>& s, const Problem& p, int64_t index) {
-  const int v_blocks = blocks_of(p.V, kFusedValues), k_blocks = blocks_of(p.K, K);
-  const int first_v = static_cast<int>(index % v_blocks) * kFusedValues;
+template <int K, int kMembers, Sweep kSweep, Store kStore>
+__device__ __forceinline__ void sweep(Shared<K, kMembers>& s, const Problem& p, int64_t index) {
+  constexpr int kUnits = kGroups / kMembers, kValues = Unit<K, kMembers>::kValues;
+  const int v_blocks = blocks_of(p.V, kValues), k_blocks = blocks_of(p.K, K);
+  const int first_v = static_cast<int>(index % v_blocks) * kValues;
   index /= v_blocks;
   const int first_k = static_cast<int>(index % k_blocks) * K;
-  if (threadIdx.x == 0) {
-    s.segment = find_segment(p, index / k_blocks);
+  if (threadIdx.x < kUnits) {
+    auto& unit = s.units[threadIdx.x];
+    unit.segment = find_segment(p, index / k_blocks * kUnits + threadIdx.x);
     for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(&s.full[stage], kProducerThreads);
-      init_barrier(&s.empty[stage], kConsumerThreads);
+      init_barrier(&unit.full[stage], kMembers * kGroupThreads);
+      init_barrier(&unit.empty[stage], kMembers * kGroupThreads);
     }
   }
   fill_triangle<kBlockThreads>(s.triangle);
   fence_for_products();
-  __syncthreads();  // the barriers, the segment and the triangle are there
-  if (s.segment.tail) return;
-  // The own part of the last segment of a sweep concerns nobody.
-  if (kStore == Store::kSegment && Fields<kSweep>::ends(s.segment)) return;
+  __syncthreads();  // the barriers, the segments and the triangle are there
   // One value a warp, so that the compiler knows the roles' branches not to diverge.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
-  if (group < kProducers) {
+  auto& unit = s.units[group % kGroups / kMembers];
+  // The own part of the last segment of a sweep concerns nobody.
+  const bool idle =
+      unit.segment.tail || (kStore == Store::kSegment && Fields<kSweep>::ends(unit.segment));
+  if (group < kGroups) {
     give_registers<88>();
-    produce<K, kSweep, kStore>(s, p, group, first_k, first_v);
+    if (!idle) produce<K, kMembers, kSweep, kStore>(unit, s.triangle, p, group, first_k, first_v);
   } else {
     take_registers<168>();
-    consume<K, kSweep, kStore>(s, p, group - kProducers, first_k, first_v);
+    if (!idle) consume<K, kMembers, kSweep, kStore>(unit, p, group - kGroups, first_k, first_v);
   }
 }
 
-// Blocks of one sweep.
-template <int K>
-int64_t sweep_blocks(const Problem& p) {
-  return segment_heads(p.grid, p.H) * blocks_of(p.K, K) * blocks_of(p.V, kFusedValues);
-}
-
-template <int K, Store kStore>
+template <int K, int kMembers, Store kStore>
 __global__ void __launch_bounds__(kBlockThreads, 1) states_kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  Shared<K>& s = *reinterpret_cast<Shared<K>*>(s_bytes);
+  auto& s = *reinterpret_cast<Shared<K, kMembers>*>(s_bytes);
   if (blockIdx.x < states)
-    sweep<K, Sweep::kStates, kStore>(s, p, blockIdx.x);
+    sweep<K, kMembers, Sweep::kStates, kStore>(s, p, blockIdx.x);
   else
-    sweep<K, Sweep::kStateGrads, kStore>(s, p, blockIdx.x - states);
+    sweep<K, kMembers, Sweep::kStateGrads, kStore>(s, p, blockIdx.x - states);
 #endif
 }
 
-template <int K, Store kStore>
+template <int K, int kMembers, Store kStore>
 void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
-  static const DynamicShared shared(states_kernel<K, kStore>, sizeof(Shared<K>));
-  const int64_t blocks = sweep_blocks<K>(p) * (states + state_grads);
+  using Block = Shared<K, kMembers>;
+  static const DynamicShared shared(states_kernel<K, kMembers, kStore>, sizeof(Block));
+  const int64_t sweep_blocks = blocks_of(segment_heads(p.grid, p.H), kGroups / kMembers) *
+                               blocks_of(p.K, K) * blocks_of(p.V, Unit<K, kMembers>::kValues);
+  const int64_t blocks = sweep_blocks * (states + state_grads);
   if (blocks == 0) return;
   shared.allow();
-  states_kernel<K, kStore>
-      <<<dim3(static_cast<unsigned>(blocks)), kBlockThreads, sizeof(Shared<K>), stream>>>(
-          p, states ? sweep_blocks<K>(p) : 0);
+  states_kernel<K, kMembers, kStore>
+      <<<dim3(static_cast<unsigned>(blocks)), kBlockThreads, sizeof(Block), stream>>>(
+          p, states ? sweep_blocks : 0);
 }
 
 template <Store kStore>
 void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
-  if (p.K <= 64)
-    launch_states<64, kStore>(p, states, state_grads, stream);
+  if (p.K > 64)
+    launch_states<128, 2, kStore>(p, states, state_grads, stream);
+  else if (p.V > 64)
+    launch_states<64, 2, kStore>(p, states, state_grads, stream);
   else
-    launch_states<128, kStore>(p, states, state_grads, stream);
+    launch_states<64, 1, kStore>(p, states, state_grads, stream);
 }
 
 }  // namespace
