@@ -7,6 +7,20 @@
 namespace gla_ext {
 namespace {
 
+// Casts what autocast casts, as long as it stands, with autocast itself off.
+template <c10::DeviceType device>
+class Cast {
+ public:
+  at::Tensor operator()(const at::Tensor& t) const {
+    return at::autocast::cached_cast(dtype_, t, device);
+  }
+
+ private:
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_{
+      at::autocast::get_autocast_dispatch_key_from_device_type(device)};
+  at::ScalarType dtype_ = at::autocast::get_autocast_dtype(device);
+};
+
 template <c10::DeviceType device>
 ForwardOutputs chunk_gla_fwd_autocast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                       const at::Tensor& g, const std::optional<at::Tensor>& gv,
@@ -14,23 +28,63 @@ ForwardOutputs chunk_gla_fwd_autocast(const at::Tensor& q, const at::Tensor& k, 
                                       const std::optional<at::Tensor>& cu_seqlens,
                                       std::optional<double> scale, bool output_final_state,
                                       bool state_v_first, bool save_states, bool batch_invariant) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
-  const auto cast = [&](const at::Tensor& t) {
-    return at::autocast::cached_cast(dtype, t, device);
-  };
+  const Cast<device> cast;
   return chunk_gla_fwd(cast(q), cast(k), cast(v), g, gv, initial_state, cu_seqlens, scale,
                        output_final_state, state_v_first, save_states, batch_invariant);
 }
 
+using Optional = std::optional<at::Tensor>;
+
+template <c10::DeviceType device>
+RecurrentForwardOutputs recurrent_gla_fwd_autocast(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Optional& gk,
+    const Optional& gv, const Optional& initial_state, const Optional& cu_seqlens,
+    std::optional<double> scale, bool output_final_state, bool reverse, bool state_v_first) {
+  const Cast<device> cast;
+  return recurrent_gla_fwd(cast(q), cast(k), cast(v), gk, gv, initial_state, cu_seqlens, scale,
+                           output_final_state, reverse, state_v_first);
+}
+
+template <c10::DeviceType device>
+at::Tensor recurrent_gla_step_autocast(const at::Tensor& q, const at::Tensor& k,
+                                       const at::Tensor& v, const Optional& gk, const Optional& gv,
+                                       at::Tensor& state, const Optional& slots,
+                                       std::optional<double> scale, bool state_v_first) {
+  const Cast<device> cast;
+  return recurrent_gla_step_(cast(q), cast(k), cast(v), gk, gv, state, slots, scale, state_v_first);
+}
+
+template <c10::DeviceType device>
+at::Tensor recurrent_gla_verify_autocast(const at::Tensor& q, const at::Tensor& k,
+                                         const at::Tensor& v, const Optional& gk,
+                                         const Optional& gv, const at::Tensor& state,
+                                         const Optional& slots, std::optional<double> scale,
+                                         bool state_v_first) {
+  const Cast<device> cast;
+  return recurrent_gla_verify(cast(q), cast(k), cast(v), gk, gv, state, slots, scale,
+                              state_v_first);
+}
+
+template <c10::DeviceType device>
+void recurrent_gla_commit_autocast(const at::Tensor& k, const at::Tensor& v, const Optional& gk,
+                                   const Optional& gv, at::Tensor& state, const Optional& slots,
+                                   const at::Tensor& accepted, bool state_v_first) {
+  const Cast<device> cast;
+  recurrent_gla_commit_(cast(k), cast(v), gk, gv, state, slots, accepted, state_v_first);
+}
+
+template <c10::DeviceType device>
+void register_all(torch::Library& m) {
+  m.impl("chunk_gla_fwd", chunk_gla_fwd_autocast<device>);
+  m.impl("recurrent_gla_fwd", recurrent_gla_fwd_autocast<device>);
+  m.impl("recurrent_gla_step_", recurrent_gla_step_autocast<device>);
+  m.impl("recurrent_gla_verify", recurrent_gla_verify_autocast<device>);
+  m.impl("recurrent_gla_commit_", recurrent_gla_commit_autocast<device>);
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, AutocastCPU, m) {
-  m.impl("chunk_gla_fwd", chunk_gla_fwd_autocast<c10::DeviceType::CPU>);
-}
-TORCH_LIBRARY_IMPL(gla_ext, AutocastCUDA, m) {
-  m.impl("chunk_gla_fwd", chunk_gla_fwd_autocast<c10::DeviceType::CUDA>);
-}
+TORCH_LIBRARY_IMPL(gla_ext, AutocastCPU, m) { register_all<c10::DeviceType::CPU>(m); }
+TORCH_LIBRARY_IMPL(gla_ext, AutocastCUDA, m) { register_all<c10::DeviceType::CUDA>(m); }
 
 }  // namespace gla_ext

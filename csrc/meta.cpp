@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "ops.h"
+#include "recurrent_checks.h"
 #include "step_checks.h"
 
 namespace gla_ext {
@@ -55,6 +56,60 @@ BackwardOutputs chunk_gla_bwd_meta(const at::Tensor& d_o, const OptionalTensor& 
           fresh(g),
           empty({0}, g, g.scalar_type()),
           given(initial_state) ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate)};
+}
+
+RecurrentForwardOutputs recurrent_gla_fwd_meta(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
+    const OptionalTensor& gv, const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
+    std::optional<double>, bool output_final_state, bool, bool state_v_first) {
+  const Shape s = check_recurrent_fwd(q, k, v, gk, gv, initial_state, cu_seqlens, state_v_first);
+  return {fresh(v),
+          output_final_state ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate)};
+}
+
+BackwardOutputs recurrent_gla_bwd_meta(const at::Tensor& d_o, const OptionalTensor& dht,
+                                       const at::Tensor& q, const at::Tensor& k,
+                                       const at::Tensor& v, const OptionalTensor& gk,
+                                       const OptionalTensor& gv,
+                                       const OptionalTensor& initial_state,
+                                       const OptionalTensor& cu_seqlens, std::optional<double>,
+                                       bool, bool state_v_first) {
+  const Shape s =
+      check_recurrent_bwd(d_o, dht, q, k, v, gk, gv, initial_state, cu_seqlens, state_v_first);
+  const auto gate = [&](const OptionalTensor& g) {
+    return given(g) ? fresh(*g) : empty({0}, q, s.accumulate);
+  };
+  return {fresh(q),
+          fresh(k),
+          fresh(v),
+          gate(gk),
+          gate(gv),
+          given(initial_state) ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate)};
+}
+
+at::Tensor recurrent_gla_step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const OptionalTensor& gk, const OptionalTensor& gv,
+                                   at::Tensor& state, const OptionalTensor& slots,
+                                   std::optional<double>, bool state_v_first) {
+  check_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv}, {state, slots, nullptr, state_v_first});
+  return fresh(v);
+}
+
+at::Tensor recurrent_gla_verify_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const OptionalTensor& gk, const OptionalTensor& gv,
+                                     const at::Tensor& state, const OptionalTensor& slots,
+                                     std::optional<double>, bool state_v_first) {
+  check_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
+             {state, slots, nullptr, state_v_first});
+  return fresh(v);
+}
+
+void recurrent_gla_commit_meta(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
+                               const OptionalTensor& gv, at::Tensor& state,
+                               const OptionalTensor& slots, const at::Tensor& accepted,
+                               bool state_v_first) {
+  check_pool({"recurrent_gla_commit_", nullptr, &k, &v, &gk, &gv},
+             {state, slots, &accepted, state_v_first});
 }
 
 at::Tensor gate_cumsum_meta(const at::Tensor& g, const OptionalTensor& cu_seqlens) {
@@ -134,6 +189,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> merge_grads_meta(
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("chunk_gla_fwd", chunk_gla_fwd_meta);
   m.impl("chunk_gla_bwd", chunk_gla_bwd_meta);
+  m.impl("recurrent_gla_fwd", recurrent_gla_fwd_meta);
+  m.impl("recurrent_gla_bwd", recurrent_gla_bwd_meta);
+  m.impl("recurrent_gla_step_", recurrent_gla_step_meta);
+  m.impl("recurrent_gla_verify", recurrent_gla_verify_meta);
+  m.impl("recurrent_gla_commit_", recurrent_gla_commit_meta);
   m.impl("_gate_cumsum", gate_cumsum_meta);
   m.impl("_chunk_states", chunk_states_meta);
   m.impl("_scores_off_diagonal", scores_off_diagonal_meta);

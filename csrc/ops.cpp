@@ -23,6 +23,29 @@ TORCH_LIBRARY(gla_ext, m) {
       "dh0)",
       tags);
 
+  m.def(
+      "recurrent_gla_fwd(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor? "
+      "initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, bool reverse, "
+      "bool state_v_first) -> (Tensor o, Tensor final_state)",
+      tags);
+  m.def(
+      "recurrent_gla_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? "
+      "gv, Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool reverse, bool "
+      "state_v_first) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dgk, Tensor dgv, Tensor dh0)",
+      tags);
+  m.def(
+      "recurrent_gla_step_(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor(a!) state, "
+      "Tensor? slots, float? scale, bool state_v_first) -> Tensor",
+      tags);
+  m.def(
+      "recurrent_gla_verify(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor state, "
+      "Tensor? slots, float? scale, bool state_v_first) -> Tensor",
+      tags);
+  m.def(
+      "recurrent_gla_commit_(Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor(a!) state, Tensor? "
+      "slots, Tensor accepted, bool state_v_first) -> ()",
+      tags);
+
   // The steps, by the names of csrc/README.md; forward 1 and 2 are backward 1 and 2.
   m.def("_gate_cumsum(Tensor g, Tensor? cu_seqlens) -> Tensor", tags);
   m.def(
@@ -90,6 +113,66 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                              .typed<decltype(chunk_gla_bwd)>();
   return op.call(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states, scale, state_v_first,
                  batch_invariant);
+}
+
+RecurrentForwardOutputs recurrent_gla_fwd(const at::Tensor& q, const at::Tensor& k,
+                                          const at::Tensor& v, const std::optional<at::Tensor>& gk,
+                                          const std::optional<at::Tensor>& gv,
+                                          const std::optional<at::Tensor>& initial_state,
+                                          const std::optional<at::Tensor>& cu_seqlens,
+                                          std::optional<double> scale, bool output_final_state,
+                                          bool reverse, bool state_v_first) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::recurrent_gla_fwd", "")
+                             .typed<decltype(recurrent_gla_fwd)>();
+  return op.call(q, k, v, gk, gv, initial_state, cu_seqlens, scale, output_final_state, reverse,
+                 state_v_first);
+}
+
+BackwardOutputs recurrent_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
+                                  const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                  const std::optional<at::Tensor>& gk,
+                                  const std::optional<at::Tensor>& gv,
+                                  const std::optional<at::Tensor>& initial_state,
+                                  const std::optional<at::Tensor>& cu_seqlens,
+                                  std::optional<double> scale, bool reverse, bool state_v_first) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::recurrent_gla_bwd", "")
+                             .typed<decltype(recurrent_gla_bwd)>();
+  return op.call(d_o, dht, q, k, v, gk, gv, initial_state, cu_seqlens, scale, reverse,
+                 state_v_first);
+}
+
+at::Tensor recurrent_gla_step_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const std::optional<at::Tensor>& gk,
+                               const std::optional<at::Tensor>& gv, at::Tensor& state,
+                               const std::optional<at::Tensor>& slots, std::optional<double> scale,
+                               bool state_v_first) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::recurrent_gla_step_", "")
+                             .typed<decltype(recurrent_gla_step_)>();
+  return op.call(q, k, v, gk, gv, state, slots, scale, state_v_first);
+}
+
+at::Tensor recurrent_gla_verify(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                const std::optional<at::Tensor>& gk,
+                                const std::optional<at::Tensor>& gv, const at::Tensor& state,
+                                const std::optional<at::Tensor>& slots, std::optional<double> scale,
+                                bool state_v_first) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::recurrent_gla_verify", "")
+                             .typed<decltype(recurrent_gla_verify)>();
+  return op.call(q, k, v, gk, gv, state, slots, scale, state_v_first);
+}
+
+void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
+                           const std::optional<at::Tensor>& gk, const std::optional<at::Tensor>& gv,
+                           at::Tensor& state, const std::optional<at::Tensor>& slots,
+                           const at::Tensor& accepted, bool state_v_first) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::recurrent_gla_commit_", "")
+                             .typed<decltype(recurrent_gla_commit_)>();
+  op.call(k, v, gk, gv, state, slots, accepted, state_v_first);
 }
 
 std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(

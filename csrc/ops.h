@@ -45,4 +45,46 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                               std::optional<double> scale, bool state_v_first,
                               bool batch_invariant);
 
+// The recurrence itself, token by token, with a gate on value channels too and in reverse time if
+// asked for: S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_tᵀ. gk [B, T, H, K] and gv
+// [B, T, H, V] may be absent.
+using RecurrentForwardOutputs = std::tuple<at::Tensor, at::Tensor>;  // o, final_state
+
+RecurrentForwardOutputs recurrent_gla_fwd(const at::Tensor& q, const at::Tensor& k,
+                                          const at::Tensor& v, const std::optional<at::Tensor>& gk,
+                                          const std::optional<at::Tensor>& gv,
+                                          const std::optional<at::Tensor>& initial_state,
+                                          const std::optional<at::Tensor>& cu_seqlens,
+                                          std::optional<double> scale, bool output_final_state,
+                                          bool reverse, bool state_v_first);
+
+// dq, dk, dv, dgk, dgv, dh0.
+BackwardOutputs recurrent_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
+                                  const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                  const std::optional<at::Tensor>& gk,
+                                  const std::optional<at::Tensor>& gv,
+                                  const std::optional<at::Tensor>& initial_state,
+                                  const std::optional<at::Tensor>& cu_seqlens,
+                                  std::optional<double> scale, bool reverse, bool state_v_first);
+
+// Decoding: rows of T tokens on a pool of states [P, H, K, V], of which row b has slots[b] (b
+// without slots; outside 0 .. P - 1: o = 0, no state is touched). step_ writes the state after the
+// last token, verify nothing, commit_ the state after accepted[b] tokens.
+at::Tensor recurrent_gla_step_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const std::optional<at::Tensor>& gk,
+                               const std::optional<at::Tensor>& gv, at::Tensor& state,
+                               const std::optional<at::Tensor>& slots, std::optional<double> scale,
+                               bool state_v_first);
+
+at::Tensor recurrent_gla_verify(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                const std::optional<at::Tensor>& gk,
+                                const std::optional<at::Tensor>& gv, const at::Tensor& state,
+                                const std::optional<at::Tensor>& slots, std::optional<double> scale,
+                                bool state_v_first);
+
+void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
+                           const std::optional<at::Tensor>& gk, const std::optional<at::Tensor>& gv,
+                           at::Tensor& state, const std::optional<at::Tensor>& slots,
+                           const at::Tensor& accepted, bool state_v_first);
+
 }  // namespace gla_ext

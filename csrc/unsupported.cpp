@@ -2,7 +2,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
-#include "checks.h"
+#include "recurrent_checks.h"
 
 namespace gla_ext {
 namespace {
@@ -25,7 +25,10 @@ void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
-  for (const char* op : {"chunk_gla_fwd", "chunk_gla_bwd"})
+  for (const char* op :
+       {"chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_fwd", "recurrent_gla_bwd"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  for (const char* op : kPoolOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kSteps) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
 }

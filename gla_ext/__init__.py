@@ -8,6 +8,12 @@ check_build()
 from gla_ext.layers import GatedLinearAttention  # noqa: E402
 from gla_ext.multihead import MultiheadGLA  # noqa: E402
 from gla_ext.ops import batch_invariant, chunk_gla, fused_chunk_gla  # noqa: E402
+from gla_ext.recurrent import (  # noqa: E402
+    fused_recurrent_gla,
+    recurrent_gla_commit_,
+    recurrent_gla_step_,
+    recurrent_gla_verify,
+)
 
 __all__ = [
     "GatedLinearAttention",
@@ -16,4 +22,8 @@ __all__ = [
     "batch_invariant",
     "chunk_gla",
     "fused_chunk_gla",
+    "fused_recurrent_gla",
+    "recurrent_gla_commit_",
+    "recurrent_gla_step_",
+    "recurrent_gla_verify",
 ]

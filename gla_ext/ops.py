@@ -98,7 +98,7 @@ def chunk_gla(
     """
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        _refuse_dtensor(q, k, v, g, initial_state)
+        refuse_dtensor("chunk_gla", q, k, v, g, initial_state)
     o, final_state, _ = _fwd(
         q,
         k,
@@ -121,11 +121,12 @@ def chunk_gla(
 fused_chunk_gla = chunk_gla
 
 
-def _refuse_dtensor(*tensors: Tensor | None) -> None:
+def refuse_dtensor(op: str, *tensors: Tensor | None) -> None:
+    """Raises NotImplementedError where one of the tensors is a DTensor."""
     for t in tensors:
         if type(t) is not Tensor and type(t).__name__ == "DTensor":
             raise NotImplementedError(
-                "chunk_gla: expected plain tensors, got a DTensor; call it on to_local() tensors, "
+                f"{op}: expected plain tensors, got a DTensor; call it on to_local() tensors, "
                 "sharded over batch or heads"
             )
 

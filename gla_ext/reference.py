@@ -67,34 +67,39 @@ def recurrence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
+    g: Tensor | None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     gv: Tensor | None = None,
+    reverse: bool = False,
 ) -> Recurrence:
     """S_t = diag(exp g_t) S_{t-1} diag(exp gv_t) + k_t v_t^T, o_t = scale S_t^T q_t.
 
     Args:
-        q, k, g: [B, T, H, K]; g is the natural logarithm of the decay, <= 0, may be -inf.
+        q, k, g: [B, T, H, K]; g is the natural logarithm of the decay, <= 0, may be -inf, or None.
         v: [B, T, H, V].
         scale: factor on q. Default: K ** -0.5.
         initial_state: [N, H, K, V]. Default: zeros.
         cu_seqlens: [N + 1] integer offsets of packed sequences, B = 1. Default: N = B sequences.
         gv: [B, T, H, V], gate on the value channels. Default: none.
+        reverse: the last token comes first. Default: False.
     """
+    if reverse:
+        q, k, v, g, gv = (x if x is None else x.flip(1) for x in (q, k, v, g, gv))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, T, H, K = q.shape
     S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
     rows = (scale * q)[:, :, :, None, :].unbind(1)  # T of [B, H, 1, K]
     outer = zip(k[..., None].unbind(1), v[:, :, :, None, :].unbind(1), strict=True)
-    alpha = g.exp()[..., None].unbind(1)  # T of [B, H, K, 1]
-    beta = [None] * T if gv is None else gv.exp()[:, :, :, None, :].unbind(1)
+    alpha = [1.0] * T if g is None else g.exp()[..., None].unbind(1)  # T of [B, H, K, 1]
+    beta = [1.0] * T if gv is None else gv.exp()[:, :, :, None, :].unbind(1)
     o = []
     for q_t, (k_t, v_t), alpha_t, beta_t in zip(rows, outer, alpha, beta, strict=True):
-        S = alpha_t * S if beta_t is None else alpha_t * S * beta_t
-        S = S + k_t * v_t
+        S = alpha_t * S * beta_t + k_t * v_t
         o.append(q_t @ S)
+    if reverse:
+        o.reverse()
     return Recurrence(torch.stack(o, 1).squeeze(-2) if T else v, S)
 
 

@@ -33,6 +33,17 @@ struct Chunk {
   int64_t state;  // index of the [K, V] matrix in S and dS
 };
 
+// What the recurrence runs over for one head: `length` tokens of batch row `row` from token
+// `start`, between a state and the next. Absent states are null.
+template <typename T>
+struct Run {
+  int64_t row, start, length, head;
+  const T* state_in = nullptr;    // [K, V]
+  T* state_out = nullptr;         // [K, V], may be state_in
+  const T* dstate_out = nullptr;  // [K, V]
+  T* dstate_in = nullptr;         // [K, V]
+};
+
 // Everything a step may read or write. Absent tensors have data == nullptr. T accumulates: float,
 // or double for fp64 inputs.
 template <typename T>
@@ -47,6 +58,8 @@ struct Problem {
   Rows g;                  // natural-log gates [B, T, H, K], or absent and then b is read
   Rows b;                  // gate cumsum in chunks, log2 units [B, T, H, K]
   Rows o, dq, dk, dv, dg;  // outputs
+  Rows gv, dgv;            // the recurrence alone: gates on value channels [B, T, H, V], or absent
+  bool reverse = false;    // the recurrence alone: the last token comes first
   Rows A, A_diagonal, dA;  // [B, T, H, C], [B, T, H, c], [B, T, H, C]
   Rows dq_intra, dk_intra, dg_intra;  // [B, T, H, K], what step 6 hands to step 7
 

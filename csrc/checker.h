@@ -1,0 +1,136 @@
+// One call's checks, one fact each: a sentence with what was expected and what came. Sizes are
+// symbolic and never branched on.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <vector>
+
+#include "checks.h"
+
+namespace gla_ext {
+
+using Sizes = std::vector<c10::SymInt>;
+
+std::string dtype_name(at::ScalarType t);
+
+inline bool holds(const c10::SymBool& condition) {
+  return condition.expect_true(__FILE__, __LINE__);
+}
+
+// The operator's name for the messages and what all tensors must agree with.
+class Checker {
+ public:
+  Checker(const char* op, const char* first_name, const at::Tensor& first)
+      : op_(op), first_name_(first_name), device_(at::kCPU) {
+    defined(first_name, first);
+    device_ = first.device();
+  }
+
+  void defined(const char* name, const at::Tensor& t) const { check_defined(op_, name, t); }
+
+  void strided(const char* name, const at::Tensor& t) const {
+    TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided, op_, ": expected ", name,
+                                " to be a strided (dense) tensor, got layout ", t.layout());
+  }
+
+  void device(const char* name, const at::Tensor& t) const {
+    TORCH_CHECK_VALUE(t.device() == device_, op_, ": expected ", name, " on the device of ",
+                      first_name_, ", ", device_, ", got ", t.device());
+  }
+
+  void dtype(const char* name, const at::Tensor& t, at::ScalarType expected,
+             const char* why) const {
+    TORCH_CHECK_TYPE(t.scalar_type() == expected, op_, ": expected ", name, " to be ",
+                     dtype_name(expected), why, ", got ", dtype_name(t.scalar_type()));
+  }
+
+  void floating(const char* name, const at::Tensor& t) const {
+    const auto s = t.scalar_type();
+    TORCH_CHECK_TYPE(s == at::kBFloat16 || s == at::kHalf || s == at::kFloat || s == at::kDouble,
+                     op_, ": expected ", name,
+                     " to be torch.bfloat16, torch.float16, torch.float32 or torch.float64, got ",
+                     dtype_name(s));
+  }
+
+  // The dtype of the first tensor.
+  void like_first(const char* name, const at::Tensor& t, at::ScalarType expected) const {
+    dtype(name, t, expected, c10::str(" like ", first_name_).c_str());
+  }
+
+  // Gates may be of any of the three shorter types beside inputs of those types, and fp64 beside
+  // fp64.
+  void gate_dtype(const char* name, const at::Tensor& t, bool fp64) const {
+    const auto s = t.scalar_type();
+    if (fp64) return like_first(name, t, at::kDouble);
+    TORCH_CHECK_TYPE(s == at::kBFloat16 || s == at::kHalf || s == at::kFloat, op_, ": expected ",
+                     name, " to be torch.bfloat16, torch.float16 or torch.float32, got ",
+                     dtype_name(s));
+  }
+
+  void rank(const char* name, const at::Tensor& t, int64_t rank, const char* dims) const {
+    TORCH_CHECK_VALUE(t.dim() == rank, op_, ": expected ", name, " to have ", rank, " dimension",
+                      rank == 1 ? "" : "s", " ", dims, ", got ", t.dim(), " with shape ",
+                      t.sym_sizes());
+  }
+
+  void shape(const char* name, const at::Tensor& t, const char* dims, const Sizes& expected) const {
+    rank(name, t, static_cast<int64_t>(expected.size()), dims);
+    for (size_t i = 0; i < expected.size(); ++i)
+      TORCH_CHECK_VALUE(holds(t.sym_size(static_cast<int64_t>(i)).sym_eq(expected[i])), op_,
+                        ": expected ", name, " to have shape ", dims, " = ",
+                        c10::SymIntArrayRef(expected), ", got ", t.sym_sizes());
+  }
+
+  void at_least_one(const char* what, const char* name, const c10::SymInt& size) const {
+    TORCH_CHECK_VALUE(holds(size.sym_ge(1)), op_, ": expected ", what, " of ", name,
+                      " to be at least 1, got ", size);
+  }
+
+  // int32 or int64, of one dimension.
+  void indices(const char* name, const at::Tensor& t, const char* dims) const {
+    strided(name, t);
+    device(name, t);
+    TORCH_CHECK_TYPE(t.scalar_type() == at::kInt || t.scalar_type() == at::kLong, op_,
+                     ": expected ", name, " to be torch.int32 or torch.int64, got ",
+                     dtype_name(t.scalar_type()));
+    rank(name, t, 1, dims);
+  }
+
+  // cu_seqlens; its length gives N.
+  void offsets(const OptionalTensor& cu_seqlens, Shape& shape) const {
+    shape.packed = given(cu_seqlens);
+    if (!shape.packed) {
+      shape.N = shape.B;
+      shape.chunks = (shape.T + kChunk - 1) / kChunk;
+      return;
+    }
+    const at::Tensor& cu = *cu_seqlens;
+    indices("cu_seqlens", cu, "[N + 1]");
+    TORCH_CHECK_VALUE(holds(cu.sym_size(0).sym_ge(1)), op_,
+                      ": expected cu_seqlens to have at least 1 element (N + 1 offsets), got ",
+                      cu.sym_size(0));
+    TORCH_CHECK_VALUE(holds(shape.B.sym_eq(1)), op_,
+                      ": expected batch size 1 with cu_seqlens (sequences packed in one row), got ",
+                      shape.B);
+    shape.N = cu.sym_size(0) - 1;
+    shape.chunks = shape.T / kChunk + shape.N;
+  }
+
+  void state(const char* name, const OptionalTensor& t, const Shape& shape, bool v_first) const {
+    if (!given(t)) return;
+    strided(name, *t);
+    device(name, *t);
+    dtype(name, *t, shape.accumulate, "");
+    if (v_first)
+      this->shape(name, *t, "[N, H, V, K]", {shape.N, shape.H, shape.V, shape.K});
+    else
+      this->shape(name, *t, "[N, H, K, V]", {shape.N, shape.H, shape.K, shape.V});
+  }
+
+ private:
+  const char *op_, *first_name_;
+  at::Device device_;
+};
+
+}  // namespace gla_ext

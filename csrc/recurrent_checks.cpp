@@ -1,0 +1,136 @@
+#include "recurrent_checks.h"
+
+#include "checker.h"
+
+namespace gla_ext {
+namespace {
+
+Shape check_tokens(const Checker& check, const RecurrentInputs& in) {
+  struct Input {
+    const char* name;
+    const at::Tensor* t;
+    bool keys;  // [B, T, H, K], else [B, T, H, V]
+  };
+  const auto gate = [](const OptionalTensor* t) { return given(*t) ? &**t : nullptr; };
+  const std::array<Input, 3> inputs{{{"q", in.q, true}, {"k", in.k, true}, {"v", in.v, false}}};
+  const std::array<Input, 2> gates{{{"gk", gate(in.gk), true}, {"gv", gate(in.gv), false}}};
+  const bool has_q = in.q != nullptr;
+  const at::Tensor& first = has_q ? *in.q : *in.k;
+  const auto for_each = [&](const auto& list, auto&& f) {
+    for (const Input& x : list)
+      if (x.t != nullptr) f(x);
+  };
+  for_each(inputs, [&](const Input& x) { check.defined(x.name, *x.t); });
+  for_each(inputs, [&](const Input& x) { check.strided(x.name, *x.t); });
+  for_each(gates, [&](const Input& x) { check.strided(x.name, *x.t); });
+  for_each(inputs, [&](const Input& x) { check.device(x.name, *x.t); });
+  for_each(gates, [&](const Input& x) { check.device(x.name, *x.t); });
+  check.floating(has_q ? "q" : "k", first);
+  for_each(inputs, [&](const Input& x) { check.like_first(x.name, *x.t, first.scalar_type()); });
+  const bool fp64 = first.scalar_type() == at::kDouble;
+  for_each(gates, [&](const Input& x) { check.gate_dtype(x.name, *x.t, fp64); });
+  check.rank(has_q ? "q" : "k", first, 4, "[B, T, H, K]");
+  check.rank("v", *in.v, 4, "[B, T, H, V]");
+  Shape shape{first.sym_size(0),
+              first.sym_size(1),
+              first.sym_size(2),
+              first.sym_size(3),
+              in.v->sym_size(3),
+              0,
+              0};
+  shape.dtype = first.scalar_type();
+  shape.accumulate = fp64 ? at::kDouble : at::kFloat;
+  check.at_least_one("the last dimension", has_q ? "q" : "k", shape.K);
+  check.at_least_one("the last dimension", "v", shape.V);
+  const Sizes keys{shape.B, shape.T, shape.H, shape.K}, values{shape.B, shape.T, shape.H, shape.V};
+  const auto sizes = [&](const Input& x) {
+    if (x.keys)
+      check.shape(x.name, *x.t, "[B, T, H, K]", keys);
+    else
+      check.shape(x.name, *x.t, "[B, T, H, V]", values);
+  };
+  for_each(inputs, sizes);
+  for_each(gates, sizes);
+  return shape;
+}
+
+Shape check_sequences(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      const OptionalTensor& gk, const OptionalTensor& gv,
+                      const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
+                      bool state_v_first) {
+  const Checker check(op, "q", q);
+  Shape shape = check_tokens(check, {op, &q, &k, &v, &gk, &gv});
+  check.offsets(cu_seqlens, shape);
+  check.state("initial_state", initial_state, shape, state_v_first);
+  return shape;
+}
+
+}  // namespace
+
+Shape check_recurrent_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const OptionalTensor& gk, const OptionalTensor& gv,
+                          const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
+                          bool state_v_first) {
+  return check_sequences("fused_recurrent_gla", q, k, v, gk, gv, initial_state, cu_seqlens,
+                         state_v_first);
+}
+
+Shape check_recurrent_bwd(const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q,
+                          const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
+                          const OptionalTensor& gv, const OptionalTensor& initial_state,
+                          const OptionalTensor& cu_seqlens, bool state_v_first) {
+  const char* op = "recurrent_gla_bwd";
+  Shape shape = check_sequences(op, q, k, v, gk, gv, initial_state, cu_seqlens, state_v_first);
+  const Checker check(op, "q", q);
+  check.defined("do", d_o);
+  check.strided("do", d_o);
+  check.device("do", d_o);
+  check.like_first("do", d_o, q.scalar_type());
+  check.shape("do", d_o, "[B, T, H, V]", {shape.B, shape.T, shape.H, shape.V});
+  check.state("dht", dht, shape, state_v_first);
+  return shape;
+}
+
+Shape check_pool(const RecurrentInputs& tokens, const PoolInputs& pool) {
+  const at::Tensor& first = tokens.q != nullptr ? *tokens.q : *tokens.k;
+  const Checker check(tokens.op, tokens.q != nullptr ? "q" : "k", first);
+  Shape shape = check_tokens(check, tokens);
+  const at::Tensor& state = pool.state;
+  check.defined("state", state);
+  check.strided("state", state);
+  check.device("state", state);
+  check.dtype("state", state, shape.accumulate, "");
+  const char* dims = pool.state_v_first ? "[P, H, V, K]" : "[P, H, K, V]";
+  check.rank("state", state, 4, dims);
+  shape.N = given(pool.slots) ? state.sym_size(0) : shape.B;  // without slots, row b's is b
+  if (pool.state_v_first)
+    check.shape("state", state, dims, {shape.N, shape.H, shape.V, shape.K});
+  else
+    check.shape("state", state, dims, {shape.N, shape.H, shape.K, shape.V});
+  if (given(pool.slots)) {
+    check.indices("slots", *pool.slots, "[B]");
+    check.shape("slots", *pool.slots, "[B]", {shape.B});
+  }
+  if (pool.accepted != nullptr) {
+    check.defined("accepted", *pool.accepted);
+    check.indices("accepted", *pool.accepted, "[B]");
+    check.shape("accepted", *pool.accepted, "[B]", {shape.B});
+  }
+  return shape;
+}
+
+void check_pool_layout(const char* op, const at::Tensor& state) {
+  const auto sizes = state.sizes(), strides = state.strides();
+  const bool contiguous =
+      (sizes[3] == 1 || strides[3] == 1) && (sizes[2] == 1 || strides[2] == sizes[3]);
+  TORCH_CHECK_VALUE(contiguous, op,
+                    ": expected the last two dimensions of state to be contiguous, got strides ",
+                    strides);
+  const int64_t matrix = sizes[2] * sizes[3];
+  for (int dim = 0; dim < 2; ++dim)
+    TORCH_CHECK_VALUE(sizes[dim] <= 1 || strides[dim] >= matrix, op,
+                      ": expected the matrices of state to lie apart, got sizes ", sizes,
+                      " with strides ", strides);
+}
+
+}  // namespace gla_ext

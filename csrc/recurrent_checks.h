@@ -1,0 +1,43 @@
+// The input contract of the recurrent operators, once, for every backend and for tracing.
+#pragma once
+
+#include "checks.h"
+
+namespace gla_ext {
+
+// The operators on a pool of states.
+constexpr std::array<const char*, 3> kPoolOperators{"recurrent_gla_step_", "recurrent_gla_verify",
+                                                    "recurrent_gla_commit_"};
+
+// Tokens of a recurrent operator. Absent tensors are null.
+struct RecurrentInputs {
+  const char* op;
+  const at::Tensor *q = nullptr, *k = nullptr, *v = nullptr;  // [B, T, H, K | V]
+  const OptionalTensor *gk = nullptr, *gv = nullptr;          // [B, T, H, K | V]
+};
+
+Shape check_recurrent_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const OptionalTensor& gk, const OptionalTensor& gv,
+                          const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
+                          bool state_v_first);
+
+Shape check_recurrent_bwd(const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q,
+                          const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
+                          const OptionalTensor& gv, const OptionalTensor& initial_state,
+                          const OptionalTensor& cu_seqlens, bool state_v_first);
+
+// A pool of states [P, H, K, V] and what the B rows do with it; Shape::N is P. `accepted` is null
+// where an operator has none.
+struct PoolInputs {
+  const at::Tensor& state;
+  const OptionalTensor& slots;           // [B]
+  const at::Tensor* accepted = nullptr;  // [B]
+  bool state_v_first = false;
+};
+Shape check_pool(const RecurrentInputs& tokens, const PoolInputs& pool);
+
+// For backends: a pool is read and written where it lies, so its matrices must be contiguous and
+// apart from each other.
+void check_pool_layout(const char* op, const at::Tensor& state);
+
+}  // namespace gla_ext
