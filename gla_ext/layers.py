@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from gla_ext.norms import GatedRMSNorm, RMSNorm
 from gla_ext.ops import chunk_gla
+from gla_ext.recurrent import fused_recurrent_gla
 
 MODES = ("chunk", "fused_recurrent", "fused_chunk")
+MAX_DECODED = 16  # tokens that go on from a state by the recurrence, where no gradient is wanted
 
 
 class GatedLinearAttention(nn.Module):
@@ -27,8 +29,9 @@ class GatedLinearAttention(nn.Module):
     layer returns `(rms_norm(o) * swish(x Wg)) Wo`.
 
     Args:
-        mode: 'chunk', 'fused_recurrent' or 'fused_chunk'; today all three run `chunk_gla`.
-            Default: 'chunk'.
+        mode: 'chunk' and 'fused_chunk' run `chunk_gla`, but for a few tokens that go on from a
+            state without a gradient, as in decoding, and 'fused_recurrent' always runs
+            `fused_recurrent_gla`. Default: 'chunk'.
         hidden_size: width of the input and the output. Default: 1024.
         expand_k: key width over hidden_size. Default: 0.5.
         expand_v: value width over hidden_size. Default: 1.0.
@@ -190,7 +193,8 @@ class GatedLinearAttention(nn.Module):
         gk = F.logsigmoid(self.gk_proj(x)) / self.gate_logit_normalizer
         if self.clamp_min is not None:
             gk = gk.clamp_min(self.clamp_min)
-        return chunk_gla(
+        attend = fused_recurrent_gla if self._recurs(x, state, cu_seqlens) else chunk_gla
+        return attend(
             q,
             k,
             v,
@@ -200,6 +204,13 @@ class GatedLinearAttention(nn.Module):
             state_v_first=True,
             cu_seqlens=cu_seqlens,
         )
+
+    def _recurs(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> bool:
+        """Whether the tokens pass one after the other and not in chunks."""
+        if self.mode == "fused_recurrent":
+            return True
+        decoding = state is not None and cu_seqlens is None and not torch.is_grad_enabled()
+        return decoding and x.shape[1] <= MAX_DECODED
 
     def _norm_and_gate(self, o: Tensor, x: Tensor) -> Tensor:
         """From the heads' outputs `[B, T, H, V]` to the input of o_proj `[B, T, H * V]`."""

@@ -17,6 +17,19 @@ SCHEMAS = {
     "Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float? scale, bool state_v_first, "
     "bool batch_invariant) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)",
+    "recurrent_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, "
+    "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "
+    "bool reverse, bool state_v_first) -> (Tensor o, Tensor final_state)",
+    "recurrent_gla_bwd": "(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? gk, "
+    "Tensor? gv, Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool reverse, "
+    "bool state_v_first) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dgk, Tensor dgv, Tensor dh0)",
+    "recurrent_gla_step_": "(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, "
+    "Tensor(a!) state, Tensor? slots, float? scale, bool state_v_first) -> Tensor",
+    "recurrent_gla_verify": "(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, "
+    "Tensor state, Tensor? slots, float? scale, bool state_v_first) -> Tensor",
+    "recurrent_gla_commit_": "(Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor(a!) state, "
+    "Tensor? slots, Tensor accepted, bool state_v_first) -> ()",
     "_gate_cumsum": "(Tensor g, Tensor? cu_seqlens) -> Tensor",
     "_chunk_states": "(Tensor k, Tensor v, Tensor b, Tensor? initial_state, Tensor? cu_seqlens, "
     "bool state_v_first) -> (Tensor S, Tensor final_state)",
@@ -65,7 +78,10 @@ def test_dispatch_keys_and_tag(name):
 
 @pytest.mark.parametrize("key", ["AutocastCPU", "AutocastCUDA"])
 def test_autocast_key(key):
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("gla_ext::chunk_gla_fwd", key)
+    for name in SCHEMAS:
+        expected = not name.startswith("_") and not name.endswith("_bwd")
+        has = torch._C._dispatch_has_kernel_for_dispatch_key(f"gla_ext::{name}", key)
+        assert has == expected, name
 
 
 def call_arguments(device, requires_grad, packed, optionals, dtype=torch.float32):

@@ -103,6 +103,10 @@ def test_public_names():
             "batch_invariant",
             "chunk_gla",
             "fused_chunk_gla",
+            "fused_recurrent_gla",
+            "recurrent_gla_commit_",
+            "recurrent_gla_step_",
+            "recurrent_gla_verify",
         ]
     )
     assert all(getattr(gla_ext, name).__doc__ for name in gla_ext.__all__)

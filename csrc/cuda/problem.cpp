@@ -14,47 +14,20 @@
 #include <type_traits>
 
 #include "sm90/sm90.h"
+#include "tensors.h"
 
 namespace gla_ext::cuda {
 namespace {
 
-constexpr int64_t kLoadBytes = 16;                                // what one aligned load takes
 constexpr int64_t kMaxTokenStride = (int64_t{1} << 31) / kChunk;  // elements, see Rows
-constexpr int64_t kMaxBlocks = (int64_t{1} << 31) - 1;            // of a grid
 
-DType dtype_of(at::ScalarType t) {
-  switch (t) {
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kHalf:
-      return DType::kHalf;
-    default:
-      TORCH_INTERNAL_ASSERT(t == at::kFloat);
-      return DType::kFloat;
-  }
-}
-
-void check_supported(const char* op, const Shape& shape) {
-  TORCH_CHECK_NOT_IMPLEMENTED(shape.accumulate != at::kDouble, op,
-                              ": expected torch.bfloat16, torch.float16 or torch.float32 on CUDA, "
-                              "got torch.float64, which only the CPU backend takes");
-  const int64_t K = shape.K.expect_int(), V = shape.V.expect_int();
-  TORCH_CHECK_NOT_IMPLEMENTED(K <= kMaxHeadDim && V <= kMaxHeadDim, op,
-                              ": expected K and V to be at most ", kMaxHeadDim,
-                              " on CUDA, got K = ", K, " and V = ", V);
-  // A copy of a tensor, an output or the scores may have this stride.
-  const int64_t H = shape.H.expect_int();
+// A copy of a tensor, an output or the scores may have this stride.
+void check_token_stride(const char* op, const Shape& shape) {
+  const int64_t H = shape.H.expect_int(), K = shape.K.expect_int(), V = shape.V.expect_int();
   TORCH_CHECK_NOT_IMPLEMENTED(H <= (kMaxTokenStride - 1) / std::max({K, V, kChunk}), op,
                               ": expected H * max(K, V, ", kChunk, ") to be less than ",
                               kMaxTokenStride, " on CUDA, got H = ", H, ", K = ", K,
                               " and V = ", V);
-}
-
-void check_device(const char* op, at::Device device) {
-  const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(device.index());
-  TORCH_CHECK_NOT_IMPLEMENTED(gpu.major >= 8, op,
-                              ": expected a GPU of compute capability 8.0 or higher, got ",
-                              gpu.name, " of ", gpu.major, ".", gpu.minor);
 }
 
 // The grid of any kernel: its blocks are some channels and values of a chunk, or of a sequence.
@@ -92,22 +65,6 @@ bool tf32_allowed() {
          at::Float32Precision::TF32;
 }
 
-bool starts_aligned(const void* data) {
-  return reinterpret_cast<uintptr_t>(data) % kLoadBytes == 0;
-}
-
-Rows rows_of(void* data, DType dtype, at::IntArrayRef sizes, at::IntArrayRef strides) {
-  Rows rows{data, strides[0], strides[1], strides[2], dtype, starts_aligned(data)};
-  for (int dim = 0; dim < 3; ++dim)
-    rows.aligned &= sizes[dim] == 1 || strides[dim] * bytes_of(dtype) % kLoadBytes == 0;
-  return rows;
-}
-
-Rows rows_of(const at::Tensor& t) {
-  return rows_of(const_cast<void*>(t.const_data_ptr()), dtype_of(t.scalar_type()), t.sizes(),
-                 t.strides());
-}
-
 }  // namespace
 
 Call::Call(const char* op, const Shape& shape, const at::Tensor& like,
@@ -116,8 +73,8 @@ Call::Call(const char* op, const Shape& shape, const at::Tensor& like,
       stream_(c10::cuda::getCurrentCUDAStream(like.device().index())),
       options_(like.options()),
       op_(op) {
-  check_supported(op, shape);
-  check_device(op, like.device());
+  check_supported(op, shape, like.device());
+  check_token_stride(op, shape);
   Problem& p = problem;
   p.grid = make_grid(shape.N.expect_int(), shape.T.expect_int(), shape.packed);
   p.grid.B = shape.B.expect_int();
@@ -143,9 +100,8 @@ const at::Tensor& Call::packed_elements(const at::Tensor& t) {
 }
 
 void Call::input(Rows& rows, const at::Tensor& t) {
-  const bool contiguous_rows = t.size(3) == 1 || t.stride(3) == 1;
   const bool addressable = t.stride(1) < kMaxTokenStride;
-  rows = rows_of(contiguous_rows && addressable ? t : keep(t.contiguous()));
+  rows = rows_of(has_contiguous_rows(t) && addressable ? t : keep(t.contiguous()));
 }
 
 const float* Call::input_state(const OptionalTensor& t) {

@@ -1,0 +1,203 @@
+// The recurrence: S_t = a_t ⊙ S_{t-1} ⊙ b_t + k_t v_tᵀ, o_t = scale S_tᵀ q_t, a = exp gk, b = exp
+// gv.
+//
+// grid    (sequence or row of a pool, head, 64 values); all keys of these values stay in registers,
+//         read once and written once, 16 bytes at a time where rows allow it
+// reads   q, k, gk [B, T, H, K], v, gv [B, T, H, V], state_in [.., H, K, V] or v-first
+// writes  o [B, T, H, V], state_out
+// Everything is accumulated in fp32. The order of the sum over keys depends on K and the layout of
+// the state alone, so a sequence has the same bits in any batch and any pool.
+#include "../device/launch.cuh"
+#include "run.cuh"
+
+namespace gla_ext::cuda {
+namespace {
+
+constexpr int kValues = 64;      // of a block
+constexpr int kStageTokens = 4;  // in shared memory at a time
+
+template <int kK>
+constexpr int kBlockThreads = kK <= 256 ? 256 : 512;
+
+template <Access kAccess>
+__device__ __forceinline__ void load4(float (&x)[4], const float* p, int valid) {
+  if constexpr (kAccess == Access::kFast) {
+    const float4 y = valid > 0 ? *reinterpret_cast<const float4*>(p) : make_float4(0, 0, 0, 0);
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = i < valid ? p[i] : 0.f;
+  }
+}
+
+template <Access kAccess>
+__device__ __forceinline__ void store4(float* p, const float (&x)[4], int valid) {
+  if constexpr (kAccess == Access::kFast) {
+    if (valid > 0) *reinterpret_cast<float4*>(p) = make_float4(x[0], x[1], x[2], x[3]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (i < valid) p[i] = x[i];
+  }
+}
+
+// A block's part of a [K, V] state: a thread has four values of every kGroups-th key. A token's o
+// is a sum over threads of several warps.
+template <int kK>
+struct KeyRows {
+  static constexpr int kThreads = kBlockThreads<kK>, kGroups = kThreads / (kValues / 4);
+  static constexpr int kRows = kK / kGroups, kWarps = kThreads / 32;
+  float S[kRows][4];
+
+  __device__ __forceinline__ static int value() { return threadIdx.x % (kValues / 4) * 4; }
+  __device__ __forceinline__ static int key(int i) {
+    return i * kGroups + static_cast<int>(threadIdx.x) / (kValues / 4);
+  }
+  // f(the four numbers, their offset in the matrix, how many of them are there)
+  template <class F>
+  __device__ __forceinline__ void for_fours(const Recurrence& p, int first_value, F&& f) {
+    const int v = first_value + value();
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) f(S[i], key(i) * p.V + v, key(i) < p.K ? p.V - v : 0);
+  }
+  template <class Tokens>
+  __device__ __forceinline__ void step(const Tokens& s, int t, float (*s_o)[kValues]) {
+    const float4 v = *reinterpret_cast<const float4*>(&s.v[t][value()]);
+    const float4 b = *reinterpret_cast<const float4*>(&s.b[t][value()]);
+    const float vs[4]{v.x, v.y, v.z, v.w}, bs[4]{b.x, b.y, b.z, b.w};
+    float o[4]{};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float q = s.q[t][key(i)], k = s.k[t][key(i)], a = s.a[t][key(i)];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        S[i][c] = fmaf(k, vs[c], a * S[i][c] * bs[c]);
+        o[c] = fmaf(q, S[i][c], o[c]);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) o[c] += __shfl_xor_sync(0xffffffffu, o[c], 16);
+    if (threadIdx.x % 32 < 16)
+      *reinterpret_cast<float4*>(&s_o[threadIdx.x / 32][value()]) =
+          make_float4(o[0], o[1], o[2], o[3]);
+  }
+};
+
+// A block's part of a [V, K] state: a thread has the keys of one value, in fours. A token's o is a
+// sum over neighbouring lanes.
+template <int kK>
+struct ValueRows {
+  static constexpr int kThreads = kBlockThreads<kK>, kLanes = kThreads / kValues;
+  static constexpr int kRows = kK / (4 * kLanes), kWarps = 1;
+  float S[kRows][4];
+
+  __device__ __forceinline__ static int value() { return static_cast<int>(threadIdx.x) / kLanes; }
+  __device__ __forceinline__ static int key(int i) {
+    return (i * kLanes + static_cast<int>(threadIdx.x) % kLanes) * 4;
+  }
+  template <class F>
+  __device__ __forceinline__ void for_fours(const Recurrence& p, int first_value, F&& f) {
+    const int v = first_value + value();
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) f(S[i], v * p.K + key(i), v < p.V ? p.K - key(i) : 0);
+  }
+  template <class Tokens>
+  __device__ __forceinline__ void step(const Tokens& s, int t, float (*s_o)[kValues]) {
+    const float v = s.v[t][value()], b = s.b[t][value()];
+    float o = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float4 q4 = *reinterpret_cast<const float4*>(&s.q[t][key(i)]);
+      const float4 k4 = *reinterpret_cast<const float4*>(&s.k[t][key(i)]);
+      const float4 a4 = *reinterpret_cast<const float4*>(&s.a[t][key(i)]);
+      const float q[4]{q4.x, q4.y, q4.z, q4.w}, k[4]{k4.x, k4.y, k4.z, k4.w};
+      const float a[4]{a4.x, a4.y, a4.z, a4.w};
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        S[i][c] = fmaf(k[c], v, a[c] * S[i][c] * b);
+        o = fmaf(q[c], S[i][c], o);
+      }
+    }
+#pragma unroll
+    for (int lane = 1; lane < kLanes; lane *= 2) o += __shfl_xor_sync(0xffffffffu, o, lane);
+    if (threadIdx.x % kLanes == 0) s_o[0][value()] = o;
+  }
+};
+
+template <int kThreads, class F>
+__device__ __forceinline__ void store_outputs(const Recurrence& p, const Run& run, int64_t first,
+                                              int64_t count, int first_value, F&& o) {
+  for (int64_t i = threadIdx.x; i < count * kValues; i += kThreads) {
+    const int64_t t = i / kValues;
+    const int j = static_cast<int>(i % kValues), value = first_value + j;
+    if (value < p.V)
+      store_any(p.o.data, p.o.dtype, row_offset(p, p.o, run, first + t) + value, o(t, j));
+  }
+}
+
+template <class Tile, int kK, Access kAccess>
+__global__ void __launch_bounds__(Tile::kThreads, 512 / Tile::kThreads)
+    forward_kernel(Recurrence p) {
+  __shared__ __align__(16) Operands<kStageTokens, kK, kValues, false> s_tokens;
+  __shared__ __align__(16) float s_o[kStageTokens][Tile::kWarps][kValues];
+  const int value_blocks = blocks_of(p.V, kValues);
+  const Run run = find_run(p, blockIdx.x / value_blocks);
+  const int first_value = static_cast<int>(blockIdx.x % value_blocks) * kValues;
+  const bool has_o = p.o.data != nullptr;
+  if (run.state < 0) {
+    if (has_o)
+      store_outputs<Tile::kThreads>(p, run, 0, run.length, first_value,
+                                    [](int64_t, int) { return 0.f; });
+    return;
+  }
+  if (run.length == 0 && p.state_out == p.state_in) return;
+  const int64_t matrix = run.state * p.state_stride_n + run.head * p.state_stride_h;
+  Tile tile;
+  tile.for_fours(p, first_value, [&](float (&x)[4], int offset, int valid) {
+    load4<kAccess>(x, p.state_in + matrix + offset, p.state_in != nullptr ? valid : 0);
+  });
+  for (int64_t first = 0; first < run.length; first += kStageTokens) {
+    const int64_t left = run.length - first;
+    const int count = static_cast<int>(left < kStageTokens ? left : kStageTokens);
+    if (first > 0) __syncthreads();  // the tokens and the o before are read
+    s_tokens.template load<Tile::kThreads>(p, run, first, count, first_value);
+    __syncthreads();  // the tokens are written
+    for (int t = 0; t < count; ++t) tile.step(s_tokens, t, s_o[t]);
+    if (!has_o) continue;
+    __syncthreads();  // o of every warp is written
+    store_outputs<Tile::kThreads>(p, run, first, count, first_value, [&](int64_t t, int j) {
+      float o = s_o[t][0][j];
+#pragma unroll
+      for (int warp = 1; warp < Tile::kWarps; ++warp) o += s_o[t][warp][j];
+      return o;
+    });
+  }
+  if (p.state_out != nullptr)
+    tile.for_fours(p, first_value, [&](float (&x)[4], int offset, int valid) {
+      store4<kAccess>(p.state_out + matrix + offset, x, valid);
+    });
+}
+
+template <class Tile, int kK>
+void launch_forward(const Recurrence& p, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(count_runs(p) * blocks_of(p.V, kValues));
+  if (p.state_aligned)
+    forward_kernel<Tile, kK, Access::kFast><<<blocks, Tile::kThreads, 0, stream>>>(p);
+  else
+    forward_kernel<Tile, kK, Access::kGeneral><<<blocks, Tile::kThreads, 0, stream>>>(p);
+}
+
+}  // namespace
+
+void recurrent_forward(const Recurrence& p, cudaStream_t stream) {
+  if (count_runs(p) == 0) return;
+  with_keys(p.K, [&](auto keys) {
+    constexpr int kK = decltype(keys)::value;
+    if (p.state_v_first)
+      launch_forward<ValueRows<kK>, kK>(p, stream);
+    else
+      launch_forward<KeyRows<kK>, kK>(p, stream);
+  });
+}
+
+}  // namespace gla_ext::cuda

@@ -1,0 +1,64 @@
+// The recurrent kernels as the host calls them: plain structs, no torch header. Each launches on
+// `stream` and returns at once; without tokens, heads or sequences there is nothing to launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../params.h"
+
+namespace gla_ext::cuda {
+
+// int32 or int64; null where absent.
+struct Indices {
+  const void* data = nullptr;
+  bool are_int64 = false;
+};
+
+// What runs over B rows of T tokens: N sequences (the rows, or packed in one), or the rows of a
+// batch that have their states in a pool. Absent tensors have data == nullptr.
+struct Recurrence {
+  int64_t B = 0, T = 0, N = 0;
+  int32_t H = 0, K = 0, V = 0;
+  float scale = 1;
+  bool reverse = false;        // the last token comes first
+  bool state_v_first = false;  // [V, K] instead of [K, V]
+  bool state_aligned = false;  // every row of a state's matrix starts at a multiple of 16 bytes
+
+  Rows q, k, v, gk, gv;  // [B, T, H, K | V]
+  Rows o;                // [B, T, H, V]
+  Indices cu_seqlens;    // [N + 1], packed only
+
+  // Matrix (n, head) lies at n * state_stride_n + head * state_stride_h of both.
+  const float* state_in = nullptr;
+  float* state_out = nullptr;  // may be state_in
+  int64_t state_stride_n = 0, state_stride_h = 0;
+  int64_t slots_in_pool = 0;  // P
+  Indices slots;              // [B]: n of a row; a row whose slot is not in the pool has o = 0
+  Indices accepted;           // [B]: the tokens of a row that count
+
+  // Backward; contiguous.
+  Rows d_o;
+  Rows dq, dk, dv, dgk, dgv;
+  const float* dht = nullptr;
+  float* dh0 = nullptr;
+  float* kept = nullptr;      // tiles, see RecurrentBackwardPlan
+  float* replayed = nullptr;  // tiles
+  float* partials = nullptr;  // [3, value blocks, B, T, H, K], or null where there is one
+};
+
+// q k v gk gv state_in -> o, state_out
+void recurrent_forward(const Recurrence& p, cudaStream_t stream);
+
+// What backward takes in floats, and its grid. A tile is a block's part of a state.
+struct RecurrentBackwardPlan {
+  int64_t value_blocks;  // blocks of threads that share a state, each with some of its values
+  int64_t blocks;        // of threads, each with some of the (sequence, head, value block)s
+  int64_t kept, replayed, partials;
+};
+RecurrentBackwardPlan plan_recurrent_backward(const Recurrence& p, int multiprocessors);
+
+// do dht q k v gk gv state_in -> dq dk dv dgk dgv, dh0
+void recurrent_backward(const Recurrence& p, const RecurrentBackwardPlan& plan,
+                        cudaStream_t stream);
+
+}  // namespace gla_ext::cuda

@@ -1,0 +1,242 @@
+// The recurrent operators on CUDA, over sequences and on a pool of states: check, allocate, launch.
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "../ops.h"
+#include "../recurrent_checks.h"
+#include "plan.h"
+#include "recurrent/recurrence.h"
+#include "tensors.h"
+
+namespace gla_ext::cuda {
+namespace {
+
+// One call on the device and the current stream of its tensors. Holds the copies that some inputs
+// need.
+class RecurrentCall {
+ public:
+  RecurrentCall(const char* op, const Shape& shape, const at::Tensor& like,
+                std::optional<double> scale)
+      : guard_(like.device()),
+        stream_(c10::cuda::getCurrentCUDAStream(like.device().index())),
+        options_(like.options()) {
+    check_supported(op, shape, like.device());
+    p.B = shape.B.expect_int();
+    p.T = shape.T.expect_int();
+    p.N = shape.N.expect_int();
+    p.K = static_cast<int32_t>(shape.K.expect_int());
+    p.V = static_cast<int32_t>(shape.V.expect_int());
+    check_heads(op, shape);
+    p.H = static_cast<int32_t>(shape.H.expect_int());
+    p.scale = static_cast<float>(resolve_scale(scale, p.K));
+  }
+
+  Recurrence p;
+
+  void input(Rows& rows, const at::Tensor& t) {
+    rows = rows_of(has_contiguous_rows(t) ? t : kept_.emplace_back(t.contiguous()));
+  }
+  void input(Rows& rows, const OptionalTensor& t) {
+    if (given(t)) input(rows, *t);
+  }
+  const float* input_state(const OptionalTensor& t) {
+    if (!given(t)) return nullptr;
+    return (t->is_contiguous() ? *t : kept_.emplace_back(t->contiguous())).const_data_ptr<float>();
+  }
+  void input(Indices& indices, const at::Tensor& t) {
+    const at::Tensor& c = t.is_contiguous() ? t : kept_.emplace_back(t.contiguous());
+    indices = {c.const_data_ptr(), c.scalar_type() == at::kLong};
+  }
+
+  // Fresh outputs; a gradient only of what is there.
+  at::Tensor output(Rows& rows, int64_t last_dim, at::ScalarType dtype) {
+    at::Tensor t = at::empty({p.B, p.T, p.H, last_dim}, options_.dtype(dtype));
+    rows = rows_of(t);
+    return t;
+  }
+  at::Tensor gradient(Rows& rows, int64_t last_dim, const OptionalTensor& of) {
+    return given(of) ? output(rows, last_dim, of->scalar_type()) : not_asked_for();
+  }
+  at::Tensor output_states(float*& states) {
+    at::Tensor t = at::empty({p.N, p.H, p.state_v_first ? p.V : p.K, p.state_v_first ? p.K : p.V},
+                             options_.dtype(at::kFloat));
+    states = t.mutable_data_ptr<float>();
+    return t;
+  }
+  at::Tensor not_asked_for() const { return at::empty({0}, options_.dtype(at::kFloat)); }
+
+  // States of every sequence, contiguous.
+  void use_sequence_states() {
+    p.state_stride_h = int64_t{p.K} * p.V;
+    p.state_stride_n = p.state_stride_h * p.H;
+    find_state_alignment();
+  }
+  void use_pool(const at::Tensor& state) {
+    p.state_in = state.const_data_ptr<float>();
+    p.slots_in_pool = state.size(0);
+    p.state_stride_n = state.stride(0);
+    p.state_stride_h = state.stride(1);
+    find_state_alignment();
+  }
+
+  void forward() {
+    recurrent_forward(p, stream_);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+  void backward() {
+    const auto plan = plan_recurrent_backward(
+        p, at::cuda::getDeviceProperties(stream_.device_index())->multiProcessorCount);
+    const auto floats = [&](float*& part, int64_t n) {
+      if (n > 0)
+        part = kept_.emplace_back(at::empty({n}, options_.dtype(at::kFloat)))
+                   .mutable_data_ptr<float>();
+    };
+    floats(p.kept, plan.kept);
+    floats(p.replayed, plan.replayed);
+    floats(p.partials, plan.partials);
+    recurrent_backward(p, plan, stream_);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
+ private:
+  // The grid of a kernel has a block for 64 values of a head of a sequence.
+  void check_heads(const char* op, const Shape& shape) const {
+    const int64_t H = shape.H.expect_int(), blocks = (p.V + 63) / 64;
+    TORCH_CHECK_NOT_IMPLEMENTED(H <= kMaxBlocks / blocks / (p.N + 1), op,
+                                ": expected (N + 1) * H * ceil(V / 64) to be at most ", kMaxBlocks,
+                                " on CUDA, got N = ", p.N, ", H = ", H, " and V = ", p.V);
+  }
+  void find_state_alignment() {
+    const int64_t columns = p.state_v_first ? p.K : p.V;
+    p.state_aligned = columns % 4 == 0 && p.state_stride_n % 4 == 0 && p.state_stride_h % 4 == 0 &&
+                      starts_aligned(p.state_in) && starts_aligned(p.state_out);
+  }
+
+  c10::cuda::CUDAGuard guard_;
+  c10::cuda::CUDAStream stream_;
+  at::TensorOptions options_;
+  std::vector<at::Tensor> kept_;
+};
+
+RecurrentForwardOutputs recurrent_gla_fwd_cuda(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
+    const OptionalTensor& gv, const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
+    std::optional<double> scale, bool output_final_state, bool reverse, bool state_v_first) {
+  const Shape shape =
+      check_recurrent_fwd(q, k, v, gk, gv, initial_state, cu_seqlens, state_v_first);
+  RecurrentCall call("fused_recurrent_gla", shape, q, scale);
+  Recurrence& p = call.p;
+  p.reverse = reverse;
+  p.state_v_first = state_v_first;
+  call.input(p.q, q);
+  call.input(p.k, k);
+  call.input(p.v, v);
+  call.input(p.gk, gk);
+  call.input(p.gv, gv);
+  if (given(cu_seqlens)) call.input(p.cu_seqlens, *cu_seqlens);
+  p.state_in = call.input_state(initial_state);
+  at::Tensor o = call.output(p.o, p.V, v.scalar_type());
+  at::Tensor final_state =
+      output_final_state ? call.output_states(p.state_out) : call.not_asked_for();
+  call.use_sequence_states();
+  call.forward();
+  return {o, final_state};
+}
+
+BackwardOutputs recurrent_gla_bwd_cuda(
+    const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
+    const at::Tensor& v, const OptionalTensor& gk, const OptionalTensor& gv,
+    const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
+    std::optional<double> scale, bool reverse, bool state_v_first) {
+  const Shape shape =
+      check_recurrent_bwd(d_o, dht, q, k, v, gk, gv, initial_state, cu_seqlens, state_v_first);
+  RecurrentCall call("recurrent_gla_bwd", shape, q, scale);
+  Recurrence& p = call.p;
+  p.reverse = reverse;
+  p.state_v_first = state_v_first;
+  call.input(p.q, q);
+  call.input(p.k, k);
+  call.input(p.v, v);
+  call.input(p.gk, gk);
+  call.input(p.gv, gv);
+  call.input(p.d_o, d_o);
+  if (given(cu_seqlens)) call.input(p.cu_seqlens, *cu_seqlens);
+  p.state_in = call.input_state(initial_state);
+  p.dht = call.input_state(dht);
+  at::Tensor dq = call.output(p.dq, p.K, q.scalar_type());
+  at::Tensor dk = call.output(p.dk, p.K, k.scalar_type());
+  at::Tensor dv = call.output(p.dv, p.V, v.scalar_type());
+  at::Tensor dgk = call.gradient(p.dgk, p.K, gk), dgv = call.gradient(p.dgv, p.V, gv);
+  at::Tensor dh0 = given(initial_state) ? call.output_states(p.dh0) : call.not_asked_for();
+  call.use_sequence_states();
+  call.backward();
+  return {dq, dk, dv, dgk, dgv, dh0};
+}
+
+// Runs the tokens on the pool; the states after them are written where `write` says so. q is null,
+// and o not computed, where tokens are only committed.
+at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
+                       std::optional<double> scale, bool write) {
+  const Shape shape = check_pool(in, pool);
+  check_pool_layout(in.op, pool.state);
+  RecurrentCall call(in.op, shape, *in.k, scale);
+  Recurrence& p = call.p;
+  p.N = p.B;
+  p.state_v_first = pool.state_v_first;
+  call.input(p.k, *in.k);
+  call.input(p.v, *in.v);
+  call.input(p.gk, *in.gk);
+  call.input(p.gv, *in.gv);
+  if (given(pool.slots)) call.input(p.slots, *pool.slots);
+  if (pool.accepted != nullptr) call.input(p.accepted, *pool.accepted);
+  at::Tensor o;
+  if (in.q != nullptr) {
+    call.input(p.q, *in.q);
+    o = call.output(p.o, p.V, in.v->scalar_type());
+  }
+  call.use_pool(pool.state);
+  if (write) p.state_out = const_cast<float*>(p.state_in);
+  call.forward();
+  return o;
+}
+
+at::Tensor recurrent_gla_step_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const OptionalTensor& gk, const OptionalTensor& gv,
+                                   at::Tensor& state, const OptionalTensor& slots,
+                                   std::optional<double> scale, bool state_v_first) {
+  return run_on_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
+                     {state, slots, nullptr, state_v_first}, scale, /*write=*/true);
+}
+
+at::Tensor recurrent_gla_verify_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const OptionalTensor& gk, const OptionalTensor& gv,
+                                     const at::Tensor& state, const OptionalTensor& slots,
+                                     std::optional<double> scale, bool state_v_first) {
+  return run_on_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
+                     {state, slots, nullptr, state_v_first}, scale, /*write=*/false);
+}
+
+void recurrent_gla_commit_cuda(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
+                               const OptionalTensor& gv, at::Tensor& state,
+                               const OptionalTensor& slots, const at::Tensor& accepted,
+                               bool state_v_first) {
+  run_on_pool({"recurrent_gla_commit_", nullptr, &k, &v, &gk, &gv},
+              {state, slots, &accepted, state_v_first}, 1.0, /*write=*/true);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
+  m.impl("recurrent_gla_fwd", recurrent_gla_fwd_cuda);
+  m.impl("recurrent_gla_bwd", recurrent_gla_bwd_cuda);
+  m.impl("recurrent_gla_step_", recurrent_gla_step_cuda);
+  m.impl("recurrent_gla_verify", recurrent_gla_verify_cuda);
+  m.impl("recurrent_gla_commit_", recurrent_gla_commit_cuda);
+}
+
+}  // namespace gla_ext::cuda

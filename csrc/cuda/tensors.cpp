@@ -1,0 +1,58 @@
+#include "tensors.h"
+
+#include <ATen/cuda/CUDAContext.h>
+
+#include "plan.h"
+
+namespace gla_ext::cuda {
+namespace {
+
+constexpr int64_t kLoadBytes = 16;  // what one aligned load takes
+
+}  // namespace
+
+DType dtype_of(at::ScalarType t) {
+  switch (t) {
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kHalf:
+      return DType::kHalf;
+    default:
+      TORCH_INTERNAL_ASSERT(t == at::kFloat);
+      return DType::kFloat;
+  }
+}
+
+bool starts_aligned(const void* data) {
+  return reinterpret_cast<uintptr_t>(data) % kLoadBytes == 0;
+}
+
+Rows rows_of(void* data, DType dtype, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  Rows rows{data, strides[0], strides[1], strides[2], dtype, starts_aligned(data)};
+  for (int dim = 0; dim < 3; ++dim)
+    rows.aligned &= sizes[dim] == 1 || strides[dim] * bytes_of(dtype) % kLoadBytes == 0;
+  return rows;
+}
+
+Rows rows_of(const at::Tensor& t) {
+  return rows_of(const_cast<void*>(t.const_data_ptr()), dtype_of(t.scalar_type()), t.sizes(),
+                 t.strides());
+}
+
+bool has_contiguous_rows(const at::Tensor& t) { return t.size(3) == 1 || t.stride(3) == 1; }
+
+void check_supported(const char* op, const Shape& shape, at::Device device) {
+  TORCH_CHECK_NOT_IMPLEMENTED(shape.accumulate != at::kDouble, op,
+                              ": expected torch.bfloat16, torch.float16 or torch.float32 on CUDA, "
+                              "got torch.float64, which only the CPU backend takes");
+  const int64_t K = shape.K.expect_int(), V = shape.V.expect_int();
+  TORCH_CHECK_NOT_IMPLEMENTED(K <= kMaxHeadDim && V <= kMaxHeadDim, op,
+                              ": expected K and V to be at most ", kMaxHeadDim,
+                              " on CUDA, got K = ", K, " and V = ", V);
+  const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(device.index());
+  TORCH_CHECK_NOT_IMPLEMENTED(gpu.major >= 8, op,
+                              ": expected a GPU of compute capability 8.0 or higher, got ",
+                              gpu.name, " of ", gpu.major, ".", gpu.minor);
+}
+
+}  // namespace gla_ext::cuda

@@ -1,0 +1,26 @@
+// From tensors to what kernels take, and what every operator on CUDA refuses.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "../checks.h"
+#include "params.h"
+
+namespace gla_ext::cuda {
+
+constexpr int64_t kMaxBlocks = (int64_t{1} << 31) - 1;  // of a grid
+
+DType dtype_of(at::ScalarType t);
+
+// Whether 16 bytes can be read at once.
+bool starts_aligned(const void* data);
+
+Rows rows_of(void* data, DType dtype, at::IntArrayRef sizes, at::IntArrayRef strides);
+// [B, T, H, D] whose last dimension is contiguous.
+Rows rows_of(const at::Tensor& t);
+bool has_contiguous_rows(const at::Tensor& t);
+
+// No fp64, K and V up to kMaxHeadDim, a GPU that the kernels are built for.
+void check_supported(const char* op, const Shape& shape, at::Device device);
+
+}  // namespace gla_ext::cuda

@@ -1,0 +1,134 @@
+"""What the tests of the recurrent operators share: inputs with both gates, and the truth."""
+
+import dataclasses
+
+import torch
+from common import Inputs, assert_close, make_inputs, relayout
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from gla_ext import fused_recurrent_gla, reference
+from gla_ext.selftest import tolerance
+
+GATINGS = ("none", "gk", "gv", "both")
+LEAVES = ("q", "k", "v", "gk", "gv", "initial_state")
+GRADIENTS = ("dq", "dk", "dv", "dgk", "dgv", "dh0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gk: Tensor | None
+    gv: Tensor | None
+    do: Tensor
+    initial_state: Tensor | None
+    dht: Tensor | None
+    cu_seqlens: Tensor | None
+
+    def map(self, function) -> "Recurrence":
+        """`function` applied to every tensor but the offsets."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Recurrence(
+            **{
+                name: x if x is None or name == "cu_seqlens" else function(x)
+                for name, x in values.items()
+            }
+        )
+
+    def to(self, device: str) -> "Recurrence":
+        moved = self.map(lambda x: x.to(device))
+        cu = self.cu_seqlens
+        return dataclasses.replace(moved, cu_seqlens=cu if cu is None else cu.to(device))
+
+    def v_first(self) -> "Recurrence":
+        states = {name: getattr(self, name) for name in ("initial_state", "dht")}
+        states = {name: x if x is None else x.mT.contiguous() for name, x in states.items()}
+        return dataclasses.replace(self, **states)
+
+    def leaves(self) -> dict[str, Tensor | None]:
+        return {name: getattr(self, name) for name in LEAVES}
+
+
+def make_recurrence(
+    *shape: int, gating: str = "both", gate: float | str = 1.0, device: str = "cpu", **options
+) -> Recurrence:
+    """`make_inputs`, whose gates are gk's, and gates on values made in the same way."""
+    x: Inputs = make_inputs(*shape, gate=gate, **options)
+    generator = torch.Generator().manual_seed(options.get("seed", 0) + 1)
+    gv = logsigmoid(torch.randn(x.v.shape, generator=generator, dtype=torch.float64))
+    if gate == "reset":
+        gv = gv.masked_fill(torch.rand(gv.shape, generator=generator) < 0.1, -torch.inf)
+    else:
+        gv = gv * gate
+    gv = relayout(gv.to(x.g.dtype), options.get("layout", "contiguous"))
+    gates = {
+        "gk": x.g if gating in ("gk", "both") else None,
+        "gv": gv if gating in ("gv", "both") else None,
+    }
+    result = Recurrence(
+        x.q, x.k, x.v, **gates, do=x.do, initial_state=x.initial_state, dht=x.dht,
+        cu_seqlens=x.cu_seqlens,
+    )  # fmt: skip
+    if device == "cpu":
+        return result
+    moved = result.to(device)
+    return moved.map(lambda t: relayout(t, options.get("layout", "contiguous")))
+
+
+def results_of(function, x: Recurrence) -> dict[str, Tensor]:
+    """o, final_state and every gradient of `function(q, k, v, gk, gv, initial_state)`."""
+    leaves = [t if t is None else t.detach().requires_grad_() for t in x.leaves().values()]
+    o, final_state = function(*leaves)
+    outputs, upstream = [o], [x.do]
+    if x.dht is not None:
+        outputs, upstream = [o, final_state], [x.do, x.dht]
+    wanted = {n: t for n, t in zip(GRADIENTS, leaves, strict=True) if t is not None}
+    gradients = torch.autograd.grad(
+        outputs, list(wanted.values()), upstream, materialize_grads=True
+    )
+    results = {"o": o, "final_state": final_state} | dict(zip(wanted, gradients, strict=True))
+    return {name: t.detach() for name, t in results.items()}
+
+
+def ours(x: Recurrence, **options) -> dict[str, Tensor]:
+    def function(q, k, v, gk, gv, initial_state):
+        return fused_recurrent_gla(
+            q, k, v, gk, gv, initial_state=initial_state, output_final_state=True,
+            cu_seqlens=x.cu_seqlens, **options,
+        )  # fmt: skip
+
+    return results_of(function, x)
+
+
+def exact(x: Recurrence, scale: float | None = None, reverse: bool = False) -> dict[str, Tensor]:
+    """The recurrence and its autograd in fp64, on the CPU."""
+    x = x.to("cpu").map(lambda t: t.double().contiguous())
+
+    def function(q, k, v, gk, gv, initial_state):
+        return reference.recurrence(
+            q, k, v, gk, scale, initial_state, x.cu_seqlens, gv, reverse
+        )  # fmt: skip
+
+    return results_of(function, x)
+
+
+def result_dtype(name: str, x: Recurrence) -> torch.dtype:
+    if name in ("dgk", "dgv"):
+        return getattr(x, name[1:]).dtype
+    state = torch.promote_types(x.q.dtype, torch.float32)
+    return state if name in ("final_state", "dh0") else x.q.dtype
+
+
+def assert_results_close(actual: dict[str, Tensor], expected: dict[str, Tensor], x: Recurrence):
+    """Every quantity within the table's bound for its dtype, which is for many numbers: the RMS of
+    a few scatters, by one over the root of their count.
+    """
+    assert actual.keys() == expected.keys()
+    accumulation = torch.promote_types(x.q.dtype, torch.float32)
+    for name, value in actual.items():
+        assert value.dtype == result_dtype(name, x), name
+        bound = max(tolerance(name, t) for t in (value.dtype, accumulation))
+        bound *= 1 + 3 / max(value.numel(), 1) ** 0.5
+        assert_close(value.cpu(), expected[name], bound, torch.finfo(accumulation).tiny, name)
