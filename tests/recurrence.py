@@ -103,8 +103,8 @@ def ours(x: Recurrence, **options) -> dict[str, Tensor]:
 
 
 def exact(x: Recurrence, scale: float | None = None, reverse: bool = False) -> dict[str, Tensor]:
-    """The recurrence and its autograd in fp64, on the CPU."""
-    x = x.to("cpu").map(lambda t: t.double().contiguous())
+    """The recurrence and its autograd in fp64."""
+    x = x.map(lambda t: t.double().contiguous())
 
     def function(q, k, v, gk, gv, initial_state):
         return reference.recurrence(
@@ -131,4 +131,4 @@ def assert_results_close(actual: dict[str, Tensor], expected: dict[str, Tensor],
         assert value.dtype == result_dtype(name, x), name
         bound = max(tolerance(name, t) for t in (value.dtype, accumulation))
         bound *= 1 + 3 / max(value.numel(), 1) ** 0.5
-        assert_close(value.cpu(), expected[name], bound, torch.finfo(accumulation).tiny, name)
+        assert_close(value, expected[name], bound, torch.finfo(accumulation).tiny, name)

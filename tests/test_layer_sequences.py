@@ -7,6 +7,7 @@ import torch
 from common import assert_close
 from models import composed, make_layer, make_x
 
+from gla_ext import layers
 from gla_ext.cache import GLACache
 
 MASKS = {
@@ -156,3 +157,40 @@ def test_cache_selects_repeats_detaches_and_resets():
 def test_cache_needs_layer_idx():
     with pytest.raises(ValueError, match=r"expected layer_idx to be an int .* got None"):
         make_layer()(make_x(), past_key_values=GLACache())
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    """The names of the operators that a layer calls."""
+    calls = []
+    for name in ("chunk_gla", "fused_recurrent_gla"):
+        operator = getattr(layers, name)
+
+        def record(*args, name=name, operator=operator, **kwargs):
+            calls.append(name)
+            return operator(*args, **kwargs)
+
+        monkeypatch.setattr(layers, name, record)
+    return calls
+
+
+def test_decoding_takes_the_recurrence(operators):
+    layer, x, cache = make_layer(layer_idx=0), make_x(T=40), GLACache()
+    with torch.no_grad():
+        pieces = [
+            layer(piece, past_key_values=cache, use_cache=True)[0]
+            for piece in x.split([20, 1, 1, 16, 2], 1)
+        ]
+        assert_close(torch.cat(pieces, 1), composed(layer, x)[0], 1e-12)
+    assert operators == ["chunk_gla", *["fused_recurrent_gla"] * 4]
+    operators.clear()
+    layer(x[:, :1], past_key_values=cache)
+    with torch.no_grad():
+        layer(x[:, :17], past_key_values=cache)
+    assert operators == ["chunk_gla"] * 2
+
+
+def test_mode_of_the_recurrence(operators):
+    layer, x = make_layer(mode="fused_recurrent"), make_x(T=70)
+    assert_close(layer(x)[0], composed(layer, x)[0], 1e-12)
+    assert operators == ["fused_recurrent_gla"]

@@ -105,7 +105,7 @@ def test_gate_gradients_keep_their_digits_over_a_long_sequence(device, gating, g
     x = make_recurrence(1, 700, 1, 24, 40, gating=gating, gate=gate, device=device)
     results, expected = ours(x), exact(x)
     for name, value in results.items():
-        assert_close(value.cpu(), expected[name], tolerance("o", torch.float32), name=name)
+        assert_close(value, expected[name], tolerance("o", torch.float32), name=name)
 
 
 def test_a_reset_has_no_gradient_even_beside_nan(device):
@@ -206,7 +206,7 @@ def test_output_unused(device):
     expected = exact(dataclasses.replace(x, do=torch.zeros_like(x.do)))
     assert leaves["q"].grad is None or not leaves["q"].grad.any()
     for name in ("k", "v", "gk", "gv"):
-        assert_close(leaves[name].grad.cpu(), expected[f"d{name}"], 3e-6, name=name)
+        assert_close(leaves[name].grad, expected[f"d{name}"], 3e-6, name=name)
 
 
 def test_final_state_only_when_asked_for(device):
@@ -250,9 +250,7 @@ def test_old_name_of_the_layout():
         fused_recurrent_gla(x.q, x.k, x.v, state_v_first=True, transpose_state_layout=True)
     with (
         warnings.catch_warnings(),
-        pytest.raises(
-            TypeError, match=r"keywords than its signature's, got \['head_first'\]"
-        ),
+        pytest.raises(TypeError, match=r"keywords than its signature's, got \['head_first'\]"),
     ):
         warnings.simplefilter("error")
         fused_recurrent_gla(x.q, x.k, x.v, head_first=False)

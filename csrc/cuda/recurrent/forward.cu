@@ -17,7 +17,7 @@ constexpr int kValues = 64;      // of a block
 constexpr int kStageTokens = 4;  // in shared memory at a time
 
 template <int kK>
-constexpr int kBlockThreads = kK <= 256 ? 256 : 512;
+constexpr int kBlockThreads = kK <= 256 ? 4 * kValues : 8 * kValues;
 
 template <Access kAccess>
 __device__ __forceinline__ void load4(float (&x)[4], const float* p, int valid) {
@@ -76,8 +76,10 @@ struct KeyRows {
       }
     }
 #pragma unroll
-    for (int c = 0; c < 4; ++c) o[c] += __shfl_xor_sync(0xffffffffu, o[c], 16);
-    if (threadIdx.x % 32 < 16)
+    for (int lane = kValues / 4; lane < 32; lane *= 2)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) o[c] += __shfl_xor_sync(0xffffffffu, o[c], lane);
+    if (threadIdx.x % 32 < kValues / 4)
       *reinterpret_cast<float4*>(&s_o[threadIdx.x / 32][value()]) =
           make_float4(o[0], o[1], o[2], o[3]);
   }
@@ -162,6 +164,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 512 / Tile::kThreads)
     if (first > 0) __syncthreads();  // the tokens and the o before are read
     s_tokens.template load<Tile::kThreads>(p, run, first, count, first_value);
     __syncthreads();  // the tokens are written
+#pragma unroll 1
     for (int t = 0; t < count; ++t) tile.step(s_tokens, t, s_o[t]);
     if (!has_o) continue;
     __syncthreads();  // o of every warp is written
