@@ -5,7 +5,7 @@
 
 namespace gla_ext {
 
-void refuse_unsupported(const std::string& op, const OptionalTensor& t) {
+void refuse_unsupported(const char* op, const OptionalTensor& t) {
   if (given(t)) {
     TORCH_CHECK_NOT_IMPLEMENTED(!t->is_nested() && !t->is_quantized(), op,
                                 ": nested and quantized tensors are not supported, use cu_seqlens "

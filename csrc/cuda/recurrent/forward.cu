@@ -1,7 +1,7 @@
 // The recurrence: S_t = a_t ⊙ S_{t-1} ⊙ b_t + k_t v_tᵀ, o_t = scale S_tᵀ q_t, a = exp gk, b = exp
 // gv.
 //
-// grid    (sequence or row of a pool, head, 64 values); all keys of these values stay in registers,
+// grid    (sequence or row of a pool, head, kValues values); all keys of these stay in registers,
 //         read once and written once, 16 bytes at a time where rows allow it
 // reads   q, k, gk [B, T, H, K], v, gv [B, T, H, V], state_in [.., H, K, V] or v-first
 // writes  o [B, T, H, V], state_out
@@ -13,16 +13,20 @@
 namespace gla_ext::cuda {
 namespace {
 
-constexpr int kValues = 64;      // of a block
-constexpr int kStageTokens = 4;  // in shared memory at a time
+constexpr int kTileElements = 8192;  // of a state, in a block
 
 template <int kK>
-constexpr int kBlockThreads = kK <= 256 ? 4 * kValues : 8 * kValues;
+constexpr int kValues = kTileElements / kK;  // of a block
+// In shared memory at a time: what four blocks of an SM have room for.
+template <int kK>
+constexpr int kStageTokens = kK == 128 || kK == 256 ? 8 : 4;
 
+// A state is touched once a call: it need not stay in the caches.
 template <Access kAccess>
 __device__ __forceinline__ void load4(float (&x)[4], const float* p, int valid) {
   if constexpr (kAccess == Access::kFast) {
-    const float4 y = valid > 0 ? *reinterpret_cast<const float4*>(p) : make_float4(0, 0, 0, 0);
+    const float4 y =
+        valid > 0 ? __ldcs(reinterpret_cast<const float4*>(p)) : make_float4(0, 0, 0, 0);
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
   } else {
 #pragma unroll
@@ -33,7 +37,7 @@ __device__ __forceinline__ void load4(float (&x)[4], const float* p, int valid) 
 template <Access kAccess>
 __device__ __forceinline__ void store4(float* p, const float (&x)[4], int valid) {
   if constexpr (kAccess == Access::kFast) {
-    if (valid > 0) *reinterpret_cast<float4*>(p) = make_float4(x[0], x[1], x[2], x[3]);
+    if (valid > 0) __stcs(reinterpret_cast<float4*>(p), make_float4(x[0], x[1], x[2], x[3]));
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -45,23 +49,26 @@ __device__ __forceinline__ void store4(float* p, const float (&x)[4], int valid)
 // is a sum over threads of several warps.
 template <int kK>
 struct KeyRows {
-  static constexpr int kThreads = kBlockThreads<kK>, kGroups = kThreads / (kValues / 4);
-  static constexpr int kRows = kK / kGroups, kWarps = kThreads / 32;
+  static constexpr int kThreads = 256, kRows = kTileElements / kThreads / 4;
+  static constexpr int kFours = kValues<kK> / 4, kGroups = kThreads / kFours;
+  static constexpr int kSums = kThreads / 32;  // that make up an o
+  static constexpr int kBlocks = 4;            // of an SM, what registers have room for
   float S[kRows][4];
 
-  __device__ __forceinline__ static int value() { return threadIdx.x % (kValues / 4) * 4; }
+  __device__ __forceinline__ static int value() { return threadIdx.x % kFours * 4; }
   __device__ __forceinline__ static int key(int i) {
-    return i * kGroups + static_cast<int>(threadIdx.x) / (kValues / 4);
+    return i * kGroups + static_cast<int>(threadIdx.x) / kFours;
   }
   // f(the four numbers, their offset in the matrix, how many of them are there)
-  template <class F>
+  template <Access kAccess, class F>
   __device__ __forceinline__ void for_fours(const Recurrence& p, int first_value, F&& f) {
     const int v = first_value + value();
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) f(S[i], key(i) * p.V + v, key(i) < p.K ? p.V - v : 0);
+    for (int i = 0; i < kRows; ++i)
+      f(S[i], key(i) * p.V + v, kAccess == Access::kFast || key(i) < p.K ? p.V - v : 0);
   }
-  template <class Tokens>
-  __device__ __forceinline__ void step(const Tokens& s, int t, float (*s_o)[kValues]) {
+  template <bool kValueGates, class Tokens>
+  __device__ __forceinline__ void step(const Tokens& s, int t, float (*s_o)[kValues<kK>]) {
     const float4 v = *reinterpret_cast<const float4*>(&s.v[t][value()]);
     const float4 b = *reinterpret_cast<const float4*>(&s.b[t][value()]);
     const float vs[4]{v.x, v.y, v.z, v.w}, bs[4]{b.x, b.y, b.z, b.w};
@@ -71,15 +78,15 @@ struct KeyRows {
       const float q = s.q[t][key(i)], k = s.k[t][key(i)], a = s.a[t][key(i)];
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        S[i][c] = fmaf(k, vs[c], a * S[i][c] * bs[c]);
+        S[i][c] = fmaf(k, vs[c], kValueGates ? a * S[i][c] * bs[c] : a * S[i][c]);
         o[c] = fmaf(q, S[i][c], o[c]);
       }
     }
 #pragma unroll
-    for (int lane = kValues / 4; lane < 32; lane *= 2)
+    for (int lane = kFours; lane < 32; lane *= 2)
 #pragma unroll
       for (int c = 0; c < 4; ++c) o[c] += __shfl_xor_sync(0xffffffffu, o[c], lane);
-    if (threadIdx.x % 32 < kValues / 4)
+    if (threadIdx.x % 32 < kFours)
       *reinterpret_cast<float4*>(&s_o[threadIdx.x / 32][value()]) =
           make_float4(o[0], o[1], o[2], o[3]);
   }
@@ -89,22 +96,22 @@ struct KeyRows {
 // sum over neighbouring lanes.
 template <int kK>
 struct ValueRows {
-  static constexpr int kThreads = kBlockThreads<kK>, kLanes = kThreads / kValues;
-  static constexpr int kRows = kK / (4 * kLanes), kWarps = 1;
+  static constexpr int kThreads = 256, kRows = kTileElements / kThreads / 4;
+  static constexpr int kLanes = kThreads / kValues<kK>, kSums = 1, kBlocks = 2;
   float S[kRows][4];
 
   __device__ __forceinline__ static int value() { return static_cast<int>(threadIdx.x) / kLanes; }
   __device__ __forceinline__ static int key(int i) {
     return (i * kLanes + static_cast<int>(threadIdx.x) % kLanes) * 4;
   }
-  template <class F>
+  template <Access kAccess, class F>
   __device__ __forceinline__ void for_fours(const Recurrence& p, int first_value, F&& f) {
-    const int v = first_value + value();
+    const int v = first_value + value(), K = kAccess == Access::kFast ? kK : p.K;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) f(S[i], v * p.K + key(i), v < p.V ? p.K - key(i) : 0);
+    for (int i = 0; i < kRows; ++i) f(S[i], v * K + key(i), v < p.V ? K - key(i) : 0);
   }
-  template <class Tokens>
-  __device__ __forceinline__ void step(const Tokens& s, int t, float (*s_o)[kValues]) {
+  template <bool kValueGates, class Tokens>
+  __device__ __forceinline__ void step(const Tokens& s, int t, float (*s_o)[kValues<kK>]) {
     const float v = s.v[t][value()], b = s.b[t][value()];
     float o = 0;
 #pragma unroll
@@ -116,7 +123,7 @@ struct ValueRows {
       const float a[4]{a4.x, a4.y, a4.z, a4.w};
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        S[i][c] = fmaf(k[c], v, a[c] * S[i][c] * b);
+        S[i][c] = fmaf(k[c], v, kValueGates ? a[c] * S[i][c] * b : a[c] * S[i][c]);
         o = fmaf(q[c], S[i][c], o);
       }
     }
@@ -126,68 +133,114 @@ struct ValueRows {
   }
 };
 
-template <int kThreads, class F>
+template <class Tile, int kK, class F>
 __device__ __forceinline__ void store_outputs(const Recurrence& p, const Run& run, int64_t first,
-                                              int64_t count, int first_value, F&& o) {
-  for (int64_t i = threadIdx.x; i < count * kValues; i += kThreads) {
-    const int64_t t = i / kValues;
-    const int j = static_cast<int>(i % kValues), value = first_value + j;
+                                              int count, int first_value, F&& o) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count * kValues<kK>; i += Tile::kThreads) {
+    const int t = i / kValues<kK>, j = i % kValues<kK>, value = first_value + j;
     if (value < p.V)
       store_any(p.o.data, p.o.dtype, row_offset(p, p.o, run, first + t) + value, o(t, j));
   }
 }
 
-template <class Tile, int kK, Access kAccess>
-__global__ void __launch_bounds__(Tile::kThreads, 512 / Tile::kThreads)
+template <class Tile, int kK, bool kValueGates, int kTokens>
+struct Stage {
+  Operands<kTokens, kK, kValues<kK>, false> tokens;
+  float o[kTokens][Tile::kSums][kValues<kK>];
+
+  // The next `count` tokens, which are in `tokens`.
+  __device__ __forceinline__ void run(const Recurrence& p, const Run& run, int64_t first, int count,
+                                      int first_value, Tile& tile) {
+    __syncthreads();  // the tokens are written
+#pragma unroll 1
+    for (int t = 0; t < count; ++t) tile.template step<kValueGates>(tokens, t, o[t]);
+    if (p.o.data == nullptr) return;
+    __syncthreads();  // o of every warp is written
+    store_outputs<Tile, kK>(p, run, first, count, first_value, [&](int t, int j) {
+      float sum = o[t][0][j];
+#pragma unroll
+      for (int i = 1; i < Tile::kSums; ++i) sum += o[t][i][j];
+      return sum;
+    });
+  }
+};
+
+template <class Tile, Access kAccess, bool kOneToken>
+constexpr int kBlocks =
+    kOneToken && kAccess == Access::kFast ? Tile::kBlocks : 512 / Tile::kThreads;  // of an SM
+
+// kOneToken: T = 1. The token is under way while the state is.
+template <class Tile, int kK, Access kAccess, bool kValueGates, bool kOneToken>
+__global__ void __launch_bounds__(Tile::kThreads, (kBlocks<Tile, kAccess, kOneToken>))
     forward_kernel(Recurrence p) {
-  __shared__ __align__(16) Operands<kStageTokens, kK, kValues, false> s_tokens;
-  __shared__ __align__(16) float s_o[kStageTokens][Tile::kWarps][kValues];
-  const int value_blocks = blocks_of(p.V, kValues);
+  constexpr int kTokens = kOneToken ? 1 : kStageTokens<kK>;
+  __shared__ __align__(16) Stage<Tile, kK, kValueGates, kTokens> s;
+  const int value_blocks = blocks_of(p.V, kValues<kK>);
   const Run run = find_run(p, blockIdx.x / value_blocks);
-  const int first_value = static_cast<int>(blockIdx.x % value_blocks) * kValues;
-  const bool has_o = p.o.data != nullptr;
+  const int first_value = static_cast<int>(blockIdx.x % value_blocks) * kValues<kK>;
   if (run.state < 0) {
-    if (has_o)
-      store_outputs<Tile::kThreads>(p, run, 0, run.length, first_value,
-                                    [](int64_t, int) { return 0.f; });
+    if (p.o.data != nullptr)
+      for (int64_t t = 0; t < run.length; ++t)
+        store_outputs<Tile, kK>(p, run, t, 1, first_value, [](int, int) { return 0.f; });
     return;
   }
   if (run.length == 0 && p.state_out == p.state_in) return;
   const int64_t matrix = run.state * p.state_stride_n + run.head * p.state_stride_h;
   Tile tile;
-  tile.for_fours(p, first_value, [&](float (&x)[4], int offset, int valid) {
-    load4<kAccess>(x, p.state_in + matrix + offset, p.state_in != nullptr ? valid : 0);
-  });
-  for (int64_t first = 0; first < run.length; first += kStageTokens) {
-    const int64_t left = run.length - first;
-    const int count = static_cast<int>(left < kStageTokens ? left : kStageTokens);
-    if (first > 0) __syncthreads();  // the tokens and the o before are read
-    s_tokens.template load<Tile::kThreads>(p, run, first, count, first_value);
-    __syncthreads();  // the tokens are written
-#pragma unroll 1
-    for (int t = 0; t < count; ++t) tile.step(s_tokens, t, s_o[t]);
-    if (!has_o) continue;
-    __syncthreads();  // o of every warp is written
-    store_outputs<Tile::kThreads>(p, run, first, count, first_value, [&](int64_t t, int j) {
-      float o = s_o[t][0][j];
-#pragma unroll
-      for (int warp = 1; warp < Tile::kWarps; ++warp) o += s_o[t][warp][j];
-      return o;
+  const auto load_state = [&] {
+    tile.template for_fours<kAccess>(p, first_value, [&](float (&x)[4], int offset, int valid) {
+      load4<kAccess>(x, p.state_in + matrix + offset, p.state_in != nullptr ? valid : 0);
     });
+  };
+  if constexpr (kOneToken) {
+    if (run.length == 0) {
+      load_state();
+    } else {
+      const TokenBits<Tile::kThreads, kK, kValues<kK>> token(p, run, first_value);
+      load_state();
+      token.store(p, s.tokens);
+      s.run(p, run, 0, static_cast<int>(run.length), first_value, tile);
+    }
+  } else {
+    load_state();
+    for (int64_t first = 0; first < run.length; first += kTokens) {
+      const int64_t left = run.length - first;
+      const int count = static_cast<int>(left < kTokens ? left : kTokens);
+      if (first > 0) __syncthreads();  // the tokens and the o before are read
+      s.tokens.template load<Tile::kThreads>(p, run, first, count, first_value);
+      s.run(p, run, first, count, first_value, tile);
+    }
   }
   if (p.state_out != nullptr)
-    tile.for_fours(p, first_value, [&](float (&x)[4], int offset, int valid) {
+    tile.template for_fours<kAccess>(p, first_value, [&](float (&x)[4], int offset, int valid) {
       store4<kAccess>(p.state_out + matrix + offset, x, valid);
     });
 }
 
+template <class Tile, int kK, Access kAccess, bool kValueGates>
+void launch_forward(const Recurrence& p, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(count_runs(p) * blocks_of(p.V, kValues<kK>));
+  if (p.T == 1)
+    forward_kernel<Tile, kK, kAccess, kValueGates, true><<<blocks, Tile::kThreads, 0, stream>>>(p);
+  else
+    forward_kernel<Tile, kK, kAccess, kValueGates, false><<<blocks, Tile::kThreads, 0, stream>>>(p);
+}
+
+template <class Tile, int kK, Access kAccess>
+void launch_forward(const Recurrence& p, cudaStream_t stream) {
+  if (p.gv.data != nullptr)
+    launch_forward<Tile, kK, kAccess, true>(p, stream);
+  else
+    launch_forward<Tile, kK, kAccess, false>(p, stream);
+}
+
 template <class Tile, int kK>
 void launch_forward(const Recurrence& p, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(count_runs(p) * blocks_of(p.V, kValues));
-  if (p.state_aligned)
-    forward_kernel<Tile, kK, Access::kFast><<<blocks, Tile::kThreads, 0, stream>>>(p);
+  if (p.state_aligned && p.K == kK)
+    launch_forward<Tile, kK, Access::kFast>(p, stream);
   else
-    forward_kernel<Tile, kK, Access::kGeneral><<<blocks, Tile::kThreads, 0, stream>>>(p);
+    launch_forward<Tile, kK, Access::kGeneral>(p, stream);
 }
 
 }  // namespace

@@ -55,6 +55,46 @@ __device__ __forceinline__ int64_t row_offset(const Recurrence& p, const Rows& r
 // exp of a gate, exactly 0 for a reset; NaN stays NaN.
 __device__ __forceinline__ float decay_of(float g) { return g * kLog2E < kReset ? 0.f : expf(g); }
 
+// An element as it lies in memory, 0 where it is not there, and its value: apart, so that several
+// loads are under way before the first one is waited for.
+__device__ __forceinline__ uint32_t load_bits(const Rows& r, int64_t i, bool there) {
+  const bool wide = r.dtype == DType::kFloat;
+  uint32_t bits = 0;
+  uint16_t half_bits = 0;
+  if (there && wide) bits = static_cast<const uint32_t*>(r.data)[i];
+  if (there && !wide) half_bits = static_cast<const uint16_t*>(r.data)[i];
+  return wide ? bits : half_bits;
+}
+__device__ __forceinline__ float value_of(uint32_t bits, DType dtype) {
+  if (dtype == DType::kHalf) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+  return __uint_as_float(dtype == DType::kFloat ? bits : bits << 16);
+}
+
+// One key of q, k and gk, and one value of v, gv and, for backward, do, on the way to shared
+// memory.
+struct KeyBits {
+  uint32_t q, k, gk;
+
+  __device__ __forceinline__ KeyBits() {}
+  __device__ __forceinline__ KeyBits(const Recurrence& p, const Run& run, int64_t t, int key) {
+    const bool inside = key < p.K;
+    q = load_bits(p.q, row_offset(p, p.q, run, t) + key, inside && p.q.data != nullptr);
+    k = load_bits(p.k, row_offset(p, p.k, run, t) + key, inside);
+    gk = load_bits(p.gk, row_offset(p, p.gk, run, t) + key, inside && p.gk.data != nullptr);
+  }
+};
+struct ValueBits {
+  uint32_t v, gv, d_o;
+
+  __device__ __forceinline__ ValueBits() {}
+  __device__ __forceinline__ ValueBits(const Recurrence& p, const Run& run, int64_t t, int value) {
+    const bool inside = value < p.V;
+    v = load_bits(p.v, row_offset(p, p.v, run, t) + value, inside);
+    gv = load_bits(p.gv, row_offset(p, p.gv, run, t) + value, inside && p.gv.data != nullptr);
+    d_o = load_bits(p.d_o, row_offset(p, p.d_o, run, t) + value, inside && p.d_o.data != nullptr);
+  }
+};
+
 // Some tokens' rows in shared memory, in fp32 and zero outside K and V: scale q, k and exp gk of
 // all keys; v, exp gv and, for backward, do of kValues values. Absent gates decay by 1.
 template <int kTokens, int kK, int kValues, bool kBackward>
@@ -63,30 +103,53 @@ struct Operands {
   float v[kTokens][kValues], b[kTokens][kValues];
   float d_o[kBackward ? kTokens : 1][kBackward ? kValues : 1];
 
+  __device__ __forceinline__ void put(const Recurrence& p, int t, int key, const KeyBits& x) {
+    q[t][key] = p.scale * value_of(x.q, p.q.dtype);
+    k[t][key] = value_of(x.k, p.k.dtype);
+    a[t][key] = decay_of(value_of(x.gk, p.gk.dtype));
+  }
+  __device__ __forceinline__ void put(const Recurrence& p, int t, int j, const ValueBits& x) {
+    v[t][j] = value_of(x.v, p.v.dtype);
+    b[t][j] = decay_of(value_of(x.gv, p.gv.dtype));
+    if constexpr (kBackward) d_o[t][j] = value_of(x.d_o, p.d_o.dtype);
+  }
+
   // Tokens first .. first + count - 1, with the values from first_value on.
   template <int kThreads>
   __device__ __forceinline__ void load(const Recurrence& p, const Run& run, int64_t first,
                                        int count, int first_value) {
-    for (int i = threadIdx.x; i < count * kK; i += kThreads) {
-      const int t = i / kK, key = i % kK;
-      const bool inside = key < p.K;
-      const auto element = [&](const Rows& r) {
-        return load_any(r.data, r.dtype, row_offset(p, r, run, first + t) + key);
-      };
-      q[t][key] = inside && p.q.data != nullptr ? p.scale * element(p.q) : 0.f;
-      k[t][key] = inside ? element(p.k) : 0.f;
-      a[t][key] = p.gk.data == nullptr ? 1.f : inside ? decay_of(element(p.gk)) : 0.f;
-    }
-    for (int i = threadIdx.x; i < count * kValues; i += kThreads) {
-      const int t = i / kValues, j = i % kValues, value = first_value + j;
-      const bool inside = value < p.V;
-      const auto element = [&](const Rows& r) {
-        return load_any(r.data, r.dtype, row_offset(p, r, run, first + t) + value);
-      };
-      v[t][j] = inside ? element(p.v) : 0.f;
-      b[t][j] = p.gv.data == nullptr ? 1.f : inside ? decay_of(element(p.gv)) : 0.f;
-      if constexpr (kBackward) d_o[t][j] = inside ? element(p.d_o) : 0.f;
-    }
+    for (int i = threadIdx.x; i < count * kK; i += kThreads)
+      put(p, i / kK, i % kK, KeyBits(p, run, first + i / kK, i % kK));
+    for (int i = threadIdx.x; i < count * kValues; i += kThreads)
+      put(p, i / kValues, i % kValues,
+          ValueBits(p, run, first + i / kValues, first_value + i % kValues));
+  }
+};
+
+// What a thread has of one token, which meanwhile loads the state.
+template <int kThreads, int kK, int kValues>
+struct TokenBits {
+  static constexpr int kEach = kK <= kThreads ? 1 : kK / kThreads;
+  KeyBits keys[kEach];
+  ValueBits value;
+
+  __device__ __forceinline__ TokenBits(const Recurrence& p, const Run& run, int first_value) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (key(i) < kK) keys[i] = KeyBits(p, run, 0, key(i));
+    if (threadIdx.x < kValues) value = ValueBits(p, run, 0, first_value + threadIdx.x);
+  }
+  template <class Tokens>
+  __device__ __forceinline__ void store(const Recurrence& p, Tokens& tokens) const {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (key(i) < kK) tokens.put(p, 0, key(i), keys[i]);
+    if (threadIdx.x < kValues) tokens.put(p, 0, static_cast<int>(threadIdx.x), value);
+  }
+
+ private:
+  __device__ __forceinline__ static int key(int i) {
+    return i * kThreads + static_cast<int>(threadIdx.x);
   }
 };
 

@@ -1,0 +1,69 @@
+// The operators on a pool of states have no gradient: they say so instead of losing it, and tell
+// autograd, which may have saved the pool, that they write to it. Decoding calls them once a layer
+// and token, so each is unboxed.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+#include <torch/library.h>
+
+#include "../ops.h"
+#include "../recurrent_checks.h"
+#include "refuse.h"
+
+namespace gla_ext {
+namespace {
+
+void refuse_grad(const char* op, std::initializer_list<const at::Tensor*> tensors) {
+  const bool grad_mode = c10::GradMode::is_enabled();
+  for (const at::Tensor* t : tensors) {
+    if (!t->defined()) continue;
+    refuse_unsupported(op, *t);
+    TORCH_CHECK_NOT_IMPLEMENTED(!grad_mode || !t->requires_grad(), op,
+                                ": decoding on a pool has no gradient, call "
+                                "gla_ext.fused_recurrent_gla, or run it under torch.no_grad()");
+  }
+}
+
+void refuse_grad(const char* op, std::initializer_list<const OptionalTensor*> tensors) {
+  for (const OptionalTensor* t : tensors)
+    if (given(*t)) refuse_grad(op, {&**t});
+}
+
+at::Tensor step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                const OptionalTensor& gk, const OptionalTensor& gv, at::Tensor& state,
+                const OptionalTensor& slots, std::optional<double> scale, bool state_v_first) {
+  refuse_grad("recurrent_gla_step_", {&q, &k, &v, &state});
+  refuse_grad("recurrent_gla_step_", {&gk, &gv});
+  at::AutoDispatchBelowADInplaceOrView below;
+  at::Tensor o = recurrent_gla_step_(q, k, v, gk, gv, state, slots, scale, state_v_first);
+  state.unsafeGetTensorImpl()->bump_version();
+  return o;
+}
+
+at::Tensor verify(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                  const OptionalTensor& gk, const OptionalTensor& gv, const at::Tensor& state,
+                  const OptionalTensor& slots, std::optional<double> scale, bool state_v_first) {
+  refuse_grad("recurrent_gla_verify", {&q, &k, &v, &state});
+  refuse_grad("recurrent_gla_verify", {&gk, &gv});
+  at::AutoDispatchBelowADInplaceOrView below;
+  return recurrent_gla_verify(q, k, v, gk, gv, state, slots, scale, state_v_first);
+}
+
+void commit(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
+            const OptionalTensor& gv, at::Tensor& state, const OptionalTensor& slots,
+            const at::Tensor& accepted, bool state_v_first) {
+  refuse_grad("recurrent_gla_commit_", {&k, &v, &state});
+  refuse_grad("recurrent_gla_commit_", {&gk, &gv});
+  at::AutoDispatchBelowADInplaceOrView below;
+  recurrent_gla_commit_(k, v, gk, gv, state, slots, accepted, state_v_first);
+  state.unsafeGetTensorImpl()->bump_version();
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
+  m.impl("recurrent_gla_step_", step);
+  m.impl("recurrent_gla_verify", verify);
+  m.impl("recurrent_gla_commit_", commit);
+}
+
+}  // namespace gla_ext
