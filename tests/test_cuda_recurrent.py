@@ -119,7 +119,8 @@ class Decoder(torch.nn.Module):
     def run(self, call=None, steps=3):
         """o of every step and the pool after them."""
         self.reset()
-        outputs = [(call or self)(**self.tokens, slots=self.slots).clone() for _ in range(steps)]
+        call = self if call is None else call
+        outputs = [call(**self.tokens, slots=self.slots).clone() for _ in range(steps)]
         return {"o": torch.stack(outputs), "pool": self.pool.clone()}
 
 

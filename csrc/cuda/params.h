@@ -17,8 +17,8 @@ constexpr int kFusedValues = 128;       // of a state that a sweep of the fused 
 
 enum class DType : uint8_t { kBFloat16, kHalf, kFloat };
 
-// One tensor [B, T, H, D] whose last dimension is contiguous; strides in elements, stride_t below
-// 2^31 / kChunk.
+// One tensor [B, T, H, D] whose last dimension is contiguous; strides in elements, in a Problem
+// stride_t below 2^31 / kChunk.
 struct Rows {
   void* data = nullptr;
   int64_t stride_b = 0, stride_t = 0, stride_h = 0;

@@ -147,7 +147,7 @@ __device__ __forceinline__ void store_outputs(const Recurrence& p, const Run& ru
 template <class Tile, int kK, bool kValueGates, int kTokens>
 struct Stage {
   Operands<kTokens, kK, kValues<kK>, false> tokens;
-  float o[kTokens][Tile::kSums][kValues<kK>];
+  alignas(16) float o[kTokens][Tile::kSums][kValues<kK>];
 
   // The next `count` tokens, which are in `tokens`.
   __device__ __forceinline__ void run(const Recurrence& p, const Run& run, int64_t first, int count,

@@ -98,7 +98,7 @@ struct ValueBits {
 // Some tokens' rows in shared memory, in fp32 and zero outside K and V: scale q, k and exp gk of
 // all keys; v, exp gv and, for backward, do of kValues values. Absent gates decay by 1.
 template <int kTokens, int kK, int kValues, bool kBackward>
-struct Operands {
+struct alignas(16) Operands {
   float q[kTokens][kK], k[kTokens][kK], a[kTokens][kK];
   float v[kTokens][kValues], b[kTokens][kValues];
   float d_o[kBackward ? kTokens : 1][kBackward ? kValues : 1];
