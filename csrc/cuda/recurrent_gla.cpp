@@ -104,12 +104,13 @@ class RecurrentCall {
   }
 
  private:
-  // The grid of a kernel has a block for 64 values of a head of a sequence.
+  // The grid of a kernel has a block for at least kValues values of a head of a sequence.
   void check_heads(const char* op, const Shape& shape) const {
-    const int64_t H = shape.H.expect_int(), blocks = (p.V + 63) / 64;
-    TORCH_CHECK_NOT_IMPLEMENTED(H <= kMaxBlocks / blocks / (p.N + 1), op,
-                                ": expected (N + 1) * H * ceil(V / 64) to be at most ", kMaxBlocks,
-                                " on CUDA, got N = ", p.N, ", H = ", H, " and V = ", p.V);
+    constexpr int64_t kValues = 16;
+    const int64_t H = shape.H.expect_int(), blocks = (p.V + kValues - 1) / kValues;
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        H <= kMaxBlocks / blocks / (p.N + 1), op, ": expected (N + 1) * H * ceil(V / ", kValues,
+        ") to be at most ", kMaxBlocks, " on CUDA, got N = ", p.N, ", H = ", H, " and V = ", p.V);
   }
   void find_state_alignment() {
     const int64_t columns = p.state_v_first ? p.K : p.V;
@@ -182,11 +183,11 @@ BackwardOutputs recurrent_gla_bwd_cuda(
 // and o not computed, where tokens are only committed.
 at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
                        std::optional<double> scale, bool write) {
-  const Shape shape = check_pool(in, pool);
+  Shape shape = check_pool(in, pool);
   check_pool_layout(in.op, pool.state);
+  shape.N = shape.B;  // what runs are the rows
   RecurrentCall call(in.op, shape, *in.k, scale);
   Recurrence& p = call.p;
-  p.N = p.B;
   p.state_v_first = pool.state_v_first;
   call.input(p.k, *in.k);
   call.input(p.v, *in.v);
