@@ -26,8 +26,11 @@ void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   const int64_t blocks = in.H * ceil_div(in.V, kFusedValues);
   const int64_t sweeps = in.backward ? 2 * blocks * ceil_div(in.K, kFusedForwardKeys) : blocks;
   const int64_t longest = ceil_div(in.T, kChunk);
-  const int64_t share = std::max(kMinChunks, ceil_div(grid.B * longest * sweeps, in.processors));
-  const bool too_few = 2 * grid.N * sweeps <= in.processors;
+  // Sweeps at a time: small heads come two a block.
+  const int64_t places =
+      in.K <= kTierBlock && in.V <= kTierBlock ? 2 * in.processors : in.processors;
+  const int64_t share = std::max(kMinChunks, ceil_div(grid.B * longest * sweeps, places));
+  const bool too_few = 2 * grid.N * sweeps <= places;
   if (longest <= share || !(too_few || in.packed)) return;
   plan.segment_chunks = share;
   plan.segments = in.packed ? grid.slots / share + in.N + 1 : ceil_div(longest, share);
