@@ -9,6 +9,7 @@ Alone it does what needs a process of its own:
 import argparse
 import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from timing import Timing, summary
+from timing import Timing, cold
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
@@ -39,8 +40,9 @@ BASELINES = (  # B, T, H, K, V; the first is the main shape
 )
 SHAPES = {"x".join(map(str, shape)): shape for shape in BASELINES}
 MAIN = next(iter(SHAPES))
+MODES = ("forward", "forward + backward")
+PATH_VARIABLE = "GLA_EXT_CUDA_PATH"
 HOST_SHAPE = (1, 64, 4, 128, 256)
-SLEEP_CYCLES = 8_000_000  # 4 ms of an H200, more than any call takes on the host
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -51,8 +53,8 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def floor_ms(shape, backward: bool, bytes_per_s: float = 4.27e12) -> float:
-    """Every bf16 input read once and every output written once, at an H200's copy rate."""
+def floor_ms(shape, backward: bool, bytes_per_s: float) -> float:
+    """Every bf16 input read once and every output written once, at the rate of a copy."""
     B, T, H, K, V = shape
     values = 3 * K + 2 * V + (6 * K + 3 * V if backward else 0)
     return 1e3 * B * T * H * 2 * values / bytes_per_s
@@ -88,80 +90,41 @@ def call(function, x, backward: bool) -> Callable[[], object]:
     return run
 
 
-def check(shape) -> list[str]:
-    """What is wrong at a shape, one line each: first and last row against fp64."""
-    from common import exact_by_chunks, ours
+def on_steps(run: Callable[[], object]) -> Callable[[], object]:
+    """`run` on the path of the step kernels, forward and backward."""
 
-    from gla_ext import selftest
+    def forced():
+        before = os.environ.get(PATH_VARIABLE)
+        os.environ[PATH_VARIABLE] = "steps"
+        try:
+            return run()
+        finally:
+            if before is None:
+                del os.environ[PATH_VARIABLE]
+            else:
+                os.environ[PATH_VARIABLE] = before
 
-    x, wrong = draw(shape), []
-    results = ours(x)
-    for row in sorted({0, shape[0] - 1}):
-        for name, expected in exact_by_chunks(x.select(row)).items():
-            error = selftest.relative_error(results[name][row : row + 1], expected)
-            if not error <= selftest.tolerance(name, torch.bfloat16):
-                wrong.append(f"{shape}, row {row}: {name} is off by {error:.1e}")
-    return wrong
-
-
-def check_small() -> list[str]:
-    """The cases of `python -m gla_ext.selftest` that are wrong on CUDA."""
-    from gla_ext import selftest
-
-    return [
-        f"selftest, {case.name}, {dtype}: {name} is off by {error:.1e}"
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        for case in selftest.CASES
-        for name, error in selftest.check(case, dtype, "cuda").items()
-        if not error <= selftest.tolerance(name, dtype)
-    ]
+    return forced
 
 
-def cold(variants: dict[str, Callable], budget_s: float = 1.0) -> dict[str, Timing]:
-    """Milliseconds by CUDA events, the variants in turns, each with a cold L2.
-
-    The GPU waits for some milliseconds first, so that a call is queued before it starts: its time
-    is the GPU's alone. `host_us` measures the host's.
-    """
-    size = 2 * torch.cuda.get_device_properties().L2_cache_size
-    flush = torch.empty(max(size, 2**27), dtype=torch.int8, device="cuda")
-    samples: dict[str, list[float]] = {name: [] for name in variants}
-
-    def once(name) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
-        torch.cuda._sleep(SLEEP_CYCLES)
-        start.record()
-        variants[name]()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
-
-    estimate = 0.0
-    for name in variants:
-        once(name)
-        estimate += min(once(name), once(name))
-    rounds = min(60, max(10, int(1e3 * budget_s / estimate)))
-    for _ in range(rounds):
-        for name, own in samples.items():
-            own.append(once(name))
-    return {name: summary(own) for name, own in samples.items()}
+def variants(functions: dict[str, Callable], x, backward: bool) -> dict[str, Callable]:
+    """A call of every function, and of gla_ext on the step path."""
+    calls = {name: call(function, x, backward) for name, function in functions.items()}
+    return {"gla_ext": calls["gla_ext"], "steps": on_steps(calls["gla_ext"]), **calls}
 
 
 def speed(shape, functions: dict[str, Callable]) -> dict[str, dict[str, Timing]]:
     x, results = draw(shape), {}
     for backward in (False, True):
         with torch.set_grad_enabled(backward):
-            variants = {name: call(f, x, backward) for name, f in functions.items()}
-            results["forward + backward" if backward else "forward"] = cold(variants)
+            results[MODES[backward]] = cold(variants(functions, x, backward))
     return results
 
 
 def peak_bytes(shape, functions: dict[str, Callable]) -> dict[str, int]:
     """The most that one forward + backward has allocated beside the inputs."""
     x, results = draw(shape), {}
-    for name, function in functions.items():
-        run = call(function, x, True)
+    for name, run in variants(functions, x, True).items():
         run()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -193,8 +156,7 @@ def host_us(functions: dict[str, Callable], calls: int = 1000, runs: int = 5):
                             run()
                         total += time.perf_counter() - start
                     means.append(1e6 * total / (calls // batch * batch))
-            mode = "forward + backward" if backward else "forward"
-            results.setdefault(mode, {})[name] = statistics.median(means[1:])
+            results.setdefault(MODES[backward], {})[name] = statistics.median(means[1:])
     return results
 
 

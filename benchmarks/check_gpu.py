@@ -2,23 +2,24 @@
 
     python benchmarks/check_gpu.py --out gpu.json
     python benchmarks/check_gpu.py --only speed memory --shapes 32x2048x4x128x256 --fla
+    python benchmarks/check_gpu.py --only attention layer training plot --compile
     python benchmarks/check_gpu.py --only --sanitizer        # nothing else
     python benchmarks/check_gpu.py --read gpu.json --markdown page.md   # measures nothing
 
-Parts: correctness (pytest -m cuda), speed (beside FLA with --fla), memory, steps (each step
-operator, and the kernels of a call), host (time of a call on the CPU), first-call. Whatever is
-timed is checked against fp64 first, and nothing is timed where that, or pytest, fails. A short
-table comes last; --out takes all numbers as JSON, and logs are written beside it. --markdown
-makes a page of them, as benchmarks/RESULTS_CUDA.md is one.
+Parts: correctness (pytest -m cuda), speed (the path the plan chooses, the step path, and FLA with
+--fla), memory, steps (each step operator, and the kernels of a call), host (time of a call on the
+CPU), first-call, attention (causal, of the same model width), layer, training (steps of a language
+model) and plot (time over T). Whatever is timed is checked against fp64 or fp32 first. Nothing is
+timed where that, or pytest, fails, and nothing is printed where a comparison within a part does. A
+short table comes last; --out takes all numbers as JSON, and logs are written beside it. --markdown
+makes a page of them, with the plot beside it, as benchmarks/RESULTS_CUDA.md is one.
 
-FLA compiles and tunes for 4 to 7 minutes at its first call of a head size (K, V), unless
-TRITON_CACHE_DIR holds the result of an earlier run.
+FLA compiles and tunes for 4 to 7 minutes for a head size (K, V), the head sizes side by side,
+unless TRITON_CACHE_DIR holds the result of an earlier run or of benchmarks/bench_fla.py.
 """
 
 import argparse
 import dataclasses
-import importlib
-import importlib.util
 import json
 import os
 import platform
@@ -29,12 +30,23 @@ import sys
 import time
 from pathlib import Path
 
+import bench_attention
 import bench_cuda as bench
+import bench_fla
+import bench_length
+import bench_model
 import cuda_page
+import cuda_summary
+import gate
 import torch
-from timing import Timing
+from timing import copy_bytes_per_s
 
-PARTS = ("correctness", "speed", "memory", "steps", "host", "first-call")
+PARTS = (
+    *("correctness", "speed", "memory", "steps", "host", "first-call"),
+    *("attention", "layer", "training", "plot"),
+)
+OF_SHAPES = {"speed", "memory"}
+OF_THE_MAIN_SHAPE = {"steps", "host", "first-call"}
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 ROOT = Path(__file__).parents[1]
 
@@ -50,13 +62,12 @@ def environment() -> dict[str, str]:
 
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "unknown")
-    fla = importlib.util.find_spec("fla") and importlib.import_module("fla").__version__
     changed = output("git", "status", "--porcelain", "--", "csrc", "gla_ext", "benchmarks")
     return {
         "GPU": torch.cuda.get_device_name(),
         "CPU": f"{cpu}, {os.cpu_count()} threads",
         "torch": torch.__version__,
-        "FLA": fla or "not installed",
+        "FLA": bench_fla.version(),
         "Python": platform.python_version(),
         "commit": output("git", "rev-parse", "--short", "HEAD") + (" + changes" if changed else ""),
         "command": shlex.join(["python", *sys.argv]),
@@ -110,57 +121,67 @@ def run_ncu(shape: str, out: Path) -> bool:
     return code == 0
 
 
+def checked_shapes(arguments) -> list[tuple[int, ...]]:
+    """The shapes that the parts asked for time `chunk_gla` at."""
+    only, own = set(arguments.only), [bench.parse_shape(name) for name in arguments.shapes]
+    shapes = own if only & OF_SHAPES else own[:1] if only & OF_THE_MAIN_SHAPE else []
+    if "attention" in only:
+        shapes = shapes + bench_attention.shapes()
+    if "plot" in only:
+        shapes = shapes + list(bench_length.shapes().values())
+    return list(dict.fromkeys(shapes))
+
+
+def check(arguments) -> list[str]:
+    """What is wrong with the results of what will be timed."""
+    wrong = gate.check_small()
+    for shape in checked_shapes(arguments):
+        wrong += gate.check(shape)
+        torch.cuda.empty_cache()
+    return wrong
+
+
+def tune_fla(arguments, results: dict):
+    """FLA's tuning for the parts asked for, before anything is timed."""
+    own = [bench.HOST_SHAPE] if "host" in arguments.only else []
+    layer = bool({"layer", "training"} & set(arguments.only))
+    count = bench_fla.tune(checked_shapes(arguments) + own, layer, arguments.out.parent)
+    results["environment"]["FLA"] += f", tuned before by {count} processes that shared the GPU"
+
+
 def measure(arguments, results: dict):
     """Every part that was asked for, into `results`."""
-    functions = bench.implementations(arguments.fla)
+    only, functions = set(arguments.only), bench.implementations(arguments.fla)
+    results["copy_bytes_per_s"] = copy_bytes_per_s()
     shapes = {name: bench.parse_shape(name) for name in arguments.shapes}
     for name, shape in shapes.items():
         row = results["shapes"].setdefault(name, {})
         for part, function in (("speed", bench.speed), ("memory", bench.peak_bytes)):
-            if part in arguments.only:
+            if part in only:
                 row[part] = function(shape, functions)
                 torch.cuda.empty_cache()
     main = next(iter(shapes.values()))
-    if "steps" in arguments.only:
+    if "steps" in only:
         results["steps"] = bench.step_times(main)
         results["kernels"] = bench.kernel_times(main)
-    if "host" in arguments.only:
+    if "host" in only:
         results["host_us"] = bench.host_us(functions)
-    if "first-call" in arguments.only:
+    if "first-call" in only:
         results["first_call_s"] = bench.first_call_in_a_fresh_process()
-
-
-def report(results: dict) -> list[str]:
-    """The short table."""
-    lines = [f"{name}: {value}" for name, value in results["environment"].items()]
-    if steps := results.get("steps"):
-        lines += ["", "steps, ms: " + ", ".join(f"{n} {t.median:.3f}" for n, t in steps.items())]
-        for x in results["kernels"]:
-            lines.append(f"{x['us']:9.1f} us {x['launches']:3g} x {x['kernel'][:80]}")
-    for mode, times in results.get("host_us", {}).items():
-        lines.append(f"host, {mode}: " + ", ".join(f"{n} {t:.1f} us" for n, t in times.items()))
-    if first := results.get("first_call_s"):
-        lines.append("fresh process: " + ", ".join(f"{n} {t:.3f} s" for n, t in first.items()))
-    modes = {"forward": "fwd", "forward + backward": "fwd+bwd"}
-    heads = [f"{short} ms | FLA | FLA/ours | ours/floor" for short in modes.values()]
-    lines += ["", f"| B x T x H x K x V | {' | '.join(heads)} | peak MiB | FLA |"]
-    for name, row in results["shapes"].items():
-        cells = [name]
-        for mode in modes:
-            cells += speed_cells(name, mode, row.get("speed", {}).get(mode, {}))
-        memory = row.get("memory", {})
-        cells += [f"{memory[x] / 2**20:.0f}" if x in memory else "" for x in ("gla_ext", "FLA")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def speed_cells(shape: str, mode: str, timings: dict[str, Timing]) -> list[str]:
-    if not timings:
-        return [""] * 4
-    ours, fla = timings["gla_ext"], timings.get("FLA")
-    floor = bench.floor_ms(bench.parse_shape(shape), "backward" in mode)
-    beside = [str(fla), f"{fla.median / ours.median:.2f}"] if fla else ["", ""]
-    return [str(ours), *beside, f"{ours.median / floor:.1f}"]
+    if "attention" in only:
+        results["attention"] = bench_attention.measure(functions)
+    if "plot" in only:
+        results["lengths"] = {}
+        for name, shape in bench_length.shapes().items():
+            known = results["shapes"].get(name, {}).get("speed")
+            results["lengths"][name] = known or bench.speed(shape, functions)
+            torch.cuda.empty_cache()
+    if "layer" in only:
+        results["layer"] = bench_model.measure_layers(arguments.fla, arguments.compile)
+    if "training" in only:
+        results["training"] = bench_model.measure_training(
+            arguments.fla, arguments.compile, arguments.batch
+        )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -173,6 +194,12 @@ def parse_arguments() -> argparse.Namespace:
         help="shapes to time, the first also for --only steps; default: BASELINES",
     )  # fmt: skip
     parser.add_argument("--fla", action="store_true", help="time FLA beside it")
+    parser.add_argument(
+        "--compile", action="store_true", help="layer and training also under torch.compile"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=8, help="sequences a training step; default: %(default)s"
+    )
     parser.add_argument("--sanitizer", action="store_true", help="compute-sanitizer, four tools")
     parser.add_argument("--ncu", action="store_true", help="Nsight Compute on the first shape")
     default = ROOT / "runs" / "gpu.json"
@@ -195,42 +222,45 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("check_gpu: no CUDA GPU here; nothing was checked", file=sys.stderr)
         return 2
-    if arguments.fla and importlib.util.find_spec("fla") is None:
+    if arguments.fla and not bench_fla.installed():
         print("FLA is not installed: its columns stay empty")
         arguments.fla = False
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    results = {"environment": environment(), "shapes": {}}
-    good = True
-    if "correctness" in arguments.only:
-        good = run_tests(arguments.out)
-    if arguments.sanitizer:
-        good &= run_sanitizer(arguments.out)
+    results = {"environment": environment(), "wrong": [], "shapes": {}}
+    wrong = results["wrong"]
+    if "correctness" in arguments.only and not run_tests(arguments.out):
+        wrong.append("pytest -m cuda failed")
+    if arguments.sanitizer and not run_sanitizer(arguments.out):
+        wrong.append("compute-sanitizer has something to report")
     timed = set(arguments.only) - {"correctness"}
-    if good and timed:
-        needed = arguments.shapes if timed & {"speed", "memory"} else arguments.shapes[:1]
-        wrong = bench.check_small()
-        for name in needed:
-            wrong += bench.check(bench.parse_shape(name))
-            torch.cuda.empty_cache()
-        good = not wrong
-        if wrong:
-            print(*wrong, sep="\n")
-    if not good:
-        print("Wrong results, or a report of the sanitizer: nothing was timed.")
-        return 1
     try:
-        measure(arguments, results)
+        if timed and not wrong:
+            wrong += check(arguments)
+        if timed and not wrong:
+            if arguments.fla:
+                tune_fla(arguments, results)
+            measure(arguments, results)
+    except gate.WrongResults as error:
+        wrong += error.args
     finally:  # what there is
         arguments.out.write_text(json.dumps(results, indent=1, default=dataclasses.asdict))
-    if arguments.ncu:
+    if arguments.ncu and not wrong:
         run_ncu(arguments.shapes[0], arguments.out)
     return finish(results, arguments)
 
 
 def finish(results: dict, arguments) -> int:
+    """Prints results and writes the page, unless something was wrong in their run."""
+    if results["wrong"]:
+        print(*results["wrong"], sep="\n")
+        print("Wrong results, or a report of the sanitizer: no times are shown.")
+        return 1
     if arguments.markdown:
-        arguments.markdown.write_text(cuda_page.page(results), encoding="utf-8")
-    print(*report(results), sep="\n")
+        picture = arguments.markdown.with_suffix(".png")
+        drawn = "lengths" in results and bench_length.plot(results, picture)
+        text = cuda_page.page(results, picture.name if drawn else None)
+        arguments.markdown.write_text(text, encoding="utf-8")
+    print(*cuda_summary.report(results), sep="\n")
     return 0
 
 

@@ -7,10 +7,13 @@ import json
 import re
 from pathlib import Path
 
+import bench_attention
 import bench_cuda as bench
+import bench_model
+from bench_cuda import MODES
 from timing import Timing
 
-MODES = ("forward", "forward + backward")
+FLOOR_BYTES = {MODES[0]: "2(3K + 2V)", MODES[1]: "2(3K + 2V) + 2(6K + 3V)"}
 
 
 def load(path: Path) -> dict:
@@ -20,7 +23,8 @@ def load(path: Path) -> dict:
     )
 
 
-def page(results: dict) -> str:
+def page(results: dict, picture: str | None = None) -> str:
+    """The page; `picture` is the plot's file, beside it."""
     environment = results["environment"]
     lines = [
         "# gla_ext on CUDA",
@@ -29,13 +33,23 @@ def page(results: dict) -> str:
         "brackets, the 20th and 80th percentile. Times are the GPU's alone, by CUDA events: L2 is "
         "cold, and a call is queued before it starts, so that what it costs on the host is in no "
         "table but that of host time. FLA is `fla.ops.gla.chunk_gla`, in turns with gla_ext. What "
-        "is timed was compared with the recurrence in fp64 before.",
+        "is timed was compared with the recurrence in fp64 before. steps is gla_ext with "
+        f"`{bench.PATH_VARIABLE}=steps`.",
         "",
         *(f"- {name}: {value}" for name, value in environment.items() if name != "command"),
+        *copy_rate(results),
         f"- Command: `{environment['command']}`",
     ]
-    parts = (speed, memory, steps, kernels, host, first_call)
-    return "\n".join([*lines, *(x for part in parts for x in part(results))]) + "\n"
+    parts = (speed, memory, attention, layer, training, steps, kernels, host, first_call)
+    lines += [x for part in parts for x in part(results)]
+    if picture:
+        lines += ["", "## Time over T", "", f"![Time over T]({picture})"]
+    return "\n".join(lines) + "\n"
+
+
+def copy_rate(results) -> list[str]:
+    rate = results.get("copy_bytes_per_s")
+    return [f"- Copy on the device: {rate / 1e12:.2f} TB/s, read and written"] if rate else []
 
 
 def speed(results) -> list[str]:
@@ -48,19 +62,29 @@ def speed(results) -> list[str]:
             return []
         lines += table(
             f"Speed, {mode}",
-            "Factor: FLA's time over gla_ext's. Floor: every input read once and every output "
-            "written once at 4.27 TB/s, an H200's copy rate.",
-            ["gla_ext, ms", "FLA, ms", "factor", "floor, ms"],
+            "Floor: every input read once and every output written once at the rate of the copy, "
+            f"{FLOOR_BYTES[mode]} bytes a token and head.",
+            ["gla_ext, ms", "steps, ms", "FLA, ms", "FLA/gla_ext", "floor, ms", "gla_ext/floor"],
             {
-                name: [str(x["gla_ext"]), *beside(x), f"{floor(name, mode):.3f}"]
+                name: [
+                    *(str(x["gla_ext"]), str(x["steps"])),
+                    *beside(x),
+                    *floor_cells(x, floor_ms(results, name, mode)),
+                ]
                 for name, x in rows.items()
             },
         )
     return lines
 
 
-def floor(name: str, mode: str) -> float:
-    return bench.floor_ms(bench.parse_shape(name), "backward" in mode)
+def floor_ms(results: dict, name: str, mode: str) -> float:
+    """The floor of the shape of that name at the rate of a copy in the same run."""
+    shape = bench.parse_shape(name)
+    return bench.floor_ms(shape, mode == MODES[1], results["copy_bytes_per_s"])
+
+
+def floor_cells(timings: dict[str, Timing], floor: float) -> list[str]:
+    return [f"{floor:.3f}", f"{timings['gla_ext'].median / floor:.2f}"]
 
 
 def beside(timings: dict[str, Timing]) -> list[str]:
@@ -75,12 +99,97 @@ def memory(results) -> list[str]:
     return rows and table(
         "Peak memory of forward + backward",
         "MiB beside the inputs, outputs and gradients included.",
-        ["gla_ext", "FLA"],
+        ["gla_ext", "steps", "FLA"],
         {
-            name: [f"{x[who] / 2**20:.0f}" if who in x else "" for who in ("gla_ext", "FLA")]
+            name: [
+                f"{x[who] / 2**20:.0f}" if who in x else "" for who in ("gla_ext", "steps", "FLA")
+            ]
             for name, x in rows.items()
         },
     )
+
+
+def attention(results) -> list[str]:
+    rows = results.get("attention", {})
+    H, D = bench_attention.ATTENTION_HEADS
+    lines = []
+    for mode in MODES if rows else ():
+        timings = {int(T): row[mode] for T, row in rows.items()}
+        ours = medians(timings, "gla_ext")
+        ends = [
+            f"{who} {bench_attention.break_even(ours, medians(timings, who))}"
+            for who in bench_attention.BACKENDS
+        ]
+        lines += table(
+            f"Causal attention of the same model width, {mode}",
+            f"B {bench_attention.BATCH}, width {H * D}: `scaled_dot_product_attention` with {H} "
+            f"heads of {D}, `chunk_gla` with H, K, V = "
+            f"{', '.join(map(str, bench_attention.GLA_HEADS))}; ms. `chunk_gla` of gla_ext takes "
+            f"less time from T on: {', '.join(ends)}.",
+            list(next(iter(timings.values()))),
+            {f"T {T}": [str(t) for t in row.values()] for T, row in timings.items()},
+        )
+    return lines
+
+
+def medians(timings: dict[int, dict[str, Timing]], who: str) -> dict[int, float]:
+    return {T: row[who].median for T, row in timings.items()}
+
+
+def layer(results) -> list[str]:
+    rows = results.get("layer", {})
+    lines = []
+    for mode in MODES if rows else ():
+        names = list(next(iter(rows.values()))[mode])
+        lines += table(
+            f"`GatedLinearAttention`, {mode}",
+            f"Hidden size {bench_model.HIDDEN}, {bench_model.HEADS} heads, bf16, one set of "
+            "weights, ms; backward is to the input and to all weights. Outputs and gradients of "
+            "the input were compared before.",
+            [*names, "FLA/gla_ext"],
+            {
+                "B {}, T {}".format(*name.split("x")): [
+                    *(str(row[mode][who]) for who in names),
+                    beside(row[mode])[1],
+                ]
+                for name, row in rows.items()
+            },
+        )
+    return lines
+
+
+def training(results) -> list[str]:
+    found = results.get("training", {})
+    if not found:
+        return []
+    rows = found["rows"]
+    tokens = next(iter(rows.values()))["tokens"]
+    sizes = ", ".join(f"{name} {value}" for name, value in bench_model.MODEL.items())
+    text = (
+        f"A model of {found['parameters'] / 1e6:.0f} M parameters ({sizes}), {tokens} tokens a "
+        f"step in sequences of {bench_model.TRAINING_T}: forward, backward and fused AdamW, "
+        "weights in bf16, on the host's clock. Peak memory includes weights, gradients and "
+        "optimizer. Loss: of the first and of the last of "
+        f"{bench_model.WARMUP + bench_model.STEPS} steps on one batch."
+    )
+    return table(
+        "A training step",
+        " ".join([text, *found["notes"]]),
+        ["step, ms", "tokens/s", "peak, GiB", "loss"],
+        {
+            name: [
+                str(row["step"]),
+                f"{tokens_per_s(row):.0f}",
+                f"{row['peak_bytes'] / 2**30:.1f}",
+                "{:.3f} to {:.3f}".format(*row["losses"]),
+            ]
+            for name, row in rows.items()
+        },
+    )
+
+
+def tokens_per_s(row: dict) -> float:
+    return 1e3 * row["tokens"] / row["step"].median
 
 
 def steps(results) -> list[str]:

@@ -1,4 +1,4 @@
-"""Timing of callables, and their peak memory on CPU."""
+"""Timing of callables on CPU and on CUDA, and their peak memory on CPU."""
 
 import dataclasses
 import json
@@ -8,6 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+
+import torch
+
+SLEEP_CYCLES = 8_000_000  # 4 ms of an H200, more than any call takes on the host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,45 @@ def interleave(
             function()
             samples[name].append(time.perf_counter() - start)
     return {name: summary([1e3 * x for x in own]) for name, own in samples.items()}
+
+
+def cold(variants: dict[str, Callable], budget_s: float = 1.0) -> dict[str, Timing]:
+    """Milliseconds by CUDA events, the variants in turns, each with a cold L2.
+
+    The GPU waits for some milliseconds first, so that a call is queued before it starts: its time
+    is the GPU's alone.
+    """
+    size = 2 * torch.cuda.get_device_properties().L2_cache_size
+    flush = torch.empty(max(size, 2**27), dtype=torch.int8, device="cuda")
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+
+    def once(name) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        start.record()
+        variants[name]()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    estimate = 0.0
+    for name in variants:
+        once(name)
+        estimate += min(once(name), once(name))
+    rounds = min(60, max(10, int(1e3 * budget_s / estimate)))
+    for _ in range(rounds):
+        for name, own in samples.items():
+            own.append(once(name))
+    return {name: summary(own) for name, own in samples.items()}
+
+
+def copy_bytes_per_s() -> float:
+    """The rate of a device copy, its reads and its writes together."""
+    source = torch.empty(2**30, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    ms = cold({"copy": lambda: target.copy_(source)})["copy"].median
+    return 1e3 * 2 * source.numel() / ms
 
 
 def summary(samples_ms: list[float]) -> Timing:

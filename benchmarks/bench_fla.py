@@ -1,0 +1,115 @@
+"""flash-linear-attention beside gla_ext: what is taken from it, and its tuning.
+
+    TRITON_CACHE_DIR=/some/folder python benchmarks/bench_fla.py
+
+compiles and tunes FLA for all that `check_gpu.py --fla` times, and leaves the result in
+TRITON_CACHE_DIR. That takes 4 to 7 minutes for a head size (K, V), so each has a process of its
+own. With shapes it does so for these in this process.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterable
+from pathlib import Path
+
+import bench_cuda as bench
+import torch
+
+HIDDEN, HEADS = 1024, 4
+LAYERS = ((32, 2048), (8, 2048), (4, 8192))  # B, T
+LOGS = Path(__file__).parents[1] / "runs"
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("fla") is not None
+
+
+def version() -> str:
+    return importlib.import_module("fla").__version__ if installed() else "not installed"
+
+
+def layer_class() -> type[torch.nn.Module]:
+    """FLA's GatedLinearAttention, also where its package of layers cannot be imported as a whole:
+    other layers in it need transformers.
+    """
+    try:
+        return importlib.import_module("fla.layers").GatedLinearAttention
+    except ModuleNotFoundError:
+        folders = importlib.import_module("fla").__path__
+        package = types.ModuleType("fla.layers")
+        package.__path__ = [f"{folder}/layers" for folder in folders]
+        sys.modules["fla.layers"] = package
+        return importlib.import_module("fla.layers.gla").GatedLinearAttention
+
+
+def tune_operator(shapes: Iterable[tuple[int, ...]]) -> None:
+    from fla.ops.gla import chunk_gla
+
+    for shape in shapes:
+        bench.call(chunk_gla, bench.draw(shape), True)()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def tune_layer() -> None:
+    """Apart from the operator's own tuning: the layer asks for states of another layout."""
+    layer = layer_class()(hidden_size=HIDDEN, num_heads=HEADS).to("cuda", torch.bfloat16)
+    for B, T in LAYERS:
+        x = torch.randn(B, T, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        layer(x)[0].sum().backward()
+        torch.cuda.synchronize()
+
+
+def jobs(shapes: Iterable[tuple[int, ...]], layer: bool) -> dict[str, list[str]]:
+    """Arguments of each process by name: one a head size, with one shape for each B and H."""
+    groups: dict[str, dict[tuple[int, int], str]] = {}
+    for shape in shapes:
+        B, _, H, K, V = shape
+        groups.setdefault(f"{K}x{V}", {}).setdefault((B, H), "x".join(map(str, shape)))
+    found = {name: list(group.values()) for name, group in groups.items()}
+    return found | ({"layer": ["--layer"]} if layer else {})
+
+
+def tune(shapes: Iterable[tuple[int, ...]], layer: bool, logs: Path) -> int:
+    """Runs the jobs side by side, each with a log, and returns how many there were.
+
+    Raises:
+        RuntimeError: when one of them fails.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    processes = {}
+    for name, arguments in jobs(shapes, layer).items():
+        with (logs / f"tune_{name}.log").open("w") as log:
+            command = [sys.executable, __file__, *arguments]
+            processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    codes = {name: process.wait() for name, process in processes.items()}
+    if failed := [name for name, code in codes.items() if code]:
+        raise RuntimeError(f"tuning FLA failed, see {logs}/tune_*.log: {', '.join(failed)}")
+    return len(codes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shapes", nargs="*", type=bench.parse_shape, metavar="BxTxHxKxV")
+    parser.add_argument("--layer", action="store_true", help="the layer, in this process")
+    arguments = parser.parse_args()
+    if arguments.layer:
+        tune_layer()
+    if arguments.shapes:
+        tune_operator(arguments.shapes)
+    if not arguments.layer and not arguments.shapes:
+        count = tune(bench.BASELINES, True, LOGS)
+        where = os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache")
+        print(f"tuned by {count} processes into {where}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
