@@ -123,5 +123,5 @@ PYBIND11_MODULE(_C, m) {
         py::arg("aligned") = true, py::arg("capability") = "9.0", py::arg("processors") = 132,
         py::arg("device") = "cpu", py::arg("threads") = py::none(),
         "The plan chosen for a shape, on any build: path, mode, workspace and state bytes; on CPU "
-        "threads and tasks, on CUDA tiles and launches.");
+        "threads and tasks, on CUDA tiles, segments and launches.");
 }

@@ -28,6 +28,10 @@ def plan(
     gate_dtype: str | None = None,
     backward: bool = False,
     save_states: bool = False,
+    batch_invariant: bool = False,
+    aligned: bool = True,
+    capability: str = "9.0",
+    processors: int = 132,
     device: str = "cpu",
     threads: int | None = None,
 ) -> dict[str, object]:
@@ -40,14 +44,22 @@ def plan(
         gate_dtype: CUDA only: of g; default dtype.
         backward: the plan of the backward pass.
         save_states: CUDA only: forward returns its states, or backward is given them.
+        batch_invariant: CUDA only: of a call in `gla_ext.batch_invariant`.
+        aligned: CUDA only: every row of q, k, v, g and, in backward, do starts at a multiple of 16
+            bytes.
+        capability: CUDA only: of the GPU, as "8.0"; "9.0" has the fused path, whose kernels are
+            taken to be built.
+        processors: CUDA only: multiprocessors of the GPU; 132 are an H200's.
         device: "cpu" or "cuda".
         threads: CPU only; default all.
 
     Returns:
-        path, mode, workspace_bytes and state_bytes (of S and, in backward, dS). On CPU threads and
-        tasks, and the workspace is without the states. On CUDA tiles and launches (kernels), and
-        workspace_bytes is all that is allocated besides outputs, states that are not saved
-        included.
+        path ("cpu"; on CUDA "steps" or "fused", as GLA_EXT_CUDA_PATH may force), mode,
+        workspace_bytes and state_bytes (of S and, in backward, dS). On CPU threads and tasks, and
+        the workspace is without the states. On CUDA tiles, launches (kernels), segments (of one
+        batch row, into which the fused sweeps cut sequences; 0: they do not) and segment_chunks
+        (of one segment), and workspace_bytes is all that is allocated besides outputs, states that
+        are not saved included.
 
     Raises:
         ValueError: a size or dtype that the device does not take.
