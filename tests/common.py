@@ -135,6 +135,13 @@ def make_inputs(
     return Inputs(q, k, v, g, do, h0 if states else None, dht if states else None, cu_seqlens)
 
 
+def copy_into(static: Inputs, x: Inputs):
+    """The values of `x` into the tensors of `static`."""
+    for name, value in vars(x).items():
+        if value is not None:
+            getattr(static, name).copy_(value)
+
+
 LAYOUTS = ("contiguous", "transposed", "sliced", "misaligned", "expanded")
 
 
@@ -285,6 +292,16 @@ def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]):
     for name, value in actual.items():
         different = value != expected[name]
         assert torch.equal(value, expected[name]), f"{name}: {int(different.sum())} bits differ"
+
+
+def count_differences(results: dict[str, Tensor], expected: dict[str, Tensor]) -> Tensor:
+    """Tensors with a different bit, counted on the device."""
+    integers = {2: torch.int16, 4: torch.int32}
+    different = [
+        (x.view(integers[x.itemsize]) != expected[name].view(integers[x.itemsize])).any()
+        for name, x in results.items()
+    ]
+    return torch.stack(different).sum()
 
 
 def run_python(code: str, **environment: str) -> str:

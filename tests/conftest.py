@@ -28,21 +28,55 @@ def why_no_cuda() -> str | None:
     return None
 
 
+PATHS = ("plan", "steps")
+HEADS = {"K20-V28": (20, 28), "K24-V40": (24, 40)}
+
+
 def pytest_generate_tests(metafunc):
-    """A test that takes a `device` runs on CPU and, marked `cuda`, on CUDA."""
+    """A test that takes a `device` runs on CPU and, marked `cuda`, on CUDA; one that takes a `head`
+    with a K and V that no fast path takes, and, where there is one, with a K and V that it does;
+    one that takes a `path` on the plan's and, where that may be another, on CUDA's steps.
+    """
     if "device" in metafunc.fixturenames:
         cuda = pytest.param("cuda", marks=pytest.mark.cuda)
         metafunc.parametrize("device", ["cpu", cuda])
+    if "head" in metafunc.fixturenames:
+        metafunc.parametrize("head", HEADS.values(), ids=HEADS)
+    if "path" in metafunc.fixturenames:
+        metafunc.parametrize("path", PATHS, indirect=True)
 
 
 def pytest_collection_modifyitems(items):
-    """CUDA has no fp64 kernels."""
-    fp64_on_cuda = {"device": "cuda", "dtype": torch.float64}.items()
-    items[:] = [x for x in items if not fp64_on_cuda <= _parameters(x).items()]
+    """Drops what CUDA has no kernels for, fp64, and what would run the same kernels twice."""
+    items[:] = [x for x in items if _runs(_parameters(x))]
+
+
+def _runs(parameters: dict) -> bool:
+    on_cpu = parameters.get("device") == "cpu"
+    if parameters.get("dtype") == torch.float64 and parameters.get("device") == "cuda":
+        return False
+    K, V = parameters.get("head", (parameters.get("K", 8), parameters.get("V", 8)))
+    may_be_fused = (
+        not on_cpu
+        and parameters.get("dtype", torch.bfloat16) == torch.bfloat16
+        and parameters.get("layout") != "misaligned"
+        and K % 8 == V % 8 == 0
+        and K <= 256
+    )
+    another = parameters.get("path") == "steps" or parameters.get("head") == HEADS["K24-V40"]
+    return may_be_fused or not another
 
 
 def _parameters(item) -> dict:
     return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+@pytest.fixture
+def path(request, monkeypatch) -> str:
+    """Where CUDA's bf16 calls go: wherever the plan says, or to the steps."""
+    if request.param == "steps":
+        monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
+    return request.param
 
 
 def pytest_runtest_setup(item):

@@ -26,8 +26,8 @@ by_gate = pytest.mark.parametrize("gate", GATES)
 
 @by_dtype
 @pytest.mark.parametrize("lengths", [None, PACKED_LENGTHS], ids=["batch", "packed"])
-def test_resets_get_no_gradient(device, lengths, dtype):
-    shape = (2, 130, 3, 20, 28) if lengths is None else (1, 165, 3, 20, 28)
+def test_resets_get_no_gradient(device, head, lengths, dtype):
+    shape = (2, 130, 3, *head) if lengths is None else (1, 165, 3, *head)
     x = make_inputs(*shape, dtype, "reset", lengths=lengths, device=device)
     reset = x.g.isinf()
     assert reset.any()
@@ -48,8 +48,8 @@ def test_only_resets(device, gate):
 
 
 @by_dtype
-def test_a_reset_forgets(device, dtype):
-    x = make_inputs(1, 130, 2, 20, 28, dtype, device=device)
+def test_a_reset_forgets(device, head, dtype):
+    x = make_inputs(1, 130, 2, *head, dtype, device=device)
     x.g[:, 70] = -torch.inf
     before = ours(x)
     x.k[:, :70], x.v[:, :70] = 3.0, 4.0
@@ -115,8 +115,8 @@ def test_both_modes(gate, dtype, monkeypatch):
 
 @by_dtype
 @pytest.mark.parametrize("gate", [1.0, "reset"])
-def test_same_bits_every_run(device, gate, dtype):
-    x = make_inputs(2, 200, 3, 20, 28, dtype, gate, device=device)
+def test_same_bits_every_run(device, head, gate, dtype):
+    x = make_inputs(2, 200, 3, *head, dtype, gate, device=device)
     first = ours(x)
     for _ in range(5):
         assert_same_bits(ours(x), first)
@@ -160,9 +160,9 @@ def test_batch_invariance(device, gate, K, V, dtype):
 
 
 @by_dtype
-def test_batch_invariance_with_other_neighbours(device, dtype):
+def test_batch_invariance_with_other_neighbours(device, head, dtype):
     with batch_invariant():
-        x = make_inputs(1, 165, 3, 20, 28, dtype, lengths=PACKED_LENGTHS, device=device)
+        x = make_inputs(1, 165, 3, *head, dtype, lengths=PACKED_LENGTHS, device=device)
         packed = ours(x)
         for n, (start, end) in enumerate(zip(x.cu_seqlens, x.cu_seqlens[1:], strict=False)):
             own = {name: y[:, start:end] for name, y in packed.items()}
@@ -197,8 +197,8 @@ def test_who_sets_batch_invariance(variable, default):
 
 
 @by_dtype
-def test_state_carries_over(device, dtype):
-    x = make_inputs(2, 200, 3, 20, 28, dtype, device=device)
+def test_state_carries_over(device, head, dtype):
+    x = make_inputs(2, 200, 3, *head, dtype, device=device)
     state, o = x.initial_state, []
     for part in (slice(0, 1), slice(1, 70), slice(70, 200)):
         tokens = (y[:, part] for y in (x.q, x.k, x.v, x.g))

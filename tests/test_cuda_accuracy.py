@@ -28,12 +28,12 @@ SHAPES = [  # T, K, V
     (1000, 128, 128),
     (130, 100, 256),
 ]
-FORMATS = {
-    "fp32": (torch.float32, "ieee"),
-    "fp32, tf32 allowed": (torch.float32, "tf32"),
-    "bf16": (torch.bfloat16, "ieee"),
-    "fp16": (torch.float16, "ieee"),
-}
+FORMATS = [  # name, dtype, products
+    ("fp32", torch.float32, "ieee"),
+    ("fp32, tf32 allowed", torch.float32, "tf32"),
+    ("bf16", torch.bfloat16, "ieee"),
+    ("fp16", torch.float16, "ieee"),
+]
 
 
 def inputs_of_all_gates(T: int, K: int, V: int, dtype: torch.dtype) -> Inputs:
@@ -54,10 +54,11 @@ def tf32_as_before():
 
 
 @pytest.mark.usefixtures("tf32_as_before")
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name, dtype, products", FORMATS, ids=[name for name, *_ in FORMATS])
 @pytest.mark.parametrize("T, K, V", SHAPES)
-def test_accuracy(T, K, V, name, accuracy):
-    dtype, products = FORMATS[name]
+def test_accuracy(T, K, V, name, dtype, products, path, accuracy):
+    if path == "steps":
+        name += ", steps"
     x = inputs_of_all_gates(T, K, V, dtype)
     expected = exact_by_chunks(x)
     torch.set_float32_matmul_precision("high" if products == "tf32" else "highest")

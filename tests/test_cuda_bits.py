@@ -10,6 +10,7 @@ from common import (
     PACKED_LENGTHS,
     assert_results_close,
     assert_same_bits,
+    count_differences,
     exact_by_chunks,
     make_inputs,
     ours,
@@ -20,18 +21,10 @@ from gla_ext import batch_invariant
 
 pytestmark = pytest.mark.cuda
 by_dtype = pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
+on_both_paths = pytest.mark.usefixtures("path")
 
 
-def count_differences(results, expected) -> torch.Tensor:
-    """Tensors with a different bit, counted on the device."""
-    integers = {2: torch.int16, 4: torch.int32}
-    different = [
-        (x.view(integers[x.itemsize]) != expected[name].view(integers[x.itemsize])).any()
-        for name, x in results.items()
-    ]
-    return torch.stack(different).sum()
-
-
+@on_both_paths
 @pytest.mark.parametrize(
     "shape, dtype, repeats",
     [
@@ -48,6 +41,7 @@ def test_a_thousand_times_at_full_load(shape, dtype, repeats):
     assert differences.item() == 0
 
 
+@on_both_paths
 @by_dtype
 @pytest.mark.parametrize("gate", [0.1, "reset"])
 @pytest.mark.parametrize("lengths", [None, PACKED_LENGTHS], ids=["batch", "packed"])
@@ -79,6 +73,7 @@ def gpu_of(size: int):
         torch.cuda.empty_cache()
 
 
+@on_both_paths
 @by_dtype
 def test_in_dirty_and_scarce_memory(dtype):
     """What torch hands out holds NaN or huge numbers, and little more is left than is needed."""
@@ -99,8 +94,9 @@ def test_in_dirty_and_scarce_memory(dtype):
     assert differences.item() == 0
 
 
+@on_both_paths
 @by_dtype
-@pytest.mark.parametrize("K, V", [(128, 256), (100, 60)])
+@pytest.mark.parametrize("K, V", [(128, 256), (256, 64), (100, 60)])
 @pytest.mark.parametrize("gate", [0.1, 2.0])
 def test_batch_invariance_of_large_batches(gate, K, V, dtype):
     """Rows of 24 sequences alone, in the batch and packed; outside the mode only as close as any.

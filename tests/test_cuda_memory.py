@@ -62,6 +62,7 @@ def peak_of_fla(B, T, H, K, V) -> int:
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_peak_is_below_flas(shape):
     assert peak(SHAPES[shape]) < peak_of_fla(*SHAPES[shape])

@@ -32,15 +32,21 @@ pytestmark = [pytest.mark.cuda, pytest.mark.sanitizer]
 
 by_dtype = pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
 
-SHAPES = {  # (B, T, H, K, V), lengths, layout
-    "aligned": ((1, 80, 1, 64, 128), None, "contiguous"),
-    "wide": ((1, 66, 1, 128, 256), None, "contiguous"),
-    "odd": ((1, 81, 2, 33, 65), None, "contiguous"),
-    "widest": ((1, 17, 1, 512, 512), None, "contiguous"),
-    "misaligned": ((1, 70, 1, 64, 64), None, "misaligned"),
-    "strided": ((1, 70, 2, 20, 28), None, "sliced"),
-    "packed": ((1, 165, 1, 20, 28), PACKED_LENGTHS, "contiguous"),
-    "one channel": ((2, 65, 1, 1, 1), None, "contiguous"),
+SHAPES = {  # B, T, H, K, V, lengths, layout
+    "aligned": (1, 80, 1, 64, 128, None, "contiguous"),
+    "wide": (1, 66, 1, 128, 256, None, "contiguous"),
+    "odd": (1, 81, 2, 33, 65, None, "contiguous"),
+    "widest": (1, 17, 1, 512, 512, None, "contiguous"),
+    "misaligned": (1, 70, 1, 64, 64, None, "misaligned"),
+    "strided": (1, 70, 2, 20, 28, None, "sliced"),
+    "packed": (1, 165, 1, 20, 28, PACKED_LENGTHS, "contiguous"),
+    "one channel": (2, 65, 1, 1, 1, None, "contiguous"),
+}
+FUSED_SHAPES = {
+    "packed": (1, 165, 1, 72, 24, PACKED_LENGTHS, "contiguous"),
+    "widest": (1, 66, 1, 136, 72, None, "contiguous"),
+    "in segments": (1, 530, 1, 64, 64, None, "contiguous"),
+    "packed, in segments": (1, 430, 1, 128, 64, (0, 330, 70, 3), "contiguous"),
 }
 
 
@@ -62,15 +68,23 @@ def on_cpu(results):
     return {name: t.cpu() for name, t in results.items()}
 
 
+@pytest.mark.usefixtures("path")
 @by_dtype
 @pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_forward_and_gradients(shape, gate, dtype):
-    sizes, lengths, layout = SHAPES[shape]
-    x = make_inputs(*sizes, dtype, gate, lengths=lengths, layout=layout)
+@pytest.mark.parametrize("B, T, H, K, V, lengths, layout", SHAPES.values(), ids=SHAPES)
+def test_forward_and_gradients(B, T, H, K, V, lengths, layout, gate, dtype):
+    x = make_inputs(B, T, H, K, V, dtype, gate, lengths=lengths, layout=layout)
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 
 
+@pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
+@pytest.mark.parametrize("B, T, H, K, V, lengths, layout", FUSED_SHAPES.values(), ids=FUSED_SHAPES)
+def test_fused(B, T, H, K, V, lengths, layout, gate):
+    x = make_inputs(B, T, H, K, V, torch.bfloat16, gate, lengths=lengths, layout=layout)
+    assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
+
+
+@pytest.mark.usefixtures("path")
 @by_dtype
 def test_without_states_and_with_saved_ones(dtype):
     """The operators themselves: states saved by forward and read by backward; no h0, no dht."""
@@ -99,10 +113,11 @@ def test_steps(step, case, dtype):
         assert_step_close(name, result.cpu(), given, expected)
 
 
+@pytest.mark.parametrize("K, V", [(20, 28), (24, 40)])
 @pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("what", BAD_OFFSETS)
-def test_bad_offsets(what, offsets_dtype):
-    x = make_inputs(1, 165, 1, 20, 28, torch.bfloat16, lengths=PACKED_LENGTHS)
+def test_bad_offsets(what, offsets_dtype, K, V):
+    x = make_inputs(1, 165, 1, K, V, torch.bfloat16, lengths=PACKED_LENGTHS)
     offsets = torch.tensor(BAD_OFFSETS[what], dtype=offsets_dtype)
     ours(on_gpu(dataclasses.replace(x, cu_seqlens=offsets)))
     torch.cuda.synchronize()

@@ -27,7 +27,7 @@ HEAD_SIZES = [
 ]
 
 
-@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.usefixtures("nan_in_fresh_memory", "path")
 @pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
 @pytest.mark.parametrize("gate", [0.1, "reset"])
 @pytest.mark.parametrize("K, V", HEAD_SIZES)
@@ -36,7 +36,7 @@ def test_head_sizes(K, V, gate, dtype):
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 
-@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.usefixtures("nan_in_fresh_memory", "path")
 @pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["transposed", "misaligned"])
 @pytest.mark.parametrize("K, V", [(64, 128), (128, 256), (63, 129)])
@@ -45,18 +45,20 @@ def test_layouts_of_large_heads(K, V, layout, dtype):
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 
+@pytest.mark.parametrize("K, V", [(5, 4), (8, 8)])
 @pytest.mark.parametrize("B, H", [(66_000, 1), (3, 22_000), (257, 256)])
-def test_many_heads(B, H):
+def test_many_heads(B, H, K, V):
     """B * H beyond 65,535, two chunks each."""
-    x = large_inputs(B, 65, H, 5, 4, gate=1.0, states=True)
+    x = large_inputs(B, 65, H, K, V, gate=1.0, states=True)
     assert_results_close(ours(x), exact(x), x)
 
 
-def test_many_sequences():
+@pytest.mark.parametrize("K, V", [(5, 4), (8, 8)])
+def test_many_sequences(K, V):
     """70,000 packed sequences get the bits they have in a batch."""
     N, T = 70_000, 20
     with batch_invariant():
-        batch = large_inputs(N, T, 1, 5, 4, gate=1.0, states=True)
+        batch = large_inputs(N, T, 1, K, V, gate=1.0, states=True)
         expected = ours(batch)
         tokens = {x: getattr(batch, x).view(1, N * T, 1, -1) for x in ("q", "k", "v", "g", "do")}
         offsets = torch.arange(N + 1, dtype=torch.int32, device="cuda") * T
@@ -65,11 +67,12 @@ def test_many_sequences():
     assert_same_bits(packed, {x: y.view(packed[x].shape) for x, y in expected.items()})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-def test_many_chunks(packed):
+def test_many_chunks(packed, dtype):
     """70,000 chunks in one sequence. A reset cuts off the end, so that its truth is known."""
     T, tail = 70_000 * 64, 1000
-    x = large_inputs(*(1, T, 1, 16, 24, torch.float32), gate=0.25, lengths=(T,) if packed else None)
+    x = large_inputs(*(1, T, 1, 16, 24, dtype), gate=0.25, lengths=(T,) if packed else None)
     x.g[:, -tail] = -torch.inf
     results, names = ours(x), ("q", "k", "v", "g", "do")
     end = dataclasses.replace(
@@ -81,18 +84,23 @@ def test_many_chunks(packed):
     assert_results_close(results, expected, end)
 
 
-# A tensor of more than 2^31 elements, and the memory that takes, GiB: q, k and g; the chunk states.
+# A tensor of more than 2^31 elements, the memory that takes, GiB, and the path: q, k and g; the
+# chunk states.
 HUGE = {
-    "q": ((130, 32768, 4, 128, 16), 100),
-    "states": ((130, 1024, 4, 512, 512), 60),
+    "q": ((130, 32768, 4, 128, 16), 100, "plan"),
+    "q, steps": ((130, 32768, 4, 128, 16), 100, "steps"),
+    "states": ((260, 1024, 4, 256, 512), 60, "plan"),
+    "states, steps": ((130, 1024, 4, 512, 512), 60, "steps"),
 }
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("what", HUGE)
-def test_more_than_int32_elements(what, packed):
+def test_more_than_int32_elements(what, packed, monkeypatch):
     """The first and the last sequence have the bits of the same sequence alone."""
-    (B, T, H, K, V), gibibytes = HUGE[what]
+    (B, T, H, K, V), gibibytes, path = HUGE[what]
+    if path == "steps":
+        monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
     assert max(B * T * H * K, B * T // 64 * H * K * V) > 2**31
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()

@@ -4,11 +4,19 @@ import dataclasses
 
 import pytest
 import torch
-from common import BAD_OFFSETS, PACKED_LENGTHS, Inputs, assert_same_bits, make_inputs, ours
+from common import (
+    BAD_OFFSETS,
+    PACKED_LENGTHS,
+    Inputs,
+    assert_same_bits,
+    copy_into,
+    make_inputs,
+    ours,
+)
 
 from gla_ext import chunk_gla
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("path")]
 
 OTHER_LENGTHS = (0, 30, 3, 64, 65, 0, 1)  # as many sequences as PACKED_LENGTHS
 by_packing = pytest.mark.parametrize("lengths", [None, PACKED_LENGTHS], ids=["batch", "packed"])
@@ -29,13 +37,6 @@ def forward(x: Inputs) -> dict[str, torch.Tensor]:
 
 
 by_mode = pytest.mark.parametrize("function", [forward, ours], ids=["no_grad", "grad"])
-
-
-def copy_into(static: Inputs, x: Inputs):
-    """The values of `x` into the tensors of `static`."""
-    for name, value in vars(x).items():
-        if value is not None:
-            getattr(static, name).copy_(value)
 
 
 @pytest.fixture
