@@ -6,8 +6,8 @@
     python benchmarks/check_gpu.py --only --sanitizer        # nothing else
     python benchmarks/check_gpu.py --read gpu.json --markdown page.md   # measures nothing
 
-Parts: correctness (pytest -m cuda), speed (the path the plan chooses, the step path, and FLA with
---fla), memory, steps (each step operator, and the kernels of a call), host (time of a call on the
+Parts: correctness (pytest -m cuda, which runs bf16 on both paths), speed (the path the plan
+chooses, the step path, and FLA with --fla), memory, steps (each step operator, and the kernels of a call), host (time of a call on the
 CPU), first-call, attention (causal, of the same model width), layer, training (steps of a language
 model) and plot (time over T). Whatever is timed is checked against fp64 or fp32 first. Nothing is
 timed where that, or pytest, fails, and nothing is printed where a comparison within a part does. A

@@ -10,16 +10,21 @@ class WrongResults(Exception):
 
 
 def check_small() -> list[str]:
-    """The cases of `python -m gla_ext.selftest` that are wrong on CUDA."""
+    """The cases of `python -m gla_ext.selftest` that are wrong on CUDA, on the plan's path or the
+    steps.
+    """
     from gla_ext import selftest
 
-    return [
-        f"selftest, {case.name}, {dtype}: {name} is off by {error:.1e}"
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        for case in selftest.CASES
-        for name, error in selftest.check(case, dtype, "cuda").items()
-        if not error <= selftest.tolerance(name, dtype)
-    ]
+    def errors(path: str) -> list[str]:
+        return [
+            f"selftest, {path}, {case.name}, {dtype}: {name} is off by {error:.1e}"
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+            for case in selftest.CASES
+            for name, error in selftest.check(case, dtype, "cuda").items()
+            if not error <= selftest.tolerance(name, dtype)
+        ]
+
+    return errors("default path") + bench.on_steps(lambda: errors("steps"))()
 
 
 def check(shape) -> list[str]:

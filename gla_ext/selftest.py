@@ -53,6 +53,7 @@ class Case:
     lengths: tuple[int, ...] | None = (
         None  # of packed sequences; the rest of the 150 tokens is a tail
     )
+    heads: tuple[int, int] = (20, 24)  # K, V
 
 
 CASES = (
@@ -60,6 +61,7 @@ CASES = (
     Case("strong gates", gate=10.0),
     Case("resets", resets=0.3),
     Case("packed", lengths=(1, 0, 70, 64, 9)),
+    Case("wide heads", gate=1 / 16, heads=(64, 72)),  # on CUDA, bf16's fused path
 )
 
 
@@ -69,7 +71,7 @@ def _inputs(case: Case, dtype: torch.dtype):
     def normal(*shape, dtype=dtype):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    B, T, H, K, V = (2 if case.lengths is None else 1), 150, 3, 20, 24
+    B, T, H, K, V = (2 if case.lengths is None else 1), 150, 3, *case.heads
     N = B if case.lengths is None else len(case.lengths)
     state_dtype = torch.promote_types(dtype, torch.float32)
     g = logsigmoid(normal(B, T, H, K, dtype=torch.float64)) * case.gate

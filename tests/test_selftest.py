@@ -40,6 +40,6 @@ def test_fails_when_results_are_wrong(quantity, monkeypatch, capsys):
     monkeypatch.setattr(selftest, "devices", lambda: ["cpu"])
     assert selftest.main([]) == 1
     report = capsys.readouterr().out
-    assert "16 cases are wrong" in report
+    assert "20 cases are wrong" in report
     if quantity == "gate gradient":
         assert all(line.endswith("WRONG: dg") for line in report.splitlines() if "WRONG" in line)

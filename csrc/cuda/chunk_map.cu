@@ -25,10 +25,10 @@ __global__ void map_sequences(Problem p) {
   using Scan = cub::BlockScan<int64_t, kMapThreads>;
   __shared__ typename Scan::TempStorage storage;
   const ChunkGrid& grid = p.grid;
-  int64_t done = 0, segments_done = 0;
+  int64_t done = 0, segments_done = 0, states_done = 0;
   for (int64_t first = 0; first <= grid.N; first += kMapThreads) {
     const int64_t n = first + threadIdx.x;
-    Sequence sequence{0, 0, 0, 0};
+    Sequence sequence{0, 0, 0, 0, 0};
     if (n <= grid.N) {
       sequence.start = offset(grid, n);
       const int64_t end = n < grid.N ? offset(grid, n + 1) : grid.T;
@@ -52,6 +52,10 @@ __global__ void map_sequences(Problem p) {
       Scan(storage).ExclusiveSum(segments, before, total);
       if (n <= grid.N) grid.sequences[n].first_segment = segments_done + before;
       segments_done += total;
+      __syncthreads();  // before the storage is used again
+      Scan(storage).ExclusiveSum(segments > 1 ? segments : 0, before, total);
+      if (n <= grid.N) grid.sequences[n].first_state = states_done + before;
+      states_done += total;
       __syncthreads();  // before the storage is used again
     }
   }

@@ -30,7 +30,9 @@ struct Rows {
 struct Sequence {
   int64_t start, length;  // tokens
   int64_t first_slot;     // of its chunks in ChunkSlot and the chunk dimension of S
-  int64_t first_segment;  // of its segments in segment_states, where sequences are cut into them
+  // Where sequences are cut into segments: its first one, and its first state in segment_states,
+  // which a sequence of one segment has none in.
+  int64_t first_segment, first_state;
 };
 
 // A chunk of a packed batch, made on the device.
@@ -48,6 +50,7 @@ struct ChunkGrid {
   int64_t slots = 0;     // chunks of one batch row that kernels visit: packed, chunks + 1
   int64_t segments = 0;  // of one batch row that sweeps visit, if sequences are cut into segments
   int64_t segment_chunks = 0;  // chunks of a segment; 0: sequences are not cut
+  int64_t segment_states = 0;  // of one batch row
   bool packed = false;
   bool offsets_are_int64 = false;
   const void* cu_seqlens = nullptr;  // [N + 1], packed only
@@ -84,8 +87,8 @@ struct Problem {
   DType S_dtype = DType::kFloat, dS_dtype = DType::kFloat;  // fp32, or bf16 for bf16 inputs
 
   // Fused path, sequences cut into segments: the state that enters each segment, or the gradient of
-  // the state that leaves it, [B, segments, H, K, V]; before the scan over segments what a segment
-  // adds to it by itself, and the sum of its gates in log2 units [B, segments, H, K].
+  // the state that leaves it, [B, segment_states, H, K, V]; before the scan over segments what a
+  // segment adds to it by itself, and the sum of its gates in log2 units [B, segment_states, H, K].
   float* segment_states = nullptr;
   float* segment_state_grads = nullptr;
   float* segment_decays = nullptr;

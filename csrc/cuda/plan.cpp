@@ -29,15 +29,26 @@ void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   // Sweeps at a time: small heads come two a block.
   const int64_t places =
       in.K <= kTierBlock && in.V <= kTierBlock ? 2 * in.processors : in.processors;
-  const int64_t share = std::max(kMinChunks, ceil_div(grid.B * longest * sweeps, places));
   const bool too_few = 2 * grid.N * sweeps <= places;
-  if (longest <= share || !(too_few || in.packed)) return;
-  plan.segment_chunks = share;
-  plan.segments = in.packed ? grid.slots / share + in.N + 1 : ceil_div(longest, share);
+  if (!(too_few || in.packed)) return;
+  // Packed, nothing is known of the lengths: a segment is what a place would get of all chunks.
+  const int64_t share = in.packed
+                            ? ceil_div(longest * sweeps, places)
+                            : ceil_div(longest, std::max<int64_t>(1, places / (grid.N * sweeps)));
+  plan.segment_chunks = std::max(kMinChunks, share);
+  if (longest <= plan.segment_chunks) {
+    plan.segment_chunks = 0;
+  } else if (in.packed) {
+    plan.segments = grid.slots / plan.segment_chunks + in.N + 1;
+    // Of sequences of two segments or more: each has over segment_chunks chunks.
+    plan.segment_states = 2 * (grid.slots / plan.segment_chunks);
+  } else {
+    plan.segments = plan.segment_states = ceil_div(longest, plan.segment_chunks);
+  }
 }
 
 void add_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  const int64_t segment_heads = grid.B * plan.segments * in.H;
+  const int64_t segment_heads = grid.B * plan.segment_states * in.H;
   if (segment_heads == 0) return;
   Workspace& w = plan.workspace;
   w.segment_decays = add(w, segment_heads * in.K * kFloatBytes);

@@ -173,6 +173,7 @@ Plan Call::plan(bool backward, bool save_states, bool batch_invariant) const {
 void Call::allocate(const Plan& plan) {
   problem.grid.segments = plan.segments;
   problem.grid.segment_chunks = plan.segment_chunks;
+  problem.grid.segment_states = plan.segment_states;
   allocate(plan.workspace);
 }
 

@@ -41,7 +41,7 @@ __device__ __forceinline__ Chunk find_chunk(const Problem& p, Index index) {
 // All of sequence n.
 __device__ __forceinline__ Sequence find_sequence(const Problem& p, int64_t n) {
   if (p.grid.packed) return p.grid.sequences[n];
-  return {0, p.grid.T, n * p.grid.chunks, n * p.grid.segments};
+  return {0, p.grid.T, n * p.grid.chunks, n * p.grid.segments, n * p.grid.segments};
 }
 
 template <class T>

@@ -207,11 +207,11 @@ __device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned cha
     float A[32];
     gating.begin_scores(A, stage);
     const bool exact = __any_sync(0xffffffffu, s.exact[stage]);
-    copy(chunk + kMembers);  // waits for the consumers, which are some chunks behind
     wait_for_products<0>();
     gating.store_scores(tiles.g, A, exact);
     fence_for_products();
     arrive(&s.full[stage]);
+    copy(chunk + kMembers);  // waits for the consumers of the chunk before this one
   }
 }
 
@@ -242,7 +242,7 @@ struct State {
         y = h0[p.state_v_first ? v * p.K + k : k * p.V + v];
       });
     } else if (!segment.first) {
-      const float* entering = p.segment_states + segment.slot * matrix;
+      const float* entering = p.segment_states + segment.state * matrix;
       for_elements(p, first_v, [&](float& y, int k, int v) { y = entering[k * p.V + v]; });
     }
   }

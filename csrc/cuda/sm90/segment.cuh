@@ -11,7 +11,7 @@ struct Segment {
   int64_t n, row;
   int64_t start, length;  // tokens
   int64_t first_slot;     // of its first chunk in S and, of packed batches, ChunkSlot
-  int64_t slot;           // in [B, segments, H]
+  int64_t state;          // of its matrix in segment_states, where its sequence has others
   int chunks, head;
   bool first, last;  // of its sequence
   bool tail;         // tokens behind the last sequence
@@ -45,7 +45,6 @@ __device__ __forceinline__ Segment find_segment(const Problem& p, int64_t index)
     return s;
   }
   s.head = static_cast<int>(index - n * p.H);
-  s.slot = index;
   if (grid.segment_chunks > 0) {
     const int64_t slot = n;
     if (grid.packed) {  // the last sequence whose first segment is not behind this one
@@ -74,6 +73,7 @@ __device__ __forceinline__ Segment find_segment(const Problem& p, int64_t index)
   s.length = sequence.length - done * kChunk;
   s.first_slot = sequence.first_slot + done;
   s.chunks = static_cast<int>(left <= 0 ? 0 : left < each ? left : each);
+  s.state = (sequence.first_state + part) * p.H + s.head;
   s.first = part == 0;
   s.last = left <= each;
   s.tail = n == grid.N;

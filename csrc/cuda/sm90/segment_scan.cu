@@ -3,9 +3,11 @@
 //
 //   S_(n + 1) = 2^decay_n S_n + part_n
 //
-// grid    (scan, sequence, head, 1,024 elements of the state); a thread has four values of a
-// channel reads   segment_decays [B, segments, H, K], h0 or dht writes  segment_states or
-// segment_state_grads [B, segments, H, K, V], in place All in fp32.
+// grid    (scan, sequence, head, 1,024 elements of the state), four values of a channel a thread
+// reads   segment_decays [B, states, H, K], h0 or dht
+// writes  segment_states or segment_state_grads [B, states, H, K, V], in place
+//
+// All in fp32. A sequence of one segment has no states here.
 #include "../device/gates.cuh"
 #include "../device/launch.cuh"
 #include "segment.cuh"
@@ -16,14 +18,13 @@ namespace {
 
 constexpr int kEach = 4;
 
-// The segments of sequence n: [first, first + count).
-__device__ __forceinline__ void find_segments(const Problem& p, int64_t n, int64_t& first,
-                                              int64_t& count) {
+// The states of sequence n: [first, first + count).
+__device__ __forceinline__ void find_states(const Problem& p, int64_t n, int64_t& first,
+                                            int64_t& count) {
   const Sequence sequence = find_sequence(p, n);
   const int64_t chunks = blocks_of(sequence.length, kChunk);
-  first = sequence.first_segment;
-  count = max(blocks_of(chunks, p.grid.segment_chunks), int64_t{1});
-  count = min(count, p.grid.B * p.grid.segments - first);
+  first = sequence.first_state;
+  count = blocks_of(chunks, p.grid.segment_chunks);
 }
 
 __device__ __forceinline__ float4 load_boundary(const Problem& p, const float* state, int k,
@@ -44,7 +45,8 @@ __global__ void __launch_bounds__(kThreads) segment_scan_kernel(Problem p, int64
   const int64_t n = index / p.H, head = index - n * p.H;
   const int k = at / p.V;
   int64_t first, count;
-  find_segments(p, n, first, count);
+  find_states(p, n, first, count);
+  if (count < 2) return;
   const float* boundary = backwards ? p.dht : p.h0;
   float4 x =
       load_boundary(p, boundary == nullptr ? nullptr : boundary + index * matrix, k, at - k * p.V);

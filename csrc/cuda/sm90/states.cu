@@ -186,9 +186,11 @@ __device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned cha
     arrive(&s.full[stage]);
     copy(i + kStages - 1);  // waits for the consumers, which are a chunk behind
   }
+  // The gradients' sweep adds up in the other order: it writes what the states' leaves out.
   const int channel = first_k + gating.first + gating.thread;
-  if (kStore == Store::kSegment && first_v == 0 && gating.thread < gating.kColumns && channel < p.K)
-    p.segment_decays[segment.slot * p.K + channel] = gating.total;
+  const bool writes = kStore == Store::kSegment && (kSweep == Sweep::kStates || segment.last);
+  if (writes && first_v == 0 && gating.thread < gating.kColumns && channel < p.K)
+    p.segment_decays[segment.state * p.K + channel] = gating.total;
 }
 
 // A consumer's part of the state: 64 key channels by 128 values, or 64.
@@ -274,7 +276,7 @@ __device__ __forceinline__ void consume(Unit<K, kMembers>& s, const Problem& p, 
   state.clear();
   if constexpr (kStore == Store::kChunks) {
     if (!F::begins(segment))
-      state.load(p, F::segment_states(p) + segment.slot * matrix, false);
+      state.load(p, F::segment_states(p) + segment.state * matrix, false);
     else if (F::initial(p) != nullptr)
       state.load(p, F::initial(p) + boundary, p.state_v_first);
   }
@@ -306,7 +308,7 @@ __device__ __forceinline__ void consume(Unit<K, kMembers>& s, const Problem& p, 
     arrive(&s.empty[stage]);
   }
   if constexpr (kStore == Store::kSegment)
-    state.store(p, F::segment_states(p) + segment.slot * matrix, false);
+    state.store(p, F::segment_states(p) + segment.state * matrix, false);
   else if (F::ends(segment) && F::final(p) != nullptr)
     state.store(p, F::final(p) + boundary, p.state_v_first);
 }
