@@ -7,12 +7,13 @@
     python benchmarks/check_gpu.py --read gpu.json --markdown page.md   # measures nothing
 
 Parts: correctness (pytest -m cuda, which runs bf16 on both paths), speed (the path the plan
-chooses, the step path, and FLA with --fla), memory, steps (each step operator, and the kernels of a call), host (time of a call on the
-CPU), first-call, attention (causal, of the same model width), layer, training (steps of a language
-model) and plot (time over T). Whatever is timed is checked against fp64 or fp32 first. Nothing is
-timed where that, or pytest, fails, and nothing is printed where a comparison within a part does. A
-short table comes last; --out takes all numbers as JSON, and logs are written beside it. --markdown
-makes a page of them, with the plot beside it, as benchmarks/RESULTS_CUDA.md is one.
+chooses, the step path, and FLA with --fla), memory, steps (each step operator, and the kernels of
+a call), host (time of a call on the CPU), first-call, attention (causal, of the same model
+width), layer, training (steps of a language model) and plot (time over T). Whatever is timed is
+checked against fp64 or fp32 first. Nothing is timed where that, or pytest, fails, and nothing is
+printed where a comparison within a part does. A short table comes last; --out takes all numbers
+as JSON, and logs are written beside it. --markdown makes a page of them, with the plot beside it,
+as benchmarks/RESULTS_CUDA.md is one.
 
 FLA compiles and tunes for 4 to 7 minutes for a head size (K, V), the head sizes side by side,
 unless TRITON_CACHE_DIR holds the result of an earlier run or of benchmarks/bench_fla.py.
