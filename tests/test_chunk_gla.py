@@ -163,7 +163,7 @@ def test_gates_have_a_dtype_of_their_own(device, head, dtype, gate_dtype, gate):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1e-3, 30.0, 1e3])
 def test_magnitudes(device, head, size, dtype, gate):
-    inputs = make_inputs(2, 130, 3, *head, dtype, gate, size=size, device=device)
+    inputs = make_inputs(8, 130, 3, *head, dtype, gate, size=size, device=device)
     assert_results_close(ours(inputs), exact(inputs), inputs)
 
 

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
 
 BF16 = torch.bfloat16
 KEYS, VALUES = (8, 64, 72, 120, 128, 136, 256), (8, 64, 72, 136, 256, 512)
-BATCHES = {1: 16, 15: 4, 64: 2, 65: 2, 130: 2, 1000: 1}  # of sequences of so many tokens
+BATCHES = {1: 64, 15: 4, 64: 2, 65: 2, 130: 2, 1000: 1}  # of sequences of so many tokens
 # In turns, so that every K meets every T, and every V both.
 SIZES = [
     (T, K, VALUES[(i + j) % len(VALUES)]) for i, T in enumerate(BATCHES) for j, K in enumerate(KEYS)
@@ -82,6 +82,26 @@ def test_packed(invariant, K, V, gate):
     assert_results_close(results, exact_by_chunks(x), x)
     end = sum(UNEVEN_LENGTHS)
     assert not any(results[name][:, end:].any() for name in TOKENS)
+
+
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 256), (256, 64)])
+def test_no_tokens(K, V):
+    x = make_inputs(2, 0, 3, K, V, BF16, device="cuda")
+    results = ours(x)
+    assert torch.equal(results["final_state"], x.initial_state)
+    assert torch.equal(results["dh0"], x.dht)
+
+
+def test_one_token_of_an_odd_stride():
+    """The stride of a dimension of size 1 is never taken, so it need not be aligned."""
+    x = make_inputs(4, 1, 3, 64, 72, BF16, device="cuda")
+
+    def odd(t):
+        B, T, H, D = t.shape
+        return t.as_strided((B, T, H, D), (H * D, H * D + 1, D, 1)) if t.ndim == 4 else t
+
+    tokens = {name: odd(getattr(x, name)) for name in ("q", "k", "v", "g", "do")}
+    assert_same_bits(ours(dataclasses.replace(x, **tokens)), ours(x))
 
 
 @pytest.mark.parametrize("lengths", [None, UNEVEN_LENGTHS], ids=["batch", "packed"])
@@ -228,6 +248,15 @@ def test_two_hundred_times(shape, lengths):
     expected = ours(x)
     assert all(t.isfinite().all() for t in expected.values())
     differences = sum(count_differences(ours(x), expected) for _ in range(200))
+    assert differences.item() == 0
+
+
+def test_segments_give_the_same_bits_where_they_remember_each_other():
+    """Gates so weak that a segment's decay is not 0: it is a sum, taken in one order only."""
+    x = large_inputs(1, 32768, 4, 128, 256, gate=1e-3, states=True)
+    assert plan_of(x)["segments"] >= 3
+    expected = ours(x)
+    differences = sum(count_differences(ours(x), expected) for _ in range(50))
     assert differences.item() == 0
 
 

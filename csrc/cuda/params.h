@@ -94,7 +94,8 @@ struct Problem {
   float* segment_decays = nullptr;
 
   // [B, slots, H, kMaxTierBlocks]: 1 where some channel of a block of kTierBlock is out of tier 1's
-  // range; the chunk is in tier 1 if none of its blocks is.
+  // range (the fused path's sweeps say so for their blocks in the first of them); the chunk is in
+  // tier 1 if none is.
   uint8_t* tiers = nullptr;
 };
 

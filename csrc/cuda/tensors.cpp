@@ -28,9 +28,10 @@ bool starts_aligned(const void* data) {
 }
 
 Rows rows_of(void* data, DType dtype, at::IntArrayRef sizes, at::IntArrayRef strides) {
-  Rows rows{data, strides[0], strides[1], strides[2], dtype, starts_aligned(data)};
-  for (int dim = 0; dim < 3; ++dim)
-    rows.aligned &= sizes[dim] == 1 || strides[dim] * bytes_of(dtype) % kLoadBytes == 0;
+  // Of a dimension of size 1 any stride may come; none is ever taken.
+  const auto stride = [&](int dim) { return sizes[dim] == 1 ? 0 : strides[dim]; };
+  Rows rows{data, stride(0), stride(1), stride(2), dtype, starts_aligned(data)};
+  for (int dim = 0; dim < 3; ++dim) rows.aligned &= stride(dim) * bytes_of(dtype) % kLoadBytes == 0;
   return rows;
 }
 

@@ -1,9 +1,11 @@
 // What the fused backward takes from elsewhere in chunks outside tier 1: forward steps 3 and 4 and
 // backward steps 5 and 6 of them.
 //
-// grid    as for_exact_chunks wants it; the second kernel has a block for 64 key channels of a
-// chunk reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers writes  A [B, T, H, C] bf16;
-// dq_intra, dk_intra, dg_intra [B, T, H, K] fp32 dA stays in shared memory, bf16. All else is fp32.
+// grid    as for_exact_chunks wants it, 64 key channels of a chunk a block in the second kernel
+// reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers
+// writes  A [B, T, H, C] bf16; dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
+//
+// dA stays in shared memory, bf16. All else is fp32.
 #include "../device/intra_exact.cuh"
 #include "../device/launch.cuh"
 #include "../device/scores.cuh"

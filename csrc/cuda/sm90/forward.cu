@@ -211,7 +211,7 @@ __device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned cha
     gating.store_scores(tiles.g, A, exact);
     fence_for_products();
     arrive(&s.full[stage]);
-    copy(chunk + kMembers);  // waits for the consumers of the chunk before this one
+    copy(chunk + kMembers);  // waits for consumers, of the chunk before if there are two producers
   }
 }
 

@@ -105,12 +105,10 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// A bf16 operand in shared memory: rows of 64 elements in 128 bytes, whose
-// 16-byte parts are swizzled (part ^ row % 8), a tile of 64 columns behind the
-// other. Eight rows take 1,024 bytes.
-//
-// kRows: a row is contiguous along the summed dimension; kColumns: along the
-// other one, of which 64 lie in a tile and `tile_bytes` lie between two tiles.
+// A bf16 operand in shared memory: rows of 64 elements in 128 bytes, whose 16-byte parts are
+// swizzled (part ^ row % 8), a tile of 64 columns behind the other. Eight rows take 1,024 bytes.
+// Where rows are contiguous along the dimension that is not summed and an operand has more than 64
+// of them, `tile_bytes` lie between two tiles.
 __device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t tile_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kEightRows = 1024 >> 4;

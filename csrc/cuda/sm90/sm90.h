@@ -1,6 +1,6 @@
 // The fused path for sm_90a as the host side calls it: bf16 q, k and v; K of at most kFusedKeys; K
-// and V multiples of 8; rows that start at multiples of 16 bytes. All but `gradients` want bf16 g,
-// `forward` and `exact_output` K of at most kFusedForwardKeys.
+// and V multiples of 8; rows that start at multiples of 16 bytes. All but `exact_gradients` and
+// `gradients` want bf16 g, `forward` and `exact_output` K of at most kFusedForwardKeys.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,8 +16,7 @@ bool available();
 // A.
 void forward(const Problem& p, cudaStream_t stream);
 
-// k v g h0 (segment_states) -> S and tiers, q g do dht (segment_state_grads) -> dS and dh0: those
-// that are there.
+// k v g h0 (segment_states) -> S and tiers, q g do dht (segment_state_grads) -> dS and dh0.
 void chunk_states(const Problem& p, cudaStream_t stream);
 
 // The same sweeps -> segment_states or segment_state_grads and segment_decays: what each segment

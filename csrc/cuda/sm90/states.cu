@@ -9,12 +9,12 @@
 //         and a consumer each.
 // reads   g [B, T, H, K], k v h0, or q do dht; segment_states, segment_state_grads
 // writes  S entering, or dS' leaving, every chunk, bf16 [B, chunks, H, K, V]; dh0; with S tiers.
-//         For segments' own parts nothing but those, segment_states or segment_state_grads, and
+//         For segments' own parts none of these, but segment_states or segment_state_grads and
 //         segment_decays.
 //
-// The producers copy rows two chunks ahead and gate k or q in place, half of the key channels each;
-// the consumers hold 64 key channels, or where K is at most 64, 64 values each. Accumulation is
-// fp32.
+// The producers copy rows two chunks ahead and gate k or q in place, the key channels divided among
+// them; the consumers hold 64 key channels, or where K is at most 64, 64 values each. Accumulation
+// is fp32.
 #include "../device/gates.cuh"
 #include "../device/launch.cuh"
 #include "cumsum.cuh"
@@ -160,14 +160,23 @@ __device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned cha
   const int thread = static_cast<int>(threadIdx.x) % kThreads, member = group % kMembers;
   Gating<K, kMembers, kSweep> gating{s, triangle, group, thread % kGroupThreads,
                                      member * (K / kMembers)};
+  const int start = F::chunk(segment, 0);
+  const auto copier = [&](auto tiles, const Rows& r, int first, int columns) {
+    return RowCopier<decltype(tiles)::value, kThreads>(r, token_offset(r, 1), segment, start,
+                                                       thread, first, columns);
+  };
+  using KeyTiles = std::integral_constant<int, K / 64>;
+  auto g = copier(KeyTiles{}, p.g, first_k, p.K), y = copier(KeyTiles{}, F::y(p), first_k, p.K);
+  auto x = copier(std::integral_constant<int, kValueTiles>{}, F::x(p), first_v, p.V);
   const auto copy = [&](int i) {
     if (i < segment.chunks) {
-      const int stage = i % kStages, chunk = F::chunk(segment, i);
+      const int stage = i % kStages, length = segment.length_of(F::chunk(segment, i));
       if (i >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(i / kStages - 1) & 1);
-      auto& tiles = s.stages[stage];
-      copy_rows<K / 64, kThreads>(tiles.g, p.g, segment, chunk, thread, first_k, p.K);
-      copy_rows<K / 64, kThreads>(tiles.y, F::y(p), segment, chunk, thread, first_k, p.K);
-      copy_rows<kValueTiles, kThreads>(tiles.x, F::x(p), segment, chunk, thread, first_v, p.V);
+      g.copy(s.stages[stage].g, length);
+      y.copy(s.stages[stage].y, length);
+      x.copy(s.stages[stage].x, length);
+      constexpr int kStep = kSweep == Sweep::kStates ? 1 : -1;
+      g.move(kStep), y.move(kStep), x.move(kStep);
     }
     commit_copies();
   };
@@ -385,7 +394,7 @@ void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t
 }  // namespace
 
 void chunk_states(const Problem& p, cudaStream_t stream) {
-  launch_states<Store::kChunks>(p, p.S != nullptr, p.dS != nullptr, stream);
+  launch_states<Store::kChunks>(p, true, true, stream);  // also where no chunk needs S or dS
 }
 
 void segment_parts(const Problem& p, cudaStream_t stream) {

@@ -45,29 +45,56 @@ class Fragments {
   uint32_t offset_;
 };
 
-// Copies columns [first, first + 64 kTiles) of a chunk of a segment, zero where there is nothing,
-// by kThreads threads of which the caller is number `thread`.
+// Copies columns [first, first + 64 kTiles) of chunks of a segment, zero where there is nothing, by
+// kThreads threads of which the caller is number `thread`.
+template <int kTiles, int kThreads>
+class RowCopier {
+ public:
+  __device__ __forceinline__ RowCopier(const Rows& r, int32_t stride_t, const Segment& segment,
+                                       int chunk, int thread, int first, int columns)
+      : stride_(stride_t), row_(thread / kParts) {
+    const int part = thread % kParts;
+    inside_ = first + 8 * part < columns;
+    p_ = rows_at<const bf16>(r, segment.row, segment.token_of(chunk), segment.head) +
+         stride_ * row_ + first + 8 * part;
+    shared_ = part / 8 * kTileBytes + swizzled(row_, part % 8);
+  }
+
+  // The chunk's `length` rows. The address of what is not there is never read.
+  __device__ __forceinline__ void copy(const unsigned char* tile, int length) const {
+    const uint32_t shared = shared_address(tile) + shared_;
+    const int rows = inside_ ? length : 0;
+    const bf16* p = p_;
+#pragma unroll
+    for (int i = 0; i < kTile / kRowsEach; ++i) {
+      copy16(shared + i * kRowsEach * 128, p, row_ + i * kRowsEach < rows);
+      p += stride_ * kRowsEach;
+    }
+  }
+  __device__ __forceinline__ void move(int chunks) {
+    p_ += static_cast<int64_t>(stride_) * (chunks * kTile);
+  }
+
+ private:
+  static constexpr int kParts = kTiles * 8, kRowsEach = kThreads / kParts;
+  static_assert(kTile % kRowsEach == 0, "every thread copies as many parts");
+  static_assert(kRowsEach % 8 == 0, "rows of a thread are swizzled alike");
+  const bf16* p_;
+  int32_t stride_;
+  uint32_t shared_;
+  int row_;
+  bool inside_;
+};
+
+// One chunk alone.
 template <int kTiles, int kThreads>
 __device__ __forceinline__ void copy_rows(const unsigned char* tile, const Rows& r,
                                           const Segment& segment, int chunk, int thread, int first,
                                           int columns) {
-  constexpr int kParts = kTiles * 8, kRowsEach = kThreads / kParts;
-  static_assert(kTile % kRowsEach == 0, "every thread copies as many parts");
-  static_assert(kRowsEach % 8 == 0, "rows of a thread are swizzled alike");
   int32_t stride = token_offset(r, 1);
   asm volatile("" : "+r"(stride), "+r"(thread));  // what follows takes no registers between chunks
-  const int part = thread % kParts, first_row = thread / kParts;
-  // Rows that are there; the address of one that is not is never read.
-  const int rows = first + 8 * part < columns ? segment.length_of(chunk) : 0;
-  const auto* p = rows_at<const bf16>(r, segment.row, segment.token_of(chunk), segment.head) +
-                  stride * first_row + first + 8 * part;
-  const uint32_t shared =
-      shared_address(tile) + part / 8 * kTileBytes + swizzled(first_row, part % 8);
-#pragma unroll
-  for (int i = 0; i < kTile / kRowsEach; ++i) {
-    copy16(shared + i * kRowsEach * 128, p, first_row + i * kRowsEach < rows);
-    p += stride * kRowsEach;
-  }
+  RowCopier<kTiles, kThreads>(r, stride, segment, chunk, thread, first, columns)
+      .copy(tile, segment.length_of(chunk));
 }
 
 }  // namespace gla_ext::cuda::sm90
