@@ -26,6 +26,7 @@ struct IntraTiles {
 };
 
 __global__ void __launch_bounds__(kThreads, 1) exact_scores_kernel(Problem p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __shared__ __align__(16) ExactScores s_scores;
   for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
     s_scores.make(p, chunk);
@@ -36,9 +37,11 @@ __global__ void __launch_bounds__(kThreads, 1) exact_scores_kernel(Problem p) {
                load8_aligned(s_scores.A + row * kPitchX + column));
     });
   });
+#endif
 }
 
 __global__ void __launch_bounds__(kThreads, 1) exact_intra_kernel(Problem p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __shared__ __align__(16) IntraTiles s_tiles;
   for_exact_chunks(p, blocks_of(p.K, kTile), [&](const Chunk& chunk, int block) {
     float acc[2][2][4];  // [token, token]
@@ -52,6 +55,7 @@ __global__ void __launch_bounds__(kThreads, 1) exact_intra_kernel(Problem p) {
     __syncthreads();  // dA is written, the values are read
     exact<bf16, bf16>(s_tiles.operands, s_tiles.dA, p, chunk, block * kTile);
   });
+#endif
 }
 
 }  // namespace

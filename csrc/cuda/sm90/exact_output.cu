@@ -22,6 +22,7 @@ union Shared {
 };
 
 __global__ void __launch_bounds__(kThreads, 1) exact_output_kernel(Problem p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kPitchX = ExactScores::kPitchX;
   __shared__ __align__(16) Shared s;
   for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
@@ -47,6 +48,7 @@ __global__ void __launch_bounds__(kThreads, 1) exact_output_kernel(Problem p) {
       });
     }
   });
+#endif
 }
 
 }  // namespace
