@@ -234,7 +234,11 @@ def test_for_the_sanitizer(state_v_first, what):
     tokens = {n: getattr(x, n) for n in TOKENS}
     if x.cu_seqlens is None:
         slots = torch.tensor([5, 0][: sizes[0]], device="cuda")
-        pool = {"state": x.initial_state, "slots": slots, "state_v_first": state_v_first}
+        pool = {
+            "state": x.initial_state.contiguous(),
+            "slots": slots,
+            "state_v_first": state_v_first,
+        }
         recurrent_gla_verify(**tokens, **pool)
         recurrent_gla_step_(**tokens, **pool)
         del tokens["q"]

@@ -58,15 +58,6 @@ struct Shared {
   unsigned char triangle[kTileBytes];  // of ones, [token][token]
 };
 
-// A barrier of one warpgroup, of two that have numbers from kFirst on.
-template <int kFirst>
-__device__ __forceinline__ void group_barrier(int group) {
-  if (group == 0)
-    sync_threads<kFirst>(kGroupThreads);
-  else
-    sync_threads<kFirst + 1>(kGroupThreads);
-}
-
 // What a producer does with a chunk whose rows are there.
 template <int K, int kMembers>
 struct Gating {

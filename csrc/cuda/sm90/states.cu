@@ -88,15 +88,6 @@ struct Fields {
   }
 };
 
-// A barrier of one warpgroup, of two that have numbers from kFirst on.
-template <int kFirst>
-__device__ __forceinline__ void group_barrier(int group) {
-  if (group == 0)
-    sync_threads<kFirst>(kGroupThreads);
-  else
-    sync_threads<kFirst + 1>(kGroupThreads);
-}
-
 // Gates k or q of a chunk in place; a producer has K / kMembers of the key channels.
 template <int K, int kMembers, Sweep kSweep>
 struct Gating {

@@ -12,6 +12,15 @@ constexpr int kGroupThreads = 128;             // of a warpgroup
 constexpr int kTileBytes = kTile * kTile * 2;  // [64][64] bf16
 constexpr int kStepBytes = 16 * 2;             // 16 columns of a row: what one product sums over
 
+// A barrier of one warpgroup, of two that have numbers from kFirst on.
+template <int kFirst>
+__device__ __forceinline__ void group_barrier(int group) {
+  if (group == 0)
+    sync_threads<kFirst>(kGroupThreads);
+  else
+    sync_threads<kFirst + 1>(kGroupThreads);
+}
+
 // Byte offset of 16 bytes in a tile, as `descriptor` reads it.
 __device__ __forceinline__ int swizzled(int row, int part) {
   return row * 128 + ((part ^ (row & 7)) << 4);
