@@ -1,0 +1,41 @@
+// The shared memory of a block of forward.cu.
+#pragma once
+
+#include "../tiles.cuh"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+constexpr int kStages = 3;
+constexpr int kGroups = 2;  // warpgroups of either role
+constexpr int kBlockThreads = 2 * kGroups * kGroupThreads;
+constexpr int kProducerBarrier = 1, kConsumerBarrier = 3;  // of a warpgroup, two of each
+
+// A segment and head, worked on by kMembers warpgroups of either role: two, or one of two units.
+template <int K, int kMembers>
+struct alignas(1024) Unit {
+  static constexpr int kValues = kMembers * kTile;
+  struct Stage {
+    unsigned char q[K / 64 * kTileBytes];    // [token][K], then q^
+    unsigned char k[K / 64 * kTileBytes];    // [token][K], then k^
+    unsigned char g[K / 64 * kTileBytes];    // [token][K], then A [token][token]
+    unsigned char v[kMembers * kTileBytes];  // [token][V], then o
+  } stages[kStages];
+  // Factors of the state's key channels at a chunk: 2^r as it enters; before the product, 1 or
+  // 2^b_C; 2^(b_C - r) as it leaves, which is used after the stage is empty.
+  float enter[kStages][K], middle[kStages][K], leave[kStages + 1][K];
+  float b_last[kMembers][K];       // log2 units
+  float2 references[kMembers][K];  // q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
+  uint64_t full[kStages], empty[kStages];
+  int exact[kStages];
+  Segment segment;
+};
+
+template <int K, int kMembers>
+struct Shared {
+  Unit<K, kMembers> units[kGroups / kMembers];
+  unsigned char triangle[kTileBytes];  // of ones, [token][token]
+};
+
+}  // namespace
+}  // namespace gla_ext::cuda::sm90

@@ -1,0 +1,117 @@
+// What a producer of states.cu does.
+#pragma once
+
+#include "../../device/gates.cuh"
+#include "../cumsum.cuh"
+#include "shared.cuh"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+// Gates k or q of a chunk in place; a producer has K / kMembers of the key channels.
+template <int K, int kMembers, Sweep kSweep>
+struct Gating {
+  static constexpr int kColumns = K / kMembers;
+  Unit<K, kMembers>& s;
+  const unsigned char* triangle;
+  int group, thread, first;
+  float total = 0;  // of the gates of channel `thread` in the segment, log2 units
+
+  __device__ __forceinline__ void barrier() const { group_barrier<kGatingBarrier>(group); }
+
+  __device__ __forceinline__ void run(int stage, float scale) {
+    auto& tiles = s.stages[stage];
+    const int tile = first / 64 * kTileBytes, column = first % 64;
+    clamp_gates<kColumns>(tiles.g + tile, column, thread);
+    fence_for_products();
+    barrier();  // the gates are clamped, s.b_last of the chunk before is read
+    float b[kColumns / 2];
+    sum_gates(b, triangle, tiles.g + tile, column);
+    const int lane = thread % 32, row = thread / 32 * 16 + lane / 4, t = lane % 4;
+    if (row + 8 == kTile - 1) {
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j)
+        *reinterpret_cast<float2*>(&s.b_last[first + 8 * j + 2 * t]) =
+            make_float2(kLog2E * b[4 * j + 2], kLog2E * b[4 * j + 3]);
+    }
+    barrier();  // s.b_last is written
+    if (thread < kColumns) {
+      const float b_last = s.b_last[first + thread];
+      s.decay[stage][first + thread] = exp2_ftz(b_last);
+      total += b_last;
+    }
+    bool out = false;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const auto b_last = *reinterpret_cast<const float2*>(&s.b_last[first + 8 * j + 2 * t]);
+      unsigned char* y = tiles.y + tile + swizzled(row, column / 8 + j) + 4 * t;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        auto* word = reinterpret_cast<uint32_t*>(y + e * 1024);
+        const float2 pair = unpack(*word);
+        const float b0 = b[4 * j + 2 * e] * kLog2E, b1 = b[4 * j + 2 * e + 1] * kLog2E;
+        if constexpr (kSweep == Sweep::kStates) {
+          out |= out_of_tier1(b0, b_last.x) || out_of_tier1(b1, b_last.y);
+          *word = pack(pair.x * exp2_ftz(b_last.x - b0), pair.y * exp2_ftz(b_last.y - b1));
+        } else {
+          *word = pack(pair.x * (scale * exp2_ftz(b0)), pair.y * (scale * exp2_ftz(b1)));
+        }
+      }
+    }
+    if (out) s.exact[stage] = 1;
+  }
+};
+
+template <int K, int kMembers, Sweep kSweep, Store kStore>
+__device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned char* triangle,
+                                        const Problem& p, int group, int first_k, int first_v) {
+  using F = Fields<kSweep>;
+  constexpr int kThreads = kMembers * kGroupThreads, kValueTiles = Unit<K, kMembers>::kValues / 64;
+  const Segment& segment = s.segment;
+  const int thread = static_cast<int>(threadIdx.x) % kThreads, member = group % kMembers;
+  Gating<K, kMembers, kSweep> gating{s, triangle, group, thread % kGroupThreads,
+                                     member * (K / kMembers)};
+  const int start = F::chunk(segment, 0);
+  const auto copier = [&](auto tiles, const Rows& r, int first, int columns) {
+    return RowCopier<decltype(tiles)::value, kThreads>(r, token_offset(r, 1), segment, start,
+                                                       thread, first, columns);
+  };
+  using KeyTiles = std::integral_constant<int, K / 64>;
+  auto g = copier(KeyTiles{}, p.g, first_k, p.K), y = copier(KeyTiles{}, F::y(p), first_k, p.K);
+  auto x = copier(std::integral_constant<int, kValueTiles>{}, F::x(p), first_v, p.V);
+  const auto copy = [&](int i) {
+    if (i < segment.chunks) {
+      const int stage = i % kStages, length = segment.length_of(F::chunk(segment, i));
+      if (i >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(i / kStages - 1) & 1);
+      g.copy(s.stages[stage].g, length);
+      y.copy(s.stages[stage].y, length);
+      x.copy(s.stages[stage].x, length);
+      constexpr int kStep = kSweep == Sweep::kStates ? 1 : -1;
+      g.move(kStep), y.move(kStep), x.move(kStep);
+    }
+    commit_copies();
+  };
+  for (int i = 0; i < kStages - 1; ++i) copy(i);
+  for (int i = 0; i < segment.chunks; ++i) {
+    const int stage = i % kStages;
+    wait_for_copies<kStages - 2>();
+    if (thread == 0) s.exact[stage] = 0;
+    // The rows are there, s.exact is cleared.
+    if constexpr (kMembers == 2)
+      sync_threads<kProducerBarrier>(kThreads);
+    else
+      gating.barrier();
+    gating.run(stage, p.scale);
+    fence_for_products();
+    arrive(&s.full[stage]);
+    copy(i + kStages - 1);  // waits for the consumers, which are a chunk behind
+  }
+  // The gradients' sweep adds up in the other order: it writes what the states' leaves out.
+  const int channel = first_k + gating.first + gating.thread;
+  const bool writes = kStore == Store::kSegment && (kSweep == Sweep::kStates || segment.last);
+  if (writes && first_v == 0 && gating.thread < gating.kColumns && channel < p.K)
+    p.segment_decays[segment.state * p.K + channel] = gating.total;
+}
+
+}  // namespace
+}  // namespace gla_ext::cuda::sm90
