@@ -14,25 +14,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-struct Required {
-  const char* name;
-  const at::Tensor& tensor;
-};
-
-void refuse_unsupported(const char* op, std::initializer_list<Required> required,
-                        std::initializer_list<OptionalTensor> optional) {
-  for (const auto& [name, tensor] : required) {
-    check_defined(op, name, tensor);
-    gla_ext::refuse_unsupported(op, tensor);
-  }
-  for (const OptionalTensor& tensor : optional) gla_ext::refuse_unsupported(op, tensor);
-}
-
-at::Tensor or_undefined(const OptionalTensor& t) { return t.value_or(at::Tensor()); }
-OptionalTensor or_absent(const at::Tensor& t) {
-  return t.defined() ? OptionalTensor(t) : std::nullopt;
-}
-
 class ChunkGla : public torch::autograd::Function<ChunkGla> {
  public:
   static constexpr bool is_traceable = true;

@@ -14,20 +14,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-OptionalTensor or_absent(const at::Tensor& t) {
-  return t.defined() ? OptionalTensor(t) : std::nullopt;
-}
-at::Tensor or_undefined(const OptionalTensor& t) { return t.value_or(at::Tensor()); }
-
-void refuse_unsupported(const char* op, const at::Tensor& q, const at::Tensor& k,
-                        const at::Tensor& v, std::initializer_list<OptionalTensor> optional) {
-  check_defined(op, "q", q);
-  check_defined(op, "k", k);
-  check_defined(op, "v", v);
-  for (const at::Tensor* t : {&q, &k, &v}) gla_ext::refuse_unsupported(op, *t);
-  for (const OptionalTensor& t : optional) gla_ext::refuse_unsupported(op, t);
-}
-
 class RecurrentGla : public torch::autograd::Function<RecurrentGla> {
  public:
   static constexpr bool is_traceable = true;
@@ -107,7 +93,8 @@ RecurrentForwardOutputs recurrent_gla_fwd_autograd(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
     const OptionalTensor& gv, const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
     std::optional<double> scale, bool output_final_state, bool reverse, bool state_v_first) {
-  refuse_unsupported("fused_recurrent_gla", q, k, v, {gk, gv, initial_state});
+  refuse_unsupported("fused_recurrent_gla", {{"q", q}, {"k", k}, {"v", v}},
+                     {gk, gv, initial_state});
   if (!at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView below;
     return recurrent_gla_fwd(q, k, v, gk, gv, initial_state, cu_seqlens, scale, output_final_state,
@@ -124,7 +111,8 @@ BackwardOutputs recurrent_gla_bwd_autograd(
     const at::Tensor& v, const OptionalTensor& gk, const OptionalTensor& gv,
     const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
     std::optional<double> scale, bool reverse, bool state_v_first) {
-  refuse_unsupported("recurrent_gla_bwd", q, k, v, {d_o, dht, gk, gv, initial_state});
+  refuse_unsupported("recurrent_gla_bwd", {{"q", q}, {"k", k}, {"v", v}},
+                     {d_o, dht, gk, gv, initial_state});
   if (!at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView below;
     return recurrent_gla_bwd(d_o, dht, q, k, v, gk, gv, initial_state, cu_seqlens, scale, reverse,

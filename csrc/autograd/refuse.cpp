@@ -25,4 +25,13 @@ void refuse_unsupported(const char* op, const OptionalTensor& t) {
   }
 }
 
+void refuse_unsupported(const char* op, std::initializer_list<Required> required,
+                        std::initializer_list<OptionalTensor> optional) {
+  for (const auto& [name, tensor] : required) {
+    check_defined(op, name, tensor);
+    refuse_unsupported(op, tensor);
+  }
+  for (const OptionalTensor& tensor : optional) refuse_unsupported(op, tensor);
+}
+
 }  // namespace gla_ext

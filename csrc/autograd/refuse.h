@@ -1,6 +1,8 @@
 // What no Autograd kernel of gla_ext supports, refused in a sentence.
 #pragma once
 
+#include <initializer_list>
+
 #include "../checks.h"
 
 namespace gla_ext {
@@ -8,5 +10,19 @@ namespace gla_ext {
 // Raises for a forward-mode tangent, a torch.func transform in progress, and tensors that are
 // quantized or nested.
 void refuse_unsupported(const char* op, const OptionalTensor& t);
+
+// The same of all inputs, of which `required` must be there.
+struct Required {
+  const char* name;
+  const at::Tensor& tensor;
+};
+void refuse_unsupported(const char* op, std::initializer_list<Required> required,
+                        std::initializer_list<OptionalTensor> optional);
+
+// An optional tensor as autograd saves it, and back.
+inline at::Tensor or_undefined(const OptionalTensor& t) { return t.value_or(at::Tensor()); }
+inline OptionalTensor or_absent(const at::Tensor& t) {
+  return t.defined() ? OptionalTensor(t) : std::nullopt;
+}
 
 }  // namespace gla_ext
