@@ -13,8 +13,6 @@
 namespace gla_ext::cuda {
 namespace {
 
-constexpr int kTileElements = 8192;  // of a state, in a block
-
 template <int kK>
 constexpr int kValues = kTileElements / kK;  // of a block
 // In shared memory at a time: what four blocks of an SM have room for.

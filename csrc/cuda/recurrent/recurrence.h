@@ -1,5 +1,6 @@
 // The recurrent kernels as the host calls them: plain structs, no torch header. Each launches on
-// `stream` and returns at once; without tokens, heads or sequences there is nothing to launch.
+// `stream` and returns at once; without heads or sequences there is nothing to launch, and without
+// tokens states still pass through.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -36,7 +37,7 @@ struct Recurrence {
   Indices slots;              // [B]: n of a row; a row whose slot is not in the pool has o = 0
   Indices accepted;           // [B]: the tokens of a row that count
 
-  // Backward; contiguous.
+  // Backward; all but do contiguous.
   Rows d_o;
   Rows dq, dk, dv, dgk, dgv;
   const float* dht = nullptr;

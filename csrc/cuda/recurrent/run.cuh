@@ -1,10 +1,14 @@
 // What one (sequence, head) of a recurrence is, and its tokens in shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "../device/gates.cuh"
 #include "recurrence.h"
 
 namespace gla_ext::cuda {
+
+constexpr int kTileElements = 8192;  // of a state, in a block
 
 struct Run {
   int64_t row, start, length;  // batch row, first token, tokens

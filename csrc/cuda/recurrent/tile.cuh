@@ -6,7 +6,6 @@
 namespace gla_ext::cuda {
 
 constexpr int kBlockThreads = 256;
-constexpr int kTileElements = 8192;  // of a state, in a block
 constexpr int kKeptTokens = 32, kReplayTokens = 2;
 constexpr int kThreadKeys = 8, kThreadValues = 4;
 constexpr int kWarpKeys = 64, kWarpValues = 16;
