@@ -36,8 +36,8 @@ struct PoolInputs {
 };
 Shape check_pool(const RecurrentInputs& tokens, const PoolInputs& pool);
 
-// For backends: a pool is read and written where it lies, so its matrices must be contiguous and
-// apart from each other.
-void check_pool_layout(const char* op, const at::Tensor& state);
+// For backends: a pool is read and written where it lies, so its matrices must be contiguous and,
+// where they are written, apart from each other.
+void check_pool_layout(const char* op, const at::Tensor& state, bool written);
 
 }  // namespace gla_ext

@@ -1,4 +1,5 @@
-// Devices and layouts without kernels get one sentence, the same for every operator.
+// Devices and layouts without kernels get one sentence, the same for every operator; so does vmap
+// over what writes to a pool.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
@@ -22,6 +23,11 @@ void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
                               " in this build of gla_ext; see python -m gla_ext.info");
 }
 
+void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, public_name(op.schema().name()),
+                              ": torch.vmap is not supported, use more rows and slots");
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
@@ -31,6 +37,11 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
   for (const char* op : kPoolOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kSteps) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, FuncTorchBatched, m) {
+  for (const char* op : {"recurrent_gla_step_", "recurrent_gla_commit_"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
 }
 
 }  // namespace gla_ext

@@ -43,7 +43,9 @@ def fused_recurrent_gla(
     one token after the other: for decoding, short prompts, gates on values, and reverse time.
     `chunk_gla` is the fast form for long sequences. Differentiable in q, k, v, gk, gv and
     initial_state; backward computes the states again and divides by no decay, so that it is as
-    exact as the recurrence at any gate.
+    exact as the recurrence at any gate. Its workspace grows with T: a state of every head each 32
+    tokens (CUDA) or 16 (CPU), and on CUDA, where blocks share a state, fp32 partial sums of dq, dk
+    and dgk for each of them.
 
     Args:
         q: queries, `[B, T, H, K]`; bfloat16, float16, float32, or float64 (CPU).
@@ -119,7 +121,8 @@ def recurrent_gla_step_(
         gk: natural logarithm of the decay of each key channel, `[B, T, H, K]`. Default: no decay.
         gv: the same of each value channel, `[B, T, H, V]`. Default: no decay.
         state: the pool, `[P, H, K, V]`, or `[P, H, V, K]` if `state_v_first`; float32 (float64 with
-            float64 q). Its last two dimensions are contiguous; P and H may have any stride.
+            float64 q). Its last two dimensions are contiguous; P and H may have any stride with
+            which no two matrices overlap.
         slots: the row of the pool of each row of the batch, `[B]`, int32 or int64, on q's device.
             A slot below 0 (by convention -1) or beyond the pool skips its row: o is zero there and
             no state is touched. A slot that stands twice leaves its state undefined, and the o of
@@ -134,8 +137,10 @@ def recurrent_gla_step_(
         ValueError: shapes, devices or strides do not agree.
         TypeError: dtypes do not.
         NotImplementedError: grad mode is on and an input requires grad; a device or layout without
-            kernels.
+            kernels; torch.vmap; DTensor.
     """
+    if not torch.compiler.is_compiling():
+        refuse_dtensor("recurrent_gla_step_", q, k, v, gk, gv, state, slots)
     return _step(q, k, v, gk, gv, state, slots, scale, state_v_first)
 
 
@@ -165,7 +170,8 @@ def recurrent_gla_verify(
 
     Args:
         q, k, v, gk, gv, state, slots, scale, state_v_first: as in `recurrent_gla_step_`; slots may
-            repeat, so that several drafts of a sequence are verified at once.
+            repeat, so that several drafts of a sequence are verified at once, and the matrices of
+            the pool may overlap.
 
     Returns:
         o, `[B, T, H, V]` in v's dtype.
@@ -173,6 +179,8 @@ def recurrent_gla_verify(
     Raises:
         As `recurrent_gla_step_`.
     """
+    if not torch.compiler.is_compiling():
+        refuse_dtensor("recurrent_gla_verify", q, k, v, gk, gv, state, slots)
     return _verify(q, k, v, gk, gv, state, slots, scale, state_v_first)
 
 
@@ -201,6 +209,8 @@ def recurrent_gla_commit_(
     Raises:
         As `recurrent_gla_step_`.
     """
+    if not torch.compiler.is_compiling():
+        refuse_dtensor("recurrent_gla_commit_", k, v, gk, gv, state, slots, accepted)
     _commit(k, v, gk, gv, state, slots, accepted, state_v_first)
 
 

@@ -111,6 +111,17 @@ def step(x, **changes):
     return recurrent_gla_step_(**(arguments | {"state": x.initial_state} | changes))
 
 
+def verify(x, **changes):
+    arguments = {n: t for n, t in x.leaves().items() if n != "initial_state"}
+    return recurrent_gla_verify(**(arguments | {"state": x.initial_state} | changes))
+
+
+def commit(x, **changes):
+    arguments = {n: t for n, t in x.leaves().items() if n not in ("initial_state", "q")}
+    arguments |= {"state": x.initial_state, "accepted": torch.tensor([1, 2])}
+    return recurrent_gla_commit_(**(arguments | changes))
+
+
 def test_pool_shapes_and_dtypes(x):
     with raises(ValueError, STEP + "state to have shape [P, H, K, V] = [2, 4, 8, 12], got "
                 "[1, 4, 8, 12]"):  # fmt: skip
@@ -140,6 +151,35 @@ def test_pool_strides(x):
     message = "the matrices of state to lie apart, got sizes [2, 4, 8, 12] with strides "
     with raises(ValueError, STEP + message + "[0, 96, 12, 1]"):
         step(x, state=x.initial_state[:1].expand(2, 4, 8, 12))
+
+
+@pytest.mark.parametrize("strides", [(96, 96), (383, 96), (96, 191), (0, 96), (96, 0)])
+def test_overlapping_pool(x, strides):
+    state = torch.randn(2000).as_strided((2, 4, 8, 12), (*strides, 12, 1))
+    message = "expected the matrices of state to lie apart, got sizes [2, 4, 8, 12] with strides "
+    message += str([*strides, 12, 1])
+    with raises(ValueError, f"recurrent_gla_step_: {message}"):
+        step(x, state=state)
+    with raises(ValueError, f"recurrent_gla_commit_: {message}"):
+        commit(x, state=state)
+    assert torch.equal(verify(x, state=state), verify(x, state=state.contiguous()))
+
+
+@pytest.mark.parametrize("strides", [(384, 96), (96, 192), (400, 99), (96, 200)])
+def test_pool_of_matrices_that_lie_apart(x, strides):
+    state = torch.randn(2000).as_strided((2, 4, 8, 12), (*strides, 12, 1))
+    expected = state.clone()
+    assert torch.equal(step(x, state=state), step(x, state=expected))
+    assert torch.equal(state, expected)
+
+
+@pytest.mark.parametrize("stride", [0, 1, 96])
+def test_stride_of_a_single_matrix_is_free(x, stride):
+    one = x.map(lambda t: t[:1])
+    state = one.initial_state.clone().as_strided((1, 4, 8, 12), (stride, 96, 12, 1))
+    expected = one.initial_state.clone()
+    assert torch.equal(step(one, state=state), step(one, state=expected))
+    assert torch.equal(state, expected)
 
 
 def test_accepted(x):
@@ -181,6 +221,65 @@ def test_autograd_knows_of_the_write(x):
     step(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_versions_of_the_pool(x, mode):
+    state = x.initial_state
+    with mode():
+        versions = [state._version]
+        step(x)
+        versions.append(state._version)
+        verify(x)
+        versions.append(state._version)
+        commit(x)
+        versions.append(state._version)
+    assert versions == [0, 1, 1, 2]
+
+
+def test_pool_made_in_inference_mode(x):
+    with torch.inference_mode():
+        state = x.initial_state.clone()
+        step(x, state=state)
+    step(x)
+    assert torch.equal(state, x.initial_state)
+
+
+def test_dtensor(x):
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+
+        def distributed(t):
+            return DTensor.from_local(t, mesh, [Replicate()], run_check=False)
+
+        indices = torch.zeros(2, dtype=torch.int64)
+        for function in (step, verify, commit):
+            for change in (
+                {"k": distributed(x.k)},
+                {"state": distributed(x.initial_state)},
+                {"slots": distributed(indices)},
+            ):
+                with pytest.raises(
+                    NotImplementedError, match="expected plain tensors, got a DTensor"
+                ):
+                    function(x, **change)
+        with pytest.raises(NotImplementedError, match="commit_: expected plain tensors, got a D"):
+            commit(x, accepted=distributed(indices))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("call", [step, commit])
+def test_vmap_over_a_write(x, call):
+    message = (
+        f"recurrent_gla_{call.__name__}_: torch.vmap is not supported, use more rows and slots"
+    )
+    with raises(NotImplementedError, message):
+        torch.vmap(lambda state: call(x, state=state))(x.initial_state[None])
 
 
 def test_same_sentence_under_compile(x):

@@ -1,6 +1,6 @@
-// The operators on a pool of states have no gradient: they say so instead of losing it, and tell
-// autograd, which may have saved the pool, that they write to it. Decoding calls them once a layer
-// and token, so each is unboxed.
+// The operators on a pool of states have no gradient: they say so instead of losing it. One key
+// below, where inference mode passes too, they tell autograd, which may have saved the pool, that
+// they write to it. Decoding calls them once a layer and token, so each is unboxed.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
@@ -32,18 +32,16 @@ at::Tensor step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const OptionalTensor& gk, const OptionalTensor& gv, at::Tensor& state,
                 const OptionalTensor& slots, std::optional<double> scale, bool state_v_first) {
   refuse_grad("recurrent_gla_step_", {&q, &k, &v, &state});
-  refuse_grad("recurrent_gla_step_", {&gk, &gv});
-  at::AutoDispatchBelowADInplaceOrView below;
-  at::Tensor o = recurrent_gla_step_(q, k, v, gk, gv, state, slots, scale, state_v_first);
-  state.unsafeGetTensorImpl()->bump_version();
-  return o;
+  refuse_grad("recurrent_gla_step_", {&gk, &gv, &slots});
+  at::AutoDispatchBelowAutograd below;
+  return recurrent_gla_step_(q, k, v, gk, gv, state, slots, scale, state_v_first);
 }
 
 at::Tensor verify(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                   const OptionalTensor& gk, const OptionalTensor& gv, const at::Tensor& state,
                   const OptionalTensor& slots, std::optional<double> scale, bool state_v_first) {
   refuse_grad("recurrent_gla_verify", {&q, &k, &v, &state});
-  refuse_grad("recurrent_gla_verify", {&gk, &gv});
+  refuse_grad("recurrent_gla_verify", {&gk, &gv, &slots});
   at::AutoDispatchBelowADInplaceOrView below;
   return recurrent_gla_verify(q, k, v, gk, gv, state, slots, scale, state_v_first);
 }
@@ -51,10 +49,32 @@ at::Tensor verify(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 void commit(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
             const OptionalTensor& gv, at::Tensor& state, const OptionalTensor& slots,
             const at::Tensor& accepted, bool state_v_first) {
-  refuse_grad("recurrent_gla_commit_", {&k, &v, &state});
-  refuse_grad("recurrent_gla_commit_", {&gk, &gv});
-  at::AutoDispatchBelowADInplaceOrView below;
+  refuse_grad("recurrent_gla_commit_", {&k, &v, &state, &accepted});
+  refuse_grad("recurrent_gla_commit_", {&gk, &gv, &slots});
+  at::AutoDispatchBelowAutograd below;
   recurrent_gla_commit_(k, v, gk, gv, state, slots, accepted, state_v_first);
+}
+
+at::Tensor step_and_tell(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                         const OptionalTensor& gk, const OptionalTensor& gv, at::Tensor& state,
+                         const OptionalTensor& slots, std::optional<double> scale,
+                         bool state_v_first) {
+  at::Tensor o;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    o = recurrent_gla_step_(q, k, v, gk, gv, state, slots, scale, state_v_first);
+  }
+  state.unsafeGetTensorImpl()->bump_version();
+  return o;
+}
+
+void commit_and_tell(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
+                     const OptionalTensor& gv, at::Tensor& state, const OptionalTensor& slots,
+                     const at::Tensor& accepted, bool state_v_first) {
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    recurrent_gla_commit_(k, v, gk, gv, state, slots, accepted, state_v_first);
+  }
   state.unsafeGetTensorImpl()->bump_version();
 }
 
@@ -64,6 +84,11 @@ TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
   m.impl("recurrent_gla_step_", step);
   m.impl("recurrent_gla_verify", verify);
   m.impl("recurrent_gla_commit_", commit);
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
+  m.impl("recurrent_gla_step_", step_and_tell);
+  m.impl("recurrent_gla_commit_", commit_and_tell);
 }
 
 }  // namespace gla_ext

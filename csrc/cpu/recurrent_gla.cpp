@@ -119,7 +119,7 @@ std::vector<Run<T>> pool_runs(const Call<T>& call, const Pool& pool, const at::T
 // q is null, and o not computed, where tokens are only committed.
 at::Tensor run_on_pool(const RecurrentInputs& in, const Shape& shape, const Pool& pool,
                        std::optional<double> scale, bool state_v_first) {
-  check_pool_layout(in.op, pool.state);
+  check_pool_layout(in.op, pool.state, pool.write);
   return with_call(in.op, shape, {}, scale, [&](auto& call) {
     using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
     using P = Problem<T>;

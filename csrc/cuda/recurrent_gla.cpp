@@ -79,8 +79,9 @@ class RecurrentCall {
   void use_pool(const at::Tensor& state) {
     p.state_in = state.const_data_ptr<float>();
     p.slots_in_pool = state.size(0);
-    p.state_stride_n = state.stride(0);
-    p.state_stride_h = state.stride(1);
+    // Where there is one matrix, its stride may be anything, and must not cost 16-byte access.
+    p.state_stride_n = state.size(0) > 1 ? state.stride(0) : 0;
+    p.state_stride_h = state.size(1) > 1 ? state.stride(1) : 0;
     find_state_alignment();
   }
 
@@ -184,7 +185,7 @@ BackwardOutputs recurrent_gla_bwd_cuda(
 at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
                        std::optional<double> scale, bool write) {
   Shape shape = check_pool(in, pool);
-  check_pool_layout(in.op, pool.state);
+  check_pool_layout(in.op, pool.state, write);
   shape.N = shape.B;  // what runs are the rows
   RecurrentCall call(in.op, shape, *in.k, scale);
   Recurrence& p = call.p;
