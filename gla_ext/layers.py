@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gla_ext._padding import packed_slots, valid_tokens
 from gla_ext.norms import GatedRMSNorm, RMSNorm
-from gla_ext.ops import chunk_gla
+from gla_ext.ops import chunk_gla, is_batch_invariant
 from gla_ext.recurrent import fused_recurrent_gla
 
 MODES = ("chunk", "fused_recurrent", "fused_chunk")
-MAX_DECODED = 16  # tokens that go on from a state by the recurrence, where no gradient is wanted
 
 
 class GatedLinearAttention(nn.Module):
@@ -29,9 +29,9 @@ class GatedLinearAttention(nn.Module):
     layer returns `(rms_norm(o) * swish(x Wg)) Wo`.
 
     Args:
-        mode: 'chunk' and 'fused_chunk' run `chunk_gla`, but for a few tokens that go on from a
-            state without a gradient, as in decoding, and 'fused_recurrent' always runs
-            `fused_recurrent_gla`. Default: 'chunk'.
+        mode: 'chunk' and 'fused_chunk' run `chunk_gla`, but for decoding: in eval mode, without
+            a gradient and outside `batch_invariant`, one token that goes on from a state runs
+            `fused_recurrent_gla`, as 'fused_recurrent' always does. Default: 'chunk'.
         hidden_size: width of the input and the output. Default: 1024.
         expand_k: key width over hidden_size. Default: 0.5.
         expand_v: value width over hidden_size. Default: 1.0.
@@ -166,8 +166,8 @@ class GatedLinearAttention(nn.Module):
         cu_seqlens = kwargs.get("cu_seqlens")
         slots = None
         if cu_seqlens is None and attention_mask is not None:
-            valid = _valid_tokens(attention_mask, B, T)
-            slots, cu_seqlens = _packed_slots(valid)
+            valid = valid_tokens(attention_mask, B, T)
+            slots, cu_seqlens = packed_slots(valid)
             # Masked first, so that a NaN in a padded token reaches no weight's gradient.
             tokens = hidden_states.masked_fill(~valid.unsqueeze(-1), 0).flatten(0, 1)
             hidden_states = torch.zeros_like(tokens).index_copy(0, slots, tokens).unsqueeze(0)
@@ -209,8 +209,13 @@ class GatedLinearAttention(nn.Module):
         """Whether the tokens pass one after the other and not in chunks."""
         if self.mode == "fused_recurrent":
             return True
-        decoding = state is not None and cu_seqlens is None and not torch.is_grad_enabled()
-        return decoding and x.shape[1] <= MAX_DECODED
+        # Padded and packed rows take chunk_gla, and so must all where each has the same bits alone.
+        if state is None or cu_seqlens is not None or is_batch_invariant():
+            return False
+        # Checkpointing computes again with grad mode on what it computed with grad mode off.
+        if self.training or torch.is_grad_enabled():
+            return False
+        return _is_one(x.shape[1])
 
     def _norm_and_gate(self, o: Tensor, x: Tensor) -> Tensor:
         """From the heads' outputs `[B, T, H, V]` to the input of o_proj `[B, T, H * V]`."""
@@ -268,6 +273,16 @@ def _check_options(
         )
 
 
+def _is_one(T: int | torch.SymInt) -> bool:
+    """Whether T is 1, without a guard where it is symbolic."""
+    if type(T) is int and not torch.compiler.is_compiling():
+        return T == 1
+    # Where there are symbols torch has loaded it; without, it would cost a second of import.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(T == 1)
+
+
 def _expanded_dim(name: str, hidden_size: int, ratio: float, num_heads: int) -> int:
     """hidden_size * ratio, which must be a positive integer that num_heads divides."""
     exact = hidden_size * ratio
@@ -278,32 +293,3 @@ def _expanded_dim(name: str, hidden_size: int, ratio: float, num_heads: int) -> 
             f"num_heads = {num_heads}, got {hidden_size} * {ratio} = {exact:g}"
         )
     return dim
-
-
-def _valid_tokens(attention_mask: Tensor, B: int, T: int) -> Tensor:
-    """The mask's last T columns as bool `[B, T]`."""
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
-        raise ValueError(
-            f"GatedLinearAttention: expected attention_mask to have shape [B, at least T] = "
-            f"[{B}, {T}], got {list(attention_mask.shape)}"
-        )
-    return attention_mask[:, attention_mask.shape[1] - T :] != 0
-
-
-def _packed_slots(valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each token stands in one packed row: valid tokens first, in order, then padding.
-
-    All shapes follow from `[B, T]` alone: nothing is read back from the device, and the whole
-    compiles into one graph.
-
-    Args:
-        valid: bool `[B, T]`.
-
-    Returns:
-        slots: int64 `[B * T]`, a permutation.
-        cu_seqlens: int64 `[B + 1]`, the offsets of the B sequences in the packed row.
-    """
-    rank = valid.flatten().cumsum(0)
-    padding_rank = (~valid).flatten().cumsum(0)
-    cu_seqlens = F.pad(valid.sum(1).cumsum(0), (1, 0))
-    return torch.where(valid.flatten(), rank - 1, cu_seqlens[-1] + padding_rank - 1), cu_seqlens

@@ -45,6 +45,11 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
         _mode.batch_invariant = before
 
 
+def is_batch_invariant() -> bool:
+    """Whether calls of this thread are in that mode."""
+    return _mode.batch_invariant
+
+
 def chunk_gla(
     q: Tensor,
     k: Tensor,

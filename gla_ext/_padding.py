@@ -1,0 +1,34 @@
+"""From a mask of padding to sequences packed in one row."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def valid_tokens(attention_mask: Tensor, B: int, T: int) -> Tensor:
+    """The mask's last T columns as bool `[B, T]`."""
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+        raise ValueError(
+            f"GatedLinearAttention: expected attention_mask to have shape [B, at least T] = "
+            f"[{B}, {T}], got {list(attention_mask.shape)}"
+        )
+    return attention_mask[:, attention_mask.shape[1] - T :] != 0
+
+
+def packed_slots(valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each token stands in one packed row: valid tokens first, in order, then padding.
+
+    All shapes follow from `[B, T]` alone: nothing is read back from the device, and the whole
+    compiles into one graph.
+
+    Args:
+        valid: bool `[B, T]`.
+
+    Returns:
+        slots: int64 `[B * T]`, a permutation.
+        cu_seqlens: int64 `[B + 1]`, the offsets of the B sequences in the packed row.
+    """
+    rank = valid.flatten().cumsum(0)
+    padding_rank = (~valid).flatten().cumsum(0)
+    cu_seqlens = F.pad(valid.sum(1).cumsum(0), (1, 0))
+    return torch.where(valid.flatten(), rank - 1, cu_seqlens[-1] + padding_rank - 1), cu_seqlens
