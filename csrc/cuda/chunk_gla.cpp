@@ -8,6 +8,13 @@
 namespace gla_ext::cuda {
 namespace {
 
+// What enters each segment, where sequences are cut into segments.
+void find_segment_states(const Call& call, const Plan& plan) {
+  if (plan.segments == 0) return;
+  call.launch(sm90::segment_parts);
+  call.launch(sm90::segment_scan);
+}
+
 ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                   const at::Tensor& g, const OptionalTensor& gv,
                                   const OptionalTensor& initial_state,
@@ -33,10 +40,7 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
   call.allocate(plan);
 
   if (plan.path == Path::kFused) {
-    if (plan.segments > 0) {
-      call.launch(sm90::segment_parts);
-      call.launch(sm90::segment_scan);
-    }
+    find_segment_states(call, plan);
     call.launch(sm90::forward);
     call.launch(sm90::exact_output);
     return {o, final_state, states};
@@ -84,10 +88,7 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
   call.allocate(plan);  // replaces those not fp32
 
   if (plan.path == Path::kFused) {
-    if (plan.segments > 0) {
-      call.launch(sm90::segment_parts);
-      call.launch(sm90::segment_scan);
-    }
+    find_segment_states(call, plan);
     if (plan.fused_sweeps) {
       call.launch(sm90::chunk_states);
     } else {

@@ -47,7 +47,7 @@ __global__ void map_sequences(Problem p) {
     done += total;
     __syncthreads();  // before the storage is used again
     if (grid.segment_chunks > 0) {
-      const int64_t kept = (sequence.length + kChunk - 1) / kChunk;
+      const int64_t kept = blocks_of(sequence.length, kChunk);
       const int64_t segments = max(blocks_of(kept, grid.segment_chunks), int64_t{1});
       Scan(storage).ExclusiveSum(segments, before, total);
       if (n <= grid.N) grid.sequences[n].first_segment = segments_done + before;

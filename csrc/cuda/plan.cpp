@@ -35,15 +35,15 @@ void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   const int64_t share = in.packed
                             ? ceil_div(longest * sweeps, places)
                             : ceil_div(longest, std::max<int64_t>(1, places / (grid.N * sweeps)));
-  plan.segment_chunks = std::max(kMinChunks, share);
-  if (longest <= plan.segment_chunks) {
-    plan.segment_chunks = 0;
-  } else if (in.packed) {
-    plan.segments = grid.slots / plan.segment_chunks + in.N + 1;
+  const int64_t each = std::max(kMinChunks, share);
+  if (longest <= each) return;
+  plan.segment_chunks = each;
+  if (in.packed) {
+    plan.segments = grid.slots / each + in.N + 1;
     // Of sequences of two segments or more: each has over segment_chunks chunks.
-    plan.segment_states = 2 * (grid.slots / plan.segment_chunks);
+    plan.segment_states = 2 * (grid.slots / each);
   } else {
-    plan.segments = plan.segment_states = ceil_div(longest, plan.segment_chunks);
+    plan.segments = plan.segment_states = ceil_div(longest, each);
   }
 }
 

@@ -21,12 +21,16 @@ __device__ __forceinline__ void clear(float (&acc)[M][N][4]) {
       for (int e = 0; e < 4; ++e) acc[i][j][e] = 0;
 }
 
-__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], const bf16* p) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(p));
+// Four 8 x 8 matrices, a pair of neighbours a lane; lane l gives the row of matrix l / 8.
+__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
                : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], const bf16* p) {
+  ldmatrix(r, static_cast<uint32_t>(__cvta_generic_to_shared(p)));
 }
 
 __device__ __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], const bf16* p) {

@@ -29,25 +29,12 @@ namespace {
 template <int K, int kMembers>
 __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kUnits = kGroups / kMembers;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<Shared<K, kMembers>*>(s_bytes);
+  auto& s = *reinterpret_cast<SweepBlock<Unit<K, kMembers>>*>(s_bytes);
   const int v_blocks = blocks_of(p.V, s.units[0].kValues);
   const int block_v = static_cast<int>(blockIdx.x % v_blocks) * s.units[0].kValues;
-  if (threadIdx.x < kUnits) {
-    auto& unit = s.units[threadIdx.x];
-    unit.segment =
-        find_segment(p, static_cast<int64_t>(blockIdx.x / v_blocks) * kUnits + threadIdx.x);
-    for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(&unit.full[stage], kGroupThreads);
-      init_barrier(&unit.empty[stage], kMembers * kGroupThreads);
-    }
-  }
-  fill_triangle<kBlockThreads>(s.triangle);
-  fence_for_products();
-  __syncthreads();  // the barriers, the segments and the triangle are there
-  // One value a warp, so that the compiler knows the roles' branches not to diverge.
-  const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
+  start_block<1>(s, p, blockIdx.x, v_blocks);
+  const int group = warpgroup();
   auto& unit = s.units[group % kGroups / kMembers];
   if (group < kGroups) {
     give_registers<96>();
@@ -61,9 +48,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
 
 template <int K, int kMembers>
 void launch_forward(const Problem& p, cudaStream_t stream) {
-  using Block = Shared<K, kMembers>;
+  using Block = SweepBlock<Unit<K, kMembers>>;
   static const DynamicShared shared(forward_kernel<K, kMembers>, sizeof(Block));
-  const int64_t blocks = blocks_of(segment_heads(p.grid, p.H), kGroups / kMembers) *
+  const int64_t blocks = blocks_of(segment_heads(p.grid, p.H), Block::kUnits) *
                          blocks_of(p.V, Unit<K, kMembers>::kValues);
   if (blocks == 0) return;
   shared.allow();

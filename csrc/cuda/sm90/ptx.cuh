@@ -65,14 +65,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8 x 8 matrices, a pair of neighbours a lane: lane l gives the row of matrix l / 8.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
 // Four 8 x 8 matrices, each lane's pairs written as columns: lane l gives the
 // row of matrix l / 8.
 __device__ __forceinline__ void store_transposed(uint32_t address, uint32_t r0, uint32_t r1,

@@ -25,25 +25,15 @@ namespace gla_ext::cuda::sm90 {
 namespace {
 
 template <int K, int kMembers, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void sweep(Shared<K, kMembers>& s, const Problem& p, int64_t index) {
-  constexpr int kUnits = kGroups / kMembers, kValues = Unit<K, kMembers>::kValues;
+__device__ __forceinline__ void sweep(SweepBlock<Unit<K, kMembers>>& s, const Problem& p,
+                                      int64_t index) {
+  constexpr int kValues = Unit<K, kMembers>::kValues;
   const int v_blocks = blocks_of(p.V, kValues), k_blocks = blocks_of(p.K, K);
   const int first_v = static_cast<int>(index % v_blocks) * kValues;
   index /= v_blocks;
   const int first_k = static_cast<int>(index % k_blocks) * K;
-  if (threadIdx.x < kUnits) {
-    auto& unit = s.units[threadIdx.x];
-    unit.segment = find_segment(p, index / k_blocks * kUnits + threadIdx.x);
-    for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(&unit.full[stage], kMembers * kGroupThreads);
-      init_barrier(&unit.empty[stage], kMembers * kGroupThreads);
-    }
-  }
-  fill_triangle<kBlockThreads>(s.triangle);
-  fence_for_products();
-  __syncthreads();  // the barriers, the segments and the triangle are there
-  // One value a warp, so that the compiler knows the roles' branches not to diverge.
-  const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
+  start_block<kMembers>(s, p, index, k_blocks);
+  const int group = warpgroup();
   auto& unit = s.units[group % kGroups / kMembers];
   // The own part of the last segment of a sweep concerns nobody.
   const bool idle =
@@ -61,7 +51,7 @@ template <int K, int kMembers, Store kStore>
 __global__ void __launch_bounds__(kBlockThreads, 1) states_kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<Shared<K, kMembers>*>(s_bytes);
+  auto& s = *reinterpret_cast<SweepBlock<Unit<K, kMembers>>*>(s_bytes);
   if (blockIdx.x < states)
     sweep<K, kMembers, Sweep::kStates, kStore>(s, p, blockIdx.x);
   else
@@ -71,9 +61,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1) states_kernel(Problem p, int
 
 template <int K, int kMembers, Store kStore>
 void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
-  using Block = Shared<K, kMembers>;
+  using Block = SweepBlock<Unit<K, kMembers>>;
   static const DynamicShared shared(states_kernel<K, kMembers, kStore>, sizeof(Block));
-  const int64_t sweep_blocks = blocks_of(segment_heads(p.grid, p.H), kGroups / kMembers) *
+  const int64_t sweep_blocks = blocks_of(segment_heads(p.grid, p.H), Block::kUnits) *
                                blocks_of(p.K, K) * blocks_of(p.V, Unit<K, kMembers>::kValues);
   const int64_t blocks = sweep_blocks * (states + state_grads);
   if (blocks == 0) return;

@@ -12,15 +12,6 @@ constexpr int kGroupThreads = 128;             // of a warpgroup
 constexpr int kTileBytes = kTile * kTile * 2;  // [64][64] bf16
 constexpr int kStepBytes = 16 * 2;             // 16 columns of a row: what one product sums over
 
-// A barrier of one warpgroup, of two that have numbers from kFirst on.
-template <int kFirst>
-__device__ __forceinline__ void group_barrier(int group) {
-  if (group == 0)
-    sync_threads<kFirst>(kGroupThreads);
-  else
-    sync_threads<kFirst + 1>(kGroupThreads);
-}
-
 // Byte offset of 16 bytes in a tile, as `descriptor` reads it.
 __device__ __forceinline__ int swizzled(int row, int part) {
   return row * 128 + ((part ^ (row & 7)) << 4);
@@ -44,7 +35,7 @@ class Fragments {
   }
   // Columns [16 i, 16 i + 16) of the tile at `shared`.
   __device__ __forceinline__ void load(uint32_t (&words)[4], uint32_t shared, int i) const {
-    load_matrices(words, shared + (offset_ ^ i << 5));
+    ldmatrix(words, shared + (offset_ ^ i << 5));
   }
   __device__ __forceinline__ void store(uint32_t shared, int i, const uint32_t (&words)[4]) const {
     store_matrices(shared + (offset_ ^ i << 5), words[0], words[1], words[2], words[3]);

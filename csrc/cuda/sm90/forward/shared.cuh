@@ -1,19 +1,17 @@
 // The shared memory of a block of forward.cu.
 #pragma once
 
-#include "../tiles.cuh"
+#include "../sweep.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-constexpr int kStages = 3;
-constexpr int kGroups = 2;  // warpgroups of either role
-constexpr int kBlockThreads = 2 * kGroups * kGroupThreads;
 constexpr int kProducerBarrier = 1, kConsumerBarrier = 3;  // of a warpgroup, two of each
 
 // A segment and head, worked on by kMembers warpgroups of either role: two, or one of two units.
-template <int K, int kMembers>
+template <int K, int kWarpgroups>
 struct alignas(1024) Unit {
+  static constexpr int kMembers = kWarpgroups;
   static constexpr int kValues = kMembers * kTile;
   struct Stage {
     unsigned char q[K / 64 * kTileBytes];    // [token][K], then q^
@@ -29,12 +27,6 @@ struct alignas(1024) Unit {
   uint64_t full[kStages], empty[kStages];
   int exact[kStages];
   Segment segment;
-};
-
-template <int K, int kMembers>
-struct Shared {
-  Unit<K, kMembers> units[kGroups / kMembers];
-  unsigned char triangle[kTileBytes];  // of ones, [token][token]
 };
 
 }  // namespace

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "../../device/gates.cuh"
-#include "../cumsum.cuh"
 #include "shared.cuh"
 
 namespace gla_ext::cuda::sm90 {

@@ -1,14 +1,11 @@
 // The two sweeps of states.cu and the shared memory of a block.
 #pragma once
 
-#include "../tiles.cuh"
+#include "../sweep.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-constexpr int kStages = 3;
-constexpr int kGroups = 2;  // warpgroups of either role
-constexpr int kBlockThreads = 2 * kGroups * kGroupThreads;
 // The first of a unit with two members, the others of a warpgroup, two of each.
 constexpr int kProducerBarrier = 1, kGatingBarrier = 2, kConsumerBarrier = 4;
 
@@ -17,8 +14,9 @@ enum class Sweep { kStates, kStateGrads };
 enum class Store { kChunks, kSegment };
 
 // A segment and head, worked on by kMembers warpgroups of either role: two, or one of two units.
-template <int K, int kMembers>
+template <int K, int kWarpgroups>
 struct alignas(1024) Unit {
+  static constexpr int kMembers = kWarpgroups;
   static constexpr int kValues = K == 128 ? 128 : kMembers * kTile;
   struct Stage {
     unsigned char y[K / 64 * kTileBytes];        // k or q [token][K], then gated
@@ -31,12 +29,6 @@ struct alignas(1024) Unit {
   uint64_t full[kStages], empty[kStages];
   int exact[kStages];
   Segment segment;
-};
-
-template <int K, int kMembers>
-struct Shared {
-  Unit<K, kMembers> units[kGroups / kMembers];
-  unsigned char triangle[kTileBytes];  // of ones, [token][token]
 };
 
 template <Sweep kSweep>

@@ -1,0 +1,54 @@
+// What the two kernels that sweep over segments share: a block of two producer and two consumer
+// warpgroups, which work on one unit, a segment and head, or one of each on either of two.
+#pragma once
+
+#include "cumsum.cuh"
+
+namespace gla_ext::cuda::sm90 {
+
+constexpr int kStages = 3;
+constexpr int kGroups = 2;  // warpgroups of either role
+constexpr int kBlockThreads = 2 * kGroups * kGroupThreads;
+
+// Unit::kMembers warpgroups of either role work on a unit.
+template <class Unit>
+struct SweepBlock {
+  static constexpr int kUnits = kGroups / Unit::kMembers;
+  Unit units[kUnits];
+  unsigned char triangle[kTileBytes];  // of ones, [token][token]
+};
+
+// A barrier of one warpgroup, of two that have numbers from kFirst on.
+template <int kFirst>
+__device__ __forceinline__ void group_barrier(int group) {
+  if (group == 0)
+    sync_threads<kFirst>(kGroupThreads);
+  else
+    sync_threads<kFirst + 1>(kGroupThreads);
+}
+
+// Finds the segments of units number index / each, and makes what all warpgroups
+// need. kProducers: of a chunk.
+template <int kProducers, class Unit, class Index>
+__device__ __forceinline__ void start_block(SweepBlock<Unit>& s, const Problem& p, Index index,
+                                            int each) {
+  if (threadIdx.x < s.kUnits) {
+    Unit& unit = s.units[threadIdx.x];
+    unit.segment = find_segment(p, static_cast<int64_t>(index / each) * s.kUnits + threadIdx.x);
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(&unit.full[stage], kProducers * kGroupThreads);
+      init_barrier(&unit.empty[stage], Unit::kMembers * kGroupThreads);
+    }
+  }
+  fill_triangle<kBlockThreads>(s.triangle);
+  fence_for_products();
+  __syncthreads();  // the barriers, the segments and the triangle are there
+}
+
+// Of a block, producers first: one value a warp, so that the compiler knows the roles' branches not
+// to diverge.
+__device__ __forceinline__ int warpgroup() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
+}
+
+}  // namespace gla_ext::cuda::sm90
