@@ -80,6 +80,7 @@ py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::stri
   tiles["channels"] = cuda::kTierBlock;
   result["path"] = p.path == cuda::Path::kFused ? "fused" : "steps";
   result["mode"] = p.state_bytes > 0 ? "materialised" : "sweep";
+  result["linear"] = p.linear;
   result["segments"] = p.segments;
   result["segment_chunks"] = p.segment_chunks;
   result["tiles"] = tiles;

@@ -65,9 +65,21 @@ def packed(T: int, lengths, *sizes, gate: float | str = 0.1, **options) -> Input
 @pytest.mark.parametrize("T, K, V", SIZES)
 def test_sizes(T, K, V, gate):
     x = make_inputs(BATCHES[T], T, 3, K, V, BF16, gate, device="cuda")
-    assert plan_of(x, backward=False)["path"] == ("fused" if K <= 128 else "steps")
-    assert plan_of(x)["path"] == "fused"
+    assert all(plan_of(x, backward)["path"] == "fused" for backward in (False, True))
     assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@in_nan
+@by_gate
+@pytest.mark.parametrize("gate_dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("K, V", [(72, 64), (128, 264), (256, 64), (136, 512)])
+def test_sweeps_over_operands_in_memory(K, V, gate_dtype, gate):
+    """Whole sequences; those of the tests below are cut."""
+    x = make_inputs(2, 330, 2, K, V, BF16, gate, gate_dtype, device="cuda")
+    with batch_invariant():
+        results = ours(x)
+    assert plan_of(x, batch_invariant=True)["linear"] == (K > 128 or gate_dtype == torch.float32)
+    assert_results_close(results, exact_by_chunks(x), x)
 
 
 @in_nan
@@ -344,11 +356,11 @@ def operators(x: Inputs, save_states: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("gate", [0.1, "reset"])
 def test_fp32_gates_and_saved_states(gate, K, lengths, save_states, gate_dtype):
     x = make_inputs(*(1, 695, 2, K, 72, BF16, gate, gate_dtype), lengths=lengths, device="cuda")
-    plain = not save_states and gate_dtype == BF16
+    sweeps = not save_states and (gate_dtype == BF16 or K > 64)
     forward, backward = (plan_of(x, way, save_states=save_states) for way in (False, True))
-    assert forward["path"] == ("fused" if plain and K <= 128 else "steps")
+    assert forward["path"] == ("fused" if sweeps else "steps")
     assert backward["path"] == "fused"
-    assert (backward["segments"] > 0) == plain
+    assert (backward["segments"] > 0) == sweeps
     assert_results_close(operators(x, save_states), exact_by_chunks(x), x)
 
 
@@ -376,8 +388,8 @@ REFUSED = {  # K, V, dtype, gate_dtype, layout
     "q, k and v in torch.bfloat16": (64, 64, torch.float32, None, "contiguous"),
     "K and V to be multiples of 8": (64, 60, BF16, None, "contiguous"),
     "rows that start at multiples of 16 bytes": (64, 64, BF16, None, "misaligned"),
-    "K to be at most 128": (136, 64, BF16, None, "contiguous"),
-    "g in torch.bfloat16": (64, 64, BF16, torch.float32, "contiguous"),
+    "K to be at most 256": (264, 64, BF16, None, "contiguous"),
+    "g in torch.bfloat16, or K to be more than 64": (64, 64, BF16, torch.float32, "contiguous"),
 }
 
 

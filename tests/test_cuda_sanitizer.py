@@ -47,6 +47,7 @@ FUSED_SHAPES = {
     "widest": (1, 66, 1, 136, 72, None, "contiguous"),
     "in segments": (1, 530, 1, 64, 64, None, "contiguous"),
     "packed, in segments": (1, 430, 1, 128, 64, (0, 330, 70, 3), "contiguous"),
+    "packed, small heads in segments": (1, 430, 1, 64, 64, (0, 330, 70, 3), "contiguous"),
 }
 
 

@@ -177,8 +177,11 @@ STEPS = [
     {"V": 100},
     {"K": 264},
 ]
-FUSED_BACKWARD = [{"K": 136}, {"K": 256}, {"gate_dtype": "float32"}, {"save_states": True}]
-FUSED_BOTH = [FUSED, {"K": 8}, {"K": 72}, {"K": 128}, {"V": 8}, {"V": 512}, {"T": 1}, {"B": 1}]
+FUSED_BACKWARD = [{"gate_dtype": "float32"}, {"save_states": True}]
+FUSED_BOTH = [
+    *(FUSED, {"K": 8}, {"K": 72}, {"K": 128}, {"K": 136}, {"K": 256}),
+    *({"K": 72, "gate_dtype": "float32"}, {"V": 8}, {"V": 512}, {"T": 1}, {"B": 1}),
+]
 
 
 @pytest.mark.parametrize("change", STEPS, ids=str)
@@ -208,6 +211,36 @@ def test_cuda_fused_forward_has_no_states_in_memory():
     assert packed["workspace_bytes"] > plan["workspace_bytes"]
 
 
+def operand_bytes(chunk_heads: int, K: int) -> int:
+    """q^, k^ and four factors of each key channel, in groups of 128, and A and a flag."""
+    return chunk_heads * (-(-K // 128) * 128 * (2 * 64 * 2 + 4 * 4) + 64 * 64 * 2 + 128)
+
+
+@pytest.mark.parametrize("K", [128, 256])
+def test_cuda_fused_forward_over_operands_in_memory(K):
+    plan = full_plan(K=K, gate_dtype="float32")
+    assert (plan["linear"], plan["mode"], plan["launches"]) == (True, "sweep", 3)
+    assert plan["workspace_bytes"] == 32 * 32 * 4 * 8 + operand_bytes(32 * 32 * 4, K)
+
+
+@by_pass
+@pytest.mark.parametrize(
+    "change, linear",
+    [
+        (BATCH, False),
+        (BATCH | {"K": 136}, True),
+        (BATCH | {"gate_dtype": "float32"}, True),
+        (BATCH | {"B": 1}, True),
+        (BATCH | {"B": 1, "batch_invariant": True}, False),
+        (BATCH | {"B": 1, "K": 64}, False),
+        (BATCH | {"capability": "8.0"}, False),
+    ],
+    ids=str,
+)
+def test_cuda_operands_are_made_once_where_sweeps_share_them(change, linear, backward):
+    assert cuda_plan(**change, backward=backward)["linear"] == linear
+
+
 @pytest.mark.parametrize("gate_dtype, gates", [("bfloat16", 1), ("float32", 0)])
 def test_cuda_fused_backward_workspace(gate_dtype, gates):
     plan = full_plan(backward=True, gate_dtype=gate_dtype)
@@ -216,9 +249,9 @@ def test_cuda_fused_backward_workspace(gate_dtype, gates):
     states = heads // 64 * 128 * 256 * 2
     assert plan["mode"] == "materialised"
     assert plan["state_bytes"] == 2 * states
-    # A and dq, dk, dg of chunks outside tier 1; b where the steps' sweeps make the states.
-    intra, b = (2 + gates) * keys, 0 if gates else keys
-    assert plan["workspace_bytes"] == tiers + 2 * states + scores + intra + b
+    # A and dq, dk, dg of chunks outside tier 1.
+    intra, operands = (2 + gates) * keys, 0 if gates else operand_bytes(heads // 64, 128)
+    assert plan["workspace_bytes"] == tiers + 2 * states + scores + intra + operands
     assert plan["launches"] == (4 if gates else 5)
 
 
@@ -231,7 +264,8 @@ def test_cuda_fused_backward_of_saved_states():
     long = {"B": 1, "T": 32768, "backward": True}
     assert full_plan(**long)["segments"] > 0
     assert full_plan(**long, save_states=True)["segments"] == 0
-    assert full_plan(**long, gate_dtype="float32")["segments"] == 0
+    assert full_plan(**long, gate_dtype="float32")["segments"] > 0
+    assert full_plan(**long, K=64, gate_dtype="float32")["segments"] == 0
 
 
 @by_pass
@@ -273,13 +307,14 @@ def test_cuda_segments_of_long_sequences(B, H, K, V, T, processors, backward):
 
 
 @by_pass
-def test_cuda_segments_cost_two_launches_and_a_state_each(backward):
+def test_cuda_segments_cost_three_launches_and_a_state_each(backward):
     shape = {"B": 1, "T": 32768, "backward": backward}
     cut, whole = full_plan(**shape), full_plan(**shape, batch_invariant=True)
-    assert cut["launches"] == whole["launches"] + 2
+    assert cut["launches"] == whole["launches"] + 3
     states = 4 * cut["segments"] * 128 * 256 * 4 * (1 + backward)
     decays = 4 * cut["segments"] * 128 * 4
-    assert cut["workspace_bytes"] == whole["workspace_bytes"] + states + decays
+    more = states + decays + operand_bytes(4 * 512, 128)
+    assert cut["workspace_bytes"] == whole["workspace_bytes"] + more
     assert cut["state_bytes"] == whole["state_bytes"]
 
 
@@ -311,9 +346,10 @@ def test_cuda_segments_of_packed_sequences(N, backward):
 def test_cuda_packed_sequences_of_one_segment_need_no_state():
     """A sequence of several has more chunks than a segment, so there are few such."""
     plan = full_plan(B=1, T=131072, H=16, N=10_000)
-    several = (131072 // 64 + 10_000) // plan["segment_chunks"]
-    state = 16 * 128 * (256 + 1) * 4
-    assert plan["workspace_bytes"] < 2 * several * state + 4 * 2**20
+    chunks = 131072 // 64 + 10_000
+    state, operands = 16 * 128 * (256 + 1) * 4, operand_bytes(16 * (chunks + 1), 128)
+    states = plan["workspace_bytes"] - operands
+    assert states < 2 * (chunks // plan["segment_chunks"]) * state + 4 * 2**20
 
 
 @pytest.mark.parametrize("change", [{"B": 0}, {"T": 0}, {"H": 0}, {"B": 1, "T": 0, "N": 0}])

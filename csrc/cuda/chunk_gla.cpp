@@ -8,10 +8,12 @@
 namespace gla_ext::cuda {
 namespace {
 
-// What enters each segment, where sequences are cut into segments.
-void find_segment_states(const Call& call, const Plan& plan) {
+// What the sweeps of the fused path need: operands where they read these, and what enters each
+// segment where sequences are cut into segments.
+void prepare_sweeps(const Call& call, const Plan& plan) {
+  if (plan.linear) call.launch(sm90::operands);
   if (plan.segments == 0) return;
-  call.launch(sm90::segment_parts);
+  call.launch(plan.linear ? sm90::linear_segment_parts : sm90::segment_parts);
   call.launch(sm90::segment_scan);
 }
 
@@ -40,8 +42,8 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
   call.allocate(plan);
 
   if (plan.path == Path::kFused) {
-    find_segment_states(call, plan);
-    call.launch(sm90::forward);
+    prepare_sweeps(call, plan);
+    call.launch(plan.linear ? sm90::linear_forward : sm90::forward);
     call.launch(sm90::exact_output);
     return {o, final_state, states};
   }
@@ -88,9 +90,9 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
   call.allocate(plan);  // replaces those not fp32
 
   if (plan.path == Path::kFused) {
-    find_segment_states(call, plan);
     if (plan.fused_sweeps) {
-      call.launch(sm90::chunk_states);
+      prepare_sweeps(call, plan);
+      call.launch(plan.linear ? sm90::linear_states : sm90::chunk_states);
     } else {
       call.launch(gate_cumsum);
       call.launch(saved ? state_grads : states_and_state_grads);

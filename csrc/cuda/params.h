@@ -11,9 +11,15 @@ constexpr int kSubChunks = kChunk / kSubChunk;
 constexpr int kMaxHeadDim = 512;  // K and V
 constexpr int kTierBlock = 64;    // channels that share a byte of `tiers`
 constexpr int kMaxTierBlocks = kMaxHeadDim / kTierBlock;
-constexpr int kFusedKeys = 256;         // K of the fused path, at most
-constexpr int kFusedForwardKeys = 128;  // of its forward
-constexpr int kFusedValues = 128;       // of a state that a sweep of the fused path holds
+constexpr int kFusedKeys = 256;    // K of the fused path, at most
+constexpr int kOperandKeys = 128;  // of q^ and k^ that lie in memory together
+constexpr int kFusedValues = 128;  // of a state that a sweep of the fused path holds
+
+// Of q^, k^, the factors of a state, and A of one chunk and head: sm90/operands.cuh.
+constexpr int64_t operand_bytes(int64_t K) {
+  constexpr int64_t kOfKeys = (2 * kChunk * 2 + 4 * 4) * kOperandKeys;
+  return (K + kOperandKeys - 1) / kOperandKeys * kOfKeys + kChunk * kChunk * 2 + 128;
+}
 
 enum class DType : uint8_t { kBFloat16, kHalf, kFloat };
 
@@ -92,6 +98,9 @@ struct Problem {
   float* segment_states = nullptr;
   float* segment_state_grads = nullptr;
   float* segment_decays = nullptr;
+
+  // Fused path: [B, slots, H] of operand_bytes(K), or absent.
+  unsigned char* operands = nullptr;
 
   // [B, slots, H, kMaxTierBlocks]: 1 where some channel of a block of kTierBlock is out of tier 1's
   // range (the fused path's sweeps say so for their blocks in the first of them); the chunk is in

@@ -24,7 +24,7 @@ void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   if (in.batch_invariant || grid.N * in.H == 0) return;
   // Of one sequence; backward has two at a time, of 128 key channels each.
   const int64_t blocks = in.H * ceil_div(in.V, kFusedValues);
-  const int64_t sweeps = in.backward ? 2 * blocks * ceil_div(in.K, kFusedForwardKeys) : blocks;
+  const int64_t sweeps = in.backward ? 2 * blocks * ceil_div(in.K, kOperandKeys) : blocks;
   const int64_t longest = ceil_div(in.T, kChunk);
   // Sweeps at a time: small heads come two a block.
   const int64_t places =
@@ -55,6 +55,21 @@ void add_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   w.segment_states = add(w, segment_heads * in.K * in.V * kFloatBytes);
   if (in.backward) w.segment_state_grads = add(w, segment_heads * in.K * in.V * kFloatBytes);
   plan.launches += 2;
+}
+
+// Whether the fused path has sweeps for such gates.
+bool has_sweeps(const PlanInputs& in) {
+  return in.gate_dtype == DType::kBFloat16 || (in.gate_dtype == DType::kFloat && in.K > kTierBlock);
+}
+
+// Sweeps over ready operands: where those that gate do not reach, and where they would gate a chunk
+// twice, for the segments' own parts and for what follows.
+void choose_operands(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  plan.linear = in.K > kOperandKeys || in.gate_dtype != DType::kBFloat16 ||
+                (plan.segments > 0 && in.K > kTierBlock);
+  if (!plan.linear) return;
+  plan.workspace.operands = add(plan.workspace, grid.B * grid.slots * in.H * operand_bytes(in.K));
+  plan.launches += 1;
 }
 
 // What step 6 hands to step 7, but where gradients that are fp32 themselves take it.
@@ -94,6 +109,7 @@ void plan_fused_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid)
   choose_segments(plan, in, grid);
   plan.launches = (in.packed ? 2 : 0) + 2;
   add_segments(plan, in, grid);
+  choose_operands(plan, in, grid);
 }
 
 void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
@@ -102,10 +118,11 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
   const int64_t scores = token_heads * kChunk * bytes_of(intermediate_dtype(in.dtype));
   Workspace& w = plan.workspace;
   plan.launches = (in.packed ? 2 : 0) + 4;
-  plan.fused_sweeps = in.gate_dtype == DType::kBFloat16 && !in.save_states;
+  plan.fused_sweeps = !in.save_states && has_sweeps(in);
   if (plan.fused_sweeps) {
     choose_segments(plan, in, grid);
     add_segments(plan, in, grid);
+    choose_operands(plan, in, grid);
   } else {
     w.b = add(w, keys);
     plan.launches += 1;
@@ -146,13 +163,10 @@ const char* why_not_fused(const PlanInputs& in) {
   if (in.dtype != DType::kBFloat16) return "q, k and v in torch.bfloat16";
   if (in.K % 8 != 0 || in.V % 8 != 0) return "K and V to be multiples of 8";
   if (!in.aligned) return "rows that start at multiples of 16 bytes";
-  if (in.backward) {
-    if (in.K > kFusedKeys) return "K to be at most 256";
-    if (in.gate_dtype == DType::kHalf) return "g in torch.bfloat16 or torch.float32";
-    return nullptr;
-  }
-  if (in.K > kFusedForwardKeys) return "K to be at most 128";
-  if (in.gate_dtype != DType::kBFloat16) return "g in torch.bfloat16";
+  if (in.K > kFusedKeys) return "K to be at most 256";
+  if (in.gate_dtype == DType::kHalf) return "g in torch.bfloat16 or torch.float32";
+  if (in.backward) return nullptr;
+  if (!has_sweeps(in)) return "g in torch.bfloat16, or K to be more than 64";
   if (in.save_states) return "no states to be saved";
   return nullptr;
 }

@@ -35,12 +35,14 @@ struct Workspace {
   int64_t A = kAbsent, dA = kAbsent, S = kAbsent, dS = kAbsent;
   int64_t dq_intra = kAbsent, dk_intra = kAbsent, dg_intra = kAbsent;
   int64_t segment_states = kAbsent, segment_state_grads = kAbsent, segment_decays = kAbsent;
+  int64_t operands = kAbsent;
   int64_t bytes = 0;
 };
 
 struct Plan {
   Path path = Path::kSteps;
   bool fused_sweeps = false;  // of the fused path: states come from its sweeps, not from the steps'
+  bool linear = false;        // and these go over operands in memory, which are made first
   Workspace workspace;
   int64_t segments = 0, segment_chunks = 0, segment_states = 0;  // as in ChunkGrid
   int64_t state_bytes = 0;  // of S and, in backward, dS: in the workspace, or S as it is saved

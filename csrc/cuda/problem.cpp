@@ -207,6 +207,7 @@ void Call::allocate(const Workspace& w) {
   part(p.segment_states, w.segment_states);
   part(p.segment_state_grads, w.segment_state_grads);
   part(p.segment_decays, w.segment_decays);
+  part(p.operands, w.operands);
   rows(p.dq_intra, w.dq_intra, p.K, DType::kFloat);
   rows(p.dk_intra, w.dk_intra, p.K, DType::kFloat);
   rows(p.dg_intra, w.dg_intra, p.K, DType::kFloat);

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, kBlocks<kGroups>)
     __syncthreads();  // dA is written
     multiply_scores(acc, s);
   }
-  sum_gates(s, gates, pair);
+  sum_gates(s.sums.gates, gates, pair);
   __syncthreads();  // dA is read: x and y take its place
   store_accumulators(s, acc);
   __syncthreads();  // x, y and all sums but dg's are written

@@ -65,6 +65,31 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// `bytes`, a multiple of 16, from global to shared memory by one thread, which arrives at
+// `barrier`; the barrier's phase then waits for the bytes too.
+__device__ __forceinline__ void bulk_copy(const void* shared, const void* global, int bytes,
+                                          uint64_t* barrier) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%3], %2;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+// From shared to global memory. Wait before the block ends, or shared memory is written.
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared_address(shared)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void commit_bulk_stores() {
+  asm volatile("cp.async.bulk.commit_group;");
+}
+// This thread's bulk stores have read shared memory.
+__device__ __forceinline__ void wait_for_bulk_stores() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // Four 8 x 8 matrices, each lane's pairs written as columns: lane l gives the
 // row of matrix l / 8.
 __device__ __forceinline__ void store_transposed(uint32_t address, uint32_t r0, uint32_t r1,

@@ -1,6 +1,5 @@
-// The fused path for sm_90a as the host side calls it: bf16 q, k and v; K of at most kFusedKeys; K
-// and V multiples of 8; rows that start at multiples of 16 bytes. All but `exact_gradients` and
-// `gradients` want bf16 g, `forward` and `exact_output` K of at most kFusedForwardKeys.
+// The fused path for sm_90a as the host side calls it: bf16 q, k and v; bf16 or fp32 g; K of at
+// most kFusedKeys; K and V multiples of 8; rows that start at multiples of 16 bytes.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,18 +11,26 @@ namespace gla_ext::cuda::sm90 {
 // Whether the kernels are there for the current device.
 bool available();
 
+// Sweeps that gate: bf16 g.
 // q k v g h0 (segment_states) -> o, ht, tiers: all but what chunks outside tier 1 owe to their own
-// A.
+// A. K of at most 128.
 void forward(const Problem& p, cudaStream_t stream);
 
 // k v g h0 (segment_states) -> S and tiers, q g do dht (segment_state_grads) -> dS and dh0.
 void chunk_states(const Problem& p, cudaStream_t stream);
 
 // The same sweeps -> segment_states or segment_state_grads and segment_decays: what each segment
-// adds by itself.
+// adds by itself. K of at most 64.
 void segment_parts(const Problem& p, cudaStream_t stream);
 // segment_decays h0 dht -> segment_states, segment_state_grads: what enters a segment.
 void segment_scan(const Problem& p, cudaStream_t stream);
+
+// q k g -> operands, tiers.
+void operands(const Problem& p, cudaStream_t stream);
+// The sweeps above over operands in place of q, k and g; K above 64.
+void linear_forward(const Problem& p, cudaStream_t stream);
+void linear_states(const Problem& p, cudaStream_t stream);
+void linear_segment_parts(const Problem& p, cudaStream_t stream);
 
 // q k v g tiers -> o += A v, of chunks outside tier 1.
 void exact_output(const Problem& p, cudaStream_t stream);

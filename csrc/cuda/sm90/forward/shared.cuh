@@ -6,7 +6,7 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-constexpr int kProducerBarrier = 1, kConsumerBarrier = 3;  // of a warpgroup, two of each
+constexpr int kProducerBarrier = 1;  // of a producer, two of them
 
 // A segment and head, worked on by kMembers warpgroups of either role: two, or one of two units.
 template <int K, int kWarpgroups>

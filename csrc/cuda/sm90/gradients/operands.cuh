@@ -5,67 +5,6 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// A thread has a pair of channels in a part of the tokens.
-template <int kGroups>
-struct Pair {
-  int channel, first;  // key channel, token
-  int part;
-
-  __device__ __forceinline__ Pair() : Pair(thread_index()) {}
-  __device__ __forceinline__ explicit Pair(int thread)
-      : channel(2 * (thread % (kGroups * kTile / 2))),
-        first(thread / (kGroups * kTile / 2) * static_cast<int>(kSubChunk)),
-        part(thread / (kGroups * kTile / 2)) {}
-  // Byte offset in the tiles of q^, k^ and k_out.
-  __device__ __forceinline__ int offset(int token) const {
-    return channel / kTile * kTileBytes + swizzled(token, channel % kTile / 8) + channel % 8 * 2;
-  }
-};
-
-// The pair's elements of a row a token, as they lie in memory, on their way.
-template <class T>
-struct PairColumn {
-  using Word = std::conditional_t<sizeof(T) == 4, float2, uint32_t>;
-  Word x[kSubChunk];
-
-  __device__ __forceinline__ PairColumn(const Rows& r, const Problem& p, const Chunk& chunk,
-                                        int first, int channel) {
-    const T* at = rows_at<const T>(r, chunk) + token_offset(r, first) + channel;
-#pragma unroll
-    for (int i = 0; i < kSubChunk; ++i, at += r.stride_t)
-      x[i] =
-          channel < p.K && first + i < chunk.length ? *reinterpret_cast<const Word*>(at) : Word{};
-  }
-  __device__ __forceinline__ float2 operator[](int i) const { return unpack(x[i]); }
-};
-
-__device__ __forceinline__ float2 to_log2(float2 g) {
-  return make_float2(cuda::to_log2(g.x), cuda::to_log2(g.y));
-}
-// The pair's b before its part of the tokens, and after the last.
-struct Cumsum {
-  float2 b = make_float2(0.f, 0.f), last = b;
-};
-template <class Gate, int kGroups>
-__device__ __forceinline__ void sum_gates(Shared<kGroups>& s, const PairColumn<Gate>& gates,
-                                          const Pair<kGroups>& pair) {
-  float2 sum = make_float2(0.f, 0.f);
-#pragma unroll
-  for (int i = 0; i < kSubChunk; ++i) sum = sum + to_log2(gates[i]);
-  pair_at(s.sums.gates[pair.part], pair.channel) = sum;
-}
-template <int kGroups>
-__device__ __forceinline__ Cumsum cumsum(Shared<kGroups>& s, const Pair<kGroups>& pair) {
-  Cumsum c;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const float2 x = pair_at(s.sums.gates[part], pair.channel);
-    if (part < pair.part) c.b = c.b + x;
-    c.last = c.last + x;
-  }
-  return c;
-}
-
 // q^, k^, k_out and b_C, while the first values are on their way.
 template <class Gate, int kGroups>
 __device__ __forceinline__ void gate_operands(Shared<kGroups>& s, const Problem& p,
@@ -83,9 +22,9 @@ __device__ __forceinline__ void gate_operands(Shared<kGroups>& s, const Problem&
     s.chunk = chunk;
     s.bases = bases;
   }
-  sum_gates(s, gates, pair);
+  sum_gates(s.sums.gates, gates, pair);
   __syncthreads();  // s.sums.gates is written
-  auto [b, last] = cumsum(s, pair);
+  auto [b, last] = cumsum(s.sums.gates, pair);
   if (pair.part == 0) pair_at(s.b_last, pair.channel) = last;
   const References rx(last.x, exact), ry(last.y, exact);
   const float out_x = exp2_ftz(last.x - rx.to), out_y = exp2_ftz(last.y - ry.to);

@@ -5,48 +5,6 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// d += A B over 64 summed elements.
-template <Contiguous kA, Contiguous kB, int kN>
-__device__ __forceinline__ void multiply(float (&d)[kN], uint32_t a_address, uint32_t b_address) {
-  const uint64_t a = descriptor(a_address, 0), b = descriptor(b_address, 0);
-  // Bytes from 16 of them to the next.
-  constexpr int kStepA = kA == Contiguous::kSummed ? 32 : 16 * 128;
-  constexpr int kStepB = kB == Contiguous::kSummed ? 32 : 16 * 128;
-#pragma unroll
-  for (int i = 0; i < kTile / 16; ++i)
-    product<kA, kB>(d, a + i * (kStepA >> 4), b + i * (kStepB >> 4));
-}
-
-template <int kN>
-__device__ __forceinline__ void clear(float (&d)[kN]) {
-#pragma unroll
-  for (int i = 0; i < kN; ++i) d[i] = 0;
-}
-
-// This warpgroup's columns of a [64 x 64] bf16 tile.
-template <int kN>
-__device__ __forceinline__ void store_columns(unsigned char* tile, const float (&d)[kN]) {
-  const Place at;
-#pragma unroll
-  for (int j = 0; j < kN / 4; ++j)
-#pragma unroll
-    for (int e = 0; e < 2; ++e)
-      word(tile, swizzled(at.row + 8 * e, at.group * (kN / 4) + j) + 4 * at.t) =
-          pack(d[4 * j + 2 * e], d[4 * j + 2 * e + 1]);
-}
-
-// The same of scores, dropped above the diagonal.
-template <int kN>
-__device__ __forceinline__ void store_scores(unsigned char* tile, float (&d)[kN]) {
-  const Place at;
-#pragma unroll
-  for (int i = 0; i < kN; ++i) {
-    const int row = at.row + i / 2 % 2 * 8, column = at.group * 2 * kN + i / 4 * 8 + 2 * at.t;
-    d[i] = column + i % 2 <= row ? d[i] : 0.f;
-  }
-  store_columns(tile, d);
-}
-
 // A of the chunk into shared memory.
 template <int kGroups>
 __device__ __forceinline__ void scores(Shared<kGroups>& s, const Problem& p, const Chunk& chunk,

@@ -46,7 +46,7 @@ template <bool kExact, class Gate, int kGroups>
 __device__ __forceinline__ void write_inputs(Shared<kGroups>& s, const PairColumn<Gate>& gates,
                                              const Problem& p, const Chunk& chunk) {
   const Pair<kGroups> pair;
-  auto [b, last] = cumsum(s, pair);
+  auto [b, last] = cumsum(s.sums.gates, pair);
   const References rx(last.x, kExact), ry(last.y, kExact);
   const int tile = pair.channel / kTile, column = pair.channel % kTile;
   PairRow<bf16> dq_row(p.dq, chunk, pair), dk_row(p.dk, chunk, pair);
@@ -94,7 +94,8 @@ __device__ __forceinline__ void write_gates(Shared<kGroups>& s, const PairColumn
   const Pair<kGroups> pair;
   if (pair.channel >= p.K) return;
   const int tile = pair.channel / kTile, column = pair.channel % kTile;
-  const float2 last = cumsum(s, pair).last, states = pair_at(s.sums.states, pair.channel);
+  const float2 last = cumsum(s.sums.gates, pair).last,
+               states = pair_at(s.sums.states, pair.channel);
   float2 sum = make_float2(exp2_ftz(last.x) * states.x, exp2_ftz(last.y) * states.y);
 #pragma unroll
   for (int part = 0; part < kParts; ++part) sum = sum + pair_at(s.sums.inter[part], pair.channel);

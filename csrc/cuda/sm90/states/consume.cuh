@@ -2,79 +2,10 @@
 #pragma once
 
 #include "shared.cuh"
+#include "state.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
-
-// A consumer's part of the state: 64 key channels by 128 values, or 64.
-template <int K>
-struct State {
-  static constexpr int kValues = K;  // of a consumer: K is 128 or 64
-  float x[kValues / 2];
-  int first_k, first_v;
-
-  __device__ __forceinline__ State(int member, int block_k, int block_v)
-      : first_k(K == 128 ? block_k + 64 * member : block_k),
-        first_v(K == 128 ? block_v : block_v + 64 * member) {}
-
-  // f(x0, x1, key, value) of neighbours
-  template <class F>
-  __device__ __forceinline__ void for_pairs(const Problem& p, F&& f) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int row = static_cast<int>(threadIdx.x) % kGroupThreads / 32 * 16 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < kValues / 2; i += 2) {
-      const int k = first_k + row + i / 2 % 2 * 8, v = first_v + i / 4 * 8 + 2 * (lane % 4);
-      if (k < p.K && v < p.V) f(x[i], x[i + 1], k, v);
-    }
-  }
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < kValues / 2; ++i) x[i] = 0;
-  }
-  __device__ __forceinline__ void load(const Problem& p, const float* state, bool v_first) {
-    if (state == nullptr) return;
-    for_pairs(p, [&](float& x0, float& x1, int k, int v) {
-      x0 = state[v_first ? v * p.K + k : k * p.V + v];
-      x1 = state[v_first ? (v + 1) * p.K + k : k * p.V + v + 1];
-    });
-  }
-  __device__ __forceinline__ void store(const Problem& p, float* state, bool v_first) {
-    for_pairs(p, [&](float x0, float x1, int k, int v) {
-      if (v_first) {
-        state[v * p.K + k] = x0;
-        state[(v + 1) * p.K + k] = x1;
-      } else {
-        *reinterpret_cast<float2*>(state + k * p.V + v) = make_float2(x0, x1);
-      }
-    });
-  }
-
-  // As bf16 rows [K][V] of one chunk by way of `tile`, which a warpgroup has for itself.
-  __device__ __forceinline__ void store_chunk(bf16* state, unsigned char* tile, const Problem& p,
-                                              int group) const {
-    const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-    const Fragments fragments;
-    group_barrier<kConsumerBarrier>(group);  // the rows of the chunk before are read
-#pragma unroll
-    for (int i = 0; i < kValues / 16; ++i) {
-      uint32_t words[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) words[e] = pack(x[8 * i + 2 * e], x[8 * i + 2 * e + 1]);
-      fragments.store(shared_address(tile) + i / 4 * kTileBytes, i % 4, words);
-    }
-    group_barrier<kConsumerBarrier>(group);  // the rows are written
-    constexpr int kParts = kValues / 8, kRowsEach = kGroupThreads / kParts;
-    const int part = thread % kParts, v = first_v + 8 * part;
-#pragma unroll
-    for (int i = 0; i < kTile / kRowsEach; ++i) {
-      const int row = thread / kParts + i * kRowsEach, k = first_k + row;
-      if (k < p.K && v < p.V)
-        *reinterpret_cast<uint4*>(state + k * p.V + v) =
-            *reinterpret_cast<const uint4*>(tile + part / 8 * kTileBytes + swizzled(row, part % 8));
-    }
-  }
-};
 
 template <int K, int kMembers, Sweep kSweep, Store kStore>
 __device__ __forceinline__ void consume(Unit<K, kMembers>& s, const Problem& p, int group,

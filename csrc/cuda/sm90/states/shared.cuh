@@ -1,17 +1,14 @@
-// The two sweeps of states.cu and the shared memory of a block.
+// The shared memory of a block of states.cu.
 #pragma once
 
 #include "../sweep.cuh"
+#include "sweeps.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-// The first of a unit with two members, the others of a warpgroup, two of each.
-constexpr int kProducerBarrier = 1, kGatingBarrier = 2, kConsumerBarrier = 4;
-
-// Which of the two sweeps, and whether it stores every chunk's state or its segment's own part.
-enum class Sweep { kStates, kStateGrads };
-enum class Store { kChunks, kSegment };
+// Of a unit's two producers; of a producer, two of them.
+constexpr int kProducerBarrier = 1, kGatingBarrier = 2;
 
 // A segment and head, worked on by kMembers warpgroups of either role: two, or one of two units.
 template <int K, int kWarpgroups>
@@ -29,37 +26,6 @@ struct alignas(1024) Unit {
   uint64_t full[kStages], empty[kStages];
   int exact[kStages];
   Segment segment;
-};
-
-template <Sweep kSweep>
-struct Fields {
-  static constexpr bool kStates = kSweep == Sweep::kStates;
-  static __device__ __forceinline__ const Rows& y(const Problem& p) { return kStates ? p.k : p.q; }
-  static __device__ __forceinline__ const Rows& x(const Problem& p) {
-    return kStates ? p.v : p.d_o;
-  }
-  static __device__ __forceinline__ const float* initial(const Problem& p) {
-    return kStates ? p.h0 : p.dht;
-  }
-  static __device__ __forceinline__ float* final(const Problem& p) {
-    return kStates ? p.ht : p.dh0;
-  }
-  static __device__ __forceinline__ float* segment_states(const Problem& p) {
-    return kStates ? p.segment_states : p.segment_state_grads;
-  }
-  static __device__ __forceinline__ bf16* chunk_states(const Problem& p) {
-    return static_cast<bf16*>(kStates ? p.S : p.dS);
-  }
-  // Whether nothing comes before, or follows, in the order of the sweep.
-  static __device__ __forceinline__ bool begins(const Segment& s) {
-    return kStates ? s.first : s.last;
-  }
-  static __device__ __forceinline__ bool ends(const Segment& s) {
-    return kStates ? s.last : s.first;
-  }
-  static __device__ __forceinline__ int chunk(const Segment& s, int i) {
-    return kStates ? i : s.chunks - 1 - i;
-  }
 };
 
 }  // namespace

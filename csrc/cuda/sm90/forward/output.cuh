@@ -1,0 +1,50 @@
+// Rows of o as the forward sweeps write them.
+#pragma once
+
+#include "../sweep.cuh"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+constexpr int kConsumerBarrier = 3;  // of a consumer, two of them
+
+// o^T [64 values][64 tokens] of a warpgroup by way of the tile of its v, so that whole rows are
+// written.
+__device__ __forceinline__ void store_output(unsigned char* tile, const float (&o)[32], int group,
+                                             const Problem& p, const Segment& segment, int chunk,
+                                             int first_v) {
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
+  group_barrier<kConsumerBarrier>(group);  // v is read
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    const int token = 8 * j + lane % 8 + lane / 16 * 8, part = thread / 32 * 2 + lane / 8 % 2;
+    store_transposed(shared_address(tile) + swizzled(token, part), pack(o[4 * j], o[4 * j + 1]),
+                     pack(o[4 * j + 2], o[4 * j + 3]), pack(o[4 * j + 4], o[4 * j + 5]),
+                     pack(o[4 * j + 6], o[4 * j + 7]));
+  }
+  group_barrier<kConsumerBarrier>(group);  // o is written
+  bf16* out = rows_at<bf16>(p.o, segment.row, segment.token_of(chunk), segment.head);
+  const int length = segment.length_of(chunk);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int token = thread / 8 + 16 * i, part = thread % 8, column = first_v + 8 * part;
+    if (token < length && column < p.V)
+      *reinterpret_cast<uint4*>(out + token_offset(p.o, token) + column) =
+          *reinterpret_cast<const uint4*>(tile + swizzled(token, part));
+  }
+}
+
+// Zeros in the rows of o behind the last sequence of a packed batch.
+__device__ __forceinline__ void write_tail(const Problem& p, const Segment& segment, int first_v) {
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  const int column = first_v + thread % 8 * 8;
+  if (column >= p.V) return;
+  bf16* o = rows_at<bf16>(p.o, 0, segment.start, segment.head) + column;
+  const int64_t end =
+      segment.chunks * kChunk < segment.length ? segment.chunks * kChunk : segment.length;
+  for (int64_t token = thread / 8; token < end; token += kGroupThreads / 8)
+    *reinterpret_cast<uint4*>(o + token * p.o.stride_t) = make_uint4(0, 0, 0, 0);
+}
+
+}  // namespace
+}  // namespace gla_ext::cuda::sm90

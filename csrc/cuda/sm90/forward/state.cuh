@@ -1,0 +1,66 @@
+// The state as the forward sweeps hold it, transposed, in the registers of a warpgroup.
+#pragma once
+
+#include "../segment.cuh"
+#include "../tiles.cuh"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+// A consumer's part of the state, [64 values][K], key channels from `first_k` on.
+template <int K>
+struct State {
+  float x[K / 2];
+  int first_k = 0;
+
+  // f(x, key, value)
+  template <class F>
+  __device__ __forceinline__ void for_elements(const Problem& p, int first_v, F&& f) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int row = static_cast<int>(threadIdx.x) % kGroupThreads / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < K / 2; ++i) {
+      const int v = first_v + row + i / 2 % 2 * 8, k = first_k + i / 4 * 8 + 2 * (lane % 4) + i % 2;
+      if (v < p.V && k < p.K) f(x[i], k, v);
+    }
+  }
+
+  __device__ __forceinline__ void load(const Problem& p, const Segment& segment, int first_v) {
+#pragma unroll
+    for (int i = 0; i < K / 2; ++i) x[i] = 0;
+    const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
+    if (segment.first && p.h0 != nullptr) {
+      const float* h0 = p.h0 + (segment.n * p.H + segment.head) * matrix;
+      for_elements(p, first_v, [&](float& y, int k, int v) {
+        y = h0[p.state_v_first ? v * p.K + k : k * p.V + v];
+      });
+    } else if (!segment.first) {
+      const float* entering = p.segment_states + segment.state * matrix;
+      for_elements(p, first_v, [&](float& y, int k, int v) { y = entering[k * p.V + v]; });
+    }
+  }
+
+  __device__ __forceinline__ void store(const Problem& p, const Segment& segment, int first_v) {
+    if (!segment.last || p.ht == nullptr) return;
+    float* ht = p.ht + (segment.n * p.H + segment.head) * static_cast<int64_t>(p.K) * p.V;
+    for_elements(p, first_v, [&](float y, int k, int v) {
+      ht[p.state_v_first ? v * p.K + k : k * p.V + v] = y;
+    });
+  }
+
+  // By factors of the key channels.
+  __device__ __forceinline__ void scale(const float* factors) {
+    const int t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int j = 0; j < K / 8; ++j) {
+      const float2 f = *reinterpret_cast<const float2*>(factors + 8 * j + 2 * t);
+      x[4 * j] *= f.x;
+      x[4 * j + 1] *= f.y;
+      x[4 * j + 2] *= f.x;
+      x[4 * j + 3] *= f.y;
+    }
+  }
+};
+
+}  // namespace
+}  // namespace gla_ext::cuda::sm90

@@ -1,0 +1,182 @@
+// What states.cu does, over ready operands: sweeps with the state, or its gradient, in registers.
+//
+//   S' = 2^(b_C - from) (2^from S + k^T v)             first chunk first
+//   dS = 2^from (2^(b_C - from) dS' + q^T do)          last chunk first
+//
+// grid    (sweep, segment, head, 128 key channels, 128 values); a producer and two consumer
+//         warpgroups
+// reads   operands [B, slots, H], v h0, or do dht; segment_states, segment_state_grads
+// writes  S entering, or dS' leaving, every chunk, bf16 [B, chunks, H, K, V]; dh0.
+//         For segments' own parts none of these, but segment_states or segment_state_grads and
+//         segment_decays.
+//
+// A consumer holds 64 key channels. Accumulation is fp32.
+#include "../device/launch.cuh"
+#include "dynamic_shared.h"
+#include "linear_sweep.cuh"
+#include "sm90.h"
+#include "states/state.cuh"
+#include "states/sweeps.cuh"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+constexpr int kValueTiles = 2;
+constexpr int kValues = kValueTiles * kTile;
+
+struct Stage {
+  // The factors and k^, or q^ and the factors, as they lie in an OperandGroup.
+  unsigned char operands[kFactorBytes + kKeyTiles * kTileBytes];
+  unsigned char x[kValueTiles * kTileBytes];  // v or do [token][V]
+};
+struct Block : LinearBlock<Stage, 4> {
+  alignas(1024) unsigned char state[kKeyTiles * kValueTiles * kTileBytes];  // [K][V]
+};
+
+template <Sweep kSweep>
+struct Places {  // in Stage::operands, bytes
+  static constexpr bool kStates = kSweep == Sweep::kStates;
+  static constexpr int kFirst = kStates ? offsetof(OperandGroup, factors) : 0;  // of the group
+  static constexpr int kOperand = kStates ? kFactorBytes : 0;                   // k^ or q^
+  static constexpr int kFactors = kStates ? 0 : offsetof(OperandGroup, factors);
+};
+
+template <Sweep kSweep, Store kStore>
+__device__ __forceinline__ void produce(Block& s, const Problem& p, int first_k, int first_v) {
+  using F = Fields<kSweep>;
+  const Segment& segment = s.segment;
+  const int thread = static_cast<int>(threadIdx.x);
+  constexpr int kStep = kSweep == Sweep::kStates ? 1 : -1;
+  const int start = F::chunk(segment, 0);
+  RowCopier<kValueTiles, kGroupThreads> x(F::x(p), token_offset(F::x(p), 1), segment, start, thread,
+                                          first_v, p.V);
+  const unsigned char* group = operands_at(p, segment.chunk_head(p, start), first_k / kOperandKeys);
+  const int64_t step = kStep * p.H * operand_bytes(p.K);
+  float total = 0;  // of the gates of channel `thread`, log2 units
+  s.produce([&](int i, Stage& stage, uint64_t* full) {
+    if (thread == 0)
+      bulk_copy(stage.operands, group + Places<kSweep>::kFirst, sizeof(stage.operands), full);
+    x.copy(stage.x, segment.length_of(F::chunk(segment, i)));
+    if constexpr (kStore == Store::kSegment)
+      total += reinterpret_cast<const OperandGroup*>(group)->factors[kSum][thread];
+    group += step;
+    x.move(kStep);
+  });
+  // The gradients' sweep adds up in the other order: it writes what the states' leaves out.
+  const int channel = first_k + thread;
+  const bool writes = kStore == Store::kSegment && (kSweep == Sweep::kStates || segment.last);
+  if (writes && first_v == 0 && channel < p.K)
+    p.segment_decays[segment.state * p.K + channel] = total;
+}
+
+template <Sweep kSweep, Store kStore>
+__device__ __forceinline__ void consume(Block& s, const Problem& p, int group, int block_k,
+                                        int first_v) {
+  using F = Fields<kSweep>;
+  const Segment& segment = s.segment;
+  const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
+  const int64_t boundary = (segment.n * p.H + segment.head) * matrix;
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  const int row = group * kTile + thread / 32 * 16 + thread % 32 / 4;  // and the eighth behind it
+  unsigned char* tile = s.state + group * kValueTiles * kTileBytes;
+  State<kOperandKeys> state(group, block_k, first_v);
+  state.clear();
+  if constexpr (kStore == Store::kChunks) {
+    if (!F::begins(segment))
+      state.load(p, F::segment_states(p) + segment.state * matrix, false);
+    else if (F::initial(p) != nullptr)
+      state.load(p, F::initial(p) + boundary, p.state_v_first);
+  }
+  const auto scale = [&](float first, float second) {
+#pragma unroll
+    for (int e = 0; e < state.kValues / 2; ++e) state.x[e] *= e / 2 % 2 == 0 ? first : second;
+  };
+  for (int i = 0; i < segment.chunks; ++i) {
+    const int number = i % s.kStages;
+    auto& stage = s.stages[number];
+    if constexpr (kStore == Store::kChunks) {
+      const int64_t chunk_head = segment.chunk_head(p, F::chunk(segment, i));
+      state.store_chunk(F::chunk_states(p) + chunk_head * matrix, tile, p, group);
+    }
+    wait(&s.full[number], s.parity(i));
+    const auto* factors =
+        reinterpret_cast<const float (*)[kOperandKeys]>(stage.operands + Places<kSweep>::kFactors);
+    constexpr Factor kIn = kSweep == Sweep::kStates ? kEnter : kLeave;
+    constexpr Factor kOut = kSweep == Sweep::kStates ? kLeave : kEnter;
+    scale(factors[kIn][row] * factors[kMiddle][row],
+          factors[kIn][row + 8] * factors[kMiddle][row + 8]);
+    const uint32_t y =
+        shared_address(stage.operands) + Places<kSweep>::kOperand + group * kTileBytes;
+    const uint32_t x = shared_address(stage.x);
+    begin_products();
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      product<Contiguous::kOther, Contiguous::kOther>(state.x, descriptor(y + 2048 * j, kTileBytes),
+                                                      descriptor(x + 2048 * j, kTileBytes));
+    commit_products();
+    wait_for_products<0>();
+    scale(factors[kOut][row], factors[kOut][row + 8]);
+    arrive(&s.empty[number]);
+  }
+  if constexpr (kStore == Store::kSegment)
+    state.store(p, F::segment_states(p) + segment.state * matrix, false);
+  else if (F::ends(segment) && F::final(p) != nullptr)
+    state.store(p, F::final(p) + boundary, p.state_v_first);
+}
+
+template <Sweep kSweep, Store kStore>
+__device__ __forceinline__ void sweep(Block& s, const Problem& p, int64_t index) {
+  const int v_blocks = blocks_of(p.V, kValues), k_blocks = blocks_of(p.K, kOperandKeys);
+  const int first_v = static_cast<int>(index % v_blocks) * kValues;
+  index /= v_blocks;
+  const int first_k = static_cast<int>(index % k_blocks) * kOperandKeys;
+  s.start(p, index / k_blocks);
+  const int group = warpgroup();
+  // The own part of the last segment of a sequence concerns nobody.
+  const bool idle =
+      s.segment.tail || (kStore == Store::kSegment && Fields<kSweep>::ends(s.segment));
+  if (idle) return;
+  if (group == 0)
+    produce<kSweep, kStore>(s, p, first_k, first_v);
+  else
+    consume<kSweep, kStore>(s, p, group - 1, first_k, first_v);
+}
+
+template <Store kStore>
+__global__ void __launch_bounds__(kLinearThreads, 1)
+    linear_states_kernel(Problem p, int64_t states) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  auto& s = *reinterpret_cast<Block*>(s_bytes);
+  if (blockIdx.x < states)
+    sweep<Sweep::kStates, kStore>(s, p, blockIdx.x);
+  else
+    sweep<Sweep::kStateGrads, kStore>(s, p, blockIdx.x - states);
+#endif
+}
+
+template <Store kStore>
+void launch_linear_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
+  static const DynamicShared shared(linear_states_kernel<kStore>, sizeof(Block));
+  const int64_t sweep_blocks =
+      segment_heads(p.grid, p.H) * blocks_of(p.K, kOperandKeys) * blocks_of(p.V, kValues);
+  const int64_t blocks = sweep_blocks * (states + state_grads);
+  if (blocks == 0) return;
+  shared.allow();
+  linear_states_kernel<kStore>
+      <<<dim3(static_cast<unsigned>(blocks)), kLinearThreads, sizeof(Block), stream>>>(
+          p, states ? sweep_blocks : 0);
+}
+
+}  // namespace
+
+void linear_states(const Problem& p, cudaStream_t stream) {
+  launch_linear_states<Store::kChunks>(p, true, true, stream);  // also where no chunk needs them
+}
+
+void linear_segment_parts(const Problem& p, cudaStream_t stream) {
+  launch_linear_states<Store::kSegment>(p, p.segment_states != nullptr,
+                                        p.segment_state_grads != nullptr, stream);
+}
+
+}  // namespace gla_ext::cuda::sm90

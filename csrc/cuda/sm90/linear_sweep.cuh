@@ -1,0 +1,60 @@
+// What the two sweeps over ready operands share: a block of a producer and two consumer warpgroups,
+// which work on one segment and head.
+#pragma once
+
+#include "operands.cuh"
+#include "sweep.cuh"
+
+namespace gla_ext::cuda::sm90 {
+
+constexpr int kLinearConsumers = 2;  // warpgroups
+constexpr int kLinearThreads = (1 + kLinearConsumers) * kGroupThreads;
+
+template <class StageOfBlock, int kStagesOfBlock>
+struct LinearBlock {
+  static constexpr int kStages = kStagesOfBlock;
+  StageOfBlock stages[kStages];
+  uint64_t full[kStages], empty[kStages];
+  Segment segment;
+
+  __device__ __forceinline__ static uint32_t parity(int i) {
+    return static_cast<uint32_t>(i / kStages) & 1;
+  }
+
+  // Finds segment number `index`, and makes what all warpgroups need.
+  __device__ __forceinline__ void start(const Problem& p, int64_t index) {
+    if (threadIdx.x == 0) {
+      segment = find_segment(p, index);
+      for (int stage = 0; stage < kStages; ++stage) {
+        init_barrier(&full[stage], kGroupThreads + 1);  // and the thread that copies operands
+        init_barrier(&empty[stage], kLinearConsumers * kGroupThreads);
+      }
+    }
+    fence_for_products();  // and bulk copies
+    __syncthreads();       // the barriers and the segment are there
+  }
+
+  // Fills the stages: copy(i, stage, barrier) of the i-th chunk. By the producer.
+  template <class Copy>
+  __device__ __forceinline__ void produce(Copy&& copy_chunk) {
+    const int chunks = segment.chunks;
+    const auto copy = [&](int i) {
+      if (i < chunks) {
+        const int stage = i % kStages;
+        if (i >= kStages) wait(&empty[stage], parity(i - kStages));
+        copy_chunk(i, stages[stage], &full[stage]);
+      }
+      commit_copies();
+    };
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) copy(i);
+    for (int i = 0; i < chunks; ++i) {
+      wait_for_copies<kStages - 2>();
+      fence_for_products();
+      arrive(&full[i % kStages]);
+      copy(i + kStages - 1);  // waits for the consumers of the chunk before
+    }
+  }
+};
+
+}  // namespace gla_ext::cuda::sm90

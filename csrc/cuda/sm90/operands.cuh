@@ -1,0 +1,41 @@
+// q^, k^ and A of a chunk and head as operands.cu leaves them in memory for the linear sweeps:
+// tiles as warpgroup products read them, which are copied whole.
+#pragma once
+
+#include "tiles.cuh"
+
+namespace gla_ext::cuda::sm90 {
+
+constexpr int kKeyTiles = kOperandKeys / kTile;
+
+// What a key channel of the state is multiplied by as it passes a chunk: 2^from as it enters, 1 or
+// 2^b_C before the product, 2^(b_C - r) or 1 as it leaves. kSum is b_C itself, log2 units.
+enum Factor { kEnter, kMiddle, kLeave, kSum, kFactors };
+
+// The factors stand between q^ and k^, so that either comes with them in one piece.
+struct alignas(1024) OperandGroup {
+  unsigned char q[kKeyTiles * kTileBytes];  // q^ [token][128]
+  float factors[kFactors][kOperandKeys];
+  unsigned char k[kKeyTiles * kTileBytes];  // k^ [token][128]
+};
+constexpr int kFactorBytes = sizeof(OperandGroup::factors);
+
+// Of a chunk outside tier 1 A is zero, and `exact` 1.
+template <int kGroups>
+struct alignas(1024) Operands {
+  OperandGroup groups[kGroups];
+  unsigned char A[kTileBytes];  // [token][token]
+  int exact;
+
+  static constexpr int kBytes = kGroups * sizeof(OperandGroup) + kTileBytes + 16;  // to copy
+  static_assert(kBytes <= operand_bytes(kGroups * kOperandKeys));
+};
+
+// Number `index` of [B, slots, H]; `group`: of its 128 key channels.
+__device__ __forceinline__ unsigned char* operands_at(const Problem& p, int64_t index,
+                                                      int group = 0) {
+  return p.operands + index * operand_bytes(p.K) +
+         group * static_cast<int64_t>(sizeof(OperandGroup));
+}
+
+}  // namespace gla_ext::cuda::sm90

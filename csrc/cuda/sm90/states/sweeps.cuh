@@ -1,0 +1,45 @@
+// The two sweeps of backward: what each reads, writes and starts from.
+#pragma once
+
+#include "../segment.cuh"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+// Which of the two sweeps, and whether it stores every chunk's state or its segment's own part.
+enum class Sweep { kStates, kStateGrads };
+enum class Store { kChunks, kSegment };
+
+template <Sweep kSweep>
+struct Fields {
+  static constexpr bool kStates = kSweep == Sweep::kStates;
+  static __device__ __forceinline__ const Rows& y(const Problem& p) { return kStates ? p.k : p.q; }
+  static __device__ __forceinline__ const Rows& x(const Problem& p) {
+    return kStates ? p.v : p.d_o;
+  }
+  static __device__ __forceinline__ const float* initial(const Problem& p) {
+    return kStates ? p.h0 : p.dht;
+  }
+  static __device__ __forceinline__ float* final(const Problem& p) {
+    return kStates ? p.ht : p.dh0;
+  }
+  static __device__ __forceinline__ float* segment_states(const Problem& p) {
+    return kStates ? p.segment_states : p.segment_state_grads;
+  }
+  static __device__ __forceinline__ bf16* chunk_states(const Problem& p) {
+    return static_cast<bf16*>(kStates ? p.S : p.dS);
+  }
+  // Whether nothing comes before, or follows, in the order of the sweep.
+  static __device__ __forceinline__ bool begins(const Segment& s) {
+    return kStates ? s.first : s.last;
+  }
+  static __device__ __forceinline__ bool ends(const Segment& s) {
+    return kStates ? s.last : s.first;
+  }
+  static __device__ __forceinline__ int chunk(const Segment& s, int i) {
+    return kStates ? i : s.chunks - 1 - i;
+  }
+};
+
+}  // namespace
+}  // namespace gla_ext::cuda::sm90
