@@ -78,7 +78,7 @@ def test_sweeps_over_operands_in_memory(K, V, gate_dtype, gate):
     x = make_inputs(2, 330, 2, K, V, BF16, gate, gate_dtype, device="cuda")
     with batch_invariant():
         results = ours(x)
-    assert plan_of(x, batch_invariant=True)["linear"] == (K > 128 or gate_dtype == torch.float32)
+    assert plan_of(x, batch_invariant=True)["linear"]
     assert_results_close(results, exact_by_chunks(x), x)
 
 
@@ -359,7 +359,7 @@ def test_fp32_gates_and_saved_states(gate, K, lengths, save_states, gate_dtype):
     sweeps = not save_states and (gate_dtype == BF16 or K > 64)
     forward, backward = (plan_of(x, way, save_states=save_states) for way in (False, True))
     assert forward["path"] == ("fused" if sweeps else "steps")
-    assert backward["path"] == "fused"
+    assert backward["path"] == ("steps" if save_states and K > 64 else "fused")
     assert (backward["segments"] > 0) == sweeps
     assert_results_close(operators(x, save_states), exact_by_chunks(x), x)
 

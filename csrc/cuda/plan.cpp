@@ -63,10 +63,10 @@ bool has_sweeps(const PlanInputs& in) {
 }
 
 // Sweeps over ready operands: where those that gate do not reach, and where they would gate a chunk
-// twice, for the segments' own parts and for what follows.
+// twice, for the segments' own parts or the gradients and for what follows.
 void choose_operands(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  plan.linear = in.K > kOperandKeys || in.gate_dtype != DType::kBFloat16 ||
-                (plan.segments > 0 && in.K > kTierBlock);
+  plan.linear = in.K > kTierBlock && (in.K > kOperandKeys || in.gate_dtype != DType::kBFloat16 ||
+                                      plan.segments > 0 || in.backward);
   if (!plan.linear) return;
   plan.workspace.operands = add(plan.workspace, grid.B * grid.slots * in.H * operand_bytes(in.K));
   plan.launches += 1;
@@ -165,9 +165,8 @@ const char* why_not_fused(const PlanInputs& in) {
   if (!in.aligned) return "rows that start at multiples of 16 bytes";
   if (in.K > kFusedKeys) return "K to be at most 256";
   if (in.gate_dtype == DType::kHalf) return "g in torch.bfloat16 or torch.float32";
-  if (in.backward) return nullptr;
-  if (!has_sweeps(in)) return "g in torch.bfloat16, or K to be more than 64";
-  if (in.save_states) return "no states to be saved";
+  if (in.save_states && (!in.backward || in.K > kTierBlock)) return "no states to be saved";
+  if (!in.backward && !has_sweeps(in)) return "g in torch.bfloat16, or K to be more than 64";
   return nullptr;
 }
 

@@ -39,9 +39,12 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, kBlocks<kGroups>)
     return;
   }
   const bool exact = __any_sync(0xffffffffu, !in_tier1(p, chunk));
-  gate_operands<Gate>(s, p, chunk, exact);
+  if constexpr (kReady<kGroups>)
+    load_operands(s, p, chunk);
+  else
+    gate_operands<Gate>(s, p, chunk, exact);
   fence_for_products();
-  __syncthreads();  // q^, k^, k_out and b_C are written, s.sums.gates is read
+  __syncthreads();  // q^ and k^ are there; k_out and b_C too, and s.sums.gates is read
   scores(s, p, chunk, exact);
 
   Accumulators<kGroups> acc;
@@ -50,7 +53,8 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, kBlocks<kGroups>)
   clear(acc.dA);
   multiply_values(acc, s, p);
   if (!exact) store_scores(s.operands.v, acc.dA);
-  scale_inter(acc, s, exact);
+  if constexpr (!kReady<kGroups>) scale_inter(acc, s, exact);
+  sum_inter(acc, s);
   const Pair<kGroups> pair;
   const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
   if (!exact) {

@@ -1,12 +1,12 @@
 // What states.cu does, over ready operands: sweeps with the state, or its gradient, in registers.
 //
-//   S' = 2^(b_C - from) (2^from S + k^T v)             first chunk first
-//   dS = 2^from (2^(b_C - from) dS' + q^T do)          last chunk first
+//   S~ = 2^from S           S' = 2^(b_C - from) (S~ + k^T v)      first chunk first
+//   dS~ = 2^(b_C - from) dS'      dS = 2^from (dS~ + q^T do)      last chunk first
 //
 // grid    (sweep, segment, head, 128 key channels, 128 values); a producer and two consumer
 //         warpgroups
 // reads   operands [B, slots, H], v h0, or do dht; segment_states, segment_state_grads
-// writes  S entering, or dS' leaving, every chunk, bf16 [B, chunks, H, K, V]; dh0.
+// writes  S~ and dS~ of every chunk, bf16 [B, chunks, H, K, V]; dh0.
 //         For segments' own parts none of these, but segment_states or segment_state_grads and
 //         segment_decays.
 //
@@ -91,20 +91,28 @@ __device__ __forceinline__ void consume(Block& s, const Problem& p, int group, i
 #pragma unroll
     for (int e = 0; e < state.kValues / 2; ++e) state.x[e] *= e / 2 % 2 == 0 ? first : second;
   };
+  constexpr Factor kIn = kSweep == Sweep::kStates ? kEnter : kLeave;
+  constexpr Factor kOut = kSweep == Sweep::kStates ? kLeave : kEnter;
+  float out[2] = {1.f, 1.f};  // what the state is still to be multiplied by as it leaves a chunk
   for (int i = 0; i < segment.chunks; ++i) {
     const int number = i % s.kStages;
     auto& stage = s.stages[number];
+    wait(&s.full[number], s.parity(i));
+    // All that is read without wgmma is read here, `middle` last, whose use waits for all of it:
+    // after `arrive` a load that is still queued, behind stores for one, would find the stage
+    // refilled.
+    const auto* factors = reinterpret_cast<const volatile float (*)[kOperandKeys]>(
+        stage.operands + Places<kSweep>::kFactors);
+    const float in[2] = {factors[kIn][row] * out[0], factors[kIn][row + 8] * out[1]};
+    out[0] = factors[kOut][row], out[1] = factors[kOut][row + 8];
+    const float middle[2] = {factors[kMiddle][row], factors[kMiddle][row + 8]};
+    const bool exact = __any_sync(0xffffffffu, middle[0] != 1.f || middle[1] != 1.f);
+    scale(in[0], in[1]);
     if constexpr (kStore == Store::kChunks) {
       const int64_t chunk_head = segment.chunk_head(p, F::chunk(segment, i));
       state.store_chunk(F::chunk_states(p) + chunk_head * matrix, tile, p, group);
     }
-    wait(&s.full[number], s.parity(i));
-    const auto* factors =
-        reinterpret_cast<const float (*)[kOperandKeys]>(stage.operands + Places<kSweep>::kFactors);
-    constexpr Factor kIn = kSweep == Sweep::kStates ? kEnter : kLeave;
-    constexpr Factor kOut = kSweep == Sweep::kStates ? kLeave : kEnter;
-    scale(factors[kIn][row] * factors[kMiddle][row],
-          factors[kIn][row + 8] * factors[kMiddle][row + 8]);
+    if (exact) scale(middle[0], middle[1]);
     const uint32_t y =
         shared_address(stage.operands) + Places<kSweep>::kOperand + group * kTileBytes;
     const uint32_t x = shared_address(stage.x);
@@ -115,9 +123,9 @@ __device__ __forceinline__ void consume(Block& s, const Problem& p, int group, i
                                                       descriptor(x + 2048 * j, kTileBytes));
     commit_products();
     wait_for_products<0>();
-    scale(factors[kOut][row], factors[kOut][row + 8]);
     arrive(&s.empty[number]);
   }
+  scale(out[0], out[1]);
   if constexpr (kStore == Store::kSegment)
     state.store(p, F::segment_states(p) + segment.state * matrix, false);
   else if (F::ends(segment) && F::final(p) != nullptr)

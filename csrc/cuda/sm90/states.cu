@@ -75,9 +75,6 @@ void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t
 
 template <Store kStore>
 void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
-  if constexpr (kStore == Store::kChunks) {
-    if (p.K > 64) return launch_states<128, 2, kStore>(p, states, state_grads, stream);
-  }
   if (p.V > 64)
     launch_states<64, 2, kStore>(p, states, state_grads, stream);
   else

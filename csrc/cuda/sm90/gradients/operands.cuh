@@ -1,22 +1,52 @@
-// gradients.cu: q^, k^ and k_out of a chunk, from raw gates.
+// gradients.cu: q^ and k^ of a chunk, from memory or from raw gates.
 #pragma once
 
+#include "../operands.cuh"
 #include "copies.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
+__device__ __forceinline__ Bases bases_of(const Problem& p, const Chunk& chunk) {
+  const int64_t state = chunk.state * p.K * p.V;
+  return {rows_at<const bf16>(p.d_o, chunk), rows_at<const bf16>(p.v, chunk),
+          static_cast<const bf16*>(p.S) + state, static_cast<const bf16*>(p.dS) + state,
+          rows_at<bf16>(p.dv, chunk)};
+}
+
+// q^ and k^ as operands.cu has made them; the first values are then on their way.
+template <int kGroups>
+__device__ __forceinline__ void load_operands(Shared<kGroups>& s, const Problem& p,
+                                              const Chunk& chunk) {
+  const int offset = thread_index() * 16;
+  const unsigned char* operands = operands_at(p, chunk.slot) + offset;
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i)
+#pragma unroll
+    for (int at = 0; at < kTileBytes; at += kGroups * kGroupThreads * 16) {
+      const unsigned char* q = operands + i / kKeyTiles * static_cast<int>(sizeof(OperandGroup)) +
+                               i % kKeyTiles * kTileBytes + at;
+      copy16(shared_address(s.q[i]) + offset + at, q, true);
+      copy16(shared_address(s.k[i]) + offset + at, q + offsetof(OperandGroup, k), true);
+    }
+  commit_copies();
+  const Bases bases = bases_of(p, chunk);
+  copy_values(s, p, bases, chunk.length, 0);
+  if (threadIdx.x == 0) {
+    s.chunk = chunk;
+    s.bases = bases;
+  }
+  wait_for_copies<1>();  // all but the values
+}
+
 // q^, k^, k_out and b_C, while the first values are on their way.
-template <class Gate, int kGroups>
-__device__ __forceinline__ void gate_operands(Shared<kGroups>& s, const Problem& p,
-                                              const Chunk& chunk, bool exact) {
-  const Pair<kGroups> pair;
+template <class Gate>
+__device__ __forceinline__ void gate_operands(Shared<1>& s, const Problem& p, const Chunk& chunk,
+                                              bool exact) {
+  const Pair<1> pair;
   const PairColumn<Gate> gates(p.g, p, chunk, pair.first, pair.channel);
   const PairColumn<bf16> q(p.q, p, chunk, pair.first, pair.channel);
   const PairColumn<bf16> k(p.k, p, chunk, pair.first, pair.channel);
-  const int64_t state = chunk.state * p.K * p.V;
-  const Bases bases{rows_at<const bf16>(p.d_o, chunk), rows_at<const bf16>(p.v, chunk),
-                    static_cast<const bf16*>(p.S) + state, static_cast<const bf16*>(p.dS) + state,
-                    rows_at<bf16>(p.dv, chunk)};
+  const Bases bases = bases_of(p, chunk);
   copy_values(s, p, bases, chunk.length, 0);
   if (threadIdx.x == 0) {
     s.chunk = chunk;
@@ -25,7 +55,7 @@ __device__ __forceinline__ void gate_operands(Shared<kGroups>& s, const Problem&
   sum_gates(s.sums.gates, gates, pair);
   __syncthreads();  // s.sums.gates is written
   auto [b, last] = cumsum(s.sums.gates, pair);
-  if (pair.part == 0) pair_at(s.b_last, pair.channel) = last;
+  if (pair.part == 0) pair_at(s.own.b_last, pair.channel) = last;
   const References rx(last.x, exact), ry(last.y, exact);
   const float out_x = exp2_ftz(last.x - rx.to), out_y = exp2_ftz(last.y - ry.to);
 #pragma unroll
@@ -36,7 +66,7 @@ __device__ __forceinline__ void gate_operands(Shared<kGroups>& s, const Problem&
     word(s.q[0], at) = pack(q[i].x * p.scale * exp2_ftz(b.x - rx.from),
                             q[i].y * p.scale * exp2_ftz(b.y - ry.from));
     word(s.k[0], at) = pack(k_x, k_y);
-    word(s.operands.k_out[0], at) = pack(k_x * out_x, k_y * out_y);
+    word(s.own.k_out, at) = pack(k_x * out_x, k_y * out_y);
   }
 }
 

@@ -60,7 +60,9 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shar
   constexpr int kN = 32 / kGroups, kColumns = 2 * kN;
   auto& operands = s.operands;
   const uint32_t d_o = shared_address(operands.d_o), v = shared_address(operands.v);
-  const uint32_t dS = shared_address(operands.dS[0]), k_out = shared_address(operands.k_out[0]);
+  const uint32_t dS = shared_address(operands.dS[0]);
+  uint32_t k_out = shared_address(s.k[0]);
+  if constexpr (!kReady<kGroups>) k_out = shared_address(s.own.k_out);
   float states = 0;
 #pragma unroll 1
   for (int first = 0; first < p.V; first += kTile) {
@@ -103,29 +105,37 @@ __device__ __forceinline__ void fold_rows(float (&x)[16]) {
   }
 }
 
-// Brings both accumulators to the scale of the products inside the chunk, and sums what the states
-// that leave it owe to k.
-template <int kGroups>
-__device__ __forceinline__ void scale_inter(Accumulators<kGroups>& acc, Shared<kGroups>& s,
-                                            bool exact) {
+// Brings both accumulators to the scale of the products inside the chunk.
+__device__ __forceinline__ void scale_inter(Accumulators<1>& acc, const Shared<1>& s, bool exact) {
   const Place at;
-  float sums[16];
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const int column = at.group * kTile + 8 * j + 2 * at.t;
-    const float2 last = pair_at(s.b_last, column);
+    const float2 last = pair_at(s.own.b_last, 8 * j + 2 * at.t);
     const References rx(last.x, exact), ry(last.y, exact);
     const float2 from = make_float2(exp2_ftz(rx.from), exp2_ftz(ry.from));
     const float2 to = make_float2(exp2_ftz(last.x - rx.to), exp2_ftz(last.y - ry.to));
-    float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float2 k = unpack(word(s.k[at.group], swizzled(at.row + 8 * e, j) + 4 * at.t));
       acc.x[4 * j + 2 * e] *= from.x;
       acc.x[4 * j + 2 * e + 1] *= from.y;
       acc.y[4 * j + 2 * e] *= to.x;
       acc.y[4 * j + 2 * e + 1] *= to.y;
-      sum = sum + make_float2(k.x * acc.y[4 * j + 2 * e], k.y * acc.y[4 * j + 2 * e + 1]);
+    }
+  }
+}
+
+// Sums what the states that leave the chunk owe to k.
+template <int kGroups>
+__device__ __forceinline__ void sum_inter(const Accumulators<kGroups>& acc, Shared<kGroups>& s) {
+  const Place at;
+  float sums[16];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    float2 sum = make_float2(0.f, 0.f);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float2 k = unpack(word(s.k[at.group], swizzled(at.row + 8 * e, j) + 4 * at.t));
+      sum = sum + k * make_float2(acc.y[4 * j + 2 * e], acc.y[4 * j + 2 * e + 1]);
     }
     sums[2 * j] = sum.x;
     sums[2 * j + 1] = sum.y;

@@ -47,7 +47,9 @@ __device__ __forceinline__ void write_inputs(Shared<kGroups>& s, const PairColum
                                              const Problem& p, const Chunk& chunk) {
   const Pair<kGroups> pair;
   auto [b, last] = cumsum(s.sums.gates, pair);
-  const References rx(last.x, kExact), ry(last.y, kExact);
+  const bool exact_x = kExact && !(kReady<kGroups> && fabsf(last.x) <= kTierRange);
+  const bool exact_y = kExact && !(kReady<kGroups> && fabsf(last.y) <= kTierRange);
+  const References rx(last.x, exact_x), ry(last.y, exact_y);
   const int tile = pair.channel / kTile, column = pair.channel % kTile;
   PairRow<bf16> dq_row(p.dq, chunk, pair), dk_row(p.dk, chunk, pair);
   float2 sum = make_float2(0.f, 0.f), inter = sum;
@@ -96,7 +98,9 @@ __device__ __forceinline__ void write_gates(Shared<kGroups>& s, const PairColumn
   const int tile = pair.channel / kTile, column = pair.channel % kTile;
   const float2 last = cumsum(s.sums.gates, pair).last,
                states = pair_at(s.sums.states, pair.channel);
-  float2 sum = make_float2(exp2_ftz(last.x) * states.x, exp2_ftz(last.y) * states.y);
+  float2 sum = states;
+  if (!kReady<kGroups> || (kExact && !(fabsf(last.x) <= kTierRange))) sum.x *= exp2_ftz(last.x);
+  if (!kReady<kGroups> || (kExact && !(fabsf(last.y) <= kTierRange))) sum.y *= exp2_ftz(last.y);
 #pragma unroll
   for (int part = 0; part < kParts; ++part) sum = sum + pair_at(s.sums.inter[part], pair.channel);
   for (int part = kParts - 1; part > pair.part; --part)

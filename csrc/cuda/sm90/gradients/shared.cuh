@@ -16,13 +16,25 @@ struct Bases {
   bf16* dv;
 };
 
+// Whether q^ and k^ lie ready in memory, and S and dS' are those of linear_states.cu.
+template <int kGroups>
+constexpr bool kReady = kGroups > 1;
+
+// What blocks need that make q^ and k^ themselves.
+template <bool kReady>
+struct OwnOperands {};
+template <>
+struct OwnOperands<false> {
+  unsigned char k_out[kTileBytes];  // [token][K]
+  float b_last[kTile];
+};
+
 // kGroups warpgroups, each with 64 of the key channels, and with 64 / kGroups columns of A, dA
 // and of a tile of dv.
 template <int kGroups>
 struct Shared {
   static constexpr int kChannels = kGroups * kTile;
   struct Operands {
-    unsigned char k_out[kGroups][kTileBytes];                       // [token][K]
     unsigned char S[kGroups][kTileBytes], dS[kGroups][kTileBytes];  // [K][64 values]
     unsigned char d_o[kTileBytes], v[kTileBytes];                   // [token][64 values]
   };
@@ -43,7 +55,7 @@ struct Shared {
     Sums sums;
   };
   unsigned char dv[kTileBytes];  // [token][64 values]
-  float b_last[kChannels];
+  OwnOperands<kReady<kGroups>> own;
   Chunk chunk;  // here and no longer in registers, which accumulators take
   Bases bases;
 };
