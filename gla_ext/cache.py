@@ -1,7 +1,8 @@
-"""A plain cache of recurrent states, one entry a layer, for decoding and for chained segments."""
+"""Caches of recurrent states, one entry a layer: a plain one, and one whose tensors never move."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,12 @@ class GLACache:
     `cache.update(...)` alone, so any cache that has these serves as well (FLA's does). The
     memory of an entry does not depend on the number of tokens seen: `H * V * K * 4` bytes a
     sequence.
+
+    Attributes:
+        in_place: whether a layer that decodes writes the next state over the one it finds here.
     """
+
+    in_place = False
 
     def __init__(self) -> None:
         self.states: list[dict[str, Any]] = []
@@ -87,11 +93,124 @@ class GLACache:
         self._map(torch.Tensor.detach)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
-        def apply(value: Any) -> Any:
-            if isinstance(value, (tuple, list)):
-                return type(value)(apply(item) for item in value)
-            return function(value) if isinstance(value, Tensor) else value
-
         for entry in self.states:
             for key, value in entry.items():
-                entry[key] = apply(value)
+                entry[key] = _map_tensors(function, value)
+
+
+class StaticGLACache(GLACache):
+    """A cache of B sequences whose tensors never move, for CUDA graphs and long decoding.
+
+    The first states that come are copied into buffers, and all later ones over them; a layer that
+    decodes one token writes its recurrent state there itself. No gradient passes through it.
+
+    Args:
+        batch_size: B.
+    """
+
+    in_place = True
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self._prefills = False
+        self._rows: Tensor | None = None
+
+    def __len__(self) -> int:
+        return 0 if self._prefills else len(self.states)
+
+    @contextlib.contextmanager
+    def prefill(self, rows: Tensor | None = None) -> Iterator[None]:
+        """Inside, new sequences start: layers find no state, and what they store replaces rows.
+
+        Args:
+            rows: int64 `[N]`, the rows of the N sequences; the others stay as they are. Default:
+                None (all B of them).
+        """
+        if rows is None:
+            self.lengths = [0] * len(self.lengths)
+        self._prefills, self._rows = True, rows
+        try:
+            yield
+        finally:
+            self._prefills, self._rows = False, None
+
+    @torch.no_grad()
+    def update(
+        self,
+        *,
+        layer_idx: int = 0,
+        recurrent_state: Tensor | None = None,
+        conv_state: Any | None = None,
+        offset: int = 1,
+    ) -> dict[str, Any]:
+        """As `GLACache.update`, by copies into the buffers.
+
+        Raises:
+            ValueError: states of other shapes than the buffers'.
+        """
+        entry = super().update(layer_idx=layer_idx, offset=offset)
+        for key, new in (("recurrent_state", recurrent_state), ("conv_state", conv_state)):
+            if new is not None and entry[key] is None:
+                entry[key] = _map_tensors(self._buffer, new)
+            if new is not None:
+                self._write(entry[key], new)
+        return entry
+
+    def reset(self) -> None:
+        """Zeroes every buffer, which is the state before a first token."""
+        for x in self.tensors():
+            x.zero_()
+        self.lengths = [0] * len(self.lengths)
+
+    def tensors(self) -> list[Tensor]:
+        """Every buffer."""
+        found: list[Tensor] = []
+
+        def keep(x: Tensor) -> Tensor:
+            found.append(x)
+            return x
+
+        self._map(keep)
+        return found
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """As `GLACache.batch_select_indices`, with as many indices as there are rows."""
+        for x in self.tensors():
+            x.copy_(x.index_select(0, indices.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refused: the number of rows is fixed."""
+        raise NotImplementedError("StaticGLACache: batch_repeat_interleave is not implemented")
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        """Zeros of the shape of `like` with B rows; usable outside of inference mode too."""
+        with torch.inference_mode(False):
+            return torch.zeros(
+                (self.batch_size, *like.shape[1:]), dtype=like.dtype, device=like.device
+            )
+
+    def _write(self, buffer: Any, new: Any) -> None:
+        if isinstance(buffer, (tuple, list)):
+            for one, value in zip(buffer, new, strict=True):
+                self._write(one, value)
+            return
+        if buffer is new or buffer is None:  # written there already, or of an absent convolution
+            return
+        rows = self.batch_size if self._rows is None else self._rows.shape[0]
+        if new.shape != (rows, *buffer.shape[1:]):
+            raise ValueError(
+                f"StaticGLACache: expected a state of shape {[rows, *buffer.shape[1:]]}, got "
+                f"{list(new.shape)}"
+            )
+        if self._rows is None:
+            buffer.copy_(new)
+        else:
+            buffer.index_copy_(0, self._rows, new)
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`function` of a tensor, or of every tensor in a tuple or list; what else there is stays."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map_tensors(function, item) for item in value)
+    return function(value) if isinstance(value, Tensor) else value

@@ -1,22 +1,27 @@
-"""Sampling from a GLA language model, one token at a time on the recurrent state."""
+"""Text from a GLA language model: a packed prefill, then one step a token on the states."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from gla_ext.cache import GLACache
+from gla_ext._prompts import Prompts, read_prompts
+from gla_ext.decode import Decoder, uses_graph
+from gla_ext.sampling import Sampling
 
 if TYPE_CHECKING:
     from gla_ext.model import GLAForCausalLM
+
+STEPS_BETWEEN_LOOKS = 16  # at which rows are done; a look makes the host wait for the GPU
 
 
 @torch.no_grad()
 def generate(
     model: GLAForCausalLM,
-    input_ids: Tensor,
+    input_ids: Tensor | Sequence[Tensor | Sequence[int]],
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -24,111 +29,153 @@ def generate(
     eos_token_id: int | None = None,
     attention_mask: Tensor | None = None,
     generator: torch.Generator | None = None,
-) -> Tensor:
-    """Continues every row of input_ids by sampling from the model.
+    cuda_graph: bool | None = None,
+) -> Tensor | list[Tensor]:
+    """Continues every prompt by sampling from the model.
 
-    The prompt passes through the model once and leaves its recurrent state; each new token then
-    costs one step on that state, whatever the length before it.
+    The prompts pass through the model once, those of different lengths packed in one row without
+    padding, and leave their recurrent states; each new token then costs one step on these, in the
+    same time and memory at any length. On a GPU a step is one CUDA graph. The last two graphs, with
+    their states, stay with the model for calls with the same batch size and kind of sampling, until
+    its weights move or `gla_ext.decode.free_decoders(model)`; `Decoder` is the form in which a
+    server holds one itself.
 
     Args:
         model: a `GLAForCausalLM`. It is run in the mode, train or eval, it is in.
-        input_ids: int64 `[B, T]`, T >= 1.
+        input_ids: int64 `[B, T]`, T >= 1, or a list of B prompts of any lengths from 1, each an
+            int64 tensor `[T_b]` or a list of ints.
         max_new_tokens: number of tokens to add.
         temperature: divides the logits; 0 takes the most probable token. Default: 1.0.
         top_k: sample among the k most probable tokens. Default: None (all).
-        top_p: sample among the most probable tokens that together reach this probability.
-            Default: None (all).
-        eos_token_id: a row that drew it is done and filled up with it; when all rows are done
-            the result may be shorter. Default: None.
-        attention_mask: `[B, T]` of 0 and 1 for prompts padded on the left. Default: None.
+        top_p: sample among the most probable tokens that together reach this probability, after
+            top_k. Default: None (all).
+        eos_token_id: a row that drew it is done. Default: None.
+        attention_mask: `[B, T]` of 0 and 1 beside a tensor; tokens at a 0 are left out, wherever
+            they stand. Default: None.
         generator: source of randomness, on the model's device. Default: torch's own.
+        cuda_graph: whether a step is a CUDA graph. Default: None (on a CUDA device).
 
     Returns:
-        int64 `[B, <= T + max_new_tokens]`, prompt included.
+        The prompts, continued, on the model's device. Of a tensor: int64 `[B, <= T +
+        max_new_tokens]`, new tokens from column T on; a row that is done is filled up with
+        eos_token_id, and columns in which all are done are left out. Of a list: a list of B int64
+        tensors `[<= T_b + max_new_tokens]`, each up to its eos_token_id.
 
     Raises:
-        ValueError: for an empty prompt, a prompt padded on the right, or options out of range.
+        ValueError: for a prompt without a token, shapes that do not fit, options out of range.
     """
-    _check(input_ids, max_new_tokens, temperature, top_k, top_p, attention_mask)
-    cache = GLACache()
-    tokens, mask = input_ids, attention_mask
-    pieces = [input_ids]
-    done = torch.zeros_like(input_ids[:, :1], dtype=torch.bool)
-    for _ in range(max_new_tokens):
-        logits = model(
-            tokens, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1
-        ).logits[:, -1]
-        tokens, mask = sample(logits, temperature, top_k, top_p, generator), None
-        if eos_token_id is not None:
-            tokens = tokens.masked_fill(done, eos_token_id)
-            done |= tokens == eos_token_id
-        pieces.append(tokens)
-        if eos_token_id is not None and done.all():
-            break
-    return torch.cat(pieces, dim=1)
+    sampling = Sampling(temperature, top_k, top_p)
+    prompts, given = _read(model, input_ids, attention_mask, max_new_tokens, cuda_graph)
+    if max_new_tokens == 0 or prompts.batch_size == 0:
+        return given.clone() if isinstance(given, Tensor) else [prompt.clone() for prompt in given]
+    form = (model, prompts.batch_size, sampling, eos_token_id, generator, cuda_graph)
+    with Decoder.borrowed(*form) as decoder:
+        new = _continue(decoder, prompts, max_new_tokens, eos_token_id is not None)
+    if eos_token_id is None:
+        lengths = [new.shape[1]] * new.shape[0]
+    else:
+        drawn = new == eos_token_id
+        ends = torch.where(drawn.any(1), drawn.int().argmax(1) + 1, new.shape[1])
+        lengths = ends.tolist()
+    if isinstance(given, Tensor):
+        return torch.cat([given, new[:, : max(lengths)]], 1)
+    return [torch.cat([a, b[:n]]) for a, b, n in zip(given, new, lengths, strict=True)]
 
 
-def sample(
-    logits: Tensor,
+def generate_stream(
+    model: GLAForCausalLM,
+    input_ids: Tensor | Sequence[Tensor | Sequence[int]],
+    max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    eos_token_id: int | None = None,
+    attention_mask: Tensor | None = None,
     generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draws one token a row.
+    cuda_graph: bool | None = None,
+) -> Iterator[Tensor]:
+    """`generate`, token by token as they come.
+
+        for tokens in generate_stream(model, [[1, 5, 7], [1, 9]], 100, temperature=0.8):
+            print(tokens.tolist())  # the next token of both rows
+
+    On a GPU the next step is under way while the caller has a token.
 
     Args:
-        logits: `[B, vocab_size]`.
-        temperature, top_k, top_p, generator: as in `generate`; top_k applies before top_p.
+        As of `generate`.
 
-    Returns:
-        int64 `[B, 1]`.
+    Yields:
+        int64 `[B]` on the CPU, one token of every row; a row that is done gets eos_token_id. Ends
+        after max_new_tokens, or when all rows are done. Stacked they are the new tokens that
+        `generate` returns.
+
+    Raises:
+        As `generate`, at the call.
     """
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-    probabilities, tokens = logits.softmax(-1).sort(-1, descending=True)
-    if top_k is not None:
-        probabilities, tokens = probabilities[:, :top_k], tokens[:, :top_k]
-        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-    if top_p is not None:
-        # A token stays if those before it do not reach top_p: the first one always does.
-        before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= top_p, 0)
-    return tokens.gather(-1, torch.multinomial(probabilities, 1, generator=generator))
+    sampling = Sampling(temperature, top_k, top_p)
+    prompts, _ = _read(model, input_ids, attention_mask, max_new_tokens, cuda_graph)
+    if max_new_tokens == 0 or prompts.batch_size == 0:
+        return iter(())
+    form = (model, prompts.batch_size, sampling, eos_token_id, generator, cuda_graph)
+    return _stream(form, prompts, max_new_tokens, eos_token_id)
 
 
-def _check(
-    input_ids: Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
+def _read(
+    model: GLAForCausalLM,
+    input_ids: Tensor | Sequence[Tensor | Sequence[int]],
     attention_mask: Tensor | None,
-) -> None:
-    """Raises what `generate` documents."""
-    if input_ids.ndim != 2 or input_ids.shape[1] < 1:
-        raise ValueError(
-            "generate: expected input_ids to have shape [B, at least 1], got "
-            f"{list(input_ids.shape)}"
-        )
+    max_new_tokens: int,
+    cuda_graph: bool | None,
+) -> tuple[Prompts, Tensor | list[Tensor]]:
+    """The prompts; raises what `generate` documents."""
     if max_new_tokens < 0:
         raise ValueError(
             f"generate: expected max_new_tokens to be at least 0, got {max_new_tokens}"
         )
-    if not temperature >= 0:
-        raise ValueError(f"generate: expected temperature to be at least 0, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"generate: expected top_k to be at least 1, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"generate: expected top_p to be in (0, 1], got {top_p}")
-    if attention_mask is not None and attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"generate: expected attention_mask to have shape {list(input_ids.shape)}, got "
-            f"{list(attention_mask.shape)}"
-        )
-    if attention_mask is not None and not attention_mask[:, -1].all():
-        raise ValueError(
-            "generate: expected prompts padded on the left, got an attention_mask that ends with 0"
-        )
+    uses_graph(model, cuda_graph)
+    return read_prompts(input_ids, attention_mask, next(model.parameters()).device)
+
+
+def _continue(decoder: Decoder, prompts: Prompts, count: int, may_end: bool) -> Tensor:
+    """New tokens `[B, <= count]`; fewer when all rows are done."""
+    first = decoder.start(prompts)
+    new = first.new_empty(first.shape[0], count)
+    new[:, 0] = first
+    between = STEPS_BETWEEN_LOOKS if new.is_cuda else 1
+    for n in range(1, count):
+        if may_end and n % between == 0 and decoder.done.all():
+            return new[:, :n]
+        new[:, n] = decoder.step()
+    return new
+
+
+def _stream(
+    form: tuple, prompts: Prompts, count: int, eos_token_id: int | None
+) -> Iterator[Tensor]:
+    """What `generate_stream` returns, from the arguments of `Decoder.borrowed`."""
+    with Decoder.borrowed(*form) as decoder:
+        decoder.start(prompts)
+        done = torch.zeros(prompts.batch_size, dtype=torch.bool)
+        for more in reversed(range(count)):
+            ahead = decoder.tokens.is_cuda and more > 0
+            tokens = _fetch(decoder, ahead)
+            yield tokens
+            if eos_token_id is not None:
+                done |= tokens == eos_token_id
+                if done.all():
+                    return
+            if more and not ahead:
+                decoder.step()
+
+
+def _fetch(decoder: Decoder, step: bool) -> Tensor:
+    """The tokens on the host; on a GPU, `step` queues the next ones before it waits for these."""
+    if not decoder.tokens.is_cuda:
+        return decoder.tokens.clone()
+    tokens = decoder.tokens.to("cpu", non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(decoder.tokens.device))
+    if step:
+        decoder.step()
+    arrived.synchronize()
+    return tokens

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gla_ext._padding import packed_slots, valid_tokens
 from gla_ext.norms import GatedRMSNorm, RMSNorm
 from gla_ext.ops import chunk_gla, is_batch_invariant
-from gla_ext.recurrent import fused_recurrent_gla
+from gla_ext.recurrent import fused_recurrent_gla, recurrent_gla_step_
 
 MODES = ("chunk", "fused_recurrent", "fused_chunk")
 
@@ -172,7 +172,8 @@ class GatedLinearAttention(nn.Module):
             tokens = hidden_states.masked_fill(~valid.unsqueeze(-1), 0).flatten(0, 1)
             hidden_states = torch.zeros_like(tokens).index_copy(0, slots, tokens).unsqueeze(0)
 
-        o, state = self._attend(hidden_states, state, bool(use_cache), cu_seqlens)
+        in_place = bool(use_cache) and getattr(past_key_values, "in_place", False)
+        o, state = self._attend(hidden_states, state, bool(use_cache), cu_seqlens, in_place)
         if past_key_values is not None:
             past_key_values.update(
                 layer_idx=self.layer_idx, recurrent_state=state, conv_state=None, offset=T
@@ -184,21 +185,33 @@ class GatedLinearAttention(nn.Module):
         return o, None, past_key_values
 
     def _attend(
-        self, x: Tensor, state: Tensor | None, output_state: bool, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        state: Tensor | None,
+        output_state: bool,
+        cu_seqlens: Tensor | None,
+        in_place: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """The heads' outputs `[B, T, H, V]` and the final state `[N, H, V, K]` or None."""
+        """The heads' outputs `[B, T, H, V]` and the final state `[N, H, V, K]` or None.
+
+        With in_place, the recurrence over a batch writes the final state over `state`.
+        """
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_k_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_heads, self.head_k_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_heads, self.head_v_dim))
         gk = F.logsigmoid(self.gk_proj(x)) / self.gate_logit_normalizer
         if self.clamp_min is not None:
             gk = gk.clamp_min(self.clamp_min)
-        attend = fused_recurrent_gla if self._recurs(x, state, cu_seqlens) else chunk_gla
+        gk = gk.unflatten(-1, (self.num_heads, self.head_k_dim))
+        recurs = self._recurs(x, state, cu_seqlens)
+        if recurs and in_place and state is not None and cu_seqlens is None:
+            return recurrent_gla_step_(q, k, v, gk, state=state, state_v_first=True), state
+        attend = fused_recurrent_gla if recurs else chunk_gla
         return attend(
             q,
             k,
             v,
-            gk.unflatten(-1, (self.num_heads, self.head_k_dim)),
+            gk,
             initial_state=state,
             output_final_state=output_state,
             state_v_first=True,

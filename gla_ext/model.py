@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gla_ext.cache import GLACache
 from gla_ext.config import GLAConfig
-from gla_ext.generate import generate
+from gla_ext.generate import generate, generate_stream
 from gla_ext.layers import GatedLinearAttention
 from gla_ext.norms import RMSNorm
 
@@ -165,7 +166,7 @@ class GLAForCausalLM(nn.Module):
         past_key_values: Any | None = None,
         use_cache: bool = False,
         labels: Tensor | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         cu_seqlens: Tensor | None = None,
     ) -> CausalLMOutput:
         """Logits of the next token at every position, and the loss when labels are given.
@@ -179,7 +180,7 @@ class GLAForCausalLM(nn.Module):
             labels: int64 `[B, T]`, usually input_ids: logits at t are compared with labels at
                 t + 1, and labels of -100 do not count. Default: None.
             logits_to_keep: with labels None, compute the logits of the last so many positions
-                alone; 0 means all. Default: 0.
+                alone, or of the positions in an int64 tensor `[n]`; 0 means all. Default: 0.
             cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of
                 one. Default: None.
 
@@ -189,7 +190,7 @@ class GLAForCausalLM(nn.Module):
         Raises:
             ValueError: logits_to_keep below 0.
         """
-        if logits_to_keep < 0:
+        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(
                 f"GLAForCausalLM: expected logits_to_keep to be at least 0, got {logits_to_keep}"
             )
@@ -201,13 +202,25 @@ class GLAForCausalLM(nn.Module):
             cu_seqlens=cu_seqlens,
         )
         if labels is None:
-            return CausalLMOutput(None, self.lm_head(x[:, -logits_to_keep:]), past_key_values)
+            if isinstance(logits_to_keep, Tensor):
+                x = x.index_select(1, logits_to_keep)
+            else:
+                x = x[:, -logits_to_keep:]
+            return CausalLMOutput(None, self.lm_head(x), past_key_values)
         logits = self.lm_head(x)
         return CausalLMOutput(next_token_loss(logits, labels), logits, past_key_values)
 
-    def generate(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def generate(
+        self, input_ids: Tensor | Sequence[Tensor | Sequence[int]], *args: Any, **kwargs: Any
+    ) -> Tensor | list[Tensor]:
         """Samples a continuation of input_ids: see `gla_ext.generate.generate`."""
         return generate(self, input_ids, *args, **kwargs)
+
+    def generate_stream(
+        self, input_ids: Tensor | Sequence[Tensor | Sequence[int]], *args: Any, **kwargs: Any
+    ) -> Iterator[Tensor]:
+        """The same, token by token: see `gla_ext.generate.generate_stream`."""
+        return generate_stream(self, input_ids, *args, **kwargs)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes model.safetensors and config.json: see `gla_ext.checkpoint.save_model`."""

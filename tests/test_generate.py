@@ -1,4 +1,4 @@
-"""Decoding on the recurrent state, and sampling."""
+"""`generate` and `generate_stream` on a language model."""
 
 import math
 
@@ -7,8 +7,10 @@ import torch
 from common import assert_close
 from models import make_ids, make_model
 
+from gla_ext import decode
 from gla_ext.cache import GLACache
-from gla_ext.generate import sample
+
+PROMPTS = [make_ids(B=1, T=T, seed=T)[0] for T in (5, 1, 70, 12)]
 
 
 def test_stepwise_decoding_equals_the_full_forward():
@@ -28,6 +30,13 @@ def test_use_cache_makes_a_cache():
     cache = model(ids[:, :30], use_cache=True).past_key_values
     rest = model(ids[:, 30:], past_key_values=cache).logits
     assert_close(rest, model(ids).logits[:, 30:], 1e-12)
+
+
+def test_logits_of_chosen_positions():
+    model, ids = make_model(torch.float64), make_ids(T=9)
+    chosen = torch.tensor([8, 0, 3])
+    with torch.no_grad():
+        assert_close(model(ids, logits_to_keep=chosen).logits, model(ids).logits[:, chosen], 1e-12)
 
 
 @pytest.fixture
@@ -52,9 +61,56 @@ def test_generate_takes_one_step_a_token(spied_model):
     assert torch.equal(tokens[:, 10:], full[:, 9:-1].argmax(-1))
 
 
+def test_prompts_are_packed_without_padding(spied_model):
+    model, calls = spied_model
+    model.generate(PROMPTS, 3)
+    assert [count for count, _ in calls] == [5 + 1 + 70 + 12, 1, 1]
+    assert calls[0][1].shape == (1, 4, 31)
+
+
+@pytest.mark.parametrize("mode", ["chunk", "fused_recurrent"])
+@pytest.mark.parametrize("training", [False, True])
+def test_prompts_of_any_lengths_are_each_as_alone(training, mode):
+    model = make_model(torch.float64, attn_mode=mode).train(training)
+    alone = [model.generate(prompt[None], 20, temperature=0)[0] for prompt in PROMPTS]
+    together = model.generate(PROMPTS, 20, temperature=0)
+    assert isinstance(together, list)
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+    of_ints = model.generate([prompt.tolist() for prompt in PROMPTS], 20, temperature=0)
+    assert all(torch.equal(a, b) for a, b in zip(of_ints, alone, strict=True))
+
+
+def test_prompts_of_one_length(spied_model):
+    model, calls = spied_model
+    ids = make_ids(T=6)
+    tokens = model.generate(list(ids), 5, temperature=0)
+    assert calls[0][0] == 6
+    assert torch.equal(torch.stack(tokens), model.generate(ids, 5, temperature=0))
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_padding_is_left_out(spied_model, side):
+    model, calls = spied_model
+    alone = [model.generate(prompt[None], 8, temperature=0)[0] for prompt in PROMPTS]
+    ids, mask = make_ids(B=4, T=80, seed=9), torch.zeros(4, 80)
+    for b, prompt in enumerate(PROMPTS):
+        start = {"left": 80 - len(prompt), "right": 0, "both": 3}[side]
+        ids[b, start : start + len(prompt)] = prompt
+        mask[b, start : start + len(prompt)] = 1
+    calls.clear()
+    tokens = model.generate(ids, 8, 0, attention_mask=mask)
+    assert calls[0][0] == sum(map(len, PROMPTS))
+    assert torch.equal(tokens[:, :80], ids)
+    for row, expected in zip(tokens, alone, strict=True):
+        assert torch.equal(row[80:], expected[-8:])
+
+
 def test_generate_nothing():
     model, ids = make_model(), make_ids(T=3)
     assert torch.equal(model.generate(ids, 0), ids)
+    assert torch.equal(model.generate([ids[0]], 0)[0], ids[0])
+    assert model.generate(ids[:0], 5).shape == (0, 3)
+    assert list(model.generate_stream(ids, 0)) == []
 
 
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
@@ -73,74 +129,133 @@ def test_generate_follows_its_generator():
     assert not torch.equal(draws[0], draws[2])
 
 
-def test_generate_with_left_padding():
-    model, ids = make_model(torch.float64), make_ids(B=1, T=6)
-    alone = model.generate(ids, 8, temperature=0)
-    padded = torch.cat([make_ids(B=1, T=4, seed=9), ids], 1)
-    mask = torch.tensor([[0] * 4 + [1] * 6])
-    assert torch.equal(model.generate(padded, 8, 0, attention_mask=mask)[:, 4:], alone)
+def test_generate_draws_from_the_models_distribution():
+    model, n = make_model(torch.float64), 4000
+    prompt = make_ids(B=1, T=4)
+    p = model(prompt).logits[0, -1].softmax(-1)
+    generator = torch.Generator().manual_seed(0)
+    drawn = model.generate(prompt.repeat(n, 1), 2, generator=generator)[:, 4:]
+    first = drawn[:, 0].bincount(minlength=31)
+    # Chi-square with at most 30 degrees of freedom: 59.7 is exceeded once in 1,000.
+    assert ((first - n * p) ** 2 / (n * p)).sum() < 59.7
+    likeliest = p.argmax()
+    after = model(torch.cat([prompt, likeliest[None, None]], 1)).logits[0, -1].softmax(-1)
+    second = drawn[drawn[:, 0] == likeliest, 1]
+    counts, m = second.bincount(minlength=31), len(second)
+    assert ((counts - m * after) ** 2 / (m * after)).sum() < 59.7
 
 
-def test_generate_stops_at_eos():
+def eos_of_row_0(model, ids) -> tuple[torch.Tensor, int]:
+    """What is drawn without an eos, and a token that ends row 0 at its fifth."""
+    greedy = model.generate(ids, 20, temperature=0)[:, ids.shape[1] :]
+    return greedy, greedy[0, 4].item()
+
+
+def until(row: list[int], eos: int) -> list[int]:
+    return row[: row.index(eos) + 1] if eos in row else row
+
+
+@pytest.mark.parametrize("in_row_0_alone", [False, True])
+def test_generate_stops_at_eos(in_row_0_alone):
+    model, ids = make_model(torch.float64), make_ids(B=3, T=6)
+    greedy, eos = eos_of_row_0(model, ids)
+    if in_row_0_alone:
+        eos = next(x for x in greedy[0].tolist() if not (greedy[1:] == x).any())
+    wanted = [until(row, eos) for row in greedy.tolist()]
+    longest = max(map(len, wanted))
+    assert len(wanted[0]) < longest
+    assert (longest == 20) == in_row_0_alone
+    for b in range(3):
+        tokens = model.generate(ids[b : b + 1], 20, temperature=0, eos_token_id=eos)
+        assert tokens[0, 6:].tolist() == wanted[b]
+    together = model.generate(ids, 20, temperature=0, eos_token_id=eos)[:, 6:].tolist()
+    assert together == [row + [eos] * (longest - len(row)) for row in wanted]
+    listed = model.generate(list(ids), 20, temperature=0, eos_token_id=eos)
+    assert [row[6:].tolist() for row in listed] == wanted
+
+
+def test_nothing_is_computed_after_the_last_eos(spied_model):
+    model, calls = spied_model
+    ids = make_ids(B=2, T=6)
+    greedy, eos = eos_of_row_0(make_model(torch.float64), ids)
+    n = len(until(greedy[0].tolist(), eos))
+    model.generate(ids[:1], 20, temperature=0, eos_token_id=eos)
+    assert len(calls) == n
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 5}, {"top_p": 0.9}, {}])
+def test_streaming_is_generate(options):
+    model = make_model(torch.float64)
+    seeds = [{"generator": torch.Generator().manual_seed(3)} for _ in range(2)]
+    tokens = model.generate(PROMPTS, 15, **options, **seeds[0])
+    stream = list(model.generate_stream(PROMPTS, 15, **options, **seeds[1]))
+    assert len(stream) == 15
+    for b, prompt in enumerate(PROMPTS):
+        assert torch.equal(torch.stack(stream)[:, b], tokens[b][len(prompt) :])
+
+
+def test_streaming_ends_when_all_rows_are_done(spied_model):
+    model, calls = spied_model
+    ids = make_ids(B=2, T=6)
+    _, eos = eos_of_row_0(make_model(torch.float64), ids)
+    expected = model.generate(ids[:1], 20, temperature=0, eos_token_id=eos)[0, 6:].tolist()
+    calls.clear()
+    stream = model.generate_stream(ids[:1], 20, temperature=0, eos_token_id=eos)
+    assert [x.item() for x in stream] == expected
+    assert len(calls) == len(expected)
+
+
+def test_streaming_computes_a_token_when_it_is_asked_for(spied_model):
+    model, calls = spied_model
+    stream = model.generate_stream(make_ids(T=4), 10)
+    assert not calls
+    next(stream)
+    assert len(calls) == 1
+    next(stream)
+    assert len(calls) == 2
+    stream.close()
+
+
+def test_streams_side_by_side():
     model, ids = make_model(torch.float64), make_ids(B=2, T=6)
-    greedy = model.generate(ids, 20, temperature=0)
-    row = greedy[0, 6:].tolist()
-    eos = row[4]
-    first = row.index(eos)
-    for b in range(2):
-        tokens = model.generate(ids[b : b + 1], 20, temperature=0, eos_token_id=eos)[0, 6:].tolist()
-        wanted = greedy[b, 6:].tolist()
-        assert tokens == (wanted[: wanted.index(eos) + 1] if eos in wanted else wanted)
-    both = model.generate(ids, 20, temperature=0, eos_token_id=eos)
-    assert (both[0, 6 + first :] == eos).all()
+    expected = model.generate(ids, 8, temperature=0)[:, 6:]
+    streams = [model.generate_stream(row[None], 8, temperature=0) for row in ids]
+    together = [[x.item() for x in pair] for pair in zip(*streams, strict=True)]
+    assert torch.tensor(together).T.equal(expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "allowed"),
-    [
-        ({}, [0, 1, 2, 3]),
-        ({"top_k": 2}, [1, 3]),
-        ({"top_p": 0.75}, [1, 3]),
-        ({"top_p": 0.4}, [3]),
-        ({"top_k": 3, "top_p": 0.9}, [1, 2, 3]),
-    ],
-)
-def test_sample_frequencies(options, allowed):
-    p = torch.tensor([0.05, 0.3, 0.15, 0.5])
-    rows = p.log().repeat(20000, 1)
-    drawn = sample(rows, generator=torch.Generator().manual_seed(0), **options)
-    assert drawn.shape == (20000, 1)
-    frequencies = drawn.flatten().bincount(minlength=4) / 20000
-    kept = torch.zeros(4)
-    kept[allowed] = p[allowed]
-    assert (frequencies - kept / kept.sum()).abs().max() < 0.02
+def test_generate_keeps_nothing_on_cpu():
+    model = make_model()
+    model.generate(make_ids(T=4), 3)
+    assert model not in decode._kept
+    decode.free_decoders(model)
 
 
-def test_temperature_sharpens():
-    rows = torch.tensor([[1.0, 2.0]]).repeat(20000, 1)
-    drawn = sample(rows, temperature=0.5, generator=torch.Generator().manual_seed(0))
-    assert drawn.double().mean().item() == pytest.approx(1 / (1 + math.exp(-2)), abs=0.02)
+IDS = make_ids(B=1, T=3)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"\[B, at least 1\], got \[2, 0\]"),
-        ({"input_ids": torch.zeros(3, dtype=torch.long)}, r"\[B, at least 1\], got \[3\]"),
+        ({"input_ids": IDS[:, :0]}, r"\[B, at least 1\], got \[1, 0\]"),
+        ({"input_ids": IDS[0]}, r"\[B, at least 1\], got \[3\]"),
+        ({"input_ids": []}, "at least one prompt, got an empty list"),
+        ({"input_ids": [IDS[0], []]}, r"prompt 1 to have shape \[at least 1\], got \[0\]"),
+        ({"input_ids": [IDS]}, r"prompt 0 to have shape \[at least 1\], got \[1, 3\]"),
+        ({"input_ids": [IDS[0]], "attention_mask": IDS}, "no attention_mask beside a list"),
         ({"max_new_tokens": -1}, "max_new_tokens to be at least 0, got -1"),
-        ({"temperature": -0.5}, "temperature to be at least 0, got -0.5"),
         ({"temperature": math.nan}, "temperature to be at least 0, got nan"),
         ({"top_k": 0}, "top_k to be at least 1, got 0"),
-        ({"top_p": 0.0}, r"top_p to be in \(0, 1\], got 0.0"),
-        ({"top_p": 1.5}, r"top_p to be in \(0, 1\], got 1.5"),
-        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "padded on the left, got"),
+        ({"attention_mask": torch.tensor([[0, 0, 0]])}, "a token in every prompt, got a row"),
         ({"attention_mask": torch.ones(3)}, r"attention_mask to have shape \[1, 3\], got \[3\]"),
+        ({"cuda_graph": True}, "on a CUDA device with cuda_graph = True, got cpu"),
     ],
 )
-def test_generate_errors(options, message):
-    arguments = {"input_ids": make_ids(B=1, T=3), "max_new_tokens": 1} | options
+@pytest.mark.parametrize("function", ["generate", "generate_stream"])
+def test_generate_errors(function, options, message):
+    arguments = {"input_ids": IDS, "max_new_tokens": 1} | options
     with pytest.raises(ValueError, match=message):
-        make_model().generate(**arguments)
+        getattr(make_model(), function)(**arguments)
 
 
 def test_decoding_step_compiles_whole():

@@ -1,0 +1,243 @@
+"""Generation on a GPU: steps in CUDA graphs, which are kept, and their memory."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from models import make_ids, make_model
+
+from gla_ext import decode
+from gla_ext.decode import Decoder
+from gla_ext.ops import batch_invariant
+
+pytestmark = pytest.mark.cuda
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where all of this is skipped
+PROMPTS = [make_ids(B=1, T=T, seed=T)[0].to(DEVICE) for T in (5, 1, 70, 12)]
+OPTIONS = {
+    "greedy": {"temperature": 0},
+    "plain": {},
+    "top_k": {"top_k": 5, "temperature": 0.7},
+    "top_p": {"top_p": 0.9},
+    "both": {"top_k": 9, "top_p": 0.8, "eos_token_id": 3},
+}
+by_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def model_on_gpu(dtype=torch.float32, **options):
+    return make_model(dtype, hidden_size=64, **options).cuda()
+
+
+def seeded(seed=0) -> torch.Generator:
+    return torch.Generator("cuda").manual_seed(seed)
+
+
+def assert_same(actual, expected):
+    assert len(actual) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """The batch sizes of the graphs that were captured."""
+    found, capture = [], decode._Loop._capture
+
+    def spy(self, model):
+        found.append(self.tokens.shape[0])
+        capture(self, model)
+
+    monkeypatch.setattr(decode._Loop, "_capture", spy)
+    return found
+
+
+@by_options
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_graph_is_eager(dtype, options, captures):
+    model = model_on_gpu(dtype)
+    eager = model.generate(PROMPTS, 40, generator=seeded(), cuda_graph=False, **options)
+    assert not captures
+    graphed = model.generate(PROMPTS, 40, generator=seeded(), **options)
+    assert captures == [4]
+    assert_same(graphed, eager)
+    stream = list(model.generate_stream(PROMPTS, 40, generator=seeded(), **options))
+    assert captures == [4]
+    for b, prompt in enumerate(PROMPTS):
+        new = graphed[b][len(prompt) :].cpu()
+        assert torch.equal(torch.stack(stream)[: len(new), b], new)
+
+
+@by_options
+def test_generator(options):
+    model = model_on_gpu()
+    first, again, other = (
+        model.generate(PROMPTS, 40, generator=seeded(seed), **options) for seed in (0, 0, 1)
+    )
+    assert_same(first, again)
+    differs = any(a.shape != b.shape or not a.equal(b) for a, b in zip(first, other, strict=True))
+    assert differs == (options != OPTIONS["greedy"])
+
+
+def test_the_default_generator_is_followed():
+    model, draws = model_on_gpu(), []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        draws.append(model.generate(PROMPTS[2][None], 40))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize("mode", ["train", "batch_invariant", "fused_recurrent", "autocast"])
+def test_graph_is_eager_in_other_modes(mode):
+    model = model_on_gpu(attn_mode="fused_recurrent" if mode == "fused_recurrent" else "chunk")
+    model.train(mode == "train")
+    with (
+        batch_invariant(mode == "batch_invariant"),
+        torch.autocast("cuda", torch.bfloat16, enabled=mode == "autocast"),
+    ):
+        eager = model.generate(PROMPTS, 30, temperature=0, cuda_graph=False)
+        assert_same(model.generate(PROMPTS, 30, temperature=0), eager)
+    with torch.autocast("cuda", torch.bfloat16, enabled=mode == "autocast"):
+        torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
+    with (
+        batch_invariant(mode == "batch_invariant"),
+        torch.autocast("cuda", torch.bfloat16, enabled=mode == "autocast"),
+    ):
+        assert_same(model.generate(PROMPTS, 30, temperature=0), eager)
+
+
+def test_graphs_are_kept(captures):
+    model, ids = model_on_gpu(), make_ids(T=7).cuda()
+    for temperature, top_p, eos in ((1.0, 0.9, None), (0.5, 0.5, 4), (2.0, 1.0, 0)):
+        options = {"temperature": temperature, "top_p": top_p, "eos_token_id": eos}
+        graphed = model.generate(ids, 20, generator=seeded(), **options)
+        eager = model.generate(ids, 20, generator=seeded(), cuda_graph=False, **options)
+        assert torch.equal(graphed, eager)
+    assert captures == [2]
+    model.generate(PROMPTS, 3)
+    model.generate(PROMPTS[:1], 3, top_k=4)
+    assert captures == [2, 4, 1]
+    model.generate(PROMPTS, 3)
+    model.generate(PROMPTS[:1], 3, top_k=4)
+    assert captures == [2, 4, 1]
+    model.generate(ids, 3, top_p=0.3)  # the first one had to go
+    assert captures == [2, 4, 1, 2]
+
+
+def test_graphs_follow_the_weights(captures):
+    model = model_on_gpu()
+    model.generate(PROMPTS, 20, temperature=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=seeded(), device="cuda"))
+    graphed = model.generate(PROMPTS, 20, temperature=0)
+    assert captures == [4]
+    assert_same(graphed, model.generate(PROMPTS, 20, temperature=0, cuda_graph=False))
+    model.bfloat16()
+    graphed = model.generate(PROMPTS, 20, temperature=0)
+    assert captures == [4, 4]
+    assert_same(graphed, model.generate(PROMPTS, 20, temperature=0, cuda_graph=False))
+    model.train()
+    model.generate(PROMPTS, 20, temperature=0)
+    assert captures == [4, 4, 4]
+
+
+def test_streams_side_by_side():
+    model = model_on_gpu()
+    expected = [model.generate(p[None], 20, temperature=0)[0, -20:].tolist() for p in PROMPTS]
+    streams = [model.generate_stream(p[None], 20, temperature=0) for p in PROMPTS]
+    together = [[x.item() for x in tokens] for tokens in zip(*streams, strict=True)]
+    assert torch.tensor(together).T.tolist() == expected
+
+
+def test_a_kept_graph_on_another_stream():
+    model, stream = model_on_gpu(), torch.cuda.Stream()
+    expected = model.generate(PROMPTS, 200, temperature=0)
+    for _ in range(5):
+        here = model.generate(PROMPTS, 200, temperature=0)
+        with torch.cuda.stream(stream):
+            there = model.generate(PROMPTS, 200, temperature=0)
+        assert_same(here, expected)
+        stream.synchronize()
+        assert_same(there, expected)
+
+
+def test_a_model_with_graphs_is_copied_and_pickled():
+    model = model_on_gpu()
+    expected = model.generate(PROMPTS, 10, temperature=0)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same(twin.generate(PROMPTS, 10, temperature=0), expected)
+
+
+def test_what_is_kept_can_be_freed():
+    def allocated() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    model = model_on_gpu()
+    torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # cuBLAS's workspace
+    model.generate(PROMPTS, 2, cuda_graph=False)
+    before = allocated()
+    states = 4 * 4 * 2 * 2 * 16 * 32  # fp32, B, layers, H, K, V
+    model.generate(PROMPTS, 2)
+    kept = allocated()
+    assert kept - before >= states
+    decode.free_decoders(model)
+    assert allocated() <= kept - states
+    weights = sum(p.nbytes for p in model.parameters())
+    model.generate(PROMPTS, 2)
+    with_graph = allocated()
+    del model
+    assert allocated() <= with_graph - states - weights
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 5}], ids=str)
+def test_steps_wait_for_nothing(options):
+    model = model_on_gpu(torch.bfloat16)
+    decoder = Decoder(model, 4, **options)
+    decoder.prefill(PROMPTS)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            decoder.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_memory_does_not_grow_with_tokens(cuda_graph):
+    model = model_on_gpu(torch.bfloat16)
+    decoder = Decoder(model, 4, top_k=5, cuda_graph=cuda_graph)
+    decoder.prefill(PROMPTS)
+    peaks = []
+    for steps in (20, 2000):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(steps):
+            decoder.step()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[0] == peaks[1]
+
+
+def test_rows_taken_by_new_sequences():
+    model = model_on_gpu()
+    graphed, eager = (Decoder(model, 4, temperature=0, cuda_graph=x) for x in (True, False))
+    found = []
+    for decoder in (graphed, eager):
+        tokens = [decoder.prefill(PROMPTS)]
+        tokens += [decoder.step().clone() for _ in range(7)]
+        tokens.append(decoder.prefill([PROMPTS[2], PROMPTS[0]], rows=[3, 1]))
+        tokens += [decoder.step().clone() for _ in range(7)]
+        found.append(torch.cat(tokens))
+    assert torch.equal(*found)
+
+
+def test_inference_mode():
+    model = model_on_gpu()
+    expected = model.generate(PROMPTS, 20, temperature=0, cuda_graph=False)
+    with torch.inference_mode():
+        assert_same(model.generate(PROMPTS, 20, temperature=0), expected)
+    assert_same(model.generate(PROMPTS, 20, temperature=0), expected)

@@ -1,0 +1,85 @@
+"""Drawing a token from logits."""
+
+import math
+
+import pytest
+import torch
+
+from gla_ext.sampling import Sampling, choose, sample
+
+P = torch.tensor([0.05, 0.3, 0.15, 0.5])
+
+
+def frequencies(options, n=20000) -> torch.Tensor:
+    rows = P.log().repeat(n, 1)
+    drawn = sample(rows, generator=torch.Generator().manual_seed(0), **options)
+    assert drawn.shape == (n, 1)
+    assert drawn.dtype == torch.int64
+    return drawn.flatten().bincount(minlength=4) / n
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 9}, [0, 1, 2, 3]),
+        ({"top_p": 0.75}, [1, 3]),
+        ({"top_p": 0.4}, [3]),
+        ({"top_p": 1.0}, [0, 1, 2, 3]),
+        ({"top_k": 3, "top_p": 0.9}, [1, 2, 3]),
+        ({"top_k": 3, "top_p": 0.8}, [1, 3]),  # 0.5 and 0.3 of 0.95 are 0.84
+    ],
+)
+def test_frequencies(options, allowed):
+    found, expected = frequencies(options), torch.zeros(4)
+    expected[allowed] = P[allowed] / P[allowed].sum()
+    assert not found[expected == 0].any()
+    # Pearson's chi-square with at most 3 degrees of freedom: 16.3 is exceeded once in 1,000.
+    kept = expected > 0
+    assert 20000 * ((found - expected)[kept] ** 2 / expected[kept]).sum() < 16.3
+
+
+def test_temperature_sharpens():
+    rows = torch.tensor([[1.0, 2.0]]).repeat(20000, 1)
+    drawn = sample(rows, temperature=0.5, generator=torch.Generator().manual_seed(0))
+    assert drawn.double().mean().item() == pytest.approx(1 / (1 + math.exp(-2)), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"temperature": 1e-300}, {"temperature": 1e-30}, {"top_k": 1}]
+)
+def test_the_most_probable_token(options):
+    rows = torch.randn(50, 31, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(sample(rows, **options), rows.argmax(-1, keepdim=True))
+
+
+def test_noise_of_zero_draws_no_token_of_probability_zero():
+    logits = torch.tensor([[0.0, -torch.inf, 0.0], [0.0, 0.0, -torch.inf]])
+    noise = torch.tensor([[1.0, 0.0, 0.5], [1.0, 2.0, 0.0]])
+    assert choose(logits, noise, 1.0).tolist() == [2, 0]
+    assert choose(logits[:1], torch.tensor([[0.0, 0.0, 1.0]]), 1.0).tolist() == [0]
+
+
+def test_options_as_tensors():
+    rows = torch.randn(50, 31, generator=torch.Generator().manual_seed(0))
+    noise = torch.empty(50, 31).exponential_(generator=torch.Generator().manual_seed(1))
+    numbers = choose(rows, noise, 0.75, None, 0.5)
+    tensors = choose(rows, noise, torch.tensor(0.75), None, torch.tensor(0.5))
+    assert torch.equal(numbers, tensors)
+    assert not torch.equal(numbers, choose(rows, noise, 0.75))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.5}, "temperature to be at least 0, got -0.5"),
+        ({"temperature": math.nan}, "temperature to be at least 0, got nan"),
+        ({"top_k": 0}, "top_k to be at least 1, got 0"),
+        ({"top_p": 0.0}, r"top_p to be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.5}, r"top_p to be in \(0, 1\], got 1.5"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
