@@ -10,7 +10,6 @@ import argparse
 import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from timing import Timing, cold
+from timing import Timing, cold, host_us
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
@@ -136,27 +135,14 @@ def peak_bytes(shape, functions: dict[str, Callable]) -> dict[str, int]:
     return results
 
 
-def host_us(functions: dict[str, Callable], calls: int = 1000, runs: int = 5):
-    """Microseconds of host time of a call, the median of `runs` means over `calls`.
-
-    The device is waited for outside of the timed part, after every 40 calls, so that the launch
-    queue (1,024 deep) never fills.
-    """
-    x, results, batch = draw(HOST_SHAPE), {}, 40
+def host_times(functions: dict[str, Callable]) -> dict[str, dict[str, float]]:
+    """Microseconds of host time of a call, by mode and name."""
+    x, results = draw(HOST_SHAPE), {}
     for backward in (False, True):
-        for name, function in functions.items():
-            run, means = call(function, x, backward), []
-            with torch.set_grad_enabled(backward):
-                for _ in range(runs + 1):  # the first one warms up
-                    total = 0.0
-                    for _ in range(calls // batch):
-                        torch.cuda.synchronize()
-                        start = time.perf_counter()
-                        for _ in range(batch):
-                            run()
-                        total += time.perf_counter() - start
-                    means.append(1e6 * total / (calls // batch * batch))
-            results.setdefault(MODES[backward], {})[name] = statistics.median(means[1:])
+        with torch.set_grad_enabled(backward):
+            results[MODES[backward]] = {
+                name: host_us(call(function, x, backward)) for name, function in functions.items()
+            }
     return results
 
 

@@ -80,13 +80,13 @@ def measure_layers(fla: bool, compiled: bool) -> dict[str, dict[str, dict[str, T
     return results
 
 
-def build_ours() -> nn.Module:
+def build_ours(sizes: dict = MODEL, device: str = "cuda") -> nn.Module:
     from gla_ext.config import GLAConfig
     from gla_ext.model import GLAForCausalLM
 
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        return GLAForCausalLM(GLAConfig(**MODEL)).to(torch.bfloat16)
+    with torch.device(device):
+        return GLAForCausalLM(GLAConfig(**sizes)).to(torch.bfloat16)
 
 
 def build_compiled() -> nn.Module:

@@ -3,14 +3,17 @@
     python benchmarks/check_gpu.py --out gpu.json
     python benchmarks/check_gpu.py --only speed memory --shapes 32x2048x4x128x256 --fla
     python benchmarks/check_gpu.py --only attention layer training plot --compile
+    python benchmarks/check_gpu.py --only generate recurrent --fla --markdown page.md
     python benchmarks/check_gpu.py --only --sanitizer        # nothing else
     python benchmarks/check_gpu.py --read gpu.json --markdown page.md   # measures nothing
 
 Parts: correctness (pytest -m cuda, which runs bf16 on both paths), speed (the path the plan
 chooses, the step path, and FLA with --fla), memory, steps (each step operator, and the kernels of
 a call), host (time of a call on the CPU), first-call, attention (causal, of the same model
-width), layer, training (steps of a language model) and plot (time over T). Whatever is timed is
-checked against fp64 or fp32 first. Nothing is timed where that, or pytest, fails, and nothing is
+width), layer, training (steps of a language model), plot (time over T), generate (time to the first
+token, tokens/s and memory up to 100,000 tokens, beside a Transformer) and recurrent (decoding's
+operators). Whatever is timed is checked against fp64 or fp32 first, generation against a forward
+over all tokens. Nothing is timed where that, or pytest, fails, and nothing is
 printed where a comparison within a part does. A short table comes last; --out takes all numbers
 as JSON, and logs are written beside it. --markdown makes a page of them, with the plot beside it,
 as benchmarks/RESULTS_CUDA.md is one.
@@ -34,8 +37,10 @@ from pathlib import Path
 import bench_attention
 import bench_cuda as bench
 import bench_fla
+import bench_generate
 import bench_length
 import bench_model
+import bench_recurrent
 import cuda_page
 import cuda_summary
 import gate
@@ -44,7 +49,7 @@ from timing import copy_bytes_per_s
 
 PARTS = (
     *("correctness", "speed", "memory", "steps", "host", "first-call"),
-    *("attention", "layer", "training", "plot"),
+    *("attention", "layer", "training", "plot", "generate", "recurrent"),
 )
 OF_SHAPES = {"speed", "memory"}
 OF_THE_MAIN_SHAPE = {"steps", "host", "first-call"}
@@ -145,7 +150,7 @@ def check(arguments) -> list[str]:
 def tune_fla(arguments, results: dict):
     """FLA's tuning for the parts asked for, before anything is timed."""
     own = [bench.HOST_SHAPE] if "host" in arguments.only else []
-    layer = bool({"layer", "training"} & set(arguments.only))
+    layer = bool({"layer", "training", "generate"} & set(arguments.only))
     count = bench_fla.tune(checked_shapes(arguments) + own, layer, arguments.out.parent)
     results["environment"]["FLA"] += f", tuned before by {count} processes that shared the GPU"
 
@@ -166,7 +171,7 @@ def measure(arguments, results: dict):
         results["steps"] = bench.step_times(main)
         results["kernels"] = bench.kernel_times(main)
     if "host" in only:
-        results["host_us"] = bench.host_us(functions)
+        results["host_us"] = bench.host_times(functions)
     if "first-call" in only:
         results["first_call_s"] = bench.first_call_in_a_fresh_process()
     if "attention" in only:
@@ -183,6 +188,10 @@ def measure(arguments, results: dict):
         results["training"] = bench_model.measure_training(
             arguments.fla, arguments.compile, arguments.batch
         )
+    if "recurrent" in only:
+        results["recurrent"] = bench_recurrent.measure()
+    if "generate" in only:
+        results["generate"] = bench_generate.measure(arguments.fla)
 
 
 def parse_arguments() -> argparse.Namespace:

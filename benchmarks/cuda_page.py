@@ -10,7 +10,9 @@ from pathlib import Path
 import bench_attention
 import bench_cuda as bench
 import bench_model
+import decoding_page
 from bench_cuda import MODES
+from tables import table
 from timing import Timing
 
 FLOOR_BYTES = {MODES[0]: "2(3K + 2V)", MODES[1]: "2(3K + 2V) + 2(6K + 3V)"}
@@ -32,15 +34,20 @@ def page(results: dict, picture: str | None = None) -> str:
         "Written by `benchmarks/check_gpu.py --markdown` from one run, in bf16: medians and, in "
         "brackets, the 20th and 80th percentile. Times are the GPU's alone, by CUDA events: L2 is "
         "cold, and a call is queued before it starts, so that what it costs on the host is in no "
-        "table but that of host time. FLA is `fla.ops.gla.chunk_gla`, in turns with gla_ext. What "
-        "is timed was compared with the recurrence in fp64 before. steps is gla_ext with "
+        "table but those of host time, training and generation. FLA is "
+        "`fla.ops.gla.chunk_gla`, in turns with gla_ext. What is timed was compared with the "
+        "recurrence in fp64 before. steps is gla_ext with "
         f"`{bench.PATH_VARIABLE}=steps`.",
         "",
         *(f"- {name}: {value}" for name, value in environment.items() if name != "command"),
         *copy_rate(results),
         f"- Command: `{environment['command']}`",
     ]
-    parts = (speed, memory, attention, layer, training, steps, kernels, host, first_call)
+    parts = (
+        *(speed, memory, attention, layer, training),
+        *(decoding_page.generation, decoding_page.recurrent),
+        *(steps, kernels, host, first_call),
+    )
     lines += [x for part in parts for x in part(results)]
     if picture:
         lines += ["", "## Time over T", "", f"![Time over T]({picture})"]
@@ -241,18 +248,3 @@ def first_call(results) -> list[str]:
         ["s"],
         {name: [f"{seconds:.4f}"] for name, seconds in times.items()},
     )
-
-
-def table(title: str, text: str, heads: list[str], rows: dict[str, list[str]]) -> list[str]:
-    """A section with one table; the first column has no head."""
-    shapes = all(re.fullmatch(r"\d+(x\d+){4}", name) for name in rows)
-    return [
-        "",
-        f"## {title}",
-        "",
-        text,
-        "",
-        f"| {'B x T x H x K x V' if shapes else ''} | {' | '.join(heads)} |",
-        "|---|" + "--:|" * len(heads),
-        *(f"| {' | '.join([name, *cells])} |" for name, cells in rows.items()),
-    ]

@@ -1,6 +1,7 @@
 """The short table that `check_gpu.py` prints."""
 
 import cuda_page
+import decoding_page
 from timing import Timing
 
 
@@ -24,7 +25,7 @@ def report(results: dict) -> list[str]:
     for name, row in results.get("training", {}).get("rows", {}).items():
         rate = cuda_page.tokens_per_s(row)
         lines.append(f"training, {name}: {rate:.0f} tokens/s, {row['peak_bytes'] / 2**30:.1f} GiB")
-    return lines
+    return lines + decoding_page.report(results)
 
 
 def report_shapes(results: dict) -> list[str]:

@@ -16,7 +16,7 @@ SLEEP_CYCLES = 8_000_000  # 4 ms of an H200, more than any call takes on the hos
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Milliseconds."""
+    """Milliseconds, or what the name of the function that returns it says."""
 
     median: float
     p20: float
@@ -83,6 +83,66 @@ def cold(variants: dict[str, Callable], budget_s: float = 1.0) -> dict[str, Timi
         for name, own in samples.items():
             own.append(once(name))
     return {name: summary(own) for name, own in samples.items()}
+
+
+def capture(call: Callable[[], object], count: int = 1) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `count` calls one after the other, after two calls to warm up."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return graph
+
+
+def slope_us(call: Callable[[], object], counts: tuple[int, int] = (40, 200)) -> Timing:
+    """Microseconds that one more call takes in a CUDA graph, L2 as the calls leave it.
+
+    The median, and the span, over pairs of replays of a shorter and a longer graph: what a replay
+    costs by itself is in both.
+    """
+    graphs = [capture(call, count) for count in counts]
+
+    def once(graph) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    for graph in graphs:
+        once(graph)
+    calls = counts[1] - counts[0]
+    samples = []
+    for _ in range(15):
+        short, long = map(once, graphs)
+        samples.append(1e3 * (long - short) / calls)
+    return summary(samples)
+
+
+def host_us(call: Callable[[], object], calls: int = 1000, runs: int = 5) -> float:
+    """Microseconds of host time of a call, the median of `runs` means over `calls`.
+
+    The device is waited for outside of the timed part, after every 40 calls, so that the launch
+    queue (1,024 deep) never fills.
+    """
+    means, batch = [], 40
+    for _ in range(runs + 1):  # the first one warms up
+        total = 0.0
+        for _ in range(calls // batch):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(batch):
+                call()
+            total += time.perf_counter() - start
+        means.append(1e6 * total / (calls // batch * batch))
+    return statistics.median(means[1:])
 
 
 def copy_bytes_per_s() -> float:

@@ -1,0 +1,314 @@
+"""Generation with a language model of 340M parameters: gla_ext's, a Transformer of the same size
+on `scaled_dot_product_attention`, and FLA's. Weights are random, sampling is greedy, all in bf16.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import bench_model
+import torch
+from gate import WrongResults, require_close
+from timing import Timing, capture, summary
+from torch import Tensor, nn
+
+TRANSFORMER = "SDPA Transformer"
+TOLERANCE = bench_model.LOGITS_TOLERANCE
+CHECKED_STEPS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is measured: with prompts of one length, and for one sequence after many tokens."""
+
+    model: dict
+    prompt: int = 2048
+    batches: tuple[int, ...] = (1, 32)
+    lengths: tuple[int, ...] = (1000, 100_000)  # generated
+    steps: int = 100  # of a sample
+    samples: int = 7
+
+
+SIZES = Sizes(bench_model.MODEL)
+
+
+class Contender(Protocol):
+    """A model with the buffers of B sequences."""
+
+    def first(self, prompts: Tensor) -> Tensor:
+        """The first new token of every sequence, int64 `[B]`."""
+
+    def step(self) -> Tensor:
+        """The next one."""
+
+
+class Ours:
+    """`gla_ext.decode.Decoder`, whose step is a CUDA graph."""
+
+    def __init__(self, model: nn.Module, batch_size: int) -> None:
+        from gla_ext.decode import Decoder
+
+        self.decoder = Decoder(model, batch_size, temperature=0)
+
+    def first(self, prompts: Tensor) -> Tensor:
+        return self.decoder.prefill(prompts)
+
+    def step(self) -> Tensor:
+        return self.decoder.step()
+
+
+class Attends:
+    """The Transformer, whose step is a CUDA graph made for one number of tokens seen, so that no
+    mask is needed and nothing is read beyond them: every step is a step at that position.
+    """
+
+    def __init__(self, model: nn.Module, batch_size: int, length: int) -> None:
+        self.model, self.length = model, length
+        self.cache = model.new_cache(batch_size, length)
+        device = self.cache.device
+        self.tokens = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self.position = torch.full((1,), length - 1, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def first(self, prompts: Tensor) -> Tensor:
+        T = prompts.shape[1]
+        position = torch.arange(T, device=prompts.device)
+        self.tokens.copy_(self.model(prompts, self.cache, position, T).argmax(-1))
+        return self.tokens
+
+    def advance(self) -> None:
+        """One step at the last position of the cache."""
+        ids = self.tokens.unsqueeze(1)
+        self.tokens.copy_(self.model(ids, self.cache, self.position, self.length).argmax(-1))
+
+    def step(self) -> Tensor:
+        if self.graph is None:
+            self.graph = capture(self.advance)
+        self.graph.replay()
+        return self.tokens
+
+
+class FLA:
+    """FLA's GLAForCausalLM on its own cache, step by step as its `generate` does, without what
+    transformers does in between.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.cache, self.tokens = model, None, None
+
+    def first(self, prompts: Tensor) -> Tensor:
+        return self._run(prompts, None)
+
+    def step(self) -> Tensor:
+        return self._run(self.tokens.unsqueeze(1), self.cache)
+
+    def _run(self, ids: Tensor, cache) -> Tensor:
+        output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self.cache = output.past_key_values
+        self.tokens = output.logits[:, -1].argmax(-1)
+        return self.tokens
+
+
+def draw_prompts(sizes: Sizes, batch_size: int, device: str = "cuda") -> Tensor:
+    generator = torch.Generator(device).manual_seed(0)
+    size = (batch_size, sizes.prompt)
+    return torch.randint(sizes.model["vocab_size"], size, device=device, generator=generator)
+
+
+def build_transformer(sizes: Sizes, device: str = "cuda") -> nn.Module:
+    from transformer import Transformer
+
+    from gla_ext.config import GLAConfig
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        return Transformer(GLAConfig(**sizes.model)).to(torch.bfloat16).eval()
+
+
+@torch.no_grad()
+def check_ours(model: nn.Module, prompts: Tensor) -> None:
+    """Raises WrongResults unless decoding gives the logits of one forward over all tokens, and a
+    graph the tokens of eager steps.
+    """
+    from gla_ext.cache import StaticGLACache
+
+    cache, B, T = StaticGLACache(prompts.shape[0]), *prompts.shape
+    with cache.prefill():
+        logits = [model(prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits]
+    tokens = prompts
+    for _ in range(CHECKED_STEPS):
+        tokens = torch.cat([tokens, logits[-1].argmax(-1)], 1)
+        logits.append(model(tokens[:, -1:], past_key_values=cache, use_cache=True).logits)
+    whole = model(tokens, logits_to_keep=CHECKED_STEPS + 1).logits
+    where = f"decoding with gla_ext, B {B}, T {T}"
+    require_close({"logits": torch.cat(logits, 1)}, {"logits": whole}, TOLERANCE, where)
+    ours = Ours(model, B)
+    found = [ours.first(prompts), *(ours.step().clone() for _ in range(CHECKED_STEPS - 1))]
+    if not torch.equal(torch.stack(found, 1), tokens[:, T:]):
+        raise WrongResults(f"{where}: a CUDA graph draws other tokens than eager steps")
+
+
+@torch.no_grad()
+def check_transformer(model: nn.Module, prompts: Tensor) -> None:
+    """The same of the Transformer, whose steps have a length each."""
+    B, T = prompts.shape
+    cache = model.new_cache(B, T + CHECKED_STEPS)
+    everywhere = torch.arange(T + CHECKED_STEPS, device=prompts.device)
+    logits, tokens = [model(prompts, cache, everywhere[:T], T)], prompts
+    for n in range(T, T + CHECKED_STEPS):
+        tokens = torch.cat([tokens, logits[-1].argmax(-1, keepdim=True)], 1)
+        logits.append(model(tokens[:, -1:], cache, everywhere[n : n + 1], n + 1))
+    fresh = model.new_cache(B, T + CHECKED_STEPS)
+    whole = [
+        model(tokens[:, :n], fresh, everywhere[:n], n) for n in range(T, T + CHECKED_STEPS + 1)
+    ]
+    require_close(
+        {"logits": torch.stack(logits)},
+        {"logits": torch.stack(whole)},
+        TOLERANCE,
+        f"decoding with the Transformer, B {B}, T {T}",
+    )
+
+
+@torch.no_grad()
+def check_fla(model: nn.Module, prompts: Tensor) -> None:
+    """FLA's logits after some decoded tokens against those of our forward."""
+    theirs, T = FLA(model), prompts.shape[1]
+    tokens = torch.cat([prompts, theirs.first(prompts).unsqueeze(1)], 1)
+    for _ in range(CHECKED_STEPS - 1):
+        tokens = torch.cat([tokens, theirs.step().unsqueeze(1)], 1)
+    output = model(tokens[:, -1:], past_key_values=theirs.cache, use_cache=True, logits_to_keep=1)
+    whole = bench_model.build_ours()(tokens, logits_to_keep=1).logits
+    where = f"decoding with FLA, B {prompts.shape[0]}, T {T}"
+    require_close({"logits": output.logits}, {"logits": whole}, TOLERANCE, where)
+
+
+def step_times(contender: Contender, sizes: Sizes) -> Timing:
+    """Milliseconds a step by the host's clock, over many that are queued one after the other."""
+    contender.step()
+    samples = []
+    for _ in range(sizes.samples):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(sizes.steps):
+            contender.step()
+        torch.cuda.synchronize()
+        samples.append(1e3 * (time.perf_counter() - start) / sizes.steps)
+    return summary(samples)
+
+
+def first_times(contender: Contender, prompts: Tensor, sizes: Sizes) -> Timing:
+    """Milliseconds from prompts on the device to their first new tokens on the host."""
+    samples = []
+    for _ in range(sizes.samples + 2):  # two warm up
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        contender.first(prompts).tolist()
+        samples.append(1e3 * (time.perf_counter() - start))
+    return summary(samples[2:])
+
+
+@contextlib.contextmanager
+def emptied() -> Iterator[None]:
+    """Gives memory back at its end."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def measure_batches(make: Callable[[int], Contender], sizes: Sizes, device: str) -> dict:
+    """Time to the first token and of a step by batch size."""
+    results = {}
+    for B in sizes.batches:
+        with emptied():
+            contender, prompts = make(B), draw_prompts(sizes, B, device)
+            first = first_times(contender, prompts, sizes)
+            results[str(B)] = {"first": first, "step": step_times(contender, sizes)}
+            del contender
+    return results
+
+
+@torch.no_grad()
+def measure_lengths(
+    make: Callable[[int], Contender], sizes: Sizes, device: str, generated: bool
+) -> dict:
+    """Time of a step and peak memory, weights included, of one sequence after so many new tokens.
+
+    Args:
+        make: a contender by the number of tokens it is to have seen.
+        generated: whether its steps get there one by one; else it is there from the start.
+    """
+    results, done, contender = {}, 0, None
+    for n in sizes.lengths:
+        with emptied():
+            if contender is None or not generated:
+                contender = make(sizes.prompt + n)
+                contender.first(draw_prompts(sizes, 1, device))
+                gc.collect()
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()  # prefill's is not of interest
+            if generated:
+                for _ in range(n - done):
+                    contender.step()
+            done = n
+            step = step_times(contender, sizes)
+            results[str(n)] = {"step": step, "peak_bytes": torch.cuda.max_memory_allocated()}
+            done += 1 + sizes.steps * sizes.samples
+            if not generated:
+                contender = None
+    return results
+
+
+def measure(fla: bool, sizes: Sizes = SIZES, device: str = "cuda") -> dict:
+    """Rows by name, sizes, and notes on what could not be measured."""
+    results = dataclasses.asdict(sizes) | {"rows": {}, "parameters": {}, "notes": []}
+    with emptied():
+        measure_gla(results, sizes, device)
+    if fla:
+        with emptied():
+            measure_fla(results, sizes, device)
+    with emptied():
+        measure_transformer(results, sizes, device)
+    return results
+
+
+def measure_gla(results: dict, sizes: Sizes, device: str) -> None:
+    model = bench_model.build_ours(sizes.model, device).eval()
+    check_ours(model, draw_prompts(sizes, 2, device))
+    results["parameters"]["gla_ext"] = sum(p.numel() for p in model.parameters())
+    results["rows"]["gla_ext"] = {
+        "batches": measure_batches(lambda B: Ours(model, B), sizes, device),
+        "lengths": measure_lengths(lambda _: Ours(model, 1), sizes, device, True),
+    }
+
+
+def measure_transformer(results: dict, sizes: Sizes, device: str) -> None:
+    model = build_transformer(sizes, device)
+    check_transformer(model, draw_prompts(sizes, 2, device))
+    results["parameters"][TRANSFORMER] = sum(p.numel() for p in model.parameters())
+    results["rows"][TRANSFORMER] = {
+        "batches": measure_batches(lambda B: Attends(model, B, sizes.prompt + 1), sizes, device),
+        "lengths": measure_lengths(lambda n: Attends(model, 1, n), sizes, device, False),
+    }
+
+
+def measure_fla(results: dict, sizes: Sizes, device: str) -> None:
+    """FLA's row, of the first length alone: it would take half an hour to the others."""
+    try:
+        import fla.models.gla  # noqa: F401
+    except ImportError as error:
+        results["notes"].append(f"FLA's GLAForCausalLM cannot be imported here ({error}).")
+        return
+    model = bench_model.build_fla().eval()
+    check_fla(model, draw_prompts(sizes, 2, device))
+    few = dataclasses.replace(sizes, lengths=sizes.lengths[:1])
+    results["rows"]["FLA"] = {
+        "batches": measure_batches(lambda _: FLA(model), sizes, device),
+        "lengths": measure_lengths(lambda _: FLA(model), few, device, True),
+    }

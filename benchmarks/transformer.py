@@ -1,0 +1,104 @@
+"""A Transformer of the size of gla_ext's language model, to generate beside it.
+
+Norms, MLP and sizes are those of `gla_ext.model`; attention has as many parameters as a GLA layer
+(but for its gate's 2 %), rotary positions, and a cache of keys and values that is written in place.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from gla_ext.config import GLAConfig
+from gla_ext.model import GLAMLP, init_weights
+from gla_ext.norms import RMSNorm
+
+HEAD_DIM = 64
+ROTARY_BASE = 10000.0
+
+
+def rotate(x: Tensor, position: Tensor) -> Tensor:
+    """Rotary positions (Su et al., 2021, arXiv:2104.09864); x [B, H, T, D], position [T]."""
+    half = x.shape[-1] // 2
+    exponents = torch.arange(half, device=x.device, dtype=torch.float32) / half
+    angle = position[:, None] * ROTARY_BASE**-exponents  # [T, D / 2]
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention; tokens at `position` see the first `length` entries of the cache."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // HEAD_DIM
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor, cache: Tensor, position: Tensor, length: int) -> Tensor:
+        q, k, v = (
+            proj(x).unflatten(-1, (self.heads, HEAD_DIM)).transpose(1, 2)  # [B, H, T, D]
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        keys, values = cache  # [B, H, capacity, D] each
+        keys.index_copy_(2, position, rotate(k, position))
+        values.index_copy_(2, position, v)
+        # A prompt begins at 0, so the causal mask is a square one; one token sees all there is.
+        o = scaled_dot_product_attention(
+            rotate(q, position),
+            keys[:, :, :length],
+            values[:, :, :length],
+            is_causal=x.shape[1] > 1,
+        )
+        return self.o_proj(o.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__()
+        self.attn_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attn = Attention(config.hidden_size)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = GLAMLP(config.hidden_size, config.mlp_size)
+
+    def forward(self, x: Tensor, *attention: Tensor | int) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), *attention)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    """The language model.
+
+    Args:
+        config: sizes; what is GLA's alone is not looked at. hidden_size is a multiple of 64.
+    """
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        init_weights(self, config.initializer_range)
+
+    def new_cache(self, batch_size: int, capacity: int) -> Tensor:
+        """Keys and values of every layer, `[layers, 2, B, H, capacity, 64]`."""
+        weight = self.lm_head.weight
+        heads = weight.shape[1] // HEAD_DIM
+        size = (len(self.layers), 2, batch_size, heads, capacity, HEAD_DIM)
+        return weight.new_zeros(size)
+
+    def forward(self, ids: Tensor, cache: Tensor, position: Tensor, length: int) -> Tensor:
+        """Logits of the last token, `[B, vocab_size]`.
+
+        Args:
+            ids: int64 `[B, T]`: a prompt, or T = 1.
+            cache: of `new_cache`; entries at `position` are written.
+            position: int64 `[T]`, where the tokens stand.
+            length: number of entries of the cache that are seen: the last position + 1.
+        """
+        x = self.embeddings(ids)
+        for layer, own in zip(self.layers, cache, strict=True):
+            x = layer(x, own, position, length)
+        return self.lm_head(self.norm(x[:, -1]))
