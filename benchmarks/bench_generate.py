@@ -4,15 +4,16 @@ on `scaled_dot_product_attention`, and FLA's. Weights are random, sampling is gr
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import bench_model
 import torch
+from contenders import FLA, Attends, Contender, Ours
 from gate import WrongResults, require_close
-from timing import Timing, capture, summary
+from timing import Timing, summary
 from torch import Tensor, nn
 
 TRANSFORMER = "SDPA Transformer"
@@ -33,83 +34,6 @@ class Sizes:
 
 
 SIZES = Sizes(bench_model.MODEL)
-
-
-class Contender(Protocol):
-    """A model with the buffers of B sequences."""
-
-    def first(self, prompts: Tensor) -> Tensor:
-        """The first new token of every sequence, int64 `[B]`."""
-
-    def step(self) -> Tensor:
-        """The next one."""
-
-
-class Ours:
-    """`gla_ext.decode.Decoder`, whose step is a CUDA graph."""
-
-    def __init__(self, model: nn.Module, batch_size: int) -> None:
-        from gla_ext.decode import Decoder
-
-        self.decoder = Decoder(model, batch_size, temperature=0)
-
-    def first(self, prompts: Tensor) -> Tensor:
-        return self.decoder.prefill(prompts)
-
-    def step(self) -> Tensor:
-        return self.decoder.step()
-
-
-class Attends:
-    """The Transformer, whose step is a CUDA graph made for one number of tokens seen, so that no
-    mask is needed and nothing is read beyond them: every step is a step at that position.
-    """
-
-    def __init__(self, model: nn.Module, batch_size: int, length: int) -> None:
-        self.model, self.length = model, length
-        self.cache = model.new_cache(batch_size, length)
-        device = self.cache.device
-        self.tokens = torch.zeros(batch_size, dtype=torch.long, device=device)
-        self.position = torch.full((1,), length - 1, device=device)
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def first(self, prompts: Tensor) -> Tensor:
-        T = prompts.shape[1]
-        position = torch.arange(T, device=prompts.device)
-        self.tokens.copy_(self.model(prompts, self.cache, position, T).argmax(-1))
-        return self.tokens
-
-    def advance(self) -> None:
-        """One step at the last position of the cache."""
-        ids = self.tokens.unsqueeze(1)
-        self.tokens.copy_(self.model(ids, self.cache, self.position, self.length).argmax(-1))
-
-    def step(self) -> Tensor:
-        if self.graph is None:
-            self.graph = capture(self.advance)
-        self.graph.replay()
-        return self.tokens
-
-
-class FLA:
-    """FLA's GLAForCausalLM on its own cache, step by step as its `generate` does, without what
-    transformers does in between.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.cache, self.tokens = model, None, None
-
-    def first(self, prompts: Tensor) -> Tensor:
-        return self._run(prompts, None)
-
-    def step(self) -> Tensor:
-        return self._run(self.tokens.unsqueeze(1), self.cache)
-
-    def _run(self, ids: Tensor, cache) -> Tensor:
-        output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        self.cache = output.past_key_values
-        self.tokens = output.logits[:, -1].argmax(-1)
-        return self.tokens
 
 
 def draw_prompts(sizes: Sizes, batch_size: int, device: str = "cuda") -> Tensor:
@@ -265,11 +189,11 @@ def measure_lengths(
     return results
 
 
-def measure(fla: bool, sizes: Sizes = SIZES, device: str = "cuda") -> dict:
+def measure(fla: bool, compiled: bool = False, sizes: Sizes = SIZES, device: str = "cuda") -> dict:
     """Rows by name, sizes, and notes on what could not be measured."""
     results = dataclasses.asdict(sizes) | {"rows": {}, "parameters": {}, "notes": []}
     with emptied():
-        measure_gla(results, sizes, device)
+        measure_gla(results, compiled, sizes, device)
     if fla:
         with emptied():
             measure_fla(results, sizes, device)
@@ -278,14 +202,16 @@ def measure(fla: bool, sizes: Sizes = SIZES, device: str = "cuda") -> dict:
     return results
 
 
-def measure_gla(results: dict, sizes: Sizes, device: str) -> None:
+def measure_gla(results: dict, compiled: bool, sizes: Sizes, device: str) -> None:
     model = bench_model.build_ours(sizes.model, device).eval()
     check_ours(model, draw_prompts(sizes, 2, device))
     results["parameters"]["gla_ext"] = sum(p.numel() for p in model.parameters())
-    results["rows"]["gla_ext"] = {
-        "batches": measure_batches(lambda B: Ours(model, B), sizes, device),
-        "lengths": measure_lengths(lambda _: Ours(model, 1), sizes, device, True),
-    }
+    for name in ("gla_ext", "gla_ext, compiled")[: 1 + compiled]:
+        make = functools.partial(Ours, model, compiled=name != "gla_ext")
+        results["rows"][name] = {
+            "batches": measure_batches(make, sizes, device),
+            "lengths": measure_lengths(lambda _, make=make: make(1), sizes, device, True),
+        }
 
 
 def measure_transformer(results: dict, sizes: Sizes, device: str) -> None:

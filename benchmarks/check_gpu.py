@@ -191,7 +191,7 @@ def measure(arguments, results: dict):
     if "recurrent" in only:
         results["recurrent"] = bench_recurrent.measure()
     if "generate" in only:
-        results["generate"] = bench_generate.measure(arguments.fla)
+        results["generate"] = bench_generate.measure(arguments.fla, arguments.compile)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -205,7 +205,7 @@ def parse_arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--fla", action="store_true", help="time FLA beside it")
     parser.add_argument(
-        "--compile", action="store_true", help="layer and training also under torch.compile"
+        "--compile", action="store_true", help="layer, training and steps of generate also compiled"
     )
     parser.add_argument(
         "--batch", type=int, default=8, help="sequences a training step; default: %(default)s"

@@ -127,8 +127,6 @@ class StaticGLACache(GLACache):
             rows: int64 `[N]`, the rows of the N sequences; the others stay as they are. Default:
                 None (all B of them).
         """
-        if rows is None:
-            self.lengths = [0] * len(self.lengths)
         self._prefills, self._rows = True, rows
         try:
             yield
@@ -144,12 +142,13 @@ class StaticGLACache(GLACache):
         conv_state: Any | None = None,
         offset: int = 1,
     ) -> dict[str, Any]:
-        """As `GLACache.update`, by copies into the buffers.
+        """As `GLACache.update`, by copies into the buffers; offset is not looked at.
 
         Raises:
             ValueError: states of other shapes than the buffers'.
         """
-        entry = super().update(layer_idx=layer_idx, offset=offset)
+        # No token is counted: a CUDA graph would not, and torch.compile would start again at each.
+        entry = super().update(layer_idx=layer_idx, offset=0)
         for key, new in (("recurrent_state", recurrent_state), ("conv_state", conv_state)):
             if new is not None and entry[key] is None:
                 entry[key] = _map_tensors(self._buffer, new)
@@ -161,7 +160,6 @@ class StaticGLACache(GLACache):
         """Zeroes every buffer, which is the state before a first token."""
         for x in self.tensors():
             x.zero_()
-        self.lengths = [0] * len(self.lengths)
 
     def tensors(self) -> list[Tensor]:
         """Every buffer."""
@@ -173,6 +171,10 @@ class StaticGLACache(GLACache):
 
         self._map(keep)
         return found
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Refused: rows may be at different tokens, and a CUDA graph counts none."""
+        raise NotImplementedError("StaticGLACache: get_seq_length is not implemented")
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """As `GLACache.batch_select_indices`, with as many indices as there are rows."""
@@ -195,13 +197,14 @@ class StaticGLACache(GLACache):
             for one, value in zip(buffer, new, strict=True):
                 self._write(one, value)
             return
-        if buffer is new or buffer is None:  # written there already, or of an absent convolution
+        if buffer is new:  # written there already, or None for a convolution that is not there
             return
         rows = self.batch_size if self._rows is None else self._rows.shape[0]
-        if new.shape != (rows, *buffer.shape[1:]):
+        if buffer is None or new is None or new.shape != (rows, *buffer.shape[1:]):
             raise ValueError(
-                f"StaticGLACache: expected a state of shape {[rows, *buffer.shape[1:]]}, got "
-                f"{list(new.shape)}"
+                "StaticGLACache: expected a state of shape "
+                f"{None if buffer is None else [rows, *buffer.shape[1:]]}, got "
+                f"{None if new is None else list(new.shape)}"
             )
         if self._rows is None:
             buffer.copy_(new)

@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from gla_ext._decode_loop import DecodeLoop, device_of
 from gla_ext._prompts import Prompts, read_prompts
-from gla_ext.cache import StaticGLACache
 from gla_ext.ops import is_batch_invariant
-from gla_ext.sampling import Sampling, choose
+from gla_ext.sampling import Sampling
 
 if TYPE_CHECKING:
-    from gla_ext.model import GLAForCausalLM
+    from gla_ext.model import CausalLMOutput, GLAForCausalLM
 
-NO_EOS = -1  # no token has this id
-WARMUP_STEPS = 2  # before a capture, in which no library may start up
 KEPT_LOOPS = 2  # graphs with their buffers that stay with a model after `generate`
 
 
@@ -47,6 +45,8 @@ class Decoder:
         eos_token_id: a row that drew it is done, and gets nothing else from then on. Default: None.
         generator: source of randomness, on the model's device. Default: torch's own.
         cuda_graph: whether steps are a CUDA graph. Default: None (on a CUDA device).
+        compiled: whether a step goes through `torch.compile`, which fuses its many small kernels,
+            and takes a minute before. Prompts do not. Default: False.
 
     Attributes:
         tokens: int64 `[B]`, the last token of every row.
@@ -66,12 +66,17 @@ class Decoder:
         eos_token_id: int | None = None,
         generator: torch.Generator | None = None,
         cuda_graph: bool | None = None,
+        compiled: bool = False,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"Decoder: expected batch_size to be at least 1, got {batch_size}")
         sampling = Sampling(temperature, top_k, top_p)
-        loop = _Loop(model, batch_size, sampling, uses_graph(model, cuda_graph))
-        self._take(model, loop, sampling, eos_token_id, generator)
+        # The shapes of a step never change.
+        stepping = torch.compile(model, dynamic=False) if compiled else model
+        loop = DecodeLoop(model, batch_size, sampling)
+        if uses_graph(model, cuda_graph):
+            loop.capture(model, stepping)
+        self._take(model, stepping, loop, sampling, eos_token_id, generator)
 
     @classmethod
     @contextlib.contextmanager
@@ -86,17 +91,20 @@ class Decoder:
     ) -> Iterator[Decoder]:
         """A decoder whose graph and buffers stay with the model for the next call of this form."""
         decoder = cls.__new__(cls)
+        options = (sampling, eos_token_id, generator)
         if not uses_graph(model, cuda_graph):
-            loop = _Loop(model, batch_size, sampling, False)
-            decoder._take(model, loop, sampling, eos_token_id, generator)
+            decoder._take(model, model, DecodeLoop(model, batch_size, sampling), *options)
             yield decoder
             return
         kept = _kept.setdefault(model, _Kept())
         form = (batch_size, sampling.greedy, sampling.top_k, sampling.top_p is None)
         key = (form, _what_a_graph_holds(model))
         # Taken out while it is in use, so that a second call meanwhile gets one of its own.
-        loop = kept.take(key) or _Loop(model, batch_size, sampling, True)
-        decoder._take(model, loop, sampling, eos_token_id, generator)
+        loop = kept.take(key)
+        if loop is None:
+            loop = DecodeLoop(model, batch_size, sampling)
+            loop.capture(model, model)
+        decoder._take(model, model, loop, *options)
         try:
             yield decoder
         finally:
@@ -105,12 +113,14 @@ class Decoder:
     def _take(
         self,
         model: GLAForCausalLM,
-        loop: _Loop,
+        stepping: Callable[..., CausalLMOutput],
+        loop: DecodeLoop,
         sampling: Sampling,
         eos_token_id: int | None,
         generator: torch.Generator | None,
     ) -> None:
-        self.model, self._loop, self._generator = model, loop, generator
+        self.model, self._stepping, self._loop = model, stepping, loop
+        self._generator = generator
         loop.set_options(sampling, eos_token_id)
 
     @property
@@ -172,115 +182,25 @@ class Decoder:
         loop = self._loop
         loop.draw(self._generator)
         if loop.graph is None:
-            loop.advance(self.model)
+            loop.advance(self._stepping)
         else:
             loop.graph.replay()
-            loop.cache.lengths = [length + 1 for length in loop.cache.lengths]
         return loop.tokens
-
-
-class _Loop:
-    """The buffers of a batch and, if wanted, the graph of a step on them.
-
-    It refers to no model, so that it can be kept beside one without keeping it alive. Randomness is
-    drawn into a buffer outside of the graph, which therefore serves any generator, and gives the
-    tokens that the same step gives without a graph.
-    """
-
-    def __init__(
-        self, model: GLAForCausalLM, batch_size: int, sampling: Sampling, graphed: bool
-    ) -> None:
-        device = _device(model)
-        self.top_k = sampling.top_k
-        self.cache = StaticGLACache(batch_size)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        with torch.inference_mode(False), torch.no_grad():
-            self.tokens = torch.zeros(batch_size, dtype=torch.long, device=device)
-            self.done = torch.zeros(batch_size, dtype=torch.bool, device=device)
-            self.eos = torch.full((), NO_EOS, device=device)
-            self.temperature = torch.ones((), device=device)
-            self.top_p = None if sampling.top_p is None else torch.ones((), device=device)
-            self.noise = None
-            if not sampling.greedy:
-                count = sampling.candidates(model.config.vocab_size)
-                self.noise = torch.ones(batch_size, count, device=device)
-            if graphed:
-                self._capture(model)
-
-    def set_options(self, sampling: Sampling, eos_token_id: int | None) -> None:
-        if not sampling.greedy:
-            self.temperature.fill_(sampling.temperature)
-        if self.top_p is not None:
-            self.top_p.fill_(sampling.top_p)
-        self.eos.fill_(NO_EOS if eos_token_id is None else eos_token_id)
-
-    def draw(self, generator: torch.Generator | None) -> None:
-        """New randomness for the next choice."""
-        if self.noise is not None:
-            self.noise.exponential_(generator=generator)
-
-    def prefill(self, model: GLAForCausalLM, prompts: Prompts, rows: Tensor | None) -> Tensor:
-        """States, tokens and done of the rows, from their prompts."""
-        with self.cache.prefill(rows):
-            logits = model(
-                prompts.input_ids,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=prompts.last,
-                cu_seqlens=prompts.cu_seqlens,
-            ).logits.flatten(0, 1)
-        tokens = self._choose(logits)
-        if rows is None:
-            self.tokens.copy_(tokens)
-            self.done.copy_(tokens == self.eos)
-        else:
-            self.tokens.index_copy_(0, rows, tokens)
-            self.done.index_copy_(0, rows, tokens == self.eos)
-        return tokens
-
-    def advance(self, model: GLAForCausalLM) -> None:
-        """One step, from buffers to buffers."""
-        logits = model(
-            self.tokens.unsqueeze(1), past_key_values=self.cache, use_cache=True, logits_to_keep=1
-        ).logits[:, -1]
-        self.tokens.copy_(torch.where(self.done, self.eos, self._choose(logits)))
-        self.done.logical_or_(self.tokens == self.eos)
-
-    def _choose(self, logits: Tensor) -> Tensor:
-        noise = None if self.noise is None else self.noise[: logits.shape[0]]
-        return choose(logits, noise, self.temperature, self.top_k, self.top_p)
-
-    def _capture(self, model: GLAForCausalLM) -> None:
-        """Records a step, after some on a sequence that nobody asked for."""
-        device = self.tokens.device
-        first = Prompts(self.tokens.unsqueeze(1), None, 1, self.tokens.shape[0])
-        with torch.cuda.device(device), _without_autocast_cache():
-            self.prefill(model, first, None)
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARMUP_STEPS):
-                    self.advance(model)
-            self.graph = torch.cuda.CUDAGraph()
-            # Other threads of a server may allocate meanwhile.
-            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                self.advance(model)
-            torch.cuda.current_stream().wait_stream(stream)
 
 
 class _Kept:
     """Loops that `generate` used, the last ones, by what they serve."""
 
     def __init__(self) -> None:
-        self.loops: OrderedDict[Hashable, tuple[_Loop, torch.cuda.Event]] = OrderedDict()
+        self.loops: OrderedDict[Hashable, tuple[DecodeLoop, torch.cuda.Event]] = OrderedDict()
 
-    def take(self, key: Hashable) -> _Loop | None:
+    def take(self, key: Hashable) -> DecodeLoop | None:
         loop, event = self.loops.pop(key, (None, None))
         if loop is not None:  # whose last use may still be queued on another stream
             event.wait(torch.cuda.current_stream(loop.tokens.device))
         return loop
 
-    def put(self, key: Hashable, loop: _Loop) -> None:
+    def put(self, key: Hashable, loop: DecodeLoop) -> None:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(loop.tokens.device))
         self.loops[key] = loop, event
@@ -299,7 +219,7 @@ def free_decoders(model: GLAForCausalLM) -> None:
 
 def uses_graph(model: GLAForCausalLM, cuda_graph: bool | None) -> bool:
     """Whether steps of the model are a CUDA graph."""
-    device = _device(model)
+    device = device_of(model)
     if cuda_graph and device.type != "cuda":
         raise ValueError(
             f"generate: expected a model on a CUDA device with cuda_graph = True, got {device}"
@@ -307,32 +227,15 @@ def uses_graph(model: GLAForCausalLM, cuda_graph: bool | None) -> bool:
     return device.type == "cuda" if cuda_graph is None else cuda_graph
 
 
-def _device(model: GLAForCausalLM) -> torch.device:
-    return next(model.parameters()).device
-
-
 def _what_a_graph_holds(model: GLAForCausalLM) -> Hashable:
     """All that a captured step has taken in and that may be otherwise by the next call."""
-    kind = _device(model).type
+    kind = device_of(model).type
     tensors = [*model.parameters(), *model.buffers()]
     return (
         tuple((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors),
         tuple(module.training for module in model.modules()),
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         is_batch_invariant(),
-        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.fp32_precision,
+        model._compiled_call_impl is None,
     )
-
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Inside, autocast keeps no casts of weights: a graph would go on reading them after autocast
-    has freed them.
-    """
-    enabled = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gla_ext._decode_loop import device_of
 from gla_ext._prompts import Prompts, read_prompts
 from gla_ext.decode import Decoder, uses_graph
 from gla_ext.sampling import Sampling
@@ -133,7 +134,7 @@ def _read(
             f"generate: expected max_new_tokens to be at least 0, got {max_new_tokens}"
         )
     uses_graph(model, cuda_graph)
-    return read_prompts(input_ids, attention_mask, next(model.parameters()).device)
+    return read_prompts(input_ids, attention_mask, device_of(model))
 
 
 def _continue(decoder: Decoder, prompts: Prompts, count: int, may_end: bool) -> Tensor:

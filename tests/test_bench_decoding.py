@@ -12,6 +12,7 @@ from source_tree import ROOT, run
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench_generate
 import bench_recurrent
+import contenders
 import gate
 from timing import Timing
 from transformer import Transformer, rotate
@@ -34,7 +35,7 @@ def no_cuda(monkeypatch):
         def __init__(self, call):
             self.replay = call
 
-    monkeypatch.setattr(bench_generate, "capture", Graph)
+    monkeypatch.setattr(contenders, "capture", Graph)
     monkeypatch.setattr(bench_recurrent, "slope_us", lambda call: (call(), timing(3.0))[1])
     monkeypatch.setattr(bench_recurrent, "host_us", lambda call: (call(), 7.5)[1])
 
@@ -95,7 +96,7 @@ def rendered(tmp_path, **results) -> tuple[list[str], list[str]]:
 
 @pytest.mark.usefixtures("no_cuda")
 def test_generation_is_measured(tmp_path):
-    found = bench_generate.measure(False, SIZES, "cpu")
+    found = bench_generate.measure(False, False, SIZES, "cpu")
     assert found["rows"].keys() == {"gla_ext", bench_generate.TRANSFORMER}
     for row in found["rows"].values():
         assert row["batches"].keys() == {"1", "3"}

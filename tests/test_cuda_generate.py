@@ -9,6 +9,7 @@ import torch
 from models import make_ids, make_model
 
 from gla_ext import decode
+from gla_ext._decode_loop import DecodeLoop
 from gla_ext.decode import Decoder
 from gla_ext.ops import batch_invariant
 
@@ -42,13 +43,13 @@ def assert_same(actual, expected):
 @pytest.fixture
 def captures(monkeypatch):
     """The batch sizes of the graphs that were captured."""
-    found, capture = [], decode._Loop._capture
+    found, capture = [], DecodeLoop.capture
 
-    def spy(self, model):
+    def spy(self, *models):
         found.append(self.tokens.shape[0])
-        capture(self, model)
+        capture(self, *models)
 
-    monkeypatch.setattr(decode._Loop, "_capture", spy)
+    monkeypatch.setattr(DecodeLoop, "capture", spy)
     return found
 
 
@@ -233,6 +234,22 @@ def test_rows_taken_by_new_sequences():
         tokens += [decoder.step().clone() for _ in range(7)]
         found.append(torch.cat(tokens))
     assert torch.equal(*found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_compiled_steps(cuda_graph):
+    """They round otherwise, so what they draw is as probable as the most probable token."""
+    torch._dynamo.reset()
+    model = model_on_gpu()
+    decoder = Decoder(model, 4, temperature=0, cuda_graph=cuda_graph, compiled=True)
+    tokens = [decoder.prefill(PROMPTS)] + [decoder.step().clone() for _ in range(20)]
+    tokens = torch.stack(tokens, 1)
+    for row, prompt in zip(tokens, PROMPTS, strict=True):
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, row])[None]).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, row[:, None]).squeeze(1)
+        assert (logits.amax(1) - chosen).max() < 1e-3
 
 
 def test_inference_mode():
