@@ -198,7 +198,7 @@ def measure(fla: bool, compiled: bool = False, sizes: Sizes = SIZES, device: str
         with emptied():
             measure_fla(results, sizes, device)
     with emptied():
-        measure_transformer(results, sizes, device)
+        measure_transformer(results, compiled, sizes, device)
     return results
 
 
@@ -214,14 +214,18 @@ def measure_gla(results: dict, compiled: bool, sizes: Sizes, device: str) -> Non
         }
 
 
-def measure_transformer(results: dict, sizes: Sizes, device: str) -> None:
+def measure_transformer(results: dict, compiled: bool, sizes: Sizes, device: str) -> None:
     model = build_transformer(sizes, device)
     check_transformer(model, draw_prompts(sizes, 2, device))
     results["parameters"][TRANSFORMER] = sum(p.numel() for p in model.parameters())
-    results["rows"][TRANSFORMER] = {
-        "batches": measure_batches(lambda B: Attends(model, B, sizes.prompt + 1), sizes, device),
-        "lengths": measure_lengths(lambda n: Attends(model, 1, n), sizes, device, False),
-    }
+    for name in (TRANSFORMER, f"{TRANSFORMER}, compiled")[: 1 + compiled]:
+        make = functools.partial(Attends, model, compiled=name != TRANSFORMER)
+        of_batch = functools.partial(make, length=sizes.prompt + 1)
+        of_length = functools.partial(make, 1)
+        results["rows"][name] = {
+            "batches": measure_batches(of_batch, sizes, device),
+            "lengths": measure_lengths(of_length, sizes, device, False),
+        }
 
 
 def measure_fla(results: dict, sizes: Sizes, device: str) -> None:

@@ -37,8 +37,11 @@ class Attends:
     mask is needed and nothing is read beyond them: every step is a step at that position.
     """
 
-    def __init__(self, model: nn.Module, batch_size: int, length: int) -> None:
+    def __init__(
+        self, model: nn.Module, batch_size: int, length: int, compiled: bool = False
+    ) -> None:
         self.model, self.length = model, length
+        self.stepping = torch.compile(model, dynamic=False) if compiled else model
         self.cache = model.new_cache(batch_size, length)
         device = self.cache.device
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -54,7 +57,8 @@ class Attends:
     def advance(self) -> None:
         """One step at the last position of the cache."""
         ids = self.tokens.unsqueeze(1)
-        self.tokens.copy_(self.model(ids, self.cache, self.position, self.length).argmax(-1))
+        logits = self.stepping(ids, self.cache, self.position, self.length)
+        self.tokens.copy_(logits.argmax(-1))
 
     def step(self) -> Tensor:
         if self.graph is None:

@@ -16,14 +16,20 @@ HEAD_DIM = 64
 ROTARY_BASE = 10000.0
 
 
-def rotate(x: Tensor, position: Tensor) -> Tensor:
-    """Rotary positions (Su et al., 2021, arXiv:2104.09864); x [B, H, T, D], position [T]."""
-    half = x.shape[-1] // 2
-    exponents = torch.arange(half, device=x.device, dtype=torch.float32) / half
-    angle = position[:, None] * ROTARY_BASE**-exponents  # [T, D / 2]
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x.float().chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+def rotations(position: Tensor) -> Tensor:
+    """Cosines and sines of rotary positions (Su et al., 2021, arXiv:2104.09864), fp32 [2, T, D];
+    position [T].
+    """
+    half = torch.arange(HEAD_DIM // 2, device=position.device, dtype=torch.float32)
+    angle = (position[:, None] * ROTARY_BASE ** (-2 / HEAD_DIM * half)).repeat(1, 2)
+    return torch.stack([angle.cos(), angle.sin()])
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """x [B, H, T, D], in two halves, turned by `rotations`."""
+    a, b = x.chunk(2, -1)
+    cos, sin = rotary
+    return (x * cos + torch.cat([-b, a], -1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -36,17 +42,20 @@ class Attention(nn.Module):
             nn.Linear(width, width, bias=False) for _ in range(4)
         )
 
-    def forward(self, x: Tensor, cache: Tensor, position: Tensor, length: int) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: Tensor, cache: Tensor, position: Tensor, length: int
+    ) -> Tensor:
         q, k, v = (
             proj(x).unflatten(-1, (self.heads, HEAD_DIM)).transpose(1, 2)  # [B, H, T, D]
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         keys, values = cache  # [B, H, capacity, D] each
-        keys.index_copy_(2, position, rotate(k, position))
+        q, k = rotate(torch.stack([q, k]), rotary)
+        keys.index_copy_(2, position, k)
         values.index_copy_(2, position, v)
         # A prompt begins at 0, so the causal mask is a square one; one token sees all there is.
         o = scaled_dot_product_attention(
-            rotate(q, position),
+            q,
             keys[:, :, :length],
             values[:, :, :length],
             is_causal=x.shape[1] > 1,
@@ -98,7 +107,7 @@ class Transformer(nn.Module):
             position: int64 `[T]`, where the tokens stand.
             length: number of entries of the cache that are seen: the last position + 1.
         """
-        x = self.embeddings(ids)
+        x, rotary = self.embeddings(ids), rotations(position)
         for layer, own in zip(self.layers, cache, strict=True):
-            x = layer(x, own, position, length)
+            x = layer(x, rotary, own, position, length)
         return self.lm_head(self.norm(x[:, -1]))
