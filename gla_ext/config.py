@@ -38,7 +38,8 @@ class GLAConfig:
         conv_size: see `GatedLinearAttention`. Default: 4.
         use_output_gate: see `GatedLinearAttention`. Default: True.
         clamp_min: lower bound of the log gate. Default: None.
-        hidden_act: activation of the MLP and of the output gate; 'swish' only. Default: 'swish'.
+        hidden_act: activation of the MLP and of the output gate; 'swish' only, as FLA's MLP
+            takes no other that its layer takes too. Default: 'swish'.
         max_position_embeddings: kept for FLA's readers; there is no limit. Default: 2048.
         elementwise_affine: whether the layers' norms have a weight. Default: True.
         norm_eps: epsilon of all norms. Default: 1e-6.

@@ -6,19 +6,19 @@ Constructor, attributes, state_dict keys and forward signature are those of
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gla_ext._layer_options import check_options, expanded_dim
 from gla_ext._padding import packed_slots, valid_tokens
+from gla_ext.activations import activation
 from gla_ext.norms import GatedRMSNorm, RMSNorm
 from gla_ext.ops import chunk_gla, is_batch_invariant
 from gla_ext.recurrent import fused_recurrent_gla, recurrent_gla_step_
-
-MODES = ("chunk", "fused_recurrent", "fused_chunk")
+from gla_ext.short_conv import ShortConvolution, token_positions
 
 
 class GatedLinearAttention(nn.Module):
@@ -36,27 +36,32 @@ class GatedLinearAttention(nn.Module):
         expand_k: key width over hidden_size. Default: 0.5.
         expand_v: value width over hidden_size. Default: 1.0.
         num_heads: number of heads H. Default: 4.
-        num_kv_heads: number of key/value heads; fewer than num_heads is not implemented.
-            Default: None (num_heads).
-        feature_map: name of a map on q and k; not implemented. Default: None.
-        use_short_conv: short convolutions on q, k, v; not implemented. Default: False.
+        num_kv_heads: number of heads of k, v and gk; divides num_heads. Head h reads number
+            h // (num_heads / num_kv_heads), in a copy of k, v and gk for every head, but for
+            num_kv_heads = 1, where all heads read the same memory. Default: None (num_heads).
+        feature_map: activation on q and k, after the convolution; see gate_fn. Default: None.
+        use_short_conv: causal convolutions of each channel of q, k and v, with SiLU, see
+            `gla_ext.short_conv.ShortConvolution`. Default: False.
         conv_size: their kernel size in tokens. Default: 4.
         conv_bias: whether they have a bias. Default: False.
         use_output_gate: multiply the output by a gate. Default: True.
-        gate_fn: activation of that gate; 'swish' only. Default: 'swish'.
+        gate_fn: activation of that gate, one of `gla_ext.activations.ACTIVATIONS`: 'relu',
+            'sigmoid', 'logsigmoid', 'silu', 'swish', 'sqrelu' (relu squared), 'gelu' (by tanh).
+            Default: 'swish'.
         elementwise_affine: whether the norm has a weight. Default: True.
         norm_eps: epsilon of the norm. Default: 1e-5.
         gate_logit_normalizer: divides the log gate; larger forgets more slowly. Default: 16.
         gate_low_rank_dim: rank of the gate projection. Default: 16.
         clamp_min: lower bound of the log gate (natural log). Default: None.
-        fuse_norm: round once, after norm and output gate, not after each; it also names the
-            norm `g_norm_swish_gate` instead of `g_norm`. Default: True.
+        fuse_norm: with gate_fn 'swish' (not 'silu'), round once, after norm and output gate, not
+            after each; it also names the norm `g_norm_swish_gate` instead of `g_norm`.
+            Default: True.
         layer_idx: index of this layer in a cache. Default: None.
 
     Raises:
-        ValueError: sizes that do not divide, an unknown mode; in forward, shapes that do not
-            fit, or a cache without layer_idx.
-        NotImplementedError: the options named above.
+        ValueError: sizes that do not divide, an unknown mode or activation; in forward, shapes
+            that do not fit, or a cache without layer_idx.
+        NotImplementedError: 'bias_gelu' as an activation.
     """
 
     def __init__(
@@ -83,19 +88,18 @@ class GatedLinearAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_options(mode, num_heads, num_kv_heads, feature_map, use_short_conv, gate_fn)
-        if gate_low_rank_dim < 1 or gate_logit_normalizer == 0:
-            raise ValueError(
-                "GatedLinearAttention: expected gate_low_rank_dim to be at least 1 and "
-                f"gate_logit_normalizer not 0, got {gate_low_rank_dim} and {gate_logit_normalizer}"
-            )
+        check_options(
+            mode, num_heads, num_kv_heads, conv_size, gate_low_rank_dim, gate_logit_normalizer
+        )
         self.mode = mode
         self.hidden_size = hidden_size
         self.expand_k, self.expand_v = expand_k, expand_v
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.num_kv_groups = num_heads // num_kv_heads
-        self.feature_map_fn = None
+        self.feature_map_fn = (
+            None if feature_map is None else activation(feature_map, "feature_map")
+        )
         self.use_short_conv = use_short_conv
         self.conv_size, self.conv_bias = conv_size, conv_bias
         self.use_output_gate = use_output_gate
@@ -103,8 +107,8 @@ class GatedLinearAttention(nn.Module):
         self.clamp_min = clamp_min
         self.layer_idx = layer_idx
 
-        self.key_dim = _expanded_dim("expand_k", hidden_size, expand_k, num_heads)
-        self.value_dim = _expanded_dim("expand_v", hidden_size, expand_v, num_heads)
+        self.key_dim = expanded_dim("expand_k", hidden_size, expand_k, num_heads)
+        self.value_dim = expanded_dim("expand_v", hidden_size, expand_v, num_heads)
         self.key_dim_per_group = self.key_dim // self.num_kv_groups
         self.value_dim_per_group = self.value_dim // self.num_kv_groups
         self.head_k_dim = self.key_dim // num_heads
@@ -115,18 +119,23 @@ class GatedLinearAttention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, self.value_dim_per_group, bias=False)
         if use_output_gate:
             self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(self.key_dim, conv_size, conv_bias)
+            self.k_conv1d = ShortConvolution(self.key_dim_per_group, conv_size, conv_bias)
+            self.v_conv1d = ShortConvolution(self.value_dim_per_group, conv_size, conv_bias)
         self.gk_proj = nn.Sequential(
             nn.Linear(hidden_size, gate_low_rank_dim, bias=False),
             nn.Linear(gate_low_rank_dim, self.key_dim_per_group, bias=True),
         )
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
 
-        self.fuse_norm_and_gate = fuse_norm and use_output_gate
+        gate = activation(gate_fn, "gate_fn")
+        self.fuse_norm_and_gate = fuse_norm and use_output_gate and gate_fn == "swish"
         if self.fuse_norm_and_gate:
             self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, elementwise_affine, norm_eps)
         else:
             self.g_norm = RMSNorm(self.head_v_dim, elementwise_affine, norm_eps, torch.float32)
-            self.gate_fn = F.silu
+            self.gate_fn = gate
 
     def forward(
         self,
@@ -142,10 +151,12 @@ class GatedLinearAttention(nn.Module):
         Args:
             hidden_states: `[B, T, hidden_size]`.
             attention_mask: `[B, >= T]` of 0 (padding) and 1, its last T columns count; padded
-                tokens are skipped by the recurrence and return 0. Default: None.
+                tokens are skipped by the recurrence and by the convolutions and return 0.
+                Default: None.
             past_key_values: a cache (`gla_ext.cache.GLACache`, or one of its kind) whose entry
-                for layer_idx is where the recurrence starts. Default: None.
-            use_cache: store the final state in past_key_values. Default: False.
+                for layer_idx is where the recurrence and the convolutions start: see
+                `gla_ext.short_conv.ShortConvolution` for the latter. Default: None.
+            use_cache: store the final states in past_key_values. Default: False.
             output_attentions: accepted and without effect: there are no attention maps.
             **kwargs: `cu_seqlens`, int32 or int64 `[N + 1]`, offsets of the N sequences packed
                 into a batch of one; attention_mask is then not looked at. Others are ignored.
@@ -161,7 +172,8 @@ class GatedLinearAttention(nn.Module):
                 "GatedLinearAttention: expected hidden_states to have shape [B, T, hidden_size = "
                 f"{self.hidden_size}], got {list(hidden_states.shape)}"
             )
-        state = self._cached_state(past_key_values)
+        state = self._cached("recurrent_state", past_key_values)
+        conv_state = self._cached("conv_state", past_key_values) if self.use_short_conv else None
         B, T, _ = hidden_states.shape
         cu_seqlens = kwargs.get("cu_seqlens")
         slots = None
@@ -172,11 +184,14 @@ class GatedLinearAttention(nn.Module):
             tokens = hidden_states.masked_fill(~valid.unsqueeze(-1), 0).flatten(0, 1)
             hidden_states = torch.zeros_like(tokens).index_copy(0, slots, tokens).unsqueeze(0)
 
+        q, k, v, gk, conv_state = self._project(
+            hidden_states, conv_state, bool(use_cache), cu_seqlens
+        )
         in_place = bool(use_cache) and getattr(past_key_values, "in_place", False)
-        o, state = self._attend(hidden_states, state, bool(use_cache), cu_seqlens, in_place)
+        o, state = self._attend(q, k, v, gk, state, bool(use_cache), cu_seqlens, in_place)
         if past_key_values is not None:
             past_key_values.update(
-                layer_idx=self.layer_idx, recurrent_state=state, conv_state=None, offset=T
+                layer_idx=self.layer_idx, recurrent_state=state, conv_state=conv_state, offset=T
             )
         o = self.o_proj(self._norm_and_gate(o, hidden_states))
         if slots is not None:
@@ -184,9 +199,49 @@ class GatedLinearAttention(nn.Module):
             o = o.masked_fill(~valid.unsqueeze(-1), 0)
         return o, None, past_key_values
 
-    def _attend(
+    def _project(
         self,
         x: Tensor,
+        conv_state: tuple[Tensor, Tensor, Tensor] | None,
+        output_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+        """q, k, v, gk `[B, T, H, K | V]`, and what the convolutions go on from or None."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.use_short_conv:
+            positions = None if cu_seqlens is None else token_positions(cu_seqlens, x.shape[1])
+            caches = (None, None, None) if conv_state is None else conv_state
+            (q, *q_state), (k, *k_state), (v, *v_state) = (
+                convolution(y, cache, output_state, cu_seqlens, positions)
+                for convolution, y, cache in zip(
+                    (self.q_conv1d, self.k_conv1d, self.v_conv1d), (q, k, v), caches, strict=True
+                )
+            )
+            conv_state = (*q_state, *k_state, *v_state) if output_state else None
+        gk = F.logsigmoid(self.gk_proj(x)) / self.gate_logit_normalizer
+        if self.clamp_min is not None:
+            gk = gk.clamp_min(self.clamp_min)
+        q = q.unflatten(-1, (self.num_heads, self.head_k_dim))
+        k = k.unflatten(-1, (self.num_kv_heads, self.head_k_dim))
+        v = v.unflatten(-1, (self.num_kv_heads, self.head_v_dim))
+        gk = gk.unflatten(-1, (self.num_kv_heads, self.head_k_dim))
+        if self.feature_map_fn is not None:
+            q, k = self.feature_map_fn(q), self.feature_map_fn(k)
+        k, v, gk = (self._for_every_head(y) for y in (k, v, gk))
+        return q, k, v, gk, conv_state
+
+    def _for_every_head(self, x: Tensor) -> Tensor:
+        """From `[B, T, H_kv, D]` to `[B, T, H, D]`: a view for H_kv 1 or H, else a copy."""
+        if self.num_kv_groups == 1:
+            return x
+        return x.unsqueeze(3).expand(-1, -1, -1, self.num_kv_groups, -1).flatten(2, 3)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gk: Tensor,
         state: Tensor | None,
         output_state: bool,
         cu_seqlens: Tensor | None,
@@ -196,14 +251,7 @@ class GatedLinearAttention(nn.Module):
 
         With in_place, the recurrence over a batch writes the final state over `state`.
         """
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_k_dim))
-        k = self.k_proj(x).unflatten(-1, (self.num_heads, self.head_k_dim))
-        v = self.v_proj(x).unflatten(-1, (self.num_heads, self.head_v_dim))
-        gk = F.logsigmoid(self.gk_proj(x)) / self.gate_logit_normalizer
-        if self.clamp_min is not None:
-            gk = gk.clamp_min(self.clamp_min)
-        gk = gk.unflatten(-1, (self.num_heads, self.head_k_dim))
-        recurs = self._recurs(x, state, cu_seqlens)
+        recurs = self._recurs(q, state, cu_seqlens)
         if recurs and in_place and state is not None and cu_seqlens is None:
             return recurrent_gla_step_(q, k, v, gk, state=state, state_v_first=True), state
         attend = fused_recurrent_gla if recurs else chunk_gla
@@ -218,7 +266,7 @@ class GatedLinearAttention(nn.Module):
             cu_seqlens=cu_seqlens,
         )
 
-    def _recurs(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> bool:
+    def _recurs(self, q: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> bool:
         """Whether the tokens pass one after the other and not in chunks."""
         if self.mode == "fused_recurrent":
             return True
@@ -228,7 +276,7 @@ class GatedLinearAttention(nn.Module):
         # Checkpointing computes again with grad mode on what it computed with grad mode off.
         if self.training or torch.is_grad_enabled():
             return False
-        return _is_one(x.shape[1])
+        return _is_one(q.shape[1])
 
     def _norm_and_gate(self, o: Tensor, x: Tensor) -> Tensor:
         """From the heads' outputs `[B, T, H, V]` to the input of o_proj `[B, T, H * V]`."""
@@ -238,8 +286,8 @@ class GatedLinearAttention(nn.Module):
         o = self.g_norm(o).flatten(-2)
         return o * self.gate_fn(self.g_proj(x)) if self.use_output_gate else o
 
-    def _cached_state(self, past_key_values: Any | None) -> Tensor | None:
-        """The recurrent state `[N, H, V, K]` this layer has in the cache, or None."""
+    def _cached(self, name: str, past_key_values: Any | None) -> Any | None:
+        """What the cache has under this name for this layer, or None."""
         if past_key_values is None:
             return None
         if self.layer_idx is None:
@@ -250,40 +298,7 @@ class GatedLinearAttention(nn.Module):
         if len(past_key_values) <= self.layer_idx:
             return None
         entry = past_key_values[self.layer_idx]
-        return None if entry is None else entry["recurrent_state"]
-
-
-def _check_options(
-    mode: str,
-    num_heads: int,
-    num_kv_heads: int,
-    feature_map: str | None,
-    use_short_conv: bool,
-    gate_fn: str,
-) -> None:
-    """Raises what the constructor documents for options that are wrong or not there yet."""
-    prefix = "GatedLinearAttention:"
-    if mode not in MODES:
-        raise ValueError(f"{prefix} expected mode to be one of {', '.join(MODES)}, got {mode!r}")
-    if num_heads < 1:
-        raise ValueError(f"{prefix} expected num_heads to be at least 1, got {num_heads}")
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"{prefix} expected num_kv_heads to divide num_heads = {num_heads}, got {num_kv_heads}"
-        )
-    if num_kv_heads != num_heads:
-        raise NotImplementedError(
-            f"{prefix} num_kv_heads = {num_kv_heads} below num_heads = {num_heads} is not "
-            "implemented"
-        )
-    if feature_map is not None:
-        raise NotImplementedError(f"{prefix} feature_map = {feature_map!r} is not implemented")
-    if use_short_conv:
-        raise NotImplementedError(f"{prefix} use_short_conv = True is not implemented")
-    if gate_fn != "swish":
-        raise NotImplementedError(
-            f"{prefix} gate_fn = {gate_fn!r} is not implemented, only 'swish' is"
-        )
+        return None if entry is None else entry[name]
 
 
 def _is_one(T: int | torch.SymInt) -> bool:
@@ -294,15 +309,3 @@ def _is_one(T: int | torch.SymInt) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(T == 1)
-
-
-def _expanded_dim(name: str, hidden_size: int, ratio: float, num_heads: int) -> int:
-    """hidden_size * ratio, which must be a positive integer that num_heads divides."""
-    exact = hidden_size * ratio
-    dim = round(exact)
-    if dim < 1 or not math.isclose(exact, dim) or dim % num_heads:
-        raise ValueError(
-            f"GatedLinearAttention: expected hidden_size * {name} to be a positive multiple of "
-            f"num_heads = {num_heads}, got {hidden_size} * {ratio} = {exact:g}"
-        )
-    return dim

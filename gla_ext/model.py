@@ -253,11 +253,11 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def init_weights(module: nn.Module, std: float) -> None:
-    """Linear and embedding weights from N(0, std), biases 0, norm weights 1."""
+    """Linear, convolution and embedding weights from N(0, std), biases 0, norm weights 1."""
     for child in module.modules():
-        if isinstance(child, (nn.Linear, nn.Embedding)):
+        if isinstance(child, (nn.Linear, nn.Conv1d, nn.Embedding)):
             nn.init.normal_(child.weight, mean=0.0, std=std)
-            if isinstance(child, nn.Linear) and child.bias is not None:
+            if not isinstance(child, nn.Embedding) and child.bias is not None:
                 nn.init.zeros_(child.bias)
         elif isinstance(child, RMSNorm):
             child.reset_parameters()

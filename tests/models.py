@@ -1,5 +1,7 @@
 """Small seeded layers and language models, their inputs, and the layer in plain torch."""
 
+import math
+
 import torch
 from torch.nn.functional import logsigmoid
 
@@ -8,6 +10,16 @@ from gla_ext.config import GLAConfig
 from gla_ext.model import GLAForCausalLM
 
 SMALL = {"hidden_size": 24, "num_heads": 3, "gate_low_rank_dim": 4}
+# Options that the layer has beside the operator, away from their defaults.
+EVERY = {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "use_short_conv": True,
+    "conv_bias": True,
+    "feature_map": "silu",
+    "gate_fn": "sigmoid",
+    "clamp_min": -0.05,
+}
 
 
 def make_layer(dtype=torch.float64, seed=0, **options) -> GatedLinearAttention:
@@ -23,17 +35,50 @@ def make_x(B=2, T=70, dtype=torch.float64, seed=1) -> torch.Tensor:
     return torch.randn(B, T, 24, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def composed(layer, x, state=None):
-    """The layer in plain torch on the recurrence; state [N, H, K, V]."""
+# By their definitions.
+FUNCTIONS = {
+    "relu": lambda x: torch.where(x > 0, x, 0),
+    "sigmoid": lambda x: 1 / (1 + (-x).exp()),
+    "logsigmoid": lambda x: -(1 + (-x).exp()).log(),
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "swish": lambda x: x / (1 + (-x).exp()),
+    "sqrelu": lambda x: torch.where(x > 0, x * x, 0),
+    "gelu": lambda x: x / 2 * (1 + ((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()),
+}
+
+
+def composed(layer, x, state=None, feature_map=None, gate_fn="swish"):
+    """The layer in plain torch on the recurrence, of a layer with that feature_map and gate_fn.
+
+    Returns the output and the final state [N, H, K, V]; `state` is the initial one, of a layer
+    without convolutions.
+    """
     w = {name: parameter.to(x.dtype) for name, parameter in layer.named_parameters()}
 
-    def heads(y):
-        return y.unflatten(-1, (layer.num_heads, y.shape[-1] // layer.num_heads))
+    def heads(y, count=layer.num_heads):
+        """Head h of the result is number h * count // num_heads of y's."""
+        y = y.unflatten(-1, (count, y.shape[-1] // count))
+        return y[..., torch.arange(layer.num_heads) * count // layer.num_heads, :]
 
-    q, k, v = (heads(x @ w[f"{name}_proj.weight"].T) for name in "qkv")
+    def convolved(y, name):
+        """Token by token: the last conv_size inputs times the weights, and SiLU."""
+        if not layer.use_short_conv:
+            return y
+        weight, bias = w[f"{name}_conv1d.weight"][:, 0], w.get(f"{name}_conv1d.bias", 0)
+        rows = []
+        for t in range(y.shape[1]):
+            recent = y[:, max(0, t + 1 - layer.conv_size) : t + 1]
+            row = bias + (recent * weight.T[-recent.shape[1] :]).sum(1)
+            rows.append(row / (1 + (-row).exp()))
+        return torch.stack(rows, 1) if rows else y
+
+    q, k, v = (convolved(x @ w[f"{name}_proj.weight"].T, name) for name in "qkv")
+    q, k, v = heads(q), heads(k, layer.num_kv_heads), heads(v, layer.num_kv_heads)
+    if feature_map is not None:
+        q, k = FUNCTIONS[feature_map](q), FUNCTIONS[feature_map](k)
     low_rank = x @ w["gk_proj.0.weight"].T
     gk = logsigmoid(low_rank @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"])
-    gk = heads(gk) / layer.gate_logit_normalizer
+    gk = heads(gk, layer.num_kv_heads) / layer.gate_logit_normalizer
     if layer.clamp_min is not None:
         gk = torch.where(gk < layer.clamp_min, layer.clamp_min, gk)
     o, state = reference.recurrence(q, k, v, gk, initial_state=state)
@@ -42,11 +87,18 @@ def composed(layer, x, state=None):
     if norm.weight is not None:
         o = o * norm.weight.to(x.dtype)
     if layer.use_output_gate:
-        gate = heads(x @ w["g_proj.weight"].T)
-        o = o * gate / (1 + (-gate).exp())
+        o = o * FUNCTIONS[gate_fn](heads(x @ w["g_proj.weight"].T))
     return o.flatten(2) @ w["o_proj.weight"].T, state
 
 
+def composed_with(options, layer, x):
+    """`composed`, given what of the options the layer keeps as a function alone."""
+    named = {name: options[name] for name in ("feature_map", "gate_fn") if name in options}
+    return composed(layer, x, **named)
+
+
+# Of a model, what its layers have beside the operator.
+MODEL_EVERY = {"num_kv_heads": 1, "use_short_conv": True, "feature_map": "relu", "clamp_min": -0.1}
 TINY = {"hidden_size": 16, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 31}
 
 

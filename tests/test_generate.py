@@ -5,16 +5,19 @@ import math
 import pytest
 import torch
 from common import assert_close
-from models import make_ids, make_model
+from models import MODEL_EVERY, make_ids, make_model
 
 from gla_ext import decode
 from gla_ext.cache import GLACache
 
 PROMPTS = [make_ids(B=1, T=T, seed=T)[0] for T in (5, 1, 70, 12)]
 
+with_options = pytest.mark.parametrize("options", [{}, MODEL_EVERY], ids=["default", "all"])
 
-def test_stepwise_decoding_equals_the_full_forward():
-    model, ids = make_model(torch.float64), make_ids(T=40)
+
+@with_options
+def test_stepwise_decoding_equals_the_full_forward(options):
+    model, ids = make_model(torch.float64, **options), make_ids(T=40)
     cache = GLACache()
     pieces = [model(ids[:, :10], past_key_values=cache, use_cache=True).logits]
     pieces += [
@@ -68,10 +71,11 @@ def test_prompts_are_packed_without_padding(spied_model):
     assert calls[0][1].shape == (1, 4, 31)
 
 
+@with_options
 @pytest.mark.parametrize("mode", ["chunk", "fused_recurrent"])
 @pytest.mark.parametrize("training", [False, True])
-def test_prompts_of_any_lengths_are_each_as_alone(training, mode):
-    model = make_model(torch.float64, attn_mode=mode).train(training)
+def test_prompts_of_any_lengths_are_each_as_alone(training, mode, options):
+    model = make_model(torch.float64, **options | {"attn_mode": mode}).train(training)
     alone = [model.generate(prompt[None], 20, temperature=0)[0] for prompt in PROMPTS]
     together = model.generate(PROMPTS, 20, temperature=0)
     assert isinstance(together, list)

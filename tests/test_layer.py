@@ -1,15 +1,13 @@
-"""The layer against a composition in fp64 plain torch, its norms, names, errors, whole graphs."""
+"""The layer against a composition in fp64 plain torch, its norms, names, errors."""
 
 import pytest
 import torch
 from common import assert_close, run_python
-from models import SMALL, composed, make_layer, make_x
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
+from models import EVERY, SMALL, composed_with, make_layer, make_x
 
 from gla_ext import GatedLinearAttention
-from gla_ext.cache import GLACache
-from gla_ext.layers import MODES
+from gla_ext._layer_options import MODES
+from gla_ext.activations import ACTIVATIONS
 from gla_ext.norms import GatedRMSNorm, RMSNorm
 
 OPTIONS = {
@@ -24,6 +22,16 @@ OPTIONS = {
     "expand": {"expand_k": 1.0, "expand_v": 2.0},
     "one head": {"num_heads": 1},
     "rank": {"gate_low_rank_dim": 7},
+    "kv heads 1": {"num_kv_heads": 1},
+    "kv heads 2 of 4": {"num_kv_heads": 2, "num_heads": 4},
+    "short conv": {"use_short_conv": True},
+    "short conv, bias, 3": {"use_short_conv": True, "conv_bias": True, "conv_size": 3},
+    "short conv of 1": {"use_short_conv": True, "conv_size": 1},
+    "short conv longer than T": {"use_short_conv": True, "conv_size": 80},
+    **{f"feature_map {name}": {"feature_map": name} for name in ACTIVATIONS},
+    **{f"gate_fn {name}": {"gate_fn": name} for name in ACTIVATIONS},
+    "gate_fn, unfused": {"gate_fn": "sigmoid", "fuse_norm": False},
+    "all": EVERY,
 }
 
 
@@ -35,7 +43,7 @@ def test_equals_the_composition_with_gradients(options):
     actual, nothing, cache = layer(x)
     assert nothing is None
     assert cache is None
-    expected, _ = composed(layer, x)
+    expected, _ = composed_with(options, layer, x)
     upstream = torch.randn(actual.shape, generator=generator, dtype=actual.dtype)
     assert_close(actual, expected, 1e-12)
     gradients = [torch.autograd.grad(y, leaves, upstream) for y in (actual, expected)]
@@ -44,30 +52,32 @@ def test_equals_the_composition_with_gradients(options):
         assert_close(got, wanted, 1e-10, name=name)
 
 
+@pytest.mark.parametrize("options", [{}, EVERY], ids=["default", "all"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("T", [0, 1, 64, 65])
-def test_every_mode_at_any_length(mode, T):
-    layer, x = make_layer(mode=mode), make_x(T=T)
-    assert_close(layer(x)[0], composed(layer, x)[0], 1e-12)
+def test_every_mode_at_any_length(mode, T, options):
+    layer, x = make_layer(mode=mode, **options), make_x(T=T)
+    assert_close(layer(x)[0], composed_with(options, layer, x)[0], 1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
-@pytest.mark.parametrize("fuse_norm", [True, False])
-def test_lower_precision_stays_close(dtype, bound, fuse_norm):
-    layer = make_layer(dtype, fuse_norm=fuse_norm)
+@pytest.mark.parametrize("options", [{}, {"fuse_norm": False}, EVERY])
+def test_lower_precision_stays_close(dtype, bound, options):
+    layer = make_layer(dtype, **options)
     x = make_x(dtype=dtype)
     y = layer(x)[0]
     assert y.dtype == dtype
-    assert_close(y, composed(layer, x.double())[0], bound)
+    assert_close(y, composed_with(options, layer, x.double())[0], bound)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.03), (torch.float16, 2e-3)])
-def test_autocast_keeps_close(dtype, bound):
-    layer, x = make_layer(torch.float32), make_x(dtype=torch.float32)
+@pytest.mark.parametrize("options", [{}, EVERY], ids=["default", "all"])
+def test_autocast_keeps_close(dtype, bound, options):
+    layer, x = make_layer(torch.float32, **options), make_x(dtype=torch.float32)
     with torch.autocast("cpu", dtype):
         y = layer(x)[0]
     assert y.dtype == dtype
-    assert_close(y, composed(layer, x.double())[0], bound)
+    assert_close(y, composed_with(options, layer, x.double())[0], bound)
 
 
 PROJECTIONS = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"}
@@ -109,6 +119,32 @@ def test_state_dict_shapes_of_the_default_layer():
     }
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_state_dict_of_shared_heads_with_convolutions(bias):
+    layer = GatedLinearAttention(num_kv_heads=2, use_short_conv=True, conv_bias=bias, conv_size=3)
+    shapes = {n: tuple(x.shape) for n, x in layer.state_dict().items()}
+    channels = {"q_conv1d": 512, "k_conv1d": 256, "v_conv1d": 512}
+    assert shapes == {
+        "q_proj.weight": (512, 1024),
+        "k_proj.weight": (256, 1024),
+        "v_proj.weight": (512, 1024),
+        "g_proj.weight": (1024, 1024),
+        **{f"{name}.weight": (D, 1, 3) for name, D in channels.items()},
+        **({f"{name}.bias": (D,) for name, D in channels.items()} if bias else {}),
+        "gk_proj.0.weight": (16, 1024),
+        "gk_proj.1.weight": (256, 16),
+        "gk_proj.1.bias": (256,),
+        "o_proj.weight": (1024, 1024),
+        "g_norm_swish_gate.weight": (256,),
+    }
+
+
+@pytest.mark.parametrize("gate_fn", [name for name in ACTIVATIONS if name != "swish"])
+def test_norm_has_its_own_name_beside_any_gate_but_swish(gate_fn):
+    keys = GatedLinearAttention(gate_fn=gate_fn, **SMALL).state_dict().keys()
+    assert keys == PROJECTIONS | GATE | {"g_proj.weight", "g_norm.weight"}
+
+
 @pytest.mark.parametrize("norm", [RMSNorm(10), GatedRMSNorm(10)])
 def test_norms_round_once(norm):
     torch.nn.init.normal_(norm.weight)
@@ -127,18 +163,10 @@ def test_norms_stay_fp32_under_autocast(norm, dtype):
         assert torch.equal(norm(*inputs), expected)
 
 
-NOT_YET = {
-    "num_kv_heads": 1,
-    "feature_map": "relu",
-    "use_short_conv": True,
-    "gate_fn": "sigmoid",
-}
-
-
-@pytest.mark.parametrize(("name", "value"), NOT_YET.items())
-def test_options_that_are_not_there_yet(name, value):
-    with pytest.raises(NotImplementedError, match=name):
-        GatedLinearAttention(**(SMALL | {name: value}))
+@pytest.mark.parametrize("name", ["feature_map", "gate_fn"])
+def test_an_activation_that_needs_more_than_its_input(name):
+    with pytest.raises(NotImplementedError, match=f"{name} = 'bias_gelu' is not implemented"):
+        GatedLinearAttention(**(SMALL | {name: "bias_gelu"}))
 
 
 @pytest.mark.parametrize(
@@ -147,6 +175,9 @@ def test_options_that_are_not_there_yet(name, value):
         ({"mode": "chunky"}, "expected mode to be one of chunk, .*, got 'chunky'"),
         ({"num_heads": 0}, "expected num_heads to be at least 1, got 0"),
         ({"num_kv_heads": 2}, "expected num_kv_heads to divide num_heads = 3, got 2"),
+        ({"conv_size": 0}, "expected conv_size to be at least 1, got 0"),
+        ({"feature_map": "tanh"}, "expected feature_map to be one of relu, .*, got 'tanh'"),
+        ({"gate_fn": "powlu"}, "expected gate_fn to be one of relu, .*, got 'powlu'"),
         ({"hidden_size": 25}, r"hidden_size \* expand_k .* num_heads = 3, got 25 \* 0.5 = 12.5"),
         ({"num_heads": 5}, r"hidden_size \* expand_k .* num_heads = 5, got 24 \* 0.5 = 12"),
         ({"expand_v": 0.3}, r"hidden_size \* expand_v .* got 24 \* 0.3 = 7.2"),
@@ -172,110 +203,6 @@ def test_wrong_inputs(shape, mask, message):
     mask = None if mask is None else torch.ones(mask)
     with pytest.raises(ValueError, match=message):
         make_layer()(torch.zeros(shape, dtype=torch.float64), mask)
-
-
-def test_activation_checkpointing_changes_nothing():
-    layer, x = make_layer(), make_x().requires_grad_()
-    leaves = [x, *layer.parameters()]
-    plain = layer(x)[0]
-    recomputed = checkpoint(lambda y: layer(y)[0], x, use_reentrant=False)
-    assert torch.equal(plain, recomputed)
-    gradients = [torch.autograd.grad(y.square().sum(), leaves) for y in (plain, recomputed)]
-    for got, wanted in zip(*gradients, strict=True):
-        assert torch.equal(got, wanted)
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
-def test_compiles_whole_once_for_many_lengths(masked):
-    layer = make_layer(torch.float32, layer_idx=0)
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
-    for T in (70, 5, 33):
-        x, mask = make_x(T=T, dtype=torch.float32), None
-        if masked:
-            mask = (torch.arange(T) >= torch.tensor([[2], [0]])).long()
-        y, _, cache = compiled(x, mask, past_key_values=GLACache(), use_cache=True)
-        expected, _, expected_cache = layer(x, mask, past_key_values=GLACache(), use_cache=True)
-        assert torch.equal(y, expected)
-        state = expected_cache[0]["recurrent_state"]
-        assert torch.equal(cache[0]["recurrent_state"], state)
-    assert len(graphs) == 1
-
-
-def cached(layer, x, h0):
-    cache = GLACache()
-    cache.update(layer_idx=0, recurrent_state=h0)
-    y, _, cache = layer(x, past_key_values=cache, use_cache=True)
-    return y, cache[0]["recurrent_state"]
-
-
-class FromState(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = make_layer(torch.float32, layer_idx=0)
-
-    def forward(self, x, h0):
-        return cached(self.layer, x, h0)
-
-
-@pytest.fixture
-def from_state():
-    return FromState().eval()
-
-
-def state_of(layer):
-    return torch.randn(2, layer.num_heads, layer.head_v_dim, layer.head_k_dim)
-
-
-@pytest.mark.parametrize("mark", ["dynamic", "unbacked", None])
-@torch.no_grad()
-def test_segments_on_a_state_compile_once(from_state, mark):
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(
-        from_state, fullgraph=True, dynamic=mark is None or None, backend=counter
-    )
-    h0 = state_of(from_state.layer)
-    for T in (17, 5, 16, 2, 70):
-        x = make_x(T=T, dtype=torch.float32)
-        if mark == "dynamic":
-            torch._dynamo.mark_dynamic(x, 1)
-        elif mark == "unbacked":
-            torch._dynamo.decorators.mark_unbacked(x, 1)
-        for got, expected in zip(compiled(x, h0), from_state(x, h0), strict=True):
-            assert torch.equal(got, expected)
-    assert counter.frame_count == 1
-
-
-@torch.no_grad()
-def test_automatic_lengths_on_a_state(from_state):
-    """One graph for the first length, one for any other, one for decoding."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(from_state, fullgraph=True, backend=counter)
-    h0 = state_of(from_state.layer)
-    for T in (20, 5, 16, 17, 2, 70, 1, 1):
-        x = make_x(T=T, dtype=torch.float32)
-        for got, expected in zip(compiled(x, h0), from_state(x, h0), strict=True):
-            assert torch.equal(got, expected)
-    assert counter.frame_count == 3
-
-
-@torch.no_grad()
-def test_exports_segments_on_a_state(from_state):
-    T = torch.export.Dim("T", min=2, max=4096)
-    h0 = state_of(from_state.layer)
-    example = (make_x(T=20, dtype=torch.float32), h0)
-    program = torch.export.export(from_state, example, dynamic_shapes=({1: T}, None)).module()
-    for length in (2, 16, 33):
-        x = make_x(T=length, dtype=torch.float32)
-        for got, expected in zip(program(x, h0), from_state(x, h0), strict=True):
-            assert torch.equal(got, expected)
 
 
 def test_imports_no_other_framework():

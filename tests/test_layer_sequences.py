@@ -1,11 +1,12 @@
 """What the layer takes for a sequence: masks, packing, and segments through the cache."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 from common import assert_close
-from models import composed, make_layer, make_x
+from models import EVERY, composed, composed_with, make_layer, make_x
 from torch.utils.checkpoint import checkpoint
 
 from gla_ext import batch_invariant, layers
@@ -21,26 +22,31 @@ MASKS = {
 }
 
 
+with_options = pytest.mark.parametrize("options", [{}, EVERY], ids=["default", "all"])
+
+
 def stretched(rows, to=70, dtype=torch.long):
     return torch.tensor(rows, dtype=dtype).repeat_interleave(to // 5, 1)
 
 
 @pytest.mark.parametrize("rows", MASKS.values(), ids=MASKS.keys())
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool])
-def test_mask_skips_padding(rows, dtype):
-    layer, x, mask = make_layer(layer_idx=0), make_x(), stretched(rows, dtype=dtype)
+@with_options
+def test_mask_skips_padding(rows, dtype, options):
+    layer, x, mask = make_layer(layer_idx=0, **options), make_x(), stretched(rows, dtype=dtype)
     valid = mask.bool()
     y, _, cache = layer(x, attention_mask=mask, past_key_values=GLACache(), use_cache=True)
     assert (y[~valid] == 0).all()
     for b in range(2):
-        expected, state = composed(layer, x[b : b + 1, valid[b]])
+        expected, state = composed_with(options, layer, x[b : b + 1, valid[b]])
         assert_close(y[b : b + 1, valid[b]], expected, 1e-12)
         assert_close(cache[0]["recurrent_state"][b : b + 1], state.mT, 1e-12)
     assert cache.get_seq_length() == 70
 
 
-def test_mask_gradients_ignore_nan_in_padding():
-    layer, mask = make_layer(), stretched(MASKS["left"])
+@with_options
+def test_mask_gradients_ignore_nan_in_padding(options):
+    layer, mask = make_layer(**options), stretched(MASKS["left"])
     valid = mask.bool()
     clean = make_x()
     dirty = clean.masked_fill(~valid.unsqueeze(-1), torch.nan)
@@ -61,8 +67,9 @@ def test_mask_counts_its_last_columns():
     assert torch.equal(layer(x, mask)[0], layer(x, mask[:, 9:])[0])
 
 
-def test_mask_with_cached_states():
-    layer, x = make_layer(layer_idx=0), make_x()
+@with_options
+def test_mask_with_cached_states(options):
+    layer, x = make_layer(layer_idx=0, **options), make_x()
     cache = GLACache()
     layer(x[:, :30], past_key_values=cache, use_cache=True)
     mask = torch.cat([torch.ones(2, 30), stretched(MASKS["all-padded row"], 40)], 1)
@@ -70,7 +77,7 @@ def test_mask_with_cached_states():
     y = layer(x[:, 30:], mask, past_key_values=cache, use_cache=True)[0]
     assert (y[0] == 0).all()
     assert torch.equal(cache[0]["recurrent_state"][0], before[0])
-    assert_close(y[1:], composed(layer, x)[0][1:, 30:], 1e-12)
+    assert_close(y[1:], composed_with(options, layer, x)[0][1:, 30:], 1e-12)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -79,26 +86,29 @@ def test_empty_batch(masked):
     assert make_layer()(make_x(B=0, T=7), mask)[0].shape == (0, 7, 24)
 
 
-def test_cu_seqlens_separates_sequences_and_beats_the_mask():
-    layer, x = make_layer(), make_x(B=1)
+@with_options
+def test_cu_seqlens_separates_sequences_and_beats_the_mask(options):
+    layer, x = make_layer(**options), make_x(B=1)
     offsets = [0, 5, 5, 69]
     y = layer(x, cu_seqlens=torch.tensor(offsets))[0]
     for start, end in itertools.pairwise(offsets):
-        assert_close(y[:, start:end], composed(layer, x[:, start:end])[0], 1e-12)
+        expected, _ = composed_with(options, layer, x[:, start:end])
+        assert_close(y[:, start:end], expected, 1e-12)
     assert (y[:, 69:] == 0).all()
     zero_mask = torch.zeros(1, 70)
     assert torch.equal(layer(x, zero_mask, cu_seqlens=torch.tensor(offsets))[0], y)
 
 
 @pytest.mark.parametrize("cuts", [(0, 70), (0, 40, 70), (0, 1, 65, 66, 70), (*range(12), 70)])
-def test_cached_segments_equal_the_whole(cuts):
-    layer, x = make_layer(layer_idx=1), make_x()
+@with_options
+def test_cached_segments_equal_the_whole(cuts, options):
+    layer, x = make_layer(layer_idx=1, **options), make_x()
     cache, pieces = GLACache(), []
     for start, end in itertools.pairwise(cuts):
         y, _, same = layer(x[:, start:end], past_key_values=cache, use_cache=True)
         assert same is cache
         pieces.append(y)
-    expected, state = composed(layer, x)
+    expected, state = composed_with(options, layer, x)
     assert_close(torch.cat(pieces, 1), expected, 1e-12)
     assert_close(cache[1]["recurrent_state"], state.mT, 1e-12)  # v-first
     assert (len(cache), cache.get_seq_length(1), cache.get_seq_length(0)) == (2, 70, 0)
@@ -110,13 +120,26 @@ def test_cached_state_is_fp32_below_fp64():
     assert cache[0]["recurrent_state"].dtype == torch.float32
 
 
-def test_without_use_cache_the_state_stays():
-    layer, x = make_layer(layer_idx=0), make_x()
+@with_options
+def test_without_use_cache_the_state_stays(options):
+    layer, x = make_layer(layer_idx=0, **options), make_x()
     cache = GLACache()
     layer(x, past_key_values=cache, use_cache=True)
-    before = cache[0]["recurrent_state"].clone()
+    cache.detach()
+    before = copy.deepcopy(cache[0])
     layer(x, past_key_values=cache)
-    assert torch.equal(cache[0]["recurrent_state"], before)
+    assert torch.equal(cache[0]["recurrent_state"], before["recurrent_state"])
+    for now, then in zip(cache[0]["conv_state"] or (), before["conv_state"] or (), strict=True):
+        assert torch.equal(now, then)
+
+
+def test_cache_holds_the_last_inputs_of_the_convolutions():
+    layer, x = make_layer(layer_idx=0, **EVERY), make_x()
+    cache = layer(x, None, GLACache(), use_cache=True)[2]
+    states = cache[0]["conv_state"]
+    assert isinstance(states, tuple)
+    for state, projection in zip(states, (layer.q_proj, layer.k_proj, layer.v_proj), strict=True):
+        assert_close(state, projection(x)[:, -4:].mT, 1e-12)
 
 
 class OtherCache(list):
@@ -175,14 +198,16 @@ def operators(monkeypatch):
     return calls
 
 
-def test_decoding_takes_the_recurrence(operators):
-    layer, x, cache = make_layer(layer_idx=0).eval(), make_x(T=40), GLACache()
+@with_options
+def test_decoding_takes_the_recurrence(operators, options):
+    layer, x, cache = make_layer(layer_idx=0, **options).eval(), make_x(T=40), GLACache()
     with torch.no_grad():
         pieces = [
             layer(piece, past_key_values=cache, use_cache=True)[0]
             for piece in x.split([20, 1, 1, 16, 2], 1)
         ]
-        assert_close(torch.cat(pieces, 1), composed(layer, x)[0], 1e-12)
+        expected, _ = composed_with(options, layer, x)
+        assert_close(torch.cat(pieces, 1), expected, 1e-12)
     assert operators == ["chunk_gla", *["fused_recurrent_gla"] * 2, *["chunk_gla"] * 2]
     operators.clear()
     layer(x[:, :1], past_key_values=cache)

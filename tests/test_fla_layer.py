@@ -1,0 +1,199 @@
+"""The layer beside FLA's own, every option: outputs, gradients and caches.
+
+Needs flash-linear-attention, and a GPU for its kernels; or, without one, Triton's interpreter:
+`TRITON_INTERPRET=1 pytest tests/test_fla_layer.py`, with numpy below 2.3, which then takes the
+options at T <= 64 alone, where FLA's layer runs its recurrence.
+"""
+
+import os
+import sys
+
+import pytest
+import torch
+from common import assert_close
+from source_tree import ROOT
+
+from gla_ext import GatedLinearAttention
+from gla_ext.cache import GLACache
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import bench_fla
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+LENGTHS = (40,) if INTERPRETED else (40, 130)
+BOUNDS = {40: 3e-5, 130: 3e-3}  # beyond 64 tokens FLA's products are tf32
+pytest.importorskip("fla")
+pytestmark = pytest.mark.slow if INTERPRETED else pytest.mark.cuda
+
+SIZES = {"hidden_size": 64, "num_heads": 4, "expand_k": 1.0, "expand_v": 2.0}
+OPTIONS = {
+    "default": {},
+    "kv heads 2": {"num_kv_heads": 2},
+    "kv heads 1": {"num_kv_heads": 1},
+    "short conv": {"use_short_conv": True},
+    "short conv, bias, 3": {"use_short_conv": True, "conv_bias": True, "conv_size": 3},
+    "short conv of 1": {"use_short_conv": True, "conv_size": 1},
+    "feature_map relu": {"feature_map": "relu"},
+    "feature_map sigmoid": {"feature_map": "sigmoid"},
+    "feature_map logsigmoid": {"feature_map": "logsigmoid"},
+    "feature_map silu": {"feature_map": "silu"},
+    "feature_map swish": {"feature_map": "swish"},
+    "feature_map sqrelu": {"feature_map": "sqrelu"},
+    "feature_map gelu": {"feature_map": "gelu"},
+    "gate_fn silu": {"gate_fn": "silu"},
+    "gate_fn sigmoid": {"gate_fn": "sigmoid"},
+    "gate_fn logsigmoid": {"gate_fn": "logsigmoid"},
+    "gate_fn relu": {"gate_fn": "relu"},
+    "gate_fn sqrelu": {"gate_fn": "sqrelu"},
+    "gate_fn gelu": {"gate_fn": "gelu", "fuse_norm": False},
+    "fuse_norm": {"fuse_norm": False},
+    "no output gate": {"use_output_gate": False},
+    "no norm weight": {"elementwise_affine": False},
+    "no norm weight, unfused": {"elementwise_affine": False, "fuse_norm": False},
+    "norm_eps": {"norm_eps": 0.1},
+    "clamp_min": {"clamp_min": -0.02},
+    "gate_logit_normalizer": {"gate_logit_normalizer": 4},
+    "gate_low_rank_dim": {"gate_low_rank_dim": 5},
+    "expand": {"expand_k": 0.5, "expand_v": 1.0},
+    "fused_recurrent": {"mode": "fused_recurrent"},
+    "all": {
+        "num_kv_heads": 2,
+        "use_short_conv": True,
+        "conv_bias": True,
+        "feature_map": "silu",
+        "gate_fn": "sigmoid",
+        "clamp_min": -0.05,
+    },
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def first_configuration():
+    """Under the interpreter there is nothing to time: each kernel takes its first configuration."""
+    if not INTERPRETED:
+        yield
+        return
+    from triton.runtime.autotuner import Autotuner
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Autotuner, "_bench", lambda *_, **__: [0.0, 0.0, 0.0])
+        yield
+
+
+def make_pair(**options):
+    """FLA's layer and ours with the same weights."""
+    torch.manual_seed(0)
+    options = SIZES | options
+    theirs = bench_fla.layer_class()(layer_idx=0, **options)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, mean=0.1, std=0.2)
+    ours = GatedLinearAttention(layer_idx=0, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs.to(DEVICE), ours.to(DEVICE)
+
+
+def make_x(B, T, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(B, T, 64, generator=generator).to(DEVICE)
+
+
+def assert_same(pair, bound, x, caches=None, **arguments):
+    """Outputs and their gradients by x and every parameter."""
+    results = []
+    for layer, cache in zip(pair, caches or (None, None), strict=True):
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf, past_key_values=cache, use_cache=cache is not None, **arguments)[0]
+        do = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+        leaves = {"x": leaf, **dict(layer.named_parameters())}
+        gradients = torch.autograd.grad(y, leaves.values(), do)
+        results.append({"y": y, **dict(zip(leaves, gradients, strict=True))})
+    theirs, ours = results
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        assert ours[name].dtype == expected.dtype
+        assert_close(ours[name].double(), expected.double(), bound, name=name)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_initial_weights(options):
+    """From one seed both draw the same numbers under the same names."""
+    weights = []
+    for layer in (bench_fla.layer_class(), GatedLinearAttention):
+        torch.manual_seed(5)
+        weights.append(layer(**(SIZES | options)).state_dict())
+    theirs, ours = weights
+    assert [*ours] == [*theirs]
+    for name, expected in theirs.items():
+        assert ours[name].dtype == expected.dtype
+        assert torch.equal(ours[name], expected), name
+
+
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_outputs_and_gradients(options, T):
+    assert_same(make_pair(**options), BOUNDS[T], make_x(2, T))
+
+
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("name", ["default", "short conv", "all"])
+def test_padding(name, T):
+    mask = (torch.arange(T) >= torch.tensor([[7], [0], [T - 2]])).long().to(DEVICE)
+    assert_same(make_pair(**OPTIONS[name]), BOUNDS[T], make_x(3, T), attention_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["default", "short conv", "all"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_packed(name, dtype):
+    """With no tokens behind the last offset: what FLA returns for those is not defined."""
+    offsets = torch.tensor([0, 1, 3, 20, 40], dtype=dtype, device=DEVICE)
+    assert_same(make_pair(**OPTIONS[name]), BOUNDS[40], make_x(1, 40), cu_seqlens=offsets)
+
+
+def assert_same_caches(theirs, ours, bound):
+    for a, b in zip(theirs[0]["conv_state"] or (), ours[0]["conv_state"] or (), strict=True):
+        assert_close(b, a, bound, name="conv_state")
+        assert b.is_contiguous()
+    assert_close(ours[0]["recurrent_state"], theirs[0]["recurrent_state"], bound, name="state")
+
+
+@pytest.mark.parametrize("name", ["default", "short conv", "short conv, bias, 3", "all"])
+def test_segments_with_gradients(name):
+    pair, caches = make_pair(**OPTIONS[name]), (GLACache(), GLACache())
+    for index, T in enumerate((30, 2, 40)):
+        assert_same(pair, BOUNDS[40], make_x(2, T, seed=index), caches)
+        assert_same_caches(*caches, BOUNDS[40])
+        for cache in caches:
+            cache.detach()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["default", "short conv", "all"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_decoding(name, swapped):
+    """Also with the caches swapped after the prompt: each goes on from what the other left."""
+    pair, caches = [layer.eval() for layer in make_pair(**OPTIONS[name])], [GLACache(), GLACache()]
+    for index, T in enumerate((5, 1, 1, 1)):
+        x = make_x(2, T, seed=index)
+        theirs, ours = (
+            layer(x, past_key_values=cache, use_cache=True)[0]
+            for layer, cache in zip(pair, caches, strict=True)
+        )
+        assert_close(ours, theirs, BOUNDS[40])
+        assert_same_caches(*caches, BOUNDS[40])
+        if swapped and index == 0:
+            caches.reverse()
+
+
+@torch.no_grad()
+def test_packed_segments_go_on_from_the_cache():
+    pair, caches = make_pair(**OPTIONS["all"]), (GLACache(), GLACache())
+    for index, offsets in enumerate(([0, 4, 5, 30], [0, 1, 3, 40], [0, 2, 10, 11])):
+        x = make_x(1, offsets[-1], seed=index)
+        cu_seqlens = torch.tensor(offsets, device=DEVICE)
+        theirs, ours = (
+            layer(x, past_key_values=cache, use_cache=True, cu_seqlens=cu_seqlens)[0]
+            for layer, cache in zip(pair, caches, strict=True)
+        )
+        assert_close(ours, theirs, BOUNDS[40])
+        assert_same_caches(*caches, BOUNDS[40])
