@@ -1,45 +1,182 @@
 """The layer in whole graphs: torch.compile, export, AOTInductor, activation checkpointing."""
 
+import collections
+import functools
+
 import pytest
 import torch
-from models import make_layer, make_x
+from common import assert_close
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from models import EVERY, make_layer, make_x
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from gla_ext.cache import GLACache
+from gla_ext.norms import GatedRMSNorm
+from gla_ext.short_conv import ShortConvolution
+
+with_options = pytest.mark.parametrize("options", [{}, EVERY], ids=["default", "all"])
+FORWARD = torch.ops.gla_ext.chunk_gla_fwd.default
+SELECTIVE = functools.partial(create_selective_checkpoint_contexts, [FORWARD])
 
 
-def test_activation_checkpointing_changes_nothing():
-    layer, x = make_layer(), make_x().requires_grad_()
+class Calls(TorchDispatchMode):
+    """Counts the calls of each operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@with_options
+@pytest.mark.parametrize(
+    ("context_fn", "runs"), [(noop_context_fn, 2), (SELECTIVE, 1)], ids=["all", "selective"]
+)
+def test_activation_checkpointing_changes_nothing(options, context_fn, runs):
+    """Selective by the operator's name: its outputs are saved, what surrounds it runs again."""
+    layer, x = make_layer(**options), make_x().requires_grad_()
     leaves = [x, *layer.parameters()]
     plain = layer(x)[0]
-    recomputed = checkpoint(lambda y: layer(y)[0], x, use_reentrant=False)
-    assert torch.equal(plain, recomputed)
-    gradients = [torch.autograd.grad(y.square().sum(), leaves) for y in (plain, recomputed)]
-    for got, wanted in zip(*gradients, strict=True):
+    gradients = torch.autograd.grad(plain.square().sum(), leaves)
+    with Calls() as calls:
+        y = checkpoint(lambda z: layer(z)[0], x, use_reentrant=False, context_fn=context_fn)
+        before = calls.counts.copy()
+        recomputed = torch.autograd.grad(y.square().sum(), leaves)
+    assert torch.equal(plain, y)
+    for got, wanted in zip(recomputed, gradients, strict=True):
         assert torch.equal(got, wanted)
+    assert calls.counts[FORWARD] == runs
+    logsigmoid = torch.ops.aten.log_sigmoid_forward.default
+    assert (before[logsigmoid], calls.counts[logsigmoid]) == (1, 2)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
-def test_compiles_whole_once_for_many_lengths(masked):
-    layer = make_layer(torch.float32, layer_idx=0)
+@pytest.mark.parametrize("selective", [False, True])
+def test_selective_checkpointing_in_one_graph(selective):
+    torch._dynamo.reset()
+    layer, x = make_layer(torch.float32, **EVERY), make_x(dtype=torch.float32)
+    backward = []
+
+    def remember(graph, _):
+        backward.append([node.target for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        bw_compiler=remember,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+
+    def recomputing(z):
+        if selective:
+            return checkpoint(layer, z, use_reentrant=False, context_fn=SELECTIVE)
+        return checkpoint(layer, z, use_reentrant=False)
+
+    compiled = torch.compile(recomputing, fullgraph=True, backend=backend)
+    for got, wanted in zip(results(compiled, x, layer), results(layer, x, layer), strict=True):
+        assert_close(got, wanted, 1e-5)
+    assert [targets.count(FORWARD) for targets in backward] == [0 if selective else 1]
+
+
+def sequences(kind, T, device="cpu"):
+    """x and what tells the layer where its sequences are: nothing, a mask, or cu_seqlens."""
+    x = make_x(1 if kind == "packed" else 2, T, torch.float32).to(device)
+    if kind == "masked":
+        return x, {"attention_mask": torch.arange(T, device=device) >= x.new_tensor([[2], [0]])}
+    if kind == "packed":
+        return x, {"cu_seqlens": torch.tensor([0, 2, T - 1], device=device)}
+    return x, {}
+
+
+@pytest.mark.parametrize("kind", ["plain", "masked", "packed"])
+@with_options
+def test_compiles_whole_once_for_many_lengths(kind, options):
+    layer = make_layer(torch.float32, layer_idx=0, **options)
     graphs = []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph
 
+    torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
     for T in (70, 5, 33):
-        x, mask = make_x(T=T, dtype=torch.float32), None
-        if masked:
-            mask = (torch.arange(T) >= torch.tensor([[2], [0]])).long()
-        y, _, cache = compiled(x, mask, past_key_values=GLACache(), use_cache=True)
-        expected, _, expected_cache = layer(x, mask, past_key_values=GLACache(), use_cache=True)
+        x, where = sequences(kind, T)
+        y, _, cache = compiled(x, past_key_values=GLACache(), use_cache=True, **where)
+        expected, _, expected_cache = layer(x, past_key_values=GLACache(), use_cache=True, **where)
         assert torch.equal(y, expected)
-        state = expected_cache[0]["recurrent_state"]
-        assert torch.equal(cache[0]["recurrent_state"], state)
+        assert torch.equal(cache[0]["recurrent_state"], expected_cache[0]["recurrent_state"])
+        states = (c[0]["conv_state"] or () for c in (cache, expected_cache))
+        assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
     assert len(graphs) == 1
+
+
+def kernels(function, *inputs):
+    """Number of kernels inductor makes of a function of tensors, forward alone."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        _, code = run_and_get_code(torch.compile(function, fullgraph=True), *inputs)
+    names = ("async_compile.cpp_pybinding(", "async_compile.triton(")
+    return sum(text.count(name) for text in code for name in names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor_fuses_norm_and_gate(device, dtype):
+    x, gate = torch.randn(2, 2, 50, 4, 64).to(device, dtype)
+    assert kernels(GatedRMSNorm(64).to(device, dtype), x, gate) == 1
+
+
+@pytest.mark.parametrize("W", [2, 4])
+def test_inductor_fuses_the_short_convolution(device, W):
+    conv = ShortConvolution(24, W, True).to(device)
+    assert kernels(lambda x: conv(x)[0], make_x(dtype=torch.float32).to(device)) == 1
+
+
+def results(call, x, layer, **where):
+    leaf = x.clone().requires_grad_()
+    y = call(leaf, **where)[0]
+    return [y, *torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])]
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_same_gradients(device):
+    torch._dynamo.reset()
+    layer = make_layer(torch.float32, **EVERY).to(device)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for T in (70, 33):
+        x, where = sequences("masked", T, device)
+        pair = (results(call, x, layer, **where) for call in (compiled, layer))
+        for got, wanted in zip(*pair, strict=True):
+            assert_close(got, wanted, 2e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["plain", "masked", "packed"])
+@with_options
+def test_reduce_overhead_replays_graphs(kind, options):
+    torch._dynamo.reset()
+    counters.clear()
+    layer = make_layer(torch.float32, **options).cuda()
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for seed in range(4):  # warm-up, capture, replays
+        x, where = sequences(kind, 70, "cuda")
+        x = (seed + 1) * x
+        torch.compiler.cudagraph_mark_step_begin()
+        got = [t.clone() for t in results(compiled, x, layer, **where)]
+        for a, b in zip(got, results(layer, x, layer, **where), strict=True):
+            assert_close(a, b, 2e-5)
+    assert counters["inductor"]["cudagraph_skips"] == 0
 
 
 def cached(layer, x, h0):

@@ -1,0 +1,47 @@
+// run_package PACKAGE CASES: runs an AOTInductor package on every case and compares.
+// CASES, written by torch.save: a list of {"inputs": [...], "expected": [...], "bound": float}, the
+// bound relative to the largest expected element. tests/test_package.py writes both.
+#include <ATen/ATen.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/serialize.h>
+
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <vector>
+
+namespace {
+
+bool close(const at::Tensor& actual, const at::Tensor& expected, double bound) {
+  if (actual.sizes() != expected.sizes() || actual.dtype() != expected.dtype()) return false;
+  if (expected.numel() == 0) return true;
+  const double error = (actual - expected).abs().max().item<double>();
+  const double size = expected.abs().max().item<double>();
+  std::printf("error %.1e, largest element %.1e\n", error, size);
+  return error <= bound * size;  // false for NaN
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) {
+    std::fprintf(stderr, "usage: run_package PACKAGE CASES\n");
+    return 2;
+  }
+  std::ifstream file(argv[2], std::ios::binary);
+  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+  const c10::List<at::IValue> cases = torch::pickle_load(bytes).toList();
+  torch::inductor::AOTIModelPackageLoader package(argv[1]);
+  int failures = 0;
+  for (const at::IValue& entry : cases) {
+    const auto values = entry.toGenericDict();
+    const std::vector<at::Tensor> expected = values.at("expected").toTensorVector();
+    const std::vector<at::Tensor> actual = package.run(values.at("inputs").toTensorVector());
+    bool ok = actual.size() == expected.size();
+    for (size_t i = 0; ok && i < expected.size(); ++i)
+      ok = close(actual[i], expected[i], values.at("bound").toDouble());
+    std::printf("%s\n", ok ? "ok" : "FAILED");
+    failures += !ok;
+  }
+  return failures == 0 && !cases.empty() ? 0 : 1;
+}
