@@ -1,6 +1,8 @@
 """The layer as an AOTInductor package, from Python and from a C++ program without Python."""
 
+import os
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,7 +78,12 @@ def test_from_cpp(package, cases, tmp_path):
     def run():
         file = tmp_path / "cases.pt"
         torch.save(cases, file)
-        return subprocess.run([RUNNER, package, file], capture_output=True, text=True, timeout=120)
+        command = [RUNNER, package, file]
+        # The package looks for libtorch.so, which the program itself does not load.
+        path = {"LD_LIBRARY_PATH": str(Path(torch.__file__).parent / "lib")}
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env=os.environ | path
+        )
 
     result = run()
     assert result.returncode == 0, result.stdout + result.stderr

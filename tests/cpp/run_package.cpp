@@ -12,6 +12,13 @@
 
 namespace {
 
+// A list from Python has no element type of its own.
+std::vector<at::Tensor> tensors(const at::IValue& list) {
+  std::vector<at::Tensor> result;
+  for (const at::IValue& element : list.toListRef()) result.push_back(element.toTensor());
+  return result;
+}
+
 bool close(const at::Tensor& actual, const at::Tensor& expected, double bound) {
   if (actual.sizes() != expected.sizes() || actual.dtype() != expected.dtype()) return false;
   if (expected.numel() == 0) return true;
@@ -30,13 +37,14 @@ int main(int argc, char** argv) {
   }
   std::ifstream file(argv[2], std::ios::binary);
   const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
-  const c10::List<at::IValue> cases = torch::pickle_load(bytes).toList();
+  const at::IValue list = torch::pickle_load(bytes);
+  const at::ArrayRef<at::IValue> cases = list.toListRef();
   torch::inductor::AOTIModelPackageLoader package(argv[1]);
   int failures = 0;
   for (const at::IValue& entry : cases) {
     const auto values = entry.toGenericDict();
-    const std::vector<at::Tensor> expected = values.at("expected").toTensorVector();
-    const std::vector<at::Tensor> actual = package.run(values.at("inputs").toTensorVector());
+    const std::vector<at::Tensor> expected = tensors(values.at("expected"));
+    const std::vector<at::Tensor> actual = package.run(tensors(values.at("inputs")));
     bool ok = actual.size() == expected.size();
     for (size_t i = 0; ok && i < expected.size(); ++i)
       ok = close(actual[i], expected[i], values.at("bound").toDouble());
