@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gla_ext._layer_options import check_options, expanded_dim
 from gla_ext._padding import packed_slots, valid_tokens
+from gla_ext._projections import project
 from gla_ext.activations import activation
 from gla_ext.norms import GatedRMSNorm, RMSNorm
 from gla_ext.ops import chunk_gla, is_batch_invariant
@@ -58,11 +59,18 @@ class GatedLinearAttention(nn.Module):
             Default: True.
         layer_idx: index of this layer in a cache. Default: None.
 
+    In train mode q, k, v and the output gate are one product with their weights put together, if
+    the four modules are `nn.Linear`s without hooks, adapters, quantized or sharded weights;
+    `batch_projections = False`, of an instance or of the class, turns that off. In eval mode they
+    are four, so that decoding reads each weight once and copies none.
+
     Raises:
         ValueError: sizes that do not divide, an unknown mode or activation; in forward, shapes
             that do not fit, or a cache without layer_idx.
         NotImplementedError: 'bias_gelu' as an activation.
     """
+
+    batch_projections = True
 
     def __init__(
         self,
@@ -184,7 +192,7 @@ class GatedLinearAttention(nn.Module):
             tokens = hidden_states.masked_fill(~valid.unsqueeze(-1), 0).flatten(0, 1)
             hidden_states = torch.zeros_like(tokens).index_copy(0, slots, tokens).unsqueeze(0)
 
-        q, k, v, gk, conv_state = self._project(
+        q, k, v, gk, gate, conv_state = self._project(
             hidden_states, conv_state, bool(use_cache), cu_seqlens
         )
         in_place = bool(use_cache) and getattr(past_key_values, "in_place", False)
@@ -193,7 +201,7 @@ class GatedLinearAttention(nn.Module):
             past_key_values.update(
                 layer_idx=self.layer_idx, recurrent_state=state, conv_state=conv_state, offset=T
             )
-        o = self.o_proj(self._norm_and_gate(o, hidden_states))
+        o = self.o_proj(self._norm_and_gate(o, gate))
         if slots is not None:
             o = o[0].index_select(0, slots).unflatten(0, (B, T))
             o = o.masked_fill(~valid.unsqueeze(-1), 0)
@@ -205,9 +213,14 @@ class GatedLinearAttention(nn.Module):
         conv_state: tuple[Tensor, Tensor, Tensor] | None,
         output_state: bool,
         cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-        """q, k, v, gk `[B, T, H, K | V]`, and what the convolutions go on from or None."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, ...] | None]:
+        """q, k, v, gk `[B, T, H, K | V]`, the output gate before its activation `[B, T, H * V]` or
+        None, and what the convolutions go on from or None.
+        """
+        linears = [self.q_proj, self.k_proj, self.v_proj]
+        linears += [self.g_proj] if self.use_output_gate else []
+        together = self.training and self.batch_projections
+        q, k, v, *gates = project(x, linears, together)
         if self.use_short_conv:
             positions = None if cu_seqlens is None else token_positions(cu_seqlens, x.shape[1])
             caches = (None, None, None) if conv_state is None else conv_state
@@ -228,7 +241,7 @@ class GatedLinearAttention(nn.Module):
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         k, v, gk = (self._for_every_head(y) for y in (k, v, gk))
-        return q, k, v, gk, conv_state
+        return q, k, v, gk, gates[0] if gates else None, conv_state
 
     def _for_every_head(self, x: Tensor) -> Tensor:
         """From `[B, T, H_kv, D]` to `[B, T, H, D]`: a view for H_kv 1 or H, else a copy."""
@@ -278,13 +291,13 @@ class GatedLinearAttention(nn.Module):
             return False
         return _is_one(q.shape[1])
 
-    def _norm_and_gate(self, o: Tensor, x: Tensor) -> Tensor:
+    def _norm_and_gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """From the heads' outputs `[B, T, H, V]` to the input of o_proj `[B, T, H * V]`."""
         if self.fuse_norm_and_gate:
-            gate = self.g_proj(x).unflatten(-1, (self.num_heads, self.head_v_dim))
+            gate = gate.unflatten(-1, (self.num_heads, self.head_v_dim))
             return self.g_norm_swish_gate(o, gate).flatten(-2)
         o = self.g_norm(o).flatten(-2)
-        return o * self.gate_fn(self.g_proj(x)) if self.use_output_gate else o
+        return o if gate is None else o * self.gate_fn(gate)
 
     def _cached(self, name: str, past_key_values: Any | None) -> Any | None:
         """What the cache has under this name for this layer, or None."""
