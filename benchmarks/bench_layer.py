@@ -1,0 +1,103 @@
+"""What the layer's options cost: projections together or apart, shared heads, convolutions.
+
+    python benchmarks/bench_layer.py                     # an H200: B 32, T 2048, hidden 1024
+    python benchmarks/bench_layer.py --device cpu --shape 1x512 --hidden 256
+
+Eager and compiled, in training (forward + backward) and for one decoded token; then the copies of
+k, v and gk for shared heads alone. Each variant is checked against fp32 or, of one set of weights,
+against the first one before anything is timed.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from gate import require_close
+from timing import cold, interleave
+from torch import Tensor
+
+from gla_ext.cache import GLACache
+from gla_ext.layers import GatedLinearAttention
+
+TOLERANCE = {"cuda": 0.04, "cpu": 1e-4}  # bf16, fp32
+OPTIONS = {
+    "projections together": {},
+    "projections apart": {},
+    "2 kv heads (copies)": {"num_kv_heads": 2},
+    "1 kv head (views)": {"num_kv_heads": 1},
+    "short convolutions": {"use_short_conv": True},
+}
+
+
+def build(name: str, hidden: int, device: str) -> GatedLinearAttention:
+    torch.manual_seed(0)
+    layer = GatedLinearAttention(hidden_size=hidden, num_heads=4, layer_idx=0, **OPTIONS[name])
+    layer.batch_projections = name != "projections apart"
+    return layer.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+def training(layer, call: Callable, x: Tensor, do: Tensor) -> Callable[[], object]:
+    leaves = [x.detach().requires_grad_(), *layer.parameters()]
+    return lambda: torch.autograd.grad(call(leaves[0])[0], leaves, do)
+
+
+def decoding(layer, x: Tensor) -> Callable[[], object]:
+    """One token on the state that the prompt x left; each call goes on from the same."""
+    layer = layer.eval()
+    cache = GLACache()
+    layer(x, past_key_values=cache, use_cache=True)
+    entry = {name: cache[0][name] for name in ("recurrent_state", "conv_state")}
+
+    def run():
+        cache.update(layer_idx=0, **entry)
+        return layer(x[:, :1], past_key_values=cache, use_cache=True)[0]
+
+    return run
+
+
+def check(layers: dict[str, GatedLinearAttention], x: Tensor, do: Tensor, bound: float) -> None:
+    """That together and apart agree: output, dx and the gradient of a weight."""
+    results = []
+    for name in ("projections together", "projections apart"):
+        layer = layers[name]
+        leaf = x[:1].detach().requires_grad_()
+        o = layer(leaf)[0]
+        dx, dw = torch.autograd.grad(o, [leaf, layer.k_proj.weight], do[:1])
+        results.append({"o": o, "dx": dx, "dw": dw})
+    require_close(results[0], {n: t.float() for n, t in results[1].items()}, bound, "together")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--shape", default="32x2048", help="BxT")
+    parser.add_argument("--hidden", type=int, default=1024)
+    arguments = parser.parse_args()
+    device, hidden = arguments.device, arguments.hidden
+    B, T = map(int, arguments.shape.split("x"))
+    measure = cold if device == "cuda" else interleave
+    layers = {name: build(name, hidden, device) for name in OPTIONS}
+    dtype = next(layers["projections together"].parameters()).dtype
+    x, do = (torch.randn(B, T, hidden, dtype=dtype, device=device) for _ in range(2))
+    check(layers, x, do, TOLERANCE[device])
+
+    rows = {"training": measure({n: training(layer, layer, x, do) for n, layer in layers.items()})}
+    compiled = {n: torch.compile(layer, dynamic=False) for n, layer in layers.items()}
+    calls = {n: training(layers[n], call, x, do) for n, call in compiled.items()}
+    rows["training, compiled"] = measure(calls)
+    with torch.no_grad():
+        rows["a token"] = measure({n: decoding(layer, x) for n, layer in layers.items()})
+        shared = layers["2 kv heads (copies)"]
+        K, V = shared.head_k_dim, shared.head_v_dim
+        parts = [torch.randn(B, T, 2, D, dtype=dtype, device=device) for D in (K, V, K)]
+        copies = measure({"copies": lambda: [shared._for_every_head(t) for t in parts]})["copies"]
+
+    print(f"| ms, B {B}, T {T}, hidden {hidden} | {' | '.join(rows)} |")
+    print("|---|" + "--:|" * len(rows))
+    for name in OPTIONS:
+        print(f"| {name} | {' | '.join(str(row[name]) for row in rows.values())} |")
+    print(f"\nk, v and gk of 2 heads copied for 4, alone: {copies} ms")
+
+
+if __name__ == "__main__":
+    main()
