@@ -19,7 +19,7 @@ from gla_ext.activations import activation
 from gla_ext.norms import GatedRMSNorm, RMSNorm
 from gla_ext.ops import chunk_gla, is_batch_invariant
 from gla_ext.recurrent import fused_recurrent_gla, recurrent_gla_step_
-from gla_ext.short_conv import ShortConvolution, token_positions
+from gla_ext.short_conv import ShortConvolution, convolve
 
 
 class GatedLinearAttention(nn.Module):
@@ -222,15 +222,10 @@ class GatedLinearAttention(nn.Module):
         together = self.training and self.batch_projections
         q, k, v, *gates = project(x, linears, together)
         if self.use_short_conv:
-            positions = None if cu_seqlens is None else token_positions(cu_seqlens, x.shape[1])
-            caches = (None, None, None) if conv_state is None else conv_state
-            (q, *q_state), (k, *k_state), (v, *v_state) = (
-                convolution(y, cache, output_state, cu_seqlens, positions)
-                for convolution, y, cache in zip(
-                    (self.q_conv1d, self.k_conv1d, self.v_conv1d), (q, k, v), caches, strict=True
-                )
+            convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+            (q, k, v), conv_state = convolve(
+                convolutions, (q, k, v), conv_state, output_state, cu_seqlens
             )
-            conv_state = (*q_state, *k_state, *v_state) if output_state else None
         gk = F.logsigmoid(self.gk_proj(x)) / self.gate_logit_normalizer
         if self.clamp_min is not None:
             gk = gk.clamp_min(self.clamp_min)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -110,6 +112,28 @@ class ShortConvolution(nn.Conv1d):
         rows = torch.where(step < length, start + step + 1, 0).clamp(0, T)
         y = terms.new_zeros(T + 1, terms.shape[-1])
         return y.index_add(0, rows.flatten(), terms.flatten(0, 1)).narrow(0, 1, T)
+
+
+def convolve(
+    convolutions: Sequence[ShortConvolution],
+    inputs: Sequence[Tensor],
+    caches: Sequence[Tensor | None] | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
+    """Several convolutions over the same sequences, one input and one cache each.
+
+    Returns:
+        The outputs, and the caches to go on from or None.
+    """
+    caches = [None] * len(inputs) if caches is None else caches
+    positions = None if cu_seqlens is None else token_positions(cu_seqlens, inputs[0].shape[1])
+    results = [
+        convolution(x, cache, output_final_state, cu_seqlens, positions)
+        for convolution, x, cache in zip(convolutions, inputs, caches, strict=True)
+    ]
+    outputs, states = zip(*results, strict=True)
+    return outputs, states if output_final_state else None
 
 
 def token_positions(cu_seqlens: Tensor, T: int) -> Tensor:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.utils.parametrize
-from common import assert_close, run_python
+from common import assert_close, make_inputs, run_python
 from models import EVERY, SMALL, composed_with, make_layer, make_x
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gla_ext import GatedLinearAttention
+from gla_ext import GatedLinearAttention, chunk_gla, fused_recurrent_gla
 from gla_ext._layer_options import MODES
 from gla_ext.activations import ACTIVATIONS
 from gla_ext.norms import GatedRMSNorm, RMSNorm
@@ -139,6 +139,26 @@ def test_projections_that_are_replaced_are_called():
 class Doubled(torch.nn.Module):
     def forward(self, weight):
         return 2 * weight
+
+
+@pytest.mark.parametrize("operator", [chunk_gla, fused_recurrent_gla])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_that_share_memory_change_no_bit(device, operator, dtype):
+    """What the layer hands over for one key/value head: strides of 0."""
+    x = make_inputs(2, 130, 4, 32, 64, dtype, device=device)
+    one_head = [t[:, :, :1] for t in (x.k, x.v, x.g)]
+    results = []
+    for copied in (False, True):
+        leaves = [x.q, *one_head, x.initial_state]
+        leaves = [t.detach().clone().requires_grad_() for t in leaves]
+        k, v, g = (t.expand(-1, -1, 4, -1) for t in leaves[1:4])
+        if copied:
+            k, v, g = k.contiguous(), v.contiguous(), g.contiguous()
+        o, state = operator(leaves[0], k, v, g, initial_state=leaves[4], output_final_state=True)
+        assert (k.stride(2) == 0) != copied
+        results.append([o, state, *torch.autograd.grad((o, state), leaves, (x.do, x.dht))])
+    for shared, copy in zip(*results, strict=True):
+        assert torch.equal(shared, copy)
 
 
 PROJECTIONS = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"}
