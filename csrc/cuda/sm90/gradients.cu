@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, kBlocks<kGroups>)
   else
     gate_operands<Gate>(s, p, chunk, exact);
   fence_for_products();
-  __syncthreads();  // q^ and k^ are there; k_out and b_C too, and s.sums.gates is read
+  __syncthreads();  // q^ and k^ are there; k_out and b_C too, and s.sums().gates is read
   scores(s, p, chunk, exact);
 
   Accumulators<kGroups> acc;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, kBlocks<kGroups>)
   clear(acc.y);
   clear(acc.dA);
   multiply_values(acc, s, p);
-  if (!exact) store_scores(s.operands.v, acc.dA);
+  if (!exact) store_scores(s.operands.states[0].S[0], acc.dA);
   if constexpr (!kReady<kGroups>) scale_inter(acc, s, exact);
   sum_inter(acc, s);
   const Pair<kGroups> pair;
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, kBlocks<kGroups>)
     __syncthreads();  // dA is written
     multiply_scores(acc, s);
   }
-  sum_gates(s.sums.gates, gates, pair);
+  sum_gates(s.sums().gates, gates, pair);
   __syncthreads();  // dA is read: x and y take its place
   store_accumulators(s, acc);
   __syncthreads();  // x, y and all sums but dg's are written

@@ -1,20 +1,18 @@
-// Forward step 2 and backward step 3 in one launch, for bf16 on sm_90a: sweeps over the chunks of a
-// segment with the state, or its gradient, in registers.
+// Forward step 2 and backward step 3 in one launch, for bf16 on sm_90a and K of at most 64: sweeps
+// over the chunks of a segment with the state, or its gradient, in registers.
 //
 //   S' = 2^b_C S + (k 2^(b_C - b))^T v             first chunk first
 //   dS = 2^b_C dS' + (scale q 2^b)^T do            last chunk first
 //
-// grid    (sweep, segment, head, 128 key channels or 64, 128 values); two producer and two consumer
-//         warpgroups. Where K and V are at most 64, two segments and heads a block, with a producer
-//         and a consumer each.
+// grid    (sweep, segment, head, 128 values); two producer and two consumer warpgroups. Where V is
+//         at most 64, two segments and heads a block, with a producer and a consumer each.
 // reads   g [B, T, H, K], k v h0, or q do dht; segment_states, segment_state_grads
 // writes  S entering, or dS' leaving, every chunk, bf16 [B, chunks, H, K, V]; dh0; with S tiers.
 //         For segments' own parts none of these, but segment_states or segment_state_grads and
 //         segment_decays.
 //
 // The producers copy rows two chunks ahead and gate k or q in place, the key channels divided among
-// them; the consumers hold 64 key channels, or where K is at most 64, 64 values each. Accumulation
-// is fp32.
+// them; the consumers hold 64 values each. Accumulation is fp32.
 #include "../device/launch.cuh"
 #include "dynamic_shared.h"
 #include "sm90.h"
@@ -24,15 +22,13 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-template <int K, int kMembers, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void sweep(SweepBlock<Unit<K, kMembers>>& s, const Problem& p,
+template <int kMembers, Sweep kSweep, Store kStore>
+__device__ __forceinline__ void sweep(SweepBlock<Unit<kMembers>>& s, const Problem& p,
                                       int64_t index) {
-  constexpr int kValues = Unit<K, kMembers>::kValues;
-  const int v_blocks = blocks_of(p.V, kValues), k_blocks = blocks_of(p.K, K);
+  constexpr int kValues = Unit<kMembers>::kValues;
+  const int v_blocks = blocks_of(p.V, kValues);
   const int first_v = static_cast<int>(index % v_blocks) * kValues;
-  index /= v_blocks;
-  const int first_k = static_cast<int>(index % k_blocks) * K;
-  start_block<kMembers>(s, p, index, k_blocks);
+  start_block<kMembers>(s, p, index, v_blocks);
   const int group = warpgroup();
   auto& unit = s.units[group % kGroups / kMembers];
   // The own part of the last segment of a sweep concerns nobody.
@@ -40,35 +36,35 @@ __device__ __forceinline__ void sweep(SweepBlock<Unit<K, kMembers>>& s, const Pr
       unit.segment.tail || (kStore == Store::kSegment && Fields<kSweep>::ends(unit.segment));
   if (group < kGroups) {
     give_registers<88>();
-    if (!idle) produce<K, kMembers, kSweep, kStore>(unit, s.triangle, p, group, first_k, first_v);
+    if (!idle) produce<kMembers, kSweep, kStore>(unit, s.triangle, p, group, first_v);
   } else {
     take_registers<168>();
-    if (!idle) consume<K, kMembers, kSweep, kStore>(unit, p, group - kGroups, first_k, first_v);
+    if (!idle) consume<kMembers, kSweep, kStore>(unit, p, group - kGroups, first_v);
   }
 }
 
-template <int K, int kMembers, Store kStore>
+template <int kMembers, Store kStore>
 __global__ void __launch_bounds__(kBlockThreads, 1) states_kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<SweepBlock<Unit<K, kMembers>>*>(s_bytes);
+  auto& s = *reinterpret_cast<SweepBlock<Unit<kMembers>>*>(s_bytes);
   if (blockIdx.x < states)
-    sweep<K, kMembers, Sweep::kStates, kStore>(s, p, blockIdx.x);
+    sweep<kMembers, Sweep::kStates, kStore>(s, p, blockIdx.x);
   else
-    sweep<K, kMembers, Sweep::kStateGrads, kStore>(s, p, blockIdx.x - states);
+    sweep<kMembers, Sweep::kStateGrads, kStore>(s, p, blockIdx.x - states);
 #endif
 }
 
-template <int K, int kMembers, Store kStore>
+template <int kMembers, Store kStore>
 void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
-  using Block = SweepBlock<Unit<K, kMembers>>;
-  static const DynamicShared shared(states_kernel<K, kMembers, kStore>, sizeof(Block));
+  using Block = SweepBlock<Unit<kMembers>>;
+  static const DynamicShared shared(states_kernel<kMembers, kStore>, sizeof(Block));
   const int64_t sweep_blocks = blocks_of(segment_heads(p.grid, p.H), Block::kUnits) *
-                               blocks_of(p.K, K) * blocks_of(p.V, Unit<K, kMembers>::kValues);
+                               blocks_of(p.V, Unit<kMembers>::kValues);
   const int64_t blocks = sweep_blocks * (states + state_grads);
   if (blocks == 0) return;
   shared.allow();
-  states_kernel<K, kMembers, kStore>
+  states_kernel<kMembers, kStore>
       <<<dim3(static_cast<unsigned>(blocks)), kBlockThreads, sizeof(Block), stream>>>(
           p, states ? sweep_blocks : 0);
 }
@@ -76,9 +72,9 @@ void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t
 template <Store kStore>
 void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
   if (p.V > 64)
-    launch_states<64, 2, kStore>(p, states, state_grads, stream);
+    launch_states<2, kStore>(p, states, state_grads, stream);
   else
-    launch_states<64, 1, kStore>(p, states, state_grads, stream);
+    launch_states<1, kStore>(p, states, state_grads, stream);
 }
 
 }  // namespace

@@ -47,21 +47,30 @@ __device__ __forceinline__ void clear_rows(const Rows& r, const Chunk& chunk, in
       store8(rows_at<T>(r, chunk) + token_offset(r, row) + column, Eight<T>{});
 }
 
-// The next 64 values and the states' columns of them, from `first` on.
+// 64 values of do and v, from `first` on.
 template <int kGroups>
 __device__ __forceinline__ void copy_values(Shared<kGroups>& s, const Problem& p,
                                             const Bases& bases, int length, int first) {
   const Mover<kGroups> mover;
   const int column = first + mover.column;
   const bool inside = column < p.V;
-  const int32_t state = mover.row * p.V + column;
   mover.template copy<kTile>(s.operands.d_o, bases.d_o + token_offset(p.d_o, mover.row) + column,
                              token_offset(p.d_o, 1), length, inside);
-  mover.template copy<kGroups * kTile>(s.operands.S[0], bases.S + state, p.V, p.K, inside);
   mover.template copy<kTile>(s.operands.v, bases.v + token_offset(p.v, mover.row) + column,
                              token_offset(p.v, 1), length, inside);
-  mover.template copy<kGroups * kTile>(s.operands.dS[0], bases.dS + state, p.V, p.K, inside);
-  commit_copies();
+}
+
+// The states' columns of them.
+template <int kGroups>
+__device__ __forceinline__ void copy_states(Shared<kGroups>& s, const Problem& p,
+                                            const Bases& bases, int first) {
+  const Mover<kGroups> mover;
+  const int column = first + mover.column;
+  const bool inside = column < p.V;
+  const int32_t at = mover.row * p.V + column;
+  auto& states = s.operands.states[first / kTile % s.kBuffers];
+  mover.template copy<kGroups * kTile>(states.S[0], bases.S + at, p.V, p.K, inside);
+  mover.template copy<kGroups * kTile>(states.dS[0], bases.dS + at, p.V, p.K, inside);
 }
 
 // dv of 64 values to memory.

@@ -31,6 +31,8 @@ __device__ __forceinline__ void load_operands(Shared<kGroups>& s, const Problem&
   commit_copies();
   const Bases bases = bases_of(p, chunk);
   copy_values(s, p, bases, chunk.length, 0);
+  copy_states(s, p, bases, 0);
+  commit_copies();
   if (threadIdx.x == 0) {
     s.chunk = chunk;
     s.bases = bases;
@@ -48,13 +50,15 @@ __device__ __forceinline__ void gate_operands(Shared<1>& s, const Problem& p, co
   const PairColumn<bf16> k(p.k, p, chunk, pair.first, pair.channel);
   const Bases bases = bases_of(p, chunk);
   copy_values(s, p, bases, chunk.length, 0);
+  copy_states(s, p, bases, 0);
+  commit_copies();
   if (threadIdx.x == 0) {
     s.chunk = chunk;
     s.bases = bases;
   }
-  sum_gates(s.sums.gates, gates, pair);
-  __syncthreads();  // s.sums.gates is written
-  auto [b, last] = cumsum(s.sums.gates, pair);
+  sum_gates(s.sums().gates, gates, pair);
+  __syncthreads();  // s.sums().gates is written
+  auto [b, last] = cumsum(s.sums().gates, pair);
   if (pair.part == 0) pair_at(s.own.b_last, pair.channel) = last;
   const References rx(last.x, exact), ry(last.y, exact);
   const float out_x = exp2_ftz(last.x - rx.to), out_y = exp2_ftz(last.y - ry.to);

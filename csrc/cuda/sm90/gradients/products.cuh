@@ -40,13 +40,14 @@ struct Accumulators {
 
 // Adds this thread's half of a row of S dS' to `sum`.
 template <int kGroups>
-__device__ __forceinline__ void add_states(float& sum, Shared<kGroups>& s) {
+__device__ __forceinline__ void add_states(float& sum,
+                                           const typename Shared<kGroups>::States& states) {
   const int thread = thread_index(), row = thread / 2, half = thread % 2;
 #pragma unroll 2
   for (int i = 0; i < 4; ++i) {
     const int at = swizzled(row, 4 * half + i);
-    const auto S = load8_aligned(reinterpret_cast<const bf16*>(s.operands.S[0] + at));
-    const auto dS = load8_aligned(reinterpret_cast<const bf16*>(s.operands.dS[0] + at));
+    const auto S = load8_aligned(reinterpret_cast<const bf16*>(states.S[0] + at));
+    const auto dS = load8_aligned(reinterpret_cast<const bf16*>(states.dS[0] + at));
 #pragma unroll
     for (int e = 0; e < 8; ++e) sum += S[e] * dS[e];
   }
@@ -60,21 +61,24 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shar
   constexpr int kN = 32 / kGroups, kColumns = 2 * kN;
   auto& operands = s.operands;
   const uint32_t d_o = shared_address(operands.d_o), v = shared_address(operands.v);
-  const uint32_t dS = shared_address(operands.dS[0]);
   uint32_t k_out = shared_address(s.k[0]);
   if constexpr (!kReady<kGroups>) k_out = shared_address(s.own.k_out);
-  float states = 0;
+  float sum = 0;  // of states
 #pragma unroll 1
   for (int first = 0; first < p.V; first += kTile) {
+    const bool more = first + kTile < p.V;
     wait_for_copies<0>();
     fence_for_products();
     __syncthreads();  // the values, the states and A are there, dv of the values before is read
+    if (s.kBuffers > 1 && more) copy_states(s, p, s.bases, first + kTile);
+    const auto& states = operands.states[first / kTile % s.kBuffers];
+    const uint32_t dS = shared_address(states.dS[0]);
     const Place at;
     float dv[kN];
     clear(dv);
     begin_products();
-    multiply<kSummed, kSummed>(acc.x, d_o, shared_address(operands.S[at.group]));
-    multiply<kSummed, kSummed>(acc.y, v, shared_address(operands.dS[at.group]));
+    multiply<kSummed, kSummed>(acc.x, d_o, shared_address(states.S[at.group]));
+    multiply<kSummed, kSummed>(acc.y, v, shared_address(states.dS[at.group]));
     multiply<kSummed, kSummed>(acc.dA, d_o, v + at.group * kColumns * 128);
     multiply<kOther, kOther>(dv, shared_address(s.A), d_o + at.group * kColumns * 2);
 #pragma unroll
@@ -82,16 +86,20 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shar
       multiply<kSummed, kOther>(dv, k_out + i * kTileBytes,
                                 dS + i * kTileBytes + at.group * kColumns * 2);
     commit_products();
-    add_states(states, s);
+    add_states<kGroups>(sum, states);
     wait_for_products<0>();
     store_columns(s.dv, dv);
     __syncthreads();  // dv is written, the operands are read
-    if (first + kTile < p.V) copy_values(s, p, s.bases, s.chunk.length, first + kTile);
+    if (more) {
+      copy_values(s, p, s.bases, s.chunk.length, first + kTile);
+      if (s.kBuffers == 1) copy_states(s, p, s.bases, first + kTile);
+    }
+    commit_copies();
     write_values(s, p, first);
   }
-  states += __shfl_xor_sync(0xffffffffu, states, 1);
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
   const int thread = thread_index();
-  if (thread % 2 == 0) s.sums.states[thread / 2] = states;
+  if (thread % 2 == 0) s.sums().states[thread / 2] = sum;
 }
 
 // Adds x of the lane kHalf rows away, and keeps the half of the columns that is this lane's.
@@ -145,7 +153,8 @@ __device__ __forceinline__ void sum_inter(const Accumulators<kGroups>& acc, Shar
   fold_rows<2>(sums);
   fold_rows<1>(sums);
   const int warp = at.thread % kGroupThreads / 32, g = at.thread % 32 / 4;
-  pair_at(s.sums.inter[warp], at.group * kTile + 8 * g + 2 * at.t) = make_float2(sums[0], sums[1]);
+  pair_at(s.sums().inter[warp], at.group * kTile + 8 * g + 2 * at.t) =
+      make_float2(sums[0], sums[1]);
 }
 
 // dA k^ and dA^T q^ on top.
@@ -153,7 +162,7 @@ template <int kGroups>
 __device__ __forceinline__ void multiply_scores(Accumulators<kGroups>& acc, Shared<kGroups>& s) {
   const Place at;
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
-  const uint32_t dA = shared_address(s.operands.v);
+  const uint32_t dA = shared_address(s.operands.states);
   begin_products();
   multiply<kSummed, kOther>(acc.x, dA, shared_address(s.k[at.group]));
   multiply<kOther, kOther>(acc.y, dA, shared_address(s.q[at.group]));

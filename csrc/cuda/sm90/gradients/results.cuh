@@ -46,7 +46,7 @@ template <bool kExact, class Gate, int kGroups>
 __device__ __forceinline__ void write_inputs(Shared<kGroups>& s, const PairColumn<Gate>& gates,
                                              const Problem& p, const Chunk& chunk) {
   const Pair<kGroups> pair;
-  auto [b, last] = cumsum(s.sums.gates, pair);
+  auto [b, last] = cumsum(s.sums().gates, pair);
   const bool exact_x = kExact && !(kReady<kGroups> && fabsf(last.x) <= kTierRange);
   const bool exact_y = kExact && !(kReady<kGroups> && fabsf(last.y) <= kTierRange);
   const References rx(last.x, exact_x), ry(last.y, exact_y);
@@ -84,8 +84,8 @@ __device__ __forceinline__ void write_inputs(Shared<kGroups>& s, const PairColum
     dq_row.write(dq);
     dk_row.write(dk);
   }
-  pair_at(s.sums.dg[pair.part], pair.channel) = sum;
-  if (kExact) pair_at(s.sums.inter[pair.part], pair.channel) = inter;
+  pair_at(s.sums().dg[pair.part], pair.channel) = sum;
+  if (kExact) pair_at(s.sums().inter[pair.part], pair.channel) = inter;
 }
 
 // dg, by the same threads from the last token to the first.
@@ -96,15 +96,15 @@ __device__ __forceinline__ void write_gates(Shared<kGroups>& s, const PairColumn
   const Pair<kGroups> pair;
   if (pair.channel >= p.K) return;
   const int tile = pair.channel / kTile, column = pair.channel % kTile;
-  const float2 last = cumsum(s.sums.gates, pair).last,
-               states = pair_at(s.sums.states, pair.channel);
+  const float2 last = cumsum(s.sums().gates, pair).last,
+               states = pair_at(s.sums().states, pair.channel);
   float2 sum = states;
   if (!kReady<kGroups> || (kExact && !(fabsf(last.x) <= kTierRange))) sum.x *= exp2_ftz(last.x);
   if (!kReady<kGroups> || (kExact && !(fabsf(last.y) <= kTierRange))) sum.y *= exp2_ftz(last.y);
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) sum = sum + pair_at(s.sums.inter[part], pair.channel);
+  for (int part = 0; part < kParts; ++part) sum = sum + pair_at(s.sums().inter[part], pair.channel);
   for (int part = kParts - 1; part > pair.part; --part)
-    sum = sum + pair_at(s.sums.dg[part], pair.channel);
+    sum = sum + pair_at(s.sums().dg[part], pair.channel);
   PairRow<Gate> dg_row(p.dg, chunk, pair, kLast);
 #pragma unroll
   for (int i = kLast; i >= 0; --i) {

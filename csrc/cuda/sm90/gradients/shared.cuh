@@ -34,9 +34,14 @@ struct OwnOperands<false> {
 template <int kGroups>
 struct Shared {
   static constexpr int kChannels = kGroups * kTile;
-  struct Operands {
+  // A block alone on its multiprocessor copies the states' next columns while it multiplies.
+  static constexpr int kBuffers = kGroups == 4 ? 2 : 1;
+  struct States {
     unsigned char S[kGroups][kTileBytes], dS[kGroups][kTileBytes];  // [K][64 values]
-    unsigned char d_o[kTileBytes], v[kTileBytes];                   // [token][64 values]
+  };
+  struct Operands {
+    States states[kBuffers];
+    unsigned char d_o[kTileBytes], v[kTileBytes];  // [token][64 values]
   };
   struct Sums {
     float gates[kParts][kChannels], dg[kParts][kChannels];  // of a part of the tokens
@@ -46,18 +51,34 @@ struct Shared {
     float states[kChannels];  // rowsum(S dS')
   };
   unsigned char q[kGroups][kTileBytes], k[kGroups][kTileBytes];  // q^ and k^, [token][K]
+  using Gradients = float[2][kGroups][kTile * kTile];            // x and y, [token][K]
+  // Sums take the place of A, or where they would be larger, lie behind x and y.
+  static constexpr bool kBehind = sizeof(Sums) > kTileBytes;
+  struct GradientsAndSums {
+    Gradients gradients;
+    Sums sums;
+  };
+  struct Nothing {};
   union {
     Operands operands;
-    float gradients[2][kGroups][kTile * kTile];  // x and y, [token][K]
+    Gradients gradients;
+    std::conditional_t<kBehind, GradientsAndSums, Nothing> behind;
   };
   union {
     unsigned char A[kTileBytes];  // [token][token]
-    Sums sums;
+    std::conditional_t<kBehind, Nothing, Sums> in_place;
   };
   unsigned char dv[kTileBytes];  // [token][64 values]
   OwnOperands<kReady<kGroups>> own;
   Chunk chunk;  // here and no longer in registers, which accumulators take
   Bases bases;
+
+  __device__ __forceinline__ Sums& sums() {
+    if constexpr (kBehind)
+      return behind.sums;
+    else
+      return in_place;
+  }
 };
 
 // Of an fp32 tile: pairs of eight rows lie in different banks.

@@ -7,16 +7,16 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-template <int K, int kMembers, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void consume(Unit<K, kMembers>& s, const Problem& p, int group,
-                                        int block_k, int block_v) {
+template <int kMembers, Sweep kSweep, Store kStore>
+__device__ __forceinline__ void consume(Unit<kMembers>& s, const Problem& p, int group,
+                                        int block_v) {
   using F = Fields<kSweep>;
   const Segment& segment = s.segment;
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
   const int64_t boundary = (segment.n * p.H + segment.head) * matrix;
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, member = group % kMembers;
-  unsigned char* tile = s.state + member * (K / 64) * kTileBytes;
-  State<K> state(member, block_k, block_v);
+  unsigned char* tile = s.state + member * kTileBytes;
+  State<kTile> state(member, 0, block_v);
   state.clear();
   if constexpr (kStore == Store::kChunks) {
     if (!F::begins(segment))
@@ -30,13 +30,13 @@ __device__ __forceinline__ void consume(Unit<K, kMembers>& s, const Problem& p, 
     if constexpr (kStore == Store::kChunks)
       state.store_chunk(F::chunk_states(p) + chunk_head * matrix, tile, p, group);
     wait(&s.full[stage], static_cast<uint32_t>(i / kStages) & 1);
-    const int row = state.first_k - block_k + thread / 32 * 16 + thread % 32 / 4;
+    const int row = thread / 32 * 16 + thread % 32 / 4;
     const float decays[2] = {s.decay[stage][row], s.decay[stage][row + 8]};
 #pragma unroll
     for (int e = 0; e < state.kValues / 2; ++e) state.x[e] *= decays[e / 2 % 2];
     const auto& tiles = s.stages[stage];
-    const uint32_t y = shared_address(tiles.y) + (state.first_k - block_k) / 64 * kTileBytes;
-    const uint32_t x = shared_address(tiles.x) + (state.first_v - block_v) / 64 * kTileBytes;
+    const uint32_t y = shared_address(tiles.y);
+    const uint32_t x = shared_address(tiles.x) + member * kTileBytes;
     begin_products();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
@@ -46,8 +46,7 @@ __device__ __forceinline__ void consume(Unit<K, kMembers>& s, const Problem& p, 
     commit_products();
     if (kSweep == Sweep::kStates && kStore == Store::kChunks && block_v == 0 && member == 0 &&
         thread == 0)
-      *reinterpret_cast<uint16_t*>(p.tiers + chunk_head * kMaxTierBlocks + block_k / kTierBlock) =
-          static_cast<uint16_t>(s.exact[stage]);
+      p.tiers[chunk_head * kMaxTierBlocks] = static_cast<uint8_t>(s.exact[stage]);
     wait_for_products<0>();
     arrive(&s.empty[stage]);
   }

@@ -7,11 +7,11 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-// Gates k or q of a chunk in place; a producer has K / kMembers of the key channels.
-template <int K, int kMembers, Sweep kSweep>
+// Gates k or q of a chunk in place; a producer has kColumns of the key channels.
+template <int kMembers, Sweep kSweep>
 struct Gating {
-  static constexpr int kColumns = K / kMembers;
-  Unit<K, kMembers>& s;
+  static constexpr int kColumns = kTile / kMembers;
+  Unit<kMembers>& s;
   const unsigned char* triangle;
   int group, thread, first;
   float total = 0;  // of the gates of channel `thread` in the segment, log2 units
@@ -20,12 +20,11 @@ struct Gating {
 
   __device__ __forceinline__ void run(int stage, float scale) {
     auto& tiles = s.stages[stage];
-    const int tile = first / 64 * kTileBytes, column = first % 64;
-    clamp_gates<kColumns>(tiles.g + tile, column, thread);
+    clamp_gates<kColumns>(tiles.g, first, thread);
     fence_for_products();
     barrier();  // the gates are clamped, s.b_last of the chunk before is read
     float b[kColumns / 2];
-    sum_gates(b, triangle, tiles.g + tile, column);
+    sum_gates(b, triangle, tiles.g, first);
     const int lane = thread % 32, row = thread / 32 * 16 + lane / 4, t = lane % 4;
     if (row + 8 == kTile - 1) {
 #pragma unroll
@@ -43,7 +42,7 @@ struct Gating {
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       const auto b_last = *reinterpret_cast<const float2*>(&s.b_last[first + 8 * j + 2 * t]);
-      unsigned char* y = tiles.y + tile + swizzled(row, column / 8 + j) + 4 * t;
+      unsigned char* y = tiles.y + swizzled(row, first / 8 + j) + 4 * t;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         auto* word = reinterpret_cast<uint32_t*>(y + e * 1024);
@@ -61,22 +60,22 @@ struct Gating {
   }
 };
 
-template <int K, int kMembers, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned char* triangle,
-                                        const Problem& p, int group, int first_k, int first_v) {
+template <int kMembers, Sweep kSweep, Store kStore>
+__device__ __forceinline__ void produce(Unit<kMembers>& s, const unsigned char* triangle,
+                                        const Problem& p, int group, int first_v) {
   using F = Fields<kSweep>;
-  constexpr int kThreads = kMembers * kGroupThreads, kValueTiles = Unit<K, kMembers>::kValues / 64;
+  constexpr int kThreads = kMembers * kGroupThreads, kValueTiles = kMembers;
   const Segment& segment = s.segment;
   const int thread = static_cast<int>(threadIdx.x) % kThreads, member = group % kMembers;
-  Gating<K, kMembers, kSweep> gating{s, triangle, group, thread % kGroupThreads,
-                                     member * (K / kMembers)};
+  Gating<kMembers, kSweep> gating{s, triangle, group, thread % kGroupThreads,
+                                  member * (kTile / kMembers)};
   const int start = F::chunk(segment, 0);
   const auto copier = [&](auto tiles, const Rows& r, int first, int columns) {
     return RowCopier<decltype(tiles)::value, kThreads>(r, token_offset(r, 1), segment, start,
                                                        thread, first, columns);
   };
-  using KeyTiles = std::integral_constant<int, K / 64>;
-  auto g = copier(KeyTiles{}, p.g, first_k, p.K), y = copier(KeyTiles{}, F::y(p), first_k, p.K);
+  using One = std::integral_constant<int, 1>;
+  auto g = copier(One{}, p.g, 0, p.K), y = copier(One{}, F::y(p), 0, p.K);
   auto x = copier(std::integral_constant<int, kValueTiles>{}, F::x(p), first_v, p.V);
   const auto copy = [&](int i) {
     if (i < segment.chunks) {
@@ -106,7 +105,7 @@ __device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned cha
     copy(i + kStages - 1);  // waits for the consumers, which are a chunk behind
   }
   // The gradients' sweep adds up in the other order: it writes what the states' leaves out.
-  const int channel = first_k + gating.first + gating.thread;
+  const int channel = gating.first + gating.thread;
   const bool writes = kStore == Store::kSegment && (kSweep == Sweep::kStates || segment.last);
   if (writes && first_v == 0 && gating.thread < gating.kColumns && channel < p.K)
     p.segment_decays[segment.state * p.K + channel] = gating.total;

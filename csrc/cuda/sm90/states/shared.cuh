@@ -11,18 +11,18 @@ namespace {
 constexpr int kProducerBarrier = 1, kGatingBarrier = 2;
 
 // A segment and head, worked on by kMembers warpgroups of either role: two, or one of two units.
-template <int K, int kWarpgroups>
+template <int kWarpgroups>
 struct alignas(1024) Unit {
   static constexpr int kMembers = kWarpgroups;
-  static constexpr int kValues = K == 128 ? 128 : kMembers * kTile;
+  static constexpr int kValues = kMembers * kTile;
   struct Stage {
-    unsigned char y[K / 64 * kTileBytes];        // k or q [token][K], then gated
-    unsigned char g[K / 64 * kTileBytes];        // [token][K]
-    unsigned char x[kValues / 64 * kTileBytes];  // v or do [token][V]
+    unsigned char y[kTileBytes];             // k or q [token][K], then gated
+    unsigned char g[kTileBytes];             // [token][K]
+    unsigned char x[kMembers * kTileBytes];  // v or do [token][V]
   } stages[kStages];
-  unsigned char state[K / 64 * (kValues / 64) * kTileBytes];  // [K][V]
-  float b_last[K];                                            // log2 units
-  float decay[kStages][K];                                    // 2^b_C
+  unsigned char state[kMembers * kTileBytes];  // [K][V]
+  float b_last[kTile];                         // log2 units
+  float decay[kStages][kTile];                 // 2^b_C
   uint64_t full[kStages], empty[kStages];
   int exact[kStages];
   Segment segment;
