@@ -32,3 +32,14 @@ def packed_slots(valid: Tensor) -> tuple[Tensor, Tensor]:
     padding_rank = (~valid).flatten().cumsum(0)
     cu_seqlens = F.pad(valid.sum(1).cumsum(0), (1, 0))
     return torch.where(valid.flatten(), rank - 1, cu_seqlens[-1] + padding_rank - 1), cu_seqlens
+
+
+def pack(x: Tensor, slots: Tensor) -> Tensor:
+    """Moves tokens `[B, T, D]` to their slots in one row `[1, B * T, D]`."""
+    x = x.flatten(0, 1)
+    return torch.zeros_like(x).index_copy(0, slots, x).unsqueeze(0)
+
+
+def unpack(row: Tensor, slots: Tensor, B: int, T: int) -> Tensor:
+    """The way back, from `[1, B * T, D]` to `[B, T, D]`."""
+    return row[0].index_select(0, slots).unflatten(0, (B, T))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla_ext._layer_options import check_options, expanded_dim
-from gla_ext._padding import packed_slots, valid_tokens
+from gla_ext._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext._projections import project
 from gla_ext.activations import activation
 from gla_ext.norms import GatedRMSNorm, RMSNorm
@@ -189,8 +189,7 @@ class GatedLinearAttention(nn.Module):
             valid = valid_tokens(attention_mask, B, T)
             slots, cu_seqlens = packed_slots(valid)
             # Masked first, so that a NaN in a padded token reaches no weight's gradient.
-            tokens = hidden_states.masked_fill(~valid.unsqueeze(-1), 0).flatten(0, 1)
-            hidden_states = torch.zeros_like(tokens).index_copy(0, slots, tokens).unsqueeze(0)
+            hidden_states = pack(hidden_states.masked_fill(~valid.unsqueeze(-1), 0), slots)
 
         q, k, v, gk, gate, conv_state = self._project(
             hidden_states, conv_state, bool(use_cache), cu_seqlens
@@ -203,8 +202,7 @@ class GatedLinearAttention(nn.Module):
             )
         o = self.o_proj(self._norm_and_gate(o, gate))
         if slots is not None:
-            o = o[0].index_select(0, slots).unflatten(0, (B, T))
-            o = o.masked_fill(~valid.unsqueeze(-1), 0)
+            o = unpack(o, slots, B, T).masked_fill(~valid.unsqueeze(-1), 0)
         return o, None, past_key_values
 
     def _project(

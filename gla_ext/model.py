@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gla_ext._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext.cache import GLACache
 from gla_ext.config import GLAConfig
 from gla_ext.generate import generate, generate_stream
@@ -126,20 +127,71 @@ class GLAModel(nn.Module):
         """Arguments as `GLAForCausalLM.forward`."""
         if use_cache and past_key_values is None:
             past_key_values = GLACache()
-        attn_args = {
-            "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
-            "use_cache": use_cache,
-            "cu_seqlens": cu_seqlens,
-        }
-        x = self.embeddings(input_ids)
         recompute = self.gradient_checkpointing and self.training and past_key_values is None
-        for layer in self.layers:
-            if recompute:
-                x = checkpoint(layer, x, use_reentrant=False, **attn_args)
-            else:
-                x = layer(x, **attn_args)
+        x = run_blocks(
+            self.layers,
+            self.embeddings(input_ids),
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+            call=_checkpointed if recompute else GLABlock.__call__,
+        )
         return ModelOutput(self.norm(x), past_key_values)
+
+
+def run_blocks(
+    blocks: Iterable[GLABlock],
+    x: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any | None = None,
+    use_cache: bool = False,
+    cu_seqlens: Tensor | None = None,
+    call: Callable[..., Tensor] = GLABlock.__call__,
+    inputs: list[Tensor] | None = None,
+) -> Tensor:
+    """Passes tokens through a stack of blocks.
+
+    Where there is a mask they travel in one packed row, padding last: they are sorted once, not
+    once a block, and no block computes with a mask.
+
+    Args:
+        blocks: the blocks, first to last.
+        x: the embeddings, `[B, T, hidden_size]`.
+        attention_mask, past_key_values, use_cache, cu_seqlens: as `GLAForCausalLM.forward`;
+            cu_seqlens beats the mask.
+        call: runs a block on x and its keywords. Default: the block itself.
+        inputs: takes the input of every block, `[B, T, hidden_size]`. Default: None.
+
+    Returns:
+        The output of the last block, `[B, T, hidden_size]`. A padded token passes every layer as 0
+        and every MLP as itself.
+    """
+    B, T, _ = x.shape
+    slots = None
+    if attention_mask is not None and cu_seqlens is None:
+        slots, cu_seqlens = packed_slots(valid_tokens(attention_mask, B, T))
+        x = pack(x, slots)
+    attn_args = {
+        "past_key_values": past_key_values,
+        "use_cache": use_cache,
+        "cu_seqlens": cu_seqlens,
+    }
+    for block in blocks:
+        if inputs is not None:
+            inputs.append(x if slots is None else unpack(x, slots, B, T))
+        x = call(block, x, **attn_args)
+    if slots is None:
+        return x
+    if past_key_values is not None:
+        for layer_idx in range(len(past_key_values)):  # each counted the whole row
+            past_key_values.update(layer_idx=layer_idx, offset=T - B * T)
+    return unpack(x, slots, B, T)
+
+
+def _checkpointed(block: GLABlock, x: Tensor, **attn_args: Any) -> Tensor:
+    return checkpoint(block, x, use_reentrant=False, **attn_args)
 
 
 class GLAForCausalLM(nn.Module):
@@ -236,31 +288,46 @@ class GLAForCausalLM(nn.Module):
         return load_model(folder)
 
 
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def next_token_loss(
+    logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+) -> Tensor:
     """Mean cross entropy of logits at t against labels at t + 1, in fp32, nats a token.
 
     Args:
         logits: `[B, T, vocab_size]`.
         labels: int64 `[B, T]`; -100 does not count.
+        num_items_in_batch: divides the sum in place of the number of labels that count, so that
+            the micro-batches of one step add up to its mean. Default: None.
 
     Returns:
         An fp32 scalar; NaN when no label counts.
     """
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).to(logits.device)
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX
+    loss = F.cross_entropy(
+        logits.flatten(0, 1).float(),
+        targets.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="mean" if num_items_in_batch is None else "sum",
     )
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def init_weights(module: nn.Module, std: float) -> None:
     """Linear, convolution and embedding weights from N(0, std), biases 0, norm weights 1."""
     for child in module.modules():
-        if isinstance(child, (nn.Linear, nn.Conv1d, nn.Embedding)):
-            nn.init.normal_(child.weight, mean=0.0, std=std)
-            if not isinstance(child, nn.Embedding) and child.bias is not None:
-                nn.init.zeros_(child.bias)
-        elif isinstance(child, RMSNorm):
-            child.reset_parameters()
+        init_own_weights(child, std)
+
+
+def init_own_weights(module: nn.Module, std: float) -> None:
+    """`init_weights` without the modules inside."""
+    if isinstance(module, (nn.Linear, nn.Conv1d, nn.Embedding)):
+        nn.init.normal_(module.weight, mean=0.0, std=std)
+        if not isinstance(module, nn.Embedding) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, RMSNorm):
+        module.reset_parameters()
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -144,6 +144,25 @@ def test_mask_and_packing_reach_every_layer():
     assert_close(packed[:, 20:], model(ids[:1, 20:]).logits, 1e-12)
 
 
+def test_a_mask_is_turned_into_packed_sequences_once(monkeypatch):
+    model, ids = make_model(torch.float64), make_ids()
+    mask = (torch.arange(70) >= torch.tensor([[30], [0]])).long()
+    seen = []
+    for layer in model.model.layers:
+        monkeypatch.setattr(layer.attn, "forward", _noting(layer.attn.forward, seen))
+    cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    assert [arguments["cu_seqlens"].tolist() for arguments in seen] == [[0, 40, 110]] * 2
+    assert all(arguments.get("attention_mask") is None for arguments in seen)
+    assert cache.lengths == [70, 70]
+    alone = model(ids[:1, 30:], use_cache=True).past_key_values
+    for padded, state in zip(cache, alone, strict=True):
+        assert_close(padded["recurrent_state"][:1], state["recurrent_state"], 1e-12)
+
+
+def _noting(forward, seen):
+    return lambda x, **arguments: seen.append(arguments) or forward(x, **arguments)
+
+
 def test_activation_checkpointing_gives_the_same_gradients():
     model, ids = make_model().train(), make_ids()
     other = copy.deepcopy(model)
