@@ -23,6 +23,8 @@ class GLACache:
     """
 
     in_place = False
+    is_compileable = False  # generate() of transformers asks: entries are added as layers run
+
 
     def __init__(self) -> None:
         self.states: list[dict[str, Any]] = []

@@ -1,0 +1,63 @@
+"""The configuration of a GLA language model as transformers knows configurations."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from gla_ext import config
+
+# What FLA's GLAConfig has beside the fields of gla_ext.config.GLAConfig, with its defaults. Which
+# of their values a model can be built from, gla_ext.config.GLAConfig.from_dict says.
+_FLA_DEFAULTS: dict[str, Any] = {
+    "use_gk": True,
+    "use_gv": False,
+    "attn": None,
+    "fuse_swiglu": True,
+    "fuse_cross_entropy": True,
+    "fuse_linear_cross_entropy": False,
+    "use_l2warp": False,
+    "attnres_block_size": None,
+}
+_DEFAULTS = {field.name: field.default for field in fields(config.GLAConfig)} | _FLA_DEFAULTS
+# PretrainedConfig's own, in some versions of transformers with other defaults.
+_COMMON = ("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
+
+
+class GLAConfig(PretrainedConfig):
+    """What `GLAForCausalLM` is built from: names and defaults of FLA 0.6.0's `GLAConfig`.
+
+    It holds every option of FLA's, so that a config.json passes through unchanged. `core()`, and
+    with it the models, refuse by name those that are not built here.
+
+    Args:
+        **options: the fields of `gla_ext.config.GLAConfig`, documented there; FLA's `attn`,
+            `attnres_block_size`, `use_gk`, `use_gv` and `use_l2warp`, of which only the default is
+            built here; FLA's `fuse_swiglu`, `fuse_cross_entropy` and `fuse_linear_cross_entropy`,
+            which choose among kernels of FLA's and change nothing here; and what
+            `transformers.PretrainedConfig` takes.
+    """
+
+    model_type = "gla"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  transformers' attribute
+
+    def __init__(self, **options: Any) -> None:
+        values = {name: options.pop(name, default) for name, default in _DEFAULTS.items()}
+        common = {name: values.pop(name) for name in _COMMON}
+        for name, value in values.items():
+            setattr(self, name, value)
+        super().__init__(**common, **options)
+
+    def core(self) -> config.GLAConfig:
+        """The same model as gla_ext's own configuration.
+
+        Raises:
+            NotImplementedError: for options that are not built here.
+            ValueError: for sizes out of range.
+        """
+        return config.GLAConfig.from_dict({name: getattr(self, name) for name in _DEFAULTS})
+
+
+__all__ = ["GLAConfig"]

@@ -1,0 +1,274 @@
+"""GLA language models as transformers knows models, on the blocks of gla_ext.model."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from gla_ext import model
+from gla_ext.cache import GLACache
+from gla_ext.hf.configuration import GLAConfig
+from gla_ext.norms import RMSNorm
+
+
+class GLAPreTrainedModel(PreTrainedModel):
+    """What the models below share."""
+
+    config_class = GLAConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _no_split_modules = ["GLABlock"]  # noqa: RUF012  transformers' attribute
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    # A recurrent state cannot be taken back to fewer tokens: no assisted decoding.
+    _is_stateful = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        model.init_own_weights(module, self.config.initializer_range)
+
+
+class GLAModel(GLAPreTrainedModel):
+    """Embeddings, blocks and a last norm.
+
+    Args:
+        config: the configuration.
+
+    Raises:
+        NotImplementedError: for options of FLA's that are not built here, by name.
+    """
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__(config)
+        core = config.core()
+        self.gradient_checkpointing = False
+        self.embeddings = nn.Embedding(core.vocab_size, core.hidden_size, core.pad_token_id)
+        self.layers = nn.ModuleList(model.GLABlock(core, i) for i in range(core.num_hidden_layers))
+        self.norm = RMSNorm(core.hidden_size, eps=core.norm_eps)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embeddings = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Any | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple:
+        """Arguments as `GLAForCausalLM.forward`, without labels and logits_to_keep."""
+        if output_attentions:
+            raise NotImplementedError("GLAModel: output_attentions = True: there are none")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(
+                "GLAModel: expected one of input_ids and inputs_embeds, got "
+                f"{'none' if input_ids is None else 'both'}"
+            )
+        use_cache, output_hidden_states, return_dict = (
+            getattr(self.config, name) if given is None else given
+            for name, given in (
+                ("use_cache", False if self.training and use_cache is None else use_cache),
+                ("output_hidden_states", output_hidden_states),
+                ("return_dict", return_dict),
+            )
+        )
+        recompute = self.gradient_checkpointing and self.training
+        if recompute:
+            use_cache, past_key_values = False, None
+        if use_cache and past_key_values is None:
+            past_key_values = GLACache()
+        x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        inputs: list[Tensor] | None = [] if output_hidden_states else None
+        x = model.run_blocks(
+            self.layers,
+            x,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+            call=self._checkpointed if recompute else model.GLABlock.__call__,
+            inputs=inputs,
+        )
+        x = self.norm(x)
+        output = BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values,
+            hidden_states=None if inputs is None else (*inputs, x),
+        )
+        return output if return_dict else output.to_tuple()
+
+    def _checkpointed(self, block: model.GLABlock, x: Tensor, **attn_args: Any) -> Tensor:
+        return self._gradient_checkpointing_func(partial(block.__call__, **attn_args), x)
+
+
+class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
+    """The language model: `GLAModel` and a linear map to the logits of the next token.
+
+    Loads what FLA's `GLAForCausalLM` saved, and saves what it loads: the parameters' names and the
+    entries of config.json are the same.
+
+    Args:
+        config: the configuration.
+
+    Raises:
+        NotImplementedError: for options of FLA's that are not built here, by name.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__(config)
+        self.model = GLAModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.model.embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.model.embeddings = value
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.lm_head = new_embeddings
+
+    def get_decoder(self) -> GLAModel:
+        return self.model
+
+    def set_decoder(self, decoder: GLAModel) -> None:
+        self.model = decoder
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Any | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple:
+        """Logits of the next token at every position, and the loss when labels are given.
+
+        Args:
+            input_ids: int64 `[B, T]`. Default: None.
+            attention_mask: `[B, >= T]` of 0 (padding) and 1. Default: None.
+            inputs_embeds: `[B, T, hidden_size]`, in place of input_ids. Default: None.
+            past_key_values: `gla_ext.cache.GLACache`, or a cache of its kind, of the tokens before
+                these. Default: None.
+            labels: int64 `[B, T]`, usually input_ids: logits at t are compared with labels at
+                t + 1, and labels of -100 do not count. Default: None.
+            use_cache: store the states after these tokens in past_key_values, or in a new cache.
+                Default: False in training, else config.use_cache.
+            output_attentions: must not be True. Default: None.
+            output_hidden_states: return the input of every block and the output of the last norm,
+                `[B, T, hidden_size]` each. Default: config.output_hidden_states.
+            return_dict: False returns a tuple. Default: config.return_dict.
+            logits_to_keep: with labels None, compute the logits of the last so many positions, or
+                of these positions (int64, 1-D), alone; 0 means all. Default: 0.
+            num_items_in_batch: divides the summed loss, in place of the labels that count here.
+                Default: None.
+            cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of
+                one; attention_mask is then not looked at. Default: None.
+            **kwargs: ignored, as by FLA: `cache_position`, `position_ids` and the like say nothing
+                to a recurrence.
+
+        Returns:
+            loss (fp32, nats a token), logits `[B, T, vocab_size]`, past_key_values and
+            hidden_states, in a `CausalLMOutputWithPast` or a tuple without what is None.
+
+        Raises:
+            ValueError: for shapes that do not fit; neither or both of input_ids and inputs_embeds.
+            NotImplementedError: for output_attentions.
+        """
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            cu_seqlens=cu_seqlens,
+        )
+        x = output.last_hidden_state
+        if labels is None:
+            kept = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
+            x = x[:, kept]
+        logits = self.lm_head(x)
+        loss = None
+        if labels is not None:
+            loss = model.next_token_loss(logits, labels, num_items_in_batch)
+        result = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+        )
+        return result if return_dict else result.to_tuple()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """False: forward makes a cache, and not `generate`."""
+        return False
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: Any | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache_position: Tensor | None = None,
+        next_sequence_length: int | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What `generate` passes to forward for its next step.
+
+        transformers 5 says how many tokens are new by next_sequence_length, 4 by the length of
+        cache_position.
+        """
+        started = past_key_values is not None and len(past_key_values) > 0
+        if next_sequence_length is None and cache_position is not None:
+            next_sequence_length = len(cache_position)
+        if inputs_embeds is not None and not started:
+            inputs = {"inputs_embeds": inputs_embeds}
+        elif next_sequence_length is None:
+            inputs = {"input_ids": input_ids}
+        else:
+            inputs = {"input_ids": input_ids[:, -next_sequence_length:].contiguous()}
+        # Without a mask nothing is packed; and what was generated is no padding.
+        T = next(iter(inputs.values())).shape[1]
+        if attention_mask is not None:
+            generated = started and T == 1
+            if generated or attention_mask[:, -T:].all():
+                attention_mask = None
+        inputs |= {"past_key_values": past_key_values, "attention_mask": attention_mask}
+        return kwargs | inputs
+
+
+__all__ = ["GLAForCausalLM", "GLAModel", "GLAPreTrainedModel"]

@@ -1,0 +1,137 @@
+"""`gla_ext.hf` beside FLA's own model class: same weights and logits, either saved by the other."""
+
+import json
+
+import pytest
+import torch
+from common import assert_close
+from fla_kernels import import_fla, require_kernels
+
+pytest.importorskip("transformers")
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+TINY = {
+    "hidden_size": 32,
+    "num_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 31,
+    "intermediate_size": 48,
+    "initializer_range": 0.3,
+    "fuse_cross_entropy": False,  # FLA's does not run on a CPU
+}
+# FLA's products of fp32 numbers are tf32's on a GPU.
+BOUND = {"cpu": 1e-5, "cuda": 5e-3}
+
+
+def make_ids(T, device):
+    return torch.randint(31, (2, T), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+@pytest.fixture
+def hf(device):
+    """gla_ext.hf, its classes registered although FLA has registered its own."""
+    require_kernels(device)
+    from gla_ext import hf
+
+    hf.register()
+    return hf
+
+
+def make_fla_model(device, **options):
+    models = import_fla().models
+    torch.manual_seed(0)
+    return models.GLAForCausalLM(models.GLAConfig(**TINY | options)).to(device).eval()
+
+
+def results(model, ids, **arguments):
+    """Logits, loss, and the gradients of the parameters."""
+    model.zero_grad()
+    out = model(ids, labels=ids, use_cache=False, **arguments)
+    out.loss.backward()
+    gradients = {name: x.grad.clone() for name, x in model.named_parameters()}
+    return {"logits": out.logits, "loss": out.loss.float()} | gradients
+
+
+def assert_same_results(ours, theirs, bound):
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert_close(ours[name], value, bound, name=name)
+
+
+@pytest.mark.parametrize("T", [9, 66], ids=["recurrent", "chunked"])  # FLA changes over at 64
+def test_model_saved_by_fla(hf, device, tmp_path, T):
+    theirs = make_fla_model(device)
+    theirs.save_pretrained(tmp_path)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path).to(device)
+    assert type(ours) is hf.GLAForCausalLM
+    ids = make_ids(T, device)
+    assert_same_results(results(ours, ids), results(theirs, ids), BOUND[device])
+
+
+def test_padding(hf, device, tmp_path):
+    theirs = make_fla_model(device, num_hidden_layers=2)
+    theirs.save_pretrained(tmp_path)
+    ours = hf.GLAForCausalLM.from_pretrained(tmp_path).to(device)
+    ids = make_ids(12, device)
+    mask = (torch.arange(12) >= torch.tensor([[5], [0]])).long().to(device)
+    actual, expected = (results(x, ids, attention_mask=mask) for x in (ours, theirs))
+    assert_same_results(actual, expected, BOUND[device])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"fuse_norm": False},
+        {"use_output_gate": False, "clamp_min": -0.02, "elementwise_affine": False},
+        {"expand_k": 1.0, "expand_v": 2.0, "norm_eps": 0.01, "intermediate_size": None},
+    ],
+    ids=str,
+)
+def test_model_saved_by_gla_ext(hf, device, tmp_path, options):
+    torch.manual_seed(0)
+    ours = hf.GLAForCausalLM(hf.GLAConfig(**TINY | options)).to(device).eval()
+    ours.save_pretrained(tmp_path)
+    models = import_fla().models
+    theirs = models.GLAForCausalLM.from_pretrained(tmp_path).to(device).eval()
+    again = hf.GLAForCausalLM.from_pretrained(tmp_path).to(device).eval()
+    ids = make_ids(9, device)
+    with torch.no_grad():
+        assert_close(ours(ids).logits, theirs(ids).logits, BOUND[device])
+        assert torch.equal(ours(ids).logits, again(ids).logits)
+    theirs.save_pretrained(tmp_path / "theirs")
+    both = (json.loads((x / "config.json").read_text()) for x in (tmp_path, tmp_path / "theirs"))
+    assert next(both) == next(both)
+
+
+def test_greedy_generation(hf, device, tmp_path):
+    theirs = make_fla_model(device, num_hidden_layers=2)
+    theirs.save_pretrained(tmp_path)
+    ours = hf.GLAForCausalLM.from_pretrained(tmp_path).to(device)
+    mask = (torch.arange(10) >= torch.tensor([[4], [0]])).long().to(device)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    actual, expected = (
+        x.generate(make_ids(10, device), attention_mask=mask, **options) for x in (ours, theirs)
+    )
+    assert torch.equal(actual, expected)
+
+
+def test_both_are_registered(hf, tmp_path):
+    models = import_fla().models
+    hf.GLAForCausalLM(hf.GLAConfig(**TINY)).save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is hf.GLAConfig
+    assert type(AutoModelForCausalLM.from_config(hf.GLAConfig(**TINY))) is hf.GLAForCausalLM
+    theirs = AutoModelForCausalLM.from_config(models.GLAConfig(**TINY))
+    assert type(theirs) is models.GLAForCausalLM
+
+
+def test_config_has_the_names_and_defaults_of_fla(hf):
+    import_fla()
+    from fla.models import GLAConfig
+
+    def own(config):
+        return {x: y for x, y in config.to_dict().items() if x != "transformers_version"}
+
+    assert own(hf.GLAConfig()) == own(GLAConfig())
