@@ -1,0 +1,283 @@
+"""Makes programs written for flash-linear-attention (FLA) run gla_ext's operators.
+
+`accelerate_fla()` is checked against FLA 0.5.2 and 0.6.0. FLA itself is imported by that call, not
+by importing this module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_ext import _C, _fla_layers, ops, recurrent
+
+__all__ = ["accelerate_fla", "is_accelerated", "restore_fla"]
+
+_MAX_CUDA_SIZE = 512
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+_lock = threading.RLock()
+_originals: dict[str, Callable] = {}
+_warned: set[tuple[str, str]] = set()
+_old_gpus: set[int] = set()
+_layers_before: list[tuple[Any, str, Any]] | None = None  # what `_fla_layers.replace` returned
+
+
+def accelerate_fla() -> None:
+    """Makes FLA's GLA operators, wherever they were imported, those of gla_ext.
+
+    - `chunk_gla`, `fused_chunk_gla` and `fused_recurrent_gla` are replaced in every loaded module
+      that holds them, the layers of other models and the caller's own modules included, and in the
+      modules later imports take them from. References elsewhere (in a closure, as a default
+      argument) stay FLA's.
+    - A call with what gla_ext does not support goes to FLA; each reason is warned of once.
+    - Inside `torch.compile`, where FLA's kernels would break the graph, and on a CPU, where they do
+      not run, its `FusedRMSNormGated` and `RMSNorm` are plain torch operations, and so is, inside
+      `torch.compile`, the unpadding of `GatedLinearAttention`. With them it compiles whole, but for
+      its short convolutions and, with fuse_norm=False, its output gate. Elsewhere they stay FLA's.
+    - FLA's layers in mode 'fused_chunk' raise NotImplementedError as before: their call passes on
+      neither `cu_seqlens` nor the layout of the state.
+
+    A second call takes in modules loaded since the first that kept FLA's functions. Safe to call
+    from any thread.
+
+    Raises:
+        ImportError: FLA is not installed, or cannot be imported.
+        NotImplementedError: this version of FLA has other signatures; nothing is replaced then.
+    """
+    global _layers_before
+    with _lock:
+        if _layers_before is None:
+            _find_originals()
+            _find_old_gpus()
+            _layers_before = _fla_layers.replace()
+        _swap({id(_originals[name]): function for name, function in _REPLACEMENTS.items()})
+
+
+def restore_fla() -> None:
+    """Undoes `accelerate_fla`, if need be: every module holds FLA's functions again."""
+    global _layers_before
+    with _lock:
+        if _layers_before is not None:
+            _swap({id(function): _originals[name] for name, function in _REPLACEMENTS.items()})
+            _fla_layers.put_back(_layers_before)
+            _layers_before = None
+
+
+def is_accelerated() -> bool:
+    """Whether FLA's operators are gla_ext's now."""
+    return _layers_before is not None
+
+
+def _chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla.ops.gla.chunk_gla` on gla_ext, or on FLA where gla_ext does not support the call."""
+    arguments = {
+        "scale": scale,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "state_v_first": state_v_first,
+        "cu_seqlens": cu_seqlens,
+    }
+    why_not = _why_not(q, k, v, (g,), scale, initial_state, cu_seqlens, kwargs)
+    if why_not is None and initial_state is not None and initial_state.dtype != _state_dtype(q):
+        why_not = f"an initial_state in {initial_state.dtype}"
+    if why_not is not None:
+        _warn_once("chunk_gla", why_not)
+        original = _originals["chunk_gla"]
+        return original(q, k, v, g, **arguments, cu_seqlens_cpu=cu_seqlens_cpu, **kwargs)
+    return _call(ops.chunk_gla, q, k, v, g, **arguments)
+
+
+def _fused_chunk_gla(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """`chunk_gla`, which FLA's `fused_chunk_gla` refers its callers to."""
+    return _chunk_gla(*args, **kwargs)
+
+
+def _fused_recurrent_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla.ops.gla.fused_recurrent_gla` on gla_ext, or on FLA as `_chunk_gla`."""
+    arguments = {
+        "gk": gk,
+        "gv": gv,
+        "scale": scale,
+        "output_final_state": output_final_state,
+        "reverse": reverse,
+        "state_v_first": state_v_first,
+        "cu_seqlens": cu_seqlens,
+    }
+    unknown = {name: value for name, value in kwargs.items() if name != "transpose_state_layout"}
+    why_not = _why_not(q, k, v, (gk, gv), scale, initial_state, cu_seqlens, unknown)
+    if why_not is not None:
+        _warn_once("fused_recurrent_gla", why_not)
+        original = _originals["fused_recurrent_gla"]
+        return original(q, k, v, initial_state=initial_state, **arguments, **kwargs)
+    if initial_state is not None:  # FLA reads it in any dtype
+        initial_state = initial_state.to(_state_dtype(q))
+    return _call(
+        recurrent.fused_recurrent_gla, q, k, v, initial_state=initial_state, **arguments, **kwargs
+    )
+
+
+_REPLACEMENTS = {
+    "chunk_gla": _chunk_gla,
+    "fused_chunk_gla": _fused_chunk_gla,
+    "fused_recurrent_gla": _fused_recurrent_gla,
+}
+_HOMES = {
+    "chunk_gla": "fla.ops.gla.chunk",
+    "fused_chunk_gla": "fla.ops.gla.fused_chunk",
+    "fused_recurrent_gla": "fla.ops.gla.fused_recurrent",
+}
+
+
+def _find_originals() -> None:
+    """Imports FLA and keeps its functions, after a look at their arguments."""
+    try:
+        originals = {
+            name: getattr(importlib.import_module(home), name) for name, home in _HOMES.items()
+        }
+    except ImportError as error:
+        raise ImportError(
+            "accelerate_fla: flash-linear-attention cannot be imported "
+            f"({error}); pip install flash-linear-attention"
+        ) from error
+    for name in ("chunk_gla", "fused_recurrent_gla"):
+        expected, found = (
+            [x for x in inspect.signature(function).parameters if x != "kwargs"]
+            for function in (_REPLACEMENTS[name], originals[name])
+        )
+        if found != expected:
+            raise NotImplementedError(
+                f"accelerate_fla: expected FLA's {name} to take {', '.join(expected)}, as in FLA "
+                f"0.5.2 and 0.6.0; this one takes {', '.join(found)}"
+            )
+    _originals.update(originals)
+
+
+def _find_old_gpus() -> None:
+    """Notes the GPUs that no kernel of gla_ext's runs on; a graph cannot ask for them."""
+    if torch.cuda.is_available():
+        gpus = range(torch.cuda.device_count())
+        _old_gpus.update(i for i in gpus if torch.cuda.get_device_capability(i) < (8, 0))
+
+
+def _swap(functions: dict[int, Callable]) -> None:
+    """Replaces, in every loaded module, the functions whose ids are given."""
+    for module_name, module in list(sys.modules.items()):
+        if module is sys.modules[__name__] or not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            function = functions.get(id(value))
+            if function is None:
+                continue
+            if function is _fused_chunk_gla and module_name.startswith("fla.layers."):
+                continue  # see accelerate_fla
+            vars(module)[name] = function
+
+
+def _why_not(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: tuple[Tensor | None, ...],
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    unknown: dict[str, Any],
+) -> str | None:
+    """What of a call gla_ext does not support, or None. Wrong shapes are left to the operator."""
+    gates = tuple(gate for gate in gates if gate is not None)
+    if unknown:
+        return f"the keyword {min(unknown)}"
+    if any(type(x).__name__ == "DTensor" for x in (q, k, v, *gates, initial_state)):
+        return "a DTensor"
+    if scale is not None and not isinstance(scale, int | float):
+        return f"a scale of {type(scale)}"
+    device = q.device
+    if device.type not in ("cpu", "cuda"):
+        return f"a tensor on {device.type}"
+    if any(x is not None and x.device != device for x in (k, v, *gates, initial_state, cu_seqlens)):
+        return "tensors on several devices"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"q, k and v in {q.dtype}, {k.dtype} and {v.dtype}"
+    on_cpu = device.type == "cpu"
+    if q.dtype not in _FLOATS and not (on_cpu and q.dtype == torch.float64):
+        return f"{q.dtype} on {device.type}"
+    for gate in gates:
+        if gate.dtype not in ((torch.float64,) if q.dtype == torch.float64 else _FLOATS):
+            return f"a gate in {gate.dtype} beside q in {q.dtype}"
+    if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
+        return f"cu_seqlens in {cu_seqlens.dtype}"
+    return None if on_cpu else _why_not_on_cuda(q, v)
+
+
+def _why_not_on_cuda(q: Tensor, v: Tensor) -> str | None:
+    """What of a call on CUDA this build's kernels do not support, or None."""
+    if _has_no_cuda:
+        return "CUDA in this build of gla_ext"
+    if q.device.index in _old_gpus:
+        return "a GPU below compute capability 8.0"
+    if q.shape[-1] > _MAX_CUDA_SIZE or v.shape[-1] > _MAX_CUDA_SIZE:
+        return f"K or V above {_MAX_CUDA_SIZE}"
+    return None
+
+
+_has_no_cuda = _C.build_info()["cuda"] is None
+
+
+def _state_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _call(operator: Callable, q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Calls an operator without autocast: FLA's compute in the dtype that they are given."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return operator(q, *args, **kwargs)
+    with torch.autocast(q.device.type, enabled=False):
+        return operator(q, *args, **kwargs)
+
+
+@torch.compiler.disable
+def _warn_once(name: str, why_not: str) -> None:
+    """Warns that a call went to FLA, once a reason."""
+    with _lock:
+        if (name, why_not) in _warned:
+            return
+        _warned.add((name, why_not))
+    warnings.warn(
+        f"{name} runs FLA's kernels where gla_ext does not support the call: {why_not}",
+        stacklevel=3,
+    )
