@@ -219,26 +219,28 @@ def _why_not(
     unknown: dict[str, Any],
 ) -> str | None:
     """What of a call gla_ext does not support, or None. Wrong shapes are left to the operator."""
-    gates = tuple(gate for gate in gates if gate is not None)
     if unknown:
         return f"the keyword {min(unknown)}"
-    if any(type(x).__name__ == "DTensor" for x in (q, k, v, *gates, initial_state)):
-        return "a DTensor"
     if scale is not None and not isinstance(scale, int | float):
         return f"a scale of {type(scale)}"
-    device = q.device
-    if device.type not in ("cpu", "cuda"):
-        return f"a tensor on {device.type}"
-    if any(x is not None and x.device != device for x in (k, v, *gates, initial_state, cu_seqlens)):
-        return "tensors on several devices"
-    if not q.dtype == k.dtype == v.dtype:
-        return f"q, k and v in {q.dtype}, {k.dtype} and {v.dtype}"
+    device, dtype = q.device, q.dtype
     on_cpu = device.type == "cpu"
-    if q.dtype not in _FLOATS and not (on_cpu and q.dtype == torch.float64):
-        return f"{q.dtype} on {device.type}"
+    if not on_cpu and device.type != "cuda":
+        return f"a tensor on {device.type}"
+    for x in (q, k, v, *gates, initial_state, cu_seqlens):
+        if x is None:
+            continue
+        if type(x) is not Tensor and type(x).__name__ == "DTensor":
+            return "a DTensor"
+        if x.device != device:
+            return "tensors on several devices"
+    if k.dtype != dtype or v.dtype != dtype:
+        return f"q, k and v in {dtype}, {k.dtype} and {v.dtype}"
+    if dtype not in _FLOATS and not (on_cpu and dtype == torch.float64):
+        return f"{dtype} on {device.type}"
     for gate in gates:
-        if gate.dtype not in ((torch.float64,) if q.dtype == torch.float64 else _FLOATS):
-            return f"a gate in {gate.dtype} beside q in {q.dtype}"
+        if gate is not None and gate.dtype not in (_FLOATS if dtype in _FLOATS else (dtype,)):
+            return f"a gate in {gate.dtype} beside q in {dtype}"
     if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
         return f"cu_seqlens in {cu_seqlens.dtype}"
     return None if on_cpu else _why_not_on_cuda(q, v)
@@ -279,5 +281,5 @@ def _warn_once(name: str, why_not: str) -> None:
         _warned.add((name, why_not))
     warnings.warn(
         f"{name} runs FLA's kernels where gla_ext does not support the call: {why_not}",
-        stacklevel=3,
+        stacklevel=4,  # past what keeps this out of graphs, and the operator
     )

@@ -72,6 +72,13 @@ def test_importing_it_imports_no_fla():
     assert run_python(code).split() == ["False", "False"]
 
 
+def test_without_layers_the_operators_are_replaced(fla):
+    code = "import sys; sys.modules['transformers'] = None; import gla_ext.fla as a; "
+    code += "a.accelerate_fla(); from fla.ops.gla import chunk_gla; print(chunk_gla.__module__); "
+    code += "print('fla.layers.gla' in sys.modules)"
+    assert run_python(code).split() == ["gla_ext.fla", "False"]
+
+
 def test_replaces_and_puts_back(fla):
     user = types.ModuleType("a_users_module")
     user.attention = fla.ops.gla.chunk_gla

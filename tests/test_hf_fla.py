@@ -11,6 +11,8 @@ pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import gla_ext.fla
+
 TINY = {
     "hidden_size": 32,
     "num_heads": 2,
@@ -135,3 +137,24 @@ def test_config_has_the_names_and_defaults_of_fla(hf):
         return {x: y for x, y in config.to_dict().items() if x != "transformers_version"}
 
     assert own(hf.GLAConfig()) == own(GLAConfig())
+
+
+def test_an_accelerated_model_of_fla_is_the_same_model(device):
+    require_kernels(device)
+    theirs = make_fla_model(device, num_hidden_layers=2)
+    ids = make_ids(10, device)
+    mask = (torch.arange(10) >= torch.tensor([[4], [0]])).long().to(device)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+    def run():
+        generated = theirs.generate(ids, attention_mask=mask, **options)
+        return generated, results(theirs, ids, attention_mask=mask)
+
+    generated, expected = run()
+    gla_ext.fla.accelerate_fla()
+    try:
+        again, actual = run()
+    finally:
+        gla_ext.fla.restore_fla()
+    assert torch.equal(again, generated)
+    assert_same_results(actual, expected, BOUND[device])
