@@ -5,8 +5,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from fla_kernels import import_fla, require_kernels
 
-from gla_ext import _C
+import gla_ext.fla
+from gla_ext import _C, ops, recurrent
 from gla_ext.data import load_corpus
 
 # What cuBLAS asks for under nan_in_fresh_memory; read when it starts.
@@ -116,6 +118,33 @@ def nan_in_fresh_memory():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def fla():
+    """flash-linear-attention as it is, and again afterwards."""
+    yield import_fla()
+    gla_ext.fla.restore_fla()
+
+
+@pytest.fixture
+def kernels(device, fla):
+    """FLA on a device that its kernels run on."""
+    require_kernels(device)
+    return fla
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of gla_ext's operators, as they are called by what stands for FLA's."""
+    made = []
+    for module, name in ((ops, "chunk_gla"), (recurrent, "fused_recurrent_gla")):
+        monkeypatch.setattr(module, name, _counted(getattr(module, name), made))
+    return made
+
+
+def _counted(function, made):
+    return lambda *args, **kwargs: made.append(function.__name__) or function(*args, **kwargs)
 
 
 def _words(seed: int, count: int) -> bytes:

@@ -12,7 +12,10 @@ import warnings
 
 import pytest
 import torch
+from common import make_inputs
 
+# FLA's products of fp32 numbers are tf32's on a GPU.
+BOUND = {"cpu": 1e-5, "cuda": 5e-3}
 INTERPRETED_TRITON = "3.6."  # whose internals are known here
 
 
@@ -37,6 +40,12 @@ def require_kernels(device: str):
     import_fla()
     if device == "cpu" and torch.cuda.is_available():
         pytest.skip("FLA's kernels run on the GPU here, and are interpreted without one")
+
+
+def operands(T=20, dtype=torch.float32, device="cpu"):
+    """q, k, v and g for two sequences of T tokens."""
+    x = make_inputs(2, T, 2, 16, 16, dtype=dtype, device=device)
+    return x.q, x.k, x.v, x.g
 
 
 class _Driver:

@@ -1,4 +1,4 @@
-"""`accelerate_fla`: what it replaces and puts back, and that results stay FLA's own."""
+"""`accelerate_fla`: what it replaces and puts back, and which calls go to FLA."""
 
 import sys
 import threading
@@ -7,45 +7,13 @@ import warnings
 
 import pytest
 import torch
-from common import assert_close, make_inputs, run_python
-from fla_kernels import import_fla, require_kernels
+from common import run_python
+from fla_kernels import operands
 from source_tree import run
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.functional import logsigmoid
 
 import gla_ext.fla
-from gla_ext import ops, recurrent
 
 NAMES = ("chunk_gla", "fused_chunk_gla", "fused_recurrent_gla")
-# FLA's products of fp32 numbers are tf32's on a GPU.
-BOUND = {"cpu": 1e-5, "cuda": 5e-3}
-
-
-@pytest.fixture
-def fla():
-    """FLA as it is, and again afterwards."""
-    yield import_fla()
-    gla_ext.fla.restore_fla()
-
-
-@pytest.fixture
-def kernels(device, fla):
-    """FLA on a device that its kernels run on."""
-    require_kernels(device)
-    return fla
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The names of gla_ext's operators, as they are called by what stands for FLA's."""
-    made = []
-    for module, name in ((ops, "chunk_gla"), (recurrent, "fused_recurrent_gla")):
-        monkeypatch.setattr(module, name, _counted(getattr(module, name), made))
-    return made
-
-
-def _counted(function, made):
-    return lambda *args, **kwargs: made.append(function.__name__) or function(*args, **kwargs)
 
 
 def held(fla) -> dict[str, object]:
@@ -151,79 +119,6 @@ def test_another_signature_is_refused(fla, monkeypatch):
     assert not gla_ext.fla.is_accelerated()
 
 
-def operands(T=20, dtype=torch.float32, device="cpu"):
-    x = make_inputs(2, T, 2, 16, 16, dtype=dtype, device=device)
-    return x.q, x.k, x.v, x.g
-
-
-def gradients(function, *leaves):
-    """The outputs and the gradients of a function of tensors; what is None is left out."""
-    leaves = [x.detach().clone().requires_grad_() for x in leaves]
-    outputs = [x for x in function(*leaves) if x is not None]
-    generator = torch.Generator().manual_seed(5)
-    upstream = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
-    return [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("chunk_gla", {"output_final_state": True}),
-        ("chunk_gla", {"scale": 0.5, "state_v_first": True, "output_final_state": True}),
-        ("chunk_gla", {"cu_seqlens": [0, 5, 40]}),
-        ("fused_recurrent_gla", {"output_final_state": True}),
-        ("fused_recurrent_gla", {"reverse": True, "state_v_first": True, "scale": 0.3}),
-        ("fused_recurrent_gla", {"cu_seqlens": [0, 5, 20, 40], "output_final_state": True}),
-    ],
-    ids=str,
-)
-def test_operators_return_what_flas_kernels_do(kernels, device, calls, name, options):
-    options, operator = dict(options), getattr(kernels.ops.gla, name)
-    q, k, v, g = operands(device=device)
-    if "cu_seqlens" in options:
-        q, k, v, g = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g))
-        options["cu_seqlens"] = torch.tensor(options["cu_seqlens"], device=device)
-    expected = gradients(lambda *x: operator(*x, **options), q, k, v, g)
-    gla_ext.fla.accelerate_fla()
-    replaced = getattr(kernels.ops.gla, name)
-    assert replaced is not operator
-    actual = gradients(lambda *x: replaced(*x, **options), q, k, v, g)
-    assert calls == [name]
-    for got, wanted in zip(actual, expected, strict=True):
-        assert got.dtype == wanted.dtype
-        assert_close(got, wanted, BOUND[device])
-
-
-def test_recurrence_with_both_gates_and_a_state(kernels, device):
-    q, k, v, g = operands(device=device)
-    gv = logsigmoid(torch.randn(v.shape, generator=torch.Generator().manual_seed(3))).to(v)
-    state = torch.randn(2, 2, 16, 16, generator=torch.Generator().manual_seed(4)).to(v)
-
-    def run(*x):
-        q, k, v, gk, gv, state = x
-        return kernels.ops.gla.fused_recurrent_gla(
-            q, k, v, gk, gv, initial_state=state, output_final_state=True
-        )
-
-    expected = gradients(run, q, k, v, g, gv, state)
-    gla_ext.fla.accelerate_fla()
-    for got, wanted in zip(gradients(run, q, k, v, g, gv, state), expected, strict=True):
-        assert_close(got, wanted, BOUND[device])
-
-
-def test_recurrence_from_a_bf16_state(kernels, device, calls):
-    q, k, v, g = operands(device=device)
-    state = torch.ones(2, 2, 16, 16, dtype=torch.bfloat16, device=device)
-    options = {"initial_state": state, "output_final_state": True}
-    expected = kernels.ops.gla.fused_recurrent_gla(q, k, v, g, **options)
-    gla_ext.fla.accelerate_fla()
-    actual = kernels.ops.gla.fused_recurrent_gla(q, k, v, g, **options)
-    assert calls == ["fused_recurrent_gla"]
-    for got, wanted in zip(actual, expected, strict=True):
-        assert got.dtype == wanted.dtype
-        assert_close(got, wanted, BOUND[device])
-
-
 def test_the_old_name_of_state_v_first(fla, calls):
     gla_ext.fla.accelerate_fla()
     q, k, v, g = operands()
@@ -306,110 +201,3 @@ def test_chunk_refuses_a_bf16_state_as_fla_does(fla, calls):
     ):
         fla.ops.gla.chunk_gla(*operands(), initial_state=state)
     assert calls == []
-
-
-NORMS = {
-    "gated": ("FusedRMSNormGated", {}, {}),
-    "gated by sigmoid": ("FusedRMSNormGated", {"activation": "sigmoid"}, {}),
-    "gated, no weight": ("FusedRMSNormGated", {"elementwise_affine": False}, {}),
-    "gated, prenorm": ("FusedRMSNormGated", {}, {"prenorm": True}),
-    "plain": ("RMSNorm", {"eps": 0.1}, {}),
-    "plain, no weight": ("RMSNorm", {"elementwise_affine": False}, {}),
-    "prenorm": ("RMSNorm", {}, {"prenorm": True}),
-    "prenorm in fp32": ("RMSNorm", {}, {"prenorm": True, "residual_in_fp32": True}),
-    "residual": ("RMSNorm", {}, {"residual": True, "prenorm": True}),
-    "bias": ("RMSNorm", {"bias": True}, {}),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("name", "made", "called"), NORMS.values(), ids=NORMS)
-def test_norms_are_flas(kernels, device, name, made, called, dtype):
-    norm, called = getattr(kernels.modules, name)(24, **made).to(device), dict(called)
-    torch.manual_seed(0)
-    for parameter in norm.parameters():
-        torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
-    x, other = (torch.randn(2, 5, 24).to(device, dtype) for _ in range(2))
-    inputs = [x, other] if name == "FusedRMSNormGated" or called.pop("residual", False) else [x]
-
-    def run(*inputs):
-        out = norm(*inputs, **called)
-        return out if isinstance(out, tuple) else (out,)
-
-    expected = gradients(run, *inputs)
-    gla_ext.fla.accelerate_fla()
-    if device == "cuda":  # elsewhere FLA's kernel stays
-        torch._dynamo.reset()
-        run = torch.compile(run, backend="aot_eager")
-    for got, wanted in zip(gradients(run, *inputs), expected, strict=True):
-        assert got.dtype == wanted.dtype
-        # The interpreter cuts off where it makes bf16 of fp32.
-        bf16 = 3e-3 if device == "cuda" else 6e-3
-        assert_close(got, wanted, 1e-5 if dtype == torch.float32 else bf16)
-
-
-def check_layer(layer, x, mask, bound, calls):
-    """Results of a layer before and after `accelerate_fla`."""
-    parameters = dict(layer.named_parameters())
-
-    def run(x, *values):
-        arguments = (dict(zip(parameters, values, strict=True)), (x, mask))
-        return torch.func.functional_call(layer, *arguments)[:1]
-
-    expected = gradients(run, x, *parameters.values())
-    gla_ext.fla.accelerate_fla()
-    actual = gradients(run, x, *parameters.values())
-    assert calls == ["chunk_gla" if x.shape[1] > 64 else "fused_recurrent_gla"]
-    for name, got, wanted in zip(["o", "x", *parameters], actual, expected, strict=True):
-        assert_close(got, wanted, bound, name=name)
-
-
-def make_layer(fla, name, device, **options):
-    torch.manual_seed(0)
-    layer = getattr(fla.layers, name)(hidden_size=32, num_heads=2, layer_idx=0, **options)
-    return layer.to(device)
-
-
-@pytest.mark.parametrize(
-    ("T", "padded", "options"),
-    [(9, False, {}), (9, True, {"num_kv_heads": 1}), (66, True, {})],
-    ids=["recurrent", "recurrent, padded, grouped heads", "chunked, padded"],
-)
-def test_the_layer_returns_what_it_did(kernels, device, calls, T, padded, options):
-    layer = make_layer(kernels, "GatedLinearAttention", device, **options)
-    mask = (torch.arange(T) >= torch.tensor([[4], [0]])).long().to(device) if padded else None
-    check_layer(layer, torch.randn(2, T, 32, device=device), mask, BOUND[device], calls)
-
-
-@pytest.mark.cuda  # the interpreter does not know all of their kernels
-@pytest.mark.parametrize("T", [9, 66], ids=["recurrent", "chunked"])
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("name", ["GatedLinearAttention", "HGRN2Attention", "LightNetAttention"])
-def test_layers_of_other_models_return_what_they_did(fla, calls, name, padded, T):
-    options = {} if name == "GatedLinearAttention" else {"mode": "chunk"}
-    layer = make_layer(fla, name, "cuda", **options)
-    mask = (torch.arange(T) >= torch.tensor([[4], [0]])).long().cuda() if padded else None
-    check_layer(layer, torch.randn(2, T, 32, device="cuda"), mask, 4 * BOUND["cuda"], calls)
-
-
-@pytest.mark.parametrize("options", [{}, {"use_output_gate": False}, {"num_kv_heads": 1}], ids=str)
-def test_the_layer_compiles_whole(fla, device, options):
-    torch._dynamo.reset()
-    layer = make_layer(fla, "GatedLinearAttention", device, **options)
-    gla_ext.fla.accelerate_fla()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    parameters = list(layer.parameters())
-    for T in (70, 90):
-        x = torch.randn(2, T, 32, device=device)
-        mask = (torch.arange(T) >= torch.tensor([[4], [0]])).long().to(device)
-        x[0, :4] = float("nan")  # padding reaches nothing
-        for arguments in ((x.nan_to_num(), None), (x, mask)):
-            results = []
-            for module in (layer, compiled):
-                o = module(*arguments)[0]
-                results.append([o, *torch.autograd.grad(o.square().sum(), parameters)])
-            for got, wanted in zip(*results, strict=True):
-                assert_close(got, wanted, BOUND[device])
-    assert counter.frame_count <= 4  # with and without a mask, at one length and at any
-    torch._dynamo.reset()

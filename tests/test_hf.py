@@ -30,6 +30,12 @@ DTYPE = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_
 PADDED = (torch.arange(12) >= torch.tensor([[5], [0]])).long()
 
 
+@pytest.fixture(autouse=True)
+def registered():
+    """FLA, where another test imported it, has registered its own classes."""
+    hf.register()
+
+
 def make_model(seed=0, **options) -> hf.GLAForCausalLM:
     torch.manual_seed(seed)
     return hf.GLAForCausalLM(hf.GLAConfig(**TINY | options)).eval()

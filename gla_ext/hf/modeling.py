@@ -34,6 +34,8 @@ class GLAPreTrainedModel(PreTrainedModel):
 class GLAModel(GLAPreTrainedModel):
     """Embeddings, blocks and a last norm.
 
+    Gradient checkpointing recomputes each block in backward, in training without a cache.
+
     Args:
         config: the configuration.
 
@@ -77,20 +79,14 @@ class GLAModel(GLAPreTrainedModel):
                 "GLAModel: expected one of input_ids and inputs_embeds, got "
                 f"{'none' if input_ids is None else 'both'}"
             )
-        use_cache, output_hidden_states, return_dict = (
-            getattr(self.config, name) if given is None else given
-            for name, given in (
-                ("use_cache", False if self.training and use_cache is None else use_cache),
-                ("output_hidden_states", output_hidden_states),
-                ("return_dict", return_dict),
-            )
-        )
-        recompute = self.gradient_checkpointing and self.training
-        if recompute:
-            use_cache, past_key_values = False, None
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
             past_key_values = GLACache()
+        recompute = self.gradient_checkpointing and self.training and past_key_values is None
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         inputs: list[Tensor] | None = [] if output_hidden_states else None
         x = model.run_blocks(
             self.layers,
@@ -108,6 +104,7 @@ class GLAModel(GLAPreTrainedModel):
             past_key_values=past_key_values,
             hidden_states=None if inputs is None else (*inputs, x),
         )
+        return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
 
     def _checkpointed(self, block: model.GLABlock, x: Tensor, **attn_args: Any) -> Tensor:
