@@ -23,7 +23,8 @@ class Cast {
 
 template <c10::DeviceType device>
 ForwardOutputs chunk_gla_fwd_autocast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      const at::Tensor& g, const std::optional<at::Tensor>& gv,
+                                      const std::optional<at::Tensor>& g,
+                                      const std::optional<at::Tensor>& gv,
                                       const std::optional<at::Tensor>& initial_state,
                                       const std::optional<at::Tensor>& cu_seqlens,
                                       std::optional<double> scale, bool output_final_state,

@@ -9,12 +9,13 @@ namespace gla_ext {
 namespace {
 
 Shape check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const at::Tensor& g, const OptionalTensor& gv,
+                   const OptionalTensor& g, const OptionalTensor& gv,
                    const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
                    bool state_v_first) {
   const Checker check(op, "q", q);
-  const std::array<std::pair<const char*, const at::Tensor*>, 4> inputs{
-      {{"q", &q}, {"k", &k}, {"v", &v}, {"g", &g}}};
+  std::vector<std::pair<const char*, const at::Tensor*>> inputs{{"q", &q}, {"k", &k}, {"v", &v}};
+  if (given(g)) inputs.emplace_back("g", &*g);
+  if (given(gv)) inputs.emplace_back("gv", &*gv);
   for (const auto& [name, t] : inputs) check.defined(name, *t);
   for (const auto& [name, t] : inputs) check.strided(name, *t);
   for (const auto& [name, t] : inputs) check.device(name, *t);
@@ -22,7 +23,8 @@ Shape check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, con
   check.dtype("k", k, q.scalar_type(), " like q");
   check.dtype("v", v, q.scalar_type(), " like q");
   const bool fp64 = q.scalar_type() == at::kDouble;
-  check.gate_dtype("g", g, fp64);
+  if (given(g)) check.gate_dtype("g", *g, fp64);
+  if (given(gv)) check.gate_dtype("gv", *gv, fp64);
   check.rank("q", q, 4, "[B, T, H, K]");
   check.rank("v", v, 4, "[B, T, H, V]");
   Shape shape{q.sym_size(0), q.sym_size(1), q.sym_size(2), q.sym_size(3), v.sym_size(3), 0, 0};
@@ -33,17 +35,10 @@ Shape check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, con
   const Sizes keys{shape.B, shape.T, shape.H, shape.K}, values{shape.B, shape.T, shape.H, shape.V};
   check.shape("k", k, "[B, T, H, K]", keys);
   check.shape("v", v, "[B, T, H, V]", values);
-  check.shape("g", g, "[B, T, H, K]", keys);
+  if (given(g)) check.shape("g", *g, "[B, T, H, K]", keys);
+  if (given(gv)) check.shape("gv", *gv, "[B, T, H, V]", values);
   check.offsets(cu_seqlens, shape);
   check.state("initial_state", initial_state, shape, state_v_first);
-  if (given(gv)) {
-    check.strided("gv", *gv);
-    check.device("gv", *gv);
-    check.gate_dtype("gv", *gv, fp64);
-    check.shape("gv", *gv, "[B, T, H, V]", values);
-    TORCH_CHECK_NOT_IMPLEMENTED(false, op,
-                                ": value gates (gv) are not implemented yet, pass gv=None");
-  }
   return shape;
 }
 
@@ -112,14 +107,14 @@ double resolve_scale(std::optional<double> scale, int64_t K) {
 }
 
 Shape check_chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const at::Tensor& g, const OptionalTensor& gv,
+                          const OptionalTensor& g, const OptionalTensor& gv,
                           const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
                           bool state_v_first) {
   return check_inputs("chunk_gla", q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
 }
 
 Shape check_chunk_gla_bwd(const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q,
-                          const at::Tensor& k, const at::Tensor& v, const at::Tensor& g,
+                          const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
                           const OptionalTensor& gv, const OptionalTensor& initial_state,
                           const OptionalTensor& cu_seqlens, const at::Tensor& states,
                           bool state_v_first) {

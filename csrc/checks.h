@@ -48,12 +48,12 @@ inline at::ScalarType saved_states_dtype(const at::Tensor& q) {
 double resolve_scale(std::optional<double> scale, int64_t K);
 
 Shape check_chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const at::Tensor& g, const OptionalTensor& gv,
+                          const OptionalTensor& g, const OptionalTensor& gv,
                           const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
                           bool state_v_first);
 
 Shape check_chunk_gla_bwd(const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q,
-                          const at::Tensor& k, const at::Tensor& v, const at::Tensor& g,
+                          const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
                           const OptionalTensor& gv, const OptionalTensor& initial_state,
                           const OptionalTensor& cu_seqlens, const at::Tensor& states,
                           bool state_v_first);

@@ -19,6 +19,11 @@ at::Tensor fresh(const at::Tensor& like) {
   return empty(like.sym_sizes(), like, like.scalar_type());
 }
 
+// The gradient of a gate that may be absent.
+at::Tensor gate_grad(const OptionalTensor& g, const at::Tensor& q, const Shape& s) {
+  return given(g) ? fresh(*g) : empty({0}, q, s.accumulate);
+}
+
 // [N, H, K, V] or v-first.
 at::Tensor boundary_state(const Shape& s, const at::Tensor& like, bool v_first) {
   return v_first ? empty({s.N, s.H, s.V, s.K}, like, s.accumulate)
@@ -30,7 +35,7 @@ at::Tensor chunk_states_like(const Shape& s, const at::Tensor& like, at::ScalarT
 }
 
 ForwardOutputs chunk_gla_fwd_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                  const at::Tensor& g, const OptionalTensor& gv,
+                                  const OptionalTensor& g, const OptionalTensor& gv,
                                   const OptionalTensor& initial_state,
                                   const OptionalTensor& cu_seqlens, std::optional<double>,
                                   bool output_final_state, bool state_v_first, bool save_states,
@@ -44,7 +49,7 @@ ForwardOutputs chunk_gla_fwd_meta(const at::Tensor& q, const at::Tensor& k, cons
 
 BackwardOutputs chunk_gla_bwd_meta(const at::Tensor& d_o, const OptionalTensor& dht,
                                    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const at::Tensor& g, const OptionalTensor& gv,
+                                   const OptionalTensor& g, const OptionalTensor& gv,
                                    const OptionalTensor& initial_state,
                                    const OptionalTensor& cu_seqlens, const at::Tensor& states,
                                    std::optional<double>, bool state_v_first, bool) {
@@ -53,8 +58,8 @@ BackwardOutputs chunk_gla_bwd_meta(const at::Tensor& d_o, const OptionalTensor& 
   return {fresh(q),
           fresh(k),
           fresh(v),
-          fresh(g),
-          empty({0}, g, g.scalar_type()),
+          gate_grad(g, q, s),
+          gate_grad(gv, q, s),
           given(initial_state) ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate)};
 }
 
@@ -76,14 +81,11 @@ BackwardOutputs recurrent_gla_bwd_meta(const at::Tensor& d_o, const OptionalTens
                                        bool, bool state_v_first) {
   const Shape s =
       check_recurrent_bwd(d_o, dht, q, k, v, gk, gv, initial_state, cu_seqlens, state_v_first);
-  const auto gate = [&](const OptionalTensor& g) {
-    return given(g) ? fresh(*g) : empty({0}, q, s.accumulate);
-  };
   return {fresh(q),
           fresh(k),
           fresh(v),
-          gate(gk),
-          gate(gv),
+          gate_grad(gk, q, s),
+          gate_grad(gv, q, s),
           given(initial_state) ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate)};
 }
 

@@ -38,10 +38,10 @@ struct PlanShape {
   bool packed;
 };
 
-py::dict cpu_plan(const PlanShape& s, const std::string& dtype, bool backward,
+py::dict cpu_plan(const PlanShape& s, const std::string& dtype, bool backward, bool value_gated,
                   std::optional<int64_t> threads) {
   const int64_t accumulate = dtype == "float64" ? 8 : 4;
-  const auto p = gla_ext::cpu::make_plan({s.N, s.T, s.H, s.K, s.V, s.packed, backward,
+  const auto p = gla_ext::cpu::make_plan({s.N, s.T, s.H, s.K, s.V, s.packed, backward, value_gated,
                                           dtype == "bfloat16" ? 2 : accumulate, accumulate},
                                          threads.value_or(gla_ext::cpu::available_threads()));
   py::dict result;
@@ -92,8 +92,9 @@ py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::stri
 
 py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::optional<int64_t> N,
               const std::string& dtype, const std::optional<std::string>& gate_dtype, bool backward,
-              bool save_states, bool batch_invariant, bool aligned, const std::string& capability,
-              int64_t processors, const std::string& device, std::optional<int64_t> threads) {
+              bool save_states, bool batch_invariant, bool aligned, bool value_gated,
+              const std::string& capability, int64_t processors, const std::string& device,
+              std::optional<int64_t> threads) {
   if (device != "cpu" && device != "cuda")
     throw py::value_error("plan: expected device 'cpu' or 'cuda', got '" + device + "'");
   if (std::min({B, T, H, N.value_or(0)}) < 0 ||
@@ -105,7 +106,7 @@ py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::option
     throw py::value_error("plan: expected dtype bfloat16, float16, float32 or float64, got " +
                           dtype);
   const PlanShape shape{N.value_or(B), T, H, K, V, N.has_value()};
-  return device == "cpu" ? cpu_plan(shape, dtype, backward, threads)
+  return device == "cpu" ? cpu_plan(shape, dtype, backward, value_gated, threads)
                          : cuda_plan(shape, dtype, gate_dtype.value_or(dtype), backward,
                                      save_states, batch_invariant, aligned, capability, processors);
 }
@@ -121,8 +122,8 @@ PYBIND11_MODULE(_C, m) {
         py::arg("N") = py::none(), py::kw_only(), py::arg("dtype") = "float32",
         py::arg("gate_dtype") = py::none(), py::arg("backward") = false,
         py::arg("save_states") = false, py::arg("batch_invariant") = false,
-        py::arg("aligned") = true, py::arg("capability") = "9.0", py::arg("processors") = 132,
-        py::arg("device") = "cpu", py::arg("threads") = py::none(),
+        py::arg("aligned") = true, py::arg("value_gated") = false, py::arg("capability") = "9.0",
+        py::arg("processors") = 132, py::arg("device") = "cpu", py::arg("threads") = py::none(),
         "The plan chosen for a shape, on any build: path, mode, workspace and state bytes; on CPU "
         "threads and tasks, on CUDA tiles, segments and launches.");
 }

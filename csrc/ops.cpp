@@ -10,14 +10,14 @@ TORCH_LIBRARY(gla_ext, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
 
   m.def(
-      "chunk_gla_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? gv, Tensor? initial_state, "
+      "chunk_gla_fwd(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? initial_state, "
       "Tensor? cu_seqlens, "
       "float? scale, bool output_final_state, bool state_v_first, bool save_states, bool "
       "batch_invariant) "
       "-> (Tensor o, Tensor final_state, Tensor states)",
       tags);
   m.def(
-      "chunk_gla_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor g, Tensor? gv, "
+      "chunk_gla_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
       "Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float? scale, bool state_v_first, "
       "bool batch_invariant) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor "
       "dh0)",
@@ -89,7 +89,8 @@ TORCH_LIBRARY(gla_ext, m) {
 namespace gla_ext {
 
 ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                             const at::Tensor& g, const std::optional<at::Tensor>& gv,
+                             const std::optional<at::Tensor>& g,
+                             const std::optional<at::Tensor>& gv,
                              const std::optional<at::Tensor>& initial_state,
                              const std::optional<at::Tensor>& cu_seqlens,
                              std::optional<double> scale, bool output_final_state,
@@ -103,7 +104,8 @@ ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at:
 
 BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
                               const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                              const at::Tensor& g, const std::optional<at::Tensor>& gv,
+                              const std::optional<at::Tensor>& g,
+                              const std::optional<at::Tensor>& gv,
                               const std::optional<at::Tensor>& initial_state,
                               const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& states,
                               std::optional<double> scale, bool state_v_first,
@@ -176,11 +178,12 @@ void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
 }
 
 std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& g,
-    std::optional<double> scale, const std::optional<at::Tensor>& initial_state,
-    bool output_final_state, bool state_v_first, const std::optional<at::Tensor>& cu_seqlens) {
-  auto [o, final_state, states] = chunk_gla_fwd(q, k, v, g, /*gv=*/{}, initial_state, cu_seqlens,
-                                                scale, output_final_state, state_v_first,
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& g, std::optional<double> scale,
+    const std::optional<at::Tensor>& initial_state, bool output_final_state, bool state_v_first,
+    const std::optional<at::Tensor>& cu_seqlens, const std::optional<at::Tensor>& gv) {
+  auto [o, final_state, states] = chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale,
+                                                output_final_state, state_v_first,
                                                 /*save_states=*/false, /*batch_invariant=*/false);
   std::optional<at::Tensor> state;
   if (output_final_state) state = std::move(final_state);

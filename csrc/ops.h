@@ -9,21 +9,22 @@
 
 namespace gla_ext {
 
-// Gated linear attention (Yang et al., arXiv 2312.06635): S_t = diag(exp g_t) S_{t-1} + k_t v_tᵀ,
-// o_t = scale S_tᵀ q_t.
+// Gated linear attention (Yang et al., arXiv 2312.06635):
+// S_t = diag(exp g_t) S_{t-1} diag(exp gv_t) + k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 //
-//   q, k, g        [B, T, H, K], g = log of the decay, <= 0
-//   v              [B, T, H, V]
+//   q, k, g        [B, T, H, K], g = log of the decay, <= 0; absent: no decay
+//   v, gv          [B, T, H, V], gv = log of the decay of value channels; absent: no decay
 //   scale          K^-0.5 unless given
 //   initial_state  [N, H, K, V] ([N, H, V, K] if state_v_first), fp32 (fp64 with fp64 inputs)
 //   cu_seqlens     [N + 1] int32 or int64: N sequences packed in one batch row; N = B without it
 //
 // Returns o [B, T, H, V] and, if asked for, the final state in the layout of initial_state.
 std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& g,
-    std::optional<double> scale = {}, const std::optional<at::Tensor>& initial_state = {},
-    bool output_final_state = false, bool state_v_first = false,
-    const std::optional<at::Tensor>& cu_seqlens = {});
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& g, std::optional<double> scale = {},
+    const std::optional<at::Tensor>& initial_state = {}, bool output_final_state = false,
+    bool state_v_first = false, const std::optional<at::Tensor>& cu_seqlens = {},
+    const std::optional<at::Tensor>& gv = {});
 
 // The operators behind it. An output that was not asked for is a 0-element tensor.
 using ForwardOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // o, final_state, states
@@ -31,7 +32,8 @@ using BackwardOutputs =                                                 // dq, d
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                             const at::Tensor& g, const std::optional<at::Tensor>& gv,
+                             const std::optional<at::Tensor>& g,
+                             const std::optional<at::Tensor>& gv,
                              const std::optional<at::Tensor>& initial_state,
                              const std::optional<at::Tensor>& cu_seqlens,
                              std::optional<double> scale, bool output_final_state,
@@ -39,7 +41,8 @@ ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at:
 
 BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
                               const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                              const at::Tensor& g, const std::optional<at::Tensor>& gv,
+                              const std::optional<at::Tensor>& g,
+                              const std::optional<at::Tensor>& gv,
                               const std::optional<at::Tensor>& initial_state,
                               const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& states,
                               std::optional<double> scale, bool state_v_first,

@@ -54,7 +54,7 @@ def chunk_gla(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
+    g: Tensor | None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -68,9 +68,9 @@ def chunk_gla(
 
     Computes, for every sequence and head,
 
-        S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,    o_t = scale * S_t^T q_t
+        S_t = diag(exp(g_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T,    o_t = scale * S_t^T q_t
 
-    in chunks of 64 tokens. Differentiable in q, k, v, g and initial_state.
+    in chunks of 64 tokens. Differentiable in q, k, v, g, gv and initial_state.
 
     Args:
         q: queries, `[B, T, H, K]`; bfloat16, float16, float32, or float64 (CPU).
@@ -78,7 +78,7 @@ def chunk_gla(
         v: values, `[B, T, H, V]`, dtype of q.
         g: natural logarithm of the decay of each key channel, `[B, T, H, K]`, at most 0 (above 0
             results may overflow); -inf is a reset. bfloat16, float16 or float32, whatever the
-            dtype of q, but float64 with float64 q.
+            dtype of q, but float64 with float64 q. None: no decay.
         scale: factor of the scores. Default: `K ** -0.5`.
         initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32 (float64 with
             float64 q). N is the number of sequences: B, or `len(cu_seqlens) - 1`. Default: zero.
@@ -88,8 +88,7 @@ def chunk_gla(
             B = 1: first 0, non-decreasing, last at most T. Tokens after the last offset give zeros.
         cu_seqlens_cpu: the same offsets on the CPU; their contents are checked, in eager mode.
             Default: None.
-        gv: natural logarithm of the decay of each value channel, `[B, T, H, V]`. Not implemented
-            yet. Default: None.
+        gv: the same of each value channel, `[B, T, H, V]` (the paper's beta). Default: no decay.
 
     Returns:
         o, `[B, T, H, V]` in v's dtype, and the final state in the layout and dtype of
@@ -98,12 +97,12 @@ def chunk_gla(
     Raises:
         ValueError: shapes, devices or offsets do not agree.
         TypeError: dtypes do not.
-        NotImplementedError: gv; a device or layout without kernels; forward-mode AD; torch.func
+        NotImplementedError: a device or layout without kernels; forward-mode AD; torch.func
             transforms; DTensor.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        refuse_dtensor("chunk_gla", q, k, v, g, initial_state)
+        refuse_dtensor("chunk_gla", q, k, v, g, gv, initial_state)
     o, final_state, _ = _fwd(
         q,
         k,

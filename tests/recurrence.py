@@ -1,4 +1,4 @@
-"""What the tests of the recurrent operators share: inputs with both gates, and the truth."""
+"""What the tests of gates on keys and values share: inputs with both, and the truth."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from common import Inputs, assert_close, make_inputs, relayout
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from gla_ext import fused_recurrent_gla, reference
+from gla_ext import chunk_gla, fused_recurrent_gla, reference
 from gla_ext.selftest import tolerance
 
 GATINGS = ("none", "gk", "gv", "both")
@@ -102,6 +102,18 @@ def ours(x: Recurrence, **options) -> dict[str, Tensor]:
     return results_of(function, x)
 
 
+def chunked(x: Recurrence, **options) -> dict[str, Tensor]:
+    """What `chunk_gla` makes of the inputs."""
+
+    def function(q, k, v, gk, gv, initial_state):
+        return chunk_gla(
+            q, k, v, gk, initial_state=initial_state, output_final_state=True,
+            cu_seqlens=x.cu_seqlens, gv=gv, **options,
+        )  # fmt: skip
+
+    return results_of(function, x)
+
+
 def exact(x: Recurrence, scale: float | None = None, reverse: bool = False) -> dict[str, Tensor]:
     """The recurrence and its autograd in fp64."""
     x = x.map(lambda t: t.double().contiguous())
@@ -132,3 +144,33 @@ def assert_results_close(actual: dict[str, Tensor], expected: dict[str, Tensor],
         bound = max(tolerance(name, t) for t in (value.dtype, accumulation))
         bound *= 1 + 3 / max(value.numel(), 1) ** 0.5
         assert_close(value, expected[name], bound, torch.finfo(accumulation).tiny, name)
+
+
+# chunk_gla with gates on values: every operand of a product is rounded to bf16.
+CHUNKED_BF16 = 0.005
+
+
+def assert_chunked_close(
+    actual: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    x: Recurrence,
+    sizes: dict[str, Tensor] | None = None,
+):
+    """The same of `chunk_gla`, where the gradient of a gate keeps the rounding of the terms that
+    cancel in it; relative to `sizes` where given.
+    """
+    assert actual.keys() == expected.keys()
+    accumulation = torch.finfo(torch.promote_types(x.q.dtype, torch.float32))
+    terms = {"dgk": (("q", "dq"), ("k", "dk")), "dgv": (("do", "o"), ("v", "dv"))}
+    for name, value in actual.items():
+        assert value.dtype == result_dtype(name, x), name
+        bound = max(tolerance(name, t) for t in (value.dtype, x.q.dtype))
+        bound = CHUNKED_BF16 if torch.bfloat16 in (value.dtype, x.q.dtype) else bound
+        bound *= 1 + 3 / max(value.numel(), 1) ** 0.5
+        atol = accumulation.tiny
+        for factor, product in terms.get(name, ()) if value.numel() else ():
+            term = (expected | {"do": x.do})[product] * getattr(x, factor).double()
+            atol += 8 * accumulation.eps * term.square().mean().sqrt().item()
+        if sizes is not None:
+            atol += bound * sizes[name].square().mean().nan_to_num().sqrt().item()
+        assert_close(value, expected[name], bound, atol, name)

@@ -166,13 +166,17 @@ def test_cu_seqlens_cpu_needs_its_partner(packed):
         )
 
 
-def test_value_gates_are_not_there_yet(x):
-    with raises(
-        NotImplementedError, "chunk_gla: value gates (gv) are not implemented yet, pass gv=None"
-    ):
-        call(x, gv=x.v)
+def test_value_gates(x):
     with raises(ValueError, SHAPES.format("gv", "V", [2, 64, 4, 12], [2, 64, 4, 8])):
         call(x, gv=x.g)
+    with raises(ValueError, "chunk_gla: expected gv on the device of q, cpu, got meta"):
+        call(x, gv=x.v.to("meta"))
+    with raises(TypeError, "chunk_gla: expected gv to be torch.bfloat16, torch.float16 or "
+                "torch.float32, got torch.float64"):  # fmt: skip
+        call(x, gv=x.v.double())
+    with raises(NotImplementedError, "chunk_gla: expected strided (dense) tensors, got layout "
+                "Sparse"):  # fmt: skip
+        call(x, gv=x.v.to_sparse())
 
 
 def test_layouts(x):

@@ -10,12 +10,13 @@ from gla_ext.selftest import relative_error
 ops = torch.ops.gla_ext
 
 SCHEMAS = {
-    "chunk_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? gv, Tensor? initial_state, "
-    "Tensor? cu_seqlens, float? scale, bool output_final_state, bool state_v_first, "
-    "bool save_states, bool batch_invariant) -> (Tensor o, Tensor final_state, Tensor states)",
-    "chunk_gla_bwd": "(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor g, Tensor? gv, "
-    "Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float? scale, bool state_v_first, "
-    "bool batch_invariant) -> "
+    "chunk_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
+    "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "
+    "bool state_v_first, bool save_states, bool batch_invariant) -> "
+    "(Tensor o, Tensor final_state, Tensor states)",
+    "chunk_gla_bwd": "(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
+    "Tensor? gv, Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float? scale, "
+    "bool state_v_first, bool batch_invariant) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)",
     "recurrent_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, "
     "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "

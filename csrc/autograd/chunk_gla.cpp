@@ -19,8 +19,8 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
-                               const at::Tensor& v, const at::Tensor& g, const OptionalTensor& gv,
-                               const OptionalTensor& initial_state,
+                               const at::Tensor& v, const OptionalTensor& g,
+                               const OptionalTensor& gv, const OptionalTensor& initial_state,
                                const OptionalTensor& cu_seqlens, std::optional<double> scale,
                                bool output_final_state, bool state_v_first, bool save_states,
                                bool batch_invariant, variable_list* not_differentiable) {
@@ -28,7 +28,7 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
     auto [o, final_state, states] =
         chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
                       state_v_first, save_states, batch_invariant);
-    ctx->save_for_backward({q, k, v, g, or_undefined(gv), or_undefined(initial_state),
+    ctx->save_for_backward({q, k, v, or_undefined(g), or_undefined(gv), or_undefined(initial_state),
                             or_undefined(cu_seqlens), states});
     ctx->saved_data["scale"] = scale;
     ctx->saved_data["output_final_state"] = output_final_state;
@@ -44,21 +44,21 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &g = saved[3],
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &g = saved[3], &gv = saved[4],
                      &initial_state = saved[5];
     const at::Tensor d_o =
         grads[0].defined() ? grads[0] : at::zeros_symint(v.sym_sizes(), v.options());
     const at::Tensor dht = ctx->saved_data["output_final_state"].toBool() ? grads[1] : at::Tensor();
     auto [dq, dk, dv, dg, dgv, dh0] = chunk_gla_bwd(
-        d_o, or_absent(dht), q, k, v, g, or_absent(saved[4]), or_absent(initial_state),
+        d_o, or_absent(dht), q, k, v, or_absent(g), or_absent(gv), or_absent(initial_state),
         or_absent(saved[6]), saved[7], ctx->saved_data["scale"].toOptional<double>(),
         ctx->saved_data["state_v_first"].toBool(), ctx->saved_data["batch_invariant"].toBool());
     const at::Tensor none;
     return {dq,
             dk,
             dv,
-            dg,
-            saved[4].defined() ? dgv : none,
+            g.defined() ? dg : none,
+            gv.defined() ? dgv : none,
             initial_state.defined() ? dh0 : none,
             none,
             none,
@@ -76,8 +76,8 @@ class ChunkGlaBackward : public torch::autograd::Function<ChunkGlaBackward> {
 
   static variable_list forward(AutogradContext* ctx, const at::Tensor& d_o,
                                const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
-                               const at::Tensor& v, const at::Tensor& g, const OptionalTensor& gv,
-                               const OptionalTensor& initial_state,
+                               const at::Tensor& v, const OptionalTensor& g,
+                               const OptionalTensor& gv, const OptionalTensor& initial_state,
                                const OptionalTensor& cu_seqlens, const at::Tensor& states,
                                std::optional<double> scale, bool state_v_first,
                                bool batch_invariant) {
@@ -94,12 +94,12 @@ class ChunkGlaBackward : public torch::autograd::Function<ChunkGlaBackward> {
 };
 
 ForwardOutputs chunk_gla_fwd_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      const at::Tensor& g, const OptionalTensor& gv,
+                                      const OptionalTensor& g, const OptionalTensor& gv,
                                       const OptionalTensor& initial_state,
                                       const OptionalTensor& cu_seqlens, std::optional<double> scale,
                                       bool output_final_state, bool state_v_first, bool save_states,
                                       bool batch_invariant) {
-  refuse_unsupported("chunk_gla", {{"q", q}, {"k", k}, {"v", v}, {"g", g}}, {gv, initial_state});
+  refuse_unsupported("chunk_gla", {{"q", q}, {"k", k}, {"v", v}}, {g, gv, initial_state});
   if (!at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView below;
     return chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
@@ -114,11 +114,11 @@ ForwardOutputs chunk_gla_fwd_autograd(const at::Tensor& q, const at::Tensor& k, 
 
 BackwardOutputs chunk_gla_bwd_autograd(
     const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
-    const at::Tensor& v, const at::Tensor& g, const OptionalTensor& gv,
+    const at::Tensor& v, const OptionalTensor& g, const OptionalTensor& gv,
     const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens, const at::Tensor& states,
     std::optional<double> scale, bool state_v_first, bool batch_invariant) {
-  refuse_unsupported("chunk_gla_bwd", {{"do", d_o}, {"q", q}, {"k", k}, {"v", v}, {"g", g}},
-                     {dht, gv, initial_state});
+  refuse_unsupported("chunk_gla_bwd", {{"do", d_o}, {"q", q}, {"k", k}, {"v", v}},
+                     {dht, g, gv, initial_state});
   if (!at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView below;
     return chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states, scale,

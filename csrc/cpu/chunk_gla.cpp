@@ -23,7 +23,7 @@ bool sweeps(const Call<T>& call, bool backward) {
 // Both modes multiply the same operands in the same order, so batch_invariant has nothing to change
 // here.
 ForwardOutputs chunk_gla_fwd_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                 const at::Tensor& g, const OptionalTensor& gv,
+                                 const OptionalTensor& g, const OptionalTensor& gv,
                                  const OptionalTensor& initial_state,
                                  const OptionalTensor& cu_seqlens, std::optional<double> scale,
                                  bool output_final_state, bool state_v_first, bool save_states,
@@ -33,7 +33,8 @@ ForwardOutputs chunk_gla_fwd_cpu(const at::Tensor& q, const at::Tensor& k, const
     using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
     using P = Problem<T>;
     call.problem.state_v_first = state_v_first;
-    call.inputs({{&P::q, q}, {&P::k, k}, {&P::v, v}, {&P::g, g}});
+    call.inputs({{&P::q, q}, {&P::k, k}, {&P::v, v}});
+    call.gates(g, gv);
     call.input_state(&P::h0, initial_state);
     at::Tensor o = call.output(&P::o, call.problem.V, v, v.scalar_type());
     at::Tensor final_state =
@@ -54,7 +55,7 @@ ForwardOutputs chunk_gla_fwd_cpu(const at::Tensor& q, const at::Tensor& k, const
 
 BackwardOutputs chunk_gla_bwd_cpu(const at::Tensor& d_o, const OptionalTensor& dht,
                                   const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                  const at::Tensor& g, const OptionalTensor& gv,
+                                  const OptionalTensor& g, const OptionalTensor& gv,
                                   const OptionalTensor& initial_state,
                                   const OptionalTensor& cu_seqlens, const at::Tensor& states,
                                   std::optional<double> scale, bool state_v_first, bool) {
@@ -65,13 +66,15 @@ BackwardOutputs chunk_gla_bwd_cpu(const at::Tensor& d_o, const OptionalTensor& d
     using P = Problem<T>;
     auto& p = call.problem;
     p.state_v_first = state_v_first;
-    call.inputs({{&P::q, q}, {&P::k, k}, {&P::v, v}, {&P::g, g}, {&P::d_o, d_o}});
+    call.inputs({{&P::q, q}, {&P::k, k}, {&P::v, v}, {&P::d_o, d_o}});
+    call.gates(g, gv);
     call.input_state(&P::h0, initial_state);
     call.input_state(&P::dht, dht);
     at::Tensor dq = call.output(&P::dq, p.K, q, q.scalar_type());
     at::Tensor dk = call.output(&P::dk, p.K, k, k.scalar_type());
     at::Tensor dv = call.output(&P::dv, p.V, v, v.scalar_type());
-    at::Tensor dg = call.output(&P::dg, p.K, g, g.scalar_type());
+    at::Tensor dg = call.gate_grad(&P::dg, p.K, g, q);
+    at::Tensor dgv = call.gate_grad(&P::dgv, p.V, gv, q);
     at::Tensor dh0 =
         given(initial_state) ? call.output_state(&P::dh0, q) : not_asked_for(q, shape.accumulate);
     const bool saved = states.dim() != 1;
@@ -89,7 +92,7 @@ BackwardOutputs chunk_gla_bwd_cpu(const at::Tensor& d_o, const OptionalTensor& d
       call.run(kernels<T>().state_grad_pass);
       call.run(kernels<T>().backward_chunk);
     }
-    return {dq, dk, dv, dg, not_asked_for(g, g.scalar_type()), dh0};
+    return {dq, dk, dv, dg, dgv, dh0};
   });
 }
 

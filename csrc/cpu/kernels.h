@@ -10,7 +10,8 @@
 
 namespace gla_ext::cpu {
 
-// Every task works on its own workspace of `workspace_size(K, V)` elements, 64-byte aligned.
+// Every task works on its own workspace of `workspace_size(K, V, value_gated)` elements, 64-byte
+// aligned.
 // `backward_sweep` needs room for the sequence's states behind it: chunks * K * V elements more.
 template <typename T>
 struct Kernels {
@@ -18,15 +19,16 @@ struct Kernels {
   using RunTask = void (*)(const Problem<T>&, T* workspace, const Run<T>&);
   using ChunkTask = void (*)(const Problem<T>&, T* workspace, const Chunk&);
 
-  int64_t (*workspace_size)(int64_t K, int64_t V);
+  int64_t (*workspace_size)(int64_t K, int64_t V, bool value_gated);
 
   // The two modes: one sweep a (sequence, head), or states first and then every chunk by itself.
-  SequenceTask forward_sweep;    // q k v g h0 -> o ht (S)
-  SequenceTask backward_sweep;   // do dht q k v g h0 (S) -> dq dk dv dg dh0
-  SequenceTask state_pass;       // k v g|b h0 -> S ht
-  SequenceTask state_grad_pass;  // q do g|b dht -> dS dh0
-  ChunkTask forward_chunk;       // q k v g S -> o
-  ChunkTask backward_chunk;      // do q k v g S dS -> dq dk dv dg
+  // g and gv may be absent, and then there is no dg or dgv.
+  SequenceTask forward_sweep;    // q k v g gv h0 -> o ht (S)
+  SequenceTask backward_sweep;   // do dht q k v g gv h0 (S) -> dq dk dv dg dgv dh0
+  SequenceTask state_pass;       // k v g|b gv h0 -> S ht
+  SequenceTask state_grad_pass;  // q do g|b gv dht -> dS dh0
+  ChunkTask forward_chunk;       // q k v g gv S -> o
+  ChunkTask backward_chunk;      // do q k v g gv S dS -> dq dk dv dg dgv
 
   // The other steps, alone.
   ChunkTask gate_cumsum;          // g -> b

@@ -55,10 +55,11 @@ struct Problem {
   bool state_v_first = false;  // layout of h0, ht, dht, dh0: [V, K] instead of [K, V]
 
   Rows q, k, v, d_o;       // [B, T, H, K | V]
-  Rows g;                  // natural-log gates [B, T, H, K], or absent and then b is read
+  Rows g;                  // natural-log gates [B, T, H, K], or absent and then b is read;
+                           // without both nothing decays
   Rows b;                  // gate cumsum in chunks, log2 units [B, T, H, K]
   Rows o, dq, dk, dv, dg;  // outputs
-  Rows gv, dgv;            // the recurrence alone: gates on value channels [B, T, H, V], or absent
+  Rows gv, dgv;            // natural-log gates on value channels [B, T, H, V], or absent
   bool reverse = false;    // the recurrence alone: the last token comes first
   Rows A, A_diagonal, dA;  // [B, T, H, C], [B, T, H, c], [B, T, H, C]
   Rows dq_intra, dk_intra, dg_intra;  // [B, T, H, K], what step 6 hands to step 7

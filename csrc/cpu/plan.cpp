@@ -41,7 +41,7 @@ Plan make_plan(const PlanInputs& in, int64_t threads) {
   plan.tasks = sweep ? sweeps : chunks * in.H;
   plan.threads = std::min(threads, std::max<int64_t>(plan.tasks, 1));
   const int64_t behind = sweep && in.backward ? longest * matrix : 0;
-  const int64_t tiles = kernels<float>().workspace_size(in.K, in.V);
+  const int64_t tiles = kernels<float>().workspace_size(in.K, in.V, in.value_gated);
   plan.workspace_bytes = plan.threads * (tiles + behind) * in.accumulate_bytes_each;
   const int64_t each = in.state_bytes_each + (in.backward ? in.accumulate_bytes_each : 0);
   plan.state_bytes = sweep ? 0 : chunks * in.H * matrix * each;

@@ -14,6 +14,7 @@ struct PlanInputs {
   int64_t N, T, H, K, V;  // sequences; tokens of one batch row
   bool packed;            // the N sequences share one row
   bool backward;
+  bool value_gated = false;           // gates on values too
   int64_t state_bytes_each = 4;       // of an element of S: 2 for bf16 inputs, 8 for fp64
   int64_t accumulate_bytes_each = 4;  // of an element of dS and of the tiles: 8 for fp64
 };

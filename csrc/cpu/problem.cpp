@@ -78,6 +78,12 @@ void Call<T>::inputs(std::initializer_list<Input> tensors) {
 }
 
 template <typename T>
+void Call<T>::gates(const OptionalTensor& g, const OptionalTensor& gv) {
+  if (given(g)) inputs({{&Problem<T>::g, *g}});
+  if (given(gv)) inputs({{&Problem<T>::gv, *gv}});
+}
+
+template <typename T>
 void Call<T>::input_state(const T* Problem<T>::* states, const OptionalTensor& t) {
   if (given(t)) problem.*states = keep(t->contiguous()).template const_data_ptr<T>();
 }
@@ -113,6 +119,13 @@ at::Tensor Call<T>::output(Rows Problem<T>::* rows, int64_t last_dim, const at::
 }
 
 template <typename T>
+at::Tensor Call<T>::gate_grad(Rows Problem<T>::* rows, int64_t last_dim, const OptionalTensor& g,
+                              const at::Tensor& like) {
+  if (given(g)) return output(rows, last_dim, *g, g->scalar_type());
+  return at::empty({0}, like.options().dtype(c10::CppTypeToScalarType<T>::value));
+}
+
+template <typename T>
 at::Tensor Call<T>::output_state(T* Problem<T>::* states, const at::Tensor& like) {
   const auto& p = problem;
   const auto options = like.options().dtype(c10::CppTypeToScalarType<T>::value);
@@ -143,7 +156,7 @@ at::Tensor Call<T>::output_chunk_state_grads(const at::Tensor& like) {
 
 template <typename T>
 void Call<T>::run(typename Kernels<T>::SequenceTask task, bool states_behind_workspace) const {
-  int64_t elements = kernels<T>().workspace_size(problem.K, problem.V);
+  int64_t elements = kernels<T>().workspace_size(problem.K, problem.V, problem.gv.data != nullptr);
   if (states_behind_workspace) {
     int64_t longest = 0;
     for (const Sequence& s : sequences_) longest = std::max(longest, s.chunks());
@@ -162,7 +175,7 @@ void Call<T>::run(typename Kernels<T>::ChunkTask task) const {
     for (int64_t n = 0; n < s.chunks(); ++n)
       for (int64_t head = 0; head < problem.H; ++head) tasks.push_back(problem.chunk(s, n, head));
   for_each_task<T>(static_cast<int64_t>(tasks.size()),
-                   kernels<T>().workspace_size(problem.K, problem.V),
+                   kernels<T>().workspace_size(problem.K, problem.V, problem.gv.data != nullptr),
                    [&](T* workspace, int64_t i) { task(problem, workspace, tasks[i]); });
 }
 

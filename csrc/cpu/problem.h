@@ -33,6 +33,8 @@ class Call {
     const at::Tensor& tensor;
   };
   void inputs(std::initializer_list<Input> tensors);
+  // Those that are there.
+  void gates(const OptionalTensor& g, const OptionalTensor& gv);
   void input_state(const T* Problem<T>::* states, const OptionalTensor& t);
   void input_chunk_states(const at::Tensor& S);
   void input_chunk_state_grads(const at::Tensor& dS);
@@ -40,6 +42,9 @@ class Call {
   // Fresh outputs. Tokens and chunks that no sequence owns are zero.
   at::Tensor output(Rows Problem<T>::* rows, int64_t last_dim, const at::Tensor& like,
                     at::ScalarType dtype);
+  // Of a gate; 0 elements where the gate is absent.
+  at::Tensor gate_grad(Rows Problem<T>::* rows, int64_t last_dim, const OptionalTensor& g,
+                       const at::Tensor& like);
   at::Tensor output_state(T* Problem<T>::* states, const at::Tensor& like);
   at::Tensor output_chunk_states(const at::Tensor& like, at::ScalarType dtype);
   at::Tensor output_chunk_state_grads(const at::Tensor& like);

@@ -15,12 +15,6 @@ at::Tensor not_asked_for(const at::Tensor& like, at::ScalarType dtype) {
   return at::empty({0}, like.options().dtype(dtype));
 }
 
-template <typename T>
-void input_gates(Call<T>& call, const OptionalTensor& gk, const OptionalTensor& gv) {
-  if (given(gk)) call.inputs({{&Problem<T>::g, *gk}});
-  if (given(gv)) call.inputs({{&Problem<T>::gv, *gv}});
-}
-
 RecurrentForwardOutputs recurrent_gla_fwd_cpu(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
     const OptionalTensor& gv, const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
@@ -34,7 +28,7 @@ RecurrentForwardOutputs recurrent_gla_fwd_cpu(
         call.problem.state_v_first = state_v_first;
         call.problem.reverse = reverse;
         call.inputs({{&P::q, q}, {&P::k, k}, {&P::v, v}});
-        input_gates(call, gk, gv);
+        call.gates(gk, gv);
         call.input_state(&P::h0, initial_state);
         at::Tensor o = call.output(&P::o, call.problem.V, v, v.scalar_type());
         at::Tensor final_state =
@@ -60,18 +54,14 @@ BackwardOutputs recurrent_gla_bwd_cpu(const at::Tensor& d_o, const OptionalTenso
         p.state_v_first = state_v_first;
         p.reverse = reverse;
         call.inputs({{&P::q, q}, {&P::k, k}, {&P::v, v}, {&P::d_o, d_o}});
-        input_gates(call, gk, gv);
+        call.gates(gk, gv);
         call.input_state(&P::h0, initial_state);
         call.input_state(&P::dht, dht);
-        const auto output = [&](Rows P::* rows, int64_t last_dim, const OptionalTensor& like) {
-          return given(like) ? call.output(rows, last_dim, *like, like->scalar_type())
-                             : not_asked_for(q, shape.accumulate);
-        };
-        at::Tensor dq = output(&P::dq, p.K, q);
-        at::Tensor dk = output(&P::dk, p.K, k);
-        at::Tensor dv = output(&P::dv, p.V, v);
-        at::Tensor dgk = output(&P::dg, p.K, gk);
-        at::Tensor dgv = output(&P::dgv, p.V, gv);
+        at::Tensor dq = call.output(&P::dq, p.K, q, q.scalar_type());
+        at::Tensor dk = call.output(&P::dk, p.K, k, k.scalar_type());
+        at::Tensor dv = call.output(&P::dv, p.V, v, v.scalar_type());
+        at::Tensor dgk = call.gate_grad(&P::dg, p.K, gk, q);
+        at::Tensor dgv = call.gate_grad(&P::dgv, p.V, gv, q);
         at::Tensor dh0 = given(initial_state) ? call.output_state(&P::dh0, q)
                                               : not_asked_for(q, shape.accumulate);
         call.run(kernels<T>().recurrent_backward, call.sequence_runs(), /*backward=*/true);
@@ -125,7 +115,7 @@ at::Tensor run_on_pool(const RecurrentInputs& in, const Shape& shape, const Pool
     using P = Problem<T>;
     call.problem.state_v_first = state_v_first;
     call.inputs({{&P::k, *in.k}, {&P::v, *in.v}});
-    input_gates(call, *in.gk, *in.gv);
+    call.gates(*in.gk, *in.gv);
     at::Tensor o;
     if (in.q != nullptr) {
       call.inputs({{&P::q, *in.q}});

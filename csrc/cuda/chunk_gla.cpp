@@ -8,6 +8,12 @@
 namespace gla_ext::cuda {
 namespace {
 
+void check_gates(const char* op, const OptionalTensor& g, const OptionalTensor& gv) {
+  TORCH_CHECK_NOT_IMPLEMENTED(given(g) && !given(gv), op,
+                              ": expected gates g, and none on values (gv), on CUDA; "
+                              "fused_recurrent_gla takes every combination");
+}
+
 // What the sweeps of the fused path need: operands where they read these, and what enters each
 // segment where sequences are cut into segments.
 void prepare_sweeps(const Call& call, const Plan& plan) {
@@ -18,12 +24,13 @@ void prepare_sweeps(const Call& call, const Plan& plan) {
 }
 
 ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                  const at::Tensor& g, const OptionalTensor& gv,
+                                  const OptionalTensor& g, const OptionalTensor& gv,
                                   const OptionalTensor& initial_state,
                                   const OptionalTensor& cu_seqlens, std::optional<double> scale,
                                   bool output_final_state, bool state_v_first, bool save_states,
                                   bool batch_invariant) {
   const Shape shape = check_chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
+  check_gates("chunk_gla", g, gv);
   Call call("chunk_gla", shape, q, cu_seqlens, scale);
   Problem& p = call.problem;
   p.state_v_first = state_v_first;
@@ -31,7 +38,7 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
   call.input(p.q, q);
   call.input(p.k, k);
   call.input(p.v, v);
-  call.input(p.g, g);
+  call.input(p.g, *g);
   p.h0 = call.input_state(initial_state);
   at::Tensor o = call.output(p.o, p.V, v.scalar_type());
   at::Tensor final_state =
@@ -57,13 +64,14 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
 
 BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& dht,
                                    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const at::Tensor& g, const OptionalTensor& gv,
+                                   const OptionalTensor& g, const OptionalTensor& gv,
                                    const OptionalTensor& initial_state,
                                    const OptionalTensor& cu_seqlens, const at::Tensor& states,
                                    std::optional<double> scale, bool state_v_first,
                                    bool batch_invariant) {
   const Shape shape = check_chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens,
                                           states, state_v_first);
+  check_gates("chunk_gla_bwd", g, gv);
   Call call("chunk_gla_bwd", shape, q, cu_seqlens, scale);
   Problem& p = call.problem;
   p.state_v_first = state_v_first;
@@ -71,7 +79,7 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
   call.input(p.q, q);
   call.input(p.k, k);
   call.input(p.v, v);
-  call.input(p.g, g);
+  call.input(p.g, *g);
   call.input(p.d_o, d_o);
   p.h0 = call.input_state(initial_state);
   p.dht = call.input_state(dht);
@@ -80,7 +88,7 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
   at::Tensor dq = call.output(p.dq, p.K, q.scalar_type());
   at::Tensor dk = call.output(p.dk, p.K, k.scalar_type());
   at::Tensor dv = call.output(p.dv, p.V, v.scalar_type());
-  at::Tensor dg = call.output(p.dg, p.K, g.scalar_type());
+  at::Tensor dg = call.output(p.dg, p.K, g->scalar_type());
   at::Tensor dh0 = given(initial_state) ? call.output_state(p.dh0) : call.not_asked_for(at::kFloat);
   // merge_grads reads an element of these before it writes it, and in no other block.
   p.dq_intra = p.dq;
@@ -99,7 +107,7 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
     }
     call.launch(sm90::exact_gradients);
     call.launch(sm90::gradients);
-    return {dq, dk, dv, dg, call.not_asked_for(g.scalar_type()), dh0};
+    return {dq, dk, dv, dg, call.not_asked_for(at::kFloat), dh0};
   }
   call.launch(gate_cumsum);
   call.launch(scores_off_diagonal);
@@ -109,7 +117,7 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
   call.launch(score_grads);
   call.launch(intra_grads);
   call.launch(merge_grads);
-  return {dq, dk, dv, dg, call.not_asked_for(g.scalar_type()), dh0};
+  return {dq, dk, dv, dg, call.not_asked_for(at::kFloat), dh0};
 }
 
 }  // namespace

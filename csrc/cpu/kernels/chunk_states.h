@@ -1,5 +1,6 @@
-// Forward step 2: S' = a ⊙ S + c ⊙ (k_outᵀ v), the state that leaves a chunk.
-//   reads k_out, v, gates; updates t.S [K, V] in place. Accumulates in T.
+// Forward step 2: S' = a ⊙ S + c ⊙ (k_outᵀ v_out), the state that leaves a chunk; with gates on
+// values both terms times their factors by columns.
+//   reads k_out, v_out, gates; updates t.S [K, V] in place. Accumulates in T.
 #pragma once
 
 #include "tiles.h"
@@ -12,7 +13,10 @@ inline void chunk_states(Tiles<T>& t) {
   Epilogue<T> decay;
   decay.row_alpha = t.gates.c;
   decay.row_beta = t.gates.a;
-  gemm(Left<T>{t.k_out, 1, t.Kp}, t.v, t.Vp, t.S, t.Vp, t.K, t.Vp, t.length(), decay);
+  const Gates<T>& v = t.values.gates;
+  if (t.value_gated) scale_columns(t, t.S, v.mid_reference ? v.s_in : v.a);
+  gemm(Left<T>{t.k_out, 1, t.Kp}, t.v_out, t.Vp, t.S, t.Vp, t.K, t.Vp, t.length(), decay);
+  if (t.value_gated && v.mid_reference) scale_columns(t, t.S, v.c);
 }
 
 }  // namespace CPU_CAPABILITY

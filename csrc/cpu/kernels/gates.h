@@ -36,6 +36,8 @@ template <typename T>
 struct Gates {
   int64_t ld = 0, length = 0;
   bool mid_reference = false;  // tier 1
+  bool absent = false;         // nothing decays: x and b are not there
+  T range = 0;                 // R, in tier 1
   T* x = nullptr;              // gates, log2 units, clamped
   T* b = nullptr;              // their inclusive prefix sums
   T* eq = nullptr;             // tier 1: 2^(b - r);    else 2^b
@@ -56,18 +58,25 @@ struct Gates {
   int64_t size() const { return length * ld; }
 };
 
-// x[L, ld]: from g, in log2 units and clamped so that NaN stays NaN; or from b, as its differences.
+// x[L, ld] from natural-log gates: in log2 units and clamped so that NaN stays NaN.
+template <typename T>
+inline void load_log2(const Rows& g, const Chunk& chunk, int64_t D, Gates<T>& gates) {
+  gates.length = chunk.length;
+  load_rows(gates.x, gates.ld, g, chunk, D);
+  const Vec<T> log2e{T(kLog2E)}, low(kMinGate<T>);
+  map<T>(
+      gates.size(), [&](Vec<T> g) { return Vec<T>::blendv(g * log2e, low, g * log2e < low); },
+      gates.x, gates.x);
+}
+
+// x[L, ld] of the keys: from g, or from b, as its differences.
 template <typename T>
 inline void load_gates(const Problem<T>& p, const Chunk& chunk, Gates<T>& gates) {
-  gates.length = chunk.length;
-  const int64_t n = gates.size(), ld = gates.ld;
   if (p.g.data != nullptr) {
-    load_rows(gates.x, ld, p.g, chunk, p.K);
-    const Vec<T> log2e{T(kLog2E)}, low(kMinGate<T>);
-    map<T>(
-        n, [&](Vec<T> g) { return Vec<T>::blendv(g * log2e, low, g * log2e < low); }, gates.x,
-        gates.x);
+    load_log2(p.g, chunk, p.K, gates);
   } else {
+    gates.length = chunk.length;
+    const int64_t ld = gates.ld;
     load_rows(gates.x, ld, p.b, chunk, p.K);
     for (int64_t i = chunk.length - 1; i > 0; --i)
       map<T>(
@@ -88,7 +97,7 @@ struct Span {
   }
 };
 
-// b[L, ld]; whether the chunk may take tier 1. NaN may not.
+// b[L, ld] and R; whether the chunk may take tier 1. NaN may not.
 template <typename T>
 inline bool cumsum(Gates<T>& gates) {
   Vec<T> range(T(0)), rise(T(0));
@@ -103,6 +112,7 @@ inline bool cumsum(Gates<T>& gates) {
     range = at::vec::maximum(range, span.high - span.low);
     rise = at::vec::maximum(rise, span.high);
   }
+  gates.range = largest_lane(range);
   return all_at_most(range, T(kRangeLimit)) && all_at_most(rise, T(kRiseLimit));
 }
 
@@ -162,17 +172,43 @@ inline void anchored_exponents(Gates<T>& g) {
   }
 }
 
-// Everything above for one chunk. The tier depends on the chunk's gates alone, so every step takes
-// the same one.
 template <typename T>
-inline void make_gates(const Problem<T>& p, const Chunk& chunk, Gates<T>& gates) {
-  load_gates(p, chunk, gates);
-  gates.mid_reference = cumsum(gates);
+inline void make_exponents(Gates<T>& gates) {
   if (gates.mid_reference) {
     mid_reference_exponents(gates);
   } else {
     anchored_exponents(gates);
   }
+}
+
+// Without gates: tier 1, and every factor is 1.
+template <typename T>
+inline void make_no_gates(const Chunk& chunk, Gates<T>& gates) {
+  gates.length = chunk.length;
+  gates.mid_reference = gates.absent = true;
+  for (T* factors : {gates.eq, gates.ek}) fill(factors, gates.size(), T(1));
+  for (T* factors : {gates.s_in, gates.a, gates.c}) fill(factors, gates.ld, T(1));
+}
+
+// Everything above for one chunk. The tier depends on the chunk's gates alone, so every step takes
+// the same one.
+template <typename T>
+inline void make_gates(const Problem<T>& p, const Chunk& chunk, Gates<T>& gates) {
+  if (p.g.data == nullptr && p.b.data == nullptr) return make_no_gates(chunk, gates);
+  load_gates(p, chunk, gates);
+  gates.mid_reference = cumsum(gates);
+  make_exponents(gates);
+}
+
+// The same of the values' gates. In tier 1 a state is multiplied by both references, so that both
+// ranges together must keep its limit.
+template <typename T>
+inline void make_value_gates(const Problem<T>& p, const Chunk& chunk, const Gates<T>& keys,
+                             Gates<T>& gates) {
+  load_log2(p.gv, chunk, p.V, gates);
+  gates.mid_reference =
+      cumsum(gates) && keys.mid_reference && keys.range + gates.range <= T(kRangeLimit);
+  make_exponents(gates);
 }
 
 }  // namespace CPU_CAPABILITY

@@ -29,6 +29,7 @@ inline void intra_grads_mid_reference(Tiles<T>& t) {
   const auto times = [](Vec<T> x, Vec<T> y) { return x * y; };
   map<T>(g.size(), times, t.dq, g.eq, t.P);
   map<T>(g.size(), times, t.dk, g.ek, t.R);
+  if (g.absent) return;
   map<T>(
       g.size(), [](Vec<T> q, Vec<T> P, Vec<T> k, Vec<T> R) { return q * P - k * R; }, t.dg, t.q_in,
       t.P, t.k_out, t.R);

@@ -6,8 +6,8 @@
 //
 // with db_i from step 6 and q_i ⊙ dq_i^inter. No two terms of dg cancel between chunks. A reset
 // has dg = 0, by select.
-//   reads q_in, k_out, v, do, t.S_in, t.dS_in; updates t.dq, t.dk [C, K]; t.dg [C, K] holds db,
-//   then dg. Accumulates in T.
+//   reads q_in, k_out, v_out, do_in, t.S_in, t.dS_in; updates t.dq, t.dk [C, K]; t.dg [C, K] holds
+//   db, then dg, where there are gates. Accumulates in T.
 #pragma once
 
 #include "tiles.h"
@@ -15,15 +15,19 @@
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
-// t.total[K] = 2^b_C ⊙ rowsum_V(S ⊙ dS'); in tier 1 the operands already carry 2^b_C between them.
+// t.total[K] = 2^b_C ⊙ rowsum_V(S ⊙ 2^bv_C ⊙ dS'); in tier 1 the operands already carry 2^b_C, and
+// 2^bv_C of gates on values, between them.
 template <typename T>
 inline void state_products(Tiles<T>& t) {
   fill(t.total, t.Kp, T(0));
+  const T* columns = t.value_gated && !t.values.gates.mid_reference ? t.values.gates.a : nullptr;
   for (int64_t i = 0; i < t.K; ++i) {
     Vec<T> sum(T(0));
-    for (int64_t j = 0; j < t.Vp; j += Vec<T>::size())
-      sum = at::vec::fmadd(Vec<T>::loadu(t.S_in + i * t.Vp + j),
-                           Vec<T>::loadu(t.dS_in + i * t.Vp + j), sum);
+    for (int64_t j = 0; j < t.Vp; j += Vec<T>::size()) {
+      Vec<T> S = Vec<T>::loadu(t.S_in + i * t.Vp + j);
+      if (columns != nullptr) S = S * Vec<T>::loadu(columns + j);
+      sum = at::vec::fmadd(S, Vec<T>::loadu(t.dS_in + i * t.Vp + j), sum);
+    }
     const T row = sum_of_lanes<T>(sum);
     t.total[i] = t.gates.mid_reference ? row : t.gates.a[i] * row;
   }
@@ -56,13 +60,14 @@ inline void merge_grads(const Problem<T>& p, Tiles<T>& t) {
   const Gates<T>& g = t.gates;
   const auto add_product = [](Vec<T> x, Vec<T> y, Vec<T> sum) { return at::vec::fmadd(x, y, sum); };
   transpose(t.state_t, t.Kp, t.S_in, t.Vp, t.K, t.V);
-  gemm(Left<T>{t.d_o, t.Vp, 1}, t.state_t, t.Kp, t.P, t.Kp, t.length(), t.Kp, t.V,
+  gemm(Left<T>{t.do_in, t.Vp, 1}, t.state_t, t.Kp, t.P, t.Kp, t.length(), t.Kp, t.V,
        Epilogue<T>{p.scale});
   map<T>(g.size(), add_product, t.dq, g.eq, t.P, t.dq);
-  map<T>(g.size(), add_product, t.dg, t.q_in, t.P, t.dg);
+  if (!g.absent) map<T>(g.size(), add_product, t.dg, t.q_in, t.P, t.dg);
   transpose(t.state_t, t.Kp, t.dS_in, t.Vp, t.K, t.V);
-  gemm(Left<T>{t.v, t.Vp, 1}, t.state_t, t.Kp, t.R, t.Kp, t.length(), t.Kp, t.V);
+  gemm(Left<T>{t.v_out, t.Vp, 1}, t.state_t, t.Kp, t.R, t.Kp, t.length(), t.Kp, t.V);
   map<T>(g.size(), add_product, t.dk, g.ek, t.R, t.dk);
+  if (g.absent) return;
   map<T>(g.size(), [](Vec<T> x, Vec<T> y) { return x * y; }, t.R, t.k_out, t.R);
   state_products(t);
   gate_grads(t);

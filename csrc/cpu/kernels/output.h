@@ -1,5 +1,5 @@
-// Forward step 5: o_i = scale (q_i 2^b_i)ᵀ S + Σ_{j<=i} A_ij v_j = scale q_in S~ + A v.
-//   reads q_in, v, t.A, t.S_in (S~); writes t.o [C, V]. Accumulates in T.
+// Forward step 5: o_i = scale (q_i 2^b_i)ᵀ S + Σ_{j<=i} A_ij v_j = scale q_in S~ + A v_out.
+//   reads q_in, v_out, t.A, t.S_in (S~); writes t.o [C, V]. Accumulates in T.
 #pragma once
 
 #include "tiles.h"
@@ -13,8 +13,9 @@ inline void output(const Problem<T>& p, Tiles<T>& t) {
        Epilogue<T>{p.scale});
   const Epilogue<T> add{1, 1};
   for (int64_t I = 0; I < t.gates.sub_chunks(); ++I)
-    gemm(Left<T>{t.A + I * kSubChunk * kChunk, kChunk, 1}, t.v, t.Vp, t.o + I * kSubChunk * t.Vp,
-         t.Vp, t.gates.rows(I), t.Vp, I * kSubChunk + t.gates.rows(I), add);
+    gemm(Left<T>{t.A + I * kSubChunk * kChunk, kChunk, 1}, t.v_out, t.Vp,
+         t.o + I * kSubChunk * t.Vp, t.Vp, t.gates.rows(I), t.Vp, I * kSubChunk + t.gates.rows(I),
+         add);
 }
 
 }  // namespace CPU_CAPABILITY

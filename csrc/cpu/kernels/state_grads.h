@@ -1,6 +1,6 @@
-// Backward step 3: dS = a ⊙ dS' + s_in ⊙ (scale q_inᵀ do), the gradient of the state that enters a
-// chunk.
-//   reads q_in, do, gates; updates t.dS [K, V] in place. Accumulates in T.
+// Backward step 3: dS = a ⊙ dS' + s_in ⊙ (scale q_inᵀ do_in), the gradient of the state that enters
+// a chunk; with gates on values both terms times their factors by columns.
+//   reads q_in, do_in, gates; updates t.dS [K, V] in place. Accumulates in T.
 #pragma once
 
 #include "tiles.h"
@@ -15,7 +15,10 @@ inline void state_grads(const Problem<T>& p, Tiles<T>& t) {
   Epilogue<T> decay;
   decay.row_alpha = t.row_scale;
   decay.row_beta = t.gates.a;
-  gemm(Left<T>{t.q_in, 1, t.Kp}, t.d_o, t.Vp, t.dS, t.Vp, t.K, t.Vp, t.length(), decay);
+  const Gates<T>& v = t.values.gates;
+  if (t.value_gated) scale_columns(t, t.dS, v.mid_reference ? v.c : v.a);
+  gemm(Left<T>{t.q_in, 1, t.Kp}, t.do_in, t.Vp, t.dS, t.Vp, t.K, t.Vp, t.length(), decay);
+  if (t.value_gated && v.mid_reference) scale_columns(t, t.dS, v.s_in);
 }
 
 }  // namespace CPU_CAPABILITY

@@ -61,7 +61,7 @@ void output_step(const Problem<T>& p, T* workspace, const Chunk& chunk) {
   load_rows(t.v, t.Vp, p.v, chunk, p.V);
   load_all_scores(p, chunk, t);
   load_chunk_state(p, chunk.state, t);
-  state_operand(p, t, t.S_in, t.S, t.gates.s_in);
+  entering_state(p, t);
   output(p, t);
   store_rows(p.o, chunk, p.V, t.o, t.Vp);
 }
@@ -74,7 +74,7 @@ void value_grads_step(const Problem<T>& p, T* workspace, const Chunk& chunk) {
   load_rows(t.d_o, t.Vp, p.d_o, chunk, p.V);
   load_all_scores(p, chunk, t);
   load_chunk_state_grad(p, chunk.state, t);
-  state_operand(p, t, t.dS_in, t.dS, t.gates.c);
+  leaving_state_grad(p, t);
   value_grads(t);
   store_rows(p.dv, chunk, p.V, t.o, t.Vp);
 }
@@ -110,8 +110,8 @@ void merge_grads_step(const Problem<T>& p, T* workspace, const Chunk& chunk) {
   Tiles<T> t = tiles(p, workspace);
   load_chunk_state_grad(p, chunk.state, t);
   load_backward(p, chunk, t);
-  state_operand(p, t, t.S_in, t.S, t.gates.s_in);
-  state_operand(p, t, t.dS_in, t.dS, t.gates.c);
+  entering_state(p, t);
+  leaving_state_grad(p, t);
   load_rows(t.dq, t.Kp, p.dq_intra, chunk, p.K);
   load_rows(t.dk, t.Kp, p.dk_intra, chunk, p.K);
   fill(t.dg, t.gates.size(), T(0));

@@ -9,8 +9,8 @@ namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
 template <typename T>
-int64_t workspace_size(int64_t K, int64_t V) {
-  return Tiles<T>{}.carve(nullptr, K, V);
+int64_t workspace_size(int64_t K, int64_t V, bool value_gated) {
+  return Tiles<T>{}.carve(nullptr, K, V, value_gated);
 }
 
 template <typename T>

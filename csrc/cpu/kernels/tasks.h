@@ -8,6 +8,7 @@
 #include "score_grads.h"
 #include "scores.h"
 #include "state_grads.h"
+#include "value_gates.h"
 #include "value_grads.h"
 
 namespace gla_ext::cpu {
@@ -16,25 +17,34 @@ namespace CPU_CAPABILITY {
 template <typename T>
 Tiles<T> tiles(const Problem<T>& p, T* workspace) {
   Tiles<T> t;
-  t.carve(workspace, p.K, p.V);
+  t.carve(workspace, p.K, p.V, p.gv.data != nullptr);
   return t;
+}
+
+template <typename T>
+void make_all_gates(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
+  make_gates(p, chunk, t.gates);
+  if (t.value_gated) make_value_gates(p, chunk, t.gates, t.values.gates);
 }
 
 // Gates, queries, keys and values of one chunk are loaded and t.S enters it: the steps 3, 4, 5.
 template <typename T>
 void forward_loaded(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   scores(p, t);
-  state_operand(p, t, t.S_in, t.S, t.gates.s_in);
-  output(p, t);
+  entering_state(p, t);
+  if (t.value_gated)
+    gated_output(p, t);
+  else
+    output(p, t);
   store_rows(p.o, chunk, p.V, t.o, t.Vp);
 }
 
 template <typename T>
 void load_forward(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
-  make_gates(p, chunk, t.gates);
+  make_all_gates(p, chunk, t);
   load_queries(p, chunk, t);
   load_keys(p, chunk, t);
-  load_rows(t.v, t.Vp, p.v, chunk, p.V);
+  load_values(p, chunk, t);
 }
 
 // The [K, V] matrix of (sequence, head) in one of h0, ht, dht, dh0, or nullptr.
@@ -76,9 +86,9 @@ void state_pass(const Problem<T>& p, T* workspace, const Sequence& sequence, int
   for (int64_t n = 0; n < sequence.chunks(); ++n) {
     const Chunk chunk = p.chunk(sequence, n, head);
     store_chunk_state(p, chunk.state, t);
-    make_gates(p, chunk, t.gates);
+    make_all_gates(p, chunk, t);
     load_keys(p, chunk, t);
-    load_rows(t.v, t.Vp, p.v, chunk, p.V);
+    load_values(p, chunk, t);
     chunk_states(t);
   }
   store_final_state(p, sequence, head, t);
@@ -109,23 +119,29 @@ void store_initial_state_grad(const Problem<T>& p, const Sequence& sequence, int
 // forward steps 3 and 4.
 template <typename T>
 void backward_loaded(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
-  state_operand(p, t, t.S_in, t.S, t.gates.s_in);
-  state_operand(p, t, t.dS_in, t.dS, t.gates.c);
+  entering_state(p, t);
+  leaving_state_grad(p, t);
   scores(p, t);
-  value_grads(t);
+  if (t.value_gated) {
+    gated_score_grads(p, t);
+    gated_value_grads(p, t);
+    store_rows(p.dgv, chunk, p.V, t.values.dgv, t.Vp);
+  } else {
+    value_grads(t);
+    score_grads(p, t);
+  }
   store_rows(p.dv, chunk, p.V, t.o, t.Vp);
-  score_grads(p, t);
   intra_grads(p, t);
   merge_grads(p, t);
   store_rows(p.dq, chunk, p.K, t.dq, t.Kp);
   store_rows(p.dk, chunk, p.K, t.dk, t.Kp);
-  store_rows(p.dg, chunk, p.K, t.dg, t.Kp);
+  if (!t.gates.absent) store_rows(p.dg, chunk, p.K, t.dg, t.Kp);
 }
 
 template <typename T>
 void load_backward(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   load_forward(p, chunk, t);
-  load_rows(t.d_o, t.Vp, p.d_o, chunk, p.V);
+  load_output_grads(p, chunk, t);
   load_chunk_state(p, chunk.state, t);
 }
 
@@ -135,7 +151,7 @@ void backward_sweep(const Problem<T>& problem, T* workspace, const Sequence& seq
                     int64_t head) {
   Problem<T> p = problem;
   Tiles<T> t;
-  T* behind = workspace + t.carve(workspace, p.K, p.V);
+  T* behind = workspace + t.carve(workspace, p.K, p.V, p.gv.data != nullptr);
   if (p.S == nullptr) {
     p.S = behind;
     p.S_is_local = true;
@@ -158,9 +174,9 @@ void state_grad_pass(const Problem<T>& p, T* workspace, const Sequence& sequence
   for (int64_t n = sequence.chunks() - 1; n >= 0; --n) {
     const Chunk chunk = p.chunk(sequence, n, head);
     store_chunk_state_grad(p, chunk.state, t);
-    make_gates(p, chunk, t.gates);
+    make_all_gates(p, chunk, t);
     load_queries(p, chunk, t);
-    load_rows(t.d_o, t.Vp, p.d_o, chunk, p.V);
+    load_output_grads(p, chunk, t);
     state_grads(p, t);
   }
   store_initial_state_grad(p, sequence, head, t);

@@ -37,6 +37,15 @@ inline T sum_of_lanes(const Vec<T>& x) {
   return sum;
 }
 
+template <typename T>
+inline T largest_lane(const Vec<T>& x) {
+  T lanes[Vec<T>::size()];
+  x.store(lanes);
+  T largest = lanes[0];
+  for (const T lane : lanes) largest = lane > largest ? lane : largest;
+  return largest;
+}
+
 // NaN is not.
 template <typename T>
 inline bool all_at_most(const Vec<T>& x, T limit) {

@@ -7,10 +7,22 @@
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
+// What gates on values add: the tiles of the keys' side once more. Vp = padded(V), C = 64.
+template <typename T>
+struct ValueTiles {
+  Gates<T> gates;
+  T* do_local;           // [C, Vp], do ⊙ eq_local, tiers 2 + 3
+  T *anchor, *v_anchor;  // [C, Vp], tiers 2 + 3
+  T *o_intra, *dgv;      // [C, Vp], o's part inside the chunk as backward forms it
+  T *P, *R;              // [C, Vp]
+  T* total;              // [Vp]
+};
+
 // One worker's tiles, carved out of one allocation. Kp = padded(K), Vp = padded(V), C = 64.
 template <typename T>
 struct Tiles {
   int64_t K, V, Kp, Vp;
+  bool value_gated = false;
   Gates<T> gates;
   T *q, *k;                  // [C, Kp], as given
   T *q_in, *k_out;           // [C, Kp], q ⊙ eq, k ⊙ ek: tier 1's q^, k^
@@ -18,6 +30,7 @@ struct Tiles {
   T *anchor, *k_anchor;      // [C, Kp], tiers 2 + 3: 2^(anchor of a row block - b_j), k ⊙ anchor
   T* k_t;                    // [Kp, C], keys transposed
   T *v, *d_o, *o;            // [C, Vp]; o also holds dv
+  T *v_out, *do_in;          // [C, Vp], v ⊙ ek, do ⊙ eq of the values' gates; v and do without
   T* v_t;                    // [Vp, C]
   T *A, *dA, *dA_operand;    // [C, C]
   T *S, *dS, *S_in, *dS_in;  // [Kp, Vp]
@@ -25,11 +38,12 @@ struct Tiles {
   T *dq, *dk, *dg;           // [C, Kp]
   T *P, *R;                  // [C, Kp], products before they are gated
   T *total, *row_scale;      // [Kp]
+  ValueTiles<T> values;
 
   // Lays the tiles out from `base`; with base == nullptr only counts. Returns the number of
   // elements.
-  int64_t carve(T* base, int64_t K_, int64_t V_) {
-    K = K_, V = V_, Kp = padded(K_), Vp = padded(V_);
+  int64_t carve(T* base, int64_t K_, int64_t V_, bool value_gated_) {
+    K = K_, V = V_, Kp = padded(K_), Vp = padded(V_), value_gated = value_gated_;
     int64_t used = 0;
     const auto take = [&](int64_t n) {
       T* p = base == nullptr ? nullptr : base + used;
@@ -63,7 +77,21 @@ struct Tiles {
     for (T** p : {&S, &dS, &S_in, &dS_in, &state_t}) *p = take(Kp * Vp);
     for (T** p : {&gates.s_in, &gates.a, &gates.c, &total, &row_scale}) *p = take(Kp);
     gates.decay = take(kSubChunks * Kp);
+    v_out = v, do_in = d_o;
+    if (value_gated) carve_values(take);
     return used;
+  }
+
+  template <typename Take>
+  void carve_values(const Take& take) {
+    Gates<T>& g = values.gates;
+    g.ld = Vp;
+    for (T** p : {&g.x, &g.b, &g.eq, &g.ek, &g.eq_local, &g.ek_local, &g.alpha, &v_out, &do_in,
+                  &values.do_local, &values.anchor, &values.v_anchor, &values.o_intra, &values.dgv,
+                  &values.P, &values.R})
+      *p = take(kChunk * Vp);
+    for (T** p : {&g.s_in, &g.a, &g.c, &values.total}) *p = take(Vp);
+    g.decay = take(kSubChunks * Vp);
   }
 
   int64_t length() const { return gates.length; }
@@ -81,6 +109,22 @@ template <typename T>
 inline void load_keys(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   load_rows(t.k, t.Kp, p.k, chunk, p.K);
   gated(t.k_out, t.k, t.gates.ek, t.gates.size(), p.round_operands);
+}
+
+template <typename T>
+inline void load_values(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
+  load_rows(t.v, t.Vp, p.v, chunk, p.V);
+  const Gates<T>& g = t.values.gates;
+  if (t.value_gated) gated(t.v_out, t.v, g.ek, g.size(), p.round_operands);
+}
+
+template <typename T>
+inline void load_output_grads(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
+  load_rows(t.d_o, t.Vp, p.d_o, chunk, p.V);
+  const Gates<T>& g = t.values.gates;
+  if (!t.value_gated) return;
+  gated(t.do_in, t.d_o, g.eq, g.size(), p.round_operands);
+  if (!g.mid_reference) gated(t.values.do_local, t.d_o, g.eq_local, g.size(), p.round_operands);
 }
 
 // Tiers 2 + 3: keys of the sub-chunks before I, anchored at the start of I.
@@ -104,14 +148,36 @@ inline void mask_block(T* block, int64_t ld, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i) fill(block + i * ld + i + 1, kSubChunk - i - 1, T(0));
 }
 
-// The state as an operand: dst = scale ⊙ src by rows, rounded when asked.
+// state[K, Vp] *= factors[Vp]
 template <typename T>
-inline void state_operand(const Problem<T>& p, Tiles<T>& t, T* dst, const T* src, const T* scale) {
+inline void scale_columns(const Tiles<T>& t, T* state, const T* factors) {
+  for (int64_t i = 0; i < t.K; ++i)
+    map<T>(
+        t.Vp, [](Vec<T> x, Vec<T> f) { return x * f; }, state + i * t.Vp, state + i * t.Vp,
+        factors);
+}
+
+// A state as an operand: dst = rows ⊙ src ⊙ columns, rounded when asked. `columns` are of values'
+// gates in tier 1; else they are 1 and not read.
+template <typename T>
+inline void state_operand(const Problem<T>& p, Tiles<T>& t, T* dst, const T* src, const T* rows,
+                          const T* columns) {
   for (int64_t i = 0; i < t.K; ++i) {
-    const Vec<T> s(scale[i]);
+    const Vec<T> s(rows[i]);
     map<T>(t.Vp, [&](Vec<T> x) { return x * s; }, dst + i * t.Vp, src + i * t.Vp);
   }
+  if (t.value_gated && t.values.gates.mid_reference) scale_columns(t, dst, columns);
   if (p.round_operands) round_to_bf16(dst, t.K * t.Vp);
+}
+
+// S~ and dS~
+template <typename T>
+inline void entering_state(const Problem<T>& p, Tiles<T>& t) {
+  state_operand(p, t, t.S_in, t.S, t.gates.s_in, t.values.gates.s_in);
+}
+template <typename T>
+inline void leaving_state_grad(const Problem<T>& p, Tiles<T>& t) {
+  state_operand(p, t, t.dS_in, t.dS, t.gates.c, t.values.gates.c);
 }
 
 // S[K, Vp] <-> the stored matrix of one chunk.
