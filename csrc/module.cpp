@@ -64,16 +64,19 @@ gla_ext::cuda::DType cuda_dtype(const std::string& name) {
 
 py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::string& gate_dtype,
                    bool backward, bool save_states, bool batch_invariant, bool aligned,
-                   const std::string& capability, int64_t processors) {
+                   bool key_gated, bool value_gated, const std::string& capability,
+                   int64_t processors) {
   namespace cuda = gla_ext::cuda;
-  const cuda::DType type = cuda_dtype(dtype), gate_type = cuda_dtype(gate_dtype);
+  const cuda::DType given = cuda_dtype(dtype), gate_type = cuda_dtype(gate_dtype);
+  const cuda::DType type = cuda::becomes_fp32(given, value_gated) ? cuda::DType::kFloat : given;
   if (std::max(s.K, s.V) > cuda::kMaxHeadDim)
     throw py::value_error(
         "plan: expected K and V to be at most " + std::to_string(cuda::kMaxHeadDim) +
         " on cuda, got K = " + std::to_string(s.K) + " and V = " + std::to_string(s.V));
-  const auto p = cuda::make_plan({s.N, s.T, s.H, s.K, s.V, s.packed, type, gate_type, backward,
-                                  save_states, batch_invariant, aligned, capability == "9.0",
-                                  processors, cuda::PathChoice::kAny});
+  const auto p =
+      cuda::make_plan({s.N, s.T, s.H, s.K, s.V, s.packed, type, gate_type, backward, save_states,
+                       batch_invariant, aligned, capability == "9.0", processors,
+                       cuda::PathChoice::kAny, key_gated, value_gated, gate_type});
   py::dict tiles, result;
   tiles["chunk"] = gla_ext::kChunk;
   tiles["sub_chunk"] = gla_ext::kSubChunk;
@@ -92,9 +95,9 @@ py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::stri
 
 py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::optional<int64_t> N,
               const std::string& dtype, const std::optional<std::string>& gate_dtype, bool backward,
-              bool save_states, bool batch_invariant, bool aligned, bool value_gated,
-              const std::string& capability, int64_t processors, const std::string& device,
-              std::optional<int64_t> threads) {
+              bool save_states, bool batch_invariant, bool aligned, bool key_gated,
+              bool value_gated, const std::string& capability, int64_t processors,
+              const std::string& device, std::optional<int64_t> threads) {
   if (device != "cpu" && device != "cuda")
     throw py::value_error("plan: expected device 'cpu' or 'cuda', got '" + device + "'");
   if (std::min({B, T, H, N.value_or(0)}) < 0 ||
@@ -106,9 +109,10 @@ py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::option
     throw py::value_error("plan: expected dtype bfloat16, float16, float32 or float64, got " +
                           dtype);
   const PlanShape shape{N.value_or(B), T, H, K, V, N.has_value()};
-  return device == "cpu" ? cpu_plan(shape, dtype, backward, value_gated, threads)
-                         : cuda_plan(shape, dtype, gate_dtype.value_or(dtype), backward,
-                                     save_states, batch_invariant, aligned, capability, processors);
+  return device == "cpu"
+             ? cpu_plan(shape, dtype, backward, value_gated, threads)
+             : cuda_plan(shape, dtype, gate_dtype.value_or(dtype), backward, save_states,
+                         batch_invariant, aligned, key_gated, value_gated, capability, processors);
 }
 
 }  // namespace
@@ -122,8 +126,9 @@ PYBIND11_MODULE(_C, m) {
         py::arg("N") = py::none(), py::kw_only(), py::arg("dtype") = "float32",
         py::arg("gate_dtype") = py::none(), py::arg("backward") = false,
         py::arg("save_states") = false, py::arg("batch_invariant") = false,
-        py::arg("aligned") = true, py::arg("value_gated") = false, py::arg("capability") = "9.0",
-        py::arg("processors") = 132, py::arg("device") = "cpu", py::arg("threads") = py::none(),
+        py::arg("aligned") = true, py::arg("key_gated") = true, py::arg("value_gated") = false,
+        py::arg("capability") = "9.0", py::arg("processors") = 132, py::arg("device") = "cpu",
+        py::arg("threads") = py::none(),
         "The plan chosen for a shape, on any build: path, mode, workspace and state bytes; on CPU "
         "threads and tasks, on CUDA tiles, segments and launches.");
 }

@@ -30,6 +30,8 @@ def plan(
     save_states: bool = False,
     batch_invariant: bool = False,
     aligned: bool = True,
+    key_gated: bool = True,
+    value_gated: bool = False,
     capability: str = "9.0",
     processors: int = 132,
     device: str = "cpu",
@@ -41,12 +43,14 @@ def plan(
         B, T, H, K, V: sizes of the call.
         N: the number of packed sequences; B is 1 then.
         dtype: of q, k and v; float64 on CPU only.
-        gate_dtype: CUDA only: of g; default dtype.
+        gate_dtype: CUDA only: of g and gv; default dtype.
         backward: the plan of the backward pass.
         save_states: CUDA only: forward returns its states, or backward is given them.
         batch_invariant: CUDA only: of a call in `gla_ext.batch_invariant`.
         aligned: CUDA only: every row of q, k, v, g and, in backward, do starts at a multiple of 16
             bytes.
+        key_gated: CUDA only: whether there is a g.
+        value_gated: whether there is a gv.
         capability: CUDA only: of the GPU, as "8.0"; "9.0" has the fused path, whose kernels are
             taken to be built.
         processors: CUDA only: multiprocessors of the GPU; 132 are an H200's.

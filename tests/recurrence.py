@@ -146,6 +146,21 @@ def assert_results_close(actual: dict[str, Tensor], expected: dict[str, Tensor],
         assert_close(value, expected[name], bound, torch.finfo(accumulation).tiny, name)
 
 
+def cancelling_terms(
+    name: str, x: Recurrence, expected: dict[str, Tensor], row: slice = slice(None)
+) -> float:
+    """The size (RMS) of the terms of which the gradient of a gate is the difference; 0 of others.
+
+    Such a gradient keeps the rounding of its terms in the accumulation dtype.
+    """
+    terms = {"dgk": (("q", "dq"), ("k", "dk")), "dgv": (("do", "o"), ("v", "dv"))}
+    size = 0.0
+    for factor, product in terms.get(name, ()):
+        term = expected[product][row] * getattr(x, factor)[row].double()
+        size += term.square().mean().nan_to_num().sqrt().item()
+    return size
+
+
 # chunk_gla with gates on values: every operand of a product is rounded to bf16.
 CHUNKED_BF16 = 0.005
 
@@ -156,21 +171,15 @@ def assert_chunked_close(
     x: Recurrence,
     sizes: dict[str, Tensor] | None = None,
 ):
-    """The same of `chunk_gla`, where the gradient of a gate keeps the rounding of the terms that
-    cancel in it; relative to `sizes` where given.
-    """
+    """The same of `chunk_gla`, with `cancelling_terms`; relative to `sizes` where given."""
     assert actual.keys() == expected.keys()
     accumulation = torch.finfo(torch.promote_types(x.q.dtype, torch.float32))
-    terms = {"dgk": (("q", "dq"), ("k", "dk")), "dgv": (("do", "o"), ("v", "dv"))}
     for name, value in actual.items():
         assert value.dtype == result_dtype(name, x), name
         bound = max(tolerance(name, t) for t in (value.dtype, x.q.dtype))
         bound = CHUNKED_BF16 if torch.bfloat16 in (value.dtype, x.q.dtype) else bound
         bound *= 1 + 3 / max(value.numel(), 1) ** 0.5
-        atol = accumulation.tiny
-        for factor, product in terms.get(name, ()) if value.numel() else ():
-            term = (expected | {"do": x.do})[product] * getattr(x, factor).double()
-            atol += 8 * accumulation.eps * term.square().mean().sqrt().item()
+        atol = accumulation.tiny + 8 * accumulation.eps * cancelling_terms(name, x, expected)
         if sizes is not None:
             atol += bound * sizes[name].square().mean().nan_to_num().sqrt().item()
         assert_close(value, expected[name], bound, atol, name)

@@ -41,10 +41,11 @@ def test_gradcheck(options, fast, gating, gate):
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("gating", GATINGS)
-def test_opcheck(gating, packed, requires_grad):
+def test_opcheck(device, gating, packed, requires_grad):
     lengths = (30, 0, 36) if packed else None
     x = make_recurrence(
         1 if packed else 2, 70, 2, 8, 12, gating=gating, states=packed, lengths=lengths,
+        device=device,
     )  # fmt: skip
     operands = x.leaves()
     if requires_grad:
@@ -60,12 +61,12 @@ def test_opcheck(gating, packed, requires_grad):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("gating", ["gv", "both"])
-def test_one_graph_for_many_lengths(gating, backend):
+def test_one_graph_for_many_lengths(device, gating, backend):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
     for T in (70, 2, 64, 130):
-        x = make_recurrence(2, T, 2, 8, 12, gating=gating)
+        x = make_recurrence(2, T, 2, 8, 12, gating=gating, device=device)
         results = []
         for function in (call, compiled):
             leaves = {
@@ -79,23 +80,23 @@ def test_one_graph_for_many_lengths(gating, backend):
     assert counter.frame_count == 1
 
 
-def test_export():
+def test_export(device):
     class Module(torch.nn.Module):
         def forward(self, q, k, v, gv):
             return chunk_gla(q, k, v, None, gv=gv)[0]
 
-    x = make_recurrence(2, 70, 2, 8, 12)
+    x = make_recurrence(2, 70, 2, 8, 12, device=device)
     T = torch.export.Dim("T", min=1, max=4096)
     arguments = (x.q, x.k, x.v, x.gv)
     exported = torch.export.export(Module(), arguments, dynamic_shapes=({1: T},) * 4)
-    y = make_recurrence(2, 131, 2, 8, 12)
+    y = make_recurrence(2, 131, 2, 8, 12, device=device)
     arguments = (y.q, y.k, y.v, y.gv)
     assert torch.equal(exported.module()(*arguments), Module()(*arguments))
 
 
-def test_autocast_casts_q_k_v_alone():
-    x = make_recurrence(2, 70, 2, 8, 12).map(lambda t: t.requires_grad_())
-    with torch.autocast(dtype=torch.bfloat16):
+def test_autocast_casts_q_k_v_alone(device):
+    x = make_recurrence(2, 70, 2, 8, 12, device=device).map(lambda t: t.requires_grad_())
+    with torch.autocast(device, dtype=torch.bfloat16):
         o, final_state = call(**x.leaves())
     short = x.leaves() | {n: getattr(x, n).bfloat16() for n in "qkv"}
     assert o.dtype == torch.bfloat16 and final_state.dtype == torch.float32
@@ -114,8 +115,10 @@ def test_vmap_equals_a_loop():
     assert torch.equal(torch.vmap(one)(x.q, x.k, x.v, x.gv), expected)
 
 
-def test_no_gates_at_all_is_linear_attention():
-    x = make_recurrence(2, 130, 2, 8, 12, states=False).map(torch.Tensor.double)
+def test_no_gates_at_all_is_linear_attention(device):
+    x = make_recurrence(2, 130, 2, 8, 12, states=False, device=device).map(torch.Tensor.double)
+    if device == "cuda":
+        x = x.map(torch.Tensor.float)
     o, _ = chunk_gla(x.q, x.k, x.v, None, 1.0)
     A = torch.einsum("bihk,bjhk->bhij", x.q, x.k).tril()
     torch.testing.assert_close(o, torch.einsum("bhij,bjhv->bihv", A, x.v), rtol=1e-4, atol=1e-4)

@@ -4,15 +4,15 @@
 #include "../ops.h"
 #include "problem.h"
 #include "sm90/sm90.h"
+#include "tensors.h"
 
 namespace gla_ext::cuda {
 namespace {
 
-void check_gates(const char* op, const OptionalTensor& g, const OptionalTensor& gv) {
-  TORCH_CHECK_NOT_IMPLEMENTED(given(g) && !given(gv), op,
-                              ": expected gates g, and none on values (gv), on CUDA; "
-                              "fused_recurrent_gla takes every combination");
+bool widens(const Shape& shape, const OptionalTensor& gv) {
+  return shape.dtype != at::kDouble && becomes_fp32(dtype_of(shape.dtype), given(gv));
 }
+at::Tensor narrowed(const at::Tensor& t, bool wide) { return wide ? t.to(at::kHalf) : t; }
 
 // What the sweeps of the fused path need: operands where they read these, and what enters each
 // segment where sequences are cut into segments.
@@ -23,24 +23,45 @@ void prepare_sweeps(const Call& call, const Plan& plan) {
   call.launch(sm90::segment_scan);
 }
 
+// Step 1 of the gates that are there, and what gates on values make of v and do.
+void prepare_gates(const Call& call) {
+  if (call.key_gated) call.launch(gate_cumsum);
+  if (!call.value_gated) return;
+  call.launch_on_values(gate_cumsum);
+  call.launch(value_operands);
+}
+
+// Backward from its third step on: what differs for keys, and the same for values.
+void run_value_gated_backward(const Call& call, bool saved) {
+  if (!saved) call.launch(value_gated_states);
+  call.launch(value_gated_state_grads);
+  call.launch_on_values(scores_off_diagonal);
+  call.launch_on_values(scores_diagonal);
+  call.launch(intra_grads);
+  call.launch_on_values(intra_grads);
+  call.launch(value_gated_merge);
+}
+
 ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                   const OptionalTensor& g, const OptionalTensor& gv,
                                   const OptionalTensor& initial_state,
                                   const OptionalTensor& cu_seqlens, std::optional<double> scale,
                                   bool output_final_state, bool state_v_first, bool save_states,
                                   bool batch_invariant) {
-  const Shape shape = check_chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
-  check_gates("chunk_gla", g, gv);
+  Shape shape = check_chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
+  const bool wide = widens(shape, gv);
+  if (wide) shape.dtype = at::kFloat;
   Call call("chunk_gla", shape, q, cu_seqlens, scale);
   Problem& p = call.problem;
+  p.tf32 |= wide;
   p.state_v_first = state_v_first;
   p.whole_scores = true;
-  call.input(p.q, q);
-  call.input(p.k, k);
-  call.input(p.v, v);
-  call.input(p.g, *g);
+  call.input(p.q, q, shape.dtype);
+  call.input(p.k, k, shape.dtype);
+  call.input(p.v, v, shape.dtype);
+  call.input_gates(g, gv);
   p.h0 = call.input_state(initial_state);
-  at::Tensor o = call.output(p.o, p.V, v.scalar_type());
+  at::Tensor o = call.output(p.o, p.V, shape.dtype);
   at::Tensor final_state =
       output_final_state ? call.output_state(p.ht) : call.not_asked_for(at::kFloat);
   at::Tensor states = save_states ? call.output_chunk_states(p.S, p.S_dtype, saved_states_dtype(q))
@@ -54,49 +75,22 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
     call.launch(sm90::exact_output);
     return {o, final_state, states};
   }
-  call.launch(gate_cumsum);
-  call.launch(chunk_states);
+  prepare_gates(call);
+  if (call.value_gated)
+    call.launch(value_gated_states);
+  else
+    call.launch(chunk_states);
   call.launch(scores_off_diagonal);
   call.launch(scores_diagonal);
-  call.launch(output);
-  return {o, final_state, states};
+  if (call.value_gated)
+    call.launch(value_gated_output);
+  else
+    call.launch(output);
+  return {narrowed(o, wide), final_state, states};
 }
 
-BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& dht,
-                                   const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const OptionalTensor& g, const OptionalTensor& gv,
-                                   const OptionalTensor& initial_state,
-                                   const OptionalTensor& cu_seqlens, const at::Tensor& states,
-                                   std::optional<double> scale, bool state_v_first,
-                                   bool batch_invariant) {
-  const Shape shape = check_chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens,
-                                          states, state_v_first);
-  check_gates("chunk_gla_bwd", g, gv);
-  Call call("chunk_gla_bwd", shape, q, cu_seqlens, scale);
-  Problem& p = call.problem;
-  p.state_v_first = state_v_first;
-  p.whole_scores = true;
-  call.input(p.q, q);
-  call.input(p.k, k);
-  call.input(p.v, v);
-  call.input(p.g, *g);
-  call.input(p.d_o, d_o);
-  p.h0 = call.input_state(initial_state);
-  p.dht = call.input_state(dht);
-  const bool saved = states.dim() != 1;
-  if (saved) call.input_chunk_states(p.S, p.S_dtype, states);
-  at::Tensor dq = call.output(p.dq, p.K, q.scalar_type());
-  at::Tensor dk = call.output(p.dk, p.K, k.scalar_type());
-  at::Tensor dv = call.output(p.dv, p.V, v.scalar_type());
-  at::Tensor dg = call.output(p.dg, p.K, g->scalar_type());
-  at::Tensor dh0 = given(initial_state) ? call.output_state(p.dh0) : call.not_asked_for(at::kFloat);
-  // merge_grads reads an element of these before it writes it, and in no other block.
-  p.dq_intra = p.dq;
-  p.dk_intra = p.dk;
-  p.dg_intra = p.dg;
-  const Plan plan = call.plan(/*backward=*/true, saved, batch_invariant);
-  call.allocate(plan);  // replaces those not fp32
-
+// The fused path's kernels, or those of the steps in their order.
+void run_backward(const Call& call, const Plan& plan, bool saved) {
   if (plan.path == Path::kFused) {
     if (plan.fused_sweeps) {
       prepare_sweeps(call, plan);
@@ -107,17 +101,59 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
     }
     call.launch(sm90::exact_gradients);
     call.launch(sm90::gradients);
-    return {dq, dk, dv, dg, call.not_asked_for(at::kFloat), dh0};
+    return;
   }
-  call.launch(gate_cumsum);
+  prepare_gates(call);
   call.launch(scores_off_diagonal);
   call.launch(scores_diagonal);
+  if (call.value_gated) return run_value_gated_backward(call, saved);
   call.launch(saved ? state_grads : states_and_state_grads);
   call.launch(value_grads);
   call.launch(score_grads);
   call.launch(intra_grads);
   call.launch(merge_grads);
-  return {dq, dk, dv, dg, call.not_asked_for(at::kFloat), dh0};
+}
+
+BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& dht,
+                                   const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const OptionalTensor& g, const OptionalTensor& gv,
+                                   const OptionalTensor& initial_state,
+                                   const OptionalTensor& cu_seqlens, const at::Tensor& states,
+                                   std::optional<double> scale, bool state_v_first,
+                                   bool batch_invariant) {
+  Shape shape = check_chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states,
+                                    state_v_first);
+  const bool wide = widens(shape, gv);
+  if (wide) shape.dtype = at::kFloat;
+  Call call("chunk_gla_bwd", shape, q, cu_seqlens, scale);
+  Problem& p = call.problem;
+  p.tf32 |= wide;
+  p.state_v_first = state_v_first;
+  p.whole_scores = true;
+  call.input(p.q, q, shape.dtype);
+  call.input(p.k, k, shape.dtype);
+  call.input(p.v, v, shape.dtype);
+  call.input(p.d_o, d_o, shape.dtype);
+  call.input_gates(g, gv);
+  p.h0 = call.input_state(initial_state);
+  p.dht = call.input_state(dht);
+  const bool saved = states.dim() != 1;
+  if (saved) call.input_chunk_states(p.S, p.S_dtype, states);
+  at::Tensor dq = call.output(p.dq, p.K, shape.dtype);
+  at::Tensor dk = call.output(p.dk, p.K, shape.dtype);
+  at::Tensor dv = call.output(call.value_gated ? call.values.dk : p.dv, p.V, shape.dtype);
+  at::Tensor dg = call.gate_grad(p.dg, p.K, g), dgv = call.gate_grad(call.values.dg, p.V, gv);
+  at::Tensor dh0 = given(initial_state) ? call.output_state(p.dh0) : call.not_asked_for(at::kFloat);
+  // merge_grads reads an element of these before it writes it, and in no other block.
+  for (Problem* side : {&p, &call.values}) {
+    side->dq_intra = side->dq;
+    side->dk_intra = side->dk;
+    side->dg_intra = side->dg;
+  }
+  const Plan plan = call.plan(/*backward=*/true, saved, batch_invariant);
+  call.allocate(plan);  // replaces those not fp32
+  run_backward(call, plan, saved);
+  return {narrowed(dq, wide), narrowed(dk, wide), narrowed(dv, wide), dg, dgv, dh0};
 }
 
 }  // namespace

@@ -33,9 +33,23 @@ void states_and_state_grads(const Problem& p, cudaStream_t stream);
 void value_grads(const Problem& p, cudaStream_t stream);
 // do v -> dA
 void score_grads(const Problem& p, cudaStream_t stream);
-// q k b tiers (g) dA -> dq_intra, dk_intra, dg_intra
+// q k b tiers (g) dA -> dq_intra, dk_intra, and dg_intra where it is there
 void intra_grads(const Problem& p, cudaStream_t stream);
-// q k v do b (b_suffix, g) S dS and step 6's outputs -> dq, dk, dg
+// q k v do b (b_suffix, g) S dS and step 6's outputs -> dq, dk, and dg where it is there
 void merge_grads(const Problem& p, cudaStream_t stream);
+
+// With gates on values a call has a second Problem, the chunk seen from its values: do for q, v for
+// k, A for dA and the values' gates, so that scores are dA and step 6 gives what passes through A
+// to v and gv. The v and do of `p` are then as they face the states. values.k values.q bv
+// (bv_suffix) -> p.v, and p.d_o where it is there
+void value_operands(const Problem& p, const Problem& values, cudaStream_t stream);
+// k v b (b_suffix) bv h0 -> S, and ht where it is there
+void value_gated_states(const Problem& p, const Problem& values, cudaStream_t stream);
+// q do b bv dht -> dS, and dh0 where it is there
+void value_gated_state_grads(const Problem& p, const Problem& values, cudaStream_t stream);
+// q b A S, v gv -> o
+void value_gated_output(const Problem& p, const Problem& values, cudaStream_t stream);
+// What merge_grads reads of both sides -> dq, dk, dg where it is there, and dv, dgv
+void value_gated_merge(const Problem& p, const Problem& values, cudaStream_t stream);
 
 }  // namespace gla_ext::cuda

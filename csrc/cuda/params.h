@@ -75,7 +75,8 @@ struct Problem {
 
   Rows q, k, v, d_o;  // [B, T, H, K | V]
   Rows g;             // natural-log gates [B, T, H, K], or absent and then b alone is read
-  Rows b;             // gate cumsum in chunks, log2 units [B, T, H, K] fp32
+  Rows b;             // gate cumsum in chunks, log2 units [B, T, H, K] fp32; without gates one row
+                      // of zeros, its strides 0
   Rows b_suffix;      // sum of the gates behind a token in its chunk [B, T, H, K] fp32, or absent
   Rows o, dq, dk, dv, dg;  // outputs
   // Scores [B, T, H, C], their diagonal blocks [B, T, H, c] and dA [B, T, H, C]: fp32, or bf16 for

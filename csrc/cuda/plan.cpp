@@ -17,6 +17,10 @@ int64_t add(Workspace& w, int64_t bytes) {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+int64_t tier_bytes(const ChunkGrid& grid, int64_t H) {
+  return grid.B * grid.slots * H * kMaxTierBlocks;
+}
+
 // Cuts sequences into segments where sweeps over whole ones would leave multiprocessors idle: by
 // themselves too few, or packed ones of which a long one would be left over.
 void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
@@ -78,7 +82,27 @@ void add_intra(Workspace& w, const PlanInputs& in, int64_t keys) {
     w.dq_intra = add(w, keys);
     w.dk_intra = add(w, keys);
   }
-  if (in.gate_dtype != DType::kFloat) w.dg_intra = add(w, keys);
+  if (in.key_gated && in.gate_dtype != DType::kFloat) w.dg_intra = add(w, keys);
+}
+
+// What gates on values add, and the kernels they add.
+void add_value_gates(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  const int64_t elements = grid.B * in.T * in.H * in.V, floats = elements * kFloatBytes;
+  const int64_t operand = elements * bytes_of(intermediate_dtype(in.dtype));
+  Workspace& w = plan.workspace;
+  w.bv = add(w, floats);
+  if (in.dtype == DType::kFloat) w.bv_suffix = add(w, floats);
+  w.v_out = add(w, operand);
+  plan.launches += 2;  // their sum, and the operands
+  if (!in.backward) return;
+
+  w.value_tiers = add(w, tier_bytes(grid, in.H));
+  w.do_in = add(w, operand);
+  w.o_intra = add(w, floats);
+  if (in.dtype != DType::kFloat) w.dv_intra = add(w, floats);
+  if (in.value_gate_dtype != DType::kFloat) w.dgv_intra = add(w, floats);
+  // Scores and step 6 of the values, each in two tiers, in place of backward 4 and 5; two merges.
+  plan.launches += 4;
 }
 
 void plan_steps(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
@@ -87,20 +111,27 @@ void plan_steps(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   const int64_t keys = token_heads * in.K * kFloatBytes;
   const int64_t map_launches = in.packed ? 2 : 0;
   Workspace& w = plan.workspace;
-  w.b = add(w, keys);
-  // Keeps fp32 accuracy beside resets; shorter inputs round to more than b loses there.
-  if (in.dtype == DType::kFloat) w.b_suffix = add(w, keys);
+  if (in.key_gated) {
+    w.b = add(w, keys);
+    // Keeps fp32 accuracy beside resets; shorter inputs round to more than b loses there.
+    if (in.dtype == DType::kFloat) w.b_suffix = add(w, keys);
+  } else {
+    w.no_decay = add(w, in.K * kFloatBytes);
+  }
   w.A = add(w, token_heads * kChunk * each);
   if (!in.save_states) w.S = add(w, plan.state_bytes);
-  plan.launches = map_launches + 6;
-  if (!in.backward) return;
-
-  w.dA = w.A;  // score_grads runs after value_grads, the last to read A
-  w.dS = add(w, plan.state_bytes);
-  add_intra(w, in, keys);
-  plan.state_bytes *= 2;
-  // bf16's two sweeps are one launch.
-  plan.launches = map_launches + 10 + (in.dtype != DType::kBFloat16 && !in.save_states);
+  plan.launches = map_launches + 5 + in.key_gated;
+  if (in.backward) {
+    // score_grads runs after value_grads, the last to read A, but not with gates on values.
+    w.dA = in.value_gated ? add(w, token_heads * kChunk * each) : w.A;
+    w.dS = add(w, plan.state_bytes);
+    add_intra(w, in, keys);
+    plan.state_bytes *= 2;
+    // Without gates on values bf16's two sweeps are one launch.
+    const bool two_sweeps = in.dtype != DType::kBFloat16 || in.value_gated;
+    plan.launches = map_launches + 9 + in.key_gated + (two_sweeps && !in.save_states);
+  }
+  if (in.value_gated) add_value_gates(plan, in, grid);
 }
 
 void plan_fused_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
@@ -154,11 +185,13 @@ Workspace step_workspace(const ChunkGrid& grid, int64_t H, bool tiers) {
     w.sequences = add(w, (grid.N + 1) * sizeof(Sequence));
     w.chunk_slots = add(w, grid.slots * sizeof(ChunkSlot));
   }
-  if (tiers) w.tiers = add(w, grid.B * grid.slots * H * kMaxTierBlocks);
+  if (tiers) w.tiers = add(w, tier_bytes(grid, H));
   return w;
 }
 
 const char* why_not_fused(const PlanInputs& in) {
+  if (!in.key_gated) return "gates on keys (g)";
+  if (in.value_gated) return "no gates on values (gv)";
   if (!in.sm90) return "a GPU of compute capability 9.0 and a build for 9.0a";
   if (in.dtype != DType::kBFloat16) return "q, k and v in torch.bfloat16";
   if (in.K % 8 != 0 || in.V % 8 != 0) return "K and V to be multiples of 8";

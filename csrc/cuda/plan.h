@@ -25,6 +25,9 @@ struct PlanInputs {
   bool sm90;             // a GPU of compute capability 9.0, and its kernels are built
   int64_t processors;    // multiprocessors of the GPU
   PathChoice choice;
+  bool key_gated = true;     // g is there
+  bool value_gated = false;  // gv is there
+  DType value_gate_dtype = DType::kFloat;
 };
 
 // Where each part of the one workspace starts, in bytes; kAbsent: not needed.
@@ -34,6 +37,11 @@ struct Workspace {
   int64_t b = kAbsent, b_suffix = kAbsent;
   int64_t A = kAbsent, dA = kAbsent, S = kAbsent, dS = kAbsent;
   int64_t dq_intra = kAbsent, dk_intra = kAbsent, dg_intra = kAbsent;
+  int64_t no_decay = kAbsent;  // b without gates: one row of zeros
+  // With gates on values:
+  int64_t bv = kAbsent, bv_suffix = kAbsent, value_tiers = kAbsent;
+  int64_t v_out = kAbsent, do_in = kAbsent;
+  int64_t o_intra = kAbsent, dv_intra = kAbsent, dgv_intra = kAbsent;
   int64_t segment_states = kAbsent, segment_state_grads = kAbsent, segment_decays = kAbsent;
   int64_t operands = kAbsent;
   int64_t bytes = 0;
@@ -52,6 +60,11 @@ struct Plan {
 // What A, dA, S and dS are kept in between kernels: what the products round to anyway.
 constexpr DType intermediate_dtype(DType inputs) {
   return inputs == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat;
+}
+// fp16 has too few exponents for values that gates have scaled: beside gates on values its tensors
+// become fp32, and are multiplied in tf32 as fp16 is.
+constexpr bool becomes_fp32(DType inputs, bool value_gated) {
+  return inputs == DType::kHalf && value_gated;
 }
 constexpr int64_t bytes_of(DType t) { return t == DType::kFloat ? 4 : 2; }
 

@@ -104,6 +104,28 @@ void Call::input(Rows& rows, const at::Tensor& t) {
   rows = rows_of(has_contiguous_rows(t) && addressable ? t : keep(t.contiguous()));
 }
 
+void Call::input(Rows& rows, const at::Tensor& t, at::ScalarType dtype) {
+  input(rows, t.scalar_type() == dtype ? t : keep(t.to(dtype)));
+}
+
+void Call::input_gates(const OptionalTensor& g, const OptionalTensor& gv) {
+  key_gated = given(g);
+  value_gated = given(gv);
+  if (key_gated) input(problem.g, *g);
+  if (!value_gated) return;
+  check_grid(op_, problem.grid, problem.H, problem.V, problem.K);
+  values.H = problem.H;
+  values.K = problem.V;
+  values.V = problem.K;
+  values.scale = problem.scale;
+  values.dtype = problem.dtype;
+  values.tf32 = problem.tf32;
+  values.whole_scores = true;
+  values.q = problem.d_o;
+  values.k = problem.v;
+  input(values.g, *gv);
+}
+
 const float* Call::input_state(const OptionalTensor& t) {
   return given(t) ? packed_elements(*t).const_data_ptr<float>() : nullptr;
 }
@@ -118,6 +140,10 @@ at::Tensor Call::output(Rows& rows, int64_t last_dim, at::ScalarType dtype) {
       at::empty({problem.grid.B, problem.grid.T, problem.H, last_dim}, options_.dtype(dtype));
   rows = rows_of(t);
   return t;
+}
+
+at::Tensor Call::gate_grad(Rows& rows, int64_t last_dim, const OptionalTensor& g) {
+  return given(g) ? output(rows, last_dim, g->scalar_type()) : not_asked_for(at::kFloat);
 }
 
 at::Tensor Call::output_state(float*& state) {
@@ -163,7 +189,10 @@ Plan Call::plan(bool backward, bool save_states, bool batch_invariant) const {
                       aligned,
                       gpu.major == 9 && gpu.minor == 0 && sm90_built(options_.device().index()),
                       gpu.multiProcessorCount,
-                      path_choice()};
+                      path_choice(),
+                      key_gated,
+                      value_gated,
+                      values.g.dtype};
   const char* missing = in.choice == PathChoice::kFused ? why_not_fused(in) : nullptr;
   TORCH_CHECK_NOT_IMPLEMENTED(missing == nullptr, op_, ": GLA_EXT_CUDA_PATH=fused expected ",
                               missing, ", got a call that only the step path takes");
@@ -187,9 +216,7 @@ void Call::allocate(const Workspace& w) {
     if (start != Workspace::kAbsent) pointer = reinterpret_cast<Pointer>(base + start);
   };
   const auto rows = [&](Rows& r, int64_t start, int64_t last_dim, DType dtype) {
-    if (start == Workspace::kAbsent) return;
-    const int64_t B = p.grid.B, T = p.grid.T, H = p.H;
-    r = rows_of(base + start, dtype, {B, T, H}, {T * H * last_dim, H * last_dim, last_dim});
+    if (start != Workspace::kAbsent) r = rows_in(base + start, last_dim, dtype);
   };
   const auto states = [&](void*& pointer, DType& dtype, int64_t start) {
     part(pointer, start);
@@ -211,7 +238,43 @@ void Call::allocate(const Workspace& w) {
   rows(p.dq_intra, w.dq_intra, p.K, DType::kFloat);
   rows(p.dk_intra, w.dk_intra, p.K, DType::kFloat);
   rows(p.dg_intra, w.dg_intra, p.K, DType::kFloat);
+  if (w.no_decay != Workspace::kAbsent) clear_decays(w, base);
+  if (w.bv != Workspace::kAbsent) allocate_values(w, base);
   if (p.grid.packed) launch(chunk_map);
+}
+
+Rows Call::rows_in(char* part, int64_t last_dim, DType dtype) const {
+  const int64_t B = problem.grid.B, T = problem.grid.T, H = problem.H;
+  return rows_of(part, dtype, {B, T, H}, {T * H * last_dim, H * last_dim, last_dim});
+}
+
+// Without gates b is one row of zeros, and every chunk is in tier 1.
+void Call::clear_decays(const Workspace& w, char* base) {
+  Problem& p = problem;
+  p.b = rows_of(base + w.no_decay, DType::kFloat, {1, 1, 1}, {0, 0, 0});
+  C10_CUDA_CHECK(cudaMemsetAsync(base + w.no_decay, 0, p.K * sizeof(float), stream_));
+  const size_t flags = p.grid.B * p.grid.slots * p.H * kMaxTierBlocks;
+  C10_CUDA_CHECK(cudaMemsetAsync(p.tiers, 0, flags, stream_));
+}
+
+void Call::allocate_values(const Workspace& w, char* base) {
+  Problem& p = problem;
+  values.grid = p.grid;
+  const DType operand = intermediate_dtype(p.dtype);
+  const auto rows = [&](Rows& r, int64_t start, DType dtype) {
+    if (start != Workspace::kAbsent) r = rows_in(base + start, p.V, dtype);
+  };
+  rows(values.b, w.bv, DType::kFloat);
+  rows(values.b_suffix, w.bv_suffix, DType::kFloat);
+  rows(values.dq_intra, w.o_intra, DType::kFloat);
+  rows(values.dk_intra, w.dv_intra, DType::kFloat);
+  rows(values.dg_intra, w.dgv_intra, DType::kFloat);
+  rows(p.v, w.v_out, operand);
+  rows(p.d_o, w.do_in, operand);
+  values.A = p.dA;
+  values.dA = p.A;
+  if (w.value_tiers != Workspace::kAbsent)
+    values.tiers = reinterpret_cast<uint8_t*>(base + w.value_tiers);
 }
 
 void Call::prepare_step(bool tiers) {
@@ -221,6 +284,16 @@ void Call::prepare_step(bool tiers) {
 
 void Call::launch(void (*step)(const Problem&, cudaStream_t)) const {
   step(problem, stream_);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void Call::launch_on_values(void (*step)(const Problem&, cudaStream_t)) const {
+  step(values, stream_);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void Call::launch(void (*step)(const Problem&, const Problem&, cudaStream_t)) const {
+  step(problem, values, stream_);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

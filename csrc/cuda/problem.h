@@ -23,15 +23,22 @@ class Call {
        std::optional<double> scale);
 
   Problem problem;
+  Problem values;  // with gates on values: the chunk seen from them, see launch.h
+  bool key_gated = false, value_gated = false;
 
   // [B, T, H, D] of any strides.
   void input(Rows& rows, const at::Tensor& t);
+  void input(Rows& rows, const at::Tensor& t, at::ScalarType dtype);
+  // The gates that are there; v, and do for backward, are in `problem` already.
+  void input_gates(const OptionalTensor& g, const OptionalTensor& gv);
   // A state of every sequence; null where it is absent.
   const float* input_state(const OptionalTensor& t);
   void input_chunk_states(void*& states, DType& dtype, const at::Tensor& t);
 
   // Fresh outputs.
   at::Tensor output(Rows& rows, int64_t last_dim, at::ScalarType dtype);
+  // Of a gate; 0 elements where the gate is absent.
+  at::Tensor gate_grad(Rows& rows, int64_t last_dim, const OptionalTensor& g);
   at::Tensor output_state(float*& state);
   // Slots that no sequence needs are zero.
   at::Tensor output_chunk_states(void*& states, DType& dtype, at::ScalarType type);
@@ -45,11 +52,17 @@ class Call {
   void prepare_step(bool tiers = false);
 
   void launch(void (*step)(const Problem&, cudaStream_t)) const;
+  // The same on the values' side, and of both.
+  void launch_on_values(void (*step)(const Problem&, cudaStream_t)) const;
+  void launch(void (*step)(const Problem&, const Problem&, cudaStream_t)) const;
 
  private:
   const at::Tensor& keep(at::Tensor t);
   const at::Tensor& packed_elements(const at::Tensor& t);
   void allocate(const Workspace& workspace);
+  void allocate_values(const Workspace& workspace, char* base);
+  void clear_decays(const Workspace& workspace, char* base);
+  Rows rows_in(char* part, int64_t last_dim, DType dtype) const;
 
   c10::cuda::CUDAGuard guard_;
   cudaStream_t stream_;

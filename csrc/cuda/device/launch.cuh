@@ -54,6 +54,20 @@ void with_dtype_and_access(const Problem& p, F&& f) {
   });
 }
 
+// The same for a call with gates on values, whose tensors are bf16 or fp32.
+template <class F>
+void with_gated_access(const Problem& p, const Problem& values, F&& f) {
+  const bool fast = allows_fast_access(p) && allows_fast_access(values);
+  const auto with = [&](auto type) {
+    if (fast)
+      f(type, Constant<Access::kFast>{});
+    else
+      f(type, Constant<Access::kGeneral>{});
+  };
+  if (p.dtype == DType::kBFloat16) return with(Type<bf16>{});
+  with(Type<float>{});
+}
+
 // Chunks of all batch rows and heads.
 inline int64_t chunk_heads(const Problem& p) {
   return p.grid.T == 0 ? 0 : p.grid.B * p.grid.slots * p.H;
@@ -67,6 +81,12 @@ inline int64_t exact_grid(const Problem& p, int64_t parts) {
 template <class Kernel>
 void launch(Kernel kernel, int64_t blocks, int threads, const Problem& p, cudaStream_t stream) {
   if (blocks > 0) kernel<<<dim3(static_cast<unsigned>(blocks)), threads, 0, stream>>>(p);
+}
+
+template <class Kernel>
+void launch(Kernel kernel, int64_t blocks, int threads, const Problem& p, const Problem& values,
+            cudaStream_t stream) {
+  if (blocks > 0) kernel<<<dim3(static_cast<unsigned>(blocks)), threads, 0, stream>>>(p, values);
 }
 
 // f(Type<In>, Constant<Access>, integral_constant of the values a tile): 128 values pay for bf16,

@@ -7,6 +7,7 @@
 // grid    (sequence, head, 64 key channels, kColumns values); the chunks of a sequence one by one
 // reads   k v b (b_suffix) h0, or q do b dht
 // writes  S entering, or dS' leaving, every chunk, and what is left at the end: ht, or dh0
+// With gates on values the state decays by columns too, by 2^bv_C, and v and do come gated.
 // The state is fp32; the rows of the next chunk are on their way while one is multiplied.
 #pragma once
 
@@ -75,10 +76,12 @@ struct SweepShared {
   alignas(16) float b_last[kTile];                      // [K]
 };
 
-// Block `index` of a sweep.
-template <Access kAccess, class In, int kColumns, Sweep kSweep>
+// Block `index` of a sweep. With gates on values `bv` are their sums, and s_columns [kColumns] is
+// shared memory for the decays of a chunk.
+template <Access kAccess, class In, int kColumns, Sweep kSweep, bool kValueGated = false>
 __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, const Problem& p,
-                                      int64_t index) {
+                                      int64_t index, const Rows* bv = nullptr,
+                                      float* s_columns = nullptr) {
   using Op = Operand<In>;
   using Shared = SweepShared<kAccess, In, kColumns>;
   constexpr Decay kDecay = SweepFields<kSweep>::kDecay;
@@ -116,10 +119,17 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
 
   const auto chunk_of = [&](int64_t i) { return kSweep == Sweep::kStates ? i : chunks - 1 - i; };
   SweepRows<kAccess, In, kDecay, kColumns> rows;
+  float column_decay = 1;  // of value first_v + threadIdx.x
   const auto load = [&](int64_t i) {
     const int64_t done = chunk_of(i) * kChunk, left = sequence.length - done;
     rows.load(p, f.y, f.x, row, sequence.start + done,
               static_cast<int>(left < kChunk ? left : kChunk), head, first_k, first_v);
+    if constexpr (kValueGated) {
+      const int v = first_v + static_cast<int>(threadIdx.x);
+      if (threadIdx.x < kColumns && v < p.V)
+        column_decay = exp2_ftz(
+            rows_at<const float>(*bv, row, sequence.start + done + rows.length - 1, head)[v]);
+    }
   };
   // The last chunk's rows are for the state that is left at the end alone.
   const int64_t multiplied = f.last != nullptr ? chunks : chunks - 1;
@@ -128,6 +138,8 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
   for (int64_t i = 0; i < chunks; ++i) {
     const int64_t state = ((sequence.first_slot + chunk_of(i)) * p.H + head) * matrix;
     if (threadIdx.x < kTile) s.b_last[threadIdx.x] = rows.b_last;
+    if constexpr (kValueGated)
+      if (threadIdx.x < kColumns) s_columns[threadIdx.x] = column_decay;
     if constexpr (Shared::kStaged)
       for_pairs(acc, [&](int r, int c, float s0, float s1) {
         store2<Access::kFast>(s.state + (warp.m + r) * kPitchX + warp.n + c, s0, s1, 2);
@@ -166,8 +178,14 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
         const float decay = exp2_ftz(s.b_last[k]);
 #pragma unroll
         for (int j = 0; j < WarpTile<kColumns>::kN; ++j) {
-          acc[m][j][2 * e] *= decay;
-          acc[m][j][2 * e + 1] *= decay;
+          if constexpr (kValueGated) {
+            const int v = warp.n + 8 * j + static_cast<int>(threadIdx.x) % 4 * 2;
+            acc[m][j][2 * e] *= decay * s_columns[v];
+            acc[m][j][2 * e + 1] *= decay * s_columns[v + 1];
+          } else {
+            acc[m][j][2 * e] *= decay;
+            acc[m][j][2 * e + 1] *= decay;
+          }
         }
       }
     product<Stored::kTransposed, Stored::kAsIs, kPitchY, kPitchX>(acc, s.y + warp.m, s.x + warp.n,

@@ -9,7 +9,7 @@
 //
 // grid    (row, chunk, head, kColumns key channels)
 // reads   q, k, b [B, T, H, K], dA [B, T, H, C], tiers; outside tier 1 g where it is there
-// writes  dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
+// writes  dq_intra, dk_intra and, where there are gates, dg_intra [B, T, H, K] fp32
 //
 // Two kernels, of which a chunk concerns one: tier 1 multiplies tiles and accumulates in fp32,
 // other chunks are summed in fp32 (intra_exact.cuh).
@@ -72,6 +72,7 @@ __device__ __forceinline__ void tier1(Tier1Tiles<Op>& s, const Op* s_dA, const P
   store_product<kN>(s.rows, acc_k);
   __syncthreads();  // the rows are written
   finish(p.dk_intra, -1.f, s.k);
+  if (p.dg_intra.data == nullptr) return;
   for_eights<kTile, kN>([&](int pass, int row, int column) {
 #pragma unroll
     for (int i = 0; i < 8; i += 4)
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, 2) intra_grads_tier1(Problem p) {
     const int end = min(first + kColumns<Op>, p.K);
     write_zeros<kThreads>(p.dq_intra, chunk, first, end);
     write_zeros<kThreads>(p.dk_intra, chunk, first, end);
-    write_zeros<kThreads>(p.dg_intra, chunk, first, end);
+    if (p.dg_intra.data != nullptr) write_zeros<kThreads>(p.dg_intra, chunk, first, end);
     return;
   }
   if (!in_tier1(p, chunk)) return;
