@@ -25,7 +25,6 @@ class GLACache:
     in_place = False
     is_compileable = False  # generate() of transformers asks: entries are added as layers run
 
-
     def __init__(self) -> None:
         self.states: list[dict[str, Any]] = []
         self.lengths: list[int] = []

@@ -13,8 +13,6 @@ from gla_ext.data import load_corpus
 
 # What cuBLAS asks for under nan_in_fresh_memory; read when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # for FLA's kernels: see fla_kernels.py
 
 hypothesis.settings.register_profile(
     "default", deadline=None, max_examples=40, derandomize=True, print_blob=True

@@ -1,8 +1,8 @@
 """The layer beside FLA's own, every option: outputs, gradients and caches.
 
-Needs flash-linear-attention, and a GPU for its kernels; or, without one, Triton's interpreter:
-`TRITON_INTERPRET=1 pytest tests/test_fla_layer.py`, with numpy below 2.3, which then takes the
-options at T <= 64 alone, where FLA's layer runs its recurrence.
+Needs flash-linear-attention, and a GPU for its kernels; or, without one, some minutes in Triton's
+interpreter: `GLA_EXT_INTERPRET_FLA=1 pytest tests/test_fla_layer.py`, which then takes the options
+at T <= 64 alone, where FLA's layer runs its recurrence.
 """
 
 import os
@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from common import assert_close
+from fla_kernels import import_fla
 from source_tree import ROOT
 
 from gla_ext import GatedLinearAttention
@@ -19,11 +20,10 @@ from gla_ext.cache import GLACache
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench_fla
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = os.environ.get("GLA_EXT_INTERPRET_FLA") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LENGTHS = (40,) if INTERPRETED else (40, 130)
 BOUNDS = {40: 3e-5, 130: 3e-3}  # beyond 64 tokens FLA's products are tf32
-pytest.importorskip("fla")
 pytestmark = pytest.mark.slow if INTERPRETED else pytest.mark.cuda
 
 SIZES = {"hidden_size": 64, "num_heads": 4, "expand_k": 1.0, "expand_v": 2.0}
@@ -68,17 +68,10 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def first_configuration():
-    """Under the interpreter there is nothing to time: each kernel takes its first configuration."""
-    if not INTERPRETED:
-        yield
-        return
-    from triton.runtime.autotuner import Autotuner
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Autotuner, "_bench", lambda *_, **__: [0.0, 0.0, 0.0])
-        yield
+@pytest.fixture(autouse=True)
+def kernels():
+    """FLA; its interpreted kernels come with all of it, and that needs transformers."""
+    import_fla() if INTERPRETED else pytest.importorskip("fla")
 
 
 def make_pair(**options):

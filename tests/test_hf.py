@@ -159,8 +159,9 @@ def test_errors():
         ours(ids, output_attentions=True)
 
 
-def test_padding_is_packed_once_a_model_and_counts_as_no_token(monkeypatch):
-    ours, ids = make_model(), make_ids(T=12)
+@pytest.mark.parametrize("options", [{}, {"use_short_conv": True, "num_kv_heads": 1}], ids=str)
+def test_padding_is_packed_once_a_model_and_counts_as_no_token(monkeypatch, options):
+    ours, ids = make_model(**options), make_ids(T=12)
     calls = []
     packed_slots = model.packed_slots
     monkeypatch.setattr(model, "packed_slots", lambda x: calls.append(x) or packed_slots(x))

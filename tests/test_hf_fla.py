@@ -87,6 +87,7 @@ def test_padding(hf, device, tmp_path):
         {"fuse_norm": False},
         {"use_output_gate": False, "clamp_min": -0.02, "elementwise_affine": False},
         {"expand_k": 1.0, "expand_v": 2.0, "norm_eps": 0.01, "intermediate_size": None},
+        {"use_short_conv": True, "conv_size": 3, "num_kv_heads": 1, "feature_map": "relu"},
     ],
     ids=str,
 )
