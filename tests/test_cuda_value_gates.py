@@ -88,7 +88,8 @@ def test_accuracy(T, K, V, name, dtype, products, accuracy):
 @pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
 @pytest.mark.parametrize("K, V", HEAD_SIZES)
 def test_head_sizes(K, V, gate, dtype):
-    x = make_recurrence(1, 82, 2, K, V, dtype=dtype, gate=gate, device="cuda")
+    B = 64 if K == V == 1 else 1  # enough numbers for their RMS to say something
+    x = make_recurrence(B, 82, 2, K, V, dtype=dtype, gate=gate, device="cuda")
     assert_chunked_close(chunked(x), exact(x), x)
 
 

@@ -34,7 +34,8 @@ VALUES = ("o", "dq", "dk", "dv", "dgk", "dgv")
 @by_gating
 @pytest.mark.parametrize("shape", ["one token", "under a chunk", "over a chunk", "over two chunks"])
 def test_forward_and_gradients(device, shape, gating, gate, dtype):
-    x = make_recurrence(*SHAPES[shape], dtype=dtype, gating=gating, gate=gate, device=device)
+    B, *sizes = SHAPES[shape]
+    x = make_recurrence(4 * B, *sizes, dtype=dtype, gating=gating, gate=gate, device=device)
     assert_chunked_close(chunked(x), exact(x), x)
 
 

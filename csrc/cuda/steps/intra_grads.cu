@@ -60,7 +60,8 @@ __device__ __forceinline__ void tier1(Tier1Tiles<Op>& s, const Op* s_dA, const P
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         result[i] = x[i] * exp2_ftz(sign * (b_row[i] - reference_of(b_last[i])));
-        db[pass][i] = sign > 0 ? x[i] * y[i] : db[pass][i] - x[i] * y[i];
+        // Contracted in one way, whatever the access.
+        db[pass][i] = sign > 0 ? __fmul_rn(x[i], y[i]) : __fmaf_rn(-x[i], y[i], db[pass][i]);
       }
       store8<kAccess>(base + token_offset(out, row) + channel, result, valid);
     });
