@@ -86,6 +86,13 @@ def pytest_runtest_setup(item):
         pytest.skip(reason)
 
 
+@pytest.fixture(scope="session")
+def hopper():
+    """Skips where the fused path's kernels cannot run."""
+    if torch.cuda.get_device_capability() != (9, 0) or "9.0a" not in _C.build_info()["cuda_archs"]:
+        pytest.skip("needs a GPU of compute capability 9.0 and a build for 9.0a")
+
+
 ACCURACY = pytest.StashKey[dict]()
 
 

@@ -1,63 +1,32 @@
-"""The fused path of bf16 on Hopper, and the segments that its sweeps cut sequences into."""
+"""The fused path of bf16 on Hopper: sizes, packing, tiers, NaN."""
 
 import dataclasses
 
 import pytest
 import torch
 from common import (
-    BAD_OFFSETS,
     GATES,
     Inputs,
     assert_results_close,
     assert_same_bits,
-    copy_into,
-    count_differences,
     exact_by_chunks,
     make_inputs,
     ours,
 )
-from large import large_inputs
+from fused import BF16, TOKENS, UNEVEN_LENGTHS, packed, plan_of
 
-from gla_ext import _C, batch_invariant, chunk_gla
+from gla_ext import batch_invariant
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
 
-BF16 = torch.bfloat16
 KEYS, VALUES = (8, 64, 72, 120, 128, 136, 256), (8, 64, 72, 136, 256, 512)
 BATCHES = {1: 64, 15: 4, 64: 2, 65: 2, 130: 2, 1000: 1}  # of sequences of so many tokens
 # In turns, so that every K meets every T, and every V both.
 SIZES = [
     (T, K, VALUES[(i + j) % len(VALUES)]) for i, T in enumerate(BATCHES) for j, K in enumerate(KEYS)
 ]
-UNEVEN_LENGTHS = (0, 1, 130, 64, 0, 65, 15, 400, 0)  # with a tail of 20 tokens, 695 in all
-TOKENS = ("o", "dq", "dk", "dv", "dg")
 by_gate = pytest.mark.parametrize("gate", GATES)
 in_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
-
-
-@pytest.fixture(scope="module")
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0) or "9.0a" not in _C.build_info()["cuda_archs"]:
-        pytest.skip("needs a GPU of compute capability 9.0 and a build for 9.0a")
-
-
-def plan_of(x: Inputs, backward: bool = True, **options) -> dict[str, object]:
-    """The plan of a call with such inputs on this GPU."""
-    return _C.plan(
-        *x.q.shape,
-        x.v.shape[-1],
-        N=None if x.cu_seqlens is None else len(x.cu_seqlens) - 1,
-        dtype="bfloat16",
-        gate_dtype=str(x.g.dtype).removeprefix("torch."),
-        backward=backward,
-        processors=torch.cuda.get_device_properties().multi_processor_count,
-        device="cuda",
-        **options,
-    )
-
-
-def packed(T: int, lengths, *sizes, gate: float | str = 0.1, **options) -> Inputs:
-    return make_inputs(1, T, *sizes, BF16, gate, lengths=lengths, device="cuda", **options)
 
 
 @in_nan
@@ -166,115 +135,6 @@ def test_chunks_in_and_out_of_tier_1(kind, K, V):
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 
-# Segments
-
-
-@in_nan
-@pytest.mark.parametrize("gate", [0.1, 1.0, 10.0, "reset"])
-@pytest.mark.parametrize("shape", [(1, 6400, 1, 64, 64), (1, 4101, 2, 128, 256)], ids=str)
-def test_segments_of_a_long_sequence(shape, gate):
-    x = make_inputs(*shape, BF16, gate, device="cuda")
-    assert all(plan_of(x, backward)["segments"] > 2 for backward in (False, True))
-    assert_results_close(ours(x), exact_by_chunks(x), x)
-
-
-def test_segments_of_many_chunks():
-    x = large_inputs(1, 32768, 4, 128, 256, states=True)
-    plan = plan_of(x)
-    assert plan["segments"] > 2 and plan["segment_chunks"] > 8
-    assert_results_close(ours(x), exact_by_chunks(x), x)
-
-
-@pytest.mark.parametrize("K, V", [(64, 64), (128, 256), (256, 64)])
-def test_batch_invariant_sequences_are_not_cut(K, V):
-    """Alone, where it would be cut, a sequence has the bits it has in a batch."""
-    x = make_inputs(3, 1001, 2, K, V, BF16, 0.5, device="cuda")
-    alone = x.select(1)
-    assert plan_of(alone)["segments"] > 0
-    with batch_invariant():
-        in_batch = {name: y[1:2] for name, y in ours(x).items()}
-        assert_same_bits(ours(alone), in_batch)
-
-
-@in_nan
-@pytest.mark.parametrize("gate", [0.1, 1.0, "reset"])
-@pytest.mark.parametrize("K, V", [(64, 64), (128, 136)])
-def test_one_long_among_many_short(K, V, gate):
-    lengths = (5, 0, 4000, *[20] * 12, 64, 0)
-    x = packed(sum(lengths) + 7, lengths, 2, K, V, gate=gate)
-    assert plan_of(x)["segments"] > len(lengths)
-    results = ours(x)
-    assert_results_close(results, exact_by_chunks(x), x)
-    assert not any(results[name][:, sum(lengths) :].any() for name in TOKENS)
-
-
-@pytest.mark.parametrize("what", BAD_OFFSETS)
-def test_bad_offsets_with_segments(what):
-    good = packed(8 * 165, tuple(8 * n for n in (5, 0, 64, 1, 0, 70, 16)), 2, 64, 72)
-    assert plan_of(good)["segments"] > 0
-    expected, kept = ours(good), good.map(torch.clone)
-    offsets = 8 * torch.tensor(BAD_OFFSETS[what], device="cuda")
-    results = ours(dataclasses.replace(good, cu_seqlens=offsets))
-    torch.cuda.synchronize()
-    assert all(results[name].shape == expected[name].shape for name in expected)
-    assert_same_bits(vars(good), vars(kept))
-    assert_same_bits(ours(good), expected)
-
-
-def test_graph_replays_with_other_segments():
-    T, sizes = 1200, (2, 128, 72)
-    first = (1000, 0, 30, 70, 1)
-    others = [(0, 0, 3, 1190, 0), (200, 300, 100, 400, 200), (1, 64, 65, 0, 128)]
-    static = packed(T, first, *sizes)
-    cases = [packed(T, lengths, *sizes, seed=i) for i, lengths in enumerate([first, *others])]
-    assert plan_of(static)["segments"] > 0
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        ours(static)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        results = ours(static)
-    for case in [*cases, cases[1]]:
-        copy_into(static, case)
-        for x in results.values():
-            x.fill_(torch.nan)
-        graph.replay()
-        assert_same_bits(results, ours(case))
-
-
-@pytest.mark.parametrize(
-    "shape, lengths",
-    [
-        ((32, 2048, 4, 128, 256), None),
-        ((8, 2048, 4, 256, 512), None),
-        ((32, 1024, 16, 64, 64), None),
-        ((1, 32768, 4, 128, 256), None),
-        ((1, 65536, 1, 64, 64), None),
-        ((1, 32768, 4, 128, 128), (20_000, 0, 3, *[100] * 100, 2000)),
-    ],
-    ids=str,
-)
-def test_two_hundred_times(shape, lengths):
-    x = large_inputs(*shape, gate=0.3, states=True, lengths=lengths)
-    expected = ours(x)
-    assert all(t.isfinite().all() for t in expected.values())
-    differences = sum(count_differences(ours(x), expected) for _ in range(200))
-    assert differences.item() == 0
-
-
-def test_segments_give_the_same_bits_where_they_remember_each_other():
-    """Gates so weak that a segment's decay is not 0: it is a sum, taken in one order only."""
-    x = large_inputs(1, 32768, 4, 128, 256, gate=1e-3, states=True)
-    assert plan_of(x)["segments"] >= 3
-    expected = ours(x)
-    differences = sum(count_differences(ours(x), expected) for _ in range(50))
-    assert differences.item() == 0
-
-
-# NaN
-
-
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("lengths", [(70, 150, 3), (300, 700, 3)], ids=["whole", "segments"])
 @pytest.mark.parametrize("gate", [0.1, 10.0, "reset"])
@@ -326,101 +186,3 @@ def test_nan_after_the_last_offset_is_ignored(K):
     for name in ("q", "k", "v", "g", "do"):
         getattr(x, name)[:, sum(UNEVEN_LENGTHS) :] = torch.nan
     assert_same_bits(ours(x), clean)
-
-
-# The path that is forced, and what the paths take
-
-
-def operators(x: Inputs, save_states: bool) -> dict[str, torch.Tensor]:
-    """Forward and backward operators, which alone can save states."""
-    op, inputs = torch.ops.gla_ext, (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens)
-    with torch.no_grad():
-        o, final_state, states = op.chunk_gla_fwd(*inputs, None, True, False, save_states, False)
-        dq, dk, dv, dg, _, dh0 = op.chunk_gla_bwd(x.do, x.dht, *inputs, states, None, False, False)
-    return {
-        "o": o,
-        "final_state": final_state,
-        "dq": dq,
-        "dk": dk,
-        "dv": dv,
-        "dg": dg,
-        "dh0": dh0,
-    }
-
-
-@in_nan
-@pytest.mark.parametrize("gate_dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize("save_states", [False, True], ids=["made", "saved"])
-@pytest.mark.parametrize("lengths", [None, UNEVEN_LENGTHS], ids=["batch", "packed"])
-@pytest.mark.parametrize("K", [64, 128, 256])
-@pytest.mark.parametrize("gate", [0.1, "reset"])
-def test_fp32_gates_and_saved_states(gate, K, lengths, save_states, gate_dtype):
-    x = make_inputs(*(1, 695, 2, K, 72, BF16, gate, gate_dtype), lengths=lengths, device="cuda")
-    sweeps = not save_states and (gate_dtype == BF16 or K > 64)
-    forward, backward = (plan_of(x, way, save_states=save_states) for way in (False, True))
-    assert forward["path"] == ("fused" if sweeps else "steps")
-    assert backward["path"] == ("steps" if save_states and K > 64 else "fused")
-    assert (backward["segments"] > 0) == sweeps
-    assert_results_close(operators(x, save_states), exact_by_chunks(x), x)
-
-
-def test_forcing_a_path(monkeypatch):
-    x = make_inputs(1, 130, 2, 64, 72, BF16, 0.5, device="cuda")
-    planned = ours(x)
-    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "")
-    assert_same_bits(ours(x), planned)
-    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "fused")
-    assert_same_bits(ours(x), planned)
-    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
-    steps = ours(x)
-    assert any(not torch.equal(steps[name], planned[name]) for name in planned)
-    assert_results_close(steps, exact_by_chunks(x), x)
-
-
-def test_an_unknown_path(monkeypatch):
-    x = make_inputs(1, 20, 1, 8, 8, BF16, device="cuda")
-    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "fast")
-    with pytest.raises(ValueError, match="GLA_EXT_CUDA_PATH: expected fused or steps, got fast"):
-        chunk_gla(x.q, x.k, x.v, x.g)
-
-
-REFUSED = {  # K, V, dtype, gate_dtype, layout
-    "q, k and v in torch.bfloat16": (64, 64, torch.float32, None, "contiguous"),
-    "K and V to be multiples of 8": (64, 60, BF16, None, "contiguous"),
-    "rows that start at multiples of 16 bytes": (64, 64, BF16, None, "misaligned"),
-    "K to be at most 256": (264, 64, BF16, None, "contiguous"),
-    "g in torch.bfloat16, or K to be more than 64": (64, 64, BF16, torch.float32, "contiguous"),
-}
-
-
-@pytest.mark.parametrize("missing", REFUSED)
-def test_what_the_fused_forward_does_not_take(missing, monkeypatch):
-    K, V, dtype, gate_dtype, layout = REFUSED[missing]
-    x = make_inputs(*(1, 20, 2, K, V, dtype, 1.0, gate_dtype), layout=layout, device="cuda")
-    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "fused")
-    message = f"chunk_gla: GLA_EXT_CUDA_PATH=fused expected {missing}, got a call that only the st"
-    with pytest.raises(NotImplementedError, match=message):
-        chunk_gla(x.q, x.k, x.v, x.g)
-
-
-def test_the_fused_forward_saves_no_states(monkeypatch):
-    x = make_inputs(1, 20, 2, 64, 64, BF16, device="cuda")
-    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "fused")
-    with pytest.raises(NotImplementedError, match="=fused expected no states to be saved, got"):
-        operators(x, save_states=True)
-
-
-@pytest.mark.parametrize(
-    "K, gate_dtype, missing",
-    [
-        (264, BF16, "K to be at most 256"),
-        (64, torch.float16, "g in torch.bfloat16 or torch.float32"),
-    ],
-)
-def test_what_the_fused_backward_does_not_take(K, gate_dtype, missing, monkeypatch):
-    x = make_inputs(1, 20, 2, K, 64, BF16, gate_dtype=gate_dtype, device="cuda")
-    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "fused")
-    arguments = (x.do, None, x.q, x.k, x.v, x.g, *[None] * 3, x.q.new_empty(0), None, False, False)
-    message = f"chunk_gla_bwd: GLA_EXT_CUDA_PATH=fused expected {missing}, got a call that only"
-    with pytest.raises(NotImplementedError, match=message):
-        torch.ops.gla_ext.chunk_gla_bwd(*arguments)

@@ -1,0 +1,29 @@
+"""Inputs and plans for tests of the fused path on Hopper."""
+
+import torch
+from common import Inputs, make_inputs
+
+from gla_ext import _C
+
+BF16 = torch.bfloat16
+UNEVEN_LENGTHS = (0, 1, 130, 64, 0, 65, 15, 400, 0)  # with a tail of 20 tokens, 695 in all
+TOKENS = ("o", "dq", "dk", "dv", "dg")
+
+
+def plan_of(x: Inputs, backward: bool = True, **options) -> dict[str, object]:
+    """The plan of a call with such inputs on this GPU."""
+    return _C.plan(
+        *x.q.shape,
+        x.v.shape[-1],
+        N=None if x.cu_seqlens is None else len(x.cu_seqlens) - 1,
+        dtype="bfloat16",
+        gate_dtype=str(x.g.dtype).removeprefix("torch."),
+        backward=backward,
+        processors=torch.cuda.get_device_properties().multi_processor_count,
+        device="cuda",
+        **options,
+    )
+
+
+def packed(T: int, lengths, *sizes, gate: float | str = 0.1, **options) -> Inputs:
+    return make_inputs(1, T, *sizes, BF16, gate, lengths=lengths, device="cuda", **options)

@@ -1,0 +1,127 @@
+"""The segments that the fused path's sweeps cut sequences into, and their bits."""
+
+import dataclasses
+
+import pytest
+import torch
+from common import (
+    BAD_OFFSETS,
+    assert_results_close,
+    assert_same_bits,
+    copy_into,
+    count_differences,
+    exact_by_chunks,
+    make_inputs,
+    ours,
+)
+from fused import BF16, TOKENS, packed, plan_of
+from large import large_inputs
+
+from gla_ext import batch_invariant
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
+
+in_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
+
+
+@in_nan
+@pytest.mark.parametrize("gate", [0.1, 1.0, 10.0, "reset"])
+@pytest.mark.parametrize("shape", [(1, 6400, 1, 64, 64), (1, 4101, 2, 128, 256)], ids=str)
+def test_segments_of_a_long_sequence(shape, gate):
+    x = make_inputs(*shape, BF16, gate, device="cuda")
+    assert all(plan_of(x, backward)["segments"] > 2 for backward in (False, True))
+    assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+def test_segments_of_many_chunks():
+    x = large_inputs(1, 32768, 4, 128, 256, states=True)
+    plan = plan_of(x)
+    assert plan["segments"] > 2 and plan["segment_chunks"] > 8
+    assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 256), (256, 64)])
+def test_batch_invariant_sequences_are_not_cut(K, V):
+    """Alone, where it would be cut, a sequence has the bits it has in a batch."""
+    x = make_inputs(3, 1001, 2, K, V, BF16, 0.5, device="cuda")
+    alone = x.select(1)
+    assert plan_of(alone)["segments"] > 0
+    with batch_invariant():
+        in_batch = {name: y[1:2] for name, y in ours(x).items()}
+        assert_same_bits(ours(alone), in_batch)
+
+
+@in_nan
+@pytest.mark.parametrize("gate", [0.1, 1.0, "reset"])
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 136)])
+def test_one_long_among_many_short(K, V, gate):
+    lengths = (5, 0, 4000, *[20] * 12, 64, 0)
+    x = packed(sum(lengths) + 7, lengths, 2, K, V, gate=gate)
+    assert plan_of(x)["segments"] > len(lengths)
+    results = ours(x)
+    assert_results_close(results, exact_by_chunks(x), x)
+    assert not any(results[name][:, sum(lengths) :].any() for name in TOKENS)
+
+
+@pytest.mark.parametrize("what", BAD_OFFSETS)
+def test_bad_offsets_with_segments(what):
+    good = packed(8 * 165, tuple(8 * n for n in (5, 0, 64, 1, 0, 70, 16)), 2, 64, 72)
+    assert plan_of(good)["segments"] > 0
+    expected, kept = ours(good), good.map(torch.clone)
+    offsets = 8 * torch.tensor(BAD_OFFSETS[what], device="cuda")
+    results = ours(dataclasses.replace(good, cu_seqlens=offsets))
+    torch.cuda.synchronize()
+    assert all(results[name].shape == expected[name].shape for name in expected)
+    assert_same_bits(vars(good), vars(kept))
+    assert_same_bits(ours(good), expected)
+
+
+def test_graph_replays_with_other_segments():
+    T, sizes = 1200, (2, 128, 72)
+    first = (1000, 0, 30, 70, 1)
+    others = [(0, 0, 3, 1190, 0), (200, 300, 100, 400, 200), (1, 64, 65, 0, 128)]
+    static = packed(T, first, *sizes)
+    cases = [packed(T, lengths, *sizes, seed=i) for i, lengths in enumerate([first, *others])]
+    assert plan_of(static)["segments"] > 0
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        ours(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = ours(static)
+    for case in [*cases, cases[1]]:
+        copy_into(static, case)
+        for x in results.values():
+            x.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(results, ours(case))
+
+
+@pytest.mark.parametrize(
+    "shape, lengths",
+    [
+        ((32, 2048, 4, 128, 256), None),
+        ((8, 2048, 4, 256, 512), None),
+        ((32, 1024, 16, 64, 64), None),
+        ((1, 32768, 4, 128, 256), None),
+        ((1, 65536, 1, 64, 64), None),
+        ((1, 32768, 4, 128, 128), (20_000, 0, 3, *[100] * 100, 2000)),
+    ],
+    ids=str,
+)
+def test_two_hundred_times(shape, lengths):
+    x = large_inputs(*shape, gate=0.3, states=True, lengths=lengths)
+    expected = ours(x)
+    assert all(t.isfinite().all() for t in expected.values())
+    differences = sum(count_differences(ours(x), expected) for _ in range(200))
+    assert differences.item() == 0
+
+
+def test_segments_give_the_same_bits_where_they_remember_each_other():
+    """Gates so weak that a segment's decay is not 0: it is a sum, taken in one order only."""
+    x = large_inputs(1, 32768, 4, 128, 256, gate=1e-3, states=True)
+    assert plan_of(x)["segments"] >= 3
+    expected = ours(x)
+    differences = sum(count_differences(ours(x), expected) for _ in range(50))
+    assert differences.item() == 0

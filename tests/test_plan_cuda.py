@@ -1,0 +1,345 @@
+"""CUDA's plans, with or without a GPU and on any build: pure functions of the call and the GPU."""
+
+import pytest
+
+from gla_ext import _C
+
+SHAPE = {"B": 4, "T": 2048, "H": 4, "K": 64, "V": 128}
+BATCH = {"B": 32, "T": 2048, "H": 4, "K": 128, "V": 256}  # enough to fill a GPU
+
+
+def cuda_plan(**change):
+    return _C.plan(**SHAPE | {"device": "cuda", "dtype": "bfloat16"} | change)
+
+
+def steps_plan(**change):
+    return cuda_plan(capability="8.0", **change)
+
+
+def full_plan(**change):
+    return cuda_plan(**BATCH | change)
+
+
+by_pass = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+
+
+@by_pass
+@pytest.mark.parametrize("change", [{"B": 1}, {"B": 4096}, {"T": 1}, {"T": 1 << 20}, {"H": 1}])
+def test_cuda_steps_depend_on_neither_batch_nor_tokens(change, backward):
+    names = ("path", "mode", "tiles", "launches", "segments", "segment_chunks")
+    chosen = [
+        {name: plan[name] for name in names}
+        for plan in (steps_plan(backward=backward), steps_plan(backward=backward, **change))
+    ]
+    assert chosen[0] == chosen[1]
+    assert (chosen[0]["path"], chosen[0]["mode"]) == ("steps", "materialised")
+    assert (chosen[0]["segments"], chosen[0]["segment_chunks"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "dtype, each, cumsums", [("bfloat16", 2, 1), ("float16", 4, 1), ("float32", 4, 2)]
+)
+def test_cuda_steps_workspace(dtype, each, cumsums):
+    heads = 4 * 2048 * 4
+    keys, scores, tiers = heads * 64 * 4, heads * 64 * each, heads // 64 * 8
+    states = heads // 64 * 64 * 128 * each
+    forward = steps_plan(dtype=dtype)
+    assert forward["state_bytes"] == states
+    assert forward["workspace_bytes"] == cumsums * keys + scores + states + tiers
+    backward = steps_plan(dtype=dtype, backward=True)
+    assert backward["state_bytes"] == 2 * states
+    # dS, and three gradients where their outputs are not fp32; dA takes the place of A.
+    gradients = 0 if dtype == "float32" else 3 * keys
+    assert backward["workspace_bytes"] == forward["workspace_bytes"] + states + gradients
+
+
+def test_cuda_fp32_gates_need_no_workspace_for_their_gradient():
+    sizes = [
+        steps_plan(backward=True, gate_dtype=dtype)["workspace_bytes"]
+        for dtype in ("bfloat16", "float16", "float32")
+    ]
+    assert sizes[0] == sizes[1] == sizes[2] + 4 * 2048 * 4 * 64 * 4
+
+
+@by_pass
+def test_cuda_saved_states_are_not_workspace(backward):
+    plans = [steps_plan(backward=backward, save_states=saved) for saved in (False, True)]
+    states = 4 * 32 * 4 * 64 * 128 * 2
+    assert plans[0]["workspace_bytes"] - plans[1]["workspace_bytes"] == states
+    assert plans[0]["state_bytes"] == plans[1]["state_bytes"]
+    assert plans[0]["launches"] == plans[1]["launches"]  # S comes with dS, side by side
+
+
+def test_cuda_packed_sequences_need_a_map_of_the_chunks():
+    one, packed = steps_plan(B=1), steps_plan(B=1, N=8)
+    assert packed["launches"] == one["launches"] + 2
+    assert packed["state_bytes"] == (32 + 8) * 4 * 64 * 128 * 2
+    assert packed["workspace_bytes"] > one["workspace_bytes"]
+
+
+FUSED = {}  # a call that both directions of the fused path take
+STEPS = [
+    {"capability": "8.0"},
+    {"capability": "10.0"},
+    {"aligned": False},
+    {"dtype": "float16"},
+    {"dtype": "float32"},
+    {"gate_dtype": "float16"},
+    {"K": 60},
+    {"V": 100},
+    {"K": 264},
+]
+FUSED_BACKWARD = [{"gate_dtype": "float32"}, {"save_states": True}]
+FUSED_BOTH = [
+    *(FUSED, {"K": 8}, {"K": 72}, {"K": 128}, {"K": 136}, {"K": 256}),
+    *({"K": 72, "gate_dtype": "float32"}, {"V": 8}, {"V": 512}, {"T": 1}, {"B": 1}),
+]
+
+
+@pytest.mark.parametrize("change", STEPS, ids=str)
+def test_cuda_steps_where_the_fused_path_does_not_take_a_call(change):
+    for backward in (False, True):
+        assert cuda_plan(backward=backward, **change)["path"] == "steps"
+
+
+@pytest.mark.parametrize("change", FUSED_BACKWARD, ids=str)
+def test_cuda_fused_backward_takes_more_than_forward(change):
+    assert cuda_plan(**change)["path"] == "steps"
+    assert cuda_plan(**change, backward=True)["path"] == "fused"
+
+
+@pytest.mark.parametrize("change", FUSED_BOTH, ids=str)
+def test_cuda_fused(change):
+    for backward in (False, True):
+        assert cuda_plan(backward=backward, **change)["path"] == "fused"
+
+
+def test_cuda_fused_forward_has_no_states_in_memory():
+    plan = full_plan()
+    assert (plan["mode"], plan["state_bytes"], plan["launches"]) == ("sweep", 0, 2)
+    assert plan["workspace_bytes"] == 32 * 32 * 4 * 8  # tiers
+    packed = full_plan(B=1, T=32 * 2048, N=32, batch_invariant=True)
+    assert packed["launches"] == plan["launches"] + 2
+    assert packed["workspace_bytes"] > plan["workspace_bytes"]
+
+
+def operand_bytes(chunk_heads: int, K: int) -> int:
+    """q^, k^ and four factors of each key channel, in groups of 128, and A and a flag."""
+    return chunk_heads * (-(-K // 128) * 128 * (2 * 64 * 2 + 4 * 4) + 64 * 64 * 2 + 128)
+
+
+@pytest.mark.parametrize("K", [128, 256])
+def test_cuda_fused_forward_over_operands_in_memory(K):
+    plan = full_plan(K=K, gate_dtype="float32")
+    assert (plan["linear"], plan["mode"], plan["launches"]) == (True, "sweep", 3)
+    assert plan["workspace_bytes"] == 32 * 32 * 4 * 8 + operand_bytes(32 * 32 * 4, K)
+
+
+@by_pass
+@pytest.mark.parametrize(
+    "change, linear",
+    [
+        ({}, None),
+        ({"K": 136}, True),
+        ({"gate_dtype": "float32"}, True),
+        ({"B": 1}, True),
+        ({"B": 1, "batch_invariant": True}, None),
+        ({"B": 1, "K": 64}, False),
+        ({"K": 64, "gate_dtype": "float32"}, False),
+        ({"capability": "8.0"}, False),
+    ],
+    ids=str,
+)
+def test_cuda_operands_are_made_once_where_several_kernels_read_them(change, linear, backward):
+    """Backward's gradients read them too: None is backward alone."""
+    assert full_plan(**change, backward=backward)["linear"] == (
+        backward if linear is None else linear
+    )
+
+
+@pytest.mark.parametrize("gate_dtype, gates", [("bfloat16", 1), ("float32", 0)])
+def test_cuda_fused_backward_workspace(gate_dtype, gates):
+    plan = full_plan(backward=True, gate_dtype=gate_dtype)
+    heads = 32 * 2048 * 4
+    keys, scores, tiers = heads * 128 * 4, heads * 64 * 2, heads // 64 * 8
+    states = heads // 64 * 128 * 256 * 2
+    assert plan["mode"] == "materialised"
+    assert plan["state_bytes"] == 2 * states
+    # A and dq, dk, dg of chunks outside tier 1.
+    intra, operands = (2 + gates) * keys, operand_bytes(heads // 64, 128)
+    assert plan["workspace_bytes"] == tiers + 2 * states + scores + intra + operands
+    assert plan["launches"] == 5
+
+
+def test_cuda_fused_backward_of_saved_states():
+    made, given = (full_plan(K=64, backward=True, save_states=saved) for saved in (False, True))
+    assert given["state_bytes"] == made["state_bytes"]
+    states, keys = made["state_bytes"] // 2, 32 * 2048 * 4 * 64 * 4
+    assert given["workspace_bytes"] == made["workspace_bytes"] - states + keys
+    assert given["launches"] == made["launches"] + 1
+    long = {"B": 1, "T": 32768, "backward": True}
+    assert full_plan(**long, K=64)["segments"] > 0
+    assert full_plan(**long, K=64, save_states=True)["segments"] == 0
+    assert full_plan(**long, K=64, gate_dtype="float32")["segments"] == 0
+    assert full_plan(**long, gate_dtype="float32")["segments"] > 0
+    assert full_plan(**long, save_states=True)["path"] == "steps"
+
+
+@by_pass
+@pytest.mark.parametrize("shape", [(1, 1), (1, 131072), (4096, 64), (32, 2048)], ids=str)
+@pytest.mark.parametrize("processors", [1, 78, 132, 1000])
+def test_cuda_batch_invariant_plans(processors, shape, backward):
+    """They depend on neither B, T nor the GPU."""
+    B, T = shape
+    plans = [
+        full_plan(backward=backward, batch_invariant=True, **change)
+        for change in ({}, {"B": B, "T": T, "processors": processors})
+    ]
+    names = ("path", "mode", "tiles", "launches", "segments", "segment_chunks")
+    assert [plans[0][name] for name in names] == [plans[1][name] for name in names]
+    assert plans[0]["path"] == "fused"
+    assert (plans[0]["segments"], plans[0]["segment_chunks"]) == (0, 0)
+
+
+def sweep_blocks(plan, B, H, K, V, backward) -> int:
+    """Blocks of the sweeps over the segments, of 128 values and, two in backward, 128 keys; where
+    K and V are at most 64, of two segments and heads."""
+    sweeps = H * -(-V // 128) * (2 * -(-K // 128) if backward else 1)
+    return B * plan["segments"] * sweeps / (2 if max(K, V) <= 64 else 1)
+
+
+@by_pass
+@pytest.mark.parametrize("processors", [78, 132])
+@pytest.mark.parametrize("T", [32768, 131072, 131072 - 63])
+@pytest.mark.parametrize("B, H, K, V", [(1, 4, 128, 256), (1, 1, 64, 64), (2, 4, 128, 128)])
+def test_cuda_segments_of_long_sequences(B, H, K, V, T, processors, backward):
+    """As many blocks as processors or a few less, and every chunk is in a segment."""
+    shape = {"B": B, "H": H, "K": K, "V": V}
+    plan = cuda_plan(**shape, T=T, processors=processors, backward=backward)
+    blocks = sweep_blocks(plan, **shape, backward=backward)
+    assert blocks <= processors
+    assert blocks >= 0.7 * processors or plan["segment_chunks"] == 4  # the shortest
+    chunks, segments, each = -(-T // 64), plan["segments"], plan["segment_chunks"]
+    assert (segments - 1) * each < chunks <= segments * each
+
+
+@by_pass
+def test_cuda_segments_cost_launches_and_a_state_each(backward):
+    shape = {"B": 1, "T": 32768, "backward": backward}
+    cut, whole = full_plan(**shape), full_plan(**shape, batch_invariant=True)
+    assert cut["launches"] == whole["launches"] + 3 - backward
+    states = 4 * cut["segments"] * 128 * 256 * 4 * (1 + backward)
+    decays = 4 * cut["segments"] * 128 * 4
+    operands = 0 if backward else operand_bytes(4 * 512, 128)  # backward has them anyway
+    assert cut["workspace_bytes"] == whole["workspace_bytes"] + states + decays + operands
+    assert cut["state_bytes"] == whole["state_bytes"]
+
+
+@by_pass
+@pytest.mark.parametrize(
+    "change", [{}, {"B": 4096}, {"B": 64, "H": 1}, {"B": 1, "T": 256}, {"processors": 8}], ids=str
+)
+def test_cuda_no_segments(change, backward):
+    """Batches that fill the GPU, and sequences that are too short."""
+    plan = full_plan(backward=backward, **change)
+    assert (plan["segments"], plan["segment_chunks"]) == (0, 0)
+
+
+@by_pass
+@pytest.mark.parametrize("N", [1, 8, 200])
+def test_cuda_segments_of_packed_sequences(N, backward):
+    """Their lengths are not known: one may be all of the row, and as many segments must do."""
+    T = 65536
+    plan = full_plan(B=1, T=T, N=N, backward=backward)
+    segments, each = plan["segments"], plan["segment_chunks"]
+    assert each > 0
+    for longest in (T, T - 64 * N, T // N):
+        lengths = [longest, *[(T - longest) // max(N - 1, 1)] * (N - 1)]
+        lengths.append(T - sum(lengths))  # the tail
+        assert min(lengths) >= 0
+        assert sum(max(-(-length // (64 * each)), 1) for length in lengths) <= segments
+
+
+def test_cuda_packed_sequences_of_one_segment_need_no_state():
+    """A sequence of several has more chunks than a segment, so there are few such."""
+    plan = full_plan(B=1, T=131072, H=16, N=10_000)
+    chunks = 131072 // 64 + 10_000
+    state, operands = 16 * 128 * (256 + 1) * 4, operand_bytes(16 * (chunks + 1), 128)
+    states = plan["workspace_bytes"] - operands
+    assert states < 2 * (chunks // plan["segment_chunks"]) * state + 4 * 2**20
+
+
+@pytest.mark.parametrize("change", [{"B": 0}, {"T": 0}, {"H": 0}, {"B": 1, "T": 0, "N": 0}])
+def test_cuda_zero_sizes(change):
+    for capability in ("8.0", "9.0"):
+        plan = cuda_plan(**change, backward=True, capability=capability)
+        assert (plan["state_bytes"], plan["segments"]) == (0, 0)
+
+
+def test_cuda_plan_does_not_ask_the_environment(monkeypatch):
+    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
+    assert cuda_plan()["path"] == "fused"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"dtype": "float64"}, "expected dtype bfloat16, float16 or float32 on cuda, got float64"),
+        ({"K": 513}, "expected K and V to be at most 512 on cuda, got K = 513 and V = 128"),
+        ({"T": -1}, "expected B, T, H, N >= 0 and K, V, threads >= 1"),
+        ({"processors": 0}, "expected B, T, H, N >= 0 and K, V, threads >= 1"),
+    ],
+)
+def test_cuda_bad_arguments(change, message):
+    with pytest.raises(ValueError, match=f"plan: {message}"):
+        cuda_plan(**change)
+
+
+def gated_plan(**change):
+    return cuda_plan(dtype=change.pop("dtype", "bfloat16"), value_gated=True, **change)
+
+
+@pytest.mark.parametrize("change", [{"value_gated": True}, {"key_gated": False}], ids=str)
+def test_cuda_gates_on_values_or_none_on_keys_take_the_steps(change):
+    for backward in (False, True):
+        assert cuda_plan(backward=backward, **change)["path"] == "steps"
+
+
+@pytest.mark.parametrize("dtype, each, cumsums", [("bfloat16", 2, 1), ("float32", 4, 2)])
+def test_cuda_value_gates_take_workspace(dtype, each, cumsums):
+    heads = 4 * 2048 * 4
+    values, tiers = heads * 128, heads // 64 * 8
+    added = [
+        gated_plan(dtype=dtype, backward=b)["workspace_bytes"]
+        - steps_plan(dtype=dtype, backward=b)["workspace_bytes"]
+        for b in (False, True)
+    ]
+    assert added[0] == cumsums * values * 4 + values * each  # bv, v
+    # do, tiers, dA apart from A, o inside chunks; dv and dgv where they are not fp32.
+    gradients = 0 if dtype == "float32" else 2 * values * 4
+    scores = heads * 64 * each
+    assert added[1] == added[0] + values * each + tiers + scores + values * 4 + gradients
+
+
+@by_pass
+def test_cuda_fp16_becomes_fp32_beside_value_gates(backward):
+    half, single = (
+        gated_plan(dtype=dtype, gate_dtype="bfloat16", backward=backward)
+        for dtype in ("float16", "float32")
+    )
+    assert half == single
+
+
+def test_cuda_value_gates_launches():
+    assert gated_plan()["launches"] == steps_plan()["launches"] + 2
+    assert gated_plan(backward=True)["launches"] == steps_plan(backward=True)["launches"] + 7
+    saved = gated_plan(backward=True, save_states=True)["launches"]
+    assert saved == gated_plan(backward=True)["launches"] - 1
+
+
+@by_pass
+def test_cuda_without_gates_on_keys(backward):
+    gated, free = (steps_plan(backward=backward, key_gated=g) for g in (True, False))
+    assert free["launches"] == gated["launches"] - 1
+    sums = 4 * 2048 * 4 * 64 * 4 * (2 if backward else 1)  # b, and dg before it is rounded
+    assert gated["workspace_bytes"] - free["workspace_bytes"] == sums - 256
