@@ -1,4 +1,4 @@
-# make build | train | test | test-gpu | bench | ctest | archs | lint | format | clean
+# make build | train | test | test-gpu | bench | ctest | archs | docs | lint | format | clean
 #
 # test-gpu, after test, checks and times the CUDA kernels on this machine's GPU, in some minutes.
 #
@@ -17,10 +17,11 @@ pip := $(py) -m pip --disable-pip-version-check
 checksum = $(shell printf '%s' '$(1)' | cksum | cut -d ' ' -f 1)
 venv_stamp := .venv/.python-$(call checksum,$(PYTHON))
 deps_stamp := .venv/.deps-$(call checksum,$(PYTHON) $(TORCH))
+docs_stamp := .venv/.docs-$(call checksum,$(PYTHON))
 built_stamp := .venv/.built-$(call checksum,$(PYTHON) $(TORCH))
 cpp_files := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: build train test test-gpu bench ctest archs lint format clean
+.PHONY: build train test test-gpu bench ctest archs docs lint format clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -50,6 +51,10 @@ archs: $(deps_stamp)
 			$(py) setup.py --quiet build_ext --cuda-only || exit 1; \
 	done
 
+# The pages of docs/ as a site, .build/site/index.html. Needs neither torch nor the extension.
+docs: $(docs_stamp)
+	@NO_MKDOCS_2_WARNING=1 $(py) -m mkdocs build --quiet --strict
+
 lint: $(deps_stamp)
 	@.venv/bin/ruff check .
 	@.venv/bin/clang-format --dry-run -Werror $(cpp_files)
@@ -73,10 +78,19 @@ $(deps_stamp): $(venv_stamp) pyproject.toml
 	@echo 'Installing $(TORCH) and the other dependencies into .venv'
 	@$(py) -c 'import itertools, tomllib; \
 		p = tomllib.load(open("pyproject.toml", "rb")); \
-		extras = p["project"]["optional-dependencies"].values(); \
-		names = [*p["build-system"]["requires"], *itertools.chain(*extras)]; \
+		extras = p["project"]["optional-dependencies"]; \
+		del extras["docs"]; \
+		names = [*p["build-system"]["requires"], *itertools.chain(*extras.values())]; \
 		print(*(n for n in names if not n.startswith("gla_ext")), sep="\n")' > .venv/requirements.txt
 	@$(pip) install '$(TORCH)' -r .venv/requirements.txt
+	@touch $@
+
+$(docs_stamp): $(venv_stamp) pyproject.toml
+	@rm -f .venv/.docs-*
+	@$(py) -c 'import tomllib; \
+		p = tomllib.load(open("pyproject.toml", "rb")); \
+		print(*p["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv/docs.txt
+	@$(pip) install --quiet -r .venv/docs.txt
 	@touch $@
 
 $(built_stamp): $(deps_stamp) $(cpp_files) setup.py gla_ext/_version.py

@@ -102,16 +102,12 @@ def generate_stream(
 
     On a GPU the next step is under way while the caller has a token.
 
-    Args:
-        As of `generate`.
+    The arguments, and what is raised for them at the call, are those of `generate`.
 
     Yields:
         int64 `[B]` on the CPU, one token of every row; a row that is done gets eos_token_id. Ends
         after max_new_tokens, or when all rows are done. Stacked they are the new tokens that
         `generate` returns.
-
-    Raises:
-        As `generate`, at the call.
     """
     sampling = Sampling(temperature, top_k, top_p)
     prompts, _ = _read(model, input_ids, attention_mask, max_new_tokens, cuda_graph)

@@ -176,8 +176,7 @@ def recurrent_gla_verify(
     Returns:
         o, `[B, T, H, V]` in v's dtype.
 
-    Raises:
-        As `recurrent_gla_step_`.
+    What is raised is as in `recurrent_gla_step_`.
     """
     if not torch.compiler.is_compiling():
         refuse_dtensor("recurrent_gla_verify", q, k, v, gk, gv, state, slots)
@@ -206,8 +205,7 @@ def recurrent_gla_commit_(
         accepted: number of tokens of each row, `[B]`, int32 or int64, on k's device; below 0 it
             counts as 0, which touches no state, and above T as T.
 
-    Raises:
-        As `recurrent_gla_step_`.
+    What is raised is as in `recurrent_gla_step_`.
     """
     if not torch.compiler.is_compiling():
         refuse_dtensor("recurrent_gla_commit_", k, v, gk, gv, state, slots, accepted)
