@@ -116,3 +116,14 @@ def test_make_builds_once_and_again_for_another_torch_or_python(tmp_path):
     again = make(f"PYTHON={tmp_path}/bin/python3")
     assert "-m venv --clear .venv" in again
     assert "--editable ." in again
+
+
+@needs_make
+def test_make_docs_installs_neither_torch_nor_the_extension(tmp_path):
+    tree = copy_tree(tmp_path / "tree", "Makefile", ".ci", "pyproject.toml", "csrc", "tests/cpp")
+    path = f"{fake_tools(tmp_path)}:{os.environ['PATH']}"
+    result = run("make", "docs", "PYTHON=python3", cwd=tree, PATH=path, CXX="c++")
+    assert result.returncode == 0, result.stderr
+    log = (tmp_path / "python.log").read_text()
+    assert log.count(" install ") == log.count("-r .venv/docs.txt") == 1
+    assert log.splitlines()[-1] == "-m mkdocs build --quiet --strict"
