@@ -45,6 +45,7 @@ def code_of(page: Path) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "needs"), [("tutorial.md", []), ("migration.md", ["transformers", "triton", "fla"])]
 )
