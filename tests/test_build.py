@@ -210,7 +210,7 @@ def test_old_torch_is_one_sentence(monkeypatch):
 
 
 def test_sdist_builds_without_torch_and_is_complete(tmp_path):
-    folders = ["csrc", "gla_ext", "tests", "benchmarks", ".ci"]
+    folders = ["csrc", "gla_ext", "tests", "benchmarks", "examples", ".ci"]
     names = [*BUILD_FILES, "CMakeLists.txt", "Makefile", ".clang-format"]
     tree = copy_tree(tmp_path / "tree", *names, *folders)
     (tree / "gla_ext" / "_build_info.py").write_text("BUILD_INFO = {}\n")

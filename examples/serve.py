@@ -1,0 +1,113 @@
+"""Serves a language model over HTTP: tokens as they come, as server-sent events.
+
+    python examples/serve.py MODEL [--port 8000] [--device cuda]
+    curl -N localhost:8000/generate -d '{"prompt": "def ", "max_new_tokens": 100}'
+
+MODEL is a folder with config.json and model.safetensors, of the other examples, of `make train` or
+FLA; its tokenizer lies there too, or it is a model of bytes. A request may have temperature, top_k
+and top_p of `generate`. An event is {"token": id, "text": what it completes}, the last one [DONE].
+Requests take turns, a token each; `gla_ext.decode.Decoder` is what batches them in one step.
+"""
+
+import argparse
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from text import Tokenizer, load_tokenizer, with_text
+
+from gla_ext.model import GLAForCausalLM
+from gla_ext.train import default_device
+
+MAX_BODY_BYTES = 1 << 20
+TYPES = {"prompt": str, "max_new_tokens": int, "temperature": int | float}
+TYPES |= {"top_k": int | None, "top_p": int | float | None}
+
+
+class Server(ThreadingHTTPServer):
+    """Holds the model; a thread a request, of which one at a time computes."""
+
+    def __init__(self, address: tuple[str, int], model: GLAForCausalLM, tokenizer: Tokenizer):
+        super().__init__(address, Handler)
+        self.model, self.tokenizer, self.turn = model, tokenizer, threading.Lock()
+
+    def generate(self, request: dict) -> Iterator[tuple[int, str]]:
+        """Tokens up to the model's eos_token_id, each with the text that it completes.
+
+        Raises:
+            KeyError, TypeError, ValueError: at the call, for a request that does not fit.
+        """
+        options = {"max_new_tokens": 100} | request
+        for name, value in options.items():
+            if name not in TYPES:
+                raise ValueError(f"expected names among {', '.join(TYPES)}, got {name}")
+            if not isinstance(value, TYPES[name]):
+                raise TypeError(f"expected {name} to be {TYPES[name]}, got {value!r}")
+        prompt = self.tokenizer.encode(options.pop("prompt"))
+        eos = self.model.config.eos_token_id
+        stream = self.model.generate_stream([prompt], **options, eos_token_id=eos)
+        return with_text(self.tokenizer, prompt, self.in_turns(stream, eos))
+
+    def in_turns(self, stream: Iterator, eos: int | None) -> Iterator[int]:
+        try:
+            while True:
+                with self.turn:
+                    token = next(stream, None)
+                if token is None or token.item() == eos:
+                    return
+                yield token.item()
+        finally:
+            with self.turn:
+                del stream  # which gives its decoder back to the model
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # which has chunks
+    error_content_type, error_message_format = "text/plain; charset=utf-8", "%(explain)s\n"
+
+    def do_POST(self) -> None:
+        self.close_connection = True  # after this reply
+        if self.path != "/generate":
+            return self.send_error(404, explain="expected POST /generate")
+        try:
+            size = int(self.headers.get("Content-Length", 0))
+            if not 0 < size <= MAX_BODY_BYTES:
+                raise ValueError(f"expected a body of 1 to {MAX_BODY_BYTES} bytes, got {size}")
+            events = self.server.generate(json.loads(self.rfile.read(size)))
+        except (KeyError, TypeError, ValueError) as error:
+            return self.send_error(400, explain=f"{type(error).__name__}: {error}")
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        try:
+            for token, text in events:
+                self.send_event(json.dumps({"token": token, "text": text}))
+            self.send_event("[DONE]")
+            self.wfile.write(b"0\r\n\r\n")
+        except ConnectionError:
+            self.log_message("the client left")
+
+    def send_event(self, data: str) -> None:
+        event = f"data: {data}\n\n".encode()
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--device", default=default_device())
+    args = parser.parse_args()
+    model = GLAForCausalLM.from_pretrained(args.model).to(args.device)
+    tokenizer = load_tokenizer(args.model, model.config.vocab_size)
+    with Server((args.host, args.port), model, tokenizer) as server:
+        print(f"Serving {args.model} on http://{args.host}:{server.server_port}", flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Trains a byte-level language model of nn.TransformerEncoderLayer on the text of one file."""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+class LanguageModel(nn.Module):
+    """A causal encoder over bytes `[B, T]`, T up to max_len; gives logits `[B, T, 256]`."""
+
+    def __init__(self, width: int, heads: int, layers: int, max_len: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.position = nn.Parameter(0.02 * torch.randn(max_len, width))
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
+        x = self.embedding(tokens) + self.position[:length]
+        return self.head(self.encoder(x, mask=mask, is_causal=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", type=Path, nargs="?", default=Path(argparse.__file__))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    text = torch.tensor(list(args.text.read_bytes()))
+    model = LanguageModel(args.width, args.heads, args.layers, args.seq_len).to(args.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    for step in range(args.steps):
+        starts = torch.randint(len(text) - args.seq_len, (args.batch_size, 1))
+        rows = text[starts + torch.arange(args.seq_len + 1)].to(args.device)
+        logits = model(rows[:, :-1])
+        loss = cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 20 == 0 or step == args.steps - 1:
+            print(f"step {step}: loss {loss.item():.3f} nats/byte", flush=True)
+
+
+if __name__ == "__main__":
+    main()
