@@ -19,7 +19,7 @@ venv_stamp := .venv/.python-$(call checksum,$(PYTHON))
 deps_stamp := .venv/.deps-$(call checksum,$(PYTHON) $(TORCH))
 docs_stamp := .venv/.docs-$(call checksum,$(PYTHON))
 built_stamp := .venv/.built-$(call checksum,$(PYTHON) $(TORCH))
-cpp_files := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+cpp_files := $(shell find csrc tests/cpp examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: build train test test-gpu bench ctest archs docs lint format clean
 .DELETE_ON_ERROR:

@@ -1,6 +1,6 @@
 """Serves a language model over HTTP: tokens as they come, as server-sent events.
 
-    python examples/serve.py MODEL [--port 8000] [--device cuda]
+    python examples/serve.py MODEL [--port 8000] [--device cuda] [--dtype bfloat16]
     curl -N localhost:8000/generate -d '{"prompt": "def ", "max_new_tokens": 100}'
 
 MODEL is a folder with config.json and model.safetensors, of the other examples, of `make train` or
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import torch
 from text import Tokenizer, load_tokenizer, with_text
 
 from gla_ext.model import GLAForCausalLM
@@ -47,7 +48,8 @@ class Server(ThreadingHTTPServer):
                 raise TypeError(f"expected {name} to be {TYPES[name]}, got {value!r}")
         prompt = self.tokenizer.encode(options.pop("prompt"))
         eos = self.model.config.eos_token_id
-        stream = self.model.generate_stream([prompt], **options, eos_token_id=eos)
+        with self.turn:
+            stream = self.model.generate_stream([prompt], **options, eos_token_id=eos)
         return with_text(self.tokenizer, prompt, self.in_turns(stream, eos))
 
     def in_turns(self, stream: Iterator, eos: int | None) -> Iterator[int]:
@@ -101,8 +103,9 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     parser.add_argument("--device", default=default_device())
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
-    model = GLAForCausalLM.from_pretrained(args.model).to(args.device)
+    model = GLAForCausalLM.from_pretrained(args.model).to(args.device, getattr(torch, args.dtype))
     tokenizer = load_tokenizer(args.model, model.config.vocab_size)
     with Server((args.host, args.port), model, tokenizer) as server:
         print(f"Serving {args.model} on http://{args.host}:{server.server_port}", flush=True)

@@ -1,9 +1,11 @@
-"""Running commands on this source tree and on copies of it, for the tests of the build."""
+"""Running commands on this source tree and on copies of it, and its files that are no modules."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,6 +18,14 @@ def run(*command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProc
     return subprocess.run(
         command, cwd=cwd, env=inherited | env, capture_output=True, text=True, timeout=120
     )
+
+
+def load_module(name: str) -> ModuleType:
+    """A Python file of the tree, imported without its folder on the path."""
+    spec = importlib.util.spec_from_file_location(f"gla_ext_{Path(name).stem}", ROOT / name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def copy_tree(target: Path, *names: str) -> Path:

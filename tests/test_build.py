@@ -1,6 +1,5 @@
 """setup.py: CUDA rules, sources, the one version, the sdist, and a build without torch."""
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from source_tree import ROOT, copy_tree, run
+from source_tree import ROOT, copy_tree, load_module, run
 
 import gla_ext
 from gla_ext._build_info import BUILD_INFO
@@ -17,14 +16,7 @@ from gla_ext._build_info import BUILD_INFO
 BUILD_FILES = ["setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "CHANGELOG.md"]
 
 
-def load_setup():
-    spec = importlib.util.spec_from_file_location("gla_ext_setup", ROOT / "setup.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rules = load_setup()
+rules = load_module("setup.py")
 
 
 # CUDA architectures
@@ -178,7 +170,7 @@ def test_cmake_reads_the_same_version(tmp_path):
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if cmake is None:
         pytest.skip("needs cmake")
-    copy_tree(tmp_path, "CMakeLists.txt", "csrc", "gla_ext/_version.py", "tests/cpp")
+    copy_tree(tmp_path, "CMakeLists.txt", "csrc", "gla_ext/_version.py", "tests/cpp", "examples")
     (tmp_path / "gla_ext" / "_version.py").write_text('__version__ = "9.8.7"\n')
     python = f"-DPython3_EXECUTABLE={sys.executable}"
     result = run(cmake, "-S", ".", "-B", "build", python, cwd=tmp_path)

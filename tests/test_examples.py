@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 from models import make_model
-from source_tree import ROOT, run
+from source_tree import ROOT, load_module, run
 
 from gla_ext.checkpoint import load_model
 
@@ -53,8 +53,8 @@ def checkpoint(request, tmp_path):
 TINY = ["--steps", 41, "--batch-size", 4, "--seq-len", 32, "--lr", "1e-2"]
 
 
-def test_train(text, tmp_path):
-    tiny = [*TINY, "--hidden-size", 32, "--device", "cpu"]
+def test_train(text, tmp_path, device):
+    tiny = [*TINY, "--hidden-size", 32, "--device", device]
     output = example("train", text, *tiny, "--out", tmp_path / "model")
     losses = numbers(r"step \d+: ([\d.]+) bits/byte", output)
     assert len(losses) == 3
@@ -65,10 +65,10 @@ def test_train(text, tmp_path):
     assert load_model(tmp_path / "model").config.hidden_size == 32
 
 
-def test_finetune(text, checkpoint, tmp_path):
+def test_finetune(text, checkpoint, tmp_path, device):
     folder, model = checkpoint
     out = tmp_path / "out"
-    output = example("finetune_fla_checkpoint", folder, out, text, *TINY, "--device", "cpu")
+    output = example("finetune_fla_checkpoint", folder, out, text, *TINY, "--device", device)
     (before,) = numbers(r"before: held out ([\d.]+)", output)
     (after,) = numbers(r"after: held out ([\d.]+)", output)
     tokens = torch.tensor([0, *text.read_bytes()])
@@ -112,8 +112,8 @@ def test_finetune_with_a_tokenizer(text, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["transformer", "transformer_gla"])
-def test_transformer(name, text):
-    tiny = ["--width", 32, "--heads", 2, "--layers", 1]
+def test_transformer(name, text, device):
+    tiny = ["--width", 32, "--heads", 2, "--layers", 1, "--device", device]
     output = example(name, text, *TINY, *tiny)
     losses = numbers(r"loss ([\d.]+) nats/byte", output)
     assert len(losses) == 3
@@ -135,11 +135,11 @@ def test_two_lines_make_a_transformer_a_gla_model():
 
 
 @pytest.fixture
-def served(checkpoint, tmp_path):
+def served(checkpoint, tmp_path, device):
     """The port of a server in a process of its own, the model, and the server's log."""
     folder, model = checkpoint
     log = tmp_path / "log"
-    command = [sys.executable, EXAMPLES / "serve.py", folder, "--port", "0", "--device", "cpu"]
+    command = [sys.executable, EXAMPLES / "serve.py", folder, "--port", "0", "--device", device]
     with (
         log.open("w") as errors,
         subprocess.Popen(
@@ -147,7 +147,7 @@ def served(checkpoint, tmp_path):
         ) as server,
     ):
         try:
-            yield int(server.stdout.readline().rpartition(":")[2]), model, log
+            yield int(server.stdout.readline().rpartition(":")[2]), model.to(device), log
         finally:
             server.terminate()
 
@@ -216,13 +216,13 @@ def test_a_client_that_leaves_ends_its_generation(served):
     assert "Traceback" not in log.read_text()
 
 
-def test_text_of_tokens(monkeypatch):
+def test_text_of_tokens():
     """Characters of several tokens, and a decoder that drops a space at the start."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    from text import Bytes, with_text
+    helpers = load_module("examples/text.py")
+    Bytes = helpers.Bytes
 
     def pieces(tokenizer, prompt, tokens):
-        return [text for _, text in with_text(tokenizer, prompt, iter(tokens))]
+        return [text for _, text in helpers.with_text(tokenizer, prompt, iter(tokens))]
 
     assert pieces(Bytes(), [0, *b"a"], "xé€.".encode()) == ["x", "", "é", "", "", "€", "."]
     assert pieces(Bytes(), [0], [0xFF, 0x80, *b"a", 0xE2]) == ["", "", "\ufffd\ufffda", ""]

@@ -79,7 +79,7 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 @needs_make
 def test_make_stops_with_the_sentence(tmp_path):
-    copy_tree(tmp_path, "Makefile", ".ci", "pyproject.toml", "csrc", "tests/cpp")
+    copy_tree(tmp_path, "Makefile", ".ci", "pyproject.toml", "csrc", "tests/cpp", "examples")
     result = run("make", "build", "PYTHON=/nowhere/python", cwd=tmp_path)
     assert result.returncode != 0
     assert "PYTHON=/nowhere/python is not a working Python 3.11 or newer" in result.stderr
@@ -87,9 +87,8 @@ def test_make_stops_with_the_sentence(tmp_path):
 
 @needs_make
 def test_make_builds_once_and_again_for_another_torch_or_python(tmp_path):
-    tree = copy_tree(
-        tmp_path / "tree", "Makefile", ".ci", "setup.py", "pyproject.toml", "csrc", "tests/cpp"
-    )
+    names = ["Makefile", ".ci", "setup.py", "pyproject.toml", "csrc", "tests/cpp", "examples"]
+    tree = copy_tree(tmp_path / "tree", *names)
     copy_tree(tree, "gla_ext/_version.py")
     path = f"{fake_tools(tmp_path)}:{os.environ['PATH']}"
     log = tmp_path / "python.log"

@@ -1,6 +1,9 @@
 // run_package PACKAGE CASES: runs an AOTInductor package on every case and compares.
 // CASES, written by torch.save: a list of {"inputs": [...], "expected": [...], "bound": float}, the
-// bound relative to the largest expected element. tests/test_package.py writes both.
+// bound relative to the largest expected element. examples/aot_inductor.py writes both.
+//
+// A package names gla_ext's operators but refers to no symbol of the library that registers them:
+// link it with -Wl,--no-as-needed, as CMakeLists.txt does for this program.
 #include <ATen/ATen.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/serialize.h>
