@@ -14,8 +14,9 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
 
     Args:
         together: one product with all weights in one, where the modules are as torch made them;
-            the results are then views of one tensor. It copies the weights in every call, and
-            saves one product for x's gradient instead of one a map and their sums.
+            the results are then views of one tensor. It copies the weights in every call, keeps
+            the copy for x's gradient until backward, and saves one product there instead of one a
+            map and their sums.
     """
     if not (together and all(_is_plain(linear) for linear in linears)):
         return tuple(linear(x) for linear in linears)
@@ -25,14 +26,20 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
 
 def _is_plain(linear: nn.Module) -> bool:
     """Whether a module is nothing but a product with its weight: no adapter, quantized or sharded
-    weight has taken its place, no bias, and no hook wants to see its call.
+    weight has taken its place, no bias, no forward of its own, and no hook wants to see its call.
     """
+    every = torch.nn.modules.module
     return (
         type(linear) is nn.Linear
+        and "forward" not in vars(linear)
         and linear.bias is None
         and type(linear.weight) in (nn.Parameter, Tensor)
         and not linear._forward_hooks
         and not linear._forward_pre_hooks
         and not linear._backward_hooks
         and not linear._backward_pre_hooks
+        and not every._global_forward_hooks
+        and not every._global_forward_pre_hooks
+        and not every._global_backward_hooks
+        and not every._global_backward_pre_hooks
     )

@@ -210,7 +210,7 @@ class StaticGLACache(GLACache):
         if self._rows is None:
             buffer.copy_(new)
         else:
-            buffer.index_copy_(0, self._rows, new)
+            buffer.index_copy_(0, self._rows, new.to(buffer.dtype))
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -121,6 +122,7 @@ class Decoder:
     ) -> None:
         self.model, self._stepping, self._loop = model, stepping, loop
         self._generator = generator
+        self._started = False
         loop.set_options(sampling, eos_token_id)
 
     @property
@@ -147,20 +149,27 @@ class Decoder:
         Args:
             input_ids: as in `generate`; prompts of different lengths are packed.
             attention_mask: as in `generate`. Default: None.
-            rows: which rows the N prompts take, N distinct indices; the others stay as they are.
-                Default: None (all B).
+            rows: which rows the N prompts take, N distinct indices from 0 to B - 1; the others
+                stay as they are. Default: None (all B).
 
         Returns:
             int64 `[N]`, the tokens.
 
         Raises:
-            ValueError: for prompts that do not fit, or not as many as rows.
+            ValueError: for prompts that do not fit, not as many as rows, or rows that are not
+                distinct or not there.
         """
         device = self.tokens.device
         prompts, _ = read_prompts(input_ids, attention_mask, device)
+        B = self.tokens.shape[0]
         if rows is not None:
-            rows = torch.as_tensor(rows, dtype=torch.long, device=device)
-        wanted = self.tokens.shape[0] if rows is None else rows.numel()
+            chosen = torch.as_tensor(rows).tolist()
+            if len(set(chosen)) < len(chosen) or not all(0 <= row < B for row in chosen):
+                raise ValueError(
+                    f"Decoder: expected rows to be distinct, from 0 to {B - 1}, got {chosen}"
+                )
+            rows = torch.tensor(chosen, dtype=torch.long, device=device)
+        wanted = B if rows is None else len(chosen)
         if prompts.batch_size != wanted:
             raise ValueError(f"Decoder: expected {wanted} prompts, got {prompts.batch_size}")
         return self.start(prompts, rows)
@@ -168,6 +177,7 @@ class Decoder:
     @torch.no_grad()
     def start(self, prompts: Prompts, rows: Tensor | None = None) -> Tensor:
         """`prefill` of prompts that were read."""
+        self._started = True
         self._loop.draw(self._generator)
         return self._loop.prefill(self.model, prompts, rows)
 
@@ -177,8 +187,13 @@ class Decoder:
 
         Returns:
             int64 `[B]`: `self.tokens`, which the next step overwrites. A row that is done gets
-            eos_token_id again.
+            eos_token_id again; that of a row that never had a prompt means nothing.
+
+        Raises:
+            ValueError: before the first `prefill`.
         """
+        if not self._started:
+            raise ValueError("Decoder: expected prefill before step, got no prompt yet")
         loop = self._loop
         loop.draw(self._generator)
         if loop.graph is None:
@@ -203,10 +218,19 @@ class _Kept:
     def put(self, key: Hashable, loop: DecodeLoop) -> None:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(loop.tokens.device))
+        self._drop(self.loops.pop(key, None))  # of a call that ran beside this one
         self.loops[key] = loop, event
         while len(self.loops) > KEPT_LOOPS:
-            _, (_, event) = self.loops.popitem(last=False)
-            event.synchronize()  # before its memory goes
+            self._drop(self.loops.popitem(last=False)[1])
+
+    def clear(self) -> None:
+        while self.loops:
+            self._drop(self.loops.popitem()[1])
+
+    @staticmethod
+    def _drop(kept: tuple[DecodeLoop, torch.cuda.Event] | None) -> None:
+        if kept is not None:
+            kept[1].synchronize()  # before its memory goes
 
 
 _kept: weakref.WeakKeyDictionary[GLAForCausalLM, _Kept] = weakref.WeakKeyDictionary()
@@ -214,7 +238,8 @@ _kept: weakref.WeakKeyDictionary[GLAForCausalLM, _Kept] = weakref.WeakKeyDiction
 
 def free_decoders(model: GLAForCausalLM) -> None:
     """Frees the buffers and CUDA graphs that `generate` has kept with the model."""
-    _kept.pop(model, None)
+    if (kept := _kept.pop(model, None)) is not None:
+        kept.clear()
 
 
 def uses_graph(model: GLAForCausalLM, cuda_graph: bool | None) -> bool:
@@ -237,5 +262,10 @@ def _what_a_graph_holds(model: GLAForCausalLM) -> Hashable:
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         is_batch_invariant(),
         torch.backends.cuda.matmul.fp32_precision,
+        os.environ.get("GLA_EXT_CUDA_PATH"),
         model._compiled_call_impl is None,
+        tuple(
+            (id(module), *module._forward_pre_hooks, *module._forward_hooks)
+            for module in model.modules()
+        ),
     )

@@ -64,8 +64,10 @@ def generate(
 
     Raises:
         ValueError: for a prompt without a token, shapes that do not fit, options out of range.
+        TypeError: for an eos_token_id that is no int.
     """
     sampling = Sampling(temperature, top_k, top_p)
+    _check_eos(eos_token_id)
     prompts, given = _read(model, input_ids, attention_mask, max_new_tokens, cuda_graph)
     if max_new_tokens == 0 or prompts.batch_size == 0:
         return given.clone() if isinstance(given, Tensor) else [prompt.clone() for prompt in given]
@@ -102,7 +104,8 @@ def generate_stream(
 
     On a GPU the next step is under way while the caller has a token.
 
-    The arguments, and what is raised for them at the call, are those of `generate`.
+    The arguments, and what is raised for them at the call, are those of `generate`. Autocast and
+    `batch_invariant` are those of where the iterator is advanced.
 
     Yields:
         int64 `[B]` on the CPU, one token of every row; a row that is done gets eos_token_id. Ends
@@ -110,6 +113,7 @@ def generate_stream(
         `generate` returns.
     """
     sampling = Sampling(temperature, top_k, top_p)
+    _check_eos(eos_token_id)
     prompts, _ = _read(model, input_ids, attention_mask, max_new_tokens, cuda_graph)
     if max_new_tokens == 0 or prompts.batch_size == 0:
         return iter(())
@@ -131,6 +135,13 @@ def _read(
         )
     uses_graph(model, cuda_graph)
     return read_prompts(input_ids, attention_mask, device_of(model))
+
+
+def _check_eos(eos_token_id: int | None) -> None:
+    if eos_token_id is not None and not isinstance(eos_token_id, int):
+        raise TypeError(
+            f"generate: expected eos_token_id to be an int or None, got {eos_token_id!r}"
+        )
 
 
 def _continue(decoder: Decoder, prompts: Prompts, count: int, may_end: bool) -> Tensor:

@@ -59,10 +59,10 @@ class GatedLinearAttention(nn.Module):
             Default: True.
         layer_idx: index of this layer in a cache. Default: None.
 
-    In train mode q, k, v and the output gate are one product with their weights put together, if
-    the four modules are `nn.Linear`s without hooks, adapters, quantized or sharded weights;
-    `batch_projections = False`, of an instance or of the class, turns that off. In eval mode they
-    are four, so that decoding reads each weight once and copies none.
+    With `batch_projections = True`, an attribute of an instance or of the class, q, k, v and the
+    output gate are one product in train mode, with their weights put together, if the four modules
+    are `nn.Linear`s without hooks, adapters, quantized or sharded weights. The copy of the weights
+    stays until backward. Default: False.
 
     Raises:
         ValueError: sizes that do not divide, an unknown mode or activation; in forward, shapes
@@ -70,7 +70,7 @@ class GatedLinearAttention(nn.Module):
         NotImplementedError: 'bias_gelu' as an activation.
     """
 
-    batch_projections = True
+    batch_projections = False
 
     def __init__(
         self,

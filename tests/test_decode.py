@@ -86,8 +86,12 @@ def test_prefill_starts_from_nothing_and_keeps_its_buffers():
     ("attempt", "message"),
     [
         (lambda d: d.prefill(PROMPTS), "expected 2 prompts, got 4"),
-        (lambda d: d.prefill(PROMPTS, rows=[0, 1, 1]), "expected 3 prompts, got 4"),
+        (lambda d: d.prefill(PROMPTS, rows=[0]), "expected 1 prompts, got 4"),
         (lambda d: Decoder(d.model, 0), "batch_size to be at least 1, got 0"),
+        (lambda d: d.step(), "expected prefill before step"),
+        (lambda d: d.prefill([[1]], rows=[-1]), r"distinct, from 0 to 1, got \[-1\]"),
+        (lambda d: d.prefill([[1]], rows=[2]), r"distinct, from 0 to 1, got \[2\]"),
+        (lambda d: d.prefill([[1], [2]], rows=[1, 1]), r"distinct, from 0 to 1, got \[1, 1\]"),
         (lambda d: Decoder(d.model, 1, top_p=2.0), r"top_p to be in \(0, 1\], got 2.0"),
         (lambda d: Decoder(d.model, 1, cuda_graph=True), "on a CUDA device .* got cpu"),
     ],
@@ -307,3 +311,14 @@ def test_decoding_a_model_is_its_forward(device, dtype, bound):
         ]
         decoded, chunked = torch.cat(pieces, 1), model(ids).logits
     assert relative_error(decoded[:, 40:], chunked[:, 40:]) < bound
+
+
+def test_prefill_of_rows_under_another_autocast():
+    """Convolutions' states keep the dtype of their buffer."""
+    model = make_model(torch.float32, use_short_conv=True)
+    decoder = Decoder(model, 2, temperature=0)
+    decoder.prefill([[1, 2], [3]])
+    before = [t.dtype for t in decoder._loop.cache.tensors()]
+    with torch.autocast("cpu", torch.bfloat16):
+        decoder.prefill([[4, 5]], rows=[0])
+    assert [t.dtype for t in decoder._loop.cache.tensors()] == before

@@ -272,3 +272,10 @@ def test_decoding_step_compiles_whole():
             for t in range(6, 12)
         ]
         assert_close(torch.cat(steps, 1), model(ids).logits[:, 6:], 1e-12)
+
+
+@pytest.mark.parametrize("eos", [[1, 2], 1.0])
+def test_an_eos_that_is_no_token(eos):
+    for name in ("generate", "generate_stream"):
+        with pytest.raises(TypeError, match="generate: expected eos_token_id to be an int or None"):
+            getattr(make_model(), name)([[1, 2]], 3, eos_token_id=eos)

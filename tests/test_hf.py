@@ -137,6 +137,8 @@ def test_forward_is_that_of_the_core_model(tmp_path):
     assert torch.equal(loss, out.loss)
     assert isinstance(cache, GLACache)
     assert torch.equal(ours(ids, logits_to_keep=3).logits, logits[:, -3:])
+    with pytest.raises(ValueError, match="logits_to_keep to be at least 0, got -2"):
+        ours(ids, logits_to_keep=-2)
     kept = torch.tensor([0, 5])
     assert torch.equal(ours(ids, logits_to_keep=kept).logits, logits[:, kept])
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.utils.parametrize
 from common import assert_close, make_inputs, run_python
 from models import EVERY, SMALL, composed_with, make_layer, make_x
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_ext import GatedLinearAttention, chunk_gla, fused_recurrent_gla
@@ -100,6 +101,12 @@ def products(layer, x):
 GATE_AND_OUTPUT = [(24, 4), (4, 12), (24, 24)]
 
 
+@pytest.fixture
+def batched(monkeypatch):
+    monkeypatch.setattr(GatedLinearAttention, "batch_projections", True)
+
+
+@pytest.mark.usefixtures("batched")
 def test_projections_are_one_product_in_training():
     layer, x = make_layer(), make_x()
     apart = [(24, 12), (24, 12), (24, 24), (24, 24)]
@@ -111,6 +118,22 @@ def test_projections_are_one_product_in_training():
     assert products(layer, x) == sorted([*GATE_AND_OUTPUT, (24, 48)])
 
 
+@pytest.mark.usefixtures("batched")
+def test_projections_with_a_forward_of_their_own_or_global_hooks_are_called():
+    layer, x = make_layer(), make_x()
+    original, seen = layer.q_proj.forward, []
+    layer.q_proj.forward = lambda y: seen.append("own") or original(y)
+    layer(x)
+    del layer.q_proj.forward
+    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        layer(x)
+    finally:
+        handle.remove()
+    assert seen[0] == "own" and layer.q_proj in seen[1:]
+
+
+@pytest.mark.usefixtures("batched")
 @pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_full_backward_hook"])
 def test_projections_with_hooks_are_called(hook):
     layer, x = make_layer(), make_x().requires_grad_()

@@ -196,9 +196,14 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             hidden_states, in a `CausalLMOutputWithPast` or a tuple without what is None.
 
         Raises:
-            ValueError: for shapes that do not fit; neither or both of input_ids and inputs_embeds.
+            ValueError: for shapes that do not fit; neither or both of input_ids and inputs_embeds;
+                logits_to_keep below 0.
             NotImplementedError: for output_attentions.
         """
+        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+            raise ValueError(
+                f"GLAForCausalLM: expected logits_to_keep to be at least 0, got {logits_to_keep}"
+            )
         return_dict = self.config.return_dict if return_dict is None else return_dict
         output = self.model(
             input_ids=input_ids,
@@ -261,7 +266,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         # Without a mask nothing is packed; and what was generated is no padding.
         T = next(iter(inputs.values())).shape[1]
         if attention_mask is not None:
-            generated = started and T == 1
+            generated = started and T == 1 and not kwargs.get("is_first_iteration", False)
             if generated or attention_mask[:, -T:].all():
                 attention_mask = None
         inputs |= {"past_key_values": past_key_values, "attention_mask": attention_mask}

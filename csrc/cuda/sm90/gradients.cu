@@ -9,9 +9,14 @@
 // In tier 1 from = to = r. Other chunks have from = 0 and to = b_C, which is exact at any gate, and
 // q and k unrounded in dg; their A is given, and dA's terms are dq_intra, dk_intra and dg_intra.
 //
+// For K above 64 q^ and k^ are those of operands.cu, whose channels alone, not chunks, are out of
+// range, and the states come scaled, S~ = 2^from S and dS~ = 2^(b_C - to) dS' (of a channel out of
+// range S and dS'): then k_out dS' is k^ dS~, and no accumulator is scaled.
+//
 // grid    (row, chunk, head); a warpgroup for each 64 key channels
-// reads   q, k, g [B, T, H, K], v, do [B, T, H, V], S, dS' [K, V] of the chunk, tiers; outside
-//         tier 1 A [B, T, H, C] and dq_intra, dk_intra, dg_intra [B, T, H, K]
+// reads   q, k, g [B, T, H, K], v, do [B, T, H, V], S, dS' [K, V] of the chunk, tiers; for K above
+//         64 operands, and q and k outside tier 1 alone; outside tier 1 A [B, T, H, C] and
+//         dq_intra, dk_intra, dg_intra [B, T, H, K]
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V]
 // Accumulation, b and dg are fp32; 64 values at a time.
 #include "../device/launch.cuh"

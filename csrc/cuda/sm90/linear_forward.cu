@@ -104,6 +104,8 @@ __device__ __forceinline__ void consume(Block<kGroups>& s, const Problem& p, int
     }
     commit_products();
     wait_for_products<0>();
+    // Before store_output: its loads, which its stores wait for, come behind these. A load still
+    // queued at `arrive` would find the stage refilled.
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) state[i].scale(stage.operands.groups[i].factors[kLeave]);
     store_output(stage.v + group * kTileBytes, o, group, p, segment, chunk, first_v);

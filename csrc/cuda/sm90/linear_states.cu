@@ -140,7 +140,7 @@ __device__ __forceinline__ void sweep(Block& s, const Problem& p, int64_t index)
   const int first_k = static_cast<int>(index % k_blocks) * kOperandKeys;
   s.start(p, index / k_blocks);
   const int group = warpgroup();
-  // The own part of the last segment of a sequence concerns nobody.
+  // The own part of the last segment of a sweep concerns nobody.
   const bool idle =
       s.segment.tail || (kStore == Store::kSegment && Fields<kSweep>::ends(s.segment));
   if (idle) return;
@@ -179,7 +179,8 @@ void launch_linear_states(const Problem& p, bool states, bool state_grads, cudaS
 }  // namespace
 
 void linear_states(const Problem& p, cudaStream_t stream) {
-  launch_linear_states<Store::kChunks>(p, true, true, stream);  // also where no chunk needs them
+  launch_linear_states<Store::kChunks>(p, true, true,
+                                       stream);  // dh0 also where there are no tokens
 }
 
 void linear_segment_parts(const Problem& p, cudaStream_t stream) {

@@ -16,7 +16,8 @@ bool available();
 // A. K of at most 128.
 void forward(const Problem& p, cudaStream_t stream);
 
-// k v g h0 (segment_states) -> S and tiers, q g do dht (segment_state_grads) -> dS and dh0.
+// k v g h0 (segment_states) -> S and tiers, q g do dht (segment_state_grads) -> dS and dh0. K of
+// at most 64.
 void chunk_states(const Problem& p, cudaStream_t stream);
 
 // The same sweeps -> segment_states or segment_state_grads and segment_decays: what each segment
@@ -27,7 +28,8 @@ void segment_scan(const Problem& p, cudaStream_t stream);
 
 // q k g -> operands, tiers.
 void operands(const Problem& p, cudaStream_t stream);
-// The sweeps above over operands in place of q, k and g; K above 64.
+// The sweeps above over operands in place of q, k and g; K above 64. `linear_states` writes S and
+// dS scaled, S~ and dS~, for `gradients` alone.
 void linear_forward(const Problem& p, cudaStream_t stream);
 void linear_states(const Problem& p, cudaStream_t stream);
 void linear_segment_parts(const Problem& p, cudaStream_t stream);
@@ -37,7 +39,8 @@ void exact_output(const Problem& p, cudaStream_t stream);
 
 // q k v g do tiers -> A dq_intra dk_intra dg_intra, of chunks outside tier 1.
 void exact_gradients(const Problem& p, cudaStream_t stream);
-// q k v g do S dS tiers, and outside tier 1 A dq_intra dk_intra dg_intra -> dq dk dv dg
+// q k v g do S dS tiers, for K above 64 operands, and outside tier 1 A dq_intra dk_intra dg_intra
+// -> dq dk dv dg
 void gradients(const Problem& p, cudaStream_t stream);
 
 }  // namespace gla_ext::cuda::sm90
