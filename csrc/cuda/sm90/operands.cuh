@@ -31,6 +31,10 @@ struct alignas(1024) Operands {
   static_assert(kBytes <= operand_bytes(kGroups * kOperandKeys));
 };
 
+// operands.cu writes one part behind the other.
+static_assert(offsetof(Operands<2>, A) == 2 * sizeof(OperandGroup));
+static_assert(offsetof(Operands<2>, exact) == offsetof(Operands<2>, A) + kTileBytes);
+
 // Number `index` of [B, slots, H]; `group`: of its 128 key channels.
 __device__ __forceinline__ unsigned char* operands_at(const Problem& p, int64_t index,
                                                       int group = 0) {
