@@ -242,10 +242,7 @@ class GLAForCausalLM(nn.Module):
         Raises:
             ValueError: logits_to_keep below 0.
         """
-        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
-            raise ValueError(
-                f"GLAForCausalLM: expected logits_to_keep to be at least 0, got {logits_to_keep}"
-            )
+        check_logits_to_keep(logits_to_keep)
         x, past_key_values = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -286,6 +283,14 @@ class GLAForCausalLM(nn.Module):
         from gla_ext.checkpoint import load_model
 
         return load_model(folder)
+
+
+def check_logits_to_keep(logits_to_keep: int | Tensor) -> None:
+    """Raises ValueError for a number of positions below 0."""
+    if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+        raise ValueError(
+            f"GLAForCausalLM: expected logits_to_keep to be at least 0, got {logits_to_keep}"
+        )
 
 
 def next_token_loss(

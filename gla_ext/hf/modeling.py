@@ -200,10 +200,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
                 logits_to_keep below 0.
             NotImplementedError: for output_attentions.
         """
-        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
-            raise ValueError(
-                f"GLAForCausalLM: expected logits_to_keep to be at least 0, got {logits_to_keep}"
-            )
+        model.check_logits_to_keep(logits_to_keep)
         return_dict = self.config.return_dict if return_dict is None else return_dict
         output = self.model(
             input_ids=input_ids,

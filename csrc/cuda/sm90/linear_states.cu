@@ -81,12 +81,7 @@ __device__ __forceinline__ void consume(Block& s, const Problem& p, int group, i
   unsigned char* tile = s.state + group * kValueTiles * kTileBytes;
   State<kOperandKeys> state(group, block_k, first_v);
   state.clear();
-  if constexpr (kStore == Store::kChunks) {
-    if (!F::begins(segment))
-      state.load(p, F::segment_states(p) + segment.state * matrix, false);
-    else if (F::initial(p) != nullptr)
-      state.load(p, F::initial(p) + boundary, p.state_v_first);
-  }
+  if constexpr (kStore == Store::kChunks) load_entering<kSweep>(state, p, segment);
   const auto scale = [&](float first, float second) {
 #pragma unroll
     for (int e = 0; e < state.kValues / 2; ++e) state.x[e] *= e / 2 % 2 == 0 ? first : second;

@@ -6,11 +6,21 @@
 
 namespace gla_ext::cuda::sm90 {
 
-__device__ __forceinline__ Bases bases_of(const Problem& p, const Chunk& chunk) {
+// Asks for the first values and the states' columns of them, and notes where the others are.
+template <int kGroups>
+__device__ __forceinline__ void start_values(Shared<kGroups>& s, const Problem& p,
+                                             const Chunk& chunk) {
   const int64_t state = chunk.state * p.K * p.V;
-  return {rows_at<const bf16>(p.d_o, chunk), rows_at<const bf16>(p.v, chunk),
-          static_cast<const bf16*>(p.S) + state, static_cast<const bf16*>(p.dS) + state,
-          rows_at<bf16>(p.dv, chunk)};
+  const Bases bases{rows_at<const bf16>(p.d_o, chunk), rows_at<const bf16>(p.v, chunk),
+                    static_cast<const bf16*>(p.S) + state, static_cast<const bf16*>(p.dS) + state,
+                    rows_at<bf16>(p.dv, chunk)};
+  copy_values(s, p, bases, chunk.length, 0);
+  copy_states(s, p, bases, 0);
+  commit_copies();
+  if (threadIdx.x == 0) {
+    s.chunk = chunk;
+    s.bases = bases;
+  }
 }
 
 // q^ and k^ as operands.cu has made them; the first values are then on their way.
@@ -29,14 +39,7 @@ __device__ __forceinline__ void load_operands(Shared<kGroups>& s, const Problem&
       copy16(shared_address(s.k[i]) + offset + at, q + offsetof(OperandGroup, k), true);
     }
   commit_copies();
-  const Bases bases = bases_of(p, chunk);
-  copy_values(s, p, bases, chunk.length, 0);
-  copy_states(s, p, bases, 0);
-  commit_copies();
-  if (threadIdx.x == 0) {
-    s.chunk = chunk;
-    s.bases = bases;
-  }
+  start_values(s, p, chunk);
   wait_for_copies<1>();  // all but the values
 }
 
@@ -48,14 +51,7 @@ __device__ __forceinline__ void gate_operands(Shared<1>& s, const Problem& p, co
   const PairColumn<Gate> gates(p.g, p, chunk, pair.first, pair.channel);
   const PairColumn<bf16> q(p.q, p, chunk, pair.first, pair.channel);
   const PairColumn<bf16> k(p.k, p, chunk, pair.first, pair.channel);
-  const Bases bases = bases_of(p, chunk);
-  copy_values(s, p, bases, chunk.length, 0);
-  copy_states(s, p, bases, 0);
-  commit_copies();
-  if (threadIdx.x == 0) {
-    s.chunk = chunk;
-    s.bases = bases;
-  }
+  start_values(s, p, chunk);
   sum_gates(s.sums().gates, gates, pair);
   __syncthreads();  // s.sums().gates is written
   auto [b, last] = cumsum(s.sums().gates, pair);

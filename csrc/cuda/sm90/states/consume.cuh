@@ -18,12 +18,7 @@ __device__ __forceinline__ void consume(Unit<kMembers>& s, const Problem& p, int
   unsigned char* tile = s.state + member * kTileBytes;
   State<kTile> state(member, 0, block_v);
   state.clear();
-  if constexpr (kStore == Store::kChunks) {
-    if (!F::begins(segment))
-      state.load(p, F::segment_states(p) + segment.state * matrix, false);
-    else if (F::initial(p) != nullptr)
-      state.load(p, F::initial(p) + boundary, p.state_v_first);
-  }
+  if constexpr (kStore == Store::kChunks) load_entering<kSweep>(state, p, segment);
   for (int i = 0; i < segment.chunks; ++i) {
     const int stage = i % kStages;
     const int64_t chunk_head = segment.chunk_head(p, F::chunk(segment, i));

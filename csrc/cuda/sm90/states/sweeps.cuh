@@ -41,5 +41,17 @@ struct Fields {
   }
 };
 
+// The state, or its gradient, that a sweep over a segment starts from; it is zero before.
+template <Sweep kSweep, class State>
+__device__ __forceinline__ void load_entering(State& state, const Problem& p,
+                                              const Segment& segment) {
+  using F = Fields<kSweep>;
+  const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
+  if (!F::begins(segment))
+    state.load(p, F::segment_states(p) + segment.state * matrix, false);
+  else if (F::initial(p) != nullptr)
+    state.load(p, F::initial(p) + (segment.n * p.H + segment.head) * matrix, p.state_v_first);
+}
+
 }  // namespace
 }  // namespace gla_ext::cuda::sm90
