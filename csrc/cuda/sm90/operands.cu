@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock, 2) operands_kernel(Problem p,
   fence_for_products();
   __syncthreads();  // A is written
   if (threadIdx.x == 0) {
-    *reinterpret_cast<int*>(out + kTileBytes) = exact;
+    *reinterpret_cast<int4*>(out + kTileBytes) = make_int4(exact, 0, 0, 0);  // all that is copied
     bulk_store(out, s.A, kTileBytes);
     commit_bulk_stores();
     wait_for_bulk_stores();
