@@ -52,6 +52,11 @@ def build_transformer(sizes: Sizes, device: str = "cuda") -> nn.Module:
         return Transformer(GLAConfig(**sizes.model)).to(torch.bfloat16).eval()
 
 
+def checked(sizes: Sizes) -> Sizes:
+    """Of what is compared before anything is timed."""
+    return dataclasses.replace(sizes, model=bench_model.of_few_layers(sizes.model))
+
+
 @torch.no_grad()
 def check_ours(model: nn.Module, prompts: Tensor) -> None:
     """Raises WrongResults unless decoding gives the logits of one forward over all tokens, and a
@@ -98,14 +103,14 @@ def check_transformer(model: nn.Module, prompts: Tensor) -> None:
 
 
 @torch.no_grad()
-def check_fla(model: nn.Module, prompts: Tensor) -> None:
-    """FLA's logits after some decoded tokens against those of our forward."""
+def check_fla(model: nn.Module, prompts: Tensor, sizes: Sizes) -> None:
+    """FLA's logits after some decoded tokens against those of our forward in fp32."""
     theirs, T = FLA(model), prompts.shape[1]
     tokens = torch.cat([prompts, theirs.first(prompts).unsqueeze(1)], 1)
     for _ in range(CHECKED_STEPS - 1):
         tokens = torch.cat([tokens, theirs.step().unsqueeze(1)], 1)
     output = model(tokens[:, -1:], past_key_values=theirs.cache, use_cache=True, logits_to_keep=1)
-    whole = bench_model.build_ours()(tokens, logits_to_keep=1).logits
+    whole = bench_model.exact_logits(sizes.model, tokens, logits_to_keep=1)
     where = f"decoding with FLA, B {prompts.shape[0]}, T {T}"
     require_close({"logits": output.logits}, {"logits": whole}, TOLERANCE, where)
 
@@ -203,8 +208,9 @@ def measure(fla: bool, compiled: bool = False, sizes: Sizes = SIZES, device: str
 
 
 def measure_gla(results: dict, compiled: bool, sizes: Sizes, device: str) -> None:
+    prompts = draw_prompts(sizes, 2, device)
+    check_ours(bench_model.build_ours(checked(sizes).model, device).eval(), prompts)
     model = bench_model.build_ours(sizes.model, device).eval()
-    check_ours(model, draw_prompts(sizes, 2, device))
     results["parameters"]["gla_ext"] = sum(p.numel() for p in model.parameters())
     for name in ("gla_ext", "gla_ext, compiled")[: 1 + compiled]:
         make = functools.partial(Ours, model, compiled=name != "gla_ext")
@@ -215,8 +221,8 @@ def measure_gla(results: dict, compiled: bool, sizes: Sizes, device: str) -> Non
 
 
 def measure_transformer(results: dict, compiled: bool, sizes: Sizes, device: str) -> None:
+    check_transformer(build_transformer(checked(sizes), device), draw_prompts(sizes, 2, device))
     model = build_transformer(sizes, device)
-    check_transformer(model, draw_prompts(sizes, 2, device))
     results["parameters"][TRANSFORMER] = sum(p.numel() for p in model.parameters())
     for name in (TRANSFORMER, f"{TRANSFORMER}, compiled")[: 1 + compiled]:
         make = functools.partial(Attends, model, compiled=name != TRANSFORMER)
@@ -235,8 +241,9 @@ def measure_fla(results: dict, sizes: Sizes, device: str) -> None:
     except ImportError as error:
         results["notes"].append(f"FLA's GLAForCausalLM cannot be imported here ({error}).")
         return
-    model = bench_model.build_fla().eval()
-    check_fla(model, draw_prompts(sizes, 2, device))
+    few = checked(sizes)
+    check_fla(bench_model.build_fla(few.model).eval(), draw_prompts(sizes, 2, device), few)
+    model = bench_model.build_fla(sizes.model).eval()
     few = dataclasses.replace(sizes, lengths=sizes.lengths[:1])
     results["rows"]["FLA"] = {
         "batches": measure_batches(lambda _: FLA(model), sizes, device),
