@@ -52,32 +52,38 @@ struct DiagonalTiles {
   float q[kTile][kPitchX], k[kTile][kPitchX], decay[kTile][kPitchX];  // [token][K]
 };
 
-// store(sub-chunk, token, j, A_ij) of all i and j, by the first kDiagonalThreads of the block's
-// kBlockThreads threads; all take part.
+// store(sub-chunk, token, j, A_ij) of all i and j, by a block of kDiagonalThreads, or of twice as
+// many: then each half sums half of the channels of a tile.
 template <class In, int kBlockThreads, class Store>
 __device__ __forceinline__ void diagonal_blocks(DiagonalTiles& s, const Problem& p,
                                                 const Chunk& chunk, Store&& store) {
-  const bool works = kBlockThreads == kDiagonalThreads || threadIdx.x < kDiagonalThreads;
+  constexpr int kHalves = kBlockThreads / kDiagonalThreads;
+  static_assert(kHalves * kDiagonalThreads == kBlockThreads && kHalves <= 2);
+  constexpr int kColumnsEach = kDiagonalColumns / kHalves;
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int half = static_cast<int>(threadIdx.x) / kDiagonalThreads;
   const int sub = static_cast<int>(threadIdx.x) / 32 % kSubChunks;
   const int token = sub * static_cast<int>(kSubChunk);
   const int j = lane % static_cast<int>(kSubChunk), part = lane / static_cast<int>(kSubChunk);
   float acc[kSubChunk] = {};  // A_ij for all i of this lane's j
   for (int first = 0; first < p.K; first += kDiagonalColumns) {
     if (first > 0) __syncthreads();  // the tiles before are read
-    if (works) {
+    if (half == 0) {
       const GateColumn gates(p, chunk, token, first + lane);
+#pragma unroll
+      for (int i = 0; i < kSubChunk; ++i) s.decay[token + i][lane] = exp2_ftz(gates.x[i]);
+    }
+    if (half == kHalves - 1) {
       const Column<In> q(p.q, chunk, token, first + lane, p.K);
       const Column<In> k(p.k, chunk, token, first + lane, p.K);
 #pragma unroll
       for (int i = 0; i < kSubChunk; ++i) {
         s.q[token + i][lane] = q.x[i];
         s.k[token + i][lane] = k.x[i];
-        s.decay[token + i][lane] = exp2_ftz(gates.x[i]);
       }
     }
     __syncthreads();  // the tiles are written
-    for (int c = part; works && c < kDiagonalColumns; c += 2) {
+    for (int c = half * kColumnsEach + part; c < (half + 1) * kColumnsEach; c += 2) {
       float x = 0;  // k_j times the decays from j to i
 #pragma unroll
       for (int i = 0; i < kSubChunk; ++i) {
@@ -87,10 +93,20 @@ __device__ __forceinline__ void diagonal_blocks(DiagonalTiles& s, const Problem&
     }
   }
 #pragma unroll
-  for (int i = 0; i < kSubChunk; ++i) {
-    const float sum = acc[i] + __shfl_xor_sync(0xffffffffu, acc[i], kSubChunk);
-    if (works && part == 0) store(sub, token + i, j, j <= i ? p.scale * sum : 0.f);
+  for (int i = 0; i < kSubChunk; ++i) acc[i] += __shfl_xor_sync(0xffffffffu, acc[i], kSubChunk);
+  if constexpr (kHalves > 1) {
+    __syncthreads();  // the tiles are read
+    if (half == 1 && part == 0)
+#pragma unroll
+      for (int i = 0; i < kSubChunk; ++i) s.q[token + i][j] = acc[i];
+    __syncthreads();  // the second half's sums are written
+    if (half == 0)
+#pragma unroll
+      for (int i = 0; i < kSubChunk; ++i) acc[i] += s.q[token + i][j];
   }
+  if (half == 0 && part == 0)
+#pragma unroll
+    for (int i = 0; i < kSubChunk; ++i) store(sub, token + i, j, j <= i ? p.scale * acc[i] : 0.f);
 }
 
 // Both together, whole scores of bf16 inputs, by kThreads threads.
