@@ -19,11 +19,15 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
 in_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
 
 
-def operators(x: Inputs, save_states: bool) -> dict[str, torch.Tensor]:
-    """Forward and backward operators, which alone can save states."""
+def operators(
+    x: Inputs, save_states: bool, force=lambda path: None, paths=(None, None)
+) -> dict[str, torch.Tensor]:
+    """Forward and backward operators, which alone can save states, each on a forced path."""
     op, inputs = torch.ops.gla_ext, (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens)
     with torch.no_grad():
+        force(paths[0])
         o, final_state, states = op.chunk_gla_fwd(*inputs, None, True, False, save_states, False)
+        force(paths[1])
         dq, dk, dv, dg, _, dh0 = op.chunk_gla_bwd(x.do, x.dht, *inputs, states, None, False, False)
     return {
         "o": o,
@@ -44,12 +48,34 @@ def operators(x: Inputs, save_states: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("gate", [0.1, "reset"])
 def test_fp32_gates_and_saved_states(gate, K, lengths, save_states, gate_dtype):
     x = make_inputs(*(1, 695, 2, K, 72, BF16, gate, gate_dtype), lengths=lengths, device="cuda")
-    sweeps = not save_states and (gate_dtype == BF16 or K > 64)
+    sweeps = K > 64 or (gate_dtype == BF16 and not save_states)
     forward, backward = (plan_of(x, way, save_states=save_states) for way in (False, True))
     assert forward["path"] == ("fused" if sweeps else "steps")
-    assert backward["path"] == ("steps" if save_states and K > 64 else "fused")
+    assert backward["path"] == "fused"
     assert (backward["segments"] > 0) == sweeps
     assert_results_close(operators(x, save_states), exact_by_chunks(x), x)
+
+
+@in_nan
+@pytest.mark.parametrize("lengths", [None, UNEVEN_LENGTHS], ids=["batch", "packed"])
+@pytest.mark.parametrize("K", [72, 200])
+@pytest.mark.parametrize("gate", [0.1, 10.0, "reset"])
+def test_saved_states_are_those_of_either_path(gate, K, lengths, monkeypatch):
+    """Backward reads what the other path's forward has saved."""
+    x = make_inputs(*(1, 695, 2, K, 136, BF16, gate), lengths=lengths, device="cuda")
+    expected = exact_by_chunks(x)
+    for paths in (("fused", "steps"), ("steps", "fused")):
+        results = operators(
+            x, True, lambda path: monkeypatch.setenv("GLA_EXT_CUDA_PATH", path), paths
+        )
+        assert_results_close(results, expected, x)
+
+
+def test_saving_states_changes_no_bit_of_what_is_returned():
+    x = make_inputs(2, 300, 2, 192, 72, BF16, 1.0, device="cuda")
+    made, saved = (operators(x, save_states) for save_states in (False, True))
+    for name in ("o", "final_state"):
+        assert torch.equal(made[name], saved[name])
 
 
 def test_forcing_a_path(monkeypatch):
@@ -91,10 +117,10 @@ def test_what_the_fused_forward_does_not_take(missing, monkeypatch):
         chunk_gla(x.q, x.k, x.v, x.g)
 
 
-def test_the_fused_forward_saves_no_states(monkeypatch):
+def test_the_fused_forward_of_small_heads_saves_no_states(monkeypatch):
     x = make_inputs(1, 20, 2, 64, 64, BF16, device="cuda")
     monkeypatch.setenv("GLA_EXT_CUDA_PATH", "fused")
-    with pytest.raises(NotImplementedError, match="=fused expected no states to be saved, got"):
+    with pytest.raises(NotImplementedError, match="expected no states to be saved, or K to be"):
         operators(x, save_states=True)
 
 

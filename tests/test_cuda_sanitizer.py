@@ -87,9 +87,10 @@ def test_fused(B, T, H, K, V, lengths, layout, gate):
 
 @pytest.mark.usefixtures("path")
 @by_dtype
-def test_without_states_and_with_saved_ones(dtype):
+@pytest.mark.parametrize("K", [64, 72, 136])
+def test_without_states_and_with_saved_ones(K, dtype):
     """The operators themselves: states saved by forward and read by backward; no h0, no dht."""
-    x = make_inputs(1, 80, 1, 64, 128, dtype, states=False)
+    x = make_inputs(1, 80, 1, K, 128, dtype, states=False)
     there, op = on_gpu(x), torch.ops.gla_ext
     inputs = (there.q, there.k, there.v, there.g, None, None, None)
     with torch.no_grad():

@@ -182,7 +182,29 @@ def test_cuda_fused_backward_of_saved_states():
     assert full_plan(**long, K=64, save_states=True)["segments"] == 0
     assert full_plan(**long, K=64, gate_dtype="float32")["segments"] == 0
     assert full_plan(**long, gate_dtype="float32")["segments"] > 0
-    assert full_plan(**long, save_states=True)["path"] == "steps"
+
+
+@pytest.mark.parametrize("K", [72, 256])
+def test_cuda_fused_saved_states_over_operands(K):
+    """Forward writes them, backward sweeps for the other ones alone."""
+    states = 32 * 32 * 4 * K * 256 * 2
+    plain, saving = (full_plan(K=K, save_states=saved) for saved in (False, True))
+    assert (saving["path"], saving["linear"], saving["launches"]) == ("fused", True, 3)
+    assert (plain["state_bytes"], saving["state_bytes"]) == (0, states)
+    assert saving["workspace_bytes"] == 32 * 32 * 4 * 8 + operand_bytes(32 * 32 * 4, K)
+    made, given = (full_plan(K=K, backward=True, save_states=saved) for saved in (False, True))
+    assert given["workspace_bytes"] == made["workspace_bytes"] - states
+    assert given["state_bytes"] == made["state_bytes"] == 2 * states
+    assert given["launches"] == made["launches"]
+
+
+def test_cuda_fused_saved_states_and_segments():
+    """One sweep in place of two has twice the segments, and the states of one of them alone."""
+    long = {"B": 1, "T": 32768, "backward": True}
+    made, given = (full_plan(**long, save_states=saved) for saved in (False, True))
+    assert given["segments"] == 2 * made["segments"] > 0
+    assert given["launches"] == made["launches"]
+    assert given["workspace_bytes"] < made["workspace_bytes"]
 
 
 @by_pass

@@ -137,7 +137,7 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
   call.input_gates(g, gv);
   p.h0 = call.input_state(initial_state);
   p.dht = call.input_state(dht);
-  const bool saved = states.dim() != 1;
+  const bool saved = p.saved_states = states.dim() != 1;
   if (saved) call.input_chunk_states(p.S, p.S_dtype, states);
   at::Tensor dq = call.output(p.dq, p.K, shape.dtype);
   at::Tensor dk = call.output(p.dk, p.K, shape.dtype);

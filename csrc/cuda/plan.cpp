@@ -26,9 +26,10 @@ int64_t tier_bytes(const ChunkGrid& grid, int64_t H) {
 void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   constexpr int64_t kMinChunks = 4;  // a segment's start costs as much as about two chunks
   if (in.batch_invariant || grid.N * in.H == 0) return;
-  // Of one sequence; backward has two at a time, of 128 key channels each.
+  // Of one sequence; backward has two at a time, or one, of 128 key channels each.
   const int64_t blocks = in.H * ceil_div(in.V, kFusedValues);
-  const int64_t sweeps = in.backward ? 2 * blocks * ceil_div(in.K, kOperandKeys) : blocks;
+  const int64_t each_way = 2 - in.save_states;
+  const int64_t sweeps = in.backward ? each_way * blocks * ceil_div(in.K, kOperandKeys) : blocks;
   const int64_t longest = ceil_div(in.T, kChunk);
   // Sweeps at a time: small heads come two a block.
   const int64_t places =
@@ -56,21 +57,23 @@ void add_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   if (segment_heads == 0) return;
   Workspace& w = plan.workspace;
   w.segment_decays = add(w, segment_heads * in.K * kFloatBytes);
-  w.segment_states = add(w, segment_heads * in.K * in.V * kFloatBytes);
+  const bool states = !in.backward || !in.save_states;
+  if (states) w.segment_states = add(w, segment_heads * in.K * in.V * kFloatBytes);
   if (in.backward) w.segment_state_grads = add(w, segment_heads * in.K * in.V * kFloatBytes);
   plan.launches += 2;
 }
 
-// Whether the fused path has sweeps for such gates.
+// Whether the fused path has sweeps for such gates and states.
 bool has_sweeps(const PlanInputs& in) {
+  if (in.save_states && in.K <= kTierBlock) return false;
   return in.gate_dtype == DType::kBFloat16 || (in.gate_dtype == DType::kFloat && in.K > kTierBlock);
 }
 
-// Sweeps over ready operands: where those that gate do not reach, and where they would gate a chunk
-// twice, for the segments' own parts or the gradients and for what follows.
+// Sweeps over ready operands: where those that gate do not reach, do not save states, or would gate
+// a chunk twice, for the segments' own parts or the gradients and for what follows.
 void choose_operands(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   plan.linear = in.K > kTierBlock && (in.K > kOperandKeys || in.gate_dtype != DType::kBFloat16 ||
-                                      plan.segments > 0 || in.backward);
+                                      plan.segments > 0 || in.backward || in.save_states);
   if (!plan.linear) return;
   plan.workspace.operands = add(plan.workspace, grid.B * grid.slots * in.H * operand_bytes(in.K));
   plan.launches += 1;
@@ -136,7 +139,7 @@ void plan_steps(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
 
 void plan_fused_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   plan.fused_sweeps = true;
-  plan.state_bytes = 0;
+  if (!in.save_states) plan.state_bytes = 0;
   choose_segments(plan, in, grid);
   plan.launches = (in.packed ? 2 : 0) + 2;
   add_segments(plan, in, grid);
@@ -149,7 +152,7 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
   const int64_t scores = token_heads * kChunk * bytes_of(intermediate_dtype(in.dtype));
   Workspace& w = plan.workspace;
   plan.launches = (in.packed ? 2 : 0) + 4;
-  plan.fused_sweeps = !in.save_states && has_sweeps(in);
+  plan.fused_sweeps = has_sweeps(in);
   if (plan.fused_sweeps) {
     choose_segments(plan, in, grid);
     add_segments(plan, in, grid);
@@ -198,7 +201,8 @@ const char* why_not_fused(const PlanInputs& in) {
   if (!in.aligned) return "rows that start at multiples of 16 bytes";
   if (in.K > kFusedKeys) return "K to be at most 256";
   if (in.gate_dtype == DType::kHalf) return "g in torch.bfloat16 or torch.float32";
-  if (in.save_states && (!in.backward || in.K > kTierBlock)) return "no states to be saved";
+  if (in.save_states && !in.backward && in.K <= kTierBlock)
+    return "no states to be saved, or K to be more than 64";
   if (!in.backward && !has_sweeps(in)) return "g in torch.bfloat16, or K to be more than 64";
   return nullptr;
 }

@@ -11,7 +11,8 @@
 //
 // For K above 64 q^ and k^ are those of operands.cu, whose channels alone, not chunks, are out of
 // range, and the states come scaled, S~ = 2^from S and dS~ = 2^(b_C - to) dS' (of a channel out of
-// range S and dS'): then k_out dS' is k^ dS~, and no accumulator is scaled.
+// range S and dS'): then k_out dS' is k^ dS~, and no accumulator is scaled. Saved states are S, and
+// the accumulators of do S^T are scaled.
 //
 // grid    (row, chunk, head); a warpgroup for each 64 key channels
 // reads   q, k, g [B, T, H, K], v, do [B, T, H, V], S, dS' [K, V] of the chunk, tiers; for K above
@@ -58,10 +59,14 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, kBlocks<kGroups>)
   clear(acc.dA);
   multiply_values(acc, s, p);
   if (!exact) store_scores(s.operands.states[0].S[0], acc.dA);
-  if constexpr (!kReady<kGroups>) scale_inter(acc, s, exact);
+  if constexpr (!kReady<kGroups>)
+    scale_inter(acc, s, exact);
+  else if (p.saved_states)
+    scale_saved(acc, s, p);
   sum_inter(acc, s);
   const Pair<kGroups> pair;
   const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
+  wait_for_copies<0>();  // q^ is back
   if (!exact) {
     fence_for_products();
     __syncthreads();  // dA is written

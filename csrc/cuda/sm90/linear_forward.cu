@@ -5,7 +5,8 @@
 //
 // grid    (segment, head, 128 values); a producer and two consumer warpgroups
 // reads   operands [B, slots, H], v [B, T, H, V], h0 or segment_states
-// writes  o [B, T, H, V], ht
+// writes  o [B, T, H, V], ht, and where they are to be saved, S of every chunk, bf16
+//         [B, chunks, H, K, V]
 //
 // The producer copies a chunk's operands in one piece, and rows of v. A consumer holds the state of
 // 64 values transposed, [V][K], 128 key channels a part. Accumulation is fp32. What chunks outside
@@ -32,7 +33,27 @@ struct Stage {
   unsigned char v[kLinearConsumers * kTileBytes];  // [token][V], then o
 };
 template <int kGroups>
-using Block = LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2>;
+struct Block : LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2> {};
+// With room for states on their way out, [128 keys][V].
+template <int kGroups>
+struct SavingBlock : Block<kGroups> {
+  alignas(1024) unsigned char states[kLinearConsumers][kKeyTiles * kTileBytes];
+};
+
+// Rows of the states as they lie in a consumer's tiles to memory.
+__device__ __forceinline__ void write_states(const unsigned char* tiles, const Problem& p,
+                                             int64_t chunk_head, int first_k, int first_v) {
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, part = thread % 8;
+  const int column = first_v + 8 * part;
+  bf16* out = static_cast<bf16*>(p.S) + chunk_head * p.K * p.V + column;
+#pragma unroll 2  // the states leave few registers
+  for (int i = 0; i < kOperandKeys / 16; ++i) {
+    const int row = thread / 8 + 16 * i, k = first_k + row;
+    if (k < p.K && column < p.V)
+      *reinterpret_cast<uint4*>(out + k * p.V) = *reinterpret_cast<const uint4*>(
+          tiles + row / kTile * kTileBytes + swizzled(row % kTile, part));
+  }
+}
 
 template <int kGroups>
 __device__ __forceinline__ void produce(Block<kGroups>& s, const Problem& p, int first_v) {
@@ -49,9 +70,10 @@ __device__ __forceinline__ void produce(Block<kGroups>& s, const Problem& p, int
   });
 }
 
-template <int kGroups>
-__device__ __forceinline__ void consume(Block<kGroups>& s, const Problem& p, int group,
+template <int kGroups, class BlockOfKernel>
+__device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int group,
                                         int block_v) {
+  constexpr bool kSaves = std::is_same_v<BlockOfKernel, SavingBlock<kGroups>>;
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
   const Segment& segment = s.segment;
   const int first_v = block_v + kTile * group;
@@ -72,6 +94,14 @@ __device__ __forceinline__ void consume(Block<kGroups>& s, const Problem& p, int
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       const auto& operands = stage.operands.groups[i];
+      if constexpr (kSaves) {
+        group_barrier<kConsumerBarrier>(group);  // the states before are read
+#pragma unroll
+        for (int tile = 0; tile < kKeyTiles; ++tile)
+          store_transposed_tile(s.states[group] + tile * kTileBytes, state[i].x + tile * 32);
+        group_barrier<kConsumerBarrier>(group);  // these are written
+        write_states(s.states[group], p, segment.chunk_head(p, chunk), i * kOperandKeys, first_v);
+      }
       state[i].scale(operands.factors[kEnter]);
       uint32_t S_operand[kOperandKeys / 16][4];
 #pragma unroll
@@ -109,17 +139,18 @@ __device__ __forceinline__ void consume(Block<kGroups>& s, const Problem& p, int
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) state[i].scale(stage.operands.groups[i].factors[kLeave]);
     store_output(stage.v + group * kTileBytes, o, group, p, segment, chunk, first_v);
+    fence_for_products();  // and bulk copies
     arrive(&s.empty[number]);
   }
 #pragma unroll
   for (int i = 0; i < kGroups; ++i) state[i].store(p, segment, first_v);
 }
 
-template <int kGroups>
+template <int kGroups, class BlockOfKernel>
 __global__ void __launch_bounds__(kLinearThreads, 1) linear_forward_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<Block<kGroups>*>(s_bytes);
+  auto& s = *reinterpret_cast<BlockOfKernel*>(s_bytes);
   const int v_blocks = blocks_of(p.V, kValues);
   const int block_v = static_cast<int>(blockIdx.x % v_blocks) * kValues;
   s.start(p, blockIdx.x / v_blocks);
@@ -134,14 +165,23 @@ __global__ void __launch_bounds__(kLinearThreads, 1) linear_forward_kernel(Probl
 #endif
 }
 
-template <int kGroups>
+template <int kGroups, class BlockOfKernel>
 void launch_linear_forward(const Problem& p, cudaStream_t stream) {
-  static const DynamicShared shared(linear_forward_kernel<kGroups>, sizeof(Block<kGroups>));
+  static const DynamicShared shared(linear_forward_kernel<kGroups, BlockOfKernel>,
+                                    sizeof(BlockOfKernel));
   const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, kValues);
   if (blocks == 0) return;
   shared.allow();
-  linear_forward_kernel<kGroups>
-      <<<dim3(static_cast<unsigned>(blocks)), kLinearThreads, sizeof(Block<kGroups>), stream>>>(p);
+  linear_forward_kernel<kGroups, BlockOfKernel>
+      <<<dim3(static_cast<unsigned>(blocks)), kLinearThreads, sizeof(BlockOfKernel), stream>>>(p);
+}
+
+template <int kGroups>
+void launch_linear_forward(const Problem& p, cudaStream_t stream) {
+  if (p.S != nullptr)
+    launch_linear_forward<kGroups, SavingBlock<kGroups>>(p, stream);
+  else
+    launch_linear_forward<kGroups, Block<kGroups>>(p, stream);
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 // grid    (sweep, segment, head, 128 key channels, 128 values); a producer and two consumer
 //         warpgroups
 // reads   operands [B, slots, H], v h0, or do dht; segment_states, segment_state_grads
-// writes  S~ and dS~ of every chunk, bf16 [B, chunks, H, K, V]; dh0.
+// writes  S~, unless S is saved, and dS~ of every chunk, bf16 [B, chunks, H, K, V]; dh0.
 //         For segments' own parts none of these, but segment_states or segment_state_grads and
 //         segment_decays.
 //
@@ -62,9 +62,11 @@ __device__ __forceinline__ void produce(Block& s, const Problem& p, int first_k,
     group += step;
     x.move(kStep);
   });
-  // The gradients' sweep adds up in the other order: it writes what the states' leaves out.
+  // The gradients' sweep adds up in the other order: beside the states' it writes what that leaves
+  // out.
   const int channel = first_k + thread;
-  const bool writes = kStore == Store::kSegment && (kSweep == Sweep::kStates || segment.last);
+  const bool writes = kStore == Store::kSegment &&
+                      (kSweep == Sweep::kStates || segment.last || p.segment_states == nullptr);
   if (writes && first_v == 0 && channel < p.K)
     p.segment_decays[segment.state * p.K + channel] = total;
 }
@@ -118,6 +120,7 @@ __device__ __forceinline__ void consume(Block& s, const Problem& p, int group, i
                                                       descriptor(x + 2048 * j, kTileBytes));
     commit_products();
     wait_for_products<0>();
+    fence_for_products();  // and bulk copies
     arrive(&s.empty[number]);
   }
   scale(out[0], out[1]);
@@ -174,8 +177,8 @@ void launch_linear_states(const Problem& p, bool states, bool state_grads, cudaS
 }  // namespace
 
 void linear_states(const Problem& p, cudaStream_t stream) {
-  launch_linear_states<Store::kChunks>(p, true, true,
-                                       stream);  // dh0 also where there are no tokens
+  // dh0 also where there are no tokens.
+  launch_linear_states<Store::kChunks>(p, !p.saved_states, true, stream);
 }
 
 void linear_segment_parts(const Problem& p, cudaStream_t stream) {

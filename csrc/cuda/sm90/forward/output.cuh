@@ -8,20 +8,26 @@ namespace {
 
 constexpr int kConsumerBarrier = 3;  // of a consumer, two of them
 
+// x^T [64 values][64 rows] of a warpgroup into a tile, as rows of 64 values.
+__device__ __forceinline__ void store_transposed_tile(unsigned char* tile, const float* x) {
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    const int row = 8 * j + lane % 8 + lane / 16 * 8, part = thread / 32 * 2 + lane / 8 % 2;
+    store_transposed(shared_address(tile) + swizzled(row, part), pack(x[4 * j], x[4 * j + 1]),
+                     pack(x[4 * j + 2], x[4 * j + 3]), pack(x[4 * j + 4], x[4 * j + 5]),
+                     pack(x[4 * j + 6], x[4 * j + 7]));
+  }
+}
+
 // o^T [64 values][64 tokens] of a warpgroup by way of the tile of its v, so that whole rows are
 // written.
 __device__ __forceinline__ void store_output(unsigned char* tile, const float (&o)[32], int group,
                                              const Problem& p, const Segment& segment, int chunk,
                                              int first_v) {
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   group_barrier<kConsumerBarrier>(group);  // v is read
-#pragma unroll
-  for (int j = 0; j < 8; j += 2) {
-    const int token = 8 * j + lane % 8 + lane / 16 * 8, part = thread / 32 * 2 + lane / 8 % 2;
-    store_transposed(shared_address(tile) + swizzled(token, part), pack(o[4 * j], o[4 * j + 1]),
-                     pack(o[4 * j + 2], o[4 * j + 3]), pack(o[4 * j + 4], o[4 * j + 5]),
-                     pack(o[4 * j + 6], o[4 * j + 7]));
-  }
+  store_transposed_tile(tile, o);
   group_barrier<kConsumerBarrier>(group);  // o is written
   bf16* out = rows_at<bf16>(p.o, segment.row, segment.token_of(chunk), segment.head);
   const int length = segment.length_of(chunk);

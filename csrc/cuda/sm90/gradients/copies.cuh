@@ -54,9 +54,10 @@ __device__ __forceinline__ void copy_values(Shared<kGroups>& s, const Problem& p
   const Mover<kGroups> mover;
   const int column = first + mover.column;
   const bool inside = column < p.V;
-  mover.template copy<kTile>(s.operands.d_o, bases.d_o + token_offset(p.d_o, mover.row) + column,
+  auto& values = s.values(first);
+  mover.template copy<kTile>(values.d_o, bases.d_o + token_offset(p.d_o, mover.row) + column,
                              token_offset(p.d_o, 1), length, inside);
-  mover.template copy<kTile>(s.operands.v, bases.v + token_offset(p.v, mover.row) + column,
+  mover.template copy<kTile>(values.v, bases.v + token_offset(p.v, mover.row) + column,
                              token_offset(p.v, 1), length, inside);
 }
 
@@ -68,7 +69,7 @@ __device__ __forceinline__ void copy_states(Shared<kGroups>& s, const Problem& p
   const int column = first + mover.column;
   const bool inside = column < p.V;
   const int32_t at = mover.row * p.V + column;
-  auto& states = s.operands.states[first / kTile % s.kBuffers];
+  auto& states = s.states(first);
   mover.template copy<kGroups * kTile>(states.S[0], bases.S + at, p.V, p.K, inside);
   mover.template copy<kGroups * kTile>(states.dS[0], bases.dS + at, p.V, p.K, inside);
 }

@@ -23,21 +23,29 @@ __device__ __forceinline__ void start_values(Shared<kGroups>& s, const Problem& 
   }
 }
 
+// Asks for q^ or k^, tiles from `first` on, of a chunk's operands.
+template <int kGroups>
+__device__ __forceinline__ void copy_operands(unsigned char (&tiles)[kGroups][kTileBytes],
+                                              const unsigned char* operands, int first = 0) {
+  const int offset = thread_index() * 16;
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i)
+#pragma unroll
+    for (int at = 0; at < kTileBytes; at += kGroups * kGroupThreads * 16)
+      if (i >= first)
+        copy16(shared_address(tiles[i]) + offset + at,
+               operands + i / kKeyTiles * static_cast<int>(sizeof(OperandGroup)) +
+                   i % kKeyTiles * kTileBytes + offset + at,
+               true);
+}
+
 // q^ and k^ as operands.cu has made them; the first values are then on their way.
 template <int kGroups>
 __device__ __forceinline__ void load_operands(Shared<kGroups>& s, const Problem& p,
                                               const Chunk& chunk) {
-  const int offset = thread_index() * 16;
-  const unsigned char* operands = operands_at(p, chunk.slot) + offset;
-#pragma unroll
-  for (int i = 0; i < kGroups; ++i)
-#pragma unroll
-    for (int at = 0; at < kTileBytes; at += kGroups * kGroupThreads * 16) {
-      const unsigned char* q = operands + i / kKeyTiles * static_cast<int>(sizeof(OperandGroup)) +
-                               i % kKeyTiles * kTileBytes + at;
-      copy16(shared_address(s.q[i]) + offset + at, q, true);
-      copy16(shared_address(s.k[i]) + offset + at, q + offsetof(OperandGroup, k), true);
-    }
+  const unsigned char* operands = operands_at(p, chunk.slot);
+  copy_operands(s.q, operands);
+  copy_operands(s.k, operands + offsetof(OperandGroup, k));
   commit_copies();
   start_values(s, p, chunk);
   wait_for_copies<1>();  // all but the values

@@ -1,7 +1,7 @@
 // gradients.cu: what warpgroups multiply.
 #pragma once
 
-#include "copies.cuh"
+#include "operands.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
@@ -53,14 +53,20 @@ __device__ __forceinline__ void add_states(float& sum,
   }
 }
 
+// 2^from of 64 key channels.
+__device__ __forceinline__ const float* enter_factors(const Problem& p, const Chunk& chunk,
+                                                      int tile) {
+  const auto* group =
+      reinterpret_cast<const OperandGroup*>(operands_at(p, chunk.slot, tile / kKeyTiles));
+  return group->factors[kEnter] + tile % kKeyTiles * kTile;
+}
+
 // All that sums over values: dv, do S^T, v dS'^T, do v^T and rowsum(S dS').
 template <int kGroups>
 __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shared<kGroups>& s,
                                                 const Problem& p) {
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
   constexpr int kN = 32 / kGroups, kColumns = 2 * kN;
-  auto& operands = s.operands;
-  const uint32_t d_o = shared_address(operands.d_o), v = shared_address(operands.v);
   uint32_t k_out = shared_address(s.k[0]);
   if constexpr (!kReady<kGroups>) k_out = shared_address(s.own.k_out);
   float sum = 0;  // of states
@@ -70,9 +76,15 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shar
     wait_for_copies<0>();
     fence_for_products();
     __syncthreads();  // the values, the states and A are there, dv of the values before is read
-    if (s.kBuffers > 1 && more) copy_states(s, p, s.bases, first + kTile);
-    const auto& states = operands.states[first / kTile % s.kBuffers];
+    const auto copy_next = [&] {
+      copy_values(s, p, s.bases, s.chunk.length, first + kTile);
+      copy_states(s, p, s.bases, first + kTile);
+    };
+    if (s.kAhead && more) copy_next();
+    const auto& states = s.states(first);
     const uint32_t dS = shared_address(states.dS[0]);
+    const auto& values = s.values(first);
+    const uint32_t d_o = shared_address(values.d_o), v = shared_address(values.v);
     const Place at;
     float dv[kN];
     clear(dv);
@@ -90,16 +102,16 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shar
     wait_for_products<0>();
     store_columns(s.dv, dv);
     __syncthreads();  // dv is written, the operands are read
-    if (more) {
-      copy_values(s, p, s.bases, s.chunk.length, first + kTile);
-      if (s.kBuffers == 1) copy_states(s, p, s.bases, first + kTile);
-    }
+    if (!s.kAhead && more) copy_next();
+    if (s.kAhead && !more) copy_operands(s.q, operands_at(p, s.chunk.slot), s.kKeptTiles);
     commit_copies();
     write_values(s, p, first);
   }
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-  const int thread = thread_index();
-  if (thread % 2 == 0) s.sums().states[thread / 2] = sum;
+  const int channel = thread_index() / 2;
+  if constexpr (kReady<kGroups>)
+    if (p.saved_states) sum *= enter_factors(p, s.chunk, channel / kTile)[channel % kTile];
+  if (thread_index() % 2 == 0) s.sums().states[channel] = sum;
 }
 
 // Adds x of the lane kHalf rows away, and keeps the half of the columns that is this lane's.
@@ -128,6 +140,23 @@ __device__ __forceinline__ void scale_inter(Accumulators<1>& acc, const Shared<1
       acc.x[4 * j + 2 * e + 1] *= from.y;
       acc.y[4 * j + 2 * e] *= to.x;
       acc.y[4 * j + 2 * e + 1] *= to.y;
+    }
+  }
+}
+
+// do S^T of saved states to do S~^T.
+template <int kGroups>
+__device__ __forceinline__ void scale_saved(Accumulators<kGroups>& acc, const Shared<kGroups>& s,
+                                            const Problem& p) {
+  const Place at;
+  const float* enter = enter_factors(p, s.chunk, at.group) + 2 * at.t;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 from = *reinterpret_cast<const float2*>(enter + 8 * j);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      acc.x[4 * j + 2 * e] *= from.x;
+      acc.x[4 * j + 2 * e + 1] *= from.y;
     }
   }
 }

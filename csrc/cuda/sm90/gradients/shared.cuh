@@ -34,14 +34,19 @@ struct OwnOperands<false> {
 template <int kGroups>
 struct Shared {
   static constexpr int kChannels = kGroups * kTile;
-  // A block alone on its multiprocessor copies the states' next columns while it multiplies.
-  static constexpr int kBuffers = kGroups == 4 ? 2 : 1;
+  // A block alone on its multiprocessor copies the next values, and the states' columns of them,
+  // while it multiplies. These values take the place of q^, which is then copied once more.
+  static constexpr bool kAhead = kGroups == 4;
+  static constexpr int kBuffers = kAhead ? 2 : 1;
   struct States {
     unsigned char S[kGroups][kTileBytes], dS[kGroups][kTileBytes];  // [K][64 values]
   };
+  struct Values {
+    unsigned char d_o[kTileBytes], v[kTileBytes];  // [token][64 values]
+  };
   struct Operands {
     States states[kBuffers];
-    unsigned char d_o[kTileBytes], v[kTileBytes];  // [token][64 values]
+    Values values;
   };
   struct Sums {
     float gates[kParts][kChannels], dg[kParts][kChannels];  // of a part of the tokens
@@ -50,8 +55,10 @@ struct Shared {
     float inter[kParts][kChannels];
     float states[kChannels];  // rowsum(S dS')
   };
-  unsigned char q[kGroups][kTileBytes], k[kGroups][kTileBytes];  // q^ and k^, [token][K]
-  using Gradients = float[2][kGroups][kTile * kTile];            // x and y, [token][K]
+  // q^, the last two tiles of which the second values take, and k^, [token][K].
+  unsigned char q[kGroups][kTileBytes], k[kGroups][kTileBytes];
+  static constexpr int kKeptTiles = kAhead ? kGroups - 2 : kGroups;  // of q^
+  using Gradients = float[2][kGroups][kTile * kTile];                // x and y, [token][K]
   // Sums take the place of A, or where they would be larger, lie behind x and y.
   static constexpr bool kBehind = sizeof(Sums) > kTileBytes;
   struct GradientsAndSums {
@@ -72,6 +79,16 @@ struct Shared {
   OwnOperands<kReady<kGroups>> own;
   Chunk chunk;  // here and no longer in registers, which accumulators take
   Bases bases;
+
+  // Where 64 values from `first` on, and the states' columns of them, are.
+  __device__ __forceinline__ Values& values(int first) {
+    if constexpr (kAhead)
+      if (first / kTile % 2 != 0) return *reinterpret_cast<Values*>(q[kKeptTiles]);
+    return operands.values;
+  }
+  __device__ __forceinline__ States& states(int first) {
+    return operands.states[first / kTile % kBuffers];
+  }
 
   __device__ __forceinline__ Sums& sums() {
     if constexpr (kBehind)
