@@ -8,15 +8,15 @@
     python benchmarks/check_gpu.py --read gpu.json --markdown page.md   # measures nothing
 
 Parts: correctness (pytest -m cuda, which runs bf16 on both paths), speed (the path the plan
-chooses, the step path, and FLA with --fla), memory, steps (each step operator, and the kernels of
-a call), host (time of a call on the CPU), first-call, attention (causal, of the same model
-width), layer, training (steps of a language model), plot (time over T), generate (time to the first
-token, tokens/s and memory up to 100,000 tokens, beside a Transformer) and recurrent (decoding's
-operators). Whatever is timed is checked against fp64 or fp32 first, generation against a forward
-over all tokens. Nothing is timed where that, or pytest, fails, and nothing is
-printed where a comparison within a part does. A short table comes last; --out takes all numbers
-as JSON, and logs are written beside it. --markdown makes a page of them, with the plot beside it,
-as benchmarks/RESULTS_CUDA.md is one.
+chooses, the step path, and FLA with --fla), memory, states (saved by forward or computed again),
+steps (each step operator, and the kernels of a call), host (time of a call on the CPU), first-call,
+attention (causal, of the same model width), layer, training (steps of a language model), plot (time
+over T), generate (time to the first token, tokens/s and memory up to 100,000 tokens, beside a
+Transformer) and recurrent (decoding's operators). Whatever is timed is checked against fp64 or fp32
+first, generation against a forward over all tokens. Nothing is timed where that, or pytest, fails,
+and nothing is printed where a comparison within a part does. A short table comes last; --out takes
+all numbers as JSON, and logs are written beside it. --markdown makes a page of them, with the plot
+beside it, as benchmarks/RESULTS_CUDA.md is one.
 
 FLA compiles and tunes for 4 to 7 minutes for a head size (K, V), the head sizes side by side,
 unless TRITON_CACHE_DIR holds the result of an earlier run or of benchmarks/bench_fla.py.
@@ -41,6 +41,7 @@ import bench_generate
 import bench_length
 import bench_model
 import bench_recurrent
+import bench_states
 import cuda_page
 import cuda_summary
 import gate
@@ -48,13 +49,14 @@ import torch
 from timing import copy_bytes_per_s
 
 PARTS = (
-    *("correctness", "speed", "memory", "steps", "host", "first-call"),
+    *("correctness", "speed", "memory", "states", "steps", "host", "first-call"),
     *("attention", "layer", "training", "plot", "generate", "recurrent"),
 )
-OF_SHAPES = {"speed", "memory"}
+OF_SHAPES = {"speed", "memory", "states"}
 OF_THE_MAIN_SHAPE = {"steps", "host", "first-call"}
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 ROOT = Path(__file__).parents[1]
+STARTED = time.perf_counter()
 
 
 def environment() -> dict[str, str]:
@@ -155,6 +157,11 @@ def tune_fla(arguments, results: dict):
     results["environment"]["FLA"] += f", tuned before by {count} processes that shared the GPU"
 
 
+def say(part: str) -> None:
+    """On stderr, for who waits: what comes now, and after how many seconds."""
+    print(f"{time.perf_counter() - STARTED:6.0f} s  {part}", file=sys.stderr, flush=True)
+
+
 def measure(arguments, results: dict):
     """Every part that was asked for, into `results`."""
     only, functions = set(arguments.only), bench.implementations(arguments.fla)
@@ -162,35 +169,49 @@ def measure(arguments, results: dict):
     shapes = {name: bench.parse_shape(name) for name in arguments.shapes}
     for name, shape in shapes.items():
         row = results["shapes"].setdefault(name, {})
+        if only & OF_SHAPES:
+            say(name)
         for part, function in (("speed", bench.speed), ("memory", bench.peak_bytes)):
             if part in only:
                 row[part] = function(shape, functions)
                 torch.cuda.empty_cache()
+        if "states" in only:
+            row["states"] = bench_states.measure(shape)
+            torch.cuda.empty_cache()
     main = next(iter(shapes.values()))
     if "steps" in only:
+        say("steps")
         results["steps"] = bench.step_times(main)
         results["kernels"] = bench.kernel_times(main)
     if "host" in only:
+        say("host")
         results["host_us"] = bench.host_times(functions)
     if "first-call" in only:
+        say("first-call")
         results["first_call_s"] = bench.first_call_in_a_fresh_process()
     if "attention" in only:
+        say("attention")
         results["attention"] = bench_attention.measure(functions)
     if "plot" in only:
+        say("plot")
         results["lengths"] = {}
         for name, shape in bench_length.shapes().items():
             known = results["shapes"].get(name, {}).get("speed")
             results["lengths"][name] = known or bench.speed(shape, functions)
             torch.cuda.empty_cache()
     if "layer" in only:
+        say("layer")
         results["layer"] = bench_model.measure_layers(arguments.fla, arguments.compile)
     if "training" in only:
+        say("training")
         results["training"] = bench_model.measure_training(
             arguments.fla, arguments.compile, arguments.batch
         )
     if "recurrent" in only:
+        say("recurrent")
         results["recurrent"] = bench_recurrent.measure()
     if "generate" in only:
+        say("generate")
         results["generate"] = bench_generate.measure(arguments.fla, arguments.compile)
 
 
@@ -245,9 +266,11 @@ def main() -> int:
     timed = set(arguments.only) - {"correctness"}
     try:
         if timed and not wrong:
+            say("results against fp64")
             wrong += check(arguments)
         if timed and not wrong:
             if arguments.fla:
+                say("FLA's tuning")
                 tune_fla(arguments, results)
             measure(arguments, results)
     except gate.WrongResults as error:

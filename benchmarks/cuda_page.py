@@ -44,7 +44,7 @@ def page(results: dict, picture: str | None = None) -> str:
         f"- Command: `{environment['command']}`",
     ]
     parts = (
-        *(speed, memory, attention, layer, training),
+        *(speed, memory, saved_states, attention, layer, training),
         *(decoding_page.generation, decoding_page.recurrent),
         *(steps, kernels, host, first_call),
     )
@@ -114,6 +114,31 @@ def memory(results) -> list[str]:
             for name, x in rows.items()
         },
     )
+
+
+def saved_states(results) -> list[str]:
+    rows = {name: row["states"] for name, row in results["shapes"].items() if "states" in row}
+    return rows and table(
+        "Saved states",
+        "Forward + backward by the operators, ms: the states of every chunk computed again in "
+        "backward, as is the default, or saved by forward (`save_states`), and the MiB that then "
+        "wait for backward beside the inputs.",
+        ["recomputed", "saved", "saved / recomputed", "kept, MiB", "of the inputs"],
+        {
+            name: [
+                *(str(x["ms"][who]) for who in ("recomputed", "saved")),
+                f"{x['ms']['saved'].median / x['ms']['recomputed'].median:.2f}",
+                f"{x['kept_bytes'] / 2**20:.0f}",
+                f"{x['kept_bytes'] / input_bytes(name):.2f}",
+            ]
+            for name, x in rows.items()
+        },
+    )
+
+
+def input_bytes(name: str) -> int:
+    B, T, H, K, V = bench.parse_shape(name)
+    return 2 * B * T * H * (3 * K + V)
 
 
 def attention(results) -> list[str]:

@@ -35,7 +35,16 @@ RESULTS = {
     "environment": {"GPU": "some GPU", "command": "python check"},
     "wrong": [],
     "copy_bytes_per_s": 4.27e12,
-    "shapes": {SHAPE: {"speed": MODES, "memory": {"gla_ext": 2**20, "FLA": 3 * 2**20}}},
+    "shapes": {
+        SHAPE: {
+            "speed": MODES,
+            "memory": {"gla_ext": 2**20, "FLA": 3 * 2**20},
+            "states": {
+                "ms": {"recomputed": TIMINGS["steps"], "saved": TIMINGS["gla_ext"]},
+                "kept_bytes": 5 * 2**20,
+            },
+        }
+    },
     "steps": {"_output": TIMINGS["gla_ext"]},
     "kernels": [{"kernel": KERNEL, "launches": 2.0, "us": 12.34}],
     "host_us": {"forward": {"gla_ext": 31.0, "FLA": 300.0}},
@@ -71,6 +80,8 @@ def test_a_page_of_everything(tmp_path):
     assert f"| {SHAPE} | {times} | 0.110 | 18.18 |" in page
     assert f"| {SHAPE} | {times} | 0.299 | 6.70 |" in page
     assert f"| {SHAPE} | 1 |  | 3 |" in page
+    kept = f"| {SHAPE} | 4 (3.9 to 4.1) | 2 (1.9 to 2.1) | 0.50 | 5 | "
+    assert any(line.startswith(kept) for line in page)
     assert "| T 1024 | 2 (1.9 to 2.1) | 5 (4.9 to 5.1) | 5 (4.9 to 5.1) |" in page
     assert any("from T on: cuDNN below 1024, FlashAttention-2 below 1024." in x for x in page)
     assert f"| B 8, T 2048 | {times} |" in page
