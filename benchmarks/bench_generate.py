@@ -212,11 +212,13 @@ def measure_gla(results: dict, compiled: bool, sizes: Sizes, device: str) -> Non
     check_ours(bench_model.build_ours(checked(sizes).model, device).eval(), prompts)
     model = bench_model.build_ours(sizes.model, device).eval()
     results["parameters"]["gla_ext"] = sum(p.numel() for p in model.parameters())
+    few = dataclasses.replace(sizes, lengths=sizes.lengths[:1])
     for name in ("gla_ext", "gla_ext, compiled")[: 1 + compiled]:
         make = functools.partial(Ours, model, compiled=name != "gla_ext")
+        lengths = few if make.keywords["compiled"] else sizes
         results["rows"][name] = {
             "batches": measure_batches(make, sizes, device),
-            "lengths": measure_lengths(lambda _, make=make: make(1), sizes, device, True),
+            "lengths": measure_lengths(lambda _, make=make: make(1), lengths, device, True),
         }
 
 

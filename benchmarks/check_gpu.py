@@ -149,11 +149,20 @@ def check(arguments) -> list[str]:
     return wrong
 
 
+def at_heads(functions: dict, shape: tuple[int, ...], fla: list[str] | None) -> dict:
+    """Without FLA where it was asked for at other head sizes."""
+    *_, K, V = shape
+    without = fla and f"{K}x{V}" not in fla
+    return {name: f for name, f in functions.items() if name != "FLA" or not without}
+
+
 def tune_fla(arguments, results: dict):
     """FLA's tuning for the parts asked for, before anything is timed."""
     own = [bench.HOST_SHAPE] if "host" in arguments.only else []
     layer = bool({"layer", "training", "generate"} & set(arguments.only))
-    count = bench_fla.tune(checked_shapes(arguments) + own, layer, arguments.out.parent)
+    shapes = checked_shapes(arguments) + own
+    shapes = [shape for shape in shapes if at_heads({"FLA": None}, shape, arguments.fla)]
+    count = bench_fla.tune(shapes, layer, arguments.out.parent)
     results["environment"]["FLA"] += f", tuned before by {count} processes that shared the GPU"
 
 
@@ -164,7 +173,12 @@ def say(part: str) -> None:
 
 def measure(arguments, results: dict):
     """Every part that was asked for, into `results`."""
-    only, functions = set(arguments.only), bench.implementations(arguments.fla)
+    only, fla = set(arguments.only), arguments.fla is not None
+    functions = bench.implementations(fla)
+
+    def at(shape):
+        return at_heads(functions, shape, arguments.fla)
+
     results["copy_bytes_per_s"] = copy_bytes_per_s()
     shapes = {name: bench.parse_shape(name) for name in arguments.shapes}
     for name, shape in shapes.items():
@@ -173,7 +187,7 @@ def measure(arguments, results: dict):
             say(name)
         for part, function in (("speed", bench.speed), ("memory", bench.peak_bytes)):
             if part in only:
-                row[part] = function(shape, functions)
+                row[part] = function(shape, at(shape))
                 torch.cuda.empty_cache()
         if "states" in only:
             row["states"] = bench_states.measure(shape)
@@ -185,34 +199,33 @@ def measure(arguments, results: dict):
         results["kernels"] = bench.kernel_times(main)
     if "host" in only:
         say("host")
-        results["host_us"] = bench.host_times(functions)
+        results["host_us"] = bench.host_times(at(bench.HOST_SHAPE))
     if "first-call" in only:
         say("first-call")
         results["first_call_s"] = bench.first_call_in_a_fresh_process()
     if "attention" in only:
         say("attention")
-        results["attention"] = bench_attention.measure(functions)
+        results["attention"] = bench_attention.measure(at(bench_attention.shapes()[0]))
     if "plot" in only:
         say("plot")
         results["lengths"] = {}
         for name, shape in bench_length.shapes().items():
             known = results["shapes"].get(name, {}).get("speed")
-            results["lengths"][name] = known or bench.speed(shape, functions)
+            known = known or bench.speed(shape, at(shape))
+            results["lengths"][name] = known
             torch.cuda.empty_cache()
     if "layer" in only:
         say("layer")
-        results["layer"] = bench_model.measure_layers(arguments.fla, arguments.compile)
+        results["layer"] = bench_model.measure_layers(fla, arguments.compile)
     if "training" in only:
         say("training")
-        results["training"] = bench_model.measure_training(
-            arguments.fla, arguments.compile, arguments.batch
-        )
+        results["training"] = bench_model.measure_training(fla, arguments.compile, arguments.batch)
     if "recurrent" in only:
         say("recurrent")
         results["recurrent"] = bench_recurrent.measure()
     if "generate" in only:
         say("generate")
-        results["generate"] = bench_generate.measure(arguments.fla, arguments.compile)
+        results["generate"] = bench_generate.measure(fla, arguments.compile)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -224,7 +237,10 @@ def parse_arguments() -> argparse.Namespace:
         "--shapes", nargs="+", default=list(bench.SHAPES), metavar="BxTxHxKxV",
         help="shapes to time, the first also for --only steps; default: BASELINES",
     )  # fmt: skip
-    parser.add_argument("--fla", action="store_true", help="time FLA beside it")
+    parser.add_argument(
+        "--fla", nargs="*", metavar="KxV",
+        help="time FLA beside it, of the operator at these head sizes alone; default: at all",
+    )  # fmt: skip
     parser.add_argument(
         "--compile", action="store_true", help="layer, training and steps of generate also compiled"
     )
@@ -253,9 +269,9 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("check_gpu: no CUDA GPU here; nothing was checked", file=sys.stderr)
         return 2
-    if arguments.fla and not bench_fla.installed():
+    if arguments.fla is not None and not bench_fla.installed():
         print("FLA is not installed: its columns stay empty")
-        arguments.fla = False
+        arguments.fla = None
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     results = {"environment": environment(), "wrong": [], "shapes": {}}
     wrong = results["wrong"]
@@ -269,7 +285,7 @@ def main() -> int:
             say("results against fp64")
             wrong += check(arguments)
         if timed and not wrong:
-            if arguments.fla:
+            if arguments.fla is not None:
                 say("FLA's tuning")
                 tune_fla(arguments, results)
             measure(arguments, results)

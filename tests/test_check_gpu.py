@@ -126,6 +126,13 @@ def test_wrong_results_raise():
             gate.require_close({"o": wrong}, {"o": x}, 0.01, "layer")
 
 
+def test_fla_at_some_head_sizes_alone():
+    functions = {"gla_ext": 1, "FLA": 2}
+    assert check_gpu.at_heads(functions, (1, 64, 4, 128, 256), []) == functions
+    assert check_gpu.at_heads(functions, (1, 64, 4, 128, 256), ["128x256"]) == functions
+    assert check_gpu.at_heads(functions, (1, 64, 4, 64, 64), ["128x256"]) == {"gla_ext": 1}
+
+
 def test_floors():
     shape, rate = (2, 3, 5, 7, 11), 1e3
     forward = 2 * (3 * 7 + 2 * 11)
