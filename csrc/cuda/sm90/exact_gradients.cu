@@ -10,6 +10,7 @@
 #include "../device/launch.cuh"
 #include "../device/scores.cuh"
 #include "../device/scores_exact.cuh"
+#include "dependent_launch.cuh"
 #include "sm90.h"
 
 namespace gla_ext::cuda::sm90 {
@@ -27,6 +28,7 @@ struct IntraTiles {
 
 __global__ void __launch_bounds__(kThreads, 1) exact_scores_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_previous_kernel();
   __shared__ __align__(16) ExactScores s_scores;
   for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
     s_scores.make(p, chunk);
@@ -42,6 +44,7 @@ __global__ void __launch_bounds__(kThreads, 1) exact_scores_kernel(Problem p) {
 
 __global__ void __launch_bounds__(kThreads, 1) exact_intra_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_previous_kernel();
   __shared__ __align__(16) IntraTiles s_tiles;
   for_exact_chunks(p, blocks_of(p.K, kTile), [&](const Chunk& chunk, int block) {
     float acc[2][2][4];  // [token, token]
@@ -61,8 +64,10 @@ __global__ void __launch_bounds__(kThreads, 1) exact_intra_kernel(Problem p) {
 }  // namespace
 
 void exact_gradients(const Problem& p, cudaStream_t stream) {
-  launch(exact_scores_kernel, exact_grid(p, 1), kThreads, p, stream);
-  launch(exact_intra_kernel, exact_grid(p, blocks_of(p.K, kTile)), kThreads, p, stream);
+  const int64_t blocks = exact_grid(p, 1), parts = blocks_of(p.K, kTile);
+  if (blocks == 0) return;
+  launch_dependent(exact_scores_kernel, blocks, kThreads, 0, stream, p);
+  launch_dependent(exact_intra_kernel, blocks * parts, kThreads, 0, stream, p);
 }
 
 }  // namespace gla_ext::cuda::sm90

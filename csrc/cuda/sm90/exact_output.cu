@@ -8,6 +8,7 @@
 // is rounded once more.
 #include "../device/launch.cuh"
 #include "../device/scores_exact.cuh"
+#include "dependent_launch.cuh"
 #include "sm90.h"
 
 namespace gla_ext::cuda::sm90 {
@@ -23,6 +24,7 @@ union Shared {
 
 __global__ void __launch_bounds__(kThreads, 1) exact_output_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_previous_kernel();
   constexpr int kPitchX = ExactScores::kPitchX;
   __shared__ __align__(16) Shared s;
   for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
@@ -54,7 +56,8 @@ __global__ void __launch_bounds__(kThreads, 1) exact_output_kernel(Problem p) {
 }  // namespace
 
 void exact_output(const Problem& p, cudaStream_t stream) {
-  launch(exact_output_kernel, exact_grid(p, 1), kThreads, p, stream);
+  const int64_t blocks = exact_grid(p, 1);
+  if (blocks > 0) launch_dependent(exact_output_kernel, blocks, kThreads, 0, stream, p);
 }
 
 }  // namespace gla_ext::cuda::sm90

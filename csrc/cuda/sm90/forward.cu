@@ -18,6 +18,7 @@
 // A channel out of tier 1's range faces the state by q 2^b and k 2^(b_C - b), which are exact at
 // any gate; its chunk's A is left out, tiers says so, and exact_output.cu adds it.
 #include "../device/launch.cuh"
+#include "dependent_launch.cuh"
 #include "dynamic_shared.h"
 #include "forward/consume.cuh"
 #include "forward/produce.cuh"
@@ -29,6 +30,7 @@ namespace {
 template <int K, int kMembers>
 __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<SweepBlock<Unit<K, kMembers>>*>(s_bytes);
   const int v_blocks = blocks_of(p.V, s.units[0].kValues);
@@ -54,8 +56,7 @@ void launch_forward(const Problem& p, cudaStream_t stream) {
                          blocks_of(p.V, Unit<K, kMembers>::kValues);
   if (blocks == 0) return;
   shared.allow();
-  forward_kernel<K, kMembers>
-      <<<dim3(static_cast<unsigned>(blocks)), kBlockThreads, sizeof(Block), stream>>>(p);
+  launch_dependent(forward_kernel<K, kMembers>, blocks, kBlockThreads, sizeof(Block), stream, p);
 }
 
 }  // namespace

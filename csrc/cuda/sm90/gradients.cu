@@ -21,6 +21,7 @@
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V]
 // Accumulation, b and dg are fp32; 64 values at a time.
 #include "../device/launch.cuh"
+#include "dependent_launch.cuh"
 #include "dynamic_shared.h"
 #include "gradients/products.cuh"
 #include "gradients/results.cuh"
@@ -33,6 +34,7 @@ template <class Gate, int kGroups>
 __global__ void __launch_bounds__(kGroups* kGroupThreads, kBlocks<kGroups>)
     gradients_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   Shared<kGroups>& s = *reinterpret_cast<Shared<kGroups>*>(s_bytes);
   const Chunk chunk = find_chunk(p, blockIdx.x);
@@ -91,8 +93,8 @@ void launch_gradients(const Problem& p, cudaStream_t stream) {
   const int64_t blocks = chunk_heads(p);
   if (blocks == 0) return;
   shared.allow();
-  gradients_kernel<Gate, kGroups><<<dim3(static_cast<unsigned>(blocks)), kGroups * kGroupThreads,
-                                    sizeof(Shared<kGroups>), stream>>>(p);
+  launch_dependent(gradients_kernel<Gate, kGroups>, blocks, kGroups * kGroupThreads,
+                   sizeof(Shared<kGroups>), stream, p);
 }
 
 template <class Gate>

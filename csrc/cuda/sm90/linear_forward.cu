@@ -12,6 +12,7 @@
 // 64 values transposed, [V][K], 128 key channels a part. Accumulation is fp32. What chunks outside
 // tier 1 owe to their own A is left to exact_output.cu.
 #include "../device/launch.cuh"
+#include "dependent_launch.cuh"
 #include "dynamic_shared.h"
 #include "forward/output.cuh"
 #include "forward/state.cuh"
@@ -149,6 +150,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
 template <int kGroups, class BlockOfKernel>
 __global__ void __launch_bounds__(kLinearThreads, 1) linear_forward_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<BlockOfKernel*>(s_bytes);
   const int v_blocks = blocks_of(p.V, kValues);
@@ -172,8 +174,8 @@ void launch_linear_forward(const Problem& p, cudaStream_t stream) {
   const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, kValues);
   if (blocks == 0) return;
   shared.allow();
-  linear_forward_kernel<kGroups, BlockOfKernel>
-      <<<dim3(static_cast<unsigned>(blocks)), kLinearThreads, sizeof(BlockOfKernel), stream>>>(p);
+  launch_dependent(linear_forward_kernel<kGroups, BlockOfKernel>, blocks, kLinearThreads,
+                   sizeof(BlockOfKernel), stream, p);
 }
 
 template <int kGroups>

@@ -12,6 +12,7 @@
 //
 // A consumer holds 64 key channels. Accumulation is fp32.
 #include "../device/launch.cuh"
+#include "dependent_launch.cuh"
 #include "dynamic_shared.h"
 #include "linear_sweep.cuh"
 #include "sm90.h"
@@ -152,6 +153,7 @@ template <Store kStore>
 __global__ void __launch_bounds__(kLinearThreads, 1)
     linear_states_kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<Block*>(s_bytes);
   if (blockIdx.x < states)
@@ -169,9 +171,8 @@ void launch_linear_states(const Problem& p, bool states, bool state_grads, cudaS
   const int64_t blocks = sweep_blocks * (states + state_grads);
   if (blocks == 0) return;
   shared.allow();
-  linear_states_kernel<kStore>
-      <<<dim3(static_cast<unsigned>(blocks)), kLinearThreads, sizeof(Block), stream>>>(
-          p, states ? sweep_blocks : 0);
+  launch_dependent(linear_states_kernel<kStore>, blocks, kLinearThreads, sizeof(Block), stream, p,
+                   states ? sweep_blocks : 0);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 //
 // b and the accumulation of A are fp32.
 #include "../device/launch.cuh"
+#include "dependent_launch.cuh"
 #include "dynamic_shared.h"
 #include "operands.cuh"
 #include "products.cuh"
@@ -67,6 +68,7 @@ __device__ __forceinline__ bool gate_group(Shared& s, const Problem& p, const Ch
 template <class Gate>
 __global__ void __launch_bounds__(kThreadsOfBlock, 2) operands_kernel(Problem p, bool scores) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_previous_kernel();
   constexpr auto kSummed = Contiguous::kSummed;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(s_bytes);
@@ -121,9 +123,8 @@ void launch_operands(const Problem& p, cudaStream_t stream) {
   const int64_t blocks = chunk_heads(p);
   if (blocks == 0) return;
   shared.allow();
-  operands_kernel<Gate>
-      <<<dim3(static_cast<unsigned>(blocks)), kThreadsOfBlock, sizeof(Shared), stream>>>(
-          p, p.o.data != nullptr);
+  launch_dependent(operands_kernel<Gate>, blocks, kThreadsOfBlock, sizeof(Shared), stream, p,
+                   p.o.data != nullptr);
 }
 
 }  // namespace

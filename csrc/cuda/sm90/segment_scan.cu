@@ -10,6 +10,7 @@
 // All in fp32. A sequence of one segment has no states here.
 #include "../device/gates.cuh"
 #include "../device/launch.cuh"
+#include "dependent_launch.cuh"
 #include "segment.cuh"
 #include "sm90.h"
 
@@ -36,6 +37,7 @@ __device__ __forceinline__ float4 load_boundary(const Problem& p, const float* s
 }
 
 __global__ void __launch_bounds__(kThreads) segment_scan_kernel(Problem p, int64_t states) {
+  wait_for_previous_kernel();
   const int matrix = p.K * p.V, blocks = blocks_of(matrix, kThreads * kEach);
   const bool backwards = blockIdx.x >= states;
   const int64_t index = (blockIdx.x - (backwards ? states : 0)) / blocks;
@@ -69,8 +71,8 @@ void segment_scan(const Problem& p, cudaStream_t stream) {
   const int64_t blocks = p.grid.N * p.H * blocks_of(p.K * p.V, kThreads * kEach);
   const int scans = (p.segment_states != nullptr) + (p.segment_state_grads != nullptr);
   if (blocks * scans == 0) return;
-  segment_scan_kernel<<<dim3(static_cast<unsigned>(blocks * scans)), kThreads, 0, stream>>>(
-      p, p.segment_states != nullptr ? blocks : 0);
+  launch_dependent(segment_scan_kernel, blocks * scans, kThreads, 0, stream, p,
+                   p.segment_states != nullptr ? blocks : 0);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -14,6 +14,7 @@
 // The producers copy rows two chunks ahead and gate k or q in place, the key channels divided among
 // them; the consumers hold 64 values each. Accumulation is fp32.
 #include "../device/launch.cuh"
+#include "dependent_launch.cuh"
 #include "dynamic_shared.h"
 #include "sm90.h"
 #include "states/consume.cuh"
@@ -46,6 +47,7 @@ __device__ __forceinline__ void sweep(SweepBlock<Unit<kMembers>>& s, const Probl
 template <int kMembers, Store kStore>
 __global__ void __launch_bounds__(kBlockThreads, 1) states_kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<SweepBlock<Unit<kMembers>>*>(s_bytes);
   if (blockIdx.x < states)
@@ -64,9 +66,8 @@ void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t
   const int64_t blocks = sweep_blocks * (states + state_grads);
   if (blocks == 0) return;
   shared.allow();
-  states_kernel<kMembers, kStore>
-      <<<dim3(static_cast<unsigned>(blocks)), kBlockThreads, sizeof(Block), stream>>>(
-          p, states ? sweep_blocks : 0);
+  launch_dependent(states_kernel<kMembers, kStore>, blocks, kBlockThreads, sizeof(Block), stream, p,
+                   states ? sweep_blocks : 0);
 }
 
 template <Store kStore>

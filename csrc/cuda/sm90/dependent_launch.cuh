@@ -1,0 +1,36 @@
+// Programmatic dependent launch: a kernel's blocks take their places while the last ones of the
+// kernel before still work, and wait there until all of it is done.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace gla_ext::cuda::sm90 {
+
+// What a kernel that `launch_dependent` launches does first, in every block: a block that ended
+// without would let the kernel behind start before the one ahead is done.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+template <class... Parameters, class... Arguments>
+void launch_dependent(void (*kernel)(Parameters...), int64_t blocks, int threads,
+                      size_t shared_bytes, cudaStream_t stream, Arguments... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+
+}  // namespace gla_ext::cuda::sm90
