@@ -16,7 +16,7 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(256, width)
         self.position = nn.Parameter(0.02 * torch.randn(max_len, width))
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, layers)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

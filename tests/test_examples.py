@@ -129,8 +129,6 @@ def test_two_lines_make_a_transformer_a_gla_model():
     assert changes == [
         "+ from gla_ext import MultiheadGLA",
         "+         layer.self_attn = MultiheadGLA(width, heads, batch_first=True)",
-        "-         self.encoder = nn.TransformerEncoder(layer, layers)",
-        "+         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)",
     ]
 
 
