@@ -1,59 +1,76 @@
 """What `gla_ext.fla` puts in the place of the parts of FLA's layers that break a graph.
 
-Each replacement goes on to FLA's own code outside `torch.compile`; the norms do so on a GPU alone,
-since FLA's kernels do not run on a CPU. Parameters, and with them checkpoints, stay as they are.
+Each replacement goes on to FLA's own code outside `torch.compile`; all but the unpadding do so on a
+GPU alone, since FLA's kernels do not run on a CPU. Parameters, and with them checkpoints, stay as
+they are.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gla_ext import _fla_activations
+from gla_ext._fla_activations import needs_torch
 from gla_ext._padding import pack, packed_slots, unpack, valid_tokens
+from gla_ext.short_conv import causal_convolution
 
 
 def replace() -> list[tuple[Any, str, Any]]:
-    """Replaces the forward of FLA's norms, and the unpadding of `fla.layers.gla`.
+    """Replaces the forward of FLA's norms and short convolutions, and of `fla.layers.gla` the
+    unpadding and the activations that its layers are made with.
 
     Returns:
         What `put_back` takes: of every attribute, its owner, its name, and its value before.
     """
     modules = importlib.import_module("fla.modules")
-    gated, norm = modules.FusedRMSNormGated, modules.RMSNorm
     changes = [
-        (gated, "forward", _gated_norm_forward(gated.forward)),
-        (norm, "forward", _norm_forward(norm.forward)),
+        (owner, "forward", make(owner.forward))
+        for owner, make in (
+            (modules.FusedRMSNormGated, _gated_norm_forward),
+            (modules.RMSNorm, _norm_forward),
+            (modules.ShortConvolution, _convolution_forward),
+        )
     ]
-    try:
-        layers = importlib.import_module("fla.layers.gla")
-    except ModuleNotFoundError:  # fla-core alone has operators and norms, but no layers
-        layers = None
+    layers = _layers()
     if layers is not None:
         changes += [
             (layers, name, make(getattr(layers, name)))
             for name, make in _UNPADDING.items()
             if hasattr(layers, name)
         ]
+        changes.append((layers, "ACT2FN", _fla_activations.table(layers)))
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in changes]
     for owner, name, value in changes:
         setattr(owner, name, value)
     return before
 
 
+def replace_in_layers() -> None:
+    """Replaces the activations of the layers that are there already."""
+    if (layers := _layers()) is not None:
+        _fla_activations.replace(layers)
+
+
 def put_back(before: list[tuple[Any, str, Any]]) -> None:
-    """Undoes `replace`."""
+    """Undoes `replace` and `replace_in_layers`."""
     for owner, name, value in before:
         setattr(owner, name, value)
+    if (layers := _layers()) is not None:
+        _fla_activations.put_back(layers)
 
 
-def _needs_torch(x: Tensor) -> bool:
-    """Whether FLA's Triton kernels cannot serve, or would break a graph."""
-    return torch.compiler.is_compiling() or x.device.type == "cpu"
+def _layers() -> ModuleType | None:
+    try:
+        return importlib.import_module("fla.layers.gla")
+    except ModuleNotFoundError:  # fla-core alone has operators and norms, but no layers
+        return None
 
 
 def _gated_norm_forward(original: Callable) -> Callable:
@@ -67,7 +84,7 @@ def _gated_norm_forward(original: Callable) -> Callable:
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if residual is not None or prenorm or not _needs_torch(x):
+        if residual is not None or prenorm or not needs_torch(x):
             return original(self, x, g, residual, prenorm, residual_in_fp32)
         y = _normalized(self, _wide(x))
         g = _wide(g)
@@ -86,7 +103,7 @@ def _norm_forward(original: Callable) -> Callable:
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if self.bias is not None or not _needs_torch(x):
+        if self.bias is not None or not needs_torch(x):
             return original(self, x, residual, prenorm, residual_in_fp32)
         total = _wide(x) if residual is None else _wide(x) + _wide(residual)
         y = _normalized(self, total).to(x.dtype)
@@ -95,6 +112,38 @@ def _norm_forward(original: Callable) -> Callable:
         if residual is None:
             return y, total.to(torch.float32 if residual_in_fp32 else x.dtype)
         return y, total.to(residual.dtype)
+
+    return forward
+
+
+def _convolution_forward(original: Callable) -> Callable:
+    """`ShortConvolution.forward`, with the final state in a tensor of its own, never in `cache`."""
+
+    def forward(
+        self: nn.Module,
+        x: Tensor,
+        residual: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: Tensor | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+        chunk_indices: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        other = residual is not None or mask is not None or self.activation is None or kwargs
+        if other or not needs_torch(x):
+            return original(
+                self,
+                x,
+                residual,
+                mask,
+                cache,
+                output_final_state,
+                cu_seqlens,
+                chunk_indices,
+                **kwargs,
+            )
+        return causal_convolution(self, x, cache, bool(output_final_state), cu_seqlens)
 
     return forward
 

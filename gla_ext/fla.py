@@ -41,14 +41,15 @@ def accelerate_fla() -> None:
       argument) stay FLA's.
     - A call with what gla_ext does not support goes to FLA; each reason is warned of once.
     - Inside `torch.compile`, where FLA's kernels would break the graph, and on a CPU, where they do
-      not run, its `FusedRMSNormGated` and `RMSNorm` are plain torch operations, and so is, inside
-      `torch.compile`, the unpadding of `GatedLinearAttention`. With them it compiles whole, but for
-      its short convolutions and, with fuse_norm=False, its output gate. Elsewhere they stay FLA's.
+      not run, its `FusedRMSNormGated`, `RMSNorm` and `ShortConvolution` (with SiLU) are plain torch
+      operations, and so are the activations of `GatedLinearAttention`, of the layers that are there
+      and of those to come, and, inside `torch.compile`, its unpadding. With them it compiles whole.
+      Elsewhere they stay FLA's.
     - FLA's layers in mode 'fused_chunk' raise NotImplementedError as before: their call passes on
       neither `cu_seqlens` nor the layout of the state.
 
-    A second call takes in modules loaded since the first that kept FLA's functions. Safe to call
-    from any thread.
+    A second call takes in modules and layers loaded since the first that kept FLA's functions. Safe
+    to call from any thread.
 
     Raises:
         ImportError: FLA is not installed, or cannot be imported.
@@ -60,6 +61,7 @@ def accelerate_fla() -> None:
             _find_originals()
             _find_old_gpus()
             _layers_before = _fla_layers.replace()
+        _fla_layers.replace_in_layers()
         _swap({id(_originals[name]): function for name, function in _REPLACEMENTS.items()})
 
 

@@ -58,60 +58,75 @@ class ShortConvolution(nn.Conv1d):
         Raises:
             ValueError: for shapes that do not fit.
         """
-        (B, T, D), W = x.shape, self.kernel_size[0]
-        _check_offsets(cu_seqlens, B)
-        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return causal_convolution(self, x, cache, output_final_state, cu_seqlens, positions)
+
+
+def causal_convolution(
+    conv: nn.Conv1d,
+    x: Tensor,
+    cache: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`ShortConvolution.forward` with the kernel size, weight and bias of any such module."""
+    (B, T, D), W = x.shape, conv.kernel_size[0]
+    _check_offsets(cu_seqlens, B)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if cache is not None:
+        if tuple(cache.shape) != (N, D, W):
+            raise ValueError(
+                f"ShortConvolution: expected cache to have shape [N, D, W] = [{N}, {D}, {W}], "
+                f"got {list(cache.shape)}"
+            )
+        cache = cache.to(x.dtype)
+    if cu_seqlens is None:
+        before = x.new_zeros(B, W, D) if cache is None else cache.mT
+        inputs = torch.cat([before, x], 1)
+        y = _shifted_sum(conv.weight, inputs, T)
+        state = inputs.narrow(1, T, W).mT.contiguous() if output_final_state else None
+    else:
+        inputs = F.pad(x, (0, 0, W, 0))
+        if positions is None:
+            positions = token_positions(cu_seqlens, T)
+        y = _shifted_sum(conv.weight, inputs, T, positions)
         if cache is not None:
-            if tuple(cache.shape) != (N, D, W):
-                raise ValueError(
-                    f"ShortConvolution: expected cache to have shape [N, D, W] = [{N}, {D}, {W}], "
-                    f"got {list(cache.shape)}"
-                )
-            cache = cache.to(x.dtype)
-        if cu_seqlens is None:
-            before = x.new_zeros(B, W, D) if cache is None else cache.mT
-            inputs = torch.cat([before, x], 1)
-            y = self._shifted_sum(inputs, T)
-            state = inputs.narrow(1, T, W).mT.contiguous() if output_final_state else None
-        else:
-            inputs = F.pad(x, (0, 0, W, 0))
-            if positions is None:
-                positions = token_positions(cu_seqlens, T)
-            y = self._shifted_sum(inputs, T, positions)
-            if cache is not None:
-                y = y + self._from_cache(cache, cu_seqlens, T)
-            state = _packed_state(inputs[0], cache, cu_seqlens, W) if output_final_state else None
-        if self.bias is not None:
-            y = y + self.bias
-        return F.silu(y).to(x.dtype), state
+            y = y + _from_cache(conv.weight, cache, cu_seqlens, T)
+        state = _packed_state(inputs[0], cache, cu_seqlens, W) if output_final_state else None
+    if conv.bias is not None:
+        y = y + conv.bias
+    return F.silu(y).to(x.dtype), state
 
-    def _shifted_sum(self, inputs: Tensor, T: int, positions: Tensor | None = None) -> Tensor:
-        """The convolution before bias and SiLU, fp32 or fp64.
 
-        Args:
-            inputs: `[B, W + T, D]`, W inputs before the first token.
-            positions: `[T]`, of each token in its sequence: what lies further back is another's.
-        """
-        W = self.kernel_size[0]
-        weight = self.weight.to(torch.promote_types(inputs.dtype, torch.float32))
-        y = inputs.narrow(1, W, T) * weight[:, 0, W - 1]
-        for shift in range(1, W):
-            term = inputs.narrow(1, W - shift, T) * weight[:, 0, W - 1 - shift]
-            if positions is not None:
-                term = term.masked_fill((positions < shift).unsqueeze(-1), 0)
-            y = y + term
-        return y
+def _shifted_sum(weight: Tensor, inputs: Tensor, T: int, positions: Tensor | None = None) -> Tensor:
+    """The convolution before bias and SiLU, fp32 or fp64.
 
-    def _from_cache(self, cache: Tensor, cu_seqlens: Tensor, T: int) -> Tensor:
-        """What packed sequences' first W - 1 tokens get from the cache, `[T, D]`, 0 elsewhere."""
-        W = self.kernel_size[0]
-        terms = self._shifted_sum(F.pad(cache.mT, (0, 0, 0, W - 1)), W - 1)  # [N, W - 1, D]
-        step = torch.arange(W - 1, device=cu_seqlens.device)
-        start, length = cu_seqlens[:-1, None], cu_seqlens.diff()[:, None]
-        # Row 0 takes what a sequence is too short for. Each other row takes one term: no order.
-        rows = torch.where(step < length, start + step + 1, 0).clamp(0, T)
-        y = terms.new_zeros(T + 1, terms.shape[-1])
-        return y.index_add(0, rows.flatten(), terms.flatten(0, 1)).narrow(0, 1, T)
+    Args:
+        weight: `[D, 1, W]`.
+        inputs: `[B, W + T, D]`, W inputs before the first token.
+        positions: `[T]`, of each token in its sequence: what lies further back is another's.
+    """
+    W = weight.shape[-1]
+    weight = weight.to(torch.promote_types(inputs.dtype, torch.float32))
+    y = inputs.narrow(1, W, T) * weight[:, 0, W - 1]
+    for shift in range(1, W):
+        term = inputs.narrow(1, W - shift, T) * weight[:, 0, W - 1 - shift]
+        if positions is not None:
+            term = term.masked_fill((positions < shift).unsqueeze(-1), 0)
+        y = y + term
+    return y
+
+
+def _from_cache(weight: Tensor, cache: Tensor, cu_seqlens: Tensor, T: int) -> Tensor:
+    """What packed sequences' first W - 1 tokens get from the cache, `[T, D]`, 0 elsewhere."""
+    W = weight.shape[-1]
+    terms = _shifted_sum(weight, F.pad(cache.mT, (0, 0, 0, W - 1)), W - 1)  # [N, W - 1, D]
+    step = torch.arange(W - 1, device=cu_seqlens.device)
+    start, length = cu_seqlens[:-1, None], cu_seqlens.diff()[:, None]
+    # Row 0 takes what a sequence is too short for. Each other row takes one term: no order.
+    rows = torch.where(step < length, start + step + 1, 0).clamp(0, T)
+    y = terms.new_zeros(T + 1, terms.shape[-1])
+    return y.index_add(0, rows.flatten(), terms.flatten(0, 1)).narrow(0, 1, T)
 
 
 def convolve(

@@ -21,6 +21,48 @@ if not torch.cuda.is_available():  # conftest.py imports this before anything lo
 BOUND = {"cpu": 1e-5, "cuda": 5e-3}
 INTERPRETED_TRITON = "3.6."  # whose internals are known here
 
+# Of a layer of 4 heads, and every option of FLA's away from its default.
+LAYER_SIZES = {"hidden_size": 64, "num_heads": 4, "expand_k": 1.0, "expand_v": 2.0}
+LAYER_OPTIONS = {
+    "default": {},
+    "kv heads 2": {"num_kv_heads": 2},
+    "kv heads 1": {"num_kv_heads": 1},
+    "short conv": {"use_short_conv": True},
+    "short conv, bias, 3": {"use_short_conv": True, "conv_bias": True, "conv_size": 3},
+    "short conv of 1": {"use_short_conv": True, "conv_size": 1},
+    "feature_map relu": {"feature_map": "relu"},
+    "feature_map sigmoid": {"feature_map": "sigmoid"},
+    "feature_map logsigmoid": {"feature_map": "logsigmoid"},
+    "feature_map silu": {"feature_map": "silu"},
+    "feature_map swish": {"feature_map": "swish"},
+    "feature_map sqrelu": {"feature_map": "sqrelu"},
+    "feature_map gelu": {"feature_map": "gelu"},
+    "gate_fn silu": {"gate_fn": "silu"},
+    "gate_fn sigmoid": {"gate_fn": "sigmoid"},
+    "gate_fn logsigmoid": {"gate_fn": "logsigmoid"},
+    "gate_fn relu": {"gate_fn": "relu"},
+    "gate_fn sqrelu": {"gate_fn": "sqrelu"},
+    "gate_fn gelu": {"gate_fn": "gelu", "fuse_norm": False},
+    "fuse_norm": {"fuse_norm": False},
+    "no output gate": {"use_output_gate": False},
+    "no norm weight": {"elementwise_affine": False},
+    "no norm weight, unfused": {"elementwise_affine": False, "fuse_norm": False},
+    "norm_eps": {"norm_eps": 0.1},
+    "clamp_min": {"clamp_min": -0.02},
+    "gate_logit_normalizer": {"gate_logit_normalizer": 4},
+    "gate_low_rank_dim": {"gate_low_rank_dim": 5},
+    "expand": {"expand_k": 0.5, "expand_v": 1.0},
+    "fused_recurrent": {"mode": "fused_recurrent"},
+    "all": {
+        "num_kv_heads": 2,
+        "use_short_conv": True,
+        "conv_bias": True,
+        "feature_map": "silu",
+        "gate_fn": "sigmoid",
+        "clamp_min": -0.05,
+    },
+}
+
 
 @functools.cache
 def import_fla():
@@ -51,6 +93,13 @@ def operands(T=20, dtype=torch.float32, device="cpu"):
 
     x = make_inputs(2, T, 2, 16, 16, dtype=dtype, device=device)
     return x.q, x.k, x.v, x.g
+
+
+def make_layer(fla, name, device, **options):
+    """A small layer of FLA's, of that class."""
+    torch.manual_seed(0)
+    options = {"hidden_size": 32, "num_heads": 4, "layer_idx": 0} | options
+    return getattr(fla.layers, name)(**options).to(device)
 
 
 class _Driver:

@@ -1,5 +1,7 @@
 """`accelerate_fla`: what it replaces and puts back, and which calls go to FLA."""
 
+import copy
+import pickle
 import sys
 import threading
 import types
@@ -76,6 +78,24 @@ def test_replaces_and_puts_back(fla):
     finally:
         sys.modules.pop(user.__name__, None)
         sys.modules.pop("imported_later", None)
+
+
+def test_activations_of_layers_are_replaced_and_put_back(fla):
+    make, options = fla.layers.GatedLinearAttention, {"hidden_size": 32, "num_heads": 2}
+    options |= {"gate_fn": "sigmoid", "feature_map": "relu"}
+    before = make(**options)
+    flas, relu = before.gate_fn, before.feature_map_fn
+    own = make(**options)
+    own.gate_fn = torch.tanh
+    gla_ext.fla.accelerate_fla()
+    since, copied = make(**options), copy.deepcopy(before)
+    pickled = pickle.loads(pickle.dumps(before))
+    for layer in (before, since, copied, pickled):
+        assert layer.gate_fn != flas
+    gla_ext.fla.restore_fla()
+    for layer in (before, since, copied, pickled, make(**options)):
+        assert (layer.gate_fn, layer.feature_map_fn) == (flas, relu)
+    assert own.gate_fn is torch.tanh
 
 
 def test_a_second_call_takes_in_what_kept_flas_function(fla, calls):

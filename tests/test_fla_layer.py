@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from common import assert_close
-from fla_kernels import import_fla
+from fla_kernels import LAYER_OPTIONS, LAYER_SIZES, import_fla
 from source_tree import ROOT
 
 from gla_ext import GatedLinearAttention
@@ -26,47 +26,6 @@ LENGTHS = (40,) if INTERPRETED else (40, 130)
 BOUNDS = {40: 3e-5, 130: 3e-3}  # beyond 64 tokens FLA's products are tf32
 pytestmark = pytest.mark.slow if INTERPRETED else pytest.mark.cuda
 
-SIZES = {"hidden_size": 64, "num_heads": 4, "expand_k": 1.0, "expand_v": 2.0}
-OPTIONS = {
-    "default": {},
-    "kv heads 2": {"num_kv_heads": 2},
-    "kv heads 1": {"num_kv_heads": 1},
-    "short conv": {"use_short_conv": True},
-    "short conv, bias, 3": {"use_short_conv": True, "conv_bias": True, "conv_size": 3},
-    "short conv of 1": {"use_short_conv": True, "conv_size": 1},
-    "feature_map relu": {"feature_map": "relu"},
-    "feature_map sigmoid": {"feature_map": "sigmoid"},
-    "feature_map logsigmoid": {"feature_map": "logsigmoid"},
-    "feature_map silu": {"feature_map": "silu"},
-    "feature_map swish": {"feature_map": "swish"},
-    "feature_map sqrelu": {"feature_map": "sqrelu"},
-    "feature_map gelu": {"feature_map": "gelu"},
-    "gate_fn silu": {"gate_fn": "silu"},
-    "gate_fn sigmoid": {"gate_fn": "sigmoid"},
-    "gate_fn logsigmoid": {"gate_fn": "logsigmoid"},
-    "gate_fn relu": {"gate_fn": "relu"},
-    "gate_fn sqrelu": {"gate_fn": "sqrelu"},
-    "gate_fn gelu": {"gate_fn": "gelu", "fuse_norm": False},
-    "fuse_norm": {"fuse_norm": False},
-    "no output gate": {"use_output_gate": False},
-    "no norm weight": {"elementwise_affine": False},
-    "no norm weight, unfused": {"elementwise_affine": False, "fuse_norm": False},
-    "norm_eps": {"norm_eps": 0.1},
-    "clamp_min": {"clamp_min": -0.02},
-    "gate_logit_normalizer": {"gate_logit_normalizer": 4},
-    "gate_low_rank_dim": {"gate_low_rank_dim": 5},
-    "expand": {"expand_k": 0.5, "expand_v": 1.0},
-    "fused_recurrent": {"mode": "fused_recurrent"},
-    "all": {
-        "num_kv_heads": 2,
-        "use_short_conv": True,
-        "conv_bias": True,
-        "feature_map": "silu",
-        "gate_fn": "sigmoid",
-        "clamp_min": -0.05,
-    },
-}
-
 
 @pytest.fixture(autouse=True)
 def kernels():
@@ -77,7 +36,7 @@ def kernels():
 def make_pair(**options):
     """FLA's layer and ours with the same weights."""
     torch.manual_seed(0)
-    options = SIZES | options
+    options = LAYER_SIZES | options
     theirs = bench_fla.layer_class()(layer_idx=0, **options)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, mean=0.1, std=0.2)
@@ -108,13 +67,13 @@ def assert_same(pair, bound, x, caches=None, **arguments):
         assert_close(ours[name].double(), expected.double(), bound, name=name)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("options", LAYER_OPTIONS.values(), ids=LAYER_OPTIONS)
 def test_initial_weights(options):
     """From one seed both draw the same numbers under the same names."""
     weights = []
     for layer in (bench_fla.layer_class(), GatedLinearAttention):
         torch.manual_seed(5)
-        weights.append(layer(**(SIZES | options)).state_dict())
+        weights.append(layer(**(LAYER_SIZES | options)).state_dict())
     theirs, ours = weights
     assert [*ours] == [*theirs]
     for name, expected in theirs.items():
@@ -123,7 +82,7 @@ def test_initial_weights(options):
 
 
 @pytest.mark.parametrize("T", LENGTHS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("options", LAYER_OPTIONS.values(), ids=LAYER_OPTIONS)
 def test_outputs_and_gradients(options, T):
     assert_same(make_pair(**options), BOUNDS[T], make_x(2, T))
 
@@ -132,7 +91,7 @@ def test_outputs_and_gradients(options, T):
 @pytest.mark.parametrize("name", ["default", "short conv", "all"])
 def test_padding(name, T):
     mask = (torch.arange(T) >= torch.tensor([[7], [0], [T - 2]])).long().to(DEVICE)
-    assert_same(make_pair(**OPTIONS[name]), BOUNDS[T], make_x(3, T), attention_mask=mask)
+    assert_same(make_pair(**LAYER_OPTIONS[name]), BOUNDS[T], make_x(3, T), attention_mask=mask)
 
 
 @pytest.mark.parametrize("name", ["default", "short conv", "all"])
@@ -140,7 +99,7 @@ def test_padding(name, T):
 def test_packed(name, dtype):
     """With no tokens behind the last offset: what FLA returns for those is not defined."""
     offsets = torch.tensor([0, 1, 3, 20, 40], dtype=dtype, device=DEVICE)
-    assert_same(make_pair(**OPTIONS[name]), BOUNDS[40], make_x(1, 40), cu_seqlens=offsets)
+    assert_same(make_pair(**LAYER_OPTIONS[name]), BOUNDS[40], make_x(1, 40), cu_seqlens=offsets)
 
 
 def assert_same_caches(theirs, ours, bound):
@@ -152,7 +111,7 @@ def assert_same_caches(theirs, ours, bound):
 
 @pytest.mark.parametrize("name", ["default", "short conv", "short conv, bias, 3", "all"])
 def test_segments_with_gradients(name):
-    pair, caches = make_pair(**OPTIONS[name]), (GLACache(), GLACache())
+    pair, caches = make_pair(**LAYER_OPTIONS[name]), (GLACache(), GLACache())
     for index, T in enumerate((30, 2, 40)):
         assert_same(pair, BOUNDS[40], make_x(2, T, seed=index), caches)
         assert_same_caches(*caches, BOUNDS[40])
@@ -165,7 +124,10 @@ def test_segments_with_gradients(name):
 @pytest.mark.parametrize("swapped", [False, True])
 def test_decoding(name, swapped):
     """Also with the caches swapped after the prompt: each goes on from what the other left."""
-    pair, caches = [layer.eval() for layer in make_pair(**OPTIONS[name])], [GLACache(), GLACache()]
+    pair, caches = (
+        [layer.eval() for layer in make_pair(**LAYER_OPTIONS[name])],
+        [GLACache(), GLACache()],
+    )
     for index, T in enumerate((5, 1, 1, 1)):
         x = make_x(2, T, seed=index)
         theirs, ours = (
@@ -180,7 +142,7 @@ def test_decoding(name, swapped):
 
 @torch.no_grad()
 def test_packed_segments_go_on_from_the_cache():
-    pair, caches = make_pair(**OPTIONS["all"]), (GLACache(), GLACache())
+    pair, caches = make_pair(**LAYER_OPTIONS["all"]), (GLACache(), GLACache())
     for index, offsets in enumerate(([0, 4, 5, 30], [0, 1, 3, 40], [0, 2, 10, 11])):
         x = make_x(1, offsets[-1], seed=index)
         cu_seqlens = torch.tensor(offsets, device=DEVICE)

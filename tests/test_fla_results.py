@@ -3,8 +3,7 @@
 import pytest
 import torch
 from common import assert_close
-from fla_kernels import BOUND, operands
-from torch._dynamo.testing import CompileCounterWithBackend
+from fla_kernels import BOUND, LAYER_OPTIONS, make_layer, operands
 from torch.nn.functional import logsigmoid
 
 import gla_ext.fla
@@ -118,6 +117,67 @@ def test_norms_are_flas(kernels, device, name, made, called, dtype):
         assert_close(got, wanted, 1e-5 if dtype == torch.float32 else bf16)
 
 
+ACTIVATIONS = ["sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu"]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_flas(kernels, device, name):
+    make = kernels.layers.GatedLinearAttention
+    function = make(hidden_size=32, num_heads=2, feature_map=name).feature_map_fn
+    x = 3 * torch.randn(5, 24, generator=torch.Generator().manual_seed(1)).to(device)
+    with torch.compiler.set_stance("force_eager"):  # FLA compiles some of them
+        expected = gradients(lambda y: (function(y),), x)
+    gla_ext.fla.accelerate_fla()
+    replaced = make(hidden_size=32, num_heads=2, feature_map=name).feature_map_fn
+    assert replaced is not function
+
+    def run(y):
+        return (replaced(y),)
+
+    if device == "cuda":  # elsewhere FLA's kernel stays
+        torch._dynamo.reset()
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for got, wanted in zip(gradients(run, x), expected, strict=True):
+        assert_close(got, wanted, 1e-5)
+
+
+CONVOLUTIONS = {  # how a module is made, the offsets of packed sequences, from a cache
+    "batch": ({"bias": True}, None, False),
+    "no bias, 3": ({"kernel_size": 3}, None, False),
+    "one input": ({"kernel_size": 1}, None, False),
+    "on a cache": ({}, None, True),
+    "packed": ({"bias": True}, [0, 2, 9, 20], False),
+    "packed on a cache": ({}, [0, 2, 9, 20], True),
+    "no activation": ({"activation": None}, None, False),
+}
+
+
+@pytest.mark.parametrize(("made", "offsets", "cached"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_short_convolutions_are_flas(kernels, device, made, offsets, cached):
+    torch.manual_seed(0)
+    conv = kernels.modules.ShortConvolution(24, **{"kernel_size": 4} | made).to(device)
+    x = torch.randn(2 if offsets is None else 1, 20, 24).to(device)
+    where = {} if offsets is None else {"cu_seqlens": torch.tensor(offsets, device=device)}
+    N = len(x) if offsets is None else len(offsets) - 1
+    cache = torch.randn(N, 24, conv.kernel_size[0]).to(device) if cached else None
+    leaves = [x, *conv.parameters()]
+
+    def run(x, *values):
+        parameters = dict(zip(dict(conv.named_parameters()), values, strict=True))
+        given = {"cache": cache, "output_final_state": True, **where}
+        y, state = torch.func.functional_call(conv, parameters, (x,), given)
+        return y, state.detach()
+
+    expected = [*run(*leaves), *gradients(lambda *x: run(*x)[:1], *leaves)]
+    gla_ext.fla.accelerate_fla()
+    if device == "cuda" and "activation" not in made:  # elsewhere FLA's kernel stays
+        torch._dynamo.reset()
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    actual = [*run(*leaves), *gradients(lambda *x: run(*x)[:1], *leaves)]
+    for got, wanted in zip(actual, expected, strict=True):
+        assert_close(got, wanted, 1e-5)
+
+
 def check_layer(layer, x, mask, bound, calls):
     """Results of a layer before and after `accelerate_fla`."""
     parameters = dict(layer.named_parameters())
@@ -134,16 +194,16 @@ def check_layer(layer, x, mask, bound, calls):
         assert_close(got, wanted, bound, name=name)
 
 
-def make_layer(fla, name, device, **options):
-    torch.manual_seed(0)
-    layer = getattr(fla.layers, name)(hidden_size=32, num_heads=2, layer_idx=0, **options)
-    return layer.to(device)
-
-
 @pytest.mark.parametrize(
     ("T", "padded", "options"),
-    [(9, False, {}), (9, True, {"num_kv_heads": 1}), (66, True, {})],
-    ids=["recurrent", "recurrent, padded, grouped heads", "chunked, padded"],
+    [
+        (9, False, {}),
+        (9, True, {"num_kv_heads": 1}),
+        (66, True, {}),
+        (9, True, LAYER_OPTIONS["all"]),
+        (9, False, {"fuse_norm": False, "feature_map": "logsigmoid"}),
+    ],
+    ids=["recurrent", "padded, grouped heads", "chunked, padded", "all, padded", "not fused"],
 )
 def test_the_layer_returns_what_it_did(kernels, device, calls, T, padded, options):
     layer = make_layer(kernels, "GatedLinearAttention", device, **options)
@@ -160,26 +220,3 @@ def test_layers_of_other_models_return_what_they_did(fla, calls, name, padded, T
     layer = make_layer(fla, name, "cuda", **options)
     mask = (torch.arange(T) >= torch.tensor([[4], [0]])).long().cuda() if padded else None
     check_layer(layer, torch.randn(2, T, 32, device="cuda"), mask, 4 * BOUND["cuda"], calls)
-
-
-@pytest.mark.parametrize("options", [{}, {"use_output_gate": False}, {"num_kv_heads": 1}], ids=str)
-def test_the_layer_compiles_whole(fla, device, options):
-    torch._dynamo.reset()
-    layer = make_layer(fla, "GatedLinearAttention", device, **options)
-    gla_ext.fla.accelerate_fla()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    parameters = list(layer.parameters())
-    for T in (70, 90):
-        x = torch.randn(2, T, 32, device=device)
-        mask = (torch.arange(T) >= torch.tensor([[4], [0]])).long().to(device)
-        x[0, :4] = float("nan")  # padding reaches nothing
-        for arguments in ((x.nan_to_num(), None), (x, mask)):
-            results = []
-            for module in (layer, compiled):
-                o = module(*arguments)[0]
-                results.append([o, *torch.autograd.grad(o.square().sum(), parameters)])
-            for got, wanted in zip(*results, strict=True):
-                assert_close(got, wanted, BOUND[device])
-    assert counter.frame_count <= 4  # with and without a mask, at one length and at any
-    torch._dynamo.reset()
