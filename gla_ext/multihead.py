@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from gla_ext.layers import GatedLinearAttention
 
+_NO_WEIGHT = -1000.0  # programs write -1e4, -1e9 or the least number for -inf: a weight of 0 too
+
 
 class MultiheadGLA(nn.Module):
     """Causal self-attention by gated linear attention, for the place of `nn.MultiheadAttention`.
@@ -83,8 +85,8 @@ class MultiheadGLA(nn.Module):
             query: `[B, T, E]` if batch_first, else `[T, B, E]`; or `[T, E]`.
             key, value: the same tensor.
             key_padding_mask: `[B, T]` (`[T]` without a batch); bool, True at padding, or floating,
-                -inf at padding and 0 elsewhere. Padded tokens are skipped and return 0, without
-                bias. Default: None.
+                -inf or at most -1000 at padding and 0 elsewhere. Padded tokens are skipped and
+                return 0, without bias. Default: None.
             need_weights: False only.
             attn_mask: the causal mask, `[T, T]`, or None; as is_causal says what it is, it is not
                 looked at. Default: None.
@@ -161,4 +163,4 @@ def _kept_tokens(key_padding_mask: Tensor, x: Tensor, batched: bool) -> Tensor:
         raise ValueError(
             f"MultiheadGLA: expected key_padding_mask to be bool or floating, got {mask.dtype}"
         )
-    return mask != -torch.inf
+    return mask > _NO_WEIGHT

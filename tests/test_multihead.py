@@ -95,6 +95,15 @@ def test_padding_is_skipped(dtype):
     assert not gradient[mask].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_numbers_are_padding_too(dtype):
+    module, x = make(), make_x()
+    expected = attend(module, x, key_padding_mask=padding())
+    for value in (-1e4, -1e9, torch.finfo(dtype).min):
+        mask = torch.zeros(B, T, dtype=dtype).masked_fill(padding(), value)
+        assert torch.equal(attend(module, x, key_padding_mask=mask), expected)
+
+
 def test_padding_without_a_batch():
     module, x = make(), make_x()[2]
     out = attend(module, x, key_padding_mask=padding()[2])
@@ -140,7 +149,11 @@ def test_inside_an_encoder():
 
 def test_an_encoder_warns_that_it_does_not_nest():
     with pytest.warns(UserWarning, match="use_nested_tensor is False"):
-        nn.TransformerEncoder(encoder_layer(), 1)
+        encoder = nn.TransformerEncoder(encoder_layer(), 1)
+    x, options = make_x(), {"is_causal": True, "src_key_padding_mask": padding()}
+    expected = encoder(x, mask=causal_mask(), **options)
+    with torch.no_grad():
+        assert_close(encoder.eval()(x, mask=causal_mask(), **options), expected, 1e-12)
 
 
 def test_an_encoder_finds_the_causal_mask():
