@@ -1,12 +1,16 @@
-# make build | train | test | test-gpu | bench | ctest | archs | docs | lint | format | clean
+# make build | train | test | test-fla | test-gpu | bench | ctest | archs | docs | lint | format | clean
 #
 # test-gpu, after test, checks and times the CUDA kernels on this machine's GPU, in some minutes.
+# test-fla runs the tests beside FLA and transformers again, with the oldest of them that are supported.
 #
 # PYTHON=  interpreter for .venv; default: the first working one of 3.13, 3.12, 3.11
 # TORCH=   torch to build against, one pip requirement; changing PYTHON or TORCH rebuilds
+# FLA=, TRANSFORMERS=  versions for test-fla
 # TRAIN_ARGS=, PYTEST_ARGS=, BENCH_ARGS=, GPU_ARGS=  passed on
 PYTHON ?=
 TORCH ?= torch==2.11.0
+FLA ?= 0.5.2
+TRANSFORMERS ?= 4.55.4
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -17,11 +21,12 @@ pip := $(py) -m pip --disable-pip-version-check
 checksum = $(shell printf '%s' '$(1)' | cksum | cut -d ' ' -f 1)
 venv_stamp := .venv/.python-$(call checksum,$(PYTHON))
 deps_stamp := .venv/.deps-$(call checksum,$(PYTHON) $(TORCH))
+fla_stamp := .venv/fla/.done-$(call checksum,$(PYTHON) $(TORCH) $(FLA) $(TRANSFORMERS))
 docs_stamp := .venv/.docs-$(call checksum,$(PYTHON))
 built_stamp := .venv/.built-$(call checksum,$(PYTHON) $(TORCH))
 cpp_files := $(shell find csrc tests/cpp examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: build train test test-gpu bench ctest archs docs lint format clean
+.PHONY: build train test test-fla test-gpu bench ctest archs docs lint format clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -32,6 +37,9 @@ train: $(built_stamp)
 
 test: $(built_stamp)
 	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 $(PYTEST_ARGS)
+
+test-fla: $(fla_stamp)
+	@OMP_NUM_THREADS=1 .venv/fla/bin/python -m pytest -n 2 tests/test_fla*.py tests/test_hf*.py $(PYTEST_ARGS)
 
 test-gpu: $(built_stamp)
 	@$(py) benchmarks/check_gpu.py $(GPU_ARGS)
@@ -83,6 +91,16 @@ $(deps_stamp): $(venv_stamp) pyproject.toml
 		names = [*p["build-system"]["requires"], *itertools.chain(*extras.values())]; \
 		print(*(n for n in names if not n.startswith("gla_ext")), sep="\n")' > .venv/requirements.txt
 	@$(pip) install '$(TORCH)' -r .venv/requirements.txt
+	@touch $@
+
+# A second environment that sees the first, but for what is installed over it.
+$(fla_stamp): $(built_stamp)
+	@$(py) -m venv --clear .venv/fla
+	@$(py) -c 'import sysconfig; \
+		print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
+		> "$$(.venv/fla/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth"
+	@.venv/fla/bin/python -m pip --disable-pip-version-check install --quiet \
+		'transformers==$(TRANSFORMERS)' 'flash-linear-attention==$(FLA)' 'fla-core==$(FLA)'
 	@touch $@
 
 $(docs_stamp): $(venv_stamp) pyproject.toml
