@@ -103,6 +103,9 @@ def test_model_saved_by_gla_ext(hf, device, tmp_path, options):
         assert_close(ours(ids).logits, theirs(ids).logits, BOUND[device])
         assert torch.equal(ours(ids).logits, again(ids).logits)
     theirs.save_pretrained(tmp_path / "theirs")
+    back = hf.GLAForCausalLM.from_pretrained(tmp_path / "theirs").to(device).eval()
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, back(ids).logits)
     both = (json.loads((x / "config.json").read_text()) for x in (tmp_path, tmp_path / "theirs"))
     assert next(both) == next(both)
 
@@ -156,4 +159,26 @@ def test_an_accelerated_model_of_fla_is_the_same_model(device):
     finally:
         gla_ext.fla.restore_fla()
     assert torch.equal(again, generated)
+    assert_same_results(actual, expected, BOUND[device])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_short_conv": True, "feature_map": "silu", "num_kv_heads": 1, "fuse_norm": False}],
+    ids=str,
+)
+def test_layers_of_an_accelerated_model_of_fla_compile_whole(device, options):
+    require_kernels(device)
+    theirs = make_fla_model(device, num_hidden_layers=2, **options)
+    ids = make_ids(10, device)
+    mask = (torch.arange(10) >= torch.tensor([[4], [0]])).long().to(device)
+    expected = results(theirs, ids, attention_mask=mask)
+    gla_ext.fla.accelerate_fla()
+    try:
+        for layer in theirs.model.layers:
+            layer.attn.compile(fullgraph=True, backend="aot_eager")
+        actual = results(theirs, ids, attention_mask=mask)
+    finally:
+        gla_ext.fla.restore_fla()
+        torch._dynamo.reset()
     assert_same_results(actual, expected, BOUND[device])
