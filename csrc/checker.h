@@ -82,6 +82,13 @@ class Checker {
                         c10::SymIntArrayRef(expected), ", got ", t.sym_sizes());
   }
 
+  // k, v and gates may have fewer heads than q, each for as many of q's as another.
+  void divides_heads(const c10::SymInt& HK, const c10::SymInt& H) const {
+    const c10::SymBool divides = HK.sym_ge(1).sym_and((H % HK.max(1)).sym_eq(0));
+    TORCH_CHECK_VALUE(holds(divides.sym_or(HK.sym_eq(H))), op_,
+                      ": expected HK, the heads of k, to divide H = ", H, ", got ", HK);
+  }
+
   void at_least_one(const char* what, const char* name, const c10::SymInt& size) const {
     TORCH_CHECK_VALUE(holds(size.sym_ge(1)), op_, ": expected ", what, " of ", name,
                       " to be at least 1, got ", size);

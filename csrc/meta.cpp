@@ -19,6 +19,11 @@ at::Tensor fresh(const at::Tensor& like) {
   return empty(like.sym_sizes(), like, like.scalar_type());
 }
 
+// o, of q's heads.
+at::Tensor fresh_output(const Shape& s, const at::Tensor& v) {
+  return empty({s.B, s.T, s.H, s.V}, v, v.scalar_type());
+}
+
 // The gradient of a gate that may be absent.
 at::Tensor gate_grad(const OptionalTensor& g, const at::Tensor& q, const Shape& s) {
   return given(g) ? fresh(*g) : empty({0}, q, s.accumulate);
@@ -41,7 +46,7 @@ ForwardOutputs chunk_gla_fwd_meta(const at::Tensor& q, const at::Tensor& k, cons
                                   bool output_final_state, bool state_v_first, bool save_states,
                                   bool) {
   const Shape s = check_chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
-  return {fresh(v),
+  return {fresh_output(s, v),
           output_final_state ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate),
           save_states ? chunk_states_like(s, q, saved_states_dtype(q))
                       : empty({0}, q, saved_states_dtype(q))};
@@ -68,7 +73,7 @@ RecurrentForwardOutputs recurrent_gla_fwd_meta(
     const OptionalTensor& gv, const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
     std::optional<double>, bool output_final_state, bool, bool state_v_first) {
   const Shape s = check_recurrent_fwd(q, k, v, gk, gv, initial_state, cu_seqlens, state_v_first);
-  return {fresh(v),
+  return {fresh_output(s, v),
           output_final_state ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate)};
 }
 
@@ -93,17 +98,18 @@ at::Tensor recurrent_gla_step_meta(const at::Tensor& q, const at::Tensor& k, con
                                    const OptionalTensor& gk, const OptionalTensor& gv,
                                    at::Tensor& state, const OptionalTensor& slots,
                                    std::optional<double>, bool state_v_first) {
-  check_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv}, {state, slots, nullptr, state_v_first});
-  return fresh(v);
+  const Shape s = check_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
+                             {state, slots, nullptr, state_v_first});
+  return fresh_output(s, v);
 }
 
 at::Tensor recurrent_gla_verify_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                      const OptionalTensor& gk, const OptionalTensor& gv,
                                      const at::Tensor& state, const OptionalTensor& slots,
                                      std::optional<double>, bool state_v_first) {
-  check_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
-             {state, slots, nullptr, state_v_first});
-  return fresh(v);
+  const Shape s = check_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
+                             {state, slots, nullptr, state_v_first});
+  return fresh_output(s, v);
 }
 
 void recurrent_gla_commit_meta(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,

@@ -12,8 +12,10 @@ namespace gla_ext {
 // Gated linear attention (Yang et al., arXiv 2312.06635):
 // S_t = diag(exp g_t) S_{t-1} diag(exp gv_t) + k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 //
-//   q, k, g        [B, T, H, K], g = log of the decay, <= 0; absent: no decay
-//   v, gv          [B, T, H, V], gv = log of the decay of value channels; absent: no decay
+//   q              [B, T, H, K]
+//   k, g           [B, T, HK, K], g = log of the decay, <= 0; absent: no decay. HK is H or a
+//                  divisor: head h of q reads head h / (H / HK)
+//   v, gv          [B, T, HK, V], gv = log of the decay of value channels; absent: no decay
 //   scale          K^-0.5 unless given
 //   initial_state  [N, H, K, V] ([N, H, V, K] if state_v_first), fp32 (fp64 with fp64 inputs)
 //   cu_seqlens     [N + 1] int32 or int64: N sequences packed in one batch row; N = B without it
@@ -49,8 +51,8 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                               bool batch_invariant);
 
 // The recurrence itself, token by token, with a gate on value channels too and in reverse time if
-// asked for: S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_tᵀ. gk [B, T, H, K] and gv
-// [B, T, H, V] may be absent.
+// asked for: S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_tᵀ. gk [B, T, HK, K] and gv
+// [B, T, HK, V] may be absent.
 using RecurrentForwardOutputs = std::tuple<at::Tensor, at::Tensor>;  // o, final_state
 
 RecurrentForwardOutputs recurrent_gla_fwd(const at::Tensor& q, const at::Tensor& k,

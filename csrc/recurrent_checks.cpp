@@ -5,15 +5,15 @@
 namespace gla_ext {
 namespace {
 
+// Shape::H is q's, or without q that of k, HK.
 Shape check_tokens(const Checker& check, const RecurrentInputs& in) {
   struct Input {
     const char* name;
     const at::Tensor* t;
-    bool keys;  // [B, T, H, K], else [B, T, H, V]
   };
   const auto gate = [](const OptionalTensor* t) { return given(*t) ? &**t : nullptr; };
-  const std::array<Input, 3> inputs{{{"q", in.q, true}, {"k", in.k, true}, {"v", in.v, false}}};
-  const std::array<Input, 2> gates{{{"gk", gate(in.gk), true}, {"gv", gate(in.gv), false}}};
+  const std::array<Input, 3> inputs{{{"q", in.q}, {"k", in.k}, {"v", in.v}}};
+  const std::array<Input, 2> gates{{{"gk", gate(in.gk)}, {"gv", gate(in.gv)}}};
   const bool has_q = in.q != nullptr;
   const at::Tensor& first = has_q ? *in.q : *in.k;
   const auto for_each = [&](const auto& list, auto&& f) {
@@ -29,8 +29,9 @@ Shape check_tokens(const Checker& check, const RecurrentInputs& in) {
   for_each(inputs, [&](const Input& x) { check.like_first(x.name, *x.t, first.scalar_type()); });
   const bool fp64 = first.scalar_type() == at::kDouble;
   for_each(gates, [&](const Input& x) { check.gate_dtype(x.name, *x.t, fp64); });
-  check.rank(has_q ? "q" : "k", first, 4, "[B, T, H, K]");
-  check.rank("v", *in.v, 4, "[B, T, H, V]");
+  if (has_q) check.rank("q", *in.q, 4, "[B, T, H, K]");
+  check.rank("k", *in.k, 4, "[B, T, HK, K]");
+  check.rank("v", *in.v, 4, "[B, T, HK, V]");
   Shape shape{first.sym_size(0),
               first.sym_size(1),
               first.sym_size(2),
@@ -42,15 +43,13 @@ Shape check_tokens(const Checker& check, const RecurrentInputs& in) {
   shape.accumulate = fp64 ? at::kDouble : at::kFloat;
   check.at_least_one("the last dimension", has_q ? "q" : "k", shape.K);
   check.at_least_one("the last dimension", "v", shape.V);
-  const Sizes keys{shape.B, shape.T, shape.H, shape.K}, values{shape.B, shape.T, shape.H, shape.V};
-  const auto sizes = [&](const Input& x) {
-    if (x.keys)
-      check.shape(x.name, *x.t, "[B, T, H, K]", keys);
-    else
-      check.shape(x.name, *x.t, "[B, T, H, V]", values);
-  };
-  for_each(inputs, sizes);
-  for_each(gates, sizes);
+  const c10::SymInt HK = in.k->sym_size(2);
+  const Sizes keys{shape.B, shape.T, HK, shape.K}, values{shape.B, shape.T, HK, shape.V};
+  check.shape("k", *in.k, "[B, T, HK, K]", keys);
+  if (has_q) check.divides_heads(HK, shape.H);
+  check.shape("v", *in.v, "[B, T, HK, V]", values);
+  if (given(*in.gk)) check.shape("gk", **in.gk, "[B, T, HK, K]", keys);
+  if (given(*in.gv)) check.shape("gv", **in.gv, "[B, T, HK, V]", values);
   return shape;
 }
 
@@ -102,6 +101,10 @@ Shape check_pool(const RecurrentInputs& tokens, const PoolInputs& pool) {
   check.dtype("state", state, shape.accumulate, "");
   const char* dims = pool.state_v_first ? "[P, H, V, K]" : "[P, H, K, V]";
   check.rank("state", state, 4, dims);
+  if (tokens.q == nullptr) {
+    check.divides_heads(shape.H, state.sym_size(1));
+    shape.H = state.sym_size(1);
+  }
   shape.N = given(pool.slots) ? state.sym_size(0) : shape.B;  // without slots, row b's is b
   if (pool.state_v_first)
     check.shape("state", state, dims, {shape.N, shape.H, shape.V, shape.K});

@@ -12,8 +12,9 @@ constexpr std::array<const char*, 3> kPoolOperators{"recurrent_gla_step_", "recu
 // Tokens of a recurrent operator. Absent tensors are null.
 struct RecurrentInputs {
   const char* op;
-  const at::Tensor *q = nullptr, *k = nullptr, *v = nullptr;  // [B, T, H, K | V]
-  const OptionalTensor *gk = nullptr, *gv = nullptr;          // [B, T, H, K | V]
+  const at::Tensor* q = nullptr;                      // [B, T, H, K]
+  const at::Tensor *k = nullptr, *v = nullptr;        // [B, T, HK, K | V], HK a divisor of H
+  const OptionalTensor *gk = nullptr, *gv = nullptr;  // [B, T, HK, K | V]
 };
 
 Shape check_recurrent_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

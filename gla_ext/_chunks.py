@@ -47,6 +47,19 @@ def packable(function):
     return packed
 
 
+def for_every_head(H, *tensors):
+    """Each [B, T, HK, D] -> [B, T, H, D], or None: head h is number h // (H // HK)."""
+    return [
+        x if x is None or x.shape[2] == H else x.repeat_interleave(H // x.shape[2], 2)
+        for x in tensors
+    ]
+
+
+def sum_over_groups(x, HK):
+    """[B, T, H, D] -> [B, T, HK, D]: the sums over heads that `for_every_head` made of one."""
+    return x if x.shape[2] == HK else x.unflatten(2, (HK, -1)).sum(3)
+
+
 def to_chunks(x, hold=False, at_least=0):
     """[B, T, H, D] -> [B, H, NT, C, D], the last chunk filled with zeros or with x's last token."""
     B, T, H, D = x.shape

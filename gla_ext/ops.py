@@ -74,9 +74,11 @@ def chunk_gla(
 
     Args:
         q: queries, `[B, T, H, K]`; bfloat16, float16, float32, or float64 (CPU).
-        k: keys, `[B, T, H, K]`, dtype of q.
-        v: values, `[B, T, H, V]`, dtype of q.
-        g: natural logarithm of the decay of each key channel, `[B, T, H, K]`, at most 0 (above 0
+        k: keys, `[B, T, HK, K]`, dtype of q. HK is H or a divisor: head h of q reads head
+            `h // (H // HK)` of k, v, g and gv, where it lies. Backward makes their gradients for
+            every head of q, and sums them.
+        v: values, `[B, T, HK, V]`, dtype of q.
+        g: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, at most 0 (above 0
             results may overflow); -inf is a reset. bfloat16, float16 or float32, whatever the
             dtype of q, but float64 with float64 q. None: no decay.
         scale: factor of the scores. Default: `K ** -0.5`.
@@ -88,7 +90,7 @@ def chunk_gla(
             B = 1: first 0, non-decreasing, last at most T. Tokens after the last offset give zeros.
         cu_seqlens_cpu: the same offsets on the CPU; their contents are checked, in eager mode.
             Default: None.
-        gv: the same of each value channel, `[B, T, H, V]` (the paper's beta). Default: no decay.
+        gv: the same of each value channel, `[B, T, HK, V]` (the paper's beta). Default: no decay.
 
     Returns:
         o, `[B, T, H, V]` in v's dtype, and the final state in the layout and dtype of

@@ -49,12 +49,14 @@ def fused_recurrent_gla(
 
     Args:
         q: queries, `[B, T, H, K]`; bfloat16, float16, float32, or float64 (CPU).
-        k: keys, `[B, T, H, K]`, dtype of q.
-        v: values, `[B, T, H, V]`, dtype of q.
-        gk: natural logarithm of the decay of each key channel, `[B, T, H, K]`; -inf is a reset.
+        k: keys, `[B, T, HK, K]`, dtype of q. HK is H or a divisor: head h of q reads head
+            `h // (H // HK)` of k, v, gk and gv, where it lies. Backward makes their gradients for
+            every head of q, and sums them.
+        v: values, `[B, T, HK, V]`, dtype of q.
+        gk: natural logarithm of the decay of each key channel, `[B, T, HK, K]`; -inf is a reset.
             bfloat16, float16 or float32, whatever the dtype of q, but float64 with float64 q.
             Default: no decay.
-        gv: the same of each value channel, `[B, T, H, V]`. Default: no decay.
+        gv: the same of each value channel, `[B, T, HK, V]`. Default: no decay.
         scale: factor of the scores. Default: `K ** -0.5`.
         initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32 (float64 with
             float64 q). N is the number of sequences: B, or `len(cu_seqlens) - 1`. Default: zero.
@@ -116,10 +118,10 @@ def recurrent_gla_step_(
 
     Args:
         q: queries, `[B, T, H, K]`, mostly with T = 1; T tokens are T steps in one call.
-        k: keys, `[B, T, H, K]`, dtype of q.
-        v: values, `[B, T, H, V]`, dtype of q.
-        gk: natural logarithm of the decay of each key channel, `[B, T, H, K]`. Default: no decay.
-        gv: the same of each value channel, `[B, T, H, V]`. Default: no decay.
+        k: keys, `[B, T, HK, K]`, dtype of q; HK as in `fused_recurrent_gla`.
+        v: values, `[B, T, HK, V]`, dtype of q.
+        gk: natural logarithm of the decay of each key channel, `[B, T, HK, K]`. Default: no decay.
+        gv: the same of each value channel, `[B, T, HK, V]`. Default: no decay.
         state: the pool, `[P, H, K, V]`, or `[P, H, V, K]` if `state_v_first`; float32 (float64 with
             float64 q). Its last two dimensions are contiguous; P and H may have any stride with
             which no two matrices overlap.

@@ -14,6 +14,9 @@ Symbols: B batch, T tokens, H heads, K and V channels of keys and values, N sequ
 C = 64 tokens a chunk, c = 16 a sub-chunk. q, k, g are [B, T, H, K], v and o [B, T, H, V], states
 [N, H, K, V]. b sums the gates since the chunk's start, in log2 units, so that decays are 2^b.
 
+k, v and the gates may have HK heads, a divisor of H: head h of q reads number h // (H // HK). Here
+they are repeated first; gradients by hand are then summed, dv, dk and dg of `Backward`.
+
 Packed sequences have B = 1 and `cu_seqlens`, N + 1 offsets, and each stands alone. Sequence n owns
 ceil(len_n / C) chunks, one sequence after the other, of NT = T // C + N; what is left of them, and
 tokens after the last offset, are zero.
@@ -25,7 +28,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gla_ext._chunks import CHUNK, packable, split_diagonal, to_chunks, to_tokens
+from gla_ext._chunks import (
+    CHUNK,
+    for_every_head,
+    packable,
+    split_diagonal,
+    sum_over_groups,
+    to_chunks,
+    to_tokens,
+)
 
 LOG2E = math.log2(math.e)
 TIER1_RANGE = 112.0  # log2 units: 2^(b - r) and its inverse stay far inside fp32 around a mid r
@@ -89,6 +100,7 @@ def recurrence(
         q, k, v, g, gv = (x if x is None else x.flip(1) for x in (q, k, v, g, gv))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, T, H, K = q.shape
+    k, v, g, gv = for_every_head(H, k, v, g, gv)
     S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
     rows = (scale * q)[:, :, :, None, :].unbind(1)  # T of [B, H, 1, K]
     outer = zip(k[..., None].unbind(1), v[:, :, :, None, :].unbind(1), strict=True)
@@ -118,6 +130,7 @@ def parallel(
     Args: as `recurrence`. Returns o, [B, T, H, V]. Needs T * T * K memory a head.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    k, v, g = for_every_head(q.shape[2], k, v, g)
     q, k, v, g = (x.transpose(1, 2) for x in (q, k, v, g))  # [B, H, T, D]
     b = _log2_decay(g).cumsum(-2)
     A = scale * (q[..., :, None, :] * k[..., None, :, :] * _pair_decay(b)).sum(-1)
@@ -145,6 +158,7 @@ def chunked_forward(
             was given a rounded b can be compared with what is right for that b.
     """
     T, scale = q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
+    k, v, g = for_every_head(q.shape[2], k, v, g)
     b = gate_cumsum(to_chunks(g)) if b is None else to_chunks(b, hold=True)
     q, k, v = (to_chunks(x) for x in (q, k, v))
     S, final_state = chunk_states(k, v, b, initial_state)
@@ -175,6 +189,8 @@ def chunked_backward(
         dht: [N, H, K, V], gradient of the final state. Default: zeros.
     """
     T, scale = q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
+    HK = k.shape[2]
+    k, v, g = for_every_head(q.shape[2], k, v, g)
     g = to_chunks(g)
     b = gate_cumsum(g) if b is None else to_chunks(b, hold=True)
     do, q, k, v = (to_chunks(x) for x in (do, q, k, v))
@@ -186,8 +202,9 @@ def chunked_backward(
     intra = intra_grads(q, k, b, dA)
     dq, dk, dg = merge_grads(q, k, v, do, b, S, dS, *intra, scale)
     dg = dg.masked_fill(_is_reset(g), 0)
-    tokens = [to_tokens(x, T) for x in (dv, dA, *intra, dq, dk, dg)]
-    return Backward(dS.transpose(1, 2), dh0, *tokens)
+    dv, dA, *intra, dq, dk, dg = (to_tokens(x, T) for x in (dv, dA, *intra, dq, dk, dg))
+    dv, dk, dg = (sum_over_groups(x, HK) for x in (dv, dk, dg))
+    return Backward(dS.transpose(1, 2), dh0, dv, dA, *intra, dq, dk, dg)
 
 
 # The steps, on tensors cut in chunks, [B, H, NT, C, D]; x.mT transposes the last two dims. i >= j
@@ -296,6 +313,7 @@ def chunk_gla(
     Args: as `recurrence`.
     """
     T, scale = q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
+    k, v, g = for_every_head(q.shape[2], k, v, g)
     q, k, v, g = (to_chunks(x, at_least=1) for x in (q * scale, k, v, g))
     b = gate_cumsum(g)
     b_last = b[..., -1:, :]

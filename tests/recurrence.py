@@ -12,6 +12,7 @@ from gla_ext.selftest import tolerance
 
 GATINGS = ("none", "gk", "gv", "both")
 LEAVES = ("q", "k", "v", "gk", "gv", "initial_state")
+SHARED = ("k", "v", "gk", "gv")
 GRADIENTS = ("dq", "dk", "dv", "dgk", "dgv", "dh0")
 
 
@@ -47,6 +48,12 @@ class Recurrence:
         states = {name: x if x is None else x.mT.contiguous() for name, x in states.items()}
         return dataclasses.replace(self, **states)
 
+    def sharing(self, HK: int) -> "Recurrence":
+        """With HK heads of k, v and the gates."""
+        parts = {name: getattr(self, name) for name in SHARED}
+        parts = {name: x if x is None else x[:, :, :HK] for name, x in parts.items()}
+        return dataclasses.replace(self, **parts)
+
     def leaves(self) -> dict[str, Tensor | None]:
         return {name: getattr(self, name) for name in LEAVES}
 
@@ -77,10 +84,22 @@ def make_recurrence(
     return moved.map(lambda t: relayout(t, options.get("layout", "contiguous")))
 
 
-def results_of(function, x: Recurrence) -> dict[str, Tensor]:
-    """o, final_state and every gradient of `function(q, k, v, gk, gv, initial_state)`."""
+def repeated(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """k, v and the gates with a copy of their heads for every head of the states."""
+    H = tensors["q"].shape[2]
+    return {
+        name: t.repeat_interleave(H // t.shape[2], 2) if name in SHARED and t is not None else t
+        for name, t in tensors.items()
+    }
+
+
+def results_of(function, x: Recurrence, repeat: bool = False) -> dict[str, Tensor]:
+    """o, final_state and every gradient of `function(q, k, v, gk, gv, initial_state)`, or of the
+    function of `repeated` inputs.
+    """
     leaves = [t if t is None else t.detach().requires_grad_() for t in x.leaves().values()]
-    o, final_state = function(*leaves)
+    inputs = dict(zip(LEAVES, leaves, strict=True))
+    o, final_state = function(*(repeated(inputs) if repeat else inputs).values())
     outputs, upstream = [o], [x.do]
     if x.dht is not None:
         outputs, upstream = [o, final_state], [x.do, x.dht]
@@ -92,17 +111,17 @@ def results_of(function, x: Recurrence) -> dict[str, Tensor]:
     return {name: t.detach() for name, t in results.items()}
 
 
-def ours(x: Recurrence, **options) -> dict[str, Tensor]:
+def ours(x: Recurrence, repeat: bool = False, **options) -> dict[str, Tensor]:
     def function(q, k, v, gk, gv, initial_state):
         return fused_recurrent_gla(
             q, k, v, gk, gv, initial_state=initial_state, output_final_state=True,
             cu_seqlens=x.cu_seqlens, **options,
         )  # fmt: skip
 
-    return results_of(function, x)
+    return results_of(function, x, repeat)
 
 
-def chunked(x: Recurrence, **options) -> dict[str, Tensor]:
+def chunked(x: Recurrence, repeat: bool = False, **options) -> dict[str, Tensor]:
     """What `chunk_gla` makes of the inputs."""
 
     def function(q, k, v, gk, gv, initial_state):
@@ -111,7 +130,7 @@ def chunked(x: Recurrence, **options) -> dict[str, Tensor]:
             cu_seqlens=x.cu_seqlens, gv=gv, **options,
         )  # fmt: skip
 
-    return results_of(function, x)
+    return results_of(function, x, repeat)
 
 
 def exact(x: Recurrence, scale: float | None = None, reverse: bool = False) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ def raises(error, message):
     return pytest.raises(error, match="^" + re.escape(message) + "$")
 
 
-SHAPES = "chunk_gla: expected {} to have shape [B, T, H, {}] = {}, got {}"
+SHAPES = "chunk_gla: expected {} to have shape [B, T, HK, {}] = {}, got {}"
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_backward_operator_checks_its_inputs(x):
 
 
 def test_same_sentence_under_compile(x):
-    message = "chunk_gla: expected k to have shape [B, T, H, K] = [2, 64, 4, 8], got [2, 63, 4, 8]"
+    message = "chunk_gla: expected k to have shape [B, T, HK, K] = [2, 64, 4, 8], got [2, 63, 4, 8]"
     compiled = torch.compile(lambda q, k, v, g: chunk_gla(q, k, v, g)[0], fullgraph=True)
     with pytest.raises(Exception, match=re.escape(message)):
         compiled(x.q, x.k[:, 1:], x.v, x.g)

@@ -37,7 +37,7 @@ NAME = "fused_recurrent_gla: expected "
     "name, last, size", [("k", "K", 8), ("v", "V", 12), ("gk", "K", 8), ("gv", "V", 12)]
 )
 def test_shapes(x, name, last, size):
-    message = f"{name} to have shape [B, T, H, {last}] = [2, 6, 4, {size}], got [2, 5, 4, {size}]"
+    message = f"{name} to have shape [B, T, HK, {last}] = [2, 6, 4, {size}], got [2, 5, 4, {size}]"
     with raises(ValueError, NAME + message):
         call(x, **{name: getattr(x, name)[:, 1:]})
 

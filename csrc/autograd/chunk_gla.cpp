@@ -1,6 +1,5 @@
 // chunk_gla under autograd: forward and backward are the registered operators, nothing but the
 // inputs is saved, and the states where save_states asks for them.
-#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -46,8 +45,7 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &g = saved[3], &gv = saved[4],
                      &initial_state = saved[5];
-    const at::Tensor d_o =
-        grads[0].defined() ? grads[0] : at::zeros_symint(v.sym_sizes(), v.options());
+    const at::Tensor d_o = grads[0].defined() ? grads[0] : zero_output_grad(q, v);
     const at::Tensor dht = ctx->saved_data["output_final_state"].toBool() ? grads[1] : at::Tensor();
     auto [dq, dk, dv, dg, dgv, dh0] = chunk_gla_bwd(
         d_o, or_absent(dht), q, k, v, or_absent(g), or_absent(gv), or_absent(initial_state),

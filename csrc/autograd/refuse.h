@@ -1,5 +1,7 @@
-// What no Autograd kernel of gla_ext supports, refused in a sentence.
+// What no Autograd kernel of gla_ext supports, refused in a sentence, and what they share.
 #pragma once
+
+#include <ATen/ops/zeros.h>
 
 #include <initializer_list>
 
@@ -23,6 +25,12 @@ void refuse_unsupported(const char* op, std::initializer_list<Required> required
 inline at::Tensor or_undefined(const OptionalTensor& t) { return t.value_or(at::Tensor()); }
 inline OptionalTensor or_absent(const at::Tensor& t) {
   return t.defined() ? OptionalTensor(t) : std::nullopt;
+}
+
+// The gradient of o where none has come.
+inline at::Tensor zero_output_grad(const at::Tensor& q, const at::Tensor& v) {
+  return at::zeros_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)},
+                          v.options());
 }
 
 }  // namespace gla_ext

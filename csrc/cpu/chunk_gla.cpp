@@ -2,6 +2,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "../groups.h"
 #include "../ops.h"
 #include "plan.h"
 #include "problem.h"
@@ -92,7 +93,7 @@ BackwardOutputs chunk_gla_bwd_cpu(const at::Tensor& d_o, const OptionalTensor& d
       call.run(kernels<T>().state_grad_pass);
       call.run(kernels<T>().backward_chunk);
     }
-    return {dq, dk, dv, dg, dgv, dh0};
+    return with_shared_heads({dq, dk, dv, dg, dgv, dh0}, k.size(2));
   });
 }
 

@@ -11,11 +11,15 @@ constexpr int64_t kSubChunks = kChunk / kSubChunk;
 
 enum class DType : uint8_t { kBFloat16, kHalf, kFloat, kDouble };
 
-// One tensor [B, T, H, D] whose last dimension is contiguous; strides in elements.
+// One tensor [B, T, H, D] whose last dimension is contiguous; strides in elements. `group` heads of
+// the Problem share one of its heads: number h / group is head h's.
 struct Rows {
   void* data = nullptr;
   DType dtype = DType::kFloat;
   int64_t stride_b = 0, stride_t = 0, stride_h = 0;
+  int64_t group = 1;
+
+  int64_t head_offset(int64_t head) const { return (group == 1 ? head : head / group) * stride_h; }
 };
 
 // Sequence n: `length` tokens of batch row `row` from token `start`; its chunks follow each other
@@ -54,7 +58,7 @@ struct Problem {
   bool round_operands = false;
   bool state_v_first = false;  // layout of h0, ht, dht, dh0: [V, K] instead of [K, V]
 
-  Rows q, k, v, d_o;       // [B, T, H, K | V]
+  Rows q, k, v, d_o;       // [B, T, H, K | V]; k, v, g and gv may have HK heads
   Rows g;                  // natural-log gates [B, T, H, K], or absent and then b is read;
                            // without both nothing decays
   Rows b;                  // gate cumsum in chunks, log2 units [B, T, H, K]

@@ -73,7 +73,9 @@ template <typename T>
 void Call<T>::inputs(std::initializer_list<Input> tensors) {
   for (const auto& [rows, t] : tensors) {
     const bool contiguous_rows = t.size(3) == 1 || t.stride(3) == 1;
-    problem.*rows = rows_of(keep(contiguous_rows ? t : t.contiguous()));
+    Rows& filled = problem.*rows;
+    filled = rows_of(keep(contiguous_rows ? t : t.contiguous()));
+    if (t.size(2) > 0 && problem.H > 0) filled.group = problem.H / t.size(2);
   }
 }
 

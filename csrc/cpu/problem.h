@@ -27,7 +27,7 @@ class Call {
   int64_t B, tokens, N, chunks;
   bool packed;
 
-  // [B, T, H, D] inputs, each with the field it fills.
+  // [B, T, H, D] inputs, or with a divisor of H as their heads, each with the field it fills.
   struct Input {
     Rows Problem<T>::* rows;
     const at::Tensor& tensor;

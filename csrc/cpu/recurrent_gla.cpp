@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "../groups.h"
 #include "../ops.h"
 #include "../recurrent_checks.h"
 #include "problem.h"
@@ -65,7 +66,7 @@ BackwardOutputs recurrent_gla_bwd_cpu(const at::Tensor& d_o, const OptionalTenso
         at::Tensor dh0 = given(initial_state) ? call.output_state(&P::dh0, q)
                                               : not_asked_for(q, shape.accumulate);
         call.run(kernels<T>().recurrent_backward, call.sequence_runs(), /*backward=*/true);
-        return {dq, dk, dv, dgk, dgv, dh0};
+        return with_shared_heads({dq, dk, dv, dgk, dgv, dh0}, k.size(2));
       });
 }
 

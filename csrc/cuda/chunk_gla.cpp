@@ -1,6 +1,7 @@
 // chunk_gla on CUDA: check, plan, allocate, launch.
 #include <torch/library.h>
 
+#include "../groups.h"
 #include "../ops.h"
 #include "problem.h"
 #include "sm90/sm90.h"
@@ -153,7 +154,8 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
   const Plan plan = call.plan(/*backward=*/true, saved, batch_invariant);
   call.allocate(plan);  // replaces those not fp32
   run_backward(call, plan, saved);
-  return {narrowed(dq, wide), narrowed(dk, wide), narrowed(dv, wide), dg, dgv, dh0};
+  return with_shared_heads(
+      {narrowed(dq, wide), narrowed(dk, wide), narrowed(dv, wide), dg, dgv, dh0}, k.size(2));
 }
 
 }  // namespace

@@ -24,10 +24,12 @@ constexpr int64_t operand_bytes(int64_t K) {
 enum class DType : uint8_t { kBFloat16, kHalf, kFloat };
 
 // One tensor [B, T, H, D] whose last dimension is contiguous; strides in elements, in a Problem
-// stride_t below 2^31 / kChunk.
+// stride_t below 2^31 / kChunk. Where `group` heads of the Problem share one of its heads, number
+// h / group is head h's: a division once a chunk, by the reciprocal.
 struct Rows {
   void* data = nullptr;
   int64_t stride_b = 0, stride_t = 0, stride_h = 0;
+  uint64_t group_reciprocal = uint64_t{1} << 32;  // ceil(2^32 / group)
   DType dtype = DType::kFloat;
   bool aligned = false;  // every row starts at a multiple of 16 bytes
 };
@@ -73,7 +75,7 @@ struct Problem {
   bool tf32 = false;            // fp32 inputs: products in tf32, as torch's switch allows
   bool state_v_first = false;   // layout of h0, ht, dht, dh0: [V, K] instead of [K, V]
 
-  Rows q, k, v, d_o;  // [B, T, H, K | V]
+  Rows q, k, v, d_o;  // [B, T, H, K | V]; k, v and g may have HK heads
   Rows g;             // natural-log gates [B, T, H, K], or absent and then b alone is read
   Rows b;             // gate cumsum in chunks, log2 units [B, T, H, K] fp32; without gates one row
                       // of zeros, its strides 0

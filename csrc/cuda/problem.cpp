@@ -102,6 +102,7 @@ const at::Tensor& Call::packed_elements(const at::Tensor& t) {
 void Call::input(Rows& rows, const at::Tensor& t) {
   const bool addressable = t.stride(1) < kMaxTokenStride;
   rows = rows_of(has_contiguous_rows(t) && addressable ? t : keep(t.contiguous()));
+  share_heads(op_, rows, t.size(2), problem.H);
 }
 
 void Call::input(Rows& rows, const at::Tensor& t, at::ScalarType dtype) {

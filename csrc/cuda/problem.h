@@ -26,7 +26,7 @@ class Call {
   Problem values;  // with gates on values: the chunk seen from them, see launch.h
   bool key_gated = false, value_gated = false;
 
-  // [B, T, H, D] of any strides.
+  // [B, T, H, D] of any strides, or with a divisor of H as its heads.
   void input(Rows& rows, const at::Tensor& t);
   void input(Rows& rows, const at::Tensor& t, at::ScalarType dtype);
   // The gates that are there; v, and do for backward, are in `problem` already.

@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "../groups.h"
 #include "../ops.h"
 #include "../recurrent_checks.h"
 #include "plan.h"
@@ -24,7 +25,8 @@ class RecurrentCall {
                 std::optional<double> scale)
       : guard_(like.device()),
         stream_(c10::cuda::getCurrentCUDAStream(like.device().index())),
-        options_(like.options()) {
+        options_(like.options()),
+        op_(op) {
     check_supported(op, shape, like.device());
     p.B = shape.B.expect_int();
     p.T = shape.T.expect_int();
@@ -40,6 +42,7 @@ class RecurrentCall {
 
   void input(Rows& rows, const at::Tensor& t) {
     rows = rows_of(has_contiguous_rows(t) ? t : kept_.emplace_back(t.contiguous()));
+    share_heads(op_, rows, t.size(2), p.H);
   }
   void input(Rows& rows, const OptionalTensor& t) {
     if (given(t)) input(rows, *t);
@@ -122,6 +125,7 @@ class RecurrentCall {
   c10::cuda::CUDAGuard guard_;
   c10::cuda::CUDAStream stream_;
   at::TensorOptions options_;
+  const char* op_;
   std::vector<at::Tensor> kept_;
 };
 
@@ -177,7 +181,7 @@ BackwardOutputs recurrent_gla_bwd_cuda(
   at::Tensor dh0 = given(initial_state) ? call.output_states(p.dh0) : call.not_asked_for();
   call.use_sequence_states();
   call.backward();
-  return {dq, dk, dv, dgk, dgv, dh0};
+  return with_shared_heads({dq, dk, dv, dgk, dgv, dh0}, k.size(2));
 }
 
 // Runs the tokens on the pool; the states after them are written where `write` says so. q is null,

@@ -30,7 +30,12 @@ bool starts_aligned(const void* data) {
 Rows rows_of(void* data, DType dtype, at::IntArrayRef sizes, at::IntArrayRef strides) {
   // Of a dimension of size 1 any stride may come; none is ever taken.
   const auto stride = [&](int dim) { return sizes[dim] == 1 ? 0 : strides[dim]; };
-  Rows rows{data, stride(0), stride(1), stride(2), dtype, starts_aligned(data)};
+  Rows rows{.data = data,
+            .stride_b = stride(0),
+            .stride_t = stride(1),
+            .stride_h = stride(2),
+            .dtype = dtype,
+            .aligned = starts_aligned(data)};
   for (int dim = 0; dim < 3; ++dim) rows.aligned &= stride(dim) * bytes_of(dtype) % kLoadBytes == 0;
   return rows;
 }
@@ -41,6 +46,15 @@ Rows rows_of(const at::Tensor& t) {
 }
 
 bool has_contiguous_rows(const at::Tensor& t) { return t.size(3) == 1 || t.stride(3) == 1; }
+
+void share_heads(const char* op, Rows& rows, int64_t heads, int64_t H) {
+  if (heads <= 1 || heads >= H) return;  // one head's stride is 0
+  constexpr int64_t kOne = int64_t{1} << 32;
+  const int64_t group = H / heads;
+  TORCH_CHECK_NOT_IMPLEMENTED(H <= kOne / group, op, ": expected H * (H / HK) to be at most ", kOne,
+                              " on CUDA, got H = ", H, " and HK = ", heads);
+  rows.group_reciprocal = static_cast<uint64_t>((kOne + group - 1) / group);
+}
 
 void check_supported(const char* op, const Shape& shape, at::Device device) {
   TORCH_CHECK_NOT_IMPLEMENTED(shape.accumulate != at::kDouble, op,

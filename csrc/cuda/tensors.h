@@ -20,6 +20,9 @@ Rows rows_of(void* data, DType dtype, at::IntArrayRef sizes, at::IntArrayRef str
 Rows rows_of(const at::Tensor& t);
 bool has_contiguous_rows(const at::Tensor& t);
 
+// Lets H heads read those of `rows`, `heads` in number, a divisor of H.
+void share_heads(const char* op, Rows& rows, int64_t heads, int64_t H);
+
 // No fp64, K and V up to kMaxHeadDim, a GPU that the kernels are built for.
 void check_supported(const char* op, const Shape& shape, at::Device device);
 

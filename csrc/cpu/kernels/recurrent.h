@@ -61,7 +61,7 @@ int64_t recurrent_workspace(int64_t K, int64_t V, int64_t tokens, bool backward)
 template <typename T>
 inline int64_t row_offset(const Problem<T>& p, const Rows& rows, const Run<T>& run, int64_t t) {
   const int64_t token = run.start + (p.reverse ? run.length - 1 - t : t);
-  return run.row * rows.stride_b + token * rows.stride_t + run.head * rows.stride_h;
+  return run.row * rows.stride_b + token * rows.stride_t + rows.head_offset(run.head);
 }
 
 // dst[padded(D)] <- a token's row, zeros behind it; zeros alone if the tensor is absent.

@@ -113,7 +113,7 @@ inline void convert_row_back(void* dst, DType dtype, int64_t offset, const T* sr
 // dst[L, ld] <- rows of one chunk; the D..ld columns become zero.
 template <typename T>
 inline void load_rows(T* dst, int64_t ld, const Rows& rows, const Chunk& chunk, int64_t D) {
-  const int64_t base = chunk.row * rows.stride_b + chunk.head * rows.stride_h;
+  const int64_t base = chunk.row * rows.stride_b + rows.head_offset(chunk.head);
   for (int64_t i = 0; i < chunk.length; ++i) {
     convert_row(dst + i * ld, rows.data, rows.dtype, base + (chunk.start + i) * rows.stride_t, D);
     std::memset(dst + i * ld + D, 0, (ld - D) * sizeof(T));
@@ -122,7 +122,7 @@ inline void load_rows(T* dst, int64_t ld, const Rows& rows, const Chunk& chunk, 
 
 template <typename T>
 inline void store_rows(const Rows& rows, const Chunk& chunk, int64_t D, const T* src, int64_t ld) {
-  const int64_t base = chunk.row * rows.stride_b + chunk.head * rows.stride_h;
+  const int64_t base = chunk.row * rows.stride_b + rows.head_offset(chunk.head);
   for (int64_t i = 0; i < chunk.length; ++i)
     convert_row_back(rows.data, rows.dtype, base + (chunk.start + i) * rows.stride_t, src + i * ld,
                      D);

@@ -44,13 +44,25 @@ __device__ __forceinline__ Sequence find_sequence(const Problem& p, int64_t n) {
   return {0, p.grid.T, n * p.grid.chunks, n * p.grid.segments, n * p.grid.segments};
 }
 
+// Elements from a tensor's first head to the one that is `head`'s.
+__device__ __forceinline__ int64_t head_offset(const Rows& r, int32_t head) {
+  return static_cast<int64_t>(static_cast<uint32_t>(head) * r.group_reciprocal >> 32) * r.stride_h;
+}
+
 template <class T>
 __device__ __forceinline__ T* rows_at(const Rows& r, int64_t row, int64_t token, int32_t head) {
-  return static_cast<T*>(r.data) + row * r.stride_b + token * r.stride_t + head * r.stride_h;
+  return static_cast<T*>(r.data) + row * r.stride_b + token * r.stride_t + head_offset(r, head);
 }
 template <class T>
 __device__ __forceinline__ T* rows_at(const Rows& r, const Chunk& chunk) {
   return rows_at<T>(r, chunk.row, chunk.start, chunk.head);
+}
+
+// The same where no heads are shared: less to compute, for code that does so again and again.
+template <class T>
+__device__ __forceinline__ T* own_rows_at(const Rows& r, const Chunk& chunk) {
+  return static_cast<T*>(r.data) + chunk.row * r.stride_b + chunk.start * r.stride_t +
+         chunk.head * r.stride_h;
 }
 
 // Elements from a chunk's first token to another of its tokens; the host copies tensors whose
@@ -61,7 +73,7 @@ __device__ __forceinline__ int32_t token_offset(const Rows& r, int32_t token) {
 
 // Elements of [.., row, column] from the first of a chunk, for tensors of any dtype.
 __device__ __forceinline__ int64_t offset_at(const Rows& r, const Chunk& chunk) {
-  return chunk.row * r.stride_b + chunk.start * r.stride_t + chunk.head * r.stride_h;
+  return chunk.row * r.stride_b + chunk.start * r.stride_t + head_offset(r, chunk.head);
 }
 
 // Zeros in the chunk's rows of an output, from column `first` to `end`.

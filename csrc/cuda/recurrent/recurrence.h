@@ -25,7 +25,7 @@ struct Recurrence {
   bool state_v_first = false;  // [V, K] instead of [K, V]
   bool state_aligned = false;  // every row of a state's matrix starts at a multiple of 16 bytes
 
-  Rows q, k, v, gk, gv;  // [B, T, H, K | V]
+  Rows q, k, v, gk, gv;  // [B, T, H, K | V]; all but q may have HK heads
   Rows o;                // [B, T, H, V]
   Indices cu_seqlens;    // [N + 1], packed only
 

@@ -53,7 +53,7 @@ __device__ __forceinline__ Run find_run(const Recurrence& p, int64_t index) {
 __device__ __forceinline__ int64_t row_offset(const Recurrence& p, const Rows& r, const Run& run,
                                               int64_t t) {
   const int64_t token = run.start + (p.reverse ? run.length - 1 - t : t);
-  return run.row * r.stride_b + token * r.stride_t + run.head * r.stride_h;
+  return run.row * r.stride_b + token * r.stride_t + head_offset(r, run.head);
 }
 
 // exp of a gate, exactly 0 for a reset; NaN stays NaN.

@@ -44,7 +44,7 @@ __device__ __forceinline__ void clear_rows(const Rows& r, const Chunk& chunk, in
   for (int row = mover.row; row < chunk.length; row += Mover<kGroups>::kStep)
 #pragma unroll 1
     for (int column = mover.column; column < columns; column += kTile)
-      store8(rows_at<T>(r, chunk) + token_offset(r, row) + column, Eight<T>{});
+      store8(own_rows_at<T>(r, chunk) + token_offset(r, row) + column, Eight<T>{});
 }
 
 // 64 values of do and v, from `first` on.

@@ -11,9 +11,9 @@ template <int kGroups>
 __device__ __forceinline__ void start_values(Shared<kGroups>& s, const Problem& p,
                                              const Chunk& chunk) {
   const int64_t state = chunk.state * p.K * p.V;
-  const Bases bases{rows_at<const bf16>(p.d_o, chunk), rows_at<const bf16>(p.v, chunk),
+  const Bases bases{own_rows_at<const bf16>(p.d_o, chunk), rows_at<const bf16>(p.v, chunk),
                     static_cast<const bf16*>(p.S) + state, static_cast<const bf16*>(p.dS) + state,
-                    rows_at<bf16>(p.dv, chunk)};
+                    own_rows_at<bf16>(p.dv, chunk)};
   copy_values(s, p, bases, chunk.length, 0);
   copy_states(s, p, bases, 0);
   commit_copies();

@@ -28,16 +28,21 @@ struct PairRow {
   template <int kGroups>
   __device__ __forceinline__ PairRow(const Rows& r, const Chunk& chunk, const Pair<kGroups>& pair,
                                      int token = 0)
-      : at(rows_at<T>(r, chunk) + token_offset(r, pair.first + token) + pair.channel),
+      : at(own_rows_at<T>(r, chunk) + token_offset(r, pair.first + token) + pair.channel),
         stride(r.stride_t) {}
   __device__ __forceinline__ void move(int tokens) { at += tokens * stride; }
   __device__ __forceinline__ void write(float2 x) const { store2<Access::kFast>(at, x.x, x.y, 2); }
 };
 
+// Of the rows of a chunk.
 template <class T>
-__device__ __forceinline__ float2 read_pair(const Rows& r, const Chunk& chunk, int token,
-                                            int channel) {
-  return load2<Access::kFast>(rows_at<const T>(r, chunk) + token_offset(r, token) + channel, 2);
+__device__ __forceinline__ float2 read_pair(const T* rows, const Rows& r, int token, int channel) {
+  return load2<Access::kFast>(rows + token_offset(r, token) + channel, 2);
+}
+template <class T>
+__device__ __forceinline__ float2 read_own_pair(const Rows& r, const Chunk& chunk, int token,
+                                                int channel) {
+  return read_pair(own_rows_at<const T>(r, chunk), r, token, channel);
 }
 
 // dq and dk from x and y, a thread a pair of channels and a part of the tokens. What dg sums of
@@ -67,8 +72,9 @@ __device__ __forceinline__ void write_inputs(Shared<kGroups>& s, const PairColum
     float2 to_q, to_k;  // what dg sums
     if constexpr (kExact) {
       const float2 none = make_float2(0.f, 0.f);
-      to_q = there ? read_pair<bf16>(p.q, chunk, token, pair.channel) * dq : none;
-      to_k = there ? read_pair<bf16>(p.k, chunk, token, pair.channel) * dk : none;
+      to_q = there ? read_own_pair<bf16>(p.q, chunk, token, pair.channel) * dq : none;
+      to_k =
+          there ? read_pair(rows_at<const bf16>(p.k, chunk), p.k, token, pair.channel) * dk : none;
       inter = inter + to_k;
     } else {
       to_q = unpack(word(s.q[0], at)) * x;
@@ -78,8 +84,8 @@ __device__ __forceinline__ void write_inputs(Shared<kGroups>& s, const PairColum
     sum = sum + s_x;
     if (!there) continue;
     if constexpr (kExact) {
-      dq = dq + read_pair<float>(p.dq_intra, chunk, token, pair.channel);
-      dk = dk + read_pair<float>(p.dk_intra, chunk, token, pair.channel);
+      dq = dq + read_own_pair<float>(p.dq_intra, chunk, token, pair.channel);
+      dk = dk + read_own_pair<float>(p.dk_intra, chunk, token, pair.channel);
     }
     dq_row.write(dq);
     dk_row.write(dk);
@@ -113,7 +119,7 @@ __device__ __forceinline__ void write_gates(Shared<kGroups>& s, const PairColumn
     if (token < chunk.length) {
       const float2 x = to_log2(gates[i]);
       float2 dg = sum;
-      if (kExact) dg = dg + read_pair<float>(p.dg_intra, chunk, token, pair.channel);
+      if (kExact) dg = dg + read_own_pair<float>(p.dg_intra, chunk, token, pair.channel);
       dg_row.write(make_float2(x.x <= kReset ? 0.f : dg.x, x.y <= kReset ? 0.f : dg.y));
     }
     dg_row.move(-1);
