@@ -3,9 +3,9 @@
     python benchmarks/bench_layer.py                     # an H200: B 32, T 2048, hidden 1024
     python benchmarks/bench_layer.py --device cpu --shape 1x512 --hidden 256
 
-Eager and compiled, in training (forward + backward) and for one decoded token; then the copies of
-k, v and gk for shared heads alone. Each variant is checked against fp32 or, of one set of weights,
-against the first one before anything is timed.
+Eager and compiled, in training (forward + backward) and for a decoded token; then `chunk_gla` with
+2 heads of k, v and g, read in place and repeated for 4, in time and memory. Of one set of weights,
+or inputs, variants are checked against each other before anything is timed.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from gate import require_close
 from timing import cold, interleave
 from torch import Tensor
 
+from gla_ext import chunk_gla
 from gla_ext.cache import GLACache
 from gla_ext.layers import GatedLinearAttention
 
@@ -23,8 +24,8 @@ TOLERANCE = {"cuda": 0.04, "cpu": 1e-4}  # bf16, fp32
 OPTIONS = {
     "projections together": {},
     "projections apart": {},
-    "2 kv heads (copies)": {"num_kv_heads": 2},
-    "1 kv head (views)": {"num_kv_heads": 1},
+    "2 kv heads": {"num_kv_heads": 2},
+    "1 kv head": {"num_kv_heads": 1},
     "short convolutions": {"use_short_conv": True},
 }
 
@@ -67,6 +68,34 @@ def check(layers: dict[str, GatedLinearAttention], x: Tensor, do: Tensor, bound:
     require_close(results[0], {n: t.float() for n, t in results[1].items()}, bound, "together")
 
 
+def sharing(B: int, T: int, K: int, V: int, dtype, device: str) -> dict[str, Callable]:
+    """`chunk_gla`, forward and backward, with two heads of k, v and g for four."""
+    shapes = ((4, K), (2, K), (2, V), (2, K), (4, V))
+    *leaves, do = (torch.randn(B, T, H, D, dtype=dtype, device=device) for H, D in shapes)
+    leaves[3] = torch.nn.functional.logsigmoid(leaves[3]) / 16
+    leaves = [t.requires_grad_() for t in leaves]
+
+    def run(repeats: int):
+        q, k, v, g = leaves
+        if repeats > 1:
+            k, v, g = (t.repeat_interleave(repeats, 2) for t in (k, v, g))
+        return torch.autograd.grad(chunk_gla(q, k, v, g)[0], leaves, do)
+
+    calls = {"in place": lambda: run(1), "repeated": lambda: run(2)}
+    for in_place, repeated in zip(*(call() for call in calls.values()), strict=True):
+        assert torch.equal(in_place, repeated)
+    return calls
+
+
+def peak(call: Callable) -> float:
+    """The most that a call allocates on the GPU, MiB."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -87,16 +116,18 @@ def main() -> None:
     rows["training, compiled"] = measure(calls)
     with torch.no_grad():
         rows["a token"] = measure({n: decoding(layer, x) for n, layer in layers.items()})
-        shared = layers["2 kv heads (copies)"]
-        K, V = shared.head_k_dim, shared.head_v_dim
-        parts = [torch.randn(B, T, 2, D, dtype=dtype, device=device) for D in (K, V, K)]
-        copies = measure({"copies": lambda: [shared._for_every_head(t) for t in parts]})["copies"]
+    layer = layers["2 kv heads"]
+    operators = sharing(B, T, layer.head_k_dim, layer.head_v_dim, dtype, device)
+    times = measure(operators)
 
     print(f"| ms, B {B}, T {T}, hidden {hidden} | {' | '.join(rows)} |")
     print("|---|" + "--:|" * len(rows))
     for name in OPTIONS:
         print(f"| {name} | {' | '.join(str(row[name]) for row in rows.values())} |")
-    print(f"\nk, v and gk of 2 heads copied for 4, alone: {copies} ms")
+    print("\n| chunk_gla, 2 heads of k, v and g for 4 | ms | peak MiB |\n|---|--:|--:|")
+    for name, call in operators.items():
+        memory = f"{peak(call):.0f}" if device == "cuda" else ""
+        print(f"| {name} | {times[name]} | {memory} |")
 
 
 if __name__ == "__main__":

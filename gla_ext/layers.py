@@ -38,8 +38,8 @@ class GatedLinearAttention(nn.Module):
         expand_v: value width over hidden_size. Default: 1.0.
         num_heads: number of heads H. Default: 4.
         num_kv_heads: number of heads of k, v and gk; divides num_heads. Head h reads number
-            h // (num_heads / num_kv_heads), in a copy of k, v and gk for every head, but for
-            num_kv_heads = 1, where all heads read the same memory. Default: None (num_heads).
+            h // (num_heads / num_kv_heads), where it lies: nothing is copied. Default: None
+            (num_heads).
         feature_map: activation on q and k, after the convolution; see gate_fn. Default: None.
         use_short_conv: causal convolutions of each channel of q, k and v, with SiLU, see
             `gla_ext.short_conv.ShortConvolution`. Default: False.
@@ -212,8 +212,8 @@ class GatedLinearAttention(nn.Module):
         output_state: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, ...] | None]:
-        """q, k, v, gk `[B, T, H, K | V]`, the output gate before its activation `[B, T, H * V]` or
-        None, and what the convolutions go on from or None.
+        """q `[B, T, H, K]`, k, v and gk `[B, T, num_kv_heads, K | V]`, the output gate before its
+        activation `[B, T, H * V]` or None, and what the convolutions go on from or None.
         """
         linears = [self.q_proj, self.k_proj, self.v_proj]
         linears += [self.g_proj] if self.use_output_gate else []
@@ -233,14 +233,7 @@ class GatedLinearAttention(nn.Module):
         gk = gk.unflatten(-1, (self.num_kv_heads, self.head_k_dim))
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
-        k, v, gk = (self._for_every_head(y) for y in (k, v, gk))
         return q, k, v, gk, gates[0] if gates else None, conv_state
-
-    def _for_every_head(self, x: Tensor) -> Tensor:
-        """From `[B, T, H_kv, D]` to `[B, T, H, D]`: a view for H_kv 1 or H, else a copy."""
-        if self.num_kv_groups == 1:
-            return x
-        return x.unsqueeze(3).expand(-1, -1, -1, self.num_kv_groups, -1).flatten(2, 3)
 
     def _attend(
         self,
