@@ -80,7 +80,7 @@ def recurrent(results: dict) -> list[str]:
     drafts = [f"T {T}" for T in bench_recurrent.DRAFTS]
     lines += table(
         "Verification of T drafted tokens",
-        "`recurrent_gla_verify`, states [K, V]; µs in CUDA graphs, as the slope over many calls.",
+        "`recurrent_gla_verify`; µs in CUDA graphs, as the slope over many calls.",
         drafts,
         {name: cells(row, drafts) for name, row in found["verify"].items()},
     )

@@ -161,8 +161,11 @@ def recurrent_gla_verify(
     """The outputs of T drafted tokens of every row, with every state left as it is.
 
     For speculative decoding. `recurrent_gla_verify` gives the o that `recurrent_gla_step_` would
-    give for the same T tokens, for one read of the rows' states and no write. The model then
-    accepts the first n_b tokens of row b, and one `recurrent_gla_commit_` moves the states on:
+    give for the same T tokens, for one read of the rows' states and no write: bit for bit on CPU,
+    and to the rounding of fp32 on CUDA, where drafts of 2 to 16 tokens take the chunk form. A
+    token's o does not depend on other rows, the slot, or how many tokens follow (on CUDA among
+    drafts of 2 to 16 tokens). The model then accepts the first n_b tokens of row b, and one
+    `recurrent_gla_commit_` moves the states on:
 
         o = recurrent_gla_verify(q, k, v, gk, state=pool, slots=slots)       # T drafted tokens
         accepted = ...                                                       # [B], 0 .. T

@@ -201,7 +201,8 @@ def test_recurrent_operators_are_measured_and_shown(monkeypatch, no_cuda, tmp_pa
     cell = "3 (2.9 to 3.1)"
     for name in ("B 2, H 1, K 8, V 16", "B 1, H 3, K 24, V 8"):
         assert f"| {name} | {' | '.join([cell] * 5)} |" in page
-    assert f"| B 2, H 1, K 8, V 16 | {' | '.join([cell] * 5)} |" in page
+    for layout in ("[K, V]", "[V, K]"):
+        assert f"| B 2, H 1, K 8, V 16, {layout} | {' | '.join([cell] * 5)} |" in page
     assert "| `verify` | 7.5 |" in page
     assert "recurrent, host, step_: 7.5 us" in printed
 

@@ -92,9 +92,12 @@ class RecurrentCall {
     recurrent_forward(p, stream_);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
+  void verify() {
+    recurrent_verify(p, multiprocessors(), stream_);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
   void backward() {
-    const auto plan = plan_recurrent_backward(
-        p, at::cuda::getDeviceProperties(stream_.device_index())->multiProcessorCount);
+    const auto plan = plan_recurrent_backward(p, multiprocessors());
     const auto floats = [&](float*& part, int64_t n) {
       if (n > 0)
         part = kept_.emplace_back(at::empty({n}, options_.dtype(at::kFloat)))
@@ -115,6 +118,9 @@ class RecurrentCall {
     TORCH_CHECK_NOT_IMPLEMENTED(
         H <= kMaxBlocks / blocks / (p.N + 1), op, ": expected (N + 1) * H * ceil(V / ", kValues,
         ") to be at most ", kMaxBlocks, " on CUDA, got N = ", p.N, ", H = ", H, " and V = ", p.V);
+  }
+  int multiprocessors() const {
+    return at::cuda::getDeviceProperties(stream_.device_index())->multiProcessorCount;
   }
   void find_state_alignment() {
     const int64_t columns = p.state_v_first ? p.K : p.V;
@@ -206,8 +212,12 @@ at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
     o = call.output(p.o, p.V, in.v->scalar_type());
   }
   call.use_pool(pool.state);
-  if (write) p.state_out = const_cast<float*>(p.state_in);
-  call.forward();
+  if (write) {
+    p.state_out = const_cast<float*>(p.state_in);
+    call.forward();
+  } else {
+    call.verify();
+  }
   return o;
 }
 

@@ -19,19 +19,6 @@ constexpr int kValues = kTileElements / kK;  // of a block
 template <int kK>
 constexpr int kStageTokens = kK == 128 || kK == 256 ? 8 : 4;
 
-// A state is touched once a call: it need not stay in the caches.
-template <Access kAccess>
-__device__ __forceinline__ void load4(float (&x)[4], const float* p, int valid) {
-  if constexpr (kAccess == Access::kFast) {
-    const float4 y =
-        valid > 0 ? __ldcs(reinterpret_cast<const float4*>(p)) : make_float4(0, 0, 0, 0);
-    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = i < valid ? p[i] : 0.f;
-  }
-}
-
 template <Access kAccess>
 __device__ __forceinline__ void store4(float* p, const float (&x)[4], int valid) {
   if constexpr (kAccess == Access::kFast) {

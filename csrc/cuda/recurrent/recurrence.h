@@ -50,6 +50,10 @@ struct Recurrence {
 // q k v gk gv state_in -> o, state_out
 void recurrent_forward(const Recurrence& p, cudaStream_t stream);
 
+// q k v gk gv state_in -> o, of rows that have their states in a pool. A draft of 2 to 16 tokens
+// takes the chunk form, else the recurrence runs.
+void recurrent_verify(const Recurrence& p, int multiprocessors, cudaStream_t stream);
+
 // What backward takes in floats, and its grid. A tile is a block's part of a state.
 struct RecurrentBackwardPlan {
   int64_t value_blocks;  // blocks of threads that share a state, each with some of its values

@@ -99,6 +99,20 @@ struct ValueBits {
   }
 };
 
+// Four numbers of a state, of which the first `valid` are there and the others 0. A state is
+// touched once a call: it need not stay in the caches.
+template <Access kAccess>
+__device__ __forceinline__ void load4(float (&x)[4], const float* p, int valid) {
+  if constexpr (kAccess == Access::kFast) {
+    const float4 y =
+        valid > 0 ? __ldcs(reinterpret_cast<const float4*>(p)) : make_float4(0, 0, 0, 0);
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = i < valid ? p[i] : 0.f;
+  }
+}
+
 // Some tokens' rows in shared memory, in fp32 and zero outside K and V: scale q, k and exp gk of
 // all keys; v, exp gv and, for backward, do of kValues values. Absent gates decay by 1.
 template <int kTokens, int kK, int kValues, bool kBackward>

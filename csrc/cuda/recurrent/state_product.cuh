@@ -1,0 +1,104 @@
+// Sᵀ q^ of one warp on tensor cores, to the accuracy of fp32: 32 keys, 32 values, 16 tokens.
+//
+// Operands are the sum of two tf32 numbers, high + low; the product of low parts is left out. In a
+// group of 16 keys, lane 4 r + c has keys 4 c .. 4 c + 3 of S and q^, so that a product of 8 keys
+// takes two of them at a time, in whatever order, and loads of both are 16 bytes.
+#pragma once
+
+#include "../device/mma.cuh"
+#include "drafts.cuh"
+
+namespace gla_ext::cuda {
+
+constexpr int kTileValues = 32;
+
+// Rounded to the nearest, and what is left, of which tensor cores take the bits that tf32 has. NaN
+// stays NaN in `low`.
+struct Parts {
+  float high, low;
+
+  __device__ __forceinline__ Parts() {}
+  __device__ __forceinline__ explicit Parts(float x) {
+    high = __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
+    low = x - high;
+  }
+};
+
+__device__ __forceinline__ int row_of_lane() { return threadIdx.x % 32 / 4; }
+__device__ __forceinline__ int column_of_lane() { return threadIdx.x % 4; }
+
+// A lane's part of 16 keys of S:
+//   [K, V]  fours[i] has key i of the lane's, values 4 r .. 4 r + 3
+//   [V, K]  fours[i] has value 8 i + r, the keys of the lane
+template <bool kVFirst>
+struct StateFours {
+  float fours[4][4];
+
+  // `from` is where the lane's first number lies, at `key` and `value`.
+  template <Access kAccess>
+  __device__ __forceinline__ void load(const Recurrence& p, const float* from, int key, int value) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kVFirst)
+        load4<kAccess>(fours[i], from + 8 * i * p.K, value + 8 * i < p.V ? p.K - key : 0);
+      else
+        load4<kAccess>(fours[i], from + i * p.V, key + i < p.K ? p.V - value : 0);
+    }
+  }
+  // Key 2 s + k and value 2 m + i of the lane's.
+  __device__ __forceinline__ float at(int s, int k, int m, int i) const {
+    return kVFirst ? fours[2 * m + i][2 * s + k] : fours[2 * s + k][2 * m + i];
+  }
+};
+
+// A lane's part of 16 keys of q^: tokens r and 8 + r.
+struct QueryFours {
+  Parts q[2][4];  // [token / 8][key]
+
+  template <int kK>
+  __device__ __forceinline__ void load(const Drafts<kK>& s, int first_key) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float4 x = *reinterpret_cast<const float4*>(
+          &s.q[8 * n + row_of_lane()][first_key + 4 * column_of_lane()]);
+      q[n][0] = Parts(x.x), q[n][1] = Parts(x.y), q[n][2] = Parts(x.z), q[n][3] = Parts(x.w);
+    }
+  }
+};
+
+// What a lane has of Sᵀ q^: [m][token / 8][2 i + e], values 2 m + i of the lane's, tokens 2 c + e.
+using Sums = float[2][2][4];
+
+// sums += Sᵀ q^ of 16 keys, in fp32; kFirst: they were zero. Small products come first, so that
+// what tensor cores cut off when they add is cut off small numbers.
+template <bool kFirst, bool kVFirst>
+__device__ __forceinline__ void add_product(Sums& sums, const StateFours<kVFirst>& S,
+                                            const QueryFours& q, bool more_than_eight) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    float high[2][4], low[2][4];
+#pragma unroll
+    for (int s = 0; s < 2; ++s)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const Parts x(S.at(s, e / 2, m, e % 2));
+        high[s][e] = x.high, low[s][e] = x.low;
+      }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if (n == 1 && !more_than_eight) break;
+      float c[4]{};
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        mma(c, low[s], q.q[n][2 * s].high, q.q[n][2 * s + 1].high);
+        mma(c, high[s], q.q[n][2 * s].low, q.q[n][2 * s + 1].low);
+      }
+#pragma unroll
+      for (int s = 0; s < 2; ++s) mma(c, high[s], q.q[n][2 * s].high, q.q[n][2 * s + 1].high);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[m][n][e] = kFirst ? c[e] : sums[m][n][e] + c[e];
+    }
+  }
+}
+
+}  // namespace gla_ext::cuda
