@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "norm_checks.h"
 #include "ops.h"
 #include "recurrent_checks.h"
 #include "step_checks.h"
@@ -192,6 +193,22 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> merge_grads_meta(
   return {fresh(q), fresh(k), fresh(b)};
 }
 
+NormForwardOutputs rms_norm_gate_fwd_meta(const at::Tensor& x, const OptionalTensor& weight,
+                                          const OptionalTensor& gate, std::string_view activation,
+                                          double) {
+  const NormCall call = check_rms_norm_gate_fwd(x, weight, gate, activation);
+  const auto sizes = x.sym_sizes();
+  return {fresh(x), empty(sizes.slice(0, sizes.size() - 1), x, call.accumulate)};
+}
+
+NormBackwardOutputs rms_norm_gate_bwd_meta(const at::Tensor& dy, const at::Tensor& x,
+                                           const OptionalTensor& weight, const OptionalTensor& gate,
+                                           const at::Tensor& rstd, std::string_view activation) {
+  const NormCall call = check_rms_norm_gate_bwd(dy, x, weight, gate, rstd, activation);
+  return {fresh(x), given(weight) ? fresh(*weight) : empty({0}, x, call.accumulate),
+          given(gate) ? fresh(*gate) : empty({0}, x, call.accumulate)};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
@@ -202,6 +219,8 @@ TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("recurrent_gla_step_", recurrent_gla_step_meta);
   m.impl("recurrent_gla_verify", recurrent_gla_verify_meta);
   m.impl("recurrent_gla_commit_", recurrent_gla_commit_meta);
+  m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_meta);
+  m.impl("rms_norm_gate_bwd", rms_norm_gate_bwd_meta);
   m.impl("_gate_cumsum", gate_cumsum_meta);
   m.impl("_chunk_states", chunk_states_meta);
   m.impl("_scores_off_diagonal", scores_off_diagonal_meta);

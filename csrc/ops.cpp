@@ -46,6 +46,15 @@ TORCH_LIBRARY(gla_ext, m) {
       "slots, Tensor accepted, bool state_v_first) -> ()",
       tags);
 
+  m.def(
+      "rms_norm_gate_fwd(Tensor x, Tensor? weight, Tensor? gate, str activation, float eps) -> "
+      "(Tensor y, Tensor rstd)",
+      tags);
+  m.def(
+      "rms_norm_gate_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? gate, Tensor rstd, str "
+      "activation) -> (Tensor dx, Tensor dweight, Tensor dgate)",
+      tags);
+
   // The steps, by the names of csrc/README.md; forward 1 and 2 are backward 1 and 2.
   m.def("_gate_cumsum(Tensor g, Tensor? cu_seqlens) -> Tensor", tags);
   m.def(
@@ -175,6 +184,25 @@ void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
                              .findSchemaOrThrow("gla_ext::recurrent_gla_commit_", "")
                              .typed<decltype(recurrent_gla_commit_)>();
   op.call(k, v, gk, gv, state, slots, accepted, state_v_first);
+}
+
+NormForwardOutputs rms_norm_gate_fwd(const at::Tensor& x, const std::optional<at::Tensor>& weight,
+                                     const std::optional<at::Tensor>& gate,
+                                     std::string_view activation, double eps) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::rms_norm_gate_fwd", "")
+                             .typed<decltype(rms_norm_gate_fwd)>();
+  return op.call(x, weight, gate, activation, eps);
+}
+
+NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
+                                      const std::optional<at::Tensor>& weight,
+                                      const std::optional<at::Tensor>& gate, const at::Tensor& rstd,
+                                      std::string_view activation) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::rms_norm_gate_bwd", "")
+                             .typed<decltype(rms_norm_gate_bwd)>();
+  return op.call(dy, x, weight, gate, rstd, activation);
 }
 
 std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <string_view>
 #include <tuple>
 
 namespace gla_ext {
@@ -91,5 +92,22 @@ void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
                            const std::optional<at::Tensor>& gk, const std::optional<at::Tensor>& gv,
                            at::Tensor& state, const std::optional<at::Tensor>& slots,
                            const at::Tensor& accepted, bool state_v_first);
+
+// The root mean square norm over the last dimension (arXiv 1910.07467), times a weight [V] and an
+// activated gate of x's shape, each of which may be absent, rounded once:
+// y = x rstd weight activation(gate), rstd = (mean(x^2) + eps)^-0.5. The activation is one of relu,
+// sigmoid, logsigmoid, silu (or swish), sqrelu, gelu (by tanh).
+using NormForwardOutputs = std::tuple<at::Tensor, at::Tensor>;  // y, rstd [...]
+using NormBackwardOutputs =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dx, dweight, dgate; 0 elements where absent
+
+NormForwardOutputs rms_norm_gate_fwd(const at::Tensor& x, const std::optional<at::Tensor>& weight,
+                                     const std::optional<at::Tensor>& gate,
+                                     std::string_view activation, double eps);
+
+NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
+                                      const std::optional<at::Tensor>& weight,
+                                      const std::optional<at::Tensor>& gate, const at::Tensor& rstd,
+                                      std::string_view activation);
 
 }  // namespace gla_ext

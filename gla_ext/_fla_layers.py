@@ -1,8 +1,8 @@
 """What `gla_ext.fla` puts in the place of the parts of FLA's layers that break a graph.
 
-Each replacement goes on to FLA's own code outside `torch.compile`; all but the unpadding do so on a
-GPU alone, since FLA's kernels do not run on a CPU. Parameters, and with them checkpoints, stay as
-they are.
+Each replacement but that of the gated norm goes on to FLA's own code outside `torch.compile`; all
+others but the unpadding do so on a GPU alone, since FLA's kernels do not run on a CPU. Parameters,
+and with them checkpoints, stay as they are.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla_ext import _fla_activations
 from gla_ext._fla_activations import needs_torch
 from gla_ext._padding import pack, packed_slots, unpack, valid_tokens
+from gla_ext.norms import rms_norm
 from gla_ext.short_conv import causal_convolution
 
 
@@ -84,11 +84,9 @@ def _gated_norm_forward(original: Callable) -> Callable:
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if residual is not None or prenorm or not needs_torch(x):
+        if residual is not None or prenorm:
             return original(self, x, g, residual, prenorm, residual_in_fp32)
-        y = _normalized(self, _wide(x))
-        g = _wide(g)
-        return (y * (torch.sigmoid(g) if self.activation == "sigmoid" else F.silu(g))).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, g.reshape(x.shape), self.activation)
 
     return forward
 

@@ -40,8 +40,9 @@ def accelerate_fla() -> None:
       modules later imports take them from. References elsewhere (in a closure, as a default
       argument) stay FLA's.
     - A call with what gla_ext does not support goes to FLA; each reason is warned of once.
-    - Inside `torch.compile`, where FLA's kernels would break the graph, and on a CPU, where they do
-      not run, its `FusedRMSNormGated`, `RMSNorm` and `ShortConvolution` (with SiLU) are plain torch
+    - `FusedRMSNormGated` without a residual is gla_ext's operator too, `rms_norm` of
+      `gla_ext.norms`. Inside `torch.compile`, where FLA's kernels would break the graph, and on a
+      CPU, where they do not run, its `RMSNorm` and `ShortConvolution` (with SiLU) are plain torch
       operations, and so are the activations of `GatedLinearAttention`, of the layers that are there
       and of those to come, and, inside `torch.compile`, its unpadding. With them it compiles whole.
       Elsewhere they stay FLA's.

@@ -54,9 +54,9 @@ class GatedLinearAttention(nn.Module):
         gate_logit_normalizer: divides the log gate; larger forgets more slowly. Default: 16.
         gate_low_rank_dim: rank of the gate projection. Default: 16.
         clamp_min: lower bound of the log gate (natural log). Default: None.
-        fuse_norm: with gate_fn 'swish' (not 'silu'), round once, after norm and output gate, not
-            after each; it also names the norm `g_norm_swish_gate` instead of `g_norm`.
-            Default: True.
+        fuse_norm: norm and output gate are one operator, which rounds once, and not one after the
+            other; with gate_fn 'swish' (not 'silu') it also names the norm `g_norm_swish_gate`
+            instead of `g_norm`. Default: True.
         layer_idx: index of this layer in a cache. Default: None.
 
     With `batch_projections = True`, an attribute of an instance or of the class, q, k, v and the
@@ -137,13 +137,15 @@ class GatedLinearAttention(nn.Module):
         )
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
 
-        gate = activation(gate_fn, "gate_fn")
-        self.fuse_norm_and_gate = fuse_norm and use_output_gate and gate_fn == "swish"
-        if self.fuse_norm_and_gate:
-            self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, elementwise_affine, norm_eps)
+        self.gate_fn = activation(gate_fn, "gate_fn")
+        self.fuse_norm_and_gate = fuse_norm and use_output_gate
+        options = (self.head_v_dim, elementwise_affine, norm_eps)
+        if not self.fuse_norm_and_gate:
+            self.g_norm = RMSNorm(*options, torch.float32)
+        elif gate_fn == "swish":
+            self.g_norm_swish_gate = GatedRMSNorm(*options)
         else:
-            self.g_norm = RMSNorm(self.head_v_dim, elementwise_affine, norm_eps, torch.float32)
-            self.gate_fn = gate
+            self.g_norm = GatedRMSNorm(*options, torch.float32, gate_fn)
 
     def forward(
         self,
@@ -277,12 +279,18 @@ class GatedLinearAttention(nn.Module):
             return False
         return _is_one(q.shape[1])
 
+    @property
+    def norm(self) -> RMSNorm:
+        """The norm of the heads' outputs, whose name follows from the options."""
+        named = "g_norm_swish_gate" if hasattr(self, "g_norm_swish_gate") else "g_norm"
+        return getattr(self, named)
+
     def _norm_and_gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """From the heads' outputs `[B, T, H, V]` to the input of o_proj `[B, T, H * V]`."""
         if self.fuse_norm_and_gate:
             gate = gate.unflatten(-1, (self.num_heads, self.head_v_dim))
-            return self.g_norm_swish_gate(o, gate).flatten(-2)
-        o = self.g_norm(o).flatten(-2)
+            return self.norm(o, gate).flatten(-2)
+        o = self.norm(o).flatten(-2)
         return o if gate is None else o * self.gate_fn(gate)
 
     def _cached(self, name: str, past_key_values: Any | None) -> Any | None:

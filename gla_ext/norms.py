@@ -3,16 +3,84 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+from gla_ext.activations import activation as function_of
+
+_fwd = torch.ops.gla_ext.rms_norm_gate_fwd.default
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-5,
+    gate: Tensor | None = None,
+    activation: str = "swish",
+) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight * activation(gate)` over the last dimension.
+
+    Computed in fp32 (fp64 for fp64 inputs) and rounded once, in one kernel forward and, but for
+    the last sum of the weight's gradient, one backward. Zhang and Sennrich, 2019
+    (arXiv:1910.07467).
+
+    Args:
+        x: `[..., V]`; bfloat16, float16, float32 or float64; any strides.
+        weight: `[V]`, of any of these dtypes. Default: None (1).
+        eps: added to the mean square. Default: 1e-5.
+        gate: `[..., V]`, of any of these dtypes and any strides. Default: None (no gate).
+        activation: of the gate, one of `gla_ext.activations.ACTIVATIONS`. Default: 'swish'.
+
+    Returns:
+        `[..., V]` in x's dtype, contiguous.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: for shapes or devices that do not fit, or another activation.
+        NotImplementedError: in double backward, forward-mode AD and torch.func transforms.
+    """
+    if gate is not None and gate.dtype != x.dtype:
+        wide = torch.promote_types(x.dtype, gate.dtype)
+        return rms_norm(x.to(wide), weight, eps, gate.to(wide), activation).to(x.dtype)
+    if _takes_plain(x, gate):
+        return plain_rms_norm(x, weight, eps, gate, activation)
+    return _fwd(x, weight, gate, activation, eps)[0]
+
+
+def _takes_plain(x: Tensor, gate: Tensor | None) -> bool:
+    """Whether plain torch operations serve better, or alone."""
+    # A norm alone lies beside sums and products that inductor fuses it with. One with a gate stands
+    # between the recurrence and a projection, and the operator's backward reads everything once.
+    if gate is None and torch.compiler.is_compiling():
+        return True
+    # The operator has no fp64 kernels but on CPU, and no rule for sharded tensors.
+    return (x.is_cuda and x.dtype == torch.float64) or is_traceable_wrapper_subclass(x)
+
+
+def plain_rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-5,
+    gate: Tensor | None = None,
+    activation: str = "swish",
+) -> Tensor:
+    """`rms_norm` as plain torch operations, with arguments and result of that."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    # No product that autocast would run in a shorter dtype.
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight
+    if gate is not None:
+        y = y * function_of(activation, "activation")(gate.to(y.dtype))
+    return y.to(x.dtype)
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension: `x / sqrt(mean(x^2) + eps) * weight`.
+    """Root mean square norm over the last dimension, `rms_norm` as a module.
 
-    Computed in fp32 (fp64 for fp64 inputs) and rounded once to the input's dtype; plain torch
-    operations, so that inductor fuses it with its neighbours, but in eager eval mode without a
-    gradient torch's own kernel. Zhang and Sennrich, 2019 (arXiv:1910.07467).
+    Inside `torch.compile` it is plain torch operations, which inductor fuses with their
+    neighbours.
 
     Args:
         hidden_size: size of the last dimension.
@@ -35,42 +103,50 @@ class RMSNorm(nn.Module):
         weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype)) if elementwise_affine else None
         self.register_parameter("weight", weight)
 
+    @property
+    def eps(self) -> float:
+        """Added to the mean square."""
+        return float(self._eps)
+
+    @eps.setter
+    def eps(self, value: float) -> None:
+        # As text. With dynamic=True torch.compile takes a float attribute for a symbol, finds that
+        # operators cannot have it, and traces all again.
+        self._eps = repr(float(value))
+
     def reset_parameters(self) -> None:
         if self.weight is not None:
             nn.init.ones_(self.weight)
 
-    def normalize(self, x: Tensor) -> Tensor:
-        """The norm of x before it is rounded: fp32, or fp64 for an fp64 input."""
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        if self._is_one_kernel():
-            weight = None if self.weight is None else self.weight.to(x.dtype)
-            return F.rms_norm(x, (self.hidden_size,), weight, self.eps)
-        # No product that autocast would run in a shorter dtype.
-        mean_square = x.square().mean(-1, keepdim=True)
-        x = x * torch.rsqrt(mean_square + self.eps)
-        return x if self.weight is None else x * self.weight
-
     def forward(self, x: Tensor) -> Tensor:
-        fits = self.weight is None or self.weight.dtype == x.dtype
-        if fits and self._is_one_kernel():
-            return F.rms_norm(x, (self.hidden_size,), self.weight, self.eps)
-        return self.normalize(x).to(x.dtype)
-
-    def _is_one_kernel(self) -> bool:
-        # Checkpointing computes again with grad mode on what it computed with grad mode off.
-        return not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
+        return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
 
 class GatedRMSNorm(RMSNorm):
-    """RMS norm times the swish of a gate, `norm(x) * gate * sigmoid(gate)`, rounded once.
+    """RMS norm times an activated gate, `norm(x) * activation(gate)`, rounded once.
 
-    Args: those of `RMSNorm`; forward takes x and gate of one shape `[..., hidden_size]` and
-    returns that shape in x's dtype.
+    Args: those of `RMSNorm`, and
+        activation: one of `gla_ext.activations.ACTIVATIONS`. Default: 'swish'.
+
+    forward takes x and gate of one shape `[..., hidden_size]` and returns that shape in x's dtype.
     """
 
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool | None = True,
+        eps: float = 1e-5,
+        dtype: torch.dtype | None = None,
+        activation: str = "swish",
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, eps, dtype)
+        self.activation = activation
+
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        y = self.normalize(x)
-        return (y * F.silu(gate.to(y.dtype))).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, gate, self.activation)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation}"

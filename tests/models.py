@@ -82,7 +82,7 @@ def composed(layer, x, state=None, feature_map=None, gate_fn="swish"):
     if layer.clamp_min is not None:
         gk = torch.where(gk < layer.clamp_min, layer.clamp_min, gk)
     o, state = reference.recurrence(q, k, v, gk, initial_state=state)
-    norm = layer.g_norm_swish_gate if layer.fuse_norm_and_gate else layer.g_norm
+    norm = layer.norm
     o = o / (o.pow(2).sum(-1, keepdim=True) / layer.head_v_dim + norm.eps).sqrt()
     if norm.weight is not None:
         o = o * norm.weight.to(x.dtype)

@@ -21,11 +21,13 @@ from common import (
     BAD_OFFSETS,
     CUDA_DTYPES,
     PACKED_LENGTHS,
+    assert_close,
     assert_results_close,
     exact_by_chunks,
     make_inputs,
     ours,
 )
+from norm_inputs import EPS, make
 from steps import STEPS, as_tuple, assert_step_close, step_case
 
 pytestmark = [pytest.mark.cuda, pytest.mark.sanitizer]
@@ -51,17 +53,17 @@ FUSED_SHAPES = {
 }
 
 
+def move(t):
+    """To the GPU, copied, not computed: initcheck sees copies write. Strides and alignment stay."""
+    if t is None:
+        return None
+    extent = 1 + sum(s * (n - 1) for n, s in zip(t.shape, t.stride(), strict=True))
+    start = t.storage_offset() if t.numel() else 0
+    flat = t.as_strided((start + extent,), (1,), 0) if t.numel() else t.flatten()
+    return flat.to("cuda").as_strided(t.shape, t.stride(), start)
+
+
 def on_gpu(x):
-    """Copied, not computed: initcheck sees copies write. Strides and alignment stay."""
-
-    def move(t):
-        if t is None:
-            return None
-        extent = 1 + sum(s * (n - 1) for n, s in zip(t.shape, t.stride(), strict=True))
-        start = t.storage_offset() if t.numel() else 0
-        flat = t.as_strided((start + extent,), (1,), 0) if t.numel() else t.flatten()
-        return flat.to("cuda").as_strided(t.shape, t.stride(), start)
-
     return dataclasses.replace(x, **{name: move(t) for name, t in vars(x).items()})
 
 
@@ -123,3 +125,36 @@ def test_bad_offsets(what, offsets_dtype, K, V):
     offsets = torch.tensor(BAD_OFFSETS[what], dtype=offsets_dtype)
     ours(on_gpu(dataclasses.replace(x, cu_seqlens=offsets)))
     torch.cuda.synchronize()
+
+
+NORM_SHAPES = {  # V, gated, layout
+    "8 lanes": (64, True, "heads of a projection"),
+    "16 lanes": (120, True, "contiguous"),
+    "a warp": (256, True, "heads of a projection"),
+    "2 warps": (512, False, "contiguous"),
+    "4 warps": (1000, True, "contiguous"),
+    "a block": (2048, True, "contiguous"),
+    "a loop": (2504, True, "contiguous"),
+    "a loop beyond shared memory": (8200, True, "contiguous"),
+    "odd": (65, True, "contiguous"),
+    "odd and wide": (2501, True, "contiguous"),
+    "misaligned": (72, True, "misaligned"),
+    "without a gate": (65, False, "contiguous"),
+}
+
+
+@by_dtype
+@pytest.mark.parametrize("V, gated, layout", NORM_SHAPES.values(), ids=NORM_SHAPES)
+def test_norms(V, gated, layout, dtype):
+    """Rows that fill neither a block nor what a thread has at once, against the CPU's results."""
+    x, weight, gate, dy = make((1, 9, 3, V), "cpu", dtype, layout)
+    here = [x, weight, gate if gated else None, dy]
+    results = []
+    for inputs in (here, map(move, here)):
+        *inputs, dy = inputs
+        with torch.no_grad():
+            y, rstd = torch.ops.gla_ext.rms_norm_gate_fwd(*inputs, "swish", EPS)
+            gradients = torch.ops.gla_ext.rms_norm_gate_bwd(dy, *inputs, rstd, "swish")
+        results.append([t.cpu() for t in (y, rstd, *gradients)])
+    for wanted, got in zip(*results, strict=True):
+        assert_close(got, wanted, 2e-6 if got.dtype == torch.float32 else 4e-3)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from gla_ext.cache import GLACache
-from gla_ext.norms import GatedRMSNorm
+from gla_ext.norms import GatedRMSNorm, RMSNorm
 from gla_ext.short_conv import ShortConvolution
 
 with_options = pytest.mark.parametrize("options", [{}, EVERY], ids=["default", "all"])
@@ -133,9 +133,11 @@ def kernels(function, *inputs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_inductor_fuses_norm_and_gate(device, dtype):
+def test_inductor_makes_one_kernel_of_a_norm_and_none_of_a_gated_one(device, dtype):
+    """The gated one is an operator, with nothing left around it."""
     x, gate = torch.randn(2, 2, 50, 4, 64).to(device, dtype)
-    assert kernels(GatedRMSNorm(64).to(device, dtype), x, gate) == 1
+    assert kernels(RMSNorm(64).to(device, dtype), x) == 1
+    assert kernels(GatedRMSNorm(64).to(device, dtype), x, gate) == 0
 
 
 @pytest.mark.parametrize("W", [2, 4])

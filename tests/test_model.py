@@ -199,8 +199,9 @@ def test_compiles_whole_once_for_many_lengths(masked):
             mask = (torch.arange(T) >= torch.tensor([[2], [0]])).long()
         loss, logits, _ = compiled(ids, attention_mask=mask, labels=ids)
         expected = model(ids, attention_mask=mask, labels=ids)
-        assert torch.equal(logits, expected.logits)
-        assert torch.equal(loss, expected.loss)
+        # Norms are plain operations in a graph, and one kernel outside.
+        torch.testing.assert_close(logits, expected.logits)
+        torch.testing.assert_close(loss, expected.loss)
     assert len(graphs) == 1
 
 

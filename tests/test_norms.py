@@ -1,78 +1,316 @@
-"""Root mean square norms, by torch's kernel and without it."""
+"""The norm with its gate: values, gradients, layouts and errors, against fp64 plain torch."""
+
+import math
+import re
 
 import pytest
 import torch
-import torch.nn.functional as F
-from common import DTYPES
+import torch.autograd.forward_ad as fwAD
+from common import CUDA_DTYPES, DTYPES
+from models import FUNCTIONS
+from norm_inputs import BOUND, EPS, LAYOUTS, check, exact, laid_out, make, normal
 
-from gla_ext.norms import GatedRMSNorm, RMSNorm
+from gla_ext.norms import GatedRMSNorm, RMSNorm, plain_rms_norm, rms_norm
 
-# Rounding a result once; fp32 and fp64 add up 40 squares before.
-BOUND = {torch.float64: 1e-15, torch.float32: 5e-7, torch.bfloat16: 0.0025, torch.float16: 3e-4}
+ops = torch.ops.gla_ext
+# On CUDA a row has 8, 16, 32, 64, 128 or 256 threads, or is read in a loop.
+WIDTHS = (1, 7, 64, 128, 256, 512, 1000, 1024, 2048, 2500)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def normal(*shape, seed, device, dtype=torch.float64) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
-
-
-def make_norm(kind, affine, weight_dtype, device):
-    norm = kind(40, affine, eps=1e-3).to(device, weight_dtype).eval()
-    if affine:
-        norm.weight.data = normal(40, seed=0, device=device, dtype=weight_dtype)
-    return norm
+@by_dtype
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "alone"])
+@pytest.mark.parametrize("V", WIDTHS)
+def test_values_and_gradients(device, V, gated, dtype):
+    x, weight, gate, dy = make((2, 9, 3, V), device, dtype)
+    # Of one column there are few values, whose rounding does not average.
+    check(x, weight, gate if gated else None, dy, factor=2.0 if V == 1 else 1.0)
 
 
 @by_dtype
-@pytest.mark.parametrize("weight_dtype", [None, torch.float32])
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("kind", [RMSNorm, GatedRMSNorm])
-def test_with_and_without_a_gradient(device, kind, affine, weight_dtype, dtype):
-    norm = make_norm(kind, affine, weight_dtype or dtype, device)
-    inputs = [normal(3, 5, 40, seed=i, device=device, dtype=dtype) for i in (1, 2)]
-    inputs = inputs[: 1 + (kind is GatedRMSNorm)]
-    x = inputs[0].double()
-    expected = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()
-    expected = expected * norm.weight.double() if affine else expected
-    if kind is GatedRMSNorm:
-        expected = expected * F.silu(inputs[1].double())
-    for enabled in (True, False):
-        with torch.set_grad_enabled(enabled):
-            found = norm(*inputs)
-        assert found.dtype == dtype
-        error = (found.double() - expected).norm() / expected.norm()
-        assert error < BOUND[torch.float32 if weight_dtype and dtype == torch.float64 else dtype]
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("V", [64, 72])
+def test_layouts(device, V, layout, dtype):
+    x, weight, gate, dy = make((2, 9, 3, V), device, dtype, layout)
+    check(x, weight, gate, dy)
+    check(x.contiguous(), weight, gate, laid_out(dy, layout))
 
 
-@pytest.mark.parametrize("kind", [RMSNorm, GatedRMSNorm])
-def test_torchs_kernel_is_taken_in_eager_inference_alone(monkeypatch, kind):
-    calls, kernel = [], F.rms_norm
+@by_dtype
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_activations(device, activation, dtype):
+    x, weight, gate, dy = make((2, 9, 3, 40), device, dtype)
+    check(x, weight, 3 * gate, dy, activation)
 
-    def spy(*args):
-        calls.append(args[0].dtype)
-        return kernel(*args)
 
-    monkeypatch.setattr(F, "rms_norm", spy)
-    norm = make_norm(kind, True, torch.bfloat16, "cpu")
-    inputs = [torch.ones(2, 40, dtype=torch.bfloat16)] * (1 + (kind is GatedRMSNorm))
-    norm(*inputs)
-    with torch.no_grad():
-        norm.train()(*inputs)
-        norm.eval()
-        torch.compile(norm, backend="eager", fullgraph=True)(*inputs)
-        assert not calls
-        norm(*inputs)
-    # The gated norm rounds after the gate.
-    assert calls == [torch.float32 if kind is GatedRMSNorm else torch.bfloat16]
+@by_dtype
+@pytest.mark.parametrize("weight_dtype", [None, *CUDA_DTYPES], ids=str)
+def test_weights(device, weight_dtype, dtype):
+    """Of another dtype, or absent."""
+    x, weight, gate, dy = make((2, 9, 3, 40), device, dtype, weight_dtype=weight_dtype)
+    check(x, None if weight_dtype is None else weight, gate, dy)
+
+
+@pytest.mark.parametrize("of_x, of_gate", [(torch.bfloat16, torch.float32), (torch.float16,) * 2])
+def test_a_gate_of_another_dtype_is_not_rounded(device, of_x, of_gate):
+    x, weight, gate, _ = make((1, 50, 2, 40), device, of_x)
+    gate = gate.to(of_gate) * (1 if of_gate == of_x else 1.001)
+    found = rms_norm(x, weight, EPS, gate.requires_grad_())
+    assert found.dtype == of_x
+    expected = exact(x.double(), weight.double(), gate.double())
+    assert torch.equal(found, rms_norm(x.float(), weight, EPS, gate.float()).to(of_x))
+    assert (found.double() - expected).norm() < BOUND[of_x] * expected.norm()
+    assert torch.autograd.grad(found.sum(), gate)[0].dtype == of_gate
+
+
+@by_dtype
+def test_many_rows(device, dtype):
+    """More than the blocks, and the tasks, have at once; dweight is a sum over all of them."""
+    x, weight, gate, dy = make((4, 1100, 4, 64), device, dtype)
+    check(x, weight, gate, dy, factor=2.0)
+
+
+@pytest.mark.parametrize("T", [0, 1])
+def test_no_and_one_row(device, T):
+    x, weight, gate, dy = make((1, T, 1, 24), device, torch.float32)
+    check(x, weight, gate, dy)
+    if T == 0:
+        leaf = weight.requires_grad_()
+        assert not torch.autograd.grad(rms_norm(x, leaf, EPS, gate).sum(), leaf)[0].any()
+
+
+def test_a_vector(device):
+    x, weight, gate = (normal(24, seed=i, device=device, dtype=torch.float32) for i in range(3))
+    expected = exact(*(t.double() for t in (x, weight, gate)))
+    assert (rms_norm(x, weight, EPS, gate) - expected).norm() < 1e-6 * expected.norm()
+    _, rstd = ops.rms_norm_gate_fwd(x, weight, gate, "swish", EPS)
+    assert rstd.shape == ()
+    assert abs(rstd.item() - 1 / math.sqrt(x.double().square().mean() + EPS)) < 1e-6
+
+
+def test_an_expanded_gradient(device):
+    """As inductor hands it over, with strides of 0."""
+    x, weight, gate, _ = make((2, 9, 3, 40), device, torch.float32)
+    check(x, weight, gate, x.new_ones(()).expand(x.shape))
+
+
+@by_dtype
+@pytest.mark.parametrize("V", [64, 100, 2500])
+def test_the_same_bits_in_every_run_and_for_every_row(device, V, dtype):
+    x, weight, gate, dy = make((2, 70, 4, V), device, dtype)
+
+    def run(rows):
+        leaves = [t.detach().requires_grad_() for t in (x[rows], weight, gate[rows])]
+        y = rms_norm(*leaves[:2], EPS, leaves[2])
+        return y, *torch.autograd.grad(y, leaves, dy[rows])
+
+    whole = run(slice(None))
+    for a, b in zip(whole, run(slice(None)), strict=True):
+        assert torch.equal(a, b)
+    for i, part in enumerate(run(slice(1, 2))):
+        if i != 2:  # dweight
+            assert torch.equal(part[0], whole[i][1])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_change_no_bit(threads):
+    x, weight, gate, dy = make((2, 300, 4, 64), "cpu", torch.float32)
+    results, before = [], torch.get_num_threads()
+    for count in (2, threads):
+        torch.set_num_threads(count)
+        leaves = [t.detach().requires_grad_() for t in (x, weight, gate)]
+        y = rms_norm(*leaves[:2], EPS, leaves[2])
+        results.append((y, *torch.autograd.grad(y, leaves, dy)))
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("kind", [RMSNorm, GatedRMSNorm])
 def test_nan_stays_in_its_row(device, kind):
-    norm = make_norm(kind, True, torch.float32, device)
+    norm = kind(40, eps=EPS).to(device)
     x = normal(4, 40, seed=1, device=device, dtype=torch.float32)
     x[2, 7] = torch.nan
     with torch.no_grad():
         found = norm(*[x] * (1 + (kind is GatedRMSNorm)))
     assert found[2].isnan().all()
     assert found[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_gates_far_out(device, activation, dtype):
+    """What plain torch gives, NaN and infinite gates included."""
+    far = [0.0, -0.0, 1e-3, 9.0, -9.0, 80.0, -80.0, 95.0, -95.0, 3e4, -3e4]
+    gate = torch.tensor([*far, math.inf, -math.inf, math.nan] * 2, dtype=dtype, device=device)
+    x = normal(28, seed=1, device=device, dtype=dtype)
+    leaves = [gate.clone().requires_grad_() for _ in range(2)]
+    found, plain = (
+        norm(x, None, EPS, leaf, activation)
+        for norm, leaf in zip((rms_norm, plain_rms_norm), leaves, strict=True)
+    )
+    bounds = {"rtol": 4 * BOUND[dtype], "atol": 1e-6, "equal_nan": True}
+    torch.testing.assert_close(found, plain, **bounds)
+    gradients = (
+        torch.autograd.grad(y.sum(), leaf) for y, leaf in ((found, leaves[0]), (plain, leaves[1]))
+    )
+    for got, wanted in zip(*gradients, strict=True):
+        finite = gate.isfinite() & (gate.abs() < 1e3)
+        torch.testing.assert_close(got[finite], wanted[finite], **bounds)
+        assert torch.equal(got[gate.isnan()].isnan(), wanted[gate.isnan()].isnan())
+
+
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_gradcheck(activation):
+    x, weight, gate, _ = make((2, 2, 2, 5), "cpu", torch.float64)
+    gate = torch.where(gate.abs() < 0.01, 0.5, gate)  # not where relu has no slope
+    leaves = [t.clone().requires_grad_() for t in (x, weight, gate)]
+    assert torch.autograd.gradcheck(
+        lambda x, weight, gate: rms_norm(x, weight, EPS, gate, activation), leaves
+    )
+    assert torch.autograd.gradcheck(lambda x: rms_norm(x, None, EPS), leaves[:1])
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_opcheck(device, requires_grad, gated, weighted):
+    x, weight, gate, dy = make((2, 3, 2, 8), device, torch.float32, "heads of a projection")
+    weight, gate = weight if weighted else None, gate if gated else None
+    leaves = [None if t is None else t.requires_grad_(requires_grad) for t in (x, weight, gate)]
+    torch.library.opcheck(ops.rms_norm_gate_fwd.default, (*leaves, "silu", EPS))
+    if not requires_grad:
+        _, rstd = ops.rms_norm_gate_fwd(*leaves, "silu", EPS)
+        torch.library.opcheck(ops.rms_norm_gate_bwd.default, (dy, *leaves, rstd, "silu"))
+
+
+def raises(error, message):
+    return pytest.raises(error, match="^" + re.escape(message))
+
+
+def call(x, weight=None, gate=None, activation="swish"):
+    return ops.rms_norm_gate_fwd(x, weight, gate, activation, EPS)
+
+
+NAME = "rms_norm_gate: "
+
+
+def test_errors(device):
+    x = torch.zeros(2, 3, 8, device=device)
+    with raises(TypeError, NAME + "expected gate to be torch.float32 like x, got torch.float16"):
+        call(x, gate=x.half())
+    with raises(TypeError, NAME + "expected x to be torch.bfloat16, torch.float16, torch.float32"):
+        call(x.int())
+    with raises(TypeError, NAME + "expected weight to be torch.bfloat16, torch.float16, torch.fl"):
+        call(x, x[0, 0].long())
+    with raises(ValueError, NAME + "expected x to have at least 1 dimension [..., V], got 0"):
+        call(x[0, 0, 0])
+    with raises(ValueError, NAME + "expected the last dimension of x to be at least 1, got 0"):
+        call(x[..., :0])
+    expected = "expected gate to have shape [..., V] = [2, 3, 8], got [2, 3, 7]"
+    with raises(ValueError, NAME + expected):
+        call(x, gate=x[..., 1:])
+    with raises(ValueError, NAME + "expected weight to have shape [V] = [8], got [7]"):
+        call(x, x[0, 0, 1:])
+    with raises(ValueError, NAME + "expected weight on the device of x, "):
+        call(x, x[0, 0].to("meta"))
+    known = "relu, sigmoid, logsigmoid, silu, swish, sqrelu, gelu"
+    with raises(ValueError, NAME + f"expected activation to be one of {known}, got 'tanh'"):
+        call(x, activation="tanh")
+    with raises(NotImplementedError, NAME + "expected strided (dense) tensors, got layout Sparse"):
+        call(x.to_sparse())
+    backward = ops.rms_norm_gate_bwd
+    with raises(ValueError, "rms_norm_gate_bwd: expected dy to have shape [..., V] = [2, 3, 8]"):
+        backward(x[:1], x, None, None, x[..., 0], "swish")
+    with raises(ValueError, "rms_norm_gate_bwd: expected rstd to have shape [...] = [2, 3], got"):
+        backward(x, x, None, None, x[:, 1:, 0], "swish")
+
+
+@pytest.mark.cuda
+def test_fp64_on_cuda_is_refused_by_the_operator_and_plain_in_the_module():
+    x = torch.randn(3, 40, dtype=torch.float64, device="cuda")
+    with raises(NotImplementedError, NAME + "expected torch.bfloat16, torch.float16 or torch.fl"):
+        call(x)
+    norm = GatedRMSNorm(40).cuda()
+    assert torch.equal(norm(x, x), plain_rms_norm(x, norm.weight, gate=x))
+
+
+def test_what_is_not_differentiated():
+    x = torch.randn(3, 8, requires_grad=True)
+    (dx,) = torch.autograd.grad(rms_norm(x).square().sum(), x, create_graph=True)
+    with raises(NotImplementedError, NAME + "double backward is not supported"):
+        dx.sum().backward()
+    with raises(NotImplementedError, NAME + "torch.func transforms"):
+        torch.func.grad(lambda x: rms_norm(x).sum())(x.detach())
+    with fwAD.dual_level(), raises(NotImplementedError, NAME + "forward-mode AD"):
+        rms_norm(fwAD.make_dual(x.detach(), x.detach()))
+
+
+def test_vmap():
+    x, gate = torch.randn(2, 3, 4, 8)
+    norm = GatedRMSNorm(8)
+    assert torch.equal(torch.vmap(norm)(x, gate), norm(x, gate))
+
+
+def test_compiled_the_gated_norm_is_the_operator_and_the_other_plain():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([node.target for node in graph.graph.nodes])
+        return graph
+
+    torch._dynamo.reset()
+    norms = RMSNorm(8), GatedRMSNorm(8)
+    for norm in norms:
+        compiled = torch.compile(norm, fullgraph=True, dynamic=True, backend=backend)
+        for T in (3, 5):
+            inputs = torch.randn(2, T, 8)[: 1 + isinstance(norm, GatedRMSNorm)]
+            torch.testing.assert_close(compiled(*inputs), norm(*inputs))
+    assert len(graphs) == 2
+    assert [ops.rms_norm_gate_fwd.default in targets for targets in graphs] == [False, True]
+
+
+@pytest.mark.slow
+def test_inductor(device):
+    torch._dynamo.reset()
+    norm = GatedRMSNorm(40, activation="sigmoid").to(device)
+    compiled = torch.compile(norm, fullgraph=True, dynamic=True)
+    for T in (9, 12):
+        leaves = [normal(T, 40, seed=i, device=device, dtype=torch.float32) for i in (1, 2)]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        results = []
+        for call in (compiled, norm):
+            y = call(*leaves)
+            gradients = torch.autograd.grad(y.square().sum(), [*leaves, norm.weight])
+            results.append((y, *gradients))
+        for got, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
+def test_sharded_tensors_take_plain_operations():
+    class Wrapped(torch.Tensor):
+        """A tensor subclass as DTensor is one: with parts, and what to do with operators."""
+
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __tensor_flatten__(self):
+            return ["inner"], None
+
+        @staticmethod
+        def __tensor_unflatten__(inner, *_):
+            return Wrapped(inner["inner"])
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            assert function.namespace == "aten"
+            args = (x.inner if isinstance(x, Wrapped) else x for x in args)
+            out = function(*args, **(kwargs or {}))
+            return Wrapped(out) if isinstance(out, torch.Tensor) else out
+
+    x = torch.randn(3, 8)
+    found = rms_norm(Wrapped(x), None, EPS)
+    assert torch.equal(found.inner, plain_rms_norm(x, None, EPS))

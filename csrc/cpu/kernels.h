@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "norm.h"
 #include "params.h"
 
 namespace gla_ext::cpu {
@@ -44,6 +45,13 @@ struct Kernels {
   int64_t (*recurrent_workspace)(int64_t K, int64_t V, int64_t tokens, bool backward);
   RunTask recurrent_forward;   // q k v g gv state_in -> o state_out
   RunTask recurrent_backward;  // do dstate_out q k v g gv state_in -> dq dk dv dg dgv dstate_in
+
+  // The norm, on a workspace of its own: a task is some of the rows.
+  using NormTask = void (*)(const Norm<T>&, T* workspace, int64_t task);
+  int64_t (*padded_width)(int64_t V);  // of weight and dweight_parts
+  int64_t (*norm_workspace)(int64_t V);
+  NormTask norm_forward;   // x weight gate -> y rstd
+  NormTask norm_backward;  // dy x weight gate rstd -> dx dgate dweight_parts
 };
 
 // The table for the processor at hand; follows torch's own choice (ATEN_CPU_CAPABILITY).

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../kernels.h"
+#include "norm.h"
 #include "recurrent.h"
 #include "step_tasks.h"
 
@@ -15,12 +16,28 @@ int64_t workspace_size(int64_t K, int64_t V, bool value_gated) {
 
 template <typename T>
 constexpr Kernels<T> make_kernels() {
-  return {workspace_size<T>,       forward_sweep<T>,     backward_sweep<T>,
-          state_pass<T>,           state_grad_pass<T>,   forward_chunk<T>,
-          backward_chunk<T>,       gate_cumsum_step<T>,  scores_off_diagonal_step<T>,
-          scores_diagonal_step<T>, output_step<T>,       value_grads_step<T>,
-          score_grads_step<T>,     intra_grads_step<T>,  merge_grads_step<T>,
-          recurrent_workspace<T>,  recurrent_forward<T>, recurrent_backward<T>};
+  return {workspace_size<T>,
+          forward_sweep<T>,
+          backward_sweep<T>,
+          state_pass<T>,
+          state_grad_pass<T>,
+          forward_chunk<T>,
+          backward_chunk<T>,
+          gate_cumsum_step<T>,
+          scores_off_diagonal_step<T>,
+          scores_diagonal_step<T>,
+          output_step<T>,
+          value_grads_step<T>,
+          score_grads_step<T>,
+          intra_grads_step<T>,
+          merge_grads_step<T>,
+          recurrent_workspace<T>,
+          recurrent_forward<T>,
+          recurrent_backward<T>,
+          padded,
+          norm_workspace<T>,
+          norm_forward<T>,
+          norm_backward<T>};
 }
 
 }  // namespace CPU_CAPABILITY

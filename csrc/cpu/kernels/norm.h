@@ -1,0 +1,151 @@
+// The root mean square norm of the rows of a task, times a weight and an activated gate:
+//   n = x rstd      y = n ⊙ w ⊙ f(gate)      rstd = (mean(x²) + eps)^-0.5
+// and backward, with u = dy ⊙ w ⊙ f(gate):
+//   dgate = dy ⊙ n ⊙ w ⊙ f'(gate)      dx = rstd (u − n mean(u ⊙ n))      dw = Σ dy ⊙ f(gate) ⊙ n
+//
+// reads   x, gate, dy [rows, V], w [V], backward rstd [rows]
+// writes  y [rows, V], rstd [rows]; dx, dgate [rows, V], and dw of the task's rows [V]
+// Everything is accumulated in T and rounded once.
+#pragma once
+
+#include <cmath>
+
+#include "../norm.h"
+#include "tile.h"
+
+namespace gla_ext::cpu {
+namespace CPU_CAPABILITY {
+
+template <typename T>
+int64_t norm_workspace(int64_t V) {
+  return 3 * padded(V);
+}
+
+template <typename T>
+struct Activated {
+  Vec<T> value, slope;
+};
+
+// f and f' of an activation.
+template <typename T>
+inline Activated<T> activated(Activation activation, const Vec<T>& g) {
+  const Vec<T> zero(T(0)), one(T(1)), two(T(2));
+  const auto sigmoid = [&](const Vec<T>& x) { return one / (one + x.neg().exp()); };
+  switch (activation) {
+    case Activation::kRelu:
+      return {Vec<T>::blendv(g, zero, g < zero), Vec<T>::blendv(one, zero, g <= zero)};
+    case Activation::kSquaredRelu: {
+      const Vec<T> r = Vec<T>::blendv(g, zero, g < zero);
+      return {r * r, two * r};
+    }
+    case Activation::kSigmoid: {
+      const Vec<T> s = sigmoid(g);
+      return {s, s * (one - s)};
+    }
+    case Activation::kLogSigmoid:
+      return {at::vec::minimum(g, zero) - g.abs().neg().exp().log1p(), sigmoid(g.neg())};
+    case Activation::kGelu: {
+      const Vec<T> slope{T(kGeluSlope)}, cube{T(kGeluCube)};
+      const Vec<T> s = sigmoid(slope * g * (one + cube * g * g));
+      return {g * s, s + g * s * (one - s) * slope * (one + Vec<T>(T(3)) * cube * g * g)};
+    }
+    case Activation::kSwish:
+      break;
+  }
+  const Vec<T> s = sigmoid(g);
+  return {g * s, s + g * s * (one - s)};
+}
+
+template <typename T>
+inline int64_t norm_offset(const Norm<T>& p, const NormRows& rows, int64_t row) {
+  return row / p.inner_rows * rows.strides.outer + row % p.inner_rows * rows.strides.inner;
+}
+
+// dst[padded(V)] <- a row, zeros behind it.
+template <typename T>
+inline void load_norm_row(T* dst, const Norm<T>& p, const NormRows& rows, int64_t row) {
+  convert_row(dst, rows.data, p.dtype, norm_offset(p, rows, row), p.width);
+  std::memset(dst + p.width, 0, (padded(p.width) - p.width) * sizeof(T));
+}
+
+template <typename T>
+inline void store_norm_row(const T* src, const Norm<T>& p, const NormRows& rows, int64_t row) {
+  convert_row_back(rows.data, p.dtype, norm_offset(p, rows, row), src, p.width);
+}
+
+template <typename T>
+inline T mean_of(const Norm<T>& p, const Vec<T>& sums) {
+  return sum_of_lanes(sums) / static_cast<T>(p.width);
+}
+
+// f(row) for the rows of a task.
+template <typename T, typename F>
+inline void for_rows(const Norm<T>& p, int64_t task, F f) {
+  const int64_t first = task * p.rows_per_task, end = first + p.rows_per_task;
+  for (int64_t row = first; row < (end < p.rows ? end : p.rows); ++row) f(row);
+}
+
+template <typename T>
+void norm_forward(const Norm<T>& p, T* workspace, int64_t task) {
+  const int64_t Vp = padded(p.width);
+  T *x = workspace, *gate = x + Vp;
+  for_rows(p, task, [&](int64_t row) {
+    load_norm_row(x, p, p.x, row);
+    Vec<T> squares(T(0));
+    for (int64_t i = 0; i < Vp; i += Vec<T>::size()) {
+      const Vec<T> v = Vec<T>::loadu(x + i);
+      squares = at::vec::fmadd(v, v, squares);
+    }
+    const T rstd = 1 / std::sqrt(mean_of(p, squares) + p.eps);
+    p.rstd[row] = rstd;
+    map<T>(Vp, [&](Vec<T> v) { return v * Vec<T>(rstd); }, x, x);
+    if (p.weight != nullptr) map<T>(Vp, [](Vec<T> v, Vec<T> w) { return v * w; }, x, x, p.weight);
+    if (p.gate.data != nullptr) {
+      load_norm_row(gate, p, p.gate, row);
+      map<T>(
+          Vp, [&](Vec<T> v, Vec<T> g) { return v * activated(p.activation, g).value; }, x, x, gate);
+    }
+    store_norm_row(x, p, p.y, row);
+  });
+}
+
+template <typename T>
+void norm_backward(const Norm<T>& p, T* workspace, int64_t task) {
+  const int64_t Vp = padded(p.width);
+  T *n = workspace, *u = n + Vp, *gate = u + Vp;
+  T* dweight = p.weight == nullptr ? nullptr : p.dweight_parts + task * Vp;
+  if (dweight != nullptr) fill(dweight, Vp, T(0));
+  for_rows(p, task, [&](int64_t row) {
+    load_norm_row(n, p, p.x, row);
+    load_norm_row(u, p, p.dy, row);
+    const Vec<T> rstd(p.rstd[row]);
+    if (p.gate.data != nullptr) load_norm_row(gate, p, p.gate, row);
+    Vec<T> products(T(0));
+    for (int64_t i = 0; i < Vp; i += Vec<T>::size()) {
+      const Vec<T> normed = Vec<T>::loadu(n + i) * rstd;
+      Vec<T> grad = Vec<T>::loadu(u + i), gate_grad;
+      if (p.gate.data != nullptr) {
+        const auto [value, slope] = activated(p.activation, Vec<T>::loadu(gate + i));
+        gate_grad = grad * normed * slope;
+        grad = grad * value;
+      }
+      if (dweight != nullptr) {
+        const Vec<T> weight = Vec<T>::loadu(p.weight + i);
+        at::vec::fmadd(grad, normed, Vec<T>::loadu(dweight + i)).store(dweight + i);
+        gate_grad = gate_grad * weight;
+        grad = grad * weight;
+      }
+      if (p.gate.data != nullptr) gate_grad.store(gate + i);
+      normed.store(n + i);
+      grad.store(u + i);
+      products = at::vec::fmadd(grad, normed, products);
+    }
+    if (p.gate.data != nullptr) store_norm_row(gate, p, p.dgate, row);
+    const Vec<T> mean(mean_of(p, products));
+    map<T>(Vp, [&](Vec<T> du, Vec<T> v) { return rstd * (du - v * mean); }, u, u, n);
+    store_norm_row(u, p, p.dx, row);
+  });
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace gla_ext::cpu

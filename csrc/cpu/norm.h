@@ -1,0 +1,31 @@
+// What the host side hands to the CPU kernels of the norm.
+#pragma once
+
+#include "../norm.h"
+#include "params.h"
+
+namespace gla_ext::cpu {
+
+// One tensor [rows, V] whose last dimension is contiguous.
+struct NormRows {
+  void* data = nullptr;
+  RowStrides strides;
+};
+
+// Absent tensors are null. T accumulates: float, or double for fp64 inputs.
+template <typename T>
+struct Norm {
+  int64_t rows = 0, inner_rows = 1, width = 0;  // width is V
+  int64_t rows_per_task = 1;                    // follows from the shape alone
+  DType dtype = DType::kFloat;                  // of all rows
+  Activation activation = Activation::kSwish;
+  T eps = 0;
+
+  NormRows x, gate, dy;        // inputs
+  NormRows y, dx, dgate;       // outputs
+  const T* weight = nullptr;   // [padded V], zeros behind V
+  T* rstd = nullptr;           // [rows]
+  T* dweight_parts = nullptr;  // [tasks, padded V]
+};
+
+}  // namespace gla_ext::cpu

@@ -1,0 +1,230 @@
+// Backward of the norm with its gate, with n = x rstd and u = dy ⊙ w ⊙ f(gate):
+//   dgate = dy ⊙ n ⊙ w ⊙ f'(gate)      dx = rstd (u − n mean(u ⊙ n))      dw = Σ dy ⊙ f(gate) ⊙ n
+//
+// grid    as many blocks as run at once stride over the rows, each of which leaves the dw of its
+//         rows; a second kernel adds these, first block first
+// reads   dy, x, gate [rows, V], w [V], rstd [rows] fp32
+// writes  dx, dgate [rows, V], dw [V]
+// Everything between is fp32, results are rounded once; the order of every sum follows from the
+// shape and the number of multiprocessors.
+#include "activation.cuh"
+#include "rows.cuh"
+
+namespace gla_ext::cuda {
+namespace {
+
+constexpr int kAtOnce = 1;                // rows of a thread in flight
+constexpr int kBlocksAtOnce = 3;          // of a multiprocessor, of every kernel here
+constexpr int64_t kSharedColumns = 8192;  // of dw that a block of wide rows keeps in shared memory
+constexpr int kSumColumns = 32, kSumRows = 32;
+
+// Eight elements of a row: u, written over dy; dgate; what they add to dw; the sum of u ⊙ n.
+template <class T>
+__device__ __forceinline__ float grads_of_eight(const Norm& p, const Eight<T>& x,
+                                                const Eight<T>& gate, float rstd,
+                                                const float (&w)[8], float (&u)[8],
+                                                float (&dgate)[8], float (&dw)[8]) {
+  float sum = 0.f;
+  const auto each = [&](auto activate) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float n = x[i] * rstd;
+      float f, slope;
+      activate(gate[i], f, slope);
+      dgate[i] = u[i] * n * w[i] * slope;
+      u[i] *= f;
+      dw[i] = fmaf(u[i], n, dw[i]);
+      u[i] *= w[i];
+      sum = fmaf(u[i], n, sum);
+    }
+  };
+  if (p.gate.data != nullptr)
+    with_activation<T>(p.activation, each);
+  else
+    each([](float, float& f, float& slope) { f = 1.f, slope = 0.f; });
+  return sum;
+}
+
+template <class T>
+__device__ __forceinline__ void finish_dx(const Eight<T>& x, float rstd, float mean,
+                                          float (&u)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) u[i] = rstd * (u[i] - x[i] * rstd * mean);
+}
+
+template <class T>
+__device__ __forceinline__ void to_floats(const Eight<T>& x, float (&y)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) y[i] = x[i];
+}
+
+// dw of a block from that of its threads, one group after the other.
+template <class L>
+__device__ __forceinline__ void store_partials(const Norm& p, const float (&dw)[8]) {
+  __shared__ float s_dw[L::kGroups][L::kColumns];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) s_dw[L::group()][L::column() + i] = dw[i];
+  __syncthreads();  // s_dw is written
+  for (int column = threadIdx.x; column < p.width; column += kNormThreads) {
+    float sum = 0.f;
+    for (int group = 0; group < L::kGroups; ++group) sum += s_dw[group][column];
+    p.partials[blockIdx.x * p.width + column] = sum;
+  }
+}
+
+template <class T, class L>
+__global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
+    narrow_backward(const __grid_constant__ Norm p) {
+  __shared__ float s_warps[2][kNormWarps];
+  RowSums<L> sum_of_row;
+  const int width = static_cast<int>(p.width);
+  const int64_t stride = gridDim.x * L::kRows;
+  const RowCursor step(p, stride);
+  int64_t first = blockIdx.x * L::kRows;
+  float w[8], dw[8] = {};
+  load_weight<L::kAccess>(p, L::column(), w);
+  RowCursor cursor[L::kAtOnce];
+#pragma unroll
+  for (int r = 0; r < L::kAtOnce; ++r)
+    cursor[r] = RowCursor(p, first + r * L::kGroups + L::group());
+
+  for (; first < p.rows; first += stride) {
+    Eight<T> x[L::kAtOnce], gate[L::kAtOnce], dy[L::kAtOnce];
+    float rstd[L::kAtOnce];
+    int valid[L::kAtOnce];
+#pragma unroll
+    for (int r = 0; r < L::kAtOnce; ++r) {
+      const int64_t row = first + r * L::kGroups + L::group();
+      valid[r] = row < p.rows ? width - L::column() : 0;
+      const auto load = [&](const NormRows& rows) {
+        return load8<L::kAccess>(cursor[r].template in<T>(rows) + L::column(), valid[r]);
+      };
+      x[r] = load(p.x);
+      dy[r] = load(p.dy);
+      if (p.gate.data != nullptr) gate[r] = load(p.gate);
+      rstd[r] = row < p.rows ? p.rstd[row] : 0.f;
+      cursor[r].advance(p, step);
+    }
+#pragma unroll
+    for (int r = 0; r < L::kAtOnce; ++r) {
+      const int64_t row = first + r * L::kGroups + L::group();
+      float u[8], dgate[8];
+      to_floats(dy[r], u);
+      const float sum = grads_of_eight(p, x[r], gate[r], rstd[r], w, u, dgate, dw);
+      if (p.gate.data != nullptr)
+        store_results<L::kAccess>(static_cast<T*>(p.dgate) + row * width + L::column(), dgate,
+                                  valid[r]);
+      const float mean = sum_of_row(sum, s_warps) * p.per_width;
+      finish_dx(x[r], rstd[r], mean, u);
+      store_results<L::kAccess>(static_cast<T*>(p.dx) + row * width + L::column(), u, valid[r]);
+    }
+  }
+  if (p.weight != nullptr) store_partials<L>(p, dw);
+}
+
+// A thread has the same columns of every row, so that dw needs no barrier.
+template <class T, Access kAccess>
+__global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
+    wide_backward(const __grid_constant__ Norm p) {
+  constexpr int kStep = kNormThreads * 8;
+  extern __shared__ float s_dw[];  // [V], where V is at most kSharedColumns
+  __shared__ float s_warps[2][kNormWarps];
+  WarpSums<kNormThreads> sum_of_block;
+  float* partials = p.partials + blockIdx.x * p.width;
+  float* sums = p.width <= kSharedColumns ? s_dw : partials;
+  const auto valid = [&](int64_t column) {
+    return static_cast<int>(min(p.width - column, int64_t{8}));
+  };
+  const auto for_columns = [&](auto&& f) {
+    for (int64_t c = threadIdx.x * 8; c < p.width; c += kStep) f(c);
+  };
+  const auto for_sums = [&](int64_t c, auto&& f) {
+    if (p.weight == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (i < valid(c)) f(sums[c + i], i);
+  };
+  for_columns([&](int64_t c) { for_sums(c, [](float& sum, int) { sum = 0.f; }); });
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    const RowCursor cursor(p, row);
+    const float rstd = p.rstd[row];
+    float sum = 0.f;
+    // u of eight columns; in the first pass with dgate and dw.
+    const auto pass = [&](int64_t c, Eight<T>& x, float (&u)[8], bool is_first) {
+      const auto load = [&](const NormRows& rows) {
+        return load8<kAccess>(cursor.template in<T>(rows) + c, valid(c));
+      };
+      Eight<T> gate;
+      x = load(p.x);
+      to_floats(load(p.dy), u);
+      if (p.gate.data != nullptr) gate = load(p.gate);
+      float w[8], dgate[8], dw[8] = {};
+      load_weight<kAccess>(p, c, w);
+      const float part = grads_of_eight(p, x, gate, rstd, w, u, dgate, dw);
+      if (!is_first) return;
+      sum += part;
+      for_sums(c, [&](float& total, int i) { total += dw[i]; });
+      if (p.gate.data != nullptr)
+        store_results<kAccess>(static_cast<T*>(p.dgate) + row * p.width + c, dgate, valid(c));
+    };
+    Eight<T> x;
+    float u[8];
+    for_columns([&](int64_t c) { pass(c, x, u, true); });
+    const float mean = sum_of_block(sum, s_warps) * p.per_width;
+    for_columns([&](int64_t c) {
+      pass(c, x, u, false);
+      finish_dx(x, rstd, mean, u);
+      store_results<kAccess>(static_cast<T*>(p.dx) + row * p.width + c, u, valid(c));
+    });
+  }
+  for_columns([&](int64_t c) { for_sums(c, [&](float& sum, int i) { partials[c + i] = sum; }); });
+}
+
+// dw = the sums over blocks: threads of a column take every kSumRows-th, then these are added.
+__global__ void __launch_bounds__(kSumColumns* kSumRows) sum_partials(Norm p, int64_t blocks) {
+  __shared__ float s_sums[kSumRows][kSumColumns];
+  const int64_t column = int64_t{blockIdx.x} * kSumColumns + threadIdx.x;
+  float sum = 0.f;
+  if (column < p.width)
+    for (int64_t block = threadIdx.y; block < blocks; block += kSumRows)
+      sum += p.partials[block * p.width + column];
+  s_sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();  // s_sums is written
+  if (threadIdx.y != 0 || column >= p.width) return;
+  for (int i = 1; i < kSumRows; ++i) sum += s_sums[i][threadIdx.x];
+  store_any(p.dweight, p.weight_dtype, column, sum);
+}
+
+}  // namespace
+
+int64_t norm_backward_blocks(const Norm& p, int multiprocessors) {
+  const int64_t most = int64_t{kBlocksAtOnce} * multiprocessors;
+  if (p.width > kNarrow) return norm_blocks(p, 1, most);
+  int64_t blocks = 0;
+  with_narrow<kAtOnce>(
+      p, [&](auto, auto layout) { blocks = norm_blocks(p, decltype(layout)::kRows, most); });
+  return blocks;
+}
+
+void norm_backward(const Norm& p, int multiprocessors, cudaStream_t stream) {
+  const int64_t blocks = norm_backward_blocks(p, multiprocessors);
+  const auto grid = static_cast<unsigned>(blocks);
+  if (p.width > kNarrow) {
+    const bool shared = p.weight != nullptr && p.width <= kSharedColumns;
+    const size_t smem_bytes = shared ? p.width * sizeof(float) : 0;
+    with_wide(p, [&](auto type, auto access) {
+      using T = typename decltype(type)::type;
+      wide_backward<T, decltype(access)::value><<<grid, kNormThreads, smem_bytes, stream>>>(p);
+    });
+  } else {
+    with_narrow<kAtOnce>(p, [&](auto type, auto layout) {
+      using T = typename decltype(type)::type;
+      narrow_backward<T, decltype(layout)><<<grid, kNormThreads, 0, stream>>>(p);
+    });
+  }
+  if (p.weight == nullptr) return;
+  const auto columns = static_cast<unsigned>((p.width + kSumColumns - 1) / kSumColumns);
+  sum_partials<<<columns, dim3(kSumColumns, kSumRows), 0, stream>>>(p, blocks);
+}
+
+}  // namespace gla_ext::cuda

@@ -1,0 +1,130 @@
+// Forward of the norm with its gate:
+//   y = x rstd ⊙ w ⊙ f(gate)      rstd = (mean(x²) + eps)^-0.5
+//
+// grid    blocks stride over the rows; how many rows a block has at once says rows.cuh
+// reads   x, gate [rows, V], w [V]
+// writes  y [rows, V], rstd [rows] fp32
+// Sums and products are fp32, y is rounded once; a row's bits depend on nothing but the row.
+#include "activation.cuh"
+#include "rows.cuh"
+
+namespace gla_ext::cuda {
+namespace {
+
+constexpr int kAtOnce = 2;  // rows of a thread in flight
+
+// y = x rstd w f(gate)
+template <class T>
+__device__ __forceinline__ void normed(const Norm& p, const Eight<T>& x, float rstd,
+                                       const float (&w)[8], const Eight<T>& gate, float (&y)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) y[i] = x[i] * rstd * w[i];
+  if (p.gate.data == nullptr) return;
+  with_activation<T>(p.activation, [&](auto activate) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float f, slope;
+      activate(gate[i], f, slope);
+      y[i] *= f;
+    }
+  });
+}
+
+template <class T>
+__device__ __forceinline__ float squares(const Eight<T>& x, float sum) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum = fmaf(x[i], x[i], sum);
+  return sum;
+}
+
+template <class T, class L>
+__global__ void __launch_bounds__(kNormThreads) narrow_forward(const __grid_constant__ Norm p) {
+  __shared__ float s_warps[2][kNormWarps];
+  RowSums<L> sum_of_row;
+  const int width = static_cast<int>(p.width);
+  const int64_t stride = gridDim.x * L::kRows;
+  const RowCursor step(p, stride);
+  int64_t first = blockIdx.x * L::kRows;
+  float w[8];
+  load_weight<L::kAccess>(p, L::column(), w);
+  RowCursor cursor[L::kAtOnce];
+#pragma unroll
+  for (int r = 0; r < L::kAtOnce; ++r)
+    cursor[r] = RowCursor(p, first + r * L::kGroups + L::group());
+
+  for (; first < p.rows; first += stride) {
+    Eight<T> x[L::kAtOnce], gate[L::kAtOnce];
+    int valid[L::kAtOnce];
+#pragma unroll
+    for (int r = 0; r < L::kAtOnce; ++r) {
+      valid[r] = first + r * L::kGroups + L::group() < p.rows ? width - L::column() : 0;
+      const auto load = [&](const NormRows& rows) {
+        return load8<L::kAccess>(cursor[r].template in<T>(rows) + L::column(), valid[r]);
+      };
+      x[r] = load(p.x);
+      if (p.gate.data != nullptr) gate[r] = load(p.gate);
+      cursor[r].advance(p, step);
+    }
+#pragma unroll
+    for (int r = 0; r < L::kAtOnce; ++r) {
+      const int64_t row = first + r * L::kGroups + L::group();
+      const float sum = sum_of_row(squares(x[r], 0.f), s_warps);
+      const float rstd = rsqrtf(sum * p.per_width + p.eps);
+      if (row < p.rows && L::column() == 0) p.rstd[row] = rstd;
+      float y[8];
+      normed(p, x[r], rstd, w, gate[r], y);
+      store_results<L::kAccess>(static_cast<T*>(p.y) + row * width + L::column(), y, valid[r]);
+    }
+  }
+}
+
+template <class T, Access kAccess>
+__global__ void __launch_bounds__(kNormThreads) wide_forward(const __grid_constant__ Norm p) {
+  constexpr int kStep = kNormThreads * 8;
+  __shared__ float s_warps[2][kNormWarps];
+  WarpSums<kNormThreads> sum_of_block;
+  const auto valid = [&](int64_t column) {
+    return static_cast<int>(min(p.width - column, int64_t{8}));
+  };
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    const RowCursor cursor(p, row);
+    const T* x = cursor.template in<T>(p.x);
+    const T* gate = cursor.template in<T>(p.gate);
+    float sum = 0.f;
+    for (int64_t c = threadIdx.x * 8; c < p.width; c += kStep)
+      sum = squares(load8<kAccess>(x + c, valid(c)), sum);
+    const float rstd = rsqrtf(sum_of_block(sum, s_warps) * p.per_width + p.eps);
+    if (threadIdx.x == 0) p.rstd[row] = rstd;
+    for (int64_t c = threadIdx.x * 8; c < p.width; c += kStep) {
+      Eight<T> g;
+      if (p.gate.data != nullptr) g = load8<kAccess>(gate + c, valid(c));
+      float w[8], y[8];
+      load_weight<kAccess>(p, c, w);
+      normed(p, load8<kAccess>(x + c, valid(c)), rstd, w, g, y);
+      store_results<kAccess>(static_cast<T*>(p.y) + row * p.width + c, y, valid(c));
+    }
+  }
+}
+
+}  // namespace
+
+void norm_forward(const Norm& p, int multiprocessors, cudaStream_t stream) {
+  // Some four times as many blocks as run at once, so that none is waited for long.
+  const int64_t most = int64_t{32} * multiprocessors;
+  if (p.width > kNarrow) {
+    with_wide(p, [&](auto type, auto access) {
+      using T = typename decltype(type)::type;
+      wide_forward<T, decltype(access)::value>
+          <<<static_cast<unsigned>(norm_blocks(p, 1, most)), kNormThreads, 0, stream>>>(p);
+    });
+    return;
+  }
+  with_narrow<kAtOnce>(p, [&](auto type, auto layout) {
+    using T = typename decltype(type)::type;
+    using L = decltype(layout);
+    narrow_forward<T, L>
+        <<<static_cast<unsigned>(norm_blocks(p, L::kRows, most)), kNormThreads, 0, stream>>>(p);
+  });
+}
+
+}  // namespace gla_ext::cuda

@@ -1,0 +1,44 @@
+// The norm with its gate on CUDA: what the kernels take, and how the host calls them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../../norm.h"
+#include "../params.h"
+
+namespace gla_ext::cuda {
+
+// One tensor [rows, V] whose last dimension is contiguous.
+struct NormRows {
+  const void* data = nullptr;
+  RowStrides strides;
+};
+
+// Absent tensors are null.
+struct Norm {
+  int64_t rows = 0, inner_rows = 1, width = 0;  // width is V
+  DType dtype = DType::kFloat;                  // of all rows
+  DType weight_dtype = DType::kFloat;           // of weight and dweight
+  Activation activation = Activation::kSwish;
+  bool aligned =
+      false;  // V a multiple of 8; every row, and weight, starts at a multiple of 16 bytes
+  float per_width = 0;  // 1 / V
+  float eps = 0;
+
+  NormRows x, gate, dy;                                // inputs
+  void *y = nullptr, *dx = nullptr, *dgate = nullptr;  // outputs [rows, V], contiguous
+  const void* weight = nullptr;                        // [V]
+  float* rstd = nullptr;                               // [rows]
+  float* partials = nullptr;  // [norm_backward_blocks(), V], parts of dweight
+  void* dweight = nullptr;    // [V]
+};
+
+// x weight gate -> y, rstd
+void norm_forward(const Norm& p, int multiprocessors, cudaStream_t stream);
+
+// Of threads; each leaves a part of dweight.
+int64_t norm_backward_blocks(const Norm& p, int multiprocessors);
+// dy x weight gate rstd -> dx, dgate, dweight
+void norm_backward(const Norm& p, int multiprocessors, cudaStream_t stream);
+
+}  // namespace gla_ext::cuda

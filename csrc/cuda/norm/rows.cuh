@@ -1,0 +1,180 @@
+// Rows of the norm: which threads have which elements, where rows start, sums over a row.
+//
+// Up to kNarrow columns a row belongs to kLanes neighbouring threads, each of which holds eight
+// columns in registers; wider rows belong to a block, which reads them twice.
+#pragma once
+
+#include "../device/launch.cuh"
+#include "norm.h"
+
+namespace gla_ext::cuda {
+
+constexpr int kNormThreads = 256;
+constexpr int kNormWarps = kNormThreads / 32;
+constexpr int kNarrow = 8 * kNormThreads;
+
+// Where row `row`, and after advance() row `row + step`, starts; divides but at the start.
+class RowCursor {
+ public:
+  RowCursor() = default;
+  __device__ __forceinline__ RowCursor(const Norm& p, int64_t row)
+      : outer_(row / p.inner_rows), inner_(row % p.inner_rows) {}
+  __device__ __forceinline__ void advance(const Norm& p, const RowCursor& step) {
+    outer_ += step.outer_;
+    inner_ += step.inner_;
+    if (inner_ >= p.inner_rows) {
+      inner_ -= p.inner_rows;
+      ++outer_;
+    }
+  }
+  template <class T>
+  __device__ __forceinline__ const T* in(const NormRows& rows) const {
+    return static_cast<const T*>(rows.data) + outer_ * rows.strides.outer +
+           inner_ * rows.strides.inner;
+  }
+
+ private:
+  int64_t outer_, inner_;
+};
+
+// The weight of eight columns, 1 where there is none and 0 behind the last column.
+template <Access kAccess>
+__device__ __forceinline__ void load_weight(const Norm& p, int64_t column, float (&w)[8]) {
+  const int64_t left = p.width - column;
+  const int valid = left < 8 ? static_cast<int>(left) : 8;
+  const auto load = [&](auto type) {
+    using W = typename decltype(type)::type;
+    const Eight<W> x = load8<kAccess>(static_cast<const W*>(p.weight) + column, valid);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) w[i] = x[i];
+  };
+  if (p.weight == nullptr) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) w[i] = i < valid ? 1.f : 0.f;
+  } else if (p.weight_dtype == DType::kBFloat16) {
+    load(Type<bf16>{});
+  } else if (p.weight_dtype == DType::kHalf) {
+    load(Type<half>{});
+  } else {
+    load(Type<float>{});
+  }
+}
+
+// Eight results, rounded in pairs where a row is written 16 bytes at a time.
+template <Access kAccess, class T>
+__device__ __forceinline__ void store_results(T* p, const float (&x)[8], int valid) {
+  if constexpr (kAccess == Access::kFast && sizeof(T) == 2) {
+    Eight<T> y;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (std::is_same_v<T, bf16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+        y.words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+      } else {
+        const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+        y.words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+      }
+    }
+    if (valid > 0) store8(p, y);
+  } else {
+    store8<kAccess>(p, x, valid);
+  }
+}
+
+// The sum over kLanes neighbouring lanes of a warp, the same bits in each of them.
+template <int kLanes>
+__device__ __forceinline__ float sum_of_lanes(float x) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2)
+    x += __shfl_xor_sync(0xffffffffu, x, distance);
+  return x;
+}
+
+// Sums over kLanes neighbouring threads of a block, where these are whole warps, through places
+// that take turns: one barrier a sum.
+template <int kLanes>
+class WarpSums {
+ public:
+  // The same bits in each of the threads; all of the block call it.
+  __device__ __forceinline__ float operator()(float x, float (&s_warps)[2][kNormWarps]) {
+    constexpr int kWarps = kLanes / 32;
+    const int warp = threadIdx.x / 32;
+    x = sum_of_lanes<32>(x);
+    if (threadIdx.x % 32 == 0) s_warps[turn_][warp] = x;
+    __syncthreads();  // s_warps[turn_] is written, and s_warps[1 - turn_] read by all
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) sum += s_warps[turn_][warp / kWarps * kWarps + i];
+    turn_ = 1 - turn_;
+    return sum;
+  }
+
+ private:
+  int turn_ = 0;
+};
+
+// How rows of up to kNarrow columns lie in a block.
+template <Access kAccess_, int kLanes_, int kAtOnce_>
+struct Narrow {
+  static constexpr Access kAccess = kAccess_;
+  static constexpr int kLanes = kLanes_;
+  static constexpr int kAtOnce = kAtOnce_;                      // rows of a thread in flight
+  static constexpr int kGroups = kNormThreads / kLanes;         // rows side by side
+  static constexpr int kColumns = kLanes * 8;                   // of a row, at least V
+  static constexpr int64_t kRows = int64_t{kGroups} * kAtOnce;  // of a block in an iteration
+
+  __device__ static int group() { return threadIdx.x / kLanes; }
+  // The first one of this thread.
+  __device__ static int column() { return threadIdx.x % kLanes * 8; }
+};
+
+// Sums over the threads of a row.
+template <class L>
+class RowSums {
+ public:
+  __device__ __forceinline__ float operator()(float x, float (&s_warps)[2][kNormWarps]) {
+    if constexpr (L::kLanes <= 32)
+      return sum_of_lanes<L::kLanes>(x);
+    else
+      return warp_sums_(x, s_warps);
+  }
+
+ private:
+  WarpSums<L::kLanes> warp_sums_;
+};
+
+// f(Type<T>, Narrow<...>) for V up to kNarrow.
+template <int kAtOnce, class F>
+void with_narrow(const Norm& p, F&& f) {
+  with_dtype(p.dtype, [&](auto type) {
+    if (!p.aligned) {
+      if (p.width <= 256) return f(type, Narrow<Access::kGeneral, 32, kAtOnce>{});
+      return f(type, Narrow<Access::kGeneral, 256, kAtOnce>{});
+    }
+    if (p.width <= 64) return f(type, Narrow<Access::kFast, 8, kAtOnce>{});
+    if (p.width <= 128) return f(type, Narrow<Access::kFast, 16, kAtOnce>{});
+    if (p.width <= 256) return f(type, Narrow<Access::kFast, 32, kAtOnce>{});
+    if (p.width <= 512) return f(type, Narrow<Access::kFast, 64, kAtOnce>{});
+    if (p.width <= 1024) return f(type, Narrow<Access::kFast, 128, kAtOnce>{});
+    return f(type, Narrow<Access::kFast, 256, kAtOnce>{});
+  });
+}
+
+// f(Type<T>, Constant<Access>) for wider rows.
+template <class F>
+void with_wide(const Norm& p, F&& f) {
+  with_dtype(p.dtype, [&](auto type) {
+    if (p.aligned)
+      f(type, Constant<Access::kFast>{});
+    else
+      f(type, Constant<Access::kGeneral>{});
+  });
+}
+
+// Blocks for iterations of `rows` rows each, at most `most`.
+inline int64_t norm_blocks(const Norm& p, int64_t rows, int64_t most) {
+  const int64_t blocks = (p.rows + rows - 1) / rows;
+  return blocks < most ? blocks : most;
+}
+
+}  // namespace gla_ext::cuda

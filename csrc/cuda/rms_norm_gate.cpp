@@ -1,0 +1,157 @@
+// The norm with its gate on CUDA: check, allocate, launch.
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include "../norm_checks.h"
+#include "../ops.h"
+#include "norm/norm.h"
+#include "tensors.h"
+
+namespace gla_ext::cuda {
+namespace {
+
+at::Tensor contiguous_like(const at::Tensor& t) {
+  return at::empty(t.sizes(), t.options().memory_format(at::MemoryFormat::Contiguous));
+}
+
+// One call on the device and the current stream of its tensors, of which the first is x. Holds the
+// copies that some inputs need.
+class NormLaunch {
+ public:
+  NormLaunch(const char* op, const NormCall& call, std::vector<at::Tensor> tensors,
+             const OptionalTensor& weight)
+      : guard_(tensors[0].device()),
+        stream_(c10::cuda::getCurrentCUDAStream(tensors[0].device().index())) {
+    check_gpu(op, call, tensors[0].device());
+    layout_ = lay_out_rows(std::move(tensors));
+    p.rows = layout_.rows;
+    p.inner_rows = layout_.inner_rows;
+    p.width = layout_.width;
+    p.per_width = 1.f / static_cast<float>(p.width);
+    p.dtype = dtype_of(layout_.tensors[0].scalar_type());
+    p.activation = call.activation;
+    if (given(weight)) {
+      const bool fp64 = weight->scalar_type() == at::kDouble;
+      weight_ = (fp64 ? weight->to(at::kFloat) : *weight).contiguous();
+      p.weight = weight_.const_data_ptr();
+      p.weight_dtype = dtype_of(weight_.scalar_type());
+    }
+    p.aligned = is_aligned();
+  }
+
+  Norm p;
+
+  // Tensor i of the layout.
+  NormRows input(size_t i) const {
+    return {layout_.tensors[i].const_data_ptr(), layout_.strides[i]};
+  }
+  bool is_empty() const { return p.rows == 0; }
+
+  void forward() const {
+    norm_forward(p, multiprocessors(), stream_);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
+  // The gradient of the weight, in fp32 where that is fp64.
+  at::Tensor backward() {
+    at::Tensor partials, dweight;
+    if (weight_.defined()) {
+      partials = at::empty({norm_backward_blocks(p, multiprocessors()), p.width},
+                           weight_.options().dtype(at::kFloat));
+      dweight = at::empty({p.width}, weight_.options());
+      p.partials = partials.mutable_data_ptr<float>();
+      p.dweight = dweight.mutable_data_ptr();
+    }
+    norm_backward(p, multiprocessors(), stream_);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    return dweight;
+  }
+
+ private:
+  static void check_gpu(const char* op, const NormCall& call, at::Device device) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        call.accumulate != at::kDouble, op,
+        ": expected torch.bfloat16, torch.float16 or torch.float32 on CUDA, got torch.float64, "
+        "which only the CPU backend takes");
+    const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(device.index());
+    TORCH_CHECK_NOT_IMPLEMENTED(gpu.major >= 8, op,
+                                ": expected a GPU of compute capability 8.0 or higher, got ",
+                                gpu.name, " of ", gpu.major, ".", gpu.minor);
+  }
+  int multiprocessors() const {
+    return at::cuda::getDeviceProperties(stream_.device_index())->multiProcessorCount;
+  }
+  bool is_aligned() const {
+    bool aligned = p.width % 8 == 0 && starts_aligned(p.weight);
+    const auto eights = [](int64_t stride) { return stride % 8 == 0; };
+    for (size_t i = 0; i < layout_.strides.size(); ++i)
+      aligned &= starts_aligned(layout_.tensors[i].const_data_ptr()) &&
+                 eights(layout_.strides[i].outer) && eights(layout_.strides[i].inner);
+    return aligned;
+  }
+
+  c10::cuda::CUDAGuard guard_;
+  c10::cuda::CUDAStream stream_;
+  RowLayout layout_;
+  at::Tensor weight_;
+};
+
+NormForwardOutputs rms_norm_gate_fwd_cuda(const at::Tensor& x, const OptionalTensor& weight,
+                                          const OptionalTensor& gate, std::string_view activation,
+                                          double eps) {
+  const NormCall call = check_rms_norm_gate_fwd(x, weight, gate, activation);
+  std::vector<at::Tensor> tensors{x};
+  if (given(gate)) tensors.push_back(*gate);
+  NormLaunch launch("rms_norm_gate", call, std::move(tensors), weight);
+  at::Tensor y = contiguous_like(x);
+  at::Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(at::kFloat));
+  if (launch.is_empty()) return {y, rstd};
+  Norm& p = launch.p;
+  p.eps = static_cast<float>(eps);
+  p.x = launch.input(0);
+  if (given(gate)) p.gate = launch.input(1);
+  p.y = y.mutable_data_ptr();
+  p.rstd = rstd.mutable_data_ptr<float>();
+  launch.forward();
+  return {y, rstd};
+}
+
+NormBackwardOutputs rms_norm_gate_bwd_cuda(const at::Tensor& dy, const at::Tensor& x,
+                                           const OptionalTensor& weight, const OptionalTensor& gate,
+                                           const at::Tensor& rstd, std::string_view activation) {
+  const NormCall call = check_rms_norm_gate_bwd(dy, x, weight, gate, rstd, activation);
+  std::vector<at::Tensor> tensors{x, dy};
+  if (given(gate)) tensors.push_back(*gate);
+  NormLaunch launch("rms_norm_gate_bwd", call, std::move(tensors), weight);
+  const at::Tensor not_asked_for = at::empty({0}, x.options().dtype(at::kFloat));
+  at::Tensor dx = contiguous_like(x);
+  at::Tensor dgate = given(gate) ? contiguous_like(*gate) : not_asked_for;
+  if (launch.is_empty())
+    return {dx, given(weight) ? at::zeros(weight->sizes(), weight->options()) : not_asked_for,
+            dgate};
+  Norm& p = launch.p;
+  const at::Tensor kept = rstd.contiguous();
+  p.x = launch.input(0);
+  p.dy = launch.input(1);
+  p.dx = dx.mutable_data_ptr();
+  if (given(gate)) {
+    p.gate = launch.input(2);
+    p.dgate = dgate.mutable_data_ptr();
+  }
+  p.rstd = const_cast<float*>(kept.const_data_ptr<float>());
+  const at::Tensor dweight = launch.backward();
+  return {dx, given(weight) ? dweight.to(weight->scalar_type()) : not_asked_for, dgate};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
+  m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_cuda);
+  m.impl("rms_norm_gate_bwd", rms_norm_gate_bwd_cuda);
+}
+
+}  // namespace gla_ext::cuda

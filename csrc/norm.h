@@ -1,0 +1,21 @@
+// What the kernels of the norm share on every backend: plain, no torch header.
+#pragma once
+
+#include <cstdint>
+
+namespace gla_ext {
+
+// Of the gate that a norm is multiplied by.
+enum class Activation : uint8_t { kRelu, kSigmoid, kLogSigmoid, kSwish, kSquaredRelu, kGelu };
+
+// GELU's tanh form is x sigmoid(kGeluSlope x (1 + kGeluCube x^2)) (arXiv 1606.08415).
+constexpr double kGeluSlope = 1.5957691216057308;  // 2 sqrt(2 / pi)
+constexpr double kGeluCube = 0.044715;
+
+// Row r of a tensor [..., V], r over all leading dimensions, starts at element
+// r / inner_rows * outer + r % inner_rows * inner.
+struct RowStrides {
+  int64_t outer = 0, inner = 0;
+};
+
+}  // namespace gla_ext

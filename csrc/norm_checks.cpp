@@ -1,0 +1,127 @@
+#include "norm_checks.h"
+
+#include <array>
+#include <utility>
+
+#include "checker.h"
+
+namespace gla_ext {
+namespace {
+
+Activation activation_of(const char* op, std::string_view name) {
+  constexpr std::array<std::pair<std::string_view, Activation>, 7> kNames{
+      {{"relu", Activation::kRelu},
+       {"sigmoid", Activation::kSigmoid},
+       {"logsigmoid", Activation::kLogSigmoid},
+       {"silu", Activation::kSwish},
+       {"swish", Activation::kSwish},
+       {"sqrelu", Activation::kSquaredRelu},
+       {"gelu", Activation::kGelu}}};
+  std::string known;
+  for (const auto& [key, activation] : kNames) {
+    if (key == name) return activation;
+    known.append(known.empty() ? "" : ", ").append(key);
+  }
+  TORCH_CHECK_VALUE(false, op, ": expected activation to be one of ", known, ", got '", name, "'");
+}
+
+struct Input {
+  const char* name;
+  const at::Tensor& t;
+};
+
+// x and what has its shape and dtype; weight [V] of any dtype.
+NormCall check_norm(const char* op, const std::vector<Input>& like_x, const OptionalTensor& weight,
+                    std::string_view activation) {
+  const at::Tensor& x = like_x[0].t;
+  const Checker check(op, "x", x);
+  const auto for_each = [&](auto&& f) {
+    for (const Input& in : like_x) f(in);
+  };
+  for_each([&](const Input& in) { check.defined(in.name, in.t); });
+  for_each([&](const Input& in) { check.strided(in.name, in.t); });
+  if (given(weight)) check.strided("weight", *weight);
+  for_each([&](const Input& in) { check.device(in.name, in.t); });
+  if (given(weight)) check.device("weight", *weight);
+  check.floating("x", x);
+  for_each([&](const Input& in) { check.like_first(in.name, in.t, x.scalar_type()); });
+  if (given(weight)) check.floating("weight", *weight);
+  TORCH_CHECK_VALUE(x.dim() >= 1, op, ": expected x to have at least 1 dimension [..., V], got 0");
+  check.at_least_one("the last dimension", "x", x.sym_size(-1));
+  const Sizes sizes = x.sym_sizes().vec();
+  for_each([&](const Input& in) { check.shape(in.name, in.t, "[..., V]", sizes); });
+  if (given(weight)) check.shape("weight", *weight, "[V]", {x.sym_size(-1)});
+  return {activation_of(op, activation), x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat};
+}
+
+// The one stride between the rows that dimensions [first, last) count, if there is one.
+std::optional<int64_t> row_stride(const at::Tensor& t, int64_t first, int64_t last) {
+  int64_t stride = 0, rows = 1;
+  for (int64_t dim = last - 1; dim >= first; --dim) {
+    if (t.size(dim) == 1) continue;
+    if (rows == 1)
+      stride = t.stride(dim);
+    else if (t.stride(dim) != stride * rows)
+      return {};
+    rows *= t.size(dim);
+  }
+  return stride;
+}
+
+std::optional<RowStrides> row_strides(const at::Tensor& t, int64_t split) {
+  if (t.size(-1) != 1 && t.stride(-1) != 1) return {};
+  const auto outer = row_stride(t, 0, split), inner = row_stride(t, split, t.dim() - 1);
+  if (!outer.has_value() || !inner.has_value()) return {};
+  return RowStrides{*outer, *inner};
+}
+
+}  // namespace
+
+NormCall check_rms_norm_gate_fwd(const at::Tensor& x, const OptionalTensor& weight,
+                                 const OptionalTensor& gate, std::string_view activation) {
+  std::vector<Input> like_x{{"x", x}};
+  if (given(gate)) like_x.push_back({"gate", *gate});
+  return check_norm("rms_norm_gate", like_x, weight, activation);
+}
+
+NormCall check_rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
+                                 const OptionalTensor& weight, const OptionalTensor& gate,
+                                 const at::Tensor& rstd, std::string_view activation) {
+  const char* op = "rms_norm_gate_bwd";
+  std::vector<Input> like_x{{"x", x}, {"dy", dy}};
+  if (given(gate)) like_x.push_back({"gate", *gate});
+  const NormCall call = check_norm(op, like_x, weight, activation);
+  const Checker check(op, "x", x);
+  check.defined("rstd", rstd);
+  check.strided("rstd", rstd);
+  check.device("rstd", rstd);
+  check.dtype("rstd", rstd, call.accumulate, "");
+  const auto sizes = x.sym_sizes();
+  check.shape("rstd", rstd, "[...]", Sizes(sizes.begin(), sizes.end() - 1));
+  return call;
+}
+
+RowLayout lay_out_rows(std::vector<at::Tensor> tensors) {
+  RowLayout layout;
+  layout.width = tensors[0].size(-1);
+  layout.rows = tensors[0].numel() / layout.width;
+  layout.tensors = std::move(tensors);
+  if (layout.rows == 0) return layout;
+  const int64_t leading = layout.tensors[0].dim() - 1;
+  int64_t best_split = 0;
+  size_t fewest_copies = layout.tensors.size() + 1;
+  for (int64_t split = 0; split == 0 || split < leading; ++split) {
+    size_t copies = 0;
+    for (const at::Tensor& t : layout.tensors) copies += !row_strides(t, split).has_value();
+    if (copies < fewest_copies) best_split = split, fewest_copies = copies;
+  }
+  for (int64_t dim = best_split; dim < leading; ++dim)
+    layout.inner_rows *= layout.tensors[0].size(dim);
+  for (at::Tensor& t : layout.tensors) {
+    if (!row_strides(t, best_split).has_value()) t = t.contiguous();
+    layout.strides.push_back(*row_strides(t, best_split));
+  }
+  return layout;
+}
+
+}  // namespace gla_ext
