@@ -50,7 +50,8 @@ def test_operators_return_what_flas_kernels_do(kernels, device, calls, name, opt
 def test_recurrence_with_both_gates_and_a_state(kernels, device):
     q, k, v, g = operands(device=device)
     gv = logsigmoid(torch.randn(v.shape, generator=torch.Generator().manual_seed(3))).to(v)
-    state = torch.randn(2, 2, 16, 16, generator=torch.Generator().manual_seed(4)).to(v)
+    D = v.shape[-1]
+    state = torch.randn(2, 2, D, D, generator=torch.Generator().manual_seed(4)).to(v)
 
     def run(*x):
         q, k, v, gk, gv, state = x
@@ -66,7 +67,8 @@ def test_recurrence_with_both_gates_and_a_state(kernels, device):
 
 def test_recurrence_from_a_bf16_state(kernels, device, calls):
     q, k, v, g = operands(device=device)
-    state = torch.ones(2, 2, 16, 16, dtype=torch.bfloat16, device=device)
+    D = v.shape[-1]
+    state = torch.ones(2, 2, D, D, dtype=torch.bfloat16, device=device)
     options = {"initial_state": state, "output_final_state": True}
     expected = kernels.ops.gla.fused_recurrent_gla(q, k, v, g, **options)
     gla_ext.fla.accelerate_fla()

@@ -28,7 +28,7 @@ struct Scores {
 
 // Elements from the start of a tensor to a drafted token's row.
 __device__ __forceinline__ int64_t draft_offset(const Rows& r, const Run& run, int t) {
-  return run.row * r.stride_b + run.head * r.stride_h + t * r.stride_t;
+  return run.row * r.stride_b + head_offset(r, run.head) + t * r.stride_t;
 }
 
 // An element as it lies in memory, which nothing waits for before its value is taken.
