@@ -62,6 +62,9 @@ struct QueryFours {
       const float4 x = *reinterpret_cast<const float4*>(
           &s.q[8 * n + row_of_lane()][first_key + 4 * column_of_lane()]);
       q[n][0] = Parts(x.x), q[n][1] = Parts(x.y), q[n][2] = Parts(x.z), q[n][3] = Parts(x.w);
+      // Kept, not split again for every tile.
+#pragma unroll
+      for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(q[n][i].low));
     }
   }
 };
@@ -69,8 +72,8 @@ struct QueryFours {
 // What a lane has of Sᵀ q^: [m][token / 8][2 i + e], values 2 m + i of the lane's, tokens 2 c + e.
 using Sums = float[2][2][4];
 
-// sums += Sᵀ q^ of 16 keys, in fp32; kFirst: they were zero. Small products come first, so that
-// what tensor cores cut off when they add is cut off small numbers.
+// sums += Sᵀ q^ of 16 keys; kFirst: they were nothing. Small products come first, so that what
+// tensor cores cut off when they add is cut off small numbers.
 template <bool kFirst, bool kVFirst>
 __device__ __forceinline__ void add_product(Sums& sums, const StateFours<kVFirst>& S,
                                             const QueryFours& q, bool more_than_eight) {
@@ -87,7 +90,8 @@ __device__ __forceinline__ void add_product(Sums& sums, const StateFours<kVFirst
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       if (n == 1 && !more_than_eight) break;
-      float c[4]{};
+      float (&c)[4] = sums[m][n];
+      if (kFirst) c[0] = c[1] = c[2] = c[3] = 0;
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         mma(c, low[s], q.q[n][2 * s].high, q.q[n][2 * s + 1].high);
@@ -95,8 +99,6 @@ __device__ __forceinline__ void add_product(Sums& sums, const StateFours<kVFirst
       }
 #pragma unroll
       for (int s = 0; s < 2; ++s) mma(c, high[s], q.q[n][2 * s].high, q.q[n][2 * s + 1].high);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sums[m][n][e] = kFirst ? c[e] : sums[m][n][e] + c[e];
     }
   }
 }
