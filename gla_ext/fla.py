@@ -45,6 +45,7 @@ def accelerate_fla() -> None:
       CPU, where they do not run, its `RMSNorm` and `ShortConvolution` (with SiLU) are plain torch
       operations, and so are the activations of `GatedLinearAttention`, of the layers that are there
       and of those to come, and, inside `torch.compile`, its unpadding. With them it compiles whole.
+      Such a convolution returns the next cache and does not write over the one it is given.
       Elsewhere they stay FLA's.
     - FLA's layers in mode 'fused_chunk' raise NotImplementedError as before: their call passes on
       neither `cu_seqlens` nor the layout of the state.
