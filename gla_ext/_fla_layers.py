@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,13 +19,16 @@ from torch import Tensor, nn
 from gla_ext import _fla_activations
 from gla_ext._fla_activations import needs_torch
 from gla_ext._padding import pack, packed_slots, unpack, valid_tokens
-from gla_ext.norms import rms_norm
+from gla_ext.norms import plain_rms_norm, rms_norm
 from gla_ext.short_conv import causal_convolution
 
 
-def replace() -> list[tuple[Any, str, Any]]:
+def replace(has_kernels: Callable[[Tensor], bool]) -> list[tuple[Any, str, Any]]:
     """Replaces the forward of FLA's norms and short convolutions, and of `fla.layers.gla` the
     unpadding and the activations that its layers are made with.
+
+    Args:
+        has_kernels: whether gla_ext has kernels where a tensor is.
 
     Returns:
         What `put_back` takes: of every attribute, its owner, its name, and its value before.
@@ -33,7 +37,7 @@ def replace() -> list[tuple[Any, str, Any]]:
     changes = [
         (owner, "forward", make(owner.forward))
         for owner, make in (
-            (modules.FusedRMSNormGated, _gated_norm_forward),
+            (modules.FusedRMSNormGated, partial(_gated_norm_forward, has_kernels=has_kernels)),
             (modules.RMSNorm, _norm_forward),
             (modules.ShortConvolution, _convolution_forward),
         )
@@ -73,7 +77,7 @@ def _layers() -> ModuleType | None:
         return None
 
 
-def _gated_norm_forward(original: Callable) -> Callable:
+def _gated_norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> Callable:
     """`FusedRMSNormGated.forward`: `norm(x) * activation(g)`, rounded once."""
 
     def forward(
@@ -84,9 +88,11 @@ def _gated_norm_forward(original: Callable) -> Callable:
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if residual is not None or prenorm:
+        ours = has_kernels(x)
+        if residual is not None or prenorm or not (ours or needs_torch(x)):
             return original(self, x, g, residual, prenorm, residual_in_fp32)
-        return rms_norm(x, self.weight, self.eps, g.reshape(x.shape), self.activation)
+        norm = rms_norm if ours else plain_rms_norm
+        return norm(x, self.weight, self.eps, g.reshape(x.shape), self.activation)
 
     return forward
 

@@ -41,12 +41,12 @@ def accelerate_fla() -> None:
       argument) stay FLA's.
     - A call with what gla_ext does not support goes to FLA; each reason is warned of once.
     - `FusedRMSNormGated` without a residual is gla_ext's operator too, `rms_norm` of
-      `gla_ext.norms`. Inside `torch.compile`, where FLA's kernels would break the graph, and on a
-      CPU, where they do not run, its `RMSNorm` and `ShortConvolution` (with SiLU) are plain torch
-      operations, and so are the activations of `GatedLinearAttention`, of the layers that are there
-      and of those to come, and, inside `torch.compile`, its unpadding. With them it compiles whole.
-      Such a convolution returns the next cache and does not write over the one it is given.
-      Elsewhere they stay FLA's.
+      `gla_ext.norms`, where this build has kernels. Inside `torch.compile`, where FLA's kernels
+      would break the graph, and on a CPU, where they do not run, its `RMSNorm` and
+      `ShortConvolution` (with SiLU) are plain torch operations, and so are the activations of
+      `GatedLinearAttention`, of the layers that are there and of those to come, and, inside
+      `torch.compile`, its unpadding. With them it compiles whole. Such a convolution returns the
+      next cache and does not write over the one it is given. Elsewhere they stay FLA's.
     - FLA's layers in mode 'fused_chunk' raise NotImplementedError as before: their call passes on
       neither `cu_seqlens` nor the layout of the state.
 
@@ -62,7 +62,7 @@ def accelerate_fla() -> None:
         if _layers_before is None:
             _find_originals()
             _find_old_gpus()
-            _layers_before = _fla_layers.replace()
+            _layers_before = _fla_layers.replace(_has_kernels)
         _fla_layers.replace_in_layers()
         _swap({id(_originals[name]): function for name, function in _REPLACEMENTS.items()})
 
@@ -248,6 +248,13 @@ def _why_not(
     if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
         return f"cu_seqlens in {cu_seqlens.dtype}"
     return None if on_cpu else _why_not_on_cuda(q, v)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether this build has kernels where x is."""
+    if x.device.type == "cuda":
+        return not _has_no_cuda and x.device.index not in _old_gpus
+    return x.device.type == "cpu"
 
 
 def _why_not_on_cuda(q: Tensor, v: Tensor) -> str | None:

@@ -9,9 +9,10 @@ import warnings
 
 import pytest
 import torch
-from common import run_python
+from common import assert_close, run_python
 from fla_kernels import operands
 from source_tree import run
+from torch.nn.functional import rms_norm, silu
 
 import gla_ext.fla
 
@@ -169,6 +170,36 @@ def test_autocast_changes_no_dtype(fla, calls):
         expected = operator(q, k, v, g)[0]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(operator(q, k, v, g)[0], expected)
+
+
+def test_where_there_are_no_kernels_the_gated_norm_is_flas_or_plain_torch(monkeypatch, fla):
+    make, received = fla.modules.FusedRMSNormGated, []
+    norm, (x, gate) = make(8), torch.randn(2, 3, 8)
+    expected = rms_norm(x, (8,), eps=norm.eps) * silu(gate)
+    monkeypatch.setattr(make, "forward", lambda *args: received.append(args) or args[1])
+    monkeypatch.setattr(gla_ext.fla, "_has_kernels", lambda x: False)
+    monkeypatch.setattr(gla_ext._fla_layers, "rms_norm", None)
+    gla_ext.fla.accelerate_fla()
+    assert_close(norm(x, gate), expected, 1e-6)
+    norm, meta = norm.to("meta"), x.to("meta")
+    assert norm(meta, meta) is meta
+    assert len(received) == 1
+    compiled = torch.compile(norm, fullgraph=True, backend="eager")
+    assert compiled(meta, meta).device == meta.device
+    assert len(received) == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "old", "expected"), [(True, {1}, True), (True, {0}, False), (False, set(), False)]
+)
+def test_kernels_are_where_the_build_and_the_gpu_have_them(monkeypatch, cuda, old, expected):
+    monkeypatch.setattr(gla_ext.fla, "_has_no_cuda", not cuda)
+    monkeypatch.setattr(gla_ext.fla, "_old_gpus", old)
+    on_gpu = types.SimpleNamespace(device=torch.device("cuda", 0))
+    assert gla_ext.fla._has_kernels(on_gpu) == expected
+    assert gla_ext.fla._has_kernels(torch.zeros(1))
+    assert not gla_ext.fla._has_kernels(torch.zeros(1, device="meta"))
 
 
 def _bf16(x):
