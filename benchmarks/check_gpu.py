@@ -10,13 +10,13 @@
 Parts: correctness (pytest -m cuda, which runs bf16 on both paths), speed (the path the plan
 chooses, the step path, and FLA with --fla), memory, states (saved by forward or computed again),
 steps (each step operator, and the kernels of a call), host (time of a call on the CPU), first-call,
-attention (causal, of the same model width), layer, training (steps of a language model), plot (time
-over T), generate (time to the first token, tokens/s and memory up to 100,000 tokens, beside a
-Transformer) and recurrent (decoding's operators). Whatever is timed is checked against fp64 or fp32
-first, generation against a forward over all tokens. Nothing is timed where that, or pytest, fails,
-and nothing is printed where a comparison within a part does. A short table comes last; --out takes
-all numbers as JSON, and logs are written beside it. --markdown makes a page of them, with the plot
-beside it, as benchmarks/RESULTS_CUDA.md is one.
+attention (causal, of the same model width), layer (and its norm with the output gate), training
+(steps of a language model), plot (time over T), generate (time to the first token, tokens/s and
+memory up to 100,000 tokens, beside a Transformer) and recurrent (decoding's operators). Whatever is
+timed is checked against fp64 or fp32 first, generation against a forward over all tokens. Nothing
+is timed where that, or pytest, fails, and nothing is printed where a comparison within a part does.
+A short table comes last; --out takes all numbers as JSON, and logs are written beside it.
+--markdown makes a page of them, with the plot beside it, as benchmarks/RESULTS_CUDA.md is one.
 
 FLA compiles and tunes for 4 to 7 minutes for a head size (K, V), the head sizes side by side,
 unless TRITON_CACHE_DIR holds the result of an earlier run or of benchmarks/bench_fla.py.
@@ -40,6 +40,7 @@ import bench_fla
 import bench_generate
 import bench_length
 import bench_model
+import bench_norm
 import bench_recurrent
 import bench_states
 import cuda_page
@@ -217,6 +218,7 @@ def measure(arguments, results: dict):
     if "layer" in only:
         say("layer")
         results["layer"] = bench_model.measure_layers(fla, arguments.compile)
+        results["norm"] = bench_norm.measure(fla)
     if "training" in only:
         say("training")
         results["training"] = bench_model.measure_training(fla, arguments.compile, arguments.batch)

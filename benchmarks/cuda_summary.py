@@ -17,7 +17,7 @@ def report(results: dict) -> list[str]:
     if first := results.get("first_call_s"):
         lines.append("fresh process: " + ", ".join(f"{n} {t:.3f} s" for n, t in first.items()))
     lines += report_shapes(results)
-    for part in ("attention", "layer"):
+    for part in ("attention", "layer", "norm"):
         for name, row in results.get(part, {}).items():
             for mode, times in row.items():
                 timings = ", ".join(f"{who} {t}" for who, t in times.items())

@@ -19,7 +19,7 @@ struct Norm {
   int64_t rows_per_task = 1;                    // follows from the shape alone
   DType dtype = DType::kFloat;                  // of all rows
   Activation activation = Activation::kSwish;
-  T eps = 0;
+  double eps = 0;
 
   NormRows x, gate, dy;        // inputs
   NormRows y, dx, dgate;       // outputs

@@ -35,7 +35,7 @@ class NormTasks {
     p.rows_per_task = rows_per_task(p.rows, p.width);
     p.dtype = dtype_of(layout_.tensors[0].scalar_type());
     p.activation = call.activation;
-    p.eps = static_cast<T>(eps);
+    p.eps = eps;
     options_ = layout_.tensors[0].options().dtype(call.accumulate);
     if (!given(weight)) return;
     weight_ = at::zeros({padded_width()}, options_);

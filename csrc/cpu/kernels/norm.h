@@ -52,8 +52,8 @@ inline Activated<T> activated(Activation activation, const Vec<T>& g) {
     case Activation::kSwish:
       break;
   }
-  const Vec<T> s = sigmoid(g);
-  return {g * s, s + g * s * (one - s)};
+  const Vec<T> below = one + g.neg().exp(), s = one / below;
+  return {g / below, s * at::vec::fmadd(g, one - s, one)};  // not g s, which rounds once more
 }
 
 template <typename T>
@@ -73,9 +73,14 @@ inline void store_norm_row(const T* src, const Norm<T>& p, const NormRows& rows,
   convert_row_back(rows.data, p.dtype, norm_offset(p, rows, row), src, p.width);
 }
 
+// In fp64: its rounding would be that of the whole row.
 template <typename T>
-inline T mean_of(const Norm<T>& p, const Vec<T>& sums) {
-  return sum_of_lanes(sums) / static_cast<T>(p.width);
+inline double mean_of(const Norm<T>& p, const Vec<T>& sums) {
+  T lanes[Vec<T>::size()];
+  sums.store(lanes);
+  double sum = 0;
+  for (const T lane : lanes) sum += lane;
+  return sum / static_cast<double>(p.width);
 }
 
 // f(row) for the rows of a task.
@@ -96,7 +101,7 @@ void norm_forward(const Norm<T>& p, T* workspace, int64_t task) {
       const Vec<T> v = Vec<T>::loadu(x + i);
       squares = at::vec::fmadd(v, v, squares);
     }
-    const T rstd = 1 / std::sqrt(mean_of(p, squares) + p.eps);
+    const T rstd = static_cast<T>(1 / std::sqrt(mean_of(p, squares) + p.eps));
     p.rstd[row] = rstd;
     map<T>(Vp, [&](Vec<T> v) { return v * Vec<T>(rstd); }, x, x);
     if (p.weight != nullptr) map<T>(Vp, [](Vec<T> v, Vec<T> w) { return v * w; }, x, x, p.weight);
@@ -141,8 +146,11 @@ void norm_backward(const Norm<T>& p, T* workspace, int64_t task) {
       products = at::vec::fmadd(grad, normed, products);
     }
     if (p.gate.data != nullptr) store_norm_row(gate, p, p.dgate, row);
-    const Vec<T> mean(mean_of(p, products));
-    map<T>(Vp, [&](Vec<T> du, Vec<T> v) { return rstd * (du - v * mean); }, u, u, n);
+    const Vec<T> mean(static_cast<T>(mean_of(p, products)));
+    for (int64_t i = 0; i < Vp; i += Vec<T>::size()) {
+      const Vec<T> along = Vec<T>::loadu(n + i).neg();
+      (rstd * at::vec::fmadd(along, mean, Vec<T>::loadu(u + i))).store(u + i);
+    }
     store_norm_row(u, p, p.dx, row);
   });
 }

@@ -11,7 +11,8 @@
 namespace gla_ext::cuda {
 namespace {
 
-constexpr int kAtOnce = 2;  // rows of a thread in flight
+constexpr int kAtOnce = 2;        // rows of a thread in flight
+constexpr int kBlocksAtOnce = 3;  // of a multiprocessor
 
 // y = x rstd w f(gate)
 template <class T>
@@ -38,7 +39,8 @@ __device__ __forceinline__ float squares(const Eight<T>& x, float sum) {
 }
 
 template <class T, class L>
-__global__ void __launch_bounds__(kNormThreads) narrow_forward(const __grid_constant__ Norm p) {
+__global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
+    narrow_forward(const __grid_constant__ Norm p) {
   __shared__ float s_warps[2][kNormWarps];
   RowSums<L> sum_of_row;
   const int width = static_cast<int>(p.width);
