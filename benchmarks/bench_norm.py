@@ -17,8 +17,6 @@ from gate import require_close
 from timing import Timing, cold, copy_bytes_per_s
 from torch import Tensor
 
-from gla_ext.norms import plain_rms_norm, rms_norm
-
 SHAPES = ("262144x256", "262144x128", "1048576x64", "65536x1024")  # rows x V
 TOLERANCE = 0.005  # bf16 results of fp32 sums
 EPS = 1e-5
@@ -26,6 +24,7 @@ EPS = 1e-5
 
 def contenders(V: int, gated: bool, fla: bool) -> dict[str, Callable]:
     """By name, functions of x, weight and gate."""
+    from gla_ext.norms import plain_rms_norm, rms_norm
 
     def operator(x, weight, gate):
         return rms_norm(x, weight, EPS, gate)
