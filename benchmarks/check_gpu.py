@@ -218,7 +218,7 @@ def measure(arguments, results: dict):
     if "layer" in only:
         say("layer")
         results["layer"] = bench_model.measure_layers(fla, arguments.compile)
-        results["norm"] = bench_norm.measure(fla)
+        results["norm"] = bench_norm.measure(fla, bench_norm.SHAPES[:1])
     if "training" in only:
         say("training")
         results["training"] = bench_model.measure_training(fla, arguments.compile, arguments.batch)

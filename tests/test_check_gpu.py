@@ -53,6 +53,12 @@ RESULTS = {
         T: {"forward": ATTENTION, "forward + backward": ATTENTION} for T in ("1024", "2048")
     },
     "layer": {"8x2048": MODES},
+    "norm": {
+        "512x256": {
+            mode: {"operator": TIMINGS["gla_ext"], "FLA": TIMINGS["FLA"]} for mode in MODES
+        },
+        "512x256 without": {mode: {"operator": TIMINGS["gla_ext"]} for mode in MODES},
+    },
     "training": {
         "rows": {"gla_ext": TRAINING},
         "parameters": 374_000_000,
@@ -85,6 +91,8 @@ def test_a_page_of_everything(tmp_path):
     assert "| T 1024 | 2 (1.9 to 2.1) | 5 (4.9 to 5.1) | 5 (4.9 to 5.1) |" in page
     assert any("from T on: cuDNN below 1024, FlashAttention-2 below 1024." in x for x in page)
     assert f"| B 8, T 2048 | {times} |" in page
+    assert "| 512x256 | 2 (1.9 to 2.1) | 5 (4.9 to 5.1) |" in page
+    assert "| 512x256 without | 2 (1.9 to 2.1) |  |" in page
     assert any(x.startswith("A model of 374 M parameters") and "no transformers" in x for x in page)
     assert "| gla_ext | 2 (1.9 to 2.1) | 8192000 | 16.0 | 10.500 to 9.250 |" in page
     assert "| `_output` | 2 (1.9 to 2.1) |" in page

@@ -173,8 +173,9 @@ def test_gradcheck(activation):
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_opcheck(device, requires_grad, gated, weighted):
-    x, weight, gate, dy = make((2, 3, 2, 8), device, torch.float32, "heads of a projection")
+@pytest.mark.parametrize("B", [2, 0])
+def test_opcheck(device, B, requires_grad, gated, weighted):
+    x, weight, gate, dy = make((B, 3, 2, 8), device, torch.float32, "heads of a projection")
     weight, gate = weight if weighted else None, gate if gated else None
     leaves = [None if t is None else t.requires_grad_(requires_grad) for t in (x, weight, gate)]
     torch.library.opcheck(ops.rms_norm_gate_fwd.default, (*leaves, "silu", EPS))

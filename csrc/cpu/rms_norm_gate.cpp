@@ -121,11 +121,11 @@ NormBackwardOutputs rms_norm_gate_bwd_cpu(const at::Tensor& dy, const at::Tensor
                                           const OptionalTensor& weight, const OptionalTensor& gate,
                                           const at::Tensor& rstd, std::string_view activation) {
   const NormCall call = check_rms_norm_gate_bwd(dy, x, weight, gate, rstd, activation);
-  const at::Tensor not_asked_for = at::empty({0}, x.options().dtype(call.accumulate));
+  const auto not_asked_for = [&] { return at::empty({0}, x.options().dtype(call.accumulate)); };
   at::Tensor dx = contiguous_like(x);
-  at::Tensor dgate = given(gate) ? contiguous_like(*gate) : not_asked_for;
+  at::Tensor dgate = given(gate) ? contiguous_like(*gate) : not_asked_for();
   if (x.numel() == 0)
-    return {dx, given(weight) ? at::zeros(weight->sizes(), weight->options()) : not_asked_for,
+    return {dx, given(weight) ? at::zeros(weight->sizes(), weight->options()) : not_asked_for(),
             dgate};
   std::vector<at::Tensor> tensors{x, dy};
   if (given(gate)) tensors.push_back(*gate);

@@ -127,11 +127,11 @@ NormBackwardOutputs rms_norm_gate_bwd_cuda(const at::Tensor& dy, const at::Tenso
   std::vector<at::Tensor> tensors{x, dy};
   if (given(gate)) tensors.push_back(*gate);
   NormLaunch launch("rms_norm_gate_bwd", call, std::move(tensors), weight);
-  const at::Tensor not_asked_for = at::empty({0}, x.options().dtype(at::kFloat));
+  const auto not_asked_for = [&] { return at::empty({0}, x.options().dtype(at::kFloat)); };
   at::Tensor dx = contiguous_like(x);
-  at::Tensor dgate = given(gate) ? contiguous_like(*gate) : not_asked_for;
+  at::Tensor dgate = given(gate) ? contiguous_like(*gate) : not_asked_for();
   if (launch.is_empty())
-    return {dx, given(weight) ? at::zeros(weight->sizes(), weight->options()) : not_asked_for,
+    return {dx, given(weight) ? at::zeros(weight->sizes(), weight->options()) : not_asked_for(),
             dgate};
   Norm& p = launch.p;
   const at::Tensor kept = rstd.contiguous();
@@ -144,7 +144,7 @@ NormBackwardOutputs rms_norm_gate_bwd_cuda(const at::Tensor& dy, const at::Tenso
   }
   p.rstd = const_cast<float*>(kept.const_data_ptr<float>());
   const at::Tensor dweight = launch.backward();
-  return {dx, given(weight) ? dweight.to(weight->scalar_type()) : not_asked_for, dgate};
+  return {dx, given(weight) ? dweight.to(weight->scalar_type()) : not_asked_for(), dgate};
 }
 
 }  // namespace
