@@ -47,9 +47,11 @@ __host__ __device__ inline int64_t exact_blocks(int64_t chunk_heads) {
 
 template <class F>
 __device__ __forceinline__ void for_exact_chunks(const Problem& p, int parts, F&& f) {
-  const int64_t chunks = p.grid.B * p.grid.slots * p.H, step = exact_blocks(chunks);
-  for (int64_t first = blockIdx.x / parts; first < chunks; first += 32 * step) {
-    const int64_t mine = first + threadIdx.x % 32 * step;
+  // The host keeps their number within a grid's 31 bits.
+  const auto chunks = static_cast<uint32_t>(p.grid.B * p.grid.slots * p.H);
+  const auto step = static_cast<uint32_t>(exact_blocks(chunks));
+  for (uint32_t first = blockIdx.x / parts; first < chunks; first += 32 * step) {
+    const uint32_t mine = first + threadIdx.x % 32 * step;
     bool exact = false;
     if (mine < chunks) {
       const Chunk chunk = find_chunk(p, mine);
@@ -81,15 +83,26 @@ struct GateColumn {
       from_gates<float>(p, chunk, first_token, channel);
   }
 
+  // Of the fused path, whose gates are there, in bf16 or fp32.
+  struct Fused {};
+  __device__ __forceinline__ GateColumn(Fused, const Problem& p, const Chunk& chunk,
+                                        int first_token, int channel) {
+    if (p.g.dtype == DType::kBFloat16)
+      from_gates<bf16>(p, chunk, first_token, channel);
+    else
+      from_gates<float>(p, chunk, first_token, channel);
+  }
+
   template <class Gate>
   __device__ __forceinline__ void from_gates(const Problem& p, const Chunk& chunk, int first_token,
                                              int channel) {
-    const Gate* g = rows_at<const Gate>(p.g, chunk) + channel;
+    const bool inside = channel < p.K;
+    const Gate* g = rows_at<const Gate>(p.g, chunk) + (inside ? channel : 0);
 #pragma unroll
     for (int i = 0; i < kSubChunk; ++i) {
       const int token = first_token + i;
-      x[i] = channel < p.K && token < chunk.length ? to_log2(to_float(g[token_offset(p.g, token)]))
-                                                   : 0.f;
+      const float y = to_float(g[token_offset(p.g, min(token, chunk.length - 1))]);
+      x[i] = inside && token < chunk.length ? to_log2(y) : 0.f;
     }
   }
 
@@ -143,12 +156,14 @@ struct Column {
 
   __device__ __forceinline__ Column(const Rows& r, const Chunk& chunk, int first_token, int channel,
                                     int channels) {
-    const In* base = rows_at<const In>(r, chunk) + channel;
+    // A load of its own row's last token in place of none takes fewer registers than a predicate.
+    const bool inside = channel < channels;
+    const In* base = rows_at<const In>(r, chunk) + (inside ? channel : 0);
 #pragma unroll
     for (int i = 0; i < kSubChunk; ++i) {
       const int token = first_token + i;
-      x[i] =
-          token < chunk.length && channel < channels ? to_float(base[token_offset(r, token)]) : 0.f;
+      const float y = to_float(base[token_offset(r, min(token, chunk.length - 1))]);
+      x[i] = inside && token < chunk.length ? y : 0.f;
     }
   }
 };

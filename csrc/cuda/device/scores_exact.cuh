@@ -61,7 +61,7 @@ __device__ __forceinline__ void diagonal_blocks(DiagonalTiles& s, const Problem&
   static_assert(kHalves * kDiagonalThreads == kBlockThreads && kHalves <= 2);
   constexpr int kColumnsEach = kDiagonalColumns / kHalves;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int half = static_cast<int>(threadIdx.x) / kDiagonalThreads;
+  const int half = kHalves == 1 ? 0 : static_cast<int>(threadIdx.x) / kDiagonalThreads;
   const int sub = static_cast<int>(threadIdx.x) / 32 % kSubChunks;
   const int token = sub * static_cast<int>(kSubChunk);
   const int j = lane % static_cast<int>(kSubChunk), part = lane / static_cast<int>(kSubChunk);
@@ -109,35 +109,85 @@ __device__ __forceinline__ void diagonal_blocks(DiagonalTiles& s, const Problem&
     for (int i = 0; i < kSubChunk; ++i) store(sub, token + i, j, j <= i ? p.scale * acc[i] : 0.f);
 }
 
-// Both together, whole scores of bf16 inputs, by kThreads threads.
+// Of a row block's tokens before it, where all row blocks' lie one behind the other.
+__host__ __device__ constexpr int first_row(int block) {
+  return static_cast<int>(kSubChunk) * block * (block - 1) / 2;
+}
+
+// Both together, whole scores of bf16 inputs, by kThreads threads. The blocks off the diagonal are
+// those of add_anchored: here q^ is written once for all of them, and each of the six has a warp.
 struct ExactScores {
   static constexpr int kPitchX = kPitch<bf16, kTile>;
+  static constexpr int kC = static_cast<int>(kSubChunk);
   bf16 A[kTile * kPitchX];  // [token][token]
   union {
     struct {
-      bf16 q[kTile * kPitchX], k[kTile * kPitchX];  // [token][K]
+      bf16 q[kTile * kPitchX];                  // [token][K]
+      bf16 k[first_row(kSubChunks) * kPitchX];  // [row block and token before it][K]
       float sums[kSubChunks][kTile];
     } off_diagonal;
     DiagonalTiles diagonal;
   };
 
   __device__ __forceinline__ void make(const Problem& p, const Chunk& chunk) {
-    float acc[2][2][4];  // [token, token]
+    // The block off the diagonal that a warp has; of eight warps two have none.
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int row = 0x44333221 >> 4 * warp & 15, column = 0x00210100 >> 4 * warp & 15;
+    float acc[1][2][4];  // [token, token]
     clear(acc);
-    for (int first = 0; first < p.K; first += kTile)
-      add_anchored<bf16, bf16>(acc, off_diagonal.q, off_diagonal.k, off_diagonal.sums, p, chunk,
-                               first);
-    const WarpTile<kTile> warp;
-    for_pairs(acc, [&](int r, int c, float x0, float x1) {
-      const int row = warp.m + r, column = warp.n + c;
-      if (column / kSubChunk >= row / kSubChunk) x0 = x1 = 0;
-      store2<Access::kFast>(A + row * kPitchX + column, p.scale * x0, p.scale * x1, 2);
-    });
+    for (int first = 0; first < p.K; first += kTile) {
+      if (first > 0) __syncthreads();  // the tiles before are read
+      write_anchored(p, chunk, first);
+      __syncthreads();  // the tiles are written
+      if (row < kSubChunks)
+        product<Stored::kAsIs, Stored::kTransposed, kPitchX, kPitchX>(
+            acc, off_diagonal.q + row * kC * kPitchX,
+            off_diagonal.k + (first_row(row) + column * kC) * kPitchX, kTile, false);
+    }
+    if (row < kSubChunks) {
+      for_pairs(acc, [&](int r, int c, float x0, float x1) {
+        store2<Access::kFast>(A + (row * kC + r) * kPitchX + column * kC + c, p.scale * x0,
+                              p.scale * x1, 2);
+        store2<Access::kFast>(A + (column * kC + r) * kPitchX + row * kC + c, 0.f, 0.f, 2);
+      });
+    }
     __syncthreads();  // the blocks off the diagonal are written, their operands read
     diagonal_blocks<bf16, kThreads>(diagonal, p, chunk, [&](int sub, int token, int j, float x) {
-      A[token * kPitchX + sub * static_cast<int>(kSubChunk) + j] = from_float<bf16>(x);
+      A[token * kPitchX + sub * kC + j] = from_float<bf16>(x);
     });
     __syncthreads();  // the scores are written, the diagonal's tiles read
+  }
+
+ private:
+  // q_i 2^(sum of its sub-chunk up to i), and for each row block k_j 2^(sum behind j and before
+  // it).
+  __device__ __forceinline__ void write_anchored(const Problem& p, const Chunk& chunk, int first) {
+    const int column = static_cast<int>(threadIdx.x) % kTile;
+    const int sub = static_cast<int>(threadIdx.x) / kTile, token = sub * kC;
+    const GateColumn gates(GateColumn::Fused{}, p, chunk, token, first + column);
+    const Column<bf16> q(p.q, chunk, token, first + column, p.K);
+    const Column<bf16> k(p.k, chunk, token, first + column, p.K);
+    auto& s = off_diagonal;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kC; ++i) {
+      sum += gates.x[i];
+      s.q[(token + i) * kPitchX + column] = from_float<bf16>(q.x[i] * exp2_ftz(sum));
+    }
+    s.sums[sub][column] = sum;
+    __syncthreads();  // the sums are written
+    float between = 0;
+#pragma unroll 1
+    for (int block = sub + 1; block < kSubChunks; ++block) {
+      float suffix = between;
+#pragma unroll
+      for (int i = kC - 1; i >= 0; --i) {
+        s.k[(first_row(block) + token + i) * kPitchX + column] =
+            from_float<bf16>(k.x[i] * exp2_ftz(suffix));
+        suffix += gates.x[i];
+      }
+      between += s.sums[block][column];
+    }
   }
 };
 

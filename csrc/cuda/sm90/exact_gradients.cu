@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, 1) exact_scores_kernel(Problem p) {
 #endif
 }
 
-__global__ void __launch_bounds__(kThreads, 1) exact_intra_kernel(Problem p) {
+__global__ void __launch_bounds__(kThreads, 2) exact_intra_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   __shared__ __align__(16) IntraTiles s_tiles;

@@ -22,7 +22,7 @@ union Shared {
   } operands;
 };
 
-__global__ void __launch_bounds__(kThreads, 1) exact_output_kernel(Problem p) {
+__global__ void __launch_bounds__(kThreads, 2) exact_output_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   constexpr int kPitchX = ExactScores::kPitchX;
