@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common import assert_close
-from fla_kernels import BOUND, LAYER_OPTIONS, make_layer, operands
+from fla_kernels import BOUND, HIDDEN, LAYER_OPTIONS, make_layer, operands
 from torch.nn.functional import logsigmoid
 
 import gla_ext.fla
@@ -210,7 +210,7 @@ def check_layer(layer, x, mask, bound, calls):
 def test_the_layer_returns_what_it_did(kernels, device, calls, T, padded, options):
     layer = make_layer(kernels, "GatedLinearAttention", device, **options)
     mask = (torch.arange(T) >= torch.tensor([[4], [0]])).long().to(device) if padded else None
-    check_layer(layer, torch.randn(2, T, 32, device=device), mask, BOUND[device], calls)
+    check_layer(layer, torch.randn(2, T, HIDDEN[device], device=device), mask, BOUND[device], calls)
 
 
 @pytest.mark.cuda  # the interpreter does not know all of their kernels
@@ -221,4 +221,5 @@ def test_layers_of_other_models_return_what_they_did(fla, calls, name, padded, T
     options = {} if name == "GatedLinearAttention" else {"mode": "chunk"}
     layer = make_layer(fla, name, "cuda", **options)
     mask = (torch.arange(T) >= torch.tensor([[4], [0]])).long().cuda() if padded else None
-    check_layer(layer, torch.randn(2, T, 32, device="cuda"), mask, 4 * BOUND["cuda"], calls)
+    x = torch.randn(2, T, HIDDEN["cuda"], device="cuda")
+    check_layer(layer, x, mask, 4 * BOUND["cuda"], calls)

@@ -16,8 +16,13 @@ REPEATS = {
 }
 
 
+RECURRENCES = {
+    *(ops.chunk_gla_fwd.default, ops.recurrent_gla_fwd.default, ops.recurrent_gla_step_.default),
+}
+
+
 class Operands(TorchDispatchMode):
-    """The operators called, and the k, v and gk of those of gla_ext."""
+    """The operators called, and the k, v and gk of the recurrences."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +30,7 @@ class Operands(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.called.append(function)
-        if function.namespace == "gla_ext":
+        if function in RECURRENCES:
             self.operands.append(args[1:4])
         return function(*args, **(kwargs or {}))
 
