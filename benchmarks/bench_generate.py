@@ -194,9 +194,18 @@ def measure_lengths(
     return results
 
 
-def measure(fla: bool, compiled: bool = False, sizes: Sizes = SIZES, device: str = "cuda") -> dict:
-    """Rows by name, sizes, and notes on what could not be measured."""
-    results = dataclasses.asdict(sizes) | {"rows": {}, "parameters": {}, "notes": []}
+def measure(
+    fla: bool,
+    compiled: bool = False,
+    sizes: Sizes = SIZES,
+    device: str = "cuda",
+    results: dict | None = None,
+) -> dict:
+    """Rows by name, sizes, and notes on what could not be measured; `results` has each row as soon
+    as it is there.
+    """
+    results = {} if results is None else results
+    results |= dataclasses.asdict(sizes) | {"rows": {}, "parameters": {}, "notes": []}
     with emptied():
         measure_gla(results, compiled, sizes, device)
     if fla:

@@ -227,7 +227,8 @@ def measure(arguments, results: dict):
         results["recurrent"] = bench_recurrent.measure()
     if "generate" in only:
         say("generate")
-        results["generate"] = bench_generate.measure(fla, arguments.compile)
+        results["generate"] = {}
+        bench_generate.measure(fla, arguments.compile, results=results["generate"])
 
 
 def parse_arguments() -> argparse.Namespace:

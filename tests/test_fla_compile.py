@@ -30,7 +30,7 @@ def test_the_layer_compiles_whole_with_every_option(fla, device, options):
 @pytest.mark.parametrize("call", ["plain", "masked", "packed", "cached"])
 def test_the_layer_compiles_once_for_many_lengths(fla, device, call):
     torch._dynamo.reset()
-    layer = make_layer(fla, "GatedLinearAttention", device, **LAYER_OPTIONS["all"])
+    layer = make_layer(fla, "GatedLinearAttention", device, hidden_size=32, **LAYER_OPTIONS["all"])
     gla_ext.fla.accelerate_fla()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
