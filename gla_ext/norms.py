@@ -38,7 +38,7 @@ def rms_norm(
     Raises:
         TypeError: for other dtypes.
         ValueError: for shapes or devices that do not fit, or another activation.
-        NotImplementedError: in double backward, forward-mode AD and torch.func transforms.
+        NotImplementedError: in double backward, forward-mode AD and torch.func transforms but vmap.
     """
     if gate is not None and gate.dtype != x.dtype:
         wide = torch.promote_types(x.dtype, gate.dtype)

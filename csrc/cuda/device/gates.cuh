@@ -149,21 +149,26 @@ __device__ __forceinline__ void suffix_sum(float (&x)[kSubChunk], float (*s_sums
   for (int i = 0; i < kSubChunk; ++i) x[i] += behind;
 }
 
-// 16 tokens of one channel of q or k, zero from `length` on.
-template <class In>
+// 16 tokens of one channel of q or k, zero from `length` on. kInput: nobody writes the tensor, and
+// where there is nothing an element of the chunk is loaded in its place, which takes fewer
+// registers than a predicate.
+template <class In, bool kInput = true>
 struct Column {
   float x[kSubChunk];
 
   __device__ __forceinline__ Column(const Rows& r, const Chunk& chunk, int first_token, int channel,
                                     int channels) {
-    // A load of its own row's last token in place of none takes fewer registers than a predicate.
     const bool inside = channel < channels;
     const In* base = rows_at<const In>(r, chunk) + (inside ? channel : 0);
 #pragma unroll
     for (int i = 0; i < kSubChunk; ++i) {
       const int token = first_token + i;
-      const float y = to_float(base[token_offset(r, min(token, chunk.length - 1))]);
-      x[i] = inside && token < chunk.length ? y : 0.f;
+      if constexpr (kInput) {
+        const float y = to_float(base[token_offset(r, min(token, chunk.length - 1))]);
+        x[i] = inside && token < chunk.length ? y : 0.f;
+      } else {
+        x[i] = inside && token < chunk.length ? to_float(base[token_offset(r, token)]) : 0.f;
+      }
     }
   }
 };

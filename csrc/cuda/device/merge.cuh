@@ -143,7 +143,7 @@ __device__ __forceinline__ void sum_gates(const GateTiles& s, float (*s_sums)[kT
   const int column = static_cast<int>(threadIdx.x) % kTile, channel = first + column;
   const int sub = static_cast<int>(threadIdx.x) / kTile, token = sub * kC;
   const GateColumn gates(p, chunk, token, channel);
-  const Column<float> intra(p.dg_intra, chunk, token, channel, p.K);
+  const Column<float, /*kInput=*/false> intra(p.dg_intra, chunk, token, channel, p.K);
   float dg[kC], before = 0;
 #pragma unroll
   for (int i = 0; i < kC; ++i) {

@@ -7,8 +7,8 @@
 // reads   q, k, gk [B, T, H, K], v, gv [B, T, H, V], state_in [.., H, K, V] or v-first
 // writes  o [B, T, H, V]
 // Decays are running products, exact at a reset. Everything is accumulated in fp32 but sums of 32
-// keys, on tensor cores. The order of every sum depends on K and the layout of the state alone, so
-// a token has the same bits in any batch, any pool and drafts of any length.
+// keys, on tensor cores. The order of every sum depends on K alone, so a token has the same bits in
+// any batch, any pool and drafts of any length.
 #include "../device/launch.cuh"
 #include "../sm90/dynamic_shared.h"
 #include "state_product.cuh"

@@ -8,8 +8,9 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// What a kernel that `launch_dependent` launches does first, in every block: a block that ended
-// without would let the kernel behind start before the one ahead is done.
+// What a kernel that `launch_dependent` launches does first, in every block, also where the block
+// has nothing to do: if all ended without, the kernel behind could start before the one ahead is
+// done.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

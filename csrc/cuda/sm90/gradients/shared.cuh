@@ -16,7 +16,8 @@ struct Bases {
   bf16* dv;
 };
 
-// Whether q^ and k^ lie ready in memory, and S and dS' are those of linear_states.cu.
+// Whether q^ and k^ lie ready in memory, and S (unless saved) and dS' are those of
+// linear_states.cu.
 template <int kGroups>
 constexpr bool kReady = kGroups > 1;
 
