@@ -1,0 +1,47 @@
+// Blocks of a cluster: what one does with another's shared memory and barriers.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace gla_ext::cuda::sm90 {
+
+// Waits for all threads of the cluster, and makes visible what they wrote to shared memory.
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+// Makes barriers that this thread has made visible to the cluster, before `sync_cluster`.
+__device__ __forceinline__ void fence_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Where what is at `p` here lies in block `rank` of the cluster.
+__device__ __forceinline__ uint32_t address_in(const void* p, int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
+  return address;
+}
+// Arrives at a barrier of any block of the cluster.
+__device__ __forceinline__ void arrive_in_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// The same, and the barrier's phase waits for `bytes` too.
+__device__ __forceinline__ void arrive_and_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier),
+               "r"(bytes)
+               : "memory");
+}
+// `bytes`, a multiple of 16, of this block's shared memory to that of any, by one thread;
+// `barrier`, of the same block as `to`, counts them.
+__device__ __forceinline__ void bulk_send(uint32_t to, const void* from, int bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(to),
+      "r"(shared_address(from)), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+}  // namespace gla_ext::cuda::sm90

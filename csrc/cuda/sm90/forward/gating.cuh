@@ -1,0 +1,144 @@
+// What producers of the forward sweeps do with a chunk whose rows are there: q^, k^ and A in place,
+// and the state's factors.
+#pragma once
+
+#include "../../device/gates.cuh"
+#include "../cumsum.cuh"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+// A chunk in shared memory as it is gated.
+struct GatedChunk {
+  unsigned char *q, *k;  // [token][K], then q^ and k^
+  unsigned char* g;      // [token][K], then A [token][token]
+  // Factors of the state's key channels: 2^r as it enters; before the product, 1 or 2^b_C;
+  // 2^(b_C - r) as it leaves.
+  float *enter, *middle, *leave;
+  int* exact;          // whether the chunk is outside tier 1
+  float* b_last;       // log2 units
+  float2* references;  // q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
+};
+
+// By a warpgroup, whose `barrier` is its own.
+template <int K, class Barrier>
+struct Gating {
+  const unsigned char* triangle;
+  int thread;
+  Barrier barrier;
+
+  // All of it. Ends with A on its way to shared memory, and no barrier.
+  __device__ __forceinline__ void operator()(const GatedChunk& chunk, float scale) const {
+    if (thread == 0) *chunk.exact = 0;
+    barrier();  // the rows are there, `exact` is cleared
+#pragma unroll
+    for (int tile = 0; tile < K / 64; ++tile)
+      clamp_gates<64>(chunk.g + tile * kTileBytes, 0, thread);
+    fence_for_products();
+    barrier();  // the gates are clamped
+#pragma unroll 1
+    for (int tile = 0; tile < K / 64; ++tile) gate(chunk, tile, scale);
+    fence_for_products();
+    barrier();  // q^ and k^ are written, the gates read
+    float A[32];
+    begin_scores(A, chunk);
+    const bool exact = __any_sync(0xffffffffu, *chunk.exact);
+    wait_for_products<0>();
+    store_scores(chunk.g, A, exact);
+  }
+
+ private:
+  // The references of a channel and what they are to the state.
+  __device__ __forceinline__ void set_channel(const GatedChunk& chunk, int channel) const {
+    const float b_last = chunk.b_last[channel];
+    const bool exact = !(fabsf(b_last) <= kTierRange);
+    const float from = exact ? 0.f : reference_of(b_last), to = exact ? b_last : from;
+    chunk.references[channel] = make_float2(from, to - from);
+    chunk.enter[channel] = exp2_ftz(from);
+    chunk.middle[channel] = exact ? exp2_ftz(b_last) : 1.f;
+    chunk.leave[channel] = exact ? 1.f : exp2_ftz(b_last - from);
+    if (exact) *chunk.exact = 1;
+  }
+
+  // q^ and k^ of 64 channels.
+  __device__ __forceinline__ void gate(const GatedChunk& chunk, int tile, float scale) const {
+    float b[32];
+    sum_gates(b, triangle, chunk.g + tile * kTileBytes, 0);
+    const int lane = thread % 32, row = thread / 32 * 16 + lane / 4, t = lane % 4;
+    float* b_last = chunk.b_last + 64 * tile;
+    if (row + 8 == kTile - 1) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        *reinterpret_cast<float2*>(b_last + 8 * j + 2 * t) =
+            make_float2(kLog2E * b[4 * j + 2], kLog2E * b[4 * j + 3]);
+    }
+    barrier();  // b_last is written
+    if (thread < 64) set_channel(chunk, 64 * tile + thread);
+    barrier();  // the references are written
+    bool out = false;
+    const float2* references = chunk.references + 64 * tile;
+    const Fragments fragments;
+    const uint32_t tile_q = shared_address(chunk.q) + tile * kTileBytes;
+    const uint32_t tile_k = shared_address(chunk.k) + tile * kTileBytes;
+    constexpr int kBatch = 2;  // sixteens of channels on their way at once
+#pragma unroll
+    for (int batch = 0; batch < 4; batch += kBatch) {
+      uint32_t q[kBatch][4], k[kBatch][4];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        fragments.load(q[i], tile_q, batch + i);
+        fragments.load(k[i], tile_k, batch + i);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+          const int j = 2 * (batch + i) + x / 2, at = 4 * j + x % 2 * 2;
+          const auto r = *reinterpret_cast<const float4*>(references + 8 * j + 2 * t);
+          const float e0 = b[at] * kLog2E - r.x, e1 = b[at + 1] * kLog2E - r.z;
+          out |= !(fabsf(e0) <= kTierRange / 2) || !(fabsf(e1) <= kTierRange / 2);
+          const float2 q_pair = unpack(q[i][x]), k_pair = unpack(k[i][x]);
+          q[i][x] = pack(q_pair.x * (scale * exp2_ftz(e0)), q_pair.y * (scale * exp2_ftz(e1)));
+          k[i][x] = pack(k_pair.x * exp2_ftz(r.y - e0), k_pair.y * exp2_ftz(r.w - e1));
+        }
+        fragments.store(tile_q, batch + i, q[i]);
+        fragments.store(tile_k, batch + i, k[i]);
+      }
+    }
+    if (out) *chunk.exact = 1;
+  }
+
+  // Issues A = q^ k^T.
+  __device__ __forceinline__ void begin_scores(float (&A)[32], const GatedChunk& chunk) const {
+    constexpr auto kSummed = Contiguous::kSummed;
+    const uint32_t q = shared_address(chunk.q), k = shared_address(chunk.k);
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < K / 16; ++i) {
+      const uint32_t step = i / 4 * kTileBytes + i % 4 * kStepBytes;
+      product<kSummed, kSummed>(A, descriptor(q + step, 0), descriptor(k + step, 0), i > 0);
+    }
+    commit_products();
+  }
+
+  // Zero above the diagonal, or everywhere where the chunk is outside tier 1.
+  __device__ __forceinline__ void store_scores(unsigned char* scores, const float (&A)[32],
+                                               bool exact) const {
+    const Fragments fragments;
+    const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t words[4];
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        const int j = 2 * i + x / 2, e = x % 2, below = row + 8 * e - (8 * j + column);
+        words[x] = pack(!exact && below >= 0 ? A[4 * j + 2 * e] : 0.f,
+                        !exact && below >= 1 ? A[4 * j + 2 * e + 1] : 0.f);
+      }
+      fragments.store(shared_address(scores), i, words);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace gla_ext::cuda::sm90
