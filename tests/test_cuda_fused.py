@@ -40,6 +40,15 @@ def test_sizes(T, K, V, gate):
 
 @in_nan
 @by_gate
+@pytest.mark.parametrize("B, T, V", [(23, 130, 256), (45, 200, 136), (30, 65, 512), (100, 64, 256)])
+def test_clusters_that_go_on_to_other_sequences(B, T, V, gate):
+    """Forward of more heads than an H200 has clusters for at once; those of 64 tokens too."""
+    x = make_inputs(B, T, 3, 72, V, BF16, gate, device="cuda")
+    assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@in_nan
+@by_gate
 @pytest.mark.parametrize("gate_dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("K, V", [(72, 64), (128, 264), (256, 64), (136, 512)])
 def test_sweeps_over_operands_in_memory(K, V, gate_dtype, gate):

@@ -47,6 +47,9 @@ SHAPES = {  # B, T, H, K, V, lengths, layout
 FUSED_SHAPES = {
     "packed": (1, 165, 1, 72, 24, PACKED_LENGTHS, "contiguous"),
     "widest": (1, 66, 1, 136, 72, None, "contiguous"),
+    "pairs of blocks": (2, 260, 17, 72, 136, None, "contiguous"),
+    "pairs of blocks, one after the other": (5, 130, 17, 72, 136, None, "contiguous"),
+    "pairs of blocks, packed": (1, 165, 1, 72, 136, PACKED_LENGTHS, "contiguous"),
     "in segments": (1, 530, 1, 64, 64, None, "contiguous"),
     "packed, in segments": (1, 430, 1, 128, 64, (0, 330, 70, 3), "contiguous"),
     "packed, small heads in segments": (1, 430, 1, 64, 64, (0, 330, 70, 3), "contiguous"),

@@ -1,15 +1,16 @@
 // forward.cu where a head has more than 128 values: two blocks of a cluster, each with 128 of them,
 // gate the segment's chunks in turn, and hand each other q^, k^, A and the state's factors.
 //
-// grid    (segment, head, 128 values), two of these a cluster; two producer and two consumer
-//         warpgroups a block
+// grid    (segment, head, 256 values), up to four of these one after the other, by a cluster; two
+//         producer and two consumer warpgroups a block
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states
 // writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks]
 //
 // Block r of a pair gates chunks r, r + 2, ..., its producers these in turn, each in a place of its
 // own, from where its consumers multiply them and a bulk copy takes them to the other block. The
 // place is used again when the consumers of both blocks have left the chunk. A consumer copies its
-// own v. The arithmetic, and so every bit, is forward.cu's.
+// own v. Producers go on to the next segment while consumers are at this one's last chunks. The
+// arithmetic, and so every bit, is forward.cu's.
 #include "../device/launch.cuh"
 #include "cluster.cuh"
 #include "dependent_launch.cuh"
@@ -27,6 +28,7 @@ constexpr int kKeys = kOperandKeys, kKeyTiles = kKeys / kTile;
 constexpr int kValues = kGroups * kTile;  // of a block
 constexpr int kProducerBarrier = 1;       // of a producer, two of them
 constexpr int kWarps = kGroupThreads / 32;
+constexpr int kMostPieces = 4;
 
 // Of the state's key channels at a chunk, as in forward.cu; whether the chunk is outside tier 1.
 struct alignas(16) Factors {
@@ -47,6 +49,8 @@ struct Gated {
 };
 static_assert(offsetof(Gated, other_g) == offsetof(Tiles, A) + kTileBytes);
 
+// kPieces: the most segments, heads and 256 values that a cluster works on.
+template <int kPieces>
 struct alignas(1024) Shared {
   Gated own[kGroups];                           // by this block's producers
   Tiles received[kGroups];                      // from the other's
@@ -57,55 +61,63 @@ struct alignas(1024) Shared {
   float2 references[kGroups][kKeys];
   // full: a chunk is there. empty: the consumers of both blocks have left one of this block's own.
   uint64_t own_full[kGroups], received_full[kGroups], empty[kGroups];
-  Segment segment;
-};
-static_assert(sizeof(Shared) <= 227 << 10);
+  int pieces;
+  Segment segments[kPieces];
 
-// Chunk `number` of those that block `rank` gates.
-__device__ __forceinline__ int chunk_of(int number, int rank) { return kPair * number + rank; }
+  __device__ __forceinline__ int count() const { return kPieces == 1 ? 1 : pieces; }
+};
+
+// A block's own chunks are numbered through all of its pieces.
+__device__ __forceinline__ int own_chunks(const Segment& segment, int rank) {
+  return (segment.chunks + 1 - rank) / kPair;
+}
 // Of the barriers of a producer's chunks.
 __device__ __forceinline__ uint32_t parity_of(int number) {
   return static_cast<uint32_t>(number / kGroups) & 1;
 }
 
-__device__ __forceinline__ void produce(Shared& s, const Problem& p, int group, int rank) {
-  const Segment& segment = s.segment;
+template <int kPieces>
+__device__ __forceinline__ void produce(Shared<kPieces>& s, const Problem& p, int group, int rank) {
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, other = 1 - rank;
   const auto barrier = [group] { group_barrier<kProducerBarrier>(group); };
   const Gating<kKeys, decltype(barrier)> gate{s.triangle, thread, barrier};
   Tiles& own = s.own[group].tiles;
   Factors& factors = s.own_factors[group];
-  const auto copy = [&](int number) {
-    const int chunk = chunk_of(number, rank);
-    if (chunk >= segment.chunks) return;
-    copy_rows<kKeyTiles, kGroupThreads>(own.A, p.g, segment, chunk, thread, 0, p.K);
-    copy_rows<kKeyTiles, kGroupThreads>(own.q, p.q, segment, chunk, thread, 0, p.K);
-    copy_rows<kKeyTiles, kGroupThreads>(own.k, p.k, segment, chunk, thread, 0, p.K);
-    commit_copies();
-  };
-  copy(group);
-  for (int number = group; chunk_of(number, rank) < segment.chunks; number += kGroups) {
-    wait_for_copies<0>();
-    gate({own.q, own.k, own.A, factors.enter, factors.middle, factors.leave, &factors.exact,
-          s.b_last[group], s.references[group]},
-         p.scale);
-    fence_for_products();  // and bulk copies
-    barrier();             // A is written
-    if (thread == 0) {
-      arrive(&s.own_full[group]);
-      const uint32_t full = address_in(&s.received_full[group], other);
-      arrive_and_expect(full, sizeof(Tiles) + sizeof(Factors));
-      bulk_send(address_in(&s.received_factors[group], other), &factors, sizeof(Factors), full);
-      bulk_send(address_in(&s.received[group], other), &own, sizeof(Tiles), full);
+  int number = group, before = 0;  // own chunks of the pieces before
+  for (int piece = 0; piece < s.count(); ++piece) {
+    const Segment& segment = s.segments[piece];
+    if (segment.tail) return;
+    const int chunks = own_chunks(segment, rank);
+    for (; number - before < chunks; number += kGroups) {
+      const int chunk = kPair * (number - before) + rank;
+      if (number >= kGroups) wait(&s.empty[group], parity_of(number - kGroups));
+      copy_rows<kKeyTiles, kGroupThreads>(own.A, p.g, segment, chunk, thread, 0, p.K);
+      copy_rows<kKeyTiles, kGroupThreads>(own.q, p.q, segment, chunk, thread, 0, p.K);
+      copy_rows<kKeyTiles, kGroupThreads>(own.k, p.k, segment, chunk, thread, 0, p.K);
+      commit_copies();
+      wait_for_copies<0>();
+      gate({own.q, own.k, own.A, factors.enter, factors.middle, factors.leave, &factors.exact,
+            s.b_last[group], s.references[group]},
+           p.scale);
+      fence_for_products();  // and bulk copies
+      barrier();             // A is written
+      if (thread == 0) {
+        arrive(&s.own_full[group]);
+        const uint32_t full = address_in(&s.received_full[group], other);
+        arrive_and_expect(full, sizeof(Tiles) + sizeof(Factors));
+        bulk_send(address_in(&s.received_factors[group], other), &factors, sizeof(Factors), full);
+        bulk_send(address_in(&s.received[group], other), &own, sizeof(Tiles), full);
+      }
     }
-    wait(&s.empty[group], parity_of(number));
-    copy(number + kGroups);
+    before += chunks;
   }
 }
 
-__device__ __forceinline__ void consume(Shared& s, const Problem& p, int group, int first_v,
-                                        int rank) {
-  const Segment& segment = s.segment;
+// Of one piece. before: chunks of either block in the pieces before.
+template <int kPieces>
+__device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
+                                        const Segment& segment, const int (&before)[kPair],
+                                        int group, int first_v, int rank) {
   if (segment.tail) return write_tail(p, segment, first_v);
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const bool writes_tiers = first_v == 0 && thread == 0;
@@ -116,12 +128,14 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int group, 
                                   p.V);
     commit_copies();
   };
-  State<kKeys> state;
-  state.load(p, segment, first_v);
   copy(0);
   copy(1);
+  State<kKeys> state;
+  state.load(p, segment, first_v);
   for (int chunk = 0; chunk < segment.chunks; ++chunk) {
-    const int number = chunk / kPair, gated_by = chunk % kPair, producer = number % kGroups;
+    const int gated_by = chunk % kPair,
+              number = (gated_by == 0 ? before[0] : before[1]) + chunk / kPair;
+    const int producer = number % kGroups;
     const bool is_own = gated_by == rank;
     const Tiles& tiles = is_own ? s.own[producer].tiles : s.received[producer];
     const Factors& factors = is_own ? s.own_factors[producer] : s.received_factors[producer];
@@ -145,15 +159,26 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int group, 
   state.store(p, segment, first_v);
 }
 
+// Pairs of blocks of 128 values.
+__host__ __device__ constexpr int value_pairs(const Problem& p) {
+  return static_cast<int>(blocks_of(p.V, kPair * kValues));
+}
+
+template <int kPieces>
 __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kBlockThreads, 1)
-    paired_forward_kernel(Problem p) {
+    paired_forward_kernel(Problem p, int64_t pieces) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  Shared& s = *reinterpret_cast<Shared*>(s_bytes);
-  const int v_blocks = blocks_of(p.V, kValues);
+  auto& s = *reinterpret_cast<Shared<kPieces>*>(s_bytes);
+  const int64_t cluster = blockIdx.x / kPair, clusters = gridDim.x / kPair;
+  const int v_pairs = value_pairs(p), rank = static_cast<int>(blockIdx.x % kPair);
+  if (threadIdx.x < kPieces) {
+    const int64_t piece = cluster + threadIdx.x * clusters;
+    if (piece < pieces) s.segments[threadIdx.x] = find_segment(p, piece / v_pairs);
+  }
   if (threadIdx.x == 0) {
-    s.segment = find_segment(p, blockIdx.x / v_blocks);
+    s.pieces = static_cast<int>((pieces - cluster + clusters - 1) / clusters);
     for (int i = 0; i < kGroups; ++i) {
       init_barrier(&s.own_full[i], 1);
       init_barrier(&s.received_full[i], 1);
@@ -163,18 +188,51 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kBlockThreads, 1
   }
   fill_triangle<kBlockThreads>(s.triangle);
   fence_for_products();
-  sync_cluster();  // the barriers, the segment and the triangle are there
-  const int group = warpgroup(), rank = static_cast<int>(blockIdx.x % kPair);
+  sync_cluster();  // the barriers, the segments and the triangle are there
+  const int group = warpgroup();
   if (group < kGroups) {
     give_registers<96>();
-    if (!s.segment.tail) produce(s, p, group, rank);
+    produce(s, p, group, rank);
   } else {
     take_registers<160>();
-    const int consumer = group - kGroups, block_v = static_cast<int>(blockIdx.x % v_blocks);
-    consume(s, p, consumer, block_v * kValues + consumer * kTile, rank);
+    const int consumer = group - kGroups;
+    int before[kPair] = {};
+    for (int i = 0; i < s.count(); ++i) {
+      const int pair = static_cast<int>((cluster + i * clusters) % v_pairs);
+      const int first_v = ((kPair * pair + rank) * kGroups + consumer) * kTile;
+      const Segment& segment = s.segments[i];
+      consume(s, p, segment, before, consumer, first_v, rank);
+#pragma unroll
+      for (int r = 0; r < kPair; ++r) before[r] += own_chunks(segment, r);
+    }
   }
   sync_cluster();  // the other block writes nothing here any more
 #endif
+}
+
+template <int kPieces>
+void launch_paired_forward(const Problem& p, int64_t pieces, int64_t clusters,
+                           cudaStream_t stream) {
+  using SharedOfKernel = Shared<kPieces>;
+  static_assert(sizeof(SharedOfKernel) <= 227 << 10);
+  static const DynamicShared shared(paired_forward_kernel<kPieces>, sizeof(SharedOfKernel));
+  shared.allow();
+  launch_dependent(paired_forward_kernel<kPieces>, kPair * clusters, kBlockThreads,
+                   sizeof(SharedOfKernel), stream, p, pieces);
+}
+
+// How many pieces a cluster takes, so that the last ones end soonest. Where a cluster goes on to
+// another, this one's start is hidden.
+int64_t pieces_of_cluster(const Problem& p, int64_t pieces, int64_t at_once) {
+  if (p.grid.packed) return 1;  // of any length: to be given out one by one
+  int64_t best = 1, least = 0;
+  for (int64_t each = 1; each <= kMostPieces; ++each) {
+    const int64_t rounds = blocks_of(blocks_of(pieces, each), at_once) * each;
+    if (each > 1 && rounds > least) continue;
+    best = each;
+    least = rounds;
+  }
+  return best;
 }
 
 }  // namespace
@@ -182,11 +240,16 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kBlockThreads, 1
 bool pairs_blocks(const Problem& p) { return p.K > kTile && blocks_of(p.V, kValues) % kPair == 0; }
 
 void paired_forward(const Problem& p, cudaStream_t stream) {
-  static const DynamicShared shared(paired_forward_kernel, sizeof(Shared));
-  const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, kValues);
-  if (blocks == 0) return;
-  shared.allow();
-  launch_dependent(paired_forward_kernel, blocks, kBlockThreads, sizeof(Shared), stream, p);
+  const int64_t pieces = segment_heads(p.grid, p.H) * value_pairs(p);
+  if (pieces == 0) return;
+  int device = 0, multiprocessors = kPair;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  const int64_t each = pieces_of_cluster(p, pieces, multiprocessors / kPair);
+  if (each == 1)
+    launch_paired_forward<1>(p, pieces, pieces, stream);
+  else
+    launch_paired_forward<kMostPieces>(p, pieces, blocks_of(pieces, each), stream);
 }
 
 }  // namespace gla_ext::cuda::sm90
