@@ -18,7 +18,7 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
             the copy for x's gradient until backward, and saves one product there instead of one a
             map and their sums.
     """
-    if not (together and all(_is_plain(linear) for linear in linears)):
+    if not (together and all(_is_plain(linear) for linear in linears) and _are_alike(linears)):
         return tuple(linear(x) for linear in linears)
     weights = [linear.weight for linear in linears]
     return F.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], dim=-1)
@@ -43,3 +43,8 @@ def _is_plain(linear: nn.Module) -> bool:
         and not every._global_backward_hooks
         and not every._global_backward_pre_hooks
     )
+
+
+def _are_alike(linears: Sequence[nn.Linear]) -> bool:
+    """Whether their weights can be put together as they are."""
+    return len({(linear.weight.dtype, linear.weight.device) for linear in linears}) == 1

@@ -59,10 +59,10 @@ class GatedLinearAttention(nn.Module):
             instead of `g_norm`. Default: True.
         layer_idx: index of this layer in a cache. Default: None.
 
-    With `batch_projections = True`, an attribute of an instance or of the class, q, k, v and the
-    output gate are one product in train mode, with their weights put together, if the four modules
-    are `nn.Linear`s without hooks, adapters, quantized or sharded weights. The copy of the weights
-    stays until backward. Default: False.
+    In train mode q, k, v and the output gate are one product, with their weights put together, if
+    the four modules are `nn.Linear`s of one dtype without hooks, adapters, quantized or sharded
+    weights. The copy of the weights stays until backward. `batch_projections = False`, an attribute
+    of an instance or of the class, keeps them apart.
 
     Raises:
         ValueError: sizes that do not divide, an unknown mode or activation; in forward, shapes
@@ -70,7 +70,7 @@ class GatedLinearAttention(nn.Module):
         NotImplementedError: 'bias_gelu' as an activation.
     """
 
-    batch_projections = False
+    batch_projections = True
 
     def __init__(
         self,

@@ -101,12 +101,6 @@ def products(layer, x):
 GATE_AND_OUTPUT = [(24, 4), (4, 12), (24, 24)]
 
 
-@pytest.fixture
-def batched(monkeypatch):
-    monkeypatch.setattr(GatedLinearAttention, "batch_projections", True)
-
-
-@pytest.mark.usefixtures("batched")
 def test_projections_are_one_product_in_training():
     layer, x = make_layer(), make_x()
     apart = [(24, 12), (24, 12), (24, 24), (24, 24)]
@@ -118,7 +112,6 @@ def test_projections_are_one_product_in_training():
     assert products(layer, x) == sorted([*GATE_AND_OUTPUT, (24, 48)])
 
 
-@pytest.mark.usefixtures("batched")
 def test_projections_with_a_forward_of_their_own_or_global_hooks_are_called():
     layer, x = make_layer(), make_x()
     original, seen = layer.q_proj.forward, []
@@ -133,7 +126,6 @@ def test_projections_with_a_forward_of_their_own_or_global_hooks_are_called():
     assert seen[0] == "own" and layer.q_proj in seen[1:]
 
 
-@pytest.mark.usefixtures("batched")
 @pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_full_backward_hook"])
 def test_projections_with_hooks_are_called(hook):
     layer, x = make_layer(), make_x().requires_grad_()
@@ -144,6 +136,13 @@ def test_projections_with_hooks_are_called(hook):
     y.sum().backward()
     assert seen == [layer.v_proj]
     assert_close(y, expected, 1e-12)
+
+
+def test_projections_of_several_dtypes_stay_apart():
+    layer, x = make_layer().float(), make_x().float()
+    layer.v_proj.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert len(products(layer, x)) == 7
 
 
 def test_projections_that_are_replaced_are_called():
