@@ -14,28 +14,32 @@ __device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned cha
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, member = group % kMembers;
   const auto barrier = [group] { group_barrier<kProducerBarrier>(group); };
   const Gating<K, decltype(barrier)> gate{triangle, thread, barrier};
+  // Chunks that a producer has asked for: one alone has stages for the next while it gates.
+  constexpr int kAsked = kMembers == 1 ? 2 : 1;
   const auto copy = [&](int chunk) {
-    if (chunk >= segment.chunks) return;
-    const int stage = chunk % kStages;
-    if (chunk >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(chunk / kStages - 1) & 1);
-    auto& tiles = s.stages[stage];
-    copy_rows<K / 64, kGroupThreads>(tiles.g, p.g, segment, chunk, thread, 0, p.K);
-    copy_rows<K / 64, kGroupThreads>(tiles.q, p.q, segment, chunk, thread, 0, p.K);
-    copy_rows<K / 64, kGroupThreads>(tiles.k, p.k, segment, chunk, thread, 0, p.K);
-    copy_rows<kMembers, kGroupThreads>(tiles.v, p.v, segment, chunk, thread, block_v, p.V);
+    if (chunk < segment.chunks) {
+      const int stage = chunk % kStages;
+      if (chunk >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(chunk / kStages - 1) & 1);
+      auto& tiles = s.stages[stage];
+      copy_rows<K / 64, kGroupThreads>(tiles.g, p.g, segment, chunk, thread, 0, p.K);
+      copy_rows<K / 64, kGroupThreads>(tiles.q, p.q, segment, chunk, thread, 0, p.K);
+      copy_rows<K / 64, kGroupThreads>(tiles.k, p.k, segment, chunk, thread, 0, p.K);
+      copy_rows<kMembers, kGroupThreads>(tiles.v, p.v, segment, chunk, thread, block_v, p.V);
+    }
     commit_copies();
   };
-  copy(member);
+#pragma unroll
+  for (int i = 0; i < kAsked; ++i) copy(member + i * kMembers);
   for (int chunk = member; chunk < segment.chunks; chunk += kMembers) {
     const int stage = chunk % kStages;
     auto& tiles = s.stages[stage];
-    wait_for_copies<0>();
+    wait_for_copies<kAsked - 1>();
     gate({tiles.q, tiles.k, tiles.g, s.enter[stage], s.middle[stage],
           s.leave[chunk % (kStages + 1)], &s.exact[stage], s.b_last[member], s.references[member]},
          p.scale);
     fence_for_products();
     arrive(&s.full[stage]);
-    copy(chunk + kMembers);  // waits for consumers, of the chunk before if there are two producers
+    copy(chunk + kAsked * kMembers);  // waits for the consumers of the chunk before
   }
 }
 
