@@ -14,8 +14,8 @@ from collections.abc import Callable
 import bench_fla
 import torch
 from gate import require_close
-from timing import Timing, cold, copy_bytes_per_s
-from torch import Tensor
+from streaming import add_floor, gradients_of, print_table, time_modes
+from timing import Timing, copy_bytes_per_s
 
 SHAPES = ("262144x256", "262144x128", "1048576x64", "65536x1024")  # rows x V
 TOLERANCE = 0.005  # bf16 results of fp32 sums
@@ -49,15 +49,6 @@ def contenders(V: int, gated: bool, fla: bool) -> dict[str, Callable]:
     return functions
 
 
-def results(function: Callable, leaves: list[Tensor | None], dy: Tensor) -> dict[str, Tensor]:
-    there = {
-        name: t for name, t in zip(("dx", "dw", "dgate"), leaves, strict=True) if t is not None
-    }
-    y = function(*leaves)
-    gradients = torch.autograd.grad(y, list(there.values()), dy)
-    return {"y": y.detach(), **dict(zip(there, gradients, strict=True))}
-
-
 def measure_rows(rows: int, V: int, gated: bool, fla: bool) -> dict[str, dict[str, Timing]]:
     """Timings by mode and name."""
     torch.compiler.reset()  # each shape is compiled for itself
@@ -67,24 +58,19 @@ def measure_rows(rows: int, V: int, gated: bool, fla: bool) -> dict[str, dict[st
     functions = contenders(V, gated, fla)
     few = [t if t is None or t is weight else t[:4096].detach().requires_grad_() for t in leaves]
     doubles = [None if t is None else t.detach().double().requires_grad_() for t in few]
-    expected = results(functions["plain"], doubles, dy[:4096].double())
+    names = ("x", "w", "gate")
+    expected = gradients_of(
+        functions["plain"], dict(zip(names, doubles, strict=True)), dy[:4096].double()
+    )
     for name, function in functions.items():
-        where = f"norm, {name}, {rows}x{V}"
-        require_close(results(function, few, dy[:4096]), expected, TOLERANCE, where)
-    there = [t for t in leaves if t is not None]
-    modes = {
-        "forward": lambda f: lambda: f(*leaves),
-        "forward + backward": lambda f: lambda: torch.autograd.grad(f(*leaves), there, dy),
-    }
-    return {
-        mode: cold({name: call(function) for name, function in functions.items()})
-        for mode, call in modes.items()
-    }
+        found = gradients_of(function, dict(zip(names, few, strict=True)), dy[:4096])
+        require_close(found, expected, TOLERANCE, f"norm, {name}, {rows}x{V}")
+    return time_modes(functions, leaves, dy)
 
 
-def floor_ms(rows: int, V: int, gated: bool, mode: str, rate: float) -> float:
+def moved_bytes(rows: int, V: int, gated: bool, mode: str) -> int:
     tensors = (3 if gated else 2) if mode == "forward" else (8 if gated else 5)
-    return 1e3 * 2 * tensors * rows * V / rate
+    return 2 * tensors * rows * V
 
 
 def measure(fla: bool, shapes: tuple[str, ...] = SHAPES) -> dict[str, dict]:
@@ -95,8 +81,7 @@ def measure(fla: bool, shapes: tuple[str, ...] = SHAPES) -> dict[str, dict]:
         for gated in (True, False):
             timings = measure_rows(rows, V, gated, fla)
             for mode, row in timings.items():
-                floor = floor_ms(rows, V, gated, mode, rate)
-                row["floor"] = Timing(floor, floor, floor, 0)
+                add_floor(row, moved_bytes(rows, V, gated, mode), rate)
             table[shape if gated else f"{shape} without"] = timings
             torch.cuda.empty_cache()
     return table
@@ -110,12 +95,7 @@ def main() -> None:
     if arguments.fla and not bench_fla.installed():
         raise SystemExit("bench_norm: --fla, but flash-linear-attention is not installed")
     names = ("floor", "operator", "plain", "plain, compiled", "operator, compiled", "FLA")
-    print(f"| ms, rows x V | | {' | '.join(names)} |")
-    print("|---|---|" + "--:|" * len(names))
-    for shape, timings in measure(arguments.fla, tuple(arguments.shapes)).items():
-        for mode, row in timings.items():
-            cells = (str(row[name]) if name in row else "" for name in names)
-            print(f"| {shape} | {mode} | {' | '.join(cells)} |")
+    print_table("rows x V", names, measure(arguments.fla, tuple(arguments.shapes)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "convolution_checks.h"
 #include "norm_checks.h"
 #include "ops.h"
 #include "recurrent_checks.h"
@@ -209,6 +210,27 @@ NormBackwardOutputs rms_norm_gate_bwd_meta(const at::Tensor& dy, const at::Tenso
           given(gate) ? fresh(*gate) : empty({0}, x, call.accumulate)};
 }
 
+ConvolutionForwardOutputs short_convolution_fwd_meta(const at::Tensor& x, const at::Tensor& weight,
+                                                     const OptionalTensor& bias,
+                                                     const OptionalTensor& cache,
+                                                     const OptionalTensor& cu_seqlens,
+                                                     bool output_state) {
+  const auto s = check_short_convolution_fwd(x, weight, bias, cache, cu_seqlens);
+  return {fresh(x), output_state ? empty({s.N, s.D, s.W}, x, x.scalar_type())
+                                 : empty({0}, x, x.scalar_type())};
+}
+
+ConvolutionBackwardOutputs short_convolution_bwd_meta(const at::Tensor& dy,
+                                                      const OptionalTensor& dstate,
+                                                      const at::Tensor& x, const at::Tensor& weight,
+                                                      const OptionalTensor& bias,
+                                                      const OptionalTensor& cache,
+                                                      const OptionalTensor& cu_seqlens) {
+  check_short_convolution_bwd(dy, dstate, x, weight, bias, cache, cu_seqlens);
+  return {fresh(x), fresh(weight), given(bias) ? fresh(*bias) : empty({0}, x, x.scalar_type()),
+          given(cache) ? fresh(*cache) : empty({0}, x, x.scalar_type())};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
@@ -221,6 +243,8 @@ TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("recurrent_gla_commit_", recurrent_gla_commit_meta);
   m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_meta);
   m.impl("rms_norm_gate_bwd", rms_norm_gate_bwd_meta);
+  m.impl("short_convolution_fwd", short_convolution_fwd_meta);
+  m.impl("short_convolution_bwd", short_convolution_bwd_meta);
   m.impl("_gate_cumsum", gate_cumsum_meta);
   m.impl("_chunk_states", chunk_states_meta);
   m.impl("_scores_off_diagonal", scores_off_diagonal_meta);

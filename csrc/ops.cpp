@@ -55,6 +55,16 @@ TORCH_LIBRARY(gla_ext, m) {
       "activation) -> (Tensor dx, Tensor dweight, Tensor dgate)",
       tags);
 
+  m.def(
+      "short_convolution_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? cache, Tensor? "
+      "cu_seqlens, bool output_state) -> (Tensor y, Tensor state)",
+      tags);
+  m.def(
+      "short_convolution_bwd(Tensor dy, Tensor? dstate, Tensor x, Tensor weight, Tensor? bias, "
+      "Tensor? cache, Tensor? cu_seqlens) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor "
+      "dcache)",
+      tags);
+
   // The steps, by the names of csrc/README.md; forward 1 and 2 are backward 1 and 2.
   m.def("_gate_cumsum(Tensor g, Tensor? cu_seqlens) -> Tensor", tags);
   m.def(
@@ -203,6 +213,29 @@ NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
                              .findSchemaOrThrow("gla_ext::rms_norm_gate_bwd", "")
                              .typed<decltype(rms_norm_gate_bwd)>();
   return op.call(dy, x, weight, gate, rstd, activation);
+}
+
+ConvolutionForwardOutputs short_convolution_fwd(const at::Tensor& x, const at::Tensor& weight,
+                                                const std::optional<at::Tensor>& bias,
+                                                const std::optional<at::Tensor>& cache,
+                                                const std::optional<at::Tensor>& cu_seqlens,
+                                                bool output_state) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::short_convolution_fwd", "")
+                             .typed<decltype(short_convolution_fwd)>();
+  return op.call(x, weight, bias, cache, cu_seqlens, output_state);
+}
+
+ConvolutionBackwardOutputs short_convolution_bwd(const at::Tensor& dy,
+                                                 const std::optional<at::Tensor>& dstate,
+                                                 const at::Tensor& x, const at::Tensor& weight,
+                                                 const std::optional<at::Tensor>& bias,
+                                                 const std::optional<at::Tensor>& cache,
+                                                 const std::optional<at::Tensor>& cu_seqlens) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::short_convolution_bwd", "")
+                             .typed<decltype(short_convolution_bwd)>();
+  return op.call(dy, dstate, x, weight, bias, cache, cu_seqlens);
 }
 
 std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(

@@ -110,4 +110,33 @@ NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
                                       const std::optional<at::Tensor>& gate, const at::Tensor& rstd,
                                       std::string_view activation);
 
+// A causal convolution of every channel over the last W tokens, then SiLU, rounded once:
+// y_t = silu(bias + sum_s weight_{W-1-s} x_{t-s}).
+//
+//   x           [B, T, D]
+//   weight      [D, 1, W]
+//   bias        [D], or absent
+//   cache       [N, D, W], the last W inputs before each sequence; absent: 0
+//   cu_seqlens  as above; the tokens after the last offset are a sequence of their own, without
+//               inputs before it and without a state
+//
+// y [B, T, D] and, if asked for, the cache after these tokens.
+using ConvolutionForwardOutputs = std::tuple<at::Tensor, at::Tensor>;  // y, state
+using ConvolutionBackwardOutputs =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // dx, dweight, dbias, dcache; the
+                                                                 // last two 0 elements where absent
+
+ConvolutionForwardOutputs short_convolution_fwd(const at::Tensor& x, const at::Tensor& weight,
+                                                const std::optional<at::Tensor>& bias,
+                                                const std::optional<at::Tensor>& cache,
+                                                const std::optional<at::Tensor>& cu_seqlens,
+                                                bool output_state);
+
+ConvolutionBackwardOutputs short_convolution_bwd(const at::Tensor& dy,
+                                                 const std::optional<at::Tensor>& dstate,
+                                                 const at::Tensor& x, const at::Tensor& weight,
+                                                 const std::optional<at::Tensor>& bias,
+                                                 const std::optional<at::Tensor>& cache,
+                                                 const std::optional<at::Tensor>& cu_seqlens);
+
 }  // namespace gla_ext

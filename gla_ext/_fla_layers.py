@@ -39,7 +39,7 @@ def replace(has_kernels: Callable[[Tensor], bool]) -> list[tuple[Any, str, Any]]
         for owner, make in (
             (modules.FusedRMSNormGated, partial(_gated_norm_forward, has_kernels=has_kernels)),
             (modules.RMSNorm, _norm_forward),
-            (modules.ShortConvolution, _convolution_forward),
+            (modules.ShortConvolution, partial(_convolution_forward, has_kernels=has_kernels)),
         )
     ]
     layers = _layers()
@@ -120,7 +120,7 @@ def _norm_forward(original: Callable) -> Callable:
     return forward
 
 
-def _convolution_forward(original: Callable) -> Callable:
+def _convolution_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> Callable:
     """`ShortConvolution.forward`, with the final state in a tensor of its own, never in `cache`."""
 
     def forward(
@@ -135,7 +135,7 @@ def _convolution_forward(original: Callable) -> Callable:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         other = residual is not None or mask is not None or self.activation is None or kwargs
-        if other or not needs_torch(x):
+        if other or not (needs_torch(x) and has_kernels(x)):
             return original(
                 self,
                 x,

@@ -42,11 +42,12 @@ def accelerate_fla() -> None:
     - A call with what gla_ext does not support goes to FLA; each reason is warned of once.
     - `FusedRMSNormGated` without a residual is gla_ext's operator too, `rms_norm` of
       `gla_ext.norms`, where this build has kernels. Inside `torch.compile`, where FLA's kernels
-      would break the graph, and on a CPU, where they do not run, its `RMSNorm` and
-      `ShortConvolution` (with SiLU) are plain torch operations, and so are the activations of
-      `GatedLinearAttention`, of the layers that are there and of those to come, and, inside
-      `torch.compile`, its unpadding. With them it compiles whole. Such a convolution returns the
-      next cache and does not write over the one it is given. Elsewhere they stay FLA's.
+      would break the graph, and on a CPU, where they do not run, its `ShortConvolution` (with
+      SiLU) is gla_ext's operator, where this build has kernels. There its `RMSNorm` is plain torch
+      operations, and so are the activations of `GatedLinearAttention`, of the layers that are there
+      and of those to come, and, inside `torch.compile`, its unpadding. With them it compiles whole.
+      Such a convolution returns the next cache and does not write over the one it is given.
+      Elsewhere they stay FLA's.
     - FLA's layers in mode 'fused_chunk' raise NotImplementedError as before: their call passes on
       neither `cu_seqlens` nor the layout of the state.
 

@@ -27,6 +27,7 @@ from common import (
     make_inputs,
     ours,
 )
+from conv_inputs import make as make_convolution
 from norm_inputs import EPS, make
 from steps import STEPS, as_tuple, assert_step_close, step_case
 
@@ -161,3 +162,46 @@ def test_norms(V, gated, layout, dtype):
         results.append([t.cpu() for t in (y, rstd, *gradients)])
     for wanted, got in zip(*results, strict=True):
         assert_close(got, wanted, 2e-6 if got.dtype == torch.float32 else 4e-3)
+
+
+CONV_SHAPES = {  # B, T, D, offsets, layout
+    "a slice": (2, 37, 72, None, "slice of a projection"),
+    "a tile and more": (1, 9, 264, None, "contiguous"),
+    "odd": (2, 21, 13, None, "contiguous"),
+    "misaligned": (2, 21, 24, None, "misaligned"),
+    "a token": (3, 1, 40, None, "contiguous"),
+    "no token": (2, 0, 40, None, "contiguous"),
+    "packed": (1, 40, 40, [0, 5, 5, 6, 8, 36], "slice of a projection"),
+    "packed and odd": (1, 40, 13, [0, 5, 5, 6, 8, 36], "contiguous"),
+}
+
+
+def convolved(inputs, cu_seqlens):
+    x, weight, bias, cache, dy, dstate = inputs
+    leaves = (x, weight, bias, cache, cu_seqlens)
+    with torch.no_grad():
+        outputs = torch.ops.gla_ext.short_convolution_fwd(*leaves, True)
+        return [*outputs, *torch.ops.gla_ext.short_convolution_bwd(dy, dstate, *leaves)]
+
+
+@by_dtype
+@pytest.mark.parametrize("W", [1, 3, 4, 6])
+@pytest.mark.parametrize("B, T, D, offsets, layout", CONV_SHAPES.values(), ids=CONV_SHAPES)
+def test_short_convolutions(B, T, D, offsets, layout, W, dtype):
+    """Runs that end within what a thread loads at once, against the CPU's results."""
+    N = B if offsets is None else len(offsets) - 1
+    here = make_convolution(B, T, D, W, "cpu", dtype, layout=layout, N=N)
+    cu_seqlens = None if offsets is None else torch.tensor(offsets)
+    expected = convolved(here, cu_seqlens)
+    results = convolved(list(map(move, here)), move(cu_seqlens))
+    for wanted, got in zip(expected, results, strict=True):
+        assert_close(got.cpu(), wanted, 2e-6 if got.dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("W", [4, 6])
+@pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("what", BAD_OFFSETS)
+def test_short_convolutions_with_bad_offsets(what, offsets_dtype, W):
+    inputs = make_convolution(1, 165, 24, W, "cpu", torch.bfloat16, N=7)
+    convolved(list(map(move, inputs)), torch.tensor(BAD_OFFSETS[what], dtype=offsets_dtype).cuda())
+    torch.cuda.synchronize()

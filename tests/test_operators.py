@@ -35,6 +35,11 @@ SCHEMAS = {
     "(Tensor y, Tensor rstd)",
     "rms_norm_gate_bwd": "(Tensor dy, Tensor x, Tensor? weight, Tensor? gate, Tensor rstd, "
     "str activation) -> (Tensor dx, Tensor dweight, Tensor dgate)",
+    "short_convolution_fwd": "(Tensor x, Tensor weight, Tensor? bias, Tensor? cache, "
+    "Tensor? cu_seqlens, bool output_state) -> (Tensor y, Tensor state)",
+    "short_convolution_bwd": "(Tensor dy, Tensor? dstate, Tensor x, Tensor weight, Tensor? bias, "
+    "Tensor? cache, Tensor? cu_seqlens) -> "
+    "(Tensor dx, Tensor dweight, Tensor dbias, Tensor dcache)",
     "_gate_cumsum": "(Tensor g, Tensor? cu_seqlens) -> Tensor",
     "_chunk_states": "(Tensor k, Tensor v, Tensor b, Tensor? initial_state, Tensor? cu_seqlens, "
     "bool state_v_first) -> (Tensor S, Tensor final_state)",
@@ -83,9 +88,10 @@ def test_dispatch_keys_and_tag(name):
 
 @pytest.mark.parametrize("key", ["AutocastCPU", "AutocastCUDA"])
 def test_autocast_key(key):
-    """The norm keeps the dtype that its input comes in, as it computes in fp32."""
+    """Norm and convolution keep the dtype that their input comes in, as they compute in fp32."""
+    without = ("_", "rms_norm", "short_convolution")
     for name in SCHEMAS:
-        expected = not name.startswith(("_", "rms_norm")) and not name.endswith("_bwd")
+        expected = not name.startswith(without) and not name.endswith("_bwd")
         has = torch._C._dispatch_has_kernel_for_dispatch_key(f"gla_ext::{name}", key)
         assert has == expected, name
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "convolution.h"
 #include "norm.h"
 #include "params.h"
 
@@ -48,10 +49,16 @@ struct Kernels {
 
   // The norm, on a workspace of its own: a task is some of the rows.
   using NormTask = void (*)(const Norm<T>&, T* workspace, int64_t task);
-  int64_t (*padded_width)(int64_t V);  // of weight and dweight_parts
+  int64_t (*padded_width)(int64_t V);  // of weight and dweight_parts, the convolution's too
   int64_t (*norm_workspace)(int64_t V);
   NormTask norm_forward;   // x weight gate -> y rstd
   NormTask norm_backward;  // dy x weight gate rstd -> dx dgate dweight_parts
+
+  // The short convolution, on a workspace of its own for pieces of up to `width` channels.
+  using ConvolutionTask = void (*)(const Convolution<T>&, T* workspace, const ConvolutionPiece&);
+  int64_t (*convolution_workspace)(int64_t W, int64_t width);
+  ConvolutionTask convolution_forward;   // x weight bias cache -> y
+  ConvolutionTask convolution_backward;  // dy dstate x weight bias cache -> dx dcache dweight_parts
 };
 
 // The table for the processor at hand; follows torch's own choice (ATEN_CPU_CAPABILITY).

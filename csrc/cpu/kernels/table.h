@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../kernels.h"
+#include "convolution.h"
 #include "norm.h"
 #include "recurrent.h"
 #include "step_tasks.h"
@@ -37,7 +38,10 @@ constexpr Kernels<T> make_kernels() {
           padded,
           norm_workspace<T>,
           norm_forward<T>,
-          norm_backward<T>};
+          norm_backward<T>,
+          convolution_workspace<T>,
+          convolution_forward<T>,
+          convolution_backward<T>};
 }
 
 }  // namespace CPU_CAPABILITY

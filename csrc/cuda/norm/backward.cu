@@ -7,6 +7,7 @@
 // writes  dx, dgate [rows, V], dw [V]
 // Everything between is fp32, results are rounded once; the order of every sum follows from the
 // shape and the number of multiprocessors.
+#include "../device/partials.cuh"
 #include "activation.cuh"
 #include "rows.cuh"
 
@@ -16,7 +17,6 @@ namespace {
 constexpr int kAtOnce = 1;                // rows of a thread in flight
 constexpr int kBlocksAtOnce = 3;          // of a multiprocessor, of every kernel here
 constexpr int64_t kSharedColumns = 8192;  // of dw that a block of wide rows keeps in shared memory
-constexpr int kSumColumns = 32, kSumRows = 32;
 
 // Eight elements of a row: u, written over dy; dgate; what they add to dw; the sum of u ⊙ n.
 template <class T>
@@ -180,19 +180,11 @@ __global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
   for_columns([&](int64_t c) { for_sums(c, [&](float& sum, int i) { partials[c + i] = sum; }); });
 }
 
-// dw = the sums over blocks: threads of a column take every kSumRows-th, then these are added.
+// dw = the sums over blocks.
 __global__ void __launch_bounds__(kSumColumns* kSumRows) sum_partials(Norm p, int64_t blocks) {
-  __shared__ float s_sums[kSumRows][kSumColumns];
   const int64_t column = int64_t{blockIdx.x} * kSumColumns + threadIdx.x;
-  float sum = 0.f;
-  if (column < p.width)
-    for (int64_t block = threadIdx.y; block < blocks; block += kSumRows)
-      sum += p.partials[block * p.width + column];
-  s_sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();  // s_sums is written
-  if (threadIdx.y != 0 || column >= p.width) return;
-  for (int i = 1; i < kSumRows; ++i) sum += s_sums[i][threadIdx.x];
-  store_any(p.dweight, p.weight_dtype, column, sum);
+  const float sum = sum_over_blocks(p.partials, blocks, p.width, column);
+  if (threadIdx.y == 0 && column < p.width) store_any(p.dweight, p.weight_dtype, column, sum);
 }
 
 }  // namespace

@@ -5,15 +5,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include "../indices.h"
 #include "../params.h"
 
 namespace gla_ext::cuda {
-
-// int32 or int64; null where absent.
-struct Indices {
-  const void* data = nullptr;
-  bool are_int64 = false;
-};
 
 // What runs over B rows of T tokens: N sequences (the rows, or packed in one), or the rows of a
 // batch that have their states in a pool. Absent tensors have data == nullptr.

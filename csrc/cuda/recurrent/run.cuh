@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "../device/gates.cuh"
+#include "../device/indices.cuh"
 #include "recurrence.h"
 
 namespace gla_ext::cuda {
@@ -15,15 +16,6 @@ struct Run {
   int64_t state;               // n of its matrix; -1: it has none, and its results are zero
   int32_t head;
 };
-
-__device__ __forceinline__ int64_t index_at(const Indices& x, int64_t i) {
-  return x.are_int64 ? static_cast<const int64_t*>(x.data)[i]
-                     : static_cast<const int32_t*>(x.data)[i];
-}
-
-__device__ __forceinline__ int64_t clamp(int64_t x, int64_t low, int64_t high) {
-  return x < low ? low : x > high ? high : x;
-}
 
 // Runs of all heads; packed, the last of them are the tokens behind every sequence.
 __host__ __device__ inline int64_t count_runs(const Recurrence& p) {

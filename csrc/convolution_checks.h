@@ -1,0 +1,37 @@
+// The input contract of the short convolution, once, for every backend and for tracing.
+#pragma once
+
+#include "checks.h"
+
+namespace gla_ext {
+
+// What every backend needs to know of a call.
+struct ConvolutionShape {
+  c10::SymInt B, T, D, W;
+  c10::SymInt N;  // sequences
+  bool packed = false;
+  at::ScalarType accumulate = at::kFloat;  // fp64 for fp64 inputs
+};
+
+ConvolutionShape check_short_convolution_fwd(const at::Tensor& x, const at::Tensor& weight,
+                                             const OptionalTensor& bias,
+                                             const OptionalTensor& cache,
+                                             const OptionalTensor& cu_seqlens);
+
+ConvolutionShape check_short_convolution_bwd(const at::Tensor& dy, const OptionalTensor& dstate,
+                                             const at::Tensor& x, const at::Tensor& weight,
+                                             const OptionalTensor& bias,
+                                             const OptionalTensor& cache,
+                                             const OptionalTensor& cu_seqlens);
+
+// For backends: [B, T, D] whose channels are contiguous, copied where they are not.
+at::Tensor with_contiguous_channels(const at::Tensor& t);
+
+// For backends: the strides of batch rows and tokens, 0 for a dimension of size 1, of which none is
+// ever taken.
+struct TokenStrides {
+  int64_t b = 0, t = 0;
+};
+TokenStrides token_strides(const at::Tensor& t);
+
+}  // namespace gla_ext

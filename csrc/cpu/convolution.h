@@ -1,0 +1,39 @@
+// What the host side hands to the CPU kernels of the short convolution.
+#pragma once
+
+#include "params.h"
+
+namespace gla_ext::cpu {
+
+// [B, T, D] whose channels are contiguous; strides in elements.
+struct TokenRows {
+  void* data = nullptr;
+  int64_t stride_b = 0, stride_t = 0;
+};
+
+// Some tokens of one sequence, whose own are [start, end): those of a task.
+struct ConvolutionPiece {
+  int64_t row, n;          // batch row; of cache and state, -1: the sequence has none
+  int64_t start, end;      // tokens of the sequence
+  int64_t from, to;        // tokens of the piece
+  int64_t channel, width;  // channels of the piece
+  int64_t part;            // of dweight_parts
+};
+
+// Absent tensors are null. T accumulates: float, or double for fp64 inputs.
+template <typename T>
+struct Convolution {
+  int64_t D = 0, W = 0;
+  DType dtype = DType::kFloat;  // of x, dy, y, dx, the caches and their gradients
+
+  TokenRows x, dy;
+  TokenRows y, dx;
+  const T* weight = nullptr;     // [W, padded D], the taps in the order of their tokens
+  const T* bias = nullptr;       // [padded D], or zeros
+  const void* cache = nullptr;   // [N, D, W]
+  const void* dstate = nullptr;  // [N, D, W]
+  void* dcache = nullptr;        // [N, D, W]
+  T* dweight_parts = nullptr;    // [parts, W + 1, padded D], the last row of the bias
+};
+
+}  // namespace gla_ext::cpu

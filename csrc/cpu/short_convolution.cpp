@@ -1,0 +1,285 @@
+// The short convolution on CPU: check, allocate, run the tasks.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "../convolution_checks.h"
+#include "../ops.h"
+#include "problem.h"
+
+namespace gla_ext::cpu {
+namespace {
+
+// Tokens of a task by the shape alone: dw is summed within a task, then over tasks in order.
+constexpr int64_t kElementsPerTask = 32768, kMostRuns = 256;
+constexpr int64_t kChannels = 1024;  // of a task; a multiple of what rows are padded to
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Where sequences lie: rows of T tokens, or packed in one row. Offsets that are wrong are taken for
+// some that are right: chunk_gla, which gets the same, refuses them.
+class Sequences {
+ public:
+  Sequences(const OptionalTensor& cu_seqlens, int64_t B, int64_t T) : B_(B), T_(T) {
+    if (!given(cu_seqlens)) return;
+    const at::Tensor cu = cu_seqlens->to(at::kLong).contiguous();
+    const int64_t* offsets = cu.const_data_ptr<int64_t>();
+    int64_t least = 0;
+    for (int64_t i = 0; i < cu.numel(); ++i) {
+      least = std::clamp(offsets[i], least, T);
+      bounds_.push_back(least);
+    }
+  }
+
+  int64_t count() const { return bounds_.empty() ? B_ : static_cast<int64_t>(bounds_.size()) - 1; }
+  int64_t tokens() const { return B_ * T_; }
+
+  // The sequence that token `t` of batch row `row` is in.
+  ConvolutionPiece around(int64_t row, int64_t t) const {
+    ConvolutionPiece piece{row, row, 0, T_};
+    if (bounds_.empty()) return piece;
+    const auto next = std::upper_bound(bounds_.begin(), bounds_.end(), t);
+    const bool tail = next == bounds_.end();
+    piece.start = next == bounds_.begin() ? 0 : *(next - 1);
+    piece.end = tail ? T_ : *next;
+    piece.n = tail ? -1 : next - bounds_.begin() - 1;
+    return piece;
+  }
+  // Sequence n.
+  ConvolutionPiece at(int64_t n) const {
+    if (bounds_.empty()) return {n, n, 0, T_};
+    return {0, n, bounds_[n], bounds_[n + 1]};
+  }
+
+  // f(piece) for the pieces of tokens [first, end), counted over all batch rows.
+  template <typename F>
+  void for_pieces(int64_t first, int64_t end, F f) const {
+    while (first < end) {
+      const int64_t t = first % T_;
+      ConvolutionPiece piece = around(first / T_, t);
+      piece.from = t;
+      piece.to = std::min(piece.end, t + end - first);
+      first += piece.to - t;
+      f(piece);
+    }
+  }
+
+ private:
+  int64_t B_, T_;
+  std::vector<int64_t> bounds_;
+};
+
+TokenRows rows_of(const at::Tensor& t) {
+  const TokenStrides strides = token_strides(t);
+  return {const_cast<void*>(t.const_data_ptr()), strides.b, strides.t};
+}
+
+at::Tensor contiguous_like(const at::Tensor& t) {
+  return at::empty(t.sizes(), t.options().memory_format(at::MemoryFormat::Contiguous));
+}
+
+// The last W inputs of each sequence, bit for bit.
+template <typename Element>
+void copy_states(const Sequences& sequences, const at::Tensor& x, const OptionalTensor& cache,
+                 at::Tensor& state) {
+  const int64_t D = state.size(1), W = state.size(2);
+  const TokenStrides strides = token_strides(x);
+  const auto* from = static_cast<const Element*>(x.const_data_ptr());
+  const auto* before =
+      given(cache) ? static_cast<const Element*>(cache->const_data_ptr()) : nullptr;
+  auto* to = static_cast<Element*>(state.mutable_data_ptr());
+  at::parallel_for(0, sequences.count(), std::max<int64_t>(1, kElementsPerTask / (D * W + 1)),
+                   [&](int64_t first, int64_t end) {
+                     for (int64_t n = first; n < end; ++n) {
+                       const ConvolutionPiece s = sequences.at(n);
+                       for (int64_t i = 0; i < W; ++i) {
+                         const int64_t t = s.end - W + i, in_cache = W + t - s.start;
+                         const Element* row = from + s.row * strides.b + t * strides.t;
+                         for (int64_t d = 0; d < D; ++d)
+                           to[(n * D + d) * W + i] = t >= s.start ? row[d]
+                                                     : before != nullptr
+                                                         ? before[(n * D + d) * W + in_cache]
+                                                         : Element{};
+                       }
+                     }
+                   });
+}
+
+template <typename F>
+void with_element(const at::Tensor& t, F&& f) {
+  if (t.element_size() == 8) return f(uint64_t{});
+  if (t.element_size() == 4) return f(uint32_t{});
+  f(uint16_t{});
+}
+
+// The gradient of what no token meets: the first input of a cache, and all of it where the sequence
+// is empty. Its state hands the whole cache on.
+template <typename Element>
+void pass_empty_states(const Sequences& sequences, const OptionalTensor& dstate,
+                       at::Tensor& dcache) {
+  const int64_t D = dcache.size(1), W = dcache.size(2);
+  const auto* from =
+      given(dstate) ? static_cast<const Element*>(dstate->const_data_ptr()) : nullptr;
+  auto* to = static_cast<Element*>(dcache.mutable_data_ptr());
+  for (int64_t n = 0; n < sequences.count(); ++n) {
+    const ConvolutionPiece s = sequences.at(n);
+    const int64_t inputs = s.start == s.end ? W : 1;
+    for (int64_t d = 0; d < D; ++d)
+      for (int64_t i = 0; i < inputs; ++i) {
+        const int64_t at = (n * D + d) * W + i;
+        to[at] = from != nullptr && s.start == s.end ? from[at] : Element{};
+      }
+  }
+}
+
+// The kernels' side of a call; holds the copies that they read.
+template <typename T>
+class ConvolutionTasks {
+ public:
+  ConvolutionTasks(const Sequences& sequences, const ConvolutionShape& shape, const at::Tensor& x,
+                   const at::Tensor& weight, const OptionalTensor& bias)
+      : sequences_(sequences), options_(x.options().dtype(shape.accumulate)) {
+    p.D = x.size(2);
+    p.W = weight.size(2);
+    p.dtype = dtype_of(x.scalar_type());
+    p.x = rows_of(x);
+    weight_ = at::zeros({p.W, padded_width()}, options_);
+    weight_.narrow(1, 0, p.D).copy_(weight.select(1, 0).t());
+    bias_ = at::zeros({padded_width()}, options_);
+    if (given(bias)) bias_.narrow(0, 0, p.D).copy_(*bias);
+    p.weight = weight_.const_data_ptr<T>();
+    p.bias = bias_.const_data_ptr<T>();
+    run_tokens_ = std::max(divide_up(kElementsPerTask, std::min(p.D, kChannels)),
+                           divide_up(sequences_.tokens(), kMostRuns));
+  }
+
+  Convolution<T> p;
+
+  void forward() const { run(kernels<T>().convolution_forward); }
+
+  // dw and dbias, [W + 1, padded D].
+  at::Tensor backward() {
+    const at::Tensor parts = at::zeros({runs(), p.W + 1, padded_width()}, options_);
+    p.dweight_parts = parts.mutable_data_ptr<T>();
+    run(kernels<T>().convolution_backward);
+    at::Tensor sums = at::zeros({p.W + 1, padded_width()}, options_);
+    T* sum = sums.mutable_data_ptr<T>();
+    for (int64_t part = 0; part < runs(); ++part)
+      for (int64_t i = 0; i < sums.numel(); ++i) sum[i] += p.dweight_parts[part * sums.numel() + i];
+    return sums;
+  }
+
+ private:
+  int64_t padded_width() const { return kernels<T>().padded_width(p.D); }
+  int64_t runs() const { return divide_up(sequences_.tokens(), run_tokens_); }
+  void run(typename Kernels<T>::ConvolutionTask task) const {
+    const int64_t parts = divide_up(p.D, kChannels);
+    const int64_t workspace = kernels<T>().convolution_workspace(p.W, std::min(p.D, kChannels));
+    for_each_task<T>(runs() * parts, workspace, [&](T* memory, int64_t i) {
+      const int64_t run = i / parts, channel = i % parts * kChannels;
+      const int64_t first = run * run_tokens_;
+      const int64_t end = std::min(first + run_tokens_, sequences_.tokens());
+      sequences_.for_pieces(first, end, [&](ConvolutionPiece piece) {
+        piece.channel = channel;
+        piece.width = std::min(kChannels, p.D - channel);
+        piece.part = run;
+        task(p, memory, piece);
+      });
+    });
+  }
+
+  const Sequences& sequences_;
+  at::TensorOptions options_;
+  at::Tensor weight_, bias_;
+  int64_t run_tokens_ = 1;
+};
+
+// f(ConvolutionTasks<float or double>) by the accumulation dtype.
+template <typename F>
+auto with_tasks(const Sequences& sequences, const ConvolutionShape& shape, const at::Tensor& x,
+                const at::Tensor& weight, const OptionalTensor& bias, F&& f) {
+  if (shape.accumulate == at::kDouble) {
+    ConvolutionTasks<double> tasks(sequences, shape, x, weight, bias);
+    return f(tasks);
+  }
+  ConvolutionTasks<float> tasks(sequences, shape, x, weight, bias);
+  return f(tasks);
+}
+
+OptionalTensor contiguous(const OptionalTensor& t) {
+  return given(t) ? OptionalTensor(t->contiguous()) : std::nullopt;
+}
+
+const void* data_of(const OptionalTensor& t) { return given(t) ? t->const_data_ptr() : nullptr; }
+
+ConvolutionForwardOutputs short_convolution_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
+                                                    const OptionalTensor& bias,
+                                                    const OptionalTensor& cache,
+                                                    const OptionalTensor& cu_seqlens,
+                                                    bool output_state) {
+  const auto shape = check_short_convolution_fwd(x, weight, bias, cache, cu_seqlens);
+  const Sequences sequences(cu_seqlens, x.size(0), x.size(1));
+  const at::Tensor inputs = with_contiguous_channels(x);
+  const OptionalTensor before = contiguous(cache);
+  at::Tensor y = contiguous_like(x);
+  at::Tensor state = output_state
+                         ? at::empty({sequences.count(), x.size(2), weight.size(2)}, x.options())
+                         : at::empty({0}, x.options());
+  if (x.numel() > 0)
+    with_tasks(sequences, shape, inputs, weight, bias, [&](auto& tasks) {
+      tasks.p.cache = data_of(before);
+      tasks.p.y = rows_of(y);
+      tasks.forward();
+    });
+  if (state.numel() > 0)
+    with_element(
+        x, [&](auto element) { copy_states<decltype(element)>(sequences, inputs, before, state); });
+  return {y, state};
+}
+
+ConvolutionBackwardOutputs short_convolution_bwd_cpu(const at::Tensor& dy,
+                                                     const OptionalTensor& dstate,
+                                                     const at::Tensor& x, const at::Tensor& weight,
+                                                     const OptionalTensor& bias,
+                                                     const OptionalTensor& cache,
+                                                     const OptionalTensor& cu_seqlens) {
+  const auto shape = check_short_convolution_bwd(dy, dstate, x, weight, bias, cache, cu_seqlens);
+  const Sequences sequences(cu_seqlens, x.size(0), x.size(1));
+  const at::Tensor inputs = with_contiguous_channels(x), grads = with_contiguous_channels(dy);
+  const OptionalTensor before = contiguous(cache), of_state = contiguous(dstate);
+  const auto not_asked_for = [&] { return at::empty({0}, x.options()); };
+  at::Tensor dx = contiguous_like(x);
+  at::Tensor dcache = given(cache) ? contiguous_like(*cache) : not_asked_for();
+  at::Tensor dweight = at::zeros(weight.sizes(), weight.options());
+  at::Tensor dbias = given(bias) ? at::zeros(bias->sizes(), bias->options()) : not_asked_for();
+  if (dcache.numel() > 0)
+    with_element(x, [&](auto element) {
+      pass_empty_states<decltype(element)>(sequences, of_state, dcache);
+    });
+  if (x.numel() == 0) return {dx, dweight, dbias, dcache};
+  const at::Tensor sums = with_tasks(sequences, shape, inputs, weight, bias, [&](auto& tasks) {
+    auto& p = tasks.p;
+    p.cache = data_of(before);
+    p.dstate = data_of(of_state);
+    p.dcache = given(cache) ? dcache.mutable_data_ptr() : nullptr;
+    p.dy = rows_of(grads);
+    p.dx = rows_of(dx);
+    return tasks.backward();
+  });
+  const int64_t D = x.size(2), W = weight.size(2);
+  dweight.select(1, 0).copy_(sums.narrow(0, 0, W).narrow(1, 0, D).t());
+  if (given(bias)) dbias.copy_(sums.select(0, W).narrow(0, 0, D));
+  return {dx, dweight, dbias, dcache};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
+  m.impl("short_convolution_fwd", short_convolution_fwd_cpu);
+  m.impl("short_convolution_bwd", short_convolution_bwd_cpu);
+}
+
+}  // namespace gla_ext::cpu

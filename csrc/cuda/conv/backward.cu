@@ -1,0 +1,194 @@
+// Backward of the short convolution, W up to kUnrolledTaps:
+//   dz_t = dy_t silu'(z_t)      dx_t = Σ_s w_{W-1-s} dz_{t+s}, within a sequence
+//   dw_j = Σ_t dz_t x_{t-W+1+j}      dbias = Σ_t dz_t
+// dx takes what the state after the sequence gives, and dcache is dx of the tokens before it.
+//
+// grid    a thread has four channels and run after run of tokens; z is computed again from x, the
+//         last W inputs and dz stand in registers, and the W - 1 dz behind a run are computed by
+//         the next one too. A block leaves the dw of its runs; a second kernel adds these, first
+//         block first
+// reads   dy, x [B, T, D], w [D, W], bias [D], cache, dstate [N, D, W]
+// writes  dx [B, T, D], dcache [N, D, W], dw [D, W], dbias [D]
+// Everything between is fp32, results are rounded once. dx of a token depends on its sequence
+// alone; the order of dw follows from the shape and the number of multiprocessors.
+#include "../device/partials.cuh"
+#include "tokens.cuh"
+
+namespace gla_ext::cuda {
+namespace {
+
+constexpr int kC = 4;             // channels of a thread
+constexpr int kBlocksAtOnce = 3;  // of a multiprocessor
+constexpr int64_t kFewestTokens = 8;
+
+template <class T>
+constexpr int kAtOnce = 8 / sizeof(T);  // tokens of a thread that are loaded at once
+
+template <class T, int kW>
+__global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
+    backward(const __grid_constant__ Convolution p, const ConvolutionGrid grid) {
+  constexpr int kBefore = kW - 1, kSteps = kAtOnce<T>;
+  const Place<kC> place(p, grid);
+  float w[kW][kC], bias[kC], dw[kW + 1][kC] = {};  // and dbias behind it
+  load_taps<kW>(p.weight, p.weight_dtype, p.aligned, place, w);
+  load_bias(p, place, bias);
+  const int64_t runs = place.valid > 0 ? p.B * p.runs.count : 0;
+
+  for (int64_t run = place.row; run < runs; run += place.rows) {
+    Pieces pieces(p, run);
+    Piece piece;
+    while (pieces.next(p, piece)) {
+      Pack<T, kC> in[kBefore + kSteps], dy[kSteps];
+      float dz[kW][kC] = {};  // of a token and the kW - 1 before it
+#pragma unroll
+      for (int i = 0; i < kBefore; ++i)
+        in[i] = load_input<T>(p, piece, piece.from - kBefore + i, place);
+      T* dx = static_cast<T*>(p.dx) + piece.row * p.T * p.D + place.channel;
+      for (int64_t t = piece.from; t < piece.to + kBefore; t += kSteps) {
+        const int64_t count = piece.end - t;
+        load_tokens<kSteps>(in + kBefore, p, p.x, piece, t, count, place);
+        load_tokens<kSteps>(dy, p, p.dy, piece, t, count, place);
+#pragma unroll
+        for (int r = 0; r < kSteps; ++r) {
+          float z[kC];
+          preactivation(w, bias, in + r, z);
+          const bool owned = t + r < piece.to;
+#pragma unroll
+          for (int i = 0; i < kC; ++i) {
+#pragma unroll
+            for (int j = 0; j < kBefore; ++j) dz[j][i] = dz[j + 1][i];
+            const float g = r < count ? dy[r][i] * silu_slope<T>(z[i]) : 0.f;
+            dz[kBefore][i] = g;
+            if (!owned) continue;
+#pragma unroll
+            for (int j = 0; j < kW; ++j) dw[j][i] = fmaf(g, in[r + j][i], dw[j][i]);
+            dw[kW][i] += g;
+          }
+          const int64_t first = t + r - kBefore;  // whose dz are all there
+          if (first < piece.from || first >= piece.to) continue;
+          float sum[kC];
+          state_gradient<T>(p, piece, first, place, sum);
+#pragma unroll
+          for (int i = 0; i < kC; ++i)
+#pragma unroll
+            for (int s = 0; s < kW; ++s) sum[i] = fmaf(w[kBefore - s][i], dz[s][i], sum[i]);
+          store_pack(dx + first * p.D, sum, place.valid, p.aligned);
+        }
+#pragma unroll
+        for (int i = 0; i < kBefore; ++i) in[i] = in[kSteps + i];
+      }
+    }
+  }
+  store_partials(p, grid, 0, dw);
+}
+
+// dw and dbias = the sums over blocks.
+__global__ void __launch_bounds__(kSumColumns* kSumRows)
+    sum_partials(Convolution p, int64_t blocks) {
+  const int64_t column = int64_t{blockIdx.x} * kSumColumns + threadIdx.x, width = (p.W + 1) * p.D;
+  const float sum = sum_over_blocks(p.partials, blocks, width, column);
+  if (threadIdx.y != 0 || column >= width) return;
+  const int64_t j = column / p.D, channel = column - j * p.D;
+  if (j < p.W)
+    store_any(p.dweight, p.weight_dtype, channel * p.W + j, sum);
+  else if (p.dbias != nullptr)
+    store_any(p.dbias, p.bias_dtype, channel, sum);
+}
+
+// dz of a token of one channel, from dz if it is in memory.
+template <class T>
+__device__ __forceinline__ float dz_of(const Convolution& p, const Piece& piece, int64_t t,
+                                       int64_t channel) {
+  if (p.dz != nullptr) return p.dz[(piece.row * p.T + t) * p.D + channel];
+  float z = p.bias != nullptr ? load_any(p.bias, p.bias_dtype, channel) : 0.f;
+  for (int64_t j = 0; j < p.W; ++j) {
+    const int64_t at = t - (p.W - 1) + j;
+    const T x = at >= piece.start
+                    ? static_cast<const T*>(
+                          p.x.data)[piece.row * p.x.stride_b + at * p.x.stride_t + channel]
+                    : static_cast<const T*>(
+                          p.cache)[(piece.n * p.D + channel) * p.W + p.W + at - piece.start];
+    z = fmaf(load_any(p.weight, p.weight_dtype, channel * p.W + j), to_float(x), z);
+  }
+  const int64_t at = piece.row * p.dy.stride_b + t * p.dy.stride_t + channel;
+  return to_float(static_cast<const T*>(p.dy.data)[at]) * silu_slope<T>(z);
+}
+
+// dcache: the first input of a cache meets no token, the others the first W - 1, and what the
+// sequence is too short for stays in its state. A thread has a channel of a sequence.
+template <class T>
+__global__ void __launch_bounds__(kConvThreads)
+    cache_gradient(const __grid_constant__ Convolution p) {
+  const int64_t all = p.N * p.D, step = int64_t{gridDim.x} * kConvThreads;
+  for (int64_t k = int64_t{blockIdx.x} * kConvThreads + threadIdx.x; k < all; k += step) {
+    const int64_t n = k / p.D, channel = k - n * p.D;
+    const Piece piece = sequence(p, n);
+    const int64_t length = piece.end - piece.start;
+    const auto* dstate = static_cast<const T*>(p.dstate);
+    for (int64_t i = 0; i < p.W; ++i) {
+      float sum = dstate != nullptr && i >= length ? to_float(dstate[k * p.W + i - length]) : 0.f;
+      for (int64_t t = 0; t < min(length, i); ++t)
+        sum = fmaf(load_any(p.weight, p.weight_dtype, channel * p.W + i - 1 - t),
+                   dz_of<T>(p, piece, piece.start + t, channel), sum);
+      static_cast<T*>(p.dcache)[k * p.W + i] = from_float<T>(sum);
+    }
+  }
+}
+
+}  // namespace
+
+TokenRuns plan_token_runs(int64_t B, int64_t T, int64_t places, int64_t fewest) {
+  constexpr int64_t kMostRounds = 8;
+  constexpr double kWellUsed = 0.9;
+  if (B == 0 || T == 0) return {};
+  const int64_t most = (T + fewest - 1) / fewest;
+  int64_t best = 1;
+  double best_used = 0;
+  for (int64_t rounds = 1; rounds <= kMostRounds && best_used < kWellUsed; ++rounds) {
+    int64_t count = places * rounds / B;
+    count = count < 1 ? 1 : count > most ? most : count;
+    const int64_t taken = (B * count + places - 1) / places;
+    const double used = static_cast<double>(B * count) / static_cast<double>(taken * places);
+    if (used > best_used) best = count, best_used = used;
+    if (count == most) break;
+  }
+  const int64_t tokens = (T + best - 1) / best;
+  return {tokens, (T + tokens - 1) / tokens};
+}
+
+ConvolutionBackwardPlan plan_convolution_backward(const Convolution& p, int multiprocessors) {
+  ConvolutionBackwardPlan plan;
+  const ConvolutionGrid grid = convolution_grid(p.D, kC);
+  const int64_t places = grid.places(multiprocessors, kBlocksAtOnce);
+  plan.runs = plan_token_runs(p.B, p.T, places, kFewestTokens);
+  plan.blocks = grid.blocks(p.B * plan.runs.count, places / grid.rows()).y;
+  if (p.W > kUnrolledTaps) plan.dz = p.B * p.T * p.D;
+  return plan;
+}
+
+void convolution_backward(Convolution p, const ConvolutionBackwardPlan& plan, cudaStream_t stream) {
+  p.runs = plan.runs;
+  const ConvolutionGrid grid = convolution_grid(p.D, kC);
+  if (p.runs.count > 0 && p.W > kUnrolledTaps) {
+    convolution_backward_by_taps(p, plan, stream);
+  } else if (p.runs.count > 0) {
+    with_taps(p, [&](auto type, auto taps) {
+      using T = typename decltype(type)::type;
+      backward<T, decltype(taps)::value>
+          <<<grid.blocks(p.B * p.runs.count, plan.blocks), kConvThreads, 0, stream>>>(p, grid);
+    });
+  }
+  const int64_t columns = ((p.W + 1) * p.D + kSumColumns - 1) / kSumColumns;
+  const int64_t parts = p.runs.count > 0 ? plan.blocks : 0;
+  sum_partials<<<static_cast<unsigned>(columns), dim3(kSumColumns, kSumRows), 0, stream>>>(p,
+                                                                                           parts);
+  if (p.dcache == nullptr || p.N == 0) return;
+  const int64_t wanted = (p.N * p.D + kConvThreads - 1) / kConvThreads;
+  const auto blocks = static_cast<unsigned>(wanted < kMostRunBlocks ? wanted : kMostRunBlocks);
+  with_dtype(p.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    cache_gradient<T><<<blocks, kConvThreads, 0, stream>>>(p);
+  });
+}
+
+}  // namespace gla_ext::cuda

@@ -1,0 +1,72 @@
+// The short convolution on CUDA: what the kernels take, and how the host calls them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../indices.h"
+#include "../params.h"
+
+namespace gla_ext::cuda {
+
+constexpr int kUnrolledTaps = 4;  // W up to here is known when compiling
+
+// [B, T, D] whose channels are contiguous; strides in elements.
+struct TokenRows {
+  const void* data = nullptr;
+  int64_t stride_b = 0, stride_t = 0;
+};
+
+// How the tokens of a batch row are cut, for the threads: `count` runs of `tokens` each.
+struct TokenRuns {
+  int64_t tokens = 1, count = 0;
+};
+
+// At most `places * k` runs over all rows for a small k, so that places, which take run after run,
+// end at the same time; of at least `fewest` tokens, as far as there are so many.
+TokenRuns plan_token_runs(int64_t B, int64_t T, int64_t places, int64_t fewest);
+
+// Absent tensors are null; all but x and dy are contiguous.
+struct Convolution {
+  int64_t B = 0, T = 0, N = 0, D = 0, W = 0;
+  DType dtype = DType::kFloat;         // of x, dy, y, dx, the caches and their gradients
+  DType weight_dtype = DType::kFloat;  // of weight and dweight
+  DType bias_dtype = DType::kFloat;    // of bias and dbias
+  // D a multiple of 8; every row of x and dy, and weight, starts at a multiple of 16 bytes.
+  bool aligned = false;
+  TokenRuns runs;
+
+  TokenRows x, dy;
+  const void* weight = nullptr;  // [D, W]
+  const void* bias = nullptr;    // [D]
+  const void* cache = nullptr;   // [N, D, W]
+  Indices cu_seqlens;            // [N + 1], packed only
+  void* y = nullptr;             // [B, T, D]
+  void* state = nullptr;         // [N, D, W]
+
+  const void* dstate = nullptr;  // [N, D, W]
+  void* dx = nullptr;            // [B, T, D]
+  void* dcache = nullptr;        // [N, D, W]
+  void* dweight = nullptr;       // [D, W]
+  void* dbias = nullptr;         // [D]
+  float* dz = nullptr;           // [B, T, D], W above kUnrolledTaps alone
+  float* partials = nullptr;     // [plan's blocks, W + 1, D], parts of dweight and dbias
+};
+
+// x weight bias cache -> y, state
+void convolution_forward(Convolution p, int multiprocessors, cudaStream_t stream);
+
+// Blocks that share a channel, each of which leaves a part of dweight; and the floats of dz.
+struct ConvolutionBackwardPlan {
+  TokenRuns runs;
+  int64_t blocks = 0, dz = 0;
+};
+ConvolutionBackwardPlan plan_convolution_backward(const Convolution& p, int multiprocessors);
+// dy dstate x weight bias cache -> dx dcache dweight dbias
+void convolution_backward(Convolution p, const ConvolutionBackwardPlan& plan, cudaStream_t stream);
+
+// W above kUnrolledTaps. Of backward dx and the partial sums alone, by as many blocks.
+void convolution_forward_by_taps(Convolution p, int multiprocessors, cudaStream_t stream);
+void convolution_backward_by_taps(const Convolution& p, const ConvolutionBackwardPlan& plan,
+                                  cudaStream_t stream);
+
+}  // namespace gla_ext::cuda

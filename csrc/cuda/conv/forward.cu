@@ -1,0 +1,78 @@
+// Forward of the short convolution, W up to kUnrolledTaps, w_j being the tap of the token W - 1 - j
+// before:
+//   z_t = bias + Σ_j w_j x_{t-W+1+j}      y_t = silu(z_t)
+//
+// grid    a thread has 16 bytes of neighbouring channels and run after run of tokens, whose last W
+//         inputs stand in registers; behind the runs of tokens, sequences whose state it writes
+// reads   x [B, T, D], w [D, W], bias [D], cache [N, D, W]
+// writes  y [B, T, D], state [N, D, W]
+// z is fp32, y is rounded once; a token's bits depend on nothing but its W inputs.
+#include "tokens.cuh"
+
+namespace gla_ext::cuda {
+namespace {
+
+constexpr int kAtOnce = 4;        // tokens of a thread that are loaded at once
+constexpr int kBlocksAtOnce = 4;  // of a multiprocessor
+
+template <class T>
+constexpr int kChannels = 16 / sizeof(T);  // of a thread
+
+template <class T, int kW>
+__global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
+    forward(const __grid_constant__ Convolution p, const ConvolutionGrid grid) {
+  constexpr int kC = kChannels<T>, kBefore = kW - 1;
+  const Place<kC> place(p, grid);
+  if (place.valid == 0) return;
+  float w[kW][kC], bias[kC];
+  load_taps<kW>(p.weight, p.weight_dtype, p.aligned, place, w);
+  load_bias(p, place, bias);
+  const int64_t runs = p.B * p.runs.count, all = runs + (p.state != nullptr ? p.N : 0);
+
+  for (int64_t run = place.row; run < all; run += place.rows) {
+    if (run >= runs) {
+      store_state<kW, T>(p, run - runs, place);
+      continue;
+    }
+    Pieces pieces(p, run);
+    Piece piece;
+    while (pieces.next(p, piece)) {
+      Pack<T, kC> in[kBefore + kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kBefore; ++i)
+        in[i] = load_input<T>(p, piece, piece.from - kBefore + i, place);
+      for (int64_t t = piece.from; t < piece.to; t += kAtOnce) {
+        const int64_t count = piece.to - t;
+        load_tokens<kAtOnce>(in + kBefore, p, p.x, piece, t, count, place);
+        T* y = static_cast<T*>(p.y) + (piece.row * p.T + t) * p.D + place.channel;
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+          if (r >= count) break;
+          float z[kC];
+          preactivation(w, bias, in + r, z);
+#pragma unroll
+          for (int i = 0; i < kC; ++i) z[i] = silu<T>(z[i]);
+          store_pack(y + r * p.D, z, place.valid, p.aligned);
+        }
+#pragma unroll
+        for (int i = 0; i < kBefore; ++i) in[i] = in[kAtOnce + i];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void convolution_forward(Convolution p, int multiprocessors, cudaStream_t stream) {
+  if (p.W > kUnrolledTaps) return convolution_forward_by_taps(p, multiprocessors, stream);
+  with_taps(p, [&](auto type, auto taps) {
+    using T = typename decltype(type)::type;
+    const ConvolutionGrid grid = convolution_grid(p.D, kChannels<T>);
+    p.runs = plan_token_runs(p.B, p.T, grid.places(multiprocessors, kBlocksAtOnce), kAtOnce);
+    const int64_t runs = p.B * p.runs.count + (p.state != nullptr ? p.N : 0);
+    forward<T, decltype(taps)::value>
+        <<<grid.blocks(runs, kMostRunBlocks), kConvThreads, 0, stream>>>(p, grid);
+  });
+}
+
+}  // namespace gla_ext::cuda

@@ -1,0 +1,12 @@
+// Indices in device memory, as the host hands them to the kernels.
+#pragma once
+
+namespace gla_ext::cuda {
+
+// int32 or int64; null where absent.
+struct Indices {
+  const void* data = nullptr;
+  bool are_int64 = false;
+};
+
+}  // namespace gla_ext::cuda
