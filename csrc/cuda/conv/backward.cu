@@ -24,6 +24,48 @@ constexpr int64_t kFewestTokens = 8;
 template <class T>
 constexpr int kAtOnce = 8 / sizeof(T);  // tokens of a thread that are loaded at once
 
+// Tokens from t on, behind the kW - 1 whose inputs stand in `in`: their dz, behind that of as many,
+// what they add to dw and dbias, and dx of those whose dz are then all there. kWhole: of kAtOnce
+// tokens, aligned, as many dx, which no state gives anything.
+template <bool kWhole, class T, int kW>
+__device__ __forceinline__ void take_tokens(const Convolution& p, const Piece& piece, int64_t t,
+                                            const Place<kC>& place, const float (&w)[kW][kC],
+                                            const float (&bias)[kC],
+                                            Pack<T, kC> (&in)[kW - 1 + kAtOnce<T>],
+                                            float (&dz)[kW][kC], float (&dw)[kW + 1][kC], T* dx) {
+  constexpr int kBefore = kW - 1, kSteps = kAtOnce<T>;
+  const int64_t count = piece.end - t;
+  Pack<T, kC> dy[kSteps];
+  load_tokens<kSteps, kWhole>(in + kBefore, p, p.x, piece, t, count, place);
+  load_tokens<kSteps, kWhole>(dy, p, p.dy, piece, t, count, place);
+#pragma unroll
+  for (int r = 0; r < kSteps; ++r) {
+    float z[kC];
+    preactivation(w, bias, in + r, z);
+    const bool owned = kWhole || t + r < piece.to;
+#pragma unroll
+    for (int i = 0; i < kC; ++i) {
+#pragma unroll
+      for (int j = 0; j < kBefore; ++j) dz[j][i] = dz[j + 1][i];
+      const float g = kWhole || r < count ? dy[r][i] * silu_slope<T>(z[i]) : 0.f;
+      dz[kBefore][i] = g;
+      if (!owned) continue;
+#pragma unroll
+      for (int j = 0; j < kW; ++j) dw[j][i] = fmaf(g, in[r + j][i], dw[j][i]);
+      dw[kW][i] += g;
+    }
+    const int64_t first = t + r - kBefore;  // whose dz are all there
+    if (!kWhole && (first < piece.from || first >= piece.to)) continue;
+    float sum[kC] = {};
+    if (!kWhole) state_gradient<T>(p, piece, first, place, sum);
+#pragma unroll
+    for (int i = 0; i < kC; ++i)
+#pragma unroll
+      for (int s = 0; s < kW; ++s) sum[i] = fmaf(w[kBefore - s][i], dz[s][i], sum[i]);
+    store_pack(dx + first * p.D, sum, place.valid, kWhole || p.aligned);
+  }
+}
+
 template <class T, int kW>
 __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
     backward(const __grid_constant__ Convolution p, const ConvolutionGrid grid) {
@@ -38,42 +80,20 @@ __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
     Pieces pieces(p, run);
     Piece piece;
     while (pieces.next(p, piece)) {
-      Pack<T, kC> in[kBefore + kSteps], dy[kSteps];
+      Pack<T, kC> in[kBefore + kSteps];
       float dz[kW][kC] = {};  // of a token and the kW - 1 before it
 #pragma unroll
       for (int i = 0; i < kBefore; ++i)
         in[i] = load_input<T>(p, piece, piece.from - kBefore + i, place);
       T* dx = static_cast<T*>(p.dx) + piece.row * p.T * p.D + place.channel;
       for (int64_t t = piece.from; t < piece.to + kBefore; t += kSteps) {
-        const int64_t count = piece.end - t;
-        load_tokens<kSteps>(in + kBefore, p, p.x, piece, t, count, place);
-        load_tokens<kSteps>(dy, p, p.dy, piece, t, count, place);
-#pragma unroll
-        for (int r = 0; r < kSteps; ++r) {
-          float z[kC];
-          preactivation(w, bias, in + r, z);
-          const bool owned = t + r < piece.to;
-#pragma unroll
-          for (int i = 0; i < kC; ++i) {
-#pragma unroll
-            for (int j = 0; j < kBefore; ++j) dz[j][i] = dz[j + 1][i];
-            const float g = r < count ? dy[r][i] * silu_slope<T>(z[i]) : 0.f;
-            dz[kBefore][i] = g;
-            if (!owned) continue;
-#pragma unroll
-            for (int j = 0; j < kW; ++j) dw[j][i] = fmaf(g, in[r + j][i], dw[j][i]);
-            dw[kW][i] += g;
-          }
-          const int64_t first = t + r - kBefore;  // whose dz are all there
-          if (first < piece.from || first >= piece.to) continue;
-          float sum[kC];
-          state_gradient<T>(p, piece, first, place, sum);
-#pragma unroll
-          for (int i = 0; i < kC; ++i)
-#pragma unroll
-            for (int s = 0; s < kW; ++s) sum[i] = fmaf(w[kBefore - s][i], dz[s][i], sum[i]);
-          store_pack(dx + first * p.D, sum, place.valid, p.aligned);
-        }
+        // Whose dx is whole, too, and none of the last W: those take what the state gives.
+        const bool inside =
+            t >= piece.from + kBefore && t + kSteps <= piece.to && t + kSteps < piece.end;
+        if (p.aligned && inside)
+          take_tokens<true>(p, piece, t, place, w, bias, in, dz, dw, dx);
+        else
+          take_tokens<false>(p, piece, t, place, w, bias, in, dz, dw, dx);
 #pragma unroll
         for (int i = 0; i < kBefore; ++i) in[i] = in[kSteps + i];
       }

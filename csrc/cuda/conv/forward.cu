@@ -18,6 +18,25 @@ constexpr int kBlocksAtOnce = 4;  // of a multiprocessor
 template <class T>
 constexpr int kChannels = 16 / sizeof(T);  // of a thread
 
+// y of `count` tokens, at most kAtOnce, from t on, behind the kW - 1 whose inputs stand in `in`.
+// kWhole: of kAtOnce, aligned.
+template <bool kWhole, class T, int kW, int kC>
+__device__ __forceinline__ void take_tokens(const Convolution& p, const Piece& piece, int64_t t,
+                                            int64_t count, const Place<kC>& place,
+                                            const float (&w)[kW][kC], const float (&bias)[kC],
+                                            Pack<T, kC> (&in)[kW - 1 + kAtOnce], T* y) {
+  load_tokens<kAtOnce, kWhole>(in + kW - 1, p, p.x, piece, t, count, place);
+#pragma unroll
+  for (int r = 0; r < kAtOnce; ++r) {
+    if (!kWhole && r >= count) break;
+    float z[kC];
+    preactivation(w, bias, in + r, z);
+#pragma unroll
+    for (int i = 0; i < kC; ++i) z[i] = silu<T>(z[i]);
+    store_pack(y + r * p.D, z, place.valid, kWhole || p.aligned);
+  }
+}
+
 template <class T, int kW>
 __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
     forward(const __grid_constant__ Convolution p, const ConvolutionGrid grid) {
@@ -43,17 +62,11 @@ __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
         in[i] = load_input<T>(p, piece, piece.from - kBefore + i, place);
       for (int64_t t = piece.from; t < piece.to; t += kAtOnce) {
         const int64_t count = piece.to - t;
-        load_tokens<kAtOnce>(in + kBefore, p, p.x, piece, t, count, place);
         T* y = static_cast<T*>(p.y) + (piece.row * p.T + t) * p.D + place.channel;
-#pragma unroll
-        for (int r = 0; r < kAtOnce; ++r) {
-          if (r >= count) break;
-          float z[kC];
-          preactivation(w, bias, in + r, z);
-#pragma unroll
-          for (int i = 0; i < kC; ++i) z[i] = silu<T>(z[i]);
-          store_pack(y + r * p.D, z, place.valid, p.aligned);
-        }
+        if (p.aligned && count >= kAtOnce)
+          take_tokens<true>(p, piece, t, count, place, w, bias, in, y);
+        else
+          take_tokens<false>(p, piece, t, count, place, w, bias, in, y);
 #pragma unroll
         for (int i = 0; i < kBefore; ++i) in[i] = in[kAtOnce + i];
       }

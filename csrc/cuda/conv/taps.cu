@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kC = 4;       // channels of a thread
 constexpr int kTokens = 8;  // that a tap is loaded for
-constexpr int kBlocksAtOnce = 5;
+constexpr int kBlocksAtOnce = 4;
 constexpr int64_t kMostTaps = 65535;  // z of a grid
 
 // Tap j of the channels of a thread.

@@ -117,15 +117,16 @@ __device__ __forceinline__ Pack<T, kC> load_row(const Convolution& p, const T* r
   return p.aligned ? load_aligned<T, kC>(row, true) : load_each<T, kC>(row, place.valid);
 }
 
-// `count` tokens from t on, zeros behind them.
-template <int kAtOnce, class T, int kC>
+// `count` tokens from t on, zeros behind them. kWhole: there are as many as wanted, and aligned.
+template <int kAtOnce, bool kWhole, class T, int kC>
 __device__ __forceinline__ void load_tokens(Pack<T, kC>* out, const Convolution& p,
                                             const TokenRows& x, const Piece& piece, int64_t t,
                                             int64_t count, const Place<kC>& place) {
   const T* row = row_of<T>(x, piece.row, t, place);
-  if (p.aligned) {
+  if (kWhole || p.aligned) {
 #pragma unroll
-    for (int r = 0; r < kAtOnce; ++r) out[r] = load_aligned<T, kC>(row + r * x.stride_t, r < count);
+    for (int r = 0; r < kAtOnce; ++r)
+      out[r] = load_aligned<T, kC>(row + r * x.stride_t, kWhole || r < count);
   } else {
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r)
