@@ -379,6 +379,28 @@ def test_compiled_it_is_the_operator_in_one_graph_for_many_lengths(packed):
     assert ops.short_convolution_fwd.default in graphs[0]
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("W", [4, 6])
+def test_a_cuda_graph_replays_with_other_offsets(W):
+    *inputs, dy, dstate = make(1, 25, 24, W, "cuda", torch.bfloat16, N=len(LENGTHS))
+    offsets = torch.tensor(OFFSETS, device="cuda")
+    others = torch.tensor([0, 1, 1, 12, 13, 20, 25, 25], device="cuda")
+
+    def run():
+        outputs = ops.short_convolution_fwd(*inputs, offsets, True)
+        return [*outputs, *ops.short_convolution_bwd(dy, dstate, *inputs, offsets)]
+
+    with torch.no_grad():
+        run()  # outside of the capture first
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+        for replayed in (offsets.clone(), others):
+            offsets.copy_(replayed)
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
+
+
 @pytest.mark.slow
 def test_inductor(device):
     torch._dynamo.reset()
