@@ -84,6 +84,7 @@ py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::stri
   result["path"] = p.path == cuda::Path::kFused ? "fused" : "steps";
   result["mode"] = p.state_bytes > 0 ? "materialised" : "sweep";
   result["linear"] = p.linear;
+  result["cluster_pieces"] = p.cluster_pieces;
   result["segments"] = p.segments;
   result["segment_chunks"] = p.segment_chunks;
   result["tiles"] = tiles;

@@ -40,11 +40,20 @@ def test_sizes(T, K, V, gate):
 
 @in_nan
 @by_gate
-@pytest.mark.parametrize("B, T, V", [(23, 130, 256), (45, 200, 136), (30, 65, 512), (100, 64, 256)])
-def test_clusters_that_go_on_to_other_sequences(B, T, V, gate):
-    """Forward of more heads than an H200 has clusters for at once; those of 64 tokens too."""
+@pytest.mark.parametrize(
+    "B, T, V, pieces",
+    [(23, 130, 256, 2), (45, 200, 136, 3), (30, 65, 512, 3), (80, 64, 256, 4), (80, 130, 256, 4)],
+)
+def test_clusters_that_go_on_to_other_sequences(B, T, V, pieces, gate):
+    """Forward of more heads than an H200 has clusters for at once, and some of them alone."""
     x = make_inputs(B, T, 3, 72, V, BF16, gate, device="cuda")
-    assert_results_close(ours(x), exact_by_chunks(x), x)
+    assert plan_of(x, False, batch_invariant=True)["cluster_pieces"] == pieces
+    with batch_invariant():
+        results = ours(x)
+        for n in (0, 21, B - 1):
+            alone = {name: t[n : n + 1] for name, t in results.items()}
+            assert_same_bits(ours(x.select(n)), alone)
+    assert_results_close(results, exact_by_chunks(x), x)
 
 
 @in_nan

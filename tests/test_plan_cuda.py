@@ -135,6 +135,34 @@ def test_cuda_fused_forward_over_operands_in_memory(K):
     assert plan["workspace_bytes"] == 32 * 32 * 4 * 8 + operand_bytes(32 * 32 * 4, K)
 
 
+@pytest.mark.parametrize(
+    "change, pieces",
+    [
+        ({}, 2),  # 128 heads of 256 values, 66 clusters at once
+        ({"B": 16}, 1),
+        ({"B": 17}, 2),  # none waits for a place alone
+        ({"B": 60}, 4),
+        ({"B": 100, "H": 3}, 1),  # 300: five rounds one by one, six of two
+        ({"V": 512}, 4),
+        ({"V": 136}, 2),
+        ({"V": 384}, 0),  # three blocks of 128
+        ({"V": 128}, 0),
+        ({"K": 72}, 2),
+        ({"K": 64}, 0),
+        ({"K": 136}, 0),  # by operands in memory
+        ({"gate_dtype": "float32"}, 0),
+        ({"B": 1, "T": 640, "N": 40, "batch_invariant": True}, 1),  # of any length
+        ({"B": 0}, 4),
+        ({"backward": True}, 0),
+        ({"capability": "8.0"}, 0),
+        ({"processors": 1}, 4),
+    ],
+    ids=str,
+)
+def test_cuda_pairs_of_blocks(change, pieces):
+    assert full_plan(**change)["cluster_pieces"] == pieces
+
+
 @by_pass
 @pytest.mark.parametrize(
     "change, linear",

@@ -72,7 +72,9 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
 
   if (plan.path == Path::kFused) {
     prepare_sweeps(call, plan);
-    call.launch(plan.linear ? sm90::linear_forward : sm90::forward);
+    call.launch(plan.linear               ? sm90::linear_forward
+                : plan.cluster_pieces > 0 ? sm90::paired_forward
+                                          : sm90::forward);
     call.launch(sm90::exact_output);
     return {o, final_state, states};
   }

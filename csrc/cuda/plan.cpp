@@ -79,6 +79,22 @@ void choose_operands(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   plan.launches += 1;
 }
 
+// Pairs of blocks where heads have more values than one block's. How many pieces a cluster takes:
+// as many as let the last one end soonest; where it goes on to another, that one's start is hidden.
+void choose_pairs(Plan& plan, const PlanInputs& in) {
+  if (plan.linear || in.K <= kTierBlock || ceil_div(in.V, kFusedValues) % 2 != 0) return;
+  const int64_t pieces = (in.N + in.packed) * in.H * ceil_div(in.V, 2 * kFusedValues);
+  const int64_t clusters = std::max<int64_t>(1, in.processors / 2);
+  int64_t least = 0;
+  for (int64_t each = 1; each <= kMostPieces; ++each) {
+    const int64_t rounds = ceil_div(ceil_div(pieces, each), clusters) * each;
+    if (each > 1 && rounds > least) continue;
+    least = rounds;
+    plan.cluster_pieces = each;
+    if (in.packed) return;  // of any length: given out one by one
+  }
+}
+
 // What step 6 hands to step 7, but where gradients that are fp32 themselves take it.
 void add_intra(Workspace& w, const PlanInputs& in, int64_t keys) {
   if (in.dtype != DType::kFloat) {
@@ -144,6 +160,7 @@ void plan_fused_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid)
   plan.launches = (in.packed ? 2 : 0) + 2;
   add_segments(plan, in, grid);
   choose_operands(plan, in, grid);
+  choose_pairs(plan, in);
 }
 
 void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {

@@ -62,9 +62,7 @@ void launch_forward(const Problem& p, cudaStream_t stream) {
 }  // namespace
 
 void forward(const Problem& p, cudaStream_t stream) {
-  if (pairs_blocks(p))
-    paired_forward(p, stream);
-  else if (p.K > 64)
+  if (p.K > 64)
     launch_forward<128, 2>(p, stream);
   else if (p.V > 64)
     launch_forward<64, 2>(p, stream);

@@ -26,9 +26,6 @@ namespace {
 constexpr int kPair = 2;  // blocks of a cluster
 constexpr int kKeys = kOperandKeys, kKeyTiles = kKeys / kTile;
 constexpr int kValues = kGroups * kTile;  // of a block
-constexpr int kProducerBarrier = 1;       // of a producer, two of them
-constexpr int kWarps = kGroupThreads / 32;
-constexpr int kMostPieces = 4;
 
 // Of the state's key channels at a chunk, as in forward.cu; whether the chunk is outside tier 1.
 struct alignas(16) Factors {
@@ -61,20 +58,19 @@ struct alignas(1024) Shared {
   float2 references[kGroups][kKeys];
   // full: a chunk is there. empty: the consumers of both blocks have left one of this block's own.
   uint64_t own_full[kGroups], received_full[kGroups], empty[kGroups];
-  int pieces;
+  int taken;  // pieces, if there may be several
   Segment segments[kPieces];
 
-  __device__ __forceinline__ int count() const { return kPieces == 1 ? 1 : pieces; }
+  __device__ __forceinline__ int pieces() const { return kPieces == 1 ? 1 : taken; }
+  // A block's own chunks are numbered through all of its pieces.
+  __device__ __forceinline__ static int own_chunks(const Segment& segment, int rank) {
+    return (segment.chunks + 1 - rank) / kPair;
+  }
+  // Of the barriers of a producer's chunks.
+  __device__ __forceinline__ static uint32_t parity_of(int number) {
+    return static_cast<uint32_t>(number / kGroups) & 1;
+  }
 };
-
-// A block's own chunks are numbered through all of its pieces.
-__device__ __forceinline__ int own_chunks(const Segment& segment, int rank) {
-  return (segment.chunks + 1 - rank) / kPair;
-}
-// Of the barriers of a producer's chunks.
-__device__ __forceinline__ uint32_t parity_of(int number) {
-  return static_cast<uint32_t>(number / kGroups) & 1;
-}
 
 template <int kPieces>
 __device__ __forceinline__ void produce(Shared<kPieces>& s, const Problem& p, int group, int rank) {
@@ -84,13 +80,13 @@ __device__ __forceinline__ void produce(Shared<kPieces>& s, const Problem& p, in
   Tiles& own = s.own[group].tiles;
   Factors& factors = s.own_factors[group];
   int number = group, before = 0;  // own chunks of the pieces before
-  for (int piece = 0; piece < s.count(); ++piece) {
+  for (int piece = 0; piece < s.pieces(); ++piece) {
     const Segment& segment = s.segments[piece];
-    if (segment.tail) return;
-    const int chunks = own_chunks(segment, rank);
+    if (segment.tail) return;  // of packed sequences, whose pieces are alone
+    const int chunks = s.own_chunks(segment, rank);
     for (; number - before < chunks; number += kGroups) {
       const int chunk = kPair * (number - before) + rank;
-      if (number >= kGroups) wait(&s.empty[group], parity_of(number - kGroups));
+      if (number >= kGroups) wait(&s.empty[group], s.parity_of(number - kGroups));
       copy_rows<kKeyTiles, kGroupThreads>(own.A, p.g, segment, chunk, thread, 0, p.K);
       copy_rows<kKeyTiles, kGroupThreads>(own.q, p.q, segment, chunk, thread, 0, p.K);
       copy_rows<kKeyTiles, kGroupThreads>(own.k, p.k, segment, chunk, thread, 0, p.K);
@@ -143,7 +139,7 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
     wait_for_copies<1>();
     fence_for_products();
     group_barrier<kConsumerBarrier>(group);  // v is there
-    wait(is_own ? &s.own_full[producer] : &s.received_full[producer], parity_of(number));
+    wait(is_own ? &s.own_full[producer] : &s.received_full[producer], s.parity_of(number));
     const bool exact = __any_sync(0xffffffffu, factors.exact);
     float o[32];  // [64 values][64 tokens]
     multiply_chunk(o, state, {tiles.q, tiles.k, tiles.A, v, factors.enter, factors.middle, exact});
@@ -165,7 +161,7 @@ __host__ __device__ constexpr int value_pairs(const Problem& p) {
 }
 
 template <int kPieces>
-__global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kBlockThreads, 1)
+__global__ void __launch_bounds__(kBlockThreads, 1)
     paired_forward_kernel(Problem p, int64_t pieces) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
@@ -178,11 +174,11 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kBlockThreads, 1
     if (piece < pieces) s.segments[threadIdx.x] = find_segment(p, piece / v_pairs);
   }
   if (threadIdx.x == 0) {
-    s.pieces = static_cast<int>((pieces - cluster + clusters - 1) / clusters);
+    s.taken = static_cast<int>((pieces - cluster + clusters - 1) / clusters);
     for (int i = 0; i < kGroups; ++i) {
       init_barrier(&s.own_full[i], 1);
       init_barrier(&s.received_full[i], 1);
-      init_barrier(&s.empty[i], kPair * kGroups * kWarps);
+      init_barrier(&s.empty[i], kPair * kGroups * kGroupThreads / 32);  // warps
     }
     fence_barriers();
   }
@@ -197,13 +193,13 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kBlockThreads, 1
     take_registers<160>();
     const int consumer = group - kGroups;
     int before[kPair] = {};
-    for (int i = 0; i < s.count(); ++i) {
+    for (int i = 0; i < s.pieces(); ++i) {
       const int pair = static_cast<int>((cluster + i * clusters) % v_pairs);
       const int first_v = ((kPair * pair + rank) * kGroups + consumer) * kTile;
       const Segment& segment = s.segments[i];
       consume(s, p, segment, before, consumer, first_v, rank);
 #pragma unroll
-      for (int r = 0; r < kPair; ++r) before[r] += own_chunks(segment, r);
+      for (int r = 0; r < kPair; ++r) before[r] += s.own_chunks(segment, r);
     }
   }
   sync_cluster();  // the other block writes nothing here any more
@@ -217,39 +213,19 @@ void launch_paired_forward(const Problem& p, int64_t pieces, int64_t clusters,
   static_assert(sizeof(SharedOfKernel) <= 227 << 10);
   static const DynamicShared shared(paired_forward_kernel<kPieces>, sizeof(SharedOfKernel));
   shared.allow();
-  launch_dependent(paired_forward_kernel<kPieces>, kPair * clusters, kBlockThreads,
-                   sizeof(SharedOfKernel), stream, p, pieces);
-}
-
-// How many pieces a cluster takes, so that the last ones end soonest. Where a cluster goes on to
-// another, this one's start is hidden.
-int64_t pieces_of_cluster(const Problem& p, int64_t pieces, int64_t at_once) {
-  if (p.grid.packed) return 1;  // of any length: to be given out one by one
-  int64_t best = 1, least = 0;
-  for (int64_t each = 1; each <= kMostPieces; ++each) {
-    const int64_t rounds = blocks_of(blocks_of(pieces, each), at_once) * each;
-    if (each > 1 && rounds > least) continue;
-    best = each;
-    least = rounds;
-  }
-  return best;
+  launch_dependent<kPair>(paired_forward_kernel<kPieces>, kPair * clusters, kBlockThreads,
+                          sizeof(SharedOfKernel), stream, p, pieces);
 }
 
 }  // namespace
 
-bool pairs_blocks(const Problem& p) { return p.K > kTile && blocks_of(p.V, kValues) % kPair == 0; }
-
 void paired_forward(const Problem& p, cudaStream_t stream) {
   const int64_t pieces = segment_heads(p.grid, p.H) * value_pairs(p);
   if (pieces == 0) return;
-  int device = 0, multiprocessors = kPair;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const int64_t each = pieces_of_cluster(p, pieces, multiprocessors / kPair);
-  if (each == 1)
+  if (p.cluster_pieces == 1)
     launch_paired_forward<1>(p, pieces, pieces, stream);
   else
-    launch_paired_forward<kMostPieces>(p, pieces, blocks_of(pieces, each), stream);
+    launch_paired_forward<kMostPieces>(p, pieces, blocks_of(pieces, p.cluster_pieces), stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

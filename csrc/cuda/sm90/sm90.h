@@ -15,8 +15,7 @@ bool available();
 // q k v g h0 (segment_states) -> o, ht, tiers: all but what chunks outside tier 1 owe to their own
 // A. K of at most 128.
 void forward(const Problem& p, cudaStream_t stream);
-// What `forward` leaves to this for K above 64 and an even number of blocks of 128 values.
-bool pairs_blocks(const Problem& p);
+// The same by pairs of blocks, where the plan says so (cluster_pieces).
 void paired_forward(const Problem& p, cudaStream_t stream);
 
 // k v g h0 (segment_states) -> S and tiers, q g do dht (segment_state_grads) -> dS and dh0. K of

@@ -6,8 +6,6 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-constexpr int kProducerBarrier = 1;  // of a producer, two of them
-
 // A segment and head, worked on by kMembers warpgroups of either role: two, or one of two units.
 template <int K, int kWarpgroups>
 struct alignas(1024) Unit {
