@@ -158,13 +158,15 @@ def at_heads(functions: dict, shape: tuple[int, ...], fla: list[str] | None) -> 
 
 
 def tune_fla(arguments, results: dict):
-    """FLA's tuning for the parts asked for, before anything is timed."""
+    """FLA's tuning for the parts asked for, before anything is timed; generation's forward is tuned
+    as it is checked.
+    """
     own = [bench.HOST_SHAPE] if "host" in arguments.only else []
-    layer = bool({"layer", "training", "generate"} & set(arguments.only))
+    layer = bool({"layer", "training"} & set(arguments.only))
     shapes = checked_shapes(arguments) + own
     shapes = [shape for shape in shapes if at_heads({"FLA": None}, shape, arguments.fla)]
-    count = bench_fla.tune(shapes, layer, arguments.out.parent)
-    results["environment"]["FLA"] += f", tuned before by {count} processes that shared the GPU"
+    if count := bench_fla.tune(shapes, layer, arguments.out.parent):
+        results["environment"]["FLA"] += f", tuned before by {count} processes that shared the GPU"
 
 
 def say(part: str) -> None:

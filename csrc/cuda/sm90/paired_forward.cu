@@ -96,9 +96,9 @@ __device__ __forceinline__ void produce(Shared<kPieces>& s, const Problem& p, in
             s.b_last[group], s.references[group]},
            p.scale);
       fence_for_products();  // and bulk copies
-      barrier();             // A is written
+      arrive(&s.own_full[group]);
+      barrier();  // A is written
       if (thread == 0) {
-        arrive(&s.own_full[group]);
         const uint32_t full = address_in(&s.received_full[group], other);
         arrive_and_expect(full, sizeof(Tiles) + sizeof(Factors));
         bulk_send(address_in(&s.received_factors[group], other), &factors, sizeof(Factors), full);
@@ -145,8 +145,12 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
     multiply_chunk(o, state, {tiles.q, tiles.k, tiles.A, v, factors.enter, factors.middle, exact});
     state.scale(factors.leave);
     fence_for_products();  // the factors are read before the other block's bulk copy writes others
-    __syncwarp();
-    if (thread % 32 == 0) arrive_in_cluster(address_in(&s.empty[producer], gated_by));
+    if (is_own) {
+      arrive(&s.empty[producer]);
+    } else {
+      __syncwarp();
+      if (thread % 32 == 0) arrive_in_cluster(address_in(&s.empty[producer], gated_by));
+    }
     store_output(v, o, group, p, segment, chunk, first_v);
     copy(chunk + kPair);
     if (writes_tiers)
@@ -176,9 +180,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   if (threadIdx.x == 0) {
     s.taken = static_cast<int>((pieces - cluster + clusters - 1) / clusters);
     for (int i = 0; i < kGroups; ++i) {
-      init_barrier(&s.own_full[i], 1);
+      init_barrier(&s.own_full[i], kGroupThreads);
       init_barrier(&s.received_full[i], 1);
-      init_barrier(&s.empty[i], kPair * kGroups * kGroupThreads / 32);  // warps
+      // All threads of this block's consumers, and the warps of the other's.
+      init_barrier(&s.empty[i], kGroups * (kGroupThreads + kGroupThreads / 32));
     }
     fence_barriers();
   }
