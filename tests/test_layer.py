@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-import torch.nn.utils.parametrize
 from common import assert_close, make_inputs, run_python
 from models import EVERY, SMALL, composed_with, make_layer, make_x
-from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_ext import GatedLinearAttention, chunk_gla, fused_recurrent_gla
 from gla_ext._layer_options import MODES
@@ -81,86 +78,6 @@ def test_autocast_keeps_close(dtype, bound, options):
         y = layer(x)[0]
     assert y.dtype == dtype
     assert_close(y, composed_with(options, layer, x.double())[0], bound)
-
-
-def products(layer, x):
-    """The shapes of the matrices that forward multiplies with."""
-    shapes = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-                shapes.append(tuple(args[-1].shape))
-            return function(*args, **(kwargs or {}))
-
-    with Record():
-        layer(x)
-    return sorted(shapes)
-
-
-GATE_AND_OUTPUT = [(24, 4), (4, 12), (24, 24)]
-
-
-def test_projections_are_one_product_in_training():
-    layer, x = make_layer(), make_x()
-    apart = [(24, 12), (24, 12), (24, 24), (24, 24)]
-    assert products(layer, x) == sorted([*GATE_AND_OUTPUT, (24, 72)])
-    assert products(layer.eval(), x) == sorted([*GATE_AND_OUTPUT, *apart])
-    layer.batch_projections = False
-    assert products(layer.train(), x) == sorted([*GATE_AND_OUTPUT, *apart])
-    layer = make_layer(use_output_gate=False)
-    assert products(layer, x) == sorted([*GATE_AND_OUTPUT, (24, 48)])
-
-
-def test_projections_with_a_forward_of_their_own_or_global_hooks_are_called():
-    layer, x = make_layer(), make_x()
-    original, seen = layer.q_proj.forward, []
-    layer.q_proj.forward = lambda y: seen.append("own") or original(y)
-    layer(x)
-    del layer.q_proj.forward
-    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
-    try:
-        layer(x)
-    finally:
-        handle.remove()
-    assert seen[0] == "own" and layer.q_proj in seen[1:]
-
-
-@pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_full_backward_hook"])
-def test_projections_with_hooks_are_called(hook):
-    layer, x = make_layer(), make_x().requires_grad_()
-    expected = layer(x)[0]
-    seen = []
-    getattr(layer.v_proj, hook)(lambda *args: seen.append(args[0]))
-    y = layer(x)[0]
-    y.sum().backward()
-    assert seen == [layer.v_proj]
-    assert_close(y, expected, 1e-12)
-
-
-def test_projections_of_several_dtypes_stay_apart():
-    layer, x = make_layer().float(), make_x().float()
-    layer.v_proj.bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert len(products(layer, x)) == 7
-
-
-def test_projections_that_are_replaced_are_called():
-    layer, x = make_layer(), make_x()
-    other = make_layer()
-    layer.q_proj = torch.nn.Sequential(layer.q_proj, torch.nn.Linear(12, 12).double())
-    with torch.no_grad():
-        other.q_proj.weight.copy_(layer.q_proj[1].weight @ layer.q_proj[0].weight)
-        layer.q_proj[1].bias.zero_()
-    assert_close(layer(x)[0], other(x)[0], 1e-12)
-    torch.nn.utils.parametrize.register_parametrization(other.k_proj, "weight", Doubled())
-    layer.k_proj.weight.data *= 2
-    assert_close(other(x)[0], layer(x)[0], 1e-12)
-
-
-class Doubled(torch.nn.Module):
-    def forward(self, weight):
-        return 2 * weight
 
 
 @pytest.mark.parametrize("operator", [chunk_gla, fused_recurrent_gla])

@@ -1,0 +1,342 @@
+"""The layer's projections as one product: when, their gradients, and what autograd saves."""
+
+import copy
+import functools
+import io
+
+import pytest
+import torch
+import torch.nn.utils.parametrize
+from common import assert_close
+from models import make_layer, make_x
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from gla_ext._projections import project
+
+
+def products(call, side=-1):
+    """The shapes of the right-hand matrices, or with -2 the left ones, of a call's products."""
+    shapes = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                shapes.append(tuple(args[side].shape))
+            return function(*args, **(kwargs or {}))
+
+    with Record():
+        call()
+    return sorted(shapes)
+
+
+GATE_AND_OUTPUT = [(24, 4), (4, 12), (24, 24)]
+
+
+def test_projections_are_one_product_in_training():
+    layer, x = make_layer(), make_x()
+    apart = [(24, 12), (24, 12), (24, 24), (24, 24)]
+    assert products(lambda: layer(x)) == sorted([*GATE_AND_OUTPUT, (24, 72)])
+    layer.eval()
+    assert products(lambda: layer(x)) == sorted([*GATE_AND_OUTPUT, *apart])
+    layer.train().batch_projections = False
+    assert products(lambda: layer(x)) == sorted([*GATE_AND_OUTPUT, *apart])
+    layer = make_layer(use_output_gate=False)
+    assert products(lambda: layer(x)) == sorted([*GATE_AND_OUTPUT, (24, 48)])
+
+
+def test_projections_with_a_forward_of_their_own_or_global_hooks_are_called():
+    layer, x = make_layer(), make_x()
+    original, seen = layer.q_proj.forward, []
+    layer.q_proj.forward = lambda y: seen.append("own") or original(y)
+    layer(x)
+    del layer.q_proj.forward
+    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        layer(x)
+    finally:
+        handle.remove()
+    assert seen[0] == "own" and layer.q_proj in seen[1:]
+
+
+@pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_full_backward_hook"])
+def test_projections_with_hooks_are_called(hook):
+    layer, x = make_layer(), make_x().requires_grad_()
+    expected = layer(x)[0]
+    seen = []
+    getattr(layer.v_proj, hook)(lambda *args: seen.append(args[0]))
+    y = layer(x)[0]
+    y.sum().backward()
+    assert seen == [layer.v_proj]
+    assert_close(y, expected, 1e-12)
+
+
+def test_projections_of_several_dtypes_stay_apart():
+    layer, x = make_layer().float(), make_x().float()
+    layer.v_proj.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert len(products(lambda: layer(x))) == 7
+
+
+def test_projections_that_are_replaced_are_called():
+    layer, x = make_layer(), make_x()
+    other = make_layer()
+    layer.q_proj = nn.Sequential(layer.q_proj, nn.Linear(12, 12).double())
+    with torch.no_grad():
+        other.q_proj.weight.copy_(layer.q_proj[1].weight @ layer.q_proj[0].weight)
+        layer.q_proj[1].bias.zero_()
+    assert_close(layer(x)[0], other(x)[0], 1e-12)
+    torch.nn.utils.parametrize.register_parametrization(other.k_proj, "weight", Doubled())
+    layer.k_proj.weight.data *= 2
+    assert_close(other(x)[0], layer(x)[0], 1e-12)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+SIZES = (4, 5, 6, 7)
+
+
+def make_linears(dtype=torch.float64):
+    torch.manual_seed(0)
+    return [nn.Linear(24, size, bias=False, dtype=dtype) for size in SIZES]
+
+
+def weights_of(linears):
+    return [linear.weight for linear in linears]
+
+
+def losses(ys):
+    """Of each result another one, so that no gradient can stand for another."""
+    return sum((i + 1) * y.float().sin().sum() for i, y in enumerate(ys))
+
+
+def with_gradients(linears, x, together, autocast=None):
+    leaves = [t for t in (x, *weights_of(linears)) if t.requires_grad]
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        ys = project(x, linears, together)
+    return [*ys, *torch.autograd.grad(losses(ys), leaves)]
+
+
+DTYPES = [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("T", [0, 1, 70])
+def test_gradients_equal_those_apart(dtype, bound, T):
+    linears, x = make_linears(dtype), make_x(T=T, dtype=dtype).requires_grad_()
+    pair = (with_gradients(linears, x, together) for together in (True, False))
+    for got, wanted in zip(*pair, strict=True):
+        assert got.dtype == dtype
+        assert_close(got, wanted, bound)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("autocast", "bound"), [(torch.bfloat16, 0.03), (torch.float16, 2e-3)])
+def test_autocast_equals_that_apart(weight_dtype, x_dtype, autocast, bound):
+    linears, x = make_linears(weight_dtype), make_x(dtype=x_dtype).requires_grad_()
+    bound = 0.03 if torch.bfloat16 in (weight_dtype, x_dtype) else bound
+    pair = (with_gradients(linears, x, together, autocast) for together in (True, False))
+    for got, wanted in zip(*pair, strict=True):
+        assert got.dtype == wanted.dtype
+        assert_close(got, wanted, bound)
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "weight_dtype", "autocast"),
+    [(torch.float32, torch.bfloat16, False), (torch.float32, torch.float64, True)],
+)
+@pytest.mark.parametrize("together", [True, False])
+def test_dtypes_that_do_not_fit_are_an_error(x_dtype, weight_dtype, autocast, together):
+    linears, x = make_linears(weight_dtype), make_x(dtype=x_dtype)
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        pytest.raises(RuntimeError, match="dtype"),
+    ):
+        project(x, linears, together)
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (1, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize("needs_dx", [True, False])
+def test_frozen_weights_have_no_product(frozen, needs_dx):
+    linears, x = make_linears(), make_x().requires_grad_(needs_dx)
+    for i in frozen:
+        linears[i].weight.requires_grad_(False)
+    leaves = [t for t in (x, *weights_of(linears)) if t.requires_grad]
+    if not leaves:
+        assert not any(y.requires_grad for y in project(x, linears, True))
+        return
+    loss, gradients = losses(project(x, linears, True)), []
+    lefts = products(lambda: gradients.extend(torch.autograd.grad(loss, leaves)), side=-2)
+    trained = 22 - sum(SIZES[i] for i in frozen)
+    tokens = x.shape[0] * x.shape[1]
+    expected = [(tokens, 22)] if needs_dx else []
+    expected += [(trained, tokens)] if trained else []
+    assert lefts == sorted(expected)
+    for got, wanted in zip(gradients, with_gradients(linears, x, False)[4:], strict=True):
+        assert_close(got, wanted, 1e-12)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_gradients_have_storages_of_their_own(autocast):
+    linears, x = make_linears(torch.float32), make_x(dtype=torch.float32)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        losses(project(x, linears, True)).backward()
+    for weight in weights_of(linears):
+        assert weight.grad.is_contiguous()
+        assert weight.grad.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+    assert len({w.grad.untyped_storage().data_ptr() for w in weights_of(linears)}) == 4
+
+
+def saved(call):
+    """The tensors that autograd saves in a call."""
+    tensors = []
+    with saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t):
+        call()
+    return tensors
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_saves_the_weights_and_no_copy(autocast):
+    linears = make_linears(torch.float32)
+    x = make_x(dtype=torch.float32).requires_grad_()
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        tensors = saved(lambda: project(x, linears, True))
+    pointers = {t.untyped_storage().data_ptr() for t in tensors}
+    weights = {w.untyped_storage().data_ptr() for w in weights_of(linears)}
+    assert weights < pointers
+    assert [t.shape for t in tensors if t.untyped_storage().data_ptr() not in weights] == [x.shape]
+
+
+def test_saves_what_the_gradients_need():
+    linears, x = make_linears(), make_x()
+    assert [t.shape for t in saved(lambda: project(x, linears, True))] == [x.shape]
+    for weight in weights_of(linears):
+        weight.requires_grad_(False)
+    x.requires_grad_()
+    assert len(saved(lambda: project(x, linears, True))) == 4
+    with torch.no_grad():
+        assert not saved(lambda: project(x, linears, True))
+
+
+def test_results_that_nobody_uses_have_a_gradient_of_zero():
+    linears, x = make_linears(), make_x().requires_grad_()
+    leaves = [x, linears[1].weight]
+    together, apart = (
+        torch.autograd.grad(project(x, linears, t)[1].sin().sum(), leaves) for t in (True, False)
+    )
+    for got, wanted in zip(together, apart, strict=True):
+        assert_close(got, wanted, 1e-12)
+    project(x, linears, True)[1].sum().backward()
+    assert not linears[0].weight.grad.any()
+
+
+class Projections(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linears = nn.ModuleList(make_linears())
+
+    def forward(self, x):
+        return project(x, self.linears, True)
+
+
+def as_function(module, x, *weights):
+    names = [name for name, _ in module.named_parameters()]
+    return torch.func.functional_call(module, dict(zip(names, weights, strict=True)), (x,))
+
+
+def test_gradients_of_gradients():
+    module, x = Projections(), make_x(T=3).requires_grad_()
+    leaves, call = [x, *module.parameters()], functools.partial(as_function, module)
+    assert products(lambda: call(*leaves)) == [(24, 22)]
+    torch.autograd.gradcheck(call, leaves)
+    torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
+
+
+def test_function_transforms():
+    module = Projections()
+    leaves = [make_x(T=3), *(p.detach() for p in module.parameters())]
+
+    def loss(*leaves):
+        return losses(as_function(module, *leaves))
+
+    def loss_apart(x, *weights):
+        return losses([x @ w.T for w in weights])
+
+    for transform in (
+        lambda f: torch.func.grad(f, tuple(range(5))),
+        lambda f: torch.vmap(torch.func.grad(f, tuple(range(5))), (0, *4 * [None])),
+        lambda f: torch.func.jacrev(torch.func.grad(f, 1)),
+    ):
+        got, wanted = (transform(f)(*leaves) for f in (loss, loss_apart))
+        for a, b in zip(got, wanted, strict=True):
+            assert_close(a, b, 1e-12)
+    with pytest.raises(NotImplementedError, match="forward-mode AD is not supported"):
+        torch.func.jvp(loss, tuple(leaves), tuple(leaves))
+
+
+def test_functional_call():
+    layer, x = make_layer(), make_x()
+    other = {name: 0.5 * p.detach() for name, p in make_layer(seed=3).named_parameters()}
+    results = []
+    for together in (True, False):
+        leaves = {name: p.clone().requires_grad_() for name, p in other.items()}
+        layer.batch_projections = together
+        y = torch.func.functional_call(layer, leaves, (x,))[0]
+        results.append([y, *torch.autograd.grad(y.square().sum(), list(leaves.values()))])
+    for got, wanted in zip(*results, strict=True):
+        assert_close(got, wanted, 1e-10)
+
+
+def test_a_trace_can_be_stored():
+    module, x, file = Projections(), make_x(T=3), io.BytesIO()
+    torch.jit.save(torch.jit.trace(module, (x,)), file)
+    file.seek(0)
+    for got, wanted in zip(torch.jit.load(file)(x), module(x), strict=True):
+        assert_close(got, wanted, 1e-12)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint(use_reentrant):
+    linears, x = make_linears(), make_x().requires_grad_()
+    leaves = [x, *weights_of(linears)]
+    plain = with_gradients(linears, x, True)[4:]
+    call = functools.partial(project, linears=linears, together=True)
+    losses(checkpoint(call, x, use_reentrant=use_reentrant)).backward()
+    for leaf, wanted in zip(leaves, plain, strict=True):
+        assert torch.equal(leaf.grad, wanted)
+
+
+@pytest.fixture
+def one_rank():
+    """A device mesh of this process alone."""
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("this build of torch has no gloo")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_sharded_weights_are_freed_between_forward_and_backward(one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    layer, x = make_layer(), make_x().requires_grad_()
+    plain = copy.deepcopy(layer)
+    fully_shard(layer, mesh=one_rank, reshard_after_forward=True)
+    results = []
+    tensors = saved(lambda: results.append(layer(x)[0]))
+    assert not [t for t in tensors if t.shape in ((72, 24), (24, 72))]
+    unsharded = [t for t in tensors if t.shape == layer.v_proj.weight.shape]
+    assert unsharded and not any(t.untyped_storage().nbytes() for t in unsharded)
+    results[0].square().sum().backward()
+    plain(x)[0].square().sum().backward()
+    for name, wanted in plain.named_parameters():
+        got = layer.get_parameter(name).grad.full_tensor()
+        assert_close(got, wanted.grad, 1e-12, name=name)
