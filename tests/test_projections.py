@@ -102,9 +102,9 @@ class Doubled(nn.Module):
 SIZES = (4, 5, 6, 7)
 
 
-def make_linears(dtype=torch.float64):
+def make_linears(dtype=torch.float64, device="cpu"):
     torch.manual_seed(0)
-    return [nn.Linear(24, size, bias=False, dtype=dtype) for size in SIZES]
+    return [nn.Linear(24, size, bias=False, dtype=dtype).to(device) for size in SIZES]
 
 
 def weights_of(linears):
@@ -118,7 +118,7 @@ def losses(ys):
 
 def with_gradients(linears, x, together, autocast=None):
     leaves = [t for t in (x, *weights_of(linears)) if t.requires_grad]
-    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+    with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
         ys = project(x, linears, together)
     return [*ys, *torch.autograd.grad(losses(ys), leaves)]
 
@@ -128,8 +128,9 @@ DTYPES = [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)]
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
 @pytest.mark.parametrize("T", [0, 1, 70])
-def test_gradients_equal_those_apart(dtype, bound, T):
-    linears, x = make_linears(dtype), make_x(T=T, dtype=dtype).requires_grad_()
+def test_gradients_equal_those_apart(device, dtype, bound, T):
+    linears = make_linears(dtype, device)
+    x = make_x(T=T, dtype=dtype).to(device).requires_grad_()
     pair = (with_gradients(linears, x, together) for together in (True, False))
     for got, wanted in zip(*pair, strict=True):
         assert got.dtype == dtype
@@ -139,8 +140,9 @@ def test_gradients_equal_those_apart(dtype, bound, T):
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("autocast", "bound"), [(torch.bfloat16, 0.03), (torch.float16, 2e-3)])
-def test_autocast_equals_that_apart(weight_dtype, x_dtype, autocast, bound):
-    linears, x = make_linears(weight_dtype), make_x(dtype=x_dtype).requires_grad_()
+def test_autocast_equals_that_apart(device, weight_dtype, x_dtype, autocast, bound):
+    linears = make_linears(weight_dtype, device)
+    x = make_x(dtype=x_dtype).to(device).requires_grad_()
     bound = 0.03 if torch.bfloat16 in (weight_dtype, x_dtype) else bound
     pair = (with_gradients(linears, x, together, autocast) for together in (True, False))
     for got, wanted in zip(*pair, strict=True):
