@@ -14,17 +14,17 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
     """What each of the linear maps makes of x `[B, T, D]`, in their order.
 
     Args:
-        together: one product with all weights in one, where the modules are as torch made them;
-            the results then share one tensor's memory. It copies the weights in every call and
-            again in backward, which has two products instead of two a map and their sums.
+        together: one product with all weights in one, in eager mode and where the modules are as
+            torch made them; the results then share one tensor's memory. It copies the weights in
+            every call and again in backward, which has two products instead of two a map and their
+            sums.
     """
+    # A compiled graph gains nothing from it, and its partitioner would save the weights' copy; a
+    # trace that is to be stored holds no Python function.
+    together = together and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
     if not (together and all(_is_plain(linear) for linear in linears) and _are_alike(linears)):
         return tuple(linear(x) for linear in linears)
     weights = [linear.weight for linear in linears]
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        # A partitioner joins what forward and backward share and chooses itself what to save; a
-        # trace that is to be stored holds no Python function.
-        return F.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], dim=-1)
     dtype = _dtype_in_products(weights[0])
     return _Projections.apply(x.to(_dtype_in_products(x)), dtype, *weights)
 

@@ -59,11 +59,11 @@ class GatedLinearAttention(nn.Module):
             instead of `g_norm`. Default: True.
         layer_idx: index of this layer in a cache. Default: None.
 
-    In train mode q, k, v and the output gate are one product, with their weights put together, if
-    the four modules are `nn.Linear`s of one dtype without hooks, adapters, quantized or sharded
-    weights. The weights are put together in forward and again in backward, and not kept between,
-    but where torch.compile chooses to. `batch_projections = False`, an attribute of an instance or
-    of the class, keeps them apart.
+    In train mode, not compiled, q, k, v and the output gate are one product, with their weights put
+    together, if the four modules are `nn.Linear`s of one dtype without hooks, adapters, quantized
+    or sharded weights. The weights are put together in forward and again in backward, and not kept
+    between. `batch_projections = False`, an attribute of an instance or of the class, keeps them
+    apart.
 
     Raises:
         ValueError: sizes that do not divide, an unknown mode or activation; in forward, shapes
