@@ -208,11 +208,11 @@ def measure(
     results |= dataclasses.asdict(sizes) | {"rows": {}, "parameters": {}, "notes": []}
     with emptied():
         measure_gla(results, compiled, sizes, device)
+    with emptied():
+        measure_transformer(results, compiled, sizes, device)
     if fla:
         with emptied():
             measure_fla(results, sizes, device)
-    with emptied():
-        measure_transformer(results, compiled, sizes, device)
     return results
 
 

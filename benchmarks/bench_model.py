@@ -102,7 +102,8 @@ def build_fla(sizes: dict = MODEL) -> nn.Module:
     """FLA's model with the weights of ours; ImportError without the transformers it needs."""
     from fla.models.gla import GLAConfig, GLAForCausalLM
 
-    model = GLAForCausalLM(GLAConfig(**sizes)).to("cuda", torch.bfloat16)
+    with torch.device("cuda"):  # its weights are drawn, which takes a CPU a minute
+        model = GLAForCausalLM(GLAConfig(**sizes)).to(torch.bfloat16)
     model.load_state_dict(build_ours(sizes).state_dict())
     return model
 
