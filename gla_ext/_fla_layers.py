@@ -135,7 +135,8 @@ def _convolution_forward(original: Callable, has_kernels: Callable[[Tensor], boo
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         other = residual is not None or mask is not None or self.activation is None or kwargs
-        if other or not (needs_torch(x) and has_kernels(x)):
+        no_kernel = x.dtype == torch.float64 and x.device.type == "cuda"
+        if other or no_kernel or not (needs_torch(x) and has_kernels(x)):
             return original(
                 self,
                 x,

@@ -60,7 +60,7 @@ class ShortConvolution(nn.Conv1d):
 
         Raises:
             TypeError: for other dtypes.
-            ValueError: for shapes or devices that do not fit.
+            ValueError: for shapes or devices that do not fit, and on CPU for offsets that do not.
             NotImplementedError: a device or layout without kernels, fp64 on CUDA; double backward,
                 forward-mode AD, torch.func transforms but vmap; DTensor.
         """

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../checks.h"
 #include "../convolution_checks.h"
 #include "../ops.h"
 #include "problem.h"
@@ -19,19 +20,14 @@ constexpr int64_t kChannels = 1024;  // of a task; a multiple of what rows are p
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Where sequences lie: rows of T tokens, or packed in one row. Offsets that are wrong are taken for
-// some that are right: chunk_gla, which gets the same, refuses them.
+// Where sequences lie: rows of T tokens, or packed in one row.
 class Sequences {
  public:
-  Sequences(const OptionalTensor& cu_seqlens, int64_t B, int64_t T) : B_(B), T_(T) {
+  Sequences(const char* op, const OptionalTensor& cu_seqlens, int64_t B, int64_t T) : B_(B), T_(T) {
     if (!given(cu_seqlens)) return;
-    const at::Tensor cu = cu_seqlens->to(at::kLong).contiguous();
+    const at::Tensor cu = checked_offsets(op, *cu_seqlens, T);
     const int64_t* offsets = cu.const_data_ptr<int64_t>();
-    int64_t least = 0;
-    for (int64_t i = 0; i < cu.numel(); ++i) {
-      least = std::clamp(offsets[i], least, T);
-      bounds_.push_back(least);
-    }
+    bounds_.assign(offsets, offsets + cu.numel());
   }
 
   int64_t count() const { return bounds_.empty() ? B_ : static_cast<int64_t>(bounds_.size()) - 1; }
@@ -43,7 +39,7 @@ class Sequences {
     if (bounds_.empty()) return piece;
     const auto next = std::upper_bound(bounds_.begin(), bounds_.end(), t);
     const bool tail = next == bounds_.end();
-    piece.start = next == bounds_.begin() ? 0 : *(next - 1);
+    piece.start = *(next - 1);  // offsets start with 0
     piece.end = tail ? T_ : *next;
     piece.n = tail ? -1 : next - bounds_.begin() - 1;
     return piece;
@@ -221,7 +217,7 @@ ConvolutionForwardOutputs short_convolution_fwd_cpu(const at::Tensor& x, const a
                                                     const OptionalTensor& cu_seqlens,
                                                     bool output_state) {
   const auto shape = check_short_convolution_fwd(x, weight, bias, cache, cu_seqlens);
-  const Sequences sequences(cu_seqlens, x.size(0), x.size(1));
+  const Sequences sequences("ShortConvolution", cu_seqlens, x.size(0), x.size(1));
   const at::Tensor inputs = with_contiguous_channels(x);
   const OptionalTensor before = contiguous(cache);
   at::Tensor y = contiguous_like(x);
@@ -247,7 +243,7 @@ ConvolutionBackwardOutputs short_convolution_bwd_cpu(const at::Tensor& dy,
                                                      const OptionalTensor& cache,
                                                      const OptionalTensor& cu_seqlens) {
   const auto shape = check_short_convolution_bwd(dy, dstate, x, weight, bias, cache, cu_seqlens);
-  const Sequences sequences(cu_seqlens, x.size(0), x.size(1));
+  const Sequences sequences("short_convolution_bwd", cu_seqlens, x.size(0), x.size(1));
   const at::Tensor inputs = with_contiguous_channels(x), grads = with_contiguous_channels(dy);
   const OptionalTensor before = contiguous(cache), of_state = contiguous(dstate);
   const auto not_asked_for = [&] { return at::empty({0}, x.options()); };

@@ -226,7 +226,8 @@ __device__ __forceinline__ void state_gradient(const Convolution& p, const Piece
   for (int i = 0; i < kC; ++i) dx[i] = x[i];
 }
 
-// The last W inputs of sequence n, bit for bit. kW is W, or 0 where that is not known.
+// The last W inputs of sequence n, as they are but for the payload of NaN. kW is W, or 0 where that
+// is not known.
 template <int kW, class T, int kC>
 __device__ __forceinline__ void store_state(const Convolution& p, int64_t n,
                                             const Place<kC>& place) {

@@ -23,8 +23,8 @@ __device__ __forceinline__ uint32_t address_in(const void* p, int rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
   return address;
 }
-// Arrives at a barrier of any block of the cluster. Of the default scope, as CUTLASS does it: what is
-// handed over goes by bulk copies, and release.cluster would wait for all stores to memory.
+// Arrives at a barrier of any block of the cluster. Of the default scope, as CUTLASS does it: what
+// is handed over goes by bulk copies, and release.cluster would wait for all stores to memory.
 __device__ __forceinline__ void arrive_in_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
