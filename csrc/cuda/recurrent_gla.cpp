@@ -119,9 +119,7 @@ class RecurrentCall {
         H <= kMaxBlocks / blocks / (p.N + 1), op, ": expected (N + 1) * H * ceil(V / ", kValues,
         ") to be at most ", kMaxBlocks, " on CUDA, got N = ", p.N, ", H = ", H, " and V = ", p.V);
   }
-  int multiprocessors() const {
-    return at::cuda::getDeviceProperties(stream_.device_index())->multiProcessorCount;
-  }
+  int multiprocessors() const { return multiprocessors_of(stream_.device()); }
   void find_state_alignment() {
     const int64_t columns = p.state_v_first ? p.K : p.V;
     p.state_aligned = columns % 4 == 0 && p.state_stride_n % 4 == 0 && p.state_stride_h % 4 == 0 &&

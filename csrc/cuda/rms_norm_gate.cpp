@@ -26,7 +26,8 @@ class NormLaunch {
              const OptionalTensor& weight)
       : guard_(tensors[0].device()),
         stream_(c10::cuda::getCurrentCUDAStream(tensors[0].device().index())) {
-    check_gpu(op, call, tensors[0].device());
+    check_not_fp64(op, call.accumulate);
+    check_gpu(op, tensors[0].device());
     layout_ = lay_out_rows(std::move(tensors));
     p.rows = layout_.rows;
     p.inner_rows = layout_.inner_rows;
@@ -72,19 +73,7 @@ class NormLaunch {
   }
 
  private:
-  static void check_gpu(const char* op, const NormCall& call, at::Device device) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        call.accumulate != at::kDouble, op,
-        ": expected torch.bfloat16, torch.float16 or torch.float32 on CUDA, got torch.float64, "
-        "which only the CPU backend takes");
-    const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(device.index());
-    TORCH_CHECK_NOT_IMPLEMENTED(gpu.major >= 8, op,
-                                ": expected a GPU of compute capability 8.0 or higher, got ",
-                                gpu.name, " of ", gpu.major, ".", gpu.minor);
-  }
-  int multiprocessors() const {
-    return at::cuda::getDeviceProperties(stream_.device_index())->multiProcessorCount;
-  }
+  int multiprocessors() const { return multiprocessors_of(stream_.device()); }
   bool is_aligned() const {
     bool aligned = p.width % 8 == 0 && starts_aligned(p.weight);
     const auto eights = [](int64_t stride) { return stride % 8 == 0; };

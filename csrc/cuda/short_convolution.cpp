@@ -36,7 +36,8 @@ class ConvolutionLaunch {
                     const at::Tensor& weight, const OptionalTensor& bias,
                     const OptionalTensor& cache, const OptionalTensor& cu_seqlens)
       : guard_(x.device()), stream_(c10::cuda::getCurrentCUDAStream(x.device().index())) {
-    check_gpu(op, shape, x.device());
+    check_not_fp64(op, shape.accumulate);
+    check_gpu(op, x.device());
     p.B = x.size(0);
     p.T = x.size(1);
     p.D = x.size(2);
@@ -98,19 +99,7 @@ class ConvolutionLaunch {
   }
 
  private:
-  static void check_gpu(const char* op, const ConvolutionShape& shape, at::Device device) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        shape.accumulate != at::kDouble, op,
-        ": expected torch.bfloat16, torch.float16 or torch.float32 on CUDA, got torch.float64, "
-        "which only the CPU backend takes");
-    const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(device.index());
-    TORCH_CHECK_NOT_IMPLEMENTED(gpu.major >= 8, op,
-                                ": expected a GPU of compute capability 8.0 or higher, got ",
-                                gpu.name, " of ", gpu.major, ".", gpu.minor);
-  }
-  int multiprocessors() const {
-    return at::cuda::getDeviceProperties(stream_.device_index())->multiProcessorCount;
-  }
+  int multiprocessors() const { return multiprocessors_of(stream_.device()); }
 
   c10::cuda::CUDAGuard guard_;
   c10::cuda::CUDAStream stream_;

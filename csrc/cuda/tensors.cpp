@@ -56,18 +56,30 @@ void share_heads(const char* op, Rows& rows, int64_t heads, int64_t H) {
   rows.group_reciprocal = static_cast<uint64_t>((kOne + group - 1) / group);
 }
 
-void check_supported(const char* op, const Shape& shape, at::Device device) {
-  TORCH_CHECK_NOT_IMPLEMENTED(shape.accumulate != at::kDouble, op,
+void check_not_fp64(const char* op, at::ScalarType accumulate) {
+  TORCH_CHECK_NOT_IMPLEMENTED(accumulate != at::kDouble, op,
                               ": expected torch.bfloat16, torch.float16 or torch.float32 on CUDA, "
                               "got torch.float64, which only the CPU backend takes");
-  const int64_t K = shape.K.expect_int(), V = shape.V.expect_int();
-  TORCH_CHECK_NOT_IMPLEMENTED(K <= kMaxHeadDim && V <= kMaxHeadDim, op,
-                              ": expected K and V to be at most ", kMaxHeadDim,
-                              " on CUDA, got K = ", K, " and V = ", V);
+}
+
+void check_gpu(const char* op, at::Device device) {
   const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(device.index());
   TORCH_CHECK_NOT_IMPLEMENTED(gpu.major >= 8, op,
                               ": expected a GPU of compute capability 8.0 or higher, got ",
                               gpu.name, " of ", gpu.major, ".", gpu.minor);
+}
+
+void check_supported(const char* op, const Shape& shape, at::Device device) {
+  check_not_fp64(op, shape.accumulate);
+  const int64_t K = shape.K.expect_int(), V = shape.V.expect_int();
+  TORCH_CHECK_NOT_IMPLEMENTED(K <= kMaxHeadDim && V <= kMaxHeadDim, op,
+                              ": expected K and V to be at most ", kMaxHeadDim,
+                              " on CUDA, got K = ", K, " and V = ", V);
+  check_gpu(op, device);
+}
+
+int multiprocessors_of(at::Device device) {
+  return at::cuda::getDeviceProperties(device.index())->multiProcessorCount;
 }
 
 }  // namespace gla_ext::cuda

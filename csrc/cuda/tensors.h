@@ -23,7 +23,12 @@ bool has_contiguous_rows(const at::Tensor& t);
 // Lets H heads read those of `rows`, `heads` in number, a divisor of H.
 void share_heads(const char* op, Rows& rows, int64_t heads, int64_t H);
 
-// No fp64, K and V up to kMaxHeadDim, a GPU that the kernels are built for.
+void check_not_fp64(const char* op, at::ScalarType accumulate);
+// A GPU that the kernels are built for.
+void check_gpu(const char* op, at::Device device);
+// Both, and K and V up to kMaxHeadDim.
 void check_supported(const char* op, const Shape& shape, at::Device device);
+
+int multiprocessors_of(at::Device device);
 
 }  // namespace gla_ext::cuda
