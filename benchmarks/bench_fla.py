@@ -44,7 +44,10 @@ def layer_class() -> type[torch.nn.Module]:
         package = types.ModuleType("fla.layers")
         package.__path__ = [f"{folder}/layers" for folder in folders]
         sys.modules["fla.layers"] = package
-        return importlib.import_module("fla.layers.gla").GatedLinearAttention
+        package.GatedLinearAttention = importlib.import_module(
+            "fla.layers.gla"
+        ).GatedLinearAttention
+        return package.GatedLinearAttention
 
 
 def tune_operator(shapes: Iterable[tuple[int, ...]]) -> None:
