@@ -16,6 +16,7 @@ from gate import WrongResults, require_close
 from timing import Timing, summary
 from torch import Tensor, nn
 
+FUSED, COMPILED = "gla_ext, fused projections", "gla_ext, compiled"
 TRANSFORMER = "SDPA Transformer"
 TOLERANCE = bench_model.LOGITS_TOLERANCE
 CHECKED_STEPS = 8
@@ -217,14 +218,22 @@ def measure(
 
 
 def measure_gla(results: dict, compiled: bool, sizes: Sizes, device: str) -> None:
+    from gla_ext.model import fuse_projections
+
     prompts = draw_prompts(sizes, 2, device)
-    check_ours(bench_model.build_ours(checked(sizes).model, device).eval(), prompts)
+    small = bench_model.build_ours(checked(sizes).model, device).eval()
+    check_ours(small, prompts)
+    check_ours(fuse_projections(small), prompts)
     model = bench_model.build_ours(sizes.model, device).eval()
     results["parameters"]["gla_ext"] = sum(p.numel() for p in model.parameters())
     few = dataclasses.replace(sizes, lengths=sizes.lengths[:1])
-    for name in ("gla_ext", "gla_ext, compiled")[: 1 + compiled]:
-        make = functools.partial(Ours, model, compiled=name != "gla_ext")
-        lengths = few if make.keywords["compiled"] else sizes
+    for name in ("gla_ext", COMPILED, FUSED):
+        if name == COMPILED and not compiled:
+            continue
+        if name == FUSED:
+            fuse_projections(model)
+        make = functools.partial(Ours, model, compiled=name == COMPILED)
+        lengths = sizes if name == FUSED else few
         results["rows"][name] = {
             "batches": measure_batches(make, sizes, device),
             "lengths": measure_lengths(lambda _, make=make: make(1), lengths, device, True),

@@ -19,8 +19,9 @@ def batches(found: dict) -> list[str]:
         "it is. The first token: from the prompts on the device to it on the host. A step of "
         "gla_ext and of the Transformer is a CUDA graph. The Transformer's is made for the one "
         "length that it sees, which reads no cache beyond it and needs no mask: the best case, "
-        "since a step of another length needs another graph. Where it says compiled, the step is "
-        "and the prompt is not. FLA runs eager on its own cache. Decoded logits were compared with "
+        "since a step of another length needs another graph. Fused projections: after "
+        "`gla_ext.model.fuse_projections`. Where it says compiled, the step is and the prompt is "
+        "not. FLA runs eager on its own cache. Decoded logits were compared with "
         "those of a forward over all tokens before."
     )
     lines = []

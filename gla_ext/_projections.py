@@ -13,12 +13,16 @@ from torch import Tensor, nn
 def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Tensor, ...]:
     """What each of the linear maps makes of x `[B, T, D]`, in their order.
 
+    Without gradients, weights that `lay_side_by_side` has made one in memory take one product.
+
     Args:
         together: one product with all weights in one, in eager mode and where the modules are as
             torch made them; the results then share one tensor's memory. It copies the weights in
             every call and again in backward, which has two products instead of two a map and their
             sums.
     """
+    if (fused := project_fused(x, linears)) is not None:
+        return fused
     # A compiled graph gains nothing from it, and its partitioner would save the weights' copy; a
     # trace that is to be stored holds no Python function.
     together = together and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
@@ -27,6 +31,53 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
     weights = [linear.weight for linear in linears]
     dtype = _dtype_in_products(weights[0])
     return _Projections.apply(x.to(_dtype_in_products(x)), dtype, *weights)
+
+
+def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
+    """`project` by one product, where the weights are one matrix in memory, else None."""
+    weight = _side_by_side(linears)
+    if weight is None:
+        return None
+    return F.linear(x, weight).split([linear.weight.shape[0] for linear in linears], dim=-1)
+
+
+def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
+    """Makes the weights neighbours in one piece of memory, if the modules are as torch made them.
+
+    The parameters stay the same objects with the same values.
+    """
+    if not (all(_is_plain(linear) for linear in linears) and _are_alike(linears)):
+        return
+    weights = [linear.weight for linear in linears]
+    if len(set(map(id, weights))) < len(weights):
+        return
+    parts = torch.cat([w.detach() for w in weights]).split([w.shape[0] for w in weights])
+    for weight, part in zip(weights, parts, strict=True):
+        weight.data = part
+
+
+def _side_by_side(linears: Sequence[nn.Module]) -> Tensor | None:
+    """The weights as the one matrix that they are in memory, or None: where they are not, where a
+    gradient may be wanted, in graphs and traces, and for modules that are not as torch made them.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return None
+    first = getattr(linears[0], "weight", None)
+    if not isinstance(first, Tensor) or first.untyped_storage().nbytes() <= first.nbytes:
+        return None  # by far the most frequent case, found out soon
+    if not (all(_is_plain(linear) for linear in linears) and _are_alike(linears)):
+        return None
+    weights = [linear.weight for linear in linears]
+    rows, columns = sum(w.shape[0] for w in weights), first.shape[1]
+    stride, start = (columns, 1), first.storage_offset()
+    if first.untyped_storage().nbytes() < (start + rows * columns) * first.itemsize:
+        return None
+    offset = start
+    for w in weights:
+        if not w.is_set_to(first.as_strided((w.shape[0], columns), stride, offset)):
+            return None
+        offset += w.shape[0] * columns
+    return first.as_strided((rows, columns), stride, start)
 
 
 class _Projections(torch.autograd.Function):
@@ -87,16 +138,23 @@ def _is_plain(linear: nn.Module) -> bool:
     """Whether a module is nothing but a product with its weight: no adapter, quantized or sharded
     weight has taken its place, no bias, no forward of its own, and no hook wants to see its call.
     """
-    every = torch.nn.modules.module
     return (
         type(linear) is nn.Linear
-        and "forward" not in vars(linear)
         and linear.bias is None
         and type(linear.weight) in (nn.Parameter, Tensor)
-        and not linear._forward_hooks
-        and not linear._forward_pre_hooks
-        and not linear._backward_hooks
-        and not linear._backward_pre_hooks
+        and nobody_sees(linear)
+    )
+
+
+def nobody_sees(module: nn.Module) -> bool:
+    """Whether it makes no difference that a module is not called, but what it consists of."""
+    every = torch.nn.modules.module
+    return (
+        "forward" not in vars(module)
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
         and not every._global_forward_hooks
         and not every._global_forward_pre_hooks
         and not every._global_backward_hooks

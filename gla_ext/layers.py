@@ -6,6 +6,7 @@ Constructor, attributes, state_dict keys and forward signature are those of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from gla_ext._layer_options import check_options, expanded_dim
 from gla_ext._padding import pack, packed_slots, unpack, valid_tokens
-from gla_ext._projections import project
+from gla_ext._projections import lay_side_by_side, nobody_sees, project, project_fused
 from gla_ext.activations import activation
 from gla_ext.norms import GatedRMSNorm, RMSNorm
 from gla_ext.ops import chunk_gla, is_batch_invariant
@@ -63,7 +64,7 @@ class GatedLinearAttention(nn.Module):
     together, if the four modules are `nn.Linear`s of one dtype without hooks, adapters, quantized
     or sharded weights. The weights are put together in forward and again in backward, and not kept
     between. `batch_projections = False`, an attribute of an instance or of the class, keeps them
-    apart.
+    apart. Without gradients they are one product after `gla_ext.model.fuse_projections`.
 
     Raises:
         ValueError: sizes that do not divide, an unknown mode or activation; in forward, shapes
@@ -218,16 +219,13 @@ class GatedLinearAttention(nn.Module):
         """q `[B, T, H, K]`, k, v and gk `[B, T, num_kv_heads, K | V]`, the output gate before its
         activation `[B, T, H * V]` or None, and what the convolutions go on from or None.
         """
-        linears = [self.q_proj, self.k_proj, self.v_proj]
-        linears += [self.g_proj] if self.use_output_gate else []
-        together = self.training and self.batch_projections
-        q, k, v, *gates = project(x, linears, together)
+        (q, k, v, *gates), gk = self._multiply(x)
         if self.use_short_conv:
             convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
             (q, k, v), conv_state = convolve(
                 convolutions, (q, k, v), conv_state, output_state, cu_seqlens
             )
-        gk = F.logsigmoid(self.gk_proj(x)) / self.gate_logit_normalizer
+        gk = F.logsigmoid(gk) / self.gate_logit_normalizer
         if self.clamp_min is not None:
             gk = gk.clamp_min(self.clamp_min)
         q = q.unflatten(-1, (self.num_heads, self.head_k_dim))
@@ -237,6 +235,30 @@ class GatedLinearAttention(nn.Module):
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         return q, k, v, gk, gates[0] if gates else None, conv_state
+
+    def _multiply(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        """What the projections of x make of it: q, k, v and maybe the output gate, and gk."""
+        linears = self._input_projections()
+        if self._gate_is_two_maps():
+            fused = project_fused(x, [*linears, self.gk_proj[0]])
+            if fused is not None:
+                return fused[:-1], self.gk_proj[1](fused[-1])
+        together = self.training and self.batch_projections
+        return project(x, linears, together), self.gk_proj(x)
+
+    def fuse_projections(self) -> None:
+        """See `gla_ext.model.fuse_projections`."""
+        first = [self.gk_proj[0]] if self._gate_is_two_maps() else []
+        lay_side_by_side([*self._input_projections(), *first])
+
+    def _input_projections(self) -> list[nn.Module]:
+        linears = [self.q_proj, self.k_proj, self.v_proj]
+        return [*linears, self.g_proj] if self.use_output_gate else linears
+
+    def _gate_is_two_maps(self) -> bool:
+        """Whether gk_proj is what the constructor made it, two modules that may be called alone."""
+        gk_proj = self.gk_proj
+        return type(gk_proj) is nn.Sequential and len(gk_proj) == 2 and nobody_sees(gk_proj)
 
     def _attend(
         self,

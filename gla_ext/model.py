@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gla_ext._padding import pack, packed_slots, unpack, valid_tokens
+from gla_ext._projections import lay_side_by_side, project
 from gla_ext.cache import GLACache
 from gla_ext.config import GLAConfig
 from gla_ext.generate import generate, generate_stream
@@ -18,6 +19,7 @@ from gla_ext.layers import GatedLinearAttention
 from gla_ext.norms import RMSNorm
 
 IGNORE_INDEX = -100
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class ModelOutput(NamedTuple):
@@ -55,7 +57,12 @@ class GLAMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(x, [self.gate_proj, self.up_proj], together=False)
+        return self.down_proj(F.silu(gate) * up)
+
+    def fuse_projections(self) -> None:
+        """See `gla_ext.model.fuse_projections`."""
+        lay_side_by_side([self.gate_proj, self.up_proj])
 
 
 class GLABlock(nn.Module):
@@ -285,6 +292,31 @@ class GLAForCausalLM(nn.Module):
         return load_model(folder)
 
 
+def fuse_projections(module: Module) -> Module:
+    """Makes inference multiply by one matrix where a layer has several of one input: q, k, v, the
+    output gate and the gate's first map of a `GatedLinearAttention`, gate and up of a `GLAMLP`.
+
+    A decoded token is mostly such products, each too small to fill a GPU. The weights are laid side
+    by side in memory, once. They stay the same parameters under the same names, which may change in
+    place, be trained and be saved; none is kept twice. Since each is then a part of a larger
+    storage, do it last: what moves or replaces parameters (`model.to(...)`) takes them apart again,
+    which costs speed alone, and what holds their memory by its address, as a CUDA graph does, would
+    go on with the old one. Results may differ in their rounding. Nothing changes with gradients,
+    compiled and traced, nor where a hook, an adapter or a quantized or sharded weight has taken a
+    place.
+
+    Args:
+        module: any module, of any depth: a `GLAForCausalLM`, `gla_ext.hf`'s, a layer.
+
+    Returns:
+        The module.
+    """
+    for child in module.modules():
+        if isinstance(child, (GatedLinearAttention, GLAMLP)):
+            child.fuse_projections()
+    return module
+
+
 def check_logits_to_keep(logits_to_keep: int | Tensor) -> None:
     """Raises ValueError for a number of positions below 0."""
     if isinstance(logits_to_keep, int) and logits_to_keep < 0:
@@ -349,6 +381,7 @@ __all__ = [
     "GLAModel",
     "ModelOutput",
     "count_parameters",
+    "fuse_projections",
     "init_weights",
     "next_token_loss",
 ]

@@ -99,17 +99,18 @@ def rendered(tmp_path, **results) -> tuple[list[str], list[str]]:
 @pytest.mark.usefixtures("no_cuda")
 def test_generation_is_measured(tmp_path):
     found = bench_generate.measure(False, False, SIZES, "cpu")
-    assert found["rows"].keys() == {"gla_ext", bench_generate.TRANSFORMER}
-    for row in found["rows"].values():
+    assert found["rows"].keys() == {"gla_ext", bench_generate.FUSED, bench_generate.TRANSFORMER}
+    for name, row in found["rows"].items():
         assert row["batches"].keys() == {"1", "3"}
-        assert row["lengths"].keys() == {"5", "40"}
+        assert row["lengths"].keys() == ({"5"} if name == "gla_ext" else {"5", "40"})
         assert all(x["step"].median > 0 < x["first"].median for x in row["batches"].values())
     page, printed = rendered(tmp_path, generate=found)
     assert {x for x in page if x.startswith("## ")} == {
         *("## Generation, B 1", "## Generation, B 3", "## Generation over length, B 1")
     }
     assert len([x for x in page if x.startswith("| gla_ext |")]) == 3
-    assert len([x for x in printed if x.startswith("generation, gla_ext, ")]) == 4
+    assert len([x for x in page if x.startswith(f"| {bench_generate.FUSED} |")]) == 3
+    assert len([x for x in printed if x.startswith("generation, gla_ext, ")]) == 3 + 4
 
 
 def test_a_page_of_generation(tmp_path):

@@ -11,6 +11,7 @@ from models import make_ids, make_model
 from gla_ext import decode
 from gla_ext._decode_loop import DecodeLoop
 from gla_ext.decode import Decoder
+from gla_ext.model import fuse_projections
 from gla_ext.ops import batch_invariant
 
 pytestmark = pytest.mark.cuda
@@ -142,6 +143,18 @@ def test_graphs_follow_the_weights(captures):
     model.train()
     model.generate(PROMPTS, 20, temperature=0)
     assert captures == [4, 4, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_projections(dtype, captures):
+    model = model_on_gpu(dtype)
+    model.generate(PROMPTS, 40, temperature=0)
+    fuse_projections(model)  # the kept graph reads where the weights were
+    graphed = model.generate(PROMPTS, 40, temperature=0)
+    assert_same(graphed, model.generate(PROMPTS, 40, temperature=0, cuda_graph=False))
+    assert captures == [4, 4]
+    if dtype == torch.float32:
+        assert_same(graphed, model_on_gpu().generate(PROMPTS, 40, temperature=0))
 
 
 def test_streams_side_by_side():
