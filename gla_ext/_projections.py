@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# Products of more tokens fill a GPU by themselves, and what follows reads rows of their own faster.
+MOST_ROWS = 256
+
 
 def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Tensor, ...]:
     """What each of the linear maps makes of x `[B, T, D]`, in their order.
@@ -34,9 +37,11 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
 
 
 def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
-    """`project` by one product, where the weights are one matrix in memory, else None."""
+    """`project` by one product, of at most MOST_ROWS and where the weights are one matrix in
+    memory, else None.
+    """
     weight = _side_by_side(linears)
-    if weight is None:
+    if weight is None or x.shape[:-1].numel() > MOST_ROWS:
         return None
     return F.linear(x, weight).split([linear.weight.shape[0] for linear in linears], dim=-1)
 

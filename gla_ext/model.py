@@ -296,7 +296,8 @@ def fuse_projections(module: Module) -> Module:
     """Makes inference multiply by one matrix where a layer has several of one input: q, k, v, the
     output gate and the gate's first map of a `GatedLinearAttention`, gate and up of a `GLAMLP`.
 
-    A decoded token is mostly such products, each too small to fill a GPU. The weights are laid side
+    A decoded token is mostly such products, each too small to fill a GPU; more than 256 tokens of
+    a batch take them apart, as before. The weights are laid side
     by side in memory, once. They stay the same parameters under the same names, which may change in
     place, be trained and be saved; none is kept twice. Since each is then a part of a larger
     storage, do it last: what moves or replaces parameters (`model.to(...)`) takes them apart again,

@@ -40,6 +40,12 @@ def test_a_layer_takes_one_product(options, fused):
     assert_close(inferred(layer.eval(), x), expected, 1e-12)
 
 
+def test_long_prompts_take_the_products_apart():
+    layer, few, many = fuse_projections(make_layer().eval()), make_x(4, 64), make_x(1, 257)
+    assert products(lambda: inferred(layer, few)) == sorted(FUSED)
+    assert products(lambda: inferred(layer, many)) == sorted(APART)
+
+
 @with_options
 def test_a_model_generates_the_same(options):
     model = make_model(torch.float64, **options)
