@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gla_ext._cross_entropy import IGNORE_INDEX, cross_entropy
 from gla_ext._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext._projections import lay_side_by_side, project
 from gla_ext.cache import GLACache
@@ -18,7 +19,6 @@ from gla_ext.generate import generate, generate_stream
 from gla_ext.layers import GatedLinearAttention
 from gla_ext.norms import RMSNorm
 
-IGNORE_INDEX = -100
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -341,15 +341,12 @@ def next_token_loss(
         An fp32 scalar; NaN when no label counts.
     """
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).to(logits.device)
-    loss = F.cross_entropy(
-        logits.flatten(0, 1).float(),
-        targets.flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="mean" if num_items_in_batch is None else "sum",
-    )
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(loss.device)
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+    total = cross_entropy(logits.flatten(0, 1), targets.flatten())
+    if num_items_in_batch is None:
+        num_items_in_batch = (targets != IGNORE_INDEX).sum()
+    elif isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
 
 
 def init_weights(module: nn.Module, std: float) -> None:

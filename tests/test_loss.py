@@ -1,0 +1,128 @@
+"""The loss of language models: values, gradients, and what autograd keeps for it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import assert_close
+from torch.autograd.graph import saved_tensors_hooks
+
+from gla_ext import _cross_entropy
+from gla_ext.model import next_token_loss
+
+IGNORED = -100
+
+
+def draw(dtype=torch.float32, device="cpu", B=3, T=9, vocab=17):
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(B, T, vocab, generator=generator)).to(device, dtype)
+    labels = torch.randint(vocab, (B, T), generator=generator).to(device)
+    labels[0, 2], labels[1, 4:], labels[2, 0] = IGNORED, IGNORED, IGNORED
+    return logits, labels
+
+
+def by_torch(logits, labels, count=None):
+    targets = labels[:, 1:].flatten()
+    total = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum")
+    return total / ((targets != IGNORED).sum() if count is None else count)
+
+
+def both(loss, logits, labels, *args):
+    logits = logits.clone().requires_grad_()
+    value = loss(logits, labels, *args)
+    return value, torch.autograd.grad(value, logits, torch.tensor(0.7, device=logits.device))[0]
+
+
+@pytest.fixture(params=[1, 40, 1 << 25], ids=["a row", "two rows", "all"])
+def at_a_time(request, monkeypatch):
+    monkeypatch.setattr(_cross_entropy, "MOST_LOGITS", request.param)
+
+
+@pytest.mark.usefixtures("at_a_time")
+@pytest.mark.parametrize("count", [None, 5, torch.tensor(5)], ids=["mean", "int", "tensor"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+def test_value_and_gradient_are_torchs(dtype, count, device):
+    logits, labels = draw(dtype, device)
+    (value, gradient), (expected, of_torch) = (
+        both(loss, logits, labels, count) for loss in (next_token_loss, by_torch)
+    )
+    assert value.dtype == torch.float32 and gradient.dtype == dtype
+    assert_close(value, expected, 1e-6)
+    rounding = {torch.bfloat16: 3e-3, torch.float16: 4e-4}.get(dtype, 1e-6)
+    assert_close(gradient, of_torch, rounding)
+    assert not gradient[:, -1].any() and not gradient[1, 3:].any()  # what nobody asks for
+
+
+def test_nothing_counts():
+    logits, labels = draw()
+    value, gradient = both(next_token_loss, logits, torch.full_like(labels, IGNORED))
+    assert value.isnan() and not gradient.any()
+    value, gradient = both(next_token_loss, logits, torch.full_like(labels, IGNORED), 4)
+    assert value == 0 and not gradient.any()
+
+
+def test_one_token_has_no_next():
+    logits, labels = draw(T=9)
+    assert next_token_loss(logits[:, :1], labels[:, :1]).isnan()
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_nan_is_not_silent(name):
+    logits, labels = draw()
+    logits[0, 4, 3] = torch.nan
+    value, gradient = both(next_token_loss, logits, labels)
+    if name == "forward":
+        assert value.isnan()
+    else:
+        assert gradient[0, 4].isnan().all() and not gradient[1:].isnan().any()
+
+
+def test_the_gradient_can_be_differentiated():
+    results = []
+    for loss in (next_token_loss, by_torch):
+        logits, labels = draw(torch.float64)
+        logits.requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(logits, labels), logits, create_graph=True)
+        results.append(torch.autograd.grad(gradient.square().sum(), logits)[0])
+    assert_close(*results, 1e-6)
+
+
+def test_gradients_of_samples():
+    logits, labels = draw()
+    each = torch.func.vmap(torch.func.grad(lambda x, y: next_token_loss(x[None], y[None])))
+    expected = torch.stack(
+        [both(by_torch, logits[i : i + 1], labels[i : i + 1])[1][0] / 0.7 for i in range(3)]
+    )
+    assert_close(each(logits, labels), expected, 1e-5)
+
+
+def test_compiled_whole():
+    logits, labels = draw()
+    compiled = torch.compile(next_token_loss, backend="aot_eager", fullgraph=True)
+    assert_close(compiled(logits, labels), by_torch(logits, labels), 1e-6)
+
+
+def test_no_fp32_logits_are_kept():
+    logits, labels = draw(torch.bfloat16)
+    leaf = logits.requires_grad_()
+    saved = []
+    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        loss = next_token_loss(leaf, labels)
+    large = [x for x in saved if x.numel() >= leaf.numel()]
+    assert [x.data_ptr() for x in large] == [leaf.data_ptr()]
+    loss.backward()
+    assert leaf.grad is not None
+
+
+@pytest.mark.cuda
+def test_memory_is_that_of_the_logits():
+    logits = torch.randn(2, 2048, 32000, device="cuda").bfloat16().requires_grad_()
+    labels = torch.randint(32000, (2, 2048), device="cuda")
+    next_token_loss(logits, labels).backward()
+    logits.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    next_token_loss(logits, labels).backward()
+    part = 4 * _cross_entropy.MOST_LOGITS
+    assert torch.cuda.max_memory_allocated() - before < 2 * logits.nbytes + 4 * part
