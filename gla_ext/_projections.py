@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 
 # Products of more tokens fill a GPU by themselves, and what follows reads rows of their own faster.
 MOST_ROWS = 256
@@ -38,51 +39,76 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
 
 def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
     """`project` by one product, of at most MOST_ROWS and where the weights are one matrix in
-    memory, else None.
+    memory, else None: where a gradient may be wanted, in graphs and traces, and where autocast
+    keeps its casts of the weights, as it does not of their view.
     """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return None
+    # By far the most frequent case, found out soon. Nothing is asked of weights of other kinds:
+    # a parametrization computes its weight every time.
+    if not (type(linears[0]) is nn.Linear and _is_a_part(linears[0].weight)):
+        return None
+    if x.shape[:-1].numel() > MOST_ROWS:
+        return None
     weight = _side_by_side(linears)
-    if weight is None or x.shape[:-1].numel() > MOST_ROWS:
+    if weight is None or any(unpack_dual(linear.weight).tangent is not None for linear in linears):
+        return None
+    if torch.is_autocast_cache_enabled() and _dtype_in_products(weight) != weight.dtype:
         return None
     return F.linear(x, weight).split([linear.weight.shape[0] for linear in linears], dim=-1)
 
 
 def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
-    """Makes the weights neighbours in one piece of memory, if the modules are as torch made them.
+    """Makes the weights neighbours in one piece of memory, if the modules are as torch made them
+    and the weights are not yet neighbours.
 
     The parameters stay the same objects with the same values.
     """
     if not (all(_is_plain(linear) for linear in linears) and _are_alike(linears)):
         return
     weights = [linear.weight for linear in linears]
-    if len(set(map(id, weights))) < len(weights):
+    if not all(_is_in_memory(w) for w in weights) or _side_by_side(linears) is not None:
         return
-    parts = torch.cat([w.detach() for w in weights]).split([w.shape[0] for w in weights])
-    for weight, part in zip(weights, parts, strict=True):
-        weight.data = part
+    inference = {w.is_inference() for w in weights}
+    if len({w.data_ptr() for w in weights}) < len(weights) or len(inference) > 1:
+        return
+    # A parameter whose data are of the other kind could neither be viewed nor trained.
+    with torch.inference_mode(*inference), torch.no_grad():
+        parts = torch.cat([w.detach() for w in weights]).split([w.shape[0] for w in weights])
+        for weight, part in zip(weights, parts, strict=True):
+            weight.data = part
 
 
 def _side_by_side(linears: Sequence[nn.Module]) -> Tensor | None:
-    """The weights as the one matrix that they are in memory, or None: where they are not, where a
-    gradient may be wanted, in graphs and traces, and for modules that are not as torch made them.
+    """The weights as the one matrix that they are in memory, or None: where they are not, and for
+    modules that are not as torch made them.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return None
-    first = getattr(linears[0], "weight", None)
-    if not isinstance(first, Tensor) or first.untyped_storage().nbytes() <= first.nbytes:
-        return None  # by far the most frequent case, found out soon
     if not (all(_is_plain(linear) for linear in linears) and _are_alike(linears)):
         return None
     weights = [linear.weight for linear in linears]
+    first = weights[0]
+    if not all(map(_is_a_part, weights)):
+        return None
     rows, columns = sum(w.shape[0] for w in weights), first.shape[1]
-    stride, start = (columns, 1), first.storage_offset()
+    start, address = first.storage_offset(), first.data_ptr()
     if first.untyped_storage().nbytes() < (start + rows * columns) * first.itemsize:
         return None
-    offset = start
     for w in weights:
-        if not w.is_set_to(first.as_strided((w.shape[0], columns), stride, offset)):
+        if w.data_ptr() != address or w.shape[1] != columns or not w.is_contiguous():
             return None
-        offset += w.shape[0] * columns
-    return first.as_strided((rows, columns), stride, start)
+        address += w.nbytes
+    return first.as_strided((rows, columns), (columns, 1), start)
+
+
+def _is_a_part(weight: Tensor) -> bool:
+    """Whether a weight's storage is larger than the weight."""
+    return _is_in_memory(weight) and weight.untyped_storage().nbytes() > weight.nbytes
+
+
+def _is_in_memory(weight: Tensor) -> bool:
+    """Not so are sparse weights, meta ones, and those in a transform of torch.func."""
+    plain = type(weight) in (nn.Parameter, Tensor) and not weight.is_meta
+    return plain and torch._C._has_storage(weight)
 
 
 class _Projections(torch.autograd.Function):

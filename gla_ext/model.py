@@ -297,14 +297,16 @@ def fuse_projections(module: Module) -> Module:
     output gate and the gate's first map of a `GatedLinearAttention`, gate and up of a `GLAMLP`.
 
     A decoded token is mostly such products, each too small to fill a GPU; more than 256 tokens of
-    a batch take them apart, as before. The weights are laid side
-    by side in memory, once. They stay the same parameters under the same names, which may change in
-    place, be trained and be saved; none is kept twice. Since each is then a part of a larger
-    storage, do it last: what moves or replaces parameters (`model.to(...)`) takes them apart again,
-    which costs speed alone, and what holds their memory by its address, as a CUDA graph does, would
-    go on with the old one. Results may differ in their rounding. Nothing changes with gradients,
-    compiled and traced, nor where a hook, an adapter or a quantized or sharded weight has taken a
-    place.
+    a batch take them apart, as before. The weights are laid side by side in memory, once. They stay
+    the same parameters under the same names, which may change in place, be trained and be saved;
+    none is kept twice. Since each is then a part of a larger storage, do it last: what moves or
+    replaces parameters (`model.to(...)`) takes them apart again, which costs speed alone. What
+    holds their memory by its address, as a CUDA graph does, would read memory that was freed:
+    capture after. safetensors' `save_model` refuses parameters of one storage and takes a
+    `copy.deepcopy(module)`, in which they are apart; its `save_file`, `torch.save` of a whole
+    state_dict and `save_pretrained` take them as they are. Results may differ in their rounding.
+    Nothing changes with gradients, compiled and traced, where autocast keeps its casts of the
+    weights, nor where a hook, an adapter or a quantized or sharded weight has taken a place.
 
     Args:
         module: any module, of any depth: a `GLAForCausalLM`, `gla_ext.hf`'s, a layer.

@@ -7,13 +7,16 @@ import torch
 from common import assert_close
 from models import MODEL_EVERY, make_ids, make_layer, make_model, make_x
 from test_projections import products
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
-from gla_ext.model import GLAForCausalLM, fuse_projections
+from gla_ext.model import GLAMLP, GLAForCausalLM, fuse_projections
 
 APART = [(24, 4), (4, 12), (24, 12), (24, 12), (24, 24), (24, 24), (24, 24)]
 FUSED = [(24, 76), (4, 12), (24, 24)]  # with the first of the gate's two, and the output's
 
+both = pytest.mark.parametrize("fused", [False, True])
 with_options = pytest.mark.parametrize("options", [{}, MODEL_EVERY], ids=["default", "all"])
 
 
@@ -156,16 +159,115 @@ def test_one_weight_in_two_places_stays():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(dtype):
-    layer, x = make_layer().float(), make_x().float()
+    layer, x = make_layer().float().eval(), make_x().float()
     with torch.autocast("cpu", dtype):
         expected = inferred(layer, x)
         actual = inferred(fuse_projections(layer), x)
+        # What autocast has cast and kept is not cast again.
+        assert products(lambda: inferred(layer, x)) == sorted(APART)
     assert_close(actual.float(), expected.float(), 1e-2)
+    with torch.autocast("cpu", dtype, cache_enabled=False):
+        assert products(lambda: inferred(layer, x)) == sorted(FUSED)
+        assert_close(inferred(layer, x).float(), expected.float(), 1e-2)
+
+
+def test_a_second_call_moves_nothing():
+    layer = fuse_projections(make_layer())
+    before = {name: p.data_ptr() for name, p in layer.named_parameters()}
+    fuse_projections(layer)
+    assert before == {name: p.data_ptr() for name, p in layer.named_parameters()}
+
+
+def test_weights_of_one_memory_stay():
+    layer = make_layer()
+    layer.k_proj.weight.data = layer.q_proj.weight.data
+    fuse_projections(layer)
+    with torch.no_grad():
+        layer.q_proj.weight.add_(1)
+    assert torch.equal(layer.k_proj.weight, layer.q_proj.weight)
+
+
+@pytest.mark.parametrize("made", [False, True])
+@both
+def test_inference_mode(made, fused):
+    with torch.inference_mode(made):
+        layer = make_layer()
+    with torch.inference_mode(fused):
+        fuse_projections(layer)
+    x = make_x().requires_grad_()
+    assert products(lambda: inferred(layer, x)) == sorted(FUSED)
+    with torch.inference_mode():
+        assert torch.equal(layer(x)[0], inferred(layer, x))
+    if not made:
+        layer(x)[0].sum().backward()
+        assert layer.q_proj.weight.grad is not None
+
+
+def make_mlp(fused):
+    torch.manual_seed(0)
+    mlp = GLAMLP(8, 16).double()
+    return (fuse_projections(mlp) if fused else mlp), torch.ones(2, 8, dtype=torch.float64)
+
+
+@both
+def test_transforms_of_functions_without_gradients(fused):
+    mlp, x = make_mlp(fused)
+    weights = {name: p.detach() for name, p in mlp.named_parameters()}
+    tangents = {name: w.cos() for name, w in weights.items()}
+
+    def call(weights):
+        return torch.func.functional_call(mlp, weights, (x,))
+
+    def dual():
+        with forward_ad.dual_level():
+            duals = {name: forward_ad.make_dual(w, tangents[name]) for name, w in weights.items()}
+            return forward_ad.unpack_dual(call(duals)).tangent.clone()
+
+    expected = torch.func.jvp(call, (weights,), (tangents,))[1]
+    with torch.no_grad():
+        assert_close(torch.func.jvp(call, (weights,), (tangents,))[1], expected, 1e-12)
+        assert_close(dual(), expected, 1e-12)
+        stacked = {name: torch.stack([w, 2 * w]) for name, w in weights.items()}
+        assert_close(torch.vmap(call)(stacked)[0], mlp(x), 1e-12)
+
+
+@both
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_weights_of_other_kinds(fused):
+    mlp, x = make_mlp(fused)
+    with torch.no_grad():
+        expected = mlp(x)
+        for kind in (Tensor.to_sparse, Tensor.to_sparse_csr):
+            sparse = copy.deepcopy(mlp)
+            weight = nn.Parameter(kind(mlp.gate_proj.weight.detach()), requires_grad=False)
+            sparse.gate_proj.weight = weight
+            assert_close(fuse_projections(sparse)(x), expected, 1e-12)
+        lazy = copy.deepcopy(mlp)
+        lazy.gate_proj = nn.LazyLinear(16, bias=False).double()
+        assert fuse_projections(lazy)(x).shape == x.shape
+        assert fuse_projections(mlp.to("meta"))(x.to("meta")).shape == x.shape
+
+
+def test_a_parametrized_weight_is_computed_once():
+    class Counted(nn.Module):
+        calls = 0
+
+        def forward(self, weight):
+            self.calls += 1
+            return weight
+
+    layer, x, counted = make_layer(), make_x(), Counted()
+    parametrize.register_parametrization(layer.q_proj, "weight", counted)
+    before = counted.calls
+    inferred(layer, x)
+    assert counted.calls == before + 1
 
 
 def test_compiled_whole():
     layer, x = fuse_projections(make_layer()), make_x()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     assert_close(inferred(compiled, x), inferred(layer, x), 1e-12)
-    exported = torch.export.export(layer, (x,)).module()
-    assert_close(inferred(exported, x), inferred(layer, x), 1e-12)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            exported = torch.export.export(layer, (x,)).module()
+        assert_close(inferred(exported, x), inferred(layer, x), 1e-12)
