@@ -4,6 +4,7 @@ import copy
 import pickle
 import sys
 import threading
+import time
 import types
 import warnings
 
@@ -116,18 +117,40 @@ def test_a_second_call_takes_in_what_kept_flas_function(fla, calls):
 
 
 def test_threads(fla):
-    before = held(fla)
+    """Whoever looks while others toggle finds FLA accelerated, or all of it restored."""
+    before, failures, start = held(fla), [], threading.Barrier(4)
 
     def work():
-        for _ in range(3):
-            gla_ext.fla.accelerate_fla()
-            gla_ext.fla.restore_fla()
+        start.wait()
+        try:
+            for _ in range(3):
+                gla_ext.fla.accelerate_fla()
+                gla_ext.fla.restore_fla()
+        except Exception as failure:
+            failures.append(failure)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    def look():
+        start.wait()
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(0.002)
+            with gla_ext.fla._lock:
+                own = {name: function is before[name] for name, function in held(fla).items()}
+                accelerated = gla_ext.fla.is_accelerated()
+            if accelerated == own["fla.ops.gla.chunk_gla"] or accelerated == all(own.values()):
+                failures.append((accelerated, own))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        look()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures
     gla_ext.fla.restore_fla()
     assert all(function is before[name] for name, function in held(fla).items())
 
