@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
+from gla_ext.ops import is_batch_invariant
+
 # Products of more tokens fill a GPU by themselves, and what follows reads rows of their own faster.
 MOST_ROWS = 256
 
@@ -39,8 +41,9 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
 
 def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
     """`project` by one product, of at most MOST_ROWS and where the weights are one matrix in
-    memory, else None: where a gradient may be wanted, in graphs and traces, and where autocast
-    keeps its casts of the weights, as it does not of their view.
+    memory, else None: where a gradient may be wanted, in graphs and traces, in batch-invariant
+    mode, since batches of other sizes are apart, and where autocast keeps its casts of the weights,
+    as it does not of their view.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None
@@ -48,7 +51,7 @@ def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]
     # a parametrization computes its weight every time.
     if not (type(linears[0]) is nn.Linear and _is_a_part(linears[0].weight)):
         return None
-    if x.shape[:-1].numel() > MOST_ROWS:
+    if x.shape[:-1].numel() > MOST_ROWS or is_batch_invariant():
         return None
     weight = _side_by_side(linears)
     if weight is None or any(unpack_dual(linear.weight).tangent is not None for linear in linears):

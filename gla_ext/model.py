@@ -305,8 +305,9 @@ def fuse_projections(module: Module) -> Module:
     capture after. safetensors' `save_model` refuses parameters of one storage and takes a
     `copy.deepcopy(module)`, in which they are apart; its `save_file`, `torch.save` of a whole
     state_dict and `save_pretrained` take them as they are. Results may differ in their rounding.
-    Nothing changes with gradients, compiled and traced, where autocast keeps its casts of the
-    weights, nor where a hook, an adapter or a quantized or sharded weight has taken a place.
+    Nothing changes with gradients, compiled and traced, in `batch_invariant`, where autocast keeps
+    its casts of the weights, nor where a hook, an adapter or a quantized or sharded weight has
+    taken a place.
 
     Args:
         module: any module, of any depth: a `GLAForCausalLM`, `gla_ext.hf`'s, a layer.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
+from gla_ext import batch_invariant
 from gla_ext.model import GLAMLP, GLAForCausalLM, fuse_projections
 
 APART = [(24, 4), (4, 12), (24, 12), (24, 12), (24, 24), (24, 24), (24, 24)]
@@ -47,6 +48,12 @@ def test_long_prompts_take_the_products_apart():
     layer, few, many = fuse_projections(make_layer().eval()), make_x(4, 64), make_x(1, 257)
     assert products(lambda: inferred(layer, few)) == sorted(FUSED)
     assert products(lambda: inferred(layer, many)) == sorted(APART)
+
+
+def test_batches_have_the_products_of_one():
+    layer, x = fuse_projections(make_layer().eval()), make_x(4, 64)
+    with batch_invariant():
+        assert products(lambda: inferred(layer, x)) == sorted(APART)
 
 
 @with_options
