@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gla_ext._graphs import is_recorded
+
 IGNORE_INDEX = -100
 MOST_LOGITS = 1 << 25  # in fp32 at a time: 128 MiB
 
@@ -25,8 +27,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """
     # A compiler fuses torch's own; functorch, and tensors that are more than tensors, know it.
     apart = (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
+        is_recorded()
         or torch._C._are_functorch_transforms_active()
         or type(logits) not in (Tensor, torch.nn.Parameter)
     )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
+from gla_ext._graphs import is_recorded
 from gla_ext.ops import is_batch_invariant
 
 # Products of more tokens fill a GPU by themselves, and what follows reads rows of their own faster.
@@ -31,7 +32,7 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
         return fused
     # A compiled graph gains nothing from it, and its partitioner would save the weights' copy; a
     # trace that is to be stored holds no Python function.
-    together = together and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    together = together and not is_recorded()
     if not (together and all(_is_plain(linear) for linear in linears) and _are_alike(linears)):
         return tuple(linear(x) for linear in linears)
     weights = [linear.weight for linear in linears]
@@ -45,7 +46,7 @@ def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]
     mode, since batches of other sizes are apart, and where autocast keeps its casts of the weights,
     as it does not of their view.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.is_grad_enabled() or is_recorded():
         return None
     # By far the most frequent case, found out soon. Nothing is asked of weights of other kinds:
     # a parametrization computes its weight every time.

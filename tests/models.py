@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch.nn.functional import logsigmoid
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_ext import GatedLinearAttention, reference
 from gla_ext.config import GLAConfig
@@ -110,3 +111,18 @@ def make_model(dtype=torch.float32, seed=0, **options) -> GLAForCausalLM:
 
 def make_ids(B=2, T=70, seed=1) -> torch.Tensor:
     return torch.randint(31, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def products(call, side=-1):
+    """The shapes of the right-hand matrices, or with -2 the left ones, of a call's products."""
+    shapes = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                shapes.append(tuple(args[side].shape))
+            return function(*args, **(kwargs or {}))
+
+    with Record():
+        call()
+    return sorted(shapes)

@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 from common import assert_close
-from models import MODEL_EVERY, make_ids, make_layer, make_model, make_x
-from test_projections import products
+from models import MODEL_EVERY, make_ids, make_layer, make_model, make_x, products
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize

@@ -8,30 +8,13 @@ import pytest
 import torch
 import torch.nn.utils.parametrize
 from common import assert_close
-from models import make_layer, make_x
+from models import make_layer, make_x, products
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from gla_ext._projections import project
-
-
-def products(call, side=-1):
-    """The shapes of the right-hand matrices, or with -2 the left ones, of a call's products."""
-    shapes = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-                shapes.append(tuple(args[side].shape))
-            return function(*args, **(kwargs or {}))
-
-    with Record():
-        call()
-    return sorted(shapes)
-
 
 GATE_AND_OUTPUT = [(24, 4), (4, 12), (24, 24)]
 

@@ -1,0 +1,8 @@
+"""Whether a call runs, or is written down to be run later."""
+
+import torch
+
+
+def is_recorded() -> bool:
+    """Whether torch.compile, torch.export or torch.jit.trace makes a graph of what is called."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
