@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from gla_ext._graphs import is_recorded
 
@@ -25,13 +26,15 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         logits: `[N, vocab_size]`, any floating dtype.
         targets: int64 `[N]`.
     """
-    # A compiler fuses torch's own; functorch, and tensors that are more than tensors, know it.
-    apart = (
+    # A compiler fuses torch's own; functorch, forward-mode AD, and tensors that are more than
+    # tensors, know it.
+    by_torch = (
         is_recorded()
         or torch._C._are_functorch_transforms_active()
         or type(logits) not in (Tensor, torch.nn.Parameter)
+        or unpack_dual(logits).tangent is not None
     )
-    return _whole(logits, targets) if apart else _CrossEntropy.apply(logits, targets)
+    return _whole(logits, targets) if by_torch else _CrossEntropy.apply(logits, targets)
 
 
 def _whole(logits: Tensor, targets: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import assert_close
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from gla_ext import _cross_entropy
@@ -86,6 +87,15 @@ def test_the_gradient_can_be_differentiated():
         (gradient,) = torch.autograd.grad(loss(logits, labels), logits, create_graph=True)
         results.append(torch.autograd.grad(gradient.square().sum(), logits)[0])
     assert_close(*results, 1e-6)
+
+
+def test_forward_mode():
+    logits, labels = draw()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(logits, logits.cos())
+        tangent = forward_ad.unpack_dual(next_token_loss(dual, labels)).tangent
+    gradient = both(by_torch, logits, labels)[1] / 0.7
+    assert_close(tangent, (gradient * logits.cos()).sum(), 1e-5)
 
 
 def test_gradients_of_samples():
