@@ -85,6 +85,7 @@ py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::stri
   result["mode"] = p.state_bytes > 0 ? "materialised" : "sweep";
   result["linear"] = p.linear;
   result["cluster_pieces"] = p.cluster_pieces;
+  result["swept_gradients"] = p.swept_gradients;
   result["segments"] = p.segments;
   result["segment_chunks"] = p.segment_chunks;
   result["tiles"] = tiles;

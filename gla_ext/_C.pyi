@@ -62,7 +62,8 @@ def plan(
         workspace_bytes and state_bytes (of S and, in backward, dS). On CPU threads and tasks, and
         the workspace is without the states. On CUDA tiles, launches (kernels), segments (of one
         batch row, into which the fused sweeps cut sequences; 0: they do not) and segment_chunks
-        (of one segment), and workspace_bytes is all that is allocated besides outputs, states that
+        (of one segment), swept_gradients (whether backward makes all gradients in one sweep, dS on
+        chip), and workspace_bytes is all that is allocated besides outputs, states that
         are not saved included.
 
     Raises:

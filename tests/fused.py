@@ -1,5 +1,7 @@
 """Inputs and plans for tests of the fused path on Hopper."""
 
+import dataclasses
+
 import torch
 from common import Inputs, make_inputs
 
@@ -27,3 +29,25 @@ def plan_of(x: Inputs, backward: bool = True, **options) -> dict[str, object]:
 
 def packed(T: int, lengths, *sizes, gate: float | str = 0.1, **options) -> Inputs:
     return make_inputs(1, T, *sizes, BF16, gate, lengths=lengths, device="cuda", **options)
+
+
+def mixed_gates(x: Inputs, kind: str) -> Inputs:
+    """Gates that put chunks, or channels of them, in and out of tier 1's range."""
+    g = x.g.clone()
+    if kind == "every other chunk":
+        for start in range(64, x.q.shape[1], 128):
+            g[:, start : start + 64] *= 100
+    elif kind == "one channel":
+        g[..., 5] *= 200
+    elif kind == "one head":
+        g[:, :, 1] *= 100
+    elif kind == "the last token":
+        g[:, -1] = -torch.inf
+    elif kind == "every first token":
+        g[:, ::64] = -80.0
+    else:
+        g[:] = -torch.inf
+    return dataclasses.replace(x, g=g)
+
+
+MIXED = ["every other chunk", "one channel", "one head", "the last token", "every first token"]

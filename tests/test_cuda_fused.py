@@ -6,14 +6,13 @@ import pytest
 import torch
 from common import (
     GATES,
-    Inputs,
     assert_results_close,
     assert_same_bits,
     exact_by_chunks,
     make_inputs,
     ours,
 )
-from fused import BF16, TOKENS, UNEVEN_LENGTHS, packed, plan_of
+from fused import BF16, MIXED, TOKENS, UNEVEN_LENGTHS, mixed_gates, packed, plan_of
 
 from gla_ext import batch_invariant
 
@@ -121,28 +120,6 @@ def test_expanded_upstream_gradient(K):
     for do in (x.do.new_ones(()), x.do[:1], x.do[:, :1], x.do[:, :, :1]):
         x = dataclasses.replace(x, do=do.expand(2, 130, 3, 72))
         assert_results_close(ours(x), exact_by_chunks(x), x)
-
-
-def mixed_gates(x: Inputs, kind: str) -> Inputs:
-    """Gates that put chunks, or channels of them, in and out of tier 1's range."""
-    g = x.g.clone()
-    if kind == "every other chunk":
-        for start in range(64, x.q.shape[1], 128):
-            g[:, start : start + 64] *= 100
-    elif kind == "one channel":
-        g[..., 5] *= 200
-    elif kind == "one head":
-        g[:, :, 1] *= 100
-    elif kind == "the last token":
-        g[:, -1] = -torch.inf
-    elif kind == "every first token":
-        g[:, ::64] = -80.0
-    else:
-        g[:] = -torch.inf
-    return dataclasses.replace(x, g=g)
-
-
-MIXED = ["every other chunk", "one channel", "one head", "the last token", "every first token"]
 
 
 @in_nan

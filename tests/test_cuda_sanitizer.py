@@ -51,6 +51,8 @@ FUSED_SHAPES = {
     "pairs of blocks": (2, 260, 17, 72, 136, None, "contiguous"),
     "pairs of blocks, one after the other": (5, 130, 17, 72, 136, None, "contiguous"),
     "pairs of blocks, packed": (1, 165, 1, 72, 136, PACKED_LENGTHS, "contiguous"),
+    "gradients in a sweep": (11, 130, 6, 72, 72, None, "contiguous"),
+    "gradients in a sweep, many values": (11, 70, 6, 72, 200, None, "contiguous"),
     "in segments": (1, 530, 1, 64, 64, None, "contiguous"),
     "packed, in segments": (1, 430, 1, 128, 64, (0, 330, 70, 3), "contiguous"),
     "packed, small heads in segments": (1, 430, 1, 64, 64, (0, 330, 70, 3), "contiguous"),

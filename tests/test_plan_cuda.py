@@ -185,18 +185,59 @@ def test_cuda_operands_are_made_once_where_several_kernels_read_them(change, lin
     )
 
 
+@pytest.mark.parametrize("swept", [False, True])
 @pytest.mark.parametrize("gate_dtype, gates", [("bfloat16", 1), ("float32", 0)])
-def test_cuda_fused_backward_workspace(gate_dtype, gates):
-    plan = full_plan(backward=True, gate_dtype=gate_dtype)
+def test_cuda_fused_backward_workspace(gate_dtype, gates, swept):
+    """Gradients in a sweep need no dS."""
+    plan = full_plan(backward=True, gate_dtype=gate_dtype, batch_invariant=not swept)
     heads = 32 * 2048 * 4
     keys, scores, tiers = heads * 128 * 4, heads * 64 * 2, heads // 64 * 8
     states = heads // 64 * 128 * 256 * 2
     assert plan["mode"] == "materialised"
-    assert plan["state_bytes"] == 2 * states
+    assert plan["state_bytes"] == states * (1 if swept else 2)
     # A and dq, dk, dg of chunks outside tier 1.
     intra, operands = (2 + gates) * keys, operand_bytes(heads // 64, 128)
-    assert plan["workspace_bytes"] == tiers + 2 * states + scores + intra + operands
+    assert plan["workspace_bytes"] == tiers + plan["state_bytes"] + scores + intra + operands
     assert plan["launches"] == 5
+
+
+@pytest.mark.parametrize(
+    "change, swept",
+    [
+        ({}, True),  # 128 heads, 66 clusters at once
+        ({"B": 16}, True),
+        ({"B": 17}, False),  # two rounds, nearly the half of them idle
+        ({"B": 24}, False),
+        ({"B": 25}, True),
+        ({"B": 8}, False),
+        ({"B": 16, "T": 1}, True),
+        ({"K": 64}, False),
+        ({"K": 72}, True),
+        ({"K": 136}, False),
+        ({"V": 128}, True),
+        ({"V": 72}, True),
+        ({"V": 64}, False),
+        ({"V": 192}, False),  # three slices of 64
+        ({"V": 264}, False),
+        ({"gate_dtype": "float32"}, True),
+        ({"save_states": True}, True),
+        ({"batch_invariant": True}, False),
+        ({"B": 1, "T": 32 * 2048, "N": 32}, False),  # packed: of any length
+        ({"B": 1, "T": 2048}, False),
+        ({"B": 1, "T": 32768}, True),  # in segments of 32 chunks
+        ({"B": 1, "T": 32767 - 64 * 16}, False),
+        ({"B": 1, "T": 131072}, True),
+        ({"B": 8, "T": 8192}, False),
+        ({"capability": "8.0"}, False),
+        ({"processors": 1}, True),
+        ({"B": 0}, False),
+    ],
+    ids=str,
+)
+def test_cuda_gradients_in_a_sweep(change, swept):
+    """Where clusters of two blocks have enough to do; forward has nothing to sweep for."""
+    assert full_plan(**change, backward=True)["swept_gradients"] == swept
+    assert not full_plan(**change)["swept_gradients"]
 
 
 def test_cuda_fused_backward_of_saved_states():
@@ -222,13 +263,14 @@ def test_cuda_fused_saved_states_over_operands(K):
     assert saving["workspace_bytes"] == 32 * 32 * 4 * 8 + operand_bytes(32 * 32 * 4, K)
     made, given = (full_plan(K=K, backward=True, save_states=saved) for saved in (False, True))
     assert given["workspace_bytes"] == made["workspace_bytes"] - states
-    assert given["state_bytes"] == made["state_bytes"] == 2 * states
-    assert given["launches"] == made["launches"]
+    swept = K == 72  # dS stays on chip, and no sweep is left
+    assert given["state_bytes"] == made["state_bytes"] == states * (1 if swept else 2)
+    assert given["launches"] == made["launches"] - swept
 
 
 def test_cuda_fused_saved_states_and_segments():
     """One sweep in place of two has twice the segments, and the states of one of them alone."""
-    long = {"B": 1, "T": 32768, "backward": True}
+    long = {"B": 1, "T": 32768, "V": 192, "backward": True}
     made, given = (full_plan(**long, save_states=saved) for saved in (False, True))
     assert given["segments"] == 2 * made["segments"] > 0
     assert given["launches"] == made["launches"]
@@ -253,8 +295,10 @@ def test_cuda_batch_invariant_plans(processors, shape, backward):
 
 def sweep_blocks(plan, B, H, K, V, backward) -> int:
     """Blocks of the sweeps over the segments, of 128 values and, two in backward, 128 keys; where
-    K and V are at most 64, of two segments and heads."""
+    K and V are at most 64, of two segments and heads. Two a segment and head that make gradients."""
     sweeps = H * -(-V // 128) * (2 * -(-K // 128) if backward else 1)
+    if plan["swept_gradients"]:
+        sweeps = 2 * H
     return B * plan["segments"] * sweeps / (2 if max(K, V) <= 64 else 1)
 
 
@@ -275,10 +319,10 @@ def test_cuda_segments_of_long_sequences(B, H, K, V, T, processors, backward):
 
 @by_pass
 def test_cuda_segments_cost_launches_and_a_state_each(backward):
-    shape = {"B": 1, "T": 32768, "backward": backward}
+    shape = {"B": 1, "T": 32768, "V": 192, "backward": backward}
     cut, whole = full_plan(**shape), full_plan(**shape, batch_invariant=True)
     assert cut["launches"] == whole["launches"] + 3 - backward
-    states = 4 * cut["segments"] * 128 * 256 * 4 * (1 + backward)
+    states = 4 * cut["segments"] * 128 * 192 * 4 * (1 + backward)
     decays = 4 * cut["segments"] * 128 * 4
     operands = 0 if backward else operand_bytes(4 * 512, 128)  # backward has them anyway
     assert cut["workspace_bytes"] == whole["workspace_bytes"] + states + decays + operands

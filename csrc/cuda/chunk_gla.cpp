@@ -103,7 +103,7 @@ void run_backward(const Call& call, const Plan& plan, bool saved) {
       call.launch(saved ? state_grads : states_and_state_grads);
     }
     call.launch(sm90::exact_gradients);
-    call.launch(sm90::gradients);
+    call.launch(plan.swept_gradients ? sm90::gradient_sweep : sm90::gradients);
     return;
   }
   prepare_gates(call);

@@ -108,6 +108,9 @@ struct Problem {
   // where forward is not paired.
   int32_t cluster_pieces = 0;
 
+  // Fused path, backward: dS stays on chip.
+  bool swept_gradients = false;
+
   // Fused path: [B, slots, H] of operand_bytes(K), or absent.
   unsigned char* operands = nullptr;
 

@@ -25,11 +25,15 @@ int64_t tier_bytes(const ChunkGrid& grid, int64_t H) {
 // themselves too few, or packed ones of which a long one would be left over.
 void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   constexpr int64_t kMinChunks = 4;  // a segment's start costs as much as about two chunks
+  plan.segments = plan.segment_chunks = plan.segment_states = 0;
   if (in.batch_invariant || grid.N * in.H == 0) return;
-  // Of one sequence; backward has two at a time, or one, of 128 key channels each.
+  // Of one sequence; backward has two at a time, or one, of 128 key channels each. A sweep that
+  // makes all gradients takes two blocks.
   const int64_t blocks = in.H * ceil_div(in.V, kFusedValues);
   const int64_t each_way = 2 - in.save_states;
-  const int64_t sweeps = in.backward ? each_way * blocks * ceil_div(in.K, kOperandKeys) : blocks;
+  const int64_t sweeps = plan.swept_gradients ? 2 * in.H
+                         : in.backward        ? each_way * blocks * ceil_div(in.K, kOperandKeys)
+                                              : blocks;
   const int64_t longest = ceil_div(in.T, kChunk);
   // Sweeps at a time: small heads come two a block.
   const int64_t places =
@@ -61,6 +65,28 @@ void add_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   if (states) w.segment_states = add(w, segment_heads * in.K * in.V * kFloatBytes);
   if (in.backward) w.segment_state_grads = add(w, segment_heads * in.K * in.V * kFloatBytes);
   plan.launches += 2;
+}
+
+// Gradients in a sweep with dS on chip, by a cluster of two blocks a head, or a kernel over chunks
+// that reads it from memory: the sweep where its shared memory holds a head's values and is not
+// half empty, and where clusters get as many chunks as a cluster's start is small beside.
+void choose_sweep(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  constexpr int64_t kMinChunks = 32;  // of a segment
+  const bool fits = in.K > kTierBlock && in.K <= kOperandKeys && in.V <= 2 * kFusedValues &&
+                    ceil_div(in.V, kTierBlock) % 2 == 0;
+  plan.swept_gradients = false;
+  choose_segments(plan, in, grid);
+  if (!fits || in.packed || in.batch_invariant || grid.N * in.H == 0) return;
+  const int64_t heads = grid.N * in.H, clusters = std::max<int64_t>(1, in.processors / 2);
+  const int64_t rounds = ceil_div(heads, clusters);
+  if (plan.segments == 0) {
+    plan.swept_gradients = 4 * heads >= 3 * rounds * clusters;  // few are idle in the last round
+    return;
+  }
+  Plan swept = plan;
+  swept.swept_gradients = true;
+  choose_segments(swept, in, grid);
+  if (swept.segments > 0 && swept.segment_chunks >= kMinChunks) plan = swept;
 }
 
 // Whether the fused path has sweeps for such gates and states.
@@ -171,7 +197,7 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
   plan.launches = (in.packed ? 2 : 0) + 4;
   plan.fused_sweeps = has_sweeps(in);
   if (plan.fused_sweeps) {
-    choose_segments(plan, in, grid);
+    choose_sweep(plan, in, grid);
     add_segments(plan, in, grid);
     choose_operands(plan, in, grid);
   } else {
@@ -179,11 +205,13 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
     plan.launches += 1;
   }
   if (!in.save_states) w.S = add(w, plan.state_bytes);
-  w.dS = add(w, plan.state_bytes);
+  if (!plan.swept_gradients) w.dS = add(w, plan.state_bytes);
   // Chunks outside tier 1 alone use these.
   w.A = add(w, scores);
   add_intra(w, in, keys);
-  plan.state_bytes *= 2;
+  if (!plan.swept_gradients) plan.state_bytes *= 2;
+  // Saved states leave no sweep but the gradients'.
+  if (plan.swept_gradients && in.save_states) plan.launches -= 1;
 }
 
 }  // namespace

@@ -51,7 +51,8 @@ struct Plan {
   Path path = Path::kSteps;
   bool fused_sweeps = false;  // of the fused path: states come from its sweeps, not from the steps'
   bool linear = false;        // and these go over operands in memory, which are made first
-  int64_t cluster_pieces = 0;  // of the paired forward, as in Problem
+  bool swept_gradients = false;  // dS stays on chip, in a sweep that makes all gradients
+  int64_t cluster_pieces = 0;    // of the paired forward, as in Problem
   Workspace workspace;
   int64_t segments = 0, segment_chunks = 0, segment_states = 0;  // as in ChunkGrid
   int64_t state_bytes = 0;  // of S and, in backward, dS: in the workspace, or S as it is saved

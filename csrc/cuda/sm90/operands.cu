@@ -124,7 +124,7 @@ void launch_operands(const Problem& p, cudaStream_t stream) {
   if (blocks == 0) return;
   shared.allow();
   launch_dependent(operands_kernel<Gate>, blocks, kThreadsOfBlock, sizeof(Shared), stream, p,
-                   p.o.data != nullptr);
+                   p.o.data != nullptr || p.swept_gradients);
 }
 
 }  // namespace

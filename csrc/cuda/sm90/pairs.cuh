@@ -37,6 +37,11 @@ __device__ __forceinline__ float2 pair_at(const float* row, int channel) {
   return *reinterpret_cast<const float2*>(row + channel);
 }
 
+// Of an fp32 tile: pairs of eight rows lie in different banks.
+__device__ __forceinline__ int swizzled_float(int row, int column) {
+  return row * kTile + (column ^ ((row & 3) << 3));
+}
+
 // Exponents of a channel's operands: q^ = q 2^(b - from), k^ = k 2^(to - b).
 struct References {
   float from, to;

@@ -16,16 +16,17 @@ struct Place {
         t(thread % 4) {}
 };
 
-// d += A B over 64 summed elements.
+// d = A B over 64 summed elements, added to what is there if `add`.
 template <Contiguous kA, Contiguous kB, int kN>
-__device__ __forceinline__ void multiply(float (&d)[kN], uint32_t a_address, uint32_t b_address) {
+__device__ __forceinline__ void multiply(float (&d)[kN], uint32_t a_address, uint32_t b_address,
+                                         bool add = true) {
   const uint64_t a = descriptor(a_address, 0), b = descriptor(b_address, 0);
   // Bytes from 16 of them to the next.
   constexpr int kStepA = kA == Contiguous::kSummed ? 32 : 16 * 128;
   constexpr int kStepB = kB == Contiguous::kSummed ? 32 : 16 * 128;
 #pragma unroll
   for (int i = 0; i < kTile / 16; ++i)
-    product<kA, kB>(d, a + i * (kStepA >> 4), b + i * (kStepB >> 4));
+    product<kA, kB>(d, a + i * (kStepA >> 4), b + i * (kStepB >> 4), add || i > 0);
 }
 
 template <int kN>
@@ -56,6 +57,17 @@ __device__ __forceinline__ void store_scores(unsigned char* tile, float (&d)[kN]
     d[i] = column + i % 2 <= row ? d[i] : 0.f;
   }
   store_columns(tile, d);
+}
+
+// Adds x of the lane kHalf rows away, and keeps the half of the columns that is this lane's.
+template <int kHalf>
+__device__ __forceinline__ void fold_rows(float (&x)[16]) {
+  const bool upper = (static_cast<int>(threadIdx.x) & 4 * kHalf) != 0;
+#pragma unroll
+  for (int i = 0; i < 2 * kHalf; ++i) {
+    const float sent = upper ? x[i] : x[i + 2 * kHalf], kept = upper ? x[i + 2 * kHalf] : x[i];
+    x[i] = kept + __shfl_xor_sync(0xffffffffu, sent, 4 * kHalf);
+  }
 }
 
 }  // namespace gla_ext::cuda::sm90

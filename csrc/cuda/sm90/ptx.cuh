@@ -52,6 +52,12 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// Arrives at `barrier` once this thread's copies so far have arrived. What they write is visible to
+// warpgroup products behind a fence of who waits.
+__device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
 // Sixteen bytes from global to shared memory, or zeros, beside other work.
 __device__ __forceinline__ void copy16(uint32_t shared, const void* p, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(p),
@@ -201,6 +207,23 @@ __device__ __forceinline__ void product(float (&d)[64], uint64_t a, uint64_t b, 
       "}"
       : GLA_16_OPERANDS(d, 0), GLA_16_OPERANDS(d, 16), GLA_16_OPERANDS(d, 32),
         GLA_16_OPERANDS(d, 48)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kA == Contiguous::kOther),
+        "n"(kB == Contiguous::kOther));
+}
+
+// Of 64 columns and 64 others, which lie behind them in B.
+template <Contiguous kA, Contiguous kB>
+__device__ __forceinline__ void product(float (&d)[32], float (&others)[32], uint64_t a, uint64_t b,
+                                        bool add = true) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred add;\n"
+      "  setp.ne.b32 add, %66, 0;\n"
+      "  wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" GLA_64_REGISTERS
+      "}, %64, %65, add, 1, 1, %67, %68;\n"
+      "}"
+      : GLA_16_OPERANDS(d, 0), GLA_16_OPERANDS(d, 16), GLA_16_OPERANDS(others, 0),
+        GLA_16_OPERANDS(others, 16)
       : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kA == Contiguous::kOther),
         "n"(kB == Contiguous::kOther));
 }

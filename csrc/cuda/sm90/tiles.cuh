@@ -29,10 +29,9 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
 // accumulators: words 2 j + e of 16 columns are rows 8 e and up of columns 8 j and up.
 class Fragments {
  public:
-  __device__ __forceinline__ Fragments() {
-    const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
-    offset_ = swizzled(thread / 32 * 16 + lane % 16, lane / 16);
-  }
+  __device__ __forceinline__ Fragments() : Fragments(static_cast<int>(threadIdx.x)) {}
+  __device__ __forceinline__ explicit Fragments(int thread)
+      : offset_(swizzled(thread % kGroupThreads / 32 * 16 + thread % 16, thread % 32 / 16)) {}
   // Columns [16 i, 16 i + 16) of the tile at `shared`.
   __device__ __forceinline__ void load(uint32_t (&words)[4], uint32_t shared, int i) const {
     ldmatrix(words, shared + (offset_ ^ i << 5));

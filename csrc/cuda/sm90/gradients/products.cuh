@@ -114,17 +114,6 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shar
   if (thread_index() % 2 == 0) s.sums().states[channel] = sum;
 }
 
-// Adds x of the lane kHalf rows away, and keeps the half of the columns that is this lane's.
-template <int kHalf>
-__device__ __forceinline__ void fold_rows(float (&x)[16]) {
-  const bool upper = (static_cast<int>(threadIdx.x) & 4 * kHalf) != 0;
-#pragma unroll
-  for (int i = 0; i < 2 * kHalf; ++i) {
-    const float sent = upper ? x[i] : x[i + 2 * kHalf], kept = upper ? x[i + 2 * kHalf] : x[i];
-    x[i] = kept + __shfl_xor_sync(0xffffffffu, sent, 4 * kHalf);
-  }
-}
-
 // Brings both accumulators to the scale of the products inside the chunk.
 __device__ __forceinline__ void scale_inter(Accumulators<1>& acc, const Shared<1>& s, bool exact) {
   const Place at;

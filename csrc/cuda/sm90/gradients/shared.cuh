@@ -99,9 +99,4 @@ struct Shared {
   }
 };
 
-// Of an fp32 tile: pairs of eight rows lie in different banks.
-__device__ __forceinline__ int swizzled_float(int row, int column) {
-  return row * kTile + (column ^ ((row & 3) << 3));
-}
-
 }  // namespace gla_ext::cuda::sm90

@@ -1,0 +1,188 @@
+// What the parts of gradient_sweep.cu share: a block's shared memory, and its barriers.
+#pragma once
+
+#include "../cluster.cuh"
+#include "../operands.cuh"
+#include "../pairs.cuh"
+#include "../products.cuh"
+#include "../states/sweeps.cuh"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+constexpr int kPair = 2;  // blocks of a cluster
+// Warpgroups of a block. Two consumers take the chunks in turn.
+enum Role { kProducer, kState, kConsumer, kRoles = kConsumer + 2 };
+constexpr int kConsumers = kRoles - kConsumer;
+constexpr int kWarp = 32;  // threads
+constexpr int kSweepThreads = kRoles * kGroupThreads;
+constexpr int kSliceStages = 3, kChunkStages = kConsumers;
+constexpr int kGroupWarps = kGroupThreads / kWarp;
+
+// 64 values of a chunk.
+struct Slice {
+  unsigned char S[kTileBytes];    // [64 of K][64 values]
+  unsigned char v[kTileBytes];    // [token][64 values], behind S: one operand of 128 rows
+  unsigned char d_o[kTileBytes];  // [token][64 values]
+  unsigned char dS[kTileBytes];   // [64 of K][64 values], by the warpgroup of the state
+};
+
+// What of a chunk no value is part of.
+struct alignas(1024) ChunkOperands {
+  unsigned char q[kTileBytes];             // q^ [token][64 of K]
+  float factors[kFactors][kPair][kTile];   // of either block's channels
+  unsigned char k[kKeyTiles][kTileBytes];  // k^ [token][K]
+  unsigned char A[kTileBytes];             // [token][token]
+  int exact;
+
+  // rowsum(S dS'), in place of factors that nobody reads.
+  __device__ __forceinline__ float* states(int rank) { return factors[kSum][rank]; }
+};
+constexpr int kScoreBytes = kTileBytes + 16;  // A and `exact`, as they lie in Operands
+
+// What a consumer has for itself.
+struct Own {
+  float terms[kTile * kTile];  // [token][64 of K]: exponents of dq and dk, then what dg sums
+  float gates[kParts][kTile], dg[kParts][kTile];  // sums of a part of the tokens
+  float inter[kParts][kTile];                     // of what dS~ owes to k
+};
+
+struct Shared {
+  Slice slices[kSliceStages];
+  ChunkOperands chunks[kChunkStages];
+  // The other block's dS~ of values whose dv is this one's, then dv on its way out.
+  unsigned char received[kPair][kTileBytes];
+  Own own[kConsumers];
+  // A slice's rows are there; its dS~ is; it is read, here and where its dS~ was sent to.
+  uint64_t full[kSliceStages], ready[kSliceStages], empty[kSliceStages];
+  uint64_t chunk_full[kChunkStages], states_full[kChunkStages], chunk_empty[kChunkStages];
+  uint64_t received_full[kPair];
+  uint64_t turn[kConsumers];  // the other consumer has left its slices
+  Segment segment;
+};
+
+// The stage and the parity of number 0, 1, ... of a ring.
+template <int kStages>
+struct Turn {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next() {
+    asm volatile("" : "+r"(stage), "+r"(parity));  // not made ahead, which would take registers
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  template <int kTurns>
+  __device__ __forceinline__ void skip() {
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) next();
+  }
+};
+
+// Where dS~ of slice j of the i-th chunk arrives, if its dv is the receiver's: one of every two.
+template <int kSlices>
+__device__ __forceinline__ int received_slot(int i, int j) {
+  return (i * (kSlices / kPair) + j / kPair) % kPair;
+}
+template <int kSlices>
+__device__ __forceinline__ uint32_t received_parity(int i) {
+  return i * (kSlices / kPair) / kPair & 1;
+}
+
+// Makes the barriers and finds segment number `index`, by one thread.
+__device__ __forceinline__ void start(Shared& s, const Problem& p, int64_t index) {
+  s.segment = find_segment(p, index);
+  for (int i = 0; i < kSliceStages; ++i) {
+    init_barrier(&s.full[i], kGroupThreads);
+    init_barrier(&s.ready[i], kGroupWarps);
+    // Also by the warps for which dS~ was sent, or for which it was not.
+    init_barrier(&s.empty[i], 3 * kGroupWarps);
+  }
+  for (int i = 0; i < kChunkStages; ++i) {
+    init_barrier(&s.chunk_full[i], 3);  // copies
+    init_barrier(&s.states_full[i], kGroupWarps);
+    init_barrier(&s.chunk_empty[i], 2 * kGroupWarps);
+  }
+  for (int i = 0; i < kPair; ++i) init_barrier(&s.received_full[i], 1);
+  for (int i = 0; i < kConsumers; ++i) init_barrier(&s.turn[i], kGroupWarps);
+  fence_barriers();
+  fence_for_products();  // and bulk copies
+}
+
+// A barrier of a warpgroup.
+__device__ __forceinline__ void role_barrier(int role) {
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + role), "n"(kGroupThreads) : "memory");
+}
+// A warp's arrival.
+__device__ __forceinline__ void arrive_as_warp(uint64_t* barrier) {
+  __syncwarp();
+  if (threadIdx.x % kWarp == 0) arrive(barrier);
+}
+
+// The i-th chunk of the sweep, from the last.
+__device__ __forceinline__ int chunk_of(const Segment& segment, int i) {
+  return segment.chunks - 1 - i;
+}
+
+// Asks for the operands of the i-th chunk of a sweep, once its stage is free. By a warp.
+__device__ __forceinline__ void load_operands(Shared& s, const Problem& p, int i, int rank) {
+  if (i >= s.segment.chunks) return;
+  const int stage = i % kChunkStages;
+  if (i >= kChunkStages) wait(&s.chunk_empty[stage], (i / kChunkStages - 1) & 1);
+  if (threadIdx.x % kWarp != 0) return;
+  const unsigned char* operands = operands_at(p, s.segment.chunk_head(p, chunk_of(s.segment, i)));
+  ChunkOperands& to = s.chunks[stage];
+  uint64_t* full = &s.chunk_full[stage];
+  bulk_copy(to.q, operands + rank * kTileBytes, kTileBytes, full);
+  bulk_copy(to.factors, operands + offsetof(OperandGroup, factors),
+            kFactorBytes + kKeyTiles * kTileBytes, full);
+  bulk_copy(to.A, operands + sizeof(OperandGroup), kScoreBytes, full);
+}
+
+// A place in the accumulators of a warpgroup: rows `row` and the eighth behind it, columns 2 t and
+// up of every eight.
+struct Lane {
+  int row, t;
+  __device__ __forceinline__ Lane() : Lane(thread_index()) {}
+  __device__ __forceinline__ explicit Lane(int thread)
+      : row(thread % kGroupThreads / 32 * 16 + thread % 32 / 4), t(thread % 4) {}
+};
+
+// A tile of bf16 from accumulators.
+__device__ __forceinline__ void store_tile(unsigned char* tile, const float (&d)[32]) {
+  const Fragments fragments(thread_index());
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t words[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) words[e] = pack(d[8 * i + 2 * e], d[8 * i + 2 * e + 1]);
+    fragments.store(shared_address(tile), i, words);
+  }
+}
+
+// From a tile to a chunk's rows of an output, from column `first` on; read() in between, when the
+// tile is read and nothing is on its way to memory, for which fences wait. By a warpgroup.
+template <class Read>
+__device__ __forceinline__ void write_tile(const Rows& r, const Segment& segment, int chunk,
+                                           int first, int columns, const unsigned char* tile,
+                                           Read&& read) {
+  constexpr int kPieces = 8, kRowsEach = kGroupThreads / kPieces;  // of 16 bytes, a row
+  const int thread = thread_index() % kGroupThreads;
+  const int row = thread / kPieces, piece = thread % kPieces, column = first + 8 * piece;
+  const unsigned char* from = tile + swizzled(row, piece);
+  uint4 words[kTile / kRowsEach];
+#pragma unroll
+  for (int j = 0; j < kTile / kRowsEach; ++j)
+    words[j] = *reinterpret_cast<const uint4*>(from + j * kRowsEach * 128);
+  read();
+  const int rows = column < columns ? segment.length_of(chunk) - row : 0;
+  bf16* to = rows_at<bf16>(r, segment.row, segment.token_of(chunk), segment.head) +
+             token_offset(r, row) + column;
+#pragma unroll
+  for (int j = 0; j < kTile / kRowsEach; ++j, to += token_offset(r, kRowsEach))
+    if (j * kRowsEach < rows) *reinterpret_cast<uint4*>(to) = words[j];
+}
+
+}  // namespace
+}  // namespace gla_ext::cuda::sm90

@@ -1,0 +1,167 @@
+// gradient_sweep.cu: what comes before the gradients: copies, and the state.
+#pragma once
+
+#include "../states/state.cuh"
+#include "shared.cuh"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+// Rows of a tensor as the producer copies them, 16 bytes a thread: `row` and every kRowsEach-th one
+// behind it.
+struct CopiedRows {
+  static constexpr int kPieces = 8, kRowsEach = kGroupThreads / kPieces;
+  const bf16* from;
+  int32_t stride;  // to the next one of this thread
+
+  __device__ __forceinline__ void copy(uint32_t to, int rows) {
+    const bf16* p = from;
+#pragma unroll
+    for (int j = 0; j < kTile; j += kRowsEach, p += stride) copy16(to + j * 128, p, j < rows);
+    from += kTile;  // the next slice
+  }
+};
+
+template <int kSlices>
+__device__ __forceinline__ void produce(Shared& s, const Problem& p, int rank) {
+  using Copied = CopiedRows;
+  const Segment& segment = s.segment;
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  const int row = thread / Copied::kPieces, column = thread % Copied::kPieces * 8;
+  Turn<kSliceStages> slice;
+#pragma unroll 1
+  for (int i = 0; i < segment.chunks; ++i) {
+    const int chunk = chunk_of(segment, i);
+    const auto rows_of = [&](const Rows& r) -> Copied {
+      return {
+          rows_at<const bf16>(r, segment.row, segment.token_of(chunk) + row, segment.head) + column,
+          token_offset(r, Copied::kRowsEach)};
+    };
+    Copied d_o = rows_of(p.d_o), v = rows_of(p.v);
+    const int64_t first_row = segment.chunk_head(p, chunk) * p.K + rank * kTile + row;
+    Copied S{static_cast<const bf16*>(p.S) + first_row * p.V + column, Copied::kRowsEach * p.V};
+    const int tokens = segment.length_of(chunk) - row, keys = p.K - rank * kTile - row;
+#pragma unroll 1
+    for (int j = 0; j < kSlices; ++j, slice.next()) {
+      if (i > 0 || j >= kSliceStages) wait(&s.empty[slice.stage], slice.parity ^ 1);
+      const Slice& to = s.slices[slice.stage];
+      const bool inside = j * kTile + column < p.V;
+      const uint32_t offset = swizzled(row, column / 8);
+      S.copy(shared_address(to.S) + offset, inside ? keys : 0);
+      d_o.copy(shared_address(to.d_o) + offset, inside ? tokens : 0);
+      v.copy(shared_address(to.v) + offset, inside ? tokens : 0);
+      arrive_after_copies(&s.full[slice.stage]);
+    }
+  }
+}
+
+// dS~ in registers: to bf16 in each slice, here and where its dv is made, then on to the chunk
+// before.
+template <int kSlices>
+__device__ __forceinline__ void sweep_state(Shared& s, const Problem& p, int rank) {
+  using F = Fields<Sweep::kStateGrads>;
+  constexpr auto kOther = Contiguous::kOther;
+  const Segment& segment = s.segment;
+  const int first_k = rank * kTile;
+  float x[kSlices][32];
+#pragma unroll
+  for (int j = 0; j < kSlices; ++j) {
+    State<kTile> state(j, first_k, 0);
+    state.clear();
+    load_entering<Sweep::kStateGrads>(state, p, segment);
+#pragma unroll
+    for (int e = 0; e < 32; ++e) x[j][e] = state.x[e];
+  }
+  const auto scale = [](float (&d)[32], const float (&by)[2]) {
+#pragma unroll
+    for (int e = 0; e < 32; ++e) d[e] *= by[e / 2 % 2];
+  };
+  const Fragments fragments;
+  float out[2] = {1.f, 1.f};  // what dS~ is still to be multiplied by as it leaves a chunk
+  Turn<kSliceStages> slice;
+  Turn<kChunkStages> turn;
+  for (int i = 0; i < segment.chunks; ++i, turn.next()) {
+    ChunkOperands& chunk = s.chunks[turn.stage];
+    wait(&s.chunk_full[turn.stage], turn.parity);
+    const auto& factors = chunk.factors;
+    const Lane lane;
+    const int row = lane.row;  // and the eighth behind it
+    const float enter[2] = {factors[kEnter][rank][row], factors[kEnter][rank][row + 8]};
+    const auto middle = [&](int e)->volatile const float& {
+      return factors[kMiddle][rank][row + 8 * e];
+    };
+    const float in[2] = {factors[kLeave][rank][row] * out[0],
+                         factors[kLeave][rank][row + 8] * out[1]};
+    const bool exact = __any_sync(0xffffffffu, middle(0) != 1.f || middle(1) != 1.f);
+    out[0] = enter[0], out[1] = enter[1];
+    float sums[2] = {0.f, 0.f};  // of S dS~
+    const uint32_t q = shared_address(chunk.q);
+#pragma unroll
+    for (int j = 0; j < kSlices; ++j) {
+      Slice& values = s.slices[slice.stage];
+      // While its rows are on their way.
+      if (i > 0 || j >= kSliceStages) wait(&s.empty[slice.stage], slice.parity ^ 1);
+      scale(x[j], in);
+      store_tile(values.dS, x[j]);
+      fence_for_products();  // and the bulk copy
+      arrive_as_warp(&s.ready[slice.stage]);
+      if (j % kPair != rank) {
+        role_barrier(kState);  // dS~ is written
+        if (thread_index() % kGroupThreads == 0) {
+          const int slot = received_slot<kSlices>(i, j);
+          const uint32_t full = address_in(&s.received_full[slot], 1 - rank);
+          arrive_and_expect(full, kTileBytes);
+          bulk_send(address_in(s.received[slot], 1 - rank), values.dS, kTileBytes, full);
+        }
+      }
+      wait(&s.full[slice.stage], slice.parity);
+      uint32_t S[2][4];
+      fragments.load(S[0], shared_address(values.S), 0);
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        if (t < 3) fragments.load(S[(t + 1) % 2], shared_address(values.S), t + 1);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float2 pair = unpack(S[t % 2][e]);
+          const int at = 8 * t + 2 * e;
+          sums[e % 2] = fmaf(pair.x, x[j][at], fmaf(pair.y, x[j][at + 1], sums[e % 2]));
+        }
+        asm volatile("" : "+f"(sums[0]), "+f"(sums[1]));  // not later, which would take registers
+      }
+      fence_for_products();  // the copies
+      if (exact) scale(x[j], {middle(0), middle(1)});
+      const uint32_t d_o = shared_address(values.d_o);
+      begin_products();
+#pragma unroll
+      for (int t = 0; t < 4; ++t)
+        product<kOther, kOther>(x[j], descriptor(q + 2048 * t, 0), descriptor(d_o + 2048 * t, 0));
+      commit_products();
+      wait_for_products<0>();
+      arrive_as_warp(&s.empty[slice.stage]);
+      slice.next();
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      sums[e] += __shfl_xor_sync(0xffffffffu, sums[e], 1);
+      sums[e] += __shfl_xor_sync(0xffffffffu, sums[e], 2);
+      if (p.saved_states) sums[e] *= enter[e];
+      if (lane.t == 0) chunk.states(rank)[row + 8 * e] = sums[e];
+    }
+    fence_for_products();  // before the next chunk's bulk copies
+    arrive_as_warp(&s.states_full[turn.stage]);
+    arrive_as_warp(&s.chunk_empty[turn.stage]);
+  }
+  if (!F::ends(segment) || p.dh0 == nullptr) return;
+  const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
+#pragma unroll
+  for (int j = 0; j < kSlices; ++j) {
+    scale(x[j], out);
+    State<kTile> state(j, first_k, 0);
+#pragma unroll
+    for (int e = 0; e < 32; ++e) state.x[e] = x[j][e];
+    state.store(p, p.dh0 + (segment.n * p.H + segment.head) * matrix, p.state_v_first);
+  }
+}
+
+}  // namespace
+}  // namespace gla_ext::cuda::sm90
