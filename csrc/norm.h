@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "rows.h"
+
 namespace gla_ext {
 
 // Of the gate that a norm is multiplied by.
@@ -11,11 +13,5 @@ enum class Activation : uint8_t { kRelu, kSigmoid, kLogSigmoid, kSwish, kSquared
 // GELU's tanh form is x sigmoid(kGeluSlope x (1 + kGeluCube x^2)) (arXiv 1606.08415).
 constexpr double kGeluSlope = 1.5957691216057308;  // 2 sqrt(2 / pi)
 constexpr double kGeluCube = 0.044715;
-
-// Row r of a tensor [..., V], r over all leading dimensions, starts at element
-// r / inner_rows * outer + r % inner_rows * inner.
-struct RowStrides {
-  int64_t outer = 0, inner = 0;
-};
 
 }  // namespace gla_ext

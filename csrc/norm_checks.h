@@ -1,8 +1,7 @@
-// The input contract of the norm, once, for every backend and for tracing; and its tensors as rows.
+// The input contract of the norm, once, for every backend and for tracing.
 #pragma once
 
 #include <string_view>
-#include <vector>
 
 #include "checks.h"
 #include "norm.h"
@@ -21,14 +20,5 @@ NormCall check_rms_norm_gate_fwd(const at::Tensor& x, const OptionalTensor& weig
 NormCall check_rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
                                  const OptionalTensor& weight, const OptionalTensor& gate,
                                  const at::Tensor& rstd, std::string_view activation);
-
-// Tensors of one shape [..., V] as rows of V contiguous elements, for backends. Those that two
-// strides do not describe are copied.
-struct RowLayout {
-  int64_t rows = 0, inner_rows = 1, width = 1;
-  std::vector<at::Tensor> tensors;
-  std::vector<RowStrides> strides;
-};
-RowLayout lay_out_rows(std::vector<at::Tensor> tensors);
 
 }  // namespace gla_ext

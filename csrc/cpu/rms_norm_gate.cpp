@@ -7,6 +7,7 @@
 
 #include "../norm_checks.h"
 #include "../ops.h"
+#include "../row_layout.h"
 #include "problem.h"
 
 namespace gla_ext::cpu {

@@ -8,6 +8,7 @@
 
 #include "../norm_checks.h"
 #include "../ops.h"
+#include "../row_layout.h"
 #include "norm/norm.h"
 #include "tensors.h"
 
@@ -47,9 +48,7 @@ class NormLaunch {
   Norm p;
 
   // Tensor i of the layout.
-  NormRows input(size_t i) const {
-    return {layout_.tensors[i].const_data_ptr(), layout_.strides[i]};
-  }
+  StridedRows input(size_t i) const { return layout_.input(i); }
   bool is_empty() const { return p.rows == 0; }
 
   void forward() const {

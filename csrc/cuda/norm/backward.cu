@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
     for (int r = 0; r < L::kAtOnce; ++r) {
       const int64_t row = first + r * L::kGroups + L::group();
       valid[r] = row < p.rows ? width - L::column() : 0;
-      const auto load = [&](const NormRows& rows) {
+      const auto load = [&](const StridedRows& rows) {
         return load8<L::kAccess>(cursor[r].template in<T>(rows) + L::column(), valid[r]);
       };
       x[r] = load(p.x);
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
     float sum = 0.f;
     // u of eight columns; in the first pass with dgate and dw.
     const auto pass = [&](int64_t c, Eight<T>& x, float (&u)[8], bool is_first) {
-      const auto load = [&](const NormRows& rows) {
+      const auto load = [&](const StridedRows& rows) {
         return load8<kAccess>(cursor.template in<T>(rows) + c, valid(c));
       };
       Eight<T> gate;

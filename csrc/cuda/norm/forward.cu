@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
 #pragma unroll
     for (int r = 0; r < L::kAtOnce; ++r) {
       valid[r] = first + r * L::kGroups + L::group() < p.rows ? width - L::column() : 0;
-      const auto load = [&](const NormRows& rows) {
+      const auto load = [&](const StridedRows& rows) {
         return load8<L::kAccess>(cursor[r].template in<T>(rows) + L::column(), valid[r]);
       };
       x[r] = load(p.x);

@@ -8,12 +8,6 @@
 
 namespace gla_ext::cuda {
 
-// One tensor [rows, V] whose last dimension is contiguous.
-struct NormRows {
-  const void* data = nullptr;
-  RowStrides strides;
-};
-
 // Absent tensors are null.
 struct Norm {
   int64_t rows = 0, inner_rows = 1, width = 0;  // width is V
@@ -25,7 +19,7 @@ struct Norm {
   float per_width = 0;  // 1 / V
   float eps = 0;
 
-  NormRows x, gate, dy;                                // inputs
+  StridedRows x, gate, dy;                             // inputs
   void *y = nullptr, *dx = nullptr, *dgate = nullptr;  // outputs [rows, V], contiguous
   const void* weight = nullptr;                        // [V]
   float* rstd = nullptr;                               // [rows]

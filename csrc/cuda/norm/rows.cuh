@@ -28,7 +28,7 @@ class RowCursor {
     }
   }
   template <class T>
-  __device__ __forceinline__ const T* in(const NormRows& rows) const {
+  __device__ __forceinline__ const T* in(const StridedRows& rows) const {
     return static_cast<const T*>(rows.data) + outer_ * rows.strides.outer +
            inner_ * rows.strides.inner;
   }
