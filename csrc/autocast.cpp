@@ -1,4 +1,5 @@
-// Autocast casts q, k and v; gates and states keep their dtype.
+// Autocast casts q, k and v, whose gates and states keep their dtype, and all that a linear map of
+// SwiGLU takes.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -12,6 +13,9 @@ template <c10::DeviceType device>
 class Cast {
  public:
   at::Tensor operator()(const at::Tensor& t) const {
+    return at::autocast::cached_cast(dtype_, t, device);
+  }
+  std::optional<at::Tensor> operator()(const std::optional<at::Tensor>& t) const {
     return at::autocast::cached_cast(dtype_, t, device);
   }
 
@@ -75,12 +79,20 @@ void recurrent_gla_commit_autocast(const at::Tensor& k, const at::Tensor& v, con
 }
 
 template <c10::DeviceType device>
+at::Tensor swiglu_linear_autocast(const at::Tensor& gate, const at::Tensor& up,
+                                  const at::Tensor& weight, const Optional& bias) {
+  const Cast<device> cast;
+  return swiglu_linear(cast(gate), cast(up), cast(weight), cast(bias));
+}
+
+template <c10::DeviceType device>
 void register_all(torch::Library& m) {
   m.impl("chunk_gla_fwd", chunk_gla_fwd_autocast<device>);
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_autocast<device>);
   m.impl("recurrent_gla_step_", recurrent_gla_step_autocast<device>);
   m.impl("recurrent_gla_verify", recurrent_gla_verify_autocast<device>);
   m.impl("recurrent_gla_commit_", recurrent_gla_commit_autocast<device>);
+  m.impl("swiglu_linear", swiglu_linear_autocast<device>);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "ops.h"
 #include "recurrent_checks.h"
 #include "step_checks.h"
+#include "swiglu_checks.h"
 
 namespace gla_ext {
 namespace {
@@ -210,6 +211,17 @@ NormBackwardOutputs rms_norm_gate_bwd_meta(const at::Tensor& dy, const at::Tenso
           given(gate) ? fresh(*gate) : empty({0}, x, call.accumulate)};
 }
 
+at::Tensor swiglu_fwd_meta(const at::Tensor& gate, const at::Tensor& up) {
+  check_swiglu_fwd(gate, up);
+  return fresh(gate);
+}
+
+SwigluBackwardOutputs swiglu_bwd_meta(const at::Tensor& dy, const at::Tensor& gate,
+                                      const at::Tensor& up, bool product) {
+  check_swiglu_bwd(dy, gate, up);
+  return {fresh(gate), fresh(gate), product ? fresh(gate) : empty({0}, gate, gate.scalar_type())};
+}
+
 ConvolutionForwardOutputs short_convolution_fwd_meta(const at::Tensor& x, const at::Tensor& weight,
                                                      const OptionalTensor& bias,
                                                      const OptionalTensor& cache,
@@ -243,6 +255,8 @@ TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("recurrent_gla_commit_", recurrent_gla_commit_meta);
   m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_meta);
   m.impl("rms_norm_gate_bwd", rms_norm_gate_bwd_meta);
+  m.impl("swiglu_fwd", swiglu_fwd_meta);
+  m.impl("swiglu_bwd", swiglu_bwd_meta);
   m.impl("short_convolution_fwd", short_convolution_fwd_meta);
   m.impl("short_convolution_bwd", short_convolution_bwd_meta);
   m.impl("_gate_cumsum", gate_cumsum_meta);

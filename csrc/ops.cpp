@@ -55,6 +55,13 @@ TORCH_LIBRARY(gla_ext, m) {
       "activation) -> (Tensor dx, Tensor dweight, Tensor dgate)",
       tags);
 
+  m.def("swiglu_fwd(Tensor gate, Tensor up) -> Tensor", tags);
+  m.def(
+      "swiglu_bwd(Tensor dy, Tensor gate, Tensor up, bool product) -> (Tensor dgate, Tensor dup, "
+      "Tensor y)",
+      tags);
+  m.def("swiglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias) -> Tensor", tags);
+
   m.def(
       "short_convolution_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? cache, Tensor? "
       "cu_seqlens, bool output_state) -> (Tensor y, Tensor state)",
@@ -213,6 +220,29 @@ NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
                              .findSchemaOrThrow("gla_ext::rms_norm_gate_bwd", "")
                              .typed<decltype(rms_norm_gate_bwd)>();
   return op.call(dy, x, weight, gate, rstd, activation);
+}
+
+at::Tensor swiglu_fwd(const at::Tensor& gate, const at::Tensor& up) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::swiglu_fwd", "")
+                             .typed<decltype(swiglu_fwd)>();
+  return op.call(gate, up);
+}
+
+SwigluBackwardOutputs swiglu_bwd(const at::Tensor& dy, const at::Tensor& gate, const at::Tensor& up,
+                                 bool product) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::swiglu_bwd", "")
+                             .typed<decltype(swiglu_bwd)>();
+  return op.call(dy, gate, up, product);
+}
+
+at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
+                         const std::optional<at::Tensor>& bias) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::swiglu_linear", "")
+                             .typed<decltype(swiglu_linear)>();
+  return op.call(gate, up, weight, bias);
 }
 
 ConvolutionForwardOutputs short_convolution_fwd(const at::Tensor& x, const at::Tensor& weight,

@@ -110,6 +110,20 @@ NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
                                       const std::optional<at::Tensor>& gate, const at::Tensor& rstd,
                                       std::string_view activation);
 
+// SwiGLU (arXiv 2002.05202) of tensors of one shape [..., D], rounded once: y = silu(gate) up. The
+// product of backward is y again, 0 elements unless asked for.
+using SwigluBackwardOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dgate, dup, y
+
+at::Tensor swiglu_fwd(const at::Tensor& gate, const at::Tensor& up);
+
+SwigluBackwardOutputs swiglu_bwd(const at::Tensor& dy, const at::Tensor& gate, const at::Tensor& up,
+                                 bool product);
+
+// linear(silu(gate) up, weight, bias) with weight [N, D] and bias [N], which saves gate, up and
+// weight for backward, and no product.
+at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
+                         const std::optional<at::Tensor>& bias = {});
+
 // A causal convolution of every channel over the last W tokens, then SiLU, rounded once:
 // y_t = silu(bias + sum_s weight_{W-1-s} x_{t-s}).
 //

@@ -52,4 +52,14 @@ RowLayout lay_out_rows(std::vector<at::Tensor> tensors) {
   return layout;
 }
 
+RowLayout lay_out_elements(std::vector<at::Tensor> tensors) {
+  RowLayout layout = lay_out_rows(std::move(tensors));
+  for (const at::Tensor& t : layout.tensors)
+    if (!t.is_contiguous()) return layout;
+  layout.width *= layout.rows;
+  layout.rows = layout.inner_rows = 1;
+  for (RowStrides& strides : layout.strides) strides = {};
+  return layout;
+}
+
 }  // namespace gla_ext

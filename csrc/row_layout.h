@@ -21,4 +21,7 @@ struct RowLayout {
 };
 RowLayout lay_out_rows(std::vector<at::Tensor> tensors);
 
+// The same for what does not look at rows: contiguous tensors are one row. None may be empty.
+RowLayout lay_out_elements(std::vector<at::Tensor> tensors);
+
 }  // namespace gla_ext

@@ -31,9 +31,9 @@ void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack*) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
-  for (const char* op :
-       {"chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_fwd", "recurrent_gla_bwd",
-        "rms_norm_gate_fwd", "rms_norm_gate_bwd", "short_convolution_fwd", "short_convolution_bwd"})
+  for (const char* op : {"chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_fwd", "recurrent_gla_bwd",
+                         "rms_norm_gate_fwd", "rms_norm_gate_bwd", "swiglu_fwd", "swiglu_bwd",
+                         "short_convolution_fwd", "short_convolution_bwd"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kPoolOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());

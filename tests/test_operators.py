@@ -35,6 +35,10 @@ SCHEMAS = {
     "(Tensor y, Tensor rstd)",
     "rms_norm_gate_bwd": "(Tensor dy, Tensor x, Tensor? weight, Tensor? gate, Tensor rstd, "
     "str activation) -> (Tensor dx, Tensor dweight, Tensor dgate)",
+    "swiglu_fwd": "(Tensor gate, Tensor up) -> Tensor",
+    "swiglu_bwd": "(Tensor dy, Tensor gate, Tensor up, bool product) -> "
+    "(Tensor dgate, Tensor dup, Tensor y)",
+    "swiglu_linear": "(Tensor gate, Tensor up, Tensor weight, Tensor? bias) -> Tensor",
     "short_convolution_fwd": "(Tensor x, Tensor weight, Tensor? bias, Tensor? cache, "
     "Tensor? cu_seqlens, bool output_state) -> (Tensor y, Tensor state)",
     "short_convolution_bwd": "(Tensor dy, Tensor? dstate, Tensor x, Tensor weight, Tensor? bias, "
@@ -81,6 +85,8 @@ def test_schemas_are_frozen():
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_dispatch_keys_and_tag(name):
     keys = ["CPU", "Meta", "Autograd"] + ["CUDA"] * (_C.build_info()["cuda"] is not None)
+    if name == "swiglu_linear":  # of other operators, on every device
+        keys = ["CompositeExplicitAutograd", "Autograd"]
     for key in keys:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"gla_ext::{name}", key), key
     assert torch.Tag.pt2_compliant_tag in overload(name).tags
@@ -88,8 +94,10 @@ def test_dispatch_keys_and_tag(name):
 
 @pytest.mark.parametrize("key", ["AutocastCPU", "AutocastCUDA"])
 def test_autocast_key(key):
-    """Norm and convolution keep the dtype that their input comes in, as they compute in fp32."""
-    without = ("_", "rms_norm", "short_convolution")
+    """Norm, convolution and SwiGLU keep the dtype that their input comes in, as they compute in
+    fp32; SwiGLU's linear map is cast.
+    """
+    without = ("_", "rms_norm", "short_convolution", "swiglu_fwd")
     for name in SCHEMAS:
         expected = not name.startswith(without) and not name.endswith("_bwd")
         has = torch._C._dispatch_has_kernel_for_dispatch_key(f"gla_ext::{name}", key)

@@ -9,6 +9,7 @@
 #include "convolution.h"
 #include "norm.h"
 #include "params.h"
+#include "swiglu.h"
 
 namespace gla_ext::cpu {
 
@@ -53,6 +54,12 @@ struct Kernels {
   int64_t (*norm_workspace)(int64_t V);
   NormTask norm_forward;   // x weight gate -> y rstd
   NormTask norm_backward;  // dy x weight gate rstd -> dx dgate dweight_parts
+
+  // SwiGLU, on a workspace of its own: a task is some pieces of rows.
+  using SwigluTask = void (*)(const Swiglu&, T* workspace, int64_t task);
+  int64_t (*swiglu_workspace)();
+  SwigluTask swiglu_forward;   // gate up -> y
+  SwigluTask swiglu_backward;  // dy gate up -> dgate dup y
 
   // The short convolution, on a workspace of its own for pieces of up to `width` channels.
   using ConvolutionTask = void (*)(const Convolution<T>&, T* workspace, const ConvolutionPiece&);

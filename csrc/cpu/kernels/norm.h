@@ -53,7 +53,8 @@ inline Activated<T> activated(Activation activation, const Vec<T>& g) {
       break;
   }
   const Vec<T> below = one + g.neg().exp(), s = one / below;
-  return {g / below, s * at::vec::fmadd(g, one - s, one)};  // not g s, which rounds once more
+  const Vec<T> value = g / below;  // not g s, which rounds once more
+  return {value, at::vec::fmadd(value, one - s, s)};
 }
 
 template <typename T>

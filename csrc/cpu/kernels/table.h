@@ -6,6 +6,7 @@
 #include "norm.h"
 #include "recurrent.h"
 #include "step_tasks.h"
+#include "swiglu.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
@@ -39,6 +40,9 @@ constexpr Kernels<T> make_kernels() {
           norm_workspace<T>,
           norm_forward<T>,
           norm_backward<T>,
+          swiglu_workspace,
+          swiglu_forward<T>,
+          swiglu_backward<T>,
           convolution_workspace<T>,
           convolution_forward<T>,
           convolution_backward<T>};
