@@ -33,7 +33,7 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
     # A compiled graph gains nothing from it, and its partitioner would save the weights' copy; a
     # trace that is to be stored holds no Python function.
     together = together and not is_recorded()
-    if not (together and all(_is_plain(linear) for linear in linears) and _are_alike(linears)):
+    if not (together and all(is_plain(linear) for linear in linears) and _are_alike(linears)):
         return tuple(linear(x) for linear in linears)
     weights = [linear.weight for linear in linears]
     dtype = _dtype_in_products(weights[0])
@@ -68,7 +68,7 @@ def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
 
     The parameters stay the same objects with the same values.
     """
-    if not (all(_is_plain(linear) for linear in linears) and _are_alike(linears)):
+    if not (all(is_plain(linear) for linear in linears) and _are_alike(linears)):
         return
     weights = [linear.weight for linear in linears]
     if not all(_is_in_memory(w) for w in weights) or _side_by_side(linears) is not None:
@@ -87,7 +87,7 @@ def _side_by_side(linears: Sequence[nn.Module]) -> Tensor | None:
     """The weights as the one matrix that they are in memory, or None: where they are not, and for
     modules that are not as torch made them.
     """
-    if not (all(_is_plain(linear) for linear in linears) and _are_alike(linears)):
+    if not (all(is_plain(linear) for linear in linears) and _are_alike(linears)):
         return None
     weights = [linear.weight for linear in linears]
     first = weights[0]
@@ -169,7 +169,7 @@ def _dtype_in_products(t: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if on and t.dtype != torch.float64 else t.dtype
 
 
-def _is_plain(linear: nn.Module) -> bool:
+def is_plain(linear: nn.Module) -> bool:
     """Whether a module is nothing but a product with its weight: no adapter, quantized or sharded
     weight has taken its place, no bias, no forward of its own, and no hook wants to see its call.
     """

@@ -12,12 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from gla_ext._cross_entropy import IGNORE_INDEX, cross_entropy
 from gla_ext._padding import pack, packed_slots, unpack, valid_tokens
-from gla_ext._projections import lay_side_by_side, project
+from gla_ext._projections import is_plain, lay_side_by_side, project
 from gla_ext.cache import GLACache
 from gla_ext.config import GLAConfig
 from gla_ext.generate import generate, generate_stream
 from gla_ext.layers import GatedLinearAttention
 from gla_ext.norms import RMSNorm
+from gla_ext.swiglu import swiglu, swiglu_linear
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -45,6 +46,8 @@ class CausalLMOutput(NamedTuple):
 class GLAMLP(nn.Module):
     """SwiGLU: `down_proj(swish(gate_proj(x)) * up_proj(x))` (Shazeer, 2020, arXiv:2002.05202).
 
+    The product is rounded once, and made again in backward: autograd keeps gate and up.
+
     Args:
         hidden_size: width of the input and the output.
         intermediate_size: width in between.
@@ -58,7 +61,9 @@ class GLAMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = project(x, [self.gate_proj, self.up_proj], together=False)
-        return self.down_proj(F.silu(gate) * up)
+        if is_plain(self.down_proj):
+            return swiglu_linear(gate, up, self.down_proj.weight)
+        return self.down_proj(swiglu(gate, up))
 
     def fuse_projections(self) -> None:
         """See `gla_ext.model.fuse_projections`."""

@@ -166,6 +166,32 @@ def test_norms(V, gated, layout, dtype):
         assert_close(got, wanted, 2e-6 if got.dtype == torch.float32 else 4e-3)
 
 
+SWIGLU_SHAPES = {  # D, layout
+    "whole packs": (72, "contiguous"),
+    "a tail": (77, "contiguous"),
+    "halves": (64, "heads of a projection"),
+    "halves and a tail": (65, "heads of a projection"),
+    "more than a block": (5000, "heads of a projection"),
+    "misaligned": (72, "misaligned"),
+}
+
+
+@by_dtype
+@pytest.mark.parametrize("D, layout", SWIGLU_SHAPES.values(), ids=SWIGLU_SHAPES)
+def test_swiglu(D, layout, dtype):
+    """Rows that end within what a thread has at once, against the CPU's results."""
+    gate, _, up, dy = make((1, 9, 3, D), "cpu", dtype, layout)
+    results = []
+    for inputs in ((gate, up, dy), tuple(map(move, (gate, up, dy)))):
+        *inputs, dy = inputs
+        with torch.no_grad():
+            y = torch.ops.gla_ext.swiglu_fwd(*inputs)
+            gradients = torch.ops.gla_ext.swiglu_bwd(dy, *inputs, True)
+        results.append([t.cpu() for t in (y, *gradients)])
+    for wanted, got in zip(*results, strict=True):
+        assert_close(got, wanted, 2e-6 if got.dtype == torch.float32 else 4e-3)
+
+
 CONV_SHAPES = {  # B, T, D, offsets, layout
     "a slice": (2, 37, 72, None, "slice of a projection"),
     "a tile and more": (1, 9, 264, None, "contiguous"),

@@ -1,0 +1,753 @@
+"""SwiGLU and its linear map: values, gradients, layouts, what is kept, and errors, against fp64."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwAD
+import torch.nn.functional as F
+from common import CUDA_DTYPES, DTYPES, assert_close
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from norm_inputs import BOUND, LAYOUTS, laid_out, normal
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gla_ext.model import GLAMLP, fuse_projections
+from gla_ext.swiglu import swiglu, swiglu_linear
+
+ops = torch.ops.gla_ext
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+with_bias = pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+# On CUDA a row has 32 to 256 threads of 16 bytes twice; on CPU pieces of 1,024.
+WIDTHS = (1, 7, 8, 64, 257, 1000, 1024, 1025, 4096, 5000)
+
+
+def exact(gate, up, weight=None, bias=None):
+    """By the definitions."""
+    y = gate / (1 + (-gate).exp()) * up
+    return y if weight is None else F.linear(y, weight, bias)
+
+
+def plain(gate, up, weight=None, bias=None):
+    y = F.silu(gate) * up
+    return y if weight is None else F.linear(y, weight, bias)
+
+
+def make(shape, device, dtype, layout=None):
+    """gate, up and the gradient of their product; with a layout the shape is [B, T, H, D]."""
+    inputs = [normal(*shape, seed=i, device=device, dtype=dtype) for i in (1, 2, 3)]
+    return inputs if layout is None else [laid_out(t, layout) for t in inputs]
+
+
+def make_linear(shape, N, device, dtype, layout=None, biased=False):
+    """gate, up, weight and perhaps a bias, and the gradient of the result."""
+    *inputs, _ = make(shape, device, dtype, layout)
+    of = {"device": device, "dtype": dtype}
+    inputs.append(normal(N, shape[-1], seed=4, **of) / shape[-1] ** 0.5)
+    if biased:
+        inputs.append(normal(N, seed=5, **of))
+    return inputs, normal(*shape[:-1], N, seed=6, **of)
+
+
+def results(function, inputs, dy):
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    y = function(*leaves)
+    return [y, *torch.autograd.grad(y, leaves, dy)]
+
+
+def errors(found, expected):
+    """Of each relative to the root mean square of the expected."""
+    return [
+        ((got.double() - want).norm() / want.norm().clamp_min(1e-300)).item()
+        for got, want in zip(found, expected, strict=True)
+    ]
+
+
+def check(function, inputs, dy, factor=1.0):
+    dtype = inputs[0].dtype
+    found = results(function, inputs, dy)
+    expected = results(exact, [t.double() for t in inputs], dy.double())
+    for got, of in zip(found, [dy, *inputs], strict=True):
+        assert got.dtype == dtype and got.shape == of.shape and got.is_contiguous()
+    for error in errors(found, expected):
+        assert error < factor * BOUND[dtype]
+
+
+@by_dtype
+@pytest.mark.parametrize("D", WIDTHS)
+def test_values_and_gradients(device, D, dtype):
+    # Of one column there are few values, whose rounding does not average.
+    *inputs, dy = make((2, 9, 3, D), device, dtype)
+    check(swiglu, inputs, dy, factor=2.0 if D < 8 else 1.0)
+
+
+@by_dtype
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("D", [64, 72, 77])
+def test_layouts(device, D, layout, dtype):
+    gate, up, dy = make((2, 9, 3, D), device, dtype, layout)
+    check(swiglu, [gate, up], dy)
+    check(swiglu, [gate.contiguous(), up], dy)
+    check(swiglu, [gate, up], dy.contiguous())
+
+
+@by_dtype
+@pytest.mark.parametrize("D", [1, 60, 64, 1100])
+def test_halves_of_one_product(device, D, dtype):
+    both = normal(2, 9, 2 * D, seed=1, device=device, dtype=dtype)
+    dy = normal(2, 9, D, seed=2, device=device, dtype=dtype)
+    gate, up = both.chunk(2, -1)
+    check(swiglu, [gate, up], dy, factor=2.0 if D == 1 else 1.0)
+    assert torch.equal(swiglu(gate, up), swiglu(gate.clone(), up.clone()))
+
+
+@by_dtype
+@pytest.mark.parametrize("shape", [(70_000, 1, 12), (3, 24_000, 2, 20), (2, 40_001, 1, 8)], ids=str)
+def test_many_rows(device, shape, dtype):
+    """More than a CUDA grid has rows, with one stride and with two."""
+    layout = "heads of a projection" if len(shape) == 4 else None
+    gate, up, dy = make(shape, device, dtype, layout)
+    if len(shape) == 3:
+        gate, up = torch.cat([gate, up], -1).chunk(2, -1)
+    check(swiglu, [gate, up], dy)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 5), (0,)], ids=str)
+def test_nothing(device, shape):
+    *inputs, dy = make(shape, device, torch.float32)
+    assert all(t.shape == shape for t in results(swiglu, inputs, dy))
+    inputs, dy = make_linear((0, 8), 5, device, torch.float32, biased=True)
+    y, *gradients = results(swiglu_linear, inputs, dy)
+    assert y.shape == (0, 5)
+    assert [g.shape for g in gradients] == [t.shape for t in inputs]
+    assert not any(g.any() for g in gradients)
+
+
+def test_a_vector(device):
+    *inputs, dy = make((24,), device, torch.float32)
+    check(swiglu, inputs, dy)
+    check(swiglu_linear, *make_linear((24,), 5, device, torch.float32))
+
+
+def test_an_expanded_gradient(device):
+    """As sum() hands it over, with strides of 0."""
+    *inputs, dy = make((2, 9, 40), device, torch.float32)
+    check(swiglu, inputs, dy[:1, :1, :1].expand(dy.shape))
+
+
+@by_dtype
+def test_an_elements_bits_are_its_own(device, dtype):
+    """Whatever its place, its neighbours, the strides and the number of threads."""
+    gate, up, dy = make((6, 2100), device, dtype)
+    whole = results(swiglu, [gate, up], dy)
+    for part in (slice(0, 1), slice(3, 7), slice(5, 2099), slice(1024, None)):
+        for strided in (lambda t: t, torch.Tensor.contiguous, lambda t: t[2:3]):
+            cut = [strided(t[:, part]) for t in (gate, up, dy)]
+            for got, of in zip(results(swiglu, cut[:2], cut[2]), whole, strict=True):
+                assert torch.equal(got, strided(of[:, part]))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_change_no_bit(threads):
+    *inputs, dy = make((7, 9000), "cpu", torch.float32)
+    found, before = [], torch.get_num_threads()
+    for count in (2, threads):
+        torch.set_num_threads(count)
+        found.append(results(swiglu, inputs, dy))
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_results_are_rounded_once(dtype):
+    *inputs, dy = make((50, 100), "cpu", dtype)
+    wide = results(swiglu, [t.float() for t in inputs], dy.float())
+    for got, want in zip(results(swiglu, inputs, dy), wide, strict=True):
+        assert torch.equal(got, want.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [0.1, 1, 8])
+def test_no_further_from_the_truth_than_torch(device, scale, dtype):
+    gate, up, dy = make((100, 1000), device, dtype)
+    gate = scale * gate
+    expected = results(exact, [gate.double(), up.double()], dy.double())
+    ours, torchs = (errors(results(f, [gate, up], dy), expected) for f in (swiglu, plain))
+    # Of fp32 torch rounds no step shorter than it computes it.
+    bound = 1.03 if dtype == torch.float32 else 1.0
+    assert all(a <= bound * b for a, b in zip(ours, torchs, strict=True)), (ours, torchs)
+
+
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
+def test_gates_far_out(device, dtype):
+    """What plain torch gives, and NaN where that has it alone."""
+    far = [0.0, -0.0, 1e-3, 9.0, -9.0, 80.0, -80.0, 95.0, -95.0, 3e4, -3e4]
+    most = torch.finfo(dtype).max
+    gate = torch.tensor([*far, most, -most, math.inf, -math.inf, math.nan] * 2, dtype=dtype)
+    gate, up = gate.to(device), normal(len(gate), seed=1, device=device, dtype=dtype)
+    dy = torch.full_like(up, 0.25)
+    found, expected = (results(f, [gate, up], dy) for f in (swiglu, plain))
+    for got, want in zip(found, expected, strict=True):
+        assert not (got.isnan() & ~want.isnan()).any()
+        torch.testing.assert_close(got, want, rtol=4 * BOUND[dtype], atol=1e-6, equal_nan=True)
+
+
+def test_a_product_that_overflows_spoils_no_gradient():
+    """Of a closed gate, whose slope is 0: dy * up is infinite."""
+    gate, large = torch.tensor([-200.0]), torch.tensor([1e30])
+    _, dgate, dup = results(swiglu, [gate, large], large)
+    assert dgate == 0 and dup == 0
+
+
+def test_tensors_of_two_dtypes_are_promoted(device):
+    gate, up, _ = make((4, 40), device, torch.float32)
+    for a, b in ((gate.bfloat16(), up), (gate, up.half()), (gate.bfloat16(), up.half())):
+        y = swiglu(a, b)
+        assert y.dtype == torch.float32
+        assert torch.equal(y, swiglu(a.float(), b.float()))
+        weight = torch.ones(3, 40, device=device)
+        assert torch.equal(swiglu_linear(a, b, weight), F.linear(y, weight))
+
+
+@by_dtype
+@with_bias
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_linear(device, layout, biased, dtype):
+    check(swiglu_linear, *make_linear((2, 9, 3, 40), 24, device, dtype, layout, biased), factor=2.0)
+
+
+@by_dtype
+def test_linear_has_the_bits_of_the_two(device, dtype):
+    (gate, up, weight), _ = make_linear((5, 40), 24, device, dtype)
+    expected = F.linear(swiglu(gate, up), weight)
+    assert torch.equal(swiglu_linear(gate, up, weight), expected)
+    with torch.inference_mode():
+        assert torch.equal(swiglu_linear(gate, up, weight), expected)
+
+
+def kept(call):
+    """What autograd saves in a call, without what it saves twice."""
+    saved = {}
+    with saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
+        result = call()
+    return result, saved
+
+
+@with_bias
+def test_nothing_but_inputs_is_saved(device, biased):
+    inputs, _ = make_linear((2, 9, 40), 24, device, torch.float32, biased=biased)
+    leaves = [t.requires_grad_() for t in inputs]
+    _, saved = kept(lambda: swiglu_linear(*leaves))
+    assert set(saved) == {t.data_ptr() for t in leaves[:3]}
+    _, saved = kept(lambda: swiglu(*leaves[:2]))
+    assert set(saved) == {t.data_ptr() for t in leaves[:2]}
+
+
+class Calls(TorchDispatchMode):
+    """The operators that are called, swiglu_bwd with whether it makes the product."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.made.append((name, args[3]) if name == "swiglu_bwd" else name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("needed", "expected"),
+    [
+        ("gate up weight bias", {("swiglu_bwd", True): 1, "mm": 2, "sum": 1}),
+        ("gate up", {("swiglu_bwd", False): 1, "mm": 1}),
+        ("up bias", {("swiglu_bwd", False): 1, "mm": 1, "sum": 1}),
+        ("weight", {"swiglu_fwd": 1, "mm": 1}),
+        ("bias", {"sum": 1}),
+    ],
+)
+def test_backward_does_what_is_asked_for(needed, expected):
+    inputs, dy = make_linear((9, 40), 24, "cpu", torch.float64, biased=True)
+    wanted = results(exact, inputs, dy)[1:]
+    wanted = dict(zip(("gate", "up", "weight", "bias"), wanted, strict=True))
+    leaves = dict(zip(wanted, (t.detach() for t in inputs), strict=True))
+    needed = needed.split()
+    for leaf in needed:
+        leaves[leaf].requires_grad_()
+    y = swiglu_linear(*leaves.values())
+    with Calls() as calls:
+        gradients = torch.autograd.grad(y, [leaves[leaf] for leaf in needed], dy)
+    counted = {"mm", "sum", "swiglu_fwd", ("swiglu_bwd", True), ("swiglu_bwd", False)}
+    assert {name: calls.made.count(name) for name in counted & set(calls.made)} == expected
+    for leaf, got in zip(needed, gradients, strict=True):
+        assert_close(got, wanted[leaf], 1e-13, name=leaf)
+
+
+def test_gradcheck():
+    inputs, _ = make_linear((2, 3, 5), 4, "cpu", torch.float64, biased=True)
+    leaves = [t.requires_grad_() for t in inputs]
+    assert torch.autograd.gradcheck(swiglu, leaves[:2])
+    assert torch.autograd.gradcheck(swiglu_linear, leaves[:3])
+    assert torch.autograd.gradcheck(swiglu_linear, leaves)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("B", [2, 0])
+@with_bias
+def test_opcheck(device, biased, B, requires_grad):
+    *pair, dy = make((B, 3, 2, 8), device, torch.float32, "heads of a projection")
+    pair = [t.requires_grad_(requires_grad) for t in pair]
+    inputs, _ = make_linear((B, 3, 8), 4, device, torch.float32, biased=biased)
+    inputs = [t.requires_grad_(requires_grad) for t in inputs]
+    torch.library.opcheck(ops.swiglu_linear.default, (*inputs, *[None] * (not biased)))
+    torch.library.opcheck(ops.swiglu_fwd.default, pair)
+    if not requires_grad:
+        torch.library.opcheck(ops.swiglu_bwd.default, (dy, *pair, biased))
+
+
+@by_dtype
+def test_autocast_is_that_of_the_linear_map(device, dtype):
+    inputs, dy = make_linear((9, 40), 24, device, dtype, biased=True)
+    short = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+    with torch.autocast(device, short):
+        found = results(swiglu_linear, inputs, dy.to(dtype if dtype.itemsize == 8 else short))
+        assert torch.equal(swiglu(*inputs[:2]), swiglu(*inputs[:2]))
+        assert swiglu(*inputs[:2]).dtype == dtype
+    cast = short if dtype.itemsize < 8 else dtype
+    expected = results(swiglu_linear, [t.to(cast) for t in inputs], dy.to(cast))
+    assert [t.dtype for t in found] == [cast, *[dtype] * 4]
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want.to(got.dtype))
+
+
+def test_backward_under_autocast_is_in_the_dtypes_of_forward(device):
+    inputs, dy = make_linear((9, 40), 24, device, torch.float32, biased=True)
+    leaves = [t.requires_grad_() for t in inputs]
+    expected = results(swiglu_linear, inputs, dy)[1:]
+    y = swiglu_linear(*leaves)
+    with torch.autocast(device, torch.bfloat16):
+        found = torch.autograd.grad(y, leaves, dy)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def raises(error, message):
+    return pytest.raises(error, match="^" + re.escape(message))
+
+
+def test_errors(device):
+    x = torch.zeros(2, 3, 8, device=device)
+    call, name = ops.swiglu_fwd, "swiglu: expected "
+    with raises(TypeError, name + "up to be torch.float32 like gate, got torch.float16"):
+        call(x, x.half())
+    with raises(TypeError, name + "gate to be torch.bfloat16, torch.float16, torch.float32 or tor"):
+        call(x.int(), x.int())
+    with raises(ValueError, name + "gate to have at least 1 dimension [..., D], got 0"):
+        call(x[0, 0, 0], x[0, 0, 0])
+    with raises(ValueError, name + "up to have shape [..., D] = [2, 3, 8], got [2, 3, 7]"):
+        call(x, x[..., 1:])
+    with raises(ValueError, name + "up on the device of gate, "):
+        call(x, x.to("meta"))
+    with raises(NotImplementedError, name + "strided (dense) tensors, got layout Sparse"):
+        call(x.to_sparse(), x)
+    with raises(ValueError, "swiglu_bwd: expected dy to have shape [..., D] = [2, 3, 8], got [1, "):
+        ops.swiglu_bwd(x[:1], x, x, True)
+    with raises(TypeError, "swiglu_bwd: expected dy to be torch.float32 like gate, got torch.flo"):
+        ops.swiglu_bwd(x.half(), x, x, False)
+    weight, name = x.new_zeros(5, 8), "swiglu_linear: expected "
+    with raises(ValueError, name + "weight to have 2 dimensions [N, D], got 1 with shape [8]"):
+        swiglu_linear(x, x, weight[0])
+    with raises(ValueError, name + "weight to have shape [N, D] = [5, 8], got [5, 7]"):
+        swiglu_linear(x, x, weight[:, 1:])
+    with raises(ValueError, name + "bias to have shape [N] = [5], got [4]"):
+        swiglu_linear(x, x, weight, weight[1:, 0])
+    with raises(TypeError, name + "weight to be torch.float32 like gate, got torch.bfloat16"):
+        swiglu_linear(x, x, weight.bfloat16())
+    with raises(ValueError, name + "up to have shape [..., D] = [2, 3, 8], got [1, 3, 8]"):
+        swiglu_linear(x, x[:1], weight)
+
+
+@pytest.mark.cuda
+def test_fp64_on_cuda_is_refused_by_the_operators_and_plain_in_the_functions():
+    inputs, dy = make_linear((3, 40), 24, "cuda", torch.float64)
+    with raises(NotImplementedError, "swiglu: expected torch.bfloat16, torch.float16 or torch.fl"):
+        ops.swiglu_fwd(*inputs[:2])
+    with raises(NotImplementedError, "swiglu_bwd: expected torch.bfloat16, torch.float16 or torc"):
+        ops.swiglu_bwd(*inputs[:2], inputs[0], True)
+    found, expected = (results(f, inputs, dy) for f in (swiglu_linear, plain))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(swiglu(*inputs[:2]), plain(*inputs[:2]))
+
+
+@pytest.mark.parametrize("function", [swiglu, swiglu_linear])
+def test_what_is_not_differentiated_twice(function):
+    inputs, _ = make_linear((3, 8), 4, "cpu", torch.float32)
+    leaves = [t.requires_grad_() for t in inputs[: 2 + (function is swiglu_linear)]]
+    gradients = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
+    with raises(NotImplementedError, "swiglu: double backward is not supported"):
+        gradients[0].sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"), [(swiglu, "swiglu_fwd"), (swiglu_linear, "swiglu_linear")]
+)
+def test_transforms_take_plain_operations_and_the_operators_refuse_them(function, operator):
+    inputs, _ = make_linear((3, 8), 4, "cpu", torch.float64)
+    inputs = inputs[: 2 + (function is swiglu_linear)]
+    call = getattr(ops, operator)
+    name = call.default.name().split("::")[1].removesuffix("_fwd")
+    rest = [*inputs[1:], *[None] * (function is swiglu_linear)]
+
+    def total(f):
+        return lambda gate: f(gate, *inputs[1:]).sum()
+
+    expected = torch.func.grad(total(plain))(inputs[0])
+    assert torch.equal(torch.func.grad(total(function))(inputs[0]), expected)
+    with raises(NotImplementedError, name + ": torch.func transforms"):
+        torch.func.grad(lambda gate: call(gate, *rest).sum())(inputs[0])
+    compiled = torch.compile(torch.func.grad(total(function)), fullgraph=True, backend="aot_eager")
+    assert_close(compiled(inputs[0]), expected, 1e-14)
+    with fwAD.dual_level():
+        dual = fwAD.make_dual(inputs[0], inputs[0].cos())
+        tangents = [fwAD.unpack_dual(f(dual, *inputs[1:])).tangent for f in (function, plain)]
+        assert torch.equal(*tangents)
+        with raises(NotImplementedError, name + ": forward-mode AD"):
+            call(dual, *rest)
+    stacked = torch.stack([inputs[0], inputs[1]])
+    found = torch.vmap(lambda gate: function(gate, *inputs[1:]))(stacked)
+    assert_close(found[1], plain(inputs[1], *inputs[1:]), 1e-14)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_it_is_the_operator_in_one_graph_for_many_lengths():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([node.target for node in graph.graph.nodes])
+        return graph
+
+    mlp = GLAMLP(8, 16)
+    compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend=backend)
+    for T in (7, 5, 12):
+        x = normal(2, T, 8, seed=1, dtype=torch.float32)
+        assert torch.equal(compiled(x), mlp(x))
+    assert len(graphs) == 1
+    assert ops.swiglu_linear.default in graphs[0]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_graph_keeps_no_product():
+    """The partitioner sees through to the operators, and has one tensor less to keep."""
+    kept_for_backward = {}
+    inputs, dy = make_linear((2, 9, 40), 24, "cpu", torch.float32)
+    for f in (swiglu_linear, plain):
+
+        def forward(graph, _, f=f):
+            (outputs,) = next(n for n in graph.graph.nodes if n.op == "output").args
+            targets = [n.target for n in graph.graph.nodes]
+            assert (ops.swiglu_fwd.default in targets) == (f is swiglu_linear)
+            assert ops.swiglu_linear.default not in targets
+            kept_for_backward[f] = [tuple(n.meta["val"].shape) for n in outputs[1:]]
+            return make_boxed_func(graph)
+
+        backend = aot_autograd(
+            fw_compiler=forward,
+            bw_compiler=lambda graph, _: make_boxed_func(graph),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        compiled = torch.compile(f, fullgraph=True, backend=backend)
+        expected = results(exact, [t.double() for t in inputs], dy.double())
+        assert max(errors(results(compiled, inputs, dy), expected)) < BOUND[torch.float32]
+    large = [t for t in kept_for_backward[swiglu_linear] if math.prod(t) == 2 * 9 * 40]
+    assert len(large) == 2
+    assert len(kept_for_backward[plain]) == len(kept_for_backward[swiglu_linear]) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_inductor(device):
+    compiled = torch.compile(swiglu_linear, fullgraph=True, dynamic=True)
+    for T in (9, 12):
+        inputs, dy = make_linear((T, 40), 24, device, torch.float32, biased=True)
+        for got, want in zip(
+            results(compiled, inputs, dy), results(swiglu_linear, inputs, dy), strict=True
+        ):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_autograd():
+    inputs, dy = make_linear((9, 40), 24, "cpu", torch.float32, biased=True)
+    expected = results(swiglu_linear, inputs, dy)[1:]
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    y = swiglu_linear(*leaves)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        y.backward(dy)
+    assert all(torch.equal(t.grad, g) for t, g in zip(leaves, expected, strict=True))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_export(strict, grad):
+    mlp, x = GLAMLP(8, 16), normal(2, 5, 8, seed=1, dtype=torch.float32)
+    shapes = ({1: torch.export.Dim("T", min=2)},)
+    with torch.set_grad_enabled(grad):
+        program = torch.export.export(mlp, (x,), dynamic_shapes=shapes, strict=strict)
+    targets = [node.target for node in program.run_decompositions().graph.nodes]
+    assert targets.count(ops.swiglu_fwd.default) == 1
+    longer = normal(2, 9, 8, seed=1, dtype=torch.float32)
+    torch.testing.assert_close(program.module()(longer), mlp(longer))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_aot_inductor(tmp_path):
+    mlp, x = GLAMLP(8, 16), normal(2, 5, 8, seed=1, dtype=torch.float32)
+    program = torch.export.export(mlp, (x,))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "m.pt2"))
+    torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), mlp(x))
+
+
+def test_a_trace_keeps_the_operator():
+    mlp, x = GLAMLP(8, 16), torch.randn(2, 5, 8)
+    traced = torch.jit.trace(mlp, x)
+    assert "gla_ext::swiglu_" in str(traced.inlined_graph)
+    assert torch.equal(traced(x), mlp(x))
+
+
+def test_sharded_tensors_take_plain_operations():
+    class Wrapped(torch.Tensor):
+        """A tensor subclass as DTensor is one: with parts, and what to do with operators."""
+
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __tensor_flatten__(self):
+            return ["inner"], None
+
+        @staticmethod
+        def __tensor_unflatten__(inner, *_):
+            return Wrapped(inner["inner"])
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            assert function.namespace == "aten"
+            args = (x.inner if isinstance(x, Wrapped) else x for x in args)
+            out = function(*args, **(kwargs or {}))
+            return Wrapped(out) if isinstance(out, torch.Tensor) else out
+
+    (gate, up, weight), _ = make_linear((3, 8), 4, "cpu", torch.float32)
+    assert torch.equal(swiglu(Wrapped(gate), up).inner, plain(gate, up))
+    assert torch.equal(swiglu_linear(gate, Wrapped(up), weight).inner, plain(gate, up, weight))
+
+
+# GLAMLP
+
+
+def make_mlp(dtype=torch.float32, device="cpu"):
+    torch.manual_seed(0)
+    return GLAMLP(24, 40).to(device, dtype)
+
+
+def composed(mlp, x):
+    return mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+
+
+@by_dtype
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_mlp_is_what_it_was(device, fused, dtype):
+    mlp = make_mlp(dtype, device)
+    x = normal(2, 9, 24, seed=1, device=device, dtype=dtype)
+    double = make_mlp(torch.float64, device)
+    with torch.no_grad():
+        for wide, own in zip(double.parameters(), mlp.parameters(), strict=True):
+            wide.copy_(own)
+        truth, before = composed(double, x.double()), composed(mlp, x)
+        found = (fuse_projections(mlp) if fused else mlp)(x)
+    ours, torchs = errors([found, before], [truth] * 2)
+    assert ours <= max(1.05 * torchs, BOUND[torch.float64])
+
+
+def test_an_mlp_keeps_its_input_gate_and_up_alone():
+    mlp, x = make_mlp(), torch.randn(2, 9, 24, requires_grad=True)
+    y, saved = kept(lambda: mlp(x))
+    parameters = {p.data_ptr() for p in mlp.parameters()}
+    activations = sorted(t.numel() for at, t in saved.items() if at not in parameters)
+    assert activations == [2 * 9 * 24, 2 * 9 * 40, 2 * 9 * 40]
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_decoded_token_has_one_operator_between_its_products(fused):
+    mlp, x = make_mlp(), torch.randn(3, 1, 24)
+    if fused:
+        fuse_projections(mlp)
+    with torch.no_grad(), Calls() as calls:
+        mlp(x)
+    assert calls.made.count("swiglu_fwd") == 1 and calls.made.count("mm") == 3 - fused
+    views = {"t", "view", "_unsafe_view", "split_with_sizes", "split", "as_strided", "slice"}
+    assert set(calls.made) - views <= {"mm", "swiglu_fwd", "detach"}
+
+
+def with_a_hook(mlp, seen):
+    mlp.down_proj.register_forward_hook(lambda *_: seen.append(1))
+
+
+def with_a_module_in_place(mlp, seen):
+    class Adapted(nn.Linear):
+        def forward(self, x):
+            seen.append(1)
+            return super().forward(x)
+
+    adapted = Adapted(40, 24, bias=False)
+    adapted.weight = mlp.down_proj.weight
+    mlp.down_proj = adapted
+
+
+def with_a_forward_of_its_own(mlp, seen):
+    forward = mlp.down_proj.forward
+    mlp.down_proj.forward = lambda x: seen.append(1) or forward(x)
+
+
+def with_a_parametrization(mlp, seen):
+    class Seen(nn.Module):
+        def forward(self, weight):
+            seen.append(1)
+            return weight
+
+    parametrize.register_parametrization(mlp.down_proj, "weight", Seen())
+    seen.clear()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [with_a_hook, with_a_module_in_place, with_a_forward_of_its_own, with_a_parametrization],
+)
+def test_a_down_projection_that_is_more_than_its_weight_is_called(change):
+    mlp, x, seen = make_mlp(), torch.randn(2, 9, 24), []
+    expected = mlp(x)
+    change(mlp, seen)
+    assert torch.equal(mlp(x), expected)
+    assert seen == [1]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_down_projection_with_a_sparse_weight():
+    mlp, x = make_mlp(torch.float64), torch.randn(9, 24, dtype=torch.float64)
+    with torch.no_grad():
+        expected = mlp(x)
+        weight = mlp.down_proj.weight.detach().to_sparse_csr()
+        mlp.down_proj.weight = nn.Parameter(weight, requires_grad=False)
+        assert_close(mlp(x), expected, 1e-12)
+
+
+def test_a_down_projection_with_a_bias_adds_it():
+    mlp, x = make_mlp(), torch.randn(2, 9, 24)
+    without = mlp(x)
+    biased = nn.Linear(40, 24)
+    biased.weight = mlp.down_proj.weight
+    mlp.down_proj = biased
+    assert_close(mlp(x), without + biased.bias, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_an_mlp_under_autocast(device, dtype):
+    mlp, x = make_mlp(device=device), normal(2, 9, 24, seed=1, device=device, dtype=torch.float32)
+    with torch.autocast(device, dtype):
+        y = mlp(x)
+    assert y.dtype == dtype
+    assert_close(y.float(), mlp(x), 1e-2)
+    gradients = torch.autograd.grad(y.sum(), list(mlp.parameters()))
+    assert all(g.dtype == torch.float32 for g in gradients)
+
+
+# CUDA alone
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
+@pytest.mark.parametrize("D", WIDTHS)
+def test_nothing_goes_unwritten(D, dtype):
+    *inputs, dy = make((3, 5, D), "cuda", dtype)
+    for product in (False, True):
+        dgate, dup, y = ops.swiglu_bwd(dy, *inputs, product)
+        assert dgate.isfinite().all() and dup.isfinite().all()
+        assert torch.equal(y, swiglu(*inputs)) if product else y.numel() == 0
+
+
+@pytest.mark.cuda
+def test_halves_are_not_copied():
+    gate, up = torch.randn(512, 8192, device="cuda", dtype=torch.bfloat16).chunk(2, -1)
+    swiglu(gate, up)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = swiglu(gate, up)
+    assert torch.cuda.max_memory_allocated() - before == y.nbytes
+
+
+@pytest.mark.cuda
+def test_what_an_mlp_keeps_on_cuda():
+    """Gate and up, beside its output."""
+    mlp = GLAMLP(1024, 2816).to("cuda", torch.bfloat16)
+    x = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mlp(x).sum().backward()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = mlp(x)
+    kept_bytes = torch.cuda.memory_allocated() - before - y.nbytes
+    assert kept_bytes <= 2 * 4096 * 2816 * 2 + 4096
+
+
+@pytest.mark.cuda
+def test_a_cuda_graph_replays():
+    inputs, _ = make_linear((9, 40), 24, "cuda", torch.bfloat16)
+    others = inputs[1].clone()
+
+    def run():
+        return [swiglu_linear(*inputs), *ops.swiglu_bwd(others, *inputs[:2], True)]
+
+    with torch.no_grad():
+        run()  # outside of the capture first
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+        for scale in (1, 3):
+            inputs[0].copy_(scale * others)
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("halves", [False, True])
+def test_more_elements_than_int32_counts(halves):
+    """The last rows have the bits that they have alone."""
+    rows, D = 2**31 // 2816 + 1000, 2816
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of GPU memory")
+    of = {"device": "cuda", "dtype": torch.bfloat16}
+    if halves:
+        gate, up = torch.randn(rows, 2 * D, **of).chunk(2, -1)
+    else:
+        gate, up = (torch.randn(rows, D, **of) for _ in range(2))
+    dy = torch.randn(rows, D, **of)
+    outputs = [swiglu(gate, up), *ops.swiglu_bwd(dy, gate, up, True)]
+    for part in (slice(0, 3), slice(rows // 2, rows // 2 + 3), slice(rows - 3, rows)):
+        cut = [t[part].clone() for t in (dy, gate, up)]
+        alone = [swiglu(*cut[1:]), *ops.swiglu_bwd(*cut, True)]
+        assert all(torch.equal(a[part], b) for a, b in zip(outputs, alone, strict=True))
+    del gate, up, dy, outputs
+    torch.cuda.empty_cache()
