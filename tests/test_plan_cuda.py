@@ -295,7 +295,7 @@ def test_cuda_batch_invariant_plans(processors, shape, backward):
 
 def sweep_blocks(plan, B, H, K, V, backward) -> int:
     """Blocks of the sweeps over the segments, of 128 values and, two in backward, 128 keys; where
-    K and V are at most 64, of two segments and heads. Two a segment and head that make gradients."""
+    K and V are at most 64, of two segments and heads. Those that make gradients take two blocks."""
     sweeps = H * -(-V // 128) * (2 * -(-K // 128) if backward else 1)
     if plan["swept_gradients"]:
         sweeps = 2 * H
