@@ -11,8 +11,11 @@ from common import (
     exact_by_chunks,
     make_inputs,
     ours,
+    outputs_and_gradients,
 )
 from fused import BF16, MIXED, mixed_gates, plan_of
+
+from gla_ext import chunk_gla
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
 
@@ -53,19 +56,22 @@ def test_fp32_gates(K, V, gate):
 
 
 @in_nan
-@by_gate
-def test_segments(gate):
+@pytest.mark.parametrize("gate_dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
+@pytest.mark.parametrize("V", [128, 256])
+def test_segments(V, gate, gate_dtype):
     """One sequence, whose parts meet in the states between them."""
-    x = make_swept(1, 8200, 16, 128, 256, gate)
+    x = make_swept(1, 8200, 16, 128, V, gate, gate_dtype)
     assert plan_of(x)["segments"] > 1
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 
 @in_nan
+@pytest.mark.parametrize("gate_dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("K, V", [(104, 128), (128, 256)])
 @pytest.mark.parametrize("kind", [*MIXED, "resets alone"])
-def test_chunks_in_and_out_of_tier_1(kind, K, V):
-    x = mixed_gates(make_swept(16, 330, 4, K, V), kind)
+def test_chunks_in_and_out_of_tier_1(kind, K, V, gate_dtype):
+    x = mixed_gates(make_swept(16, 330, 4, K, V, gate_dtype=gate_dtype), kind)
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 
@@ -86,17 +92,50 @@ def test_states(states, v_first):
 
 
 @in_nan
-@pytest.mark.parametrize("kind", [None, "one channel"])
-def test_saved_states(kind):
-    x = make_swept(16, 200, 4, 128, 256, states=False)
+@pytest.mark.parametrize("kind", [None, "one channel", "every other chunk"])
+@pytest.mark.parametrize("B, T, H, V", [(16, 200, 4, 128), (16, 200, 4, 256), (1, 8200, 16, 256)])
+def test_saved_states(B, T, H, V, kind):
+    x = make_swept(B, T, H, 128, V)
     if kind is not None:
         x = mixed_gates(x, kind)
-    op, inputs = torch.ops.gla_ext, (x.q, x.k, x.v, x.g, None, None, None)
+    op, inputs = torch.ops.gla_ext, (x.q, x.k, x.v, x.g, None, x.initial_state, None)
     states = op.chunk_gla_fwd(*inputs, None, False, False, True, False)[2]
-    gradients = op.chunk_gla_bwd(x.do, None, *inputs, states, None, False, False)
-    results = dict(zip(("dq", "dk", "dv", "dg"), gradients, strict=False))
+    gradients = op.chunk_gla_bwd(x.do, x.dht, *inputs, states, None, False, False)
+    results = dict(zip(("dq", "dk", "dv", "dg", "dgv", "dh0"), gradients, strict=True))
+    del results["dgv"]
     expected = exact_by_chunks(x)
     assert_results_close(results, {name: expected[name] for name in results}, x)
+
+
+@in_nan
+@pytest.mark.parametrize("HK", [1, 2])
+def test_shared_heads(HK):
+    """The same bits as repeats of k, v and gates, whose gradients are then sums."""
+    x = make_swept(16, 130, 4, 128, 256)
+
+    def run(repeat):
+        def function(q, k, v, g, initial_state):
+            if repeat:
+                k, v, g = (t.repeat_interleave(4 // HK, 2) for t in (k, v, g))
+            return chunk_gla(q, k, v, g, initial_state=initial_state, output_final_state=True)
+
+        parts = {name: getattr(x, name)[:, :, :HK].contiguous() for name in ("k", "v", "g")}
+        return outputs_and_gradients(function, dataclasses.replace(x, **parts))
+
+    assert_same_bits(run(False), run(True))
+
+
+@in_nan
+def test_strides():
+    """Halves of wider tensors, and an upstream gradient that is one row for all."""
+    x = make_swept(16, 130, 4, 128, 256)
+
+    def sliced(t):
+        return torch.cat([t, t.new_full(t.shape, torch.nan)], -1)[..., : t.shape[-1]]
+
+    tokens = {name: sliced(getattr(x, name)) for name in ("q", "k", "v", "g")}
+    x = dataclasses.replace(x, **tokens, do=x.do[:1, :1].expand(x.do.shape))
+    assert_results_close(ours(x), exact_by_chunks(x), x)
 
 
 @pytest.mark.parametrize("gate", [0.1, "reset"])

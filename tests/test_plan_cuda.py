@@ -221,6 +221,7 @@ def test_cuda_fused_backward_workspace(gate_dtype, gates, swept):
         ({"V": 264}, False),
         ({"gate_dtype": "float32"}, True),
         ({"save_states": True}, True),
+        ({"save_states": True, "B": 15, "V": 128}, True),  # where other gradients have segments
         ({"batch_invariant": True}, False),
         ({"B": 1, "T": 32 * 2048, "N": 32}, False),  # packed: of any length
         ({"B": 1, "T": 2048}, False),

@@ -69,24 +69,25 @@ void add_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
 
 // Gradients in a sweep with dS on chip, by a cluster of two blocks a head, or a kernel over chunks
 // that reads it from memory: the sweep where its shared memory holds a head's values and is not
-// half empty, and where clusters get as many chunks as a cluster's start is small beside.
+// half empty, and nearly all clusters have a head; or a segment that is long beside a sweep's
+// start, where segments' own parts are summed anyway.
 void choose_sweep(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  constexpr int64_t kMinChunks = 32;  // of a segment
+  constexpr int64_t kMinSweptChunks = 32;  // of a segment
+  choose_segments(plan, in, grid);
+  const int64_t heads = grid.N * in.H;
   const bool fits = in.K > kTierBlock && in.K <= kOperandKeys && in.V <= 2 * kFusedValues &&
                     ceil_div(in.V, kTierBlock) % 2 == 0;
-  plan.swept_gradients = false;
-  choose_segments(plan, in, grid);
-  if (!fits || in.packed || in.batch_invariant || grid.N * in.H == 0) return;
-  const int64_t heads = grid.N * in.H, clusters = std::max<int64_t>(1, in.processors / 2);
-  const int64_t rounds = ceil_div(heads, clusters);
-  if (plan.segments == 0) {
-    plan.swept_gradients = 4 * heads >= 3 * rounds * clusters;  // few are idle in the last round
-    return;
-  }
+  if (!fits || in.packed || in.batch_invariant || heads == 0) return;
   Plan swept = plan;
   swept.swept_gradients = true;
   choose_segments(swept, in, grid);
-  if (swept.segments > 0 && swept.segment_chunks >= kMinChunks) plan = swept;
+  if (swept.segments == 0) {
+    const int64_t clusters = std::max<int64_t>(1, in.processors / 2);
+    const int64_t places = ceil_div(heads, clusters) * clusters;
+    if (4 * heads >= 3 * places) plan = swept;
+  } else if (plan.segments > 0 && swept.segment_chunks >= kMinSweptChunks) {
+    plan = swept;
+  }
 }
 
 // Whether the fused path has sweeps for such gates and states.

@@ -55,8 +55,9 @@ struct Plan {
   int64_t cluster_pieces = 0;    // of the paired forward, as in Problem
   Workspace workspace;
   int64_t segments = 0, segment_chunks = 0, segment_states = 0;  // as in ChunkGrid
-  int64_t state_bytes = 0;  // of S and, in backward, dS: in the workspace, or S as it is saved
-  int64_t launches = 0;     // kernels
+  // Of S and, in backward unless it stays on chip, dS: in the workspace, or S as it is saved.
+  int64_t state_bytes = 0;
+  int64_t launches = 0;  // kernels
 };
 
 // What A, dA, S and dS are kept in between kernels: what the products round to anyway.

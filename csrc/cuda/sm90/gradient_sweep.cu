@@ -2,13 +2,12 @@
 // neither written to memory nor read from it, and q^, k^, v and do are read once for both.
 //
 //   dS~ = 2^(b_C - from) dS'      dS = 2^from (dS~ + q^T do)
-//   A, x, y, dq, dk, dv, dg as in gradients.cu
+//   x, y, dA, dq, dk, dv, dg as in gradients.cu, with A of operands.cu
 //
-// grid    (segment, head) by a cluster of two blocks, of 64 key channels each
-// reads   operands [B, slots, H], q, k, g [B, T, H, K], v, do [B, T, H, V], S [K, V] of every
-// chunk,
-//         dht, segment_state_grads, tiers; outside tier 1 A [B, T, H, C] and dq_intra, dk_intra,
-//         dg_intra [B, T, H, K]
+// grid    (segment, head) by a cluster of two blocks, of 64 key channels each; no packed sequences
+// reads   operands [B, slots, H], g [B, T, H, K], v, do [B, T, H, V], S [K, V] of every chunk, dht,
+//         segment_state_grads; outside tier 1 q, k [B, T, H, K], A [B, T, H, C] and dq_intra,
+//         dk_intra, dg_intra [B, T, H, K]
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V], dh0
 //
 // The values pass 64 at a time, a slice. dv of every other slice is one block's, which the other
@@ -36,9 +35,7 @@ __global__ void __launch_bounds__(kSweepThreads, 1) gradient_sweep_kernel(Proble
   if (threadIdx.x == 0) start(s, p, blockIdx.x / kPair);
   sync_cluster();  // the barriers and the segment are there
   const int group = warpgroup();
-  if (s.segment.tail) {
-    clear_tail<Gate>(p, s.segment, rank);
-  } else if (group == kProducer) {
+  if (group == kProducer) {
     give_registers<32>();
     produce<kSlices>(s, p, rank);
   } else if (group == kState) {

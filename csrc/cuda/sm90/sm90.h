@@ -47,7 +47,7 @@ void exact_gradients(const Problem& p, cudaStream_t stream);
 void gradients(const Problem& p, cudaStream_t stream);
 
 // The same from the last chunk to the first, dS on chip: q k v g do S dht (segment_state_grads)
-// tiers operands, and outside tier 1 A dq_intra dk_intra dg_intra -> dq dk dv dg dh0. K of 65 to
+// operands, and outside tier 1 A dq_intra dk_intra dg_intra -> dq dk dv dg dh0. K of 65 to
 // 128, V of at most 256.
 void gradient_sweep(const Problem& p, cudaStream_t stream);
 

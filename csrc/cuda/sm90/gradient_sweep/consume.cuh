@@ -32,7 +32,7 @@ __device__ __forceinline__ void sum_inter(Own& own, const float (&y)[32], const 
   fold_rows<4>(sums);
   fold_rows<2>(sums);
   fold_rows<1>(sums);
-  pair_at(own.inter[thread / 32], thread % 32 / 4 * 8 + thread % 4 * 2) =
+  pair_at(own.inter[thread / kWarp], thread % kWarp / 4 * 8 + thread % 4 * 2) =
       make_float2(sums[0], sums[1]);
 }
 
@@ -101,7 +101,7 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
   const Segment& segment = s.segment;
   const GatePart<Gate> part(p, segment, rank);
-  Turn<kSliceStages> slice;
+  Ring<kSliceStages> slice;
   if (consumer > 0) slice.template skip<kSlices>();
   const bool loads = __shfl_sync(0xffffffffu, threadIdx.x % kGroupThreads / kWarp, 0) == 0;
   if (loads) load_operands(s, p, consumer, rank);
@@ -109,20 +109,20 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
 #pragma unroll 1
   for (int i = consumer; i < segment.chunks; i += kConsumers) {
     // Made anew, and so are the addresses that follow from it: they take no registers between.
-    const int number = i % kConsumers, role = kConsumer + number, at = chunk_of(segment, i);
+    const int self = i % kConsumers, role = kConsumer + self, chunk = chunk_of(segment, i);
     const uint32_t parity = i / kConsumers & 1;
-    Own& own = s.own[number];
-    ChunkOperands& chunk = s.chunks[number];
-    wait(&s.chunk_full[number], parity);
-    const bool exact = __any_sync(0xffffffffu, chunk.exact);
-    part.write_exponents(own, gates, at, exact, role);
+    Own& own = s.own[self];
+    ChunkOperands& operands = s.chunks[self];
+    wait(&s.chunk_full[self], parity);
+    const bool exact = __any_sync(0xffffffffu, operands.exact);
+    part.write_exponents(own, gates, chunk, exact, role);
     if (exact) {
-      load_exact_scores(chunk.A, p, segment, at);
+      load_exact_scores(operands.A, p, segment, chunk);
       fence_for_products();
       role_barrier(role);  // A is written
     }
     // Only when the other one has left them is the phase of a slice's barriers this chunk's.
-    if (i > 0) wait(&s.turn[number], (i - 1) / kConsumers & 1);
+    if (i > 0) wait(&s.turn[self], (i - 1) / kConsumers & 1);
     float x[32], y[32], dA[32];
     clear(x);
     clear(y);
@@ -149,7 +149,7 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
         wait_for_products<0>();
         arrive_as_warp(&s.empty[slice.stage]);
         if (is_own) arrive_as_warp(&s.empty[slice.stage]);  // dS~ was not sent
-        if (j + 1 == kSlices) arrive_as_warp(&s.turn[kConsumers - 1 - number]);
+        if (j + 1 == kSlices) arrive_as_warp(&s.turn[kConsumers - 1 - self]);
       };
       if (!is_own) {
         leave();
@@ -162,15 +162,18 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
       float dv[32];
       clear(dv);
       begin_products();
-      multiply<kOther, kOther>(dv, shared_address(chunk.A), shared_address(values.d_o));
-      multiply<kSummed, kOther>(dv, shared_address(chunk.k[0]), rank == 0 ? mine : other);
-      multiply<kSummed, kOther>(dv, shared_address(chunk.k[1]), rank == 0 ? other : mine);
+      multiply<kOther, kOther>(dv, shared_address(operands.A), shared_address(values.d_o));
+      multiply<kSummed, kOther>(dv, shared_address(operands.k[0]), rank == 0 ? mine : other);
+      multiply<kSummed, kOther>(dv, shared_address(operands.k[1]), rank == 0 ? other : mine);
       commit_products();
       leave();
+      role_barrier(role);  // all warps' products have read what was sent
       store_tile(tile, dv);
       role_barrier(role);  // dv is written
-      write_tile(p.dv, segment, at, j * kTile, p.V, tile, [&] {
-        fence_for_products();  // before the other block's bulk copy
+      write_tile(p.dv, segment, chunk, j * kTile, p.V, tile, [&] {
+        // What the other block's next bulk copy takes the place of is read: this fence, of all that
+        // went before, and not the arrival, of this block's scope, says so to it.
+        fence_for_products();
         __syncwarp();
         if (threadIdx.x % kWarp == 0)
           arrive_in_cluster(address_in(&s.empty[slice.stage], 1 - rank));
@@ -178,55 +181,55 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
     }
     slice.template skip<kSlices>();  // the other one's
     if (p.saved_states) {
-      const float* enter = chunk.factors[kEnter][rank] + 2 * Lane().t;
+      const float* enter = operands.factors[kEnter][rank] + 2 * Lane().t;
 #pragma unroll
       for (int j = 0; j < 32; ++j) x[j] *= enter[j / 4 * 8 + j % 2];
     }
     const auto release = [&] {
       fence_for_products();  // before the next chunk's bulk copies
-      arrive_as_warp(&s.chunk_empty[number]);
+      arrive_as_warp(&s.chunk_empty[self]);
       if (loads) load_operands(s, p, i + kConsumers, rank);
       __syncwarp();
     };
-    wait(&s.states_full[number], parity);
+    wait(&s.states_full[self], parity);
     if (exact) {
       gates = part.load(i + kConsumers);
       role_barrier(role);  // k^ is read
-      float* terms = reinterpret_cast<float*>(chunk.k);
-      part.write_exact_exponents(own, terms, at);
+      float* terms = reinterpret_cast<float*>(operands.k);
+      part.write_exact_exponents(own, terms, chunk);
       role_barrier(role);
       finish_exact(x, own.terms, p.scale);
       finish_exact(y, terms, 1.f);
       role_barrier(role);
-      part.write_exact_gradients(own, terms, chunk.states(rank), at, role);
+      part.write_exact_gradients(own, terms, operands.states(rank), chunk, role);
       release();
     } else {
-      sum_inter(own, y, chunk.k[rank]);
+      sum_inter(own, y, operands.k[rank]);
       {
         const Lane lane;
 #pragma unroll
         for (int j = 0; j < 32; ++j)
           dA[j] = j / 4 * 8 + 2 * lane.t + j % 2 <= lane.row + j / 2 % 2 * 8 ? dA[j] : 0.f;
       }
-      store_tile(chunk.A, dA);  // A is read
+      store_tile(operands.A, dA);  // A is read
       fence_for_products();
       role_barrier(role);  // dA is written
       begin_products();
-      multiply<kSummed, kOther>(x, shared_address(chunk.A), shared_address(chunk.k[rank]));
-      multiply<kOther, kOther>(y, shared_address(chunk.A), shared_address(chunk.q));
+      multiply<kSummed, kOther>(x, shared_address(operands.A), shared_address(operands.k[rank]));
+      multiply<kOther, kOther>(y, shared_address(operands.A), shared_address(operands.q));
       commit_products();
       wait_for_products<0>();
-      finish(x, y, own.terms, chunk.q, chunk.k[rank], p.scale);
-      store_tile(chunk.k[1 - rank], x);
+      finish(x, y, own.terms, operands.q, operands.k[rank], p.scale);
+      store_tile(operands.k[1 - rank], x);
       role_barrier(role);  // dq and what dg sums are written, dA is read
-      store_tile(chunk.A, y);
-      write_tile(p.dq, segment, at, rank * kTile, p.K, chunk.k[1 - rank], [] {});
+      store_tile(operands.A, y);
+      write_tile(p.dq, segment, chunk, rank * kTile, p.K, operands.k[1 - rank], [] {});
       part.write_sums(own);
       gates = part.load(i + kConsumers);
       role_barrier(role);  // dk and the sums are written
-      const float2 states = part.states(chunk.states(rank));
-      write_tile(p.dk, segment, at, rank * kTile, p.K, chunk.A, release);
-      part.write_gradients(own, states, at);
+      const float2 states = part.states(operands.states(rank));
+      write_tile(p.dk, segment, chunk, rank * kTile, p.K, operands.A, release);
+      part.write_gradients(own, states, chunk);
     }
   }
 }

@@ -6,22 +6,6 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-// Zeros behind the last packed sequence.
-template <class Gate>
-__device__ __forceinline__ void clear_tail(const Problem& p, const Segment& segment, int rank) {
-  const auto clear_columns = [&](const Rows& r, int columns, auto zero) {
-    using T = decltype(zero);
-    T* rows = rows_at<T>(r, segment.row, segment.start, segment.head);
-    for (int64_t i = threadIdx.x + rank * kSweepThreads; i < segment.length * (columns / 8);
-         i += kPair * kSweepThreads)
-      store8(rows + i / (columns / 8) * r.stride_t + i % (columns / 8) * 8, Eight<T>{});
-  };
-  clear_columns(p.dq, p.K, bf16{});
-  clear_columns(p.dk, p.K, bf16{});
-  clear_columns(p.dg, p.K, Gate{});
-  clear_columns(p.dv, p.V, bf16{});
-}
-
 // Of a chunk, a thread a pair of channels in a part of the tokens.
 template <class Gate>
 class GatePart {

@@ -63,7 +63,7 @@ struct Shared {
 
 // The stage and the parity of number 0, 1, ... of a ring.
 template <int kStages>
-struct Turn {
+struct Ring {
   int stage = 0;
   uint32_t parity = 0;
   __device__ __forceinline__ void next() {
@@ -73,10 +73,10 @@ struct Turn {
       parity ^= 1;
     }
   }
-  template <int kTurns>
+  template <int kSteps>
   __device__ __forceinline__ void skip() {
 #pragma unroll
-    for (int i = 0; i < kTurns; ++i) next();
+    for (int i = 0; i < kSteps; ++i) next();
   }
 };
 
@@ -100,9 +100,9 @@ __device__ __forceinline__ void start(Shared& s, const Problem& p, int64_t index
     init_barrier(&s.empty[i], 3 * kGroupWarps);
   }
   for (int i = 0; i < kChunkStages; ++i) {
-    init_barrier(&s.chunk_full[i], 3);  // copies
+    init_barrier(&s.chunk_full[i], 3);  // copies, of which each arrives
     init_barrier(&s.states_full[i], kGroupWarps);
-    init_barrier(&s.chunk_empty[i], 2 * kGroupWarps);
+    init_barrier(&s.chunk_empty[i], 2 * kGroupWarps);  // of the state and a consumer
   }
   for (int i = 0; i < kPair; ++i) init_barrier(&s.received_full[i], 1);
   for (int i = 0; i < kConsumers; ++i) init_barrier(&s.turn[i], kGroupWarps);
@@ -146,7 +146,7 @@ struct Lane {
   int row, t;
   __device__ __forceinline__ Lane() : Lane(thread_index()) {}
   __device__ __forceinline__ explicit Lane(int thread)
-      : row(thread % kGroupThreads / 32 * 16 + thread % 32 / 4), t(thread % 4) {}
+      : row(thread % kGroupThreads / kWarp * 16 + thread % kWarp / 4), t(thread % 4) {}
 };
 
 // A tile of bf16 from accumulators.

@@ -14,11 +14,11 @@ struct CopiedRows {
   const bf16* from;
   int32_t stride;  // to the next one of this thread
 
-  __device__ __forceinline__ void copy(uint32_t to, int rows) {
-    const bf16* p = from;
+  // From column `first` on.
+  __device__ __forceinline__ void copy(uint32_t to, int first, int rows) const {
+    const bf16* p = from + first;
 #pragma unroll
     for (int j = 0; j < kTile; j += kRowsEach, p += stride) copy16(to + j * 128, p, j < rows);
-    from += kTile;  // the next slice
   }
 };
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ void produce(Shared& s, const Problem& p, int rank) {
   const Segment& segment = s.segment;
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const int row = thread / Copied::kPieces, column = thread % Copied::kPieces * 8;
-  Turn<kSliceStages> slice;
+  Ring<kSliceStages> slice;
 #pragma unroll 1
   for (int i = 0; i < segment.chunks; ++i) {
     const int chunk = chunk_of(segment, i);
@@ -37,19 +37,21 @@ __device__ __forceinline__ void produce(Shared& s, const Problem& p, int rank) {
           rows_at<const bf16>(r, segment.row, segment.token_of(chunk) + row, segment.head) + column,
           token_offset(r, Copied::kRowsEach)};
     };
-    Copied d_o = rows_of(p.d_o), v = rows_of(p.v);
+    const Copied d_o = rows_of(p.d_o), v = rows_of(p.v);
     const int64_t first_row = segment.chunk_head(p, chunk) * p.K + rank * kTile + row;
-    Copied S{static_cast<const bf16*>(p.S) + first_row * p.V + column, Copied::kRowsEach * p.V};
+    const Copied S{static_cast<const bf16*>(p.S) + first_row * p.V + column,
+                   Copied::kRowsEach * p.V};
     const int tokens = segment.length_of(chunk) - row, keys = p.K - rank * kTile - row;
 #pragma unroll 1
     for (int j = 0; j < kSlices; ++j, slice.next()) {
       if (i > 0 || j >= kSliceStages) wait(&s.empty[slice.stage], slice.parity ^ 1);
       const Slice& to = s.slices[slice.stage];
-      const bool inside = j * kTile + column < p.V;
+      const int first = j * kTile;
+      const bool inside = first + column < p.V;
       const uint32_t offset = swizzled(row, column / 8);
-      S.copy(shared_address(to.S) + offset, inside ? keys : 0);
-      d_o.copy(shared_address(to.d_o) + offset, inside ? tokens : 0);
-      v.copy(shared_address(to.v) + offset, inside ? tokens : 0);
+      S.copy(shared_address(to.S) + offset, first, inside ? keys : 0);
+      d_o.copy(shared_address(to.d_o) + offset, first, inside ? tokens : 0);
+      v.copy(shared_address(to.v) + offset, first, inside ? tokens : 0);
       arrive_after_copies(&s.full[slice.stage]);
     }
   }
@@ -78,11 +80,11 @@ __device__ __forceinline__ void sweep_state(Shared& s, const Problem& p, int ran
   };
   const Fragments fragments;
   float out[2] = {1.f, 1.f};  // what dS~ is still to be multiplied by as it leaves a chunk
-  Turn<kSliceStages> slice;
-  Turn<kChunkStages> turn;
-  for (int i = 0; i < segment.chunks; ++i, turn.next()) {
-    ChunkOperands& chunk = s.chunks[turn.stage];
-    wait(&s.chunk_full[turn.stage], turn.parity);
+  Ring<kSliceStages> slice;
+  Ring<kChunkStages> ring;
+  for (int i = 0; i < segment.chunks; ++i, ring.next()) {
+    ChunkOperands& chunk = s.chunks[ring.stage];
+    wait(&s.chunk_full[ring.stage], ring.parity);
     const auto& factors = chunk.factors;
     const Lane lane;
     const int row = lane.row;  // and the eighth behind it
@@ -148,8 +150,8 @@ __device__ __forceinline__ void sweep_state(Shared& s, const Problem& p, int ran
       if (lane.t == 0) chunk.states(rank)[row + 8 * e] = sums[e];
     }
     fence_for_products();  // before the next chunk's bulk copies
-    arrive_as_warp(&s.states_full[turn.stage]);
-    arrive_as_warp(&s.chunk_empty[turn.stage]);
+    arrive_as_warp(&s.states_full[ring.stage]);
+    arrive_as_warp(&s.chunk_empty[ring.stage]);
   }
   if (!F::ends(segment) || p.dh0 == nullptr) return;
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
