@@ -7,74 +7,27 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
-from common import CUDA_DTYPES, DTYPES, assert_close
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from norm_inputs import BOUND, LAYOUTS, laid_out, normal
-from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
+from common import CUDA_DTYPES, assert_close
+from norm_inputs import BOUND, LAYOUTS, normal
+from swiglu_inputs import (
+    Calls,
+    by_dtype,
+    check,
+    errors,
+    exact,
+    kept,
+    make,
+    make_linear,
+    plain,
+    results,
+    with_bias,
+)
 
-from gla_ext.model import GLAMLP, fuse_projections
 from gla_ext.swiglu import swiglu, swiglu_linear
 
 ops = torch.ops.gla_ext
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-with_bias = pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
 # On CUDA a row has 32 to 256 threads of 16 bytes twice; on CPU pieces of 1,024.
 WIDTHS = (1, 7, 8, 64, 257, 1000, 1024, 1025, 4096, 5000)
-
-
-def exact(gate, up, weight=None, bias=None):
-    """By the definitions."""
-    y = gate / (1 + (-gate).exp()) * up
-    return y if weight is None else F.linear(y, weight, bias)
-
-
-def plain(gate, up, weight=None, bias=None):
-    y = F.silu(gate) * up
-    return y if weight is None else F.linear(y, weight, bias)
-
-
-def make(shape, device, dtype, layout=None):
-    """gate, up and the gradient of their product; with a layout the shape is [B, T, H, D]."""
-    inputs = [normal(*shape, seed=i, device=device, dtype=dtype) for i in (1, 2, 3)]
-    return inputs if layout is None else [laid_out(t, layout) for t in inputs]
-
-
-def make_linear(shape, N, device, dtype, layout=None, biased=False):
-    """gate, up, weight and perhaps a bias, and the gradient of the result."""
-    *inputs, _ = make(shape, device, dtype, layout)
-    of = {"device": device, "dtype": dtype}
-    inputs.append(normal(N, shape[-1], seed=4, **of) / shape[-1] ** 0.5)
-    if biased:
-        inputs.append(normal(N, seed=5, **of))
-    return inputs, normal(*shape[:-1], N, seed=6, **of)
-
-
-def results(function, inputs, dy):
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    y = function(*leaves)
-    return [y, *torch.autograd.grad(y, leaves, dy)]
-
-
-def errors(found, expected):
-    """Of each relative to the root mean square of the expected."""
-    return [
-        ((got.double() - want).norm() / want.norm().clamp_min(1e-300)).item()
-        for got, want in zip(found, expected, strict=True)
-    ]
-
-
-def check(function, inputs, dy, factor=1.0):
-    dtype = inputs[0].dtype
-    found = results(function, inputs, dy)
-    expected = results(exact, [t.double() for t in inputs], dy.double())
-    for got, of in zip(found, [dy, *inputs], strict=True):
-        assert got.dtype == dtype and got.shape == of.shape and got.is_contiguous()
-    for error in errors(found, expected):
-        assert error < factor * BOUND[dtype]
 
 
 @by_dtype
@@ -229,14 +182,6 @@ def test_linear_has_the_bits_of_the_two(device, dtype):
         assert torch.equal(swiglu_linear(gate, up, weight), expected)
 
 
-def kept(call):
-    """What autograd saves in a call, without what it saves twice."""
-    saved = {}
-    with saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
-        result = call()
-    return result, saved
-
-
 @with_bias
 def test_nothing_but_inputs_is_saved(device, biased):
     inputs, _ = make_linear((2, 9, 40), 24, device, torch.float32, biased=biased)
@@ -245,19 +190,6 @@ def test_nothing_but_inputs_is_saved(device, biased):
     assert set(saved) == {t.data_ptr() for t in leaves[:3]}
     _, saved = kept(lambda: swiglu(*leaves[:2]))
     assert set(saved) == {t.data_ptr() for t in leaves[:2]}
-
-
-class Calls(TorchDispatchMode):
-    """The operators that are called, swiglu_bwd with whether it makes the product."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        self.made.append((name, args[3]) if name == "swiglu_bwd" else name)
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -421,259 +353,6 @@ def test_transforms_take_plain_operations_and_the_operators_refuse_them(function
     assert_close(found[1], plain(inputs[1], *inputs[1:]), 1e-14)
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_it_is_the_operator_in_one_graph_for_many_lengths():
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append([node.target for node in graph.graph.nodes])
-        return graph
-
-    mlp = GLAMLP(8, 16)
-    compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend=backend)
-    for T in (7, 5, 12):
-        x = normal(2, T, 8, seed=1, dtype=torch.float32)
-        assert torch.equal(compiled(x), mlp(x))
-    assert len(graphs) == 1
-    assert ops.swiglu_linear.default in graphs[0]
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_a_compiled_graph_keeps_no_product():
-    """The partitioner sees through to the operators, and has one tensor less to keep."""
-    kept_for_backward = {}
-    inputs, dy = make_linear((2, 9, 40), 24, "cpu", torch.float32)
-    for f in (swiglu_linear, plain):
-
-        def forward(graph, _, f=f):
-            (outputs,) = next(n for n in graph.graph.nodes if n.op == "output").args
-            targets = [n.target for n in graph.graph.nodes]
-            assert (ops.swiglu_fwd.default in targets) == (f is swiglu_linear)
-            assert ops.swiglu_linear.default not in targets
-            kept_for_backward[f] = [tuple(n.meta["val"].shape) for n in outputs[1:]]
-            return make_boxed_func(graph)
-
-        backend = aot_autograd(
-            fw_compiler=forward,
-            bw_compiler=lambda graph, _: make_boxed_func(graph),
-            partition_fn=min_cut_rematerialization_partition,
-        )
-        compiled = torch.compile(f, fullgraph=True, backend=backend)
-        expected = results(exact, [t.double() for t in inputs], dy.double())
-        assert max(errors(results(compiled, inputs, dy), expected)) < BOUND[torch.float32]
-    large = [t for t in kept_for_backward[swiglu_linear] if math.prod(t) == 2 * 9 * 40]
-    assert len(large) == 2
-    assert len(kept_for_backward[plain]) == len(kept_for_backward[swiglu_linear]) + 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_inductor(device):
-    compiled = torch.compile(swiglu_linear, fullgraph=True, dynamic=True)
-    for T in (9, 12):
-        inputs, dy = make_linear((T, 40), 24, device, torch.float32, biased=True)
-        for got, want in zip(
-            results(compiled, inputs, dy), results(swiglu_linear, inputs, dy), strict=True
-        ):
-            torch.testing.assert_close(got, want)
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_autograd():
-    inputs, dy = make_linear((9, 40), 24, "cpu", torch.float32, biased=True)
-    expected = results(swiglu_linear, inputs, dy)[1:]
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    y = swiglu_linear(*leaves)
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
-        y.backward(dy)
-    assert all(torch.equal(t.grad, g) for t, g in zip(leaves, expected, strict=True))
-
-
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_export(strict, grad):
-    mlp, x = GLAMLP(8, 16), normal(2, 5, 8, seed=1, dtype=torch.float32)
-    shapes = ({1: torch.export.Dim("T", min=2)},)
-    with torch.set_grad_enabled(grad):
-        program = torch.export.export(mlp, (x,), dynamic_shapes=shapes, strict=strict)
-    targets = [node.target for node in program.run_decompositions().graph.nodes]
-    assert targets.count(ops.swiglu_fwd.default) == 1
-    longer = normal(2, 9, 8, seed=1, dtype=torch.float32)
-    torch.testing.assert_close(program.module()(longer), mlp(longer))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_aot_inductor(tmp_path):
-    mlp, x = GLAMLP(8, 16), normal(2, 5, 8, seed=1, dtype=torch.float32)
-    program = torch.export.export(mlp, (x,))
-    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "m.pt2"))
-    torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), mlp(x))
-
-
-def test_a_trace_keeps_the_operator():
-    mlp, x = GLAMLP(8, 16), torch.randn(2, 5, 8)
-    traced = torch.jit.trace(mlp, x)
-    assert "gla_ext::swiglu_" in str(traced.inlined_graph)
-    assert torch.equal(traced(x), mlp(x))
-
-
-def test_sharded_tensors_take_plain_operations():
-    class Wrapped(torch.Tensor):
-        """A tensor subclass as DTensor is one: with parts, and what to do with operators."""
-
-        @staticmethod
-        def __new__(cls, inner):
-            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-        def __init__(self, inner):
-            self.inner = inner
-
-        def __tensor_flatten__(self):
-            return ["inner"], None
-
-        @staticmethod
-        def __tensor_unflatten__(inner, *_):
-            return Wrapped(inner["inner"])
-
-        @classmethod
-        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-            assert function.namespace == "aten"
-            args = (x.inner if isinstance(x, Wrapped) else x for x in args)
-            out = function(*args, **(kwargs or {}))
-            return Wrapped(out) if isinstance(out, torch.Tensor) else out
-
-    (gate, up, weight), _ = make_linear((3, 8), 4, "cpu", torch.float32)
-    assert torch.equal(swiglu(Wrapped(gate), up).inner, plain(gate, up))
-    assert torch.equal(swiglu_linear(gate, Wrapped(up), weight).inner, plain(gate, up, weight))
-
-
-# GLAMLP
-
-
-def make_mlp(dtype=torch.float32, device="cpu"):
-    torch.manual_seed(0)
-    return GLAMLP(24, 40).to(device, dtype)
-
-
-def composed(mlp, x):
-    return mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
-
-
-@by_dtype
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_mlp_is_what_it_was(device, fused, dtype):
-    mlp = make_mlp(dtype, device)
-    x = normal(2, 9, 24, seed=1, device=device, dtype=dtype)
-    double = make_mlp(torch.float64, device)
-    with torch.no_grad():
-        for wide, own in zip(double.parameters(), mlp.parameters(), strict=True):
-            wide.copy_(own)
-        truth, before = composed(double, x.double()), composed(mlp, x)
-        found = (fuse_projections(mlp) if fused else mlp)(x)
-    ours, torchs = errors([found, before], [truth] * 2)
-    assert ours <= max(1.05 * torchs, BOUND[torch.float64])
-
-
-def test_an_mlp_keeps_its_input_gate_and_up_alone():
-    mlp, x = make_mlp(), torch.randn(2, 9, 24, requires_grad=True)
-    y, saved = kept(lambda: mlp(x))
-    parameters = {p.data_ptr() for p in mlp.parameters()}
-    activations = sorted(t.numel() for at, t in saved.items() if at not in parameters)
-    assert activations == [2 * 9 * 24, 2 * 9 * 40, 2 * 9 * 40]
-    y.sum().backward()
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_decoded_token_has_one_operator_between_its_products(fused):
-    mlp, x = make_mlp(), torch.randn(3, 1, 24)
-    if fused:
-        fuse_projections(mlp)
-    with torch.no_grad(), Calls() as calls:
-        mlp(x)
-    assert calls.made.count("swiglu_fwd") == 1 and calls.made.count("mm") == 3 - fused
-    views = {"t", "view", "_unsafe_view", "split_with_sizes", "split", "as_strided", "slice"}
-    assert set(calls.made) - views <= {"mm", "swiglu_fwd", "detach"}
-
-
-def with_a_hook(mlp, seen):
-    mlp.down_proj.register_forward_hook(lambda *_: seen.append(1))
-
-
-def with_a_module_in_place(mlp, seen):
-    class Adapted(nn.Linear):
-        def forward(self, x):
-            seen.append(1)
-            return super().forward(x)
-
-    adapted = Adapted(40, 24, bias=False)
-    adapted.weight = mlp.down_proj.weight
-    mlp.down_proj = adapted
-
-
-def with_a_forward_of_its_own(mlp, seen):
-    forward = mlp.down_proj.forward
-    mlp.down_proj.forward = lambda x: seen.append(1) or forward(x)
-
-
-def with_a_parametrization(mlp, seen):
-    class Seen(nn.Module):
-        def forward(self, weight):
-            seen.append(1)
-            return weight
-
-    parametrize.register_parametrization(mlp.down_proj, "weight", Seen())
-    seen.clear()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [with_a_hook, with_a_module_in_place, with_a_forward_of_its_own, with_a_parametrization],
-)
-def test_a_down_projection_that_is_more_than_its_weight_is_called(change):
-    mlp, x, seen = make_mlp(), torch.randn(2, 9, 24), []
-    expected = mlp(x)
-    change(mlp, seen)
-    assert torch.equal(mlp(x), expected)
-    assert seen == [1]
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_a_down_projection_with_a_sparse_weight():
-    mlp, x = make_mlp(torch.float64), torch.randn(9, 24, dtype=torch.float64)
-    with torch.no_grad():
-        expected = mlp(x)
-        weight = mlp.down_proj.weight.detach().to_sparse_csr()
-        mlp.down_proj.weight = nn.Parameter(weight, requires_grad=False)
-        assert_close(mlp(x), expected, 1e-12)
-
-
-def test_a_down_projection_with_a_bias_adds_it():
-    mlp, x = make_mlp(), torch.randn(2, 9, 24)
-    without = mlp(x)
-    biased = nn.Linear(40, 24)
-    biased.weight = mlp.down_proj.weight
-    mlp.down_proj = biased
-    assert_close(mlp(x), without + biased.bias, 1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_an_mlp_under_autocast(device, dtype):
-    mlp, x = make_mlp(device=device), normal(2, 9, 24, seed=1, device=device, dtype=torch.float32)
-    with torch.autocast(device, dtype):
-        y = mlp(x)
-    assert y.dtype == dtype
-    assert_close(y.float(), mlp(x), 1e-2)
-    gradients = torch.autograd.grad(y.sum(), list(mlp.parameters()))
-    assert all(g.dtype == torch.float32 for g in gradients)
-
-
 # CUDA alone
 
 
@@ -697,19 +376,6 @@ def test_halves_are_not_copied():
     torch.cuda.reset_peak_memory_stats()
     y = swiglu(gate, up)
     assert torch.cuda.max_memory_allocated() - before == y.nbytes
-
-
-@pytest.mark.cuda
-def test_what_an_mlp_keeps_on_cuda():
-    """Gate and up, beside its output."""
-    mlp = GLAMLP(1024, 2816).to("cuda", torch.bfloat16)
-    x = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    mlp(x).sum().backward()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    y = mlp(x)
-    kept_bytes = torch.cuda.memory_allocated() - before - y.nbytes
-    assert kept_bytes <= 2 * 4096 * 2816 * 2 + 4096
 
 
 @pytest.mark.cuda

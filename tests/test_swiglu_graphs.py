@@ -1,0 +1,148 @@
+"""SwiGLU and its linear map compiled, exported, traced and on sharded tensors."""
+
+import math
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from norm_inputs import BOUND, normal
+from swiglu_inputs import errors, exact, make_linear, plain, results
+from torch._dynamo.backends.common import aot_autograd
+
+from gla_ext.model import GLAMLP
+from gla_ext.swiglu import swiglu, swiglu_linear
+
+ops = torch.ops.gla_ext
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_it_is_the_operator_in_one_graph_for_many_lengths():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([node.target for node in graph.graph.nodes])
+        return graph
+
+    mlp = GLAMLP(8, 16)
+    compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend=backend)
+    for T in (7, 5, 12):
+        x = normal(2, T, 8, seed=1, dtype=torch.float32)
+        assert torch.equal(compiled(x), mlp(x))
+    assert len(graphs) == 1
+    assert ops.swiglu_linear.default in graphs[0]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_graph_keeps_no_product():
+    """The partitioner sees through to the operators, and has one tensor less to keep."""
+    kept_for_backward = {}
+    inputs, dy = make_linear((2, 9, 40), 24, "cpu", torch.float32)
+    for f in (swiglu_linear, plain):
+
+        def forward(graph, _, f=f):
+            (outputs,) = next(n for n in graph.graph.nodes if n.op == "output").args
+            targets = [n.target for n in graph.graph.nodes]
+            assert (ops.swiglu_fwd.default in targets) == (f is swiglu_linear)
+            assert ops.swiglu_linear.default not in targets
+            kept_for_backward[f] = [tuple(n.meta["val"].shape) for n in outputs[1:]]
+            return make_boxed_func(graph)
+
+        backend = aot_autograd(
+            fw_compiler=forward,
+            bw_compiler=lambda graph, _: make_boxed_func(graph),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        compiled = torch.compile(f, fullgraph=True, backend=backend)
+        expected = results(exact, [t.double() for t in inputs], dy.double())
+        assert max(errors(results(compiled, inputs, dy), expected)) < BOUND[torch.float32]
+    large = [t for t in kept_for_backward[swiglu_linear] if math.prod(t) == 2 * 9 * 40]
+    assert len(large) == 2
+    assert len(kept_for_backward[plain]) == len(kept_for_backward[swiglu_linear]) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_inductor(device):
+    compiled = torch.compile(swiglu_linear, fullgraph=True, dynamic=True)
+    for T in (9, 12):
+        inputs, dy = make_linear((T, 40), 24, device, torch.float32, biased=True)
+        for got, want in zip(
+            results(compiled, inputs, dy), results(swiglu_linear, inputs, dy), strict=True
+        ):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_autograd():
+    inputs, dy = make_linear((9, 40), 24, "cpu", torch.float32, biased=True)
+    expected = results(swiglu_linear, inputs, dy)[1:]
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    y = swiglu_linear(*leaves)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        y.backward(dy)
+    assert all(torch.equal(t.grad, g) for t, g in zip(leaves, expected, strict=True))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_export(strict, grad):
+    mlp, x = GLAMLP(8, 16), normal(2, 5, 8, seed=1, dtype=torch.float32)
+    shapes = ({1: torch.export.Dim("T", min=2)},)
+    with torch.set_grad_enabled(grad):
+        program = torch.export.export(mlp, (x,), dynamic_shapes=shapes, strict=strict)
+    targets = [node.target for node in program.run_decompositions().graph.nodes]
+    assert targets.count(ops.swiglu_fwd.default) == 1
+    longer = normal(2, 9, 8, seed=1, dtype=torch.float32)
+    torch.testing.assert_close(program.module()(longer), mlp(longer))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_aot_inductor(tmp_path):
+    mlp, x = GLAMLP(8, 16), normal(2, 5, 8, seed=1, dtype=torch.float32)
+    program = torch.export.export(mlp, (x,))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "m.pt2"))
+    torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), mlp(x))
+
+
+def test_a_trace_keeps_the_operator():
+    mlp, x = GLAMLP(8, 16), torch.randn(2, 5, 8)
+    traced = torch.jit.trace(mlp, x)
+    assert "gla_ext::swiglu_" in str(traced.inlined_graph)
+    assert torch.equal(traced(x), mlp(x))
+
+
+def test_sharded_tensors_take_plain_operations():
+    class Wrapped(torch.Tensor):
+        """A tensor subclass as DTensor is one: with parts, and what to do with operators."""
+
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __tensor_flatten__(self):
+            return ["inner"], None
+
+        @staticmethod
+        def __tensor_unflatten__(inner, *_):
+            return Wrapped(inner["inner"])
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            assert function.namespace == "aten"
+            args = (x.inner if isinstance(x, Wrapped) else x for x in args)
+            out = function(*args, **(kwargs or {}))
+            return Wrapped(out) if isinstance(out, torch.Tensor) else out
+
+    (gate, up, weight), _ = make_linear((3, 8), 4, "cpu", torch.float32)
+    assert torch.equal(swiglu(Wrapped(gate), up).inner, plain(gate, up))
+    assert torch.equal(swiglu_linear(gate, Wrapped(up), weight).inner, plain(gate, up, weight))
