@@ -9,6 +9,7 @@ import torch.autograd.forward_ad as fwAD
 from common import CUDA_DTYPES, DTYPES
 from models import FUNCTIONS
 from norm_inputs import BOUND, EPS, LAYOUTS, check, exact, laid_out, make, normal
+from wrapped import Wrapped
 
 from gla_ext.norms import GatedRMSNorm, RMSNorm, plain_rms_norm, rms_norm
 
@@ -288,30 +289,6 @@ def test_inductor(device):
 
 
 def test_sharded_tensors_take_plain_operations():
-    class Wrapped(torch.Tensor):
-        """A tensor subclass as DTensor is one: with parts, and what to do with operators."""
-
-        @staticmethod
-        def __new__(cls, inner):
-            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-        def __init__(self, inner):
-            self.inner = inner
-
-        def __tensor_flatten__(self):
-            return ["inner"], None
-
-        @staticmethod
-        def __tensor_unflatten__(inner, *_):
-            return Wrapped(inner["inner"])
-
-        @classmethod
-        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-            assert function.namespace == "aten"
-            args = (x.inner if isinstance(x, Wrapped) else x for x in args)
-            out = function(*args, **(kwargs or {}))
-            return Wrapped(out) if isinstance(out, torch.Tensor) else out
-
     x = torch.randn(3, 8)
     found = rms_norm(Wrapped(x), None, EPS)
     assert torch.equal(found.inner, plain_rms_norm(x, None, EPS))

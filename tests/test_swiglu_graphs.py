@@ -8,6 +8,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from norm_inputs import BOUND, normal
 from swiglu_inputs import errors, exact, make_linear, plain, results
 from torch._dynamo.backends.common import aot_autograd
+from wrapped import Wrapped
 
 from gla_ext.model import GLAMLP
 from gla_ext.swiglu import swiglu, swiglu_linear
@@ -119,30 +120,6 @@ def test_a_trace_keeps_the_operator():
 
 
 def test_sharded_tensors_take_plain_operations():
-    class Wrapped(torch.Tensor):
-        """A tensor subclass as DTensor is one: with parts, and what to do with operators."""
-
-        @staticmethod
-        def __new__(cls, inner):
-            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-        def __init__(self, inner):
-            self.inner = inner
-
-        def __tensor_flatten__(self):
-            return ["inner"], None
-
-        @staticmethod
-        def __tensor_unflatten__(inner, *_):
-            return Wrapped(inner["inner"])
-
-        @classmethod
-        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-            assert function.namespace == "aten"
-            args = (x.inner if isinstance(x, Wrapped) else x for x in args)
-            out = function(*args, **(kwargs or {}))
-            return Wrapped(out) if isinstance(out, torch.Tensor) else out
-
     (gate, up, weight), _ = make_linear((3, 8), 4, "cpu", torch.float32)
     assert torch.equal(swiglu(Wrapped(gate), up).inner, plain(gate, up))
     assert torch.equal(swiglu_linear(gate, Wrapped(up), weight).inner, plain(gate, up, weight))

@@ -206,11 +206,13 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
     plan.launches += 1;
   }
   if (!in.save_states) w.S = add(w, plan.state_bytes);
-  if (!plan.swept_gradients) w.dS = add(w, plan.state_bytes);
+  if (!plan.swept_gradients) {
+    w.dS = add(w, plan.state_bytes);
+    plan.state_bytes *= 2;
+  }
   // Chunks outside tier 1 alone use these.
   w.A = add(w, scores);
   add_intra(w, in, keys);
-  if (!plan.swept_gradients) plan.state_bytes *= 2;
   // Saved states leave no sweep but the gradients'.
   if (plan.swept_gradients && in.save_states) plan.launches -= 1;
 }

@@ -179,7 +179,7 @@ void launch_linear_states(const Problem& p, bool states, bool state_grads, cudaS
 }  // namespace
 
 void linear_states(const Problem& p, cudaStream_t stream) {
-  // dh0 also where there are no tokens.
+  // With dS~ dh0, also where there are no tokens.
   launch_linear_states<Store::kChunks>(p, !p.saved_states, !p.swept_gradients, stream);
 }
 

@@ -31,8 +31,8 @@ void segment_scan(const Problem& p, cudaStream_t stream);
 // q k g -> operands, tiers.
 void operands(const Problem& p, cudaStream_t stream);
 // The sweeps above over operands in place of q, k and g; K above 64. `linear_forward` writes S too
-// if it is there; `linear_states`, unless S is saved, S and dS scaled, S~ and dS~, for `gradients`
-// alone.
+// if it is there; `linear_states`, unless S is saved, S, and unless gradients are swept, dS,
+// scaled, S~ and dS~, for the gradients alone.
 void linear_forward(const Problem& p, cudaStream_t stream);
 void linear_states(const Problem& p, cudaStream_t stream);
 void linear_segment_parts(const Problem& p, cudaStream_t stream);
