@@ -8,7 +8,8 @@ namespace gla_ext::cuda::sm90 {
 namespace {
 
 // Sums what the states that leave the chunk owe to k.
-__device__ __forceinline__ void sum_inter(Own& own, const float (&y)[32], const unsigned char* k) {
+__device__ __forceinline__ void sum_inter(Queries& queries, int rank, const float (&y)[32],
+                                          const unsigned char* k) {
   const int thread = thread_index() % kGroupThreads;
   const Fragments fragments(thread);
   float sums[16];
@@ -32,7 +33,7 @@ __device__ __forceinline__ void sum_inter(Own& own, const float (&y)[32], const 
   fold_rows<4>(sums);
   fold_rows<2>(sums);
   fold_rows<1>(sums);
-  pair_at(own.inter[thread / kWarp], thread % kWarp / 4 * 8 + thread % 4 * 2) =
+  pair_at(queries.inter(rank, thread / kWarp), thread % kWarp / 4 * 8 + thread % 4 * 2) =
       make_float2(sums[0], sums[1]);
 }
 
@@ -103,8 +104,12 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
   const GatePart<Gate> part(p, segment, rank);
   Ring<kSliceStages> slice;
   if (consumer > 0) slice.template skip<kSlices>();
-  const bool loads = __shfl_sync(0xffffffffu, threadIdx.x % kGroupThreads / kWarp, 0) == 0;
-  if (loads) load_operands(s, p, consumer, rank);
+  const bool loads = threadIdx.x % kGroupThreads == 0;
+  if (loads) {
+    load_queries(s, p, consumer, rank);
+    load_keys(s, p, consumer);
+    if (consumer == 0) load_queries(s, p, kConsumers, rank);
+  }
   auto gates = part.load(consumer);
 #pragma unroll 1
   for (int i = consumer; i < segment.chunks; i += kConsumers) {
@@ -112,12 +117,14 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
     const int self = i % kConsumers, role = kConsumer + self, chunk = chunk_of(segment, i);
     const uint32_t parity = i / kConsumers & 1;
     Own& own = s.own[self];
-    ChunkOperands& operands = s.chunks[self];
-    wait(&s.chunk_full[self], parity);
-    const bool exact = __any_sync(0xffffffffu, operands.exact);
+    Queries& queries = s.queries[i % kQueryStages];
+    Keys& keys = s.keys[self];
+    wait(&s.queries_full[i % kQueryStages], i / kQueryStages & 1);
+    const bool exact = __any_sync(0xffffffffu, s.exact[i % kQueryStages].x);
     part.write_exponents(own, gates, chunk, exact, role);
     if (exact) {
-      load_exact_scores(operands.A, p, segment, chunk);
+      wait(&s.keys_full[self], parity);
+      load_exact_scores(keys.A, p, segment, chunk);
       fence_for_products();
       role_barrier(role);  // A is written
     }
@@ -155,6 +162,7 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
         leave();
         continue;
       }
+      wait(&s.keys_full[self], parity);
       const int slot = received_slot<kSlices>(i, j);
       wait(&s.received_full[slot], received_parity<kSlices>(i));
       unsigned char* tile = s.received[slot];
@@ -162,9 +170,9 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
       float dv[32];
       clear(dv);
       begin_products();
-      multiply<kOther, kOther>(dv, shared_address(operands.A), shared_address(values.d_o));
-      multiply<kSummed, kOther>(dv, shared_address(operands.k[0]), rank == 0 ? mine : other);
-      multiply<kSummed, kOther>(dv, shared_address(operands.k[1]), rank == 0 ? other : mine);
+      multiply<kOther, kOther>(dv, shared_address(keys.A), shared_address(values.d_o));
+      multiply<kSummed, kOther>(dv, shared_address(keys.k[0]), rank == 0 ? mine : other);
+      multiply<kSummed, kOther>(dv, shared_address(keys.k[1]), rank == 0 ? other : mine);
       commit_products();
       leave();
       role_barrier(role);  // all warps' products have read what was sent
@@ -181,55 +189,58 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
     }
     slice.template skip<kSlices>();  // the other one's
     if (p.saved_states) {
-      const float* enter = operands.factors[kEnter][rank] + 2 * Lane().t;
+      const float* enter = queries.factors[kEnter][rank] + 2 * Lane().t;
 #pragma unroll
       for (int j = 0; j < 32; ++j) x[j] *= enter[j / 4 * 8 + j % 2];
     }
     const auto release = [&] {
-      fence_for_products();  // before the next chunk's bulk copies
-      arrive_as_warp(&s.chunk_empty[self]);
-      if (loads) load_operands(s, p, i + kConsumers, rank);
+      fence_for_products();  // before the next chunks' bulk copies
+      arrive(&s.chunk_empty[self]);
+      if (loads) {
+        wait(&s.chunk_empty[self], parity);
+        load_keys(s, p, i + kConsumers);
+        load_queries(s, p, i + kQueryStages, rank);
+      }
       __syncwarp();
     };
     wait(&s.states_full[self], parity);
     if (exact) {
       gates = part.load(i + kConsumers);
       role_barrier(role);  // k^ is read
-      float* terms = reinterpret_cast<float*>(operands.k);
+      float* terms = reinterpret_cast<float*>(keys.k);
       part.write_exact_exponents(own, terms, chunk);
       role_barrier(role);
       finish_exact(x, own.terms, p.scale);
       finish_exact(y, terms, 1.f);
       role_barrier(role);
-      part.write_exact_gradients(own, terms, operands.states(rank), chunk, role);
+      part.write_exact_gradients(own, terms, queries, rank, chunk, role);
       release();
     } else {
-      sum_inter(own, y, operands.k[rank]);
+      sum_inter(queries, rank, y, keys.k[rank]);
       {
         const Lane lane;
 #pragma unroll
         for (int j = 0; j < 32; ++j)
           dA[j] = j / 4 * 8 + 2 * lane.t + j % 2 <= lane.row + j / 2 % 2 * 8 ? dA[j] : 0.f;
       }
-      store_tile(operands.A, dA);  // A is read
+      store_tile(keys.A, dA);  // A is read
       fence_for_products();
       role_barrier(role);  // dA is written
       begin_products();
-      multiply<kSummed, kOther>(x, shared_address(operands.A), shared_address(operands.k[rank]));
-      multiply<kOther, kOther>(y, shared_address(operands.A), shared_address(operands.q));
+      multiply<kSummed, kOther>(x, shared_address(keys.A), shared_address(keys.k[rank]));
+      multiply<kOther, kOther>(y, shared_address(keys.A), shared_address(queries.q));
       commit_products();
       wait_for_products<0>();
-      finish(x, y, own.terms, operands.q, operands.k[rank], p.scale);
-      store_tile(operands.k[1 - rank], x);
+      finish(x, y, own.terms, queries.q, keys.k[rank], p.scale);
+      store_tile(keys.k[1 - rank], x);
       role_barrier(role);  // dq and what dg sums are written, dA is read
-      store_tile(operands.A, y);
-      write_tile(p.dq, segment, chunk, rank * kTile, p.K, operands.k[1 - rank], [] {});
-      part.write_sums(own);
+      store_tile(keys.A, y);
+      write_tile(p.dq, segment, chunk, rank * kTile, p.K, keys.k[1 - rank], [] {});
+      const auto terms = part.read_terms(own, queries, rank);
       gates = part.load(i + kConsumers);
       role_barrier(role);  // dk and the sums are written
-      const float2 states = part.states(operands.states(rank));
-      write_tile(p.dk, segment, chunk, rank * kTile, p.K, operands.A, release);
-      part.write_gradients(own, states, chunk);
+      write_tile(p.dk, segment, chunk, rank * kTile, p.K, keys.A, release);
+      part.write_gradients(own, terms, chunk);
     }
   }
 }

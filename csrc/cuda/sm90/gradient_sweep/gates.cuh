@@ -34,37 +34,42 @@ class GatePart {
     }
   }
 
-  // Sums of what dg sums, of a part of the tokens.
-  __device__ __forceinline__ void write_sums(Own& own) const {
+  // What dg sums, of a thread.
+  struct Terms {
+    float2 x[kSubChunk];
+    float2 leaving;  // what the states that leave the chunk owe
+  };
+  // And its sums, of a part of the tokens.
+  __device__ __forceinline__ Terms read_terms(Own& own, Queries& queries, int rank) const {
     const Pair<1> pair(thread_index() % kGroupThreads);
+    Terms terms;
     float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
-    for (int i = 0; i < kSubChunk; ++i)
-      sum = sum + pair_at(own.terms, swizzled_float(pair.first + i, pair.channel));
+    for (int i = 0; i < kSubChunk; ++i) {
+      terms.x[i] = pair_at(own.terms, swizzled_float(pair.first + i, pair.channel));
+      sum = sum + terms.x[i];
+    }
     pair_at(own.dg[pair.part], pair.channel) = sum;
-  }
-
-  // rowsum(S dS') of this thread's channels.
-  __device__ __forceinline__ float2 states(const float* sums) const {
-    return pair_at(sums, Pair<1>(thread_index() % kGroupThreads).channel);
-  }
-
-  // dg of the chunk. sum: rowsum(S dS').
-  __device__ __forceinline__ void write_gradients(Own& own, float2 sum, int number) const {
-    const Place at(*this, number);
+    terms.leaving = pair_at(queries.states(rank), pair.channel);
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) sum = sum + pair_at(own.inter[part], at.pair.channel);
+    for (int warp = 0; warp < kGroupWarps; ++warp)
+      terms.leaving = terms.leaving + pair_at(queries.inter(rank, warp), pair.channel);
+    return terms;
+  }
+
+  // dg of the chunk.
+  __device__ __forceinline__ void write_gradients(const Own& own, const Terms& terms,
+                                                  int number) const {
+    const Place at(*this, number);
+    float2 sum = terms.leaving;
 #pragma unroll
     for (int part = kParts - 1; part > 0; --part)
       if (part > at.pair.part) sum = sum + pair_at(own.dg[part], at.pair.channel);
     constexpr int kLast = static_cast<int>(kSubChunk) - 1;
     Gate* dg = at.template row<Gate>(p_.dg, kLast);
-    float2 terms[kSubChunk];
-#pragma unroll
-    for (int i = 0; i < kSubChunk; ++i) terms[i] = at.element(own.terms, i);
 #pragma unroll
     for (int i = kLast; i >= 0; --i, dg -= token_offset(p_.dg, 1)) {
-      sum = sum + terms[i];
+      sum = sum + terms.x[i];
       if (i < at.tokens) store2<Access::kFast>(dg, sum.x, sum.y, 2);
     }
   }
@@ -84,8 +89,8 @@ class GatePart {
 
   // And dq, dk and dg, of which step 6 is a part: dq of the state is at own.terms, dk of the
   // state's gradient at `terms`.
-  __device__ __forceinline__ void write_exact_gradients(Own& own, float* terms, const float* states,
-                                                        int number, int role) const {
+  __device__ __forceinline__ void write_exact_gradients(Own& own, float* terms, Queries& queries,
+                                                        int rank, int number, int role) const {
     const Place at(*this, number);
     const auto read = [](const auto* row) { return load2<Access::kFast>(row, 2); };
     float2 sum = make_float2(0.f, 0.f), inter = sum;
@@ -106,14 +111,14 @@ class GatePart {
       sum = sum + term;
     }
     pair_at(own.dg[at.pair.part], at.pair.channel) = sum;
-    pair_at(own.inter[at.pair.part], at.pair.channel) = inter;
+    pair_at(queries.inter(rank, at.pair.part), at.pair.channel) = inter;
     role_barrier(role);  // the sums are written
     const float2 last = cumsum(own.gates, at.pair).last;
-    sum = pair_at(states, at.pair.channel);
+    sum = pair_at(queries.states(rank), at.pair.channel);
     if (is_out(last.x)) sum.x *= exp2_ftz(last.x);
     if (is_out(last.y)) sum.y *= exp2_ftz(last.y);
     for (int part = 0; part < kParts; ++part) {
-      sum = sum + pair_at(own.inter[part], at.pair.channel);
+      sum = sum + pair_at(queries.inter(rank, part), at.pair.channel);
       if (part > at.pair.part) sum = sum + pair_at(own.dg[part], at.pair.channel);
     }
 #pragma unroll 1

@@ -16,7 +16,7 @@ enum Role { kProducer, kState, kConsumer, kRoles = kConsumer + 2 };
 constexpr int kConsumers = kRoles - kConsumer;
 constexpr int kWarp = 32;  // threads
 constexpr int kSweepThreads = kRoles * kGroupThreads;
-constexpr int kSliceStages = 3, kChunkStages = kConsumers;
+constexpr int kSliceStages = 3, kQueryStages = 3;
 constexpr int kGroupWarps = kGroupThreads / kWarp;
 
 // 64 values of a chunk.
@@ -27,35 +27,42 @@ struct Slice {
   unsigned char dS[kTileBytes];   // [64 of K][64 values], by the warpgroup of the state
 };
 
-// What of a chunk no value is part of.
-struct alignas(1024) ChunkOperands {
-  unsigned char q[kTileBytes];             // q^ [token][64 of K]
-  float factors[kFactors][kPair][kTile];   // of either block's channels
+// What of a chunk no value is part of: for the state, which is a chunk ahead, and a consumer.
+struct alignas(1024) Queries {
+  unsigned char q[kTileBytes];            // q^ [token][64 of K]
+  float factors[kFactors][kPair][kTile];  // of either block's channels
+
+  // In place of factors that nobody reads: rowsum(S dS'), and what dS~ owes to k in the rows of a
+  // warp.
+  __device__ __forceinline__ float* states(int rank) { return factors[kSum][rank]; }
+  __device__ __forceinline__ float* inter(int rank, int warp) { return factors[warp][1 - rank]; }
+};
+static_assert(kFactors == kGroupWarps);
+// And for a consumer alone.
+struct alignas(1024) Keys {
   unsigned char k[kKeyTiles][kTileBytes];  // k^ [token][K]
   unsigned char A[kTileBytes];             // [token][token]
-  int exact;
-
-  // rowsum(S dS'), in place of factors that nobody reads.
-  __device__ __forceinline__ float* states(int rank) { return factors[kSum][rank]; }
 };
-constexpr int kScoreBytes = kTileBytes + 16;  // A and `exact`, as they lie in Operands
 
 // What a consumer has for itself.
 struct Own {
   float terms[kTile * kTile];  // [token][64 of K]: exponents of dq and dk, then what dg sums
   float gates[kParts][kTile], dg[kParts][kTile];  // sums of a part of the tokens
-  float inter[kParts][kTile];                     // of what dS~ owes to k
 };
 
 struct Shared {
   Slice slices[kSliceStages];
-  ChunkOperands chunks[kChunkStages];
+  Queries queries[kQueryStages];
+  Keys keys[kConsumers];
   // The other block's dS~ of values whose dv is this one's, then dv on its way out.
   unsigned char received[kPair][kTileBytes];
   Own own[kConsumers];
   // A slice's rows are there; its dS~ is; it is read, here and where its dS~ was sent to.
   uint64_t full[kSliceStages], ready[kSliceStages], empty[kSliceStages];
-  uint64_t chunk_full[kChunkStages], states_full[kChunkStages], chunk_empty[kChunkStages];
+  int4 exact[kQueryStages];  // of which the first word says so
+  uint64_t queries_full[kQueryStages];
+  // Of a consumer: keys, the states' sums, and what it reads of its chunk is read.
+  uint64_t keys_full[kConsumers], states_full[kConsumers], chunk_empty[kConsumers];
   uint64_t received_full[kPair];
   uint64_t turn[kConsumers];  // the other consumer has left its slices
   Segment segment;
@@ -96,16 +103,17 @@ __device__ __forceinline__ void start(Shared& s, const Problem& p, int64_t index
   for (int i = 0; i < kSliceStages; ++i) {
     init_barrier(&s.full[i], kGroupThreads);
     init_barrier(&s.ready[i], kGroupWarps);
-    // Also by the warps for which dS~ was sent, or for which it was not.
-    init_barrier(&s.empty[i], 3 * kGroupWarps);
+    // By threads of the state, warps of a consumer, and those for which dS~ was sent, or was not.
+    init_barrier(&s.empty[i], kGroupThreads + 2 * kGroupWarps);
   }
-  for (int i = 0; i < kChunkStages; ++i) {
-    init_barrier(&s.chunk_full[i], 3);  // copies, of which each arrives
+  for (int i = 0; i < kQueryStages; ++i) init_barrier(&s.queries_full[i], 3);  // copies
+  for (int i = 0; i < kConsumers; ++i) {
+    init_barrier(&s.keys_full[i], 2);  // copies
     init_barrier(&s.states_full[i], kGroupWarps);
-    init_barrier(&s.chunk_empty[i], 2 * kGroupWarps);  // of the state and a consumer
+    init_barrier(&s.chunk_empty[i], kGroupThreads);
+    init_barrier(&s.turn[i], kGroupWarps);
   }
   for (int i = 0; i < kPair; ++i) init_barrier(&s.received_full[i], 1);
-  for (int i = 0; i < kConsumers; ++i) init_barrier(&s.turn[i], kGroupWarps);
   fence_barriers();
   fence_for_products();  // and bulk copies
 }
@@ -114,7 +122,8 @@ __device__ __forceinline__ void start(Shared& s, const Problem& p, int64_t index
 __device__ __forceinline__ void role_barrier(int role) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + role), "n"(kGroupThreads) : "memory");
 }
-// A warp's arrival.
+// A warp's arrival. For what ordinary loads have read, threads arrive one by one: NVIDIA's racecheck
+// does not follow them through __syncwarp.
 __device__ __forceinline__ void arrive_as_warp(uint64_t* barrier) {
   __syncwarp();
   if (threadIdx.x % kWarp == 0) arrive(barrier);
@@ -125,19 +134,25 @@ __device__ __forceinline__ int chunk_of(const Segment& segment, int i) {
   return segment.chunks - 1 - i;
 }
 
-// Asks for the operands of the i-th chunk of a sweep, once its stage is free. By a warp.
-__device__ __forceinline__ void load_operands(Shared& s, const Problem& p, int i, int rank) {
+// Asks for what of the i-th chunk of a sweep no value is part of, whose places are free. By a
+// thread.
+__device__ __forceinline__ void load_queries(Shared& s, const Problem& p, int i, int rank) {
   if (i >= s.segment.chunks) return;
-  const int stage = i % kChunkStages;
-  if (i >= kChunkStages) wait(&s.chunk_empty[stage], (i / kChunkStages - 1) & 1);
-  if (threadIdx.x % kWarp != 0) return;
+  const int stage = i % kQueryStages;
   const unsigned char* operands = operands_at(p, s.segment.chunk_head(p, chunk_of(s.segment, i)));
-  ChunkOperands& to = s.chunks[stage];
-  uint64_t* full = &s.chunk_full[stage];
-  bulk_copy(to.q, operands + rank * kTileBytes, kTileBytes, full);
-  bulk_copy(to.factors, operands + offsetof(OperandGroup, factors),
-            kFactorBytes + kKeyTiles * kTileBytes, full);
-  bulk_copy(to.A, operands + sizeof(OperandGroup), kScoreBytes, full);
+  uint64_t* full = &s.queries_full[stage];
+  bulk_copy(s.queries[stage].q, operands + rank * kTileBytes, kTileBytes, full);
+  bulk_copy(s.queries[stage].factors, operands + offsetof(OperandGroup, factors), kFactorBytes,
+            full);
+  bulk_copy(&s.exact[stage], operands + offsetof(Operands<1>, exact), sizeof(s.exact[stage]), full);
+}
+__device__ __forceinline__ void load_keys(Shared& s, const Problem& p, int i) {
+  if (i >= s.segment.chunks) return;
+  const unsigned char* operands = operands_at(p, s.segment.chunk_head(p, chunk_of(s.segment, i)));
+  Keys& to = s.keys[i % kConsumers];
+  uint64_t* full = &s.keys_full[i % kConsumers];
+  bulk_copy(to.k, operands + offsetof(OperandGroup, k), kKeyTiles * kTileBytes, full);
+  bulk_copy(to.A, operands + offsetof(Operands<1>, A), kTileBytes, full);
 }
 
 // A place in the accumulators of a warpgroup: rows `row` and the eighth behind it, columns 2 t and

@@ -81,11 +81,11 @@ __device__ __forceinline__ void sweep_state(Shared& s, const Problem& p, int ran
   const Fragments fragments;
   float out[2] = {1.f, 1.f};  // what dS~ is still to be multiplied by as it leaves a chunk
   Ring<kSliceStages> slice;
-  Ring<kChunkStages> ring;
+  Ring<kQueryStages> ring;
   for (int i = 0; i < segment.chunks; ++i, ring.next()) {
-    ChunkOperands& chunk = s.chunks[ring.stage];
-    wait(&s.chunk_full[ring.stage], ring.parity);
-    const auto& factors = chunk.factors;
+    Queries& queries = s.queries[ring.stage];
+    wait(&s.queries_full[ring.stage], ring.parity);
+    const auto& factors = queries.factors;
     const Lane lane;
     const int row = lane.row;  // and the eighth behind it
     const float enter[2] = {factors[kEnter][rank][row], factors[kEnter][rank][row + 8]};
@@ -97,7 +97,7 @@ __device__ __forceinline__ void sweep_state(Shared& s, const Problem& p, int ran
     const bool exact = __any_sync(0xffffffffu, middle(0) != 1.f || middle(1) != 1.f);
     out[0] = enter[0], out[1] = enter[1];
     float sums[2] = {0.f, 0.f};  // of S dS~
-    const uint32_t q = shared_address(chunk.q);
+    const uint32_t q = shared_address(queries.q);
 #pragma unroll
     for (int j = 0; j < kSlices; ++j) {
       Slice& values = s.slices[slice.stage];
@@ -139,7 +139,7 @@ __device__ __forceinline__ void sweep_state(Shared& s, const Problem& p, int ran
         product<kOther, kOther>(x[j], descriptor(q + 2048 * t, 0), descriptor(d_o + 2048 * t, 0));
       commit_products();
       wait_for_products<0>();
-      arrive_as_warp(&s.empty[slice.stage]);
+      arrive(&s.empty[slice.stage]);
       slice.next();
     }
 #pragma unroll
@@ -147,11 +147,10 @@ __device__ __forceinline__ void sweep_state(Shared& s, const Problem& p, int ran
       sums[e] += __shfl_xor_sync(0xffffffffu, sums[e], 1);
       sums[e] += __shfl_xor_sync(0xffffffffu, sums[e], 2);
       if (p.saved_states) sums[e] *= enter[e];
-      if (lane.t == 0) chunk.states(rank)[row + 8 * e] = sums[e];
+      if (lane.t == 0) queries.states(rank)[row + 8 * e] = sums[e];
     }
     fence_for_products();  // before the next chunk's bulk copies
-    arrive_as_warp(&s.states_full[ring.stage]);
-    arrive_as_warp(&s.chunk_empty[ring.stage]);
+    arrive_as_warp(&s.states_full[i % kConsumers]);
   }
   if (!F::ends(segment) || p.dh0 == nullptr) return;
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
