@@ -203,8 +203,8 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
       }
       __syncwarp();
     };
-    wait(&s.states_full[self], parity);
     if (exact) {
+      wait(&s.states_full[self], parity);
       gates = part.load(i + kConsumers);
       role_barrier(role);  // k^ is read
       float* terms = reinterpret_cast<float*>(keys.k);
@@ -236,6 +236,7 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
       role_barrier(role);  // dq and what dg sums are written, dA is read
       store_tile(keys.A, y);
       write_tile(p.dq, segment, chunk, rank * kTile, p.K, keys.k[1 - rank], [] {});
+      wait(&s.states_full[self], parity);
       const auto terms = part.read_terms(own, queries, rank);
       gates = part.load(i + kConsumers);
       role_barrier(role);  // dk and the sums are written

@@ -122,8 +122,8 @@ __device__ __forceinline__ void start(Shared& s, const Problem& p, int64_t index
 __device__ __forceinline__ void role_barrier(int role) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + role), "n"(kGroupThreads) : "memory");
 }
-// A warp's arrival. For what ordinary loads have read, threads arrive one by one: NVIDIA's racecheck
-// does not follow them through __syncwarp.
+// A warp's arrival. For what ordinary loads have read, threads arrive one by one: NVIDIA's
+// racecheck does not follow them through __syncwarp.
 __device__ __forceinline__ void arrive_as_warp(uint64_t* barrier) {
   __syncwarp();
   if (threadIdx.x % kWarp == 0) arrive(barrier);
