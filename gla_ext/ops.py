@@ -81,7 +81,7 @@ def chunk_gla(
         g: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, at most 0 (above 0
             results may overflow); -inf is a reset. bfloat16, float16 or float32, whatever the
             dtype of q, but float64 with float64 q. None: no decay.
-        scale: factor of the scores. Default: `K ** -0.5`.
+        scale: factor of the scores, a number. Default: `K ** -0.5`.
         initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32 (float64 with
             float64 q). N is the number of sequences: B, or `len(cu_seqlens) - 1`. Default: zero.
         output_final_state: whether to return the state after the last token. Default: False.
@@ -98,10 +98,11 @@ def chunk_gla(
 
     Raises:
         ValueError: shapes, devices or offsets do not agree.
-        TypeError: dtypes do not.
+        TypeError: dtypes do not; scale is a tensor.
         NotImplementedError: a device or layout without kernels; forward-mode AD; torch.func
             transforms; DTensor.
     """
+    refuse_tensor_scale("chunk_gla", scale)
     compiling = torch.compiler.is_compiling()
     if not compiling:
         refuse_dtensor("chunk_gla", q, k, v, g, gv, initial_state)
@@ -135,6 +136,14 @@ def refuse_dtensor(op: str, *tensors: Tensor | None) -> None:
                 f"{op}: expected plain tensors, got a DTensor; call it on to_local() tensors, "
                 "sharded over batch or heads"
             )
+
+
+def refuse_tensor_scale(op: str, scale: float | None) -> None:
+    """Raises TypeError where scale is a tensor: it would be read back, and get no gradient."""
+    if isinstance(scale, Tensor):
+        raise TypeError(
+            f"{op}: expected scale to be a number, got a tensor; multiply q by it instead"
+        )
 
 
 def _check_offsets(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None, T: int) -> None:

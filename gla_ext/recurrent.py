@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from gla_ext.ops import refuse_dtensor
+from gla_ext.ops import refuse_dtensor, refuse_tensor_scale
 
 __all__ = [
     "fused_recurrent_gla",
@@ -57,7 +57,7 @@ def fused_recurrent_gla(
             bfloat16, float16 or float32, whatever the dtype of q, but float64 with float64 q.
             Default: no decay.
         gv: the same of each value channel, `[B, T, HK, V]`. Default: no decay.
-        scale: factor of the scores. Default: `K ** -0.5`.
+        scale: factor of the scores, a number. Default: `K ** -0.5`.
         initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32 (float64 with
             float64 q). N is the number of sequences: B, or `len(cu_seqlens) - 1`. Default: zero.
         output_final_state: whether to return the state after the last token. Default: False.
@@ -73,12 +73,13 @@ def fused_recurrent_gla(
 
     Raises:
         ValueError: shapes, devices or offsets do not agree; both names of state_v_first.
-        TypeError: dtypes do not agree; unknown keywords.
+        TypeError: dtypes do not agree; unknown keywords; scale is a tensor.
         NotImplementedError: a device or layout without kernels; forward-mode AD; torch.func
             transforms; DTensor.
     """
     if kwargs:
         state_v_first = _state_layout(kwargs, state_v_first)
+    refuse_tensor_scale("fused_recurrent_gla", scale)
     if not torch.compiler.is_compiling():
         refuse_dtensor("fused_recurrent_gla", q, k, v, gk, gv, initial_state)
     o, final_state = _fwd(
@@ -129,7 +130,7 @@ def recurrent_gla_step_(
             A slot below 0 (by convention -1) or beyond the pool skips its row: o is zero there and
             no state is touched. A slot that stands twice leaves its state undefined, and the o of
             its rows too, but nothing else. Default: P = B, and row b has slot b.
-        scale: factor of the scores. Default: `K ** -0.5`.
+        scale: factor of the scores, a number. Default: `K ** -0.5`.
         state_v_first: layout of the pool. Default: False.
 
     Returns:
@@ -137,10 +138,11 @@ def recurrent_gla_step_(
 
     Raises:
         ValueError: shapes, devices or strides do not agree.
-        TypeError: dtypes do not.
+        TypeError: dtypes do not; scale is a tensor.
         NotImplementedError: grad mode is on and an input requires grad; a device or layout without
             kernels; torch.vmap; DTensor.
     """
+    refuse_tensor_scale("recurrent_gla_step_", scale)
     if not torch.compiler.is_compiling():
         refuse_dtensor("recurrent_gla_step_", q, k, v, gk, gv, state, slots)
     return _step(q, k, v, gk, gv, state, slots, scale, state_v_first)
@@ -183,6 +185,7 @@ def recurrent_gla_verify(
 
     What is raised is as in `recurrent_gla_step_`.
     """
+    refuse_tensor_scale("recurrent_gla_verify", scale)
     if not torch.compiler.is_compiling():
         refuse_dtensor("recurrent_gla_verify", q, k, v, gk, gv, state, slots)
     return _verify(q, k, v, gk, gv, state, slots, scale, state_v_first)
@@ -229,9 +232,10 @@ def _state_layout(kwargs: dict[str, bool], state_v_first: bool) -> bool:
             "fused_recurrent_gla: expected state_v_first or transpose_state_layout, its old name, "
             "got both"
         )
-    warnings.warn(
-        "fused_recurrent_gla: transpose_state_layout is the old name of state_v_first",
-        DeprecationWarning,
-        stacklevel=3,
-    )
+    if not torch.compiler.is_compiling():  # warnings.warn would break the graph
+        warnings.warn(
+            "fused_recurrent_gla: transpose_state_layout is the old name of state_v_first",
+            DeprecationWarning,
+            stacklevel=3,
+        )
     return kwargs["transpose_state_layout"]

@@ -240,6 +240,15 @@ def test_nested_and_quantized(x):
         call(x, q=torch.quantize_per_tensor(x.q, 0.1, 0, torch.qint8))
 
 
+def test_scale_is_a_number(x):
+    message = "chunk_gla: expected scale to be a number, got a tensor; multiply q by it instead"
+    with raises(TypeError, message):
+        call(x, scale=torch.tensor(0.5, requires_grad=True))
+    compiled = torch.compile(lambda scale: call(x, scale=scale)[0], fullgraph=True)
+    with pytest.raises(Exception, match=re.escape(message)):
+        compiled(torch.tensor(0.5))
+
+
 def test_score_grads_needs_a_scale(x):
     with raises(TypeError, "_score_grads: expected scale to be a float (its default, K ** -0.5, "
                 "needs K), got None"):  # fmt: skip

@@ -246,6 +246,14 @@ def test_old_name_of_the_layout():
             x.q, x.k, x.v, output_final_state=True, transpose_state_layout=True
         )
     assert state.shape == (2, 3, 28, 20)
+    compiled = torch.compile(
+        lambda q: fused_recurrent_gla(
+            q, x.k, x.v, output_final_state=True, transpose_state_layout=True
+        )[1],
+        backend="eager",
+        fullgraph=True,
+    )
+    assert torch.equal(compiled(x.q), state)
     with pytest.raises(ValueError, match="expected state_v_first or transpose_state_layout, its o"):
         fused_recurrent_gla(x.q, x.k, x.v, state_v_first=True, transpose_state_layout=True)
     with (

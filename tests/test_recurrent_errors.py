@@ -122,6 +122,12 @@ def commit(x, **changes):
     return recurrent_gla_commit_(**(arguments | changes))
 
 
+@pytest.mark.parametrize("function", [call, step, verify])
+def test_scale_is_a_number(x, function):
+    with pytest.raises(TypeError, match="expected scale to be a number, got a tensor; multiply q"):
+        function(x, scale=torch.tensor(0.5))
+
+
 def test_pool_shapes_and_dtypes(x):
     with raises(ValueError, STEP + "state to have shape [P, H, K, V] = [2, 4, 8, 12], got "
                 "[1, 4, 8, 12]"):  # fmt: skip
