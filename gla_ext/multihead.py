@@ -133,8 +133,8 @@ class MultiheadGLA(nn.Module):
         keep = None if key_padding_mask is None else _kept_tokens(key_padding_mask, x, batched)
         out, _, _ = self.attention(x, attention_mask=keep)
         if self.bias is not None:
-            bias = self.bias if keep is None else self.bias * keep.unsqueeze(-1)
-            out = out + bias
+            bias = self.bias.to(out.dtype)  # which autocast has narrowed
+            out = out + (bias if keep is None else bias * keep.unsqueeze(-1))
         if not batched:
             return out.squeeze(0), None
         return (out if self.batch_first else out.transpose(0, 1)), None

@@ -61,6 +61,15 @@ def test_is_the_layer_plus_a_bias():
     assert torch.equal(attend(without, x), without.attention(x)[0])
 
 
+@pytest.mark.parametrize("mask", [None, padding()], ids=["whole", "padded"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_dtype_under_autocast_is_that_of_torch(bias, mask):
+    module, x = make(bias=bias, dtype=torch.float32), make_x().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(module, x, key_padding_mask=mask)
+        assert out.dtype == nn.MultiheadAttention(E, H)(x, x, x)[0].dtype == torch.bfloat16
+
+
 def test_options_of_the_layer_reach_it():
     module = make(expand_k=1.0, gate_logit_normalizer=4)
     assert module.attention.key_dim == E
