@@ -146,7 +146,9 @@ class _Projections(torch.autograd.Function):
         needed = [g for g, needs in zip(gradients, needs_dw, strict=True) if needs]
         if len(needed) < len(gradients):
             dy = torch.cat(needed, -1)
-        dw = (dy.flatten(0, -2).T @ x.flatten(0, -2)).split([g.shape[-1] for g in needed])
+        # Not flatten, which batched gradients (is_grads_batched) do not know.
+        dy, x = (t.reshape(-1, t.shape[-1]) for t in (dy, x))
+        dw = (dy.T @ x).split([g.shape[-1] for g in needed])
         # Copied: of views of one storage, none could be freed or saved without the others.
         copies = (part.to(ctx.weight_dtype, copy=True) for part in dw)
         return dx, None, *(next(copies) if needs else None for needs in needs_dw)

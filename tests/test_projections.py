@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import itertools
 
 import pytest
 import torch
@@ -264,6 +265,17 @@ def test_function_transforms():
             assert_close(a, b, 1e-12)
     with pytest.raises(NotImplementedError, match="forward-mode AD is not supported"):
         torch.func.jvp(loss, tuple(leaves), tuple(leaves))
+
+
+def test_batched_gradients():
+    module = Projections()
+    call, leaves = functools.partial(as_function, module), (make_x(T=3), *module.parameters())
+    jacobians = [
+        torch.autograd.functional.jacobian(call, leaves, vectorize=vectorize)
+        for vectorize in (False, True)
+    ]
+    for one_by_one, at_once in zip(*map(itertools.chain.from_iterable, jacobians), strict=True):
+        assert_close(at_once, one_by_one, 1e-14)
 
 
 def test_functional_call():
