@@ -7,6 +7,11 @@ from torch import Tensor
 
 def valid_tokens(attention_mask: Tensor, B: int, T: int) -> Tensor:
     """The mask's last T columns as bool `[B, T]`."""
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(
+            "GatedLinearAttention: expected attention_mask to be a tensor, got "
+            f"{type(attention_mask)}"
+        )
     if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
         raise ValueError(
             f"GatedLinearAttention: expected attention_mask to have shape [B, at least T] = "

@@ -178,7 +178,14 @@ class GatedLinearAttention(nn.Module):
 
         Raises:
             ValueError: for shapes that do not fit, or past_key_values without layer_idx.
+            TypeError: for an attention_mask or cu_seqlens that is no tensor.
+            NotImplementedError: for nested tensors.
         """
+        if hidden_states.is_nested:
+            raise NotImplementedError(
+                "GatedLinearAttention: nested tensors are not supported, pack the sequences in one "
+                "row and pass cu_seqlens"
+            )
         if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
             raise ValueError(
                 "GatedLinearAttention: expected hidden_states to have shape [B, T, hidden_size = "
@@ -188,6 +195,10 @@ class GatedLinearAttention(nn.Module):
         conv_state = self._cached("conv_state", past_key_values) if self.use_short_conv else None
         B, T, _ = hidden_states.shape
         cu_seqlens = kwargs.get("cu_seqlens")
+        if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
+            raise TypeError(
+                f"GatedLinearAttention: expected cu_seqlens to be a tensor, got {type(cu_seqlens)}"
+            )
         slots = None
         if cu_seqlens is None and attention_mask is not None:
             valid = valid_tokens(attention_mask, B, T)

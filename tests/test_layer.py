@@ -225,6 +225,17 @@ def test_wrong_inputs(shape, mask, message):
         make_layer()(torch.zeros(shape, dtype=torch.float64), mask)
 
 
+def test_inputs_that_are_no_tensors():
+    layer, x = make_layer(), torch.zeros(1, 5, 24, dtype=torch.float64)
+    with pytest.raises(TypeError, match="expected attention_mask to be a tensor, got <class 'list"):
+        layer(x, [[1] * 5])
+    with pytest.raises(TypeError, match="expected cu_seqlens to be a tensor, got <class 'list'>"):
+        layer(x, cu_seqlens=[0, 5])
+    nested = torch.nested.nested_tensor([x[0], x[0][:3]], layout=torch.jagged)
+    with pytest.raises(NotImplementedError, match="nested tensors are not supported, pack the seq"):
+        layer(nested)
+
+
 def test_imports_no_other_framework():
     code = (
         "import sys, gla_ext.layers, gla_ext.model\n"
