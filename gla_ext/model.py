@@ -18,6 +18,7 @@ from gla_ext.config import GLAConfig
 from gla_ext.generate import generate, generate_stream
 from gla_ext.layers import GatedLinearAttention
 from gla_ext.norms import RMSNorm
+from gla_ext.ops import in_mode_of_now
 from gla_ext.swiglu import swiglu, swiglu_linear
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -203,7 +204,7 @@ def run_blocks(
 
 
 def _checkpointed(block: GLABlock, x: Tensor, **attn_args: Any) -> Tensor:
-    return checkpoint(block, x, use_reentrant=False, **attn_args)
+    return checkpoint(in_mode_of_now(block), x, use_reentrant=False, **attn_args)
 
 
 class GLAForCausalLM(nn.Module):

@@ -4,7 +4,8 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,10 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     """Inside, a sequence gets the same bits alone, in a batch, or packed among others.
 
     The plan of such a call depends on K, V and the dtypes alone. Backward follows the mode its
-    forward ran in. `GLA_EXT_BATCH_INVARIANT=1` in the environment sets the default of every thread.
+    forward ran in, and so does what the language models' checkpointing recomputes. A function that
+    you give to `torch.utils.checkpoint` yourself is run again in the mode of backward's thread, on
+    CUDA one of autograd's own: enter the mode inside the function.
+    `GLA_EXT_BATCH_INVARIANT=1` in the environment sets the default of every thread.
 
     Args:
         enabled: False turns the mode off inside. Default: True.
@@ -48,6 +52,19 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
 def is_batch_invariant() -> bool:
     """Whether calls of this thread are in that mode."""
     return _mode.batch_invariant
+
+
+def in_mode_of_now(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function in the batch-invariant mode of now, whenever and in whatever thread it runs."""
+    if torch.compiler.is_compiling():  # the graph has the mode as a constant, recomputed or not
+        return function
+    enabled = is_batch_invariant()
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        with batch_invariant(enabled):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def chunk_gla(

@@ -126,3 +126,16 @@ def products(call, side=-1):
     with Record():
         call()
     return sorted(shapes)
+
+
+class RecordModes(TorchDispatchMode):
+    """Inside, notes every call of the chunkwise operators: `calls` has name and batch_invariant."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name().startswith("gla_ext::chunk_gla_"):
+            self.calls.append((function.name().removeprefix("gla_ext::chunk_gla_"), args[-1]))
+        return function(*args, **(kwargs or {}))

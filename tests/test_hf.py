@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from common import assert_close, run_python
-from models import make_ids
+from models import RecordModes, make_ids
 from source_tree import run
 
 pytest.importorskip("transformers")
@@ -14,7 +14,7 @@ import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from gla_ext import checkpoint, hf, model
+from gla_ext import batch_invariant, checkpoint, hf, model
 from gla_ext.cache import GLACache
 
 TINY = {
@@ -265,6 +265,18 @@ def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant):
     ours.gradient_checkpointing_disable()
     gradients()
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_recomputes_in_the_mode_of_forward(use_reentrant):
+    ours, ids = make_model(num_hidden_layers=1).train(), make_ids(T=12)
+    ours.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    record = RecordModes()
+    with record:
+        with batch_invariant():
+            loss = ours(ids, labels=ids).loss
+        loss.backward()
+    assert record.calls == [("fwd", True), ("fwd", True), ("bwd", True)]
 
 
 @pytest.mark.parametrize("tied", [False, True])

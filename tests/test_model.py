@@ -2,14 +2,17 @@
 
 import copy
 import json
+import threading
 
 import pytest
 import torch
 from common import assert_close
-from models import MODEL_EVERY, TINY, make_ids, make_model
+from models import MODEL_EVERY, TINY, RecordModes, make_ids, make_model
 from safetensors.torch import load_file, save_file
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
+from gla_ext import batch_invariant
 from gla_ext.checkpoint import load_model, read_tensors, write_tensors
 from gla_ext.config import GLAConfig
 from gla_ext.model import GLAForCausalLM, GLAModel, count_parameters
@@ -182,6 +185,47 @@ def test_activation_checkpointing_recomputes():
     assert len(runs) == 1
     loss.backward()
     assert len(runs) == 2
+
+
+@pytest.mark.parametrize("thread", [False, True], ids=["this thread", "another thread"])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_activation_checkpointing_recomputes_in_the_mode_of_forward(enabled, thread, device):
+    model, ids = make_model(num_hidden_layers=1).to(device).train(), make_ids(T=9).to(device)
+    model.model.gradient_checkpointing = True
+    record = RecordModes()
+    with batch_invariant(enabled), record:
+        loss = model(ids, labels=ids).loss
+
+    def backward():
+        with batch_invariant(not enabled), record:
+            loss.backward()
+
+    if thread:
+        worker = threading.Thread(target=backward)
+        worker.start()
+        worker.join()
+    else:
+        backward()
+    assert record.calls == [("fwd", enabled), ("fwd", enabled), ("bwd", enabled)]
+
+
+def test_activation_checkpointing_compiles_whole_in_the_mode_of_forward():
+    model, ids = make_model(num_hidden_layers=1).train(), make_ids(T=9)
+    model.model.gradient_checkpointing = True
+    calls = []
+
+    def note(graph, _):
+        targets = {getattr(torch.ops.gla_ext, f"chunk_gla_{x}").default: x for x in ("fwd", "bwd")}
+        calls.extend(
+            (targets[n.target], n.args[-1]) for n in graph.graph.nodes if n.target in targets
+        )
+        return graph.forward
+
+    backend = aot_autograd(fw_compiler=note, bw_compiler=note)
+    with batch_invariant():
+        loss = torch.compile(model, fullgraph=True, backend=backend)(ids, labels=ids).loss
+    loss.backward()
+    assert calls == [("fwd", True), ("fwd", True), ("bwd", True)]
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])

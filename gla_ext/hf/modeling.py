@@ -13,6 +13,7 @@ from gla_ext import model
 from gla_ext.cache import GLACache
 from gla_ext.hf.configuration import GLAConfig
 from gla_ext.norms import RMSNorm
+from gla_ext.ops import in_mode_of_now
 
 
 class GLAPreTrainedModel(PreTrainedModel):
@@ -108,7 +109,8 @@ class GLAModel(GLAPreTrainedModel):
         return output if return_dict else output.to_tuple()
 
     def _checkpointed(self, block: model.GLABlock, x: Tensor, **attn_args: Any) -> Tensor:
-        return self._gradient_checkpointing_func(partial(block.__call__, **attn_args), x)
+        run = in_mode_of_now(partial(block.__call__, **attn_args))
+        return self._gradient_checkpointing_func(run, x)
 
 
 class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
