@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -243,7 +244,8 @@ class GLAForCausalLM(nn.Module):
             use_cache: store the states after these tokens in past_key_values, or in a new
                 `GLACache`. Default: False.
             labels: int64 `[B, T]`, usually input_ids: logits at t are compared with labels at
-                t + 1, and labels of -100 do not count. Default: None.
+                t + 1, and labels of -100 do not count. With cu_seqlens the first label of each
+                sequence does not count either. Default: None.
             logits_to_keep: with labels None, compute the logits of the last so many positions
                 alone, or of the positions in an int64 tensor `[n]`; 0 means all. Default: 0.
             cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of
@@ -270,7 +272,8 @@ class GLAForCausalLM(nn.Module):
                 x = x[:, -logits_to_keep:]
             return CausalLMOutput(None, self.lm_head(x), past_key_values)
         logits = self.lm_head(x)
-        return CausalLMOutput(next_token_loss(logits, labels), logits, past_key_values)
+        loss = next_token_loss(logits, labels, cu_seqlens=cu_seqlens)
+        return CausalLMOutput(loss, logits, past_key_values)
 
     def generate(
         self, input_ids: Tensor | Sequence[Tensor | Sequence[int]], *args: Any, **kwargs: Any
@@ -336,7 +339,10 @@ def check_logits_to_keep(logits_to_keep: int | Tensor) -> None:
 
 
 def next_token_loss(
-    logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+    logits: Tensor,
+    labels: Tensor,
+    num_items_in_batch: Tensor | int | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Mean cross entropy of logits at t against labels at t + 1, in fp32, nats a token.
 
@@ -345,17 +351,32 @@ def next_token_loss(
         labels: int64 `[B, T]`; -100 does not count.
         num_items_in_batch: divides the sum in place of the number of labels that count, so that
             the micro-batches of one step add up to its mean. Default: None.
+        cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of one:
+            the first label of each does not count, as in a batch of them, nor do labels after the
+            last offset. Default: None.
 
     Returns:
         An fp32 scalar; NaN when no label counts.
     """
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).to(logits.device)
+    labels = labels[:, 1:].to(logits.device)
+    if cu_seqlens is not None:
+        goes_on = _goes_on(cu_seqlens.to(logits.device), logits.shape[1])
+        labels = labels.where(goes_on, IGNORE_INDEX)
+    targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)
     total = cross_entropy(logits.flatten(0, 1), targets.flatten())
     if num_items_in_batch is None:
         num_items_in_batch = (targets != IGNORE_INDEX).sum()
     elif isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
+
+
+def _goes_on(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Whether tokens 1 to T - 1 are of the sequence of the token before, bool `[T - 1]`."""
+    tokens = torch.arange(T, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    # Sequences count from 1; after the last offset the number is that of offsets.
+    sequences = torch.searchsorted(cu_seqlens, tokens, right=True)
+    return (sequences[1:] == sequences[:-1]) & (sequences[1:] < len(cu_seqlens))
 
 
 def init_weights(module: nn.Module, std: float) -> None:

@@ -279,6 +279,20 @@ def test_gradient_checkpointing_recomputes_in_the_mode_of_forward(use_reentrant)
     assert record.calls == [("fwd", True), ("fwd", True), ("bwd", True)]
 
 
+def test_flattened_batches_have_the_loss_of_their_sequences():
+    ours, lengths = make_model(), (5, 1, 12)
+    rows = [make_ids(B=1, T=T, seed=T)[0] for T in lengths]
+    total = sum(ours(row[None], labels=row[None], num_items_in_batch=1).loss for row in rows)
+    flat = transformers.DataCollatorWithFlattening()([{"input_ids": row} for row in rows])
+    flat["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
+    counted = (flat["labels"][:, 1:] != -100).sum()
+    assert counted == sum(lengths) - len(lengths)
+    for labels in (flat["labels"], flat["input_ids"]):
+        batch = flat | {"labels": labels}
+        assert_close(ours(**batch).loss, total / counted, 1e-6)
+        assert_close(ours(**batch, num_items_in_batch=counted).loss, total / counted, 1e-6)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_embeddings_can_be_resized(tied):
     ours = make_model(tie_word_embeddings=tied)

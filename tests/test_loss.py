@@ -1,5 +1,7 @@
 """The loss of language models: values, gradients, and what autograd keeps for it."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,10 @@ def draw(dtype=torch.float32, device="cpu", B=3, T=9, vocab=17):
     labels = torch.randint(vocab, (B, T), generator=generator).to(device)
     labels[0, 2], labels[1, 4:], labels[2, 0] = IGNORED, IGNORED, IGNORED
     return logits, labels
+
+
+def in_one_row(logits, labels):
+    return logits.flatten(0, 1)[None], labels.flatten()[None]
 
 
 def by_torch(logits, labels, count=None):
@@ -107,10 +113,44 @@ def test_gradients_of_samples():
     assert_close(each(logits, labels), expected, 1e-5)
 
 
-def test_compiled_whole():
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_packed_is_as_a_batch(dtype, device):
+    logits, labels = draw(device=device)
+    labels[:, 0] = 5  # that nothing predicts
+    expected, of_batch = both(next_token_loss, logits, labels)
+    row = in_one_row(logits, labels)
+    offsets = torch.tensor([0, 9, 18, 27], dtype=dtype, device=device)
+    value, gradient = both(next_token_loss, *row, None, offsets)
+    assert_close(value, expected, 1e-6)
+    assert_close(gradient, of_batch.flatten(0, 1)[None], 1e-6)
+    expected = next_token_loss(logits, labels, 5)
+    assert_close(next_token_loss(*row, 5, offsets), expected, 1e-6)
+
+
+# Of 27 tokens: every one, some empty sequences, and some tokens of none.
+OFFSETS = {"all": [0, 4, 5, 20, 27], "empty": [0, 0, 4, 4, 4, 26, 27, 27], "tail": [0, 4, 20, 20]}
+
+
+@pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
+def test_packed_is_each_alone(offsets, device):
+    logits, labels = in_one_row(*draw(device=device))
+    parts = list(itertools.starmap(slice, itertools.pairwise(offsets)))
+    total = sum(next_token_loss(logits[:, part], labels[:, part], 1) for part in parts)
+    count = sum((labels[:, part][:, 1:] != IGNORED).sum() for part in parts)
+    packed = next_token_loss(logits, labels, cu_seqlens=torch.tensor(offsets, device=device))
+    assert_close(packed, total / count, 1e-6)
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 3, 3, 20]], ids=["batch", "packed"])
+def test_compiled_whole(offsets):
     logits, labels = draw()
+    expected, arguments = by_torch(logits, labels), {}
+    if offsets is not None:
+        logits, labels = in_one_row(logits, labels)
+        arguments["cu_seqlens"] = torch.tensor(offsets)
+        expected = next_token_loss(logits, labels, **arguments)
     compiled = torch.compile(next_token_loss, backend="aot_eager", fullgraph=True)
-    assert_close(compiled(logits, labels), by_torch(logits, labels), 1e-6)
+    assert_close(compiled(logits, labels, **arguments), expected, 1e-6)
 
 
 def test_no_fp32_logits_are_kept():

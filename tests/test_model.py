@@ -114,6 +114,18 @@ def test_loss_is_the_shifted_cross_entropy():
     assert loss.item() == pytest.approx(sum(nats) / len(nats), rel=1e-6)
 
 
+def test_packed_sequences_train_as_a_batch_of_them():
+    model, ids = make_model(torch.float64), make_ids(B=3, T=20)
+    results = []
+    for row, offsets in ((ids, None), (ids.flatten()[None], torch.tensor([0, 20, 40, 60]))):
+        model.zero_grad()
+        loss = model(row, labels=row, cu_seqlens=offsets).loss
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters())])
+    for packed, batched in zip(*results, strict=True):
+        assert_close(packed, batched, 1e-6)
+
+
 def test_loss_is_fp32_below_fp32():
     model, ids = make_model(torch.bfloat16), make_ids()
     loss, logits, _ = model(ids, labels=ids)
@@ -228,8 +240,8 @@ def test_activation_checkpointing_compiles_whole_in_the_mode_of_forward():
     assert calls == [("fwd", True), ("fwd", True), ("bwd", True)]
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
-def test_compiles_whole_once_for_many_lengths(masked):
+@pytest.mark.parametrize("kind", ["plain", "masked", "packed"])
+def test_compiles_whole_once_for_many_lengths(kind):
     model, graphs = make_model(torch.float64), []
 
     def backend(graph, inputs):
@@ -238,11 +250,14 @@ def test_compiles_whole_once_for_many_lengths(masked):
 
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
     for T in (70, 9, 33):
-        ids, mask = make_ids(T=T), None
-        if masked:
-            mask = (torch.arange(T) >= torch.tensor([[2], [0]])).long()
-        loss, logits, _ = compiled(ids, attention_mask=mask, labels=ids)
-        expected = model(ids, attention_mask=mask, labels=ids)
+        ids = make_ids(B=1 if kind == "packed" else 2, T=T)
+        arguments = {"labels": ids}
+        if kind == "masked":
+            arguments["attention_mask"] = (torch.arange(T) >= torch.tensor([[2], [0]])).long()
+        if kind == "packed":
+            arguments["cu_seqlens"] = torch.tensor([0, 5, T])
+        loss, logits, _ = compiled(ids, **arguments)
+        expected = model(ids, **arguments)
         # Norms are plain operations in a graph, and one kernel outside.
         torch.testing.assert_close(logits, expected.logits)
         torch.testing.assert_close(loss, expected.loss)

@@ -177,7 +177,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             past_key_values: `gla_ext.cache.GLACache`, or a cache of its kind, of the tokens before
                 these. Default: None.
             labels: int64 `[B, T]`, usually input_ids: logits at t are compared with labels at
-                t + 1, and labels of -100 do not count. Default: None.
+                t + 1, and labels of -100 do not count. With cu_seqlens the first label of each
+                sequence does not count either. Default: None.
             use_cache: store the states after these tokens in past_key_values, or in a new cache.
                 Default: False in training, else config.use_cache.
             output_attentions: must not be True. Default: None.
@@ -187,7 +188,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             logits_to_keep: with labels None, compute the logits of the last so many positions, or
                 of these positions (int64, 1-D), alone; 0 means all. Default: 0.
             num_items_in_batch: divides the summed loss, in place of the labels that count here.
-                Default: None.
+                `Trainer` counts the first labels of packed sequences too, unless they are -100, as
+                `DataCollatorWithFlattening` makes them. Default: None.
             cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of
                 one; attention_mask is then not looked at. Default: None.
             **kwargs: ignored, as by FLA: `cache_position`, `position_ids` and the like say nothing
@@ -224,7 +226,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         logits = self.lm_head(x)
         loss = None
         if labels is not None:
-            loss = model.next_token_loss(logits, labels, num_items_in_batch)
+            loss = model.next_token_loss(logits, labels, num_items_in_batch, cu_seqlens)
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
