@@ -63,6 +63,11 @@ class _CrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():  # of a gradient that is to be differentiated again
             total = _whole(logits, targets)
             return torch.autograd.grad(total, logits, gradient, create_graph=True)[0], None
+        if torch._C._functorch.is_legacy_batchedtensor(gradient):  # is_grads_batched: no out=
+            with torch.enable_grad():
+                leaf = logits.detach().requires_grad_()
+                total = _whole(leaf, targets)
+            return torch.autograd.grad(total, leaf, gradient)[0], None
         counts = targets != IGNORE_INDEX
         scale = torch.where(counts, gradient, 0.0).unsqueeze(1)
         targets = targets.where(counts, 0).unsqueeze(1)

@@ -95,6 +95,17 @@ def test_the_gradient_can_be_differentiated():
     assert_close(*results, 1e-6)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_batched_gradients(create_graph, device):
+    results = []
+    for loss in (next_token_loss, by_torch):
+        logits, labels = draw(device=device)
+        value, factors = loss(logits.requires_grad_(), labels), torch.tensor([0.7, 0.0, -2.0])
+        options = {"is_grads_batched": True, "create_graph": create_graph}
+        results.append(torch.autograd.grad(value, logits, factors.to(device), **options)[0])
+    assert_close(*results, 1e-6)
+
+
 def test_forward_mode():
     logits, labels = draw()
     with forward_ad.dual_level():
