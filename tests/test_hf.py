@@ -293,6 +293,23 @@ def test_flattened_batches_have_the_loss_of_their_sequences():
         assert_close(ours(**batch, num_items_in_batch=counted).loss, total / counted, 1e-6)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_offsets_by_the_name_that_transformers_gives_them(checkpointing):
+    ours, rows = make_model(), [make_ids(B=1, T=T, seed=T)[0] for T in (5, 1, 12)]
+    if checkpointing:
+        ours.gradient_checkpointing_enable()
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    flat = collator([{"input_ids": row} for row in rows])
+    assert flat["cu_seq_lens_q"].tolist() == [0, 5, 6, 18]
+    expected = torch.cat([ours(row[None]).logits for row in rows], 1)
+    assert_close(ours(**flat).logits, expected, 1e-6)
+    named = ours(flat["input_ids"], labels=flat["input_ids"], cu_seqlens=flat["cu_seq_lens_q"])
+    got = ours(**flat | {"labels": flat["input_ids"]})
+    assert torch.equal(got.loss, named.loss)
+    hidden = ours.model(flat["input_ids"], cu_seq_lens_q=flat["cu_seq_lens_q"]).last_hidden_state
+    assert_close(ours.lm_head(hidden), expected, 1e-6)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_embeddings_can_be_resized(tied):
     ours = make_model(tie_word_embeddings=tied)

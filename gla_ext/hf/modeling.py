@@ -70,9 +70,11 @@ class GLAModel(GLAPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
         """Arguments as `GLAForCausalLM.forward`, without labels and logits_to_keep."""
+        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         if output_attentions:
             raise NotImplementedError("GLAModel: output_attentions = True: there are none")
         if (input_ids is None) == (inputs_embeds is None):
@@ -166,6 +168,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """Logits of the next token at every position, and the loss when labels are given.
@@ -191,7 +194,9 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
                 `Trainer` counts the first labels of packed sequences too, unless they are -100, as
                 `DataCollatorWithFlattening` makes them. Default: None.
             cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of
-                one; attention_mask is then not looked at. Default: None.
+                one; attention_mask is then not looked at. Default: cu_seq_lens_q.
+            cu_seq_lens_q: the same as transformers calls it, from
+                `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`. Default: None.
             **kwargs: ignored, as by FLA: `cache_position`, `position_ids` and the like say nothing
                 to a recurrence.
 
@@ -205,6 +210,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             NotImplementedError: for output_attentions.
         """
         model.check_logits_to_keep(logits_to_keep)
+        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         return_dict = self.config.return_dict if return_dict is None else return_dict
         output = self.model(
             input_ids=input_ids,
