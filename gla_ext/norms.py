@@ -7,6 +7,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+from gla_ext._checks import (
+    check_at_least_a_vector,
+    check_device,
+    check_dtype_like,
+    check_floating,
+    check_shape,
+)
+from gla_ext.activations import ACTIVATIONS
 from gla_ext.activations import activation as function_of
 
 _fwd = torch.ops.gla_ext.rms_norm_gate_fwd.default
@@ -39,11 +47,14 @@ def rms_norm(
         TypeError: for other dtypes.
         ValueError: for shapes or devices that do not fit, or another activation.
         NotImplementedError: in double backward, forward-mode AD and torch.func transforms but vmap.
+
+    Under `torch.compile(fullgraph=True)` torch raises an error of its own that quotes these.
     """
     if gate is not None and gate.dtype != x.dtype:
         wide = torch.promote_types(x.dtype, gate.dtype)
         return rms_norm(x.to(wide), weight, eps, gate.to(wide), activation).to(x.dtype)
     if _takes_plain(x, gate):
+        _check(x, weight, gate, activation)
         return plain_rms_norm(x, weight, eps, gate, activation)
     return _fwd(x, weight, gate, activation, eps)[0]
 
@@ -56,6 +67,32 @@ def _takes_plain(x: Tensor, gate: Tensor | None) -> bool:
         return True
     # The operator has no fp64 kernels but on CPU, and no rule for sharded tensors.
     return (x.is_cuda and x.dtype == torch.float64) or is_traceable_wrapper_subclass(x)
+
+
+def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None, activation: str) -> None:
+    """Raises what the operator raises; see csrc/norm_checks.cpp."""
+    op = "rms_norm_gate"
+    if gate is not None:
+        check_device(op, "gate", gate, "x", x)
+    if weight is not None:
+        check_device(op, "weight", weight, "x", x)
+    check_floating(op, "x", x)
+    if gate is not None:
+        check_dtype_like(op, "gate", gate, "x", x)
+    if weight is not None:
+        check_floating(op, "weight", weight)
+    check_at_least_a_vector(op, "x", x, "[..., V]")
+    V = x.shape[-1]
+    if V < 1:
+        raise ValueError(f"{op}: expected the last dimension of x to be at least 1, got {V}")
+    if gate is not None:
+        check_shape(op, "gate", gate, "[..., V]", x.shape)
+    if weight is not None:
+        check_shape(op, "weight", weight, "[V]", [V])
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"{op}: expected activation to be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+        )
 
 
 def plain_rms_norm(

@@ -227,6 +227,55 @@ def test_errors(device):
         backward(x, x, None, None, x[:, 1:, 0], "swish")
 
 
+X = torch.ones(2, 3, 8)
+WRONG = {
+    "x of integers": {"x": X.long()},
+    "a complex x": {"x": X.cfloat()},
+    "a weight of integers": {"x": X, "weight": X[0, 0].long()},
+    "a scalar": {"x": X[0, 0, 0]},
+    "no column": {"x": X[..., :0]},
+    "a weight of x's rank": {"x": X, "weight": X},
+    "a weight that broadcasts": {"x": X, "weight": X[0, 0, :1]},
+    "a weight elsewhere": {"x": X, "weight": X[0, 0].to("meta")},
+    "an activation by no name": {"x": X, "activation": "tanh"},
+}
+WRONG_GATES = {
+    "a gate that broadcasts": {"x": X, "gate": X[:1]},
+    "a gate of another rank": {"x": X, "gate": X[0]},
+    "a gate elsewhere": {"x": X, "gate": X.to("meta")},
+}
+
+
+def refusal(of) -> tuple[type, str]:
+    """Of the operator; torch's C++ and Python have other names for complex dtypes."""
+    with pytest.raises((TypeError, ValueError)) as caught:
+        rms_norm(**of)
+    return caught.type, str(caught.value).removesuffix("torch.ComplexFloat")
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("of", WRONG.values(), ids=WRONG)
+def test_compiled_it_refuses_what_the_operator_refuses(of, dynamic):
+    options = {"backend": "eager", "dynamic": dynamic}
+    torch._dynamo.reset()
+    with raises(*refusal(of)):
+        torch.compile(rms_norm, **options)(**of)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="rms_norm_gate"):
+        torch.compile(rms_norm, fullgraph=True, **options)(**of)
+
+
+@pytest.mark.parametrize("of", (WRONG | WRONG_GATES).values(), ids=WRONG | WRONG_GATES)
+def test_sharded_tensors_are_refused_as_the_operator_refuses_others(of):
+    with raises(*refusal(of)):
+        rms_norm(**of | {"x": Wrapped(of["x"])})
+
+
+def test_under_vmap_a_weight_of_every_row_is_refused():
+    with raises(ValueError, NAME + "expected weight to have 1 dimension [V], got 2 with shape [3,"):
+        torch.vmap(rms_norm)(X, X)
+
+
 @pytest.mark.cuda
 def test_fp64_on_cuda_is_refused_by_the_operator_and_plain_in_the_module():
     x = torch.randn(3, 40, dtype=torch.float64, device="cuda")
@@ -269,6 +318,25 @@ def test_compiled_the_gated_norm_is_the_operator_and_the_other_plain():
             torch.testing.assert_close(compiled(*inputs), norm(*inputs))
     assert len(graphs) == 2
     assert [ops.rms_norm_gate_fwd.default in targets for targets in graphs] == [False, True]
+
+
+def test_checks_of_plain_operations_make_no_graph_for_a_size():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    options = {"fullgraph": True, "dynamic": True, "backend": backend}
+    alone, mapped = (
+        torch.compile(f, **options) for f in (rms_norm, torch.vmap(rms_norm, in_dims=(0, None)))
+    )
+    for B, T, V in ((2, 3, 8), (4, 5, 7), (3, 9, 12)):
+        x, weight = torch.randn(B, T, V), torch.randn(V)
+        for call in (alone, mapped):
+            torch.testing.assert_close(call(x, weight), rms_norm(x, weight))
+    assert len(graphs) == 2
 
 
 @pytest.mark.slow
