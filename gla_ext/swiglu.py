@@ -9,6 +9,14 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+from gla_ext._checks import (
+    check_at_least_a_vector,
+    check_device,
+    check_dtype_like,
+    check_floating,
+    check_rank,
+    check_shape,
+)
 from gla_ext._graphs import is_recorded
 
 _fwd = torch.ops.gla_ext.swiglu_fwd.default
@@ -35,7 +43,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         NotImplementedError: a device or layout without kernels; double backward.
     """
     gate, up = _promoted(gate, up)
-    return F.silu(gate) * up if _takes_plain(gate, up) else _fwd(gate, up)
+    if not _takes_plain(gate, up):
+        return _fwd(gate, up)
+    _check("swiglu", gate, up)
+    return _plain(gate, up)
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -61,7 +72,8 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None 
     gate, up = _promoted(gate, up)
     tensors = [gate, up, weight] if bias is None else [gate, up, weight, bias]
     if _takes_plain(*tensors):
-        return F.linear(F.silu(gate) * up, weight, bias)
+        _check_linear(gate, up, weight, bias)
+        return F.linear(_plain(gate, up), weight, bias)
     # Compiled too: of the plain formula torch's partitioner keeps the product, which a product with
     # the weight's gradient reads, beside gate and up.
     return _linear(gate, up, weight, bias)
@@ -87,3 +99,34 @@ def _takes_plain(*tensors: Tensor) -> bool:
     if torch._C._are_functorch_transforms_active():
         return True
     return not is_recorded() and any(unpack_dual(t).tangent is not None for t in tensors)
+
+
+def _plain(gate: Tensor, up: Tensor) -> Tensor:
+    """As plain torch operations, rounded once."""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+
+
+def _check(op: str, gate: Tensor, up: Tensor) -> None:
+    """Raises what the operators raise; see csrc/swiglu_checks.cpp."""
+    check_device(op, "up", up, "gate", gate)
+    check_floating(op, "gate", gate)
+    check_dtype_like(op, "up", up, "gate", gate)
+    check_at_least_a_vector(op, "gate", gate, "[..., D]")
+    check_shape(op, "up", up, "[..., D]", gate.shape)
+
+
+def _check_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    op = "swiglu_linear"
+    parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    _check(op, gate, up)
+    kind = gate.device.type
+    casts = kind != "meta" and torch.is_autocast_enabled(kind)  # which knows no meta device
+    for name, t in parameters.items():
+        check_device(op, name, t, "gate", gate)
+        if not casts:
+            check_dtype_like(op, name, t, "gate", gate)
+    check_rank(op, "weight", weight, 2, "[N, D]")
+    check_shape(op, "weight", weight, "[N, D]", [weight.shape[0], gate.shape[-1]])
+    if bias is not None:
+        check_shape(op, "bias", bias, "[N]", weight.shape[:1])

@@ -353,6 +353,47 @@ def test_transforms_take_plain_operations_and_the_operators_refuse_them(function
     assert_close(found[1], plain(inputs[1], *inputs[1:]), 1e-14)
 
 
+@by_dtype
+def test_plain_operations_round_once(dtype):
+    gate, up, _ = make((50, 100), "cpu", dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = plain(gate.to(wide), up.to(wide)).to(dtype)
+    weight = torch.eye(100, dtype=dtype)  # a product with it rounds nothing
+    assert torch.equal(torch.vmap(swiglu)(gate, up), expected)
+    assert torch.equal(torch.vmap(swiglu_linear, (0, 0, None))(gate, up, weight), expected)
+
+
+def test_errors_of_plain_operations():
+    """Of a call under vmap with the shapes that one of its rows has."""
+    x, weight = torch.zeros(2, 3, 8), torch.zeros(5, 8)
+    call, name = torch.vmap(swiglu), "swiglu: expected "
+    with raises(TypeError, name + "gate to be torch.bfloat16, torch.float16, torch.float32 or tor"):
+        call(x.int(), x.int())
+    with raises(ValueError, name + "gate to have at least 1 dimension [..., D], got 0"):
+        call(x[0, 0], x[0, 0])
+    with raises(ValueError, name + "up to have 2 dimensions [..., D], got 1 with shape [8]"):
+        call(x, x[:, 0])
+    with raises(ValueError, name + "up to have shape [..., D] = [3, 8], got [1, 8]"):
+        call(x, x[:, :1])
+    with raises(ValueError, name + "up on the device of gate, cpu, got meta"):
+        call(x, x.to("meta"))
+    call, name = torch.vmap(swiglu_linear, (0, 0, None, None)), "swiglu_linear: expected "
+    with raises(ValueError, name + "up to have shape [..., D] = [3, 8], got [1, 8]"):
+        call(x, x[:, :1], weight, None)
+    with raises(ValueError, name + "weight to have 2 dimensions [N, D], got 1 with shape [8]"):
+        call(x, x, weight[0], None)
+    with raises(ValueError, name + "weight to have shape [N, D] = [5, 8], got [5, 7]"):
+        call(x, x, weight[:, 1:], None)
+    with raises(ValueError, name + "bias to have shape [N] = [5], got [1]"):
+        call(x, x, weight, weight[:1, 0])
+    with raises(TypeError, name + "weight to be torch.float32 like gate, got torch.bfloat16"):
+        call(x, x, weight.bfloat16(), None)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(x, x, weight.half(), None).dtype == torch.bfloat16
+    on_meta = [t.to("meta") for t in (x, x, weight)]
+    assert call(*on_meta, None).shape == (2, 3, 5)
+
+
 # CUDA alone
 
 

@@ -39,6 +39,22 @@ def test_compiled_it_is_the_operator_in_one_graph_for_many_lengths():
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_checks_of_plain_operations_make_no_graph_for_a_size():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    mapped = torch.vmap(swiglu_linear, (0, 0, None))
+    compiled = torch.compile(mapped, fullgraph=True, dynamic=True, backend=backend)
+    for T, D in ((7, 8), (5, 12), (12, 9)):
+        inputs, _ = make_linear((2, T, D), 4, "cpu", torch.float32)
+        torch.testing.assert_close(compiled(*inputs), plain(*inputs))
+    assert len(graphs) == 1
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_graph_keeps_no_product():
     """The partitioner sees through to the operators, and has one tensor less to keep."""
     kept_for_backward = {}
