@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FLOATING = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 
 def check_device(op: str, name: str, t: Tensor, first_name: str, first: Tensor) -> None:

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext._checks import (
+    FLOATING,
     check_at_least_a_vector,
     check_device,
     check_dtype_like,
@@ -50,7 +51,8 @@ def rms_norm(
 
     Under `torch.compile(fullgraph=True)` torch raises an error of its own that quotes these.
     """
-    if gate is not None and gate.dtype != x.dtype:
+    # Dtypes that are not promoted the checks refuse.
+    if gate is not None and gate.dtype != x.dtype and {gate.dtype, x.dtype} <= FLOATING:
         wide = torch.promote_types(x.dtype, gate.dtype)
         return rms_norm(x.to(wide), weight, eps, gate.to(wide), activation).to(x.dtype)
     if _takes_plain(x, gate):

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext._checks import (
+    FLOATING,
     check_at_least_a_vector,
     check_device,
     check_dtype_like,
@@ -80,7 +81,8 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None 
 
 
 def _promoted(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    if gate.dtype == up.dtype:
+    # Dtypes that are not promoted the checks refuse.
+    if gate.dtype == up.dtype or not {gate.dtype, up.dtype} <= FLOATING:
         return gate, up
     wide = torch.promote_types(gate.dtype, up.dtype)
     return gate.to(wide), up.to(wide)

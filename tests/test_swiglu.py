@@ -164,6 +164,7 @@ def test_tensors_of_two_dtypes_are_promoted(device):
         assert torch.equal(y, swiglu(a.float(), b.float()))
         weight = torch.ones(3, 40, device=device)
         assert torch.equal(swiglu_linear(a, b, weight), F.linear(y, weight))
+        assert torch.equal(torch.compile(swiglu, fullgraph=True, backend="eager")(a, b), y)
 
 
 @by_dtype
@@ -289,7 +290,16 @@ def test_errors(device):
         ops.swiglu_bwd(x[:1], x, x, True)
     with raises(TypeError, "swiglu_bwd: expected dy to be torch.float32 like gate, got torch.flo"):
         ops.swiglu_bwd(x.half(), x, x, False)
+    name = "swiglu: expected "
+    for other in (torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64):
+        for f in (swiglu, torch.vmap(swiglu)):
+            with raises(TypeError, name + "gate to be torch.bfloat16, torch.float16, torch.fl"):
+                f(x.to(other), x)
+            with raises(TypeError, name + "up to be torch.float32 like gate, got torch."):
+                f(x, x.to(other))
     weight, name = x.new_zeros(5, 8), "swiglu_linear: expected "
+    with raises(TypeError, name + "up to be torch.float32 like gate, got torch.int64"):
+        swiglu_linear(x, x.long(), weight)
     with raises(ValueError, name + "weight to have 2 dimensions [N, D], got 1 with shape [8]"):
         swiglu_linear(x, x, weight[0])
     with raises(ValueError, name + "weight to have shape [N, D] = [5, 8], got [5, 7]"):
