@@ -17,6 +17,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_l2warp": (False,),
 }
 
+_SIZES = ("hidden_size", "num_hidden_layers", "num_heads", "conv_size", "vocab_size")
+_SIZES_OR_NONE = ("intermediate_size", "num_kv_heads")
+
 
 @dataclass
 class GLAConfig:
@@ -53,7 +56,8 @@ class GLAConfig:
         vocab_size: number of tokens. Default: 32000.
 
     Raises:
-        ValueError: sizes below 1.
+        ValueError: sizes below 1, numbers of heads too; a hidden_ratio that leaves the MLP no
+            width; a pad_token_id that is no token.
         NotImplementedError: hidden_act other than 'swish'.
     """
 
@@ -89,11 +93,23 @@ class GLAConfig:
             raise NotImplementedError(
                 f"GLAConfig: hidden_act = {self.hidden_act!r} is not implemented, only 'swish' is"
             )
-        for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        given = (name for name in _SIZES_OR_NONE if getattr(self, name) is not None)
+        for name in (*_SIZES, *given):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"GLAConfig: expected {name} to be at least 1, got {getattr(self, name)}"
                 )
+        if self.mlp_size < 1:
+            raise ValueError(
+                "GLAConfig: expected hidden_ratio to make the MLP at least 1 wide, got "
+                f"{self.hidden_ratio} with hidden_size = {self.hidden_size}"
+            )
+        # Below 0 it counts from the end, as in nn.Embedding.
+        pad, V = self.pad_token_id, self.vocab_size
+        if pad is not None and not -V <= pad < V:
+            raise ValueError(
+                f"GLAConfig: expected pad_token_id to be one of vocab_size = {V} tokens, got {pad}"
+            )
 
     @property
     def mlp_size(self) -> int:

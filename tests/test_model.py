@@ -312,11 +312,26 @@ def test_config_file_of_fla_is_read(tmp_path):
         ({"attn": {"layers": [0]}}, NotImplementedError, "attn = {'layers': .* is not implemented"),
         ({"hidden_act": "powlu"}, NotImplementedError, "hidden_act = 'powlu' is not implemented"),
         ({"num_hidden_layers": 0}, ValueError, "num_hidden_layers to be at least 1, got 0"),
+        ({"intermediate_size": 0}, ValueError, "intermediate_size to be at least 1, got 0"),
+        ({"intermediate_size": -1}, ValueError, "intermediate_size to be at least 1, got -1"),
+        ({"num_heads": 0}, ValueError, "num_heads to be at least 1, got 0"),
+        ({"num_kv_heads": 0}, ValueError, "num_kv_heads to be at least 1, got 0"),
+        ({"conv_size": 0}, ValueError, "conv_size to be at least 1, got 0"),
+        ({"hidden_ratio": 0}, ValueError, "hidden_ratio to make the MLP at least 1 wide, got 0 wi"),
+        ({"hidden_ratio": -1}, ValueError, "at least 1 wide, got -1 with hidden_size = 2048"),
+        ({"pad_token_id": 32000}, ValueError, "one of vocab_size = 32000 tokens, got 32000"),
+        ({"pad_token_id": -32001}, ValueError, "one of vocab_size = 32000 tokens, got -32001"),
     ],
 )
 def test_config_errors(values, error, message):
     with pytest.raises(error, match=message):
         GLAConfig.from_dict(values)
+
+
+def test_unused_and_unusual_options_are_not_refused():
+    assert GLAConfig(hidden_ratio=0, intermediate_size=100).mlp_size == 100
+    assert GLAConfig(hidden_ratio=0.01, hidden_size=256).mlp_size == 256
+    assert make_model(pad_token_id=-1).model.embeddings.padding_idx == TINY["vocab_size"] - 1
 
 
 def test_wrong_tensors_are_named(tmp_path):
