@@ -40,6 +40,7 @@ def read_prompts(
     """The prompts that `generate` was given, and the same as tensors on `device`.
 
     Raises:
+        TypeError: tokens that are neither int64 nor int32.
         ValueError: shapes that do not fit, and prompts without a token.
     """
     if not isinstance(input_ids, Tensor):
@@ -53,6 +54,7 @@ def read_prompts(
             "generate: expected input_ids to have shape [B, at least 1], got "
             f"{list(input_ids.shape)}"
         )
+    _check_tokens(input_ids)
     input_ids = input_ids.to(device)
     whole = Prompts(input_ids, None, 1, input_ids.shape[0])
     if attention_mask is None:
@@ -86,6 +88,16 @@ def _read_list(
                 f"{list(prompt.shape)}"
             )
     lengths = [prompt.shape[0] for prompt in prompts]
+    # Those of several dtypes have one together.
+    packed = torch.cat(prompts)
+    _check_tokens(packed)
     if min(lengths) == max(lengths):
-        return Prompts(torch.stack(prompts), None, 1, len(prompts)), prompts
-    return Prompts.pack(torch.cat(prompts), torch.tensor(lengths, device=device)), prompts
+        return Prompts(packed.view(len(prompts), -1), None, 1, len(prompts)), prompts
+    return Prompts.pack(packed, torch.tensor(lengths, device=device)), prompts
+
+
+def _check_tokens(input_ids: Tensor) -> None:
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"generate: expected tokens to be torch.int64 or torch.int32, got {input_ids.dtype}"
+        )

@@ -54,6 +54,7 @@ class Decoder:
         done: bool `[B]`, which rows have drawn eos_token_id.
 
     Raises:
+        TypeError: for options that are no numbers, and a top_k that is no int.
         ValueError: for options out of range, or cuda_graph on another device.
     """
 
@@ -156,6 +157,7 @@ class Decoder:
             int64 `[N]`, the tokens.
 
         Raises:
+            TypeError: for tokens that are neither int64 nor int32.
             ValueError: for prompts that do not fit, not as many as rows, or rows that are not
                 distinct or not there.
         """

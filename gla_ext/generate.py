@@ -11,7 +11,7 @@ from torch import Tensor
 from gla_ext._decode_loop import device_of
 from gla_ext._prompts import Prompts, read_prompts
 from gla_ext.decode import Decoder, uses_graph
-from gla_ext.sampling import Sampling
+from gla_ext.sampling import Sampling, is_int
 
 if TYPE_CHECKING:
     from gla_ext.model import GLAForCausalLM
@@ -64,7 +64,8 @@ def generate(
 
     Raises:
         ValueError: for a prompt without a token, shapes that do not fit, options out of range.
-        TypeError: for an eos_token_id that is no int.
+        TypeError: for tokens that are neither int64 nor int32, options that are no numbers, and a
+            max_new_tokens, top_k or eos_token_id that is no int.
     """
     sampling = Sampling(temperature, top_k, top_p)
     _check_eos(eos_token_id)
@@ -129,6 +130,8 @@ def _read(
     cuda_graph: bool | None,
 ) -> tuple[Prompts, Tensor | list[Tensor]]:
     """The prompts; raises what `generate` documents."""
+    if not is_int(max_new_tokens):
+        raise TypeError(f"generate: expected max_new_tokens to be an int, got {max_new_tokens!r}")
     if max_new_tokens < 0:
         raise ValueError(
             f"generate: expected max_new_tokens to be at least 0, got {max_new_tokens}"

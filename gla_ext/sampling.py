@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ class Sampling:
             top_k (Holtzman et al., 2020, arXiv:1904.09751). Default: None (all).
 
     Raises:
+        TypeError: for options that are no numbers, and a top_k that is no int.
         ValueError: for options out of range.
     """
 
@@ -28,6 +31,14 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.temperature, SupportsFloat):
+            raise TypeError(
+                f"generate: expected temperature to be a number, got {self.temperature!r}"
+            )
+        if self.top_k is not None and not is_int(self.top_k):
+            raise TypeError(f"generate: expected top_k to be an int or None, got {self.top_k!r}")
+        if self.top_p is not None and not isinstance(self.top_p, SupportsFloat):
+            raise TypeError(f"generate: expected top_p to be a number or None, got {self.top_p!r}")
         if not self.temperature >= 0:
             raise ValueError(
                 f"generate: expected temperature to be at least 0, got {self.temperature}"
@@ -44,6 +55,15 @@ class Sampling:
     def candidates(self, vocab_size: int) -> int:
         """Number of tokens among which one is drawn, before top_p."""
         return vocab_size if self.top_k is None else min(self.top_k, vocab_size)
+
+
+def is_int(value: object) -> bool:
+    """Whether it counts, as NumPy's integers and tensors of one do; a bool does not."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
 
 
 def choose(
@@ -103,6 +123,7 @@ def sample(
         int64 `[B, 1]`.
 
     Raises:
+        TypeError: for options that are no numbers, and a top_k that is no int.
         ValueError: for options out of range.
     """
     options = Sampling(temperature, top_k, top_p)

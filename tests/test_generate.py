@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from common import assert_close
@@ -260,6 +261,37 @@ def test_generate_errors(function, options, message):
     arguments = {"input_ids": IDS, "max_new_tokens": 1} | options
     with pytest.raises(ValueError, match=message):
         getattr(make_model(), function)(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 5.0}, "max_new_tokens to be an int, got 5.0"),
+        ({"max_new_tokens": None}, "max_new_tokens to be an int, got None"),
+        ({"max_new_tokens": True}, "max_new_tokens to be an int, got True"),
+        ({"temperature": None}, "temperature to be a number, got None"),
+        ({"top_k": 5.0}, "top_k to be an int or None, got 5.0"),
+        ({"input_ids": IDS.byte()}, "tokens to be torch.int64 or torch.int32, got torch.uint8"),
+        ({"input_ids": [[1.0, 2.0]]}, "tokens to be torch.int64 or torch.int32, got torch.float"),
+        ({"input_ids": [IDS[0], [1.0]]}, "tokens to be torch.int64 or torch.int32, got torch.fl"),
+    ],
+)
+@pytest.mark.parametrize("function", ["generate", "generate_stream"])
+def test_arguments_of_other_types(function, options, message):
+    arguments = {"input_ids": IDS, "max_new_tokens": 1} | options
+    with pytest.raises(TypeError, match=f"generate: expected {message}"):
+        getattr(make_model(), function)(**arguments)
+
+
+@pytest.mark.parametrize("count", [np.int64(3), np.array(3), torch.tensor(3)], ids=type)
+def test_integers_of_numpy_and_torch(count):
+    model = make_model()
+    expected = model.generate(IDS, 3, temperature=0)
+    for ids in (IDS, IDS.int()):
+        assert torch.equal(model.generate(ids, count, temperature=0), expected)
+        assert torch.equal(model.generate(ids, count, top_k=count // 3), expected)
+    for row in model.generate([IDS[0].short(), IDS[0]], count, temperature=0):
+        assert torch.equal(row, expected[0])
 
 
 def test_decoding_step_compiles_whole():

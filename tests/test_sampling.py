@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,6 +69,29 @@ def test_options_as_tensors():
     tensors = choose(rows, noise, torch.tensor(0.75), None, torch.tensor(0.5))
     assert torch.equal(numbers, tensors)
     assert not torch.equal(numbers, choose(rows, noise, 0.75))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": None}, "temperature to be a number, got None"),
+        ({"temperature": "0.5"}, "temperature to be a number, got '0.5'"),
+        ({"top_k": 5.0}, "top_k to be an int or None, got 5.0"),
+        ({"top_k": True}, "top_k to be an int or None, got True"),
+        ({"top_p": "0.5"}, "top_p to be a number or None, got '0.5'"),
+    ],
+)
+def test_options_that_are_no_numbers(options, message):
+    with pytest.raises(TypeError, match=f"generate: expected {message}"):
+        Sampling(**options)
+
+
+@pytest.mark.parametrize(
+    ("number", "count"), [(np.float32, np.int64), (torch.tensor, torch.tensor)]
+)
+def test_options_of_numpy_and_torch(number, count):
+    options = {"temperature": number(0.5), "top_k": count(2), "top_p": number(0.99)}
+    assert not frequencies(options, 100)[[0, 2]].any()
 
 
 @pytest.mark.parametrize(
