@@ -117,7 +117,7 @@ def chunk_gla(
         ValueError: shapes, devices or offsets do not agree.
         TypeError: dtypes do not; scale is a tensor.
         NotImplementedError: a device or layout without kernels; forward-mode AD; torch.func
-            transforms; DTensor.
+            transforms but vmap; DTensor.
     """
     refuse_tensor_scale("chunk_gla", scale)
     compiling = torch.compiler.is_compiling()

@@ -75,7 +75,7 @@ def fused_recurrent_gla(
         ValueError: shapes, devices or offsets do not agree; both names of state_v_first.
         TypeError: dtypes do not agree; unknown keywords; scale is a tensor.
         NotImplementedError: a device or layout without kernels; forward-mode AD; torch.func
-            transforms; DTensor.
+            transforms but vmap; DTensor.
     """
     if kwargs:
         state_v_first = _state_layout(kwargs, state_v_first)
