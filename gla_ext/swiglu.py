@@ -28,7 +28,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, element by element (Shazeer, 2020, arXiv:2002.05202).
 
     Computed in fp32 (fp64 for fp64 inputs) and rounded once, in one kernel forward and one
-    backward; autograd keeps gate and up alone.
+    backward; autograd keeps gate and up alone. Sharded tensors (DTensor) take torch's operations,
+    which round twice and keep the activated gate too.
 
     Args:
         gate: `[..., D]`; bfloat16, float16, float32 or float64. Rows of a wider tensor, as halves
@@ -104,7 +105,11 @@ def _takes_plain(*tensors: Tensor) -> bool:
 
 
 def _plain(gate: Tensor, up: Tensor) -> Tensor:
-    """As plain torch operations, rounded once."""
+    """As plain torch operations, rounded once, but for sharded tensors twice: of operations in fp32
+    autograd would keep three tensors of twice the size.
+    """
+    if is_traceable_wrapper_subclass(gate) or is_traceable_wrapper_subclass(up):
+        return F.silu(gate) * up
     wide = torch.promote_types(gate.dtype, torch.float32)
     return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
 
