@@ -98,6 +98,13 @@ def test_initial_weights(options):
             assert abs(parameter.mean().item()) < 0.08 / parameter.numel() ** 0.5, name
 
 
+def loss_and_gradients(model, ids, **arguments):
+    model.zero_grad()
+    loss = model(ids, labels=ids, **arguments).loss
+    loss.backward()
+    return [loss, *(p.grad for p in model.parameters())]
+
+
 def test_loss_is_the_shifted_cross_entropy():
     model, ids = make_model(torch.float64), make_ids()
     labels = ids.clone()
@@ -116,14 +123,11 @@ def test_loss_is_the_shifted_cross_entropy():
 
 def test_packed_sequences_train_as_a_batch_of_them():
     model, ids = make_model(torch.float64), make_ids(B=3, T=20)
-    results = []
-    for row, offsets in ((ids, None), (ids.flatten()[None], torch.tensor([0, 20, 40, 60]))):
-        model.zero_grad()
-        loss = model(row, labels=row, cu_seqlens=offsets).loss
-        loss.backward()
-        results.append([loss, *(p.grad for p in model.parameters())])
-    for packed, batched in zip(*results, strict=True):
-        assert_close(packed, batched, 1e-6)
+    batched = loss_and_gradients(model, ids)
+    offsets = torch.tensor([0, 20, 40, 60])
+    packed = loss_and_gradients(model, ids.flatten()[None], cu_seqlens=offsets)
+    for got, wanted in zip(packed, batched, strict=True):
+        assert_close(got, wanted, 1e-6)
 
 
 def test_loss_is_fp32_below_fp32():
@@ -269,12 +273,7 @@ def test_inductor_trains_the_same():
     model, ids = make_model(num_hidden_layers=1), make_ids()
     mask = (torch.arange(70) >= torch.tensor([[30], [0]])).long()
     compiled = torch.compile(model, fullgraph=True)
-    results = []
-    for function in (compiled, model):
-        model.zero_grad()
-        loss = function(ids, attention_mask=mask, labels=ids).loss
-        loss.backward()
-        results.append([loss, *(p.grad for p in model.parameters())])
+    results = [loss_and_gradients(m, ids, attention_mask=mask) for m in (compiled, model)]
     for got, wanted in zip(*results, strict=True):
         assert_close(got, wanted, 1e-4)
 
