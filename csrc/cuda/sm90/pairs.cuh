@@ -13,6 +13,7 @@ constexpr int kParts = kSubChunks;  // of a chunk's tokens, where a thread has a
 __device__ __forceinline__ int thread_index() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  __builtin_assume(thread >= 0 && thread < 1024);  // divisions are shifts
   return thread;
 }
 
@@ -71,6 +72,8 @@ template <class T>
 struct PairColumn {
   using Word = std::conditional_t<sizeof(T) == 4, float2, uint32_t>;
   Word x[kSubChunk];
+
+  PairColumn() = default;
 
   __device__ __forceinline__ PairColumn(const Rows& r, const Problem& p, const Chunk& chunk,
                                         int first, int channel) {

@@ -228,7 +228,8 @@ __device__ __forceinline__ void product(float (&d)[32], float (&others)[32], uin
         "n"(kB == Contiguous::kOther));
 }
 
-// The same with A in registers and B contiguous along the summed elements.
+// The same with A in registers.
+template <Contiguous kB = Contiguous::kSummed>
 __device__ __forceinline__ void product(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
                                         bool add = true) {
   asm volatile(
@@ -236,10 +237,11 @@ __device__ __forceinline__ void product(float (&d)[32], const uint32_t (&a)[4], 
       "  .reg .pred add;\n"
       "  setp.ne.b32 add, %37, 0;\n"
       "  wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" GLA_32_REGISTERS
-      "}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n"
+      "}, {%32, %33, %34, %35}, %36, add, 1, 1, %38;\n"
       "}"
       : GLA_16_OPERANDS(d, 0), GLA_16_OPERANDS(d, 16)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)),
+        "n"(kB == Contiguous::kOther));
 }
 
 #undef GLA_4_OPERANDS

@@ -37,37 +37,49 @@ __device__ __forceinline__ void sum_inter(Queries& queries, int rank, const floa
       make_float2(sums[0], sums[1]);
 }
 
-// x and y of a chunk to dq and dk, whose exponents are at `terms`; these become what dg sums.
-__device__ __forceinline__ void finish(float (&x)[32], float (&y)[32], float* terms,
+// dA of a tile, dropped above the diagonal.
+__device__ __forceinline__ void store_score_grads(unsigned char* tile, float (&dA)[32]) {
+  const Lane lane;
+#pragma unroll
+  for (int j = 0; j < 32; ++j)
+    dA[j] = j / 4 * 8 + 2 * lane.t + j % 2 <= lane.row + j / 2 % 2 * 8 ? dA[j] : 0.f;
+  store_tile(tile, dA);
+}
+
+// Where a chunk's gradients lie before they are written as rows.
+struct GradientTiles {
+  unsigned char *dq, *dk;     // which may take the place of k^
+  unsigned char *high, *low;  // what dg sums is the sum of these
+};
+
+// x and y of a chunk to dq and dk, and to what dg sums, q^ x - k^ y. A warp reads and writes its
+// own rows of all tiles.
+__device__ __forceinline__ void finish(const GradientTiles& to, const float (&x)[32],
+                                       const float (&y)[32], const float (&exponents)[32],
                                        const unsigned char* q, const unsigned char* k,
                                        float scale) {
-  const int thread = thread_index();
-  const Lane lane(thread);
-  const Fragments fragments(thread);
-  float2 exponents[16];  // all before the first of what takes their place
-  const auto term = [&](int i) -> float2& {
-    return pair_at(terms, swizzled_float(lane.row + i % 2 * 8, i / 2 * 8 + 2 * lane.t));
-  };
+  const Fragments fragments(thread_index());
 #pragma unroll
-  for (int i = 0; i < 16; ++i) exponents[i] = term(i);
+  for (int i = 0; i < 4; ++i) {
+    uint32_t q_words[4], k_words[4], high[4], low[4];
+    fragments.load(q_words, shared_address(q), i);
+    fragments.load(k_words, shared_address(k), i);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t q_words[2][4], k_words[2][4];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      fragments.load(q_words[j], shared_address(q), 2 * half + j);
-      fragments.load(k_words[j], shared_address(k), 2 * half + j);
+    for (int e = 0; e < 4; ++e) {
+      const int at = 8 * i + 2 * e;
+      const float2 dq = make_float2(x[at], x[at + 1]), dk = make_float2(y[at], y[at + 1]);
+      const float2 term = unpack(q_words[e]) * dq - unpack(k_words[e]) * dk;
+      high[e] = pack(term.x, term.y);
+      const float2 rest = term - unpack(high[e]);
+      low[e] = pack(rest.x, rest.y);
+      const float first = exponents[at], second = exponents[at + 1];
+      q_words[e] = pack(dq.x * (scale * exp2_ftz(first)), dq.y * (scale * exp2_ftz(second)));
+      k_words[e] = pack(dk.x * exp2_ftz(-first), dk.y * exp2_ftz(-second));
     }
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int i = 8 * half + j, at = 2 * i;
-      term(i) = unpack(q_words[j / 4][j % 4]) * make_float2(x[at], x[at + 1]) -
-                unpack(k_words[j / 4][j % 4]) * make_float2(y[at], y[at + 1]);
-      x[at] *= scale * exp2_ftz(exponents[i].x);
-      x[at + 1] *= scale * exp2_ftz(exponents[i].y);
-      y[at] *= exp2_ftz(-exponents[i].x);
-      y[at + 1] *= exp2_ftz(-exponents[i].y);
-    }
+    fragments.store(shared_address(to.dq), i, q_words);
+    fragments.store(shared_address(to.dk), i, k_words);
+    fragments.store(shared_address(to.high), i, high);
+    fragments.store(shared_address(to.low), i, low);
   }
 }
 
@@ -102,6 +114,7 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
   const Segment& segment = s.segment;
   const GatePart<Gate> part(p, segment, rank);
+  constexpr bool kByProducts = GatePart<Gate>::kByProducts;
   Ring<kSliceStages> slice;
   if (consumer > 0) slice.template skip<kSlices>();
   const bool loads = threadIdx.x % kGroupThreads == 0;
@@ -110,7 +123,11 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
     load_keys(s, p, consumer);
     if (consumer == 0) load_queries(s, p, kConsumers, rank);
   }
-  auto gates = part.load(consumer);
+  PairColumn<Gate> gates;  // those that products do not sum
+  if constexpr (kByProducts)
+    part.copy(s.own[consumer], consumer);
+  else
+    gates = part.load(consumer);
 #pragma unroll 1
   for (int i = consumer; i < segment.chunks; i += kConsumers) {
     // Made anew, and so are the addresses that follow from it: they take no registers between.
@@ -121,7 +138,7 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
     Keys& keys = s.keys[self];
     wait(&s.queries_full[i % kQueryStages], i / kQueryStages & 1);
     const bool exact = __any_sync(0xffffffffu, s.exact[i % kQueryStages].x);
-    part.write_exponents(own, gates, chunk, exact, role);
+    if constexpr (!kByProducts) part.write_exponents(own, gates, chunk, exact, role);
     if (exact) {
       wait(&s.keys_full[self], parity);
       load_exact_scores(keys.A, p, segment, chunk);
@@ -177,15 +194,14 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
       leave();
       role_barrier(role);  // all warps' products have read what was sent
       store_tile(tile, dv);
-      role_barrier(role);  // dv is written
-      write_tile(p.dv, segment, chunk, j * kTile, p.V, tile, [&] {
-        // What the other block's next bulk copy takes the place of is read: this fence, of all that
-        // went before, and not the arrival, of this block's scope, says so to it.
-        fence_for_products();
-        __syncwarp();
-        if (threadIdx.x % kWarp == 0)
-          arrive_in_cluster(address_in(&s.empty[slice.stage], 1 - rank));
-      });
+      TileRows rows;
+      rows.read(tile);
+      // What the other block's next bulk copy takes the place of is read: this fence, of all that
+      // went before, and not the arrival, of this block's scope, says so to it.
+      fence_for_products();
+      __syncwarp();
+      if (threadIdx.x % kWarp == 0) arrive_in_cluster(address_in(&s.empty[slice.stage], 1 - rank));
+      rows.write(p.dv, segment, chunk, j * kTile, p.V);
     }
     slice.template skip<kSlices>();  // the other one's
     if (p.saved_states) {
@@ -205,7 +221,12 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
     };
     if (exact) {
       wait(&s.states_full[self], parity);
-      gates = part.load(i + kConsumers);
+      if constexpr (kByProducts) {
+        wait_for_copies<0>();  // into the place of exponents
+        part.write_exponents(own, part.load(i), chunk, exact, role);
+      } else {
+        gates = part.load(i + kConsumers);
+      }
       role_barrier(role);  // k^ is read
       float* terms = reinterpret_cast<float*>(keys.k);
       part.write_exact_exponents(own, terms, chunk);
@@ -215,34 +236,64 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
       role_barrier(role);
       part.write_exact_gradients(own, terms, queries, rank, chunk, role);
       release();
-    } else {
-      sum_inter(queries, rank, y, keys.k[rank]);
-      {
-        const Lane lane;
-#pragma unroll
-        for (int j = 0; j < 32; ++j)
-          dA[j] = j / 4 * 8 + 2 * lane.t + j % 2 <= lane.row + j / 2 % 2 * 8 ? dA[j] : 0.f;
-      }
-      store_tile(keys.A, dA);  // A is read
-      fence_for_products();
-      role_barrier(role);  // dA is written
-      begin_products();
-      multiply<kSummed, kOther>(x, shared_address(keys.A), shared_address(keys.k[rank]));
-      multiply<kOther, kOther>(y, shared_address(keys.A), shared_address(queries.q));
-      commit_products();
-      wait_for_products<0>();
-      finish(x, y, own.terms, queries.q, keys.k[rank], p.scale);
-      store_tile(keys.k[1 - rank], x);
-      role_barrier(role);  // dq and what dg sums are written, dA is read
-      store_tile(keys.A, y);
-      write_tile(p.dq, segment, chunk, rank * kTile, p.K, keys.k[1 - rank], [] {});
-      wait(&s.states_full[self], parity);
-      const auto terms = part.read_terms(own, queries, rank);
-      gates = part.load(i + kConsumers);
-      role_barrier(role);  // dk and the sums are written
-      write_tile(p.dk, segment, chunk, rank * kTile, p.K, keys.A, release);
-      part.write_gradients(own, terms, chunk);
+      if constexpr (kByProducts) part.copy(own, i + kConsumers);
+      continue;
     }
+    sum_inter(queries, rank, y, keys.k[rank]);
+    store_score_grads(keys.A, dA);  // A is read
+    float exponents[32];
+    if constexpr (kByProducts)
+      wait_for_copies<0>();  // gates
+    else
+      part.read_exponents(exponents, own);
+    fence_for_products();
+    role_barrier(role);  // dA, gates and sum_inter's sums are written, or exponents read
+    begin_products();
+    if constexpr (kByProducts) {
+      Triangle<Ones::kUpTo>(thread_index()).sum(exponents, own.tiles[0], false);
+      commit_products();
+    }
+    multiply<kSummed, kOther>(x, shared_address(keys.A), shared_address(keys.k[rank]));
+    multiply<kOther, kOther>(y, shared_address(keys.A), shared_address(queries.q));
+    commit_products();
+    wait(&s.states_full[self], parity);
+    part.sum_states(own, queries, rank);
+    if constexpr (kByProducts) {
+      wait_for_products<1>();
+      part.to_exponents(exponents, queries, rank);
+    }
+    wait_for_products<0>();
+    role_barrier(role);  // dA, q^, k^ and gates are read
+    const GradientTiles tiles{keys.A, keys.k[rank], own.tiles[1], keys.k[1 - rank]};
+    finish(tiles, x, y, exponents, queries.q, keys.k[rank], p.scale);
+    fence_for_products();
+    role_barrier(role);  // what dg sums is written
+    float dg[32];
+    part.load_states(dg, own);
+    begin_products();
+    const Triangle<Ones::kFrom> ones(thread_index());
+    ones.sum(dg, tiles.high, true);
+    ones.sum(dg, tiles.low, true);
+    commit_products();
+    TileRows dq_rows, dk_rows, dg_rows;
+    dq_rows.read(tiles.dq);
+    dk_rows.read(tiles.dk);
+    wait_for_products<0>();
+    if constexpr (kByProducts) {
+      store_tile(own.tiles[0], dg);
+      dg_rows.read(own.tiles[0]);
+    }
+    release();
+    if constexpr (kByProducts)
+      part.copy(own, i + kConsumers);
+    else
+      gates = part.load(i + kConsumers);
+    dq_rows.write(p.dq, segment, chunk, rank * kTile, p.K);
+    dk_rows.write(p.dk, segment, chunk, rank * kTile, p.K);
+    if constexpr (kByProducts)
+      dg_rows.write(p.dg, segment, chunk, rank * kTile, p.K);
+    else
+      part.write(dg, chunk);
   }
 }
 

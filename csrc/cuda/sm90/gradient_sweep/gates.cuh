@@ -13,7 +13,81 @@ class GatePart {
   __device__ __forceinline__ GatePart(const Problem& p, const Segment& segment, int rank)
       : p_(p), segment_(segment), first_k_(rank * kTile) {}
 
-  // Gates of the i-th chunk of the sweep, on their way.
+  // Whether products sum the gates of a chunk in tier 1, from a tile, which bf16 holds exactly.
+  static constexpr bool kByProducts = std::is_same_v<Gate, bf16>;
+
+  // Gates of the i-th chunk of the sweep on their way to tiles[0], in the places from where this
+  // thread has read dg.
+  __device__ __forceinline__ void copy(Own& own, int i) const {
+    static_assert(kByProducts);
+    if (i >= segment_.chunks) return;
+    const WarpRows at;
+    const int chunk = chunk_of(segment_, i);
+    const int rows = at.rows_of(segment_, chunk, first_k_ + 8 * at.piece < p_.K);
+    const bf16* from = at.at<const bf16>(p_.g, segment_, chunk, first_k_);
+    const uint32_t to = shared_address(own.tiles[0]);
+#pragma unroll
+    for (int j = 0; j < WarpRows::kRows; ++j, from += token_offset(p_.g, WarpRows::kRowsEach))
+      copy16(to + at.offset(j), from, j * WarpRows::kRowsEach < rows);
+    commit_copies();
+  }
+  // Sums of gates, of a chunk in tier 1, to exponents of dq, and, with the other sign, of dk.
+  static __device__ __forceinline__ void to_exponents(float (&b)[32], const Queries& queries,
+                                                      int rank) {
+    const float* enter = queries.factors[kEnter][rank] + 2 * Lane().t;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 factors = pair_at(enter, 8 * j);  // 2^from
+      const float from[2] = {exponent_of(factors.x), exponent_of(factors.y)};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) b[4 * j + e] = fmaf(b[4 * j + e], kLog2E, -from[e % 2]);
+    }
+  }
+  // The same from where `write_exponents` has left them.
+  static __device__ __forceinline__ void read_exponents(float (&exponents)[32], Own& own) {
+    const Lane lane;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float2 pair =
+          pair_at(own.terms, swizzled_float(lane.row + i % 2 * 8, i / 2 * 8 + 2 * lane.t));
+      exponents[2 * i] = pair.x;
+      exponents[2 * i + 1] = pair.y;
+    }
+  }
+  // What dg owes to the states, by all threads, half of which are not needed.
+  static __device__ __forceinline__ void sum_states(Own& own, Queries& queries, int rank) {
+    const int thread = thread_index() % kGroupThreads, channel = thread % kTile;
+    float sum = queries.states(rank)[channel];
+#pragma unroll
+    for (int warp = 0; warp < kGroupWarps; ++warp) sum += queries.inter(rank, warp)[channel];
+    if (thread < kTile) own.states()[channel] = sum;
+  }
+  // What `sum_states` has summed, in all rows of accumulators.
+  static __device__ __forceinline__ void load_states(float (&dg)[32], Own& own) {
+    const float* states = own.states() + 2 * Lane().t;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 pair = pair_at(states, 8 * j);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dg[4 * j + e] = e % 2 == 0 ? pair.x : pair.y;
+    }
+  }
+  // fp32 dg of a chunk in tier 1 from accumulators.
+  __device__ __forceinline__ void write(const float (&dg)[32], int chunk) const {
+    const Lane lane;
+    const int channel = first_k_ + 2 * lane.t, rows = segment_.length_of(chunk) - lane.row;
+    float* to =
+        rows_at<float>(p_.dg, segment_.row, segment_.token_of(chunk), segment_.head) + channel;
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (8 * e < rows && channel + 8 * j < p_.K)
+          *reinterpret_cast<float2*>(to + token_offset(p_.dg, lane.row + 8 * e) + 8 * j) =
+              make_float2(dg[4 * j + 2 * e], dg[4 * j + 2 * e + 1]);
+  }
+
+  // Gates of the i-th chunk of the sweep, on their way to registers.
   __device__ __forceinline__ PairColumn<Gate> load(int i) const {
     const Place at(*this, max(0, chunk_of(segment_, i)));
     return PairColumn<Gate>(p_.g, p_, at.chunk, at.pair.first, at.channel);
@@ -31,46 +105,6 @@ class GatePart {
     for (int i = 0; i < kSubChunk; ++i) {
       b = b + to_log2(gates[i]);
       at.element(own.terms, i) = make_float2(b.x - rx.from, b.y - ry.from);
-    }
-  }
-
-  // What dg sums, of a thread.
-  struct Terms {
-    float2 x[kSubChunk];
-    float2 leaving;  // what the states that leave the chunk owe
-  };
-  // And its sums, of a part of the tokens.
-  __device__ __forceinline__ Terms read_terms(Own& own, Queries& queries, int rank) const {
-    const Pair<1> pair(thread_index() % kGroupThreads);
-    Terms terms;
-    float2 sum = make_float2(0.f, 0.f);
-#pragma unroll
-    for (int i = 0; i < kSubChunk; ++i) {
-      terms.x[i] = pair_at(own.terms, swizzled_float(pair.first + i, pair.channel));
-      sum = sum + terms.x[i];
-    }
-    pair_at(own.dg[pair.part], pair.channel) = sum;
-    terms.leaving = pair_at(queries.states(rank), pair.channel);
-#pragma unroll
-    for (int warp = 0; warp < kGroupWarps; ++warp)
-      terms.leaving = terms.leaving + pair_at(queries.inter(rank, warp), pair.channel);
-    return terms;
-  }
-
-  // dg of the chunk.
-  __device__ __forceinline__ void write_gradients(const Own& own, const Terms& terms,
-                                                  int number) const {
-    const Place at(*this, number);
-    float2 sum = terms.leaving;
-#pragma unroll
-    for (int part = kParts - 1; part > 0; --part)
-      if (part > at.pair.part) sum = sum + pair_at(own.dg[part], at.pair.channel);
-    constexpr int kLast = static_cast<int>(kSubChunk) - 1;
-    Gate* dg = at.template row<Gate>(p_.dg, kLast);
-#pragma unroll
-    for (int i = kLast; i >= 0; --i, dg -= token_offset(p_.dg, 1)) {
-      sum = sum + terms.x[i];
-      if (i < at.tokens) store2<Access::kFast>(dg, sum.x, sum.y, 2);
     }
   }
 
@@ -134,6 +168,11 @@ class GatePart {
   }
 
  private:
+  // Of a power of two.
+  static __device__ __forceinline__ float exponent_of(float x) {
+    constexpr uint32_t kTwoTo23 = 0x4b000000;  // whose unit in the last place is 1
+    return __uint_as_float(kTwoTo23 | __float_as_uint(x) >> 23) - (8388608.f + 127.f);
+  }
   // Where this thread is in a chunk.
   struct Place {
     Pair<1> pair;

@@ -6,6 +6,7 @@
 #include "../pairs.cuh"
 #include "../products.cuh"
 #include "../states/sweeps.cuh"
+#include "../triangle.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
@@ -45,9 +46,16 @@ struct alignas(1024) Keys {
 };
 
 // What a consumer has for itself.
-struct Own {
-  float terms[kTile * kTile];  // [token][64 of K]: exponents of dq and dk, then what dg sums
+struct alignas(1024) Own {
+  // Of a chunk in tier 1: bf16 gates [token][64 of K], then dg on its way out; and the first half
+  // of what dg sums. Else, and of fp32 gates, fp32 [token][64 of K]: exponents of dq and dk.
+  union {
+    unsigned char tiles[2][kTileBytes];
+    float terms[kTile * kTile];
+  };
   float gates[kParts][kTile], dg[kParts][kTile];  // sums of a part of the tokens
+  // In place of the first ones: what dg owes to the states that enter and leave the chunk.
+  __device__ __forceinline__ float* states() { return dg[0]; }
 };
 
 struct Shared {
@@ -65,6 +73,8 @@ struct Shared {
   uint64_t keys_full[kConsumers], states_full[kConsumers], chunk_empty[kConsumers];
   uint64_t received_full[kPair];
   uint64_t turn[kConsumers];  // the other consumer has left its slices
+  // What dS~ is to be multiplied by as it leaves one chunk, then as it enters the next.
+  float factors[kTile];
   Segment segment;
 };
 
@@ -176,28 +186,51 @@ __device__ __forceinline__ void store_tile(unsigned char* tile, const float (&d)
   }
 }
 
-// From a tile to a chunk's rows of an output, from column `first` on; read() in between, when the
-// tile is read and nothing is on its way to memory, for which fences wait. By a warpgroup.
-template <class Read>
-__device__ __forceinline__ void write_tile(const Rows& r, const Segment& segment, int chunk,
-                                           int first, int columns, const unsigned char* tile,
-                                           Read&& read) {
-  constexpr int kPieces = 8, kRowsEach = kGroupThreads / kPieces;  // of 16 bytes, a row
-  const int thread = thread_index() % kGroupThreads;
-  const int row = thread / kPieces, piece = thread % kPieces, column = first + 8 * piece;
-  const unsigned char* from = tile + swizzled(row, piece);
-  uint4 words[kTile / kRowsEach];
+// A warp's 16 rows of a tile, a thread 16 bytes of every fourth one: what a warp has written by
+// `store_tile` it reads as rows without waiting for the others.
+struct WarpRows {
+  static constexpr int kPieces = 8, kRowsEach = kWarp / kPieces, kRows = 16 / kRowsEach;
+  int row, piece;  // of the first
+  __device__ __forceinline__ WarpRows()
+      : row(thread_index() % kGroupThreads / kWarp * 16 + thread_index() % kWarp / kPieces),
+        piece(thread_index() % kPieces) {}
+  // Byte offset of the j-th.
+  __device__ __forceinline__ int offset(int j) const {
+    return (swizzled(row, piece) + j * kRowsEach * 128) ^ (j % 2 * 64);
+  }
+  // How many of the chunk's rows, if its column is there.
+  __device__ __forceinline__ int rows_of(const Segment& segment, int chunk, bool inside) const {
+    return inside ? segment.length_of(chunk) - row : 0;
+  }
+  template <class T>
+  __device__ __forceinline__ T* at(const Rows& r, const Segment& segment, int chunk,
+                                   int first) const {
+    return rows_at<T>(r, segment.row, segment.token_of(chunk), segment.head) +
+           token_offset(r, row) + first + 8 * piece;
+  }
+};
+
+// On their way from a tile to a chunk's rows of an output.
+struct TileRows {
+  uint4 words[WarpRows::kRows];
+  __device__ __forceinline__ void read(const unsigned char* tile) {
+    const WarpRows at;
+    __syncwarp();  // the tile is written
 #pragma unroll
-  for (int j = 0; j < kTile / kRowsEach; ++j)
-    words[j] = *reinterpret_cast<const uint4*>(from + j * kRowsEach * 128);
-  read();
-  const int rows = column < columns ? segment.length_of(chunk) - row : 0;
-  bf16* to = rows_at<bf16>(r, segment.row, segment.token_of(chunk), segment.head) +
-             token_offset(r, row) + column;
+    for (int j = 0; j < WarpRows::kRows; ++j)
+      words[j] = *reinterpret_cast<const uint4*>(tile + at.offset(j));
+  }
+  // From column `first` on.
+  __device__ __forceinline__ void write(const Rows& r, const Segment& segment, int chunk, int first,
+                                        int columns) const {
+    const WarpRows at;
+    const int rows = at.rows_of(segment, chunk, first + 8 * at.piece < columns);
+    bf16* to = at.at<bf16>(r, segment, chunk, first);
 #pragma unroll
-  for (int j = 0; j < kTile / kRowsEach; ++j, to += token_offset(r, kRowsEach))
-    if (j * kRowsEach < rows) *reinterpret_cast<uint4*>(to) = words[j];
-}
+    for (int j = 0; j < WarpRows::kRows; ++j, to += token_offset(r, WarpRows::kRowsEach))
+      if (j * WarpRows::kRowsEach < rows) *reinterpret_cast<uint4*>(to) = words[j];
+  }
+};
 
 }  // namespace
 }  // namespace gla_ext::cuda::sm90

@@ -57,6 +57,42 @@ __device__ __forceinline__ void produce(Shared& s, const Problem& p, int rank) {
   }
 }
 
+// rowsum(S dS~) of a chunk, by a warp for its 16 channels: the diagonal of a product of S and dS~,
+// of which tensor cores make the two blocks of eight channels by 16 that it lies in.
+class RowSums {
+ public:
+  // 64 values, dS~ as accumulators have it.
+  __device__ __forceinline__ void add(uint32_t S, const float (&dS)[32]) {
+    const Fragments fragments(thread_index());
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t S_words[4], dS_words[4];
+      fragments.load(S_words, S, i);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dS_words[e] = pack(dS[8 * i + 2 * e], dS[8 * i + 2 * e + 1]);
+      mma(d_[0], dS_words, S_words[0], S_words[2]);
+      mma(d_[1], dS_words, S_words[1], S_words[3]);
+    }
+  }
+  // Of S itself, not of S~, if `unscaled`. Keeps what dS~ is to be multiplied by as it leaves.
+  __device__ __forceinline__ void store(float* sums, const float* enter, float* factors,
+                                        bool unscaled) const {
+    const Lane lane;
+    if (lane.row % 8 / 2 != lane.t) return;  // has nothing of the diagonal
+    const bool odd = lane.row % 2 != 0;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int row = lane.row + 8 * e;
+      const float factor = enter[row], sum = odd ? d_[e][2 * e + 1] : d_[e][2 * e];
+      factors[row] = factor;
+      sums[row] = unscaled ? sum * factor : sum;
+    }
+  }
+
+ private:
+  float d_[2][4] = {};  // [channel of the first or second eight][channel of the 16]
+};
+
 // dS~ in registers: to bf16 in each slice, here and where its dv is made, then on to the chunk
 // before.
 template <int kSlices>
@@ -78,32 +114,33 @@ __device__ __forceinline__ void sweep_state(Shared& s, const Problem& p, int ran
 #pragma unroll
     for (int e = 0; e < 32; ++e) d[e] *= by[e / 2 % 2];
   };
-  const Fragments fragments;
-  float out[2] = {1.f, 1.f};  // what dS~ is still to be multiplied by as it leaves a chunk
+  if (Lane().t == 0) s.factors[Lane().row] = s.factors[Lane().row + 8] = 1.f;
+  __syncwarp();
   Ring<kSliceStages> slice;
-  Ring<kQueryStages> ring;
-  for (int i = 0; i < segment.chunks; ++i, ring.next()) {
-    Queries& queries = s.queries[ring.stage];
-    wait(&s.queries_full[ring.stage], ring.parity);
+  for (int i = 0; i < segment.chunks; ++i) {
+    Queries& queries = s.queries[i % kQueryStages];
+    wait(&s.queries_full[i % kQueryStages], i / kQueryStages & 1);
     const auto& factors = queries.factors;
     const Lane lane;
     const int row = lane.row;  // and the eighth behind it
-    const float enter[2] = {factors[kEnter][rank][row], factors[kEnter][rank][row + 8]};
     const auto middle = [&](int e)->volatile const float& {
       return factors[kMiddle][rank][row + 8 * e];
     };
-    const float in[2] = {factors[kLeave][rank][row] * out[0],
-                         factors[kLeave][rank][row + 8] * out[1]};
+    if (lane.t == 0) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) s.factors[row + 8 * e] *= factors[kLeave][rank][row + 8 * e];
+    }
+    __syncwarp();  // s.factors is written
     const bool exact = __any_sync(0xffffffffu, middle(0) != 1.f || middle(1) != 1.f);
-    out[0] = enter[0], out[1] = enter[1];
-    float sums[2] = {0.f, 0.f};  // of S dS~
+    RowSums sums;
     const uint32_t q = shared_address(queries.q);
 #pragma unroll
     for (int j = 0; j < kSlices; ++j) {
       Slice& values = s.slices[slice.stage];
       // While its rows are on their way.
       if (i > 0 || j >= kSliceStages) wait(&s.empty[slice.stage], slice.parity ^ 1);
-      scale(x[j], in);
+      const volatile float* in = s.factors + Lane().row;
+      scale(x[j], {in[0], in[8]});
       store_tile(values.dS, x[j]);
       fence_for_products();  // and the bulk copy
       arrive_as_warp(&s.ready[slice.stage]);
@@ -117,19 +154,7 @@ __device__ __forceinline__ void sweep_state(Shared& s, const Problem& p, int ran
         }
       }
       wait(&s.full[slice.stage], slice.parity);
-      uint32_t S[2][4];
-      fragments.load(S[0], shared_address(values.S), 0);
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        if (t < 3) fragments.load(S[(t + 1) % 2], shared_address(values.S), t + 1);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float2 pair = unpack(S[t % 2][e]);
-          const int at = 8 * t + 2 * e;
-          sums[e % 2] = fmaf(pair.x, x[j][at], fmaf(pair.y, x[j][at + 1], sums[e % 2]));
-        }
-        asm volatile("" : "+f"(sums[0]), "+f"(sums[1]));  // not later, which would take registers
-      }
+      sums.add(shared_address(values.S), x[j]);
       fence_for_products();  // the copies
       if (exact) scale(x[j], {middle(0), middle(1)});
       const uint32_t d_o = shared_address(values.d_o);
@@ -142,18 +167,14 @@ __device__ __forceinline__ void sweep_state(Shared& s, const Problem& p, int ran
       arrive(&s.empty[slice.stage]);
       slice.next();
     }
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      sums[e] += __shfl_xor_sync(0xffffffffu, sums[e], 1);
-      sums[e] += __shfl_xor_sync(0xffffffffu, sums[e], 2);
-      if (p.saved_states) sums[e] *= enter[e];
-      if (lane.t == 0) queries.states(rank)[row + 8 * e] = sums[e];
-    }
+    sums.store(queries.states(rank), factors[kEnter][rank], s.factors, p.saved_states);
     fence_for_products();  // before the next chunk's bulk copies
     arrive_as_warp(&s.states_full[i % kConsumers]);
   }
   if (!F::ends(segment) || p.dh0 == nullptr) return;
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
+  __syncwarp();  // s.factors is written
+  const float out[2] = {s.factors[Lane().row], s.factors[Lane().row + 8]};
 #pragma unroll
   for (int j = 0; j < kSlices; ++j) {
     scale(x[j], out);
