@@ -1,7 +1,7 @@
 // What the fused backward takes from elsewhere in chunks outside tier 1: forward steps 3 and 4 and
-// backward steps 5 and 6 of them.
+// backward steps 5 and 6 of them. K of at most 64: above, operands.cu makes it.
 //
-// grid    as for_exact_chunks wants it, 64 key channels of a chunk a block in the second kernel
+// grid    as for_exact_chunks wants it, in both kernels
 // reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers
 // writes  A [B, T, H, C] bf16; dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
 //
@@ -34,9 +34,9 @@ __global__ void __launch_bounds__(kThreads, 2) exact_intra_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   __shared__ __align__(16) ExactIntra s_intra;
-  for_exact_chunks(p, blocks_of(p.K, kTile), [&](const Chunk& chunk, int block) {
+  for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
     s_intra.make_score_grads(p, chunk);
-    s_intra.write_gradients(p, chunk, block * kTile);
+    s_intra.write_gradients(p, chunk, 0);
   });
 #endif
 }
@@ -44,10 +44,10 @@ __global__ void __launch_bounds__(kThreads, 2) exact_intra_kernel(Problem p) {
 }  // namespace
 
 void exact_gradients(const Problem& p, cudaStream_t stream) {
-  const int64_t blocks = exact_grid(p, 1), parts = blocks_of(p.K, kTile);
+  const int64_t blocks = exact_grid(p, 1);
   if (blocks == 0) return;
   launch_dependent(exact_scores_kernel, blocks, kThreads, 0, stream, p);
-  launch_dependent(exact_intra_kernel, blocks * parts, kThreads, 0, stream, p);
+  launch_dependent(exact_intra_kernel, blocks, kThreads, 0, stream, p);
 }
 
 }  // namespace gla_ext::cuda::sm90
