@@ -82,7 +82,7 @@ def test_the_truth(operator, dtype):
 @pytest.mark.parametrize("gate", [0.1, "reset"])
 @pytest.mark.parametrize("K, V", FUSED)
 def test_every_kernel_of_the_fused_path(K, V, gate, lengths, monkeypatch):
-    """Chunks in tier 1 and outside it; `reset` has both exact kernels at work."""
+    """Chunks in tier 1 and outside it; `reset` has all that is made for the latter at work."""
     monkeypatch.setenv("GLA_EXT_CUDA_PATH", "fused")
     x = inputs(6, 3, K, V, lengths, gating="gk", gate=gate, dtype=torch.bfloat16)
     results = chunked(x)

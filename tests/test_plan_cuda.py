@@ -131,7 +131,7 @@ def operand_bytes(chunk_heads: int, K: int) -> int:
 @pytest.mark.parametrize("K", [128, 256])
 def test_cuda_fused_forward_over_operands_in_memory(K):
     plan = full_plan(K=K, gate_dtype="float32")
-    assert (plan["linear"], plan["mode"], plan["launches"]) == (True, "sweep", 3)
+    assert (plan["linear"], plan["mode"], plan["launches"]) == (True, "sweep", 2)
     assert plan["workspace_bytes"] == 32 * 32 * 4 * 8 + operand_bytes(32 * 32 * 4, K)
 
 
@@ -188,17 +188,27 @@ def test_cuda_operands_are_made_once_where_several_kernels_read_them(change, lin
 @pytest.mark.parametrize("swept", [False, True])
 @pytest.mark.parametrize("gate_dtype, gates", [("bfloat16", 1), ("float32", 0)])
 def test_cuda_fused_backward_workspace(gate_dtype, gates, swept):
-    """Gradients in a sweep need no dS."""
+    """Gradients in a sweep need no dS. The kernel that makes operands, A among them, also does what
+    chunks outside tier 1 need."""
     plan = full_plan(backward=True, gate_dtype=gate_dtype, batch_invariant=not swept)
     heads = 32 * 2048 * 4
-    keys, scores, tiers = heads * 128 * 4, heads * 64 * 2, heads // 64 * 8
+    keys, tiers = heads * 128 * 4, heads // 64 * 8
     states = heads // 64 * 128 * 256 * 2
     assert plan["mode"] == "materialised"
     assert plan["state_bytes"] == states * (1 if swept else 2)
-    # A and dq, dk, dg of chunks outside tier 1.
+    # dq, dk, dg of chunks outside tier 1.
     intra, operands = (2 + gates) * keys, operand_bytes(heads // 64, 128)
-    assert plan["workspace_bytes"] == tiers + plan["state_bytes"] + scores + intra + operands
-    assert plan["launches"] == 5
+    assert plan["workspace_bytes"] == tiers + plan["state_bytes"] + intra + operands
+    assert plan["launches"] == 3
+
+
+def test_cuda_fused_backward_without_operands():
+    """Chunks outside tier 1 have two kernels of their own, and A between them and the gradients."""
+    plan = full_plan(K=64, backward=True)
+    heads = 32 * 2048 * 4
+    keys, scores, tiers = heads * 64 * 4, heads * 64 * 2, heads // 64 * 8
+    assert (plan["path"], plan["linear"], plan["launches"]) == ("fused", False, 4)
+    assert plan["workspace_bytes"] == tiers + plan["state_bytes"] + scores + 3 * keys
 
 
 @pytest.mark.parametrize(
@@ -259,7 +269,7 @@ def test_cuda_fused_saved_states_over_operands(K):
     """Forward writes them, backward sweeps for the other ones alone."""
     states = 32 * 32 * 4 * K * 256 * 2
     plain, saving = (full_plan(K=K, save_states=saved) for saved in (False, True))
-    assert (saving["path"], saving["linear"], saving["launches"]) == ("fused", True, 3)
+    assert (saving["path"], saving["linear"], saving["launches"]) == ("fused", True, 2)
     assert (plain["state_bytes"], saving["state_bytes"]) == (0, states)
     assert saving["workspace_bytes"] == 32 * 32 * 4 * 8 + operand_bytes(32 * 32 * 4, K)
     made, given = (full_plan(K=K, backward=True, save_states=saved) for saved in (False, True))
@@ -322,7 +332,7 @@ def test_cuda_segments_of_long_sequences(B, H, K, V, T, processors, backward):
 def test_cuda_segments_cost_launches_and_a_state_each(backward):
     shape = {"B": 1, "T": 32768, "V": 192, "backward": backward}
     cut, whole = full_plan(**shape), full_plan(**shape, batch_invariant=True)
-    assert cut["launches"] == whole["launches"] + 3 - backward
+    assert cut["launches"] == whole["launches"] + 2
     states = 4 * cut["segments"] * 128 * 192 * 4 * (1 + backward)
     decays = 4 * cut["segments"] * 128 * 4
     operands = 0 if backward else operand_bytes(4 * 512, 128)  # backward has them anyway

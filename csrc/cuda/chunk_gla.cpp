@@ -15,8 +15,8 @@ bool widens(const Shape& shape, const OptionalTensor& gv) {
 }
 at::Tensor narrowed(const at::Tensor& t, bool wide) { return wide ? t.to(at::kHalf) : t; }
 
-// What the sweeps of the fused path need: operands where they read these, and what enters each
-// segment where sequences are cut into segments.
+// What the sweeps of the fused path need: operands where they read these, with what the exact
+// kernels make elsewhere, and what enters each segment where sequences are cut into segments.
 void prepare_sweeps(const Call& call, const Plan& plan) {
   if (plan.linear) call.launch(sm90::operands);
   if (plan.segments == 0) return;
@@ -75,7 +75,7 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
     call.launch(plan.linear               ? sm90::linear_forward
                 : plan.cluster_pieces > 0 ? sm90::paired_forward
                                           : sm90::forward);
-    call.launch(sm90::exact_output);
+    if (!plan.linear) call.launch(sm90::exact_output);
     return {o, final_state, states};
   }
   prepare_gates(call);
@@ -102,7 +102,7 @@ void run_backward(const Call& call, const Plan& plan, bool saved) {
       call.launch(gate_cumsum);
       call.launch(saved ? state_grads : states_and_state_grads);
     }
-    call.launch(sm90::exact_gradients);
+    if (!plan.linear) call.launch(sm90::exact_gradients);
     call.launch(plan.swept_gradients ? sm90::gradient_sweep : sm90::gradients);
     return;
   }

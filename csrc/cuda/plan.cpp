@@ -103,7 +103,6 @@ void choose_operands(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
                                       plan.segments > 0 || in.backward || in.save_states);
   if (!plan.linear) return;
   plan.workspace.operands = add(plan.workspace, grid.B * grid.slots * in.H * operand_bytes(in.K));
-  plan.launches += 1;
 }
 
 // Pairs of blocks where heads have more values than one block's. How many pieces a cluster takes:
@@ -184,7 +183,7 @@ void plan_fused_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid)
   plan.fused_sweeps = true;
   if (!in.save_states) plan.state_bytes = 0;
   choose_segments(plan, in, grid);
-  plan.launches = (in.packed ? 2 : 0) + 2;
+  plan.launches = (in.packed ? 2 : 0) + 2;  // the sweep, behind operands or before exact output
   add_segments(plan, in, grid);
   choose_operands(plan, in, grid);
   choose_pairs(plan, in);
@@ -201,6 +200,7 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
     choose_sweep(plan, in, grid);
     add_segments(plan, in, grid);
     choose_operands(plan, in, grid);
+    plan.launches -= plan.linear;  // one kernel more, in place of the two of exact gradients
   } else {
     w.b = add(w, keys);
     plan.launches += 1;
@@ -210,8 +210,8 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
     w.dS = add(w, plan.state_bytes);
     plan.state_bytes *= 2;
   }
-  // Chunks outside tier 1 alone use these.
-  w.A = add(w, scores);
+  // Chunks outside tier 1 alone use these. A is a part of operands.
+  if (!plan.linear) w.A = add(w, scores);
   add_intra(w, in, keys);
   // Saved states leave no sweep but the gradients'.
   if (plan.swept_gradients && in.save_states) plan.launches -= 1;

@@ -71,6 +71,7 @@ __device__ __forceinline__ void for_exact_chunks(const Problem& p, int parts, F&
 struct GateColumn {
   float x[kSubChunk];
 
+  GateColumn() = default;
   __device__ __forceinline__ GateColumn(const Problem& p, const Chunk& chunk, int first_token,
                                         int channel) {
     if (p.g.data == nullptr)
@@ -79,16 +80,6 @@ struct GateColumn {
       from_gates<bf16>(p, chunk, first_token, channel);
     else if (p.g.dtype == DType::kHalf)
       from_gates<half>(p, chunk, first_token, channel);
-    else
-      from_gates<float>(p, chunk, first_token, channel);
-  }
-
-  // Of the fused path, whose gates are there, in bf16 or fp32.
-  struct Fused {};
-  __device__ __forceinline__ GateColumn(Fused, const Problem& p, const Chunk& chunk,
-                                        int first_token, int channel) {
-    if (p.g.dtype == DType::kBFloat16)
-      from_gates<bf16>(p, chunk, first_token, channel);
     else
       from_gates<float>(p, chunk, first_token, channel);
   }
@@ -127,6 +118,17 @@ struct GateColumn {
 #pragma unroll
     for (int i = 0; i < kSubChunk; ++i) total += x[i];
     return total;
+  }
+};
+
+// The same in the fused path, whose gates are there, in bf16 or fp32.
+struct FusedGateColumn : GateColumn {
+  __device__ __forceinline__ FusedGateColumn(const Problem& p, const Chunk& chunk, int first_token,
+                                             int channel) {
+    if (p.g.dtype == DType::kBFloat16)
+      from_gates<bf16>(p, chunk, first_token, channel);
+    else
+      from_gates<float>(p, chunk, first_token, channel);
   }
 };
 

@@ -45,14 +45,14 @@ __device__ __forceinline__ void row_of_dA(float (&x)[kSubChunk], const Op* s_dA,
 
 // The pairs inside a sub-chunk, one by one, added to what other sub-chunks gave; dq and dk are
 // written, db is left.
-template <class Op, class In>
+template <class Op, class In, class Gates>
 __device__ __forceinline__ void pairs(ExactTiles<Op>& s, float (&dq)[kSubChunk],
                                       float (&dk)[kSubChunk], float (&db)[kSubChunk],
                                       const Op* s_dA, const Problem& p, const Chunk& chunk, int sub,
                                       int column, int channel) {
   constexpr int kC = static_cast<int>(kSubChunk);
   const int token = sub * kC;
-  const GateColumn gates(p, chunk, token, channel);
+  const Gates gates(p, chunk, token, channel);
   float prefix = 0, suffix = 0;
 #pragma unroll
   for (int i = 0; i < kC; ++i) {
@@ -99,7 +99,8 @@ __device__ __forceinline__ void pairs(ExactTiles<Op>& s, float (&dq)[kSubChunk],
   }
 }
 
-template <class Op, class In>
+// Gates: GateColumn, or FusedGateColumn.
+template <class Op, class In, class Gates = GateColumn>
 __device__ __forceinline__ void exact(ExactTiles<Op>& s, const Op* s_dA, const Problem& p,
                                       const Chunk& chunk, int first) {
   constexpr int kC = static_cast<int>(kSubChunk);
@@ -107,7 +108,7 @@ __device__ __forceinline__ void exact(ExactTiles<Op>& s, const Op* s_dA, const P
   const int sub = static_cast<int>(threadIdx.x) / kColumns<Op>, token = sub * kC;
   const bool works = sub < kSubChunks;  // narrow tiles leave half of the threads idle
   if (works) {
-    const GateColumn gates(p, chunk, token, channel);
+    const Gates gates(p, chunk, token, channel);
     const Column<In> q(p.q, chunk, token, channel, p.K);
     const Column<In> k(p.k, chunk, token, channel, p.K);
     float prefix = 0, suffix = 0;
@@ -158,7 +159,7 @@ __device__ __forceinline__ void exact(ExactTiles<Op>& s, const Op* s_dA, const P
     }
   }
   __syncthreads();  // the tiles are read: a thread now parks k and dk in its own part of them
-  if (works) pairs<Op, In>(s, dq, dk, db, s_dA, p, chunk, sub, column, channel);
+  if (works) pairs<Op, In, Gates>(s, dq, dk, db, s_dA, p, chunk, sub, column, channel);
   suffix_sum(db, s.sums, sub, column);
   store_column(p.dg_intra, db, p, chunk, sub, channel);
 }

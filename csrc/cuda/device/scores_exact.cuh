@@ -164,7 +164,7 @@ struct ExactScores {
   __device__ __forceinline__ void write_anchored(const Problem& p, const Chunk& chunk, int first) {
     const int column = static_cast<int>(threadIdx.x) % kTile;
     const int sub = static_cast<int>(threadIdx.x) / kTile, token = sub * kC;
-    const GateColumn gates(GateColumn::Fused{}, p, chunk, token, first + column);
+    const FusedGateColumn gates(p, chunk, token, first + column);
     const Column<bf16> q(p.q, chunk, token, first + column, p.K);
     const Column<bf16> k(p.k, chunk, token, first + column, p.K);
     auto& s = off_diagonal;

@@ -1,4 +1,4 @@
-// What chunks outside tier 1 owe to their own scores, which the forward sweep leaves out:
+// What chunks outside tier 1 owe to their own scores, which the sweeps that gate leave out:
 // o += A v.
 //
 // grid    as for_exact_chunks wants it

@@ -9,8 +9,7 @@
 //         [B, chunks, H, K, V]
 //
 // The producer copies a chunk's operands in one piece, and rows of v. A consumer holds the state of
-// 64 values transposed, [V][K], 128 key channels a part. Accumulation is fp32. What chunks outside
-// tier 1 owe to their own A is left to exact_output.cu.
+// 64 values transposed, [V][K], 128 key channels a part. Accumulation is fp32.
 #include "../device/launch.cuh"
 #include "dependent_launch.cuh"
 #include "dynamic_shared.h"

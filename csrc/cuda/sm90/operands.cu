@@ -3,16 +3,19 @@
 //   q^ = scale q 2^(b - from)      k^ = k 2^(to - b)      A = tril(q^ k^T)
 //
 // and the factors that a state is multiplied by. In tier 1's range from = to = r; a channel out of
-// it has from = 0 and to = b_C, exact at any gate against the state, and its chunk no A.
+// it has from = 0 and to = b_C, exact at any gate against the state. Its chunk's A is that of
+// forward steps 3 and 4 outside tier 1, and in backward steps 5 and 6 are done here too.
 //
 // grid    (row, chunk, head); two warpgroups, 128 key channels at a time
-// reads   q, k, g [B, T, H, K]
-// writes  operands [B, slots, H], tiers [B, slots, H, blocks]
+// reads   q, k, g [B, T, H, K]; outside tier 1 in backward v, do [B, T, H, V]
+// writes  operands [B, slots, H], tiers [B, slots, H, blocks]; A of chunks in tier 1 where a sweep
+//         reads it; outside tier 1 in backward dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
 //
-// b and the accumulation of A are fp32.
+// b and the accumulation of A are fp32; dA of chunks outside tier 1 is bf16, in shared memory.
 #include "../device/launch.cuh"
 #include "dependent_launch.cuh"
 #include "dynamic_shared.h"
+#include "exact_intra.cuh"
 #include "operands.cuh"
 #include "products.cuh"
 #include "sm90.h"
@@ -21,16 +24,46 @@ namespace gla_ext::cuda::sm90 {
 namespace {
 
 constexpr int kThreadsOfBlock = kKeyTiles * kGroupThreads;
+static_assert(kThreadsOfBlock == kThreads, "chunks outside tier 1 take as many");
 
-struct Shared {
+struct Tiles {
   OperandGroup group;
   unsigned char A[kTileBytes];
   float gates[kParts][kOperandKeys];  // sums of a part of the tokens
 };
 
+// Outside tier 1, once the tiles are read, what a block does then in their place.
+union Shared {
+  Tiles tiles;
+  ExactScores scores;
+  ExactIntra intra;
+
+  // A, and in backward what pairs of tokens owe to dq, dk and dg.
+  __device__ __forceinline__ void finish_exact(const Problem& p, const Chunk& chunk,
+                                               unsigned char* A) {
+    scores.make(p, chunk);
+    for_eights<kTile, kTile>([&](int, int row, int column) {
+      // Zero behind the last token, beside a NaN too, which rows of zeros would not undo.
+      Eight<bf16> x{};
+      if (row < chunk.length) x = load8_aligned(scores.A + row * ExactScores::kPitchX + column);
+      store8(reinterpret_cast<bf16*>(A + swizzled(row, column / 8)), x);
+    });
+    if (p.d_o.data == nullptr) return;
+    __syncthreads();  // A is read
+    intra.make_score_grads(p, chunk);
+    // The chunk is found anew, so that it takes no registers between. Nor is a barrier there:
+    // behind the second one inside tiles are read by who wrote them alone, and sums are written
+    // behind it.
+#pragma unroll 1
+    for (int first = 0; first < p.K; first += kTile)
+      intra.write_gradients(p, find_chunk(p, block_index()), first);
+  }
+};
+static_assert(sizeof(Shared) == sizeof(Tiles), "chunks outside tier 1 take no more");
+
 // q^, k^ and the factors of 128 key channels from `first` on. Whether a channel is out of range.
 template <class Gate>
-__device__ __forceinline__ bool gate_group(Shared& s, const Problem& p, const Chunk& chunk,
+__device__ __forceinline__ bool gate_group(Tiles& s, const Problem& p, const Chunk& chunk,
                                            int first) {
   const Pair<kKeyTiles> pair;
   const int channel = first + pair.channel;
@@ -71,7 +104,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock, 2) operands_kernel(Problem p,
   wait_for_previous_kernel();
   constexpr auto kSummed = Contiguous::kSummed;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  Shared& s = *reinterpret_cast<Shared*>(s_bytes);
+  Shared& shared = *reinterpret_cast<Shared*>(s_bytes);
+  Tiles& s = shared.tiles;
   const Chunk chunk = find_chunk(p, blockIdx.x);
   if (chunk.length == 0 || chunk.tail) return;
   unsigned char* out = operands_at(p, chunk.slot);
@@ -102,14 +136,17 @@ __global__ void __launch_bounds__(kThreadsOfBlock, 2) operands_kernel(Problem p,
     __syncthreads();  // the group is read
   }
   exact = __syncthreads_or(exact);
-  if (threadIdx.x == 0) *reinterpret_cast<uint64_t*>(p.tiers + chunk.slot * kMaxTierBlocks) = exact;
+  if (threadIdx.x == 0) {
+    *reinterpret_cast<uint64_t*>(p.tiers + chunk.slot * kMaxTierBlocks) = exact;
+    if (scores)  // 16 bytes are copied, and so all are written
+      *reinterpret_cast<int4*>(out + kTileBytes) = make_int4(exact, 0, 0, 0);
+  }
+  if (exact) return shared.finish_exact(p, chunk, out);
   if (!scores) return;
-  if (exact) clear(A);
   store_scores(s.A, A);
   fence_for_products();
   __syncthreads();  // A is written
   if (threadIdx.x == 0) {
-    *reinterpret_cast<int4*>(out + kTileBytes) = make_int4(exact, 0, 0, 0);  // all that is copied
     bulk_store(out, s.A, kTileBytes);
     commit_bulk_stores();
     wait_for_bulk_stores();

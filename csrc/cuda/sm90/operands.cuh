@@ -20,7 +20,8 @@ struct alignas(1024) OperandGroup {
 };
 constexpr int kFactorBytes = sizeof(OperandGroup::factors);
 
-// Of a chunk outside tier 1 A is zero, and `exact` 1.
+// A is there for sweeps (operands.cu is told whether one reads it) and outside tier 1; `exact`, 1
+// if the chunk is outside, for sweeps alone.
 template <int kGroups>
 struct alignas(1024) Operands {
   OperandGroup groups[kGroups];

@@ -28,7 +28,8 @@ void segment_parts(const Problem& p, cudaStream_t stream);
 // segment_decays h0 dht -> segment_states, segment_state_grads: what enters a segment.
 void segment_scan(const Problem& p, cudaStream_t stream);
 
-// q k g -> operands, tiers.
+// q k g, and in backward v do -> operands, tiers, and outside tier 1 in backward dq_intra dk_intra
+// dg_intra.
 void operands(const Problem& p, cudaStream_t stream);
 // The sweeps above over operands in place of q, k and g; K above 64. `linear_forward` writes S too
 // if it is there; `linear_states`, unless S is saved, S, and unless gradients are swept, dS,
@@ -37,18 +38,18 @@ void linear_forward(const Problem& p, cudaStream_t stream);
 void linear_states(const Problem& p, cudaStream_t stream);
 void linear_segment_parts(const Problem& p, cudaStream_t stream);
 
-// q k v g tiers -> o += A v, of chunks outside tier 1.
+// q k v g tiers -> o += A v, of chunks outside tier 1, behind the forward sweeps that gate.
 void exact_output(const Problem& p, cudaStream_t stream);
 
-// q k v g do tiers -> A dq_intra dk_intra dg_intra, of chunks outside tier 1.
+// q k v g do tiers -> A dq_intra dk_intra dg_intra, of chunks outside tier 1. K of at most 64.
 void exact_gradients(const Problem& p, cudaStream_t stream);
-// q k v g do S dS tiers, for K above 64 operands, and outside tier 1 A dq_intra dk_intra dg_intra
-// -> dq dk dv dg
+// q k v g do S dS tiers, for K above 64 operands, and outside tier 1 dq_intra dk_intra dg_intra
+// and, for K of at most 64, A -> dq dk dv dg
 void gradients(const Problem& p, cudaStream_t stream);
 
 // The same from the last chunk to the first, dS on chip: q k v g do S dht (segment_state_grads)
-// operands, and outside tier 1 A dq_intra dk_intra dg_intra -> dq dk dv dg dh0. K of 65 to
-// 128, V of at most 256.
+// operands, and outside tier 1 dq_intra dk_intra dg_intra -> dq dk dv dg dh0. K of 65 to 128, V of
+// at most 256.
 void gradient_sweep(const Problem& p, cudaStream_t stream);
 
 }  // namespace gla_ext::cuda::sm90

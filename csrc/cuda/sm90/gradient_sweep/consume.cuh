@@ -93,21 +93,6 @@ __device__ __forceinline__ void finish_exact(const float (&d)[32], float* terms,
   }
 }
 
-// A of a chunk outside tier 1.
-__device__ __forceinline__ void load_exact_scores(unsigned char* tile, const Problem& p,
-                                                  const Segment& segment, int chunk) {
-  const int thread = thread_index() % kGroupThreads, part = thread % 8;
-  const bf16* A =
-      rows_at<const bf16>(p.A, segment.row, segment.token_of(chunk), segment.head) + 8 * part;
-#pragma unroll 1
-  for (int row = thread / 8; row < kTile; row += kGroupThreads / 8) {
-    uint4 words{};
-    if (row < segment.length_of(chunk))
-      words = *reinterpret_cast<const uint4*>(A + token_offset(p.A, row));
-    *reinterpret_cast<uint4*>(tile + swizzled(row, part)) = words;
-  }
-}
-
 // Every other chunk.
 template <class Gate, int kSlices>
 __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consumer, int rank) {
@@ -139,12 +124,6 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
     wait(&s.queries_full[i % kQueryStages], i / kQueryStages & 1);
     const bool exact = __any_sync(0xffffffffu, s.exact[i % kQueryStages].x);
     if constexpr (!kByProducts) part.write_exponents(own, gates, chunk, exact, role);
-    if (exact) {
-      wait(&s.keys_full[self], parity);
-      load_exact_scores(keys.A, p, segment, chunk);
-      fence_for_products();
-      role_barrier(role);  // A is written
-    }
     // Only when the other one has left them is the phase of a slice's barriers this chunk's.
     if (i > 0) wait(&s.turn[self], (i - 1) / kConsumers & 1);
     float x[32], y[32], dA[32];

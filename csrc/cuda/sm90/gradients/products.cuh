@@ -5,6 +5,25 @@
 
 namespace gla_ext::cuda::sm90 {
 
+// Asks for A of a chunk outside tier 1.
+template <int kGroups>
+__device__ __forceinline__ void copy_scores(Shared<kGroups>& s, const Problem& p,
+                                            const Chunk& chunk) {
+  if constexpr (kReady<kGroups>) {
+    const unsigned char* A = operands_at(p, chunk.slot, kGroups / kKeyTiles);
+#pragma unroll
+    for (int at = 0; at < kTileBytes; at += kGroups * kGroupThreads * 16) {
+      const int offset = thread_index() * 16 + at;
+      copy16(shared_address(s.A) + offset, A + offset, true);
+    }
+  } else {
+    const Mover<kGroups> mover;
+    mover.template copy<kTile>(
+        s.A, rows_at<const bf16>(p.A, chunk) + token_offset(p.A, mover.row) + mover.column,
+        token_offset(p.A, 1), chunk.length, true);
+  }
+}
+
 // A of the chunk into shared memory.
 template <int kGroups>
 __device__ __forceinline__ void scores(Shared<kGroups>& s, const Problem& p, const Chunk& chunk,
@@ -12,12 +31,8 @@ __device__ __forceinline__ void scores(Shared<kGroups>& s, const Problem& p, con
   constexpr auto kSummed = Contiguous::kSummed;
   constexpr int kN = 32 / kGroups;
   if (exact) {
-    const Mover<kGroups> mover;
-    mover.template copy<kTile>(
-        s.A, rows_at<const bf16>(p.A, chunk) + token_offset(p.A, mover.row) + mover.column,
-        token_offset(p.A, 1), chunk.length, true);
-    commit_copies();
-    return;
+    copy_scores(s, p, chunk);
+    return commit_copies();
   }
   const Place at;
   float A[kN];
