@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kSweepThreads, 1) gradient_sweep_kernel(Proble
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<Shared*>(s_bytes);
+  auto& s = *reinterpret_cast<Shared<Gate>*>(s_bytes);
   const int rank = static_cast<int>(blockIdx.x % kPair);
   if (threadIdx.x == 0) start(s, p, blockIdx.x / kPair);
   sync_cluster();  // the barriers and the segment are there
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kSweepThreads, 1) gradient_sweep_kernel(Proble
     sweep_state<kSlices>(s, p, rank);
   } else {
     take_registers<160>();
-    consume<Gate, kSlices>(s, p, group - kConsumer, rank);
+    consume<kSlices>(s, p, group - kConsumer, rank);
   }
   sync_cluster();  // the other block sends nothing any more, and is sent nothing
 #endif
@@ -50,13 +50,13 @@ __global__ void __launch_bounds__(kSweepThreads, 1) gradient_sweep_kernel(Proble
 
 template <class Gate, int kSlices>
 void launch_gradient_sweep(const Problem& p, cudaStream_t stream) {
-  static_assert(sizeof(Shared) <= 227 << 10);
-  static const DynamicShared shared(gradient_sweep_kernel<Gate, kSlices>, sizeof(Shared));
+  static_assert(sizeof(Shared<Gate>) <= 227 << 10);
+  static const DynamicShared shared(gradient_sweep_kernel<Gate, kSlices>, sizeof(Shared<Gate>));
   const int64_t pieces = segment_heads(p.grid, p.H);
   if (pieces == 0) return;
   shared.allow();
   launch_dependent<kPair>(gradient_sweep_kernel<Gate, kSlices>, kPair * pieces, kSweepThreads,
-                          sizeof(Shared), stream, p);
+                          sizeof(Shared<Gate>), stream, p);
 }
 
 template <class Gate>

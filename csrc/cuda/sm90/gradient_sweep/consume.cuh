@@ -48,8 +48,8 @@ __device__ __forceinline__ void store_score_grads(unsigned char* tile, float (&d
 
 // Where a chunk's gradients lie before they are written as rows.
 struct GradientTiles {
-  unsigned char *dq, *dk;     // which may take the place of k^
-  unsigned char *high, *low;  // what dg sums is the sum of these
+  unsigned char *dq, *dk;     // dk in the place of k^
+  unsigned char *high, *low;  // what dg sums is the sum of these; high in the place of q^
 };
 
 // x and y of a chunk to dq and dk, and to what dg sums, q^ x - k^ y. A warp reads and writes its
@@ -84,24 +84,32 @@ __device__ __forceinline__ void finish(const GradientTiles& to, const float (&x)
 }
 
 // Outside tier 1: x or y to dq or dk, whose exponents are at `terms`, in their place.
-__device__ __forceinline__ void finish_exact(const float (&d)[32], float* terms, float scale) {
+__device__ __forceinline__ void finish_exact(const float (&d)[32], const FloatTile& terms,
+                                             float scale) {
   const Lane lane;
 #pragma unroll
   for (int i = 0; i < 32; i += 2) {
-    float2& term = pair_at(terms, swizzled_float(lane.row + i / 2 % 2 * 8, i / 4 * 8 + 2 * lane.t));
+    float2& term = terms.at(lane.row + i / 2 % 2 * 8, i / 4 * 8 + 2 * lane.t);
     term = make_float2(d[i] * scale * exp2_ftz(term.x), d[i + 1] * scale * exp2_ftz(term.y));
   }
 }
 
 // Every other chunk.
-template <class Gate, int kSlices>
-__device__ __forceinline__ void consume(Shared& s, const Problem& p, int consumer, int rank) {
+template <int kSlices, class SharedOfKernel>
+__device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int consumer,
+                                        int rank) {
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
+  using Gate = typename SharedOfKernel::Gate;
   const Segment& segment = s.segment;
   const GatePart<Gate> part(p, segment, rank);
   constexpr bool kByProducts = GatePart<Gate>::kByProducts;
-  Ring<kSliceStages> slice;
-  if (consumer > 0) slice.template skip<kSlices>();
+  Ring<SharedOfKernel::kSliceStages> slice;
+  Ring<kStateStages> state;
+  const auto skip = [&] {
+    slice.template skip<kSlices>();
+    state.template skip<kSlices>();
+  };
+  if (consumer > 0) skip();
   const bool loads = threadIdx.x % kGroupThreads == 0;
   if (loads) {
     load_queries(s, p, consumer, rank);
@@ -118,12 +126,13 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
     // Made anew, and so are the addresses that follow from it: they take no registers between.
     const int self = i % kConsumers, role = kConsumer + self, chunk = chunk_of(segment, i);
     const uint32_t parity = i / kConsumers & 1;
-    Own& own = s.own[self];
+    Own<Gate>& own = s.own[self];
     Queries& queries = s.queries[i % kQueryStages];
     Keys& keys = s.keys[self];
     wait(&s.queries_full[i % kQueryStages], i / kQueryStages & 1);
     const bool exact = __any_sync(0xffffffffu, s.exact[i % kQueryStages].x);
-    if constexpr (!kByProducts) part.write_exponents(own, gates, chunk, exact, role);
+    if constexpr (!kByProducts)
+      part.write_exponents(own, float_tile(own.tile), gates, queries, rank, chunk, role);
     // Only when the other one has left them is the phase of a slice's barriers this chunk's.
     if (i > 0) wait(&s.turn[self], (i - 1) / kConsumers & 1);
     float x[32], y[32], dA[32];
@@ -131,8 +140,9 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
     clear(y);
     clear(dA);
 #pragma unroll 1
-    for (int j = 0; j < kSlices; ++j, slice.next()) {
+    for (int j = 0; j < kSlices; ++j, slice.next(), state.next()) {
       const Slice& values = s.slices[slice.stage];
+      unsigned char* dS = s.dS[state.stage];
       wait(&s.full[slice.stage], slice.parity);
       fence_for_products();  // the copies
       const uint64_t d_o = descriptor(shared_address(values.d_o), 0),
@@ -143,15 +153,16 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
         product<kSummed, kSummed>(x, dA, d_o + t * (kStepBytes >> 4),
                                   S_and_v + t * (kStepBytes >> 4));
       commit_products();
-      wait(&s.ready[slice.stage], slice.parity);
+      wait(&s.ready[state.stage], state.parity);
       begin_products();
-      multiply<kSummed, kSummed>(y, shared_address(values.v), shared_address(values.dS));
+      multiply<kSummed, kSummed>(y, shared_address(values.v), shared_address(dS));
       commit_products();
       const bool is_own = j % kPair == rank;
       const auto leave = [&] {
         wait_for_products<0>();
         arrive_as_warp(&s.empty[slice.stage]);
-        if (is_own) arrive_as_warp(&s.empty[slice.stage]);  // dS~ was not sent
+        arrive_as_warp(&s.taken[state.stage]);
+        if (is_own) arrive_as_warp(&s.taken[state.stage]);  // dS~ was not sent
         if (j + 1 == kSlices) arrive_as_warp(&s.turn[kConsumers - 1 - self]);
       };
       if (!is_own) {
@@ -162,7 +173,7 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
       const int slot = received_slot<kSlices>(i, j);
       wait(&s.received_full[slot], received_parity<kSlices>(i));
       unsigned char* tile = s.received[slot];
-      const uint32_t other = shared_address(tile), mine = shared_address(values.dS);
+      const uint32_t other = shared_address(tile), mine = shared_address(dS);
       float dv[32];
       clear(dv);
       begin_products();
@@ -179,10 +190,10 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
       // went before, and not the arrival, of this block's scope, says so to it.
       fence_for_products();
       __syncwarp();
-      if (threadIdx.x % kWarp == 0) arrive_in_cluster(address_in(&s.empty[slice.stage], 1 - rank));
+      if (threadIdx.x % kWarp == 0) arrive_in_cluster(address_in(&s.taken[state.stage], 1 - rank));
       rows.write(p.dv, segment, chunk, j * kTile, p.V);
     }
-    slice.template skip<kSlices>();  // the other one's
+    skip();  // the other one's
     if (p.saved_states) {
       const float* enter = queries.factors[kEnter][rank] + 2 * Lane().t;
 #pragma unroll
@@ -199,21 +210,22 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
       __syncwarp();
     };
     if (exact) {
-      wait(&s.states_full[self], parity);
+      wait(&s.states_full[i % kQueryStages], i / kQueryStages & 1);
+      FloatTile q_terms = float_tile(own.tile), k_terms = float_tile(keys.k[0]);
       if constexpr (kByProducts) {
-        wait_for_copies<0>();  // into the place of exponents
-        part.write_exponents(own, part.load(i), chunk, exact, role);
+        q_terms = {keys.A, own.tile};
+        wait_for_copies<0>();
+        part.write_exponents(own, q_terms, part.load(i), queries, rank, chunk, role);
       } else {
         gates = part.load(i + kConsumers);
       }
       role_barrier(role);  // k^ is read
-      float* terms = reinterpret_cast<float*>(keys.k);
-      part.write_exact_exponents(own, terms, chunk);
-      role_barrier(role);
-      finish_exact(x, own.terms, p.scale);
-      finish_exact(y, terms, 1.f);
-      role_barrier(role);
-      part.write_exact_gradients(own, terms, queries, rank, chunk, role);
+      part.write_exact_exponents(own, k_terms, queries, rank, chunk);
+      role_barrier(role);  // the exponents are written
+      finish_exact(x, q_terms, p.scale);
+      finish_exact(y, k_terms, 1.f);
+      role_barrier(role);  // dq and dk are
+      part.write_exact_gradients(own, q_terms, k_terms, queries, rank, chunk, role);
       release();
       if constexpr (kByProducts) part.copy(own, i + kConsumers);
       continue;
@@ -229,13 +241,13 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
     role_barrier(role);  // dA, gates and sum_inter's sums are written, or exponents read
     begin_products();
     if constexpr (kByProducts) {
-      Triangle<Ones::kUpTo>(thread_index()).sum(exponents, own.tiles[0], false);
+      Triangle<Ones::kUpTo>(thread_index()).sum(exponents, own.tile, false);
       commit_products();
     }
     multiply<kSummed, kOther>(x, shared_address(keys.A), shared_address(keys.k[rank]));
     multiply<kOther, kOther>(y, shared_address(keys.A), shared_address(queries.q));
     commit_products();
-    wait(&s.states_full[self], parity);
+    wait(&s.states_full[i % kQueryStages], i / kQueryStages & 1);
     part.sum_states(own, queries, rank);
     if constexpr (kByProducts) {
       wait_for_products<1>();
@@ -243,7 +255,7 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
     }
     wait_for_products<0>();
     role_barrier(role);  // dA, q^, k^ and gates are read
-    const GradientTiles tiles{keys.A, keys.k[rank], own.tiles[1], keys.k[1 - rank]};
+    const GradientTiles tiles{keys.A, keys.k[rank], queries.q, keys.k[1 - rank]};
     finish(tiles, x, y, exponents, queries.q, keys.k[rank], p.scale);
     fence_for_products();
     role_barrier(role);  // what dg sums is written
@@ -259,8 +271,8 @@ __device__ __forceinline__ void consume(Shared& s, const Problem& p, int consume
     dk_rows.read(tiles.dk);
     wait_for_products<0>();
     if constexpr (kByProducts) {
-      store_tile(own.tiles[0], dg);
-      dg_rows.read(own.tiles[0]);
+      store_tile(own.tile, dg);
+      dg_rows.read(own.tile);
     }
     release();
     if constexpr (kByProducts)

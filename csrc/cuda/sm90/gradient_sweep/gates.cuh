@@ -16,16 +16,16 @@ class GatePart {
   // Whether products sum the gates of a chunk in tier 1, from a tile, which bf16 holds exactly.
   static constexpr bool kByProducts = std::is_same_v<Gate, bf16>;
 
-  // Gates of the i-th chunk of the sweep on their way to tiles[0], in the places from where this
+  // Gates of the i-th chunk of the sweep on their way to `tile`, in the places from where this
   // thread has read dg.
-  __device__ __forceinline__ void copy(Own& own, int i) const {
+  __device__ __forceinline__ void copy(Own<Gate>& own, int i) const {
     static_assert(kByProducts);
     if (i >= segment_.chunks) return;
     const WarpRows at;
     const int chunk = chunk_of(segment_, i);
     const int rows = at.rows_of(segment_, chunk, first_k_ + 8 * at.piece < p_.K);
     const bf16* from = at.at<const bf16>(p_.g, segment_, chunk, first_k_);
-    const uint32_t to = shared_address(own.tiles[0]);
+    const uint32_t to = shared_address(own.tile);
 #pragma unroll
     for (int j = 0; j < WarpRows::kRows; ++j, from += token_offset(p_.g, WarpRows::kRowsEach))
       copy16(to + at.offset(j), from, j * WarpRows::kRowsEach < rows);
@@ -44,18 +44,17 @@ class GatePart {
     }
   }
   // The same from where `write_exponents` has left them.
-  static __device__ __forceinline__ void read_exponents(float (&exponents)[32], Own& own) {
+  static __device__ __forceinline__ void read_exponents(float (&exponents)[32], Own<Gate>& own) {
     const Lane lane;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const float2 pair =
-          pair_at(own.terms, swizzled_float(lane.row + i % 2 * 8, i / 2 * 8 + 2 * lane.t));
+      const float2 pair = float_tile(own.tile).at(lane.row + i % 2 * 8, i / 2 * 8 + 2 * lane.t);
       exponents[2 * i] = pair.x;
       exponents[2 * i + 1] = pair.y;
     }
   }
   // What dg owes to the states, by all threads, half of which are not needed.
-  static __device__ __forceinline__ void sum_states(Own& own, Queries& queries, int rank) {
+  static __device__ __forceinline__ void sum_states(Own<Gate>& own, Queries& queries, int rank) {
     const int thread = thread_index() % kGroupThreads, channel = thread % kTile;
     float sum = queries.states(rank)[channel];
 #pragma unroll
@@ -63,7 +62,7 @@ class GatePart {
     if (thread < kTile) own.states()[channel] = sum;
   }
   // What `sum_states` has summed, in all rows of accumulators.
-  static __device__ __forceinline__ void load_states(float (&dg)[32], Own& own) {
+  static __device__ __forceinline__ void load_states(float (&dg)[32], Own<Gate>& own) {
     const float* states = own.states() + 2 * Lane().t;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -94,36 +93,39 @@ class GatePart {
   }
 
   // Exponents of dq, and, but outside tier 1, of dk with the other sign.
-  __device__ __forceinline__ void write_exponents(Own& own, const PairColumn<Gate>& gates,
-                                                  int number, bool exact, int role) const {
+  __device__ __forceinline__ void write_exponents(Own<Gate>& own, const FloatTile& to,
+                                                  const PairColumn<Gate>& gates, Queries& queries,
+                                                  int rank, int number, int role) const {
     const Place at(*this, number);
     sum_gates(own.gates, gates, at.pair);
     role_barrier(role);  // the gates' sums are written
     auto [b, last] = cumsum(own.gates, at.pair);
-    const References rx(last.x, exact && is_out(last.x)), ry(last.y, exact && is_out(last.y));
+    const References from = at.references(queries, rank, last);
 #pragma unroll
     for (int i = 0; i < kSubChunk; ++i) {
       b = b + to_log2(gates[i]);
-      at.element(own.terms, i) = make_float2(b.x - rx.from, b.y - ry.from);
+      at.element(to, i) = b - from.q;
     }
   }
 
   // Outside tier 1: exponents of dk.
-  __device__ __forceinline__ void write_exact_exponents(const Own& own, float* terms,
+  __device__ __forceinline__ void write_exact_exponents(const Own<Gate>& own, const FloatTile& to,
+                                                        Queries& queries, int rank,
                                                         int number) const {
     const Place at(*this, number);
     auto [b, last] = cumsum(own.gates, at.pair);
-    const References rx(last.x, is_out(last.x)), ry(last.y, is_out(last.y));
+    const References from = at.references(queries, rank, last);
 #pragma unroll 1
     for (int i = 0; i < kSubChunk; ++i) {
       if (i < at.tokens) b = b + gate(at, i);
-      at.element(terms, i) = make_float2(rx.to - b.x, ry.to - b.y);
+      at.element(to, i) = from.k - b;
     }
   }
 
-  // And dq, dk and dg, of which step 6 is a part: dq of the state is at own.terms, dk of the
-  // state's gradient at `terms`.
-  __device__ __forceinline__ void write_exact_gradients(Own& own, float* terms, Queries& queries,
+  // And dq, dk and dg, of which step 6 is a part: dq of the state is at `q_terms`, dk of the
+  // state's gradient at `k_terms`.
+  __device__ __forceinline__ void write_exact_gradients(Own<Gate>& own, const FloatTile& q_terms,
+                                                        const FloatTile& k_terms, Queries& queries,
                                                         int rank, int number, int role) const {
     const Place at(*this, number);
     const auto read = [](const auto* row) { return load2<Access::kFast>(row, 2); };
@@ -132,7 +134,7 @@ class GatePart {
     for (int i = 0; i < kSubChunk; ++i) {
       float2 term = make_float2(0.f, 0.f);
       if (i < at.tokens) {
-        float2 dq = at.element(own.terms, i), dk = at.element(terms, i);
+        float2 dq = at.element(q_terms, i), dk = at.element(k_terms, i);
         const float2 to_k = read(at.template row<const bf16>(p_.k, i)) * dk;
         term = read(at.template row<const bf16>(p_.q, i)) * dq - to_k;
         inter = inter + to_k;
@@ -141,23 +143,21 @@ class GatePart {
         store2<Access::kFast>(at.template row<bf16>(p_.dq, i), dq.x, dq.y, 2);
         store2<Access::kFast>(at.template row<bf16>(p_.dk, i), dk.x, dk.y, 2);
       }
-      at.element(own.terms, i) = term;
+      at.element(q_terms, i) = term;
       sum = sum + term;
     }
     pair_at(own.dg[at.pair.part], at.pair.channel) = sum;
     pair_at(queries.inter(rank, at.pair.part), at.pair.channel) = inter;
     role_barrier(role);  // the sums are written
-    const float2 last = cumsum(own.gates, at.pair).last;
-    sum = pair_at(queries.states(rank), at.pair.channel);
-    if (is_out(last.x)) sum.x *= exp2_ftz(last.x);
-    if (is_out(last.y)) sum.y *= exp2_ftz(last.y);
+    sum = pair_at(queries.states(rank), at.pair.channel) *
+          pair_at(queries.factors[kMiddle][rank], at.pair.channel);
     for (int part = 0; part < kParts; ++part) {
       sum = sum + pair_at(queries.inter(rank, part), at.pair.channel);
       if (part > at.pair.part) sum = sum + pair_at(own.dg[part], at.pair.channel);
     }
 #pragma unroll 1
     for (int i = static_cast<int>(kSubChunk) - 1; i >= 0; --i) {
-      sum = sum + at.element(own.terms, i);
+      sum = sum + at.element(q_terms, i);
       if (i >= at.tokens) continue;
       const float2 x = gate(at, i);
       const float2 dg = sum + read(at.template row<const float>(p_.dg_intra, i));
@@ -173,6 +173,10 @@ class GatePart {
     constexpr uint32_t kTwoTo23 = 0x4b000000;  // whose unit in the last place is 1
     return __uint_as_float(kTwoTo23 | __float_as_uint(x) >> 23) - (8388608.f + 127.f);
   }
+  // q^ = q 2^(b - x) and k^ = k 2^(x - b).
+  struct References {
+    float2 q, k;
+  };
   // Where this thread is in a chunk.
   struct Place {
     Pair<1> pair;
@@ -196,12 +200,20 @@ class GatePart {
     __device__ __forceinline__ T* row(const Rows& r, int token) const {
       return rows_at<T>(r, chunk) + token_offset(r, pair.first + token) + channel;
     }
-    __device__ __forceinline__ float2& element(float* tile, int token) const {
-      return pair_at(tile, swizzled_float(pair.first + token, pair.channel));
+    __device__ __forceinline__ float2& element(const FloatTile& tile, int token) const {
+      return tile.at(pair.first + token, pair.channel);
+    }
+    // As operands.cu has chosen them, whose b_C may be rounded otherwise.
+    __device__ __forceinline__ References references(Queries& queries, int rank,
+                                                     float2 b_last) const {
+      const float2 enter = pair_at(queries.factors[kEnter][rank], pair.channel),
+                   middle = pair_at(queries.factors[kMiddle][rank], pair.channel);
+      const float2 from = make_float2(exponent_of(enter.x), exponent_of(enter.y));
+      return {from, make_float2(middle.x == 1.f ? from.x : b_last.x,
+                                middle.y == 1.f ? from.y : b_last.y)};
     }
   };
 
-  static __device__ __forceinline__ bool is_out(float last) { return !(fabsf(last) <= kTierRange); }
   __device__ __forceinline__ float2 gate(const Place& at, int token) const {
     return to_log2(load2<Access::kFast>(at.template row<const Gate>(p_.g, token), 2));
   }

@@ -17,7 +17,7 @@ enum Role { kProducer, kState, kConsumer, kRoles = kConsumer + 2 };
 constexpr int kConsumers = kRoles - kConsumer;
 constexpr int kWarp = 32;  // threads
 constexpr int kSweepThreads = kRoles * kGroupThreads;
-constexpr int kSliceStages = 3, kQueryStages = 3;
+constexpr int kStateStages = 2, kQueryStages = 3;
 constexpr int kGroupWarps = kGroupThreads / kWarp;
 
 // 64 values of a chunk.
@@ -25,7 +25,6 @@ struct Slice {
   unsigned char S[kTileBytes];    // [64 of K][64 values]
   unsigned char v[kTileBytes];    // [token][64 values], behind S: one operand of 128 rows
   unsigned char d_o[kTileBytes];  // [token][64 values]
-  unsigned char dS[kTileBytes];   // [64 of K][64 values], by the warpgroup of the state
 };
 
 // What of a chunk no value is part of: for the state, which is a chunk ahead, and a consumer.
@@ -46,31 +45,50 @@ struct alignas(1024) Keys {
 };
 
 // What a consumer has for itself.
+template <class Gate>
 struct alignas(1024) Own {
-  // Of a chunk in tier 1: bf16 gates [token][64 of K], then dg on its way out; and the first half
-  // of what dg sums. Else, and of fp32 gates, fp32 [token][64 of K]: exponents of dq and dk.
-  union {
-    unsigned char tiles[2][kTileBytes];
-    float terms[kTile * kTile];
-  };
+  // bf16 gates [token][64 of K], then dg on its way out. Or, of fp32 gates, exponents of dq and dk,
+  // fp32 [token][64 of K].
+  unsigned char tile[kTile * kTile * sizeof(Gate)];
   float gates[kParts][kTile], dg[kParts][kTile];  // sums of a part of the tokens
   // In place of the first ones: what dg owes to the states that enter and leave the chunk.
   __device__ __forceinline__ float* states() { return dg[0]; }
 };
 
+// fp32 [token][64 of K], half of the tokens here and half there.
+struct FloatTile {
+  unsigned char *first, *second;
+  __device__ __forceinline__ float2& at(int row, int column) const {
+    return pair_at(reinterpret_cast<float*>(row < kTile / 2 ? first : second),
+                   swizzled_float(row % (kTile / 2), column));
+  }
+};
+__device__ __forceinline__ FloatTile float_tile(unsigned char* tile) {
+  return {tile, tile + kTileBytes};
+}
+
+template <class GateOfKernel>
 struct Shared {
+  using Gate = GateOfKernel;
+  static constexpr int kSliceStages = sizeof(Gate) == 2 ? 4 : 3;
   Slice slices[kSliceStages];
+  unsigned char dS[kStateStages]
+                  [kTileBytes];  // [64 of K][64 values], by the warpgroup of the state
   Queries queries[kQueryStages];
   Keys keys[kConsumers];
   // The other block's dS~ of values whose dv is this one's, then dv on its way out.
   unsigned char received[kPair][kTileBytes];
-  Own own[kConsumers];
-  // A slice's rows are there; its dS~ is; it is read, here and where its dS~ was sent to.
-  uint64_t full[kSliceStages], ready[kSliceStages], empty[kSliceStages];
+  Own<Gate> own[kConsumers];
+  // A slice's rows are there; they are read.
+  uint64_t full[kSliceStages], empty[kSliceStages];
+  // Its dS~ is there; it is read, here and where it was sent to.
+  uint64_t ready[kStateStages], taken[kStateStages];
   int4 exact[kQueryStages];  // of which the first word says so
-  uint64_t queries_full[kQueryStages];
-  // Of a consumer: keys, the states' sums, and what it reads of its chunk is read.
-  uint64_t keys_full[kConsumers], states_full[kConsumers], chunk_empty[kConsumers];
+  // Of a chunk: q^ and factors are there, and the states' sums, for which the state may be two
+  // chunks ahead.
+  uint64_t queries_full[kQueryStages], states_full[kQueryStages];
+  // Of a consumer: keys, and what it reads of its chunk is read.
+  uint64_t keys_full[kConsumers], chunk_empty[kConsumers];
   uint64_t received_full[kPair];
   uint64_t turn[kConsumers];  // the other consumer has left its slices
   // What dS~ is to be multiplied by as it leaves one chunk, then as it enters the next.
@@ -108,18 +126,23 @@ __device__ __forceinline__ uint32_t received_parity(int i) {
 }
 
 // Makes the barriers and finds segment number `index`, by one thread.
-__device__ __forceinline__ void start(Shared& s, const Problem& p, int64_t index) {
+template <class SharedOfKernel>
+__device__ __forceinline__ void start(SharedOfKernel& s, const Problem& p, int64_t index) {
   s.segment = find_segment(p, index);
-  for (int i = 0; i < kSliceStages; ++i) {
+  for (int i = 0; i < s.kSliceStages; ++i) {
     init_barrier(&s.full[i], kGroupThreads);
-    init_barrier(&s.ready[i], kGroupWarps);
-    // By threads of the state, warps of a consumer, and those for which dS~ was sent, or was not.
-    init_barrier(&s.empty[i], kGroupThreads + 2 * kGroupWarps);
+    init_barrier(&s.empty[i], kGroupThreads + kGroupWarps);  // of the state, of a consumer
   }
-  for (int i = 0; i < kQueryStages; ++i) init_barrier(&s.queries_full[i], 3);  // copies
+  for (int i = 0; i < kStateStages; ++i) {
+    init_barrier(&s.ready[i], kGroupWarps);
+    init_barrier(&s.taken[i], 2 * kGroupWarps);  // a consumer here, one of the other block or here
+  }
+  for (int i = 0; i < kQueryStages; ++i) {
+    init_barrier(&s.queries_full[i], 3);  // copies
+    init_barrier(&s.states_full[i], kGroupWarps);
+  }
   for (int i = 0; i < kConsumers; ++i) {
     init_barrier(&s.keys_full[i], 2);  // copies
-    init_barrier(&s.states_full[i], kGroupWarps);
     init_barrier(&s.chunk_empty[i], kGroupThreads);
     init_barrier(&s.turn[i], kGroupWarps);
   }
@@ -146,7 +169,8 @@ __device__ __forceinline__ int chunk_of(const Segment& segment, int i) {
 
 // Asks for what of the i-th chunk of a sweep no value is part of, whose places are free. By a
 // thread.
-__device__ __forceinline__ void load_queries(Shared& s, const Problem& p, int i, int rank) {
+template <class SharedOfKernel>
+__device__ __forceinline__ void load_queries(SharedOfKernel& s, const Problem& p, int i, int rank) {
   if (i >= s.segment.chunks) return;
   const int stage = i % kQueryStages;
   const unsigned char* operands = operands_at(p, s.segment.chunk_head(p, chunk_of(s.segment, i)));
@@ -156,7 +180,8 @@ __device__ __forceinline__ void load_queries(Shared& s, const Problem& p, int i,
             full);
   bulk_copy(&s.exact[stage], operands + offsetof(Operands<1>, exact), sizeof(s.exact[stage]), full);
 }
-__device__ __forceinline__ void load_keys(Shared& s, const Problem& p, int i) {
+template <class SharedOfKernel>
+__device__ __forceinline__ void load_keys(SharedOfKernel& s, const Problem& p, int i) {
   if (i >= s.segment.chunks) return;
   const unsigned char* operands = operands_at(p, s.segment.chunk_head(p, chunk_of(s.segment, i)));
   Keys& to = s.keys[i % kConsumers];

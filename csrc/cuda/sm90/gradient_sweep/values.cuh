@@ -22,13 +22,13 @@ struct CopiedRows {
   }
 };
 
-template <int kSlices>
-__device__ __forceinline__ void produce(Shared& s, const Problem& p, int rank) {
+template <int kSlices, class SharedOfKernel>
+__device__ __forceinline__ void produce(SharedOfKernel& s, const Problem& p, int rank) {
   using Copied = CopiedRows;
   const Segment& segment = s.segment;
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const int row = thread / Copied::kPieces, column = thread % Copied::kPieces * 8;
-  Ring<kSliceStages> slice;
+  Ring<SharedOfKernel::kSliceStages> slice;
 #pragma unroll 1
   for (int i = 0; i < segment.chunks; ++i) {
     const int chunk = chunk_of(segment, i);
@@ -44,7 +44,7 @@ __device__ __forceinline__ void produce(Shared& s, const Problem& p, int rank) {
     const int tokens = segment.length_of(chunk) - row, keys = p.K - rank * kTile - row;
 #pragma unroll 1
     for (int j = 0; j < kSlices; ++j, slice.next()) {
-      if (i > 0 || j >= kSliceStages) wait(&s.empty[slice.stage], slice.parity ^ 1);
+      wait(&s.empty[slice.stage], slice.parity ^ 1);  // at once in the first round
       const Slice& to = s.slices[slice.stage];
       const int first = j * kTile;
       const bool inside = first + column < p.V;
@@ -95,8 +95,8 @@ class RowSums {
 
 // dS~ in registers: to bf16 in each slice, here and where its dv is made, then on to the chunk
 // before.
-template <int kSlices>
-__device__ __forceinline__ void sweep_state(Shared& s, const Problem& p, int rank) {
+template <int kSlices, class SharedOfKernel>
+__device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p, int rank) {
   using F = Fields<Sweep::kStateGrads>;
   constexpr auto kOther = Contiguous::kOther;
   const Segment& segment = s.segment;
@@ -116,7 +116,8 @@ __device__ __forceinline__ void sweep_state(Shared& s, const Problem& p, int ran
   };
   if (Lane().t == 0) s.factors[Lane().row] = s.factors[Lane().row + 8] = 1.f;
   __syncwarp();
-  Ring<kSliceStages> slice;
+  Ring<SharedOfKernel::kSliceStages> slice;
+  Ring<kStateStages> state_stage;
   for (int i = 0; i < segment.chunks; ++i) {
     Queries& queries = s.queries[i % kQueryStages];
     wait(&s.queries_full[i % kQueryStages], i / kQueryStages & 1);
@@ -136,21 +137,22 @@ __device__ __forceinline__ void sweep_state(Shared& s, const Problem& p, int ran
     const uint32_t q = shared_address(queries.q);
 #pragma unroll
     for (int j = 0; j < kSlices; ++j) {
-      Slice& values = s.slices[slice.stage];
+      const Slice& values = s.slices[slice.stage];
+      unsigned char* dS = s.dS[state_stage.stage];
       // While its rows are on their way.
-      if (i > 0 || j >= kSliceStages) wait(&s.empty[slice.stage], slice.parity ^ 1);
+      wait(&s.taken[state_stage.stage], state_stage.parity ^ 1);  // at once in the first round
       const volatile float* in = s.factors + Lane().row;
       scale(x[j], {in[0], in[8]});
-      store_tile(values.dS, x[j]);
+      store_tile(dS, x[j]);
       fence_for_products();  // and the bulk copy
-      arrive_as_warp(&s.ready[slice.stage]);
+      arrive_as_warp(&s.ready[state_stage.stage]);
       if (j % kPair != rank) {
         role_barrier(kState);  // dS~ is written
         if (thread_index() % kGroupThreads == 0) {
           const int slot = received_slot<kSlices>(i, j);
           const uint32_t full = address_in(&s.received_full[slot], 1 - rank);
           arrive_and_expect(full, kTileBytes);
-          bulk_send(address_in(s.received[slot], 1 - rank), values.dS, kTileBytes, full);
+          bulk_send(address_in(s.received[slot], 1 - rank), dS, kTileBytes, full);
         }
       }
       wait(&s.full[slice.stage], slice.parity);
@@ -166,10 +168,11 @@ __device__ __forceinline__ void sweep_state(Shared& s, const Problem& p, int ran
       wait_for_products<0>();
       arrive(&s.empty[slice.stage]);
       slice.next();
+      state_stage.next();
     }
     sums.store(queries.states(rank), factors[kEnter][rank], s.factors, p.saved_states);
     fence_for_products();  // before the next chunk's bulk copies
-    arrive_as_warp(&s.states_full[i % kConsumers]);
+    arrive_as_warp(&s.states_full[i % kQueryStages]);
   }
   if (!F::ends(segment) || p.dh0 == nullptr) return;
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
