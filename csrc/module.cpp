@@ -84,6 +84,7 @@ py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::stri
   result["path"] = p.path == cuda::Path::kFused ? "fused" : "steps";
   result["mode"] = p.state_bytes > 0 ? "materialised" : "sweep";
   result["linear"] = p.linear;
+  result["paired_states"] = p.paired_states;
   result["cluster_pieces"] = p.cluster_pieces;
   result["swept_gradients"] = p.swept_gradients;
   result["segments"] = p.segments;

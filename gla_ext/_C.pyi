@@ -63,8 +63,10 @@ def plan(
         the workspace is without the states. On CUDA tiles, launches (kernels), segments (of one
         batch row, into which the fused sweeps cut sequences; 0: they do not) and segment_chunks
         (of one segment), swept_gradients (whether backward makes all gradients in one sweep, dS on
-        chip), and workspace_bytes is all that is allocated besides outputs, states that
-        are not saved included.
+        chip), paired_states (whether S and the operands of that sweep are made in one pass),
+        cluster_pieces (how many heads a pair of blocks goes over, one by one; 0: no blocks are
+        paired), and workspace_bytes is all that is allocated besides outputs, states that are not
+        saved included.
 
     Raises:
         ValueError: a size or dtype that the device does not take.

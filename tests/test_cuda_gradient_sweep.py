@@ -1,6 +1,7 @@
 """Gradients of bf16 on Hopper in one sweep, dS on chip: what the plan takes for it, all tiers."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -44,6 +45,49 @@ def test_sizes(T, K, V, gate):
 @pytest.mark.parametrize("B", [32, 33])
 def test_more_heads_than_clusters(B):
     x = make_swept(B, 200, 4, 128, 256)
+    assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@in_nan
+@pytest.mark.parametrize("kind", [None, "every other chunk", "one head"])
+@pytest.mark.parametrize(
+    "B, T, K, V, pieces",
+    [
+        *((33, 1, 72, 200, 2), (33, 64, 128, 256, 2), (33, 65, 128, 256, 2)),
+        *((49, 190, 72, 200, 3), (64, 128, 128, 256, 4), (65, 129, 104, 256, 4)),
+    ],
+)
+def test_clusters_that_go_on_to_other_heads(B, T, K, V, pieces, kind):
+    """Operands and states of more heads than an H200 has clusters for at once, of few chunks."""
+    x = make_swept(B, T, 4, K, V)
+    plan = plan_of(x)
+    assert (plan["paired_states"], plan["cluster_pieces"]) == (True, pieces)
+    x = x if kind is None else mixed_gates(x, kind)
+    assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+def with_sums(x, multiple, least):
+    """Gates whose sums over a chunk lie beside odd multiples of so many log2 units."""
+    g, chunks, unit = x.g.clone(), x.g.shape[1] // 64, multiple * math.log(2)
+    y = g[:, : 64 * chunks].double().unflatten(1, (chunks, 64))
+    y *= least * unit / -y[:, :, :60].sum(2, keepdim=True).amax()
+    y = y.to(BF16).double()
+    sums = -y[:, :, :60].sum(2) / unit
+    rest = y[:, :, :60].sum(2) + unit * (2 * torch.ceil((sums + 1) / 2) - 1)
+    for i in range(60, 64):  # cut off, so that what is left has the same sign
+        part = -(rest.float().view(torch.int32) & -65536).view(torch.float32)
+        y[:, :, i] = part
+        rest = rest + part
+    g[:, : 64 * chunks] = y.flatten(1, 2).to(BF16)
+    return dataclasses.replace(x, g=g)
+
+
+@in_nan
+@pytest.mark.parametrize("multiple, least", [(1.0, 3.0), (1.0, 20.0), (112.0, 0.1)])
+def test_references_that_rounding_decides(multiple, least):
+    """Half of the sums lies beside the middle of two integers, or sums lie at the end of tier 1's
+    range: whoever sums the gates must come to the same reference."""
+    x = with_sums(make_swept(16, 330, 4, 128, 256), multiple, least)
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 

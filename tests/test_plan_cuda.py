@@ -153,7 +153,10 @@ def test_cuda_fused_forward_over_operands_in_memory(K):
         ({"gate_dtype": "float32"}, 0),
         ({"B": 1, "T": 640, "N": 40, "batch_invariant": True}, 1),  # of any length
         ({"B": 0}, 4),
-        ({"backward": True}, 0),
+        ({"backward": True}, 2),
+        ({"backward": True, "B": 16}, 1),
+        ({"backward": True, "B": 60}, 4),
+        ({"backward": True, "B": 17}, 0),  # operands and states one after the other
         ({"capability": "8.0"}, 0),
         ({"processors": 1}, 4),
     ],
@@ -251,6 +254,31 @@ def test_cuda_gradients_in_a_sweep(change, swept):
     assert not full_plan(**change)["swept_gradients"]
 
 
+@pytest.mark.parametrize(
+    "change, paired",
+    [
+        ({}, True),
+        ({"B": 16, "T": 1}, True),
+        ({"B": 17}, False),  # gradients are not swept
+        ({"K": 72, "V": 200}, True),
+        ({"V": 128}, False),
+        ({"gate_dtype": "float32"}, False),
+        ({"save_states": True}, False),
+        ({"batch_invariant": True}, False),
+        ({"B": 1, "T": 32768}, False),  # segments: their own parts need the operands first
+        ({"B": 1, "T": 32 * 2048, "N": 32}, False),
+    ],
+    ids=str,
+)
+def test_cuda_operands_and_states_in_one_pass(change, paired):
+    plan = full_plan(**change, backward=True)
+    assert plan["paired_states"] == paired
+    assert (plan["cluster_pieces"] > 0) == paired
+    assert not full_plan(**change)["paired_states"]
+    if paired:
+        assert (plan["launches"], plan["linear"]) == (4, True)
+
+
 def test_cuda_fused_backward_of_saved_states():
     made, given = (full_plan(K=64, backward=True, save_states=saved) for saved in (False, True))
     assert given["state_bytes"] == made["state_bytes"]
@@ -274,9 +302,9 @@ def test_cuda_fused_saved_states_over_operands(K):
     assert saving["workspace_bytes"] == 32 * 32 * 4 * 8 + operand_bytes(32 * 32 * 4, K)
     made, given = (full_plan(K=K, backward=True, save_states=saved) for saved in (False, True))
     assert given["workspace_bytes"] == made["workspace_bytes"] - states
-    swept = K == 72  # dS stays on chip, and no sweep is left
+    swept = K == 72  # dS stays on chip, and no sweep is left; S comes with the operands
     assert given["state_bytes"] == made["state_bytes"] == states * (1 if swept else 2)
-    assert given["launches"] == made["launches"] - swept
+    assert given["launches"] == made["launches"] == 5 - swept
 
 
 def test_cuda_fused_saved_states_and_segments():

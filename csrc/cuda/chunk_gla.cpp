@@ -96,13 +96,15 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
 void run_backward(const Call& call, const Plan& plan, bool saved) {
   if (plan.path == Path::kFused) {
     if (plan.fused_sweeps) {
-      prepare_sweeps(call, plan);
-      call.launch(plan.linear ? sm90::linear_states : sm90::chunk_states);
+      if (!plan.paired_states) prepare_sweeps(call, plan);
+      call.launch(plan.paired_states ? sm90::paired_states
+                  : plan.linear      ? sm90::linear_states
+                                     : sm90::chunk_states);
     } else {
       call.launch(gate_cumsum);
       call.launch(saved ? state_grads : states_and_state_grads);
     }
-    if (!plan.linear) call.launch(sm90::exact_gradients);
+    if (!plan.linear || plan.paired_states) call.launch(sm90::exact_gradients);
     call.launch(plan.swept_gradients ? sm90::gradient_sweep : sm90::gradients);
     return;
   }

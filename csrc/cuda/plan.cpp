@@ -105,20 +105,39 @@ void choose_operands(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   plan.workspace.operands = add(plan.workspace, grid.B * grid.slots * in.H * operand_bytes(in.K));
 }
 
-// Pairs of blocks where heads have more values than one block's. How many pieces a cluster takes:
-// as many as let the last one end soonest; where it goes on to another, that one's start is hidden.
-void choose_pairs(Plan& plan, const PlanInputs& in) {
-  if (plan.linear || in.K <= kTierBlock || ceil_div(in.V, kFusedValues) % 2 != 0) return;
+// Whether pairs of blocks gate for each other: heads of more values than one block's.
+bool is_paired(const PlanInputs& in) {
+  return in.K > kTierBlock && in.K <= kOperandKeys && in.gate_dtype == DType::kBFloat16 &&
+         ceil_div(in.V, kFusedValues) % 2 == 0;
+}
+
+// How many pieces a cluster takes: as many as let the last one end soonest; where it goes on to
+// another, that one's start is hidden.
+int64_t cluster_pieces(const PlanInputs& in) {
   const int64_t pieces = (in.N + in.packed) * in.H * ceil_div(in.V, 2 * kFusedValues);
   const int64_t clusters = std::max<int64_t>(1, in.processors / 2);
-  int64_t least = 0;
+  if (in.packed) return 1;  // of any length: given out one by one
+  int64_t least = 0, chosen = 1;
   for (int64_t each = 1; each <= kMostPieces; ++each) {
     const int64_t rounds = ceil_div(ceil_div(pieces, each), clusters) * each;
     if (each > 1 && rounds > least) continue;
     least = rounds;
-    plan.cluster_pieces = each;
-    if (in.packed) return;  // of any length: given out one by one
+    chosen = each;
   }
+  return chosen;
+}
+
+void choose_paired_forward(Plan& plan, const PlanInputs& in) {
+  if (!plan.linear && is_paired(in)) plan.cluster_pieces = cluster_pieces(in);
+}
+
+// One pass over whole sequences in place of one for the operands and another for S.
+void choose_paired_states(Plan& plan, const PlanInputs& in) {
+  plan.paired_states =
+      plan.swept_gradients && plan.segments == 0 && !in.save_states && is_paired(in);
+  if (!plan.paired_states) return;
+  plan.cluster_pieces = cluster_pieces(in);
+  plan.launches += 1;  // for operands and states, and two for chunks outside tier 1
 }
 
 // What step 6 hands to step 7, but where gradients that are fp32 themselves take it.
@@ -186,7 +205,7 @@ void plan_fused_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid)
   plan.launches = (in.packed ? 2 : 0) + 2;  // the sweep, behind operands or before exact output
   add_segments(plan, in, grid);
   choose_operands(plan, in, grid);
-  choose_pairs(plan, in);
+  choose_paired_forward(plan, in);
 }
 
 void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
@@ -201,6 +220,7 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
     add_segments(plan, in, grid);
     choose_operands(plan, in, grid);
     plan.launches -= plan.linear;  // one kernel more, in place of the two of exact gradients
+    choose_paired_states(plan, in);
   } else {
     w.b = add(w, keys);
     plan.launches += 1;

@@ -52,7 +52,8 @@ struct Plan {
   bool fused_sweeps = false;  // of the fused path: states come from its sweeps, not from the steps'
   bool linear = false;        // and these go over operands in memory, which are made first
   bool swept_gradients = false;  // dS stays on chip, in a sweep that makes all gradients
-  int64_t cluster_pieces = 0;    // of the paired forward, as in Problem
+  bool paired_states = false;    // operands and S are made in one pass, by pairs of blocks
+  int64_t cluster_pieces = 0;    // of pairs of blocks, as in Problem
   Workspace workspace;
   int64_t segments = 0, segment_chunks = 0, segment_states = 0;  // as in ChunkGrid
   // Of S and, in backward unless it stays on chip, dS: in the workspace, or S as it is saved.

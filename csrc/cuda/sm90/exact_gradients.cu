@@ -1,9 +1,10 @@
 // What the fused backward takes from elsewhere in chunks outside tier 1: forward steps 3 and 4 and
-// backward steps 5 and 6 of them. K of at most 64: above, operands.cu makes it.
+// backward steps 5 and 6 of them. Where operands.cu has made operands it has done so too.
 //
 // grid    as for_exact_chunks wants it, in both kernels
 // reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers
-// writes  A [B, T, H, C] bf16; dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
+// writes  A, bf16, [B, T, H, C] or of operands [B, slots, H]; dq_intra, dk_intra, dg_intra
+//         [B, T, H, K] fp32
 //
 // dA stays in shared memory, bf16. All else is fp32.
 #include "../device/launch.cuh"
@@ -17,26 +18,19 @@ namespace {
 __global__ void __launch_bounds__(kThreads, 1) exact_scores_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
-  __shared__ __align__(16) ExactScores s_scores;
-  for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
-    s_scores.make(p, chunk);
-    bf16* A = rows_at<bf16>(p.A, chunk);
-    for_eights<kTile, kTile>([&](int, int row, int column) {
-      if (row < chunk.length)
-        store8(A + token_offset(p.A, row) + column,
-               load8_aligned(s_scores.A + row * ExactScores::kPitchX + column));
-    });
-  });
+  __shared__ __align__(16) ExactChunk s;
+  for_exact_chunks(p, 1, [&](const Chunk& chunk, int) { s.finish_scores(p, chunk); });
 #endif
 }
 
+// 64 key channels a block.
 __global__ void __launch_bounds__(kThreads, 2) exact_intra_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   __shared__ __align__(16) ExactIntra s_intra;
-  for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
+  for_exact_chunks(p, blocks_of(p.K, kTile), [&](const Chunk& chunk, int block) {
     s_intra.make_score_grads(p, chunk);
-    s_intra.write_gradients(p, chunk, 0);
+    s_intra.write_gradients(p, chunk, block * kTile);
   });
 #endif
 }
@@ -44,10 +38,10 @@ __global__ void __launch_bounds__(kThreads, 2) exact_intra_kernel(Problem p) {
 }  // namespace
 
 void exact_gradients(const Problem& p, cudaStream_t stream) {
-  const int64_t blocks = exact_grid(p, 1);
+  const int64_t blocks = exact_grid(p, 1), parts = blocks_of(p.K, kTile);
   if (blocks == 0) return;
   launch_dependent(exact_scores_kernel, blocks, kThreads, 0, stream, p);
-  launch_dependent(exact_intra_kernel, blocks, kThreads, 0, stream, p);
+  launch_dependent(exact_intra_kernel, blocks * parts, kThreads, 0, stream, p);
 }
 
 }  // namespace gla_ext::cuda::sm90

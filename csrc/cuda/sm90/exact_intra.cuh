@@ -1,9 +1,10 @@
-// Backward steps 5 and 6 of a chunk outside tier 1, in the fused path.
+// What a chunk outside tier 1 lacks in the fused path: A, and backward steps 5 and 6.
 #pragma once
 
 #include "../device/intra_exact.cuh"
 #include "../device/scores.cuh"
 #include "../device/scores_exact.cuh"
+#include "operands.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
@@ -32,6 +33,53 @@ struct ExactIntra {
   // dq_intra, dk_intra and dg_intra of 64 key channels from `first` on.
   __device__ __forceinline__ void write_gradients(const Problem& p, const Chunk& chunk, int first) {
     exact<bf16, bf16, FusedGateColumn>(operands, dA, p, chunk, first);
+  }
+};
+
+// All of it: A, and in backward what pairs of tokens owe to dq, dk and dg.
+union ExactChunk {
+  ExactScores scores;
+  ExactIntra intra;
+
+  __device__ __forceinline__ void finish_scores(const Problem& p, const Chunk& chunk) {
+    scores.make(p, chunk);
+    write_scores(p, chunk);
+  }
+
+  // find(): the chunk, anew, so that it takes no registers between.
+  template <class Find>
+  __device__ __forceinline__ void finish(const Problem& p, Find&& find) {
+    const Chunk chunk = find();
+    finish_scores(p, chunk);
+    if (p.d_o.data == nullptr) return;
+    __syncthreads();  // A is read
+    intra.make_score_grads(p, chunk);
+    // No barrier between the parts: behind the second one inside tiles are read by who wrote them
+    // alone, and sums are written behind it.
+#pragma unroll 1
+    for (int first = 0; first < p.K; first += kTile) intra.write_gradients(p, find(), first);
+  }
+
+ private:
+  // A, to the chunk's operands if these are in memory, else to rows of their own.
+  __device__ __forceinline__ void write_scores(const Problem& p, const Chunk& chunk) {
+    const auto A_of = [&](int row, int column) {
+      return load8_aligned(scores.A + row * ExactScores::kPitchX + column);
+    };
+    if (p.operands == nullptr) {
+      bf16* A = rows_at<bf16>(p.A, chunk);
+      for_eights<kTile, kTile>([&](int, int row, int column) {
+        if (row < chunk.length) store8(A + token_offset(p.A, row) + column, A_of(row, column));
+      });
+      return;
+    }
+    unsigned char* A = operands_at(p, chunk.slot, static_cast<int>(blocks_of(p.K, kOperandKeys)));
+    for_eights<kTile, kTile>([&](int, int row, int column) {
+      // Zero behind the last token, beside a NaN too, which rows of zeros would not undo.
+      Eight<bf16> x{};
+      if (row < chunk.length) x = A_of(row, column);
+      store8(reinterpret_cast<bf16*>(A + swizzled(row, column / 8)), x);
+    });
   }
 };
 

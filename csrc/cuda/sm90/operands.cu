@@ -32,32 +32,9 @@ struct Tiles {
   float gates[kParts][kOperandKeys];  // sums of a part of the tokens
 };
 
-// Outside tier 1, once the tiles are read, what a block does then in their place.
 union Shared {
   Tiles tiles;
-  ExactScores scores;
-  ExactIntra intra;
-
-  // A, and in backward what pairs of tokens owe to dq, dk and dg.
-  __device__ __forceinline__ void finish_exact(const Problem& p, const Chunk& chunk,
-                                               unsigned char* A) {
-    scores.make(p, chunk);
-    for_eights<kTile, kTile>([&](int, int row, int column) {
-      // Zero behind the last token, beside a NaN too, which rows of zeros would not undo.
-      Eight<bf16> x{};
-      if (row < chunk.length) x = load8_aligned(scores.A + row * ExactScores::kPitchX + column);
-      store8(reinterpret_cast<bf16*>(A + swizzled(row, column / 8)), x);
-    });
-    if (p.d_o.data == nullptr) return;
-    __syncthreads();  // A is read
-    intra.make_score_grads(p, chunk);
-    // The chunk is found anew, so that it takes no registers between. Nor is a barrier there:
-    // behind the second one inside tiles are read by who wrote them alone, and sums are written
-    // behind it.
-#pragma unroll 1
-    for (int first = 0; first < p.K; first += kTile)
-      intra.write_gradients(p, find_chunk(p, block_index()), first);
-  }
+  ExactChunk exact;  // outside tier 1, once the tiles are read
 };
 static_assert(sizeof(Shared) == sizeof(Tiles), "chunks outside tier 1 take no more");
 
@@ -141,7 +118,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock, 2) operands_kernel(Problem p,
     if (scores)  // 16 bytes are copied, and so all are written
       *reinterpret_cast<int4*>(out + kTileBytes) = make_int4(exact, 0, 0, 0);
   }
-  if (exact) return shared.finish_exact(p, chunk, out);
+  if (exact) return shared.exact.finish(p, [&] { return find_chunk(p, block_index()); });
   if (!scores) return;
   store_scores(s.A, A);
   fence_for_products();

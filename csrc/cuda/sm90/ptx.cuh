@@ -91,9 +91,10 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, int
 __device__ __forceinline__ void commit_bulk_stores() {
   asm volatile("cp.async.bulk.commit_group;");
 }
-// This thread's bulk stores have read shared memory.
+// All but the newest kPending groups of this thread's bulk stores have read shared memory.
+template <int kPending = 0>
 __device__ __forceinline__ void wait_for_bulk_stores() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 // Four 8 x 8 matrices, each lane's pairs written as columns: lane l gives the

@@ -22,6 +22,15 @@ struct GatedChunk {
   float2* references;  // q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
 };
 
+// What a producer does besides, all of its threads: begin() when the gates' rows are there, and
+// what it has done before is behind a barrier; await_rows() before the barrier behind which those
+// of q and k are read; ready() once all but A is there.
+struct NothingBetween {
+  __device__ __forceinline__ void begin() const {}
+  __device__ __forceinline__ void await_rows() const {}
+  __device__ __forceinline__ void ready() const {}
+};
+
 // By a warpgroup, whose `barrier` is its own.
 template <int K, class Barrier>
 struct Gating {
@@ -30,18 +39,22 @@ struct Gating {
   Barrier barrier;
 
   // All of it. Ends with A on its way to shared memory, and no barrier.
-  __device__ __forceinline__ void operator()(const GatedChunk& chunk, float scale) const {
+  template <class Between = NothingBetween>
+  __device__ __forceinline__ void operator()(const GatedChunk& chunk, float scale,
+                                             const Between& between = {}) const {
     if (thread == 0) *chunk.exact = 0;
     barrier();  // the rows are there, `exact` is cleared
+    between.begin();
 #pragma unroll
     for (int tile = 0; tile < K / 64; ++tile)
       clamp_gates<64>(chunk.g + tile * kTileBytes, 0, thread);
     fence_for_products();
     barrier();  // the gates are clamped
 #pragma unroll 1
-    for (int tile = 0; tile < K / 64; ++tile) gate(chunk, tile, scale);
+    for (int tile = 0; tile < K / 64; ++tile) gate(chunk, tile, scale, between);
     fence_for_products();
     barrier();  // q^ and k^ are written, the gates read
+    between.ready();
     float A[32];
     begin_scores(A, chunk);
     const bool exact = __any_sync(0xffffffffu, *chunk.exact);
@@ -63,7 +76,9 @@ struct Gating {
   }
 
   // q^ and k^ of 64 channels.
-  __device__ __forceinline__ void gate(const GatedChunk& chunk, int tile, float scale) const {
+  template <class Between>
+  __device__ __forceinline__ void gate(const GatedChunk& chunk, int tile, float scale,
+                                       const Between& between) const {
     float b[32];
     sum_gates(b, triangle, chunk.g + tile * kTileBytes, 0);
     const int lane = thread % 32, row = thread / 32 * 16 + lane / 4, t = lane % 4;
@@ -76,6 +91,7 @@ struct Gating {
     }
     barrier();  // b_last is written
     if (thread < 64) set_channel(chunk, 64 * tile + thread);
+    between.await_rows();
     barrier();  // the references are written
     bool out = false;
     const float2* references = chunk.references + 64 * tile;

@@ -1,0 +1,317 @@
+// operands.cu and the states of linear_states.cu in one pass over the chunks: two blocks of a
+// cluster gate a segment's chunks in turn, as in paired_forward.cu, and have 128 values of the
+// state each.
+//
+//   q^ = scale q 2^(b - from)      k^ = k 2^(to - b)      A = tril(q^ k^T)
+//   S~ = 2^from S                  S' = 2^(b_C - from) (S~ + k^T v)
+//
+// grid    (segment, head, 256 values), up to four of these one after the other, by a cluster; two
+//         producer and two consumer warpgroups a block; no packed sequences
+// reads   q, k, g [B, T, H, K], v [B, T, H, V], h0
+// writes  operands [B, slots, H], tiers [B, slots, H, blocks], S~ of every chunk, bf16 [B, chunks,
+//         H, K, V]
+//
+// What a producer has gated goes to memory as it lies there, and k^ with the factors to the other
+// block too. A consumer holds 64 key channels by the block's values, whose rows both copy. A of
+// chunks outside tier 1 is exact_operands'. Accumulation is fp32.
+#include "../device/launch.cuh"
+#include "dependent_launch.cuh"
+#include "dynamic_shared.h"
+#include "forward/gating.cuh"
+#include "operands.cuh"
+#include "paired/lane_rows.cuh"
+#include "paired/pieces.cuh"
+#include "sm90.h"
+#include "states/state.cuh"
+#include "states/sweeps.cuh"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+constexpr int kValueTiles = kValues / kTile;
+constexpr int kGateStages = 2, kValueStages = 3;
+constexpr int kConsumerThreads = kGroups * kGroupThreads;
+
+// Where a producer gates.
+struct Gated {
+  OperandGroup group;  // rows of q and k, then q^ and k^
+  unsigned char g[kGateStages]
+                 [kKeyTiles * kTileBytes];  // of two chunks; then, in the first tile, A
+};
+
+// What of it the state needs, the end of an OperandGroup.
+struct alignas(1024) Keys {
+  float factors[kFactors][kOperandKeys];
+  unsigned char k[kKeyTiles * kTileBytes];  // k^ [token][K]
+};
+static_assert(sizeof(Keys) == sizeof(OperandGroup) - offsetof(OperandGroup, factors));
+static_assert(offsetof(Keys, k) == offsetof(OperandGroup, k) - offsetof(OperandGroup, factors));
+
+template <int kPieces>
+struct alignas(1024) Shared {
+  Gated own[kGroups];                                      // by this block's producers
+  Keys received[kGroups];                                  // from the other's
+  unsigned char v[kValueStages][kValueTiles][kTileBytes];  // [token][V]
+  unsigned char triangle[kTileBytes];                      // of ones, [token][token]
+  float2 references[kGroups][kOperandKeys];
+  Handover handover;
+  // full: both consumers' rows are there. empty: both have multiplied them.
+  uint64_t v_full[kValueStages], v_empty[kValueStages];
+  uint64_t gates_full[kGroups], rows_full[kGroups];  // a producer's copies are there
+  int exact[kGroups];                                // whether a producer's chunk is outside tier 1
+  Pieces<kPieces> pieces;
+
+  // By one thread.
+  __device__ __forceinline__ void init_barriers() {
+    handover.init();
+    for (int i = 0; i < kValueStages; ++i) {
+      init_barrier(&v_full[i], kConsumerThreads);
+      init_barrier(&v_empty[i], kConsumerThreads / 32);  // warps
+    }
+    for (int i = 0; i < kGroups; ++i) {
+      init_barrier(&gates_full[i], kGroupThreads);
+      init_barrier(&rows_full[i], kGroupThreads);
+    }
+    fence_barriers();
+  }
+};
+
+// A producer: what it does with its chunks, whose gates come a chunk ahead of q and k.
+template <int kPieces>
+class Producer {
+ public:
+  __device__ __forceinline__ Producer(Shared<kPieces>& s, const Problem& p, int group, int rank)
+      : s_(s), p_(p), group_(group), rank_(rank), asked_(s.pieces, group, rank) {}
+
+  __device__ __forceinline__ void run() {
+    const auto barrier = [this] { sync(); };
+    const Gating<kOperandKeys, decltype(barrier)> gate{s_.triangle, thread(), barrier};
+    auto& factors = own().group.factors;
+    ask_for_gates();
+    while (asked_.is_there()) {
+      ask_for_rows();
+      number_ = asked_.number;
+      chunk_head_ = asked_.segment().chunk_head(p_, asked_.chunk());
+      asked_.next();
+      wait(&s_.gates_full[group_], s_.handover.parity_of(number_));
+      if (thread() == 0) wait_for_bulk_stores();  // of A of the chunk before, over its gates
+      gate({own().group.q, own().group.k, gates(number_), factors[kEnter], factors[kMiddle],
+            factors[kLeave], &s_.exact[group_], factors[kSum], s_.references[group_]},
+           p_.scale, *this);
+      fence_for_products();  // and bulk stores
+      sync();                // A is written
+      store_scores();
+      sync();  // the operands' place is read
+    }
+    if (thread() == 0) wait_for_bulk_stores();  // before the block ends
+  }
+
+  // While a chunk is gated.
+  __device__ __forceinline__ void begin() const { ask_for_gates(); }
+  __device__ __forceinline__ void await_rows() const {
+    wait(&s_.rows_full[group_], s_.handover.parity_of(number_));
+  }
+  __device__ __forceinline__ void ready() const {
+    arrive(&s_.handover.own_full[group_]);
+    if (thread() != 0) return;
+    const int other = 1 - rank_;
+    const uint32_t full = s_.handover.expect_in_other(group_, other, sizeof(Keys));
+    bulk_send(address_in(&s_.received[group_], other), own().group.factors, sizeof(Keys), full);
+    bulk_store(operands_at(p_, chunk_head_), &own().group, sizeof(OperandGroup));
+    commit_bulk_stores();
+  }
+
+ private:
+  __device__ __forceinline__ static int thread() {
+    return static_cast<int>(threadIdx.x) % kGroupThreads;
+  }
+  __device__ __forceinline__ void sync() const { group_barrier<kProducerBarrier>(group_); }
+  __device__ __forceinline__ Gated& own() const { return s_.own[group_]; }
+  __device__ __forceinline__ unsigned char* gates(int number) const {
+    return own().g[number / kGroups % kGateStages];
+  }
+  __device__ __forceinline__ void copy(const unsigned char* to, const Rows& rows) const {
+    copy_rows<kKeyTiles, kGroupThreads>(to, rows, asked_.segment(), asked_.chunk(), thread(), 0,
+                                        p_.K);
+  }
+  __device__ __forceinline__ void ask_for_gates() const {
+    if (!asked_.is_there()) return;
+    copy(gates(asked_.number), p_.g);
+    arrive_after_copies(&s_.gates_full[group_]);
+  }
+  __device__ __forceinline__ void ask_for_rows() const {
+    copy(own().group.q, p_.q);
+    s_.handover.wait_for_place(asked_.number);  // k^ and the factors of the chunk before are read
+    copy(own().group.k, p_.k);
+    arrive_after_copies(&s_.rows_full[group_]);
+  }
+  // A to memory, and whether the chunk has any. Waits until the other operands are read.
+  __device__ __forceinline__ void store_scores() const {
+    if (thread() != 0) return;
+    unsigned char* out = operands_at(p_, chunk_head_);
+    bulk_store(out + offsetof(Operands<1>, A), gates(number_), kTileBytes);
+    commit_bulk_stores();
+    const int exact = s_.exact[group_];
+    *reinterpret_cast<int4*>(out + offsetof(Operands<1>, exact)) = make_int4(exact, 0, 0, 0);
+    *reinterpret_cast<uint64_t*>(p_.tiers + chunk_head_ * kMaxTierBlocks) = exact;
+    wait_for_bulk_stores<1>();
+  }
+
+  Shared<kPieces>& s_;
+  const Problem& p_;
+  const int group_, rank_;
+  OwnChunk<kPieces> asked_;  // whose rows come next
+  int number_ = 0;           // of the chunk that is gated
+  int64_t chunk_head_ = 0;
+};
+
+// Rows of v as both consumers copy them, numbered through all pieces.
+template <int kPieces>
+class Values {
+ public:
+  __device__ __forceinline__ Values(Shared<kPieces>& s, const Problem& p, const Segment& segment,
+                                    int first, int first_v)
+      : s_(s),
+        segment_(segment),
+        first_(first),
+        rows_(p.v, token_offset(p.v, 1), segment, 0,
+              static_cast<int>(threadIdx.x) % kConsumerThreads, first_v, p.V) {}
+
+  // Chunk by chunk, when both consumers have left the one before the last.
+  __device__ __forceinline__ void copy(int chunk) {
+    if (chunk >= segment_.chunks) return;
+    const int number = first_ + chunk;
+    if (number >= kValueStages) wait(&s_.v_empty[stage(chunk)], parity(number - kValueStages));
+    rows_.copy(at(chunk), segment_.length_of(chunk));
+    arrive_after_copies(&s_.v_full[stage(chunk)]);
+    rows_.move(1);
+  }
+  __device__ __forceinline__ void await(int chunk) const {
+    wait(&s_.v_full[stage(chunk)], parity(first_ + chunk));
+  }
+  // By all threads of a warp, whose products have read it.
+  __device__ __forceinline__ void leave(int chunk) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(&s_.v_empty[stage(chunk)]);
+  }
+  __device__ __forceinline__ const unsigned char* at(int chunk) const {
+    return s_.v[stage(chunk)][0];
+  }
+
+ private:
+  __device__ __forceinline__ int stage(int chunk) const { return (first_ + chunk) % kValueStages; }
+  __device__ __forceinline__ static uint32_t parity(int number) {
+    return static_cast<uint32_t>(number / kValueStages) & 1;
+  }
+  Shared<kPieces>& s_;
+  const Segment& segment_;
+  const int first_;  // chunks of the pieces before
+  RowCopier<kValueTiles, kConsumerThreads> rows_;
+};
+
+// Of one piece. before: chunks of either block in the pieces before.
+template <int kPieces>
+__device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
+                                        const Segment& segment, const int (&before)[kPair],
+                                        int group, int first_v, int rank) {
+  Values<kPieces> values(s, p, segment, before[0] + before[1], first_v);
+#pragma unroll
+  for (int i = 0; i < kValueStages - 1; ++i) values.copy(i);
+  State<kOperandKeys> state(group, 0, first_v);
+  state.clear();
+  load_entering<Sweep::kStates>(state, p, segment);
+  const auto scale = [&](float first, float second) {
+#pragma unroll
+    for (int e = 0; e < state.kValues / 2; ++e) state.x[e] *= e / 2 % 2 == 0 ? first : second;
+  };
+  // A lane's rows, `row` and the eighth behind it, and 8 of its columns in memory.
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  const int row = group * kTile + thread / 32 * 16 + thread % 32 / 4, v = first_v + thread % 4 * 8;
+  const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
+  bf16* S = static_cast<bf16*>(p.S) + segment.chunk_head(p, 0) * matrix + row * p.V + v;
+  float out[2] = {1.f, 1.f};  // what the state is still to be multiplied by as it leaves a chunk
+  for (int chunk = 0; chunk < segment.chunks; ++chunk, S += p.H * matrix) {
+    const Turn turn(chunk, before);
+    const auto& keys = turn.rank == rank
+                           ? *reinterpret_cast<const Keys*>(s.own[turn.producer].group.factors)
+                           : s.received[turn.producer];
+    s.handover.wait_for_chunk(turn, rank);
+    // `middle` last, whose use waits for all of them.
+    const auto* factors = reinterpret_cast<const volatile float (*)[kOperandKeys]>(keys.factors);
+    const float in[2] = {factors[kEnter][row] * out[0], factors[kEnter][row + 8] * out[1]};
+    out[0] = factors[kLeave][row], out[1] = factors[kLeave][row + 8];
+    const float middle[2] = {factors[kMiddle][row], factors[kMiddle][row + 8]};
+    const bool exact = __any_sync(0xffffffffu, middle[0] != 1.f || middle[1] != 1.f);
+    values.await(chunk);
+    // For the copies of v; and the factors are read before a bulk copy writes others. It would wait
+    // for this chunk's stores to memory, which come later.
+    fence_for_products();
+    scale(in[0], in[1]);
+    LaneRows<state.kValues> rows(state.x);
+    if (exact) scale(middle[0], middle[1]);
+    const uint32_t y = shared_address(keys.k) + group * kTileBytes;
+    const uint32_t x = shared_address(values.at(chunk));
+    begin_products();
+#pragma unroll
+    for (int j = 0; j < kTile / 16; ++j)
+      product<Contiguous::kOther, Contiguous::kOther>(state.x, descriptor(y + 2048 * j, kTileBytes),
+                                                      descriptor(x + 2048 * j, kTileBytes));
+    commit_products();
+    rows.write(S, p.V, p.K - row, p.V - v);
+    values.copy(chunk + kValueStages - 1);
+    wait_for_products<0>();
+    s.handover.leave(turn, rank);
+    values.leave(chunk);
+  }
+}
+
+template <int kPieces>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    paired_states_kernel(Problem p, int64_t pieces) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_previous_kernel();
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  auto& s = *reinterpret_cast<Shared<kPieces>*>(s_bytes);
+  const Cluster cluster;
+  s.pieces.find(p, pieces, cluster);
+  if (threadIdx.x == 0) s.init_barriers();
+  fill_triangle<kBlockThreads>(s.triangle);
+  fence_for_products();
+  sync_cluster();  // the barriers, the segments and the triangle are there
+  const int group = warpgroup();
+  if (group < kGroups) {
+    give_registers<104>();
+    Producer<kPieces>(s, p, group, cluster.rank).run();
+  } else {
+    take_registers<152>();
+    s.pieces.for_pieces(p, cluster,
+                        [&](const Segment& segment, int first_v, const int (&before)[kPair]) {
+                          consume(s, p, segment, before, group - kGroups, first_v, cluster.rank);
+                        });
+  }
+  sync_cluster();  // the other block writes nothing here any more
+#endif
+}
+
+template <int kPieces>
+void launch_paired_states(const Problem& p, int64_t pieces, int64_t clusters, cudaStream_t stream) {
+  using SharedOfKernel = Shared<kPieces>;
+  static_assert(sizeof(SharedOfKernel) <= 227 << 10);
+  static const DynamicShared shared(paired_states_kernel<kPieces>, sizeof(SharedOfKernel));
+  shared.allow();
+  launch_dependent<kPair>(paired_states_kernel<kPieces>, kPair * clusters, kBlockThreads,
+                          sizeof(SharedOfKernel), stream, p, pieces);
+}
+
+}  // namespace
+
+void paired_states(const Problem& p, cudaStream_t stream) {
+  const int64_t pieces = count_pieces(p);
+  if (pieces == 0) return;
+  if (p.cluster_pieces == 1)
+    launch_paired_states<1>(p, pieces, pieces, stream);
+  else
+    launch_paired_states<kMostPieces>(p, pieces, blocks_of(pieces, p.cluster_pieces), stream);
+}
+
+}  // namespace gla_ext::cuda::sm90
