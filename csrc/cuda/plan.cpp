@@ -135,9 +135,7 @@ void choose_paired_forward(Plan& plan, const PlanInputs& in) {
 void choose_paired_states(Plan& plan, const PlanInputs& in) {
   plan.paired_states =
       plan.swept_gradients && plan.segments == 0 && !in.save_states && is_paired(in);
-  if (!plan.paired_states) return;
-  plan.cluster_pieces = cluster_pieces(in);
-  plan.launches += 1;  // for operands and states, and two for chunks outside tier 1
+  if (plan.paired_states) plan.cluster_pieces = cluster_pieces(in);
 }
 
 // What step 6 hands to step 7, but where gradients that are fp32 themselves take it.
@@ -213,13 +211,13 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
   const int64_t keys = token_heads * in.K * kFloatBytes;
   const int64_t scores = token_heads * kChunk * bytes_of(intermediate_dtype(in.dtype));
   Workspace& w = plan.workspace;
-  plan.launches = (in.packed ? 2 : 0) + 4;
+  // Operands, or what chunks outside tier 1 lack, states, gradients.
+  plan.launches = (in.packed ? 2 : 0) + 3;
   plan.fused_sweeps = has_sweeps(in);
   if (plan.fused_sweeps) {
     choose_sweep(plan, in, grid);
     add_segments(plan, in, grid);
     choose_operands(plan, in, grid);
-    plan.launches -= plan.linear;  // one kernel more, in place of the two of exact gradients
     choose_paired_states(plan, in);
   } else {
     w.b = add(w, keys);

@@ -15,22 +15,23 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-__global__ void __launch_bounds__(kThreads, 1) exact_scores_kernel(Problem p) {
+// Blocks of a chunk.
+__host__ __device__ constexpr int parts_of(const Problem& p) {
+  return 1 + static_cast<int>(blocks_of(p.K, kTile));
+}
+
+// A in the first of a chunk's blocks, 64 key channels in each other one.
+__global__ void __launch_bounds__(kThreads, 2) exact_gradients_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   __shared__ __align__(16) ExactChunk s;
-  for_exact_chunks(p, 1, [&](const Chunk& chunk, int) { s.finish_scores(p, chunk); });
-#endif
-}
-
-// 64 key channels a block.
-__global__ void __launch_bounds__(kThreads, 2) exact_intra_kernel(Problem p) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  wait_for_previous_kernel();
-  __shared__ __align__(16) ExactIntra s_intra;
-  for_exact_chunks(p, blocks_of(p.K, kTile), [&](const Chunk& chunk, int block) {
-    s_intra.make_score_grads(p, chunk);
-    s_intra.write_gradients(p, chunk, block * kTile);
+  if (blockIdx.x % parts_of(p) == 0) {
+    for_exact_chunks(p, parts_of(p), [&](const Chunk& chunk, int) { s.finish_scores(p, chunk); });
+    return;
+  }
+  for_exact_chunks(p, parts_of(p), [&](const Chunk& chunk, int part) {
+    s.intra.make_score_grads(p, chunk);
+    s.intra.write_gradients(p, chunk, (part - 1) * kTile);
   });
 #endif
 }
@@ -38,10 +39,8 @@ __global__ void __launch_bounds__(kThreads, 2) exact_intra_kernel(Problem p) {
 }  // namespace
 
 void exact_gradients(const Problem& p, cudaStream_t stream) {
-  const int64_t blocks = exact_grid(p, 1), parts = blocks_of(p.K, kTile);
-  if (blocks == 0) return;
-  launch_dependent(exact_scores_kernel, blocks, kThreads, 0, stream, p);
-  launch_dependent(exact_intra_kernel, blocks * parts, kThreads, 0, stream, p);
+  const int64_t blocks = exact_grid(p, parts_of(p));
+  if (blocks > 0) launch_dependent(exact_gradients_kernel, blocks, kThreads, 0, stream, p);
 }
 
 }  // namespace gla_ext::cuda::sm90

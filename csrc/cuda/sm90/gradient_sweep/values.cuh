@@ -57,40 +57,45 @@ __device__ __forceinline__ void produce(SharedOfKernel& s, const Problem& p, int
   }
 }
 
-// rowsum(S dS~) of a chunk, by a warp for its 16 channels: the diagonal of a product of S and dS~,
-// of which tensor cores make the two blocks of eight channels by 16 that it lies in.
+// rowsum(S dS~) of a chunk, of a thread's channels, `row` and the eighth behind it. Not by tensor
+// cores, which the products keep busy.
 class RowSums {
  public:
   // 64 values, dS~ as accumulators have it.
   __device__ __forceinline__ void add(uint32_t S, const float (&dS)[32]) {
     const Fragments fragments(thread_index());
+    uint32_t words[2][4];
+    fragments.load(words[0], S, 0);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint32_t S_words[4], dS_words[4];
-      fragments.load(S_words, S, i);
+      if (i < 3) fragments.load(words[(i + 1) % 2], S, i + 1);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) dS_words[e] = pack(dS[8 * i + 2 * e], dS[8 * i + 2 * e + 1]);
-      mma(d_[0], dS_words, S_words[0], S_words[2]);
-      mma(d_[1], dS_words, S_words[1], S_words[3]);
+      for (int e = 0; e < 4; ++e) {
+        const float2 pair = unpack(words[i % 2][e]);
+        const int at = 8 * i + 2 * e;
+        d_[e % 2] = fmaf(pair.x, dS[at], fmaf(pair.y, dS[at + 1], d_[e % 2]));
+      }
+      asm volatile("" : "+f"(d_[0]), "+f"(d_[1]));  // not later, which would take registers
     }
   }
-  // Of S itself, not of S~, if `unscaled`. Keeps what dS~ is to be multiplied by as it leaves.
   __device__ __forceinline__ void store(float* sums, const float* enter, float* factors,
-                                        bool unscaled) const {
+                                        bool unscaled) {
     const Lane lane;
-    if (lane.row % 8 / 2 != lane.t) return;  // has nothing of the diagonal
-    const bool odd = lane.row % 2 != 0;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
+      d_[e] += __shfl_xor_sync(0xffffffffu, d_[e], 1);
+      d_[e] += __shfl_xor_sync(0xffffffffu, d_[e], 2);
       const int row = lane.row + 8 * e;
-      const float factor = enter[row], sum = odd ? d_[e][2 * e + 1] : d_[e][2 * e];
-      factors[row] = factor;
-      sums[row] = unscaled ? sum * factor : sum;
+      if (lane.t == 0) {
+        const float factor = enter[row];
+        factors[row] = factor;
+        sums[row] = unscaled ? d_[e] * factor : d_[e];
+      }
     }
   }
 
  private:
-  float d_[2][4] = {};  // [channel of the first or second eight][channel of the 16]
+  float d_[2] = {};
 };
 
 // dS~ in registers: to bf16 in each slice, here and where its dv is made, then on to the chunk
