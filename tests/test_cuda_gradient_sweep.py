@@ -185,7 +185,7 @@ def test_strides():
 @pytest.mark.parametrize("gate", [0.1, "reset"])
 @pytest.mark.parametrize("V", [128, 256])
 def test_same_bits_in_every_run(V, gate):
-    """Of 40 runs: roles of a block that do not wait for one another would show, or wait for ever."""
+    """Of 40 runs: roles of a block that do not wait for one another would show, or hang."""
     x = make_swept(33, 700, 4, 128, V, gate)
     first = ours(x)
     for _ in range(40):
