@@ -18,6 +18,12 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return {"x".join(map(str, shape)): shape for shape in found}
 
 
+def timed(shapes_timed: dict[str, dict]) -> dict[str, dict]:
+    """Speed of those of the picture's shapes that were timed for another part."""
+    rows = {name: shapes_timed.get(name, {}) for name in shapes()}
+    return {name: row["speed"] for name, row in rows.items() if "speed" in row}
+
+
 def lines(results: dict, mode: str) -> dict[tuple[int, str], dict[int, float]]:
     """Milliseconds by T of every line of the picture, which are (B, name)."""
     found: dict[tuple[int, str], dict[int, float]] = {}

@@ -16,7 +16,8 @@ memory up to 100,000 tokens, beside a Transformer) and recurrent (decoding's ope
 timed is checked against fp64 or fp32 first, generation against a forward over all tokens. Nothing
 is timed where that, or pytest, fails, and nothing is printed where a comparison within a part does.
 A short table comes last; --out takes all numbers as JSON, and logs are written beside it.
---markdown makes a page of them, with the plot beside it, as benchmarks/RESULTS_CUDA.md is one.
+--markdown makes a page of them, as benchmarks/RESULTS_CUDA.md is one, with a plot beside it of
+the part plot, or of what lengths other parts have timed.
 
 FLA compiles and tunes for 4 to 7 minutes for a head size (K, V), the head sizes side by side,
 unless TRITON_CACHE_DIR holds the result of an earlier run or of benchmarks/bench_fla.py.
@@ -311,7 +312,8 @@ def finish(results: dict, arguments) -> int:
         return 1
     if arguments.markdown:
         picture = arguments.markdown.with_suffix(".png")
-        drawn = "lengths" in results and bench_length.plot(results, picture)
+        lengths = results.get("lengths") or bench_length.timed(results["shapes"])
+        drawn = len(lengths) > 1 and bench_length.plot(results | {"lengths": lengths}, picture)
         text = cuda_page.page(results, picture.name if drawn else None)
         arguments.markdown.write_text(text, encoding="utf-8")
     print(*cuda_summary.report(results), sep="\n")

@@ -139,7 +139,7 @@ __device__ __forceinline__ void start(SharedOfKernel& s, const Problem& p, int64
   }
   for (int i = 0; i < kQueryStages; ++i) {
     init_barrier(&s.queries_full[i], 3);  // copies
-    init_barrier(&s.states_full[i], kGroupWarps);
+    init_barrier(&s.states_full[i], kGroupThreads);
   }
   for (int i = 0; i < kConsumers; ++i) {
     init_barrier(&s.keys_full[i], 2);  // copies

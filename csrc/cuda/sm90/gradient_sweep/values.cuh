@@ -177,7 +177,7 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
     }
     sums.store(queries.states(rank), factors[kEnter][rank], s.factors, p.saved_states);
     fence_for_products();  // before the next chunk's bulk copies
-    arrive_as_warp(&s.states_full[i % kQueryStages]);
+    arrive(&s.states_full[i % kQueryStages]);
   }
   if (!F::ends(segment) || p.dh0 == nullptr) return;
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
