@@ -52,7 +52,7 @@ FUSED_SHAPES = {
     "pairs of blocks, one after the other": (5, 130, 17, 72, 136, None, "contiguous"),
     "pairs of blocks, packed": (1, 165, 1, 72, 136, PACKED_LENGTHS, "contiguous"),
     "gradients in a sweep": (11, 130, 6, 72, 72, None, "contiguous"),
-    "gradients in a sweep, many values": (11, 70, 6, 72, 200, None, "contiguous"),
+    "gradients in a sweep, many values": (11, 330, 6, 72, 200, None, "contiguous"),
     "in segments": (1, 530, 1, 64, 64, None, "contiguous"),
     "packed, in segments": (1, 430, 1, 128, 64, (0, 330, 70, 3), "contiguous"),
     "packed, small heads in segments": (1, 430, 1, 64, 64, (0, 330, 70, 3), "contiguous"),
@@ -90,6 +90,14 @@ def test_forward_and_gradients(B, T, H, K, V, lengths, layout, gate, dtype):
 @pytest.mark.parametrize("B, T, H, K, V, lengths, layout", FUSED_SHAPES.values(), ids=FUSED_SHAPES)
 def test_fused(B, T, H, K, V, lengths, layout, gate):
     x = make_inputs(B, T, H, K, V, torch.bfloat16, gate, lengths=lengths, layout=layout)
+    assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
+
+
+@pytest.mark.parametrize("gate", [0.1, "reset"])
+@pytest.mark.parametrize("shape", ["widest", "gradients in a sweep"])
+def test_fused_with_fp32_gates(shape, gate):
+    *sizes, _, _ = FUSED_SHAPES[shape]
+    x = make_inputs(*sizes, torch.bfloat16, gate, torch.float32)
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 
 

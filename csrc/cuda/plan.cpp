@@ -114,9 +114,9 @@ bool is_paired(const PlanInputs& in) {
 // How many pieces a cluster takes: as many as let the last one end soonest; where it goes on to
 // another, that one's start is hidden.
 int64_t cluster_pieces(const PlanInputs& in) {
-  const int64_t pieces = (in.N + in.packed) * in.H * ceil_div(in.V, 2 * kFusedValues);
-  const int64_t clusters = std::max<int64_t>(1, in.processors / 2);
   if (in.packed) return 1;  // of any length: given out one by one
+  const int64_t pieces = in.N * in.H * ceil_div(in.V, 2 * kFusedValues);
+  const int64_t clusters = std::max<int64_t>(1, in.processors / 2);
   int64_t least = 0, chosen = 1;
   for (int64_t each = 1; each <= kMostPieces; ++each) {
     const int64_t rounds = ceil_div(ceil_div(pieces, each), clusters) * each;

@@ -1,7 +1,7 @@
 // What the fused backward takes from elsewhere in chunks outside tier 1: forward steps 3 and 4 and
 // backward steps 5 and 6 of them. Where operands.cu has made operands it has done so too.
 //
-// grid    as for_exact_chunks wants it, in both kernels
+// grid    as for_exact_chunks wants it: a block for A of a chunk, one for each 64 key channels
 // reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers
 // writes  A, bf16, [B, T, H, C] or of operands [B, slots, H]; dq_intra, dk_intra, dg_intra
 //         [B, T, H, K] fp32

@@ -8,8 +8,8 @@
 //
 // grid    (row, chunk, head); two warpgroups, 128 key channels at a time
 // reads   q, k, g [B, T, H, K]; outside tier 1 in backward v, do [B, T, H, V]
-// writes  operands [B, slots, H], tiers [B, slots, H, blocks]; A of chunks in tier 1 where a sweep
-//         reads it; outside tier 1 in backward dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
+// writes  operands [B, slots, H], tiers [B, slots, H, blocks]; A of chunks in tier 1 only where a
+//         sweep reads it; outside tier 1 in backward dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
 //
 // b and the accumulation of A are fp32; dA of chunks outside tier 1 is bf16, in shared memory.
 #include "../device/launch.cuh"

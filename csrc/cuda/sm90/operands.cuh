@@ -1,5 +1,5 @@
-// q^, k^ and A of a chunk and head as operands.cu leaves them in memory for the linear sweeps:
-// tiles as warpgroup products read them, which are copied whole.
+// q^, k^ and A of a chunk and head as operands.cu or paired_states.cu leaves them in memory: tiles
+// as warpgroup products read them, which are copied whole.
 #pragma once
 
 #include "tiles.cuh"
@@ -20,8 +20,8 @@ struct alignas(1024) OperandGroup {
 };
 constexpr int kFactorBytes = sizeof(OperandGroup::factors);
 
-// A is there for sweeps (operands.cu is told whether one reads it) and outside tier 1; `exact`, 1
-// if the chunk is outside, for sweeps alone.
+// A is there for sweeps (operands.cu is told whether one reads it) and outside tier 1, behind
+// paired_states.cu from exact_gradients.cu; `exact`, 1 if the chunk is outside, for sweeps alone.
 template <int kGroups>
 struct alignas(1024) Operands {
   OperandGroup groups[kGroups];

@@ -13,7 +13,7 @@
 //
 // What a producer has gated goes to memory as it lies there, and k^ with the factors to the other
 // block too. A consumer holds 64 key channels by the block's values, whose rows both copy. A of
-// chunks outside tier 1 is exact_operands'. Accumulation is fp32.
+// chunks outside tier 1 is exact_gradients.cu's. Accumulation is fp32.
 #include "../device/launch.cuh"
 #include "dependent_launch.cuh"
 #include "dynamic_shared.h"

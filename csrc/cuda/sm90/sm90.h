@@ -45,7 +45,8 @@ void paired_states(const Problem& p, cudaStream_t stream);
 // q k v g tiers -> o += A v, of chunks outside tier 1, behind the forward sweeps that gate.
 void exact_output(const Problem& p, cudaStream_t stream);
 
-// q k v g do tiers -> A dq_intra dk_intra dg_intra, of chunks outside tier 1. K of at most 64.
+// q k v g do tiers -> A dq_intra dk_intra dg_intra, of chunks outside tier 1. K of at most 64, or
+// behind `paired_states`, of whose operands A is then a part.
 void exact_gradients(const Problem& p, cudaStream_t stream);
 // q k v g do S dS tiers, for K above 64 operands, and outside tier 1 dq_intra dk_intra dg_intra
 // and, for K of at most 64, A -> dq dk dv dg

@@ -1,5 +1,5 @@
-// What producers of the forward sweeps do with a chunk whose rows are there: q^, k^ and A in place,
-// and the state's factors.
+// What producers of the forward sweeps and of paired_states.cu do with a chunk whose gates are
+// there: q^, k^ and A in place, and the state's factors.
 #pragma once
 
 #include "../../device/gates.cuh"

@@ -203,7 +203,7 @@ class GatePart {
     __device__ __forceinline__ float2& element(const FloatTile& tile, int token) const {
       return tile.at(pair.first + token, pair.channel);
     }
-    // As operands.cu has chosen them, whose b_C may be rounded otherwise.
+    // As they were chosen for the operands, from a b_C that may be rounded otherwise.
     __device__ __forceinline__ References references(Queries& queries, int rank,
                                                      float2 b_last) const {
       const float2 enter = pair_at(queries.factors[kEnter][rank], pair.channel),

@@ -72,8 +72,8 @@ struct Shared {
   using Gate = GateOfKernel;
   static constexpr int kSliceStages = sizeof(Gate) == 2 ? 4 : 3;
   Slice slices[kSliceStages];
-  unsigned char dS[kStateStages]
-                  [kTileBytes];  // [64 of K][64 values], by the warpgroup of the state
+  // dS~ [64 of K][64 values], by the warpgroup of the state.
+  unsigned char dS[kStateStages][kTileBytes];
   Queries queries[kQueryStages];
   Keys keys[kConsumers];
   // The other block's dS~ of values whose dv is this one's, then dv on its way out.
@@ -155,8 +155,8 @@ __device__ __forceinline__ void start(SharedOfKernel& s, const Problem& p, int64
 __device__ __forceinline__ void role_barrier(int role) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + role), "n"(kGroupThreads) : "memory");
 }
-// A warp's arrival. For what ordinary loads have read, threads arrive one by one: NVIDIA's
-// racecheck does not follow them through __syncwarp.
+// A warp's arrival. For what ordinary loads have read or single lanes written, threads arrive one
+// by one: NVIDIA's racecheck does not follow them through __syncwarp.
 __device__ __forceinline__ void arrive_as_warp(uint64_t* barrier) {
   __syncwarp();
   if (threadIdx.x % kWarp == 0) arrive(barrier);
