@@ -11,13 +11,11 @@
 // place is used again when the consumers of both blocks have left the chunk. A consumer copies its
 // own v. Producers go on to the next segment while consumers are at this one's last chunks. The
 // arithmetic, and so every bit, is forward.cu's.
-#include "../device/launch.cuh"
 #include "dependent_launch.cuh"
-#include "dynamic_shared.h"
 #include "forward/gating.cuh"
 #include "forward/multiply.cuh"
 #include "forward/output.cuh"
-#include "paired/pieces.cuh"
+#include "paired/launch.cuh"
 #include "sm90.h"
 
 namespace gla_ext::cuda::sm90 {
@@ -165,26 +163,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 #endif
 }
 
-template <int kPieces>
-void launch_paired_forward(const Problem& p, int64_t pieces, int64_t clusters,
-                           cudaStream_t stream) {
-  using SharedOfKernel = Shared<kPieces>;
-  static_assert(sizeof(SharedOfKernel) <= 227 << 10);
-  static const DynamicShared shared(paired_forward_kernel<kPieces>, sizeof(SharedOfKernel));
-  shared.allow();
-  launch_dependent<kPair>(paired_forward_kernel<kPieces>, kPair * clusters, kBlockThreads,
-                          sizeof(SharedOfKernel), stream, p, pieces);
-}
-
 }  // namespace
 
 void paired_forward(const Problem& p, cudaStream_t stream) {
-  const int64_t pieces = count_pieces(p);
-  if (pieces == 0) return;
-  if (p.cluster_pieces == 1)
-    launch_paired_forward<1>(p, pieces, pieces, stream);
-  else
-    launch_paired_forward<kMostPieces>(p, pieces, blocks_of(pieces, p.cluster_pieces), stream);
+  launch_paired<Shared, paired_forward_kernel<1>, paired_forward_kernel<kMostPieces>>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

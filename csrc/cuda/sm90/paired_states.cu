@@ -14,13 +14,11 @@
 // What a producer has gated goes to memory as it lies there, and k^ with the factors to the other
 // block too. A consumer holds 64 key channels by the block's values, whose rows both copy. A of
 // chunks outside tier 1 is exact_gradients.cu's. Accumulation is fp32.
-#include "../device/launch.cuh"
 #include "dependent_launch.cuh"
-#include "dynamic_shared.h"
 #include "forward/gating.cuh"
 #include "operands.cuh"
 #include "paired/lane_rows.cuh"
-#include "paired/pieces.cuh"
+#include "paired/launch.cuh"
 #include "sm90.h"
 #include "states/state.cuh"
 #include "states/sweeps.cuh"
@@ -293,25 +291,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 #endif
 }
 
-template <int kPieces>
-void launch_paired_states(const Problem& p, int64_t pieces, int64_t clusters, cudaStream_t stream) {
-  using SharedOfKernel = Shared<kPieces>;
-  static_assert(sizeof(SharedOfKernel) <= 227 << 10);
-  static const DynamicShared shared(paired_states_kernel<kPieces>, sizeof(SharedOfKernel));
-  shared.allow();
-  launch_dependent<kPair>(paired_states_kernel<kPieces>, kPair * clusters, kBlockThreads,
-                          sizeof(SharedOfKernel), stream, p, pieces);
-}
-
 }  // namespace
 
 void paired_states(const Problem& p, cudaStream_t stream) {
-  const int64_t pieces = count_pieces(p);
-  if (pieces == 0) return;
-  if (p.cluster_pieces == 1)
-    launch_paired_states<1>(p, pieces, pieces, stream);
-  else
-    launch_paired_states<kMostPieces>(p, pieces, blocks_of(pieces, p.cluster_pieces), stream);
+  launch_paired<Shared, paired_states_kernel<1>, paired_states_kernel<kMostPieces>>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90
