@@ -22,6 +22,12 @@ constexpr int64_t operand_bytes(int64_t K) {
   return (K + kOperandKeys - 1) / kOperandKeys * kOfKeys + kChunk * kChunk * 2 + 128;
 }
 
+// Of S~ or dS~ of one chunk and head in the workspace: sm90/state_tiles.cuh.
+constexpr int64_t state_tile_bytes(int64_t K, int64_t V) {
+  constexpr int64_t kTile = 64;
+  return (K + kTile - 1) / kTile * ((V + kTile - 1) / kTile) * (kTile * kTile * 2);
+}
+
 enum class DType : uint8_t { kBFloat16, kHalf, kFloat };
 
 // One tensor [B, T, H, D] whose last dimension is contiguous; strides in elements, in a Problem

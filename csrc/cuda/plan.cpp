@@ -223,10 +223,16 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
     w.b = add(w, keys);
     plan.launches += 1;
   }
-  if (!in.save_states) w.S = add(w, plan.state_bytes);
+  // In tiles where sweeps go over operands, but for saved ones.
+  const int64_t made =
+      plan.linear ? grid.B * grid.chunks * in.H * state_tile_bytes(in.K, in.V) : plan.state_bytes;
+  if (!in.save_states) {
+    w.S = add(w, made);
+    plan.state_bytes = made;
+  }
   if (!plan.swept_gradients) {
-    w.dS = add(w, plan.state_bytes);
-    plan.state_bytes *= 2;
+    w.dS = add(w, made);
+    plan.state_bytes += made;
   }
   // Chunks outside tier 1 alone use these. A is a part of operands.
   if (!plan.linear) w.A = add(w, scores);

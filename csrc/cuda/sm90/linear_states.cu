@@ -6,8 +6,8 @@
 // grid    (sweep, segment, head, 128 key channels, 128 values); a producer and two consumer
 //         warpgroups
 // reads   operands [B, slots, H], v h0, or do dht; segment_states, segment_state_grads
-// writes  S~, unless S is saved, and, unless gradients are swept, dS~ of every chunk, bf16 [B,
-//         chunks, H, K, V]; with dS~ dh0.
+// writes  S~, unless S is saved, and, unless gradients are swept, dS~ of every chunk, tiles [B,
+//         chunks, H]; with dS~ dh0.
 //         For segments' own parts none of these, but segment_states or segment_state_grads and
 //         segment_decays.
 //
@@ -17,6 +17,7 @@
 #include "dynamic_shared.h"
 #include "linear_sweep.cuh"
 #include "sm90.h"
+#include "state_tiles.cuh"
 #include "states/state.cuh"
 #include "states/sweeps.cuh"
 
@@ -31,8 +32,11 @@ struct Stage {
   unsigned char operands[kFactorBytes + kKeyTiles * kTileBytes];
   unsigned char x[kValueTiles * kTileBytes];  // v or do [token][V]
 };
+// A consumer's tiles of the state, on their way out of two chunks.
+constexpr int kOutStages = 2;
+using StateTiles = unsigned char[kValueTiles][kTileBytes];
 struct Block : LinearBlock<Stage, 4> {
-  alignas(1024) unsigned char state[kKeyTiles * kValueTiles * kTileBytes];  // [K][V]
+  alignas(1024) StateTiles states[kLinearConsumers][kOutStages];
 };
 
 template <Sweep kSweep>
@@ -73,6 +77,35 @@ __device__ __forceinline__ void produce(Block& s, const Problem& p, int first_k,
     p.segment_decays[segment.state * p.K + channel] = total;
 }
 
+// bf16 of a consumer's state to its tiles of a chunk in memory, by way of `tiles`, from where
+// nothing is any more on its way.
+template <Sweep kSweep>
+__device__ __forceinline__ void store_chunk(const Problem& p, const State<kOperandKeys>& state,
+                                            StateTiles& tiles, int64_t chunk_head, int group) {
+  const Fragments fragments;
+#pragma unroll
+  for (int i = 0; i < state.kValues / 16; ++i) {
+    uint32_t words[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) words[e] = pack(state.x[8 * i + 2 * e], state.x[8 * i + 2 * e + 1]);
+    fragments.store(shared_address(tiles[i / 4]), i % 4, words);
+  }
+  fence_for_products();  // and bulk stores
+  const bool stores = threadIdx.x % kGroupThreads == 0;
+  if (stores) wait_for_bulk_stores();      // of the chunk before, whose place is next
+  group_barrier<kConsumerBarrier>(group);  // the tiles are written
+  if (!stores) return;
+#pragma unroll
+  for (int i = 0; i < kValueTiles; ++i) {
+    const int v = state.first_v + i * kTile;
+    if (state.first_k < p.K && v < p.V)
+      bulk_store(state_tile_at(p, Fields<kSweep>::chunk_states(p), chunk_head, v / kTile,
+                               state.first_k / kTile),
+                 tiles[i], kTileBytes);
+  }
+  commit_bulk_stores();
+}
+
 template <Sweep kSweep, Store kStore>
 __device__ __forceinline__ void consume(Block& s, const Problem& p, int group, int block_k,
                                         int first_v) {
@@ -82,7 +115,6 @@ __device__ __forceinline__ void consume(Block& s, const Problem& p, int group, i
   const int64_t boundary = (segment.n * p.H + segment.head) * matrix;
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const int row = group * kTile + thread / 32 * 16 + thread % 32 / 4;  // and the eighth behind it
-  unsigned char* tile = s.state + group * kValueTiles * kTileBytes;
   State<kOperandKeys> state(group, block_k, first_v);
   state.clear();
   if constexpr (kStore == Store::kChunks) load_entering<kSweep>(state, p, segment);
@@ -107,10 +139,9 @@ __device__ __forceinline__ void consume(Block& s, const Problem& p, int group, i
     const float middle[2] = {factors[kMiddle][row], factors[kMiddle][row + 8]};
     const bool exact = __any_sync(0xffffffffu, middle[0] != 1.f || middle[1] != 1.f);
     scale(in[0], in[1]);
-    if constexpr (kStore == Store::kChunks) {
-      const int64_t chunk_head = segment.chunk_head(p, F::chunk(segment, i));
-      state.store_chunk(F::chunk_states(p) + chunk_head * matrix, tile, p, group);
-    }
+    if constexpr (kStore == Store::kChunks)
+      store_chunk<kSweep>(p, state, s.states[group][i % kOutStages],
+                          segment.chunk_head(p, F::chunk(segment, i)), group);
     if (exact) scale(middle[0], middle[1]);
     const uint32_t y =
         shared_address(stage.operands) + Places<kSweep>::kOperand + group * kTileBytes;
@@ -125,6 +156,7 @@ __device__ __forceinline__ void consume(Block& s, const Problem& p, int group, i
     fence_for_products();  // and bulk copies
     arrive(&s.empty[number]);
   }
+  if (thread == 0) wait_for_bulk_stores();  // before the block ends
   scale(out[0], out[1]);
   if constexpr (kStore == Store::kSegment)
     state.store(p, F::segment_states(p) + segment.state * matrix, false);

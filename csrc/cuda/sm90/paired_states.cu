@@ -8,8 +8,8 @@
 // grid    (segment, head, 256 values), up to four of these one after the other, by a cluster; two
 //         producer and two consumer warpgroups a block; no packed sequences
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0
-// writes  operands [B, slots, H], tiers [B, slots, H, blocks], S~ of every chunk, bf16 [B, chunks,
-//         H, K, V]
+// writes  operands [B, slots, H], tiers [B, slots, H, blocks], S~ of every chunk, tiles [B, chunks,
+//         H]
 //
 // What a producer has gated goes to memory as it lies there, and k^ with the factors to the other
 // block too. A consumer holds 64 key channels by the block's values, whose rows both copy. A of
@@ -20,6 +20,7 @@
 #include "paired/lane_rows.cuh"
 #include "paired/launch.cuh"
 #include "sm90.h"
+#include "state_tiles.cuh"
 #include "states/state.cuh"
 #include "states/sweeps.cuh"
 
@@ -222,13 +223,12 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
 #pragma unroll
     for (int e = 0; e < state.kValues / 2; ++e) state.x[e] *= e / 2 % 2 == 0 ? first : second;
   };
-  // A lane's rows, `row` and the eighth behind it, and 8 of its columns in memory.
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-  const int row = group * kTile + thread / 32 * 16 + thread % 32 / 4, v = first_v + thread % 4 * 8;
-  const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
-  bf16* S = static_cast<bf16*>(p.S) + segment.chunk_head(p, 0) * matrix + row * p.V + v;
+  const int row = group * kTile + thread / 32 * 16 + thread % 32 / 4;  // and the eighth behind it
+  unsigned char* S = state_tile_at(p, p.S, segment.chunk_head(p, 0), first_v / kTile, group);
   float out[2] = {1.f, 1.f};  // what the state is still to be multiplied by as it leaves a chunk
-  for (int chunk = 0; chunk < segment.chunks; ++chunk, S += p.H * matrix) {
+  for (int chunk = 0; chunk < segment.chunks;
+       ++chunk, S += p.H * state_tile_bytes(p.K, p.V)) {
     const Turn turn(chunk, before);
     const auto& keys = turn.rank == rank
                            ? *reinterpret_cast<const Keys*>(s.own[turn.producer].group.factors)
@@ -255,7 +255,7 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
       product<Contiguous::kOther, Contiguous::kOther>(state.x, descriptor(y + 2048 * j, kTileBytes),
                                                       descriptor(x + 2048 * j, kTileBytes));
     commit_products();
-    rows.write(S, p.V, p.K - row, p.V - v);
+    rows.write(S, kKeyTiles * kTileBytes);
     values.copy(chunk + kValueStages - 1);
     wait_for_products<0>();
     s.handover.leave(turn, rank);

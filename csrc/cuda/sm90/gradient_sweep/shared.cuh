@@ -5,6 +5,7 @@
 #include "../operands.cuh"
 #include "../pairs.cuh"
 #include "../products.cuh"
+#include "../state_tiles.cuh"
 #include "../states/sweeps.cuh"
 #include "../triangle.cuh"
 
@@ -130,7 +131,7 @@ template <class SharedOfKernel>
 __device__ __forceinline__ void start(SharedOfKernel& s, const Problem& p, int64_t index) {
   s.segment = find_segment(p, index);
   for (int i = 0; i < s.kSliceStages; ++i) {
-    init_barrier(&s.full[i], kGroupThreads);
+    init_barrier(&s.full[i], kGroupThreads + !p.saved_states);  // with the copy of a tile of S~
     init_barrier(&s.empty[i], kGroupThreads + kGroupWarps);  // of the state, of a consumer
   }
   for (int i = 0; i < kStateStages; ++i) {

@@ -38,9 +38,9 @@ __device__ __forceinline__ void produce(SharedOfKernel& s, const Problem& p, int
           token_offset(r, Copied::kRowsEach)};
     };
     const Copied d_o = rows_of(p.d_o), v = rows_of(p.v);
-    const int64_t first_row = segment.chunk_head(p, chunk) * p.K + rank * kTile + row;
-    const Copied S{static_cast<const bf16*>(p.S) + first_row * p.V + column,
-                   Copied::kRowsEach * p.V};
+    const int64_t state = segment.chunk_head(p, chunk);
+    const Copied S{static_cast<const bf16*>(p.S) + (state * p.K + rank * kTile + row) * p.V + column,
+                   Copied::kRowsEach * p.V};  // saved
     const int tokens = segment.length_of(chunk) - row, keys = p.K - rank * kTile - row;
 #pragma unroll 1
     for (int j = 0; j < kSlices; ++j, slice.next()) {
@@ -49,7 +49,10 @@ __device__ __forceinline__ void produce(SharedOfKernel& s, const Problem& p, int
       const int first = j * kTile;
       const bool inside = first + column < p.V;
       const uint32_t offset = swizzled(row, column / 8);
-      S.copy(shared_address(to.S) + offset, first, inside ? keys : 0);
+      if (p.saved_states)
+        S.copy(shared_address(to.S) + offset, first, inside ? keys : 0);
+      else if (thread == 0)
+        bulk_copy(to.S, state_tile_at(p, p.S, state, j, rank), kTileBytes, &s.full[slice.stage]);
       d_o.copy(shared_address(to.d_o) + offset, first, inside ? tokens : 0);
       v.copy(shared_address(to.v) + offset, first, inside ? tokens : 0);
       arrive_after_copies(&s.full[slice.stage]);

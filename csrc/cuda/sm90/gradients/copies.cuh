@@ -1,6 +1,7 @@
 // gradients.cu: rows and states into shared memory, and rows out of it.
 #pragma once
 
+#include "../state_tiles.cuh"
 #include "shared.cuh"
 
 namespace gla_ext::cuda::sm90 {
@@ -61,17 +62,41 @@ __device__ __forceinline__ void copy_values(Shared<kGroups>& s, const Problem& p
                              token_offset(p.v, 1), length, inside);
 }
 
-// The states' columns of them.
+// The states' columns of them, of rows, or of tiles by one thread; index: of the matrix.
 template <int kGroups>
 __device__ __forceinline__ void copy_states(Shared<kGroups>& s, const Problem& p,
-                                            const Bases& bases, int first) {
-  const Mover<kGroups> mover;
-  const int column = first + mover.column;
-  const bool inside = column < p.V;
-  const int32_t at = mover.row * p.V + column;
+                                            const Bases& bases, int64_t index, int first) {
   auto& states = s.states(first);
-  mover.template copy<kGroups * kTile>(states.S[0], bases.S + at, p.V, p.K, inside);
-  mover.template copy<kGroups * kTile>(states.dS[0], bases.dS + at, p.V, p.K, inside);
+  const auto copy_rows = [&](unsigned char (&to)[kGroups][kTileBytes], const bf16* from) {
+    const Mover<kGroups> mover;
+    const int column = first + mover.column;
+    mover.template copy<kGroups * kTile>(to[0], from + mover.row * p.V + column, p.V, p.K,
+                                         column < p.V);
+  };
+  const auto copy_tiles = [&](unsigned char (&to)[kGroups][kTileBytes], void* from) {
+    if (threadIdx.x == 0)
+      bulk_copy(to, state_tile_at(p, from, index, first / kTile, 0),
+                state_key_tiles(p) * kTileBytes, &s.full(first));
+  };
+  if (!kReady<kGroups> || p.saved_states)
+    copy_rows(states.S, bases.S);
+  else
+    copy_tiles(states.S, p.S);
+  if constexpr (kReady<kGroups>)
+    copy_tiles(states.dS, p.dS);
+  else
+    copy_rows(states.dS, bases.dS);
+}
+
+// Zeros where the states have no tile of key channels, which no copy takes the place of.
+template <int kGroups>
+__device__ __forceinline__ void clear_absent_states(Shared<kGroups>& s, const Problem& p) {
+  constexpr int kPieces = kTileBytes / 16;
+  if (state_key_tiles(p) == kGroups) return;
+  for (auto& states : s.operands.states)
+    for (auto* tiles : {states.S, states.dS})
+      for (int i = thread_index(); i < kPieces; i += kGroups * kGroupThreads)
+        reinterpret_cast<uint4*>(tiles[kGroups - 1])[i] = make_uint4(0, 0, 0, 0);
 }
 
 // dv of 64 values to memory.

@@ -15,7 +15,11 @@ __device__ __forceinline__ void start_values(Shared<kGroups>& s, const Problem& 
                     static_cast<const bf16*>(p.S) + state, static_cast<const bf16*>(p.dS) + state,
                     own_rows_at<bf16>(p.dv, chunk)};
   copy_values(s, p, bases, chunk.length, 0);
-  copy_states(s, p, bases, 0);
+  if constexpr (kReady<kGroups>) {
+    if (threadIdx.x == 0) s.init_barriers(p);
+    clear_absent_states(s, p);
+  }
+  copy_states(s, p, bases, chunk.state, 0);
   commit_copies();
   if (threadIdx.x == 0) {
     s.chunk = chunk;

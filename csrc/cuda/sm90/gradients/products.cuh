@@ -89,11 +89,12 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shar
   for (int first = 0; first < p.V; first += kTile) {
     const bool more = first + kTile < p.V;
     wait_for_copies<0>();
-    fence_for_products();
+    if constexpr (kReady<kGroups>) s.wait_for_states(first);
+    fence_for_products();  // of copies, and before bulk copies to where states were read
     __syncthreads();  // the values, the states and A are there, dv of the values before is read
     const auto copy_next = [&] {
       copy_values(s, p, s.bases, s.chunk.length, first + kTile);
-      copy_states(s, p, s.bases, first + kTile);
+      copy_states(s, p, s.bases, s.chunk.state, first + kTile);
     };
     if (s.kAhead && more) copy_next();
     const auto& states = s.states(first);
@@ -116,6 +117,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shar
     add_states<kGroups>(sum, states);
     wait_for_products<0>();
     store_columns(s.dv, dv);
+    if (kReady<kGroups> && !s.kAhead) fence_for_products();  // the states are read
     __syncthreads();  // dv is written, the operands are read
     if (!s.kAhead && more) copy_next();
     if (s.kAhead && !more) copy_operands(s.q, operands_at(p, s.chunk.slot), s.kKeptTiles);

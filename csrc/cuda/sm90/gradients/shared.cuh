@@ -78,6 +78,7 @@ struct Shared {
   };
   unsigned char dv[kTileBytes];  // [token][64 values]
   OwnOperands<kReady<kGroups>> own;
+  uint64_t states_full[kBuffers];  // tiles of the states are there
   Chunk chunk;  // here and no longer in registers, which accumulators take
   Bases bases;
 
@@ -89,6 +90,18 @@ struct Shared {
   }
   __device__ __forceinline__ States& states(int first) {
     return operands.states[first / kTile % kBuffers];
+  }
+
+  __device__ __forceinline__ uint64_t& full(int first) {
+    return states_full[first / kTile % kBuffers];
+  }
+  // Those are in memory as tiles that one thread copies, unless they are saved.
+  __device__ __forceinline__ void init_barriers(const Problem& p) {
+    for (uint64_t& barrier : states_full) init_barrier(&barrier, 2 - p.saved_states);
+    fence_for_products();  // and bulk copies
+  }
+  __device__ __forceinline__ void wait_for_states(int first) {
+    wait(&full(first), first / kTile / kBuffers & 1);
   }
 
   __device__ __forceinline__ Sums& sums() {

@@ -1,4 +1,4 @@
-// Rows of a state in bf16 from the registers of a warp to memory, by way of no shared memory.
+// Tiles of a state in bf16 from the registers of a warp to memory, by way of no shared memory.
 #pragma once
 
 #include "../tiles.cuh"
@@ -39,18 +39,18 @@ struct LaneRows {
         }
   }
 
-  // To rows `stride` apart. `to`: of this lane's first row and 8 columns; rows: how many there are
-  // from it on, columns: from its 8 on.
-  __device__ __forceinline__ void write(bf16* to, int stride, int rows, int columns) {
+  // To tiles of 64 columns, `next` bytes apart.
+  __device__ __forceinline__ void write(unsigned char* tiles, int next) {
+    const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+    const int offset = swizzled(thread / 32 * 16 + thread % 32 / 4, thread % 4);
 #pragma unroll
     for (int i = 0; i < kColumns / 32; ++i)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         uint32_t (&eight)[4] = words[i][e];
         turn_quad(eight);
-        if (8 * e < rows && 32 * i < columns)
-          *reinterpret_cast<uint4*>(to + 8 * e * stride + 32 * i) =
-              make_uint4(eight[0], eight[1], eight[2], eight[3]);
+        *reinterpret_cast<uint4*>(tiles + i / 2 * next + (offset ^ i % 2 * 64) + e * 1024) =
+            make_uint4(eight[0], eight[1], eight[2], eight[3]);
       }
   }
 };

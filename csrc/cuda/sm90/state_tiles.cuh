@@ -1,0 +1,22 @@
+// S~ and dS~ as linear_states.cu or paired_states.cu leaves them in the workspace: of a chunk and
+// head tiles as warpgroup products read them, all 64 key channels each of the first 64 values, then
+// of the next; a tile is [64 of K][64 values], zero where there is no channel or value. So one copy
+// takes 64 values of all channels. States that forward saves are rows instead, [K][V].
+#pragma once
+
+#include "tiles.cuh"
+
+namespace gla_ext::cuda::sm90 {
+
+// Of 64 values.
+__device__ __forceinline__ int state_key_tiles(const Problem& p) { return blocks_of(p.K, kTile); }
+
+// Of matrix `index` of [B, chunks, H] in p.S or p.dS.
+__device__ __forceinline__ unsigned char* state_tile_at(const Problem& p, void* states,
+                                                        int64_t index, int value_tile,
+                                                        int key_tile) {
+  return static_cast<unsigned char*>(states) + index * state_tile_bytes(p.K, p.V) +
+         (value_tile * state_key_tiles(p) + key_tile) * kTileBytes;
+}
+
+}  // namespace gla_ext::cuda::sm90
