@@ -78,6 +78,7 @@ struct Problem {
   ChunkGrid grid;
   int32_t H = 0, K = 0, V = 0;
   float scale = 1;
+  int32_t processors = 1;       // multiprocessors of the GPU
   DType dtype = DType::kFloat;  // of q, k, v, do, o, dq, dk, dv
   bool tf32 = false;            // fp32 inputs: products in tf32, as torch's switch allows
   bool state_v_first = false;   // layout of h0, ht, dht, dh0: [V, K] instead of [K, V]

@@ -87,6 +87,7 @@ Call::Call(const char* op, const Shape& shape, const at::Tensor& like,
   p.K = static_cast<int32_t>(shape.K.expect_int());
   p.V = static_cast<int32_t>(shape.V.expect_int());
   p.scale = static_cast<float>(resolve_scale(scale, p.K));
+  p.processors = multiprocessors_of(like.device());
   p.dtype = dtype_of(shape.dtype);
   check_grid(op, p.grid, p.H, p.K, p.V);
   p.tf32 = p.dtype == DType::kFloat && tf32_allowed();
@@ -189,7 +190,7 @@ Plan Call::plan(bool backward, bool save_states, bool batch_invariant) const {
                       batch_invariant,
                       aligned,
                       gpu.major == 9 && gpu.minor == 0 && sm90_built(options_.device().index()),
-                      gpu.multiProcessorCount,
+                      p.processors,
                       path_choice(),
                       key_gated,
                       value_gated,

@@ -33,7 +33,18 @@ struct Stage {
   unsigned char v[kLinearConsumers * kTileBytes];  // [token][V], then o
 };
 template <int kGroups>
-struct Block : LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2> {};
+struct Block : LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2> {
+  using Base = LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2>;
+  // What the state is to be multiplied by as it leaves a chunk; and at once as it enters the next.
+  float leave[kGroups * kOperandKeys], pass[Base::kStages][kGroups * kOperandKeys];
+  uint64_t operands_full[Base::kStages];
+
+  __device__ __forceinline__ void start(const Problem& p, int64_t index) {
+    if (threadIdx.x == 0)
+      for (uint64_t& barrier : operands_full) init_barrier(&barrier, 1);
+    Base::start(p, index, /*bulk_copies=*/0);
+  }
+};
 // With room for states on their way out, [128 keys][V].
 template <int kGroups>
 struct SavingBlock : Block<kGroups> {
@@ -62,12 +73,28 @@ __device__ __forceinline__ void produce(Block<kGroups>& s, const Problem& p, int
   RowCopier<kLinearConsumers, kGroupThreads> v(p.v, token_offset(p.v, 1), segment, 0, thread,
                                                first_v, p.V);
   const unsigned char* operands = operands_at(p, segment.chunk_head(p, 0));
-  s.produce([&](int i, Stage<kGroups>& stage, uint64_t* full) {
-    if (thread == 0) bulk_copy(&stage.operands, operands, Operands<kGroups>::kBytes, full);
-    operands += p.H * operand_bytes(p.K);
-    v.copy(stage.v, segment.length_of(i));
-    v.move(1);
-  });
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) s.leave[i * kOperandKeys + thread] = 1.f;
+  s.produce(
+      [&](int i, Stage<kGroups>& stage, uint64_t*) {
+        if (thread == 0)
+          bulk_copy(&stage.operands, operands, Operands<kGroups>::kBytes,
+                    &s.operands_full[i % s.kStages]);
+        operands += p.H * operand_bytes(p.K);
+        v.copy(stage.v, segment.length_of(i));
+        v.move(1);
+      },
+      [&](int i) {
+        const int number = i % s.kStages;
+        wait(&s.operands_full[number], s.parity(i));
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+          const auto& factors = s.stages[number].operands.groups[group].factors;
+          float& leave = s.leave[group * kOperandKeys + thread];
+          s.pass[number][group * kOperandKeys + thread] = factors[kEnter][thread] * leave;
+          leave = factors[kLeave][thread];
+        }
+      });
 }
 
 template <int kGroups, class BlockOfKernel>
@@ -101,8 +128,10 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
           store_transposed_tile(s.states[group] + tile * kTileBytes, state[i].x + tile * 32);
         group_barrier<kConsumerBarrier>(group);  // these are written
         write_states(s.states[group], p, segment.chunk_head(p, chunk), i * kOperandKeys, first_v);
+        state[i].scale(operands.factors[kEnter]);
+      } else {
+        state[i].scale(s.pass[number] + i * kOperandKeys);
       }
-      state[i].scale(operands.factors[kEnter]);
       uint32_t S_operand[kOperandKeys / 16][4];
 #pragma unroll
       for (int j = 0; j < kOperandKeys / 16; ++j)
@@ -134,13 +163,15 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     }
     commit_products();
     wait_for_products<0>();
-    // Before store_output: its loads, which its stores wait for, come behind these. A load still
-    // queued at `arrive` would find the stage refilled.
+    // Before o passes: loads of that come behind these, and the fence waits for all of them.
+    if (kSaves || chunk + 1 == segment.chunks) {
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) state[i].scale(stage.operands.groups[i].factors[kLeave]);
-    store_output(stage.v + group * kTileBytes, o, group, p, segment, chunk, first_v);
-    fence_for_products();  // and bulk copies
+      for (int i = 0; i < kGroups; ++i) state[i].scale(stage.operands.groups[i].factors[kLeave]);
+    }
+    const OutputRows rows(stage.v + group * kTileBytes, o, group);
+    fence_for_products();  // and bulk copies; later it would wait until the rows are in memory
     arrive(&s.empty[number]);
+    rows.write(p, segment, chunk, first_v);
   }
 #pragma unroll
   for (int i = 0; i < kGroups; ++i) state[i].store(p, segment, first_v);

@@ -21,12 +21,13 @@ struct LinearBlock {
     return static_cast<uint32_t>(i / kStages) & 1;
   }
 
-  // Finds segment number `index`, and makes what all warpgroups need.
-  __device__ __forceinline__ void start(const Problem& p, int64_t index) {
+  // Finds segment number `index`, and makes what all warpgroups need. bulk_copies: of a stage, that
+  // `full` counts.
+  __device__ __forceinline__ void start(const Problem& p, int64_t index, int bulk_copies = 1) {
     if (threadIdx.x == 0) {
       segment = find_segment(p, index);
       for (int stage = 0; stage < kStages; ++stage) {
-        init_barrier(&full[stage], kGroupThreads + 1);  // and the thread that copies operands
+        init_barrier(&full[stage], kGroupThreads + bulk_copies);
         init_barrier(&empty[stage], kLinearConsumers * kGroupThreads);
       }
     }
@@ -34,9 +35,14 @@ struct LinearBlock {
     __syncthreads();       // the barriers and the segment are there
   }
 
-  // Fills the stages: copy(i, stage, barrier) of the i-th chunk. By the producer.
+  // Fills the stages: copy(i, stage, barrier) of the i-th chunk, and where there is something to do
+  // once this thread's copies have arrived, prepare(i). By the producer.
   template <class Copy>
   __device__ __forceinline__ void produce(Copy&& copy_chunk) {
+    produce(copy_chunk, [](int) {});
+  }
+  template <class Copy, class Prepare>
+  __device__ __forceinline__ void produce(Copy&& copy_chunk, Prepare&& prepare) {
     const int chunks = segment.chunks;
     const auto copy = [&](int i) {
       if (i < chunks) {
@@ -50,6 +56,7 @@ struct LinearBlock {
     for (int i = 0; i < kStages - 1; ++i) copy(i);
     for (int i = 0; i < chunks; ++i) {
       wait_for_copies<kStages - 2>();
+      prepare(i);
       fence_for_products();
       arrive(&full[i % kStages]);
       copy(i + kStages - 1);  // waits for the consumers of the chunk before

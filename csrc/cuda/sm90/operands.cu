@@ -6,12 +6,16 @@
 // it has from = 0 and to = b_C, exact at any gate against the state. Its chunk's A is that of
 // forward steps 3 and 4 outside tier 1, and in backward steps 5 and 6 are done here too.
 //
-// grid    (row, chunk, head); two warpgroups, 128 key channels at a time
+// grid    as many blocks as have a place, each of which takes every so many (row, chunk, head); two
+//         warpgroups, 128 key channels at a time
 // reads   q, k, g [B, T, H, K]; outside tier 1 in backward v, do [B, T, H, V]
 // writes  operands [B, slots, H], tiers [B, slots, H, blocks]; A of chunks in tier 1 only where a
 //         sweep reads it; outside tier 1 in backward dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
 //
-// b and the accumulation of A are fp32; dA of chunks outside tier 1 is bf16, in shared memory.
+// The rows of the next 128 key channels are copied while these are gated, in place, but with fp32
+// gates, for which there is no room. b and the accumulation of A are fp32; dA of chunks outside tier 1 is bf16, in shared memory.
+#include <algorithm>
+
 #include "../device/launch.cuh"
 #include "dependent_launch.cuh"
 #include "dynamic_shared.h"
@@ -25,31 +29,118 @@ namespace {
 
 constexpr int kThreadsOfBlock = kKeyTiles * kGroupThreads;
 static_assert(kThreadsOfBlock == kThreads, "chunks outside tier 1 take as many");
+constexpr int kBlocksEach = 2;  // of a multiprocessor
 
-struct Tiles {
-  OperandGroup group;
-  unsigned char A[kTileBytes];
-  float gates[kParts][kOperandKeys];  // sums of a part of the tokens
-};
-
-union Shared {
-  Tiles tiles;
-  ExactChunk exact;  // outside tier 1, once the tiles are read
-};
-static_assert(sizeof(Shared) == sizeof(Tiles), "chunks outside tier 1 take no more");
-
-// q^, k^ and the factors of 128 key channels from `first` on. Whether a channel is out of range.
+// 128 key channels of a chunk.
 template <class Gate>
-__device__ __forceinline__ bool gate_group(Tiles& s, const Problem& p, const Chunk& chunk,
-                                           int first) {
-  const Pair<kKeyTiles> pair;
-  const int channel = first + pair.channel;
-  const PairColumn<Gate> gates(p.g, p, chunk, pair.first, channel);
-  const PairColumn<bf16> q(p.q, p, chunk, pair.first, channel);
-  const PairColumn<bf16> k(p.k, p, chunk, pair.first, channel);
-  sum_gates(s.gates, gates, pair);
-  __syncthreads();  // s.gates is written
-  auto [b, last] = cumsum(s.gates, pair);
+struct Rows128 {
+  OperandGroup group;              // rows of q and k, then q^ and k^
+  Gate g[kTile * kOperandKeys];    // [token][128]; then, in their place, A
+  __device__ __forceinline__ unsigned char* A() { return reinterpret_cast<unsigned char*>(g); }
+};
+
+// What a block works on, one after the other: 128 key channels of a chunk.
+struct Item {
+  uint32_t index;  // of (row, chunk, head), which the host keeps within 31 bits
+  int first;       // key channel
+
+  static __device__ __forceinline__ Item first_of_block(const Problem& p) {
+    Item item{blockIdx.x, 0};
+    item.find(p);
+    return item;
+  }
+  __device__ __forceinline__ bool is_there(const Problem& p) const {
+    return index < static_cast<uint32_t>(p.grid.B * p.grid.slots) * p.H;
+  }
+  __device__ __forceinline__ Chunk chunk(const Problem& p) const { return find_chunk(p, index); }
+  __device__ __forceinline__ bool is_last_of_chunk(const Problem& p) const {
+    return first + kOperandKeys >= p.K;
+  }
+  __device__ __forceinline__ Item next(const Problem& p) const {
+    Item item = *this;
+    item.first += kOperandKeys;
+    if (item.first < p.K) return item;
+    item.first = 0;
+    item.index += gridDim.x;
+    item.find(p);
+    return item;
+  }
+
+ private:
+  // Leaves what no sequence needs.
+  __device__ __forceinline__ void find(const Problem& p) {
+    if (!p.grid.packed) return;
+    for (; is_there(p); index += gridDim.x) {
+      const Chunk c = chunk(p);
+      if (c.length > 0 && !c.tail) return;
+    }
+  }
+};
+
+template <class Gate>
+struct alignas(1024) Shared {
+  static constexpr int kStages = sizeof(Gate) == 2 ? 2 : 1;
+  union Stage {
+    Rows128<Gate> rows;
+    ExactChunk exact;  // outside tier 1, once these are read
+  } stages[kStages];
+  static_assert(sizeof(Stage) == sizeof(Rows128<Gate>), "chunks outside tier 1 take no more");
+  float gates[kParts][kOperandKeys];  // sums of a part of the tokens
+  // Here and not in registers while a chunk outside tier 1 is finished.
+  Item item, next;
+};
+
+// Asks for an item's rows, if there are any.
+template <class Gate>
+__device__ __forceinline__ void copy_item(Rows128<Gate>& to, const Problem& p, const Item& item) {
+  if (item.is_there(p)) {
+    const Chunk chunk = item.chunk(p);
+    // address(row, 16 bytes of it): where they go
+    const auto copy = [&](const Rows& r, auto* type, auto&& address) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      constexpr int kEach = 16 / sizeof(T), kParts = kOperandKeys / kEach;
+      constexpr int kRowsEach = kThreadsOfBlock / kParts;
+      const int thread = thread_index(), row = thread / kParts, part = thread % kParts;
+      const bool inside = item.first + part * kEach < p.K;
+      const T* from = rows_at<const T>(r, chunk) + token_offset(r, row) + item.first + part * kEach;
+#pragma unroll
+      for (int i = 0; i < kTile; i += kRowsEach, from += token_offset(r, kRowsEach))
+        copy16(address(row + i, part), from, inside && row + i < chunk.length);
+    };
+    const auto tiles = [](unsigned char* tile) {
+      return [address = shared_address(tile)](int row, int part) {
+        return address + part / 8 * kTileBytes + swizzled(row, part % 8);
+      };
+    };
+    copy(p.g, static_cast<Gate*>(nullptr),
+         [address = shared_address(to.g)](int row, int part) {
+           return address + row * static_cast<int>(kOperandKeys * sizeof(Gate)) + part * 16;
+         });
+    copy(p.q, static_cast<bf16*>(nullptr), tiles(to.group.q));
+    copy(p.k, static_cast<bf16*>(nullptr), tiles(to.group.k));
+  }
+  commit_copies();
+}
+
+// The pair's gates of a part of the tokens, from shared memory.
+template <class Gate>
+__device__ __forceinline__ PairColumn<Gate> read_gates(const Gate* g, const Pair<kKeyTiles>& pair) {
+  PairColumn<Gate> gates;
+  using Word = typename PairColumn<Gate>::Word;
+#pragma unroll
+  for (int i = 0; i < kSubChunk; ++i)
+    gates.x[i] =
+        *reinterpret_cast<const Word*>(g + (pair.first + i) * kOperandKeys + pair.channel);
+  return gates;
+}
+
+// q^, k^ and the factors in the places of q and k, from the sums of a part's gates. Whether a
+// channel is out of range.
+template <class Gate>
+__device__ __forceinline__ bool gate_rows(Rows128<Gate>& s, const PairColumn<Gate>& gates,
+                                          const float (&sums)[kParts][kOperandKeys],
+                                          const Pair<kKeyTiles>& pair, float scale) {
+  auto [b, last] = cumsum(sums, pair);
   const bool exact_x = !(fabsf(last.x) <= kTierRange), exact_y = !(fabsf(last.y) <= kTierRange);
   const References rx(last.x, exact_x), ry(last.y, exact_y);
   if (pair.part == 0) {
@@ -67,35 +158,48 @@ __device__ __forceinline__ bool gate_group(Tiles& s, const Problem& p, const Chu
     b = b + to_log2(gates[i]);
     out |= out_of_tier1(b.x, last.x) || out_of_tier1(b.y, last.y);
     const int at = pair.offset(pair.first + i);
-    const float2 q_pair = unpack(q.x[i]), k_pair = unpack(k.x[i]);
-    word(s.group.q, at) = pack(q_pair.x * p.scale * exp2_ftz(b.x - rx.from),
-                               q_pair.y * p.scale * exp2_ftz(b.y - ry.from));
-    word(s.group.k, at) = pack(k_pair.x * exp2_ftz(rx.to - b.x), k_pair.y * exp2_ftz(ry.to - b.y));
+    uint32_t &q = word(s.group.q, at), &k = word(s.group.k, at);
+    const float2 q_pair = unpack(q), k_pair = unpack(k);
+    q = pack(q_pair.x * scale * exp2_ftz(b.x - rx.from), q_pair.y * scale * exp2_ftz(b.y - ry.from));
+    k = pack(k_pair.x * exp2_ftz(rx.to - b.x), k_pair.y * exp2_ftz(ry.to - b.y));
   }
   return out;
 }
 
 template <class Gate>
-__global__ void __launch_bounds__(kThreadsOfBlock, 2) operands_kernel(Problem p, bool scores) {
+__global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach)
+    operands_kernel(Problem p, bool scores) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   constexpr auto kSummed = Contiguous::kSummed;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  Shared& shared = *reinterpret_cast<Shared*>(s_bytes);
-  Tiles& s = shared.tiles;
-  const Chunk chunk = find_chunk(p, blockIdx.x);
-  if (chunk.length == 0 || chunk.tail) return;
-  unsigned char* out = operands_at(p, chunk.slot);
+  auto& shared = *reinterpret_cast<Shared<Gate>*>(s_bytes);
+  constexpr bool kAhead = Shared<Gate>::kStages == 2;
+  const auto stores = [] { return thread_index() == 0; };
+  Item item = Item::first_of_block(p);
+  if (kAhead) copy_item(shared.stages[0].rows, p, item);
   float A[32 / kKeyTiles];
   clear(A);
   bool exact = false;
 #pragma unroll 1
-  for (int first = 0; first < p.K; first += kOperandKeys, out += sizeof(OperandGroup)) {
-    exact |= gate_group<Gate>(s, p, chunk, first);
+  for (int stage = 0; item.is_there(p); stage = kAhead ? 1 - stage : 0) {
+    auto& rows = shared.stages[stage].rows;
+    if (!kAhead) copy_item(rows, p, item);
+    wait_for_copies<0>();
+    __syncthreads();  // the rows are there
+    const Pair<kKeyTiles> pair;
+    const PairColumn<Gate> gates = read_gates(rows.g, pair);
+    sum_gates(shared.gates, gates, pair);
+    if (kAhead && stores()) wait_for_bulk_stores();
+    __syncthreads();  // the sums are written; the item before is read
+    Item next = item.next(p);
+    if constexpr (kAhead) copy_item(shared.stages[1 - stage].rows, p, next);
+    exact |= gate_rows(rows, gates, shared.gates, pair, p.scale);
     fence_for_products();  // and bulk stores
-    __syncthreads();       // q^, k^ and the factors are written, s.gates is read
-    if (threadIdx.x == 0) {
-      bulk_store(out, &s.group, sizeof(OperandGroup));
+    __syncthreads();       // q^, k^ and the factors are written, the gates are read
+    unsigned char* out = operands_at(p, item.index, item.first / kOperandKeys);
+    if (stores()) {
+      bulk_store(out, &rows.group, sizeof(OperandGroup));
       commit_bulk_stores();
     }
     if (scores) {
@@ -104,40 +208,63 @@ __global__ void __launch_bounds__(kThreadsOfBlock, 2) operands_kernel(Problem p,
 #pragma unroll
       for (int i = 0; i < kKeyTiles; ++i)
         multiply<kSummed, kSummed>(
-            A, shared_address(s.group.q) + i * kTileBytes,
-            shared_address(s.group.k) + i * kTileBytes + at.group * (kTile / kKeyTiles) * 128);
+            A, shared_address(rows.group.q) + i * kTileBytes,
+            shared_address(rows.group.k) + i * kTileBytes + at.group * (kTile / kKeyTiles) * 128);
       commit_products();
       wait_for_products<0>();
     }
-    if (threadIdx.x == 0) wait_for_bulk_stores();
-    __syncthreads();  // the group is read
+    if (item.is_last_of_chunk(p)) {
+      exact = __syncthreads_or(exact);
+      out += sizeof(OperandGroup);
+      if (stores()) {
+        *reinterpret_cast<uint64_t*>(p.tiers + item.index * kMaxTierBlocks) = exact;
+        if (scores)  // 16 bytes are copied, and so all are written
+          *reinterpret_cast<int4*>(out + kTileBytes) = make_int4(exact, 0, 0, 0);
+      }
+      if (exact) {
+        // Always in the first place, so that its addresses are constants, and what waits there for
+        // its turn is copied once more.
+        wait_for_copies<0>();
+        if (stores()) {
+          wait_for_bulk_stores();
+          shared.item = item;
+          shared.next = next;
+        }
+        __syncthreads();  // the rows are read
+        shared.stages[0].exact.finish(p, [&] { return shared.item.chunk(p); });
+        __syncthreads();  // what was there instead is read
+        next = shared.next;
+        if constexpr (kAhead) copy_item(shared.stages[1].rows, p, next);
+        stage = 0;
+      } else if (scores) {
+        store_scores(rows.A(), A);
+        fence_for_products();
+        __syncthreads();  // A is written
+        if (stores()) {
+          bulk_store(out, rows.A(), kTileBytes);
+          commit_bulk_stores();
+        }
+      }
+      clear(A);
+      exact = false;
+    }
+    if (!kAhead) {
+      if (stores()) wait_for_bulk_stores();
+      __syncthreads();  // the rows are read
+    }
+    item = next;
   }
-  exact = __syncthreads_or(exact);
-  if (threadIdx.x == 0) {
-    *reinterpret_cast<uint64_t*>(p.tiers + chunk.slot * kMaxTierBlocks) = exact;
-    if (scores)  // 16 bytes are copied, and so all are written
-      *reinterpret_cast<int4*>(out + kTileBytes) = make_int4(exact, 0, 0, 0);
-  }
-  if (exact) return shared.exact.finish(p, [&] { return find_chunk(p, block_index()); });
-  if (!scores) return;
-  store_scores(s.A, A);
-  fence_for_products();
-  __syncthreads();  // A is written
-  if (threadIdx.x == 0) {
-    bulk_store(out, s.A, kTileBytes);
-    commit_bulk_stores();
-    wait_for_bulk_stores();
-  }
+  if (stores()) wait_for_bulk_stores();  // before the block ends
 #endif
 }
 
 template <class Gate>
 void launch_operands(const Problem& p, cudaStream_t stream) {
-  static const DynamicShared shared(operands_kernel<Gate>, sizeof(Shared));
-  const int64_t blocks = chunk_heads(p);
+  static const DynamicShared shared(operands_kernel<Gate>, sizeof(Shared<Gate>));
+  const int64_t blocks = std::min<int64_t>(chunk_heads(p), kBlocksEach * p.processors);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(operands_kernel<Gate>, blocks, kThreadsOfBlock, sizeof(Shared), stream, p,
+  launch_dependent(operands_kernel<Gate>, blocks, kThreadsOfBlock, sizeof(Shared<Gate>), stream, p,
                    p.o.data != nullptr || p.swept_gradients);
 }
 

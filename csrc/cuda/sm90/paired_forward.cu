@@ -106,6 +106,9 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
   copy(1);
   State<kKeys> state;
   state.load(p, segment, first_v);
+  wait_for_copies<1>();
+  fence_for_products();
+  group_barrier<kConsumerBarrier>(group);  // v of the first chunk is there
   for (int chunk = 0; chunk < segment.chunks; ++chunk) {
     const Turn turn(chunk, before);
     const bool is_own = turn.rank == rank;
@@ -113,15 +116,16 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
     const Factors& factors =
         is_own ? s.own_factors[turn.producer] : s.received_factors[turn.producer];
     unsigned char* v = s.v[chunk % kPair][group];
-    wait_for_copies<1>();
-    fence_for_products();
-    group_barrier<kConsumerBarrier>(group);  // v is there
     s.handover.wait_for_chunk(turn, rank);
     const bool exact = __any_sync(0xffffffffu, factors.exact);
     float o[32];  // [64 values][64 tokens]
     multiply_chunk(o, state, {tiles.q, tiles.k, tiles.A, v, factors.enter, factors.middle, exact});
     state.scale(factors.leave);
-    fence_for_products();  // the factors are read before the other block's bulk copy writes others
+    // v of the next chunk is there, which store_output's barriers tell the others; and the factors
+    // are read before the other block's bulk copy writes others. A fence behind the rows of o would
+    // wait until these are in memory.
+    wait_for_copies<0>();
+    fence_for_products();
     s.handover.leave(turn, rank);
     store_output(v, o, group, p, segment, chunk, first_v);
     copy(chunk + kPair);

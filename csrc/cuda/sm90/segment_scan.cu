@@ -18,6 +18,7 @@ namespace gla_ext::cuda::sm90 {
 namespace {
 
 constexpr int kEach = 4;
+constexpr int kAtOnce = 8;  // segments whose parts are on their way
 
 // The states of sequence n: [first, first + count).
 __device__ __forceinline__ void find_states(const Problem& p, int64_t n, int64_t& first,
@@ -53,15 +54,29 @@ __global__ void __launch_bounds__(kThreads) segment_scan_kernel(Problem p, int64
   float4 x =
       load_boundary(p, boundary == nullptr ? nullptr : boundary + index * matrix, k, at - k * p.V);
   float* parts = backwards ? p.segment_state_grads : p.segment_states;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t slot = (first + (backwards ? count - 1 - i : i)) * p.H + head;
-    auto* part = reinterpret_cast<float4*>(parts + slot * matrix + at);
-    const bool last = i == count - 1;  // its part was not summed
-    const float4 own = last ? x : *part;
-    const float decay = last ? 0.f : exp2_ftz(p.segment_decays[slot * p.K + k]);
-    *part = x;
-    x = make_float4(decay * x.x + own.x, decay * x.y + own.y, decay * x.z + own.z,
-                    decay * x.w + own.w);
+  const auto slot_of = [&](int64_t i) {
+    return (first + (backwards ? count - 1 - i : i)) * p.H + head;
+  };
+  const auto part_of = [&](int64_t i) {
+    return reinterpret_cast<float4*>(parts + slot_of(i) * matrix + at);
+  };
+  for (int64_t start = 0; start < count; start += kAtOnce) {
+    float4 own[kAtOnce];
+    float decays[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const bool summed = start + i < count - 1;
+      own[i] = summed ? *part_of(start + i) : make_float4(0.f, 0.f, 0.f, 0.f);
+      decays[i] = summed ? p.segment_decays[slot_of(start + i) * p.K + k] : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (start + i >= count) return;
+      *part_of(start + i) = x;
+      const float decay = exp2_ftz(decays[i]);
+      x = make_float4(decay * x.x + own[i].x, decay * x.y + own[i].y, decay * x.z + own[i].z,
+                      decay * x.w + own[i].w);
+    }
   }
 }
 
