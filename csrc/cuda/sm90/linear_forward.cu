@@ -66,6 +66,65 @@ __device__ __forceinline__ void write_states(const unsigned char* tiles, const P
   }
 }
 
+// v^T [64 values][64 tokens] of a consumer as an operand: in registers, as several products read it,
+// or where these are few, in shared memory.
+template <bool kInRegisters>
+class ValueOperand {
+ public:
+  __device__ __forceinline__ explicit ValueOperand(const unsigned char* v) : v_(v) {
+    const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
+    const int token = lane % 8 + lane / 16 * 8, part = thread / 32 * 2 + lane / 8 % 2;
+    if constexpr (kInRegisters) {
+#pragma unroll
+      for (int i = 0; i < kTile / 16; ++i)
+        ldmatrix_transposed(words_[i], reinterpret_cast<const bf16*>(v + swizzled(token, part) +
+                                                                     i * kTokensBytes));
+    }
+  }
+  // d += v^T B, of the i-th 16 tokens.
+  template <Contiguous kB, int kN>
+  __device__ __forceinline__ void multiply(float (&d)[kN], int i, uint64_t b) const {
+    if constexpr (kInRegisters)
+      product<kB>(d, words_[i], b);
+    else
+      product<Contiguous::kOther, kB>(
+          d, descriptor(shared_address(v_) + i * kTokensBytes, kTileBytes), b);
+  }
+
+ private:
+  static constexpr int kTokensBytes = 16 * 128;
+  const unsigned char* v_;
+  uint32_t words_[kTile / 16][4];
+};
+
+// What store_output does in two steps, between which the place of v can be given back.
+class OutputRows {
+ public:
+  __device__ __forceinline__ OutputRows(unsigned char* tile, const float (&o)[32], int group) {
+    place_output(tile, o, group);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      words_[i] = *reinterpret_cast<const uint4*>(tile + swizzled(token(i), part()));
+  }
+  __device__ __forceinline__ void write(const Problem& p, const Segment& segment, int chunk,
+                                        int first_v) const {
+    bf16* out = rows_at<bf16>(p.o, segment.row, segment.token_of(chunk), segment.head);
+    const int length = segment.length_of(chunk), column = first_v + 8 * part();
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      if (token(i) < length && column < p.V)
+        *reinterpret_cast<uint4*>(out + token_offset(p.o, token(i)) + column) = words_[i];
+  }
+
+ private:
+  static constexpr int kRows = 4;  // of a thread, 16 bytes each
+  static __device__ __forceinline__ int part() { return static_cast<int>(threadIdx.x) % 8; }
+  static __device__ __forceinline__ int token(int i) {
+    return static_cast<int>(threadIdx.x) % kGroupThreads / 8 + 16 * i;
+  }
+  uint4 words_[kRows];
+};
+
 template <int kGroups>
 __device__ __forceinline__ void produce(Block<kGroups>& s, const Problem& p, int first_v) {
   const Segment& segment = s.segment;
@@ -101,7 +160,6 @@ template <int kGroups, class BlockOfKernel>
 __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int group,
                                         int block_v) {
   constexpr bool kSaves = std::is_same_v<BlockOfKernel, SavingBlock<kGroups>>;
-  constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
   const Segment& segment = s.segment;
   const int first_v = block_v + kTile * group;
   if (segment.tail) return write_tail(p, segment, first_v);
@@ -114,7 +172,6 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
   for (int chunk = 0; chunk < segment.chunks; ++chunk) {
     const int number = chunk % s.kStages;
     auto& stage = s.stages[number];
-    const uint32_t v = shared_address(stage.v) + group * kTileBytes;
     wait(&s.full[number], s.parity(chunk));
     const bool exact = __any_sync(0xffffffffu, stage.operands.exact);
     float o[32];  // [64 values][64 tokens]
@@ -148,18 +205,20 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
       commit_products();
       if (i + 1 < kGroups) wait_for_products<0>();  // the registers of S_operand are free
     }
+    const ValueOperand<!kSaves> v(stage.v + group * kTileBytes);
+    begin_products();
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      product<kOther, kSummed>(o, descriptor(v + 2048 * j, kTileBytes),
-                               descriptor(shared_address(stage.operands.A) + kStepBytes * j, 0));
+      v.template multiply<Contiguous::kSummed>(
+          o, j, descriptor(shared_address(stage.operands.A) + kStepBytes * j, 0));
     commit_products();
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       const uint32_t k = shared_address(stage.operands.groups[i].k);
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        product<kOther, kOther>(state[i].x, descriptor(v + 2048 * j, kTileBytes),
-                                descriptor(k + 2048 * j, kTileBytes));
+        v.template multiply<Contiguous::kOther>(state[i].x, j,
+                                                descriptor(k + 2048 * j, kTileBytes));
     }
     commit_products();
     wait_for_products<0>();

@@ -16,8 +16,8 @@
 // chunks outside tier 1 is exact_gradients.cu's. Accumulation is fp32.
 #include "dependent_launch.cuh"
 #include "forward/gating.cuh"
+#include "lane_rows.cuh"
 #include "operands.cuh"
-#include "paired/lane_rows.cuh"
 #include "paired/launch.cuh"
 #include "sm90.h"
 #include "state_tiles.cuh"
@@ -255,7 +255,7 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
       product<Contiguous::kOther, Contiguous::kOther>(state.x, descriptor(y + 2048 * j, kTileBytes),
                                                       descriptor(x + 2048 * j, kTileBytes));
     commit_products();
-    rows.write(S, kKeyTiles * kTileBytes);
+    rows.write_tiles(S, kKeyTiles * kTileBytes);
     values.copy(chunk + kValueStages - 1);
     wait_for_products<0>();
     s.handover.leave(turn, rank);

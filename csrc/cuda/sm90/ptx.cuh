@@ -245,6 +245,22 @@ __device__ __forceinline__ void product(float (&d)[32], const uint32_t (&a)[4], 
         "n"(kB == Contiguous::kOther));
 }
 
+template <Contiguous kB = Contiguous::kSummed>
+__device__ __forceinline__ void product(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
+                                        bool add = true) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred add;\n"
+      "  setp.ne.b32 add, %69, 0;\n"
+      "  wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" GLA_64_REGISTERS
+      "}, {%64, %65, %66, %67}, %68, add, 1, 1, %70;\n"
+      "}"
+      : GLA_16_OPERANDS(d, 0), GLA_16_OPERANDS(d, 16), GLA_16_OPERANDS(d, 32),
+        GLA_16_OPERANDS(d, 48)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)),
+        "n"(kB == Contiguous::kOther));
+}
+
 #undef GLA_4_OPERANDS
 #undef GLA_16_OPERANDS
 #undef GLA_8_REGISTERS

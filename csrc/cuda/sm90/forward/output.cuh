@@ -20,41 +20,28 @@ __device__ __forceinline__ void store_transposed_tile(unsigned char* tile, const
   }
 }
 
-// o^T [64 values][64 tokens] of a warpgroup by way of the tile of its v, so that whole rows are
-// written.
-class OutputRows {
- public:
-  __device__ __forceinline__ OutputRows(unsigned char* tile, const float (&o)[32], int group) {
-    group_barrier<kConsumerBarrier>(group);  // v is read
-    store_transposed_tile(tile, o);
-    group_barrier<kConsumerBarrier>(group);  // o is written
-#pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      words_[i] = *reinterpret_cast<const uint4*>(tile + swizzled(token(i), part()));
-  }
-  __device__ __forceinline__ void write(const Problem& p, const Segment& segment, int chunk,
-                                        int first_v) const {
-    bf16* out = rows_at<bf16>(p.o, segment.row, segment.token_of(chunk), segment.head);
-    const int length = segment.length_of(chunk), column = first_v + 8 * part();
-#pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      if (token(i) < length && column < p.V)
-        *reinterpret_cast<uint4*>(out + token_offset(p.o, token(i)) + column) = words_[i];
-  }
+// o^T [64 values][64 tokens] of a warpgroup into the tile of its v, as rows.
+__device__ __forceinline__ void place_output(unsigned char* tile, const float (&o)[32], int group) {
+  group_barrier<kConsumerBarrier>(group);  // v is read
+  store_transposed_tile(tile, o);
+  group_barrier<kConsumerBarrier>(group);  // o is written
+}
 
- private:
-  static constexpr int kRows = 4;  // of a thread, 16 bytes each
-  static __device__ __forceinline__ int part() { return static_cast<int>(threadIdx.x) % 8; }
-  static __device__ __forceinline__ int token(int i) {
-    return static_cast<int>(threadIdx.x) % kGroupThreads / 8 + 16 * i;
-  }
-  uint4 words_[kRows];
-};
-
+// And from there to memory, 16 bytes of every sixteenth row a thread.
 __device__ __forceinline__ void store_output(unsigned char* tile, const float (&o)[32], int group,
                                              const Problem& p, const Segment& segment, int chunk,
                                              int first_v) {
-  OutputRows(tile, o, group).write(p, segment, chunk, first_v);
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  place_output(tile, o, group);
+  bf16* out = rows_at<bf16>(p.o, segment.row, segment.token_of(chunk), segment.head);
+  const int length = segment.length_of(chunk);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int token = thread / 8 + 16 * i, part = thread % 8, column = first_v + 8 * part;
+    if (token < length && column < p.V)
+      *reinterpret_cast<uint4*>(out + token_offset(p.o, token) + column) =
+          *reinterpret_cast<const uint4*>(tile + swizzled(token, part));
+  }
 }
 
 // Zeros in the rows of o behind the last sequence of a packed batch.

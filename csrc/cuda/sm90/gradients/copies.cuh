@@ -99,7 +99,7 @@ __device__ __forceinline__ void clear_absent_states(Shared<kGroups>& s, const Pr
         reinterpret_cast<uint4*>(tiles[kGroups - 1])[i] = make_uint4(0, 0, 0, 0);
 }
 
-// dv of 64 values to memory.
+// dv of 64 values to memory, from shared memory.
 template <int kGroups>
 __device__ __forceinline__ void write_values(const Shared<kGroups>& s, const Problem& p,
                                              int first) {

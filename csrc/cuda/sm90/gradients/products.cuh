@@ -1,6 +1,7 @@
 // gradients.cu: what warpgroups multiply.
 #pragma once
 
+#include "../lane_rows.cuh"
 #include "operands.cuh"
 
 namespace gla_ext::cuda::sm90 {
@@ -82,9 +83,15 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shar
                                                 const Problem& p) {
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
   constexpr int kN = 32 / kGroups, kColumns = 2 * kN;
+  constexpr bool kInTurn = Shared<kGroups>::kInTurn;
   uint32_t k_out = shared_address(s.k[0]);
   if constexpr (!kReady<kGroups>) k_out = shared_address(s.own.k_out);
   float sum = 0;  // of states
+  LaneRows<32> dv_rows;
+  const auto write_dv = [&](int first) {
+    const int column = first + thread_index() / kGroupThreads * 32 % kTile;
+    dv_rows.write_rows(s.bases.dv + column, token_offset(p.dv, 1), s.chunk.length, p.V - column);
+  };
 #pragma unroll 1
   for (int first = 0; first < p.V; first += kTile) {
     const bool more = first + kTile < p.V;
@@ -102,27 +109,50 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shar
     const auto& values = s.values(first);
     const uint32_t d_o = shared_address(values.d_o), v = shared_address(values.v);
     const Place at;
-    float dv[kN];
+    const auto multiply_all = [&](auto makes_dv) {
+    constexpr int kValues = kInTurn ? 32 : kColumns;  // of dv
+    const int column = at.group * kValues % kTile;
+    float dv[kValues / 2];
     clear(dv);
     begin_products();
     multiply<kSummed, kSummed>(acc.x, d_o, shared_address(states.S[at.group]));
     multiply<kSummed, kSummed>(acc.y, v, shared_address(states.dS[at.group]));
     multiply<kSummed, kSummed>(acc.dA, d_o, v + at.group * kColumns * 128);
-    multiply<kOther, kOther>(dv, shared_address(s.A), d_o + at.group * kColumns * 2);
+    if constexpr (makes_dv) {
+      multiply<kOther, kOther>(dv, shared_address(s.A), d_o + column * 2);
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i)
-      multiply<kSummed, kOther>(dv, k_out + i * kTileBytes,
-                                dS + i * kTileBytes + at.group * kColumns * 2);
+      for (int i = 0; i < kGroups; ++i)
+        multiply<kSummed, kOther>(dv, k_out + i * kTileBytes, dS + i * kTileBytes + column * 2);
+    }
     commit_products();
+    if constexpr (kInTurn && !makes_dv)
+      if (first > 0) write_dv(first - kTile);
     add_states<kGroups>(sum, states);
     wait_for_products<0>();
-    store_columns(s.dv, dv);
-    if (kReady<kGroups> && !s.kAhead) fence_for_products();  // the states are read
-    __syncthreads();  // dv is written, the operands are read
-    if (!s.kAhead && more) copy_next();
-    if (s.kAhead && !more) copy_operands(s.q, operands_at(p, s.chunk.slot), s.kKeptTiles);
+    if constexpr (kInTurn) {
+      if constexpr (makes_dv) dv_rows = LaneRows<kValues>(dv);
+    } else {
+      store_columns(s.dv, dv);
+    }
+    };
+    if (kInTurn && first / kTile % 2 != at.group / 2)
+      multiply_all(std::false_type{});
+    else
+      multiply_all(std::true_type{});
+    if (!s.kAhead || !more) {
+      if (kReady<kGroups> && !s.kAhead) fence_for_products();  // the states are read
+      __syncthreads();  // dv is written, the operands are read
+      if (s.kAhead)
+        copy_operands(s.q, operands_at(p, s.chunk.slot), s.kKeptTiles);
+      else if (more)
+        copy_next();
+    }
     commit_copies();
-    write_values(s, p, first);
+    if constexpr (!kInTurn) write_values(s, p, first);
+  }
+  if constexpr (kInTurn) {
+    const int last = (p.V - 1) / kTile;
+    if (last % 2 == thread_index() / kGroupThreads / 2) write_dv(last * kTile);
   }
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
   const int channel = thread_index() / 2;
