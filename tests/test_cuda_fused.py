@@ -69,6 +69,19 @@ def test_sweeps_over_operands_in_memory(K, V, gate_dtype, gate):
 
 
 @in_nan
+@pytest.mark.parametrize("kind", [*MIXED, "resets alone"])
+@pytest.mark.parametrize("K, V", [(72, 64), (200, 8)])
+@pytest.mark.parametrize(
+    "B, T, lengths", [(11, 330, None), (1, 2900, (330,) * 8 + (5,) * 40)], ids=["batch", "packed"]
+)
+def test_blocks_that_make_operands_of_several_chunks(B, T, lengths, K, V, kind):
+    """More chunks than an H200 has blocks for at once; packed, also slots that no sequence uses."""
+    x = mixed_gates(make_inputs(B, T, 6, K, V, BF16, 0.1, lengths=lengths, device="cuda"), kind)
+    assert plan_of(x)["linear"]
+    assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@in_nan
 @by_gate
 @pytest.mark.parametrize("K, V", [(64, 72), (128, 256), (256, 64)])
 @pytest.mark.parametrize("invariant", [False, True], ids=["segments", "whole"])

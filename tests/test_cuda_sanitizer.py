@@ -48,6 +48,7 @@ SHAPES = {  # B, T, H, K, V, lengths, layout
 FUSED_SHAPES = {
     "packed": (1, 165, 1, 72, 24, PACKED_LENGTHS, "contiguous"),
     "widest": (1, 66, 1, 136, 72, None, "contiguous"),
+    "operands of several chunks a block": (5, 70, 30, 136, 8, None, "contiguous"),
     "pairs of blocks": (2, 260, 17, 72, 136, None, "contiguous"),
     "pairs of blocks, one after the other": (5, 130, 17, 72, 136, None, "contiguous"),
     "pairs of blocks, packed": (1, 165, 1, 72, 136, PACKED_LENGTHS, "contiguous"),

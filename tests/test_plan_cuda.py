@@ -128,6 +128,19 @@ def operand_bytes(chunk_heads: int, K: int) -> int:
     return chunk_heads * (-(-K // 128) * 128 * (2 * 64 * 2 + 4 * 4) + 64 * 64 * 2 + 128)
 
 
+def state_bytes(K: int, V: int) -> int:
+    """S~ or dS~ of a chunk and head between the kernels of backward, in tiles of 64 x 64."""
+    return -(-K // 64) * -(-V // 64) * 64 * 64 * 2
+
+
+@pytest.mark.parametrize("K, V", [(72, 256), (128, 256), (136, 200), (192, 512), (256, 8)])
+def test_cuda_states_over_operands_lie_in_tiles(K, V):
+    plan = full_plan(K=K, V=V, backward=True)
+    states = 1 if plan["swept_gradients"] else 2
+    assert plan["linear"]
+    assert plan["state_bytes"] == states * 32 * 32 * 4 * state_bytes(K, V)
+
+
 @pytest.mark.parametrize("K", [128, 256])
 def test_cuda_fused_forward_over_operands_in_memory(K):
     plan = full_plan(K=K, gate_dtype="float32")
@@ -296,14 +309,17 @@ def test_cuda_fused_backward_of_saved_states():
 def test_cuda_fused_saved_states_over_operands(K):
     """Forward writes them, backward sweeps for the other ones alone."""
     states = 32 * 32 * 4 * K * 256 * 2
+    made_states = 32 * 32 * 4 * state_bytes(K, 256)
     plain, saving = (full_plan(K=K, save_states=saved) for saved in (False, True))
     assert (saving["path"], saving["linear"], saving["launches"]) == ("fused", True, 2)
     assert (plain["state_bytes"], saving["state_bytes"]) == (0, states)
     assert saving["workspace_bytes"] == 32 * 32 * 4 * 8 + operand_bytes(32 * 32 * 4, K)
     made, given = (full_plan(K=K, backward=True, save_states=saved) for saved in (False, True))
-    assert given["workspace_bytes"] == made["workspace_bytes"] - states
+    assert given["workspace_bytes"] == made["workspace_bytes"] - made_states
     swept = K == 72  # dS stays on chip, and no sweep is left; S comes with the operands
-    assert given["state_bytes"] == made["state_bytes"] == states * (1 if swept else 2)
+    state_grads = 0 if swept else made_states
+    assert made["state_bytes"] == made_states + state_grads
+    assert given["state_bytes"] == states + state_grads
     assert (made["launches"], given["launches"]) == (3, 3 - swept)
 
 

@@ -36,7 +36,8 @@ template <int kGroups>
 struct Block : LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2> {
   using Base = LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2>;
   // What the state is to be multiplied by as it leaves a chunk; and at once as it enters the next.
-  float leave[kGroups * kOperandKeys], pass[Base::kStages][kGroups * kOperandKeys];
+  float leave[kGroups * kOperandKeys];
+  alignas(16) float pass[Base::kStages][kGroups * kOperandKeys];
   uint64_t operands_full[Base::kStages];
 
   __device__ __forceinline__ void start(const Problem& p, int64_t index) {
@@ -66,8 +67,8 @@ __device__ __forceinline__ void write_states(const unsigned char* tiles, const P
   }
 }
 
-// v^T [64 values][64 tokens] of a consumer as an operand: in registers, as several products read it,
-// or where these are few, in shared memory.
+// v^T [64 values][64 tokens] of a consumer as an operand: in registers, as several products read
+// it, or where these are few, in shared memory.
 template <bool kInRegisters>
 class ValueOperand {
  public:
@@ -77,8 +78,8 @@ class ValueOperand {
     if constexpr (kInRegisters) {
 #pragma unroll
       for (int i = 0; i < kTile / 16; ++i)
-        ldmatrix_transposed(words_[i], reinterpret_cast<const bf16*>(v + swizzled(token, part) +
-                                                                     i * kTokensBytes));
+        ldmatrix_transposed(
+            words_[i], reinterpret_cast<const bf16*>(v + swizzled(token, part) + i * kTokensBytes));
     }
   }
   // d += v^T B, of the i-th 16 tokens.
@@ -150,7 +151,8 @@ __device__ __forceinline__ void produce(Block<kGroups>& s, const Problem& p, int
         for (int group = 0; group < kGroups; ++group) {
           const auto& factors = s.stages[number].operands.groups[group].factors;
           float& leave = s.leave[group * kOperandKeys + thread];
-          s.pass[number][group * kOperandKeys + thread] = factors[kEnter][thread] * leave;
+          s.pass[number][group * kOperandKeys + State<kOperandKeys>::quad_index(thread)] =
+              factors[kEnter][thread] * leave;
           leave = factors[kLeave][thread];
         }
       });
@@ -187,7 +189,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
         write_states(s.states[group], p, segment.chunk_head(p, chunk), i * kOperandKeys, first_v);
         state[i].scale(operands.factors[kEnter]);
       } else {
-        state[i].scale(s.pass[number] + i * kOperandKeys);
+        state[i].scale_by_quads(s.pass[number] + i * kOperandKeys);
       }
       uint32_t S_operand[kOperandKeys / 16][4];
 #pragma unroll

@@ -13,7 +13,8 @@
 //         sweep reads it; outside tier 1 in backward dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
 //
 // The rows of the next 128 key channels are copied while these are gated, in place, but with fp32
-// gates, for which there is no room. b and the accumulation of A are fp32; dA of chunks outside tier 1 is bf16, in shared memory.
+// gates, for which there is no room. b and the accumulation of A are fp32; dA of chunks outside
+// tier 1 is bf16, in shared memory.
 #include <algorithm>
 
 #include "../device/launch.cuh"
@@ -34,8 +35,8 @@ constexpr int kBlocksEach = 2;  // of a multiprocessor
 // 128 key channels of a chunk.
 template <class Gate>
 struct Rows128 {
-  OperandGroup group;              // rows of q and k, then q^ and k^
-  Gate g[kTile * kOperandKeys];    // [token][128]; then, in their place, A
+  OperandGroup group;            // rows of q and k, then q^ and k^
+  Gate g[kTile * kOperandKeys];  // [token][128]; then, in their place, A
   __device__ __forceinline__ unsigned char* A() { return reinterpret_cast<unsigned char*>(g); }
 };
 
@@ -112,10 +113,9 @@ __device__ __forceinline__ void copy_item(Rows128<Gate>& to, const Problem& p, c
         return address + part / 8 * kTileBytes + swizzled(row, part % 8);
       };
     };
-    copy(p.g, static_cast<Gate*>(nullptr),
-         [address = shared_address(to.g)](int row, int part) {
-           return address + row * static_cast<int>(kOperandKeys * sizeof(Gate)) + part * 16;
-         });
+    copy(p.g, static_cast<Gate*>(nullptr), [address = shared_address(to.g)](int row, int part) {
+      return address + row * static_cast<int>(kOperandKeys * sizeof(Gate)) + part * 16;
+    });
     copy(p.q, static_cast<bf16*>(nullptr), tiles(to.group.q));
     copy(p.k, static_cast<bf16*>(nullptr), tiles(to.group.k));
   }
@@ -129,8 +129,7 @@ __device__ __forceinline__ PairColumn<Gate> read_gates(const Gate* g, const Pair
   using Word = typename PairColumn<Gate>::Word;
 #pragma unroll
   for (int i = 0; i < kSubChunk; ++i)
-    gates.x[i] =
-        *reinterpret_cast<const Word*>(g + (pair.first + i) * kOperandKeys + pair.channel);
+    gates.x[i] = *reinterpret_cast<const Word*>(g + (pair.first + i) * kOperandKeys + pair.channel);
   return gates;
 }
 
@@ -160,7 +159,8 @@ __device__ __forceinline__ bool gate_rows(Rows128<Gate>& s, const PairColumn<Gat
     const int at = pair.offset(pair.first + i);
     uint32_t &q = word(s.group.q, at), &k = word(s.group.k, at);
     const float2 q_pair = unpack(q), k_pair = unpack(k);
-    q = pack(q_pair.x * scale * exp2_ftz(b.x - rx.from), q_pair.y * scale * exp2_ftz(b.y - ry.from));
+    q = pack(q_pair.x * scale * exp2_ftz(b.x - rx.from),
+             q_pair.y * scale * exp2_ftz(b.y - ry.from));
     k = pack(k_pair.x * exp2_ftz(rx.to - b.x), k_pair.y * exp2_ftz(ry.to - b.y));
   }
   return out;

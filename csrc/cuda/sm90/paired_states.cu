@@ -227,8 +227,7 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
   const int row = group * kTile + thread / 32 * 16 + thread % 32 / 4;  // and the eighth behind it
   unsigned char* S = state_tile_at(p, p.S, segment.chunk_head(p, 0), first_v / kTile, group);
   float out[2] = {1.f, 1.f};  // what the state is still to be multiplied by as it leaves a chunk
-  for (int chunk = 0; chunk < segment.chunks;
-       ++chunk, S += p.H * state_tile_bytes(p.K, p.V)) {
+  for (int chunk = 0; chunk < segment.chunks; ++chunk, S += p.H * state_tile_bytes(p.K, p.V)) {
     const Turn turn(chunk, before);
     const auto& keys = turn.rank == rank
                            ? *reinterpret_cast<const Keys*>(s.own[turn.producer].group.factors)

@@ -48,6 +48,25 @@ struct State {
     });
   }
 
+  // By factors of the key channels, in the order of `quad_index`.
+  __device__ __forceinline__ void scale_by_quads(const float* factors) {
+    const int t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int j = 0; j < K / 16; ++j) {
+      const float4 f = *reinterpret_cast<const float4*>(factors + 16 * j + 4 * t);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        x[8 * j + 2 * e] *= f.x;
+        x[8 * j + 2 * e + 1] *= f.y;
+        x[8 * j + 4 + 2 * e] *= f.z;
+        x[8 * j + 4 + 2 * e + 1] *= f.w;
+      }
+    }
+  }
+  // Where a key channel's factor is, if a thread's four of sixteen channels lie side by side.
+  static __device__ __forceinline__ int quad_index(int channel) {
+    return channel / 16 * 16 + channel % 8 / 2 * 4 + channel / 8 % 2 * 2 + channel % 2;
+  }
   // By factors of the key channels.
   __device__ __forceinline__ void scale(const float* factors) {
     const int t = static_cast<int>(threadIdx.x) % 4;

@@ -39,8 +39,9 @@ __device__ __forceinline__ void produce(SharedOfKernel& s, const Problem& p, int
     };
     const Copied d_o = rows_of(p.d_o), v = rows_of(p.v);
     const int64_t state = segment.chunk_head(p, chunk);
-    const Copied S{static_cast<const bf16*>(p.S) + (state * p.K + rank * kTile + row) * p.V + column,
-                   Copied::kRowsEach * p.V};  // saved
+    const Copied S{
+        static_cast<const bf16*>(p.S) + (state * p.K + rank * kTile + row) * p.V + column,
+        Copied::kRowsEach * p.V};  // saved
     const int tokens = segment.length_of(chunk) - row, keys = p.K - rank * kTile - row;
 #pragma unroll 1
     for (int j = 0; j < kSlices; ++j, slice.next()) {

@@ -110,30 +110,30 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shar
     const uint32_t d_o = shared_address(values.d_o), v = shared_address(values.v);
     const Place at;
     const auto multiply_all = [&](auto makes_dv) {
-    constexpr int kValues = kInTurn ? 32 : kColumns;  // of dv
-    const int column = at.group * kValues % kTile;
-    float dv[kValues / 2];
-    clear(dv);
-    begin_products();
-    multiply<kSummed, kSummed>(acc.x, d_o, shared_address(states.S[at.group]));
-    multiply<kSummed, kSummed>(acc.y, v, shared_address(states.dS[at.group]));
-    multiply<kSummed, kSummed>(acc.dA, d_o, v + at.group * kColumns * 128);
-    if constexpr (makes_dv) {
-      multiply<kOther, kOther>(dv, shared_address(s.A), d_o + column * 2);
+      constexpr int kValues = kInTurn ? 32 : kColumns;  // of dv
+      const int column = at.group * kValues % kTile;
+      float dv[kValues / 2];
+      clear(dv);
+      begin_products();
+      multiply<kSummed, kSummed>(acc.x, d_o, shared_address(states.S[at.group]));
+      multiply<kSummed, kSummed>(acc.y, v, shared_address(states.dS[at.group]));
+      multiply<kSummed, kSummed>(acc.dA, d_o, v + at.group * kColumns * 128);
+      if constexpr (makes_dv) {
+        multiply<kOther, kOther>(dv, shared_address(s.A), d_o + column * 2);
 #pragma unroll
-      for (int i = 0; i < kGroups; ++i)
-        multiply<kSummed, kOther>(dv, k_out + i * kTileBytes, dS + i * kTileBytes + column * 2);
-    }
-    commit_products();
-    if constexpr (kInTurn && !makes_dv)
-      if (first > 0) write_dv(first - kTile);
-    add_states<kGroups>(sum, states);
-    wait_for_products<0>();
-    if constexpr (kInTurn) {
-      if constexpr (makes_dv) dv_rows = LaneRows<kValues>(dv);
-    } else {
-      store_columns(s.dv, dv);
-    }
+        for (int i = 0; i < kGroups; ++i)
+          multiply<kSummed, kOther>(dv, k_out + i * kTileBytes, dS + i * kTileBytes + column * 2);
+      }
+      commit_products();
+      if constexpr (kInTurn && !makes_dv)
+        if (first > 0) write_dv(first - kTile);
+      add_states<kGroups>(sum, states);
+      wait_for_products<0>();
+      if constexpr (kInTurn) {
+        if constexpr (makes_dv) dv_rows = LaneRows<kValues>(dv);
+      } else {
+        store_columns(s.dv, dv);
+      }
     };
     if (kInTurn && first / kTile % 2 != at.group / 2)
       multiply_all(std::false_type{});

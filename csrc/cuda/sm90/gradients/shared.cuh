@@ -77,12 +77,13 @@ struct Shared {
     std::conditional_t<kBehind, Nothing, Sums> in_place;
   };
   // Of 64 values, dv is made by all warpgroups, 64 / kGroups columns each, and leaves by way of
-  // shared memory; where there are four of them, by two in turn, which read k^ and dS' half as often.
+  // shared memory; where there are four of them, by two in turn, which read k^ and dS' half as
+  // often.
   static constexpr bool kInTurn = kGroups == 4;
   std::conditional_t<kInTurn, Nothing, unsigned char[kTileBytes]> dv;  // [token][64 values]
   OwnOperands<kReady<kGroups>> own;
   uint64_t states_full[kBuffers];  // tiles of the states are there
-  Chunk chunk;  // here and no longer in registers, which accumulators take
+  Chunk chunk;                     // here and no longer in registers, which accumulators take
   Bases bases;
 
   // Where 64 values from `first` on, and the states' columns of them, are.
