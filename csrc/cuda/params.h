@@ -99,9 +99,11 @@ struct Problem {
   const float* dht = nullptr;  // [N, H, K, V]
   float* ht = nullptr;         // [N, H, K, V]
   float* dh0 = nullptr;        // [N, H, K, V]
-  void* S = nullptr;           // [B, chunks, H, K, V], the state that enters each chunk
-  void* dS = nullptr;          // [B, chunks, H, K, V], the gradient of the state that leaves it
-  bool saved_states = false;   // in backward: S is what forward has saved
+  // Or, of the fused path's sweeps over operands, but for a saved S, tiles [B, chunks, H] of
+  // state_tile_bytes(K, V), and scaled:
+  void* S = nullptr;          // [B, chunks, H, K, V], the state that enters each chunk
+  void* dS = nullptr;         // [B, chunks, H, K, V], the gradient of the state that leaves it
+  bool saved_states = false;  // in backward: S is what forward has saved
   DType S_dtype = DType::kFloat, dS_dtype = DType::kFloat;  // fp32, or bf16 for bf16 inputs
 
   // Fused path, sequences cut into segments: the state that enters each segment, or the gradient of

@@ -39,9 +39,10 @@ __device__ __forceinline__ bool in_tier1(const Problem& p, const Chunk& chunk) {
 
 // Chunks outside tier 1 are few, or nearly all: as many blocks as fill a GPU look at every
 // exact_blocks-th chunk and work on those outside, f(chunk, part of `parts`). The host and the
-// device agree on the number. Whether the block has any.
+// device agree on the number, a prime, lest all of a block's chunks be one head's. Whether the
+// block has any.
 __host__ __device__ inline int64_t exact_blocks(int64_t chunk_heads) {
-  constexpr int64_t kEnough = 264;
+  constexpr int64_t kEnough = 263;
   return chunk_heads < kEnough ? chunk_heads : kEnough;
 }
 

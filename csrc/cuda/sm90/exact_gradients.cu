@@ -8,7 +8,8 @@
 // writes  A, bf16, [B, T, H, C] or of operands [B, slots, H]; dq_intra, dk_intra, dg_intra
 //         [B, T, H, K] fp32
 //
-// dA stays in shared memory, bf16. All else is fp32.
+// dA stays in shared memory, bf16, and is made for every 64 key channels anew: kept for all of
+// them, the code behind it has too few registers. All else is fp32.
 #include "../device/launch.cuh"
 #include "dependent_launch.cuh"
 #include "exact_intra.cuh"

@@ -5,8 +5,9 @@
 //   x, y, dA, dq, dk, dv, dg as in gradients.cu, with A of operands.cu
 //
 // grid    (segment, head) by a cluster of two blocks, of 64 key channels each; no packed sequences
-// reads   operands [B, slots, H], g [B, T, H, K], v, do [B, T, H, V], S [K, V] of every chunk, dht,
-//         segment_state_grads; outside tier 1 q, k and dq_intra, dk_intra, dg_intra [B, T, H, K]
+// reads   operands [B, slots, H], g [B, T, H, K], v, do [B, T, H, V], S of every chunk, as tiles or
+//         saved [K, V], dht, segment_state_grads; outside tier 1 q, k and dq_intra, dk_intra,
+//         dg_intra [B, T, H, K]
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V], dh0
 //
 // The values pass 64 at a time, a slice. dv of every other slice is one block's, which the other

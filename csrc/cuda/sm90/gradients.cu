@@ -15,9 +15,10 @@
 // the accumulators of do S^T are scaled.
 //
 // grid    (row, chunk, head); a warpgroup for each 64 key channels
-// reads   q, k, g [B, T, H, K], v, do [B, T, H, V], S, dS' [K, V] of the chunk, tiers; for K above
-//         64 operands, and q and k outside tier 1 alone; outside tier 1 dq_intra, dk_intra,
-//         dg_intra [B, T, H, K] and A, for K above 64 that of operands, else [B, T, H, C]
+// reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers, S, dS' [K, V] of the chunk, for K above
+//         64 as tiles but for a saved S, and operands, and q and k outside tier 1 alone; outside
+//         tier 1 dq_intra, dk_intra, dg_intra [B, T, H, K] and A, for K above 64 that of operands,
+//         else [B, T, H, C]
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V]
 // Accumulation, b and dg are fp32; 64 values at a time.
 #include "../device/launch.cuh"

@@ -39,6 +39,7 @@ class LaneRows {
         }
   }
 
+  // Either of these once: what is written is turned in place.
   // To tiles of 64 columns, `next` bytes apart.
   __device__ __forceinline__ void write_tiles(unsigned char* tiles, int next) {
     const auto thread = static_cast<int>(threadIdx.x);

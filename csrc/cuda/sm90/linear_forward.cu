@@ -8,8 +8,9 @@
 // writes  o [B, T, H, V], ht, and where they are to be saved, S of every chunk, bf16
 //         [B, chunks, H, K, V]
 //
-// The producer copies a chunk's operands in one piece, and rows of v. A consumer holds the state of
-// 64 values transposed, [V][K], 128 key channels a part. Accumulation is fp32.
+// The producer copies a chunk's operands in one piece, and rows of v, and makes one factor of those
+// by which the state leaves a chunk and enters the next. A consumer holds the state of 64 values
+// transposed, [V][K], 128 key channels a part. Accumulation is fp32.
 #include "../device/launch.cuh"
 #include "dependent_launch.cuh"
 #include "dynamic_shared.h"

@@ -36,7 +36,8 @@ struct LinearBlock {
   }
 
   // Fills the stages: copy(i, stage, barrier) of the i-th chunk, and where there is something to do
-  // once this thread's copies have arrived, prepare(i). By the producer.
+  // once this thread's copies have arrived, prepare(i), which waits for others itself. By the
+  // producer.
   template <class Copy>
   __device__ __forceinline__ void produce(Copy&& copy_chunk) {
     produce(copy_chunk, [](int) {});

@@ -87,39 +87,42 @@ struct alignas(1024) Shared {
   } stages[kStages];
   static_assert(sizeof(Stage) == sizeof(Rows128<Gate>), "chunks outside tier 1 take no more");
   float gates[kParts][kOperandKeys];  // sums of a part of the tokens
+  uint64_t full[kStages];             // the rows are there
   // Here and not in registers while a chunk outside tier 1 is finished.
   Item item, next;
+  uint32_t phases;
 };
 
-// Asks for an item's rows, if there are any.
+// Asks for an item's rows, if there are any. `full` counts the copies, not groups of them: a thread
+// that waits for these would wait for its bulk stores too.
 template <class Gate>
-__device__ __forceinline__ void copy_item(Rows128<Gate>& to, const Problem& p, const Item& item) {
-  if (item.is_there(p)) {
-    const Chunk chunk = item.chunk(p);
-    // address(row, 16 bytes of it): where they go
-    const auto copy = [&](const Rows& r, auto* type, auto&& address) {
-      using T = std::remove_pointer_t<decltype(type)>;
-      constexpr int kEach = 16 / sizeof(T), kParts = kOperandKeys / kEach;
-      constexpr int kRowsEach = kThreadsOfBlock / kParts;
-      const int thread = thread_index(), row = thread / kParts, part = thread % kParts;
-      const bool inside = item.first + part * kEach < p.K;
-      const T* from = rows_at<const T>(r, chunk) + token_offset(r, row) + item.first + part * kEach;
+__device__ __forceinline__ void copy_item(Rows128<Gate>& to, uint64_t* full, const Problem& p,
+                                          const Item& item) {
+  if (!item.is_there(p)) return;
+  const Chunk chunk = item.chunk(p);
+  // address(row, 16 bytes of it): where they go
+  const auto copy = [&](const Rows& r, auto* type, auto&& address) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    constexpr int kEach = 16 / sizeof(T), kPieces = kOperandKeys / kEach;
+    constexpr int kRowsEach = kThreadsOfBlock / kPieces;
+    const int thread = thread_index(), row = thread / kPieces, part = thread % kPieces;
+    const bool inside = item.first + part * kEach < p.K;
+    const T* from = rows_at<const T>(r, chunk) + token_offset(r, row) + item.first + part * kEach;
 #pragma unroll
-      for (int i = 0; i < kTile; i += kRowsEach, from += token_offset(r, kRowsEach))
-        copy16(address(row + i, part), from, inside && row + i < chunk.length);
+    for (int i = 0; i < kTile; i += kRowsEach, from += token_offset(r, kRowsEach))
+      copy16(address(row + i, part), from, inside && row + i < chunk.length);
+  };
+  const auto tiles = [](unsigned char* tile) {
+    return [address = shared_address(tile)](int row, int part) {
+      return address + part / 8 * kTileBytes + swizzled(row, part % 8);
     };
-    const auto tiles = [](unsigned char* tile) {
-      return [address = shared_address(tile)](int row, int part) {
-        return address + part / 8 * kTileBytes + swizzled(row, part % 8);
-      };
-    };
-    copy(p.g, static_cast<Gate*>(nullptr), [address = shared_address(to.g)](int row, int part) {
-      return address + row * static_cast<int>(kOperandKeys * sizeof(Gate)) + part * 16;
-    });
-    copy(p.q, static_cast<bf16*>(nullptr), tiles(to.group.q));
-    copy(p.k, static_cast<bf16*>(nullptr), tiles(to.group.k));
-  }
-  commit_copies();
+  };
+  copy(p.g, static_cast<Gate*>(nullptr), [address = shared_address(to.g)](int row, int part) {
+    return address + row * static_cast<int>(kOperandKeys * sizeof(Gate)) + part * 16;
+  });
+  copy(p.q, static_cast<bf16*>(nullptr), tiles(to.group.q));
+  copy(p.k, static_cast<bf16*>(nullptr), tiles(to.group.k));
+  arrive_after_copies(full);
 }
 
 // The pair's gates of a part of the tokens, from shared memory.
@@ -177,23 +180,31 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach)
   constexpr bool kAhead = Shared<Gate>::kStages == 2;
   const auto stores = [] { return thread_index() == 0; };
   Item item = Item::first_of_block(p);
-  if (kAhead) copy_item(shared.stages[0].rows, p, item);
+  if (stores())
+    for (uint64_t& barrier : shared.full) init_barrier(&barrier, kThreadsOfBlock);
+  __syncthreads();      // the barriers are there
+  uint32_t phases = 0;  // of the barriers, a bit each
+  const auto wait_for_rows = [&](int stage) {
+    wait(&shared.full[stage], phases >> stage & 1);
+    phases ^= 1u << stage;
+  };
+  if (kAhead) copy_item(shared.stages[0].rows, &shared.full[0], p, item);
   float A[32 / kKeyTiles];
   clear(A);
   bool exact = false;
 #pragma unroll 1
   for (int stage = 0; item.is_there(p); stage = kAhead ? 1 - stage : 0) {
     auto& rows = shared.stages[stage].rows;
-    if (!kAhead) copy_item(rows, p, item);
-    wait_for_copies<0>();
-    __syncthreads();  // the rows are there
+    if (!kAhead) copy_item(rows, &shared.full[0], p, item);
+    wait_for_rows(stage);
     const Pair<kKeyTiles> pair;
     const PairColumn<Gate> gates = read_gates(rows.g, pair);
     sum_gates(shared.gates, gates, pair);
     if (kAhead && stores()) wait_for_bulk_stores();
     __syncthreads();  // the sums are written; the item before is read
     Item next = item.next(p);
-    if constexpr (kAhead) copy_item(shared.stages[1 - stage].rows, p, next);
+    if constexpr (kAhead)
+      copy_item(shared.stages[1 - stage].rows, &shared.full[1 - stage], p, next);
     exact |= gate_rows(rows, gates, shared.gates, pair, p.scale);
     fence_for_products();  // and bulk stores
     __syncthreads();       // q^, k^ and the factors are written, the gates are read
@@ -224,17 +235,19 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach)
       if (exact) {
         // Always in the first place, so that its addresses are constants, and what waits there for
         // its turn is copied once more.
-        wait_for_copies<0>();
+        if (kAhead && next.is_there(p)) wait_for_rows(1 - stage);
         if (stores()) {
           wait_for_bulk_stores();
           shared.item = item;
           shared.next = next;
+          shared.phases = phases;
         }
         __syncthreads();  // the rows are read
         shared.stages[0].exact.finish(p, [&] { return shared.item.chunk(p); });
         __syncthreads();  // what was there instead is read
         next = shared.next;
-        if constexpr (kAhead) copy_item(shared.stages[1].rows, p, next);
+        phases = shared.phases;
+        if constexpr (kAhead) copy_item(shared.stages[1].rows, &shared.full[1], p, next);
         stage = 0;
       } else if (scores) {
         store_scores(rows.A(), A);
@@ -261,7 +274,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach)
 template <class Gate>
 void launch_operands(const Problem& p, cudaStream_t stream) {
   static const DynamicShared shared(operands_kernel<Gate>, sizeof(Shared<Gate>));
-  const int64_t blocks = std::min<int64_t>(chunk_heads(p), kBlocksEach * p.processors);
+  // An odd number, lest all of a block's chunks be one head's, of which one may be slow.
+  const int64_t blocks = std::min<int64_t>(chunk_heads(p), kBlocksEach * p.processors - 1);
   if (blocks == 0) return;
   shared.allow();
   launch_dependent(operands_kernel<Gate>, blocks, kThreadsOfBlock, sizeof(Shared<Gate>), stream, p,

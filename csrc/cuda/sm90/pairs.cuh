@@ -17,13 +17,6 @@ __device__ __forceinline__ int thread_index() {
   return thread;
 }
 
-// And blockIdx.x.
-__device__ __forceinline__ uint32_t block_index() {
-  uint32_t block;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-  return block;
-}
-
 __device__ __forceinline__ float2 unpack(float2 pair) { return pair; }
 __device__ __forceinline__ uint32_t& word(unsigned char* tile, int offset) {
   return *reinterpret_cast<uint32_t*>(tile + offset);

@@ -39,7 +39,7 @@ void linear_states(const Problem& p, cudaStream_t stream);
 void linear_segment_parts(const Problem& p, cudaStream_t stream);
 // q k v g h0 -> operands, tiers, S, scaled: operands and linear_states at once, by pairs of blocks,
 // where the plan says so (paired_states). bf16 g; neither segments nor packed sequences; K of 65 to
-// 128, V of 129 to 256.
+// 128, V of 193 to 256.
 void paired_states(const Problem& p, cudaStream_t stream);
 
 // q k v g tiers -> o += A v, of chunks outside tier 1, behind the forward sweeps that gate.

@@ -80,7 +80,7 @@ struct Shared {
   // The other block's dS~ of values whose dv is this one's, then dv on its way out.
   unsigned char received[kPair][kTileBytes];
   Own<Gate> own[kConsumers];
-  // A slice's rows are there; they are read.
+  // A slice's rows and tile are there; they are read.
   uint64_t full[kSliceStages], empty[kSliceStages];
   // Its dS~ is there; it is read, here and where it was sent to.
   uint64_t ready[kStateStages], taken[kStateStages];

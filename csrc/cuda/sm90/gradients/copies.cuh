@@ -88,15 +88,17 @@ __device__ __forceinline__ void copy_states(Shared<kGroups>& s, const Problem& p
     copy_rows(states.dS, bases.dS);
 }
 
-// Zeros where the states have no tile of key channels, which no copy takes the place of.
+// Zeros where the states have no tile of key channels, which no copy of tiles takes the place of.
 template <int kGroups>
 __device__ __forceinline__ void clear_absent_states(Shared<kGroups>& s, const Problem& p) {
   constexpr int kPieces = kTileBytes / 16;
   if (state_key_tiles(p) == kGroups) return;
   for (auto& states : s.operands.states)
-    for (auto* tiles : {states.S, states.dS})
+    for (auto* tiles : {states.dS, states.S}) {
+      if (tiles == states.S && p.saved_states) continue;  // rows are copied as zeros
       for (int i = thread_index(); i < kPieces; i += kGroups * kGroupThreads)
         reinterpret_cast<uint4*>(tiles[kGroups - 1])[i] = make_uint4(0, 0, 0, 0);
+    }
 }
 
 // dv of 64 values to memory, from shared memory.
