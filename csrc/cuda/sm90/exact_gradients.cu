@@ -2,8 +2,7 @@
 // backward steps 5 and 6 of them. Where operands.cu has made operands it has done so too.
 //
 // grid    as for_exact_chunks wants it: a block for all parts of a chunk, A and then 64 key
-// channels
-//         at a time, so that those with nothing to do are few
+//         channels at a time, so that those with nothing to do are few
 // reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers
 // writes  A, bf16, [B, T, H, C] or of operands [B, slots, H]; dq_intra, dk_intra, dg_intra
 //         [B, T, H, K] fp32

@@ -99,7 +99,8 @@ class ValueOperand {
   uint32_t words_[kTile / 16][4];
 };
 
-// What store_output does in two steps, between which the place of v can be given back.
+// What store_output does in two steps, between which the place of v can be given back. The sweeps
+// that gate keep no place back for it, and are faster with a row's load beside its store.
 class OutputRows {
  public:
   __device__ __forceinline__ OutputRows(unsigned char* tile, const float (&o)[32], int group) {

@@ -84,12 +84,7 @@ __device__ __forceinline__ void store_chunk(const Problem& p, const State<kOpera
                                             StateTiles& tiles, int64_t chunk_head, int group) {
   const Fragments fragments;
 #pragma unroll
-  for (int i = 0; i < state.kValues / 16; ++i) {
-    uint32_t words[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) words[e] = pack(state.x[8 * i + 2 * e], state.x[8 * i + 2 * e + 1]);
-    fragments.store(shared_address(tiles[i / 4]), i % 4, words);
-  }
+  for (int i = 0; i < kValueTiles; ++i) store_tile(fragments, tiles[i], state.x + 32 * i);
   fence_for_products();  // and bulk stores
   const bool stores = threadIdx.x % kGroupThreads == 0;
   if (stores) wait_for_bulk_stores();      // of the chunk before, whose place is next

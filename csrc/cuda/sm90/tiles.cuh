@@ -44,6 +44,18 @@ class Fragments {
   uint32_t offset_;
 };
 
+// A tile of bf16 from 64 columns of accumulators of a warpgroup.
+__device__ __forceinline__ void store_tile(const Fragments& fragments, unsigned char* tile,
+                                           const float* d) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t words[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) words[e] = pack(d[8 * i + 2 * e], d[8 * i + 2 * e + 1]);
+    fragments.store(shared_address(tile), i, words);
+  }
+}
+
 // Copies columns [first, first + 64 kTiles) of chunks of a segment, zero where there is nothing, by
 // kThreads threads of which the caller is number `thread`.
 template <int kTiles, int kThreads>

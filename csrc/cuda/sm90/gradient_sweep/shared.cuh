@@ -202,14 +202,7 @@ struct Lane {
 
 // A tile of bf16 from accumulators.
 __device__ __forceinline__ void store_tile(unsigned char* tile, const float (&d)[32]) {
-  const Fragments fragments(thread_index());
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t words[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) words[e] = pack(d[8 * i + 2 * e], d[8 * i + 2 * e + 1]);
-    fragments.store(shared_address(tile), i, words);
-  }
+  store_tile(Fragments(thread_index()), tile, d);
 }
 
 // A warp's 16 rows of a tile, a thread 16 bytes of every fourth one: what a warp has written by

@@ -82,6 +82,7 @@ class RowSums {
       asm volatile("" : "+f"(d_[0]), "+f"(d_[1]));  // not later, which would take registers
     }
   }
+  // Of S itself, not of S~, if `unscaled`. Keeps what dS~ is to be multiplied by as it leaves.
   __device__ __forceinline__ void store(float* sums, const float* enter, float* factors,
                                         bool unscaled) {
     const Lane lane;

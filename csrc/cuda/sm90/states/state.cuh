@@ -59,12 +59,8 @@ struct State {
     const Fragments fragments;
     group_barrier<kConsumerBarrier>(group);  // the rows of the chunk before are read
 #pragma unroll
-    for (int i = 0; i < kValues / 16; ++i) {
-      uint32_t words[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) words[e] = pack(x[8 * i + 2 * e], x[8 * i + 2 * e + 1]);
-      fragments.store(shared_address(tile) + i / 4 * kTileBytes, i % 4, words);
-    }
+    for (int i = 0; i < kValues / kTile; ++i)
+      store_tile(fragments, tile + i * kTileBytes, x + 32 * i);
     group_barrier<kConsumerBarrier>(group);  // the rows are written
     constexpr int kParts = kValues / 8, kRowsEach = kGroupThreads / kParts;
     const int part = thread % kParts, v = first_v + 8 * part;
