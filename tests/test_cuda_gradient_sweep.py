@@ -21,12 +21,13 @@ from gla_ext import chunk_gla
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
 
 SIZES = [(72, 72), (104, 128), (128, 128), (128, 200), (128, 256)]
+NARROW_SIZES = [(64, 64), (8, 64), (40, 16), (64, 8)]
 by_gate = pytest.mark.parametrize("gate", GATES)
 in_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
 
 
 def make_swept(B, T, H, K, V, gate=0.1, gate_dtype=BF16, **options):
-    """Inputs whose gradients this GPU sweeps for: enough heads for its clusters."""
+    """Inputs whose gradients this GPU sweeps for: enough heads for its blocks."""
     x = make_inputs(B, T, H, K, V, BF16, gate, gate_dtype, device="cuda", **options)
     assert plan_of(x)["swept_gradients"]
     return x
@@ -42,9 +43,20 @@ def test_sizes(T, K, V, gate):
 
 
 @in_nan
-@pytest.mark.parametrize("B", [32, 33])
-def test_more_heads_than_clusters(B):
-    x = make_swept(B, 200, 4, 128, 256)
+@by_gate
+@pytest.mark.parametrize("K, V", NARROW_SIZES)
+@pytest.mark.parametrize("T", [1, 64, 65, 130, 330])
+def test_narrow_sizes(T, K, V, gate):
+    x = make_swept(22, T, 9, K, V, gate)
+    assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@in_nan
+@pytest.mark.parametrize(
+    "B, T, H, K, V", [(32, 200, 4, 128, 256), (33, 200, 4, 128, 256), (53, 200, 8, 64, 64)]
+)
+def test_more_heads_than_fit_at_once(B, T, H, K, V):
+    x = make_swept(B, T, H, K, V)
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 
@@ -83,11 +95,12 @@ def with_sums(x, multiple, least):
 
 
 @in_nan
+@pytest.mark.parametrize("B, H, K, V", [(16, 4, 128, 256), (22, 9, 64, 64)])
 @pytest.mark.parametrize("multiple, least", [(1.0, 3.0), (1.0, 20.0), (112.0, 0.1)])
-def test_references_that_rounding_decides(multiple, least):
+def test_references_that_rounding_decides(multiple, least, B, H, K, V):
     """Half of the sums lies beside the middle of two integers, or sums lie at the end of tier 1's
     range: whoever sums the gates must come to the same reference."""
-    x = with_sums(make_swept(16, 330, 4, 128, 256), multiple, least)
+    x = with_sums(make_swept(B, 330, H, K, V), multiple, least)
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 
@@ -111,6 +124,22 @@ def test_segments(V, gate, gate_dtype):
 
 
 @in_nan
+@by_gate
+def test_narrow_segments(gate):
+    x = make_swept(1, 8200, 64, 64, 64, gate)
+    assert plan_of(x)["segments"] > 1
+    assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@in_nan
+@pytest.mark.parametrize("K, V", [(64, 64), (40, 24)])
+@pytest.mark.parametrize("kind", [*MIXED, "resets alone"])
+def test_narrow_chunks_in_and_out_of_tier_1(kind, K, V):
+    x = mixed_gates(make_swept(22, 330, 9, K, V), kind)
+    assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@in_nan
 @pytest.mark.parametrize("gate_dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("K, V", [(104, 128), (128, 256)])
 @pytest.mark.parametrize("kind", [*MIXED, "resets alone"])
@@ -120,10 +149,11 @@ def test_chunks_in_and_out_of_tier_1(kind, K, V, gate_dtype):
 
 
 @in_nan
+@pytest.mark.parametrize("B, H, K, V", [(16, 4, 128, 200), (22, 9, 56, 48)])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("states", [False, True])
-def test_states(states, v_first):
-    x = make_swept(16, 130, 4, 128, 200, states=states)
+def test_states(states, v_first, B, H, K, V):
+    x = make_swept(B, 130, H, K, V, states=states)
     expected = exact_by_chunks(x)
     if states and v_first:
         turned = {name: getattr(x, name).mT.contiguous() for name in ("initial_state", "dht")}
@@ -152,10 +182,11 @@ def test_saved_states(B, T, H, V, kind):
 
 
 @in_nan
+@pytest.mark.parametrize("B, K, V", [(16, 128, 256), (50, 64, 64)])
 @pytest.mark.parametrize("HK", [1, 2])
-def test_shared_heads(HK):
+def test_shared_heads(HK, B, K, V):
     """The same bits as repeats of k, v and gates, whose gradients are then sums."""
-    x = make_swept(16, 130, 4, 128, 256)
+    x = make_swept(B, 130, 4, K, V)
 
     def run(repeat):
         def function(q, k, v, g, initial_state):
@@ -170,9 +201,10 @@ def test_shared_heads(HK):
 
 
 @in_nan
-def test_strides():
+@pytest.mark.parametrize("B, K, V", [(16, 128, 256), (50, 64, 64)])
+def test_strides(B, K, V):
     """Halves of wider tensors, and an upstream gradient that is one row for all."""
-    x = make_swept(16, 130, 4, 128, 256)
+    x = make_swept(B, 130, 4, K, V)
 
     def sliced(t):
         return torch.cat([t, t.new_full(t.shape, torch.nan)], -1)[..., : t.shape[-1]]
@@ -183,23 +215,24 @@ def test_strides():
 
 
 @pytest.mark.parametrize("gate", [0.1, "reset"])
-@pytest.mark.parametrize("V", [128, 256])
-def test_same_bits_in_every_run(V, gate):
+@pytest.mark.parametrize("B, H, K, V", [(33, 4, 128, 128), (33, 4, 128, 256), (53, 8, 64, 64)])
+def test_same_bits_in_every_run(B, H, K, V, gate):
     """Of 40 runs: roles of a block that do not wait for one another would show, or hang."""
-    x = make_swept(33, 700, 4, 128, V, gate)
+    x = make_swept(B, 700, H, K, V, gate)
     first = ours(x)
     assert_results_close(first, exact_by_chunks(x), x)
     for _ in range(40):
         assert_same_bits(ours(x), first)
 
 
+@pytest.mark.parametrize("B, K, V", [(16, 128, 256), (50, 64, 64)])
 @pytest.mark.parametrize("operand", ["q", "k", "v", "g", "do"])
-def test_nan_is_never_silent_and_stays_in_its_sequence(operand):
-    x = make_swept(16, 200, 4, 128, 256)
+def test_nan_is_never_silent_and_stays_in_its_sequence(operand, B, K, V):
+    x = make_swept(B, 200, 4, K, V)
     poisoned = getattr(x, operand).clone()
     poisoned[3, 70, 1, 5] = torch.nan
     results, clean = ours(dataclasses.replace(x, **{operand: poisoned})), ours(x)
-    others = [n for n in range(16) if n != 3]
+    others = [n for n in range(B) if n != 3]
     for name, t in results.items():
         assert_same_bits({name: t[others]}, {name: clean[name][others]})
     assert any(results[name][3, :, 1].isnan().any() for name in ("dq", "dk", "dv", "dg"))

@@ -54,6 +54,7 @@ FUSED_SHAPES = {
     "pairs of blocks, packed": (1, 165, 1, 72, 136, PACKED_LENGTHS, "contiguous"),
     "gradients in a sweep": (11, 130, 6, 72, 72, None, "contiguous"),
     "gradients in a sweep, many values": (11, 330, 6, 72, 200, None, "contiguous"),
+    "gradients in a sweep, narrow": (22, 200, 9, 40, 64, None, "contiguous"),
     "in segments": (1, 530, 1, 64, 64, None, "contiguous"),
     "packed, in segments": (1, 430, 1, 128, 64, (0, 330, 70, 3), "contiguous"),
     "packed, small heads in segments": (1, 430, 1, 64, 64, (0, 330, 70, 3), "contiguous"),

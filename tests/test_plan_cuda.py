@@ -238,6 +238,17 @@ def test_cuda_fused_backward_without_operands():
         ({"B": 8}, False),
         ({"B": 16, "T": 1}, True),
         ({"K": 64}, False),
+        ({"K": 64, "V": 64, "B": 49}, False),  # 264 blocks at once
+        ({"K": 64, "V": 64, "B": 50}, True),
+        ({"K": 64, "V": 64, "B": 66}, True),
+        ({"K": 64, "V": 64, "B": 67}, False),
+        ({"K": 8, "V": 8, "B": 66}, True),
+        ({"K": 64, "V": 72, "B": 66}, False),
+        ({"K": 64, "V": 64, "B": 66, "gate_dtype": "float32"}, False),
+        ({"K": 64, "V": 64, "B": 66, "save_states": True}, False),
+        ({"K": 64, "V": 64, "B": 66, "batch_invariant": True}, False),
+        ({"K": 64, "V": 64, "B": 1, "T": 2048 * 66}, True),  # in 66 segments of 32 chunks
+        ({"K": 64, "V": 64, "B": 1, "T": 2048 * 61}, False),
         ({"K": 72}, True),
         ({"K": 136}, False),
         ({"V": 128}, True),
@@ -262,7 +273,8 @@ def test_cuda_fused_backward_without_operands():
     ids=str,
 )
 def test_cuda_gradients_in_a_sweep(change, swept):
-    """Where clusters of two blocks have enough to do; forward has nothing to sweep for."""
+    """Where clusters of two blocks, or single ones of narrow heads, have enough to do; forward has
+    nothing to sweep for."""
     assert full_plan(**change, backward=True)["swept_gradients"] == swept
     assert not full_plan(**change)["swept_gradients"]
 

@@ -105,7 +105,9 @@ void run_backward(const Call& call, const Plan& plan, bool saved) {
       call.launch(saved ? state_grads : states_and_state_grads);
     }
     if (!plan.linear || plan.paired_states) call.launch(sm90::exact_gradients);
-    call.launch(plan.swept_gradients ? sm90::gradient_sweep : sm90::gradients);
+    call.launch(!plan.swept_gradients ? sm90::gradients
+                : plan.linear         ? sm90::gradient_sweep
+                                      : sm90::narrow_gradient_sweep);
     return;
   }
   prepare_gates(call);

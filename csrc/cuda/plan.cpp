@@ -21,6 +21,9 @@ int64_t tier_bytes(const ChunkGrid& grid, int64_t H) {
   return grid.B * grid.slots * H * kMaxTierBlocks;
 }
 
+// Heads of at most 64 keys and 64 values: one tile.
+bool is_narrow(const PlanInputs& in) { return in.K <= kTierBlock && in.V <= kTierBlock; }
+
 // Cuts sequences into segments where sweeps over whole ones would leave multiprocessors idle: by
 // themselves too few, or packed ones of which a long one would be left over.
 void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
@@ -31,13 +34,12 @@ void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   // makes all gradients takes two blocks.
   const int64_t blocks = in.H * ceil_div(in.V, kFusedValues);
   const int64_t each_way = 2 - in.save_states;
-  const int64_t sweeps = plan.swept_gradients ? 2 * in.H
+  const int64_t sweeps = plan.swept_gradients ? (is_narrow(in) ? 1 : 2) * in.H
                          : in.backward        ? each_way * blocks * ceil_div(in.K, kOperandKeys)
                                               : blocks;
   const int64_t longest = ceil_div(in.T, kChunk);
-  // Sweeps at a time: small heads come two a block.
-  const int64_t places =
-      in.K <= kTierBlock && in.V <= kTierBlock ? 2 * in.processors : in.processors;
+  // Sweeps at a time: of small heads two a multiprocessor.
+  const int64_t places = is_narrow(in) ? 2 * in.processors : in.processors;
   const bool too_few = 2 * grid.N * sweeps <= places;
   if (!(too_few || in.packed)) return;
   // Packed, nothing is known of the lengths: a segment is what a place would get of all chunks.
@@ -67,23 +69,25 @@ void add_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   plan.launches += 2;
 }
 
-// Gradients in a sweep with dS on chip, by a cluster of two blocks a head, or a kernel over chunks
-// that reads it from memory: the sweep where its shared memory holds a head's values and is not
-// half empty, and nearly all clusters have a head; or a segment that is long beside a sweep's
-// start, where segments' own parts are summed anyway.
+// Gradients in a sweep with dS on chip, by a cluster of two blocks a head, or one block of two a
+// multiprocessor for a narrow one, or a kernel over chunks that reads it from memory: the sweep
+// where its shared memory holds a head's values and is not half empty, and nearly all places have a
+// head; or a segment that is long beside a sweep's start, where segments' own parts are summed
+// anyway.
 void choose_sweep(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   constexpr int64_t kMinSweptChunks = 32;  // of a segment
   choose_segments(plan, in, grid);
   const int64_t heads = grid.N * in.H;
-  const bool fits = in.K > kTierBlock && in.K <= kOperandKeys && in.V <= 2 * kFusedValues &&
-                    ceil_div(in.V, kTierBlock) % 2 == 0;
-  if (!fits || in.packed || in.batch_invariant || heads == 0) return;
+  const bool fits_cluster = in.K > kTierBlock && in.K <= kOperandKeys && in.V <= 2 * kFusedValues &&
+                            ceil_div(in.V, kTierBlock) % 2 == 0;
+  if (!(fits_cluster || is_narrow(in)) || in.packed || in.batch_invariant || heads == 0) return;
   Plan swept = plan;
   swept.swept_gradients = true;
   choose_segments(swept, in, grid);
   if (swept.segments == 0) {
-    const int64_t clusters = std::max<int64_t>(1, in.processors / 2);
-    const int64_t places = ceil_div(heads, clusters) * clusters;
+    const int64_t at_once =
+        is_narrow(in) ? 2 * in.processors : std::max<int64_t>(1, in.processors / 2);
+    const int64_t places = ceil_div(heads, at_once) * at_once;
     if (4 * heads >= 3 * places) plan = swept;
   } else if (plan.segments > 0 && swept.segment_chunks >= kMinSweptChunks) {
     plan = swept;

@@ -6,22 +6,23 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// Raises the gates of columns [first, first + kColumns) of a tile to where a decay is 0 in fp32,
-// since 0 times -inf would be NaN. NaN stays NaN. By a warpgroup; kColumns is 32 or 64.
+// Raises eight gates to where a decay is 0 in fp32, since 0 times -inf would be NaN. NaN stays NaN.
+__device__ __forceinline__ void clamp_gates(uint4* eight) {
+  const __nv_bfloat162 reset = __float2bfloat162_rn(-104.f);  // 2^(-104 log2 e) < 2^-150
+  uint4 x = *eight;
+  auto* pairs = reinterpret_cast<__nv_bfloat162*>(&x);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) pairs[j] = __hmax2_nan(pairs[j], reset);
+  *eight = x;
+}
+// Those of columns [first, first + kColumns) of a tile, by a warpgroup; kColumns is 32 or 64.
 template <int kColumns>
 __device__ __forceinline__ void clamp_gates(unsigned char* tile, int first, int thread) {
   constexpr int kParts = kColumns / 8, kRowsEach = kGroupThreads / kParts;
-  const __nv_bfloat162 reset = __float2bfloat162_rn(-104.f);  // 2^(-104 log2 e) < 2^-150
 #pragma unroll
-  for (int i = 0; i < kTile / kRowsEach; ++i) {
-    auto* eight = reinterpret_cast<uint4*>(
-        tile + swizzled(thread / kParts + i * kRowsEach, first / 8 + thread % kParts));
-    uint4 x = *eight;
-    auto* pairs = reinterpret_cast<__nv_bfloat162*>(&x);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) pairs[j] = __hmax2_nan(pairs[j], reset);
-    *eight = x;
-  }
+  for (int i = 0; i < kTile / kRowsEach; ++i)
+    clamp_gates(reinterpret_cast<uint4*>(
+        tile + swizzled(thread / kParts + i * kRowsEach, first / 8 + thread % kParts)));
 }
 
 // Ones on and below the diagonal, a whole tile.

@@ -16,16 +16,17 @@ struct Place {
         t(thread % 4) {}
 };
 
-// d += A B over 64 summed elements.
+// d = A B over 64 summed elements, added to what is there if `add`.
 template <Contiguous kA, Contiguous kB, int kN>
-__device__ __forceinline__ void multiply(float (&d)[kN], uint32_t a_address, uint32_t b_address) {
+__device__ __forceinline__ void multiply(float (&d)[kN], uint32_t a_address, uint32_t b_address,
+                                         bool add = true) {
   const uint64_t a = descriptor(a_address, 0), b = descriptor(b_address, 0);
   // Bytes from 16 of them to the next.
   constexpr int kStepA = kA == Contiguous::kSummed ? 32 : 16 * 128;
   constexpr int kStepB = kB == Contiguous::kSummed ? 32 : 16 * 128;
 #pragma unroll
   for (int i = 0; i < kTile / 16; ++i)
-    product<kA, kB>(d, a + i * (kStepA >> 4), b + i * (kStepB >> 4));
+    product<kA, kB>(d, a + i * (kStepA >> 4), b + i * (kStepB >> 4), add || i > 0);
 }
 
 template <int kN>

@@ -231,6 +231,20 @@ __device__ __forceinline__ void product(float (&d)[32], float (&others)[32], uin
 
 // The same with A in registers.
 template <Contiguous kB = Contiguous::kSummed>
+__device__ __forceinline__ void product(float (&d)[16], const uint32_t (&a)[4], uint64_t b,
+                                        bool add = true) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred add;\n"
+      "  setp.ne.b32 add, %21, 0;\n"
+      "  wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" GLA_16_REGISTERS
+      "}, {%16, %17, %18, %19}, %20, add, 1, 1, %22;\n"
+      "}"
+      : GLA_16_OPERANDS(d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)),
+        "n"(kB == Contiguous::kOther));
+}
+template <Contiguous kB = Contiguous::kSummed>
 __device__ __forceinline__ void product(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
                                         bool add = true) {
   asm volatile(

@@ -18,8 +18,8 @@ void forward(const Problem& p, cudaStream_t stream);
 // The same by pairs of blocks, where the plan says so (cluster_pieces).
 void paired_forward(const Problem& p, cudaStream_t stream);
 
-// k v g h0 (segment_states) -> S and tiers, q g do dht (segment_state_grads) -> dS and dh0. K of
-// at most 64.
+// k v g h0 (segment_states) -> S and tiers, and unless gradients are swept q g do dht
+// (segment_state_grads) -> dS and dh0. K of at most 64.
 void chunk_states(const Problem& p, cudaStream_t stream);
 
 // The same sweeps -> segment_states or segment_state_grads and segment_decays: what each segment
@@ -56,5 +56,7 @@ void gradients(const Problem& p, cudaStream_t stream);
 // operands, and outside tier 1 dq_intra dk_intra dg_intra -> dq dk dv dg dh0. K of 65 to 128, V of
 // at most 256.
 void gradient_sweep(const Problem& p, cudaStream_t stream);
+// The same without operands, outside tier 1 with A: bf16 g, K and V of at most 64.
+void narrow_gradient_sweep(const Problem& p, cudaStream_t stream);
 
 }  // namespace gla_ext::cuda::sm90

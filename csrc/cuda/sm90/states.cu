@@ -7,7 +7,8 @@
 // grid    (sweep, segment, head, 128 values); two producer and two consumer warpgroups. Where V is
 //         at most 64, two segments and heads a block, with a producer and a consumer each.
 // reads   g [B, T, H, K], k v h0, or q do dht; segment_states, segment_state_grads
-// writes  S entering, or dS' leaving, every chunk, bf16 [B, chunks, H, K, V]; dh0; with S tiers.
+// writes  S entering, or dS' leaving, every chunk, bf16 [B, chunks, H, K, V]; dh0; with S tiers. S
+//         alone where gradients are swept.
 //         For segments' own parts none of these, but segment_states or segment_state_grads and
 //         segment_decays.
 //
@@ -81,7 +82,8 @@ void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t
 }  // namespace
 
 void chunk_states(const Problem& p, cudaStream_t stream) {
-  launch_states<Store::kChunks>(p, true, true, stream);  // also where no chunk needs S or dS
+  // Also where no chunk needs S or dS.
+  launch_states<Store::kChunks>(p, true, !p.swept_gradients, stream);
 }
 
 void segment_parts(const Problem& p, cudaStream_t stream) {

@@ -18,9 +18,12 @@ class Triangle {
     corner_ = (one(column) ? kOne : 0) | (one(column + 1) ? kOne << 16 : 0);
   }
 
-  // d [64 tokens][64 columns] = the sums of a tile's rows, added to what is there if `add`.
-  __device__ __forceinline__ void sum(float (&d)[32], const unsigned char* tile, bool add) const {
-    const uint64_t rows = descriptor(shared_address(tile), 0);
+  // d [64 tokens][2 kN columns] = the sums of a tile's rows, from column `first` on, added to what
+  // is there if `add`.
+  template <int kN>
+  __device__ __forceinline__ void sum(float (&d)[kN], const unsigned char* tile, bool add,
+                                      int first = 0) const {
+    const uint64_t rows = descriptor(shared_address(tile) + 2 * first, 0);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool whole = kOnes == Ones::kUpTo ? i < warp_ : i > warp_;

@@ -2,40 +2,11 @@
 #pragma once
 
 #include "gates.cuh"
+#include "results.cuh"
 #include "shared.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
-
-// Sums what the states that leave the chunk owe to k.
-__device__ __forceinline__ void sum_inter(Queries& queries, int rank, const float (&y)[32],
-                                          const unsigned char* k) {
-  const int thread = thread_index() % kGroupThreads;
-  const Fragments fragments(thread);
-  float sums[16];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t words[4];
-    fragments.load(words, shared_address(k), i);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float2 sum = make_float2(0.f, 0.f);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int at = 8 * i + 4 * j + 2 * e;
-        sum = sum + unpack(words[2 * j + e]) * make_float2(y[at], y[at + 1]);
-      }
-      sums[4 * i + 2 * j] = sum.x;
-      sums[4 * i + 2 * j + 1] = sum.y;
-    }
-  }
-  // Lane 4 g + t is left with pair t of the g-th eight columns, summed over the warp's rows.
-  fold_rows<4>(sums);
-  fold_rows<2>(sums);
-  fold_rows<1>(sums);
-  pair_at(queries.inter(rank, thread / kWarp), thread % kWarp / 4 * 8 + thread % 4 * 2) =
-      make_float2(sums[0], sums[1]);
-}
 
 // dA of a tile, dropped above the diagonal.
 __device__ __forceinline__ void store_score_grads(unsigned char* tile, float (&dA)[32]) {
@@ -44,54 +15,6 @@ __device__ __forceinline__ void store_score_grads(unsigned char* tile, float (&d
   for (int j = 0; j < 32; ++j)
     dA[j] = j / 4 * 8 + 2 * lane.t + j % 2 <= lane.row + j / 2 % 2 * 8 ? dA[j] : 0.f;
   store_tile(tile, dA);
-}
-
-// Where a chunk's gradients lie before they are written as rows.
-struct GradientTiles {
-  unsigned char *dq, *dk;     // dk in the place of k^
-  unsigned char *high, *low;  // what dg sums is the sum of these; high in the place of q^
-};
-
-// x and y of a chunk to dq and dk, and to what dg sums, q^ x - k^ y. A warp reads and writes its
-// own rows of all tiles.
-__device__ __forceinline__ void finish(const GradientTiles& to, const float (&x)[32],
-                                       const float (&y)[32], const float (&exponents)[32],
-                                       const unsigned char* q, const unsigned char* k,
-                                       float scale) {
-  const Fragments fragments(thread_index());
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t q_words[4], k_words[4], high[4], low[4];
-    fragments.load(q_words, shared_address(q), i);
-    fragments.load(k_words, shared_address(k), i);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int at = 8 * i + 2 * e;
-      const float2 dq = make_float2(x[at], x[at + 1]), dk = make_float2(y[at], y[at + 1]);
-      const float2 term = unpack(q_words[e]) * dq - unpack(k_words[e]) * dk;
-      high[e] = pack(term.x, term.y);
-      const float2 rest = term - unpack(high[e]);
-      low[e] = pack(rest.x, rest.y);
-      const float first = exponents[at], second = exponents[at + 1];
-      q_words[e] = pack(dq.x * (scale * exp2_ftz(first)), dq.y * (scale * exp2_ftz(second)));
-      k_words[e] = pack(dk.x * exp2_ftz(-first), dk.y * exp2_ftz(-second));
-    }
-    fragments.store(shared_address(to.dq), i, q_words);
-    fragments.store(shared_address(to.dk), i, k_words);
-    fragments.store(shared_address(to.high), i, high);
-    fragments.store(shared_address(to.low), i, low);
-  }
-}
-
-// Outside tier 1: x or y to dq or dk, whose exponents are at `terms`, in their place.
-__device__ __forceinline__ void finish_exact(const float (&d)[32], const FloatTile& terms,
-                                             float scale) {
-  const Lane lane;
-#pragma unroll
-  for (int i = 0; i < 32; i += 2) {
-    float2& term = terms.at(lane.row + i / 2 % 2 * 8, i / 4 * 8 + 2 * lane.t);
-    term = make_float2(d[i] * scale * exp2_ftz(term.x), d[i + 1] * scale * exp2_ftz(term.y));
-  }
 }
 
 // Every other chunk.

@@ -1,12 +1,15 @@
-// gradient_sweep.cu: gates of a chunk: the exponents of dq and dk, and dg.
+// The sweeps that make gradients: gates of a chunk, the exponents of dq and dk, and dg.
 #pragma once
 
-#include "shared.cuh"
+#include "../operands.cuh"
+#include "../triangle.cuh"
+#include "../warp_rows.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-// Of a chunk, a thread a pair of channels in a part of the tokens.
+// Of a chunk, a thread a pair of channels in a part of the tokens. `Own` and `Queries`: what the
+// shared memory of the kernel calls so.
 template <class Gate>
 class GatePart {
  public:
@@ -18,7 +21,8 @@ class GatePart {
 
   // Gates of the i-th chunk of the sweep on their way to `tile`, in the places from where this
   // thread has read dg.
-  __device__ __forceinline__ void copy(Own<Gate>& own, int i) const {
+  template <class Own>
+  __device__ __forceinline__ void copy(Own& own, int i) const {
     static_assert(kByProducts);
     if (i >= segment_.chunks) return;
     const WarpRows at;
@@ -32,6 +36,7 @@ class GatePart {
     commit_copies();
   }
   // Sums of gates, of a chunk in tier 1, to exponents of dq, and, with the other sign, of dk.
+  template <class Queries>
   static __device__ __forceinline__ void to_exponents(float (&b)[32], const Queries& queries,
                                                       int rank) {
     const float* enter = queries.factors[kEnter][rank] + 2 * Lane().t;
@@ -44,7 +49,8 @@ class GatePart {
     }
   }
   // The same from where `write_exponents` has left them.
-  static __device__ __forceinline__ void read_exponents(float (&exponents)[32], Own<Gate>& own) {
+  template <class Own>
+  static __device__ __forceinline__ void read_exponents(float (&exponents)[32], Own& own) {
     const Lane lane;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
@@ -54,7 +60,8 @@ class GatePart {
     }
   }
   // What dg owes to the states, by all threads, half of which are not needed.
-  static __device__ __forceinline__ void sum_states(Own<Gate>& own, Queries& queries, int rank) {
+  template <class Own, class Queries>
+  static __device__ __forceinline__ void sum_states(Own& own, Queries& queries, int rank) {
     const int thread = thread_index() % kGroupThreads, channel = thread % kTile;
     float sum = queries.states(rank)[channel];
 #pragma unroll
@@ -62,7 +69,8 @@ class GatePart {
     if (thread < kTile) own.states()[channel] = sum;
   }
   // What `sum_states` has summed, in all rows of accumulators.
-  static __device__ __forceinline__ void load_states(float (&dg)[32], Own<Gate>& own) {
+  template <class Own>
+  static __device__ __forceinline__ void load_states(float (&dg)[32], Own& own) {
     const float* states = own.states() + 2 * Lane().t;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -93,7 +101,8 @@ class GatePart {
   }
 
   // Exponents of dq, and, but outside tier 1, of dk with the other sign.
-  __device__ __forceinline__ void write_exponents(Own<Gate>& own, const FloatTile& to,
+  template <class Own, class Queries>
+  __device__ __forceinline__ void write_exponents(Own& own, const FloatTile& to,
                                                   const PairColumn<Gate>& gates, Queries& queries,
                                                   int rank, int number, int role) const {
     const Place at(*this, number);
@@ -109,7 +118,8 @@ class GatePart {
   }
 
   // Outside tier 1: exponents of dk.
-  __device__ __forceinline__ void write_exact_exponents(const Own<Gate>& own, const FloatTile& to,
+  template <class Own, class Queries>
+  __device__ __forceinline__ void write_exact_exponents(const Own& own, const FloatTile& to,
                                                         Queries& queries, int rank,
                                                         int number) const {
     const Place at(*this, number);
@@ -124,7 +134,8 @@ class GatePart {
 
   // And dq, dk and dg, of which step 6 is a part: dq of the state is at `q_terms`, dk of the
   // state's gradient at `k_terms`.
-  __device__ __forceinline__ void write_exact_gradients(Own<Gate>& own, const FloatTile& q_terms,
+  template <class Own, class Queries>
+  __device__ __forceinline__ void write_exact_gradients(Own& own, const FloatTile& q_terms,
                                                         const FloatTile& k_terms, Queries& queries,
                                                         int rank, int number, int role) const {
     const Place at(*this, number);
@@ -204,6 +215,7 @@ class GatePart {
       return tile.at(pair.first + token, pair.channel);
     }
     // As they were chosen for the operands, from a b_C that may be rounded otherwise.
+    template <class Queries>
     __device__ __forceinline__ References references(Queries& queries, int rank,
                                                      float2 b_last) const {
       const float2 enter = pair_at(queries.factors[kEnter][rank], pair.channel),

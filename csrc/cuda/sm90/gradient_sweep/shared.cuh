@@ -8,6 +8,7 @@
 #include "../state_tiles.cuh"
 #include "../states/sweeps.cuh"
 #include "../triangle.cuh"
+#include "../warp_rows.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
@@ -16,10 +17,8 @@ constexpr int kPair = 2;  // blocks of a cluster
 // Warpgroups of a block. Two consumers take the chunks in turn.
 enum Role { kProducer, kState, kConsumer, kRoles = kConsumer + 2 };
 constexpr int kConsumers = kRoles - kConsumer;
-constexpr int kWarp = 32;  // threads
 constexpr int kSweepThreads = kRoles * kGroupThreads;
 constexpr int kStateStages = 2, kQueryStages = 3;
-constexpr int kGroupWarps = kGroupThreads / kWarp;
 
 // 64 values of a chunk.
 struct Slice {
@@ -55,18 +54,6 @@ struct alignas(1024) Own {
   // In place of the first ones: what dg owes to the states that enter and leave the chunk.
   __device__ __forceinline__ float* states() { return dg[0]; }
 };
-
-// fp32 [token][64 of K], half of the tokens here and half there.
-struct FloatTile {
-  unsigned char *first, *second;
-  __device__ __forceinline__ float2& at(int row, int column) const {
-    return pair_at(reinterpret_cast<float*>(row < kTile / 2 ? first : second),
-                   swizzled_float(row % (kTile / 2), column));
-  }
-};
-__device__ __forceinline__ FloatTile float_tile(unsigned char* tile) {
-  return {tile, tile + kTileBytes};
-}
 
 template <class GateOfKernel>
 struct Shared {
@@ -152,22 +139,6 @@ __device__ __forceinline__ void start(SharedOfKernel& s, const Problem& p, int64
   fence_for_products();  // and bulk copies
 }
 
-// A barrier of a warpgroup.
-__device__ __forceinline__ void role_barrier(int role) {
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + role), "n"(kGroupThreads) : "memory");
-}
-// A warp's arrival. For what ordinary loads have read or single lanes written, threads arrive one
-// by one: NVIDIA's racecheck does not follow them through __syncwarp.
-__device__ __forceinline__ void arrive_as_warp(uint64_t* barrier) {
-  __syncwarp();
-  if (threadIdx.x % kWarp == 0) arrive(barrier);
-}
-
-// The i-th chunk of the sweep, from the last.
-__device__ __forceinline__ int chunk_of(const Segment& segment, int i) {
-  return segment.chunks - 1 - i;
-}
-
 // Asks for what of the i-th chunk of a sweep no value is part of, whose places are free. By a
 // thread.
 template <class SharedOfKernel>
@@ -190,66 +161,6 @@ __device__ __forceinline__ void load_keys(SharedOfKernel& s, const Problem& p, i
   bulk_copy(to.k, operands + offsetof(OperandGroup, k), kKeyTiles * kTileBytes, full);
   bulk_copy(to.A, operands + offsetof(Operands<1>, A), kTileBytes, full);
 }
-
-// A place in the accumulators of a warpgroup: rows `row` and the eighth behind it, columns 2 t and
-// up of every eight.
-struct Lane {
-  int row, t;
-  __device__ __forceinline__ Lane() : Lane(thread_index()) {}
-  __device__ __forceinline__ explicit Lane(int thread)
-      : row(thread % kGroupThreads / kWarp * 16 + thread % kWarp / 4), t(thread % 4) {}
-};
-
-// A tile of bf16 from accumulators.
-__device__ __forceinline__ void store_tile(unsigned char* tile, const float (&d)[32]) {
-  store_tile(Fragments(thread_index()), tile, d);
-}
-
-// A warp's 16 rows of a tile, a thread 16 bytes of every fourth one: what a warp has written by
-// `store_tile` it reads as rows without waiting for the others.
-struct WarpRows {
-  static constexpr int kPieces = 8, kRowsEach = kWarp / kPieces, kRows = 16 / kRowsEach;
-  int row, piece;  // of the first
-  __device__ __forceinline__ WarpRows()
-      : row(thread_index() % kGroupThreads / kWarp * 16 + thread_index() % kWarp / kPieces),
-        piece(thread_index() % kPieces) {}
-  // Byte offset of the j-th.
-  __device__ __forceinline__ int offset(int j) const {
-    return (swizzled(row, piece) + j * kRowsEach * 128) ^ (j % 2 * 64);
-  }
-  // How many of the chunk's rows, if its column is there.
-  __device__ __forceinline__ int rows_of(const Segment& segment, int chunk, bool inside) const {
-    return inside ? segment.length_of(chunk) - row : 0;
-  }
-  template <class T>
-  __device__ __forceinline__ T* at(const Rows& r, const Segment& segment, int chunk,
-                                   int first) const {
-    return rows_at<T>(r, segment.row, segment.token_of(chunk), segment.head) +
-           token_offset(r, row) + first + 8 * piece;
-  }
-};
-
-// On their way from a tile to a chunk's rows of an output.
-struct TileRows {
-  uint4 words[WarpRows::kRows];
-  __device__ __forceinline__ void read(const unsigned char* tile) {
-    const WarpRows at;
-    __syncwarp();  // the tile is written
-#pragma unroll
-    for (int j = 0; j < WarpRows::kRows; ++j)
-      words[j] = *reinterpret_cast<const uint4*>(tile + at.offset(j));
-  }
-  // From column `first` on.
-  __device__ __forceinline__ void write(const Rows& r, const Segment& segment, int chunk, int first,
-                                        int columns) const {
-    const WarpRows at;
-    const int rows = at.rows_of(segment, chunk, first + 8 * at.piece < columns);
-    bf16* to = at.at<bf16>(r, segment, chunk, first);
-#pragma unroll
-    for (int j = 0; j < WarpRows::kRows; ++j, to += token_offset(r, WarpRows::kRowsEach))
-      if (j * WarpRows::kRowsEach < rows) *reinterpret_cast<uint4*>(to) = words[j];
-  }
-};
 
 }  // namespace
 }  // namespace gla_ext::cuda::sm90

@@ -1,6 +1,7 @@
 // gradient_sweep.cu: what comes before the gradients: copies, and the state.
 #pragma once
 
+#include "../row_sums.cuh"
 #include "../states/state.cuh"
 #include "shared.cuh"
 
@@ -61,47 +62,22 @@ __device__ __forceinline__ void produce(SharedOfKernel& s, const Problem& p, int
   }
 }
 
-// rowsum(S dS~) of a chunk, of a thread's channels, `row` and the eighth behind it. Not by tensor
-// cores, which the products keep busy.
-class RowSums {
- public:
-  // 64 values, dS~ as accumulators have it.
-  __device__ __forceinline__ void add(uint32_t S, const float (&dS)[32]) {
-    const Fragments fragments(thread_index());
-    uint32_t words[2][4];
-    fragments.load(words[0], S, 0);
+// rowsum(S~ dS~), of S itself and not of S~ if `unscaled`. Keeps what dS~ is to be multiplied by as
+// it leaves.
+__device__ __forceinline__ void store_sums(RowSums& of, float* sums, const float* enter,
+                                           float* factors, bool unscaled) {
+  const Lane lane;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i < 3) fragments.load(words[(i + 1) % 2], S, i + 1);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float2 pair = unpack(words[i % 2][e]);
-        const int at = 8 * i + 2 * e;
-        d_[e % 2] = fmaf(pair.x, dS[at], fmaf(pair.y, dS[at + 1], d_[e % 2]));
-      }
-      asm volatile("" : "+f"(d_[0]), "+f"(d_[1]));  // not later, which would take registers
+  for (int e = 0; e < 2; ++e) {
+    const float sum = of.of(e);
+    const int row = lane.row + 8 * e;
+    if (lane.t == 0) {
+      const float factor = enter[row];
+      factors[row] = factor;
+      sums[row] = unscaled ? sum * factor : sum;
     }
   }
-  // Of S itself, not of S~, if `unscaled`. Keeps what dS~ is to be multiplied by as it leaves.
-  __device__ __forceinline__ void store(float* sums, const float* enter, float* factors,
-                                        bool unscaled) {
-    const Lane lane;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      d_[e] += __shfl_xor_sync(0xffffffffu, d_[e], 1);
-      d_[e] += __shfl_xor_sync(0xffffffffu, d_[e], 2);
-      const int row = lane.row + 8 * e;
-      if (lane.t == 0) {
-        const float factor = enter[row];
-        factors[row] = factor;
-        sums[row] = unscaled ? d_[e] * factor : d_[e];
-      }
-    }
-  }
-
- private:
-  float d_[2] = {};
-};
+}
 
 // dS~ in registers: to bf16 in each slice, here and where its dv is made, then on to the chunk
 // before.
@@ -180,7 +156,7 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
       slice.next();
       state_stage.next();
     }
-    sums.store(queries.states(rank), factors[kEnter][rank], s.factors, p.saved_states);
+    store_sums(sums, queries.states(rank), factors[kEnter][rank], s.factors, p.saved_states);
     fence_for_products();  // before the next chunk's bulk copies
     arrive(&s.states_full[i % kQueryStages]);
   }

@@ -1,0 +1,57 @@
+// What gradient_sweep.cu does, for heads of at most 64 keys and 64 values, from raw gates: a block
+// goes from the last chunk to the first with dS~ on chip, so that dS' is neither written to memory
+// nor read from it, and makes q^ and k^ of a chunk once for dS~ and for all gradients.
+//
+//   dS~ = 2^(b_C - to) dS'        dS = 2^from (dS~ + q^T do)
+//   x, y, dA, dq, dk, dv, dg as in gradients.cu
+//
+// grid    (segment, head), two blocks a multiprocessor; no packed sequences
+// reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers, S [K, V] of every chunk, dht,
+//         segment_state_grads; outside tier 1 A [B, T, H, C], dq_intra, dk_intra, dg_intra
+//         [B, T, H, K]
+// writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V], dh0
+//
+// One warpgroup makes q^, k^ and dS~ of a chunk, a chunk ahead of the other, which makes the
+// gradients. A and dA never leave the registers. Accumulation, b and dg are fp32.
+#include "../device/launch.cuh"
+#include "dependent_launch.cuh"
+#include "dynamic_shared.h"
+#include "narrow_sweep/gradients.cuh"
+#include "narrow_sweep/operands.cuh"
+#include "sm90.h"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+constexpr int kSweepBlocks = 2;  // of a multiprocessor
+
+__global__ void __launch_bounds__(kSweepThreads, kSweepBlocks) narrow_sweep_kernel(Problem p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_previous_kernel();
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  auto& s = *reinterpret_cast<Shared*>(s_bytes);
+  if (threadIdx.x == 0) start(s, p, blockIdx.x);
+  __syncthreads();  // the barriers and the segment are there
+  if (warpgroup() == kOperands) {
+    give_registers<96>();
+    make_operands(s, p);
+  } else {
+    take_registers<160>();
+    make_gradients(s, p);
+  }
+#endif
+}
+
+}  // namespace
+
+void narrow_gradient_sweep(const Problem& p, cudaStream_t stream) {
+  constexpr size_t kSharedMemory = 228 << 10, kReserved = 1 << 10;  // of a multiprocessor, a block
+  static_assert(kSweepBlocks * (sizeof(Shared) + kReserved) <= kSharedMemory);
+  static const DynamicShared shared(narrow_sweep_kernel, sizeof(Shared));
+  const int64_t blocks = segment_heads(p.grid, p.H);
+  if (blocks == 0) return;
+  shared.allow();
+  launch_dependent(narrow_sweep_kernel, blocks, kSweepThreads, sizeof(Shared), stream, p);
+}
+
+}  // namespace gla_ext::cuda::sm90

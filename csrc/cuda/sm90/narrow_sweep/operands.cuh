@@ -1,0 +1,179 @@
+// narrow_sweep.cu: what comes before the gradients of a chunk: copies, q^ and k^, and dS~.
+#pragma once
+
+#include "../cumsum.cuh"
+#include "../row_sums.cuh"
+#include "shared.cuh"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+// How the warpgroup copies a tile: 16 bytes a thread of `row` and of every kRowsEach-th row behind.
+struct CopiedRows {
+  static constexpr int kPieces = 8, kRowsEach = kGroupThreads / kPieces;
+  int row, column, offset;  // bytes in a tile
+  __device__ __forceinline__ CopiedRows() {
+    const int thread = thread_index() % kGroupThreads;
+    row = thread / kPieces;
+    column = thread % kPieces * 8;
+    offset = swizzled(row, thread % kPieces);
+  }
+  // Zero from row `rows` on or where nothing is `inside`.
+  __device__ __forceinline__ void copy(const unsigned char* tile, const bf16* from, int32_t stride,
+                                       int rows, bool inside) const {
+    const uint32_t to = shared_address(tile) + offset;
+    from += column;
+#pragma unroll
+    for (int j = 0; j < kTile; j += kRowsEach)
+      copy16(to + j * 128, from + j * stride, inside && row + j < rows);
+  }
+  __device__ __forceinline__ void copy(const unsigned char* tile,
+                                       const SegmentRows<const bf16>& from, int chunk, int rows,
+                                       int columns) const {
+    copy(tile, from.at(chunk * kTile + row), from.stride, rows, column < columns);
+  }
+};
+
+// Asks for the i-th chunk, whose place is free. Whether it is outside tier 1.
+__device__ __forceinline__ bool load(Shared& s, const Problem& p, int i) {
+  const CopiedRows at;
+  const int chunk = chunk_of(s.segment, i), rows = s.segment.length_of(chunk);
+  const int64_t chunk_head = s.segment.chunk_head(p, chunk);
+  const Stage& to = s.stages[i % kSweepStages];
+  at.copy(to.g, s.g, chunk, rows, p.K);
+  at.copy(to.q, s.q, chunk, rows, p.K);
+  at.copy(to.k, s.k, chunk, rows, p.K);
+  const auto* S = static_cast<const bf16*>(p.S) + chunk_head * p.K * p.V;
+  at.copy(to.S, S + at.row * p.V, p.V, p.K, at.column < p.V);
+  at.copy(to.d_o, s.d_o, chunk, rows, p.V);
+  at.copy(to.v, s.v, chunk, rows, p.V);
+  commit_copies();
+  return p.tiers[chunk_head * kMaxTierBlocks] != 0;
+}
+
+// Raises the gates that this thread has copied to where a decay is 0, see `clamp_gates`.
+__device__ __forceinline__ void clamp_copied_gates(unsigned char* tile) {
+  const CopiedRows at;
+#pragma unroll
+  for (int j = 0; j < kTile; j += CopiedRows::kRowsEach)
+    clamp_gates(reinterpret_cast<uint4*>(tile + at.offset + j * 128));
+}
+
+// q^ and k^ in place of q and k, half of the columns at a time: sums of all take more registers.
+__device__ __forceinline__ void gate(Stage& tiles, float* b_last, bool exact, float scale) {
+#pragma unroll
+  for (int first = 0; first < kTile; first += kTile / 2) {
+    float b[16];  // natural units
+    begin_products();
+    Triangle<Ones::kUpTo>(thread_index()).sum(b, tiles.g, false, first);
+    commit_products();
+    wait_for_products<0>();
+    const Lane lane;
+    float* last = b_last + first + 2 * lane.t;
+    if (lane.row + 8 == kTile - 1) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) pair_at(last, 8 * j) = make_float2(b[4 * j + 2], b[4 * j + 3]);
+    }
+    role_barrier(kOperands);  // b_C is written
+    const Fragments fragments(thread_index());
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int columns = first / 16 + i;
+      uint32_t q_words[4], k_words[4];
+      fragments.load(q_words, shared_address(tiles.q), columns);
+      fragments.load(k_words, shared_address(tiles.k), columns);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float2 pair = pair_at(last, 16 * i + 8 * j);
+        const References x(kLog2E * pair.x, exact), y(kLog2E * pair.y, exact);
+#pragma unroll
+        for (int e = 2 * j; e < 2 * j + 2; ++e) {
+          const float b_x = b[8 * i + 2 * e], b_y = b[8 * i + 2 * e + 1];
+          const float2 q = unpack(q_words[e]), k = unpack(k_words[e]);
+          q_words[e] = pack(q.x * (scale * exp2_ftz(fmaf(b_x, kLog2E, -x.from))),
+                            q.y * (scale * exp2_ftz(fmaf(b_y, kLog2E, -y.from))));
+          k_words[e] = pack(k.x * exp2_ftz(fmaf(b_x, -kLog2E, x.to)),
+                            k.y * exp2_ftz(fmaf(b_y, -kLog2E, y.to)));
+        }
+      }
+      fragments.store(shared_address(tiles.q), columns, q_words);
+      fragments.store(shared_address(tiles.k), columns, k_words);
+    }
+  }
+}
+
+__device__ __forceinline__ void scale_rows(float (&d)[32], const float (&by)[2]) {
+#pragma unroll
+  for (int e = 0; e < 32; ++e) d[e] *= by[e / 2 % 2];
+}
+
+__device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
+  constexpr auto kOther = Contiguous::kOther;
+  using F = Fields<Sweep::kStateGrads>;
+  const Segment& segment = s.segment;
+  State<kTile> dS(0, 0, 0);
+  dS.clear();
+  load_entering<Sweep::kStateGrads>(dS, p, segment);
+  float out[2] = {1.f, 1.f};  // what dS~ is multiplied by as it leaves a chunk
+  bool next = segment.chunks > 0 && load(s, p, 0);
+#pragma unroll 1
+  for (int i = 0; i < segment.chunks; ++i) {
+    const int stage = i % kSweepStages;
+    const uint32_t parity = i / kSweepStages & 1;
+    Stage& tiles = s.stages[stage];
+    Factors& factors = s.factors[stage];
+    const bool exact = __any_sync(0xffffffffu, next);
+    wait_for_copies<0>();
+    clamp_copied_gates(tiles.g);
+    fence_for_products();
+    role_barrier(kOperands);  // the chunk is there, b_C of the one before is read
+    gate(tiles, s.b_last, exact, p.scale);
+    const Lane lane;
+    wait(&s.taken, (i & 1) ^ 1);  // at once in the first chunk
+    float middle[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float last = kLog2E * s.b_last[lane.row + 8 * e];
+      const References r(last, exact);
+      out[e] *= exp2_ftz(last - r.to);
+      middle[e] = exp2_ftz(r.to - r.from);
+    }
+    scale_rows(dS.x, out);
+    store_tile(s.dS, dS.x);
+    RowSums sums;
+    sums.add(shared_address(tiles.S), dS.x);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int row = lane.row + 8 * e;
+      const float last = kLog2E * s.b_last[row];
+      const float enter = out[e] = exp2_ftz(References(last, exact).from), sum = sums.of(e) * enter;
+      if (lane.t == 0) {
+        factors.factors[kEnter][0][row] = enter;
+        factors.factors[kMiddle][0][row] = middle[e];
+        factors.sums[row] = sum;
+      }
+    }
+    if (threadIdx.x == 0) s.exact[stage] = exact;
+    fence_for_products();
+    arrive(&s.ready[stage]);
+    role_barrier(kOperands);  // q^ is there
+    if (exact) scale_rows(dS.x, middle);
+    const uint32_t q = shared_address(tiles.q), d_o = shared_address(tiles.d_o);
+    begin_products();
+    multiply<kOther, kOther>(dS.x, q, d_o);
+    commit_products();
+    wait_for_products<0>();
+    arrive_as_warp(&s.summed[stage]);
+    if (i + 1 == segment.chunks) break;
+    // The place of the chunk before; at once in the first.
+    wait(&s.empty[1 - stage], (i + 1) / kSweepStages & 1 ^ 1);
+    next = load(s, p, i + 1);
+  }
+  if (!F::ends(segment) || p.dh0 == nullptr) return;
+  scale_rows(dS.x, out);
+  const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
+  dS.store(p, p.dh0 + (segment.n * p.H + segment.head) * matrix, p.state_v_first);
+}
+
+}  // namespace
+}  // namespace gla_ext::cuda::sm90

@@ -1,0 +1,42 @@
+// rowsum(S dS~) of a chunk, by the warpgroup that holds dS~.
+#pragma once
+
+#include "warp_rows.cuh"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+// rowsum(S dS~) of a chunk, of a thread's channels, `row` and the eighth behind it. Not by tensor
+// cores, which the products keep busy.
+class RowSums {
+ public:
+  // 64 values, dS~ as accumulators have it.
+  __device__ __forceinline__ void add(uint32_t S, const float (&dS)[32]) {
+    const Fragments fragments(thread_index());
+    uint32_t words[2][4];
+    fragments.load(words[0], S, 0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i < 3) fragments.load(words[(i + 1) % 2], S, i + 1);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 pair = unpack(words[i % 2][e]);
+        const int at = 8 * i + 2 * e;
+        d_[e % 2] = fmaf(pair.x, dS[at], fmaf(pair.y, dS[at + 1], d_[e % 2]));
+      }
+      asm volatile("" : "+f"(d_[0]), "+f"(d_[1]));  // not later, which would take registers
+    }
+  }
+  // Of channel `row`, or of the eighth behind it.
+  __device__ __forceinline__ float of(int e) {
+    d_[e] += __shfl_xor_sync(0xffffffffu, d_[e], 1);
+    d_[e] += __shfl_xor_sync(0xffffffffu, d_[e], 2);
+    return d_[e];
+  }
+
+ private:
+  float d_[2] = {};
+};
+
+}  // namespace
+}  // namespace gla_ext::cuda::sm90
