@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
   auto& s = *reinterpret_cast<SweepBlock<Unit<K, kMembers>>*>(s_bytes);
   const int v_blocks = blocks_of(p.V, s.units[0].kValues);
   const int block_v = static_cast<int>(blockIdx.x % v_blocks) * s.units[0].kValues;
-  start_block<1>(s, p, blockIdx.x, v_blocks);
+  start_block<1, kMembers>(s, p, blockIdx.x, v_blocks);
   const int group = warpgroup();
   auto& unit = s.units[group % kGroups / kMembers];
   if (group < kGroups) {

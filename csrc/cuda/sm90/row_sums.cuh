@@ -1,4 +1,4 @@
-// rowsum(S dS~) of a chunk, by the warpgroup that holds dS~.
+// rowsum(S dS~), by the warpgroup that holds dS~.
 #pragma once
 
 #include "warp_rows.cuh"
@@ -25,6 +25,14 @@ class RowSums {
         d_[e % 2] = fmaf(pair.x, dS[at], fmaf(pair.y, dS[at + 1], d_[e % 2]));
       }
       asm volatile("" : "+f"(d_[0]), "+f"(d_[1]));  // not later, which would take registers
+    }
+  }
+  // The same with both in accumulators, dS~ as bf16 has it.
+  __device__ __forceinline__ void add_rounded(const float (&S)[32], const float (&dS)[32]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float2 pair = unpack(pack(dS[2 * i], dS[2 * i + 1]));
+      d_[i % 2] = fmaf(pair.x, S[2 * i], fmaf(pair.y, S[2 * i + 1], d_[i % 2]));
     }
   }
   // Of channel `row`, or of the eighth behind it.

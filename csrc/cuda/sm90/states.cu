@@ -5,7 +5,7 @@
 //   dS = 2^b_C dS' + (scale q 2^b)^T do            last chunk first
 //
 // grid    (sweep, segment, head, 128 values); two producer and two consumer warpgroups. Where V is
-//         at most 64, two segments and heads a block, with a producer and a consumer each.
+//         at most 64, one consumer, and two blocks a multiprocessor.
 // reads   g [B, T, H, K], k v h0, or q do dht; segment_states, segment_state_grads
 // writes  S entering, or dS' leaving, every chunk, bf16 [B, chunks, H, K, V]; dh0; with S tiers. S
 //         alone where gradients are swept.
@@ -24,51 +24,57 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-template <int kMembers, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void sweep(SweepBlock<Unit<kMembers>>& s, const Problem& p,
-                                      int64_t index) {
-  constexpr int kValues = Unit<kMembers>::kValues;
+// Two blocks a multiprocessor where one has three warpgroups.
+template <int kConsumers>
+constexpr int kBlocks = kConsumers == 1 ? 2 : 1;
+
+template <int kConsumers, Sweep kSweep, Store kStore>
+__device__ __forceinline__ void sweep(Block<Unit<kConsumers>>& s, const Problem& p, int64_t index) {
+  constexpr int kValues = Unit<kConsumers>::kValues;
   const int v_blocks = blocks_of(p.V, kValues);
   const int first_v = static_cast<int>(index % v_blocks) * kValues;
-  start_block<kMembers>(s, p, index, v_blocks);
+  start_block<kProducers, kConsumers>(s, p, index, v_blocks);
   const int group = warpgroup();
-  auto& unit = s.units[group % kGroups / kMembers];
+  auto& unit = s.units[0];
   // The own part of the last segment of a sweep concerns nobody.
   const bool idle =
       unit.segment.tail || (kStore == Store::kSegment && Fields<kSweep>::ends(unit.segment));
-  if (group < kGroups) {
-    give_registers<88>();
-    if (!idle) produce<kMembers, kSweep, kStore>(unit, s.triangle, p, group, first_v);
+  if (group < kProducers) {
+    give_registers<kConsumers == 1 ? 72 : 88>();
+    if (!idle) produce<kConsumers, kSweep, kStore>(unit, s.triangle, p, group, first_v);
   } else {
-    take_registers<168>();
-    if (!idle) consume<kMembers, kSweep, kStore>(unit, p, group - kGroups, first_v);
+    take_registers<kConsumers == 1 ? 96 : 168>();
+    if (!idle) consume<kConsumers, kSweep, kStore>(unit, p, group - kProducers, first_v);
   }
 }
 
-template <int kMembers, Store kStore>
-__global__ void __launch_bounds__(kBlockThreads, 1) states_kernel(Problem p, int64_t states) {
+template <int kConsumers, Store kStore>
+__global__ void __launch_bounds__(Block<Unit<kConsumers>>::kThreads, kBlocks<kConsumers>)
+    states_kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<SweepBlock<Unit<kMembers>>*>(s_bytes);
+  auto& s = *reinterpret_cast<Block<Unit<kConsumers>>*>(s_bytes);
   if (blockIdx.x < states)
-    sweep<kMembers, Sweep::kStates, kStore>(s, p, blockIdx.x);
+    sweep<kConsumers, Sweep::kStates, kStore>(s, p, blockIdx.x);
   else
-    sweep<kMembers, Sweep::kStateGrads, kStore>(s, p, blockIdx.x - states);
+    sweep<kConsumers, Sweep::kStateGrads, kStore>(s, p, blockIdx.x - states);
 #endif
 }
 
-template <int kMembers, Store kStore>
+template <int kConsumers, Store kStore>
 void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
-  using Block = SweepBlock<Unit<kMembers>>;
-  static const DynamicShared shared(states_kernel<kMembers, kStore>, sizeof(Block));
-  const int64_t sweep_blocks = blocks_of(segment_heads(p.grid, p.H), Block::kUnits) *
-                               blocks_of(p.V, Unit<kMembers>::kValues);
+  using Shared = Block<Unit<kConsumers>>;
+  constexpr size_t kSharedMemory = 228 << 10, kReserved = 1 << 10;  // of a multiprocessor, a block
+  static_assert(kBlocks<kConsumers> * (sizeof(Shared) + kReserved) <= kSharedMemory);
+  static const DynamicShared shared(states_kernel<kConsumers, kStore>, sizeof(Shared));
+  const int64_t sweep_blocks =
+      segment_heads(p.grid, p.H) * blocks_of(p.V, Unit<kConsumers>::kValues);
   const int64_t blocks = sweep_blocks * (states + state_grads);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(states_kernel<kMembers, kStore>, blocks, kBlockThreads, sizeof(Block), stream, p,
-                   states ? sweep_blocks : 0);
+  launch_dependent(states_kernel<kConsumers, kStore>, blocks, Shared::kThreads, sizeof(Shared),
+                   stream, p, states ? sweep_blocks : 0);
 }
 
 template <Store kStore>

@@ -14,6 +14,7 @@ constexpr int kBlockThreads = 2 * kGroups * kGroupThreads;
 template <class Unit>
 struct SweepBlock {
   static constexpr int kUnits = kGroups / Unit::kMembers;
+  static constexpr int kThreads = kBlockThreads;
   Unit units[kUnits];
   unsigned char triangle[kTileBytes];  // of ones, [token][token]
 };
@@ -27,20 +28,19 @@ __device__ __forceinline__ void group_barrier(int group) {
     sync_threads<kFirst + 1>(kGroupThreads);
 }
 
-// Finds the segments of units number index / each, and makes what all warpgroups
-// need. kProducers: of a chunk.
-template <int kProducers, class Unit, class Index>
-__device__ __forceinline__ void start_block(SweepBlock<Unit>& s, const Problem& p, Index index,
-                                            int each) {
+// Finds the segments of units number index / each, and makes what all warpgroups need. kProducers
+// and kConsumers: of a chunk.
+template <int kProducers, int kConsumers, class Block, class Index>
+__device__ __forceinline__ void start_block(Block& s, const Problem& p, Index index, int each) {
   if (threadIdx.x < s.kUnits) {
-    Unit& unit = s.units[threadIdx.x];
+    auto& unit = s.units[threadIdx.x];
     unit.segment = find_segment(p, static_cast<int64_t>(index / each) * s.kUnits + threadIdx.x);
     for (int stage = 0; stage < kStages; ++stage) {
       init_barrier(&unit.full[stage], kProducers * kGroupThreads);
-      init_barrier(&unit.empty[stage], Unit::kMembers * kGroupThreads);
+      init_barrier(&unit.empty[stage], kConsumers * kGroupThreads);
     }
   }
-  fill_triangle<kBlockThreads>(s.triangle);
+  fill_triangle<Block::kThreads>(s.triangle);
   fence_for_products();
   __syncthreads();  // the barriers, the segments and the triangle are there
 }

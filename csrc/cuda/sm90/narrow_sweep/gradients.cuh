@@ -15,21 +15,23 @@ struct ScoreOperand {
   uint32_t words[4][4];
 
   __device__ __forceinline__ ScoreOperand(const float (&d)[32], bool none) {
-    for_pairs([&](uint32_t& word, int row, int column, int i) {
-      if (none) row = kKept == Ones::kUpTo ? -1 : kTile;
-      const auto kept = [&](int c) { return kKept == Ones::kUpTo ? c <= row : c >= row; };
-      word = pack(kept(column) ? d[i] : 0.f, kept(column + 1) ? d[i + 1] : 0.f);
-    });
-  }
-  // Rows and columns of a matrix in memory, exchanged; zero where there is none.
-  __device__ __forceinline__ void load(const bf16* matrix, int32_t stride, int rows) {
-    const auto* elements = reinterpret_cast<const uint16_t*>(matrix);
-    for_pairs([&](uint32_t& word, int row, int column, int) {
-      const auto at = [&](int c) -> uint32_t {
-        return c < rows ? elements[c * stride + row] : uint16_t{0};
-      };
-      word = at(column) | at(column + 1) << 16;
-    });
+    constexpr bool kUpTo = kKept == Ones::kUpTo;
+    constexpr uint32_t kAll = 0xffffffff, kFirst = 0xffff;  // of a pair
+    const int thread = thread_index(), row = thread % kWarp / 4, column = thread % 4 * 2;
+    const int warp = none ? (kUpTo ? -1 : 4) : thread % kGroupThreads / kWarp;
+    // Of eight rows and columns on the diagonal.
+    const uint32_t corner = kUpTo
+                                ? (column <= row ? kFirst : 0) | (column < row ? ~kFirst : 0)
+                                : (column >= row ? kFirst : 0) | (column + 1 >= row ? ~kFirst : 0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t beside = (kUpTo ? i < warp : i > warp) ? kAll : 0;
+      const uint32_t on = i == warp ? corner : beside, either = i == warp ? kAll : beside;
+      const uint32_t masks[4] = {on, kUpTo ? either : beside, kUpTo ? beside : either, on};
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        words[i][e] = pack(d[8 * i + 2 * e], d[8 * i + 2 * e + 1]) & masks[e];
+    }
   }
   // d += A B, B [64 summed][64]
   __device__ __forceinline__ void multiply(float (&d)[32], uint32_t b, bool add = true) const {
@@ -37,28 +39,62 @@ struct ScoreOperand {
     for (int i = 0; i < 4; ++i)
       product<Contiguous::kOther>(d, words[i], descriptor(b + i * 16 * 128, 0), add || i > 0);
   }
-
- private:
-  // f(pair, its row and first column, and its place in accumulators)
-  template <class F>
-  __device__ __forceinline__ void for_pairs(F&& f) {
-    const Lane lane;
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-      f(words[i / 4][i % 4], lane.row + i % 2 * 8, i / 2 * 8 + 2 * lane.t, 2 * i);
-  }
 };
 
-// A warp's rows of a tile to a chunk's rows of an output.
-__device__ __forceinline__ void write_rows(const TileRows& rows, const SegmentRows<bf16>& to,
-                                           int chunk, int length, int columns) {
+// Sums of gates in natural units to exponents of dq, and, with the other sign, of dk.
+__device__ __forceinline__ void to_exponents(float (&b)[32], const Factors& factors) {
+  const float* from = factors.from + 2 * Lane().t;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 pair = pair_at(from, 8 * j);
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      b[4 * j + e] = fmaf(b[4 * j + e], kLog2E, e % 2 == 0 ? -pair.x : -pair.y);
+  }
+}
+
+// A warp's rows of tiles to a chunk's rows of outputs that lie alike.
+template <int kTensors>
+__device__ __forceinline__ void write_rows(const TileRows (&rows)[kTensors],
+                                           const OutputRows<kTensors>& to, int chunk, int length,
+                                           int columns) {
   const WarpRows at;
   const int left = 8 * at.piece < columns ? length - at.row : 0;
-  bf16* row = to.at(chunk * kTile + at.row) + 8 * at.piece;
+  const int32_t step = WarpRows::kRowsEach * to.stride;
+  const int64_t offset = static_cast<int64_t>(chunk * kTile + at.row) * to.stride + 8 * at.piece;
 #pragma unroll
-  for (int j = 0; j < WarpRows::kRows; ++j)
-    if (j * WarpRows::kRowsEach < left)
-      *reinterpret_cast<uint4*>(row + j * WarpRows::kRowsEach * to.stride) = rows.words[j];
+  for (int i = 0; i < kTensors; ++i) {
+    bf16* row = to.first[i] + offset;
+#pragma unroll
+    for (int j = 0; j < WarpRows::kRows; ++j, row += step)
+      if (j * WarpRows::kRowsEach < left) *reinterpret_cast<uint4*>(row) = rows[i].words[j];
+  }
+}
+
+// dv += A^T do outside tier 1, both in tiles. By the instructions of single warps: with one more of
+// warpgroups' products ptxas has too few registers for all.
+__device__ __forceinline__ void add_exact_scores(float (&dv)[32], const unsigned char* A,
+                                                 const unsigned char* d_o) {
+  const int thread = thread_index(), lane = thread % kWarp;
+  const int warp = thread % kGroupThreads / kWarp, upper = lane / 16, odd = lane / 8 % 2;
+  const auto at = [](const unsigned char* tile, int row, int part) {
+    return reinterpret_cast<const bf16*>(tile + swizzled(row, part));
+  };
+#pragma unroll 1
+  for (int token = 0; token < kTile; token += 16) {
+    uint32_t a[4];
+    ldmatrix_transposed(a, at(A, token + lane % 8 + 8 * upper, 2 * warp + odd));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t b[4];
+      ldmatrix_transposed(b, at(d_o, token + lane % 16, 2 * i + upper));
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float (&d)[4] = *reinterpret_cast<float (*)[4]>(&dv[8 * i + 4 * j]);
+        mma(d, a, b[2 * j], b[2 * j + 1]);
+      }
+    }
+  }
 }
 
 // dq, dk and dg outside tier 1, from products of the states alone: what pairs of tokens owe to them
@@ -78,9 +114,9 @@ __device__ __forceinline__ void finish_exact(Shared& s, const Problem& p, Stage&
   part.write_exact_gradients(s.own, q_terms, k_terms, factors, 0, chunk, kGradients);
 }
 
+// dq, dk, dv and dg of every chunk.
 __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
-  using Part = GatePart<bf16>;
 #pragma unroll 1
   for (int i = 0; i < s.segment.chunks; ++i) {
     const int stage = i % kSweepStages, chunk = chunk_of(s.segment, i),
@@ -111,14 +147,12 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
     const ScoreOperand<Ones::kUpTo> score_grads(dA, exact);
     float dA_t[32];  // the transpose, made anew
     begin_products();
-    multiply<kSummed, kSummed>(y, v, dS, false);
-    commit_products();
     multiply<kSummed, kSummed>(dA_t, v, d_o, false);
+    commit_products();
+    multiply<kSummed, kSummed>(y, v, dS, false);
     score_grads.multiply(x, k);
     commit_products();
     wait_for_products<1>();
-    sum_inter(factors, 0, y, tiles.k);
-    wait_for_products<0>();
     const ScoreOperand<Ones::kFrom> turned(dA_t, exact);
     float A[32];  // the transpose
     begin_products();
@@ -127,11 +161,7 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
     turned.multiply(y, q);
     commit_products();
     wait_for_products<1>();
-    ScoreOperand<Ones::kFrom> scores(A, exact);
-    if (exact)
-      scores.load(
-          rows_at<const bf16>(p.A, s.segment.row, s.segment.token_of(chunk), s.segment.head),
-          token_offset(p.A, 1), length);
+    const ScoreOperand<Ones::kFrom> scores(A, exact);
     float dv[32];
     begin_products();
     scores.multiply(dv, d_o, false);
@@ -140,46 +170,51 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
     wait_for_products<0>();
     arrive_as_warp(&s.taken);
     wait(&s.summed[stage], i / kSweepStages & 1);
-    role_barrier(kGradients);  // all tiles but the gates are read, sum_inter's sums are written
-    store_tile(tiles.v, dv);
-    TileRows dv_rows;
+    role_barrier(kGradients);  // all tiles but the gates are read
+    TileRows dv_rows[1];
     if (exact) {
-      dv_rows.read(tiles.v);
+      copy_rows<1, kGroupThreads>(tiles.S, p.A, s.segment, chunk, thread_index() % kGroupThreads, 0,
+                                  kTile);
+      commit_copies();
+      wait_for_copies<0>();
+      role_barrier(kGradients);  // A is there
+      add_exact_scores(dv, tiles.S, tiles.d_o);
+      role_barrier(kGradients);  // A and do are read
+      store_tile(tiles.v, dv);
+      dv_rows[0].read(tiles.v);
       finish_exact(s, p, tiles, factors, x, y, i);
       arrive(&s.empty[stage]);
       write_rows(dv_rows, s.dv, chunk, length, p.V);
       continue;
     }
+    store_tile(tiles.v, dv);
     float exponents[32];
     begin_products();
     Triangle<Ones::kUpTo>(thread_index()).sum(exponents, tiles.g, false);
     commit_products();
-    Part::sum_states(s.own, factors, 0);
     wait_for_products<0>();
-    Part::to_exponents(exponents, factors, 0);
+    to_exponents(exponents, factors);
     const GradientTiles to{tiles.q, tiles.k, tiles.S, tiles.d_o};
     finish(to, x, y, exponents, tiles.q, tiles.k, p.scale);
     fence_for_products();
     role_barrier(kGradients);  // what dg sums is written
     float dg[32];
-    Part::load_states(dg, s.own);
+    GatePart<bf16>::load_states(dg, factors);
     begin_products();
     const Triangle<Ones::kFrom> ones(thread_index());
     ones.sum(dg, to.high, true);
     ones.sum(dg, to.low, true);
     commit_products();
-    TileRows dq_rows, dk_rows, dg_rows;
-    dq_rows.read(to.dq);
-    dk_rows.read(to.dk);
-    dv_rows.read(tiles.v);
+    TileRows key_rows[3];  // dq, dk, dg
+    key_rows[0].read(to.dq);
+    key_rows[1].read(to.dk);
+    dv_rows[0].read(tiles.v);
     wait_for_products<0>();
     store_tile(tiles.g, dg);
-    dg_rows.read(tiles.g);
+    key_rows[2].read(tiles.g);
     arrive(&s.empty[stage]);
     write_rows(dv_rows, s.dv, chunk, length, p.V);
-    write_rows(dq_rows, s.dq, chunk, length, p.K);
-    write_rows(dk_rows, s.dk, chunk, length, p.K);
-    write_rows(dg_rows, s.dg, chunk, length, p.K);
+    write_rows(key_rows, s.key_grads, chunk, length, p.K);
   }
 }
 

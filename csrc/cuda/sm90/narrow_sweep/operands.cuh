@@ -27,28 +27,31 @@ struct CopiedRows {
     for (int j = 0; j < kTile; j += kRowsEach)
       copy16(to + j * 128, from + j * stride, inside && row + j < rows);
   }
-  __device__ __forceinline__ void copy(const unsigned char* tile,
-                                       const SegmentRows<const bf16>& from, int chunk, int rows,
-                                       int columns) const {
+  __device__ __forceinline__ void copy(const unsigned char* tile, const SegmentRows& from,
+                                       int chunk, int rows, int columns) const {
     copy(tile, from.at(chunk * kTile + row), from.stride, rows, column < columns);
   }
 };
 
-// Asks for the i-th chunk, whose place is free. Whether it is outside tier 1.
-__device__ __forceinline__ bool load(Shared& s, const Problem& p, int i) {
+// Asks for the i-th chunk, whose place is free.
+__device__ __forceinline__ void load(Shared& s, const Problem& p, int i) {
   const CopiedRows at;
   const int chunk = chunk_of(s.segment, i), rows = s.segment.length_of(chunk);
-  const int64_t chunk_head = s.segment.chunk_head(p, chunk);
   const Stage& to = s.stages[i % kSweepStages];
   at.copy(to.g, s.g, chunk, rows, p.K);
   at.copy(to.q, s.q, chunk, rows, p.K);
   at.copy(to.k, s.k, chunk, rows, p.K);
-  const auto* S = static_cast<const bf16*>(p.S) + chunk_head * p.K * p.V;
+  const auto* S = static_cast<const bf16*>(p.S) + s.segment.chunk_head(p, chunk) * p.K * p.V;
   at.copy(to.S, S + at.row * p.V, p.V, p.K, at.column < p.V);
   at.copy(to.d_o, s.d_o, chunk, rows, p.V);
   at.copy(to.v, s.v, chunk, rows, p.V);
   commit_copies();
-  return p.tiers[chunk_head * kMaxTierBlocks] != 0;
+}
+
+// Not 0 if the i-th chunk, or, behind the last, that one, is outside tier 1.
+__device__ __forceinline__ uint32_t load_flag(const Shared& s, const Problem& p, int i) {
+  const int chunk = max(chunk_of(s.segment, i), 0);
+  return p.tiers[s.segment.chunk_head(p, chunk) * kMaxTierBlocks];
 }
 
 // Raises the gates that this thread has copied to where a decay is 0, see `clamp_gates`.
@@ -62,11 +65,19 @@ __device__ __forceinline__ void clamp_copied_gates(unsigned char* tile) {
 // q^ and k^ in place of q and k, half of the columns at a time: sums of all take more registers.
 __device__ __forceinline__ void gate(Stage& tiles, float* b_last, bool exact, float scale) {
 #pragma unroll
-  for (int first = 0; first < kTile; first += kTile / 2) {
+  for (int half = 0; half < 2; ++half) {
+    const int first = half * kTile / 2;
     float b[16];  // natural units
     begin_products();
     Triangle<Ones::kUpTo>(thread_index()).sum(b, tiles.g, false, first);
     commit_products();
+    const Fragments fragments(thread_index());
+    uint32_t q_words[2][4], k_words[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      fragments.load(q_words[i], shared_address(tiles.q), 2 * half + i);
+      fragments.load(k_words[i], shared_address(tiles.k), 2 * half + i);
+    }
     wait_for_products<0>();
     const Lane lane;
     float* last = b_last + first + 2 * lane.t;
@@ -75,13 +86,8 @@ __device__ __forceinline__ void gate(Stage& tiles, float* b_last, bool exact, fl
       for (int j = 0; j < 4; ++j) pair_at(last, 8 * j) = make_float2(b[4 * j + 2], b[4 * j + 3]);
     }
     role_barrier(kOperands);  // b_C is written
-    const Fragments fragments(thread_index());
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int columns = first / 16 + i;
-      uint32_t q_words[4], k_words[4];
-      fragments.load(q_words, shared_address(tiles.q), columns);
-      fragments.load(k_words, shared_address(tiles.k), columns);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float2 pair = pair_at(last, 16 * i + 8 * j);
@@ -89,15 +95,15 @@ __device__ __forceinline__ void gate(Stage& tiles, float* b_last, bool exact, fl
 #pragma unroll
         for (int e = 2 * j; e < 2 * j + 2; ++e) {
           const float b_x = b[8 * i + 2 * e], b_y = b[8 * i + 2 * e + 1];
-          const float2 q = unpack(q_words[e]), k = unpack(k_words[e]);
-          q_words[e] = pack(q.x * (scale * exp2_ftz(fmaf(b_x, kLog2E, -x.from))),
-                            q.y * (scale * exp2_ftz(fmaf(b_y, kLog2E, -y.from))));
-          k_words[e] = pack(k.x * exp2_ftz(fmaf(b_x, -kLog2E, x.to)),
-                            k.y * exp2_ftz(fmaf(b_y, -kLog2E, y.to)));
+          const float2 q = unpack(q_words[i][e]), k = unpack(k_words[i][e]);
+          q_words[i][e] = pack(q.x * (scale * exp2_ftz(fmaf(b_x, kLog2E, -x.from))),
+                               q.y * (scale * exp2_ftz(fmaf(b_y, kLog2E, -y.from))));
+          k_words[i][e] = pack(k.x * exp2_ftz(fmaf(b_x, -kLog2E, x.to)),
+                               k.y * exp2_ftz(fmaf(b_y, -kLog2E, y.to)));
         }
       }
-      fragments.store(shared_address(tiles.q), columns, q_words);
-      fragments.store(shared_address(tiles.k), columns, k_words);
+      fragments.store(shared_address(tiles.q), 2 * half + i, q_words[i]);
+      fragments.store(shared_address(tiles.k), 2 * half + i, k_words[i]);
     }
   }
 }
@@ -107,6 +113,7 @@ __device__ __forceinline__ void scale_rows(float (&d)[32], const float (&by)[2])
   for (int e = 0; e < 32; ++e) d[e] *= by[e / 2 % 2];
 }
 
+// q^ and k^ of every chunk, and dS~, which stays in registers, in bf16; then dS, for the next.
 __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
   constexpr auto kOther = Contiguous::kOther;
   using F = Fields<Sweep::kStateGrads>;
@@ -115,21 +122,32 @@ __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
   dS.clear();
   load_entering<Sweep::kStateGrads>(dS, p, segment);
   float out[2] = {1.f, 1.f};  // what dS~ is multiplied by as it leaves a chunk
-  bool next = segment.chunks > 0 && load(s, p, 0);
+  uint32_t flag = 0;
+  if (segment.chunks > 0) {
+    load(s, p, 0);
+    flag = load_flag(s, p, 0);
+  }
 #pragma unroll 1
   for (int i = 0; i < segment.chunks; ++i) {
     const int stage = i % kSweepStages;
-    const uint32_t parity = i / kSweepStages & 1;
     Stage& tiles = s.stages[stage];
     Factors& factors = s.factors[stage];
-    const bool exact = __any_sync(0xffffffffu, next);
+    asm volatile("" : "+r"(flag));  // not looked at before, which would wait for the load
+    const bool exact = __any_sync(0xffffffffu, flag != 0);
     wait_for_copies<0>();
-    clamp_copied_gates(tiles.g);
+    if (exact) clamp_copied_gates(tiles.g);
     fence_for_products();
     role_barrier(kOperands);  // the chunk is there, b_C of the one before is read
     gate(tiles, s.b_last, exact, p.scale);
-    const Lane lane;
+    fence_for_products();
+    role_barrier(kOperands);  // q^ and k^ are there
+    float leaving[32];        // k^^T v
+    begin_products();
+    multiply<kOther, kOther>(leaving, shared_address(tiles.k), shared_address(tiles.v), false);
+    commit_products();
+    flag = load_flag(s, p, i + 1);
     wait(&s.taken, (i & 1) ^ 1);  // at once in the first chunk
+    const Lane lane;
     float middle[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -140,23 +158,26 @@ __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
     }
     scale_rows(dS.x, out);
     store_tile(s.dS, dS.x);
-    RowSums sums;
-    sums.add(shared_address(tiles.S), dS.x);
+    RowSums entering, left;
+    entering.add(shared_address(tiles.S), dS.x);
+    wait_for_products<0>();
+    left.add_rounded(leaving, dS.x);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int row = lane.row + 8 * e;
-      const float last = kLog2E * s.b_last[row];
-      const float enter = out[e] = exp2_ftz(References(last, exact).from), sum = sums.of(e) * enter;
+      const float from = References(kLog2E * s.b_last[row], exact).from, enter = exp2_ftz(from);
+      out[e] = enter;
+      const float sum = entering.of(e) * enter, more = left.of(e);
       if (lane.t == 0) {
         factors.factors[kEnter][0][row] = enter;
         factors.factors[kMiddle][0][row] = middle[e];
-        factors.sums[row] = sum;
+        factors.from[row] = from;
+        factors.sums[row] = exact ? sum : sum + more;
       }
     }
     if (threadIdx.x == 0) s.exact[stage] = exact;
     fence_for_products();
     arrive(&s.ready[stage]);
-    role_barrier(kOperands);  // q^ is there
     if (exact) scale_rows(dS.x, middle);
     const uint32_t q = shared_address(tiles.q), d_o = shared_address(tiles.d_o);
     begin_products();
@@ -167,7 +188,7 @@ __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
     if (i + 1 == segment.chunks) break;
     // The place of the chunk before; at once in the first.
     wait(&s.empty[1 - stage], (i + 1) / kSweepStages & 1 ^ 1);
-    next = load(s, p, i + 1);
+    load(s, p, i + 1);
   }
   if (!F::ends(segment) || p.dh0 == nullptr) return;
   scale_rows(dS.x, out);

@@ -28,33 +28,39 @@ struct Stage {
 // Per channel, of a chunk.
 struct Factors {
   float factors[kMiddle + 1][1][kTile];  // 2^from, and, of dS~, outside tier 1 2^b_C, else 1
-  float sums[kTile];                     // rowsum(S~ dS~)
-  float warp_sums[kGroupWarps][kTile];   // what dS~ owes to k in the rows of a warp
+  float from[kTile];
+  // What dg owes to the states that enter and leave the chunk; outside tier 1 to the first alone.
+  float sums[kTile];
+  float parts[kParts][kTile];  // outside tier 1, of a part of the tokens: what dS~ owes to k
 
-  __device__ __forceinline__ float* states(int) { return sums; }
-  __device__ __forceinline__ float* inter(int, int warp) { return warp_sums[warp]; }
+  __device__ __forceinline__ float* states(int = 0) { return sums; }
+  __device__ __forceinline__ float* inter(int, int part) { return parts[part]; }
 };
 
-// Of the gradients' warpgroup alone.
+// Outside tier 1, by the gradients' warpgroup: sums of a part of the tokens.
 struct Own {
-  float gates[kParts][kTile], dg[kParts][kTile];  // sums of a part of the tokens
-  // In place of the first ones: what dg owes to the states that enter and leave the chunk.
-  __device__ __forceinline__ float* states() { return dg[0]; }
+  float gates[kParts][kTile], dg[kParts][kTile];
 };
 
 // A tensor's rows of the segment and head.
-template <class T>
 struct SegmentRows {
-  T* first;
+  const bf16* first;
   int32_t stride;
 
   __device__ __forceinline__ void start(const Rows& r, const Segment& segment) {
-    first = rows_at<T>(r, segment.row, segment.start, segment.head);
+    first = rows_at<const bf16>(r, segment.row, segment.start, segment.head);
     stride = token_offset(r, 1);
   }
-  __device__ __forceinline__ T* at(int token) const {
+  __device__ __forceinline__ const bf16* at(int token) const {
     return first + static_cast<int64_t>(token) * stride;
   }
+};
+
+// Of outputs that lie alike.
+template <int kTensors>
+struct OutputRows {
+  bf16* first[kTensors];
+  int32_t stride;
 };
 
 struct alignas(1024) Shared {
@@ -63,8 +69,9 @@ struct alignas(1024) Shared {
   Factors factors[kSweepStages];
   Own own;
   float b_last[kTile];  // natural units
-  SegmentRows<const bf16> q, k, g, v, d_o;
-  SegmentRows<bf16> dq, dk, dg, dv;
+  SegmentRows q, k, g, v, d_o;
+  OutputRows<3> key_grads;  // dq, dk, dg, each a fresh [B, T, H, K]
+  OutputRows<1> dv;
   Segment segment;
   // Of a chunk: its operands and dS~ are there; dS has taken q^ and do; its place is free.
   uint64_t ready[kSweepStages], summed[kSweepStages], empty[kSweepStages];
@@ -80,10 +87,11 @@ __device__ __forceinline__ void start(Shared& s, const Problem& p, int64_t index
   s.g.start(p.g, segment);
   s.v.start(p.v, segment);
   s.d_o.start(p.d_o, segment);
-  s.dq.start(p.dq, segment);
-  s.dk.start(p.dk, segment);
-  s.dg.start(p.dg, segment);
-  s.dv.start(p.dv, segment);
+  const auto output = [&](const Rows& r) {
+    return rows_at<bf16>(r, segment.row, segment.start, segment.head);
+  };
+  s.key_grads = {{output(p.dq), output(p.dk), output(p.dg)}, token_offset(p.dq, 1)};
+  s.dv = {{output(p.dv)}, token_offset(p.dv, 1)};
   for (int i = 0; i < kSweepStages; ++i) {
     init_barrier(&s.ready[i], kGroupThreads);
     init_barrier(&s.summed[i], kGroupWarps);

@@ -7,14 +7,14 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-template <int kMembers, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void consume(Unit<kMembers>& s, const Problem& p, int group,
+template <int kConsumers, Sweep kSweep, Store kStore>
+__device__ __forceinline__ void consume(Unit<kConsumers>& s, const Problem& p, int member,
                                         int block_v) {
   using F = Fields<kSweep>;
   const Segment& segment = s.segment;
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
   const int64_t boundary = (segment.n * p.H + segment.head) * matrix;
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, member = group % kMembers;
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   unsigned char* tile = s.state + member * kTileBytes;
   State<kTile> state(member, 0, block_v);
   state.clear();
@@ -23,7 +23,7 @@ __device__ __forceinline__ void consume(Unit<kMembers>& s, const Problem& p, int
     const int stage = i % kStages;
     const int64_t chunk_head = segment.chunk_head(p, F::chunk(segment, i));
     if constexpr (kStore == Store::kChunks)
-      state.store_chunk(F::chunk_states(p) + chunk_head * matrix, tile, p, group);
+      state.store_chunk(F::chunk_states(p) + chunk_head * matrix, tile, p, member);
     wait(&s.full[stage], static_cast<uint32_t>(i / kStages) & 1);
     const int row = thread / 32 * 16 + thread % 32 / 4;
     const float decays[2] = {s.decay[stage][row], s.decay[stage][row + 8]};

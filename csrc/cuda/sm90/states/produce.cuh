@@ -8,10 +8,10 @@ namespace gla_ext::cuda::sm90 {
 namespace {
 
 // Gates k or q of a chunk in place; a producer has kColumns of the key channels.
-template <int kMembers, Sweep kSweep>
+template <int kConsumers, Sweep kSweep>
 struct Gating {
-  static constexpr int kColumns = kTile / kMembers;
-  Unit<kMembers>& s;
+  static constexpr int kColumns = kTile / kProducers;
+  Unit<kConsumers>& s;
   const unsigned char* triangle;
   int group, thread, first;
   float total = 0;  // of the gates of channel `thread` in the segment, log2 units
@@ -60,15 +60,15 @@ struct Gating {
   }
 };
 
-template <int kMembers, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void produce(Unit<kMembers>& s, const unsigned char* triangle,
+template <int kConsumers, Sweep kSweep, Store kStore>
+__device__ __forceinline__ void produce(Unit<kConsumers>& s, const unsigned char* triangle,
                                         const Problem& p, int group, int first_v) {
   using F = Fields<kSweep>;
-  constexpr int kThreads = kMembers * kGroupThreads, kValueTiles = kMembers;
+  constexpr int kThreads = kProducers * kGroupThreads;
   const Segment& segment = s.segment;
-  const int thread = static_cast<int>(threadIdx.x) % kThreads, member = group % kMembers;
-  Gating<kMembers, kSweep> gating{s, triangle, group, thread % kGroupThreads,
-                                  member * (kTile / kMembers)};
+  const int thread = static_cast<int>(threadIdx.x) % kThreads;
+  Gating<kConsumers, kSweep> gating{s, triangle, group, thread % kGroupThreads,
+                                    group * (kTile / kProducers)};
   const int start = F::chunk(segment, 0);
   const auto copier = [&](auto tiles, const Rows& r, int first, int columns) {
     return RowCopier<decltype(tiles)::value, kThreads>(r, token_offset(r, 1), segment, start,
@@ -76,7 +76,7 @@ __device__ __forceinline__ void produce(Unit<kMembers>& s, const unsigned char* 
   };
   using One = std::integral_constant<int, 1>;
   auto g = copier(One{}, p.g, 0, p.K), y = copier(One{}, F::y(p), 0, p.K);
-  auto x = copier(std::integral_constant<int, kValueTiles>{}, F::x(p), first_v, p.V);
+  auto x = copier(std::integral_constant<int, kConsumers>{}, F::x(p), first_v, p.V);
   const auto copy = [&](int i) {
     if (i < segment.chunks) {
       const int stage = i % kStages, length = segment.length_of(F::chunk(segment, i));
@@ -94,11 +94,7 @@ __device__ __forceinline__ void produce(Unit<kMembers>& s, const unsigned char* 
     const int stage = i % kStages;
     wait_for_copies<kStages - 2>();
     if (thread == 0) s.exact[stage] = 0;
-    // The rows are there, s.exact is cleared.
-    if constexpr (kMembers == 2)
-      sync_threads<kProducerBarrier>(kThreads);
-    else
-      gating.barrier();
+    sync_threads<kProducerBarrier>(kThreads);  // the rows are there, s.exact is cleared
     gating.run(stage, p.scale);
     fence_for_products();
     arrive(&s.full[stage]);

@@ -7,25 +7,36 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-// Of a unit's two producers; of a producer, two of them.
+// Of both producers; of a producer, two of them.
 constexpr int kProducerBarrier = 1, kGatingBarrier = 2;
 
-// A segment and head, worked on by kMembers warpgroups of either role: two, or one of two units.
+constexpr int kProducers = 2;
+
+// A segment and head, worked on by two producers and a consumer for every 64 values, of which a
+// block has one or two.
 template <int kWarpgroups>
 struct alignas(1024) Unit {
-  static constexpr int kMembers = kWarpgroups;
-  static constexpr int kValues = kMembers * kTile;
+  static constexpr int kConsumers = kWarpgroups;
+  static constexpr int kValues = kConsumers * kTile;
   struct Stage {
-    unsigned char y[kTileBytes];             // k or q [token][K], then gated
-    unsigned char g[kTileBytes];             // [token][K]
-    unsigned char x[kMembers * kTileBytes];  // v or do [token][V]
+    unsigned char y[kTileBytes];               // k or q [token][K], then gated
+    unsigned char g[kTileBytes];               // [token][K]
+    unsigned char x[kConsumers * kTileBytes];  // v or do [token][V]
   } stages[kStages];
-  unsigned char state[kMembers * kTileBytes];  // [K][V]
-  float b_last[kTile];                         // log2 units
-  float decay[kStages][kTile];                 // 2^b_C
+  unsigned char state[kConsumers * kTileBytes];  // [K][V]
+  float b_last[kTile];                           // log2 units
+  float decay[kStages][kTile];                   // 2^b_C
   uint64_t full[kStages], empty[kStages];
   int exact[kStages];
   Segment segment;
+};
+
+template <class Unit>
+struct Block {
+  static constexpr int kUnits = 1;
+  static constexpr int kThreads = (kProducers + Unit::kConsumers) * kGroupThreads;
+  Unit units[kUnits];
+  unsigned char triangle[kTileBytes];  // of ones, [token][token]
 };
 
 }  // namespace
