@@ -177,6 +177,7 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
                                   kTile);
       commit_copies();
       wait_for_copies<0>();
+      fence_for_products();      // not needed, but without it ptxas waits for every product (C7511)
       role_barrier(kGradients);  // A is there
       add_exact_scores(dv, tiles.S, tiles.d_o);
       role_barrier(kGradients);  // A and do are read
