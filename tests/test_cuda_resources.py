@@ -1,4 +1,5 @@
-"""No kernel of the built extension spills registers or keeps an array in local memory."""
+"""No kernel of the built extension spills registers, keeps an array in local memory, or waits for
+warpgroups' products one by one."""
 
 import os
 import re
@@ -40,6 +41,13 @@ def in_local_memory(dump: str) -> dict[str, dict[str, int]]:
     return {name: x for name, x in resources(dump).items() if x["STACK"] or x["LOCAL"]}
 
 
+def waits_for_products(sass: str) -> dict[str, float]:
+    """Waits a product of every kernel of cuobjdump -sass that has warpgroup products."""
+    kernels = (part.split(None, 1) for part in sass.split("Function : ")[1:])
+    counts = {name: (body.count("HGMMA"), body.count("WARPGROUP.DEPBAR")) for name, body in kernels}
+    return {name: waits / products for name, (products, waits) in counts.items() if products}
+
+
 DUMP = """
  Function _Z6spillsPfi:
   REG:32 STACK:256 SHARED:0 LOCAL:0 CONSTANT[0]:540 TEXTURE:0 SURFACE:0 SAMPLER:0
@@ -53,18 +61,53 @@ def test_a_spill_is_seen():
     assert set(in_local_memory(DUMP)) == {"_Z6spillsPfi"}
 
 
-@pytest.fixture(scope="module")
-def dump() -> str:
+SASS = """
+		Function : _Z10serialisedv
+        /*0010*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT, gsb0 ;
+        /*0020*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0030*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0040*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+		Function : _Z4finev
+        /*0010*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0020*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0030*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+		Function : _Z4nonev
+        /*0010*/ EXIT ;
+"""
+
+
+def test_serialised_products_are_seen():
+    assert waits_for_products(SASS) == {"_Z10serialisedv": 1.0, "_Z4finev": 0.5}
+
+
+def cuobjdump_of_extension(*options: str) -> str:
     if _C.build_info()["cuda"] is None:
         pytest.skip("this build of gla_ext has no CUDA kernels")
     if (tool := cuobjdump()) is None:
         pytest.skip("no cuobjdump on the PATH, in a CUDA toolkit or in Triton's package")
-    command = [tool, "--dump-resource-usage", _C.__file__]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run([tool, *options, _C.__file__], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+@pytest.fixture(scope="module")
+def dump() -> str:
+    return cuobjdump_of_extension("--dump-resource-usage")
 
 
 def test_no_kernel_uses_local_memory(dump):
     assert len(resources(dump)) >= 10  # there are ten steps
     assert not in_local_memory(dump)
+
+
+def test_products_are_not_waited_for_one_by_one(dump):
+    """ptxas serialises all of a kernel's products where it runs out of registers for one of them,
+    and says so nowhere but in verbose output (C7510 to C7512)."""
+    if "9.0a" not in _C.build_info()["cuda_archs"]:
+        pytest.skip("this build of gla_ext has no kernels for 9.0a")
+    kernels = [name for name in resources(dump) if "4sm90" in name]
+    waits = waits_for_products(
+        cuobjdump_of_extension("-sass", "-arch", "sm_90a", "-fun", ",".join(kernels))
+    )
+    assert len(waits) >= 10
+    assert {name: x for name, x in waits.items() if x > 0.5} == {}

@@ -227,6 +227,18 @@ def test_cuda_fused_backward_without_operands():
     assert plan["workspace_bytes"] == tiers + plan["state_bytes"] + scores + 3 * keys
 
 
+@pytest.mark.parametrize("swept", [False, True])
+def test_cuda_fused_backward_of_narrow_heads(swept):
+    """S, and unless gradients are swept dS, as rows; A and dq, dk, dg of chunks outside tier 1."""
+    plan = full_plan(B=66, K=64, V=56, backward=True, batch_invariant=not swept)
+    heads = 66 * 2048 * 4
+    states, keys = heads // 64 * 64 * 56 * 2, heads * 64 * 4
+    assert (plan["swept_gradients"], plan["launches"]) == (swept, 3)
+    assert plan["state_bytes"] == states * (1 if swept else 2)
+    tiers, scores = heads // 64 * 8, heads * 64 * 2
+    assert plan["workspace_bytes"] == tiers + plan["state_bytes"] + scores + 3 * keys
+
+
 @pytest.mark.parametrize(
     "change, swept",
     [
@@ -247,6 +259,7 @@ def test_cuda_fused_backward_without_operands():
         ({"K": 64, "V": 64, "B": 66, "gate_dtype": "float32"}, False),
         ({"K": 64, "V": 64, "B": 66, "save_states": True}, False),
         ({"K": 64, "V": 64, "B": 66, "batch_invariant": True}, False),
+        ({"K": 64, "V": 64, "B": 1, "T": 66 * 2048, "N": 66}, False),
         ({"K": 64, "V": 64, "B": 1, "T": 2048 * 66}, True),  # in 66 segments of 32 chunks
         ({"K": 64, "V": 64, "B": 1, "T": 2048 * 61}, False),
         ({"K": 72}, True),
@@ -361,18 +374,22 @@ def test_cuda_batch_invariant_plans(processors, shape, backward):
 
 
 def sweep_blocks(plan, B, H, K, V, backward) -> int:
-    """Blocks of the sweeps over the segments, of 128 values and, two in backward, 128 keys; where
-    K and V are at most 64, of two segments and heads. Those that make gradients take two blocks."""
+    """Multiprocessors that the sweeps over the segments fill: a block of 128 values and, two in
+    backward, 128 keys; where K and V are at most 64, with a half. Those that make gradients take
+    two blocks, or where K and V are at most 64 one."""
+    narrow = max(K, V) <= 64
     sweeps = H * -(-V // 128) * (2 * -(-K // 128) if backward else 1)
     if plan["swept_gradients"]:
-        sweeps = 2 * H
-    return B * plan["segments"] * sweeps / (2 if max(K, V) <= 64 else 1)
+        sweeps = (1 if narrow else 2) * H
+    return B * plan["segments"] * sweeps / (2 if narrow else 1)
 
 
 @by_pass
 @pytest.mark.parametrize("processors", [78, 132])
 @pytest.mark.parametrize("T", [32768, 131072, 131072 - 63])
-@pytest.mark.parametrize("B, H, K, V", [(1, 4, 128, 256), (1, 1, 64, 64), (2, 4, 128, 128)])
+@pytest.mark.parametrize(
+    "B, H, K, V", [(1, 4, 128, 256), (1, 1, 64, 64), (1, 8, 64, 64), (2, 4, 128, 128)]
+)
 def test_cuda_segments_of_long_sequences(B, H, K, V, T, processors, backward):
     """As many blocks as processors or a few less, and every chunk is in a segment."""
     shape = {"B": B, "H": H, "K": K, "V": V}

@@ -30,8 +30,8 @@ void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   constexpr int64_t kMinChunks = 4;  // a segment's start costs as much as about two chunks
   plan.segments = plan.segment_chunks = plan.segment_states = 0;
   if (in.batch_invariant || grid.N * in.H == 0) return;
-  // Of one sequence; backward has two at a time, or one, of 128 key channels each. A sweep that
-  // makes all gradients takes two blocks.
+  // Blocks of one sequence; backward has two sweeps at a time, or one, of 128 key channels each. A
+  // sweep that makes all gradients takes two, or of narrow heads one.
   const int64_t blocks = in.H * ceil_div(in.V, kFusedValues);
   const int64_t each_way = 2 - in.save_states;
   const int64_t sweeps = plan.swept_gradients ? (is_narrow(in) ? 1 : 2) * in.H

@@ -1,4 +1,5 @@
-// Shared memory beyond 48 KiB, which a kernel must be allowed on each device.
+// What a multiprocessor holds, and shared memory beyond 48 KiB, which a kernel must be allowed on
+// each device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,6 +8,14 @@
 #include <atomic>
 
 namespace gla_ext::cuda::sm90 {
+
+// Whether so many blocks, each of so many bytes, have place on a multiprocessor.
+constexpr bool fits_multiprocessor(size_t blocks, size_t bytes) {
+  constexpr size_t kSharedMemory = 228 << 10, kReserved = 1 << 10;  // of a block
+  return blocks * (bytes + kReserved) <= kSharedMemory;
+}
+// What a thread starts with where so many threads fill a multiprocessor's registers.
+constexpr int launch_registers(int threads) { return 65536 / threads / 8 * 8; }
 
 class DynamicShared {
  public:

@@ -28,11 +28,14 @@ namespace gla_ext::cuda::sm90 {
 namespace {
 
 template <int K, int kMembers>
+using Block = SweepBlock<Unit<K, kMembers>, kGroups / kMembers, kBlockThreads>;
+
+template <int K, int kMembers>
 __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<SweepBlock<Unit<K, kMembers>>*>(s_bytes);
+  auto& s = *reinterpret_cast<Block<K, kMembers>*>(s_bytes);
   const int v_blocks = blocks_of(p.V, s.units[0].kValues);
   const int block_v = static_cast<int>(blockIdx.x % v_blocks) * s.units[0].kValues;
   start_block<1, kMembers>(s, p, blockIdx.x, v_blocks);
@@ -50,13 +53,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
 
 template <int K, int kMembers>
 void launch_forward(const Problem& p, cudaStream_t stream) {
-  using Block = SweepBlock<Unit<K, kMembers>>;
-  static const DynamicShared shared(forward_kernel<K, kMembers>, sizeof(Block));
-  const int64_t blocks = blocks_of(segment_heads(p.grid, p.H), Block::kUnits) *
+  using Shared = Block<K, kMembers>;
+  static const DynamicShared shared(forward_kernel<K, kMembers>, sizeof(Shared));
+  const int64_t blocks = blocks_of(segment_heads(p.grid, p.H), Shared::kUnits) *
                          blocks_of(p.V, Unit<K, kMembers>::kValues);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(forward_kernel<K, kMembers>, blocks, kBlockThreads, sizeof(Block), stream, p);
+  launch_dependent(forward_kernel<K, kMembers>, blocks, kBlockThreads, sizeof(Shared), stream, p);
 }
 
 }  // namespace

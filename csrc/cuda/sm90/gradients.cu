@@ -88,8 +88,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, kBlocks<kGroups>)
 
 template <class Gate, int kGroups>
 void launch_gradients(const Problem& p, cudaStream_t stream) {
-  constexpr size_t kSharedMemory = 228 << 10, kReserved = 1 << 10;  // of a multiprocessor, a block
-  static_assert(kBlocks<kGroups> * (sizeof(Shared<kGroups>) + kReserved) <= kSharedMemory);
+  static_assert(fits_multiprocessor(kBlocks<kGroups>, sizeof(Shared<kGroups>)));
   static const DynamicShared shared(gradients_kernel<Gate, kGroups>, sizeof(Shared<kGroups>));
   const int64_t blocks = chunk_heads(p);
   if (blocks == 0) return;

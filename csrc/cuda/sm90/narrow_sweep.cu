@@ -2,7 +2,7 @@
 // goes from the last chunk to the first with dS~ on chip, so that dS' is neither written to memory
 // nor read from it, and makes q^ and k^ of a chunk once for dS~ and for all gradients.
 //
-//   dS~ = 2^(b_C - to) dS'        dS = 2^from (dS~ + q^T do)
+//   dS~ = 2^(b_C - to) dS'        dS = 2^from (2^(to - from) dS~ + q^T do)
 //   x, y, dA, dq, dk, dv, dg as in gradients.cu
 //
 // grid    (segment, head), two blocks a multiprocessor; no packed sequences
@@ -13,7 +13,6 @@
 //
 // One warpgroup makes q^, k^ and dS~ of a chunk, a chunk ahead of the other, which makes the
 // gradients. A and dA never leave the registers. Accumulation, b and dg are fp32.
-#include "../device/launch.cuh"
 #include "dependent_launch.cuh"
 #include "dynamic_shared.h"
 #include "narrow_sweep/gradients.cuh"
@@ -24,6 +23,7 @@ namespace gla_ext::cuda::sm90 {
 namespace {
 
 constexpr int kSweepBlocks = 2;  // of a multiprocessor
+constexpr int kOperandRegisters = 96, kGradientRegisters = 160;
 
 __global__ void __launch_bounds__(kSweepThreads, kSweepBlocks) narrow_sweep_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -33,10 +33,10 @@ __global__ void __launch_bounds__(kSweepThreads, kSweepBlocks) narrow_sweep_kern
   if (threadIdx.x == 0) start(s, p, blockIdx.x);
   __syncthreads();  // the barriers and the segment are there
   if (warpgroup() == kOperands) {
-    give_registers<96>();
+    give_registers<kOperandRegisters>();
     make_operands(s, p);
   } else {
-    take_registers<160>();
+    take_registers<kGradientRegisters>();
     make_gradients(s, p);
   }
 #endif
@@ -45,8 +45,9 @@ __global__ void __launch_bounds__(kSweepThreads, kSweepBlocks) narrow_sweep_kern
 }  // namespace
 
 void narrow_gradient_sweep(const Problem& p, cudaStream_t stream) {
-  constexpr size_t kSharedMemory = 228 << 10, kReserved = 1 << 10;  // of a multiprocessor, a block
-  static_assert(kSweepBlocks * (sizeof(Shared) + kReserved) <= kSharedMemory);
+  static_assert(fits_multiprocessor(kSweepBlocks, sizeof(Shared)));
+  static_assert(kOperandRegisters + kGradientRegisters <=
+                kRoles * launch_registers(kSweepBlocks * kSweepThreads));
   static const DynamicShared shared(narrow_sweep_kernel, sizeof(Shared));
   const int64_t blocks = segment_heads(p.grid, p.H);
   if (blocks == 0) return;

@@ -7,8 +7,8 @@
 // grid    (sweep, segment, head, 128 values); two producer and two consumer warpgroups. Where V is
 //         at most 64, one consumer, and two blocks a multiprocessor.
 // reads   g [B, T, H, K], k v h0, or q do dht; segment_states, segment_state_grads
-// writes  S entering, or dS' leaving, every chunk, bf16 [B, chunks, H, K, V]; dh0; with S tiers. S
-//         alone where gradients are swept.
+// writes  S entering every chunk, bf16 [B, chunks, H, K, V], and tiers; unless gradients are swept
+//         dS' leaving every chunk, and dh0.
 //         For segments' own parts none of these, but segment_states or segment_state_grads and
 //         segment_decays.
 //
@@ -27,9 +27,13 @@ namespace {
 // Two blocks a multiprocessor where one has three warpgroups.
 template <int kConsumers>
 constexpr int kBlocks = kConsumers == 1 ? 2 : 1;
+template <int kConsumers>
+constexpr int kProducerRegisters = kConsumers == 1 ? 72 : 88;
+template <int kConsumers>
+constexpr int kConsumerRegisters = kConsumers == 1 ? 96 : 168;
 
 template <int kConsumers, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void sweep(Block<Unit<kConsumers>>& s, const Problem& p, int64_t index) {
+__device__ __forceinline__ void sweep(Block<kConsumers>& s, const Problem& p, int64_t index) {
   constexpr int kValues = Unit<kConsumers>::kValues;
   const int v_blocks = blocks_of(p.V, kValues);
   const int first_v = static_cast<int>(index % v_blocks) * kValues;
@@ -40,21 +44,21 @@ __device__ __forceinline__ void sweep(Block<Unit<kConsumers>>& s, const Problem&
   const bool idle =
       unit.segment.tail || (kStore == Store::kSegment && Fields<kSweep>::ends(unit.segment));
   if (group < kProducers) {
-    give_registers<kConsumers == 1 ? 72 : 88>();
+    give_registers<kProducerRegisters<kConsumers>>();
     if (!idle) produce<kConsumers, kSweep, kStore>(unit, s.triangle, p, group, first_v);
   } else {
-    take_registers<kConsumers == 1 ? 96 : 168>();
+    take_registers<kConsumerRegisters<kConsumers>>();
     if (!idle) consume<kConsumers, kSweep, kStore>(unit, p, group - kProducers, first_v);
   }
 }
 
 template <int kConsumers, Store kStore>
-__global__ void __launch_bounds__(Block<Unit<kConsumers>>::kThreads, kBlocks<kConsumers>)
+__global__ void __launch_bounds__(Block<kConsumers>::kThreads, kBlocks<kConsumers>)
     states_kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<Block<Unit<kConsumers>>*>(s_bytes);
+  auto& s = *reinterpret_cast<Block<kConsumers>*>(s_bytes);
   if (blockIdx.x < states)
     sweep<kConsumers, Sweep::kStates, kStore>(s, p, blockIdx.x);
   else
@@ -64,9 +68,11 @@ __global__ void __launch_bounds__(Block<Unit<kConsumers>>::kThreads, kBlocks<kCo
 
 template <int kConsumers, Store kStore>
 void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
-  using Shared = Block<Unit<kConsumers>>;
-  constexpr size_t kSharedMemory = 228 << 10, kReserved = 1 << 10;  // of a multiprocessor, a block
-  static_assert(kBlocks<kConsumers> * (sizeof(Shared) + kReserved) <= kSharedMemory);
+  using Shared = Block<kConsumers>;
+  static_assert(fits_multiprocessor(kBlocks<kConsumers>, sizeof(Shared)));
+  static_assert(
+      kProducers * kProducerRegisters<kConsumers> + kConsumers * kConsumerRegisters<kConsumers> <=
+      (kProducers + kConsumers) * launch_registers(kBlocks<kConsumers> * Shared::kThreads));
   static const DynamicShared shared(states_kernel<kConsumers, kStore>, sizeof(Shared));
   const int64_t sweep_blocks =
       segment_heads(p.grid, p.H) * blocks_of(p.V, Unit<kConsumers>::kValues);
@@ -88,7 +94,7 @@ void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t
 }  // namespace
 
 void chunk_states(const Problem& p, cudaStream_t stream) {
-  // Also where no chunk needs S or dS.
+  // S also where no chunk needs it.
   launch_states<Store::kChunks>(p, true, !p.swept_gradients, stream);
 }
 

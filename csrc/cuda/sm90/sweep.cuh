@@ -1,5 +1,5 @@
-// What the two kernels that sweep over segments share: a block of two producer and two consumer
-// warpgroups, which work on one unit, a segment and head, or one of each on either of two.
+// What the kernels that sweep over segments and gate share: a block of producer and consumer
+// warpgroups, producers first, which work on a unit, a segment and head, or on either of two.
 #pragma once
 
 #include "cumsum.cuh"
@@ -10,11 +10,10 @@ constexpr int kStages = 3;
 constexpr int kGroups = 2;  // warpgroups of either role
 constexpr int kBlockThreads = 2 * kGroups * kGroupThreads;
 
-// Unit::kMembers warpgroups of either role work on a unit.
-template <class Unit>
+// Of units, and of so many threads.
+template <class Unit, int kUnitsOfBlock, int kThreadsOfBlock>
 struct SweepBlock {
-  static constexpr int kUnits = kGroups / Unit::kMembers;
-  static constexpr int kThreads = kBlockThreads;
+  static constexpr int kUnits = kUnitsOfBlock, kThreads = kThreadsOfBlock;
   Unit units[kUnits];
   unsigned char triangle[kTileBytes];  // of ones, [token][token]
 };

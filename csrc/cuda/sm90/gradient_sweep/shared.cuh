@@ -7,8 +7,8 @@
 #include "../products.cuh"
 #include "../state_tiles.cuh"
 #include "../states/sweeps.cuh"
+#include "../sweep_parts/warps.cuh"
 #include "../triangle.cuh"
-#include "../warp_rows.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {

@@ -1,8 +1,8 @@
 // gradient_sweep.cu: what comes before the gradients: copies, and the state.
 #pragma once
 
-#include "../row_sums.cuh"
 #include "../states/state.cuh"
+#include "../sweep_parts/row_sums.cuh"
 #include "shared.cuh"
 
 namespace gla_ext::cuda::sm90 {
@@ -96,10 +96,6 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
 #pragma unroll
     for (int e = 0; e < 32; ++e) x[j][e] = state.x[e];
   }
-  const auto scale = [](float (&d)[32], const float (&by)[2]) {
-#pragma unroll
-    for (int e = 0; e < 32; ++e) d[e] *= by[e / 2 % 2];
-  };
   if (Lane().t == 0) s.factors[Lane().row] = s.factors[Lane().row + 8] = 1.f;
   __syncwarp();
   Ring<SharedOfKernel::kSliceStages> slice;
@@ -128,7 +124,7 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
       // While its rows are on their way.
       wait(&s.taken[state_stage.stage], state_stage.parity ^ 1);  // at once in the first round
       const volatile float* in = s.factors + Lane().row;
-      scale(x[j], {in[0], in[8]});
+      scale_rows(x[j], {in[0], in[8]});
       store_tile(dS, x[j]);
       fence_for_products();  // and the bulk copy
       arrive_as_warp(&s.ready[state_stage.stage]);
@@ -144,7 +140,7 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
       wait(&s.full[slice.stage], slice.parity);
       sums.add(shared_address(values.S), x[j]);
       fence_for_products();  // the copies
-      if (exact) scale(x[j], {middle(0), middle(1)});
+      if (exact) scale_rows(x[j], {middle(0), middle(1)});
       const uint32_t d_o = shared_address(values.d_o);
       begin_products();
 #pragma unroll
@@ -166,7 +162,7 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
   const float out[2] = {s.factors[Lane().row], s.factors[Lane().row + 8]};
 #pragma unroll
   for (int j = 0; j < kSlices; ++j) {
-    scale(x[j], out);
+    scale_rows(x[j], out);
     State<kTile> state(j, first_k, 0);
 #pragma unroll
     for (int e = 0; e < 32; ++e) state.x[e] = x[j][e];

@@ -1,8 +1,8 @@
 // narrow_sweep.cu: the gradients of a chunk whose operands and dS~ are there.
 #pragma once
 
-#include "../gradient_sweep/gates.cuh"
-#include "../gradient_sweep/results.cuh"
+#include "../sweep_parts/gates.cuh"
+#include "../sweep_parts/results.cuh"
 #include "shared.cuh"
 
 namespace gla_ext::cuda::sm90 {
@@ -53,7 +53,8 @@ __device__ __forceinline__ void to_exponents(float (&b)[32], const Factors& fact
   }
 }
 
-// A warp's rows of tiles to a chunk's rows of outputs that lie alike.
+// A warp's rows of tiles to a chunk's rows of outputs that lie alike, for which one address is
+// made.
 template <int kTensors>
 __device__ __forceinline__ void write_rows(const TileRows (&rows)[kTensors],
                                            const OutputRows<kTensors>& to, int chunk, int length,
@@ -114,7 +115,9 @@ __device__ __forceinline__ void finish_exact(Shared& s, const Problem& p, Stage&
   part.write_exact_gradients(s.own, q_terms, k_terms, factors, 0, chunk, kGradients);
 }
 
-// dq, dk, dv and dg of every chunk.
+// dq, dk, dv and dg of every chunk. A pair of tokens has its dA twice, from a product and from that
+// of the transpose, which add in the same order: dg's sums, where the two must cancel, rest on
+// that.
 __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
 #pragma unroll 1

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../cumsum.cuh"
-#include "../row_sums.cuh"
+#include "../sweep_parts/row_sums.cuh"
 #include "shared.cuh"
 
 namespace gla_ext::cuda::sm90 {
@@ -106,11 +106,6 @@ __device__ __forceinline__ void gate(Stage& tiles, float* b_last, bool exact, fl
       fragments.store(shared_address(tiles.k), 2 * half + i, k_words[i]);
     }
   }
-}
-
-__device__ __forceinline__ void scale_rows(float (&d)[32], const float (&by)[2]) {
-#pragma unroll
-  for (int e = 0; e < 32; ++e) d[e] *= by[e / 2 % 2];
 }
 
 // q^ and k^ of every chunk, and dS~, which stays in registers, in bf16; then dS, for the next.

@@ -5,8 +5,8 @@
 #include "../products.cuh"
 #include "../states/state.cuh"
 #include "../states/sweeps.cuh"
+#include "../sweep_parts/warps.cuh"
 #include "../triangle.cuh"
-#include "../warp_rows.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
@@ -16,10 +16,11 @@ enum Role { kOperands, kGradients, kRoles };
 constexpr int kSweepThreads = kRoles * kGroupThreads;
 constexpr int kSweepStages = 2;  // chunks: one of each role
 
-// A chunk. What is made of it takes the places of what it is made of.
+// A chunk. What is made of it takes the places of what it is made of; outside tier 1 A that of S,
+// then fp32 terms of dq those of S and do, and of dk those of q and k.
 struct Stage {
   unsigned char q[kTileBytes], k[kTileBytes];  // [token][K], then q^, k^, then dq, dk
-  unsigned char g[kTileBytes];                 // gates [token][K], clamped, then dg
+  unsigned char g[kTileBytes];                 // gates [token][K], outside tier 1 clamped, then dg
   unsigned char S[kTileBytes];                 // [K][V]; then the high half of what dg sums
   unsigned char v[kTileBytes];    // [token][V], behind S: one operand of 128 rows; then dv
   unsigned char d_o[kTileBytes];  // [token][V], then the low half

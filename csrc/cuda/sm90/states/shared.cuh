@@ -31,13 +31,8 @@ struct alignas(1024) Unit {
   Segment segment;
 };
 
-template <class Unit>
-struct Block {
-  static constexpr int kUnits = 1;
-  static constexpr int kThreads = (kProducers + Unit::kConsumers) * kGroupThreads;
-  Unit units[kUnits];
-  unsigned char triangle[kTileBytes];  // of ones, [token][token]
-};
+template <int kConsumers>
+using Block = SweepBlock<Unit<kConsumers>, 1, (kProducers + kConsumers) * kGroupThreads>;
 
 }  // namespace
 }  // namespace gla_ext::cuda::sm90

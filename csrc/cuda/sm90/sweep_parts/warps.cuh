@@ -1,8 +1,8 @@
-// What the sweeps that make gradients share: where a warpgroup's threads are in accumulators, and
+// The sweeps that make gradients: barriers of a warpgroup, its threads' places in accumulators, and
 // tiles on their way between these and the rows of a tensor.
 #pragma once
 
-#include "pairs.cuh"
+#include "../pairs.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
@@ -46,6 +46,12 @@ struct Lane {
   __device__ __forceinline__ explicit Lane(int thread)
       : row(thread % kGroupThreads / kWarp * 16 + thread % kWarp / 4), t(thread % 4) {}
 };
+
+// Accumulators by what belongs to their rows: `by` of `row`, and of the eighth behind it.
+__device__ __forceinline__ void scale_rows(float (&d)[32], const float (&by)[2]) {
+#pragma unroll
+  for (int e = 0; e < 32; ++e) d[e] *= by[e / 2 % 2];
+}
 
 // A tile of bf16 from accumulators.
 __device__ __forceinline__ void store_tile(unsigned char* tile, const float (&d)[32]) {

@@ -1,7 +1,7 @@
-// rowsum(S dS~), by the warpgroup that holds dS~.
+// The sweeps that make gradients: rowsum(S dS~), by the warpgroup that holds dS~.
 #pragma once
 
-#include "warp_rows.cuh"
+#include "warps.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {

@@ -1,51 +1,19 @@
 // The sweeps that make gradients: what accumulators of a chunk become.
 #pragma once
 
-#include "../products.cuh"
-#include "../warp_rows.cuh"
+#include "warps.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-// Sums what the states that leave the chunk owe to k.
-template <class Queries>
-__device__ __forceinline__ void sum_inter(Queries& queries, int rank, const float (&y)[32],
-                                          const unsigned char* k) {
-  const int thread = thread_index() % kGroupThreads;
-  const Fragments fragments(thread);
-  float sums[16];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t words[4];
-    fragments.load(words, shared_address(k), i);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float2 sum = make_float2(0.f, 0.f);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int at = 8 * i + 4 * j + 2 * e;
-        sum = sum + unpack(words[2 * j + e]) * make_float2(y[at], y[at + 1]);
-      }
-      sums[4 * i + 2 * j] = sum.x;
-      sums[4 * i + 2 * j + 1] = sum.y;
-    }
-  }
-  // Lane 4 g + t is left with pair t of the g-th eight columns, summed over the warp's rows.
-  fold_rows<4>(sums);
-  fold_rows<2>(sums);
-  fold_rows<1>(sums);
-  pair_at(queries.inter(rank, thread / kWarp), thread % kWarp / 4 * 8 + thread % 4 * 2) =
-      make_float2(sums[0], sums[1]);
-}
-
 // Where a chunk's gradients lie before they are written as rows.
 struct GradientTiles {
-  unsigned char *dq, *dk;     // dk in the place of k^
-  unsigned char *high, *low;  // what dg sums is the sum of these; high in the place of q^
+  unsigned char *dq, *dk;
+  unsigned char *high, *low;  // what dg sums is the sum of these
 };
 
 // x and y of a chunk to dq and dk, and to what dg sums, q^ x - k^ y. A warp reads and writes its
-// own rows of all tiles.
+// own rows of all tiles, which may take the places of q^ and k^.
 __device__ __forceinline__ void finish(const GradientTiles& to, const float (&x)[32],
                                        const float (&y)[32], const float (&exponents)[32],
                                        const unsigned char* q, const unsigned char* k,

@@ -2,14 +2,14 @@
 #pragma once
 
 #include "../operands.cuh"
-#include "../triangle.cuh"
-#include "../warp_rows.cuh"
+#include "warps.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-// Of a chunk, a thread a pair of channels in a part of the tokens. `Own` and `Queries`: what the
-// shared memory of the kernel calls so.
+// Of a chunk, a thread a pair of channels in a part of the tokens. `Queries` has per channel what
+// its states() and inter() and factors are, `Own` sums of the gates and of dg: parts of a kernel's
+// shared memory.
 template <class Gate>
 class GatePart {
  public:
