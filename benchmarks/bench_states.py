@@ -1,4 +1,6 @@
-"""States saved by forward or computed again in backward (`save_states`): time and memory."""
+"""What forward leaves for backward beside the inputs: nothing, the operands it has made, as
+`GLA_EXT_KEEP_OPERANDS` says, or the states (`save_states`): time and memory.
+"""
 
 import functools
 
@@ -7,26 +9,52 @@ import torch
 from gate import require_close
 from timing import cold
 
+from gla_ext import _C
+
 TOLERANCE = 0.005  # two roundings of bf16
 
 
-def run(x, save_states: bool) -> dict[str, torch.Tensor]:
+def bytes_to_keep(x) -> int:
+    """As autograd has it, 0 where forward makes no operands."""
+    processors = torch.cuda.get_device_properties().multi_processor_count
+    plan = _C.plan(
+        *x.q.shape,
+        x.v.shape[-1],
+        dtype="bfloat16",
+        kept=True,
+        processors=processors,
+        device="cuda",
+    )
+    return plan["kept_bytes"]
+
+
+def run(x, save_states: bool, kept_bytes: int) -> dict[str, torch.Tensor]:
     """Forward + backward by the operators themselves, and what forward has saved."""
     op, inputs = torch.ops.gla_ext, (x.q, x.k, x.v, x.g, None, None, None)
-    o, _, states = op.chunk_gla_fwd(*inputs, None, False, False, save_states, False)
-    dq, dk, dv, dg, _, _ = op.chunk_gla_bwd(x.do, None, *inputs, states, None, False, False)
-    return {"o": o, "dq": dq, "dk": dk, "dv": dv, "dg": dg, "states": states}
+    o, _, states, kept = op.chunk_gla_fwd(
+        *inputs, None, False, False, save_states, False, kept_bytes
+    )
+    dq, dk, dv, dg, _, _ = op.chunk_gla_bwd(x.do, None, *inputs, states, None, False, False, kept)
+    return {"o": o, "dq": dq, "dk": dk, "dv": dv, "dg": dg, "states": states, "kept": kept}
 
 
 @torch.no_grad()
 def measure(shape) -> dict:
-    """Forward + backward whose states are computed again and whose states are saved: times, and
-    the bytes that wait for backward beside the inputs.
+    """Forward + backward where everything is computed again, where operands are kept, and where
+    states are saved: times, and the bytes that wait for backward beside the inputs.
     """
-    x, choices = bench.draw(shape), {"recomputed": False, "saved": True}
-    results = {name: run(x, saved) for name, saved in choices.items()}
-    kept = {name: found.pop("states").nbytes for name, found in results.items()}["saved"]
-    require_close(results["saved"], results["recomputed"], TOLERANCE, f"saved, {shape}")
+    x = bench.draw(shape)
+    kept = bytes_to_keep(x)
+    choices = {"recomputed": (False, 0), "saved": (True, 0)}
+    if kept:
+        choices["kept"] = (False, kept)
+    results = {name: run(x, *choice) for name, choice in choices.items()}
+    sizes = {
+        name: found.pop("states").nbytes + found.pop("kept").nbytes
+        for name, found in results.items()
+    }
+    for name in choices.keys() - {"recomputed"}:
+        require_close(results[name], results["recomputed"], TOLERANCE, f"{name}, {shape}")
     del results
-    calls = {name: functools.partial(run, x, y) for name, y in choices.items()}
-    return {"ms": cold(calls), "kept_bytes": kept}
+    calls = {name: functools.partial(run, x, *choice) for name, choice in choices.items()}
+    return {"ms": cold(calls), "bytes": sizes}

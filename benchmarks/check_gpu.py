@@ -8,7 +8,7 @@
     python benchmarks/check_gpu.py --read gpu.json --markdown page.md   # measures nothing
 
 Parts: correctness (pytest -m cuda, which runs bf16 on both paths), speed (the path the plan
-chooses, the step path, and FLA with --fla), memory, states (saved by forward or computed again),
+chooses, the step path, and FLA with --fla), memory, states (what forward leaves for backward),
 steps (each step operator, and the kernels of a call), host (time of a call on the CPU), first-call,
 attention (causal, of the same model width), layer (and its norm with the output gate), training
 (steps of a language model), plot (time over T), generate (time to the first token, tokens/s and

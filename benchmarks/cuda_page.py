@@ -44,7 +44,7 @@ def page(results: dict, picture: str | None = None) -> str:
         f"- Command: `{environment['command']}`",
     ]
     parts = (
-        *(speed, memory, saved_states, attention, layer, norm, training),
+        *(speed, memory, waiting_for_backward, attention, layer, norm, training),
         *(decoding_page.generation, decoding_page.recurrent),
         *(steps, kernels, host, first_call),
     )
@@ -116,24 +116,31 @@ def memory(results) -> list[str]:
     )
 
 
-def saved_states(results) -> list[str]:
+def waiting_for_backward(results) -> list[str]:
     rows = {name: row["states"] for name, row in results["shapes"].items() if "states" in row}
     return rows and table(
-        "Saved states",
-        "Forward + backward by the operators, ms: the states of every chunk computed again in "
-        "backward, as is the default, or saved by forward (`save_states`), and the MiB that then "
-        "wait for backward beside the inputs.",
-        ["recomputed", "saved", "saved / recomputed", "kept, MiB", "of the inputs"],
+        "What waits for backward",
+        "Forward + backward by the operators, ms: with nothing but the inputs "
+        "(`GLA_EXT_KEEP_OPERANDS=0`), with the operands that forward has made, as is the default "
+        "where it makes any, or with the states of every chunk (`save_states`); and the MiB that "
+        "then wait beside the inputs, and of these.",
+        ["inputs", *(x for way in ("operands", "states") for x in (way, "MiB", "of the inputs"))],
         {
             name: [
-                *(str(x["ms"][who]) for who in ("recomputed", "saved")),
-                f"{x['ms']['saved'].median / x['ms']['recomputed'].median:.2f}",
-                f"{x['kept_bytes'] / 2**20:.0f}",
-                f"{x['kept_bytes'] / input_bytes(name):.2f}",
+                str(x["ms"]["recomputed"]),
+                *(cell for way in ("kept", "saved") for cell in waiting(x, way, input_bytes(name))),
             ]
             for name, x in rows.items()
         },
     )
+
+
+def waiting(x, way: str, inputs: int) -> list[str]:
+    """A time and the bytes it takes."""
+    if way not in x["ms"]:
+        return ["", "", ""]
+    size = x["bytes"][way]
+    return [str(x["ms"][way]), f"{size / 2**20:.0f}", f"{size / inputs:.2f}"]
 
 
 def input_bytes(name: str) -> int:

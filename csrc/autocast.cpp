@@ -32,10 +32,11 @@ ForwardOutputs chunk_gla_fwd_autocast(const at::Tensor& q, const at::Tensor& k, 
                                       const std::optional<at::Tensor>& initial_state,
                                       const std::optional<at::Tensor>& cu_seqlens,
                                       std::optional<double> scale, bool output_final_state,
-                                      bool state_v_first, bool save_states, bool batch_invariant) {
+                                      bool state_v_first, bool save_states, bool batch_invariant,
+                                      int64_t kept_bytes) {
   const Cast<device> cast;
   return chunk_gla_fwd(cast(q), cast(k), cast(v), g, gv, initial_state, cu_seqlens, scale,
-                       output_final_state, state_v_first, save_states, batch_invariant);
+                       output_final_state, state_v_first, save_states, batch_invariant, kept_bytes);
 }
 
 using Optional = std::optional<at::Tensor>;

@@ -90,6 +90,8 @@ std::string dtype_name(at::ScalarType t) {
       return "torch.float32";
     case at::kDouble:
       return "torch.float64";
+    case at::kByte:
+      return "torch.uint8";
     case at::kInt:
       return "torch.int32";
     case at::kLong:
@@ -123,7 +125,7 @@ Shape check_chunk_gla_bwd(const at::Tensor& d_o, const OptionalTensor& dht, cons
                           const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
                           const OptionalTensor& gv, const OptionalTensor& initial_state,
                           const OptionalTensor& cu_seqlens, const at::Tensor& states,
-                          bool state_v_first) {
+                          const OptionalTensor& kept, bool state_v_first) {
   const char* op = "chunk_gla_bwd";
   Shape shape = check_inputs(op, q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
   const Checker check(op, "q", q);
@@ -132,6 +134,11 @@ Shape check_chunk_gla_bwd(const at::Tensor& d_o, const OptionalTensor& dht, cons
   check.dtype("do", d_o, q.scalar_type(), " like q");
   check.shape("do", d_o, "[B, T, H, V]", {shape.B, shape.T, shape.H, shape.V});
   check.state("dht", dht, shape, state_v_first);
+  if (given(kept)) {
+    check.device("kept", *kept);
+    check.dtype("kept", *kept, at::kByte, " (as chunk_gla_fwd keeps it)");
+    check.rank("kept", *kept, 1, "[bytes]");
+  }
   check.device("states", states);
   if (states.dim() == 1) {  // not saved
     check.shape("states", states, "[0] (not saved)", {0});

@@ -56,7 +56,7 @@ Shape check_chunk_gla_bwd(const at::Tensor& d_o, const OptionalTensor& dht, cons
                           const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
                           const OptionalTensor& gv, const OptionalTensor& initial_state,
                           const OptionalTensor& cu_seqlens, const at::Tensor& states,
-                          bool state_v_first);
+                          const OptionalTensor& kept, bool state_v_first);
 
 // The steps. Tensors a step does not take are left out; at least one of q, k, v, d_o, b or g is
 // there.

@@ -47,12 +47,13 @@ ForwardOutputs chunk_gla_fwd_meta(const at::Tensor& q, const at::Tensor& k, cons
                                   const OptionalTensor& initial_state,
                                   const OptionalTensor& cu_seqlens, std::optional<double>,
                                   bool output_final_state, bool state_v_first, bool save_states,
-                                  bool) {
+                                  bool, int64_t kept_bytes) {
   const Shape s = check_chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
   return {fresh_output(s, v),
           output_final_state ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate),
           save_states ? chunk_states_like(s, q, saved_states_dtype(q))
-                      : empty({0}, q, saved_states_dtype(q))};
+                      : empty({0}, q, saved_states_dtype(q)),
+          empty({kept_bytes}, q, at::kByte)};
 }
 
 BackwardOutputs chunk_gla_bwd_meta(const at::Tensor& d_o, const OptionalTensor& dht,
@@ -60,9 +61,10 @@ BackwardOutputs chunk_gla_bwd_meta(const at::Tensor& d_o, const OptionalTensor& 
                                    const OptionalTensor& g, const OptionalTensor& gv,
                                    const OptionalTensor& initial_state,
                                    const OptionalTensor& cu_seqlens, const at::Tensor& states,
-                                   std::optional<double>, bool state_v_first, bool) {
+                                   std::optional<double>, bool state_v_first, bool,
+                                   const OptionalTensor& kept) {
   const Shape s = check_chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states,
-                                      state_v_first);
+                                      kept, state_v_first);
   return {fresh(q),
           fresh(k),
           fresh(v),

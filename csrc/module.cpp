@@ -64,7 +64,7 @@ gla_ext::cuda::DType cuda_dtype(const std::string& name) {
 
 py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::string& gate_dtype,
                    bool backward, bool save_states, bool batch_invariant, bool aligned,
-                   bool key_gated, bool value_gated, const std::string& capability,
+                   bool key_gated, bool value_gated, bool kept, const std::string& capability,
                    int64_t processors) {
   namespace cuda = gla_ext::cuda;
   const cuda::DType given = cuda_dtype(dtype), gate_type = cuda_dtype(gate_dtype);
@@ -76,7 +76,7 @@ py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::stri
   const auto p =
       cuda::make_plan({s.N, s.T, s.H, s.K, s.V, s.packed, type, gate_type, backward, save_states,
                        batch_invariant, aligned, capability == "9.0", processors,
-                       cuda::PathChoice::kAny, key_gated, value_gated, gate_type});
+                       cuda::PathChoice::kAny, key_gated, value_gated, gate_type, kept});
   py::dict tiles, result;
   tiles["chunk"] = gla_ext::kChunk;
   tiles["sub_chunk"] = gla_ext::kSubChunk;
@@ -85,6 +85,7 @@ py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::stri
   result["mode"] = p.state_bytes > 0 ? "materialised" : "sweep";
   result["linear"] = p.linear;
   result["paired_states"] = p.paired_states;
+  result["paired_parts"] = p.paired_parts;
   result["cluster_pieces"] = p.cluster_pieces;
   result["swept_gradients"] = p.swept_gradients;
   result["segments"] = p.segments;
@@ -93,13 +94,14 @@ py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::stri
   result["launches"] = p.launches;
   result["workspace_bytes"] = p.workspace.bytes;
   result["state_bytes"] = p.state_bytes;
+  result["kept_bytes"] = p.kept.bytes;
   return result;
 }
 
 py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::optional<int64_t> N,
               const std::string& dtype, const std::optional<std::string>& gate_dtype, bool backward,
               bool save_states, bool batch_invariant, bool aligned, bool key_gated,
-              bool value_gated, const std::string& capability, int64_t processors,
+              bool value_gated, bool kept, const std::string& capability, int64_t processors,
               const std::string& device, std::optional<int64_t> threads) {
   if (device != "cpu" && device != "cuda")
     throw py::value_error("plan: expected device 'cpu' or 'cuda', got '" + device + "'");
@@ -115,7 +117,8 @@ py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::option
   return device == "cpu"
              ? cpu_plan(shape, dtype, backward, value_gated, threads)
              : cuda_plan(shape, dtype, gate_dtype.value_or(dtype), backward, save_states,
-                         batch_invariant, aligned, key_gated, value_gated, capability, processors);
+                         batch_invariant, aligned, key_gated, value_gated, kept, capability,
+                         processors);
 }
 
 }  // namespace
@@ -130,8 +133,8 @@ PYBIND11_MODULE(_C, m) {
         py::arg("gate_dtype") = py::none(), py::arg("backward") = false,
         py::arg("save_states") = false, py::arg("batch_invariant") = false,
         py::arg("aligned") = true, py::arg("key_gated") = true, py::arg("value_gated") = false,
-        py::arg("capability") = "9.0", py::arg("processors") = 132, py::arg("device") = "cpu",
-        py::arg("threads") = py::none(),
+        py::arg("kept") = false, py::arg("capability") = "9.0", py::arg("processors") = 132,
+        py::arg("device") = "cpu", py::arg("threads") = py::none(),
         "The plan chosen for a shape, on any build: path, mode, workspace and state bytes; on CPU "
-        "threads and tasks, on CUDA tiles, segments and launches.");
+        "threads and tasks, on CUDA tiles, segments, launches and what is kept for backward.");
 }

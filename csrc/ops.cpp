@@ -13,14 +13,14 @@ TORCH_LIBRARY(gla_ext, m) {
       "chunk_gla_fwd(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? initial_state, "
       "Tensor? cu_seqlens, "
       "float? scale, bool output_final_state, bool state_v_first, bool save_states, bool "
-      "batch_invariant) "
-      "-> (Tensor o, Tensor final_state, Tensor states)",
+      "batch_invariant, int kept_bytes=0) "
+      "-> (Tensor o, Tensor final_state, Tensor states, Tensor kept)",
       tags);
   m.def(
       "chunk_gla_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
       "Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float? scale, bool state_v_first, "
-      "bool batch_invariant) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor "
-      "dh0)",
+      "bool batch_invariant, Tensor? kept=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, "
+      "Tensor dgv, Tensor dh0)",
       tags);
 
   m.def(
@@ -120,12 +120,13 @@ ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at:
                              const std::optional<at::Tensor>& initial_state,
                              const std::optional<at::Tensor>& cu_seqlens,
                              std::optional<double> scale, bool output_final_state,
-                             bool state_v_first, bool save_states, bool batch_invariant) {
+                             bool state_v_first, bool save_states, bool batch_invariant,
+                             int64_t kept_bytes) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("gla_ext::chunk_gla_fwd", "")
                              .typed<decltype(chunk_gla_fwd)>();
   return op.call(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
-                 state_v_first, save_states, batch_invariant);
+                 state_v_first, save_states, batch_invariant, kept_bytes);
 }
 
 BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
@@ -134,13 +135,13 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                               const std::optional<at::Tensor>& gv,
                               const std::optional<at::Tensor>& initial_state,
                               const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& states,
-                              std::optional<double> scale, bool state_v_first,
-                              bool batch_invariant) {
+                              std::optional<double> scale, bool state_v_first, bool batch_invariant,
+                              const std::optional<at::Tensor>& kept) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("gla_ext::chunk_gla_bwd", "")
                              .typed<decltype(chunk_gla_bwd)>();
   return op.call(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states, scale, state_v_first,
-                 batch_invariant);
+                 batch_invariant, kept);
 }
 
 RecurrentForwardOutputs recurrent_gla_fwd(const at::Tensor& q, const at::Tensor& k,
@@ -273,7 +274,7 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(
     const std::optional<at::Tensor>& g, std::optional<double> scale,
     const std::optional<at::Tensor>& initial_state, bool output_final_state, bool state_v_first,
     const std::optional<at::Tensor>& cu_seqlens, const std::optional<at::Tensor>& gv) {
-  auto [o, final_state, states] = chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale,
+  auto [o, final_state, states, kept] = chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale,
                                                 output_final_state, state_v_first,
                                                 /*save_states=*/false, /*batch_invariant=*/false);
   std::optional<at::Tensor> state;

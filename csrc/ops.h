@@ -29,9 +29,12 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(
     bool state_v_first = false, const std::optional<at::Tensor>& cu_seqlens = {},
     const std::optional<at::Tensor>& gv = {});
 
-// The operators behind it. An output that was not asked for is a 0-element tensor.
-using ForwardOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // o, final_state, states
-using BackwardOutputs =                                                 // dq, dk, dv, dg, dgv, dh0
+// The operators behind it. An output that was not asked for is a 0-element tensor. `kept`: bytes
+// that forward has made and backward uses again, of a size that the device's plan knows; under
+// autograd forward asks for them itself (autograd/kept.h).
+using ForwardOutputs =  // o, final_state, states, kept
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using BackwardOutputs =  // dq, dk, dv, dg, dgv, dh0
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -40,7 +43,8 @@ ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at:
                              const std::optional<at::Tensor>& initial_state,
                              const std::optional<at::Tensor>& cu_seqlens,
                              std::optional<double> scale, bool output_final_state,
-                             bool state_v_first, bool save_states, bool batch_invariant);
+                             bool state_v_first, bool save_states, bool batch_invariant,
+                             int64_t kept_bytes = 0);
 
 BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
                               const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -48,8 +52,8 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                               const std::optional<at::Tensor>& gv,
                               const std::optional<at::Tensor>& initial_state,
                               const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& states,
-                              std::optional<double> scale, bool state_v_first,
-                              bool batch_invariant);
+                              std::optional<double> scale, bool state_v_first, bool batch_invariant,
+                              const std::optional<at::Tensor>& kept = {});
 
 // The recurrence itself, token by token, with a gate on value channels too and in reverse time if
 // asked for: S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_tᵀ. gk [B, T, HK, K] and gv

@@ -32,6 +32,7 @@ def plan(
     aligned: bool = True,
     key_gated: bool = True,
     value_gated: bool = False,
+    kept: bool = False,
     capability: str = "9.0",
     processors: int = 132,
     device: str = "cpu",
@@ -51,6 +52,8 @@ def plan(
             bytes.
         key_gated: CUDA only: whether there is a g.
         value_gated: whether there is a gv.
+        kept: CUDA only: forward keeps operands for backward where it makes them, as it does under
+            autograd unless GLA_EXT_KEEP_OPERANDS is 0, or backward is given them.
         capability: CUDA only: of the GPU, as "8.0"; "9.0" has the fused path, whose kernels are
             taken to be built.
         processors: CUDA only: multiprocessors of the GPU; 132 are an H200's.
@@ -64,9 +67,10 @@ def plan(
         batch row, into which the fused sweeps cut sequences; 0: they do not) and segment_chunks
         (of one segment), swept_gradients (whether backward makes all gradients in one sweep, dS on
         chip), paired_states (whether S and the operands of that sweep are made in one pass),
+        paired_parts (whether segments' own parts and operands are),
         cluster_pieces (how many heads a pair of blocks goes over, one by one; 0: no blocks are
-        paired), and workspace_bytes is all that is allocated besides outputs, states that are not
-        saved included.
+        paired), kept_bytes (of what forward keeps for backward besides inputs), and workspace_bytes
+        is all that is allocated besides these and outputs, states that are not saved included.
 
     Raises:
         ValueError: a size or dtype that the device does not take.

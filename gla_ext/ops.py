@@ -123,7 +123,7 @@ def chunk_gla(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         refuse_dtensor("chunk_gla", q, k, v, g, gv, initial_state)
-    o, final_state, _ = _fwd(
+    o, final_state, *_ = _fwd(
         q,
         k,
         v,

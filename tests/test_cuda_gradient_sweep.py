@@ -20,8 +20,8 @@ from gla_ext import chunk_gla
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
 
-SIZES = [(72, 72), (104, 128), (128, 128), (128, 200), (128, 256)]
-NARROW_SIZES = [(64, 64), (8, 64), (40, 16), (64, 8)]
+SIZES = [(16, 4, K, V) for K, V in ((72, 72), (104, 128), (128, 128), (128, 200), (128, 256))]
+NARROW_SIZES = [(22, 9, K, V) for K, V in ((64, 64), (8, 64), (40, 16), (64, 8))]
 by_gate = pytest.mark.parametrize("gate", GATES)
 in_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
 
@@ -35,20 +35,26 @@ def make_swept(B, T, H, K, V, gate=0.1, gate_dtype=BF16, **options):
 
 @in_nan
 @by_gate
-@pytest.mark.parametrize("K, V", SIZES)
+@pytest.mark.parametrize("B, H, K, V", [*SIZES, *NARROW_SIZES])
 @pytest.mark.parametrize("T", [1, 64, 65, 130, 330])
-def test_sizes(T, K, V, gate):
-    x = make_swept(16, T, 4, K, V, gate)
+def test_sizes(T, B, H, K, V, gate):
+    x = make_swept(B, T, H, K, V, gate)
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 
 @in_nan
-@by_gate
-@pytest.mark.parametrize("K, V", NARROW_SIZES)
-@pytest.mark.parametrize("T", [1, 64, 65, 130, 330])
-def test_narrow_sizes(T, K, V, gate):
-    x = make_swept(22, T, 9, K, V, gate)
-    assert_results_close(ours(x), exact_by_chunks(x), x)
+@pytest.mark.parametrize("B, H, K, V", [(16, 4, 128, 256), (22, 9, 64, 64)])
+@pytest.mark.parametrize("states", [False, True])
+def test_no_tokens(states, B, H, K, V):
+    """The states pass through, and so do their gradients."""
+    x = make_swept(B, 0, H, K, V, states=states)
+    results = ours(x)
+    assert all(results[name].numel() == 0 for name in ("o", "dq", "dk", "dv", "dg"))
+    if states:
+        states = {"final_state": x.initial_state, "dh0": x.dht}
+        assert_same_bits({name: results[name] for name in states}, states)
+    else:
+        assert not results["final_state"].any()
 
 
 @in_nan
@@ -112,6 +118,15 @@ def test_fp32_gates(K, V, gate):
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 
+def v_first_results(x):
+    """`ours`, of states that lie [V, K]."""
+    turned = {name: getattr(x, name).mT.contiguous() for name in ("initial_state", "dht")}
+    results = ours(dataclasses.replace(x, **turned), state_v_first=True)
+    for name in ("final_state", "dh0"):
+        results[name] = results[name].mT
+    return results
+
+
 @in_nan
 @pytest.mark.parametrize("gate_dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
@@ -124,11 +139,34 @@ def test_segments(V, gate, gate_dtype):
 
 
 @in_nan
+@pytest.mark.parametrize("K, V", [(128, 256), (72, 200)])
+@pytest.mark.parametrize("kind", [None, *MIXED, "resets alone", 112.0])
+def test_operands_and_segments_in_one_pass(kind, K, V):
+    x = make_swept(1, 8200, 16, K, V)
+    for backward in (False, True):
+        assert plan_of(x, backward)["paired_parts"]
+    if kind == 112.0:
+        x = with_sums(x, kind, 0.1)
+    elif kind is not None:
+        x = mixed_gates(x, kind)
+    assert_results_close(v_first_results(x), exact_by_chunks(x), x)
+
+
+@in_nan
 @by_gate
 def test_narrow_segments(gate):
     x = make_swept(1, 8200, 64, 64, 64, gate)
     assert plan_of(x)["segments"] > 1
     assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@in_nan
+@pytest.mark.parametrize("K, V", [(64, 64), (40, 24)])
+@pytest.mark.parametrize("kind", [*MIXED, "resets alone"])
+def test_narrow_segments_in_and_out_of_tier_1(kind, K, V):
+    x = mixed_gates(make_swept(1, 8200, 64, K, V), kind)
+    assert plan_of(x)["segments"] > 1
+    assert_results_close(v_first_results(x), exact_by_chunks(x), x)
 
 
 @in_nan
@@ -154,15 +192,27 @@ def test_chunks_in_and_out_of_tier_1(kind, K, V, gate_dtype):
 @pytest.mark.parametrize("states", [False, True])
 def test_states(states, v_first, B, H, K, V):
     x = make_swept(B, 130, H, K, V, states=states)
-    expected = exact_by_chunks(x)
-    if states and v_first:
-        turned = {name: getattr(x, name).mT.contiguous() for name in ("initial_state", "dht")}
-        results = ours(dataclasses.replace(x, **turned), state_v_first=True)
-        for name in ("final_state", "dh0"):
-            results[name] = results[name].mT
-    else:
-        results = ours(x)
-    assert_results_close(results, expected, x)
+    results = v_first_results(x) if states and v_first else ours(x)
+    assert_results_close(results, exact_by_chunks(x), x)
+
+
+@in_nan
+@pytest.mark.parametrize("B, H, K, V", [(16, 4, 128, 200), (22, 9, 56, 48)])
+@pytest.mark.parametrize("absent", ["initial_state", "dht"])
+def test_one_state_without_the_other(absent, B, H, K, V):
+    x = dataclasses.replace(make_swept(B, 130, H, K, V), **{absent: None})
+    assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@pytest.mark.parametrize("gate", [0.1, 1.0])
+@pytest.mark.parametrize("B, H, K, V", [(16, 4, 128, 256), (22, 9, 64, 64)])
+def test_gates_of_the_first_token_have_no_gradient(B, H, K, V, gate):
+    """Without states there is nothing that they decay: dg of it is what sums, which must cancel,
+    leave over of terms as large as those of other tokens."""
+    x = make_swept(B, 330, H, K, V, gate, states=False)
+    dg = ours(x)["dg"].float()
+    assert dg[:, 0].abs().max() <= 2e-2 * dg[:, 1:].abs().max()
+    assert dg[:, 0].square().mean() <= 1e-5 * dg[:, 1:].square().mean()
 
 
 @in_nan

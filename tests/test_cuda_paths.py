@@ -26,7 +26,7 @@ def operators(
     op, inputs = torch.ops.gla_ext, (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens)
     with torch.no_grad():
         force(paths[0])
-        o, final_state, states = op.chunk_gla_fwd(*inputs, None, True, False, save_states, False)
+        o, final_state, states, _ = op.chunk_gla_fwd(*inputs, None, True, False, save_states, False)
         force(paths[1])
         dq, dk, dv, dg, _, dh0 = op.chunk_gla_bwd(x.do, x.dht, *inputs, states, None, False, False)
     return {

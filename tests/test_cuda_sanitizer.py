@@ -112,7 +112,7 @@ def test_without_states_and_with_saved_ones(K, dtype):
     there, op = on_gpu(x), torch.ops.gla_ext
     inputs = (there.q, there.k, there.v, there.g, None, None, None)
     with torch.no_grad():
-        o, _, states = op.chunk_gla_fwd(*inputs, None, False, True, True, False)
+        o, _, states, _ = op.chunk_gla_fwd(*inputs, None, False, True, True, False)
         gradients = op.chunk_gla_bwd(there.do, None, *inputs, states, None, True, False)
     names = ("o", "dq", "dk", "dv", "dg")
     results = dict(zip(names, (o, *gradients[:4]), strict=True))

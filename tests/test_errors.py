@@ -294,9 +294,9 @@ def test_steps_check_their_inputs(x):
 def test_backward_operator_checks_its_inputs(x):
     not_saved = torch.empty(0)
 
-    def backward(do=x.do, dht=None, states=not_saved):
+    def backward(do=x.do, dht=None, states=not_saved, kept=None):
         return ops.chunk_gla_bwd(
-            do, dht, x.q, x.k, x.v, x.g, None, None, None, states, None, False, False
+            do, dht, x.q, x.k, x.v, x.g, None, None, None, states, None, False, False, kept
         )
 
     with raises(TypeError, "chunk_gla_bwd: expected do to be torch.float32 like q, "
@@ -314,6 +314,19 @@ def test_backward_operator_checks_its_inputs(x):
     with raises(TypeError, "chunk_gla_bwd: expected states to be torch.float32 (as chunk_gla_fwd "
                 "saves them), got torch.bfloat16"):  # fmt: skip
         backward(states=torch.zeros(2, 1, 4, 8, 12, dtype=torch.bfloat16))
+    with raises(TypeError, "chunk_gla_bwd: expected kept to be torch.uint8 (as chunk_gla_fwd keeps "
+                "it), got torch.float32"):  # fmt: skip
+        backward(kept=torch.zeros(3))
+    with raises(ValueError, "chunk_gla_bwd: expected kept to have 1 dimension [bytes], got 2 with "
+                "shape [1, 3]"):  # fmt: skip
+        backward(kept=torch.zeros(1, 3, dtype=torch.uint8))
+    with raises(NotImplementedError, "chunk_gla_bwd: expected nothing to be kept for backward on "
+                "the CPU, got 3 bytes"):  # fmt: skip
+        backward(kept=torch.zeros(3, dtype=torch.uint8))
+    with raises(NotImplementedError, "chunk_gla: expected nothing to be kept for backward on the "
+                "CPU, got 3 bytes"):  # fmt: skip
+        inputs = (x.q, x.k, x.v, x.g, None, None, None)
+        ops.chunk_gla_fwd(*inputs, None, False, False, False, False, 3)
 
 
 def test_same_sentence_under_compile(x):

@@ -12,11 +12,11 @@ ops = torch.ops.gla_ext
 SCHEMAS = {
     "chunk_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
     "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "
-    "bool state_v_first, bool save_states, bool batch_invariant) -> "
-    "(Tensor o, Tensor final_state, Tensor states)",
+    "bool state_v_first, bool save_states, bool batch_invariant, int kept_bytes=0) -> "
+    "(Tensor o, Tensor final_state, Tensor states, Tensor kept)",
     "chunk_gla_bwd": "(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
     "Tensor? gv, Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float? scale, "
-    "bool state_v_first, bool batch_invariant) -> "
+    "bool state_v_first, bool batch_invariant, Tensor? kept=None) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)",
     "recurrent_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, "
     "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "
@@ -141,7 +141,7 @@ def test_opcheck_backward(device, packed, optionals):
     x = call_arguments(device, False, packed, optionals, torch.bfloat16)
     states = x.q.new_empty(0)
     if optionals:
-        _, _, states = ops.chunk_gla_fwd(
+        _, _, states, _ = ops.chunk_gla_fwd(
             x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, None, False, False, True, False
         )
     inputs = (x.do, x.dht, x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, states)
@@ -185,7 +185,7 @@ def test_saved_states_are_the_states_and_change_no_gradient(device):
     for dtype in CUDA_DTYPES if device == "cuda" else DTYPES:
         x = make_inputs(2, 150, 2, 20, 24, dtype, gate=1.5, device=device)
         args = (x.q, x.k, x.v, x.g, None, x.initial_state, None, None)
-        _, _, states = ops.chunk_gla_fwd(*args, False, False, True, False)
+        _, _, states, _ = ops.chunk_gla_fwd(*args, False, False, True, False)
         S, _ = ops._chunk_states(
             x.k, x.v, ops._gate_cumsum(x.g, None), x.initial_state, None, False
         )

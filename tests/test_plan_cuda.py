@@ -303,7 +303,7 @@ def test_cuda_gradients_in_a_sweep(change, swept):
         ({"gate_dtype": "float32"}, False),
         ({"save_states": True}, False),
         ({"batch_invariant": True}, False),
-        ({"B": 1, "T": 32768}, False),  # segments: their own parts need the operands first
+        ({"B": 1, "T": 32768}, False),  # segments: their own parts are made in that pass
         ({"B": 1, "T": 32 * 2048, "N": 32}, False),
     ],
     ids=str,
@@ -311,10 +311,41 @@ def test_cuda_gradients_in_a_sweep(change, swept):
 def test_cuda_operands_and_states_in_one_pass(change, paired):
     plan = full_plan(**change, backward=True)
     assert plan["paired_states"] == paired
-    assert (plan["cluster_pieces"] > 0) == paired
+    assert (plan["cluster_pieces"] > 0) == (paired or plan["paired_parts"])
     assert not full_plan(**change)["paired_states"]
     if paired:
         assert (plan["launches"], plan["linear"]) == (3, True)
+
+
+@pytest.mark.parametrize(
+    "change, paired",
+    [
+        ({}, True),
+        ({"K": 72, "V": 200}, True),
+        ({"H": 16, "T": 8192}, True),
+        ({"T": 32768 - 16 * 64}, False),  # segments too short for gradients in a sweep
+        ({"V": 128}, False),
+        ({"V": 512}, False),
+        ({"K": 256}, False),
+        ({"gate_dtype": "float32"}, False),
+        ({"save_states": True}, False),
+        ({"N": 1}, False),
+        ({"batch_invariant": True}, False),
+        ({"B": 32, "T": 2048}, False),
+    ],
+    ids=str,
+)
+def test_cuda_operands_and_segments_in_one_pass(change, paired):
+    shape = {"B": 1, "T": 32768} | change
+    forward, backward, kept = (
+        full_plan(**shape, backward=b, kept=k)
+        for b, k in ((False, False), (True, False), (True, True))
+    )
+    assert forward["paired_parts"] == backward["paired_parts"] == paired
+    if paired:
+        assert (forward["launches"], backward["launches"], kept["launches"]) == (4, 6, 5)
+        assert forward["segments"] == backward["segments"] > 0
+        assert forward["cluster_pieces"] == 1
 
 
 def test_cuda_fused_backward_of_saved_states():
@@ -521,3 +552,56 @@ def test_cuda_without_gates_on_keys(backward):
     assert free["launches"] == gated["launches"] - 1
     sums = 4 * 2048 * 4 * 64 * 4 * (2 if backward else 1)  # b, and dg before it is rounded
     assert gated["workspace_bytes"] - free["workspace_bytes"] == sums - 256
+
+
+KEPT = {
+    "segments": {"B": 1},
+    "fp32 gates": {"gate_dtype": "float32"},
+    "many keys": {"K": 256},
+    "many keys, fp32 gates": {"K": 200, "gate_dtype": "float32"},
+    "packed": {"B": 1, "N": 32},
+    "batch invariant": {"K": 256, "batch_invariant": True},
+    "saved states": {"K": 256, "save_states": True},
+}
+
+
+@pytest.mark.parametrize("change", KEPT.values(), ids=KEPT)
+def test_what_is_kept_is_made_once(change):
+    """Both plans know its size, and need so much less of a workspace; neither changes otherwise."""
+    both = []
+    for backward in (False, True):
+        alone, kept = (full_plan(**change, backward=backward, kept=k) for k in (False, True))
+        assert alone["kept_bytes"] == 0 and kept["linear"]
+        both.append(kept["kept_bytes"])
+        least = 0.9 * kept["kept_bytes"]  # of parts that another pass does not make
+        assert alone["workspace_bytes"] - kept["workspace_bytes"] >= least > 0
+        for name in alone.keys() - {"kept_bytes", "workspace_bytes"}:
+            assert kept[name] == alone[name], name
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("K, each", [(128, 43136), (256, 77952)])
+def test_what_is_kept_grows_with_tokens(K, each):
+    """Operands and 8 bytes of tiers of each chunk and head."""
+    sizes = [full_plan(K=K, B=1, T=T, kept=True)["kept_bytes"] for T in (64 * 64, 96 * 64)]
+    assert sizes[1] - sizes[0] >= 32 * 4 * (each + 8)
+    if K == 256:  # the two passes do not cut alike
+        assert sizes[1] - sizes[0] == 32 * 4 * (each + 8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"B": 1, "K": 64},
+        {"B": 1, "capability": "8.0"},
+        {"B": 1, "dtype": "float32"},
+        {"B": 1, "value_gated": True},
+        {"B": 1, "aligned": False},
+        {"T": 0, "K": 256},
+    ],
+)
+def test_where_nothing_is_kept(change):
+    for backward in (False, True):
+        alone, kept = (full_plan(**change, backward=backward, kept=k) for k in (False, True))
+        assert alone == kept

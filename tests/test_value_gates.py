@@ -291,7 +291,7 @@ def test_state_carries_over(device, dtype):
 def test_saved_states_change_no_gradient(device, gating, dtype):
     x = make_recurrence(2, 150, 2, 24, 40, dtype=dtype, gating=gating, device=device)
     args = (x.q, x.k, x.v, x.gk, x.gv, x.initial_state, None)
-    _, _, states = ops.chunk_gla_fwd(*args, None, False, False, True, False)
+    _, _, states, _ = ops.chunk_gla_fwd(*args, None, False, False, True, False)
     assert_close(states[:, 0].float(), x.initial_state.to(states.dtype).float(), 0)
     saved, recomputed = (
         ops.chunk_gla_bwd(x.do, x.dht, *args, s, None, False, False)

@@ -1,10 +1,13 @@
-// chunk_gla under autograd: forward and backward are the registered operators, nothing but the
-// inputs is saved, and the states where save_states asks for them.
+// chunk_gla under autograd: forward and backward are the registered operators. Saved are the inputs,
+// the states where save_states asks for them, and what the device's plan keeps (kept.h).
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "../checks.h"
 #include "../ops.h"
+#include "kept.h"
 #include "refuse.h"
 
 namespace gla_ext {
@@ -22,13 +25,14 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
                                const OptionalTensor& gv, const OptionalTensor& initial_state,
                                const OptionalTensor& cu_seqlens, std::optional<double> scale,
                                bool output_final_state, bool state_v_first, bool save_states,
-                               bool batch_invariant, variable_list* not_differentiable) {
+                               bool batch_invariant, int64_t kept_bytes,
+                               variable_list* not_differentiable) {
     at::AutoDispatchBelowADInplaceOrView below;
-    auto [o, final_state, states] =
+    auto [o, final_state, states, kept] =
         chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
-                      state_v_first, save_states, batch_invariant);
+                      state_v_first, save_states, batch_invariant, kept_bytes);
     ctx->save_for_backward({q, k, v, or_undefined(g), or_undefined(gv), or_undefined(initial_state),
-                            or_undefined(cu_seqlens), states});
+                            or_undefined(cu_seqlens), states, kept});
     ctx->saved_data["scale"] = scale;
     ctx->saved_data["output_final_state"] = output_final_state;
     ctx->saved_data["state_v_first"] = state_v_first;
@@ -36,7 +40,7 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
     ctx->set_materialize_grads(false);
     // What has no gradient goes around the Function: compiled autograd refuses a node that has
     // marked outputs as non-differentiable.
-    *not_differentiable = {final_state, states};
+    *not_differentiable = {final_state, states, kept};
     if (output_final_state) return {o, final_state};
     return {o};
   }
@@ -50,7 +54,8 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
     auto [dq, dk, dv, dg, dgv, dh0] = chunk_gla_bwd(
         d_o, or_absent(dht), q, k, v, or_absent(g), or_absent(gv), or_absent(initial_state),
         or_absent(saved[6]), saved[7], ctx->saved_data["scale"].toOptional<double>(),
-        ctx->saved_data["state_v_first"].toBool(), ctx->saved_data["batch_invariant"].toBool());
+        ctx->saved_data["state_v_first"].toBool(), ctx->saved_data["batch_invariant"].toBool(),
+        saved[8]);
     const at::Tensor none;
     return {dq,
             dk,
@@ -58,6 +63,7 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
             g.defined() ? dg : none,
             gv.defined() ? dgv : none,
             initial_state.defined() ? dh0 : none,
+            none,
             none,
             none,
             none,
@@ -78,11 +84,11 @@ class ChunkGlaBackward : public torch::autograd::Function<ChunkGlaBackward> {
                                const OptionalTensor& gv, const OptionalTensor& initial_state,
                                const OptionalTensor& cu_seqlens, const at::Tensor& states,
                                std::optional<double> scale, bool state_v_first,
-                               bool batch_invariant) {
+                               bool batch_invariant, const OptionalTensor& kept) {
     at::AutoDispatchBelowADInplaceOrView below;
     auto [dq, dk, dv, dg, dgv, dh0] =
         chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states, scale,
-                      state_v_first, batch_invariant);
+                      state_v_first, batch_invariant, kept);
     return {dq, dk, dv, dg, dgv, dh0};
   }
 
@@ -91,39 +97,50 @@ class ChunkGlaBackward : public torch::autograd::Function<ChunkGlaBackward> {
   }
 };
 
+bool needs_gradient(std::initializer_list<at::Tensor> tensors,
+                    std::initializer_list<OptionalTensor> optional) {
+  const auto needs = [](const at::Tensor& t) { return t.defined() && t.requires_grad(); };
+  return std::any_of(tensors.begin(), tensors.end(), needs) ||
+         std::any_of(optional.begin(), optional.end(),
+                     [&](const OptionalTensor& t) { return t.has_value() && needs(*t); });
+}
+
 ForwardOutputs chunk_gla_fwd_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                       const OptionalTensor& g, const OptionalTensor& gv,
                                       const OptionalTensor& initial_state,
                                       const OptionalTensor& cu_seqlens, std::optional<double> scale,
                                       bool output_final_state, bool state_v_first, bool save_states,
-                                      bool batch_invariant) {
+                                      bool batch_invariant, int64_t kept_bytes) {
   refuse_unsupported("chunk_gla", {{"q", q}, {"k", k}, {"v", v}}, {g, gv, initial_state});
   if (!at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView below;
     return chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
-                         state_v_first, save_states, batch_invariant);
+                         state_v_first, save_states, batch_invariant, kept_bytes);
   }
-  variable_list rest;  // final_state and states without a gradient
+  if (kept_bytes == 0 && needs_gradient({q, k, v}, {g, gv, initial_state}))
+    kept_bytes = bytes_to_keep({q, k, v, g, gv, cu_seqlens, save_states, batch_invariant});
+  variable_list rest;  // what has no gradient: final_state, states, kept
   auto outputs =
       ChunkGla::apply(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
-                      state_v_first, save_states, batch_invariant, &rest);
-  return {outputs[0], output_final_state ? outputs[1] : rest[0], rest[1]};
+                      state_v_first, save_states, batch_invariant, kept_bytes, &rest);
+  return {outputs[0], output_final_state ? outputs[1] : rest[0], rest[1], rest[2]};
 }
 
 BackwardOutputs chunk_gla_bwd_autograd(
     const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
     const at::Tensor& v, const OptionalTensor& g, const OptionalTensor& gv,
     const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens, const at::Tensor& states,
-    std::optional<double> scale, bool state_v_first, bool batch_invariant) {
+    std::optional<double> scale, bool state_v_first, bool batch_invariant,
+    const OptionalTensor& kept) {
   refuse_unsupported("chunk_gla_bwd", {{"do", d_o}, {"q", q}, {"k", k}, {"v", v}},
                      {dht, g, gv, initial_state});
   if (!at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView below;
     return chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states, scale,
-                         state_v_first, batch_invariant);
+                         state_v_first, batch_invariant, kept);
   }
   auto outputs = ChunkGlaBackward::apply(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens,
-                                         states, scale, state_v_first, batch_invariant);
+                                         states, scale, state_v_first, batch_invariant, kept);
   return {outputs[0], outputs[1], outputs[2], outputs[3], outputs[4], outputs[5]};
 }
 

@@ -14,6 +14,12 @@ at::Tensor not_asked_for(const at::Tensor& like, at::ScalarType dtype) {
   return at::empty({0}, like.options().dtype(dtype));
 }
 
+void check_nothing_kept(const char* op, int64_t bytes) {
+  TORCH_CHECK_NOT_IMPLEMENTED(bytes == 0, op,
+                              ": expected nothing to be kept for backward on the CPU, got ", bytes,
+                              " bytes");
+}
+
 template <typename T>
 bool sweeps(const Call<T>& call, bool backward) {
   const auto& p = call.problem;
@@ -28,8 +34,9 @@ ForwardOutputs chunk_gla_fwd_cpu(const at::Tensor& q, const at::Tensor& k, const
                                  const OptionalTensor& initial_state,
                                  const OptionalTensor& cu_seqlens, std::optional<double> scale,
                                  bool output_final_state, bool state_v_first, bool save_states,
-                                 bool) {
+                                 bool, int64_t kept_bytes) {
   const Shape shape = check_chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
+  check_nothing_kept("chunk_gla", kept_bytes);
   return with_call("chunk_gla", shape, cu_seqlens, scale, [&](auto& call) -> ForwardOutputs {
     using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
     using P = Problem<T>;
@@ -50,7 +57,7 @@ ForwardOutputs chunk_gla_fwd_cpu(const at::Tensor& q, const at::Tensor& k, const
       call.run(kernels<T>().forward_chunk);
     }
     if (!save_states) states = not_asked_for(q, saved_states_dtype(q));
-    return {o, final_state, states};
+    return {o, final_state, states, not_asked_for(q, at::kByte)};
   });
 }
 
@@ -59,9 +66,11 @@ BackwardOutputs chunk_gla_bwd_cpu(const at::Tensor& d_o, const OptionalTensor& d
                                   const OptionalTensor& g, const OptionalTensor& gv,
                                   const OptionalTensor& initial_state,
                                   const OptionalTensor& cu_seqlens, const at::Tensor& states,
-                                  std::optional<double> scale, bool state_v_first, bool) {
+                                  std::optional<double> scale, bool state_v_first, bool,
+                                  const OptionalTensor& kept) {
   const Shape shape = check_chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens,
-                                          states, state_v_first);
+                                          states, kept, state_v_first);
+  if (given(kept)) check_nothing_kept("chunk_gla_bwd", kept->numel());
   return with_call("chunk_gla_bwd", shape, cu_seqlens, scale, [&](auto& call) -> BackwardOutputs {
     using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
     using P = Problem<T>;

@@ -15,12 +15,25 @@ bool widens(const Shape& shape, const OptionalTensor& gv) {
 }
 at::Tensor narrowed(const at::Tensor& t, bool wide) { return wide ? t.to(at::kHalf) : t; }
 
-// What the sweeps of the fused path need: operands where they read these, with what the exact
-// kernels make elsewhere, and what enters each segment where sequences are cut into segments.
+// What the sweeps of the fused path need: operands where they read these, unless forward has kept
+// them, with A of every chunk in forward, and what enters each segment where sequences are cut into
+// segments.
 void prepare_sweeps(const Call& call, const Plan& plan) {
-  if (plan.linear) call.launch(sm90::operands);
+  const Problem& p = call.problem;
+  const bool in_backward = p.d_o.data != nullptr, paired = plan.paired_parts && !p.operands_kept;
+  if (paired) {
+    call.launch(sm90::paired_segment_parts);
+    if (!in_backward) call.launch(sm90::exact_scores);
+  } else if (plan.linear && !p.operands_kept) {
+    call.launch(sm90::operands);
+  }
   if (plan.segments == 0) return;
-  call.launch(plan.linear ? sm90::linear_segment_parts : sm90::segment_parts);
+  if (!plan.linear)
+    call.launch(sm90::segment_parts);
+  else if (!paired && !p.segment_states_kept)
+    call.launch(sm90::linear_segment_parts);
+  else if (in_backward)
+    call.launch(sm90::linear_segment_grad_parts);
   call.launch(sm90::segment_scan);
 }
 
@@ -48,7 +61,7 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
                                   const OptionalTensor& initial_state,
                                   const OptionalTensor& cu_seqlens, std::optional<double> scale,
                                   bool output_final_state, bool state_v_first, bool save_states,
-                                  bool batch_invariant) {
+                                  bool batch_invariant, int64_t kept_bytes) {
   Shape shape = check_chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
   const bool wide = widens(shape, gv);
   if (wide) shape.dtype = at::kFloat;
@@ -57,6 +70,7 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
   p.tf32 |= wide;
   p.state_v_first = state_v_first;
   p.whole_scores = true;
+  if (kept_bytes > 0) call.align_inputs();
   call.input(p.q, q, shape.dtype);
   call.input(p.k, k, shape.dtype);
   call.input(p.v, v, shape.dtype);
@@ -67,7 +81,9 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
       output_final_state ? call.output_state(p.ht) : call.not_asked_for(at::kFloat);
   at::Tensor states = save_states ? call.output_chunk_states(p.S, p.S_dtype, saved_states_dtype(q))
                                   : call.not_asked_for(saved_states_dtype(q));
-  const Plan plan = call.plan(/*backward=*/false, save_states, batch_invariant);
+  const Plan plan =
+      call.plan(/*backward=*/false, save_states, batch_invariant, /*kept=*/kept_bytes > 0);
+  at::Tensor kept = call.keep(plan, kept_bytes);
   call.allocate(plan);
 
   if (plan.path == Path::kFused) {
@@ -76,7 +92,7 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
                 : plan.cluster_pieces > 0 ? sm90::paired_forward
                                           : sm90::forward);
     if (!plan.linear) call.launch(sm90::exact_output);
-    return {o, final_state, states};
+    return {o, final_state, states, kept};
   }
   prepare_gates(call);
   if (call.value_gated)
@@ -89,7 +105,7 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
     call.launch(value_gated_output);
   else
     call.launch(output);
-  return {narrowed(o, wide), final_state, states};
+  return {narrowed(o, wide), final_state, states, kept};
 }
 
 // The fused path's kernels, or those of the steps in their order.
@@ -104,7 +120,8 @@ void run_backward(const Call& call, const Plan& plan, bool saved) {
       call.launch(gate_cumsum);
       call.launch(saved ? state_grads : states_and_state_grads);
     }
-    if (!plan.linear || plan.paired_states) call.launch(sm90::exact_gradients);
+    if (!plan.linear || plan.paired_states || plan.paired_parts || call.problem.operands_kept)
+      call.launch(sm90::exact_gradients);
     call.launch(!plan.swept_gradients ? sm90::gradients
                 : plan.linear         ? sm90::gradient_sweep
                                       : sm90::narrow_gradient_sweep);
@@ -127,9 +144,9 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
                                    const OptionalTensor& initial_state,
                                    const OptionalTensor& cu_seqlens, const at::Tensor& states,
                                    std::optional<double> scale, bool state_v_first,
-                                   bool batch_invariant) {
+                                   bool batch_invariant, const OptionalTensor& kept) {
   Shape shape = check_chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states,
-                                    state_v_first);
+                                    kept, state_v_first);
   const bool wide = widens(shape, gv);
   if (wide) shape.dtype = at::kFloat;
   Call call("chunk_gla_bwd", shape, q, cu_seqlens, scale);
@@ -137,6 +154,8 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
   p.tf32 |= wide;
   p.state_v_first = state_v_first;
   p.whole_scores = true;
+  const bool has_kept = given(kept) && kept->numel() > 0;
+  if (has_kept) call.align_inputs();
   call.input(p.q, q, shape.dtype);
   call.input(p.k, k, shape.dtype);
   call.input(p.v, v, shape.dtype);
@@ -157,7 +176,8 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
     side->dk_intra = side->dk;
     side->dg_intra = side->dg;
   }
-  const Plan plan = call.plan(/*backward=*/true, saved, batch_invariant);
+  const Plan plan = call.plan(/*backward=*/true, saved, batch_invariant, has_kept);
+  if (has_kept) call.input_kept(plan, *kept);
   call.allocate(plan);  // replaces those not fp32
   run_backward(call, plan, saved);
   return with_shared_heads(

@@ -61,11 +61,13 @@ void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
 void add_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   const int64_t segment_heads = grid.B * plan.segment_states * in.H;
   if (segment_heads == 0) return;
+  const int64_t states = segment_heads * in.K * in.V * kFloatBytes;
   Workspace& w = plan.workspace;
-  w.segment_decays = add(w, segment_heads * in.K * kFloatBytes);
-  const bool states = !in.backward || !in.save_states;
-  if (states) w.segment_states = add(w, segment_heads * in.K * in.V * kFloatBytes);
-  if (in.backward) w.segment_state_grads = add(w, segment_heads * in.K * in.V * kFloatBytes);
+  if (plan.kept.segment_states == Workspace::kAbsent) {
+    w.segment_decays = add(w, segment_heads * in.K * kFloatBytes);
+    if (!in.backward || !in.save_states) w.segment_states = add(w, states);
+  }
+  if (in.backward) w.segment_state_grads = add(w, states);
   plan.launches += 2;
 }
 
@@ -100,13 +102,17 @@ bool has_sweeps(const PlanInputs& in) {
   return in.gate_dtype == DType::kBFloat16 || (in.gate_dtype == DType::kFloat && in.K > kTierBlock);
 }
 
+int64_t all_operand_bytes(const PlanInputs& in, const ChunkGrid& grid) {
+  return grid.B * grid.slots * in.H * operand_bytes(in.K);
+}
+
 // Sweeps over ready operands: where those that gate do not reach, do not save states, or would gate
 // a chunk twice, for the segments' own parts or the gradients and for what follows.
 void choose_operands(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   plan.linear = in.K > kTierBlock && (in.K > kOperandKeys || in.gate_dtype != DType::kBFloat16 ||
                                       plan.segments > 0 || in.backward || in.save_states);
-  if (!plan.linear) return;
-  plan.workspace.operands = add(plan.workspace, grid.B * grid.slots * in.H * operand_bytes(in.K));
+  if (plan.linear && plan.kept.operands == Workspace::kAbsent)
+    plan.workspace.operands = add(plan.workspace, all_operand_bytes(in, grid));
 }
 
 // Whether pairs of blocks gate for each other: heads of more values than one block's.
@@ -140,6 +146,21 @@ void choose_paired_states(Plan& plan, const PlanInputs& in) {
   plan.paired_states =
       plan.swept_gradients && plan.segments == 0 && !in.save_states && is_paired(in);
   if (plan.paired_states) plan.cluster_pieces = cluster_pieces(in);
+}
+
+// One pass for the operands and the own parts of segments, where backward makes gradients in a
+// sweep: other gradients need sums of gates of which every bit is operands.cu's.
+void choose_paired_parts(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  if (!plan.linear || plan.segments == 0 || in.save_states || !is_paired(in)) return;
+  PlanInputs pass = in;
+  pass.backward = true;
+  Plan backward;
+  choose_sweep(backward, pass, grid);
+  plan.paired_parts = backward.swept_gradients && backward.segments == plan.segments;
+  if (!plan.paired_parts) return;
+  plan.cluster_pieces = 1;
+  // Exact gradients are made behind it.
+  if (in.backward && plan.kept.operands == Workspace::kAbsent) plan.launches += 1;
 }
 
 // What step 6 hands to step 7, but where gradients that are fp32 themselves take it.
@@ -200,6 +221,27 @@ void plan_steps(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   if (in.value_gated) add_value_gates(plan, in, grid);
 }
 
+// By the plans of both passes by themselves, which each of them so finds alike.
+Workspace plan_kept(const PlanInputs& in, const ChunkGrid& grid) {
+  Workspace kept;
+  if (!in.kept) return kept;
+  PlanInputs pass = in;
+  pass.kept = pass.backward = false;
+  const Plan forward = make_plan(pass);
+  pass.backward = true;
+  const Plan backward = make_plan(pass);
+  if (!forward.linear || !backward.linear || backward.paired_states) return kept;
+  kept.operands = add(kept, all_operand_bytes(in, grid));
+  kept.tiers = add(kept, tier_bytes(grid, in.H));
+  const int64_t segment_heads = grid.B * forward.segment_states * in.H;
+  if (segment_heads > 0 && !in.save_states && forward.segments == backward.segments &&
+      forward.segment_chunks == backward.segment_chunks) {
+    kept.segment_decays = add(kept, segment_heads * in.K * kFloatBytes);
+    kept.segment_states = add(kept, segment_heads * in.K * in.V * kFloatBytes);
+  }
+  return kept;
+}
+
 void plan_fused_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   plan.fused_sweeps = true;
   if (!in.save_states) plan.state_bytes = 0;
@@ -208,6 +250,7 @@ void plan_fused_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid)
   add_segments(plan, in, grid);
   choose_operands(plan, in, grid);
   choose_paired_forward(plan, in);
+  choose_paired_parts(plan, in, grid);
 }
 
 void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
@@ -215,7 +258,7 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
   const int64_t keys = token_heads * in.K * kFloatBytes;
   const int64_t scores = token_heads * kChunk * bytes_of(intermediate_dtype(in.dtype));
   Workspace& w = plan.workspace;
-  // Operands, or what chunks outside tier 1 lack, states, gradients.
+  // Operands, or what chunks outside tier 1 lack (kept operands too), states, gradients.
   plan.launches = (in.packed ? 2 : 0) + 3;
   plan.fused_sweeps = has_sweeps(in);
   if (plan.fused_sweeps) {
@@ -223,6 +266,7 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
     add_segments(plan, in, grid);
     choose_operands(plan, in, grid);
     choose_paired_states(plan, in);
+    choose_paired_parts(plan, in, grid);
   } else {
     w.b = add(w, keys);
     plan.launches += 1;
@@ -286,10 +330,14 @@ const char* why_not_fused(const PlanInputs& in) {
 Plan make_plan(const PlanInputs& in) {
   const ChunkGrid grid = make_grid(in.N, in.T, in.packed);
   Plan plan;
-  plan.workspace = step_workspace(grid, in.H, /*tiers=*/true);
+  if (in.choice != PathChoice::kSteps && why_not_fused(in) == nullptr) {
+    plan.path = Path::kFused;
+    plan.kept = plan_kept(in, grid);
+  }
+  plan.workspace =
+      step_workspace(grid, in.H, /*tiers=*/plan.kept.tiers == Workspace::kAbsent);
   plan.state_bytes =
       grid.B * grid.chunks * in.H * in.K * in.V * bytes_of(intermediate_dtype(in.dtype));
-  if (in.choice != PathChoice::kSteps && why_not_fused(in) == nullptr) plan.path = Path::kFused;
   if (plan.path == Path::kSteps)
     plan_steps(plan, in, grid);
   else if (in.backward)

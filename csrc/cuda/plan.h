@@ -28,9 +28,10 @@ struct PlanInputs {
   bool key_gated = true;     // g is there
   bool value_gated = false;  // gv is there
   DType value_gate_dtype = DType::kFloat;
+  bool kept = false;  // forward keeps what backward uses again, backward is given it
 };
 
-// Where each part of the one workspace starts, in bytes; kAbsent: not needed.
+// Where each part of the one workspace, or of what is kept, starts, in bytes; kAbsent: not there.
 struct Workspace {
   static constexpr int64_t kAbsent = -1;
   int64_t sequences = kAbsent, chunk_slots = kAbsent, tiers = kAbsent;
@@ -53,8 +54,12 @@ struct Plan {
   bool linear = false;        // and these go over operands in memory, which are made first
   bool swept_gradients = false;  // dS stays on chip, in a sweep that makes all gradients
   bool paired_states = false;    // operands and S are made in one pass, by pairs of blocks
+  bool paired_parts = false;     // operands and segments' own parts of S are
   int64_t cluster_pieces = 0;    // of pairs of blocks, as in Problem
   Workspace workspace;
+  // What backward uses again: operands and tiers, and where both passes cut sequences alike, what
+  // enters each segment. Nothing unless asked for, nor where one of the passes makes no operands.
+  Workspace kept;
   int64_t segments = 0, segment_chunks = 0, segment_states = 0;  // as in ChunkGrid
   // Of S and, in backward unless it stays on chip, dS: in the workspace, or S as it is saved.
   int64_t state_bytes = 0;

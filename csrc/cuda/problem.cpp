@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
 
 #include <algorithm>
 #include <array>
@@ -13,6 +14,7 @@
 #include <string_view>
 #include <type_traits>
 
+#include "../autograd/kept.h"
 #include "sm90/sm90.h"
 #include "tensors.h"
 
@@ -60,6 +62,11 @@ bool sm90_built(c10::DeviceIndex device) {
   return mine.load(std::memory_order_relaxed) == kBuilt;
 }
 
+bool takes_sm90(c10::Device device) {
+  const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(device.index());
+  return gpu.major == 9 && gpu.minor == 0 && sm90_built(device.index());
+}
+
 bool tf32_allowed() {
   return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
          at::Float32Precision::TF32;
@@ -93,21 +100,22 @@ Call::Call(const char* op, const Shape& shape, const at::Tensor& like,
   p.tf32 = p.dtype == DType::kFloat && tf32_allowed();
 }
 
-const at::Tensor& Call::keep(at::Tensor t) { return kept_.emplace_back(std::move(t)); }
+const at::Tensor& Call::hold(at::Tensor t) { return held_.emplace_back(std::move(t)); }
 
 const at::Tensor& Call::packed_elements(const at::Tensor& t) {
-  if (!t.is_contiguous()) return keep(t.contiguous());
-  return starts_aligned(t.const_data_ptr()) ? t : keep(t.clone());
+  if (!t.is_contiguous()) return hold(t.contiguous());
+  return starts_aligned(t.const_data_ptr()) ? t : hold(t.clone());
 }
 
 void Call::input(Rows& rows, const at::Tensor& t) {
   const bool addressable = t.stride(1) < kMaxTokenStride;
-  rows = rows_of(has_contiguous_rows(t) && addressable ? t : keep(t.contiguous()));
+  rows = rows_of(has_contiguous_rows(t) && addressable ? t : hold(t.contiguous()));
+  if (aligns_inputs_ && !rows.aligned) rows = rows_of(hold(t.clone(at::MemoryFormat::Contiguous)));
   share_heads(op_, rows, t.size(2), problem.H);
 }
 
 void Call::input(Rows& rows, const at::Tensor& t, at::ScalarType dtype) {
-  input(rows, t.scalar_type() == dtype ? t : keep(t.to(dtype)));
+  input(rows, t.scalar_type() == dtype ? t : hold(t.to(dtype)));
 }
 
 void Call::input_gates(const OptionalTensor& g, const OptionalTensor& gv) {
@@ -171,12 +179,11 @@ at::Tensor Call::not_asked_for(at::ScalarType dtype) const {
   return at::empty({0}, options_.dtype(dtype));
 }
 
-Plan Call::plan(bool backward, bool save_states, bool batch_invariant) const {
+Plan Call::plan(bool backward, bool save_states, bool batch_invariant, bool kept) const {
   const Problem& p = problem;
   bool aligned = true;
   for (const Rows* r : {&p.q, &p.k, &p.v, &p.g, &p.d_o})
     if (r->data != nullptr) aligned &= r->aligned;
-  const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(options_.device().index());
   const PlanInputs in{p.grid.N,
                       p.grid.T,
                       p.H,
@@ -189,12 +196,13 @@ Plan Call::plan(bool backward, bool save_states, bool batch_invariant) const {
                       save_states,
                       batch_invariant,
                       aligned,
-                      gpu.major == 9 && gpu.minor == 0 && sm90_built(options_.device().index()),
+                      takes_sm90(options_.device()),
                       p.processors,
                       path_choice(),
                       key_gated,
                       value_gated,
-                      values.g.dtype};
+                      values.g.dtype,
+                      kept};
   const char* missing = in.choice == PathChoice::kFused ? why_not_fused(in) : nullptr;
   TORCH_CHECK_NOT_IMPLEMENTED(missing == nullptr, op_, ": GLA_EXT_CUDA_PATH=fused expected ",
                               missing, ", got a call that only the step path takes");
@@ -210,11 +218,40 @@ void Call::allocate(const Plan& plan) {
   allocate(plan.workspace);
 }
 
+at::Tensor Call::keep(const Plan& plan, int64_t bytes) {
+  TORCH_CHECK_VALUE(bytes == 0 || bytes == plan.kept.bytes, op_,
+                    ": expected kept_bytes to be 0 or what backward of such a call uses again on "
+                    "this GPU, ",
+                    plan.kept.bytes, ", got ", bytes);
+  at::Tensor kept = at::empty({bytes}, options_.dtype(at::kByte));
+  if (bytes > 0) place(plan.kept, static_cast<char*>(kept.mutable_data_ptr()));
+  return kept;
+}
+
+void Call::input_kept(const Plan& plan, const at::Tensor& kept) {
+  if (plan.path != Path::kFused) return;  // forced onto the steps after forward, which use nothing
+  const int64_t bytes = kept.numel();
+  TORCH_CHECK_VALUE(bytes == plan.kept.bytes, op_,
+                    ": expected kept to be what chunk_gla_fwd has kept of the same call, ",
+                    plan.kept.bytes, " bytes, got ", bytes);
+  const void* data = packed_elements(kept).const_data_ptr();
+  place(plan.kept, static_cast<char*>(const_cast<void*>(data)));
+  problem.operands_kept = plan.kept.operands != Workspace::kAbsent;
+  problem.segment_states_kept = plan.kept.segment_states != Workspace::kAbsent;
+}
+
 void Call::allocate(const Workspace& w) {
-  Problem& p = problem;
   if (w.bytes == 0) return;
   workspace_ = at::empty({w.bytes}, options_.dtype(at::kByte));
   auto* base = static_cast<char*>(workspace_.mutable_data_ptr());
+  place(w, base);
+  if (w.no_decay != Workspace::kAbsent) clear_decays(w, base);
+  if (w.bv != Workspace::kAbsent) allocate_values(w, base);
+  if (problem.grid.packed) launch(chunk_map);
+}
+
+void Call::place(const Workspace& w, char* base) {
+  Problem& p = problem;
   const auto part = [&](auto*& pointer, int64_t start) {
     using Pointer = std::remove_reference_t<decltype(pointer)>;
     if (start != Workspace::kAbsent) pointer = reinterpret_cast<Pointer>(base + start);
@@ -242,9 +279,6 @@ void Call::allocate(const Workspace& w) {
   rows(p.dq_intra, w.dq_intra, p.K, DType::kFloat);
   rows(p.dk_intra, w.dk_intra, p.K, DType::kFloat);
   rows(p.dg_intra, w.dg_intra, p.K, DType::kFloat);
-  if (w.no_decay != Workspace::kAbsent) clear_decays(w, base);
-  if (w.bv != Workspace::kAbsent) allocate_values(w, base);
-  if (p.grid.packed) launch(chunk_map);
 }
 
 Rows Call::rows_in(char* part, int64_t last_dim, DType dtype) const {
@@ -300,5 +334,43 @@ void Call::launch(void (*step)(const Problem&, const Problem&, cudaStream_t)) co
   step(problem, values, stream_);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
+
+namespace {
+
+// By the plan that the operator will make of such a call: what is kept makes it copy rows that start
+// elsewhere than at multiples of 16 bytes. Without the GPU, as when tracing for one, nothing.
+int64_t bytes_to_keep(const KeptInputs& in) {
+  if (in.q.device().index() >= c10::cuda::device_count()) return 0;
+  const auto type = in.q.scalar_type();
+  if (type != at::kBFloat16 || !given(in.g) || given(in.gv)) return 0;
+  const auto gate_type = in.g->scalar_type();
+  if (gate_type != at::kBFloat16 && gate_type != at::kFloat) return 0;
+  const c10::cuda::CUDAGuard guard(in.q.device());
+  const bool packed = given(in.cu_seqlens);
+  PlanInputs plan{};
+  plan.N = packed ? in.cu_seqlens->numel() - 1 : in.q.size(0);
+  plan.T = in.q.size(1);
+  plan.H = in.q.size(2);
+  plan.K = in.q.size(3);
+  plan.V = in.v.size(3);
+  plan.packed = packed;
+  plan.dtype = dtype_of(type);
+  plan.gate_dtype = dtype_of(gate_type);
+  plan.save_states = in.save_states;
+  plan.batch_invariant = in.batch_invariant;
+  plan.aligned = true;
+  plan.sm90 = takes_sm90(in.q.device());
+  plan.processors = multiprocessors_of(in.q.device());
+  plan.choice = path_choice();
+  plan.kept = true;
+  return plan.N < 0 ? 0 : make_plan(plan).kept.bytes;
+}
+
+const bool asked_for_kept = [] {
+  cuda_bytes_to_keep = bytes_to_keep;
+  return true;
+}();
+
+}  // namespace
 
 }  // namespace gla_ext::cuda

@@ -44,10 +44,18 @@ class Call {
   at::Tensor output_chunk_states(void*& states, DType& dtype, at::ScalarType type);
   at::Tensor not_asked_for(at::ScalarType dtype) const;
 
-  // The plan for the tensors that were given.
-  Plan plan(bool backward, bool save_states, bool batch_invariant) const;
+  // Makes what is read from rows that start at multiples of 16 bytes, by copies where inputs do not.
+  // Before the inputs.
+  void align_inputs() { aligns_inputs_ = true; }
+
+  // The plan for the tensors that were given; `kept`: something is kept for backward.
+  Plan plan(bool backward, bool save_states, bool batch_invariant, bool kept) const;
   // Fills in what the plan's workspace holds of the Problem, and makes the chunk map.
   void allocate(const Plan& plan);
+  // What forward keeps, `bytes` as its caller knows them, or nothing.
+  at::Tensor keep(const Plan& plan, int64_t bytes);
+  // What it has kept, in backward.
+  void input_kept(const Plan& plan, const at::Tensor& kept);
   // The same for a step by itself, and tiers from b if asked for.
   void prepare_step(bool tiers = false);
 
@@ -57,9 +65,10 @@ class Call {
   void launch(void (*step)(const Problem&, const Problem&, cudaStream_t)) const;
 
  private:
-  const at::Tensor& keep(at::Tensor t);
+  const at::Tensor& hold(at::Tensor t);
   const at::Tensor& packed_elements(const at::Tensor& t);
   void allocate(const Workspace& workspace);
+  void place(const Workspace& parts, char* base);
   void allocate_values(const Workspace& workspace, char* base);
   void clear_decays(const Workspace& workspace, char* base);
   Rows rows_in(char* part, int64_t last_dim, DType dtype) const;
@@ -69,7 +78,8 @@ class Call {
   at::TensorOptions options_;
   const char* op_;
   at::Tensor workspace_, offsets_;
-  std::vector<at::Tensor> kept_;
+  std::vector<at::Tensor> held_;
+  bool aligns_inputs_ = false;
 };
 
 }  // namespace gla_ext::cuda

@@ -47,6 +47,24 @@ struct Places {  // in Stage::operands, bytes
   static constexpr int kFactors = kStates ? 0 : offsetof(OperandGroup, factors);
 };
 
+// The sum of the gates of the thread's channel in a segment, log2 units.
+__device__ __forceinline__ void write_decay(const Problem& p, const Segment& segment, int first_k,
+                                            int first_v, float total) {
+  const int channel = first_k + static_cast<int>(threadIdx.x);
+  if (first_v == 0 && channel < p.K) p.segment_decays[segment.state * p.K + channel] = total;
+}
+
+// Of the last segment, whose own part of the state concerns nobody.
+__device__ __forceinline__ void sum_last_segment(const Problem& p, const Segment& segment,
+                                                 int first_k, int first_v) {
+  const unsigned char* group = operands_at(p, segment.chunk_head(p, 0), first_k / kOperandKeys);
+  float total = 0;
+#pragma unroll 8
+  for (int i = 0; i < segment.chunks; ++i, group += p.H * operand_bytes(p.K))
+    total += reinterpret_cast<const OperandGroup*>(group)->factors[kSum][threadIdx.x];
+  write_decay(p, segment, first_k, first_v, total);
+}
+
 template <Sweep kSweep, Store kStore>
 __device__ __forceinline__ void produce(Block& s, const Problem& p, int first_k, int first_v) {
   using F = Fields<kSweep>;
@@ -68,13 +86,9 @@ __device__ __forceinline__ void produce(Block& s, const Problem& p, int first_k,
     group += step;
     x.move(kStep);
   });
-  // The gradients' sweep adds up in the other order: beside the states' it writes what that leaves
-  // out.
-  const int channel = first_k + thread;
-  const bool writes = kStore == Store::kSegment &&
-                      (kSweep == Sweep::kStates || segment.last || p.segment_states == nullptr);
-  if (writes && first_v == 0 && channel < p.K)
-    p.segment_decays[segment.state * p.K + channel] = total;
+  // The gradients' sweep adds up in the other order, and writes only where the states' has not run.
+  if (kStore == Store::kSegment && (kSweep == Sweep::kStates || p.segment_states == nullptr))
+    write_decay(p, segment, first_k, first_v, total);
 }
 
 // bf16 of a consumer's state to its tiles of a chunk in memory, by way of `tiles`, from where
@@ -167,10 +181,12 @@ __device__ __forceinline__ void sweep(Block& s, const Problem& p, int64_t index)
   const int first_k = static_cast<int>(index % k_blocks) * kOperandKeys;
   s.start(p, index / k_blocks);
   const int group = warpgroup();
-  // The own part of the last segment of a sweep concerns nobody.
-  const bool idle =
-      s.segment.tail || (kStore == Store::kSegment && Fields<kSweep>::ends(s.segment));
-  if (idle) return;
+  if (s.segment.tail) return;
+  if (kStore == Store::kSegment && Fields<kSweep>::ends(s.segment)) {
+    const bool has_decay = kSweep == Sweep::kStates && !s.segment.first && s.segment.chunks > 0;
+    if (has_decay && group == 0) sum_last_segment(p, s.segment, first_k, first_v);
+    return;
+  }
   if (group == 0)
     produce<kSweep, kStore>(s, p, first_k, first_v);
   else
@@ -213,6 +229,10 @@ void linear_states(const Problem& p, cudaStream_t stream) {
 void linear_segment_parts(const Problem& p, cudaStream_t stream) {
   launch_linear_states<Store::kSegment>(p, p.segment_states != nullptr,
                                         p.segment_state_grads != nullptr, stream);
+}
+
+void linear_segment_grad_parts(const Problem& p, cudaStream_t stream) {
+  launch_linear_states<Store::kSegment>(p, false, p.segment_state_grads != nullptr, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

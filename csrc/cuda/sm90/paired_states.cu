@@ -9,7 +9,7 @@
 //         producer and two consumer warpgroups a block; no packed sequences
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0
 // writes  operands [B, slots, H], tiers [B, slots, H, blocks], S~ of every chunk, tiles [B, chunks,
-//         H]
+//         H]; for segments' own parts not S~ but segment_states and segment_decays
 //
 // What a producer has gated goes to memory as it lies there, and k^ with the factors to the other
 // block too. A consumer holds 64 key channels by the block's values, whose rows both copy. A of
@@ -209,7 +209,7 @@ class Values {
 };
 
 // Of one piece. before: chunks of either block in the pieces before.
-template <int kPieces>
+template <Store kStore, int kPieces>
 __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
                                         const Segment& segment, const int (&before)[kPair],
                                         int group, int first_v, int rank) {
@@ -218,7 +218,7 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
   for (int i = 0; i < kValueStages - 1; ++i) values.copy(i);
   State<kOperandKeys> state(group, 0, first_v);
   state.clear();
-  load_entering<Sweep::kStates>(state, p, segment);
+  if constexpr (kStore == Store::kChunks) load_entering<Sweep::kStates>(state, p, segment);
   const auto scale = [&](float first, float second) {
 #pragma unroll
     for (int e = 0; e < state.kValues / 2; ++e) state.x[e] *= e / 2 % 2 == 0 ? first : second;
@@ -227,6 +227,7 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
   const int row = group * kTile + thread / 32 * 16 + thread % 32 / 4;  // and the eighth behind it
   unsigned char* S = state_tile_at(p, p.S, segment.chunk_head(p, 0), first_v / kTile, group);
   float out[2] = {1.f, 1.f};  // what the state is still to be multiplied by as it leaves a chunk
+  float decay[2] = {};        // the sum of the gates, log2 units
   for (int chunk = 0; chunk < segment.chunks; ++chunk, S += p.H * state_tile_bytes(p.K, p.V)) {
     const Turn turn(chunk, before);
     const auto& keys = turn.rank == rank
@@ -235,6 +236,10 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
     s.handover.wait_for_chunk(turn, rank);
     // `middle` last, whose use waits for all of them.
     const auto* factors = reinterpret_cast<const volatile float (*)[kOperandKeys]>(keys.factors);
+    if constexpr (kStore == Store::kSegment) {
+      decay[0] += factors[kSum][row];
+      decay[1] += factors[kSum][row + 8];
+    }
     const float in[2] = {factors[kEnter][row] * out[0], factors[kEnter][row + 8] * out[1]};
     out[0] = factors[kLeave][row], out[1] = factors[kLeave][row + 8];
     const float middle[2] = {factors[kMiddle][row], factors[kMiddle][row + 8]};
@@ -254,15 +259,25 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
       product<Contiguous::kOther, Contiguous::kOther>(state.x, descriptor(y + 2048 * j, kTileBytes),
                                                       descriptor(x + 2048 * j, kTileBytes));
     commit_products();
-    rows.write_tiles(S, kKeyTiles * kTileBytes);
+    if constexpr (kStore == Store::kChunks) rows.write_tiles(S, kKeyTiles * kTileBytes);
     values.copy(chunk + kValueStages - 1);
     wait_for_products<0>();
     s.handover.leave(turn, rank);
     values.leave(chunk);
   }
+  if constexpr (kStore == Store::kSegment) {
+    if (first_v == 0 && thread % 4 == 0) {
+      float* decays = p.segment_decays + segment.state * p.K;
+      if (row < p.K) decays[row] = decay[0];
+      if (row + 8 < p.K) decays[row + 8] = decay[1];
+    }
+    if (segment.last) return;  // whose own part concerns nobody
+    scale(out[0], out[1]);
+    state.store(p, p.segment_states + segment.state * p.K * p.V, false);
+  }
 }
 
-template <int kPieces>
+template <int kPieces, Store kStore>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     paired_states_kernel(Problem p, int64_t pieces) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -283,7 +298,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     take_registers<152>();
     s.pieces.for_pieces(p, cluster,
                         [&](const Segment& segment, int first_v, const int (&before)[kPair]) {
-                          consume(s, p, segment, before, group - kGroups, first_v, cluster.rank);
+                          consume<kStore>(s, p, segment, before, group - kGroups, first_v, cluster.rank);
                         });
   }
   sync_cluster();  // the other block writes nothing here any more
@@ -293,7 +308,15 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 }  // namespace
 
 void paired_states(const Problem& p, cudaStream_t stream) {
-  launch_paired<Shared, paired_states_kernel<1>, paired_states_kernel<kMostPieces>>(p, stream);
+  launch_paired<Shared, paired_states_kernel<1, Store::kChunks>,
+                paired_states_kernel<kMostPieces, Store::kChunks>>(p, stream);
+}
+
+void paired_segment_parts(const Problem& p, cudaStream_t stream) {
+  // No more than there are clusters at a time, by the plan.
+  const int64_t pieces = count_pieces(p);
+  if (pieces > 0)
+    launch_pieces<paired_states_kernel<1, Store::kSegment>, Shared<1>>(p, pieces, pieces, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -84,10 +84,11 @@ __global__ void __launch_bounds__(kThreads) segment_scan_kernel(Problem p, int64
 
 void segment_scan(const Problem& p, cudaStream_t stream) {
   const int64_t blocks = p.grid.N * p.H * blocks_of(p.K * p.V, kThreads * kEach);
-  const int scans = (p.segment_states != nullptr) + (p.segment_state_grads != nullptr);
+  const bool states = p.segment_states != nullptr && !p.segment_states_kept;
+  const int scans = states + (p.segment_state_grads != nullptr);
   if (blocks * scans == 0) return;
   launch_dependent(segment_scan_kernel, blocks * scans, kThreads, 0, stream, p,
-                   p.segment_states != nullptr ? blocks : 0);
+                   states ? blocks : 0);
 }
 
 }  // namespace gla_ext::cuda::sm90

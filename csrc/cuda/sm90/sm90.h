@@ -37,16 +37,23 @@ void operands(const Problem& p, cudaStream_t stream);
 void linear_forward(const Problem& p, cudaStream_t stream);
 void linear_states(const Problem& p, cudaStream_t stream);
 void linear_segment_parts(const Problem& p, cudaStream_t stream);
+// Of the gradients' sweep alone.
+void linear_segment_grad_parts(const Problem& p, cudaStream_t stream);
 // q k v g h0 -> operands, tiers, S, scaled: operands and linear_states at once, by pairs of blocks,
 // where the plan says so (paired_states). bf16 g; neither segments nor packed sequences; K of 65 to
 // 128, V of 193 to 256.
 void paired_states(const Problem& p, cudaStream_t stream);
+// The same sweeps -> operands, tiers, segment_states and segment_decays: what each segment adds by
+// itself.
+void paired_segment_parts(const Problem& p, cudaStream_t stream);
 
 // q k v g tiers -> o += A v, of chunks outside tier 1, behind the forward sweeps that gate.
 void exact_output(const Problem& p, cudaStream_t stream);
 
+// q k g tiers -> A of operands, of chunks outside tier 1, behind `paired_segment_parts`.
+void exact_scores(const Problem& p, cudaStream_t stream);
 // q k v g do tiers -> A dq_intra dk_intra dg_intra, of chunks outside tier 1. K of at most 64, or
-// behind `paired_states`, of whose operands A is then a part.
+// behind the paired sweeps, of whose operands A is then a part, or of kept operands, which have A.
 void exact_gradients(const Problem& p, cudaStream_t stream);
 // q k v g do S dS tiers, for K above 64 operands, and outside tier 1 dq_intra dk_intra dg_intra
 // and, for K of at most 64, A -> dq dk dv dg
