@@ -1,9 +1,11 @@
 #include "checks.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 
 #include "checker.h"
+#include "ops.h"
 
 namespace gla_ext {
 namespace {
@@ -119,6 +121,12 @@ Shape check_chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at::Te
                           const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
                           bool state_v_first) {
   return check_inputs("chunk_gla", q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
+}
+
+int64_t check_kept_bytes(const char* op, int64_t kept_bytes) {
+  TORCH_CHECK_VALUE(kept_bytes >= kPlannedBytes, op, ": expected kept_bytes to be at least ",
+                    kPlannedBytes, ", got ", kept_bytes);
+  return std::max<int64_t>(kept_bytes, 0);
 }
 
 Shape check_chunk_gla_bwd(const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q,

@@ -52,6 +52,9 @@ Shape check_chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at::Te
                           const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
                           bool state_v_first);
 
+// Of kept_bytes, what to allocate for `kept`.
+int64_t check_kept_bytes(const char* op, int64_t kept_bytes);
+
 Shape check_chunk_gla_bwd(const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q,
                           const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
                           const OptionalTensor& gv, const OptionalTensor& initial_state,

@@ -53,7 +53,7 @@ ForwardOutputs chunk_gla_fwd_meta(const at::Tensor& q, const at::Tensor& k, cons
           output_final_state ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate),
           save_states ? chunk_states_like(s, q, saved_states_dtype(q))
                       : empty({0}, q, saved_states_dtype(q)),
-          empty({kept_bytes}, q, at::kByte)};
+          empty({check_kept_bytes("chunk_gla", kept_bytes)}, q, at::kByte)};
 }
 
 BackwardOutputs chunk_gla_bwd_meta(const at::Tensor& d_o, const OptionalTensor& dht,

@@ -114,11 +114,10 @@ py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::option
     throw py::value_error("plan: expected dtype bfloat16, float16, float32 or float64, got " +
                           dtype);
   const PlanShape shape{N.value_or(B), T, H, K, V, N.has_value()};
-  return device == "cpu"
-             ? cpu_plan(shape, dtype, backward, value_gated, threads)
-             : cuda_plan(shape, dtype, gate_dtype.value_or(dtype), backward, save_states,
-                         batch_invariant, aligned, key_gated, value_gated, kept, capability,
-                         processors);
+  return device == "cpu" ? cpu_plan(shape, dtype, backward, value_gated, threads)
+                         : cuda_plan(shape, dtype, gate_dtype.value_or(dtype), backward,
+                                     save_states, batch_invariant, aligned, key_gated, value_gated,
+                                     kept, capability, processors);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ TORCH_LIBRARY(gla_ext, m) {
       "chunk_gla_fwd(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? initial_state, "
       "Tensor? cu_seqlens, "
       "float? scale, bool output_final_state, bool state_v_first, bool save_states, bool "
-      "batch_invariant, int kept_bytes=0) "
+      "batch_invariant, int kept_bytes=-1) "
       "-> (Tensor o, Tensor final_state, Tensor states, Tensor kept)",
       tags);
   m.def(
@@ -274,9 +274,9 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(
     const std::optional<at::Tensor>& g, std::optional<double> scale,
     const std::optional<at::Tensor>& initial_state, bool output_final_state, bool state_v_first,
     const std::optional<at::Tensor>& cu_seqlens, const std::optional<at::Tensor>& gv) {
-  auto [o, final_state, states, kept] = chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale,
-                                                output_final_state, state_v_first,
-                                                /*save_states=*/false, /*batch_invariant=*/false);
+  auto [o, final_state, states, kept] = chunk_gla_fwd(
+      q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state, state_v_first,
+      /*save_states=*/false, /*batch_invariant=*/false);
   std::optional<at::Tensor> state;
   if (output_final_state) state = std::move(final_state);
   return {std::move(o), std::move(state)};

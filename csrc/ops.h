@@ -29,9 +29,11 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(
     bool state_v_first = false, const std::optional<at::Tensor>& cu_seqlens = {},
     const std::optional<at::Tensor>& gv = {});
 
-// The operators behind it. An output that was not asked for is a 0-element tensor. `kept`: bytes
-// that forward has made and backward uses again, of a size that the device's plan knows; under
-// autograd forward asks for them itself (autograd/kept.h).
+// The operators behind it. An output that was not asked for is a 0-element tensor. `kept`: what
+// forward has made and backward uses again, of a size that the device's plan knows; another size is
+// allocated and not used. kPlannedBytes: that size under autograd with a gradient to come, which
+// then alone has the tensor (autograd/kept.h), else nothing.
+constexpr int64_t kPlannedBytes = -1;
 using ForwardOutputs =  // o, final_state, states, kept
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using BackwardOutputs =  // dq, dk, dv, dg, dgv, dh0
@@ -44,7 +46,7 @@ ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at:
                              const std::optional<at::Tensor>& cu_seqlens,
                              std::optional<double> scale, bool output_final_state,
                              bool state_v_first, bool save_states, bool batch_invariant,
-                             int64_t kept_bytes = 0);
+                             int64_t kept_bytes = kPlannedBytes);
 
 BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
                               const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

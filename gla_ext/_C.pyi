@@ -52,8 +52,8 @@ def plan(
             bytes.
         key_gated: CUDA only: whether there is a g.
         value_gated: whether there is a gv.
-        kept: CUDA only: forward keeps operands for backward where it makes them, as it does under
-            autograd unless GLA_EXT_KEEP_OPERANDS is 0, or backward is given them.
+        kept: CUDA only: forward keeps operands for backward where it makes them, as under autograd,
+            or backward is given them.
         capability: CUDA only: of the GPU, as "8.0"; "9.0" has the fused path, whose kernels are
             taken to be built.
         processors: CUDA only: multiprocessors of the GPU; 132 are an H200's.

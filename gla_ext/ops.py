@@ -17,12 +17,17 @@ __all__ = ["batch_invariant", "chunk_gla", "fused_chunk_gla"]
 _fwd = torch.ops.gla_ext.chunk_gla_fwd.default
 
 
+_OFF = ("0", "false", "off", "no")
+# The operator's kept_bytes: -1 leaves what to keep for backward to the plan.
+_kept_bytes = 0 if os.environ.get("GLA_EXT_KEEP_OPERANDS", "").lower() in _OFF else -1
+
+
 class _Mode(threading.local):
     """Python's default of the operators' batch_invariant argument, one a thread."""
 
     def __init__(self) -> None:
         value = os.environ.get("GLA_EXT_BATCH_INVARIANT", "").lower()
-        self.batch_invariant = value not in ("", "0", "false", "off", "no")
+        self.batch_invariant = value not in ("", *_OFF)
 
 
 _mode = _Mode()
@@ -136,6 +141,7 @@ def chunk_gla(
         state_v_first,
         False,
         _mode.batch_invariant,
+        _kept_bytes,
     )
     if cu_seqlens_cpu is not None and not compiling:
         _check_offsets(cu_seqlens_cpu, cu_seqlens, q.shape[1])

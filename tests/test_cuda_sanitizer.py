@@ -28,6 +28,7 @@ from common import (
     ours,
 )
 from conv_inputs import make as make_convolution
+from fused import mixed_gates
 from norm_inputs import EPS, make
 from steps import STEPS, as_tuple, assert_step_close, step_case
 
@@ -92,6 +93,12 @@ def test_forward_and_gradients(B, T, H, K, V, lengths, layout, gate, dtype):
 @pytest.mark.parametrize("B, T, H, K, V, lengths, layout", FUSED_SHAPES.values(), ids=FUSED_SHAPES)
 def test_fused(B, T, H, K, V, lengths, layout, gate):
     x = make_inputs(B, T, H, K, V, torch.bfloat16, gate, lengths=lengths, layout=layout)
+    assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
+
+
+def test_segments_in_pairs_of_blocks():
+    """The shortest that an H200 makes in one pass with their operands."""
+    x = mixed_gates(make_inputs(1, 4096, 33, 72, 200, torch.bfloat16, 0.1), "every other chunk")
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 
 

@@ -294,6 +294,10 @@ def test_steps_check_their_inputs(x):
 def test_backward_operator_checks_its_inputs(x):
     not_saved = torch.empty(0)
 
+    def forward(kept_bytes):
+        inputs = (x.q, x.k, x.v, x.g, None, None, None)
+        return ops.chunk_gla_fwd(*inputs, None, False, False, False, False, kept_bytes)
+
     def backward(do=x.do, dht=None, states=not_saved, kept=None):
         return ops.chunk_gla_bwd(
             do, dht, x.q, x.k, x.v, x.g, None, None, None, states, None, False, False, kept
@@ -325,8 +329,9 @@ def test_backward_operator_checks_its_inputs(x):
         backward(kept=torch.zeros(3, dtype=torch.uint8))
     with raises(NotImplementedError, "chunk_gla: expected nothing to be kept for backward on the "
                 "CPU, got 3 bytes"):  # fmt: skip
-        inputs = (x.q, x.k, x.v, x.g, None, None, None)
-        ops.chunk_gla_fwd(*inputs, None, False, False, False, False, 3)
+        forward(3)
+    with raises(ValueError, "chunk_gla: expected kept_bytes to be at least -1, got -2"):
+        forward(-2)
 
 
 def test_same_sentence_under_compile(x):

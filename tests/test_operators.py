@@ -12,7 +12,7 @@ ops = torch.ops.gla_ext
 SCHEMAS = {
     "chunk_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
     "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "
-    "bool state_v_first, bool save_states, bool batch_invariant, int kept_bytes=0) -> "
+    "bool state_v_first, bool save_states, bool batch_invariant, int kept_bytes=-1) -> "
     "(Tensor o, Tensor final_state, Tensor states, Tensor kept)",
     "chunk_gla_bwd": "(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
     "Tensor? gv, Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float? scale, "

@@ -342,6 +342,7 @@ def test_cuda_operands_and_segments_in_one_pass(change, paired):
         for b, k in ((False, False), (True, False), (True, True))
     )
     assert forward["paired_parts"] == backward["paired_parts"] == paired
+    assert not kept["paired_parts"]
     if paired:
         assert (forward["launches"], backward["launches"], kept["launches"]) == (4, 6, 5)
         assert forward["segments"] == backward["segments"] > 0
@@ -559,7 +560,7 @@ KEPT = {
     "fp32 gates": {"gate_dtype": "float32"},
     "many keys": {"K": 256},
     "many keys, fp32 gates": {"K": 200, "gate_dtype": "float32"},
-    "packed": {"B": 1, "N": 32},
+    "packed": {"B": 1, "T": 8192, "N": 8},
     "batch invariant": {"K": 256, "batch_invariant": True},
     "saved states": {"K": 256, "save_states": True},
 }
@@ -578,6 +579,15 @@ def test_what_is_kept_is_made_once(change):
         for name in alone.keys() - {"kept_bytes", "workspace_bytes"}:
             assert kept[name] == alone[name], name
     assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("change", KEPT.values(), ids=KEPT)
+def test_no_more_is_kept_than_the_inputs_have(change):
+    sizes = BATCH | change
+    each = 4 if change.get("gate_dtype") == "float32" else 2
+    tokens = sizes["B"] * sizes["T"] * sizes["H"]
+    inputs = tokens * (sizes["K"] * (4 + each) + 2 * sizes["V"])
+    assert 0 < full_plan(**change, kept=True)["kept_bytes"] <= inputs
 
 
 @pytest.mark.parametrize("K, each", [(128, 43136), (256, 77952)])
@@ -599,6 +609,8 @@ def test_what_is_kept_grows_with_tokens(K, each):
         {"B": 1, "value_gated": True},
         {"B": 1, "aligned": False},
         {"T": 0, "K": 256},
+        {"B": 1, "T": 65536, "N": 4096},  # slots of short sequences are mostly padding,
+        {"K": 136, "V": 64},  # and keys that are no multiple of 128 too: more than the inputs have
     ],
 )
 def test_where_nothing_is_kept(change):

@@ -1,5 +1,5 @@
-// chunk_gla under autograd: forward and backward are the registered operators. Saved are the inputs,
-// the states where save_states asks for them, and what the device's plan keeps (kept.h).
+// chunk_gla under autograd: forward and backward are the registered operators. Saved are the
+// inputs, the states where save_states asks for them, and what the device's plan keeps (kept.h).
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -117,21 +117,26 @@ ForwardOutputs chunk_gla_fwd_autograd(const at::Tensor& q, const at::Tensor& k, 
     return chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
                          state_v_first, save_states, batch_invariant, kept_bytes);
   }
-  if (kept_bytes == 0 && needs_gradient({q, k, v}, {g, gv, initial_state}))
+  const bool planned = kept_bytes == kPlannedBytes;
+  if (planned && needs_gradient({q, k, v}, {g, gv, initial_state}))
     kept_bytes = bytes_to_keep({q, k, v, g, gv, cu_seqlens, save_states, batch_invariant});
   variable_list rest;  // what has no gradient: final_state, states, kept
   auto outputs =
       ChunkGla::apply(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
                       state_v_first, save_states, batch_invariant, kept_bytes, &rest);
-  return {outputs[0], output_final_state ? outputs[1] : rest[0], rest[1], rest[2]};
+  // Of the operator's caller nothing holds what it has not asked for.
+  const at::Tensor kept = planned && kept_bytes > 0 ? rest[2].new_empty({0}) : rest[2];
+  return {outputs[0], output_final_state ? outputs[1] : rest[0], rest[1], kept};
 }
 
-BackwardOutputs chunk_gla_bwd_autograd(
-    const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
-    const at::Tensor& v, const OptionalTensor& g, const OptionalTensor& gv,
-    const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens, const at::Tensor& states,
-    std::optional<double> scale, bool state_v_first, bool batch_invariant,
-    const OptionalTensor& kept) {
+BackwardOutputs chunk_gla_bwd_autograd(const at::Tensor& d_o, const OptionalTensor& dht,
+                                       const at::Tensor& q, const at::Tensor& k,
+                                       const at::Tensor& v, const OptionalTensor& g,
+                                       const OptionalTensor& gv,
+                                       const OptionalTensor& initial_state,
+                                       const OptionalTensor& cu_seqlens, const at::Tensor& states,
+                                       std::optional<double> scale, bool state_v_first,
+                                       bool batch_invariant, const OptionalTensor& kept) {
   refuse_unsupported("chunk_gla_bwd", {{"do", d_o}, {"q", q}, {"k", k}, {"v", v}},
                      {dht, g, gv, initial_state});
   if (!at::GradMode::is_enabled()) {

@@ -12,12 +12,13 @@ struct KeptInputs {
 };
 
 // Bytes that forward of such a call is to keep: what the device's plan says, but 0 where a size is
-// symbolic, since a graph would hold it as a number, where the environment variable
-// GLA_EXT_KEEP_OPERANDS is 0, and where the operator will refuse the call. Asked under autograd,
-// where a tensor knows its device while tracing too; the kernels' side does not.
+// symbolic, since a graph would hold it as a number, and where the operator will refuse the call.
+// Asked under autograd, where a tensor knows its device while tracing too; the kernels' side does
+// not.
 int64_t bytes_to_keep(const KeptInputs& in);
 
-// Of CUDA tensors of four dimensions and known sizes; set where CUDA kernels are built.
+// Of CUDA tensors of four dimensions and known sizes, none of heads or channels 0; set where CUDA
+// kernels are built.
 extern int64_t (*cuda_bytes_to_keep)(const KeptInputs& in);
 
 }  // namespace gla_ext

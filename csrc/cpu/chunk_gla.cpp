@@ -36,7 +36,7 @@ ForwardOutputs chunk_gla_fwd_cpu(const at::Tensor& q, const at::Tensor& k, const
                                  bool output_final_state, bool state_v_first, bool save_states,
                                  bool, int64_t kept_bytes) {
   const Shape shape = check_chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
-  check_nothing_kept("chunk_gla", kept_bytes);
+  check_nothing_kept("chunk_gla", check_kept_bytes("chunk_gla", kept_bytes));
   return with_call("chunk_gla", shape, cu_seqlens, scale, [&](auto& call) -> ForwardOutputs {
     using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
     using P = Problem<T>;

@@ -18,21 +18,21 @@ at::Tensor narrowed(const at::Tensor& t, bool wide) { return wide ? t.to(at::kHa
 // What the sweeps of the fused path need: operands where they read these, unless forward has kept
 // them, with A of every chunk in forward, and what enters each segment where sequences are cut into
 // segments.
-void prepare_sweeps(const Call& call, const Plan& plan) {
+void prepare_sweeps(const Call& call, const Plan& plan, bool backward) {
   const Problem& p = call.problem;
-  const bool in_backward = p.d_o.data != nullptr, paired = plan.paired_parts && !p.operands_kept;
-  if (paired) {
+  if (plan.paired_parts) {
     call.launch(sm90::paired_segment_parts);
-    if (!in_backward) call.launch(sm90::exact_scores);
+    if (!backward) call.launch(sm90::exact_scores);
   } else if (plan.linear && !p.operands_kept) {
     call.launch(sm90::operands);
   }
   if (plan.segments == 0) return;
+  const bool has_states = plan.paired_parts || p.segment_states_kept;
   if (!plan.linear)
     call.launch(sm90::segment_parts);
-  else if (!paired && !p.segment_states_kept)
+  else if (!has_states)
     call.launch(sm90::linear_segment_parts);
-  else if (in_backward)
+  else if (backward)
     call.launch(sm90::linear_segment_grad_parts);
   call.launch(sm90::segment_scan);
 }
@@ -70,6 +70,7 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
   p.tf32 |= wide;
   p.state_v_first = state_v_first;
   p.whole_scores = true;
+  kept_bytes = check_kept_bytes("chunk_gla", kept_bytes);
   if (kept_bytes > 0) call.align_inputs();
   call.input(p.q, q, shape.dtype);
   call.input(p.k, k, shape.dtype);
@@ -81,13 +82,16 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
       output_final_state ? call.output_state(p.ht) : call.not_asked_for(at::kFloat);
   at::Tensor states = save_states ? call.output_chunk_states(p.S, p.S_dtype, saved_states_dtype(q))
                                   : call.not_asked_for(saved_states_dtype(q));
-  const Plan plan =
-      call.plan(/*backward=*/false, save_states, batch_invariant, /*kept=*/kept_bytes > 0);
+  const auto plan_with = [&](bool kept) {
+    return call.plan(/*backward=*/false, save_states, batch_invariant, kept);
+  };
+  Plan plan = plan_with(kept_bytes > 0);
   at::Tensor kept = call.keep(plan, kept_bytes);
+  if (plan.kept.bytes != kept_bytes) plan = plan_with(false);
   call.allocate(plan);
 
   if (plan.path == Path::kFused) {
-    prepare_sweeps(call, plan);
+    prepare_sweeps(call, plan, /*backward=*/false);
     call.launch(plan.linear               ? sm90::linear_forward
                 : plan.cluster_pieces > 0 ? sm90::paired_forward
                                           : sm90::forward);
@@ -112,7 +116,7 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
 void run_backward(const Call& call, const Plan& plan, bool saved) {
   if (plan.path == Path::kFused) {
     if (plan.fused_sweeps) {
-      if (!plan.paired_states) prepare_sweeps(call, plan);
+      if (!plan.paired_states) prepare_sweeps(call, plan, /*backward=*/true);
       call.launch(plan.paired_states ? sm90::paired_states
                   : plan.linear      ? sm90::linear_states
                                      : sm90::chunk_states);
@@ -176,8 +180,11 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
     side->dk_intra = side->dk;
     side->dg_intra = side->dg;
   }
-  const Plan plan = call.plan(/*backward=*/true, saved, batch_invariant, has_kept);
-  if (has_kept) call.input_kept(plan, *kept);
+  const auto plan_with = [&](bool uses_kept) {
+    return call.plan(/*backward=*/true, saved, batch_invariant, uses_kept);
+  };
+  Plan plan = plan_with(has_kept);
+  if (has_kept && !call.input_kept(plan, *kept)) plan = plan_with(false);
   call.allocate(plan);  // replaces those not fp32
   run_backward(call, plan, saved);
   return with_shared_heads(

@@ -23,23 +23,27 @@ int64_t tier_bytes(const ChunkGrid& grid, int64_t H) {
 
 // Heads of at most 64 keys and 64 values: one tile.
 bool is_narrow(const PlanInputs& in) { return in.K <= kTierBlock && in.V <= kTierBlock; }
+// Blocks of sweeps at a time: of narrow heads two a multiprocessor.
+int64_t sweep_places(const PlanInputs& in) {
+  return is_narrow(in) ? 2 * in.processors : in.processors;
+}
+// Of a head or segment, in a sweep that makes all gradients.
+int64_t swept_blocks(const PlanInputs& in) { return is_narrow(in) ? 1 : 2; }
 
 // Cuts sequences into segments where sweeps over whole ones would leave multiprocessors idle: by
 // themselves too few, or packed ones of which a long one would be left over.
 void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   constexpr int64_t kMinChunks = 4;  // a segment's start costs as much as about two chunks
   plan.segments = plan.segment_chunks = plan.segment_states = 0;
-  if (in.batch_invariant || grid.N * in.H == 0) return;
-  // Blocks of one sequence; backward has two sweeps at a time, or one, of 128 key channels each. A
-  // sweep that makes all gradients takes two, or of narrow heads one.
+  if (in.batch_invariant || grid.N * in.H * in.K * in.V == 0) return;
+  // Blocks of one sequence; backward has two sweeps at a time, or one, of 128 key channels each.
   const int64_t blocks = in.H * ceil_div(in.V, kFusedValues);
   const int64_t each_way = 2 - in.save_states;
-  const int64_t sweeps = plan.swept_gradients ? (is_narrow(in) ? 1 : 2) * in.H
+  const int64_t sweeps = plan.swept_gradients ? swept_blocks(in) * in.H
                          : in.backward        ? each_way * blocks * ceil_div(in.K, kOperandKeys)
                                               : blocks;
   const int64_t longest = ceil_div(in.T, kChunk);
-  // Sweeps at a time: of small heads two a multiprocessor.
-  const int64_t places = is_narrow(in) ? 2 * in.processors : in.processors;
+  const int64_t places = sweep_places(in);
   const bool too_few = 2 * grid.N * sweeps <= places;
   if (!(too_few || in.packed)) return;
   // Packed, nothing is known of the lengths: a segment is what a place would get of all chunks.
@@ -87,8 +91,7 @@ void choose_sweep(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   swept.swept_gradients = true;
   choose_segments(swept, in, grid);
   if (swept.segments == 0) {
-    const int64_t at_once =
-        is_narrow(in) ? 2 * in.processors : std::max<int64_t>(1, in.processors / 2);
+    const int64_t at_once = std::max<int64_t>(1, sweep_places(in) / swept_blocks(in));
     const int64_t places = ceil_div(heads, at_once) * at_once;
     if (4 * heads >= 3 * places) plan = swept;
   } else if (plan.segments > 0 && swept.segment_chunks >= kMinSweptChunks) {
@@ -152,6 +155,7 @@ void choose_paired_states(Plan& plan, const PlanInputs& in) {
 // sweep: other gradients need sums of gates of which every bit is operands.cu's.
 void choose_paired_parts(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   if (!plan.linear || plan.segments == 0 || in.save_states || !is_paired(in)) return;
+  if (in.backward && plan.kept.operands != Workspace::kAbsent) return;
   PlanInputs pass = in;
   pass.backward = true;
   Plan backward;
@@ -159,8 +163,8 @@ void choose_paired_parts(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
   plan.paired_parts = backward.swept_gradients && backward.segments == plan.segments;
   if (!plan.paired_parts) return;
   plan.cluster_pieces = 1;
-  // Exact gradients are made behind it.
-  if (in.backward && plan.kept.operands == Workspace::kAbsent) plan.launches += 1;
+  // Behind it come exact gradients; forward has exact scores for the parts that it has made.
+  if (in.backward) plan.launches += 1;
 }
 
 // What step 6 hands to step 7, but where gradients that are fp32 themselves take it.
@@ -221,7 +225,14 @@ void plan_steps(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   if (in.value_gated) add_value_gates(plan, in, grid);
 }
 
-// By the plans of both passes by themselves, which each of them so finds alike.
+// Bytes of q, k, v and g of H heads each.
+int64_t input_bytes(const PlanInputs& in, const ChunkGrid& grid) {
+  const int64_t each = bytes_of(in.dtype);
+  return grid.B * in.T * in.H * (in.K * (2 * each + bytes_of(in.gate_dtype)) + in.V * each);
+}
+
+// By the plans of both passes by themselves, which each of them so finds alike. Never more than the
+// inputs have: many short packed sequences, or few values, would ask for several times as much.
 Workspace plan_kept(const PlanInputs& in, const ChunkGrid& grid) {
   Workspace kept;
   if (!in.kept) return kept;
@@ -231,13 +242,17 @@ Workspace plan_kept(const PlanInputs& in, const ChunkGrid& grid) {
   pass.backward = true;
   const Plan backward = make_plan(pass);
   if (!forward.linear || !backward.linear || backward.paired_states) return kept;
+  const int64_t most = input_bytes(in, grid);
   kept.operands = add(kept, all_operand_bytes(in, grid));
   kept.tiers = add(kept, tier_bytes(grid, in.H));
+  if (kept.bytes > most) return {};
   const int64_t segment_heads = grid.B * forward.segment_states * in.H;
   if (segment_heads > 0 && !in.save_states && forward.segments == backward.segments &&
       forward.segment_chunks == backward.segment_chunks) {
-    kept.segment_decays = add(kept, segment_heads * in.K * kFloatBytes);
-    kept.segment_states = add(kept, segment_heads * in.K * in.V * kFloatBytes);
+    Workspace more = kept;
+    more.segment_decays = add(more, segment_heads * in.K * kFloatBytes);
+    more.segment_states = add(more, segment_heads * in.K * in.V * kFloatBytes);
+    if (more.bytes <= most) return more;
   }
   return kept;
 }
@@ -334,8 +349,7 @@ Plan make_plan(const PlanInputs& in) {
     plan.path = Path::kFused;
     plan.kept = plan_kept(in, grid);
   }
-  plan.workspace =
-      step_workspace(grid, in.H, /*tiers=*/plan.kept.tiers == Workspace::kAbsent);
+  plan.workspace = step_workspace(grid, in.H, /*tiers=*/plan.kept.tiers == Workspace::kAbsent);
   plan.state_bytes =
       grid.B * grid.chunks * in.H * in.K * in.V * bytes_of(intermediate_dtype(in.dtype));
   if (plan.path == Path::kSteps)

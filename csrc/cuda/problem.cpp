@@ -219,25 +219,24 @@ void Call::allocate(const Plan& plan) {
 }
 
 at::Tensor Call::keep(const Plan& plan, int64_t bytes) {
-  TORCH_CHECK_VALUE(bytes == 0 || bytes == plan.kept.bytes, op_,
-                    ": expected kept_bytes to be 0 or what backward of such a call uses again on "
-                    "this GPU, ",
-                    plan.kept.bytes, ", got ", bytes);
   at::Tensor kept = at::empty({bytes}, options_.dtype(at::kByte));
-  if (bytes > 0) place(plan.kept, static_cast<char*>(kept.mutable_data_ptr()));
+  if (bytes == 0) return kept;
+  // Backward may be on another path by then, and could not tell.
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      plan.path == Path::kFused, op_, ": expected kept_bytes to be 0 in the step path, got ", bytes,
+      "; a graph that keeps operands for backward was compiled when GLA_EXT_CUDA_PATH was not "
+      "steps: compile it again, without torch's caches (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)");
+  if (bytes == plan.kept.bytes) place(plan.kept, static_cast<char*>(kept.mutable_data_ptr()));
   return kept;
 }
 
-void Call::input_kept(const Plan& plan, const at::Tensor& kept) {
-  if (plan.path != Path::kFused) return;  // forced onto the steps after forward, which use nothing
-  const int64_t bytes = kept.numel();
-  TORCH_CHECK_VALUE(bytes == plan.kept.bytes, op_,
-                    ": expected kept to be what chunk_gla_fwd has kept of the same call, ",
-                    plan.kept.bytes, " bytes, got ", bytes);
+bool Call::input_kept(const Plan& plan, const at::Tensor& kept) {
+  if (plan.path != Path::kFused || kept.numel() != plan.kept.bytes) return false;
   const void* data = packed_elements(kept).const_data_ptr();
   place(plan.kept, static_cast<char*>(const_cast<void*>(data)));
   problem.operands_kept = plan.kept.operands != Workspace::kAbsent;
   problem.segment_states_kept = plan.kept.segment_states != Workspace::kAbsent;
+  return true;
 }
 
 void Call::allocate(const Workspace& w) {
@@ -337,12 +336,23 @@ void Call::launch(void (*step)(const Problem&, const Problem&, cudaStream_t)) co
 
 namespace {
 
-// By the plan that the operator will make of such a call: what is kept makes it copy rows that start
-// elsewhere than at multiples of 16 bytes. Without the GPU, as when tracing for one, nothing.
-int64_t bytes_to_keep(const KeptInputs& in) {
+// Whether all rows start at multiples of 16 bytes, as far as a tensor knows where it lies: while
+// tracing it does not, and what such a graph keeps operands of is copied where they do not.
+bool may_be_aligned(const at::Tensor& t) {
+  const c10::DispatchKeySet keys = t.key_set();
+  const bool traced =
+      keys.has(c10::DispatchKey::Python) || keys.has(c10::DispatchKey::Functionalize);
+  return traced || !has_contiguous_rows(t) || rows_of(t).aligned;
+}
+
+// By the plan that the operator will make of such a call. Without the GPU, as when tracing for one,
+// nothing.
+int64_t planned_bytes(const KeptInputs& in) {
   if (in.q.device().index() >= c10::cuda::device_count()) return 0;
   const auto type = in.q.scalar_type();
-  if (type != at::kBFloat16 || !given(in.g) || given(in.gv)) return 0;
+  if (type != at::kBFloat16 || in.v.scalar_type() != type || in.k.scalar_type() != type ||
+      !given(in.g) || given(in.gv))
+    return 0;
   const auto gate_type = in.g->scalar_type();
   if (gate_type != at::kBFloat16 && gate_type != at::kFloat) return 0;
   const c10::cuda::CUDAGuard guard(in.q.device());
@@ -359,6 +369,7 @@ int64_t bytes_to_keep(const KeptInputs& in) {
   plan.save_states = in.save_states;
   plan.batch_invariant = in.batch_invariant;
   plan.aligned = true;
+  for (const at::Tensor* t : {&in.q, &in.k, &in.v, &*in.g}) plan.aligned &= may_be_aligned(*t);
   plan.sm90 = takes_sm90(in.q.device());
   plan.processors = multiprocessors_of(in.q.device());
   plan.choice = path_choice();
@@ -367,7 +378,7 @@ int64_t bytes_to_keep(const KeptInputs& in) {
 }
 
 const bool asked_for_kept = [] {
-  cuda_bytes_to_keep = bytes_to_keep;
+  cuda_bytes_to_keep = planned_bytes;
   return true;
 }();
 

@@ -44,18 +44,18 @@ class Call {
   at::Tensor output_chunk_states(void*& states, DType& dtype, at::ScalarType type);
   at::Tensor not_asked_for(at::ScalarType dtype) const;
 
-  // Makes what is read from rows that start at multiples of 16 bytes, by copies where inputs do not.
-  // Before the inputs.
+  // Has inputs copied whose rows do not start at multiples of 16 bytes. Before these.
   void align_inputs() { aligns_inputs_ = true; }
 
   // The plan for the tensors that were given; `kept`: something is kept for backward.
   Plan plan(bool backward, bool save_states, bool batch_invariant, bool kept) const;
   // Fills in what the plan's workspace holds of the Problem, and makes the chunk map.
   void allocate(const Plan& plan);
-  // What forward keeps, `bytes` as its caller knows them, or nothing.
+  // For what forward keeps, of the size that its caller knows: not used if the plan's is another.
   at::Tensor keep(const Plan& plan, int64_t bytes);
-  // What it has kept, in backward.
-  void input_kept(const Plan& plan, const at::Tensor& kept);
+  // What it has kept, in backward; whether it is used: not by the steps, nor if the plan's size is
+  // another, as it then was in forward.
+  bool input_kept(const Plan& plan, const at::Tensor& kept);
   // The same for a step by itself, and tiers from b if asked for.
   void prepare_step(bool tiers = false);
 

@@ -8,14 +8,39 @@
 
 namespace gla_ext::cuda::sm90 {
 
+// Lets blocks of the kernel behind take places.
+__device__ __forceinline__ void release_next_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Waits until the kernel before is done and what it has written can be read.
+__device__ __forceinline__ void await_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // What a kernel that `launch_dependent` launches does first, in every block, also where the block
 // has nothing to do: if all ended without, the kernel behind could start before the one ahead is
 // done.
 __device__ __forceinline__ void wait_for_previous_kernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  release_next_kernel();
+  await_previous_kernel();
+}
+// The same in the segments' scan, in the other order: blocks of the kernel behind start when all
+// before the scan is done, and may read that before they wait for the scan itself, as they do who
+// read what it writes.
+__device__ __forceinline__ void wait_before_next_kernel() {
+  await_previous_kernel();
+  release_next_kernel();
+}
+// In a sweep, which the scan stands before if there are segments.
+__device__ __forceinline__ void wait_for_all_but_scan(bool segments) {
+  if (segments)
+    release_next_kernel();
+  else
+    wait_for_previous_kernel();
 }
 
 // kCluster: blocks of a cluster, of which `blocks` is a multiple.

@@ -1,12 +1,13 @@
 // What the fused backward takes from elsewhere in chunks outside tier 1: forward steps 3 and 4 and
 // backward steps 5 and 6 of them. Where operands.cu has made operands it has done so too; operands
-// that forward has kept have steps 3 and 4 behind them, which forward alone has too.
+// that forward has kept have steps 3 and 4 behind them. exact_scores_kernel has these alone, for
+// the operands of paired segment parts in forward.
 //
 // grid    as for_exact_chunks wants it: a block for all parts of a chunk, A and then 64 key
 //         channels at a time, so that those with nothing to do are few
 // reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers
-// writes  A, unless it is kept, bf16, [B, T, H, C] or of operands [B, slots, H]; dq_intra, dk_intra, dg_intra
-//         [B, T, H, K] fp32
+// writes  A, unless it is kept, bf16, [B, T, H, C] or of operands [B, slots, H]; dq_intra,
+//         dk_intra, dg_intra [B, T, H, K] fp32
 //
 // dA stays in shared memory, bf16, and is made for every 64 key channels anew: kept for all of
 // them, the code behind it has too few registers. All else is fp32.
@@ -22,11 +23,11 @@ __global__ void __launch_bounds__(kThreads, 2) exact_scores_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   __shared__ __align__(16) ExactChunk s;
-  __shared__ Chunk kept;  // here and not in registers, of which there are too few
+  __shared__ Chunk where;  // here and not in registers, of which there are too few
   for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
-    if (threadIdx.x == 0) kept = chunk;
+    if (threadIdx.x == 0) where = chunk;
     __syncthreads();
-    s.finish_scores(p, kept);
+    s.finish_scores(p, where);
   });
 #endif
 }

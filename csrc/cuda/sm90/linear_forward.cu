@@ -243,7 +243,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
 template <int kGroups, class BlockOfKernel>
 __global__ void __launch_bounds__(kLinearThreads, 1) linear_forward_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  wait_for_previous_kernel();
+  wait_for_all_but_scan(p.grid.segment_chunks > 0);
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<BlockOfKernel*>(s_bytes);
   const int v_blocks = blocks_of(p.V, kValues);
@@ -255,6 +255,7 @@ __global__ void __launch_bounds__(kLinearThreads, 1) linear_forward_kernel(Probl
     if (!s.segment.tail) produce<kGroups>(s, p, block_v);
   } else {
     take_registers<kConsumerRegisters>();
+    await_previous_kernel();  // the scan
     consume<kGroups>(s, p, group - 1, block_v);
   }
 #endif

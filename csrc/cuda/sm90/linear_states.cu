@@ -86,7 +86,8 @@ __device__ __forceinline__ void produce(Block& s, const Problem& p, int first_k,
     group += step;
     x.move(kStep);
   });
-  // The gradients' sweep adds up in the other order, and writes only where the states' has not run.
+  // The gradients' sweep adds up in the other order, and writes only where nobody makes parts of S:
+  // of saved states.
   if (kStore == Store::kSegment && (kSweep == Sweep::kStates || p.segment_states == nullptr))
     write_decay(p, segment, first_k, first_v, total);
 }
@@ -126,7 +127,10 @@ __device__ __forceinline__ void consume(Block& s, const Problem& p, int group, i
   const int row = group * kTile + thread / 32 * 16 + thread % 32 / 4;  // and the eighth behind it
   State<kOperandKeys> state(group, block_k, first_v);
   state.clear();
-  if constexpr (kStore == Store::kChunks) load_entering<kSweep>(state, p, segment);
+  if constexpr (kStore == Store::kChunks) {
+    await_previous_kernel();  // the scan
+    load_entering<kSweep>(state, p, segment);
+  }
   const auto scale = [&](float first, float second) {
 #pragma unroll
     for (int e = 0; e < state.kValues / 2; ++e) state.x[e] *= e / 2 % 2 == 0 ? first : second;
@@ -184,7 +188,7 @@ __device__ __forceinline__ void sweep(Block& s, const Problem& p, int64_t index)
   if (s.segment.tail) return;
   if (kStore == Store::kSegment && Fields<kSweep>::ends(s.segment)) {
     const bool has_decay = kSweep == Sweep::kStates && !s.segment.first && s.segment.chunks > 0;
-    if (has_decay && group == 0) sum_last_segment(p, s.segment, first_k, first_v);
+    if (has_decay && first_v == 0 && group == 0) sum_last_segment(p, s.segment, first_k, first_v);
     return;
   }
   if (group == 0)
@@ -197,7 +201,7 @@ template <Store kStore>
 __global__ void __launch_bounds__(kLinearThreads, 1)
     linear_states_kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  wait_for_previous_kernel();
+  wait_for_all_but_scan(kStore == Store::kChunks && p.grid.segment_chunks > 0);
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<Block*>(s_bytes);
   if (blockIdx.x < states)

@@ -13,7 +13,7 @@
 //
 // What a producer has gated goes to memory as it lies there, and k^ with the factors to the other
 // block too. A consumer holds 64 key channels by the block's values, whose rows both copy. A of
-// chunks outside tier 1 is exact_gradients.cu's. Accumulation is fp32.
+// chunks outside tier 1 is exact_gradients.cu's, in forward too. Accumulation is fp32.
 #include "dependent_launch.cuh"
 #include "forward/gating.cuh"
 #include "lane_rows.cuh"
@@ -296,10 +296,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     Producer<kPieces>(s, p, group, cluster.rank).run();
   } else {
     take_registers<152>();
-    s.pieces.for_pieces(p, cluster,
-                        [&](const Segment& segment, int first_v, const int (&before)[kPair]) {
-                          consume<kStore>(s, p, segment, before, group - kGroups, first_v, cluster.rank);
-                        });
+    s.pieces.for_pieces(
+        p, cluster, [&](const Segment& segment, int first_v, const int (&before)[kPair]) {
+          consume<kStore>(s, p, segment, before, group - kGroups, first_v, cluster.rank);
+        });
   }
   sync_cluster();  // the other block writes nothing here any more
 #endif

@@ -38,6 +38,16 @@ __device__ __forceinline__ float2 pair_at(const float* row, int channel) {
   return *reinterpret_cast<const float2*>(row + channel);
 }
 
+// Accumulators of 64 columns by what belongs to these; by: of the thread's first pair.
+__device__ __forceinline__ void scale_columns(float (&d)[32], const float* by) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 pair = pair_at(by, 8 * j);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d[4 * j + e] *= e % 2 == 0 ? pair.x : pair.y;
+  }
+}
+
 // Of an fp32 tile: pairs of eight rows lie in different banks.
 __device__ __forceinline__ int swizzled_float(int row, int column) {
   return row * kTile + (column ^ ((row & 3) << 3));

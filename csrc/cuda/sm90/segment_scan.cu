@@ -38,7 +38,7 @@ __device__ __forceinline__ float4 load_boundary(const Problem& p, const float* s
 }
 
 __global__ void __launch_bounds__(kThreads) segment_scan_kernel(Problem p, int64_t states) {
-  wait_for_previous_kernel();
+  wait_before_next_kernel();
   const int matrix = p.K * p.V, blocks = blocks_of(matrix, kThreads * kEach);
   const bool backwards = blockIdx.x >= states;
   const int64_t index = (blockIdx.x - (backwards ? states : 0)) / blocks;

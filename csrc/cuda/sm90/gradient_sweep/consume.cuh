@@ -147,11 +147,7 @@ __device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int
       rows.write(p.dv, segment, chunk, j * kTile, p.V);
     }
     skip();  // the other one's
-    if (p.saved_states) {
-      const float* enter = queries.factors[kEnter][rank] + 2 * Lane().t;
-#pragma unroll
-      for (int j = 0; j < 32; ++j) x[j] *= enter[j / 4 * 8 + j % 2];
-    }
+    if (p.saved_states) scale_columns(x, queries.factors[kEnter][rank] + 2 * Lane().t);
     const auto release = [&] {
       fence_for_products();  // before the next chunks' bulk copies
       arrive(&s.chunk_empty[self]);
@@ -204,7 +200,7 @@ __device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int
     part.sum_states(own, queries, rank);
     if constexpr (kByProducts) {
       wait_for_products<1>();
-      part.to_exponents(exponents, queries, rank);
+      part.make_exponents(exponents, queries, rank);
     }
     wait_for_products<0>();
     role_barrier(role);  // dA, q^, k^ and gates are read

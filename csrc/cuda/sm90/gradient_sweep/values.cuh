@@ -64,12 +64,12 @@ __device__ __forceinline__ void produce(SharedOfKernel& s, const Problem& p, int
 
 // rowsum(S~ dS~), of S itself and not of S~ if `unscaled`. Keeps what dS~ is to be multiplied by as
 // it leaves.
-__device__ __forceinline__ void store_sums(RowSums& of, float* sums, const float* enter,
+__device__ __forceinline__ void store_sums(RowSums& rows, float* sums, const float* enter,
                                            float* factors, bool unscaled) {
   const Lane lane;
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    const float sum = of.of(e);
+    const float sum = rows.sum(e);
     const int row = lane.row + 8 * e;
     if (lane.t == 0) {
       const float factor = enter[row];

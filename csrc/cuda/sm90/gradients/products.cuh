@@ -185,16 +185,7 @@ template <int kGroups>
 __device__ __forceinline__ void scale_saved(Accumulators<kGroups>& acc, const Shared<kGroups>& s,
                                             const Problem& p) {
   const Place at;
-  const float* enter = enter_factors(p, s.chunk, at.group) + 2 * at.t;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float2 from = *reinterpret_cast<const float2*>(enter + 8 * j);
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      acc.x[4 * j + 2 * e] *= from.x;
-      acc.x[4 * j + 2 * e + 1] *= from.y;
-    }
-  }
+  scale_columns(acc.x, enter_factors(p, s.chunk, at.group) + 2 * at.t);
 }
 
 // Sums what the states that leave the chunk owe to k.

@@ -41,18 +41,6 @@ struct ScoreOperand {
   }
 };
 
-// Sums of gates in natural units to exponents of dq, and, with the other sign, of dk.
-__device__ __forceinline__ void to_exponents(float (&b)[32], const Factors& factors) {
-  const float* from = factors.from + 2 * Lane().t;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float2 pair = pair_at(from, 8 * j);
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      b[4 * j + e] = fmaf(b[4 * j + e], kLog2E, e % 2 == 0 ? -pair.x : -pair.y);
-  }
-}
-
 // A warp's rows of tiles to a chunk's rows of outputs that lie alike, for which one address is
 // made.
 template <int kTensors>
@@ -140,13 +128,7 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
                                 S_and_v + t * (kStepBytes >> 4), t > 0);
     commit_products();
     wait_for_products<0>();
-    const float* enter = factors.factors[kEnter][0] + 2 * Lane().t;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 by = pair_at(enter, 8 * j);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[4 * j + e] *= e % 2 == 0 ? by.x : by.y;
-    }
+    scale_columns(x, factors.factors[kEnter][0] + 2 * Lane().t);
     const ScoreOperand<Ones::kUpTo> score_grads(dA, exact);
     float dA_t[32];  // the transpose, made anew
     begin_products();
@@ -197,7 +179,8 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
     Triangle<Ones::kUpTo>(thread_index()).sum(exponents, tiles.g, false);
     commit_products();
     wait_for_products<0>();
-    to_exponents(exponents, factors);
+    to_exponents(exponents,
+                 [from = factors.from + 2 * Lane().t](int j) { return pair_at(from, 8 * j); });
     const GradientTiles to{tiles.q, tiles.k, tiles.S, tiles.d_o};
     finish(to, x, y, exponents, tiles.q, tiles.k, p.scale);
     fence_for_products();

@@ -2,49 +2,32 @@
 #pragma once
 
 #include "../cumsum.cuh"
+#include "../mover.cuh"
 #include "../sweep_parts/row_sums.cuh"
 #include "shared.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-// How the warpgroup copies a tile: 16 bytes a thread of `row` and of every kRowsEach-th row behind.
-struct CopiedRows {
-  static constexpr int kPieces = 8, kRowsEach = kGroupThreads / kPieces;
-  int row, column, offset;  // bytes in a tile
-  __device__ __forceinline__ CopiedRows() {
-    const int thread = thread_index() % kGroupThreads;
-    row = thread / kPieces;
-    column = thread % kPieces * 8;
-    offset = swizzled(row, thread % kPieces);
-  }
-  // Zero from row `rows` on or where nothing is `inside`.
-  __device__ __forceinline__ void copy(const unsigned char* tile, const bf16* from, int32_t stride,
-                                       int rows, bool inside) const {
-    const uint32_t to = shared_address(tile) + offset;
-    from += column;
-#pragma unroll
-    for (int j = 0; j < kTile; j += kRowsEach)
-      copy16(to + j * 128, from + j * stride, inside && row + j < rows);
-  }
-  __device__ __forceinline__ void copy(const unsigned char* tile, const SegmentRows& from,
-                                       int chunk, int rows, int columns) const {
-    copy(tile, from.at(chunk * kTile + row), from.stride, rows, column < columns);
-  }
-};
-
 // Asks for the i-th chunk, whose place is free.
 __device__ __forceinline__ void load(Shared& s, const Problem& p, int i) {
-  const CopiedRows at;
-  const int chunk = chunk_of(s.segment, i), rows = s.segment.length_of(chunk);
+  const Mover<1> at(thread_index() % kGroupThreads);
+  const int chunk = chunk_of(s.segment, i), length = s.segment.length_of(chunk);
   const Stage& to = s.stages[i % kSweepStages];
-  at.copy(to.g, s.g, chunk, rows, p.K);
-  at.copy(to.q, s.q, chunk, rows, p.K);
-  at.copy(to.k, s.k, chunk, rows, p.K);
+  const auto copy = [&](const unsigned char* tile, const bf16* row, int32_t stride, int rows,
+                        int columns) {
+    at.template copy<kTile>(tile, row + at.column, stride, rows, at.column < columns);
+  };
+  const auto copy_tokens = [&](const unsigned char* tile, const SegmentRows& from, int columns) {
+    copy(tile, from.at(chunk * kTile + at.row), from.stride, length, columns);
+  };
+  copy_tokens(to.g, s.g, p.K);
+  copy_tokens(to.q, s.q, p.K);
+  copy_tokens(to.k, s.k, p.K);
   const auto* S = static_cast<const bf16*>(p.S) + s.segment.chunk_head(p, chunk) * p.K * p.V;
-  at.copy(to.S, S + at.row * p.V, p.V, p.K, at.column < p.V);
-  at.copy(to.d_o, s.d_o, chunk, rows, p.V);
-  at.copy(to.v, s.v, chunk, rows, p.V);
+  copy(to.S, S + at.row * p.V, p.V, p.K, p.V);
+  copy_tokens(to.d_o, s.d_o, p.V);
+  copy_tokens(to.v, s.v, p.V);
   commit_copies();
 }
 
@@ -54,11 +37,12 @@ __device__ __forceinline__ uint32_t load_flag(const Shared& s, const Problem& p,
   return p.tiers[s.segment.chunk_head(p, chunk) * kMaxTierBlocks];
 }
 
-// Raises the gates that this thread has copied to where a decay is 0, see `clamp_gates`.
+// Raises the gates that this thread has copied to where a decay is 0, see `clamp_gates`: as that of
+// a tile does, but in a form with which ptxas does not serialise the products (C7511).
 __device__ __forceinline__ void clamp_copied_gates(unsigned char* tile) {
-  const CopiedRows at;
+  const Mover<1> at(thread_index() % kGroupThreads);
 #pragma unroll
-  for (int j = 0; j < kTile; j += CopiedRows::kRowsEach)
+  for (int j = 0; j < kTile; j += at.kStep)
     clamp_gates(reinterpret_cast<uint4*>(tile + at.offset + j * 128));
 }
 
@@ -162,7 +146,7 @@ __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
       const int row = lane.row + 8 * e;
       const float from = References(kLog2E * s.b_last[row], exact).from, enter = exp2_ftz(from);
       out[e] = enter;
-      const float sum = entering.of(e) * enter, more = left.of(e);
+      const float sum = entering.sum(e) * enter, more = left.sum(e);
       if (lane.t == 0) {
         factors.factors[kEnter][0][row] = enter;
         factors.factors[kMiddle][0][row] = middle[e];

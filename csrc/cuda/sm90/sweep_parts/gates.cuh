@@ -7,6 +7,19 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
+// Sums of gates in natural units, of a chunk in tier 1, to exponents of dq, and, with the other
+// sign, of dk. from_of(j): `from` of the thread's pair of channels of the j-th eight.
+template <class F>
+__device__ __forceinline__ void to_exponents(float (&b)[32], F&& from_of) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 from = from_of(j);
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      b[4 * j + e] = fmaf(b[4 * j + e], kLog2E, e % 2 == 0 ? -from.x : -from.y);
+  }
+}
+
 // Of a chunk, a thread a pair of channels in a part of the tokens. `Queries` has per channel what
 // its states() and inter() and factors are, `Own` sums of the gates and of dg: parts of a kernel's
 // shared memory.
@@ -35,18 +48,14 @@ class GatePart {
       copy16(to + at.offset(j), from, j * WarpRows::kRowsEach < rows);
     commit_copies();
   }
-  // Sums of gates, of a chunk in tier 1, to exponents of dq, and, with the other sign, of dk.
+  // `to_exponents` by the factors 2^from.
   template <class Queries>
-  static __device__ __forceinline__ void to_exponents(float (&b)[32], const Queries& queries,
-                                                      int rank) {
-    const float* enter = queries.factors[kEnter][rank] + 2 * Lane().t;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 factors = pair_at(enter, 8 * j);  // 2^from
-      const float from[2] = {exponent_of(factors.x), exponent_of(factors.y)};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) b[4 * j + e] = fmaf(b[4 * j + e], kLog2E, -from[e % 2]);
-    }
+  static __device__ __forceinline__ void make_exponents(float (&b)[32], const Queries& queries,
+                                                        int rank) {
+    to_exponents(b, [enter = queries.factors[kEnter][rank] + 2 * Lane().t](int j) {
+      const float2 factors = pair_at(enter, 8 * j);
+      return make_float2(exponent_of(factors.x), exponent_of(factors.y));
+    });
   }
   // The same from where `write_exponents` has left them.
   template <class Own>

@@ -36,7 +36,7 @@ class RowSums {
     }
   }
   // Of channel `row`, or of the eighth behind it.
-  __device__ __forceinline__ float of(int e) {
+  __device__ __forceinline__ float sum(int e) {
     d_[e] += __shfl_xor_sync(0xffffffffu, d_[e], 1);
     d_[e] += __shfl_xor_sync(0xffffffffu, d_[e], 2);
     return d_[e];
