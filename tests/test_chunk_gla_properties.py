@@ -177,7 +177,7 @@ from gla_ext import batch_invariant, chunk_gla
 class Record(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.gla_ext.chunk_gla_fwd.default:
-            print(args[-1])
+            print(args[11])
         return function(*args, **(kwargs or {}))
 x = torch.zeros(1, 1, 1, 1)
 with Record():
@@ -194,6 +194,17 @@ with Record():
 def test_who_sets_batch_invariance(variable, default):
     output = run_python(BATCH_INVARIANT, GLA_EXT_BATCH_INVARIANT=variable)
     assert output.split() == [default, "True", "False", default]
+
+
+KEEP_OPERANDS = """
+from gla_ext import ops
+print(ops._kept_bytes)
+"""
+
+
+@pytest.mark.parametrize("variable, passed", [("", "-1"), ("1", "-1"), ("0", "0"), ("off", "0")])
+def test_who_sets_what_to_keep(variable, passed):
+    assert run_python(KEEP_OPERANDS, GLA_EXT_KEEP_OPERANDS=variable).split() == [passed]
 
 
 @by_dtype

@@ -8,7 +8,7 @@ from common import make_inputs
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from gla_ext import batch_invariant, chunk_gla
+from gla_ext import batch_invariant, chunk_gla, ops
 
 
 def loss(q, k, v, g, h0, call=chunk_gla):
@@ -175,7 +175,7 @@ def test_batch_invariant_mode_reaches_the_graph():
 
     def backend(graph, _):
         target = torch.ops.gla_ext.chunk_gla_fwd.default
-        arguments.extend(n.args[-1] for n in graph.graph.nodes if n.target is target)
+        arguments.extend(n.args[11] for n in graph.graph.nodes if n.target is target)
         return graph.forward
 
     x = make_inputs(1, 20, 1, 4, 4)
@@ -186,3 +186,20 @@ def test_batch_invariant_mode_reaches_the_graph():
         with batch_invariant(False):
             compiled(x.q, x.k, x.v, x.g)
     assert arguments == [False, True]  # two graphs, the first one reused
+
+
+@pytest.mark.parametrize("kept_bytes", [-1, 0])
+def test_what_to_keep_reaches_the_graph(kept_bytes, monkeypatch):
+    """And so the keys of torch's caches: -1, the plan's choice, or nothing."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(ops, "_kept_bytes", kept_bytes)
+    arguments = []
+
+    def backend(graph, _):
+        target = torch.ops.gla_ext.chunk_gla_fwd.default
+        arguments.extend(n.args[12] for n in graph.graph.nodes if n.target is target)
+        return graph.forward
+
+    x = make_inputs(1, 20, 1, 4, 4)
+    torch.compile(chunk_gla, fullgraph=True, backend=backend)(x.q, x.k, x.v, x.g)
+    assert arguments == [kept_bytes]
