@@ -219,15 +219,16 @@ void Call::allocate(const Plan& plan) {
 }
 
 at::Tensor Call::keep(const Plan& plan, int64_t bytes) {
-  at::Tensor kept = at::empty({bytes}, options_.dtype(at::kByte));
-  if (bytes == 0) return kept;
   // Backward may be on another path by then, and could not tell.
   TORCH_CHECK_NOT_IMPLEMENTED(
-      plan.path == Path::kFused, op_, ": expected kept_bytes to be 0 in the step path, got ", bytes,
+      bytes == 0 || plan.path == Path::kFused, op_,
+      ": expected kept_bytes to be 0 in the step path, got ", bytes,
       "; a graph that keeps operands for backward was compiled for the fused path, without "
       "GLA_EXT_CUDA_PATH=steps and for a GPU that has it: compile it again, without torch's caches "
       "(TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)");
-  if (bytes == plan.kept.bytes) place(plan.kept, static_cast<char*>(kept.mutable_data_ptr()));
+  at::Tensor kept = at::empty({bytes}, options_.dtype(at::kByte));
+  if (bytes > 0 && bytes == plan.kept.bytes)
+    place(plan.kept, static_cast<char*>(kept.mutable_data_ptr()));
   return kept;
 }
 
