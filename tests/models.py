@@ -128,6 +128,10 @@ def products(call, side=-1):
     return sorted(shapes)
 
 
+# Which argument of either operator batch_invariant is.
+BATCH_INVARIANT_ARGUMENT = {"fwd": 11, "bwd": 12}
+
+
 class RecordModes(TorchDispatchMode):
     """Inside, notes every call of the chunkwise operators: `calls` has name and batch_invariant."""
 
@@ -137,5 +141,6 @@ class RecordModes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.name().startswith("gla_ext::chunk_gla_"):
-            self.calls.append((function.name().removeprefix("gla_ext::chunk_gla_"), args[-1]))
+            name = function.name().removeprefix("gla_ext::chunk_gla_")
+            self.calls.append((name, args[BATCH_INVARIANT_ARGUMENT[name]]))
         return function(*args, **(kwargs or {}))

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from common import assert_close
-from models import MODEL_EVERY, TINY, RecordModes, make_ids, make_model
+from models import BATCH_INVARIANT_ARGUMENT, MODEL_EVERY, TINY, RecordModes, make_ids, make_model
 from safetensors.torch import load_file, save_file
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
@@ -232,9 +232,9 @@ def test_activation_checkpointing_compiles_whole_in_the_mode_of_forward():
 
     def note(graph, _):
         targets = {getattr(torch.ops.gla_ext, f"chunk_gla_{x}").default: x for x in ("fwd", "bwd")}
-        calls.extend(
-            (targets[n.target], n.args[-1]) for n in graph.graph.nodes if n.target in targets
-        )
+        for n in graph.graph.nodes:
+            if name := targets.get(n.target):
+                calls.append((name, n.args[BATCH_INVARIANT_ARGUMENT[name]]))
         return graph.forward
 
     backend = aot_autograd(fw_compiler=note, bw_compiler=note)
