@@ -9,23 +9,7 @@ import torch
 from gate import require_close
 from timing import cold
 
-from gla_ext import _C
-
 TOLERANCE = 0.005  # two roundings of bf16
-
-
-def bytes_to_keep(x) -> int:
-    """As autograd has it, 0 where forward makes no operands."""
-    processors = torch.cuda.get_device_properties().multi_processor_count
-    plan = _C.plan(
-        *x.q.shape,
-        x.v.shape[-1],
-        dtype="bfloat16",
-        kept=True,
-        processors=processors,
-        device="cuda",
-    )
-    return plan["kept_bytes"]
 
 
 def run(x, save_states: bool, kept_bytes: int) -> dict[str, torch.Tensor]:
@@ -43,8 +27,10 @@ def measure(shape) -> dict:
     """Forward + backward where everything is computed again, where operands are kept, and where
     states are saved: times, and the bytes that wait for backward beside the inputs.
     """
+    from fused import plan_of
+
     x = bench.draw(shape)
-    kept = bytes_to_keep(x)
+    kept = plan_of(x, backward=False, kept=True)["kept_bytes"]
     choices = {"recomputed": (False, 0), "saved": (True, 0)}
     if kept:
         choices["kept"] = (False, kept)

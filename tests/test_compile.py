@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from common import make_inputs
+from models import BATCH_INVARIANT_ARGUMENT
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -169,17 +170,22 @@ def test_compiled_autograd(output_final_state):
         assert torch.equal(leaf.grad, expected)
 
 
-def test_batch_invariant_mode_reaches_the_graph():
+def compile_noting(position):
+    """chunk_gla compiled, and a list of that argument of the operator in every graph."""
     torch._dynamo.reset()
     arguments = []
 
     def backend(graph, _):
         target = torch.ops.gla_ext.chunk_gla_fwd.default
-        arguments.extend(n.args[11] for n in graph.graph.nodes if n.target is target)
+        arguments.extend(n.args[position] for n in graph.graph.nodes if n.target is target)
         return graph.forward
 
+    return torch.compile(chunk_gla, fullgraph=True, backend=backend), arguments
+
+
+def test_batch_invariant_mode_reaches_the_graph():
     x = make_inputs(1, 20, 1, 4, 4)
-    compiled = torch.compile(chunk_gla, fullgraph=True, backend=backend)
+    compiled, arguments = compile_noting(BATCH_INVARIANT_ARGUMENT["fwd"])
     compiled(x.q, x.k, x.v, x.g)
     with batch_invariant():
         compiled(x.q, x.k, x.v, x.g)
@@ -191,15 +197,8 @@ def test_batch_invariant_mode_reaches_the_graph():
 @pytest.mark.parametrize("kept_bytes", [-1, 0])
 def test_what_to_keep_reaches_the_graph(kept_bytes, monkeypatch):
     """And so the keys of torch's caches: -1, the plan's choice, or nothing."""
-    torch._dynamo.reset()
     monkeypatch.setattr(ops, "_kept_bytes", kept_bytes)
-    arguments = []
-
-    def backend(graph, _):
-        target = torch.ops.gla_ext.chunk_gla_fwd.default
-        arguments.extend(n.args[12] for n in graph.graph.nodes if n.target is target)
-        return graph.forward
-
     x = make_inputs(1, 20, 1, 4, 4)
-    torch.compile(chunk_gla, fullgraph=True, backend=backend)(x.q, x.k, x.v, x.g)
+    compiled, arguments = compile_noting(12)
+    compiled(x.q, x.k, x.v, x.g)
     assert arguments == [kept_bytes]

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from common import make_inputs
+from models import BATCH_INVARIANT_ARGUMENT
 
 import gla_ext
 from gla_ext import batch_invariant, chunk_gla, fused_chunk_gla, ops
@@ -20,7 +21,7 @@ def passed_on(monkeypatch):
     operator = ops._fwd
 
     def record(*args):
-        calls.append(args[11])
+        calls.append(args[BATCH_INVARIANT_ARGUMENT["fwd"]])
         return operator(*args)
 
     monkeypatch.setattr(ops, "_fwd", record)
