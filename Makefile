@@ -1,6 +1,8 @@
-# make build | train | test | test-fla | test-gpu | bench | ctest | archs | docs | lint | format | clean
+# make build | train | test | test-fla | test-gpu | test-emulated | bench | ctest | archs | docs | lint | format | clean
 #
 # test-gpu, after test, checks and times the CUDA kernels on this machine's GPU, in some minutes.
+# test-emulated runs the CUDA kernels without a GPU, on the emulator of tests/emulator; it needs a CUDA
+# toolkit, and an extension built with TORCH_CUDA_ARCH_LIST=9.0a+PTX.
 # test-fla runs the tests beside FLA and transformers again, with the oldest of them that are supported.
 #
 # PYTHON=  interpreter for .venv; default: the first working one of 3.13, 3.12, 3.11
@@ -24,9 +26,11 @@ deps_stamp := .venv/.deps-$(call checksum,$(PYTHON) $(TORCH))
 fla_stamp := .venv/fla/.done-$(call checksum,$(PYTHON) $(TORCH) $(FLA) $(TRANSFORMERS))
 docs_stamp := .venv/.docs-$(call checksum,$(PYTHON))
 built_stamp := .venv/.built-$(call checksum,$(PYTHON) $(TORCH))
-cpp_files := $(shell find csrc tests/cpp examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+sources_in = $(shell find $(1) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+cpp_files := $(call sources_in,csrc tests/cpp examples)
+emulator_files := $(call sources_in,tests/emulator)
 
-.PHONY: build train test test-fla test-gpu bench ctest archs docs lint format clean
+.PHONY: build train test test-fla test-gpu test-emulated bench ctest archs docs lint format clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -40,6 +44,10 @@ test: $(built_stamp)
 
 test-fla: $(fla_stamp)
 	@OMP_NUM_THREADS=1 .venv/fla/bin/python -m pytest -n 2 tests/test_fla*.py tests/test_hf*.py $(PYTEST_ARGS)
+
+test-emulated: $(built_stamp)
+	@OMP_NUM_THREADS=1 $(py) tests/emulator/run.py -m pytest -p emulated -n 2 \
+		$(or $(PYTEST_ARGS),-m sanitizer)
 
 test-gpu: $(built_stamp)
 	@$(py) benchmarks/check_gpu.py $(GPU_ARGS)
@@ -65,11 +73,11 @@ docs: $(docs_stamp)
 
 lint: $(deps_stamp)
 	@.venv/bin/ruff check .
-	@.venv/bin/clang-format --dry-run -Werror $(cpp_files)
+	@.venv/bin/clang-format --dry-run -Werror $(cpp_files) $(emulator_files)
 
 format: $(deps_stamp)
 	@.venv/bin/ruff check --fix .
-	@.venv/bin/clang-format -i $(cpp_files)
+	@.venv/bin/clang-format -i $(cpp_files) $(emulator_files)
 
 # Leaves .venv, which took the downloads.
 clean:

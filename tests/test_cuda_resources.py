@@ -1,30 +1,15 @@
 """No kernel of the built extension spills registers, keeps an array in local memory, or waits for
 warpgroups' products one by one."""
 
-import os
 import re
-import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
+from cuda_tools import built_for_hopper, find_tool
 
 from gla_ext import _C
 
 FUNCTION = re.compile(r"Function (\S+?):\s+(REG:.*)")
-
-
-def cuobjdump() -> str | None:
-    """From the PATH, a CUDA toolkit, or Triton's package."""
-    folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"]
-    try:
-        import triton
-    except ImportError:
-        pass
-    else:
-        folders.append(Path(triton.__file__).parent / "backends" / "nvidia" / "bin")
-    places = [None, *map(str, folders)]
-    return next(filter(None, (shutil.which("cuobjdump", path=p) for p in places)), None)
 
 
 def resources(dump: str) -> dict[str, dict[str, int]]:
@@ -83,7 +68,7 @@ def test_serialised_products_are_seen():
 def cuobjdump_of_extension(*options: str) -> str:
     if _C.build_info()["cuda"] is None:
         pytest.skip("this build of gla_ext has no CUDA kernels")
-    if (tool := cuobjdump()) is None:
+    if (tool := find_tool("cuobjdump")) is None:
         pytest.skip("no cuobjdump on the PATH, in a CUDA toolkit or in Triton's package")
     result = subprocess.run([tool, *options, _C.__file__], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -103,7 +88,7 @@ def test_no_kernel_uses_local_memory(dump):
 def test_products_are_not_waited_for_one_by_one(dump):
     """ptxas serialises all of a kernel's products where it runs out of registers for one of them,
     and says so nowhere but in verbose output (C7510 to C7512)."""
-    if "9.0a" not in _C.build_info()["cuda_archs"]:
+    if not built_for_hopper():
         pytest.skip("this build of gla_ext has no kernels for 9.0a")
     kernels = [name for name in resources(dump) if "4sm90" in name]
     waits = waits_for_products(

@@ -46,7 +46,7 @@ SHAPES = {  # B, T, H, K, V, lengths, layout
     "packed": (1, 165, 1, 20, 28, PACKED_LENGTHS, "contiguous"),
     "one channel": (2, 65, 1, 1, 1, None, "contiguous"),
 }
-FUSED_SHAPES = {
+FUSED_SHAPES = {  # the batch for an H200, see `for_this_gpu`
     "packed": (1, 165, 1, 72, 24, PACKED_LENGTHS, "contiguous"),
     "widest": (1, 66, 1, 136, 72, None, "contiguous"),
     "operands of several chunks a block": (5, 70, 30, 136, 8, None, "contiguous"),
@@ -72,6 +72,13 @@ def move(t):
     return flat.to("cuda").as_strided(t.shape, t.stride(), start)
 
 
+def for_this_gpu(B):
+    """As many as B on an H200 in proportion to the multiprocessors, which decide who sweeps, how
+    often a block or a cluster goes on, and where sequences are cut."""
+    processors = torch.cuda.get_device_properties().multi_processor_count
+    return -(-B * processors // 132)
+
+
 def on_gpu(x):
     return dataclasses.replace(x, **{name: move(t) for name, t in vars(x).items()})
 
@@ -92,14 +99,19 @@ def test_forward_and_gradients(B, T, H, K, V, lengths, layout, gate, dtype):
 @pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
 @pytest.mark.parametrize("B, T, H, K, V, lengths, layout", FUSED_SHAPES.values(), ids=FUSED_SHAPES)
 def test_fused(B, T, H, K, V, lengths, layout, gate):
-    x = make_inputs(B, T, H, K, V, torch.bfloat16, gate, lengths=lengths, layout=layout)
+    x = make_inputs(for_this_gpu(B), T, H, K, V, torch.bfloat16, gate, lengths=lengths, layout=layout)
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_segments_in_pairs_of_blocks():
-    """The shortest that an H200 makes in one pass with their operands; minutes under the tools."""
-    x = mixed_gates(make_inputs(1, 15873, 8, 72, 200, torch.bfloat16, 0.1), "every other chunk")
+    """About the shortest that are made in one pass with their operands; minutes under the tools."""
+    H = for_this_gpu(8)
+    for T in range(2049, 100_000, 512):
+        x = make_inputs(1, T, H, 72, 200, torch.bfloat16, 0.1)
+        if plan_of(x)["paired_parts"]:
+            break
+    x = mixed_gates(x, "every other chunk")
     assert plan_of(x)["paired_parts"]
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 
@@ -107,8 +119,8 @@ def test_segments_in_pairs_of_blocks():
 @pytest.mark.parametrize("gate", [0.1, "reset"])
 @pytest.mark.parametrize("shape", ["widest", "gradients in a sweep"])
 def test_fused_with_fp32_gates(shape, gate):
-    *sizes, _, _ = FUSED_SHAPES[shape]
-    x = make_inputs(*sizes, torch.bfloat16, gate, torch.float32)
+    B, *sizes, _, _ = FUSED_SHAPES[shape]
+    x = make_inputs(for_this_gpu(B), *sizes, torch.bfloat16, gate, torch.float32)
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 
 

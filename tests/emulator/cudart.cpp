@@ -1,0 +1,427 @@
+// The CUDA runtime as torch and gla_ext call it, for a GPU that is this emulator: memory is the
+// host's, streams run at once, and kernels are looked up by name in the PTX of the extension. To be
+// loaded before the real runtime (LD_PRELOAD).
+//
+// Environment: GLA_EMULATOR_PTX, a file; GLA_EMULATOR_PROCESSORS, how many multiprocessors there
+// are; GLA_EMULATOR_SEED, GLA_EMULATOR_HAZARDS, see `run`; GLA_EMULATOR_LAUNCHES=0: kernels do
+// nothing, which leaves the host's time.
+#include <cuda_runtime_api.h>
+#include <malloc.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <mutex>
+#include <sstream>
+
+#include "machine.h"
+
+namespace {
+
+using emulator::Launch;
+
+const char* environment(const char* name, const char* otherwise) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? otherwise : value;
+}
+
+// What a kernel's host function is called on the device.
+std::unordered_map<const void*, std::string>& names() {
+  static std::unordered_map<const void*, std::string> all;
+  return all;
+}
+
+std::recursive_mutex mutex;  // of all that is below
+
+// The last thing that went wrong, as torch asks for it behind every launch.
+thread_local cudaError_t last_error = cudaSuccess;
+std::string last_fault = "no error";
+
+cudaError_t fault(const std::string& what) {
+  last_fault = "emulated GPU: " + what;
+  return last_error = cudaErrorLaunchFailure;
+}
+
+[[noreturn]] void stop(const std::string& why) {
+  std::cerr << "emulated GPU: " << why << std::endl;
+  std::abort();
+}
+
+emulator::Module& module() {
+  static emulator::Module kernels = [] {
+    const char* name = environment("GLA_EMULATOR_PTX", "");
+    std::ifstream file(name);
+    if (!file) stop("GLA_EMULATOR_PTX: there is no file '" + std::string(name) + "'");
+    std::stringstream text;
+    text << file.rdbuf();
+    return emulator::Module(text.str());
+  }();
+  return kernels;
+}
+
+const std::string& name_of(const void* function) {
+  const auto at = names().find(function);
+  if (at == names().end()) stop("a kernel that nobody has registered is launched");
+  return at->second;
+}
+
+Launch to_launch(const emulator::Kernel& kernel, dim3 grid, dim3 block, void** arguments,
+                 size_t shared_bytes, uint32_t cluster) {
+  Launch l;
+  l.kernel = &kernel;
+  l.grid = {grid.x, grid.y, grid.z};
+  l.block = {block.x, block.y, block.z};
+  l.cluster = cluster;
+  l.dynamic_shared_bytes = static_cast<uint32_t>(shared_bytes);
+  l.parameters.resize(kernel.parameter_bytes);
+  for (size_t i = 0; i < kernel.parameters.size(); ++i)
+    std::memcpy(l.parameters.data() + kernel.parameters[i].offset, arguments[i],
+                kernel.parameters[i].bytes);
+  return l;
+}
+
+cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments,
+                   size_t shared_bytes, uint32_t cluster) {
+  static const bool runs = std::string(environment("GLA_EMULATOR_LAUNCHES", "1")) != "0";
+  if (!runs) return cudaSuccess;
+  const std::lock_guard lock(mutex);
+  const std::string& name = name_of(function);
+  try {
+    const emulator::Kernel* kernel = module().find(name);
+    if (kernel == nullptr) return fault("there is no PTX of " + name + ", which is launched");
+    emulator::run(to_launch(*kernel, grid, block, arguments, shared_bytes, cluster));
+  } catch (const std::exception& error) {
+    return fault(error.what());
+  }
+  return cudaSuccess;
+}
+
+struct Configuration {
+  dim3 grid, block;
+  size_t shared_bytes;
+  cudaStream_t stream;
+};
+thread_local std::vector<Configuration> configurations;
+
+struct Event {
+  std::chrono::steady_clock::time_point at;
+};
+
+// Freed memory, kept to be given out again at the same size: fresh pages cost more than all else.
+class Memory {
+ public:
+  void* take(size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    const size_t size = rounded(bytes);
+    if (const auto at = unused_.find(size); at != unused_.end()) {
+      void* p = at->second;
+      unused_.erase(at);
+      unused_bytes_ -= size;
+      return p;
+    }
+    return std::aligned_alloc(kAlignment, size);
+  }
+  void give(void* p, size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    const size_t size = rounded(bytes);
+    if (unused_bytes_ + size > kMostUnused) return std::free(p);
+    unused_.emplace(size, p);
+    unused_bytes_ += size;
+  }
+
+ private:
+  static constexpr size_t kAlignment = 512, kMostUnused = size_t{1} << 29;
+  static size_t rounded(size_t bytes) { return (bytes / kAlignment + 1) * kAlignment; }
+
+  std::mutex mutex_;
+  std::multimap<size_t, void*> unused_;
+  size_t unused_bytes_ = 0;
+};
+Memory memory;
+
+// The same of what blocks of threads take and leave.
+const bool keeps_pages = [] {
+  mallopt(M_MMAP_THRESHOLD, 16 << 20);
+  mallopt(M_TRIM_THRESHOLD, 256 << 20);
+  return true;
+}();
+
+int processors() { return std::atoi(environment("GLA_EMULATOR_PROCESSORS", "132")); }
+
+}  // namespace
+
+extern "C" {
+
+// --- kernels
+
+void** __cudaRegisterFatBinary(void*) {
+  static void* handle = nullptr;
+  return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+void __cudaRegisterManagedVar(void**, void**, char*, const char*, int, size_t, int, int) {}
+char __cudaInitModule(void**) { return 1; }
+void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, uint3*,
+                            uint3*, dim3*, dim3*, int*) {
+  const std::lock_guard lock(mutex);
+  names()[function] = name;
+}
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared_bytes,
+                                     CUstream_st* stream) {
+  configurations.push_back({grid, block, shared_bytes, stream});
+  return 0;
+}
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared_bytes,
+                                       void* stream) {
+  const Configuration c = configurations.back();
+  configurations.pop_back();
+  *grid = c.grid;
+  *block = c.block;
+  *shared_bytes = c.shared_bytes;
+  *static_cast<cudaStream_t*>(stream) = c.stream;
+  return cudaSuccess;
+}
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
+  *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(function));
+  return cudaSuccess;
+}
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,
+                               size_t shared_bytes, cudaStream_t) {
+  return launch(kernel, grid, block, arguments, shared_bytes, 1);
+}
+cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments,
+                             size_t shared_bytes, cudaStream_t) {
+  return launch(function, grid, block, arguments, shared_bytes, 1);
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function,
+                                void** arguments) {
+  uint32_t cluster = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i)
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension)
+      cluster = config->attrs[i].val.clusterDim.x;
+  return launch(function, config->gridDim, config->blockDim, arguments, config->dynamicSmemBytes,
+                cluster);
+}
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
+  const std::lock_guard lock(mutex);
+  *attributes = {};
+  const emulator::Kernel* kernel = module().find(name_of(function));
+  if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
+  attributes->sharedSizeBytes = kernel->shared_bytes;
+  attributes->binaryVersion = 90;
+  attributes->ptxVersion = 90;
+  return cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int,
+                                                                   size_t, unsigned) {
+  *blocks = 1;
+  return cudaSuccess;
+}
+
+// --- the GPU
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
+  *p = {};
+  std::snprintf(p->name, sizeof(p->name), "emulated GPU");
+  p->major = 9;
+  p->multiProcessorCount = processors();
+  p->totalGlobalMem = size_t{16} << 30;
+  p->sharedMemPerBlock = 48 << 10;
+  p->sharedMemPerBlockOptin = 227 << 10;
+  p->sharedMemPerMultiprocessor = 228 << 10;
+  p->reservedSharedMemPerBlock = 1 << 10;
+  p->regsPerBlock = p->regsPerMultiprocessor = 65536;
+  p->warpSize = emulator::kLanes;
+  p->maxThreadsPerBlock = 1024;
+  p->maxThreadsPerMultiProcessor = 2048;
+  p->maxBlocksPerMultiProcessor = 32;
+  for (int i = 0; i < 3; ++i) {
+    p->maxThreadsDim[i] = i < 2 ? 1024 : 64;
+    p->maxGridSize[i] = i == 0 ? 0x7fffffff : 65535;
+  }
+  p->l2CacheSize = 50 << 20;
+  p->unifiedAddressing = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  cudaDeviceProp p;
+  cudaGetDeviceProperties(&p, device);
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = p.major;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = p.minor;
+      break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = p.multiProcessorCount;
+      break;
+    default:
+      *value = 0;
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
+cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = *greatest = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
+  *can = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetPCIBusId(char* id, int length, int) {
+  std::snprintf(id, static_cast<size_t>(length), "0000:00:00.0");
+  return cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** entry, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  *entry = nullptr;
+  if (result != nullptr) *result = cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetLastError() {
+  const cudaError_t error = last_error;
+  last_error = cudaSuccess;
+  return error;
+}
+cudaError_t cudaPeekAtLastError() { return last_error; }
+const char* cudaGetErrorString(cudaError_t error) {
+  const std::lock_guard lock(mutex);
+  return error == cudaErrorLaunchFailure ? last_fault.c_str() : "an error of the emulated GPU";
+}
+const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheEmulatedGPU"; }
+
+// --- memory, filled with NaN so that nothing that was never written goes unseen
+
+cudaError_t cudaMalloc(void** p, size_t bytes) {
+  *p = memory.take(bytes);
+  if (*p == nullptr) return cudaErrorMemoryAllocation;
+  std::memset(*p, 0xff, bytes);
+  emulator::add_allocation(*p, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* p) {
+  if (p == nullptr) return cudaSuccess;
+  const size_t bytes = emulator::allocation_bytes(p);
+  if (!emulator::remove_allocation(p)) return cudaErrorInvalidValue;
+  memory.give(p, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMallocAsync(void** p, size_t bytes, cudaStream_t) { return cudaMalloc(p, bytes); }
+cudaError_t cudaFreeAsync(void* p, cudaStream_t) { return cudaFree(p); }
+cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
+  *p = std::malloc(bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaFreeHost(void* p) {
+  std::free(p);
+  return cudaSuccess;
+}
+cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
+cudaError_t cudaMemGetInfo(size_t* unused, size_t* total) {
+  *unused = *total = size_t{16} << 30;
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  std::memmove(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t) {
+  return cudaMemcpy(to, from, bytes, kind);
+}
+cudaError_t cudaMemset(void* p, int value, size_t bytes) {
+  std::memset(p, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
+  return cudaMemset(p, value, bytes);
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* p) {
+  *attributes = {};
+  attributes->type =
+      emulator::allocation_bytes(p) > 0 ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
+  attributes->devicePointer = attributes->hostPointer = const_cast<void*>(p);
+  return cudaSuccess;
+}
+
+// --- streams and events: all is done when it is asked for
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  static uintptr_t number = 0x1000;
+  *stream = reinterpret_cast<cudaStream_t>(number += 16);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreate(cudaStream_t* s) { return cudaStreamCreateWithPriority(s, 0, 0); }
+cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
+  *priority = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+  return cudaErrorNotSupported;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
+                                     unsigned long long*, cudaGraph_t*, const cudaGraphNode_t**,
+                                     const cudaGraphEdgeData**, size_t*) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = reinterpret_cast<cudaEvent_t>(new Event);
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  reinterpret_cast<Event*>(event)->at = std::chrono::steady_clock::now();
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  return cudaEventRecord(event, stream);
+}
+cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) {
+  *ms = std::chrono::duration<float, std::milli>(reinterpret_cast<Event*>(end)->at -
+                                                 reinterpret_cast<Event*>(start)->at)
+            .count();
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete reinterpret_cast<Event*>(event);
+  return cudaSuccess;
+}
+
+}  // extern "C"
