@@ -99,7 +99,9 @@ def test_forward_and_gradients(B, T, H, K, V, lengths, layout, gate, dtype):
 @pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
 @pytest.mark.parametrize("B, T, H, K, V, lengths, layout", FUSED_SHAPES.values(), ids=FUSED_SHAPES)
 def test_fused(B, T, H, K, V, lengths, layout, gate):
-    x = make_inputs(for_this_gpu(B), T, H, K, V, torch.bfloat16, gate, lengths=lengths, layout=layout)
+    x = make_inputs(
+        for_this_gpu(B), T, H, K, V, torch.bfloat16, gate, lengths=lengths, layout=layout
+    )
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 
 
