@@ -42,6 +42,7 @@ MAIN = next(iter(SHAPES))
 MODES = ("forward", "forward + backward")
 PATH_VARIABLE = "GLA_EXT_CUDA_PATH"
 HOST_SHAPE = (1, 64, 4, 128, 256)
+VIEW = "a view"
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -135,14 +136,26 @@ def peak_bytes(shape, functions: dict[str, Callable]) -> dict[str, int]:
     return results
 
 
+def view_call(x) -> Callable[[], object]:
+    """Both ways of a view, which launches nothing: what torch itself takes."""
+    leaf = x.v.detach().requires_grad_()
+    return lambda: torch.autograd.grad(leaf.view(x.do.shape), leaf, x.do)
+
+
 def host_times(functions: dict[str, Callable]) -> dict[str, dict[str, float]]:
-    """Microseconds of host time of a call, by mode and name."""
-    x, results = draw(HOST_SHAPE), {}
-    for backward in (False, True):
-        with torch.set_grad_enabled(backward):
-            results[MODES[backward]] = {
-                name: host_us(call(function, x, backward)) for name, function in functions.items()
-            }
+    """Microseconds of host time of a call, by mode and name.
+
+    In one thread: torch's engine then runs backward where it is called, and not in the GPU's thread
+    of its own, which it hands over to and waits for.
+    """
+    x = draw(HOST_SHAPE)
+    forward, both = MODES
+    with torch.no_grad():
+        results = {forward: {n: host_us(call(f, x, False)) for n, f in functions.items()}}
+    calls = {name: call(f, x, True) for name, f in functions.items()} | {VIEW: view_call(x)}
+    for mode, threads in ((both, True), (f"{both}, in one thread", False)):
+        with torch.autograd.set_multithreading_enabled(threads):
+            results[mode] = {name: host_us(run) for name, run in calls.items()}
     return results
 
 

@@ -279,13 +279,15 @@ def short(kernel: str) -> str:
 def host(results) -> list[str]:
     B, T, H, K, V = bench.HOST_SHAPE
     times = results.get("host_us", {})
-    names = list(next(iter(times.values()), {}))
+    names = list(dict.fromkeys(name for x in times.values() for name in x))
     return times and table(
         "Host time of a call",
         f"B {B}, T {T}, H {H}, K {K}, V {V}, without waiting for the GPU: the median of five "
-        "means over 1,000 calls. Backward is `torch.autograd.grad`.",
+        "means over 1,000 calls. Backward is `torch.autograd.grad`; in one thread: under "
+        "`torch.autograd.set_multithreading_enabled(False)`. A view launches nothing: what torch "
+        "itself takes.",
         [f"{name}, µs" for name in names],
-        {mode: [f"{x[name]:.1f}" for name in names] for mode, x in times.items()},
+        {mode: [f"{x[n]:.1f}" if n in x else "" for n in names] for mode, x in times.items()},
     )
 
 
