@@ -12,6 +12,12 @@ UNEVEN_LENGTHS = (0, 1, 130, 64, 0, 65, 15, 400, 0)  # with a tail of 20 tokens,
 TOKENS = ("o", "dq", "dk", "dv", "dg")
 
 
+def for_this_gpu(B: int) -> int:
+    """As many as B on an H200 in proportion to the multiprocessors, which decide who sweeps, how
+    often a block or a cluster goes on, and where sequences are cut."""
+    return -(-B * torch.cuda.get_device_properties().multi_processor_count // 132)
+
+
 def plan_of(x: Inputs, backward: bool = True, **options) -> dict[str, object]:
     """The plan of a call with such inputs on this GPU."""
     return _C.plan(
@@ -51,3 +57,23 @@ def mixed_gates(x: Inputs, kind: str) -> Inputs:
 
 
 MIXED = ["every other chunk", "one channel", "one head", "the last token", "every first token"]
+
+
+def operators(
+    x: Inputs, kept: int = -1, save_states: bool = False, between=lambda kept: None
+) -> dict[str, torch.Tensor]:
+    """Results of the operators, which alone can save states and are told how many bytes to keep.
+
+    `between` them, it is called with what forward has kept.
+    """
+    op, inputs = torch.ops.gla_ext, (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens)
+    with torch.no_grad():
+        o, final_state, states, kept = op.chunk_gla_fwd(
+            *inputs, None, True, False, save_states, False, kept
+        )
+        between(kept)
+        dq, dk, dv, dg, _, dh0 = op.chunk_gla_bwd(
+            x.do, x.dht, *inputs, states, None, False, False, kept
+        )
+    gradients = {"dq": dq, "dk": dk, "dv": dv, "dg": dg, "dh0": dh0}
+    return {"o": o, "final_state": final_state} | gradients

@@ -14,7 +14,7 @@ from common import (
     ours,
     outputs_and_gradients,
 )
-from fused import BF16, MIXED, mixed_gates, plan_of
+from fused import BF16, MIXED, for_this_gpu, mixed_gates, plan_of
 
 from gla_ext import chunk_gla
 
@@ -27,7 +27,9 @@ in_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
 
 
 def make_swept(B, T, H, K, V, gate=0.1, gate_dtype=BF16, **options):
-    """Inputs whose gradients this GPU sweeps for: enough heads for its blocks."""
+    """Inputs whose gradients this GPU sweeps for: enough heads for its blocks, where B are enough
+    for an H200."""
+    B = for_this_gpu(B) if B > 1 else 1
     x = make_inputs(B, T, H, K, V, BF16, gate, gate_dtype, device="cuda", **options)
     assert plan_of(x)["swept_gradients"]
     return x

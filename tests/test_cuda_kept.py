@@ -13,7 +13,7 @@ from common import (
     ours,
     outputs_and_gradients,
 )
-from fused import BF16, MIXED, mixed_gates, plan_of
+from fused import BF16, MIXED, mixed_gates, operators, plan_of
 from large import large_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -85,17 +85,6 @@ class Kept(TorchDispatchMode):
         return results
 
 
-def operators(x: Inputs, kept: int, between=lambda kept: None, save_states=False):
-    op, inputs = torch.ops.gla_ext, (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens)
-    with torch.no_grad():
-        o, _, states, kept = op.chunk_gla_fwd(*inputs, None, False, False, save_states, False, kept)
-        between(kept)
-        dq, dk, dv, dg, _, dh0 = op.chunk_gla_bwd(
-            x.do, x.dht, *inputs, states, None, False, False, kept
-        )
-    return {"o": o, "dq": dq, "dk": dk, "dv": dv, "dg": dg, "dh0": dh0}
-
-
 def assert_kept_as_made(x, keep_nothing):
     with Kept() as calls:
         kept = ours(x)
@@ -145,7 +134,7 @@ def test_same_bits_in_batch_invariant_mode(case, states, keep_nothing):
 def test_backward_leaves_it_alone(case):
     x = draw(case, "every other chunk")
     size, copies = kept_bytes(x), []
-    results = operators(x, size, lambda kept: copies.extend((kept, kept.clone())))
+    results = operators(x, size, between=lambda kept: copies.extend((kept, kept.clone())))
     assert torch.equal(*copies)
     assert_same_bits(operators(x, size), results)
 
@@ -288,7 +277,7 @@ def test_rows_that_start_anywhere(case):
 def test_steps_in_backward_leave_it_alone(case, monkeypatch):
     x = draw(case, 1.0)
     results = operators(
-        x, kept_bytes(x), lambda kept: monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
+        x, kept_bytes(x), between=lambda kept: monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
     )
     expected = {name: y for name, y in exact_by_chunks(x).items() if name in results}
     assert_results_close(results, expected, x)
@@ -300,7 +289,7 @@ def test_other_sizes_are_not_used(monkeypatch):
     right = kept_bytes(x)
     expected = operators(x, 0)
     for size in (8, right - 1, right + 1):
-        assert_same_bits(operators(x, size, lambda kept: kept.fill_(255)), expected)
+        assert_same_bits(operators(x, size, between=lambda kept: kept.fill_(255)), expected)
     with pytest.raises(ValueError, match="expected kept_bytes to be at least -1, got -2"):
         operators(x, -2)
     monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")

@@ -3,41 +3,19 @@
 import pytest
 import torch
 from common import (
-    Inputs,
     assert_results_close,
     assert_same_bits,
     exact_by_chunks,
     make_inputs,
     ours,
 )
-from fused import BF16, UNEVEN_LENGTHS, plan_of
+from fused import BF16, UNEVEN_LENGTHS, operators, plan_of
 
 from gla_ext import chunk_gla
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
 
 in_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
-
-
-def operators(
-    x: Inputs, save_states: bool, force=lambda path: None, paths=(None, None)
-) -> dict[str, torch.Tensor]:
-    """Forward and backward operators, which alone can save states, each on a forced path."""
-    op, inputs = torch.ops.gla_ext, (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens)
-    with torch.no_grad():
-        force(paths[0])
-        o, final_state, states, _ = op.chunk_gla_fwd(*inputs, None, True, False, save_states, False)
-        force(paths[1])
-        dq, dk, dv, dg, _, dh0 = op.chunk_gla_bwd(x.do, x.dht, *inputs, states, None, False, False)
-    return {
-        "o": o,
-        "final_state": final_state,
-        "dq": dq,
-        "dk": dk,
-        "dv": dv,
-        "dg": dg,
-        "dh0": dh0,
-    }
 
 
 @in_nan
@@ -53,7 +31,7 @@ def test_fp32_gates_and_saved_states(gate, K, lengths, save_states, gate_dtype):
     assert forward["path"] == ("fused" if sweeps else "steps")
     assert backward["path"] == "fused"
     assert (backward["segments"] > 0) == sweeps
-    assert_results_close(operators(x, save_states), exact_by_chunks(x), x)
+    assert_results_close(operators(x, save_states=save_states), exact_by_chunks(x), x)
 
 
 @in_nan
@@ -64,16 +42,19 @@ def test_saved_states_are_those_of_either_path(gate, K, lengths, monkeypatch):
     """Backward reads what the other path's forward has saved."""
     x = make_inputs(*(1, 695, 2, K, 136, BF16, gate), lengths=lengths, device="cuda")
     expected = exact_by_chunks(x)
-    for paths in (("fused", "steps"), ("steps", "fused")):
-        results = operators(
-            x, True, lambda path: monkeypatch.setenv("GLA_EXT_CUDA_PATH", path), paths
-        )
+
+    def force(path):
+        monkeypatch.setenv("GLA_EXT_CUDA_PATH", path)
+
+    for first, second in (("fused", "steps"), ("steps", "fused")):
+        force(first)
+        results = operators(x, save_states=True, between=lambda _, path=second: force(path))
         assert_results_close(results, expected, x)
 
 
 def test_saving_states_changes_no_bit_of_what_is_returned():
     x = make_inputs(2, 300, 2, 192, 72, BF16, 1.0, device="cuda")
-    made, saved = (operators(x, save_states) for save_states in (False, True))
+    made, saved = (operators(x, save_states=save_states) for save_states in (False, True))
     for name in ("o", "final_state"):
         assert torch.equal(made[name], saved[name])
 

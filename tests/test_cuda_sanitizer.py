@@ -28,7 +28,7 @@ from common import (
     ours,
 )
 from conv_inputs import make as make_convolution
-from fused import mixed_gates, plan_of
+from fused import for_this_gpu, mixed_gates, plan_of
 from norm_inputs import EPS, make
 from steps import STEPS, as_tuple, assert_step_close, step_case
 
@@ -70,13 +70,6 @@ def move(t):
     start = t.storage_offset() if t.numel() else 0
     flat = t.as_strided((start + extent,), (1,), 0) if t.numel() else t.flatten()
     return flat.to("cuda").as_strided(t.shape, t.stride(), start)
-
-
-def for_this_gpu(B):
-    """As many as B on an H200 in proportion to the multiprocessors, which decide who sweeps, how
-    often a block or a cluster goes on, and where sequences are cut."""
-    processors = torch.cuda.get_device_properties().multi_processor_count
-    return -(-B * processors // 132)
 
 
 def on_gpu(x):
