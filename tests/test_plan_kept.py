@@ -1,0 +1,67 @@
+"""Plans of what forward on CUDA keeps for backward."""
+
+import pytest
+from plans import BATCH, full_plan
+
+KEPT = {
+    "segments": {"B": 1},
+    "fp32 gates": {"gate_dtype": "float32"},
+    "many keys": {"K": 256},
+    "many keys, fp32 gates": {"K": 200, "gate_dtype": "float32"},
+    "packed": {"B": 1, "T": 8192, "N": 8},
+    "batch invariant": {"K": 256, "batch_invariant": True},
+    "saved states": {"K": 256, "save_states": True},
+}
+
+
+@pytest.mark.parametrize("change", KEPT.values(), ids=KEPT)
+def test_what_is_kept_is_made_once(change):
+    """Both plans know its size, and need so much less of a workspace; neither changes otherwise."""
+    both = []
+    for backward in (False, True):
+        alone, kept = (full_plan(**change, backward=backward, kept=k) for k in (False, True))
+        assert alone["kept_bytes"] == 0 and kept["linear"]
+        both.append(kept["kept_bytes"])
+        least = 0.9 * kept["kept_bytes"]  # of parts that another pass does not make
+        assert alone["workspace_bytes"] - kept["workspace_bytes"] >= least > 0
+        for name in alone.keys() - {"kept_bytes", "workspace_bytes"}:
+            assert kept[name] == alone[name], name
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("change", KEPT.values(), ids=KEPT)
+def test_no_more_is_kept_than_the_inputs_have(change):
+    sizes = BATCH | change
+    each = 4 if change.get("gate_dtype") == "float32" else 2
+    tokens = sizes["B"] * sizes["T"] * sizes["H"]
+    inputs = tokens * (sizes["K"] * (4 + each) + 2 * sizes["V"])
+    assert 0 < full_plan(**change, kept=True)["kept_bytes"] <= inputs
+
+
+@pytest.mark.parametrize("K, each", [(128, 43136), (256, 77952)])
+def test_what_is_kept_grows_with_tokens(K, each):
+    """Operands and 8 bytes of tiers of each chunk and head."""
+    sizes = [full_plan(K=K, B=1, T=T, kept=True)["kept_bytes"] for T in (64 * 64, 96 * 64)]
+    assert sizes[1] - sizes[0] >= 32 * 4 * (each + 8)
+    if K == 256:  # the two passes do not cut alike
+        assert sizes[1] - sizes[0] == 32 * 4 * (each + 8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"B": 1, "K": 64},
+        {"B": 1, "capability": "8.0"},
+        {"B": 1, "dtype": "float32"},
+        {"B": 1, "value_gated": True},
+        {"B": 1, "aligned": False},
+        {"T": 0, "K": 256},
+        {"B": 1, "T": 65536, "N": 4096},  # slots of short sequences are mostly padding,
+        {"K": 136, "V": 64},  # and keys that are no multiple of 128 too: more than the inputs have
+    ],
+)
+def test_where_nothing_is_kept(change):
+    for backward in (False, True):
+        alone, kept = (full_plan(**change, backward=backward, kept=k) for k in (False, True))
+        assert alone == kept
