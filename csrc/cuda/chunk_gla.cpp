@@ -15,6 +15,24 @@ bool widens(const Shape& shape, const OptionalTensor& gv) {
 }
 at::Tensor narrowed(const at::Tensor& t, bool wide) { return wide ? t.to(at::kHalf) : t; }
 
+struct Given {
+  const at::Tensor &q, &k, &v;
+  const OptionalTensor &g, &gv, &initial_state;
+};
+
+// What both passes are given, and do in backward.
+void take_inputs(Call& call, const Given& in, at::ScalarType dtype,
+                 const at::Tensor* d_o = nullptr) {
+  Problem& p = call.problem;
+  p.whole_scores = true;
+  call.input(p.q, in.q, dtype);
+  call.input(p.k, in.k, dtype);
+  call.input(p.v, in.v, dtype);
+  if (d_o != nullptr) call.input(p.d_o, *d_o, dtype);
+  call.input_gates(in.g, in.gv);
+  p.h0 = call.input_state(in.initial_state);
+}
+
 // What the sweeps of the fused path need: operands where they read these, unless forward has kept
 // them, with A of every chunk in forward, and what enters each segment where sequences are cut into
 // segments.
@@ -69,14 +87,9 @@ ForwardOutputs chunk_gla_fwd_cuda(const at::Tensor& q, const at::Tensor& k, cons
   Problem& p = call.problem;
   p.tf32 |= wide;
   p.state_v_first = state_v_first;
-  p.whole_scores = true;
   kept_bytes = check_kept_bytes("chunk_gla", kept_bytes);
   if (kept_bytes > 0) call.align_inputs();
-  call.input(p.q, q, shape.dtype);
-  call.input(p.k, k, shape.dtype);
-  call.input(p.v, v, shape.dtype);
-  call.input_gates(g, gv);
-  p.h0 = call.input_state(initial_state);
+  take_inputs(call, {q, k, v, g, gv, initial_state}, shape.dtype);
   at::Tensor o = call.output(p.o, p.V, shape.dtype);
   at::Tensor final_state =
       output_final_state ? call.output_state(p.ht) : call.not_asked_for(at::kFloat);
@@ -157,15 +170,9 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
   Problem& p = call.problem;
   p.tf32 |= wide;
   p.state_v_first = state_v_first;
-  p.whole_scores = true;
   const bool has_kept = given(kept) && kept->numel() > 0;
   if (has_kept) call.align_inputs();
-  call.input(p.q, q, shape.dtype);
-  call.input(p.k, k, shape.dtype);
-  call.input(p.v, v, shape.dtype);
-  call.input(p.d_o, d_o, shape.dtype);
-  call.input_gates(g, gv);
-  p.h0 = call.input_state(initial_state);
+  take_inputs(call, {q, k, v, g, gv, initial_state}, shape.dtype, &d_o);
   p.dht = call.input_state(dht);
   const bool saved = p.saved_states = states.dim() != 1;
   if (saved) call.input_chunk_states(p.S, p.S_dtype, states);

@@ -67,6 +67,24 @@ bool takes_sm90(c10::Device device) {
   return gpu.major == 9 && gpu.minor == 0 && sm90_built(device.index());
 }
 
+// A call as far as its sizes, dtypes and GPU say.
+PlanInputs plan_inputs(c10::Device device, const ChunkGrid& grid, int64_t H, int64_t K, int64_t V,
+                       DType dtype, DType gate_dtype) {
+  PlanInputs in{};
+  in.N = grid.N;
+  in.T = grid.T;
+  in.H = H;
+  in.K = K;
+  in.V = V;
+  in.packed = grid.packed;
+  in.dtype = dtype;
+  in.gate_dtype = gate_dtype;
+  in.sm90 = takes_sm90(device);
+  in.processors = multiprocessors_of(device);
+  in.choice = path_choice();
+  return in;
+}
+
 bool tf32_allowed() {
   return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
          at::Float32Precision::TF32;
@@ -181,28 +199,17 @@ at::Tensor Call::not_asked_for(at::ScalarType dtype) const {
 
 Plan Call::plan(bool backward, bool save_states, bool batch_invariant, bool kept) const {
   const Problem& p = problem;
-  bool aligned = true;
+  PlanInputs in = plan_inputs(options_.device(), p.grid, p.H, p.K, p.V, p.dtype, p.g.dtype);
+  in.backward = backward;
+  in.save_states = save_states;
+  in.batch_invariant = batch_invariant;
+  in.aligned = true;
   for (const Rows* r : {&p.q, &p.k, &p.v, &p.g, &p.d_o})
-    if (r->data != nullptr) aligned &= r->aligned;
-  const PlanInputs in{p.grid.N,
-                      p.grid.T,
-                      p.H,
-                      p.K,
-                      p.V,
-                      p.grid.packed,
-                      p.dtype,
-                      p.g.dtype,
-                      backward,
-                      save_states,
-                      batch_invariant,
-                      aligned,
-                      takes_sm90(options_.device()),
-                      p.processors,
-                      path_choice(),
-                      key_gated,
-                      value_gated,
-                      values.g.dtype,
-                      kept};
+    if (r->data != nullptr) in.aligned &= r->aligned;
+  in.key_gated = key_gated;
+  in.value_gated = value_gated;
+  in.value_gate_dtype = values.g.dtype;
+  in.kept = kept;
   const char* missing = in.choice == PathChoice::kFused ? why_not_fused(in) : nullptr;
   TORCH_CHECK_NOT_IMPLEMENTED(missing == nullptr, op_, ": GLA_EXT_CUDA_PATH=fused expected ",
                               missing, ", got a call that only the step path takes");
@@ -359,24 +366,16 @@ int64_t planned_bytes(const KeptInputs& in) {
   if (gate_type != at::kBFloat16 && gate_type != at::kFloat) return 0;
   const c10::cuda::CUDAGuard guard(in.q.device());
   const bool packed = given(in.cu_seqlens);
-  PlanInputs plan{};
-  plan.N = packed ? in.cu_seqlens->numel() - 1 : in.q.size(0);
-  plan.T = in.q.size(1);
-  plan.H = in.q.size(2);
-  plan.K = in.q.size(3);
-  plan.V = in.v.size(3);
-  plan.packed = packed;
-  plan.dtype = dtype_of(type);
-  plan.gate_dtype = dtype_of(gate_type);
+  const int64_t N = packed ? in.cu_seqlens->numel() - 1 : in.q.size(0);
+  if (N < 0) return 0;
+  PlanInputs plan = plan_inputs(in.q.device(), make_grid(N, in.q.size(1), packed), in.q.size(2),
+                                in.q.size(3), in.v.size(3), dtype_of(type), dtype_of(gate_type));
   plan.save_states = in.save_states;
   plan.batch_invariant = in.batch_invariant;
   plan.aligned = true;
   for (const at::Tensor* t : {&in.q, &in.k, &in.v, &*in.g}) plan.aligned &= may_be_aligned(*t);
-  plan.sm90 = takes_sm90(in.q.device());
-  plan.processors = multiprocessors_of(in.q.device());
-  plan.choice = path_choice();
   plan.kept = true;
-  return plan.N < 0 ? 0 : make_plan(plan).kept.bytes;
+  return make_plan(plan).kept.bytes;
 }
 
 const bool asked_for_kept = [] {
