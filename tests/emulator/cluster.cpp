@@ -5,8 +5,19 @@
 
 namespace emulator {
 
+namespace {
+
+constexpr int kFirstAgent = 64;  // clocks before that are warps'
+
+}  // namespace
+
 Cluster::Cluster(const Launch& launch, const Options& options)
-    : launch_(launch), options_(options), random_(options.seed) {
+    : runs_of(launch.kernel->code.size()),
+      launch_(launch),
+      options_(options),
+      random_(options.seed) {
+  const uint64_t warps = launch.cluster * ((launch.block.count() + kLanes - 1) / kLanes);
+  if (warps > kFirstAgent) throw Fault("the emulator has clocks for 64 warps of a cluster alone");
   for (uint32_t rank = 0; rank < launch.cluster; ++rank)
     blocks_.push_back(std::make_unique<Block>(this, launch, static_cast<int>(rank)));
 }
@@ -21,8 +32,7 @@ Block& Cluster::block_of(Warp& warp, uint32_t& address) {
 
 int Cluster::take_agent() {
   // Beyond that many, barriers share clocks, which only hides what is out of order.
-  constexpr int kFirst = 64;
-  return kFirst + agents_++ % (Clocks::kCount - kFirst);
+  return kFirstAgent + agents_++ % (Clocks::kCount - kFirstAgent);
 }
 
 void Cluster::try_advance() {

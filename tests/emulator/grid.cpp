@@ -1,9 +1,11 @@
 // Grids, and the global memory that they work on.
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <fstream>
 #include <map>
 #include <mutex>
+#include <numeric>
 
 #include "machine.h"
 
@@ -14,6 +16,31 @@ namespace {
 const char* environment(const char* name, const char* otherwise) {
   const char* value = std::getenv(name);
   return value == nullptr ? otherwise : value;
+}
+
+// Adds to a file, by the environment, what a launch has run: a line for all of it, or one for every
+// instruction, the most frequent first.
+void report(const Cluster& cluster, const Launch& launch) {
+  const uint64_t blocks = launch.grid.count();
+  const auto a_block = [&](uint64_t count) { return static_cast<double>(count) / blocks; };
+  const char* name = environment("GLA_EMULATOR_REPORT", "");
+  if (*name != 0)
+    std::ofstream(name, std::ios::app)
+        << launch.kernel->name << ": " << blocks << " blocks of " << launch.block.count()
+        << " threads, " << a_block(cluster.instructions) << " instructions of warps a block\n";
+  name = environment("GLA_EMULATOR_PROFILE", "");
+  if (*name == 0) return;
+  std::ofstream file(name, std::ios::app);
+  file << launch.kernel->name << "\n";
+  std::vector<size_t> order(cluster.runs_of.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return cluster.runs_of[a] > cluster.runs_of[b]; });
+  for (const size_t n : order) {
+    const Instruction& i = launch.kernel->code[n];
+    if (cluster.runs_of[n] > 0)
+      file << a_block(cluster.runs_of[n]) << " a block, line " << i.line << ": " << i.text << "\n";
+  }
 }
 
 }  // namespace
@@ -28,11 +55,7 @@ void run(const Launch& launch) {
     throw Fault(launch.kernel->name + ": the grid is no multiple of the cluster");
   Cluster cluster(launch, {seed * 1000003 + number, hazards});
   for (uint64_t first = 0; first < blocks; first += launch.cluster) cluster.run(first);
-  if (const char* report = std::getenv("GLA_EMULATOR_REPORT"); report != nullptr)
-    std::ofstream(report, std::ios::app)
-        << launch.kernel->name << ": " << blocks << " blocks of " << launch.block.count()
-        << " threads, " << cluster.instructions / static_cast<double>(blocks)
-        << " instructions of warps a block\n";
+  report(cluster, launch);
 }
 
 namespace {

@@ -116,7 +116,6 @@ class Warp {
   bool converged() { return group().lanes == live_; }
   [[noreturn]] void fail(const std::string& what) const;
   std::string where() const;
-  const std::string& current_text() const;
 
   Clocks clocks;
   std::deque<LaneCopies> copies;
@@ -221,7 +220,8 @@ class Cluster {
   void try_advance();
   Fences fences;
 
-  uint64_t instructions = 0;
+  uint64_t instructions = 0;      // of warps, that have run
+  std::vector<uint64_t> runs_of;  // each instruction of the kernel
 
  private:
   bool move_something();

@@ -106,7 +106,7 @@ def main() -> None:
         # Every tensor an allocation of its own, beyond which nothing may be read or written.
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         # Few, so that small batches fill them.
-        "GLA_EMULATOR_PROCESSORS": os.environ.get("GLA_EMULATOR_PROCESSORS", "12"),
+        "GLA_EMULATOR_PROCESSORS": os.environ.get("GLA_EMULATOR_PROCESSORS", "16"),
     }
     os.execve(sys.executable, [sys.executable, *sys.argv[1:]], os.environ | environment)
 

@@ -49,10 +49,6 @@ Warp::Warp(Block* block, int index, int id)
 
 Cluster& Warp::cluster() { return block_->cluster(); }
 
-const std::string& Warp::current_text() const {
-  return block_->launch().kernel->code[groups_[current_].pc].text;
-}
-
 std::string Warp::where() const {
   const Dim at = block_->index();
   std::string text = "block " + std::to_string(at.x) + ", warp " + std::to_string(index_);
@@ -137,6 +133,7 @@ bool Warp::run(int instructions) {
     }
     ran = true;
     ++cluster.instructions;
+    ++cluster.runs_of[&i - code.data()];
     --instructions;
     if (groups_.size() > 1) settle();
     if (groups_.size() == 1) current_ = 0;
