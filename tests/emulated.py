@@ -4,6 +4,7 @@ gla_ext's own kernels run there; torch's run on the CPU, on the same memory. See
 tests/emulator/README.md.
 """
 
+import functools
 import os
 import warnings
 
@@ -26,6 +27,12 @@ def on_cpu(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.size(), x.stride())
 
 
+@functools.cache
+def generator_on_cpu(generator: torch.Generator) -> torch.Generator:
+    """One of the CPU with the same seed, always the same for a generator."""
+    return torch.Generator().manual_seed(generator.initial_seed())
+
+
 def run_on_cpu(function, args, kwargs):
     """A torch operator of CUDA tensors, by the CPU's kernel."""
     originals = {}
@@ -41,7 +48,9 @@ def run_on_cpu(function, args, kwargs):
         return copy
 
     args, kwargs = tree_map_only(torch.Tensor, replace, (args, kwargs))
-    device = kwargs.get("device")
+    generator, device = kwargs.get("generator"), kwargs.get("device")
+    if generator is not None and generator.device.type == "cuda":
+        kwargs = kwargs | {"generator": generator_on_cpu(generator)}
     if device is not None:
         found = torch.device(device).type == "cuda"
         kwargs = kwargs | {"device": "cpu", "pin_memory": None} if found else kwargs
