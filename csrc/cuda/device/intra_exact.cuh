@@ -52,7 +52,7 @@ __device__ __forceinline__ void pairs(ExactTiles<Op>& s, float (&dq)[kSubChunk],
                                       int column, int channel) {
   constexpr int kC = static_cast<int>(kSubChunk);
   const int token = sub * kC;
-  const Gates gates(p, chunk, token, channel);
+  Gates gates(p, chunk, token, channel);
   float prefix = 0, suffix = 0;
 #pragma unroll
   for (int i = 0; i < kC; ++i) {
@@ -73,29 +73,34 @@ __device__ __forceinline__ void pairs(ExactTiles<Op>& s, float (&dq)[kSubChunk],
     for (int i = 0; i < kC; ++i) s.q[token + i][column] = k.x[i];
   }
 
-  // This sub-chunk, pair by pair.
+  // This sub-chunk, pair by pair. A token and itself have no gate between them, and no part in db.
   const Column<In> q(p.q, chunk, token, channel, p.K);
   const auto store = [&](const Rows& out, int i, float x) {
     if (channel < p.K && token + i < chunk.length)
       rows_at<float>(out, chunk)[token_offset(out, token + i) + channel] = x;
   };
+  const auto dA = [&](int i, int j) {
+    return to_float(s_dA[(token + i) * kPitch<Op, kTile> + token + j]);
+  };
+  float (&decay)[kC] = gates.x;
+#pragma unroll
+  for (int i = 0; i < kC; ++i) decay[i] = exp2_ftz(gates.x[i]);
 #pragma unroll
   for (int j = 0; j < kC; ++j) {
-    float decay = 1;  // from j to i
     const float k_j = s.q[token + j][column];
-    float dk_j = s.k[token + j][column];
+    float from_j = 1;  // decay from j to i
+    float dk_j = 0;
 #pragma unroll
-    for (int i = j; i < kC; ++i) {
-      if (i > j) decay *= exp2_ftz(gates.x[i]);
-      const float x = decay * to_float(s_dA[(token + i) * kPitch<Op, kTile> + token + j]);
+    for (int i = j + 1; i < kC; ++i) {
+      from_j *= decay[i];
+      const float x = from_j * dA(i, j);
       dq[i] += x * k_j;
       dk_j += x * q.x[i];
-      const float pair = x * q.x[i] * k_j;
-      db[i] += pair;
-      db[j] -= pair;
+      db[i] += x * q.x[i] * k_j;
     }
-    store(p.dk_intra, j, dk_j);
-    store(p.dq_intra, j, dq[j]);  // whole: pairs to come are below row j
+    db[j] -= dk_j * k_j;
+    store(p.dk_intra, j, s.k[token + j][column] + dk_j + dA(j, j) * q.x[j]);
+    store(p.dq_intra, j, dq[j] + dA(j, j) * k_j);  // whole: pairs to come are below row j
   }
 }
 

@@ -44,12 +44,43 @@ __device__ __forceinline__ void add_anchored(float (&acc)[2][2][4], Op* s_q, Op*
   __syncthreads();  // the tiles are read
 }
 
+// The thread, in a form that the compiler cannot move out of a loop: what follows from it is made
+// anew where it is needed, and takes no registers between.
+__device__ __forceinline__ int thread_anew() {
+  int thread = static_cast<int>(threadIdx.x);
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
 constexpr int kDiagonalThreads = 32 * kSubChunks;
 constexpr int kDiagonalColumns = 32;  // key channels a tile
 
 struct DiagonalTiles {
-  static constexpr int kPitchX = kDiagonalColumns + 1;
+  static constexpr int kPitchX = kPitch<float, kDiagonalColumns>;
   float q[kTile][kPitchX], k[kTile][kPitchX], decay[kTile][kPitchX];  // [token][K]
+
+  // Adds sum_d q_id k_jd prod_(j < s <= i) decay_sd to A_ij of all i, of every second eight of
+  // the channels from `first` to `end`. Lane (j, which eight).
+  __device__ __forceinline__ void add_products(float (&acc)[kSubChunk], int token, int first,
+                                               int end) const {
+    constexpr int kC = static_cast<int>(kSubChunk);
+    const int lane = thread_anew() % 32, j = lane % kC;
+#pragma unroll 1
+    for (int c = first + lane / kC * 8; c < end; c += 16) {
+      const auto k_j = load8_aligned(&k[token + j][c]);
+      float x[8] = {};  // k_j times the decays from j to i
+#pragma unroll
+      for (int i = 0; i < kC; ++i) {
+        const auto decay_i = load8_aligned(&decay[token + i][c]);
+        const auto q_i = load8_aligned(&q[token + i][c]);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          x[n] = i == j ? k_j[n] : x[n] * decay_i[n];
+          acc[i] += q_i[n] * x[n];
+        }
+      }
+    }
+  }
 };
 
 // store(sub-chunk, token, j, A_ij) of all i and j, by a block of kDiagonalThreads, or of twice as
@@ -60,11 +91,10 @@ __device__ __forceinline__ void diagonal_blocks(DiagonalTiles& s, const Problem&
   constexpr int kHalves = kBlockThreads / kDiagonalThreads;
   static_assert(kHalves * kDiagonalThreads == kBlockThreads && kHalves <= 2);
   constexpr int kColumnsEach = kDiagonalColumns / kHalves;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int half = kHalves == 1 ? 0 : static_cast<int>(threadIdx.x) / kDiagonalThreads;
-  const int sub = static_cast<int>(threadIdx.x) / 32 % kSubChunks;
+  const int thread = thread_anew(), lane = thread % 32;
+  const int half = kHalves == 1 ? 0 : thread / kDiagonalThreads, sub = thread / 32 % kSubChunks;
   const int token = sub * static_cast<int>(kSubChunk);
-  const int j = lane % static_cast<int>(kSubChunk), part = lane / static_cast<int>(kSubChunk);
+  const int j = lane % static_cast<int>(kSubChunk);
   float acc[kSubChunk] = {};  // A_ij for all i of this lane's j
   for (int first = 0; first < p.K; first += kDiagonalColumns) {
     if (first > 0) __syncthreads();  // the tiles before are read
@@ -83,20 +113,14 @@ __device__ __forceinline__ void diagonal_blocks(DiagonalTiles& s, const Problem&
       }
     }
     __syncthreads();  // the tiles are written
-    for (int c = half * kColumnsEach + part; c < (half + 1) * kColumnsEach; c += 2) {
-      float x = 0;  // k_j times the decays from j to i
-#pragma unroll
-      for (int i = 0; i < kSubChunk; ++i) {
-        x = i == j ? s.k[token + j][c] : x * s.decay[token + i][c];
-        acc[i] += s.q[token + i][c] * x;
-      }
-    }
+    s.add_products(acc, token, half * kColumnsEach, (half + 1) * kColumnsEach);
   }
 #pragma unroll
   for (int i = 0; i < kSubChunk; ++i) acc[i] += __shfl_xor_sync(0xffffffffu, acc[i], kSubChunk);
+  const bool stores = lane == j;
   if constexpr (kHalves > 1) {
     __syncthreads();  // the tiles are read
-    if (half == 1 && part == 0)
+    if (half == 1 && stores)
 #pragma unroll
       for (int i = 0; i < kSubChunk; ++i) s.q[token + i][j] = acc[i];
     __syncthreads();  // the second half's sums are written
@@ -104,7 +128,7 @@ __device__ __forceinline__ void diagonal_blocks(DiagonalTiles& s, const Problem&
 #pragma unroll
       for (int i = 0; i < kSubChunk; ++i) acc[i] += s.q[token + i][j];
   }
-  if (half == 0 && part == 0)
+  if (half == 0 && stores)
 #pragma unroll
     for (int i = 0; i < kSubChunk; ++i) store(sub, token + i, j, j <= i ? p.scale * acc[i] : 0.f);
 }

@@ -9,8 +9,7 @@
 // writes  A, unless it is kept, bf16, [B, T, H, C] or of operands [B, slots, H]; dq_intra,
 //         dk_intra, dg_intra [B, T, H, K] fp32
 //
-// dA stays in shared memory, bf16, and is made for every 64 key channels anew: kept for all of
-// them, the code behind it has too few registers. All else is fp32.
+// dA stays in shared memory, bf16. All else is fp32.
 #include "../device/launch.cuh"
 #include "dependent_launch.cuh"
 #include "exact_intra.cuh"
@@ -36,16 +35,17 @@ __global__ void __launch_bounds__(kThreads, 2) exact_gradients_kernel(Problem p)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   __shared__ __align__(16) ExactChunk s;
-  const bool any = for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
-    if (!p.operands_kept) s.finish_scores(p, chunk);
+  __shared__ Chunk where;  // as above
+  for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
+    if (threadIdx.x == 0) where = chunk;
+    __syncthreads();
+    const auto find = [&] { return where; };
+    if (!p.operands_kept) {
+      s.finish_scores(p, find());
+      __syncthreads();  // A is read
+    }
+    s.finish_gradients(p, find);
   });
-  if (!any) return;
-#pragma unroll 1
-  for (int first = 0; first < p.K; first += kTile)
-    for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
-      s.intra.make_score_grads(p, chunk);
-      s.intra.write_gradients(p, chunk, first);
-    });
 #endif
 }
 

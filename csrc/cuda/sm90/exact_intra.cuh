@@ -48,12 +48,8 @@ union ExactChunk {
 
   // find(): the chunk, anew, so that it takes no registers between.
   template <class Find>
-  __device__ __forceinline__ void finish(const Problem& p, Find&& find) {
-    const Chunk chunk = find();
-    finish_scores(p, chunk);
-    if (p.d_o.data == nullptr) return;
-    __syncthreads();  // A is read
-    intra.make_score_grads(p, chunk);
+  __device__ __forceinline__ void finish_gradients(const Problem& p, Find&& find) {
+    intra.make_score_grads(p, find());
     // No barrier between the parts: behind the second one inside tiles are read by who wrote them
     // alone, and sums are written behind it.
 #pragma unroll 1

@@ -27,26 +27,39 @@ __global__ void __launch_bounds__(kThreads, 2) exact_output_kernel(Problem p) {
   wait_for_previous_kernel();
   constexpr int kPitchX = ExactScores::kPitchX;
   __shared__ __align__(16) Shared s;
-  for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
+  __shared__ Chunk chunk;  // here and not in registers, of which there are too few
+  for_exact_chunks(p, 1, [&](const Chunk& found, int) {
+    if (threadIdx.x == 0) chunk = found;
+    __syncthreads();
     s.scores.make(p, chunk);
     const WarpTile<kTile> warp;
     bf16* o = rows_at<bf16>(p.o, chunk);
     for (int first_v = 0; first_v < p.V; first_v += kTile) {
-      if (first_v > 0) __syncthreads();  // the values before are read
       TileRows<Access::kFast, bf16, kTile> v;
       v.load(rows_at<const bf16>(p.v, chunk), p.v, chunk.length, first_v, p.V);
+      if (first_v > 0) __syncthreads();  // the values before are read
       v.store(s.operands.v, false);
-      __syncthreads();     // the values are written
       float acc[2][2][4];  // [token, V]
       clear(acc);
+      // All of o before any of it is written, or the loads would wait for the stores.
+      float2 before[8];
+      const auto for_tokens = [&](auto&& f) {
+        int pair = 0;
+        for_pairs(acc, [&](int r, int c, float x0, float x1) {
+          const int token = warp.m + r, column = first_v + warp.n + c;
+          float2& x = before[pair++];
+          if (token < chunk.length)
+            f(o + token_offset(p.o, token) + column, p.V - column, x, x0, x1);
+        });
+      };
+      for_tokens([&](bf16* at, int valid, float2& x, float, float) {
+        x = load2<Access::kFast>(at, valid);
+      });
+      __syncthreads();  // the values are written
       product<Stored::kAsIs, Stored::kAsIs, kPitchX, kPitchX>(acc, s.operands.A + warp.m * kPitchX,
                                                               s.operands.v + warp.n, kTile, false);
-      for_pairs(acc, [&](int r, int c, float x0, float x1) {
-        const int token = warp.m + r, column = first_v + warp.n + c;
-        if (token >= chunk.length) return;
-        bf16* at = o + token_offset(p.o, token) + column;
-        const float2 before = load2<Access::kFast>(at, p.V - column);
-        store2<Access::kFast>(at, before.x + x0, before.y + x1, p.V - column);
+      for_tokens([&](bf16* at, int valid, const float2& x, float x0, float x1) {
+        store2<Access::kFast>(at, x.x + x0, x.y + x1, valid);
       });
     }
   });

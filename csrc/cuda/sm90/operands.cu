@@ -243,7 +243,13 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach)
           shared.phases = phases;
         }
         __syncthreads();  // the rows are read
-        shared.stages[0].exact.finish(p, [&] { return shared.item.chunk(p); });
+        ExactChunk& chunk = shared.stages[0].exact;
+        const auto find = [&] { return shared.item.chunk(p); };
+        chunk.finish_scores(p, find());
+        if (p.d_o.data != nullptr) {
+          __syncthreads();  // A is read
+          chunk.finish_gradients(p, find);
+        }
         __syncthreads();  // what was there instead is read
         next = shared.next;
         phases = shared.phases;
