@@ -39,19 +39,17 @@ __device__ __forceinline__ bool in_tier1(const Problem& p, const Chunk& chunk) {
 
 // Chunks outside tier 1 are few, or nearly all: as many blocks as fill a GPU look at every
 // exact_blocks-th chunk and work on those outside, f(chunk, part of `parts`). The host and the
-// device agree on the number, a prime, lest all of a block's chunks be one head's. Whether the
-// block has any.
+// device agree on the number, a prime, lest all of a block's chunks be one head's.
 __host__ __device__ inline int64_t exact_blocks(int64_t chunk_heads) {
   constexpr int64_t kEnough = 263;
   return chunk_heads < kEnough ? chunk_heads : kEnough;
 }
 
 template <class F>
-__device__ __forceinline__ bool for_exact_chunks(const Problem& p, int parts, F&& f) {
+__device__ __forceinline__ void for_exact_chunks(const Problem& p, int parts, F&& f) {
   // The host keeps their number within a grid's 31 bits.
   const auto chunks = static_cast<uint32_t>(p.grid.B * p.grid.slots * p.H);
   const auto step = static_cast<uint32_t>(exact_blocks(chunks));
-  bool any = false;
   for (uint32_t first = blockIdx.x / parts; first < chunks; first += 32 * step) {
     const uint32_t mine = first + threadIdx.x % 32 * step;
     bool exact = false;
@@ -61,14 +59,12 @@ __device__ __forceinline__ bool for_exact_chunks(const Problem& p, int parts, F&
     }
     // Every warp sees the same flags.
     uint32_t left = __ballot_sync(0xffffffffu, exact);
-    any |= left != 0;
     for (; left != 0; left &= left - 1) {
       f(find_chunk(p, first + (__ffs(static_cast<int>(left)) - 1) * step),
         static_cast<int>(blockIdx.x % parts));
       __syncthreads();  // shared memory is read before the next chunk comes
     }
   }
-  return any;
 }
 
 // x of 16 tokens of one channel: from the gates where they are there, else as differences of b.

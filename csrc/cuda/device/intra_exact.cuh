@@ -75,9 +75,12 @@ __device__ __forceinline__ void pairs(ExactTiles<Op>& s, float (&dq)[kSubChunk],
 
   // This sub-chunk, pair by pair. A token and itself have no gate between them, and no part in db.
   const Column<In> q(p.q, chunk, token, channel, p.K);
+  const auto inside = [&](int i) {  // in the order that does not spill
+    if constexpr (sizeof(Op) == 4) return i < chunk.length - token && channel < p.K;
+    return channel < p.K && token + i < chunk.length;
+  };
   const auto store = [&](const Rows& out, int i, float x) {
-    if (channel < p.K && token + i < chunk.length)
-      rows_at<float>(out, chunk)[token_offset(out, token + i) + channel] = x;
+    if (inside(i)) rows_at<float>(out, chunk)[token_offset(out, token + i) + channel] = x;
   };
   const auto dA = [&](int i, int j) {
     return to_float(s_dA[(token + i) * kPitch<Op, kTile> + token + j]);

@@ -44,8 +44,8 @@ __device__ __forceinline__ void add_anchored(float (&acc)[2][2][4], Op* s_q, Op*
   __syncthreads();  // the tiles are read
 }
 
-// The thread, in a form that the compiler cannot move out of a loop: what follows from it is made
-// anew where it is needed, and takes no registers between.
+// threadIdx.x, so that what follows from it is not made ahead of a loop over chunks and kept. Not
+// sm90's thread_index(), whose range, told to the compiler, makes exact gradients spill.
 __device__ __forceinline__ int thread_anew() {
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));
@@ -55,12 +55,13 @@ __device__ __forceinline__ int thread_anew() {
 constexpr int kDiagonalThreads = 32 * kSubChunks;
 constexpr int kDiagonalColumns = 32;  // key channels a tile
 
-struct DiagonalTiles {
+struct alignas(16) DiagonalTiles {
   static constexpr int kPitchX = kPitch<float, kDiagonalColumns>;
   float q[kTile][kPitchX], k[kTile][kPitchX], decay[kTile][kPitchX];  // [token][K]
 
   // Adds sum_d q_id k_jd prod_(j < s <= i) decay_sd to A_ij of all i, of every second eight of
-  // the channels from `first` to `end`. Lane (j, which eight).
+  // the channels from `first` to `end`; what is left for i < j means nothing. Lane (j, which
+  // eight).
   __device__ __forceinline__ void add_products(float (&acc)[kSubChunk], int token, int first,
                                                int end) const {
     constexpr int kC = static_cast<int>(kSubChunk);

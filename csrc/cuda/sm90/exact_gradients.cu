@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, 2) exact_gradients_kernel(Problem p)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   __shared__ __align__(16) ExactChunk s;
-  __shared__ Chunk where;  // as above
+  __shared__ Chunk where;  // for the same reason
   for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
     if (threadIdx.x == 0) where = chunk;
     __syncthreads();

@@ -243,12 +243,12 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach)
           shared.phases = phases;
         }
         __syncthreads();  // the rows are read
-        ExactChunk& chunk = shared.stages[0].exact;
+        ExactChunk& exact_chunk = shared.stages[0].exact;
         const auto find = [&] { return shared.item.chunk(p); };
-        chunk.finish_scores(p, find());
+        exact_chunk.finish_scores(p, find());
         if (p.d_o.data != nullptr) {
           __syncthreads();  // A is read
-          chunk.finish_gradients(p, find);
+          exact_chunk.finish_gradients(p, find);
         }
         __syncthreads();  // what was there instead is read
         next = shared.next;

@@ -5,7 +5,7 @@
 //   dg_t = sum_(i >= t) [q_i dq_i - k_i dk_i]
 //
 // dg is formed of the operands that were multiplied: a pair (i, j) puts the same number into both
-// sums, so that what must cancel cancels.
+// sums, so that what must cancel cancels, up to the rounding of the sums.
 //
 // grid    (row, chunk, head, kColumns key channels)
 // reads   q, k, b [B, T, H, K], dA [B, T, H, C], tiers; outside tier 1 g where it is there
@@ -124,7 +124,8 @@ __global__ void __launch_bounds__(kThreads, 2) intra_grads_tier1(Problem p) {
 }
 
 template <class In>
-__global__ void __launch_bounds__(kThreads, 1) intra_grads_exact(Problem p) {
+__global__ void __launch_bounds__(kThreads, sizeof(Operand<In>) == 2 ? 2 : 1)
+    intra_grads_exact(Problem p) {
   using Op = Operand<In>;
   __shared__ __align__(16) Op s_dA[kTile * kPitch<Op, kTile>];
   __shared__ __align__(16) ExactTiles<Op> s_tiles;

@@ -33,7 +33,7 @@ struct DiagonalRows {
 // All chunks, into A_diagonal.
 template <class In>
 __global__ void __launch_bounds__(kDiagonalThreads) scores_diagonal_all(Problem p) {
-  __shared__ __align__(16) DiagonalTiles s_tiles;
+  __shared__ DiagonalTiles s_tiles;
   const Chunk chunk = find_chunk(p, blockIdx.x);
   if (chunk.length == 0) return;
   if (chunk.tail) return write_zeros<kDiagonalThreads>(p.A_diagonal, chunk, 0, kSubChunk);
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kDiagonalThreads) scores_diagonal_all(Problem 
 // Those outside tier 1, into A.
 template <class In>
 __global__ void __launch_bounds__(kDiagonalThreads) scores_diagonal_exact(Problem p) {
-  __shared__ __align__(16) DiagonalTiles s_tiles;
+  __shared__ DiagonalTiles s_tiles;
   for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
     diagonal_blocks<In, kDiagonalThreads>(s_tiles, p, chunk, DiagonalRows(p.A, kSubChunk, chunk));
   });
