@@ -67,6 +67,17 @@ __device__ __forceinline__ void for_exact_chunks(const Problem& p, int parts, F&
   }
 }
 
+// The same, a block a chunk, f(), with the chunk in shared memory, for code that has too few
+// registers for it.
+template <class F>
+__device__ __forceinline__ void for_exact_chunks(const Problem& p, Chunk& shared, F&& f) {
+  for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
+    if (threadIdx.x == 0) shared = chunk;
+    __syncthreads();
+    f();
+  });
+}
+
 // x of 16 tokens of one channel: from the gates where they are there, else as differences of b.
 // Tokens from `length` on have x = 0.
 struct GateColumn {

@@ -22,12 +22,8 @@ __global__ void __launch_bounds__(kThreads, 2) exact_scores_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   __shared__ __align__(16) ExactChunk s;
-  __shared__ Chunk where;  // here and not in registers, of which there are too few
-  for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
-    if (threadIdx.x == 0) where = chunk;
-    __syncthreads();
-    s.finish_scores(p, where);
-  });
+  __shared__ Chunk chunk;
+  for_exact_chunks(p, chunk, [&] { s.finish_scores(p, chunk); });
 #endif
 }
 
@@ -35,11 +31,9 @@ __global__ void __launch_bounds__(kThreads, 2) exact_gradients_kernel(Problem p)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   __shared__ __align__(16) ExactChunk s;
-  __shared__ Chunk where;  // for the same reason
-  for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
-    if (threadIdx.x == 0) where = chunk;
-    __syncthreads();
-    const auto find = [&] { return where; };
+  __shared__ Chunk chunk;
+  for_exact_chunks(p, chunk, [&] {
+    const auto find = [&] { return chunk; };
     if (!p.operands_kept) {
       s.finish_scores(p, find());
       __syncthreads();  // A is read

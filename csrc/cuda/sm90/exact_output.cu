@@ -27,10 +27,8 @@ __global__ void __launch_bounds__(kThreads, 2) exact_output_kernel(Problem p) {
   wait_for_previous_kernel();
   constexpr int kPitchX = ExactScores::kPitchX;
   __shared__ __align__(16) Shared s;
-  __shared__ Chunk chunk;  // here and not in registers, of which there are too few
-  for_exact_chunks(p, 1, [&](const Chunk& found, int) {
-    if (threadIdx.x == 0) chunk = found;
-    __syncthreads();
+  __shared__ Chunk chunk;
+  for_exact_chunks(p, chunk, [&] {
     s.scores.make(p, chunk);
     const WarpTile<kTile> warp;
     bf16* o = rows_at<bf16>(p.o, chunk);
