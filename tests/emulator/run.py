@@ -6,6 +6,8 @@ Compiles the emulator and takes the kernels' PTX out of the extension, each wher
 The extension must be built for 9.0a+PTX (TORCH_CUDA_ARCH_LIST). See README.md beside this file.
 """
 
+import fcntl
+import functools
 import os
 import shutil
 import subprocess
@@ -18,9 +20,23 @@ from torch.utils.cpp_extension import CUDA_HOME
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 OUT = ROOT / ".build" / "emulator"
+COMPILER = os.environ.get("CXX", "c++")
 # Built where it runs; contraction would round other than the GPU does.
 FLAGS = ["-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra"]
 OF_THE_LIBRARY = ("cudart.cpp", "driver.cpp")  # not of the program that runs one kernel
+
+
+def alone(build):
+    """Of several processes one builds at a time: another would run what is half written."""
+
+    @functools.wraps(build)
+    def waits():
+        OUT.mkdir(parents=True, exist_ok=True)
+        with open(OUT / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return build()
+
+    return waits
 
 
 def newer(target: Path, *sources: Path) -> bool:
@@ -37,15 +53,13 @@ def run(*command: str | Path) -> None:
 
 def compile_objects() -> dict[str, Path]:
     """The emulator's objects by source file."""
-    compiler = os.environ.get("CXX", "c++")
-    OUT.mkdir(parents=True, exist_ok=True)
     headers = list(FOLDER.glob("*.h"))
 
     def compile_one(source: Path) -> Path:
         target = OUT / f"{source.stem}.o"
         if not newer(target, source, *headers):
             include = f"-I{CUDA_HOME}/include"
-            run(compiler, *FLAGS, include, "-c", source, "-o", target)
+            run(COMPILER, *FLAGS, include, "-c", source, "-o", target)
         return target
 
     sources = sorted(FOLDER.glob("*.cpp"))
@@ -56,10 +70,11 @@ def compile_objects() -> dict[str, Path]:
 
 def link(target: Path, objects: list[Path], *flags: str) -> Path:
     if not newer(target, *objects):
-        run(os.environ.get("CXX", "c++"), *flags, *objects, "-o", target)
+        run(COMPILER, *flags, *objects, "-o", target)
     return target
 
 
+@alone
 def library() -> Path:
     """What stands for the CUDA runtime, and by its name for the driver too."""
     objects = compile_objects()
@@ -68,6 +83,7 @@ def library() -> Path:
     return link(OUT / "libemulator.so", list(objects.values()), "-shared", name)
 
 
+@alone
 def program() -> Path:
     """What runs one kernel of a .ptx file."""
     objects = compile_objects()
@@ -75,6 +91,7 @@ def program() -> Path:
     return link(OUT / "emulate", parts)
 
 
+@alone
 def kernels() -> Path:
     """The PTX of the extension's kernels."""
     sys.path[:0] = [str(ROOT), str(FOLDER.parent)]
@@ -98,7 +115,7 @@ def kernels() -> Path:
 
 
 def main() -> None:
-    if CUDA_HOME is None or not shutil.which(os.environ.get("CXX", "c++")):
+    if CUDA_HOME is None or not shutil.which(COMPILER):
         raise SystemExit("tests/emulator/run.py: needs a C++ compiler and a CUDA toolkit's headers")
     environment = {
         "LD_PRELOAD": str(library()),
