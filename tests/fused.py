@@ -12,10 +12,10 @@ UNEVEN_LENGTHS = (0, 1, 130, 64, 0, 65, 15, 400, 0)  # with a tail of 20 tokens,
 TOKENS = ("o", "dq", "dk", "dv", "dg")
 
 
-def for_this_gpu(B: int) -> int:
-    """As many as B on an H200 in proportion to the multiprocessors, which decide who sweeps, how
-    often a block or a cluster goes on, and where sequences are cut."""
-    return -(-B * torch.cuda.get_device_properties().multi_processor_count // 132)
+def for_this_gpu(count: int) -> int:
+    """As many sequences or heads as `count` on an H200 in proportion to the multiprocessors, which
+    decide who sweeps, how often a block or a cluster goes on, and where sequences are cut."""
+    return -(-count * torch.cuda.get_device_properties().multi_processor_count // 132)
 
 
 def plan_of(x: Inputs, backward: bool = True, **options) -> dict[str, object]:

@@ -77,22 +77,15 @@ struct Remainder {
     return a % b;
   }
 };
-struct Min {
+// Of a number and a NaN the number.
+template <bool kMax>
+struct Extreme {
   template <class T>
   static T of(T a, T b) {
     if constexpr (std::is_floating_point_v<T>)
-      return std::fmin(a, b);
+      return kMax ? std::fmax(a, b) : std::fmin(a, b);
     else
-      return std::min(a, b);
-  }
-};
-struct Max {
-  template <class T>
-  static T of(T a, T b) {
-    if constexpr (std::is_floating_point_v<T>)
-      return std::fmax(a, b);
-    else
-      return std::max(a, b);
+      return kMax ? std::max(a, b) : std::min(a, b);
   }
 };
 struct MaxOfBf16Pairs {  // NaN wins
@@ -188,9 +181,10 @@ Execute decode_arithmetic(const Words& words, Instruction&) {
   if (op == "fma" && type == "f32") return map<MultiplyAdd, float, float, float, float>;
   if (op == "div") return two<Divide>(type);
   if (op == "rem") return two_integers<Remainder>(type);
-  if (op == "min") return two<Min>(type);
+  if (op == "min") return two<Extreme<false>>(type);
   if (op == "max")
-    return type == "bf16x2" ? map<MaxOfBf16Pairs, uint32_t, uint32_t, uint32_t> : two<Max>(type);
+    return type == "bf16x2" ? map<MaxOfBf16Pairs, uint32_t, uint32_t, uint32_t>
+                            : two<Extreme<true>>(type);
   if (op == "abs")
     return type == "f32"   ? map<Absolute, float, float>
            : type == "s32" ? map<Absolute, int32_t, int32_t>

@@ -78,13 +78,7 @@ struct Permute {
 };
 template <class F>
 Execute shift(const std::string& type) {
-  if (type == "s16") return map<F, int16_t, int16_t, uint32_t>;
-  if (type == "u16" || type == "b16") return map<F, uint16_t, uint16_t, uint32_t>;
-  if (type == "s32") return map<F, int32_t, int32_t, uint32_t>;
-  if (type == "u32" || type == "b32") return map<F, uint32_t, uint32_t, uint32_t>;
-  if (type == "s64") return map<F, int64_t, int64_t, uint32_t>;
-  if (type == "u64" || type == "b64") return map<F, uint64_t, uint64_t, uint32_t>;
-  return nullptr;
+  return for_integer(type, []<class T>(T) -> Execute { return map<F, T, T, uint32_t>; });
 }
 
 }  // namespace

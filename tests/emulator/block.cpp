@@ -7,7 +7,7 @@ namespace emulator {
 
 Block::Block(Cluster* cluster, const Launch& launch, int rank)
     : cluster_(cluster), launch_(launch), rank_(rank) {
-  memory_.resize(launch.kernel->shared_bytes + launch.dynamic_shared_bytes);
+  memory_.resize(launch.shared_bytes());
 }
 
 void Block::start(Dim index) {
@@ -15,7 +15,7 @@ void Block::start(Dim index) {
   std::fill(memory_.begin(), memory_.end(), 0xff);  // NaN in every type
   barriers_.clear();
   named = {};
-  const int count = static_cast<int>((launch_.block.count() + kLanes - 1) / kLanes);
+  const int count = static_cast<int>(launch_.warps());
   warps.clear();
   for (int i = 0; i < count; ++i)
     warps.push_back(std::make_unique<Warp>(this, i, rank_ * count + i));

@@ -5,19 +5,13 @@
 
 namespace emulator {
 
-namespace {
-
-constexpr int kFirstAgent = 64;  // clocks before that are warps'
-
-}  // namespace
-
 Cluster::Cluster(const Launch& launch, const Options& options)
     : runs_of(launch.kernel->code.size()),
       launch_(launch),
       options_(options),
       random_(options.seed) {
-  const uint64_t warps = launch.cluster * ((launch.block.count() + kLanes - 1) / kLanes);
-  if (warps > kFirstAgent) throw Fault("the emulator has clocks for 64 warps of a cluster alone");
+  if (launch.cluster * launch.warps() > Clocks::kWarps)
+    throw Fault("the emulator has clocks for 64 warps of a cluster alone");
   for (uint32_t rank = 0; rank < launch.cluster; ++rank)
     blocks_.push_back(std::make_unique<Block>(this, launch, static_cast<int>(rank)));
 }
@@ -32,7 +26,7 @@ Block& Cluster::block_of(Warp& warp, uint32_t& address) {
 
 int Cluster::take_agent() {
   // Beyond that many, barriers share clocks, which only hides what is out of order.
-  return kFirstAgent + agents_++ % (Clocks::kCount - kFirstAgent);
+  return Clocks::kWarps + agents_++ % (Clocks::kCount - Clocks::kWarps);
 }
 
 void Cluster::try_advance() {
@@ -63,10 +57,9 @@ void Cluster::complete(const BulkCopy& copy) {
   } else {
     std::memcpy(bytes.data(), copy.from->shared(warp, copy.from_shared, copy.bytes), copy.bytes);
     if (options_.hazards)
-      if (const std::string wrong = copy.from->hazards.read_asynchronously(
-              copy.from_shared, copy.bytes, copy.warp, copy.issued, epoch);
-          !wrong.empty())
-        warp.fail("a bulk copy asked for before: " + wrong);
+      warp.check(copy.from->hazards.read_asynchronously(copy.from_shared, copy.bytes, copy.warp,
+                                                        copy.issued, epoch),
+                 "a bulk copy asked for before: ");
   }
   std::memcpy(copy.to->shared(warp, copy.to_shared, copy.bytes), bytes.data(), copy.bytes);
   if (options_.hazards) copy.to->hazards.end_copy(copy.to_shared, copy.bytes, epoch, -1);
@@ -125,9 +118,7 @@ void Cluster::run(uint64_t first) {
     blocks_[rank]->start({static_cast<uint32_t>(index % grid.x),
                           static_cast<uint32_t>(index / grid.x % grid.y),
                           static_cast<uint32_t>(index / grid.x / grid.y)});
-    if (options_.hazards)
-      blocks_[rank]->hazards.reset(launch_.kernel->shared_bytes + launch_.dynamic_shared_bytes,
-                                   &fences);
+    if (options_.hazards) blocks_[rank]->hazards.reset(launch_.shared_bytes(), &fences);
     for (const auto& warp : blocks_[rank]->warps) waiting.push_back(warp.get());
   }
   while (!waiting.empty()) {

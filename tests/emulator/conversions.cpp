@@ -28,16 +28,11 @@ struct Convert {
     return static_cast<D>(a);
   }
 };
-struct Round {  // fp32 to a whole fp32
-  template <float (*kHow)(float)>
-  struct By {
-    static float of(float a) { return kHow(a); }
-  };
-};
 template <class D, float (*kHow)(float)>
-struct RoundTo {  // and to an integer, the nearest there is; NaN is 0
+struct Round {  // to a whole fp32, or to an integer, the nearest there is, where NaN is 0
   static D of(float a) {
     const float x = kHow(a);
+    if constexpr (std::is_same_v<D, float>) return x;
     if (std::isnan(x)) return 0;
     if (x <= static_cast<float>(std::numeric_limits<D>::min()))
       return std::numeric_limits<D>::min();
@@ -50,30 +45,19 @@ float to_nearest(float x) { return std::nearbyint(x); }
 float to_zero(float x) { return std::trunc(x); }
 float downward(float x) { return std::floor(x); }
 float upward(float x) { return std::ceil(x); }
-struct FromBf16 {
-  static float of(uint16_t a) { return bf16_to_float(a); }
-};
-struct ToBf16 {
-  static uint16_t of(float a) { return float_to_bf16(a); }
-};
-struct ToBf16Pair {
-  static uint32_t of(float high, float low) {
-    return uint32_t{float_to_bf16(high)} << 16 | float_to_bf16(low);
+// By a function of numbers.h.
+template <auto kConvert>
+struct By {
+  template <class S>
+  static auto of(S a) {
+    return kConvert(a);
   }
 };
-struct FromF16 {
-  static float of(uint16_t a) { return f16_to_float(a); }
-};
-struct ToF16 {
-  static uint16_t of(float a) { return float_to_f16(a); }
-};
-struct ToF16Pair {
+template <uint16_t (*kConvert)(float)>
+struct PairBy {
   static uint32_t of(float high, float low) {
-    return uint32_t{float_to_f16(high)} << 16 | float_to_f16(low);
+    return uint32_t{kConvert(high)} << 16 | kConvert(low);
   }
-};
-struct ToTf32 {
-  static float of(float a) { return to_tf32(a); }
 };
 
 // The low bits of a register that is wider than the type.
@@ -100,30 +84,24 @@ Execute convert_integer(const std::string& from, const Instruction& i) {
 }
 template <class D>
 Execute round_to(const Words& words) {
-  if (has(words, "rni")) return map<RoundTo<D, to_nearest>, D, float>;
-  if (has(words, "rzi")) return map<RoundTo<D, to_zero>, D, float>;
-  if (has(words, "rmi")) return map<RoundTo<D, downward>, D, float>;
-  if (has(words, "rpi")) return map<RoundTo<D, upward>, D, float>;
+  if (has(words, "rni")) return map<Round<D, to_nearest>, D, float>;
+  if (has(words, "rzi")) return map<Round<D, to_zero>, D, float>;
+  if (has(words, "rmi")) return map<Round<D, downward>, D, float>;
+  if (has(words, "rpi")) return map<Round<D, upward>, D, float>;
   return nullptr;
 }
 Execute conversion(const Words& words, const Instruction& i) {
   const std::string &to = words[words.size() - 2], &from = words.back();
-  if (to == "bf16x2" && from == "f32") return map<ToBf16Pair, uint32_t, float, float>;
-  if (to == "f16x2" && from == "f32") return map<ToF16Pair, uint32_t, float, float>;
-  if (to == "bf16" && from == "f32") return map<ToBf16, uint16_t, float>;
-  if (to == "f16" && from == "f32") return map<ToF16, uint16_t, float>;
-  if (to == "f32" && from == "bf16") return map<FromBf16, float, uint16_t>;
-  if (to == "f32" && from == "f16") return map<FromF16, float, uint16_t>;
-  if (to == "tf32" && from == "f32") return map<ToTf32, float, float>;
-  if (to == "f32" && from == "f32") {
-    if (has(words, "sat")) return map<Saturate, float, float>;
-    if (has(words, "rni")) return map<Round::By<to_nearest>, float, float>;
-    if (has(words, "rzi")) return map<Round::By<to_zero>, float, float>;
-    if (has(words, "rmi")) return map<Round::By<downward>, float, float>;
-    if (has(words, "rpi")) return map<Round::By<upward>, float, float>;
-    return nullptr;
-  }
+  if (from == "bf16") return to == "f32" ? map<By<bf16_to_float>, float, uint16_t> : nullptr;
+  if (from == "f16") return to == "f32" ? map<By<f16_to_float>, float, uint16_t> : nullptr;
   if (from == "f32") {
+    if (to == "bf16x2") return map<PairBy<float_to_bf16>, uint32_t, float, float>;
+    if (to == "f16x2") return map<PairBy<float_to_f16>, uint32_t, float, float>;
+    if (to == "bf16") return map<By<float_to_bf16>, uint16_t, float>;
+    if (to == "f16") return map<By<float_to_f16>, uint16_t, float>;
+    if (to == "tf32") return map<By<to_tf32>, float, float>;
+    if (to == "f32" && has(words, "sat")) return map<Saturate, float, float>;
+    if (to == "f32") return round_to<float>(words);
     if (to == "s32") return round_to<int32_t>(words);
     if (to == "u32") return round_to<uint32_t>(words);
     if (to == "s64") return round_to<int64_t>(words);
@@ -164,7 +142,7 @@ Outcome split_halves(Warp& w, const Instruction& i, uint32_t lanes) {
 Execute move(const Words& words, const Instruction& i) {
   const bool wide = words.back().ends_with("64");
   if (i.count == 2) {
-    if (i.operands[2].wide || i.text.find('{') < i.text.find(','))
+    if (splits(i))
       return wide ? split_halves<uint64_t, uint32_t> : split_halves<uint32_t, uint16_t>;
     return wide ? join_halves<uint64_t, uint32_t> : join_halves<uint32_t, uint16_t>;
   }

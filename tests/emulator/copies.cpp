@@ -4,17 +4,6 @@
 namespace emulator {
 namespace {
 
-void check(Warp& w, const std::string& wrong) {
-  if (!wrong.empty()) w.fail(wrong);
-}
-
-// What this warp does from now on is behind what it has asked for so far.
-Clocks snapshot(Warp& w) {
-  const Clocks now = w.clocks;
-  ++w.clocks[w.id()];
-  return now;
-}
-
 // cp.async [shared], [global], 16, bytes that are read
 Outcome copy_lanes(Warp& w, const Instruction& i, uint32_t lanes) {
   LaneCopies c{LaneCopies::kCopy, lanes, false, {}, {}, {}, w.clocks};
@@ -31,7 +20,7 @@ Outcome copy_lanes(Warp& w, const Instruction& i, uint32_t lanes) {
       check_global(w, from, bytes);
     }
     std::memset(w.block().shared(w, to, 16), 0xff, 16);
-    if (w.cluster().checks_hazards()) check(w, w.block().hazards.begin_copy(to, 16, w.clocks));
+    if (w.cluster().checks_hazards()) w.check(w.block().hazards.begin_copy(to, 16, w.clocks));
     c.shared[lane] = to;
     c.global[lane] = from;
     c.bytes[lane] = static_cast<uint8_t>(bytes);
@@ -56,9 +45,9 @@ Outcome wait_for_lane_copies(Warp& w, const Instruction& i, uint32_t lanes) {
 }
 
 Outcome arrive_behind_lane_copies(Warp& w, const Instruction& i, uint32_t lanes) {
-  LaneCopies c{LaneCopies::kArrive, lanes, false, {}, {}, {}, snapshot(w)};
+  LaneCopies c{LaneCopies::kArrive, lanes, false, {}, {}, {}, w.snapshot()};
   for_lanes(lanes, [&](int lane) {
-    c.shared[lane] = static_cast<uint32_t>(value(w, i.operands[0], lane) + i.offset);
+    c.shared[lane] = static_cast<uint32_t>(address_of(w, i, 0, lane));
     w.block().barrier(&w, c.shared[lane]);
   });
   w.copies.push_back(c);
@@ -83,7 +72,7 @@ Outcome copy_bulk(Warp& w, const Instruction& i, uint32_t lanes) {
       w.fail("a bulk copy's barrier is not of the block that it goes to");
     check_bulk(w, to, from, bytes);
     target.barrier(&w, barrier);
-    BulkCopy c{nullptr, &w.block(), &target, 0, to, bytes, barrier, snapshot(w), w.id()};
+    BulkCopy c{nullptr, &w.block(), &target, 0, to, bytes, barrier, w.snapshot(), w.id()};
     if (kFromGlobal) {
       c.global = reinterpret_cast<const uint8_t*>(from);
       check_global(w, c.global, bytes);
@@ -92,7 +81,7 @@ Outcome copy_bulk(Warp& w, const Instruction& i, uint32_t lanes) {
       w.block().shared(w, c.from_shared, bytes);
     }
     std::memset(target.shared(w, to, bytes), 0xff, bytes);
-    if (w.cluster().checks_hazards()) check(w, target.hazards.begin_copy(to, bytes, c.issued));
+    if (w.cluster().checks_hazards()) w.check(target.hazards.begin_copy(to, bytes, c.issued));
     w.cluster().copy_later(c);
   });
   return Outcome::kNext;

@@ -21,12 +21,8 @@
 
 namespace {
 
+using emulator::environment;
 using emulator::Launch;
-
-const char* environment(const char* name, const char* otherwise) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? otherwise : value;
-}
 
 // What a kernel's host function is called on the device.
 std::unordered_map<const void*, std::string>& names() {

@@ -1,19 +1,18 @@
 // What a warp has on its way: copies of lanes, and bulk stores.
 #include <algorithm>
 
-#include "machine.h"
+#include "lanes.h"
 
 namespace emulator {
 
 void perform(Warp& warp, LaneCopies& c) {
   if (c.done || c.kind != LaneCopies::kCopy) return;
   c.done = true;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    if (!(c.lanes >> lane & 1)) continue;
+  for_lanes(c.lanes, [&](int lane) {
     uint8_t* to = warp.block().shared(warp, c.shared[lane], 16);
     std::memset(to, 0, 16);
     if (c.bytes[lane] > 0) std::memcpy(to, c.global[lane], c.bytes[lane]);
-  }
+  });
 }
 
 void retire_oldest_copies(Warp& warp) {
@@ -23,18 +22,17 @@ void retire_oldest_copies(Warp& warp) {
     case LaneCopies::kCopy:
       perform(warp, c);
       if (block.cluster().checks_hazards())
-        for (int lane = 0; lane < kLanes; ++lane)
-          if (c.lanes >> lane & 1)
-            block.hazards.end_copy(c.shared[lane], 16, Epoch::of(warp.id(), c.issued[warp.id()]),
-                                   warp.id());
+        for_lanes(c.lanes, [&](int lane) {
+          block.hazards.end_copy(c.shared[lane], 16, Epoch::of(warp.id(), c.issued[warp.id()]),
+                                 warp.id());
+        });
       break;
     case LaneCopies::kCommit:
-      for (int lane = 0; lane < kLanes; ++lane)
-        if (c.lanes >> lane & 1) --warp.pending_copies[lane];
+      for_lanes(c.lanes, [&](int lane) { --warp.pending_copies[lane]; });
       break;
     case LaneCopies::kArrive:
-      for (int lane = 0; lane < kLanes; ++lane)
-        if (c.lanes >> lane & 1) block.arrive(block.barrier(&warp, c.shared[lane]), c.issued, 1);
+      for_lanes(c.lanes,
+                [&](int lane) { block.arrive(block.barrier(&warp, c.shared[lane]), c.issued, 1); });
   }
   warp.copies.pop_front();
 }
@@ -52,10 +50,10 @@ void retire_oldest_store(Warp& warp) {
   } else {
     perform(warp, s);
     if (warp.cluster().checks_hazards())
-      if (const std::string wrong = warp.block().hazards.read_asynchronously(
-              s.shared, s.bytes, warp.id(), s.issued, Epoch::of(warp.id(), warp.clocks[warp.id()]));
-          !wrong.empty())
-        warp.fail("a bulk store asked for before: " + wrong);
+      warp.check(
+          warp.block().hazards.read_asynchronously(s.shared, s.bytes, warp.id(), s.issued,
+                                                   Epoch::of(warp.id(), warp.clocks[warp.id()])),
+          "a bulk store asked for before: ");
   }
   warp.stores.pop_front();
 }

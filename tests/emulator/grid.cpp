@@ -11,12 +11,12 @@
 
 namespace emulator {
 
-namespace {
-
 const char* environment(const char* name, const char* otherwise) {
   const char* value = std::getenv(name);
   return value == nullptr ? otherwise : value;
 }
+
+namespace {
 
 // Adds to a file, by the environment, what a launch has run: a line for all of it, or one for every
 // instruction, the most frequent first.

@@ -6,7 +6,7 @@ namespace emulator {
 namespace {
 
 std::string who(Epoch e) {
-  return e.id() < 64 ? "warp " + std::to_string(e.id()) + " of the cluster" : "a copy";
+  return e.id() < Clocks::kWarps ? "warp " + std::to_string(e.id()) + " of the cluster" : "a copy";
 }
 std::string at(uint32_t address) { return "shared byte " + std::to_string(address - kSharedBase); }
 

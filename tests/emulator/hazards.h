@@ -12,7 +12,7 @@ namespace emulator {
 // How far each clock was when something happened, as far as whoever holds this knows.
 class Clocks {
  public:
-  static constexpr int kCount = 128;
+  static constexpr int kCount = 128, kWarps = 64;  // the first are warps', the rest of copies
   void join(const Clocks& other) {
     for (int i = 0; i < kCount; ++i) at_[i] = at_[i] > other.at_[i] ? at_[i] : other.at_[i];
   }

@@ -63,25 +63,24 @@ Outcome map(Warp& w, const Instruction& i, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-template <class F>
-Execute two_integers(const std::string& type) {
-  if (type == "s16") return map<F, int16_t, int16_t, int16_t>;
-  if (type == "u16" || type == "b16") return map<F, uint16_t, uint16_t, uint16_t>;
-  if (type == "s32") return map<F, int32_t, int32_t, int32_t>;
-  if (type == "u32" || type == "b32") return map<F, uint32_t, uint32_t, uint32_t>;
-  if (type == "s64") return map<F, int64_t, int64_t, int64_t>;
-  if (type == "u64" || type == "b64") return map<F, uint64_t, uint64_t, uint64_t>;
+// choose(T{}) of the integer type T that PTX calls so.
+template <class Choose>
+Execute for_integer(const std::string& type, Choose choose) {
+  if (type == "s16") return choose(int16_t{});
+  if (type == "u16" || type == "b16") return choose(uint16_t{});
+  if (type == "s32") return choose(int32_t{});
+  if (type == "u32" || type == "b32") return choose(uint32_t{});
+  if (type == "s64") return choose(int64_t{});
+  if (type == "u64" || type == "b64") return choose(uint64_t{});
   return nullptr;
 }
 template <class F>
+Execute two_integers(const std::string& type) {
+  return for_integer(type, []<class T>(T) -> Execute { return map<F, T, T, T>; });
+}
+template <class F>
 Execute one_integer(const std::string& type) {
-  if (type == "s16") return map<F, int16_t, int16_t>;
-  if (type == "u16" || type == "b16") return map<F, uint16_t, uint16_t>;
-  if (type == "s32") return map<F, int32_t, int32_t>;
-  if (type == "u32" || type == "b32") return map<F, uint32_t, uint32_t>;
-  if (type == "s64") return map<F, int64_t, int64_t>;
-  if (type == "u64" || type == "b64") return map<F, uint64_t, uint64_t>;
-  return nullptr;
+  return for_integer(type, []<class T>(T) -> Execute { return map<F, T, T>; });
 }
 // Integers wrap around.
 template <class T>
@@ -97,6 +96,9 @@ void for_lanes(uint32_t lanes, Function function) {
 inline uint64_t value(Warp& w, const Operand& x, int lane) {
   return x.wide ? w.lanes<uint64_t>(x)[lane] : w.lanes<uint32_t>(x)[lane];
 }
+inline uint64_t address_of(Warp& w, const Instruction& i, size_t operand, int lane) {
+  return value(w, i.operands[operand], lane) + static_cast<uint64_t>(i.offset);
+}
 // The same for all lanes, as instructions of a warp want it.
 inline uint64_t uniform(Warp& w, const Operand& x, uint32_t lanes) {
   const uint64_t first = value(w, x, std::countr_zero(lanes));
@@ -105,6 +107,8 @@ inline uint64_t uniform(Warp& w, const Operand& x, uint32_t lanes) {
   });
   return first;
 }
+
+inline Outcome nothing(Warp&, const Instruction&, uint32_t) { return Outcome::kNext; }
 
 using Words = std::vector<std::string>;  // of an opcode, such as "add", "s32"
 

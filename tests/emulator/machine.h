@@ -27,6 +27,11 @@ struct Launch {
   uint32_t cluster = 1;  // blocks, in x
   uint32_t dynamic_shared_bytes = 0;
   std::vector<uint8_t> parameters;
+
+  uint32_t warps() const {  // of a block
+    return static_cast<uint32_t>((block.count() + kLanes - 1) / kLanes);
+  }
+  uint32_t shared_bytes() const { return kernel->shared_bytes + dynamic_shared_bytes; }
 };
 
 class Block;
@@ -115,7 +120,18 @@ class Warp {
   // Whether all lanes that have not exited are at this instruction.
   bool converged() { return group().lanes == live_; }
   [[noreturn]] void fail(const std::string& what) const;
+  // A hazard, if there is one, of this instruction or of what was asked for before.
+  void check(const std::string& hazard, const char* of = "") const {
+    if (!hazard.empty()) fail(of + hazard);
+  }
   std::string where() const;
+
+  // Its clocks; what it does from now on is behind what it has done so far.
+  Clocks snapshot() {
+    const Clocks now = clocks;
+    ++clocks[id_];
+    return now;
+  }
 
   Clocks clocks;
   std::deque<LaneCopies> copies;
@@ -244,6 +260,9 @@ void retire_oldest_copies(Warp& warp);
 bool arrive_behind_copies(Warp& warp);  // at the oldest barrier; false: at none
 void perform(Warp& warp, BulkStore& store);
 void retire_oldest_store(Warp& warp);
+
+// A variable of the environment.
+const char* environment(const char* name, const char* otherwise);
 
 // A whole grid, cluster after cluster. Throws Fault.
 void run(const Launch& launch);

@@ -6,14 +6,6 @@ namespace {
 
 enum Space : uint32_t { kAny, kGlobal, kShared, kParameters };
 
-uint64_t address_of(Warp& w, const Instruction& i, size_t operand, int lane) {
-  return value(w, i.operands[operand], lane) + static_cast<uint64_t>(i.offset);
-}
-
-void check(Warp& w, const std::string& wrong) {
-  if (!wrong.empty()) w.fail(wrong);
-}
-
 // Where `bytes` lie that a lane reads, or, if there is anything to write, is to write.
 uint8_t* find(Warp& w, uint32_t space, uint64_t address, uint32_t bytes,
               const void* written = nullptr) {
@@ -36,10 +28,9 @@ uint8_t* find(Warp& w, uint32_t space, uint64_t address, uint32_t bytes,
   Block& block = w.cluster().block_of(w, at);
   uint8_t* p = block.shared(w, at, bytes);
   if (w.cluster().checks_hazards())
-    check(w, written == nullptr
-                 ? block.hazards.read(at, bytes, w.id(), w.clocks)
-                 : block.hazards.write(at, bytes, std::memcmp(p, written, bytes) == 0, w.id(),
-                                       w.clocks));
+    w.check(written == nullptr ? block.hazards.read(at, bytes, w.id(), w.clocks)
+                               : block.hazards.write(at, bytes, std::memcmp(p, written, bytes) == 0,
+                                                     w.id(), w.clocks));
   return p;
 }
 

@@ -1,70 +1,26 @@
-// PTX text to `Kernel`: statements, scopes, names, and registers to places of a warp's.
+// PTX text to `Kernel`: declarations, statements, scopes and names.
 #include <algorithm>
-#include <bit>
 #include <charconv>
 #include <cstring>
 #include <map>
 #include <optional>
-#include <set>
 #include <stdexcept>
 
 #include "lanes.h"
 #include "registers.h"
+#include "text.h"
 
 namespace emulator {
 namespace {
 
-using Text = std::string_view;
-
-bool is_name(char c) {
-  return std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '$' || c == '%';
-}
-
-Text trimmed(Text s) {
-  const auto first = s.find_first_not_of(" \t\r\n");
-  return first == Text::npos ? Text() : s.substr(first, s.find_last_not_of(" \t\r\n") - first + 1);
-}
-
-// Parts between separators that are not in brackets.
-std::vector<Text> split(Text s, char separator) {
-  std::vector<Text> parts;
-  int depth = 0;
-  size_t start = 0;
-  for (size_t i = 0; i < s.size(); ++i) {
-    if (s[i] == '{' || s[i] == '[' || s[i] == '(') ++depth;
-    if (s[i] == '}' || s[i] == ']' || s[i] == ')') --depth;
-    if (s[i] == separator && depth == 0) {
-      parts.push_back(trimmed(s.substr(start, i - start)));
-      start = i + 1;
-    }
-  }
-  if (Text last = trimmed(s.substr(start)); !last.empty()) parts.push_back(last);
-  return parts;
-}
-
-std::vector<std::string> words_of(Text opcode) {
-  std::vector<std::string> words;
-  for (const Text part : split(opcode, '.'))
-    if (const Text word = trimmed(part); !word.empty()) {
-      Text rest = word;
-      for (size_t i = rest.find("::"); i != Text::npos; i = rest.find("::")) {
-        words.emplace_back(rest.substr(0, i));
-        rest = rest.substr(i + 2);
-      }
-      words.emplace_back(rest);
-    }
-  return words;
-}
-
-uint32_t bytes_of(Text type) {
-  if (type == "pred") return 0;
-  const auto digits = type.find_first_of("0123456789");
-  uint32_t bits = 0;
-  std::from_chars(type.data() + digits, type.data() + type.size(), bits);
-  return bits / 8;
-}
-
 uint32_t aligned(uint32_t at, uint32_t to) { return (at + to - 1) / to * to; }
+
+// A name, and what is between its brackets if it has any.
+std::pair<Text, std::optional<Text>> array(Text s) {
+  const auto bracket = s.find('[');
+  if (bracket == Text::npos) return {s, std::nullopt};
+  return {s.substr(0, bracket), s.substr(bracket + 1, s.find(']') - bracket - 1)};
+}
 
 // What a name stands for.
 struct Meaning {
@@ -120,11 +76,8 @@ class Parser {
         } else if (parts[i][0] == '.') {
           bytes = bytes_of(parts[i]);
         } else {
-          Text n = parts[i];
-          if (const auto bracket = n.find('['); bracket != Text::npos) {
-            count = number(n.substr(bracket + 1, n.find(']') - bracket - 1));
-            n = n.substr(0, bracket);
-          }
+          const auto [n, size] = array(parts[i]);
+          if (size) count = number(*size);
           name = n;
         }
       }
@@ -147,14 +100,9 @@ class Parser {
       else if (parts[i] != ".shared" && parts[i] != ".extern" && !parts[i].empty())
         bytes = bytes_of(parts[i]);
     }
-    Text name = parts.back();
-    bool dynamic = false;
-    if (const auto bracket = name.find('['); bracket != Text::npos) {
-      const Text size = name.substr(bracket + 1, name.find(']') - bracket - 1);
-      dynamic = size.empty();
-      count = dynamic ? 0 : number(size);
-      name = name.substr(0, bracket);
-    }
+    const auto [name, size] = array(parts.back());
+    const bool dynamic = size && size->empty();
+    if (size) count = dynamic ? 0 : number(*size);
     if (body_.find(name) == Text::npos) return;
     const uint32_t start =
         aligned(kernel_.shared_bytes, std::max(alignment, dynamic ? 16u : bytes));
@@ -420,39 +368,8 @@ class Parser {
 
 }  // namespace
 
-Execute decode(const Words& words, Instruction& i) {
-  for (const auto part : {decode_arithmetic, decode_bits, decode_predicate, decode_conversion,
-                          decode_memory, decode_copy, decode_sync, decode_product})
-    if (const Execute execute = part(words, i); execute != nullptr) return execute;
-  return nullptr;
-}
-
-Module::Module(std::string text) : text_(std::move(text)) {
-  const Text all = text_;
-  size_t module_start = 0;
-  for (size_t at = 0, next; at < all.size(); at = next) {
-    next = std::min(all.find('\n', at), all.size() - 1) + 1;
-    const Text line = all.substr(at, next - at);
-    if (line.starts_with(".version")) module_start = at;
-    const auto entry = line.find(".entry ");
-    if (entry == Text::npos) continue;
-    const Text name = trimmed(line.substr(entry + 7, line.find('(') - entry - 7));
-    next = all.find('{', at);
-    for (int depth = 0; depth > 0 || all[next - 1] != '}'; ++next)
-      depth += all[next] == '{' ? 1 : all[next] == '}' ? -1 : 0;
-    entries_[std::string(name)] = {module_start, at, next};
-  }
-}
-
-const Kernel* Module::find(const std::string& name) {
-  if (const auto made = kernels_.find(name); made != kernels_.end()) return &made->second;
-  const auto at = entries_.find(name);
-  if (at == entries_.end()) return nullptr;
-  const auto [module_start, start, end] = at->second;
-  const Text text = text_;
-  Parser parser(name, text.substr(module_start, start - module_start),
-                text.substr(start, end - start));
-  return &kernels_.emplace(name, parser.parse()).first->second;
+Kernel parse_kernel(const std::string& name, Text globals, Text body) {
+  return Parser(name, globals, body).parse();
 }
 
 }  // namespace emulator

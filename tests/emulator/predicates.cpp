@@ -108,14 +108,8 @@ Outcome compare(Warp& w, const Instruction& i, uint32_t lanes) {
 }
 template <class F>
 Execute compare_as(const std::string& type) {
-  if (type == "s16") return compare<F, int16_t>;
-  if (type == "u16" || type == "b16") return compare<F, uint16_t>;
-  if (type == "s32") return compare<F, int32_t>;
-  if (type == "u32" || type == "b32") return compare<F, uint32_t>;
-  if (type == "s64") return compare<F, int64_t>;
-  if (type == "u64" || type == "b64") return compare<F, uint64_t>;
   if (type == "f32") return compare<F, float>;
-  return nullptr;
+  return for_integer(type, []<class T>(T) -> Execute { return compare<F, T>; });
 }
 Execute comparison(const std::string& name, const std::string& type) {
   if (name == "eq") return compare_as<Equal>(type);

@@ -7,11 +7,22 @@ namespace {
 
 // d [16 x 8] = a [16 x kSummed] b [kSummed x 8] + c; lane l has rows l / 4 and 8 more, and of every
 // operand the columns or rows that its registers' order says.
-template <int kSummed>
-void multiply(const float (&a)[16][kSummed], const float (&b)[kSummed][8], float (&d)[16][8]) {
+template <int kSummed, int kColumns>
+void multiply(const float (&a)[16][kSummed], const float (&b)[kSummed][kColumns],
+              float (&d)[16][kColumns], int columns = kColumns) {
   for (int r = 0; r < 16; ++r)
     for (int k = 0; k < kSummed; ++k)
-      for (int c = 0; c < 8; ++c) d[r][c] += a[r][k] * b[k][c];
+      for (int c = 0; c < columns; ++c) d[r][c] += a[r][k] * b[k][c];
+}
+// The four registers of a, bf16, from operand `first` on.
+void read_a(Warp& w, const Instruction& i, size_t first, float (&a)[16][16]) {
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int n = 0; n < 4; ++n) {
+      const uint32_t x = w.lanes<uint32_t>(i.operands[first + n])[lane];
+      const int r = lane / 4 + n % 2 * 8, k = 2 * (lane % 4) + n / 2 * 8;
+      a[r][k] = bf16_to_float(static_cast<uint16_t>(x));
+      a[r][k + 1] = bf16_to_float(static_cast<uint16_t>(x >> 16));
+    }
 }
 template <int kSummed>
 Outcome finish(Warp& w, const Instruction& i, const float (&a)[16][kSummed],
@@ -30,20 +41,14 @@ Outcome finish(Warp& w, const Instruction& i, const float (&a)[16][kSummed],
 Outcome multiply_bf16(Warp& w, const Instruction& i, uint32_t lanes) {
   if (lanes != kAllLanes) return Outcome::kBlocked;
   float a[16][16], b[16][8];
-  for (int lane = 0; lane < kLanes; ++lane) {
-    for (int n = 0; n < 4; ++n) {
-      const uint32_t x = w.lanes<uint32_t>(i.operands[4 + n])[lane];
-      const int r = lane / 4 + n % 2 * 8, k = 2 * (lane % 4) + n / 2 * 8;
-      a[r][k] = bf16_to_float(static_cast<uint16_t>(x));
-      a[r][k + 1] = bf16_to_float(static_cast<uint16_t>(x >> 16));
-    }
+  read_a(w, i, 4, a);
+  for (int lane = 0; lane < kLanes; ++lane)
     for (int n = 0; n < 2; ++n) {
       const uint32_t x = w.lanes<uint32_t>(i.operands[8 + n])[lane];
       const int k = 2 * (lane % 4) + n * 8;
       b[k][lane / 4] = bf16_to_float(static_cast<uint16_t>(x));
       b[k + 1][lane / 4] = bf16_to_float(static_cast<uint16_t>(x >> 16));
     }
-  }
   return finish(w, i, a, b, 10);
 }
 
@@ -118,13 +123,7 @@ Outcome multiply_warpgroup(Warp& w, const Instruction& i, uint32_t lanes) {
 
   static thread_local float a[16][16], b[16][256], d[16][256];
   if (registers) {
-    for (int lane = 0; lane < kLanes; ++lane)
-      for (int n = 0; n < 4; ++n) {
-        const uint32_t x = w.lanes<uint32_t>(i.operands[a_at + n])[lane];
-        const int r = lane / 4 + n % 2 * 8, k = 2 * (lane % 4) + n / 2 * 8;
-        a[r][k] = bf16_to_float(static_cast<uint16_t>(x));
-        a[r][k + 1] = bf16_to_float(static_cast<uint16_t>(x >> 16));
-      }
+    read_a(w, i, a_at, a);
   } else {
     const bool transposed = uniform(w, i.operands[b_at + 4], lanes) != 0;
     Tile(w, uniform(w, i.operands[a_at], lanes), transposed)
@@ -139,9 +138,7 @@ Outcome multiply_warpgroup(Warp& w, const Instruction& i, uint32_t lanes) {
     for (int lane = 0; lane < kLanes; ++lane)
       d[lane / 4 + n / 2 % 2 * 8][n / 4 * 8 + 2 * (lane % 4) + n % 2] =
           add ? w.lanes<float>(i.operands[n])[lane] : 0.f;
-  for (int r = 0; r < 16; ++r)
-    for (int k = 0; k < 16; ++k)
-      for (int c = 0; c < N; ++c) d[r][c] += a[r][k] * b[k][c];
+  multiply(a, b, d, N);
   for (int n = 0; n < i.count; ++n)
     for (int lane = 0; lane < kLanes; ++lane)
       w.lanes<float>(i.operands[n])[lane] =
@@ -163,16 +160,13 @@ Outcome wait_for_products(Warp& w, const Instruction& i, uint32_t lanes) {
     if (reads.commit) --w.pending_products;
     if (w.cluster().checks_hazards())
       for (const uint32_t address : reads.addresses)
-        if (const std::string wrong = w.block().hazards.read_asynchronously(
-                address, 16, w.id(), reads.issued, Epoch::of(w.id(), w.clocks[w.id()]));
-            !wrong.empty())
-          w.fail("of the products waited for: " + wrong);
+        w.check(w.block().hazards.read_asynchronously(address, 16, w.id(), reads.issued,
+                                                      Epoch::of(w.id(), w.clocks[w.id()])),
+                "of the products waited for: ");
     w.products.pop_front();
   }
   return Outcome::kNext;
 }
-
-Outcome nothing(Warp&, const Instruction&, uint32_t) { return Outcome::kNext; }
 
 }  // namespace
 

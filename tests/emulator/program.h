@@ -46,6 +46,11 @@ struct Instruction {
   std::string text;
 };
 
+// Whether a mov takes a register apart, and does not put one together.
+inline bool splits(const Instruction& i) {
+  return i.count == 2 && i.text.find('{') < i.text.find(',');
+}
+
 struct Parameter {
   uint32_t offset, bytes;
 };
@@ -61,6 +66,9 @@ struct Kernel {
   // Registers that hold a thread's place, where the kernel reads them.
   std::unordered_map<std::string, Operand> special;
 };
+
+// Of the text of a kernel, and what is declared ahead of it.
+Kernel parse_kernel(const std::string& name, std::string_view globals, std::string_view body);
 
 // The text of a module, whose kernels are made when they are first asked for.
 class Module {

@@ -24,8 +24,7 @@ int result_count(const Instruction& i) {
     return 0;
   if (starts_with_any(text, {"ld.", "ldmatrix", "mma.", "wgmma.mma"})) return i.count;
   if (starts_with_any(text, {"shfl", "setp"})) return text.find('|') != text.npos ? 2 : 1;
-  const bool halves = text.starts_with("mov") && i.count == 2 && text.find('{') < text.find(',');
-  return halves ? 2 : 1;
+  return text.starts_with("mov") && splits(i) ? 2 : 1;
 }
 // Whether it reads what it writes.
 bool updates(const Instruction& i) { return i.text.starts_with("wgmma.mma"); }

@@ -4,11 +4,6 @@
 namespace emulator {
 namespace {
 
-void release(Warp& w, Clocks& to) {
-  to.join(w.clocks);
-  ++w.clocks[w.id()];
-}
-
 // --- of some threads of a block, by number
 
 constexpr uint32_t kReduces = 1;
@@ -25,7 +20,7 @@ Outcome sync_threads(Warp& w, const Instruction& i, uint32_t lanes) {
     b.waits_for_all = all;
     b.expected = all ? 0 : static_cast<uint32_t>(uniform(w, i.operands[first + 1], lanes));
     if (i.flags & kReduces) b.any = b.any || (w.read_predicate(i.operands[first + 1]) & lanes) != 0;
-    release(w, b.arriving);
+    b.arriving.join(w.snapshot());
     b.arrived += kLanes;
     if (!all && b.arrived > b.expected) w.fail("more threads at a barrier than it waits for");
     if (b.arrived == (all ? w.block().live_threads() : b.expected)) b.release();
@@ -37,18 +32,13 @@ Outcome sync_threads(Warp& w, const Instruction& i, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-Outcome sync_warp(Warp& w, const Instruction& i, uint32_t lanes) {
-  const auto members = static_cast<uint32_t>(uniform(w, i.operands[0], lanes)) & w.live_lanes();
-  return (w.group().lanes & members) == members ? Outcome::kNext : Outcome::kBlocked;
-}
-
 // --- of the cluster
 
 Outcome arrive_at_cluster(Warp& w, const Instruction&, uint32_t) {
   if (!w.converged()) return Outcome::kBlocked;
   Cluster& c = w.cluster();
   w.cluster_phase = c.phase;
-  release(w, c.arriving);
+  c.arriving.join(w.snapshot());
   c.arrived += kLanes;
   c.try_advance();
   return Outcome::kNext;
@@ -62,8 +52,7 @@ Outcome wait_for_cluster(Warp& w, const Instruction&, uint32_t) {
 // --- in shared memory
 
 uint32_t barrier_address(Warp& w, const Instruction& i, size_t operand, int lane) {
-  return static_cast<uint32_t>(value(w, i.operands[operand], lane) +
-                               static_cast<uint64_t>(i.offset));
+  return static_cast<uint32_t>(address_of(w, i, operand, lane));
 }
 
 Outcome init_barrier(Warp& w, const Instruction& i, uint32_t lanes) {
@@ -76,8 +65,7 @@ Outcome init_barrier(Warp& w, const Instruction& i, uint32_t lanes) {
 
 // Arrives, and lets the phase wait for bytes if there is a third operand.
 Outcome arrive(Warp& w, const Instruction& i, uint32_t lanes) {
-  const Clocks now = w.clocks;
-  ++w.clocks[w.id()];
+  const Clocks now = w.snapshot();
   for_lanes(lanes, [&](int lane) {
     uint32_t address = barrier_address(w, i, 1, lane);
     Block& block = w.cluster().block_of(w, address);
@@ -119,20 +107,26 @@ Outcome fence_for_async_proxy(Warp& w, const Instruction&, uint32_t) {
   fences.at[w.id()] = fences.now++;
   return Outcome::kNext;
 }
-Outcome nothing(Warp&, const Instruction&, uint32_t) { return Outcome::kNext; }
 
 // --- lanes of a warp
 
+bool are_here(Warp& w, uint32_t members) { return (w.group().lanes & members) == members; }
+
+Outcome sync_warp(Warp& w, const Instruction& i, uint32_t lanes) {
+  const auto members = static_cast<uint32_t>(uniform(w, i.operands[0], lanes));
+  return are_here(w, members & w.live_lanes()) ? Outcome::kNext : Outcome::kBlocked;
+}
+
 Outcome vote_any(Warp& w, const Instruction& i, uint32_t lanes) {
   const auto members = static_cast<uint32_t>(uniform(w, i.operands[2], lanes));
-  if ((w.group().lanes & members) != members) return Outcome::kBlocked;
+  if (!are_here(w, members)) return Outcome::kBlocked;
   const bool any = (w.read_predicate(i.operands[1]) & members) != 0;
   w.set_predicate(i.operands[0], any ? kAllLanes : 0, lanes);
   return Outcome::kNext;
 }
 Outcome ballot(Warp& w, const Instruction& i, uint32_t lanes) {
   const auto members = static_cast<uint32_t>(uniform(w, i.operands[2], lanes));
-  if ((w.group().lanes & members) != members) return Outcome::kBlocked;
+  if (!are_here(w, members)) return Outcome::kBlocked;
   const uint32_t bits = w.read_predicate(i.operands[1]) & members;
   for_lanes(lanes, [&](int lane) { w.lanes<uint32_t>(i.operands[0])[lane] = bits; });
   return Outcome::kNext;
@@ -145,8 +139,7 @@ Outcome shuffle(Warp& w, const Instruction& i, uint32_t lanes) {
   const bool has_predicate = i.operands.size() == 6;
   const size_t first = has_predicate ? 2 : 1;
   const auto members = static_cast<uint32_t>(uniform(w, i.operands[first + 3], lanes));
-  if ((w.group().lanes & members & w.live_lanes()) != (members & w.live_lanes()))
-    return Outcome::kBlocked;
+  if (!are_here(w, members & w.live_lanes())) return Outcome::kBlocked;
   uint32_t source[kLanes], inside = 0;
   const uint32_t* a = w.lanes<uint32_t>(i.operands[first]);
   for_lanes(lanes, [&](int lane) {

@@ -20,29 +20,28 @@ Warp::Warp(Block* block, int index, int id)
   groups_.push_back({0, live_});
   clocks[id] = 1;
   const Dim at = block->index();
-  for (const auto& [name, place] : launch.kernel->special) {
-    uint32_t* values = lanes<uint32_t>(place);
-    for (uint32_t lane = 0; lane < kLanes; ++lane) {
-      const uint32_t thread = index * kLanes + lane;
-      const std::map<std::string, uint32_t> known{
-          {"%tid.x", thread % launch.block.x},
-          {"%tid.y", thread / launch.block.x % launch.block.y},
-          {"%tid.z", thread / launch.block.x / launch.block.y},
-          {"%ntid.x", launch.block.x},
-          {"%ntid.y", launch.block.y},
-          {"%ntid.z", launch.block.z},
-          {"%ctaid.x", at.x},
-          {"%ctaid.y", at.y},
-          {"%ctaid.z", at.z},
-          {"%nctaid.x", launch.grid.x},
-          {"%nctaid.y", launch.grid.y},
-          {"%nctaid.z", launch.grid.z},
-          {"%laneid", lane},
-          {"%cluster_ctarank", static_cast<uint32_t>(block->rank())},
-      };
+  for (uint32_t lane = 0; lane < kLanes; ++lane) {
+    const uint32_t thread = index * kLanes + lane;
+    const std::map<std::string, uint32_t> known{
+        {"%tid.x", thread % launch.block.x},
+        {"%tid.y", thread / launch.block.x % launch.block.y},
+        {"%tid.z", thread / launch.block.x / launch.block.y},
+        {"%ntid.x", launch.block.x},
+        {"%ntid.y", launch.block.y},
+        {"%ntid.z", launch.block.z},
+        {"%ctaid.x", at.x},
+        {"%ctaid.y", at.y},
+        {"%ctaid.z", at.z},
+        {"%nctaid.x", launch.grid.x},
+        {"%nctaid.y", launch.grid.y},
+        {"%nctaid.z", launch.grid.z},
+        {"%laneid", lane},
+        {"%cluster_ctarank", static_cast<uint32_t>(block->rank())},
+    };
+    for (const auto& [name, place] : launch.kernel->special) {
       const auto value = known.find(name);
       if (value == known.end()) throw Fault("the emulator does not know " + name);
-      values[lane] = value->second;
+      lanes<uint32_t>(place)[lane] = value->second;
     }
   }
 }
