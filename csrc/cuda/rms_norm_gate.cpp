@@ -29,6 +29,8 @@ class NormLaunch {
         stream_(c10::cuda::getCurrentCUDAStream(tensors[0].device().index())) {
     check_not_fp64(op, call.accumulate);
     check_gpu(op, tensors[0].device());
+    const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(tensors[0].device().index());
+    gpu_ = {gpu.multiProcessorCount, gpu.major};
     layout_ = lay_out_rows(std::move(tensors));
     p.rows = layout_.rows;
     p.inner_rows = layout_.inner_rows;
@@ -52,7 +54,7 @@ class NormLaunch {
   bool is_empty() const { return p.rows == 0; }
 
   void forward() const {
-    norm_forward(p, multiprocessors(), stream_);
+    norm_forward(p, gpu_, stream_);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
@@ -60,19 +62,18 @@ class NormLaunch {
   at::Tensor backward() {
     at::Tensor partials, dweight;
     if (weight_.defined()) {
-      partials = at::empty({norm_backward_blocks(p, multiprocessors()), p.width},
-                           weight_.options().dtype(at::kFloat));
+      partials =
+          at::empty({norm_backward_blocks(p, gpu_), p.width}, weight_.options().dtype(at::kFloat));
       dweight = at::empty({p.width}, weight_.options());
       p.partials = partials.mutable_data_ptr<float>();
       p.dweight = dweight.mutable_data_ptr();
     }
-    norm_backward(p, multiprocessors(), stream_);
+    norm_backward(p, gpu_, stream_);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     return dweight;
   }
 
  private:
-  int multiprocessors() const { return multiprocessors_of(stream_.device()); }
   bool is_aligned() const {
     bool aligned = p.width % 8 == 0 && starts_aligned(p.weight);
     const auto eights = [](int64_t stride) { return stride % 8 == 0; };
@@ -86,6 +87,7 @@ class NormLaunch {
   c10::cuda::CUDAStream stream_;
   RowLayout layout_;
   at::Tensor weight_;
+  NormGpu gpu_;
 };
 
 NormForwardOutputs rms_norm_gate_fwd_cuda(const at::Tensor& x, const OptionalTensor& weight,

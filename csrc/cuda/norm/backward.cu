@@ -6,7 +6,7 @@
 // reads   dy, x, gate [rows, V], w [V], rstd [rows] fp32
 // writes  dx, dgate [rows, V], dw [V]
 // Everything between is fp32, results are rounded once; the order of every sum follows from the
-// shape and the number of multiprocessors.
+// shape and the GPU.
 #include "../device/partials.cuh"
 #include "activation.cuh"
 #include "rows.cuh"
@@ -15,8 +15,19 @@ namespace gla_ext::cuda {
 namespace {
 
 constexpr int kAtOnce = 1;                // rows of a thread in flight
-constexpr int kBlocksAtOnce = 3;          // of a multiprocessor, of every kernel here
+constexpr int kBlocksAtOnce = 3;          // of a multiprocessor
 constexpr int64_t kSharedColumns = 8192;  // of dw that a block of wide rows keeps in shared memory
+
+// The same of wide rows. Of fp32 the registers of three would spill from compute capability 10.0
+// on.
+constexpr int wide_blocks_at_once(bool fp32, int major) {
+  return fp32 && major >= 10 ? 2 : kBlocksAtOnce;
+}
+#if defined(__CUDA_ARCH__)
+constexpr int kMajor = __CUDA_ARCH__ / 100;
+#else
+constexpr int kMajor = 0;
+#endif
 
 // Eight elements of a row: u, written over dy; dgate; what they add to dw; the sum of u ⊙ n.
 template <class T>
@@ -124,7 +135,8 @@ __global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
 
 // A thread has the same columns of every row, so that dw needs no barrier.
 template <class T, Access kAccess>
-__global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
+__global__ void __launch_bounds__(kNormThreads,
+                                  wide_blocks_at_once(std::is_same_v<T, float>, kMajor))
     wide_backward(const __grid_constant__ Norm p) {
   constexpr int kStep = kNormThreads * 8;
   extern __shared__ float s_dw[];  // [V], where V is at most kSharedColumns
@@ -189,17 +201,19 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows) sum_partials(Norm p, in
 
 }  // namespace
 
-int64_t norm_backward_blocks(const Norm& p, int multiprocessors) {
-  const int64_t most = int64_t{kBlocksAtOnce} * multiprocessors;
-  if (p.width > kNarrow) return norm_blocks(p, 1, most);
+int64_t norm_backward_blocks(const Norm& p, const NormGpu& gpu) {
+  const auto most = [&](int64_t at_once) { return at_once * gpu.multiprocessors; };
+  if (p.width > kNarrow)
+    return norm_blocks(p, 1, most(wide_blocks_at_once(p.dtype == DType::kFloat, gpu.major)));
   int64_t blocks = 0;
-  with_narrow<kAtOnce>(
-      p, [&](auto, auto layout) { blocks = norm_blocks(p, decltype(layout)::kRows, most); });
+  with_narrow<kAtOnce>(p, [&](auto, auto layout) {
+    blocks = norm_blocks(p, decltype(layout)::kRows, most(kBlocksAtOnce));
+  });
   return blocks;
 }
 
-void norm_backward(const Norm& p, int multiprocessors, cudaStream_t stream) {
-  const int64_t blocks = norm_backward_blocks(p, multiprocessors);
+void norm_backward(const Norm& p, const NormGpu& gpu, cudaStream_t stream) {
+  const int64_t blocks = norm_backward_blocks(p, gpu);
   const auto grid = static_cast<unsigned>(blocks);
   if (p.width > kNarrow) {
     const bool shared = p.weight != nullptr && p.width <= kSharedColumns;

@@ -110,9 +110,9 @@ __global__ void __launch_bounds__(kNormThreads) wide_forward(const __grid_consta
 
 }  // namespace
 
-void norm_forward(const Norm& p, int multiprocessors, cudaStream_t stream) {
+void norm_forward(const Norm& p, const NormGpu& gpu, cudaStream_t stream) {
   // Some four times as many blocks as run at once, so that none is waited for long.
-  const int64_t most = int64_t{32} * multiprocessors;
+  const int64_t most = int64_t{32} * gpu.multiprocessors;
   if (p.width > kNarrow) {
     with_wide(p, [&](auto type, auto access) {
       using T = typename decltype(type)::type;

@@ -27,12 +27,18 @@ struct Norm {
   void* dweight = nullptr;    // [V]
 };
 
+// What the number of blocks follows from.
+struct NormGpu {
+  int multiprocessors = 1;
+  int major = 0;  // of the compute capability
+};
+
 // x weight gate -> y, rstd
-void norm_forward(const Norm& p, int multiprocessors, cudaStream_t stream);
+void norm_forward(const Norm& p, const NormGpu& gpu, cudaStream_t stream);
 
 // Of threads; each leaves a part of dweight.
-int64_t norm_backward_blocks(const Norm& p, int multiprocessors);
+int64_t norm_backward_blocks(const Norm& p, const NormGpu& gpu);
 // dy x weight gate rstd -> dx, dgate, dweight
-void norm_backward(const Norm& p, int multiprocessors, cudaStream_t stream);
+void norm_backward(const Norm& p, const NormGpu& gpu, cudaStream_t stream);
 
 }  // namespace gla_ext::cuda
