@@ -23,7 +23,8 @@ OUT = ROOT / ".build" / "emulator"
 COMPILER = os.environ.get("CXX", "c++")
 # Built where it runs; contraction would round other than the GPU does.
 FLAGS = ["-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra"]
-OF_THE_LIBRARY = ("cudart.cpp", "driver.cpp")  # not of the program that runs one kernel
+# Not of the program that runs one kernel.
+OF_THE_LIBRARY = ("cudart.cpp", "streams.cpp", "driver.cpp")
 
 
 def alone(build):
