@@ -1,0 +1,136 @@
+"""Builds of gla_ext in turns on this machine's GPU, or one under several environments:
+
+    python benchmarks/bench_builds.py new=. old=../before --shapes 32x2048x4x128x256
+    python benchmarks/bench_builds.py default=. all=.,GLA_EXT_KEEP_OPERANDS=all
+    python benchmarks/bench_builds.py new=. old=../before --gates 0.25 --rounds 4
+
+A build is a folder with the package gla_ext and its extension in it. In every round each has a
+process of its own, which holds its results against fp64 before it times anything: absolute times
+of different runs are worth nothing, and a process's first allocations move its times by a percent.
+Forward / forward + backward, medians in ms of each round, each call with a cold L2.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+Times = dict[str, tuple[float, float]]  # ms by shape, forward and both ways
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    name: str
+    folder: Path
+    environment: dict[str, str]
+
+
+def parse_build(text: str) -> Build:
+    """NAME=FOLDER[,VARIABLE=VALUE...]"""
+    found = re.fullmatch(r"(\w+)=([^,=]+)((?:,\w+=[^,]*)*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"expected NAME=FOLDER[,VARIABLE=VALUE...], got '{text}'")
+    name, folder, rest = found.groups()
+    path = Path(folder).resolve()
+    if not list(path.glob("gla_ext/_C*.so")):
+        raise argparse.ArgumentTypeError(f"expected a folder with a built gla_ext, got '{folder}'")
+    pairs = (x.split("=", 1) for x in rest.split(",") if x)
+    return Build(name, path, dict(pairs))
+
+
+def measure(folder: str, shapes: list[str], gate: float) -> Times:
+    """In the process of a build."""
+    sys.path.insert(0, folder)
+    import bench_cuda as bench
+    import torch
+    from common import assert_results_close, exact_by_chunks, ours
+    from large import large_inputs
+    from timing import cold
+
+    import gla_ext
+
+    if Path(gla_ext.__file__).parents[1] != Path(folder):
+        raise SystemExit(f"{folder}: gla_ext came from {gla_ext.__file__}")
+    times = {}
+    for name in shapes:
+        x = large_inputs(*bench.parse_shape(name), gate=1 / gate)
+        results = ours(x)
+        first = x.select(0)
+        assert_results_close(
+            {key: y[:1] for key, y in results.items()}, exact_by_chunks(first), first
+        )
+        del results
+        runs = {way: bench.call(gla_ext.chunk_gla, x, way) for way in (False, True)}
+        times[name] = tuple(timing.median for timing in cold(runs).values())
+        torch.cuda.empty_cache()
+    return times
+
+
+def measure_apart(build: Build, shapes: list[str], gate: float) -> Times:
+    command = [sys.executable, __file__, "--in-process", str(build.folder)]
+    command += ["--shapes", *shapes, "--gates", str(gate)]
+    run = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | build.environment
+    )
+    if run.returncode != 0:
+        raise SystemExit(f"{build.name}: exit code {run.returncode}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def page(rounds: dict[str, list[Times]]) -> list[str]:
+    """A table a shape, each build's ratio to the first from the medians over the rounds."""
+    first, *_ = rounds
+    lines = []
+    for shape in rounds[first][0]:
+        lines += [
+            "",
+            f"## {shape}",
+            "",
+            "| build | of the first | ms in each round |",
+            "|---|--:|---|",
+        ]
+        medians = {
+            name: [statistics.median(times[shape][way] for times in own) for way in range(2)]
+            for name, own in rounds.items()
+        }
+        for name, own in rounds.items():
+            ratio = " / ".join(
+                f"{a / b:.3f}" for a, b in zip(medians[name], medians[first], strict=True)
+            )
+            cells = (" / ".join(f"{ms:.4f}" for ms in times[shape]) for times in own)
+            lines.append(f"| {name} | {ratio} | {', '.join(cells)} |")
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("builds", nargs="*", type=parse_build, help=parse_build.__doc__)
+    parser.add_argument("--shapes", nargs="+", default=["32x2048x4x128x256", "8x2048x4x256x512"])
+    parser.add_argument(
+        "--gates", type=float, default=16, metavar="n", help="logsigmoid(N(0, 1)) / n; default 16"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--in-process", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.in_process:
+        return print(json.dumps(measure(arguments.in_process, arguments.shapes, arguments.gates)))
+    names = [build.name for build in arguments.builds]
+    if not names or len(set(names)) < len(names):
+        parser.error("expected builds of different names")
+    rounds: dict[str, list[Times]] = {name: [] for name in names}
+    for _ in range(arguments.rounds):
+        for build in arguments.builds:
+            rounds[build.name].append(measure_apart(build, arguments.shapes, arguments.gates))
+    print(*page(rounds), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
