@@ -1,7 +1,7 @@
 """CUDA's plans, with or without a GPU and on any build: pure functions of the call and the GPU."""
 
 import pytest
-from plans import by_pass, cuda_plan, full_plan, steps_plan
+from plans import by_pass, cuda_plan, full_plan, operand_bytes, state_bytes, steps_plan
 
 
 @by_pass
@@ -102,16 +102,6 @@ def test_cuda_fused_forward_has_no_states_in_memory():
     packed = full_plan(B=1, T=32 * 2048, N=32, batch_invariant=True)
     assert packed["launches"] == plan["launches"] + 2
     assert packed["workspace_bytes"] > plan["workspace_bytes"]
-
-
-def operand_bytes(chunk_heads: int, K: int) -> int:
-    """q^, k^ and four factors of each key channel, in groups of 128, and A and a flag."""
-    return chunk_heads * (-(-K // 128) * 128 * (2 * 64 * 2 + 4 * 4) + 64 * 64 * 2 + 128)
-
-
-def state_bytes(K: int, V: int) -> int:
-    """S~ or dS~ of a chunk and head between the kernels of backward, in tiles of 64 x 64."""
-    return -(-K // 64) * -(-V // 64) * 64 * 64 * 2
 
 
 @pytest.mark.parametrize("K, V", [(72, 256), (128, 256), (136, 200), (192, 512), (256, 8)])
@@ -298,38 +288,6 @@ def test_cuda_operands_and_states_in_one_pass(change, paired):
         assert (plan["launches"], plan["linear"]) == (3, True)
 
 
-@pytest.mark.parametrize(
-    "change, paired",
-    [
-        ({}, True),
-        ({"K": 72, "V": 200}, True),
-        ({"H": 16, "T": 8192}, True),
-        ({"T": 32768 - 16 * 64}, False),  # segments too short for gradients in a sweep
-        ({"V": 128}, False),
-        ({"V": 512}, False),
-        ({"K": 256}, False),
-        ({"gate_dtype": "float32"}, False),
-        ({"save_states": True}, False),
-        ({"N": 1}, False),
-        ({"batch_invariant": True}, False),
-        ({"B": 32, "T": 2048}, False),
-    ],
-    ids=str,
-)
-def test_cuda_operands_and_segments_in_one_pass(change, paired):
-    shape = {"B": 1, "T": 32768} | change
-    forward, backward, kept = (
-        full_plan(**shape, backward=b, kept=k)
-        for b, k in ((False, False), (True, False), (True, True))
-    )
-    assert forward["paired_parts"] == backward["paired_parts"] == paired
-    assert not kept["paired_parts"]
-    if paired:
-        assert (forward["launches"], backward["launches"], kept["launches"]) == (4, 6, 5)
-        assert forward["segments"] == backward["segments"] > 0
-        assert forward["cluster_pieces"] == 1
-
-
 def test_cuda_fused_backward_of_saved_states():
     made, given = (full_plan(K=64, backward=True, save_states=saved) for saved in (False, True))
     assert given["state_bytes"] == made["state_bytes"]
@@ -361,15 +319,6 @@ def test_cuda_fused_saved_states_over_operands(K):
     assert (made["launches"], given["launches"]) == (3, 3 - swept)
 
 
-def test_cuda_fused_saved_states_and_segments():
-    """One sweep in place of two has twice the segments, and the states of one of them alone."""
-    long = {"B": 1, "T": 32768, "V": 192, "backward": True}
-    made, given = (full_plan(**long, save_states=saved) for saved in (False, True))
-    assert given["segments"] == 2 * made["segments"] > 0
-    assert given["launches"] == made["launches"]
-    assert given["workspace_bytes"] < made["workspace_bytes"]
-
-
 @by_pass
 @pytest.mark.parametrize("shape", [(1, 1), (1, 131072), (4096, 64), (32, 2048)], ids=str)
 @pytest.mark.parametrize("processors", [1, 78, 132, 1000])
@@ -384,80 +333,6 @@ def test_cuda_batch_invariant_plans(processors, shape, backward):
     assert [plans[0][name] for name in names] == [plans[1][name] for name in names]
     assert plans[0]["path"] == "fused"
     assert (plans[0]["segments"], plans[0]["segment_chunks"]) == (0, 0)
-
-
-def sweep_blocks(plan, B, H, K, V, backward) -> int:
-    """Multiprocessors that the sweeps over the segments fill: a block of 128 values and, two in
-    backward, 128 keys; where K and V are at most 64, with a half. Those that make gradients take
-    two blocks, or where K and V are at most 64 one."""
-    narrow = max(K, V) <= 64
-    sweeps = H * -(-V // 128) * (2 * -(-K // 128) if backward else 1)
-    if plan["swept_gradients"]:
-        sweeps = (1 if narrow else 2) * H
-    return B * plan["segments"] * sweeps / (2 if narrow else 1)
-
-
-@by_pass
-@pytest.mark.parametrize("processors", [78, 132])
-@pytest.mark.parametrize("T", [32768, 131072, 131072 - 63])
-@pytest.mark.parametrize(
-    "B, H, K, V", [(1, 4, 128, 256), (1, 1, 64, 64), (1, 8, 64, 64), (2, 4, 128, 128)]
-)
-def test_cuda_segments_of_long_sequences(B, H, K, V, T, processors, backward):
-    """As many blocks as processors or a few less, and every chunk is in a segment."""
-    shape = {"B": B, "H": H, "K": K, "V": V}
-    plan = cuda_plan(**shape, T=T, processors=processors, backward=backward)
-    blocks = sweep_blocks(plan, **shape, backward=backward)
-    assert blocks <= processors
-    assert blocks >= 0.7 * processors or plan["segment_chunks"] == 4  # the shortest
-    chunks, segments, each = -(-T // 64), plan["segments"], plan["segment_chunks"]
-    assert (segments - 1) * each < chunks <= segments * each
-
-
-@by_pass
-def test_cuda_segments_cost_launches_and_a_state_each(backward):
-    shape = {"B": 1, "T": 32768, "V": 192, "backward": backward}
-    cut, whole = full_plan(**shape), full_plan(**shape, batch_invariant=True)
-    assert cut["launches"] == whole["launches"] + 2
-    states = 4 * cut["segments"] * 128 * 192 * 4 * (1 + backward)
-    decays = 4 * cut["segments"] * 128 * 4
-    operands = 0 if backward else operand_bytes(4 * 512, 128)  # backward has them anyway
-    assert cut["workspace_bytes"] == whole["workspace_bytes"] + states + decays + operands
-    assert cut["state_bytes"] == whole["state_bytes"]
-
-
-@by_pass
-@pytest.mark.parametrize(
-    "change", [{}, {"B": 4096}, {"B": 64, "H": 1}, {"B": 1, "T": 256}, {"processors": 8}], ids=str
-)
-def test_cuda_no_segments(change, backward):
-    """Batches that fill the GPU, and sequences that are too short."""
-    plan = full_plan(backward=backward, **change)
-    assert (plan["segments"], plan["segment_chunks"]) == (0, 0)
-
-
-@by_pass
-@pytest.mark.parametrize("N", [1, 8, 200])
-def test_cuda_segments_of_packed_sequences(N, backward):
-    """Their lengths are not known: one may be all of the row, and as many segments must do."""
-    T = 65536
-    plan = full_plan(B=1, T=T, N=N, backward=backward)
-    segments, each = plan["segments"], plan["segment_chunks"]
-    assert each > 0
-    for longest in (T, T - 64 * N, T // N):
-        lengths = [longest, *[(T - longest) // max(N - 1, 1)] * (N - 1)]
-        lengths.append(T - sum(lengths))  # the tail
-        assert min(lengths) >= 0
-        assert sum(max(-(-length // (64 * each)), 1) for length in lengths) <= segments
-
-
-def test_cuda_packed_sequences_of_one_segment_need_no_state():
-    """A sequence of several has more chunks than a segment, so there are few such."""
-    plan = full_plan(B=1, T=131072, H=16, N=10_000)
-    chunks = 131072 // 64 + 10_000
-    state, operands = 16 * 128 * (256 + 1) * 4, operand_bytes(16 * (chunks + 1), 128)
-    states = plan["workspace_bytes"] - operands
-    assert states < 2 * (chunks // plan["segment_chunks"]) * state + 4 * 2**20
 
 
 @pytest.mark.parametrize("change", [{"B": 0}, {"T": 0}, {"H": 0}, {"B": 1, "T": 0, "N": 0}])
@@ -484,53 +359,3 @@ def test_cuda_plan_does_not_ask_the_environment(monkeypatch):
 def test_cuda_bad_arguments(change, message):
     with pytest.raises(ValueError, match=f"plan: {message}"):
         cuda_plan(**change)
-
-
-def gated_plan(**change):
-    return cuda_plan(dtype=change.pop("dtype", "bfloat16"), value_gated=True, **change)
-
-
-@pytest.mark.parametrize("change", [{"value_gated": True}, {"key_gated": False}], ids=str)
-def test_cuda_gates_on_values_or_none_on_keys_take_the_steps(change):
-    for backward in (False, True):
-        assert cuda_plan(backward=backward, **change)["path"] == "steps"
-
-
-@pytest.mark.parametrize("dtype, each, cumsums", [("bfloat16", 2, 1), ("float32", 4, 2)])
-def test_cuda_value_gates_take_workspace(dtype, each, cumsums):
-    heads = 4 * 2048 * 4
-    values, tiers = heads * 128, heads // 64 * 8
-    added = [
-        gated_plan(dtype=dtype, backward=b)["workspace_bytes"]
-        - steps_plan(dtype=dtype, backward=b)["workspace_bytes"]
-        for b in (False, True)
-    ]
-    assert added[0] == cumsums * values * 4 + values * each  # bv, v
-    # do, tiers, dA apart from A, o inside chunks; dv and dgv where they are not fp32.
-    gradients = 0 if dtype == "float32" else 2 * values * 4
-    scores = heads * 64 * each
-    assert added[1] == added[0] + values * each + tiers + scores + values * 4 + gradients
-
-
-@by_pass
-def test_cuda_fp16_becomes_fp32_beside_value_gates(backward):
-    half, single = (
-        gated_plan(dtype=dtype, gate_dtype="bfloat16", backward=backward)
-        for dtype in ("float16", "float32")
-    )
-    assert half == single
-
-
-def test_cuda_value_gates_launches():
-    assert gated_plan()["launches"] == steps_plan()["launches"] + 2
-    assert gated_plan(backward=True)["launches"] == steps_plan(backward=True)["launches"] + 7
-    saved = gated_plan(backward=True, save_states=True)["launches"]
-    assert saved == gated_plan(backward=True)["launches"] - 1
-
-
-@by_pass
-def test_cuda_without_gates_on_keys(backward):
-    gated, free = (steps_plan(backward=backward, key_gated=g) for g in (True, False))
-    assert free["launches"] == gated["launches"] - 1
-    sums = 4 * 2048 * 4 * 64 * 4 * (2 if backward else 1)  # b, and dg before it is rounded
-    assert gated["workspace_bytes"] - free["workspace_bytes"] == sums - 256
