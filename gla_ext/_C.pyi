@@ -52,8 +52,9 @@ def plan(
             bytes.
         key_gated: CUDA only: whether there is a g.
         value_gated: whether there is a gv.
-        kept: CUDA only: forward keeps operands for backward where it makes them, as under autograd,
-            or backward is given them.
+        kept: CUDA only: forward keeps operands for backward wherever it can, as under autograd with
+            GLA_EXT_KEEP_OPERANDS=all, or backward is given them. By default forward keeps those
+            alone that it makes in memory for itself.
         capability: CUDA only: of the GPU, as "8.0"; "9.0" has the fused path, whose kernels are
             taken to be built.
         processors: CUDA only: multiprocessors of the GPU; 132 are an H200's.
@@ -69,8 +70,9 @@ def plan(
         chip), paired_states (whether S and the operands of that sweep are made in one pass),
         paired_parts (whether segments' own parts and operands are),
         cluster_pieces (how many heads a pair of blocks goes over, one by one; 0: no blocks are
-        paired), kept_bytes (of what forward keeps for backward besides inputs), and workspace_bytes
-        is all that is allocated besides these and outputs, states that are not saved included.
+        paired), kept_bytes (of what forward so keeps for backward besides inputs), and
+        workspace_bytes is all that is allocated besides these and outputs, states that are not
+        saved included.
 
     Raises:
         ValueError: a size or dtype that the device does not take.

@@ -82,6 +82,18 @@ def path(request, monkeypatch) -> str:
     return request.param
 
 
+@pytest.fixture
+def keep_nothing(monkeypatch):
+    """A function that has backward on CUDA make all again from then on."""
+    return lambda: monkeypatch.setattr(ops, "_kept_bytes", 0)
+
+
+@pytest.fixture
+def keep_all(monkeypatch):
+    """Has forward on CUDA keep whatever spares backward work."""
+    monkeypatch.setattr(ops, "_kept_bytes", -2)
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("cuda") and (reason := why_no_cuda()):
         pytest.skip(reason)

@@ -35,12 +35,29 @@ def make_swept(B, T, H, K, V, gate=0.1, gate_dtype=BF16, **options):
     return x
 
 
+def make_keeping(*sizes):
+    """The same, and operands that pairs of blocks keep where they are asked to."""
+    x = make_swept(*sizes)
+    assert plan_of(x)["paired_states"] and plan_of(x, kept=True)["kept_bytes"] > 0
+    return x
+
+
 @in_nan
 @by_gate
 @pytest.mark.parametrize("B, H, K, V", [*SIZES, *NARROW_SIZES])
 @pytest.mark.parametrize("T", [1, 64, 65, 130, 330])
 def test_sizes(T, B, H, K, V, gate):
     x = make_swept(B, T, H, K, V, gate)
+    assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@in_nan
+@by_gate
+@pytest.mark.parametrize("V", [200, 256])
+@pytest.mark.parametrize("T", [130, 330])
+def test_sizes_of_kept_operands(T, V, gate, keep_all):
+    """Which pairs of blocks make in forward, and else in backward."""
+    x = make_keeping(16, T, 4, 128, V, gate)
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 
@@ -68,20 +85,33 @@ def test_more_heads_than_fit_at_once(B, T, H, K, V):
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 
+SHORT_SHAPES = [(33, 1, 72, 200, 2), (33, 65, 128, 256, 2)]  # operands: more than the inputs
+SHAPES_OF_CLUSTERS = [
+    *((33, 64, 128, 256, 2), (49, 190, 72, 200, 3)),
+    *((64, 128, 128, 256, 4), (65, 129, 104, 256, 4)),
+]
+by_kind = pytest.mark.parametrize("kind", [None, "every other chunk", "one head"])
+
+
 @in_nan
-@pytest.mark.parametrize("kind", [None, "every other chunk", "one head"])
-@pytest.mark.parametrize(
-    "B, T, K, V, pieces",
-    [
-        *((33, 1, 72, 200, 2), (33, 64, 128, 256, 2), (33, 65, 128, 256, 2)),
-        *((49, 190, 72, 200, 3), (64, 128, 128, 256, 4), (65, 129, 104, 256, 4)),
-    ],
-)
+@by_kind
+@pytest.mark.parametrize("B, T, K, V, pieces", SHORT_SHAPES + SHAPES_OF_CLUSTERS)
 def test_clusters_that_go_on_to_other_heads(B, T, K, V, pieces, kind):
     """Operands and states of more heads than an H200 has clusters for at once, of few chunks."""
     x = make_swept(B, T, 4, K, V)
     plan = plan_of(x)
     assert (plan["paired_states"], plan["cluster_pieces"]) == (True, pieces)
+    x = x if kind is None else mixed_gates(x, kind)
+    assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@in_nan
+@by_kind
+@pytest.mark.parametrize("B, T, K, V, pieces", SHAPES_OF_CLUSTERS)
+def test_clusters_that_keep_operands_of_other_heads(B, T, K, V, pieces, kind, keep_all):
+    """The same operands, from forward."""
+    x = make_keeping(B, T, 4, K, V)
+    assert plan_of(x, backward=False)["cluster_pieces"] == pieces
     x = x if kind is None else mixed_gates(x, kind)
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
@@ -102,13 +132,23 @@ def with_sums(x, multiple, least):
     return dataclasses.replace(x, g=g)
 
 
+by_sums = pytest.mark.parametrize("multiple, least", [(1.0, 3.0), (1.0, 20.0), (112.0, 0.1)])
+
+
 @in_nan
 @pytest.mark.parametrize("B, H, K, V", [(16, 4, 128, 256), (22, 9, 64, 64)])
-@pytest.mark.parametrize("multiple, least", [(1.0, 3.0), (1.0, 20.0), (112.0, 0.1)])
+@by_sums
 def test_references_that_rounding_decides(multiple, least, B, H, K, V):
     """Half of the sums lies beside the middle of two integers, or sums lie at the end of tier 1's
     range: whoever sums the gates must come to the same reference."""
     x = with_sums(make_swept(B, 330, H, K, V), multiple, least)
+    assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@in_nan
+@by_sums
+def test_kept_references_that_rounding_decides(multiple, least, keep_all):
+    x = with_sums(make_keeping(16, 330, 4, 128, 256), multiple, least)
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 
@@ -157,7 +197,7 @@ def test_operands_and_segments_in_one_pass(kind, K, V):
 @in_nan
 @by_gate
 def test_narrow_segments(gate):
-    x = make_swept(1, 8200, 64, 64, 64, gate)
+    x = make_swept(1, 8200, for_this_gpu(64), 64, 64, gate)
     assert plan_of(x)["segments"] > 1
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
@@ -166,7 +206,7 @@ def test_narrow_segments(gate):
 @pytest.mark.parametrize("K, V", [(64, 64), (40, 24)])
 @pytest.mark.parametrize("kind", [*MIXED, "resets alone"])
 def test_narrow_segments_in_and_out_of_tier_1(kind, K, V):
-    x = mixed_gates(make_swept(1, 8200, 64, K, V), kind)
+    x = mixed_gates(make_swept(1, 8200, for_this_gpu(64), K, V), kind)
     assert plan_of(x)["segments"] > 1
     assert_results_close(v_first_results(x), exact_by_chunks(x), x)
 

@@ -29,7 +29,31 @@ def test_what_is_kept_is_made_once(change):
     assert both[0] == both[1]
 
 
-@pytest.mark.parametrize("change", KEPT.values(), ids=KEPT)
+PAIRED = {
+    "pairs of blocks": {},
+    "pairs of blocks, one head each": {"B": 16},
+    "pairs of blocks, few keys and values": {"K": 72, "V": 200},
+}
+
+
+@pytest.mark.parametrize("change", PAIRED.values(), ids=PAIRED)
+def test_what_pairs_of_blocks_keep(change):
+    """Forward leaves operands that it has no other use for, backward then makes S alone."""
+    forward, backward, kept_forward, kept_backward = (
+        full_plan(**change, backward=b, kept=k) for k in (False, True) for b in (False, True)
+    )
+    size = kept_forward["kept_bytes"]
+    assert kept_backward["kept_bytes"] == size > 0
+    assert 0 < forward["workspace_bytes"] - kept_forward["workspace_bytes"] < 0.1 * size
+    assert backward["workspace_bytes"] - kept_backward["workspace_bytes"] == size
+    for alone, kept in ((forward, kept_forward), (backward, kept_backward)):
+        changed = {name for name in alone if kept[name] != alone[name]}
+        more = {"paired_states", "cluster_pieces"} if alone is backward else set()
+        assert changed == {"kept_bytes", "workspace_bytes"} | more
+    assert backward["paired_states"] and not kept_backward["paired_states"]
+
+
+@pytest.mark.parametrize("change", (KEPT | PAIRED).values(), ids=KEPT | PAIRED)
 def test_no_more_is_kept_than_the_inputs_have(change):
     sizes = BATCH | change
     each = 4 if change.get("gate_dtype") == "float32" else 2
@@ -50,12 +74,15 @@ def test_what_is_kept_grows_with_tokens(K, each):
 @pytest.mark.parametrize(
     "change",
     [
-        {},
+        {"B": 16, "T": 65},  # the second chunk is mostly padding
+        {"B": 17},  # forward gates on its way, gradients need sums of which every bit is another's
+        {"V": 128},
         {"B": 1, "K": 64},
         {"B": 1, "capability": "8.0"},
         {"B": 1, "dtype": "float32"},
         {"B": 1, "value_gated": True},
         {"B": 1, "aligned": False},
+        {"T": 0},
         {"T": 0, "K": 256},
         {"B": 1, "T": 65536, "N": 4096},  # slots of short sequences are mostly padding,
         {"K": 136, "V": 64},  # and keys that are no multiple of 128 too: more than the inputs have

@@ -146,8 +146,8 @@ void choose_paired_forward(Plan& plan, const PlanInputs& in) {
 
 // One pass over whole sequences in place of one for the operands and another for S.
 void choose_paired_states(Plan& plan, const PlanInputs& in) {
-  plan.paired_states =
-      plan.swept_gradients && plan.segments == 0 && !in.save_states && is_paired(in);
+  plan.paired_states = plan.swept_gradients && plan.segments == 0 && !in.save_states &&
+                       plan.kept.operands == Workspace::kAbsent && is_paired(in);
   if (plan.paired_states) plan.cluster_pieces = cluster_pieces(in);
 }
 
@@ -241,11 +241,13 @@ Workspace plan_kept(const PlanInputs& in, const ChunkGrid& grid) {
   const Plan forward = make_plan(pass);
   pass.backward = true;
   const Plan backward = make_plan(pass);
-  if (!forward.linear || !backward.linear || backward.paired_states) return kept;
+  const bool over_operands = forward.linear && backward.linear && !backward.paired_states;
+  const bool paired = !forward.linear && forward.cluster_pieces > 0 && backward.paired_states;
+  if (!over_operands && !paired) return kept;
   const int64_t most = input_bytes(in, grid);
   kept.operands = add(kept, all_operand_bytes(in, grid));
   kept.tiers = add(kept, tier_bytes(grid, in.H));
-  if (kept.bytes > most) return {};
+  if (kept.bytes == 0 || kept.bytes > most) return {};
   const int64_t segment_heads = grid.B * forward.segment_states * in.H;
   if (segment_heads > 0 && !in.save_states && forward.segments == backward.segments &&
       forward.segment_chunks == backward.segment_chunks) {

@@ -58,7 +58,8 @@ struct Plan {
   int64_t cluster_pieces = 0;    // of pairs of blocks, as in Problem
   Workspace workspace;
   // What backward uses again: operands and tiers, and where both passes cut sequences alike, what
-  // enters each segment. Nothing unless asked for, nor where one of the passes makes no operands.
+  // enters each segment. Nothing unless asked for, nor where backward makes no operands, or forward
+  // neither makes them nor has them on chip as they are.
   Workspace kept;
   int64_t segments = 0, segment_chunks = 0, segment_states = 0;  // as in ChunkGrid
   // Of S and, in backward unless it stays on chip, dS: in the workspace, or S as it is saved.

@@ -375,7 +375,8 @@ int64_t planned_bytes(const KeptInputs& in) {
   plan.aligned = true;
   for (const at::Tensor* t : {&in.q, &in.k, &in.v, &*in.g}) plan.aligned &= may_be_aligned(*t);
   plan.kept = true;
-  return make_plan(plan).kept.bytes;
+  const Plan forward = make_plan(plan);
+  return forward.linear || in.all ? forward.kept.bytes : 0;
 }
 
 const bool asked_for_kept = [] {

@@ -8,6 +8,18 @@
 
 namespace gla_ext::cuda::sm90 {
 
+// A of a chunk, from where `ExactScores` has made it to its operands.
+__device__ __forceinline__ void write_operand_scores(const Problem& p, const Chunk& chunk,
+                                                     const bf16* scores) {
+  unsigned char* A = operands_at(p, chunk.slot, static_cast<int>(blocks_of(p.K, kOperandKeys)));
+  for_eights<kTile, kTile>([&](int, int row, int column) {
+    // Zero behind the last token, beside a NaN too, which rows of zeros would not undo.
+    Eight<bf16> x{};
+    if (row < chunk.length) x = load8_aligned(scores + row * ExactScores::kPitchX + column);
+    store8(reinterpret_cast<bf16*>(A + swizzled(row, column / 8)), x);
+  });
+}
+
 // By kThreads threads.
 struct ExactIntra {
   static constexpr int kPitchX = ExactScores::kPitchX;
@@ -59,22 +71,12 @@ union ExactChunk {
  private:
   // A, to the chunk's operands if these are in memory, else to rows of their own.
   __device__ __forceinline__ void write_scores(const Problem& p, const Chunk& chunk) {
-    const auto A_of = [&](int row, int column) {
-      return load8_aligned(scores.A + row * ExactScores::kPitchX + column);
-    };
-    if (p.operands == nullptr) {
-      bf16* A = rows_at<bf16>(p.A, chunk);
-      for_eights<kTile, kTile>([&](int, int row, int column) {
-        if (row < chunk.length) store8(A + token_offset(p.A, row) + column, A_of(row, column));
-      });
-      return;
-    }
-    unsigned char* A = operands_at(p, chunk.slot, static_cast<int>(blocks_of(p.K, kOperandKeys)));
+    if (p.operands != nullptr) return write_operand_scores(p, chunk, scores.A);
+    bf16* A = rows_at<bf16>(p.A, chunk);
     for_eights<kTile, kTile>([&](int, int row, int column) {
-      // Zero behind the last token, beside a NaN too, which rows of zeros would not undo.
-      Eight<bf16> x{};
-      if (row < chunk.length) x = A_of(row, column);
-      store8(reinterpret_cast<bf16*>(A + swizzled(row, column / 8)), x);
+      if (row < chunk.length)
+        store8(A + token_offset(p.A, row) + column,
+               load8_aligned(scores.A + row * ExactScores::kPitchX + column));
     });
   }
 };

@@ -3,12 +3,12 @@
 //
 // grid    as for_exact_chunks wants it
 // reads   q, k, g [B, T, H, K], v, o [B, T, H, V], tiers
-// writes  o [B, T, H, V]
+// writes  o [B, T, H, V], and A of operands that paired forward has kept
 // The scores are those of forward steps 3 and 4 and stay in shared memory. Accumulation is fp32; o
 // is rounded once more.
 #include "../device/launch.cuh"
-#include "../device/scores_exact.cuh"
 #include "dependent_launch.cuh"
+#include "exact_intra.cuh"
 #include "sm90.h"
 
 namespace gla_ext::cuda::sm90 {
@@ -22,6 +22,8 @@ union Shared {
   } operands;
 };
 
+// kKeeps: operands are kept.
+template <bool kKeeps>
 __global__ void __launch_bounds__(kThreads, 2) exact_output_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
@@ -30,6 +32,7 @@ __global__ void __launch_bounds__(kThreads, 2) exact_output_kernel(Problem p) {
   __shared__ Chunk chunk;
   for_exact_chunks(p, chunk, [&] {
     s.scores.make(p, chunk);
+    if constexpr (kKeeps) write_operand_scores(p, chunk, s.scores.A);
     const WarpTile<kTile> warp;
     bf16* o = rows_at<bf16>(p.o, chunk);
     for (int first_v = 0; first_v < p.V; first_v += kTile) {
@@ -54,8 +57,8 @@ __global__ void __launch_bounds__(kThreads, 2) exact_output_kernel(Problem p) {
         x = load2<Access::kFast>(at, valid);
       });
       __syncthreads();  // the values are written
-      product<Stored::kAsIs, Stored::kAsIs, kPitchX, kPitchX>(acc, s.operands.A + warp.m * kPitchX,
-                                                              s.operands.v + warp.n, kTile, false);
+      cuda::product<Stored::kAsIs, Stored::kAsIs, kPitchX, kPitchX>(
+          acc, s.operands.A + warp.m * kPitchX, s.operands.v + warp.n, kTile, false);
       for_tokens([&](bf16* at, int valid, const float2& x, float x0, float x1) {
         store2<Access::kFast>(at, x.x + x0, x.y + x1, valid);
       });
@@ -68,7 +71,9 @@ __global__ void __launch_bounds__(kThreads, 2) exact_output_kernel(Problem p) {
 
 void exact_output(const Problem& p, cudaStream_t stream) {
   const int64_t blocks = exact_grid(p, 1);
-  if (blocks > 0) launch_dependent(exact_output_kernel, blocks, kThreads, 0, stream, p);
+  const auto kernel =
+      p.operands == nullptr ? exact_output_kernel<false> : exact_output_kernel<true>;
+  if (blocks > 0) launch_dependent(kernel, blocks, kThreads, 0, stream, p);
 }
 
 }  // namespace gla_ext::cuda::sm90

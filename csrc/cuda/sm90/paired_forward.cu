@@ -4,7 +4,8 @@
 // grid    (segment, head, 256 values), up to four of these one after the other, by a cluster; two
 //         producer and two consumer warpgroups a block
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0
-// writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks]
+// writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks], and, if they are there, operands [B,
+//         slots, H], but for A outside tier 1
 //
 // Block r of a pair gates chunks r, r + 2, ..., its producers these in turn, each in a place of its
 // own, from where its consumers multiply them and a bulk copy takes them to the other block. The
@@ -15,13 +16,14 @@
 #include "forward/gating.cuh"
 #include "forward/multiply.cuh"
 #include "forward/output.cuh"
+#include "operands.cuh"
 #include "paired/launch.cuh"
 #include "sm90.h"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-constexpr int kKeys = kOperandKeys, kKeyTiles = kKeys / kTile;
+constexpr int kKeys = kOperandKeys;
 
 // Of the state's key channels at a chunk, as in forward.cu; whether the chunk is outside tier 1.
 struct alignas(16) Factors {
@@ -56,7 +58,27 @@ struct alignas(1024) Shared {
   Pieces<kPieces> pieces;
 };
 
-template <int kPieces>
+// For backward, as operands.cuh has them. By one thread; the places are still read when it returns.
+__device__ __forceinline__ void store_operands(unsigned char* out, const Tiles& tiles,
+                                               const Factors& factors,
+                                               const float (&b_last)[kKeys]) {
+  static_assert(kKeyTiles * kTile == kOperandKeys);
+  const auto factors_at = [out](Factor i) {
+    return out + offsetof(OperandGroup, factors) + i * sizeof(b_last);
+  };
+  bulk_store(out + offsetof(OperandGroup, q), tiles.q, sizeof(tiles.q));
+  bulk_store(factors_at(kEnter), factors.enter, sizeof(factors.enter));
+  bulk_store(factors_at(kMiddle), factors.middle, sizeof(factors.middle));
+  bulk_store(factors_at(kLeave), factors.leave, sizeof(factors.leave));
+  bulk_store(factors_at(kSum), b_last, sizeof(b_last));
+  bulk_store(out + offsetof(OperandGroup, k), tiles.k, sizeof(tiles.k));
+  bulk_store(out + offsetof(Operands<1>, A), tiles.A, sizeof(tiles.A));
+  commit_bulk_stores();
+  *reinterpret_cast<int4*>(out + offsetof(Operands<1>, exact)) = make_int4(factors.exact, 0, 0, 0);
+}
+
+// kKeeps: operands are kept.
+template <bool kKeeps, int kPieces>
 __device__ __forceinline__ void produce(Shared<kPieces>& s, const Problem& p, int group, int rank) {
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, other = 1 - rank;
   const auto barrier = [group] { group_barrier<kProducerBarrier>(group); };
@@ -67,6 +89,10 @@ __device__ __forceinline__ void produce(Shared<kPieces>& s, const Problem& p, in
     const Segment& segment = own_chunk.segment();
     const int chunk = own_chunk.chunk();
     s.handover.wait_for_place(own_chunk.number);
+    if constexpr (kKeeps) {
+      if (thread == 0) wait_for_bulk_stores();
+      barrier();  // the chunk before is read
+    }
     copy_rows<kKeyTiles, kGroupThreads>(own.A, p.g, segment, chunk, thread, 0, p.K);
     copy_rows<kKeyTiles, kGroupThreads>(own.q, p.q, segment, chunk, thread, 0, p.K);
     copy_rows<kKeyTiles, kGroupThreads>(own.k, p.k, segment, chunk, thread, 0, p.K);
@@ -83,8 +109,11 @@ __device__ __forceinline__ void produce(Shared<kPieces>& s, const Problem& p, in
           s.handover.expect_in_other(group, other, sizeof(Tiles) + sizeof(Factors));
       bulk_send(address_in(&s.received_factors[group], other), &factors, sizeof(Factors), full);
       bulk_send(address_in(&s.received[group], other), &own, sizeof(Tiles), full);
+      if constexpr (kKeeps)
+        store_operands(operands_at(p, segment.chunk_head(p, chunk)), own, factors, s.b_last[group]);
     }
   }
+  if (kKeeps && thread == 0) wait_for_bulk_stores();  // before the block ends
 }
 
 // Of one piece. before: chunks of either block in the pieces before.
@@ -135,7 +164,7 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
   state.store(p, segment, first_v);
 }
 
-template <int kPieces>
+template <int kPieces, bool kKeeps>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     paired_forward_kernel(Problem p, int64_t pieces) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -154,7 +183,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int group = warpgroup();
   if (group < kGroups) {
     give_registers<96>();
-    produce(s, p, group, cluster.rank);
+    produce<kKeeps>(s, p, group, cluster.rank);
   } else {
     take_registers<160>();
     const int consumer = group - kGroups;
@@ -167,10 +196,19 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 #endif
 }
 
+template <bool kKeeps>
+void launch_paired_forward(const Problem& p, cudaStream_t stream) {
+  launch_paired<Shared, paired_forward_kernel<1, kKeeps>,
+                paired_forward_kernel<kMostPieces, kKeeps>>(p, stream);
+}
+
 }  // namespace
 
 void paired_forward(const Problem& p, cudaStream_t stream) {
-  launch_paired<Shared, paired_forward_kernel<1>, paired_forward_kernel<kMostPieces>>(p, stream);
+  if (p.operands == nullptr)
+    launch_paired_forward<false>(p, stream);
+  else
+    launch_paired_forward<true>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -15,7 +15,8 @@ bool available();
 // q k v g h0 (segment_states) -> o, ht, tiers: all but what chunks outside tier 1 owe to their own
 // A. K of at most 128.
 void forward(const Problem& p, cudaStream_t stream);
-// The same by pairs of blocks, where the plan says so (cluster_pieces).
+// The same by pairs of blocks, where the plan says so (cluster_pieces); with operands, but for A
+// outside tier 1, if they are there.
 void paired_forward(const Problem& p, cudaStream_t stream);
 
 // k v g h0 (segment_states) -> S and tiers, and unless gradients are swept q g do dht
@@ -47,7 +48,8 @@ void paired_states(const Problem& p, cudaStream_t stream);
 // itself.
 void paired_segment_parts(const Problem& p, cudaStream_t stream);
 
-// q k v g tiers -> o += A v, of chunks outside tier 1, behind the forward sweeps that gate.
+// q k v g tiers -> o += A v, of chunks outside tier 1, behind the forward sweeps that gate; and A
+// of operands if these are there.
 void exact_output(const Problem& p, cudaStream_t stream);
 
 // q k g tiers -> A of operands, of chunks outside tier 1, behind `paired_segment_parts`.

@@ -1,0 +1,69 @@
+"""Calls of CUDA's fused path that keep something for backward."""
+
+import pytest
+import torch
+from common import Inputs, make_inputs
+from fused import BF16, MIXED, for_this_gpu, mixed_gates, plan_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+in_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
+FP32 = torch.float32
+LENGTHS = (0, 1, 1300, 64, 700)  # with a tail of 35 tokens, 2100 in all
+PAIRED = {  # the batch for an H200, see `for_this_gpu`
+    "pairs of blocks": ((16, 200, 4, 128, 256), BF16, None),
+    "pairs of blocks, one after the other": ((49, 190, 4, 104, 200), BF16, None),
+}
+CASES = {
+    **PAIRED,
+    "segments": ((1, 2100, 2, 128, 256), BF16, None),
+    "segments, their states not kept": ((1, 800, 2, 104, 80), BF16, None),
+    "segments of forward alone": ((3, 1024, 6, 128, 256), BF16, None),
+    "fp32 gates": ((1, 700, 2, 128, 200), FP32, None),
+    "many keys": ((2, 320, 3, 256, 136), BF16, None),
+    "many keys, fp32 gates": ((1, 192, 2, 200, 200), FP32, None),
+    "packed": ((1, 2100, 2, 104, 200), BF16, LENGTHS),
+    "packed, many keys": ((1, 2100, 2, 256, 136), BF16, LENGTHS),
+}
+SWEPT = {
+    "swept segments": ((1, 16448, 8, 128, 128), BF16, None),
+    "swept segments, fp32 gates": ((1, 16448, 8, 128, 256), FP32, None),
+    "swept segments in pairs of blocks": ((1, 16448, 8, 104, 256), BF16, None),
+}
+by_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+by_every_case = pytest.mark.parametrize(
+    "case", [*CASES.values(), *SWEPT.values()], ids=[*CASES, *SWEPT]
+)
+
+
+def draw(case, gate=0.1, **options) -> Inputs:
+    (B, *sizes), gate_dtype, lengths = case
+    B = for_this_gpu(B) if case in PAIRED.values() else B
+    x = make_inputs(
+        B, *sizes, BF16, 0.1 if gate in MIXED else gate, gate_dtype, lengths=lengths, device="cuda",
+        **options,
+    )  # fmt: skip
+    return mixed_gates(x, gate) if gate in MIXED else x
+
+
+def kept_bytes(x: Inputs, **options) -> int:
+    forward, backward = (
+        plan_of(x, way, kept=True, **options)["kept_bytes"] for way in (False, True)
+    )
+    assert forward == backward
+    return forward
+
+
+class Kept(TorchDispatchMode):
+    """The bytes that calls of the operators keep and are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward, self.backward = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        if function is torch.ops.gla_ext.chunk_gla_fwd.default:
+            self.forward.append(results[3].numel())
+        elif function is torch.ops.gla_ext.chunk_gla_bwd.default:
+            self.backward.append(args[13].numel())
+        return results

@@ -1,0 +1,233 @@
+"""What forward keeps for backward on CUDA's fused path, in graphs, checkpoints, saved and freed."""
+
+import dataclasses
+
+import pytest
+import torch
+from common import (
+    Inputs,
+    assert_results_close,
+    assert_same_bits,
+    exact_by_chunks,
+    make_inputs,
+    ours,
+)
+from fused import BF16, operators
+from kept import CASES, PAIRED, SWEPT, Kept, by_case, by_every_case, draw, in_nan, kept_bytes
+from large import large_inputs
+from torch.utils.checkpoint import checkpoint
+
+from gla_ext import chunk_gla
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper", "keep_all")]
+
+
+@by_every_case
+def test_what_is_saved_and_freed(case, keep_nothing):
+    x = draw(case).map(lambda t: t.requires_grad_())
+    inputs = {t.data_ptr() for t in vars(x).values() if t is not None}
+    size = kept_bytes(x)
+
+    def saved() -> list[int]:
+        sizes = []
+
+        def pack(t):
+            if t.data_ptr() not in inputs and t.numel():
+                sizes.append(t.nbytes)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            chunk_gla(x.q, x.k, x.v, x.g, cu_seqlens=x.cu_seqlens)
+        return sizes
+
+    assert saved() == [size]
+    before = torch.cuda.memory_allocated()
+    o, _ = chunk_gla(x.q, x.k, x.v, x.g, cu_seqlens=x.cu_seqlens)
+    assert torch.cuda.memory_allocated() - before >= size
+    torch.autograd.grad(o, (x.q, x.k, x.v, x.g), x.do)
+    assert torch.cuda.memory_allocated() - before <= o.nbytes + 4096
+    keep_nothing()
+    assert saved() == []
+
+
+@pytest.mark.parametrize("who", ["no_grad", "no leaf"])
+def test_nothing_is_kept_where_no_gradient_is_to_come(who):
+    x = draw(CASES["segments"])
+    leaf = x.q.requires_grad_(who == "no_grad")
+    with Kept() as calls, torch.set_grad_enabled(who != "no_grad"):
+        chunk_gla(leaf, x.k, x.v, x.g)
+    assert calls.forward == [0]
+
+
+def test_callers_of_the_operator_do_not_hold_it():
+    x = draw(CASES["segments"])
+    args = (x.q.requires_grad_(), x.k, x.v, x.g, None, None, None, None, False, False, False, False)
+    assert torch.ops.gla_ext.chunk_gla_fwd(*args)[3].numel() == 0
+    assert torch.ops.gla_ext.chunk_gla_fwd(*args, kept_bytes(x))[3].numel() == kept_bytes(x)
+
+
+def test_never_more_than_the_inputs():
+    """Of many short sequences operands are mostly padding, of few values mostly keys."""
+    for K, V, lengths in ((128, 128, (3,) * 400), (136, 8, (1200,))):
+        x = make_inputs(1, 1200, 2, K, V, BF16, lengths=lengths, device="cuda")
+        with Kept() as calls:
+            ours(x)
+        assert calls.forward == [0]
+
+
+def test_peak_of_both_ways_is_that_of_making_them_again(keep_nothing):
+    x = large_inputs(2, 2048, 4, 256, 512)
+
+    def peak() -> int:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        ours(x)
+        return torch.cuda.max_memory_allocated() - before
+
+    kept = peak()
+    keep_nothing()
+    assert kept <= 1.01 * peak()
+
+
+@by_every_case
+def test_backward_twice(case):
+    x = draw(case).map(lambda t: t.requires_grad_())
+    o, _ = chunk_gla(x.q, x.k, x.v, x.g, cu_seqlens=x.cu_seqlens)
+    leaves = (x.q, x.k, x.v, x.g)
+    first = torch.autograd.grad(o, leaves, x.do, retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(o, leaves, x.do), strict=True):
+        assert torch.equal(a, b)
+
+
+def shifted(x: Inputs) -> Inputs:
+    """Rows that start at no multiple of 16 bytes."""
+    return x.map(lambda t: torch.cat([t[..., :1], t], -1)[..., 1:] if t.dim() == 4 else t)
+
+
+@in_nan
+@by_case
+def test_rows_that_start_anywhere(case):
+    """In eager mode they take the steps, with a gradient to come or without; a graph does not know
+    where they start, and they are copied.
+    """
+    x = draw(case, 1.0)
+    states = {name: getattr(x, name) for name in ("initial_state", "dht")}
+    odd, kept = dataclasses.replace(shifted(x), **states), kept_bytes(x)
+    assert_same_bits(operators(odd, kept), operators(x, kept))
+    with Kept() as calls:
+        results = ours(odd)
+    assert calls.forward == [0]
+    with torch.no_grad():
+        o, _ = chunk_gla(
+            odd.q, odd.k, odd.v, odd.g, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens
+        )
+    assert torch.equal(o, results["o"])
+
+
+@by_case
+def test_steps_in_backward_leave_it_alone(case, monkeypatch):
+    x = draw(case, 1.0)
+    results = operators(
+        x, kept_bytes(x), between=lambda kept: monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
+    )
+    expected = {name: y for name, y in exact_by_chunks(x).items() if name in results}
+    assert_results_close(results, expected, x)
+
+
+@pytest.mark.parametrize("case", [CASES["many keys"], *PAIRED.values()])
+def test_other_sizes_are_not_used(case):
+    """As an older graph of torch's cache may ask for."""
+    x = draw(case, "every other chunk")
+    right = kept_bytes(x)
+    expected = operators(x, 0)
+    for size in (8, right - 1, right + 1):
+        assert_same_bits(operators(x, size, between=lambda kept: kept.fill_(255)), expected)
+
+
+def test_wrong_sizes_and_paths_are_errors(monkeypatch):
+    x = draw(CASES["many keys"])
+    with pytest.raises(ValueError, match="expected kept_bytes to be at least -2, got -3"):
+        operators(x, -3)
+    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
+    with pytest.raises(NotImplementedError, match="expected kept_bytes to be 0 in the step path"):
+        operators(x, kept_bytes(x))
+
+
+@pytest.mark.parametrize("K, V", [(0, 256), (128, 0)])
+def test_wrong_sizes_are_errors_still(K, V):
+    q, k = (torch.zeros(1, 2048, 4, K, dtype=BF16, device="cuda") for _ in range(2))
+    v = torch.zeros(1, 2048, 4, V, dtype=BF16, device="cuda")
+    with pytest.raises(ValueError, match="to be at least 1, got 0"):
+        chunk_gla(q.requires_grad_(), k, v, k)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(dynamic, backend):
+    """Kept where the graph knows the sizes; the same bits whether or not."""
+    torch._dynamo.reset()
+    compiled = torch.compile(chunk_gla, fullgraph=True, dynamic=dynamic, backend=backend)
+    for case in (CASES["segments"], CASES["many keys"], PAIRED["pairs of blocks"]):
+        x = draw(case)
+        leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, x.g)]
+        results = []
+        for call in (chunk_gla, compiled):
+            sizes = []
+
+            def pack(t, sizes=sizes):
+                if t.dtype is torch.uint8:
+                    sizes.append(t.nbytes)
+                return t
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                o, _ = call(*leaves)
+            results.append((o, *torch.autograd.grad(o, leaves, x.do)))
+            assert sum(sizes) == (0 if dynamic and call is compiled else kept_bytes(x))
+        for eager, graph in zip(*results, strict=True):
+            assert torch.equal(graph, eager)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "checkpoint", "save_on_cpu"])
+def test_checkpointed_and_offloaded(how):
+    x = draw(CASES["segments"])
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, x.g)]
+
+    def function(*tensors):
+        return chunk_gla(*tensors)[0]
+
+    def run(call):
+        o = call(*leaves)
+        o.backward(x.do)
+        gradients = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return o, *gradients
+
+    plain = run(function)
+    if how == "save_on_cpu":
+        with torch.autograd.graph.save_on_cpu():
+            other = run(function)
+    else:
+        reentrant = how == "reentrant"
+        other = run(lambda *t: checkpoint(function, *t, use_reentrant=reentrant))
+    for a, b in zip(plain, other, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [CASES["segments"], SWEPT["swept segments in pairs of blocks"], *PAIRED.values()],
+)
+def test_replayed_in_a_graph(case):
+    x = draw(case, "every other chunk")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        ours(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ours(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(captured, ours(x))
