@@ -13,6 +13,10 @@ PAIRED = {  # the batch for an H200, see `for_this_gpu`
     "pairs of blocks": ((16, 200, 4, 128, 256), BF16, None),
     "pairs of blocks, one after the other": ((49, 190, 4, 104, 200), BF16, None),
 }
+UNPAIRED = {  # likewise
+    "single blocks": ((32, 200, 4, 128, 128), BF16, None),
+    "single blocks, few keys and values": ((32, 330, 4, 104, 104), BF16, None),
+}
 CASES = {
     **PAIRED,
     "segments": ((1, 2100, 2, 128, 256), BF16, None),
@@ -31,13 +35,15 @@ SWEPT = {
 }
 by_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 by_every_case = pytest.mark.parametrize(
-    "case", [*CASES.values(), *SWEPT.values()], ids=[*CASES, *SWEPT]
+    "case",
+    [*CASES.values(), *SWEPT.values(), *UNPAIRED.values()],
+    ids=[*CASES, *SWEPT, *UNPAIRED],
 )
 
 
 def draw(case, gate=0.1, **options) -> Inputs:
     (B, *sizes), gate_dtype, lengths = case
-    B = for_this_gpu(B) if case in PAIRED.values() else B
+    B = for_this_gpu(B) if case in (PAIRED | UNPAIRED).values() else B
     x = make_inputs(
         B, *sizes, BF16, 0.1 if gate in MIXED else gate, gate_dtype, lengths=lengths, device="cuda",
         **options,

@@ -17,6 +17,7 @@ from kept import (
     FP32,
     PAIRED,
     SWEPT,
+    UNPAIRED,
     Kept,
     by_case,
     by_every_case,
@@ -70,6 +71,27 @@ def test_same_bits_of_swept_segments(case, gate, keep_nothing):
     assert plan["swept_gradients"] and plan["segments"] > 1
     assert plan["paired_parts"] == (case is SWEPT["swept segments in pairs of blocks"])
     assert_kept_as_made(x, keep_nothing)
+
+
+@in_nan
+@pytest.mark.parametrize("case", UNPAIRED.values(), ids=UNPAIRED)
+@pytest.mark.parametrize("gate", [0.1, 2.0, 10.0, "reset", *MIXED])
+def test_operands_of_single_blocks(case, gate, keep_nothing):
+    """Forward's own, from sums of gates that backward would round otherwise: as accurate."""
+    x = draw(case, gate)
+    kept_plan = plan_of(x, kept=True)
+    assert not plan_of(x, False)["linear"] and not plan_of(x)["paired_states"]
+    assert kept_plan["swept_gradients"] and kept_plan["kept_bytes"] > 0
+    expected = exact_by_chunks(x)
+    with Kept() as calls:
+        kept = ours(x)
+    assert calls.forward == calls.backward == [kept_bytes(x)]
+    assert_results_close(kept, expected, x)
+    keep_nothing()
+    made = ours(x)
+    assert_results_close(made, expected, x)
+    forward = ("o", "final_state")
+    assert_same_bits({name: made[name] for name in forward}, {name: kept[name] for name in forward})
 
 
 @by_every_case

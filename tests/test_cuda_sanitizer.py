@@ -56,6 +56,7 @@ FUSED_SHAPES = {  # the batch for an H200, see `for_this_gpu`
     "gradients in a sweep": (11, 130, 6, 72, 72, None, "contiguous"),
     "gradients in a sweep, many values": (11, 330, 6, 72, 200, None, "contiguous"),
     "gradients in a sweep, several heads a cluster": (22, 190, 6, 72, 200, None, "contiguous"),
+    "gradients in a sweep, few values": (12, 330, 6, 104, 104, None, "contiguous"),
     "gradients in a sweep, narrow": (22, 200, 9, 40, 64, None, "contiguous"),
     "in segments": (1, 530, 1, 64, 64, None, "contiguous"),
     "packed, in segments": (1, 430, 1, 128, 64, (0, 330, 70, 3), "contiguous"),
@@ -100,13 +101,11 @@ def test_fused(B, T, H, K, V, lengths, layout, gate):
 
 
 @pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
-@pytest.mark.parametrize(
-    "shape", ["gradients in a sweep, many values", "gradients in a sweep, several heads a cluster"]
-)
-def test_operands_that_pairs_of_blocks_keep(shape, gate, hopper, keep_all):
-    B, *sizes, _, _ = FUSED_SHAPES[shape]
+@pytest.mark.parametrize("kind", ["many values", "several heads a cluster", "few values"])
+def test_operands_that_forward_keeps(kind, gate, hopper, keep_all):
+    B, *sizes, _, _ = FUSED_SHAPES[f"gradients in a sweep, {kind}"]
     x = make_inputs(for_this_gpu(B), *sizes, torch.bfloat16, gate)
-    assert plan_of(x)["paired_states"] and plan_of(x, kept=True)["kept_bytes"] > 0
+    assert not plan_of(x, False)["linear"] and plan_of(x, kept=True)["kept_bytes"] > 0
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 
 

@@ -242,8 +242,10 @@ Workspace plan_kept(const PlanInputs& in, const ChunkGrid& grid) {
   pass.backward = true;
   const Plan backward = make_plan(pass);
   const bool over_operands = forward.linear && backward.linear && !backward.paired_states;
-  const bool paired = !forward.linear && forward.cluster_pieces > 0 && backward.paired_states;
-  if (!over_operands && !paired) return kept;
+  // Other gradients need sums of gates of which every bit is operands.cu's.
+  const bool on_chip = forward.fused_sweeps && !forward.linear && backward.linear &&
+                       backward.swept_gradients && backward.segments == 0;
+  if (!over_operands && !on_chip) return kept;
   const int64_t most = input_bytes(in, grid);
   kept.operands = add(kept, all_operand_bytes(in, grid));
   kept.tiers = add(kept, tier_bytes(grid, in.H));

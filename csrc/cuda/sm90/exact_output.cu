@@ -3,7 +3,7 @@
 //
 // grid    as for_exact_chunks wants it
 // reads   q, k, g [B, T, H, K], v, o [B, T, H, V], tiers
-// writes  o [B, T, H, V], and A of operands that paired forward has kept
+// writes  o [B, T, H, V], and A of operands that forward has kept
 // The scores are those of forward steps 3 and 4 and stay in shared memory. Accumulation is fp32; o
 // is rounded once more.
 #include "../device/launch.cuh"

@@ -8,7 +8,8 @@
 // grid    (segment, head, 128 values); two producer and two consumer warpgroups. Where K and V are
 //         at most 64, two segments and heads a block, with a producer and a consumer each.
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states
-// writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks]
+// writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks], and, if they are there, operands [B,
+//         slots, H], but for A outside tier 1
 //
 // The producers take the chunks in turn. One copies a chunk's rows into shared memory, sums the
 // gates, turns q and k into q^ and k^ in place and multiplies them: what does not need the state.
@@ -30,7 +31,8 @@ namespace {
 template <int K, int kMembers>
 using Block = SweepBlock<Unit<K, kMembers>, kGroups / kMembers, kBlockThreads>;
 
-template <int K, int kMembers>
+// kKeeps: operands are kept, of heads of more than 64 keys and at most 128 values.
+template <int K, int kMembers, bool kKeeps>
 __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
@@ -38,12 +40,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
   auto& s = *reinterpret_cast<Block<K, kMembers>*>(s_bytes);
   const int v_blocks = blocks_of(p.V, s.units[0].kValues);
   const int block_v = static_cast<int>(blockIdx.x % v_blocks) * s.units[0].kValues;
-  start_block<1, kMembers>(s, p, blockIdx.x, v_blocks);
+  start_block<1, kMembers, kKeeps>(s, p, blockIdx.x, v_blocks);
   const int group = warpgroup();
   auto& unit = s.units[group % kGroups / kMembers];
   if (group < kGroups) {
     give_registers<96>();
-    if (!unit.segment.tail) produce(unit, s.triangle, p, group, block_v);
+    if (!unit.segment.tail) produce<kKeeps>(unit, s.triangle, p, group, block_v);
   } else {
     take_registers<160>();
     consume(unit, p, group - kGroups, block_v);
@@ -51,21 +53,24 @@ __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
 #endif
 }
 
-template <int K, int kMembers>
+template <int K, int kMembers, bool kKeeps = false>
 void launch_forward(const Problem& p, cudaStream_t stream) {
   using Shared = Block<K, kMembers>;
-  static const DynamicShared shared(forward_kernel<K, kMembers>, sizeof(Shared));
+  constexpr auto kKernel = forward_kernel<K, kMembers, kKeeps>;
+  static const DynamicShared shared(kKernel, sizeof(Shared));
   const int64_t blocks = blocks_of(segment_heads(p.grid, p.H), Shared::kUnits) *
                          blocks_of(p.V, Unit<K, kMembers>::kValues);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(forward_kernel<K, kMembers>, blocks, kBlockThreads, sizeof(Shared), stream, p);
+  launch_dependent(kKernel, blocks, kBlockThreads, sizeof(Shared), stream, p);
 }
 
 }  // namespace
 
 void forward(const Problem& p, cudaStream_t stream) {
-  if (p.K > 64)
+  if (p.operands != nullptr)
+    launch_forward<128, 2, true>(p, stream);
+  else if (p.K > 64)
     launch_forward<128, 2>(p, stream);
   else if (p.V > 64)
     launch_forward<64, 2>(p, stream);

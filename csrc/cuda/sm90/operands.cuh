@@ -1,5 +1,5 @@
-// q^, k^ and A of a chunk and head as operands.cu, paired_states.cu or paired_forward.cu leaves
-// them in memory: tiles as warpgroup products read them, which are copied whole.
+// q^, k^ and A of a chunk and head as operands.cu, paired_states.cu or a forward sweep that gates
+// leaves them in memory: tiles as warpgroup products read them, which are copied whole.
 #pragma once
 
 #include "tiles.cuh"
@@ -21,7 +21,7 @@ struct alignas(1024) OperandGroup {
 constexpr int kFactorBytes = sizeof(OperandGroup::factors);
 
 // A is there for sweeps (operands.cu is told whether one reads it) and outside tier 1, from
-// exact_gradients.cu behind paired_states.cu, from exact_output.cu behind paired_forward.cu;
+// exact_gradients.cu behind paired_states.cu, from exact_output.cu behind forward sweeps;
 // `exact`, 1 if the chunk is outside, for sweeps alone.
 template <int kGroups>
 struct alignas(1024) Operands {

@@ -14,9 +14,9 @@
 // arithmetic, and so every bit, is forward.cu's.
 #include "dependent_launch.cuh"
 #include "forward/gating.cuh"
+#include "forward/keep.cuh"
 #include "forward/multiply.cuh"
 #include "forward/output.cuh"
-#include "operands.cuh"
 #include "paired/launch.cuh"
 #include "sm90.h"
 
@@ -58,25 +58,6 @@ struct alignas(1024) Shared {
   Pieces<kPieces> pieces;
 };
 
-// For backward, as operands.cuh has them. By one thread; the places are still read when it returns.
-__device__ __forceinline__ void store_operands(unsigned char* out, const Tiles& tiles,
-                                               const Factors& factors,
-                                               const float (&b_last)[kKeys]) {
-  static_assert(kKeyTiles * kTile == kOperandKeys);
-  const auto factors_at = [out](Factor i) {
-    return out + offsetof(OperandGroup, factors) + i * sizeof(b_last);
-  };
-  bulk_store(out + offsetof(OperandGroup, q), tiles.q, sizeof(tiles.q));
-  bulk_store(factors_at(kEnter), factors.enter, sizeof(factors.enter));
-  bulk_store(factors_at(kMiddle), factors.middle, sizeof(factors.middle));
-  bulk_store(factors_at(kLeave), factors.leave, sizeof(factors.leave));
-  bulk_store(factors_at(kSum), b_last, sizeof(b_last));
-  bulk_store(out + offsetof(OperandGroup, k), tiles.k, sizeof(tiles.k));
-  bulk_store(out + offsetof(Operands<1>, A), tiles.A, sizeof(tiles.A));
-  commit_bulk_stores();
-  *reinterpret_cast<int4*>(out + offsetof(Operands<1>, exact)) = make_int4(factors.exact, 0, 0, 0);
-}
-
 // kKeeps: operands are kept.
 template <bool kKeeps, int kPieces>
 __device__ __forceinline__ void produce(Shared<kPieces>& s, const Problem& p, int group, int rank) {
@@ -98,9 +79,10 @@ __device__ __forceinline__ void produce(Shared<kPieces>& s, const Problem& p, in
     copy_rows<kKeyTiles, kGroupThreads>(own.k, p.k, segment, chunk, thread, 0, p.K);
     commit_copies();
     wait_for_copies<0>();
-    gate({own.q, own.k, own.A, factors.enter, factors.middle, factors.leave, &factors.exact,
-          s.b_last[group], s.references[group]},
-         p.scale);
+    const GatedChunk gated{own.q,          own.k,           own.A,
+                           factors.enter,  factors.middle,  factors.leave,
+                           &factors.exact, s.b_last[group], s.references[group]};
+    gate(gated, p.scale);
     fence_for_products();  // and bulk copies
     arrive(&s.handover.own_full[group]);
     barrier();  // A is written
@@ -109,8 +91,7 @@ __device__ __forceinline__ void produce(Shared<kPieces>& s, const Problem& p, in
           s.handover.expect_in_other(group, other, sizeof(Tiles) + sizeof(Factors));
       bulk_send(address_in(&s.received_factors[group], other), &factors, sizeof(Factors), full);
       bulk_send(address_in(&s.received[group], other), &own, sizeof(Tiles), full);
-      if constexpr (kKeeps)
-        store_operands(operands_at(p, segment.chunk_head(p, chunk)), own, factors, s.b_last[group]);
+      if constexpr (kKeeps) store_operands(operands_at(p, segment.chunk_head(p, chunk)), gated);
     }
   }
   if (kKeeps && thread == 0) wait_for_bulk_stores();  // before the block ends

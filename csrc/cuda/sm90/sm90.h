@@ -13,7 +13,8 @@ bool available();
 
 // Sweeps that gate: bf16 g.
 // q k v g h0 (segment_states) -> o, ht, tiers: all but what chunks outside tier 1 owe to their own
-// A. K of at most 128.
+// A; with operands, but for A outside tier 1, if they are there (K above 64, V of at most 128). K
+// of at most 128.
 void forward(const Problem& p, cudaStream_t stream);
 // The same by pairs of blocks, where the plan says so (cluster_pieces); with operands, but for A
 // outside tier 1, if they are there.

@@ -28,15 +28,15 @@ __device__ __forceinline__ void group_barrier(int group) {
 }
 
 // Finds the segments of units number index / each, and makes what all warpgroups need. kProducers
-// and kConsumers: of a chunk.
-template <int kProducers, int kConsumers, class Block, class Index>
+// and kConsumers: of a chunk; kOthers: single threads that leave a stage besides the consumers.
+template <int kProducers, int kConsumers, int kOthers = 0, class Block, class Index>
 __device__ __forceinline__ void start_block(Block& s, const Problem& p, Index index, int each) {
   if (threadIdx.x < s.kUnits) {
     auto& unit = s.units[threadIdx.x];
     unit.segment = find_segment(p, static_cast<int64_t>(index / each) * s.kUnits + threadIdx.x);
     for (int stage = 0; stage < kStages; ++stage) {
       init_barrier(&unit.full[stage], kProducers * kGroupThreads);
-      init_barrier(&unit.empty[stage], kConsumers * kGroupThreads);
+      init_barrier(&unit.empty[stage], kConsumers * kGroupThreads + kOthers);
     }
   }
   fill_triangle<Block::kThreads>(s.triangle);

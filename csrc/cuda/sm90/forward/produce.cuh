@@ -1,13 +1,15 @@
 // What a producer of forward.cu does.
 #pragma once
 
-#include "gating.cuh"
+#include "keep.cuh"
 #include "shared.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-template <int K, int kMembers>
+// kKeeps: operands are kept. A stage is then empty when they have been read too, since its next
+// chunk is the other producer's.
+template <bool kKeeps, int K, int kMembers>
 __device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned char* triangle,
                                         const Problem& p, int group, int block_v) {
   const Segment& segment = s.segment;
@@ -34,12 +36,23 @@ __device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned cha
     const int stage = chunk % kStages;
     auto& tiles = s.stages[stage];
     wait_for_copies<kAsked - 1>();
-    gate({tiles.q, tiles.k, tiles.g, s.enter[stage], s.middle[stage],
-          s.leave[chunk % (kStages + 1)], &s.exact[stage], s.b_last[member], s.references[member]},
-         p.scale);
-    fence_for_products();
+    const GatedChunk gated{tiles.q,         tiles.k,          tiles.g,
+                           s.enter[stage],  s.middle[stage],  s.leave[chunk % (kStages + 1)],
+                           &s.exact[stage], s.b_last[member], s.references[member]};
+    gate(gated, p.scale);
+    fence_for_products();  // and bulk stores
     arrive(&s.full[stage]);
+    if constexpr (kKeeps) {
+      barrier();  // A is written
+      if (thread == 0) store_operands(operands_at(p, segment.chunk_head(p, chunk)), gated);
+    }
     copy(chunk + kAsked * kMembers);  // waits for the consumers of the chunk before
+    if constexpr (kKeeps) {
+      if (thread == 0) {
+        wait_for_bulk_stores();
+        arrive(&s.empty[stage]);
+      }
+    }
   }
 }
 
