@@ -16,6 +16,8 @@ PAIRED = {  # the batch for an H200, see `for_this_gpu`
 UNPAIRED = {  # likewise
     "single blocks": ((32, 200, 4, 128, 128), BF16, None),
     "single blocks, few keys and values": ((32, 330, 4, 104, 104), BF16, None),
+    "single blocks, many chunks": ((32, 650, 4, 128, 128), BF16, None),
+    "single blocks, one chunk": ((32, 64, 4, 128, 128), BF16, None),
 }
 CASES = {
     **PAIRED,

@@ -11,7 +11,7 @@ from common import (
     ours,
     outputs_and_gradients,
 )
-from fused import MIXED, operators, plan_of
+from fused import MIXED, for_this_gpu, operators, plan_of
 from kept import (
     CASES,
     FP32,
@@ -92,6 +92,25 @@ def test_operands_of_single_blocks(case, gate, keep_nothing):
     assert_results_close(made, expected, x)
     forward = ("o", "final_state")
     assert_same_bits({name: made[name] for name in forward}, {name: kept[name] for name in forward})
+
+
+@in_nan
+@pytest.mark.parametrize("case", UNPAIRED.values(), ids=UNPAIRED)
+@pytest.mark.parametrize("gate", [0.1, "every other chunk"])
+def test_single_blocks_keep_what_pairs_do(case, gate):
+    """Whatever the values: the same operands of the same q, k and g."""
+    (B, T, H, K, _), *rest = case
+    x, wide = draw(case, gate), draw(((for_this_gpu(B), T, H, K, 256), *rest))
+    assert plan_of(wide)["paired_states"]
+    found = []
+    for y in (x, dataclasses.replace(wide, q=x.q, k=x.k, g=x.g)):
+        operators(y, kept_bytes(y), between=lambda kept: found.append(kept.cpu()))
+    operands, padding = 43136, 112  # bytes of a chunk and head, at whose end some are not written
+    count = x.q.shape[0] * -(-T // 64) * H
+    single, pairs = (
+        kept[: count * operands].view(count, operands)[:, : operands - padding] for kept in found
+    )
+    assert torch.equal(single, pairs)
 
 
 @by_every_case

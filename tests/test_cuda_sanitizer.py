@@ -56,7 +56,7 @@ FUSED_SHAPES = {  # the batch for an H200, see `for_this_gpu`
     "gradients in a sweep": (11, 130, 6, 72, 72, None, "contiguous"),
     "gradients in a sweep, many values": (11, 330, 6, 72, 200, None, "contiguous"),
     "gradients in a sweep, several heads a cluster": (22, 190, 6, 72, 200, None, "contiguous"),
-    "gradients in a sweep, few values": (12, 330, 6, 104, 104, None, "contiguous"),
+    "gradients in a sweep, few values": (17, 430, 6, 104, 104, None, "contiguous"),
     "gradients in a sweep, narrow": (22, 200, 9, 40, 64, None, "contiguous"),
     "in segments": (1, 530, 1, 64, 64, None, "contiguous"),
     "packed, in segments": (1, 430, 1, 128, 64, (0, 330, 70, 3), "contiguous"),
