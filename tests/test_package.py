@@ -4,6 +4,7 @@ Both are those of examples/: `aot_inductor.py` and `run_package.cpp`.
 """
 
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,12 @@ from models import EVERY, make_layer
 from source_tree import ROOT, load_module, run
 
 RUNNER = ROOT / "build" / "run_package"
+if not RUNNER.exists():
+    WHY_NOT = "make ctest builds build/run_package"
+elif RUNNER.stat().st_mtime < Path(torch.__file__).stat().st_mtime:
+    WHY_NOT = "build/run_package was built before this torch came: make ctest"
+else:
+    WHY_NOT = ""
 
 aot_inductor = load_module("examples/aot_inductor.py")
 
@@ -43,7 +50,7 @@ def test_from_python(package, cases):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not RUNNER.exists(), reason="make ctest builds build/run_package")
+@pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
 def test_from_cpp(package, cases, tmp_path):
     def results():
         torch.save(cases, tmp_path / "cases.pt")
