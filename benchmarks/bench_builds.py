@@ -20,7 +20,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
 Times = dict[str, tuple[float, float]]  # ms by shape, forward and both ways
 
 
@@ -44,13 +43,12 @@ def parse_build(text: str) -> Build:
     return Build(name, path, dict(pairs))
 
 
-def measure(folder: str, shapes: list[str], gate: float) -> Times:
+def measure(folder: str, shapes: list[str], gates: float) -> Times:
     """In the process of a build."""
     sys.path.insert(0, folder)
     import bench_cuda as bench
+    import gate
     import torch
-    from common import assert_results_close, exact_by_chunks, ours
-    from large import large_inputs
     from timing import cold
 
     import gla_ext
@@ -59,28 +57,25 @@ def measure(folder: str, shapes: list[str], gate: float) -> Times:
         raise SystemExit(f"{folder}: gla_ext came from {gla_ext.__file__}")
     times = {}
     for name in shapes:
-        x = large_inputs(*bench.parse_shape(name), gate=1 / gate)
-        results = ours(x)
-        first = x.select(0)
-        assert_results_close(
-            {key: y[:1] for key, y in results.items()}, exact_by_chunks(first), first
-        )
-        del results
+        shape = bench.parse_shape(name)
+        if wrong := gate.check(shape, 1 / gates):
+            raise SystemExit("\n".join(wrong))
+        x = bench.draw(shape, 1 / gates)
         runs = {way: bench.call(gla_ext.chunk_gla, x, way) for way in (False, True)}
         times[name] = tuple(timing.median for timing in cold(runs).values())
         torch.cuda.empty_cache()
     return times
 
 
-def measure_apart(build: Build, shapes: list[str], gate: float) -> Times:
+def measure_apart(build: Build, shapes: list[str], gates: float) -> Times:
     command = [sys.executable, __file__, "--in-process", str(build.folder)]
-    command += ["--shapes", *shapes, "--gates", str(gate)]
+    command += ["--shapes", *shapes, "--gates", str(gates)]
     run = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | build.environment
     )
     if run.returncode != 0:
         raise SystemExit(f"{build.name}: exit code {run.returncode}")
-    return json.loads(run.stdout.splitlines()[-1])
+    return json.loads(run.stdout)
 
 
 def page(rounds: dict[str, list[Times]]) -> list[str]:

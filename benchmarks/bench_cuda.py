@@ -60,11 +60,11 @@ def floor_ms(shape, backward: bool, bytes_per_s: float) -> float:
     return 1e3 * B * T * H * 2 * values / bytes_per_s
 
 
-def draw(shape):
-    """bf16 inputs with trained GLA's gates, drawn on the GPU."""
+def draw(shape, gate: float = 1 / 16):
+    """bf16 inputs with gates logsigmoid(N(0, 1)) * gate, trained GLA's, drawn on the GPU."""
     from large import large_inputs
 
-    return large_inputs(*shape)
+    return large_inputs(*shape, gate=gate)
 
 
 def implementations(fla: bool) -> dict[str, Callable]:

@@ -27,13 +27,13 @@ def check_small() -> list[str]:
     return errors("default path") + bench.on_steps(lambda: errors("steps"))()
 
 
-def check(shape) -> list[str]:
+def check(shape, gate: float = 1 / 16) -> list[str]:
     """What is wrong at a shape, one line each: first and last row against fp64, on both paths."""
     from common import exact_by_chunks, ours
 
     from gla_ext import selftest
 
-    x, wrong = bench.draw(shape), []
+    x, wrong = bench.draw(shape, gate), []
     paths = {"default path": ours(x), "steps": bench.on_steps(lambda: ours(x))()}
     for row in sorted({0, shape[0] - 1}):
         for name, expected in exact_by_chunks(x.select(row)).items():

@@ -2,20 +2,14 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 import pytest
+from source_tree import ROOT
 
-ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import bench_builds
+
 SHAPE = "2x64x1x8x8"
-
-
-@pytest.fixture
-def bench_builds(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import bench_builds
-
-    return bench_builds
 
 
 @pytest.fixture
@@ -28,7 +22,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     "rest, environment", [("", {}), (",A=1", {"A": "1"}), (",A=b=c,B=", {"A": "b=c", "B": ""})]
 )
-def test_builds(bench_builds, folder, rest, environment):
+def test_builds(folder, rest, environment):
     build = bench_builds.parse_build(f"new={folder}{rest}")
     assert build == bench_builds.Build("new", folder, environment)
 
@@ -36,16 +30,16 @@ def test_builds(bench_builds, folder, rest, environment):
 @pytest.mark.parametrize(
     "text", ["", "new", "=x", "new=", "new={},A", "new={},=1", "new={}/gla_ext"]
 )
-def test_what_is_no_build(bench_builds, folder, text):
+def test_what_is_no_build(folder, text):
     with pytest.raises(argparse.ArgumentTypeError, match="expected "):
         bench_builds.parse_build(text.format(folder))
 
 
-def test_builds_take_turns(bench_builds, folder, monkeypatch, capsys):
+def test_builds_take_turns(folder, monkeypatch, capsys):
     turns = []
 
-    def measure_apart(build, shapes, gate):
-        assert (shapes, gate) == ([SHAPE], 0.25)
+    def measure_apart(build, shapes, gates):
+        assert (shapes, gates) == ([SHAPE], 0.25)
         turns.append((build.name, build.environment))
         return {SHAPE: (2.0, 8.0) if build.environment else (len(turns), 16.0)}
 
@@ -65,14 +59,14 @@ def test_builds_take_turns(bench_builds, folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("builds", [[], ["a", "a"]])
-def test_builds_have_names_of_their_own(bench_builds, folder, monkeypatch, capsys, builds):
+def test_builds_have_names_of_their_own(folder, monkeypatch, capsys, builds):
     monkeypatch.setattr(sys, "argv", ["", *(f"{name}={folder}" for name in builds)])
     with pytest.raises(SystemExit):
         bench_builds.main()
     assert "expected builds of different names" in capsys.readouterr().err
 
 
-def test_a_process_that_fails_ends_it(bench_builds, folder):
+def test_a_process_that_fails_ends_it(folder):
     """Here for want of an extension that loads."""
     build = bench_builds.Build("new", folder, {})
     with pytest.raises(SystemExit, match="new: exit code 1"):

@@ -25,13 +25,15 @@ from kept import (
     in_nan,
     kept_bytes,
 )
+from plans import operand_bytes
 
 from gla_ext import batch_invariant, chunk_gla, ops
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper", "keep_all")]
 
 
-def assert_kept_as_made(x, keep_nothing):
+def kept_and_made(x, keep_nothing):
+    """Results where operands are kept, which are right, and where they are made again."""
     with Kept() as calls:
         kept = ours(x)
     assert calls.forward == calls.backward == [kept_bytes(x)] != [0]
@@ -40,6 +42,11 @@ def assert_kept_as_made(x, keep_nothing):
     with Kept() as calls:
         made = ours(x)
     assert calls.forward == calls.backward == [0]
+    return kept, made
+
+
+def assert_kept_as_made(x, keep_nothing):
+    kept, made = kept_and_made(x, keep_nothing)
     assert_same_bits(made, kept)
 
 
@@ -82,14 +89,8 @@ def test_operands_of_single_blocks(case, gate, keep_nothing):
     kept_plan = plan_of(x, kept=True)
     assert not plan_of(x, False)["linear"] and not plan_of(x)["paired_states"]
     assert kept_plan["swept_gradients"] and kept_plan["kept_bytes"] > 0
-    expected = exact_by_chunks(x)
-    with Kept() as calls:
-        kept = ours(x)
-    assert calls.forward == calls.backward == [kept_bytes(x)]
-    assert_results_close(kept, expected, x)
-    keep_nothing()
-    made = ours(x)
-    assert_results_close(made, expected, x)
+    kept, made = kept_and_made(x, keep_nothing)
+    assert_results_close(made, exact_by_chunks(x), x)
     forward = ("o", "final_state")
     assert_same_bits({name: made[name] for name in forward}, {name: kept[name] for name in forward})
 
@@ -105,7 +106,8 @@ def test_single_blocks_keep_what_pairs_do(case, gate):
     found = []
     for y in (x, dataclasses.replace(wide, q=x.q, k=x.k, g=x.g)):
         operators(y, kept_bytes(y), between=lambda kept: found.append(kept.cpu()))
-    operands, padding = 43136, 112  # bytes of a chunk and head, at whose end some are not written
+    # Bytes of a chunk and head, at whose end some are not written.
+    operands, padding = operand_bytes(1, K), 112
     count = x.q.shape[0] * -(-T // 64) * H
     single, pairs = (
         kept[: count * operands].view(count, operands)[:, : operands - padding] for kept in found
