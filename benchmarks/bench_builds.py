@@ -1,7 +1,7 @@
 """Builds of gla_ext in turns on this machine's GPU, or one under several environments:
 
     python benchmarks/bench_builds.py new=. old=../before --shapes 32x2048x4x128x256
-    python benchmarks/bench_builds.py default=. all=.,GLA_EXT_KEEP_OPERANDS=all
+    python benchmarks/bench_builds.py kept=. again=.,GLA_EXT_KEEP_OPERANDS=0
     python benchmarks/bench_builds.py new=. old=../before --gates 0.25 --rounds 4
 
 A build is a folder with the package gla_ext and its extension in it. In every round each has a

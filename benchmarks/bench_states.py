@@ -1,5 +1,5 @@
-"""What forward leaves for backward beside the inputs: nothing, the operands it has made, as
-`GLA_EXT_KEEP_OPERANDS` says, or the states (`save_states`): time and memory.
+"""What forward leaves for backward beside the inputs: nothing (`GLA_EXT_KEEP_OPERANDS=0`), the
+operands it has made (the default), or the states (`save_states`): time and memory.
 """
 
 import functools

@@ -121,10 +121,9 @@ def waiting_for_backward(results) -> list[str]:
     return rows and table(
         "What waits for backward",
         "Forward + backward by the operators, ms: with nothing but the inputs "
-        "(`GLA_EXT_KEEP_OPERANDS=0`), with the operands that forward has made "
-        "(`GLA_EXT_KEEP_OPERANDS=all`; where it makes them in memory for itself, as is the "
-        "default), or with the states of every chunk (`save_states`); and the MiB that then wait "
-        "beside the inputs, and of these.",
+        "(`GLA_EXT_KEEP_OPERANDS=0`), with the operands that forward has made, as is the default, "
+        "or with the states of every chunk (`save_states`); and the MiB that then wait beside the "
+        "inputs, and of these.",
         ["inputs", *(x for way in ("operands", "states") for x in (way, "MiB", "of the inputs"))],
         {
             name: [

@@ -124,8 +124,8 @@ Shape check_chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at::Te
 }
 
 int64_t check_kept_bytes(const char* op, int64_t kept_bytes) {
-  TORCH_CHECK_VALUE(kept_bytes >= kAllBytes, op, ": expected kept_bytes to be at least ", kAllBytes,
-                    ", got ", kept_bytes);
+  TORCH_CHECK_VALUE(kept_bytes >= kPlannedBytes, op, ": expected kept_bytes to be at least ",
+                    kPlannedBytes, ", got ", kept_bytes);
   return std::max<int64_t>(kept_bytes, 0);
 }
 

@@ -32,9 +32,8 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(
 // The operators behind it. An output that was not asked for is a 0-element tensor. `kept`: what
 // forward has made and backward uses again, of a size that the device's plan knows; another size is
 // allocated and not used. kPlannedBytes: that size under autograd with a gradient to come, which
-// then alone has the tensor (autograd/kept.h), else nothing, and nothing where forward would write
-// it to memory for backward alone. kAllBytes: the same, and there too.
-constexpr int64_t kPlannedBytes = -1, kAllBytes = -2;
+// then alone has the tensor (autograd/kept.h), else nothing.
+constexpr int64_t kPlannedBytes = -1;
 using ForwardOutputs =  // o, final_state, states, kept
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using BackwardOutputs =  // dq, dk, dv, dg, dgv, dh0

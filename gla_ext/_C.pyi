@@ -52,9 +52,8 @@ def plan(
             bytes.
         key_gated: CUDA only: whether there is a g.
         value_gated: whether there is a gv.
-        kept: CUDA only: forward keeps operands for backward wherever it can, as under autograd with
-            GLA_EXT_KEEP_OPERANDS=all, or backward is given them. By default forward keeps those
-            alone that it makes in memory for itself.
+        kept: CUDA only: forward keeps operands for backward wherever it can, as it does under
+            autograd unless GLA_EXT_KEEP_OPERANDS=0, or backward is given them.
         capability: CUDA only: of the GPU, as "8.0"; "9.0" has the fused path, whose kernels are
             taken to be built.
         processors: CUDA only: multiprocessors of the GPU; 132 are an H200's.

@@ -18,10 +18,8 @@ _fwd = torch.ops.gla_ext.chunk_gla_fwd.default
 
 
 _OFF = ("0", "false", "off", "no")
-# The operator's kept_bytes: -1 keeps for backward what the plan has forward make for itself, -2
-# whatever spares backward work.
-_keep = os.environ.get("GLA_EXT_KEEP_OPERANDS", "").lower()
-_kept_bytes = 0 if _keep in _OFF else -2 if _keep == "all" else -1
+# The operator's kept_bytes: -1 keeps for backward what the plan says, 0 nothing.
+_kept_bytes = 0 if os.environ.get("GLA_EXT_KEEP_OPERANDS", "").lower() in _OFF else -1
 
 
 class _Mode(threading.local):

@@ -32,6 +32,7 @@ def why_no_cuda() -> str | None:
 
 
 PATHS = ("plan", "steps")
+KEPT, AGAIN = "kept", "made again"
 HEADS = {"K20-V28": (20, 28), "K24-V40": (24, 40)}
 
 
@@ -67,7 +68,8 @@ def _runs(parameters: dict) -> bool:
         and K <= 256
     )
     another = parameters.get("path") == "steps" or parameters.get("head") == HEADS["K24-V40"]
-    return may_be_fused or not another
+    has_operands = parameters.get("K", 128) > 64
+    return (may_be_fused or not another) and (has_operands or parameters.get("operands") != AGAIN)
 
 
 def _parameters(item) -> dict:
@@ -88,10 +90,12 @@ def keep_nothing(monkeypatch):
     return lambda: monkeypatch.setattr(ops, "_kept_bytes", 0)
 
 
-@pytest.fixture
-def keep_all(monkeypatch):
-    """Has forward on CUDA keep whatever spares backward work."""
-    monkeypatch.setattr(ops, "_kept_bytes", -2)
+@pytest.fixture(params=[KEPT, AGAIN])
+def operands(request, keep_nothing) -> str:
+    """Whose operands backward on CUDA takes: those that forward has left, or its own."""
+    if request.param == AGAIN:
+        keep_nothing()
+    return request.param
 
 
 def pytest_runtest_setup(item):

@@ -202,9 +202,7 @@ print(ops._kept_bytes)
 """
 
 
-@pytest.mark.parametrize(
-    "variable, passed", [("", "-1"), ("1", "-1"), ("0", "0"), ("off", "0"), ("all", "-2")]
-)
+@pytest.mark.parametrize("variable, passed", [("", "-1"), ("1", "-1"), ("0", "0"), ("off", "0")])
 def test_who_sets_what_to_keep(variable, passed):
     assert run_python(KEEP_OPERANDS, GLA_EXT_KEEP_OPERANDS=variable).split() == [passed]
 

@@ -27,9 +27,9 @@ from kept import (
 )
 from plans import operand_bytes
 
-from gla_ext import batch_invariant, chunk_gla, ops
+from gla_ext import batch_invariant, chunk_gla
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper", "keep_all")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
 
 
 def kept_and_made(x, keep_nothing):
@@ -113,17 +113,6 @@ def test_single_blocks_keep_what_pairs_do(case, gate):
         kept[: count * operands].view(count, operands)[:, : operands - padding] for kept in found
     )
     assert torch.equal(single, pairs)
-
-
-@by_every_case
-def test_what_is_kept_by_default(case, monkeypatch):
-    """What forward makes in memory for itself."""
-    monkeypatch.setattr(ops, "_kept_bytes", -1)
-    x = draw(case)
-    with Kept() as calls:
-        ours(x)
-    expected = kept_bytes(x) if plan_of(x, backward=False)["linear"] else 0
-    assert calls.forward == calls.backward == [expected]
 
 
 @in_nan

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gla_ext import chunk_gla
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper", "keep_all")]
+MIB = 2**20
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
 
 
 @by_every_case
@@ -45,7 +46,10 @@ def test_what_is_saved_and_freed(case, keep_nothing):
     o, _ = chunk_gla(x.q, x.k, x.v, x.g, cu_seqlens=x.cu_seqlens)
     assert torch.cuda.memory_allocated() - before >= size
     torch.autograd.grad(o, (x.q, x.k, x.v, x.g), x.do)
-    assert torch.cuda.memory_allocated() - before <= o.nbytes + 4096
+    # Torch counts what it leaves of o's block too: less than 512 bytes, from 1 MiB on up to 1 MiB.
+    margin = 4096 if o.nbytes <= MIB else MIB
+    assert size > 2 * margin
+    assert torch.cuda.memory_allocated() - before <= o.nbytes + margin
     keep_nothing()
     assert saved() == []
 
@@ -75,8 +79,9 @@ def test_never_more_than_the_inputs():
         assert calls.forward == [0]
 
 
-def test_peak_of_both_ways_is_that_of_making_them_again(keep_nothing):
-    x = large_inputs(2, 2048, 4, 256, 512)
+@pytest.mark.parametrize("shape", [(2, 2048, 4, 256, 512), (32, 2048, 4, 128, 256)], ids=str)
+def test_peak_of_both_ways_is_that_of_making_them_again(shape, keep_nothing):
+    x = large_inputs(*shape)
 
     def peak() -> int:
         torch.cuda.synchronize()
@@ -147,8 +152,8 @@ def test_other_sizes_are_not_used(case):
 
 def test_wrong_sizes_and_paths_are_errors(monkeypatch):
     x = draw(CASES["many keys"])
-    with pytest.raises(ValueError, match="expected kept_bytes to be at least -2, got -3"):
-        operators(x, -3)
+    with pytest.raises(ValueError, match="expected kept_bytes to be at least -1, got -2"):
+        operators(x, -2)
     monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
     with pytest.raises(NotImplementedError, match="expected kept_bytes to be 0 in the step path"):
         operators(x, kept_bytes(x))

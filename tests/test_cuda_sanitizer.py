@@ -102,10 +102,12 @@ def test_fused(B, T, H, K, V, lengths, layout, gate):
 
 @pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
 @pytest.mark.parametrize("kind", ["many values", "several heads a cluster", "few values"])
-def test_operands_that_forward_keeps(kind, gate, hopper, keep_all):
+def test_operands_that_backward_makes_again(kind, gate, hopper, keep_nothing):
+    """Where forward leaves its own, as `test_fused` does."""
     B, *sizes, _, _ = FUSED_SHAPES[f"gradients in a sweep, {kind}"]
     x = make_inputs(for_this_gpu(B), *sizes, torch.bfloat16, gate)
     assert not plan_of(x, False)["linear"] and plan_of(x, kept=True)["kept_bytes"] > 0
+    keep_nothing()
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 
 

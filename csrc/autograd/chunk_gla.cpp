@@ -117,10 +117,9 @@ ForwardOutputs chunk_gla_fwd_autograd(const at::Tensor& q, const at::Tensor& k, 
     return chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
                          state_v_first, save_states, batch_invariant, kept_bytes);
   }
-  const bool planned = kept_bytes == kPlannedBytes || kept_bytes == kAllBytes;
+  const bool planned = kept_bytes == kPlannedBytes;
   if (planned && needs_gradient({q, k, v}, {g, gv, initial_state}))
-    kept_bytes = bytes_to_keep({q, k, v, g, gv, cu_seqlens, save_states, batch_invariant,
-                                /*all=*/kept_bytes == kAllBytes});
+    kept_bytes = bytes_to_keep({q, k, v, g, gv, cu_seqlens, save_states, batch_invariant});
   variable_list rest;  // what has no gradient: final_state, states, kept
   auto outputs =
       ChunkGla::apply(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,

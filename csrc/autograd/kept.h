@@ -9,7 +9,6 @@ struct KeptInputs {
   const at::Tensor &q, &k, &v;
   const OptionalTensor &g, &gv, &cu_seqlens;
   bool save_states, batch_invariant;
-  bool all;  // also what forward itself has no use for
 };
 
 // Bytes that forward of such a call is to keep: what the device's plan says, but 0 where a size is

@@ -375,8 +375,7 @@ int64_t planned_bytes(const KeptInputs& in) {
   plan.aligned = true;
   for (const at::Tensor* t : {&in.q, &in.k, &in.v, &*in.g}) plan.aligned &= may_be_aligned(*t);
   plan.kept = true;
-  const Plan forward = make_plan(plan);
-  return forward.linear || in.all ? forward.kept.bytes : 0;
+  return make_plan(plan).kept.bytes;
 }
 
 const bool asked_for_kept = [] {
