@@ -108,8 +108,9 @@ def test_cuda_fused_forward_has_no_states_in_memory():
 def test_cuda_states_over_operands_lie_in_tiles(K, V):
     plan = full_plan(K=K, V=V, backward=True)
     states = 1 if plan["swept_gradients"] else 2
+    chunks = 16 if plan["paired_chunks"] else 32
     assert plan["linear"]
-    assert plan["state_bytes"] == states * 32 * 32 * 4 * state_bytes(K, V)
+    assert plan["state_bytes"] == states * 32 * chunks * 4 * state_bytes(K, V)
 
 
 @pytest.mark.parametrize("K", [128, 256])
@@ -288,6 +289,38 @@ def test_cuda_operands_and_states_in_one_pass(change, paired):
         assert (plan["launches"], plan["linear"]) == (3, True)
 
 
+@pytest.mark.parametrize(
+    "change, paired",
+    [
+        ({}, True),
+        ({"K": 136, "V": 8, "gate_dtype": "float32"}, True),
+        ({"K": 128, "V": 512}, False),
+        ({"T": 64}, False),  # one chunk
+        ({"T": 65}, True),
+        ({"B": 1, "T": 32 * 2048, "N": 32}, True),
+        ({"B": 1, "T": 32768}, True),  # in segments
+        ({"kept": True}, True),
+        ({"save_states": True}, False),
+        ({"batch_invariant": True}, False),
+    ],
+    ids=str,
+)
+def test_cuda_gradients_by_pairs_of_chunks(change, paired):
+    plan = full_plan(**{"K": 256, **change}, backward=True)
+    assert plan["paired_chunks"] == paired
+    assert not full_plan(**{"K": 256, **change})["paired_chunks"]
+
+
+@pytest.mark.parametrize("T, places", [(128, 1), (129, 2), (2048, 16), (2049, 17)])
+def test_cuda_pairs_of_chunks_have_one_state_each_way(T, places):
+    plan = full_plan(K=256, T=T, backward=True)
+    assert plan["state_bytes"] == 2 * 32 * places * 4 * state_bytes(256, 256)
+    # Of packed sequences neighbours may both be alone.
+    packed = full_plan(K=256, B=1, T=T, N=3, backward=True)
+    assert packed["paired_chunks"]
+    assert packed["state_bytes"] == 2 * (T // 64 + 3) * 4 * state_bytes(256, 256)
+
+
 def test_cuda_fused_backward_of_saved_states():
     made, given = (full_plan(K=64, backward=True, save_states=saved) for saved in (False, True))
     assert given["state_bytes"] == made["state_bytes"]
@@ -311,11 +344,12 @@ def test_cuda_fused_saved_states_over_operands(K):
     assert (plain["state_bytes"], saving["state_bytes"]) == (0, states)
     assert saving["workspace_bytes"] == 32 * 32 * 4 * 8 + operand_bytes(32 * 32 * 4, K)
     made, given = (full_plan(K=K, backward=True, save_states=saved) for saved in (False, True))
-    assert given["workspace_bytes"] == made["workspace_bytes"] - made_states
     swept = K == 72  # dS stays on chip, and no sweep is left; S comes with the operands
     state_grads = 0 if swept else made_states
-    assert made["state_bytes"] == made_states + state_grads
     assert given["state_bytes"] == states + state_grads
+    # Made, those of two chunks are one each way where K is above 128.
+    assert made["state_bytes"] == made_states
+    assert given["workspace_bytes"] == made["workspace_bytes"] - made_states + state_grads
     assert (made["launches"], given["launches"]) == (3, 3 - swept)
 
 

@@ -139,9 +139,10 @@ void run_backward(const Call& call, const Plan& plan, bool saved) {
     }
     if (!plan.linear || plan.paired_states || plan.paired_parts || call.problem.operands_kept)
       call.launch(sm90::exact_gradients);
-    call.launch(!plan.swept_gradients ? sm90::gradients
-                : plan.linear         ? sm90::gradient_sweep
-                                      : sm90::narrow_gradient_sweep);
+    call.launch(plan.paired_chunks      ? sm90::paired_gradients
+                : !plan.swept_gradients ? sm90::gradients
+                : plan.linear           ? sm90::gradient_sweep
+                                        : sm90::narrow_gradient_sweep);
     return;
   }
   prepare_gates(call);

@@ -105,6 +105,8 @@ struct Problem {
   void* dS = nullptr;         // [B, chunks, H, K, V], the gradient of the state that leaves it
   bool saved_states = false;  // in backward: S is what forward has saved
   DType S_dtype = DType::kFloat, dS_dtype = DType::kFloat;  // fp32, or bf16 for bf16 inputs
+  // Pairs of chunks have one S, the first's, and one dS, the second's: sm90/chunk_pairs.cuh.
+  bool paired_chunks = false;
 
   // Fused path, sequences cut into segments: the state that enters each segment, or the gradient of
   // the state that leaves it, [B, segment_states, H, K, V]; before the scan over segments what a

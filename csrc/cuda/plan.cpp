@@ -167,6 +167,12 @@ void choose_paired_parts(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
   if (in.backward) plan.launches += 1;
 }
 
+// Gradients by pairs of chunks, where the states of all chunks would be most of what is read.
+void choose_paired_chunks(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  plan.paired_chunks = plan.linear && !plan.swept_gradients && in.K > kOperandKeys &&
+                       !in.save_states && !in.batch_invariant && grid.chunks > 1;
+}
+
 // What step 6 hands to step 7, but where gradients that are fp32 themselves take it.
 void add_intra(Workspace& w, const PlanInputs& in, int64_t keys) {
   if (in.dtype != DType::kFloat) {
@@ -286,13 +292,15 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
     choose_operands(plan, in, grid);
     choose_paired_states(plan, in);
     choose_paired_parts(plan, in, grid);
+    choose_paired_chunks(plan, in, grid);
   } else {
     w.b = add(w, keys);
     plan.launches += 1;
   }
-  // In tiles where sweeps go over operands, but for saved ones.
+  // In tiles where sweeps go over operands, but for saved ones; of pairs of chunks one each.
+  const int64_t places = plan.paired_chunks && !in.packed ? ceil_div(grid.chunks, 2) : grid.chunks;
   const int64_t made =
-      plan.linear ? grid.B * grid.chunks * in.H * state_tile_bytes(in.K, in.V) : plan.state_bytes;
+      plan.linear ? grid.B * places * in.H * state_tile_bytes(in.K, in.V) : plan.state_bytes;
   if (!in.save_states) {
     w.S = add(w, made);
     plan.state_bytes = made;

@@ -5,12 +5,17 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// Waits for all threads of the cluster, and makes visible what they wrote to shared memory.
+// Waits for all threads of the cluster, and makes visible what they wrote to shared memory before
+// they arrived.
+__device__ __forceinline__ void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void sync_cluster() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
+  arrive_at_cluster();
+  wait_for_cluster();
 }
 // Makes barriers that this thread has made visible to the cluster, before `sync_cluster`.
 __device__ __forceinline__ void fence_barriers() {
@@ -22,6 +27,9 @@ __device__ __forceinline__ uint32_t address_in(const void* p, int rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
   return address;
+}
+__device__ __forceinline__ void store_in_cluster(uint32_t to, float x) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
 // Arrives at a barrier of any block of the cluster. Of the default scope, as CUTLASS does it: what
 // is handed over goes by bulk copies, and release.cluster would wait for all stores to memory.

@@ -24,8 +24,7 @@
 #include "../device/launch.cuh"
 #include "dependent_launch.cuh"
 #include "dynamic_shared.h"
-#include "gradients/products.cuh"
-#include "gradients/results.cuh"
+#include "gradients/chunk.cuh"
 #include "sm90.h"
 
 namespace gla_ext::cuda::sm90 {
@@ -40,49 +39,8 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, kBlocks<kGroups>)
   Shared<kGroups>& s = *reinterpret_cast<Shared<kGroups>*>(s_bytes);
   const Chunk chunk = find_chunk(p, blockIdx.x);
   if (chunk.length == 0) return;
-  if (chunk.tail) {
-    clear_rows<bf16, kGroups>(p.dq, chunk, p.K);
-    clear_rows<bf16, kGroups>(p.dk, chunk, p.K);
-    clear_rows<Gate, kGroups>(p.dg, chunk, p.K);
-    clear_rows<bf16, kGroups>(p.dv, chunk, p.V);
-    return;
-  }
-  const bool exact = __any_sync(0xffffffffu, !in_tier1(p, chunk));
-  if constexpr (kReady<kGroups>)
-    load_operands(s, p, chunk);
-  else
-    gate_operands<Gate>(s, p, chunk, exact);
-  fence_for_products();
-  __syncthreads();  // q^ and k^ are there; k_out and b_C too, and s.sums().gates is read
-  scores(s, p, chunk, exact);
-
-  Accumulators<kGroups> acc;
-  clear(acc.x);
-  clear(acc.y);
-  clear(acc.dA);
-  multiply_values(acc, s, p);
-  if (!exact) store_scores(s.operands.states[0].S[0], acc.dA);
-  if constexpr (!kReady<kGroups>)
-    scale_inter(acc, s, exact);
-  else if (p.saved_states)
-    scale_saved(acc, s, p);
-  sum_inter(acc, s);
-  const Pair<kGroups> pair;
-  const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
-  wait_for_copies<0>();  // q^ is back
-  if (!exact) {
-    fence_for_products();
-    __syncthreads();  // dA is written
-    multiply_scores(acc, s);
-  }
-  sum_gates(s.sums().gates, gates, pair);
-  __syncthreads();  // dA is read: x and y take its place
-  store_accumulators(s, acc);
-  __syncthreads();  // x, y and all sums but dg's are written
-  if (exact)
-    write_gradients<true>(s, gates, p);
-  else
-    write_gradients<false>(s, gates, p);
+  if (chunk.tail) return clear_gradients<Gate, kGroups>(p, chunk);
+  make_gradients<Gate>(s, p, chunk);
 #endif
 }
 

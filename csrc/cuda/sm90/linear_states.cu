@@ -6,13 +6,16 @@
 // grid    (sweep, segment, head, 128 key channels, 128 values); a producer and two consumer
 //         warpgroups
 // reads   operands [B, slots, H], v h0, or do dht; segment_states, segment_state_grads
-// writes  S~, unless S is saved, and, unless gradients are swept, dS~ of every chunk, tiles [B,
-//         chunks, H]; with dS~ dh0.
+// writes  S~, unless S is saved, and, unless gradients are swept, dS~ of every chunk, or of pairs
+// of
+//         chunks (paired_chunks) S~ of the first and dS~ of the second, tiles [B, chunks, H]; with
+//         dS~ dh0.
 //         For segments' own parts none of these, but segment_states or segment_state_grads and
 //         segment_decays.
 //
 // A consumer holds 64 key channels. Accumulation is fp32.
 #include "../device/launch.cuh"
+#include "chunk_pairs.cuh"
 #include "dependent_launch.cuh"
 #include "dynamic_shared.h"
 #include "linear_sweep.cuh"
@@ -96,7 +99,7 @@ __device__ __forceinline__ void produce(Block& s, const Problem& p, int first_k,
 // nothing is any more on its way.
 template <Sweep kSweep>
 __device__ __forceinline__ void store_chunk(const Problem& p, const State<kOperandKeys>& state,
-                                            StateTiles& tiles, int64_t chunk_head, int group) {
+                                            StateTiles& tiles, int64_t index, int group) {
   const Fragments fragments;
 #pragma unroll
   for (int i = 0; i < kValueTiles; ++i) store_tile(fragments, tiles[i], state.x + 32 * i);
@@ -109,7 +112,7 @@ __device__ __forceinline__ void store_chunk(const Problem& p, const State<kOpera
   for (int i = 0; i < kValueTiles; ++i) {
     const int v = state.first_v + i * kTile;
     if (state.first_k < p.K && v < p.V)
-      bulk_store(state_tile_at(p, Fields<kSweep>::chunk_states(p), chunk_head, v / kTile,
+      bulk_store(state_tile_at(p, Fields<kSweep>::chunk_states(p), index, v / kTile,
                                state.first_k / kTile),
                  tiles[i], kTileBytes);
   }
@@ -137,6 +140,8 @@ __device__ __forceinline__ void consume(Block& s, const Problem& p, int group, i
   };
   constexpr Factor kIn = kSweep == Sweep::kStates ? kEnter : kLeave;
   constexpr Factor kOut = kSweep == Sweep::kStates ? kLeave : kEnter;
+  const ChunksOfPairs pairs(p, segment);
+  int place = 0;              // of the next chunk's state on its way out
   float out[2] = {1.f, 1.f};  // what the state is still to be multiplied by as it leaves a chunk
   for (int i = 0; i < segment.chunks; ++i) {
     const int number = i % s.kStages;
@@ -152,9 +157,16 @@ __device__ __forceinline__ void consume(Block& s, const Problem& p, int group, i
     const float middle[2] = {factors[kMiddle][row], factors[kMiddle][row + 8]};
     const bool exact = __any_sync(0xffffffffu, middle[0] != 1.f || middle[1] != 1.f);
     scale(in[0], in[1]);
-    if constexpr (kStore == Store::kChunks)
-      store_chunk<kSweep>(p, state, s.states[group][i % kOutStages],
-                          segment.chunk_head(p, F::chunk(segment, i)), group);
+    if constexpr (kStore == Store::kChunks) {
+      const int chunk = F::chunk(segment, i);
+      const bool leaves =
+          kSweep == Sweep::kStates ? pairs.leave_state(chunk) : pairs.leave_state_grad(chunk);
+      if (leaves) {
+        store_chunk<kSweep>(p, state, s.states[group][place],
+                            pairs.state(chunk) * p.H + segment.head, group);
+        place = (place + 1) % kOutStages;
+      }
+    }
     if (exact) scale(middle[0], middle[1]);
     const uint32_t y =
         shared_address(stage.operands) + Places<kSweep>::kOperand + group * kTileBytes;

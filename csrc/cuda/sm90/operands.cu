@@ -285,7 +285,7 @@ void launch_operands(const Problem& p, cudaStream_t stream) {
   if (blocks == 0) return;
   shared.allow();
   launch_dependent(operands_kernel<Gate>, blocks, kThreadsOfBlock, sizeof(Shared<Gate>), stream, p,
-                   p.o.data != nullptr || p.swept_gradients);
+                   p.o.data != nullptr || p.swept_gradients || p.paired_chunks);
 }
 
 }  // namespace

@@ -44,4 +44,12 @@ __device__ __forceinline__ unsigned char* operands_at(const Problem& p, int64_t 
          group * static_cast<int64_t>(sizeof(OperandGroup));
 }
 
+// The key channels from `channel` on of a factor of chunk `slot`, as far as their 128.
+__device__ __forceinline__ const float* factors_at(const Problem& p, int64_t slot, Factor factor,
+                                                   int channel) {
+  const auto* group =
+      reinterpret_cast<const OperandGroup*>(operands_at(p, slot, channel / kOperandKeys));
+  return group->factors[factor] + channel % kOperandKeys;
+}
+
 }  // namespace gla_ext::cuda::sm90

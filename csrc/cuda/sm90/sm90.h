@@ -35,7 +35,7 @@ void segment_scan(const Problem& p, cudaStream_t stream);
 void operands(const Problem& p, cudaStream_t stream);
 // The sweeps above over operands in place of q, k and g; K above 64. `linear_forward` writes S too
 // if it is there; `linear_states`, unless S is saved, S, and unless gradients are swept, dS,
-// scaled, S~ and dS~, for the gradients alone.
+// scaled, S~ and dS~, for the gradients alone; of pairs of chunks (paired_chunks) one of each.
 void linear_forward(const Problem& p, cudaStream_t stream);
 void linear_states(const Problem& p, cudaStream_t stream);
 void linear_segment_parts(const Problem& p, cudaStream_t stream);
@@ -61,6 +61,8 @@ void exact_gradients(const Problem& p, cudaStream_t stream);
 // q k v g do S dS tiers, for K above 64 operands, and outside tier 1 dq_intra dk_intra dg_intra
 // and, for K of at most 64, A -> dq dk dv dg
 void gradients(const Problem& p, cudaStream_t stream);
+// The same by pairs of chunks, which have one S and one dS (paired_chunks). K above 128.
+void paired_gradients(const Problem& p, cudaStream_t stream);
 
 // The same from the last chunk to the first, dS on chip: q k v g do S dht (segment_state_grads)
 // operands, and outside tier 1 dq_intra dk_intra dg_intra -> dq dk dv dg dh0. K of 65 to 128, V of

@@ -27,16 +27,17 @@ __device__ __forceinline__ void start_values(Shared<kGroups>& s, const Problem& 
   }
 }
 
-// Asks for q^ or k^, tiles from `first` on, of a chunk's operands.
+// Asks for q^ or k^, tiles from `first` on to `end`, of a chunk's operands.
 template <int kGroups>
 __device__ __forceinline__ void copy_operands(unsigned char (&tiles)[kGroups][kTileBytes],
-                                              const unsigned char* operands, int first = 0) {
+                                              const unsigned char* operands, int first = 0,
+                                              int end = kGroups) {
   const int offset = thread_index() * 16;
 #pragma unroll
   for (int i = 0; i < kGroups; ++i)
 #pragma unroll
     for (int at = 0; at < kTileBytes; at += kGroups * kGroupThreads * 16)
-      if (i >= first)
+      if (i >= first && i < end)
         copy16(shared_address(tiles[i]) + offset + at,
                operands + i / kKeyTiles * static_cast<int>(sizeof(OperandGroup)) +
                    i % kKeyTiles * kTileBytes + offset + at,

@@ -69,14 +69,6 @@ __device__ __forceinline__ void add_states(float& sum,
   }
 }
 
-// 2^from of 64 key channels.
-__device__ __forceinline__ const float* enter_factors(const Problem& p, const Chunk& chunk,
-                                                      int tile) {
-  const auto* group =
-      reinterpret_cast<const OperandGroup*>(operands_at(p, chunk.slot, tile / kKeyTiles));
-  return group->factors[kEnter] + tile % kKeyTiles * kTile;
-}
-
 // All that sums over values: dv, do S^T, v dS'^T, do v^T and rowsum(S dS').
 template <int kGroups>
 __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shared<kGroups>& s,
@@ -157,7 +149,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shar
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
   const int channel = thread_index() / 2;
   if constexpr (kReady<kGroups>)
-    if (p.saved_states) sum *= enter_factors(p, s.chunk, channel / kTile)[channel % kTile];
+    if (p.saved_states) sum *= *factors_at(p, s.chunk.slot, kEnter, channel);
   if (thread_index() % 2 == 0) s.sums().states[channel] = sum;
 }
 
@@ -185,12 +177,14 @@ template <int kGroups>
 __device__ __forceinline__ void scale_saved(Accumulators<kGroups>& acc, const Shared<kGroups>& s,
                                             const Problem& p) {
   const Place at;
-  scale_columns(acc.x, enter_factors(p, s.chunk, at.group) + 2 * at.t);
+  scale_columns(acc.x, factors_at(p, s.chunk.slot, kEnter, at.group * kTile) + 2 * at.t);
 }
 
-// Sums what the states that leave the chunk owe to k.
+// Of every key channel the sum of an operand by accumulators, over each warp's tokens.
 template <int kGroups>
-__device__ __forceinline__ void sum_inter(const Accumulators<kGroups>& acc, Shared<kGroups>& s) {
+__device__ __forceinline__ void sum_tokens(float (&to)[kParts][kGroups * kTile],
+                                           const unsigned char (&operand)[kGroups][kTileBytes],
+                                           const float (&d)[32]) {
   const Place at;
   float sums[16];
 #pragma unroll
@@ -198,8 +192,9 @@ __device__ __forceinline__ void sum_inter(const Accumulators<kGroups>& acc, Shar
     float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float2 k = unpack(word(s.k[at.group], swizzled(at.row + 8 * e, j) + 4 * at.t));
-      sum = sum + k * make_float2(acc.y[4 * j + 2 * e], acc.y[4 * j + 2 * e + 1]);
+      const float2 x = unpack(*reinterpret_cast<const uint32_t*>(
+          operand[at.group] + swizzled(at.row + 8 * e, j) + 4 * at.t));
+      sum = sum + x * make_float2(d[4 * j + 2 * e], d[4 * j + 2 * e + 1]);
     }
     sums[2 * j] = sum.x;
     sums[2 * j + 1] = sum.y;
@@ -209,8 +204,13 @@ __device__ __forceinline__ void sum_inter(const Accumulators<kGroups>& acc, Shar
   fold_rows<2>(sums);
   fold_rows<1>(sums);
   const int warp = at.thread % kGroupThreads / 32, g = at.thread % 32 / 4;
-  pair_at(s.sums().inter[warp], at.group * kTile + 8 * g + 2 * at.t) =
-      make_float2(sums[0], sums[1]);
+  pair_at(to[warp], at.group * kTile + 8 * g + 2 * at.t) = make_float2(sums[0], sums[1]);
+}
+
+// Sums what the states that leave the chunk owe to k.
+template <int kGroups>
+__device__ __forceinline__ void sum_inter(const Accumulators<kGroups>& acc, Shared<kGroups>& s) {
+  sum_tokens<kGroups>(s.sums().inter, s.k, acc.y);
 }
 
 // dA k^ and dA^T q^ on top.

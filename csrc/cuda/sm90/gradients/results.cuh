@@ -5,18 +5,17 @@
 
 namespace gla_ext::cuda::sm90 {
 
+// 64 key channels of x or y to tiles of these.
 template <int kGroups>
-__device__ __forceinline__ void store_accumulators(Shared<kGroups>& s,
-                                                   const Accumulators<kGroups>& acc) {
+__device__ __forceinline__ void store_accumulators(float (&to)[kGroups][kTile * kTile],
+                                                   const float (&d)[32]) {
   const Place at;
 #pragma unroll
   for (int j = 0; j < 8; ++j)
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int offset = swizzled_float(at.row + 8 * e, 8 * j + 2 * at.t), i = 4 * j + 2 * e;
-      pair_at(s.gradients[0][at.group], offset) = make_float2(acc.x[i], acc.x[i + 1]);
-      pair_at(s.gradients[1][at.group], offset) = make_float2(acc.y[i], acc.y[i + 1]);
-    }
+    for (int e = 0; e < 2; ++e)
+      pair_at(to[at.group], swizzled_float(at.row + 8 * e, 8 * j + 2 * at.t)) =
+          make_float2(d[4 * j + 2 * e], d[4 * j + 2 * e + 1]);
 }
 
 // The pair's elements of one token after the other.
@@ -94,8 +93,9 @@ __device__ __forceinline__ void write_inputs(Shared<kGroups>& s, const PairColum
   if (kExact) pair_at(s.sums().inter[pair.part], pair.channel) = inter;
 }
 
-// dg, by the same threads from the last token to the first.
-template <bool kExact, class Gate, int kGroups>
+// dg, by the same threads from the last token to the first. kScaled: rowsum(S dS') is of scaled
+// states, which lacks 2^b_C outside tier 1.
+template <bool kExact, bool kScaled, class Gate, int kGroups>
 __device__ __forceinline__ void write_gates(Shared<kGroups>& s, const PairColumn<Gate>& gates,
                                             const Problem& p, const Chunk& chunk) {
   constexpr int kLast = static_cast<int>(kSubChunk) - 1;
@@ -105,8 +105,10 @@ __device__ __forceinline__ void write_gates(Shared<kGroups>& s, const PairColumn
   const float2 last = cumsum(s.sums().gates, pair).last,
                states = pair_at(s.sums().states, pair.channel);
   float2 sum = states;
-  if (!kReady<kGroups> || (kExact && !(fabsf(last.x) <= kTierRange))) sum.x *= exp2_ftz(last.x);
-  if (!kReady<kGroups> || (kExact && !(fabsf(last.y) <= kTierRange))) sum.y *= exp2_ftz(last.y);
+  if (!kReady<kGroups> || (kExact && kScaled && !(fabsf(last.x) <= kTierRange)))
+    sum.x *= exp2_ftz(last.x);
+  if (!kReady<kGroups> || (kExact && kScaled && !(fabsf(last.y) <= kTierRange)))
+    sum.y *= exp2_ftz(last.y);
 #pragma unroll
   for (int part = 0; part < kParts; ++part) sum = sum + pair_at(s.sums().inter[part], pair.channel);
   for (int part = kParts - 1; part > pair.part; --part)
@@ -126,13 +128,13 @@ __device__ __forceinline__ void write_gates(Shared<kGroups>& s, const PairColumn
   }
 }
 
-template <bool kExact, class Gate, int kGroups>
+template <bool kExact, bool kScaled = true, class Gate, int kGroups>
 __device__ __forceinline__ void write_gradients(Shared<kGroups>& s, const PairColumn<Gate>& gates,
                                                 const Problem& p) {
   const Chunk chunk = s.chunk;
   write_inputs<kExact>(s, gates, p, chunk);
   __syncthreads();  // the sums that dg is made of are written
-  write_gates<kExact>(s, gates, p, chunk);
+  write_gates<kExact, kScaled>(s, gates, p, chunk);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -33,7 +33,7 @@ struct OwnOperands<false> {
 // kGroups warpgroups, each with 64 of the key channels, and with 64 / kGroups columns of A and dA.
 template <int kGroups>
 struct Shared {
-  static constexpr int kChannels = kGroups * kTile;
+  static constexpr int kWarpgroups = kGroups, kChannels = kGroups * kTile;
   // A block alone on its multiprocessor copies the next values, and the states' columns of them,
   // while it multiplies. These values take the place of q^, which is then copied once more.
   static constexpr bool kAhead = kGroups == 4;

@@ -1,0 +1,60 @@
+// gradients.cu: all gradients of a chunk by itself.
+#pragma once
+
+#include "products.cuh"
+#include "results.cuh"
+
+namespace gla_ext::cuda::sm90 {
+
+// Of tokens behind the last sequence.
+template <class Gate, int kGroups>
+__device__ __forceinline__ void clear_gradients(const Problem& p, const Chunk& chunk) {
+  clear_rows<bf16, kGroups>(p.dq, chunk, p.K);
+  clear_rows<bf16, kGroups>(p.dk, chunk, p.K);
+  clear_rows<Gate, kGroups>(p.dg, chunk, p.K);
+  clear_rows<bf16, kGroups>(p.dv, chunk, p.V);
+}
+
+template <class Gate, int kGroups>
+__device__ __forceinline__ void make_gradients(Shared<kGroups>& s, const Problem& p,
+                                               const Chunk& chunk) {
+  const bool exact = __any_sync(0xffffffffu, !in_tier1(p, chunk));
+  if constexpr (kReady<kGroups>)
+    load_operands(s, p, chunk);
+  else
+    gate_operands<Gate>(s, p, chunk, exact);
+  fence_for_products();
+  __syncthreads();  // q^ and k^ are there; k_out and b_C too, and s.sums().gates is read
+  scores(s, p, chunk, exact);
+
+  Accumulators<kGroups> acc;
+  clear(acc.x);
+  clear(acc.y);
+  clear(acc.dA);
+  multiply_values(acc, s, p);
+  if (!exact) store_scores(s.operands.states[0].S[0], acc.dA);
+  if constexpr (!kReady<kGroups>)
+    scale_inter(acc, s, exact);
+  else if (p.saved_states)
+    scale_saved(acc, s, p);
+  sum_inter(acc, s);
+  const Pair<kGroups> pair;
+  const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
+  wait_for_copies<0>();  // q^ is back
+  if (!exact) {
+    fence_for_products();
+    __syncthreads();  // dA is written
+    multiply_scores(acc, s);
+  }
+  sum_gates(s.sums().gates, gates, pair);
+  __syncthreads();  // dA is read: x and y take its place
+  store_accumulators<kGroups>(s.gradients[0], acc.x);
+  store_accumulators<kGroups>(s.gradients[1], acc.y);
+  __syncthreads();  // x, y and all sums but dg's are written
+  if (exact)
+    write_gradients<true>(s, gates, p);
+  else
+    write_gradients<false>(s, gates, p);
+}
+
+}  // namespace gla_ext::cuda::sm90

@@ -1,0 +1,120 @@
+// paired_gradients.cu: what the two chunks of a pair have of each other.
+#pragma once
+
+#include "../chunk_pairs.cuh"
+#include "../cluster.cuh"
+#include "products.cuh"
+
+namespace gla_ext::cuda::sm90 {
+
+// 2^(b_C - to) of the first chunk and 2^from of the second: what a state is multiplied by between
+// them.
+struct PairFactors {
+  float leave[Shared<4>::kChannels], enter[Shared<4>::kChannels];
+};
+
+// Beside what a block of gradients has by itself.
+struct PairedShared : Shared<4> {
+  const bf16* other_values;  // of the other chunk, the first: do of the second, v of the first
+  int other_length;
+  bool is_first;
+  float pass[kChannels];        // both factors
+  float other_sums[kChannels];  // what the other block has of this one's rowsum(S~ dS~)
+  alignas(1024) unsigned char other_tile[kTileBytes];
+
+  // The other chunk's 64 values from `first` on; the second ones lie where q^ will be, before do
+  // and v.
+  __device__ __forceinline__ unsigned char* other(int first) {
+    return first / kTile % 2 != 0 ? q[1] : other_tile;
+  }
+  // Of the first chunk: how the second's queries see its keys, [second's token][token].
+  __device__ __forceinline__ unsigned char* pair_scores() { return q[0]; }
+  // Before the second states come.
+  __device__ __forceinline__ PairFactors& factors() {
+    return *reinterpret_cast<PairFactors*>(operands.states[1].dS[0]);
+  }
+  __device__ __forceinline__ int64_t other_slot(const Problem& p) const {
+    return chunk.slot + (is_first ? p.H : -p.H);
+  }
+};
+
+// Asks for the factors, of chunks' slots.
+__device__ __forceinline__ void copy_factors(PairFactors& to, const Problem& p, int64_t first,
+                                             int64_t second) {
+  constexpr int kThreadsEach = Shared<4>::kChannels / 4;
+  const int thread = thread_index(), channel = thread % kThreadsEach * 4;
+  if (thread < kThreadsEach)
+    copy16(shared_address(to.leave + channel), factors_at(p, first, kLeave, channel), true);
+  else if (thread < 2 * kThreadsEach)
+    copy16(shared_address(to.enter + channel), factors_at(p, second, kEnter, channel), true);
+}
+
+// Asks for q^ or k^ of a chunk. A tile without key channels stays zero.
+__device__ __forceinline__ void copy_operand(unsigned char (&tiles)[4][kTileBytes],
+                                             const Problem& p, int64_t slot, bool keys) {
+  copy_operands(tiles, operands_at(p, slot) + (keys ? offsetof(OperandGroup, k) : 0), 0,
+                state_key_tiles(p));
+}
+// What the sums over values are followed by: q^ of the second chunk and k^ of the first, the other
+// chunk's in the place of S.
+__device__ __forceinline__ void copy_operands_of_pair(PairedShared& s, const Problem& p,
+                                                      PairedShared::States& to) {
+  copy_operand(to.S, p, s.other_slot(p), !s.is_first);
+  copy_operand(to.dS, p, s.chunk.slot, s.is_first);
+  commit_copies();
+}
+
+// Asks for 64 values from `first` on, of both chunks, and the states' columns of them: S~ of the
+// first chunk, dS~ of the second.
+__device__ __forceinline__ void copy_pair_values(PairedShared& s, const Problem& p,
+                                                 const Chunk& chunk, const Bases& bases,
+                                                 const bf16* other_values, int other_length,
+                                                 bool is_first, int first) {
+  copy_values(s, p, bases, chunk.length, first);
+  const Rows& rows = is_first ? p.d_o : p.v;
+  const Mover<PairedShared::kWarpgroups> mover;
+  const int column = first + mover.column;
+  mover.template copy<kTile>(s.other(first), other_values + token_offset(rows, mover.row) + column,
+                             token_offset(rows, 1), other_length, column < p.V);
+  if (threadIdx.x != 0) return;
+  auto& states = s.states(first);
+  const int bytes = state_key_tiles(p) * kTileBytes;
+  bulk_copy(states.S, state_tile_at(p, p.S, chunk.state, first / kTile, 0), bytes, &s.full(first));
+  bulk_copy(states.dS, state_tile_at(p, p.dS, chunk.state, first / kTile, 0), bytes,
+            &s.full(first));
+}
+
+// k^ and A, for the first chunk q^ of the second, where the second states will be, and the factors
+// between the chunks; the first values are then on their way.
+__device__ __forceinline__ void load_paired_operands(PairedShared& s, const Problem& p,
+                                                     const PairedChunk& pair) {
+  const Chunk& chunk = pair.chunk;
+  const bool is_first = pair.role == Role::kFirst;
+  const int64_t other_slot = chunk.slot + (is_first ? p.H : -p.H);
+  copy_operands(s.k, operands_at(p, chunk.slot) + offsetof(OperandGroup, k));
+  copy_scores(s, p, chunk);
+  if (is_first) copy_operand(s.states(kTile).S, p, other_slot, /*keys=*/false);
+  copy_factors(s.factors(), p, is_first ? chunk.slot : other_slot,
+               is_first ? other_slot : chunk.slot);
+  commit_copies();
+  Chunk other = chunk;
+  other.start += is_first ? kChunk : -kChunk;
+  const bf16* other_values =
+      is_first ? own_rows_at<const bf16>(p.d_o, other) : rows_at<const bf16>(p.v, other);
+  const Bases bases{own_rows_at<const bf16>(p.d_o, chunk), rows_at<const bf16>(p.v, chunk), nullptr,
+                    nullptr, own_rows_at<bf16>(p.dv, chunk)};
+  if (threadIdx.x == 0) s.init_barriers(p);
+  clear_absent_states(s, p);
+  copy_pair_values(s, p, chunk, bases, other_values, pair.other_length, is_first, 0);
+  commit_copies();
+  if (threadIdx.x == 0) {
+    s.chunk = chunk;
+    s.bases = bases;
+    s.other_values = other_values;
+    s.other_length = pair.other_length;
+    s.is_first = is_first;
+  }
+  wait_for_copies<1>();  // all but the values
+}
+
+}  // namespace gla_ext::cuda::sm90

@@ -1,0 +1,308 @@
+// What gradients.cu does, for K above 128 by pairs of neighbouring chunks, which share one S and
+// one dS: half of the states to write and to read. With S~ of the first chunk, dS~ of the second,
+// p = 2^(b_C - to) of the first times 2^from of the second, and m1, m2 the middle factors of a
+// state in the two (1, outside tier 1 2^b_C),
+//
+//   do2 S~2^T  = p (m1 do2 S~1^T + (do2 v1^T) k^1)      dS~ of the first likewise:
+//   v1 dS~1^T  = p (m2 v1 dS~2^T + (v1 do2^T) q^2)      k^1 dS~1 = (p m2 k^1) dS~2 + A21^T do2
+//   A21 = q^2 (p k^1)^T
+//   rowsum(S~1 dS~1) = p (m2 rowsum(S~1 dS~2) + sum_t q^2_t (do2 S~1^T)_t)
+//   rowsum(S~2 dS~2) = p (m1 rowsum(S~1 dS~2) + sum_t k^1_t (v1 dS~2^T)_t)
+//
+// grid    (row, pair of slots, head, chunk of the pair), clusters of two blocks; a warpgroup for
+//         each 64 key channels
+// reads   as gradients.cu over operands, and q^ or k^, do or v of the other chunk
+// writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V]
+//
+// The blocks of a pair tell each other the sums over tokens and their halves of rowsum(S~1 dS~2).
+// A chunk without a neighbour is made as in gradients.cu. Accumulation, b and dg are fp32; 64
+// values at a time.
+#include "../device/launch.cuh"
+#include "dependent_launch.cuh"
+#include "dynamic_shared.h"
+#include "gradients/chunk.cuh"
+#include "gradients/pair.cuh"
+#include "sm90.h"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+constexpr int kGroups = PairedShared::kWarpgroups;
+
+// x and y, by whose state they are products with: of the first chunk y is with the other's, of the
+// second x.
+struct PairedAccumulators {
+  float of_other[32], of_own[32];
+  float dA[32 / kGroups];
+  float between[32 / kGroups];  // this warpgroup's columns of do2 v1^T, of the first v1 do2^T
+};
+
+// How a thread scales k^: eight neighbouring key channels of every 16th token.
+class KeyScaler {
+ public:
+  __device__ __forceinline__ KeyScaler()
+      : channel_(thread_index() % kParts * 8), token_(thread_index() / kParts) {}
+  __device__ __forceinline__ int channel() const { return channel_; }
+  __device__ __forceinline__ void scale(unsigned char (&tiles)[kGroups][kTileBytes],
+                                        const float (&by)[8]) const {
+#pragma unroll
+    for (int token = 0; token < kTile; token += kTokens) {
+      uint4& at = *reinterpret_cast<uint4*>(tiles[channel_ / kTile] +
+                                            swizzled(token_ + token, channel_ % kTile / 8));
+      uint32_t words[4] = {at.x, at.y, at.z, at.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 x = unpack(words[i]);
+        words[i] = pack(x.x * by[2 * i], x.y * by[2 * i + 1]);
+      }
+      at = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+
+ private:
+  static constexpr int kParts = kGroups * kTile / 8, kTokens = kGroups * kGroupThreads / kParts;
+  int channel_, token_;
+};
+
+// Of the first chunk: how the second's queries see its keys, A21, and p m2 k^ in place of k^.
+__device__ __forceinline__ void scores_of_pair(PairedShared& s, const Problem& p,
+                                               bool second_exact) {
+  constexpr auto kSummed = Contiguous::kSummed;
+  constexpr int kN = 32 / kGroups;
+  const Place at;
+  const KeyScaler keys;
+  float by[8];
+#pragma unroll
+  for (int e = 0; e < 8; ++e)
+    by[e] = s.factors().leave[keys.channel() + e] * s.factors().enter[keys.channel() + e];
+  keys.scale(s.k, by);
+  fence_for_products();
+  __syncthreads();  // p k^ is written
+  float A[kN];
+  clear(A);
+  begin_products();
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i)
+    multiply<kSummed, kSummed>(A, shared_address(s.states(kTile).S[i]),
+                               shared_address(s.k[i]) + at.group * 2 * kN * 128);
+  commit_products();
+  wait_for_products<0>();
+  store_columns(s.pair_scores(), A);
+  if (!second_exact) return;
+  const float* middle = factors_at(p, s.other_slot(p), kMiddle, keys.channel());
+#pragma unroll
+  for (int e = 0; e < 8; ++e) by[e] = middle[e];
+  __syncthreads();  // p k^ is read
+  keys.scale(s.k, by);
+}
+
+// All that sums over values: dv, do and v by the states, by v and do of the own chunk and of the
+// other one, and half of rowsum(S~ dS~).
+__device__ __forceinline__ void multiply_pair_values(PairedAccumulators& acc, PairedShared& s,
+                                                     const Problem& p, bool is_first) {
+  constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
+  constexpr int kColumns = kTile / kGroups, kValues = 32;
+  static_assert(PairedShared::kAhead && PairedShared::kInTurn);
+  float sum = 0;  // of states
+  LaneRows<kValues> dv_rows;
+  const auto write_dv = [&](int first) {
+    const int column = first + thread_index() / kGroupThreads * 32 % kTile;
+    dv_rows.write_rows(s.bases.dv + column, token_offset(p.dv, 1), s.chunk.length, p.V - column);
+  };
+#pragma unroll 1
+  for (int first = 0; first < p.V; first += kTile) {
+    wait_for_copies<0>();
+    s.wait_for_states(first);
+    fence_for_products();  // of copies, and before bulk copies to where states were read
+    __syncthreads();       // the values, the states and A are there, the ones before are read
+    if (first + kTile < p.V)
+      copy_pair_values(s, p, s.chunk, s.bases, s.other_values, s.other_length, is_first,
+                       first + kTile);
+    else
+      copy_operands_of_pair(s, p, s.states(first + kTile));
+    const auto& states = s.states(first);
+    const auto& values = s.values(first);
+    const uint32_t S = shared_address(states.S[0]), dS = shared_address(states.dS[0]);
+    const uint32_t d_o = shared_address(values.d_o), v = shared_address(values.v);
+    const uint32_t other = shared_address(s.other(first));
+    const Place at;
+    const auto multiply_all = [&](auto makes_dv) {
+      const int column = at.group * kValues % kTile;
+      float dv[kValues / 2];
+      clear(dv);
+      begin_products();
+      multiply<kSummed, kSummed>(acc.of_other, is_first ? v : d_o,
+                                 (is_first ? dS : S) + at.group * kTileBytes);
+      multiply<kSummed, kSummed>(acc.of_own, is_first ? d_o : v,
+                                 (is_first ? S : dS) + at.group * kTileBytes);
+      multiply<kSummed, kSummed>(acc.dA, d_o, v + at.group * kColumns * 128);
+      multiply<kSummed, kSummed>(acc.between, is_first ? v : d_o,
+                                 other + at.group * kColumns * 128);
+      if constexpr (makes_dv) {
+        multiply<kOther, kOther>(dv, shared_address(s.A), d_o + column * 2);
+        if (is_first)
+          multiply<kOther, kOther>(dv, shared_address(s.pair_scores()), other + column * 2);
+#pragma unroll
+        for (int i = 0; i < kGroups; ++i)
+          multiply<kSummed, kOther>(dv, shared_address(s.k[i]), dS + i * kTileBytes + column * 2);
+      }
+      commit_products();
+      if constexpr (!makes_dv)
+        if (first > 0) write_dv(first - kTile);
+      if ((first / kTile % 2 == 0) == is_first) add_states<kGroups>(sum, states);
+      wait_for_products<0>();
+      if constexpr (makes_dv) dv_rows = LaneRows<kValues>(dv);
+    };
+    if (first / kTile % 2 != at.group / 2)
+      multiply_all(std::false_type{});
+    else
+      multiply_all(std::true_type{});
+    commit_copies();
+  }
+  const int last = (p.V - 1) / kTile;
+  if (last % 2 == thread_index() / kGroupThreads / 2) write_dv(last * kTile);
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  __syncthreads();  // all of it is read
+  if (thread_index() % 2 == 0) s.sums().states[thread_index() / 2] = sum;
+}
+
+template <class Gate>
+__device__ __forceinline__ void make_paired_gradients(PairedShared& s, const Problem& p,
+                                                      const PairedChunk& pair_chunk) {
+  constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
+  arrive_at_cluster();  // waited for before the other block's memory is written
+  const bool is_first = pair_chunk.role == Role::kFirst;
+  const bool exact = __any_sync(0xffffffffu, !in_tier1(p, pair_chunk.chunk));
+  Chunk other_chunk = pair_chunk.chunk;
+  other_chunk.slot += is_first ? p.H : -p.H;
+  const bool other_exact = __any_sync(0xffffffffu, !in_tier1(p, other_chunk));
+  load_paired_operands(s, p, pair_chunk);
+  fence_for_products();
+  __syncthreads();  // the operands and the factors are there
+  if (thread_index() < s.kChannels)
+    s.pass[thread_index()] = s.factors().leave[thread_index()] * s.factors().enter[thread_index()];
+  if (is_first) scores_of_pair(s, p, other_exact);
+  PairedAccumulators acc;
+  clear(acc.of_other);
+  clear(acc.of_own);
+  clear(acc.dA);
+  clear(acc.between);
+  multiply_pair_values(acc, s, p, is_first);
+
+  // The tiles of the last states are free, those beside them hold operands of the pair.
+  auto& tiles = s.states(p.V - 1).S;
+  auto& [other_operand, own_operand] = s.states(p.V - 1 + kTile);
+  auto& to_send = s.sums().dg;
+  copy_operands(s.q, operands_at(p, s.chunk.slot));
+  commit_copies();
+  if (!exact) store_scores(tiles[0], acc.dA);
+  store_columns(tiles[1], acc.between);
+  wait_for_copies<1>();  // all but q^
+  fence_for_products();
+  __syncthreads();  // the scores and the operands of the pair are there
+  const Place at;
+  const int column = at.group * kTile + 2 * at.t;
+  sum_tokens<kGroups>(to_send, is_first ? s.k : own_operand, acc.of_other);
+  if (other_exact)
+    scale_columns(acc.of_other,
+                  factors_at(p, s.other_slot(p), kMiddle, at.group * kTile) + 2 * at.t);
+  begin_products();
+  multiply<kSummed, kOther>(acc.of_other, shared_address(tiles[1]),
+                            shared_address(other_operand[at.group]));
+  commit_products();
+  wait_for_products<0>();
+  scale_columns(acc.of_other, s.pass + column);
+  if (is_first)
+    sum_tokens<kGroups>(s.sums().inter, own_operand, acc.of_other);
+  else
+    sum_tokens<kGroups>(s.sums().inter, s.k, acc.of_own);
+  const Pair<kGroups> pair;
+  const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
+  wait_for_copies<0>();  // q^ is back
+  fence_for_products();
+  wait_for_cluster();  // the other block has started
+  __syncthreads();     // and what is sent is written
+  if (is_first) {      // k^, which pairs of tokens and dg take as it was
+    copy_operands(s.k, operands_at(p, s.chunk.slot) + offsetof(OperandGroup, k));
+    commit_copies();
+  }
+  const int thread = thread_index();
+  if (thread < s.kChannels) {
+    const float own = exact ? *factors_at(p, s.chunk.slot, kMiddle, thread) : 1.f;
+    const float other = other_exact ? *factors_at(p, s.other_slot(p), kMiddle, thread) : 1.f;
+    float& states = s.sums().states[thread];
+    states *= own * s.pass[thread] * other;
+    float sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < kParts; ++warp) sum += to_send[warp][thread];
+    if (!is_first) sum *= other * s.pass[thread];  // the first's come from p m2 k^
+    store_in_cluster(address_in(&s.other_sums[thread], is_first), states + sum);
+  }
+  arrive_at_cluster();
+  if (!exact) {
+    const uint32_t dA = shared_address(tiles[0]);
+    const uint32_t k = shared_address((is_first ? own_operand : s.k)[at.group]);
+    const uint32_t q = shared_address(s.q[at.group]);
+    if (is_first) {
+      begin_products();
+      multiply<kSummed, kOther>(acc.of_own, dA, k);
+      multiply<kOther, kOther>(acc.of_other, dA, q);
+    } else {
+      begin_products();
+      multiply<kSummed, kOther>(acc.of_other, dA, k);
+      multiply<kOther, kOther>(acc.of_own, dA, q);
+    }
+    commit_products();
+    wait_for_products<0>();
+  }
+  sum_gates(s.sums().gates, gates, pair);
+  __syncthreads();  // the scores are read: x and y take their place
+  store_accumulators<kGroups>(s.gradients[is_first], acc.of_other);
+  store_accumulators<kGroups>(s.gradients[!is_first], acc.of_own);
+  wait_for_copies<0>();  // k^ is back
+  wait_for_cluster();    // the other's sums are there
+  if (thread < s.kChannels) s.sums().states[thread] += s.other_sums[thread];
+  __syncthreads();  // x, y and all sums but dg's are written
+  if (exact)
+    write_gradients<true, false>(s, gates, p);
+  else
+    write_gradients<false, false>(s, gates, p);
+}
+
+template <class Gate>
+__global__ void __launch_bounds__(kGroups* kGroupThreads, 1) paired_gradients_kernel(Problem p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_previous_kernel();
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  PairedShared& s = *reinterpret_cast<PairedShared*>(s_bytes);
+  const PairedChunk pair = find_paired_chunk(p, blockIdx.x);
+  if (pair.chunk.length == 0) return;
+  if (pair.chunk.tail) return clear_gradients<Gate, kGroups>(p, pair.chunk);
+  if (pair.role == Role::kAlone)
+    make_gradients<Gate, kGroups>(s, p, pair.chunk);
+  else
+    make_paired_gradients<Gate>(s, p, pair);
+#endif
+}
+
+template <class Gate>
+void launch_paired_gradients(const Problem& p, cudaStream_t stream) {
+  static_assert(fits_multiprocessor(1, sizeof(PairedShared)));
+  static const DynamicShared shared(paired_gradients_kernel<Gate>, sizeof(PairedShared));
+  const int64_t blocks = paired_chunk_blocks(p);
+  if (blocks == 0) return;
+  shared.allow();
+  launch_dependent<2>(paired_gradients_kernel<Gate>, blocks, kGroups * kGroupThreads,
+                      sizeof(PairedShared), stream, p);
+}
+
+}  // namespace
+
+void paired_gradients(const Problem& p, cudaStream_t stream) {
+  if (p.g.dtype == DType::kFloat)
+    launch_paired_gradients<float>(p, stream);
+  else
+    launch_paired_gradients<bf16>(p, stream);
+}
+
+}  // namespace gla_ext::cuda::sm90

@@ -1,0 +1,120 @@
+"""Gradients of K above 128 by pairs of neighbouring chunks, which have one S and one dS."""
+
+import dataclasses
+
+import pytest
+import torch
+from common import (
+    GATES,
+    assert_results_close,
+    assert_same_bits,
+    exact_by_chunks,
+    make_inputs,
+    ours,
+)
+from fused import BF16, MIXED, TOKENS, mixed_gates, packed, plan_of
+
+from gla_ext import batch_invariant
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.usefixtures("hopper", "nan_in_fresh_memory"),
+]
+
+# Sequences that start at slots of either parity, of one chunk to five; the last slot is a tail's.
+LENGTHS = (64, 1, 65, 0, 128, 129, 300, 64, 3)
+
+
+def check(x):
+    assert plan_of(x)["paired_chunks"]
+    results = ours(x)
+    assert_results_close(results, exact_by_chunks(x), x)
+    return results
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate_dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "T, K, V",
+    [(65, 256, 64), (128, 136, 512), (192, 200, 136), (193, 256, 256), (257, 144, 8), (384, 192, 72)],
+)
+def test_pairs_and_chunks_alone(T, K, V, gate_dtype, gate):
+    """One to three pairs, and behind them a chunk without another; of one tile of values to
+    eight."""
+    check(make_inputs(3, T, 2, K, V, BF16, gate, gate_dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("kind", [*MIXED, "resets alone"])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("K, V", [(256, 136), (136, 64)])
+def test_either_chunk_out_of_tier_1(K, V, first, kind):
+    """Of every other chunk the first or the second of a pair; the last is alone."""
+    x = make_inputs(2, 330, 2, K, V, BF16, 0.1, device="cuda")
+    if kind == "every other chunk":
+        for start in range(64 * first, 330, 128):
+            x.g[:, start : start + 64] *= 100
+    else:
+        x = mixed_gates(x, kind)
+        x.g[:, : 64 * first] *= 100
+    check(x)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("K, V", [(256, 200), (136, 64)])
+def test_packed_sequences(K, V, gate):
+    end = sum(LENGTHS)
+    x = packed(end + 10, LENGTHS, 2, K, V, gate=gate)
+    results = check(x)
+    assert not any(results[name][:, end:].any() for name in TOKENS)
+
+
+def test_pairs_of_two_segments():
+    """Segments of an odd number of chunks: pairs lie in two of them."""
+    processors = torch.cuda.get_device_properties().multi_processor_count
+    T = 320 * (processors // 4) - 10  # five chunks for each of a quarter of the multiprocessors
+    x = make_inputs(1, T, 1, 256, 72, BF16, 0.1, device="cuda")
+    assert plan_of(x)["segments"] > 1 and plan_of(x)["segment_chunks"] == 5
+    check(mixed_gates(x, "every other chunk"))
+
+
+def test_v_first_states():
+    x = make_inputs(2, 200, 4, 256, 72, BF16, 0.1, device="cuda")
+    results = check(x)
+    turned = {name: getattr(x, name).mT.contiguous() for name in ("initial_state", "dht")}
+    v_first = ours(dataclasses.replace(x, **turned), state_v_first=True)
+    for name in ("final_state", "dh0"):
+        v_first[name] = v_first[name].mT
+    assert_same_bits(v_first, results)
+
+
+def test_rows_of_an_odd_number_of_chunks_are_apart():
+    """A row's pairs are its own, and every run has the same bits."""
+    x = make_inputs(5, 190, 2, 256, 136, BF16, 0.1, device="cuda")
+    results = check(x)
+    assert_same_bits(ours(x), results)
+    for n in (0, 3):
+        assert_same_bits(ours(x.select(n)), {name: t[n : n + 1] for name, t in results.items()})
+
+
+@pytest.mark.parametrize("operand", ["q", "k", "v", "g", "do"])
+@pytest.mark.parametrize("token", [10, 70])
+def test_nan_in_either_chunk_stays_in_its_row(operand, token):
+    x = make_inputs(2, 128, 2, 256, 72, BF16, 0.1, device="cuda")
+    expected = ours(x)
+    getattr(x, operand)[1, token, 0] = torch.nan
+    results = ours(x)
+    assert_same_bits(
+        {name: t[:1] for name, t in results.items()},
+        {name: t[:1] for name, t in expected.items()},
+    )
+    gradients = ("dq", "dk", "dv", "dg")
+    assert any(results[name][1, :, 0].isnan().any() for name in gradients)
+    assert not any(results[name][1, :, 1].isnan().any() for name in gradients)
+
+
+def test_not_in_batch_invariant_mode():
+    x = make_inputs(2, 200, 2, 256, 72, BF16, 0.1, device="cuda")
+    assert not plan_of(x, batch_invariant=True)["paired_chunks"]
+    results = check(x)
+    with batch_invariant():
+        assert_same_bits({"o": ours(x)["o"]}, {"o": results["o"]})
