@@ -59,7 +59,7 @@ FUSED_SHAPES = {  # the batch for an H200, see `for_this_gpu`
     "gradients in a sweep, few values": (17, 430, 6, 104, 104, None, "contiguous"),
     "gradients in a sweep, narrow": (22, 200, 9, 40, 64, None, "contiguous"),
     "pairs of chunks": (2, 170, 1, 200, 200, None, "contiguous"),
-    "pairs of chunks, packed": (1, 430, 1, 136, 72, (64, 1, 200, 0, 130), "contiguous"),
+    "pairs of chunks, packed": (1, 430, 1, 136, 136, (64, 1, 200, 0, 130), "contiguous"),
     "in segments": (1, 530, 1, 64, 64, None, "contiguous"),
     "packed, in segments": (1, 430, 1, 128, 64, (0, 330, 70, 3), "contiguous"),
     "packed, small heads in segments": (1, 430, 1, 64, 64, (0, 330, 70, 3), "contiguous"),

@@ -293,7 +293,8 @@ def test_cuda_operands_and_states_in_one_pass(change, paired):
     "change, paired",
     [
         ({}, True),
-        ({"K": 136, "V": 8, "gate_dtype": "float32"}, True),
+        ({"K": 136, "V": 136, "gate_dtype": "float32"}, True),
+        ({"V": 128}, False),
         ({"K": 128, "V": 512}, False),
         ({"T": 64}, False),  # one chunk
         ({"T": 65}, True),

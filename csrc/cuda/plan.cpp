@@ -167,10 +167,13 @@ void choose_paired_parts(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
   if (in.backward) plan.launches += 1;
 }
 
-// Gradients by pairs of chunks, where the states of all chunks would be most of what is read.
+// Gradients by pairs of chunks, where the states of all chunks would be most of what is read: with
+// fewer values what a pair takes before and behind them costs more than it spares.
 void choose_paired_chunks(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  constexpr int64_t kMostUnpaired = 128;  // values
   plan.paired_chunks = plan.linear && !plan.swept_gradients && in.K > kOperandKeys &&
-                       !in.save_states && !in.batch_invariant && grid.chunks > 1;
+                       in.V > kMostUnpaired && !in.save_states && !in.batch_invariant &&
+                       grid.chunks > 1;
 }
 
 // What step 6 hands to step 7, but where gradients that are fp32 themselves take it.

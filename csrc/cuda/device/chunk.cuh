@@ -10,7 +10,7 @@ struct Chunk {
   int32_t length;      // tokens; 0: no sequence needs this slot
   int32_t head;
   int64_t slot;   // of (row, slot, head) in `tiers`
-  int64_t state;  // of the [K, V] matrix in S and dS
+  int64_t state;  // of the [K, V] matrix in S and dS; of pairs of chunks the pair's
   bool tail;      // tokens behind the last sequence: results are zero
 };
 

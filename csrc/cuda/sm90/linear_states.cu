@@ -6,10 +6,9 @@
 // grid    (sweep, segment, head, 128 key channels, 128 values); a producer and two consumer
 //         warpgroups
 // reads   operands [B, slots, H], v h0, or do dht; segment_states, segment_state_grads
-// writes  S~, unless S is saved, and, unless gradients are swept, dS~ of every chunk, or of pairs
-// of
-//         chunks (paired_chunks) S~ of the first and dS~ of the second, tiles [B, chunks, H]; with
-//         dS~ dh0.
+// writes  S~, unless S is saved, and, unless gradients are swept, dS~ of every chunk, or of
+//         pairs of chunks (paired_chunks) S~ of the first and dS~ of the second, tiles
+//         [B, chunks, H] or [B, pairs, H]; with dS~ dh0.
 //         For segments' own parts none of these, but segment_states or segment_state_grads and
 //         segment_decays.
 //

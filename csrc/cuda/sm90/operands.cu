@@ -10,7 +10,8 @@
 //         warpgroups, 128 key channels at a time
 // reads   q, k, g [B, T, H, K]; outside tier 1 in backward v, do [B, T, H, V]
 // writes  operands [B, slots, H], tiers [B, slots, H, blocks]; A of chunks in tier 1 only where a
-//         sweep reads it; outside tier 1 in backward dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
+//         sweep or gradients of pairs of chunks read it; outside tier 1 in backward dq_intra,
+//         dk_intra, dg_intra [B, T, H, K] fp32
 //
 // The rows of the next 128 key channels are copied while these are gated, in place, but with fp32
 // gates, for which there is no room. b and the accumulation of A are fp32; dA of chunks outside

@@ -20,9 +20,9 @@ struct alignas(1024) OperandGroup {
 };
 constexpr int kFactorBytes = sizeof(OperandGroup::factors);
 
-// A is there for sweeps (operands.cu is told whether one reads it) and outside tier 1, from
-// exact_gradients.cu behind paired_states.cu, from exact_output.cu behind forward sweeps;
-// `exact`, 1 if the chunk is outside, for sweeps alone.
+// A is there for sweeps and for gradients of pairs of chunks (operands.cu is told whether one reads
+// it), and outside tier 1, from exact_gradients.cu behind paired_states.cu, from exact_output.cu
+// behind forward sweeps; `exact`, 1 if the chunk is outside, for sweeps alone.
 template <int kGroups>
 struct alignas(1024) Operands {
   OperandGroup groups[kGroups];

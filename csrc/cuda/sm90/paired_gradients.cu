@@ -11,7 +11,7 @@
 //
 // grid    (row, pair of slots, head, chunk of the pair), clusters of two blocks; a warpgroup for
 //         each 64 key channels
-// reads   as gradients.cu over operands, and q^ or k^, do or v of the other chunk
+// reads   as gradients.cu over operands, A of these, and q^ or k^, do or v of the other chunk
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V]
 //
 // The blocks of a pair tell each other the sums over tokens and their halves of rowsum(S~1 dS~2).
@@ -220,9 +220,9 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared& s, const Pro
   const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
   wait_for_copies<0>();  // q^ is back
   fence_for_products();
-  wait_for_cluster();  // the other block has started
-  __syncthreads();     // and what is sent is written
-  if (is_first) {      // k^, which pairs of tokens and dg take as it was
+  wait_for_cluster();        // the other block has started
+  __syncthreads();           // and what is sent is written
+  if (is_first && !exact) {  // k^, of which dg sums as it was
     copy_operands(s.k, operands_at(p, s.chunk.slot) + offsetof(OperandGroup, k));
     commit_copies();
   }

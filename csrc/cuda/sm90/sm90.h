@@ -61,7 +61,8 @@ void exact_gradients(const Problem& p, cudaStream_t stream);
 // q k v g do S dS tiers, for K above 64 operands, and outside tier 1 dq_intra dk_intra dg_intra
 // and, for K of at most 64, A -> dq dk dv dg
 void gradients(const Problem& p, cudaStream_t stream);
-// The same by pairs of chunks, which have one S and one dS (paired_chunks). K above 128.
+// The same by pairs of chunks, which have one S and one dS (paired_chunks), over operands with A.
+// K above 128.
 void paired_gradients(const Problem& p, cudaStream_t stream);
 
 // The same from the last chunk to the first, dS on chip: q k v g do S dht (segment_state_grads)

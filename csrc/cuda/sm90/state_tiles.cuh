@@ -1,8 +1,8 @@
 // S~ and dS~ as linear_states.cu or paired_states.cu leaves them in the workspace: of a chunk and
-// head tiles as warpgroup products read them, all 64 key channels each of the first 64 values, then
-// of the next; a tile is [64 of K][64 values], zero where there is no channel or value (NaN beside
-// what is not finite). So one copy takes 64 values of all channels. States that forward saves are
-// rows instead, [K][V].
+// head, or a pair of chunks (chunk_pairs.cuh), tiles as warpgroup products read them, all 64 key
+// channels each of the first 64 values, then of the next; a tile is [64 of K][64 values], zero
+// where there is no channel or value (NaN beside what is not finite). So one copy takes 64 values
+// of all channels. States that forward saves are rows instead, [K][V].
 #pragma once
 
 #include "tiles.cuh"

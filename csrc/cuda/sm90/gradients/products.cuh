@@ -6,7 +6,7 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// Asks for A of a chunk outside tier 1.
+// Asks for A, of a chunk outside tier 1 or of a pair.
 template <int kGroups>
 __device__ __forceinline__ void copy_scores(Shared<kGroups>& s, const Problem& p,
                                             const Chunk& chunk) {
