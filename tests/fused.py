@@ -3,7 +3,7 @@
 import dataclasses
 
 import torch
-from common import Inputs, make_inputs
+from common import Inputs, make_inputs, ours
 
 from gla_ext import _C
 
@@ -35,6 +35,15 @@ def plan_of(x: Inputs, backward: bool = True, **options) -> dict[str, object]:
 
 def packed(T: int, lengths, *sizes, gate: float | str = 0.1, **options) -> Inputs:
     return make_inputs(1, T, *sizes, BF16, gate, lengths=lengths, device="cuda", **options)
+
+
+def v_first_results(x: Inputs) -> dict[str, torch.Tensor]:
+    """`ours`, of states that lie [V, K]."""
+    turned = {name: getattr(x, name).mT.contiguous() for name in ("initial_state", "dht")}
+    results = ours(dataclasses.replace(x, **turned), state_v_first=True)
+    for name in ("final_state", "dh0"):
+        results[name] = results[name].mT
+    return results
 
 
 def mixed_gates(x: Inputs, kind: str) -> Inputs:

@@ -14,7 +14,7 @@ from common import (
     ours,
     outputs_and_gradients,
 )
-from fused import BF16, MIXED, for_this_gpu, mixed_gates, plan_of
+from fused import BF16, MIXED, for_this_gpu, mixed_gates, plan_of, v_first_results
 
 from gla_ext import chunk_gla
 
@@ -153,15 +153,6 @@ def test_references_that_rounding_decides(multiple, least, B, H, K, V, operands)
 def test_fp32_gates(K, V, gate):
     x = make_swept(16, 150, 4, K, V, gate, torch.float32)
     assert_results_close(ours(x), exact_by_chunks(x), x)
-
-
-def v_first_results(x):
-    """`ours`, of states that lie [V, K]."""
-    turned = {name: getattr(x, name).mT.contiguous() for name in ("initial_state", "dht")}
-    results = ours(dataclasses.replace(x, **turned), state_v_first=True)
-    for name in ("final_state", "dh0"):
-        results[name] = results[name].mT
-    return results
 
 
 @in_nan

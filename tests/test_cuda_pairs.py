@@ -1,7 +1,5 @@
 """Gradients of K and V above 128 by pairs of neighbouring chunks, which have one S and one dS."""
 
-import dataclasses
-
 import pytest
 import torch
 from common import (
@@ -12,7 +10,7 @@ from common import (
     make_inputs,
     ours,
 )
-from fused import BF16, MIXED, TOKENS, mixed_gates, packed, plan_of
+from fused import BF16, MIXED, TOKENS, mixed_gates, packed, plan_of, v_first_results
 
 from gla_ext import batch_invariant
 
@@ -86,12 +84,7 @@ def test_pairs_of_two_segments():
 
 def test_v_first_states():
     x = make_inputs(2, 200, 4, 256, 136, BF16, 0.1, device="cuda")
-    results = check(x)
-    turned = {name: getattr(x, name).mT.contiguous() for name in ("initial_state", "dht")}
-    v_first = ours(dataclasses.replace(x, **turned), state_v_first=True)
-    for name in ("final_state", "dh0"):
-        v_first[name] = v_first[name].mT
-    assert_same_bits(v_first, results)
+    assert_same_bits(v_first_results(x), check(x))
 
 
 def test_rows_of_an_odd_number_of_chunks_are_apart():

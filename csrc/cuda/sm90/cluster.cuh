@@ -5,11 +5,12 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// Waits for all threads of the cluster, and makes visible what they wrote to shared memory before
-// they arrived.
+// Says that this thread has written what others of the cluster read.
 __device__ __forceinline__ void arrive_at_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+// Waits until all threads of the cluster have arrived; what they wrote to shared memory before is
+// then visible.
 __device__ __forceinline__ void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -28,6 +29,7 @@ __device__ __forceinline__ uint32_t address_in(const void* p, int rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
   return address;
 }
+// To shared memory of any block of the cluster, which must have started.
 __device__ __forceinline__ void store_in_cluster(uint32_t to, float x) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }

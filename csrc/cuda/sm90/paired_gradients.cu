@@ -174,7 +174,7 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared& s, const Pro
   const bool is_first = pair_chunk.role == Role::kFirst;
   const bool exact = __any_sync(0xffffffffu, !in_tier1(p, pair_chunk.chunk));
   Chunk other_chunk = pair_chunk.chunk;
-  other_chunk.slot += is_first ? p.H : -p.H;
+  other_chunk.slot = other_slot(p, pair_chunk.chunk, is_first);
   const bool other_exact = __any_sync(0xffffffffu, !in_tier1(p, other_chunk));
   load_paired_operands(s, p, pair_chunk);
   fence_for_products();

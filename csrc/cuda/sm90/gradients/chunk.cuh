@@ -1,4 +1,4 @@
-// gradients.cu: all gradients of a chunk by itself.
+// gradients.cu and, of a chunk without another, paired_gradients.cu: all gradients of a chunk.
 #pragma once
 
 #include "products.cuh"
@@ -37,7 +37,7 @@ __device__ __forceinline__ void make_gradients(Shared<kGroups>& s, const Problem
     scale_inter(acc, s, exact);
   else if (p.saved_states)
     scale_saved(acc, s, p);
-  sum_inter(acc, s);
+  sum_tokens<kGroups>(s.sums().inter, s.k, acc.y);
   const Pair<kGroups> pair;
   const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
   wait_for_copies<0>();  // q^ is back

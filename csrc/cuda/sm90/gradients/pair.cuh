@@ -7,6 +7,11 @@
 
 namespace gla_ext::cuda::sm90 {
 
+// Of the other chunk of a pair.
+__device__ __forceinline__ int64_t other_slot(const Problem& p, const Chunk& chunk, bool is_first) {
+  return chunk.slot + (is_first ? p.H : -p.H);
+}
+
 // 2^(b_C - to) of the first chunk and 2^from of the second: what a state is multiplied by between
 // them.
 struct PairFactors {
@@ -34,7 +39,7 @@ struct PairedShared : Shared<4> {
     return *reinterpret_cast<PairFactors*>(operands.states[1].dS[0]);
   }
   __device__ __forceinline__ int64_t other_slot(const Problem& p) const {
-    return chunk.slot + (is_first ? p.H : -p.H);
+    return sm90::other_slot(p, chunk, is_first);
   }
 };
 
@@ -90,7 +95,7 @@ __device__ __forceinline__ void load_paired_operands(PairedShared& s, const Prob
                                                      const PairedChunk& pair) {
   const Chunk& chunk = pair.chunk;
   const bool is_first = pair.role == Role::kFirst;
-  const int64_t other_slot = chunk.slot + (is_first ? p.H : -p.H);
+  const int64_t other_slot = sm90::other_slot(p, chunk, is_first);
   copy_operands(s.k, operands_at(p, chunk.slot) + offsetof(OperandGroup, k));
   copy_scores(s, p, chunk);
   if (is_first) copy_operand(s.states(kTile).S, p, other_slot, /*keys=*/false);

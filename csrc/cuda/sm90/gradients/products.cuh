@@ -207,12 +207,6 @@ __device__ __forceinline__ void sum_tokens(float (&to)[kParts][kGroups * kTile],
   pair_at(to[warp], at.group * kTile + 8 * g + 2 * at.t) = make_float2(sums[0], sums[1]);
 }
 
-// Sums what the states that leave the chunk owe to k.
-template <int kGroups>
-__device__ __forceinline__ void sum_inter(const Accumulators<kGroups>& acc, Shared<kGroups>& s) {
-  sum_tokens<kGroups>(s.sums().inter, s.k, acc.y);
-}
-
 // dA k^ and dA^T q^ on top.
 template <int kGroups>
 __device__ __forceinline__ void multiply_scores(Accumulators<kGroups>& acc, Shared<kGroups>& s) {
