@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
 
 
 @by_every_case
+@pytest.mark.usefixtures("backward_in_this_thread")
 def test_what_is_saved_and_freed(case, keep_nothing):
     x = draw(case).map(lambda t: t.requires_grad_())
     inputs = {t.data_ptr() for t in vars(x).values() if t is not None}
@@ -80,6 +81,7 @@ def test_never_more_than_the_inputs():
 
 
 @pytest.mark.parametrize("shape", [(2, 2048, 4, 256, 512), (32, 2048, 4, 128, 256)], ids=str)
+@pytest.mark.usefixtures("backward_in_this_thread")
 def test_peak_of_both_ways_is_that_of_making_them_again(shape, keep_nothing):
     x = large_inputs(*shape)
 

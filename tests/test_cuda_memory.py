@@ -71,6 +71,7 @@ def test_peak_is_below_flas(shape):
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("backward_in_this_thread")
 def test_peak_is_linear_in_tokens():
     B, T, H, K, V = SHAPES["main"]
     peaks = [peak((B, n * T, H, K, V)) for n in (1, 2, 4)]

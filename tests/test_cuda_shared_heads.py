@@ -140,7 +140,7 @@ def peak(call) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-@pytest.mark.usefixtures("path")
+@pytest.mark.usefixtures("path", "backward_in_this_thread")
 @pytest.mark.parametrize("shape", [(8, 2048, 4, 128, 256), (4, 2048, 16, 64, 64)], ids=str)
 def test_bits_and_memory_at_full_load(shape):
     x = shared(large_inputs(*shape), shape[2] // 2)

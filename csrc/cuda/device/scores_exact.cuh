@@ -44,14 +44,6 @@ __device__ __forceinline__ void add_anchored(float (&acc)[2][2][4], Op* s_q, Op*
   __syncthreads();  // the tiles are read
 }
 
-// threadIdx.x, so that what follows from it is not made ahead of a loop over chunks and kept. Not
-// sm90's thread_index(), whose range, told to the compiler, makes exact gradients spill.
-__device__ __forceinline__ int thread_anew() {
-  int thread = static_cast<int>(threadIdx.x);
-  asm volatile("" : "+r"(thread));
-  return thread;
-}
-
 constexpr int kDiagonalThreads = 32 * kSubChunks;
 constexpr int kDiagonalColumns = 32;  // key channels a tile
 

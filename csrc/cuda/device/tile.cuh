@@ -9,6 +9,14 @@ namespace gla_ext::cuda {
 constexpr int kThreads = 256;  // of every kernel that multiplies tiles
 constexpr int kTile = 64;      // rows and columns of a tile, unless a kernel says otherwise
 
+// threadIdx.x, so that what follows from it is not made ahead of a loop over chunks and kept. Not
+// sm90's thread_index(), whose range, told to the compiler, makes exact gradients spill.
+__device__ __forceinline__ int thread_anew() {
+  int thread = static_cast<int>(threadIdx.x);
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
 // Row pitch in elements: 16 bytes more than the row, so that eight rows of 16 bytes lie in
 // different banks.
 template <class Op, int kColumns>

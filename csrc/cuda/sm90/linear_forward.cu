@@ -14,8 +14,8 @@
 #include "../device/launch.cuh"
 #include "dependent_launch.cuh"
 #include "dynamic_shared.h"
+#include "forward/multiply.cuh"
 #include "forward/output.cuh"
-#include "forward/state.cuh"
 #include "linear_sweep.cuh"
 #include "sm90.h"
 
@@ -35,6 +35,7 @@ struct Stage {
 };
 template <int kGroups>
 struct Block : LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2> {
+  static constexpr bool kSaves = false;
   using Base = LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2>;
   // What the state is to be multiplied by as it leaves a chunk; and at once as it enters the next.
   float leave[kGroups * kOperandKeys];
@@ -50,13 +51,14 @@ struct Block : LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2> {
 // With room for states on their way out, [128 keys][V].
 template <int kGroups>
 struct SavingBlock : Block<kGroups> {
+  static constexpr bool kSaves = true;
   alignas(1024) unsigned char states[kLinearConsumers][kKeyTiles * kTileBytes];
 };
 
 // Rows of the states as they lie in a consumer's tiles to memory.
 __device__ __forceinline__ void write_states(const unsigned char* tiles, const Problem& p,
                                              int64_t chunk_head, int first_k, int first_v) {
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, part = thread % 8;
+  const int thread = thread_anew() % kGroupThreads, part = thread % 8;
   const int column = first_v + 8 * part;
   bf16* out = static_cast<bf16*>(p.S) + chunk_head * p.K * p.V + column;
 #pragma unroll 2  // the states leave few registers
@@ -68,68 +70,8 @@ __device__ __forceinline__ void write_states(const unsigned char* tiles, const P
   }
 }
 
-// v^T [64 values][64 tokens] of a consumer as an operand: in registers, as several products read
-// it, or where these are few, in shared memory.
-template <bool kInRegisters>
-class ValueOperand {
- public:
-  __device__ __forceinline__ explicit ValueOperand(const unsigned char* v) : v_(v) {
-    const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
-    const int token = lane % 8 + lane / 16 * 8, part = thread / 32 * 2 + lane / 8 % 2;
-    if constexpr (kInRegisters) {
-#pragma unroll
-      for (int i = 0; i < kTile / 16; ++i)
-        ldmatrix_transposed(
-            words_[i], reinterpret_cast<const bf16*>(v + swizzled(token, part) + i * kTokensBytes));
-    }
-  }
-  // d += v^T B, of the i-th 16 tokens.
-  template <Contiguous kB, int kN>
-  __device__ __forceinline__ void multiply(float (&d)[kN], int i, uint64_t b) const {
-    if constexpr (kInRegisters)
-      product<kB>(d, words_[i], b);
-    else
-      product<Contiguous::kOther, kB>(
-          d, descriptor(shared_address(v_) + i * kTokensBytes, kTileBytes), b);
-  }
-
- private:
-  static constexpr int kTokensBytes = 16 * 128;
-  const unsigned char* v_;
-  uint32_t words_[kTile / 16][4];
-};
-
-// What store_output does in two steps, between which the place of v can be given back. The sweeps
-// that gate keep no place back for it, and are faster with a row's load beside its store.
-class OutputRows {
- public:
-  __device__ __forceinline__ OutputRows(unsigned char* tile, const float (&o)[32], int group) {
-    place_output(tile, o, group);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      words_[i] = *reinterpret_cast<const uint4*>(tile + swizzled(token(i), part()));
-  }
-  __device__ __forceinline__ void write(const Problem& p, const Segment& segment, int chunk,
-                                        int first_v) const {
-    bf16* out = rows_at<bf16>(p.o, segment.row, segment.token_of(chunk), segment.head);
-    const int length = segment.length_of(chunk), column = first_v + 8 * part();
-#pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      if (token(i) < length && column < p.V)
-        *reinterpret_cast<uint4*>(out + token_offset(p.o, token(i)) + column) = words_[i];
-  }
-
- private:
-  static constexpr int kRows = 4;  // of a thread, 16 bytes each
-  static __device__ __forceinline__ int part() { return static_cast<int>(threadIdx.x) % 8; }
-  static __device__ __forceinline__ int token(int i) {
-    return static_cast<int>(threadIdx.x) % kGroupThreads / 8 + 16 * i;
-  }
-  uint4 words_[kRows];
-};
-
-template <int kGroups>
-__device__ __forceinline__ void produce(Block<kGroups>& s, const Problem& p, int first_v) {
+template <int kGroups, class BlockOfKernel>
+__device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int first_v) {
   const Segment& segment = s.segment;
   const int thread = static_cast<int>(threadIdx.x);
   RowCopier<kLinearConsumers, kGroupThreads> v(p.v, token_offset(p.v, 1), segment, 0, thread,
@@ -155,7 +97,7 @@ __device__ __forceinline__ void produce(Block<kGroups>& s, const Problem& p, int
           float& leave = s.leave[group * kOperandKeys + thread];
           s.pass[number][group * kOperandKeys + State<kOperandKeys>::quad_index(thread)] =
               factors[kEnter][thread] * leave;
-          leave = factors[kLeave][thread];
+          if constexpr (!s.kSaves) leave = factors[kLeave][thread];  // else consumers apply it
         }
       });
 }
@@ -163,7 +105,6 @@ __device__ __forceinline__ void produce(Block<kGroups>& s, const Problem& p, int
 template <int kGroups, class BlockOfKernel>
 __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int group,
                                         int block_v) {
-  constexpr bool kSaves = std::is_same_v<BlockOfKernel, SavingBlock<kGroups>>;
   const Segment& segment = s.segment;
   const int first_v = block_v + kTile * group;
   if (segment.tail) return write_tail(p, segment, first_v);
@@ -179,37 +120,28 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     wait(&s.full[number], s.parity(chunk));
     const bool exact = __any_sync(0xffffffffu, stage.operands.exact);
     float o[32];  // [64 values][64 tokens]
+    if constexpr (s.kSaves) {
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      const auto& operands = stage.operands.groups[i];
-      if constexpr (kSaves) {
+      for (int i = 0; i < kGroups; ++i) {
         group_barrier<kConsumerBarrier>(group);  // the states before are read
 #pragma unroll
         for (int tile = 0; tile < kKeyTiles; ++tile)
           store_transposed_tile(s.states[group] + tile * kTileBytes, state[i].x + tile * 32);
         group_barrier<kConsumerBarrier>(group);  // these are written
         write_states(s.states[group], p, segment.chunk_head(p, chunk), i * kOperandKeys, first_v);
-        state[i].scale(operands.factors[kEnter]);
-      } else {
-        state[i].scale_by_quads(s.pass[number] + i * kOperandKeys);
       }
-      uint32_t S_operand[kOperandKeys / 16][4];
-#pragma unroll
-      for (int j = 0; j < kOperandKeys / 16; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          S_operand[j][e] = pack(state[i].x[8 * j + 2 * e], state[i].x[8 * j + 2 * e + 1]);
-      if (exact) state[i].scale(operands.factors[kMiddle]);
-      const uint32_t q = shared_address(operands.q);
-      begin_products();
-#pragma unroll
-      for (int j = 0; j < kOperandKeys / 16; ++j)
-        product(o, S_operand[j], descriptor(q + j / 4 * kTileBytes + j % 4 * kStepBytes, 0),
-                i + j > 0);
-      commit_products();
-      if (i + 1 < kGroups) wait_for_products<0>();  // the registers of S_operand are free
     }
-    const ValueOperand<!kSaves> v(stage.v + group * kTileBytes);
+    StateOperand operand;
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i)
+      multiply_state(o, state[i], s.pass[number] + i * kOperandKeys, stage.operands.groups[i].q,
+                     operand, i == 0);
+    if (exact) {
+      wait_for_products<0>();
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) state[i].scale(stage.operands.groups[i].factors[kMiddle]);
+    }
+    const ValueOperand<!s.kSaves> v(stage.v + group * kTileBytes);
     begin_products();
 #pragma unroll
     for (int j = 0; j < 4; ++j)
@@ -226,12 +158,11 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     }
     commit_products();
     wait_for_products<0>();
-    // Before o passes: loads of that come behind these, and the fence waits for all of them.
-    if (kSaves || chunk + 1 == segment.chunks) {
+    const OutputRows rows(stage.v + group * kTileBytes, o, group);
+    if (s.kSaves || chunk + 1 == segment.chunks) {
 #pragma unroll
       for (int i = 0; i < kGroups; ++i) state[i].scale(stage.operands.groups[i].factors[kLeave]);
     }
-    const OutputRows rows(stage.v + group * kTileBytes, o, group);
     fence_for_products();  // and bulk copies; later it would wait until the rows are in memory
     arrive(&s.empty[number]);
     rows.write(p, segment, chunk, first_v);

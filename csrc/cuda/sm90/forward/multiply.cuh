@@ -7,42 +7,96 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
+constexpr int kPartKeys = 32;
+using StateOperand = uint32_t[2][kPartKeys / 16][4];
+
+// o^T = S~^T q^^T, added to what is there unless `first`. The state is multiplied by `factors`, in
+// the order of `quad_index`, and made an operand 32 key channels at a time: while the product of
+// these runs, the next ones are. q: q^ [token][K]; operand: room for two such parts.
+template <int K>
+__device__ __forceinline__ void multiply_state(float (&o)[32], State<K>& state,
+                                               const float* factors, const unsigned char* q,
+                                               StateOperand& operand, bool first) {
+  static_assert(K / kPartKeys % 2 == 0);
+#pragma unroll
+  for (int part = 0; part < K / kPartKeys; ++part) {
+    // The product of the part two before is done, whose room this one takes. The first of these
+    // waits has nothing to wait for, but without it ptxas waits for every product (C7517).
+    if (!first || part > 0) wait_for_products<1>();
+    const int key = part * kPartKeys;
+    auto& S = operand[part % 2];
+    state.template pass<kPartKeys>(key, factors, S);
+    const uint32_t step =
+        shared_address(q) + key / kTile * kTileBytes + key % kTile / 16 * kStepBytes;
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < kPartKeys / 16; ++i)
+      product(o, S[i], descriptor(step + i * kStepBytes, 0), !first || part + i > 0);
+    commit_products();
+  }
+}
+
+// v^T [64 values][64 tokens] of a consumer as an operand: in registers, as several products read
+// it, or where these are few, in shared memory.
+template <bool kInRegisters>
+class ValueOperand {
+ public:
+  __device__ __forceinline__ explicit ValueOperand(const unsigned char* v) : v_(v) {
+    const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
+    const int token = lane % 8 + lane / 16 * 8, part = thread / 32 * 2 + lane / 8 % 2;
+    if constexpr (kInRegisters) {
+#pragma unroll
+      for (int i = 0; i < kTile / 16; ++i)
+        ldmatrix_transposed(
+            words_[i], reinterpret_cast<const bf16*>(v + swizzled(token, part) + i * kTokensBytes));
+    }
+  }
+  // d += v^T B, of the i-th 16 tokens.
+  template <Contiguous kB, int kN>
+  __device__ __forceinline__ void multiply(float (&d)[kN], int i, uint64_t b) const {
+    if constexpr (kInRegisters)
+      product<kB>(d, words_[i], b);
+    else
+      product<Contiguous::kOther, kB>(
+          d, descriptor(shared_address(v_) + i * kTokensBytes, kTileBytes), b);
+  }
+
+ private:
+  static constexpr int kTokensBytes = 16 * 128;
+  const unsigned char* v_;
+  uint32_t words_[kTile / 16][4];
+};
+
 struct MultipliedChunk {
   const unsigned char *q, *k, *A;  // q^, k^ [token][K], A [token][token]
   const unsigned char* v;          // [token][64 values]
-  const float *enter, *middle;
+  const float* pass;               // see `Passage`
+  const float* middle;
   bool exact;
 };
 
-template <int K>
+// Ends with two groups of products on their way: that of o, then that of the state.
+template <bool kValuesInRegisters, int K>
 __device__ __forceinline__ void multiply_chunk(float (&o)[32], State<K>& state,
                                                const MultipliedChunk& chunk) {
-  constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
-  const uint32_t q = shared_address(chunk.q), k = shared_address(chunk.k),
-                 v = shared_address(chunk.v), A = shared_address(chunk.A);
-  state.scale(chunk.enter);
-  uint32_t S_operand[K / 16][4];
-#pragma unroll
-  for (int i = 0; i < K / 16; ++i)
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      S_operand[i][e] = pack(state.x[8 * i + 2 * e], state.x[8 * i + 2 * e + 1]);
-  if (chunk.exact) state.scale(chunk.middle);
+  const uint32_t k = shared_address(chunk.k), A = shared_address(chunk.A);
+  StateOperand operand;
+  multiply_state(o, state, chunk.pass, chunk.q, operand, true);
+  const ValueOperand<kValuesInRegisters> v(chunk.v);
   begin_products();
 #pragma unroll
-  for (int i = 0; i < K / 16; ++i)
-    product(o, S_operand[i], descriptor(q + i / 4 * kTileBytes + i % 4 * kStepBytes, 0), i > 0);
+  for (int i = 0; i < 4; ++i)
+    v.template multiply<Contiguous::kSummed>(o, i, descriptor(A + kStepBytes * i, 0));
+  commit_products();
+  if (chunk.exact) {
+    wait_for_products<0>();
+    state.scale(chunk.middle);
+  }
+  begin_products();
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    product<kOther, kSummed>(o, descriptor(v + 2048 * i, kTileBytes),
-                             descriptor(A + kStepBytes * i, 0));
+    v.template multiply<Contiguous::kOther>(state.x, i, descriptor(k + 2048 * i, kTileBytes));
   commit_products();
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    product<kOther, kOther>(state.x, descriptor(v + 2048 * i, kTileBytes),
-                            descriptor(k + 2048 * i, kTileBytes));
-  commit_products();
-  wait_for_products<0>();
 }
 
 }  // namespace

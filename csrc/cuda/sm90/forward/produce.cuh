@@ -37,7 +37,7 @@ __device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned cha
     auto& tiles = s.stages[stage];
     wait_for_copies<kAsked - 1>();
     const GatedChunk gated{tiles.q,         tiles.k,          tiles.g,
-                           s.enter[stage],  s.middle[stage],  s.leave[chunk % (kStages + 1)],
+                           s.enter[stage],  s.middle[stage],  s.leave[stage],
                            &s.exact[stage], s.b_last[member], s.references[member]};
     gate(gated, p.scale);
     fence_for_products();  // and bulk stores

@@ -18,10 +18,11 @@ struct alignas(1024) Unit {
     unsigned char v[kMembers * kTileBytes];  // [token][V], then o
   } stages[kStages];
   // Factors of the state's key channels at a chunk: 2^r as it enters; before the product, 1 or
-  // 2^b_C; 2^(b_C - r) as it leaves, which is used after the stage is empty.
-  float enter[kStages][K], middle[kStages][K], leave[kStages + 1][K];
-  float b_last[kMembers][K];       // log2 units
-  float2 references[kMembers][K];  // q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
+  // 2^b_C; 2^(b_C - r) as it leaves.
+  float enter[kStages][K], middle[kStages][K], leave[kStages][K];
+  alignas(16) float pass[kMembers][K];  // of a consumer, see `Passage`
+  float b_last[kMembers][K];            // log2 units
+  float2 references[kMembers][K];       // q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
   uint64_t full[kStages], empty[kStages];
   int exact[kStages];
   Segment segment;

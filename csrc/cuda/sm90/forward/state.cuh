@@ -48,19 +48,25 @@ struct State {
     });
   }
 
-  // By factors of the key channels, in the order of `quad_index`.
-  __device__ __forceinline__ void scale_by_quads(const float* factors) {
+  // Multiplies kKeys key channels from `first` on by factors, which lie in the order of
+  // `quad_index`, and makes them an operand.
+  template <int kKeys>
+  __device__ __forceinline__ void pass(int first, const float* factors,
+                                       uint32_t (&operand)[kKeys / 16][4]) {
     const int t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
-    for (int j = 0; j < K / 16; ++j) {
-      const float4 f = *reinterpret_cast<const float4*>(factors + 16 * j + 4 * t);
+    for (int j = 0; j < kKeys / 16; ++j) {
+      const float4 f = *reinterpret_cast<const float4*>(factors + first + 16 * j + 4 * t);
+      float* y = x + first / 2 + 8 * j;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        x[8 * j + 2 * e] *= f.x;
-        x[8 * j + 2 * e + 1] *= f.y;
-        x[8 * j + 4 + 2 * e] *= f.z;
-        x[8 * j + 4 + 2 * e + 1] *= f.w;
+        y[2 * e] *= f.x;
+        y[2 * e + 1] *= f.y;
+        y[4 + 2 * e] *= f.z;
+        y[4 + 2 * e + 1] *= f.w;
       }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) operand[j][e] = pack(y[2 * e], y[2 * e + 1]);
     }
   }
   // Where a key channel's factor is, if a thread's four of sixteen channels lie side by side.
