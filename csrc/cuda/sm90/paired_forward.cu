@@ -57,6 +57,7 @@ struct alignas(1024) Shared {
   float2 references[kGroups][kKeys];
   alignas(16) float pass[kGroups][kKeys];  // of a consumer, see `Passage`
   Handover handover;
+  uint64_t first_rows;  // of the first producer are there
   Pieces<kPieces> pieces;
 };
 
@@ -72,6 +73,8 @@ __device__ __forceinline__ void produce(Shared<kPieces>& s, const Problem& p, in
     const Segment& segment = own_chunk.segment();
     const int chunk = own_chunk.chunk();
     s.handover.wait_for_place(own_chunk.number);
+    // All blocks start at once: the rows that are needed first do not share memory with others.
+    if (own_chunk.number == 1) wait(&s.first_rows, 0);
     if constexpr (kKeeps) {
       if (thread == 0) wait_for_bulk_stores();
       barrier();  // the chunk before is read
@@ -81,6 +84,7 @@ __device__ __forceinline__ void produce(Shared<kPieces>& s, const Problem& p, in
     copy_rows<kKeyTiles, kGroupThreads>(own.k, p.k, segment, chunk, thread, 0, p.K);
     commit_copies();
     wait_for_copies<0>();
+    if (own_chunk.number == 0) arrive(&s.first_rows);
     const GatedChunk gated{own.q,          own.k,           own.A,
                            factors.enter,  factors.middle,  factors.leave,
                            &factors.exact, s.b_last[group], s.references[group]};
@@ -174,6 +178,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   s.pieces.find(p, pieces, cluster);
   if (threadIdx.x == 0) {
     s.handover.init();
+    init_barrier(&s.first_rows, kGroupThreads);
     fence_barriers();
   }
   fill_triangle<kBlockThreads>(s.triangle);
