@@ -9,8 +9,9 @@
 //         [B, chunks, H, K, V]
 //
 // The producer copies a chunk's operands in one piece, and rows of v, and makes one factor of those
-// by which the state leaves a chunk and enters the next. A consumer holds the state of 64 values
-// transposed, [V][K], 128 key channels a part. Accumulation is fp32.
+// by which the state leaves a chunk and enters the next, unless it is saved between them. A
+// consumer holds the state of 64 values transposed, [V][K], 128 key channels a part. Accumulation
+// is fp32.
 #include "../device/launch.cuh"
 #include "dependent_launch.cuh"
 #include "dynamic_shared.h"
@@ -37,7 +38,8 @@ template <int kGroups>
 struct Block : LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2> {
   static constexpr bool kSaves = false;
   using Base = LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2>;
-  // What the state is to be multiplied by as it leaves a chunk; and at once as it enters the next.
+  // What the state is to be multiplied by as it leaves a chunk, 1 where states are saved, whose
+  // consumers do that themselves; and at once as it enters the next.
   float leave[kGroups * kOperandKeys];
   alignas(16) float pass[Base::kStages][kGroups * kOperandKeys];
   uint64_t operands_full[Base::kStages];
@@ -97,7 +99,7 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
           float& leave = s.leave[group * kOperandKeys + thread];
           s.pass[number][group * kOperandKeys + State<kOperandKeys>::quad_index(thread)] =
               factors[kEnter][thread] * leave;
-          if constexpr (!s.kSaves) leave = factors[kLeave][thread];  // else consumers apply it
+          if constexpr (!BlockOfKernel::kSaves) leave = factors[kLeave][thread];
         }
       });
 }
@@ -120,7 +122,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     wait(&s.full[number], s.parity(chunk));
     const bool exact = __any_sync(0xffffffffu, stage.operands.exact);
     float o[32];  // [64 values][64 tokens]
-    if constexpr (s.kSaves) {
+    if constexpr (BlockOfKernel::kSaves) {
 #pragma unroll
       for (int i = 0; i < kGroups; ++i) {
         group_barrier<kConsumerBarrier>(group);  // the states before are read
@@ -141,7 +143,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
 #pragma unroll
       for (int i = 0; i < kGroups; ++i) state[i].scale(stage.operands.groups[i].factors[kMiddle]);
     }
-    const ValueOperand<!s.kSaves> v(stage.v + group * kTileBytes);
+    const ValueOperand<!BlockOfKernel::kSaves> v(stage.v + group * kTileBytes);
     begin_products();
 #pragma unroll
     for (int j = 0; j < 4; ++j)
@@ -159,7 +161,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     commit_products();
     wait_for_products<0>();
     const OutputRows rows(stage.v + group * kTileBytes, o, group);
-    if (s.kSaves || chunk + 1 == segment.chunks) {
+    if (BlockOfKernel::kSaves || chunk + 1 == segment.chunks) {
 #pragma unroll
       for (int i = 0; i < kGroups; ++i) state[i].scale(stage.operands.groups[i].factors[kLeave]);
     }

@@ -75,7 +75,7 @@ struct MultipliedChunk {
   bool exact;
 };
 
-// Ends with two groups of products on their way: that of o, then that of the state.
+// Ends with products on their way, the newest group that of the state, those before it of o.
 template <bool kValuesInRegisters, int K>
 __device__ __forceinline__ void multiply_chunk(float (&o)[32], State<K>& state,
                                                const MultipliedChunk& chunk) {

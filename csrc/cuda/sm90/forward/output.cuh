@@ -44,8 +44,8 @@ __device__ __forceinline__ void store_output(unsigned char* tile, const float (&
   }
 }
 
-// What store_output does in two steps, between which the place of v can be given back. The sweeps
-// that gate keep no place back for it, and are faster with a row's load beside its store.
+// What store_output does in two steps, between which a chunk's place can be given back. Where that
+// is given back before o passes, a row's load beside its store is faster.
 class OutputRows {
  public:
   __device__ __forceinline__ OutputRows(unsigned char* tile, const float (&o)[32], int group) {
