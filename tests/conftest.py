@@ -90,15 +90,6 @@ def keep_nothing(monkeypatch):
     return lambda: monkeypatch.setattr(ops, "_kept_bytes", 0)
 
 
-@pytest.fixture
-def backward_in_this_thread():
-    """For tests of memory: torch's thread of a device may hold a call's gradients, and what waited
-    for it, a moment longer than the call takes.
-    """
-    with torch.autograd.set_multithreading_enabled(False):
-        yield
-
-
 @pytest.fixture(params=[KEPT, AGAIN])
 def operands(request, keep_nothing) -> str:
     """Whose operands backward on CUDA takes: those that forward has left, or its own."""

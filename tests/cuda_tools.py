@@ -1,8 +1,11 @@
-"""Where programs of the CUDA toolkit are, and what the extension was built for."""
+"""CUDA: where the toolkit is, what the extension was built for, what calls allocate."""
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from gla_ext import _C
 
@@ -23,3 +26,20 @@ def find_tool(name: str) -> str | None:
 def built_for_hopper() -> bool:
     """Whether the build has the kernels of compute capability 9.0a."""
     return any(arch.removesuffix("+PTX") == "9.0a" for arch in _C.build_info()["cuda_archs"])
+
+
+def backward_in_this_thread():
+    """For memory: torch's thread of a device may hold a call's gradients, and what waited for it, a
+    moment longer than the call takes.
+    """
+    return torch.autograd.set_multithreading_enabled(False)
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most that a call allocates beside what was there."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with backward_in_this_thread():
+        call()
+    return torch.cuda.max_memory_allocated() - before

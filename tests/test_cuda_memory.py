@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import make_inputs, ours
+from cuda_tools import peak_bytes
 from large import large_inputs
 
 from gla_ext import chunk_gla, ops
@@ -48,11 +49,7 @@ def test_forward_keeps_its_outputs_alone(shape, monkeypatch):
 def peak(shape) -> int:
     """The most that forward and backward have allocated beside their inputs, bytes."""
     x = large_inputs(*shape)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    ours(x)
-    return torch.cuda.max_memory_allocated() - before
+    return peak_bytes(lambda: ours(x))
 
 
 def peak_of_fla(B, T, H, K, V) -> int:
@@ -71,7 +68,6 @@ def test_peak_is_below_flas(shape):
 
 
 @pytest.mark.cuda
-@pytest.mark.usefixtures("backward_in_this_thread")
 def test_peak_is_linear_in_tokens():
     B, T, H, K, V = SHAPES["main"]
     peaks = [peak((B, n * T, H, K, V)) for n in (1, 2, 4)]

@@ -12,6 +12,7 @@ from common import (
     make_inputs,
     outputs_and_gradients,
 )
+from cuda_tools import peak_bytes
 from fused import plan_of
 from large import large_inputs
 from recurrence import (
@@ -131,16 +132,7 @@ def results(x: Inputs, repeat: bool):
     return outputs_and_gradients(function, x)
 
 
-def peak(call) -> int:
-    """The most that a call allocates, bytes."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    return torch.cuda.max_memory_allocated() - before
-
-
-@pytest.mark.usefixtures("path", "backward_in_this_thread")
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("shape", [(8, 2048, 4, 128, 256), (4, 2048, 16, 64, 64)], ids=str)
 def test_bits_and_memory_at_full_load(shape):
     x = shared(large_inputs(*shape), shape[2] // 2)
@@ -149,10 +141,10 @@ def test_bits_and_memory_at_full_load(shape):
     del mine, of_repeats
     repeats = 2 * (x.k.nbytes + x.v.nbytes + x.g.nbytes)
     with torch.no_grad():
-        shared_peak, repeated_peak = (peak(lambda r=r: forward(x, r)) for r in (False, True))
+        shared_peak, repeated_peak = (peak_bytes(lambda r=r: forward(x, r)) for r in (False, True))
     assert shared_peak <= repeated_peak - repeats
     # Backward has the sums of dk, dv and dg in their place.
-    shared_peak, repeated_peak = (peak(lambda r=r: results(x, r)) for r in (False, True))
+    shared_peak, repeated_peak = (peak_bytes(lambda r=r: results(x, r)) for r in (False, True))
     assert shared_peak <= repeated_peak - repeats // 2
 
 

@@ -27,50 +27,56 @@ __device__ __forceinline__ void place_output(unsigned char* tile, const float (&
   group_barrier<kConsumerBarrier>(group);  // o is written
 }
 
-// And from there to memory, 16 bytes of every sixteenth row a thread.
+// What a thread takes from there to memory: 16 bytes of every sixteenth row.
+struct OutputPart {
+  static constexpr int kRows = 4;
+  int thread = static_cast<int>(threadIdx.x);  // of the block, or of its warpgroup
+
+  __device__ __forceinline__ int part() const { return thread % 8; }
+  __device__ __forceinline__ int token(int i) const { return thread % kGroupThreads / 8 + 16 * i; }
+  __device__ __forceinline__ uint4 row(const unsigned char* tile, int i) const {
+    return *reinterpret_cast<const uint4*>(tile + swizzled(token(i), part()));
+  }
+  // To memory what row(i) gives of each of the chunk's rows.
+  template <class Row>
+  __device__ __forceinline__ void write(const Problem& p, const Segment& segment, int chunk,
+                                        int first_v, Row&& row) const {
+    bf16* out = rows_at<bf16>(p.o, segment.row, segment.token_of(chunk), segment.head);
+    const int length = segment.length_of(chunk);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int column = first_v + 8 * part();
+      if (token(i) < length && column < p.V)
+        *reinterpret_cast<uint4*>(out + token_offset(p.o, token(i)) + column) = row(i);
+    }
+  }
+};
+
+// Both at once.
 __device__ __forceinline__ void store_output(unsigned char* tile, const float (&o)[32], int group,
                                              const Problem& p, const Segment& segment, int chunk,
                                              int first_v) {
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  const OutputPart part{static_cast<int>(threadIdx.x) % kGroupThreads};
   place_output(tile, o, group);
-  bf16* out = rows_at<bf16>(p.o, segment.row, segment.token_of(chunk), segment.head);
-  const int length = segment.length_of(chunk);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int token = thread / 8 + 16 * i, part = thread % 8, column = first_v + 8 * part;
-    if (token < length && column < p.V)
-      *reinterpret_cast<uint4*>(out + token_offset(p.o, token) + column) =
-          *reinterpret_cast<const uint4*>(tile + swizzled(token, part));
-  }
+  part.write(p, segment, chunk, first_v, [&](int i) { return part.row(tile, i); });
 }
 
-// What store_output does in two steps, between which a chunk's place can be given back. Where that
-// is given back before o passes, a row's load beside its store is faster.
+// The same in two steps, between which a chunk's place can be given back. Where that is given back
+// before o passes, a row's load beside its store is faster.
 class OutputRows {
  public:
   __device__ __forceinline__ OutputRows(unsigned char* tile, const float (&o)[32], int group) {
     place_output(tile, o, group);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      words_[i] = *reinterpret_cast<const uint4*>(tile + swizzled(token(i), part()));
+    for (int i = 0; i < OutputPart::kRows; ++i) words_[i] = OutputPart().row(tile, i);
   }
   __device__ __forceinline__ void write(const Problem& p, const Segment& segment, int chunk,
                                         int first_v) const {
-    bf16* out = rows_at<bf16>(p.o, segment.row, segment.token_of(chunk), segment.head);
-    const int length = segment.length_of(chunk), column = first_v + 8 * part();
-#pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      if (token(i) < length && column < p.V)
-        *reinterpret_cast<uint4*>(out + token_offset(p.o, token(i)) + column) = words_[i];
+    OutputPart().write(p, segment, chunk, first_v, [&](int i) { return words_[i]; });
   }
 
  private:
-  static constexpr int kRows = 4;  // of a thread, 16 bytes each
-  static __device__ __forceinline__ int part() { return static_cast<int>(threadIdx.x) % 8; }
-  static __device__ __forceinline__ int token(int i) {
-    return static_cast<int>(threadIdx.x) % kGroupThreads / 8 + 16 * i;
-  }
-  uint4 words_[kRows];
+  uint4 words_[OutputPart::kRows];
 };
 
 // Zeros in the rows of o behind the last sequence of a packed batch.
