@@ -105,7 +105,7 @@ def test_cuda_operands_and_segments_in_one_pass(change, paired):
     assert forward["paired_parts"] == backward["paired_parts"] == paired
     assert not kept["paired_parts"]
     if paired:
-        assert (forward["launches"], backward["launches"], kept["launches"]) == (4, 6, 5)
+        assert (forward["launches"], backward["launches"], kept["launches"]) == (3, 6, 5)
         assert forward["segments"] == backward["segments"] > 0
         assert forward["cluster_pieces"] == 1
 

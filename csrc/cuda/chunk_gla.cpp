@@ -38,13 +38,12 @@ void take_inputs(Call& call, const Given& in, at::ScalarType dtype,
 // segments.
 void prepare_sweeps(const Call& call, const Plan& plan, bool backward) {
   const Problem& p = call.problem;
-  if (plan.paired_parts) {
+  if (plan.paired_parts)
     call.launch(sm90::paired_segment_parts);
-    if (!backward) call.launch(sm90::exact_scores);
-  } else if (plan.linear && !p.operands_kept) {
+  else if (plan.linear && !p.operands_kept)
     call.launch(sm90::operands);
-  }
   if (plan.segments == 0) return;
+  if (plan.paired_parts && !backward) return call.launch(sm90::scan_and_exact_scores);
   const bool has_states = plan.paired_parts || p.segment_states_kept;
   if (!plan.linear)
     call.launch(sm90::segment_parts);

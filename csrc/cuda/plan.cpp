@@ -163,8 +163,9 @@ void choose_paired_parts(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
   plan.paired_parts = backward.swept_gradients && backward.segments == plan.segments;
   if (!plan.paired_parts) return;
   plan.cluster_pieces = 1;
-  // Behind it come exact gradients; forward has exact scores for the parts that it has made.
-  if (in.backward) plan.launches += 1;
+  // In place of operands and own parts; behind it come exact gradients, in forward exact scores
+  // beside the scan.
+  plan.launches += in.backward ? 1 : -1;
 }
 
 // Gradients by pairs of chunks, where the states of all chunks would be most of what is read: with

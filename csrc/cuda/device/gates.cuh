@@ -46,11 +46,12 @@ __host__ __device__ inline int64_t exact_blocks(int64_t chunk_heads) {
 }
 
 template <class F>
-__device__ __forceinline__ void for_exact_chunks(const Problem& p, int parts, F&& f) {
+__device__ __forceinline__ void for_exact_chunks(const Problem& p, int parts, F&& f,
+                                                 unsigned block = blockIdx.x) {
   // The host keeps their number within a grid's 31 bits.
   const auto chunks = static_cast<uint32_t>(p.grid.B * p.grid.slots * p.H);
   const auto step = static_cast<uint32_t>(exact_blocks(chunks));
-  for (uint32_t first = blockIdx.x / parts; first < chunks; first += 32 * step) {
+  for (uint32_t first = block / parts; first < chunks; first += 32 * step) {
     const uint32_t mine = first + threadIdx.x % 32 * step;
     bool exact = false;
     if (mine < chunks) {
@@ -61,7 +62,7 @@ __device__ __forceinline__ void for_exact_chunks(const Problem& p, int parts, F&
     uint32_t left = __ballot_sync(0xffffffffu, exact);
     for (; left != 0; left &= left - 1) {
       f(find_chunk(p, first + (__ffs(static_cast<int>(left)) - 1) * step),
-        static_cast<int>(blockIdx.x % parts));
+        static_cast<int>(block % parts));
       __syncthreads();  // shared memory is read before the next chunk comes
     }
   }
@@ -70,12 +71,14 @@ __device__ __forceinline__ void for_exact_chunks(const Problem& p, int parts, F&
 // The same, a block a chunk, f(), with the chunk in shared memory, for code that has too few
 // registers for it.
 template <class F>
-__device__ __forceinline__ void for_exact_chunks(const Problem& p, Chunk& shared, F&& f) {
-  for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
+__device__ __forceinline__ void for_exact_chunks(const Problem& p, Chunk& shared, F&& f,
+                                                 unsigned block = blockIdx.x) {
+  const auto with_shared = [&](const Chunk& chunk, int) {
     if (threadIdx.x == 0) shared = chunk;
     __syncthreads();
     f();
-  });
+  };
+  for_exact_chunks(p, 1, with_shared, block);
 }
 
 // x of 16 tokens of one channel: from the gates where they are there, else as differences of b.

@@ -1,7 +1,6 @@
 // What the fused backward takes from elsewhere in chunks outside tier 1: forward steps 3 and 4 and
 // backward steps 5 and 6 of them. Where operands.cu has made operands it has done so too; operands
-// that forward has kept have steps 3 and 4 behind them. exact_scores_kernel has these alone, for
-// the operands of paired segment parts in forward.
+// that forward has kept have steps 3 and 4 behind them.
 //
 // grid    as for_exact_chunks wants it: a block for all parts of a chunk, A and then 64 key
 //         channels at a time, so that those with nothing to do are few
@@ -17,15 +16,6 @@
 
 namespace gla_ext::cuda::sm90 {
 namespace {
-
-__global__ void __launch_bounds__(kThreads, 2) exact_scores_kernel(Problem p) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  wait_for_previous_kernel();
-  __shared__ __align__(16) ExactChunk s;
-  __shared__ Chunk chunk;
-  for_exact_chunks(p, chunk, [&] { s.finish_scores(p, chunk); });
-#endif
-}
 
 __global__ void __launch_bounds__(kThreads, 2) exact_gradients_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -48,11 +38,6 @@ __global__ void __launch_bounds__(kThreads, 2) exact_gradients_kernel(Problem p)
 void exact_gradients(const Problem& p, cudaStream_t stream) {
   const int64_t blocks = exact_grid(p, 1);
   if (blocks > 0) launch_dependent(exact_gradients_kernel, blocks, kThreads, 0, stream, p);
-}
-
-void exact_scores(const Problem& p, cudaStream_t stream) {
-  const int64_t blocks = exact_grid(p, 1);
-  if (blocks > 0) launch_dependent(exact_scores_kernel, blocks, kThreads, 0, stream, p);
 }
 
 }  // namespace gla_ext::cuda::sm90

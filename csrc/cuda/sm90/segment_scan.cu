@@ -7,10 +7,17 @@
 // reads   segment_decays [B, states, H, K], h0 or dht
 // writes  segment_states or segment_state_grads [B, states, H, K, V], in place
 //
-// All in fp32. A sequence of one segment has no states here.
+// All in fp32. A sequence of one segment has no states here. In forward, behind paired segment
+// parts, other blocks of the same launch make A of chunks outside tier 1: forward steps 3 and 4, to
+// their operands.
+//
+// grid    of these as for_exact_chunks wants it, behind those of the scan
+// reads   q, k, g [B, T, H, K], tiers
+// writes  A of operands [B, slots, H]
 #include "../device/gates.cuh"
 #include "../device/launch.cuh"
 #include "dependent_launch.cuh"
+#include "exact_intra.cuh"
 #include "segment.cuh"
 #include "sm90.h"
 
@@ -37,13 +44,12 @@ __device__ __forceinline__ float4 load_boundary(const Problem& p, const float* s
                      state[(v + 3) * p.K + k]);
 }
 
-__global__ void __launch_bounds__(kThreads) segment_scan_kernel(Problem p, int64_t states) {
-  wait_before_next_kernel();
+// What block number `block` of a scan does.
+__device__ __forceinline__ void scan(const Problem& p, int64_t block, bool backwards) {
   const int matrix = p.K * p.V, blocks = blocks_of(matrix, kThreads * kEach);
-  const bool backwards = blockIdx.x >= states;
-  const int64_t index = (blockIdx.x - (backwards ? states : 0)) / blocks;
-  const int at = static_cast<int>(blockIdx.x % blocks) * kThreads * kEach +
-                 static_cast<int>(threadIdx.x) * kEach;
+  const int64_t index = block / blocks;
+  const int at =
+      static_cast<int>(block % blocks) * kThreads * kEach + static_cast<int>(threadIdx.x) * kEach;
   if (at >= matrix) return;
   const int64_t n = index / p.H, head = index - n * p.H;
   const int k = at / p.V;
@@ -80,15 +86,42 @@ __global__ void __launch_bounds__(kThreads) segment_scan_kernel(Problem p, int64
   }
 }
 
+// Of either scan.
+int64_t scan_blocks(const Problem& p) {
+  return p.grid.N * p.H * blocks_of(p.K * p.V, kThreads * kEach);
+}
+
+__global__ void __launch_bounds__(kThreads) segment_scan_kernel(Problem p, int64_t states) {
+  wait_before_next_kernel();
+  const bool backwards = blockIdx.x >= states;
+  scan(p, blockIdx.x - (backwards ? states : 0), backwards);
+}
+
+__global__ void __launch_bounds__(kThreads, 2) scan_and_scores_kernel(Problem p, int64_t states) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_before_next_kernel();
+  if (blockIdx.x < states) return scan(p, blockIdx.x, false);
+  __shared__ __align__(16) ExactChunk s;
+  __shared__ Chunk chunk;
+  const auto finish = [&] { s.finish_scores(p, chunk); };
+  for_exact_chunks(p, chunk, finish, blockIdx.x - static_cast<unsigned>(states));
+#endif
+}
+
 }  // namespace
 
 void segment_scan(const Problem& p, cudaStream_t stream) {
-  const int64_t blocks = p.grid.N * p.H * blocks_of(p.K * p.V, kThreads * kEach);
+  const int64_t blocks = scan_blocks(p);
   const bool states = p.segment_states != nullptr && !p.segment_states_kept;
   const int scans = states + (p.segment_state_grads != nullptr);
   if (blocks * scans == 0) return;
   launch_dependent(segment_scan_kernel, blocks * scans, kThreads, 0, stream, p,
                    states ? blocks : 0);
+}
+
+void scan_and_exact_scores(const Problem& p, cudaStream_t stream) {
+  const int64_t states = scan_blocks(p), blocks = states + exact_grid(p, 1);
+  if (blocks > 0) launch_dependent(scan_and_scores_kernel, blocks, kThreads, 0, stream, p, states);
 }
 
 }  // namespace gla_ext::cuda::sm90

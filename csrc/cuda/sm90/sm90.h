@@ -29,6 +29,9 @@ void chunk_states(const Problem& p, cudaStream_t stream);
 void segment_parts(const Problem& p, cudaStream_t stream);
 // segment_decays h0 dht -> segment_states, segment_state_grads: what enters a segment.
 void segment_scan(const Problem& p, cudaStream_t stream);
+// Behind `paired_segment_parts` in forward, beside the scan of their states: q k g tiers -> A of
+// operands, of chunks outside tier 1.
+void scan_and_exact_scores(const Problem& p, cudaStream_t stream);
 
 // q k g, and in backward v do -> operands, tiers, and outside tier 1 in backward dq_intra dk_intra
 // dg_intra.
@@ -53,8 +56,6 @@ void paired_segment_parts(const Problem& p, cudaStream_t stream);
 // of operands if these are there.
 void exact_output(const Problem& p, cudaStream_t stream);
 
-// q k g tiers -> A of operands, of chunks outside tier 1, behind `paired_segment_parts`.
-void exact_scores(const Problem& p, cudaStream_t stream);
 // q k v g do tiers -> A dq_intra dk_intra dg_intra, of chunks outside tier 1. K of at most 64, or
 // behind the paired sweeps, of whose operands A is then a part, or of kept operands, which have A.
 void exact_gradients(const Problem& p, cudaStream_t stream);
