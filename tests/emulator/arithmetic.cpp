@@ -49,7 +49,7 @@ struct MultiplyAdd {
       return std::fma(a, b, c);
   }
 };
-// 32 bits by 32 bits to 64.
+// To twice as many bits.
 template <class T>
 struct MultiplyWide {
   static auto of(T a, T b) {
@@ -169,6 +169,8 @@ Execute decode_arithmetic(const Words& words, Instruction&) {
     if (has(words, "wide"))
       return type == "s32"   ? map<MultiplyWide<int32_t>, int64_t, int32_t, int32_t>
              : type == "u32" ? map<MultiplyWide<uint32_t>, uint64_t, uint32_t, uint32_t>
+             : type == "s16" ? map<MultiplyWide<int16_t>, int32_t, int16_t, int16_t>
+             : type == "u16" ? map<MultiplyWide<uint16_t>, uint32_t, uint16_t, uint16_t>
                              : nullptr;
     return has(words, "hi") ? two_integers<MultiplyHigh>(type) : two<Multiply>(type);
   }

@@ -29,12 +29,10 @@ namespace {
 
 constexpr int kGroups = PairedShared::kWarpgroups;
 
-// x and y, by whose state they are products with: of the first chunk y is with the other's, of the
-// second x.
-struct PairedAccumulators {
-  float of_other[32], of_own[32];
-  float dA[32 / kGroups];
-  float between[32 / kGroups];  // this warpgroup's columns of do2 v1^T, of the first v1 do2^T
+struct PairedAccumulators : Accumulators<kGroups> {
+  // Half of the columns of dA, or of who makes y, of do2 v1^T, in the first chunk v1 do2^T.
+  float scores[kTile / 4];
+  __device__ __forceinline__ PairedAccumulators() { clear(scores); }
 };
 
 // How a thread scales k^: eight neighbouring key channels of every 16th token.
@@ -101,7 +99,7 @@ __device__ __forceinline__ void scores_of_pair(PairedShared& s, const Problem& p
 __device__ __forceinline__ void multiply_pair_values(PairedAccumulators& acc, PairedShared& s,
                                                      const Problem& p, bool is_first) {
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
-  constexpr int kColumns = kTile / kGroups, kValues = 32;
+  constexpr int kValues = 32;
   static_assert(PairedShared::kAhead && PairedShared::kInTurn);
   float sum = 0;  // of states
   LaneRows<kValues> dv_rows;
@@ -125,19 +123,15 @@ __device__ __forceinline__ void multiply_pair_values(PairedAccumulators& acc, Pa
     const uint32_t S = shared_address(states.S[0]), dS = shared_address(states.dS[0]);
     const uint32_t d_o = shared_address(values.d_o), v = shared_address(values.v);
     const uint32_t other = shared_address(s.other(first));
-    const Place at;
+    const Part<kGroups> part;
     const auto multiply_all = [&](auto makes_dv) {
-      const int column = at.group * kValues % kTile;
+      const int column = part.half() * kValues;
       float dv[kValues / 2];
       clear(dv);
       begin_products();
-      multiply<kSummed, kSummed>(acc.of_other, is_first ? v : d_o,
-                                 (is_first ? dS : S) + at.group * kTileBytes);
-      multiply<kSummed, kSummed>(acc.of_own, is_first ? d_o : v,
-                                 (is_first ? S : dS) + at.group * kTileBytes);
-      multiply<kSummed, kSummed>(acc.dA, d_o, v + at.group * kColumns * 128);
-      multiply<kSummed, kSummed>(acc.between, is_first ? v : d_o,
-                                 other + at.group * kColumns * 128);
+      acc.multiply_states(part, d_o, v, S, dS);
+      multiply<kSummed, kSummed>(acc.scores, part.makes_x() || !is_first ? d_o : v,
+                                 (part.makes_x() ? v : other) + part.half() * 32 * 128);
       if constexpr (makes_dv) {
         multiply<kOther, kOther>(dv, shared_address(s.A), d_o + column * 2);
         if (is_first)
@@ -153,7 +147,7 @@ __device__ __forceinline__ void multiply_pair_values(PairedAccumulators& acc, Pa
       wait_for_products<0>();
       if constexpr (makes_dv) dv_rows = LaneRows<kValues>(dv);
     };
-    if (first / kTile % 2 != at.group / 2)
+    if ((first / kTile % 2 == 0) != part.makes_x())
       multiply_all(std::false_type{});
     else
       multiply_all(std::true_type{});
@@ -183,10 +177,6 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared& s, const Pro
     s.pass[thread_index()] = s.factors().leave[thread_index()] * s.factors().enter[thread_index()];
   if (is_first) scores_of_pair(s, p, other_exact);
   PairedAccumulators acc;
-  clear(acc.of_other);
-  clear(acc.of_own);
-  clear(acc.dA);
-  clear(acc.between);
   multiply_pair_values(acc, s, p, is_first);
 
   // The tiles of the last states are free, those beside them hold operands of the pair.
@@ -195,27 +185,30 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared& s, const Pro
   auto& to_send = s.sums().dg;
   copy_operands(s.q, operands_at(p, s.chunk.slot));
   commit_copies();
-  if (!exact) store_scores(tiles[0], acc.dA);
-  store_columns(tiles[1], acc.between);
+  const Part<kGroups> part;
+  if (!part.makes_x())
+    store_columns(tiles[1], acc.scores, part.half());
+  else if (!exact)
+    store_scores(tiles[0], acc.scores, part.half());
   wait_for_copies<1>();  // all but q^
   fence_for_products();
-  __syncthreads();  // the scores and the operands of the pair are there
-  const Place at;
-  const int column = at.group * kTile + 2 * at.t;
-  sum_tokens<kGroups>(to_send, is_first ? s.k : own_operand, acc.of_other);
-  if (other_exact)
-    scale_columns(acc.of_other,
-                  factors_at(p, s.other_slot(p), kMiddle, at.group * kTile) + 2 * at.t);
-  begin_products();
-  multiply<kSummed, kOther>(acc.of_other, shared_address(tiles[1]),
-                            shared_address(other_operand[at.group]));
-  commit_products();
-  wait_for_products<0>();
-  scale_columns(acc.of_other, s.pass + column);
-  if (is_first)
-    sum_tokens<kGroups>(s.sums().inter, own_operand, acc.of_other);
-  else
-    sum_tokens<kGroups>(s.sums().inter, s.k, acc.of_own);
+  __syncthreads();                   // the scores and the operands of the pair are there
+  if (part.makes_x() != is_first) {  // products with the other chunk's state
+    acc.for_tiles([&](float (&d)[32], bool, int tile) {
+      sum_tokens<kGroups>(to_send, is_first ? s.k : own_operand, d, tile);
+      if (other_exact)
+        scale_columns(d, factors_at(p, s.other_slot(p), kMiddle, tile * kTile) + 2 * Place().t);
+    });
+    begin_products();
+    multiply<kSummed, kOther>(acc.d, shared_address(tiles[1]),
+                              shared_address(other_operand[part.tile()]));
+    commit_products();
+    wait_for_products<0>();
+    acc.for_tiles([&](float (&d)[32], bool, int tile) {
+      scale_columns(d, s.pass + tile * kTile + 2 * Place().t);
+    });
+  }
+  sum_inter<kGroups>(s, is_first ? own_operand : s.k, acc);
   const Pair<kGroups> pair;
   const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
   wait_for_copies<0>();  // q^ is back
@@ -239,26 +232,10 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared& s, const Pro
     store_in_cluster(address_in(&s.other_sums[thread], is_first), states + sum);
   }
   arrive_at_cluster();
-  if (!exact) {
-    const uint32_t dA = shared_address(tiles[0]);
-    const uint32_t k = shared_address((is_first ? own_operand : s.k)[at.group]);
-    const uint32_t q = shared_address(s.q[at.group]);
-    if (is_first) {
-      begin_products();
-      multiply<kSummed, kOther>(acc.of_own, dA, k);
-      multiply<kOther, kOther>(acc.of_other, dA, q);
-    } else {
-      begin_products();
-      multiply<kSummed, kOther>(acc.of_other, dA, k);
-      multiply<kOther, kOther>(acc.of_own, dA, q);
-    }
-    commit_products();
-    wait_for_products<0>();
-  }
+  if (!exact) acc.multiply_scores(tiles[0], is_first ? own_operand : s.k, s.q);
   sum_gates(s.sums().gates, gates, pair);
   __syncthreads();  // the scores are read: x and y take their place
-  store_accumulators<kGroups>(s.gradients[is_first], acc.of_other);
-  store_accumulators<kGroups>(s.gradients[!is_first], acc.of_own);
+  store_accumulators<kGroups>(s.gradients, acc);
   wait_for_copies<0>();  // k^ is back
   wait_for_cluster();    // the other's sums are there
   if (thread < s.kChannels) s.sums().states[thread] += s.other_sums[thread];

@@ -29,34 +29,49 @@ __device__ __forceinline__ void multiply(float (&d)[kN], uint32_t a_address, uin
     product<kA, kB>(d, a + i * (kStepA >> 4), b + i * (kStepB >> 4), add || i > 0);
 }
 
+// The same with 128 columns, of two tiles of B that lie behind each other.
+template <Contiguous kA, Contiguous kB>
+__device__ __forceinline__ void multiply(float (&d)[2][32], uint32_t a_address,
+                                         uint32_t b_address) {
+  const uint64_t a = descriptor(a_address, 0),
+                 b = descriptor(b_address, kB == Contiguous::kSummed ? 0 : kTileBytes);
+  constexpr int kStepA = kA == Contiguous::kSummed ? 32 : 16 * 128;
+  constexpr int kStepB = kB == Contiguous::kSummed ? 32 : 16 * 128;
+#pragma unroll
+  for (int i = 0; i < kTile / 16; ++i)
+    product<kA, kB>(d[0], d[1], a + i * (kStepA >> 4), b + i * (kStepB >> 4));
+}
+
 template <int kN>
 __device__ __forceinline__ void clear(float (&d)[kN]) {
 #pragma unroll
   for (int i = 0; i < kN; ++i) d[i] = 0;
 }
 
-// This warpgroup's columns of a [64 x 64] bf16 tile.
+// A warpgroup's columns of a [64 x 64] bf16 tile.
 template <int kN>
-__device__ __forceinline__ void store_columns(unsigned char* tile, const float (&d)[kN]) {
+__device__ __forceinline__ void store_columns(unsigned char* tile, const float (&d)[kN],
+                                              int group = Place().group) {
   const Place at;
 #pragma unroll
   for (int j = 0; j < kN / 4; ++j)
 #pragma unroll
     for (int e = 0; e < 2; ++e)
-      word(tile, swizzled(at.row + 8 * e, at.group * (kN / 4) + j) + 4 * at.t) =
+      word(tile, swizzled(at.row + 8 * e, group * (kN / 4) + j) + 4 * at.t) =
           pack(d[4 * j + 2 * e], d[4 * j + 2 * e + 1]);
 }
 
 // The same of scores, dropped above the diagonal.
 template <int kN>
-__device__ __forceinline__ void store_scores(unsigned char* tile, float (&d)[kN]) {
+__device__ __forceinline__ void store_scores(unsigned char* tile, float (&d)[kN],
+                                             int group = Place().group) {
   const Place at;
 #pragma unroll
   for (int i = 0; i < kN; ++i) {
-    const int row = at.row + i / 2 % 2 * 8, column = at.group * 2 * kN + i / 4 * 8 + 2 * at.t;
+    const int row = at.row + i / 2 % 2 * 8, column = group * 2 * kN + i / 4 * 8 + 2 * at.t;
     d[i] = column + i % 2 <= row ? d[i] : 0.f;
   }
-  store_columns(tile, d);
+  store_columns(tile, d, group);
 }
 
 // Adds x of the lane kHalf rows away, and keeps the half of the columns that is this lane's.

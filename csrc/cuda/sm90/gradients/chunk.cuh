@@ -28,28 +28,27 @@ __device__ __forceinline__ void make_gradients(Shared<kGroups>& s, const Problem
   scores(s, p, chunk, exact);
 
   Accumulators<kGroups> acc;
-  clear(acc.x);
-  clear(acc.y);
-  clear(acc.dA);
-  multiply_values(acc, s, p);
-  if (!exact) store_scores(s.operands.states[0].S[0], acc.dA);
+  float dA[32 / kGroups];
+  clear(dA);
+  multiply_values(acc, dA, s, p);
+  unsigned char* scores_tile = s.operands.states[0].S[0];
+  if (!exact) store_scores(scores_tile, dA);
   if constexpr (!kReady<kGroups>)
     scale_inter(acc, s, exact);
   else if (p.saved_states)
     scale_saved(acc, s, p);
-  sum_tokens<kGroups>(s.sums().inter, s.k, acc.y);
+  sum_inter(s, s.k, acc);
   const Pair<kGroups> pair;
   const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
   wait_for_copies<0>();  // q^ is back
   if (!exact) {
     fence_for_products();
     __syncthreads();  // dA is written
-    multiply_scores(acc, s);
+    acc.multiply_scores(scores_tile, s.k, s.q);
   }
   sum_gates(s.sums().gates, gates, pair);
   __syncthreads();  // dA is read: x and y take its place
-  store_accumulators<kGroups>(s.gradients[0], acc.x);
-  store_accumulators<kGroups>(s.gradients[1], acc.y);
+  store_accumulators(s.gradients, acc);
   __syncthreads();  // x, y and all sums but dg's are written
   if (exact)
     write_gradients<true>(s, gates, p);

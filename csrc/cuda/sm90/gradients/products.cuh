@@ -48,10 +48,79 @@ __device__ __forceinline__ void scores(Shared<kGroups>& s, const Problem& p, con
   store_scores(s.A, A);
 }
 
-// do S^T and v dS'^T of this warpgroup's channels, its columns of do v^T.
+// What a warpgroup makes of x and y: both of its 64 key channels, or where there are more
+// warpgroups x or y of 128, in wider products, which read the rows of do and v from shared memory
+// less often.
+template <int kGroups>
+struct Part {
+  const int group = Place().group;
+
+  // Of the i-th accumulators.
+  __device__ __forceinline__ bool makes_x(int i = 0) const {
+    return kGroups == 1 ? i == 0 : group < kGroups / 2;
+  }
+  __device__ __forceinline__ int tile(int i = 0) const {
+    if constexpr (kGroups == 1)
+      return 0;
+    else
+      return 2 * half() + i;
+  }
+  // Which one it is of those that make the same.
+  __device__ __forceinline__ int half() const { return group % (kGroups / 2); }
+};
+
 template <int kGroups>
 struct Accumulators {
-  float x[32], y[32], dA[32 / kGroups];
+  float d[2][32];
+
+  __device__ __forceinline__ Accumulators() {
+    clear(d[0]);
+    clear(d[1]);
+  }
+  // f(d[i], whether of x, tile)
+  template <class F>
+  __device__ __forceinline__ void for_tiles(F&& f) {
+    const Part<kGroups> part;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) f(d[i], part.makes_x(i), part.tile(i));
+  }
+  // Adds do S^T, v dS^T, of tiles [64 of K][64 values].
+  __device__ __forceinline__ void multiply_states(const Part<kGroups>& part, uint32_t d_o,
+                                                  uint32_t v, uint32_t S, uint32_t dS) {
+    constexpr auto kSummed = Contiguous::kSummed;
+    if constexpr (kGroups == 1) {
+      multiply<kSummed, kSummed>(d[0], d_o, S);
+      multiply<kSummed, kSummed>(d[1], v, dS);
+    } else {
+      multiply<kSummed, kSummed>(d, part.makes_x() ? d_o : v,
+                                 (part.makes_x() ? S : dS) + part.tile() * kTileBytes);
+    }
+  }
+  // Adds dA k^ and dA^T q^, and waits for them.
+  using Tiles = unsigned char[kGroups][kTileBytes];
+  __device__ __forceinline__ void multiply_scores(const unsigned char* dA, const Tiles& k,
+                                                  const Tiles& q) {
+    constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
+    const uint32_t scores = shared_address(dA);
+    const Part<kGroups> part;
+    if constexpr (kGroups == 1) {
+      begin_products();
+      multiply<kSummed, kOther>(d[0], scores, shared_address(k[0]));
+      multiply<kOther, kOther>(d[1], scores, shared_address(q[0]));
+      commit_products();
+      wait_for_products<0>();
+    } else if (part.makes_x()) {  // a way of its own each, or products are serialised
+      begin_products();
+      multiply<kSummed, kOther>(d, scores, shared_address(k[part.tile()]));
+      commit_products();
+      wait_for_products<0>();
+    } else {
+      begin_products();
+      multiply<kOther, kOther>(d, scores, shared_address(q[part.tile()]));
+      commit_products();
+      wait_for_products<0>();
+    }
+  }
 };
 
 // Adds this thread's half of a row of S dS' to `sum`.
@@ -71,7 +140,8 @@ __device__ __forceinline__ void add_states(float& sum,
 
 // All that sums over values: dv, do S^T, v dS'^T, do v^T and rowsum(S dS').
 template <int kGroups>
-__device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shared<kGroups>& s,
+__device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc,
+                                                float (&dA)[32 / kGroups], Shared<kGroups>& s,
                                                 const Problem& p) {
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
   constexpr int kN = 32 / kGroups, kColumns = 2 * kN;
@@ -100,16 +170,15 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shar
     const uint32_t dS = shared_address(states.dS[0]);
     const auto& values = s.values(first);
     const uint32_t d_o = shared_address(values.d_o), v = shared_address(values.v);
-    const Place at;
+    const Part<kGroups> part;
     const auto multiply_all = [&](auto makes_dv) {
       constexpr int kValues = kInTurn ? 32 : kColumns;  // of dv
-      const int column = at.group * kValues % kTile;
+      const int column = part.group * kValues % kTile;
       float dv[kValues / 2];
       clear(dv);
       begin_products();
-      multiply<kSummed, kSummed>(acc.x, d_o, shared_address(states.S[at.group]));
-      multiply<kSummed, kSummed>(acc.y, v, shared_address(states.dS[at.group]));
-      multiply<kSummed, kSummed>(acc.dA, d_o, v + at.group * kColumns * 128);
+      acc.multiply_states(part, d_o, v, shared_address(states.S[0]), dS);
+      multiply<kSummed, kSummed>(dA, d_o, v + part.group * kColumns * 128);
       if constexpr (makes_dv) {
         multiply<kOther, kOther>(dv, shared_address(s.A), d_o + column * 2);
 #pragma unroll
@@ -127,7 +196,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc, Shar
         store_columns(s.dv, dv);
       }
     };
-    if (kInTurn && first / kTile % 2 != at.group / 2)
+    if (kInTurn && first / kTile % 2 != part.group / 2)
       multiply_all(std::false_type{});
     else
       multiply_all(std::true_type{});
@@ -162,12 +231,13 @@ __device__ __forceinline__ void scale_inter(Accumulators<1>& acc, const Shared<1
     const References rx(last.x, exact), ry(last.y, exact);
     const float2 from = make_float2(exp2_ftz(rx.from), exp2_ftz(ry.from));
     const float2 to = make_float2(exp2_ftz(last.x - rx.to), exp2_ftz(last.y - ry.to));
+    auto& [x, y] = acc.d;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      acc.x[4 * j + 2 * e] *= from.x;
-      acc.x[4 * j + 2 * e + 1] *= from.y;
-      acc.y[4 * j + 2 * e] *= to.x;
-      acc.y[4 * j + 2 * e + 1] *= to.y;
+      x[4 * j + 2 * e] *= from.x;
+      x[4 * j + 2 * e + 1] *= from.y;
+      y[4 * j + 2 * e] *= to.x;
+      y[4 * j + 2 * e + 1] *= to.y;
     }
   }
 }
@@ -176,15 +246,16 @@ __device__ __forceinline__ void scale_inter(Accumulators<1>& acc, const Shared<1
 template <int kGroups>
 __device__ __forceinline__ void scale_saved(Accumulators<kGroups>& acc, const Shared<kGroups>& s,
                                             const Problem& p) {
-  const Place at;
-  scale_columns(acc.x, factors_at(p, s.chunk.slot, kEnter, at.group * kTile) + 2 * at.t);
+  acc.for_tiles([&](float (&d)[32], bool is_x, int tile) {
+    if (is_x) scale_columns(d, factors_at(p, s.chunk.slot, kEnter, tile * kTile) + 2 * Place().t);
+  });
 }
 
-// Of every key channel the sum of an operand by accumulators, over each warp's tokens.
+// Of the key channels of a tile the sum of an operand by accumulators, over each warp's tokens.
 template <int kGroups>
 __device__ __forceinline__ void sum_tokens(float (&to)[kParts][kGroups * kTile],
                                            const unsigned char (&operand)[kGroups][kTileBytes],
-                                           const float (&d)[32]) {
+                                           const float (&d)[32], int tile) {
   const Place at;
   float sums[16];
 #pragma unroll
@@ -193,7 +264,7 @@ __device__ __forceinline__ void sum_tokens(float (&to)[kParts][kGroups * kTile],
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const float2 x = unpack(*reinterpret_cast<const uint32_t*>(
-          operand[at.group] + swizzled(at.row + 8 * e, j) + 4 * at.t));
+          operand[tile] + swizzled(at.row + 8 * e, j) + 4 * at.t));
       sum = sum + x * make_float2(d[4 * j + 2 * e], d[4 * j + 2 * e + 1]);
     }
     sums[2 * j] = sum.x;
@@ -204,20 +275,17 @@ __device__ __forceinline__ void sum_tokens(float (&to)[kParts][kGroups * kTile],
   fold_rows<2>(sums);
   fold_rows<1>(sums);
   const int warp = at.thread % kGroupThreads / 32, g = at.thread % 32 / 4;
-  pair_at(to[warp], at.group * kTile + 8 * g + 2 * at.t) = make_float2(sums[0], sums[1]);
+  pair_at(to[warp], tile * kTile + 8 * g + 2 * at.t) = make_float2(sums[0], sums[1]);
 }
 
-// dA k^ and dA^T q^ on top.
+// The same of y, whose sum is what the states that leave the chunk owe to k.
 template <int kGroups>
-__device__ __forceinline__ void multiply_scores(Accumulators<kGroups>& acc, Shared<kGroups>& s) {
-  const Place at;
-  constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
-  const uint32_t dA = shared_address(s.operands.states);
-  begin_products();
-  multiply<kSummed, kOther>(acc.x, dA, shared_address(s.k[at.group]));
-  multiply<kOther, kOther>(acc.y, dA, shared_address(s.q[at.group]));
-  commit_products();
-  wait_for_products<0>();
+__device__ __forceinline__ void sum_inter(Shared<kGroups>& s,
+                                          const unsigned char (&k)[kGroups][kTileBytes],
+                                          Accumulators<kGroups>& acc) {
+  acc.for_tiles([&](float (&d)[32], bool is_x, int tile) {
+    if (!is_x) sum_tokens<kGroups>(s.sums().inter, k, d, tile);
+  });
 }
 
 }  // namespace gla_ext::cuda::sm90

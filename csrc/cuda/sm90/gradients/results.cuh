@@ -1,21 +1,23 @@
 // gradients.cu: dq, dk and dg from the accumulators.
 #pragma once
 
-#include "operands.cuh"
+#include "products.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
-// 64 key channels of x or y to tiles of these.
+// x and y to tiles of these.
 template <int kGroups>
-__device__ __forceinline__ void store_accumulators(float (&to)[kGroups][kTile * kTile],
-                                                   const float (&d)[32]) {
+__device__ __forceinline__ void store_accumulators(float (&to)[2][kGroups][kTile * kTile],
+                                                   Accumulators<kGroups>& acc) {
   const Place at;
+  acc.for_tiles([&](const float (&d)[32], bool is_x, int tile) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j)
+    for (int j = 0; j < 8; ++j)
 #pragma unroll
-    for (int e = 0; e < 2; ++e)
-      pair_at(to[at.group], swizzled_float(at.row + 8 * e, 8 * j + 2 * at.t)) =
-          make_float2(d[4 * j + 2 * e], d[4 * j + 2 * e + 1]);
+      for (int e = 0; e < 2; ++e)
+        pair_at(to[!is_x][tile], swizzled_float(at.row + 8 * e, 8 * j + 2 * at.t)) =
+            make_float2(d[4 * j + 2 * e], d[4 * j + 2 * e + 1]);
+  });
 }
 
 // The pair's elements of one token after the other.
@@ -44,11 +46,12 @@ __device__ __forceinline__ float2 read_own_pair(const Rows& r, const Chunk& chun
   return read_pair(own_rows_at<const T>(r, chunk), r, token, channel);
 }
 
-// dq and dk from x and y, a thread a pair of channels and a part of the tokens. What dg sums of
-// them takes x's place: of the rounded operands where those made pairs that must cancel, else not.
+// dq and dk from x and y, a thread a pair of channels and a part of the tokens. terms: what dg sums
+// of them, of the rounded operands where those made pairs that must cancel, else not.
 template <bool kExact, class Gate, int kGroups>
-__device__ __forceinline__ void write_inputs(Shared<kGroups>& s, const PairColumn<Gate>& gates,
-                                             const Problem& p, const Chunk& chunk) {
+__device__ __forceinline__ void write_inputs(float2 (&terms)[kSubChunk], Shared<kGroups>& s,
+                                             const PairColumn<Gate>& gates, const Problem& p,
+                                             const Chunk& chunk) {
   const Pair<kGroups> pair;
   auto [b, last] = cumsum(s.sums().gates, pair);
   const bool exact_x = kExact && !(kReady<kGroups> && fabsf(last.x) <= kTierRange);
@@ -62,8 +65,8 @@ __device__ __forceinline__ void write_inputs(Shared<kGroups>& s, const PairColum
     const int token = pair.first + i, at = pair.offset(token);
     const bool there = pair.channel < p.K && token < chunk.length;
     b = b + to_log2(gates[i]);
-    float2& s_x = pair_at(s.gradients[0][tile], swizzled_float(token, column));
-    const float2 x = s_x, y = pair_at(s.gradients[1][tile], swizzled_float(token, column));
+    const float2 x = pair_at(s.gradients[0][tile], swizzled_float(token, column)),
+                 y = pair_at(s.gradients[1][tile], swizzled_float(token, column));
     float2 dq = make_float2(p.scale * exp2_ftz(b.x - rx.from), p.scale * exp2_ftz(b.y - ry.from));
     float2 dk = make_float2(exp2_ftz(rx.to - b.x), exp2_ftz(ry.to - b.y));
     dq = dq * x;
@@ -79,8 +82,8 @@ __device__ __forceinline__ void write_inputs(Shared<kGroups>& s, const PairColum
       to_q = unpack(word(s.q[0], at)) * x;
       to_k = unpack(word(s.k[0], at)) * y;
     }
-    s_x = to_q - to_k;
-    sum = sum + s_x;
+    terms[i] = to_q - to_k;
+    sum = sum + terms[i];
     if (!there) continue;
     if constexpr (kExact) {
       dq = dq + read_own_pair<float>(p.dq_intra, chunk, token, pair.channel);
@@ -93,15 +96,15 @@ __device__ __forceinline__ void write_inputs(Shared<kGroups>& s, const PairColum
   if (kExact) pair_at(s.sums().inter[pair.part], pair.channel) = inter;
 }
 
-// dg, by the same threads from the last token to the first. kScaled: rowsum(S dS') is of scaled
-// states, which lacks 2^b_C outside tier 1.
+// dg, by the same threads from the last token to the first of the terms that they have. kScaled:
+// rowsum(S dS') is of scaled states, which lacks 2^b_C outside tier 1.
 template <bool kExact, bool kScaled, class Gate, int kGroups>
-__device__ __forceinline__ void write_gates(Shared<kGroups>& s, const PairColumn<Gate>& gates,
-                                            const Problem& p, const Chunk& chunk) {
+__device__ __forceinline__ void write_gates(const float2 (&terms)[kSubChunk], Shared<kGroups>& s,
+                                            const PairColumn<Gate>& gates, const Problem& p,
+                                            const Chunk& chunk) {
   constexpr int kLast = static_cast<int>(kSubChunk) - 1;
   const Pair<kGroups> pair;
   if (pair.channel >= p.K) return;
-  const int tile = pair.channel / kTile, column = pair.channel % kTile;
   const float2 last = cumsum(s.sums().gates, pair).last,
                states = pair_at(s.sums().states, pair.channel);
   float2 sum = states;
@@ -117,7 +120,7 @@ __device__ __forceinline__ void write_gates(Shared<kGroups>& s, const PairColumn
 #pragma unroll
   for (int i = kLast; i >= 0; --i) {
     const int token = pair.first + i;
-    sum = sum + pair_at(s.gradients[0][tile], swizzled_float(token, column));
+    sum = sum + terms[i];
     if (token < chunk.length) {
       const float2 x = to_log2(gates[i]);
       float2 dg = sum;
@@ -132,9 +135,10 @@ template <bool kExact, bool kScaled = true, class Gate, int kGroups>
 __device__ __forceinline__ void write_gradients(Shared<kGroups>& s, const PairColumn<Gate>& gates,
                                                 const Problem& p) {
   const Chunk chunk = s.chunk;
-  write_inputs<kExact>(s, gates, p, chunk);
+  float2 terms[kSubChunk];
+  write_inputs<kExact>(terms, s, gates, p, chunk);
   __syncthreads();  // the sums that dg is made of are written
-  write_gates<kExact, kScaled>(s, gates, p, chunk);
+  write_gates<kExact, kScaled>(terms, s, gates, p, chunk);
 }
 
 }  // namespace gla_ext::cuda::sm90
