@@ -8,10 +8,9 @@
 // writes  o [B, T, H, V], ht, and where they are to be saved, S of every chunk, bf16
 //         [B, chunks, H, K, V]
 //
-// The producer copies a chunk's operands, A apart, and rows of v, and makes one factor of those by
-// which the state leaves a chunk and enters the next, unless it is saved between them. A consumer
-// holds the state of 64 values transposed, [V][K], 128 key channels a part; where v is in registers
-// too, o passes while the state's products run. Accumulation is fp32.
+// The producer copies a chunk's operands and rows of v, and makes one factor of those by which the
+// state leaves a chunk and enters the next, unless it is saved between them. A consumer holds the
+// state of 64 values transposed, [V][K], 128 key channels a part. Accumulation is fp32.
 #include "../device/launch.cuh"
 #include "dependent_launch.cuh"
 #include "dynamic_shared.h"
@@ -28,6 +27,12 @@ constexpr int kValues = kLinearConsumers * kTile;  // of a block
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 static_assert((kProducerRegisters + kLinearConsumers * kConsumerRegisters) * kGroupThreads <=
               65536 / kLinearThreads / 8 * 8 * kLinearThreads);
+
+// Behind paired segment parts A of chunks outside tier 1 is made beside the scan, so that of K of
+// at most 128 it is copied apart, of the first chunks behind the scan. A second copy of other K
+// would only take time.
+template <int kGroups>
+constexpr bool kScoresApart = kGroups == 1;
 
 template <int kGroups>
 struct Stage {
@@ -46,7 +51,7 @@ struct Block : LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2> {
 
   __device__ __forceinline__ void start(const Problem& p, int64_t index) {
     if (threadIdx.x == 0)
-      for (uint64_t& barrier : operands_full) init_barrier(&barrier, 2);  // copies
+      for (uint64_t& barrier : operands_full) init_barrier(&barrier, 1 + kScoresApart<kGroups>);
     Base::start(p, index, /*bulk_copies=*/0);
   }
 };
@@ -79,6 +84,7 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
   RowCopier<kLinearConsumers, kGroupThreads> v(p.v, token_offset(p.v, 1), segment, 0, thread,
                                                first_v, p.V);
   const unsigned char* operands = operands_at(p, segment.chunk_head(p, 0));
+  constexpr bool kApart = kScoresApart<kGroups>;
   constexpr int kGroupBytes = sizeof(OperandGroup[kGroups]);
   const auto copy_scores = [&](int i, const unsigned char* from) {
     const int number = i % s.kStages;
@@ -90,8 +96,9 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
   s.produce(
       [&](int i, Stage<kGroups>& stage, uint64_t*) {
         if (thread == 0) {
-          bulk_copy(&stage.operands, operands, kGroupBytes, &s.operands_full[i % s.kStages]);
-          if (i >= s.kStages - 1) copy_scores(i, operands);
+          bulk_copy(&stage.operands, operands, kApart ? kGroupBytes : Operands<kGroups>::kBytes,
+                    &s.operands_full[i % s.kStages]);
+          if (kApart && i >= s.kStages - 1) copy_scores(i, operands);
         }
         operands += p.H * operand_bytes(p.K);
         v.copy(stage.v, segment.length_of(i));
@@ -99,7 +106,7 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
       },
       [&](int i) {
         const int number = i % s.kStages;
-        if (i == 0) {
+        if (kApart && i == 0) {
           await_previous_kernel();  // the scan, beside which A is made outside tier 1
           fence_for_products();     // and bulk copies
           if (thread == 0)
@@ -173,10 +180,12 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
                                                 descriptor(k + 2048 * j, kTileBytes));
     }
     commit_products();
-    wait_for_products<BlockOfKernel::kSaves ? 0
-                                            : 1>();  // the state's need v where states are saved
+    // The state's products may run on while o passes, if they have v in registers; of K above 128
+    // the call would take .3 % longer.
+    constexpr bool kRunOn = kGroups == 1 && !BlockOfKernel::kSaves;
+    wait_for_products<kRunOn ? 1 : 0>();
     const OutputRows rows(stage.v + group * kTileBytes, o, group);
-    wait_for_products<0>();
+    if constexpr (kRunOn) wait_for_products<0>();
     if (BlockOfKernel::kSaves || chunk + 1 == segment.chunks) {
 #pragma unroll
       for (int i = 0; i < kGroups; ++i) state[i].scale(stage.operands.groups[i].factors[kLeave]);
