@@ -14,7 +14,7 @@ from common import (
     make_inputs,
     ours,
 )
-from fused import BF16, TOKENS, packed, plan_of
+from fused import BF16, MIXED, TOKENS, mixed_gates, packed, plan_of
 from large import large_inputs
 
 from gla_ext import batch_invariant
@@ -33,8 +33,10 @@ def test_segments_of_a_long_sequence(shape, gate):
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 
-def test_segments_of_many_chunks():
+@pytest.mark.parametrize("gates", ["weak", *MIXED])
+def test_segments_of_many_chunks(gates):
     x = large_inputs(1, 32768, 4, 128, 256, states=True)
+    x = x if gates == "weak" else mixed_gates(x, gates)
     plan = plan_of(x)
     assert plan["segments"] > 2 and plan["segment_chunks"] > 8
     assert_results_close(ours(x), exact_by_chunks(x), x)
@@ -99,19 +101,21 @@ def test_graph_replays_with_other_segments():
 
 
 @pytest.mark.parametrize(
-    "shape, lengths",
+    "shape, lengths, gates",
     [
-        ((32, 2048, 4, 128, 256), None),
-        ((8, 2048, 4, 256, 512), None),
-        ((32, 1024, 16, 64, 64), None),
-        ((1, 32768, 4, 128, 256), None),
-        ((1, 65536, 1, 64, 64), None),
-        ((1, 32768, 4, 128, 128), (20_000, 0, 3, *[100] * 100, 2000)),
+        ((32, 2048, 4, 128, 256), None, None),
+        ((8, 2048, 4, 256, 512), None, None),
+        ((32, 1024, 16, 64, 64), None, None),
+        ((1, 32768, 4, 128, 256), None, None),
+        ((1, 32768, 4, 128, 256), None, "every other chunk"),  # A of these comes beside the scan
+        ((1, 65536, 1, 64, 64), None, None),
+        ((1, 32768, 4, 128, 128), (20_000, 0, 3, *[100] * 100, 2000), None),
     ],
     ids=str,
 )
-def test_two_hundred_times(shape, lengths):
+def test_two_hundred_times(shape, lengths, gates):
     x = large_inputs(*shape, gate=0.3, states=True, lengths=lengths)
+    x = x if gates is None else mixed_gates(x, gates)
     expected = ours(x)
     assert all(t.isfinite().all() for t in expected.values())
     differences = sum(count_differences(ours(x), expected) for _ in range(200))

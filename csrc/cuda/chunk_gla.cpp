@@ -49,7 +49,7 @@ void prepare_sweeps(const Call& call, const Plan& plan, bool backward) {
     call.launch(sm90::segment_parts);
   else if (!has_states)
     call.launch(sm90::linear_segment_parts);
-  else if (backward)
+  else
     call.launch(sm90::linear_segment_grad_parts);
   call.launch(sm90::segment_scan);
 }

@@ -49,7 +49,7 @@ struct MultiplyAdd {
       return std::fma(a, b, c);
   }
 };
-// To twice as many bits.
+// In 64 bits, of which an instruction keeps twice as many as its type has.
 template <class T>
 struct MultiplyWide {
   static auto of(T a, T b) {

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, 2) exact_gradients_kernel(Problem p)
   for_exact_chunks(p, chunk, [&] {
     const auto find = [&] { return chunk; };
     if (!p.operands_kept) {
-      s.finish_scores(p, find());
+      finish_scores(s.scores, p, find());
       __syncthreads();  // A is read
     }
     s.finish_gradients(p, find);

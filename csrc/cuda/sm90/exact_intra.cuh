@@ -20,6 +20,20 @@ __device__ __forceinline__ void write_operand_scores(const Problem& p, const Chu
   });
 }
 
+// Makes A of a chunk and writes it, to the chunk's operands if these are in memory, else to rows of
+// their own.
+__device__ __forceinline__ void finish_scores(ExactScores& scores, const Problem& p,
+                                              const Chunk& chunk) {
+  scores.make(p, chunk);
+  if (p.operands != nullptr) return write_operand_scores(p, chunk, scores.A);
+  bf16* A = rows_at<bf16>(p.A, chunk);
+  for_eights<kTile, kTile>([&](int, int row, int column) {
+    if (row < chunk.length)
+      store8(A + token_offset(p.A, row) + column,
+             load8_aligned(scores.A + row * ExactScores::kPitchX + column));
+  });
+}
+
 // By kThreads threads.
 struct ExactIntra {
   static constexpr int kPitchX = ExactScores::kPitchX;
@@ -53,11 +67,6 @@ union ExactChunk {
   ExactScores scores;
   ExactIntra intra;
 
-  __device__ __forceinline__ void finish_scores(const Problem& p, const Chunk& chunk) {
-    scores.make(p, chunk);
-    write_scores(p, chunk);
-  }
-
   // find(): the chunk, anew, so that it takes no registers between.
   template <class Find>
   __device__ __forceinline__ void finish_gradients(const Problem& p, Find&& find) {
@@ -66,18 +75,6 @@ union ExactChunk {
     // alone, and sums are written behind it.
 #pragma unroll 1
     for (int first = 0; first < p.K; first += kTile) intra.write_gradients(p, find(), first);
-  }
-
- private:
-  // A, to the chunk's operands if these are in memory, else to rows of their own.
-  __device__ __forceinline__ void write_scores(const Problem& p, const Chunk& chunk) {
-    if (p.operands != nullptr) return write_operand_scores(p, chunk, scores.A);
-    bf16* A = rows_at<bf16>(p.A, chunk);
-    for_eights<kTile, kTile>([&](int, int row, int column) {
-      if (row < chunk.length)
-        store8(A + token_offset(p.A, row) + column,
-               load8_aligned(scores.A + row * ExactScores::kPitchX + column));
-    });
   }
 };
 

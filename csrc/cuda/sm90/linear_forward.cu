@@ -28,20 +28,17 @@ constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 static_assert((kProducerRegisters + kLinearConsumers * kConsumerRegisters) * kGroupThreads <=
               65536 / kLinearThreads / 8 * 8 * kLinearThreads);
 
-// Behind paired segment parts A of chunks outside tier 1 is made beside the scan, so that of K of
-// at most 128 it is copied apart, of the first chunks behind the scan. A second copy of other K
-// would only take time.
-template <int kGroups>
-constexpr bool kScoresApart = kGroups == 1;
-
 template <int kGroups>
 struct Stage {
   Operands<kGroups> operands;
   unsigned char v[kLinearConsumers * kTileBytes];  // [token][V], then o
 };
-template <int kGroups>
+template <int kGroups, bool kSavesStates = false>
 struct Block : LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2> {
-  static constexpr bool kSaves = false;
+  static constexpr bool kSaves = kSavesStates;
+  // Behind paired segment parts, for K of at most 128 and no saved states, A of chunks outside
+  // tier 1 is made beside the scan, so that A is copied apart, of the first chunks behind the scan.
+  static constexpr bool kScoresApart = kGroups == 1 && !kSaves;
   using Base = LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2>;
   // What the state is to be multiplied by as it leaves a chunk, 1 where states are saved, whose
   // consumers do that themselves; and at once as it enters the next.
@@ -51,14 +48,13 @@ struct Block : LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2> {
 
   __device__ __forceinline__ void start(const Problem& p, int64_t index) {
     if (threadIdx.x == 0)
-      for (uint64_t& barrier : operands_full) init_barrier(&barrier, 1 + kScoresApart<kGroups>);
+      for (uint64_t& barrier : operands_full) init_barrier(&barrier, 1 + kScoresApart);
     Base::start(p, index, /*bulk_copies=*/0);
   }
 };
 // With room for states on their way out, [128 keys][V].
 template <int kGroups>
-struct SavingBlock : Block<kGroups> {
-  static constexpr bool kSaves = true;
+struct SavingBlock : Block<kGroups, true> {
   alignas(1024) unsigned char states[kLinearConsumers][kKeyTiles * kTileBytes];
 };
 
@@ -84,7 +80,7 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
   RowCopier<kLinearConsumers, kGroupThreads> v(p.v, token_offset(p.v, 1), segment, 0, thread,
                                                first_v, p.V);
   const unsigned char* operands = operands_at(p, segment.chunk_head(p, 0));
-  constexpr bool kApart = kScoresApart<kGroups>;
+  constexpr bool kApart = BlockOfKernel::kScoresApart;
   constexpr int kGroupBytes = sizeof(OperandGroup[kGroups]);
   const auto copy_scores = [&](int i, const unsigned char* from) {
     const int number = i % s.kStages;
@@ -108,7 +104,6 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
         const int number = i % s.kStages;
         if (kApart && i == 0) {
           await_previous_kernel();  // the scan, beside which A is made outside tier 1
-          fence_for_products();     // and bulk copies
           if (thread == 0)
             for (int first = 0; first < s.kStages - 1 && first < segment.chunks; ++first)
               copy_scores(first, operands_at(p, segment.chunk_head(p, first)));

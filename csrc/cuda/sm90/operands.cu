@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach)
         __syncthreads();  // the rows are read
         ExactChunk& exact_chunk = shared.stages[0].exact;
         const auto find = [&] { return shared.item.chunk(p); };
-        exact_chunk.finish_scores(p, find());
+        finish_scores(exact_chunk.scores, p, find());
         if (p.d_o.data != nullptr) {
           __syncthreads();  // A is read
           exact_chunk.finish_gradients(p, find);

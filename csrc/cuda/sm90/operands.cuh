@@ -21,8 +21,8 @@ struct alignas(1024) OperandGroup {
 constexpr int kFactorBytes = sizeof(OperandGroup::factors);
 
 // A is there for sweeps and for gradients of pairs of chunks (operands.cu is told whether one reads
-// it), and outside tier 1, from exact_gradients.cu behind paired_states.cu, from exact_output.cu
-// behind forward sweeps; `exact`, 1 if the chunk is outside, for sweeps alone.
+// it), and outside tier 1, behind paired_states.cu from exact_gradients.cu or segment_scan.cu,
+// behind forward sweeps from exact_output.cu; `exact`, 1 if the chunk is outside, for sweeps alone.
 template <int kGroups>
 struct alignas(1024) Operands {
   OperandGroup groups[kGroups];

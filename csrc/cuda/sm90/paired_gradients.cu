@@ -181,7 +181,8 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared& s, const Pro
 
   // The tiles of the last states are free, those beside them hold operands of the pair.
   auto& tiles = s.states(p.V - 1).S;
-  auto& [other_operand, own_operand] = s.states(p.V - 1 + kTile);
+  auto& operands = s.states(p.V - 1 + kTile);
+  auto &other_operand = operands.S, &own_operand = operands.dS;
   auto& to_send = s.sums().dg;
   copy_operands(s.q, operands_at(p, s.chunk.slot));
   commit_copies();

@@ -13,7 +13,8 @@
 //
 // What a producer has gated goes to memory as it lies there, and k^ with the factors to the other
 // block too. A consumer holds 64 key channels by the block's values, whose rows both copy. A of
-// chunks outside tier 1 is exact_gradients.cu's, in forward too. Accumulation is fp32.
+// chunks outside tier 1 is exact_gradients.cu's, or in forward segment_scan.cu's. Accumulation is
+// fp32.
 #include "dependent_launch.cuh"
 #include "forward/gating.cuh"
 #include "lane_rows.cuh"

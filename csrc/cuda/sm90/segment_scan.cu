@@ -97,13 +97,14 @@ __global__ void __launch_bounds__(kThreads) segment_scan_kernel(Problem p, int64
   scan(p, blockIdx.x - (backwards ? states : 0), backwards);
 }
 
-__global__ void __launch_bounds__(kThreads, 2) scan_and_scores_kernel(Problem p, int64_t states) {
+__global__ void __launch_bounds__(kThreads, 2)
+    scan_and_exact_scores_kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_before_next_kernel();
   if (blockIdx.x < states) return scan(p, blockIdx.x, false);
-  __shared__ __align__(16) ExactChunk s;
+  __shared__ __align__(16) ExactScores s;
   __shared__ Chunk chunk;
-  const auto finish = [&] { s.finish_scores(p, chunk); };
+  const auto finish = [&] { finish_scores(s, p, chunk); };
   for_exact_chunks(p, chunk, finish, blockIdx.x - static_cast<unsigned>(states));
 #endif
 }
@@ -121,7 +122,8 @@ void segment_scan(const Problem& p, cudaStream_t stream) {
 
 void scan_and_exact_scores(const Problem& p, cudaStream_t stream) {
   const int64_t states = scan_blocks(p), blocks = states + exact_grid(p, 1);
-  if (blocks > 0) launch_dependent(scan_and_scores_kernel, blocks, kThreads, 0, stream, p, states);
+  if (blocks > 0)
+    launch_dependent(scan_and_exact_scores_kernel, blocks, kThreads, 0, stream, p, states);
 }
 
 }  // namespace gla_ext::cuda::sm90

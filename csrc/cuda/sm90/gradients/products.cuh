@@ -66,7 +66,10 @@ struct Part {
       return 2 * half() + i;
   }
   // Which one it is of those that make the same.
-  __device__ __forceinline__ int half() const { return group % (kGroups / 2); }
+  __device__ __forceinline__ int half() const {
+    static_assert(kGroups > 1);
+    return group % (kGroups / 2);
+  }
 };
 
 template <int kGroups>

@@ -30,7 +30,7 @@ struct OwnOperands<false> {
   float b_last[kTile];
 };
 
-// kGroups warpgroups, each with 64 of the key channels, and with 64 / kGroups columns of A and dA.
+// kGroups warpgroups, for 64 key channels each, with 64 / kGroups columns of A and dA.
 template <int kGroups>
 struct Shared {
   static constexpr int kWarpgroups = kGroups, kChannels = kGroups * kTile;
