@@ -60,11 +60,13 @@ def floor_ms(shape, backward: bool, bytes_per_s: float) -> float:
     return 1e3 * B * T * H * 2 * values / bytes_per_s
 
 
-def draw(shape, gate: float = 1 / 16):
-    """bf16 inputs with gates logsigmoid(N(0, 1)) * gate, trained GLA's, drawn on the GPU."""
+def draw(shape, gate: float = 1 / 16, lengths: tuple[int, ...] | None = None):
+    """bf16 inputs with gates logsigmoid(N(0, 1)) * gate, trained GLA's, drawn on the GPU; lengths:
+    of packed sequences.
+    """
     from large import large_inputs
 
-    return large_inputs(*shape, gate=gate)
+    return large_inputs(*shape, gate=gate, lengths=lengths)
 
 
 def implementations(fla: bool) -> dict[str, Callable]:
@@ -82,9 +84,10 @@ def implementations(fla: bool) -> dict[str, Callable]:
 def call(function, x, backward: bool) -> Callable[[], object]:
     """One forward, or forward + backward, of `function` on x."""
     leaves = [t.detach().requires_grad_(backward) for t in (x.q, x.k, x.v, x.g)]
+    packed = {} if x.cu_seqlens is None else {"cu_seqlens": x.cu_seqlens}
 
     def run():
-        o, _ = function(*leaves)
+        o, _ = function(*leaves, **packed)
         return torch.autograd.grad(o, leaves, x.do) if backward else o
 
     return run
@@ -113,17 +116,18 @@ def variants(functions: dict[str, Callable], x, backward: bool) -> dict[str, Cal
     return {"gla_ext": calls["gla_ext"], "steps": on_steps(calls["gla_ext"]), **calls}
 
 
-def speed(shape, functions: dict[str, Callable]) -> dict[str, dict[str, Timing]]:
-    x, results = draw(shape), {}
+def speed(x, functions: dict[str, Callable]) -> dict[str, dict[str, Timing]]:
+    """Times on inputs x, by mode and name."""
+    results = {}
     for backward in (False, True):
         with torch.set_grad_enabled(backward):
             results[MODES[backward]] = cold(variants(functions, x, backward))
     return results
 
 
-def peak_bytes(shape, functions: dict[str, Callable]) -> dict[str, int]:
-    """The most that one forward + backward has allocated beside the inputs."""
-    x, results = draw(shape), {}
+def peak_bytes(x, functions: dict[str, Callable]) -> dict[str, int]:
+    """The most that one forward + backward has allocated beside the inputs x."""
+    results = {}
     for name, run in variants(functions, x, True).items():
         run()
         torch.cuda.synchronize()

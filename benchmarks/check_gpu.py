@@ -10,6 +10,7 @@
 Parts: correctness (pytest -m cuda, which runs bf16 on both paths), speed (the path the plan
 chooses, the step path, and FLA with --fla), memory, states (what forward leaves for backward),
 steps (each step operator, and the kernels of a call), host (time of a call on the CPU), first-call,
+others (odd sizes, packed sequences, fp32 gates), gates (of any strength, beside the step path),
 attention (causal, of the same model width), layer (and its norm with the output gate), training
 (steps of a language model), plot (time over T), generate (time to the first token, tokens/s and
 memory up to 100,000 tokens, beside a Transformer) and recurrent (decoding's operators). Whatever is
@@ -36,6 +37,7 @@ import time
 from pathlib import Path
 
 import bench_attention
+import bench_cases
 import bench_cuda as bench
 import bench_fla
 import bench_generate
@@ -51,7 +53,7 @@ import torch
 from timing import copy_bytes_per_s
 
 PARTS = (
-    *("correctness", "speed", "memory", "states", "steps", "host", "first-call"),
+    *("correctness", "speed", "memory", "states", "steps", "host", "first-call", "others", "gates"),
     *("attention", "layer", "training", "plot", "generate", "recurrent"),
 )
 OF_SHAPES = {"speed", "memory", "states"}
@@ -142,11 +144,23 @@ def checked_shapes(arguments) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(shapes))
 
 
+def checked_cases(arguments) -> dict[str, bench_cases.Case]:
+    """What the parts of `bench_cases` time `chunk_gla` on."""
+    cases = dict(bench_cases.OTHERS) if "others" in arguments.only else {}
+    if "gates" in arguments.only:
+        for shape, own in bench_cases.strengths().items():
+            cases |= {f"{shape}, n {n:g}": case for n, case in own.items()}
+    return cases
+
+
 def check(arguments) -> list[str]:
     """What is wrong with the results of what will be timed."""
     wrong = gate.check_small()
     for shape in checked_shapes(arguments):
         wrong += gate.check(shape)
+        torch.cuda.empty_cache()
+    for name, case in checked_cases(arguments).items():
+        wrong += gate.check_inputs(case.draw(), name)
         torch.cuda.empty_cache()
     return wrong
 
@@ -165,6 +179,8 @@ def tune_fla(arguments, results: dict):
     own = [bench.HOST_SHAPE] if "host" in arguments.only else []
     layer = bool({"layer", "training"} & set(arguments.only))
     shapes = checked_shapes(arguments) + own
+    if "others" in arguments.only:
+        shapes += [case.shape for case in bench_cases.OTHERS.values()]
     shapes = [shape for shape in shapes if at_heads({"FLA": None}, shape, arguments.fla)]
     if count := bench_fla.tune(shapes, layer, arguments.out.parent):
         results["environment"]["FLA"] += f", tuned before by {count} processes that shared the GPU"
@@ -191,7 +207,7 @@ def measure(arguments, results: dict):
             say(name)
         for part, function in (("speed", bench.speed), ("memory", bench.peak_bytes)):
             if part in only:
-                row[part] = function(shape, at(shape))
+                row[part] = function(bench.draw(shape), at(shape))
                 torch.cuda.empty_cache()
         if "states" in only:
             row["states"] = bench_states.measure(shape)
@@ -207,6 +223,21 @@ def measure(arguments, results: dict):
     if "first-call" in only:
         say("first-call")
         results["first_call_s"] = bench.first_call_in_a_fresh_process()
+    if "others" in only:
+        results["others"] = {}
+        for name, case in bench_cases.OTHERS.items():
+            say(name)
+            results["others"][name] = bench.speed(case.draw(), at(case.shape))
+            torch.cuda.empty_cache()
+    if "gates" in only:
+        ours = {name: f for name, f in functions.items() if name != "FLA"}
+        results["gates"] = {}
+        for shape, cases in bench_cases.strengths().items():
+            say(f"gates, {shape}")
+            results["gates"][shape] = {
+                f"{n:g}": bench.speed(case.draw(), ours) for n, case in cases.items()
+            }
+            torch.cuda.empty_cache()
     if "attention" in only:
         say("attention")
         results["attention"] = bench_attention.measure(at(bench_attention.shapes()[0]))
@@ -215,7 +246,7 @@ def measure(arguments, results: dict):
         results["lengths"] = {}
         for name, shape in bench_length.shapes().items():
             known = results["shapes"].get(name, {}).get("speed")
-            known = known or bench.speed(shape, at(shape))
+            known = known or bench.speed(bench.draw(shape), at(shape))
             results["lengths"][name] = known
             torch.cuda.empty_cache()
     if "layer" in only:

@@ -44,7 +44,7 @@ def page(results: dict, picture: str | None = None) -> str:
         f"- Command: `{environment['command']}`",
     ]
     parts = (
-        *(speed, memory, waiting_for_backward, attention, layer, norm, training),
+        *(speed, memory, waiting_for_backward, others, gates, attention, layer, norm, training),
         *(decoding_page.generation, decoding_page.recurrent),
         *(steps, kernels, host, first_call),
     )
@@ -146,6 +146,41 @@ def waiting(x, way: str, inputs: int) -> list[str]:
 def input_bytes(name: str) -> int:
     B, T, H, K, V = bench.parse_shape(name)
     return 2 * B * T * H * (3 * K + V)
+
+
+def others(results) -> list[str]:
+    rows, lines = results.get("others", {}), []
+    for mode in MODES if rows else ():
+        lines += table(
+            f"Other sizes, packed sequences, fp32 gates, {mode}",
+            "B x T x H x K x V; bf16 gates unless said.",
+            ["gla_ext, ms", "steps, ms", "FLA, ms", "FLA/gla_ext"],
+            {
+                name: [str(x[mode]["gla_ext"]), str(x[mode]["steps"]), *beside(x[mode])]
+                for name, x in rows.items()
+            },
+        )
+    return lines
+
+
+def gates(results) -> list[str]:
+    rows, lines = results.get("gates", {}), []
+    for mode in MODES if rows else ():
+        strengths = list(next(iter(rows.values())))
+        lines += table(
+            f"Gates of any strength, {mode}",
+            "g is logsigmoid(N(0, 1)) / n: outside tier 1 are few chunks at n = 1, all at n = 0.25. "
+            "gla_ext, and in brackets steps; ms.",
+            [f"n = {n}" for n in strengths],
+            {
+                shape: [
+                    f"{x[n][mode]['gla_ext'].median:.3g} ({x[n][mode]['steps'].median:.3g})"
+                    for n in strengths
+                ]
+                for shape, x in rows.items()
+            },
+        )
+    return lines
 
 
 def attention(results) -> list[str]:

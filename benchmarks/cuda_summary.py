@@ -17,7 +17,12 @@ def report(results: dict) -> list[str]:
     if first := results.get("first_call_s"):
         lines.append("fresh process: " + ", ".join(f"{n} {t:.3f} s" for n, t in first.items()))
     lines += report_shapes(results)
-    for part in ("attention", "layer", "norm"):
+    for shape, cases in results.get("gates", {}).items():
+        for n, modes in cases.items():
+            for mode, times in modes.items():
+                timings = ", ".join(f"{who} {t}" for who, t in times.items())
+                lines.append(f"gates {shape}, n {n}, {mode}, ms: {timings}")
+    for part in ("others", "attention", "layer", "norm"):
         for name, row in results.get(part, {}).items():
             for mode, times in row.items():
                 timings = ", ".join(f"{who} {t}" for who, t in times.items())

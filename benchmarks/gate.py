@@ -28,19 +28,32 @@ def check_small() -> list[str]:
 
 
 def check(shape, gate: float = 1 / 16) -> list[str]:
-    """What is wrong at a shape, one line each: first and last row against fp64, on both paths."""
+    """What is wrong at a shape, one line each."""
+    return check_inputs(bench.draw(shape, gate), str(shape))
+
+
+def check_inputs(x, where: str) -> list[str]:
+    """What is wrong on inputs x, one line each: first and last sequence against fp64, on both
+    paths.
+    """
     from common import exact_by_chunks, ours
 
     from gla_ext import selftest
 
-    x, wrong = bench.draw(shape, gate), []
+    wrong = []
     paths = {"default path": ours(x), "steps": bench.on_steps(lambda: ours(x))()}
-    for row in sorted({0, shape[0] - 1}):
-        for name, expected in exact_by_chunks(x.select(row)).items():
+    packed = x.cu_seqlens is not None
+    ends = x.cu_seqlens.tolist() if packed else range(x.q.shape[0] + 1)
+    for n in sorted({0, len(ends) - 2}):
+        rows = slice(ends[n], ends[n + 1])
+        for name, expected in exact_by_chunks(x.select(n)).items():
             for path, results in paths.items():
-                error = selftest.relative_error(results[name][row : row + 1], expected)
+                of_state = name == "final_state"
+                own = results[name]
+                own = own[n : n + 1] if of_state else own[:, rows] if packed else own[rows]
+                error = selftest.relative_error(own, expected)
                 if not error <= selftest.tolerance(name, torch.bfloat16):
-                    wrong.append(f"{shape}, {path}, row {row}: {name} is off by {error:.1e}")
+                    wrong.append(f"{where}, {path}, sequence {n}: {name} is off by {error:.1e}")
     return wrong
 
 

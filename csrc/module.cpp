@@ -86,6 +86,7 @@ py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::stri
   result["linear"] = p.linear;
   result["paired_states"] = p.paired_states;
   result["paired_parts"] = p.paired_parts;
+  result["packed_parts"] = p.packed_parts;
   result["paired_chunks"] = p.paired_chunks;
   result["cluster_pieces"] = p.cluster_pieces;
   result["swept_gradients"] = p.swept_gradients;

@@ -67,8 +67,9 @@ def plan(
         batch row, into which the fused sweeps cut sequences; 0: they do not) and segment_chunks
         (of one segment), swept_gradients (whether backward makes all gradients in one sweep, dS on
         chip), paired_states (whether S and the operands of that sweep are made in one pass),
-        paired_parts (whether segments' own parts and operands are), paired_chunks (whether
-        gradients of two neighbouring chunks are made from one S and one dS),
+        paired_parts (whether segments' own parts and operands are), packed_parts (whether those
+        parts, of packed sequences, are made by themselves for a forward that gates), paired_chunks
+        (whether gradients of two neighbouring chunks are made from one S and one dS),
         cluster_pieces (how many heads a pair of blocks goes over, one by one; 0: no blocks are
         paired), kept_bytes (of what forward so keeps for backward besides inputs), and
         workspace_bytes is all that is allocated besides these and outputs, states that are not

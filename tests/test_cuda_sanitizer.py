@@ -126,6 +126,20 @@ def test_segments_in_pairs_of_blocks():
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 
 
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("H, K, V", [(16, 72, 72), (16, 72, 200), (64, 8, 16)])
+def test_gradients_of_packed_sequences_in_a_sweep(H, K, V):
+    """About as few tokens as are swept for; minutes under the tools. The tail is two segments."""
+    lengths = (0, 1, 2500, 64, 0, 1755, 15, 0)
+    x = make_inputs(
+        1, 8500, for_this_gpu(H), K, V, torch.bfloat16, 0.1, states=K == 72, lengths=lengths
+    )
+    plan = plan_of(x)
+    assert plan["swept_gradients"] and plan_of(x, False)["packed_parts"] == (K == 72)
+    x = mixed_gates(x, "every other chunk")
+    assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
+
+
 @pytest.mark.parametrize("gate", [0.1, "reset"])
 @pytest.mark.parametrize("shape", ["widest", "gradients in a sweep"])
 def test_fused_with_fp32_gates(shape, gate):

@@ -136,7 +136,8 @@ def test_cuda_fused_forward_over_operands_in_memory(K):
         ({"K": 64}, 0),
         ({"K": 136}, 0),  # by operands in memory
         ({"gate_dtype": "float32"}, 0),
-        ({"B": 1, "T": 640, "N": 40, "batch_invariant": True}, 1),  # of any length
+        ({"B": 1, "T": 65536, "N": 40, "batch_invariant": True}, 1),  # packed: of any length
+        ({"B": 1, "T": 65536, "N": 400, "batch_invariant": True}, 4),  # most of them short
         ({"B": 0}, 4),
         ({"backward": True}, 2),
         ({"backward": True, "B": 16}, 1),
@@ -231,7 +232,9 @@ def test_cuda_fused_backward_of_narrow_heads(swept):
         ({"K": 64, "V": 64, "B": 66, "gate_dtype": "float32"}, False),
         ({"K": 64, "V": 64, "B": 66, "save_states": True}, False),
         ({"K": 64, "V": 64, "B": 66, "batch_invariant": True}, False),
-        ({"K": 64, "V": 64, "B": 1, "T": 66 * 2048, "N": 66}, False),
+        ({"K": 64, "V": 64, "B": 1, "T": 66 * 2048, "N": 66}, True),
+        ({"K": 64, "V": 64, "B": 1, "T": 66 * 2048, "N": 66, "batch_invariant": True}, False),
+        ({"K": 64, "V": 64, "B": 1, "T": 61 * 2048, "N": 66}, False),  # in segments of 31 chunks
         ({"K": 64, "V": 64, "B": 1, "T": 2048 * 66}, True),  # in 66 segments of 32 chunks
         ({"K": 64, "V": 64, "B": 1, "T": 2048 * 61}, False),
         ({"K": 72}, True),
@@ -245,7 +248,11 @@ def test_cuda_fused_backward_of_narrow_heads(swept):
         ({"save_states": True}, True),
         ({"save_states": True, "B": 15, "V": 128}, True),  # where other gradients have segments
         ({"batch_invariant": True}, False),
-        ({"B": 1, "T": 32 * 2048, "N": 32}, False),  # packed: of any length
+        ({"B": 1, "T": 32 * 2048, "N": 32}, True),  # packed: of any length, in segments
+        ({"B": 1, "T": 32 * 2048, "N": 10_000}, True),
+        ({"B": 1, "T": 32700, "N": 32}, False),  # of 31 chunks
+        ({"B": 1, "T": 32 * 2048, "N": 32, "V": 192}, False),
+        ({"B": 1, "T": 32 * 2048, "N": 32, "batch_invariant": True}, False),
         ({"B": 1, "T": 2048}, False),
         ({"B": 1, "T": 32768}, True),  # in segments of 32 chunks
         ({"B": 1, "T": 32767 - 64 * 16}, False),

@@ -1,7 +1,7 @@
 """Plans of the fused path on CUDA that cut sequences into segments."""
 
 import pytest
-from plans import by_pass, cuda_plan, full_plan, operand_bytes
+from plans import BATCH, by_pass, cuda_plan, full_plan, operand_bytes
 
 
 def sweep_blocks(plan, B, H, K, V, backward) -> int:
@@ -76,6 +76,45 @@ def test_cuda_packed_sequences_of_one_segment_need_no_state():
     state, operands = 16 * 128 * (256 + 1) * 4, operand_bytes(16 * (chunks + 1), 128)
     states = plan["workspace_bytes"] - operands
     assert states < 2 * (chunks // plan["segment_chunks"]) * state + 4 * 2**20
+
+
+@pytest.mark.parametrize(
+    "change, gates, pieces",
+    [
+        ({}, True, 1),
+        ({"N": 512}, True, 4),  # most of them short
+        ({"K": 72, "V": 200}, True, 1),
+        ({"V": 128}, True, 0),
+        ({"V": 192}, False, 0),  # gradients are not swept
+        ({"T": 32704}, False, 0),
+        ({"K": 136}, False, 0),
+        ({"gate_dtype": "float32"}, False, 0),
+        ({"save_states": True}, False, 0),
+    ],
+    ids=str,
+)
+def test_cuda_packed_sequences_gate_in_forward(change, gates, pieces):
+    """With own parts of those of several segments alone, and operands, if they are kept, from the
+    chip; with what enters segments, if backward cuts alike."""
+    shape = {"B": 1, "T": 65536, "N": 32} | change
+    forward, kept, backward = (
+        full_plan(**shape, backward=b, kept=k)
+        for b, k in ((False, False), (False, True), (True, True))
+    )
+    assert (forward["packed_parts"], forward["linear"]) == (gates, not gates)
+    assert forward["cluster_pieces"] == kept["cluster_pieces"] == pieces
+    assert not backward["packed_parts"] and backward["linear"]
+    assert kept["kept_bytes"] == backward["kept_bytes"]
+    if gates:
+        assert backward["swept_gradients"]
+        assert forward["launches"] == kept["launches"] == 6
+        assert forward["segments"] > 0
+        chunks, sizes = 65536 // 64 + shape["N"] + 1, BATCH | change
+        operands = operand_bytes(4 * chunks, sizes["K"]) + 8 * 4 * chunks
+        alike = forward["segments"] == backward["segments"]
+        state = 4 * sizes["K"] * sizes["V"] * 4 * alike
+        states = 2 * (chunks // forward["segment_chunks"])
+        assert 0 <= kept["kept_bytes"] - operands - states * state < 1024
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ void prepare_sweeps(const Call& call, const Plan& plan, bool backward) {
   if (plan.paired_parts && !backward) return call.launch(sm90::scan_and_exact_scores);
   const bool has_states = plan.paired_parts || p.segment_states_kept;
   if (!plan.linear)
-    call.launch(sm90::segment_parts);
+    call.launch(plan.packed_parts ? sm90::packed_segment_parts : sm90::segment_parts);
   else if (!has_states)
     call.launch(sm90::linear_segment_parts);
   else
@@ -193,6 +193,8 @@ BackwardOutputs chunk_gla_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& 
   Plan plan = plan_with(has_kept);
   if (has_kept && !call.input_kept(plan, *kept)) plan = plan_with(false);
   call.allocate(plan);  // replaces those not fp32
+  p.grads_sum_decays =
+      saved || (p.segment_states_kept && plan.kept.segment_decays == Workspace::kAbsent);
   run_backward(call, plan, saved);
   return with_shared_heads(
       {narrowed(dq, wide), narrowed(dk, wide), narrowed(dv, wide), dg, dgv, dh0}, k.size(2));

@@ -124,8 +124,10 @@ struct Problem {
 
   // Fused path: [B, slots, H] of operand_bytes(K), or absent.
   unsigned char* operands = nullptr;
-  // In backward: operands and tiers, and segment_states and segment_decays, are those of forward.
+  // In backward: operands and tiers, and segment_states, are those of forward.
   bool operands_kept = false, segment_states_kept = false;
+  // In backward: segment_decays are neither forward's nor made with the states of this pass.
+  bool grads_sum_decays = false;
 
   // [B, slots, H, kMaxTierBlocks]: 1 where some channel of a block of kTierBlock is out of tier 1's
   // range (the fused path's sweeps say so for their blocks in the first of them); the chunk is in

@@ -67,10 +67,10 @@ void add_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   if (segment_heads == 0) return;
   const int64_t states = segment_heads * in.K * in.V * kFloatBytes;
   Workspace& w = plan.workspace;
-  if (plan.kept.segment_states == Workspace::kAbsent) {
+  if (plan.kept.segment_decays == Workspace::kAbsent)
     w.segment_decays = add(w, segment_heads * in.K * kFloatBytes);
-    if (!in.backward || !in.save_states) w.segment_states = add(w, states);
-  }
+  const bool saved = in.backward && in.save_states;
+  if (plan.kept.segment_states == Workspace::kAbsent && !saved) w.segment_states = add(w, states);
   if (in.backward) w.segment_state_grads = add(w, states);
   plan.launches += 2;
 }
@@ -79,18 +79,18 @@ void add_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
 // multiprocessor for a narrow one, or a kernel over chunks that reads it from memory: the sweep
 // where its shared memory holds a head's values and is not half empty, and nearly all places have a
 // head; or a segment that is long beside a sweep's start, where segments' own parts are summed
-// anyway.
+// anyway, as of packed batches, whose lengths nobody knows here.
 void choose_sweep(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   constexpr int64_t kMinSweptChunks = 32;  // of a segment
   choose_segments(plan, in, grid);
   const int64_t heads = grid.N * in.H;
   const bool fits_cluster = in.K > kTierBlock && in.K <= kOperandKeys && in.V <= 2 * kFusedValues &&
                             ceil_div(in.V, kTierBlock) % 2 == 0;
-  if (!(fits_cluster || is_narrow(in)) || in.packed || in.batch_invariant || heads == 0) return;
+  if (!(fits_cluster || is_narrow(in)) || in.batch_invariant || heads == 0) return;
   Plan swept = plan;
   swept.swept_gradients = true;
   choose_segments(swept, in, grid);
-  if (swept.segments == 0) {
+  if (swept.segments == 0 && !in.packed) {
     const int64_t at_once = std::max<int64_t>(1, sweep_places(in) / swept_blocks(in));
     const int64_t places = ceil_div(heads, at_once) * at_once;
     if (4 * heads >= 3 * places) plan = swept;
@@ -109,11 +109,25 @@ int64_t all_operand_bytes(const PlanInputs& in, const ChunkGrid& grid) {
   return grid.B * grid.slots * in.H * operand_bytes(in.K);
 }
 
+// Whether backward makes gradients in a sweep.
+bool sweeps_gradients(const PlanInputs& in, const ChunkGrid& grid) {
+  PlanInputs pass = in;
+  pass.backward = true;
+  Plan backward;
+  choose_sweep(backward, pass, grid);
+  return backward.swept_gradients;
+}
+
 // Sweeps over ready operands: where those that gate do not reach, do not save states, or would gate
-// a chunk twice, for the segments' own parts or the gradients and for what follows.
+// a chunk twice, for the segments' own parts or the gradients and for what follows. Of packed
+// sequences most have one segment: there sweeps gate, unless backward has gradients that need sums
+// of gates of which every bit is operands.cu's.
 void choose_operands(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  plan.linear = in.K > kTierBlock && (in.K > kOperandKeys || in.gate_dtype != DType::kBFloat16 ||
-                                      plan.segments > 0 || in.backward || in.save_states);
+  const bool gates =
+      in.K <= kOperandKeys && in.gate_dtype == DType::kBFloat16 && !in.backward && !in.save_states;
+  plan.packed_parts =
+      in.K > kTierBlock && gates && in.packed && plan.segments > 0 && sweeps_gradients(in, grid);
+  plan.linear = in.K > kTierBlock && !(gates && (plan.segments == 0 || plan.packed_parts));
   if (plan.linear && plan.kept.operands == Workspace::kAbsent)
     plan.workspace.operands = add(plan.workspace, all_operand_bytes(in, grid));
 }
@@ -125,9 +139,12 @@ bool is_paired(const PlanInputs& in) {
 }
 
 // How many pieces a cluster takes: as many as let the last one end soonest; where it goes on to
-// another, that one's start is hidden.
-int64_t cluster_pieces(const PlanInputs& in) {
-  if (in.packed) return 1;  // of any length: given out one by one
+// another, that one's start is hidden. Packed sequences, of any length, are given out one by one,
+// unless most must be short.
+int64_t cluster_pieces(const Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  constexpr int64_t kShort = 8;  // chunks
+  const int64_t visited = plan.segments > 0 ? plan.segments : grid.N;
+  if (in.packed) return grid.chunks <= kShort * visited ? kMostPieces : 1;
   const int64_t pieces = in.N * in.H * ceil_div(in.V, 2 * kFusedValues);
   const int64_t clusters = std::max<int64_t>(1, in.processors / 2);
   int64_t least = 0, chosen = 1;
@@ -140,21 +157,21 @@ int64_t cluster_pieces(const PlanInputs& in) {
   return chosen;
 }
 
-void choose_paired_forward(Plan& plan, const PlanInputs& in) {
-  if (!plan.linear && is_paired(in)) plan.cluster_pieces = cluster_pieces(in);
+void choose_paired_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  if (!plan.linear && is_paired(in)) plan.cluster_pieces = cluster_pieces(plan, in, grid);
 }
 
 // One pass over whole sequences in place of one for the operands and another for S.
-void choose_paired_states(Plan& plan, const PlanInputs& in) {
+void choose_paired_states(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   plan.paired_states = plan.swept_gradients && plan.segments == 0 && !in.save_states &&
                        plan.kept.operands == Workspace::kAbsent && is_paired(in);
-  if (plan.paired_states) plan.cluster_pieces = cluster_pieces(in);
+  if (plan.paired_states) plan.cluster_pieces = cluster_pieces(plan, in, grid);
 }
 
 // One pass for the operands and the own parts of segments, where backward makes gradients in a
 // sweep: other gradients need sums of gates of which every bit is operands.cu's.
 void choose_paired_parts(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  if (!plan.linear || plan.segments == 0 || in.save_states || !is_paired(in)) return;
+  if (!plan.linear || plan.segments == 0 || in.save_states || in.packed || !is_paired(in)) return;
   if (in.backward && plan.kept.operands != Workspace::kAbsent) return;
   PlanInputs pass = in;
   pass.backward = true;
@@ -254,7 +271,7 @@ Workspace plan_kept(const PlanInputs& in, const ChunkGrid& grid) {
   const bool over_operands = forward.linear && backward.linear && !backward.paired_states;
   // Other gradients need sums of gates of which every bit is operands.cu's.
   const bool on_chip = forward.fused_sweeps && !forward.linear && backward.linear &&
-                       backward.swept_gradients && backward.segments == 0;
+                       backward.swept_gradients && (backward.segments == 0 || forward.packed_parts);
   if (!over_operands && !on_chip) return kept;
   const int64_t most = input_bytes(in, grid);
   kept.operands = add(kept, all_operand_bytes(in, grid));
@@ -264,7 +281,8 @@ Workspace plan_kept(const PlanInputs& in, const ChunkGrid& grid) {
   if (segment_heads > 0 && !in.save_states && forward.segments == backward.segments &&
       forward.segment_chunks == backward.segment_chunks) {
     Workspace more = kept;
-    more.segment_decays = add(more, segment_heads * in.K * kFloatBytes);
+    // Of packed sequences forward has none of the last segments, which backward wants.
+    if (!forward.packed_parts) more.segment_decays = add(more, segment_heads * in.K * kFloatBytes);
     more.segment_states = add(more, segment_heads * in.K * in.V * kFloatBytes);
     if (more.bytes <= most) return more;
   }
@@ -278,7 +296,7 @@ void plan_fused_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid)
   plan.launches = (in.packed ? 2 : 0) + 2;  // the sweep, behind operands or before exact output
   add_segments(plan, in, grid);
   choose_operands(plan, in, grid);
-  choose_paired_forward(plan, in);
+  choose_paired_forward(plan, in, grid);
   choose_paired_parts(plan, in, grid);
 }
 
@@ -294,7 +312,7 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
     choose_sweep(plan, in, grid);
     add_segments(plan, in, grid);
     choose_operands(plan, in, grid);
-    choose_paired_states(plan, in);
+    choose_paired_states(plan, in, grid);
     choose_paired_parts(plan, in, grid);
     choose_paired_chunks(plan, in, grid);
   } else {

@@ -55,6 +55,7 @@ struct Plan {
   bool swept_gradients = false;  // dS stays on chip, in a sweep that makes all gradients
   bool paired_states = false;    // operands and S are made in one pass, by pairs of blocks
   bool paired_parts = false;     // operands and segments' own parts of S are
+  bool packed_parts = false;     // segments' own parts of S are, of packed sequences, without these
   bool paired_chunks = false;    // gradients of two chunks are made from one S and one dS
   int64_t cluster_pieces = 0;    // of pairs of blocks, as in Problem
   Workspace workspace;

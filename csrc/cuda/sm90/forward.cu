@@ -5,8 +5,9 @@
 //
 // and the state stays in registers.
 //
-// grid    (segment, head, 128 values); two producer and two consumer warpgroups. Where K and V are
-//         at most 64, two segments and heads a block, with a producer and a consumer each.
+// grid    (segment, head, 128 values); two producer and two consumer warpgroups. Heads of at most
+// 64
+//         keys and 64 values have narrow_forward.cu.
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states
 // writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks], and, if they are there, operands [B,
 //         slots, H], but for A outside tier 1
@@ -28,38 +29,36 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-template <int K, int kMembers>
-using Block = SweepBlock<Unit<K, kMembers>, kGroups / kMembers, kBlockThreads>;
+template <int K>
+using Block = SweepBlock<Unit<K, kGroups>, kBlockThreads>;
 
 // kKeeps: operands are kept, of heads of more than 64 keys and at most 128 values.
-template <int K, int kMembers, bool kKeeps>
+template <int K, bool kKeeps>
 __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<Block<K, kMembers>*>(s_bytes);
-  const int v_blocks = blocks_of(p.V, s.units[0].kValues);
-  const int block_v = static_cast<int>(blockIdx.x % v_blocks) * s.units[0].kValues;
-  start_block<1, kMembers, kKeeps>(s, p, blockIdx.x, v_blocks);
+  auto& s = *reinterpret_cast<Block<K>*>(s_bytes);
+  const int v_blocks = blocks_of(p.V, s.unit.kValues);
+  const int block_v = static_cast<int>(blockIdx.x % v_blocks) * s.unit.kValues;
+  start_block<1, kGroups, kKeeps>(s, p, blockIdx.x, v_blocks);
   const int group = warpgroup();
-  auto& unit = s.units[group % kGroups / kMembers];
   if (group < kGroups) {
     give_registers<96>();
-    if (!unit.segment.tail) produce<kKeeps>(unit, s.triangle, p, group, block_v);
+    if (!s.unit.segment.tail) produce<kKeeps>(s.unit, s.triangle, p, group, block_v);
   } else {
     take_registers<160>();
-    consume(unit, p, group - kGroups, block_v);
+    consume(s.unit, p, group - kGroups, block_v);
   }
 #endif
 }
 
-template <int K, int kMembers, bool kKeeps = false>
+template <int K, bool kKeeps = false>
 void launch_forward(const Problem& p, cudaStream_t stream) {
-  using Shared = Block<K, kMembers>;
-  constexpr auto kKernel = forward_kernel<K, kMembers, kKeeps>;
+  using Shared = Block<K>;
+  constexpr auto kKernel = forward_kernel<K, kKeeps>;
   static const DynamicShared shared(kKernel, sizeof(Shared));
-  const int64_t blocks = blocks_of(segment_heads(p.grid, p.H), Shared::kUnits) *
-                         blocks_of(p.V, Unit<K, kMembers>::kValues);
+  const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, Unit<K, kGroups>::kValues);
   if (blocks == 0) return;
   shared.allow();
   launch_dependent(kKernel, blocks, kBlockThreads, sizeof(Shared), stream, p);
@@ -69,13 +68,13 @@ void launch_forward(const Problem& p, cudaStream_t stream) {
 
 void forward(const Problem& p, cudaStream_t stream) {
   if (p.operands != nullptr)
-    launch_forward<128, 2, true>(p, stream);
+    launch_forward<128, true>(p, stream);
   else if (p.K > 64)
-    launch_forward<128, 2>(p, stream);
+    launch_forward<128>(p, stream);
   else if (p.V > 64)
-    launch_forward<64, 2>(p, stream);
+    launch_forward<64>(p, stream);
   else
-    launch_forward<64, 1>(p, stream);
+    narrow_forward(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -4,7 +4,7 @@
 //   dS~ = 2^(b_C - from) dS'      dS = 2^from (dS~ + q^T do)
 //   x, y, dA, dq, dk, dv, dg as in gradients.cu, with A of operands.cu
 //
-// grid    (segment, head) by a cluster of two blocks, of 64 key channels each; no packed sequences
+// grid    (segment, head) by a cluster of two blocks, of 64 key channels each
 // reads   operands [B, slots, H], g [B, T, H, K], v, do [B, T, H, V], S of every chunk, as tiles or
 //         saved [K, V], dht, segment_state_grads; outside tier 1 q, k and dq_intra, dk_intra,
 //         dg_intra [B, T, H, K]
@@ -34,6 +34,10 @@ __global__ void __launch_bounds__(kSweepThreads, 1) gradient_sweep_kernel(Proble
   const int rank = static_cast<int>(blockIdx.x % kPair);
   if (threadIdx.x == 0) start(s, p, blockIdx.x / kPair);
   sync_cluster();  // the barriers and the segment are there
+  if (s.segment.tail) {
+    if (rank == 0) clear_gradients<Gate, kSweepThreads>(p, s.segment);
+    return;
+  }
   const int group = warpgroup();
   if (group == kProducer) {
     give_registers<32>();

@@ -88,9 +88,8 @@ __device__ __forceinline__ void produce(Block& s, const Problem& p, int first_k,
     group += step;
     x.move(kStep);
   });
-  // The gradients' sweep adds up in the other order, and writes only where nobody makes parts of S:
-  // of saved states.
-  if (kStore == Store::kSegment && (kSweep == Sweep::kStates || p.segment_states == nullptr))
+  // The gradients' sweep adds up in the other order.
+  if (kStore == Store::kSegment && (kSweep == Sweep::kStates || p.grads_sum_decays))
     write_decay(p, segment, first_k, first_v, total);
 }
 
@@ -194,7 +193,7 @@ __device__ __forceinline__ void sweep(Block& s, const Problem& p, int64_t index)
   const int first_v = static_cast<int>(index % v_blocks) * kValues;
   index /= v_blocks;
   const int first_k = static_cast<int>(index % k_blocks) * kOperandKeys;
-  s.start(p, index / k_blocks);
+  s.template start<kStore == Store::kSegment>(p, index / k_blocks);
   const int group = warpgroup();
   if (s.segment.tail) return;
   if (kStore == Store::kSegment && Fields<kSweep>::ends(s.segment)) {
@@ -225,8 +224,9 @@ __global__ void __launch_bounds__(kLinearThreads, 1)
 template <Store kStore>
 void launch_linear_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
   static const DynamicShared shared(linear_states_kernel<kStore>, sizeof(Block));
-  const int64_t sweep_blocks =
-      segment_heads(p.grid, p.H) * blocks_of(p.K, kOperandKeys) * blocks_of(p.V, kValues);
+  const int64_t segments =
+      kStore == Store::kSegment ? segment_state_heads(p.grid, p.H) : segment_heads(p.grid, p.H);
+  const int64_t sweep_blocks = segments * blocks_of(p.K, kOperandKeys) * blocks_of(p.V, kValues);
   const int64_t blocks = sweep_blocks * (states + state_grads);
   if (blocks == 0) return;
   shared.allow();

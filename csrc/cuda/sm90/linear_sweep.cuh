@@ -21,11 +21,12 @@ struct LinearBlock {
     return static_cast<uint32_t>(i / kStages) & 1;
   }
 
-  // Finds segment number `index`, and makes what all warpgroups need. bulk_copies: of a stage, that
-  // `full` counts.
+  // Finds segment number `index`, of those with states if kOfStates, and makes what all warpgroups
+  // need. bulk_copies: of a stage, that `full` counts.
+  template <bool kOfStates = false>
   __device__ __forceinline__ void start(const Problem& p, int64_t index, int bulk_copies = 1) {
     if (threadIdx.x == 0) {
-      segment = find_segment(p, index);
+      segment = kOfStates ? find_segment_of_state(p, index) : find_segment(p, index);
       for (int stage = 0; stage < kStages; ++stage) {
         init_barrier(&full[stage], kGroupThreads + bulk_copies);
         init_barrier(&empty[stage], kLinearConsumers * kGroupThreads);

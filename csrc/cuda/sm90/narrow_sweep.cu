@@ -5,7 +5,7 @@
 //   dS~ = 2^(b_C - to) dS'        dS = 2^from (2^(to - from) dS~ + q^T do)
 //   x, y, dA, dq, dk, dv, dg as in gradients.cu
 //
-// grid    (segment, head), two blocks a multiprocessor; no packed sequences
+// grid    (segment, head), two blocks a multiprocessor
 // reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers, S [K, V] of every chunk, dht,
 //         segment_state_grads; outside tier 1 A [B, T, H, C], dq_intra, dk_intra, dg_intra
 //         [B, T, H, K]
@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(kSweepThreads, kSweepBlocks) narrow_sweep_kern
   auto& s = *reinterpret_cast<Shared*>(s_bytes);
   if (threadIdx.x == 0) start(s, p, blockIdx.x);
   __syncthreads();  // the barriers and the segment are there
+  if (s.segment.tail) return clear_gradients<bf16, kSweepThreads>(p, s.segment);
   if (warpgroup() == kOperands) {
     give_registers<kOperandRegisters>();
     make_operands(s, p);

@@ -11,6 +11,12 @@
 // writes  operands [B, slots, H], tiers [B, slots, H, blocks], S~ of every chunk, tiles [B, chunks,
 //         H]; for segments' own parts not S~ but segment_states and segment_decays
 //
+// For the own parts of packed sequences' segments alone
+// grid    (state of a segment, head, 256 values) by a cluster, of which sequences' last segments,
+//         whose parts concern nobody, do nothing
+// reads   k, g, v
+// writes  segment_states and segment_decays
+//
 // What a producer has gated goes to memory as it lies there, and k^ with the factors to the other
 // block too. A consumer holds 64 key channels by the block's values, whose rows both copy. A of
 // chunks outside tier 1 is exact_gradients.cu's, or in forward segment_scan.cu's. Accumulation is
@@ -77,7 +83,8 @@ struct alignas(1024) Shared {
 };
 
 // A producer: what it does with its chunks, whose gates come a chunk ahead of q and k.
-template <int kPieces>
+// kOperands: they go to memory. Else q^ and A are made of whatever is there, for nobody.
+template <bool kOperands, int kPieces>
 class Producer {
  public:
   __device__ __forceinline__ Producer(Shared<kPieces>& s, const Problem& p, int group, int rank)
@@ -100,7 +107,7 @@ class Producer {
            p_.scale, *this);
       fence_for_products();  // and bulk stores
       sync();                // A is written
-      store_scores();
+      if constexpr (kOperands) store_scores();
       sync();  // the operands' place is read
     }
     if (thread() == 0) wait_for_bulk_stores();  // before the block ends
@@ -117,7 +124,8 @@ class Producer {
     const int other = 1 - rank_;
     const uint32_t full = s_.handover.expect_in_other(group_, other, sizeof(Keys));
     bulk_send(address_in(&s_.received[group_], other), own().group.factors, sizeof(Keys), full);
-    bulk_store(operands_at(p_, chunk_head_), &own().group, sizeof(OperandGroup));
+    if constexpr (kOperands)
+      bulk_store(operands_at(p_, chunk_head_), &own().group, sizeof(OperandGroup));
     commit_bulk_stores();
   }
 
@@ -140,7 +148,7 @@ class Producer {
     arrive_after_copies(&s_.gates_full[group_]);
   }
   __device__ __forceinline__ void ask_for_rows() const {
-    copy(own().group.q, p_.q);
+    if constexpr (kOperands) copy(own().group.q, p_.q);
     s_.handover.wait_for_place(asked_.number);  // k^ and the factors of the chunk before are read
     copy(own().group.k, p_.k);
     arrive_after_copies(&s_.rows_full[group_]);
@@ -267,6 +275,7 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
     values.leave(chunk);
   }
   if constexpr (kStore == Store::kSegment) {
+    if (segment.chunks == 0) return;  // of packed sequences
     if (first_v == 0 && thread % 4 == 0) {
       float* decays = p.segment_decays + segment.state * p.K;
       if (row < p.K) decays[row] = decay[0];
@@ -278,7 +287,8 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
   }
 }
 
-template <int kPieces, Store kStore>
+// kOperands: also these. Else a piece is a segment that has a state.
+template <int kPieces, Store kStore, bool kOperands = true>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     paired_states_kernel(Problem p, int64_t pieces) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -286,7 +296,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<Shared<kPieces>*>(s_bytes);
   const Cluster cluster;
-  s.pieces.find(p, pieces, cluster);
+  if constexpr (kOperands) {
+    s.pieces.find(p, pieces, cluster);
+  } else if (threadIdx.x == 0) {
+    Segment& segment = s.pieces.segments[0];
+    segment = find_segment_of_state(p, cluster.index / value_pairs(p));
+    if (segment.last || segment.tail) segment.chunks = 0;
+  }
   if (threadIdx.x == 0) s.init_barriers();
   fill_triangle<kBlockThreads>(s.triangle);
   fence_for_products();
@@ -294,7 +310,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int group = warpgroup();
   if (group < kGroups) {
     give_registers<104>();
-    Producer<kPieces>(s, p, group, cluster.rank).run();
+    Producer<kOperands, kPieces>(s, p, group, cluster.rank).run();
   } else {
     take_registers<152>();
     s.pieces.for_pieces(
@@ -318,6 +334,13 @@ void paired_segment_parts(const Problem& p, cudaStream_t stream) {
   const int64_t pieces = count_pieces(p);
   if (pieces > 0)
     launch_pieces<paired_states_kernel<1, Store::kSegment>, Shared<1>>(p, pieces, pieces, stream);
+}
+
+void packed_segment_parts(const Problem& p, cudaStream_t stream) {
+  const int64_t pieces = segment_state_heads(p.grid, p.H) * value_pairs(p);
+  if (pieces > 0)
+    launch_pieces<paired_states_kernel<1, Store::kSegment, false>, Shared<1>>(p, pieces, pieces,
+                                                                              stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -16,6 +16,8 @@ bool available();
 // A; with operands, but for A outside tier 1, if they are there (K above 64, V of at most 128). K
 // of at most 128.
 void forward(const Problem& p, cudaStream_t stream);
+// The same of heads of at most 64 keys and 64 values, which `forward` leaves to it.
+void narrow_forward(const Problem& p, cudaStream_t stream);
 // The same by pairs of blocks, where the plan says so (cluster_pieces); with operands, but for A
 // outside tier 1, if they are there.
 void paired_forward(const Problem& p, cudaStream_t stream);
@@ -51,6 +53,9 @@ void paired_states(const Problem& p, cudaStream_t stream);
 // The same sweeps -> operands, tiers, segment_states and segment_decays: what each segment adds by
 // itself.
 void paired_segment_parts(const Problem& p, cudaStream_t stream);
+// k v g -> segment_states and segment_decays of packed sequences, by the same sweeps. bf16 g, K of
+// 65 to 128.
+void packed_segment_parts(const Problem& p, cudaStream_t stream);
 
 // q k v g tiers -> o += A v, of chunks outside tier 1, behind the forward sweeps that gate; and A
 // of operands if these are there.

@@ -37,9 +37,9 @@ __device__ __forceinline__ void sweep(Block<kConsumers>& s, const Problem& p, in
   constexpr int kValues = Unit<kConsumers>::kValues;
   const int v_blocks = blocks_of(p.V, kValues);
   const int first_v = static_cast<int>(index % v_blocks) * kValues;
-  start_block<kProducers, kConsumers>(s, p, index, v_blocks);
+  start_block<kProducers, kConsumers, 0, kStore == Store::kSegment>(s, p, index, v_blocks);
   const int group = warpgroup();
-  auto& unit = s.units[0];
+  auto& unit = s.unit;
   // The own part of the last segment of a sweep concerns nobody.
   const bool idle =
       unit.segment.tail || (kStore == Store::kSegment && Fields<kSweep>::ends(unit.segment));
@@ -74,8 +74,9 @@ void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t
       kProducers * kProducerRegisters<kConsumers> + kConsumers * kConsumerRegisters<kConsumers> <=
       (kProducers + kConsumers) * launch_registers(kBlocks<kConsumers> * Shared::kThreads));
   static const DynamicShared shared(states_kernel<kConsumers, kStore>, sizeof(Shared));
-  const int64_t sweep_blocks =
-      segment_heads(p.grid, p.H) * blocks_of(p.V, Unit<kConsumers>::kValues);
+  const int64_t segments =
+      kStore == Store::kSegment ? segment_state_heads(p.grid, p.H) : segment_heads(p.grid, p.H);
+  const int64_t sweep_blocks = segments * blocks_of(p.V, Unit<kConsumers>::kValues);
   const int64_t blocks = sweep_blocks * (states + state_grads);
   if (blocks == 0) return;
   shared.allow();

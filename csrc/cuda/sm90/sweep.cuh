@@ -1,5 +1,5 @@
 // What the kernels that sweep over segments and gate share: a block of producer and consumer
-// warpgroups, producers first, which work on a unit, a segment and head, or on either of two.
+// warpgroups, producers first, which work on a unit, a segment and head.
 #pragma once
 
 #include "cumsum.cuh"
@@ -10,11 +10,10 @@ constexpr int kStages = 3;
 constexpr int kGroups = 2;  // warpgroups of either role
 constexpr int kBlockThreads = 2 * kGroups * kGroupThreads;
 
-// Of units, and of so many threads.
-template <class Unit, int kUnitsOfBlock, int kThreadsOfBlock>
+template <class Unit, int kThreadsOfBlock>
 struct SweepBlock {
-  static constexpr int kUnits = kUnitsOfBlock, kThreads = kThreadsOfBlock;
-  Unit units[kUnits];
+  static constexpr int kThreads = kThreadsOfBlock;
+  Unit unit;
   unsigned char triangle[kTileBytes];  // of ones, [token][token]
 };
 
@@ -27,21 +26,23 @@ __device__ __forceinline__ void group_barrier(int group) {
     sync_threads<kFirst + 1>(kGroupThreads);
 }
 
-// Finds the segments of units number index / each, and makes what all warpgroups need. kProducers
-// and kConsumers: of a chunk; kOthers: single threads that leave a stage besides the consumers.
-template <int kProducers, int kConsumers, int kOthers = 0, class Block, class Index>
+// Finds segment number index / each, of those with states if kOfStates, and makes what all
+// warpgroups need. kProducers and kConsumers: of a chunk; kOthers: single threads that leave a
+// stage besides the consumers.
+template <int kProducers, int kConsumers, int kOthers = 0, bool kOfStates = false, class Block,
+          class Index>
 __device__ __forceinline__ void start_block(Block& s, const Problem& p, Index index, int each) {
-  if (threadIdx.x < s.kUnits) {
-    auto& unit = s.units[threadIdx.x];
-    unit.segment = find_segment(p, static_cast<int64_t>(index / each) * s.kUnits + threadIdx.x);
+  if (threadIdx.x == 0) {
+    s.unit.segment =
+        kOfStates ? find_segment_of_state(p, index / each) : find_segment(p, index / each);
     for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(&unit.full[stage], kProducers * kGroupThreads);
-      init_barrier(&unit.empty[stage], kConsumers * kGroupThreads + kOthers);
+      init_barrier(&s.unit.full[stage], kProducers * kGroupThreads);
+      init_barrier(&s.unit.empty[stage], kConsumers * kGroupThreads + kOthers);
     }
   }
   fill_triangle<Block::kThreads>(s.triangle);
   fence_for_products();
-  __syncthreads();  // the barriers, the segments and the triangle are there
+  __syncthreads();  // the barriers, the segment and the triangle are there
 }
 
 // Of a block, producers first: one value a warp, so that the compiler knows the roles' branches not

@@ -9,16 +9,16 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-template <int K, int kMembers>
-__device__ __forceinline__ void consume(Unit<K, kMembers>& s, const Problem& p, int group,
+template <int K, int kConsumers>
+__device__ __forceinline__ void consume(Unit<K, kConsumers>& s, const Problem& p, int group,
                                         int block_v) {
   const Segment& segment = s.segment;
-  const int member = group % kMembers, first_v = block_v + kTile * member;
+  const int first_v = block_v + kTile * group;
   if (segment.tail) return write_tail(p, segment, first_v);
   const bool writes_tiers = first_v == 0 && threadIdx.x % kGroupThreads == 0;
   State<K> state;
   state.load(p, segment, first_v);
-  Passage<K> passage(s.pass[member]);
+  Passage<K> passage(s.pass[group]);
   for (int chunk = 0; chunk < segment.chunks; ++chunk) {
     const int stage = chunk % kStages;
     auto& tiles = s.stages[stage];
@@ -27,11 +27,11 @@ __device__ __forceinline__ void consume(Unit<K, kMembers>& s, const Problem& p, 
     passage.enter(group, s.enter[stage], s.leave[stage]);
     float o[32];  // [64 values][64 tokens]
     multiply_chunk<false>(o, state,
-                          {tiles.q, tiles.k, tiles.g, tiles.v + member * kTileBytes, s.pass[member],
+                          {tiles.q, tiles.k, tiles.g, tiles.v + group * kTileBytes, s.pass[group],
                            s.middle[stage], exact});
     wait_for_products<0>();
     if (chunk + 1 == segment.chunks) state.scale(s.leave[stage]);
-    store_output(tiles.v + member * kTileBytes, o, group, p, segment, chunk, first_v);
+    store_output(tiles.v + group * kTileBytes, o, group, p, segment, chunk, first_v);
     arrive(&s.empty[stage]);
     if (writes_tiers)
       *reinterpret_cast<uint64_t*>(p.tiers + segment.chunk_head(p, chunk) * kMaxTierBlocks) = exact;

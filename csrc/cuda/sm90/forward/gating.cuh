@@ -31,31 +31,35 @@ struct NothingBetween {
   __device__ __forceinline__ void ready() const {}
 };
 
-// By a warpgroup, whose `barrier` is its own.
-template <int K, class Barrier>
+// By a warpgroup, whose `barrier` is its own. Of kColumns < 64 = K key channels from `first` on,
+// and as many columns of A: by warpgroups that share a chunk, with `whole` a barrier of them all.
+template <int K, class Barrier, int kColumns = kTile, class Whole = Barrier>
 struct Gating {
+  static_assert(kColumns == kTile || K == kTile);
   const unsigned char* triangle;
   int thread;
   Barrier barrier;
+  Whole whole = barrier;
+  int first = 0;
 
   // All of it. Ends with A on its way to shared memory, and no barrier.
   template <class Between = NothingBetween>
   __device__ __forceinline__ void operator()(const GatedChunk& chunk, float scale,
                                              const Between& between = {}) const {
-    if (thread == 0) *chunk.exact = 0;
-    barrier();  // the rows are there, `exact` is cleared
+    if (thread == 0 && first == 0) *chunk.exact = 0;
+    whole();  // the rows are there, `exact` is cleared
     between.begin();
 #pragma unroll
     for (int tile = 0; tile < K / 64; ++tile)
-      clamp_gates<64>(chunk.g + tile * kTileBytes, 0, thread);
+      clamp_gates<kColumns>(chunk.g + tile * kTileBytes, first, thread);
     fence_for_products();
     barrier();  // the gates are clamped
 #pragma unroll 1
     for (int tile = 0; tile < K / 64; ++tile) gate(chunk, tile, scale, between);
     fence_for_products();
-    barrier();  // q^ and k^ are written, the gates read
+    whole();  // q^ and k^ are written, the gates read
     between.ready();
-    float A[32];
+    float A[kColumns / 2];
     begin_scores(A, chunk);
     const bool exact = __any_sync(0xffffffffu, *chunk.exact);
     wait_for_products<0>();
@@ -75,37 +79,37 @@ struct Gating {
     if (exact) *chunk.exact = 1;
   }
 
-  // q^ and k^ of 64 channels.
+  // q^ and k^ of a tile's channels.
   template <class Between>
   __device__ __forceinline__ void gate(const GatedChunk& chunk, int tile, float scale,
                                        const Between& between) const {
-    float b[32];
-    sum_gates(b, triangle, chunk.g + tile * kTileBytes, 0);
+    float b[kColumns / 2];
+    sum_gates(b, triangle, chunk.g + tile * kTileBytes, first);
     const int lane = thread % 32, row = thread / 32 * 16 + lane / 4, t = lane % 4;
-    float* b_last = chunk.b_last + 64 * tile;
+    float* b_last = chunk.b_last + 64 * tile + first;
     if (row + 8 == kTile - 1) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j)
+      for (int j = 0; j < kColumns / 8; ++j)
         *reinterpret_cast<float2*>(b_last + 8 * j + 2 * t) =
             make_float2(kLog2E * b[4 * j + 2], kLog2E * b[4 * j + 3]);
     }
     barrier();  // b_last is written
-    if (thread < 64) set_channel(chunk, 64 * tile + thread);
+    if (thread < kColumns) set_channel(chunk, 64 * tile + first + thread);
     between.await_rows();
     barrier();  // the references are written
     bool out = false;
-    const float2* references = chunk.references + 64 * tile;
+    const float2* references = chunk.references + 64 * tile + first;
     const Fragments fragments;
     const uint32_t tile_q = shared_address(chunk.q) + tile * kTileBytes;
     const uint32_t tile_k = shared_address(chunk.k) + tile * kTileBytes;
     constexpr int kBatch = 2;  // sixteens of channels on their way at once
 #pragma unroll
-    for (int batch = 0; batch < 4; batch += kBatch) {
+    for (int batch = 0; batch < kColumns / 16; batch += kBatch) {
       uint32_t q[kBatch][4], k[kBatch][4];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        fragments.load(q[i], tile_q, batch + i);
-        fragments.load(k[i], tile_k, batch + i);
+        fragments.load(q[i], tile_q, first / 16 + batch + i);
+        fragments.load(k[i], tile_k, first / 16 + batch + i);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
@@ -119,17 +123,18 @@ struct Gating {
           q[i][x] = pack(q_pair.x * (scale * exp2_ftz(e0)), q_pair.y * (scale * exp2_ftz(e1)));
           k[i][x] = pack(k_pair.x * exp2_ftz(r.y - e0), k_pair.y * exp2_ftz(r.w - e1));
         }
-        fragments.store(tile_q, batch + i, q[i]);
-        fragments.store(tile_k, batch + i, k[i]);
+        fragments.store(tile_q, first / 16 + batch + i, q[i]);
+        fragments.store(tile_k, first / 16 + batch + i, k[i]);
       }
     }
     if (out) *chunk.exact = 1;
   }
 
   // Issues A = q^ k^T.
-  __device__ __forceinline__ void begin_scores(float (&A)[32], const GatedChunk& chunk) const {
+  __device__ __forceinline__ void begin_scores(float (&A)[kColumns / 2],
+                                               const GatedChunk& chunk) const {
     constexpr auto kSummed = Contiguous::kSummed;
-    const uint32_t q = shared_address(chunk.q), k = shared_address(chunk.k);
+    const uint32_t q = shared_address(chunk.q), k = shared_address(chunk.k) + first * 128;
     begin_products();
 #pragma unroll
     for (int i = 0; i < K / 16; ++i) {
@@ -140,12 +145,12 @@ struct Gating {
   }
 
   // Zero above the diagonal, or everywhere where the chunk is outside tier 1.
-  __device__ __forceinline__ void store_scores(unsigned char* scores, const float (&A)[32],
-                                               bool exact) const {
+  __device__ __forceinline__ void store_scores(unsigned char* scores,
+                                               const float (&A)[kColumns / 2], bool exact) const {
     const Fragments fragments;
-    const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+    const int row = thread / 32 * 16 + thread % 32 / 4, column = first + thread % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kColumns / 16; ++i) {
       uint32_t words[4];
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
@@ -153,7 +158,7 @@ struct Gating {
         words[x] = pack(!exact && below >= 0 ? A[4 * j + 2 * e] : 0.f,
                         !exact && below >= 1 ? A[4 * j + 2 * e + 1] : 0.f);
       }
-      fragments.store(shared_address(scores), i, words);
+      fragments.store(shared_address(scores), first / 16 + i, words);
     }
   }
 };

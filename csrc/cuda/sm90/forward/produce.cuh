@@ -9,15 +9,13 @@ namespace {
 
 // kKeeps: operands are kept. A stage is then empty when they have been read too, since its next
 // chunk is the other producer's.
-template <bool kKeeps, int K, int kMembers>
-__device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned char* triangle,
+template <bool kKeeps, int K>
+__device__ __forceinline__ void produce(Unit<K, kGroups>& s, const unsigned char* triangle,
                                         const Problem& p, int group, int block_v) {
   const Segment& segment = s.segment;
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, member = group % kMembers;
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const auto barrier = [group] { group_barrier<kProducerBarrier>(group); };
   const Gating<K, decltype(barrier)> gate{triangle, thread, barrier};
-  // Chunks that a producer has asked for: one alone has stages for the next while it gates.
-  constexpr int kAsked = kMembers == 1 ? 2 : 1;
   const auto copy = [&](int chunk) {
     if (chunk < segment.chunks) {
       const int stage = chunk % kStages;
@@ -26,19 +24,18 @@ __device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned cha
       copy_rows<K / 64, kGroupThreads>(tiles.g, p.g, segment, chunk, thread, 0, p.K);
       copy_rows<K / 64, kGroupThreads>(tiles.q, p.q, segment, chunk, thread, 0, p.K);
       copy_rows<K / 64, kGroupThreads>(tiles.k, p.k, segment, chunk, thread, 0, p.K);
-      copy_rows<kMembers, kGroupThreads>(tiles.v, p.v, segment, chunk, thread, block_v, p.V);
+      copy_rows<kGroups, kGroupThreads>(tiles.v, p.v, segment, chunk, thread, block_v, p.V);
     }
     commit_copies();
   };
-#pragma unroll
-  for (int i = 0; i < kAsked; ++i) copy(member + i * kMembers);
-  for (int chunk = member; chunk < segment.chunks; chunk += kMembers) {
+  copy(group);
+  for (int chunk = group; chunk < segment.chunks; chunk += kGroups) {
     const int stage = chunk % kStages;
     auto& tiles = s.stages[stage];
-    wait_for_copies<kAsked - 1>();
-    const GatedChunk gated{tiles.q,         tiles.k,          tiles.g,
-                           s.enter[stage],  s.middle[stage],  s.leave[stage],
-                           &s.exact[stage], s.b_last[member], s.references[member]};
+    wait_for_copies<0>();
+    const GatedChunk gated{tiles.q,         tiles.k,         tiles.g,
+                           s.enter[stage],  s.middle[stage], s.leave[stage],
+                           &s.exact[stage], s.b_last[group], s.references[group]};
     gate(gated, p.scale);
     fence_for_products();  // and bulk stores
     arrive(&s.full[stage]);
@@ -46,7 +43,7 @@ __device__ __forceinline__ void produce(Unit<K, kMembers>& s, const unsigned cha
       barrier();  // A is written
       if (thread == 0) store_operands(operands_at(p, segment.chunk_head(p, chunk)), gated);
     }
-    copy(chunk + kAsked * kMembers);  // waits for the consumers of the chunk before
+    copy(chunk + kGroups);  // waits for the consumers of the chunk before
     if constexpr (kKeeps) {
       if (thread == 0) {
         wait_for_bulk_stores();

@@ -6,23 +6,23 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-// A segment and head, worked on by kMembers warpgroups of either role: two, or one of two units.
-template <int K, int kWarpgroups>
+// A segment and head, of which each of kConsumers warpgroups has 64 values. As many producers gate
+// chunks at a time.
+template <int K, int kConsumers>
 struct alignas(1024) Unit {
-  static constexpr int kMembers = kWarpgroups;
-  static constexpr int kValues = kMembers * kTile;
+  static constexpr int kValues = kConsumers * kTile;
   struct Stage {
-    unsigned char q[K / 64 * kTileBytes];    // [token][K], then q^
-    unsigned char k[K / 64 * kTileBytes];    // [token][K], then k^
-    unsigned char g[K / 64 * kTileBytes];    // [token][K], then A [token][token]
-    unsigned char v[kMembers * kTileBytes];  // [token][V], then o
+    unsigned char q[K / 64 * kTileBytes];      // [token][K], then q^
+    unsigned char k[K / 64 * kTileBytes];      // [token][K], then k^
+    unsigned char g[K / 64 * kTileBytes];      // [token][K], then A [token][token]
+    unsigned char v[kConsumers * kTileBytes];  // [token][V], then o
   } stages[kStages];
   // Factors of the state's key channels at a chunk: 2^r as it enters; before the product, 1 or
   // 2^b_C; 2^(b_C - r) as it leaves.
   float enter[kStages][K], middle[kStages][K], leave[kStages][K];
-  alignas(16) float pass[kMembers][K];  // of a consumer, see `Passage`
-  float b_last[kMembers][K];            // log2 units
-  float2 references[kMembers][K];       // q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
+  alignas(16) float pass[kConsumers][K];  // of a consumer, see `Passage`
+  float b_last[kConsumers][K];            // of a chunk that is gated, log2 units
+  float2 references[kConsumers][K];       // q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
   uint64_t full[kStages], empty[kStages];
   int exact[kStages];
   Segment segment;

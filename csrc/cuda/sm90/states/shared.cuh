@@ -32,7 +32,7 @@ struct alignas(1024) Unit {
 };
 
 template <int kConsumers>
-using Block = SweepBlock<Unit<kConsumers>, 1, (kProducers + kConsumers) * kGroupThreads>;
+using Block = SweepBlock<Unit<kConsumers>, (kProducers + kConsumers) * kGroupThreads>;
 
 }  // namespace
 }  // namespace gla_ext::cuda::sm90

@@ -1,10 +1,31 @@
-// The sweeps that make gradients: what accumulators of a chunk become.
+// The sweeps that make gradients: what accumulators of a chunk become, and zeros.
 #pragma once
 
+#include "../segment.cuh"
 #include "warps.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
+
+// Zeros in the gradients of the tokens behind the last sequence of a packed batch, of a segment of
+// these, by a block.
+template <class T, int kThreads>
+__device__ __forceinline__ void clear_rows(const Rows& r, const Segment& segment, int columns) {
+  const int parts = columns / 8;
+  const int64_t most = int64_t{segment.chunks} * kChunk;
+  const int64_t tokens = segment.length < most ? segment.length : most;
+#pragma unroll 1
+  for (int64_t i = threadIdx.x; i < tokens * parts; i += kThreads)
+    store8(rows_at<T>(r, segment.row, segment.start + i / parts, segment.head) + i % parts * 8,
+           Eight<T>{});
+}
+template <class Gate, int kThreads>
+__device__ __forceinline__ void clear_gradients(const Problem& p, const Segment& segment) {
+  clear_rows<bf16, kThreads>(p.dq, segment, p.K);
+  clear_rows<bf16, kThreads>(p.dk, segment, p.K);
+  clear_rows<Gate, kThreads>(p.dg, segment, p.K);
+  clear_rows<bf16, kThreads>(p.dv, segment, p.V);
+}
 
 // Where a chunk's gradients lie before they are written as rows.
 struct GradientTiles {
