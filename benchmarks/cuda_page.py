@@ -169,7 +169,7 @@ def gates(results) -> list[str]:
         strengths = list(next(iter(rows.values())))
         lines += table(
             f"Gates of any strength, {mode}",
-            "g is logsigmoid(N(0, 1)) / n: outside tier 1 are few chunks at n = 1, all at n = 0.25. "
+            "g is logsigmoid(N(0, 1)) / n: outside tier 1 are few chunks at n = 1 and all at 0.25. "
             "gla_ext, and in brackets steps; ms.",
             [f"n = {n}" for n in strengths],
             {

@@ -89,6 +89,7 @@ py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::stri
   result["packed_parts"] = p.packed_parts;
   result["paired_chunks"] = p.paired_chunks;
   result["cluster_pieces"] = p.cluster_pieces;
+  result["block_pieces"] = p.block_pieces;
   result["swept_gradients"] = p.swept_gradients;
   result["segments"] = p.segments;
   result["segment_chunks"] = p.segment_chunks;

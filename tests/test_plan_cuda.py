@@ -213,6 +213,25 @@ def test_cuda_fused_backward_of_narrow_heads(swept):
 
 
 @pytest.mark.parametrize(
+    "change, pieces",
+    [
+        ({"B": 66}, 1),  # 264 blocks at once
+        ({"B": 67}, 2),
+        ({"B": 128}, 2),
+        ({"B": 500}, 4),
+        ({"B": 1, "T": 65536}, 1),  # in segments
+        ({"B": 1, "T": 65536, "N": 100}, 1),  # packed: of any length
+        ({"B": 1, "T": 65536, "N": 400}, 1),  # most of them short, but few for each block
+        ({"B": 1, "T": 65536, "N": 2000}, 4),
+        ({"B": 128, "V": 72}, 1),
+    ],
+    ids=str,
+)
+def test_cuda_blocks_of_narrow_heads(change, pieces):
+    assert full_plan(**{"K": 64, "V": 64} | change)["block_pieces"] == pieces
+
+
+@pytest.mark.parametrize(
     "change, swept",
     [
         ({}, True),  # 128 heads, 66 clusters at once

@@ -14,7 +14,7 @@ constexpr int kMaxTierBlocks = kMaxHeadDim / kTierBlock;
 constexpr int kFusedKeys = 256;    // K of the fused path, at most
 constexpr int kOperandKeys = 128;  // of q^ and k^ that lie in memory together
 constexpr int kFusedValues = 128;  // of a state that a sweep of the fused path holds
-constexpr int kMostPieces = 4;     // that a cluster of paired blocks takes, one by one
+constexpr int kMostPieces = 4;     // that a block, or a cluster of two, takes one by one
 
 // Of q^, k^, the factors of a state, and A of one chunk and head: sm90/operands.cuh.
 constexpr int64_t operand_bytes(int64_t K) {
@@ -118,6 +118,8 @@ struct Problem {
   // Paired blocks: how many segments, heads and 256 values a cluster takes, at most kMostPieces; 0
   // where none are.
   int32_t cluster_pieces = 0;
+  // Forward of heads of at most 64 keys and 64 values: how many segments and heads a block takes.
+  int32_t block_pieces = 1;
 
   // Fused path, backward: dS stays on chip.
   bool swept_gradients = false;

@@ -138,27 +138,39 @@ bool is_paired(const PlanInputs& in) {
          ceil_div(in.V, kFusedValues) % 2 == 0;
 }
 
-// How many pieces a cluster takes: as many as let the last one end soonest; where it goes on to
-// another, that one's start is hidden. Packed sequences, of any length, are given out one by one,
-// unless most must be short.
-int64_t cluster_pieces(const Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  constexpr int64_t kShort = 8;  // chunks
-  const int64_t visited = plan.segments > 0 ? plan.segments : grid.N;
-  if (in.packed) return grid.chunks <= kShort * visited ? kMostPieces : 1;
-  const int64_t pieces = in.N * in.H * ceil_div(in.V, 2 * kFusedValues);
-  const int64_t clusters = std::max<int64_t>(1, in.processors / 2);
+// How many pieces, of a segment, head and some values each, one of so many places takes: as many as
+// let the last one end soonest; where it goes on to another, that one's start is hidden. Packed
+// sequences, of any length, are given out one by one, unless most must be short and are many.
+int64_t pieces_each(const Plan& plan, const PlanInputs& in, const ChunkGrid& grid,
+                    int64_t value_blocks, int64_t places) {
+  constexpr int64_t kShort = 8;   // chunks
+  constexpr int64_t kRounds = 4;  // of packed ones, so that none is waited for long
+  const int64_t visited = plan.segments > 0 ? grid.B * plan.segments : grid.N;
+  const int64_t pieces = visited * in.H * value_blocks;
+  if (in.packed) {
+    const int64_t most = grid.chunks <= kShort * visited ? kMostPieces : 1;
+    return std::clamp<int64_t>(pieces / (kRounds * places), 1, most);
+  }
   int64_t least = 0, chosen = 1;
   for (int64_t each = 1; each <= kMostPieces; ++each) {
-    const int64_t rounds = ceil_div(ceil_div(pieces, each), clusters) * each;
+    const int64_t rounds = ceil_div(ceil_div(pieces, each), places) * each;
     if (each > 1 && rounds > least) continue;
     least = rounds;
     chosen = each;
   }
   return chosen;
 }
+int64_t cluster_pieces(const Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  return pieces_each(plan, in, grid, ceil_div(in.V, 2 * kFusedValues),
+                     std::max<int64_t>(1, in.processors / 2));
+}
 
 void choose_paired_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   if (!plan.linear && is_paired(in)) plan.cluster_pieces = cluster_pieces(plan, in, grid);
+}
+
+void choose_narrow_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
+  if (is_narrow(in)) plan.block_pieces = pieces_each(plan, in, grid, 1, sweep_places(in));
 }
 
 // One pass over whole sequences in place of one for the operands and another for S.
@@ -297,6 +309,7 @@ void plan_fused_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid)
   add_segments(plan, in, grid);
   choose_operands(plan, in, grid);
   choose_paired_forward(plan, in, grid);
+  choose_narrow_forward(plan, in, grid);
   choose_paired_parts(plan, in, grid);
 }
 

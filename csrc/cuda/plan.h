@@ -58,6 +58,7 @@ struct Plan {
   bool packed_parts = false;     // segments' own parts of S are, of packed sequences, without these
   bool paired_chunks = false;    // gradients of two chunks are made from one S and one dS
   int64_t cluster_pieces = 0;    // of pairs of blocks, as in Problem
+  int64_t block_pieces = 1;      // as in Problem
   Workspace workspace;
   // What backward uses again: operands and tiers, and where both passes cut sequences alike, what
   // enters each segment. Nothing unless asked for, nor where backward makes no operands, or forward

@@ -221,6 +221,7 @@ void Call::allocate(const Plan& plan) {
   problem.grid.segment_chunks = plan.segment_chunks;
   problem.grid.segment_states = plan.segment_states;
   problem.cluster_pieces = static_cast<int32_t>(plan.cluster_pieces);
+  problem.block_pieces = static_cast<int32_t>(plan.block_pieces);
   problem.swept_gradients = plan.swept_gradients;
   problem.paired_chunks = plan.paired_chunks;
   allocate(plan.workspace);

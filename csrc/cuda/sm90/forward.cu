@@ -41,14 +41,15 @@ __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
   auto& s = *reinterpret_cast<Block<K>*>(s_bytes);
   const int v_blocks = blocks_of(p.V, s.unit.kValues);
   const int block_v = static_cast<int>(blockIdx.x % v_blocks) * s.unit.kValues;
-  start_block<1, kGroups, kKeeps>(s, p, blockIdx.x, v_blocks);
+  const Segment& segment = s.unit.segments[0];
+  start_block<1, kGroups, kKeeps>(s, s.unit.segments[0], p, blockIdx.x, v_blocks);
   const int group = warpgroup();
   if (group < kGroups) {
     give_registers<96>();
-    if (!s.unit.segment.tail) produce<kKeeps>(s.unit, s.triangle, p, group, block_v);
+    if (!segment.tail) produce<kKeeps>(s.unit, s.triangle, p, group, block_v);
   } else {
     take_registers<160>();
-    consume(s.unit, p, group - kGroups, block_v);
+    consume(s.unit, p, segment, 0, group - kGroups, block_v);
   }
 #endif
 }

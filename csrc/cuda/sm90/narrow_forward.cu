@@ -1,17 +1,20 @@
 // The whole forward of a segment and head in one sweep, as in forward.cu, for heads of at most 64
 // keys and 64 values.
 //
-// grid    (segment, head); two producer warpgroups and a consumer, two blocks a multiprocessor
+// grid    (segment, head), up to four of these one after the other; two producer warpgroups and a
+//         consumer, two blocks a multiprocessor
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states
 // writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks]
 //
 // The producers share every chunk, each with half of the key channels and then half of A's columns,
-// and copy rows two chunks ahead. The consumer has the state of all values. Accumulation is fp32.
+// and copy rows two chunks ahead, of the next segment too. The consumer has the state of all
+// values. Accumulation is fp32.
 #include "../device/launch.cuh"
 #include "dependent_launch.cuh"
 #include "dynamic_shared.h"
 #include "forward/consume.cuh"
 #include "forward/gating.cuh"
+#include "mover.cuh"
 #include "sm90.h"
 
 namespace gla_ext::cuda::sm90 {
@@ -22,41 +25,84 @@ constexpr int kBlocks = 2;  // of a multiprocessor
 constexpr int kProducerRegisters = 64, kConsumerRegisters = 112;
 constexpr int kWholeBarrier = 5;  // of both producers
 
-using NarrowUnit = Unit<kTile, 1>;
-using Block = SweepBlock<NarrowUnit, kThreads>;
-static_assert(fits_multiprocessor(kBlocks, sizeof(Block)));
+// Where there are more segments and heads than places, a block goes on to others.
+using NarrowUnit = Unit<kTile, 1, kMostPieces>;
+struct Shared : SweepBlock<NarrowUnit, kThreads> {
+  int pieces;
+};
+static_assert(fits_multiprocessor(kBlocks, sizeof(Shared)));
 static_assert(kProducers * kProducerRegisters + kConsumerRegisters <=
               (kProducers + 1) * launch_registers(kBlocks * kThreads));
 
-__device__ __forceinline__ void produce(NarrowUnit& s, const unsigned char* triangle,
-                                        const Problem& p, int group) {
-  constexpr int kAll = kProducers * kGroupThreads, kColumns = kTile / kProducers;
-  const Segment& segment = s.segment;
-  const int thread = static_cast<int>(threadIdx.x);
-  const auto barrier = [group] { group_barrier<kProducerBarrier>(group); };
-  const auto whole = [] { sync_threads<kWholeBarrier>(kAll); };
-  const Gating<kTile, decltype(barrier), kColumns, decltype(whole)> gate{
-      triangle, thread % kGroupThreads, barrier, whole, group * kColumns};
-  const auto copier = [&](const Rows& r, int columns) {
-    return RowCopier<1, kAll>(r, token_offset(r, 1), segment, 0, thread, 0, columns);
-  };
-  auto g = copier(p.g, p.K), q = copier(p.q, p.K), k = copier(p.k, p.K), v = copier(p.v, p.V);
-  const auto copy = [&](int chunk) {
-    if (chunk < segment.chunks) {
-      const int stage = chunk % kStages, length = segment.length_of(chunk);
-      if (chunk >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(chunk / kStages - 1) & 1);
-      auto& tiles = s.stages[stage];
-      g.copy(tiles.g, length);
-      q.copy(tiles.q, length);
-      k.copy(tiles.k, length);
-      v.copy(tiles.v, length);
-      g.move(1), q.move(1), k.move(1), v.move(1);
+__device__ __forceinline__ int chunks_of(const Segment& segment) {
+  return segment.tail ? 0 : segment.chunks;
+}
+
+// Rows of the block's chunks, which the producers' threads ask for one after the other.
+class Asked {
+ public:
+  __device__ __forceinline__ explicit Asked(Shared& s) : s_(s) { find(); }
+
+  // Those of the next chunk, if there is one, when its place is free.
+  __device__ __forceinline__ void copy(const Problem& p) {
+    if (piece_ < s_.pieces) {
+      const Segment& segment = s_.unit.segments[piece_];
+      const Mover<kProducers> at(static_cast<int>(threadIdx.x));
+      if (chunk_ == 0) {
+        const auto first = [&](const Rows& r) {
+          return rows_at<const bf16>(r, segment.row, segment.start, segment.head) +
+                 token_offset(r, at.row) + at.column;
+        };
+        g_ = first(p.g), q_ = first(p.q), k_ = first(p.k), v_ = first(p.v);
+      }
+      const int stage = number_ % kStages, length = segment.length_of(chunk_);
+      if (number_ >= kStages)
+        wait(&s_.unit.empty[stage], static_cast<uint32_t>(number_ / kStages - 1) & 1);
+      const auto copy_tile = [&](const unsigned char* tile, const bf16*& rows, const Rows& r,
+                                 int columns) {
+        const int32_t stride = token_offset(r, 1);
+        at.template copy<kTile>(tile, rows, stride, length, at.column < columns);
+        rows += static_cast<int64_t>(stride) * kTile;
+      };
+      auto& tiles = s_.unit.stages[stage];
+      copy_tile(tiles.g, g_, p.g, p.K);
+      copy_tile(tiles.q, q_, p.q, p.K);
+      copy_tile(tiles.k, k_, p.k, p.K);
+      copy_tile(tiles.v, v_, p.v, p.V);
+      ++number_;
+      if (++chunk_ == segment.chunks) {
+        ++piece_;
+        find();
+      }
     }
     commit_copies();
-  };
-  for (int chunk = 0; chunk < kStages - 1; ++chunk) copy(chunk);
-  for (int chunk = 0; chunk < segment.chunks; ++chunk) {
-    const int stage = chunk % kStages;
+  }
+
+ private:
+  // The first chunk of the next piece that has any.
+  __device__ __forceinline__ void find() {
+    while (piece_ < s_.pieces && chunks_of(s_.unit.segments[piece_]) == 0) ++piece_;
+    chunk_ = 0;
+  }
+  Shared& s_;
+  int piece_ = 0, chunk_ = 0, number_ = 0;
+  const bf16 *g_, *q_, *k_, *v_;  // what this thread copies first of the next chunk
+};
+
+__device__ __forceinline__ void produce(Shared& block, const Problem& p, int group) {
+  NarrowUnit& s = block.unit;
+  constexpr int kColumns = kTile / kProducers;
+  const auto barrier = [group] { group_barrier<kProducerBarrier>(group); };
+  const auto whole = [] { sync_threads<kWholeBarrier>(kProducers * kGroupThreads); };
+  const Gating<kTile, decltype(barrier), kColumns, decltype(whole)> gate{
+      block.triangle, static_cast<int>(threadIdx.x) % kGroupThreads, barrier, whole,
+      group * kColumns};
+  Asked asked(block);
+  for (int i = 0; i < kStages - 1; ++i) asked.copy(p);
+  int chunks = 0;
+  for (int i = 0; i < block.pieces; ++i) chunks += chunks_of(s.segments[i]);
+  for (int number = 0; number < chunks; ++number) {
+    const int stage = number % kStages;
     auto& tiles = s.stages[stage];
     wait_for_copies<kStages - 2>();
     gate({tiles.q, tiles.k, tiles.g, s.enter[stage], s.middle[stage], s.leave[stage],
@@ -64,23 +110,40 @@ __device__ __forceinline__ void produce(NarrowUnit& s, const unsigned char* tria
          p.scale);
     fence_for_products();
     arrive(&s.full[stage]);
-    copy(chunk + kStages - 1);  // waits for the consumer of the chunk before
+    asked.copy(p);  // waits for the consumer of the chunk before
   }
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocks) narrow_forward_kernel(Problem p) {
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    narrow_forward_kernel(Problem p, int64_t pieces) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<Block*>(s_bytes);
-  start_block<kProducers, 1>(s, p, blockIdx.x, 1);
+  auto& s = *reinterpret_cast<Shared*>(s_bytes);
+  NarrowUnit& unit = s.unit;
+  // The block's pieces are blockIdx.x and every gridDim.x-th behind it.
+  if (threadIdx.x < kMostPieces) {
+    const auto i = threadIdx.x;
+    const int64_t piece = blockIdx.x + static_cast<int64_t>(i) * gridDim.x;
+    if (piece < pieces) unit.segments[i] = find_segment(p, piece);
+  }
+  if (threadIdx.x == 0) {
+    s.pieces = static_cast<int>((pieces - blockIdx.x + gridDim.x - 1) / gridDim.x);
+    init_stages<kProducers, 1>(unit);
+  }
+  fill_triangle<kThreads>(s.triangle);
+  fence_for_products();
+  __syncthreads();  // the barriers, the segments and the triangle are there
   const int group = warpgroup();
   if (group < kProducers) {
     give_registers<kProducerRegisters>();
-    if (!s.unit.segment.tail) produce(s.unit, s.triangle, p, group);
+    produce(s, p, group);
   } else {
     take_registers<kConsumerRegisters>();
-    consume(s.unit, p, 0, 0);
+    for (int i = 0, before = 0; i < s.pieces; ++i) {
+      consume(unit, p, unit.segments[i], before, 0, 0);
+      before += chunks_of(unit.segments[i]);
+    }
   }
 #endif
 }
@@ -88,11 +151,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks) narrow_forward_kernel(Probl
 }  // namespace
 
 void narrow_forward(const Problem& p, cudaStream_t stream) {
-  static const DynamicShared shared(narrow_forward_kernel, sizeof(Block));
-  const int64_t blocks = segment_heads(p.grid, p.H);
-  if (blocks == 0) return;
+  static const DynamicShared shared(narrow_forward_kernel, sizeof(Shared));
+  const int64_t pieces = segment_heads(p.grid, p.H);
+  if (pieces == 0) return;
   shared.allow();
-  launch_dependent(narrow_forward_kernel, blocks, kThreads, sizeof(Block), stream, p);
+  launch_dependent(narrow_forward_kernel, blocks_of(pieces, p.block_pieces), kThreads,
+                   sizeof(Shared), stream, p, pieces);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -37,7 +37,8 @@ __device__ __forceinline__ void sweep(Block<kConsumers>& s, const Problem& p, in
   constexpr int kValues = Unit<kConsumers>::kValues;
   const int v_blocks = blocks_of(p.V, kValues);
   const int first_v = static_cast<int>(index % v_blocks) * kValues;
-  start_block<kProducers, kConsumers, 0, kStore == Store::kSegment>(s, p, index, v_blocks);
+  start_block<kProducers, kConsumers, 0, kStore == Store::kSegment>(s, s.unit.segment, p, index,
+                                                                    v_blocks);
   const int group = warpgroup();
   auto& unit = s.unit;
   // The own part of the last segment of a sweep concerns nobody.

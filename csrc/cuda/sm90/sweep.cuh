@@ -26,19 +26,25 @@ __device__ __forceinline__ void group_barrier(int group) {
     sync_threads<kFirst + 1>(kGroupThreads);
 }
 
+// Sets the barriers of a block's stages, by one thread.
+template <int kProducers, int kConsumers, int kOthers = 0, class Unit>
+__device__ __forceinline__ void init_stages(Unit& unit) {
+  for (int stage = 0; stage < kStages; ++stage) {
+    init_barrier(&unit.full[stage], kProducers * kGroupThreads);
+    init_barrier(&unit.empty[stage], kConsumers * kGroupThreads + kOthers);
+  }
+}
+
 // Finds segment number index / each, of those with states if kOfStates, and makes what all
 // warpgroups need. kProducers and kConsumers: of a chunk; kOthers: single threads that leave a
 // stage besides the consumers.
 template <int kProducers, int kConsumers, int kOthers = 0, bool kOfStates = false, class Block,
           class Index>
-__device__ __forceinline__ void start_block(Block& s, const Problem& p, Index index, int each) {
+__device__ __forceinline__ void start_block(Block& s, Segment& segment, const Problem& p,
+                                            Index index, int each) {
   if (threadIdx.x == 0) {
-    s.unit.segment =
-        kOfStates ? find_segment_of_state(p, index / each) : find_segment(p, index / each);
-    for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(&s.unit.full[stage], kProducers * kGroupThreads);
-      init_barrier(&s.unit.empty[stage], kConsumers * kGroupThreads + kOthers);
-    }
+    segment = kOfStates ? find_segment_of_state(p, index / each) : find_segment(p, index / each);
+    init_stages<kProducers, kConsumers, kOthers>(s.unit);
   }
   fill_triangle<Block::kThreads>(s.triangle);
   fence_for_products();

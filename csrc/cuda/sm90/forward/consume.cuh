@@ -1,6 +1,7 @@
 // What a consumer of forward.cu does.
 #pragma once
 
+#include "../pairs.cuh"
 #include "multiply.cuh"
 #include "output.cuh"
 #include "passage.cuh"
@@ -9,20 +10,23 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-template <int K, int kConsumers>
-__device__ __forceinline__ void consume(Unit<K, kConsumers>& s, const Problem& p, int group,
+// before: chunks of the block's segments before.
+template <int K, int kConsumers, int kPieces>
+__device__ __forceinline__ void consume(Unit<K, kConsumers, kPieces>& s, const Problem& p,
+                                        const Segment& segment, int before, int group,
                                         int block_v) {
-  const Segment& segment = s.segment;
   const int first_v = block_v + kTile * group;
   if (segment.tail) return write_tail(p, segment, first_v);
   const bool writes_tiers = first_v == 0 && threadIdx.x % kGroupThreads == 0;
+  // Read anew where there are several segments: what follows takes no registers between.
+  const auto thread = [] { return kPieces > 1 ? thread_index() : static_cast<int>(threadIdx.x); };
   State<K> state;
-  state.load(p, segment, first_v);
+  state.load(p, segment, first_v, thread());
   Passage<K> passage(s.pass[group]);
   for (int chunk = 0; chunk < segment.chunks; ++chunk) {
-    const int stage = chunk % kStages;
+    const int number = before + chunk, stage = number % kStages;
     auto& tiles = s.stages[stage];
-    wait(&s.full[stage], static_cast<uint32_t>(chunk / kStages) & 1);
+    wait(&s.full[stage], static_cast<uint32_t>(number / kStages) & 1);
     const bool exact = __any_sync(0xffffffffu, s.exact[stage]);
     passage.enter(group, s.enter[stage], s.leave[stage]);
     float o[32];  // [64 values][64 tokens]
@@ -36,7 +40,7 @@ __device__ __forceinline__ void consume(Unit<K, kConsumers>& s, const Problem& p
     if (writes_tiers)
       *reinterpret_cast<uint64_t*>(p.tiers + segment.chunk_head(p, chunk) * kMaxTierBlocks) = exact;
   }
-  state.store(p, segment, first_v);
+  state.store(p, segment, first_v, thread());
 }
 
 }  // namespace

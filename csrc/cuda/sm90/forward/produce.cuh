@@ -12,7 +12,7 @@ namespace {
 template <bool kKeeps, int K>
 __device__ __forceinline__ void produce(Unit<K, kGroups>& s, const unsigned char* triangle,
                                         const Problem& p, int group, int block_v) {
-  const Segment& segment = s.segment;
+  const Segment& segment = s.segments[0];
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const auto barrier = [group] { group_barrier<kProducerBarrier>(group); };
   const Gating<K, decltype(barrier)> gate{triangle, thread, barrier};

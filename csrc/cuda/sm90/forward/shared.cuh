@@ -6,9 +6,9 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-// A segment and head, of which each of kConsumers warpgroups has 64 values. As many producers gate
-// chunks at a time.
-template <int K, int kConsumers>
+// A segment and head, or up to kPieces of these one after the other, of which each of kConsumers
+// warpgroups has 64 values. As many chunks are gated at a time.
+template <int K, int kConsumers, int kPieces = 1>
 struct alignas(1024) Unit {
   static constexpr int kValues = kConsumers * kTile;
   struct Stage {
@@ -25,7 +25,7 @@ struct alignas(1024) Unit {
   float2 references[kConsumers][K];       // q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
   uint64_t full[kStages], empty[kStages];
   int exact[kStages];
-  Segment segment;
+  Segment segments[kPieces];
 };
 
 }  // namespace

@@ -13,11 +13,10 @@ struct State {
   float x[K / 2];
   int first_k = 0;
 
-  // f(x, key, value)
+  // f(x, key, value), by thread number `thread` of a block
   template <class F>
-  __device__ __forceinline__ void for_elements(const Problem& p, int first_v, F&& f) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int row = static_cast<int>(threadIdx.x) % kGroupThreads / 32 * 16 + lane / 4;
+  __device__ __forceinline__ void for_elements(const Problem& p, int first_v, int thread, F&& f) {
+    const int lane = thread % 32, row = thread % kGroupThreads / 32 * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < K / 2; ++i) {
       const int v = first_v + row + i / 2 % 2 * 8, k = first_k + i / 4 * 8 + 2 * (lane % 4) + i % 2;
@@ -25,25 +24,27 @@ struct State {
     }
   }
 
-  __device__ __forceinline__ void load(const Problem& p, const Segment& segment, int first_v) {
+  __device__ __forceinline__ void load(const Problem& p, const Segment& segment, int first_v,
+                                       int thread = static_cast<int>(threadIdx.x)) {
 #pragma unroll
     for (int i = 0; i < K / 2; ++i) x[i] = 0;
     const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
     if (segment.first && p.h0 != nullptr) {
       const float* h0 = p.h0 + (segment.n * p.H + segment.head) * matrix;
-      for_elements(p, first_v, [&](float& y, int k, int v) {
+      for_elements(p, first_v, thread, [&](float& y, int k, int v) {
         y = h0[p.state_v_first ? v * p.K + k : k * p.V + v];
       });
     } else if (!segment.first) {
       const float* entering = p.segment_states + segment.state * matrix;
-      for_elements(p, first_v, [&](float& y, int k, int v) { y = entering[k * p.V + v]; });
+      for_elements(p, first_v, thread, [&](float& y, int k, int v) { y = entering[k * p.V + v]; });
     }
   }
 
-  __device__ __forceinline__ void store(const Problem& p, const Segment& segment, int first_v) {
+  __device__ __forceinline__ void store(const Problem& p, const Segment& segment, int first_v,
+                                        int thread = static_cast<int>(threadIdx.x)) {
     if (!segment.last || p.ht == nullptr) return;
     float* ht = p.ht + (segment.n * p.H + segment.head) * static_cast<int64_t>(p.K) * p.V;
-    for_elements(p, first_v, [&](float y, int k, int v) {
+    for_elements(p, first_v, thread, [&](float y, int k, int v) {
       ht[p.state_v_first ? v * p.K + k : k * p.V + v] = y;
     });
   }
