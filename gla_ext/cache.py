@@ -24,6 +24,8 @@ class GLACache:
 
     in_place = False
     is_compileable = False  # generate() of transformers asks: entries are added as layers run
+    # It asks too, from 5.24 on, by layer, and goes by get_seq_length() only where not all say so.
+    is_linear = (False,)
 
     def __init__(self) -> None:
         self.states: list[dict[str, Any]] = []

@@ -230,6 +230,14 @@ def test_sampling_is_seeded():
     assert torch.equal(*runs)
 
 
+CACHES = ("past_key_values", "cache")
+
+
+def make_cache(model, ids):
+    """After the first eight tokens."""
+    return model(ids[:, :8]).past_key_values
+
+
 def test_generation_goes_on_from_a_cache_and_from_embeddings():
     ours, ids = make_model(), make_ids(B=1, T=12)
     whole = ours.generate(ids, **GREEDY | {"max_new_tokens": 12})
@@ -239,6 +247,16 @@ def test_generation_goes_on_from_a_cache_and_from_embeddings():
     assert torch.equal(second, whole)
     embedded = ours.generate(inputs_embeds=ours.model.embeddings(ids), **GREEDY)
     assert torch.equal(embedded, whole[:, 12:18])
+
+
+def test_the_cache_has_two_names():
+    """transformers calls past_key_values cache from 5.24 on."""
+    ours, ids = make_model(), make_ids(B=1, T=12)
+    later = {name: ours(ids[:, 8:], **{name: make_cache(ours, ids)}) for name in CACHES}
+    assert torch.equal(later["cache"].logits, later["past_key_values"].logits)
+    assert not torch.equal(later["cache"].logits, ours(ids[:, 8:]).logits)
+    with pytest.raises(ValueError, match="expected past_key_values or cache, which is the same"):
+        ours(ids[:, 8:], **{name: make_cache(ours, ids) for name in CACHES})
 
 
 def test_assisted_generation_is_refused():

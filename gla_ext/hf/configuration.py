@@ -41,7 +41,7 @@ class GLAConfig(PretrainedConfig):
     """
 
     model_type = "gla"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  transformers' attribute
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012  transformers' attribute
 
     def __init__(self, **options: Any) -> None:
         values = {name: options.pop(name, default) for name, default in _DEFAULTS.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,17 @@ from gla_ext.hf.configuration import GLAConfig
 from gla_ext.norms import RMSNorm
 from gla_ext.ops import in_mode_of_now
 
+# What transformers calls the cache in outputs: `cache` from 5.24 on, before it past_key_values.
+_FIELDS = {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}
+_CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
+
+
+def _one_cache(past_key_values: Any | None, cache: Any | None) -> Any | None:
+    """The cache by either of its names."""
+    if past_key_values is not None and cache is not None:
+        raise ValueError("expected past_key_values or cache, which is the same, got both")
+    return cache if past_key_values is None else past_key_values
+
 
 class GLAPreTrainedModel(PreTrainedModel):
     """What the models below share."""
@@ -24,7 +36,7 @@ class GLAPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
     _no_split_modules = ["GLABlock"]  # noqa: RUF012  transformers' attribute
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     # A recurrent state cannot be taken back to fewer tokens: no assisted decoding.
     _is_stateful = True
 
@@ -71,9 +83,11 @@ class GLAModel(GLAPreTrainedModel):
         return_dict: bool | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cache: Any | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
         """Arguments as `GLAForCausalLM.forward`, without labels and logits_to_keep."""
+        past_key_values = _one_cache(past_key_values, cache)
         cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         if output_attentions:
             raise NotImplementedError("GLAModel: output_attentions = True: there are none")
@@ -104,8 +118,8 @@ class GLAModel(GLAPreTrainedModel):
         x = self.norm(x)
         output = BaseModelOutputWithPast(
             last_hidden_state=x,
-            past_key_values=past_key_values,
             hidden_states=None if inputs is None else (*inputs, x),
+            **{_CACHE: past_key_values},
         )
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
@@ -169,6 +183,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cache: Any | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """Logits of the next token at every position, and the loss when labels are given.
@@ -197,16 +212,18 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
                 one; attention_mask is then not looked at. Default: cu_seq_lens_q.
             cu_seq_lens_q: the same as transformers calls it, from
                 `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`. Default: None.
+            cache: past_key_values as transformers calls it from 5.24 on. Default: None.
             **kwargs: ignored, as by FLA: `cache_position`, `position_ids` and the like say nothing
                 to a recurrence.
 
         Returns:
-            loss (fp32, nats a token), logits `[B, T, vocab_size]`, past_key_values and
-            hidden_states, in a `CausalLMOutputWithPast` or a tuple without what is None.
+            loss (fp32, nats a token), logits `[B, T, vocab_size]`, past_key_values (`cache` from
+            transformers 5.24 on) and hidden_states, in a `CausalLMOutputWithPast` or a tuple
+            without what is None.
 
         Raises:
             ValueError: for shapes that do not fit; neither or both of input_ids and inputs_embeds;
-                logits_to_keep below 0.
+                both past_key_values and cache; logits_to_keep below 0.
             NotImplementedError: for output_attentions.
         """
         model.check_logits_to_keep(logits_to_keep)
@@ -216,7 +233,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
+            past_key_values=_one_cache(past_key_values, cache),
             use_cache=use_cache,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
@@ -236,8 +253,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
+            **{_CACHE: getattr(output, _CACHE)},
         )
         return result if return_dict else result.to_tuple()
 
@@ -254,13 +271,15 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         cache_position: Tensor | None = None,
         next_sequence_length: int | None = None,
+        cache: Any | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """What `generate` passes to forward for its next step.
 
         transformers 5 says how many tokens are new by next_sequence_length, 4 by the length of
-        cache_position.
+        cache_position; from 5.24 on past_key_values come as `cache`.
         """
+        past_key_values = _one_cache(past_key_values, cache)
         started = past_key_values is not None and len(past_key_values) > 0
         if next_sequence_length is None and cache_position is not None:
             next_sequence_length = len(cache_position)
