@@ -48,7 +48,7 @@ def check_inputs(x, where: str) -> list[str]:
         rows = slice(ends[n], ends[n + 1])
         for name, expected in exact_by_chunks(x.select(n)).items():
             for path, results in paths.items():
-                of_state = name == "final_state"
+                of_state = name in ("final_state", "dh0")
                 own = results[name]
                 own = own[n : n + 1] if of_state else own[:, rows] if packed else own[rows]
                 error = selftest.relative_error(own, expected)

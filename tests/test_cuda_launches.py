@@ -14,6 +14,8 @@ SHAPES = {
     "segments": (1, 6400, 1, 64, 64),
     "segments of linear sweeps": (1, 8192, 2, 256, 512),
     "paired segment parts": (1, 32768, 4, 128, 256),
+    "gradients in a sweep": (2, 16384, 8, 128, 128),
+    "gradients of small heads in a sweep": (2, 32768, 16, 64, 64),
 }
 
 

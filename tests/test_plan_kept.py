@@ -56,6 +56,29 @@ def test_what_forward_keeps_from_the_chip(change):
     assert not kept_backward["paired_states"] and kept_backward["swept_gradients"]
 
 
+PACKED = {"B": 1, "T": 65536, "N": 32}
+
+
+@pytest.mark.parametrize("V, states", [(256, True), (128, False)])
+def test_what_forward_keeps_of_packed_sequences(V, states):
+    """Operands from the chip, and, where both passes cut alike, what enters segments, but no
+    decays, of which forward has none of the last ones."""
+    forward, backward, kept_forward, kept_backward = (
+        full_plan(**PACKED, V=V, backward=b, kept=k) for k in (False, True) for b in (False, True)
+    )
+    size = kept_forward["kept_bytes"]
+    assert kept_backward["kept_bytes"] == size > 0
+    assert forward["packed_parts"] and backward["swept_gradients"]
+    for alone, kept in ((forward, kept_forward), (backward, kept_backward)):
+        changed = {name for name in alone if kept[name] != alone[name]}
+        assert changed == {"kept_bytes", "workspace_bytes"}
+    count = 4 * 2 * ((1024 + 32 + 1) // forward["segment_chunks"])
+    tiers = 8 * 4 * (1024 + 32 + 1)
+    less = forward["workspace_bytes"] - kept_forward["workspace_bytes"]
+    assert 0 <= less - tiers - states * count * 128 * V * 4 < 1024  # rounding of parts
+    assert backward["workspace_bytes"] - kept_backward["workspace_bytes"] == size
+
+
 @pytest.mark.parametrize("change", (KEPT | ON_CHIP).values(), ids=KEPT | ON_CHIP)
 def test_no_more_is_kept_than_the_inputs_have(change):
     sizes = BATCH | change

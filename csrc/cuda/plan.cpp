@@ -109,13 +109,12 @@ int64_t all_operand_bytes(const PlanInputs& in, const ChunkGrid& grid) {
   return grid.B * grid.slots * in.H * operand_bytes(in.K);
 }
 
-// Whether backward makes gradients in a sweep.
-bool sweeps_gradients(const PlanInputs& in, const ChunkGrid& grid) {
-  PlanInputs pass = in;
-  pass.backward = true;
+// Of backward's plan what `choose_sweep` makes of it.
+Plan backward_sweep(PlanInputs in, const ChunkGrid& grid) {
+  in.backward = true;
   Plan backward;
-  choose_sweep(backward, pass, grid);
-  return backward.swept_gradients;
+  choose_sweep(backward, in, grid);
+  return backward;
 }
 
 // Sweeps over ready operands: where those that gate do not reach, do not save states, or would gate
@@ -125,8 +124,8 @@ bool sweeps_gradients(const PlanInputs& in, const ChunkGrid& grid) {
 void choose_operands(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   const bool gates =
       in.K <= kOperandKeys && in.gate_dtype == DType::kBFloat16 && !in.backward && !in.save_states;
-  plan.packed_parts =
-      in.K > kTierBlock && gates && in.packed && plan.segments > 0 && sweeps_gradients(in, grid);
+  plan.packed_parts = in.K > kTierBlock && gates && in.packed && plan.segments > 0 &&
+                      backward_sweep(in, grid).swept_gradients;
   plan.linear = in.K > kTierBlock && !(gates && (plan.segments == 0 || plan.packed_parts));
   if (plan.linear && plan.kept.operands == Workspace::kAbsent)
     plan.workspace.operands = add(plan.workspace, all_operand_bytes(in, grid));
@@ -185,10 +184,7 @@ void choose_paired_states(Plan& plan, const PlanInputs& in, const ChunkGrid& gri
 void choose_paired_parts(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   if (!plan.linear || plan.segments == 0 || in.save_states || in.packed || !is_paired(in)) return;
   if (in.backward && plan.kept.operands != Workspace::kAbsent) return;
-  PlanInputs pass = in;
-  pass.backward = true;
-  Plan backward;
-  choose_sweep(backward, pass, grid);
+  const Plan backward = backward_sweep(in, grid);
   plan.paired_parts = backward.swept_gradients && backward.segments == plan.segments;
   if (!plan.paired_parts) return;
   plan.cluster_pieces = 1;

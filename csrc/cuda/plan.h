@@ -62,8 +62,8 @@ struct Plan {
   Workspace workspace;
   // What backward uses again: operands and tiers, and where both passes cut sequences alike, what
   // enters each segment. Nothing unless asked for, nor where backward makes no operands, or forward
-  // none in memory but where gradients of whole sequences are swept, which take those it has on
-  // chip.
+  // none in memory but where gradients of whole or packed sequences are swept, which take those it
+  // has on chip.
   Workspace kept;
   int64_t segments = 0, segment_chunks = 0, segment_states = 0;  // as in ChunkGrid
   // Of S and, in backward unless it stays on chip, dS: in the workspace, or S as it is saved.

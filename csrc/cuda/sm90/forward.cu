@@ -6,8 +6,7 @@
 // and the state stays in registers.
 //
 // grid    (segment, head, 128 values); two producer and two consumer warpgroups. Heads of at most
-// 64
-//         keys and 64 values have narrow_forward.cu.
+//         64 keys and 64 values have narrow_forward.cu.
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states
 // writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks], and, if they are there, operands [B,
 //         slots, H], but for A outside tier 1

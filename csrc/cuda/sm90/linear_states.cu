@@ -4,7 +4,7 @@
 //   dS~ = 2^(b_C - from) dS'      dS = 2^from (dS~ + q^T do)      last chunk first
 //
 // grid    (sweep, segment, head, 128 key channels, 128 values); a producer and two consumer
-//         warpgroups
+//         warpgroups. For segments' own parts, those segments that have states.
 // reads   operands [B, slots, H], v h0, or do dht; segment_states, segment_state_grads
 // writes  S~, unless S is saved, and, unless gradients are swept, dS~ of every chunk, or of
 //         pairs of chunks (paired_chunks) S~ of the first and dS~ of the second, tiles

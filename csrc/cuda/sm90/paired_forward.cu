@@ -3,7 +3,7 @@
 //
 // grid    (segment, head, 256 values), up to four of these one after the other, by a cluster; two
 //         producer and two consumer warpgroups a block
-// reads   q, k, g [B, T, H, K], v [B, T, H, V], h0
+// reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states
 // writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks], and, if they are there, operands [B,
 //         slots, H], but for A outside tier 1
 //

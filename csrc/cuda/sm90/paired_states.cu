@@ -291,6 +291,7 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
 template <int kPieces, Store kStore, bool kOperands = true>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     paired_states_kernel(Problem p, int64_t pieces) {
+  static_assert(kOperands || kPieces == 1, "a cluster has one piece, which is not counted");
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];

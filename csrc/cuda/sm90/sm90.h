@@ -44,7 +44,7 @@ void operands(const Problem& p, cudaStream_t stream);
 void linear_forward(const Problem& p, cudaStream_t stream);
 void linear_states(const Problem& p, cudaStream_t stream);
 void linear_segment_parts(const Problem& p, cudaStream_t stream);
-// Of the gradients' sweep alone.
+// Of the gradients' sweep alone; segment_decays where nobody else makes them (grads_sum_decays).
 void linear_segment_grad_parts(const Problem& p, cudaStream_t stream);
 // q k v g h0 -> operands, tiers, S, scaled: operands and linear_states at once, by pairs of blocks,
 // where the plan says so (paired_states). bf16 g; neither segments nor packed sequences; K of 65 to

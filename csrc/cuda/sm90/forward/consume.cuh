@@ -1,4 +1,4 @@
-// What a consumer of forward.cu does.
+// What a consumer of forward.cu and narrow_forward.cu does.
 #pragma once
 
 #include "../pairs.cuh"

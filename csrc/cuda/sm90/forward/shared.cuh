@@ -1,4 +1,4 @@
-// The shared memory of a block of forward.cu.
+// The shared memory of a block of forward.cu and narrow_forward.cu.
 #pragma once
 
 #include "../sweep.cuh"
