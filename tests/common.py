@@ -135,8 +135,8 @@ def make_inputs(
     return Inputs(q, k, v, g, do, h0 if states else None, dht if states else None, cu_seqlens)
 
 
-def copy_into(static: Inputs, x: Inputs):
-    """The values of `x` into the tensors of `static`."""
+def copy_into(static, x):
+    """The values of `x` into the tensors of `static`, two of `Inputs` or of another dataclass."""
     for name, value in vars(x).items():
         if value is not None:
             getattr(static, name).copy_(value)
@@ -292,6 +292,25 @@ def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]):
     for name, value in actual.items():
         different = value != expected[name]
         assert torch.equal(value, expected[name]), f"{name}: {int(different.sum())} bits differ"
+
+
+def assert_graph_replays(function, static, cases):
+    """A CUDA graph of function(static) gives the bits of function(case), with the data of each case
+    in turn in `static`, and leaves nothing unwritten.
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        function(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = function(static)
+    for case in cases:
+        copy_into(static, case)
+        for x in results.values():
+            x.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(results, function(case))
 
 
 def count_differences(results: dict[str, Tensor], expected: dict[str, Tensor]) -> Tensor:

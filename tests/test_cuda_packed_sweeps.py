@@ -7,9 +7,9 @@ import torch
 from common import (
     BAD_OFFSETS,
     GATES,
+    assert_graph_replays,
     assert_results_close,
     assert_same_bits,
-    copy_into,
     count_differences,
     exact_by_chunks,
     ours,
@@ -172,19 +172,7 @@ def test_graph_replays_with_other_lengths(H, K, V):
     static = make_swept(H, K, V, first)
     cases = [make_swept(H, K, V, lengths) for lengths in [first, *others]]
     cases = [case.map(lambda t, i=i: t.roll(i, 1)) for i, case in enumerate(cases)]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        ours(static)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        results = ours(static)
-    for case in [*cases, cases[1]]:
-        copy_into(static, case)
-        for x in results.values():
-            x.fill_(torch.nan)
-        graph.replay()
-        assert_same_bits(results, ours(case))
+    assert_graph_replays(ours, static, [*cases, cases[1]])
 
 
 @pytest.mark.parametrize("H, K, V", [(4, 128, 256), (8, 128, 128), (16, 64, 64)])

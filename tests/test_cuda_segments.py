@@ -6,9 +6,9 @@ import pytest
 import torch
 from common import (
     BAD_OFFSETS,
+    assert_graph_replays,
     assert_results_close,
     assert_same_bits,
-    copy_into,
     count_differences,
     exact_by_chunks,
     make_inputs,
@@ -85,19 +85,7 @@ def test_graph_replays_with_other_segments():
     static = packed(T, first, *sizes)
     cases = [packed(T, lengths, *sizes, seed=i) for i, lengths in enumerate([first, *others])]
     assert plan_of(static)["segments"] > 0
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        ours(static)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        results = ours(static)
-    for case in [*cases, cases[1]]:
-        copy_into(static, case)
-        for x in results.values():
-            x.fill_(torch.nan)
-        graph.replay()
-        assert_same_bits(results, ours(case))
+    assert_graph_replays(ours, static, [*cases, cases[1]])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from common import (
     BAD_OFFSETS,
     PACKED_LENGTHS,
     Inputs,
+    assert_graph_replays,
     assert_same_bits,
     copy_into,
     make_inputs,
@@ -78,19 +79,7 @@ def test_graph_replays_with_other_data(lengths, dtype, function):
     static, cases = small(lengths, dtype), [small(lengths, dtype, seed=1, gate="reset")]
     if lengths is not None:
         cases.append(small(OTHER_LENGTHS, dtype, seed=2))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        function(static)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        results = function(static)
-    for case in [static, *cases, cases[0]]:
-        copy_into(static, case)
-        for x in results.values():
-            x.fill_(torch.nan)
-        graph.replay()
-        assert_same_bits(results, function(case))
+    assert_graph_replays(function, static, [static, *cases, cases[0]])
 
 
 @by_mode

@@ -4,7 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from common import BAD_OFFSETS, CUDA_DTYPES, PACKED_LENGTHS, assert_same_bits, count_differences
+from common import (
+    BAD_OFFSETS,
+    CUDA_DTYPES,
+    PACKED_LENGTHS,
+    assert_graph_replays,
+    assert_same_bits,
+    count_differences,
+)
 from recurrence import (
     CHUNKED_BF16,
     Recurrence,
@@ -162,12 +169,6 @@ def test_no_synchronisation(dtype, gating, lengths):
     assert_same_bits(results, expected)
 
 
-def copy_into(static: Recurrence, x: Recurrence):
-    for name, value in vars(x).items():
-        if value is not None:
-            getattr(static, name).copy_(value)
-
-
 @by_packing
 @by_gating
 @by_dtype
@@ -183,19 +184,7 @@ def test_graph_replays_with_other_data(dtype, gating, lengths):
     static, cases = inputs(0, 0.1), [inputs(1, "reset"), inputs(2, 2.0)]
     if lengths is not None:
         cases.append(inputs(3, 0.1, (64, 0, 30, 1, 5, 60, 0)))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        chunked(static)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        results = chunked(static)
-    for case in [*cases, cases[0]]:
-        copy_into(static, case)
-        for t in results.values():
-            t.fill_(torch.nan)
-        graph.replay()
-        assert_same_bits(results, chunked(case))
+    assert_graph_replays(chunked, static, [*cases, cases[0]])
 
 
 @pytest.mark.parametrize("what", BAD_OFFSETS)
