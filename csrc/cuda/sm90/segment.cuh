@@ -94,7 +94,7 @@ __device__ __forceinline__ Segment find_segment(const Problem& p, int64_t index)
   return segment_at(p, n, part, head);
 }
 
-// The segment whose state is number `index`; a tail without tokens where none has it.
+// The segment whose state is number `index`; where none has it, one that is skipped as a tail is.
 __device__ __forceinline__ Segment find_segment_of_state(const Problem& p, int64_t index) {
   if (!p.grid.packed) return find_segment(p, index);
   const int64_t state = index / p.H;
