@@ -92,7 +92,10 @@ py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::stri
   result["block_pieces"] = p.block_pieces;
   result["swept_gradients"] = p.swept_gradients;
   result["segments"] = p.segments;
+  result["prefixed"] = p.prefixed;
   result["segment_chunks"] = p.segment_chunks;
+  result["segment_states"] = p.segment_states;
+  result["parts_at_once"] = p.parts_at_once;
   result["tiles"] = tiles;
   result["launches"] = p.launches;
   result["workspace_bytes"] = p.workspace.bytes;

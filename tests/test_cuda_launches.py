@@ -12,6 +12,7 @@ SHAPES = {
     "paired forward": (2, 300, 2, 128, 256),
     "pairs of chunks": (2, 300, 2, 256, 512),
     "segments": (1, 6400, 1, 64, 64),
+    "segments that sum the one before": (8, 2048, 4, 128, 256),
     "segments of linear sweeps": (1, 8192, 2, 256, 512),
     "paired segment parts": (1, 32768, 4, 128, 256),
     "gradients in a sweep": (2, 16384, 8, 128, 128),

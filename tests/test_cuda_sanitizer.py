@@ -61,6 +61,8 @@ FUSED_SHAPES = {  # the batch for an H200, see `for_this_gpu`
     "pairs of chunks": (2, 170, 1, 200, 200, None, "contiguous"),
     "pairs of chunks, packed": (1, 430, 1, 136, 136, (64, 1, 200, 0, 130), "contiguous"),
     "in segments": (1, 530, 1, 64, 64, None, "contiguous"),
+    "segments that sum the one before": (22, 390, 3, 72, 40, None, "contiguous"),
+    "segments that sum the one before, many keys": (22, 390, 3, 136, 40, None, "contiguous"),
     "packed, in segments": (1, 430, 1, 128, 64, (0, 330, 70, 3), "contiguous"),
     "packed, small heads in segments": (1, 430, 1, 64, 64, (0, 330, 70, 3), "contiguous"),
 }

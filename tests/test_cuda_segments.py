@@ -14,7 +14,16 @@ from common import (
     make_inputs,
     ours,
 )
-from fused import BF16, MIXED, TOKENS, mixed_gates, packed, plan_of
+from fused import (
+    BF16,
+    MIXED,
+    TOKENS,
+    for_this_gpu,
+    mixed_gates,
+    packed,
+    plan_of,
+    v_first_results,
+)
 from large import large_inputs
 
 from gla_ext import batch_invariant
@@ -40,6 +49,73 @@ def test_segments_of_many_chunks(gates):
     plan = plan_of(x)
     assert plan["segments"] > 2 and plan["segment_chunks"] > 8
     assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+def half_of_the_gpu(T, H, K, V, blocks, **options):
+    """Heads that leave two places of forward's sweep for each of their `blocks`."""
+    return make_inputs(for_this_gpu(66) // (H * blocks), T, H, K, V, BF16, device="cuda", **options)
+
+
+@in_nan
+@pytest.mark.parametrize("gate_dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("gates", [0.1, 1.0, "reset", *MIXED])
+@pytest.mark.parametrize(
+    "T, H, K, V, blocks",
+    [(330, 3, 72, 40, 1), (1000, 2, 128, 256, 2), (1025, 1, 200, 136, 2), (700, 3, 256, 64, 1)],
+)
+def test_segments_that_sum_the_one_before(T, H, K, V, blocks, gates, gate_dtype):
+    gate = 0.1 if gates in MIXED else gates
+    x = half_of_the_gpu(T, H, K, V, blocks, gate=gate, gate_dtype=gate_dtype)
+    x = mixed_gates(x, gates) if gates in MIXED else x
+    assert plan_of(x, False)["prefixed"]
+    assert_results_close(v_first_results(x), exact_by_chunks(x), x)
+
+
+@pytest.mark.parametrize("K, V, blocks", [(128, 256, 2), (256, 128, 1)])
+def test_sums_of_the_segment_before_are_those_of_a_sweep_over_all(K, V, blocks):
+    """So that with gates so weak that a state remembers everything o has the same bits."""
+    x = half_of_the_gpu(1000, 2, K, V, blocks, gate=1e-3, gate_dtype=torch.float32)
+    assert plan_of(x, False)["prefixed"] and plan_of(x, False, batch_invariant=True)["linear"]
+    results = ours(x)
+    with batch_invariant():
+        whole = ours(x)
+    assert_same_bits(*({n: r[n] for n in ("o", "final_state")} for r in (results, whole)))
+
+
+@pytest.mark.parametrize(
+    "H, K, V, lengths",
+    [
+        (16, 128, 256, (1, 2500, 64, 0, 1755, 300, 2200, 700)),  # gradients are swept
+        (4, 64, 128, (1, 2500, 64, 0, 1755, 300, 2200, 700)),
+        (64, 64, 64, (1, 2500, 64, 0, 1755, 300, 2200, 700)),
+        (4, 200, 72, (1, 2500, 64, 0, 1755, 300, 2200, 700)),
+        (1, 128, 72, (*[70, 1, 0, 129] * 600, 2000)),  # more than are put in order at a time
+    ],
+)
+def test_packed_sequences_in_another_order(H, K, V, lengths):
+    """Each has the same bits, and the right ones."""
+    T = sum(lengths) + 100
+    x = packed(T, lengths, H, K, V)
+    assert plan_of(x)["segments"] > 0
+    results, order = ours(x), torch.randperm(len(lengths)).tolist()
+    starts = [sum(lengths[:n]) for n in range(len(lengths))]
+    tokens = [torch.arange(starts[n], starts[n] + lengths[n]) for n in order]
+    tokens = torch.cat([*tokens, torch.arange(sum(lengths), T)]).cuda()
+    sequences = torch.tensor(order, device="cuda")
+
+    def moved(tensors):
+        of_states = ("initial_state", "dht", "final_state", "dh0")
+        return {
+            name: t[sequences] if name in of_states else t[:, tokens]
+            for name, t in tensors.items()
+            if name != "cu_seqlens"
+        }
+
+    ends = torch.tensor([0, *(lengths[n] for n in order)], device="cuda").cumsum(0)
+    there = {name: t for name, t in vars(x).items() if t is not None}
+    other = dataclasses.replace(x, **moved(there), cu_seqlens=ends.to(x.cu_seqlens.dtype))
+    assert_same_bits(ours(other), moved(results))
+    assert_results_close(results, exact_by_chunks(x), x)
 
 
 @pytest.mark.parametrize("K, V", [(64, 64), (128, 256), (256, 64)])
@@ -95,6 +171,7 @@ def test_graph_replays_with_other_segments():
         ((8, 2048, 4, 256, 512), None, None),
         ((32, 1024, 16, 64, 64), None, None),
         ((1, 32768, 4, 128, 256), None, None),
+        ((8, 2048, 4, 128, 256), None, None),  # the second segment sums the first
         ((1, 32768, 4, 128, 256), None, "every other chunk"),  # A of these comes beside the scan
         ((1, 65536, 1, 64, 64), None, None),
         ((1, 32768, 4, 128, 128), (20_000, 0, 3, *[100] * 100, 2000), None),

@@ -1,5 +1,7 @@
 """Plans of the fused path on CUDA that cut sequences into segments."""
 
+import random
+
 import pytest
 from plans import BATCH, by_pass, cuda_plan, full_plan, operand_bytes
 
@@ -30,6 +32,71 @@ def test_cuda_segments_of_long_sequences(B, H, K, V, T, processors, backward):
     assert blocks >= 0.7 * processors or plan["segment_chunks"] == 4  # the shortest
     chunks, segments, each = -(-T // 64), plan["segments"], plan["segment_chunks"]
     assert (segments - 1) * each < chunks <= segments * each
+
+
+# Heads that leave two places of a sweep's block for each.
+TWO_PLACES = {"B": 8, "T": 2048}
+
+
+@pytest.mark.parametrize(
+    "change, prefixed",
+    [
+        ({}, True),
+        ({"T": 64 * 5}, True),
+        ({"T": 64 * 4}, False),  # one segment
+        ({"K": 72, "V": 200}, True),
+        ({"gate_dtype": "float32"}, True),
+        ({"gate_dtype": "float32", "T": 8192}, True),
+        ({"H": 8, "V": 128, "T": 8192}, True),
+        ({"T": 65536}, True),
+        ({"H": 2, "K": 256, "V": 512, "T": 4096}, True),
+        ({"H": 2, "K": 256, "V": 512, "T": 4160}, False),  # own parts pay
+        ({"B": 5}, True),  # three places
+        ({"B": 5, "T": 2112}, False),
+        ({"B": 4}, False),  # four
+        ({"B": 9}, False),  # one
+        ({"K": 64}, False),
+        ({"save_states": True}, False),
+        ({"batch_invariant": True}, False),
+        ({"B": 1, "T": 16384, "N": 8}, False),
+    ],
+    ids=str,
+)
+def test_cuda_segments_that_sum_the_one_before(change, prefixed):
+    """Two, the second the shorter, without own parts, a scan and what these take."""
+    shape = TWO_PLACES | change
+    plan = full_plan(**shape, backward=False)
+    assert plan["prefixed"] == prefixed
+    assert not full_plan(**shape, backward=True)["prefixed"]
+    if prefixed:
+        chunks = -(-shape["T"] // 64)
+        assert plan["segments"] == 2
+        assert chunks > plan["segment_chunks"] == -(-chunks * 11 // 16) > chunks // 2
+        whole = full_plan(**shape | {"gate_dtype": "float32"}, backward=False, batch_invariant=True)
+        assert plan["linear"] and plan["launches"] == whole["launches"] == 2
+        assert plan["workspace_bytes"] == whole["workspace_bytes"]
+
+
+@pytest.mark.parametrize(
+    "B, H, K, V, places, cut",
+    [
+        (8, 4, 64, 256, 2, (False, False)),
+        (5, 4, 64, 256, 3, (True, False)),
+        (8, 16, 64, 64, 2, (False, False)),
+        (5, 16, 64, 64, 3, (False, False)),
+        (4, 16, 64, 64, 4, (True, False)),
+        (4, 4, 128, 192, 4, (True, False)),
+        (2, 4, 128, 192, 8, (True, True)),
+    ],
+)
+def test_cuda_segments_where_places_are_few(B, H, K, V, places, cut):
+    """Two places a sweep's block do not pay for own parts and a scan, but where gradients are swept
+    and segments long; of small heads three do not either."""
+    blocks = B * H * (1 if max(K, V) <= 64 else -(-V // 128))
+    assert (2 if max(K, V) <= 64 else 1) * 132 // blocks == places
+    shape = {"B": B, "T": 2048, "H": H, "K": K, "V": V}
+    plans = [full_plan(**shape, backward=backward) for backward in (False, True)]
+    assert tuple(plan["segments"] > 0 for plan in plans) == cut
 
 
 @by_pass
@@ -69,6 +136,39 @@ def test_cuda_segments_of_packed_sequences(N, backward):
         assert sum(max(-(-length // (64 * each)), 1) for length in lengths) <= segments
 
 
+@by_pass
+@pytest.mark.parametrize("H, K, V", [(4, 128, 256), (1, 128, 128), (16, 64, 64), (2, 256, 512)])
+@pytest.mark.parametrize("T, N", [(300, 2), (2048, 3), (8500, 9), (65536, 33), (131072, 700)])
+def test_cuda_states_of_own_parts_have_room(T, N, H, K, V, backward):
+    """Whatever the lengths, of which the device makes its choice."""
+    plan = full_plan(B=1, T=T, N=N, H=H, K=K, V=V, backward=backward)
+    each, generator = plan["segment_chunks"], random.Random(T)
+    assert each > 0
+    some_have_parts = False
+    for _ in range(300):
+        # With the tokens behind them; few are long, many short, and some empty.
+        long = generator.choice([0, 0.01, 0.1, 1])
+        weights = [generator.random() ** 8 + 1e-9 for _ in range(N + 1)]
+        weights = [w * (1000 if generator.random() < long else 1) for w in weights]
+        lengths = [int(T * weight / sum(weights)) for weight in weights]
+        lengths[generator.randrange(N + 1)] += T - sum(lengths)
+        chunks = [-(-length // 64) for length in lengths]
+        segments = [max(1, -(-c // each)) for c in chunks]
+        assert sum(segments) <= plan["segments"]
+        followed, parts = sum(segments) - (N + 1), 1
+        while (
+            parts < 8
+            and each % (2 * parts) == 0
+            and each >= 8 * parts
+            and 2 * parts * followed <= plan["parts_at_once"]
+        ):
+            parts *= 2
+        states = sum(-(-c * parts // each) for c in chunks if c > each)
+        assert states <= plan["segment_states"]
+        some_have_parts |= followed > 0
+    assert some_have_parts
+
+
 def test_cuda_packed_sequences_of_one_segment_need_no_state():
     """A sequence of several has more chunks than a segment, so there are few such."""
     plan = full_plan(B=1, T=131072, H=16, N=10_000)
@@ -86,7 +186,7 @@ def test_cuda_packed_sequences_of_one_segment_need_no_state():
         ({"K": 72, "V": 200}, True, 1),
         ({"V": 128}, True, 0),
         ({"V": 192}, False, 0),  # gradients are not swept
-        ({"T": 32704}, False, 0),
+        ({"T": 31000}, False, 0),
         ({"K": 136}, False, 0),
         ({"gate_dtype": "float32"}, False, 0),
         ({"save_states": True}, False, 0),

@@ -42,7 +42,7 @@ void prepare_sweeps(const Call& call, const Plan& plan, bool backward) {
     call.launch(sm90::paired_segment_parts);
   else if (plan.linear && !p.operands_kept)
     call.launch(sm90::operands);
-  if (plan.segments == 0) return;
+  if (plan.segment_states == 0) return;
   if (plan.paired_parts && !backward) return call.launch(sm90::scan_and_exact_scores);
   const bool has_states = plan.paired_parts || p.segment_states_kept;
   if (!plan.linear)

@@ -2,9 +2,12 @@
 // replays with other offsets.
 //
 // reads   cu_seqlens [N + 1]
-// writes  sequences [N + 1], the last of them the tokens behind every sequence; chunk_slots [slots]
+// writes  sequences [N + 1], the last of them the tokens behind every sequence; chunk_slots
+// [slots];
+//         where sweeps visit sequences, by_last_segment [N + 1] and totals
 //
 // Offsets are clamped to [0, T], so that wrong ones never lead outside a tensor.
+#include <cub/block/block_radix_sort.cuh>
 #include <cub/block/block_scan.cuh>
 
 #include "device/launch.cuh"
@@ -20,8 +23,25 @@ __device__ int64_t offset(const ChunkGrid& grid, int64_t n) {
   return x < 0 ? 0 : x > grid.T ? grid.T : x;
 }
 
+// Of a sequence of so many chunks.
+__device__ int64_t segments_of(const ChunkGrid& grid, int64_t chunks) {
+  if (grid.segment_chunks == 0) return 1;
+  return max(blocks_of(chunks, grid.segment_chunks), int64_t{1});
+}
+
+// Of own parts, where so many segments are followed by others: the fewest for which there are
+// places at once. None has fewer parts than segments.
+__device__ int64_t choose_part_chunks(const ChunkGrid& grid, int64_t followed) {
+  int64_t parts = 1;
+  while (parts < kMostParts && grid.segment_chunks % (2 * parts) == 0 &&
+         grid.segment_chunks >= 2 * parts * kLeastPartChunks &&
+         2 * parts * followed <= grid.parts_at_once)
+    parts *= 2;
+  return grid.segment_chunks / parts;
+}
+
 // One block: a running scan over the chunks of kMapThreads sequences at a time.
-__global__ void map_sequences(Problem p) {
+__global__ void __launch_bounds__(kMapThreads) map_sequences(Problem p) {
   using Scan = cub::BlockScan<int64_t, kMapThreads>;
   __shared__ typename Scan::TempStorage storage;
   const ChunkGrid& grid = p.grid;
@@ -46,23 +66,64 @@ __global__ void map_sequences(Problem p) {
     }
     done += total;
     __syncthreads();  // before the storage is used again
-    if (grid.segment_chunks > 0) {
-      const int64_t kept = blocks_of(sequence.length, kChunk);
-      const int64_t segments = max(blocks_of(kept, grid.segment_chunks), int64_t{1});
-      Scan(storage).ExclusiveSum(segments, before, total);
-      if (n <= grid.N) grid.sequences[n].first_segment = segments_done + before;
-      segments_done += total;
-      __syncthreads();  // before the storage is used again
-      Scan(storage).ExclusiveSum(segments > 1 ? segments : 0, before, total);
-      if (n <= grid.N) grid.sequences[n].first_state = states_done + before;
-      states_done += total;
-      __syncthreads();  // before the storage is used again
+    if (grid.totals == nullptr) continue;
+    const int64_t segments = segments_of(grid, blocks_of(sequence.length, kChunk));
+    Scan(storage).ExclusiveSum(n <= grid.N ? segments : 0, before, total);
+    if (n <= grid.N) grid.sequences[n].first_segment = segments_done + before;
+    segments_done += total;
+    __syncthreads();  // before the storage is used again
+  }
+  if (grid.totals == nullptr) return;
+  const int64_t followed = segments_done - (grid.N + 1);
+  const int64_t part_chunks = choose_part_chunks(grid, followed);
+  for (int64_t first = 0; first <= grid.N && followed > 0; first += kMapThreads) {
+    const int64_t n = first + threadIdx.x;
+    const int64_t chunks = n <= grid.N ? blocks_of(grid.sequences[n].length, kChunk) : 0;
+    const int64_t states = chunks > grid.segment_chunks ? blocks_of(chunks, part_chunks) : 0;
+    int64_t before, total;
+    Scan(storage).ExclusiveSum(states, before, total);
+    if (n <= grid.N) grid.sequences[n].first_state = states_done + before;
+    states_done += total;
+    __syncthreads();  // before the storage is used again
+  }
+  if (threadIdx.x == 0) *grid.totals = {followed, states_done, part_chunks};
+}
+
+// Sequences by the chunks of their last segments, some thousands at a time; all other segments are
+// as long as one can be. By a block.
+__device__ void sort_sequences(const ChunkGrid& grid) {
+  constexpr int kEach = 4;
+  using Sort = cub::BlockRadixSort<uint32_t, kMapThreads, kEach, int32_t>;
+  __shared__ typename Sort::TempStorage storage;
+  const int64_t most = grid.segment_chunks > 0 ? grid.segment_chunks : grid.slots;
+  int bits = 1;  // of a key
+  while (most + 1 >= int64_t{1} << bits) ++bits;
+  for (int64_t first = 0; first <= grid.N; first += kMapThreads * kEach) {
+    const int64_t own = first + threadIdx.x * kEach;
+    uint32_t keys[kEach];
+    int32_t sequences[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int64_t n = own + i;
+      sequences[i] = static_cast<int32_t>(n);
+      keys[i] = 0;  // behind all
+      if (n > grid.N) continue;
+      const int64_t chunks = blocks_of(grid.sequences[n].length, kChunk);
+      const int64_t before = (segments_of(grid, chunks) - 1) * grid.segment_chunks;
+      keys[i] = static_cast<uint32_t>(1 + chunks - before);
     }
+    Sort(storage).SortDescending(keys, sequences, 0, bits);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (own + i <= grid.N) grid.by_last_segment[own + i] = sequences[i];
+    __syncthreads();  // before the storage is used again
   }
 }
 
-__global__ void map_chunks(Problem p) {
+// A thread a slot; then, if they are asked for, a block for the sequences in order.
+__global__ void __launch_bounds__(kMapThreads) map_chunks(Problem p) {
   const ChunkGrid& grid = p.grid;
+  if (blockIdx.x == blocks_of(grid.slots, kMapThreads)) return sort_sequences(grid);
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kMapThreads + threadIdx.x;
   if (slot >= grid.slots) return;
   int64_t low = 0, high = grid.N;  // the last sequence whose first slot is not behind this one
@@ -87,7 +148,8 @@ __global__ void map_chunks(Problem p) {
 
 void chunk_map(const Problem& p, cudaStream_t stream) {
   launch(map_sequences, 1, kMapThreads, p, stream);
-  launch(map_chunks, blocks_of(p.grid.slots, kMapThreads), kMapThreads, p, stream);
+  const int64_t blocks = blocks_of(p.grid.slots, kMapThreads);
+  launch(map_chunks, blocks + (p.grid.by_last_segment != nullptr), kMapThreads, p, stream);
 }
 
 }  // namespace gla_ext::cuda

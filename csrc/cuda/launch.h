@@ -8,7 +8,8 @@
 
 namespace gla_ext::cuda {
 
-// cu_seqlens -> grid.sequences, grid.chunk_slots; packed only.
+// cu_seqlens -> grid.sequences, grid.chunk_slots and, where they are there, grid.by_last_segment
+// and grid.totals; packed only.
 void chunk_map(const Problem& p, cudaStream_t stream);
 
 // g -> b, and b_suffix and tiers where they are there.

@@ -45,8 +45,8 @@ struct Rows {
 struct Sequence {
   int64_t start, length;  // tokens
   int64_t first_slot;     // of its chunks in ChunkSlot and the chunk dimension of S
-  // Where sequences are cut into segments: its first one, and its first state in segment_states,
-  // which a sequence of one segment has none in.
+  // Segments of the sequences before, each of which has one at least; and their states in
+  // segment_states, which a sequence of one segment has none in.
   int64_t first_segment, first_state;
 };
 
@@ -55,6 +55,15 @@ struct ChunkSlot {
   int64_t start;     // first token
   int32_t length;    // 1 .. kChunk; 0 in slots that no sequence needs
   int32_t sequence;  // N: tokens behind the last sequence, whose results are zero
+};
+
+// Of a packed batch as a whole, made on the device.
+constexpr int64_t kMostParts = 8;        // own parts of a segment
+constexpr int64_t kLeastPartChunks = 4;  // where a segment has several
+struct PackedTotals {
+  int64_t followed;     // segments that another of their sequence follows
+  int64_t states;       // in segment_states
+  int64_t part_chunks;  // chunks of an own part, of which segment_chunks is a multiple
 };
 
 // How the tokens are cut into chunks.
@@ -66,11 +75,17 @@ struct ChunkGrid {
   int64_t segments = 0;  // of one batch row that sweeps visit, if sequences are cut into segments
   int64_t segment_chunks = 0;  // chunks of a segment; 0: sequences are not cut
   int64_t segment_states = 0;  // of one batch row
+  int64_t parts_at_once = 0;   // packed only: own parts, of all heads, for which there are places
+  bool prefixed = false;       // a sweep over a segment sums the state of all before it by itself
   bool packed = false;
   bool offsets_are_int64 = false;
   const void* cu_seqlens = nullptr;  // [N + 1], packed only
   Sequence* sequences = nullptr;     // [N + 1], packed only
   ChunkSlot* chunk_slots = nullptr;  // [slots], packed only
+  // Where sweeps visit packed sequences: [N + 1], these by the chunks of their last segments, most
+  // first.
+  int32_t* by_last_segment = nullptr;
+  PackedTotals* totals = nullptr;  // the same
 };
 
 // Everything a step may read or write. Absent tensors have data == nullptr.

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "plan_segments.h"
+
 namespace gla_ext::cuda {
 namespace {
 
@@ -15,51 +17,8 @@ int64_t add(Workspace& w, int64_t bytes) {
   return start;
 }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t tier_bytes(const ChunkGrid& grid, int64_t H) {
   return grid.B * grid.slots * H * kMaxTierBlocks;
-}
-
-// Heads of at most 64 keys and 64 values: one tile.
-bool is_narrow(const PlanInputs& in) { return in.K <= kTierBlock && in.V <= kTierBlock; }
-// Blocks of sweeps at a time: of narrow heads two a multiprocessor.
-int64_t sweep_places(const PlanInputs& in) {
-  return is_narrow(in) ? 2 * in.processors : in.processors;
-}
-// Of a head or segment, in a sweep that makes all gradients.
-int64_t swept_blocks(const PlanInputs& in) { return is_narrow(in) ? 1 : 2; }
-
-// Cuts sequences into segments where sweeps over whole ones would leave multiprocessors idle: by
-// themselves too few, or packed ones of which a long one would be left over.
-void choose_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  constexpr int64_t kMinChunks = 4;  // a segment's start costs as much as about two chunks
-  plan.segments = plan.segment_chunks = plan.segment_states = 0;
-  if (in.batch_invariant || grid.N * in.H * in.K * in.V == 0) return;
-  // Blocks of one sequence; backward has two sweeps at a time, or one, of 128 key channels each.
-  const int64_t blocks = in.H * ceil_div(in.V, kFusedValues);
-  const int64_t each_way = 2 - in.save_states;
-  const int64_t sweeps = plan.swept_gradients ? swept_blocks(in) * in.H
-                         : in.backward        ? each_way * blocks * ceil_div(in.K, kOperandKeys)
-                                              : blocks;
-  const int64_t longest = ceil_div(in.T, kChunk);
-  const int64_t places = sweep_places(in);
-  const bool too_few = 2 * grid.N * sweeps <= places;
-  if (!(too_few || in.packed)) return;
-  // Packed, nothing is known of the lengths: a segment is what a place would get of all chunks.
-  const int64_t share = in.packed
-                            ? ceil_div(longest * sweeps, places)
-                            : ceil_div(longest, std::max<int64_t>(1, places / (grid.N * sweeps)));
-  const int64_t each = std::max(kMinChunks, share);
-  if (longest <= each) return;
-  plan.segment_chunks = each;
-  if (in.packed) {
-    plan.segments = grid.slots / each + in.N + 1;
-    // Of sequences of two segments or more: each has over segment_chunks chunks.
-    plan.segment_states = 2 * (grid.slots / each);
-  } else {
-    plan.segments = plan.segment_states = ceil_div(longest, each);
-  }
 }
 
 void add_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
@@ -75,30 +34,6 @@ void add_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   plan.launches += 2;
 }
 
-// Gradients in a sweep with dS on chip, by a cluster of two blocks a head, or one block of two a
-// multiprocessor for a narrow one, or a kernel over chunks that reads it from memory: the sweep
-// where its shared memory holds a head's values and is not half empty, and nearly all places have a
-// head; or a segment that is long beside a sweep's start, where segments' own parts are summed
-// anyway, as of packed batches, whose lengths nobody knows here.
-void choose_sweep(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  constexpr int64_t kMinSweptChunks = 32;  // of a segment
-  choose_segments(plan, in, grid);
-  const int64_t heads = grid.N * in.H;
-  const bool fits_cluster = in.K > kTierBlock && in.K <= kOperandKeys && in.V <= 2 * kFusedValues &&
-                            ceil_div(in.V, kTierBlock) % 2 == 0;
-  if (!(fits_cluster || is_narrow(in)) || in.batch_invariant || heads == 0) return;
-  Plan swept = plan;
-  swept.swept_gradients = true;
-  choose_segments(swept, in, grid);
-  if (swept.segments == 0 && !in.packed) {
-    const int64_t at_once = std::max<int64_t>(1, sweep_places(in) / swept_blocks(in));
-    const int64_t places = ceil_div(heads, at_once) * at_once;
-    if (4 * heads >= 3 * places) plan = swept;
-  } else if (plan.segments > 0 && swept.segment_chunks >= kMinSweptChunks) {
-    plan = swept;
-  }
-}
-
 // Whether the fused path has sweeps for such gates and states.
 bool has_sweeps(const PlanInputs& in) {
   if (in.save_states && in.K <= kTierBlock) return false;
@@ -107,14 +42,6 @@ bool has_sweeps(const PlanInputs& in) {
 
 int64_t all_operand_bytes(const PlanInputs& in, const ChunkGrid& grid) {
   return grid.B * grid.slots * in.H * operand_bytes(in.K);
-}
-
-// Of backward's plan what `choose_sweep` makes of it.
-Plan backward_sweep(PlanInputs in, const ChunkGrid& grid) {
-  in.backward = true;
-  Plan backward;
-  choose_sweep(backward, in, grid);
-  return backward;
 }
 
 // Sweeps over ready operands: where those that gate do not reach, do not save states, or would gate
@@ -182,7 +109,8 @@ void choose_paired_states(Plan& plan, const PlanInputs& in, const ChunkGrid& gri
 // One pass for the operands and the own parts of segments, where backward makes gradients in a
 // sweep: other gradients need sums of gates of which every bit is operands.cu's.
 void choose_paired_parts(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  if (!plan.linear || plan.segments == 0 || in.save_states || in.packed || !is_paired(in)) return;
+  if (!plan.linear || plan.segment_states == 0 || in.save_states || in.packed || !is_paired(in))
+    return;
   if (in.backward && plan.kept.operands != Workspace::kAbsent) return;
   const Plan backward = backward_sweep(in, grid);
   plan.paired_parts = backward.swept_gradients && backward.segments == plan.segments;
@@ -301,6 +229,7 @@ void plan_fused_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid)
   plan.fused_sweeps = true;
   if (!in.save_states) plan.state_bytes = 0;
   choose_segments(plan, in, grid);
+  choose_prefixes(plan, in, grid);
   plan.launches = (in.packed ? 2 : 0) + 2;  // the sweep, behind operands or before exact output
   add_segments(plan, in, grid);
   choose_operands(plan, in, grid);
@@ -393,6 +322,10 @@ Plan make_plan(const PlanInputs& in) {
     plan.kept = plan_kept(in, grid);
   }
   plan.workspace = step_workspace(grid, in.H, /*tiers=*/plan.kept.tiers == Workspace::kAbsent);
+  if (plan.path == Path::kFused && in.packed) {
+    plan.workspace.by_last_segment = add(plan.workspace, (grid.N + 1) * sizeof(int32_t));
+    plan.workspace.totals = add(plan.workspace, sizeof(PackedTotals));
+  }
   plan.state_bytes =
       grid.B * grid.chunks * in.H * in.K * in.V * bytes_of(intermediate_dtype(in.dtype));
   if (plan.path == Path::kSteps)

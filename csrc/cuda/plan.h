@@ -35,6 +35,7 @@ struct PlanInputs {
 struct Workspace {
   static constexpr int64_t kAbsent = -1;
   int64_t sequences = kAbsent, chunk_slots = kAbsent, tiers = kAbsent;
+  int64_t by_last_segment = kAbsent, totals = kAbsent;
   int64_t b = kAbsent, b_suffix = kAbsent;
   int64_t A = kAbsent, dA = kAbsent, S = kAbsent, dS = kAbsent;
   int64_t dq_intra = kAbsent, dk_intra = kAbsent, dg_intra = kAbsent;
@@ -65,7 +66,9 @@ struct Plan {
   // none in memory but where gradients of whole or packed sequences are swept, which take those it
   // has on chip.
   Workspace kept;
-  int64_t segments = 0, segment_chunks = 0, segment_states = 0;  // as in ChunkGrid
+  // As in ChunkGrid.
+  int64_t segments = 0, segment_chunks = 0, segment_states = 0, parts_at_once = 0;
+  bool prefixed = false;
   // Of S and, in backward unless it stays on chip, dS: in the workspace, or S as it is saved.
   int64_t state_bytes = 0;
   int64_t launches = 0;  // kernels

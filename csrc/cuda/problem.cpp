@@ -220,6 +220,8 @@ void Call::allocate(const Plan& plan) {
   problem.grid.segments = plan.segments;
   problem.grid.segment_chunks = plan.segment_chunks;
   problem.grid.segment_states = plan.segment_states;
+  problem.grid.parts_at_once = plan.parts_at_once;
+  problem.grid.prefixed = plan.prefixed;
   problem.cluster_pieces = static_cast<int32_t>(plan.cluster_pieces);
   problem.block_pieces = static_cast<int32_t>(plan.block_pieces);
   problem.swept_gradients = plan.swept_gradients;
@@ -275,6 +277,8 @@ void Call::place(const Workspace& w, char* base) {
   };
   part(p.grid.sequences, w.sequences);
   part(p.grid.chunk_slots, w.chunk_slots);
+  part(p.grid.by_last_segment, w.by_last_segment);
+  part(p.grid.totals, w.totals);
   part(p.tiers, w.tiers);
   rows(p.b, w.b, p.K, DType::kFloat);
   rows(p.b_suffix, w.b_suffix, p.K, DType::kFloat);

@@ -51,6 +51,12 @@ struct InsertBits {
     return (b & ~mask) | (a << at & mask);
   }
 };
+struct MaskOfBits {
+  static uint32_t of(uint32_t first, uint32_t count) {
+    if (first >= 32) return 0;
+    return (count >= 32 ? 0xffffffffu : (1u << count) - 1) << first;
+  }
+};
 struct ReverseBits {
   static uint32_t of(uint32_t a) {
     uint32_t r = 0;
@@ -94,6 +100,8 @@ Execute decode_bits(const Words& words, Instruction&) {
   if (op == "shr") return shift<ShiftRight>(type);
   if (op == "bfi" && type == "b32")
     return map<InsertBits, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>;
+  if (op == "bmsk" && has(words, "clamp") && type == "b32")
+    return map<MaskOfBits, uint32_t, uint32_t, uint32_t>;
   if (op == "brev" && type == "b32") return map<ReverseBits, uint32_t, uint32_t>;
   if (op == "bfind" && has(words, "shiftamt") && type == "u32")
     return map<ShiftToFirstBit, uint32_t, uint32_t>;

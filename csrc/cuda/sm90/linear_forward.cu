@@ -4,7 +4,8 @@
 //   o = A v + q^ S~      S~ = 2^from S      S' = 2^(b_C - from) (S~ + k^T v)
 //
 // grid    (segment, head, 128 values); a producer and two consumer warpgroups
-// reads   operands [B, slots, H], v [B, T, H, V], h0 or segment_states
+// reads   operands [B, slots, H], v [B, T, H, V], h0 or segment_states; of chunks before the
+//         segment's own k^ with its factors and v alone
 // writes  o [B, T, H, V], ht, and where they are to be saved, S of every chunk, bf16
 //         [B, chunks, H, K, V]
 //
@@ -73,6 +74,22 @@ __device__ __forceinline__ void write_states(const unsigned char* tiles, const P
   }
 }
 
+// k^ and the factors of a chunk before the segment's own, and whether it is outside tier 1. By one
+// thread.
+template <int kGroups>
+__device__ __forceinline__ void copy_keys(Operands<kGroups>& to, const unsigned char* from,
+                                          uint64_t* full) {
+  constexpr int kStart = offsetof(OperandGroup, factors),
+                kExact = offsetof(Operands<kGroups>, exact);
+  constexpr int kBytes = sizeof(OperandGroup) - kStart, kFlagBytes = 16;
+  arrive_and_expect(full, kGroups * kBytes + kFlagBytes);
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i)
+    bulk_copy_expected(to.groups[i].factors, from + i * sizeof(OperandGroup) + kStart, kBytes,
+                       full);
+  bulk_copy_expected(&to.exact, from + kExact, kFlagBytes, full);
+}
+
 template <int kGroups, class BlockOfKernel>
 __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int first_v) {
   const Segment& segment = s.segment;
@@ -91,9 +108,13 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
   for (int i = 0; i < kGroups; ++i) s.leave[i * kOperandKeys + thread] = 1.f;
   s.produce(
       [&](int i, Stage<kGroups>& stage, uint64_t*) {
-        if (thread == 0) {
+        uint64_t* full = &s.operands_full[i % s.kStages];
+        if (!BlockOfKernel::kSaves && thread == 0 && i < segment.prefix) {
+          copy_keys(stage.operands, operands, full);
+          if constexpr (kApart) arrive(full);  // there is no A
+        } else if (thread == 0) {
           bulk_copy(&stage.operands, operands, kApart ? kGroupBytes : Operands<kGroups>::kBytes,
-                    &s.operands_full[i % s.kStages]);
+                    full);
           if (kApart && i >= s.kStages - 1) copy_scores(i, operands);
         }
         operands += p.H * operand_bytes(p.K);
@@ -105,7 +126,8 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
         if (kApart && i == 0) {
           await_previous_kernel();  // the scan, beside which A is made outside tier 1
           if (thread == 0)
-            for (int first = 0; first < s.kStages - 1 && first < segment.chunks; ++first)
+            for (int first = segment.prefix; first < s.kStages - 1 && first < segment.chunks;
+                 ++first)
               copy_scores(first, operands_at(p, segment.chunk_head(p, first)));
         }
         wait(&s.operands_full[number], s.parity(i));
@@ -120,6 +142,38 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
       });
 }
 
+// The state over the chunks before the segment's own. Where states are saved there are none.
+template <int kGroups, class BlockOfKernel>
+__device__ __forceinline__ void consume_prefix(BlockOfKernel& s,
+                                               State<kOperandKeys> (&state)[kGroups], int group) {
+  for (int chunk = 0; chunk < s.segment.prefix; ++chunk) {
+    const int number = chunk % s.kStages;
+    const auto& stage = s.stages[number];
+    wait(&s.full[number], s.parity(chunk));
+    const bool exact = __any_sync(0xffffffffu, stage.operands.exact);
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) state[i].pass(s.pass[number] + i * kOperandKeys);
+    if (exact) {
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) state[i].scale(stage.operands.groups[i].factors[kMiddle]);
+    }
+    const ValueOperand<true> v(stage.v + group * kTileBytes);
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const uint32_t k = shared_address(stage.operands.groups[i].k);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        v.template multiply<Contiguous::kOther>(state[i].x, j,
+                                                descriptor(k + 2048 * j, kTileBytes));
+    }
+    commit_products();
+    wait_for_products<0>();
+    fence_for_products();  // and bulk copies
+    arrive(&s.empty[number]);
+  }
+}
+
 template <int kGroups, class BlockOfKernel>
 __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int group,
                                         int block_v) {
@@ -132,7 +186,8 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     state[i].first_k = i * kOperandKeys;
     state[i].load(p, segment, first_v);
   }
-  for (int chunk = 0; chunk < segment.chunks; ++chunk) {
+  if constexpr (!BlockOfKernel::kSaves) consume_prefix<kGroups>(s, state, group);
+  for (int chunk = segment.prefix; chunk < segment.chunks; ++chunk) {
     const int number = chunk % s.kStages;
     auto& stage = s.stages[number];
     wait(&s.full[number], s.parity(chunk));
@@ -196,7 +251,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
 template <int kGroups, class BlockOfKernel>
 __global__ void __launch_bounds__(kLinearThreads, 1) linear_forward_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  wait_for_all_but_scan(p.grid.segment_chunks > 0);
+  wait_for_all_but_scan(p.grid.segment_states > 0);
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<BlockOfKernel*>(s_bytes);
   const int v_blocks = blocks_of(p.V, kValues);

@@ -211,7 +211,7 @@ template <Store kStore>
 __global__ void __launch_bounds__(kLinearThreads, 1)
     linear_states_kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  wait_for_all_but_scan(kStore == Store::kChunks && p.grid.segment_chunks > 0);
+  wait_for_all_but_scan(kStore == Store::kChunks && p.grid.segment_states > 0);
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<Block*>(s_bytes);
   if (blockIdx.x < states)

@@ -297,6 +297,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<Shared<kPieces>*>(s_bytes);
   const Cluster cluster;
+  if (!kOperands && !has_state(p, cluster.index / value_pairs(p))) return;
   if constexpr (kOperands) {
     s.pieces.find(p, pieces, cluster);
   } else if (threadIdx.x == 0) {

@@ -82,6 +82,21 @@ __device__ __forceinline__ void bulk_copy(const void* shared, const void* global
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
+// An arrival at `barrier`, whose phase then waits for the bytes too, of copies that follow.
+__device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_copy_expected(const void* shared, const void* global,
+                                                   int bytes, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
 // From shared to global memory. Wait before the block ends, or shared memory is written.
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),

@@ -33,7 +33,8 @@ __device__ __forceinline__ void find_states(const Problem& p, int64_t n, int64_t
   const Sequence sequence = find_sequence(p, n);
   const int64_t chunks = blocks_of(sequence.length, kChunk);
   first = sequence.first_state;
-  count = blocks_of(chunks, p.grid.segment_chunks);
+  const int64_t each = p.grid.packed ? p.grid.totals->part_chunks : p.grid.segment_chunks;
+  count = chunks > p.grid.segment_chunks ? blocks_of(chunks, each) : 0;
 }
 
 __device__ __forceinline__ float4 load_boundary(const Problem& p, const float* state, int k,
@@ -55,7 +56,7 @@ __device__ __forceinline__ void scan(const Problem& p, int64_t block, bool backw
   const int k = at / p.V;
   int64_t first, count;
   find_states(p, n, first, count);
-  if (count < 2) return;
+  if (count == 0) return;
   const float* boundary = backwards ? p.dht : p.h0;
   float4 x =
       load_boundary(p, boundary == nullptr ? nullptr : boundary + index * matrix, k, at - k * p.V);

@@ -57,18 +57,15 @@ struct State {
     const int t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
     for (int j = 0; j < kKeys / 16; ++j) {
-      const float4 f = *reinterpret_cast<const float4*>(factors + first + 16 * j + 4 * t);
-      float* y = x + first / 2 + 8 * j;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        y[2 * e] *= f.x;
-        y[2 * e + 1] *= f.y;
-        y[4 + 2 * e] *= f.z;
-        y[4 + 2 * e + 1] *= f.w;
-      }
+      const float* y = pass_quads(first + 16 * j, factors, t);
 #pragma unroll
       for (int e = 0; e < 4; ++e) operand[j][e] = pack(y[2 * e], y[2 * e + 1]);
     }
+  }
+  // By such factors, but no operand.
+  __device__ __forceinline__ void pass(const float* factors) {
+#pragma unroll
+    for (int k = 0; k < K; k += 16) pass_quads(k, factors, static_cast<int>(threadIdx.x) % 4);
   }
   // Where a key channel's factor is, if a thread's four of sixteen channels lie side by side.
   static __device__ __forceinline__ int quad_index(int channel) {
@@ -85,6 +82,21 @@ struct State {
       x[4 * j + 2] *= f.x;
       x[4 * j + 3] *= f.y;
     }
+  }
+
+ private:
+  // Of sixteen channels from `first` on; returns the first of their elements. t: of a quad.
+  __device__ __forceinline__ float* pass_quads(int first, const float* factors, int t) {
+    const float4 f = *reinterpret_cast<const float4*>(factors + first + 4 * t);
+    float* y = x + first / 2;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      y[2 * e] *= f.x;
+      y[2 * e + 1] *= f.y;
+      y[4 + 2 * e] *= f.z;
+      y[4 + 2 * e + 1] *= f.w;
+    }
+    return y;
   }
 };
 

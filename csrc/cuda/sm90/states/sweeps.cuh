@@ -29,6 +29,10 @@ struct Fields {
   static __device__ __forceinline__ bf16* chunk_states(const Problem& p) {
     return static_cast<bf16*>(kStates ? p.S : p.dS);
   }
+  // The place of what enters it.
+  static __device__ __forceinline__ int64_t state(const Segment& s) {
+    return kStates ? s.state : s.last_state;
+  }
   // Whether nothing comes before, or follows, in the order of the sweep.
   static __device__ __forceinline__ bool begins(const Segment& s) {
     return kStates ? s.first : s.last;
@@ -48,7 +52,7 @@ __device__ __forceinline__ void load_entering(State& state, const Problem& p,
   using F = Fields<kSweep>;
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
   if (!F::begins(segment))
-    state.load(p, F::segment_states(p) + segment.state * matrix, false);
+    state.load(p, F::segment_states(p) + F::state(segment) * matrix, false);
   else if (F::initial(p) != nullptr)
     state.load(p, F::initial(p) + (segment.n * p.H + segment.head) * matrix, p.state_v_first);
 }
