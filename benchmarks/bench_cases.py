@@ -3,6 +3,7 @@ fp32 gates, and gates of other strengths. Parts of `check_gpu.py`.
 """
 
 import dataclasses
+import random
 
 import bench_cuda as bench
 import torch
@@ -12,6 +13,7 @@ MIXED = (
     *(12106, 9171, 7001, 5557, 4423, 3517, 3001, 2557, 2203, 1907, 1709, 1511, 1361, 1231, 1103),
     *(991, 887, 797, 701, 607, 523, 443, 367, 293, 227, 173, 131, 97, 71, 43, 17, 5, 805),
 )
+SHUFFLED = tuple(random.Random(1).sample(MIXED, len(MIXED)))
 UNEVEN = (32771, 1055, *(1057,) * 30)
 
 
@@ -49,6 +51,7 @@ OTHERS = {
     "8x2048x4x128x256, g in fp32": dataclasses.replace(MAIN, gate_dtype=torch.float32),
     "1x65536x4x128x256, packed, 32 of 2,048": _packed((2048,) * 32, 4, 128, 256),
     "1x65536x4x128x256, packed, 33 of 5 to 12,106": _packed(MIXED, 4, 128, 256),
+    "1x65536x4x128x256, packed, these in a random order": _packed(SHUFFLED, 4, 128, 256),
     "1x65536x4x128x256, packed, one of 32,771, 31 of some 1,057": _packed(UNEVEN, 4, 128, 256),
     "8x2048x4x96x192": Case(8, 2048, 4, 96, 192),
     "8x2048x4x160x320": Case(8, 2048, 4, 160, 320),
