@@ -34,31 +34,37 @@ __host__ __device__ inline int64_t segment_heads(const ChunkGrid& grid, int64_t 
   return H * (grid.segment_chunks > 0 ? grid.B * grid.segments : grid.N + grid.packed);
 }
 
+// Counts below are of 32 bits, as a grid's blocks are: divisions of 64 are calls, which take
+// registers from all of a kernel.
+__device__ __forceinline__ uint32_t chunks_of(const Sequence& sequence) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(sequence.length + kChunk - 1) / kChunk);
+}
+
 // Part `part`, of `each` chunks, of sequence n, whose chunks are 0 where the sequence has no such
 // part. part_chunks: of each of its own parts.
-__device__ __forceinline__ Segment segment_at(const Problem& p, int64_t n, int64_t part,
-                                              int64_t each, int64_t part_chunks, int head) {
+__device__ __forceinline__ Segment segment_at(const Problem& p, uint32_t n, uint32_t part,
+                                              uint32_t each, uint32_t part_chunks, uint32_t head) {
   const ChunkGrid& grid = p.grid;
   const Sequence sequence = find_sequence(p, n);
-  const int64_t chunks = blocks_of(sequence.length, kChunk);
+  const uint32_t chunks = chunks_of(sequence);
   if (each == 0) each = part_chunks = chunks;
-  const int64_t done = part * each, left = chunks - done;
-  const int64_t own = left <= 0 ? 0 : left < each ? left : each;
-  const int64_t prefix = grid.prefixed ? done : 0, skipped = done - prefix;
+  const uint32_t done = part * each, left = done < chunks ? chunks - done : 0;
+  const uint32_t own = left < each ? left : each;
+  const uint32_t prefix = grid.prefixed ? done : 0, skipped = done - prefix;
+  const bool has_parts = part_chunks < each;
+  const uint32_t before = has_parts ? done / part_chunks : part;
+  const uint32_t more = has_parts && own > 0 ? (own - 1) / part_chunks : 0;
   Segment s;
-  s.head = head;
+  s.head = static_cast<int>(head);
   s.n = n;
   s.row = grid.packed ? 0 : n;
-  s.start = sequence.start + skipped * kChunk;
-  s.length = sequence.length - skipped * kChunk;
+  s.start = sequence.start + static_cast<int64_t>(skipped) * kChunk;
+  s.length = sequence.length - static_cast<int64_t>(skipped) * kChunk;
   s.first_slot = sequence.first_slot + skipped;
   s.chunks = static_cast<int>(prefix + own);
   s.prefix = static_cast<int>(prefix);
-  const bool has_parts = part_chunks < each;
-  const int64_t state = sequence.first_state + (has_parts ? done / part_chunks : part);
-  const int64_t more = has_parts ? (own - 1) / part_chunks : 0;
-  s.state = state * p.H + head;
-  s.last_state = (state + more) * p.H + head;
+  s.state = (sequence.first_state + before) * p.H + head;
+  s.last_state = (sequence.first_state + before + more) * p.H + head;
   s.first = skipped == 0;
   s.last = left <= each;
   s.tail = n == grid.N;
@@ -74,11 +80,11 @@ __device__ __forceinline__ Segment no_segment() {
 
 // The last packed sequence n for which first(n) is not behind `index`.
 template <class First>
-__device__ __forceinline__ int64_t find_packed(const ChunkGrid& grid, int64_t index,
-                                               First&& first) {
-  int64_t low = 0, high = grid.N;
+__device__ __forceinline__ uint32_t find_packed(const ChunkGrid& grid, uint32_t index,
+                                                First&& first) {
+  uint32_t low = 0, high = static_cast<uint32_t>(grid.N);
   while (low < high) {
-    const int64_t middle = (low + high + 1) / 2;
+    const uint32_t middle = (low + high + 1) / 2;
     if (first(middle) <= index)
       low = middle;
     else
@@ -91,36 +97,36 @@ __device__ __forceinline__ int64_t find_packed(const ChunkGrid& grid, int64_t in
 // differ, those that others of a sequence follow, which are all as long, then the last ones.
 __device__ __forceinline__ Segment find_segment(const Problem& p, int64_t index) {
   const ChunkGrid& grid = p.grid;
-  const int64_t slot = index / p.H;
-  const auto head = static_cast<int>(index - slot * p.H);
-  int64_t n = slot, part = 0;
+  const auto i = static_cast<uint32_t>(index), H = static_cast<uint32_t>(p.H);
+  const auto each = static_cast<uint32_t>(grid.segment_chunks);
+  const uint32_t slot = i / H, head = i - slot * H;
+  uint32_t n = slot, part = 0, part_chunks = each;
   if (grid.packed) {
-    const PackedTotals totals = *grid.totals;
-    const int64_t last = slot - totals.followed;
-    if (last > grid.N) return no_segment();
-    if (last >= 0) {
-      n = grid.by_last_segment[last];
-      const int64_t chunks = blocks_of(grid.sequences[n].length, kChunk);
-      if (chunks > grid.segment_chunks && grid.segment_chunks > 0)
-        part = blocks_of(chunks, grid.segment_chunks) - 1;
+    const auto followed = static_cast<uint32_t>(grid.totals->followed);
+    part_chunks = static_cast<uint32_t>(grid.totals->part_chunks);
+    if (slot >= followed) {
+      if (slot - followed > grid.N) return no_segment();
+      n = grid.by_last_segment[slot - followed];
+      const uint32_t chunks = chunks_of(grid.sequences[n]);
+      if (each > 0 && chunks > each) part = (chunks - 1) / each;
     } else {
-      const auto before = [&](int64_t n) { return grid.sequences[n].first_segment - n; };
+      const auto before = [&](uint32_t n) {
+        return static_cast<uint32_t>(grid.sequences[n].first_segment) - n;
+      };
       n = find_packed(grid, slot, before);
       part = slot - before(n);
     }
-    return segment_at(p, n, part, grid.segment_chunks, totals.part_chunks, head);
+  } else if (each > 0) {
+    n = slot / static_cast<uint32_t>(grid.segments);
+    part = slot - n * static_cast<uint32_t>(grid.segments);
   }
-  if (grid.segment_chunks > 0) {
-    n = slot / grid.segments;
-    part = slot - n * grid.segments;
-  }
-  return segment_at(p, n, part, grid.segment_chunks, grid.segment_chunks, head);
+  return segment_at(p, n, part, each, part_chunks, head);
 }
 
 // Whether number `index` of states and heads is any segment's. Few are where packed sequences are
 // short.
 __device__ __forceinline__ bool has_state(const Problem& p, int64_t index) {
-  return !p.grid.packed || index / p.H < p.grid.totals->states;
+  return !p.grid.packed || index < p.grid.totals->states * p.H;
 }
 
 // The chunks whose own part is number `index` of these, as a segment.
@@ -128,11 +134,12 @@ __device__ __forceinline__ Segment find_segment_of_state(const Problem& p, int64
   if (!p.grid.packed) return find_segment(p, index);
   if (!has_state(p, index)) return no_segment();
   const Sequence* sequences = p.grid.sequences;
-  const int64_t state = index / p.H;
-  const int64_t n = find_packed(p.grid, state, [=](int64_t n) { return sequences[n].first_state; });
-  const int64_t part_chunks = p.grid.totals->part_chunks;
-  return segment_at(p, n, state - sequences[n].first_state, part_chunks, part_chunks,
-                    static_cast<int>(index - state * p.H));
+  const auto i = static_cast<uint32_t>(index), H = static_cast<uint32_t>(p.H);
+  const uint32_t state = i / H;
+  const auto first = [=](uint32_t n) { return static_cast<uint32_t>(sequences[n].first_state); };
+  const uint32_t n = find_packed(p.grid, state, first);
+  const auto part_chunks = static_cast<uint32_t>(p.grid.totals->part_chunks);
+  return segment_at(p, n, state - first(n), part_chunks, part_chunks, i - state * H);
 }
 // Of all batch rows and heads.
 __host__ __device__ inline int64_t segment_state_heads(const ChunkGrid& grid, int64_t H) {
