@@ -180,9 +180,7 @@ def test_graph_replays_with_other_lengths(H, K, V):
 def test_a_hundred_times(gate, H, K, V):
     lengths = (20_000, 0, 3, *[100] * 100, 15_000, 12_345)
     weak = gate in MIXED
-    x = large_inputs(
-        1, 65536, H, K, V, BF16, 0.05 if weak else gate, states=True, lengths=lengths
-    )
+    x = large_inputs(1, 65536, H, K, V, BF16, 0.05 if weak else gate, states=True, lengths=lengths)
     x = mixed_gates(x, gate) if weak else x
     assert plan_of(x)["swept_gradients"]
     expected = ours(x)

@@ -129,12 +129,19 @@ def test_segments_in_pairs_of_blocks():
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("H, K, V", [(16, 72, 72), (16, 72, 200), (64, 8, 16)])
-def test_gradients_of_packed_sequences_in_a_sweep(H, K, V):
-    """About as few tokens as are swept for; minutes under the tools. The tail is two segments."""
-    lengths = (0, 1, 2500, 64, 0, 1755, 15, 0)
+@pytest.mark.parametrize(
+    "H, K, V, T, lengths",
+    [
+        # About as few tokens as are swept for; minutes under the tools. The tail is two segments.
+        (16, 72, 72, 8500, (0, 1, 2500, 64, 0, 1755, 15, 0)),
+        (16, 72, 200, 8500, (0, 1, 2500, 64, 0, 1755, 15, 0)),
+        (64, 8, 16, 8500, (0, 1, 2500, 64, 0, 1755, 15, 0)),
+        (8, 72, 72, 16600, (*[1000] * 7, 2500, *[1000] * 7)),  # one of two segments, in eight parts
+    ],
+)
+def test_gradients_of_packed_sequences_in_a_sweep(H, K, V, T, lengths):
     x = make_inputs(
-        1, 8500, for_this_gpu(H), K, V, torch.bfloat16, 0.1, states=K == 72, lengths=lengths
+        1, T, for_this_gpu(H), K, V, torch.bfloat16, 0.1, states=K == 72, lengths=lengths
     )
     plan = plan_of(x)
     assert plan["swept_gradients"] and plan_of(x, False)["packed_parts"] == (K == 72)

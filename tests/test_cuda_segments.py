@@ -61,7 +61,7 @@ def half_of_the_gpu(T, H, K, V, blocks, **options):
 @pytest.mark.parametrize("gates", [0.1, 1.0, "reset", *MIXED])
 @pytest.mark.parametrize(
     "T, H, K, V, blocks",
-    [(330, 3, 72, 40, 1), (1000, 2, 128, 256, 2), (1025, 1, 200, 136, 2), (700, 3, 256, 64, 1)],
+    [(330, 3, 72, 40, 1), (1000, 2, 128, 256, 2), (1025, 3, 200, 136, 2), (700, 3, 256, 64, 1)],
 )
 def test_segments_that_sum_the_one_before(T, H, K, V, blocks, gates, gate_dtype):
     gate = 0.1 if gates in MIXED else gates
@@ -85,7 +85,11 @@ def test_sums_of_the_segment_before_are_those_of_a_sweep_over_all(K, V, blocks):
 @pytest.mark.parametrize(
     "H, K, V, lengths",
     [
-        (16, 128, 256, (1, 2500, 64, 0, 1755, 300, 2200, 700)),  # gradients are swept
+        # Of two segments in eight parts, whose gradients are swept.
+        (8, 128, 256, (2500, *[1000] * 14)),
+        (32, 64, 64, (3000, *[300] * 60)),
+        (2, 200, 72, (6000, *[300] * 100)),
+        (16, 128, 256, (1, 2500, 64, 0, 1755, 300, 2200, 700)),
         (4, 64, 128, (1, 2500, 64, 0, 1755, 300, 2200, 700)),
         (64, 64, 64, (1, 2500, 64, 0, 1755, 300, 2200, 700)),
         (4, 200, 72, (1, 2500, 64, 0, 1755, 300, 2200, 700)),
@@ -162,6 +166,16 @@ def test_graph_replays_with_other_segments():
     cases = [packed(T, lengths, *sizes, seed=i) for i, lengths in enumerate([first, *others])]
     assert plan_of(static)["segments"] > 0
     assert_graph_replays(ours, static, [*cases, cases[1]])
+
+
+def test_graph_replays_with_other_parts():
+    """One segment is followed, then none, many, and a few: eight parts of it, or fewer."""
+    sizes, T = (for_this_gpu(8), 72, 72), 16600
+    few = (3000,) * 5 + (0,) * 10
+    cases = [(2500, *[1000] * 14), (1000,) * 15, (8000, 1, 8000, *[0] * 12), few]
+    drawn = [packed(T, lengths, *sizes, seed=i) for i, lengths in enumerate(cases)]
+    assert plan_of(drawn[0])["swept_gradients"]
+    assert_graph_replays(ours, drawn[0], [*drawn, drawn[1]])
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ __device__ int64_t segments_of(const ChunkGrid& grid, int64_t chunks) {
   return max(blocks_of(chunks, grid.segment_chunks), int64_t{1});
 }
 
-// Of own parts, where so many segments are followed by others: the fewest for which there are
-// places at once. None has fewer parts than segments.
+// Of an own part, where so many segments are followed by others: as few as let all parts of these
+// have places at once, or a segment's.
 __device__ int64_t choose_part_chunks(const ChunkGrid& grid, int64_t followed) {
   int64_t parts = 1;
   while (parts < kMostParts && grid.segment_chunks % (2 * parts) == 0 &&

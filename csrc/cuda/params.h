@@ -57,9 +57,10 @@ struct ChunkSlot {
   int32_t sequence;  // N: tokens behind the last sequence, whose results are zero
 };
 
+// Own parts of a segment of packed sequences, and chunks of one where there are several.
+constexpr int64_t kMostParts = 8, kLeastPartChunks = 4;
+
 // Of a packed batch as a whole, made on the device.
-constexpr int64_t kMostParts = 8;        // own parts of a segment
-constexpr int64_t kLeastPartChunks = 4;  // where a segment has several
 struct PackedTotals {
   int64_t followed;     // segments that another of their sequence follows
   int64_t states;       // in segment_states
@@ -75,15 +76,15 @@ struct ChunkGrid {
   int64_t segments = 0;  // of one batch row that sweeps visit, if sequences are cut into segments
   int64_t segment_chunks = 0;  // chunks of a segment; 0: sequences are not cut
   int64_t segment_states = 0;  // of one batch row
-  int64_t parts_at_once = 0;   // packed only: own parts, of all heads, for which there are places
-  bool prefixed = false;       // a sweep over a segment sums the state of all before it by itself
+  int64_t parts_at_once = 0;   // packed only: own parts, each of all heads, that there is room for
+  bool prefixed = false;       // of two segments the second sums the state of the first by itself
   bool packed = false;
   bool offsets_are_int64 = false;
   const void* cu_seqlens = nullptr;  // [N + 1], packed only
   Sequence* sequences = nullptr;     // [N + 1], packed only
   ChunkSlot* chunk_slots = nullptr;  // [slots], packed only
   // Where sweeps visit packed sequences: [N + 1], these by the chunks of their last segments, most
-  // first.
+  // first, some thousands at a time.
   int32_t* by_last_segment = nullptr;
   PackedTotals* totals = nullptr;  // the same
 };
@@ -126,6 +127,7 @@ struct Problem {
   // Fused path, sequences cut into segments: the state that enters each segment, or the gradient of
   // the state that leaves it, [B, segment_states, H, K, V]; before the scan over segments what a
   // segment adds to it by itself, and the sum of its gates in log2 units [B, segment_states, H, K].
+  // Of packed sequences the same for each own part, of which a segment may have several.
   float* segment_states = nullptr;
   float* segment_state_grads = nullptr;
   float* segment_decays = nullptr;

@@ -23,7 +23,8 @@ int64_t places_each(const Plan& plan, const PlanInputs& in, const ChunkGrid& gri
   return blocks > 0 ? sweep_places(in) / blocks : 0;
 }
 
-// Of these, the fewest with which segments pay for their own parts and the scan.
+// Of these, the fewest with which segments pay for their own parts and the scan; in forward of more
+// than 64 keys two, of which `choose_prefixes` takes most.
 int64_t fewest_places(const Plan& plan, const PlanInputs& in) {
   if (in.backward) return plan.swept_gradients ? 2 : 3;
   return is_narrow(in) ? 4 : in.K <= kTierBlock ? 3 : 2;
@@ -109,9 +110,7 @@ void choose_prefixes(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   const bool pays =
       places == 2 ? !two_blocks || longest <= 64 : places == 3 && !two_blocks && longest <= 32;
   if (!pays) return;
-  const int64_t each = ceil_div(longest * kFirst, kOf);
-  if (each == longest) return;
-  plan.segment_chunks = each;
+  plan.segment_chunks = ceil_div(longest * kFirst, kOf);
   plan.segments = 2;
   plan.segment_states = 0;
   plan.prefixed = true;

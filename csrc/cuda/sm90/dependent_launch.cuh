@@ -35,11 +35,11 @@ __device__ __forceinline__ void wait_before_next_kernel() {
   await_previous_kernel();
   release_next_kernel();
 }
-// In a sweep, which the scan stands before if there are segments. A block of nothing but tokens
+// In a sweep, which the scan stands before if segments have states. A block of nothing but tokens
 // behind packed sequences may then end without waiting for it: others of the grid wait, of every
 // sequence's first segment at least.
-__device__ __forceinline__ void wait_for_all_but_scan(bool segments) {
-  if (segments)
+__device__ __forceinline__ void wait_for_all_but_scan(bool scanned) {
+  if (scanned)
     release_next_kernel();
   else
     wait_for_previous_kernel();
