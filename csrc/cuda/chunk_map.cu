@@ -2,9 +2,9 @@
 // replays with other offsets.
 //
 // reads   cu_seqlens [N + 1]
-// writes  sequences [N + 1], the last of them the tokens behind every sequence; chunk_slots
-// [slots];
-//         where sweeps visit sequences, by_last_segment [N + 1] and totals
+// writes  sequences [N + 1], the last of them the tokens behind every sequence; chunk_slots [slots]
+//
+// and where sweeps visit sequences, by_last_segment [N + 1] and totals.
 //
 // Offsets are clamped to [0, T], so that wrong ones never lead outside a tensor.
 #include <cub/block/block_radix_sort.cuh>
