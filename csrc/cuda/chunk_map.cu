@@ -11,6 +11,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "device/launch.cuh"
+#include "device/packed.cuh"
 
 namespace gla_ext::cuda {
 namespace {
@@ -126,22 +127,16 @@ __global__ void __launch_bounds__(kMapThreads) map_chunks(Problem p) {
   if (blockIdx.x == blocks_of(grid.slots, kMapThreads)) return sort_sequences(grid);
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kMapThreads + threadIdx.x;
   if (slot >= grid.slots) return;
-  int64_t low = 0, high = grid.N;  // the last sequence whose first slot is not behind this one
-  while (low < high) {
-    const int64_t middle = (low + high + 1) / 2;
-    if (grid.sequences[middle].first_slot <= slot)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  const Sequence sequence = grid.sequences[low];
+  const uint32_t n = find_packed(grid, static_cast<uint32_t>(slot),
+                                 [&](uint32_t n) { return grid.sequences[n].first_slot; });
+  const Sequence sequence = grid.sequences[n];
   const int64_t done = (slot - sequence.first_slot) * kChunk;
   const int64_t left = sequence.length - done;
   grid.chunk_slots[slot] = {sequence.start + done,
                             static_cast<int32_t>(left <= 0       ? 0
                                                  : left < kChunk ? left
                                                                  : kChunk),
-                            static_cast<int32_t>(low)};
+                            static_cast<int32_t>(n)};
 }
 
 }  // namespace

@@ -142,6 +142,21 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
       });
 }
 
+// Issues the state's products, S~ + k^T v.
+template <int kGroups, class Values>
+__device__ __forceinline__ void multiply_values(State<kOperandKeys> (&state)[kGroups],
+                                                const Values& v,
+                                                const Operands<kGroups>& operands) {
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    const uint32_t k = shared_address(operands.groups[i].k);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      v.template multiply<Contiguous::kOther>(state[i].x, j, descriptor(k + 2048 * j, kTileBytes));
+  }
+  commit_products();
+}
+
 // The state over the chunks before the segment's own. Where states are saved there are none.
 template <int kGroups, class BlockOfKernel>
 __device__ __forceinline__ void consume_prefix(BlockOfKernel& s,
@@ -159,15 +174,7 @@ __device__ __forceinline__ void consume_prefix(BlockOfKernel& s,
     }
     const ValueOperand<true> v(stage.v + group * kTileBytes);
     begin_products();
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      const uint32_t k = shared_address(stage.operands.groups[i].k);
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        v.template multiply<Contiguous::kOther>(state[i].x, j,
-                                                descriptor(k + 2048 * j, kTileBytes));
-    }
-    commit_products();
+    multiply_values(state, v, stage.operands);
     wait_for_products<0>();
     fence_for_products();  // and bulk copies
     arrive(&s.empty[number]);
@@ -221,15 +228,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
       v.template multiply<Contiguous::kSummed>(
           o, j, descriptor(shared_address(stage.operands.A) + kStepBytes * j, 0));
     commit_products();
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      const uint32_t k = shared_address(stage.operands.groups[i].k);
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        v.template multiply<Contiguous::kOther>(state[i].x, j,
-                                                descriptor(k + 2048 * j, kTileBytes));
-    }
-    commit_products();
+    multiply_values(state, v, stage.operands);
     // The state's products may run on while o passes, if they have v in registers; of K above 128
     // the call would take .3 % longer.
     constexpr bool kRunOn = kGroups == 1 && !BlockOfKernel::kSaves;

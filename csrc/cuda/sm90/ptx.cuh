@@ -71,17 +71,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// `bytes`, a multiple of 16, from global to shared memory by one thread, which arrives at
-// `barrier`; the barrier's phase then waits for the bytes too.
-__device__ __forceinline__ void bulk_copy(const void* shared, const void* global, int bytes,
-                                          uint64_t* barrier) {
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%3], %2;\n"
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier))
-      : "memory");
-}
 // An arrival at `barrier`, whose phase then waits for the bytes too, of copies that follow.
 __device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, int bytes) {
   asm volatile(
@@ -89,6 +78,7 @@ __device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, int bytes) 
       "r"(bytes)
       : "memory");
 }
+// `bytes`, a multiple of 16, from global to shared memory by one thread, which `barrier` expects.
 __device__ __forceinline__ void bulk_copy_expected(const void* shared, const void* global,
                                                    int bytes, uint64_t* barrier) {
   asm volatile(
@@ -96,6 +86,12 @@ __device__ __forceinline__ void bulk_copy_expected(const void* shared, const voi
           "r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
+}
+// Both: the thread arrives too.
+__device__ __forceinline__ void bulk_copy(const void* shared, const void* global, int bytes,
+                                          uint64_t* barrier) {
+  arrive_and_expect(barrier, bytes);
+  bulk_copy_expected(shared, global, bytes, barrier);
 }
 // From shared to global memory. Wait before the block ends, or shared memory is written.
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../device/chunk.cuh"
+#include "../device/packed.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
@@ -76,21 +77,6 @@ __device__ __forceinline__ Segment no_segment() {
   Segment s{};
   s.tail = true;
   return s;
-}
-
-// The last packed sequence n for which first(n) is not behind `index`.
-template <class First>
-__device__ __forceinline__ uint32_t find_packed(const ChunkGrid& grid, uint32_t index,
-                                                First&& first) {
-  uint32_t low = 0, high = static_cast<uint32_t>(grid.N);
-  while (low < high) {
-    const uint32_t middle = (low + high + 1) / 2;
-    if (first(middle) <= index)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return low;
 }
 
 // Number `index` of segments and heads, the longest first: of packed sequences, whose lengths
