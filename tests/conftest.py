@@ -33,6 +33,7 @@ def why_no_cuda() -> str | None:
 
 PATHS = ("plan", "steps")
 KEPT, AGAIN = "kept", "made again"
+CACHED_BYTES = 2 << 30  # what torch's allocator may keep on the GPU from one test to the next
 HEADS = {"K20-V28": (20, 28), "K24-V40": (24, 40)}
 
 
@@ -101,6 +102,12 @@ def operands(request, keep_nothing) -> str:
 def pytest_runtest_setup(item):
     if item.get_closest_marker("cuda") and (reason := why_no_cuda()):
         pytest.skip(reason)
+
+
+def pytest_runtest_teardown(item):
+    """Leaves the GPU's memory to other workers (pytest -n): torch's cache would only grow."""
+    if item.get_closest_marker("cuda") and torch.cuda.memory_reserved() > CACHED_BYTES:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

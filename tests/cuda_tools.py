@@ -35,6 +35,11 @@ def backward_in_this_thread():
     return torch.autograd.set_multithreading_enabled(False)
 
 
+def requested_bytes() -> int:
+    """What tensors hold on the GPU, without what blocks of torch's cache are larger by."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
 def peak_bytes(call: Callable[[], object]) -> int:
     """The most that a call allocates beside what was there."""
     torch.cuda.synchronize()

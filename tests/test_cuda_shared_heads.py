@@ -149,10 +149,11 @@ def test_bits_and_memory_at_full_load(shape):
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("K, V", [(64, 64), (128, 256), (256, 512)])
+@pytest.mark.parametrize("H, K, V", [(4, 64, 64), (4, 128, 256), (2, 256, 512)])
 @pytest.mark.parametrize("invariant", [False, True])
-def test_segments(invariant, K, V):
-    x = shared(make_inputs(1, 4101, 4, K, V, torch.bfloat16, gate=1 / 64, device="cuda"), 2)
+def test_segments(invariant, H, K, V):
+    x = make_inputs(1, 4101, H, K, V, torch.bfloat16, gate=1 / 64, device="cuda")
+    x = shared(x, H // 2)
     assert plan_of(x)["path"] == "fused"
     assert (plan_of(x, batch_invariant=invariant)["segments"] > 0) != invariant
     with batch_invariant(invariant):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import assert_close
+from cuda_tools import requested_bytes
 from norm_inputs import BOUND, normal
 from swiglu_inputs import Calls, by_dtype, errors, kept
 from torch import nn
@@ -136,7 +137,7 @@ def test_what_an_mlp_keeps_on_cuda():
     x = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     mlp(x).sum().backward()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = requested_bytes()
     y = mlp(x)
-    kept_bytes = torch.cuda.memory_allocated() - before - y.nbytes
+    kept_bytes = requested_bytes() - before - y.nbytes
     assert kept_bytes <= 2 * 4096 * 2816 * 2 + 4096
