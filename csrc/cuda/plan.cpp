@@ -34,11 +34,8 @@ void add_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   plan.launches += 2;
 }
 
-// Whether the fused path has sweeps for such gates and states.
-bool has_sweeps(const PlanInputs& in) {
-  if (in.save_states && in.K <= kTierBlock) return false;
-  return in.gate_dtype == DType::kBFloat16 || (in.gate_dtype == DType::kFloat && in.K > kTierBlock);
-}
+// Whether the fused path has sweeps for such states.
+bool has_sweeps(const PlanInputs& in) { return !in.save_states || in.K > kTierBlock; }
 
 int64_t all_operand_bytes(const PlanInputs& in, const ChunkGrid& grid) {
   return grid.B * grid.slots * in.H * operand_bytes(in.K);
@@ -308,9 +305,7 @@ const char* why_not_fused(const PlanInputs& in) {
   if (!in.aligned) return "rows that start at multiples of 16 bytes";
   if (in.K > kFusedKeys) return "K to be at most 256";
   if (in.gate_dtype == DType::kHalf) return "g in torch.bfloat16 or torch.float32";
-  if (in.save_states && !in.backward && in.K <= kTierBlock)
-    return "no states to be saved, or K to be more than 64";
-  if (!in.backward && !has_sweeps(in)) return "g in torch.bfloat16, or K to be more than 64";
+  if (!in.backward && !has_sweeps(in)) return "no states to be saved, or K to be more than 64";
   return nullptr;
 }
 

@@ -51,7 +51,9 @@ void cut_packed(Plan& plan, const PlanInputs& in, const ChunkGrid& grid, int64_t
 
 }  // namespace
 
-bool is_narrow(const PlanInputs& in) { return in.K <= kTierBlock && in.V <= kTierBlock; }
+bool is_narrow(const PlanInputs& in) {
+  return in.K <= kTierBlock && in.V <= kTierBlock && in.gate_dtype == DType::kBFloat16;
+}
 
 int64_t sweep_places(const PlanInputs& in) {
   return is_narrow(in) ? 2 * in.processors : in.processors;

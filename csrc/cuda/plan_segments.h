@@ -8,7 +8,8 @@ namespace gla_ext::cuda {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Heads of at most 64 keys and 64 values: one tile.
+// Heads of at most 64 keys and 64 values, one tile, with bf16 gates: fp32 ones leave no room for two
+// blocks a multiprocessor.
 bool is_narrow(const PlanInputs& in);
 // Blocks of sweeps at a time: of narrow heads two a multiprocessor.
 int64_t sweep_places(const PlanInputs& in);

@@ -1,28 +1,60 @@
 // Sums of gates down the tokens of a chunk, by tensor cores: a lower triangle of ones times the
-// gates, which bf16 holds exactly. In natural units; fp32 accumulation.
+// gates, bf16 ones as they are, fp32 ones as two bf16 terms, which keep 17 bits. A decay 2^-x then
+// has a relative error of x 2^-18 at most, where bf16 rounds what it is multiplied with by up to 2^-9. In
+// natural units; fp32 accumulation.
 #pragma once
 
 #include "tiles.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
-// Raises eight gates to where a decay is 0 in fp32, since 0 times -inf would be NaN. NaN stays NaN.
+constexpr float kResetGate = -104.f;  // 2^(-104 log2 e) < 2^-150: a decay of 0 in fp32
+
+// Tiles that gates lie in, one for each term.
+template <class Gate>
+constexpr int kGateTiles = sizeof(Gate) / sizeof(bf16);
+
+// Raises eight gates to where a decay is 0, since 0 times -inf would be NaN. NaN stays NaN.
 __device__ __forceinline__ void clamp_gates(uint4* eight) {
-  const __nv_bfloat162 reset = __float2bfloat162_rn(-104.f);  // 2^(-104 log2 e) < 2^-150
+  const __nv_bfloat162 reset = __float2bfloat162_rn(kResetGate);
   uint4 x = *eight;
   auto* pairs = reinterpret_cast<__nv_bfloat162*>(&x);
 #pragma unroll
   for (int j = 0; j < 4; ++j) pairs[j] = __hmax2_nan(pairs[j], reset);
   *eight = x;
 }
-// Those of columns [first, first + kColumns) of a tile, by a warpgroup; kColumns is 32 or 64.
-template <int kColumns>
+// The same of eight fp32 gates, four in each of two tiles, whose terms take their places.
+__device__ __forceinline__ void split_gates(unsigned char* place) {
+  auto *high = reinterpret_cast<uint4*>(place), *low = reinterpret_cast<uint4*>(place + kTileBytes);
+  const uint4 words[2] = {*high, *low};
+  const auto* gates = reinterpret_cast<const float*>(words);
+  uint32_t terms[2][4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    float x[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      x[e] = gates[2 * j + e] < kResetGate ? kResetGate : gates[2 * j + e];
+    const float2 rounded = unpack(terms[0][j] = pack(x[0], x[1]));
+    terms[1][j] = pack(x[0] - rounded.x, x[1] - rounded.y);
+  }
+  *high = make_uint4(terms[0][0], terms[0][1], terms[0][2], terms[0][3]);
+  *low = make_uint4(terms[1][0], terms[1][1], terms[1][2], terms[1][3]);
+}
+// Of columns [first, first + kColumns) of a tile, or of fp32 ones of both, by a warpgroup; kColumns
+// is 32 or 64.
+template <class Gate, int kColumns>
 __device__ __forceinline__ void clamp_gates(unsigned char* tile, int first, int thread) {
   constexpr int kParts = kColumns / 8, kRowsEach = kGroupThreads / kParts;
 #pragma unroll
-  for (int i = 0; i < kTile / kRowsEach; ++i)
-    clamp_gates(reinterpret_cast<uint4*>(
-        tile + swizzled(thread / kParts + i * kRowsEach, first / 8 + thread % kParts)));
+  for (int i = 0; i < kTile / kRowsEach; ++i) {
+    unsigned char* place =
+        tile + swizzled(thread / kParts + i * kRowsEach, first / 8 + thread % kParts);
+    if constexpr (kGateTiles<Gate> == 1)
+      clamp_gates(reinterpret_cast<uint4*>(place));
+    else
+      split_gates(place);
+  }
 }
 
 // Ones on and below the diagonal, a whole tile.
@@ -36,15 +68,16 @@ __device__ __forceinline__ void fill_triangle(unsigned char* tile) {
 }
 
 // b [64 tokens][kColumns], kColumns = 2 kN = the sums of the clamped gates, by a warpgroup. Waits.
-template <int kN>
+template <class Gate, int kN>
 __device__ __forceinline__ void sum_gates(float (&b)[kN], const unsigned char* triangle,
                                           const unsigned char* tile, int first_column) {
   const uint32_t ones = shared_address(triangle), gates = shared_address(tile) + first_column * 2;
   begin_products();
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
+  for (int i = 0; i < 4 * kGateTiles<Gate>; ++i)
     product<Contiguous::kSummed, Contiguous::kOther>(
-        b, descriptor(ones + kStepBytes * i, 0), descriptor(gates + 2048 * i, kTileBytes), i > 0);
+        b, descriptor(ones + kStepBytes * (i % 4), 0), descriptor(gates + 2048 * i, kTileBytes),
+        i > 0);
   commit_products();
   wait_for_products<0>();
 }

@@ -1,4 +1,5 @@
-// The whole forward of a segment and head in one sweep, for bf16 on sm_90a. With
+// The whole forward of a segment and head in one sweep, for bf16 on sm_90a; fp32 gates too, of
+// heads of at most 64 keys. With
 // q^ = scale q 2^(b - r) and k^ = k 2^(r - b) a chunk is ordinary linear attention,
 //
 //   A = tril(q^ k^T)      o = A v + q^ S~      S~ = 2^r S      S' = 2^(b_C - r) (S~ + k^T v)
@@ -6,7 +7,7 @@
 // and the state stays in registers.
 //
 // grid    (segment, head, 128 values); two producer and two consumer warpgroups. Heads of at most
-//         64 keys and 64 values have narrow_forward.cu.
+//         64 keys and 64 values have narrow_forward.cu, but with fp32 gates.
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states
 // writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks], and, if they are there, operands [B,
 //         slots, H], but for A outside tier 1
@@ -28,16 +29,16 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-template <int K>
-using Block = SweepBlock<Unit<K, kGroups>, kBlockThreads>;
+template <int K, class Gate>
+using Block = SweepBlock<Unit<K, kGroups, 1, Gate>, kBlockThreads>;
 
 // kKeeps: operands are kept, of heads of more than 64 keys and at most 128 values.
-template <int K, bool kKeeps>
+template <int K, class Gate, bool kKeeps>
 __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<Block<K>*>(s_bytes);
+  auto& s = *reinterpret_cast<Block<K, Gate>*>(s_bytes);
   const int v_blocks = blocks_of(p.V, s.unit.kValues);
   const int block_v = static_cast<int>(blockIdx.x % v_blocks) * s.unit.kValues;
   const Segment& segment = s.unit.segments[0];
@@ -53,10 +54,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
 #endif
 }
 
-template <int K, bool kKeeps = false>
+template <int K, class Gate = bf16, bool kKeeps = false>
 void launch_forward(const Problem& p, cudaStream_t stream) {
-  using Shared = Block<K>;
-  constexpr auto kKernel = forward_kernel<K, kKeeps>;
+  using Shared = Block<K, Gate>;
+  constexpr auto kKernel = forward_kernel<K, Gate, kKeeps>;
   static const DynamicShared shared(kKernel, sizeof(Shared));
   const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, Unit<K, kGroups>::kValues);
   if (blocks == 0) return;
@@ -68,9 +69,11 @@ void launch_forward(const Problem& p, cudaStream_t stream) {
 
 void forward(const Problem& p, cudaStream_t stream) {
   if (p.operands != nullptr)
-    launch_forward<128, true>(p, stream);
+    launch_forward<128, bf16, true>(p, stream);
   else if (p.K > 64)
     launch_forward<128>(p, stream);
+  else if (p.g.dtype == DType::kFloat)
+    launch_forward<64, float>(p, stream);
   else if (p.V > 64)
     launch_forward<64>(p, stream);
   else

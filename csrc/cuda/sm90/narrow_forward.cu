@@ -94,7 +94,7 @@ __device__ __forceinline__ void produce(Shared& block, const Problem& p, int gro
   constexpr int kColumns = kTile / kProducers;
   const auto barrier = [group] { group_barrier<kProducerBarrier>(group); };
   const auto whole = [] { sync_threads<kWholeBarrier>(kProducers * kGroupThreads); };
-  const Gating<kTile, decltype(barrier), kColumns, decltype(whole)> gate{
+  const Gating<kTile, decltype(barrier), bf16, kColumns, decltype(whole)> gate{
       block.triangle, static_cast<int>(threadIdx.x) % kGroupThreads, barrier, whole,
       group * kColumns};
   Asked asked(block);

@@ -11,12 +11,12 @@ namespace gla_ext::cuda::sm90 {
 // Whether the kernels are there for the current device.
 bool available();
 
-// Sweeps that gate: bf16 g.
+// Sweeps that gate: bf16 g, for K of at most 64 fp32 too.
 // q k v g h0 (segment_states) -> o, ht, tiers: all but what chunks outside tier 1 owe to their own
 // A; with operands, but for A outside tier 1, if they are there (K above 64, V of at most 128). K
 // of at most 128.
 void forward(const Problem& p, cudaStream_t stream);
-// The same of heads of at most 64 keys and 64 values, which `forward` leaves to it.
+// The same of heads of at most 64 keys and 64 values with bf16 g, which `forward` leaves to it.
 void narrow_forward(const Problem& p, cudaStream_t stream);
 // The same by pairs of blocks, where the plan says so (cluster_pieces); with operands, but for A
 // outside tier 1, if they are there.

@@ -33,9 +33,9 @@ constexpr int kProducerRegisters = kConsumers == 1 ? 72 : 88;
 template <int kConsumers>
 constexpr int kConsumerRegisters = kConsumers == 1 ? 96 : 168;
 
-template <int kConsumers, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void sweep(Block<kConsumers>& s, const Problem& p, int64_t index) {
-  constexpr int kValues = Unit<kConsumers>::kValues;
+template <Sweep kSweep, Store kStore, int kConsumers, class Gate>
+__device__ __forceinline__ void sweep(Block<kConsumers, Gate>& s, const Problem& p, int64_t index) {
+  constexpr int kValues = Unit<kConsumers, Gate>::kValues;
   const int v_blocks = blocks_of(p.V, kValues);
   const int first_v = static_cast<int>(index % v_blocks) * kValues;
   start_block<kProducers, kConsumers, 0, kStore == Store::kSegment>(s, s.unit.segment, p, index,
@@ -47,51 +47,60 @@ __device__ __forceinline__ void sweep(Block<kConsumers>& s, const Problem& p, in
       unit.segment.tail || (kStore == Store::kSegment && Fields<kSweep>::ends(unit.segment));
   if (group < kProducers) {
     give_registers<kProducerRegisters<kConsumers>>();
-    if (!idle) produce<kConsumers, kSweep, kStore>(unit, s.triangle, p, group, first_v);
+    if (!idle) produce<kSweep, kStore>(unit, s.triangle, p, group, first_v);
   } else {
     take_registers<kConsumerRegisters<kConsumers>>();
-    if (!idle) consume<kConsumers, kSweep, kStore>(unit, p, group - kProducers, first_v);
+    if (!idle) consume<kSweep, kStore>(unit, p, group - kProducers, first_v);
   }
 }
 
-template <int kConsumers, Store kStore>
-__global__ void __launch_bounds__(Block<kConsumers>::kThreads, kBlocks<kConsumers>)
+template <int kConsumers, class Gate, Store kStore>
+__global__ void __launch_bounds__(Block<kConsumers, Gate>::kThreads, kBlocks<kConsumers>)
     states_kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<Block<kConsumers>*>(s_bytes);
+  auto& s = *reinterpret_cast<Block<kConsumers, Gate>*>(s_bytes);
   if (blockIdx.x < states)
-    sweep<kConsumers, Sweep::kStates, kStore>(s, p, blockIdx.x);
+    sweep<Sweep::kStates, kStore>(s, p, blockIdx.x);
   else
-    sweep<kConsumers, Sweep::kStateGrads, kStore>(s, p, blockIdx.x - states);
+    sweep<Sweep::kStateGrads, kStore>(s, p, blockIdx.x - states);
 #endif
 }
 
-template <int kConsumers, Store kStore>
+template <int kConsumers, class Gate, Store kStore>
 void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
-  using Shared = Block<kConsumers>;
+  using Shared = Block<kConsumers, Gate>;
+  constexpr auto kKernel = states_kernel<kConsumers, Gate, kStore>;
   static_assert(fits_multiprocessor(kBlocks<kConsumers>, sizeof(Shared)));
   static_assert(
       kProducers * kProducerRegisters<kConsumers> + kConsumers * kConsumerRegisters<kConsumers> <=
       (kProducers + kConsumers) * launch_registers(kBlocks<kConsumers> * Shared::kThreads));
-  static const DynamicShared shared(states_kernel<kConsumers, kStore>, sizeof(Shared));
+  static const DynamicShared shared(kKernel, sizeof(Shared));
   const int64_t segments =
       kStore == Store::kSegment ? segment_state_heads(p.grid, p.H) : segment_heads(p.grid, p.H);
-  const int64_t sweep_blocks = segments * blocks_of(p.V, Unit<kConsumers>::kValues);
+  const int64_t sweep_blocks = segments * blocks_of(p.V, Unit<kConsumers, Gate>::kValues);
   const int64_t blocks = sweep_blocks * (states + state_grads);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(states_kernel<kConsumers, kStore>, blocks, Shared::kThreads, sizeof(Shared),
-                   stream, p, states ? sweep_blocks : 0);
+  launch_dependent(kKernel, blocks, Shared::kThreads, sizeof(Shared), stream, p,
+                   states ? sweep_blocks : 0);
+}
+
+template <class Gate, Store kStore>
+void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
+  if (p.V > 64)
+    launch_states<2, Gate, kStore>(p, states, state_grads, stream);
+  else
+    launch_states<1, Gate, kStore>(p, states, state_grads, stream);
 }
 
 template <Store kStore>
 void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
-  if (p.V > 64)
-    launch_states<2, kStore>(p, states, state_grads, stream);
+  if (p.g.dtype == DType::kFloat)
+    launch_states<float, kStore>(p, states, state_grads, stream);
   else
-    launch_states<1, kStore>(p, states, state_grads, stream);
+    launch_states<bf16, kStore>(p, states, state_grads, stream);
 }
 
 }  // namespace

@@ -13,8 +13,8 @@ constexpr int kBlockThreads = 2 * kGroups * kGroupThreads;
 template <class Unit, int kThreadsOfBlock>
 struct SweepBlock {
   static constexpr int kThreads = kThreadsOfBlock;
-  Unit unit;
   unsigned char triangle[kTileBytes];  // of ones, [token][token]
+  Unit unit;
 };
 
 // A barrier of one warpgroup, of two that have numbers from kFirst on.

@@ -57,25 +57,30 @@ __device__ __forceinline__ void store_tile(const Fragments& fragments, unsigned 
 }
 
 // Copies columns [first, first + 64 kTiles) of chunks of a segment, zero where there is nothing, by
-// kThreads threads of which the caller is number `thread`.
-template <int kTiles, int kThreads>
+// kThreads threads of which the caller is number `thread`. A row's fp32 columns lie in two tiles:
+// of every eight the first four in the first one, where eight bf16 columns would be, and the others
+// there in the second.
+template <int kTiles, int kThreads, class T = bf16>
 class RowCopier {
  public:
   __device__ __forceinline__ RowCopier(const Rows& r, int32_t stride_t, const Segment& segment,
                                        int chunk, int thread, int first, int columns)
       : stride_(stride_t), row_(thread / kParts) {
     const int part = thread % kParts;
-    inside_ = first + 8 * part < columns;
-    p_ = rows_at<const bf16>(r, segment.row, segment.token_of(chunk), segment.head) +
-         stride_ * row_ + first + 8 * part;
-    shared_ = part / 8 * kTileBytes + swizzled(row_, part % 8);
+    inside_ = first + kEach * part < columns;
+    p_ = rows_at<const T>(r, segment.row, segment.token_of(chunk), segment.head) + stride_ * row_ +
+         first + kEach * part;
+    if constexpr (kEach == 8)
+      shared_ = part / 8 * kTileBytes + swizzled(row_, part % 8);
+    else
+      shared_ = part % 2 * kTileBytes + swizzled(row_, part / 2);
   }
 
   // The chunk's `length` rows. The address of what is not there is never read.
   __device__ __forceinline__ void copy(const unsigned char* tile, int length) const {
     const uint32_t shared = shared_address(tile) + shared_;
     const int rows = inside_ ? length : 0;
-    const bf16* p = p_;
+    const T* p = p_;
 #pragma unroll
     for (int i = 0; i < kTile / kRowsEach; ++i) {
       copy16(shared + i * kRowsEach * 128, p, row_ + i * kRowsEach < rows);
@@ -87,10 +92,12 @@ class RowCopier {
   }
 
  private:
-  static constexpr int kParts = kTiles * 8, kRowsEach = kThreads / kParts;
+  static constexpr int kEach = 16 / sizeof(T);  // columns
+  static constexpr int kParts = kTiles * kTile / kEach, kRowsEach = kThreads / kParts;
+  static_assert(kEach == 8 || kTiles == 1);
   static_assert(kTile % kRowsEach == 0, "every thread copies as many parts");
   static_assert(kRowsEach % 8 == 0, "rows of a thread are swizzled alike");
-  const bf16* p_;
+  const T* p_;
   int32_t stride_;
   uint32_t shared_;
   int row_;
@@ -98,13 +105,13 @@ class RowCopier {
 };
 
 // One chunk alone.
-template <int kTiles, int kThreads>
+template <int kTiles, int kThreads, class T = bf16>
 __device__ __forceinline__ void copy_rows(const unsigned char* tile, const Rows& r,
                                           const Segment& segment, int chunk, int thread, int first,
                                           int columns) {
   int32_t stride = token_offset(r, 1);
   asm volatile("" : "+r"(stride), "+r"(thread));  // what follows takes no registers between chunks
-  RowCopier<kTiles, kThreads>(r, stride, segment, chunk, thread, first, columns)
+  RowCopier<kTiles, kThreads, T>(r, stride, segment, chunk, thread, first, columns)
       .copy(tile, segment.length_of(chunk));
 }
 

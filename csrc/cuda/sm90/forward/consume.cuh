@@ -11,8 +11,8 @@ namespace gla_ext::cuda::sm90 {
 namespace {
 
 // before: chunks of the block's segments before.
-template <int K, int kConsumers, int kPieces>
-__device__ __forceinline__ void consume(Unit<K, kConsumers, kPieces>& s, const Problem& p,
+template <int K, int kConsumers, int kPieces, class Gate>
+__device__ __forceinline__ void consume(Unit<K, kConsumers, kPieces, Gate>& s, const Problem& p,
                                         const Segment& segment, int before, int group,
                                         int block_v) {
   const int first_v = block_v + kTile * group;

@@ -13,7 +13,7 @@ constexpr int kProducerBarrier = 1;  // of a producer, two of them
 // A chunk in shared memory as it is gated.
 struct GatedChunk {
   unsigned char *q, *k;  // [token][K], then q^ and k^
-  unsigned char* g;      // [token][K], then A [token][token]
+  unsigned char* g;      // [token][K], of fp32 gates two tiles, then A [token][token]
   // Factors of the state's key channels: 2^r as it enters; before the product, 1 or 2^b_C;
   // 2^(b_C - r) as it leaves.
   float *enter, *middle, *leave;
@@ -33,9 +33,9 @@ struct NothingBetween {
 
 // By a warpgroup, whose `barrier` is its own. Of kColumns < 64 = K key channels from `first` on,
 // and as many columns of A: by warpgroups that share a chunk, with `whole` a barrier of them all.
-template <int K, class Barrier, int kColumns = kTile, class Whole = Barrier>
+template <int K, class Barrier, class Gate = bf16, int kColumns = kTile, class Whole = Barrier>
 struct Gating {
-  static_assert(kColumns == kTile || K == kTile);
+  static_assert((kColumns == kTile && kGateTiles<Gate> == 1) || K == kTile);
   const unsigned char* triangle;
   int thread;
   Barrier barrier;
@@ -51,7 +51,7 @@ struct Gating {
     between.begin();
 #pragma unroll
     for (int tile = 0; tile < K / 64; ++tile)
-      clamp_gates<kColumns>(chunk.g + tile * kTileBytes, first, thread);
+      clamp_gates<Gate, kColumns>(chunk.g + tile * kTileBytes, first, thread);
     fence_for_products();
     barrier();  // the gates are clamped
 #pragma unroll 1
@@ -84,7 +84,7 @@ struct Gating {
   __device__ __forceinline__ void gate(const GatedChunk& chunk, int tile, float scale,
                                        const Between& between) const {
     float b[kColumns / 2];
-    sum_gates(b, triangle, chunk.g + tile * kTileBytes, first);
+    sum_gates<Gate>(b, triangle, chunk.g + tile * kTileBytes, first);
     const int lane = thread % 32, row = thread / 32 * 16 + lane / 4, t = lane % 4;
     float* b_last = chunk.b_last + 64 * tile + first;
     if (row + 8 == kTile - 1) {

@@ -9,19 +9,19 @@ namespace {
 
 // kKeeps: operands are kept. A stage is then empty when they have been read too, since its next
 // chunk is the other producer's.
-template <bool kKeeps, int K>
-__device__ __forceinline__ void produce(Unit<K, kGroups>& s, const unsigned char* triangle,
+template <bool kKeeps, int K, class Gate>
+__device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const unsigned char* triangle,
                                         const Problem& p, int group, int block_v) {
   const Segment& segment = s.segments[0];
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const auto barrier = [group] { group_barrier<kProducerBarrier>(group); };
-  const Gating<K, decltype(barrier)> gate{triangle, thread, barrier};
+  const Gating<K, decltype(barrier), Gate> gate{triangle, thread, barrier};
   const auto copy = [&](int chunk) {
     if (chunk < segment.chunks) {
       const int stage = chunk % kStages;
       if (chunk >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(chunk / kStages - 1) & 1);
       auto& tiles = s.stages[stage];
-      copy_rows<K / 64, kGroupThreads>(tiles.g, p.g, segment, chunk, thread, 0, p.K);
+      copy_rows<K / 64, kGroupThreads, Gate>(tiles.g, p.g, segment, chunk, thread, 0, p.K);
       copy_rows<K / 64, kGroupThreads>(tiles.q, p.q, segment, chunk, thread, 0, p.K);
       copy_rows<K / 64, kGroupThreads>(tiles.k, p.k, segment, chunk, thread, 0, p.K);
       copy_rows<kGroups, kGroupThreads>(tiles.v, p.v, segment, chunk, thread, block_v, p.V);

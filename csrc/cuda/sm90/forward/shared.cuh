@@ -8,13 +8,13 @@ namespace {
 
 // A segment and head, or up to kPieces of these one after the other, of which each of kConsumers
 // warpgroups has 64 values. As many chunks are gated at a time.
-template <int K, int kConsumers, int kPieces = 1>
+template <int K, int kConsumers, int kPieces = 1, class Gate = bf16>
 struct alignas(1024) Unit {
   static constexpr int kValues = kConsumers * kTile;
   struct Stage {
-    unsigned char q[K / 64 * kTileBytes];      // [token][K], then q^
-    unsigned char k[K / 64 * kTileBytes];      // [token][K], then k^
-    unsigned char g[K / 64 * kTileBytes];      // [token][K], then A [token][token]
+    unsigned char q[K / 64 * kTileBytes];  // [token][K], then q^
+    unsigned char k[K / 64 * kTileBytes];  // [token][K], then k^
+    unsigned char g[K / 64 * kGateTiles<Gate> * kTileBytes];  // [token][K], then A [token][token]
     unsigned char v[kConsumers * kTileBytes];  // [token][V], then o
   } stages[kStages];
   // Factors of the state's key channels at a chunk: 2^r as it enters; before the product, 1 or

@@ -7,8 +7,8 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-template <int kConsumers, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void consume(Unit<kConsumers>& s, const Problem& p, int member,
+template <Sweep kSweep, Store kStore, int kConsumers, class Gate>
+__device__ __forceinline__ void consume(Unit<kConsumers, Gate>& s, const Problem& p, int member,
                                         int block_v) {
   using F = Fields<kSweep>;
   const Segment& segment = s.segment;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void consume(Unit<kConsumers>& s, const Problem& p, i
       state.store_chunk(F::chunk_states(p) + chunk_head * matrix, tile, p, member);
     wait(&s.full[stage], static_cast<uint32_t>(i / kStages) & 1);
     const int row = thread / 32 * 16 + thread % 32 / 4;
-    const float decays[2] = {s.decay[stage][row], s.decay[stage][row + 8]};
+    const float decays[2] = {exp2_ftz(s.b_last[stage][row]), exp2_ftz(s.b_last[stage][row + 8])};
 #pragma unroll
     for (int e = 0; e < state.kValues / 2; ++e) state.x[e] *= decays[e / 2 % 2];
     const auto& tiles = s.stages[stage];

@@ -8,10 +8,10 @@ namespace gla_ext::cuda::sm90 {
 namespace {
 
 // Gates k or q of a chunk in place; a producer has kColumns of the key channels.
-template <int kConsumers, Sweep kSweep>
+template <int kConsumers, class Gate, Sweep kSweep>
 struct Gating {
   static constexpr int kColumns = kTile / kProducers;
-  Unit<kConsumers>& s;
+  Unit<kConsumers, Gate>& s;
   const unsigned char* triangle;
   int group, thread, first;
   float total = 0;  // of the gates of channel `thread` in the segment, log2 units
@@ -20,28 +20,25 @@ struct Gating {
 
   __device__ __forceinline__ void run(int stage, float scale) {
     auto& tiles = s.stages[stage];
-    clamp_gates<kColumns>(tiles.g, first, thread);
+    clamp_gates<Gate, kColumns>(tiles.g, first, thread);
     fence_for_products();
-    barrier();  // the gates are clamped, s.b_last of the chunk before is read
+    barrier();  // the gates are clamped
     float b[kColumns / 2];
-    sum_gates(b, triangle, tiles.g, first);
+    sum_gates<Gate>(b, triangle, tiles.g, first);
     const int lane = thread % 32, row = thread / 32 * 16 + lane / 4, t = lane % 4;
+    float* last = s.b_last[stage] + first;
     if (row + 8 == kTile - 1) {
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j)
-        *reinterpret_cast<float2*>(&s.b_last[first + 8 * j + 2 * t]) =
+        *reinterpret_cast<float2*>(last + 8 * j + 2 * t) =
             make_float2(kLog2E * b[4 * j + 2], kLog2E * b[4 * j + 3]);
     }
-    barrier();  // s.b_last is written
-    if (thread < kColumns) {
-      const float b_last = s.b_last[first + thread];
-      s.decay[stage][first + thread] = exp2_ftz(b_last);
-      total += b_last;
-    }
+    barrier();  // b_last is written
+    if (thread < kColumns) total += last[thread];
     bool out = false;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
-      const auto b_last = *reinterpret_cast<const float2*>(&s.b_last[first + 8 * j + 2 * t]);
+      const auto b_last = *reinterpret_cast<const float2*>(last + 8 * j + 2 * t);
       unsigned char* y = tiles.y + swizzled(row, first / 8 + j) + 4 * t;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
@@ -60,23 +57,21 @@ struct Gating {
   }
 };
 
-template <int kConsumers, Sweep kSweep, Store kStore>
-__device__ __forceinline__ void produce(Unit<kConsumers>& s, const unsigned char* triangle,
+template <Sweep kSweep, Store kStore, int kConsumers, class Gate>
+__device__ __forceinline__ void produce(Unit<kConsumers, Gate>& s, const unsigned char* triangle,
                                         const Problem& p, int group, int first_v) {
   using F = Fields<kSweep>;
   constexpr int kThreads = kProducers * kGroupThreads;
   const Segment& segment = s.segment;
   const int thread = static_cast<int>(threadIdx.x) % kThreads;
-  Gating<kConsumers, kSweep> gating{s, triangle, group, thread % kGroupThreads,
-                                    group * (kTile / kProducers)};
+  Gating<kConsumers, Gate, kSweep> gating{s, triangle, group, thread % kGroupThreads,
+                                          group * (kTile / kProducers)};
   const int start = F::chunk(segment, 0);
-  const auto copier = [&](auto tiles, const Rows& r, int first, int columns) {
-    return RowCopier<decltype(tiles)::value, kThreads>(r, token_offset(r, 1), segment, start,
-                                                       thread, first, columns);
-  };
-  using One = std::integral_constant<int, 1>;
-  auto g = copier(One{}, p.g, 0, p.K), y = copier(One{}, F::y(p), 0, p.K);
-  auto x = copier(std::integral_constant<int, kConsumers>{}, F::x(p), first_v, p.V);
+  const Rows &y_rows = F::y(p), &x_rows = F::x(p);
+  RowCopier<1, kThreads, Gate> g(p.g, token_offset(p.g, 1), segment, start, thread, 0, p.K);
+  RowCopier<1, kThreads> y(y_rows, token_offset(y_rows, 1), segment, start, thread, 0, p.K);
+  RowCopier<kConsumers, kThreads> x(x_rows, token_offset(x_rows, 1), segment, start, thread,
+                                    first_v, p.V);
   const auto copy = [&](int i) {
     if (i < segment.chunks) {
       const int stage = i % kStages, length = segment.length_of(F::chunk(segment, i));

@@ -14,25 +14,24 @@ constexpr int kProducers = 2;
 
 // A segment and head, worked on by two producers and a consumer for every 64 values, of which a
 // block has one or two.
-template <int kWarpgroups>
+template <int kWarpgroups, class Gate>
 struct alignas(1024) Unit {
   static constexpr int kConsumers = kWarpgroups;
   static constexpr int kValues = kConsumers * kTile;
   struct Stage {
-    unsigned char y[kTileBytes];               // k or q [token][K], then gated
-    unsigned char g[kTileBytes];               // [token][K]
+    unsigned char y[kTileBytes];                     // k or q [token][K], then gated
+    unsigned char g[kGateTiles<Gate> * kTileBytes];  // [token][K]
     unsigned char x[kConsumers * kTileBytes];  // v or do [token][V]
   } stages[kStages];
   unsigned char state[kConsumers * kTileBytes];  // [K][V]
-  float b_last[kTile];                           // log2 units
-  float decay[kStages][kTile];                   // 2^b_C
+  float b_last[kStages][kTile];                  // log2 units
   uint64_t full[kStages], empty[kStages];
   int exact[kStages];
   Segment segment;
 };
 
-template <int kConsumers>
-using Block = SweepBlock<Unit<kConsumers>, (kProducers + kConsumers) * kGroupThreads>;
+template <int kConsumers, class Gate>
+using Block = SweepBlock<Unit<kConsumers, Gate>, (kProducers + kConsumers) * kGroupThreads>;
 
 }  // namespace
 }  // namespace gla_ext::cuda::sm90
