@@ -57,6 +57,8 @@ OTHERS = {
     "8x2048x4x160x320": Case(8, 2048, 4, 160, 320),
     "8x2048x8x72x136": Case(8, 2048, 8, 72, 136),
     "8x2048x8x64x128": Case(8, 2048, 8, 64, 128),
+    "8x2048x8x64x128, g in fp32": Case(8, 2048, 8, 64, 128, gate_dtype=torch.float32),
+    "32x2048x16x64x64, g in fp32": Case(32, 2048, 16, 64, 64, gate_dtype=torch.float32),
     "8x2048x4x192x384": Case(8, 2048, 4, 192, 384),
 }
 STRENGTHS = (16.0, 4.0, 1.0, 0.25)  # n

@@ -27,6 +27,7 @@ constexpr int kWholeBarrier = 5;  // of both producers
 
 // Where there are more segments and heads than places, a block goes on to others.
 using NarrowUnit = Unit<kTile, 1, kMostPieces>;
+constexpr int kStages = NarrowUnit::kStages;
 struct Shared : SweepBlock<NarrowUnit, kThreads> {
   int pieces;
 };

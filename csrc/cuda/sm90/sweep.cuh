@@ -6,7 +6,6 @@
 
 namespace gla_ext::cuda::sm90 {
 
-constexpr int kStages = 3;
 constexpr int kGroups = 2;  // warpgroups of either role
 constexpr int kBlockThreads = 2 * kGroups * kGroupThreads;
 
@@ -29,7 +28,7 @@ __device__ __forceinline__ void group_barrier(int group) {
 // Sets the barriers of a block's stages, by one thread.
 template <int kProducers, int kConsumers, int kOthers = 0, class Unit>
 __device__ __forceinline__ void init_stages(Unit& unit) {
-  for (int stage = 0; stage < kStages; ++stage) {
+  for (int stage = 0; stage < Unit::kStages; ++stage) {
     init_barrier(&unit.full[stage], kProducers * kGroupThreads);
     init_barrier(&unit.empty[stage], kConsumers * kGroupThreads + kOthers);
   }

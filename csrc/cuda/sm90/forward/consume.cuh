@@ -24,9 +24,9 @@ __device__ __forceinline__ void consume(Unit<K, kConsumers, kPieces, Gate>& s, c
   state.load(p, segment, first_v, thread());
   Passage<K> passage(s.pass[group]);
   for (int chunk = 0; chunk < segment.chunks; ++chunk) {
-    const int number = before + chunk, stage = number % kStages;
+    const int number = before + chunk, stage = number % s.kStages;
     auto& tiles = s.stages[stage];
-    wait(&s.full[stage], static_cast<uint32_t>(number / kStages) & 1);
+    wait(&s.full[stage], static_cast<uint32_t>(number / s.kStages) & 1);
     const bool exact = __any_sync(0xffffffffu, s.exact[stage]);
     passage.enter(group, s.enter[stage], s.leave[stage]);
     float o[32];  // [64 values][64 tokens]

@@ -7,6 +7,14 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
+// Asks for a chunk's rows as one is gated; the consumers have left their place long since.
+template <class Copy>
+struct AskBetween : NothingBetween {
+  const Copy& copy;
+  int chunk;
+  __device__ __forceinline__ void await_rows() const { copy(chunk); }
+};
+
 // kKeeps: operands are kept. A stage is then empty when they have been read too, since its next
 // chunk is the other producer's.
 template <bool kKeeps, int K, class Gate>
@@ -18,8 +26,9 @@ __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const unsi
   const Gating<K, decltype(barrier), Gate> gate{triangle, thread, barrier};
   const auto copy = [&](int chunk) {
     if (chunk < segment.chunks) {
-      const int stage = chunk % kStages;
-      if (chunk >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(chunk / kStages - 1) & 1);
+      const int stage = chunk % s.kStages;
+      if (chunk >= s.kStages)
+        wait(&s.empty[stage], static_cast<uint32_t>(chunk / s.kStages - 1) & 1);
       auto& tiles = s.stages[stage];
       copy_rows<K / 64, kGroupThreads, Gate>(tiles.g, p.g, segment, chunk, thread, 0, p.K);
       copy_rows<K / 64, kGroupThreads>(tiles.q, p.q, segment, chunk, thread, 0, p.K);
@@ -28,22 +37,26 @@ __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const unsi
     }
     commit_copies();
   };
+  constexpr bool kAhead = Unit<K, kGroups, 1, Gate>::kStages == 2 * kGroups;
   copy(group);
   for (int chunk = group; chunk < segment.chunks; chunk += kGroups) {
-    const int stage = chunk % kStages;
+    const int stage = chunk % s.kStages;
     auto& tiles = s.stages[stage];
     wait_for_copies<0>();
     const GatedChunk gated{tiles.q,         tiles.k,         tiles.g,
                            s.enter[stage],  s.middle[stage], s.leave[stage],
                            &s.exact[stage], s.b_last[group], s.references[group]};
-    gate(gated, p.scale);
+    if constexpr (kAhead)
+      gate(gated, p.scale, AskBetween<decltype(copy)>{{}, copy, chunk + kGroups});
+    else
+      gate(gated, p.scale);
     fence_for_products();  // and bulk stores
     arrive(&s.full[stage]);
     if constexpr (kKeeps) {
       barrier();  // A is written
       if (thread == 0) store_operands(operands_at(p, segment.chunk_head(p, chunk)), gated);
     }
-    copy(chunk + kGroups);  // waits for the consumers of the chunk before
+    if constexpr (!kAhead) copy(chunk + kGroups);  // waits for the consumers of the chunk before
     if constexpr (kKeeps) {
       if (thread == 0) {
         wait_for_bulk_stores();

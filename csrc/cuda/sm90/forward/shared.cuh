@@ -11,6 +11,8 @@ namespace {
 template <int K, int kConsumers, int kPieces = 1, class Gate = bf16>
 struct alignas(1024) Unit {
   static constexpr int kValues = kConsumers * kTile;
+  // With four, a producer's next rows come while it gates; only these heads have the room.
+  static constexpr int kStages = K == kTile && kConsumers == kGroups ? 4 : 3;
   struct Stage {
     unsigned char q[K / 64 * kTileBytes];  // [token][K], then q^
     unsigned char k[K / 64 * kTileBytes];  // [token][K], then k^

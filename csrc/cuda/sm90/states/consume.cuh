@@ -20,11 +20,11 @@ __device__ __forceinline__ void consume(Unit<kConsumers, Gate>& s, const Problem
   state.clear();
   if constexpr (kStore == Store::kChunks) load_entering<kSweep>(state, p, segment);
   for (int i = 0; i < segment.chunks; ++i) {
-    const int stage = i % kStages;
+    const int stage = i % s.kStages;
     const int64_t chunk_head = segment.chunk_head(p, F::chunk(segment, i));
     if constexpr (kStore == Store::kChunks)
       state.store_chunk(F::chunk_states(p) + chunk_head * matrix, tile, p, member);
-    wait(&s.full[stage], static_cast<uint32_t>(i / kStages) & 1);
+    wait(&s.full[stage], static_cast<uint32_t>(i / s.kStages) & 1);
     const int row = thread / 32 * 16 + thread % 32 / 4;
     const float decays[2] = {exp2_ftz(s.b_last[stage][row]), exp2_ftz(s.b_last[stage][row + 8])};
 #pragma unroll

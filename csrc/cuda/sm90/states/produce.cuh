@@ -61,7 +61,7 @@ template <Sweep kSweep, Store kStore, int kConsumers, class Gate>
 __device__ __forceinline__ void produce(Unit<kConsumers, Gate>& s, const unsigned char* triangle,
                                         const Problem& p, int group, int first_v) {
   using F = Fields<kSweep>;
-  constexpr int kThreads = kProducers * kGroupThreads;
+  constexpr int kThreads = kProducers * kGroupThreads, kStages = Unit<kConsumers, Gate>::kStages;
   const Segment& segment = s.segment;
   const int thread = static_cast<int>(threadIdx.x) % kThreads;
   Gating<kConsumers, Gate, kSweep> gating{s, triangle, group, thread % kGroupThreads,

@@ -16,7 +16,7 @@ constexpr int kProducers = 2;
 // block has one or two.
 template <int kWarpgroups, class Gate>
 struct alignas(1024) Unit {
-  static constexpr int kConsumers = kWarpgroups;
+  static constexpr int kConsumers = kWarpgroups, kStages = 3;
   static constexpr int kValues = kConsumers * kTile;
   struct Stage {
     unsigned char y[kTileBytes];                     // k or q [token][K], then gated
