@@ -63,6 +63,7 @@ FUSED_SHAPES = {  # the batch for an H200, see `for_this_gpu`
     "in segments": (1, 530, 1, 64, 64, None, "contiguous"),
     "segments that sum the one before": (22, 390, 3, 72, 40, None, "contiguous"),
     "segments that sum the one before, many keys": (22, 390, 3, 136, 40, None, "contiguous"),
+    "segments that sum the one before, few keys": (22, 390, 3, 40, 72, None, "contiguous"),
     "packed, in segments": (1, 430, 1, 128, 64, (0, 330, 70, 3), "contiguous"),
     "packed, small heads in segments": (1, 430, 1, 64, 64, (0, 330, 70, 3), "contiguous"),
 }
@@ -73,6 +74,7 @@ SMALL_HEADS = {
 FP32_GATES = [
     *("widest", "gradients in a sweep", *SMALL_HEADS),
     *("in segments", "packed, small heads in segments"),
+    "segments that sum the one before, few keys",
 ]
 
 

@@ -55,7 +55,10 @@ TWO_PLACES = {"B": 8, "T": 2048}
         ({"B": 5, "T": 2112}, False),
         ({"B": 4}, False),  # four
         ({"B": 9}, False),  # one
-        ({"K": 64}, False),
+        ({"K": 64}, True),
+        ({"K": 8, "V": 72, "B": 16}, True),
+        ({"B": 16, "K": 64, "V": 64}, False),  # has a kernel of its own
+        ({"B": 16, "K": 64, "V": 64, "gate_dtype": "float32"}, True),  # but for bf16 gates alone
         ({"save_states": True}, False),
         ({"batch_invariant": True}, False),
         ({"B": 1, "T": 16384, "N": 8}, False),
@@ -73,14 +76,15 @@ def test_cuda_segments_that_sum_the_one_before(change, prefixed):
         assert plan["segments"] == 2
         assert chunks > plan["segment_chunks"] == -(-chunks * 11 // 16) > chunks // 2
         whole = full_plan(**shape | {"gate_dtype": "float32"}, backward=False, batch_invariant=True)
-        assert plan["linear"] and plan["launches"] == whole["launches"] == 2
+        assert plan["linear"] == whole["linear"] == ((BATCH | shape)["K"] > 64)
+        assert plan["launches"] == whole["launches"] == 2
         assert plan["workspace_bytes"] == whole["workspace_bytes"]
 
 
 @pytest.mark.parametrize(
     "B, H, K, V, places, cut",
     [
-        (8, 4, 64, 256, 2, (False, False)),
+        (8, 4, 64, 256, 2, (True, False)),
         (5, 4, 64, 256, 3, (True, False)),
         (8, 16, 64, 64, 2, (False, False)),
         (5, 16, 64, 64, 3, (False, False)),

@@ -23,11 +23,11 @@ int64_t places_each(const Plan& plan, const PlanInputs& in, const ChunkGrid& gri
   return blocks > 0 ? sweep_places(in) / blocks : 0;
 }
 
-// Of these, the fewest with which segments pay for their own parts and the scan; in forward of more
-// than 64 keys two, of which `choose_prefixes` takes most.
+// Of these, the fewest with which segments pay for their own parts and the scan; in forward two, of
+// which `choose_prefixes` takes most.
 int64_t fewest_places(const Plan& plan, const PlanInputs& in) {
   if (in.backward) return plan.swept_gradients ? 2 : 3;
-  return is_narrow(in) ? 4 : in.K <= kTierBlock ? 3 : 2;
+  return is_narrow(in) ? 4 : 2;
 }
 
 // Segments of `each` chunks or hardly more, of which the device makes two, four or eight own parts
@@ -104,7 +104,7 @@ Plan backward_sweep(PlanInputs in, const ChunkGrid& grid) {
 }
 
 void choose_prefixes(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  if (plan.segments == 0 || in.K <= kTierBlock || in.packed || in.save_states) return;
+  if (plan.segments == 0 || is_narrow(in) || in.packed || in.save_states) return;
   // Of a chunk before a segment's own a sweep takes .55 of the time.
   constexpr int64_t kFirst = 11, kOf = 16;
   const int64_t longest = ceil_div(in.T, kChunk), places = places_each(plan, in, grid);

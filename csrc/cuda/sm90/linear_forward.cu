@@ -148,12 +148,7 @@ __device__ __forceinline__ void multiply_values(State<kOperandKeys> (&state)[kGr
                                                 const Values& v,
                                                 const Operands<kGroups>& operands) {
 #pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
-    const uint32_t k = shared_address(operands.groups[i].k);
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      v.template multiply<Contiguous::kOther>(state[i].x, j, descriptor(k + 2048 * j, kTileBytes));
-  }
+  for (int i = 0; i < kGroups; ++i) multiply_keys(state[i], v, operands.groups[i].k);
   commit_products();
 }
 

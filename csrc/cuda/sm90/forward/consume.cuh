@@ -29,6 +29,18 @@ __device__ __forceinline__ void consume(Unit<K, kConsumers, kPieces, Gate>& s, c
     wait(&s.full[stage], static_cast<uint32_t>(number / s.kStages) & 1);
     const bool exact = __any_sync(0xffffffffu, s.exact[stage]);
     passage.enter(group, s.enter[stage], s.leave[stage]);
+    if (s.kPrefixes && chunk < segment.prefix) {
+      state.pass(s.pass[group]);
+      if (exact) state.scale(s.middle[stage]);
+      const ValueOperand<false> v(tiles.v + group * kTileBytes);
+      begin_products();
+      multiply_keys(state, v, tiles.k);
+      commit_products();
+      group_barrier<kConsumerBarrier>(group);  // the factors are read
+      wait_for_products<0>();
+      arrive(&s.empty[stage]);
+      continue;
+    }
     float o[32];  // [64 values][64 tokens]
     multiply_chunk<false>(o, state,
                           {tiles.q, tiles.k, tiles.g, tiles.v + group * kTileBytes, s.pass[group],

@@ -46,16 +46,7 @@ struct Gating {
   template <class Between = NothingBetween>
   __device__ __forceinline__ void operator()(const GatedChunk& chunk, float scale,
                                              const Between& between = {}) const {
-    if (thread == 0 && first == 0) *chunk.exact = 0;
-    whole();  // the rows are there, `exact` is cleared
-    between.begin();
-#pragma unroll
-    for (int tile = 0; tile < K / 64; ++tile)
-      clamp_gates<Gate, kColumns>(chunk.g + tile * kTileBytes, first, thread);
-    fence_for_products();
-    barrier();  // the gates are clamped
-#pragma unroll 1
-    for (int tile = 0; tile < K / 64; ++tile) gate(chunk, tile, scale, between);
+    gate_rows</*kQueries=*/true>(chunk, scale, between);
     fence_for_products();
     whole();  // q^ and k^ are written, the gates read
     between.ready();
@@ -65,8 +56,28 @@ struct Gating {
     wait_for_products<0>();
     store_scores(chunk.g, A, exact);
   }
+  // k^ and the factors alone, whose chunk is outside tier 1 where a channel is.
+  template <class Between>
+  __device__ __forceinline__ void gate_keys(const GatedChunk& chunk, const Between& between) const {
+    gate_rows</*kQueries=*/false>(chunk, 1.f, between);
+  }
 
  private:
+  template <bool kQueries, class Between>
+  __device__ __forceinline__ void gate_rows(const GatedChunk& chunk, float scale,
+                                            const Between& between) const {
+    if (thread == 0 && first == 0) *chunk.exact = 0;
+    whole();  // the rows are there, `exact` is cleared
+    between.begin();
+#pragma unroll
+    for (int tile = 0; tile < K / 64; ++tile)
+      clamp_gates<Gate, kColumns>(chunk.g + tile * kTileBytes, first, thread);
+    fence_for_products();
+    barrier();  // the gates are clamped
+#pragma unroll 1
+    for (int tile = 0; tile < K / 64; ++tile) gate<kQueries>(chunk, tile, scale, between);
+  }
+
   // The references of a channel and what they are to the state.
   __device__ __forceinline__ void set_channel(const GatedChunk& chunk, int channel) const {
     const float b_last = chunk.b_last[channel];
@@ -79,8 +90,8 @@ struct Gating {
     if (exact) *chunk.exact = 1;
   }
 
-  // q^ and k^ of a tile's channels.
-  template <class Between>
+  // k^, and q^ if kQueries, of a tile's channels.
+  template <bool kQueries, class Between>
   __device__ __forceinline__ void gate(const GatedChunk& chunk, int tile, float scale,
                                        const Between& between) const {
     float b[kColumns / 2];
@@ -108,7 +119,7 @@ struct Gating {
       uint32_t q[kBatch][4], k[kBatch][4];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        fragments.load(q[i], tile_q, first / 16 + batch + i);
+        if constexpr (kQueries) fragments.load(q[i], tile_q, first / 16 + batch + i);
         fragments.load(k[i], tile_k, first / 16 + batch + i);
       }
 #pragma unroll
@@ -118,12 +129,15 @@ struct Gating {
           const int j = 2 * (batch + i) + x / 2, at = 4 * j + x % 2 * 2;
           const auto r = *reinterpret_cast<const float4*>(references + 8 * j + 2 * t);
           const float e0 = b[at] * kLog2E - r.x, e1 = b[at + 1] * kLog2E - r.z;
-          out |= !(fabsf(e0) <= kTierRange / 2) || !(fabsf(e1) <= kTierRange / 2);
-          const float2 q_pair = unpack(q[i][x]), k_pair = unpack(k[i][x]);
-          q[i][x] = pack(q_pair.x * (scale * exp2_ftz(e0)), q_pair.y * (scale * exp2_ftz(e1)));
+          const float2 k_pair = unpack(k[i][x]);
+          if constexpr (kQueries) {
+            out |= !(fabsf(e0) <= kTierRange / 2) || !(fabsf(e1) <= kTierRange / 2);
+            const float2 q_pair = unpack(q[i][x]);
+            q[i][x] = pack(q_pair.x * (scale * exp2_ftz(e0)), q_pair.y * (scale * exp2_ftz(e1)));
+          }
           k[i][x] = pack(k_pair.x * exp2_ftz(r.y - e0), k_pair.y * exp2_ftz(r.w - e1));
         }
-        fragments.store(tile_q, first / 16 + batch + i, q[i]);
+        if constexpr (kQueries) fragments.store(tile_q, first / 16 + batch + i, q[i]);
         fragments.store(tile_k, first / 16 + batch + i, k[i]);
       }
     }

@@ -67,6 +67,16 @@ class ValueOperand {
   uint32_t words_[kTile / 16][4];
 };
 
+// Issues the state's products, S~ + k^T v. k: k^ [token][key channel].
+template <class Values, int K>
+__device__ __forceinline__ void multiply_keys(State<K>& state, const Values& v,
+                                              const unsigned char* k) {
+  const uint32_t keys = shared_address(k);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    v.template multiply<Contiguous::kOther>(state.x, i, descriptor(keys + 2048 * i, kTileBytes));
+}
+
 struct MultipliedChunk {
   const unsigned char *q, *k, *A;  // q^, k^ [token][K], A [token][token]
   const unsigned char* v;          // [token][64 values]
@@ -79,7 +89,7 @@ struct MultipliedChunk {
 template <bool kValuesInRegisters, int K>
 __device__ __forceinline__ void multiply_chunk(float (&o)[32], State<K>& state,
                                                const MultipliedChunk& chunk) {
-  const uint32_t k = shared_address(chunk.k), A = shared_address(chunk.A);
+  const uint32_t A = shared_address(chunk.A);
   StateOperand operand;
   multiply_state(o, state, chunk.pass, chunk.q, operand, true);
   const ValueOperand<kValuesInRegisters> v(chunk.v);
@@ -93,9 +103,7 @@ __device__ __forceinline__ void multiply_chunk(float (&o)[32], State<K>& state,
     state.scale(chunk.middle);
   }
   begin_products();
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    v.template multiply<Contiguous::kOther>(state.x, i, descriptor(k + 2048 * i, kTileBytes));
+  multiply_keys(state, v, chunk.k);
   commit_products();
 }
 

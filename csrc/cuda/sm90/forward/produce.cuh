@@ -31,7 +31,8 @@ __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const unsi
         wait(&s.empty[stage], static_cast<uint32_t>(chunk / s.kStages - 1) & 1);
       auto& tiles = s.stages[stage];
       copy_rows<K / 64, kGroupThreads, Gate>(tiles.g, p.g, segment, chunk, thread, 0, p.K);
-      copy_rows<K / 64, kGroupThreads>(tiles.q, p.q, segment, chunk, thread, 0, p.K);
+      if (!s.kPrefixes || chunk >= segment.prefix)
+        copy_rows<K / 64, kGroupThreads>(tiles.q, p.q, segment, chunk, thread, 0, p.K);
       copy_rows<K / 64, kGroupThreads>(tiles.k, p.k, segment, chunk, thread, 0, p.K);
       copy_rows<kGroups, kGroupThreads>(tiles.v, p.v, segment, chunk, thread, block_v, p.V);
     }
@@ -46,10 +47,15 @@ __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const unsi
     const GatedChunk gated{tiles.q,         tiles.k,         tiles.g,
                            s.enter[stage],  s.middle[stage], s.leave[stage],
                            &s.exact[stage], s.b_last[group], s.references[group]};
-    if constexpr (kAhead)
-      gate(gated, p.scale, AskBetween<decltype(copy)>{{}, copy, chunk + kGroups});
-    else
+    if constexpr (kAhead) {
+      const AskBetween<decltype(copy)> between{{}, copy, chunk + kGroups};
+      if (s.kPrefixes && chunk < segment.prefix)
+        gate.gate_keys(gated, between);
+      else
+        gate(gated, p.scale, between);
+    } else {
       gate(gated, p.scale);
+    }
     fence_for_products();  // and bulk stores
     arrive(&s.full[stage]);
     if constexpr (kKeeps) {

@@ -13,6 +13,8 @@ struct alignas(1024) Unit {
   static constexpr int kValues = kConsumers * kTile;
   // With four, a producer's next rows come while it gates; only these heads have the room.
   static constexpr int kStages = K == kTile && kConsumers == kGroups ? 4 : 3;
+  // Whether segments may have chunks before their own, of which the state alone is made.
+  static constexpr bool kPrefixes = kStages == 4;
   struct Stage {
     unsigned char q[K / 64 * kTileBytes];  // [token][K], then q^
     unsigned char k[K / 64 * kTileBytes];  // [token][K], then k^
