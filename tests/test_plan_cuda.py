@@ -362,10 +362,11 @@ def test_cuda_fused_backward_of_saved_states():
 @pytest.mark.parametrize("K, V", [(64, 64), (8, 512), (64, 128), (128, 256)])
 def test_cuda_fp32_gates_are_swept_alike(K, V, backward):
     """In forward by as many kernels; narrow heads have their own kernels for bf16 gates alone."""
-    plan = full_plan(K=K, V=V, gate_dtype="float32", backward=backward)
+    call = {"K": K, "V": V, "gate_dtype": "float32", "backward": backward}
+    plan = full_plan(**call)
     assert (plan["path"], plan["segments"], plan["block_pieces"]) == ("fused", 0, 1)
     assert plan["launches"] == (3 if backward else 2)
-    assert full_plan(B=1, T=32768, K=K, V=V, gate_dtype="float32", backward=backward)["segments"] > 0
+    assert full_plan(**call, B=1, T=32768)["segments"] > 0
 
 
 @pytest.mark.parametrize("K", [72, 256])
