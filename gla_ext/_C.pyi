@@ -71,9 +71,10 @@ def plan(
         parts, of packed sequences, are made by themselves for a forward that gates), paired_chunks
         (whether gradients of two neighbouring chunks are made from one S and one dS),
         cluster_pieces (how many heads a pair of blocks goes over, one by one; 0: no blocks are
-        paired), block_pieces (how many a block of forward does, where K and V are at most 64),
-        kept_bytes (of what forward so keeps for backward besides inputs), and workspace_bytes is
-        all that is allocated besides these and outputs, states that are not saved included.
+        paired), block_pieces (how many a block of forward does, where K and V are at most 64 and g
+        is bf16), kept_bytes (of what forward so keeps for backward besides inputs), and
+        workspace_bytes is all that is allocated besides these and outputs, states that are not
+        saved included.
 
     Raises:
         ValueError: a size or dtype that the device does not take.

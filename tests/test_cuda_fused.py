@@ -18,6 +18,7 @@ from fused import (
     MIXED,
     TOKENS,
     UNEVEN_LENGTHS,
+    for_this_gpu,
     mixed_gates,
     packed,
     plan_of,
@@ -132,18 +133,23 @@ def test_fp32_gates_of_few_keys_in_and_out_of_tier_1(K, V, kind):
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 
-@pytest.mark.parametrize("K, V", FEW_KEYS)
-def test_low_bits_of_fp32_gates_count(K, V):
+@pytest.mark.parametrize("sequences", ["one", "half of the GPU"])
+@pytest.mark.parametrize("K, V", [(8, 8), (64, 64), (40, 136)])
+def test_low_bits_of_fp32_gates_count(K, V, sequences):
     """Rounded to bf16, such gates would leave 1 / 512 more in the state; ones leave no other error
     than that of keys' rounding, which is not always up.
     """
-    gate, T = -(1 + 2**-9) / 32, 1000
-    ones = torch.ones(1, T, 2, K, dtype=BF16, device="cuda")
-    v = torch.ones(1, T, 2, V, dtype=BF16, device="cuda")
-    o, state = chunk_gla(ones, ones, v, ones.float() * gate, scale=1.0, output_final_state=True)
+    gate, T = -(1 + 2**-9) / 32, 500
+    B = 1 if sequences == "one" else for_this_gpu(66) // (2 * -(-V // 128))
+    ones = torch.ones(B, T, 2, K, dtype=BF16, device="cuda")
+    v = torch.ones(B, T, 2, V, dtype=BF16, device="cuda")
+    h0 = torch.zeros(B, 2, K, V, device="cuda", requires_grad=True)
+    o, state = chunk_gla(ones, ones, v, ones.float() * gate, 1.0, h0, output_final_state=True)
     expected = math.expm1(T * gate) / math.expm1(gate)
     assert (state / expected - 1).abs().max() < 2**-11
     assert (o[:, -1].float() / (K * expected) - 1).abs().max() < 2**-8
+    (dh0,) = torch.autograd.grad(o, h0, torch.ones_like(o))
+    assert (dh0 / (math.exp(gate) * expected) - 1).abs().max() < 2**-11
 
 
 @pytest.mark.parametrize("K, V", [(64, 64), (128, 256), (256, 64)])
@@ -195,10 +201,11 @@ def test_chunks_in_and_out_of_tier_1(kind, K, V):
 @pytest.mark.parametrize("gate", [0.1, 10.0, "reset"])
 @pytest.mark.parametrize("operand", ["q", "k", "v", "g", "do"])
 @pytest.mark.parametrize("offset", [10, 64, 149])
-def test_nan_is_never_silent_and_stays_in_its_sequence(offset, operand, gate, lengths):
+@pytest.mark.parametrize("gate_dtype", [BF16, torch.float32], ids=str)
+def test_nan_is_never_silent_and_stays_in_its_sequence(gate_dtype, offset, operand, gate, lengths):
     start, end = lengths[0], lengths[0] + lengths[1]
     token = start + offset
-    x = packed(sum(lengths), lengths, 2, 64, 72, gate=gate)
+    x = packed(sum(lengths), lengths, 2, 64, 72, gate=gate, gate_dtype=gate_dtype)
     clean = ours(x)
     getattr(x, operand)[0, token, 0] = torch.nan
     results = ours(x)

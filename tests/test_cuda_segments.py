@@ -85,10 +85,16 @@ def test_small_heads_with_fp32_gates_that_sum_the_segment_before(K, V, gates):
     assert_results_close(v_first_results(x), exact_by_chunks(x), x)
 
 
-@pytest.mark.parametrize("K, V, blocks", [(128, 256, 2), (256, 128, 1), (64, 128, 1)])
-def test_sums_of_the_segment_before_are_those_of_a_sweep_over_all(K, V, blocks):
+@pytest.mark.parametrize(
+    "K, V, blocks, gate_dtype",
+    [
+        *[(128, 256, 2, torch.float32), (256, 128, 1, torch.float32)],
+        *[(64, 128, 1, torch.float32), (64, 128, 1, BF16), (40, 8, 1, torch.float32)],
+    ],
+)
+def test_sums_of_the_segment_before_are_those_of_a_sweep_over_all(K, V, blocks, gate_dtype):
     """So that with gates so weak that a state remembers everything o has the same bits."""
-    x = half_of_the_gpu(1000, 2, K, V, blocks, gate=1e-3, gate_dtype=torch.float32)
+    x = half_of_the_gpu(1000, 2, K, V, blocks, gate=1e-3, gate_dtype=gate_dtype)
     assert plan_of(x, False)["prefixed"]
     assert plan_of(x, False, batch_invariant=True)["linear"] == (K > 64)
     results = ours(x)

@@ -151,8 +151,9 @@ def test_bits_and_memory_at_full_load(shape):
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("H, K, V", [(4, 64, 64), (4, 128, 256), (2, 256, 512)])
 @pytest.mark.parametrize("invariant", [False, True])
-def test_segments(invariant, H, K, V):
-    x = make_inputs(1, 4101, H, K, V, torch.bfloat16, gate=1 / 64, device="cuda")
+@pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_segments(gate_dtype, invariant, H, K, V):
+    x = make_inputs(1, 4101, H, K, V, torch.bfloat16, 1 / 64, gate_dtype, device="cuda")
     x = shared(x, H // 2)
     assert plan_of(x)["path"] == "fused"
     assert (plan_of(x, batch_invariant=invariant)["segments"] > 0) != invariant

@@ -6,11 +6,11 @@ import pytest
 from plans import BATCH, by_pass, cuda_plan, full_plan, operand_bytes
 
 
-def sweep_blocks(plan, B, H, K, V, backward) -> int:
+def sweep_blocks(plan, B, H, K, V, gate_dtype, backward) -> int:
     """Multiprocessors that the sweeps over the segments fill: a block of 128 values and, two in
-    backward, 128 keys; where K and V are at most 64, with a half. Those that make gradients take
-    two blocks, or where K and V are at most 64 one."""
-    narrow = max(K, V) <= 64
+    backward, 128 keys; where K and V are at most 64, with a half, but for forward with fp32 gates.
+    Those that make gradients take two blocks, or where K and V are at most 64 one."""
+    narrow = max(K, V) <= 64 and (backward or gate_dtype == "bfloat16")
     sweeps = H * -(-V // 128) * (2 * -(-K // 128) if backward else 1)
     if plan["swept_gradients"]:
         sweeps = (1 if narrow else 2) * H
@@ -18,16 +18,18 @@ def sweep_blocks(plan, B, H, K, V, backward) -> int:
 
 
 @by_pass
+@pytest.mark.parametrize("gate_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("processors", [78, 132])
 @pytest.mark.parametrize("T", [32768, 131072, 131072 - 63])
 @pytest.mark.parametrize(
     "B, H, K, V", [(1, 4, 128, 256), (1, 1, 64, 64), (1, 8, 64, 64), (2, 4, 128, 128)]
 )
-def test_cuda_segments_of_long_sequences(B, H, K, V, T, processors, backward):
+def test_cuda_segments_of_long_sequences(B, H, K, V, T, processors, gate_dtype, backward):
     """As many blocks as processors or a few less, and every chunk is in a segment."""
     shape = {"B": B, "H": H, "K": K, "V": V}
-    plan = cuda_plan(**shape, T=T, processors=processors, backward=backward)
-    blocks = sweep_blocks(plan, **shape, backward=backward)
+    call = {"T": T, "processors": processors, "gate_dtype": gate_dtype, "backward": backward}
+    plan = cuda_plan(**shape, **call)
+    blocks = sweep_blocks(plan, **shape, gate_dtype=gate_dtype, backward=backward)
     assert blocks <= processors
     assert blocks >= 0.7 * processors or plan["segment_chunks"] == 4  # the shortest
     chunks, segments, each = -(-T // 64), plan["segments"], plan["segment_chunks"]
@@ -56,6 +58,8 @@ TWO_PLACES = {"B": 8, "T": 2048}
         ({"B": 4}, False),  # four
         ({"B": 9}, False),  # one
         ({"K": 64}, True),
+        ({"K": 64, "B": 5}, True),
+        ({"K": 64, "B": 5, "T": 2112}, False),
         ({"K": 8, "V": 72, "B": 16}, True),
         ({"B": 16, "K": 64, "V": 64}, False),  # has a kernel of its own
         ({"B": 16, "K": 64, "V": 64, "gate_dtype": "float32"}, True),  # but for bf16 gates alone

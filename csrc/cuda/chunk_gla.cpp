@@ -132,9 +132,9 @@ void run_backward(const Call& call, const Plan& plan, bool saved) {
       call.launch(plan.paired_states ? sm90::paired_states
                   : plan.linear      ? sm90::linear_states
                                      : sm90::chunk_states);
-    } else {
+    } else {  // S is saved
       call.launch(gate_cumsum);
-      call.launch(saved ? state_grads : states_and_state_grads);
+      call.launch(state_grads);
     }
     if (!plan.linear || plan.paired_states || plan.paired_parts || call.problem.operands_kept)
       call.launch(sm90::exact_gradients);

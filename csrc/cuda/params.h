@@ -135,7 +135,7 @@ struct Problem {
   // Paired blocks: how many segments, heads and 256 values a cluster takes, at most kMostPieces; 0
   // where none are.
   int32_t cluster_pieces = 0;
-  // Forward of heads of at most 64 keys and 64 values: how many segments and heads a block takes.
+  // Narrow forward: how many segments and heads a block takes.
   int32_t block_pieces = 1;
 
   // Fused path, backward: dS stays on chip.

@@ -8,10 +8,11 @@ namespace gla_ext::cuda {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Heads of at most 64 keys and 64 values, one tile, with bf16 gates: fp32 ones leave no room for two
-// blocks a multiprocessor.
+// Heads of at most 64 keys and 64 values, one tile, with bf16 gates: of these forward and gradients
+// have sweeps of their own.
 bool is_narrow(const PlanInputs& in);
-// Blocks of sweeps at a time: of narrow heads two a multiprocessor.
+// Blocks of sweeps at a time: two a multiprocessor of narrow heads, and in backward of all of one
+// tile.
 int64_t sweep_places(const PlanInputs& in);
 
 // Cuts sequences into segments where sweeps over whole ones would leave multiprocessors idle: by

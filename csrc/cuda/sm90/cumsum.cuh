@@ -1,7 +1,7 @@
 // Sums of gates down the tokens of a chunk, by tensor cores: a lower triangle of ones times the
 // gates, bf16 ones as they are, fp32 ones as two bf16 terms, which keep 17 bits. A decay 2^-x then
-// has a relative error of x 2^-18 at most, where bf16 rounds what it is multiplied with by up to 2^-9. In
-// natural units; fp32 accumulation.
+// has a relative error of x 2^-18 at most, where bf16 rounds what it is multiplied with by up to
+// 2^-9. In natural units; fp32 accumulation.
 #pragma once
 
 #include "tiles.cuh"
@@ -75,9 +75,9 @@ __device__ __forceinline__ void sum_gates(float (&b)[kN], const unsigned char* t
   begin_products();
 #pragma unroll
   for (int i = 0; i < 4 * kGateTiles<Gate>; ++i)
-    product<Contiguous::kSummed, Contiguous::kOther>(
-        b, descriptor(ones + kStepBytes * (i % 4), 0), descriptor(gates + 2048 * i, kTileBytes),
-        i > 0);
+    product<Contiguous::kSummed, Contiguous::kOther>(b, descriptor(ones + kStepBytes * (i % 4), 0),
+                                                     descriptor(gates + 2048 * i, kTileBytes),
+                                                     i > 0);
   commit_products();
   wait_for_products<0>();
 }

@@ -1,14 +1,15 @@
-// The whole forward of a segment and head in one sweep, for bf16 on sm_90a; fp32 gates too, of
-// heads of at most 64 keys. With
-// q^ = scale q 2^(b - r) and k^ = k 2^(r - b) a chunk is ordinary linear attention,
+// The whole forward of a segment and head in one sweep, for bf16 on sm_90a, and for fp32 gates
+// where there are at most 64 keys. With q^ = scale q 2^(b - r) and k^ = k 2^(r - b) a chunk is
+// ordinary linear attention,
 //
 //   A = tril(q^ k^T)      o = A v + q^ S~      S~ = 2^r S      S' = 2^(b_C - r) (S~ + k^T v)
 //
 // and the state stays in registers.
 //
 // grid    (segment, head, 128 values); two producer and two consumer warpgroups. Heads of at most
-//         64 keys and 64 values have narrow_forward.cu, but with fp32 gates.
-// reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states
+//         64 keys and 64 values with bf16 gates have narrow_forward.cu.
+// reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states; of chunks before the
+//         segment's own g, k and v alone
 // writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks], and, if they are there, operands [B,
 //         slots, H], but for A outside tier 1
 //
@@ -57,6 +58,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
 template <int K, class Gate = bf16, bool kKeeps = false>
 void launch_forward(const Problem& p, cudaStream_t stream) {
   using Shared = Block<K, Gate>;
+  static_assert(fits_multiprocessor(1, sizeof(Shared)));
   constexpr auto kKernel = forward_kernel<K, Gate, kKeeps>;
   static const DynamicShared shared(kKernel, sizeof(Shared));
   const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, Unit<K, kGroups>::kValues);

@@ -1,5 +1,5 @@
 // The whole forward of a segment and head in one sweep, as in forward.cu, for heads of at most 64
-// keys and 64 values.
+// keys and 64 values with bf16 gates.
 //
 // grid    (segment, head), up to four of these one after the other; two producer warpgroups and a
 //         consumer, two blocks a multiprocessor

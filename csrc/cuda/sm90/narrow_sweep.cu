@@ -1,4 +1,4 @@
-// What gradient_sweep.cu does, for heads of at most 64 keys and 64 values, from raw gates: a block
+// What gradient_sweep.cu does, for heads of at most 64 keys and 64 values, from bf16 gates: a block
 // goes from the last chunk to the first with dS~ on chip, so that dS' is neither written to memory
 // nor read from it, and makes q^ and k^ of a chunk once for dS~ and for all gradients.
 //

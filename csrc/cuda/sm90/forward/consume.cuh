@@ -29,7 +29,7 @@ __device__ __forceinline__ void consume(Unit<K, kConsumers, kPieces, Gate>& s, c
     wait(&s.full[stage], static_cast<uint32_t>(number / s.kStages) & 1);
     const bool exact = __any_sync(0xffffffffu, s.exact[stage]);
     passage.enter(group, s.enter[stage], s.leave[stage]);
-    if (s.kPrefixes && chunk < segment.prefix) {
+    if (s.kAhead && chunk < segment.prefix) {
       state.pass(s.pass[group]);
       if (exact) state.scale(s.middle[stage]);
       const ValueOperand<false> v(tiles.v + group * kTileBytes);

@@ -56,7 +56,8 @@ struct Gating {
     wait_for_products<0>();
     store_scores(chunk.g, A, exact);
   }
-  // k^ and the factors alone, whose chunk is outside tier 1 where a channel is.
+  // k^ and the factors alone; `exact` is then whether a channel is out of range, whatever its
+  // tokens: all that the state asks.
   template <class Between>
   __device__ __forceinline__ void gate_keys(const GatedChunk& chunk, const Between& between) const {
     gate_rows</*kQueries=*/false>(chunk, 1.f, between);

@@ -16,8 +16,9 @@ class Passage {
   __device__ __forceinline__ explicit Passage(float (&factors)[K]) : factors_(factors) {}
 
   // Into a chunk with these factors, which may be overwritten as soon as the consumer has left it.
-  // The consumer's barriers of the chunk before (place_output) stand behind the last reads of the
-  // place. Ends with a barrier of the consumer, behind which the new ones are there.
+  // A barrier of the consumer's (in place_output, or in a chunk before the segment's own) stands
+  // behind the last reads of the place. Ends with a barrier of the consumer, behind which the new
+  // ones are there.
   __device__ __forceinline__ void enter(int group, const float* enter, const float* leave) {
     const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
     if (K == kGroupThreads || thread < K) {

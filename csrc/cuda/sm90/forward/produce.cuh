@@ -31,14 +31,15 @@ __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const unsi
         wait(&s.empty[stage], static_cast<uint32_t>(chunk / s.kStages - 1) & 1);
       auto& tiles = s.stages[stage];
       copy_rows<K / 64, kGroupThreads, Gate>(tiles.g, p.g, segment, chunk, thread, 0, p.K);
-      if (!s.kPrefixes || chunk >= segment.prefix)
+      if (!s.kAhead || chunk >= segment.prefix)
         copy_rows<K / 64, kGroupThreads>(tiles.q, p.q, segment, chunk, thread, 0, p.K);
       copy_rows<K / 64, kGroupThreads>(tiles.k, p.k, segment, chunk, thread, 0, p.K);
       copy_rows<kGroups, kGroupThreads>(tiles.v, p.v, segment, chunk, thread, block_v, p.V);
     }
     commit_copies();
   };
-  constexpr bool kAhead = Unit<K, kGroups, 1, Gate>::kStages == 2 * kGroups;
+  constexpr bool kAhead = Unit<K, kGroups, 1, Gate>::kAhead;
+  static_assert(!(kKeeps && kAhead), "a stage's next chunk would be the same producer's");
   copy(group);
   for (int chunk = group; chunk < segment.chunks; chunk += kGroups) {
     const int stage = chunk % s.kStages;
@@ -49,7 +50,7 @@ __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const unsi
                            &s.exact[stage], s.b_last[group], s.references[group]};
     if constexpr (kAhead) {
       const AskBetween<decltype(copy)> between{{}, copy, chunk + kGroups};
-      if (s.kPrefixes && chunk < segment.prefix)
+      if (chunk < segment.prefix)
         gate.gate_keys(gated, between);
       else
         gate(gated, p.scale, between);

@@ -11,15 +11,16 @@ namespace {
 template <int K, int kConsumers, int kPieces = 1, class Gate = bf16>
 struct alignas(1024) Unit {
   static constexpr int kValues = kConsumers * kTile;
-  // With four, a producer's next rows come while it gates; only these heads have the room.
-  static constexpr int kStages = K == kTile && kConsumers == kGroups ? 4 : 3;
-  // Whether segments may have chunks before their own, of which the state alone is made.
-  static constexpr bool kPrefixes = kStages == 4;
+  // With four stages, for which others have no room, a producer's next rows come while it gates.
+  // Segments may then have chunks before their own, of which the state alone is made.
+  static constexpr bool kAhead = K == kTile && kConsumers == kGroups;
+  static constexpr int kStages = kAhead ? 4 : 3;
   struct Stage {
     unsigned char q[K / 64 * kTileBytes];  // [token][K], then q^
     unsigned char k[K / 64 * kTileBytes];  // [token][K], then k^
-    unsigned char g[K / 64 * kGateTiles<Gate> * kTileBytes];  // [token][K], then A [token][token]
-    unsigned char v[kConsumers * kTileBytes];  // [token][V], then o
+    unsigned char
+        g[K / 64 * kGateTiles<Gate> * kTileBytes];  // [token][K], fp32 in two tiles, then A
+    unsigned char v[kConsumers * kTileBytes];       // [token][V], then o
   } stages[kStages];
   // Factors of the state's key channels at a chunk: 2^r as it enters; before the product, 1 or
   // 2^b_C; 2^(b_C - r) as it leaves.

@@ -20,8 +20,8 @@ struct alignas(1024) Unit {
   static constexpr int kValues = kConsumers * kTile;
   struct Stage {
     unsigned char y[kTileBytes];                     // k or q [token][K], then gated
-    unsigned char g[kGateTiles<Gate> * kTileBytes];  // [token][K]
-    unsigned char x[kConsumers * kTileBytes];  // v or do [token][V]
+    unsigned char g[kGateTiles<Gate> * kTileBytes];  // [token][K], fp32 in two tiles
+    unsigned char x[kConsumers * kTileBytes];        // v or do [token][V]
   } stages[kStages];
   unsigned char state[kConsumers * kTileBytes];  // [K][V]
   float b_last[kStages][kTile];                  // log2 units
