@@ -64,15 +64,13 @@ FUSED_SHAPES = {  # the batch for an H200, see `for_this_gpu`
     "segments that sum the one before": (22, 390, 3, 72, 40, None, "contiguous"),
     "segments that sum the one before, many keys": (22, 390, 3, 136, 40, None, "contiguous"),
     "segments that sum the one before, few keys": (22, 390, 3, 40, 72, None, "contiguous"),
+    "few keys, many values": (1, 150, 2, 40, 136, None, "contiguous"),
+    "few keys and values": (1, 150, 2, 64, 24, None, "contiguous"),
     "packed, in segments": (1, 430, 1, 128, 64, (0, 330, 70, 3), "contiguous"),
     "packed, small heads in segments": (1, 430, 1, 64, 64, (0, 330, 70, 3), "contiguous"),
 }
-SMALL_HEADS = {
-    "few keys, many values": (1, 150, 2, 40, 136, None, "contiguous"),
-    "few keys and values": (1, 150, 2, 64, 24, None, "contiguous"),
-}
 FP32_GATES = [
-    *("widest", "gradients in a sweep", *SMALL_HEADS),
+    *("widest", "gradients in a sweep", "few keys, many values", "few keys and values"),
     *("in segments", "packed, small heads in segments"),
     "segments that sum the one before, few keys",
 ]
@@ -162,7 +160,7 @@ def test_gradients_of_packed_sequences_in_a_sweep(H, K, V, T, lengths):
 @pytest.mark.parametrize("gate", [0.1, "reset"])
 @pytest.mark.parametrize("shape", FP32_GATES)
 def test_fused_with_fp32_gates(shape, gate):
-    B, *sizes, lengths, _ = (FUSED_SHAPES | SMALL_HEADS)[shape]
+    B, *sizes, lengths, _ = FUSED_SHAPES[shape]
     x = make_inputs(for_this_gpu(B), *sizes, torch.bfloat16, gate, torch.float32, lengths=lengths)
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 

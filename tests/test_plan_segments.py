@@ -99,7 +99,7 @@ def test_cuda_segments_that_sum_the_one_before(change, prefixed):
 )
 def test_cuda_segments_where_places_are_few(B, H, K, V, places, cut):
     """Two places a sweep's block do not pay for own parts and a scan, but where gradients are swept
-    and segments long; of small heads three do not either."""
+    and segments long, and where forward needs neither; of small heads three do not either."""
     blocks = B * H * (1 if max(K, V) <= 64 else -(-V // 128))
     assert (2 if max(K, V) <= 64 else 1) * 132 // blocks == places
     shape = {"B": B, "T": 2048, "H": H, "K": K, "V": V}
