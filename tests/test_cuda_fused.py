@@ -29,7 +29,7 @@ from gla_ext import batch_invariant, chunk_gla
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
 
-KEYS, VALUES = (8, 64, 72, 120, 128, 136, 256), (8, 64, 72, 136, 256, 512)
+KEYS, VALUES = (8, 64, 72, 120, 128, 136, 192, 256), (8, 64, 72, 136, 256, 512)
 BATCHES = {1: 64, 15: 4, 64: 2, 65: 2, 130: 2, 1000: 1}  # of sequences of so many tokens
 # In turns, so that every K meets every T, and every V both.
 SIZES = [

@@ -71,7 +71,7 @@ def check_the_second_sums_the_first(T, H, K, V, blocks, gates, gate_dtype):
     "T, H, K, V, blocks",
     [
         *[(330, 3, 72, 40, 1), (1000, 2, 128, 256, 2), (1025, 3, 200, 136, 2)],
-        *[(700, 3, 256, 64, 1), (520, 2, 64, 128, 1), (1000, 3, 8, 200, 2)],
+        *[(700, 3, 256, 64, 1), (390, 2, 160, 200, 2), (520, 2, 64, 128, 1), (1000, 3, 8, 200, 2)],
     ],
 )
 def test_segments_that_sum_the_one_before(T, H, K, V, blocks, gates, gate_dtype):
@@ -90,6 +90,7 @@ def test_segments_of_small_heads_that_sum_the_one_before(K, V, gates):
     "K, V, blocks, gate_dtype",
     [
         *[(128, 256, 2, torch.float32), (256, 128, 1, torch.float32)],
+        (136, 128, 1, BF16),
         *[(64, 128, 1, torch.float32), (64, 128, 1, BF16), (40, 8, 1, torch.float32)],
     ],
 )

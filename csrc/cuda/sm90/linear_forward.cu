@@ -11,7 +11,10 @@
 //
 // The producer copies a chunk's operands and rows of v, and makes one factor of those by which the
 // state leaves a chunk and enters the next, unless it is saved between them. A consumer holds the
-// state of 64 values transposed, [V][K], 128 key channels a part. Accumulation is fp32.
+// state of 64 values transposed, [V][K], 128 key channels a part, of which the second may have 64.
+// Accumulation is fp32.
+#include <type_traits>
+
 #include "../device/launch.cuh"
 #include "dependent_launch.cuh"
 #include "dynamic_shared.h"
@@ -29,13 +32,18 @@ constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 static_assert((kProducerRegisters + kLinearConsumers * kConsumerRegisters) * kGroupThreads <=
               65536 / kLinearThreads / 8 * 8 * kLinearThreads);
 
+template <int kTiles>
+constexpr int kGroupsOf = (kTiles + kKeyTiles - 1) / kKeyTiles;
+
 template <int kGroups>
 struct Stage {
   Operands<kGroups> operands;
   unsigned char v[kLinearConsumers * kTileBytes];  // [token][V], then o
 };
-template <int kGroups, bool kSavesStates = false>
-struct Block : LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2> {
+// kTilesOfKeys: of 64 key channels, two to four.
+template <int kTilesOfKeys, bool kSavesStates = false>
+struct Block : LinearBlock<Stage<kGroupsOf<kTilesOfKeys>>, kTilesOfKeys == 2 ? 3 : 2> {
+  static constexpr int kTiles = kTilesOfKeys, kGroups = kGroupsOf<kTiles>;
   static constexpr bool kSaves = kSavesStates;
   // Behind paired segment parts, for K of at most 128 and no saved states, A of chunks outside
   // tier 1 is made beside the scan, so that A is copied apart, of the first chunks behind the scan.
@@ -54,19 +62,37 @@ struct Block : LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2> {
   }
 };
 // With room for states on their way out, [128 keys][V].
-template <int kGroups>
-struct SavingBlock : Block<kGroups, true> {
+template <int kTilesOfKeys>
+struct SavingBlock : Block<kTilesOfKeys, true> {
   alignas(1024) unsigned char states[kLinearConsumers][kKeyTiles * kTileBytes];
 };
 
+// The state of a consumer's values in the parts that operands have: of 128 key channels, and the
+// last of 64 where the tiles are odd.
+template <int kTiles>
+struct Parts {
+  struct Nothing {};
+  State<kOperandKeys> whole[kTiles / kKeyTiles];
+  std::conditional_t<kTiles % kKeyTiles == 1, State<kTile>, Nothing> half;
+
+  // f(part, which it is)
+  template <class F>
+  __device__ __forceinline__ void for_each(F&& f) {
+#pragma unroll
+    for (int i = 0; i < kTiles / kKeyTiles; ++i) f(whole[i], i);
+    if constexpr (kTiles % kKeyTiles == 1) f(half, kTiles / kKeyTiles);
+  }
+};
+
 // Rows of the states as they lie in a consumer's tiles to memory.
+template <int kKeys>
 __device__ __forceinline__ void write_states(const unsigned char* tiles, const Problem& p,
                                              int64_t chunk_head, int first_k, int first_v) {
   const int thread = thread_anew() % kGroupThreads, part = thread % 8;
   const int column = first_v + 8 * part;
   bf16* out = static_cast<bf16*>(p.S) + chunk_head * p.K * p.V + column;
 #pragma unroll 2  // the states leave few registers
-  for (int i = 0; i < kOperandKeys / 16; ++i) {
+  for (int i = 0; i < kKeys / 16; ++i) {
     const int row = thread / 8 + 16 * i, k = first_k + row;
     if (k < p.K && column < p.V)
       *reinterpret_cast<uint4*>(out + k * p.V) = *reinterpret_cast<const uint4*>(
@@ -74,35 +100,64 @@ __device__ __forceinline__ void write_states(const unsigned char* tiles, const P
   }
 }
 
-// k^ and the factors of a chunk before the segment's own, and whether it is outside tier 1. By one
-// thread.
+// Asks for the bytes from `first` to `end` of a chunk's operands, which `full` expects.
 template <int kGroups>
-__device__ __forceinline__ void copy_keys(Operands<kGroups>& to, const unsigned char* from,
-                                          uint64_t* full) {
-  constexpr int kStart = offsetof(OperandGroup, factors),
-                kExact = offsetof(Operands<kGroups>, exact);
-  constexpr int kBytes = sizeof(OperandGroup) - kStart, kFlagBytes = 16;
-  arrive_and_expect(full, kGroups * kBytes + kFlagBytes);
-#pragma unroll
-  for (int i = 0; i < kGroups; ++i)
-    bulk_copy_expected(to.groups[i].factors, from + i * sizeof(OperandGroup) + kStart, kBytes,
-                       full);
-  bulk_copy_expected(&to.exact, from + kExact, kFlagBytes, full);
+__device__ __forceinline__ void copy_bytes(Operands<kGroups>& to, const unsigned char* from,
+                                           int first, int end, uint64_t* full) {
+  bulk_copy_expected(reinterpret_cast<unsigned char*>(&to) + first, from + first, end - first,
+                     full);
 }
 
-template <int kGroups, class BlockOfKernel>
+// The operands of a chunk as far as there are key channels, but for A where that is copied apart.
+// By one thread.
+template <class BlockOfKernel, int kGroups>
+__device__ __forceinline__ void copy_operands(Operands<kGroups>& to, const unsigned char* from,
+                                              uint64_t* full) {
+  constexpr int kScores = offsetof(Operands<kGroups>, A),
+                kEnd = BlockOfKernel::kScoresApart ? kScores : Operands<kGroups>::kBytes;
+  if constexpr (BlockOfKernel::kTiles == kGroups * kKeyTiles) {
+    bulk_copy(&to, from, kEnd, full);
+  } else {  // without the last tile of q^ and of k^
+    constexpr int kLast = (kGroups - 1) * sizeof(OperandGroup);
+    arrive_and_expect(full, kEnd - 2 * kTileBytes);
+    copy_bytes(to, from, 0, kLast + kTileBytes, full);
+    copy_bytes(to, from, kLast + offsetof(OperandGroup, factors),
+               kLast + offsetof(OperandGroup, k) + kTileBytes, full);
+    copy_bytes(to, from, kScores, kEnd, full);
+  }
+}
+
+// k^ and the factors of a chunk before the segment's own, and whether it is outside tier 1. By one
+// thread.
+template <class BlockOfKernel, int kGroups>
+__device__ __forceinline__ void copy_keys(Operands<kGroups>& to, const unsigned char* from,
+                                          uint64_t* full) {
+  constexpr int kExact = offsetof(Operands<kGroups>, exact), kFlagBytes = 16;
+  arrive_and_expect(full, kGroups * kFactorBytes + BlockOfKernel::kTiles * kTileBytes + kFlagBytes);
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    const int group = i * static_cast<int>(sizeof(OperandGroup));
+    const int tiles = i + 1 < kGroups ? kKeyTiles : BlockOfKernel::kTiles - i * kKeyTiles;
+    copy_bytes(to, from, group + offsetof(OperandGroup, factors),
+               group + offsetof(OperandGroup, k) + tiles * kTileBytes, full);
+  }
+  copy_bytes(to, from, kExact, kExact + kFlagBytes, full);
+}
+
+template <class BlockOfKernel>
 __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int first_v) {
+  constexpr int kGroups = BlockOfKernel::kGroups;
   const Segment& segment = s.segment;
   const int thread = static_cast<int>(threadIdx.x);
   RowCopier<kLinearConsumers, kGroupThreads> v(p.v, token_offset(p.v, 1), segment, 0, thread,
                                                first_v, p.V);
   const unsigned char* operands = operands_at(p, segment.chunk_head(p, 0));
   constexpr bool kApart = BlockOfKernel::kScoresApart;
-  constexpr int kGroupBytes = sizeof(OperandGroup[kGroups]);
   const auto copy_scores = [&](int i, const unsigned char* from) {
+    constexpr int kScores = offsetof(Operands<kGroups>, A);
     const int number = i % s.kStages;
-    bulk_copy(s.stages[number].operands.A, from + kGroupBytes,
-              Operands<kGroups>::kBytes - kGroupBytes, &s.operands_full[number]);
+    bulk_copy(s.stages[number].operands.A, from + kScores, Operands<kGroups>::kBytes - kScores,
+              &s.operands_full[number]);
   };
 #pragma unroll
   for (int i = 0; i < kGroups; ++i) s.leave[i * kOperandKeys + thread] = 1.f;
@@ -110,11 +165,10 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
       [&](int i, Stage<kGroups>& stage, uint64_t*) {
         uint64_t* full = &s.operands_full[i % s.kStages];
         if (!BlockOfKernel::kSaves && thread == 0 && i < segment.prefix) {
-          copy_keys(stage.operands, operands, full);
+          copy_keys<BlockOfKernel>(stage.operands, operands, full);
           if constexpr (kApart) arrive(full);  // there is no A
         } else if (thread == 0) {
-          bulk_copy(&stage.operands, operands, kApart ? kGroupBytes : Operands<kGroups>::kBytes,
-                    full);
+          copy_operands<BlockOfKernel>(stage.operands, operands, full);
           if (kApart && i >= s.kStages - 1) copy_scores(i, operands);
         }
         operands += p.H * operand_bytes(p.K);
@@ -143,30 +197,30 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
 }
 
 // Issues the state's products, S~ + k^T v.
-template <int kGroups, class Values>
-__device__ __forceinline__ void multiply_values(State<kOperandKeys> (&state)[kGroups],
-                                                const Values& v,
-                                                const Operands<kGroups>& operands) {
-#pragma unroll
-  for (int i = 0; i < kGroups; ++i) multiply_keys(state[i], v, operands.groups[i].k);
+template <int kTiles, class Values>
+__device__ __forceinline__ void multiply_values(Parts<kTiles>& state, const Values& v,
+                                                const Operands<kGroupsOf<kTiles>>& operands) {
+  state.for_each([&](auto& part, int i) { multiply_keys(part, v, operands.groups[i].k); });
   commit_products();
 }
 
+// By a factor of a chunk's key channels.
+template <int kTiles>
+__device__ __forceinline__ void scale(Parts<kTiles>& state,
+                                      const Operands<kGroupsOf<kTiles>>& operands, Factor factor) {
+  state.for_each([&](auto& part, int i) { part.scale(operands.groups[i].factors[factor]); });
+}
+
 // The state over the chunks before the segment's own. Where states are saved there are none.
-template <int kGroups, class BlockOfKernel>
-__device__ __forceinline__ void consume_prefix(BlockOfKernel& s,
-                                               State<kOperandKeys> (&state)[kGroups], int group) {
+template <class BlockOfKernel, int kTiles>
+__device__ __forceinline__ void consume_prefix(BlockOfKernel& s, Parts<kTiles>& state, int group) {
   for (int chunk = 0; chunk < s.segment.prefix; ++chunk) {
     const int number = chunk % s.kStages;
     const auto& stage = s.stages[number];
     wait(&s.full[number], s.parity(chunk));
     const bool exact = __any_sync(0xffffffffu, stage.operands.exact);
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) state[i].pass(s.pass[number] + i * kOperandKeys);
-    if (exact) {
-#pragma unroll
-      for (int i = 0; i < kGroups; ++i) state[i].scale(stage.operands.groups[i].factors[kMiddle]);
-    }
+    state.for_each([&](auto& part, int i) { part.pass(s.pass[number] + i * kOperandKeys); });
+    if (exact) scale(state, stage.operands, kMiddle);
     const ValueOperand<true> v(stage.v + group * kTileBytes);
     begin_products();
     multiply_values(state, v, stage.operands);
@@ -176,19 +230,18 @@ __device__ __forceinline__ void consume_prefix(BlockOfKernel& s,
   }
 }
 
-template <int kGroups, class BlockOfKernel>
+template <class BlockOfKernel>
 __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int group,
                                         int block_v) {
   const Segment& segment = s.segment;
   const int first_v = block_v + kTile * group;
   if (segment.tail) return write_tail(p, segment, first_v);
-  State<kOperandKeys> state[kGroups];
-#pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
-    state[i].first_k = i * kOperandKeys;
-    state[i].load(p, segment, first_v);
-  }
-  if constexpr (!BlockOfKernel::kSaves) consume_prefix<kGroups>(s, state, group);
+  Parts<BlockOfKernel::kTiles> state;
+  state.for_each([&](auto& part, int i) {
+    part.first_k = i * kOperandKeys;
+    part.load(p, segment, first_v);
+  });
+  if constexpr (!BlockOfKernel::kSaves) consume_prefix(s, state, group);
   for (int chunk = segment.prefix; chunk < segment.chunks; ++chunk) {
     const int number = chunk % s.kStages;
     auto& stage = s.stages[number];
@@ -196,25 +249,25 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     const bool exact = __any_sync(0xffffffffu, stage.operands.exact);
     float o[32];  // [64 values][64 tokens]
     if constexpr (BlockOfKernel::kSaves) {
-#pragma unroll
-      for (int i = 0; i < kGroups; ++i) {
+      state.for_each([&](auto& part, int) {
+        constexpr int kKeys = std::decay_t<decltype(part)>::kKeys;
         group_barrier<kConsumerBarrier>(group);  // the states before are read
 #pragma unroll
-        for (int tile = 0; tile < kKeyTiles; ++tile)
-          store_transposed_tile(s.states[group] + tile * kTileBytes, state[i].x + tile * 32);
+        for (int tile = 0; tile < kKeys / kTile; ++tile)
+          store_transposed_tile(s.states[group] + tile * kTileBytes, part.x + tile * 32);
         group_barrier<kConsumerBarrier>(group);  // these are written
-        write_states(s.states[group], p, segment.chunk_head(p, chunk), i * kOperandKeys, first_v);
-      }
+        write_states<kKeys>(s.states[group], p, segment.chunk_head(p, chunk), part.first_k,
+                            first_v);
+      });
     }
     StateOperand operand;
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i)
-      multiply_state(o, state[i], s.pass[number] + i * kOperandKeys, stage.operands.groups[i].q,
+    state.for_each([&](auto& part, int i) {
+      multiply_state(o, part, s.pass[number] + i * kOperandKeys, stage.operands.groups[i].q,
                      operand, i == 0);
+    });
     if (exact) {
       wait_for_products<0>();
-#pragma unroll
-      for (int i = 0; i < kGroups; ++i) state[i].scale(stage.operands.groups[i].factors[kMiddle]);
+      scale(state, stage.operands, kMiddle);
     }
     const ValueOperand<!BlockOfKernel::kSaves> v(stage.v + group * kTileBytes);
     begin_products();
@@ -224,25 +277,21 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
           o, j, descriptor(shared_address(stage.operands.A) + kStepBytes * j, 0));
     commit_products();
     multiply_values(state, v, stage.operands);
-    // The state's products may run on while o passes, if they have v in registers; of K above 128
+    // The state's products may run on while o passes, if they have v in registers; of K above 192
     // the call would take .3 % longer.
-    constexpr bool kRunOn = kGroups == 1 && !BlockOfKernel::kSaves;
+    constexpr bool kRunOn = BlockOfKernel::kTiles < 4 && !BlockOfKernel::kSaves;
     wait_for_products<kRunOn ? 1 : 0>();
     const OutputRows rows(stage.v + group * kTileBytes, o, group);
     if constexpr (kRunOn) wait_for_products<0>();
-    if (BlockOfKernel::kSaves || chunk + 1 == segment.chunks) {
-#pragma unroll
-      for (int i = 0; i < kGroups; ++i) state[i].scale(stage.operands.groups[i].factors[kLeave]);
-    }
+    if (BlockOfKernel::kSaves || chunk + 1 == segment.chunks) scale(state, stage.operands, kLeave);
     fence_for_products();  // and bulk copies; later it would wait until the rows are in memory
     arrive(&s.empty[number]);
     rows.write(p, segment, chunk, first_v);
   }
-#pragma unroll
-  for (int i = 0; i < kGroups; ++i) state[i].store(p, segment, first_v);
+  state.for_each([&](auto& part, int) { part.store(p, segment, first_v); });
 }
 
-template <int kGroups, class BlockOfKernel>
+template <class BlockOfKernel>
 __global__ void __launch_bounds__(kLinearThreads, 1) linear_forward_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_all_but_scan(p.grid.segment_states > 0);
@@ -254,41 +303,42 @@ __global__ void __launch_bounds__(kLinearThreads, 1) linear_forward_kernel(Probl
   const int group = warpgroup();
   if (group == 0) {
     give_registers<kProducerRegisters>();
-    if (!s.segment.tail) produce<kGroups>(s, p, block_v);
+    if (!s.segment.tail) produce(s, p, block_v);
   } else {
     take_registers<kConsumerRegisters>();
     await_previous_kernel();  // the scan
-    consume<kGroups>(s, p, group - 1, block_v);
+    consume(s, p, group - 1, block_v);
   }
 #endif
 }
 
-template <int kGroups, class BlockOfKernel>
+template <class BlockOfKernel>
 void launch_linear_forward(const Problem& p, cudaStream_t stream) {
-  static const DynamicShared shared(linear_forward_kernel<kGroups, BlockOfKernel>,
-                                    sizeof(BlockOfKernel));
+  static const DynamicShared shared(linear_forward_kernel<BlockOfKernel>, sizeof(BlockOfKernel));
   const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, kValues);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(linear_forward_kernel<kGroups, BlockOfKernel>, blocks, kLinearThreads,
+  launch_dependent(linear_forward_kernel<BlockOfKernel>, blocks, kLinearThreads,
                    sizeof(BlockOfKernel), stream, p);
 }
 
-template <int kGroups>
+template <int kTiles>
 void launch_linear_forward(const Problem& p, cudaStream_t stream) {
   if (p.S != nullptr)
-    launch_linear_forward<kGroups, SavingBlock<kGroups>>(p, stream);
+    launch_linear_forward<SavingBlock<kTiles>>(p, stream);
   else
-    launch_linear_forward<kGroups, Block<kGroups>>(p, stream);
+    launch_linear_forward<Block<kTiles>>(p, stream);
 }
 
 }  // namespace
 
 void linear_forward(const Problem& p, cudaStream_t stream) {
-  if (p.K > kOperandKeys)
-    launch_linear_forward<2>(p, stream);
+  if (p.K > 3 * kTile)
+    launch_linear_forward<4>(p, stream);
+  else if (p.K > 2 * kTile)
+    launch_linear_forward<3>(p, stream);
   else
-    launch_linear_forward<1>(p, stream);
+    launch_linear_forward<2>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -67,6 +67,25 @@ __device__ __forceinline__ void sum_last_segment(const Problem& p, const Segment
   write_decay(p, segment, first_k, first_v, total);
 }
 
+// k^ or q^, with the factors. Without its second tile, whose consumer multiplies what was there
+// before, for nobody.
+template <Sweep kSweep>
+__device__ __forceinline__ void copy_operands(Stage& stage, const unsigned char* from,
+                                              bool both_tiles, uint64_t* full) {
+  unsigned char* to = stage.operands;
+  constexpr int kAll = sizeof(stage.operands), kFirst = kAll - kTileBytes;
+  if (both_tiles) {
+    bulk_copy(to, from, kAll, full);
+  } else if constexpr (kSweep == Sweep::kStates) {
+    bulk_copy(to, from, kFirst, full);
+  } else {
+    constexpr int kFactors = Places<kSweep>::kFactors;
+    arrive_and_expect(full, kFirst);
+    bulk_copy_expected(to, from, kTileBytes, full);
+    bulk_copy_expected(to + kFactors, from + kFactors, kFactorBytes, full);
+  }
+}
+
 template <Sweep kSweep, Store kStore>
 __device__ __forceinline__ void produce(Block& s, const Problem& p, int first_k, int first_v) {
   using F = Fields<kSweep>;
@@ -81,7 +100,7 @@ __device__ __forceinline__ void produce(Block& s, const Problem& p, int first_k,
   float total = 0;  // of the gates of channel `thread`, log2 units
   s.produce([&](int i, Stage& stage, uint64_t* full) {
     if (thread == 0)
-      bulk_copy(stage.operands, group + Places<kSweep>::kFirst, sizeof(stage.operands), full);
+      copy_operands<kSweep>(stage, group + Places<kSweep>::kFirst, first_k + kTile < p.K, full);
     x.copy(stage.x, segment.length_of(F::chunk(segment, i)));
     if constexpr (kStore == Store::kSegment)
       total += reinterpret_cast<const OperandGroup*>(group)->factors[kSum][thread];

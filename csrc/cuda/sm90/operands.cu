@@ -211,7 +211,13 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach)
     __syncthreads();       // q^, k^ and the factors are written, the gates are read
     unsigned char* out = operands_at(p, item.index, item.first / kOperandKeys);
     if (stores()) {
-      bulk_store(out, &rows.group, sizeof(OperandGroup));
+      if (item.first + kTile < p.K) {
+        bulk_store(out, &rows.group, sizeof(OperandGroup));
+      } else {  // a tile of each
+        bulk_store(out, rows.group.q, kTileBytes);
+        bulk_store(out + offsetof(OperandGroup, factors), rows.group.factors,
+                   kFactorBytes + kTileBytes);
+      }
       commit_bulk_stores();
     }
     if (scores) {

@@ -12,7 +12,8 @@ constexpr int kKeyTiles = kOperandKeys / kTile;
 // 2^b_C before the product, 2^(b_C - r) or 1 as it leaves. kSum is b_C itself, log2 units.
 enum Factor { kEnter, kMiddle, kLeave, kSum, kFactors };
 
-// The factors stand between q^ and k^, so that either comes with them in one piece.
+// The factors stand between q^ and k^, so that either comes with them in one piece. A second tile
+// of which no key channel is there is neither written nor read.
 struct alignas(1024) OperandGroup {
   unsigned char q[kKeyTiles * kTileBytes];  // q^ [token][128]
   float factors[kFactors][kOperandKeys];

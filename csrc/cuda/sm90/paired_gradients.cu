@@ -184,7 +184,7 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared& s, const Pro
   auto& operands = s.states(p.V - 1 + kTile);
   auto &other_operand = operands.S, &own_operand = operands.dS;
   auto& to_send = s.sums().dg;
-  copy_operands(s.q, operands_at(p, s.chunk.slot));
+  copy_operand(s.q, p, s.chunk.slot, /*keys=*/false);
   commit_copies();
   const Part<kGroups> part;
   if (!part.makes_x())
@@ -217,7 +217,7 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared& s, const Pro
   wait_for_cluster();        // the other block has started
   __syncthreads();           // and what is sent is written
   if (is_first && !exact) {  // k^, of which dg sums as it was
-    copy_operands(s.k, operands_at(p, s.chunk.slot) + offsetof(OperandGroup, k));
+    copy_operand(s.k, p, s.chunk.slot, /*keys=*/true);
     commit_copies();
   }
   const int thread = thread_index();

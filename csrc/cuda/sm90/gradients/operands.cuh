@@ -27,21 +27,26 @@ __device__ __forceinline__ void start_values(Shared<kGroups>& s, const Problem& 
   }
 }
 
-// Asks for q^ or k^, tiles from `first` on to `end`, of a chunk's operands.
+// Asks for q^ or k^ of a chunk's operands, tiles from `first` on: zeros where no key channel is.
 template <int kGroups>
 __device__ __forceinline__ void copy_operands(unsigned char (&tiles)[kGroups][kTileBytes],
-                                              const unsigned char* operands, int first = 0,
-                                              int end = kGroups) {
-  const int offset = thread_index() * 16;
+                                              const Problem& p, const unsigned char* operands,
+                                              int first = 0) {
+  const bool all = kGroups <= kKeyTiles || state_key_tiles(p) == kGroups;  // are there
 #pragma unroll
-  for (int i = 0; i < kGroups; ++i)
+  for (int i = 0; i < kGroups; ++i) {
+    const unsigned char* from = operands + i / kKeyTiles * static_cast<int>(sizeof(OperandGroup)) +
+                                i % kKeyTiles * kTileBytes;
 #pragma unroll
-    for (int at = 0; at < kTileBytes; at += kGroups * kGroupThreads * 16)
-      if (i >= first && i < end)
-        copy16(shared_address(tiles[i]) + offset + at,
-               operands + i / kKeyTiles * static_cast<int>(sizeof(OperandGroup)) +
-                   i % kKeyTiles * kTileBytes + offset + at,
-               true);
+    for (int at = 0; at < kTileBytes; at += kGroups * kGroupThreads * 16) {
+      const int offset = thread_index() * 16 + at;
+      if (i < first) continue;
+      if (i + 1 < kGroups || all)
+        copy16(shared_address(tiles[i]) + offset, from + offset, true);
+      else
+        *reinterpret_cast<uint4*>(tiles[i] + offset) = make_uint4(0, 0, 0, 0);
+    }
+  }
 }
 
 // q^ and k^ as operands.cu has made them; the first values are then on their way.
@@ -49,8 +54,8 @@ template <int kGroups>
 __device__ __forceinline__ void load_operands(Shared<kGroups>& s, const Problem& p,
                                               const Chunk& chunk) {
   const unsigned char* operands = operands_at(p, chunk.slot);
-  copy_operands(s.q, operands);
-  copy_operands(s.k, operands + offsetof(OperandGroup, k));
+  copy_operands(s.q, p, operands);
+  copy_operands(s.k, p, operands + offsetof(OperandGroup, k));
   commit_copies();
   start_values(s, p, chunk);
   wait_for_copies<1>();  // all but the values

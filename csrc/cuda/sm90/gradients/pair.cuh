@@ -54,11 +54,10 @@ __device__ __forceinline__ void copy_factors(PairFactors& to, const Problem& p, 
     copy16(shared_address(to.enter + channel), factors_at(p, second, kEnter, channel), true);
 }
 
-// Asks for q^ or k^ of a chunk. A tile without key channels stays zero.
+// Asks for q^ or k^ of a chunk.
 __device__ __forceinline__ void copy_operand(unsigned char (&tiles)[4][kTileBytes],
                                              const Problem& p, int64_t slot, bool keys) {
-  copy_operands(tiles, operands_at(p, slot) + (keys ? offsetof(OperandGroup, k) : 0), 0,
-                state_key_tiles(p));
+  copy_operands(tiles, p, operands_at(p, slot) + (keys ? offsetof(OperandGroup, k) : 0));
 }
 // What the sums over values are followed by: q^ of the second chunk and k^ of the first, the other
 // chunk's in the place of S.
@@ -96,7 +95,7 @@ __device__ __forceinline__ void load_paired_operands(PairedShared& s, const Prob
   const Chunk& chunk = pair.chunk;
   const bool is_first = pair.role == Role::kFirst;
   const int64_t other_slot = sm90::other_slot(p, chunk, is_first);
-  copy_operands(s.k, operands_at(p, chunk.slot) + offsetof(OperandGroup, k));
+  copy_operand(s.k, p, chunk.slot, /*keys=*/true);
   copy_scores(s, p, chunk);
   if (is_first) copy_operand(s.states(kTile).S, p, other_slot, /*keys=*/false);
   copy_factors(s.factors(), p, is_first ? chunk.slot : other_slot,

@@ -207,7 +207,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc,
       if (kReady<kGroups> && !s.kAhead) fence_for_products();  // the states are read
       __syncthreads();  // dv is written, the operands are read
       if (s.kAhead)
-        copy_operands(s.q, operands_at(p, s.chunk.slot), s.kKeptTiles);
+        copy_operands(s.q, p, operands_at(p, s.chunk.slot), s.kKeptTiles);
       else if (more)
         copy_next();
     }
