@@ -107,15 +107,17 @@ Plan backward_sweep(PlanInputs in, const ChunkGrid& grid) {
 
 void choose_prefixes(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   if (plan.segments == 0 || is_narrow(in) || in.packed || in.save_states) return;
-  // Of a chunk before a segment's own linear forward takes .55 of the time; a forward that gates
-  // was not measured by itself.
-  constexpr int64_t kFirst = 11, kOf = 16;
+  // The share with which both segments end together: of the time of a chunk one before a segment's
+  // own takes .55, but where fp32 gates are split and summed there too, .67.
+  constexpr int64_t kOf = 16;
+  const bool splits_gates = in.K <= kTierBlock && in.gate_dtype == DType::kFloat;
+  const int64_t first = splits_gates ? 12 : 11;
   const int64_t longest = ceil_div(in.T, kChunk), places = places_each(plan, in, grid);
   const bool two_blocks = in.K > kOperandKeys;  // of key channels
   const bool pays =
       places == 2 ? !two_blocks || longest <= 64 : places == 3 && !two_blocks && longest <= 32;
   if (!pays) return;
-  plan.segment_chunks = ceil_div(longest * kFirst, kOf);
+  plan.segment_chunks = ceil_div(longest * first, kOf);
   plan.segments = 2;
   plan.segment_states = 0;
   plan.prefixed = true;
