@@ -26,6 +26,7 @@ CASES = {
     "segments of forward alone": ((3, 1024, 6, 128, 256), BF16, None),
     "fp32 gates": ((1, 700, 2, 128, 200), FP32, None),
     "many keys": ((2, 320, 3, 256, 136), BF16, None),
+    "three tiles of keys": ((1, 640, 2, 192, 72), BF16, None),
     "many keys, fp32 gates": ((1, 192, 2, 200, 200), FP32, None),
     "packed": ((1, 2100, 2, 104, 200), BF16, LENGTHS),
     "packed, many keys": ((1, 2100, 2, 256, 136), BF16, LENGTHS),

@@ -22,7 +22,7 @@ in_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
 @pytest.mark.parametrize("gate_dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("save_states", [False, True], ids=["made", "saved"])
 @pytest.mark.parametrize("lengths", [None, UNEVEN_LENGTHS], ids=["batch", "packed"])
-@pytest.mark.parametrize("K", [64, 128, 256])
+@pytest.mark.parametrize("K", [64, 128, 192, 256])
 @pytest.mark.parametrize("gate", [0.1, "reset"])
 def test_fp32_gates_and_saved_states(gate, K, lengths, save_states, gate_dtype):
     x = make_inputs(*(1, 695, 2, K, 72, BF16, gate, gate_dtype), lengths=lengths, device="cuda")

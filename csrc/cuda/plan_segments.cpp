@@ -107,8 +107,8 @@ Plan backward_sweep(PlanInputs in, const ChunkGrid& grid) {
 
 void choose_prefixes(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   if (plan.segments == 0 || is_narrow(in) || in.packed || in.save_states) return;
-  // The share with which both segments end together: of the time of a chunk one before a segment's
-  // own takes .55, but where fp32 gates are split and summed there too, .67.
+  // The share with which both segments end together. A chunk before a segment's own takes .55 of
+  // the time of another; where fp32 gates are split and summed there too, it takes more.
   constexpr int64_t kOf = 16;
   const bool splits_gates = in.K <= kTierBlock && in.gate_dtype == DType::kFloat;
   const int64_t first = splits_gates ? 12 : 11;

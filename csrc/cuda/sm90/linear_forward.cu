@@ -34,6 +34,8 @@ static_assert((kProducerRegisters + kLinearConsumers * kConsumerRegisters) * kGr
 
 template <int kTiles>
 constexpr int kGroupsOf = (kTiles + kKeyTiles - 1) / kKeyTiles;
+template <int kTiles>
+constexpr int kStagesOf = kTiles == 2 ? 3 : 2;
 
 template <int kGroups>
 struct Stage {
@@ -42,13 +44,14 @@ struct Stage {
 };
 // kTilesOfKeys: of 64 key channels, two to four.
 template <int kTilesOfKeys, bool kSavesStates = false>
-struct Block : LinearBlock<Stage<kGroupsOf<kTilesOfKeys>>, kTilesOfKeys == 2 ? 3 : 2> {
+struct Block : LinearBlock<Stage<kGroupsOf<kTilesOfKeys>>, kStagesOf<kTilesOfKeys>> {
+  static_assert(kTilesOfKeys >= 2 && kTilesOfKeys <= 4);
   static constexpr int kTiles = kTilesOfKeys, kGroups = kGroupsOf<kTiles>;
   static constexpr bool kSaves = kSavesStates;
   // Behind paired segment parts, for K of at most 128 and no saved states, A of chunks outside
   // tier 1 is made beside the scan, so that A is copied apart, of the first chunks behind the scan.
   static constexpr bool kScoresApart = kGroups == 1 && !kSaves;
-  using Base = LinearBlock<Stage<kGroups>, kGroups == 1 ? 3 : 2>;
+  using Base = LinearBlock<Stage<kGroups>, kStagesOf<kTiles>>;
   // What the state is to be multiplied by as it leaves a chunk, 1 where states are saved, whose
   // consumers do that themselves; and at once as it enters the next.
   float leave[kGroups * kOperandKeys];
@@ -250,7 +253,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     float o[32];  // [64 values][64 tokens]
     if constexpr (BlockOfKernel::kSaves) {
       state.for_each([&](auto& part, int) {
-        constexpr int kKeys = std::decay_t<decltype(part)>::kKeys;
+        constexpr int kKeys = std::decay_t<decltype(part)>::kChannels;
         group_barrier<kConsumerBarrier>(group);  // the states before are read
 #pragma unroll
         for (int tile = 0; tile < kKeys / kTile; ++tile)

@@ -100,7 +100,8 @@ __device__ __forceinline__ void produce(Block& s, const Problem& p, int first_k,
   float total = 0;  // of the gates of channel `thread`, log2 units
   s.produce([&](int i, Stage& stage, uint64_t* full) {
     if (thread == 0)
-      copy_operands<kSweep>(stage, group + Places<kSweep>::kFirst, first_k + kTile < p.K, full);
+      copy_operands<kSweep>(stage, group + Places<kSweep>::kFirst, has_second_tile(p, first_k),
+                            full);
     x.copy(stage.x, segment.length_of(F::chunk(segment, i)));
     if constexpr (kStore == Store::kSegment)
       total += reinterpret_cast<const OperandGroup*>(group)->factors[kSum][thread];

@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach)
     __syncthreads();       // q^, k^ and the factors are written, the gates are read
     unsigned char* out = operands_at(p, item.index, item.first / kOperandKeys);
     if (stores()) {
-      if (item.first + kTile < p.K) {
+      if (has_second_tile(p, item.first)) {
         bulk_store(out, &rows.group, sizeof(OperandGroup));
       } else {  // a tile of each
         bulk_store(out, rows.group.q, kTileBytes);

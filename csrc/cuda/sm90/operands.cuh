@@ -13,13 +13,19 @@ constexpr int kKeyTiles = kOperandKeys / kTile;
 enum Factor { kEnter, kMiddle, kLeave, kSum, kFactors };
 
 // The factors stand between q^ and k^, so that either comes with them in one piece. A second tile
-// of which no key channel is there is neither written nor read.
+// of which no key channel is there (`has_second_tile`) is neither written nor read.
 struct alignas(1024) OperandGroup {
   unsigned char q[kKeyTiles * kTileBytes];  // q^ [token][128]
   float factors[kFactors][kOperandKeys];
   unsigned char k[kKeyTiles * kTileBytes];  // k^ [token][128]
 };
 constexpr int kFactorBytes = sizeof(OperandGroup::factors);
+
+// Of the group of key channels from `first` on. `linear_forward` has kernels for either, gradients
+// have as many tiles as the states.
+__device__ __forceinline__ bool has_second_tile(const Problem& p, int first) {
+  return first + kTile < p.K;
+}
 
 // A is there for sweeps and for gradients of pairs of chunks (operands.cu is told whether one reads
 // it), and outside tier 1, behind paired_states.cu from exact_gradients.cu or segment_scan.cu,
@@ -30,7 +36,8 @@ struct alignas(1024) Operands {
   unsigned char A[kTileBytes];  // [token][token]
   int exact;
 
-  static constexpr int kBytes = kGroups * sizeof(OperandGroup) + kTileBytes + 16;  // to copy
+  static constexpr int kBytes =
+      kGroups * sizeof(OperandGroup) + kTileBytes + 16;  // that may be there
   static_assert(kBytes <= operand_bytes(kGroups * kOperandKeys));
 };
 

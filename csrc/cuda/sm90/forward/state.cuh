@@ -10,7 +10,7 @@ namespace {
 // A consumer's part of the state, [64 values][K], key channels from `first_k` on.
 template <int K>
 struct State {
-  static constexpr int kKeys = K;
+  static constexpr int kChannels = K;
   float x[K / 2];
   int first_k = 0;
 

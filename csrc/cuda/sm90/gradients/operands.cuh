@@ -27,7 +27,8 @@ __device__ __forceinline__ void start_values(Shared<kGroups>& s, const Problem& 
   }
 }
 
-// Asks for q^ or k^ of a chunk's operands, tiles from `first` on: zeros where no key channel is.
+// Asks for q^ or k^ of a chunk's operands, tiles from `first` on. Where no key channel is, ordinary
+// stores put zeros, which products see behind `fence_for_products` as what copies bring.
 template <int kGroups>
 __device__ __forceinline__ void copy_operands(unsigned char (&tiles)[kGroups][kTileBytes],
                                               const Problem& p, const unsigned char* operands,
