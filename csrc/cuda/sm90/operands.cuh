@@ -36,8 +36,7 @@ struct alignas(1024) Operands {
   unsigned char A[kTileBytes];  // [token][token]
   int exact;
 
-  static constexpr int kBytes =
-      kGroups * sizeof(OperandGroup) + kTileBytes + 16;  // that may be there
+  static constexpr int kBytes = kGroups * sizeof(OperandGroup) + kTileBytes + 16;  // at most there
   static_assert(kBytes <= operand_bytes(kGroups * kOperandKeys));
 };
 

@@ -18,9 +18,9 @@ struct alignas(1024) Unit {
   struct Stage {
     unsigned char q[K / 64 * kTileBytes];  // [token][K], then q^
     unsigned char k[K / 64 * kTileBytes];  // [token][K], then k^
-    unsigned char
-        g[K / 64 * kGateTiles<Gate> * kTileBytes];  // [token][K], fp32 in two tiles, then A
-    unsigned char v[kConsumers * kTileBytes];       // [token][V], then o
+    // [token][K], fp32 in two tiles, then A
+    unsigned char g[K / 64 * kGateTiles<Gate> * kTileBytes];
+    unsigned char v[kConsumers * kTileBytes];  // [token][V], then o
   } stages[kStages];
   // Factors of the state's key channels at a chunk: 2^r as it enters; before the product, 1 or
   // 2^b_C; 2^(b_C - r) as it leaves.
