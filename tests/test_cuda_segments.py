@@ -35,7 +35,14 @@ in_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
 
 @in_nan
 @pytest.mark.parametrize("gate", [0.1, 1.0, 10.0, "reset"])
-@pytest.mark.parametrize("shape", [(1, 6400, 1, 64, 64), (1, 4101, 2, 128, 256)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *[(1, 6400, 1, 64, 64), (1, 4101, 2, 128, 256)],
+        *[(1, 4101, 1, 136, 72), (1, 4101, 1, 192, 64), (1, 4101, 1, 200, 72)],
+    ],
+    ids=str,
+)
 def test_segments_of_a_long_sequence(shape, gate):
     x = make_inputs(*shape, BF16, gate, device="cuda")
     assert all(plan_of(x, backward)["segments"] > 2 for backward in (False, True))
@@ -112,10 +119,12 @@ def test_sums_of_the_segment_before_are_those_of_a_sweep_over_all(K, V, blocks, 
         (8, 128, 256, (2500, *[1000] * 14)),
         (32, 64, 64, (3000, *[300] * 60)),
         (2, 200, 72, (6000, *[300] * 100)),
+        (2, 160, 72, (6000, *[300] * 100)),
         (16, 128, 256, (1, 2500, 64, 0, 1755, 300, 2200, 700)),
         (4, 64, 128, (1, 2500, 64, 0, 1755, 300, 2200, 700)),
         (64, 64, 64, (1, 2500, 64, 0, 1755, 300, 2200, 700)),
         (4, 200, 72, (1, 2500, 64, 0, 1755, 300, 2200, 700)),
+        (4, 136, 72, (1, 2500, 64, 0, 1755, 300, 2200, 700)),
         (1, 128, 72, (*[70, 1, 0, 129] * 600, 2000)),  # more than are put in order at a time
     ],
 )
@@ -145,7 +154,7 @@ def test_packed_sequences_in_another_order(H, K, V, lengths):
     assert_results_close(results, exact_by_chunks(x), x)
 
 
-@pytest.mark.parametrize("K, V", [(64, 64), (128, 256), (256, 64)])
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 256), (192, 136), (256, 64)])
 def test_batch_invariant_sequences_are_not_cut(K, V):
     """Alone, where it would be cut, a sequence has the bits it has in a batch."""
     x = make_inputs(3, 1001, 2, K, V, BF16, 0.5, device="cuda")
@@ -206,6 +215,8 @@ def test_graph_replays_with_other_parts():
     [
         ((32, 2048, 4, 128, 256), None, None),
         ((8, 2048, 4, 256, 512), None, None),
+        ((8, 2048, 4, 160, 320), None, None),
+        ((1, 32768, 4, 192, 384), None, None),
         ((32, 1024, 16, 64, 64), None, None),
         ((1, 32768, 4, 128, 256), None, None),
         ((8, 2048, 4, 128, 256), None, None),  # the second segment sums the first

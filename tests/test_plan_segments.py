@@ -8,10 +8,11 @@ from plans import BATCH, by_pass, cuda_plan, full_plan, operand_bytes
 
 def sweep_blocks(plan, B, H, K, V, gate_dtype, backward) -> int:
     """Multiprocessors that the sweeps over the segments fill: a block of 128 values and, two in
-    backward, 128 keys; where K and V are at most 64, with a half, but for forward with fp32 gates.
-    Those that make gradients take two blocks, or where K and V are at most 64 one."""
+    backward, 128 keys or all of 129 to 192; where K and V are at most 64, with a half, but for
+    forward with fp32 gates. Those that make gradients take two blocks, or where K and V are at most
+    64 one."""
     narrow = max(K, V) <= 64 and (backward or gate_dtype == "bfloat16")
-    sweeps = H * -(-V // 128) * (2 * -(-K // 128) if backward else 1)
+    sweeps = H * -(-V // 128) * (2 * (1 + (K > 192)) if backward else 1)
     if plan["swept_gradients"]:
         sweeps = (1 if narrow else 2) * H
     return B * plan["segments"] * sweeps / (2 if narrow else 1)
@@ -22,7 +23,11 @@ def sweep_blocks(plan, B, H, K, V, gate_dtype, backward) -> int:
 @pytest.mark.parametrize("processors", [78, 132])
 @pytest.mark.parametrize("T", [32768, 131072, 131072 - 63])
 @pytest.mark.parametrize(
-    "B, H, K, V", [(1, 4, 128, 256), (1, 1, 64, 64), (1, 8, 64, 64), (2, 4, 128, 128)]
+    "B, H, K, V",
+    [
+        *[(1, 4, 128, 256), (1, 1, 64, 64), (1, 8, 64, 64), (2, 4, 128, 128)],
+        *[(1, 4, 136, 320), (1, 4, 192, 384), (1, 2, 200, 384)],
+    ],
 )
 def test_cuda_segments_of_long_sequences(B, H, K, V, T, processors, gate_dtype, backward):
     """As many blocks as processors or a few less, and every chunk is in a segment."""

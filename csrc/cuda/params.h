@@ -22,6 +22,12 @@ constexpr int64_t operand_bytes(int64_t K) {
   return (K + kOperandKeys - 1) / kOperandKeys * kOfKeys + kChunk * kChunk * 2 + 128;
 }
 
+// Blocks that a sweep of linear_states.cu has along K: of 128 key channels, or all of 129 to 192.
+constexpr int64_t linear_key_blocks(int64_t K) {
+  constexpr int64_t kMostOfOne = 192;
+  return K <= kMostOfOne ? 1 : (K + kOperandKeys - 1) / kOperandKeys;
+}
+
 // Of S~ or dS~ of one chunk and head in the workspace: sm90/state_tiles.cuh.
 constexpr int64_t state_tile_bytes(int64_t K, int64_t V) {
   constexpr int64_t kTile = 64;

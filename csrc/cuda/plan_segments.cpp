@@ -14,9 +14,9 @@ int64_t swept_blocks(const PlanInputs& in) { return is_narrow(in) ? 1 : 2; }
 int64_t sweep_blocks(const Plan& plan, const PlanInputs& in) {
   const int64_t blocks = in.H * ceil_div(in.V, kFusedValues);
   if (plan.swept_gradients) return swept_blocks(in) * in.H;
-  // Backward has two sweeps at a time, or one, of 128 key channels each.
+  // Backward has two sweeps at a time, or one.
   const int64_t each_way = 2 - in.save_states;
-  return in.backward ? each_way * blocks * ceil_div(in.K, kOperandKeys) : blocks;
+  return in.backward ? each_way * blocks * linear_key_blocks(in.K) : blocks;
 }
 
 // How many places there are for each block of a sweep over whole sequences.
@@ -42,9 +42,8 @@ void cut_packed(Plan& plan, const PlanInputs& in, const ChunkGrid& grid, int64_t
   plan.segment_chunks = rounded();
   plan.segments = grid.slots / plan.segment_chunks + in.N + 1;
   const bool by_pairs = in.K > kTierBlock && in.K <= kOperandKeys;  // of blocks
-  const int64_t part_blocks = by_pairs
-                                  ? 2 * ceil_div(in.V, 2 * kFusedValues)
-                                  : ceil_div(in.V, kFusedValues) * ceil_div(in.K, kOperandKeys);
+  const int64_t part_blocks = by_pairs ? 2 * ceil_div(in.V, 2 * kFusedValues)
+                                       : ceil_div(in.V, kFusedValues) * linear_key_blocks(in.K);
   plan.parts_at_once = sweep_places(in) / (in.H * part_blocks);
   // A sequence of several segments has at most twice as many states as segments that are followed.
   const int64_t followed = grid.slots / plan.segment_chunks;
@@ -113,7 +112,7 @@ void choose_prefixes(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   const bool splits_gates = in.K <= kTierBlock && in.gate_dtype == DType::kFloat;
   const int64_t first = splits_gates ? 12 : 11;
   const int64_t longest = ceil_div(in.T, kChunk), places = places_each(plan, in, grid);
-  const bool two_blocks = in.K > kOperandKeys;  // of key channels
+  const bool two_blocks = linear_key_blocks(in.K) > 1;  // of own parts
   const bool pays =
       places == 2 ? !two_blocks || longest <= 64 : places == 3 && !two_blocks && longest <= 32;
   if (!pays) return;

@@ -14,7 +14,7 @@
 // range S and dS'): then k_out dS' is k^ dS~, and no accumulator is scaled. Saved states are S, and
 // the accumulators of do S^T are scaled.
 //
-// grid    (row, chunk, head); a warpgroup for each 64 key channels
+// grid    (row, chunk, head); a warpgroup for each 64 key channels, four for 129 to 192
 // reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers, S, dS' [K, V] of the chunk, for K above
 //         64 as tiles but for a saved S, and operands, and q and k outside tier 1 alone; outside
 //         tier 1 dq_intra, dk_intra, dg_intra [B, T, H, K] and A, for K above 64 that of operands,
@@ -30,29 +30,29 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-template <class Gate, int kGroups>
-__global__ void __launch_bounds__(kGroups* kGroupThreads, kBlocks<kGroups>)
+template <class Gate, int kTiles>
+__global__ void __launch_bounds__(kGroupsFor<kTiles>* kGroupThreads, kBlocks<kTiles>)
     gradients_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  Shared<kGroups>& s = *reinterpret_cast<Shared<kGroups>*>(s_bytes);
+  Shared<kTiles>& s = *reinterpret_cast<Shared<kTiles>*>(s_bytes);
   const Chunk chunk = find_chunk(p, blockIdx.x);
   if (chunk.length == 0) return;
-  if (chunk.tail) return clear_gradients<Gate, kGroups>(p, chunk);
+  if (chunk.tail) return clear_gradients<Gate, kTiles>(p, chunk);
   make_gradients<Gate>(s, p, chunk);
 #endif
 }
 
-template <class Gate, int kGroups>
+template <class Gate, int kTiles>
 void launch_gradients(const Problem& p, cudaStream_t stream) {
-  static_assert(fits_multiprocessor(kBlocks<kGroups>, sizeof(Shared<kGroups>)));
-  static const DynamicShared shared(gradients_kernel<Gate, kGroups>, sizeof(Shared<kGroups>));
+  static_assert(fits_multiprocessor(kBlocks<kTiles>, sizeof(Shared<kTiles>)));
+  static const DynamicShared shared(gradients_kernel<Gate, kTiles>, sizeof(Shared<kTiles>));
   const int64_t blocks = chunk_heads(p);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(gradients_kernel<Gate, kGroups>, blocks, kGroups * kGroupThreads,
-                   sizeof(Shared<kGroups>), stream, p);
+  launch_dependent(gradients_kernel<Gate, kTiles>, blocks, kGroupsFor<kTiles> * kGroupThreads,
+                   sizeof(Shared<kTiles>), stream, p);
 }
 
 template <class Gate>
@@ -61,6 +61,8 @@ void launch_gradients(const Problem& p, cudaStream_t stream) {
     launch_gradients<Gate, 1>(p, stream);
   else if (p.K <= 2 * kTile)
     launch_gradients<Gate, 2>(p, stream);
+  else if (p.K <= 3 * kTile)
+    launch_gradients<Gate, 3>(p, stream);
   else
     launch_gradients<Gate, 4>(p, stream);
 }

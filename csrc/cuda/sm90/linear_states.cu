@@ -3,8 +3,10 @@
 //   S~ = 2^from S           S' = 2^(b_C - from) (S~ + k^T v)      first chunk first
 //   dS~ = 2^(b_C - from) dS'      dS = 2^from (dS~ + q^T do)      last chunk first
 //
-// grid    (sweep, segment, head, 128 key channels, 128 values); a producer and two consumer
-//         warpgroups. For segments' own parts, those segments that have states.
+// grid    (sweep, segment, head, 128 key channels, 128 values), of K of 129 to 192 all key
+// channels;
+//         a producer and two or three consumer warpgroups. For segments' own parts, those segments
+//         that have states.
 // reads   operands [B, slots, H], v h0, or do dht; segment_states, segment_state_grads
 // writes  S~, unless S is saved, and, unless gradients are swept, dS~ of every chunk, or of
 //         pairs of chunks (paired_chunks) S~ of the first and dS~ of the second, tiles
@@ -13,6 +15,8 @@
 //         segment_decays.
 //
 // A consumer holds 64 key channels. Accumulation is fp32.
+#include <type_traits>
+
 #include "../device/launch.cuh"
 #include "chunk_pairs.cuh"
 #include "dependent_launch.cuh"
@@ -29,24 +33,41 @@ namespace {
 constexpr int kValueTiles = 2;
 constexpr int kValues = kValueTiles * kTile;
 
-struct Stage {
-  // The factors and k^, or q^ and the factors, as they lie in an OperandGroup.
-  unsigned char operands[kFactorBytes + kKeyTiles * kTileBytes];
+// The factors and k^ of tiles of an OperandGroup, or q^ and the factors.
+template <int kTiles>
+using GroupBytes = unsigned char[kFactorBytes + kTiles * kTileBytes];
+// Two consumers have a group's tiles, a third one the only tile of the group behind it.
+struct TwoTiles {
+  GroupBytes<kKeyTiles> operands;
   unsigned char x[kValueTiles * kTileBytes];  // v or do [token][V]
 };
-// A consumer's tiles of the state, on their way out of two chunks.
-constexpr int kOutStages = 2;
+struct ThreeTiles {
+  GroupBytes<kKeyTiles> operands;
+  unsigned char x[kValueTiles * kTileBytes];
+  GroupBytes<1> last;
+};
+// A consumer's tiles of the state, on their way out of a chunk.
 using StateTiles = unsigned char[kValueTiles][kTileBytes];
-struct Block : LinearBlock<Stage, 4> {
-  alignas(1024) StateTiles states[kLinearConsumers][kOutStages];
+template <int kConsumersOfBlock>
+struct Block : LinearBlock<std::conditional_t<kConsumersOfBlock == 3, ThreeTiles, TwoTiles>, 4,
+                           kConsumersOfBlock> {
+  static constexpr int kConsumers = kConsumersOfBlock;
+  static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
+  static constexpr int kGroups = (kConsumers + 1) / kKeyTiles;  // of operands
+  // Of two chunks, where there is room.
+  static constexpr int kOutStages = kConsumers == 3 ? 1 : 2;
+  alignas(1024) StateTiles states[kConsumers][kOutStages];
 };
 
-template <Sweep kSweep>
-struct Places {  // in Stage::operands, bytes
+// Where the parts of kTiles tiles of a group lie, bytes.
+template <Sweep kSweep, int kTiles>
+struct Places {
   static constexpr bool kStates = kSweep == Sweep::kStates;
-  static constexpr int kFirst = kStates ? offsetof(OperandGroup, factors) : 0;  // of the group
-  static constexpr int kOperand = kStates ? kFactorBytes : 0;                   // k^ or q^
-  static constexpr int kFactors = kStates ? 0 : offsetof(OperandGroup, factors);
+  // Of the OperandGroup.
+  static constexpr int kFirst = kStates ? offsetof(OperandGroup, factors) : 0;
+  // Of GroupBytes: k^ or q^, and the factors.
+  static constexpr int kOperand = kStates ? kFactorBytes : 0;
+  static constexpr int kFactors = kStates ? 0 : kTiles * kTileBytes;
 };
 
 // The sum of the gates of the thread's channel in a segment, log2 units.
@@ -67,28 +88,52 @@ __device__ __forceinline__ void sum_last_segment(const Problem& p, const Segment
   write_decay(p, segment, first_k, first_v, total);
 }
 
-// k^ or q^, with the factors. Without its second tile, whose consumer multiplies what was there
-// before, for nobody.
+// k^ or q^ of a chunk's first group, with the factors.
 template <Sweep kSweep>
-__device__ __forceinline__ void copy_operands(Stage& stage, const unsigned char* from,
-                                              bool both_tiles, uint64_t* full) {
-  unsigned char* to = stage.operands;
-  constexpr int kAll = sizeof(stage.operands), kFirst = kAll - kTileBytes;
-  if (both_tiles) {
-    bulk_copy(to, from, kAll, full);
-  } else if constexpr (kSweep == Sweep::kStates) {
-    bulk_copy(to, from, kFirst, full);
+__device__ __forceinline__ void copy_operands(TwoTiles& stage, const unsigned char* group,
+                                              uint64_t* full) {
+  bulk_copy(stage.operands, group + Places<kSweep, kKeyTiles>::kFirst, sizeof(stage.operands),
+            full);
+}
+// And the tile of the group behind it.
+template <Sweep kSweep>
+__device__ __forceinline__ void copy_operands(ThreeTiles& stage, const unsigned char* group,
+                                              uint64_t* full) {
+  using Last = Places<kSweep, 1>;
+  arrive_and_expect(full, sizeof(stage.operands) + sizeof(stage.last));
+  bulk_copy_expected(stage.operands, group + Places<kSweep, kKeyTiles>::kFirst,
+                     sizeof(stage.operands), full);
+  group += sizeof(OperandGroup);
+  if constexpr (Last::kStates) {
+    bulk_copy_expected(stage.last, group + Last::kFirst, sizeof(stage.last), full);
   } else {
-    constexpr int kFactors = Places<kSweep>::kFactors;
-    arrive_and_expect(full, kFirst);
-    bulk_copy_expected(to, from, kTileBytes, full);
-    bulk_copy_expected(to + kFactors, from + kFactors, kFactorBytes, full);
+    bulk_copy_expected(stage.last, group + Last::kFirst, kTileBytes, full);
+    bulk_copy_expected(stage.last + Last::kFactors, group + offsetof(OperandGroup, factors),
+                       kFactorBytes, full);
   }
 }
 
-template <Sweep kSweep, Store kStore>
-__device__ __forceinline__ void produce(Block& s, const Problem& p, int first_k, int first_v) {
+// Where a consumer's tile of k^ or q^ is in a stage, and the factors of its group, bytes.
+struct OperandPlace {
+  int tile, factors;
+};
+template <Sweep kSweep, class StageOfBlock>
+__device__ __forceinline__ OperandPlace operand_place(int consumer) {
+  using First = Places<kSweep, kKeyTiles>;
+  const OperandPlace first{First::kOperand + consumer * kTileBytes, First::kFactors};
+  if constexpr (std::is_same_v<StageOfBlock, ThreeTiles>) {
+    using Last = Places<kSweep, 1>;
+    constexpr int kLast = offsetof(ThreeTiles, last);
+    if (consumer == kKeyTiles) return {kLast + Last::kOperand, kLast + Last::kFactors};
+  }
+  return first;
+}
+
+template <Sweep kSweep, Store kStore, class BlockOfKernel>
+__device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int first_k,
+                                        int first_v) {
   using F = Fields<kSweep>;
+  constexpr int kGroups = BlockOfKernel::kGroups;
   const Segment& segment = s.segment;
   const int thread = static_cast<int>(threadIdx.x);
   constexpr int kStep = kSweep == Sweep::kStates ? 1 : -1;
@@ -97,34 +142,44 @@ __device__ __forceinline__ void produce(Block& s, const Problem& p, int first_k,
                                           first_v, p.V);
   const unsigned char* group = operands_at(p, segment.chunk_head(p, start), first_k / kOperandKeys);
   const int64_t step = kStep * p.H * operand_bytes(p.K);
-  float total = 0;  // of the gates of channel `thread`, log2 units
-  s.produce([&](int i, Stage& stage, uint64_t* full) {
-    if (thread == 0)
-      copy_operands<kSweep>(stage, group + Places<kSweep>::kFirst, has_second_tile(p, first_k),
-                            full);
+  float totals[kGroups] = {};  // of the gates of channel `thread` of each, log2 units
+  s.produce([&](int i, auto& stage, uint64_t* full) {
+    if (thread == 0) copy_operands<kSweep>(stage, group, full);
     x.copy(stage.x, segment.length_of(F::chunk(segment, i)));
-    if constexpr (kStore == Store::kSegment)
-      total += reinterpret_cast<const OperandGroup*>(group)->factors[kSum][thread];
+    if constexpr (kStore == Store::kSegment) {
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j)
+        totals[j] += reinterpret_cast<const OperandGroup*>(group)[j].factors[kSum][thread];
+    }
     group += step;
     x.move(kStep);
   });
   // The gradients' sweep adds up in the other order.
-  if (kStore == Store::kSegment && (kSweep == Sweep::kStates || p.grads_sum_decays))
-    write_decay(p, segment, first_k, first_v, total);
+  if (kStore == Store::kSegment && (kSweep == Sweep::kStates || p.grads_sum_decays)) {
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j)
+      write_decay(p, segment, first_k + j * kOperandKeys, first_v, totals[j]);
+  }
 }
 
 // bf16 of a consumer's state to its tiles of a chunk in memory, by way of `tiles`, from where
-// nothing is any more on its way.
-template <Sweep kSweep>
+// nothing is any more on its way but, where chunks have one place, the tiles of the one before.
+template <Sweep kSweep, class BlockOfKernel>
 __device__ __forceinline__ void store_chunk(const Problem& p, const State<kOperandKeys>& state,
                                             StateTiles& tiles, int64_t index, int group) {
+  constexpr bool kOnePlace = BlockOfKernel::kOutStages == 1;
+  const auto barrier = [&] { group_barrier<kConsumerBarrier, BlockOfKernel::kConsumers>(group); };
   const Fragments fragments;
+  const bool stores = threadIdx.x % kGroupThreads == 0;
+  if constexpr (kOnePlace) {
+    if (stores) wait_for_bulk_stores();
+    barrier();  // the tiles are read
+  }
 #pragma unroll
   for (int i = 0; i < kValueTiles; ++i) store_tile(fragments, tiles[i], state.x + 32 * i);
-  fence_for_products();  // and bulk stores
-  const bool stores = threadIdx.x % kGroupThreads == 0;
-  if (stores) wait_for_bulk_stores();      // of the chunk before, whose place is next
-  group_barrier<kConsumerBarrier>(group);  // the tiles are written
+  fence_for_products();                              // and bulk stores
+  if (!kOnePlace && stores) wait_for_bulk_stores();  // of the chunk before, whose place is next
+  barrier();                                         // the tiles are written
   if (!stores) return;
 #pragma unroll
   for (int i = 0; i < kValueTiles; ++i) {
@@ -137,15 +192,16 @@ __device__ __forceinline__ void store_chunk(const Problem& p, const State<kOpera
   commit_bulk_stores();
 }
 
-template <Sweep kSweep, Store kStore>
-__device__ __forceinline__ void consume(Block& s, const Problem& p, int group, int block_k,
+template <Sweep kSweep, Store kStore, class BlockOfKernel>
+__device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int group, int block_k,
                                         int first_v) {
   using F = Fields<kSweep>;
   const Segment& segment = s.segment;
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
   const int64_t boundary = (segment.n * p.H + segment.head) * matrix;
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-  const int row = group * kTile + thread / 32 * 16 + thread % 32 / 4;  // and the eighth behind it
+  // Of the factors, and the eighth behind it.
+  const int row = group % kKeyTiles * kTile + thread / 32 * 16 + thread % 32 / 4;
   State<kOperandKeys> state(group, block_k, first_v);
   state.clear();
   if constexpr (kStore == Store::kChunks) {
@@ -159,6 +215,7 @@ __device__ __forceinline__ void consume(Block& s, const Problem& p, int group, i
   constexpr Factor kIn = kSweep == Sweep::kStates ? kEnter : kLeave;
   constexpr Factor kOut = kSweep == Sweep::kStates ? kLeave : kEnter;
   const ChunksOfPairs pairs(p, segment);
+  const auto at = operand_place<kSweep, std::decay_t<decltype(s.stages[0])>>(group);
   int place = 0;              // of the next chunk's state on its way out
   float out[2] = {1.f, 1.f};  // what the state is still to be multiplied by as it leaves a chunk
   for (int i = 0; i < segment.chunks; ++i) {
@@ -169,7 +226,7 @@ __device__ __forceinline__ void consume(Block& s, const Problem& p, int group, i
     // after `arrive` a load that is still queued, behind stores for one, would find the stage
     // refilled.
     const auto* factors = reinterpret_cast<const volatile float (*)[kOperandKeys]>(
-        stage.operands + Places<kSweep>::kFactors);
+        reinterpret_cast<const unsigned char*>(&stage) + at.factors);
     const float in[2] = {factors[kIn][row] * out[0], factors[kIn][row + 8] * out[1]};
     out[0] = factors[kOut][row], out[1] = factors[kOut][row + 8];
     const float middle[2] = {factors[kMiddle][row], factors[kMiddle][row + 8]};
@@ -180,15 +237,13 @@ __device__ __forceinline__ void consume(Block& s, const Problem& p, int group, i
       const bool leaves =
           kSweep == Sweep::kStates ? pairs.leave_state(chunk) : pairs.leave_state_grad(chunk);
       if (leaves) {
-        store_chunk<kSweep>(p, state, s.states[group][place],
-                            pairs.state(chunk) * p.H + segment.head, group);
-        place = (place + 1) % kOutStages;
+        store_chunk<kSweep, BlockOfKernel>(p, state, s.states[group][place],
+                                           pairs.state(chunk) * p.H + segment.head, group);
+        place = (place + 1) % s.kOutStages;
       }
     }
     if (exact) scale(middle[0], middle[1]);
-    const uint32_t y =
-        shared_address(stage.operands) + Places<kSweep>::kOperand + group * kTileBytes;
-    const uint32_t x = shared_address(stage.x);
+    const uint32_t y = shared_address(&stage) + at.tile, x = shared_address(stage.x);
     begin_products();
 #pragma unroll
     for (int j = 0; j < 4; ++j)
@@ -207,9 +262,10 @@ __device__ __forceinline__ void consume(Block& s, const Problem& p, int group, i
     state.store(p, F::final(p) + boundary, p.state_v_first);
 }
 
-template <Sweep kSweep, Store kStore>
-__device__ __forceinline__ void sweep(Block& s, const Problem& p, int64_t index) {
-  const int v_blocks = blocks_of(p.V, kValues), k_blocks = blocks_of(p.K, kOperandKeys);
+template <Sweep kSweep, Store kStore, class BlockOfKernel>
+__device__ __forceinline__ void sweep(BlockOfKernel& s, const Problem& p, int64_t index) {
+  const int v_blocks = blocks_of(p.V, kValues),
+            k_blocks = BlockOfKernel::kGroups > 1 ? 1 : blocks_of(p.K, kOperandKeys);
   const int first_v = static_cast<int>(index % v_blocks) * kValues;
   index /= v_blocks;
   const int first_k = static_cast<int>(index % k_blocks) * kOperandKeys;
@@ -218,7 +274,9 @@ __device__ __forceinline__ void sweep(Block& s, const Problem& p, int64_t index)
   if (s.segment.tail) return;
   if (kStore == Store::kSegment && Fields<kSweep>::ends(s.segment)) {
     const bool has_decay = kSweep == Sweep::kStates && !s.segment.first && s.segment.chunks > 0;
-    if (has_decay && first_v == 0 && group == 0) sum_last_segment(p, s.segment, first_k, first_v);
+    if (has_decay && first_v == 0 && group == 0)
+      for (int i = 0; i < BlockOfKernel::kGroups; ++i)
+        sum_last_segment(p, s.segment, first_k + i * kOperandKeys, first_v);
     return;
   }
   if (group == 0)
@@ -227,13 +285,13 @@ __device__ __forceinline__ void sweep(Block& s, const Problem& p, int64_t index)
     consume<kSweep, kStore>(s, p, group - 1, first_k, first_v);
 }
 
-template <Store kStore>
-__global__ void __launch_bounds__(kLinearThreads, 1)
+template <class BlockOfKernel, Store kStore>
+__global__ void __launch_bounds__(BlockOfKernel::kThreads, 1)
     linear_states_kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_all_but_scan(kStore == Store::kChunks && p.grid.segment_states > 0);
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<Block*>(s_bytes);
+  auto& s = *reinterpret_cast<BlockOfKernel*>(s_bytes);
   if (blockIdx.x < states)
     sweep<Sweep::kStates, kStore>(s, p, blockIdx.x);
   else
@@ -241,17 +299,27 @@ __global__ void __launch_bounds__(kLinearThreads, 1)
 #endif
 }
 
-template <Store kStore>
+template <class BlockOfKernel, Store kStore>
 void launch_linear_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
-  static const DynamicShared shared(linear_states_kernel<kStore>, sizeof(Block));
+  constexpr int kSharedBytes = sizeof(BlockOfKernel);
+  static_assert(fits_multiprocessor(1, kSharedBytes));
+  static const DynamicShared shared(linear_states_kernel<BlockOfKernel, kStore>, kSharedBytes);
   const int64_t segments =
       kStore == Store::kSegment ? segment_state_heads(p.grid, p.H) : segment_heads(p.grid, p.H);
-  const int64_t sweep_blocks = segments * blocks_of(p.K, kOperandKeys) * blocks_of(p.V, kValues);
+  const int64_t sweep_blocks = segments * linear_key_blocks(p.K) * blocks_of(p.V, kValues);
   const int64_t blocks = sweep_blocks * (states + state_grads);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(linear_states_kernel<kStore>, blocks, kLinearThreads, sizeof(Block), stream, p,
-                   states ? sweep_blocks : 0);
+  launch_dependent(linear_states_kernel<BlockOfKernel, kStore>, blocks, BlockOfKernel::kThreads,
+                   kSharedBytes, stream, p, states ? sweep_blocks : 0);
+}
+
+template <Store kStore>
+void launch_linear_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
+  if (blocks_of(p.K, kTile) == 3)
+    launch_linear_states<Block<3>, kStore>(p, states, state_grads, stream);
+  else
+    launch_linear_states<Block<2>, kStore>(p, states, state_grads, stream);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What the two sweeps over ready operands share: a block of a producer and two consumer warpgroups,
-// which work on one segment and head.
+// What the two sweeps over ready operands share: a block of a producer and some consumer
+// warpgroups, which work on one segment and head.
 #pragma once
 
 #include "operands.cuh"
@@ -10,7 +10,7 @@ namespace gla_ext::cuda::sm90 {
 constexpr int kLinearConsumers = 2;  // warpgroups
 constexpr int kLinearThreads = (1 + kLinearConsumers) * kGroupThreads;
 
-template <class StageOfBlock, int kStagesOfBlock>
+template <class StageOfBlock, int kStagesOfBlock, int kConsumers = kLinearConsumers>
 struct LinearBlock {
   static constexpr int kStages = kStagesOfBlock;
   StageOfBlock stages[kStages];
@@ -29,7 +29,7 @@ struct LinearBlock {
       segment = kOfStates ? find_segment_of_state(p, index) : find_segment(p, index);
       for (int stage = 0; stage < kStages; ++stage) {
         init_barrier(&full[stage], kGroupThreads + bulk_copies);
-        init_barrier(&empty[stage], kLinearConsumers * kGroupThreads);
+        init_barrier(&empty[stage], kConsumers * kGroupThreads);
       }
     }
     fence_for_products();  // and bulk copies

@@ -9,8 +9,7 @@
 //   rowsum(S~1 dS~1) = p (m2 rowsum(S~1 dS~2) + sum_t q^2_t (do2 S~1^T)_t)
 //   rowsum(S~2 dS~2) = p (m1 rowsum(S~1 dS~2) + sum_t k^1_t (v1 dS~2^T)_t)
 //
-// grid    (row, pair of slots, head, chunk of the pair), clusters of two blocks; a warpgroup for
-//         each 64 key channels
+// grid    (row, pair of slots, head, chunk of the pair), clusters of two blocks; four warpgroups
 // reads   as gradients.cu over operands, A of these, and q^ or k^, do or v of the other chunk
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V]
 //
@@ -27,9 +26,11 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-constexpr int kGroups = PairedShared::kWarpgroups;
+constexpr int kGroups = 4;  // warpgroups of a block
 
-struct PairedAccumulators : Accumulators<kGroups> {
+template <int kTiles>
+struct PairedAccumulators : Accumulators<kTiles> {
+  static_assert(kGroupsFor<kTiles> == kGroups);
   // Half of the columns of dA, or of who makes y, of do2 v1^T, in the first chunk v1 do2^T.
   float scores[kTile / 4];
   __device__ __forceinline__ PairedAccumulators() { clear(scores); }
@@ -41,8 +42,10 @@ class KeyScaler {
   __device__ __forceinline__ KeyScaler()
       : channel_(thread_index() % kParts * 8), token_(thread_index() / kParts) {}
   __device__ __forceinline__ int channel() const { return channel_; }
-  __device__ __forceinline__ void scale(unsigned char (&tiles)[kGroups][kTileBytes],
+  template <int kTiles>
+  __device__ __forceinline__ void scale(unsigned char (&tiles)[kTiles][kTileBytes],
                                         const float (&by)[8]) const {
+    if (kTiles < kGroups && channel_ >= kTiles * kTile) return;
 #pragma unroll
     for (int token = 0; token < kTile; token += kTokens) {
       uint4& at = *reinterpret_cast<uint4*>(tiles[channel_ / kTile] +
@@ -63,7 +66,8 @@ class KeyScaler {
 };
 
 // Of the first chunk: how the second's queries see its keys, A21, and p m2 k^ in place of k^.
-__device__ __forceinline__ void scores_of_pair(PairedShared& s, const Problem& p,
+template <int kTiles>
+__device__ __forceinline__ void scores_of_pair(PairedShared<kTiles>& s, const Problem& p,
                                                bool second_exact) {
   constexpr auto kSummed = Contiguous::kSummed;
   constexpr int kN = 32 / kGroups;
@@ -80,7 +84,7 @@ __device__ __forceinline__ void scores_of_pair(PairedShared& s, const Problem& p
   clear(A);
   begin_products();
 #pragma unroll
-  for (int i = 0; i < kGroups; ++i)
+  for (int i = 0; i < kTiles; ++i)
     multiply<kSummed, kSummed>(A, shared_address(s.states(kTile).S[i]),
                                shared_address(s.k[i]) + at.group * 2 * kN * 128);
   commit_products();
@@ -96,11 +100,12 @@ __device__ __forceinline__ void scores_of_pair(PairedShared& s, const Problem& p
 
 // All that sums over values: dv, do and v by the states, by v and do of the own chunk and of the
 // other one, and half of rowsum(S~ dS~).
-__device__ __forceinline__ void multiply_pair_values(PairedAccumulators& acc, PairedShared& s,
-                                                     const Problem& p, bool is_first) {
+template <int kTiles>
+__device__ __forceinline__ void multiply_pair_values(PairedAccumulators<kTiles>& acc,
+                                                     PairedShared<kTiles>& s, const Problem& p,
+                                                     bool is_first) {
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
   constexpr int kValues = 32;
-  static_assert(PairedShared::kAhead && PairedShared::kInTurn);
   float sum = 0;  // of states
   LaneRows<kValues> dv_rows;
   const auto write_dv = [&](int first) {
@@ -123,13 +128,13 @@ __device__ __forceinline__ void multiply_pair_values(PairedAccumulators& acc, Pa
     const uint32_t S = shared_address(states.S[0]), dS = shared_address(states.dS[0]);
     const uint32_t d_o = shared_address(values.d_o), v = shared_address(values.v);
     const uint32_t other = shared_address(s.other(first));
-    const Part<kGroups> part;
-    const auto multiply_all = [&](auto makes_dv) {
+    const Part<kTiles> part;
+    const auto multiply_all = [&](auto makes_dv, auto two) {
       const int column = part.half() * kValues;
       float dv[kValues / 2];
       clear(dv);
       begin_products();
-      acc.multiply_states(part, d_o, v, S, dS);
+      acc.multiply_states(part, two, d_o, v, S, dS);
       multiply<kSummed, kSummed>(acc.scores, part.makes_x() || !is_first ? d_o : v,
                                  (part.makes_x() ? v : other) + part.half() * 32 * 128);
       if constexpr (makes_dv) {
@@ -137,20 +142,22 @@ __device__ __forceinline__ void multiply_pair_values(PairedAccumulators& acc, Pa
         if (is_first)
           multiply<kOther, kOther>(dv, shared_address(s.pair_scores()), other + column * 2);
 #pragma unroll
-        for (int i = 0; i < kGroups; ++i)
+        for (int i = 0; i < kTiles; ++i)
           multiply<kSummed, kOther>(dv, shared_address(s.k[i]), dS + i * kTileBytes + column * 2);
       }
       commit_products();
       if constexpr (!makes_dv)
         if (first > 0) write_dv(first - kTile);
-      if ((first / kTile % 2 == 0) == is_first) add_states<kGroups>(sum, states);
+      if ((first / kTile % 2 == 0) == is_first) add_states<kTiles>(sum, states);
       wait_for_products<0>();
       if constexpr (makes_dv) dv_rows = LaneRows<kValues>(dv);
     };
-    if ((first / kTile % 2 == 0) != part.makes_x())
-      multiply_all(std::false_type{});
-    else
-      multiply_all(std::true_type{});
+    part.by_width([&](auto two) {
+      if ((first / kTile % 2 == 0) != part.makes_x())
+        multiply_all(std::false_type{}, two);
+      else
+        multiply_all(std::true_type{}, two);
+    });
     commit_copies();
   }
   const int last = (p.V - 1) / kTile;
@@ -160,8 +167,8 @@ __device__ __forceinline__ void multiply_pair_values(PairedAccumulators& acc, Pa
   if (thread_index() % 2 == 0) s.sums().states[thread_index() / 2] = sum;
 }
 
-template <class Gate>
-__device__ __forceinline__ void make_paired_gradients(PairedShared& s, const Problem& p,
+template <class Gate, int kTiles>
+__device__ __forceinline__ void make_paired_gradients(PairedShared<kTiles>& s, const Problem& p,
                                                       const PairedChunk& pair_chunk) {
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
   arrive_at_cluster();  // waited for before the other block's memory is written
@@ -176,7 +183,7 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared& s, const Pro
   if (thread_index() < s.kChannels)
     s.pass[thread_index()] = s.factors().leave[thread_index()] * s.factors().enter[thread_index()];
   if (is_first) scores_of_pair(s, p, other_exact);
-  PairedAccumulators acc;
+  PairedAccumulators<kTiles> acc;
   multiply_pair_values(acc, s, p, is_first);
 
   // The tiles of the last states are free, those beside them hold operands of the pair.
@@ -186,7 +193,7 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared& s, const Pro
   auto& to_send = s.sums().dg;
   copy_operand(s.q, p, s.chunk.slot, /*keys=*/false);
   commit_copies();
-  const Part<kGroups> part;
+  const Part<kTiles> part;
   if (!part.makes_x())
     store_columns(tiles[1], acc.scores, part.half());
   else if (!exact)
@@ -196,20 +203,22 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared& s, const Pro
   __syncthreads();                   // the scores and the operands of the pair are there
   if (part.makes_x() != is_first) {  // products with the other chunk's state
     acc.for_tiles([&](float (&d)[32], bool, int tile) {
-      sum_tokens<kGroups>(to_send, is_first ? s.k : own_operand, d, tile);
+      sum_tokens<kTiles>(to_send, is_first ? s.k : own_operand, d, tile);
       if (other_exact)
         scale_columns(d, factors_at(p, s.other_slot(p), kMiddle, tile * kTile) + 2 * Place().t);
     });
-    begin_products();
-    multiply<kSummed, kOther>(acc.d, shared_address(tiles[1]),
-                              shared_address(other_operand[part.tile()]));
-    commit_products();
-    wait_for_products<0>();
+    part.by_width([&](auto two) {
+      begin_products();
+      acc.template multiply_tiles<kSummed, kOther>(two, shared_address(tiles[1]),
+                                                   shared_address(other_operand[part.tile()]));
+      commit_products();
+      wait_for_products<0>();
+    });
     acc.for_tiles([&](float (&d)[32], bool, int tile) {
       scale_columns(d, s.pass + tile * kTile + 2 * Place().t);
     });
   }
-  sum_inter<kGroups>(s, is_first ? own_operand : s.k, acc);
+  sum_inter<kTiles>(s, is_first ? own_operand : s.k, acc);
   const Pair<kGroups> pair;
   const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
   wait_for_copies<0>();  // q^ is back
@@ -236,42 +245,51 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared& s, const Pro
   if (!exact) acc.multiply_scores(tiles[0], is_first ? own_operand : s.k, s.q);
   sum_gates(s.sums().gates, gates, pair);
   __syncthreads();  // the scores are read: x and y take their place
-  store_accumulators<kGroups>(s.gradients, acc);
+  store_accumulators<kTiles>(s.gradients, acc);
   wait_for_copies<0>();  // k^ is back
   wait_for_cluster();    // the other's sums are there
   if (thread < s.kChannels) s.sums().states[thread] += s.other_sums[thread];
   __syncthreads();  // x, y and all sums but dg's are written
   if (exact)
-    write_gradients<true, false>(s, gates, p);
+    write_gradients<true, false, Gate, kTiles>(s, gates, p);
   else
-    write_gradients<false, false>(s, gates, p);
+    write_gradients<false, false, Gate, kTiles>(s, gates, p);
 }
 
-template <class Gate>
+template <class Gate, int kTiles>
 __global__ void __launch_bounds__(kGroups* kGroupThreads, 1) paired_gradients_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  PairedShared& s = *reinterpret_cast<PairedShared*>(s_bytes);
+  auto& s = *reinterpret_cast<PairedShared<kTiles>*>(s_bytes);
   const PairedChunk pair = find_paired_chunk(p, blockIdx.x);
   if (pair.chunk.length == 0) return;
-  if (pair.chunk.tail) return clear_gradients<Gate, kGroups>(p, pair.chunk);
+  if (pair.chunk.tail) return clear_gradients<Gate, kTiles>(p, pair.chunk);
   if (pair.role == Role::kAlone)
-    make_gradients<Gate, kGroups>(s, p, pair.chunk);
+    make_gradients<Gate, kTiles>(s, p, pair.chunk);
   else
     make_paired_gradients<Gate>(s, p, pair);
 #endif
 }
 
-template <class Gate>
+template <class Gate, int kTiles>
 void launch_paired_gradients(const Problem& p, cudaStream_t stream) {
-  static_assert(fits_multiprocessor(1, sizeof(PairedShared)));
-  static const DynamicShared shared(paired_gradients_kernel<Gate>, sizeof(PairedShared));
+  constexpr int kSharedBytes = sizeof(PairedShared<kTiles>);
+  static_assert(fits_multiprocessor(1, kSharedBytes));
+  static const DynamicShared shared(paired_gradients_kernel<Gate, kTiles>, kSharedBytes);
   const int64_t blocks = paired_chunk_blocks(p);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent<2>(paired_gradients_kernel<Gate>, blocks, kGroups * kGroupThreads,
-                      sizeof(PairedShared), stream, p);
+  launch_dependent<2>(paired_gradients_kernel<Gate, kTiles>, blocks, kGroups * kGroupThreads,
+                      kSharedBytes, stream, p);
+}
+
+template <class Gate>
+void launch_paired_gradients(const Problem& p, cudaStream_t stream) {
+  if (p.K <= 3 * kTile)
+    launch_paired_gradients<Gate, 3>(p, stream);
+  else
+    launch_paired_gradients<Gate, 4>(p, stream);
 }
 
 }  // namespace

@@ -16,13 +16,16 @@ struct SweepBlock {
   Unit unit;
 };
 
-// A barrier of one warpgroup, of two that have numbers from kFirst on.
-template <int kFirst>
+// A barrier of one warpgroup, of two or three that have numbers from kFirst on.
+template <int kFirst, int kGroups = 2>
 __device__ __forceinline__ void group_barrier(int group) {
+  static_assert(kGroups == 2 || kGroups == 3);
   if (group == 0)
     sync_threads<kFirst>(kGroupThreads);
-  else
+  else if (kGroups == 2 || group == 1)
     sync_threads<kFirst + 1>(kGroupThreads);
+  else
+    sync_threads<kFirst + 2>(kGroupThreads);
 }
 
 // Sets the barriers of a block's stages, by one thread.

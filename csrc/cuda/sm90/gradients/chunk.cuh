@@ -7,19 +7,19 @@
 namespace gla_ext::cuda::sm90 {
 
 // Of tokens behind the last sequence.
-template <class Gate, int kGroups>
+template <class Gate, int kTiles>
 __device__ __forceinline__ void clear_gradients(const Problem& p, const Chunk& chunk) {
-  clear_rows<bf16, kGroups>(p.dq, chunk, p.K);
-  clear_rows<bf16, kGroups>(p.dk, chunk, p.K);
-  clear_rows<Gate, kGroups>(p.dg, chunk, p.K);
-  clear_rows<bf16, kGroups>(p.dv, chunk, p.V);
+  clear_rows<bf16, kTiles>(p.dq, chunk, p.K);
+  clear_rows<bf16, kTiles>(p.dk, chunk, p.K);
+  clear_rows<Gate, kTiles>(p.dg, chunk, p.K);
+  clear_rows<bf16, kTiles>(p.dv, chunk, p.V);
 }
 
-template <class Gate, int kGroups>
-__device__ __forceinline__ void make_gradients(Shared<kGroups>& s, const Problem& p,
+template <class Gate, int kTiles>
+__device__ __forceinline__ void make_gradients(Shared<kTiles>& s, const Problem& p,
                                                const Chunk& chunk) {
   const bool exact = __any_sync(0xffffffffu, !in_tier1(p, chunk));
-  if constexpr (kReady<kGroups>)
+  if constexpr (kReady<kTiles>)
     load_operands(s, p, chunk);
   else
     gate_operands<Gate>(s, p, chunk, exact);
@@ -27,18 +27,18 @@ __device__ __forceinline__ void make_gradients(Shared<kGroups>& s, const Problem
   __syncthreads();  // q^ and k^ are there; k_out and b_C too, and s.sums().gates is read
   scores(s, p, chunk, exact);
 
-  Accumulators<kGroups> acc;
-  float dA[32 / kGroups];
+  Accumulators<kTiles> acc;
+  float dA[32 / kGroupsFor<kTiles>];
   clear(dA);
   multiply_values(acc, dA, s, p);
   unsigned char* scores_tile = s.operands.states[0].S[0];
   if (!exact) store_scores(scores_tile, dA);
-  if constexpr (!kReady<kGroups>)
+  if constexpr (!kReady<kTiles>)
     scale_inter(acc, s, exact);
   else if (p.saved_states)
     scale_saved(acc, s, p);
   sum_inter(s, s.k, acc);
-  const Pair<kGroups> pair;
+  const Pair<kGroupsFor<kTiles>> pair;
   const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
   wait_for_copies<0>();  // q^ is back
   if (!exact) {

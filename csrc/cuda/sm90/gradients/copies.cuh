@@ -8,21 +8,22 @@
 namespace gla_ext::cuda::sm90 {
 
 // Zeros in a chunk's rows of an output, in little code: it is in the way of all other chunks.
-template <class T, int kGroups>
+template <class T, int kTiles>
 __device__ __forceinline__ void clear_rows(const Rows& r, const Chunk& chunk, int columns) {
-  const Mover<kGroups> mover;
+  using OfBlock = Mover<kGroupsFor<kTiles>>;
+  const OfBlock mover;
 #pragma unroll 1
-  for (int row = mover.row; row < chunk.length; row += Mover<kGroups>::kStep)
+  for (int row = mover.row; row < chunk.length; row += OfBlock::kStep)
 #pragma unroll 1
     for (int column = mover.column; column < columns; column += kTile)
       store8(own_rows_at<T>(r, chunk) + token_offset(r, row) + column, Eight<T>{});
 }
 
 // 64 values of do and v, from `first` on.
-template <int kGroups>
-__device__ __forceinline__ void copy_values(Shared<kGroups>& s, const Problem& p,
-                                            const Bases& bases, int length, int first) {
-  const Mover<kGroups> mover;
+template <int kTiles>
+__device__ __forceinline__ void copy_values(Shared<kTiles>& s, const Problem& p, const Bases& bases,
+                                            int length, int first) {
+  const Mover<kGroupsFor<kTiles>> mover;
   const int column = first + mover.column;
   const bool inside = column < p.V;
   auto& values = s.values(first);
@@ -33,49 +34,34 @@ __device__ __forceinline__ void copy_values(Shared<kGroups>& s, const Problem& p
 }
 
 // The states' columns of them, of rows, or of tiles by one thread; index: of the matrix.
-template <int kGroups>
-__device__ __forceinline__ void copy_states(Shared<kGroups>& s, const Problem& p,
-                                            const Bases& bases, int64_t index, int first) {
+template <int kTiles>
+__device__ __forceinline__ void copy_states(Shared<kTiles>& s, const Problem& p, const Bases& bases,
+                                            int64_t index, int first) {
   auto& states = s.states(first);
-  const auto copy_rows = [&](unsigned char (&to)[kGroups][kTileBytes], const bf16* from) {
-    const Mover<kGroups> mover;
+  const auto copy_rows = [&](unsigned char (&to)[kTiles][kTileBytes], const bf16* from) {
+    const Mover<kGroupsFor<kTiles>> mover;
     const int column = first + mover.column;
-    mover.template copy<kGroups * kTile>(to[0], from + mover.row * p.V + column, p.V, p.K,
-                                         column < p.V);
+    mover.template copy<kTiles * kTile>(to[0], from + mover.row * p.V + column, p.V, p.K,
+                                        column < p.V);
   };
-  const auto copy_tiles = [&](unsigned char (&to)[kGroups][kTileBytes], void* from) {
+  const auto copy_tiles = [&](unsigned char (&to)[kTiles][kTileBytes], void* from) {
     if (threadIdx.x == 0)
-      bulk_copy(to, state_tile_at(p, from, index, first / kTile, 0),
-                state_key_tiles(p) * kTileBytes, &s.full(first));
+      bulk_copy(to, state_tile_at(p, from, index, first / kTile, 0), sizeof(to), &s.full(first));
   };
-  if (!kReady<kGroups> || p.saved_states)
+  if (!kReady<kTiles> || p.saved_states)
     copy_rows(states.S, bases.S);
   else
     copy_tiles(states.S, p.S);
-  if constexpr (kReady<kGroups>)
+  if constexpr (kReady<kTiles>)
     copy_tiles(states.dS, p.dS);
   else
     copy_rows(states.dS, bases.dS);
 }
 
-// Zeros where the states have no tile of key channels, which no copy of tiles takes the place of.
-template <int kGroups>
-__device__ __forceinline__ void clear_absent_states(Shared<kGroups>& s, const Problem& p) {
-  constexpr int kPieces = kTileBytes / 16;
-  if (state_key_tiles(p) == kGroups) return;
-  for (auto& states : s.operands.states)
-    for (auto* tiles : {states.dS, states.S}) {
-      if (tiles == states.S && p.saved_states) continue;  // rows are copied as zeros
-      for (int i = thread_index(); i < kPieces; i += kGroups * kGroupThreads)
-        reinterpret_cast<uint4*>(tiles[kGroups - 1])[i] = make_uint4(0, 0, 0, 0);
-    }
-}
-
 // dv of 64 values to memory, from shared memory.
-template <int kGroups>
-__device__ __forceinline__ void write_values(const Shared<kGroups>& s, const Problem& p,
-                                             int first) {
-  const Mover<kGroups> mover;
+template <int kTiles>
+__device__ __forceinline__ void write_values(const Shared<kTiles>& s, const Problem& p, int first) {
+  const Mover<kGroupsFor<kTiles>> mover;
   const int column = first + mover.column;
   mover.store(s.bases.dv + token_offset(p.dv, mover.row) + column, s.dv, token_offset(p.dv, 1),
               s.chunk.length, column < p.V);

@@ -7,18 +7,15 @@
 namespace gla_ext::cuda::sm90 {
 
 // Asks for the first values and the states' columns of them, and notes where the others are.
-template <int kGroups>
-__device__ __forceinline__ void start_values(Shared<kGroups>& s, const Problem& p,
+template <int kTiles>
+__device__ __forceinline__ void start_values(Shared<kTiles>& s, const Problem& p,
                                              const Chunk& chunk) {
   const int64_t state = chunk.state * p.K * p.V;
   const Bases bases{own_rows_at<const bf16>(p.d_o, chunk), rows_at<const bf16>(p.v, chunk),
                     static_cast<const bf16*>(p.S) + state, static_cast<const bf16*>(p.dS) + state,
                     own_rows_at<bf16>(p.dv, chunk)};
   copy_values(s, p, bases, chunk.length, 0);
-  if constexpr (kReady<kGroups>) {
-    if (threadIdx.x == 0) s.init_barriers(p);
-    clear_absent_states(s, p);
-  }
+  if (kReady<kTiles> && threadIdx.x == 0) s.init_barriers(p);
   copy_states(s, p, bases, chunk.state, 0);
   commit_copies();
   if (threadIdx.x == 0) {
@@ -27,36 +24,29 @@ __device__ __forceinline__ void start_values(Shared<kGroups>& s, const Problem& 
   }
 }
 
-// Asks for q^ or k^ of a chunk's operands, tiles from `first` on. Where no key channel is, ordinary
-// stores put zeros, which products see behind `fence_for_products` as what copies bring.
-template <int kGroups>
-__device__ __forceinline__ void copy_operands(unsigned char (&tiles)[kGroups][kTileBytes],
-                                              const Problem& p, const unsigned char* operands,
-                                              int first = 0) {
-  const bool all = kGroups <= kKeyTiles || state_key_tiles(p) == kGroups;  // are there
+// Asks for q^ or k^ of a chunk's operands, tiles from `first` on.
+template <int kTiles>
+__device__ __forceinline__ void copy_operands(unsigned char (&tiles)[kTiles][kTileBytes],
+                                              const unsigned char* operands, int first = 0) {
 #pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
+  for (int i = 0; i < kTiles; ++i) {
     const unsigned char* from = operands + i / kKeyTiles * static_cast<int>(sizeof(OperandGroup)) +
                                 i % kKeyTiles * kTileBytes;
 #pragma unroll
-    for (int at = 0; at < kTileBytes; at += kGroups * kGroupThreads * 16) {
+    for (int at = 0; at < kTileBytes; at += kGroupsFor<kTiles> * kGroupThreads * 16) {
       const int offset = thread_index() * 16 + at;
-      if (i < first) continue;
-      if (i + 1 < kGroups || all)
-        copy16(shared_address(tiles[i]) + offset, from + offset, true);
-      else
-        *reinterpret_cast<uint4*>(tiles[i] + offset) = make_uint4(0, 0, 0, 0);
+      if (i >= first) copy16(shared_address(tiles[i]) + offset, from + offset, true);
     }
   }
 }
 
 // q^ and k^ as operands.cu has made them; the first values are then on their way.
-template <int kGroups>
-__device__ __forceinline__ void load_operands(Shared<kGroups>& s, const Problem& p,
+template <int kTiles>
+__device__ __forceinline__ void load_operands(Shared<kTiles>& s, const Problem& p,
                                               const Chunk& chunk) {
   const unsigned char* operands = operands_at(p, chunk.slot);
-  copy_operands(s.q, p, operands);
-  copy_operands(s.k, p, operands + offsetof(OperandGroup, k));
+  copy_operands(s.q, operands);
+  copy_operands(s.k, operands + offsetof(OperandGroup, k));
   commit_copies();
   start_values(s, p, chunk);
   wait_for_copies<1>();  // all but the values

@@ -15,11 +15,15 @@ __device__ __forceinline__ int64_t other_slot(const Problem& p, const Chunk& chu
 // 2^(b_C - to) of the first chunk and 2^from of the second: what a state is multiplied by between
 // them.
 struct PairFactors {
-  float leave[Shared<4>::kChannels], enter[Shared<4>::kChannels];
+  static constexpr int kChannels = 2 * kOperandKeys;
+  float leave[kChannels], enter[kChannels];
 };
 
 // Beside what a block of gradients has by itself.
-struct PairedShared : Shared<4> {
+template <int kTiles>
+struct PairedShared : Shared<kTiles> {
+  static_assert(Shared<kTiles>::kAhead && Shared<kTiles>::kInTurn);
+  using Shared<kTiles>::kChannels;
   const bf16* other_values;  // of the other chunk, the first: do of the second, v of the first
   int other_length;
   bool is_first;
@@ -30,23 +34,23 @@ struct PairedShared : Shared<4> {
   // The other chunk's 64 values from `first` on; the second ones lie where q^ will be, before do
   // and v.
   __device__ __forceinline__ unsigned char* other(int first) {
-    return first / kTile % 2 != 0 ? q[1] : other_tile;
+    return first / kTile % 2 != 0 ? this->q[1] : other_tile;
   }
   // Of the first chunk: how the second's queries see its keys, [second's token][token].
-  __device__ __forceinline__ unsigned char* pair_scores() { return q[0]; }
+  __device__ __forceinline__ unsigned char* pair_scores() { return this->q[0]; }
   // Before the second states come.
   __device__ __forceinline__ PairFactors& factors() {
-    return *reinterpret_cast<PairFactors*>(operands.states[1].dS[0]);
+    return *reinterpret_cast<PairFactors*>(this->operands.states[1].dS[0]);
   }
   __device__ __forceinline__ int64_t other_slot(const Problem& p) const {
-    return sm90::other_slot(p, chunk, is_first);
+    return sm90::other_slot(p, this->chunk, is_first);
   }
 };
 
 // Asks for the factors, of chunks' slots.
 __device__ __forceinline__ void copy_factors(PairFactors& to, const Problem& p, int64_t first,
                                              int64_t second) {
-  constexpr int kThreadsEach = Shared<4>::kChannels / 4;
+  constexpr int kThreadsEach = PairFactors::kChannels / 4;
   const int thread = thread_index(), channel = thread % kThreadsEach * 4;
   if (thread < kThreadsEach)
     copy16(shared_address(to.leave + channel), factors_at(p, first, kLeave, channel), true);
@@ -55,14 +59,16 @@ __device__ __forceinline__ void copy_factors(PairFactors& to, const Problem& p, 
 }
 
 // Asks for q^ or k^ of a chunk.
-__device__ __forceinline__ void copy_operand(unsigned char (&tiles)[4][kTileBytes],
+template <int kTiles>
+__device__ __forceinline__ void copy_operand(unsigned char (&tiles)[kTiles][kTileBytes],
                                              const Problem& p, int64_t slot, bool keys) {
-  copy_operands(tiles, p, operands_at(p, slot) + (keys ? offsetof(OperandGroup, k) : 0));
+  copy_operands(tiles, operands_at(p, slot) + (keys ? offsetof(OperandGroup, k) : 0));
 }
 // What the sums over values are followed by: q^ of the second chunk and k^ of the first, the other
 // chunk's in the place of S.
-__device__ __forceinline__ void copy_operands_of_pair(PairedShared& s, const Problem& p,
-                                                      PairedShared::States& to) {
+template <int kTiles>
+__device__ __forceinline__ void copy_operands_of_pair(PairedShared<kTiles>& s, const Problem& p,
+                                                      typename Shared<kTiles>::States& to) {
   copy_operand(to.S, p, s.other_slot(p), !s.is_first);
   copy_operand(to.dS, p, s.chunk.slot, s.is_first);
   commit_copies();
@@ -70,33 +76,37 @@ __device__ __forceinline__ void copy_operands_of_pair(PairedShared& s, const Pro
 
 // Asks for 64 values from `first` on, of both chunks, and the states' columns of them: S~ of the
 // first chunk, dS~ of the second.
-__device__ __forceinline__ void copy_pair_values(PairedShared& s, const Problem& p,
+template <int kTiles>
+__device__ __forceinline__ void copy_pair_values(PairedShared<kTiles>& s, const Problem& p,
                                                  const Chunk& chunk, const Bases& bases,
                                                  const bf16* other_values, int other_length,
                                                  bool is_first, int first) {
-  copy_values(s, p, bases, chunk.length, first);
+  copy_values<kTiles>(s, p, bases, chunk.length, first);
   const Rows& rows = is_first ? p.d_o : p.v;
-  const Mover<PairedShared::kWarpgroups> mover;
+  const Mover<kGroupsFor<kTiles>> mover;
   const int column = first + mover.column;
   mover.template copy<kTile>(s.other(first), other_values + token_offset(rows, mover.row) + column,
                              token_offset(rows, 1), other_length, column < p.V);
   if (threadIdx.x != 0) return;
   auto& states = s.states(first);
-  const int bytes = state_key_tiles(p) * kTileBytes;
-  bulk_copy(states.S, state_tile_at(p, p.S, chunk.state, first / kTile, 0), bytes, &s.full(first));
-  bulk_copy(states.dS, state_tile_at(p, p.dS, chunk.state, first / kTile, 0), bytes,
-            &s.full(first));
+  const auto copy_tiles = [&](unsigned char (&to)[kTiles][kTileBytes], void* from) {
+    bulk_copy(to, state_tile_at(p, from, chunk.state, first / kTile, 0), sizeof(to),
+              &s.full(first));
+  };
+  copy_tiles(states.S, p.S);
+  copy_tiles(states.dS, p.dS);
 }
 
 // k^ and A, for the first chunk q^ of the second, where the second states will be, and the factors
 // between the chunks; the first values are then on their way.
-__device__ __forceinline__ void load_paired_operands(PairedShared& s, const Problem& p,
+template <int kTiles>
+__device__ __forceinline__ void load_paired_operands(PairedShared<kTiles>& s, const Problem& p,
                                                      const PairedChunk& pair) {
   const Chunk& chunk = pair.chunk;
   const bool is_first = pair.role == Role::kFirst;
   const int64_t other_slot = sm90::other_slot(p, chunk, is_first);
   copy_operand(s.k, p, chunk.slot, /*keys=*/true);
-  copy_scores(s, p, chunk);
+  copy_scores<kTiles>(s, p, chunk);
   if (is_first) copy_operand(s.states(kTile).S, p, other_slot, /*keys=*/false);
   copy_factors(s.factors(), p, is_first ? chunk.slot : other_slot,
                is_first ? other_slot : chunk.slot);
@@ -108,7 +118,6 @@ __device__ __forceinline__ void load_paired_operands(PairedShared& s, const Prob
   const Bases bases{own_rows_at<const bf16>(p.d_o, chunk), rows_at<const bf16>(p.v, chunk), nullptr,
                     nullptr, own_rows_at<bf16>(p.dv, chunk)};
   if (threadIdx.x == 0) s.init_barriers(p);
-  clear_absent_states(s, p);
   copy_pair_values(s, p, chunk, bases, other_values, pair.other_length, is_first, 0);
   commit_copies();
   if (threadIdx.x == 0) {

@@ -7,10 +7,11 @@
 namespace gla_ext::cuda::sm90 {
 
 // Asks for A, of a chunk outside tier 1 or of a pair.
-template <int kGroups>
-__device__ __forceinline__ void copy_scores(Shared<kGroups>& s, const Problem& p,
+template <int kTiles>
+__device__ __forceinline__ void copy_scores(Shared<kTiles>& s, const Problem& p,
                                             const Chunk& chunk) {
-  if constexpr (kReady<kGroups>) {
+  constexpr int kGroups = kGroupsFor<kTiles>;
+  if constexpr (kReady<kTiles>) {
     const unsigned char* A = operands_at(p, chunk.slot, kGroups / kKeyTiles);
 #pragma unroll
     for (int at = 0; at < kTileBytes; at += kGroups * kGroupThreads * 16) {
@@ -26,11 +27,11 @@ __device__ __forceinline__ void copy_scores(Shared<kGroups>& s, const Problem& p
 }
 
 // A of the chunk into shared memory.
-template <int kGroups>
-__device__ __forceinline__ void scores(Shared<kGroups>& s, const Problem& p, const Chunk& chunk,
+template <int kTiles>
+__device__ __forceinline__ void scores(Shared<kTiles>& s, const Problem& p, const Chunk& chunk,
                                        bool exact) {
   constexpr auto kSummed = Contiguous::kSummed;
-  constexpr int kN = 32 / kGroups;
+  constexpr int kN = 32 / kGroupsFor<kTiles>;
   if (exact) {
     copy_scores(s, p, chunk);
     return commit_copies();
@@ -40,7 +41,7 @@ __device__ __forceinline__ void scores(Shared<kGroups>& s, const Problem& p, con
   clear(A);
   begin_products();
 #pragma unroll
-  for (int i = 0; i < kGroups; ++i)
+  for (int i = 0; i < kTiles; ++i)
     multiply<kSummed, kSummed>(A, shared_address(s.q[i]),
                                shared_address(s.k[i]) + at.group * 2 * kN * 128);
   commit_products();
@@ -50,29 +51,42 @@ __device__ __forceinline__ void scores(Shared<kGroups>& s, const Problem& p, con
 
 // What a warpgroup makes of x and y: both of its 64 key channels, or where there are more
 // warpgroups x or y of 128, in wider products, which read the rows of do and v from shared memory
-// less often.
-template <int kGroups>
+// less often; of a last odd tile alone.
+template <int kTiles>
 struct Part {
+  static constexpr int kGroups = kGroupsFor<kTiles>;
   const int group = Place().group;
 
   // Of the i-th accumulators.
   __device__ __forceinline__ bool makes_x(int i = 0) const {
-    return kGroups == 1 ? i == 0 : group < kGroups / 2;
+    return kTiles == 1 ? i == 0 : group < kGroups / 2;
   }
   __device__ __forceinline__ int tile(int i = 0) const {
-    if constexpr (kGroups == 1)
+    if constexpr (kTiles == 1)
       return 0;
     else
       return 2 * half() + i;
   }
   // Which one it is of those that make the same.
   __device__ __forceinline__ int half() const {
-    static_assert(kGroups > 1);
+    static_assert(kTiles > 1);
     return group % (kGroups / 2);
+  }
+  // f(whether it makes two tiles), in a way of its own each, or products are serialised.
+  template <class F>
+  __device__ __forceinline__ void by_width(F&& f) const {
+    if constexpr (kTiles == 3) {
+      if (half() == 0)
+        f(std::true_type{});
+      else
+        f(std::false_type{});
+    } else {
+      f(std::true_type{});
+    }
   }
 };
 
-template <int kGroups>
+template <int kTiles>
 struct Accumulators {
   float d[2][32];
 
@@ -83,54 +97,70 @@ struct Accumulators {
   // f(d[i], whether of x, tile)
   template <class F>
   __device__ __forceinline__ void for_tiles(F&& f) {
-    const Part<kGroups> part;
+    const Part<kTiles> part;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) f(d[i], part.makes_x(i), part.tile(i));
+    for (int i = 0; i < 2; ++i)
+      if (kTiles != 3 || part.tile(i) < kTiles) f(d[i], part.makes_x(i), part.tile(i));
+  }
+  // Adds A B of two tiles, or of one.
+  template <Contiguous kA, Contiguous kB, bool kTwo>
+  __device__ __forceinline__ void multiply_tiles(std::bool_constant<kTwo>, uint32_t a, uint32_t b) {
+    if constexpr (kTwo)
+      multiply<kA, kB>(d, a, b);
+    else
+      multiply<kA, kB>(d[0], a, b);
   }
   // Adds do S^T, v dS^T, of tiles [64 of K][64 values].
-  __device__ __forceinline__ void multiply_states(const Part<kGroups>& part, uint32_t d_o,
-                                                  uint32_t v, uint32_t S, uint32_t dS) {
+  template <class TwoTiles>
+  __device__ __forceinline__ void multiply_states(const Part<kTiles>& part, TwoTiles two,
+                                                  uint32_t d_o, uint32_t v, uint32_t S,
+                                                  uint32_t dS) {
     constexpr auto kSummed = Contiguous::kSummed;
-    if constexpr (kGroups == 1) {
+    if constexpr (kTiles == 1) {
       multiply<kSummed, kSummed>(d[0], d_o, S);
       multiply<kSummed, kSummed>(d[1], v, dS);
     } else {
-      multiply<kSummed, kSummed>(d, part.makes_x() ? d_o : v,
-                                 (part.makes_x() ? S : dS) + part.tile() * kTileBytes);
+      multiply_tiles<kSummed, kSummed>(two, part.makes_x() ? d_o : v,
+                                       (part.makes_x() ? S : dS) + part.tile() * kTileBytes);
     }
   }
   // Adds dA k^ and dA^T q^, and waits for them.
-  using Tiles = unsigned char[kGroups][kTileBytes];
+  using Tiles = unsigned char[kTiles][kTileBytes];
   __device__ __forceinline__ void multiply_scores(const unsigned char* dA, const Tiles& k,
                                                   const Tiles& q) {
     constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
     const uint32_t scores = shared_address(dA);
-    const Part<kGroups> part;
-    if constexpr (kGroups == 1) {
+    const Part<kTiles> part;
+    if constexpr (kTiles == 1) {
       begin_products();
       multiply<kSummed, kOther>(d[0], scores, shared_address(k[0]));
       multiply<kOther, kOther>(d[1], scores, shared_address(q[0]));
       commit_products();
       wait_for_products<0>();
-    } else if (part.makes_x()) {  // a way of its own each, or products are serialised
-      begin_products();
-      multiply<kSummed, kOther>(d, scores, shared_address(k[part.tile()]));
-      commit_products();
-      wait_for_products<0>();
     } else {
-      begin_products();
-      multiply<kOther, kOther>(d, scores, shared_address(q[part.tile()]));
-      commit_products();
-      wait_for_products<0>();
+      part.by_width([&](auto two) {
+        if (part.makes_x()) {  // a way of its own each, or products are serialised
+          begin_products();
+          multiply_tiles<kSummed, kOther>(two, scores, shared_address(k[part.tile()]));
+          commit_products();
+          wait_for_products<0>();
+        } else {
+          begin_products();
+          multiply_tiles<kOther, kOther>(two, scores, shared_address(q[part.tile()]));
+          commit_products();
+          wait_for_products<0>();
+        }
+      });
     }
   }
 };
 
 // Adds this thread's half of a row of S dS' to `sum`.
-template <int kGroups>
+template <int kTiles>
 __device__ __forceinline__ void add_states(float& sum,
-                                           const typename Shared<kGroups>::States& states) {
+                                           const typename Shared<kTiles>::States& states) {
   const int thread = thread_index(), row = thread / 2, half = thread % 2;
+  if (kTiles == 3 && row >= kTiles * kTile) return;
 #pragma unroll 2
   for (int i = 0; i < 4; ++i) {
     const int at = swizzled(row, 4 * half + i);
@@ -142,15 +172,14 @@ __device__ __forceinline__ void add_states(float& sum,
 }
 
 // All that sums over values: dv, do S^T, v dS'^T, do v^T and rowsum(S dS').
-template <int kGroups>
-__device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc,
-                                                float (&dA)[32 / kGroups], Shared<kGroups>& s,
-                                                const Problem& p) {
+template <int kTiles, int kN>
+__device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float (&dA)[kN],
+                                                Shared<kTiles>& s, const Problem& p) {
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
-  constexpr int kN = 32 / kGroups, kColumns = 2 * kN;
-  constexpr bool kInTurn = Shared<kGroups>::kInTurn;
+  constexpr int kColumns = 2 * kN;
+  constexpr bool kInTurn = Shared<kTiles>::kInTurn;
   uint32_t k_out = shared_address(s.k[0]);
-  if constexpr (!kReady<kGroups>) k_out = shared_address(s.own.k_out);
+  if constexpr (!kReady<kTiles>) k_out = shared_address(s.own.k_out);
   float sum = 0;  // of states
   LaneRows<32> dv_rows;
   const auto write_dv = [&](int first) {
@@ -161,7 +190,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc,
   for (int first = 0; first < p.V; first += kTile) {
     const bool more = first + kTile < p.V;
     wait_for_copies<0>();
-    if constexpr (kReady<kGroups>) s.wait_for_states(first);
+    if constexpr (kReady<kTiles>) s.wait_for_states(first);
     fence_for_products();  // of copies, and before bulk copies to where states were read
     __syncthreads();  // the values, the states and A are there, dv of the values before is read
     const auto copy_next = [&] {
@@ -173,25 +202,25 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc,
     const uint32_t dS = shared_address(states.dS[0]);
     const auto& values = s.values(first);
     const uint32_t d_o = shared_address(values.d_o), v = shared_address(values.v);
-    const Part<kGroups> part;
-    const auto multiply_all = [&](auto makes_dv) {
+    const Part<kTiles> part;
+    const auto multiply_all = [&](auto makes_dv, auto two) {
       constexpr int kValues = kInTurn ? 32 : kColumns;  // of dv
       const int column = part.group * kValues % kTile;
       float dv[kValues / 2];
       clear(dv);
       begin_products();
-      acc.multiply_states(part, d_o, v, shared_address(states.S[0]), dS);
+      acc.multiply_states(part, two, d_o, v, shared_address(states.S[0]), dS);
       multiply<kSummed, kSummed>(dA, d_o, v + part.group * kColumns * 128);
       if constexpr (makes_dv) {
         multiply<kOther, kOther>(dv, shared_address(s.A), d_o + column * 2);
 #pragma unroll
-        for (int i = 0; i < kGroups; ++i)
+        for (int i = 0; i < kTiles; ++i)
           multiply<kSummed, kOther>(dv, k_out + i * kTileBytes, dS + i * kTileBytes + column * 2);
       }
       commit_products();
       if constexpr (kInTurn && !makes_dv)
         if (first > 0) write_dv(first - kTile);
-      add_states<kGroups>(sum, states);
+      add_states<kTiles>(sum, states);
       wait_for_products<0>();
       if constexpr (kInTurn) {
         if constexpr (makes_dv) dv_rows = LaneRows<kValues>(dv);
@@ -199,15 +228,17 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc,
         store_columns(s.dv, dv);
       }
     };
-    if (kInTurn && first / kTile % 2 != part.group / 2)
-      multiply_all(std::false_type{});
-    else
-      multiply_all(std::true_type{});
+    part.by_width([&](auto two) {
+      if (kInTurn && first / kTile % 2 != part.group / 2)
+        multiply_all(std::false_type{}, two);
+      else
+        multiply_all(std::true_type{}, two);
+    });
     if (!s.kAhead || !more) {
-      if (kReady<kGroups> && !s.kAhead) fence_for_products();  // the states are read
+      if (kReady<kTiles> && !s.kAhead) fence_for_products();  // the states are read
       __syncthreads();  // dv is written, the operands are read
       if (s.kAhead)
-        copy_operands(s.q, p, operands_at(p, s.chunk.slot), s.kKeptTiles);
+        copy_operands(s.q, operands_at(p, s.chunk.slot), s.kKeptTiles);
       else if (more)
         copy_next();
     }
@@ -220,7 +251,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<kGroups>& acc,
   }
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
   const int channel = thread_index() / 2;
-  if constexpr (kReady<kGroups>)
+  if constexpr (kReady<kTiles>)
     if (p.saved_states) sum *= *factors_at(p, s.chunk.slot, kEnter, channel);
   if (thread_index() % 2 == 0) s.sums().states[channel] = sum;
 }
@@ -246,8 +277,8 @@ __device__ __forceinline__ void scale_inter(Accumulators<1>& acc, const Shared<1
 }
 
 // do S^T of saved states to do S~^T.
-template <int kGroups>
-__device__ __forceinline__ void scale_saved(Accumulators<kGroups>& acc, const Shared<kGroups>& s,
+template <int kTiles>
+__device__ __forceinline__ void scale_saved(Accumulators<kTiles>& acc, const Shared<kTiles>& s,
                                             const Problem& p) {
   acc.for_tiles([&](float (&d)[32], bool is_x, int tile) {
     if (is_x) scale_columns(d, factors_at(p, s.chunk.slot, kEnter, tile * kTile) + 2 * Place().t);
@@ -255,9 +286,9 @@ __device__ __forceinline__ void scale_saved(Accumulators<kGroups>& acc, const Sh
 }
 
 // Of the key channels of a tile the sum of an operand by accumulators, over each warp's tokens.
-template <int kGroups>
-__device__ __forceinline__ void sum_tokens(float (&to)[kParts][kGroups * kTile],
-                                           const unsigned char (&operand)[kGroups][kTileBytes],
+template <int kTiles>
+__device__ __forceinline__ void sum_tokens(float (&to)[kParts][Shared<kTiles>::kChannels],
+                                           const unsigned char (&operand)[kTiles][kTileBytes],
                                            const float (&d)[32], int tile) {
   const Place at;
   float sums[16];
@@ -282,12 +313,12 @@ __device__ __forceinline__ void sum_tokens(float (&to)[kParts][kGroups * kTile],
 }
 
 // The same of y, whose sum is what the states that leave the chunk owe to k.
-template <int kGroups>
-__device__ __forceinline__ void sum_inter(Shared<kGroups>& s,
-                                          const unsigned char (&k)[kGroups][kTileBytes],
-                                          Accumulators<kGroups>& acc) {
+template <int kTiles>
+__device__ __forceinline__ void sum_inter(Shared<kTiles>& s,
+                                          const unsigned char (&k)[kTiles][kTileBytes],
+                                          Accumulators<kTiles>& acc) {
   acc.for_tiles([&](float (&d)[32], bool is_x, int tile) {
-    if (!is_x) sum_tokens<kGroups>(s.sums().inter, k, d, tile);
+    if (!is_x) sum_tokens<kTiles>(s.sums().inter, k, d, tile);
   });
 }
 

@@ -6,9 +6,9 @@
 namespace gla_ext::cuda::sm90 {
 
 // x and y to tiles of these.
-template <int kGroups>
-__device__ __forceinline__ void store_accumulators(float (&to)[2][kGroups][kTile * kTile],
-                                                   Accumulators<kGroups>& acc) {
+template <int kTiles>
+__device__ __forceinline__ void store_accumulators(float (&to)[2][kTiles][kTile * kTile],
+                                                   Accumulators<kTiles>& acc) {
   const Place at;
   acc.for_tiles([&](const float (&d)[32], bool is_x, int tile) {
 #pragma unroll
@@ -48,14 +48,15 @@ __device__ __forceinline__ float2 read_own_pair(const Rows& r, const Chunk& chun
 
 // dq and dk from x and y, a thread a pair of channels and a part of the tokens. terms: what dg sums
 // of them, of the rounded operands where those made pairs that must cancel, else not.
-template <bool kExact, class Gate, int kGroups>
-__device__ __forceinline__ void write_inputs(float2 (&terms)[kSubChunk], Shared<kGroups>& s,
+template <bool kExact, class Gate, int kTiles>
+__device__ __forceinline__ void write_inputs(float2 (&terms)[kSubChunk], Shared<kTiles>& s,
                                              const PairColumn<Gate>& gates, const Problem& p,
                                              const Chunk& chunk) {
-  const Pair<kGroups> pair;
+  const Pair<kGroupsFor<kTiles>> pair;
+  if (kTiles == 3 && pair.channel >= kTiles * kTile) return;
   auto [b, last] = cumsum(s.sums().gates, pair);
-  const bool exact_x = kExact && !(kReady<kGroups> && fabsf(last.x) <= kTierRange);
-  const bool exact_y = kExact && !(kReady<kGroups> && fabsf(last.y) <= kTierRange);
+  const bool exact_x = kExact && !(kReady<kTiles> && fabsf(last.x) <= kTierRange);
+  const bool exact_y = kExact && !(kReady<kTiles> && fabsf(last.y) <= kTierRange);
   const References rx(last.x, exact_x), ry(last.y, exact_y);
   const int tile = pair.channel / kTile, column = pair.channel % kTile;
   PairRow<bf16> dq_row(p.dq, chunk, pair), dk_row(p.dk, chunk, pair);
@@ -98,19 +99,19 @@ __device__ __forceinline__ void write_inputs(float2 (&terms)[kSubChunk], Shared<
 
 // dg, by the same threads from the last token to the first of the terms that they have. kScaled:
 // rowsum(S dS') is of scaled states, which lacks 2^b_C outside tier 1.
-template <bool kExact, bool kScaled, class Gate, int kGroups>
-__device__ __forceinline__ void write_gates(const float2 (&terms)[kSubChunk], Shared<kGroups>& s,
+template <bool kExact, bool kScaled, class Gate, int kTiles>
+__device__ __forceinline__ void write_gates(const float2 (&terms)[kSubChunk], Shared<kTiles>& s,
                                             const PairColumn<Gate>& gates, const Problem& p,
                                             const Chunk& chunk) {
   constexpr int kLast = static_cast<int>(kSubChunk) - 1;
-  const Pair<kGroups> pair;
+  const Pair<kGroupsFor<kTiles>> pair;
   if (pair.channel >= p.K) return;
   const float2 last = cumsum(s.sums().gates, pair).last,
                states = pair_at(s.sums().states, pair.channel);
   float2 sum = states;
-  if (!kReady<kGroups> || (kExact && kScaled && !(fabsf(last.x) <= kTierRange)))
+  if (!kReady<kTiles> || (kExact && kScaled && !(fabsf(last.x) <= kTierRange)))
     sum.x *= exp2_ftz(last.x);
-  if (!kReady<kGroups> || (kExact && kScaled && !(fabsf(last.y) <= kTierRange)))
+  if (!kReady<kTiles> || (kExact && kScaled && !(fabsf(last.y) <= kTierRange)))
     sum.y *= exp2_ftz(last.y);
 #pragma unroll
   for (int part = 0; part < kParts; ++part) sum = sum + pair_at(s.sums().inter[part], pair.channel);
@@ -131,8 +132,8 @@ __device__ __forceinline__ void write_gates(const float2 (&terms)[kSubChunk], Sh
   }
 }
 
-template <bool kExact, bool kScaled = true, class Gate, int kGroups>
-__device__ __forceinline__ void write_gradients(Shared<kGroups>& s, const PairColumn<Gate>& gates,
+template <bool kExact, bool kScaled = true, class Gate, int kTiles>
+__device__ __forceinline__ void write_gradients(Shared<kTiles>& s, const PairColumn<Gate>& gates,
                                                 const Problem& p) {
   const Chunk chunk = s.chunk;
   float2 terms[kSubChunk];

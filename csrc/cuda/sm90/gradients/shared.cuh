@@ -6,9 +6,12 @@
 
 namespace gla_ext::cuda::sm90 {
 
+// Warpgroups of a block, by tiles of 64 key channels.
+template <int kTiles>
+constexpr int kGroupsFor = kTiles == 3 ? 4 : kTiles;
 // Blocks of a multiprocessor, as shared memory allows.
-template <int kGroups>
-constexpr int kBlocks = kGroups == 1 ? 3 : 4 / kGroups;
+template <int kTiles>
+constexpr int kBlocks = kTiles == 1 ? 3 : 4 / kGroupsFor<kTiles>;
 
 // A chunk's first values and its states.
 struct Bases {
@@ -18,8 +21,8 @@ struct Bases {
 
 // Whether q^ and k^ lie ready in memory, and S (unless saved) and dS' are those of
 // linear_states.cu.
-template <int kGroups>
-constexpr bool kReady = kGroups > 1;
+template <int kTiles>
+constexpr bool kReady = kTiles > 1;
 
 // What blocks need that make q^ and k^ themselves.
 template <bool kReady>
@@ -30,23 +33,26 @@ struct OwnOperands<false> {
   float b_last[kTile];
 };
 
-// kGroups warpgroups, for 64 key channels each, with 64 / kGroups columns of A and dA.
-template <int kGroups>
+// With 64 / kWarpgroups columns of A and dA a warpgroup. kChannels: of a thread's pairs, also where
+// there is no tile for some.
+template <int kTilesOfKeys>
 struct Shared {
-  static constexpr int kWarpgroups = kGroups, kChannels = kGroups * kTile;
+  static constexpr int kTiles = kTilesOfKeys, kWarpgroups = kGroupsFor<kTiles>;
+  static constexpr int kChannels = kWarpgroups * kTile;
   // A block alone on its multiprocessor copies the next values, and the states' columns of them,
-  // while it multiplies. These values take the place of q^, which is then copied once more.
-  static constexpr bool kAhead = kGroups == 4;
+  // while it multiplies. Where shared memory is full these values take the place of q^'s last two
+  // tiles, which are then copied once more.
+  static constexpr bool kAhead = kWarpgroups == 4, kInPlace = kTiles == 4;
   static constexpr int kBuffers = kAhead ? 2 : 1;
   struct States {
-    unsigned char S[kGroups][kTileBytes], dS[kGroups][kTileBytes];  // [K][64 values]
+    unsigned char S[kTiles][kTileBytes], dS[kTiles][kTileBytes];  // [K][64 values]
   };
   struct Values {
     unsigned char d_o[kTileBytes], v[kTileBytes];  // [token][64 values]
   };
   struct Operands {
     States states[kBuffers];
-    Values values;
+    Values values[kInPlace ? 1 : kBuffers];
   };
   struct Sums {
     float gates[kParts][kChannels], dg[kParts][kChannels];  // of a part of the tokens
@@ -55,10 +61,9 @@ struct Shared {
     float inter[kParts][kChannels];
     float states[kChannels];  // rowsum(S dS')
   };
-  // q^, the last two tiles of which the second values take, and k^, [token][K].
-  unsigned char q[kGroups][kTileBytes], k[kGroups][kTileBytes];
-  static constexpr int kKeptTiles = kAhead ? kGroups - 2 : kGroups;  // of q^
-  using Gradients = float[2][kGroups][kTile * kTile];                // x and y, [token][K]
+  unsigned char q[kTiles][kTileBytes], k[kTiles][kTileBytes];        // q^ and k^, [token][K]
+  static constexpr int kKeptTiles = kInPlace ? kTiles - 2 : kTiles;  // of q^
+  using Gradients = float[2][kTiles][kTile * kTile];                 // x and y, [token][K]
   // Sums take the place of A, or where they would be larger, lie behind x and y.
   static constexpr bool kBehind = sizeof(Sums) > kTileBytes;
   struct GradientsAndSums {
@@ -75,21 +80,24 @@ struct Shared {
     unsigned char A[kTileBytes];  // [token][token]
     std::conditional_t<kBehind, Nothing, Sums> in_place;
   };
-  // Of 64 values, dv is made by all warpgroups, 64 / kGroups columns each, and leaves by way of
+  // Of 64 values, dv is made by all warpgroups, 64 / kWarpgroups columns each, and leaves by way of
   // shared memory; where there are four of them, by two in turn, which read k^ and dS' half as
   // often.
-  static constexpr bool kInTurn = kGroups == 4;
+  static constexpr bool kInTurn = kWarpgroups == 4;
   std::conditional_t<kInTurn, Nothing, unsigned char[kTileBytes]> dv;  // [token][64 values]
-  OwnOperands<kReady<kGroups>> own;
+  OwnOperands<kReady<kTiles>> own;
   uint64_t states_full[kBuffers];  // tiles of the states are there
   Chunk chunk;                     // here and no longer in registers, which accumulators take
   Bases bases;
 
   // Where 64 values from `first` on, and the states' columns of them, are.
   __device__ __forceinline__ Values& values(int first) {
-    if constexpr (kAhead)
+    if constexpr (kInPlace) {
       if (first / kTile % 2 != 0) return *reinterpret_cast<Values*>(q[kKeptTiles]);
-    return operands.values;
+      return operands.values[0];
+    } else {
+      return operands.values[first / kTile % kBuffers];
+    }
   }
   __device__ __forceinline__ States& states(int first) {
     return operands.states[first / kTile % kBuffers];

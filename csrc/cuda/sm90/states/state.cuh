@@ -6,7 +6,7 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-constexpr int kConsumerBarrier = 4;  // of a consumer, two of them
+constexpr int kConsumerBarrier = 4;  // of a consumer, two or three of them
 
 // A consumer's part of the state: 64 key channels by 128 values, or 64.
 template <int K>
