@@ -94,7 +94,7 @@ def test_blocks_that_make_operands_of_several_chunks(B, T, lengths, K, V, kind):
 
 @in_nan
 @by_gate
-@pytest.mark.parametrize("K, V", [(64, 72), (128, 256), (256, 64)])
+@pytest.mark.parametrize("K, V", [(64, 72), (128, 256), (136, 64), (256, 64)])
 @pytest.mark.parametrize("invariant", [False, True], ids=["segments", "whole"])
 def test_packed(invariant, K, V, gate):
     x = packed(695, UNEVEN_LENGTHS, 2, K, V, gate=gate)
@@ -152,7 +152,7 @@ def test_low_bits_of_fp32_gates_count(K, V, sequences):
     assert (dh0 / (math.exp(gate) * expected) - 1).abs().max() < 2**-11
 
 
-@pytest.mark.parametrize("K, V", [(64, 64), (128, 256), (256, 64)])
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 256), (192, 64), (256, 64)])
 def test_no_tokens(K, V):
     x = make_inputs(2, 0, 3, K, V, BF16, device="cuda")
     results = ours(x)
@@ -189,7 +189,7 @@ def test_expanded_upstream_gradient(K):
 
 
 @in_nan
-@pytest.mark.parametrize("K, V", [(64, 64), (128, 136), (200, 64)])
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 136), (160, 64), (200, 64)])
 @pytest.mark.parametrize("kind", [*MIXED, "resets alone"])
 def test_chunks_in_and_out_of_tier_1(kind, K, V):
     x = mixed_gates(make_inputs(2, 330, 2, K, V, BF16, 0.1, device="cuda"), kind)

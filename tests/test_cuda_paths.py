@@ -36,7 +36,7 @@ def test_fp32_gates_and_saved_states(gate, K, lengths, save_states, gate_dtype):
 
 @in_nan
 @pytest.mark.parametrize("lengths", [None, UNEVEN_LENGTHS], ids=["batch", "packed"])
-@pytest.mark.parametrize("K", [72, 200])
+@pytest.mark.parametrize("K", [72, 136, 200])
 @pytest.mark.parametrize("gate", [0.1, 10.0, "reset"])
 def test_saved_states_are_those_of_either_path(gate, K, lengths, monkeypatch):
     """Backward reads what the other path's forward has saved."""

@@ -60,7 +60,9 @@ FUSED_SHAPES = {  # the batch for an H200, see `for_this_gpu`
     "gradients in a sweep, narrow": (22, 200, 9, 40, 64, None, "contiguous"),
     "pairs of chunks": (2, 170, 1, 200, 200, None, "contiguous"),
     "pairs of chunks, packed": (1, 430, 1, 136, 136, (64, 1, 200, 0, 130), "contiguous"),
+    "pairs of chunks, three tiles of keys": (1, 530, 1, 192, 136, None, "contiguous"),
     "in segments": (1, 530, 1, 64, 64, None, "contiguous"),
+    "in segments, three tiles of keys": (1, 530, 1, 136, 72, None, "contiguous"),
     "segments that sum the one before": (22, 390, 3, 72, 40, None, "contiguous"),
     "segments that sum the one before, many keys": (22, 390, 3, 136, 40, None, "contiguous"),
     "segments that sum the one before, few keys": (22, 390, 3, 40, 72, None, "contiguous"),
@@ -68,10 +70,11 @@ FUSED_SHAPES = {  # the batch for an H200, see `for_this_gpu`
     "few keys and values": (1, 150, 2, 64, 24, None, "contiguous"),
     "packed, in segments": (1, 430, 1, 128, 64, (0, 330, 70, 3), "contiguous"),
     "packed, small heads in segments": (1, 430, 1, 64, 64, (0, 330, 70, 3), "contiguous"),
+    "packed, in segments, three tiles of keys": (1, 430, 1, 160, 64, (0, 330, 70, 3), "contiguous"),
 }
 FP32_GATES = [
     *("widest", "gradients in a sweep", "few keys, many values", "few keys and values"),
-    *("in segments", "packed, small heads in segments"),
+    *("in segments", "packed, small heads in segments", "pairs of chunks, three tiles of keys"),
     "segments that sum the one before, few keys",
 ]
 

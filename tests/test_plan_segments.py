@@ -58,6 +58,8 @@ TWO_PLACES = {"B": 8, "T": 2048}
         ({"T": 65536}, True),
         ({"H": 2, "K": 256, "V": 512, "T": 4096}, True),
         ({"H": 2, "K": 256, "V": 512, "T": 4160}, False),  # own parts pay
+        ({"H": 2, "K": 136, "V": 512, "T": 4096}, True),
+        ({"H": 2, "K": 136, "V": 512, "T": 4160}, False),
         ({"B": 5}, True),  # three places
         ({"B": 5, "T": 2112}, False),
         ({"B": 4}, False),  # four
@@ -153,7 +155,9 @@ def test_cuda_segments_of_packed_sequences(N, backward):
 
 
 @by_pass
-@pytest.mark.parametrize("H, K, V", [(4, 128, 256), (1, 128, 128), (16, 64, 64), (2, 256, 512)])
+@pytest.mark.parametrize(
+    "H, K, V", [(4, 128, 256), (1, 128, 128), (16, 64, 64), (2, 192, 384), (2, 256, 512)]
+)
 @pytest.mark.parametrize("T, N", [(300, 2), (2048, 3), (8500, 9), (65536, 33), (131072, 700)])
 def test_cuda_states_of_own_parts_have_room(T, N, H, K, V, backward):
     """Whatever the lengths, of which the device makes its choice."""

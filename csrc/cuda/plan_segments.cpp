@@ -112,9 +112,9 @@ void choose_prefixes(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   const bool splits_gates = in.K <= kTierBlock && in.gate_dtype == DType::kFloat;
   const int64_t first = splits_gates ? 12 : 11;
   const int64_t longest = ceil_div(in.T, kChunk), places = places_each(plan, in, grid);
-  const bool two_blocks = linear_key_blocks(in.K) > 1;  // of own parts
+  const bool many_keys = in.K > kOperandKeys;
   const bool pays =
-      places == 2 ? !two_blocks || longest <= 64 : places == 3 && !two_blocks && longest <= 32;
+      places == 2 ? !many_keys || longest <= 64 : places == 3 && !many_keys && longest <= 32;
   if (!pays) return;
   plan.segment_chunks = ceil_div(longest * first, kOf);
   plan.segments = 2;

@@ -26,11 +26,13 @@
 namespace gla_ext::cuda::sm90 {
 namespace {
 
-constexpr int kValues = kLinearConsumers * kTile;  // of a block
+constexpr int kConsumers = 2;  // warpgroups
+constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
+constexpr int kValues = kConsumers * kTile;  // of a block
 // Of a thread: more than a block is launched with would wait for ever.
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-static_assert((kProducerRegisters + kLinearConsumers * kConsumerRegisters) * kGroupThreads <=
-              65536 / kLinearThreads / 8 * 8 * kLinearThreads);
+static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kGroupThreads <=
+              65536 / kThreads / 8 * 8 * kThreads);
 
 template <int kTiles>
 constexpr int kGroupsOf = (kTiles + kKeyTiles - 1) / kKeyTiles;
@@ -40,18 +42,18 @@ constexpr int kStagesOf = kTiles == 2 ? 3 : 2;
 template <int kGroups>
 struct Stage {
   Operands<kGroups> operands;
-  unsigned char v[kLinearConsumers * kTileBytes];  // [token][V], then o
+  unsigned char v[kConsumers * kTileBytes];  // [token][V], then o
 };
 // kTilesOfKeys: of 64 key channels, two to four.
 template <int kTilesOfKeys, bool kSavesStates = false>
-struct Block : LinearBlock<Stage<kGroupsOf<kTilesOfKeys>>, kStagesOf<kTilesOfKeys>> {
+struct Block : LinearBlock<Stage<kGroupsOf<kTilesOfKeys>>, kStagesOf<kTilesOfKeys>, kConsumers> {
   static_assert(kTilesOfKeys >= 2 && kTilesOfKeys <= 4);
   static constexpr int kTiles = kTilesOfKeys, kGroups = kGroupsOf<kTiles>;
   static constexpr bool kSaves = kSavesStates;
   // Behind paired segment parts, for K of at most 128 and no saved states, A of chunks outside
   // tier 1 is made beside the scan, so that A is copied apart, of the first chunks behind the scan.
   static constexpr bool kScoresApart = kGroups == 1 && !kSaves;
-  using Base = LinearBlock<Stage<kGroups>, kStagesOf<kTiles>>;
+  using Base = LinearBlock<Stage<kGroups>, kStagesOf<kTiles>, kConsumers>;
   // What the state is to be multiplied by as it leaves a chunk, 1 where states are saved, whose
   // consumers do that themselves; and at once as it enters the next.
   float leave[kGroups * kOperandKeys];
@@ -67,7 +69,7 @@ struct Block : LinearBlock<Stage<kGroupsOf<kTilesOfKeys>>, kStagesOf<kTilesOfKey
 // With room for states on their way out, [128 keys][V].
 template <int kTilesOfKeys>
 struct SavingBlock : Block<kTilesOfKeys, true> {
-  alignas(1024) unsigned char states[kLinearConsumers][kKeyTiles * kTileBytes];
+  alignas(1024) unsigned char states[kConsumers][kKeyTiles * kTileBytes];
 };
 
 // The state of a consumer's values in the parts that operands have: of 128 key channels, and the
@@ -152,8 +154,8 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
   constexpr int kGroups = BlockOfKernel::kGroups;
   const Segment& segment = s.segment;
   const int thread = static_cast<int>(threadIdx.x);
-  RowCopier<kLinearConsumers, kGroupThreads> v(p.v, token_offset(p.v, 1), segment, 0, thread,
-                                               first_v, p.V);
+  RowCopier<kConsumers, kGroupThreads> v(p.v, token_offset(p.v, 1), segment, 0, thread, first_v,
+                                         p.V);
   const unsigned char* operands = operands_at(p, segment.chunk_head(p, 0));
   constexpr bool kApart = BlockOfKernel::kScoresApart;
   const auto copy_scores = [&](int i, const unsigned char* from) {
@@ -295,7 +297,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
 }
 
 template <class BlockOfKernel>
-__global__ void __launch_bounds__(kLinearThreads, 1) linear_forward_kernel(Problem p) {
+__global__ void __launch_bounds__(kThreads, 1) linear_forward_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_all_but_scan(p.grid.segment_states > 0);
   extern __shared__ __align__(1024) unsigned char s_bytes[];
@@ -321,8 +323,8 @@ void launch_linear_forward(const Problem& p, cudaStream_t stream) {
   const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, kValues);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(linear_forward_kernel<BlockOfKernel>, blocks, kLinearThreads,
-                   sizeof(BlockOfKernel), stream, p);
+  launch_dependent(linear_forward_kernel<BlockOfKernel>, blocks, kThreads, sizeof(BlockOfKernel),
+                   stream, p);
 }
 
 template <int kTiles>

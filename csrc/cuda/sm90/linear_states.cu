@@ -3,10 +3,9 @@
 //   S~ = 2^from S           S' = 2^(b_C - from) (S~ + k^T v)      first chunk first
 //   dS~ = 2^(b_C - from) dS'      dS = 2^from (dS~ + q^T do)      last chunk first
 //
-// grid    (sweep, segment, head, 128 key channels, 128 values), of K of 129 to 192 all key
-// channels;
-//         a producer and two or three consumer warpgroups. For segments' own parts, those segments
-//         that have states.
+// grid    (sweep, segment, head, 128 key channels (of 129 to 192 all), 128 values); a producer and
+//         two or three consumer warpgroups. For segments' own parts, those segments that have
+//         states.
 // reads   operands [B, slots, H], v h0, or do dht; segment_states, segment_state_grads
 // writes  S~, unless S is saved, and, unless gradients are swept, dS~ of every chunk, or of
 //         pairs of chunks (paired_chunks) S~ of the first and dS~ of the second, tiles
@@ -46,6 +45,8 @@ struct ThreeTiles {
   unsigned char x[kValueTiles * kTileBytes];
   GroupBytes<1> last;
 };
+static_assert(sizeof(TwoTiles) % 1024 == 0 && sizeof(ThreeTiles) % 1024 == 0, "tiles are aligned");
+static_assert(offsetof(ThreeTiles, x) % 1024 == 0 && offsetof(ThreeTiles, last) % 1024 == 0);
 // A consumer's tiles of the state, on their way out of a chunk.
 using StateTiles = unsigned char[kValueTiles][kTileBytes];
 template <int kConsumersOfBlock>
@@ -53,7 +54,7 @@ struct Block : LinearBlock<std::conditional_t<kConsumersOfBlock == 3, ThreeTiles
                            kConsumersOfBlock> {
   static constexpr int kConsumers = kConsumersOfBlock;
   static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
-  static constexpr int kGroups = (kConsumers + 1) / kKeyTiles;  // of operands
+  static constexpr int kOperandGroups = (kConsumers + 1) / kKeyTiles;
   // Of two chunks, where there is room.
   static constexpr int kOutStages = kConsumers == 3 ? 1 : 2;
   alignas(1024) StateTiles states[kConsumers][kOutStages];
@@ -133,7 +134,7 @@ template <Sweep kSweep, Store kStore, class BlockOfKernel>
 __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int first_k,
                                         int first_v) {
   using F = Fields<kSweep>;
-  constexpr int kGroups = BlockOfKernel::kGroups;
+  constexpr int kGroups = BlockOfKernel::kOperandGroups;
   const Segment& segment = s.segment;
   const int thread = static_cast<int>(threadIdx.x);
   constexpr int kStep = kSweep == Sweep::kStates ? 1 : -1;
@@ -264,8 +265,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
 
 template <Sweep kSweep, Store kStore, class BlockOfKernel>
 __device__ __forceinline__ void sweep(BlockOfKernel& s, const Problem& p, int64_t index) {
-  const int v_blocks = blocks_of(p.V, kValues),
-            k_blocks = BlockOfKernel::kGroups > 1 ? 1 : blocks_of(p.K, kOperandKeys);
+  const int v_blocks = blocks_of(p.V, kValues), k_blocks = static_cast<int>(linear_key_blocks(p.K));
   const int first_v = static_cast<int>(index % v_blocks) * kValues;
   index /= v_blocks;
   const int first_k = static_cast<int>(index % k_blocks) * kOperandKeys;
@@ -275,7 +275,7 @@ __device__ __forceinline__ void sweep(BlockOfKernel& s, const Problem& p, int64_
   if (kStore == Store::kSegment && Fields<kSweep>::ends(s.segment)) {
     const bool has_decay = kSweep == Sweep::kStates && !s.segment.first && s.segment.chunks > 0;
     if (has_decay && first_v == 0 && group == 0)
-      for (int i = 0; i < BlockOfKernel::kGroups; ++i)
+      for (int i = 0; i < BlockOfKernel::kOperandGroups; ++i)
         sum_last_segment(p, s.segment, first_k + i * kOperandKeys, first_v);
     return;
   }
@@ -316,7 +316,7 @@ void launch_linear_states(const Problem& p, bool states, bool state_grads, cudaS
 
 template <Store kStore>
 void launch_linear_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
-  if (blocks_of(p.K, kTile) == 3)
+  if (p.K > kOperandKeys && linear_key_blocks(p.K) == 1)
     launch_linear_states<Block<3>, kStore>(p, states, state_grads, stream);
   else
     launch_linear_states<Block<2>, kStore>(p, states, state_grads, stream);

@@ -7,10 +7,7 @@
 
 namespace gla_ext::cuda::sm90 {
 
-constexpr int kLinearConsumers = 2;  // warpgroups
-constexpr int kLinearThreads = (1 + kLinearConsumers) * kGroupThreads;
-
-template <class StageOfBlock, int kStagesOfBlock, int kConsumers = kLinearConsumers>
+template <class StageOfBlock, int kStagesOfBlock, int kConsumers>
 struct LinearBlock {
   static constexpr int kStages = kStagesOfBlock;
   StageOfBlock stages[kStages];

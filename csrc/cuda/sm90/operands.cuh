@@ -21,8 +21,7 @@ struct alignas(1024) OperandGroup {
 };
 constexpr int kFactorBytes = sizeof(OperandGroup::factors);
 
-// Of the group of key channels from `first` on. `linear_forward` has kernels for either, gradients
-// have as many tiles as the states.
+// Of the group of key channels from `first` on. What reads operands has kernels for either.
 __device__ __forceinline__ bool has_second_tile(const Problem& p, int first) {
   return first + kTile < p.K;
 }

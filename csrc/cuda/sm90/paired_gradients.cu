@@ -45,7 +45,7 @@ class KeyScaler {
   template <int kTiles>
   __device__ __forceinline__ void scale(unsigned char (&tiles)[kTiles][kTileBytes],
                                         const float (&by)[8]) const {
-    if (kTiles < kGroups && channel_ >= kTiles * kTile) return;
+    if (kHasAbsent<kTiles> && channel_ >= kTiles * kTile) return;
 #pragma unroll
     for (int token = 0; token < kTile; token += kTokens) {
       uint4& at = *reinterpret_cast<uint4*>(tiles[channel_ / kTile] +
@@ -221,7 +221,7 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared<kTiles>& s, c
   sum_inter<kTiles>(s, is_first ? own_operand : s.k, acc);
   const Pair<kGroups> pair;
   const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
-  wait_for_copies<0>();  // q^ is back
+  wait_for_copies<0>();  // q^ is there
   fence_for_products();
   wait_for_cluster();        // the other block has started
   __syncthreads();           // and what is sent is written
@@ -230,7 +230,8 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared<kTiles>& s, c
     commit_copies();
   }
   const int thread = thread_index();
-  if (thread < s.kChannels) {
+  constexpr int kChannels = kTiles * kTile;  // that are summed
+  if (thread < kChannels) {
     const float own = exact ? *factors_at(p, s.chunk.slot, kMiddle, thread) : 1.f;
     const float other = other_exact ? *factors_at(p, s.other_slot(p), kMiddle, thread) : 1.f;
     float& states = s.sums().states[thread];
@@ -248,7 +249,7 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared<kTiles>& s, c
   store_accumulators<kTiles>(s.gradients, acc);
   wait_for_copies<0>();  // k^ is back
   wait_for_cluster();    // the other's sums are there
-  if (thread < s.kChannels) s.sums().states[thread] += s.other_sums[thread];
+  if (thread < kChannels) s.sums().states[thread] += s.other_sums[thread];
   __syncthreads();  // x, y and all sums but dg's are written
   if (exact)
     write_gradients<true, false, Gate, kTiles>(s, gates, p);

@@ -9,15 +9,12 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// Of 64 values.
-__device__ __forceinline__ int state_key_tiles(const Problem& p) { return blocks_of(p.K, kTile); }
-
 // Of matrix `index` of [B, chunks, H] in p.S or p.dS.
 __device__ __forceinline__ unsigned char* state_tile_at(const Problem& p, void* states,
                                                         int64_t index, int value_tile,
                                                         int key_tile) {
   return static_cast<unsigned char*>(states) + index * state_tile_bytes(p.K, p.V) +
-         (value_tile * state_key_tiles(p) + key_tile) * kTileBytes;
+         (value_tile * blocks_of(p.K, kTile) + key_tile) * kTileBytes;
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -17,12 +17,12 @@ struct SweepBlock {
 };
 
 // A barrier of one warpgroup, of two or three that have numbers from kFirst on.
-template <int kFirst, int kGroups = 2>
+template <int kFirst, int kOf = 2>
 __device__ __forceinline__ void group_barrier(int group) {
-  static_assert(kGroups == 2 || kGroups == 3);
+  static_assert(kOf == 2 || kOf == 3);
   if (group == 0)
     sync_threads<kFirst>(kGroupThreads);
-  else if (kGroups == 2 || group == 1)
+  else if (kOf == 2 || group == 1)
     sync_threads<kFirst + 1>(kGroupThreads);
   else
     sync_threads<kFirst + 2>(kGroupThreads);

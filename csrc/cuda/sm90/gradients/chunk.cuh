@@ -40,7 +40,7 @@ __device__ __forceinline__ void make_gradients(Shared<kTiles>& s, const Problem&
   sum_inter(s, s.k, acc);
   const Pair<kGroupsFor<kTiles>> pair;
   const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
-  wait_for_copies<0>();  // q^ is back
+  wait_for_copies<0>();  // all of q^ is there
   if (!exact) {
     fence_for_products();
     __syncthreads();  // dA is written

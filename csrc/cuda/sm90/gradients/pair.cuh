@@ -31,8 +31,8 @@ struct PairedShared : Shared<kTiles> {
   float other_sums[kChannels];  // what the other block has of this one's rowsum(S~ dS~)
   alignas(1024) unsigned char other_tile[kTileBytes];
 
-  // The other chunk's 64 values from `first` on; the second ones lie where q^ will be, before do
-  // and v.
+  // The other chunk's 64 values from `first` on; the second ones lie where q^ will be, which is
+  // copied behind the values.
   __device__ __forceinline__ unsigned char* other(int first) {
     return first / kTile % 2 != 0 ? this->q[1] : other_tile;
   }

@@ -12,7 +12,7 @@ __device__ __forceinline__ void copy_scores(Shared<kTiles>& s, const Problem& p,
                                             const Chunk& chunk) {
   constexpr int kGroups = kGroupsFor<kTiles>;
   if constexpr (kReady<kTiles>) {
-    const unsigned char* A = operands_at(p, chunk.slot, kGroups / kKeyTiles);
+    const unsigned char* A = operands_at(p, chunk.slot, (kTiles + 1) / kKeyTiles);
 #pragma unroll
     for (int at = 0; at < kTileBytes; at += kGroups * kGroupThreads * 16) {
       const int offset = thread_index() * 16 + at;
@@ -75,7 +75,7 @@ struct Part {
   // f(whether it makes two tiles), in a way of its own each, or products are serialised.
   template <class F>
   __device__ __forceinline__ void by_width(F&& f) const {
-    if constexpr (kTiles == 3) {
+    if constexpr (kHasAbsent<kTiles>) {
       if (half() == 0)
         f(std::true_type{});
       else
@@ -100,7 +100,7 @@ struct Accumulators {
     const Part<kTiles> part;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      if (kTiles != 3 || part.tile(i) < kTiles) f(d[i], part.makes_x(i), part.tile(i));
+      if (!kHasAbsent<kTiles> || part.tile(i) < kTiles) f(d[i], part.makes_x(i), part.tile(i));
   }
   // Adds A B of two tiles, or of one.
   template <Contiguous kA, Contiguous kB, bool kTwo>
@@ -160,7 +160,7 @@ template <int kTiles>
 __device__ __forceinline__ void add_states(float& sum,
                                            const typename Shared<kTiles>::States& states) {
   const int thread = thread_index(), row = thread / 2, half = thread % 2;
-  if (kTiles == 3 && row >= kTiles * kTile) return;
+  if (kHasAbsent<kTiles> && row >= kTiles * kTile) return;
 #pragma unroll 2
   for (int i = 0; i < 4; ++i) {
     const int at = swizzled(row, 4 * half + i);

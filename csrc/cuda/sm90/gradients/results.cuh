@@ -53,7 +53,7 @@ __device__ __forceinline__ void write_inputs(float2 (&terms)[kSubChunk], Shared<
                                              const PairColumn<Gate>& gates, const Problem& p,
                                              const Chunk& chunk) {
   const Pair<kGroupsFor<kTiles>> pair;
-  if (kTiles == 3 && pair.channel >= kTiles * kTile) return;
+  if (kHasAbsent<kTiles> && pair.channel >= kTiles * kTile) return;
   auto [b, last] = cumsum(s.sums().gates, pair);
   const bool exact_x = kExact && !(kReady<kTiles> && fabsf(last.x) <= kTierRange);
   const bool exact_y = kExact && !(kReady<kTiles> && fabsf(last.y) <= kTierRange);

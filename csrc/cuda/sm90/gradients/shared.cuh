@@ -9,6 +9,9 @@ namespace gla_ext::cuda::sm90 {
 // Warpgroups of a block, by tiles of 64 key channels.
 template <int kTiles>
 constexpr int kGroupsFor = kTiles == 3 ? 4 : kTiles;
+// Whether some of a block's threads have no tile of their own.
+template <int kTiles>
+constexpr bool kHasAbsent = kTiles < kGroupsFor<kTiles>;
 // Blocks of a multiprocessor, as shared memory allows.
 template <int kTiles>
 constexpr int kBlocks = kTiles == 1 ? 3 : 4 / kGroupsFor<kTiles>;
