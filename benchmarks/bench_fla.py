@@ -3,8 +3,9 @@
     TRITON_CACHE_DIR=/some/folder python benchmarks/bench_fla.py
 
 compiles and tunes FLA for all that `check_gpu.py --fla` times, and leaves the result in
-TRITON_CACHE_DIR. That takes 4 to 7 minutes for a head size (K, V), so each has a process of its
-own. With shapes it does so for these in this process.
+TRITON_CACHE_DIR. That takes 4 to 7 minutes for a head size (K, V), and as long again where
+sequences are packed, so each has a process of its own. With shapes, or names of cases in
+bench_cases.py, it does so for these in this process.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import types
 from collections.abc import Iterable
 from pathlib import Path
 
+import bench_cases
 import bench_cuda as bench
 import torch
 
@@ -50,11 +52,11 @@ def layer_class() -> type[torch.nn.Module]:
         return package.GatedLinearAttention
 
 
-def tune_operator(shapes: Iterable[tuple[int, ...]]) -> None:
+def tune_operator(cases: Iterable[bench_cases.Case]) -> None:
     from fla.ops.gla import chunk_gla
 
-    for shape in shapes:
-        bench.call(chunk_gla, bench.draw(shape), True)()
+    for case in cases:
+        bench.call(chunk_gla, case.draw(), True)()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
@@ -68,17 +70,27 @@ def tune_layer() -> None:
         torch.cuda.synchronize()
 
 
-def jobs(shapes: Iterable[tuple[int, ...]], layer: bool) -> dict[str, list[str]]:
-    """Arguments of each process by name: one a head size, with one shape for each B and H."""
-    groups: dict[str, dict[tuple[int, int], str]] = {}
-    for shape in shapes:
-        B, _, H, K, V = shape
-        groups.setdefault(f"{K}x{V}", {}).setdefault((B, H), "x".join(map(str, shape)))
-    found = {name: list(group.values()) for name, group in groups.items()}
+def jobs(
+    shapes: Iterable[tuple[int, ...]], layer: bool, cases: Iterable[str] = ()
+) -> dict[str, list[str]]:
+    """Arguments of each process by name: one a head size, and one more where its sequences are
+    packed, with one shape or case (by its name) for each B, H and dtype of gates.
+    """
+    groups: dict[str, dict[tuple, str]] = {}
+    plain = {"x".join(map(str, shape)): bench_cases.Case(*shape) for shape in shapes}
+    for name, case in (plain | {name: bench_cases.OTHERS[name] for name in cases}).items():
+        job = f"{case.K}x{case.V}" + ("_packed" if case.lengths else "")
+        groups.setdefault(job, {}).setdefault((case.B, case.H, case.gate_dtype), name)
+    found = {
+        job: sorted(group.values(), key=lambda name: name not in plain)
+        for job, group in groups.items()
+    }
     return found | ({"layer": ["--layer"]} if layer else {})
 
 
-def tune(shapes: Iterable[tuple[int, ...]], layer: bool, logs: Path) -> int:
+def tune(
+    shapes: Iterable[tuple[int, ...]], layer: bool, logs: Path, cases: Iterable[str] = ()
+) -> int:
     """Runs the jobs side by side, each with a log, and returns how many there were.
 
     Raises:
@@ -86,7 +98,7 @@ def tune(shapes: Iterable[tuple[int, ...]], layer: bool, logs: Path) -> int:
     """
     logs.mkdir(parents=True, exist_ok=True)
     processes = {}
-    for name, arguments in jobs(shapes, layer).items():
+    for name, arguments in jobs(shapes, layer, cases).items():
         with (logs / f"tune_{name}.log").open("w") as log:
             command = [sys.executable, __file__, *arguments]
             processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -96,18 +108,22 @@ def tune(shapes: Iterable[tuple[int, ...]], layer: bool, logs: Path) -> int:
     return len(codes)
 
 
+def parse_case(text: str) -> bench_cases.Case:
+    return bench_cases.OTHERS.get(text) or bench_cases.Case(*bench.parse_shape(text))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("shapes", nargs="*", type=bench.parse_shape, metavar="BxTxHxKxV")
+    parser.add_argument("cases", nargs="*", type=parse_case, metavar="BxTxHxKxV|NAME")
     parser.add_argument("--layer", action="store_true", help="the layer, in this process")
     arguments = parser.parse_args()
     if arguments.layer:
         tune_layer()
-    if arguments.shapes:
-        tune_operator(arguments.shapes)
-    if not arguments.layer and not arguments.shapes:
+    if arguments.cases:
+        tune_operator(arguments.cases)
+    if not arguments.layer and not arguments.cases:
         count = tune(bench.BASELINES, True, LOGS)
         where = os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache")
         print(f"tuned by {count} processes into {where}")

@@ -179,10 +179,10 @@ def tune_fla(arguments, results: dict):
     own = [bench.HOST_SHAPE] if "host" in arguments.only else []
     layer = bool({"layer", "training"} & set(arguments.only))
     shapes = checked_shapes(arguments) + own
-    if "others" in arguments.only:
-        shapes += [case.shape for case in bench_cases.OTHERS.values()]
     shapes = [shape for shape in shapes if at_heads({"FLA": None}, shape, arguments.fla)]
-    if count := bench_fla.tune(shapes, layer, arguments.out.parent):
+    others = bench_cases.OTHERS if "others" in arguments.only else {}
+    cases = [n for n, case in others.items() if at_heads({"FLA": None}, case.shape, arguments.fla)]
+    if count := bench_fla.tune(shapes, layer, arguments.out.parent, cases):
         results["environment"]["FLA"] += f", tuned before by {count} processes that shared the GPU"
 
 

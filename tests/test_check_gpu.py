@@ -8,6 +8,7 @@ from source_tree import ROOT, run
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench_attention
+import bench_cases
 import bench_cuda
 import bench_fla
 import bench_length
@@ -190,6 +191,22 @@ def test_fla_is_tuned_once_a_head_size():
         "64x64": ["8x9x2x64x64"],
         "layer": ["--layer"],
     }
+
+
+def test_fla_is_tuned_for_packed_sequences_apart():
+    """And for gates of another dtype with the rest, but for lengths alone no second time."""
+    jobs = bench_fla.jobs([(32, 2048, 4, 128, 256)], False, bench_cases.OTHERS)
+    assert jobs["128x256"] == [
+        *("32x2048x4x128x256", "8x2048x4x128x256", "8x2048x4x128x256, g in fp32"),
+    ]
+    assert jobs["128x256_packed"] == ["1x65536x4x128x256, packed, 32 of 2,048"]
+    assert jobs["64x64"] == ["32x2048x16x64x64, g in fp32"]
+    named = {name for names in jobs.values() for name in names}
+    for name in named:
+        case = bench_fla.parse_case(name)
+        assert case == bench_cases.OTHERS.get(name, bench_cases.Case(32, 2048, 4, 128, 256))
+    with pytest.raises(ValueError, match="packed"):
+        bench_fla.parse_case("packed")
 
 
 def arguments(monkeypatch, *given: str):
