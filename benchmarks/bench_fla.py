@@ -2,9 +2,9 @@
 
     TRITON_CACHE_DIR=/some/folder python benchmarks/bench_fla.py
 
-compiles and tunes FLA for all that `check_gpu.py --fla` times, and leaves the result in
-TRITON_CACHE_DIR. That takes 4 to 7 minutes for a head size (K, V), and as long again where
-sequences are packed, so each has a process of its own. With shapes, or names of cases in
+compiles and tunes FLA for all that `check_gpu.py --fla` times but its part others, and leaves the
+result in TRITON_CACHE_DIR. That takes 4 to 7 minutes for a head size (K, V), and as long again
+where sequences are packed, so each has a process of its own. With shapes, or names of cases in
 bench_cases.py, it does so for these in this process.
 """
 
@@ -81,10 +81,7 @@ def jobs(
     for name, case in (plain | {name: bench_cases.OTHERS[name] for name in cases}).items():
         job = f"{case.K}x{case.V}" + ("_packed" if case.lengths else "")
         groups.setdefault(job, {}).setdefault((case.B, case.H, case.gate_dtype), name)
-    found = {
-        job: sorted(group.values(), key=lambda name: name not in plain)
-        for job, group in groups.items()
-    }
+    found = {job: list(group.values()) for job, group in groups.items()}
     return found | ({"layer": ["--layer"]} if layer else {})
 
 

@@ -35,8 +35,6 @@ static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kGroupThr
               65536 / kThreads / 8 * 8 * kThreads);
 
 template <int kTiles>
-constexpr int kGroupsOf = (kTiles + kKeyTiles - 1) / kKeyTiles;
-template <int kTiles>
 constexpr int kStagesOf = kTiles == 2 ? 3 : 2;
 
 template <int kGroups>

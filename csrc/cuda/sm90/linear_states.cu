@@ -54,7 +54,7 @@ struct Block : LinearBlock<std::conditional_t<kConsumersOfBlock == 3, ThreeTiles
                            kConsumersOfBlock> {
   static constexpr int kConsumers = kConsumersOfBlock;
   static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
-  static constexpr int kOperandGroups = (kConsumers + 1) / kKeyTiles;
+  static constexpr int kOperandGroups = kGroupsOf<kConsumers>;
   // Of two chunks, where there is room.
   static constexpr int kOutStages = kConsumers == 3 ? 1 : 2;
   alignas(1024) StateTiles states[kConsumers][kOutStages];

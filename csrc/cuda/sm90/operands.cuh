@@ -7,6 +7,9 @@
 namespace gla_ext::cuda::sm90 {
 
 constexpr int kKeyTiles = kOperandKeys / kTile;
+// Of operands that hold kTiles tiles of 64 key channels; the last one may have one.
+template <int kTiles>
+constexpr int kGroupsOf = (kTiles + kKeyTiles - 1) / kKeyTiles;
 
 // What a key channel of the state is multiplied by as it passes a chunk: 2^from as it enters, 1 or
 // 2^b_C before the product, 2^(b_C - r) or 1 as it leaves. kSum is b_C itself, log2 units.

@@ -230,8 +230,8 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared<kTiles>& s, c
     commit_copies();
   }
   const int thread = thread_index();
-  constexpr int kChannels = kTiles * kTile;  // that are summed
-  if (thread < kChannels) {
+  constexpr int kKeys = kTiles * kTile;
+  if (thread < kKeys) {
     const float own = exact ? *factors_at(p, s.chunk.slot, kMiddle, thread) : 1.f;
     const float other = other_exact ? *factors_at(p, s.other_slot(p), kMiddle, thread) : 1.f;
     float& states = s.sums().states[thread];
@@ -249,7 +249,7 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared<kTiles>& s, c
   store_accumulators<kTiles>(s.gradients, acc);
   wait_for_copies<0>();  // k^ is back
   wait_for_cluster();    // the other's sums are there
-  if (thread < kChannels) s.sums().states[thread] += s.other_sums[thread];
+  if (thread < kKeys) s.sums().states[thread] += s.other_sums[thread];
   __syncthreads();  // x, y and all sums but dg's are written
   if (exact)
     write_gradients<true, false, Gate, kTiles>(s, gates, p);

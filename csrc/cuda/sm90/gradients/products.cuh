@@ -12,7 +12,7 @@ __device__ __forceinline__ void copy_scores(Shared<kTiles>& s, const Problem& p,
                                             const Chunk& chunk) {
   constexpr int kGroups = kGroupsFor<kTiles>;
   if constexpr (kReady<kTiles>) {
-    const unsigned char* A = operands_at(p, chunk.slot, (kTiles + 1) / kKeyTiles);
+    const unsigned char* A = operands_at(p, chunk.slot, kGroupsOf<kTiles>);
 #pragma unroll
     for (int at = 0; at < kTileBytes; at += kGroups * kGroupThreads * 16) {
       const int offset = thread_index() * 16 + at;
