@@ -88,6 +88,7 @@ py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::stri
   result["paired_parts"] = p.paired_parts;
   result["packed_parts"] = p.packed_parts;
   result["paired_chunks"] = p.paired_chunks;
+  result["scores"] = p.scores;
   result["cluster_pieces"] = p.cluster_pieces;
   result["block_pieces"] = p.block_pieces;
   result["swept_gradients"] = p.swept_gradients;

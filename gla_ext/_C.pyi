@@ -70,6 +70,7 @@ def plan(
         paired_parts (whether segments' own parts and operands are), packed_parts (whether those
         parts, of packed sequences, are made by themselves for a forward that gates), paired_chunks
         (whether gradients of two neighbouring chunks are made from one S and one dS),
+        scores (whether operands that are made first in this pass have A of chunks in tier 1),
         cluster_pieces (how many heads a pair of blocks goes over, one by one; 0: no blocks are
         paired), block_pieces (how many a block of forward does, where K and V are at most 64 and g
         is bf16), kept_bytes (of what forward so keeps for backward besides inputs), and

@@ -127,15 +127,19 @@ def test_operands_that_backward_makes_again(kind, gate, hopper, keep_nothing):
 
 
 @pytest.mark.usefixtures("hopper")
-def test_segments_in_pairs_of_blocks():
-    """About the shortest that are made in one pass with their operands; minutes under the tools."""
+def test_segments_in_pairs_of_blocks(keep_nothing):
+    """About the shortest that are made in one pass with their operands, in forward without A and in
+    backward with it; minutes under the tools.
+    """
     H = for_this_gpu(8)
     for T in range(2049, 100_000, 512):
         x = make_inputs(1, T, H, 72, 200, torch.bfloat16, 0.1)
         if plan_of(x)["paired_parts"]:
             break
     x = mixed_gates(x, "every other chunk")
-    assert plan_of(x)["paired_parts"]
+    assert plan_of(x)["paired_parts"] and plan_of(x)["scores"]
+    assert plan_of(x, False)["paired_parts"] and not plan_of(x, False)["scores"]
+    keep_nothing()
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 
 

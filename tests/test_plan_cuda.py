@@ -311,3 +311,27 @@ def test_cuda_plan_does_not_ask_the_environment(monkeypatch):
 def test_cuda_bad_arguments(change, message):
     with pytest.raises(ValueError, match=f"plan: {message}"):
         cuda_plan(**change)
+
+
+@pytest.mark.parametrize(
+    "change, forward, backward",
+    [
+        ({}, False, True),  # forward gates on its way, gradients are swept
+        ({"B": 8}, True, False),  # gradients make A themselves
+        ({"B": 1, "T": 32768}, False, True),  # linear forward does, behind paired parts
+        ({"B": 1, "T": 32768, "kept": True}, True, True),
+        ({"B": 1, "T": 32768, "save_states": True}, True, True),
+        ({"B": 1, "T": 32768, "V": 128}, True, True),  # operands.cu
+        ({"B": 1, "T": 32768, "V": 192}, True, False),
+        ({"B": 1, "T": 32768, "gate_dtype": "float32"}, True, True),
+        ({"gate_dtype": "float32"}, True, True),
+        ({"K": 136}, True, True),  # paired gradients
+        ({"K": 136, "V": 128}, True, False),
+        ({"K": 64, "B": 1, "T": 32768}, False, False),  # no operands
+        ({"capability": "8.0"}, False, False),
+    ],
+    ids=str,
+)
+def test_cuda_operands_have_scores_that_somebody_reads(change, forward, backward):
+    assert full_plan(**change)["scores"] == forward
+    assert full_plan(**change, backward=True)["scores"] == backward

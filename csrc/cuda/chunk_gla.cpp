@@ -34,7 +34,7 @@ void take_inputs(Call& call, const Given& in, at::ScalarType dtype,
 }
 
 // What the sweeps of the fused path need: operands where they read these, unless forward has kept
-// them, with A of every chunk in forward, and what enters each segment where sequences are cut into
+// them, with A as far as it is read, and what enters each segment where sequences are cut into
 // segments.
 void prepare_sweeps(const Call& call, const Plan& plan, bool backward) {
   const Problem& p = call.problem;

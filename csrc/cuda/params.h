@@ -149,6 +149,8 @@ struct Problem {
 
   // Fused path: [B, slots, H] of operand_bytes(K), or absent.
   unsigned char* operands = nullptr;
+  bool scores = false;        // where this pass makes them, A of chunks in tier 1 too
+  bool paired_parts = false;  // they come with segments' own parts, from one pass
   // In backward: operands and tiers, and segment_states, are those of forward.
   bool operands_kept = false, segment_states_kept = false;
   // In backward: segment_decays are neither forward's nor made with the states of this pass.

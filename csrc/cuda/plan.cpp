@@ -118,6 +118,16 @@ void choose_paired_parts(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
   plan.launches += in.backward ? 1 : -1;
 }
 
+// Behind paired parts linear forward makes A, which spares bytes; where a block has few chunks, or
+// sums others' states, that takes longer.
+void choose_scores(Plan& plan, const PlanInputs& in) {
+  if (!plan.linear) return;
+  if (in.backward)
+    plan.scores = plan.swept_gradients || plan.paired_chunks;
+  else
+    plan.scores = !plan.paired_parts || plan.kept.operands != Workspace::kAbsent;
+}
+
 // Gradients by pairs of chunks, where the states of all chunks would be most of what is read: with
 // fewer values what a pair takes before and behind them costs more than it spares.
 void choose_paired_chunks(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
@@ -233,6 +243,7 @@ void plan_fused_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid)
   choose_paired_forward(plan, in, grid);
   choose_narrow_forward(plan, in, grid);
   choose_paired_parts(plan, in, grid);
+  choose_scores(plan, in);
 }
 
 void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
@@ -250,6 +261,7 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
     choose_paired_states(plan, in, grid);
     choose_paired_parts(plan, in, grid);
     choose_paired_chunks(plan, in, grid);
+    choose_scores(plan, in);
   } else {
     w.b = add(w, keys);
     plan.launches += 1;

@@ -58,6 +58,7 @@ struct Plan {
   bool paired_parts = false;     // operands and segments' own parts of S are
   bool packed_parts = false;     // segments' own parts of S are, of packed sequences, without these
   bool paired_chunks = false;    // gradients of two chunks are made from one S and one dS
+  bool scores = false;           // operands that this pass makes first have A of chunks in tier 1
   int64_t cluster_pieces = 0;    // of pairs of blocks, as in Problem
   int64_t block_pieces = 1;      // as in Problem
   Workspace workspace;

@@ -226,6 +226,8 @@ void Call::allocate(const Plan& plan) {
   problem.block_pieces = static_cast<int32_t>(plan.block_pieces);
   problem.swept_gradients = plan.swept_gradients;
   problem.paired_chunks = plan.paired_chunks;
+  problem.scores = plan.scores;
+  problem.paired_parts = plan.paired_parts;
   allocate(plan.workspace);
 }
 

@@ -4,13 +4,15 @@
 //   o = A v + q^ S~      S~ = 2^from S      S' = 2^(b_C - from) (S~ + k^T v)
 //
 // grid    (segment, head, 128 values); a producer and two consumer warpgroups
-// reads   operands [B, slots, H], v [B, T, H, V], h0 or segment_states; of chunks before the
-//         segment's own k^ with its factors and v alone
+// reads   operands [B, slots, H], behind paired segment parts A of chunks outside tier 1 alone, v
+//         [B, T, H, V], h0 or segment_states; of chunks before the segment's own k^ with its
+//         factors and v alone
 // writes  o [B, T, H, V], ht, and where they are to be saved, S of every chunk, bf16
 //         [B, chunks, H, K, V]
 //
 // The producer copies a chunk's operands and rows of v, and makes one factor of those by which the
-// state leaves a chunk and enters the next, unless it is saved between them. A consumer holds the
+// state leaves a chunk and enters the next, unless it is saved between them; behind paired segment
+// parts it makes A too. A consumer holds the
 // state of 64 values transposed, [V][K], 128 key channels a part, of which the second may have 64.
 // Accumulation is fp32.
 #include <type_traits>
@@ -20,6 +22,7 @@
 #include "dynamic_shared.h"
 #include "forward/multiply.cuh"
 #include "forward/output.cuh"
+#include "forward/scores.cuh"
 #include "linear_sweep.cuh"
 #include "sm90.h"
 
@@ -29,29 +32,19 @@ namespace {
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
 constexpr int kValues = kConsumers * kTile;  // of a block
-// Of a thread: more than a block is launched with would wait for ever.
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kGroupThreads <=
-              65536 / kThreads / 8 * 8 * kThreads);
 
-template <int kTiles>
-constexpr int kStagesOf = kTiles == 2 ? 3 : 2;
-
-template <int kGroups>
+template <class OperandsOfChunk>
 struct Stage {
-  Operands<kGroups> operands;
+  OperandsOfChunk operands;
   unsigned char v[kConsumers * kTileBytes];  // [token][V], then o
 };
-// kTilesOfKeys: of 64 key channels, two to four.
-template <int kTilesOfKeys, bool kSavesStates = false>
-struct Block : LinearBlock<Stage<kGroupsOf<kTilesOfKeys>>, kStagesOf<kTilesOfKeys>, kConsumers> {
+
+// What all blocks have. kTilesOfKeys: of 64 key channels, two to four.
+template <int kTilesOfKeys, class OperandsOfChunk, int kStagesOfBlock>
+struct ForwardBlock : LinearBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kConsumers> {
   static_assert(kTilesOfKeys >= 2 && kTilesOfKeys <= 4);
   static constexpr int kTiles = kTilesOfKeys, kGroups = kGroupsOf<kTiles>;
-  static constexpr bool kSaves = kSavesStates;
-  // Behind paired segment parts, for K of at most 128 and no saved states, A of chunks outside
-  // tier 1 is made beside the scan, so that A is copied apart, of the first chunks behind the scan.
-  static constexpr bool kScoresApart = kGroups == 1 && !kSaves;
-  using Base = LinearBlock<Stage<kGroups>, kStagesOf<kTiles>, kConsumers>;
+  using Base = LinearBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kConsumers>;
   // What the state is to be multiplied by as it leaves a chunk, 1 where states are saved, whose
   // consumers do that themselves; and at once as it enters the next.
   float leave[kGroups * kOperandKeys];
@@ -60,14 +53,39 @@ struct Block : LinearBlock<Stage<kGroupsOf<kTilesOfKeys>>, kStagesOf<kTilesOfKey
 
   __device__ __forceinline__ void start(const Problem& p, int64_t index) {
     if (threadIdx.x == 0)
-      for (uint64_t& barrier : operands_full) init_barrier(&barrier, 1 + kScoresApart);
+      for (uint64_t& barrier : operands_full) init_barrier(&barrier, 1);
     Base::start(p, index, /*bulk_copies=*/0);
+  }
+};
+
+// All operands are in memory.
+template <int kTilesOfKeys, bool kSavesStates = false>
+struct ReadingBlock : ForwardBlock<kTilesOfKeys, Operands<kGroupsOf<kTilesOfKeys>>,
+                                   kTilesOfKeys == kKeyTiles ? 3 : 2> {
+  static constexpr bool kMakesScores = false, kSaves = kSavesStates, kPrefixes = !kSaves;
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  __device__ __forceinline__ unsigned char* scores(int chunk) {
+    return this->stages[chunk % this->kStages].operands.A;
   }
 };
 // With room for states on their way out, [128 keys][V].
 template <int kTilesOfKeys>
-struct SavingBlock : Block<kTilesOfKeys, true> {
+struct SavingBlock : ReadingBlock<kTilesOfKeys, true> {
   alignas(1024) unsigned char states[kConsumers][kKeyTiles * kTileBytes];
+};
+
+struct alignas(1024) Unscored {
+  OperandGroup groups[1];
+  int exact;
+};
+static_assert(sizeof(Unscored) >= offsetof(Unscored, exact) + kFlagBytes);
+// Behind paired segment parts the producer makes A, which outside tier 1 is there behind the scan.
+struct MakingBlock : ForwardBlock<kKeyTiles, Unscored, 4> {
+  static constexpr bool kMakesScores = true, kSaves = false, kPrefixes = false;
+  static constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
+  static constexpr int kPlaces = 2;
+  alignas(1024) unsigned char A[kPlaces][kTileBytes];  // [token][token]
+  __device__ __forceinline__ unsigned char* scores(int chunk) { return A[chunk % kPlaces]; }
 };
 
 // The state of a consumer's values in the parts that operands have: of 128 key channels, and the
@@ -104,21 +122,31 @@ __device__ __forceinline__ void write_states(const unsigned char* tiles, const P
 }
 
 // Asks for the bytes from `first` to `end` of a chunk's operands, which `full` expects.
-template <int kGroups>
-__device__ __forceinline__ void copy_bytes(Operands<kGroups>& to, const unsigned char* from,
+template <class OperandsOfChunk>
+__device__ __forceinline__ void copy_bytes(OperandsOfChunk& to, const unsigned char* from,
                                            int first, int end, uint64_t* full) {
   bulk_copy_expected(reinterpret_cast<unsigned char*>(&to) + first, from + first, end - first,
                      full);
 }
 
-// The operands of a chunk as far as there are key channels, but for A where that is copied apart.
-// By one thread.
-template <class BlockOfKernel, int kGroups>
-__device__ __forceinline__ void copy_operands(Operands<kGroups>& to, const unsigned char* from,
+// Whether a chunk is outside tier 1, from its operands in memory.
+template <int kGroups, class OperandsOfChunk>
+__device__ __forceinline__ void copy_exact(OperandsOfChunk& to, const unsigned char* from,
+                                           uint64_t* full) {
+  bulk_copy_expected(&to.exact, from + offsetof(Operands<kGroups>, exact), kFlagBytes, full);
+}
+
+// The operands of a chunk as far as there are key channels. By one thread.
+template <class BlockOfKernel, class OperandsOfChunk>
+__device__ __forceinline__ void copy_operands(OperandsOfChunk& to, const unsigned char* from,
                                               uint64_t* full) {
-  constexpr int kScores = offsetof(Operands<kGroups>, A),
-                kEnd = BlockOfKernel::kScoresApart ? kScores : Operands<kGroups>::kBytes;
-  if constexpr (BlockOfKernel::kTiles == kGroups * kKeyTiles) {
+  constexpr int kGroups = BlockOfKernel::kGroups;
+  constexpr int kScores = offsetof(Operands<kGroups>, A), kEnd = Operands<kGroups>::kBytes;
+  if constexpr (BlockOfKernel::kMakesScores) {
+    arrive_and_expect(full, kScores + kFlagBytes);
+    copy_bytes(to, from, 0, kScores, full);
+    copy_exact<kGroups>(to, from, full);
+  } else if constexpr (BlockOfKernel::kTiles == kGroups * kKeyTiles) {
     bulk_copy(&to, from, kEnd, full);
   } else {  // without the last tile of q^ and of k^
     constexpr int kLast = (kGroups - 1) * sizeof(OperandGroup);
@@ -132,10 +160,10 @@ __device__ __forceinline__ void copy_operands(Operands<kGroups>& to, const unsig
 
 // k^ and the factors of a chunk before the segment's own, and whether it is outside tier 1. By one
 // thread.
-template <class BlockOfKernel, int kGroups>
-__device__ __forceinline__ void copy_keys(Operands<kGroups>& to, const unsigned char* from,
+template <class BlockOfKernel, class OperandsOfChunk>
+__device__ __forceinline__ void copy_keys(OperandsOfChunk& to, const unsigned char* from,
                                           uint64_t* full) {
-  constexpr int kExact = offsetof(Operands<kGroups>, exact), kFlagBytes = 16;
+  constexpr int kGroups = BlockOfKernel::kGroups;
   arrive_and_expect(full, kGroups * kFactorBytes + BlockOfKernel::kTiles * kTileBytes + kFlagBytes);
 #pragma unroll
   for (int i = 0; i < kGroups; ++i) {
@@ -144,49 +172,60 @@ __device__ __forceinline__ void copy_keys(Operands<kGroups>& to, const unsigned 
     copy_bytes(to, from, group + offsetof(OperandGroup, factors),
                group + offsetof(OperandGroup, k) + tiles * kTileBytes, full);
   }
-  copy_bytes(to, from, kExact, kExact + kFlagBytes, full);
+  copy_exact<kGroups>(to, from, full);
+}
+
+// A of a chunk to its place, by the producer.
+__device__ __forceinline__ void make_scores(MakingBlock& s, const Problem& p, int chunk,
+                                            int thread) {
+  const int before = chunk - s.kPlaces;
+  if (before >= 0) wait(&s.empty[before % s.kStages], s.parity(before));  // it had this place
+  const auto& operands = s.stages[chunk % s.kStages].operands;
+  if (__any_sync(0xffffffffu, operands.exact)) {
+    await_previous_kernel();  // the scan, beside which A is made outside tier 1
+    constexpr int kEach = kTileBytes / sizeof(uint4) / kGroupThreads;
+    const unsigned char* A =
+        operands_at(p, s.segment.chunk_head(p, chunk)) + offsetof(Operands<1>, A);
+    uint4 words[kEach];  // all on their way before one is stored
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      words[i] = reinterpret_cast<const uint4*>(A)[i * kGroupThreads + thread];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      reinterpret_cast<uint4*>(s.scores(chunk))[i * kGroupThreads + thread] = words[i];
+  } else {
+    const auto& group = operands.groups[0];
+    float A[kTile / 2];
+    begin_scores<kOperandKeys, kTile>(A, group.q, group.k, 0);
+    wait_for_products<0>();
+    place_scores<kTile>(s.scores(chunk), A, false, 0, thread);
+  }
 }
 
 template <class BlockOfKernel>
 __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int first_v) {
+  using StageOfBlock = std::decay_t<decltype(s.stages[0])>;
   constexpr int kGroups = BlockOfKernel::kGroups;
   const Segment& segment = s.segment;
   const int thread = static_cast<int>(threadIdx.x);
   RowCopier<kConsumers, kGroupThreads> v(p.v, token_offset(p.v, 1), segment, 0, thread, first_v,
                                          p.V);
   const unsigned char* operands = operands_at(p, segment.chunk_head(p, 0));
-  constexpr bool kApart = BlockOfKernel::kScoresApart;
-  const auto copy_scores = [&](int i, const unsigned char* from) {
-    constexpr int kScores = offsetof(Operands<kGroups>, A);
-    const int number = i % s.kStages;
-    bulk_copy(s.stages[number].operands.A, from + kScores, Operands<kGroups>::kBytes - kScores,
-              &s.operands_full[number]);
-  };
 #pragma unroll
   for (int i = 0; i < kGroups; ++i) s.leave[i * kOperandKeys + thread] = 1.f;
   s.produce(
-      [&](int i, Stage<kGroups>& stage, uint64_t*) {
+      [&](int i, StageOfBlock& stage, uint64_t*) {
         uint64_t* full = &s.operands_full[i % s.kStages];
-        if (!BlockOfKernel::kSaves && thread == 0 && i < segment.prefix) {
+        if (BlockOfKernel::kPrefixes && thread == 0 && i < segment.prefix)
           copy_keys<BlockOfKernel>(stage.operands, operands, full);
-          if constexpr (kApart) arrive(full);  // there is no A
-        } else if (thread == 0) {
+        else if (thread == 0)
           copy_operands<BlockOfKernel>(stage.operands, operands, full);
-          if (kApart && i >= s.kStages - 1) copy_scores(i, operands);
-        }
         operands += p.H * operand_bytes(p.K);
         v.copy(stage.v, segment.length_of(i));
         v.move(1);
       },
       [&](int i) {
         const int number = i % s.kStages;
-        if (kApart && i == 0) {
-          await_previous_kernel();  // the scan, beside which A is made outside tier 1
-          if (thread == 0)
-            for (int first = segment.prefix; first < s.kStages - 1 && first < segment.chunks;
-                 ++first)
-              copy_scores(first, operands_at(p, segment.chunk_head(p, first)));
-        }
         wait(&s.operands_full[number], s.parity(i));
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
@@ -196,25 +235,26 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
               factors[kEnter][thread] * leave;
           if constexpr (!BlockOfKernel::kSaves) leave = factors[kLeave][thread];
         }
+        if constexpr (BlockOfKernel::kMakesScores) make_scores(s, p, i, thread);
       });
 }
 
 // Issues the state's products, S~ + k^T v.
-template <int kTiles, class Values>
+template <int kTiles, class Values, class OperandsOfChunk>
 __device__ __forceinline__ void multiply_values(Parts<kTiles>& state, const Values& v,
-                                                const Operands<kGroupsOf<kTiles>>& operands) {
+                                                const OperandsOfChunk& operands) {
   state.for_each([&](auto& part, int i) { multiply_keys(part, v, operands.groups[i].k); });
   commit_products();
 }
 
 // By a factor of a chunk's key channels.
-template <int kTiles>
-__device__ __forceinline__ void scale(Parts<kTiles>& state,
-                                      const Operands<kGroupsOf<kTiles>>& operands, Factor factor) {
+template <int kTiles, class OperandsOfChunk>
+__device__ __forceinline__ void scale(Parts<kTiles>& state, const OperandsOfChunk& operands,
+                                      Factor factor) {
   state.for_each([&](auto& part, int i) { part.scale(operands.groups[i].factors[factor]); });
 }
 
-// The state over the chunks before the segment's own. Where states are saved there are none.
+// The state over the chunks before the segment's own.
 template <class BlockOfKernel, int kTiles>
 __device__ __forceinline__ void consume_prefix(BlockOfKernel& s, Parts<kTiles>& state, int group) {
   for (int chunk = 0; chunk < s.segment.prefix; ++chunk) {
@@ -244,8 +284,8 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     part.first_k = i * kOperandKeys;
     part.load(p, segment, first_v);
   });
-  if constexpr (!BlockOfKernel::kSaves) consume_prefix(s, state, group);
-  for (int chunk = segment.prefix; chunk < segment.chunks; ++chunk) {
+  if constexpr (BlockOfKernel::kPrefixes) consume_prefix(s, state, group);
+  for (int chunk = BlockOfKernel::kPrefixes ? segment.prefix : 0; chunk < segment.chunks; ++chunk) {
     const int number = chunk % s.kStages;
     auto& stage = s.stages[number];
     wait(&s.full[number], s.parity(chunk));
@@ -277,7 +317,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       v.template multiply<Contiguous::kSummed>(
-          o, j, descriptor(shared_address(stage.operands.A) + kStepBytes * j, 0));
+          o, j, descriptor(shared_address(s.scores(chunk)) + kStepBytes * j, 0));
     commit_products();
     multiply_values(state, v, stage.operands);
     // The state's products may run on while o passes, if they have v in registers; of K above 192
@@ -297,6 +337,11 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
 template <class BlockOfKernel>
 __global__ void __launch_bounds__(kThreads, 1) linear_forward_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  // Of a thread: more than a block is launched with would wait for ever.
+  constexpr int kProducerRegisters = BlockOfKernel::kProducerRegisters,
+                kConsumerRegisters = BlockOfKernel::kConsumerRegisters;
+  static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kGroupThreads <=
+                65536 / kThreads / 8 * 8 * kThreads);
   wait_for_all_but_scan(p.grid.segment_states > 0);
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<BlockOfKernel*>(s_bytes);
@@ -317,6 +362,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear_forward_kernel(Problem p) 
 
 template <class BlockOfKernel>
 void launch_linear_forward(const Problem& p, cudaStream_t stream) {
+  static_assert(sizeof(BlockOfKernel) <= 227 << 10);
   static const DynamicShared shared(linear_forward_kernel<BlockOfKernel>, sizeof(BlockOfKernel));
   const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, kValues);
   if (blocks == 0) return;
@@ -330,13 +376,15 @@ void launch_linear_forward(const Problem& p, cudaStream_t stream) {
   if (p.S != nullptr)
     launch_linear_forward<SavingBlock<kTiles>>(p, stream);
   else
-    launch_linear_forward<Block<kTiles>>(p, stream);
+    launch_linear_forward<ReadingBlock<kTiles>>(p, stream);
 }
 
 }  // namespace
 
 void linear_forward(const Problem& p, cudaStream_t stream) {
-  if (p.K > 3 * kTile)
+  if (p.paired_parts)
+    launch_linear_forward<MakingBlock>(p, stream);
+  else if (p.K > 3 * kTile)
     launch_linear_forward<4>(p, stream);
   else if (p.K > 2 * kTile)
     launch_linear_forward<3>(p, stream);

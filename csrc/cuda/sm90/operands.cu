@@ -171,11 +171,11 @@ __device__ __forceinline__ bool gate_rows(Rows128<Gate>& s, const PairColumn<Gat
 }
 
 template <class Gate>
-__global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach)
-    operands_kernel(Problem p, bool scores) {
+__global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) operands_kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   constexpr auto kSummed = Contiguous::kSummed;
+  const bool scores = p.scores;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& shared = *reinterpret_cast<Shared<Gate>*>(s_bytes);
   constexpr bool kAhead = Shared<Gate>::kStages == 2;
@@ -291,8 +291,7 @@ void launch_operands(const Problem& p, cudaStream_t stream) {
   const int64_t blocks = std::min<int64_t>(chunk_heads(p), kBlocksEach * p.processors - 1);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(operands_kernel<Gate>, blocks, kThreadsOfBlock, sizeof(Shared<Gate>), stream, p,
-                   p.o.data != nullptr || p.swept_gradients || p.paired_chunks);
+  launch_dependent(operands_kernel<Gate>, blocks, kThreadsOfBlock, sizeof(Shared<Gate>), stream, p);
 }
 
 }  // namespace

@@ -22,6 +22,7 @@ struct alignas(1024) OperandGroup {
   float factors[kFactors][kOperandKeys];
   unsigned char k[kKeyTiles * kTileBytes];  // k^ [token][128]
 };
+constexpr int kFlagBytes = 16;  // of `exact` as it is copied
 constexpr int kFactorBytes = sizeof(OperandGroup::factors);
 
 // Of the group of key channels from `first` on. What reads operands has kernels for either.
@@ -29,16 +30,17 @@ __device__ __forceinline__ bool has_second_tile(const Problem& p, int first) {
   return first + kTile < p.K;
 }
 
-// A is there for sweeps and for gradients of pairs of chunks (operands.cu is told whether one reads
-// it), and outside tier 1, behind paired_states.cu from exact_gradients.cu or segment_scan.cu,
-// behind forward sweeps from exact_output.cu; `exact`, 1 if the chunk is outside, for sweeps alone.
+// A of chunks in tier 1 is there for who reads it (Problem::scores), sweeps and gradients of pairs
+// of chunks; and outside tier 1, behind paired_states.cu from exact_gradients.cu or
+// segment_scan.cu, behind forward sweeps from exact_output.cu; `exact`, 1 if the chunk is outside,
+// for sweeps alone.
 template <int kGroups>
 struct alignas(1024) Operands {
   OperandGroup groups[kGroups];
   unsigned char A[kTileBytes];  // [token][token]
   int exact;
 
-  static constexpr int kBytes = kGroups * sizeof(OperandGroup) + kTileBytes + 16;  // at most there
+  static constexpr int kBytes = kGroups * sizeof(OperandGroup) + kTileBytes + kFlagBytes;
   static_assert(kBytes <= operand_bytes(kGroups * kOperandKeys));
 };
 

@@ -8,7 +8,8 @@
 // grid    (segment, head, 256 values), up to four of these one after the other, by a cluster; two
 //         producer and two consumer warpgroups a block; no packed sequences
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0
-// writes  operands [B, slots, H], tiers [B, slots, H, blocks], S~ of every chunk, tiles [B, chunks,
+// writes  operands [B, slots, H], of segments' own parts without A unless p.scores, tiers [B,
+// slots, H, blocks], S~ of every chunk, tiles [B, chunks,
 //         H]; for segments' own parts not S~ but segment_states and segment_decays
 //
 // For the own parts of packed sequences' segments alone
@@ -83,8 +84,8 @@ struct alignas(1024) Shared {
 };
 
 // A producer: what it does with its chunks, whose gates come a chunk ahead of q and k.
-// kOperands: they go to memory. Else q^ and A are made of whatever is there, for nobody.
-template <bool kOperands, int kPieces>
+// kOperands: they go to memory, kScores with A. Else k^ alone is made.
+template <bool kOperands, bool kScores, int kPieces>
 class Producer {
  public:
   __device__ __forceinline__ Producer(Shared<kPieces>& s, const Problem& p, int group, int rank)
@@ -101,13 +102,28 @@ class Producer {
       chunk_head_ = asked_.segment().chunk_head(p_, asked_.chunk());
       asked_.next();
       wait(&s_.gates_full[group_], s_.handover.parity_of(number_));
-      if (thread() == 0) wait_for_bulk_stores();  // of A of the chunk before, over its gates
-      gate({own().group.q, own().group.k, gates(number_), factors[kEnter], factors[kMiddle],
-            factors[kLeave], &s_.exact[group_], factors[kSum], s_.references[group_]},
-           p_.scale, *this);
-      fence_for_products();  // and bulk stores
-      sync();                // A is written
-      if constexpr (kOperands) store_scores();
+      const GatedChunk chunk{own().group.q,     own().group.k,    gates(number_),
+                             factors[kEnter],   factors[kMiddle], factors[kLeave],
+                             &s_.exact[group_], factors[kSum],    s_.references[group_]};
+      if constexpr (!kOperands) {
+        gate.gate_keys(chunk, *this);
+        fence_for_products();  // and bulk copies
+        sync();                // k^ is written, the gates are read
+        ready();
+        continue;  // k^ and the factors have been sent when their place is free again
+      } else if constexpr (!kScores) {
+        gate.gate_operands(chunk, p_.scale, *this);
+      } else {
+        if (thread() == 0) wait_for_bulk_stores();  // of A of the chunk before, over its gates
+        gate(chunk, p_.scale, *this);
+        fence_for_products();  // and bulk stores
+        sync();                // A is written
+        if (thread() == 0) send_scores();
+      }
+      if (thread() == 0) {
+        store_tier();
+        wait_for_bulk_stores<kScores>();
+      }
       sync();  // the operands' place is read
     }
     if (thread() == 0) wait_for_bulk_stores();  // before the block ends
@@ -124,9 +140,10 @@ class Producer {
     const int other = 1 - rank_;
     const uint32_t full = s_.handover.expect_in_other(group_, other, sizeof(Keys));
     bulk_send(address_in(&s_.received[group_], other), own().group.factors, sizeof(Keys), full);
-    if constexpr (kOperands)
+    if constexpr (kOperands) {
       bulk_store(operands_at(p_, chunk_head_), &own().group, sizeof(OperandGroup));
-    commit_bulk_stores();
+      commit_bulk_stores();
+    }
   }
 
  private:
@@ -153,16 +170,16 @@ class Producer {
     copy(own().group.k, p_.k);
     arrive_after_copies(&s_.rows_full[group_]);
   }
-  // A to memory, and whether the chunk has any. Waits until the other operands are read.
-  __device__ __forceinline__ void store_scores() const {
-    if (thread() != 0) return;
-    unsigned char* out = operands_at(p_, chunk_head_);
-    bulk_store(out + offsetof(Operands<1>, A), gates(number_), kTileBytes);
+  // A to memory, and whether the chunk is outside tier 1. By one thread.
+  __device__ __forceinline__ void send_scores() const {
+    bulk_store(operands_at(p_, chunk_head_) + offsetof(Operands<1>, A), gates(number_), kTileBytes);
     commit_bulk_stores();
+  }
+  __device__ __forceinline__ void store_tier() const {
+    unsigned char* out = operands_at(p_, chunk_head_);
     const int exact = s_.exact[group_];
     *reinterpret_cast<int4*>(out + offsetof(Operands<1>, exact)) = make_int4(exact, 0, 0, 0);
     *reinterpret_cast<uint64_t*>(p_.tiers + chunk_head_ * kMaxTierBlocks) = exact;
-    wait_for_bulk_stores<1>();
   }
 
   Shared<kPieces>& s_;
@@ -287,8 +304,8 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
   }
 }
 
-// kOperands: also these. Else a piece is a segment that has a state.
-template <int kPieces, Store kStore, bool kOperands = true>
+// kOperands: also these, kScores with A. Without them a piece is a segment that has a state.
+template <int kPieces, Store kStore, bool kOperands = true, bool kScores = kOperands>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     paired_states_kernel(Problem p, int64_t pieces) {
   static_assert(kOperands || kPieces == 1, "a cluster has one piece, which is not counted");
@@ -312,7 +329,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int group = warpgroup();
   if (group < kGroups) {
     give_registers<104>();
-    Producer<kOperands, kPieces>(s, p, group, cluster.rank).run();
+    Producer<kOperands, kScores, kPieces>(s, p, group, cluster.rank).run();
   } else {
     take_registers<152>();
     s.pieces.for_pieces(
@@ -334,8 +351,12 @@ void paired_states(const Problem& p, cudaStream_t stream) {
 void paired_segment_parts(const Problem& p, cudaStream_t stream) {
   // No more than there are clusters at a time, by the plan.
   const int64_t pieces = count_pieces(p);
-  if (pieces > 0)
+  if (pieces == 0) return;
+  if (p.scores)
     launch_pieces<paired_states_kernel<1, Store::kSegment>, Shared<1>>(p, pieces, pieces, stream);
+  else
+    launch_pieces<paired_states_kernel<1, Store::kSegment, true, false>, Shared<1>>(p, pieces,
+                                                                                    pieces, stream);
 }
 
 void packed_segment_parts(const Problem& p, cudaStream_t stream) {

@@ -50,8 +50,8 @@ void linear_segment_grad_parts(const Problem& p, cudaStream_t stream);
 // where the plan says so (paired_states). bf16 g; neither segments nor packed sequences; K of 65 to
 // 128, V of 193 to 256.
 void paired_states(const Problem& p, cudaStream_t stream);
-// The same sweeps -> operands, tiers, segment_states and segment_decays: what each segment adds by
-// itself.
+// The same sweeps -> operands (A of tier 1 if `scores`), tiers, segment_states and segment_decays:
+// what each segment adds by itself.
 void paired_segment_parts(const Problem& p, cudaStream_t stream);
 // k v g -> segment_states and segment_decays of packed sequences, by the same sweeps. bf16 g, K of
 // 65 to 128.

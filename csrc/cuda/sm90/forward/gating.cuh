@@ -4,6 +4,7 @@
 
 #include "../../device/gates.cuh"
 #include "../cumsum.cuh"
+#include "scores.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace {
@@ -24,7 +25,7 @@ struct GatedChunk {
 
 // What a producer does besides, all of its threads: begin() when the gates' rows are there, and
 // what it has done before is behind a barrier; await_rows() before the barrier behind which those
-// of q and k are read; ready() once all but A is there.
+// of q and k are read; ready(), but of keys alone, once all but A is there.
 struct NothingBetween {
   __device__ __forceinline__ void begin() const {}
   __device__ __forceinline__ void await_rows() const {}
@@ -46,15 +47,21 @@ struct Gating {
   template <class Between = NothingBetween>
   __device__ __forceinline__ void operator()(const GatedChunk& chunk, float scale,
                                              const Between& between = {}) const {
+    gate_operands(chunk, scale, between);
+    float A[kColumns / 2];
+    begin_scores<K, kColumns>(A, chunk.q, chunk.k, first);
+    const bool exact = __any_sync(0xffffffffu, *chunk.exact);
+    wait_for_products<0>();
+    place_scores<kColumns>(chunk.g, A, exact, first, thread);
+  }
+  // All but A.
+  template <class Between>
+  __device__ __forceinline__ void gate_operands(const GatedChunk& chunk, float scale,
+                                                const Between& between) const {
     gate_rows</*kQueries=*/true>(chunk, scale, between);
     fence_for_products();
     whole();  // q^ and k^ are written, the gates read
     between.ready();
-    float A[kColumns / 2];
-    begin_scores(A, chunk);
-    const bool exact = __any_sync(0xffffffffu, *chunk.exact);
-    wait_for_products<0>();
-    store_scores(chunk.g, A, exact);
   }
   // k^ and the factors alone; `exact` is then whether a channel is out of range, whatever its
   // tokens: all that the state asks.
@@ -143,38 +150,6 @@ struct Gating {
       }
     }
     if (out) *chunk.exact = 1;
-  }
-
-  // Issues A = q^ k^T.
-  __device__ __forceinline__ void begin_scores(float (&A)[kColumns / 2],
-                                               const GatedChunk& chunk) const {
-    constexpr auto kSummed = Contiguous::kSummed;
-    const uint32_t q = shared_address(chunk.q), k = shared_address(chunk.k) + first * 128;
-    begin_products();
-#pragma unroll
-    for (int i = 0; i < K / 16; ++i) {
-      const uint32_t step = i / 4 * kTileBytes + i % 4 * kStepBytes;
-      product<kSummed, kSummed>(A, descriptor(q + step, 0), descriptor(k + step, 0), i > 0);
-    }
-    commit_products();
-  }
-
-  // Zero above the diagonal, or everywhere where the chunk is outside tier 1.
-  __device__ __forceinline__ void store_scores(unsigned char* scores,
-                                               const float (&A)[kColumns / 2], bool exact) const {
-    const Fragments fragments;
-    const int row = thread / 32 * 16 + thread % 32 / 4, column = first + thread % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kColumns / 16; ++i) {
-      uint32_t words[4];
-#pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        const int j = 2 * i + x / 2, e = x % 2, below = row + 8 * e - (8 * j + column);
-        words[x] = pack(!exact && below >= 0 ? A[4 * j + 2 * e] : 0.f,
-                        !exact && below >= 1 ? A[4 * j + 2 * e + 1] : 0.f);
-      }
-      fragments.store(shared_address(scores), first / 16 + i, words);
-    }
   }
 };
 

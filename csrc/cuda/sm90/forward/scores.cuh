@@ -1,0 +1,46 @@
+// A = tril(q^ k^T) of a chunk whose q^ and k^ are in shared memory, by a warpgroup: kColumns of its
+// 64 columns, from `first` on.
+#pragma once
+
+#include "../tiles.cuh"
+
+namespace gla_ext::cuda::sm90 {
+namespace {
+
+// Issues the products. q, k: [token][K].
+template <int K, int kColumns>
+__device__ __forceinline__ void begin_scores(float (&A)[kColumns / 2], const unsigned char* q,
+                                             const unsigned char* k, int first) {
+  constexpr auto kSummed = Contiguous::kSummed;
+  const uint32_t rows = shared_address(q), columns = shared_address(k) + first * 128;
+  begin_products();
+#pragma unroll
+  for (int i = 0; i < K / 16; ++i) {
+    const uint32_t step = i / 4 * kTileBytes + i % 4 * kStepBytes;
+    product<kSummed, kSummed>(A, descriptor(rows + step, 0), descriptor(columns + step, 0), i > 0);
+  }
+  commit_products();
+}
+
+// To a tile [token][token]: zero above the diagonal, or everywhere where the chunk is outside
+// tier 1. thread: of the warpgroup.
+template <int kColumns>
+__device__ __forceinline__ void place_scores(unsigned char* tile, const float (&A)[kColumns / 2],
+                                             bool exact, int first, int thread) {
+  const Fragments fragments;
+  const int row = thread / 32 * 16 + thread % 32 / 4, column = first + thread % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kColumns / 16; ++i) {
+    uint32_t words[4];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const int j = 2 * i + x / 2, e = x % 2, below = row + 8 * e - (8 * j + column);
+      words[x] = pack(!exact && below >= 0 ? A[4 * j + 2 * e] : 0.f,
+                      !exact && below >= 1 ? A[4 * j + 2 * e + 1] : 0.f);
+    }
+    fragments.store(shared_address(tile), first / 16 + i, words);
+  }
+}
+
+}  // namespace
+}  // namespace gla_ext::cuda::sm90
