@@ -157,7 +157,7 @@ def test_stopped_at_any_moment_it_goes_on(folder, tmp_path, number, first_step):
         assert process.returncode == 128 + number, err
         assert f"{sys.executable} -m gla_ext.train --out {tmp_path / 'stopped'} --resume" in out
     assert first_step <= checkpoint(tmp_path / "stopped")[1]["step"] < 300
-    run("--out", tmp_path / "stopped", "--resume")
+    run("--out", tmp_path / "stopped", "--resume", "--device", "cpu")
     run("--out", tmp_path / "whole", *args)
     assert_same_checkpoints(tmp_path / "stopped", tmp_path / "whole")
 
@@ -202,7 +202,7 @@ def test_resume_of_a_finished_run_writes_again(folder, tmp_path):
     run("--data", folder, "--out", out, *TINY)
     before = (out / train.CHECKPOINT).read_bytes()
     (out / "loss.png").unlink()
-    run("--out", out, "--resume")
+    run("--out", out, "--resume", "--device", "cpu")
     assert (out / "loss.png").exists()
     assert (out / train.CHECKPOINT).read_bytes() == before
 
@@ -229,7 +229,7 @@ def assert_error(capsys, message):
 def test_resume_with_other_text(folder, tmp_path, capsys):
     run("--data", folder, "--out", tmp_path / "out", *TINY)
     folder.rename(tmp_path / "elsewhere")
-    run("--data", tmp_path / "elsewhere", "--out", tmp_path / "out", "--resume")
+    run("--data", tmp_path / "elsewhere", "--out", tmp_path / "out", "--resume", "--device", "cpu")
     (tmp_path / "elsewhere" / "3.txt").write_text("something else")
     run("--out", tmp_path / "out", "--resume", "--data", tmp_path / "elsewhere", code=2)
     assert_error(capsys, "to be trained on the text given now .* got a checkpoint of other text")
