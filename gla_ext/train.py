@@ -72,13 +72,22 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 _run(settings, options, signals)
             except Interrupted:
-                again = ["-m", "gla_ext.train", "--out", str(options.out), "--resume"]
-                print(f"Stopped. To go on: {shlex.join([sys.executable, *again])}")
+                print(f"Stopped. To go on: {shlex.join(_command_to_go_on(given, options))}")
                 return 128 + signals.number
     except (OSError, ValueError, ImportError) as error:
         print(f"gla_ext.train: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _command_to_go_on(given: dict[str, Any], options: Options) -> list[str]:
+    """With what numbers depend on and the checkpoint does not hold, as far as it was given."""
+    command = [sys.executable, "-m", "gla_ext.train", "--out", str(options.out), "--resume"]
+    if "device" in given:
+        command += ["--device", given["device"]]
+    if "compile" in given:
+        command.append("--compile" if given["compile"] else "--no-compile")
+    return command
 
 
 def _check_packages() -> None:

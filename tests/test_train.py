@@ -155,7 +155,8 @@ def test_stopped_at_any_moment_it_goes_on(folder, tmp_path, number, first_step):
         assert process.returncode == -number, err
     else:
         assert process.returncode == 128 + number, err
-        assert f"{sys.executable} -m gla_ext.train --out {tmp_path / 'stopped'} --resume" in out
+        again = f"-m gla_ext.train --out {tmp_path / 'stopped'} --resume --device cpu\n"
+        assert f"To go on: {sys.executable} {again}" in out
     assert first_step <= checkpoint(tmp_path / "stopped")[1]["step"] < 300
     run("--out", tmp_path / "stopped", "--resume", "--device", "cpu")
     run("--out", tmp_path / "whole", *args)

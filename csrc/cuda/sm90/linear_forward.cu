@@ -12,9 +12,8 @@
 //
 // The producer copies a chunk's operands and rows of v, and makes one factor of those by which the
 // state leaves a chunk and enters the next, unless it is saved between them; behind paired segment
-// parts it makes A too. A consumer holds the
-// state of 64 values transposed, [V][K], 128 key channels a part, of which the second may have 64.
-// Accumulation is fp32.
+// parts it makes A too. A consumer holds the state of 64 values transposed, [V][K], 128 key
+// channels a part, of which the second may have 64. Accumulation is fp32.
 #include <type_traits>
 
 #include "../device/launch.cuh"

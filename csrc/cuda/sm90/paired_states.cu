@@ -8,9 +8,9 @@
 // grid    (segment, head, 256 values), up to four of these one after the other, by a cluster; two
 //         producer and two consumer warpgroups a block; no packed sequences
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0
-// writes  operands [B, slots, H], of segments' own parts without A unless p.scores, tiers [B,
-// slots, H, blocks], S~ of every chunk, tiles [B, chunks,
-//         H]; for segments' own parts not S~ but segment_states and segment_decays
+// writes  operands [B, slots, H], tiers [B, slots, H, blocks], S~ of every chunk, tiles [B, chunks,
+//         H]; for segments' own parts not S~ but segment_states and segment_decays, and A of the
+//         operands as p.scores says
 //
 // For the own parts of packed sequences' segments alone
 // grid    (state of a segment, head, 256 values) by a cluster, of which sequences' last segments,
@@ -170,7 +170,7 @@ class Producer {
     copy(own().group.k, p_.k);
     arrive_after_copies(&s_.rows_full[group_]);
   }
-  // A to memory, and whether the chunk is outside tier 1. By one thread.
+  // A to memory, and then whether the chunk is outside tier 1. By one thread.
   __device__ __forceinline__ void send_scores() const {
     bulk_store(operands_at(p_, chunk_head_) + offsetof(Operands<1>, A), gates(number_), kTileBytes);
     commit_bulk_stores();
