@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gla_ext import _capture
 from gla_ext._prompts import Prompts
 from gla_ext.cache import StaticGLACache
 from gla_ext.sampling import Sampling, choose
@@ -92,27 +93,27 @@ class DecodeLoop:
         return choose(logits, noise, self.temperature, self.top_k, self.top_p)
 
     def capture(self, model: GLAForCausalLM, stepping: Callable[..., CausalLMOutput]) -> None:
-        """Records a step of `stepping`, after some on sequences that nobody asked for."""
+        """Records a step of `stepping`, after some on sequences that nobody asked for.
+
+        A step that draws random numbers itself, as dropout in train mode does, gets no graph.
+        """
         device = self.tokens.device
         first = Prompts(self.tokens.unsqueeze(1), None, 1, self.tokens.shape[0])
         with (
+            _capture.one_at_a_time,
             torch.inference_mode(False),
             torch.no_grad(),
             torch.cuda.device(device),
             _without_autocast_cache(),
         ):
             self.prefill(model, first, None)
-            stream = torch.cuda.Stream()
+            stream = _capture.own_stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_STEPS):
                     self.advance(stepping)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads of a server may allocate meanwhile.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self.advance(stepping)
+                self.graph = _capture.record(lambda: self.advance(stepping))
             torch.cuda.current_stream().wait_stream(stream)
-        self.graph = graph
 
 
 @contextlib.contextmanager

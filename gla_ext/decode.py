@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from gla_ext._capture import can_capture
 from gla_ext._decode_loop import DecodeLoop, device_of
+from gla_ext._graph_key import graph_key
 from gla_ext._prompts import Prompts, read_prompts
-from gla_ext.ops import is_batch_invariant
 from gla_ext.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -36,8 +36,14 @@ class Decoder:
         for _ in range(99):
             tokens = decoder.step()  # [2], the same tensor every time
 
-    The graph holds what the model was when it was captured. Its parameters may change in place, but
-    after they are replaced (`model.to(...)`), or modules, hooks or modes change, make a new one.
+    The graph holds what the model was when it was captured, and nothing here looks whether it still
+    is: that is the caller's promise. Parameters may change in place. After anything else changes,
+    make a new one: parameters that are replaced (`model.to(...)`), modules, a `forward`, hooks,
+    modes, attributes such as `clamp_min`, a LoRA adapter that is switched off or rescaled.
+
+    One thread at a time may use it; several may share the model, each with a decoder of its own.
+    While one is made no other thread may wait for the whole device (`torch.cuda.synchronize`),
+    which CUDA refuses beside a capture; all other work goes on.
 
     Args:
         model: a `GLAForCausalLM`. It is run in the mode, train or eval, it is in.
@@ -45,7 +51,9 @@ class Decoder:
         temperature, top_k, top_p: as in `generate`.
         eos_token_id: a row that drew it is done, and gets nothing else from then on. Default: None.
         generator: source of randomness, on the model's device. Default: torch's own.
-        cuda_graph: whether steps are a CUDA graph. Default: None (on a CUDA device).
+        cuda_graph: whether steps are a CUDA graph, where one can be captured: not with
+            PYTORCH_NO_CUDA_MEMORY_CACHING in the environment, nor of a step that draws random
+            numbers itself, as dropout in train mode does. Default: None (on a CUDA device).
         compiled: whether a step goes through `torch.compile`, which fuses its many small kernels,
             and takes a minute before. Prompts do not. Default: False.
 
@@ -98,9 +106,11 @@ class Decoder:
             decoder._take(model, model, DecodeLoop(model, batch_size, sampling), *options)
             yield decoder
             return
-        kept = _kept.setdefault(model, _Kept())
+        with _kept_lock:
+            kept = _kept.setdefault(model, _Kept())
         form = (batch_size, sampling.greedy, sampling.top_k, sampling.top_p is None)
-        key = (form, _what_a_graph_holds(model))
+        held = graph_key(model)
+        key = None if held is None else (form, held)
         # Taken out while it is in use, so that a second call meanwhile gets one of its own.
         loop = kept.take(key)
         if loop is None:
@@ -206,68 +216,67 @@ class Decoder:
 
 
 class _Kept:
-    """Loops that `generate` used, the last ones, by what they serve."""
+    """Loops that `generate` used, the last ones, with what they serve."""
 
     def __init__(self) -> None:
-        self.loops: OrderedDict[Hashable, tuple[DecodeLoop, torch.cuda.Event]] = OrderedDict()
+        self.loops: list[tuple[Any, DecodeLoop, torch.cuda.Event]] = []
+        self._lock = threading.Lock()
 
-    def take(self, key: Hashable) -> DecodeLoop | None:
-        loop, event = self.loops.pop(key, (None, None))
-        if loop is not None:  # whose last use may still be queued on another stream
-            event.wait(torch.cuda.current_stream(loop.tokens.device))
+    def take(self, key: Any) -> DecodeLoop | None:
+        """The last loop of that key, which is then this call's alone; None fits no loop."""
+        if key is None:
+            return None
+        with self._lock:
+            fitting = [n for n, (other, _, _) in enumerate(self.loops) if other == key]
+            if not fitting:
+                return None
+            _, loop, event = self.loops.pop(fitting[-1])
+        # Its last use may still be queued on another stream.
+        event.wait(torch.cuda.current_stream(loop.tokens.device))
         return loop
 
-    def put(self, key: Hashable, loop: DecodeLoop) -> None:
+    def put(self, key: Any, loop: DecodeLoop) -> None:
+        """Keeps a loop after use, unless its key is None or it has no graph."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(loop.tokens.device))
-        self._drop(self.loops.pop(key, None))  # of a call that ran beside this one
-        self.loops[key] = loop, event
-        while len(self.loops) > KEPT_LOOPS:
-            self._drop(self.loops.popitem(last=False)[1])
+        if key is None or loop.graph is None:
+            self._drop((key, loop, event))
+            return
+        with self._lock:
+            self.loops.append((key, loop, event))
+            old, self.loops = self.loops[:-KEPT_LOOPS], self.loops[-KEPT_LOOPS:]
+        for kept in old:
+            self._drop(kept)
 
     def clear(self) -> None:
-        while self.loops:
-            self._drop(self.loops.popitem()[1])
+        with self._lock:
+            old, self.loops = self.loops, []
+        for kept in old:
+            self._drop(kept)
 
     @staticmethod
-    def _drop(kept: tuple[DecodeLoop, torch.cuda.Event] | None) -> None:
-        if kept is not None:
-            kept[1].synchronize()  # before its memory goes
+    def _drop(kept: tuple[Any, DecodeLoop, torch.cuda.Event]) -> None:
+        kept[2].synchronize()  # before its memory goes
 
 
 _kept: weakref.WeakKeyDictionary[GLAForCausalLM, _Kept] = weakref.WeakKeyDictionary()
+_kept_lock = threading.Lock()
 
 
 def free_decoders(model: GLAForCausalLM) -> None:
     """Frees the buffers and CUDA graphs that `generate` has kept with the model."""
-    if (kept := _kept.pop(model, None)) is not None:
+    with _kept_lock:
+        kept = _kept.pop(model, None)
+    if kept is not None:
         kept.clear()
 
 
 def uses_graph(model: GLAForCausalLM, cuda_graph: bool | None) -> bool:
-    """Whether steps of the model are a CUDA graph."""
+    """Whether steps of the model are a CUDA graph, if they draw no random numbers themselves."""
     device = device_of(model)
     if cuda_graph and device.type != "cuda":
         raise ValueError(
             f"generate: expected a model on a CUDA device with cuda_graph = True, got {device}"
         )
-    return device.type == "cuda" if cuda_graph is None else cuda_graph
-
-
-def _what_a_graph_holds(model: GLAForCausalLM) -> Hashable:
-    """All that a captured step has taken in and that may be otherwise by the next call."""
-    kind = device_of(model).type
-    tensors = [*model.parameters(), *model.buffers()]
-    return (
-        tuple((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors),
-        tuple(module.training for module in model.modules()),
-        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-        is_batch_invariant(),
-        torch.backends.cuda.matmul.fp32_precision,
-        os.environ.get("GLA_EXT_CUDA_PATH"),
-        model._compiled_call_impl is None,
-        tuple(
-            (id(module), *module._forward_pre_hooks, *module._forward_hooks)
-            for module in model.modules()
-        ),
-    )
+    wanted = device.type == "cuda" if cuda_graph is None else cuda_graph
+    return wanted and can_capture()

@@ -38,8 +38,15 @@ def generate(
     padding, and leave their recurrent states; each new token then costs one step on these, in the
     same time and memory at any length. On a GPU a step is one CUDA graph. The last two graphs, with
     their states, stay with the model for calls with the same batch size and kind of sampling, until
-    its weights move or `gla_ext.decode.free_decoders(model)`; `Decoder` is the form in which a
-    server holds one itself.
+    `gla_ext.decode.free_decoders(model)`. One is replayed only while the model is what it was when
+    the graph was captured: the same weights, modules, hooks and modes, and in every module the same
+    plain values (numbers, strings, containers of them) and functions. A model of which a module
+    holds anything else, such as a closure, is captured in every call. `Decoder` is the form in
+    which a server holds a graph itself.
+
+    Several threads may generate from one model, each on its own stream: calls that run at once have
+    graphs of their own. While one captures, no other thread may wait for the whole device
+    (`torch.cuda.synchronize`), which CUDA refuses then.
 
     Args:
         model: a `GLAForCausalLM`. It is run in the mode, train or eval, it is in.
@@ -54,7 +61,8 @@ def generate(
         attention_mask: `[B, T]` of 0 and 1 beside a tensor; tokens at a 0 are left out, wherever
             they stand. Default: None.
         generator: source of randomness, on the model's device. Default: torch's own.
-        cuda_graph: whether a step is a CUDA graph. Default: None (on a CUDA device).
+        cuda_graph: whether a step is a CUDA graph, where one can be captured, see `Decoder`.
+            Default: None (on a CUDA device).
 
     Returns:
         The prompts, continued, on the model's device. Of a tensor: int64 `[B, <= T +

@@ -1,0 +1,110 @@
+"""CUDA graphs captured beside whatever other threads do.
+
+torch.cuda.graph waits for the whole device first, which CUDA forbids while another thread captures,
+and takes the device's default generator into every capture (torch 2.11), after which no other
+thread may draw from it, nor replay a graph that has it, until the capture ends. Neither is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Held through a capture and what warms it up: a compiled step's tuning waits for the device too.
+one_at_a_time = threading.RLock()
+
+STREAMS = 32  # that torch has of a priority, in turn
+
+# What torch says where a step being captured draws from a generator that the graph does not have.
+_NOT_THE_GRAPHS = "Attempt to increase offset for a CUDA generator not in capture mode"
+
+
+def can_capture() -> bool:
+    """Whether torch's allocator has pools, which graphs take their memory from."""
+    # Each tensor is then a cudaMalloc, which CUDA forbids in a capture. Its presence counts.
+    return "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
+
+
+_streams: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKeyDictionary()
+
+
+def own_stream() -> torch.cuda.Stream:
+    """A stream to warm up and capture on, on which no other graph that is there was recorded.
+
+    cuBLAS has a workspace for each thread and stream. A graph goes on using that of its capture,
+    wherever it is replayed: so it must be no stream that others work on either, as those of the
+    default priority are, which come back after STREAMS.
+    """
+    taken = set(_streams.values())
+    for _ in range(STREAMS):
+        stream = torch.cuda.Stream(priority=-1)
+        if stream.cuda_stream not in taken:
+            break
+    return stream
+
+
+def record(step: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+    """A graph of what a step queues on the current stream, which is not the device's default one.
+
+    Returns:
+        The graph; None of a step that draws random numbers itself, as one with dropout does.
+    """
+    # While a capture is under way the allocator cannot give back what it caches.
+    torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()
+    draws = False
+    _begin(graph)
+    try:
+        step()
+    except RuntimeError as error:
+        draws = _NOT_THE_GRAPHS in str(error)
+        if not draws:
+            raise
+    finally:
+        graph.capture_end()
+    _streams[graph] = torch.cuda.current_stream().cuda_stream
+    return None if draws else graph
+
+
+def _begin(graph: torch.cuda.CUDAGraph) -> None:
+    """Begins the capture with a generator that no one else has in place of the default one."""
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    state, own = default.graphsafe_get_state(), torch.Generator(default.device)
+    own.seed()
+
+    def restore() -> None:
+        default.graphsafe_set_state(state)
+
+    # Who draws before the state is back has numbers of the graph's generator, which are as good.
+    with _AtFirstOperation(restore):
+        default.graphsafe_set_state(own)
+        try:
+            # Other threads may allocate meanwhile.
+            graph.capture_begin(capture_error_mode="thread_local")
+        finally:
+            restore()
+
+
+class _AtFirstOperation(TorchDispatchMode):
+    """Inside, makes a call at the first operation of this thread.
+
+    That is the allocation of the graph's own seed: the generator is registered then, and not yet
+    marked as captured, from where on another thread's draw would raise.
+    """
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self._call()
+        self._call = lambda: None
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,244 @@
+"""Generation from several threads of one process, beside others that train, draw and capture."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from models import make_ids, make_model
+
+from gla_ext import decode
+from gla_ext._decode_loop import DecodeLoop
+from gla_ext.decode import Decoder
+
+pytestmark = pytest.mark.cuda
+
+THREADS = 4
+LENGTHS = (5, 1, 70, 12)
+
+
+def model_on_gpu(**options):
+    return make_model(torch.float32, hidden_size=64, **options).cuda()
+
+
+def prompts_of(thread):
+    """Of each thread other ones, and another number of them."""
+    return [make_ids(B=1, T=T, seed=T + thread)[0].cuda() for T in LENGTHS[: thread % 2 + 3]]
+
+
+def continued(model, thread, **options) -> list[list[int]]:
+    """What a thread's prompts become, on a stream of its own."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        prompts = prompts_of(thread)
+        return [x.tolist() for x in model.generate(prompts, 40, **options)]
+
+
+@contextlib.contextmanager
+def beside(work):
+    """Inside, another thread repeats `work` on a stream of its own; raises what it raised."""
+    over, started = threading.Event(), threading.Event()
+
+    def repeat():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            try:
+                while not over.is_set():
+                    work()
+                    started.set()
+            finally:
+                started.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(repeat)
+        started.wait()
+        try:
+            yield
+        finally:
+            over.set()
+            result.result()
+
+
+def training():
+    """A step of training another model, with dropout, on the default generator."""
+    torch.manual_seed(3)
+    model = make_model(torch.float32, hidden_size=64).cuda().train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    ids = make_ids(T=70).cuda()
+
+    def step():
+        x = torch.nn.functional.dropout(model.model(ids).last_hidden_state, 0.1)
+        loss = torch.nn.functional.cross_entropy(model.lm_head(x).flatten(0, 1), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss.isfinite().item()
+
+    return step
+
+
+def capturing():
+    """A capture of something else, by torch's own means, but for its wait for the device."""
+    x = torch.ones(64, 64, device="cuda")
+
+    def capture():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            x @ x
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            y = x @ x
+            graph.capture_end()
+            graph.replay()
+            assert y[0, 0].item() == 64
+
+    return capture
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0, "top_k": 5}], ids=str)
+@pytest.mark.parametrize("other", [training, capturing])
+def test_threads_give_what_one_gives(other, options):
+    """Every thread captures at once, then shares what was kept; five times over."""
+    model = model_on_gpu()
+    expected = [continued(model, thread, cuda_graph=False, **options) for thread in range(THREADS)]
+    with beside(other()), ThreadPoolExecutor(THREADS) as pool:
+        for _ in range(5):
+            start = threading.Barrier(THREADS)
+
+            def run(thread, start=start):
+                start.wait()
+                return [continued(model, thread, **options) for _ in range(3)]
+
+            for thread, results in enumerate(pool.map(run, range(THREADS))):
+                assert results == [expected[thread]] * 3
+            decode.free_decoders(model)
+
+
+def test_threads_that_sample_with_generators_of_their_own():
+    model = model_on_gpu()
+
+    def sampled(thread, **options):
+        generator = torch.Generator("cuda").manual_seed(thread)
+        return continued(model, thread, generator=generator, top_p=0.9, **options)
+
+    expected = [sampled(thread, cuda_graph=False) for thread in range(THREADS)]
+    with beside(training()), ThreadPoolExecutor(THREADS) as pool:
+        for _ in range(5):
+            assert list(pool.map(sampled, range(THREADS))) == expected
+
+
+def test_threads_that_sample_with_the_default_generator():
+    model = model_on_gpu()
+    with beside(training()), ThreadPoolExecutor(THREADS) as pool:
+        for _ in range(5):
+            results = list(pool.map(lambda thread: continued(model, thread), range(THREADS)))
+            assert all(0 <= token < 31 for result in results for row in result for token in row)
+            decode.free_decoders(model)
+
+
+def test_decoders_of_threads():
+    """A decoder in each thread, made at once, and streams that go on side by side."""
+    model = model_on_gpu()
+
+    def decoded(thread, cuda_graph=None):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            decoder = Decoder(model, 2, temperature=0, cuda_graph=cuda_graph)
+            tokens = [decoder.prefill(prompts_of(thread)[:2])]
+            tokens += [decoder.step().clone() for _ in range(30)]
+            return torch.stack(tokens, 1).tolist()
+
+    expected = [decoded(thread, False) for thread in range(THREADS)]
+    with beside(training()), ThreadPoolExecutor(THREADS) as pool:
+        for _ in range(5):
+            assert list(pool.map(decoded, range(THREADS))) == expected
+
+
+def test_many_captures_share_no_stream():
+    """Nor the workspace that cuBLAS has for it."""
+    model = model_on_gpu()
+    decoders = [Decoder(model, 1, temperature=0) for _ in range(12)]
+    for decoder in decoders:
+        decoder.prefill(prompts_of(0)[:1])
+    expected = [decoders[0].step().item() for _ in range(20)]
+    streams = [torch.cuda.Stream() for _ in decoders]
+    found = []
+    for decoder, stream in zip(decoders[1:], streams, strict=False):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found.append([decoder.step().clone() for _ in range(20)])
+    torch.cuda.synchronize()
+    assert all([x.item() for x in tokens] == expected for tokens in found)
+
+
+def test_a_capture_leaves_the_default_generator_as_it_is():
+    model = model_on_gpu()
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    torch.manual_seed(5)
+    expected = torch.rand(4, device="cuda")
+    torch.manual_seed(5)
+    before = default.get_state()
+    decoder = Decoder(model, 2)
+    assert decoder._loop.graph is not None
+    assert torch.equal(default.get_state(), before)
+    assert torch.equal(torch.rand(4, device="cuda"), expected)
+
+
+@pytest.mark.parametrize("work", ["draw", "replay"])
+def test_others_draw_while_a_step_is_captured(monkeypatch, work):
+    """Torch's capture would refuse both until its end."""
+    model, results = model_on_gpu(), []
+    ready = Decoder(model, 2)
+    ready.prefill(prompts_of(0)[:2])
+    advance = DecodeLoop.advance
+
+    def spy(self, stepping):
+        if torch.cuda.is_current_stream_capturing():
+            with ThreadPoolExecutor(1) as pool:
+                call = ready.step if work == "replay" else lambda: torch.rand(3, device="cuda")
+                results.append(pool.submit(lambda: call().tolist()).result())
+        advance(self, stepping)
+
+    monkeypatch.setattr(DecodeLoop, "advance", spy)
+    assert Decoder(model, 2)._loop.graph is not None
+    assert len(results) == 1
+
+
+def test_a_step_with_dropout_has_no_graph():
+    """Its random numbers are torch's own, which a graph would keep from other threads."""
+    model = model_on_gpu().train()
+    model.model.layers[0].mlp = torch.nn.Sequential(
+        model.model.layers[0].mlp, torch.nn.Dropout(0.5)
+    )
+    draws = []
+    for cuda_graph in (None, False):
+        torch.manual_seed(1)
+        model.generate(prompts_of(0), 2, temperature=0, cuda_graph=cuda_graph)  # warms up
+        torch.manual_seed(1)
+        decoder = Decoder(model, 3, temperature=0, cuda_graph=cuda_graph)
+        assert decoder._loop.graph is None
+        torch.manual_seed(1)
+        tokens = [decoder.prefill(prompts_of(0))] + [decoder.step().clone() for _ in range(20)]
+        draws.append(torch.stack(tokens, 1))
+    assert torch.equal(*draws)
+
+
+def test_without_torchs_cache_of_memory():
+    script = (
+        "import torch\n"
+        "from models import make_ids, make_model\n"
+        "from gla_ext.decode import Decoder\n"
+        "model, ids = make_model(hidden_size=64).cuda(), make_ids(T=7).cuda()\n"
+        "expected = model.generate(ids, 20, temperature=0, cuda_graph=False)\n"
+        "assert torch.equal(model.generate(ids, 20, temperature=0), expected)\n"
+        "assert Decoder(model, 2)._loop.graph is None\n"
+    )
+    environment = os.environ | {
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,200 @@
+"""When two keys of a model, of what a captured step has taken in, are the same."""
+
+import copy
+import dataclasses
+import enum
+import functools
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from models import make_model
+from torch import nn
+
+from gla_ext._graph_key import graph_key
+from gla_ext.config import GLAConfig
+from gla_ext.model import GLAForCausalLM
+from gla_ext.norms import RMSNorm
+
+
+def one_function(x):
+    return x
+
+
+def other_function(x):
+    return -x
+
+
+def with_closure(scale):
+    return lambda x: x * scale[0]
+
+
+class Kind(enum.Enum):
+    A = "a"
+    B = "b"
+
+
+@dataclasses.dataclass
+class Options:
+    scale: float = 1.0
+    kind: Kind = Kind.A
+
+
+class Opaque:
+    pass
+
+
+class Slots(nn.Module):
+    __slots__ = ("hidden",)
+
+
+# Of an attribute: two values, of which steps may differ.
+VALUES = {
+    "number": (1, 2),
+    "type": (1, 1.0),
+    "flag": (True, 1),
+    "zero": (0.0, -0.0),
+    "string": ("a", "b"),
+    "none": (None, 0),
+    "dtype": (torch.float32, torch.bfloat16),
+    "dict": ({"a": [1, {"b": (2,)}]}, {"a": [1, {"b": (3,)}]}),
+    "key": ({1: 0}, {True: 0}),
+    "set": ({"a", "b"}, {"a", "c"}),
+    "enum": (Kind.A, Kind.B),
+    "dataclass": (Options(), Options(kind=Kind.B)),
+    "configuration": (GLAConfig(), GLAConfig(clamp_min=-1.0)),
+    "function": (one_function, other_function),
+    "builtin": (torch.relu, torch.sigmoid),
+    "class": (nn.ReLU, nn.GELU),
+    "operator": (torch.ops.aten.relu.default, torch.ops.aten.silu.default),
+    "partial": (
+        functools.partial(nn.functional.gelu, approximate="tanh"),
+        functools.partial(nn.functional.gelu, approximate="none"),
+    ),
+    "tensor": (torch.ones(3), torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), VALUES.values(), ids=VALUES)
+def test_plain_values_are_compared(one, other):
+    model = make_model()
+    keys = []
+    for value in (one, copy.deepcopy(one) if not torch.is_tensor(one) else one, other):
+        model.model.norm.extra = value
+        keys.append(graph_key(model))
+    assert None not in keys
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_value_that_changes_in_place():
+    model, options = make_model(), Options()
+    model.model.options, model.model.mixed = options, [{"scale": [1.0]}]
+    keys = [graph_key(model)]
+    options.scale = 2.0
+    keys.append(graph_key(model))
+    model.model.mixed[0]["scale"][0] = 2.0
+    keys.append(graph_key(model))
+    assert keys[0] != keys[1] != keys[2]
+    assert keys[2] == graph_key(model)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Opaque(),
+        [Opaque()],
+        with_closure([1.0]),
+        [].append,
+        threading.Lock(),
+        nn.ReLU(),
+        functools.partial(with_closure([1.0])),
+        torch.ones(3).to_sparse(),
+        torch.ones(3, device="meta"),
+        iter([1]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_key(value):
+    model = make_model()
+    vars(model.model.norm)["extra"] = value
+    assert graph_key(model) is None
+    del model.model.norm.extra
+    assert graph_key(model) is not None
+
+
+def test_modules_that_have_no_key():
+    for change in (
+        lambda model: model.model.norm.register_forward_hook(lambda m, x, y: model),
+        lambda model: model.model.register_module("slots", Slots()),
+        lambda model: nn.utils.spectral_norm(model.lm_head),
+    ):
+        model = make_model()
+        change(model)
+        assert graph_key(model) is None
+
+
+def test_list_that_holds_itself():
+    model = make_model()
+    model.model.own = [1]
+    model.model.own.append(model.model.own)
+    assert graph_key(model) is None
+
+
+def test_modules_of_transformers_and_parametrizations_have_a_key():
+    from gla_ext.hf import GLAConfig as Config
+    from gla_ext.hf import GLAForCausalLM as Model
+
+    model = Model(Config(hidden_size=16, num_heads=2, num_hidden_layers=1, vocab_size=31))
+    key = graph_key(model)
+    assert key == graph_key(model) is not None
+    model.config.output_hidden_states = True
+    assert graph_key(model) != key
+    model = make_model()
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    assert graph_key(model) == graph_key(model) is not None
+
+
+def test_members_of_classes(monkeypatch):
+    model = make_model()
+    key = graph_key(model)
+    monkeypatch.setattr(type(model.model.layers[0].attn), "batch_projections", False)
+    other = graph_key(model)
+    assert other != key
+    monkeypatch.setattr(RMSNorm, "extra_repr", lambda self: "")
+    assert graph_key(model) != other
+
+
+@pytest.mark.parametrize("name", ["GLA_EXT_CUDA_PATH", "deterministic"])
+def test_modes(monkeypatch, name):
+    model = make_model()
+    key = graph_key(model)
+    if name == "deterministic":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    else:
+        monkeypatch.setenv(name, "steps")
+    assert graph_key(model) != key
+
+
+def test_a_key_keeps_nothing_alive():
+    model = make_model()
+    model.compile(backend="eager")
+    key, parts = graph_key(model), [weakref.ref(x) for x in (model, *model.parameters())]
+    assert key is not None
+    del model
+    gc.collect()
+    assert not any(part() for part in parts)
+
+
+def test_a_key_costs_little():
+    with torch.device("meta"):
+        model = GLAForCausalLM(GLAConfig(hidden_size=1024))
+    model.to_empty(device="cpu")  # 374 M parameters, of which nothing is written
+    best = 1.0
+    for _ in range(20):
+        start = time.process_time()
+        assert graph_key(model) is not None
+        best = min(best, time.process_time() - start)
+    assert best < 0.006  # 1.6 ms on two shared cores

@@ -1,0 +1,253 @@
+"""Which graph `generate` may replay again: one that would be captured the same now.
+
+On a CPU a copy of the model, made at the capture, stands for the graph: it sees as little of what
+Python would do otherwise by now.
+"""
+
+import copy
+import types
+
+import pytest
+import torch
+from models import make_ids, make_model
+from torch import nn
+
+from gla_ext import _capture, decode
+from gla_ext._decode_loop import DecodeLoop
+from gla_ext.model import GLAMLP
+
+PROMPTS = [make_ids(B=1, T=T, seed=T)[0] for T in (5, 1, 70)]
+
+
+class Lora(nn.Module):
+    """A linear map with adapters, as peft has them."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(base.in_features, 2, bias=False)
+        self.b = nn.Linear(2, base.out_features, bias=False)
+        self.scaling = {"default": 2.0}
+        self.active_adapters = ["default"]
+        self.disabled = False
+
+    def forward(self, x):
+        y = self.base(x)
+        if self.disabled:
+            return y
+        return y + sum(self.b(self.a(x)) * self.scaling[name] for name in self.active_adapters)
+
+
+class Copied:
+    """In the place of a graph: the model as it was, with the forward that a class had."""
+
+    def __init__(self, loop, model):
+        self.loop, self.model = loop, copy.deepcopy(model)
+        for module in self.model.modules():
+            if type(module) is GLAMLP and "forward" not in vars(module):
+                module.forward = types.MethodType(GLAMLP.forward, module)
+
+    def replay(self):
+        self.loop.advance(self.model)
+
+
+class Event:
+    def record(self, stream):
+        pass
+
+    def wait(self, stream):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def captures(device, monkeypatch):
+    """The loops that were captured."""
+    found, capture = [], DecodeLoop.capture
+
+    def spy(self, model, stepping):
+        found.append(self)
+        if device == "cuda":
+            return capture(self, model, stepping)
+        self.graph = Copied(self, model)
+
+    monkeypatch.setattr(DecodeLoop, "capture", spy)
+    if device == "cpu":
+        monkeypatch.setattr(decode, "uses_graph", lambda model, graph: graph is not False)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    return found
+
+
+def make(device):
+    torch.manual_seed(0)
+    model = make_model(hidden_size=32, feature_map="relu").to(device)
+    for block in model.model.layers:
+        block.attn.v_proj = Lora(block.attn.v_proj).to(device)
+    return model
+
+
+def generate(model, **options):
+    prompts = [prompt.to(model.lm_head.weight.device) for prompt in PROMPTS]
+    return [x.tolist() for x in model.generate(prompts, 20, temperature=0, **options)]
+
+
+def with_closure(scale):
+    return lambda x: x * scale[0]
+
+
+def plain_forward(x):
+    return x * 0.5
+
+
+def method_forward(self, x):
+    return self.down_proj(self.up_proj(x))
+
+
+def negated(module, args, output):
+    return -output
+
+
+CHANGES = {
+    "adapter off": lambda m: setattr(m.model.layers[0].attn.v_proj, "disabled", True),
+    "adapters": lambda m: m.model.layers[0].attn.v_proj.active_adapters.clear(),
+    "rescaled": lambda m: m.model.layers[0].attn.v_proj.scaling.update(default=-20.0),
+    "clamp_min": lambda m: setattr(m.model.layers[0].attn, "clamp_min", -1e-3),
+    "normalizer": lambda m: setattr(m.model.layers[0].attn, "gate_logit_normalizer", 0.1),
+    "activation": lambda m: setattr(m.model.layers[0].attn, "feature_map_fn", torch.sigmoid),
+    "gate": lambda m: setattr(m.model.layers[0].attn.norm, "activation", "relu"),
+    "eps": lambda m: setattr(m.model.layers[0].attn_norm, "eps", 100.0),
+    "forward": lambda m: setattr(m.model.layers[1].mlp, "forward", plain_forward),
+    "method": lambda m: setattr(
+        m.model.layers[1].mlp, "forward", types.MethodType(method_forward, m.model.layers[1].mlp)
+    ),
+    "hook": lambda m: m.model.layers[0].register_forward_hook(negated),
+    "module": lambda m: setattr(m.model.layers[0], "mlp_norm", nn.Identity()),
+    "weights": lambda m: setattr(m.lm_head, "weight", nn.Parameter(m.lm_head.weight.flip(0))),
+}
+
+
+def assert_follows(model, before, captures):
+    """That the model, changed, gives what it gives without a graph, by a new graph, kept again."""
+    now = generate(model, cuda_graph=False)
+    assert now != before
+    assert generate(model) == now
+    assert generate(model) == now
+    assert len(captures) == 2
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_kept_graph_is_that_of_the_model_now(device, captures, change):
+    model = make(device)
+    before = generate(model, cuda_graph=False)
+    assert generate(model) == before
+    assert generate(model) == before
+    assert len(captures) == 1
+    change(model)
+    assert_follows(model, before, captures)
+
+
+def test_the_forward_of_a_class(device, captures, monkeypatch):
+    model = make(device)
+    before = generate(model)
+    monkeypatch.setattr(GLAMLP, "forward", method_forward)
+    assert_follows(model, before, captures)
+
+
+def test_adapters_of_peft(device, captures):
+    peft = pytest.importorskip("peft")
+    model = make_model(hidden_size=32).to(device)
+    config = peft.LoraConfig(target_modules=["o_proj", "up_proj"], init_lora_weights=False)
+    model = peft.inject_adapter_in_model(config, model)
+    layers = [m for m in model.modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)]
+    assert len(layers) == 4
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.fill_(0.3)
+    before = generate(model)
+    assert generate(model) == before
+    assert len(captures) == 1
+    for layer in layers:
+        layer.set_scale("default", -3.0)
+    assert_follows(model, before, captures)
+    scaled = generate(model)
+    del captures[0]
+    for layer in layers:
+        layer.enable_adapters(False)
+    assert_follows(model, scaled, captures)
+
+
+def test_what_cannot_be_compared_is_not_kept(device, captures):
+    model, scale = make(device), [1.0]
+    model.model.layers[1].mlp.forward = with_closure(scale)
+    before = generate(model)
+    assert generate(model) == before
+    assert len(captures) == 2
+    scale[0] = -3.0
+    assert generate(model) == generate(model, cuda_graph=False) != before
+    assert len(captures) == 3
+    assert not decode._kept[model].loops
+
+
+def test_calls_at_once_have_graphs_of_their_own(device, captures):
+    model = make(device)
+    expected = generate(model)[0][-20:]
+    prompt = PROMPTS[0][None].to(device)
+    for _ in range(2):
+        streams = [model.generate_stream(prompt, 20, temperature=0) for _ in range(2)]
+        pairs = [[x.item() for x in pair] for pair in zip(*streams, strict=True)]
+        for stream in streams:
+            stream.close()
+        assert [list(row) for row in zip(*pairs, strict=True)] == [expected] * 2
+    assert len(captures) == 3  # of three prompts, and of two streams, which are kept
+    decode.free_decoders(model)
+    assert model not in decode._kept
+
+
+def test_a_graph_needs_torchs_cache_of_memory(monkeypatch):
+    monkeypatch.setattr(decode, "device_of", lambda model: torch.device("cuda"))
+    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING", raising=False)
+    assert decode.uses_graph(None, None) and not decode.uses_graph(None, False)
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "0")  # torch asks whether it is there
+    assert not decode.uses_graph(None, None) and not decode.uses_graph(None, True)
+
+
+class Generator:
+    """A generator whose state may be lent, as those of CUDA may."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.state = "own"
+
+    def graphsafe_get_state(self):
+        return self.state
+
+    def graphsafe_set_state(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("allocates", [True, False])
+def test_the_default_generator_is_back_before_a_capture_has_begun(monkeypatch, allocates):
+    """As torch 2.11 does it, which registers a generator, allocates for it and marks it, in this
+    order; and as later versions do, which do none of it.
+    """
+    default, seen = Generator(), []
+
+    class Graph:
+        def capture_begin(self, capture_error_mode):
+            assert capture_error_mode == "thread_local"
+            seen.append(default.state)
+            if allocates:
+                torch.empty(1)
+                seen.append(default.state)
+
+    monkeypatch.setattr(torch.cuda, "default_generators", [default])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    _capture._begin(Graph())
+    assert isinstance(seen[0], torch.Generator)
+    assert seen[1:] == ["own"] * allocates
+    assert default.state == "own"
