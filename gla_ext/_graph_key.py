@@ -67,7 +67,6 @@ def _modes(model: nn.Module) -> list[Any]:
     """What holds for the whole process or thread."""
     kind = next(model.parameters()).device.type
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    every = torch.nn.modules.module
     return [
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         is_batch_invariant(),
@@ -78,32 +77,7 @@ def _modes(model: nn.Module) -> list[Any]:
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
         os.environ.get("GLA_EXT_CUDA_PATH"),
-        *(_hooks(h) for h in (every._global_forward_pre_hooks, every._global_forward_hooks)),
     ]
-
-
-def _hooks(hooks: dict[int, Any]) -> list[Any]:
-    """Numbers of hooks, which no two have, and their functions."""
-    return [(number, _function(hook)) for number, hook in hooks.items()]
-
-
-def _function(function: Any) -> Any:
-    """A function that does the same every time, by identity.
-
-    Raises:
-        _UnknownError: what holds values of its own, as a closure and a bound method do.
-    """
-    if type(function) is types.FunctionType and function.__closure__ is None:
-        return weakref.ref(function)
-    if type(function) is types.BuiltinFunctionType:
-        owner = function.__self__
-        if owner is None or isinstance(owner, (types.ModuleType, type)):
-            return weakref.ref(function) if owner is None else (id(owner), function.__name__)
-    if type(function) is types.MethodType and isinstance(function.__self__, type):
-        return weakref.ref(function.__func__), weakref.ref(function.__self__)
-    if isinstance(function, _OPERATORS):
-        return str(function)
-    raise _UnknownError
 
 
 class _Key:
@@ -122,7 +96,10 @@ class _Key:
 
     def modules(self) -> list[Any]:
         # One flat list: thousands of small ones would set off the garbage collector.
+        every = torch.nn.modules.module
         found: list[Any] = []
+        for hooks in (every._global_forward_pre_hooks, every._global_forward_hooks):
+            found.append(self._value(dict(hooks)))
         for module in self._modules.values():
             self._module(module, found)
         return found
@@ -150,7 +127,7 @@ class _Key:
             elif group in _BACKWARD_HOOKS:  # which do nothing here, but what has one is called
                 found += members
             else:
-                found += _hooks(members)
+                found.append(self._value(members))  # their numbers, which no two have, too
         compiled = module._compiled_call_impl
         found.append(None if compiled is None else weakref.ref(compiled))
 
@@ -210,10 +187,30 @@ class _Key:
         if isinstance(value, nn.Module) and id(value) in self._modules:
             return id(value)  # its own entry tells the rest
         if kind is types.MethodType and id(value.__self__) in self._modules:
-            return id(value.__self__), _function(value.__func__)
+            return id(value.__self__), self._function(value.__func__, depth)
         if _is_configuration(value):
             return weakref.ref(kind), self._value(vars(value), depth + 1)
-        return _function(value)
+        return self._function(value, depth)
+
+    def _function(self, function: Any, depth: int) -> Any:
+        """A function that does the same every time, by identity and its arguments' defaults.
+
+        Raises:
+            _UnknownError: what holds values of its own, as a closure and a bound method do.
+        """
+        kind = type(function)
+        if kind is types.FunctionType and function.__closure__ is None:
+            defaults = (function.__defaults__, function.__kwdefaults__)
+            return weakref.ref(function), [self._value(x, depth + 1) for x in defaults]
+        if kind is types.BuiltinFunctionType:
+            owner = function.__self__
+            if owner is None or isinstance(owner, (types.ModuleType, type)):
+                return id(owner), function.__name__
+        if kind is types.MethodType and isinstance(function.__self__, type):
+            return weakref.ref(function.__func__), weakref.ref(function.__self__)
+        if isinstance(function, _OPERATORS):
+            return str(function)
+        raise _UnknownError
 
     def _tensor(self, x: Tensor) -> tuple[Any, ...]:
         """Where a tensor lies; the values of one that a step would read on the host."""

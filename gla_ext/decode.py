@@ -121,6 +121,10 @@ class Decoder:
             yield decoder
         finally:
             kept.put(key, loop)
+            with _kept_lock:
+                freed = _kept.get(model) is not kept  # by `free_decoders`, meanwhile
+            if freed:
+                kept.clear()
 
     def _take(
         self,

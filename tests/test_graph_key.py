@@ -28,8 +28,19 @@ def other_function(x):
     return -x
 
 
+def one_hook(module, args, output):
+    return None
+
+
 def with_closure(scale):
     return lambda x: x * scale[0]
+
+
+def with_default(value):
+    def function(x, value=value):
+        return x
+
+    return function
 
 
 class Kind(enum.Enum):
@@ -101,25 +112,25 @@ def test_a_value_that_changes_in_place():
     assert keys[2] == graph_key(model)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        Opaque(),
-        [Opaque()],
-        with_closure([1.0]),
-        [].append,
-        threading.Lock(),
-        nn.ReLU(),
-        functools.partial(with_closure([1.0])),
-        torch.ones(3).to_sparse(),
-        torch.ones(3, device="meta"),
-        iter([1]),
-    ],
-    ids=lambda value: type(value).__name__,
-)
+UNKNOWN = {
+    "object": Opaque,
+    "list": lambda: [Opaque()],
+    "closure": lambda: with_closure([1.0]),
+    "default": lambda: with_default(Opaque()),
+    "bound": lambda: [].append,
+    "lock": threading.Lock,
+    "module elsewhere": nn.ReLU,
+    "partial": lambda: functools.partial(with_closure([1.0])),
+    "sparse": lambda: torch.ones(3).to_sparse(),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "iterator": lambda: iter([1]),
+}
+
+
+@pytest.mark.parametrize("value", UNKNOWN.values(), ids=UNKNOWN)
 def test_what_has_no_key(value):
     model = make_model()
-    vars(model.model.norm)["extra"] = value
+    vars(model.model.norm)["extra"] = value()
     assert graph_key(model) is None
     del model.model.norm.extra
     assert graph_key(model) is not None
@@ -134,6 +145,38 @@ def test_modules_that_have_no_key():
         model = make_model()
         change(model)
         assert graph_key(model) is None
+
+
+def test_defaults_of_a_function():
+    model, scale = make_model(), [1.0]
+    model.model.norm.register_forward_hook(lambda m, x, y, scale=scale: y * scale[0])
+    key = graph_key(model)
+    assert key == graph_key(model) is not None
+    scale[0] = 2.0
+    assert graph_key(model) != key
+
+
+def test_hooks_on_all_modules():
+    model = make_model()
+    key = graph_key(model)
+    hook = nn.modules.module.register_module_forward_hook(one_hook)
+    try:
+        assert graph_key(model) != key
+    finally:
+        hook.remove()
+    assert graph_key(model) == key
+
+
+@pytest.mark.cuda
+def test_tensors_on_the_host_are_compared_by_value():
+    model = make_model().cuda()
+    model.model.scale = torch.tensor(1.0)
+    key = graph_key(model)
+    assert key == graph_key(model) is not None
+    model.model.scale.fill_(2.0)
+    assert graph_key(model) != key
+    model.model.scale = torch.ones(17)
+    assert graph_key(model) is None
 
 
 def test_list_that_holds_itself():

@@ -203,8 +203,13 @@ def test_calls_at_once_have_graphs_of_their_own(device, captures):
             stream.close()
         assert [list(row) for row in zip(*pairs, strict=True)] == [expected] * 2
     assert len(captures) == 3  # of three prompts, and of two streams, which are kept
+    stream = model.generate_stream(prompt, 20, temperature=0)
+    next(stream)
+    kept = decode._kept[model]
     decode.free_decoders(model)
     assert model not in decode._kept
+    stream.close()
+    assert not kept.loops
 
 
 def test_a_graph_needs_torchs_cache_of_memory(monkeypatch):
