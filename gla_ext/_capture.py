@@ -35,11 +35,12 @@ _streams: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKey
 
 
 def own_stream() -> torch.cuda.Stream:
-    """A stream to warm up and capture on, on which no other graph that is there was recorded.
+    """A stream to warm up and capture on, one on which no graph that is there was recorded, of the
+    first STREAMS.
 
-    cuBLAS has a workspace for each thread and stream. A graph goes on using that of its capture,
-    wherever it is replayed: so it must be no stream that others work on either, as those of the
-    default priority are, which come back after STREAMS.
+    It is none that other threads work on, whose work would be captured: of the default priority
+    torch's streams are shared, the next one after STREAMS is the first again. And cuBLAS has a
+    workspace for each thread and stream, which a graph goes on using wherever it is replayed.
     """
     taken = set(_streams.values())
     for _ in range(STREAMS):

@@ -1,6 +1,7 @@
 """Generation from several threads of one process, beside others that train, draw and capture."""
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 from models import make_ids, make_model
 
-from gla_ext import decode
+from gla_ext import _capture, decode
 from gla_ext._decode_loop import DecodeLoop
 from gla_ext.decode import Decoder
 
@@ -30,9 +31,15 @@ def prompts_of(thread):
     return [make_ids(B=1, T=T, seed=T + thread)[0].cuda() for T in LENGTHS[: thread % 2 + 3]]
 
 
+@functools.cache
+def streams():
+    """One for each thread, one for what is beside them, one for its captures: all different."""
+    return [torch.cuda.Stream() for _ in range(THREADS + 2)]
+
+
 def continued(model, thread, **options) -> list[list[int]]:
     """What a thread's prompts become, on a stream of its own."""
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(streams()[thread]):
         prompts = prompts_of(thread)
         return [x.tolist() for x in model.generate(prompts, 40, **options)]
 
@@ -41,9 +48,10 @@ def continued(model, thread, **options) -> list[list[int]]:
 def beside(work):
     """Inside, another thread repeats `work` on a stream of its own; raises what it raised."""
     over, started = threading.Event(), threading.Event()
+    torch.cuda.synchronize()  # what `work` reads was made on this thread's stream
 
     def repeat():
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(streams()[THREADS]):
             try:
                 while not over.is_set():
                     work()
@@ -84,8 +92,7 @@ def capturing():
     x = torch.ones(64, 64, device="cuda")
 
     def capture():
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(streams()[-1]):
             x @ x
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
@@ -143,7 +150,7 @@ def test_decoders_of_threads():
     model = model_on_gpu()
 
     def decoded(thread, cuda_graph=None):
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(streams()[thread]):
             decoder = Decoder(model, 2, temperature=0, cuda_graph=cuda_graph)
             tokens = [decoder.prefill(prompts_of(thread)[:2])]
             tokens += [decoder.step().clone() for _ in range(30)]
@@ -162,9 +169,10 @@ def test_many_captures_share_no_stream():
     for decoder in decoders:
         decoder.prefill(prompts_of(0)[:1])
     expected = [decoders[0].step().item() for _ in range(20)]
-    streams = [torch.cuda.Stream() for _ in decoders]
+    assert len({_capture._streams[decoder._loop.graph] for decoder in decoders}) == len(decoders)
     found = []
-    for decoder, stream in zip(decoders[1:], streams, strict=False):
+    for n, decoder in enumerate(decoders[1:]):
+        stream = streams()[n % THREADS]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             found.append([decoder.step().clone() for _ in range(20)])
