@@ -1,14 +1,33 @@
-# make build | train | test | test-fla | test-gpu | test-emulated | bench | ctest | archs | docs | lint | format | clean
+# make [TARGET] [VARIABLE=VALUE ...]
 #
-# test-gpu, after test, checks and times the CUDA kernels on this machine's GPU, in some minutes.
-# test-emulated runs the CUDA kernels without a GPU, on the emulator of tests/emulator; it needs a CUDA
-# toolkit, and an extension built with TORCH_CUDA_ARCH_LIST=9.0a+PTX.
-# test-fla runs the tests beside FLA and transformers again, with the oldest of them that are supported.
+# build          set up VENV and build the extension there; what `make` alone does
+# train          train a byte-level language model on Python's own source and sample from it
+# test           run the tests
+# test-fla       run those beside FLA and transformers again, with the versions FLA and TRANSFORMERS
+# test-gpu       check and time the CUDA kernels on this machine's GPU, in some minutes; after `test`
+# test-emulated  run the CUDA kernels on the GPU in software of tests/emulator; needs a CUDA toolkit
+#                and an extension built with TORCH_CUDA_ARCH_LIST=9.0a+PTX
+# bench          time the operators on this CPU and write benchmarks/RESULTS_CPU.md
+# ctest          build the C++ library in build/ and run its tests
+# archs          compile the CUDA sources alone for every generation of GPUs, where a register spill
+#                fails; needs nvcc, no GPU
+# docs           make the pages of docs/ a site, .build/site/index.html; needs no torch, no extension
+# lint           check the style of Python, C++ and CUDA
+# format         fix what `lint` finds, where ruff and clang-format can
+# clean          delete what was built, but for VENV, which took the downloads
+# help           print this
 #
-# PYTHON=  interpreter for .venv; default: the first working one of 3.13, 3.12, 3.11
-# TORCH=   torch to build against, one pip requirement; changing PYTHON or TORCH rebuilds
-# FLA=, TRANSFORMERS=  versions for test-fla
-# TRAIN_ARGS=, PYTEST_ARGS=, BENCH_ARGS=, GPU_ARGS=  passed on
+# VENV=          folder of the virtual environment that make sets up, .venv by default
+# PYTHON=        interpreter to set it up with; by default the first that works of 3.13, 3.12, 3.11
+# TORCH=         torch to build against, one pip requirement; a new PYTHON or TORCH builds anew
+# FLA=           version of flash-linear-attention for `test-fla`
+# TRANSFORMERS=  version of transformers for `test-fla`
+# TRAIN_ARGS=    arguments for `train`, such as --help
+# PYTEST_ARGS=   arguments for pytest in `test`, `test-fla` and `test-emulated`
+# BENCH_ARGS=    arguments for `bench`, such as --help
+# GPU_ARGS=      arguments for `test-gpu`, such as --help
+
+VENV ?= .venv
 PYTHON ?=
 TORCH ?= torch==2.11.0
 FLA ?= 0.5.2
@@ -18,19 +37,20 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?=
 
-py := .venv/bin/python
+py := $(VENV)/bin/python
 pip := $(py) -m pip --disable-pip-version-check
 checksum = $(shell printf '%s' '$(1)' | cksum | cut -d ' ' -f 1)
-venv_stamp := .venv/.python-$(call checksum,$(PYTHON))
-deps_stamp := .venv/.deps-$(call checksum,$(PYTHON) $(TORCH))
-fla_stamp := .venv/fla/.done-$(call checksum,$(PYTHON) $(TORCH) $(FLA) $(TRANSFORMERS))
-docs_stamp := .venv/.docs-$(call checksum,$(PYTHON))
-built_stamp := .venv/.built-$(call checksum,$(PYTHON) $(TORCH))
+venv_stamp := $(VENV)/.python-$(call checksum,$(PYTHON))
+deps_stamp := $(VENV)/.deps-$(call checksum,$(PYTHON) $(TORCH))
+fla_stamp := $(VENV)/fla/.done-$(call checksum,$(PYTHON) $(TORCH) $(FLA) $(TRANSFORMERS))
+docs_stamp := $(VENV)/.docs-$(call checksum,$(PYTHON))
+built_stamp := .build/.built-$(call checksum,$(VENV) $(PYTHON) $(TORCH))
 sources_in = $(shell find $(1) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 cpp_files := $(call sources_in,csrc tests/cpp examples)
 emulator_files := $(call sources_in,tests/emulator)
 
-.PHONY: build train test test-fla test-gpu test-emulated bench ctest archs docs lint format clean
+.PHONY: build train test test-fla test-gpu test-emulated bench ctest archs docs lint format clean \
+	help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -43,7 +63,7 @@ test: $(built_stamp)
 	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 $(PYTEST_ARGS)
 
 test-fla: $(fla_stamp)
-	@OMP_NUM_THREADS=1 .venv/fla/bin/python -m pytest -n 2 tests/test_fla*.py tests/test_hf*.py $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(VENV)/fla/bin/python -m pytest -n 2 tests/test_fla*.py tests/test_hf*.py $(PYTEST_ARGS)
 
 test-emulated: $(built_stamp)
 	@OMP_NUM_THREADS=1 $(py) tests/emulator/run.py -m pytest -p emulated -n 2 \
@@ -56,71 +76,79 @@ bench: $(built_stamp)
 	@$(py) benchmarks/bench_cpu.py $(BENCH_ARGS)
 
 ctest: $(deps_stamp)
-	@.venv/bin/cmake -S . -B build -DPython3_EXECUTABLE=$(CURDIR)/$(py)
-	@.venv/bin/cmake --build build --parallel $$(nproc)
-	@.venv/bin/ctest --test-dir build --output-on-failure
+	@$(VENV)/bin/cmake -S . -B build -DPython3_EXECUTABLE=$(abspath $(py))
+	@$(VENV)/bin/cmake --build build --parallel $$(nproc)
+	@$(VENV)/bin/ctest --test-dir build --output-on-failure
 
-# The CUDA sources alone, for every generation of GPUs; a register spill fails. Needs nvcc, no GPU.
 archs: $(deps_stamp)
 	@for arch in 8.0 9.0a 10.0; do \
 		FORCE_CUDA=1 GLA_EXT_WERROR_SPILLS=1 TORCH_CUDA_ARCH_LIST=$$arch \
 			$(py) setup.py --quiet build_ext --cuda-only || exit 1; \
 	done
 
-# The pages of docs/ as a site, .build/site/index.html. Needs neither torch nor the extension.
 docs: $(docs_stamp)
 	@NO_MKDOCS_2_WARNING=1 $(py) -m mkdocs build --quiet --strict
 
 lint: $(deps_stamp)
-	@.venv/bin/ruff check .
-	@.venv/bin/clang-format --dry-run -Werror $(cpp_files) $(emulator_files)
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/clang-format --dry-run -Werror $(cpp_files) $(emulator_files)
 
 format: $(deps_stamp)
-	@.venv/bin/ruff check --fix .
-	@.venv/bin/clang-format -i $(cpp_files) $(emulator_files)
+	@$(VENV)/bin/ruff check --fix .
+	@$(VENV)/bin/clang-format -i $(cpp_files) $(emulator_files)
 
-# Leaves .venv, which took the downloads.
 clean:
-	rm -rf build .build dist *.egg-info gla_ext/_C.*.so gla_ext/_build_info.py .venv/.built-*
+	rm -rf build .build dist *.egg-info gla_ext/_C.*.so gla_ext/_build_info.py
 
+# The lines at the top of this file.
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+# .python-* marks a folder as make's own, from before anything is installed there.
 $(venv_stamp):
-	@python=$$(.ci/preflight $(PYTHON)) && echo "Making .venv with $$python" && \
-		"$$python" -m venv --clear .venv
-	@touch $@
+	@if [ -n "$$(ls -A '$(VENV)/' 2>/dev/null)" ] && ! ls '$(VENV)'/.python-* >/dev/null 2>&1; then \
+		echo "$(VENV) was not made by this Makefile, which would clear it:" \
+			"choose another folder, as in 'make VENV=.venv-gla', or remove it." >&2; exit 1; \
+	fi
+	@python=$$(.ci/preflight $(PYTHON)) && echo "Making $(VENV) with $$python" && \
+		mkdir -p '$(VENV)' && find '$(VENV)/' -mindepth 1 -delete && \
+		touch '$(VENV)/.python-unfinished' && "$$python" -m venv '$(VENV)' && \
+		mv '$(VENV)/.python-unfinished' $@
 
 # What pyproject.toml asks for to build, train, test and lint, and the torch to build against.
 $(deps_stamp): $(venv_stamp) pyproject.toml
-	@rm -f .venv/.deps-* .venv/.built-*
-	@echo 'Installing $(TORCH) and the other dependencies into .venv'
+	@rm -f $(VENV)/.deps-*
+	@echo 'Installing $(TORCH) and the other dependencies into $(VENV)'
 	@$(py) -c 'import itertools, tomllib; \
 		p = tomllib.load(open("pyproject.toml", "rb")); \
 		extras = p["project"]["optional-dependencies"]; \
 		del extras["docs"]; \
 		names = [*p["build-system"]["requires"], *itertools.chain(*extras.values())]; \
-		print(*(n for n in names if not n.startswith("gla_ext")), sep="\n")' > .venv/requirements.txt
-	@$(pip) install '$(TORCH)' -r .venv/requirements.txt
+		print(*(n for n in names if not n.startswith("gla_ext")), sep="\n")' > $(VENV)/requirements.txt
+	@$(pip) install '$(TORCH)' -r $(VENV)/requirements.txt
 	@touch $@
 
 # A second environment that sees the first, but for what is installed over it.
 $(fla_stamp): $(built_stamp)
-	@$(py) -m venv --clear .venv/fla
+	@$(py) -m venv --clear $(VENV)/fla
 	@$(py) -c 'import sysconfig; \
 		print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
-		> "$$(.venv/fla/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth"
-	@.venv/fla/bin/python -m pip --disable-pip-version-check install --quiet \
+		> "$$($(VENV)/fla/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth"
+	@$(VENV)/fla/bin/python -m pip --disable-pip-version-check install --quiet \
 		'transformers==$(TRANSFORMERS)' 'flash-linear-attention==$(FLA)' 'fla-core==$(FLA)'
 	@touch $@
 
 $(docs_stamp): $(venv_stamp) pyproject.toml
-	@rm -f .venv/.docs-*
+	@rm -f $(VENV)/.docs-*
 	@$(py) -c 'import tomllib; \
 		p = tomllib.load(open("pyproject.toml", "rb")); \
-		print(*p["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv/docs.txt
-	@$(pip) install --quiet -r .venv/docs.txt
+		print(*p["project"]["optional-dependencies"]["docs"], sep="\n")' > $(VENV)/docs.txt
+	@$(pip) install --quiet -r $(VENV)/docs.txt
 	@touch $@
 
+# One stamp for all environments, as there is one gla_ext/_C that the last of them has built.
 $(built_stamp): $(deps_stamp) $(cpp_files) setup.py gla_ext/_version.py
-	@rm -f .venv/.built-*
+	@mkdir -p .build && rm -f .build/.built-*
 	@echo 'Building the extension; the first time takes some minutes on two cores'
 	@$(pip) install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@

@@ -179,7 +179,7 @@ def require_torch(error: ImportError | None) -> None:
     if error is not None:
         raise SystemExit(
             "gla_ext is built against the torch you have, and none can be imported here "
-            f"({error}): install torch first, then run 'pip install --no-build-isolation .'"
+            f"({error}): install torch first, then run 'pip install --no-build-isolation -e .'"
         )
     import torch
 

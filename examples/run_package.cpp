@@ -33,6 +33,7 @@ bool close(const at::Tensor& actual, const at::Tensor& expected, double bound) {
 
 }  // namespace
 
+// --8<-- [start:run]
 int main(int argc, char** argv) {
   if (argc != 3) {
     std::fprintf(stderr, "usage: run_package PACKAGE CASES\n");
@@ -56,3 +57,4 @@ int main(int argc, char** argv) {
   }
   return failures == 0 && !cases.empty() ? 0 : 1;
 }
+// --8<-- [end:run]

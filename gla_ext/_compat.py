@@ -6,7 +6,9 @@ Read before gla_ext._C is loaded: a mismatch is one sentence here and an undefin
 import importlib.util
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 REBUILD = "run 'make build', or 'pip install --no-build-isolation -e .', in its source folder"
 
@@ -51,6 +53,26 @@ def mismatch(
     return None
 
 
+def shadowed(package: Path, search_path: Iterable[str]) -> str | None:
+    """The sentence for a source folder without an extension that hides an installed gla_ext.
+
+    Args:
+        package: the folder of the gla_ext that is imported.
+        search_path: folders to look in for another one that has its extension, as sys.path.
+    """
+    for folder in search_path:
+        other = Path(folder or ".") / package.name
+        if other.resolve() != package.resolve() and any(
+            (other / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES
+        ):
+            return (
+                f"gla_ext is imported from the source folder {package.parent}, which has no "
+                f"extension, and hides the one installed in {other.parent}: start Python in "
+                "another folder, or run 'pip install --no-build-isolation -e .' in this one."
+            )
+    return None
+
+
 def minor_version(version: str | None) -> tuple[str, ...]:
     """The part of a version that binary compatibility hangs on: ("2", "11") of "2.11.0+cu130"."""
     return tuple((version or "0.0").split(".")[:2])
@@ -64,9 +86,11 @@ def check_build() -> None:
         from gla_ext._build_info import BUILD_INFO as built
     except ModuleNotFoundError:
         built = None
+    if importlib.util.find_spec("gla_ext._C") is None:
+        built = None
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     sentence = mismatch(built, torch.__version__, torch.version.cuda, python, platform.machine())
-    if sentence is None and importlib.util.find_spec("gla_ext._C") is None:
-        sentence = mismatch(None, torch.__version__, torch.version.cuda, python, "")
+    if built is None:
+        sentence = shadowed(Path(__file__).parent, sys.path) or sentence
     if sentence is not None:
         raise ImportError(sentence)

@@ -191,7 +191,7 @@ def test_missing_torch_is_one_sentence(tmp_path, command):
     copy_tree(tmp_path, *BUILD_FILES, "gla_ext")
     result = run(sys.executable, "-c", WITHOUT_TORCH, "-q", command, cwd=tmp_path)
     assert result.returncode == 1
-    assert "pip install --no-build-isolation ." in result.stderr.splitlines()[-1]
+    assert "pip install --no-build-isolation -e ." in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
 
 

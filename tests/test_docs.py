@@ -77,7 +77,8 @@ def test_a_link_leads_to_a_file_of_the_site(page, target):
 @pytest.mark.parametrize(("page", "source", "section"), SECTIONS)
 def test_an_included_section_is_marked_and_has_no_relative_links(page, source, section):
     text = (ROOT / source).read_text()
-    start, end = (f"<!-- --8<-- [{edge}:{section}] -->\n" for edge in ("start", "end"))
+    marks = ("<!-- ", " -->") if source.endswith(".md") else ("// ", "")
+    start, end = (f"{marks[0]}--8<-- [{edge}:{section}]{marks[1]}\n" for edge in ("start", "end"))
     assert text.count(start) == text.count(end) == 1
     included = text.split(start)[1].split(end)[0]
     assert included.strip()

@@ -1,7 +1,9 @@
 """What was built: does it fit this torch, does it say what it is, does the stub tell the truth."""
 
 import ast
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,6 +74,36 @@ def test_unbuilt_source_tree_says_how_to_build(tmp_path):
     assert last.startswith("ImportError: gla_ext is not built yet")
     assert "make build" in last
     assert REBUILD_HINT in last
+
+
+def test_a_clone_that_hides_the_installed_package_says_so(tmp_path):
+    """As after `pip install .` without -e, when Python starts in the clone."""
+    clone = copy_tree(tmp_path / "clone", "gla_ext")
+    installed = copy_tree(tmp_path / "installed", "gla_ext")
+    shutil.copy2(_C.__file__, installed / "gla_ext")
+    for tree in (clone, installed):
+        (tree / "gla_ext" / "_build_info.py").write_text(f"BUILD_INFO = {BUILD_INFO!r}\n")
+    code = (
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in repr(f)]; "
+        "import gla_ext"
+    )
+    result = run(sys.executable, "-c", code, cwd=clone, PYTHONPATH=str(installed))
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: gla_ext is imported from the source folder {clone}")
+    assert f"hides the one installed in {installed}:" in last
+    assert REBUILD_HINT in last
+
+
+def test_only_a_package_with_an_extension_is_hidden(tmp_path):
+    package = tmp_path / "clone" / "gla_ext"
+    other = tmp_path / "installed" / "gla_ext"
+    other.mkdir(parents=True)
+    (other / "_C.pyi").touch()
+    search_path = [str(package.parent), str(other.parent), str(tmp_path / "nowhere")]
+    assert _compat.shadowed(package, search_path) is None
+    (other / Path(_C.__file__).name).touch()
+    assert str(other.parent) in _compat.shadowed(package, search_path)
+    assert _compat.shadowed(other, search_path) is None
 
 
 def test_build_information_agrees():

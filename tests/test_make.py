@@ -1,6 +1,7 @@
 """make, and the check of the machine that goes before it."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ from source_tree import ROOT, copy_tree, run
 FAKE_PYTHON = """#!/bin/sh
 echo "$*" >> {log}
 case "$*" in
-  *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  *"-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   *version_info*) exit {too_old} ;;
   *ensurepip*) exit {no_venv} ;;
   *sys.executable*) echo "$0" ;;
@@ -85,27 +86,42 @@ def test_make_stops_with_the_sentence(tmp_path):
     assert "PYTHON=/nowhere/python is not a working Python 3.11 or newer" in result.stderr
 
 
-@needs_make
-def test_make_builds_once_and_again_for_another_torch_or_python(tmp_path):
-    names = ["Makefile", ".ci", "setup.py", "pyproject.toml", "csrc", "tests/cpp", "examples"]
-    tree = copy_tree(tmp_path / "tree", *names)
-    copy_tree(tree, "gla_ext/_version.py")
-    path = f"{fake_tools(tmp_path)}:{os.environ['PATH']}"
-    log = tmp_path / "python.log"
+class Make:
+    """make in a copy of the tree, with tools that only write down what they were called for."""
 
-    def make(*arguments: str) -> str:
-        """What the fake Python was called for, other than questions about itself."""
-        log.write_text("")
-        result = run("make", "build", "PYTHON=python3", *arguments, cwd=tree, PATH=path, CXX="c++")
+    def __init__(self, folder: Path):
+        files = ["Makefile", "setup.py", "pyproject.toml", "gla_ext/_version.py"]
+        folders = [".ci", "csrc", "examples", "tests/cpp", "tests/emulator"]
+        self.tree = copy_tree(folder / "tree", *files, *folders)
+        self.path = f"{fake_tools(folder)}:{os.environ['PATH']}"
+        self.log = folder / "python.log"
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess:
+        self.log.write_text("")
+        arguments = ("PYTHON=python3", *arguments)
+        return run("make", *arguments, cwd=self.tree, PATH=self.path, CXX="c++")
+
+    def __call__(self, *arguments: str) -> str:
+        """What Python was called for, other than questions about itself."""
+        result = self.run(*arguments)
         assert result.returncode == 0, result.stderr
-        return "\n".join(line for line in log.read_text().splitlines() if line.startswith("-m "))
+        calls = self.log.read_text().splitlines()
+        return "\n".join(call for call in calls if call.startswith("-m "))
 
+
+@pytest.fixture
+def make(tmp_path):
+    return Make(tmp_path)
+
+
+@needs_make
+def test_make_builds_once_and_again_for_another_torch_or_python(make, tmp_path):
     first = make()
-    assert "-m venv --clear .venv" in first
+    assert "-m venv .venv" in first
     assert "install torch==2.11.0 " in first
     assert "--editable ." in first
     assert make() == ""
-    (tree / "csrc" / "ops.cpp").touch()
+    (make.tree / "csrc" / "ops.cpp").touch()
     assert make().count("install") == 1
     other = make("TORCH=torch>=2.15,<3")
     assert "-m venv" not in other
@@ -113,16 +129,65 @@ def test_make_builds_once_and_again_for_another_torch_or_python(tmp_path):
     assert "--editable ." in other
     assert make("TORCH=torch>=2.15,<3") == ""
     again = make(f"PYTHON={tmp_path}/bin/python3")
-    assert "-m venv --clear .venv" in again
+    assert "-m venv .venv" in again
     assert "--editable ." in again
 
 
 @needs_make
-def test_make_docs_installs_neither_torch_nor_the_extension(tmp_path):
-    tree = copy_tree(tmp_path / "tree", "Makefile", ".ci", "pyproject.toml", "csrc", "tests/cpp")
-    path = f"{fake_tools(tmp_path)}:{os.environ['PATH']}"
-    result = run("make", "docs", "PYTHON=python3", cwd=tree, PATH=path, CXX="c++")
+def test_make_builds_again_after_another_environment_did(make):
+    """There is one gla_ext/_C for all environments."""
+    assert "--editable ." in make()
+    assert "-m venv .venv-other" in make("VENV=.venv-other")
+    assert make("VENV=.venv-other") == ""
+    again = make()
+    assert "--editable ." in again
+    assert "install torch" not in again
+
+
+@needs_make
+@pytest.mark.parametrize("target", ["build", "docs", "lint"])
+def test_make_refuses_an_environment_that_it_did_not_make(make, target):
+    theirs = make.tree / ".venv" / "bin" / "python"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("the user's")
+    result = make.run(target)
+    assert result.returncode != 0
+    assert "'make VENV=.venv-gla'" in result.stderr.splitlines()[0]
+    assert make.log.read_text() == ""
+    assert theirs.read_text() == "the user's"
+    assert "-m venv .venv-gla" in make("build", "VENV=.venv-gla")
+    assert theirs.read_text() == "the user's"
+
+
+@needs_make
+@pytest.mark.parametrize("stamp", [None, ".python-1234", ".python-unfinished"])
+def test_make_takes_an_empty_folder_and_clears_its_own(make, stamp):
+    """Also one of an earlier Makefile, and one in which it was interrupted."""
+    folder = make.tree / ".venv"
+    (folder / "lib").mkdir(parents=True)
+    if stamp is None:
+        (folder / "lib").rmdir()
+    else:
+        (folder / stamp).touch()
+    assert "-m venv .venv" in make()
+    assert not (folder / "lib").exists()
+    assert [path.name for path in folder.glob(".python-*")] not in ([], [stamp])
+    assert make() == ""
+
+
+@needs_make
+def test_make_docs_installs_neither_torch_nor_the_extension(make):
+    calls = make("docs")
+    assert calls.count(" install ") == calls.count("-r .venv/docs.txt") == 1
+    assert calls.splitlines()[-1] == "-m mkdocs build --quiet --strict"
+
+
+@needs_make
+def test_make_help_has_one_entry_for_every_target_and_variable():
+    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    targets = re.search(r"^\.PHONY:(.*)$", text, re.MULTILINE)[1].split()
+    variables = [f"{name}=" for name in re.findall(r"^(\w+) \?=", text, re.MULTILINE)]
+    result = run("make", "help")
     assert result.returncode == 0, result.stderr
-    log = (tmp_path / "python.log").read_text()
-    assert log.count(" install ") == log.count("-r .venv/docs.txt") == 1
-    assert log.splitlines()[-1] == "-m mkdocs build --quiet --strict"
+    entries = re.findall(r"^(\S+) {2,}\S", result.stdout, re.MULTILINE)
+    assert sorted(entries) == sorted([*targets, *variables])
