@@ -173,9 +173,7 @@ def _read_tensor(
     return input_ids[valid], lengths
 
 
-def _read_list(
-    given: Sequence[Tensor | Sequence[int]], fewest: int
-) -> tuple[Tensor, list[int]]:
+def _read_list(given: Sequence[Tensor | Sequence[int]], fewest: int) -> tuple[Tensor, list[int]]:
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise TypeError(
             "generate: expected input_ids to be tokens, a tensor or a list of prompts, got "
@@ -223,6 +221,4 @@ def _check_tokens(tokens: Tensor, vocab_size: int) -> None:
         return
     for extreme in torch.stack(torch.aminmax(tokens)).tolist():
         if not 0 <= extreme < vocab_size:
-            raise ValueError(
-                f"generate: expected tokens from 0 to {vocab_size - 1}, got {extreme}"
-            )
+            raise ValueError(f"generate: expected tokens from 0 to {vocab_size - 1}, got {extreme}")

@@ -81,7 +81,7 @@ class GLACache:
 
     @property
     def pending(self) -> Tensor | None:
-        """The last token of each sequence that `generate` drew, int64 `[B]`, which has not passed the
+        """The last token that `generate` drew of each sequence, int64 `[B]`. It has not passed the
         model: the next `generate` feeds it first. None, once other calls have moved the states on.
         """
         return self._pending if self._pending_at == self.get_seq_length() else None

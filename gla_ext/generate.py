@@ -136,8 +136,8 @@ def generate_stream(
     iterator is advanced.
 
     Yields:
-        int64 `[B]` on the CPU, one token of every row; a row that is done gets its last one again. Ends
-        after max_new_tokens, or when all rows are done. Stacked they are the new tokens that
+        int64 `[B]` on the CPU, one token of every row; a row that is done gets its last one again.
+        Ends after max_new_tokens, or when all rows are done. Stacked they are the new tokens that
         `generate` returns.
     """
     sampling = Sampling(temperature, top_k, top_p)
@@ -185,16 +185,14 @@ def _read(
                 f"{model.config.num_hidden_layers}, got {len(cache)}"
             )
         B = cache[0]["recurrent_state"].shape[0]
-        if B != prompts.batch_size:
+        if prompts.batch_size != B:
             raise ValueError(
                 f"generate: expected a prompt for each of {B} sequences, got {prompts.batch_size}"
             )
     return prompts, given
 
 
-def _start(
-    decoder: Decoder, prompts: Prompts, cache: GLACache | None, segment_tokens: int
-) -> None:
+def _start(decoder: Decoder, prompts: Prompts, cache: GLACache | None, segment_tokens: int) -> None:
     """Draws the first tokens, from the states of the cache where there are some."""
     keep = cache is not None and len(cache) > 0
     if keep:
