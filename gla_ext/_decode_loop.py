@@ -71,10 +71,12 @@ class DecodeLoop:
         keep: bool = False,
     ) -> Tensor:
         """States, tokens and done of the rows, from their prompts and, with keep, their states."""
+        # All now: offsets that are copied to a GPU later would wait for the segments before.
+        segments = list(prompts.segments(segment_tokens))
+        if len(segments) > 1 and not keep:
+            self.cache.reset(rows)  # a start may stand beside a piece that goes on
         found = []
-        for segment in prompts.segments(segment_tokens):
-            if not (keep or found or segment.goes_on):
-                self.cache.reset(rows)  # for starts beside a piece that goes on
+        for segment in segments:
             with self.cache.prefill(self._rows_of(segment.prompts, rows), keep or segment.goes_on):
                 logits = model(
                     segment.input_ids,

@@ -147,7 +147,7 @@ def generate_stream(
     if max_new_tokens == 0 or prompts.batch_size == 0:
         return iter(())
     form = (model, prompts.batch_size, sampling, ends, generator, cuda_graph)
-    return _stream(form, prompts, max_new_tokens, past_key_values, segment_tokens)
+    return _stream(form, prompts, max_new_tokens, bool(ends), past_key_values, segment_tokens)
 
 
 def _check_options(
@@ -221,7 +221,12 @@ def _lengths(new: Tensor, ends: tuple[int, ...]) -> list[int]:
 
 
 def _stream(
-    form: tuple, prompts: Prompts, count: int, cache: GLACache | None, segment_tokens: int
+    form: tuple,
+    prompts: Prompts,
+    count: int,
+    may_end: bool,
+    cache: GLACache | None,
+    segment_tokens: int,
 ) -> Iterator[Tensor]:
     """What `generate_stream` returns, from the arguments of `Decoder.borrowed`."""
     with Decoder.borrowed(*form) as decoder:
@@ -235,9 +240,9 @@ def _stream(
         try:
             for more in reversed(range(count)):
                 ahead = decoder.tokens.is_cuda and more > 0 and cache is None
-                tokens, done = _fetch(decoder, ahead)
+                tokens, *done = _fetch(decoder, may_end, ahead)
                 yield tokens
-                if done.all():
+                if may_end and done[0].all():
                     break
                 if more and not ahead:
                     decoder.step()
@@ -248,14 +253,17 @@ def _stream(
         save()
 
 
-def _fetch(decoder: Decoder, step: bool) -> tuple[Tensor, Tensor]:
-    """Tokens and done on the host; on a GPU, `step` queues the next before it waits for these."""
+def _fetch(decoder: Decoder, may_end: bool, step: bool) -> list[Tensor]:
+    """Tokens on the host and, where rows may end, done; on a GPU, `step` queues the next before it
+    waits for these.
+    """
+    wanted = [decoder.tokens, decoder.done] if may_end else [decoder.tokens]
     if not decoder.tokens.is_cuda:
-        return decoder.tokens.clone(), decoder.done
-    found = [x.to("cpu", non_blocking=True) for x in (decoder.tokens, decoder.done)]
+        return [x.clone() for x in wanted]
+    found = [x.to("cpu", non_blocking=True) for x in wanted]
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(decoder.tokens.device))
     if step:
         decoder.step()
     arrived.synchronize()
-    return found[0], found[1]
+    return found
