@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gla_ext import _capture
-from gla_ext._prompts import Prompts
+from gla_ext._prompts import SEGMENT_TOKENS, Prompts
 from gla_ext.cache import StaticGLACache
 from gla_ext.sampling import Sampling, choose
 
 if TYPE_CHECKING:
     from gla_ext.model import CausalLMOutput, GLAForCausalLM
 
-NO_EOS = -1  # no token has this id
 WARMUP_STEPS = 2  # before a capture, in which no library may start up
 
 
@@ -36,57 +35,83 @@ class DecodeLoop:
     def __init__(self, model: GLAForCausalLM, batch_size: int, sampling: Sampling) -> None:
         device = device_of(model)
         self.top_k = sampling.top_k
-        self.cache = StaticGLACache(batch_size)
         self.graph: torch.cuda.CUDAGraph | None = None
         with torch.inference_mode(False), torch.no_grad():
             self.tokens = torch.zeros(batch_size, dtype=torch.long, device=device)
             self.done = torch.zeros(batch_size, dtype=torch.bool, device=device)
-            self.eos = torch.full((), NO_EOS, device=device)
+            self.cache = StaticGLACache(batch_size, self.done)
+            vocab_size = model.config.vocab_size
+            self.ends = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.temperature = torch.ones((), device=device)
             self.top_p = None if sampling.top_p is None else torch.ones((), device=device)
             self.noise = None
             if not sampling.greedy:
-                count = sampling.candidates(model.config.vocab_size)
+                count = sampling.candidates(vocab_size)
                 self.noise = torch.ones(batch_size, count, device=device)
 
-    def set_options(self, sampling: Sampling, eos_token_id: int | None) -> None:
+    def set_options(self, sampling: Sampling, end_tokens: Sequence[int]) -> None:
         if not sampling.greedy:
-            self.temperature.fill_(sampling.temperature)
+            self.temperature.fill_(sampling.divisor)
         if self.top_p is not None:
             self.top_p.fill_(sampling.top_p)
-        self.eos.fill_(NO_EOS if eos_token_id is None else eos_token_id)
+        self.ends.zero_()
+        if end_tokens:
+            self.ends[list(end_tokens)] = True
 
     def draw(self, generator: torch.Generator | None) -> None:
         """New randomness for the next choice."""
         if self.noise is not None:
             self.noise.exponential_(generator=generator)
 
-    def prefill(self, model: GLAForCausalLM, prompts: Prompts, rows: Tensor | None) -> Tensor:
-        """States, tokens and done of the rows, from their prompts."""
-        with self.cache.prefill(rows):
-            logits = model(
-                prompts.input_ids,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=prompts.last,
-                cu_seqlens=prompts.cu_seqlens,
-            ).logits.flatten(0, 1)
-        tokens = self._choose(logits)
+    def prefill(
+        self,
+        model: GLAForCausalLM,
+        prompts: Prompts,
+        rows: Tensor | None,
+        segment_tokens: int = SEGMENT_TOKENS,
+        keep: bool = False,
+    ) -> Tensor:
+        """States, tokens and done of the rows, from their prompts and, with keep, their states."""
+        # All now: offsets that are copied to a GPU later would wait for the segments before.
+        segments = list(prompts.segments(segment_tokens))
+        if len(segments) > 1 and not keep:
+            self.cache.reset(rows)  # a start may stand beside a piece that goes on
+        found = []
+        for segment in segments:
+            with self.cache.prefill(self._rows_of(segment.prompts, rows), keep or segment.goes_on):
+                logits = model(
+                    segment.input_ids,
+                    past_key_values=self.cache,
+                    use_cache=True,
+                    logits_to_keep=segment.last,
+                    cu_seqlens=segment.cu_seqlens,
+                ).logits.flatten(0, 1)
+            found.append(logits[: segment.ended])
+        tokens = self._choose(torch.cat(found) if len(found) > 1 else found[0])
         if rows is None:
             self.tokens.copy_(tokens)
-            self.done.copy_(tokens == self.eos)
+            self.done.copy_(self.ends[tokens])
         else:
             self.tokens.index_copy_(0, rows, tokens)
-            self.done.index_copy_(0, rows, tokens == self.eos)
+            self.done.index_copy_(0, rows, self.ends[tokens])
+        self.cache.skip_done()
         return tokens
+
+    def _rows_of(self, prompts: range, rows: Tensor | None) -> Tensor | None:
+        if rows is not None:
+            return rows[prompts.start : prompts.stop]
+        if len(prompts) == self.tokens.shape[0]:
+            return None
+        return torch.arange(prompts.start, prompts.stop, device=self.tokens.device)
 
     def advance(self, model: Callable[..., CausalLMOutput]) -> None:
         """One step of the model, or of what it was compiled to, from buffers to buffers."""
         logits = model(
             self.tokens.unsqueeze(1), past_key_values=self.cache, use_cache=True, logits_to_keep=1
         ).logits[:, -1]
-        self.tokens.copy_(torch.where(self.done, self.eos, self._choose(logits)))
-        self.done.logical_or_(self.tokens == self.eos)
+        torch.where(self.done, self.tokens, self._choose(logits), out=self.tokens)
+        self.done.logical_or_(self.ends[self.tokens])
+        self.cache.skip_done()
 
     def _choose(self, logits: Tensor) -> Tensor:
         noise = None if self.noise is None else self.noise[: logits.shape[0]]
@@ -98,7 +123,7 @@ class DecodeLoop:
         A step that draws random numbers itself, as dropout in train mode does, gets no graph.
         """
         device = self.tokens.device
-        first = Prompts(self.tokens.unsqueeze(1), None, 1, self.tokens.shape[0])
+        first = Prompts(self.tokens, [1] * self.tokens.shape[0])
         with (
             _capture.one_at_a_time,
             torch.inference_mode(False),

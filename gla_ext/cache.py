@@ -20,9 +20,12 @@ class GLACache:
 
     Attributes:
         in_place: whether a layer that decodes writes the next state over the one it finds here.
+        slots: int64 `[B]`, the rows of a batch in place, -1 for one that waits; None where all go
+            on.
     """
 
     in_place = False
+    slots: Tensor | None = None
     is_compileable = False  # generate() of transformers asks: entries are added as layers run
     # It asks too, from 5.24 on, by layer, and goes by get_seq_length() only where not all say so.
     is_linear = (False,)
@@ -30,6 +33,8 @@ class GLACache:
     def __init__(self) -> None:
         self.states: list[dict[str, Any]] = []
         self.lengths: list[int] = []
+        self._pending: Tensor | None = None
+        self._pending_at = 0
 
     def __len__(self) -> int:
         return len(self.states)
@@ -74,10 +79,22 @@ class GLACache:
         """Number of tokens that a layer has seen, padding included; 0 without an entry."""
         return self.lengths[layer_idx] if layer_idx < len(self.lengths) else 0
 
+    @property
+    def pending(self) -> Tensor | None:
+        """The last token that `generate` drew of each sequence, int64 `[B]`. It has not passed the
+        model: the next `generate` feeds it first. None, once other calls have moved the states on.
+        """
+        return self._pending if self._pending_at == self.get_seq_length() else None
+
+    @pending.setter
+    def pending(self, tokens: Tensor | None) -> None:
+        self._pending, self._pending_at = tokens, self.get_seq_length()
+
     def reset(self) -> None:
         """Empties the cache."""
         self.states.clear()
         self.lengths.clear()
+        self.pending = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences named by indices, int64 `[N']`, in that order; repeats allowed."""
@@ -99,6 +116,8 @@ class GLACache:
         for entry in self.states:
             for key, value in entry.items():
                 entry[key] = _map_tensors(function, value)
+        if self._pending is not None:
+            self._pending = function(self._pending)
 
 
 class StaticGLACache(GLACache):
@@ -109,32 +128,69 @@ class StaticGLACache(GLACache):
 
     Args:
         batch_size: B.
+        done: bool `[B]`, which is read at every step: the states of these rows stay as they are.
+            Default: None (every row goes on).
     """
 
     in_place = True
 
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int, done: Tensor | None = None) -> None:
         super().__init__()
         self.batch_size = batch_size
-        self._prefills = False
+        self._done, self._slots = done, None
+        if done is not None:
+            self._every_row = torch.arange(batch_size, device=done.device)
+            self._slots = self._every_row.clone()
+            self._no_row = torch.full_like(self._every_row, -1)
+        self._prefills, self._starts = False, False
         self._rows: Tensor | None = None
 
     def __len__(self) -> int:
-        return 0 if self._prefills else len(self.states)
+        return 0 if self._starts else len(self.states)
+
+    def __getitem__(self, layer_idx: int) -> dict[str, Any]:
+        entry, rows = self.states[layer_idx], self._rows
+        if rows is None:
+            return entry
+        return {key: _map_tensors(lambda x: x.index_select(0, rows), entry[key]) for key in entry}
+
+    @property
+    def slots(self) -> Tensor | None:
+        return None if self._prefills else self._slots
+
+    def skip_done(self) -> None:
+        """Makes `slots` follow `done`."""
+        torch.where(self._done, self._no_row, self._every_row, out=self._slots)
 
     @contextlib.contextmanager
-    def prefill(self, rows: Tensor | None = None) -> Iterator[None]:
-        """Inside, new sequences start: layers find no state, and what they store replaces rows.
+    def prefill(self, rows: Tensor | None = None, keep: bool = False) -> Iterator[None]:
+        """Inside, sequences take rows, done or not, and what layers store replaces these.
 
         Args:
             rows: int64 `[N]`, the rows of the N sequences; the others stay as they are. Default:
                 None (all B of them).
+            keep: layers find the rows' states, and not none. Default: False.
         """
-        self._prefills, self._rows = True, rows
+        self._prefills, self._starts, self._rows = True, not keep, rows
         try:
             yield
         finally:
-            self._prefills, self._rows = False, None
+            self._prefills, self._starts, self._rows = False, False, None
+
+    @torch.no_grad()
+    def load(self, cache: GLACache) -> None:
+        """Copies the states of a cache of B sequences over these."""
+        with self.prefill():
+            for layer_idx, entry in enumerate(cache):
+                self.update(layer_idx=layer_idx, **entry)
+
+    @torch.no_grad()
+    def save(self, cache: GLACache, offset: int) -> None:
+        """Puts copies of the states into a cache, as of so many more tokens."""
+        with torch.inference_mode(False):
+            for layer_idx, entry in enumerate(self):
+                copies = {key: _map_tensors(Tensor.clone, entry[key]) for key in entry}
+                cache.update(layer_idx=layer_idx, **copies, offset=offset)
 
     @torch.no_grad()
     def update(
@@ -159,10 +215,15 @@ class StaticGLACache(GLACache):
                 self._write(entry[key], new)
         return entry
 
-    def reset(self) -> None:
-        """Zeroes every buffer, which is the state before a first token."""
+    def reset(self, rows: Tensor | None = None) -> None:
+        """Zeroes the buffers, of all rows or of those in an int64 tensor `[N]`: the state before a
+        first token.
+        """
         for x in self.tensors():
-            x.zero_()
+            if rows is None:
+                x.zero_()
+            else:
+                x.index_fill_(0, rows, 0)
 
     def tensors(self) -> list[Tensor]:
         """Every buffer."""
@@ -209,7 +270,10 @@ class StaticGLACache(GLACache):
                 f"{None if buffer is None else [rows, *buffer.shape[1:]]}, got "
                 f"{None if new is None else list(new.shape)}"
             )
-        if self._rows is None:
+        if self.slots is not None:
+            done = self._done.view(-1, *(1,) * (new.ndim - 1))
+            torch.where(done, buffer, new.to(buffer.dtype), out=buffer)
+        elif self._rows is None:
             buffer.copy_(new)
         else:
             buffer.index_copy_(0, self._rows, new.to(buffer.dtype))

@@ -49,7 +49,7 @@ class GLAConfig:
         use_cache: kept for FLA's readers; here forward's own argument decides. Default: True.
         pad_token_id: token whose embedding gets no gradient. Default: None.
         bos_token_id: first token of a text. Default: 1.
-        eos_token_id: last token of a text. Default: 2.
+        eos_token_id: last token of a text, or a list of such. Default: 2.
         tie_word_embeddings: the output matrix is the embedding matrix. Default: False.
         initializer_range: standard deviation of the initial weights. Default: 0.02.
         fuse_norm: see `GatedLinearAttention`. Default: True.
@@ -82,7 +82,7 @@ class GLAConfig:
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = 1
-    eos_token_id: int | None = 2
+    eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     fuse_norm: bool = True

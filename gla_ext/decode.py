@@ -14,10 +14,11 @@ from torch import Tensor
 from gla_ext._capture import can_capture
 from gla_ext._decode_loop import DecodeLoop, device_of
 from gla_ext._graph_key import graph_key
-from gla_ext._prompts import Prompts, read_prompts
-from gla_ext.sampling import Sampling
+from gla_ext._prompts import SEGMENT_TOKENS, Prompts, check_segment_tokens, read_prompts
+from gla_ext.sampling import Sampling, read_end_tokens
 
 if TYPE_CHECKING:
+    from gla_ext.cache import GLACache
     from gla_ext.model import CausalLMOutput, GLAForCausalLM
 
 KEPT_LOOPS = 2  # graphs with their buffers that stay with a model after `generate`
@@ -49,7 +50,8 @@ class Decoder:
         model: a `GLAForCausalLM`. It is run in the mode, train or eval, it is in.
         batch_size: B, number of rows.
         temperature, top_k, top_p: as in `generate`.
-        eos_token_id: a row that drew it is done, and gets nothing else from then on. Default: None.
+        eos_token_id: a token, or a list of tokens; a row that drew one is done: it keeps that token
+            and its states from then on. Default: None.
         generator: source of randomness, on the model's device. Default: torch's own.
         cuda_graph: whether steps are a CUDA graph, where one can be captured: not with
             PYTORCH_NO_CUDA_MEMORY_CACHING in the environment, nor of a step that draws random
@@ -59,7 +61,7 @@ class Decoder:
 
     Attributes:
         tokens: int64 `[B]`, the last token of every row.
-        done: bool `[B]`, which rows have drawn eos_token_id.
+        done: bool `[B]`, which rows have drawn one of eos_token_id.
 
     Raises:
         TypeError: for options that are no numbers, and a top_k that is no int.
@@ -73,7 +75,7 @@ class Decoder:
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        eos_token_id: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
         generator: torch.Generator | None = None,
         cuda_graph: bool | None = None,
         compiled: bool = False,
@@ -81,12 +83,13 @@ class Decoder:
         if batch_size < 1:
             raise ValueError(f"Decoder: expected batch_size to be at least 1, got {batch_size}")
         sampling = Sampling(temperature, top_k, top_p)
+        end_tokens = read_end_tokens(eos_token_id, model.config.vocab_size)
         # The shapes of a step never change.
         stepping = torch.compile(model, dynamic=False) if compiled else model
         loop = DecodeLoop(model, batch_size, sampling)
         if uses_graph(model, cuda_graph):
             loop.capture(model, stepping)
-        self._take(model, stepping, loop, sampling, eos_token_id, generator)
+        self._take(model, stepping, loop, sampling, end_tokens, generator)
 
     @classmethod
     @contextlib.contextmanager
@@ -95,13 +98,13 @@ class Decoder:
         model: GLAForCausalLM,
         batch_size: int,
         sampling: Sampling,
-        eos_token_id: int | None,
+        end_tokens: Sequence[int],
         generator: torch.Generator | None,
         cuda_graph: bool | None,
     ) -> Iterator[Decoder]:
         """A decoder whose graph and buffers stay with the model for the next call of this form."""
         decoder = cls.__new__(cls)
-        options = (sampling, eos_token_id, generator)
+        options = (sampling, end_tokens, generator)
         if not uses_graph(model, cuda_graph):
             decoder._take(model, model, DecodeLoop(model, batch_size, sampling), *options)
             yield decoder
@@ -132,13 +135,13 @@ class Decoder:
         stepping: Callable[..., CausalLMOutput],
         loop: DecodeLoop,
         sampling: Sampling,
-        eos_token_id: int | None,
+        end_tokens: Sequence[int],
         generator: torch.Generator | None,
     ) -> None:
         self.model, self._stepping, self._loop = model, stepping, loop
         self._generator = generator
-        self._started = False
-        loop.set_options(sampling, eos_token_id)
+        self._started: set[int] = set()  # rows that have had a prompt
+        loop.set_options(sampling, end_tokens)
 
     @property
     def tokens(self) -> Tensor:
@@ -158,52 +161,86 @@ class Decoder:
         input_ids: Tensor | Sequence[Tensor | Sequence[int]],
         attention_mask: Tensor | None = None,
         rows: Tensor | Sequence[int] | None = None,
+        keep: bool = False,
+        segment_tokens: int = SEGMENT_TOKENS,
     ) -> Tensor:
-        """Starts sequences: reads their prompts and draws the first token of each.
+        """Starts sequences, or goes on with some: reads their prompts and draws a token of each.
+
+        With keep, the next turn of a dialogue costs its own tokens alone. The last token that a row
+        drew has not passed the model yet: it does so here, before the prompt.
 
         Args:
             input_ids: as in `generate`; prompts of different lengths are packed.
             attention_mask: as in `generate`. Default: None.
             rows: which rows the N prompts take, N distinct indices from 0 to B - 1; the others
                 stay as they are. Default: None (all B).
+            keep: go on from the rows' states, done or not; a prompt may be empty. Default: False.
+            segment_tokens: as in `generate`. Default: 16,384.
 
         Returns:
             int64 `[N]`, the tokens.
 
         Raises:
-            TypeError: for tokens that are neither int64 nor int32.
-            ValueError: for prompts that do not fit, not as many as rows, or rows that are not
-                distinct or not there.
+            TypeError: for tokens that are neither int64 nor int32, segment_tokens that is no int.
+            ValueError: for prompts that do not fit, not as many as rows, tokens that the model does
+                not have, segment_tokens out of range, rows that are not distinct or not there, or
+                with keep have had no prompt.
         """
-        device = self.tokens.device
-        prompts, _ = read_prompts(input_ids, attention_mask, device)
-        B = self.tokens.shape[0]
+        check_segment_tokens(segment_tokens)
+        device, B = self.tokens.device, self.tokens.shape[0]
+        chosen = list(range(B)) if rows is None else torch.as_tensor(rows).tolist()
         if rows is not None:
-            chosen = torch.as_tensor(rows).tolist()
             if len(set(chosen)) < len(chosen) or not all(0 <= row < B for row in chosen):
                 raise ValueError(
                     f"Decoder: expected rows to be distinct, from 0 to {B - 1}, got {chosen}"
                 )
             rows = torch.tensor(chosen, dtype=torch.long, device=device)
-        wanted = B if rows is None else len(chosen)
-        if prompts.batch_size != wanted:
-            raise ValueError(f"Decoder: expected {wanted} prompts, got {prompts.batch_size}")
-        return self.start(prompts, rows)
+        first = None
+        if keep:
+            if new := sorted(set(chosen) - self._started):
+                raise ValueError(
+                    f"Decoder: expected rows that have had a prompt with keep = True, got {new}"
+                )
+            first = self.tokens if rows is None else self.tokens[rows]
+        vocab_size = self.model.config.vocab_size
+        prompts, _ = read_prompts(input_ids, attention_mask, device, vocab_size, first)
+        if prompts.batch_size != len(chosen):
+            raise ValueError(f"Decoder: expected {len(chosen)} prompts, got {prompts.batch_size}")
+        tokens = self.start(prompts, segment_tokens, rows, keep)
+        self._started.update(chosen)
+        return tokens
 
     @torch.no_grad()
-    def start(self, prompts: Prompts, rows: Tensor | None = None) -> Tensor:
+    def start(
+        self,
+        prompts: Prompts,
+        segment_tokens: int,
+        rows: Tensor | None = None,
+        keep: bool = False,
+    ) -> Tensor:
         """`prefill` of prompts that were read."""
-        self._started = True
+        if rows is None:
+            self._started.update(range(prompts.batch_size))
         self._loop.draw(self._generator)
-        return self._loop.prefill(self.model, prompts, rows)
+        return self._loop.prefill(self.model, prompts, rows, segment_tokens, keep)
+
+    def load(self, cache: GLACache) -> None:
+        """Takes the states of a cache, where it has some."""
+        self._loop.cache.load(cache)
+
+    def save(self, cache: GLACache, offset: int, drew: bool = True) -> None:
+        """Leaves the states, `offset` tokens on, in a cache, and the last tokens if any counts."""
+        self._loop.cache.save(cache, offset)
+        with torch.inference_mode(False):
+            cache.pending = self.tokens.clone() if drew else None
 
     @torch.no_grad()
     def step(self) -> Tensor:
         """Draws the next token of every row.
 
         Returns:
-            int64 `[B]`: `self.tokens`, which the next step overwrites. A row that is done gets
-            eos_token_id again; that of a row that never had a prompt means nothing.
+            int64 `[B]`: `self.tokens`, which the next step overwrites. A row that is done keeps
+            its token; that of a row that never had a prompt means nothing.
 
         Raises:
             ValueError: before the first `prefill`.

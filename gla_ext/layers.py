@@ -210,7 +210,8 @@ class GatedLinearAttention(nn.Module):
             hidden_states, conv_state, bool(use_cache), cu_seqlens
         )
         in_place = bool(use_cache) and getattr(past_key_values, "in_place", False)
-        o, state = self._attend(q, k, v, gk, state, bool(use_cache), cu_seqlens, in_place)
+        rows = getattr(past_key_values, "slots", None) if in_place else None
+        o, state = self._attend(q, k, v, gk, state, bool(use_cache), cu_seqlens, in_place, rows)
         if past_key_values is not None:
             past_key_values.update(
                 layer_idx=self.layer_idx, recurrent_state=state, conv_state=conv_state, offset=T
@@ -281,14 +282,17 @@ class GatedLinearAttention(nn.Module):
         output_state: bool,
         cu_seqlens: Tensor | None,
         in_place: bool,
+        slots: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The heads' outputs `[B, T, H, V]` and the final state `[N, H, V, K]` or None.
 
-        With in_place, the recurrence over a batch writes the final state over `state`.
+        With in_place, the recurrence over a batch writes the final state over `state`, but of rows
+        that slots has skip.
         """
         recurs = self._recurs(q, state, cu_seqlens)
         if recurs and in_place and state is not None and cu_seqlens is None:
-            return recurrent_gla_step_(q, k, v, gk, state=state, state_v_first=True), state
+            o = recurrent_gla_step_(q, k, v, gk, state=state, slots=slots, state_v_first=True)
+            return o, state
         attend = fused_recurrent_gla if recurs else chunk_gla
         return attend(
             q,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 from typing import SupportsFloat
 
 import torch
@@ -15,8 +16,8 @@ class Sampling:
     """What `generate` takes under the same names.
 
     Args:
-        temperature: divides the logits; 0, or what fp32 rounds to 0, takes the most probable token.
-            Default: 1.0.
+        temperature: divides the logits; 0, or what fp32 rounds to 0, takes the most probable token,
+            inf draws alike among all of a probability above 0. Default: 1.0.
         top_k: sample among the k most probable tokens. Default: None (all).
         top_p: sample among the most probable tokens that together reach this probability, after
             top_k (Holtzman et al., 2020, arXiv:1904.09751). Default: None (all).
@@ -49,6 +50,11 @@ class Sampling:
             raise ValueError(f"generate: expected top_p to be in (0, 1], got {self.top_p}")
 
     @property
+    def divisor(self) -> float:
+        """The temperature, finite in fp32: -inf / inf would be no logit."""
+        return min(float(self.temperature), torch.finfo(torch.float32).max)
+
+    @property
     def greedy(self) -> bool:
         return self.temperature < torch.finfo(torch.float32).tiny
 
@@ -66,6 +72,32 @@ def is_int(value: object) -> bool:
     return not isinstance(value, bool)
 
 
+def read_end_tokens(
+    eos_token_id: int | Sequence[int] | Tensor | None, vocab_size: int
+) -> tuple[int, ...]:
+    """The tokens that end a row, none for None.
+
+    Raises:
+        TypeError: for what is neither an int nor a sequence of ints.
+        ValueError: for a token that the model does not have.
+    """
+    if eos_token_id is None:
+        return ()
+    given = [eos_token_id] if is_int(eos_token_id) else eos_token_id
+    if not isinstance(given, (Sequence, Tensor)) or not all(is_int(token) for token in given):
+        raise TypeError(
+            "generate: expected eos_token_id to be an int, a list of ints or None, got "
+            f"{eos_token_id!r}"
+        )
+    tokens = tuple(operator.index(token) for token in given)
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"generate: expected eos_token_id from 0 to {vocab_size - 1}, got {token}"
+            )
+    return tokens
+
+
 def choose(
     logits: Tensor,
     noise: Tensor | None,
@@ -81,7 +113,8 @@ def choose(
     Args:
         logits: `[B, vocab_size]`.
         noise: fp32 `[B, Sampling.candidates(vocab_size)]`; None takes the most probable token.
-        temperature, top_p: as in `Sampling`, or scalar tensors, which a CUDA graph reads anew.
+        temperature: `Sampling.divisor`, or a scalar tensor of it, which a CUDA graph reads anew.
+        top_p: as in `Sampling`, or a scalar tensor.
         top_k: as in `Sampling`.
 
     Returns:
@@ -132,4 +165,4 @@ def sample(
         B, vocab_size = logits.shape
         noise = logits.new_empty(B, options.candidates(vocab_size), dtype=torch.float32)
         noise.exponential_(generator=generator)
-    return choose(logits, noise, temperature, top_k, top_p).unsqueeze(-1)
+    return choose(logits, noise, options.divisor, top_k, top_p).unsqueeze(-1)

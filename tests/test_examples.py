@@ -7,10 +7,13 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -132,12 +135,21 @@ def test_two_lines_make_a_transformer_a_gla_model():
     ]
 
 
+class Served(NamedTuple):
+    """A server in a process of its own."""
+
+    port: int
+    model: torch.nn.Module
+    log: Path
+    process: subprocess.Popen
+
+
 @pytest.fixture
 def served(checkpoint, tmp_path, device):
-    """The port of a server in a process of its own, the model, and the server's log."""
     folder, model = checkpoint
     log = tmp_path / "log"
     command = [sys.executable, EXAMPLES / "serve.py", folder, "--port", "0", "--device", device]
+    command += ["--max-prompt-tokens", "1000"]
     with (
         log.open("w") as errors,
         subprocess.Popen(
@@ -145,7 +157,8 @@ def served(checkpoint, tmp_path, device):
         ) as server,
     ):
         try:
-            yield int(server.stdout.readline().rpartition(":")[2]), model.to(device), log
+            port = int(server.stdout.readline().rpartition(":")[2])
+            yield Served(port, model.to(device), log, server)
         finally:
             server.terminate()
 
@@ -178,8 +191,18 @@ def greedy(model, prompt, count):
     return tokens, bytes(tokens).decode(errors="replace").rstrip("\ufffd")
 
 
+def at_once(served, count):
+    """The tokens of as many replies, to clients that all connect before the first is served."""
+    os.kill(served.process.pid, signal.SIGSTOP)
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        replies = [pool.submit(events, served.port, "a", max_new_tokens=2) for _ in range(count)]
+        time.sleep(0.5)
+        os.kill(served.process.pid, signal.SIGCONT)
+        return [reply.result()[0] for reply in replies]
+
+
 def test_serve(served):
-    port, model, log = served
+    port, model, log, _ = served
     prompts = ["def f(x):", "\N{SNOWMAN}", "", "yes, " * 50]
     with concurrent.futures.ThreadPoolExecutor() as pool:  # in turns, and none gets another's
         replies = pool.map(lambda p: events(port, p, max_new_tokens=30, temperature=0), prompts)
@@ -189,22 +212,50 @@ def test_serve(served):
     assert events(port, "a", max_new_tokens=0) == ([], "")
     bad = [{}, {"prompt": 5}, {"prompt": "a", "top_k": 1.5}, {"prompt": "a", "beams": 2}, [1]]
     bad += [{"prompt": "a", "temperature": -1}, b"{", b"\xff", b""]
+    bad += [{"prompt": "a", "max_new_tokens": 4097}]
     for body in bad:
         status, reason = post(port, body)
         assert (status, "Error: " in reason) == (400, True), body
     assert "expected top_k to be int | None, got 1.5" in post(port, bad[2])[1]
+    assert "max_new_tokens to be at most 4096, got 4097" in post(port, bad[-1])[1]
     assert post(port, {"prompt": "a"}, "/")[0] == 404
+    assert len(events(port, "a" * 999, max_new_tokens=3)[0]) <= 3
+    for size in (1000, 10**6):
+        expected = f"expected a prompt of at most 1000 tokens, got {size + 1}\n"
+        assert post(port, {"prompt": "a" * size}) == (413, expected)
+    status, reason = post(port, {"prompt": "a" * 3 * 10**6})
+    assert (status, "a body of 1 to 1048576 bytes, got 30000" in reason) == (413, True)
+    assert max(map(len, at_once(served, 64))) <= 2
     assert "Traceback" not in log.read_text()
+
+
+def open_stream(port) -> socket.socket:
+    """The connection of a client that has asked for many tokens."""
+    body = json.dumps({"prompt": "a", "max_new_tokens": 4096})
+    client = socket.create_connection(("127.0.0.1", port), timeout=60)
+    head = f"POST /generate HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+    client.sendall(f"{head}{body}".encode())
+    return client
+
+
+@pytest.mark.parametrize("checkpoint", [None], indirect=True)
+def test_an_interrupt_ends_the_server(served):
+    """With two streams under way and a request half sent."""
+    half = socket.create_connection(("127.0.0.1", served.port), timeout=60)
+    with open_stream(served.port) as one, open_stream(served.port) as other, half:
+        half.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: 50\r\n\r\n{")
+        for stream in (one, other):
+            assert stream.recv(100).startswith(b"HTTP/1.1 200")
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(60) == 0
+    assert "Traceback" not in served.log.read_text()
 
 
 @pytest.mark.parametrize("checkpoint", [None], indirect=True)
 def test_a_client_that_leaves_ends_its_generation(served):
-    port, _, log = served
-    body = json.dumps({"prompt": "a", "max_new_tokens": 10**9})
+    port, _, log, _ = served
     for _ in range(3):
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-            head = f"POST /generate HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
-            client.sendall(f"{head}{body}".encode())
+        with open_stream(port) as client:
             assert client.recv(100).startswith(b"HTTP/1.1 200")
     end = time.monotonic() + 60
     while log.read_text().count("the client left") < 3 and time.monotonic() < end:

@@ -252,6 +252,7 @@ IDS = make_ids(B=1, T=3)
         ({"temperature": math.nan}, "temperature to be at least 0, got nan"),
         ({"top_k": 0}, "top_k to be at least 1, got 0"),
         ({"attention_mask": torch.tensor([[0, 0, 0]])}, "a token in every prompt, got a row"),
+        ({"attention_mask": torch.tensor([[0.0, -1e9, 0.0]])}, "of 0 and 1, got other values"),
         ({"attention_mask": torch.ones(3)}, r"attention_mask to have shape \[1, 3\], got \[3\]"),
         ({"cuda_graph": True}, "on a CUDA device with cuda_graph = True, got cpu"),
     ],
@@ -274,6 +275,16 @@ def test_generate_errors(function, options, message):
         ({"input_ids": IDS.byte()}, "tokens to be torch.int64 or torch.int32, got torch.uint8"),
         ({"input_ids": [[1.0, 2.0]]}, "tokens to be torch.int64 or torch.int32, got torch.float"),
         ({"input_ids": [IDS[0], [1.0]]}, "tokens to be torch.int64 or torch.int32, got torch.fl"),
+        (
+            {"input_ids": "def "},
+            "input_ids to be tokens, .* got a str: encode it with the model's t",
+        ),
+        ({"input_ids": 5}, "input_ids to be tokens, .* got <class 'int'>"),
+        ({"input_ids": [IDS[0], "def "]}, "prompt 1 to be tokens, got a str: encode it"),
+        ({"input_ids": [b"def "]}, "prompt 0 to be tokens, got a bytes: encode it"),
+        ({"input_ids": {"input_ids": IDS}}, "prompt 0 to be tokens, got a str"),
+        ({"input_ids": [[1, None]]}, "prompt 0 to be tokens, got <class 'list'>"),
+        ({"attention_mask": [[1, 1, 1]]}, "attention_mask to be a tensor, got <class 'list'>"),
     ],
 )
 @pytest.mark.parametrize("function", ["generate", "generate_stream"])
@@ -306,8 +317,46 @@ def test_decoding_step_compiles_whole():
         assert_close(torch.cat(steps, 1), model(ids).logits[:, 6:], 1e-12)
 
 
-@pytest.mark.parametrize("eos", [[1, 2], 1.0])
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor], ids=str)
+def test_several_end_tokens(kind):
+    model, ids = make_model(torch.float64), make_ids(B=3, T=6)
+    greedy = model.generate(ids, 20, temperature=0)[:, 6:].tolist()
+    ends = [greedy[0][4]]
+    ends.append(next(token for token in greedy[1] if token not in (ends[0], *greedy[0][:5])))
+    wanted = [min((until(row, end) for end in ends), key=len) for row in greedy]
+    assert len({row[-1] for row in wanted}) > 1
+    listed = model.generate(list(ids), 20, 0, eos_token_id=kind(ends))
+    assert [row[6:].tolist() for row in listed] == wanted
+    longest = max(map(len, wanted))
+    filled = [row + row[-1:] * (longest - len(row)) for row in wanted]
+    together = model.generate(ids, 20, 0, eos_token_id=kind(ends))
+    assert together[:, 6:].tolist() == filled
+    stream = model.generate_stream(ids, 20, 0, eos_token_id=kind(ends))
+    assert torch.stack(list(stream), 1).tolist() == filled
+    assert torch.equal(model.generate(ids, 5, 0, eos_token_id=[]), model.generate(ids, 5, 0))
+
+
+@pytest.mark.parametrize("eos", [[1, 2.0], 1.0, "2", True, torch.tensor([1.0, 2.0])])
 def test_an_eos_that_is_no_token(eos):
     for name in ("generate", "generate_stream"):
-        with pytest.raises(TypeError, match="generate: expected eos_token_id to be an int or None"):
+        with pytest.raises(TypeError, match="eos_token_id to be an int, a list of ints or None"):
             getattr(make_model(), name)([[1, 2]], 3, eos_token_id=eos)
+
+
+@pytest.mark.parametrize("eos", [31, -1, [2, 31]])
+def test_an_eos_that_the_model_does_not_have(eos):
+    with pytest.raises(ValueError, match=r"expected eos_token_id from 0 to 30, got (31|-1)"):
+        make_model().generate([[1, 2]], 3, eos_token_id=eos)
+
+
+@pytest.mark.parametrize("token", [31, -1])
+def test_tokens_that_the_model_does_not_have(token, device):
+    model = make_model().to(device)
+    row = torch.tensor([3, token, 5], device=device)
+    for prompts in (row[None], row[None].int(), [[1], row], [[3, token, 5]]):
+        with pytest.raises(ValueError, match=f"expected tokens from 0 to 30, got {token}"):
+            model.generate(prompts, 1)
+    masked = model.generate(row[None], 4, 0, attention_mask=torch.tensor([[1, 0, 1]]))
+    assert torch.equal(masked[0, 3:], model.generate(row[None, ::2], 4, 0)[0, 2:])
+    with pytest.raises(ValueError, match=f"expected tokens from 0 to 30, got {token}"):
+        decode.Decoder(model, 1).prefill(row[None])

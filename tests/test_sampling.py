@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from models import make_model
 
 from gla_ext.sampling import Sampling, choose, sample
 
@@ -60,6 +61,28 @@ def test_noise_of_zero_draws_no_token_of_probability_zero():
     noise = torch.tensor([[1.0, 0.0, 0.5], [1.0, 2.0, 0.0]])
     assert choose(logits, noise, 1.0).tolist() == [2, 0]
     assert choose(logits[:1], torch.tensor([[0.0, 0.0, 1.0]]), 1.0).tolist() == [0]
+
+
+@pytest.mark.parametrize("temperature", [math.inf, 1e300, 3.5e38])
+@pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 0.99}], ids=str)
+def test_a_temperature_without_bound_draws_alike_what_is_possible(temperature, options):
+    rows = torch.tensor([3.0, -torch.inf, -2.0, 50.0, -torch.inf]).repeat(20000, 1)
+    generator = torch.Generator().manual_seed(0)
+    drawn = (
+        sample(rows, temperature, generator=generator, **options).flatten().bincount(minlength=5)
+    )
+    assert not drawn[[1, 4]].any()
+    # Pearson's chi-square with 2 degrees of freedom: 13.8 is exceeded once in 1,000.
+    assert (drawn[[0, 2, 3]] - 20000 / 3).square().sum() / (20000 / 3) < 13.8
+
+
+def test_a_model_at_a_temperature_without_bound():
+    model = make_model()
+    never = torch.zeros(31).index_fill_(0, torch.arange(1, 30), -torch.inf)
+    model.lm_head.register_forward_hook(lambda module, args, output: output + never)
+    options = {"temperature": math.inf, "generator": torch.Generator().manual_seed(0)}
+    drawn = model.generate([[1]] * 50, 20, **options)
+    assert {token.item() for row in drawn for token in row[1:]} == {0, 30}
 
 
 def test_options_as_tensors():
