@@ -160,6 +160,16 @@ class _Projections(torch.autograd.Function):
         )
 
 
+def split_heads(x: Tensor, width: int) -> Tensor:
+    """`[B, T, heads * width]` to `[B, T, heads, width]`, of as many heads as arrive."""
+    if x.shape[-1] % width:
+        raise ValueError(
+            f"GatedLinearAttention: expected a projection's width to be a multiple of the head's, "
+            f"{width}, got {x.shape[-1]}: shards hold whole heads"
+        )
+    return x.unflatten(-1, (-1, width))
+
+
 def _joined(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([w.to(dtype) for w in weights])
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from gla_ext._layer_options import typed
+
 # What a configuration file of FLA may ask for that is not built here, with the values that ask
 # for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -41,15 +43,17 @@ class GLAConfig:
         conv_size: see `GatedLinearAttention`. Default: 4.
         use_output_gate: see `GatedLinearAttention`. Default: True.
         clamp_min: lower bound of the log gate. Default: None.
-        hidden_act: activation of the MLP and of the output gate; 'swish' only, as FLA's MLP
-            takes no other that its layer takes too. Default: 'swish'.
+        hidden_act: activation of the MLP and of the output gate: 'swish', the only one that FLA's
+            MLP and its layer both take, or 'silu', which is the same function; with 'silu' the
+            layers' norms are named `g_norm`, see fuse_norm of `GatedLinearAttention`.
+            Default: 'swish'.
         max_position_embeddings: kept for FLA's readers; there is no limit. Default: 2048.
         elementwise_affine: whether the layers' norms have a weight. Default: True.
         norm_eps: epsilon of all norms. Default: 1e-6.
         use_cache: kept for FLA's readers; here forward's own argument decides. Default: True.
         pad_token_id: token whose embedding gets no gradient. Default: None.
         bos_token_id: first token of a text. Default: 1.
-        eos_token_id: last token of a text. Default: 2.
+        eos_token_id: last token of a text, or a list of such. Default: 2.
         tie_word_embeddings: the output matrix is the embedding matrix. Default: False.
         initializer_range: standard deviation of the initial weights. Default: 0.02.
         fuse_norm: see `GatedLinearAttention`. Default: True.
@@ -58,13 +62,14 @@ class GLAConfig:
     Raises:
         ValueError: sizes below 1, numbers of heads too; a hidden_ratio that leaves the MLP no
             width; a pad_token_id that is no token.
-        NotImplementedError: hidden_act other than 'swish'.
+        TypeError: a field of another type than is given above.
+        NotImplementedError: hidden_act other than 'swish' and 'silu'.
     """
 
     hidden_size: int = 2048
     expand_k: float = 0.5
     expand_v: float = 1.0
-    hidden_ratio: int | None = 4
+    hidden_ratio: float | None = 4
     intermediate_size: int | None = None
     num_hidden_layers: int = 24
     num_heads: int = 4
@@ -82,16 +87,20 @@ class GLAConfig:
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = 1
-    eos_token_id: int | None = 2
+    eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     fuse_norm: bool = True
     vocab_size: int = 32000
 
     def __post_init__(self) -> None:
-        if self.hidden_act != "swish":
+        annotations = {field.name: field.type for field in fields(self)}
+        for name, value in typed("GLAConfig", vars(self), annotations).items():
+            setattr(self, name, value)
+        if self.hidden_act not in ("silu", "swish"):
             raise NotImplementedError(
-                f"GLAConfig: hidden_act = {self.hidden_act!r} is not implemented, only 'swish' is"
+                f"GLAConfig: hidden_act = {self.hidden_act!r} is not implemented, only 'swish' and "
+                "'silu', its other name, are"
             )
         given = (name for name in _SIZES_OR_NONE if getattr(self, name) is not None)
         for name in (*_SIZES, *given):

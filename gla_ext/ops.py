@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+from gla_ext._checks import check_plain_tensors, check_scale
 
 __all__ = ["batch_invariant", "chunk_gla", "fused_chunk_gla"]
 
 _fwd = torch.ops.gla_ext.chunk_gla_fwd.default
-
+_TENSORS = "q k v g gv initial_state cu_seqlens"
 
 _OFF = ("0", "false", "off", "no")
 # The operator's kept_bytes: -1 keeps for backward what the plan says, 0 nothing.
@@ -124,10 +125,10 @@ def chunk_gla(
         NotImplementedError: a device or layout without kernels; forward-mode AD; torch.func
             transforms but vmap; DTensor.
     """
-    refuse_tensor_scale("chunk_gla", scale)
+    check_scale("chunk_gla", scale)
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        refuse_dtensor("chunk_gla", q, k, v, g, gv, initial_state)
+        check_plain_tensors("chunk_gla", _TENSORS, q, k, v, g, gv, initial_state, cu_seqlens)
     o, final_state, *_ = _fwd(
         q,
         k,
@@ -149,24 +150,6 @@ def chunk_gla(
 
 
 fused_chunk_gla = chunk_gla
-
-
-def refuse_dtensor(op: str, *tensors: Tensor | None) -> None:
-    """Raises NotImplementedError where one of the tensors is a DTensor."""
-    for t in tensors:
-        if type(t) is not Tensor and type(t).__name__ == "DTensor":
-            raise NotImplementedError(
-                f"{op}: expected plain tensors, got a DTensor; call it on to_local() tensors, "
-                "sharded over batch or heads"
-            )
-
-
-def refuse_tensor_scale(op: str, scale: float | None) -> None:
-    """Raises TypeError where scale is a tensor: it would be read back, and get no gradient."""
-    if isinstance(scale, Tensor):
-        raise TypeError(
-            f"{op}: expected scale to be a number, got a tensor; multiply q by it instead"
-        )
 
 
 def _check_offsets(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None, T: int) -> None:

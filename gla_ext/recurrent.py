@@ -5,7 +5,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from gla_ext.ops import refuse_dtensor, refuse_tensor_scale
+from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+from gla_ext._checks import check_plain_tensors, check_scale
 
 __all__ = [
     "fused_recurrent_gla",
@@ -18,6 +19,7 @@ _fwd = torch.ops.gla_ext.recurrent_gla_fwd.default
 _step = torch.ops.gla_ext.recurrent_gla_step_.default
 _verify = torch.ops.gla_ext.recurrent_gla_verify.default
 _commit = torch.ops.gla_ext.recurrent_gla_commit_.default
+_TENSORS = "q k v gk gv state slots"
 
 
 def fused_recurrent_gla(
@@ -79,9 +81,11 @@ def fused_recurrent_gla(
     """
     if kwargs:
         state_v_first = _state_layout(kwargs, state_v_first)
-    refuse_tensor_scale("fused_recurrent_gla", scale)
+    check_scale("fused_recurrent_gla", scale)
     if not torch.compiler.is_compiling():
-        refuse_dtensor("fused_recurrent_gla", q, k, v, gk, gv, initial_state)
+        names = "q k v gk gv initial_state cu_seqlens"
+        tensors = (q, k, v, gk, gv, initial_state, cu_seqlens)
+        check_plain_tensors("fused_recurrent_gla", names, *tensors)
     o, final_state = _fwd(
         q,
         k,
@@ -142,9 +146,9 @@ def recurrent_gla_step_(
         NotImplementedError: grad mode is on and an input requires grad; a device or layout without
             kernels; torch.vmap; DTensor.
     """
-    refuse_tensor_scale("recurrent_gla_step_", scale)
+    check_scale("recurrent_gla_step_", scale)
     if not torch.compiler.is_compiling():
-        refuse_dtensor("recurrent_gla_step_", q, k, v, gk, gv, state, slots)
+        check_plain_tensors("recurrent_gla_step_", _TENSORS, q, k, v, gk, gv, state, slots)
     return _step(q, k, v, gk, gv, state, slots, scale, state_v_first)
 
 
@@ -185,9 +189,9 @@ def recurrent_gla_verify(
 
     What is raised is as in `recurrent_gla_step_`.
     """
-    refuse_tensor_scale("recurrent_gla_verify", scale)
+    check_scale("recurrent_gla_verify", scale)
     if not torch.compiler.is_compiling():
-        refuse_dtensor("recurrent_gla_verify", q, k, v, gk, gv, state, slots)
+        check_plain_tensors("recurrent_gla_verify", _TENSORS, q, k, v, gk, gv, state, slots)
     return _verify(q, k, v, gk, gv, state, slots, scale, state_v_first)
 
 
@@ -216,7 +220,9 @@ def recurrent_gla_commit_(
     What is raised is as in `recurrent_gla_step_`.
     """
     if not torch.compiler.is_compiling():
-        refuse_dtensor("recurrent_gla_commit_", k, v, gk, gv, state, slots, accepted)
+        names = "k v gk gv state slots accepted"
+        tensors = (k, v, gk, gv, state, slots, accepted)
+        check_plain_tensors("recurrent_gla_commit_", names, *tensors)
     _commit(k, v, gk, gv, state, slots, accepted, state_v_first)
 
 
