@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# What turns a switch in the environment off.
+OFF = ("0", "false", "off", "no")
 FLOATING = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 

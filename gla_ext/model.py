@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gla_ext._checks import check_tensors
 from gla_ext._cross_entropy import IGNORE_INDEX, cross_entropy
+from gla_ext._init_weights import init_weights
 from gla_ext._layer_options import typed_options
 from gla_ext._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext._projections import is_plain, lay_side_by_side, project
@@ -400,22 +401,6 @@ def _goes_on(cu_seqlens: Tensor, T: int) -> Tensor:
     # Sequences count from 1; after the last offset the number is that of offsets.
     sequences = torch.searchsorted(cu_seqlens, tokens, right=True)
     return (sequences[1:] == sequences[:-1]) & (sequences[1:] < len(cu_seqlens))
-
-
-def init_weights(module: nn.Module, std: float) -> None:
-    """Linear, convolution and embedding weights from N(0, std), biases 0, norm weights 1."""
-    for child in module.modules():
-        init_own_weights(child, std)
-
-
-def init_own_weights(module: nn.Module, std: float) -> None:
-    """`init_weights` without the modules inside."""
-    if isinstance(module, (nn.Linear, nn.Conv1d, nn.Embedding)):
-        nn.init.normal_(module.weight, mean=0.0, std=std)
-        if not isinstance(module, nn.Embedding) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-    elif isinstance(module, RMSNorm):
-        module.reset_parameters()
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -124,8 +124,8 @@ class MultiheadGLA(nn.Module):
         if not (self._are_one(query, key) and self._are_one(query, value)):
             raise NotImplementedError(
                 "MultiheadGLA: expected key and value to be the tensor query (self-attention); "
-                "cross attention is not supported; where they are query, copied or rewrapped on the "
-                "way here, build the module with self_attention=True"
+                "cross attention is not supported; where they are query, but copied or rewrapped, "
+                "build the module with self_attention=True"
             )
         if need_weights:
             raise NotImplementedError(

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext._checks import check_plain_tensors, check_scale
+from gla_ext._graphs import can_be_read
+from gla_ext.inputs import CHECKS_INPUTS, check_values
 
 __all__ = [
     "fused_recurrent_gla",
@@ -55,7 +57,8 @@ def fused_recurrent_gla(
             `h // (H // HK)` of k, v, gk and gv, where it lies. Backward makes their gradients for
             every head of q, and sums them.
         v: values, `[B, T, HK, V]`, dtype of q.
-        gk: natural logarithm of the decay of each key channel, `[B, T, HK, K]`; -inf is a reset.
+        gk: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, at most 0, which is
+            not looked at, see `gla_ext.check_inputs`; -inf is a reset.
             bfloat16, float16 or float32, whatever the dtype of q, but float64 with float64 q.
             Default: no decay.
         gv: the same of each value channel, `[B, T, HK, V]`. Default: no decay.
@@ -99,6 +102,9 @@ def fused_recurrent_gla(
         reverse,
         state_v_first,
     )
+    if CHECKS_INPUTS and can_be_read(q):
+        op = "fused_recurrent_gla"
+        check_values(op, "gk", q, k, v, gk, gv, scale, initial_state, cu_seqlens)
     return o, final_state if output_final_state else None
 
 
