@@ -120,8 +120,8 @@ def _as_int(value: Any) -> Any:
 
 
 def _as_float(value: Any) -> Any:
-    if _as_int(value) is not _OTHER:
-        return int(value)
+    if isinstance(value, numbers.Integral):
+        return _as_int(value)
     return float(value) if isinstance(value, numbers.Real) and value == value else _OTHER
 
 

@@ -62,11 +62,12 @@ def _as_one_batch(
     for i in given:
         x, dim = args[i], in_dims[i]
         x = x.expand(N, *x.shape) if dim is None else x.movedim(dim, 0)
+        B = x.shape[1]  # which the operator finds to be everyone's
         wide[i] = x.flatten(0, 1) if joins else x
     results = op(*wide)
     if joins:
         results = tuple(
-            y.unflatten(0, (N, y.shape[0] // N)) if is_batched else y
+            y.unflatten(0, (N, B)) if is_batched else y
             for y, is_batched in zip(results, outputs, strict=True)
         )
     return tuple(results), tuple(0 if is_batched else None for is_batched in outputs)

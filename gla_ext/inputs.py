@@ -124,8 +124,8 @@ def _check_finite(op: str, name: str, t: Tensor, odd: Tensor, expected: str) -> 
     if odd.any():
         index = _index(odd.flatten().byte().argmax(), t)
         raise ValueError(
-            f"{op}: expected {name} to hold {expected}, got {int(odd.sum())} others of "
-            f"{t.numel()}, among them {t[index].item()} at {list(index)}"
+            f"{op}: expected {name} to hold {expected}, got {int(odd.sum())} of {t.numel()} that "
+            f"are not, among them {t[index].item()} at {list(index)}"
         )
 
 

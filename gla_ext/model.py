@@ -317,7 +317,9 @@ class GLAForCausalLM(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> GLAForCausalLM:
-        """Reads what `save_pretrained`, or FLA, wrote: see `gla_ext.checkpoint.load_model`."""
+        """Reads what `save_pretrained`, FLA or transformers wrote: see
+        `gla_ext.checkpoint.load_model`.
+        """
         from gla_ext.checkpoint import load_model
 
         return load_model(folder)

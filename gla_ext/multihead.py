@@ -212,14 +212,11 @@ def _kept_tokens(key_padding_mask: Tensor, x: Tensor, batched: bool) -> Tensor:
         raise ValueError(
             f"MultiheadGLA: expected key_padding_mask to be bool or floating, got {mask.dtype}"
         )
-    keep = mask > _NO_WEIGHT
-    if (
-        mask.device.type == "cpu"
-        and can_be_read(mask)
-        and (odd := mask[keep & (mask != 0)]).numel()
-    ):
-        raise ValueError(
-            f"MultiheadGLA: expected a floating key_padding_mask to be 0 at tokens and -inf or at "
-            f"most {_NO_WEIGHT:g} at padding, got {odd[0].item():g}"
-        )
-    return keep
+    if mask.device.type == "cpu" and can_be_read(mask):
+        odd = mask[(mask != 0) & ~(mask <= _NO_WEIGHT)]
+        if odd.numel():
+            raise ValueError(
+                "MultiheadGLA: expected a floating key_padding_mask to be 0 at tokens and -inf or "
+                f"at most {_NO_WEIGHT:g} at padding, got {odd[0].item():g}"
+            )
+    return mask > _NO_WEIGHT
