@@ -45,11 +45,11 @@ def fused_recurrent_gla(
         S_t = diag(exp(gk_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T,    o_t = scale * S_t^T q_t
 
     one token after the other: for decoding, short prompts, gates on values, and reverse time.
-    `chunk_gla` is the fast form for long sequences. Differentiable in q, k, v, gk, gv and
-    initial_state; backward computes the states again and divides by no decay, so that it is as
-    exact as the recurrence at any gate. Its workspace grows with T: a state of every head each 32
-    tokens (CUDA) or 16 (CPU), and on CUDA, where blocks share a state, fp32 partial sums of dq, dk
-    and dgk for each of them.
+    Tokens come before heads, as in `chunk_gla`, the fast form for long sequences. Differentiable in
+    q, k, v, gk, gv and initial_state; backward computes the states again and divides by no decay,
+    so that it is as exact as the recurrence at any gate. Its workspace grows with T: a state of
+    every head each 32 tokens (CUDA) or 16 (CPU), and on CUDA, where blocks share a state, fp32
+    partial sums of dq, dk and dgk for each of them.
 
     Args:
         q: queries, `[B, T, H, K]`; bfloat16, float16, float32, or float64 (CPU).

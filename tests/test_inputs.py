@@ -287,3 +287,39 @@ def test_masks_are_not_read_where_there_are_no_values():
     (found,) = torch.vmap(lambda x, m: layer(x, m)[0])(x[None], MASK[None])
     assert_close(found, expected, 1e-14)
     layer.to("meta")(x.to("meta"), MASK.to("meta"))
+
+
+@pytest.mark.cuda
+def test_on_cuda_nothing_is_read_but_by_check_inputs():
+    layer, x = make_layer(torch.float32).cuda(), make_x(T=7, dtype=torch.float32).cuda()
+    mask = MASK.cuda()
+    expected, other = layer(x, mask)[0], 2.0 * mask
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = layer(x, other)[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, expected)
+    inputs = make_inputs(2, 20, 4, 8, 12, device="cuda")
+    check(inputs)
+    with pytest.raises(ValueError, match=r"expected g to be .* got 1280 of 1280 above 0"):
+        check(inputs, g=-inputs.g)
+
+
+@pytest.mark.cuda
+def test_the_switch_leaves_captures_alone():
+    code = """
+import torch
+from gla_ext import chunk_gla
+
+q, g = torch.ones(1, 3, 2, 4, device="cuda"), torch.full((1, 3, 2, 4), 0.5, device="cuda")
+try:
+    chunk_gla(q, q, q, g)
+except ValueError:
+    print("refused")
+graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+with torch.cuda.graph(graph, stream=stream):
+    chunk_gla(q, q, q, g)
+print("captured")
+"""
+    assert run_python(code, GLA_EXT_CHECK_INPUTS="1").splitlines() == ["refused", "captured"]
