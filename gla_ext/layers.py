@@ -260,8 +260,8 @@ class GatedLinearAttention(nn.Module):
         gk = F.logsigmoid(gk) / self.gate_logit_normalizer
         if self.clamp_min is not None:
             gk = gk.clamp_min(self.clamp_min)
-        q, k, gk = (split_heads(t, self.head_k_dim) for t in (q, k, gk))
-        v = split_heads(v, self.head_v_dim)
+        K, V = self.head_k_dim, self.head_v_dim
+        q, k, v, gk = split_heads(q, K), split_heads(k, K), split_heads(v, V), split_heads(gk, K)
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         return q, k, v, gk, gates[0] if gates else None, conv_state
