@@ -5,6 +5,8 @@ from gla_ext._version import __version__
 
 check_build()
 
+from gla_ext import _vmap  # noqa: E402, F401  registers the operators' rules
+from gla_ext.inputs import check_inputs  # noqa: E402
 from gla_ext.layers import GatedLinearAttention  # noqa: E402
 from gla_ext.multihead import MultiheadGLA  # noqa: E402
 from gla_ext.ops import batch_invariant, chunk_gla, fused_chunk_gla  # noqa: E402
@@ -20,6 +22,7 @@ __all__ = [
     "MultiheadGLA",
     "__version__",
     "batch_invariant",
+    "check_inputs",
     "chunk_gla",
     "fused_chunk_gla",
     "fused_recurrent_gla",

@@ -1,13 +1,63 @@
-"""The checks of csrc/checker.h, with its sentences, for calls that plain torch operations serve."""
+"""What Python checks: the types of arguments, and for calls that plain torch operations serve what
+csrc/checker.h checks, with its sentences."""
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+# What turns a switch in the environment off.
+OFF = ("0", "false", "off", "no")
 FLOATING = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
+
+
+def check_tensors(op: str, names: str, *values: Any) -> None:
+    """Raises TypeError where a value is neither a tensor nor None.
+
+    Args:
+        op: the function that was called.
+        names: of the values, in their order, with blanks between.
+    """
+    for t in values:
+        if type(t) is not Tensor and t is not None and not isinstance(t, Tensor):
+            _refuse_value(op, names, values)
+
+
+def check_plain_tensors(op: str, names: str, *values: Any) -> None:
+    """As `check_tensors`; raises NotImplementedError for a DTensor."""
+    for t in values:
+        if type(t) is not Tensor and t is not None:
+            if not isinstance(t, Tensor):
+                _refuse_value(op, names, values)
+            if type(t).__name__ == "DTensor":
+                raise NotImplementedError(
+                    f"{op}: expected plain tensors, got a DTensor; call it on to_local() tensors, "
+                    "sharded over batch or heads"
+                )
+
+
+def _refuse_value(op: str, names: str, values: Sequence[Any]) -> None:
+    for name, t in zip(names.split(), values, strict=True):
+        if t is not None and not isinstance(t, Tensor):
+            raise TypeError(f"{op}: expected {name} to be a tensor, got {type(t)}")
+
+
+def check_scale(op: str, scale: Any) -> None:
+    """Raises TypeError where scale is neither a number nor None; a tensor would be read back, and
+    get no gradient.
+    """
+    if scale is None or type(scale) is float:
+        return
+    if isinstance(scale, Tensor):
+        raise TypeError(
+            f"{op}: expected scale to be a number, got a tensor; multiply q by it instead"
+        )
+    if not isinstance(scale, (int, numbers.Real, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{op}: expected scale to be a number, got {type(scale)}")
 
 
 def check_device(op: str, name: str, t: Tensor, first_name: str, first: Tensor) -> None:

@@ -6,3 +6,22 @@ import torch
 def is_recorded() -> bool:
     """Whether torch.compile, torch.export or torch.jit.trace makes a graph of what is called."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def can_be_read(t: torch.Tensor) -> bool:
+    """Whether a program may look at a tensor's values now and branch on them: not in a graph, a
+    transform of torch.func or a CUDA graph's capture, nor of a tensor without values.
+    """
+    if is_recorded() or torch._C._are_functorch_transforms_active():
+        return False
+    if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.is_meta:
+        return False
+    # Fake tensors and proxies may come of any operation while such a mode is on.
+    if torch._C._len_torch_dispatch_stack() and _fakes_or_traces():
+        return False
+    return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _fakes_or_traces() -> bool:
+    keys = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+    return any(torch._C._get_dispatch_mode(key) is not None for key in keys)

@@ -1,8 +1,13 @@
-"""What the options of the layer must be."""
+"""What the options of layers, models and their configuration must be."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
 
 MODES = ("chunk", "fused_recurrent", "fused_chunk")
 
@@ -13,7 +18,8 @@ def check_options(
     num_kv_heads: int,
     conv_size: int,
     gate_low_rank_dim: int,
-    gate_logit_normalizer: int,
+    gate_logit_normalizer: float,
+    clamp_min: float | None,
 ) -> None:
     """Raises what the constructor documents for options that are wrong."""
     prefix = "GatedLinearAttention:"
@@ -27,20 +33,126 @@ def check_options(
         )
     if conv_size < 1:
         raise ValueError(f"{prefix} expected conv_size to be at least 1, got {conv_size}")
-    if gate_low_rank_dim < 1 or gate_logit_normalizer == 0:
+    if gate_low_rank_dim < 1:
         raise ValueError(
-            f"{prefix} expected gate_low_rank_dim to be at least 1 and gate_logit_normalizer not "
-            f"0, got {gate_low_rank_dim} and {gate_logit_normalizer}"
+            f"{prefix} expected gate_low_rank_dim to be at least 1, got {gate_low_rank_dim}"
+        )
+    # Either would make logarithms of decays above 0, and states that grow without bound.
+    if not gate_logit_normalizer > 0:
+        raise ValueError(
+            f"{prefix} expected gate_logit_normalizer to be above 0, got {gate_logit_normalizer}"
+        )
+    if clamp_min is not None and not clamp_min <= 0:
+        raise ValueError(
+            f"{prefix} expected clamp_min, a bound of the log gate, to be at most 0, got "
+            f"{clamp_min}"
         )
 
 
 def expanded_dim(name: str, hidden_size: int, ratio: float, num_heads: int) -> int:
     """hidden_size * ratio, which must be a positive integer that num_heads divides."""
     exact = hidden_size * ratio
-    dim = round(exact)
+    dim = round(exact) if math.isfinite(exact) else 0
     if dim < 1 or not math.isclose(exact, dim) or dim % num_heads:
         raise ValueError(
             f"GatedLinearAttention: expected hidden_size * {name} to be a positive multiple of "
             f"num_heads = {num_heads}, got {hidden_size} * {ratio} = {exact:g}"
         )
     return dim
+
+
+def typed_options(constructor: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that takes for each argument what its annotation says.
+
+    Of an annotation the parts bool, int, float, str and None count; an argument that is annotated
+    with anything else is passed on unseen. NumPy's numbers become Python's.
+
+    Raises:
+        TypeError: for a bool that is not one, an int that is a float or a bool, ...
+    """
+    signature = inspect.signature(constructor)
+    annotations = {
+        name: parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    }
+
+    @functools.wraps(constructor)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs)
+        owner = constructor.__qualname__.split(".")[0]
+        given.arguments |= typed(owner, given.arguments, annotations)
+        constructor(*given.args, **given.kwargs)
+
+    return construct
+
+
+def typed(owner: str, values: Mapping[str, Any], annotations: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the values whose annotations are known, as Python's own; raises as
+    `typed_options`.
+    """
+    result = {}
+    for name, value in values.items():
+        kinds = str(annotations.get(name, "")).split(" | ")
+        if not set(kinds) <= _KINDS.keys():
+            continue
+        converted = next((c for kind in kinds if (c := _KINDS[kind](value)) is not _OTHER), _OTHER)
+        if converted is _OTHER:
+            expected = " or ".join(_NAMES[kind] for kind in kinds)
+            raise TypeError(f"{owner}: expected {name} to be {expected}, got {value!r}")
+        result[name] = converted
+    return result
+
+
+_OTHER = object()  # of another type
+
+
+def _as_bool(value: Any) -> Any:
+    # NumPy's has no base class to know it by, and two names.
+    kind = type(value)
+    from_numpy = kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
+    return bool(value) if kind is bool or from_numpy else _OTHER
+
+
+def _as_int(value: Any) -> Any:
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return int(value) if is_int else _OTHER
+
+
+def _as_float(value: Any) -> Any:
+    if isinstance(value, numbers.Integral):
+        return _as_int(value)
+    return float(value) if isinstance(value, numbers.Real) and value == value else _OTHER
+
+
+def _as_str(value: Any) -> Any:
+    return value if isinstance(value, str) else _OTHER
+
+
+def _as_none(value: Any) -> Any:
+    return None if value is None else _OTHER
+
+
+def _as_ints(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return _OTHER
+    converted = [_as_int(item) for item in value]
+    return _OTHER if _OTHER in converted else converted
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "bool": _as_bool,
+    "int": _as_int,
+    "float": _as_float,
+    "str": _as_str,
+    "list[int]": _as_ints,
+    "None": _as_none,
+}
+_NAMES = {
+    "bool": "True or False",
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "list[int]": "a list of integers",
+    "None": "None",
+}

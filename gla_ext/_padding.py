@@ -4,9 +4,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gla_ext._graphs import can_be_read
+
 
 def valid_tokens(attention_mask: Tensor, B: int, T: int) -> Tensor:
-    """The mask's last T columns as bool `[B, T]`."""
+    """The mask's last T columns as bool `[B, T]`.
+
+    Raises:
+        TypeError: for a mask that is no tensor.
+        ValueError: for another shape; on CPU, where it costs no wait, for values but 0 and 1.
+    """
     if not isinstance(attention_mask, Tensor):
         raise TypeError(
             "GatedLinearAttention: expected attention_mask to be a tensor, got "
@@ -17,7 +24,17 @@ def valid_tokens(attention_mask: Tensor, B: int, T: int) -> Tensor:
             f"GatedLinearAttention: expected attention_mask to have shape [B, at least T] = "
             f"[{B}, {T}], got {list(attention_mask.shape)}"
         )
-    return attention_mask[:, attention_mask.shape[1] - T :] != 0
+    mask = attention_mask[:, attention_mask.shape[1] - T :]
+    if mask.dtype == torch.bool:
+        return mask
+    valid = mask != 0
+    if mask.device.type == "cpu" and can_be_read(mask) and not torch.equal(mask, valid.to(mask)):
+        odd = mask[(mask != valid)][0].item()
+        raise ValueError(
+            "GatedLinearAttention: expected attention_mask to hold 1 for tokens and 0 for padding, "
+            f"got {odd}; of an additive mask pass mask == 0"
+        )
+    return valid
 
 
 def packed_slots(valid: Tensor) -> tuple[Tensor, Tensor]:

@@ -160,6 +160,19 @@ class _Projections(torch.autograd.Function):
         )
 
 
+def split_heads(x: Tensor, width: int) -> Tensor:
+    """`[B, T, heads * width]` to `[B, T, heads, width]`, of as many heads as arrive."""
+    try:
+        return x.unflatten(-1, (-1, width))
+    except RuntimeError as error:
+        if x.shape[-1] % width == 0:
+            raise
+        raise ValueError(
+            f"GatedLinearAttention: expected a projection's width to be a multiple of the head's, "
+            f"{width}, got {x.shape[-1]}: shards hold whole heads"
+        ) from error
+
+
 def _joined(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([w.to(dtype) for w in weights])
 

@@ -15,6 +15,8 @@ from gla_ext.config import GLAConfig
 from gla_ext.model import GLAForCausalLM
 
 MODEL_FILE, CONFIG_FILE = "model.safetensors", "config.json"
+INDEX_FILE = "model.safetensors.index.json"  # of a model in several files, as transformers saves it
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _METADATA_KEY = "gla_ext"
 
 
@@ -35,20 +37,71 @@ def load_model(folder: str | Path) -> GLAForCausalLM:
     """Reads what `save_model`, or FLA, wrote.
 
     Args:
-        folder: holds model.safetensors, in one file, and config.json.
+        folder: holds config.json and model.safetensors, or model.safetensors.index.json and the
+            files that it names. Not pytorch_model.bin, which is a pickle.
 
     Returns:
         The model on CPU, in eval mode, its parameters fp32 whatever the file's dtype.
 
     Raises:
         FileNotFoundError: without these files.
-        ValueError: if the tensors are not those of the configuration.
+        ValueError: if the tensors are not those of the configuration or of the index, or there are
+            none but in a pickle.
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"load_model: expected {folder} to be a folder with {CONFIG_FILE} and {MODEL_FILE}, "
+            "got no folder; a model of the Hub is to be downloaded first"
+        )
+    if not (folder / CONFIG_FILE).is_file():
+        raise FileNotFoundError(f"load_model: expected {folder} to hold {CONFIG_FILE}")
     model = GLAForCausalLM(GLAConfig.load(folder / CONFIG_FILE))
-    tensors, _ = read_tensors(folder / MODEL_FILE)
-    load_tensors(model, tensors)
+    load_tensors(model, _read_model_tensors(folder))
     return model.eval()
+
+
+def _read_model_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a model in one file or in several."""
+    if (folder / MODEL_FILE).is_file():
+        return read_tensors(folder / MODEL_FILE)[0]
+    if (folder / INDEX_FILE).is_file():
+        return _read_shards(folder / INDEX_FILE)
+    if pickle := next((name for name in _PICKLES if (folder / name).exists()), None):
+        raise ValueError(
+            f"load_model: expected {folder} to hold {MODEL_FILE}, got {pickle}, a pickle, which "
+            "may run code when it is read; where you trust it, convert it once: "
+            "gla_ext.hf.GLAForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+        )
+    raise FileNotFoundError(f"load_model: expected {folder} to hold {MODEL_FILE} or {INDEX_FILE}")
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """The tensors that an index names, each from the file that it names."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted(set(weight_map.values()))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"load_model: expected {index} to be JSON with a weight_map of tensors and files"
+        ) from error
+    tensors = {}
+    for shard in shards:
+        if not (isinstance(shard, str) and shard and Path(shard).name == shard):
+            raise ValueError(f"load_model: expected {index} to name files beside it, got {shard!r}")
+        if not (index.parent / shard).is_file():
+            raise FileNotFoundError(
+                f"load_model: expected {index.parent} to hold {shard}, which {index.name} names"
+            )
+        with _opened(index.parent / shard) as file:
+            held = set(file.keys())
+            for name in (name for name, place in weight_map.items() if place == shard):
+                if name not in held:
+                    raise ValueError(
+                        f"load_model: expected {shard} to hold {name!r}, as {index.name} says"
+                    )
+                tensors[name] = file.get_tensor(name)
+    return tensors
 
 
 def model_tensors(model: GLAForCausalLM) -> dict[str, Tensor]:

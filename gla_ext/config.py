@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from gla_ext._layer_options import typed
+
 # What a configuration file of FLA may ask for that is not built here, with the values that ask
 # for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -41,8 +43,10 @@ class GLAConfig:
         conv_size: see `GatedLinearAttention`. Default: 4.
         use_output_gate: see `GatedLinearAttention`. Default: True.
         clamp_min: lower bound of the log gate. Default: None.
-        hidden_act: activation of the MLP and of the output gate; 'swish' only, as FLA's MLP
-            takes no other that its layer takes too. Default: 'swish'.
+        hidden_act: activation of the MLP and of the output gate: 'swish', the only one that FLA's
+            MLP and its layer both take, or 'silu', which is the same function; with 'silu' the
+            layers' norms are named `g_norm`, see fuse_norm of `GatedLinearAttention`.
+            Default: 'swish'.
         max_position_embeddings: kept for FLA's readers; there is no limit. Default: 2048.
         elementwise_affine: whether the layers' norms have a weight. Default: True.
         norm_eps: epsilon of all norms. Default: 1e-6.
@@ -58,13 +62,14 @@ class GLAConfig:
     Raises:
         ValueError: sizes below 1, numbers of heads too; a hidden_ratio that leaves the MLP no
             width; a pad_token_id that is no token.
-        NotImplementedError: hidden_act other than 'swish'.
+        TypeError: a field of another type than is given above.
+        NotImplementedError: hidden_act other than 'swish' and 'silu'.
     """
 
     hidden_size: int = 2048
     expand_k: float = 0.5
     expand_v: float = 1.0
-    hidden_ratio: int | None = 4
+    hidden_ratio: float | None = 4
     intermediate_size: int | None = None
     num_hidden_layers: int = 24
     num_heads: int = 4
@@ -89,9 +94,13 @@ class GLAConfig:
     vocab_size: int = 32000
 
     def __post_init__(self) -> None:
-        if self.hidden_act != "swish":
+        annotations = {field.name: field.type for field in fields(self)}
+        for name, value in typed("GLAConfig", vars(self), annotations).items():
+            setattr(self, name, value)
+        if self.hidden_act not in ("silu", "swish"):
             raise NotImplementedError(
-                f"GLAConfig: hidden_act = {self.hidden_act!r} is not implemented, only 'swish' is"
+                f"GLAConfig: hidden_act = {self.hidden_act!r} is not implemented, only 'swish' and "
+                "'silu', its other name, are"
             )
         given = (name for name in _SIZES_OR_NONE if getattr(self, name) is not None)
         for name in (*_SIZES, *given):

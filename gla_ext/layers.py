@@ -13,9 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gla_ext._layer_options import check_options, expanded_dim
+from gla_ext._checks import check_tensors
+from gla_ext._layer_options import check_options, expanded_dim, typed_options
 from gla_ext._padding import pack, packed_slots, unpack, valid_tokens
-from gla_ext._projections import lay_side_by_side, nobody_sees, project, project_fused
+from gla_ext._projections import (
+    lay_side_by_side,
+    nobody_sees,
+    project,
+    project_fused,
+    split_heads,
+)
 from gla_ext.activations import activation
 from gla_ext.norms import GatedRMSNorm, RMSNorm
 from gla_ext.ops import chunk_gla, is_batch_invariant
@@ -52,9 +59,10 @@ class GatedLinearAttention(nn.Module):
             Default: 'swish'.
         elementwise_affine: whether the norm has a weight. Default: True.
         norm_eps: epsilon of the norm. Default: 1e-5.
-        gate_logit_normalizer: divides the log gate; larger forgets more slowly. Default: 16.
+        gate_logit_normalizer: divides the log gate; above 0, larger forgets more slowly.
+            Default: 16.
         gate_low_rank_dim: rank of the gate projection. Default: 16.
-        clamp_min: lower bound of the log gate (natural log). Default: None.
+        clamp_min: lower bound of the log gate (natural log), at most 0. Default: None.
         fuse_norm: norm and output gate are one operator, which rounds once, and not one after the
             other; with gate_fn 'swish' (not 'silu') it also names the norm `g_norm_swish_gate`
             instead of `g_norm`. Default: True.
@@ -66,7 +74,12 @@ class GatedLinearAttention(nn.Module):
     between. `batch_projections = False`, an attribute of an instance or of the class, keeps them
     apart. Without gradients they are one product after `gla_ext.model.fuse_projections`.
 
+    Of a layer whose projections are sharded by columns, as tensor parallelism shards them, forward
+    computes the heads whose channels arrive: o_proj's part of the output is then this rank's
+    summand.
+
     Raises:
+        TypeError: an option of another type: a flag that is no bool, a size that is no integer.
         ValueError: sizes that do not divide, an unknown mode or activation; in forward, shapes
             that do not fit, or a cache without layer_idx.
         NotImplementedError: 'bias_gelu' as an activation.
@@ -74,6 +87,7 @@ class GatedLinearAttention(nn.Module):
 
     batch_projections = True
 
+    @typed_options
     def __init__(
         self,
         mode: str = "chunk",
@@ -90,7 +104,7 @@ class GatedLinearAttention(nn.Module):
         gate_fn: str = "swish",
         elementwise_affine: bool | None = True,
         norm_eps: float = 1e-5,
-        gate_logit_normalizer: int = 16,
+        gate_logit_normalizer: float = 16,
         gate_low_rank_dim: int = 16,
         clamp_min: float | None = None,
         fuse_norm: bool = True,
@@ -99,7 +113,13 @@ class GatedLinearAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_options(
-            mode, num_heads, num_kv_heads, conv_size, gate_low_rank_dim, gate_logit_normalizer
+            mode,
+            num_heads,
+            num_kv_heads,
+            conv_size,
+            gate_low_rank_dim,
+            gate_logit_normalizer,
+            clamp_min,
         )
         self.mode = mode
         self.hidden_size = hidden_size
@@ -163,8 +183,9 @@ class GatedLinearAttention(nn.Module):
         Args:
             hidden_states: `[B, T, hidden_size]`.
             attention_mask: `[B, >= T]` of 0 (padding) and 1, its last T columns count; padded
-                tokens are skipped by the recurrence and by the convolutions and return 0.
-                Default: None.
+                tokens are skipped by the recurrence and by the convolutions and return 0. Of any
+                dtype; another value, as in an additive mask, is refused in eager mode on CPU, and
+                elsewhere, where nothing is read back, a token to keep. Default: None.
             past_key_values: a cache (`gla_ext.cache.GLACache`, or one of its kind) whose entry
                 for layer_idx is where the recurrence and the convolutions start: see
                 `gla_ext.short_conv.ShortConvolution` for the latter. Default: None.
@@ -177,10 +198,14 @@ class GatedLinearAttention(nn.Module):
             The output `[B, T, hidden_size]`, None, and past_key_values.
 
         Raises:
-            ValueError: for shapes that do not fit, or past_key_values without layer_idx.
-            TypeError: for an attention_mask or cu_seqlens that is no tensor.
+            ValueError: for shapes that do not fit, a mask of other numbers than 0 and 1, or
+                past_key_values without layer_idx.
+            TypeError: for inputs, an attention_mask or cu_seqlens that are no tensors.
             NotImplementedError: for nested tensors.
         """
+        cu_seqlens = kwargs.get("cu_seqlens")
+        names = "hidden_states attention_mask cu_seqlens"
+        check_tensors("GatedLinearAttention", names, hidden_states, attention_mask, cu_seqlens)
         if hidden_states.is_nested:
             raise NotImplementedError(
                 "GatedLinearAttention: nested tensors are not supported, pack the sequences in one "
@@ -194,11 +219,6 @@ class GatedLinearAttention(nn.Module):
         state = self._cached("recurrent_state", past_key_values)
         conv_state = self._cached("conv_state", past_key_values) if self.use_short_conv else None
         B, T, _ = hidden_states.shape
-        cu_seqlens = kwargs.get("cu_seqlens")
-        if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
-            raise TypeError(
-                f"GatedLinearAttention: expected cu_seqlens to be a tensor, got {type(cu_seqlens)}"
-            )
         slots = None
         if cu_seqlens is None and attention_mask is not None:
             valid = valid_tokens(attention_mask, B, T)
@@ -228,8 +248,9 @@ class GatedLinearAttention(nn.Module):
         output_state: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, ...] | None]:
-        """q `[B, T, H, K]`, k, v and gk `[B, T, num_kv_heads, K | V]`, the output gate before its
-        activation `[B, T, H * V]` or None, and what the convolutions go on from or None.
+        """q `[B, T, H, K]`, k, v and gk `[B, T, HK, K | V]`, the output gate before its activation
+        `[B, T, H * V]` or None, and what the convolutions go on from or None. H and HK are
+        num_heads and num_kv_heads, or of sharded projections this rank's.
         """
         (q, k, v, *gates), gk = self._multiply(x)
         if self.use_short_conv:
@@ -240,10 +261,8 @@ class GatedLinearAttention(nn.Module):
         gk = F.logsigmoid(gk) / self.gate_logit_normalizer
         if self.clamp_min is not None:
             gk = gk.clamp_min(self.clamp_min)
-        q = q.unflatten(-1, (self.num_heads, self.head_k_dim))
-        k = k.unflatten(-1, (self.num_kv_heads, self.head_k_dim))
-        v = v.unflatten(-1, (self.num_kv_heads, self.head_v_dim))
-        gk = gk.unflatten(-1, (self.num_kv_heads, self.head_k_dim))
+        K, V = self.head_k_dim, self.head_v_dim
+        q, k, v, gk = split_heads(q, K), split_heads(k, K), split_heads(v, V), split_heads(gk, K)
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         return q, k, v, gk, gates[0] if gates else None, conv_state
@@ -326,8 +345,7 @@ class GatedLinearAttention(nn.Module):
     def _norm_and_gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """From the heads' outputs `[B, T, H, V]` to the input of o_proj `[B, T, H * V]`."""
         if self.fuse_norm_and_gate:
-            gate = gate.unflatten(-1, (self.num_heads, self.head_v_dim))
-            return self.norm(o, gate).flatten(-2)
+            return self.norm(o, split_heads(gate, self.head_v_dim)).flatten(-2)
         o = self.norm(o).flatten(-2)
         return o if gate is None else o * self.gate_fn(gate)
 

@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gla_ext._checks import check_tensors
 from gla_ext._cross_entropy import IGNORE_INDEX, cross_entropy
+from gla_ext._init_weights import init_weights
+from gla_ext._layer_options import typed_options
 from gla_ext._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext._projections import is_plain, lay_side_by_side, project
 from gla_ext.cache import GLACache
@@ -55,6 +58,7 @@ class GLAMLP(nn.Module):
         intermediate_size: width in between.
     """
 
+    @typed_options
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
@@ -128,7 +132,14 @@ class GLAModel(nn.Module):
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(GLABlock(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        init_weights(self, config.initializer_range)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises every weight inside by the configuration: after `to_empty()`, last of all.
+
+        The modules inside have reset_parameters too, of torch's distributions.
+        """
+        init_weights(self, self.config.initializer_range)
 
     def forward(
         self,
@@ -139,6 +150,7 @@ class GLAModel(nn.Module):
         cu_seqlens: Tensor | None = None,
     ) -> ModelOutput:
         """Arguments as `GLAForCausalLM.forward`."""
+        check_tensors("GLAForCausalLM", "input_ids cu_seqlens", input_ids, cu_seqlens)
         if use_cache and past_key_values is None:
             past_key_values = GLACache()
         recompute = self.gradient_checkpointing and self.training and past_key_values is None
@@ -220,10 +232,18 @@ class GLAForCausalLM(nn.Module):
         self.config = config
         self.model = GLAModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
+        self._reset_head()
+
+    def reset_parameters(self) -> None:
+        """As `GLAModel.reset_parameters`; ties the embeddings anew, which `to_empty()` unties."""
+        self.model.reset_parameters()
+        self._reset_head()
+
+    def _reset_head(self) -> None:
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embeddings.weight
         else:
-            init_weights(self.lm_head, config.initializer_range)
+            init_weights(self.lm_head, self.config.initializer_range)
 
     def forward(
         self,
@@ -239,7 +259,8 @@ class GLAForCausalLM(nn.Module):
 
         Args:
             input_ids: int64 `[B, T]`.
-            attention_mask: `[B, >= T]` of 0 (padding) and 1. Default: None.
+            attention_mask: `[B, >= T]` of 0 (padding) and 1, see `GatedLinearAttention.forward`.
+                Default: None.
             past_key_values: a cache of the tokens before these. Default: None.
             use_cache: store the states after these tokens in past_key_values, or in a new
                 `GLACache`. Default: False.
@@ -255,7 +276,8 @@ class GLAForCausalLM(nn.Module):
             A `CausalLMOutput`.
 
         Raises:
-            ValueError: logits_to_keep below 0.
+            ValueError: logits_to_keep below 0; a mask of other numbers than 0 and 1 (on CPU).
+            TypeError: input_ids, labels or cu_seqlens that are no tensors.
         """
         check_logits_to_keep(logits_to_keep)
         x, past_key_values = self.model(
@@ -295,7 +317,9 @@ class GLAForCausalLM(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> GLAForCausalLM:
-        """Reads what `save_pretrained`, or FLA, wrote: see `gla_ext.checkpoint.load_model`."""
+        """Reads what `save_pretrained`, FLA or transformers wrote: see
+        `gla_ext.checkpoint.load_model`.
+        """
         from gla_ext.checkpoint import load_model
 
         return load_model(folder)
@@ -358,6 +382,8 @@ def next_token_loss(
     Returns:
         An fp32 scalar; NaN when no label counts.
     """
+    names = "logits labels cu_seqlens"
+    check_tensors("next_token_loss", names, logits, labels, cu_seqlens)
     labels = labels[:, 1:].to(logits.device)
     if cu_seqlens is not None:
         goes_on = _goes_on(cu_seqlens.to(logits.device), logits.shape[1])
@@ -377,22 +403,6 @@ def _goes_on(cu_seqlens: Tensor, T: int) -> Tensor:
     # Sequences count from 1; after the last offset the number is that of offsets.
     sequences = torch.searchsorted(cu_seqlens, tokens, right=True)
     return (sequences[1:] == sequences[:-1]) & (sequences[1:] < len(cu_seqlens))
-
-
-def init_weights(module: nn.Module, std: float) -> None:
-    """Linear, convolution and embedding weights from N(0, std), biases 0, norm weights 1."""
-    for child in module.modules():
-        init_own_weights(child, std)
-
-
-def init_own_weights(module: nn.Module, std: float) -> None:
-    """`init_weights` without the modules inside."""
-    if isinstance(module, (nn.Linear, nn.Conv1d, nn.Embedding)):
-        nn.init.normal_(module.weight, mean=0.0, std=std)
-        if not isinstance(module, nn.Embedding) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-    elif isinstance(module, RMSNorm):
-        module.reset_parameters()
 
 
 def count_parameters(module: nn.Module) -> int:

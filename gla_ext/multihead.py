@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gla_ext._checks import check_tensors
+from gla_ext._graphs import can_be_read
+from gla_ext._layer_options import typed_options
 from gla_ext.layers import GatedLinearAttention
 
 _NO_WEIGHT = -1000.0  # programs write -1e4, -1e9 or the least number for -inf: a weight of 0 too
@@ -28,11 +31,17 @@ class MultiheadGLA(nn.Module):
         add_bias_kv, add_zero_attn: False only. Default: False.
         kdim, vdim: None or embed_dim only. Default: None.
         batch_first: inputs are `[B, T, E]`, not `[T, B, E]`. Default: False.
+        self_attention: your promise that key and value are query, whatever tensors they come as:
+            only query is read. Where False, forward finds out that they are: the same object, or
+            not compiled a tensor of the same memory, dtype, shape and strides. Needed where
+            something copies the arguments one by one, as the casts of FSDP2's
+            `MixedPrecisionPolicy` do, or rewraps them in a compiled graph. Default: False.
         device, dtype: of the parameters. Default: torch's.
         **options: of `GatedLinearAttention`: expand_k, expand_v, gate_logit_normalizer, ...
 
     Raises:
         NotImplementedError: an option of `nn.MultiheadAttention` that has no meaning here.
+        TypeError: an option of another type.
         ValueError: sizes that do not divide; in forward, shapes that do not fit.
     """
 
@@ -40,6 +49,7 @@ class MultiheadGLA(nn.Module):
     _qkv_same_embed_dim = False
     in_proj_bias = None
 
+    @typed_options
     def __init__(
         self,
         embed_dim: int,
@@ -53,6 +63,7 @@ class MultiheadGLA(nn.Module):
         batch_first: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        self_attention: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -64,9 +75,15 @@ class MultiheadGLA(nn.Module):
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.batch_first = batch_first
+        self.self_attention = self_attention
         self.attention = GatedLinearAttention(hidden_size=embed_dim, num_heads=num_heads, **options)
         self.bias = nn.Parameter(torch.zeros(embed_dim)) if bias else None
         self.to(device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Zeroes the bias; the modules inside have reset_parameters of their own."""
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(
         self,
@@ -83,10 +100,11 @@ class MultiheadGLA(nn.Module):
 
         Args:
             query: `[B, T, E]` if batch_first, else `[T, B, E]`; or `[T, E]`.
-            key, value: the same tensor.
+            key, value: the same tensor; see self_attention.
             key_padding_mask: `[B, T]` (`[T]` without a batch); bool, True at padding, or floating,
                 -inf or at most -1000 at padding and 0 elsewhere. Padded tokens are skipped and
-                return 0, without bias. Default: None.
+                return 0, without bias. Other numbers are refused in eager mode on CPU, and
+                elsewhere read by their side of -1000. Default: None.
             need_weights: False only.
             attn_mask: the causal mask, `[T, T]`, or None; as is_causal says what it is, it is not
                 looked at. Default: None.
@@ -98,12 +116,16 @@ class MultiheadGLA(nn.Module):
 
         Raises:
             NotImplementedError: cross attention, weights, or attention that is not causal.
-            ValueError: shapes that do not fit.
+            TypeError: inputs that are no tensors.
+            ValueError: shapes that do not fit, other numbers in key_padding_mask.
         """
-        if key is not query or value is not query:
+        names, tensors = "query key value key_padding_mask attn_mask", (query, key, value)
+        check_tensors("MultiheadGLA", names, *tensors, key_padding_mask, attn_mask)
+        if not (self._are_one(query, key) and self._are_one(query, value)):
             raise NotImplementedError(
                 "MultiheadGLA: expected key and value to be the tensor query (self-attention); "
-                "cross attention is not supported"
+                "cross attention is not supported; where they are query, but copied or rewrapped, "
+                "build the module with self_attention=True"
             )
         if need_weights:
             raise NotImplementedError(
@@ -139,8 +161,35 @@ class MultiheadGLA(nn.Module):
             return out.squeeze(0), None
         return (out if self.batch_first else out.transpose(0, 1)), None
 
+    def _are_one(self, query: Tensor, other: Tensor) -> bool:
+        """Whether the other is query, as far as self_attention lets it be seen."""
+        if other is query:
+            return True
+        # An address would break a graph.
+        if torch.compiler.is_compiling():
+            return self.self_attention
+        if other is None or other.shape != query.shape:
+            return False
+        return self.self_attention or _same_memory(query, other)
+
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, {self.num_heads}, batch_first={self.batch_first}"
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape are views of the same numbers, with gradients or without."""
+    if a.dtype != b.dtype or a.layout != torch.strided or b.layout != torch.strided:
+        return False
+    # One that is detached wants no gradient to pass.
+    if torch.is_grad_enabled() and a.requires_grad != b.requires_grad:
+        return False
+    if not (torch._C._has_storage(a) and torch._C._has_storage(b)):  # in a transform of torch.func
+        return False
+    return (
+        a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and a.storage_offset() == b.storage_offset()
+        and a.stride() == b.stride()
+    )
 
 
 def _refuse(name: str, value: Any, supported: bool, expected: str) -> None:
@@ -163,4 +212,11 @@ def _kept_tokens(key_padding_mask: Tensor, x: Tensor, batched: bool) -> Tensor:
         raise ValueError(
             f"MultiheadGLA: expected key_padding_mask to be bool or floating, got {mask.dtype}"
         )
+    if mask.device.type == "cpu" and can_be_read(mask):
+        odd = mask[(mask != 0) & ~(mask <= _NO_WEIGHT)]
+        if odd.numel():
+            raise ValueError(
+                "MultiheadGLA: expected a floating key_padding_mask to be 0 at tokens and -inf or "
+                f"at most {_NO_WEIGHT:g} at padding, got {odd[0].item():g}"
+            )
     return mask > _NO_WEIGHT

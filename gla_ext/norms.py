@@ -14,7 +14,9 @@ from gla_ext._checks import (
     check_dtype_like,
     check_floating,
     check_shape,
+    check_tensors,
 )
+from gla_ext._layer_options import typed_options
 from gla_ext.activations import ACTIVATIONS
 from gla_ext.activations import activation as function_of
 
@@ -51,6 +53,7 @@ def rms_norm(
 
     Under `torch.compile(fullgraph=True)` torch raises an error of its own that quotes these.
     """
+    check_tensors("rms_norm", "x weight gate", x, weight, gate)
     # Dtypes that are not promoted the checks refuse.
     if gate is not None and gate.dtype != x.dtype and {gate.dtype, x.dtype} <= FLOATING:
         wide = torch.promote_types(x.dtype, gate.dtype)
@@ -128,6 +131,7 @@ class RMSNorm(nn.Module):
         dtype: dtype of the weight. Default: torch's default dtype.
     """
 
+    @typed_options
     def __init__(
         self,
         hidden_size: int,
@@ -173,6 +177,7 @@ class GatedRMSNorm(RMSNorm):
     forward takes x and gate of one shape `[..., hidden_size]` and returns that shape in x's dtype.
     """
 
+    @typed_options
     def __init__(
         self,
         hidden_size: int,

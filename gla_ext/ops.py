@@ -1,7 +1,6 @@
 """The operators of gla_ext as Python functions."""
 
 import contextlib
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -11,15 +10,17 @@ import torch
 from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+from gla_ext._checks import OFF, check_plain_tensors, check_scale
+from gla_ext._graphs import can_be_read
+from gla_ext.inputs import CHECKS_INPUTS, check_offsets, check_values
 
 __all__ = ["batch_invariant", "chunk_gla", "fused_chunk_gla"]
 
 _fwd = torch.ops.gla_ext.chunk_gla_fwd.default
+_TENSORS = "q k v g gv initial_state cu_seqlens"
 
-
-_OFF = ("0", "false", "off", "no")
 # The operator's kept_bytes: -1 keeps for backward what the plan says, 0 nothing.
-_kept_bytes = 0 if os.environ.get("GLA_EXT_KEEP_OPERANDS", "").lower() in _OFF else -1
+_kept_bytes = 0 if os.environ.get("GLA_EXT_KEEP_OPERANDS", "").lower() in OFF else -1
 
 
 class _Mode(threading.local):
@@ -27,7 +28,7 @@ class _Mode(threading.local):
 
     def __init__(self) -> None:
         value = os.environ.get("GLA_EXT_BATCH_INVARIANT", "").lower()
-        self.batch_invariant = value not in ("", *_OFF)
+        self.batch_invariant = value not in ("", *OFF)
 
 
 _mode = _Mode()
@@ -92,7 +93,8 @@ def chunk_gla(
 
         S_t = diag(exp(g_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T,    o_t = scale * S_t^T q_t
 
-    in chunks of 64 tokens. Differentiable in q, k, v, g, gv and initial_state.
+    in chunks of 64 tokens. Differentiable in q, k, v, g, gv and initial_state. Tokens come before
+    heads: `[B, H, T, K]`, as attention has it, is taken for H tokens of T heads.
 
     Args:
         q: queries, `[B, T, H, K]`; bfloat16, float16, float32, or float64 (CPU).
@@ -100,9 +102,10 @@ def chunk_gla(
             `h // (H // HK)` of k, v, g and gv, where it lies. Backward makes their gradients for
             every head of q, and sums them.
         v: values, `[B, T, HK, V]`, dtype of q.
-        g: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, at most 0 (above 0
-            results may overflow); -inf is a reset. bfloat16, float16 or float32, whatever the
-            dtype of q, but float64 with float64 q. None: no decay.
+        g: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, at most 0; -inf is a
+            reset. It is not looked at: above 0, as of decays that are no logarithms, states grow
+            until results are inf or NaN; see `gla_ext.check_inputs`. bfloat16, float16 or float32,
+            whatever the dtype of q, but float64 with float64 q. None: no decay.
         scale: factor of the scores, a number. Default: `K ** -0.5`.
         initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32 (float64 with
             float64 q). N is the number of sequences: B, or `len(cu_seqlens) - 1`. Default: zero.
@@ -124,10 +127,10 @@ def chunk_gla(
         NotImplementedError: a device or layout without kernels; forward-mode AD; torch.func
             transforms but vmap; DTensor.
     """
-    refuse_tensor_scale("chunk_gla", scale)
+    check_scale("chunk_gla", scale)
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        refuse_dtensor("chunk_gla", q, k, v, g, gv, initial_state)
+        check_plain_tensors("chunk_gla", _TENSORS, q, k, v, g, gv, initial_state, cu_seqlens)
     o, final_state, *_ = _fwd(
         q,
         k,
@@ -143,30 +146,14 @@ def chunk_gla(
         _mode.batch_invariant,
         _kept_bytes,
     )
+    if CHECKS_INPUTS and can_be_read(q):
+        check_values("chunk_gla", "g", q, k, v, g, gv, scale, initial_state, cu_seqlens)
     if cu_seqlens_cpu is not None and not compiling:
         _check_offsets(cu_seqlens_cpu, cu_seqlens, q.shape[1])
     return o, final_state if output_final_state else None
 
 
 fused_chunk_gla = chunk_gla
-
-
-def refuse_dtensor(op: str, *tensors: Tensor | None) -> None:
-    """Raises NotImplementedError where one of the tensors is a DTensor."""
-    for t in tensors:
-        if type(t) is not Tensor and type(t).__name__ == "DTensor":
-            raise NotImplementedError(
-                f"{op}: expected plain tensors, got a DTensor; call it on to_local() tensors, "
-                "sharded over batch or heads"
-            )
-
-
-def refuse_tensor_scale(op: str, scale: float | None) -> None:
-    """Raises TypeError where scale is a tensor: it would be read back, and get no gradient."""
-    if isinstance(scale, Tensor):
-        raise TypeError(
-            f"{op}: expected scale to be a number, got a tensor; multiply q by it instead"
-        )
 
 
 def _check_offsets(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None, T: int) -> None:
@@ -189,16 +176,4 @@ def _check_offsets(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None, T: int) ->
             f"chunk_gla: expected cu_seqlens_cpu to have the shape of cu_seqlens, "
             f"{list(cu_seqlens.shape)}, got {list(cu_seqlens_cpu.shape)}"
         )
-    offsets = cu_seqlens_cpu.tolist()
-    if offsets[0] != 0:
-        raise ValueError(f"chunk_gla: expected cu_seqlens to start with 0, got {offsets[0]}")
-    for n, (start, end) in enumerate(itertools.pairwise(offsets)):
-        if start > end:
-            raise ValueError(
-                f"chunk_gla: expected cu_seqlens to be non-decreasing, got {start} before {end} "
-                f"at position {n}"
-            )
-    if offsets[-1] > T:
-        raise ValueError(
-            f"chunk_gla: expected cu_seqlens to end at or before T = {T}, got {offsets[-1]}"
-        )
+    check_offsets("chunk_gla", cu_seqlens_cpu.tolist(), T)

@@ -5,7 +5,10 @@ import warnings
 import torch
 from torch import Tensor
 
-from gla_ext.ops import refuse_dtensor, refuse_tensor_scale
+from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+from gla_ext._checks import check_plain_tensors, check_scale
+from gla_ext._graphs import can_be_read
+from gla_ext.inputs import CHECKS_INPUTS, check_values
 
 __all__ = [
     "fused_recurrent_gla",
@@ -18,6 +21,7 @@ _fwd = torch.ops.gla_ext.recurrent_gla_fwd.default
 _step = torch.ops.gla_ext.recurrent_gla_step_.default
 _verify = torch.ops.gla_ext.recurrent_gla_verify.default
 _commit = torch.ops.gla_ext.recurrent_gla_commit_.default
+_TENSORS = "q k v gk gv state slots"
 
 
 def fused_recurrent_gla(
@@ -41,11 +45,11 @@ def fused_recurrent_gla(
         S_t = diag(exp(gk_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T,    o_t = scale * S_t^T q_t
 
     one token after the other: for decoding, short prompts, gates on values, and reverse time.
-    `chunk_gla` is the fast form for long sequences. Differentiable in q, k, v, gk, gv and
-    initial_state; backward computes the states again and divides by no decay, so that it is as
-    exact as the recurrence at any gate. Its workspace grows with T: a state of every head each 32
-    tokens (CUDA) or 16 (CPU), and on CUDA, where blocks share a state, fp32 partial sums of dq, dk
-    and dgk for each of them.
+    Tokens come before heads, as in `chunk_gla`, the fast form for long sequences. Differentiable in
+    q, k, v, gk, gv and initial_state; backward computes the states again and divides by no decay,
+    so that it is as exact as the recurrence at any gate. Its workspace grows with T: a state of
+    every head each 32 tokens (CUDA) or 16 (CPU), and on CUDA, where blocks share a state, fp32
+    partial sums of dq, dk and dgk for each of them.
 
     Args:
         q: queries, `[B, T, H, K]`; bfloat16, float16, float32, or float64 (CPU).
@@ -53,7 +57,8 @@ def fused_recurrent_gla(
             `h // (H // HK)` of k, v, gk and gv, where it lies. Backward makes their gradients for
             every head of q, and sums them.
         v: values, `[B, T, HK, V]`, dtype of q.
-        gk: natural logarithm of the decay of each key channel, `[B, T, HK, K]`; -inf is a reset.
+        gk: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, at most 0, which is
+            not looked at, see `gla_ext.check_inputs`; -inf is a reset.
             bfloat16, float16 or float32, whatever the dtype of q, but float64 with float64 q.
             Default: no decay.
         gv: the same of each value channel, `[B, T, HK, V]`. Default: no decay.
@@ -79,9 +84,11 @@ def fused_recurrent_gla(
     """
     if kwargs:
         state_v_first = _state_layout(kwargs, state_v_first)
-    refuse_tensor_scale("fused_recurrent_gla", scale)
+    check_scale("fused_recurrent_gla", scale)
     if not torch.compiler.is_compiling():
-        refuse_dtensor("fused_recurrent_gla", q, k, v, gk, gv, initial_state)
+        names = "q k v gk gv initial_state cu_seqlens"
+        tensors = (q, k, v, gk, gv, initial_state, cu_seqlens)
+        check_plain_tensors("fused_recurrent_gla", names, *tensors)
     o, final_state = _fwd(
         q,
         k,
@@ -95,6 +102,9 @@ def fused_recurrent_gla(
         reverse,
         state_v_first,
     )
+    if CHECKS_INPUTS and can_be_read(q):
+        op = "fused_recurrent_gla"
+        check_values(op, "gk", q, k, v, gk, gv, scale, initial_state, cu_seqlens)
     return o, final_state if output_final_state else None
 
 
@@ -142,9 +152,9 @@ def recurrent_gla_step_(
         NotImplementedError: grad mode is on and an input requires grad; a device or layout without
             kernels; torch.vmap; DTensor.
     """
-    refuse_tensor_scale("recurrent_gla_step_", scale)
+    check_scale("recurrent_gla_step_", scale)
     if not torch.compiler.is_compiling():
-        refuse_dtensor("recurrent_gla_step_", q, k, v, gk, gv, state, slots)
+        check_plain_tensors("recurrent_gla_step_", _TENSORS, q, k, v, gk, gv, state, slots)
     return _step(q, k, v, gk, gv, state, slots, scale, state_v_first)
 
 
@@ -185,9 +195,9 @@ def recurrent_gla_verify(
 
     What is raised is as in `recurrent_gla_step_`.
     """
-    refuse_tensor_scale("recurrent_gla_verify", scale)
+    check_scale("recurrent_gla_verify", scale)
     if not torch.compiler.is_compiling():
-        refuse_dtensor("recurrent_gla_verify", q, k, v, gk, gv, state, slots)
+        check_plain_tensors("recurrent_gla_verify", _TENSORS, q, k, v, gk, gv, state, slots)
     return _verify(q, k, v, gk, gv, state, slots, scale, state_v_first)
 
 
@@ -216,7 +226,9 @@ def recurrent_gla_commit_(
     What is raised is as in `recurrent_gla_step_`.
     """
     if not torch.compiler.is_compiling():
-        refuse_dtensor("recurrent_gla_commit_", k, v, gk, gv, state, slots, accepted)
+        names = "k v gk gv state slots accepted"
+        tensors = (k, v, gk, gv, state, slots, accepted)
+        check_plain_tensors("recurrent_gla_commit_", names, *tensors)
     _commit(k, v, gk, gv, state, slots, accepted, state_v_first)
 
 

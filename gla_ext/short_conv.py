@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
-from gla_ext.ops import refuse_dtensor
+from gla_ext._checks import check_plain_tensors
+from gla_ext._layer_options import typed_options
 
 _fwd = torch.ops.gla_ext.short_convolution_fwd.default
 
@@ -26,6 +27,7 @@ class ShortConvolution(nn.Conv1d):
         bias: whether there is a `bias` `[D]` beside the `weight` `[D, 1, W]`. Default: False.
     """
 
+    @typed_options
     def __init__(self, hidden_size: int, kernel_size: int, bias: bool = False) -> None:
         super().__init__(
             hidden_size,
@@ -76,7 +78,9 @@ def causal_convolution(
 ) -> tuple[Tensor, Tensor | None]:
     """`ShortConvolution.forward` with the weight and bias of any such module."""
     if not torch.compiler.is_compiling():
-        refuse_dtensor("ShortConvolution", x, conv.weight, conv.bias, cache)
+        names = "x weight bias cache cu_seqlens"
+        tensors = (x, conv.weight, conv.bias, cache, cu_seqlens)
+        check_plain_tensors("ShortConvolution", names, *tensors)
     if cache is not None:
         cache = cache.to(x.dtype)
     y, state = _fwd(x, conv.weight, conv.bias, cache, cu_seqlens, output_final_state)

@@ -17,6 +17,7 @@ from gla_ext._checks import (
     check_floating,
     check_rank,
     check_shape,
+    check_tensors,
 )
 from gla_ext._graphs import is_recorded
 
@@ -44,6 +45,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         ValueError: for shapes or devices that do not fit.
         NotImplementedError: a device or layout without kernels; double backward.
     """
+    check_tensors("swiglu", "gate up", gate, up)
     gate, up = _promoted(gate, up)
     if not _takes_plain(gate, up):
         return _fwd(gate, up)
@@ -71,6 +73,7 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None 
         ValueError: for shapes or devices that do not fit.
         NotImplementedError: a device or layout without kernels; double backward.
     """
+    check_tensors("swiglu_linear", "gate up weight bias", gate, up, weight, bias)
     gate, up = _promoted(gate, up)
     tensors = [gate, up, weight] if bias is None else [gate, up, weight, bias]
     if _takes_plain(*tensors):

@@ -230,6 +230,100 @@ def test_cross_attention_cannot_be():
         make()(x, x.clone(), x.clone(), is_causal=True)
 
 
+def test_views_of_one_tensor_are_one():
+    module, x = make(), make_x().requires_grad_()
+    expected = attend(module, x)
+    assert torch.equal(module(x, x.view_as(x), x[:], is_causal=True)[0], expected)
+    (dx,) = torch.autograd.grad(expected.sum(), x)
+    (found,) = torch.autograd.grad(module(x, x[:], x.view_as(x), is_causal=True)[0].sum(), x)
+    assert torch.equal(found, dx)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: x[:, 1:],
+        lambda x: x.flip(0),
+        lambda x: x.transpose(0, 1).reshape(x.shape),
+        lambda x: x.view(torch.int64),
+        lambda x: x.detach(),
+        lambda x: x.to("meta"),
+        lambda x: None,
+    ],
+    ids=["part", "flipped", "transposed", "another dtype", "detached", "elsewhere", "nothing"],
+)
+def test_other_tensors_are_not_one(other):
+    x = make_x().requires_grad_()
+    for key, value in ((other(x), x), (x, other(x))):
+        with pytest.raises(NotImplementedError, match="build the module with self_attention=True"):
+            make()(x, key, value, is_causal=True)
+
+
+def test_halves_of_one_memory_are_not_one():
+    x = make_x(2, T, E)
+    with pytest.raises(NotImplementedError, match="cross attention"):
+        make()(x[:1], x[1:], x[1:], is_causal=True)
+
+
+def test_a_promise_of_self_attention():
+    module, x = make(self_attention=True), make_x()
+    expected = attend(make(), x)
+    assert torch.equal(module(x, x.clone(), torch.zeros_like(x), is_causal=True)[0], expected)
+    with pytest.raises(NotImplementedError, match="cross attention"):
+        module(x, x[:, :5], x[:, :5], is_causal=True)  # the memory of an encoder
+
+
+def rewrapped(module, args):
+    return tuple(arg.clone() for arg in args)
+
+
+def test_a_hook_that_rewraps_the_arguments():
+    layer, x = encoder_layer(), make_x()
+    expected = layer(x, is_causal=True, src_mask=causal_mask())
+    layer.self_attn.register_forward_pre_hook(rewrapped)
+    with pytest.raises(NotImplementedError, match="self_attention=True"):
+        layer(x, is_causal=True, src_mask=causal_mask())
+    layer.self_attn.self_attention = True
+    assert torch.equal(layer(x, is_causal=True, src_mask=causal_mask()), expected)
+
+
+def test_mixed_precision_of_fsdp_needs_the_promise(one_rank):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    x, promised, found_out = make_x().float(), encoder_layer(), encoder_layer()
+    promised.self_attn.self_attention = True
+    for layer in (promised, found_out):
+        layer.float()
+        fully_shard(layer.self_attn, mesh=one_rank, mp_policy=policy)
+    with pytest.raises(NotImplementedError, match="self_attention=True"):
+        found_out(x, is_causal=True, src_mask=causal_mask())
+    promised(x, is_causal=True, src_mask=causal_mask()).sum().backward()
+    assert all(p.grad is not None for p in promised.self_attn.parameters())
+
+
+def test_a_promise_compiles_whole():
+    x = make_x()
+    for self_attention in (True, False):
+        torch._dynamo.reset()
+        module = make(self_attention=self_attention)
+        compiled = torch.compile(module, fullgraph=True, backend="eager")
+        assert_close(compiled(x, x, x, is_causal=True)[0], attend(module, x), 1e-12)
+        if self_attention:
+            assert_close(compiled(x, x[:], x[:], is_causal=True)[0], attend(module, x), 1e-12)
+        else:
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="self_attention=True"):
+                compiled(x, x[:], x[:], is_causal=True)
+
+
+@pytest.mark.parametrize("value", [1.0, -999.0, torch.inf, torch.nan])
+def test_floating_padding_of_other_numbers(value):
+    mask = padding(torch.float64)
+    mask[0, 3] = value
+    with pytest.raises(ValueError, match=f"0 at tokens and -inf or at most -1000 .* got {value:g}"):
+        attend(make(), make_x(), key_padding_mask=mask)
+
+
 def test_wrong_rank():
     x = make_x(T)
     with pytest.raises(ValueError, match=r"2 or 3 dimensions, got shape \[70\]"):

@@ -102,6 +102,7 @@ def test_public_names():
             "MultiheadGLA",
             "__version__",
             "batch_invariant",
+            "check_inputs",
             "chunk_gla",
             "fused_chunk_gla",
             "fused_recurrent_gla",

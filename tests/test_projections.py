@@ -310,17 +310,6 @@ def test_checkpoint(use_reentrant):
         assert torch.equal(leaf.grad, wanted)
 
 
-@pytest.fixture
-def one_rank():
-    """A device mesh of this process alone."""
-    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-        pytest.skip("this build of torch has no gloo")
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield torch.distributed.init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
 def test_sharded_weights_are_freed_between_forward_and_backward(one_rank):
     from torch.distributed.fsdp import fully_shard
 

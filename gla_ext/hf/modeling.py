@@ -11,6 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from gla_ext import model
+from gla_ext._init_weights import init_own_weights
 from gla_ext.cache import GLACache
 from gla_ext.hf.configuration import GLAConfig
 from gla_ext.norms import RMSNorm
@@ -41,7 +42,7 @@ class GLAPreTrainedModel(PreTrainedModel):
     _is_stateful = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        model.init_own_weights(module, self.config.initializer_range)
+        init_own_weights(module, self.config.initializer_range)
 
 
 class GLAModel(GLAPreTrainedModel):
