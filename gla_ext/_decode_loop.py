@@ -41,12 +41,12 @@ class DecodeLoop:
             self.tokens = torch.zeros(batch_size, dtype=torch.long, device=device)
             self.done = torch.zeros(batch_size, dtype=torch.bool, device=device)
             self.eos = torch.full((), NO_EOS, device=device)
-            self.temperature = torch.ones((), device=device)
-            self.top_p = None if sampling.top_p is None else torch.ones((), device=device)
+            self.temperature = torch.ones((), dtype=torch.float32, device=device)
+            self.top_p = None if sampling.top_p is None else torch.ones_like(self.temperature)
             self.noise = None
             if not sampling.greedy:
                 count = sampling.candidates(model.config.vocab_size)
-                self.noise = torch.ones(batch_size, count, device=device)
+                self.noise = self.temperature.new_ones(batch_size, count)
 
     def set_options(self, sampling: Sampling, eos_token_id: int | None) -> None:
         if not sampling.greedy:

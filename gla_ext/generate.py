@@ -166,7 +166,7 @@ def _stream(
     """What `generate_stream` returns, from the arguments of `Decoder.borrowed`."""
     with Decoder.borrowed(*form) as decoder:
         decoder.start(prompts)
-        done = torch.zeros(prompts.batch_size, dtype=torch.bool)
+        done = torch.zeros(prompts.batch_size, dtype=torch.bool, device="cpu")
         for more in reversed(range(count)):
             ahead = decoder.tokens.is_cuda and more > 0
             tokens = _fetch(decoder, ahead)
