@@ -1,6 +1,7 @@
 """Results do not depend on `torch.set_default_dtype`, nor on `torch.set_default_device`."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -78,10 +79,12 @@ def test_what_is_drawn(options):
 
 @pytest.mark.parametrize("options", [{"temperature": 9.0}, {"top_k": 5}, {"top_p": 0.8}])
 def test_what_is_generated(options):
-    net, ids = make_model(), make_ids(B=3, T=5)
+    model, ids = make_model(), make_ids(B=3, T=5)
 
     def results():
+        net = copy.deepcopy(model)  # which has no buffers of an earlier call
         decoder = Decoder(net, 3, generator=generator(), **options)
+        assert decoder._loop.noise.dtype == decoder._loop.temperature.dtype == torch.float32
         steps = [decoder.prefill(ids).clone(), *(decoder.step().clone() for _ in range(60))]
         return [net.generate(ids, 60, generator=generator(), **options), torch.stack(steps)]
 
