@@ -6,3 +6,8 @@ import torch
 def is_recorded() -> bool:
     """Whether torch.compile, torch.export or torch.jit.trace makes a graph of what is called."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def is_recorded_for_onnx() -> bool:
+    """Whether torch.onnx.export does: ONNX has none of gla_ext's operators."""
+    return is_recorded() and torch.onnx.is_in_onnx_export()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+from gla_ext._graphs import is_recorded_for_onnx
 
 __all__ = ["batch_invariant", "chunk_gla", "fused_chunk_gla"]
 
@@ -128,6 +129,12 @@ def chunk_gla(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         refuse_dtensor("chunk_gla", q, k, v, g, gv, initial_state)
+    if is_recorded_for_onnx():
+        from gla_ext._plain import gla
+
+        args = (q, k, v, g, gv, initial_state, cu_seqlens, scale, False, state_v_first)
+        o, final_state = gla(*args)
+        return o, final_state if output_final_state else None
     o, final_state, *_ = _fwd(
         q,
         k,

@@ -5,6 +5,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from gla_ext._graphs import is_recorded_for_onnx
 from gla_ext.ops import refuse_dtensor, refuse_tensor_scale
 
 __all__ = [
@@ -82,6 +83,12 @@ def fused_recurrent_gla(
     refuse_tensor_scale("fused_recurrent_gla", scale)
     if not torch.compiler.is_compiling():
         refuse_dtensor("fused_recurrent_gla", q, k, v, gk, gv, initial_state)
+    if is_recorded_for_onnx():
+        from gla_ext._plain import gla
+
+        args = (q, k, v, gk, gv, initial_state, cu_seqlens, scale, reverse, state_v_first)
+        o, final_state = gla(*args)
+        return o, final_state if output_final_state else None
     o, final_state = _fwd(
         q,
         k,
@@ -145,6 +152,10 @@ def recurrent_gla_step_(
     refuse_tensor_scale("recurrent_gla_step_", scale)
     if not torch.compiler.is_compiling():
         refuse_dtensor("recurrent_gla_step_", q, k, v, gk, gv, state, slots)
+    _refuse_onnx(
+        "recurrent_gla_step_",
+        "fused_recurrent_gla, or a GLACache in place of a StaticGLACache",
+    )
     return _step(q, k, v, gk, gv, state, slots, scale, state_v_first)
 
 
@@ -188,6 +199,7 @@ def recurrent_gla_verify(
     refuse_tensor_scale("recurrent_gla_verify", scale)
     if not torch.compiler.is_compiling():
         refuse_dtensor("recurrent_gla_verify", q, k, v, gk, gv, state, slots)
+    _refuse_onnx("recurrent_gla_verify", "fused_recurrent_gla")
     return _verify(q, k, v, gk, gv, state, slots, scale, state_v_first)
 
 
@@ -217,7 +229,13 @@ def recurrent_gla_commit_(
     """
     if not torch.compiler.is_compiling():
         refuse_dtensor("recurrent_gla_commit_", k, v, gk, gv, state, slots, accepted)
+    _refuse_onnx("recurrent_gla_commit_", "fused_recurrent_gla, which returns the state")
     _commit(k, v, gk, gv, state, slots, accepted, state_v_first)
+
+
+def _refuse_onnx(op: str, instead: str) -> None:
+    if is_recorded_for_onnx():
+        raise NotImplementedError(f"{op}: a pool of states has no form in ONNX; use {instead}")
 
 
 def _state_layout(kwargs: dict[str, bool], state_v_first: bool) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+from gla_ext._graphs import is_recorded_for_onnx
 from gla_ext.ops import refuse_dtensor
 
 _fwd = torch.ops.gla_ext.short_convolution_fwd.default
@@ -79,7 +80,12 @@ def causal_convolution(
         refuse_dtensor("ShortConvolution", x, conv.weight, conv.bias, cache)
     if cache is not None:
         cache = cache.to(x.dtype)
-    y, state = _fwd(x, conv.weight, conv.bias, cache, cu_seqlens, output_final_state)
+    if is_recorded_for_onnx():
+        from gla_ext._plain import short_convolution
+
+        y, state = short_convolution(x, conv.weight, conv.bias, cache, cu_seqlens)
+    else:
+        y, state = _fwd(x, conv.weight, conv.bias, cache, cu_seqlens, output_final_state)
     return y, state if output_final_state else None
 
 
