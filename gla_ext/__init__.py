@@ -5,6 +5,7 @@ from gla_ext._version import __version__
 
 check_build()
 
+from gla_ext._flops import register_when_counted  # noqa: E402
 from gla_ext.layers import GatedLinearAttention  # noqa: E402
 from gla_ext.multihead import MultiheadGLA  # noqa: E402
 from gla_ext.ops import batch_invariant, chunk_gla, fused_chunk_gla  # noqa: E402
@@ -14,6 +15,8 @@ from gla_ext.recurrent import (  # noqa: E402
     recurrent_gla_step_,
     recurrent_gla_verify,
 )
+
+register_when_counted()
 
 __all__ = [
     "GatedLinearAttention",
