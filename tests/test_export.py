@@ -6,6 +6,7 @@ import pytest
 import torch
 from common import assert_close, make_inputs
 from models import EVERY, MODEL_EVERY, make_ids, make_layer, make_model, make_x
+from source_tree import load_module
 
 from gla_ext import (
     chunk_gla,
@@ -18,6 +19,7 @@ from gla_ext.activations import ACTIVATIONS
 from gla_ext.export import decompositions
 
 OPS = torch.ops.gla_ext
+examples = load_module("examples/aot_inductor.py")
 GATES = (0.0, 0.1, 10.0, "reset")
 BOUND = 1e-12
 
@@ -150,8 +152,8 @@ def test_an_exported_model_is_torchs_alone(table):
 
 
 class Recurrence(torch.nn.Module):
-    def forward(self, q, k, v, g, h0):
-        return chunk_gla(q, k, v, g, initial_state=h0, output_final_state=True)
+    def forward(self, q, k, v, g, h0, gv=None):
+        return chunk_gla(q, k, v, g, initial_state=h0, output_final_state=True, gv=gv)
 
 
 def test_an_exported_length_is_symbolic(table):
@@ -227,9 +229,38 @@ def test_onnx_by_torchscript(options, tmp_path):
     assert_runs(run, layer, make_x(dtype=torch.float32, seed=5))
 
 
+@pytest.mark.parametrize(
+    ("T", "options"),
+    [
+        pytest.param(20, {"dynamo": True}, marks=pytest.mark.slow),
+        (20, {"dynamo": False}),
+        (1, {"dynamo": False}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_of_a_segment_with_its_states(T, options, tmp_path):
+    """A padded one: packed, states in and out, of the recurrence and of the convolutions."""
+    segment = examples.Segment(make_layer(torch.float32, layer_idx=0, **EVERY)).eval()
+    args = examples.make_inputs(segment.layer, T)
+    run = onnx_session(segment, args, tmp_path / "segment.onnx", **options)
+    with torch.no_grad():
+        for actual, expected in zip(run(*args), segment(*args), strict=True):
+            assert_close(actual, expected, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_of_gated_values_by_torchscript(tmp_path):
+    x = make_inputs(2, 70, 2, 8, 12, gate="reset")
+    gv = make_inputs(2, 70, 2, 12, 12, gate="reset", seed=1).g
+    args = (x.q, x.k, x.v, x.g, x.initial_state, gv)
+    run = onnx_session(Recurrence().eval(), args, tmp_path / "gla.onnx", dynamo=False)
+    for actual, expected in zip(run(*args), Recurrence()(*args), strict=True):
+        assert_close(actual, expected, 3e-6)
+
+
 @pytest.mark.parametrize("call", [recurrent_gla_step_, recurrent_gla_verify, recurrent_gla_commit_])
 def test_a_pool_has_no_form_in_onnx(call, monkeypatch):
-    monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     x = make_inputs(1, 1, 2, 4, 6)
     q = (x.q,) if call is not recurrent_gla_commit_ else ()
@@ -239,13 +270,15 @@ def test_a_pool_has_no_form_in_onnx(call, monkeypatch):
 
 
 @pytest.mark.slow
-def test_onnx_of_any_length_and_gate(tmp_path):
+@pytest.mark.parametrize("gv", [False, True])
+def test_onnx_of_any_length_and_gate(gv, tmp_path):
     def arguments(B, T, gate):
         x = make_inputs(B, T, 2, 8, 12, gate=gate)
-        return x.q, x.k, x.v, x.g, x.initial_state
+        tensors = (x.q, x.k, x.v, x.g, x.initial_state)
+        return (*tensors, make_inputs(B, T, 2, 12, 12, gate=gate, seed=1).g) if gv else tensors
 
     sizes = {0: "B", 1: "T"}
-    shapes = (sizes, sizes, sizes, sizes, {0: "B"})
+    shapes = (sizes, sizes, sizes, sizes, {0: "B"}, *[sizes] * gv)
     path = tmp_path / "gla.onnx"
     run = onnx_session(Recurrence().eval(), arguments(2, 5, 1.0), path, dynamic_shapes=shapes)
     for T, gate in itertools.product((1, 16, 70, 257, 1000), GATES):
