@@ -20,7 +20,7 @@ from gla_ext.export import decompositions
 
 OPS = torch.ops.gla_ext
 examples = load_module("examples/aot_inductor.py")
-GATES = (0.0, 0.1, 10.0, "reset")
+GATES = (0.1, 10.0, "reset")
 BOUND = 1e-12
 
 
@@ -43,7 +43,7 @@ def assert_decomposes(table, op, *args, bound=BOUND):
         assert_close(one, other, bound, name=f"{op} {name}")
 
 
-@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 64, 257, 700])
+@pytest.mark.parametrize("T", [1, 2, 16, 17, 64, 300])
 @pytest.mark.parametrize("gate", GATES)
 def test_recurrence(table, T, gate):
     x = make_inputs(2, T, 2, 5, 6, torch.float64, gate)
