@@ -6,6 +6,7 @@ from gla_ext._version import __version__
 check_build()
 
 from gla_ext import _vmap  # noqa: E402, F401  registers the operators' rules
+from gla_ext._flops import register_when_counted  # noqa: E402
 from gla_ext.inputs import check_inputs  # noqa: E402
 from gla_ext.layers import GatedLinearAttention  # noqa: E402
 from gla_ext.multihead import MultiheadGLA  # noqa: E402
@@ -16,6 +17,8 @@ from gla_ext.recurrent import (  # noqa: E402
     recurrent_gla_step_,
     recurrent_gla_verify,
 )
+
+register_when_counted()
 
 __all__ = [
     "GatedLinearAttention",

@@ -17,9 +17,11 @@ MOST_LOGITS = 1 << 25  # in fp32 at a time: 128 MiB
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum over tokens of -log softmax(logits)[target], in fp32; -100 does not count.
+    """The sum over tokens of -log softmax(logits)[target]; -100 does not count.
 
-    Memory in eager mode is that of the logits and, in backward, of their gradient: their fp32 form,
+    In fp32, fp64 for fp64 logits, whatever torch's default dtype is.
+
+    Memory in eager mode is that of the logits and, in backward, of their gradient: their wide form,
     which torch's own keeps until then, is there for some tokens at a time, and made again.
 
     Args:
@@ -38,7 +40,12 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _whole(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    logits = logits.to(_wide(logits))
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _parts(logits: Tensor) -> Iterator[slice]:
@@ -51,9 +58,9 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         ctx.save_for_backward(logits, targets)
-        total = torch.zeros((), device=logits.device)
+        total = logits.new_zeros((), dtype=_wide(logits))
         for rows in _parts(logits):
-            log_p = torch.log_softmax(logits[rows], -1, dtype=torch.float32)
+            log_p = torch.log_softmax(logits[rows], -1, dtype=_wide(logits))
             total += F.nll_loss(log_p, targets[rows], ignore_index=IGNORE_INDEX, reduction="sum")
         return total
 
@@ -73,7 +80,7 @@ class _CrossEntropy(torch.autograd.Function):
         targets = targets.where(counts, 0).unsqueeze(1)
         d_logits = torch.empty_like(logits)
         for rows in _parts(logits):
-            p = torch.softmax(logits[rows], -1, dtype=torch.float32)
+            p = torch.softmax(logits[rows], -1, dtype=_wide(logits))
             p.scatter_add_(1, targets[rows], p.new_full((), -1.0).expand_as(targets[rows]))
             torch.mul(p, scale[rows], out=d_logits[rows])
         return d_logits, None

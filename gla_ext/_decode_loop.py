@@ -42,12 +42,12 @@ class DecodeLoop:
             self.cache = StaticGLACache(batch_size, self.done)
             vocab_size = model.config.vocab_size
             self.ends = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self.temperature = torch.ones((), device=device)
-            self.top_p = None if sampling.top_p is None else torch.ones((), device=device)
+            self.temperature = torch.ones((), dtype=torch.float32, device=device)
+            self.top_p = None if sampling.top_p is None else torch.ones_like(self.temperature)
             self.noise = None
             if not sampling.greedy:
                 count = sampling.candidates(vocab_size)
-                self.noise = torch.ones(batch_size, count, device=device)
+                self.noise = self.temperature.new_ones(batch_size, count)
 
     def set_options(self, sampling: Sampling, end_tokens: Sequence[int]) -> None:
         if not sampling.greedy:

@@ -5,7 +5,8 @@ import torch
 
 def is_recorded() -> bool:
     """Whether torch.compile, torch.export or torch.jit.trace makes a graph of what is called."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    # As torch.jit.is_tracing, a Python call less: decoding asks several times a layer.
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 def can_be_read(t: torch.Tensor) -> bool:
@@ -25,3 +26,8 @@ def can_be_read(t: torch.Tensor) -> bool:
 def _fakes_or_traces() -> bool:
     keys = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
     return any(torch._C._get_dispatch_mode(key) is not None for key in keys)
+
+
+def is_recorded_for_onnx() -> bool:
+    """Whether torch.onnx.export does: ONNX has none of gla_ext's operators."""
+    return is_recorded() and torch.onnx.is_in_onnx_export()

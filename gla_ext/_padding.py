@@ -50,9 +50,10 @@ def packed_slots(valid: Tensor) -> tuple[Tensor, Tensor]:
         slots: int64 `[B * T]`, a permutation.
         cu_seqlens: int64 `[B + 1]`, the offsets of the B sequences in the packed row.
     """
-    rank = valid.flatten().cumsum(0)
-    padding_rank = (~valid).flatten().cumsum(0)
-    cu_seqlens = F.pad(valid.sum(1).cumsum(0), (1, 0))
+    # The dtype is the default's; the older ONNX exporter has sums of bools with it alone.
+    rank = valid.flatten().cumsum(0, dtype=torch.int64)
+    padding_rank = (~valid).flatten().cumsum(0, dtype=torch.int64)
+    cu_seqlens = F.pad(valid.sum(1, dtype=torch.int64).cumsum(0), (1, 0))
     return torch.where(valid.flatten(), rank - 1, cu_seqlens[-1] + padding_rank - 1), cu_seqlens
 
 

@@ -121,7 +121,7 @@ class Batches:
                 f"Batches: expected a stream of at least seq_len + 1 = {seq_len + 1} tokens, got "
                 f"{len(stream)}"
             )
-        self._epoch, self._starts = -1, torch.empty(0)
+        self._epoch, self._starts = -1, stream.new_empty(0, dtype=torch.int64)
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step: int64 `[batch_size, seq_len]` each."""
@@ -134,10 +134,10 @@ class Batches:
         """Where the window with this running number starts in the stream."""
         epoch, place = divmod(window, self.windows)
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+            generator = torch.Generator("cpu").manual_seed((self.seed << 20) + epoch)
             slack = len(self.stream) - 1 - self.windows * self.seq_len
-            shift = torch.randint(slack + 1, (1,), generator=generator)
-            order = torch.randperm(self.windows, generator=generator)
+            shift = torch.randint(slack + 1, (1,), generator=generator, device="cpu")
+            order = torch.randperm(self.windows, generator=generator, device="cpu")
             self._epoch, self._starts = epoch, order * self.seq_len + shift
         return int(self._starts[place])
 

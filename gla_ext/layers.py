@@ -366,8 +366,8 @@ class GatedLinearAttention(nn.Module):
 
 def _is_one(T: int | torch.SymInt) -> bool:
     """Whether T is 1, without a guard where it is symbolic."""
-    if type(T) is int and not torch.compiler.is_compiling():
-        return T == 1
+    if not isinstance(T, torch.SymInt) and not torch.compiler.is_compiling():
+        return bool(T == 1)  # torch.jit.trace makes a tensor of T
     # Where there are symbols torch has loaded it; without, it would cost a second of import.
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 

@@ -38,7 +38,7 @@ class ModelOutput(NamedTuple):
 class CausalLMOutput(NamedTuple):
     """What `GLAForCausalLM` returns.
 
-    loss: fp32 scalar, nats a token, or None without labels.
+    loss: scalar, fp32 (fp64 of an fp64 model), nats a token, or None without labels.
     logits: `[B, T, vocab_size]`.
     past_key_values: the cache, or None.
     """
@@ -368,7 +368,7 @@ def next_token_loss(
     num_items_in_batch: Tensor | int | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Mean cross entropy of logits at t against labels at t + 1, in fp32, nats a token.
+    """Mean cross entropy of logits at t against labels at t + 1, nats a token.
 
     Args:
         logits: `[B, T, vocab_size]`.
@@ -380,7 +380,7 @@ def next_token_loss(
             last offset. Default: None.
 
     Returns:
-        An fp32 scalar; NaN when no label counts.
+        A scalar, fp32 or, of fp64 logits, fp64; NaN when no label counts.
     """
     names = "logits labels cu_seqlens"
     check_tensors("next_token_loss", names, logits, labels, cu_seqlens)

@@ -16,6 +16,7 @@ from gla_ext._checks import (
     check_shape,
     check_tensors,
 )
+from gla_ext._graphs import is_recorded_for_onnx
 from gla_ext._layer_options import typed_options
 from gla_ext.activations import ACTIVATIONS
 from gla_ext.activations import activation as function_of
@@ -70,8 +71,10 @@ def _takes_plain(x: Tensor, gate: Tensor | None) -> bool:
     # between the recurrence and a projection, and the operator's backward reads everything once.
     if gate is None and torch.compiler.is_compiling():
         return True
-    # The operator has no fp64 kernels but on CPU, and no rule for sharded tensors.
-    return (x.is_cuda and x.dtype == torch.float64) or is_traceable_wrapper_subclass(x)
+    # The operator has no fp64 kernels but on CPU, no rule for sharded tensors, and no form in ONNX.
+    if (x.is_cuda and x.dtype == torch.float64) or is_traceable_wrapper_subclass(x):
+        return True
+    return is_recorded_for_onnx()
 
 
 def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None, activation: str) -> None:

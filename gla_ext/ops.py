@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext._checks import OFF, check_plain_tensors, check_scale
-from gla_ext._graphs import can_be_read
+from gla_ext._graphs import can_be_read, is_recorded_for_onnx
 from gla_ext.inputs import CHECKS_INPUTS, check_offsets, check_values
 
 __all__ = ["batch_invariant", "chunk_gla", "fused_chunk_gla"]
@@ -131,6 +131,12 @@ def chunk_gla(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         check_plain_tensors("chunk_gla", _TENSORS, q, k, v, g, gv, initial_state, cu_seqlens)
+    if is_recorded_for_onnx():
+        from gla_ext._plain import gla
+
+        args = (q, k, v, g, gv, initial_state, cu_seqlens, scale, False, state_v_first)
+        o, final_state = gla(*args)
+        return o, final_state if output_final_state else None
     o, final_state, *_ = _fwd(
         q,
         k,

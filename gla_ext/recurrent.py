@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext._checks import check_plain_tensors, check_scale
-from gla_ext._graphs import can_be_read
+from gla_ext._graphs import can_be_read, is_recorded_for_onnx
 from gla_ext.inputs import CHECKS_INPUTS, check_values
 
 __all__ = [
@@ -89,6 +89,12 @@ def fused_recurrent_gla(
         names = "q k v gk gv initial_state cu_seqlens"
         tensors = (q, k, v, gk, gv, initial_state, cu_seqlens)
         check_plain_tensors("fused_recurrent_gla", names, *tensors)
+    if is_recorded_for_onnx():
+        from gla_ext._plain import gla
+
+        args = (q, k, v, gk, gv, initial_state, cu_seqlens, scale, reverse, state_v_first)
+        o, final_state = gla(*args)
+        return o, final_state if output_final_state else None
     o, final_state = _fwd(
         q,
         k,
@@ -155,6 +161,10 @@ def recurrent_gla_step_(
     check_scale("recurrent_gla_step_", scale)
     if not torch.compiler.is_compiling():
         check_plain_tensors("recurrent_gla_step_", _TENSORS, q, k, v, gk, gv, state, slots)
+    _refuse_onnx(
+        "recurrent_gla_step_",
+        "fused_recurrent_gla, or a GLACache in place of a StaticGLACache",
+    )
     return _step(q, k, v, gk, gv, state, slots, scale, state_v_first)
 
 
@@ -198,6 +208,7 @@ def recurrent_gla_verify(
     check_scale("recurrent_gla_verify", scale)
     if not torch.compiler.is_compiling():
         check_plain_tensors("recurrent_gla_verify", _TENSORS, q, k, v, gk, gv, state, slots)
+    _refuse_onnx("recurrent_gla_verify", "fused_recurrent_gla")
     return _verify(q, k, v, gk, gv, state, slots, scale, state_v_first)
 
 
@@ -229,7 +240,13 @@ def recurrent_gla_commit_(
         names = "k v gk gv state slots accepted"
         tensors = (k, v, gk, gv, state, slots, accepted)
         check_plain_tensors("recurrent_gla_commit_", names, *tensors)
+    _refuse_onnx("recurrent_gla_commit_", "fused_recurrent_gla, which returns the state")
     _commit(k, v, gk, gv, state, slots, accepted, state_v_first)
+
+
+def _refuse_onnx(op: str, instead: str) -> None:
+    if is_recorded_for_onnx():
+        raise NotImplementedError(f"{op}: a pool of states has no form in ONNX; use {instead}")
 
 
 def _state_layout(kwargs: dict[str, bool], state_v_first: bool) -> bool:

@@ -66,22 +66,23 @@ CASES = (
 
 
 def _inputs(case: Case, dtype: torch.dtype):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape, dtype=dtype):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        wide = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+        return wide.to(dtype)
 
     B, T, H, K, V = (2 if case.lengths is None else 1), 150, 3, *case.heads
     N = B if case.lengths is None else len(case.lengths)
     state_dtype = torch.promote_types(dtype, torch.float32)
     g = logsigmoid(normal(B, T, H, K, dtype=torch.float64)) * case.gate
-    reset = torch.rand(g.shape, generator=generator) < case.resets
-    g = g.masked_fill(reset, -torch.inf).to(dtype)
+    drawn = torch.rand(g.shape, generator=generator, dtype=torch.float32, device="cpu")
+    g = g.masked_fill(drawn < case.resets, -torch.inf).to(dtype)
     tensors = (normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V), g)
     initial_state, dht = (normal(N, H, K, V, dtype=state_dtype) for _ in range(2))
     cu_seqlens = None
     if case.lengths is not None:
-        cu_seqlens = torch.tensor([0, *case.lengths]).cumsum(0)
+        cu_seqlens = torch.tensor([0, *case.lengths], device="cpu").cumsum(0)
     return (*tensors, initial_state), (normal(B, T, H, V), dht), cu_seqlens
 
 

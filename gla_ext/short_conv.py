@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext._checks import check_plain_tensors
+from gla_ext._graphs import is_recorded_for_onnx
 from gla_ext._layer_options import typed_options
 
 _fwd = torch.ops.gla_ext.short_convolution_fwd.default
@@ -83,7 +84,12 @@ def causal_convolution(
         check_plain_tensors("ShortConvolution", names, *tensors)
     if cache is not None:
         cache = cache.to(x.dtype)
-    y, state = _fwd(x, conv.weight, conv.bias, cache, cu_seqlens, output_final_state)
+    if is_recorded_for_onnx():
+        from gla_ext._plain import short_convolution
+
+        y, state = short_convolution(x, conv.weight, conv.bias, cache, cu_seqlens)
+    else:
+        y, state = _fwd(x, conv.weight, conv.bias, cache, cu_seqlens, output_final_state)
     return y, state if output_final_state else None
 
 

@@ -19,7 +19,7 @@ from gla_ext._checks import (
     check_shape,
     check_tensors,
 )
-from gla_ext._graphs import is_recorded
+from gla_ext._graphs import is_recorded, is_recorded_for_onnx
 
 _fwd = torch.ops.gla_ext.swiglu_fwd.default
 _linear = torch.ops.gla_ext.swiglu_linear.default
@@ -50,7 +50,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if not _takes_plain(gate, up):
         return _fwd(gate, up)
     _check("swiglu", gate, up)
-    return _plain(gate, up)
+    return plain_swiglu(gate, up)
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -78,7 +78,7 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None 
     tensors = [gate, up, weight] if bias is None else [gate, up, weight, bias]
     if _takes_plain(*tensors):
         _check_linear(gate, up, weight, bias)
-        return F.linear(_plain(gate, up), weight, bias)
+        return F.linear(plain_swiglu(gate, up), weight, bias)
     # Compiled too: of the plain formula torch's partitioner keeps the product, which a product with
     # the weight's gradient reads, beside gate and up.
     return _linear(gate, up, weight, bias)
@@ -95,21 +95,21 @@ def _promoted(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 def _takes_plain(*tensors: Tensor) -> bool:
     """Whether plain torch operations have what the operators have not: kernels for fp64 on CUDA and
     for sparse weights, rules for sharded tensors, for transforms of torch.func and for forward-mode
-    AD.
+    AD; and ONNX.
     """
     for t in tensors:
         if (t.is_cuda and t.dtype == torch.float64) or t.layout != torch.strided:
             return True
         if is_traceable_wrapper_subclass(t):
             return True
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or is_recorded_for_onnx():
         return True
     return not is_recorded() and any(unpack_dual(t).tangent is not None for t in tensors)
 
 
-def _plain(gate: Tensor, up: Tensor) -> Tensor:
-    """As plain torch operations, rounded once, but for sharded tensors twice: of operations in fp32
-    autograd would keep three tensors of twice the size.
+def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`swiglu` as plain torch operations, rounded once, but for sharded tensors twice: of
+    operations in fp32 autograd would keep three tensors of twice the size.
     """
     if is_traceable_wrapper_subclass(gate) or is_traceable_wrapper_subclass(up):
         return F.silu(gate) * up

@@ -130,7 +130,7 @@ class Trainer:
         if compiled:
             self.loss = torch.compile(self._loss, fullgraph=True, dynamic=False)
         self.step = 0
-        self.losses = torch.zeros(settings.steps, device=device)
+        self.losses = torch.zeros(settings.steps, dtype=torch.float32, device=device)
         self.evaluations: list[tuple[int, float]] = []
 
     def train_step(self) -> None:

@@ -29,7 +29,8 @@ def in_one_row(logits, labels):
 
 def by_torch(logits, labels, count=None):
     targets = labels[:, 1:].flatten()
-    total = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum")
+    logits = logits[:, :-1].flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(logits, targets, reduction="sum")
     return total / ((targets != IGNORED).sum() if count is None else count)
 
 
@@ -54,9 +55,9 @@ def test_value_and_gradient_are_torchs(dtype, count, device):
     (value, gradient), (expected, of_torch) = (
         both(loss, logits, labels, count) for loss in (next_token_loss, by_torch)
     )
-    assert value.dtype == torch.float32 and gradient.dtype == dtype
-    assert_close(value, expected, 1e-6)
-    rounding = {torch.bfloat16: 3e-3, torch.float16: 4e-4}.get(dtype, 1e-6)
+    assert value.dtype == torch.promote_types(dtype, torch.float32) and gradient.dtype == dtype
+    assert_close(value, expected, 1e-14 if dtype == torch.float64 else 1e-6)
+    rounding = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float64: 1e-14}.get(dtype, 1e-6)
     assert_close(gradient, of_torch, rounding)
     assert not gradient[:, -1].any() and not gradient[1, 3:].any()  # what nobody asks for
 

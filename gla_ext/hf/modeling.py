@@ -218,9 +218,9 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
                 to a recurrence.
 
         Returns:
-            loss (fp32, nats a token), logits `[B, T, vocab_size]`, past_key_values (`cache` from
-            transformers 5.24 on) and hidden_states, in a `CausalLMOutputWithPast` or a tuple
-            without what is None.
+            loss (nats a token; fp32, fp64 of an fp64 model), logits `[B, T, vocab_size]`,
+            past_key_values (`cache` from transformers 5.24 on) and hidden_states, in a
+            `CausalLMOutputWithPast` or a tuple without what is None.
 
         Raises:
             ValueError: for shapes that do not fit; neither or both of input_ids and inputs_embeds;

@@ -1,0 +1,190 @@
+"""How many floating-point operations the operators count for in torch's `FlopCounterMode`.
+
+As torch does, products are counted, 2 a multiply-add, by the shapes alone: those of the chunkwise
+algorithm (csrc/README.md) with C = 64, a chunk's C x C scores whole as attention's are, no padding
+of the last chunk; not gates, norms and activations, nor what a kernel computes again for itself.
+A packed row counts as one sequence. With n the sum of the chunks' squared lengths, C T where C
+divides T, a head's multiply-adds are
+
+    forward     n (K + V) + 2 T K V
+    backward    n (3 K + 2 V) + 4 T K V, and T K V where the states are made again
+
+and of the recurrence 2 T K V and 5 T K V. Backward counts the scores and states that it computes
+again, as torch's count of attention does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from math import prod
+from types import ModuleType
+from typing import Any
+
+import torch
+
+COUNTER = "torch.utils.flop_counter"
+CHUNK, SUB_CHUNK = 64, 16  # tokens
+
+Shape = tuple[int, ...]
+
+
+def register_when_counted() -> None:
+    """Gives torch's counter the formulas, now or when it is imported.
+
+    It imports Triton, which is too much for all who count nothing.
+    """
+    if COUNTER in sys.modules:
+        _register(sys.modules[COUNTER])
+    else:
+        sys.meta_path.insert(0, _WaitsForCounter())
+
+
+class _WaitsForCounter:
+    """Finds no module; has what is done after one module's import."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != COUNTER or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            _register(module)
+
+        spec.loader.exec_module = execute_and_register
+        return spec
+
+
+def _register(counter: ModuleType) -> None:
+    for name, formula in _FORMULAS.items():
+        counter.register_flop_formula(getattr(torch.ops.gla_ext, name))(formula)
+
+
+def _squares(T: int, length: int = CHUNK) -> int:
+    """The sum of the squared lengths of a sequence's chunks."""
+    return T // length * length**2 + (T % length) ** 2
+
+
+def _by_chunks(
+    q: Shape, v: Shape, per_pair: Callable[[int, int], int], states: int, length: int = CHUNK
+) -> int:
+    """per_pair(K, V) multiply-adds a pair of tokens of a chunk, and `states` times K V a token."""
+    B, T, H, K = q
+    V = v[-1]
+    return 2 * B * H * (_squares(T, length) * per_pair(K, V) + T * states * K * V)
+
+
+def _chunk_gla_fwd(q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any) -> int:
+    return _by_chunks(q, v, lambda K, V: K + V, 2)
+
+
+def _chunk_gla_bwd(
+    do: Shape,
+    dht: Shape | None,
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    g: Shape | None,
+    gv: Shape | None,
+    initial_state: Shape | None,
+    cu_seqlens: Shape | None,
+    states: Shape,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    again = int(prod(states) == 0)
+    return _by_chunks(q, v, lambda K, V: 3 * K + 2 * V, 4 + again)
+
+
+def _recurrence(products: int) -> Callable[..., int]:
+    def formula(q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any) -> int:
+        return 2 * products * prod(q) * v[-1]
+
+    return formula
+
+
+def _recurrent_gla_bwd(
+    do: Shape, dht: Shape | None, q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any
+) -> int:
+    return 2 * 5 * prod(q) * v[-1]
+
+
+def _recurrent_gla_commit_(
+    k: Shape, v: Shape, gk: Shape | None, gv: Shape | None, state: Shape, *args: Any, **kwargs: Any
+) -> int:
+    return 2 * prod(k[:2]) * prod(state[1:])
+
+
+def _short_convolution_fwd(x: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * prod(x) * weight[-1]
+
+
+def _short_convolution_bwd(
+    dy: Shape, dstate: Shape | None, x: Shape, weight: Shape, *args: Any, **kwargs: Any
+) -> int:
+    # The gradients of input and weight, and the sums before SiLU again.
+    return 3 * 2 * prod(x) * weight[-1]
+
+
+def _swiglu_linear(gate: Shape, up: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
+    # Seen in inference mode alone; else the product is torch's own, and counts as such.
+    return 2 * prod(gate) * weight[0]
+
+
+# The steps, of which forward and backward are the sums.
+
+
+def _chunk_states(k: Shape, v: Shape, *args: Any, **kwargs: Any) -> int:
+    return _by_chunks(k, v, lambda K, V: 0, 1)
+
+
+def _scores_off_diagonal(q: Shape, *args: Any, **kwargs: Any) -> int:
+    return _by_chunks(q, q, lambda K, V: K, 0) - _scores_diagonal(q)
+
+
+def _scores_diagonal(q: Shape, *args: Any, **kwargs: Any) -> int:
+    return _by_chunks(q, q, lambda K, V: K, 0, SUB_CHUNK)
+
+
+def _output(q: Shape, v: Shape, *args: Any, **kwargs: Any) -> int:
+    return _by_chunks(q, v, lambda K, V: V, 1)
+
+
+def _score_grads(do: Shape, v: Shape, *args: Any, **kwargs: Any) -> int:
+    return _by_chunks(do, v, lambda K, V: V, 0)
+
+
+def _intra_grads(q: Shape, *args: Any, **kwargs: Any) -> int:
+    return _by_chunks(q, q, lambda K, V: 2 * K, 0)
+
+
+def _merge_grads(q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any) -> int:
+    return _by_chunks(q, v, lambda K, V: 0, 2)
+
+
+_FORMULAS: dict[str, Callable[..., int]] = {
+    "chunk_gla_fwd": _chunk_gla_fwd,
+    "chunk_gla_bwd": _chunk_gla_bwd,
+    "recurrent_gla_fwd": _recurrence(2),
+    "recurrent_gla_bwd": _recurrent_gla_bwd,
+    "recurrent_gla_step_": _recurrence(2),
+    "recurrent_gla_verify": _recurrence(2),
+    "recurrent_gla_commit_": _recurrent_gla_commit_,
+    "short_convolution_fwd": _short_convolution_fwd,
+    "short_convolution_bwd": _short_convolution_bwd,
+    "swiglu_linear": _swiglu_linear,
+    "_chunk_states": _chunk_states,
+    "_scores_off_diagonal": _scores_off_diagonal,
+    "_scores_diagonal": _scores_diagonal,
+    "_output": _output,
+    "_state_grads": _chunk_states,  # q and do in place of k and v
+    "_value_grads": _output,  # k and do in place of q and v
+    "_score_grads": _score_grads,
+    "_intra_grads": _intra_grads,
+    "_merge_grads": _merge_grads,
+}

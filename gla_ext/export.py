@@ -1,0 +1,141 @@
+"""The operators as plain torch operations, for programs that have no kernels of gla_ext's.
+
+`torch.onnx.export(model, args, path)` needs nothing of this: while it runs, gla_ext's functions,
+layers and models are plain operations by themselves. An exported program takes them from
+`decompositions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gla_ext import _plain
+from gla_ext.norms import plain_rms_norm
+from gla_ext.swiglu import plain_swiglu
+
+__all__ = ["decompositions"]
+
+
+def decompositions() -> dict[torch._ops.OperatorBase, Callable]:
+    """`torch.export.default_decompositions()` and those of gla_ext's operators.
+
+        program = torch.export.export(model, args)
+        program = program.run_decompositions(gla_ext.export.decompositions())
+
+    The program then has operations of torch alone, computes in fp32 (fp64 of fp64 inputs), and is
+    right at any gate, -inf included, for symbolic lengths too. It is for inference and slower than
+    the operators. Its cost is linear in the length T but for T^2 / 256^2 products of head states'
+    decays, which are seen from some 65,536 tokens on, with gates on values from 4,096.
+
+    Operators that have none keep their place in the graph: those of training, and
+    `recurrent_gla_step_` and `recurrent_gla_commit_`, which write into a pool.
+
+    Returns:
+        A new table for `torch.export.ExportedProgram.run_decompositions`.
+    """
+    ops = torch.ops.gla_ext
+    table = torch.export.default_decompositions()
+    table.update(
+        {
+            ops.chunk_gla_fwd.default: _chunk_gla_fwd,
+            ops.recurrent_gla_fwd.default: _recurrent_gla_fwd,
+            ops.recurrent_gla_verify.default: _recurrent_gla_verify,
+            ops.short_convolution_fwd.default: _short_convolution_fwd,
+            ops.rms_norm_gate_fwd.default: _rms_norm_gate_fwd,
+            ops.swiglu_fwd.default: plain_swiglu,
+            ops.swiglu_linear.default: _swiglu_linear,
+        }
+    )
+    return table
+
+
+def _chunk_gla_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gv: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    save_states: bool,
+    batch_invariant: bool,
+    kept_bytes: int = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if save_states:
+        raise NotImplementedError(
+            "chunk_gla: expected a graph of inference to decompose, got one that keeps states for "
+            "backward; export the model in eval mode, under torch.no_grad()"
+        )
+    args = (q, k, v, g, gv, initial_state, cu_seqlens, scale, False, state_v_first)
+    o, state = _plain.gla(*args)
+    nothing = state.new_empty(0)
+    states = nothing.bfloat16() if q.dtype == torch.bfloat16 else nothing.clone()
+    kept = torch.empty(0, dtype=torch.uint8, device=q.device)
+    return o, state if output_final_state else nothing, states, kept
+
+
+def _recurrent_gla_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+    output_final_state: bool,
+    reverse: bool,
+    state_v_first: bool,
+) -> tuple[Tensor, Tensor]:
+    args = (q, k, v, gk, gv, initial_state, cu_seqlens, scale, reverse, state_v_first)
+    o, state = _plain.gla(*args)
+    return o, state if output_final_state else state.new_empty(0)
+
+
+def _recurrent_gla_verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    state: Tensor,
+    slots: Tensor | None,
+    scale: float | None,
+    state_v_first: bool,
+) -> Tensor:
+    if slots is None:
+        return _plain.gla(q, k, v, gk, gv, state, None, scale, False, state_v_first)[0]
+    there = (slots >= 0) & (slots < state.shape[0])
+    own = state.index_select(0, torch.where(there, slots, 0))
+    o = _plain.gla(q, k, v, gk, gv, own, None, scale, False, state_v_first)[0]
+    return torch.where(there[:, None, None, None], o, 0)
+
+
+def _short_convolution_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    cu_seqlens: Tensor | None,
+    output_state: bool,
+) -> tuple[Tensor, Tensor]:
+    y, state = _plain.short_convolution(x, weight, bias, cache, cu_seqlens)
+    return y, state if output_state else x.new_empty(0)
+
+
+def _rms_norm_gate_fwd(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, activation: str, eps: float
+) -> tuple[Tensor, Tensor]:
+    y = plain_rms_norm(x, weight, eps, gate, activation)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return y, torch.rsqrt(wide.square().mean(-1) + eps)
+
+
+def _swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(plain_swiglu(gate, up), weight, bias)
