@@ -63,9 +63,8 @@ gla_ext::cuda::DType cuda_dtype(const std::string& name) {
 }
 
 py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::string& gate_dtype,
-                   bool backward, bool save_states, bool batch_invariant, bool aligned,
-                   bool key_gated, bool value_gated, bool kept, const std::string& capability,
-                   int64_t processors) {
+                   bool backward, bool batch_invariant, bool aligned, bool key_gated,
+                   bool value_gated, bool kept, const std::string& capability, int64_t processors) {
   namespace cuda = gla_ext::cuda;
   const cuda::DType given = cuda_dtype(dtype), gate_type = cuda_dtype(gate_dtype);
   const cuda::DType type = cuda::becomes_fp32(given, value_gated) ? cuda::DType::kFloat : given;
@@ -73,10 +72,9 @@ py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::stri
     throw py::value_error(
         "plan: expected K and V to be at most " + std::to_string(cuda::kMaxHeadDim) +
         " on cuda, got K = " + std::to_string(s.K) + " and V = " + std::to_string(s.V));
-  const auto p =
-      cuda::make_plan({s.N, s.T, s.H, s.K, s.V, s.packed, type, gate_type, backward, save_states,
-                       batch_invariant, aligned, capability == "9.0", processors,
-                       cuda::PathChoice::kAny, key_gated, value_gated, gate_type, kept});
+  const auto p = cuda::make_plan({s.N, s.T, s.H, s.K, s.V, s.packed, type, gate_type, backward,
+                                  batch_invariant, aligned, capability == "9.0", processors,
+                                  cuda::PathChoice::kAny, key_gated, value_gated, gate_type, kept});
   py::dict tiles, result;
   tiles["chunk"] = gla_ext::kChunk;
   tiles["sub_chunk"] = gla_ext::kSubChunk;
@@ -107,9 +105,9 @@ py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::stri
 
 py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::optional<int64_t> N,
               const std::string& dtype, const std::optional<std::string>& gate_dtype, bool backward,
-              bool save_states, bool batch_invariant, bool aligned, bool key_gated,
-              bool value_gated, bool kept, const std::string& capability, int64_t processors,
-              const std::string& device, std::optional<int64_t> threads) {
+              bool batch_invariant, bool aligned, bool key_gated, bool value_gated, bool kept,
+              const std::string& capability, int64_t processors, const std::string& device,
+              std::optional<int64_t> threads) {
   if (device != "cpu" && device != "cuda")
     throw py::value_error("plan: expected device 'cpu' or 'cuda', got '" + device + "'");
   if (std::min({B, T, H, N.value_or(0)}) < 0 ||
@@ -121,10 +119,10 @@ py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::option
     throw py::value_error("plan: expected dtype bfloat16, float16, float32 or float64, got " +
                           dtype);
   const PlanShape shape{N.value_or(B), T, H, K, V, N.has_value()};
-  return device == "cpu" ? cpu_plan(shape, dtype, backward, value_gated, threads)
-                         : cuda_plan(shape, dtype, gate_dtype.value_or(dtype), backward,
-                                     save_states, batch_invariant, aligned, key_gated, value_gated,
-                                     kept, capability, processors);
+  return device == "cpu"
+             ? cpu_plan(shape, dtype, backward, value_gated, threads)
+             : cuda_plan(shape, dtype, gate_dtype.value_or(dtype), backward, batch_invariant,
+                         aligned, key_gated, value_gated, kept, capability, processors);
 }
 
 }  // namespace
@@ -137,10 +135,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("plan", &plan, py::arg("B"), py::arg("T"), py::arg("H"), py::arg("K"), py::arg("V"),
         py::arg("N") = py::none(), py::kw_only(), py::arg("dtype") = "float32",
         py::arg("gate_dtype") = py::none(), py::arg("backward") = false,
-        py::arg("save_states") = false, py::arg("batch_invariant") = false,
-        py::arg("aligned") = true, py::arg("key_gated") = true, py::arg("value_gated") = false,
-        py::arg("kept") = false, py::arg("capability") = "9.0", py::arg("processors") = 132,
-        py::arg("device") = "cpu", py::arg("threads") = py::none(),
+        py::arg("batch_invariant") = false, py::arg("aligned") = true, py::arg("key_gated") = true,
+        py::arg("value_gated") = false, py::arg("kept") = false, py::arg("capability") = "9.0",
+        py::arg("processors") = 132, py::arg("device") = "cpu", py::arg("threads") = py::none(),
         "The plan chosen for a shape, on any build: path, mode, workspace and state bytes; on CPU "
         "threads and tasks, on CUDA tiles, segments, launches and what is kept for backward.");
 }

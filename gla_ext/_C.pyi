@@ -27,7 +27,6 @@ def plan(
     dtype: str = "float32",
     gate_dtype: str | None = None,
     backward: bool = False,
-    save_states: bool = False,
     batch_invariant: bool = False,
     aligned: bool = True,
     key_gated: bool = True,
@@ -46,7 +45,6 @@ def plan(
         dtype: of q, k and v; float64 on CPU only.
         gate_dtype: CUDA only: of g and gv; default dtype.
         backward: the plan of the backward pass.
-        save_states: CUDA only: forward returns its states, or backward is given them.
         batch_invariant: CUDA only: of a call in `gla_ext.batch_invariant`.
         aligned: CUDA only: every row of q, k, v, g and, in backward, do starts at a multiple of 16
             bytes.
@@ -74,8 +72,7 @@ def plan(
         cluster_pieces (how many heads a pair of blocks goes over, one by one; 0: no blocks are
         paired), block_pieces (how many a block of forward does, where K and V are at most 64 and g
         is bf16), kept_bytes (of what forward so keeps for backward besides inputs), and
-        workspace_bytes is all that is allocated besides these and outputs, states that are not
-        saved included.
+        workspace_bytes is all that is allocated besides these and outputs.
 
     Raises:
         ValueError: a size or dtype that the device does not take.

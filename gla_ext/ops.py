@@ -139,7 +139,6 @@ def chunk_gla(
         scale,
         output_final_state,
         state_v_first,
-        False,
         _mode.batch_invariant,
         _kept_bytes,
     )

@@ -177,7 +177,7 @@ from gla_ext import batch_invariant, chunk_gla
 class Record(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.gla_ext.chunk_gla_fwd.default:
-            print(args[11])
+            print(args[10])
         return function(*args, **(kwargs or {}))
 x = torch.zeros(1, 1, 1, 1)
 with Record():

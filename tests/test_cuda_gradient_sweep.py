@@ -244,22 +244,6 @@ def test_gates_of_the_first_token_have_no_gradient(B, H, K, V, gate, operands):
 
 
 @in_nan
-@pytest.mark.parametrize("kind", [None, "one channel", "every other chunk"])
-@pytest.mark.parametrize("B, T, H, V", [(16, 200, 4, 128), (16, 200, 4, 256), (1, 8200, 16, 256)])
-def test_saved_states(B, T, H, V, kind):
-    x = make_swept(B, T, H, 128, V)
-    if kind is not None:
-        x = mixed_gates(x, kind)
-    op, inputs = torch.ops.gla_ext, (x.q, x.k, x.v, x.g, None, x.initial_state, None)
-    states = op.chunk_gla_fwd(*inputs, None, False, False, True, False)[2]
-    gradients = op.chunk_gla_bwd(x.do, x.dht, *inputs, states, None, False, False)
-    results = dict(zip(("dq", "dk", "dv", "dg", "dgv", "dh0"), gradients, strict=True))
-    del results["dgv"]
-    expected = exact_by_chunks(x)
-    assert_results_close(results, {name: expected[name] for name in results}, x)
-
-
-@in_nan
 @pytest.mark.parametrize("B, K, V", [(16, 128, 256), (50, 64, 64)])
 @pytest.mark.parametrize("HK", [1, 2])
 def test_shared_heads(HK, B, K, V, operands):

@@ -140,18 +140,6 @@ def test_backward_leaves_it_alone(case):
 
 
 @in_nan
-@pytest.mark.parametrize("case", [CASES["segments"], CASES["many keys"], *SWEPT.values()])
-def test_beside_saved_states(case):
-    x = draw(case, "every other chunk")
-    kept = kept_bytes(x, save_states=True)
-    assert kept > 0
-    results = operators(x, kept, save_states=True)
-    assert_same_bits(operators(x, 0, save_states=True), results)
-    expected = exact_by_chunks(x)
-    assert_results_close(results, {name: expected[name] for name in results}, x)
-
-
-@in_nan
 @pytest.mark.parametrize("case", [CASES["segments"], *SWEPT.values(), *PAIRED.values()])
 def test_shared_heads(case, keep_nothing):
     x = draw(case)

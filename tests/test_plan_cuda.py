@@ -42,15 +42,6 @@ def test_cuda_fp32_gates_need_no_workspace_for_their_gradient():
     assert sizes[0] == sizes[1] == sizes[2] + 4 * 2048 * 4 * 64 * 4
 
 
-@by_pass
-def test_cuda_saved_states_are_not_workspace(backward):
-    plans = [steps_plan(backward=backward, save_states=saved) for saved in (False, True)]
-    states = 4 * 32 * 4 * 64 * 128 * 2
-    assert plans[0]["workspace_bytes"] - plans[1]["workspace_bytes"] == states
-    assert plans[0]["state_bytes"] == plans[1]["state_bytes"]
-    assert plans[0]["launches"] == plans[1]["launches"]  # S comes with dS, side by side
-
-
 def test_cuda_packed_sequences_need_a_map_of_the_chunks():
     one, packed = steps_plan(B=1), steps_plan(B=1, N=8)
     assert packed["launches"] == one["launches"] + 2
@@ -81,11 +72,6 @@ FUSED_BOTH = [
 def test_cuda_steps_where_the_fused_path_does_not_take_a_call(change):
     for backward in (False, True):
         assert cuda_plan(backward=backward, **change)["path"] == "steps"
-
-
-def test_cuda_fused_backward_takes_saved_states_where_forward_saves_none():
-    assert cuda_plan(save_states=True)["path"] == "steps"
-    assert cuda_plan(save_states=True, backward=True)["path"] == "fused"
 
 
 @pytest.mark.parametrize("change", FUSED_BOTH, ids=str)
@@ -230,17 +216,6 @@ def test_cuda_blocks_of_narrow_heads(change, pieces):
     assert full_plan(**{"K": 64, "V": 64} | change)["block_pieces"] == pieces
 
 
-def test_cuda_fused_backward_of_saved_states():
-    made, given = (full_plan(K=64, backward=True, save_states=saved) for saved in (False, True))
-    assert given["state_bytes"] == made["state_bytes"]
-    states, keys = made["state_bytes"] // 2, 32 * 2048 * 4 * 64 * 4
-    assert given["workspace_bytes"] == made["workspace_bytes"] - states + keys
-    assert given["launches"] == made["launches"] + 1
-    long = {"B": 1, "T": 32768, "backward": True}
-    assert full_plan(**long, K=64)["segments"] > 0
-    assert full_plan(**long, K=64, save_states=True)["segments"] == 0
-
-
 @by_pass
 @pytest.mark.parametrize("K, V", [(64, 64), (8, 512), (64, 128), (128, 256)])
 def test_cuda_fp32_gates_are_swept_alike(K, V, backward):
@@ -250,25 +225,6 @@ def test_cuda_fp32_gates_are_swept_alike(K, V, backward):
     assert (plan["path"], plan["segments"], plan["block_pieces"]) == ("fused", 0, 1)
     assert plan["launches"] == (3 if backward else 2)
     assert full_plan(**call, B=1, T=32768)["segments"] > 0
-
-
-@pytest.mark.parametrize("K", [72, 256])
-def test_cuda_fused_saved_states_over_operands(K):
-    """Forward writes them, backward sweeps for the other ones alone."""
-    states = 32 * 32 * 4 * K * 256 * 2
-    made_states = 32 * 32 * 4 * state_bytes(K, 256)
-    plain, saving = (full_plan(K=K, save_states=saved) for saved in (False, True))
-    assert (saving["path"], saving["linear"], saving["launches"]) == ("fused", True, 2)
-    assert (plain["state_bytes"], saving["state_bytes"]) == (0, states)
-    assert saving["workspace_bytes"] == 32 * 32 * 4 * 8 + operand_bytes(32 * 32 * 4, K)
-    made, given = (full_plan(K=K, backward=True, save_states=saved) for saved in (False, True))
-    swept = K == 72  # dS stays on chip, and no sweep is left; S comes with the operands
-    state_grads = 0 if swept else made_states
-    assert given["state_bytes"] == states + state_grads
-    # Made, those of two chunks are one each way where K is above 128.
-    assert made["state_bytes"] == made_states
-    assert given["workspace_bytes"] == made["workspace_bytes"] - made_states + state_grads
-    assert (made["launches"], given["launches"]) == (3, 3 - swept)
 
 
 @by_pass
@@ -320,7 +276,6 @@ def test_cuda_bad_arguments(change, message):
         ({"B": 8}, True, False),  # gradients make A themselves
         ({"B": 1, "T": 32768}, False, True),  # linear forward does, behind paired parts
         ({"B": 1, "T": 32768, "kept": True}, True, True),
-        ({"B": 1, "T": 32768, "save_states": True}, True, True),
         ({"B": 1, "T": 32768, "V": 128}, True, True),  # operands.cu
         ({"B": 1, "T": 32768, "V": 192}, True, False),
         ({"B": 1, "T": 32768, "gate_dtype": "float32"}, True, True),

@@ -42,8 +42,6 @@ def test_cuda_fp16_becomes_fp32_beside_value_gates(backward):
 def test_cuda_value_gates_launches():
     assert gated_plan()["launches"] == steps_plan()["launches"] + 2
     assert gated_plan(backward=True)["launches"] == steps_plan(backward=True)["launches"] + 7
-    saved = gated_plan(backward=True, save_states=True)["launches"]
-    assert saved == gated_plan(backward=True)["launches"] - 1
 
 
 @by_pass

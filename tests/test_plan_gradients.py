@@ -22,7 +22,6 @@ from plans import full_plan, state_bytes
         ({"K": 8, "V": 8, "B": 66}, True),
         ({"K": 64, "V": 72, "B": 66}, False),
         ({"K": 64, "V": 64, "B": 66, "gate_dtype": "float32"}, False),
-        ({"K": 64, "V": 64, "B": 66, "save_states": True}, False),
         ({"K": 64, "V": 64, "B": 66, "batch_invariant": True}, False),
         ({"K": 64, "V": 64, "B": 1, "T": 66 * 2048, "N": 66}, True),
         ({"K": 64, "V": 64, "B": 1, "T": 66 * 2048, "N": 66, "batch_invariant": True}, False),
@@ -37,8 +36,6 @@ from plans import full_plan, state_bytes
         ({"V": 192}, False),  # three slices of 64
         ({"V": 264}, False),
         ({"gate_dtype": "float32"}, True),
-        ({"save_states": True}, True),
-        ({"save_states": True, "B": 15, "V": 128}, True),  # where other gradients have segments
         ({"batch_invariant": True}, False),
         ({"B": 1, "T": 32 * 2048, "N": 32}, True),  # packed: of any length, in segments
         ({"B": 1, "T": 32 * 2048, "N": 10_000}, True),
@@ -72,7 +69,6 @@ def test_cuda_gradients_in_a_sweep(change, swept):
         ({"K": 72, "V": 200}, True),
         ({"V": 128}, False),
         ({"gate_dtype": "float32"}, False),
-        ({"save_states": True}, False),
         ({"batch_invariant": True}, False),
         ({"B": 1, "T": 32768}, False),  # segments: their own parts are made in that pass
         ({"B": 1, "T": 32 * 2048, "N": 32}, False),
@@ -100,7 +96,6 @@ def test_cuda_operands_and_states_in_one_pass(change, paired):
         ({"B": 1, "T": 32 * 2048, "N": 32}, True),
         ({"B": 1, "T": 32768}, True),  # in segments
         ({"kept": True}, True),
-        ({"save_states": True}, False),
         ({"batch_invariant": True}, False),
     ],
     ids=str,

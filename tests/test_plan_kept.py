@@ -10,7 +10,6 @@ KEPT = {
     "many keys, fp32 gates": {"K": 200, "gate_dtype": "float32"},
     "packed": {"B": 1, "T": 8192, "N": 8},
     "batch invariant": {"K": 256, "batch_invariant": True},
-    "saved states": {"K": 256, "save_states": True},
 }
 
 

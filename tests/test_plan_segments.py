@@ -71,7 +71,6 @@ TWO_PLACES = {"B": 8, "T": 2048}
         ({"K": 64, "V": 128, "H": 8, "gate_dtype": "float32"}, True),
         ({"B": 16, "K": 64, "V": 64}, False),  # has a kernel of its own
         ({"B": 16, "K": 64, "V": 64, "gate_dtype": "float32"}, True),  # but for bf16 gates alone
-        ({"save_states": True}, False),
         ({"batch_invariant": True}, False),
         ({"B": 1, "T": 16384, "N": 8}, False),
     ],
@@ -209,7 +208,6 @@ def test_cuda_packed_sequences_of_one_segment_need_no_state():
         ({"T": 31000}, False, 0),
         ({"K": 136}, False, 0),
         ({"gate_dtype": "float32"}, False, 0),
-        ({"save_states": True}, False, 0),
     ],
     ids=str,
 )
@@ -248,7 +246,6 @@ def test_cuda_packed_sequences_gate_in_forward(change, gates, pieces):
         ({"V": 512}, False),
         ({"K": 256}, False),
         ({"gate_dtype": "float32"}, False),
-        ({"save_states": True}, False),
         ({"N": 1}, False),
         ({"batch_invariant": True}, False),
         ({"B": 32, "T": 2048}, False),
@@ -267,12 +264,3 @@ def test_cuda_operands_and_segments_in_one_pass(change, paired):
         assert (forward["launches"], backward["launches"], kept["launches"]) == (3, 6, 5)
         assert forward["segments"] == backward["segments"] > 0
         assert forward["cluster_pieces"] == 1
-
-
-def test_cuda_fused_saved_states_and_segments():
-    """One sweep in place of two has twice the segments, and the states of one of them alone."""
-    long = {"B": 1, "T": 32768, "V": 192, "backward": True}
-    made, given = (full_plan(**long, save_states=saved) for saved in (False, True))
-    assert given["segments"] == 2 * made["segments"] > 0
-    assert given["launches"] == made["launches"]
-    assert given["workspace_bytes"] < made["workspace_bytes"]

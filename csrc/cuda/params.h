@@ -121,11 +121,10 @@ struct Problem {
   const float* dht = nullptr;  // [N, H, K, V]
   float* ht = nullptr;         // [N, H, K, V]
   float* dh0 = nullptr;        // [N, H, K, V]
-  // Or, of the fused path's sweeps over operands, but for a saved S, tiles [B, chunks, H] (with
+  // Or, of the fused path's sweeps over operands, tiles [B, chunks, H] (with
   // paired_chunks one each way of two chunks) of state_tile_bytes(K, V), and scaled:
-  void* S = nullptr;          // [B, chunks, H, K, V], the state that enters each chunk
-  void* dS = nullptr;         // [B, chunks, H, K, V], the gradient of the state that leaves it
-  bool saved_states = false;  // in backward: S is what forward has saved
+  void* S = nullptr;   // [B, chunks, H, K, V], the state that enters each chunk
+  void* dS = nullptr;  // [B, chunks, H, K, V], the gradient of the state that leaves it
   DType S_dtype = DType::kFloat, dS_dtype = DType::kFloat;  // fp32, or bf16 for bf16 inputs
   // Pairs of chunks have one S, the first's, and one dS, the second's: sm90/chunk_pairs.cuh.
   bool paired_chunks = false;

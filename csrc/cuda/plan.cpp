@@ -28,26 +28,21 @@ void add_segments(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   Workspace& w = plan.workspace;
   if (plan.kept.segment_decays == Workspace::kAbsent)
     w.segment_decays = add(w, segment_heads * in.K * kFloatBytes);
-  const bool saved = in.backward && in.save_states;
-  if (plan.kept.segment_states == Workspace::kAbsent && !saved) w.segment_states = add(w, states);
+  if (plan.kept.segment_states == Workspace::kAbsent) w.segment_states = add(w, states);
   if (in.backward) w.segment_state_grads = add(w, states);
   plan.launches += 2;
 }
-
-// Whether the fused path has sweeps for such states.
-bool has_sweeps(const PlanInputs& in) { return !in.save_states || in.K > kTierBlock; }
 
 int64_t all_operand_bytes(const PlanInputs& in, const ChunkGrid& grid) {
   return grid.B * grid.slots * in.H * operand_bytes(in.K);
 }
 
-// Sweeps over ready operands: where those that gate do not reach, do not save states, or would gate
+// Sweeps over ready operands: where those that gate do not reach, or would gate
 // a chunk twice, for the segments' own parts or the gradients and for what follows. Of packed
 // sequences most have one segment: there sweeps gate, unless backward has gradients that need sums
 // of gates of which every bit is operands.cu's.
 void choose_operands(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  const bool gates =
-      in.K <= kOperandKeys && in.gate_dtype == DType::kBFloat16 && !in.backward && !in.save_states;
+  const bool gates = in.K <= kOperandKeys && in.gate_dtype == DType::kBFloat16 && !in.backward;
   plan.packed_parts = in.K > kTierBlock && gates && in.packed && plan.segments > 0 &&
                       backward_sweep(in, grid).swept_gradients;
   plan.linear = in.K > kTierBlock && !(gates && (plan.segments == 0 || plan.packed_parts));
@@ -98,7 +93,7 @@ void choose_narrow_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& gr
 
 // One pass over whole sequences in place of one for the operands and another for S.
 void choose_paired_states(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  plan.paired_states = plan.swept_gradients && plan.segments == 0 && !in.save_states &&
+  plan.paired_states = plan.swept_gradients && plan.segments == 0 &&
                        plan.kept.operands == Workspace::kAbsent && is_paired(in);
   if (plan.paired_states) plan.cluster_pieces = cluster_pieces(plan, in, grid);
 }
@@ -106,8 +101,7 @@ void choose_paired_states(Plan& plan, const PlanInputs& in, const ChunkGrid& gri
 // One pass for the operands and the own parts of segments, where backward makes gradients in a
 // sweep: other gradients need sums of gates of which every bit is operands.cu's.
 void choose_paired_parts(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  if (!plan.linear || plan.segment_states == 0 || in.save_states || in.packed || !is_paired(in))
-    return;
+  if (!plan.linear || plan.segment_states == 0 || in.packed || !is_paired(in)) return;
   if (in.backward && plan.kept.operands != Workspace::kAbsent) return;
   const Plan backward = backward_sweep(in, grid);
   plan.paired_parts = backward.swept_gradients && backward.segments == plan.segments;
@@ -133,8 +127,7 @@ void choose_scores(Plan& plan, const PlanInputs& in) {
 void choose_paired_chunks(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
   constexpr int64_t kMostUnpaired = 128;  // values
   plan.paired_chunks = plan.linear && !plan.swept_gradients && in.K > kOperandKeys &&
-                       in.V > kMostUnpaired && !in.save_states && !in.batch_invariant &&
-                       grid.chunks > 1;
+                       in.V > kMostUnpaired && !in.batch_invariant && grid.chunks > 1;
 }
 
 // What step 6 hands to step 7, but where gradients that are fp32 themselves take it.
@@ -180,7 +173,7 @@ void plan_steps(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
     w.no_decay = add(w, in.K * kFloatBytes);
   }
   w.A = add(w, token_heads * kChunk * each);
-  if (!in.save_states) w.S = add(w, plan.state_bytes);
+  w.S = add(w, plan.state_bytes);
   plan.launches = map_launches + 5 + in.key_gated;
   if (in.backward) {
     // score_grads runs after value_grads, the last to read A, but not with gates on values.
@@ -190,7 +183,7 @@ void plan_steps(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
     plan.state_bytes *= 2;
     // Without gates on values bf16's two sweeps are one launch.
     const bool two_sweeps = in.dtype != DType::kBFloat16 || in.value_gated;
-    plan.launches = map_launches + 9 + in.key_gated + (two_sweeps && !in.save_states);
+    plan.launches = map_launches + 9 + in.key_gated + two_sweeps;
   }
   if (in.value_gated) add_value_gates(plan, in, grid);
 }
@@ -213,15 +206,15 @@ Workspace plan_kept(const PlanInputs& in, const ChunkGrid& grid) {
   const Plan backward = make_plan(pass);
   const bool over_operands = forward.linear && backward.linear && !backward.paired_states;
   // Other gradients need sums of gates of which every bit is operands.cu's.
-  const bool on_chip = forward.fused_sweeps && !forward.linear && backward.linear &&
-                       backward.swept_gradients && (backward.segments == 0 || forward.packed_parts);
+  const bool on_chip = !forward.linear && backward.linear && backward.swept_gradients &&
+                       (backward.segments == 0 || forward.packed_parts);
   if (!over_operands && !on_chip) return kept;
   const int64_t most = input_bytes(in, grid);
   kept.operands = add(kept, all_operand_bytes(in, grid));
   kept.tiers = add(kept, tier_bytes(grid, in.H));
   if (kept.bytes == 0 || kept.bytes > most) return {};
   const int64_t segment_heads = grid.B * forward.segment_states * in.H;
-  if (segment_heads > 0 && !in.save_states && forward.segments == backward.segments &&
+  if (segment_heads > 0 && forward.segments == backward.segments &&
       forward.segment_chunks == backward.segment_chunks) {
     Workspace more = kept;
     // Of packed sequences forward has none of the last segments, which backward wants.
@@ -233,8 +226,7 @@ Workspace plan_kept(const PlanInputs& in, const ChunkGrid& grid) {
 }
 
 void plan_fused_forward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  plan.fused_sweeps = true;
-  if (!in.save_states) plan.state_bytes = 0;
+  plan.state_bytes = 0;
   choose_segments(plan, in, grid);
   choose_prefixes(plan, in, grid);
   plan.launches = (in.packed ? 2 : 0) + 2;  // the sweep, behind operands or before exact output
@@ -253,27 +245,19 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
   Workspace& w = plan.workspace;
   // Operands, or what chunks outside tier 1 lack (kept operands too), states, gradients.
   plan.launches = (in.packed ? 2 : 0) + 3;
-  plan.fused_sweeps = has_sweeps(in);
-  if (plan.fused_sweeps) {
-    choose_sweep(plan, in, grid);
-    add_segments(plan, in, grid);
-    choose_operands(plan, in, grid);
-    choose_paired_states(plan, in, grid);
-    choose_paired_parts(plan, in, grid);
-    choose_paired_chunks(plan, in, grid);
-    choose_scores(plan, in);
-  } else {
-    w.b = add(w, keys);
-    plan.launches += 1;
-  }
-  // In tiles where sweeps go over operands, but for saved ones; of pairs of chunks one each.
+  choose_sweep(plan, in, grid);
+  add_segments(plan, in, grid);
+  choose_operands(plan, in, grid);
+  choose_paired_states(plan, in, grid);
+  choose_paired_parts(plan, in, grid);
+  choose_paired_chunks(plan, in, grid);
+  choose_scores(plan, in);
+  // In tiles where sweeps go over operands; of pairs of chunks one each.
   const int64_t places = plan.paired_chunks && !in.packed ? ceil_div(grid.chunks, 2) : grid.chunks;
   const int64_t made =
       plan.linear ? grid.B * places * in.H * state_tile_bytes(in.K, in.V) : plan.state_bytes;
-  if (!in.save_states) {
-    w.S = add(w, made);
-    plan.state_bytes = made;
-  }
+  w.S = add(w, made);
+  plan.state_bytes = made;
   if (!plan.swept_gradients) {
     w.dS = add(w, made);
     plan.state_bytes += made;
@@ -281,8 +265,6 @@ void plan_fused_backward(Plan& plan, const PlanInputs& in, const ChunkGrid& grid
   // Chunks outside tier 1 alone use these. A is a part of operands.
   if (!plan.linear) w.A = add(w, scores);
   add_intra(w, in, keys);
-  // Saved states leave no sweep but the gradients'.
-  if (plan.swept_gradients && in.save_states) plan.launches -= 1;
 }
 
 }  // namespace
@@ -317,7 +299,6 @@ const char* why_not_fused(const PlanInputs& in) {
   if (!in.aligned) return "rows that start at multiples of 16 bytes";
   if (in.K > kFusedKeys) return "K to be at most 256";
   if (in.gate_dtype == DType::kHalf) return "g in torch.bfloat16 or torch.float32";
-  if (!in.backward && !has_sweeps(in)) return "no states to be saved, or K to be more than 64";
   return nullptr;
 }
 

@@ -19,7 +19,6 @@ struct PlanInputs {
   DType dtype;            // of q, k and v
   DType gate_dtype;       // of g
   bool backward;
-  bool save_states;      // forward returns S, backward is given it
   bool batch_invariant;  // neither N, T nor the GPU may change a bit
   bool aligned;          // every row of the inputs starts at a multiple of 16 bytes
   bool sm90;             // a GPU of compute capability 9.0, and its kernels are built
@@ -51,8 +50,7 @@ struct Workspace {
 
 struct Plan {
   Path path = Path::kSteps;
-  bool fused_sweeps = false;  // of the fused path: states come from its sweeps, not from the steps'
-  bool linear = false;        // and these go over operands in memory, which are made first
+  bool linear = false;           // sweeps go over operands in memory, which are made first
   bool swept_gradients = false;  // dS stays on chip, in a sweep that makes all gradients
   bool paired_states = false;    // operands and S are made in one pass, by pairs of blocks
   bool paired_parts = false;     // operands and segments' own parts of S are
@@ -70,7 +68,7 @@ struct Plan {
   // As in ChunkGrid.
   int64_t segments = 0, segment_chunks = 0, segment_states = 0, parts_at_once = 0;
   bool prefixed = false;
-  // Of S and, in backward unless it stays on chip, dS: in the workspace, or S as it is saved.
+  // Of S and, in backward unless it stays on chip, dS.
   int64_t state_bytes = 0;
   int64_t launches = 0;  // kernels
 };

@@ -14,9 +14,8 @@ int64_t swept_blocks(const PlanInputs& in) { return is_narrow(in) ? 1 : 2; }
 int64_t sweep_blocks(const Plan& plan, const PlanInputs& in) {
   const int64_t blocks = in.H * ceil_div(in.V, kFusedValues);
   if (plan.swept_gradients) return swept_blocks(in) * in.H;
-  // Backward has two sweeps at a time, or one.
-  const int64_t each_way = 2 - in.save_states;
-  return in.backward ? each_way * blocks * linear_key_blocks(in.K) : blocks;
+  constexpr int64_t kEachWay = 2;  // backward sweeps states and their gradients at a time
+  return in.backward ? kEachWay * blocks * linear_key_blocks(in.K) : blocks;
 }
 
 // How many places there are for each block of a sweep over whole sequences.
@@ -105,7 +104,7 @@ Plan backward_sweep(PlanInputs in, const ChunkGrid& grid) {
 }
 
 void choose_prefixes(Plan& plan, const PlanInputs& in, const ChunkGrid& grid) {
-  if (plan.segments == 0 || is_narrow(in) || in.packed || in.save_states) return;
+  if (plan.segments == 0 || is_narrow(in) || in.packed) return;
   // The share with which both segments end together. A chunk before a segment's own takes .55 of
   // the time of another; where fp32 gates are split and summed there too, it takes more.
   constexpr int64_t kOf = 16;

@@ -197,11 +197,10 @@ at::Tensor Call::not_asked_for(at::ScalarType dtype) const {
   return at::empty({0}, options_.dtype(dtype));
 }
 
-Plan Call::plan(bool backward, bool save_states, bool batch_invariant, bool kept) const {
+Plan Call::plan(bool backward, bool batch_invariant, bool kept) const {
   const Problem& p = problem;
   PlanInputs in = plan_inputs(options_.device(), p.grid, p.H, p.K, p.V, p.dtype, p.g.dtype);
   in.backward = backward;
-  in.save_states = save_states;
   in.batch_invariant = batch_invariant;
   in.aligned = true;
   for (const Rows* r : {&p.q, &p.k, &p.v, &p.g, &p.d_o})
@@ -362,35 +361,29 @@ bool may_be_aligned(const at::Tensor& t) {
   return traced || !has_contiguous_rows(t) || rows_of(t).aligned;
 }
 
+}  // namespace
+
 // By the plan that the operator will make of such a call. Without the GPU, as when tracing for one,
 // nothing.
-int64_t planned_bytes(const KeptInputs& in) {
-  if (in.q.device().index() >= c10::cuda::device_count()) return 0;
-  const auto type = in.q.scalar_type();
-  if (type != at::kBFloat16 || in.v.scalar_type() != type || in.k.scalar_type() != type ||
-      !given(in.g) || given(in.gv))
+int64_t bytes_to_keep(const ForwardArguments& a) {
+  if (a.q.device().index() >= c10::cuda::device_count()) return 0;
+  const auto type = a.q.scalar_type();
+  if (type != at::kBFloat16 || a.v.scalar_type() != type || a.k.scalar_type() != type ||
+      !given(a.g) || given(a.gv))
     return 0;
-  const auto gate_type = in.g->scalar_type();
+  const auto gate_type = a.g->scalar_type();
   if (gate_type != at::kBFloat16 && gate_type != at::kFloat) return 0;
-  const c10::cuda::CUDAGuard guard(in.q.device());
-  const bool packed = given(in.cu_seqlens);
-  const int64_t N = packed ? in.cu_seqlens->numel() - 1 : in.q.size(0);
+  const c10::cuda::CUDAGuard guard(a.q.device());
+  const bool packed = given(a.cu_seqlens);
+  const int64_t N = packed ? a.cu_seqlens->numel() - 1 : a.q.size(0);
   if (N < 0) return 0;
-  PlanInputs plan = plan_inputs(in.q.device(), make_grid(N, in.q.size(1), packed), in.q.size(2),
-                                in.q.size(3), in.v.size(3), dtype_of(type), dtype_of(gate_type));
-  plan.save_states = in.save_states;
-  plan.batch_invariant = in.batch_invariant;
+  PlanInputs plan = plan_inputs(a.q.device(), make_grid(N, a.q.size(1), packed), a.q.size(2),
+                                a.q.size(3), a.v.size(3), dtype_of(type), dtype_of(gate_type));
+  plan.batch_invariant = a.batch_invariant;
   plan.aligned = true;
-  for (const at::Tensor* t : {&in.q, &in.k, &in.v, &*in.g}) plan.aligned &= may_be_aligned(*t);
+  for (const at::Tensor* t : {&a.q, &a.k, &a.v, &*a.g}) plan.aligned &= may_be_aligned(*t);
   plan.kept = true;
   return make_plan(plan).kept.bytes;
 }
-
-const bool asked_for_kept = [] {
-  cuda_bytes_to_keep = planned_bytes;
-  return true;
-}();
-
-}  // namespace
 
 }  // namespace gla_ext::cuda

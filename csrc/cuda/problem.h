@@ -48,7 +48,7 @@ class Call {
   void align_inputs() { aligns_inputs_ = true; }
 
   // The plan for the tensors that were given; `kept`: something is kept for backward.
-  Plan plan(bool backward, bool save_states, bool batch_invariant, bool kept) const;
+  Plan plan(bool backward, bool batch_invariant, bool kept) const;
   // Fills in what the plan's workspace holds of the Problem, and makes the chunk map.
   void allocate(const Plan& plan);
   // For what forward keeps, of the size that its caller knows: not used if the plan's is another.

@@ -7,7 +7,7 @@
 //         two or three consumer warpgroups. For segments' own parts, those segments that have
 //         states.
 // reads   operands [B, slots, H], v h0, or do dht; segment_states, segment_state_grads
-// writes  S~, unless S is saved, and, unless gradients are swept, dS~ of every chunk, or of
+// writes  S~ and, unless gradients are swept, dS~ of every chunk, or of
 //         pairs of chunks (paired_chunks) S~ of the first and dS~ of the second, tiles
 //         [B, chunks, H] or [B, pairs, H]; with dS~ dh0.
 //         For segments' own parts none of these, but segment_states or segment_state_grads and
@@ -326,7 +326,7 @@ void launch_linear_states(const Problem& p, bool states, bool state_grads, cudaS
 
 void linear_states(const Problem& p, cudaStream_t stream) {
   // With dS~ dh0, also where there are no tokens.
-  launch_linear_states<Store::kChunks>(p, !p.saved_states, !p.swept_gradients, stream);
+  launch_linear_states<Store::kChunks>(p, true, !p.swept_gradients, stream);
 }
 
 void linear_segment_parts(const Problem& p, cudaStream_t stream) {

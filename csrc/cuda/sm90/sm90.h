@@ -38,9 +38,9 @@ void scan_and_exact_scores(const Problem& p, cudaStream_t stream);
 // q k g, and in backward v do -> operands, tiers, and outside tier 1 in backward dq_intra dk_intra
 // dg_intra.
 void operands(const Problem& p, cudaStream_t stream);
-// The sweeps above over operands in place of q, k and g; K above 64. `linear_forward` writes S too
-// if it is there; `linear_states`, unless S is saved, S, and unless gradients are swept, dS,
-// scaled, S~ and dS~, for the gradients alone; of pairs of chunks (paired_chunks) one of each.
+// The sweeps above over operands in place of q, k and g; K above 64. `linear_states`
+// writes S and, unless gradients are swept, dS, scaled, S~ and dS~, for the gradients alone; of
+// pairs of chunks (paired_chunks) one of each.
 void linear_forward(const Problem& p, cudaStream_t stream);
 void linear_states(const Problem& p, cudaStream_t stream);
 void linear_segment_parts(const Problem& p, cudaStream_t stream);
