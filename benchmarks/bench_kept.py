@@ -28,7 +28,7 @@ def measure(shape) -> dict:
     from fused import plan_of
 
     x = bench.draw(shape)
-    kept = plan_of(x, backward=False, kept=True)["kept_bytes"]
+    kept = plan_of(x, backward=False, keeps=True)["for_backward_bytes"]
     choices = {"recomputed": 0} | ({"kept": kept} if kept else {})
     results = {name: run(x, size) for name, size in choices.items()}
     sizes = {name: found.pop("kept").nbytes for name, found in results.items()}

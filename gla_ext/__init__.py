@@ -5,6 +5,7 @@ from gla_ext._version import __version__
 
 check_build()
 
+from gla_ext._plan import Plan, plan  # noqa: E402
 from gla_ext.layers import GatedLinearAttention  # noqa: E402
 from gla_ext.multihead import MultiheadGLA  # noqa: E402
 from gla_ext.ops import batch_invariant, chunk_gla, fused_chunk_gla  # noqa: E402
@@ -18,11 +19,13 @@ from gla_ext.recurrent import (  # noqa: E402
 __all__ = [
     "GatedLinearAttention",
     "MultiheadGLA",
+    "Plan",
     "__version__",
     "batch_invariant",
     "chunk_gla",
     "fused_chunk_gla",
     "fused_recurrent_gla",
+    "plan",
     "recurrent_gla_commit_",
     "recurrent_gla_step_",
     "recurrent_gla_verify",

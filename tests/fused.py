@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 from common import Inputs, make_inputs, ours
+from plans import one_pass
 
 from gla_ext import _C
 
@@ -20,17 +21,17 @@ def for_this_gpu(count: int) -> int:
 
 def plan_of(x: Inputs, backward: bool = True, **options) -> dict[str, object]:
     """The plan of a call with such inputs on this GPU."""
-    return _C.plan(
+    plan = _C.plan(
         *x.q.shape,
         x.v.shape[-1],
         N=None if x.cu_seqlens is None else len(x.cu_seqlens) - 1,
         dtype="bfloat16",
         gate_dtype=str(x.g.dtype).removeprefix("torch."),
-        backward=backward,
         processors=torch.cuda.get_device_properties().multi_processor_count,
         device="cuda",
         **options,
     )
+    return one_pass(plan, backward)
 
 
 def packed(T: int, lengths, *sizes, gate: float | str = 0.1, **options) -> Inputs:

@@ -56,7 +56,7 @@ def draw(case, gate=0.1, **options) -> Inputs:
 
 def kept_bytes(x: Inputs, **options) -> int:
     forward, backward = (
-        plan_of(x, way, kept=True, **options)["kept_bytes"] for way in (False, True)
+        plan_of(x, way, keeps=True, **options)["for_backward_bytes"] for way in (False, True)
     )
     assert forward == backward
     return forward

@@ -9,6 +9,7 @@ import torch
 from common import DTYPES, GATES, LAYOUTS, PACKED_LENGTHS, SHAPES, assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import cpu_plan
 from recurrence import (
     GATINGS,
     Recurrence,
@@ -19,7 +20,7 @@ from recurrence import (
     ours,
 )
 
-from gla_ext import _C, batch_invariant, chunk_gla, reference
+from gla_ext import batch_invariant, chunk_gla, reference
 
 ops = torch.ops.gla_ext
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
@@ -238,7 +239,7 @@ def test_both_modes_on_cpu(gating, gate, dtype, monkeypatch):
         results = {}
         for mode in ("materialised", "sweep"):
             monkeypatch.setenv("GLA_EXT_CPU_MODE", mode)
-            assert _C.plan(*x.q.shape, x.v.shape[-1])["mode"] == mode
+            assert cpu_plan(*x.q.shape, x.v.shape[-1])["mode"] == mode
             results[mode] = chunked(x)
         assert_same_bits(results["sweep"], results["materialised"])
 
@@ -315,7 +316,7 @@ def test_nothing_but_inputs_is_saved(device):
 
 
 def test_value_gates_take_workspace():
-    plain, gated = (_C.plan(4, 2048, 4, 64, 128, threads=2, value_gated=g) for g in (False, True))
+    plain, gated = (cpu_plan(4, 2048, 4, 64, 128, threads=2, value_gated=g) for g in (False, True))
     assert gated["workspace_bytes"] > plain["workspace_bytes"]
 
 

@@ -4,7 +4,6 @@
 #include "../groups.h"
 #include "../ops.h"
 #include "problem.h"
-#include "sm90/sm90.h"
 #include "tensors.h"
 
 namespace gla_ext::cuda {
@@ -30,46 +29,6 @@ void take_inputs(Call& call, const Arguments& a, at::ScalarType dtype,
   p.h0 = call.input_state(a.initial_state);
 }
 
-// What the sweeps of the fused path need: operands where they read these, unless forward has kept
-// them, with A as far as it is read, and what enters each segment where sequences are cut into
-// segments.
-void prepare_sweeps(const Call& call, const Plan& plan, bool backward) {
-  const Problem& p = call.problem;
-  if (plan.paired_parts)
-    call.launch(sm90::paired_segment_parts);
-  else if (plan.linear && !p.operands_kept)
-    call.launch(sm90::operands);
-  if (plan.segment_states == 0) return;
-  if (plan.paired_parts && !backward) return call.launch(sm90::scan_and_exact_scores);
-  const bool has_states = plan.paired_parts || p.segment_states_kept;
-  if (!plan.linear)
-    call.launch(plan.packed_parts ? sm90::packed_segment_parts : sm90::segment_parts);
-  else if (!has_states)
-    call.launch(sm90::linear_segment_parts);
-  else
-    call.launch(sm90::linear_segment_grad_parts);
-  call.launch(sm90::segment_scan);
-}
-
-// Step 1 of the gates that are there, and what gates on values make of v and do.
-void prepare_gates(const Call& call) {
-  if (call.key_gated) call.launch(gate_cumsum);
-  if (!call.value_gated) return;
-  call.launch_on_values(gate_cumsum);
-  call.launch(value_operands);
-}
-
-// Backward from its third step on: what differs for keys, and the same for values.
-void run_value_gated_backward(const Call& call) {
-  call.launch(value_gated_states);
-  call.launch(value_gated_state_grads);
-  call.launch_on_values(scores_off_diagonal);
-  call.launch_on_values(scores_diagonal);
-  call.launch(intra_grads);
-  call.launch_on_values(intra_grads);
-  call.launch(value_gated_merge);
-}
-
 ForwardOutputs chunk_gla_fwd_cuda(const ForwardArguments& a) {
   Shape shape = check_chunk_gla_fwd(a);
   const bool wide = widens(shape, a.gv);
@@ -83,60 +42,11 @@ ForwardOutputs chunk_gla_fwd_cuda(const ForwardArguments& a) {
   at::Tensor o = call.output(p.o, p.V, shape.dtype);
   at::Tensor final_state =
       a.output_final_state ? call.output_state(p.ht) : call.not_asked_for(at::kFloat);
-  const auto plan_with = [&](bool kept) {
-    return call.plan(/*backward=*/false, a.batch_invariant, kept);
-  };
-  Plan plan = plan_with(kept_bytes > 0);
+  CallPlan plan = call.plan(a.batch_invariant, /*keeps=*/kept_bytes > 0);
   at::Tensor kept = call.keep(plan, kept_bytes);
-  if (plan.kept.bytes != kept_bytes) plan = plan_with(false);
-  call.allocate(plan);
-
-  if (plan.path == Path::kFused) {
-    prepare_sweeps(call, plan, /*backward=*/false);
-    call.launch(plan.linear               ? sm90::linear_forward
-                : plan.cluster_pieces > 0 ? sm90::paired_forward
-                                          : sm90::forward);
-    if (!plan.linear) call.launch(sm90::exact_output);
-    return {o, final_state, kept};
-  }
-  prepare_gates(call);
-  if (call.value_gated)
-    call.launch(value_gated_states);
-  else
-    call.launch(chunk_states);
-  call.launch(scores_off_diagonal);
-  call.launch(scores_diagonal);
-  if (call.value_gated)
-    call.launch(value_gated_output);
-  else
-    call.launch(output);
+  if (plan.for_backward.bytes != kept_bytes) plan = call.plan(a.batch_invariant, /*keeps=*/false);
+  call.run(plan.forward);
   return {narrowed(o, wide), final_state, kept};
-}
-
-// The fused path's kernels, or those of the steps in their order.
-void run_backward(const Call& call, const Plan& plan) {
-  if (plan.path == Path::kFused) {
-    if (!plan.paired_states) prepare_sweeps(call, plan, /*backward=*/true);
-    call.launch(plan.paired_states ? sm90::paired_states
-                : plan.linear      ? sm90::linear_states
-                                   : sm90::chunk_states);
-    if (!plan.linear || plan.paired_states || plan.paired_parts || call.problem.operands_kept)
-      call.launch(sm90::exact_gradients);
-    call.launch(plan.paired_chunks      ? sm90::paired_gradients
-                : !plan.swept_gradients ? sm90::gradients
-                : plan.linear           ? sm90::gradient_sweep
-                                        : sm90::narrow_gradient_sweep);
-    return;
-  }
-  prepare_gates(call);
-  call.launch(scores_off_diagonal);
-  call.launch(scores_diagonal);
-  if (call.value_gated) return run_value_gated_backward(call);
-  call.launch(states_and_state_grads);
-  call.launch(value_grads);
-  call.launch(score_grads);
-  call.launch(intra_grads);
-  call.launch(merge_grads);
 }
 
 BackwardOutputs chunk_gla_bwd_cuda(const BackwardArguments& a) {
@@ -162,14 +72,10 @@ BackwardOutputs chunk_gla_bwd_cuda(const BackwardArguments& a) {
     side->dk_intra = side->dk;
     side->dg_intra = side->dg;
   }
-  const auto plan_with = [&](bool uses_kept) {
-    return call.plan(/*backward=*/true, a.batch_invariant, uses_kept);
-  };
-  Plan plan = plan_with(has_kept);
-  if (has_kept && !call.input_kept(plan, *a.kept)) plan = plan_with(false);
-  call.allocate(plan);  // replaces those not fp32
-  p.grads_sum_decays = p.segment_states_kept && plan.kept.segment_decays == Workspace::kAbsent;
-  run_backward(call, plan);
+  CallPlan plan = call.plan(a.batch_invariant, /*keeps=*/has_kept);
+  if (has_kept && !call.input_kept(plan, *a.kept))
+    plan = call.plan(a.batch_invariant, /*keeps=*/false);
+  call.run(plan.backward);  // replaces those of the intra results that are not fp32
   return with_shared_heads(
       {narrowed(dq, wide), narrowed(dk, wide), narrowed(dv, wide), dg, dgv, dh0}, a.k.size(2));
 }

@@ -337,10 +337,12 @@ void launch_linear_forward(const Problem& p, cudaStream_t stream) {
 
 }  // namespace
 
-void linear_forward(const Problem& p, cudaStream_t stream) {
-  if (p.paired_parts)
-    launch_linear_forward<MakingBlock>(p, stream);
-  else if (p.K > 3 * kTile)
+void forward_prepared_makes_A(const Problem& p, cudaStream_t stream) {
+  launch_linear_forward<MakingBlock>(p, stream);
+}
+
+void forward_prepared(const Problem& p, cudaStream_t stream) {
+  if (p.K > 3 * kTile)
     launch_linear_forward<ReadingBlock<4>>(p, stream);
   else if (p.K > 2 * kTile)
     launch_linear_forward<ReadingBlock<3>>(p, stream);
