@@ -45,7 +45,7 @@ CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall"]
 NVCC_FLAGS = ["-O3"]
 SPILLS_ARE_ERRORS = ["-Xptxas", "-warn-spills", "-Xptxas", "-Werror"]
 # Without CUDA or torch headers, for plans of GPUs that are not there.
-CUDA_PLAN = ("csrc/cuda/plan.cpp", "csrc/cuda/plan_segments.cpp")
+CUDA_PLAN = "csrc/cuda/plan/"
 
 # torch's names for the architectures that the CUDA kernels support (sm_80 and up).
 NAMED_ARCHS = {
@@ -72,7 +72,7 @@ def sources() -> dict[str, list[str]]:
         return sorted(str(f.relative_to(ROOT)) for f in files if f.suffix in suffixes)
 
     kernels = find("csrc/cpu/kernels", ".cpp")
-    cuda = [f for f in find("csrc/cuda", ".cu", ".cpp") if f not in CUDA_PLAN]
+    cuda = [f for f in find("csrc/cuda", ".cu", ".cpp") if not f.startswith(CUDA_PLAN)]
     common = [f for f in find("csrc", ".cpp") if f not in kernels and f not in cuda]
     return {
         "common": common,

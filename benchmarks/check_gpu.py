@@ -8,7 +8,7 @@
     python benchmarks/check_gpu.py --read gpu.json --markdown page.md   # measures nothing
 
 Parts: correctness (pytest -m cuda, which runs bf16 on both paths), speed (the path the plan
-chooses, the step path, and FLA with --fla), memory, states (what forward leaves for backward),
+chooses, the step path, and FLA with --fla), memory, kept (what forward leaves for backward),
 steps (each step operator, and the kernels of a call), host (time of a call on the CPU), first-call,
 others (odd sizes, packed sequences, fp32 gates), gates (of any strength, beside the step path),
 attention (causal, of the same model width), layer (and its norm with the output gate), training
@@ -41,11 +41,11 @@ import bench_cases
 import bench_cuda as bench
 import bench_fla
 import bench_generate
+import bench_kept
 import bench_length
 import bench_model
 import bench_norm
 import bench_recurrent
-import bench_states
 import cuda_page
 import cuda_summary
 import gate
@@ -53,10 +53,10 @@ import torch
 from timing import copy_bytes_per_s
 
 PARTS = (
-    *("correctness", "speed", "memory", "states", "steps", "host", "first-call", "others", "gates"),
+    *("correctness", "speed", "memory", "kept", "steps", "host", "first-call", "others", "gates"),
     *("attention", "layer", "training", "plot", "generate", "recurrent"),
 )
-OF_SHAPES = {"speed", "memory", "states"}
+OF_SHAPES = {"speed", "memory", "kept"}
 OF_THE_MAIN_SHAPE = {"steps", "host", "first-call"}
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 ROOT = Path(__file__).parents[1]
@@ -209,8 +209,8 @@ def measure(arguments, results: dict):
             if part in only:
                 row[part] = function(bench.draw(shape), at(shape))
                 torch.cuda.empty_cache()
-        if "states" in only:
-            row["states"] = bench_states.measure(shape)
+        if "kept" in only:
+            row["kept"] = bench_kept.measure(shape)
             torch.cuda.empty_cache()
     main = next(iter(shapes.values()))
     if "steps" in only:

@@ -117,30 +117,26 @@ def memory(results) -> list[str]:
 
 
 def waiting_for_backward(results) -> list[str]:
-    rows = {name: row["states"] for name, row in results["shapes"].items() if "states" in row}
+    rows = {name: row["kept"] for name, row in results["shapes"].items() if "kept" in row}
     return rows and table(
         "What waits for backward",
         "Forward + backward by the operators, ms: with nothing but the inputs "
-        "(`GLA_EXT_KEEP_OPERANDS=0`), with the operands that forward has made, as is the default, "
-        "or with the states of every chunk (`save_states`); and the MiB that then wait beside the "
-        "inputs, and of these.",
-        ["inputs", *(x for way in ("operands", "states") for x in (way, "MiB", "of the inputs"))],
+        "(`GLA_EXT_KEEP_OPERANDS=0`), or with the operands that forward has made, as is the "
+        "default; and the MiB that then wait beside the inputs, and of these.",
+        ["inputs", "operands", "MiB", "of the inputs"],
         {
-            name: [
-                str(x["ms"]["recomputed"]),
-                *(cell for way in ("kept", "saved") for cell in waiting(x, way, input_bytes(name))),
-            ]
+            name: [str(x["ms"]["recomputed"]), *waiting(x, input_bytes(name))]
             for name, x in rows.items()
         },
     )
 
 
-def waiting(x, way: str, inputs: int) -> list[str]:
-    """A time and the bytes it takes."""
-    if way not in x["ms"]:
+def waiting(x, inputs: int) -> list[str]:
+    """The time with kept operands, and their bytes."""
+    if "kept" not in x["ms"]:
         return ["", "", ""]
-    size = x["bytes"][way]
-    return [str(x["ms"][way]), f"{size / 2**20:.0f}", f"{size / inputs:.2f}"]
+    size = x["bytes"]["kept"]
+    return [str(x["ms"]["kept"]), f"{size / 2**20:.0f}", f"{size / inputs:.2f}"]
 
 
 def input_bytes(name: str) -> int:

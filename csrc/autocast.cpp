@@ -3,7 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-#include "ops.h"
+#include "arguments.h"
 
 namespace gla_ext {
 namespace {
@@ -26,17 +26,11 @@ class Cast {
 };
 
 template <c10::DeviceType device>
-ForwardOutputs chunk_gla_fwd_autocast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      const std::optional<at::Tensor>& g,
-                                      const std::optional<at::Tensor>& gv,
-                                      const std::optional<at::Tensor>& initial_state,
-                                      const std::optional<at::Tensor>& cu_seqlens,
-                                      std::optional<double> scale, bool output_final_state,
-                                      bool state_v_first, bool save_states, bool batch_invariant,
-                                      int64_t kept_bytes) {
+ForwardOutputs chunk_gla_fwd_autocast(const ForwardArguments& a) {
   const Cast<device> cast;
-  return chunk_gla_fwd(cast(q), cast(k), cast(v), g, gv, initial_state, cu_seqlens, scale,
-                       output_final_state, state_v_first, save_states, batch_invariant, kept_bytes);
+  const at::Tensor q = cast(a.q), k = cast(a.k), v = cast(a.v);
+  return dispatch({q, k, v, a.g, a.gv, a.initial_state, a.cu_seqlens, a.scale, a.output_final_state,
+                   a.state_v_first, a.batch_invariant, a.kept_bytes});
 }
 
 using Optional = std::optional<at::Tensor>;
@@ -88,7 +82,7 @@ at::Tensor swiglu_linear_autocast(const at::Tensor& gate, const at::Tensor& up,
 
 template <c10::DeviceType device>
 void register_all(torch::Library& m) {
-  m.impl("chunk_gla_fwd", chunk_gla_fwd_autocast<device>);
+  m.impl("chunk_gla_fwd", positional<chunk_gla_fwd_autocast<device>>);
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_autocast<device>);
   m.impl("recurrent_gla_step_", recurrent_gla_step_autocast<device>);
   m.impl("recurrent_gla_verify", recurrent_gla_verify_autocast<device>);

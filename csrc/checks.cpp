@@ -10,10 +10,11 @@
 namespace gla_ext {
 namespace {
 
-Shape check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const OptionalTensor& g, const OptionalTensor& gv,
-                   const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
-                   bool state_v_first) {
+// What both passes are given.
+template <class Arguments>
+Shape check_inputs(const char* op, const Arguments& a) {
+  const at::Tensor &q = a.q, &k = a.k, &v = a.v;
+  const OptionalTensor &g = a.g, &gv = a.gv;
   const Checker check(op, "q", q);
   std::vector<std::pair<const char*, const at::Tensor*>> inputs{{"q", &q}, {"k", &k}, {"v", &v}};
   if (given(g)) inputs.emplace_back("g", &*g);
@@ -42,8 +43,8 @@ Shape check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, con
   check.shape("v", v, "[B, T, HK, V]", values);
   if (given(g)) check.shape("g", *g, "[B, T, HK, K]", keys);
   if (given(gv)) check.shape("gv", *gv, "[B, T, HK, V]", values);
-  check.offsets(cu_seqlens, shape);
-  check.state("initial_state", initial_state, shape, state_v_first);
+  check.offsets(a.cu_seqlens, shape);
+  check.state("initial_state", a.initial_state, shape, a.state_v_first);
   return shape;
 }
 
@@ -116,12 +117,7 @@ double resolve_scale(std::optional<double> scale, int64_t K) {
   return scale.has_value() ? *scale : 1 / std::sqrt(static_cast<double>(K));
 }
 
-Shape check_chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const OptionalTensor& g, const OptionalTensor& gv,
-                          const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
-                          bool state_v_first) {
-  return check_inputs("chunk_gla", q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
-}
+Shape check_chunk_gla_fwd(const ForwardArguments& a) { return check_inputs("chunk_gla", a); }
 
 int64_t check_kept_bytes(const char* op, int64_t kept_bytes) {
   TORCH_CHECK_VALUE(kept_bytes >= kPlannedBytes, op, ": expected kept_bytes to be at least ",
@@ -129,32 +125,20 @@ int64_t check_kept_bytes(const char* op, int64_t kept_bytes) {
   return std::max<int64_t>(kept_bytes, 0);
 }
 
-Shape check_chunk_gla_bwd(const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q,
-                          const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
-                          const OptionalTensor& gv, const OptionalTensor& initial_state,
-                          const OptionalTensor& cu_seqlens, const at::Tensor& states,
-                          const OptionalTensor& kept, bool state_v_first) {
+Shape check_chunk_gla_bwd(const BackwardArguments& a) {
   const char* op = "chunk_gla_bwd";
-  Shape shape = check_inputs(op, q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
-  const Checker check(op, "q", q);
-  check.strided("do", d_o);
-  check.device("do", d_o);
-  check.dtype("do", d_o, q.scalar_type(), " like q");
-  check.shape("do", d_o, "[B, T, H, V]", {shape.B, shape.T, shape.H, shape.V});
-  check.state("dht", dht, shape, state_v_first);
-  if (given(kept)) {
-    check.device("kept", *kept);
-    check.dtype("kept", *kept, at::kByte, " (as chunk_gla_fwd keeps it)");
-    check.rank("kept", *kept, 1, "[bytes]");
+  const Shape shape = check_inputs(op, a);
+  const Checker check(op, "q", a.q);
+  check.strided("do", a.d_o);
+  check.device("do", a.d_o);
+  check.dtype("do", a.d_o, a.q.scalar_type(), " like q");
+  check.shape("do", a.d_o, "[B, T, H, V]", {shape.B, shape.T, shape.H, shape.V});
+  check.state("dht", a.dht, shape, a.state_v_first);
+  if (given(a.kept)) {
+    check.device("kept", *a.kept);
+    check.dtype("kept", *a.kept, at::kByte, " (as chunk_gla_fwd keeps it)");
+    check.rank("kept", *a.kept, 1, "[bytes]");
   }
-  check.device("states", states);
-  if (states.dim() == 1) {  // not saved
-    check.shape("states", states, "[0] (not saved)", {0});
-    return shape;
-  }
-  check.dtype("states", states, saved_states_dtype(q), " (as chunk_gla_fwd saves them)");
-  check.shape("states", states, "[B, NT, H, K, V]",
-              {shape.B, shape.chunks, shape.H, shape.K, shape.V});
   return shape;
 }
 

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 
+#include "arguments.h"
 #include "chunk.h"
 
 namespace gla_ext {
@@ -21,8 +22,6 @@ constexpr std::array<const char*, 10> kSteps{
 // The name a user knows an operator by, for messages: "chunk_gla" for "gla_ext::chunk_gla_fwd",
 // else without namespace.
 std::string public_name(const std::string& schema_name);
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 // What every backend needs to know of a call.
 struct Shape {
@@ -37,9 +36,9 @@ struct Shape {
 // An optional tensor that is there and defined.
 inline bool given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
-// Saved states keep what the products round to anyway: bf16 for bf16 inputs, else the accumulation
-// dtype.
-inline at::ScalarType saved_states_dtype(const at::Tensor& q) {
+// States of every chunk hold what the products round to anyway: bf16 for bf16 inputs, else the
+// accumulation dtype.
+inline at::ScalarType chunk_states_dtype(const at::Tensor& q) {
   if (q.scalar_type() == at::kBFloat16) return at::kBFloat16;
   return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -47,19 +46,12 @@ inline at::ScalarType saved_states_dtype(const at::Tensor& q) {
 // The default scale, K^-0.5, unless one is given.
 double resolve_scale(std::optional<double> scale, int64_t K);
 
-Shape check_chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const OptionalTensor& g, const OptionalTensor& gv,
-                          const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
-                          bool state_v_first);
+Shape check_chunk_gla_fwd(const ForwardArguments& a);
 
 // Of kept_bytes, what to allocate for `kept`.
 int64_t check_kept_bytes(const char* op, int64_t kept_bytes);
 
-Shape check_chunk_gla_bwd(const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q,
-                          const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
-                          const OptionalTensor& gv, const OptionalTensor& initial_state,
-                          const OptionalTensor& cu_seqlens, const at::Tensor& states,
-                          const OptionalTensor& kept, bool state_v_first);
+Shape check_chunk_gla_bwd(const BackwardArguments& a);
 
 // The steps. Tensors a step does not take are left out; at least one of q, k, v, d_o, b or g is
 // there.

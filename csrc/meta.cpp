@@ -42,35 +42,23 @@ at::Tensor chunk_states_like(const Shape& s, const at::Tensor& like, at::ScalarT
   return empty({s.B, s.chunks, s.H, s.K, s.V}, like, dtype);
 }
 
-ForwardOutputs chunk_gla_fwd_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                  const OptionalTensor& g, const OptionalTensor& gv,
-                                  const OptionalTensor& initial_state,
-                                  const OptionalTensor& cu_seqlens, std::optional<double>,
-                                  bool output_final_state, bool state_v_first, bool save_states,
-                                  bool, int64_t kept_bytes) {
-  const Shape s = check_chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, state_v_first);
-  return {fresh_output(s, v),
-          output_final_state ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate),
-          save_states ? chunk_states_like(s, q, saved_states_dtype(q))
-                      : empty({0}, q, saved_states_dtype(q)),
-          empty({check_kept_bytes("chunk_gla", kept_bytes)}, q, at::kByte)};
+ForwardOutputs chunk_gla_fwd_meta(const ForwardArguments& a) {
+  const Shape s = check_chunk_gla_fwd(a);
+  return {fresh_output(s, a.v),
+          a.output_final_state ? boundary_state(s, a.q, a.state_v_first)
+                               : empty({0}, a.q, s.accumulate),
+          empty({check_kept_bytes("chunk_gla", a.kept_bytes)}, a.q, at::kByte)};
 }
 
-BackwardOutputs chunk_gla_bwd_meta(const at::Tensor& d_o, const OptionalTensor& dht,
-                                   const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const OptionalTensor& g, const OptionalTensor& gv,
-                                   const OptionalTensor& initial_state,
-                                   const OptionalTensor& cu_seqlens, const at::Tensor& states,
-                                   std::optional<double>, bool state_v_first, bool,
-                                   const OptionalTensor& kept) {
-  const Shape s = check_chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states,
-                                      kept, state_v_first);
-  return {fresh(q),
-          fresh(k),
-          fresh(v),
-          gate_grad(g, q, s),
-          gate_grad(gv, q, s),
-          given(initial_state) ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate)};
+BackwardOutputs chunk_gla_bwd_meta(const BackwardArguments& a) {
+  const Shape s = check_chunk_gla_bwd(a);
+  return {fresh(a.q),
+          fresh(a.k),
+          fresh(a.v),
+          gate_grad(a.g, a.q, s),
+          gate_grad(a.gv, a.q, s),
+          given(a.initial_state) ? boundary_state(s, a.q, a.state_v_first)
+                                 : empty({0}, a.q, s.accumulate)};
 }
 
 RecurrentForwardOutputs recurrent_gla_fwd_meta(
@@ -248,8 +236,8 @@ ConvolutionBackwardOutputs short_convolution_bwd_meta(const at::Tensor& dy,
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
-  m.impl("chunk_gla_fwd", chunk_gla_fwd_meta);
-  m.impl("chunk_gla_bwd", chunk_gla_bwd_meta);
+  m.impl("chunk_gla_fwd", positional<chunk_gla_fwd_meta>);
+  m.impl("chunk_gla_bwd", positional<chunk_gla_bwd_meta>);
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_meta);
   m.impl("recurrent_gla_bwd", recurrent_gla_bwd_meta);
   m.impl("recurrent_gla_step_", recurrent_gla_step_meta);

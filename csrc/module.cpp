@@ -7,7 +7,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/plan.h"
-#include "cuda/plan.h"
+#include "cuda/plan/plan.h"
 
 namespace py = pybind11;
 
@@ -33,24 +33,35 @@ py::dict build_info() {
   return info;
 }
 
-struct PlanShape {
+// What is asked of a plan, by name.
+struct PlanRequest {
   int64_t N, T, H, K, V;
   bool packed;
+  std::string dtype, gate_dtype;
+  bool batch_invariant, aligned, key_gated, value_gated, keeps;
 };
 
-py::dict cpu_plan(const PlanShape& s, const std::string& dtype, bool backward, bool value_gated,
-                  std::optional<int64_t> threads) {
-  const int64_t accumulate = dtype == "float64" ? 8 : 4;
-  const auto p = gla_ext::cpu::make_plan({s.N, s.T, s.H, s.K, s.V, s.packed, backward, value_gated,
-                                          dtype == "bfloat16" ? 2 : accumulate, accumulate},
-                                         threads.value_or(gla_ext::cpu::available_threads()));
+py::dict cpu_pass(const PlanRequest& r, bool backward, int64_t threads) {
+  namespace cpu = gla_ext::cpu;
+  cpu::PlanInputs in{r.N, r.T, r.H, r.K, r.V, r.packed, backward};
+  in.value_gated = r.value_gated;
+  in.accumulate_bytes_each = r.dtype == "float64" ? 8 : 4;
+  in.state_bytes_each = r.dtype == "bfloat16" ? 2 : in.accumulate_bytes_each;
+  const cpu::Plan p = cpu::make_plan(in, threads);
   py::dict result;
-  result["path"] = "cpu";
-  result["mode"] = p.mode == gla_ext::cpu::Mode::kSweep ? "sweep" : "materialised";
+  result["mode"] = p.mode == cpu::Mode::kSweep ? "sweep" : "materialised";
   result["threads"] = p.threads;
   result["tasks"] = p.tasks;
   result["workspace_bytes"] = p.workspace_bytes;
   result["state_bytes"] = p.state_bytes;
+  return result;
+}
+
+py::dict cpu_plan(const PlanRequest& r, int64_t threads) {
+  py::dict result;
+  result["path"] = "cpu";
+  result["forward"] = cpu_pass(r, /*backward=*/false, threads);
+  result["backward"] = cpu_pass(r, /*backward=*/true, threads);
   return result;
 }
 
@@ -62,54 +73,64 @@ gla_ext::cuda::DType cuda_dtype(const std::string& name) {
   throw py::value_error("plan: expected dtype bfloat16, float16 or float32 on cuda, got " + name);
 }
 
-py::dict cuda_plan(const PlanShape& s, const std::string& dtype, const std::string& gate_dtype,
-                   bool backward, bool save_states, bool batch_invariant, bool aligned,
-                   bool key_gated, bool value_gated, bool kept, const std::string& capability,
-                   int64_t processors) {
-  namespace cuda = gla_ext::cuda;
-  const cuda::DType given = cuda_dtype(dtype), gate_type = cuda_dtype(gate_dtype);
-  const cuda::DType type = cuda::becomes_fp32(given, value_gated) ? cuda::DType::kFloat : given;
-  if (std::max(s.K, s.V) > cuda::kMaxHeadDim)
-    throw py::value_error(
-        "plan: expected K and V to be at most " + std::to_string(cuda::kMaxHeadDim) +
-        " on cuda, got K = " + std::to_string(s.K) + " and V = " + std::to_string(s.V));
-  const auto p =
-      cuda::make_plan({s.N, s.T, s.H, s.K, s.V, s.packed, type, gate_type, backward, save_states,
-                       batch_invariant, aligned, capability == "9.0", processors,
-                       cuda::PathChoice::kAny, key_gated, value_gated, gate_type, kept});
-  py::dict tiles, result;
-  tiles["chunk"] = gla_ext::kChunk;
-  tiles["sub_chunk"] = gla_ext::kSubChunk;
-  tiles["channels"] = cuda::kTierBlock;
-  result["path"] = p.path == cuda::Path::kFused ? "fused" : "steps";
-  result["mode"] = p.state_bytes > 0 ? "materialised" : "sweep";
-  result["linear"] = p.linear;
-  result["paired_states"] = p.paired_states;
-  result["paired_parts"] = p.paired_parts;
-  result["packed_parts"] = p.packed_parts;
-  result["paired_chunks"] = p.paired_chunks;
-  result["scores"] = p.scores;
-  result["cluster_pieces"] = p.cluster_pieces;
-  result["block_pieces"] = p.block_pieces;
-  result["swept_gradients"] = p.swept_gradients;
-  result["segments"] = p.segments;
-  result["prefixed"] = p.prefixed;
-  result["segment_chunks"] = p.segment_chunks;
-  result["segment_states"] = p.segment_states;
-  result["parts_at_once"] = p.parts_at_once;
-  result["tiles"] = tiles;
-  result["launches"] = p.launches;
+py::dict cuda_pass(const gla_ext::cuda::PassPlan& p) {
+  py::list kernels;
+  for (const auto& [kernel, side] : p.kernels) {
+    const std::string name = gla_ext::cuda::name_of(kernel);
+    kernels.append(side == gla_ext::cuda::Side::kKeys ? name : name + " of values");
+  }
+  py::dict result;
+  result["kernels"] = kernels;
+  result["segments"] = p.segments.segments;
+  result["segment_chunks"] = p.segments.segment_chunks;
+  result["segment_states"] = p.segments.segment_states;
+  result["parts_at_once"] = p.segments.parts_at_once;
+  result["replays"] = p.segments.prefixed;
+  result["items_each"] = p.items_each;
   result["workspace_bytes"] = p.workspace.bytes;
   result["state_bytes"] = p.state_bytes;
-  result["kept_bytes"] = p.kept.bytes;
+  return result;
+}
+
+py::dict cuda_plan(const PlanRequest& r, const std::string& capability, int64_t processors) {
+  namespace cuda = gla_ext::cuda;
+  if (std::max(r.K, r.V) > cuda::kMaxHeadDim)
+    throw py::value_error(
+        "plan: expected K and V to be at most " + std::to_string(cuda::kMaxHeadDim) +
+        " on cuda, got K = " + std::to_string(r.K) + " and V = " + std::to_string(r.V));
+  const cuda::DType given = cuda_dtype(r.dtype);
+  cuda::PlanInputs in;
+  in.N = r.N;
+  in.T = r.T;
+  in.H = r.H;
+  in.K = r.K;
+  in.V = r.V;
+  in.packed = r.packed;
+  in.dtype = cuda::becomes_fp32(given, r.value_gated) ? cuda::DType::kFloat : given;
+  in.gate_dtype = in.value_gate_dtype = cuda_dtype(r.gate_dtype);
+  in.batch_invariant = r.batch_invariant;
+  in.aligned = r.aligned;
+  in.sm90 = capability == "9.0";
+  in.processors = processors;
+  in.key_gated = r.key_gated;
+  in.value_gated = r.value_gated;
+  in.keeps = r.keeps;
+  const cuda::CallPlan p = cuda::make_plan(in);
+  const char* missing = cuda::why_not_fused(in);
+  py::dict result;
+  result["path"] = p.path == cuda::Path::kFused ? "fused" : "steps";
+  result["fused_expects"] = missing == nullptr ? py::object(py::none()) : py::str(missing);
+  result["forward"] = cuda_pass(p.forward);
+  result["backward"] = cuda_pass(p.backward);
+  result["for_backward_bytes"] = p.for_backward.bytes;
   return result;
 }
 
 py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::optional<int64_t> N,
-              const std::string& dtype, const std::optional<std::string>& gate_dtype, bool backward,
-              bool save_states, bool batch_invariant, bool aligned, bool key_gated,
-              bool value_gated, bool kept, const std::string& capability, int64_t processors,
-              const std::string& device, std::optional<int64_t> threads) {
+              const std::string& dtype, const std::optional<std::string>& gate_dtype,
+              bool batch_invariant, bool aligned, bool key_gated, bool value_gated, bool keeps,
+              const std::string& capability, int64_t processors, const std::string& device,
+              std::optional<int64_t> threads) {
   if (device != "cpu" && device != "cuda")
     throw py::value_error("plan: expected device 'cpu' or 'cuda', got '" + device + "'");
   if (std::min({B, T, H, N.value_or(0)}) < 0 ||
@@ -120,11 +141,14 @@ py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::option
   if (dtype != "float64" && dtype != "float32" && dtype != "float16" && dtype != "bfloat16")
     throw py::value_error("plan: expected dtype bfloat16, float16, float32 or float64, got " +
                           dtype);
-  const PlanShape shape{N.value_or(B), T, H, K, V, N.has_value()};
-  return device == "cpu" ? cpu_plan(shape, dtype, backward, value_gated, threads)
-                         : cuda_plan(shape, dtype, gate_dtype.value_or(dtype), backward,
-                                     save_states, batch_invariant, aligned, key_gated, value_gated,
-                                     kept, capability, processors);
+  PlanRequest r{N.value_or(B), T, H, K, V, N.has_value(), dtype, gate_dtype.value_or(dtype)};
+  r.batch_invariant = batch_invariant;
+  r.aligned = aligned;
+  r.key_gated = key_gated;
+  r.value_gated = value_gated;
+  r.keeps = keeps;
+  return device == "cpu" ? cpu_plan(r, threads.value_or(gla_ext::cpu::available_threads()))
+                         : cuda_plan(r, capability, processors);
 }
 
 }  // namespace
@@ -136,11 +160,10 @@ PYBIND11_MODULE(_C, m) {
         "The CPU kernels in use: DEFAULT, AVX2 or AVX512.");
   m.def("plan", &plan, py::arg("B"), py::arg("T"), py::arg("H"), py::arg("K"), py::arg("V"),
         py::arg("N") = py::none(), py::kw_only(), py::arg("dtype") = "float32",
-        py::arg("gate_dtype") = py::none(), py::arg("backward") = false,
-        py::arg("save_states") = false, py::arg("batch_invariant") = false,
+        py::arg("gate_dtype") = py::none(), py::arg("batch_invariant") = false,
         py::arg("aligned") = true, py::arg("key_gated") = true, py::arg("value_gated") = false,
-        py::arg("kept") = false, py::arg("capability") = "9.0", py::arg("processors") = 132,
+        py::arg("keeps") = false, py::arg("capability") = "9.0", py::arg("processors") = 132,
         py::arg("device") = "cpu", py::arg("threads") = py::none(),
-        "The plan chosen for a shape, on any build: path, mode, workspace and state bytes; on CPU "
-        "threads and tasks, on CUDA tiles, segments, launches and what is kept for backward.");
+        "The plan of both passes for a shape, on any build: the kernels that each launches, its "
+        "segments and its memory.");
 }

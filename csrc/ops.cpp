@@ -1,9 +1,9 @@
 // The only TORCH_LIBRARY block: every schema of gla_ext, and the entry points that call through the
 // dispatcher.
-#include "ops.h"
-
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
+
+#include "arguments.h"
 
 TORCH_LIBRARY(gla_ext, m) {
   m.set_python_module("gla_ext.ops");
@@ -12,13 +12,12 @@ TORCH_LIBRARY(gla_ext, m) {
   m.def(
       "chunk_gla_fwd(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? initial_state, "
       "Tensor? cu_seqlens, "
-      "float? scale, bool output_final_state, bool state_v_first, bool save_states, bool "
-      "batch_invariant, int kept_bytes=-1) "
-      "-> (Tensor o, Tensor final_state, Tensor states, Tensor kept)",
+      "float? scale, bool output_final_state, bool state_v_first, bool "
+      "batch_invariant, int kept_bytes=-1) -> (Tensor o, Tensor final_state, Tensor kept)",
       tags);
   m.def(
       "chunk_gla_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
-      "Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float? scale, bool state_v_first, "
+      "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool state_v_first, "
       "bool batch_invariant, Tensor? kept=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, "
       "Tensor dgv, Tensor dh0)",
       tags);
@@ -120,13 +119,17 @@ ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at:
                              const std::optional<at::Tensor>& initial_state,
                              const std::optional<at::Tensor>& cu_seqlens,
                              std::optional<double> scale, bool output_final_state,
-                             bool state_v_first, bool save_states, bool batch_invariant,
-                             int64_t kept_bytes) {
+                             bool state_v_first, bool batch_invariant, int64_t kept_bytes) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("gla_ext::chunk_gla_fwd", "")
                              .typed<decltype(chunk_gla_fwd)>();
   return op.call(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
-                 state_v_first, save_states, batch_invariant, kept_bytes);
+                 state_v_first, batch_invariant, kept_bytes);
+}
+
+ForwardOutputs dispatch(const ForwardArguments& a) {
+  return chunk_gla_fwd(a.q, a.k, a.v, a.g, a.gv, a.initial_state, a.cu_seqlens, a.scale,
+                       a.output_final_state, a.state_v_first, a.batch_invariant, a.kept_bytes);
 }
 
 BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
@@ -134,14 +137,19 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                               const std::optional<at::Tensor>& g,
                               const std::optional<at::Tensor>& gv,
                               const std::optional<at::Tensor>& initial_state,
-                              const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& states,
+                              const std::optional<at::Tensor>& cu_seqlens,
                               std::optional<double> scale, bool state_v_first, bool batch_invariant,
                               const std::optional<at::Tensor>& kept) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("gla_ext::chunk_gla_bwd", "")
                              .typed<decltype(chunk_gla_bwd)>();
-  return op.call(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states, scale, state_v_first,
+  return op.call(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, scale, state_v_first,
                  batch_invariant, kept);
+}
+
+BackwardOutputs dispatch(const BackwardArguments& a) {
+  return chunk_gla_bwd(a.d_o, a.dht, a.q, a.k, a.v, a.g, a.gv, a.initial_state, a.cu_seqlens,
+                       a.scale, a.state_v_first, a.batch_invariant, a.kept);
 }
 
 RecurrentForwardOutputs recurrent_gla_fwd(const at::Tensor& q, const at::Tensor& k,
@@ -274,9 +282,9 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(
     const std::optional<at::Tensor>& g, std::optional<double> scale,
     const std::optional<at::Tensor>& initial_state, bool output_final_state, bool state_v_first,
     const std::optional<at::Tensor>& cu_seqlens, const std::optional<at::Tensor>& gv) {
-  auto [o, final_state, states, kept] = chunk_gla_fwd(
-      q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state, state_v_first,
-      /*save_states=*/false, /*batch_invariant=*/false);
+  auto [o, final_state, kept] =
+      chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
+                    state_v_first, /*batch_invariant=*/false);
   std::optional<at::Tensor> state;
   if (output_final_state) state = std::move(final_state);
   return {std::move(o), std::move(state)};

@@ -34,8 +34,8 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(
 // allocated and not used. kPlannedBytes: that size under autograd with a gradient to come, which
 // then alone has the tensor (autograd/kept.h), else nothing.
 constexpr int64_t kPlannedBytes = -1;
-using ForwardOutputs =  // o, final_state, states, kept
-    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using ForwardOutputs =  // o, final_state, kept
+    std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using BackwardOutputs =  // dq, dk, dv, dg, dgv, dh0
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
@@ -45,7 +45,7 @@ ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at:
                              const std::optional<at::Tensor>& initial_state,
                              const std::optional<at::Tensor>& cu_seqlens,
                              std::optional<double> scale, bool output_final_state,
-                             bool state_v_first, bool save_states, bool batch_invariant,
+                             bool state_v_first, bool batch_invariant,
                              int64_t kept_bytes = kPlannedBytes);
 
 BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
@@ -53,7 +53,7 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                               const std::optional<at::Tensor>& g,
                               const std::optional<at::Tensor>& gv,
                               const std::optional<at::Tensor>& initial_state,
-                              const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& states,
+                              const std::optional<at::Tensor>& cu_seqlens,
                               std::optional<double> scale, bool state_v_first, bool batch_invariant,
                               const std::optional<at::Tensor>& kept = {});
 

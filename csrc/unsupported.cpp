@@ -1,8 +1,9 @@
-// Devices and layouts without kernels get one sentence, the same for every operator; so does vmap
-// over what writes to a pool.
+// What this build has no kernels for. Devices and layouts without them get one sentence, the same
+// for every operator; so does vmap over what writes to a pool.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include "autograd/kept.h"
 #include "recurrent_checks.h"
 
 namespace gla_ext {
@@ -29,6 +30,10 @@ void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack*) {
 }
 
 }  // namespace
+
+#if !defined(GLA_EXT_CUDA)
+int64_t cuda::bytes_to_keep(const ForwardArguments&) { return 0; }
+#endif
 
 TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
   for (const char* op : {"chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_fwd", "recurrent_gla_bwd",

@@ -7,6 +7,7 @@ check_build()
 
 from gla_ext import _vmap  # noqa: E402, F401  registers the operators' rules
 from gla_ext._flops import register_when_counted  # noqa: E402
+from gla_ext._plan import Plan, plan  # noqa: E402
 from gla_ext.inputs import check_inputs  # noqa: E402
 from gla_ext.layers import GatedLinearAttention  # noqa: E402
 from gla_ext.multihead import MultiheadGLA  # noqa: E402
@@ -23,12 +24,14 @@ register_when_counted()
 __all__ = [
     "GatedLinearAttention",
     "MultiheadGLA",
+    "Plan",
     "__version__",
     "batch_invariant",
     "check_inputs",
     "chunk_gla",
     "fused_chunk_gla",
     "fused_recurrent_gla",
+    "plan",
     "recurrent_gla_commit_",
     "recurrent_gla_step_",
     "recurrent_gla_verify",

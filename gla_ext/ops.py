@@ -60,6 +60,11 @@ def is_batch_invariant() -> bool:
     return _mode.batch_invariant
 
 
+def keeps_for_backward() -> bool:
+    """Whether forward leaves for backward what the plan says (GLA_EXT_KEEP_OPERANDS)."""
+    return _kept_bytes != 0
+
+
 def in_mode_of_now(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function in the batch-invariant mode of now, whenever and in whatever thread it runs."""
     if torch.compiler.is_compiling():  # the graph has the mode as a constant, recomputed or not
@@ -148,7 +153,6 @@ def chunk_gla(
         scale,
         output_final_state,
         state_v_first,
-        False,
         _mode.batch_invariant,
         _kept_bytes,
     )

@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 from common import Inputs, make_inputs, ours
+from plans import one_pass
 
 from gla_ext import _C
 
@@ -20,17 +21,17 @@ def for_this_gpu(count: int) -> int:
 
 def plan_of(x: Inputs, backward: bool = True, **options) -> dict[str, object]:
     """The plan of a call with such inputs on this GPU."""
-    return _C.plan(
+    plan = _C.plan(
         *x.q.shape,
         x.v.shape[-1],
         N=None if x.cu_seqlens is None else len(x.cu_seqlens) - 1,
         dtype="bfloat16",
         gate_dtype=str(x.g.dtype).removeprefix("torch."),
-        backward=backward,
         processors=torch.cuda.get_device_properties().multi_processor_count,
         device="cuda",
         **options,
     )
+    return one_pass(plan, backward)
 
 
 def packed(T: int, lengths, *sizes, gate: float | str = 0.1, **options) -> Inputs:
@@ -68,21 +69,15 @@ def mixed_gates(x: Inputs, kind: str) -> Inputs:
 MIXED = ["every other chunk", "one channel", "one head", "the last token", "every first token"]
 
 
-def operators(
-    x: Inputs, kept: int = -1, save_states: bool = False, between=lambda kept: None
-) -> dict[str, torch.Tensor]:
-    """Results of the operators, which alone can save states and are told how many bytes to keep.
+def operators(x: Inputs, kept: int = -1, between=lambda kept: None) -> dict[str, torch.Tensor]:
+    """Results of the operators, which alone are told how many bytes to keep.
 
     `between` them, it is called with what forward has kept.
     """
     op, inputs = torch.ops.gla_ext, (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens)
     with torch.no_grad():
-        o, final_state, states, kept = op.chunk_gla_fwd(
-            *inputs, None, True, False, save_states, False, kept
-        )
+        o, final_state, kept = op.chunk_gla_fwd(*inputs, None, True, False, False, kept)
         between(kept)
-        dq, dk, dv, dg, _, dh0 = op.chunk_gla_bwd(
-            x.do, x.dht, *inputs, states, None, False, False, kept
-        )
+        dq, dk, dv, dg, _, dh0 = op.chunk_gla_bwd(x.do, x.dht, *inputs, None, False, False, kept)
     gradients = {"dq": dq, "dk": dk, "dv": dv, "dg": dg, "dh0": dh0}
     return {"o": o, "final_state": final_state} | gradients

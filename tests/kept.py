@@ -56,7 +56,7 @@ def draw(case, gate=0.1, **options) -> Inputs:
 
 def kept_bytes(x: Inputs, **options) -> int:
     forward, backward = (
-        plan_of(x, way, kept=True, **options)["kept_bytes"] for way in (False, True)
+        plan_of(x, way, keeps=True, **options)["for_backward_bytes"] for way in (False, True)
     )
     assert forward == backward
     return forward
@@ -72,7 +72,7 @@ class Kept(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         results = function(*args, **(kwargs or {}))
         if function is torch.ops.gla_ext.chunk_gla_fwd.default:
-            self.forward.append(results[3].numel())
+            self.forward.append(results[2].numel())
         elif function is torch.ops.gla_ext.chunk_gla_bwd.default:
-            self.backward.append(args[13].numel())
+            self.backward.append(args[12].numel())
         return results

@@ -129,7 +129,7 @@ def products(call, side=-1):
 
 
 # Which argument of either operator batch_invariant is.
-BATCH_INVARIANT_ARGUMENT = {"fwd": 11, "bwd": 12}
+BATCH_INVARIANT_ARGUMENT = {"fwd": 10, "bwd": 11}
 
 
 class RecordModes(TorchDispatchMode):

@@ -8,8 +8,19 @@ SHAPE = {"B": 4, "T": 2048, "H": 4, "K": 64, "V": 128}
 BATCH = {"B": 32, "T": 2048, "H": 4, "K": 128, "V": 256}  # enough to fill a GPU
 
 
-def cuda_plan(**change):
-    return _C.plan(**SHAPE | {"device": "cuda", "dtype": "bfloat16"} | change)
+def one_pass(plan: dict[str, object], backward: bool) -> dict[str, object]:
+    """One pass of a plan, with what holds for both."""
+    both = {name: value for name, value in plan.items() if name not in ("forward", "backward")}
+    return plan["backward" if backward else "forward"] | both
+
+
+def cpu_plan(*shape, backward=False, **change):
+    return one_pass(_C.plan(*shape, **change), backward)
+
+
+def cuda_plan(backward=False, **change):
+    plan = _C.plan(**SHAPE | {"device": "cuda", "dtype": "bfloat16"} | change)
+    return one_pass(plan, backward)
 
 
 def steps_plan(**change):
@@ -18,6 +29,27 @@ def steps_plan(**change):
 
 def full_plan(**change):
     return cuda_plan(**BATCH | change)
+
+
+def has_cluster_summaries(plan) -> bool:
+    """One kernel makes prepared chunks and the segments' summaries."""
+    return any(name.startswith("summaries.cluster") for name in plan["kernels"])
+
+
+def reads_prepared(plan) -> bool:
+    """Sweeps go over prepared chunks."""
+    return any(".prepared" in name or name == "states.cluster" for name in plan["kernels"])
+
+
+def sweeps_gradients(plan) -> bool:
+    """One sweep makes all gradients."""
+    return any(name in ("gradients.sweep", "gradients.small_sweep") for name in plan["kernels"])
+
+
+def cluster_items(plan) -> int:
+    """How many work items a cluster of two blocks takes; 0 without clusters that share gates."""
+    shares = any(".cluster" in name for name in plan["kernels"])
+    return plan["items_each"] if shares else 0
 
 
 by_pass = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

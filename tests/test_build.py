@@ -130,13 +130,13 @@ def test_force_cuda_fails_where_cuda_cannot_be_built(nvcc, cuda, has_sources, re
 
 def test_every_source_is_compiled_by_one_rule(monkeypatch, tmp_path):
     names = ["csrc/a.cpp", "csrc/cpu/b.cpp", "csrc/cpu/kernels/c.cpp", "csrc/cuda/d.cpp"]
-    names += ["csrc/cuda/plan.cpp", "csrc/cuda/plan_segments.cpp", "csrc/cuda/steps/e.cu"]
+    names += ["csrc/cuda/plan/plan.cpp", "csrc/cuda/steps/e.cu"]
     for name in [*names, "csrc/cpu/kernels/f.h", "csrc/cuda/g.cuh"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.setattr(rules, "ROOT", tmp_path)
     assert rules.sources() == {
-        "common": ["csrc/a.cpp", "csrc/cpu/b.cpp", *rules.CUDA_PLAN],
+        "common": ["csrc/a.cpp", "csrc/cpu/b.cpp", "csrc/cuda/plan/plan.cpp"],
         "kernels": ["csrc/cpu/kernels/c.cpp"],
         "cuda": ["csrc/cuda/d.cpp", "csrc/cuda/steps/e.cu"],
         "headers": ["csrc/cpu/kernels/f.h", "csrc/cuda/g.cuh"],

@@ -199,6 +199,6 @@ def test_what_to_keep_reaches_the_graph(kept_bytes, monkeypatch):
     """And so the keys of torch's caches: -1, the plan's choice, or nothing."""
     monkeypatch.setattr(ops, "_kept_bytes", kept_bytes)
     x = make_inputs(1, 20, 1, 4, 4)
-    compiled, arguments = compile_noting(12)
+    compiled, arguments = compile_noting(11)
     compiled(x.q, x.k, x.v, x.g)
     assert arguments == [kept_bytes]

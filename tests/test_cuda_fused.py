@@ -24,6 +24,7 @@ from fused import (
     plan_of,
     v_first_results,
 )
+from plans import cluster_items, reads_prepared
 
 from gla_ext import batch_invariant, chunk_gla
 
@@ -57,7 +58,7 @@ def test_sizes(T, K, V, gate):
 def test_clusters_that_go_on_to_other_sequences(B, T, V, pieces, gate):
     """Forward of more heads than an H200 has clusters for at once, and some of them alone."""
     x = make_inputs(B, T, 3, 72, V, BF16, gate, device="cuda")
-    assert plan_of(x, False, batch_invariant=True)["cluster_pieces"] == pieces
+    assert cluster_items(plan_of(x, False, batch_invariant=True)) == pieces
     with batch_invariant():
         results = ours(x)
         for n in (0, 21, B - 1):
@@ -75,7 +76,7 @@ def test_sweeps_over_operands_in_memory(K, V, gate_dtype, gate):
     x = make_inputs(2, 330, 2, K, V, BF16, gate, gate_dtype, device="cuda")
     with batch_invariant():
         results = ours(x)
-    assert plan_of(x, batch_invariant=True)["linear"]
+    assert reads_prepared(plan_of(x, batch_invariant=True))
     assert_results_close(results, exact_by_chunks(x), x)
 
 
@@ -88,7 +89,7 @@ def test_sweeps_over_operands_in_memory(K, V, gate_dtype, gate):
 def test_blocks_that_make_operands_of_several_chunks(B, T, lengths, K, V, kind):
     """More chunks than an H200 has blocks for at once; packed, also slots that no sequence uses."""
     x = mixed_gates(make_inputs(B, T, 6, K, V, BF16, 0.1, lengths=lengths, device="cuda"), kind)
-    assert plan_of(x)["linear"]
+    assert reads_prepared(plan_of(x))
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
 

@@ -15,6 +15,7 @@ from common import (
     outputs_and_gradients,
 )
 from fused import BF16, MIXED, for_this_gpu, mixed_gates, plan_of, v_first_results
+from plans import cluster_items, has_cluster_summaries, sweeps_gradients
 
 from gla_ext import chunk_gla
 
@@ -31,14 +32,17 @@ def make_swept(B, T, H, K, V, gate=0.1, gate_dtype=BF16, **options):
     for an H200."""
     B = for_this_gpu(B) if B > 1 else 1
     x = make_inputs(B, T, H, K, V, BF16, gate, gate_dtype, device="cuda", **options)
-    assert plan_of(x)["swept_gradients"]
+    assert sweeps_gradients(plan_of(x))
     return x
 
 
 def make_keeping(*sizes):
     """The same, of which pairs of blocks keep operands."""
     x = make_swept(*sizes)
-    assert plan_of(x)["paired_states"] and plan_of(x, kept=True)["kept_bytes"] > 0
+    assert (
+        "states.cluster" in plan_of(x)["kernels"]
+        and plan_of(x, keeps=True)["for_backward_bytes"] > 0
+    )
     return x
 
 
@@ -101,7 +105,7 @@ def test_clusters_that_go_on_to_other_heads(B, T, K, V, pieces, kind, keep_nothi
     """Operands and states of more heads than an H200 has clusters for at once, of few chunks."""
     x = make_swept(B, T, 4, K, V)
     plan = plan_of(x)
-    assert (plan["paired_states"], plan["cluster_pieces"]) == (True, pieces)
+    assert ("states.cluster" in plan["kernels"], cluster_items(plan)) == (True, pieces)
     keep_nothing()
     x = x if kind is None else mixed_gates(x, kind)
     assert_results_close(ours(x), exact_by_chunks(x), x)
@@ -113,7 +117,7 @@ def test_clusters_that_go_on_to_other_heads(B, T, K, V, pieces, kind, keep_nothi
 def test_clusters_that_keep_operands_of_other_heads(B, T, K, V, pieces, kind):
     """The same operands, from forward."""
     x = make_keeping(B, T, 4, K, V)
-    assert plan_of(x, backward=False)["cluster_pieces"] == pieces
+    assert cluster_items(plan_of(x, backward=False)) == pieces
     x = x if kind is None else mixed_gates(x, kind)
     assert_results_close(ours(x), exact_by_chunks(x), x)
 
@@ -172,7 +176,7 @@ def test_segments(V, gate, gate_dtype):
 def test_operands_and_segments_in_one_pass(kind, K, V):
     x = make_swept(1, 8200, 16, K, V)
     for backward in (False, True):
-        assert plan_of(x, backward)["paired_parts"]
+        assert has_cluster_summaries(plan_of(x, backward))
     if kind == 112.0:
         x = with_sums(x, kind, 0.1)
     elif kind is not None:
@@ -241,22 +245,6 @@ def test_gates_of_the_first_token_have_no_gradient(B, H, K, V, gate, operands):
     dg = ours(x)["dg"].float()
     assert dg[:, 0].abs().max() <= 2e-2 * dg[:, 1:].abs().max()
     assert dg[:, 0].square().mean() <= 1e-5 * dg[:, 1:].square().mean()
-
-
-@in_nan
-@pytest.mark.parametrize("kind", [None, "one channel", "every other chunk"])
-@pytest.mark.parametrize("B, T, H, V", [(16, 200, 4, 128), (16, 200, 4, 256), (1, 8200, 16, 256)])
-def test_saved_states(B, T, H, V, kind):
-    x = make_swept(B, T, H, 128, V)
-    if kind is not None:
-        x = mixed_gates(x, kind)
-    op, inputs = torch.ops.gla_ext, (x.q, x.k, x.v, x.g, None, x.initial_state, None)
-    states = op.chunk_gla_fwd(*inputs, None, False, False, True, False)[2]
-    gradients = op.chunk_gla_bwd(x.do, x.dht, *inputs, states, None, False, False)
-    results = dict(zip(("dq", "dk", "dv", "dg", "dgv", "dh0"), gradients, strict=True))
-    del results["dgv"]
-    expected = exact_by_chunks(x)
-    assert_results_close(results, {name: expected[name] for name in results}, x)
 
 
 @in_nan

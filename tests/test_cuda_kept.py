@@ -25,7 +25,13 @@ from kept import (
     in_nan,
     kept_bytes,
 )
-from plans import operand_bytes
+from plans import (
+    cluster_items,
+    has_cluster_summaries,
+    operand_bytes,
+    reads_prepared,
+    sweeps_gradients,
+)
 
 from gla_ext import batch_invariant, chunk_gla
 
@@ -54,12 +60,12 @@ def assert_kept_as_made(x, keep_nothing):
 def test_operands_of_pairs_of_blocks(case):
     """Forward leaves them on its way, backward makes them with its states."""
     x = draw(case)
-    forward, backward, kept = plan_of(x, False), plan_of(x), plan_of(x, kept=True)
+    forward, backward, kept = plan_of(x, False), plan_of(x), plan_of(x, keeps=True)
     several = case is PAIRED["pairs of blocks, one after the other"]
-    assert (forward["cluster_pieces"] > 1) == several
-    assert not forward["linear"] and forward["cluster_pieces"] == backward["cluster_pieces"]
-    assert backward["paired_states"] and not kept["paired_states"]
-    assert kept["linear"] and kept["swept_gradients"]
+    assert (cluster_items(forward) > 1) == several
+    assert not reads_prepared(forward) and cluster_items(forward) == cluster_items(backward)
+    assert "states.cluster" in backward["kernels"] and "states.cluster" not in kept["kernels"]
+    assert reads_prepared(kept) and sweeps_gradients(kept)
 
 
 @in_nan
@@ -75,8 +81,8 @@ def test_same_bits_as_made_again(case, gate, keep_nothing):
 def test_same_bits_of_swept_segments(case, gate, keep_nothing):
     x = draw(case, gate)
     plan = plan_of(x)
-    assert plan["swept_gradients"] and plan["segments"] > 1
-    assert plan["paired_parts"] == (case is SWEPT["swept segments in pairs of blocks"])
+    assert sweeps_gradients(plan) and plan["segments"] > 1
+    assert has_cluster_summaries(plan) == (case is SWEPT["swept segments in pairs of blocks"])
     assert_kept_as_made(x, keep_nothing)
 
 
@@ -86,9 +92,9 @@ def test_same_bits_of_swept_segments(case, gate, keep_nothing):
 def test_operands_of_single_blocks(case, gate, keep_nothing):
     """Forward's own, from sums of gates that backward would round otherwise: as accurate."""
     x = draw(case, gate)
-    kept_plan = plan_of(x, kept=True)
-    assert not plan_of(x, False)["linear"] and not plan_of(x)["paired_states"]
-    assert kept_plan["swept_gradients"] and kept_plan["kept_bytes"] > 0
+    kept_plan = plan_of(x, keeps=True)
+    assert not reads_prepared(plan_of(x, False)) and "states.cluster" not in plan_of(x)["kernels"]
+    assert sweeps_gradients(kept_plan) and kept_plan["for_backward_bytes"] > 0
     kept, made = kept_and_made(x, keep_nothing)
     assert_results_close(made, exact_by_chunks(x), x)
     forward = ("o", "final_state")
@@ -102,7 +108,7 @@ def test_single_blocks_keep_what_pairs_do(case, gate):
     """Whatever the values: the same operands of the same q, k and g."""
     (B, T, H, K, _), *rest = case
     x, wide = draw(case, gate), draw(((for_this_gpu(B), T, H, K, 256), *rest))
-    assert plan_of(wide)["paired_states"]
+    assert "states.cluster" in plan_of(wide)["kernels"]
     found = []
     for y in (x, dataclasses.replace(wide, q=x.q, k=x.k, g=x.g)):
         operators(y, kept_bytes(y), between=lambda kept: found.append(kept.cpu()))
@@ -137,18 +143,6 @@ def test_backward_leaves_it_alone(case):
     results = operators(x, size, between=lambda kept: copies.extend((kept, kept.clone())))
     assert torch.equal(*copies)
     assert_same_bits(operators(x, size), results)
-
-
-@in_nan
-@pytest.mark.parametrize("case", [CASES["segments"], CASES["many keys"], *SWEPT.values()])
-def test_beside_saved_states(case):
-    x = draw(case, "every other chunk")
-    kept = kept_bytes(x, save_states=True)
-    assert kept > 0
-    results = operators(x, kept, save_states=True)
-    assert_same_bits(operators(x, 0, save_states=True), results)
-    expected = exact_by_chunks(x)
-    assert_results_close(results, {name: expected[name] for name in results}, x)
 
 
 @in_nan

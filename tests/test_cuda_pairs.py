@@ -24,7 +24,7 @@ LENGTHS = (64, 1, 65, 0, 128, 129, 300, 64, 3)
 
 
 def check(x):
-    assert plan_of(x)["paired_chunks"]
+    assert "gradients.chunk_pair" in plan_of(x)["kernels"]
     results = ours(x)
     assert_results_close(results, exact_by_chunks(x), x)
     return results
@@ -101,7 +101,7 @@ def test_rows_of_an_odd_number_of_chunks_are_apart():
 @pytest.mark.parametrize("K", [136, 256])
 def test_nan_in_either_chunk_stays_in_its_row(K, operand, token):
     x = make_inputs(2, 128, 2, K, 136, BF16, 0.1, device="cuda")
-    assert plan_of(x)["paired_chunks"]
+    assert "gradients.chunk_pair" in plan_of(x)["kernels"]
     expected = ours(x)
     getattr(x, operand)[1, token, 0] = torch.nan
     results = ours(x)
@@ -116,7 +116,7 @@ def test_nan_in_either_chunk_stays_in_its_row(K, operand, token):
 
 def test_not_in_batch_invariant_mode():
     x = make_inputs(2, 200, 2, 256, 136, BF16, 0.1, device="cuda")
-    assert not plan_of(x, batch_invariant=True)["paired_chunks"]
+    assert "gradients.chunk_pair" not in plan_of(x, batch_invariant=True)["kernels"]
     check(x)
     with batch_invariant():
         assert_results_close(ours(x), exact_by_chunks(x), x)

@@ -20,43 +20,15 @@ in_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
 
 @in_nan
 @pytest.mark.parametrize("gate_dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize("save_states", [False, True], ids=["made", "saved"])
 @pytest.mark.parametrize("lengths", [None, UNEVEN_LENGTHS], ids=["batch", "packed"])
 @pytest.mark.parametrize("K", [64, 128, 192, 256])
 @pytest.mark.parametrize("gate", [0.1, "reset"])
-def test_fp32_gates_and_saved_states(gate, K, lengths, save_states, gate_dtype):
+def test_fp32_gates(gate, K, lengths, gate_dtype):
     x = make_inputs(*(1, 695, 2, K, 72, BF16, gate, gate_dtype), lengths=lengths, device="cuda")
-    sweeps = K > 64 or not save_states
-    forward, backward = (plan_of(x, way, save_states=save_states) for way in (False, True))
-    assert forward["path"] == ("fused" if sweeps else "steps")
-    assert backward["path"] == "fused"
-    assert (backward["segments"] > 0) == sweeps
-    assert_results_close(operators(x, save_states=save_states), exact_by_chunks(x), x)
-
-
-@in_nan
-@pytest.mark.parametrize("lengths", [None, UNEVEN_LENGTHS], ids=["batch", "packed"])
-@pytest.mark.parametrize("K", [72, 136, 200])
-@pytest.mark.parametrize("gate", [0.1, 10.0, "reset"])
-def test_saved_states_are_those_of_either_path(gate, K, lengths, monkeypatch):
-    """Backward reads what the other path's forward has saved."""
-    x = make_inputs(*(1, 695, 2, K, 136, BF16, gate), lengths=lengths, device="cuda")
-    expected = exact_by_chunks(x)
-
-    def force(path):
-        monkeypatch.setenv("GLA_EXT_CUDA_PATH", path)
-
-    for first, second in (("fused", "steps"), ("steps", "fused")):
-        force(first)
-        results = operators(x, save_states=True, between=lambda _, path=second: force(path))
-        assert_results_close(results, expected, x)
-
-
-def test_saving_states_changes_no_bit_of_what_is_returned():
-    x = make_inputs(2, 300, 2, 192, 72, BF16, 1.0, device="cuda")
-    made, saved = (operators(x, save_states=save_states) for save_states in (False, True))
-    for name in ("o", "final_state"):
-        assert torch.equal(made[name], saved[name])
+    forward, backward = (plan_of(x, way) for way in (False, True))
+    assert forward["path"] == backward["path"] == "fused"
+    assert backward["segments"] > 0
+    assert_results_close(operators(x), exact_by_chunks(x), x)
 
 
 def test_forcing_a_path(monkeypatch):
@@ -98,13 +70,6 @@ def test_what_the_fused_forward_does_not_take(missing, monkeypatch):
         chunk_gla(x.q, x.k, x.v, x.g)
 
 
-def test_the_fused_forward_of_small_heads_saves_no_states(monkeypatch):
-    x = make_inputs(1, 20, 2, 64, 64, BF16, device="cuda")
-    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "fused")
-    with pytest.raises(NotImplementedError, match="expected no states to be saved, or K to be"):
-        operators(x, save_states=True)
-
-
 @pytest.mark.parametrize(
     "K, gate_dtype, missing",
     [
@@ -115,7 +80,7 @@ def test_the_fused_forward_of_small_heads_saves_no_states(monkeypatch):
 def test_what_the_fused_backward_does_not_take(K, gate_dtype, missing, monkeypatch):
     x = make_inputs(1, 20, 2, K, 64, BF16, gate_dtype=gate_dtype, device="cuda")
     monkeypatch.setenv("GLA_EXT_CUDA_PATH", "fused")
-    arguments = (x.do, None, x.q, x.k, x.v, x.g, *[None] * 3, x.q.new_empty(0), None, False, False)
+    arguments = (x.do, None, x.q, x.k, x.v, x.g, *[None] * 4, False, False)
     message = f"chunk_gla_bwd: GLA_EXT_CUDA_PATH=fused expected {missing}, got a call that only"
     with pytest.raises(NotImplementedError, match=message):
         torch.ops.gla_ext.chunk_gla_bwd(*arguments)

@@ -30,6 +30,7 @@ from common import (
 from conv_inputs import make as make_convolution
 from fused import for_this_gpu, mixed_gates, plan_of
 from norm_inputs import EPS, make
+from plans import has_cluster_summaries, reads_prepared, sweeps_gradients
 from steps import STEPS, as_tuple, assert_step_close, step_case
 
 pytestmark = [pytest.mark.cuda, pytest.mark.sanitizer]
@@ -121,7 +122,9 @@ def test_operands_that_backward_makes_again(kind, gate, hopper, keep_nothing):
     """Where forward leaves its own, as `test_fused` does."""
     B, *sizes, _, _ = FUSED_SHAPES[f"gradients in a sweep, {kind}"]
     x = make_inputs(for_this_gpu(B), *sizes, torch.bfloat16, gate)
-    assert not plan_of(x, False)["linear"] and plan_of(x, kept=True)["kept_bytes"] > 0
+    assert (
+        not reads_prepared(plan_of(x, False)) and plan_of(x, keeps=True)["for_backward_bytes"] > 0
+    )
     keep_nothing()
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 
@@ -134,11 +137,11 @@ def test_segments_in_pairs_of_blocks(keep_nothing):
     H = for_this_gpu(8)
     for T in range(2049, 100_000, 512):
         x = make_inputs(1, T, H, 72, 200, torch.bfloat16, 0.1)
-        if plan_of(x)["paired_parts"]:
+        if has_cluster_summaries(plan_of(x)):
             break
     x = mixed_gates(x, "every other chunk")
-    assert plan_of(x)["paired_parts"] and plan_of(x)["scores"]
-    assert plan_of(x, False)["paired_parts"] and not plan_of(x, False)["scores"]
+    assert "summaries.cluster" in plan_of(x)["kernels"]
+    assert "summaries.cluster.without_A" in plan_of(x, False)["kernels"]
     keep_nothing()
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 
@@ -159,7 +162,9 @@ def test_gradients_of_packed_sequences_in_a_sweep(H, K, V, T, lengths):
         1, T, for_this_gpu(H), K, V, torch.bfloat16, 0.1, states=K == 72, lengths=lengths
     )
     plan = plan_of(x)
-    assert plan["swept_gradients"] and plan_of(x, False)["packed_parts"] == (K == 72)
+    assert sweeps_gradients(plan) and ("summaries.packed" in plan_of(x, False)["kernels"]) == (
+        K == 72
+    )
     x = mixed_gates(x, "every other chunk")
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 
@@ -175,14 +180,14 @@ def test_fused_with_fp32_gates(shape, gate):
 @pytest.mark.usefixtures("path")
 @by_dtype
 @pytest.mark.parametrize("K", [64, 72, 136])
-def test_without_states_and_with_saved_ones(K, dtype):
-    """The operators themselves: states saved by forward and read by backward; no h0, no dht."""
+def test_without_states(K, dtype):
+    """The operators themselves: no h0, no dht."""
     x = make_inputs(1, 80, 1, K, 128, dtype, states=False)
     there, op = on_gpu(x), torch.ops.gla_ext
     inputs = (there.q, there.k, there.v, there.g, None, None, None)
     with torch.no_grad():
-        o, _, states, _ = op.chunk_gla_fwd(*inputs, None, False, True, True, False)
-        gradients = op.chunk_gla_bwd(there.do, None, *inputs, states, None, True, False)
+        o, _, _ = op.chunk_gla_fwd(*inputs, None, False, True, False)
+        gradients = op.chunk_gla_bwd(there.do, None, *inputs, None, True, False)
     names = ("o", "dq", "dk", "dv", "dg")
     results = dict(zip(names, (o, *gradients[:4]), strict=True))
     expected = exact_by_chunks(x)

@@ -25,6 +25,7 @@ from fused import (
     v_first_results,
 )
 from large import large_inputs
+from plans import reads_prepared, sweeps_gradients
 
 from gla_ext import batch_invariant
 
@@ -67,7 +68,7 @@ def check_the_second_sums_the_first(T, H, K, V, blocks, gates, gate_dtype):
     gate = 0.1 if gates in MIXED else gates
     x = half_of_the_gpu(T, H, K, V, blocks, gate=gate, gate_dtype=gate_dtype)
     x = mixed_gates(x, gates) if gates in MIXED else x
-    assert plan_of(x, False)["prefixed"]
+    assert plan_of(x, False)["replays"]
     assert_results_close(v_first_results(x), exact_by_chunks(x), x)
 
 
@@ -104,8 +105,8 @@ def test_segments_of_small_heads_that_sum_the_one_before(K, V, gates):
 def test_sums_of_the_segment_before_are_those_of_a_sweep_over_all(K, V, blocks, gate_dtype):
     """So that with gates so weak that a state remembers everything o has the same bits."""
     x = half_of_the_gpu(1000, 2, K, V, blocks, gate=1e-3, gate_dtype=gate_dtype)
-    assert plan_of(x, False)["prefixed"]
-    assert plan_of(x, False, batch_invariant=True)["linear"] == (K > 64)
+    assert plan_of(x, False)["replays"]
+    assert reads_prepared(plan_of(x, False, batch_invariant=True)) == (K > 64)
     results = ours(x)
     with batch_invariant():
         whole = ours(x)
@@ -206,7 +207,7 @@ def test_graph_replays_with_other_parts():
     few = (3000,) * 5 + (0,) * 10
     cases = [(2500, *[1000] * 14), (1000,) * 15, (8000, 1, 8000, *[0] * 12), few]
     drawn = [packed(T, lengths, *sizes, seed=i) for i, lengths in enumerate(cases)]
-    assert plan_of(drawn[0])["swept_gradients"]
+    assert sweeps_gradients(plan_of(drawn[0]))
     assert_graph_replays(ours, drawn[0], [*drawn, drawn[1]])
 
 

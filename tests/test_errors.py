@@ -216,7 +216,7 @@ def test_forward_mode_of_the_steps_and_of_backward(x):
         message = " is not supported, use reverse mode (backward)"
         with raises(NotImplementedError, "_gate_cumsum: forward-mode AD" + message):
             ops._gate_cumsum(g, None)
-        args = (x.do, dht, x.q, x.k, x.v, x.g, None, None, None, torch.empty(0), None, False, False)
+        args = (x.do, dht, x.q, x.k, x.v, x.g, None, None, None, None, False, False)
         with raises(NotImplementedError, "chunk_gla_bwd: forward-mode AD" + message):
             ops.chunk_gla_bwd(*args)
 
@@ -292,15 +292,13 @@ def test_steps_check_their_inputs(x):
 
 
 def test_backward_operator_checks_its_inputs(x):
-    not_saved = torch.empty(0)
-
     def forward(kept_bytes):
         inputs = (x.q, x.k, x.v, x.g, None, None, None)
-        return ops.chunk_gla_fwd(*inputs, None, False, False, False, False, kept_bytes)
+        return ops.chunk_gla_fwd(*inputs, None, False, False, False, kept_bytes)
 
-    def backward(do=x.do, dht=None, states=not_saved, kept=None):
+    def backward(do=x.do, dht=None, kept=None):
         return ops.chunk_gla_bwd(
-            do, dht, x.q, x.k, x.v, x.g, None, None, None, states, None, False, False, kept
+            do, dht, x.q, x.k, x.v, x.g, None, None, None, None, False, False, kept
         )
 
     with raises(TypeError, "chunk_gla_bwd: expected do to be torch.float32 like q, "
@@ -312,12 +310,6 @@ def test_backward_operator_checks_its_inputs(x):
     with raises(ValueError, "chunk_gla_bwd: expected dht to have shape [N, H, K, V] = "
                 "[2, 4, 8, 12], got [1, 4, 8, 12]"):  # fmt: skip
         backward(dht=x.dht[:1])
-    with raises(ValueError, "chunk_gla_bwd: expected states to have shape [0] (not saved) = [0], "
-                "got [3]"):  # fmt: skip
-        backward(states=torch.zeros(3))
-    with raises(TypeError, "chunk_gla_bwd: expected states to be torch.float32 (as chunk_gla_fwd "
-                "saves them), got torch.bfloat16"):  # fmt: skip
-        backward(states=torch.zeros(2, 1, 4, 8, 12, dtype=torch.bfloat16))
     with raises(TypeError, "chunk_gla_bwd: expected kept to be torch.uint8 (as chunk_gla_fwd keeps "
                 "it), got torch.float32"):  # fmt: skip
         backward(kept=torch.zeros(3))

@@ -2,20 +2,19 @@
 
 import pytest
 import torch
-from common import CUDA_DTYPES, DTYPES, make_inputs
+from common import make_inputs
 
 from gla_ext import _C
-from gla_ext.selftest import relative_error
 
 ops = torch.ops.gla_ext
 
 SCHEMAS = {
     "chunk_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
     "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "
-    "bool state_v_first, bool save_states, bool batch_invariant, int kept_bytes=-1) -> "
-    "(Tensor o, Tensor final_state, Tensor states, Tensor kept)",
+    "bool state_v_first, bool batch_invariant, int kept_bytes=-1) -> "
+    "(Tensor o, Tensor final_state, Tensor kept)",
     "chunk_gla_bwd": "(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
-    "Tensor? gv, Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float? scale, "
+    "Tensor? gv, Tensor? initial_state, Tensor? cu_seqlens, float? scale, "
     "bool state_v_first, bool batch_invariant, Tensor? kept=None) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)",
     "recurrent_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, "
@@ -126,7 +125,7 @@ OPTIONS = [
 def test_opcheck_forward(device, requires_grad, packed, optionals):
     x = call_arguments(device, requires_grad, packed, optionals)
     scale = 0.3 if optionals else None
-    flags = (optionals, optionals, packed, packed)  # final state, v-first, save states, invariant
+    flags = (optionals, optionals, packed)  # final state, v-first, invariant
     h0 = x.initial_state
     if optionals:
         h0 = h0.detach().transpose(2, 3).contiguous().requires_grad_(requires_grad)
@@ -139,12 +138,7 @@ def test_opcheck_forward(device, requires_grad, packed, optionals):
 @pytest.mark.parametrize("optionals", [False, True])
 def test_opcheck_backward(device, packed, optionals):
     x = call_arguments(device, False, packed, optionals, torch.bfloat16)
-    states = x.q.new_empty(0)
-    if optionals:
-        _, _, states, _ = ops.chunk_gla_fwd(
-            x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, None, False, False, True, False
-        )
-    inputs = (x.do, x.dht, x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, states)
+    inputs = (x.do, x.dht, x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens)
     torch.library.opcheck(ops.chunk_gla_bwd.default, (*inputs, None, False, False))
 
 
@@ -178,23 +172,3 @@ def step_calls(device, packed, optionals):
 @pytest.mark.parametrize("packed, optionals", [(False, False), (True, True)])
 def test_opcheck_steps(device, name, packed, optionals):
     torch.library.opcheck(overload(name), step_calls(device, packed, optionals)[name])
-
-
-def test_saved_states_are_the_states_and_change_no_gradient(device):
-    """Also bit for bit in bf16, where they are saved rounded: the products round them anyway."""
-    for dtype in CUDA_DTYPES if device == "cuda" else DTYPES:
-        x = make_inputs(2, 150, 2, 20, 24, dtype, gate=1.5, device=device)
-        args = (x.q, x.k, x.v, x.g, None, x.initial_state, None, None)
-        _, _, states, _ = ops.chunk_gla_fwd(*args, False, False, True, False)
-        S, _ = ops._chunk_states(
-            x.k, x.v, ops._gate_cumsum(x.g, None), x.initial_state, None, False
-        )
-        assert states.dtype == (torch.bfloat16 if dtype is torch.bfloat16 else S.dtype)
-        bound = {torch.float64: 1e-12, torch.bfloat16: 4e-3}.get(dtype, 3e-6)
-        assert relative_error(states, S.double()) <= bound
-        grads = [
-            ops.chunk_gla_bwd(x.do, x.dht, *args[:7], saved, None, False, False)
-            for saved in (states, states.new_empty(0))
-        ]
-        for saved, recomputed in zip(*grads, strict=True):
-            assert torch.equal(saved, recomputed)

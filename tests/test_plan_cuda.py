@@ -1,19 +1,29 @@
 """CUDA's plans, with or without a GPU and on any build: pure functions of the call and the GPU."""
 
 import pytest
-from plans import by_pass, cuda_plan, full_plan, operand_bytes, state_bytes, steps_plan
+from plans import (
+    by_pass,
+    cluster_items,
+    cuda_plan,
+    full_plan,
+    operand_bytes,
+    reads_prepared,
+    state_bytes,
+    steps_plan,
+    sweeps_gradients,
+)
 
 
 @by_pass
 @pytest.mark.parametrize("change", [{"B": 1}, {"B": 4096}, {"T": 1}, {"T": 1 << 20}, {"H": 1}])
 def test_cuda_steps_depend_on_neither_batch_nor_tokens(change, backward):
-    names = ("path", "mode", "tiles", "launches", "segments", "segment_chunks")
+    names = ("path", "kernels", "segments", "segment_chunks")
     chosen = [
         {name: plan[name] for name in names}
         for plan in (steps_plan(backward=backward), steps_plan(backward=backward, **change))
     ]
     assert chosen[0] == chosen[1]
-    assert (chosen[0]["path"], chosen[0]["mode"]) == ("steps", "materialised")
+    assert chosen[0]["path"] == "steps"
     assert (chosen[0]["segments"], chosen[0]["segment_chunks"]) == (0, 0)
 
 
@@ -42,18 +52,9 @@ def test_cuda_fp32_gates_need_no_workspace_for_their_gradient():
     assert sizes[0] == sizes[1] == sizes[2] + 4 * 2048 * 4 * 64 * 4
 
 
-@by_pass
-def test_cuda_saved_states_are_not_workspace(backward):
-    plans = [steps_plan(backward=backward, save_states=saved) for saved in (False, True)]
-    states = 4 * 32 * 4 * 64 * 128 * 2
-    assert plans[0]["workspace_bytes"] - plans[1]["workspace_bytes"] == states
-    assert plans[0]["state_bytes"] == plans[1]["state_bytes"]
-    assert plans[0]["launches"] == plans[1]["launches"]  # S comes with dS, side by side
-
-
 def test_cuda_packed_sequences_need_a_map_of_the_chunks():
     one, packed = steps_plan(B=1), steps_plan(B=1, N=8)
-    assert packed["launches"] == one["launches"] + 2
+    assert len(packed["kernels"]) == len(one["kernels"]) + 2
     assert packed["state_bytes"] == (32 + 8) * 4 * 64 * 128 * 2
     assert packed["workspace_bytes"] > one["workspace_bytes"]
 
@@ -83,11 +84,6 @@ def test_cuda_steps_where_the_fused_path_does_not_take_a_call(change):
         assert cuda_plan(backward=backward, **change)["path"] == "steps"
 
 
-def test_cuda_fused_backward_takes_saved_states_where_forward_saves_none():
-    assert cuda_plan(save_states=True)["path"] == "steps"
-    assert cuda_plan(save_states=True, backward=True)["path"] == "fused"
-
-
 @pytest.mark.parametrize("change", FUSED_BOTH, ids=str)
 def test_cuda_fused(change):
     for backward in (False, True):
@@ -96,26 +92,26 @@ def test_cuda_fused(change):
 
 def test_cuda_fused_forward_has_no_states_in_memory():
     plan = full_plan()
-    assert (plan["mode"], plan["state_bytes"], plan["launches"]) == ("sweep", 0, 2)
+    assert (plan["state_bytes"], len(plan["kernels"])) == (0, 2)
     assert plan["workspace_bytes"] == 32 * 32 * 4 * 8  # tiers
     packed = full_plan(B=1, T=32 * 2048, N=32, batch_invariant=True)
-    assert packed["launches"] == plan["launches"] + 2
+    assert len(packed["kernels"]) == len(plan["kernels"]) + 2
     assert packed["workspace_bytes"] > plan["workspace_bytes"]
 
 
 @pytest.mark.parametrize("K, V", [(72, 256), (128, 256), (136, 200), (192, 512), (256, 8)])
 def test_cuda_states_over_operands_lie_in_tiles(K, V):
     plan = full_plan(K=K, V=V, backward=True)
-    states = 1 if plan["swept_gradients"] else 2
-    chunks = 16 if plan["paired_chunks"] else 32
-    assert plan["linear"]
+    states = 1 if sweeps_gradients(plan) else 2
+    chunks = 16 if "gradients.chunk_pair" in plan["kernels"] else 32
+    assert reads_prepared(plan)
     assert plan["state_bytes"] == states * 32 * chunks * 4 * state_bytes(K, V)
 
 
 @pytest.mark.parametrize("K", [128, 256])
 def test_cuda_fused_forward_over_operands_in_memory(K):
     plan = full_plan(K=K, gate_dtype="float32")
-    assert (plan["linear"], plan["mode"], plan["launches"]) == (True, "sweep", 2)
+    assert (plan["kernels"], plan["state_bytes"]) == (["prepare", "forward.prepared"], 0)
     assert plan["workspace_bytes"] == 32 * 32 * 4 * 8 + operand_bytes(32 * 32 * 4, K)
 
 
@@ -148,7 +144,7 @@ def test_cuda_fused_forward_over_operands_in_memory(K):
     ids=str,
 )
 def test_cuda_pairs_of_blocks(change, pieces):
-    assert full_plan(**change)["cluster_pieces"] == pieces
+    assert cluster_items(full_plan(**change)) == pieces
 
 
 @by_pass
@@ -168,7 +164,7 @@ def test_cuda_pairs_of_blocks(change, pieces):
 )
 def test_cuda_operands_are_made_once_where_several_kernels_read_them(change, linear, backward):
     """Backward's gradients read them too: None is backward alone."""
-    assert full_plan(**change, backward=backward)["linear"] == (
+    assert reads_prepared(full_plan(**change, backward=backward)) == (
         backward if linear is None else linear
     )
 
@@ -182,12 +178,12 @@ def test_cuda_fused_backward_workspace(gate_dtype, gates, swept):
     heads = 32 * 2048 * 4
     keys, tiers = heads * 128 * 4, heads // 64 * 8
     states = heads // 64 * 128 * 256 * 2
-    assert plan["mode"] == "materialised"
+    assert plan["state_bytes"] > 0
     assert plan["state_bytes"] == states * (1 if swept else 2)
     # dq, dk, dg of chunks outside tier 1.
     intra, operands = (2 + gates) * keys, operand_bytes(heads // 64, 128)
     assert plan["workspace_bytes"] == tiers + plan["state_bytes"] + intra + operands
-    assert plan["launches"] == 3
+    assert len(plan["kernels"]) == 3
 
 
 def test_cuda_fused_backward_without_operands():
@@ -195,7 +191,7 @@ def test_cuda_fused_backward_without_operands():
     plan = full_plan(K=64, backward=True)
     heads = 32 * 2048 * 4
     keys, scores, tiers = heads * 64 * 4, heads * 64 * 2, heads // 64 * 8
-    assert (plan["path"], plan["linear"], plan["launches"]) == ("fused", False, 3)
+    assert (plan["path"], reads_prepared(plan), len(plan["kernels"])) == ("fused", False, 3)
     assert plan["workspace_bytes"] == tiers + plan["state_bytes"] + scores + 3 * keys
 
 
@@ -205,7 +201,7 @@ def test_cuda_fused_backward_of_narrow_heads(swept):
     plan = full_plan(B=66, K=64, V=56, backward=True, batch_invariant=not swept)
     heads = 66 * 2048 * 4
     states, keys = heads // 64 * 64 * 56 * 2, heads * 64 * 4
-    assert (plan["swept_gradients"], plan["launches"]) == (swept, 3)
+    assert (sweeps_gradients(plan), len(plan["kernels"])) == (swept, 3)
     assert plan["state_bytes"] == states * (1 if swept else 2)
     tiers, scores = heads // 64 * 8, heads * 64 * 2
     assert plan["workspace_bytes"] == tiers + plan["state_bytes"] + scores + 3 * keys
@@ -227,18 +223,7 @@ def test_cuda_fused_backward_of_narrow_heads(swept):
     ids=str,
 )
 def test_cuda_blocks_of_narrow_heads(change, pieces):
-    assert full_plan(**{"K": 64, "V": 64} | change)["block_pieces"] == pieces
-
-
-def test_cuda_fused_backward_of_saved_states():
-    made, given = (full_plan(K=64, backward=True, save_states=saved) for saved in (False, True))
-    assert given["state_bytes"] == made["state_bytes"]
-    states, keys = made["state_bytes"] // 2, 32 * 2048 * 4 * 64 * 4
-    assert given["workspace_bytes"] == made["workspace_bytes"] - states + keys
-    assert given["launches"] == made["launches"] + 1
-    long = {"B": 1, "T": 32768, "backward": True}
-    assert full_plan(**long, K=64)["segments"] > 0
-    assert full_plan(**long, K=64, save_states=True)["segments"] == 0
+    assert full_plan(**{"K": 64, "V": 64} | change)["items_each"] == pieces
 
 
 @by_pass
@@ -247,28 +232,9 @@ def test_cuda_fp32_gates_are_swept_alike(K, V, backward):
     """In forward by as many kernels; narrow heads have their own kernels for bf16 gates alone."""
     call = {"K": K, "V": V, "gate_dtype": "float32", "backward": backward}
     plan = full_plan(**call)
-    assert (plan["path"], plan["segments"], plan["block_pieces"]) == ("fused", 0, 1)
-    assert plan["launches"] == (3 if backward else 2)
+    assert (plan["path"], plan["segments"], plan["items_each"]) == ("fused", 0, 1)
+    assert len(plan["kernels"]) == (3 if backward else 2)
     assert full_plan(**call, B=1, T=32768)["segments"] > 0
-
-
-@pytest.mark.parametrize("K", [72, 256])
-def test_cuda_fused_saved_states_over_operands(K):
-    """Forward writes them, backward sweeps for the other ones alone."""
-    states = 32 * 32 * 4 * K * 256 * 2
-    made_states = 32 * 32 * 4 * state_bytes(K, 256)
-    plain, saving = (full_plan(K=K, save_states=saved) for saved in (False, True))
-    assert (saving["path"], saving["linear"], saving["launches"]) == ("fused", True, 2)
-    assert (plain["state_bytes"], saving["state_bytes"]) == (0, states)
-    assert saving["workspace_bytes"] == 32 * 32 * 4 * 8 + operand_bytes(32 * 32 * 4, K)
-    made, given = (full_plan(K=K, backward=True, save_states=saved) for saved in (False, True))
-    swept = K == 72  # dS stays on chip, and no sweep is left; S comes with the operands
-    state_grads = 0 if swept else made_states
-    assert given["state_bytes"] == states + state_grads
-    # Made, those of two chunks are one each way where K is above 128.
-    assert made["state_bytes"] == made_states
-    assert given["workspace_bytes"] == made["workspace_bytes"] - made_states + state_grads
-    assert (made["launches"], given["launches"]) == (3, 3 - swept)
 
 
 @by_pass
@@ -281,7 +247,7 @@ def test_cuda_batch_invariant_plans(processors, shape, backward):
         full_plan(backward=backward, batch_invariant=True, **change)
         for change in ({}, {"B": B, "T": T, "processors": processors})
     ]
-    names = ("path", "mode", "tiles", "launches", "segments", "segment_chunks")
+    names = ("path", "kernels", "segments", "segment_chunks")
     assert [plans[0][name] for name in names] == [plans[1][name] for name in names]
     assert plans[0]["path"] == "fused"
     assert (plans[0]["segments"], plans[0]["segment_chunks"]) == (0, 0)
@@ -311,27 +277,3 @@ def test_cuda_plan_does_not_ask_the_environment(monkeypatch):
 def test_cuda_bad_arguments(change, message):
     with pytest.raises(ValueError, match=f"plan: {message}"):
         cuda_plan(**change)
-
-
-@pytest.mark.parametrize(
-    "change, forward, backward",
-    [
-        ({}, False, True),  # forward gates on its way, gradients are swept
-        ({"B": 8}, True, False),  # gradients make A themselves
-        ({"B": 1, "T": 32768}, False, True),  # linear forward does, behind paired parts
-        ({"B": 1, "T": 32768, "kept": True}, True, True),
-        ({"B": 1, "T": 32768, "save_states": True}, True, True),
-        ({"B": 1, "T": 32768, "V": 128}, True, True),  # operands.cu
-        ({"B": 1, "T": 32768, "V": 192}, True, False),
-        ({"B": 1, "T": 32768, "gate_dtype": "float32"}, True, True),
-        ({"gate_dtype": "float32"}, True, True),
-        ({"K": 136}, True, True),  # paired gradients
-        ({"K": 136, "V": 128}, True, False),
-        ({"K": 64, "B": 1, "T": 32768}, False, False),  # no operands
-        ({"capability": "8.0"}, False, False),
-    ],
-    ids=str,
-)
-def test_cuda_operands_have_scores_that_somebody_reads(change, forward, backward):
-    assert full_plan(**change)["scores"] == forward
-    assert full_plan(**change, backward=True)["scores"] == backward

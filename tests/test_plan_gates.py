@@ -40,15 +40,15 @@ def test_cuda_fp16_becomes_fp32_beside_value_gates(backward):
 
 
 def test_cuda_value_gates_launches():
-    assert gated_plan()["launches"] == steps_plan()["launches"] + 2
-    assert gated_plan(backward=True)["launches"] == steps_plan(backward=True)["launches"] + 7
-    saved = gated_plan(backward=True, save_states=True)["launches"]
-    assert saved == gated_plan(backward=True)["launches"] - 1
+    assert len(gated_plan()["kernels"]) == len(steps_plan()["kernels"]) + 2
+    assert (
+        len(gated_plan(backward=True)["kernels"]) == len(steps_plan(backward=True)["kernels"]) + 7
+    )
 
 
 @by_pass
 def test_cuda_without_gates_on_keys(backward):
     gated, free = (steps_plan(backward=backward, key_gated=g) for g in (True, False))
-    assert free["launches"] == gated["launches"] - 1
+    assert len(free["kernels"]) == len(gated["kernels"]) - 1
     sums = 4 * 2048 * 4 * 64 * 4 * (2 if backward else 1)  # b, and dg before it is rounded
     assert gated["workspace_bytes"] - free["workspace_bytes"] == sums - 256

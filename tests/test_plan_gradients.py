@@ -1,7 +1,14 @@
 """Which kernels make the gradients in plans of the fused path: sweeps, pairs of chunks."""
 
 import pytest
-from plans import full_plan, state_bytes
+from plans import (
+    cluster_items,
+    full_plan,
+    has_cluster_summaries,
+    reads_prepared,
+    state_bytes,
+    sweeps_gradients,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +29,6 @@ from plans import full_plan, state_bytes
         ({"K": 8, "V": 8, "B": 66}, True),
         ({"K": 64, "V": 72, "B": 66}, False),
         ({"K": 64, "V": 64, "B": 66, "gate_dtype": "float32"}, False),
-        ({"K": 64, "V": 64, "B": 66, "save_states": True}, False),
         ({"K": 64, "V": 64, "B": 66, "batch_invariant": True}, False),
         ({"K": 64, "V": 64, "B": 1, "T": 66 * 2048, "N": 66}, True),
         ({"K": 64, "V": 64, "B": 1, "T": 66 * 2048, "N": 66, "batch_invariant": True}, False),
@@ -37,8 +43,6 @@ from plans import full_plan, state_bytes
         ({"V": 192}, False),  # three slices of 64
         ({"V": 264}, False),
         ({"gate_dtype": "float32"}, True),
-        ({"save_states": True}, True),
-        ({"save_states": True, "B": 15, "V": 128}, True),  # where other gradients have segments
         ({"batch_invariant": True}, False),
         ({"B": 1, "T": 32 * 2048, "N": 32}, True),  # packed: of any length, in segments
         ({"B": 1, "T": 32 * 2048, "N": 10_000}, True),
@@ -59,8 +63,8 @@ from plans import full_plan, state_bytes
 def test_cuda_gradients_in_a_sweep(change, swept):
     """Where clusters of two blocks, or single ones of narrow heads, have enough to do; forward has
     nothing to sweep for."""
-    assert full_plan(**change, backward=True)["swept_gradients"] == swept
-    assert not full_plan(**change)["swept_gradients"]
+    assert sweeps_gradients(full_plan(**change, backward=True)) == swept
+    assert not sweeps_gradients(full_plan(**change))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,6 @@ def test_cuda_gradients_in_a_sweep(change, swept):
         ({"K": 72, "V": 200}, True),
         ({"V": 128}, False),
         ({"gate_dtype": "float32"}, False),
-        ({"save_states": True}, False),
         ({"batch_invariant": True}, False),
         ({"B": 1, "T": 32768}, False),  # segments: their own parts are made in that pass
         ({"B": 1, "T": 32 * 2048, "N": 32}, False),
@@ -81,11 +84,11 @@ def test_cuda_gradients_in_a_sweep(change, swept):
 )
 def test_cuda_operands_and_states_in_one_pass(change, paired):
     plan = full_plan(**change, backward=True)
-    assert plan["paired_states"] == paired
-    assert (plan["cluster_pieces"] > 0) == (paired or plan["paired_parts"])
-    assert not full_plan(**change)["paired_states"]
+    assert ("states.cluster" in plan["kernels"]) == paired
+    assert (cluster_items(plan) > 0) == (paired or has_cluster_summaries(plan))
+    assert "states.cluster" not in full_plan(**change)["kernels"]
     if paired:
-        assert (plan["launches"], plan["linear"]) == (3, True)
+        assert (len(plan["kernels"]), reads_prepared(plan)) == (3, True)
 
 
 @pytest.mark.parametrize(
@@ -99,16 +102,15 @@ def test_cuda_operands_and_states_in_one_pass(change, paired):
         ({"T": 65}, True),
         ({"B": 1, "T": 32 * 2048, "N": 32}, True),
         ({"B": 1, "T": 32768}, True),  # in segments
-        ({"kept": True}, True),
-        ({"save_states": True}, False),
+        ({"keeps": True}, True),
         ({"batch_invariant": True}, False),
     ],
     ids=str,
 )
 def test_cuda_gradients_by_pairs_of_chunks(change, paired):
     plan = full_plan(**{"K": 256, **change}, backward=True)
-    assert plan["paired_chunks"] == paired
-    assert not full_plan(**{"K": 256, **change})["paired_chunks"]
+    assert ("gradients.chunk_pair" in plan["kernels"]) == paired
+    assert "gradients.chunk_pair" not in full_plan(**{"K": 256, **change})["kernels"]
 
 
 @pytest.mark.parametrize("T, places", [(128, 1), (129, 2), (2048, 16), (2049, 17)])
@@ -117,5 +119,5 @@ def test_cuda_pairs_of_chunks_have_one_state_each_way(T, places):
     assert plan["state_bytes"] == 2 * 32 * places * 4 * state_bytes(256, 256)
     # Of packed sequences neighbours may both be alone.
     packed = full_plan(K=256, B=1, T=T, N=3, backward=True)
-    assert packed["paired_chunks"]
+    assert "gradients.chunk_pair" in packed["kernels"]
     assert packed["state_bytes"] == 2 * (T // 64 + 3) * 4 * state_bytes(256, 256)

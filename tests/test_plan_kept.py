@@ -1,7 +1,7 @@
 """Plans of what forward on CUDA keeps for backward."""
 
 import pytest
-from plans import BATCH, full_plan
+from plans import BATCH, full_plan, reads_prepared, sweeps_gradients
 
 KEPT = {
     "segments": {"B": 1},
@@ -10,7 +10,6 @@ KEPT = {
     "many keys, fp32 gates": {"K": 200, "gate_dtype": "float32"},
     "packed": {"B": 1, "T": 8192, "N": 8},
     "batch invariant": {"K": 256, "batch_invariant": True},
-    "saved states": {"K": 256, "save_states": True},
 }
 
 
@@ -19,13 +18,17 @@ def test_what_is_kept_is_made_once(change):
     """Both plans know its size, and need so much less of a workspace; neither changes otherwise."""
     both = []
     for backward in (False, True):
-        alone, kept = (full_plan(**change, backward=backward, kept=k) for k in (False, True))
-        assert alone["kept_bytes"] == 0 and kept["linear"]
-        both.append(kept["kept_bytes"])
-        least = 0.9 * kept["kept_bytes"]  # of parts that another pass does not make
+        alone, kept = (full_plan(**change, backward=backward, keeps=k) for k in (False, True))
+        assert alone["for_backward_bytes"] == 0 and reads_prepared(kept)
+        both.append(kept["for_backward_bytes"])
+        least = 0.9 * kept["for_backward_bytes"]  # of parts that another pass does not make
         assert alone["workspace_bytes"] - kept["workspace_bytes"] >= least > 0
-        for name in alone.keys() - {"kept_bytes", "workspace_bytes"}:
-            assert kept[name] == alone[name], name
+        changed = {name for name in alone if kept[name] != alone[name]}
+        assert changed - {"kernels"} == {"for_backward_bytes", "workspace_bytes"}
+        if backward:
+            assert not {"prepare", "prepare.without_A", "summaries.cluster"} & {*kept["kernels"]}
+        else:  # which may leave A besides
+            assert kept["kernels"] == [x.removesuffix(".without_A") for x in alone["kernels"]]
     assert both[0] == both[1]
 
 
@@ -42,18 +45,18 @@ ON_CHIP = {
 def test_what_forward_keeps_from_the_chip(change):
     """It leaves operands that it has no other use for, backward then makes S alone."""
     forward, backward, kept_forward, kept_backward = (
-        full_plan(**change, backward=b, kept=k) for k in (False, True) for b in (False, True)
+        full_plan(**change, backward=b, keeps=k) for k in (False, True) for b in (False, True)
     )
-    size = kept_forward["kept_bytes"]
-    assert kept_backward["kept_bytes"] == size > 0
+    size = kept_forward["for_backward_bytes"]
+    assert kept_backward["for_backward_bytes"] == size > 0
     assert 0 < forward["workspace_bytes"] - kept_forward["workspace_bytes"] < 0.1 * size
     assert backward["workspace_bytes"] - kept_backward["workspace_bytes"] == size
     for alone, kept in ((forward, kept_forward), (backward, kept_backward)):
         changed = {name for name in alone if kept[name] != alone[name]}
-        more = {"paired_states", "cluster_pieces"} if alone["paired_states"] else set()
-        assert changed == {"kept_bytes", "workspace_bytes"} | more
-    assert backward["paired_states"] == (change.get("V", 256) > 128)
-    assert not kept_backward["paired_states"] and kept_backward["swept_gradients"]
+        more = {"items_each"} if "states.cluster" in alone["kernels"] else set()
+        assert changed - more == {"kernels", "for_backward_bytes", "workspace_bytes"}
+    assert ("states.cluster" in backward["kernels"]) == (change.get("V", 256) > 128)
+    assert "states.cluster" not in kept_backward["kernels"] and sweeps_gradients(kept_backward)
 
 
 PACKED = {"B": 1, "T": 65536, "N": 32}
@@ -64,14 +67,14 @@ def test_what_forward_keeps_of_packed_sequences(V, states):
     """Operands from the chip, and, where both passes cut alike, what enters segments, but no
     decays, of which forward has none of the last ones."""
     forward, backward, kept_forward, kept_backward = (
-        full_plan(**PACKED, V=V, backward=b, kept=k) for k in (False, True) for b in (False, True)
+        full_plan(**PACKED, V=V, backward=b, keeps=k) for k in (False, True) for b in (False, True)
     )
-    size = kept_forward["kept_bytes"]
-    assert kept_backward["kept_bytes"] == size > 0
-    assert forward["packed_parts"] and backward["swept_gradients"]
+    size = kept_forward["for_backward_bytes"]
+    assert kept_backward["for_backward_bytes"] == size > 0
+    assert "summaries.packed" in forward["kernels"] and sweeps_gradients(backward)
     for alone, kept in ((forward, kept_forward), (backward, kept_backward)):
         changed = {name for name in alone if kept[name] != alone[name]}
-        assert changed == {"kept_bytes", "workspace_bytes"}
+        assert changed == {"kernels", "for_backward_bytes", "workspace_bytes"}
     count = 4 * 2 * ((1024 + 32 + 1) // forward["segment_chunks"])
     tiers = 8 * 4 * (1024 + 32 + 1)
     less = forward["workspace_bytes"] - kept_forward["workspace_bytes"]
@@ -85,13 +88,13 @@ def test_no_more_is_kept_than_the_inputs_have(change):
     each = 4 if change.get("gate_dtype") == "float32" else 2
     tokens = sizes["B"] * sizes["T"] * sizes["H"]
     inputs = tokens * (sizes["K"] * (4 + each) + 2 * sizes["V"])
-    assert 0 < full_plan(**change, kept=True)["kept_bytes"] <= inputs
+    assert 0 < full_plan(**change, keeps=True)["for_backward_bytes"] <= inputs
 
 
 @pytest.mark.parametrize("K, each", [(128, 43136), (256, 77952)])
 def test_what_is_kept_grows_with_tokens(K, each):
     """Operands and 8 bytes of tiers of each chunk and head."""
-    sizes = [full_plan(K=K, B=1, T=T, kept=True)["kept_bytes"] for T in (64 * 64, 96 * 64)]
+    sizes = [full_plan(K=K, B=1, T=T, keeps=True)["for_backward_bytes"] for T in (64 * 64, 96 * 64)]
     assert sizes[1] - sizes[0] >= 32 * 4 * (each + 8)
     if K == 256:  # the two passes do not cut alike
         assert sizes[1] - sizes[0] == 32 * 4 * (each + 8)
@@ -116,5 +119,5 @@ def test_what_is_kept_grows_with_tokens(K, each):
 )
 def test_where_nothing_is_kept(change):
     for backward in (False, True):
-        alone, kept = (full_plan(**change, backward=backward, kept=k) for k in (False, True))
+        alone, kept = (full_plan(**change, backward=backward, keeps=k) for k in (False, True))
         assert alone == kept

@@ -3,7 +3,17 @@
 import random
 
 import pytest
-from plans import BATCH, by_pass, cuda_plan, full_plan, operand_bytes
+from plans import (
+    BATCH,
+    by_pass,
+    cluster_items,
+    cuda_plan,
+    full_plan,
+    has_cluster_summaries,
+    operand_bytes,
+    reads_prepared,
+    sweeps_gradients,
+)
 
 
 def sweep_blocks(plan, B, H, K, V, gate_dtype, backward) -> int:
@@ -13,7 +23,7 @@ def sweep_blocks(plan, B, H, K, V, gate_dtype, backward) -> int:
     64 one."""
     narrow = max(K, V) <= 64 and (backward or gate_dtype == "bfloat16")
     sweeps = H * -(-V // 128) * (2 * (1 + (K > 192)) if backward else 1)
-    if plan["swept_gradients"]:
+    if sweeps_gradients(plan):
         sweeps = (1 if narrow else 2) * H
     return B * plan["segments"] * sweeps / (2 if narrow else 1)
 
@@ -71,7 +81,6 @@ TWO_PLACES = {"B": 8, "T": 2048}
         ({"K": 64, "V": 128, "H": 8, "gate_dtype": "float32"}, True),
         ({"B": 16, "K": 64, "V": 64}, False),  # has a kernel of its own
         ({"B": 16, "K": 64, "V": 64, "gate_dtype": "float32"}, True),  # but for bf16 gates alone
-        ({"save_states": True}, False),
         ({"batch_invariant": True}, False),
         ({"B": 1, "T": 16384, "N": 8}, False),
     ],
@@ -81,8 +90,8 @@ def test_cuda_segments_that_sum_the_one_before(change, prefixed):
     """Two, the second the shorter, without own parts, a scan and what these take."""
     shape = TWO_PLACES | change
     plan = full_plan(**shape, backward=False)
-    assert plan["prefixed"] == prefixed
-    assert not full_plan(**shape, backward=True)["prefixed"]
+    assert plan["replays"] == prefixed
+    assert not full_plan(**shape, backward=True)["replays"]
     if prefixed:
         chunks = -(-shape["T"] // 64)
         assert plan["segments"] == 2
@@ -90,8 +99,8 @@ def test_cuda_segments_that_sum_the_one_before(change, prefixed):
         share = 12 if few_fp32 else 11
         assert chunks > plan["segment_chunks"] == -(-chunks * share // 16) > chunks // 2
         whole = full_plan(**shape | {"gate_dtype": "float32"}, backward=False, batch_invariant=True)
-        assert plan["linear"] == whole["linear"] == ((BATCH | shape)["K"] > 64)
-        assert plan["launches"] == whole["launches"] == 2
+        assert reads_prepared(plan) == reads_prepared(whole) == ((BATCH | shape)["K"] > 64)
+        assert len(plan["kernels"]) == len(whole["kernels"]) == 2
         assert plan["workspace_bytes"] == whole["workspace_bytes"]
 
 
@@ -121,7 +130,7 @@ def test_cuda_segments_where_places_are_few(B, H, K, V, places, cut):
 def test_cuda_segments_cost_launches_and_a_state_each(backward):
     shape = {"B": 1, "T": 32768, "V": 192, "backward": backward}
     cut, whole = full_plan(**shape), full_plan(**shape, batch_invariant=True)
-    assert cut["launches"] == whole["launches"] + 2
+    assert len(cut["kernels"]) == len(whole["kernels"]) + 2
     states = 4 * cut["segments"] * 128 * 192 * 4 * (1 + backward)
     decays = 4 * cut["segments"] * 128 * 4
     operands = 0 if backward else operand_bytes(4 * 512, 128)  # backward has them anyway
@@ -209,7 +218,6 @@ def test_cuda_packed_sequences_of_one_segment_need_no_state():
         ({"T": 31000}, False, 0),
         ({"K": 136}, False, 0),
         ({"gate_dtype": "float32"}, False, 0),
-        ({"save_states": True}, False, 0),
     ],
     ids=str,
 )
@@ -218,23 +226,23 @@ def test_cuda_packed_sequences_gate_in_forward(change, gates, pieces):
     chip; with what enters segments, if backward cuts alike."""
     shape = {"B": 1, "T": 65536, "N": 32} | change
     forward, kept, backward = (
-        full_plan(**shape, backward=b, kept=k)
+        full_plan(**shape, backward=b, keeps=k)
         for b, k in ((False, False), (False, True), (True, True))
     )
-    assert (forward["packed_parts"], forward["linear"]) == (gates, not gates)
-    assert forward["cluster_pieces"] == kept["cluster_pieces"] == pieces
-    assert not backward["packed_parts"] and backward["linear"]
-    assert kept["kept_bytes"] == backward["kept_bytes"]
+    assert ("summaries.packed" in forward["kernels"], reads_prepared(forward)) == (gates, not gates)
+    assert cluster_items(forward) == cluster_items(kept) == pieces
+    assert "summaries.packed" not in backward["kernels"] and reads_prepared(backward)
+    assert kept["for_backward_bytes"] == backward["for_backward_bytes"]
     if gates:
-        assert backward["swept_gradients"]
-        assert forward["launches"] == kept["launches"] == 6
+        assert sweeps_gradients(backward)
+        assert len(forward["kernels"]) == len(kept["kernels"]) == 6
         assert forward["segments"] > 0
         chunks, sizes = 65536 // 64 + shape["N"] + 1, BATCH | change
         operands = operand_bytes(4 * chunks, sizes["K"]) + 8 * 4 * chunks
         alike = forward["segments"] == backward["segments"]
         state = 4 * sizes["K"] * sizes["V"] * 4 * alike
         states = 2 * (chunks // forward["segment_chunks"])
-        assert 0 <= kept["kept_bytes"] - operands - states * state < 1024
+        assert 0 <= kept["for_backward_bytes"] - operands - states * state < 1024
 
 
 @pytest.mark.parametrize(
@@ -248,7 +256,6 @@ def test_cuda_packed_sequences_gate_in_forward(change, gates, pieces):
         ({"V": 512}, False),
         ({"K": 256}, False),
         ({"gate_dtype": "float32"}, False),
-        ({"save_states": True}, False),
         ({"N": 1}, False),
         ({"batch_invariant": True}, False),
         ({"B": 32, "T": 2048}, False),
@@ -258,21 +265,16 @@ def test_cuda_packed_sequences_gate_in_forward(change, gates, pieces):
 def test_cuda_operands_and_segments_in_one_pass(change, paired):
     shape = {"B": 1, "T": 32768} | change
     forward, backward, kept = (
-        full_plan(**shape, backward=b, kept=k)
+        full_plan(**shape, backward=b, keeps=k)
         for b, k in ((False, False), (True, False), (True, True))
     )
-    assert forward["paired_parts"] == backward["paired_parts"] == paired
-    assert not kept["paired_parts"]
+    assert has_cluster_summaries(forward) == has_cluster_summaries(backward) == paired
+    assert not has_cluster_summaries(kept)
     if paired:
-        assert (forward["launches"], backward["launches"], kept["launches"]) == (3, 6, 5)
+        assert (len(forward["kernels"]), len(backward["kernels"]), len(kept["kernels"])) == (
+            3,
+            6,
+            5,
+        )
         assert forward["segments"] == backward["segments"] > 0
-        assert forward["cluster_pieces"] == 1
-
-
-def test_cuda_fused_saved_states_and_segments():
-    """One sweep in place of two has twice the segments, and the states of one of them alone."""
-    long = {"B": 1, "T": 32768, "V": 192, "backward": True}
-    made, given = (full_plan(**long, save_states=saved) for saved in (False, True))
-    assert given["segments"] == 2 * made["segments"] > 0
-    assert given["launches"] == made["launches"]
-    assert given["workspace_bytes"] < made["workspace_bytes"]
+        assert cluster_items(forward) == 1

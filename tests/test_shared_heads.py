@@ -198,7 +198,7 @@ def forward_calls(x):
     pool = x.initial_state[: x.q.shape[0]].detach().clone()
     recurrent = (x.q, x.k, x.v, x.gk, x.gv)
     return {
-        "chunk_gla_fwd": (*recurrent, x.initial_state, x.cu_seqlens, None, *flags, False, False),
+        "chunk_gla_fwd": (*recurrent, x.initial_state, x.cu_seqlens, None, *flags, False),
         "recurrent_gla_fwd": (
             *recurrent,
             x.initial_state,
@@ -215,7 +215,7 @@ def forward_calls(x):
 def backward_calls(x):
     inputs = (x.do, x.dht, x.q, x.k, x.v, x.gk, x.gv, x.initial_state, x.cu_seqlens)
     return {
-        "chunk_gla_bwd": (*inputs, x.q.new_empty(0), None, False, False),
+        "chunk_gla_bwd": (*inputs, None, False, False),
         "recurrent_gla_bwd": (*inputs, None, False, False),
     }
 

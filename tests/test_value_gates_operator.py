@@ -51,11 +51,10 @@ def test_opcheck(device, gating, packed, requires_grad):
     if requires_grad:
         operands = {n: t if t is None else t.requires_grad_() for n, t in operands.items()}
     arguments = (*operands.values(), x.cu_seqlens)
-    flags = (packed, False, packed, packed)
+    flags = (packed, False, packed)
     torch.library.opcheck(ops.chunk_gla_fwd.default, (*arguments, None, *flags))
     if not requires_grad:
-        states = x.q.new_empty(0)
-        arguments = (x.do, x.dht, *arguments, states, 0.3, False, packed)
+        arguments = (x.do, x.dht, *arguments, 0.3, False, packed)
         torch.library.opcheck(ops.chunk_gla_bwd.default, arguments)
 
 

@@ -1,5 +1,5 @@
 // chunk_gla under autograd: forward and backward are the registered operators. Saved are the
-// inputs, the states where save_states asks for them, and what the device's plan keeps (kept.h).
+// inputs and what the device's plan keeps (kept.h).
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -23,25 +23,20 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
   static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
                                const at::Tensor& v, const OptionalTensor& g,
                                const OptionalTensor& gv, const OptionalTensor& initial_state,
-                               const OptionalTensor& cu_seqlens, std::optional<double> scale,
-                               bool output_final_state, bool state_v_first, bool save_states,
-                               bool batch_invariant, int64_t kept_bytes,
-                               variable_list* not_differentiable) {
+                               const ForwardArguments& a, variable_list* not_differentiable) {
     at::AutoDispatchBelowADInplaceOrView below;
-    auto [o, final_state, states, kept] =
-        chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
-                      state_v_first, save_states, batch_invariant, kept_bytes);
+    auto [o, final_state, kept] = dispatch(a);
     ctx->save_for_backward({q, k, v, or_undefined(g), or_undefined(gv), or_undefined(initial_state),
-                            or_undefined(cu_seqlens), states, kept});
-    ctx->saved_data["scale"] = scale;
-    ctx->saved_data["output_final_state"] = output_final_state;
-    ctx->saved_data["state_v_first"] = state_v_first;
-    ctx->saved_data["batch_invariant"] = batch_invariant;
+                            or_undefined(a.cu_seqlens), kept});
+    ctx->saved_data["scale"] = a.scale;
+    ctx->saved_data["output_final_state"] = a.output_final_state;
+    ctx->saved_data["state_v_first"] = a.state_v_first;
+    ctx->saved_data["batch_invariant"] = a.batch_invariant;
     ctx->set_materialize_grads(false);
     // What has no gradient goes around the Function: compiled autograd refuses a node that has
     // marked outputs as non-differentiable.
-    *not_differentiable = {final_state, states, kept};
-    if (output_final_state) return {o, final_state};
+    *not_differentiable = {final_state, kept};
+    if (a.output_final_state) return {o, final_state};
     return {o};
   }
 
@@ -53,9 +48,9 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
     const at::Tensor dht = ctx->saved_data["output_final_state"].toBool() ? grads[1] : at::Tensor();
     auto [dq, dk, dv, dg, dgv, dh0] = chunk_gla_bwd(
         d_o, or_absent(dht), q, k, v, or_absent(g), or_absent(gv), or_absent(initial_state),
-        or_absent(saved[6]), saved[7], ctx->saved_data["scale"].toOptional<double>(),
+        or_absent(saved[6]), ctx->saved_data["scale"].toOptional<double>(),
         ctx->saved_data["state_v_first"].toBool(), ctx->saved_data["batch_invariant"].toBool(),
-        saved[8]);
+        saved[7]);
     const at::Tensor none;
     return {dq,
             dk,
@@ -63,12 +58,6 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
             g.defined() ? dg : none,
             gv.defined() ? dgv : none,
             initial_state.defined() ? dh0 : none,
-            none,
-            none,
-            none,
-            none,
-            none,
-            none,
             none,
             none};
   }
@@ -78,17 +67,13 @@ class ChunkGlaBackward : public torch::autograd::Function<ChunkGlaBackward> {
  public:
   static constexpr bool is_traceable = true;
 
-  static variable_list forward(AutogradContext* ctx, const at::Tensor& d_o,
-                               const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
-                               const at::Tensor& v, const OptionalTensor& g,
-                               const OptionalTensor& gv, const OptionalTensor& initial_state,
-                               const OptionalTensor& cu_seqlens, const at::Tensor& states,
-                               std::optional<double> scale, bool state_v_first,
-                               bool batch_invariant, const OptionalTensor& kept) {
+  // What has a gradient stands beside the arguments, for the Function to see.
+  static variable_list forward(AutogradContext*, const at::Tensor&, const OptionalTensor&,
+                               const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                               const BackwardArguments& a) {
     at::AutoDispatchBelowADInplaceOrView below;
-    auto [dq, dk, dv, dg, dgv, dh0] =
-        chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states, scale,
-                      state_v_first, batch_invariant, kept);
+    auto [dq, dk, dv, dg, dgv, dh0] = dispatch(a);
     return {dq, dk, dv, dg, dgv, dh0};
   }
 
@@ -105,55 +90,41 @@ bool needs_gradient(std::initializer_list<at::Tensor> tensors,
                      [&](const OptionalTensor& t) { return t.has_value() && needs(*t); });
 }
 
-ForwardOutputs chunk_gla_fwd_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      const OptionalTensor& g, const OptionalTensor& gv,
-                                      const OptionalTensor& initial_state,
-                                      const OptionalTensor& cu_seqlens, std::optional<double> scale,
-                                      bool output_final_state, bool state_v_first, bool save_states,
-                                      bool batch_invariant, int64_t kept_bytes) {
-  refuse_unsupported("chunk_gla", {{"q", q}, {"k", k}, {"v", v}}, {g, gv, initial_state});
+ForwardOutputs chunk_gla_fwd_autograd(const ForwardArguments& given_arguments) {
+  ForwardArguments a = given_arguments;
+  refuse_unsupported("chunk_gla", {{"q", a.q}, {"k", a.k}, {"v", a.v}},
+                     {a.g, a.gv, a.initial_state});
   if (!at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView below;
-    return chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
-                         state_v_first, save_states, batch_invariant, kept_bytes);
+    return dispatch(a);
   }
-  const bool planned = kept_bytes == kPlannedBytes;
-  if (planned && needs_gradient({q, k, v}, {g, gv, initial_state}))
-    kept_bytes = bytes_to_keep({q, k, v, g, gv, cu_seqlens, save_states, batch_invariant});
-  variable_list rest;  // what has no gradient: final_state, states, kept
-  auto outputs =
-      ChunkGla::apply(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
-                      state_v_first, save_states, batch_invariant, kept_bytes, &rest);
-  // Of the operator's caller nothing holds what it has not asked for.
-  const at::Tensor kept = planned && kept_bytes > 0 ? rest[2].new_empty({0}) : rest[2];
-  return {outputs[0], output_final_state ? outputs[1] : rest[0], rest[1], kept};
+  const bool planned = a.kept_bytes == kPlannedBytes;
+  if (planned && needs_gradient({a.q, a.k, a.v}, {a.g, a.gv, a.initial_state}))
+    a.kept_bytes = bytes_to_keep(a);
+  variable_list rest;  // what has no gradient: final_state, kept
+  auto outputs = ChunkGla::apply(a.q, a.k, a.v, a.g, a.gv, a.initial_state, a, &rest);
+  // The caller of the operator holds nothing that it has not asked for.
+  const at::Tensor kept = planned && a.kept_bytes > 0 ? rest[1].new_empty({0}) : rest[1];
+  return {outputs[0], a.output_final_state ? outputs[1] : rest[0], kept};
 }
 
-BackwardOutputs chunk_gla_bwd_autograd(const at::Tensor& d_o, const OptionalTensor& dht,
-                                       const at::Tensor& q, const at::Tensor& k,
-                                       const at::Tensor& v, const OptionalTensor& g,
-                                       const OptionalTensor& gv,
-                                       const OptionalTensor& initial_state,
-                                       const OptionalTensor& cu_seqlens, const at::Tensor& states,
-                                       std::optional<double> scale, bool state_v_first,
-                                       bool batch_invariant, const OptionalTensor& kept) {
-  refuse_unsupported("chunk_gla_bwd", {{"do", d_o}, {"q", q}, {"k", k}, {"v", v}},
-                     {dht, g, gv, initial_state});
+BackwardOutputs chunk_gla_bwd_autograd(const BackwardArguments& a) {
+  refuse_unsupported("chunk_gla_bwd", {{"do", a.d_o}, {"q", a.q}, {"k", a.k}, {"v", a.v}},
+                     {a.dht, a.g, a.gv, a.initial_state});
   if (!at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView below;
-    return chunk_gla_bwd(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, states, scale,
-                         state_v_first, batch_invariant, kept);
+    return dispatch(a);
   }
-  auto outputs = ChunkGlaBackward::apply(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens,
-                                         states, scale, state_v_first, batch_invariant, kept);
+  auto outputs =
+      ChunkGlaBackward::apply(a.d_o, a.dht, a.q, a.k, a.v, a.g, a.gv, a.initial_state, a);
   return {outputs[0], outputs[1], outputs[2], outputs[3], outputs[4], outputs[5]};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl("chunk_gla_fwd", chunk_gla_fwd_autograd);
-  m.impl("chunk_gla_bwd", chunk_gla_bwd_autograd);
+  m.impl("chunk_gla_fwd", positional<chunk_gla_fwd_autograd>);
+  m.impl("chunk_gla_bwd", positional<chunk_gla_bwd_autograd>);
 }
 
 }  // namespace gla_ext

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "../checks.h"
+
 namespace gla_ext {
 namespace {
 
@@ -18,16 +20,13 @@ bool is_planned_for(const at::Tensor& t) {
 
 }  // namespace
 
-int64_t (*cuda_bytes_to_keep)(const KeptInputs& in) = nullptr;
-
-int64_t bytes_to_keep(const KeptInputs& in) {
-  if (cuda_bytes_to_keep == nullptr) return 0;
-  for (const at::Tensor* t : {&in.q, &in.k, &in.v})
+int64_t bytes_to_keep(const ForwardArguments& a) {
+  for (const at::Tensor* t : {&a.q, &a.k, &a.v})
     if (!is_planned_for(*t)) return 0;
-  for (const OptionalTensor* t : {&in.g, &in.gv})
+  for (const OptionalTensor* t : {&a.g, &a.gv})
     if (given(*t) && !is_planned_for(**t)) return 0;
-  if (given(in.cu_seqlens) && !has_known_sizes(*in.cu_seqlens)) return 0;
-  return cuda_bytes_to_keep(in);
+  if (given(a.cu_seqlens) && !has_known_sizes(*a.cu_seqlens)) return 0;
+  return cuda::bytes_to_keep(a);
 }
 
 }  // namespace gla_ext

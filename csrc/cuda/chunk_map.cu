@@ -42,7 +42,7 @@ __device__ int64_t choose_part_chunks(const ChunkGrid& grid, int64_t followed) {
 }
 
 // One block: a running scan over the chunks of kMapThreads sequences at a time.
-__global__ void __launch_bounds__(kMapThreads) map_sequences(Problem p) {
+__global__ void __launch_bounds__(kMapThreads) map_sequences_kernel(Problem p) {
   using Scan = cub::BlockScan<int64_t, kMapThreads>;
   __shared__ typename Scan::TempStorage storage;
   const ChunkGrid& grid = p.grid;
@@ -122,7 +122,7 @@ __device__ void sort_sequences(const ChunkGrid& grid) {
 }
 
 // A thread a slot; then, if they are asked for, a block for the sequences in order.
-__global__ void __launch_bounds__(kMapThreads) map_chunks(Problem p) {
+__global__ void __launch_bounds__(kMapThreads) map_chunks_kernel(Problem p) {
   const ChunkGrid& grid = p.grid;
   if (blockIdx.x == blocks_of(grid.slots, kMapThreads)) return sort_sequences(grid);
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kMapThreads + threadIdx.x;
@@ -141,10 +141,13 @@ __global__ void __launch_bounds__(kMapThreads) map_chunks(Problem p) {
 
 }  // namespace
 
-void chunk_map(const Problem& p, cudaStream_t stream) {
-  launch(map_sequences, 1, kMapThreads, p, stream);
+void map_sequences(const Problem& p, cudaStream_t stream) {
+  launch(map_sequences_kernel, 1, kMapThreads, p, stream);
+}
+
+void map_chunks(const Problem& p, cudaStream_t stream) {
   const int64_t blocks = blocks_of(p.grid.slots, kMapThreads);
-  launch(map_chunks, blocks + (p.grid.by_last_segment != nullptr), kMapThreads, p, stream);
+  launch(map_chunks_kernel, blocks + (p.grid.by_last_segment != nullptr), kMapThreads, p, stream);
 }
 
 }  // namespace gla_ext::cuda

@@ -8,9 +8,10 @@
 
 namespace gla_ext::cuda {
 
-// cu_seqlens -> grid.sequences, grid.chunk_slots and, where they are there, grid.by_last_segment
-// and grid.totals; packed only.
-void chunk_map(const Problem& p, cudaStream_t stream);
+// cu_seqlens -> grid.sequences and, where it is there, grid.totals; packed only.
+void map_sequences(const Problem& p, cudaStream_t stream);
+// grid.sequences -> grid.chunk_slots and, where it is there, grid.by_last_segment; packed only.
+void map_chunks(const Problem& p, cudaStream_t stream);
 
 // g -> b, and b_suffix and tiers where they are there.
 void gate_cumsum(const Problem& p, cudaStream_t stream);
@@ -19,23 +20,29 @@ void chunk_tiers(const Problem& p, cudaStream_t stream);
 
 // k v b (b_suffix) h0 -> S, and ht where it is there.
 void chunk_states(const Problem& p, cudaStream_t stream);
-// q k b tiers (g) -> A off the diagonal; of whole scores, tier 1's diagonal too.
+// q k b tiers -> A off the diagonal in tier 1; of whole scores, the diagonal too.
 void scores_off_diagonal(const Problem& p, cudaStream_t stream);
-// q k b (tiers, g) -> A_diagonal; of whole scores, the diagonal blocks of A outside tier 1.
+// q k b tiers (g) -> A off the diagonal outside tier 1.
+void strong_scores_off_diagonal(const Problem& p, cudaStream_t stream);
+// q k b (g) -> A_diagonal
 void scores_diagonal(const Problem& p, cudaStream_t stream);
+// q k b tiers (g) -> the diagonal blocks of A outside tier 1, of whole scores.
+void strong_scores_diagonal(const Problem& p, cudaStream_t stream);
 // q v b A (A_diagonal) S -> o
 void output(const Problem& p, cudaStream_t stream);
 
 // q do b dht -> dS, and dh0 where it is there.
 void state_grads(const Problem& p, cudaStream_t stream);
-// chunk_states and state_grads side by side.
+// chunk_states and state_grads side by side, in bf16.
 void states_and_state_grads(const Problem& p, cudaStream_t stream);
 // k do b (b_suffix) A (A_diagonal) dS -> dv
 void value_grads(const Problem& p, cudaStream_t stream);
 // do v -> dA
 void score_grads(const Problem& p, cudaStream_t stream);
-// q k b tiers (g) dA -> dq_intra, dk_intra, and dg_intra where it is there
+// q k b tiers dA -> dq_intra, dk_intra, and dg_intra where it is there, in tier 1
 void intra_grads(const Problem& p, cudaStream_t stream);
+// The same outside tier 1, with g.
+void strong_intra_grads(const Problem& p, cudaStream_t stream);
 // q k v do b (b_suffix, g) S dS and step 6's outputs -> dq, dk, and dg where it is there
 void merge_grads(const Problem& p, cudaStream_t stream);
 
@@ -50,7 +57,8 @@ void value_gated_states(const Problem& p, const Problem& values, cudaStream_t st
 void value_gated_state_grads(const Problem& p, const Problem& values, cudaStream_t stream);
 // q b A S, v gv -> o
 void value_gated_output(const Problem& p, const Problem& values, cudaStream_t stream);
-// What merge_grads reads of both sides -> dq, dk, dg where it is there, and dv, dgv
-void value_gated_merge(const Problem& p, const Problem& values, cudaStream_t stream);
+// What merge_grads reads of both sides -> dq, dk, dg where it is there; and dv, dgv
+void merge_key_grads(const Problem& p, const Problem& values, cudaStream_t stream);
+void merge_value_grads(const Problem& p, const Problem& values, cudaStream_t stream);
 
 }  // namespace gla_ext::cuda

@@ -73,17 +73,21 @@ struct PackedTotals {
   int64_t part_chunks;  // chunks of an own part, of which segment_chunks is a multiple
 };
 
-// How the tokens are cut into chunks.
-struct ChunkGrid {
+// How sweeps of the fused path cut sequences. Nothing: they do not.
+struct Segments {
+  int64_t segments = 0;        // of one batch row that sweeps visit
+  int64_t segment_chunks = 0;  // chunks of a segment
+  int64_t segment_states = 0;  // of one batch row
+  int64_t parts_at_once = 0;   // packed only: own parts, each of all heads, that there is room for
+  bool prefixed = false;       // of two segments the second sums the state of the first by itself
+};
+
+// How the tokens are cut into chunks, and these into segments.
+struct ChunkGrid : Segments {
   int64_t B = 0, T = 0;  // batch rows and tokens of one
   int64_t N = 0;         // sequences
   int64_t chunks = 0;    // chunk dimension of S, of one batch row
   int64_t slots = 0;     // chunks of one batch row that kernels visit: packed, chunks + 1
-  int64_t segments = 0;  // of one batch row that sweeps visit, if sequences are cut into segments
-  int64_t segment_chunks = 0;  // chunks of a segment; 0: sequences are not cut
-  int64_t segment_states = 0;  // of one batch row
-  int64_t parts_at_once = 0;   // packed only: own parts, each of all heads, that there is room for
-  bool prefixed = false;       // of two segments the second sums the state of the first by itself
   bool packed = false;
   bool offsets_are_int64 = false;
   const void* cu_seqlens = nullptr;  // [N + 1], packed only
@@ -121,14 +125,11 @@ struct Problem {
   const float* dht = nullptr;  // [N, H, K, V]
   float* ht = nullptr;         // [N, H, K, V]
   float* dh0 = nullptr;        // [N, H, K, V]
-  // Or, of the fused path's sweeps over operands, but for a saved S, tiles [B, chunks, H] (with
+  // Or, of the fused path's sweeps over operands, tiles [B, chunks, H] (with
   // paired_chunks one each way of two chunks) of state_tile_bytes(K, V), and scaled:
-  void* S = nullptr;          // [B, chunks, H, K, V], the state that enters each chunk
-  void* dS = nullptr;         // [B, chunks, H, K, V], the gradient of the state that leaves it
-  bool saved_states = false;  // in backward: S is what forward has saved
+  void* S = nullptr;   // [B, chunks, H, K, V], the state that enters each chunk
+  void* dS = nullptr;  // [B, chunks, H, K, V], the gradient of the state that leaves it
   DType S_dtype = DType::kFloat, dS_dtype = DType::kFloat;  // fp32, or bf16 for bf16 inputs
-  // Pairs of chunks have one S, the first's, and one dS, the second's: sm90/chunk_pairs.cuh.
-  bool paired_chunks = false;
 
   // Fused path, sequences cut into segments: the state that enters each segment, or the gradient of
   // the state that leaves it, [B, segment_states, H, K, V]; before the scan over segments what a
@@ -138,23 +139,17 @@ struct Problem {
   float* segment_state_grads = nullptr;
   float* segment_decays = nullptr;
 
-  // Paired blocks: how many segments, heads and 256 values a cluster takes, at most kMostPieces; 0
-  // where none are.
-  int32_t cluster_pieces = 0;
-  // Narrow forward: how many segments and heads a block takes.
-  int32_t block_pieces = 1;
-
-  // Fused path, backward: dS stays on chip.
-  bool swept_gradients = false;
+  // Fused path: how many work items a block, or a cluster of two, takes one by one.
+  int32_t items_each = 1;
 
   // Fused path: [B, slots, H] of operand_bytes(K), or absent.
   unsigned char* operands = nullptr;
-  bool scores = false;        // where this pass makes them, A of chunks in tier 1 too
-  bool paired_parts = false;  // they come with segments' own parts, from one pass
-  // In backward: operands and tiers, and segment_states, are those of forward.
-  bool operands_kept = false, segment_states_kept = false;
-  // In backward: segment_decays are neither forward's nor made with the states of this pass.
-  bool grads_sum_decays = false;
+
+  // What a launcher tells its kernel.
+  bool scores = false;         // prepare: makes A of chunks in tier 1 too
+  bool paired_chunks = false;  // of two chunks the first's S and the second's dS: chunk_pairs.cuh
+  bool has_A = false;          // strong gradients: A of operands is there
+  bool sums_decays = false;    // summaries of dS: makes segment_decays too
 
   // [B, slots, H, kMaxTierBlocks]: 1 where some channel of a block of kTierBlock is out of tier 1's
   // range (the fused path's sweeps say so for their blocks in the first of them); the chunk is in

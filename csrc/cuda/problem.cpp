@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "../autograd/kept.h"
+#include "launch_table.h"
 #include "sm90/sm90.h"
 #include "tensors.h"
 
@@ -197,11 +198,9 @@ at::Tensor Call::not_asked_for(at::ScalarType dtype) const {
   return at::empty({0}, options_.dtype(dtype));
 }
 
-Plan Call::plan(bool backward, bool save_states, bool batch_invariant, bool kept) const {
+CallPlan Call::plan(bool batch_invariant, bool keeps) const {
   const Problem& p = problem;
   PlanInputs in = plan_inputs(options_.device(), p.grid, p.H, p.K, p.V, p.dtype, p.g.dtype);
-  in.backward = backward;
-  in.save_states = save_states;
   in.batch_invariant = batch_invariant;
   in.aligned = true;
   for (const Rows* r : {&p.q, &p.k, &p.v, &p.g, &p.d_o})
@@ -209,29 +208,21 @@ Plan Call::plan(bool backward, bool save_states, bool batch_invariant, bool kept
   in.key_gated = key_gated;
   in.value_gated = value_gated;
   in.value_gate_dtype = values.g.dtype;
-  in.kept = kept;
+  in.keeps = keeps;
   const char* missing = in.choice == PathChoice::kFused ? why_not_fused(in) : nullptr;
   TORCH_CHECK_NOT_IMPLEMENTED(missing == nullptr, op_, ": GLA_EXT_CUDA_PATH=fused expected ",
                               missing, ", got a call that only the step path takes");
   return make_plan(in);
 }
 
-void Call::allocate(const Plan& plan) {
-  problem.grid.segments = plan.segments;
-  problem.grid.segment_chunks = plan.segment_chunks;
-  problem.grid.segment_states = plan.segment_states;
-  problem.grid.parts_at_once = plan.parts_at_once;
-  problem.grid.prefixed = plan.prefixed;
-  problem.cluster_pieces = static_cast<int32_t>(plan.cluster_pieces);
-  problem.block_pieces = static_cast<int32_t>(plan.block_pieces);
-  problem.swept_gradients = plan.swept_gradients;
-  problem.paired_chunks = plan.paired_chunks;
-  problem.scores = plan.scores;
-  problem.paired_parts = plan.paired_parts;
-  allocate(plan.workspace);
+void Call::run(const PassPlan& pass) {
+  static_cast<Segments&>(problem.grid) = pass.segments;
+  problem.items_each = static_cast<int32_t>(pass.items_each);
+  allocate(pass.workspace);
+  launch(pass.kernels);
 }
 
-at::Tensor Call::keep(const Plan& plan, int64_t bytes) {
+at::Tensor Call::keep(const CallPlan& plan, int64_t bytes) {
   // Backward may be on another path by then, and could not tell.
   TORCH_CHECK_NOT_IMPLEMENTED(
       bytes == 0 || plan.path == Path::kFused, op_,
@@ -240,17 +231,15 @@ at::Tensor Call::keep(const Plan& plan, int64_t bytes) {
       "GLA_EXT_CUDA_PATH=steps and for a GPU that has it: compile it again, without torch's caches "
       "(TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)");
   at::Tensor kept = at::empty({bytes}, options_.dtype(at::kByte));
-  if (bytes > 0 && bytes == plan.kept.bytes)
-    place(plan.kept, static_cast<char*>(kept.mutable_data_ptr()));
+  if (bytes > 0 && bytes == plan.for_backward.bytes)
+    place(plan.for_backward, static_cast<char*>(kept.mutable_data_ptr()));
   return kept;
 }
 
-bool Call::input_kept(const Plan& plan, const at::Tensor& kept) {
-  if (plan.path != Path::kFused || kept.numel() != plan.kept.bytes) return false;
+bool Call::input_kept(const CallPlan& plan, const at::Tensor& kept) {
+  if (plan.path != Path::kFused || kept.numel() != plan.for_backward.bytes) return false;
   const void* data = packed_elements(kept).const_data_ptr();
-  place(plan.kept, static_cast<char*>(const_cast<void*>(data)));
-  problem.operands_kept = plan.kept.operands != Workspace::kAbsent;
-  problem.segment_states_kept = plan.kept.segment_states != Workspace::kAbsent;
+  place(plan.for_backward, static_cast<char*>(const_cast<void*>(data)));
   return true;
 }
 
@@ -259,23 +248,22 @@ void Call::allocate(const Workspace& w) {
   workspace_ = at::empty({w.bytes}, options_.dtype(at::kByte));
   auto* base = static_cast<char*>(workspace_.mutable_data_ptr());
   place(w, base);
-  if (w.no_decay != Workspace::kAbsent) clear_decays(w, base);
-  if (w.bv != Workspace::kAbsent) allocate_values(w, base);
-  if (problem.grid.packed) launch(chunk_map);
+  if (is_there(w.no_decay)) clear_decays(w, base);
+  if (is_there(w.bv)) allocate_values(w, base);
 }
 
 void Call::place(const Workspace& w, char* base) {
   Problem& p = problem;
   const auto part = [&](auto*& pointer, int64_t start) {
     using Pointer = std::remove_reference_t<decltype(pointer)>;
-    if (start != Workspace::kAbsent) pointer = reinterpret_cast<Pointer>(base + start);
+    if (is_there(start)) pointer = reinterpret_cast<Pointer>(base + start);
   };
   const auto rows = [&](Rows& r, int64_t start, int64_t last_dim, DType dtype) {
-    if (start != Workspace::kAbsent) r = rows_in(base + start, last_dim, dtype);
+    if (is_there(start)) r = rows_in(base + start, last_dim, dtype);
   };
   const auto states = [&](void*& pointer, DType& dtype, int64_t start) {
     part(pointer, start);
-    if (start != Workspace::kAbsent) dtype = intermediate_dtype(p.dtype);
+    if (is_there(start)) dtype = intermediate_dtype(p.dtype);
   };
   part(p.grid.sequences, w.sequences);
   part(p.grid.chunk_slots, w.chunk_slots);
@@ -316,7 +304,7 @@ void Call::allocate_values(const Workspace& w, char* base) {
   values.grid = p.grid;
   const DType operand = intermediate_dtype(p.dtype);
   const auto rows = [&](Rows& r, int64_t start, DType dtype) {
-    if (start != Workspace::kAbsent) r = rows_in(base + start, p.V, dtype);
+    if (is_there(start)) r = rows_in(base + start, p.V, dtype);
   };
   rows(values.b, w.bv, DType::kFloat);
   rows(values.b_suffix, w.bv_suffix, DType::kFloat);
@@ -327,28 +315,19 @@ void Call::allocate_values(const Workspace& w, char* base) {
   rows(p.d_o, w.do_in, operand);
   values.A = p.dA;
   values.dA = p.A;
-  if (w.value_tiers != Workspace::kAbsent)
-    values.tiers = reinterpret_cast<uint8_t*>(base + w.value_tiers);
+  if (is_there(w.value_tiers)) values.tiers = reinterpret_cast<uint8_t*>(base + w.value_tiers);
 }
 
-void Call::prepare_step(bool tiers) {
+void Call::run_step(std::initializer_list<Kernel> kernels, bool tiers) {
   allocate(step_workspace(problem.grid, problem.H, tiers));
-  if (tiers) launch(chunk_tiers);
+  launch(step_recipe(problem.grid, kernels));
 }
 
-void Call::launch(void (*step)(const Problem&, cudaStream_t)) const {
-  step(problem, stream_);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-void Call::launch_on_values(void (*step)(const Problem&, cudaStream_t)) const {
-  step(values, stream_);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-void Call::launch(void (*step)(const Problem&, const Problem&, cudaStream_t)) const {
-  step(problem, values, stream_);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+void Call::launch(const Recipe& kernels) const {
+  for (const auto& [kernel, side] : kernels) {
+    cuda::launch(kernel, side == Side::kKeys ? problem : values, values, stream_);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
 }
 
 namespace {
@@ -362,35 +341,29 @@ bool may_be_aligned(const at::Tensor& t) {
   return traced || !has_contiguous_rows(t) || rows_of(t).aligned;
 }
 
+}  // namespace
+
 // By the plan that the operator will make of such a call. Without the GPU, as when tracing for one,
 // nothing.
-int64_t planned_bytes(const KeptInputs& in) {
-  if (in.q.device().index() >= c10::cuda::device_count()) return 0;
-  const auto type = in.q.scalar_type();
-  if (type != at::kBFloat16 || in.v.scalar_type() != type || in.k.scalar_type() != type ||
-      !given(in.g) || given(in.gv))
+int64_t bytes_to_keep(const ForwardArguments& a) {
+  if (a.q.device().index() >= c10::cuda::device_count()) return 0;
+  const auto type = a.q.scalar_type();
+  if (type != at::kBFloat16 || a.v.scalar_type() != type || a.k.scalar_type() != type ||
+      !given(a.g) || given(a.gv))
     return 0;
-  const auto gate_type = in.g->scalar_type();
+  const auto gate_type = a.g->scalar_type();
   if (gate_type != at::kBFloat16 && gate_type != at::kFloat) return 0;
-  const c10::cuda::CUDAGuard guard(in.q.device());
-  const bool packed = given(in.cu_seqlens);
-  const int64_t N = packed ? in.cu_seqlens->numel() - 1 : in.q.size(0);
+  const c10::cuda::CUDAGuard guard(a.q.device());
+  const bool packed = given(a.cu_seqlens);
+  const int64_t N = packed ? a.cu_seqlens->numel() - 1 : a.q.size(0);
   if (N < 0) return 0;
-  PlanInputs plan = plan_inputs(in.q.device(), make_grid(N, in.q.size(1), packed), in.q.size(2),
-                                in.q.size(3), in.v.size(3), dtype_of(type), dtype_of(gate_type));
-  plan.save_states = in.save_states;
-  plan.batch_invariant = in.batch_invariant;
+  PlanInputs plan = plan_inputs(a.q.device(), make_grid(N, a.q.size(1), packed), a.q.size(2),
+                                a.q.size(3), a.v.size(3), dtype_of(type), dtype_of(gate_type));
+  plan.batch_invariant = a.batch_invariant;
   plan.aligned = true;
-  for (const at::Tensor* t : {&in.q, &in.k, &in.v, &*in.g}) plan.aligned &= may_be_aligned(*t);
-  plan.kept = true;
-  return make_plan(plan).kept.bytes;
+  for (const at::Tensor* t : {&a.q, &a.k, &a.v, &*a.g}) plan.aligned &= may_be_aligned(*t);
+  plan.keeps = true;
+  return make_plan(plan).for_backward.bytes;
 }
-
-const bool asked_for_kept = [] {
-  cuda_bytes_to_keep = planned_bytes;
-  return true;
-}();
-
-}  // namespace
 
 }  // namespace gla_ext::cuda

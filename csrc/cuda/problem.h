@@ -9,8 +9,7 @@
 #include <vector>
 
 #include "../checks.h"
-#include "launch.h"
-#include "plan.h"
+#include "plan/plan.h"
 
 namespace gla_ext::cuda {
 
@@ -47,27 +46,23 @@ class Call {
   // Has inputs copied whose rows do not start at multiples of 16 bytes. Before these.
   void align_inputs() { aligns_inputs_ = true; }
 
-  // The plan for the tensors that were given; `kept`: something is kept for backward.
-  Plan plan(bool backward, bool save_states, bool batch_invariant, bool kept) const;
-  // Fills in what the plan's workspace holds of the Problem, and makes the chunk map.
-  void allocate(const Plan& plan);
-  // For what forward keeps, of the size that its caller knows: not used if the plan's is another.
-  at::Tensor keep(const Plan& plan, int64_t bytes);
-  // What it has kept, in backward; whether it is used: not by the steps, nor if the plan's size is
+  // The plan for the tensors that were given; `keeps`: forward leaves something for backward.
+  CallPlan plan(bool batch_invariant, bool keeps) const;
+  // For what forward leaves, of the size that its caller knows: not used if the plan's is another.
+  at::Tensor keep(const CallPlan& plan, int64_t bytes);
+  // What it has left, in backward; whether it is used: not by the steps, nor if the plan's size is
   // another, as it then was in forward.
-  bool input_kept(const Plan& plan, const at::Tensor& kept);
-  // The same for a step by itself, and tiers from b if asked for.
-  void prepare_step(bool tiers = false);
-
-  void launch(void (*step)(const Problem&, cudaStream_t)) const;
-  // The same on the values' side, and of both.
-  void launch_on_values(void (*step)(const Problem&, cudaStream_t)) const;
-  void launch(void (*step)(const Problem&, const Problem&, cudaStream_t)) const;
+  bool input_kept(const CallPlan& plan, const at::Tensor& kept);
+  // Allocates the workspace and launches the kernels of a pass.
+  void run(const PassPlan& pass);
+  // The same of a step by itself, with tiers from b if asked for.
+  void run_step(std::initializer_list<Kernel> kernels, bool tiers = false);
 
  private:
   const at::Tensor& hold(at::Tensor t);
   const at::Tensor& packed_elements(const at::Tensor& t);
   void allocate(const Workspace& workspace);
+  void launch(const Recipe& kernels) const;
   void place(const Workspace& parts, char* base);
   void allocate_values(const Workspace& workspace, char* base);
   void clear_decays(const Workspace& workspace, char* base);

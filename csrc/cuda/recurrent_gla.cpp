@@ -10,7 +10,7 @@
 #include "../groups.h"
 #include "../ops.h"
 #include "../recurrent_checks.h"
-#include "plan.h"
+#include "plan/plan.h"
 #include "recurrent/recurrence.h"
 #include "tensors.h"
 

@@ -15,8 +15,7 @@ at::Tensor gate_cumsum_cuda(const at::Tensor& g, const OptionalTensor& cu_seqlen
   Problem& p = call.problem;
   call.input(p.g, g);
   at::Tensor b = call.output(p.b, p.K, at::kFloat);
-  call.prepare_step();
-  call.launch(gate_cumsum);
+  call.run_step({Kernel::kGateCumsum});
   return b;
 }
 
@@ -35,8 +34,7 @@ std::tuple<at::Tensor, at::Tensor> chunk_states_cuda(const at::Tensor& k, const 
   p.h0 = call.input_state(initial_state);
   at::Tensor S = call.output_chunk_states(p.S, p.S_dtype, at::kFloat);
   at::Tensor final_state = call.output_state(p.ht);
-  call.prepare_step();
-  call.launch(chunk_states);
+  call.run_step({Kernel::kChunkStates});
   return {S, final_state};
 }
 
@@ -49,8 +47,8 @@ at::Tensor scores_off_diagonal_cuda(const at::Tensor& q, const at::Tensor& k, co
   call.input(p.k, k);
   call.input(p.b, b);
   at::Tensor A = call.output(p.A, kChunk, at::kFloat);
-  call.prepare_step(/*tiers=*/true);
-  call.launch(scores_off_diagonal);
+  call.run_step({Kernel::kChunkTiers, Kernel::kScoresOffDiagonal, Kernel::kStrongScoresOffDiagonal},
+                /*tiers=*/true);
   return A;
 }
 
@@ -63,8 +61,7 @@ at::Tensor scores_diagonal_cuda(const at::Tensor& q, const at::Tensor& k, const 
   call.input(p.k, k);
   call.input(p.b, b);
   at::Tensor A_diagonal = call.output(p.A_diagonal, kSubChunk, at::kFloat);
-  call.prepare_step();
-  call.launch(scores_diagonal);
+  call.run_step({Kernel::kScoresDiagonal});
   return A_diagonal;
 }
 
@@ -81,8 +78,7 @@ at::Tensor output_cuda(const at::Tensor& q, const at::Tensor& v, const at::Tenso
   call.input(p.A_diagonal, A_diagonal);
   call.input_chunk_states(p.S, p.S_dtype, S);
   at::Tensor o = call.output(p.o, p.V, v.scalar_type());
-  call.prepare_step();
-  call.launch(output);
+  call.run_step({Kernel::kOutput});
   return o;
 }
 
@@ -101,8 +97,7 @@ std::tuple<at::Tensor, at::Tensor> state_grads_cuda(const at::Tensor& q, const a
   p.dht = call.input_state(dht);
   at::Tensor dS = call.output_chunk_states(p.dS, p.dS_dtype, at::kFloat);
   at::Tensor dh0 = call.output_state(p.dh0);
-  call.prepare_step();
-  call.launch(state_grads);
+  call.run_step({Kernel::kStateGrads});
   return {dS, dh0};
 }
 
@@ -119,8 +114,7 @@ at::Tensor value_grads_cuda(const at::Tensor& k, const at::Tensor& d_o, const at
   call.input(p.A_diagonal, A_diagonal);
   call.input_chunk_states(p.dS, p.dS_dtype, dS);
   at::Tensor dv = call.output(p.dv, p.V, d_o.scalar_type());
-  call.prepare_step();
-  call.launch(value_grads);
+  call.run_step({Kernel::kValueGrads});
   return dv;
 }
 
@@ -132,8 +126,7 @@ at::Tensor score_grads_cuda(const at::Tensor& d_o, const at::Tensor& v,
   call.input(p.d_o, d_o);
   call.input(p.v, v);
   at::Tensor dA = call.output(p.dA, kChunk, at::kFloat);
-  call.prepare_step();
-  call.launch(score_grads);
+  call.run_step({Kernel::kScoreGrads});
   return dA;
 }
 
@@ -151,8 +144,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_grads_cuda(const at::Tensor
   at::Tensor dq = call.output(p.dq_intra, p.K, at::kFloat);
   at::Tensor dk = call.output(p.dk_intra, p.K, at::kFloat);
   at::Tensor dg = call.output(p.dg_intra, p.K, at::kFloat);
-  call.prepare_step(/*tiers=*/true);
-  call.launch(intra_grads);
+  call.run_step({Kernel::kChunkTiers, Kernel::kIntraGrads, Kernel::kStrongIntraGrads},
+                /*tiers=*/true);
   return {dq, dk, dg};
 }
 
@@ -178,8 +171,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> merge_grads_cuda(
   at::Tensor dq = call.output(p.dq, p.K, q.scalar_type());
   at::Tensor dk = call.output(p.dk, p.K, k.scalar_type());
   at::Tensor dg = call.output(p.dg, p.K, at::kFloat);
-  call.prepare_step();
-  call.launch(merge_grads);
+  call.run_step({Kernel::kMergeGrads});
   return {dq, dk, dg};
 }
 

@@ -2,7 +2,7 @@
 
 #include <ATen/cuda/CUDAContext.h>
 
-#include "plan.h"
+#include "plan/plan.h"
 
 namespace gla_ext::cuda {
 namespace {

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "../launch.h"
-#include "../plan.h"
+#include "../plan/plan.h"
 #include "gates.cuh"
 
 namespace gla_ext::cuda {
@@ -76,6 +76,12 @@ inline int64_t chunk_heads(const Problem& p) {
 // Blocks of a kernel that works on chunks outside tier 1, in `parts` each.
 inline int64_t exact_grid(const Problem& p, int64_t parts) {
   return exact_blocks(chunk_heads(p)) * parts;
+}
+
+// The Problem for a kernel that is told a fact.
+inline Problem told(Problem p, bool Problem::* fact) {
+  p.*fact = true;
+  return p;
 }
 
 template <class Kernel>

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads, 2) exact_gradients_kernel(Problem p)
   __shared__ Chunk chunk;
   for_exact_chunks(p, chunk, [&] {
     const auto find = [&] { return chunk; };
-    if (!p.operands_kept) {
+    if (!p.has_A) {
       finish_scores(s.scores, p, find());
       __syncthreads();  // A is read
     }
@@ -35,9 +35,13 @@ __global__ void __launch_bounds__(kThreads, 2) exact_gradients_kernel(Problem p)
 
 }  // namespace
 
-void exact_gradients(const Problem& p, cudaStream_t stream) {
+void strong_gradients(const Problem& p, cudaStream_t stream) {
   const int64_t blocks = exact_grid(p, 1);
   if (blocks > 0) launch_dependent(exact_gradients_kernel, blocks, kThreads, 0, stream, p);
+}
+
+void strong_gradients_without_A(const Problem& p, cudaStream_t stream) {
+  strong_gradients(told(p, &Problem::has_A), stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -69,11 +69,14 @@ __global__ void __launch_bounds__(kThreads, 2) exact_output_kernel(Problem p) {
 
 }  // namespace
 
-void exact_output(const Problem& p, cudaStream_t stream) {
+void strong_output(const Problem& p, cudaStream_t stream) {
   const int64_t blocks = exact_grid(p, 1);
-  const auto kernel =
-      p.operands == nullptr ? exact_output_kernel<false> : exact_output_kernel<true>;
-  if (blocks > 0) launch_dependent(kernel, blocks, kThreads, 0, stream, p);
+  if (blocks > 0) launch_dependent(exact_output_kernel<false>, blocks, kThreads, 0, stream, p);
+}
+
+void strong_output_for_backward(const Problem& p, cudaStream_t stream) {
+  const int64_t blocks = exact_grid(p, 1);
+  if (blocks > 0) launch_dependent(exact_output_kernel<true>, blocks, kThreads, 0, stream, p);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -69,17 +69,17 @@ void launch_forward(const Problem& p, cudaStream_t stream) {
 
 }  // namespace
 
-void forward(const Problem& p, cudaStream_t stream) {
-  if (p.operands != nullptr)
-    launch_forward<128, bf16, true>(p, stream);
-  else if (p.K > 64)
-    launch_forward<128>(p, stream);
+void forward_fused(const Problem& p, cudaStream_t stream) {
+  if (p.K > kTile)
+    launch_forward<kOperandKeys>(p, stream);
   else if (p.g.dtype == DType::kFloat)
-    launch_forward<64, float>(p, stream);
-  else if (p.V > 64)
-    launch_forward<64>(p, stream);
+    launch_forward<kTile, float>(p, stream);
   else
-    narrow_forward(p, stream);
+    launch_forward<kTile>(p, stream);
+}
+
+void forward_fused_for_backward(const Problem& p, cudaStream_t stream) {
+  launch_forward<kOperandKeys, bf16, true>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

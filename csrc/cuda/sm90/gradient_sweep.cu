@@ -74,7 +74,7 @@ void launch_gradient_sweep(const Problem& p, cudaStream_t stream) {
 
 }  // namespace
 
-void gradient_sweep(const Problem& p, cudaStream_t stream) {
+void gradients_sweep(const Problem& p, cudaStream_t stream) {
   if (p.g.dtype == DType::kFloat)
     launch_gradient_sweep<float>(p, stream);
   else

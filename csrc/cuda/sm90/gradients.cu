@@ -69,7 +69,7 @@ void launch_gradients(const Problem& p, cudaStream_t stream) {
 
 }  // namespace
 
-void gradients(const Problem& p, cudaStream_t stream) {
+void gradients_chunk(const Problem& p, cudaStream_t stream) {
   if (p.g.dtype == DType::kFloat)
     launch_gradients<float>(p, stream);
   else

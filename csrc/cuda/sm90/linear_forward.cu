@@ -7,13 +7,12 @@
 // reads   operands [B, slots, H], behind paired segment parts A of chunks outside tier 1 alone, v
 //         [B, T, H, V], h0 or segment_states; of chunks before the segment's own k^ with its
 //         factors and v alone
-// writes  o [B, T, H, V], ht, and where they are to be saved, S of every chunk, bf16
-//         [B, chunks, H, K, V]
+// writes  o [B, T, H, V], ht
 //
 // The producer copies a chunk's operands and rows of v, and makes one factor of those by which the
-// state leaves a chunk and enters the next, unless it is saved between them; behind paired segment
-// parts it makes A too. A consumer holds the state of 64 values transposed, [V][K], 128 key
-// channels a part, of which the second may have 64. Accumulation is fp32.
+// state leaves a chunk and enters the next; behind paired segment parts it makes A too. A consumer
+// holds the state of 64 values transposed, [V][K], 128 key channels a part, of which the second may
+// have 64. Accumulation is fp32.
 #include <type_traits>
 
 #include "../device/launch.cuh"
@@ -44,8 +43,7 @@ struct ForwardBlock : LinearBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kConsu
   static_assert(kTilesOfKeys >= 2 && kTilesOfKeys <= 4);
   static constexpr int kTiles = kTilesOfKeys, kGroups = kGroupsOf<kTiles>;
   using Base = LinearBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kConsumers>;
-  // What the state is to be multiplied by as it leaves a chunk, 1 where states are saved, whose
-  // consumers do that themselves; and at once as it enters the next.
+  // What the state is to be multiplied by as it leaves a chunk, and at once as it enters the next.
   float leave[kGroups * kOperandKeys];
   alignas(16) float pass[Base::kStages][kGroups * kOperandKeys];
   uint64_t operands_full[Base::kStages];
@@ -58,19 +56,14 @@ struct ForwardBlock : LinearBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kConsu
 };
 
 // All operands are in memory.
-template <int kTilesOfKeys, bool kSavesStates = false>
+template <int kTilesOfKeys>
 struct ReadingBlock : ForwardBlock<kTilesOfKeys, Operands<kGroupsOf<kTilesOfKeys>>,
                                    kTilesOfKeys == kKeyTiles ? 3 : 2> {
-  static constexpr bool kMakesScores = false, kSaves = kSavesStates, kPrefixes = !kSaves;
+  static constexpr bool kMakesScores = false, kPrefixes = true;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   __device__ __forceinline__ unsigned char* scores(int chunk) {
     return this->stages[chunk % this->kStages].operands.A;
   }
-};
-// With room for states on their way out, [128 keys][V].
-template <int kTilesOfKeys>
-struct SavingBlock : ReadingBlock<kTilesOfKeys, true> {
-  alignas(1024) unsigned char states[kConsumers][kKeyTiles * kTileBytes];
 };
 
 struct alignas(1024) Unscored {
@@ -80,7 +73,7 @@ struct alignas(1024) Unscored {
 static_assert(sizeof(Unscored) >= offsetof(Unscored, exact) + kFlagBytes);
 // Behind paired segment parts the producer makes A, which outside tier 1 is there behind the scan.
 struct MakingBlock : ForwardBlock<kKeyTiles, Unscored, 4> {
-  static constexpr bool kMakesScores = true, kSaves = false, kPrefixes = false;
+  static constexpr bool kMakesScores = true, kPrefixes = false;
   static constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
   static constexpr int kPlaces = 2;
   alignas(1024) unsigned char A[kPlaces][kTileBytes];  // [token][token]
@@ -103,22 +96,6 @@ struct Parts {
     if constexpr (kTiles % kKeyTiles == 1) f(half, kTiles / kKeyTiles);
   }
 };
-
-// Rows of the states as they lie in a consumer's tiles to memory.
-template <int kKeys>
-__device__ __forceinline__ void write_states(const unsigned char* tiles, const Problem& p,
-                                             int64_t chunk_head, int first_k, int first_v) {
-  const int thread = thread_anew() % kGroupThreads, part = thread % 8;
-  const int column = first_v + 8 * part;
-  bf16* out = static_cast<bf16*>(p.S) + chunk_head * p.K * p.V + column;
-#pragma unroll 2  // the states leave few registers
-  for (int i = 0; i < kKeys / 16; ++i) {
-    const int row = thread / 8 + 16 * i, k = first_k + row;
-    if (k < p.K && column < p.V)
-      *reinterpret_cast<uint4*>(out + k * p.V) = *reinterpret_cast<const uint4*>(
-          tiles + row / kTile * kTileBytes + swizzled(row % kTile, part));
-  }
-}
 
 // Asks for the bytes from `first` to `end` of a chunk's operands, which `full` expects.
 template <class OperandsOfChunk>
@@ -232,7 +209,7 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
           float& leave = s.leave[group * kOperandKeys + thread];
           s.pass[number][group * kOperandKeys + State<kOperandKeys>::quad_index(thread)] =
               factors[kEnter][thread] * leave;
-          if constexpr (!BlockOfKernel::kSaves) leave = factors[kLeave][thread];
+          leave = factors[kLeave][thread];
         }
         if constexpr (BlockOfKernel::kMakesScores) make_scores(s, p, i, thread);
       });
@@ -290,18 +267,6 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     wait(&s.full[number], s.parity(chunk));
     const bool exact = __any_sync(0xffffffffu, stage.operands.exact);
     float o[32];  // [64 values][64 tokens]
-    if constexpr (BlockOfKernel::kSaves) {
-      state.for_each([&](auto& part, int) {
-        constexpr int kKeys = std::decay_t<decltype(part)>::kChannels;
-        group_barrier<kConsumerBarrier>(group);  // the states before are read
-#pragma unroll
-        for (int tile = 0; tile < kKeys / kTile; ++tile)
-          store_transposed_tile(s.states[group] + tile * kTileBytes, part.x + tile * 32);
-        group_barrier<kConsumerBarrier>(group);  // these are written
-        write_states<kKeys>(s.states[group], p, segment.chunk_head(p, chunk), part.first_k,
-                            first_v);
-      });
-    }
     StateOperand operand;
     state.for_each([&](auto& part, int i) {
       multiply_state(o, part, s.pass[number] + i * kOperandKeys, stage.operands.groups[i].q,
@@ -311,7 +276,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
       wait_for_products<0>();
       scale(state, stage.operands, kMiddle);
     }
-    const ValueOperand<!BlockOfKernel::kSaves> v(stage.v + group * kTileBytes);
+    const ValueOperand<true> v(stage.v + group * kTileBytes);
     begin_products();
 #pragma unroll
     for (int j = 0; j < 4; ++j)
@@ -321,11 +286,11 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     multiply_values(state, v, stage.operands);
     // The state's products may run on while o passes, if they have v in registers; of K above 192
     // the call would take .3 % longer.
-    constexpr bool kRunOn = BlockOfKernel::kTiles < 4 && !BlockOfKernel::kSaves;
+    constexpr bool kRunOn = BlockOfKernel::kTiles < 4;
     wait_for_products<kRunOn ? 1 : 0>();
     const OutputRows rows(stage.v + group * kTileBytes, o, group);
     if constexpr (kRunOn) wait_for_products<0>();
-    if (BlockOfKernel::kSaves || chunk + 1 == segment.chunks) scale(state, stage.operands, kLeave);
+    if (chunk + 1 == segment.chunks) scale(state, stage.operands, kLeave);
     fence_for_products();  // and bulk copies; later it would wait until the rows are in memory
     arrive(&s.empty[number]);
     rows.write(p, segment, chunk, first_v);
@@ -370,25 +335,19 @@ void launch_linear_forward(const Problem& p, cudaStream_t stream) {
                    stream, p);
 }
 
-template <int kTiles>
-void launch_linear_forward(const Problem& p, cudaStream_t stream) {
-  if (p.S != nullptr)
-    launch_linear_forward<SavingBlock<kTiles>>(p, stream);
-  else
-    launch_linear_forward<ReadingBlock<kTiles>>(p, stream);
-}
-
 }  // namespace
 
-void linear_forward(const Problem& p, cudaStream_t stream) {
-  if (p.paired_parts)
-    launch_linear_forward<MakingBlock>(p, stream);
-  else if (p.K > 3 * kTile)
-    launch_linear_forward<4>(p, stream);
+void forward_prepared_makes_A(const Problem& p, cudaStream_t stream) {
+  launch_linear_forward<MakingBlock>(p, stream);
+}
+
+void forward_prepared(const Problem& p, cudaStream_t stream) {
+  if (p.K > 3 * kTile)
+    launch_linear_forward<ReadingBlock<4>>(p, stream);
   else if (p.K > 2 * kTile)
-    launch_linear_forward<3>(p, stream);
+    launch_linear_forward<ReadingBlock<3>>(p, stream);
   else
-    launch_linear_forward<2>(p, stream);
+    launch_linear_forward<ReadingBlock<2>>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

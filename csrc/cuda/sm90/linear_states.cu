@@ -7,7 +7,7 @@
 //         two or three consumer warpgroups. For segments' own parts, those segments that have
 //         states.
 // reads   operands [B, slots, H], v h0, or do dht; segment_states, segment_state_grads
-// writes  S~, unless S is saved, and, unless gradients are swept, dS~ of every chunk, or of
+// writes  S~ and, unless gradients are swept, dS~ of every chunk, or of
 //         pairs of chunks (paired_chunks) S~ of the first and dS~ of the second, tiles
 //         [B, chunks, H] or [B, pairs, H]; with dS~ dh0.
 //         For segments' own parts none of these, but segment_states or segment_state_grads and
@@ -156,7 +156,7 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
     x.move(kStep);
   });
   // The gradients' sweep adds up in the other order.
-  if (kStore == Store::kSegment && (kSweep == Sweep::kStates || p.grads_sum_decays)) {
+  if (kStore == Store::kSegment && (kSweep == Sweep::kStates || p.sums_decays)) {
 #pragma unroll
     for (int j = 0; j < kGroups; ++j)
       write_decay(p, segment, first_k + j * kOperandKeys, first_v, totals[j]);
@@ -324,18 +324,33 @@ void launch_linear_states(const Problem& p, bool states, bool state_grads, cudaS
 
 }  // namespace
 
-void linear_states(const Problem& p, cudaStream_t stream) {
+void states_prepared(const Problem& p, cudaStream_t stream) {
   // With dS~ dh0, also where there are no tokens.
-  launch_linear_states<Store::kChunks>(p, !p.saved_states, !p.swept_gradients, stream);
+  launch_linear_states<Store::kChunks>(p, true, true, stream);
 }
 
-void linear_segment_parts(const Problem& p, cudaStream_t stream) {
-  launch_linear_states<Store::kSegment>(p, p.segment_states != nullptr,
-                                        p.segment_state_grads != nullptr, stream);
+void states_prepared_without_grads(const Problem& p, cudaStream_t stream) {
+  launch_linear_states<Store::kChunks>(p, true, false, stream);
 }
 
-void linear_segment_grad_parts(const Problem& p, cudaStream_t stream) {
-  launch_linear_states<Store::kSegment>(p, false, p.segment_state_grads != nullptr, stream);
+void states_prepared_chunk_pairs(const Problem& p, cudaStream_t stream) {
+  states_prepared(told(p, &Problem::paired_chunks), stream);
+}
+
+void summaries_prepared(const Problem& p, cudaStream_t stream) {
+  launch_linear_states<Store::kSegment>(p, true, false, stream);
+}
+
+void summaries_prepared_both(const Problem& p, cudaStream_t stream) {
+  launch_linear_states<Store::kSegment>(p, true, true, stream);
+}
+
+void summaries_prepared_grads(const Problem& p, cudaStream_t stream) {
+  launch_linear_states<Store::kSegment>(p, false, true, stream);
+}
+
+void summaries_prepared_grads_and_decays(const Problem& p, cudaStream_t stream) {
+  summaries_prepared_grads(told(p, &Problem::sums_decays), stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

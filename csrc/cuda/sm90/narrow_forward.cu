@@ -151,13 +151,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 }  // namespace
 
-void narrow_forward(const Problem& p, cudaStream_t stream) {
+void forward_small(const Problem& p, cudaStream_t stream) {
   static const DynamicShared shared(narrow_forward_kernel, sizeof(Shared));
   const int64_t pieces = segment_heads(p.grid, p.H);
   if (pieces == 0) return;
   shared.allow();
-  launch_dependent(narrow_forward_kernel, blocks_of(pieces, p.block_pieces), kThreads,
-                   sizeof(Shared), stream, p, pieces);
+  launch_dependent(narrow_forward_kernel, blocks_of(pieces, p.items_each), kThreads, sizeof(Shared),
+                   stream, p, pieces);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kSweepThreads, kSweepBlocks) narrow_sweep_kern
 
 }  // namespace
 
-void narrow_gradient_sweep(const Problem& p, cudaStream_t stream) {
+void gradients_small_sweep(const Problem& p, cudaStream_t stream) {
   static_assert(fits_multiprocessor(kSweepBlocks, sizeof(Shared)));
   static_assert(kOperandRegisters + kGradientRegisters <=
                 kRoles * launch_registers(kSweepBlocks * kSweepThreads));

@@ -296,7 +296,11 @@ void launch_operands(const Problem& p, cudaStream_t stream) {
 
 }  // namespace
 
-void operands(const Problem& p, cudaStream_t stream) {
+void prepare(const Problem& p, cudaStream_t stream) {
+  prepare_without_A(told(p, &Problem::scores), stream);
+}
+
+void prepare_without_A(const Problem& p, cudaStream_t stream) {
   if (p.g.dtype == DType::kFloat)
     launch_operands<float>(p, stream);
   else

@@ -209,11 +209,12 @@ void launch_paired_forward(const Problem& p, cudaStream_t stream) {
 
 }  // namespace
 
-void paired_forward(const Problem& p, cudaStream_t stream) {
-  if (p.operands == nullptr)
-    launch_paired_forward<false>(p, stream);
-  else
-    launch_paired_forward<true>(p, stream);
+void forward_cluster(const Problem& p, cudaStream_t stream) {
+  launch_paired_forward<false>(p, stream);
+}
+
+void forward_cluster_for_backward(const Problem& p, cudaStream_t stream) {
+  launch_paired_forward<true>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

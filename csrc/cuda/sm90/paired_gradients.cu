@@ -295,7 +295,7 @@ void launch_paired_gradients(const Problem& p, cudaStream_t stream) {
 
 }  // namespace
 
-void paired_gradients(const Problem& p, cudaStream_t stream) {
+void gradients_chunk_pair(const Problem& p, cudaStream_t stream) {
   if (p.g.dtype == DType::kFloat)
     launch_paired_gradients<float>(p, stream);
   else

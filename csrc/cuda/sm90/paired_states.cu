@@ -343,23 +343,26 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 }  // namespace
 
-void paired_states(const Problem& p, cudaStream_t stream) {
+void states_cluster(const Problem& p, cudaStream_t stream) {
   launch_paired<Shared, paired_states_kernel<1, Store::kChunks>,
                 paired_states_kernel<kMostPieces, Store::kChunks>>(p, stream);
 }
 
-void paired_segment_parts(const Problem& p, cudaStream_t stream) {
-  // No more than there are clusters at a time, by the plan.
+// No more than there are clusters at a time, by the plan.
+void summaries_cluster(const Problem& p, cudaStream_t stream) {
   const int64_t pieces = count_pieces(p);
-  if (pieces == 0) return;
-  if (p.scores)
+  if (pieces > 0)
     launch_pieces<paired_states_kernel<1, Store::kSegment>, Shared<1>>(p, pieces, pieces, stream);
-  else
+}
+
+void summaries_cluster_without_A(const Problem& p, cudaStream_t stream) {
+  const int64_t pieces = count_pieces(p);
+  if (pieces > 0)
     launch_pieces<paired_states_kernel<1, Store::kSegment, true, false>, Shared<1>>(p, pieces,
                                                                                     pieces, stream);
 }
 
-void packed_segment_parts(const Problem& p, cudaStream_t stream) {
+void summaries_packed(const Problem& p, cudaStream_t stream) {
   const int64_t pieces = segment_state_heads(p.grid, p.H) * value_pairs(p);
   if (pieces > 0)
     launch_pieces<paired_states_kernel<1, Store::kSegment, false>, Shared<1>>(p, pieces, pieces,

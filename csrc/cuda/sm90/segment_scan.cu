@@ -46,7 +46,7 @@ __device__ __forceinline__ float4 load_boundary(const Problem& p, const float* s
 }
 
 // What block number `block` of a scan does.
-__device__ __forceinline__ void scan(const Problem& p, int64_t block, bool backwards) {
+__device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, bool backwards) {
   const int matrix = p.K * p.V, blocks = blocks_of(matrix, kThreads * kEach);
   const int64_t index = block / blocks;
   const int at =
@@ -95,14 +95,14 @@ int64_t scan_blocks(const Problem& p) {
 __global__ void __launch_bounds__(kThreads) segment_scan_kernel(Problem p, int64_t states) {
   wait_before_next_kernel();
   const bool backwards = blockIdx.x >= states;
-  scan(p, blockIdx.x - (backwards ? states : 0), backwards);
+  scan_segments(p, blockIdx.x - (backwards ? states : 0), backwards);
 }
 
 __global__ void __launch_bounds__(kThreads, 2)
     scan_and_exact_scores_kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_before_next_kernel();
-  if (blockIdx.x < states) return scan(p, blockIdx.x, false);
+  if (blockIdx.x < states) return scan_segments(p, blockIdx.x, false);
   __shared__ __align__(16) ExactScores s;
   __shared__ Chunk chunk;
   const auto finish = [&] { finish_scores(s, p, chunk); };
@@ -110,18 +110,22 @@ __global__ void __launch_bounds__(kThreads, 2)
 #endif
 }
 
-}  // namespace
-
-void segment_scan(const Problem& p, cudaStream_t stream) {
+void launch_scan(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
   const int64_t blocks = scan_blocks(p);
-  const bool states = p.segment_states != nullptr && !p.segment_states_kept;
-  const int scans = states + (p.segment_state_grads != nullptr);
-  if (blocks * scans == 0) return;
-  launch_dependent(segment_scan_kernel, blocks * scans, kThreads, 0, stream, p,
+  if (blocks == 0) return;
+  launch_dependent(segment_scan_kernel, blocks * (states + state_grads), kThreads, 0, stream, p,
                    states ? blocks : 0);
 }
 
-void scan_and_exact_scores(const Problem& p, cudaStream_t stream) {
+}  // namespace
+
+void scan(const Problem& p, cudaStream_t stream) { launch_scan(p, true, false, stream); }
+
+void scan_both(const Problem& p, cudaStream_t stream) { launch_scan(p, true, true, stream); }
+
+void scan_grads(const Problem& p, cudaStream_t stream) { launch_scan(p, false, true, stream); }
+
+void scan_and_strong_A(const Problem& p, cudaStream_t stream) {
   const int64_t states = scan_blocks(p), blocks = states + exact_grid(p, 1);
   if (blocks > 0)
     launch_dependent(scan_and_exact_scores_kernel, blocks, kThreads, 0, stream, p, states);

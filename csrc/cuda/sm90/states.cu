@@ -105,14 +105,21 @@ void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t
 
 }  // namespace
 
-void chunk_states(const Problem& p, cudaStream_t stream) {
+void states_fused(const Problem& p, cudaStream_t stream) {
   // S also where no chunk needs it.
-  launch_states<Store::kChunks>(p, true, !p.swept_gradients, stream);
+  launch_states<Store::kChunks>(p, true, true, stream);
 }
 
-void segment_parts(const Problem& p, cudaStream_t stream) {
-  launch_states<Store::kSegment>(p, p.segment_states != nullptr, p.segment_state_grads != nullptr,
-                                 stream);
+void states_fused_without_grads(const Problem& p, cudaStream_t stream) {
+  launch_states<Store::kChunks>(p, true, false, stream);
+}
+
+void summaries_fused(const Problem& p, cudaStream_t stream) {
+  launch_states<Store::kSegment>(p, true, false, stream);
+}
+
+void summaries_fused_both(const Problem& p, cudaStream_t stream) {
+  launch_states<Store::kSegment>(p, true, true, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

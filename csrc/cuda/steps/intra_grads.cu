@@ -144,6 +144,13 @@ void intra_grads(const Problem& p, cudaStream_t stream) {
     const int64_t blocks = blocks_of(p.K, kColumns<Operand<In>>);
     launch(intra_grads_tier1<decltype(access)::value, In>, chunk_heads(p) * blocks, kThreads, p,
            stream);
+  });
+}
+
+void strong_intra_grads(const Problem& p, cudaStream_t stream) {
+  with_dtype(p.dtype, [&](auto type) {
+    using In = typename decltype(type)::type;
+    const int64_t blocks = blocks_of(p.K, kColumns<Operand<In>>);
     launch(intra_grads_exact<In>, exact_grid(p, blocks), kThreads, p, stream);
   });
 }

@@ -54,10 +54,14 @@ __global__ void __launch_bounds__(kDiagonalThreads) scores_diagonal_exact(Proble
 void scores_diagonal(const Problem& p, cudaStream_t stream) {
   with_dtype(p.dtype, [&](auto type) {
     using In = typename decltype(type)::type;
-    if (p.whole_scores)
-      launch(scores_diagonal_exact<In>, exact_grid(p, 1), kDiagonalThreads, p, stream);
-    else
-      launch(scores_diagonal_all<In>, chunk_heads(p), kDiagonalThreads, p, stream);
+    launch(scores_diagonal_all<In>, chunk_heads(p), kDiagonalThreads, p, stream);
+  });
+}
+
+void strong_scores_diagonal(const Problem& p, cudaStream_t stream) {
+  with_dtype(p.dtype, [&](auto type) {
+    using In = typename decltype(type)::type;
+    launch(scores_diagonal_exact<In>, exact_grid(p, 1), kDiagonalThreads, p, stream);
   });
 }
 

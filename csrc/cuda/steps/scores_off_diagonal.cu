@@ -64,6 +64,12 @@ void scores_off_diagonal(const Problem& p, cudaStream_t stream) {
     using In = typename decltype(type)::type;
     launch(scores_off_diagonal_tier1<decltype(access)::value, In>, chunk_heads(p), kThreads, p,
            stream);
+  });
+}
+
+void strong_scores_off_diagonal(const Problem& p, cudaStream_t stream) {
+  with_dtype(p.dtype, [&](auto type) {
+    using In = typename decltype(type)::type;
     launch(scores_off_diagonal_exact<In>, exact_grid(p, 1), kThreads, p, stream);
   });
 }

@@ -121,14 +121,17 @@ __global__ void __launch_bounds__(kThreads, 2) merge_values(Problem p, Problem v
 
 }  // namespace
 
-void value_gated_merge(const Problem& p, const Problem& values, cudaStream_t stream) {
+void merge_key_grads(const Problem& p, const Problem& values, cudaStream_t stream) {
   with_gated_access(p, values, [&](auto type, auto access) {
-    using In = typename decltype(type)::type;
-    constexpr Access kAccess = decltype(access)::value;
-    launch(merge_keys<kAccess, In>, chunk_heads(p) * blocks_of(p.K, kTile), kThreads, p, values,
-           stream);
-    launch(merge_values<kAccess, In>, chunk_heads(p) * blocks_of(p.V, kTile), kThreads, p, values,
-           stream);
+    launch(merge_keys<decltype(access)::value, typename decltype(type)::type>,
+           chunk_heads(p) * blocks_of(p.K, kTile), kThreads, p, values, stream);
+  });
+}
+
+void merge_value_grads(const Problem& p, const Problem& values, cudaStream_t stream) {
+  with_gated_access(p, values, [&](auto type, auto access) {
+    launch(merge_values<decltype(access)::value, typename decltype(type)::type>,
+           chunk_heads(p) * blocks_of(p.V, kTile), kThreads, p, values, stream);
   });
 }
 

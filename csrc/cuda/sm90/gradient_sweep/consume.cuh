@@ -147,7 +147,6 @@ __device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int
       rows.write(p.dv, segment, chunk, j * kTile, p.V);
     }
     skip();  // the other one's
-    if (p.saved_states) scale_columns(x, queries.factors[kEnter][rank] + 2 * Lane().t);
     const auto release = [&] {
       fence_for_products();  // before the next chunks' bulk copies
       arrive(&s.chunk_empty[self]);

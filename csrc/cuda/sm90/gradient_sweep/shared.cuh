@@ -118,8 +118,8 @@ template <class SharedOfKernel>
 __device__ __forceinline__ void start(SharedOfKernel& s, const Problem& p, int64_t index) {
   s.segment = find_segment(p, index);
   for (int i = 0; i < s.kSliceStages; ++i) {
-    init_barrier(&s.full[i], kGroupThreads + !p.saved_states);  // with the copy of a tile of S~
-    init_barrier(&s.empty[i], kGroupThreads + kGroupWarps);     // of the state, of a consumer
+    init_barrier(&s.full[i], kGroupThreads + 1);             // with the copy of a tile of S~
+    init_barrier(&s.empty[i], kGroupThreads + kGroupWarps);  // of the state, of a consumer
   }
   for (int i = 0; i < kStateStages; ++i) {
     init_barrier(&s.ready[i], kGroupWarps);

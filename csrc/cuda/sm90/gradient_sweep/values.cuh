@@ -40,10 +40,7 @@ __device__ __forceinline__ void produce(SharedOfKernel& s, const Problem& p, int
     };
     const Copied d_o = rows_of(p.d_o), v = rows_of(p.v);
     const int64_t state = segment.chunk_head(p, chunk);
-    const Copied S{
-        static_cast<const bf16*>(p.S) + (state * p.K + rank * kTile + row) * p.V + column,
-        Copied::kRowsEach * p.V};  // saved
-    const int tokens = segment.length_of(chunk) - row, keys = p.K - rank * kTile - row;
+    const int tokens = segment.length_of(chunk) - row;
 #pragma unroll 1
     for (int j = 0; j < kSlices; ++j, slice.next()) {
       wait(&s.empty[slice.stage], slice.parity ^ 1);  // at once in the first round
@@ -51,9 +48,7 @@ __device__ __forceinline__ void produce(SharedOfKernel& s, const Problem& p, int
       const int first = j * kTile;
       const bool inside = first + column < p.V;
       const uint32_t offset = swizzled(row, column / 8);
-      if (p.saved_states)
-        S.copy(shared_address(to.S) + offset, first, inside ? keys : 0);
-      else if (thread == 0)
+      if (thread == 0)
         bulk_copy(to.S, state_tile_at(p, p.S, state, j, rank), kTileBytes, &s.full[slice.stage]);
       d_o.copy(shared_address(to.d_o) + offset, first, inside ? tokens : 0);
       v.copy(shared_address(to.v) + offset, first, inside ? tokens : 0);
@@ -62,19 +57,17 @@ __device__ __forceinline__ void produce(SharedOfKernel& s, const Problem& p, int
   }
 }
 
-// rowsum(S~ dS~), of S itself and not of S~ if `unscaled`. Keeps what dS~ is to be multiplied by as
-// it leaves.
+// rowsum(S~ dS~). Keeps what dS~ is to be multiplied by as it leaves.
 __device__ __forceinline__ void store_sums(RowSums& rows, float* sums, const float* enter,
-                                           float* factors, bool unscaled) {
+                                           float* factors) {
   const Lane lane;
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const float sum = rows.sum(e);
     const int row = lane.row + 8 * e;
     if (lane.t == 0) {
-      const float factor = enter[row];
-      factors[row] = factor;
-      sums[row] = unscaled ? sum * factor : sum;
+      factors[row] = enter[row];
+      sums[row] = sum;
     }
   }
 }
@@ -152,7 +145,7 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
       slice.next();
       state_stage.next();
     }
-    store_sums(sums, queries.states(rank), factors[kEnter][rank], s.factors, p.saved_states);
+    store_sums(sums, queries.states(rank), factors[kEnter][rank], s.factors);
     fence_for_products();  // before the next chunk's bulk copies
     arrive(&s.states_full[i % kQueryStages]);
   }

@@ -33,10 +33,7 @@ __device__ __forceinline__ void make_gradients(Shared<kTiles>& s, const Problem&
   multiply_values(acc, dA, s, p);
   unsigned char* scores_tile = s.operands.states[0].S[0];
   if (!exact) store_scores(scores_tile, dA);
-  if constexpr (!kReady<kTiles>)
-    scale_inter(acc, s, exact);
-  else if (p.saved_states)
-    scale_saved(acc, s, p);
+  if constexpr (!kReady<kTiles>) scale_inter(acc, s, exact);
   sum_inter(s, s.k, acc);
   const Pair<kGroupsFor<kTiles>> pair;
   const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);

@@ -48,14 +48,13 @@ __device__ __forceinline__ void copy_states(Shared<kTiles>& s, const Problem& p,
     if (threadIdx.x == 0)
       bulk_copy(to, state_tile_at(p, from, index, first / kTile, 0), sizeof(to), &s.full(first));
   };
-  if (!kReady<kTiles> || p.saved_states)
-    copy_rows(states.S, bases.S);
-  else
+  if constexpr (kReady<kTiles>) {
     copy_tiles(states.S, p.S);
-  if constexpr (kReady<kTiles>)
     copy_tiles(states.dS, p.dS);
-  else
+  } else {
+    copy_rows(states.S, bases.S);
     copy_rows(states.dS, bases.dS);
+  }
 }
 
 // dv of 64 values to memory, from shared memory.

@@ -15,7 +15,7 @@ __device__ __forceinline__ void start_values(Shared<kTiles>& s, const Problem& p
                     static_cast<const bf16*>(p.S) + state, static_cast<const bf16*>(p.dS) + state,
                     own_rows_at<bf16>(p.dv, chunk)};
   copy_values(s, p, bases, chunk.length, 0);
-  if (kReady<kTiles> && threadIdx.x == 0) s.init_barriers(p);
+  if (kReady<kTiles> && threadIdx.x == 0) s.init_barriers();
   copy_states(s, p, bases, chunk.state, 0);
   commit_copies();
   if (threadIdx.x == 0) {

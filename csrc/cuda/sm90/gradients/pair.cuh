@@ -117,7 +117,7 @@ __device__ __forceinline__ void load_paired_operands(PairedShared<kTiles>& s, co
       is_first ? own_rows_at<const bf16>(p.d_o, other) : rows_at<const bf16>(p.v, other);
   const Bases bases{own_rows_at<const bf16>(p.d_o, chunk), rows_at<const bf16>(p.v, chunk), nullptr,
                     nullptr, own_rows_at<bf16>(p.dv, chunk)};
-  if (threadIdx.x == 0) s.init_barriers(p);
+  if (threadIdx.x == 0) s.init_barriers();
   copy_pair_values(s, p, chunk, bases, other_values, pair.other_length, is_first, 0);
   commit_copies();
   if (threadIdx.x == 0) {

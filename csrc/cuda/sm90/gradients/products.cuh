@@ -251,8 +251,6 @@ __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float
   }
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
   const int channel = thread_index() / 2;
-  if constexpr (kReady<kTiles>)
-    if (p.saved_states) sum *= *factors_at(p, s.chunk.slot, kEnter, channel);
   if (thread_index() % 2 == 0) s.sums().states[channel] = sum;
 }
 
@@ -274,15 +272,6 @@ __device__ __forceinline__ void scale_inter(Accumulators<1>& acc, const Shared<1
       y[4 * j + 2 * e + 1] *= to.y;
     }
   }
-}
-
-// do S^T of saved states to do S~^T.
-template <int kTiles>
-__device__ __forceinline__ void scale_saved(Accumulators<kTiles>& acc, const Shared<kTiles>& s,
-                                            const Problem& p) {
-  acc.for_tiles([&](float (&d)[32], bool is_x, int tile) {
-    if (is_x) scale_columns(d, factors_at(p, s.chunk.slot, kEnter, tile * kTile) + 2 * Place().t);
-  });
 }
 
 // Of the key channels of a tile the sum of an operand by accumulators, over each warp's tokens.

@@ -109,9 +109,9 @@ struct Shared {
   __device__ __forceinline__ uint64_t& full(int first) {
     return states_full[first / kTile % kBuffers];
   }
-  // Those are in memory as tiles that one thread copies, unless they are saved.
-  __device__ __forceinline__ void init_barriers(const Problem& p) {
-    for (uint64_t& barrier : states_full) init_barrier(&barrier, 2 - p.saved_states);
+  // Both are in memory as tiles that one thread copies.
+  __device__ __forceinline__ void init_barriers() {
+    for (uint64_t& barrier : states_full) init_barrier(&barrier, 2);
     fence_for_products();  // and bulk copies
   }
   __device__ __forceinline__ void wait_for_states(int first) {

@@ -23,11 +23,10 @@ template <template <int> class SharedOf, auto kOne, auto kMany>
 void launch_paired(const Problem& p, cudaStream_t stream) {
   const int64_t pieces = count_pieces(p);
   if (pieces == 0) return;
-  if (p.cluster_pieces == 1)
+  if (p.items_each == 1)
     launch_pieces<kOne, SharedOf<1>>(p, pieces, pieces, stream);
   else
-    launch_pieces<kMany, SharedOf<kMostPieces>>(p, pieces, blocks_of(pieces, p.cluster_pieces),
-                                                stream);
+    launch_pieces<kMany, SharedOf<kMostPieces>>(p, pieces, blocks_of(pieces, p.items_each), stream);
 }
 
 }  // namespace

@@ -1,0 +1,58 @@
+// The arguments of chunk_gla's two operators by name. A kernel takes them so and is registered as
+// `positional<kernel>`; only the schema and the C++ entry (ops.cpp) list them again.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "ops.h"
+
+namespace gla_ext {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// As ops.h describes them.
+struct ForwardArguments {
+  const at::Tensor &q, &k, &v;
+  const OptionalTensor &g, &gv, &initial_state, &cu_seqlens;
+  std::optional<double> scale;
+  bool output_final_state, state_v_first, batch_invariant;
+  int64_t kept_bytes;
+};
+
+struct BackwardArguments {
+  const at::Tensor& d_o;
+  const OptionalTensor& dht;
+  const at::Tensor &q, &k, &v;
+  const OptionalTensor &g, &gv, &initial_state, &cu_seqlens;
+  std::optional<double> scale;
+  bool state_v_first, batch_invariant;
+  const OptionalTensor& kept;
+};
+
+// The operators, through the dispatcher.
+ForwardOutputs dispatch(const ForwardArguments& a);
+BackwardOutputs dispatch(const BackwardArguments& a);
+
+template <ForwardOutputs (*kernel)(const ForwardArguments&)>
+ForwardOutputs positional(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const OptionalTensor& g, const OptionalTensor& gv,
+                          const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
+                          std::optional<double> scale, bool output_final_state, bool state_v_first,
+                          bool batch_invariant, int64_t kept_bytes) {
+  return kernel({q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
+                 state_v_first, batch_invariant, kept_bytes});
+}
+
+template <BackwardOutputs (*kernel)(const BackwardArguments&)>
+BackwardOutputs positional(const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q,
+                           const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
+                           const OptionalTensor& gv, const OptionalTensor& initial_state,
+                           const OptionalTensor& cu_seqlens, std::optional<double> scale,
+                           bool state_v_first, bool batch_invariant, const OptionalTensor& kept) {
+  return kernel({d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, scale, state_v_first,
+                 batch_invariant, kept});
+}
+
+}  // namespace gla_ext

@@ -1,0 +1,151 @@
+#include "segments.h"
+
+#include <algorithm>
+
+namespace gla_ext::cuda {
+namespace {
+
+bool is_one_tile(const PlanInputs& in) { return in.K <= kTierBlock && in.V <= kTierBlock; }
+
+// Blocks of a head in the sweep that makes all gradients: a cluster of two, but one of small heads.
+int64_t gradient_blocks(const PlanInputs& in) { return is_small_head(in) ? 1 : 2; }
+
+// Blocks of one sequence, in all sweeps that run at a time.
+int64_t sweep_blocks(const PlanInputs& in, Sweeps sweeps) {
+  const int64_t blocks = in.H * ceil_div(in.V, kFusedValues);
+  switch (sweeps) {
+    case Sweeps::kForward:
+      return blocks;
+    case Sweeps::kStates:  // that of S and that of dS side by side
+      return 2 * blocks * linear_key_blocks(in.K);
+    case Sweeps::kGradients:
+      return gradient_blocks(in) * in.H;
+  }
+  return blocks;
+}
+
+// How many resident blocks there are for each block of a sweep over whole sequences.
+int64_t residents_each(const PlanInputs& in, const ChunkGrid& grid, Sweeps sweeps) {
+  const int64_t blocks = grid.N * sweep_blocks(in, sweeps);
+  return blocks > 0 ? resident_blocks(in, sweeps) / blocks : 0;
+}
+
+// The fewest of them for which cutting pays for summaries and the scan.
+int64_t fewest_residents(const PlanInputs& in, Sweeps sweeps) {
+  switch (sweeps) {
+    case Sweeps::kForward:  // with two, the second segment mostly replays the first
+      return is_small_head(in) ? 4 : 2;
+    case Sweeps::kStates:
+      return 3;
+    case Sweeps::kGradients:
+      return 2;
+  }
+  return 2;
+}
+
+// Segments of packed sequences, of `each` chunks or hardly more. The device makes two, four or
+// eight summaries of a segment where few sequences have several segments and there is room.
+Segments cut_packed(const PlanInputs& in, const ChunkGrid& grid, Sweeps sweeps, int64_t each) {
+  int64_t most = kMostParts;  // summaries of a segment
+  const auto rounded = [&] { return ceil_div(each, most) * most; };
+  while (most > 1 && (rounded() < most * kLeastPartChunks || 16 * (rounded() - each) > each))
+    most /= 2;
+  Segments cut;
+  cut.segment_chunks = rounded();
+  cut.segments = grid.slots / cut.segment_chunks + in.N + 1;
+  const bool by_clusters = in.K > kTierBlock && in.K <= kOperandKeys;
+  const int64_t part_blocks = by_clusters ? 2 * ceil_div(in.V, 2 * kFusedValues)
+                                          : ceil_div(in.V, kFusedValues) * linear_key_blocks(in.K);
+  cut.parts_at_once = resident_blocks(in, sweeps) / (in.H * part_blocks);
+  // A sequence of several segments has at most twice as many states as segments that are followed.
+  const int64_t followed = grid.slots / cut.segment_chunks;
+  cut.segment_states = 2 * std::max(followed, std::min(most * followed, cut.parts_at_once));
+  return cut;
+}
+
+// Cuts where sweeps over whole sequences would leave multiprocessors idle: there are too few of
+// them, or they are packed and a long one would be left over. Example: one sequence of 512 chunks
+// with 4 heads of 256 values is 8 blocks of forward; 132 multiprocessors hold 16 times as many, so
+// it becomes 16 segments of 32 chunks.
+Segments cut(const PlanInputs& in, const ChunkGrid& grid, Sweeps sweeps) {
+  constexpr int64_t kMinChunks = 4;  // the start of a segment costs as much as about two chunks
+  if (in.batch_invariant || grid.N * in.H * in.K * in.V == 0) return {};
+  const int64_t longest = ceil_div(in.T, kChunk), residents = residents_each(in, grid, sweeps);
+  if (residents < fewest_residents(in, sweeps) && !in.packed) return {};
+  // Nobody knows the lengths of packed sequences here: a segment is one block's share of all
+  // chunks.
+  const int64_t share =
+      in.packed ? ceil_div(longest * sweep_blocks(in, sweeps), resident_blocks(in, sweeps))
+                : ceil_div(longest, residents);
+  const int64_t each = std::max(kMinChunks, share);
+  if (longest <= each) return {};
+  if (in.packed) return cut_packed(in, grid, sweeps, each);
+  Segments cut;
+  cut.segment_chunks = each;
+  cut.segments = cut.segment_states = ceil_div(longest, each);
+  return cut;
+}
+
+// Two segments in forward, of which the second replays the first, to sum its state, and is the
+// shorter for it. That takes less than a kernel for the first's summary and a scan where the GPU
+// holds no more than two blocks for each, or sequences are short.
+Segments with_replay(Segments cut, const PlanInputs& in, const ChunkGrid& grid) {
+  if (cut.segments == 0 || is_small_head(in) || in.packed) return cut;
+  // The share of the chunks that the first gets so that both end together: a replayed chunk takes
+  // .55 of the time of another, more where fp32 gates are split and summed there too.
+  constexpr int64_t kOf = 16;
+  const bool splits_gates = in.K <= kTierBlock && in.gate_dtype == DType::kFloat;
+  const int64_t first = splits_gates ? 12 : 11;
+  const int64_t longest = ceil_div(in.T, kChunk);
+  const int64_t residents = residents_each(in, grid, Sweeps::kForward);
+  const bool many_keys = in.K > kOperandKeys;
+  const bool pays = residents == 2   ? !many_keys || longest <= 64
+                    : residents == 3 ? !many_keys && longest <= 32
+                                     : false;
+  if (!pays) return cut;
+  cut.segment_chunks = ceil_div(longest * first, kOf);
+  cut.segments = 2;
+  cut.segment_states = 0;
+  cut.prefixed = true;
+  return cut;
+}
+
+}  // namespace
+
+bool is_small_head(const PlanInputs& in) {
+  return is_one_tile(in) && in.gate_dtype == DType::kBFloat16;
+}
+
+int64_t resident_blocks(const PlanInputs& in, Sweeps sweeps) {
+  const bool two = sweeps == Sweeps::kForward ? is_small_head(in) : is_one_tile(in);
+  return two ? 2 * in.processors : in.processors;
+}
+
+Segments choose_forward_segments(const PlanInputs& in, const ChunkGrid& grid) {
+  return with_replay(cut(in, grid, Sweeps::kForward), in, grid);
+}
+
+// Gradients in a sweep where its shared memory holds a head's values and is not half empty, and
+// nearly all resident blocks have a head; or a segment that is long beside a sweep's start, where
+// summaries are made anyway.
+BackwardSweeps choose_backward_sweeps(const PlanInputs& in, const ChunkGrid& grid) {
+  constexpr int64_t kMinSweptChunks = 32;  // of a segment
+  const BackwardSweeps states{cut(in, grid, Sweeps::kStates)};
+  const int64_t heads = grid.N * in.H;
+  const bool fits_cluster = in.K > kTierBlock && in.K <= kOperandKeys && in.V <= 2 * kFusedValues &&
+                            ceil_div(in.V, kTierBlock) % 2 == 0;
+  if (!(fits_cluster || is_small_head(in)) || in.batch_invariant || heads == 0) return states;
+  const BackwardSweeps swept{cut(in, grid, Sweeps::kGradients), true};
+  if (swept.segments.segments == 0 && !in.packed) {
+    // Three quarters of the rounds' blocks: 132 multiprocessors hold 66 clusters, so 64 heads
+    // are swept, and 70, which take two rounds, are not.
+    const int64_t at_once =
+        std::max<int64_t>(1, resident_blocks(in, Sweeps::kGradients) / gradient_blocks(in));
+    return 4 * heads >= 3 * ceil_div(heads, at_once) * at_once ? swept : states;
+  }
+  const bool is_cut =
+      in.packed ? states.segments.segments > 0 : residents_each(in, grid, Sweeps::kStates) >= 2;
+  return is_cut && swept.segments.segment_chunks >= kMinSweptChunks ? swept : states;
+}
+
+}  // namespace gla_ext::cuda

@@ -1,0 +1,233 @@
+"""Which kernels a call launches, in order: a row a kind of shape."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from plans import BATCH, SHAPE
+
+import gla_ext
+from gla_ext import _C
+
+MAP = ["map.sequences", "map.chunks"]
+SCORES = ["scores_off_diagonal", "scores_off_diagonal.strong", "scores_diagonal.strong"]
+VALUES = [f"{name} of values" for name in SCORES]
+INTRA = ["intra_grads", "intra_grads.strong"]
+LONG = {"B": 1, "T": 32768}
+
+FORWARD = {
+    # Sweeps that gate on their way.
+    "small heads": ({"K": 64, "V": 64}, ["forward.small", "strong.output"]),
+    "small heads, fp32 gates": (
+        {"K": 64, "V": 64, "gate_dtype": "float32"},
+        ["forward.fused", "strong.output"],
+    ),
+    "a block a head": ({"V": 128}, ["forward.fused", "strong.output"]),
+    "a cluster shares gates": ({}, ["forward.cluster", "strong.output"]),
+    "packed": (
+        {"B": 1, "T": 65536, "N": 32},
+        [*MAP, "summaries.packed", "scan", "forward.cluster", "strong.output"],
+    ),
+    "segments of small heads": (
+        LONG | {"K": 64, "V": 64},
+        ["summaries.fused", "scan", "forward.small", "strong.output"],
+    ),
+    # Over prepared chunks.
+    "many keys": ({"K": 256}, ["prepare", "forward.prepared"]),
+    "fp32 gates": ({"gate_dtype": "float32"}, ["prepare", "forward.prepared"]),
+    "a second segment that replays the first": ({"B": 8}, ["prepare", "forward.prepared"]),
+    "segments": (
+        LONG | {"V": 128},
+        ["prepare", "summaries.prepared", "scan", "forward.prepared"],
+    ),
+    "segments, clusters": (
+        LONG,
+        ["summaries.cluster.without_A", "scan + strong.A", "forward.prepared.makes_A"],
+    ),
+}
+KEEPING = {
+    "a block a head": (
+        {"V": 128},
+        ["forward.fused.for_backward", "strong.output.for_backward"],
+        ["states.prepared.without_grads", "strong.gradients.without_A", "gradients.sweep"],
+    ),
+    "a cluster shares gates": (
+        {},
+        ["forward.cluster.for_backward", "strong.output.for_backward"],
+        ["states.prepared.without_grads", "strong.gradients.without_A", "gradients.sweep"],
+    ),
+    "many keys": (
+        {"K": 256},
+        ["prepare", "forward.prepared"],
+        ["states.prepared.chunk_pairs", "strong.gradients.without_A", "gradients.chunk_pair"],
+    ),
+    "segments, clusters": (
+        LONG,
+        ["summaries.cluster", "scan + strong.A", "forward.prepared.makes_A"],
+        [
+            *("summaries.prepared.grads", "scan.grads", "states.prepared.without_grads"),
+            *("strong.gradients.without_A", "gradients.sweep"),
+        ],
+    ),
+    "packed": (
+        {"B": 1, "T": 65536, "N": 32},
+        [
+            *(*MAP, "summaries.packed", "scan"),
+            *("forward.cluster.for_backward", "strong.output.for_backward"),
+        ],
+        [
+            *(*MAP, "summaries.prepared.grads_and_decays", "scan.grads"),
+            *("states.prepared.without_grads", "strong.gradients.without_A", "gradients.sweep"),
+        ],
+    ),
+}
+BACKWARD = {
+    "small heads, by chunks": (
+        {"K": 64, "V": 64, "B": 49},
+        ["states.fused", "strong.gradients", "gradients.chunk"],
+    ),
+    "small heads, swept": (
+        {"K": 64, "V": 64, "B": 66},
+        ["states.fused.without_grads", "strong.gradients", "gradients.small_sweep"],
+    ),
+    "segments of few keys": (
+        LONG | {"K": 64, "V": 128},
+        [
+            *("summaries.fused.both", "scan.both"),
+            *("states.fused", "strong.gradients", "gradients.chunk"),
+        ],
+    ),
+    "a cluster gates and makes S": (
+        {},
+        ["states.cluster", "strong.gradients", "gradients.sweep"],
+    ),
+    "prepared and swept": (
+        {"V": 128},
+        ["prepare", "states.prepared.without_grads", "gradients.sweep"],
+    ),
+    "prepared, by chunks": (
+        {"B": 8},
+        ["prepare.without_A", "states.prepared", "gradients.chunk"],
+    ),
+    "by pairs of chunks": (
+        {"K": 256},
+        ["prepare", "states.prepared.chunk_pairs", "gradients.chunk_pair"],
+    ),
+    "segments": (
+        LONG | {"V": 192},
+        [
+            *("prepare.without_A", "summaries.prepared.both", "scan.both"),
+            *("states.prepared", "gradients.chunk"),
+        ],
+    ),
+    "segments, clusters": (
+        LONG,
+        [
+            *("summaries.cluster", "summaries.prepared.grads", "scan.both"),
+            *("states.prepared.without_grads", "strong.gradients", "gradients.sweep"),
+        ],
+    ),
+}
+
+
+def planned(change, keeps=False):
+    return _C.plan(**BATCH | {"device": "cuda", "dtype": "bfloat16", "keeps": keeps} | change)
+
+
+@pytest.mark.parametrize("change, kernels", FORWARD.values(), ids=FORWARD)
+def test_forward(change, kernels):
+    plan = planned(change)
+    assert plan["path"] == "fused" and plan["fused_expects"] is None
+    assert plan["forward"]["kernels"] == kernels
+
+
+@pytest.mark.parametrize("change, kernels", BACKWARD.values(), ids=BACKWARD)
+def test_backward(change, kernels):
+    assert planned(change)["backward"]["kernels"] == kernels
+
+
+@pytest.mark.parametrize("change, forward, backward", KEEPING.values(), ids=KEEPING)
+def test_what_forward_leaves_backward_does_not_make(change, forward, backward):
+    plan = planned(change, keeps=True)
+    assert plan["for_backward_bytes"] > 0
+    assert plan["forward"]["kernels"] == forward
+    assert plan["backward"]["kernels"] == backward
+
+
+STATES = {"bfloat16": ["chunk_states + state_grads"], "float32": ["chunk_states", "state_grads"]}
+
+
+@pytest.mark.parametrize("dtype", STATES)
+@pytest.mark.parametrize("N", [None, 3])
+def test_steps(N, dtype):
+    change = {"capability": "8.0", "dtype": dtype, "B": 1, "N": N}
+    plan = planned(change)
+    first = [*(MAP if N else []), "gate_cumsum"]
+    assert plan["path"] == "steps" and "compute capability 9.0" in plan["fused_expects"]
+    assert plan["forward"]["kernels"] == [*first, "chunk_states", *SCORES, "output"]
+    last = [*STATES[dtype], "value_grads", "score_grads", *INTRA, "merge_grads"]
+    assert plan["backward"]["kernels"] == [*first, *SCORES, *last]
+    without = planned(change | {"key_gated": False})
+    assert "gate_cumsum" not in without["forward"]["kernels"] + without["backward"]["kernels"]
+
+
+def test_steps_with_gates_on_values():
+    plan = planned({"value_gated": True})
+    first = ["gate_cumsum", "gate_cumsum of values", "value_operands"]
+    assert plan["fused_expects"] == "no gates on values (gv)"
+    assert plan["forward"]["kernels"] == [
+        *(*first, "chunk_states.value_gated", *SCORES, "output.value_gated"),
+    ]
+    assert plan["backward"]["kernels"] == [
+        *(*first, *SCORES, "chunk_states.value_gated", "state_grads.value_gated", *VALUES),
+        *(*INTRA, *(f"{name} of values" for name in INTRA)),
+        *("merge_grads.value_gated.keys", "merge_grads.value_gated.values"),
+    ]
+
+
+# gla_ext.plan
+
+
+def test_for_users():
+    plan = gla_ext.plan(32, 2048, 4, 128, 256, gpu=("9.0", 132))
+    assert plan.forward == tuple(KEEPING["a cluster shares gates"][1])
+    assert plan.backward == tuple(KEEPING["a cluster shares gates"][2])
+    assert (plan.path, plan.fused_expects, plan.forward_segments) == ("fused", None, 0)
+    assert "forward: forward.cluster.for_backward -> strong.output.for_backward" in str(plan)
+    with gla_ext.batch_invariant():
+        assert gla_ext.plan(1, 32768, 4, 128, 256, gpu=("9.0", 132)).forward_segments == 0
+    assert gla_ext.plan(1, 32768, 4, 128, 256, gpu=("9.0", 132)).forward_segments > 0
+
+
+def test_for_users_without_a_gpu_an_h100(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gla_ext.plan(**SHAPE) == gla_ext.plan(**SHAPE, gpu=("9.0", 132))
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"dtype": torch.float32}, "q, k and v in torch.bfloat16"),
+        ({"gpu": ("8.0", 108)}, "a GPU of compute capability 9.0 and a build for 9.0a"),
+        ({"g": False}, "gates on keys (g)"),
+        ({"gate_dtype": torch.float16}, "g in torch.bfloat16 or torch.float32"),
+    ],
+    ids=str,
+)
+def test_why_not_the_fused_path(change, reason):
+    plan = gla_ext.plan(**SHAPE | {"gpu": ("9.0", 132)} | change)
+    assert (plan.path, plan.fused_expects) == ("steps", reason)
+    assert f"path: steps (fused expects {reason})" in str(plan)
+
+
+def test_the_environment_is_asked(monkeypatch):
+    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
+    plan = gla_ext.plan(**SHAPE, gpu=("9.0", 132))
+    assert (plan.path, plan.fused_expects) == ("steps", "no GLA_EXT_CUDA_PATH=steps")
+    code = "import gla_ext; print(gla_ext.plan(8, 2048, 4, 256, 512).for_backward_bytes)"
+    environment = {"GLA_EXT_KEEP_OPERANDS": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert int(result.stdout) == 0
