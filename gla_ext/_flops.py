@@ -7,7 +7,7 @@ A packed row counts as one sequence. With n the sum of the chunks' squared lengt
 divides T, a head's multiply-adds are
 
     forward     n (K + V) + 2 T K V
-    backward    n (3 K + 2 V) + 4 T K V, and T K V where the states are made again
+    backward    n (3 K + 2 V) + 5 T K V
 
 and of the recurrence 2 T K V and 5 T K V. Backward counts the scores and states that it computes
 again, as torch's count of attention does.
@@ -84,21 +84,9 @@ def _chunk_gla_fwd(q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any) -> i
 
 
 def _chunk_gla_bwd(
-    do: Shape,
-    dht: Shape | None,
-    q: Shape,
-    k: Shape,
-    v: Shape,
-    g: Shape | None,
-    gv: Shape | None,
-    initial_state: Shape | None,
-    cu_seqlens: Shape | None,
-    states: Shape,
-    *args: Any,
-    **kwargs: Any,
+    do: Shape, dht: Shape | None, q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any
 ) -> int:
-    again = int(prod(states) == 0)
-    return _by_chunks(q, v, lambda K, V: 3 * K + 2 * V, 4 + again)
+    return _by_chunks(q, v, lambda K, V: 3 * K + 2 * V, 5)
 
 
 def _recurrence(products: int) -> Callable[..., int]:

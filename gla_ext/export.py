@@ -63,21 +63,19 @@ def _chunk_gla_fwd(
     scale: float | None,
     output_final_state: bool,
     state_v_first: bool,
-    save_states: bool,
     batch_invariant: bool,
     kept_bytes: int = -1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if save_states:
+) -> tuple[Tensor, Tensor, Tensor]:
+    if kept_bytes > 0:
         raise NotImplementedError(
-            "chunk_gla: expected a graph of inference to decompose, got one that keeps states for "
-            "backward; export the model in eval mode, under torch.no_grad()"
+            "chunk_gla: expected a graph of inference to decompose, got one that keeps "
+            f"{kept_bytes} bytes for backward; export in eval mode, under torch.no_grad()"
         )
     args = (q, k, v, g, gv, initial_state, cu_seqlens, scale, False, state_v_first)
     o, state = _plain.gla(*args)
     nothing = state.new_empty(0)
-    states = nothing.bfloat16() if q.dtype == torch.bfloat16 else nothing.clone()
     kept = torch.empty(0, dtype=torch.uint8, device=q.device)
-    return o, state if output_final_state else nothing, states, kept
+    return o, state if output_final_state else nothing, kept
 
 
 def _recurrent_gla_fwd(

@@ -60,7 +60,7 @@ def check_inputs(
         if t is not None and q is not None:
             check_device("check_inputs", name, t, "q", q)
     shapes = (None if t is None else t.to("meta") for t in tensors)
-    torch.ops.gla_ext.chunk_gla_fwd(*shapes, scale, False, state_v_first, False, False, 0)
+    torch.ops.gla_ext.chunk_gla_fwd(*shapes, scale, False, state_v_first, False, 0)
     check_values("check_inputs", "g", q, k, v, g, gv, scale, initial_state, cu_seqlens)
 
 

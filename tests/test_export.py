@@ -52,7 +52,7 @@ def test_recurrence(table, T, gate):
     for gv, g in ((None, x.g), (values, x.g), (values, None), (None, None)):
         for h0 in (None, v_first):
             args = (x.q, x.k, x.v, g, gv, h0, None, None, True, True)
-            assert_decomposes(table, OPS.chunk_gla_fwd.default, *args, False, False)
+            assert_decomposes(table, OPS.chunk_gla_fwd.default, *args, False)
         args = (x.q, x.k, x.v, g, gv, x.initial_state, None, 0.3, True, True, False)
         assert_decomposes(table, OPS.recurrent_gla_fwd.default, *args)
 
@@ -69,7 +69,7 @@ def test_packed_recurrence(table, lengths, tail, gate):
     offsets = (x.cu_seqlens, x.cu_seqlens.int())
     for gv, h0, cu_seqlens in itertools.product((None, values), (None, x.initial_state), offsets):
         args = (x.q, x.k, x.v, x.g, gv, h0, cu_seqlens, None, True)
-        assert_decomposes(table, OPS.chunk_gla_fwd.default, *args, False, False, False)
+        assert_decomposes(table, OPS.chunk_gla_fwd.default, *args, False, False)
         assert_decomposes(table, OPS.recurrent_gla_fwd.default, *args, False, False)
 
 
@@ -80,7 +80,7 @@ def test_shared_heads_in_other_dtypes(table, dtype, final):
     k, v, g = (t[:, :, :2].contiguous() for t in (x.k, x.v, x.g))
     args = (x.q, k, v, g, None, x.initial_state, None, None, final)
     bound = 1e-5 if dtype == torch.float32 else 4e-3
-    assert_decomposes(table, OPS.chunk_gla_fwd.default, *args, False, False, False, bound=bound)
+    assert_decomposes(table, OPS.chunk_gla_fwd.default, *args, False, False, bound=bound)
     assert_decomposes(table, OPS.recurrent_gla_fwd.default, *args, False, False, bound=bound)
 
 
@@ -88,7 +88,7 @@ def test_strong_gates_cost_fp32_no_precision():
     """After resets, where sums of gates since the start would be far larger than what is left."""
     x = make_inputs(1, 600, 1, 8, 8, gate=0.01)
     x.g[:, ::3] = -torch.inf
-    args = (x.q, x.k, x.v, x.g, None, x.initial_state, None, None, True, False, False, False)
+    args = (x.q, x.k, x.v, x.g, None, x.initial_state, None, None, True, False, False)
     results = decompositions()[OPS.chunk_gla_fwd.default](*args)
     wide = x.double()
     exact = fused_recurrent_gla(
@@ -176,8 +176,8 @@ def test_what_has_no_plain_form(table):
     args = (x.q, x.k, x.v, x.g, None, None, x.cu_seqlens, None, False)
     with pytest.raises(NotImplementedError, match="reverse = True with cu_seqlens"):
         table[OPS.recurrent_gla_fwd.default](*args, True, False)
-    with pytest.raises(NotImplementedError, match="keeps states for backward"):
-        table[OPS.chunk_gla_fwd.default](*args, False, True, False)
+    with pytest.raises(NotImplementedError, match="keeps 3 bytes for backward"):
+        table[OPS.chunk_gla_fwd.default](*args, False, False, 3)
 
 
 def onnx_session(model, args, path, **options):

@@ -317,7 +317,7 @@ def test_decoding_step_compiles_whole():
         assert_close(torch.cat(steps, 1), model(ids).logits[:, 6:], 1e-12)
 
 
-@pytest.mark.parametrize("kind", [list, tuple, torch.tensor], ids=str)
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor], ids=["list", "tuple", "tensor"])
 def test_several_end_tokens(kind):
     model, ids = make_model(torch.float64), make_ids(B=3, T=6)
     greedy = model.generate(ids, 20, temperature=0)[:, 6:].tolist()

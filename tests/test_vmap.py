@@ -85,16 +85,6 @@ def test_offsets_of_every_slice(operator, stacked):
         assert torch.equal(got, expected)
 
 
-def test_states_of_chunks(stacked):
-    def function(q, k, v, g, h):
-        return ops.chunk_gla_fwd(q, k, v, g, None, h, None, None, True, False, True, False)
-
-    for got, expected in zip(
-        torch.vmap(function)(*stacked)[:3], loop(function, *stacked), strict=False
-    ):
-        assert torch.equal(got, expected)
-
-
 def test_verify_has_a_rule(stacked):
     q, k, v, g, h = stacked
 
