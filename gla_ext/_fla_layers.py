@@ -2,7 +2,8 @@
 
 Each replacement but that of the gated norm goes on to FLA's own code outside `torch.compile`; all
 others but the unpadding do so on a GPU alone, since FLA's kernels do not run on a CPU. Parameters,
-and with them checkpoints, stay as they are.
+and with them checkpoints, stay as they are. The losses, which are for a CPU alone, stand in
+`gla_ext._fla_losses`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gla_ext import _fla_activations
+from gla_ext import _fla_activations, _fla_losses
 from gla_ext._fla_activations import needs_torch
 from gla_ext._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext.norms import plain_rms_norm, rms_norm
@@ -24,8 +25,8 @@ from gla_ext.short_conv import causal_convolution
 
 
 def replace(has_kernels: Callable[[Tensor], bool]) -> list[tuple[Any, str, Any]]:
-    """Replaces the forward of FLA's norms and short convolutions, and of `fla.layers.gla` the
-    unpadding and the activations that its layers are made with.
+    """Replaces the forward of FLA's norms, short convolutions and losses, and of `fla.layers.gla`
+    the unpadding and the activations that its layers are made with.
 
     Args:
         has_kernels: whether gla_ext has kernels where a tensor is.
@@ -42,6 +43,7 @@ def replace(has_kernels: Callable[[Tensor], bool]) -> list[tuple[Any, str, Any]]
             (modules.ShortConvolution, partial(_convolution_forward, has_kernels=has_kernels)),
         )
     ]
+    changes += _fla_losses.replacements()
     layers = _layers()
     if layers is not None:
         changes += [

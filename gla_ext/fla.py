@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_ext import _C, _fla_layers, ops, recurrent
+from gla_ext import _C, _fla_layers, ops, recurrent, swiglu
+from gla_ext._fla_activations import needs_torch
 
 __all__ = ["accelerate_fla", "is_accelerated", "restore_fla"]
 
@@ -47,7 +48,11 @@ def accelerate_fla() -> None:
       operations, and so are the activations of `GatedLinearAttention`, of the layers that are there
       and of those to come, and, inside `torch.compile`, its unpadding. With them it compiles whole.
       Such a convolution returns the next cache and does not write over the one it is given.
-      Elsewhere they stay FLA's.
+      `swiglu` and `swiglu_linear`, and with them the MLPs of FLA's models, are gla_ext's operators
+      there. Elsewhere they stay FLA's.
+    - On a CPU `FusedCrossEntropyLoss` and `FusedLinearCrossEntropyLoss` are plain torch operations,
+      so that FLA's GLA models train and generate there. What else those models may have, FLA's
+      'powlu', `attnres_block_size` and the attention of hybrid models, still needs a GPU.
     - FLA's layers in mode 'fused_chunk' raise NotImplementedError as before: their call passes on
       neither `cu_seqlens` nor the layout of the state.
 
@@ -156,15 +161,32 @@ def _fused_recurrent_gla(
     )
 
 
+def _swiglu(x: Tensor, y: Tensor) -> Tensor:
+    """`fla.modules.activations.swiglu`, on gla_ext where FLA's kernel cannot serve."""
+    ours = needs_torch(x) and _has_kernels(x)
+    return swiglu.swiglu(x, y) if ours else _originals["swiglu"](x, y)
+
+
+def _swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`fla.modules.activations.swiglu_linear`, likewise."""
+    if needs_torch(x) and _has_kernels(x):
+        return swiglu.swiglu_linear(x, y, weight, bias)
+    return _originals["swiglu_linear"](x, y, weight, bias)
+
+
 _REPLACEMENTS = {
     "chunk_gla": _chunk_gla,
     "fused_chunk_gla": _fused_chunk_gla,
     "fused_recurrent_gla": _fused_recurrent_gla,
+    "swiglu": _swiglu,
+    "swiglu_linear": _swiglu_linear,
 }
 _HOMES = {
     "chunk_gla": "fla.ops.gla.chunk",
     "fused_chunk_gla": "fla.ops.gla.fused_chunk",
     "fused_recurrent_gla": "fla.ops.gla.fused_recurrent",
+    "swiglu": "fla.modules.activations",
+    "swiglu_linear": "fla.modules.activations",
 }
 
 

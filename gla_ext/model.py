@@ -174,6 +174,7 @@ def run_blocks(
     past_key_values: Any | None = None,
     use_cache: bool = False,
     cu_seqlens: Tensor | None = None,
+    slots: Tensor | None = None,
     call: Callable[..., Tensor] = GLABlock.__call__,
     inputs: list[Tensor] | None = None,
 ) -> Tensor:
@@ -187,6 +188,8 @@ def run_blocks(
         x: the embeddings, `[B, T, hidden_size]`.
         attention_mask, past_key_values, use_cache, cu_seqlens: as `GLAForCausalLM.forward`;
             cu_seqlens beats the mask.
+        slots: int64 `[B * T]`, where in one row the tokens lie that cu_seqlens is of; see
+            `gla_ext._padding.packed_slots`. Default: None (x is that row).
         call: runs a block on x and its keywords. Default: the block itself.
         inputs: takes the input of every block, `[B, T, hidden_size]`. Default: None.
 
@@ -195,9 +198,9 @@ def run_blocks(
         and every MLP as itself.
     """
     B, T, _ = x.shape
-    slots = None
     if attention_mask is not None and cu_seqlens is None:
         slots, cu_seqlens = packed_slots(valid_tokens(attention_mask, B, T))
+    if slots is not None:
         x = pack(x, slots)
     attn_args = {
         "past_key_values": past_key_values,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,19 @@ class ShortConvolution(nn.Conv1d):
         hidden_size: number of channels D.
         kernel_size: W, in tokens, at least 1.
         bias: whether there is a `bias` `[D]` beside the `weight` `[D, 1, W]`. Default: False.
+
+    Raises:
+        TypeError: for more arguments, as peft gives the class when LoRA targets a convolution.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> ShortConvolution:
+        if len(args) > 3:
+            raise TypeError(
+                "ShortConvolution: expected hidden_size, kernel_size and bias, got "
+                f"{len(args)} positional arguments; LoRA on it is not supported, leave q_conv1d, "
+                "k_conv1d and v_conv1d out of its target_modules"
+            )
+        return super().__new__(cls)
 
     @typed_options
     def __init__(self, hidden_size: int, kernel_size: int, bias: bool = False) -> None:

@@ -11,34 +11,21 @@ from source_tree import run
 pytest.importorskip("transformers")
 
 import transformers
+from hf_models import PADDED, TINY, make_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from gla_ext import batch_invariant, checkpoint, hf, model
 from gla_ext.cache import GLACache
 
-TINY = {
-    "hidden_size": 16,
-    "num_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 31,
-    "intermediate_size": 24,
-    "initializer_range": 0.3,
-}
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 DTYPE = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
-PADDED = (torch.arange(12) >= torch.tensor([[5], [0]])).long()
 
 
 @pytest.fixture(autouse=True)
 def registered():
     """FLA, where another test imported it, has registered its own classes."""
     hf.register()
-
-
-def make_model(seed=0, **options) -> hf.GLAForCausalLM:
-    torch.manual_seed(seed)
-    return hf.GLAForCausalLM(hf.GLAConfig(**TINY | options)).eval()
 
 
 def core(tmp_path, of: hf.GLAForCausalLM) -> model.GLAForCausalLM:
@@ -301,7 +288,7 @@ def test_flattened_batches_have_the_loss_of_their_sequences():
     ours, lengths = make_model(), (5, 1, 12)
     rows = [make_ids(B=1, T=T, seed=T)[0] for T in lengths]
     total = sum(ours(row[None], labels=row[None], num_items_in_batch=1).loss for row in rows)
-    flat = transformers.DataCollatorWithFlattening()([{"input_ids": row} for row in rows])
+    flat = transformers.DataCollatorWithFlattening()([{"input_ids": row.tolist()} for row in rows])
     flat["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
     counted = (flat["labels"][:, 1:] != -100).sum()
     assert counted == sum(lengths) - len(lengths)
@@ -317,7 +304,7 @@ def test_offsets_by_the_name_that_transformers_gives_them(checkpointing):
     if checkpointing:
         ours.gradient_checkpointing_enable()
     collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    flat = collator([{"input_ids": row} for row in rows])
+    flat = collator([{"input_ids": row.tolist()} for row in rows])
     assert flat["cu_seq_lens_q"].tolist() == [0, 5, 6, 18]
     expected = torch.cat([ours(row[None]).logits for row in rows], 1)
     assert_close(ours(**flat).logits, expected, 1e-6)

@@ -1,12 +1,13 @@
 """GLA language models for Hugging Face transformers (4.55 and newer, 5.x).
 
-Importing it registers `GLAConfig`, `GLAModel` and `GLAForCausalLM` for the model type 'gla' with
-AutoConfig, AutoModel and AutoModelForCausalLM. FLA registers its own classes under the same name
-when it is imported; the last one counts, and `register()` makes that these.
+Importing it registers `GLAConfig`, `GLAModel`, `GLAForCausalLM` and the models with another head
+for the model type 'gla' with AutoConfig, AutoModel, AutoModelForCausalLM and the Auto classes of
+these heads. FLA registers its own classes under the same name when it is imported; the last one
+counts, and `register()` makes that these.
 """
 
 try:
-    import transformers  # noqa: F401
+    import transformers
 except ImportError as error:
     raise ImportError(
         "gla_ext.hf needs transformers 4.55 or newer: pip install 'gla_ext[hf]', or "
@@ -14,18 +15,36 @@ except ImportError as error:
     ) from error
 
 from gla_ext.hf.configuration import GLAConfig
+from gla_ext.hf.heads import (
+    GLAForQuestionAnswering,
+    GLAForSequenceClassification,
+    GLAForTokenClassification,
+)
 from gla_ext.hf.modeling import GLAForCausalLM, GLAModel, GLAPreTrainedModel
 
 
 def register() -> None:
     """Makes the Auto classes of transformers take these classes for the model type 'gla'."""
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
-    AutoConfig.register(GLAConfig.model_type, GLAConfig, exist_ok=True)
-    AutoModel.register(GLAConfig, GLAModel, exist_ok=True)
-    AutoModelForCausalLM.register(GLAConfig, GLAForCausalLM, exist_ok=True)
+    transformers.AutoConfig.register(GLAConfig.model_type, GLAConfig, exist_ok=True)
+    for auto, model in (
+        (transformers.AutoModel, GLAModel),
+        (transformers.AutoModelForCausalLM, GLAForCausalLM),
+        (transformers.AutoModelForQuestionAnswering, GLAForQuestionAnswering),
+        (transformers.AutoModelForSequenceClassification, GLAForSequenceClassification),
+        (transformers.AutoModelForTokenClassification, GLAForTokenClassification),
+    ):
+        auto.register(GLAConfig, model, exist_ok=True)
 
 
 register()
 
-__all__ = ["GLAConfig", "GLAForCausalLM", "GLAModel", "GLAPreTrainedModel", "register"]
+__all__ = [
+    "GLAConfig",
+    "GLAForCausalLM",
+    "GLAForQuestionAnswering",
+    "GLAForSequenceClassification",
+    "GLAForTokenClassification",
+    "GLAModel",
+    "GLAPreTrainedModel",
+    "register",
+]

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from gla_ext import model
+from gla_ext._cross_entropy import IGNORE_INDEX
 from gla_ext._init_weights import init_own_weights
 from gla_ext.cache import GLACache
+from gla_ext.hf._cache import CACHE, check_cache, one_cache
+from gla_ext.hf._packing import one_row, starts_again
 from gla_ext.hf.configuration import GLAConfig
+from gla_ext.hf.generation import GLAGenerationMixin
 from gla_ext.norms import RMSNorm
 from gla_ext.ops import in_mode_of_now
 
-# What transformers calls the cache in outputs: `cache` from 5.24 on, before it past_key_values.
-_FIELDS = {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}
-_CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
 
-
-def _one_cache(past_key_values: Any | None, cache: Any | None) -> Any | None:
-    """The cache by either of its names."""
-    if past_key_values is not None and cache is not None:
-        raise ValueError("expected past_key_values or cache, which is the same, got both")
-    return cache if past_key_values is None else past_key_values
+def _first(*values: Tensor | None) -> Tensor | None:
+    """The first that is given."""
+    return next((value for value in values if value is not None), None)
 
 
 class GLAPreTrainedModel(PreTrainedModel):
@@ -44,6 +41,12 @@ class GLAPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         init_own_weights(module, self.config.initializer_range)
 
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.base_model.embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.base_model.embeddings = value
+
 
 class GLAModel(GLAPreTrainedModel):
     """Embeddings, blocks and a last norm.
@@ -57,6 +60,8 @@ class GLAModel(GLAPreTrainedModel):
         NotImplementedError: for options of FLA's that are not built here, by name.
     """
 
+    one_sequence_a_row = False  # what a head sets that has no answer for each packed sequence
+
     def __init__(self, config: GLAConfig) -> None:
         super().__init__(config)
         core = config.core()
@@ -65,12 +70,6 @@ class GLAModel(GLAPreTrainedModel):
         self.layers = nn.ModuleList(model.GLABlock(core, i) for i in range(core.num_hidden_layers))
         self.norm = RMSNorm(core.hidden_size, eps=core.norm_eps)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embeddings
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embeddings = value
 
     def forward(
         self,
@@ -84,12 +83,15 @@ class GLAModel(GLAPreTrainedModel):
         return_dict: bool | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         cache: Any | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
         """Arguments as `GLAForCausalLM.forward`, without labels and logits_to_keep."""
-        past_key_values = _one_cache(past_key_values, cache)
-        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+        past_key_values = one_cache(past_key_values, cache)
+        cu_seqlens = _first(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
         if output_attentions:
             raise NotImplementedError("GLAModel: output_attentions = True: there are none")
         if (input_ids is None) == (inputs_embeds is None):
@@ -103,6 +105,18 @@ class GLAModel(GLAPreTrainedModel):
             past_key_values = GLACache()
         recompute = self.gradient_checkpointing and self.training and past_key_values is None
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        slots = None
+        if cu_seqlens is None:
+            again = starts_again(position_ids, seq_idx, attention_mask, *x.shape[:2])
+            if again is not None:
+                slots, cu_seqlens = one_row(again, attention_mask)
+        if cu_seqlens is not None and self.one_sequence_a_row:
+            raise NotImplementedError(
+                "GLAModel: packed sequences are not implemented for a head that answers once a "
+                "row; pass a padded batch"
+            )
+        if past_key_values is not None:
+            check_cache(past_key_values, len(x) if cu_seqlens is None else len(cu_seqlens) - 1)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         inputs: list[Tensor] | None = [] if output_hidden_states else None
@@ -113,6 +127,7 @@ class GLAModel(GLAPreTrainedModel):
             past_key_values=past_key_values,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
+            slots=slots,
             call=self._checkpointed if recompute else model.GLABlock.__call__,
             inputs=inputs,
         )
@@ -120,7 +135,7 @@ class GLAModel(GLAPreTrainedModel):
         output = BaseModelOutputWithPast(
             last_hidden_state=x,
             hidden_states=None if inputs is None else (*inputs, x),
-            **{_CACHE: past_key_values},
+            **{CACHE: past_key_values},
         )
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
@@ -130,7 +145,7 @@ class GLAModel(GLAPreTrainedModel):
         return self._gradient_checkpointing_func(run, x)
 
 
-class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
+class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
     """The language model: `GLAModel` and a linear map to the logits of the next token.
 
     Loads what FLA's `GLAForCausalLM` saved, and saves what it loads: the parameters' names and the
@@ -150,12 +165,6 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         self.model = GLAModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.model.embeddings
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.model.embeddings = value
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
@@ -184,6 +193,9 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         cache: Any | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
@@ -196,8 +208,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             past_key_values: `gla_ext.cache.GLACache`, or a cache of its kind, of the tokens before
                 these. Default: None.
             labels: int64 `[B, T]`, usually input_ids: logits at t are compared with labels at
-                t + 1, and labels of -100 do not count. With cu_seqlens the first label of each
-                sequence does not count either. Default: None.
+                t + 1, and labels of -100 do not count. Of packed sequences the first label of each
+                does not count either. Default: None.
             use_cache: store the states after these tokens in past_key_values, or in a new cache.
                 Default: False in training, else config.use_cache.
             output_attentions: must not be True. Default: None.
@@ -211,10 +223,18 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
                 `DataCollatorWithFlattening` makes them. Default: None.
             cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of
                 one; attention_mask is then not looked at. Default: cu_seq_lens_q.
-            cu_seq_lens_q: the same as transformers calls it, from
+            cu_seq_lens_q, cu_seq_lens_k: the same as transformers calls them, from
                 `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`. Default: None.
+            position_ids: int `[B, T]` or `[1, T]`. Where a position is not above the one before it,
+                as after `DataCollatorWithFlattening()`, another sequence starts, in every row;
+                other than that positions say nothing to a recurrence. The number of sequences is
+                read back from the device, once a call, and a whole compiled graph needs
+                `torch._dynamo.config.capture_dynamic_output_shape_ops`: offsets cost neither.
+                Not looked at beside offsets, and for one token a row. Default: None.
+            seq_idx: int, likewise, the number of each token's sequence: another one starts where it
+                changes. Beats position_ids. Default: None.
             cache: past_key_values as transformers calls it from 5.24 on. Default: None.
-            **kwargs: ignored, as by FLA: `cache_position`, `position_ids` and the like say nothing
+            **kwargs: ignored, as by FLA: `cache_position`, `max_length_q` and the like say nothing
                 to a recurrence.
 
         Returns:
@@ -224,22 +244,26 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
 
         Raises:
             ValueError: for shapes that do not fit; neither or both of input_ids and inputs_embeds;
-                both past_key_values and cache; logits_to_keep below 0.
+                both past_key_values and cache, or a cache of another number of sequences;
+                logits_to_keep below 0.
+            TypeError: for a cache of keys and values, as `DynamicCache`.
             NotImplementedError: for output_attentions.
         """
         model.check_logits_to_keep(logits_to_keep)
-        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+        cu_seqlens = _first(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
         return_dict = self.config.return_dict if return_dict is None else return_dict
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
-            past_key_values=_one_cache(past_key_values, cache),
+            past_key_values=one_cache(past_key_values, cache),
             use_cache=use_cache,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             return_dict=True,
             cu_seqlens=cu_seqlens,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
         )
         x = output.last_hidden_state
         if labels is None:
@@ -250,54 +274,18 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         logits = self.lm_head(x)
         loss = None
         if labels is not None:
+            if cu_seqlens is None:
+                again = starts_again(position_ids, seq_idx, attention_mask, *labels.shape)
+                if again is not None:
+                    labels = labels.masked_fill(again.to(labels.device), IGNORE_INDEX)
             loss = model.next_token_loss(logits, labels, num_items_in_batch, cu_seqlens)
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             hidden_states=output.hidden_states,
-            **{_CACHE: getattr(output, _CACHE)},
+            **{CACHE: getattr(output, CACHE)},
         )
         return result if return_dict else result.to_tuple()
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        """False: forward makes a cache, and not `generate`."""
-        return False
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        past_key_values: Any | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        cache_position: Tensor | None = None,
-        next_sequence_length: int | None = None,
-        cache: Any | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """What `generate` passes to forward for its next step.
-
-        transformers 5 says how many tokens are new by next_sequence_length, 4 by the length of
-        cache_position; from 5.24 on past_key_values come as `cache`.
-        """
-        past_key_values = _one_cache(past_key_values, cache)
-        started = past_key_values is not None and len(past_key_values) > 0
-        if next_sequence_length is None and cache_position is not None:
-            next_sequence_length = len(cache_position)
-        if inputs_embeds is not None and not started:
-            inputs = {"inputs_embeds": inputs_embeds}
-        elif next_sequence_length is None:
-            inputs = {"input_ids": input_ids}
-        else:
-            inputs = {"input_ids": input_ids[:, -next_sequence_length:].contiguous()}
-        # Without a mask nothing is packed; and what was generated is no padding.
-        T = next(iter(inputs.values())).shape[1]
-        if attention_mask is not None:
-            generated = started and T == 1 and not kwargs.get("is_first_iteration", False)
-            if generated or attention_mask[:, -T:].all():
-                attention_mask = None
-        inputs |= {"past_key_values": past_key_values, "attention_mask": attention_mask}
-        return kwargs | inputs
 
 
 __all__ = ["GLAForCausalLM", "GLAModel", "GLAPreTrainedModel"]

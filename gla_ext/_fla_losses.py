@@ -1,0 +1,86 @@
+"""What `gla_ext.fla` puts in the place of FLA's losses, whose kernels do not run on a CPU.
+
+Logits on other devices, and of a sharded vocabulary, stay with FLA's own code.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def replacements() -> list[tuple[Any, str, Callable]]:
+    """Of FLA's two modules of cross entropy the class, the name of its forward, and another."""
+    modules = importlib.import_module("fla.modules")
+    whole, linear = modules.FusedCrossEntropyLoss, modules.FusedLinearCrossEntropyLoss
+    return [
+        (whole, "forward", _forward(whole.forward)),
+        (linear, "forward", _linear_forward(linear.forward)),
+    ]
+
+
+def _forward(original: Callable) -> Callable:
+    """`FusedCrossEntropyLoss.forward`."""
+
+    def forward(self: nn.Module, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        if input.device.type != "cpu" or self.process_group is not None:
+            return original(self, input, target)
+        losses = _losses(self, input, target, self.lse_square_scale)
+        if self.reduction == "none":
+            reduced = losses
+        elif self.reduction == "sum":
+            reduced = [x.sum() for x in losses]
+        else:
+            total = (target != self.ignore_index).sum()
+            reduced = [x.sum() / total for x in losses]
+        return tuple(reduced) if self.return_z_loss else reduced[0]
+
+    return forward
+
+
+def _linear_forward(original: Callable) -> Callable:
+    """`FusedLinearCrossEntropyLoss.forward`; the logits are there at once, and not in chunks."""
+
+    def forward(
+        self: nn.Module, x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        # FLA 0.5.2 knows no process_group here.
+        if x.device.type != "cpu" or getattr(self, "process_group", None) is not None:
+            return original(self, x, target, weight, bias)
+        logits = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        target = target.reshape(-1)
+        loss = _losses(self, logits, target)[0].sum()
+        if self.reduction == "mean":
+            loss = loss / (target != self.ignore_index).sum().clamp_min(1)
+        if self.use_l2warp:
+            l2_warp = importlib.import_module("fla.modules.l2warp").l2_warp
+            loss = l2_warp(loss, logits.unsqueeze(0), self.l2_penalty_factor)
+        return loss
+
+    return forward
+
+
+def _losses(
+    module: nn.Module, logits: Tensor, target: Tensor, lse_square_scale: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The loss of every token, `[N]` in fp32 (fp64 of fp64), and what of it is FLA's z-loss."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * module.logit_scale
+    if module.logit_softcapping is not None:
+        logits = module.logit_softcapping * torch.tanh(logits / module.logit_softcapping)
+    loss = F.cross_entropy(
+        logits,
+        target,
+        ignore_index=module.ignore_index,
+        label_smoothing=module.label_smoothing,
+        reduction="none",
+    )
+    if lse_square_scale == 0:
+        return loss, torch.zeros_like(loss)
+    z_loss = lse_square_scale * logits.logsumexp(-1).square()
+    z_loss = z_loss.masked_fill(target == module.ignore_index, 0)
+    return loss + z_loss, z_loss.detach()

@@ -1,0 +1,56 @@
+"""The cache that comes as an argument: under either of its names, and of which kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from gla_ext.cache import GLACache
+
+# What transformers calls the cache in outputs: `cache` from 5.24 on, before it past_key_values.
+_FIELDS = {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}
+CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
+
+
+def one_cache(past_key_values: Any | None, cache: Any | None) -> Any | None:
+    """The cache by either of its names."""
+    if past_key_values is not None and cache is not None:
+        raise ValueError("expected past_key_values or cache, which is the same, got both")
+    return cache if past_key_values is None else past_key_values
+
+
+def check_cache(cache: Any, N: int) -> None:
+    """Raises for a cache of keys and values, and for states of another number of sequences.
+
+    Args:
+        cache: what came.
+        N: the number of sequences of this call.
+
+    Raises:
+        TypeError: a cache that keeps no recurrent states.
+        ValueError: a cache of other than N sequences.
+    """
+    if not isinstance(cache, GLACache) and not _keeps_states(type(cache)):
+        raise TypeError(
+            "GLAModel: expected past_key_values to be a gla_ext.cache.GLACache, or a cache of its "
+            f"kind, got {type(cache).__name__}: keys and values, as prefix tuning passes too, say "
+            "nothing to a recurrence"
+        )
+    entry = cache[0] if len(cache) else None
+    state = None if entry is None else entry["recurrent_state"]
+    if state is not None and state.shape[0] != N:
+        raise ValueError(
+            f"GLAModel: expected past_key_values of {N} sequences, got {state.shape[0]}; "
+            "past_key_values.batch_repeat_interleave(n) repeats each n times, for n beams or "
+            "returned sequences of a prompt"
+        )
+
+
+@functools.cache
+def _keeps_states(kind: type) -> bool:
+    update = getattr(kind, "update", None)
+    return inspect.isfunction(update) and "recurrent_state" in inspect.signature(update).parameters
