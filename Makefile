@@ -1,16 +1,20 @@
-# make build | train | test | test-fla | test-gpu | test-emulated | bench | ctest | archs | docs | lint | format | clean
+# make build | train | test | test-fla | test-gpu | test-emulated | bench | ctest | archs | wheel | wheels | docs | lint | format | clean
 #
 # test-gpu, after test, checks and times the CUDA kernels on this machine's GPU, in some minutes.
 # test-emulated runs the CUDA kernels without a GPU, on the emulator of tests/emulator; it needs a CUDA
 # toolkit, and an extension built with TORCH_CUDA_ARCH_LIST=9.0a+PTX.
+# wheel builds a wheel for TORCH and PYTHON in an environment of its own, checks it in another, and leaves it in dist/;
+# wheels does for each of TORCHES.
 # test-fla runs the tests beside FLA and transformers again, with the oldest of them that are supported.
 #
 # PYTHON=  interpreter for .venv; default: the first working one of 3.13, 3.12, 3.11
 # TORCH=   torch to build against, one pip requirement; changing PYTHON or TORCH rebuilds
+# TORCHES=  versions of torch for wheels; default: the newest of each minor version that is supported
 # FLA=, TRANSFORMERS=  versions for test-fla
 # TRAIN_ARGS=, PYTEST_ARGS=, BENCH_ARGS=, GPU_ARGS=  passed on
 PYTHON ?=
 TORCH ?= torch==2.11.0
+TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 FLA ?= 0.5.2
 TRANSFORMERS ?= 4.55.4
 TRAIN_ARGS ?=
@@ -30,7 +34,7 @@ sources_in = $(shell find $(1) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 cpp_files := $(call sources_in,csrc tests/cpp examples)
 emulator_files := $(call sources_in,tests/emulator)
 
-.PHONY: build train test test-fla test-gpu test-emulated bench ctest archs docs lint format clean
+.PHONY: build train test test-fla test-gpu test-emulated bench ctest archs wheel wheels docs lint format clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -66,6 +70,12 @@ archs: $(deps_stamp)
 		FORCE_CUDA=1 GLA_EXT_WERROR_SPILLS=1 TORCH_CUDA_ARCH_LIST=$$arch \
 			$(py) setup.py --quiet build_ext --cuda-only || exit 1; \
 	done
+
+wheel:
+	@python=$$(.ci/preflight $(PYTHON)) && "$$python" .ci/build_wheel.py '$(TORCH)'
+
+wheels:
+	@for torch in $(TORCHES); do $(MAKE) wheel TORCH="torch==$$torch" || exit 1; done
 
 # The pages of docs/ as a site, .build/site/index.html. Needs neither torch nor the extension.
 docs: $(docs_stamp)
