@@ -106,7 +106,8 @@ class Builder:
         """Downloads torch and the tools, and makes the environment that compiles."""
         system = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
         requirements = [self.requirement, *system["requires"], *TOOLS]
-        venv.create(self.folder / "build", with_pip=True)
+        if not self.python.exists():
+            venv.create(self.folder / "build", symlinks=True, with_pip=True)
         download = ["download", "--quiet", "--dest", self.packages]
         self.run(self.python, "-m", "pip", *download, *requirements)
         self.install(self.python, *requirements)
@@ -135,7 +136,7 @@ class Builder:
     def check(self, wheel: Path) -> None:
         """Runs the selftest in an empty environment with the wheel, far from the sources."""
         folder = self.folder / "check"
-        venv.create(folder, clear=True, with_pip=True)
+        venv.create(folder, clear=True, symlinks=True, with_pip=True)
         python = folder / "bin" / "python"
         self.install(python, wheel)
         with tempfile.TemporaryDirectory() as elsewhere:
