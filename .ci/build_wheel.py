@@ -154,7 +154,7 @@ def main(requirement: str) -> None:
     builder = Builder(requirement)
     print(f"Installing {requirement} and the tools into {builder.folder}/build", flush=True)
     builder.prepare()
-    print("Building the wheel; with CUDA that takes some 20 minutes on two cores", flush=True)
+    print("Building the wheel; with CUDA that takes some 7 minutes on two cores", flush=True)
     wheel = builder.repair(builder.build())
     print(f"Checking {wheel.name} in an empty environment", flush=True)
     builder.check(wheel)
