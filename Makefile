@@ -11,6 +11,9 @@
 # ctest          build the C++ library in build/ and run its tests
 # archs          compile the CUDA sources alone for every generation of GPUs, where a register spill
 #                fails; needs nvcc, no GPU
+# wheel          build a wheel for TORCH and PYTHON in an environment of its own, check it in another,
+#                and leave it in dist/
+# wheels         the same for each of TORCHES
 # docs           make the pages of docs/ a site, .build/site/index.html; needs no torch, no extension
 # lint           check the style of Python, C++ and CUDA
 # format         fix what `lint` finds, where ruff and clang-format can
@@ -20,6 +23,7 @@
 # VENV=          folder of the virtual environment that make sets up, .venv by default
 # PYTHON=        interpreter to set it up with; by default the first that works of 3.13, 3.12, 3.11
 # TORCH=         torch to build against, one pip requirement; a new PYTHON or TORCH builds anew
+# TORCHES=       versions of torch for `wheels`, the newest of each minor version supported
 # FLA=           version of flash-linear-attention for `test-fla`
 # TRANSFORMERS=  version of transformers for `test-fla`
 # TRAIN_ARGS=    arguments for `train`, such as --help
@@ -30,6 +34,7 @@
 VENV ?= .venv
 PYTHON ?=
 TORCH ?= torch==2.11.0
+TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 FLA ?= 0.5.2
 TRANSFORMERS ?= 4.55.4
 TRAIN_ARGS ?=
@@ -49,8 +54,8 @@ sources_in = $(shell find $(1) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 cpp_files := $(call sources_in,csrc tests/cpp examples)
 emulator_files := $(call sources_in,tests/emulator)
 
-.PHONY: build train test test-fla test-gpu test-emulated bench ctest archs docs lint format clean \
-	help
+.PHONY: build train test test-fla test-gpu test-emulated bench ctest archs wheel wheels docs lint \
+	format clean help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -85,6 +90,12 @@ archs: $(deps_stamp)
 		FORCE_CUDA=1 GLA_EXT_WERROR_SPILLS=1 TORCH_CUDA_ARCH_LIST=$$arch \
 			$(py) setup.py --quiet build_ext --cuda-only || exit 1; \
 	done
+
+wheel:
+	@python=$$(.ci/preflight $(PYTHON)) && "$$python" .ci/build_wheel.py '$(TORCH)'
+
+wheels:
+	@for torch in $(TORCHES); do $(MAKE) wheel TORCH="torch==$$torch" || exit 1; done
 
 docs: $(docs_stamp)
 	@NO_MKDOCS_2_WARNING=1 $(py) -m mkdocs build --quiet --strict

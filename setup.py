@@ -1,9 +1,12 @@
 """Builds gla_ext._C: the CPU kernels once per CPU capability, all else once, CUDA with nvcc.
 
-Metadata stands in pyproject.toml. Environment variables read here:
+Metadata stands in pyproject.toml, but for the version and the required torch: an sdist fits every
+torch from MIN_TORCH on, what is compiled fits one minor version. Environment variables read here:
     TORCH_CUDA_ARCH_LIST, else GLA_EXT_CUDA_ARCHS: the GPU architectures to build for.
     FORCE_CUDA: 1 fails when CUDA cannot be built, 0 builds the CPU backend only.
     MAX_JOBS: compiler processes at once (ninja's default: processors + 2).
+    GLA_EXT_LOCAL_VERSION: 1 adds torch and CUDA to the version, 0.1.0+torch2.11.cu130. Default 1,
+        but 0 in an unpacked sdist: pip refuses a wheel of another version than the sdist's name.
     GLA_EXT_WERROR_SPILLS: 1 fails where a CUDA kernel spills registers; for CI, not for users.
 """
 
@@ -12,6 +15,7 @@ import platform
 import pprint
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import ClassVar
@@ -19,7 +23,7 @@ from typing import ClassVar
 import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.command.dist_info import dist_info
+from setuptools.command.sdist import sdist
 
 if tuple(int(part) for part in setuptools.__version__.split(".")[:2]) < (77, 0):
     raise SystemExit(
@@ -29,6 +33,10 @@ if tuple(int(part) for part in setuptools.__version__.split(".")[:2]) < (77, 0):
 
 ROOT = Path(__file__).resolve().parent
 MIN_TORCH = (2, 11)
+# setuptools' commands whose result holds the compiled extension, or describes it.
+WHEEL_COMMANDS = {"bdist_wheel", "dist_info", "editable_wheel"}
+# A change in any of these makes another wheel than their commit does.
+WHEEL_FILES = ("csrc", "gla_ext", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 CPU_CAPABILITY_FLAGS = {
     "DEFAULT": [],
@@ -41,8 +49,12 @@ KERNEL_WARNINGS = [
     "-Wno-maybe-uninitialized",
     "-Wno-aggressive-loop-optimizations",
 ]
+LINK_FLAGS = ["-fopenmp"]
+if platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc":
+    LINK_FLAGS.append("-Wl,--wrap=exp,--wrap=exp2")  # see csrc/glibc.cpp
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall"]
 NVCC_FLAGS = ["-O3"]
+COMPRESS = "--compress-mode=size"  # nvcc knows it from 12.8 on
 SPILLS_ARE_ERRORS = ["-Xptxas", "-warn-spills", "-Xptxas", "-Werror"]
 # Without CUDA or torch headers, for plans of GPUs that are not there.
 CUDA_PLAN = "csrc/cuda/plan/"
@@ -64,6 +76,33 @@ def version() -> str:
     return re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE).group(1)
 
 
+def wheel_metadata(torch_version: str, cuda: str | None, local: bool) -> tuple[str, str]:
+    """The version of what is compiled for a torch, and CUDA or None, and the torch it requires."""
+    minor = ".".join(torch_version.split(".")[:2])
+    suffix = f"+torch{minor}." + (f"cu{cuda.replace('.', '')}" if cuda else "cpu")
+    return version() + (suffix if local else ""), f"torch=={minor}.*"
+
+
+def commit(root: Path = ROOT) -> str:
+    """The git commit of the sources in root, with "-dirty" behind it where WHEEL_FILES differ.
+
+    An sdist has its commit in a file COMMIT instead. Without either, or without git: "unknown".
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
+
+    try:
+        # Only root's own repository: an unpacked sdist may lie inside that of something else.
+        if (root / ".git").exists():
+            dirty = git("status", "--porcelain", "--", *WHEEL_FILES)
+            return git("rev-parse", "HEAD") + ("-dirty" if dirty else "")
+        return (root / "COMMIT").read_text().strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def sources() -> dict[str, list[str]]:
     """The source files: `common` is compiled once, `kernels` per capability, `cuda` with CUDA."""
 
@@ -74,12 +113,8 @@ def sources() -> dict[str, list[str]]:
     kernels = find("csrc/cpu/kernels", ".cpp")
     cuda = [f for f in find("csrc/cuda", ".cu", ".cpp") if not f.startswith(CUDA_PLAN)]
     common = [f for f in find("csrc", ".cpp") if f not in kernels and f not in cuda]
-    return {
-        "common": common,
-        "kernels": kernels,
-        "cuda": cuda,
-        "headers": find("csrc", ".h", ".cuh"),
-    }
+    headers = find("csrc", ".h", ".cuh")
+    return {"common": common, "kernels": kernels, "cuda": cuda, "headers": headers}
 
 
 def cpu_capabilities(machine: str) -> list[str]:
@@ -93,9 +128,11 @@ def capability_flags(capability: str) -> list[str]:
     return macros + KERNEL_WARNINGS + CPU_CAPABILITY_FLAGS[capability]
 
 
-def nvcc_flags(env: dict[str, str]) -> list[str]:
-    """nvcc's flags. None may have "arch" in it: that would switch TORCH_CUDA_ARCH_LIST off."""
-    return NVCC_FLAGS + (SPILLS_ARE_ERRORS if env.get("GLA_EXT_WERROR_SPILLS") == "1" else [])
+def nvcc_flags(env: dict[str, str], release: tuple[int, int]) -> list[str]:
+    """Flags of that release of nvcc. One with "arch" in it switches TORCH_CUDA_ARCH_LIST off."""
+    compress = [COMPRESS] if release >= (12, 8) else []
+    spills = SPILLS_ARE_ERRORS if env.get("GLA_EXT_WERROR_SPILLS") == "1" else []
+    return NVCC_FLAGS + compress + spills
 
 
 def default_cuda_archs(cuda: str) -> list[str]:
@@ -195,19 +232,44 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc", path=os.path.join(CUDA_HOME, "bin")) if CUDA_HOME else None
 
 
+def nvcc_release(nvcc: str) -> tuple[int, int]:
+    """The version that nvcc says it has, such as (13, 0)."""
+    text = subprocess.check_output([nvcc, "--version"], text=True)
+    return tuple(map(int, re.search(r"release (\d+)\.(\d+)", text).groups()))
+
+
+def decide_cuda() -> tuple[bool, str]:
+    """`cuda_decision` for this environment."""
+    import torch
+
+    has_sources = bool(sources()["cuda"])
+    return cuda_decision(os.environ.get("FORCE_CUDA"), find_nvcc(), torch.version.cuda, has_sources)
+
+
+def metadata(arguments: list[str]) -> tuple[str, str]:
+    """The version and the requirement of torch, for the commands in setup.py's arguments."""
+    if not WHEEL_COMMANDS & set(arguments):
+        return version(), f"torch>={'.'.join(map(str, MIN_TORCH))}"
+    if "sdist" in arguments:
+        raise SystemExit("gla_ext: expected an sdist or a wheel, got both in one command.")
+    import torch
+
+    default = "0" if (ROOT / "PKG-INFO").exists() else "1"
+    local = os.environ.get("GLA_EXT_LOCAL_VERSION", default) == "1"
+    cuda = torch.version.cuda if decide_cuda()[0] else None
+    return wheel_metadata(torch.__version__, cuda, local)
+
+
 def make_extension() -> tuple[Extension, dict[str, object]]:
     """The extension without the kernels' objects, and what _build_info.py will say of it."""
     import torch
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
     files = sources()
-    with_cuda, message = cuda_decision(
-        os.environ.get("FORCE_CUDA"), find_nvcc(), torch.version.cuda, bool(files["cuda"])
-    )
-    archs = []
-    macros = []
+    with_cuda, message = decide_cuda()
+    archs, macros, nvcc = [], [], []
     if with_cuda:
-        gpus = (torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+        gpus = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
         visible = sorted({f"{major}.{minor}" for major, minor in gpus})
         archs = cuda_archs(dict(os.environ), torch.version.cuda, visible)
         os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(archs)
@@ -216,17 +278,19 @@ def make_extension() -> tuple[Extension, dict[str, object]]:
             f'-DGLA_EXT_CUDA="{torch.version.cuda}"',
             f'-DGLA_EXT_CUDA_ARCHS="{";".join(archs)}"',
         ]
+        nvcc = nvcc_flags(dict(os.environ), nvcc_release(find_nvcc()))
     print(message, file=sys.stderr)
     extension = (CUDAExtension if with_cuda else CppExtension)(
         "gla_ext._C",
         files["common"] + (files["cuda"] if with_cuda else []),
         include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args={"cxx": CXX_FLAGS + macros, "nvcc": nvcc_flags(dict(os.environ))},
-        extra_link_args=["-fopenmp"],
+        extra_compile_args={"cxx": CXX_FLAGS + macros, "nvcc": nvcc},
+        extra_link_args=LINK_FLAGS,
         depends=files["headers"],
     )
     info = {
         "version": version(),
+        "commit": commit(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if with_cuda else None,
         "cuda_archs": archs,
@@ -304,28 +368,29 @@ def torch_build_ext() -> type[build_ext]:
 
 def main() -> None:
     try:
-        import torch  # noqa: F401
-
-        error = None
-        build = torch_build_ext()
+        build, error = torch_build_ext(), None
     except ImportError as e:
-        error = e
-        build = build_ext
+        build, error = build_ext, e
 
     class BuildExt(build):
         def run(self) -> None:
             require_torch(error)
             super().run()
 
-    class DistInfo(dist_info):
-        # pip asks for the metadata first: stop here, before it downloads a torch of its own.
-        def run(self) -> None:
-            require_torch(error)
-            super().run()
+    class Sdist(sdist):
+        def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+            super().make_release_tree(base_dir, files)
+            (Path(base_dir) / "COMMIT").write_text(f"{commit()}\n")
 
+    # pip asks for the metadata first: stop here, before it downloads a torch of its own.
+    if WHEEL_COMMANDS & set(sys.argv):
+        require_torch(error)
+    full_version, requirement = metadata(sys.argv[1:])
     setup(
+        version=full_version,
+        install_requires=[requirement],
         ext_modules=[Extension("gla_ext._C", [])],
-        cmdclass={"build_ext": BuildExt, "dist_info": DistInfo},
+        cmdclass={"build_ext": BuildExt, "sdist": Sdist},
         options={"build": {"build_base": ".build"}},
     )
 

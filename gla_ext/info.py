@@ -7,6 +7,7 @@ import torch
 
 import gla_ext
 from gla_ext import _C
+from gla_ext._build_info import BUILD_INFO
 
 DISPATCH_KEYS = ("CPU", "CUDA", "Meta", "Autograd", "AutocastCPU", "AutocastCUDA")
 
@@ -27,6 +28,7 @@ def describe() -> str:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     rows = [
         ("gla_ext", f"{gla_ext.__version__}, in {os.path.dirname(gla_ext.__file__)}"),
+        ("commit", BUILD_INFO.get("commit", "unknown")),
         ("Python", platform.python_version()),
         ("torch", f"{torch.__version__}, built against {built['torch']}"),
         ("C++ compiler", built["cxx"]),

@@ -85,8 +85,8 @@ def test_torch_turns_the_list_into_wgmma_code(monkeypatch):
 
 
 def test_spills_fail_a_build_that_asks_for_it():
-    assert rules.nvcc_flags({}) == rules.NVCC_FLAGS
-    flags = rules.nvcc_flags({"GLA_EXT_WERROR_SPILLS": "1"})
+    assert rules.nvcc_flags({}, (12, 6)) == rules.NVCC_FLAGS
+    flags = rules.nvcc_flags({"GLA_EXT_WERROR_SPILLS": "1"}, (13, 0))
     assert "-warn-spills -Xptxas -Werror" in " ".join(flags)
     assert not [flag for flag in flags if "arch" in flag]
 
@@ -207,11 +207,19 @@ def test_sdist_builds_without_torch_and_is_complete(tmp_path):
     tree = copy_tree(tmp_path / "tree", *names, *folders)
     (tree / "gla_ext" / "_build_info.py").write_text("BUILD_INFO = {}\n")
     (tree / "gla_ext" / "_C.so").touch()
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    (tree / "COMMIT").write_text(f"{commit}\n")  # as in an sdist that another is made from
     result = run(sys.executable, "-c", WITHOUT_TORCH, "-q", "sdist", cwd=tree)
     assert result.returncode == 0, result.stderr
     (archive,) = (tree / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         packed = {name.partition("/")[2] for name in tar.getnames()}
+        top = archive.name.removesuffix(".tar.gz")
+        about = tar.extractfile(f"{top}/PKG-INFO").read().decode()
+        kept = tar.extractfile(f"{top}/COMMIT").read().decode()
+    assert f"\nVersion: {rules.version()}\n" in about
+    assert "\nRequires-Dist: torch>=2.11\n" in about
+    assert kept == f"{commit}\n"
     suffixes = ".cpp .h .cu .cuh .md .py .pyi .typed .cmake .in .txt"
     expected = {
         str(path.relative_to(ROOT))

@@ -150,6 +150,6 @@ def test_info_lists_operators_with_their_keys():
     for name in table.keys() - set(made_of_others):
         assert ("CUDA" in table[name]) == with_cuda
     text = info.describe()
-    versions = [gla_ext.__version__, torch.__version__]
+    versions = [gla_ext.__version__, BUILD_INFO["commit"], torch.__version__]
     for expected in [*versions, *BUILD_INFO["cpu_capabilities"], *table]:
         assert expected in text
