@@ -33,7 +33,7 @@ def launched(call) -> tuple[list[str], tuple[torch.Tensor, ...]]:
 @pytest.mark.parametrize("kind", ["fused", "kept", "steps"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_as_many_as_the_plan_says(shape, kind, packed, monkeypatch):
-    options = {"kept": kind == "kept"}
+    options = {"keeps": kind == "kept"}
     if kind == "steps":
         monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
         options["capability"] = "8.0"  # has the steps alone
