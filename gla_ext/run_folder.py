@@ -79,7 +79,7 @@ def check_nothing_is_lost(folder: Path, resume: bool, overwrite: bool) -> None:
         go_on = "--resume goes on with it, up to more --steps; " if checkpoint.exists() else ""
         raise ValueError(
             f"expected {folder} to hold no earlier run, got {', '.join(there)}; {go_on}"
-            "another --out keeps it, --overwrite writes over it"
+            "another folder keeps it, --overwrite writes over it"
         )
 
 

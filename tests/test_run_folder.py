@@ -114,7 +114,7 @@ def test_a_rerun_is_told_what_to_do(folder, tmp_path, capsys):
     run("--data", folder, "--out", out, *TINY, code=2)
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"gla_ext.train: expected {out} to hold no earlier run, got {', '.join(RESULTS)}, "
-        f"{CHECKPOINT} of step 4; --resume goes on with it, up to more --steps; another --out "
+        f"{CHECKPOINT} of step 4; --resume goes on with it, up to more --steps; another folder "
         "keeps it, --overwrite writes over it"
     )
     assert {name: x for name, x in contents(out).items() if name != LOCK} == {
@@ -133,7 +133,7 @@ def test_the_model_of_something_else_is_kept(folder, tmp_path, capsys, more):
     (tmp_path / "out" / "config.json").write_text("{}")
     run("--data", folder, "--out", tmp_path / "out", *TINY, *more, code=2)
     error = capsys.readouterr().err
-    assert "to hold no earlier run, got config.json; another --out keeps it" in error
+    assert "to hold no earlier run, got config.json; another folder keeps it" in error
     assert (tmp_path / "out" / "config.json").read_text() == "{}"
 
 
