@@ -208,7 +208,7 @@ def _read_folder(
         file = files[title]
         size = file.stat().st_size
         with file.open("rb") as opened:
-            text = opened.read(min(size, left) if size <= left else _GLANCE)
+            text = opened.read(size if size <= left else _GLANCE)
         if not text or not _is_text(text):
             continue
         if size <= left:

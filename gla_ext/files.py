@@ -15,7 +15,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
     The file lies in a folder of its own beside `path`. Whatever its writer puts there, safetensors
     a file under a random name, a kill leaves nothing but that folder, and the next writer of `path`
-    removes it. After an error it is removed too, and `path` is as it was.
+    removes it. After an error it is removed too, and `path` is as it was. One writer at a time.
 
     Args:
         path: the file to make or replace; its folder exists.

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,7 +94,7 @@ def test_what_a_kill_leaves_is_removed_and_no_more(folder, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     kill(other_process(SAVES, out / CHECKPOINT))
-    kill(other_process(SAVES, tmp_path / "x.safetensors"))
+    shutil.copytree(out, tmp_path / "library")
     assert sum(path.stat().st_size for path in out.rglob("*")) >= 2 * 10**6
     mine = {"notes.tmp": b"1", ".tmpMine": b"2", f"{CHECKPOINT}.tmp": b"3"}
     for name, content in mine.items():
@@ -102,9 +103,9 @@ def test_what_a_kill_leaves_is_removed_and_no_more(folder, tmp_path):
         assert contents(out).keys() == {LOCK, *mine}
     run("--data", folder, "--out", out, *TINY)
     assert set(contents(out)) == {LOCK, CHECKPOINT, *RESULTS, *mine}
-    write_tensors(tmp_path / "x.safetensors", {"x": torch.ones(1)})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text", "x.safetensors"]
-    assert read_tensors(tmp_path / "x.safetensors")[0]["x"] == 1
+    write_tensors(tmp_path / "library" / CHECKPOINT, {"x": torch.ones(1)})
+    assert list(contents(tmp_path / "library")) == [CHECKPOINT]
+    assert read_tensors(tmp_path / "library" / CHECKPOINT)[0]["x"] == 1
 
 
 def test_a_rerun_is_told_what_to_do(folder, tmp_path, capsys):
