@@ -11,27 +11,29 @@ import argparse
 from pathlib import Path
 
 import torch
-from text import Bytes, argument, held_out_loss, load_text, load_tokenizer, windows
+from text import Bytes, argument, device_argument, held_out_loss, load_text, load_tokenizer, windows
 
 from gla_ext.model import GLAForCausalLM
-from gla_ext.train import default_device
+from gla_ext.run_folder import check_nothing_is_lost
 
 
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--overwrite", action="store_true", help="write over a model in OUT")
     argument(parser)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--device", default=default_device())
+    device_argument(parser)
     return parser
 
 
 def main() -> None:
     args = command_line().parse_args()
+    check_nothing_is_lost(args.out, resume=False, overwrite=args.overwrite)
     torch.manual_seed(0)
     model = GLAForCausalLM.from_pretrained(args.checkpoint).to(args.device).train()
     tokenizer = load_tokenizer(args.checkpoint, model.config.vocab_size)

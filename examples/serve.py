@@ -20,10 +20,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import torch
-from text import Tokenizer, load_tokenizer, with_text
+from text import Tokenizer, device_argument, load_tokenizer, with_text
 
 from gla_ext.model import GLAForCausalLM
-from gla_ext.train import default_device
 
 MAX_BODY_BYTES = 1 << 20
 MAX_REFUSED_BYTES = 1 << 26  # read before a refusal, which a client that still sends does not see
@@ -170,7 +169,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--device", default=default_device())
+    device_argument(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--max-prompt-tokens", type=int, default=32_768, help="of a request")
     parser.add_argument("--max-new-tokens", type=int, default=4096, help="of a request")

@@ -1,4 +1,4 @@
-"""What the examples share: text as tokens and back, windows of it, the loss on some held out.
+"""What the examples share: arguments, text as tokens and back, windows of it, the loss on some.
 
 Not an example itself.
 """
@@ -11,7 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from gla_ext.data import read_text_file
+from gla_ext.devices import check_device, default_device
+
 MAX_EVAL_WINDOWS = 16
+MAX_TEXT_BYTES = 16 << 20
 
 
 class Tokenizer(Protocol):
@@ -77,13 +81,36 @@ def argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", type=Path, nargs="?", default=text, help="default: argparse.py")
 
 
+def device_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the device to a command line, which says what is wrong with another."""
+
+    def usable(device: str) -> str:
+        try:
+            check_device(device)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return device
+
+    parser.add_argument("--device", type=usable, default=default_device())
+
+
 def load_text(path: Path, tokenizer: Tokenizer, seq_len: int) -> tuple[Tensor, Tensor]:
     """Tokens to train on, int64 `[n]`, and windows of the tenth at the end, `[windows, seq_len]`.
 
     Raises:
-        ValueError: for a text too short for one window of each.
+        ValueError: for a text too short for one window of each, or over MAX_TEXT_BYTES; for what is
+            not a text file in UTF-8.
     """
-    tokens = torch.tensor(tokenizer.encode(path.read_text(encoding="utf-8")))
+    text, left_out = read_text_file(path, MAX_TEXT_BYTES)
+    if left_out:
+        raise ValueError(
+            f"expected {path} to have at most {MAX_TEXT_BYTES} bytes, got {len(text) + left_out}; "
+            "python -m gla_ext.train takes more"
+        )
+    try:
+        tokens = torch.tensor(tokenizer.encode(text.decode()))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected {path} to be UTF-8, got {error}") from error
     train, tail = tokens.tensor_split([len(tokens) - len(tokens) // 10])
     if len(tail) < seq_len:
         raise ValueError(

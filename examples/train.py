@@ -10,16 +10,17 @@ import math
 from pathlib import Path
 
 import torch
-from text import Bytes, argument, held_out_loss, load_text, windows
+from text import Bytes, argument, device_argument, held_out_loss, load_text, windows
 
 from gla_ext.model import GLAConfig, GLAForCausalLM, count_parameters
-from gla_ext.train import default_device
+from gla_ext.run_folder import check_nothing_is_lost
 
 
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     argument(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/example"), help="model's folder")
+    parser.add_argument("--overwrite", action="store_true", help="write over a model in --out")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=128)
@@ -27,13 +28,14 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--device", default=default_device())
+    device_argument(parser)
     parser.add_argument("--compile", action="store_true", help="one graph; takes a minute before")
     return parser
 
 
 def main() -> None:
     args = command_line().parse_args()
+    check_nothing_is_lost(args.out, resume=False, overwrite=args.overwrite)
     torch.manual_seed(0)
     train, held_out = load_text(args.text, Bytes(), args.seq_len)
     config = GLAConfig(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from gla_ext.config import GLAConfig
+from gla_ext.files import replacing
 from gla_ext.model import GLAForCausalLM
 
 MODEL_FILE, CONFIG_FILE = "model.safetensors", "config.json"
@@ -142,7 +142,7 @@ def write_tensors(
     """Writes a safetensors file atomically: at any moment `path` is the old file or the new one.
 
     Args:
-        path: the file; a neighbour with the suffix .tmp is written first.
+        path: the file; `gla_ext.files.replacing` makes it.
         tensors: names and tensors, on any device.
         metadata: anything JSON can hold. String values stand in the header as they are, which
             other readers expect; the whole stands there as JSON. Default: None.
@@ -150,27 +150,15 @@ def write_tensors(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
     metadata = metadata or {}
     header = {key: value for key, value in metadata.items() if isinstance(value, str)}
     header[_METADATA_KEY] = json.dumps(metadata)
-    temporary.unlink(missing_ok=True)
-    temporary.touch()
-    mode = temporary.stat().st_mode
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-            temporary,
-            metadata=header,
-        )
+        with replacing(path) as file:
+            save_file(tensors, file, metadata=header)
     except SafetensorError as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(f"cannot write {path}: {error}") from error
-    temporary.chmod(mode)  # save_file leaves the file to its owner alone
-    _sync(temporary)
-    os.replace(temporary, path)
-    _sync(path.parent)
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -202,12 +190,3 @@ def _opened(path: str | Path) -> Iterator[Any]:
             yield file
     except SafetensorError as error:
         raise ValueError(f"expected {path} to be a whole safetensors file: {error}") from error
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's entries, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gla_ext._layer_options import typed
+from gla_ext.files import write_text
 
 # What a configuration file of FLA may ask for that is not built here, with the values that ask
 # for nothing.
@@ -156,7 +157,7 @@ class GLAConfig:
 
     def save(self, path: str | Path) -> None:
         """Writes the configuration as JSON to the file `path`."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> GLAConfig:

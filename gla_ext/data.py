@@ -6,12 +6,15 @@ so it tells the model that a document starts, and predicting it is never charged
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import lzma
 import os
+import stat
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ VOCAB_SIZE = 256
 MAX_BYTES = 64 << 20
 HELD_OUT_FRACTION = 0.03
 MAX_HELD_OUT_BYTES = 128 << 10
+_GLANCE = 64 << 10  # bytes of a file too large to be read that say whether it is text
 
 # Not in the default corpus: other people's packages, tests (some systems leave them out), and the
 # codecs' generated tables, which are near copies of each other and would stand on both sides.
@@ -35,11 +39,13 @@ class Corpus:
 
     name: where they come from, for people.
     train, held_out: names and contents, in the order of a hash of the name.
+    left_out: bytes of further text that did not fit.
     """
 
     name: str
     train: tuple[tuple[str, bytes], ...]
     held_out: tuple[tuple[str, bytes], ...]
+    left_out: int = 0
 
     @property
     def fingerprint(self) -> str:
@@ -48,7 +54,8 @@ class Corpus:
         for part in (self.train, self.held_out):
             digest.update(b"part")
             for name, text in part:
-                digest.update(f"{len(name.encode())} {len(text)} {name}".encode())
+                title = os.fsencode(name)  # which need not be UTF-8
+                digest.update(b"%d %d %b" % (len(title), len(text), title))
                 digest.update(text)
         return digest.hexdigest()
 
@@ -58,37 +65,51 @@ def load_corpus(path: str | Path | None = None, max_bytes: int = MAX_BYTES) -> C
 
     Documents are taken in the order of a hash of their names, up to max_bytes. In that order each
     is held out that still fits into min(3 % of the bytes, 128 KiB); if none does, the smallest is.
-    A single file is split in two documents instead, its tail of that size held out.
+    A single document is split in two instead, its tail of that size held out.
 
     Args:
-        path: a text file, or a folder of which every text file is taken, hidden ones aside.
-            Default: the `*.py` files of this Python's standard library, without its tests and
-            codec tables.
-        max_bytes: upper limit of the corpus, bytes. Default: 64 MiB.
+        path: a text file, of which the first max_bytes are taken, or a folder of which every text
+            file is taken that fits, hidden ones and links aside. Default: the `*.py` files of this
+            Python's standard library, without its tests and codec tables.
+        max_bytes: upper limit of the corpus, bytes; no more are in memory. Default: 64 MiB.
 
     Raises:
-        FileNotFoundError: no such path.
-        ValueError: a file that is not text, or too little text to split (under 2 bytes of one
-            file, or of two files).
+        OSError: no such path, or one that cannot be read.
+        ValueError: neither a file nor a folder, a file that is not text, or too little text to
+            split (under 2 bytes).
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        documents = _read_folder(root, suffix=".py", skipped=_SKIPPED_FOLDERS)
-        name = f"Python {sysconfig.get_python_version()} standard library"
-        return _split(name, documents, max_bytes)
+        read = _read_folder(root, max_bytes, suffix=".py", skipped=_SKIPPED_FOLDERS)
+        return _split(f"Python {sysconfig.get_python_version()} standard library", *read)
     path = Path(path)
     if path.is_dir():
-        return _split(str(path), _read_folder(path), max_bytes)
+        return _split(str(path), *_read_folder(path, max_bytes))
+    text, left_out = read_text_file(path, max_bytes)
+    return _split(str(path), [(path.name, text)], left_out)
+
+
+def read_text_file(path: Path, max_bytes: int) -> tuple[bytes, int]:
+    """The first max_bytes of a text file, and how many bytes more it has.
+
+    Raises:
+        OSError: no such file, or one that cannot be read.
+        ValueError: a pipe, a device, or a file that is not text.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(f"expected {path} to be a text file, got a link to itself") from error
+    if not stat.S_ISREG(mode):  # reading a pipe would wait for its writer
+        raise ValueError(f"expected {path} to be a text file, got a pipe, socket, folder or device")
     with path.open("rb") as file:
         text = file.read(max_bytes)
+        left_out = max(0, os.fstat(file.fileno()).st_size - len(text))
     if not _is_text(text):
-        raise ValueError(f"load_corpus: expected {path} to be text, got a file with NUL bytes")
-    if len(text) < 2:
-        raise ValueError(f"load_corpus: expected at least 2 bytes of text, got {len(text)}")
-    cut = len(text) - _held_out_bytes(len(text))
-    return Corpus(
-        str(path), ((f"{path.name}[:{cut}]", text[:cut]),), ((f"{path.name}[{cut}:]", text[cut:]),)
-    )
+        raise ValueError(f"expected {path} to be text, got a file with NUL bytes")
+    return text, left_out
 
 
 def encode(documents: tuple[tuple[str, bytes], ...]) -> Tensor:
@@ -164,36 +185,63 @@ def order0_bits_per_byte(
 
 
 def _read_folder(
-    root: Path, suffix: str = "", skipped: frozenset[str] = frozenset()
-) -> list[tuple[str, bytes]]:
-    """Relative POSIX names and contents of the text files below a folder, links aside."""
-    documents = []
-    for folder, folders, files in os.walk(root):
+    root: Path, max_bytes: int, suffix: str = "", skipped: frozenset[str] = frozenset()
+) -> tuple[list[tuple[str, bytes]], int]:
+    """Names, relative to a folder, and contents of the text files below it; links are passed over.
+
+    They are in the order of `_place` and of at most max_bytes. Also returns how many bytes of text
+    were left out; a file that does not fit is taken for text by its start.
+    """
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    files = {}
+    for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if name not in skipped and name[0] != "."]
-        for name in files:
+        for name in names:
             file = Path(folder, name)
-            if name[0] == "." or not name.endswith(suffix) or file.is_symlink():
-                continue
-            text = file.read_bytes() if file.is_file() else b""
-            if text and _is_text(text):
-                documents.append((file.relative_to(root).as_posix(), text))
-    return documents
+            if name[0] != "." and name.endswith(suffix) and stat.S_ISREG(file.lstat().st_mode):
+                files[file.relative_to(root).as_posix()] = file
+    documents, left, left_out = [], max_bytes, 0
+    for title in sorted(files, key=_place):
+        file = files[title]
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            text = opened.read(size if size <= left else _GLANCE)
+        if not text or not _is_text(text):
+            continue
+        if size <= left:
+            documents.append((title, text))
+            left -= len(text)
+        else:
+            left_out += size
+    return documents, left_out
 
 
-def _split(name: str, documents: list[tuple[str, bytes]], max_bytes: int) -> Corpus:
-    """Divides documents as `load_corpus` says."""
-    documents.sort(key=lambda document: hashlib.sha256(os.fsencode(document[0])).digest())
-    documents = _fitting(documents, max_bytes)
-    if len(documents) < 2:
-        raise ValueError(
-            f"load_corpus: expected at least two text files of together at most {max_bytes} bytes "
-            f"in {name}, got {len(documents)}"
-        )
-    held_out = _fitting(documents, _held_out_bytes(sum(len(text) for _, text in documents)))
+def _place(name: str) -> bytes:
+    """What documents are ordered by."""
+    return hashlib.sha256(os.fsencode(name)).digest()
+
+
+def _split(name: str, documents: list[tuple[str, bytes]], left_out: int = 0) -> Corpus:
+    """Divides documents, in the order of `_place`, as `load_corpus` says."""
+    if not documents:
+        besides = " that fit" if left_out else ""
+        raise ValueError(f"load_corpus: expected {name} to hold text files{besides}, got none")
+    total = sum(len(text) for _, text in documents)
+    if total < 2:
+        raise ValueError(f"load_corpus: expected at least 2 bytes of text, got {total}")
+    if len(documents) == 1:
+        ((title, text),) = documents
+        cut = total - _held_out_bytes(total)
+        parts = (((f"{title}[:{cut}]", text[:cut]),), ((f"{title}[{cut}:]", text[cut:]),))
+        return Corpus(name, *parts, left_out)
+    held_out = _fitting(documents, _held_out_bytes(total))
     held_out = held_out or [min(documents, key=lambda document: len(document[1]))]
     names = {name for name, _ in held_out}
     train = [document for document in documents if document[0] not in names]
-    return Corpus(name, tuple(train), tuple(held_out))
+    return Corpus(name, tuple(train), tuple(held_out), left_out)
 
 
 def _fitting(documents: list[tuple[str, bytes]], max_bytes: int) -> list[tuple[str, bytes]]:

@@ -13,6 +13,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
+from gla_ext.files import replacing
+
 if TYPE_CHECKING:
     from gla_ext.trainer import Trainer
 
@@ -44,5 +46,6 @@ def plot_losses(path: str | Path, trainer: Trainer, bits_per_byte: dict[str, flo
     axes.set(xlabel="step", ylabel="bits a byte", ylim=(0, 8.2))
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=120)
     plt.close(figure)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gla_ext.data import MAX_BYTES
 from gla_ext.trainer import DTYPES, SCHEDULES, Settings, check_at_least
 
 
@@ -18,6 +19,7 @@ class Options:
 
     out: Path = Path("runs/gla-bytes")
     resume: bool = False
+    overwrite: bool = False
     device: str = "auto"
     compile: bool = False
     prompt: str = "def "
@@ -26,6 +28,8 @@ class Options:
 
     def __post_init__(self) -> None:
         check_at_least(self, sample_bytes=0, save_every=1)
+        if self.resume and self.overwrite:
+            raise ValueError("expected --resume or --overwrite, got both")
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,12 @@ def command_line() -> argparse.ArgumentParser:
         parser.add_argument(flag, **{**kind, **kwargs}, help=f"{text} (default: {default})")
 
     library = "the source files of Python's standard library"
-    add("--data", "text file, or folder of text files", library, type=str)
-    add("--out", "folder for what the run writes")
-    add("--resume", "go on from the checkpoint in --out", "no", action="store_true")
+    limit = f"{MAX_BYTES >> 20} MiB"
+    add("--data", f"text file, or folder of text files; up to {limit}", library, type=str)
+    add("--out", "folder for what the run writes, and for no other run meanwhile")
+    resume = "go on from the checkpoint in --out, with more --steps also after the last"
+    add("--resume", resume, "no", action="store_true")
+    add("--overwrite", "write over an earlier run in --out", "no", action="store_true")
     add("--steps", "optimizer steps in all")
     add("--batch-size", "windows a step")
     add("--seq-len", "bytes a window")

@@ -9,25 +9,34 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import shlex
-import shutil
 import signal
 import sys
 import time
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
 from gla_ext.checkpoint import read_metadata
-from gla_ext.data import Corpus, load_corpus, lzma_bits_per_byte, order0_bits_per_byte
+from gla_ext.data import MAX_BYTES, Corpus, load_corpus, lzma_bits_per_byte, order0_bits_per_byte
+from gla_ext.devices import check_device, default_device
+from gla_ext.files import write_text
 from gla_ext.model import count_parameters
 from gla_ext.presets import Options, command_line, describe, preset
+from gla_ext.run_folder import (
+    CHECKPOINT,
+    CURVE,
+    METRICS,
+    RESULTS,
+    SAMPLE,
+    check_nothing_is_lost,
+    held,
+)
 from gla_ext.trainer import CheckpointMismatch, Settings, Trainer, checkpoint_settings
 
-CHECKPOINT = "checkpoint.safetensors"
 _PACKAGES = ("matplotlib", "safetensors", "tqdm")
 
 
@@ -70,7 +79,10 @@ def main(argv: list[str] | None = None) -> int:
         settings, options = _settings_and_options(given)
         with StopSignals() as signals:
             try:
-                _run(settings, options, signals)
+                corpus = load_corpus(settings.data)
+                with held(options.out):
+                    check_nothing_is_lost(options.out, options.resume, options.overwrite)
+                    _run(settings, options, corpus, signals)
             except Interrupted:
                 print(f"Stopped. To go on: {shlex.join(_command_to_go_on(given, options))}")
                 return 128 + signals.number
@@ -100,38 +112,22 @@ def _check_packages() -> None:
         )
 
 
-def default_device() -> str:
-    """'cuda' where there is a GPU and gla_ext was built with CUDA operators, else 'cpu'."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("gla_ext::chunk_gla_fwd", "CUDA")
-    return "cuda" if has_kernel and torch.cuda.is_available() else "cpu"
-
-
-def _check_device(device: str) -> None:
-    """Raises ValueError if training cannot run there."""
-    try:
-        kind = torch.device(device).type
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"expected --device to be usable, got {device}: {error}") from error
-    if kind != "cpu" and kind != torch.device(default_device()).type:
-        raise ValueError(f"expected --device to be one gla_ext has operators for, got {device}")
-
-
 def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
     """Merges the command line with the device's preset or, when resuming, with the checkpoint."""
     device = given.get("device", "auto")
     device = default_device() if device == "auto" else device
-    _check_device(device)
+    check_device(device)
     defaults, names = preset(device), {field.name for field in fields(Options)}
     options = {name: value for name, value in given.items() if name in names}
     options = replace(defaults.options, **(options | {"device": device}))
     given = {name: value for name, value in given.items() if name not in names}
     if "data" in given:
-        given["data"] = str(Path(given["data"]).resolve())
+        given["data"] = os.path.realpath(given["data"])
     path = options.out / CHECKPOINT
     if options.resume and path.exists():
         settings = checkpoint_settings(read_metadata(path), path)
         settings.data = given.pop("data", settings.data)
+        settings.steps = given.pop("steps", settings.steps)
         for name, value in given.items():
             saved = getattr(settings, name)
             if value != saved:
@@ -144,21 +140,17 @@ def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
     return replace(defaults.settings, **given), options
 
 
-def _run(settings: Settings, options: Options, signals: StopSignals) -> None:
+def _run(settings: Settings, options: Options, corpus: Corpus, signals: StopSignals) -> None:
     """Trains, evaluates and writes everything; raises Interrupted when a signal came."""
     start = time.perf_counter()
-    corpus = load_corpus(settings.data)
-    options.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(settings, corpus, torch.device(options.device), options.compile)
     checkpoint = options.out / CHECKPOINT
-    if checkpoint.exists():
-        if options.resume:
-            trainer.load(checkpoint)
-        else:
-            shutil.copyfile(checkpoint, checkpoint.with_suffix(".old.safetensors"))
+    if options.resume and checkpoint.exists():
+        trainer.load(checkpoint)
     elif options.resume:
         print(f"No checkpoint in {options.out} yet: starting at step 0")
-    if not trainer.step:
+    saved = checkpoint_settings(read_metadata(checkpoint), checkpoint) if trainer.step else None
+    if saved != settings:
         trainer.save(checkpoint)  # from here on --resume knows the run's settings
     _print_start(trainer, corpus, options)
     signals.check()
@@ -231,6 +223,8 @@ def _print_start(trainer: Trainer, corpus: Corpus, options: Options) -> None:
         f"Text: {corpus.name}: {len(corpus.train)} documents, {train:,} bytes to train on; "
         f"{len(corpus.held_out)} documents, {held_out:,} bytes held out"
     )
+    if corpus.left_out:
+        print(f"Left out: {corpus.left_out:,} bytes of text beyond {MAX_BYTES >> 20} MiB")
     settings = trainer.settings
     print(
         f"Model: {count_parameters(trainer.model):,} parameters, {settings.layers} layers of width "
@@ -259,8 +253,8 @@ def _finish(trainer: Trainer, corpus: Corpus, options: Options, speed: dict[str,
     out = options.out
     trainer.model.save_pretrained(out)
     sample = trainer.sample(options.prompt, options.sample_bytes)
-    (out / "sample.txt").write_text(sample + "\n", encoding="utf-8")
-    plot_losses(out / "loss.png", trainer, bits)
+    write_text(out / SAMPLE, sample + "\n")
+    plot_losses(out / CURVE, trainer, bits)
     metrics = {
         "held_out_bits_per_byte": bits,
         "held_out_bytes": sum(len(text) for _, text in corpus.held_out),
@@ -274,15 +268,14 @@ def _finish(trainer: Trainer, corpus: Corpus, options: Options, speed: dict[str,
         "text": corpus.name,
         "settings": asdict(trainer.settings),
     }
-    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    write_text(out / METRICS, json.dumps(metrics, indent=2) + "\n")
     print(f"\nA continuation of {options.prompt!r}:\n\n{sample}\n")
     print(f"Held-out text, bits a byte ({metrics['held_out_bytes']:,} bytes):")
     for name, value in bits.items():
         print(f"  {name:<12}{value:.3f}")
     step, best = trainer.best_evaluation()
     print(f"Best evaluation: {best:.3f} at step {step} of {trainer.step}")
-    names = ("model.safetensors", "config.json", CHECKPOINT, "metrics.json", "loss.png")
-    print(f"Wrote {', '.join(names)} and sample.txt to {out}")
+    print(f"Wrote {', '.join((CHECKPOINT, *RESULTS[:-1]))} and {RESULTS[-1]} to {out}")
 
 
 if __name__ == "__main__":

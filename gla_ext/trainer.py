@@ -229,16 +229,23 @@ class Trainer:
         write_tensors(path, tensors, metadata)
 
     def load(self, path: str | Path) -> None:
-        """Goes on from what `save` wrote.
+        """Goes on from what `save` wrote, up to as many steps as the settings say now.
 
         Raises:
-            CheckpointMismatch: if it was written with other settings or another corpus.
+            CheckpointMismatch: if it was written with other settings (`data` and `steps` aside) or
+                another corpus, or after more steps.
         """
         tensors, metadata = read_tensors(path)
-        settings = replace(checkpoint_settings(metadata, path), data=self.settings.data)
+        now = {"data": self.settings.data, "steps": self.settings.steps}
+        settings = replace(checkpoint_settings(metadata, path), **now)
         if settings != self.settings:
             raise CheckpointMismatch(
                 f"expected a checkpoint with {self.settings}, got one with {settings}"
+            )
+        if metadata["step"] > self.settings.steps:
+            raise CheckpointMismatch(
+                f"expected --steps to be at least {metadata['step']}, the step of {path}, got "
+                f"{self.settings.steps}"
             )
         if metadata["corpus"] != self.fingerprint:
             raise CheckpointMismatch(

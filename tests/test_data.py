@@ -1,9 +1,13 @@
 """The text: split by file, windows from (seed, step) alone, what other coders pay for it."""
 
+import errno
+import hashlib
 import lzma
 import math
 import os
 import random
+import tracemalloc
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,12 +38,11 @@ def test_fingerprint_sees_every_change(folder, corpus):
 
 def test_held_out_size(monkeypatch):
     documents = [(str(i), bytes([65]) * 1000) for i in range(200)]
-    assert len(data._split("", documents, data.MAX_BYTES).held_out) == 6  # 3 % of 200,000 bytes
+    assert len(data._split("", documents).held_out) == 6  # 3 % of 200,000 bytes
     monkeypatch.setattr(data, "MAX_HELD_OUT_BYTES", 2999)
-    assert len(data._split("", documents, data.MAX_BYTES).held_out) == 2
+    assert len(data._split("", documents).held_out) == 2
     large = [("a", b"a" * 50), ("b", b"b" * 40), ("c", b"c" * 60)]
-    assert data._split("", large, data.MAX_BYTES).held_out == (("b", b"b" * 40),)
-    assert sum(len(t) for _, t in data._split("", documents, 50_500).train) == 49_000
+    assert data._split("", large).held_out == (("b", b"b" * 40),)
 
 
 def test_what_is_not_text_is_left_out(folder, corpus):
@@ -72,20 +75,100 @@ def test_default_text_is_the_standard_library():
     assert 50_000 < sum(len(text) for _, text in split.held_out) <= 128 << 10
 
 
+def test_a_folder_of_one_file_is_split_as_the_file(tmp_path):
+    (tmp_path / "book.txt").write_bytes(bytes(range(1, 251)) * 4)
+    split, file = load_corpus(tmp_path), load_corpus(tmp_path / "book.txt")
+    assert (split.train, split.held_out) == (file.train, file.held_out)
+
+
+def test_names_need_not_be_utf8(folder, corpus):
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"au lait")
+    split = load_corpus(folder)
+    assert (os.fsdecode(b"caf\xe9.txt"), b"au lait") in split.train + split.held_out
+    (folder / os.fsdecode(b"caf\xe9.txt")).rename(folder / os.fsdecode(b"caf\xe8.txt"))
+    assert len({x.fingerprint for x in (corpus, split, load_corpus(folder))}) == 3
+
+
+def test_the_fingerprint_is_that_of_older_checkpoints():
+    split = Corpus("", (("caf\N{LATIN SMALL LETTER E WITH ACUTE}", b"au lait"),), (("b", b"x"),))
+    expected = b"part5 7 caf\xc3\xa9au laitpart1 1 bx"
+    assert split.fingerprint == hashlib.sha256(expected).hexdigest()
+
+
+def test_pipes_and_links_to_themselves_are_refused(tmp_path):
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(link)
+    for path in (pipe, Path(os.devnull)):
+        with pytest.raises(ValueError, match="to be a text file, got a pipe, socket, folder or"):
+            load_corpus(path)
+    with pytest.raises(ValueError, match="to be a text file, got a link to itself"):
+        load_corpus(link)
+
+
+def test_more_than_fits_is_left_out_and_counted(tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_bytes(b"text" * 250)
+    split = load_corpus(file, max_bytes=600)
+    assert split.train[0][1] + split.held_out[0][1] == b"text" * 150
+    assert split.left_out == 400
+    for i in range(9):
+        (tmp_path / f"{i}.txt").write_bytes(b"text" * 25)
+    (tmp_path / "weights").write_bytes(b"\x00" * 1000)
+    split = load_corpus(tmp_path, max_bytes=850)
+    assert sum(len(text) for _, text in split.train + split.held_out) == 800
+    assert split.left_out == 1100
+    assert load_corpus(tmp_path).left_out == 0
+    with pytest.raises(ValueError, match="to hold text files that fit, got none"):
+        load_corpus(tmp_path, max_bytes=99)
+
+
+def test_a_large_text_takes_little_memory(tmp_path):
+    (tmp_path / "small").write_bytes(b"text" * 1000)
+    with (tmp_path / "large").open("wb") as file:
+        file.write(b"text" * (1 << 14))
+        file.truncate(1 << 28)  # 256 MiB, of which the disk holds the start
+    tracemalloc.start()
+    try:
+        split = load_corpus(tmp_path, max_bytes=1 << 20)
+        assert load_corpus(tmp_path / "large", max_bytes=1 << 16).left_out == (1 << 28) - (1 << 16)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert split.left_out == 1 << 28
+    assert peak < 4 << 20
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(folder, monkeypatch):
+    scandir = os.scandir
+
+    def denied(path):
+        if Path(path).name == "sub":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(PermissionError, match="sub"):
+        load_corpus(folder)
+
+
 @pytest.mark.parametrize(
     ("content", "error", "message"),
     [
         (None, FileNotFoundError, "text"),
         (b"a\x00b", ValueError, "to be text, got a file with NUL bytes"),
         (b"a", ValueError, "at least 2 bytes of text, got 1"),
-        ([b"one file"], ValueError, "at least two text files .* got 1"),
+        ([], ValueError, "to hold text files, got none"),
+        ([b"a\x00b"], ValueError, "to hold text files, got none"),
+        ([b"a"], ValueError, "at least 2 bytes of text, got 1"),
     ],
 )
 def test_text_that_cannot_be_used(tmp_path, content, error, message):
     path = tmp_path / "text"
     if isinstance(content, list):
         path.mkdir()
-        (path / "file").write_bytes(content[0])
+        for i, text in enumerate(content):
+            (path / str(i)).write_bytes(text)
     elif content is not None:
         path.write_bytes(content)
     with pytest.raises(error, match=message):

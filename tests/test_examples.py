@@ -68,6 +68,60 @@ def test_train(text, tmp_path, device):
     assert load_model(tmp_path / "model").config.hidden_size == 32
 
 
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("pipe", "to be a text file, got a pipe, socket, folder or device"),
+        ("latin", "to be UTF-8, got 'utf-8' codec can't decode byte 0xe9 in position 3"),
+        ("large", "to have at most 16777216 bytes, got 16777217; python -m gla_ext.train takes"),
+        ("short", "to have at least 320 tokens, got 6"),
+    ],
+)
+def test_text_that_cannot_be_used(tmp_path, monkeypatch, place, message):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    module = load_module("examples/text.py")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "latin").write_bytes(b"caf\xe9" * 200)
+    (tmp_path / "large").write_bytes(b"a" * ((16 << 20) + 1))
+    (tmp_path / "short").write_bytes(b"short")
+    with pytest.raises(ValueError, match=message):
+        module.load_text(tmp_path / place, module.Bytes(), 32)
+
+
+def call(monkeypatch, name: str, *args) -> None:
+    """The program's `main` in this process."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+    load_module(f"examples/{name}.py").main()
+
+
+def test_a_model_is_not_written_over_unasked(text, checkpoint, monkeypatch):
+    folder, _ = checkpoint
+    before = (folder / "model.safetensors").read_bytes()
+    message = f"{folder} to hold no earlier run, got model.safetensors, config.json; another"
+    with pytest.raises(ValueError, match=message):
+        call(monkeypatch, "train", text, "--out", folder)
+    with pytest.raises(ValueError, match=message):
+        call(monkeypatch, "finetune_fla_checkpoint", folder, folder, text)
+    assert (folder / "model.safetensors").read_bytes() == before
+    args = [*TINY, "--steps", 1, "--device", "cpu", "--overwrite"]
+    call(monkeypatch, "finetune_fla_checkpoint", folder, folder, text, *args)
+    tuned = (folder / "model.safetensors").read_bytes()
+    call(monkeypatch, "train", text, "--out", folder, *args)
+    assert len({before, tuned, (folder / "model.safetensors").read_bytes()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [("serve", ["model"]), ("train", []), ("finetune_fla_checkpoint", ["model", "out"])],
+)
+def test_a_device_that_is_not_supported(monkeypatch, capsys, name, args):
+    with pytest.raises(SystemExit, match="2"):
+        call(monkeypatch, name, *args, "--device", "mps")
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.endswith("operators for, cpu or cuda, got mps")
+
+
 def test_finetune(text, checkpoint, tmp_path, device):
     folder, model = checkpoint
     out = tmp_path / "out"

@@ -20,6 +20,7 @@ CPU, CUDA = PRESETS["cpu"], PRESETS["cuda"]
 OTHERS = {
     "out": Path("elsewhere"),
     "resume": True,
+    "overwrite": True,
     "compile": False,
     "prompt": "class ",
     "sample_bytes": 7,
@@ -46,7 +47,7 @@ OTHERS = {
 def gpu(monkeypatch):
     """A machine that seems to have a GPU with operators."""
     monkeypatch.setattr(train, "default_device", lambda: "cuda")
-    monkeypatch.setattr(train, "_check_device", lambda device: None)
+    monkeypatch.setattr(train, "check_device", lambda device: None)
 
 
 def decide(*args):

@@ -1,0 +1,63 @@
+"""Files that are whole at any moment, and what a kill leaves of those that were being written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Gives a file to write, which then takes the place of `path`, its bytes on the disk.
+
+    The file lies in a folder of its own beside `path`. Whatever its writer puts there, safetensors
+    a file under a random name, a kill leaves nothing but that folder, and the next writer of `path`
+    removes it. After an error it is removed too, and `path` is as it was. One writer at a time.
+
+    Args:
+        path: the file to make or replace; its folder exists.
+    """
+    path = Path(path)
+    remove_leftovers(path)
+    folder = _writing_folder(path)
+    folder.mkdir()
+    try:
+        file = folder / path.name
+        file.touch()
+        mode = file.stat().st_mode
+        yield file
+        file.chmod(mode)  # safetensors leaves its file to the owner alone
+        _sync(file)
+        os.replace(file, path)
+    finally:
+        shutil.rmtree(folder)
+    _sync(path.parent)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes text as UTF-8, through `replacing`."""
+    with replacing(path) as file:
+        file.write_text(text, encoding="utf-8")
+
+
+def remove_leftovers(path: str | Path) -> None:
+    """Removes what a kill left of a file that was to become `path`; nobody may be writing it."""
+    folder = _writing_folder(Path(path))
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _writing_folder(path: Path) -> Path:
+    return path.with_name(f".{path.name}.gla_ext-writing")
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
