@@ -7,7 +7,7 @@ import torch
 
 from gla_ext import _C, ops
 
-_GIBIBYTE = 2**30
+_MEBIBYTE = 2**20
 # A GPU to plan for where there is none: an H100's or H200's compute capability, multiprocessors.
 _HOPPER = ("9.0", 132)
 
@@ -43,11 +43,11 @@ class Plan:
         lines = [f"path: {self.path}{reason}"]
         for name in ("forward", "backward"):
             segments = getattr(self, f"{name}_segments")
-            workspace = getattr(self, f"{name}_workspace_bytes") / _GIBIBYTE
+            workspace = getattr(self, f"{name}_workspace_bytes") / _MEBIBYTE
             cut = f", {segments} segments a row" if segments else ""
             lines.append(f"{name}: {' -> '.join(getattr(self, name))}")
-            lines.append(f"    {workspace:.3f} GiB of workspace{cut}")
-        lines.append(f"left for backward: {self.for_backward_bytes / _GIBIBYTE:.3f} GiB")
+            lines.append(f"    {workspace:,.1f} MiB of workspace{cut}")
+        lines.append(f"left for backward: {self.for_backward_bytes / _MEBIBYTE:,.1f} MiB")
         return "\n".join(lines)
 
 

@@ -27,6 +27,8 @@ _FORMAT = "gla_ext.train/1"
 _EVAL_SEGMENT = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SCHEDULES = ("linear", "cosine")
+# As many blanks as the text has; colder, or by top-p, runs of indentation do not end.
+SAMPLE_TEMPERATURE = 0.9
 
 
 def check_at_least(options: Any, **minima: float) -> None:
@@ -200,8 +202,7 @@ class Trainer:
             tokens = self.model.generate(
                 tokens,
                 length,
-                temperature=0.7,
-                top_p=0.95,
+                temperature=SAMPLE_TEMPERATURE,
                 eos_token_id=DOCUMENT_START,
                 generator=generator,
             )

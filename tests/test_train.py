@@ -20,6 +20,8 @@ from gla_ext import data, train, trainer
 from gla_ext.checkpoint import load_model, read_metadata, read_tensors, write_tensors
 from gla_ext.data import encode, load_corpus
 from gla_ext.devices import check_device
+from gla_ext.model import GLAForCausalLM
+from gla_ext.sampling import choose
 
 TINY = ["--steps", 6, "--batch-size", 2, "--seq-len", 32, "--hidden-size", 16, "--layers", 1]
 TINY += ["--heads", 2, "--device", "cpu", "--sample-bytes", 8]
@@ -309,3 +311,34 @@ def test_device_follows_the_operators(monkeypatch):
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
     with pytest.raises(ValueError, match="this build has no CUDA operators, got cuda"):
         check_device("cuda")
+
+
+def blanks_drawn(**options) -> float:
+    """The share of blanks in draws of text whose blanks come in runs of 25, words of 12 letters."""
+    after_blank, after_letter = (torch.tensor([p, 1 - p]).log() for p in (24 / 25, 1 / 12))
+    torch.manual_seed(0)
+    blanks, tokens = 0, torch.zeros(256, dtype=torch.long)
+    for _ in range(400):
+        logits = torch.where(tokens[:, None] == 0, after_blank, after_letter)
+        tokens = choose(logits, torch.empty(256, 2).exponential_(), **options)
+        blanks += (tokens == 0).sum().item()
+    return blanks / (256 * 400)
+
+
+def test_the_sample_has_as_many_blanks_as_the_text():
+    share = blanks_drawn(temperature=trainer.SAMPLE_TEMPERATURE)
+    assert share == pytest.approx(25 / 37, abs=0.05)
+    assert blanks_drawn(temperature=0.7, top_p=0.95) > 0.9  # as the sample once was
+
+
+def test_the_sample_is_drawn_so(tmp_path, monkeypatch):
+    given, generate = {}, GLAForCausalLM.generate
+
+    def noting(self, *args, **options):
+        given.update(options)
+        return generate(self, *args, **options)
+
+    monkeypatch.setattr(GLAForCausalLM, "generate", noting)
+    run(*TINY, "--out", tmp_path / "run")
+    assert given["temperature"] == trainer.SAMPLE_TEMPERATURE
+    assert not {"top_k", "top_p"} & given.keys()
