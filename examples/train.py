@@ -73,7 +73,7 @@ def main() -> None:
     print(f"held out: {bits:.3f} bits/byte")
 
     prompt = [Bytes().encode("def ")]
-    sample = model.eval().generate(prompt, 100, temperature=0.8, top_p=0.95, eos_token_id=0)
+    sample = model.eval().generate(prompt, 100, temperature=0.9, eos_token_id=0)
     print(Bytes().decode(sample[0][1:].tolist()))
     model.save_pretrained(args.out)
     print(f"Wrote {args.out}; python examples/serve.py {args.out} serves it")
