@@ -1,0 +1,306 @@
+// The fused path: which kernels of sm90/ make each pass, over which segments, and what forward
+// leaves for backward.
+#include <algorithm>
+
+#include "paths.h"
+#include "segments.h"
+
+namespace gla_ext::cuda {
+namespace {
+
+// Whether a cluster of two blocks can share the gating: heads of more values than one block's.
+bool can_cluster(const PlanInputs& in) {
+  return in.K > kTierBlock && in.K <= kOperandKeys && in.gate_dtype == DType::kBFloat16 &&
+         ceil_div(in.V, kFusedValues) % 2 == 0;
+}
+
+enum class Gradients : uint8_t { kChunk, kChunkPair, kSweep, kSmallSweep };
+
+// How the passes of a call go: what depends on both of them is decided here, once.
+struct Choices {
+  Segments forward_segments, backward_segments;
+  Gradients gradients = Gradients::kChunk;
+  // Sweeps read prepared chunks from memory; else they gate on their way.
+  bool forward_prepared = false, backward_prepared = false;
+  bool packed_summaries = false;  // forward gates, and makes summaries of long packed sequences
+  // One kernel makes prepared chunks and summaries, or in backward of whole sequences S.
+  bool cluster_summaries = false, cluster_states = false;
+};
+
+bool sweeps_gradients(const Choices& c) {
+  return c.gradients == Gradients::kSweep || c.gradients == Gradients::kSmallSweep;
+}
+
+// Pairs of chunks where the states of all chunks would be most of what is read: with fewer values
+// what a pair takes before and after them costs more than it saves. K 256, V 512 of 8 sequences of
+// 2,048: both ways 1.13 times as fast.
+bool pays_chunk_pairs(const PlanInputs& in, const ChunkGrid& grid) {
+  constexpr int64_t kMostUnpaired = 128;  // values
+  return in.K > kOperandKeys && in.V > kMostUnpaired && !in.batch_invariant && grid.chunks > 1;
+}
+
+// Forward gates on its way where K is at most 128 and g is bf16 and it would gate a chunk once:
+// segments have it gated for the summaries too. Most packed sequences have one segment: forward
+// then gates as well, unless gradients need sums of gates with every bit as prepare.cu makes them.
+Choices choose(const PlanInputs& in, const ChunkGrid& grid) {
+  Choices c;
+  c.forward_segments = choose_forward_segments(in, grid);
+  const BackwardSweeps backward = choose_backward_sweeps(in, grid);
+  c.backward_segments = backward.segments;
+  const bool has_prepared = in.K > kTierBlock;
+  c.backward_prepared = has_prepared;
+  const bool gates = in.K <= kOperandKeys && in.gate_dtype == DType::kBFloat16;
+  c.packed_summaries =
+      has_prepared && gates && in.packed && c.forward_segments.segments > 0 && backward.gradients;
+  c.forward_prepared =
+      has_prepared && !(gates && (c.forward_segments.segments == 0 || c.packed_summaries));
+  if (backward.gradients)
+    c.gradients = has_prepared ? Gradients::kSweep : Gradients::kSmallSweep;
+  else if (has_prepared && pays_chunk_pairs(in, grid))
+    c.gradients = Gradients::kChunkPair;
+  // Not where gradients are made by chunks: they need sums of gates as prepare.cu makes them.
+  const bool by_cluster = backward.gradients && can_cluster(in);
+  c.cluster_states = by_cluster && c.backward_segments.segments == 0;
+  c.cluster_summaries = by_cluster && !in.packed && c.backward_segments.segment_states > 0;
+  return c;
+}
+
+int64_t all_operand_bytes(const PlanInputs& in, const ChunkGrid& grid) {
+  return grid.B * grid.slots * in.H * operand_bytes(in.K);
+}
+// Bytes of q, k, v and g of H heads each.
+int64_t input_bytes(const PlanInputs& in, const ChunkGrid& grid) {
+  const int64_t each = bytes_of(in.dtype);
+  return grid.B * in.T * in.H * (in.K * (2 * each + bytes_of(in.gate_dtype)) + in.V * each);
+}
+int64_t segment_state_bytes(const PlanInputs& in, int64_t segment_heads) {
+  return segment_heads * in.K * in.V * kFloatBytes;
+}
+
+// Prepared chunks where both passes read them from memory, or forward has them on chip and
+// backward, whose gradients are swept, reads them. Many short packed sequences, or few values,
+// would ask for several times as many bytes as the inputs have: then nothing is left.
+Workspace plan_for_backward(const PlanInputs& in, const ChunkGrid& grid, const Choices& c) {
+  if (!in.keeps) return {};
+  const bool in_memory = c.forward_prepared && c.backward_prepared && !c.cluster_states;
+  const bool on_chip = !c.forward_prepared && c.backward_prepared && sweeps_gradients(c) &&
+                       (c.backward_segments.segments == 0 || c.packed_summaries);
+  if (!in_memory && !on_chip) return {};
+  const int64_t most = input_bytes(in, grid);
+  Workspace left;
+  left.operands = left.add(all_operand_bytes(in, grid));
+  left.tiers = left.add(tier_bytes(grid, in.H));
+  if (left.bytes == 0 || left.bytes > most) return {};
+  const Segments &forward = c.forward_segments, &backward = c.backward_segments;
+  const int64_t segment_heads = grid.B * forward.segment_states * in.H;
+  if (segment_heads > 0 && forward.segments == backward.segments &&
+      forward.segment_chunks == backward.segment_chunks) {
+    Workspace more = left;
+    // Forward makes none of the last segments of packed sequences, which backward wants.
+    if (!c.packed_summaries) more.segment_decays = more.add(segment_heads * in.K * kFloatBytes);
+    more.segment_states = more.add(segment_state_bytes(in, segment_heads));
+    if (more.bytes <= most) return more;
+  }
+  return left;
+}
+
+// How many work items one of `residents` blocks or clusters takes: as many as let the last one end
+// soonest, since the start of a further one is hidden. Packed sequences, of any length, are given
+// out one by one, unless most must be short and are many.
+int64_t items_each(const PlanInputs& in, const ChunkGrid& grid, const Segments& segments,
+                   int64_t value_blocks, int64_t residents) {
+  constexpr int64_t kShort = 8;   // chunks
+  constexpr int64_t kRounds = 4;  // of packed ones, so that none is waited for long
+  const int64_t visited = segments.segments > 0 ? grid.B * segments.segments : grid.N;
+  const int64_t items = visited * in.H * value_blocks;
+  if (in.packed) {
+    const int64_t most = grid.chunks <= kShort * visited ? kMostPieces : 1;
+    return std::clamp<int64_t>(items / (kRounds * residents), 1, most);
+  }
+  int64_t least = 0, chosen = 1;
+  for (int64_t each = 1; each <= kMostPieces; ++each) {
+    const int64_t rounds = ceil_div(ceil_div(items, each), residents) * each;
+    if (each > 1 && rounds > least) continue;
+    least = rounds;
+    chosen = each;
+  }
+  return chosen;
+}
+int64_t cluster_items(const PlanInputs& in, const ChunkGrid& grid, const Segments& segments) {
+  return items_each(in, grid, segments, ceil_div(in.V, 2 * kFusedValues),
+                    std::max<int64_t>(1, in.processors / 2));
+}
+
+// What both passes have in memory besides what they are given, `left` by forward included.
+Workspace fused_workspace(const PlanInputs& in, const ChunkGrid& grid, const Workspace& left,
+                          const Segments& segments, bool prepared, bool backward) {
+  Workspace w = step_workspace(grid, in.H, /*tiers=*/!is_there(left.tiers));
+  if (in.packed) {
+    w.by_last_segment = w.add((grid.N + 1) * static_cast<int64_t>(sizeof(int32_t)));
+    w.totals = w.add(static_cast<int64_t>(sizeof(PackedTotals)));
+  }
+  const int64_t segment_heads = grid.B * segments.segment_states * in.H;
+  if (segment_heads > 0) {
+    const int64_t states = segment_state_bytes(in, segment_heads);
+    if (!is_there(left.segment_decays))
+      w.segment_decays = w.add(segment_heads * in.K * kFloatBytes);
+    if (!is_there(left.segment_states)) w.segment_states = w.add(states);
+    if (backward) w.segment_state_grads = w.add(states);
+  }
+  if (prepared && !is_there(left.operands)) w.operands = w.add(all_operand_bytes(in, grid));
+  return w;
+}
+
+PassPlan plan_forward(const PlanInputs& in, const ChunkGrid& grid, const Choices& c,
+                      const Workspace& left) {
+  const bool keeps = is_there(left.operands);
+  const bool has_summaries = c.forward_segments.segment_states > 0;
+  PassPlan plan;
+  plan.segments = c.forward_segments;
+  plan.workspace =
+      fused_workspace(in, grid, left, c.forward_segments, c.forward_prepared, /*backward=*/false);
+  Recipe& kernels = plan.kernels;
+  add_map(kernels, grid);
+  if (c.forward_prepared) {
+    // Behind summaries by clusters, forward makes A itself, which saves bytes. Elsewhere that would
+    // take longer: a block has few chunks there, or replays others'.
+    const bool by_cluster = c.cluster_summaries && has_summaries &&
+                            c.forward_segments.segments == c.backward_segments.segments;
+    if (by_cluster) {
+      kernels.add(keeps ? Kernel::kSummariesCluster : Kernel::kSummariesClusterWithoutA);
+      kernels.add(Kernel::kScanAndStrongA);
+      kernels.add(Kernel::kForwardPreparedMakingA);
+      return plan;
+    }
+    kernels.add(Kernel::kPrepare);
+    if (has_summaries) {
+      kernels.add(Kernel::kSummariesPrepared);
+      kernels.add(Kernel::kScan);
+    }
+    kernels.add(Kernel::kForwardPrepared);
+    return plan;
+  }
+  if (has_summaries) {
+    kernels.add(c.packed_summaries ? Kernel::kSummariesPacked : Kernel::kSummariesFused);
+    kernels.add(Kernel::kScan);
+  }
+  if (can_cluster(in)) {
+    plan.items_each = cluster_items(in, grid, plan.segments);
+    kernels.add(keeps ? Kernel::kForwardClusterKeeping : Kernel::kForwardCluster);
+  } else if (is_small_head(in)) {
+    plan.items_each = items_each(in, grid, plan.segments, 1, resident_blocks(in, Sweeps::kForward));
+    kernels.add(Kernel::kForwardSmall);
+  } else {
+    kernels.add(keeps ? Kernel::kForwardFusedKeeping : Kernel::kForwardFused);
+  }
+  kernels.add(keeps ? Kernel::kStrongOutputKeeping : Kernel::kStrongOutput);
+  return plan;
+}
+
+// Summaries of backward's segments and their scan, given what forward has `left` and whether this
+// pass has made those of S with the prepared chunks.
+void add_backward_summaries(Recipe& kernels, const Choices& c, const Workspace& left,
+                            bool by_cluster) {
+  const bool has_states = is_there(left.segment_states);
+  if (!c.backward_prepared)
+    kernels.add(Kernel::kSummariesFusedBoth);
+  else if (has_states && !is_there(left.segment_decays))
+    kernels.add(Kernel::kSummariesPreparedGradsAndDecays);
+  else if (has_states || by_cluster)
+    kernels.add(Kernel::kSummariesPreparedGrads);
+  else
+    kernels.add(Kernel::kSummariesPreparedBoth);
+  kernels.add(has_states ? Kernel::kScanGrads : Kernel::kScanBoth);
+}
+
+Kernel states_kernel(const Choices& c) {
+  if (!c.backward_prepared)
+    return sweeps_gradients(c) ? Kernel::kStatesFusedWithoutGrads : Kernel::kStatesFused;
+  if (c.gradients == Gradients::kChunkPair) return Kernel::kStatesPreparedChunkPairs;
+  return sweeps_gradients(c) ? Kernel::kStatesPreparedWithoutGrads : Kernel::kStatesPrepared;
+}
+
+Kernel gradients_kernel(const Choices& c) {
+  switch (c.gradients) {
+    case Gradients::kChunk:
+      return Kernel::kGradientsChunk;
+    case Gradients::kChunkPair:
+      return Kernel::kGradientsChunkPair;
+    case Gradients::kSweep:
+      return Kernel::kGradientsSweep;
+    case Gradients::kSmallSweep:
+      return Kernel::kGradientsSmallSweep;
+  }
+  return Kernel::kGradientsChunk;
+}
+
+// S and, unless it stays on chip, dS: in tiles where chunks are prepared, of pairs of chunks one
+// each.
+void add_backward_states(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid,
+                         const Choices& c) {
+  const bool by_pairs = c.gradients == Gradients::kChunkPair && !in.packed;
+  const int64_t kept = by_pairs ? ceil_div(grid.chunks, 2) : grid.chunks;
+  const int64_t bytes = c.backward_prepared ? grid.B * kept * in.H * state_tile_bytes(in.K, in.V)
+                                            : chunk_state_bytes(in, grid);
+  Workspace& w = plan.workspace;
+  w.S = w.add(bytes);
+  plan.state_bytes = bytes;
+  if (sweeps_gradients(c)) return;
+  w.dS = w.add(bytes);
+  plan.state_bytes += bytes;
+}
+
+PassPlan plan_backward(const PlanInputs& in, const ChunkGrid& grid, const Choices& c,
+                       const Workspace& left) {
+  const bool has_prepared = is_there(left.operands);
+  const bool cluster_states = c.cluster_states && !has_prepared;
+  const bool cluster_summaries = c.cluster_summaries && !has_prepared;
+  PassPlan plan;
+  plan.segments = c.backward_segments;
+  plan.workspace =
+      fused_workspace(in, grid, left, c.backward_segments, c.backward_prepared, /*backward=*/true);
+  Recipe& kernels = plan.kernels;
+  add_map(kernels, grid);
+  if (cluster_states) {
+    plan.items_each = cluster_items(in, grid, plan.segments);
+    kernels.add(Kernel::kStatesCluster);
+  } else {
+    const bool reads_A = c.gradients != Gradients::kChunk;  // by chunks, gradients make A
+    if (cluster_summaries)
+      kernels.add(Kernel::kSummariesCluster);
+    else if (c.backward_prepared && !has_prepared)
+      kernels.add(reads_A ? Kernel::kPrepare : Kernel::kPrepareWithoutA);
+    if (c.backward_segments.segment_states > 0)
+      add_backward_summaries(kernels, c, left, cluster_summaries);
+    kernels.add(states_kernel(c));
+  }
+  // prepare.cu makes these of its chunks itself.
+  if (has_prepared)
+    kernels.add(Kernel::kStrongGradientsWithoutA);
+  else if (!c.backward_prepared || cluster_states || cluster_summaries)
+    kernels.add(Kernel::kStrongGradients);
+  kernels.add(gradients_kernel(c));
+
+  add_backward_states(plan, in, grid, c);
+  // Chunks with strong gates alone use these. A of prepared chunks is a part of them.
+  const int64_t token_heads = grid.B * in.T * in.H;
+  Workspace& w = plan.workspace;
+  if (!c.backward_prepared)
+    w.A = w.add(token_heads * kChunk * bytes_of(intermediate_dtype(in.dtype)));
+  add_intra(w, in, token_heads * in.K * kFloatBytes);
+  return plan;
+}
+
+}  // namespace
+
+CallPlan plan_fused(const PlanInputs& in, const ChunkGrid& grid) {
+  CallPlan plan;
+  plan.path = Path::kFused;
+  const Choices choices = choose(in, grid);
+  plan.for_backward = plan_for_backward(in, grid, choices);
+  plan.forward = plan_forward(in, grid, choices, plan.for_backward);
+  plan.backward = plan_backward(in, grid, choices, plan.for_backward);
+  return plan;
+}
+
+}  // namespace gla_ext::cuda

@@ -1,0 +1,109 @@
+// The path of the steps: a kernel a step, or two where chunks with strong gates have their own.
+#include "paths.h"
+
+namespace gla_ext::cuda {
+namespace {
+
+// Step 1 of the gates that are there, and what gates on values make of v and do.
+void add_gates(Recipe& kernels, const PlanInputs& in) {
+  if (in.key_gated) kernels.add(Kernel::kGateCumsum);
+  if (!in.value_gated) return;
+  kernels.add(Kernel::kGateCumsum, Side::kValues);
+  kernels.add(Kernel::kValueOperands);
+}
+
+void add_scores(Recipe& kernels, Side side = Side::kKeys) {
+  kernels.add(Kernel::kScoresOffDiagonal, side);
+  kernels.add(Kernel::kStrongScoresOffDiagonal, side);
+  kernels.add(Kernel::kStrongScoresDiagonal, side);
+}
+
+void add_intra_grads(Recipe& kernels, Side side = Side::kKeys) {
+  kernels.add(Kernel::kIntraGrads, side);
+  kernels.add(Kernel::kStrongIntraGrads, side);
+}
+
+Recipe forward_steps(const PlanInputs& in, const ChunkGrid& grid) {
+  Recipe kernels;
+  add_map(kernels, grid);
+  add_gates(kernels, in);
+  kernels.add(in.value_gated ? Kernel::kValueGatedStates : Kernel::kChunkStates);
+  add_scores(kernels);
+  kernels.add(in.value_gated ? Kernel::kValueGatedOutput : Kernel::kOutput);
+  return kernels;
+}
+
+Recipe backward_steps(const PlanInputs& in, const ChunkGrid& grid) {
+  Recipe kernels;
+  add_map(kernels, grid);
+  add_gates(kernels, in);
+  add_scores(kernels);
+  if (in.value_gated) {  // scores and step 6 of the values in place of steps 4 and 5
+    kernels.add(Kernel::kValueGatedStates);
+    kernels.add(Kernel::kValueGatedStateGrads);
+    add_scores(kernels, Side::kValues);
+    add_intra_grads(kernels);
+    add_intra_grads(kernels, Side::kValues);
+    kernels.add(Kernel::kMergeKeyGrads);
+    kernels.add(Kernel::kMergeValueGrads);
+    return kernels;
+  }
+  if (in.dtype == DType::kBFloat16) {
+    kernels.add(Kernel::kStatesAndStateGrads);
+  } else {  // one kernel for both would spill
+    kernels.add(Kernel::kChunkStates);
+    kernels.add(Kernel::kStateGrads);
+  }
+  kernels.add(Kernel::kValueGrads);
+  kernels.add(Kernel::kScoreGrads);
+  add_intra_grads(kernels);
+  kernels.add(Kernel::kMergeGrads);
+  return kernels;
+}
+
+void add_value_gates(Workspace& w, const PlanInputs& in, const ChunkGrid& grid, bool backward) {
+  const int64_t elements = grid.B * in.T * in.H * in.V, floats = elements * kFloatBytes;
+  const int64_t operand = elements * bytes_of(intermediate_dtype(in.dtype));
+  w.bv = w.add(floats);
+  if (in.dtype == DType::kFloat) w.bv_suffix = w.add(floats);
+  w.v_out = w.add(operand);
+  if (!backward) return;
+  w.value_tiers = w.add(tier_bytes(grid, in.H));
+  w.do_in = w.add(operand);
+  w.o_intra = w.add(floats);
+  if (in.dtype != DType::kFloat) w.dv_intra = w.add(floats);
+  if (in.value_gate_dtype != DType::kFloat) w.dgv_intra = w.add(floats);
+}
+
+}  // namespace
+
+PassPlan plan_steps(const PlanInputs& in, const ChunkGrid& grid, bool backward) {
+  const int64_t token_heads = grid.B * in.T * in.H;
+  const int64_t each = bytes_of(intermediate_dtype(in.dtype));
+  const int64_t keys = token_heads * in.K * kFloatBytes;
+  const int64_t states = chunk_state_bytes(in, grid);
+  PassPlan plan;
+  plan.kernels = backward ? backward_steps(in, grid) : forward_steps(in, grid);
+  Workspace& w = plan.workspace = step_workspace(grid, in.H, /*tiers=*/true);
+  if (in.key_gated) {
+    w.b = w.add(keys);
+    // Keeps fp32 accuracy beside resets; shorter inputs round to more than b loses there.
+    if (in.dtype == DType::kFloat) w.b_suffix = w.add(keys);
+  } else {
+    w.no_decay = w.add(in.K * kFloatBytes);
+  }
+  w.A = w.add(token_heads * kChunk * each);
+  w.S = w.add(states);
+  plan.state_bytes = states;
+  if (backward) {
+    // score_grads runs after value_grads, the last to read A, but not with gates on values.
+    w.dA = in.value_gated ? w.add(token_heads * kChunk * each) : w.A;
+    w.dS = w.add(states);
+    add_intra(w, in, keys);
+    plan.state_bytes += states;
+  }
+  if (in.value_gated) add_value_gates(w, in, grid, backward);
+  return plan;
+}
+
+}  // namespace gla_ext::cuda
