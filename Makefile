@@ -2,7 +2,8 @@
 #
 # build          set up VENV and build the extension there; what `make` alone does
 # train          train a byte-level language model on Python's own source and sample from it
-# test           run the tests
+# test           run the tests, but for those marked slow
+# test-all       run all of them
 # test-fla       run those beside FLA and transformers again, with the versions FLA and TRANSFORMERS
 # test-gpu       check and time the CUDA kernels on this machine's GPU, in some minutes; after `test`
 # test-emulated  run the CUDA kernels on the GPU in software of tests/emulator; needs a CUDA toolkit
@@ -54,7 +55,7 @@ sources_in = $(shell find $(1) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 cpp_files := $(call sources_in,csrc tests/cpp examples)
 emulator_files := $(call sources_in,tests/emulator)
 
-.PHONY: build train test test-fla test-gpu test-emulated bench ctest archs wheel wheels docs lint \
+.PHONY: build train test test-all test-fla test-gpu test-emulated bench ctest archs wheel wheels docs lint \
 	format clean help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
@@ -65,6 +66,9 @@ train: $(built_stamp)
 	@$(py) -m gla_ext.train $(TRAIN_ARGS)
 
 test: $(built_stamp)
+	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(built_stamp)
 	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 $(PYTEST_ARGS)
 
 test-fla: $(fla_stamp)

@@ -249,7 +249,6 @@ def test_rows_taken_by_new_sequences():
     assert torch.equal(*found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_compiled_steps(cuda_graph):
     """They round otherwise, so what they draw is as probable as the most probable token."""

@@ -45,13 +45,12 @@ def code_of(page: Path) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "needs"),
     [
         ("tutorial.md", []),
         ("migration.md", ["transformers", "triton", "fla"]),
-        ("export.md", ["onnx", "onnxscript", "onnxruntime"]),
+        pytest.param(*("export.md", ["onnx", "onnxscript", "onnxruntime"]), marks=pytest.mark.slow),
     ],
 )
 def test_the_code_of_a_page_runs(name, needs, tmp_path):

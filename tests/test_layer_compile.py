@@ -153,7 +153,6 @@ def results(call, x, layer, **where):
     return [y, *torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])]
 
 
-@pytest.mark.slow
 def test_inductor_gives_the_same_gradients(device):
     torch._dynamo.reset()
     layer = make_layer(torch.float32, **EVERY).to(device)

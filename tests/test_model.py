@@ -268,7 +268,6 @@ def test_compiles_whole_once_for_many_lengths(kind):
     assert len(graphs) == 1
 
 
-@pytest.mark.slow
 def test_inductor_trains_the_same():
     model, ids = make_model(num_hidden_layers=1), make_ids()
     mask = (torch.arange(70) >= torch.tensor([[30], [0]])).long()

@@ -342,7 +342,6 @@ def test_checks_of_plain_operations_make_no_graph_for_a_size():
     assert len(graphs) == 2
 
 
-@pytest.mark.slow
 def test_inductor(device):
     torch._dynamo.reset()
     norm = GatedRMSNorm(40, activation="sigmoid").to(device)

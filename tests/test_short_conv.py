@@ -405,7 +405,6 @@ def test_a_cuda_graph_replays_with_other_offsets(W):
             assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
 
 
-@pytest.mark.slow
 def test_inductor(device):
     torch._dynamo.reset()
     conv = ShortConvolution(40, 4, True).to(device)

@@ -82,7 +82,6 @@ def test_a_compiled_graph_keeps_no_product():
     assert len(kept_for_backward[plain]) == len(kept_for_backward[swiglu_linear]) + 1
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_inductor(device):
     compiled = torch.compile(swiglu_linear, fullgraph=True, dynamic=True)
@@ -119,7 +118,6 @@ def test_export(strict, grad):
     torch.testing.assert_close(program.module()(longer), mlp(longer))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_aot_inductor(tmp_path):
     mlp, x = GLAMLP(8, 16), normal(2, 5, 8, seed=1, dtype=torch.float32)
