@@ -196,7 +196,9 @@ class Trainer:
     def sample(self, prompt: str, length: int) -> str:
         """A continuation of a document that starts with prompt, at most `length` bytes."""
         generator = torch.Generator(self.device).manual_seed(self.settings.seed)
-        tokens = torch.tensor([[DOCUMENT_START, *prompt.encode()]], device=self.device)
+        # Bytes of the command line that are not UTF-8 come as surrogates.
+        prompt_bytes = prompt.encode(errors="surrogateescape")
+        tokens = torch.tensor([[DOCUMENT_START, *prompt_bytes]], device=self.device)
         self.model.eval()
         with self._autocast():
             tokens = self.model.generate(

@@ -342,3 +342,9 @@ def test_the_sample_is_drawn_so(tmp_path, monkeypatch):
     run(*TINY, "--out", tmp_path / "run")
     assert given["temperature"] == trainer.SAMPLE_TEMPERATURE
     assert not {"top_k", "top_p"} & given.keys()
+
+
+def test_a_prompt_that_is_not_utf_8(tmp_path):
+    run(*TINY, "--out", tmp_path / "run", "--prompt", os.fsdecode(b"caf\xe9"))
+    assert (tmp_path / "run" / "sample.txt").read_text().startswith("caf\ufffd")
+    assert (tmp_path / "run" / "metrics.json").exists()
