@@ -10,6 +10,7 @@ from fla_kernels import import_fla, require_kernels
 
 import gla_ext.fla
 from gla_ext import _C, ops, recurrent
+from gla_ext._decode_loop import DecodeLoop
 from gla_ext.data import load_corpus
 
 # What cuBLAS asks for under nan_in_fresh_memory; read when it starts.
@@ -214,3 +215,16 @@ def one_rank():
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield torch.distributed.init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """The batch sizes of the graphs that were captured."""
+    found, capture = [], DecodeLoop.capture
+
+    def spy(self, *models):
+        found.append(self.tokens.shape[0])
+        capture(self, *models)
+
+    monkeypatch.setattr(DecodeLoop, "capture", spy)
+    return found

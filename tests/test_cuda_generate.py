@@ -9,7 +9,6 @@ import torch
 from models import make_ids, make_model
 
 from gla_ext import decode
-from gla_ext._decode_loop import DecodeLoop
 from gla_ext.decode import Decoder
 from gla_ext.model import fuse_projections
 from gla_ext.ops import batch_invariant
@@ -39,19 +38,6 @@ def seeded(seed=0) -> torch.Generator:
 def assert_same(actual, expected):
     assert len(actual) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    """The batch sizes of the graphs that were captured."""
-    found, capture = [], DecodeLoop.capture
-
-    def spy(self, *models):
-        found.append(self.tokens.shape[0])
-        capture(self, *models)
-
-    monkeypatch.setattr(DecodeLoop, "capture", spy)
-    return found
 
 
 @by_options

@@ -4,7 +4,6 @@ import pytest
 import torch
 from models import MODEL_EVERY, make_ids, make_model
 
-from gla_ext._decode_loop import DecodeLoop
 from gla_ext.cache import GLACache
 from gla_ext.decode import Decoder
 
@@ -17,19 +16,6 @@ with_options = pytest.mark.parametrize("options", [{}, MODEL_EVERY], ids=["defau
 
 def model_on_gpu(dtype=torch.float32, **options):
     return make_model(dtype, hidden_size=64, **options).cuda()
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    """The batch sizes of the graphs that were captured."""
-    found, capture = [], DecodeLoop.capture
-
-    def spy(self, *models):
-        found.append(self.tokens.shape[0])
-        capture(self, *models)
-
-    monkeypatch.setattr(DecodeLoop, "capture", spy)
-    return found
 
 
 def states(cache) -> list[torch.Tensor]:
