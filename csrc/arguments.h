@@ -18,7 +18,7 @@ struct ForwardArguments {
   const OptionalTensor &g, &gv, &initial_state, &cu_seqlens;
   std::optional<double> scale;
   bool output_final_state, state_v_first, batch_invariant;
-  int64_t kept_bytes;
+  int64_t for_backward_bytes;
 };
 
 struct BackwardArguments {
@@ -28,7 +28,7 @@ struct BackwardArguments {
   const OptionalTensor &g, &gv, &initial_state, &cu_seqlens;
   std::optional<double> scale;
   bool state_v_first, batch_invariant;
-  const OptionalTensor& kept;
+  const OptionalTensor& for_backward;
 };
 
 // The operators, through the dispatcher.
@@ -40,9 +40,9 @@ ForwardOutputs positional(const at::Tensor& q, const at::Tensor& k, const at::Te
                           const OptionalTensor& g, const OptionalTensor& gv,
                           const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
                           std::optional<double> scale, bool output_final_state, bool state_v_first,
-                          bool batch_invariant, int64_t kept_bytes) {
+                          bool batch_invariant, int64_t for_backward_bytes) {
   return kernel({q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
-                 state_v_first, batch_invariant, kept_bytes});
+                 state_v_first, batch_invariant, for_backward_bytes});
 }
 
 template <BackwardOutputs (*kernel)(const BackwardArguments&)>
@@ -50,9 +50,10 @@ BackwardOutputs positional(const at::Tensor& d_o, const OptionalTensor& dht, con
                            const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
                            const OptionalTensor& gv, const OptionalTensor& initial_state,
                            const OptionalTensor& cu_seqlens, std::optional<double> scale,
-                           bool state_v_first, bool batch_invariant, const OptionalTensor& kept) {
+                           bool state_v_first, bool batch_invariant,
+                           const OptionalTensor& for_backward) {
   return kernel({d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, scale, state_v_first,
-                 batch_invariant, kept});
+                 batch_invariant, for_backward});
 }
 
 }  // namespace gla_ext

@@ -30,7 +30,7 @@ ForwardOutputs chunk_gla_fwd_autocast(const ForwardArguments& a) {
   const Cast<device> cast;
   const at::Tensor q = cast(a.q), k = cast(a.k), v = cast(a.v);
   return dispatch({q, k, v, a.g, a.gv, a.initial_state, a.cu_seqlens, a.scale, a.output_final_state,
-                   a.state_v_first, a.batch_invariant, a.kept_bytes});
+                   a.state_v_first, a.batch_invariant, a.for_backward_bytes});
 }
 
 using Optional = std::optional<at::Tensor>;

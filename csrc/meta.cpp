@@ -3,12 +3,13 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "convolution_checks.h"
-#include "norm_checks.h"
+#include "checks/chunk_gla.h"
+#include "checks/recurrent_gla.h"
+#include "checks/rms_norm_gate.h"
+#include "checks/short_convolution.h"
+#include "checks/steps.h"
+#include "checks/swiglu.h"
 #include "ops.h"
-#include "recurrent_checks.h"
-#include "step_checks.h"
-#include "swiglu_checks.h"
 
 namespace gla_ext {
 namespace {
@@ -47,7 +48,7 @@ ForwardOutputs chunk_gla_fwd_meta(const ForwardArguments& a) {
   return {fresh_output(s, a.v),
           a.output_final_state ? boundary_state(s, a.q, a.state_v_first)
                                : empty({0}, a.q, s.accumulate),
-          empty({check_kept_bytes("chunk_gla", a.kept_bytes)}, a.q, at::kByte)};
+          empty({check_for_backward_bytes("chunk_gla", a.for_backward_bytes)}, a.q, at::kByte)};
 }
 
 BackwardOutputs chunk_gla_bwd_meta(const BackwardArguments& a) {

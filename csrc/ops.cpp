@@ -13,12 +13,14 @@ TORCH_LIBRARY(gla_ext, m) {
       "chunk_gla_fwd(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? initial_state, "
       "Tensor? cu_seqlens, "
       "float? scale, bool output_final_state, bool state_v_first, bool "
-      "batch_invariant, int kept_bytes=-1) -> (Tensor o, Tensor final_state, Tensor kept)",
+      "batch_invariant, int for_backward_bytes=-1) -> (Tensor o, Tensor final_state, Tensor "
+      "for_backward)",
       tags);
   m.def(
       "chunk_gla_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
       "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool state_v_first, "
-      "bool batch_invariant, Tensor? kept=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, "
+      "bool batch_invariant, Tensor? for_backward=None) -> (Tensor dq, Tensor dk, Tensor dv, "
+      "Tensor dg, "
       "Tensor dgv, Tensor dh0)",
       tags);
 
@@ -119,17 +121,18 @@ ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at:
                              const std::optional<at::Tensor>& initial_state,
                              const std::optional<at::Tensor>& cu_seqlens,
                              std::optional<double> scale, bool output_final_state,
-                             bool state_v_first, bool batch_invariant, int64_t kept_bytes) {
+                             bool state_v_first, bool batch_invariant, int64_t for_backward_bytes) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("gla_ext::chunk_gla_fwd", "")
                              .typed<decltype(chunk_gla_fwd)>();
   return op.call(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
-                 state_v_first, batch_invariant, kept_bytes);
+                 state_v_first, batch_invariant, for_backward_bytes);
 }
 
 ForwardOutputs dispatch(const ForwardArguments& a) {
   return chunk_gla_fwd(a.q, a.k, a.v, a.g, a.gv, a.initial_state, a.cu_seqlens, a.scale,
-                       a.output_final_state, a.state_v_first, a.batch_invariant, a.kept_bytes);
+                       a.output_final_state, a.state_v_first, a.batch_invariant,
+                       a.for_backward_bytes);
 }
 
 BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
@@ -139,17 +142,17 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                               const std::optional<at::Tensor>& initial_state,
                               const std::optional<at::Tensor>& cu_seqlens,
                               std::optional<double> scale, bool state_v_first, bool batch_invariant,
-                              const std::optional<at::Tensor>& kept) {
+                              const std::optional<at::Tensor>& for_backward) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("gla_ext::chunk_gla_bwd", "")
                              .typed<decltype(chunk_gla_bwd)>();
   return op.call(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, scale, state_v_first,
-                 batch_invariant, kept);
+                 batch_invariant, for_backward);
 }
 
 BackwardOutputs dispatch(const BackwardArguments& a) {
   return chunk_gla_bwd(a.d_o, a.dht, a.q, a.k, a.v, a.g, a.gv, a.initial_state, a.cu_seqlens,
-                       a.scale, a.state_v_first, a.batch_invariant, a.kept);
+                       a.scale, a.state_v_first, a.batch_invariant, a.for_backward);
 }
 
 RecurrentForwardOutputs recurrent_gla_fwd(const at::Tensor& q, const at::Tensor& k,
@@ -282,7 +285,7 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(
     const std::optional<at::Tensor>& g, std::optional<double> scale,
     const std::optional<at::Tensor>& initial_state, bool output_final_state, bool state_v_first,
     const std::optional<at::Tensor>& cu_seqlens, const std::optional<at::Tensor>& gv) {
-  auto [o, final_state, kept] =
+  auto [o, final_state, for_backward] =
       chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
                     state_v_first, /*batch_invariant=*/false);
   std::optional<at::Tensor> state;

@@ -29,12 +29,12 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(
     bool state_v_first = false, const std::optional<at::Tensor>& cu_seqlens = {},
     const std::optional<at::Tensor>& gv = {});
 
-// The operators behind it. An output that was not asked for is a 0-element tensor. `kept`: what
-// forward has made and backward uses again, of a size that the device's plan knows; another size is
-// allocated and not used. kPlannedBytes: that size under autograd with a gradient to come, which
-// then alone has the tensor (autograd/kept.h), else nothing.
+// The operators behind it. An output that was not asked for is a 0-element tensor. `for_backward`:
+// what forward has made and backward uses again, of a size that the device's plan knows; another
+// size is allocated and not used. kPlannedBytes: that size under autograd with a gradient to come,
+// which then alone has the tensor (autograd/for_backward.h), else nothing.
 constexpr int64_t kPlannedBytes = -1;
-using ForwardOutputs =  // o, final_state, kept
+using ForwardOutputs =  // o, final_state, for_backward
     std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using BackwardOutputs =  // dq, dk, dv, dg, dgv, dh0
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
@@ -46,7 +46,7 @@ ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at:
                              const std::optional<at::Tensor>& cu_seqlens,
                              std::optional<double> scale, bool output_final_state,
                              bool state_v_first, bool batch_invariant,
-                             int64_t kept_bytes = kPlannedBytes);
+                             int64_t for_backward_bytes = kPlannedBytes);
 
 BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
                               const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -55,7 +55,7 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                               const std::optional<at::Tensor>& initial_state,
                               const std::optional<at::Tensor>& cu_seqlens,
                               std::optional<double> scale, bool state_v_first, bool batch_invariant,
-                              const std::optional<at::Tensor>& kept = {});
+                              const std::optional<at::Tensor>& for_backward = {});
 
 // The recurrence itself, token by token, with a gate on value channels too and in reverse time if
 // asked for: S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_tᵀ. gk [B, T, HK, K] and gv

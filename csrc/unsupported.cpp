@@ -3,8 +3,10 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
-#include "autograd/kept.h"
-#include "recurrent_checks.h"
+#include "autograd/for_backward.h"
+#include "checks/checker.h"
+#include "checks/recurrent_gla.h"
+#include "checks/steps.h"
 
 namespace gla_ext {
 namespace {
@@ -32,7 +34,7 @@ void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack*) {
 }  // namespace
 
 #if !defined(GLA_EXT_CUDA)
-int64_t cuda::bytes_to_keep(const ForwardArguments&) { return 0; }
+int64_t cuda::for_backward_bytes(const ForwardArguments&) { return 0; }
 #endif
 
 TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {

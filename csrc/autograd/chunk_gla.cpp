@@ -1,13 +1,14 @@
 // chunk_gla under autograd: forward and backward are the registered operators. Saved are the
-// inputs and what the device's plan keeps (kept.h).
+// inputs and what the device's plan leaves for backward (for_backward.h).
+#include "checks/chunk_gla.h"
+
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
-#include "../checks.h"
-#include "../ops.h"
-#include "kept.h"
+#include "for_backward.h"
+#include "ops.h"
 #include "refuse.h"
 
 namespace gla_ext {
@@ -25,9 +26,9 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
                                const OptionalTensor& gv, const OptionalTensor& initial_state,
                                const ForwardArguments& a, variable_list* not_differentiable) {
     at::AutoDispatchBelowADInplaceOrView below;
-    auto [o, final_state, kept] = dispatch(a);
+    auto [o, final_state, for_backward] = dispatch(a);
     ctx->save_for_backward({q, k, v, or_undefined(g), or_undefined(gv), or_undefined(initial_state),
-                            or_undefined(a.cu_seqlens), kept});
+                            or_undefined(a.cu_seqlens), for_backward});
     ctx->saved_data["scale"] = a.scale;
     ctx->saved_data["output_final_state"] = a.output_final_state;
     ctx->saved_data["state_v_first"] = a.state_v_first;
@@ -35,7 +36,7 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
     ctx->set_materialize_grads(false);
     // What has no gradient goes around the Function: compiled autograd refuses a node that has
     // marked outputs as non-differentiable.
-    *not_differentiable = {final_state, kept};
+    *not_differentiable = {final_state, for_backward};
     if (a.output_final_state) return {o, final_state};
     return {o};
   }
@@ -98,14 +99,15 @@ ForwardOutputs chunk_gla_fwd_autograd(const ForwardArguments& given_arguments) {
     at::AutoDispatchBelowADInplaceOrView below;
     return dispatch(a);
   }
-  const bool planned = a.kept_bytes == kPlannedBytes;
+  const bool planned = a.for_backward_bytes == kPlannedBytes;
   if (planned && needs_gradient({a.q, a.k, a.v}, {a.g, a.gv, a.initial_state}))
-    a.kept_bytes = bytes_to_keep(a);
-  variable_list rest;  // what has no gradient: final_state, kept
+    a.for_backward_bytes = for_backward_bytes(a);
+  variable_list rest;  // what has no gradient: final_state, for_backward
   auto outputs = ChunkGla::apply(a.q, a.k, a.v, a.g, a.gv, a.initial_state, a, &rest);
   // The caller of the operator holds nothing that it has not asked for.
-  const at::Tensor kept = planned && a.kept_bytes > 0 ? rest[1].new_empty({0}) : rest[1];
-  return {outputs[0], a.output_final_state ? outputs[1] : rest[0], kept};
+  const at::Tensor for_backward =
+      planned && a.for_backward_bytes > 0 ? rest[1].new_empty({0}) : rest[1];
+  return {outputs[0], a.output_final_state ? outputs[1] : rest[0], for_backward};
 }
 
 BackwardOutputs chunk_gla_bwd_autograd(const BackwardArguments& a) {

@@ -1,8 +1,8 @@
-#include "kept.h"
+#include "for_backward.h"
 
 #include <algorithm>
 
-#include "../checks.h"
+#include "checks/chunk_gla.h"
 
 namespace gla_ext {
 namespace {
@@ -20,13 +20,13 @@ bool is_planned_for(const at::Tensor& t) {
 
 }  // namespace
 
-int64_t bytes_to_keep(const ForwardArguments& a) {
+int64_t for_backward_bytes(const ForwardArguments& a) {
   for (const at::Tensor* t : {&a.q, &a.k, &a.v})
     if (!is_planned_for(*t)) return 0;
   for (const OptionalTensor* t : {&a.g, &a.gv})
     if (given(*t) && !is_planned_for(**t)) return 0;
   if (given(a.cu_seqlens) && !has_known_sizes(*a.cu_seqlens)) return 0;
-  return cuda::bytes_to_keep(a);
+  return cuda::for_backward_bytes(a);
 }
 
 }  // namespace gla_ext

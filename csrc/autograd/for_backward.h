@@ -1,7 +1,7 @@
 // What forward of chunk_gla keeps for backward beside its inputs.
 #pragma once
 
-#include "../arguments.h"
+#include "arguments.h"
 
 namespace gla_ext {
 
@@ -9,13 +9,13 @@ namespace gla_ext {
 // symbolic, since a graph would hold it as a number, and where the operator will refuse the call.
 // Asked under autograd, where a tensor knows its device while tracing too; the kernels' side does
 // not.
-int64_t bytes_to_keep(const ForwardArguments& a);
+int64_t for_backward_bytes(const ForwardArguments& a);
 
 namespace cuda {
 
 // Of CUDA tensors of four dimensions and known sizes, none of heads or channels 0: the plan's
 // answer, or 0 in a build without CUDA kernels.
-int64_t bytes_to_keep(const ForwardArguments& a);
+int64_t for_backward_bytes(const ForwardArguments& a);
 
 }  // namespace cuda
 }  // namespace gla_ext

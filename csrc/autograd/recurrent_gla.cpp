@@ -1,10 +1,12 @@
 // fused_recurrent_gla under autograd: forward and backward are the registered operators, nothing
 // but the inputs is saved. Gates and the initial state that are absent have no gradient.
+#include "checks/recurrent_gla.h"
+
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "../ops.h"
-#include "../recurrent_checks.h"
+#include "checks/chunk_gla.h"
+#include "ops.h"
 #include "refuse.h"
 
 namespace gla_ext {

@@ -5,8 +5,9 @@
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
-#include "../ops.h"
-#include "../recurrent_checks.h"
+#include "checks/chunk_gla.h"
+#include "checks/recurrent_gla.h"
+#include "ops.h"
 #include "refuse.h"
 
 namespace gla_ext {

@@ -3,6 +3,8 @@
 #include <ATen/FuncTorchTLS.h>
 #include <c10/util/Exception.h>
 
+#include "checks/checker.h"
+
 namespace gla_ext {
 
 void refuse_unsupported(const char* op, const OptionalTensor& t) {

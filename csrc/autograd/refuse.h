@@ -5,7 +5,7 @@
 
 #include <initializer_list>
 
-#include "../checks.h"
+#include "checks/shape.h"
 
 namespace gla_ext {
 

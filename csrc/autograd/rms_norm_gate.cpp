@@ -1,10 +1,11 @@
 // rms_norm_gate under autograd: forward and backward are the registered operators; x, weight, gate
 // and rstd, one number a row, are saved for backward.
+#include "checks/rms_norm_gate.h"
+
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "../norm_checks.h"
-#include "../ops.h"
+#include "ops.h"
 #include "refuse.h"
 
 namespace gla_ext {

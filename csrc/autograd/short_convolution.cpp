@@ -1,11 +1,12 @@
 // short_convolution under autograd: forward and backward are the registered operators, nothing but
 // the inputs is saved. A bias and a cache that are absent have no gradient.
+#include "checks/short_convolution.h"
+
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "../convolution_checks.h"
-#include "../ops.h"
+#include "ops.h"
 #include "refuse.h"
 
 namespace gla_ext {

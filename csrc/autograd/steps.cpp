@@ -1,10 +1,12 @@
 // The steps have no gradient of their own: they say so instead of losing it.
+#include "checks/steps.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
-#include "../checks.h"
+#include "checks/checker.h"
 #include "refuse.h"
 
 namespace gla_ext {

@@ -1,13 +1,14 @@
 // SwiGLU under autograd, alone and with the linear map after it. Nothing but the inputs is saved:
 // what the gradient of the map's weight needs of the product is made again in backward.
+#include "checks/swiglu.h"
+
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "../ops.h"
-#include "../swiglu_checks.h"
+#include "ops.h"
 #include "refuse.h"
 
 namespace gla_ext {

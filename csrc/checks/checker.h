@@ -4,15 +4,22 @@
 
 #include <c10/util/Exception.h>
 
+#include <string>
 #include <vector>
 
-#include "checks.h"
+#include "shape.h"
 
 namespace gla_ext {
 
 using Sizes = std::vector<c10::SymInt>;
 
 std::string dtype_name(at::ScalarType t);
+
+// The name a user knows an operator by, for messages: "chunk_gla" for "gla_ext::chunk_gla_fwd",
+// else without namespace.
+std::string public_name(const std::string& schema_name);
+
+void check_defined(const char* op, const char* name, const at::Tensor& t);
 
 inline bool holds(const c10::SymBool& condition) {
   return condition.expect_true(__FILE__, __LINE__);

@@ -1,7 +1,6 @@
-#include "checks.h"
+#include "chunk_gla.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 
 #include "checker.h"
@@ -48,70 +47,7 @@ Shape check_inputs(const char* op, const Arguments& a) {
   return shape;
 }
 
-// A [B, T, H, D] tensor of a step. `last` names the size of D: K, V, C or c.
-struct StepTensor {
-  const char* name;
-  const at::Tensor* t;
-  const char* dims;
-  char last;
-  bool is_input;  // has the user's dtype; the others are intermediates
-};
-
-// Those that the step takes, in the order of the checks.
-std::vector<StepTensor> step_tensors(const StepInputs& in) {
-  const char *keys = "[B, T, H, K]", *values = "[B, T, H, V]";
-  std::vector<StepTensor> tensors;
-  for (const StepTensor& x :
-       {StepTensor{"q", in.q, keys, 'K', true}, StepTensor{"k", in.k, keys, 'K', true},
-        StepTensor{"v", in.v, values, 'V', true}, StepTensor{"do", in.d_o, values, 'V', true},
-        StepTensor{"g", in.g, keys, 'K', true}, StepTensor{"b", in.b, keys, 'K', false},
-        StepTensor{"A", in.A, "[B, T, H, 64]", 'C', false},
-        StepTensor{"A_diagonal", in.A_diagonal, "[B, T, H, 16]", 'c', false},
-        StepTensor{"dA", in.dA, "[B, T, H, 64]", 'C', false},
-        StepTensor{"dq", in.dq, keys, 'K', false}, StepTensor{"dk", in.dk, keys, 'K', false},
-        StepTensor{"dg", in.dg, keys, 'K', false}})
-    if (x.t != nullptr) tensors.push_back(x);
-  return tensors;
-}
-
-// K or V, from the first tensor that has it; 1 where the step has none.
-c10::SymInt last_dimension(const std::vector<StepTensor>& tensors, char which) {
-  for (const StepTensor& x : tensors)
-    if (x.last == which) return x.t->sym_size(3);
-  return 1;
-}
-
 }  // namespace
-
-std::string dtype_name(at::ScalarType t) {
-  switch (t) {
-    case at::kBFloat16:
-      return "torch.bfloat16";
-    case at::kHalf:
-      return "torch.float16";
-    case at::kFloat:
-      return "torch.float32";
-    case at::kDouble:
-      return "torch.float64";
-    case at::kByte:
-      return "torch.uint8";
-    case at::kInt:
-      return "torch.int32";
-    case at::kLong:
-      return "torch.int64";
-    default:
-      return c10::str("torch.", c10::toString(t));
-  }
-}
-
-std::string public_name(const std::string& schema_name) {
-  const std::string name = schema_name.substr(schema_name.find("::") + 2);
-  if (name == "recurrent_gla_fwd") return "fused_recurrent_gla";
-  if (name == "rms_norm_gate_fwd") return "rms_norm_gate";
-  if (name == "swiglu_fwd") return "swiglu";
-  if (name == "short_convolution_fwd") return "ShortConvolution";
-  return name == "chunk_gla_fwd" ? "chunk_gla" : name;
-}
 
 double resolve_scale(std::optional<double> scale, int64_t K) {
   return scale.has_value() ? *scale : 1 / std::sqrt(static_cast<double>(K));
@@ -119,10 +55,11 @@ double resolve_scale(std::optional<double> scale, int64_t K) {
 
 Shape check_chunk_gla_fwd(const ForwardArguments& a) { return check_inputs("chunk_gla", a); }
 
-int64_t check_kept_bytes(const char* op, int64_t kept_bytes) {
-  TORCH_CHECK_VALUE(kept_bytes >= kPlannedBytes, op, ": expected kept_bytes to be at least ",
-                    kPlannedBytes, ", got ", kept_bytes);
-  return std::max<int64_t>(kept_bytes, 0);
+int64_t check_for_backward_bytes(const char* op, int64_t for_backward_bytes) {
+  TORCH_CHECK_VALUE(for_backward_bytes >= kPlannedBytes, op,
+                    ": expected for_backward_bytes to be at least ", kPlannedBytes, ", got ",
+                    for_backward_bytes);
+  return std::max<int64_t>(for_backward_bytes, 0);
 }
 
 Shape check_chunk_gla_bwd(const BackwardArguments& a) {
@@ -134,68 +71,12 @@ Shape check_chunk_gla_bwd(const BackwardArguments& a) {
   check.dtype("do", a.d_o, a.q.scalar_type(), " like q");
   check.shape("do", a.d_o, "[B, T, H, V]", {shape.B, shape.T, shape.H, shape.V});
   check.state("dht", a.dht, shape, a.state_v_first);
-  if (given(a.kept)) {
-    check.device("kept", *a.kept);
-    check.dtype("kept", *a.kept, at::kByte, " (as chunk_gla_fwd keeps it)");
-    check.rank("kept", *a.kept, 1, "[bytes]");
+  if (given(a.for_backward)) {
+    check.device("for_backward", *a.for_backward);
+    check.dtype("for_backward", *a.for_backward, at::kByte, " (as chunk_gla_fwd leaves it)");
+    check.rank("for_backward", *a.for_backward, 1, "[bytes]");
   }
   return shape;
-}
-
-Shape check_step(const StepInputs& in) {
-  const std::vector<StepTensor> tensors = step_tensors(in);
-  const StepTensor& first = tensors.front();
-  const Checker check(in.op, first.name, *first.t);
-  for (const StepTensor& x : tensors) check.defined(x.name, *x.t);
-  for (const StepTensor& x : tensors) {
-    check.strided(x.name, *x.t);
-    check.device(x.name, *x.t);
-  }
-  check.floating(first.name, *first.t);
-  Shape shape;
-  shape.dtype = first.t->scalar_type();
-  shape.accumulate = first.t->scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  for (const StepTensor& x : tensors) {
-    if (x.t == in.g) {
-      check.gate_dtype(x.name, *x.t, shape.accumulate == at::kDouble);
-    } else {
-      check.dtype(x.name, *x.t, x.is_input ? first.t->scalar_type() : shape.accumulate, "");
-    }
-    check.rank(x.name, *x.t, 4, x.dims);
-  }
-  shape.B = first.t->sym_size(0);
-  shape.T = first.t->sym_size(1);
-  shape.H = first.t->sym_size(2);
-  shape.K = last_dimension(tensors, 'K');
-  shape.V = last_dimension(tensors, 'V');
-  check.at_least_one("the last dimension", "the keys", shape.K);
-  check.at_least_one("the last dimension", "the values", shape.V);
-  for (const StepTensor& x : tensors) {
-    const c10::SymInt last = x.last == 'K'   ? shape.K
-                             : x.last == 'V' ? shape.V
-                                             : c10::SymInt(x.last == 'C' ? kChunk : kSubChunk);
-    check.shape(x.name, *x.t, x.dims, {shape.B, shape.T, shape.H, last});
-  }
-  check.offsets(in.cu_seqlens, shape);
-  for (const auto& [name, t] : {std::pair{"S", in.S}, std::pair{"dS", in.dS}}) {
-    if (t == nullptr) continue;
-    check.strided(name, *t);
-    check.device(name, *t);
-    check.dtype(name, *t, shape.accumulate, "");
-    check.shape(name, *t, "[B, NT, H, K, V]", {shape.B, shape.chunks, shape.H, shape.K, shape.V});
-  }
-  check.state("initial_state", in.initial_state, shape, in.state_v_first);
-  check.state("dht", in.dht, shape, in.state_v_first);
-  return shape;
-}
-
-void check_defined(const char* op, const char* name, const at::Tensor& t) {
-  TORCH_CHECK_TYPE(t.defined(), op, ": expected ", name, " to be a tensor, got None");
-}
-
-void check_scale_given(const char* op, std::optional<double> scale) {
-  TORCH_CHECK_TYPE(scale.has_value(), op,
-                   ": expected scale to be a float (its default, K ** -0.5, needs K), got None");
 }
 
 at::Tensor checked_offsets(const char* op, const at::Tensor& cu_seqlens, int64_t T) {

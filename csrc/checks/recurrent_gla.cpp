@@ -1,4 +1,4 @@
-#include "recurrent_checks.h"
+#include "recurrent_gla.h"
 
 #include "checker.h"
 

@@ -1,4 +1,4 @@
-#include "norm_checks.h"
+#include "rms_norm_gate.h"
 
 #include <array>
 #include <utility>

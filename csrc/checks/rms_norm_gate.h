@@ -3,8 +3,8 @@
 
 #include <string_view>
 
-#include "checks.h"
-#include "norm.h"
+#include "common/norm.h"
+#include "shape.h"
 
 namespace gla_ext {
 

@@ -1,4 +1,4 @@
-#include "convolution_checks.h"
+#include "short_convolution.h"
 
 #include "checker.h"
 

@@ -1,9 +1,41 @@
 // What each step takes, for the checks of every backend and of tracing.
 #pragma once
 
-#include "checks.h"
+#include <array>
+
+#include "shape.h"
 
 namespace gla_ext {
+
+// The ten steps, as operators.
+constexpr std::array<const char*, 10> kSteps{
+    "_gate_cumsum", "_chunk_states", "_scores_off_diagonal", "_scores_diagonal", "_output",
+    "_state_grads", "_value_grads",  "_score_grads",         "_intra_grads",     "_merge_grads"};
+
+// States of every chunk hold what the products round to anyway: bf16 for bf16 inputs, else the
+// accumulation dtype.
+inline at::ScalarType chunk_states_dtype(const at::Tensor& q) {
+  if (q.scalar_type() == at::kBFloat16) return at::kBFloat16;
+  return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// The steps. Tensors a step does not take are left out; at least one of q, k, v, d_o, b or g is
+// there.
+struct StepInputs {
+  const char* op;
+  const at::Tensor *q = nullptr, *k = nullptr, *v = nullptr, *d_o = nullptr;  // [B, T, H, K | V]
+  const at::Tensor* g = nullptr;                                              // [B, T, H, K]
+  const at::Tensor* b = nullptr;                                              // [B, T, H, K]
+  const at::Tensor *A = nullptr, *A_diagonal = nullptr, *dA = nullptr;  // [B, T, H, C | c | C]
+  const at::Tensor *dq = nullptr, *dk = nullptr, *dg = nullptr;         // [B, T, H, K]
+  const at::Tensor *S = nullptr, *dS = nullptr;                         // [B, chunks, H, K, V]
+  OptionalTensor initial_state, dht, cu_seqlens;
+  bool state_v_first = false;
+};
+Shape check_step(const StepInputs& in);
+
+// For the step that has no K to take the default scale from.
+void check_scale_given(const char* op, std::optional<double> scale);
 
 inline Shape check_gate_cumsum(const at::Tensor& g, const OptionalTensor& cu_seqlens) {
   return check_step({.op = "_gate_cumsum", .g = &g, .cu_seqlens = cu_seqlens});

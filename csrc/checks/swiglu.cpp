@@ -1,4 +1,4 @@
-#include "swiglu_checks.h"
+#include "swiglu.h"
 
 #include "checker.h"
 

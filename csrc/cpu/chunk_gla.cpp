@@ -1,11 +1,14 @@
 // chunk_gla on CPU: check, allocate, plan, run.
+#include "checks/chunk_gla.h"
+
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "../groups.h"
-#include "../ops.h"
-#include "plan.h"
-#include "problem.h"
+#include "checks/steps.h"
+#include "common/groups.h"
+#include "host/call.h"
+#include "host/plan.h"
+#include "ops.h"
 
 namespace gla_ext::cpu {
 namespace {
@@ -14,7 +17,7 @@ at::Tensor not_asked_for(const at::Tensor& like, at::ScalarType dtype) {
   return at::empty({0}, like.options().dtype(dtype));
 }
 
-void check_nothing_kept(const char* op, int64_t bytes) {
+void check_nothing_for_backward(const char* op, int64_t bytes) {
   TORCH_CHECK_NOT_IMPLEMENTED(bytes == 0, op,
                               ": expected nothing to be kept for backward on the CPU, got ", bytes,
                               " bytes");
@@ -31,7 +34,8 @@ bool sweeps(const Call<T>& call, bool backward) {
 // here.
 ForwardOutputs chunk_gla_fwd_cpu(const ForwardArguments& a) {
   const Shape shape = check_chunk_gla_fwd(a);
-  check_nothing_kept("chunk_gla", check_kept_bytes("chunk_gla", a.kept_bytes));
+  check_nothing_for_backward("chunk_gla",
+                             check_for_backward_bytes("chunk_gla", a.for_backward_bytes));
   return with_call("chunk_gla", shape, a.cu_seqlens, a.scale, [&](auto& call) -> ForwardOutputs {
     using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
     using P = Problem<T>;
@@ -55,7 +59,7 @@ ForwardOutputs chunk_gla_fwd_cpu(const ForwardArguments& a) {
 
 BackwardOutputs chunk_gla_bwd_cpu(const BackwardArguments& a) {
   const Shape shape = check_chunk_gla_bwd(a);
-  if (given(a.kept)) check_nothing_kept("chunk_gla_bwd", a.kept->numel());
+  if (given(a.for_backward)) check_nothing_for_backward("chunk_gla_bwd", a.for_backward->numel());
   const at::Tensor &q = a.q, &k = a.k, &v = a.v;
   return with_call("chunk_gla_bwd", shape, a.cu_seqlens, a.scale,
                    [&](auto& call) -> BackwardOutputs {

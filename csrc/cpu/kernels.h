@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "convolution.h"
-#include "norm.h"
-#include "params.h"
+#include "host/params.h"
+#include "rms_norm_gate.h"
+#include "short_convolution.h"
 #include "swiglu.h"
 
 namespace gla_ext::cpu {

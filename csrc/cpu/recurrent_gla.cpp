@@ -1,13 +1,15 @@
 // The recurrent operators on CPU: over sequences, and on a pool of states.
+#include "checks/recurrent_gla.h"
+
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
-#include "../groups.h"
-#include "../ops.h"
-#include "../recurrent_checks.h"
-#include "problem.h"
+#include "checks/chunk_gla.h"
+#include "common/groups.h"
+#include "host/call.h"
+#include "ops.h"
 
 namespace gla_ext::cpu {
 namespace {

@@ -1,14 +1,16 @@
 // The norm with its gate on CPU: check, allocate, run the tasks.
+#include "checks/rms_norm_gate.h"
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
-#include "../norm_checks.h"
-#include "../ops.h"
-#include "../row_layout.h"
-#include "problem.h"
+#include "common/row_layout.h"
+#include "common/tensors.h"
+#include "host/call.h"
+#include "ops.h"
 
 namespace gla_ext::cpu {
 namespace {
@@ -19,10 +21,6 @@ constexpr int64_t kElementsPerTask = 8192, kMostTasks = 256;
 int64_t rows_per_task(int64_t rows, int64_t width) {
   const int64_t fewest = (kElementsPerTask + width - 1) / width;
   return std::max<int64_t>(fewest, (rows + kMostTasks - 1) / kMostTasks);
-}
-
-at::Tensor contiguous_like(const at::Tensor& t) {
-  return at::empty(t.sizes(), t.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
 template <typename T>

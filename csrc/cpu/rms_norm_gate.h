@@ -1,8 +1,8 @@
 // What the host side hands to the CPU kernels of the norm.
 #pragma once
 
-#include "../norm.h"
-#include "params.h"
+#include "common/norm.h"
+#include "host/params.h"
 
 namespace gla_ext::cpu {
 

@@ -1,4 +1,6 @@
 // The short convolution on CPU: check, allocate, run the tasks.
+#include "checks/short_convolution.h"
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -6,10 +8,10 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../checks.h"
-#include "../convolution_checks.h"
-#include "../ops.h"
-#include "problem.h"
+#include "checks/chunk_gla.h"
+#include "common/tensors.h"
+#include "host/call.h"
+#include "ops.h"
 
 namespace gla_ext::cpu {
 namespace {
@@ -71,10 +73,6 @@ class Sequences {
 TokenRows rows_of(const at::Tensor& t) {
   const TokenStrides strides = token_strides(t);
   return {const_cast<void*>(t.const_data_ptr()), strides.b, strides.t};
-}
-
-at::Tensor contiguous_like(const at::Tensor& t) {
-  return at::empty(t.sizes(), t.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
 // The last W inputs of each sequence, bit for bit.

@@ -1,7 +1,7 @@
 // What the host side hands to the CPU kernels of the short convolution.
 #pragma once
 
-#include "params.h"
+#include "host/params.h"
 
 namespace gla_ext::cpu {
 

@@ -6,19 +6,16 @@
 
 #include <algorithm>
 
-#include "../ops.h"
-#include "../row_layout.h"
-#include "../swiglu_checks.h"
-#include "problem.h"
+#include "checks/swiglu.h"
+#include "common/row_layout.h"
+#include "common/tensors.h"
+#include "host/call.h"
+#include "ops.h"
 
 namespace gla_ext::cpu {
 namespace {
 
 constexpr int64_t kElementsPerTask = 8192;
-
-at::Tensor contiguous_like(const at::Tensor& t) {
-  return at::empty(t.sizes(), t.options().memory_format(at::MemoryFormat::Contiguous));
-}
 
 Swiglu problem_of(const RowLayout& layout) {
   Swiglu p;

@@ -1,8 +1,8 @@
 // What the host side hands to the CPU kernels of SwiGLU.
 #pragma once
 
-#include "../rows.h"
-#include "params.h"
+#include "common/rows.h"
+#include "host/params.h"
 
 namespace gla_ext::cpu {
 

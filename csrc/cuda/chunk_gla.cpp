@@ -1,18 +1,18 @@
 // chunk_gla on CUDA: check, plan, allocate, launch.
 #include <torch/library.h>
 
-#include "../groups.h"
-#include "../ops.h"
-#include "problem.h"
-#include "tensors.h"
+#include "common/groups.h"
+#include "host/call.h"
+#include "host/tensors.h"
+#include "ops.h"
 
 namespace gla_ext::cuda {
 namespace {
 
-bool widens(const Shape& shape, const OptionalTensor& gv) {
+bool runs_in_fp32(const Shape& shape, const OptionalTensor& gv) {
   return shape.dtype != at::kDouble && becomes_fp32(dtype_of(shape.dtype), given(gv));
 }
-at::Tensor narrowed(const at::Tensor& t, bool wide) { return wide ? t.to(at::kHalf) : t; }
+at::Tensor back_to_fp16(const at::Tensor& t, bool in_fp32) { return in_fp32 ? t.to(at::kHalf) : t; }
 
 // What both passes are given, and do in backward.
 template <class Arguments>
@@ -31,53 +31,56 @@ void take_inputs(Call& call, const Arguments& a, at::ScalarType dtype,
 
 ForwardOutputs chunk_gla_fwd_cuda(const ForwardArguments& a) {
   Shape shape = check_chunk_gla_fwd(a);
-  const bool wide = widens(shape, a.gv);
-  if (wide) shape.dtype = at::kFloat;
+  const bool in_fp32 = runs_in_fp32(shape, a.gv);
+  if (in_fp32) shape.dtype = at::kFloat;
   Call call("chunk_gla", shape, a.q, a.cu_seqlens, a.scale);
   Problem& p = call.problem;
-  p.tf32 |= wide;
-  const int64_t kept_bytes = check_kept_bytes("chunk_gla", a.kept_bytes);
-  if (kept_bytes > 0) call.align_inputs();
+  p.tf32 |= in_fp32;
+  const int64_t for_backward_bytes = check_for_backward_bytes("chunk_gla", a.for_backward_bytes);
+  if (for_backward_bytes > 0) call.align_inputs();
   take_inputs(call, a, shape.dtype);
   at::Tensor o = call.output(p.o, p.V, shape.dtype);
   at::Tensor final_state =
       a.output_final_state ? call.output_state(p.ht) : call.not_asked_for(at::kFloat);
-  CallPlan plan = call.plan(a.batch_invariant, /*keeps=*/kept_bytes > 0);
-  at::Tensor kept = call.keep(plan, kept_bytes);
-  if (plan.for_backward.bytes != kept_bytes) plan = call.plan(a.batch_invariant, /*keeps=*/false);
+  CallPlan plan = call.plan(a.batch_invariant, /*for_backward=*/for_backward_bytes > 0);
+  at::Tensor for_backward = call.output_for_backward(plan, for_backward_bytes);
+  if (plan.for_backward.bytes != for_backward_bytes)
+    plan = call.plan(a.batch_invariant, /*for_backward=*/false);
   call.run(plan.forward);
-  return {narrowed(o, wide), final_state, kept};
+  return {back_to_fp16(o, in_fp32), final_state, for_backward};
 }
 
 BackwardOutputs chunk_gla_bwd_cuda(const BackwardArguments& a) {
   Shape shape = check_chunk_gla_bwd(a);
-  const bool wide = widens(shape, a.gv);
-  if (wide) shape.dtype = at::kFloat;
+  const bool in_fp32 = runs_in_fp32(shape, a.gv);
+  if (in_fp32) shape.dtype = at::kFloat;
   Call call("chunk_gla_bwd", shape, a.q, a.cu_seqlens, a.scale);
   Problem& p = call.problem;
-  p.tf32 |= wide;
-  const bool has_kept = given(a.kept) && a.kept->numel() > 0;
-  if (has_kept) call.align_inputs();
+  p.tf32 |= in_fp32;
+  const bool has_for_backward = given(a.for_backward) && a.for_backward->numel() > 0;
+  if (has_for_backward) call.align_inputs();
   take_inputs(call, a, shape.dtype, &a.d_o);
   p.dht = call.input_state(a.dht);
   at::Tensor dq = call.output(p.dq, p.K, shape.dtype);
   at::Tensor dk = call.output(p.dk, p.K, shape.dtype);
-  at::Tensor dv = call.output(call.value_gated ? call.values.dk : p.dv, p.V, shape.dtype);
-  at::Tensor dg = call.gate_grad(p.dg, p.K, a.g), dgv = call.gate_grad(call.values.dg, p.V, a.gv);
+  at::Tensor dv = call.output(call.value_gated ? call.value_side.dk : p.dv, p.V, shape.dtype);
+  at::Tensor dg = call.gate_grad(p.dg, p.K, a.g),
+             dgv = call.gate_grad(call.value_side.dg, p.V, a.gv);
   at::Tensor dh0 =
       given(a.initial_state) ? call.output_state(p.dh0) : call.not_asked_for(at::kFloat);
   // merge_grads reads an element of these before it writes it, and in no other block.
-  for (Problem* side : {&p, &call.values}) {
+  for (Problem* side : {&p, &call.value_side}) {
     side->dq_intra = side->dq;
     side->dk_intra = side->dk;
     side->dg_intra = side->dg;
   }
-  CallPlan plan = call.plan(a.batch_invariant, /*keeps=*/has_kept);
-  if (has_kept && !call.input_kept(plan, *a.kept))
-    plan = call.plan(a.batch_invariant, /*keeps=*/false);
+  CallPlan plan = call.plan(a.batch_invariant, /*for_backward=*/has_for_backward);
+  if (has_for_backward && !call.input_for_backward(plan, *a.for_backward))
+    plan = call.plan(a.batch_invariant, /*for_backward=*/false);
   call.run(plan.backward);  // replaces those of the intra results that are not fp32
-  return with_shared_heads(
-      {narrowed(dq, wide), narrowed(dk, wide), narrowed(dv, wide), dg, dgv, dh0}, a.k.size(2));
+  return with_shared_heads({back_to_fp16(dq, in_fp32), back_to_fp16(dk, in_fp32),
+                            back_to_fp16(dv, in_fp32), dg, dgv, dh0},
+                           a.k.size(2));
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
 // The ten steps as operators of their own: each takes its inputs from memory and gives its
 // intermediate back, in fp32.
+#include "checks/steps.h"
+
 #include <torch/library.h>
 
-#include "../ops.h"
-#include "../step_checks.h"
-#include "problem.h"
+#include "host/call.h"
+#include "ops.h"
 
 namespace gla_ext::cuda {
 namespace {

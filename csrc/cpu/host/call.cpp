@@ -1,4 +1,4 @@
-#include "problem.h"
+#include "call.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>

@@ -6,8 +6,8 @@
 #include <initializer_list>
 #include <vector>
 
-#include "../checks.h"
-#include "kernels.h"
+#include "checks/chunk_gla.h"
+#include "cpu/kernels.h"
 #include "parallel.h"
 
 namespace gla_ext::cpu {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../chunk.h"
+#include "common/chunk.h"
 
 namespace gla_ext::cpu {
 

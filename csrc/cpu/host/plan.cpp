@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "kernels.h"
+#include "cpu/kernels.h"
 
 namespace gla_ext::cpu {
 namespace {

@@ -35,16 +35,16 @@ constexpr T kResetGate = kMinGate<T> + 1;
 template <typename T>
 struct Gates {
   int64_t ld = 0, length = 0;
-  bool mid_reference = false;  // tier 1
-  bool absent = false;         // nothing decays: x and b are not there
-  T range = 0;                 // R, in tier 1
-  T* x = nullptr;              // gates, log2 units, clamped
-  T* b = nullptr;              // their inclusive prefix sums
-  T* eq = nullptr;             // tier 1: 2^(b - r);    else 2^b
-  T* ek = nullptr;             // tier 1: 2^(r - b);    else 2^(b_C - b)
-  T* s_in = nullptr;           // tier 1: 2^r;          else 1
-  T* a = nullptr;              // 2^b_C
-  T* c = nullptr;              // tier 1: 2^(b_C - r);  else 1
+  bool in_tier1 = false;  // tier 1
+  bool absent = false;    // nothing decays: x and b are not there
+  T range = 0;            // R, in tier 1
+  T* x = nullptr;         // gates, log2 units, clamped
+  T* b = nullptr;         // their inclusive prefix sums
+  T* eq = nullptr;        // tier 1: 2^(b - r);    else 2^b
+  T* ek = nullptr;        // tier 1: 2^(r - b);    else 2^(b_C - b)
+  T* s_in = nullptr;      // tier 1: 2^r;          else 1
+  T* a = nullptr;         // 2^b_C
+  T* c = nullptr;         // tier 1: 2^(b_C - r);  else 1
   // Tiers 2 + 3 alone:
   T* eq_local = nullptr;  // 2^(sum of the sub-chunk's gates up to and with i)
   T* ek_local = nullptr;  // 2^(sum of the sub-chunk's gates after j)
@@ -117,7 +117,7 @@ inline bool cumsum(Gates<T>& gates) {
 }
 
 template <typename T>
-inline void mid_reference_exponents(Gates<T>& g) {
+inline void tier1_exponents(Gates<T>& g) {
   const int64_t last = (g.length - 1) * g.ld;
   for (int64_t d = 0; d < g.ld; d += Vec<T>::size()) {
     Span<T> span;
@@ -174,8 +174,8 @@ inline void anchored_exponents(Gates<T>& g) {
 
 template <typename T>
 inline void make_exponents(Gates<T>& gates) {
-  if (gates.mid_reference) {
-    mid_reference_exponents(gates);
+  if (gates.in_tier1) {
+    tier1_exponents(gates);
   } else {
     anchored_exponents(gates);
   }
@@ -185,7 +185,7 @@ inline void make_exponents(Gates<T>& gates) {
 template <typename T>
 inline void make_no_gates(const Chunk& chunk, Gates<T>& gates) {
   gates.length = chunk.length;
-  gates.mid_reference = gates.absent = true;
+  gates.in_tier1 = gates.absent = true;
   for (T* factors : {gates.eq, gates.ek}) fill(factors, gates.size(), T(1));
   for (T* factors : {gates.s_in, gates.a, gates.c}) fill(factors, gates.ld, T(1));
 }
@@ -196,7 +196,7 @@ template <typename T>
 inline void make_gates(const Problem<T>& p, const Chunk& chunk, Gates<T>& gates) {
   if (p.g.data == nullptr && p.b.data == nullptr) return make_no_gates(chunk, gates);
   load_gates(p, chunk, gates);
-  gates.mid_reference = cumsum(gates);
+  gates.in_tier1 = cumsum(gates);
   make_exponents(gates);
 }
 
@@ -206,8 +206,7 @@ template <typename T>
 inline void make_value_gates(const Problem<T>& p, const Chunk& chunk, const Gates<T>& keys,
                              Gates<T>& gates) {
   load_log2(p.gv, chunk, p.V, gates);
-  gates.mid_reference =
-      cumsum(gates) && keys.mid_reference && keys.range + gates.range <= T(kRangeLimit);
+  gates.in_tier1 = cumsum(gates) && keys.in_tier1 && keys.range + gates.range <= T(kRangeLimit);
   make_exponents(gates);
 }
 

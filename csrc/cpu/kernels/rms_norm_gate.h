@@ -10,7 +10,7 @@
 
 #include <cmath>
 
-#include "../norm.h"
+#include "cpu/rms_norm_gate.h"
 #include "tile.h"
 
 namespace gla_ext::cpu {

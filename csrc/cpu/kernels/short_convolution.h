@@ -10,8 +10,8 @@
 // Everything is accumulated in T and rounded once, in an order that the token alone decides.
 #pragma once
 
-#include "../convolution.h"
-#include "norm.h"
+#include "cpu/short_convolution.h"
+#include "rms_norm_gate.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {

@@ -7,8 +7,8 @@
 // tail of a piece passes the same vectors.
 #pragma once
 
-#include "../swiglu.h"
-#include "norm.h"
+#include "cpu/swiglu.h"
+#include "rms_norm_gate.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {

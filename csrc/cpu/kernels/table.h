@@ -1,11 +1,11 @@
 // The table of one capability; see ../kernels.h.
 #pragma once
 
-#include "../kernels.h"
-#include "convolution.h"
-#include "norm.h"
-#include "recurrent.h"
-#include "step_tasks.h"
+#include "cpu/kernels.h"
+#include "recurrent_gla.h"
+#include "rms_norm_gate.h"
+#include "short_convolution.h"
+#include "steps/tasks.h"
 #include "swiglu.h"
 
 namespace gla_ext::cpu {

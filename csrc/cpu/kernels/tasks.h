@@ -1,15 +1,15 @@
 // What one worker does in chunk_gla: the steps in order, over a sequence or one chunk.
 #pragma once
 
-#include "chunk_states.h"
-#include "intra_grads.h"
-#include "merge_grads.h"
-#include "output.h"
-#include "score_grads.h"
-#include "scores.h"
-#include "state_grads.h"
-#include "value_gates.h"
-#include "value_grads.h"
+#include "steps/chunk_states.h"
+#include "steps/intra_grads.h"
+#include "steps/merge_grads.h"
+#include "steps/output.h"
+#include "steps/score_grads.h"
+#include "steps/scores.h"
+#include "steps/state_grads.h"
+#include "steps/value_gates.h"
+#include "steps/value_grads.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../params.h"
+#include "cpu/host/params.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {

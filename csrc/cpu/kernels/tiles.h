@@ -101,8 +101,7 @@ template <typename T>
 inline void load_queries(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   load_rows(t.q, t.Kp, p.q, chunk, p.K);
   gated(t.q_in, t.q, t.gates.eq, t.gates.size(), p.round_operands);
-  if (!t.gates.mid_reference)
-    gated(t.q_local, t.q, t.gates.eq_local, t.gates.size(), p.round_operands);
+  if (!t.gates.in_tier1) gated(t.q_local, t.q, t.gates.eq_local, t.gates.size(), p.round_operands);
 }
 
 template <typename T>
@@ -124,7 +123,7 @@ inline void load_output_grads(const Problem<T>& p, const Chunk& chunk, Tiles<T>&
   const Gates<T>& g = t.values.gates;
   if (!t.value_gated) return;
   gated(t.do_in, t.d_o, g.eq, g.size(), p.round_operands);
-  if (!g.mid_reference) gated(t.values.do_local, t.d_o, g.eq_local, g.size(), p.round_operands);
+  if (!g.in_tier1) gated(t.values.do_local, t.d_o, g.eq_local, g.size(), p.round_operands);
 }
 
 // Tiers 2 + 3: keys of the sub-chunks before I, anchored at the start of I.
@@ -166,7 +165,7 @@ inline void state_operand(const Problem<T>& p, Tiles<T>& t, T* dst, const T* src
     const Vec<T> s(rows[i]);
     map<T>(t.Vp, [&](Vec<T> x) { return x * s; }, dst + i * t.Vp, src + i * t.Vp);
   }
-  if (t.value_gated && t.values.gates.mid_reference) scale_columns(t, dst, columns);
+  if (t.value_gated && t.values.gates.in_tier1) scale_columns(t, dst, columns);
   if (p.round_operands) round_to_bf16(dst, t.K * t.Vp);
 }
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../params.h"
+#include "cuda/host/params.h"
 
 namespace gla_ext::cuda {
 

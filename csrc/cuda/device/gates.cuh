@@ -37,29 +37,29 @@ __device__ __forceinline__ bool in_tier1(const Problem& p, const Chunk& chunk) {
   return !out;
 }
 
-// Chunks outside tier 1 are few, or nearly all: as many blocks as fill a GPU look at every
-// exact_blocks-th chunk and work on those outside, f(chunk, part of `parts`). The host and the
+// Chunks with strong gates are few, or nearly all: as many blocks as fill a GPU look at every
+// strong_blocks-th chunk and work on those outside, f(chunk, part of `parts`). The host and the
 // device agree on the number, a prime, lest all of a block's chunks be one head's.
-__host__ __device__ inline int64_t exact_blocks(int64_t chunk_heads) {
+__host__ __device__ inline int64_t strong_blocks(int64_t chunk_heads) {
   constexpr int64_t kEnough = 263;
   return chunk_heads < kEnough ? chunk_heads : kEnough;
 }
 
 template <class F>
-__device__ __forceinline__ void for_exact_chunks(const Problem& p, int parts, F&& f,
-                                                 unsigned block = blockIdx.x) {
+__device__ __forceinline__ void for_strong_chunks(const Problem& p, int parts, F&& f,
+                                                  unsigned block = blockIdx.x) {
   // The host keeps their number within a grid's 31 bits.
   const auto chunks = static_cast<uint32_t>(p.grid.B * p.grid.slots * p.H);
-  const auto step = static_cast<uint32_t>(exact_blocks(chunks));
+  const auto step = static_cast<uint32_t>(strong_blocks(chunks));
   for (uint32_t first = block / parts; first < chunks; first += 32 * step) {
     const uint32_t mine = first + threadIdx.x % 32 * step;
-    bool exact = false;
+    bool strong = false;
     if (mine < chunks) {
       const Chunk chunk = find_chunk(p, mine);
-      exact = chunk.length > 0 && !chunk.tail && !in_tier1(p, chunk);
+      strong = chunk.length > 0 && !chunk.tail && !in_tier1(p, chunk);
     }
     // Every warp sees the same flags.
-    uint32_t left = __ballot_sync(0xffffffffu, exact);
+    uint32_t left = __ballot_sync(0xffffffffu, strong);
     for (; left != 0; left &= left - 1) {
       f(find_chunk(p, first + (__ffs(static_cast<int>(left)) - 1) * step),
         static_cast<int>(block % parts));
@@ -71,14 +71,14 @@ __device__ __forceinline__ void for_exact_chunks(const Problem& p, int parts, F&
 // The same, a block a chunk, f(), with the chunk in shared memory, for code that has too few
 // registers for it.
 template <class F>
-__device__ __forceinline__ void for_exact_chunks(const Problem& p, Chunk& shared, F&& f,
-                                                 unsigned block = blockIdx.x) {
+__device__ __forceinline__ void for_strong_chunks(const Problem& p, Chunk& shared, F&& f,
+                                                  unsigned block = blockIdx.x) {
   const auto with_shared = [&](const Chunk& chunk, int) {
     if (threadIdx.x == 0) shared = chunk;
     __syncthreads();
     f();
   };
-  for_exact_chunks(p, 1, with_shared, block);
+  for_strong_chunks(p, 1, with_shared, block);
 }
 
 // x of 16 tokens of one channel: from the gates where they are there, else as differences of b.

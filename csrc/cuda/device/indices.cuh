@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../indices.h"
+#include "cuda/host/indices.h"
 
 namespace gla_ext::cuda {
 

@@ -3,8 +3,8 @@
 
 #include <type_traits>
 
-#include "../launch.h"
-#include "../plan/plan.h"
+#include "cuda/host/launchers.h"
+#include "cuda/plan/plan.h"
 #include "gates.cuh"
 
 namespace gla_ext::cuda {
@@ -73,9 +73,9 @@ inline int64_t chunk_heads(const Problem& p) {
   return p.grid.T == 0 ? 0 : p.grid.B * p.grid.slots * p.H;
 }
 
-// Blocks of a kernel that works on chunks outside tier 1, in `parts` each.
-inline int64_t exact_grid(const Problem& p, int64_t parts) {
-  return exact_blocks(chunk_heads(p)) * parts;
+// Blocks of a kernel that works on chunks with strong gates, in `parts` each.
+inline int64_t strong_grid(const Problem& p, int64_t parts) {
+  return strong_blocks(chunk_heads(p)) * parts;
 }
 
 // The Problem for a kernel that is told a fact.

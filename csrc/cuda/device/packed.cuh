@@ -1,7 +1,7 @@
 // Places in a packed batch.
 #pragma once
 
-#include "../params.h"
+#include "cuda/host/params.h"
 
 namespace gla_ext::cuda {
 

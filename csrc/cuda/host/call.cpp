@@ -1,4 +1,4 @@
-#include "problem.h"
+#include "call.h"
 
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -14,9 +14,9 @@
 #include <string_view>
 #include <type_traits>
 
-#include "../autograd/kept.h"
+#include "autograd/for_backward.h"
+#include "cuda/sm90/sm90.h"
 #include "launch_table.h"
-#include "sm90/sm90.h"
 #include "tensors.h"
 
 namespace gla_ext::cuda {
@@ -121,7 +121,7 @@ Call::Call(const char* op, const Shape& shape, const at::Tensor& like,
 
 const at::Tensor& Call::hold(at::Tensor t) { return held_.emplace_back(std::move(t)); }
 
-const at::Tensor& Call::packed_elements(const at::Tensor& t) {
+const at::Tensor& Call::contiguous(const at::Tensor& t) {
   if (!t.is_contiguous()) return hold(t.contiguous());
   return starts_aligned(t.const_data_ptr()) ? t : hold(t.clone());
 }
@@ -143,24 +143,24 @@ void Call::input_gates(const OptionalTensor& g, const OptionalTensor& gv) {
   if (key_gated) input(problem.g, *g);
   if (!value_gated) return;
   check_grid(op_, problem.grid, problem.H, problem.V, problem.K);
-  values.H = problem.H;
-  values.K = problem.V;
-  values.V = problem.K;
-  values.scale = problem.scale;
-  values.dtype = problem.dtype;
-  values.tf32 = problem.tf32;
-  values.whole_scores = true;
-  values.q = problem.d_o;
-  values.k = problem.v;
-  input(values.g, *gv);
+  value_side.H = problem.H;
+  value_side.K = problem.V;
+  value_side.V = problem.K;
+  value_side.scale = problem.scale;
+  value_side.dtype = problem.dtype;
+  value_side.tf32 = problem.tf32;
+  value_side.whole_scores = true;
+  value_side.q = problem.d_o;
+  value_side.k = problem.v;
+  input(value_side.g, *gv);
 }
 
 const float* Call::input_state(const OptionalTensor& t) {
-  return given(t) ? packed_elements(*t).const_data_ptr<float>() : nullptr;
+  return given(t) ? contiguous(*t).const_data_ptr<float>() : nullptr;
 }
 
 void Call::input_chunk_states(void*& states, DType& dtype, const at::Tensor& t) {
-  states = const_cast<void*>(packed_elements(t).const_data_ptr());
+  states = const_cast<void*>(contiguous(t).const_data_ptr());
   dtype = dtype_of(t.scalar_type());
 }
 
@@ -198,7 +198,7 @@ at::Tensor Call::not_asked_for(at::ScalarType dtype) const {
   return at::empty({0}, options_.dtype(dtype));
 }
 
-CallPlan Call::plan(bool batch_invariant, bool keeps) const {
+CallPlan Call::plan(bool batch_invariant, bool for_backward) const {
   const Problem& p = problem;
   PlanInputs in = plan_inputs(options_.device(), p.grid, p.H, p.K, p.V, p.dtype, p.g.dtype);
   in.batch_invariant = batch_invariant;
@@ -207,8 +207,8 @@ CallPlan Call::plan(bool batch_invariant, bool keeps) const {
     if (r->data != nullptr) in.aligned &= r->aligned;
   in.key_gated = key_gated;
   in.value_gated = value_gated;
-  in.value_gate_dtype = values.g.dtype;
-  in.keeps = keeps;
+  in.value_gate_dtype = value_side.g.dtype;
+  in.for_backward = for_backward;
   const char* missing = in.choice == PathChoice::kFused ? why_not_fused(in) : nullptr;
   TORCH_CHECK_NOT_IMPLEMENTED(missing == nullptr, op_, ": GLA_EXT_CUDA_PATH=fused expected ",
                               missing, ", got a call that only the step path takes");
@@ -222,23 +222,23 @@ void Call::run(const PassPlan& pass) {
   launch(pass.kernels);
 }
 
-at::Tensor Call::keep(const CallPlan& plan, int64_t bytes) {
+at::Tensor Call::output_for_backward(const CallPlan& plan, int64_t bytes) {
   // Backward may be on another path by then, and could not tell.
   TORCH_CHECK_NOT_IMPLEMENTED(
       bytes == 0 || plan.path == Path::kFused, op_,
-      ": expected kept_bytes to be 0 in the step path, got ", bytes,
-      "; a graph that keeps operands for backward was compiled for the fused path, without "
+      ": expected for_backward_bytes to be 0 in the step path, got ", bytes,
+      "; a graph that keeps prepared chunks for backward was compiled for the fused path, without "
       "GLA_EXT_CUDA_PATH=steps and for a GPU that has it: compile it again, without torch's caches "
       "(TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)");
-  at::Tensor kept = at::empty({bytes}, options_.dtype(at::kByte));
+  at::Tensor for_backward = at::empty({bytes}, options_.dtype(at::kByte));
   if (bytes > 0 && bytes == plan.for_backward.bytes)
-    place(plan.for_backward, static_cast<char*>(kept.mutable_data_ptr()));
-  return kept;
+    place(plan.for_backward, static_cast<char*>(for_backward.mutable_data_ptr()));
+  return for_backward;
 }
 
-bool Call::input_kept(const CallPlan& plan, const at::Tensor& kept) {
-  if (plan.path != Path::kFused || kept.numel() != plan.for_backward.bytes) return false;
-  const void* data = packed_elements(kept).const_data_ptr();
+bool Call::input_for_backward(const CallPlan& plan, const at::Tensor& for_backward) {
+  if (plan.path != Path::kFused || for_backward.numel() != plan.for_backward.bytes) return false;
+  const void* data = contiguous(for_backward).const_data_ptr();
   place(plan.for_backward, static_cast<char*>(const_cast<void*>(data)));
   return true;
 }
@@ -279,7 +279,7 @@ void Call::place(const Workspace& w, char* base) {
   part(p.segment_states, w.segment_states);
   part(p.segment_state_grads, w.segment_state_grads);
   part(p.segment_decays, w.segment_decays);
-  part(p.operands, w.operands);
+  part(p.prepared, w.prepared);
   rows(p.dq_intra, w.dq_intra, p.K, DType::kFloat);
   rows(p.dk_intra, w.dk_intra, p.K, DType::kFloat);
   rows(p.dg_intra, w.dg_intra, p.K, DType::kFloat);
@@ -301,21 +301,21 @@ void Call::clear_decays(const Workspace& w, char* base) {
 
 void Call::allocate_values(const Workspace& w, char* base) {
   Problem& p = problem;
-  values.grid = p.grid;
+  value_side.grid = p.grid;
   const DType operand = intermediate_dtype(p.dtype);
   const auto rows = [&](Rows& r, int64_t start, DType dtype) {
     if (is_there(start)) r = rows_in(base + start, p.V, dtype);
   };
-  rows(values.b, w.bv, DType::kFloat);
-  rows(values.b_suffix, w.bv_suffix, DType::kFloat);
-  rows(values.dq_intra, w.o_intra, DType::kFloat);
-  rows(values.dk_intra, w.dv_intra, DType::kFloat);
-  rows(values.dg_intra, w.dgv_intra, DType::kFloat);
+  rows(value_side.b, w.bv, DType::kFloat);
+  rows(value_side.b_suffix, w.bv_suffix, DType::kFloat);
+  rows(value_side.dq_intra, w.o_intra, DType::kFloat);
+  rows(value_side.dk_intra, w.dv_intra, DType::kFloat);
+  rows(value_side.dg_intra, w.dgv_intra, DType::kFloat);
   rows(p.v, w.v_out, operand);
   rows(p.d_o, w.do_in, operand);
-  values.A = p.dA;
-  values.dA = p.A;
-  if (is_there(w.value_tiers)) values.tiers = reinterpret_cast<uint8_t*>(base + w.value_tiers);
+  value_side.A = p.dA;
+  value_side.dA = p.A;
+  if (is_there(w.value_tiers)) value_side.tiers = reinterpret_cast<uint8_t*>(base + w.value_tiers);
 }
 
 void Call::run_step(std::initializer_list<Kernel> kernels, bool tiers) {
@@ -325,7 +325,7 @@ void Call::run_step(std::initializer_list<Kernel> kernels, bool tiers) {
 
 void Call::launch(const Recipe& kernels) const {
   for (const auto& [kernel, side] : kernels) {
-    cuda::launch(kernel, side == Side::kKeys ? problem : values, values, stream_);
+    cuda::launch(kernel, side == Side::kKeys ? problem : values, value_side, stream_);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 }
@@ -333,7 +333,7 @@ void Call::launch(const Recipe& kernels) const {
 namespace {
 
 // Whether all rows start at multiples of 16 bytes, as far as a tensor knows where it lies: while
-// tracing it does not, and what such a graph keeps operands of is copied where they do not.
+// tracing it does not, and what such a graph keeps prepared chunks of is copied where they do not.
 bool may_be_aligned(const at::Tensor& t) {
   const c10::DispatchKeySet keys = t.key_set();
   const bool traced =
@@ -345,7 +345,7 @@ bool may_be_aligned(const at::Tensor& t) {
 
 // By the plan that the operator will make of such a call. Without the GPU, as when tracing for one,
 // nothing.
-int64_t bytes_to_keep(const ForwardArguments& a) {
+int64_t for_backward_bytes(const ForwardArguments& a) {
   if (a.q.device().index() >= c10::cuda::device_count()) return 0;
   const auto type = a.q.scalar_type();
   if (type != at::kBFloat16 || a.v.scalar_type() != type || a.k.scalar_type() != type ||
@@ -362,7 +362,7 @@ int64_t bytes_to_keep(const ForwardArguments& a) {
   plan.batch_invariant = a.batch_invariant;
   plan.aligned = true;
   for (const at::Tensor* t : {&a.q, &a.k, &a.v, &*a.g}) plan.aligned &= may_be_aligned(*t);
-  plan.keeps = true;
+  plan.for_backward = true;
   return make_plan(plan).for_backward.bytes;
 }
 

@@ -8,8 +8,8 @@
 #include <optional>
 #include <vector>
 
-#include "../checks.h"
-#include "plan/plan.h"
+#include "checks/chunk_gla.h"
+#include "cuda/plan/plan.h"
 
 namespace gla_ext::cuda {
 
@@ -22,7 +22,7 @@ class Call {
        std::optional<double> scale);
 
   Problem problem;
-  Problem values;  // with gates on values: the chunk seen from them, see launch.h
+  Problem value_side;  // with gates on values: the chunk seen from them, see launchers.h
   bool key_gated = false, value_gated = false;
 
   // [B, T, H, D] of any strides, or with a divisor of H as its heads.
@@ -46,13 +46,14 @@ class Call {
   // Has inputs copied whose rows do not start at multiples of 16 bytes. Before these.
   void align_inputs() { aligns_inputs_ = true; }
 
-  // The plan for the tensors that were given; `keeps`: forward leaves something for backward.
-  CallPlan plan(bool batch_invariant, bool keeps) const;
+  // The plan for the tensors that were given; `for_backward`: forward leaves something for
+  // backward.
+  CallPlan plan(bool batch_invariant, bool for_backward) const;
   // For what forward leaves, of the size that its caller knows: not used if the plan's is another.
-  at::Tensor keep(const CallPlan& plan, int64_t bytes);
+  at::Tensor output_for_backward(const CallPlan& plan, int64_t bytes);
   // What it has left, in backward; whether it is used: not by the steps, nor if the plan's size is
   // another, as it then was in forward.
-  bool input_kept(const CallPlan& plan, const at::Tensor& kept);
+  bool input_for_backward(const CallPlan& plan, const at::Tensor& for_backward);
   // Allocates the workspace and launches the kernels of a pass.
   void run(const PassPlan& pass);
   // The same of a step by itself, with tiers from b if asked for.
@@ -60,7 +61,7 @@ class Call {
 
  private:
   const at::Tensor& hold(at::Tensor t);
-  const at::Tensor& packed_elements(const at::Tensor& t);
+  const at::Tensor& contiguous(const at::Tensor& t);
   void allocate(const Workspace& workspace);
   void launch(const Recipe& kernels) const;
   void place(const Workspace& parts, char* base);

@@ -1,7 +1,7 @@
 #include "launch_table.h"
 
-#include "launch.h"
-#include "sm90/sm90.h"
+#include "cuda/sm90/sm90.h"
+#include "launchers.h"
 
 namespace gla_ext::cuda {
 namespace {
@@ -23,10 +23,10 @@ constexpr Launcher kLaunchers[] = {
 
 }  // namespace
 
-void launch(Kernel kernel, const Problem& p, const Problem& values, cudaStream_t stream) {
+void launch(Kernel kernel, const Problem& p, const Problem& value_side, cudaStream_t stream) {
   const Launcher& launcher = kLaunchers[static_cast<size_t>(kernel)];
   if (launcher.both != nullptr)
-    launcher.both(p, values, stream);
+    launcher.both(p, value_side, stream);
   else
     launcher.one(p, stream);
 }

@@ -3,12 +3,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include "cuda/plan/kernels.h"
 #include "params.h"
-#include "plan/kernels.h"
 
 namespace gla_ext::cuda {
 
-// `p` as the kernel's side sees the call, `values` as its values do (launch.h).
-void launch(Kernel kernel, const Problem& p, const Problem& values, cudaStream_t stream);
+// `p` as the kernel's side sees the call, `values` as its values do (launchers.h).
+void launch(Kernel kernel, const Problem& p, const Problem& value_side, cudaStream_t stream);
 
 }  // namespace gla_ext::cuda

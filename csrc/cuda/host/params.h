@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../chunk.h"
+#include "common/chunk.h"
 
 namespace gla_ext::cuda {
 
@@ -12,23 +12,23 @@ constexpr int kMaxHeadDim = 512;  // K and V
 constexpr int kTierBlock = 64;    // channels that share a byte of `tiers`
 constexpr int kMaxTierBlocks = kMaxHeadDim / kTierBlock;
 constexpr int kFusedKeys = 256;    // K of the fused path, at most
-constexpr int kOperandKeys = 128;  // of q^ and k^ that lie in memory together
+constexpr int kGroupKeys = 128;    // of q^ and k^ that lie in memory together
 constexpr int kFusedValues = 128;  // of a state that a sweep of the fused path holds
-constexpr int kMostPieces = 4;     // that a block, or a cluster of two, takes one by one
+constexpr int kMostItems = 4;      // that a block, or a cluster of two, takes one by one
 
-// Of q^, k^, the factors of a state, and A of one chunk and head: sm90/operands.cuh.
-constexpr int64_t operand_bytes(int64_t K) {
-  constexpr int64_t kOfKeys = (2 * kChunk * 2 + 4 * 4) * kOperandKeys;
-  return (K + kOperandKeys - 1) / kOperandKeys * kOfKeys + kChunk * kChunk * 2 + 128;
+// Of q^, k^, the factors of a state, and A of one chunk and head: sm90/prepared.cuh.
+constexpr int64_t prepared_bytes(int64_t K) {
+  constexpr int64_t kOfKeys = (2 * kChunk * 2 + 4 * 4) * kGroupKeys;
+  return (K + kGroupKeys - 1) / kGroupKeys * kOfKeys + kChunk * kChunk * 2 + 128;
 }
 
-// Blocks that a sweep of linear_states.cu has along K: of 128 key channels, or all of 129 to 192.
-constexpr int64_t linear_key_blocks(int64_t K) {
+// Blocks that a sweep of states/prepared.cu has along K: of 128 key channels, or all of 129 to 192.
+constexpr int64_t prepared_key_blocks(int64_t K) {
   constexpr int64_t kMostOfOne = 192;
-  return K <= kMostOfOne ? 1 : (K + kOperandKeys - 1) / kOperandKeys;
+  return K <= kMostOfOne ? 1 : (K + kGroupKeys - 1) / kGroupKeys;
 }
 
-// Of S~ or dS~ of one chunk and head in the workspace: sm90/state_tiles.cuh.
+// Of S~ or dS~ of one chunk and head in the workspace: sm90/states/tiles.cuh.
 constexpr int64_t state_tile_bytes(int64_t K, int64_t V) {
   constexpr int64_t kTile = 64;
   return (K + kTile - 1) / kTile * ((V + kTile - 1) / kTile) * (kTile * kTile * 2);
@@ -64,13 +64,13 @@ struct ChunkSlot {
 };
 
 // Own parts of a segment of packed sequences, and chunks of one where there are several.
-constexpr int64_t kMostParts = 8, kLeastPartChunks = 4;
+constexpr int64_t kMostSummaries = 8, kLeastSummaryChunks = 4;
 
 // Of a packed batch as a whole, made on the device.
 struct PackedTotals {
-  int64_t followed;     // segments that another of their sequence follows
-  int64_t states;       // in segment_states
-  int64_t part_chunks;  // chunks of an own part, of which segment_chunks is a multiple
+  int64_t followed;        // segments that another of their sequence follows
+  int64_t states;          // in segment_states
+  int64_t summary_chunks;  // chunks of an own part, of which segment_chunks is a multiple
 };
 
 // How sweeps of the fused path cut sequences. Nothing: they do not.
@@ -78,8 +78,9 @@ struct Segments {
   int64_t segments = 0;        // of one batch row that sweeps visit
   int64_t segment_chunks = 0;  // chunks of a segment
   int64_t segment_states = 0;  // of one batch row
-  int64_t parts_at_once = 0;   // packed only: own parts, each of all heads, that there is room for
-  bool prefixed = false;       // of two segments the second sums the state of the first by itself
+  int64_t summaries_at_once =
+      0;                 // packed only: own parts, each of all heads, that there is room for
+  bool replays = false;  // of two segments the second sums the state of the first by itself
 };
 
 // How the tokens are cut into chunks, and these into segments.
@@ -126,7 +127,7 @@ struct Problem {
   float* ht = nullptr;         // [N, H, K, V]
   float* dh0 = nullptr;        // [N, H, K, V]
   // Or, of the fused path's sweeps over operands, tiles [B, chunks, H] (with
-  // paired_chunks one each way of two chunks) of state_tile_bytes(K, V), and scaled:
+  // chunk_pairs one each way of two chunks) of state_tile_bytes(K, V), and scaled:
   void* S = nullptr;   // [B, chunks, H, K, V], the state that enters each chunk
   void* dS = nullptr;  // [B, chunks, H, K, V], the gradient of the state that leaves it
   DType S_dtype = DType::kFloat, dS_dtype = DType::kFloat;  // fp32, or bf16 for bf16 inputs
@@ -142,14 +143,15 @@ struct Problem {
   // Fused path: how many work items a block, or a cluster of two, takes one by one.
   int32_t items_each = 1;
 
-  // Fused path: [B, slots, H] of operand_bytes(K), or absent.
-  unsigned char* operands = nullptr;
+  // Fused path: [B, slots, H] of prepared_bytes(K), or absent.
+  unsigned char* prepared = nullptr;
 
   // What a launcher tells its kernel.
-  bool scores = false;         // prepare: makes A of chunks in tier 1 too
-  bool paired_chunks = false;  // of two chunks the first's S and the second's dS: chunk_pairs.cuh
-  bool has_A = false;          // strong gradients: A of operands is there
-  bool sums_decays = false;    // summaries of dS: makes segment_decays too
+  bool with_A = false;  // prepare: makes A of other chunks too
+  bool chunk_pairs =
+      false;           // of two chunks the first's S and the second's dS: segments/chunk_pairs.cuh
+  bool has_A = false;  // strong gradients: A of operands is there
+  bool sums_decays = false;  // summaries of dS: makes segment_decays too
 
   // [B, slots, H, kMaxTierBlocks]: 1 where some channel of a block of kTierBlock is out of tier 1's
   // range (the fused path's sweeps say so for their blocks in the first of them); the chunk is in

@@ -2,7 +2,7 @@
 
 #include <ATen/cuda/CUDAContext.h>
 
-#include "plan/plan.h"
+#include "cuda/plan/plan.h"
 
 namespace gla_ext::cuda {
 namespace {

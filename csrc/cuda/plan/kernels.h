@@ -1,6 +1,6 @@
 // Every kernel that a call of chunk_gla or of a step may launch: the only table of them. A row is
 // the name of the kernel in code, its name in plans and tests, and the function that launches it
-// (launch.h, sm90/sm90.h). A recipe is the list of those that a call launches, in order.
+// (host/launchers.h, sm90/sm90.h). A recipe is the list of those that a call launches, in order.
 #pragma once
 
 #include <array>
@@ -9,75 +9,84 @@
 #include <initializer_list>
 
 // clang-format off
-#define GLA_CUDA_KERNELS(ROW)                                                                      \
-  /* cu_seqlens -> where packed sequences and their chunks are */                                  \
-  ROW(kMapSequences, "map.sequences", map_sequences)                                               \
-  ROW(kMapChunks, "map.chunks", map_chunks)                                                        \
-  /* the steps, any shape and GPU */                                                               \
-  ROW(kGateCumsum, "gate_cumsum", gate_cumsum)                                                     \
-  ROW(kChunkTiers, "chunk_tiers", chunk_tiers)                                                     \
-  ROW(kChunkStates, "chunk_states", chunk_states)                                                  \
-  ROW(kScoresOffDiagonal, "scores_off_diagonal", scores_off_diagonal)                              \
-  ROW(kStrongScoresOffDiagonal, "scores_off_diagonal.strong", strong_scores_off_diagonal)          \
-  ROW(kScoresDiagonal, "scores_diagonal", scores_diagonal)                                         \
-  ROW(kStrongScoresDiagonal, "scores_diagonal.strong", strong_scores_diagonal)                     \
-  ROW(kOutput, "output", output)                                                                   \
-  ROW(kStateGrads, "state_grads", state_grads)                                                     \
-  ROW(kStatesAndStateGrads, "chunk_states + state_grads", states_and_state_grads)                  \
-  ROW(kValueGrads, "value_grads", value_grads)                                                     \
-  ROW(kScoreGrads, "score_grads", score_grads)                                                     \
-  ROW(kIntraGrads, "intra_grads", intra_grads)                                                     \
-  ROW(kStrongIntraGrads, "intra_grads.strong", strong_intra_grads)                                 \
-  ROW(kMergeGrads, "merge_grads", merge_grads)                                                     \
-  /* the steps that gates on values change */                                                      \
-  ROW(kValueOperands, "value_operands", value_operands)                                            \
-  ROW(kValueGatedStates, "chunk_states.value_gated", value_gated_states)                           \
-  ROW(kValueGatedOutput, "output.value_gated", value_gated_output)                                 \
-  ROW(kValueGatedStateGrads, "state_grads.value_gated", value_gated_state_grads)                   \
-  ROW(kMergeKeyGrads, "merge_grads.value_gated.keys", merge_key_grads)                             \
-  ROW(kMergeValueGrads, "merge_grads.value_gated.values", merge_value_grads)                       \
-  /* Hopper: prepared chunks, q^ k^ A and the factors of a state */                                \
-  ROW(kPrepare, "prepare", sm90::prepare)                                                          \
-  ROW(kPrepareWithoutA, "prepare.without_A", sm90::prepare_without_A)                              \
-  /* Hopper: what each segment adds to the state and its gradient by itself, and the scan */       \
-  ROW(kSummariesFused, "summaries.fused", sm90::summaries_fused)                                   \
-  ROW(kSummariesFusedBoth, "summaries.fused.both", sm90::summaries_fused_both)                     \
-  ROW(kSummariesCluster, "summaries.cluster", sm90::summaries_cluster)                             \
-  ROW(kSummariesClusterWithoutA, "summaries.cluster.without_A", sm90::summaries_cluster_without_A) \
-  ROW(kSummariesPacked, "summaries.packed", sm90::summaries_packed)                                \
-  ROW(kSummariesPrepared, "summaries.prepared", sm90::summaries_prepared)                          \
-  ROW(kSummariesPreparedBoth, "summaries.prepared.both", sm90::summaries_prepared_both)            \
-  ROW(kSummariesPreparedGrads, "summaries.prepared.grads", sm90::summaries_prepared_grads)         \
-  ROW(kSummariesPreparedGradsAndDecays, "summaries.prepared.grads_and_decays",                     \
-      sm90::summaries_prepared_grads_and_decays)                                                   \
-  ROW(kScan, "scan", sm90::scan)                                                                   \
-  ROW(kScanBoth, "scan.both", sm90::scan_both)                                                     \
-  ROW(kScanGrads, "scan.grads", sm90::scan_grads)                                                  \
-  ROW(kScanAndStrongA, "scan + strong.A", sm90::scan_and_strong_A)                                 \
-  /* Hopper: forward */                                                                            \
-  ROW(kForwardFused, "forward.fused", sm90::forward_fused)                                         \
-  ROW(kForwardFusedKeeping, "forward.fused.for_backward", sm90::forward_fused_for_backward)        \
-  ROW(kForwardSmall, "forward.small", sm90::forward_small)                                         \
-  ROW(kForwardCluster, "forward.cluster", sm90::forward_cluster)                                   \
-  ROW(kForwardClusterKeeping, "forward.cluster.for_backward", sm90::forward_cluster_for_backward)  \
-  ROW(kForwardPrepared, "forward.prepared", sm90::forward_prepared)                                \
-  ROW(kForwardPreparedMakingA, "forward.prepared.makes_A", sm90::forward_prepared_makes_A)         \
-  ROW(kStrongOutput, "strong.output", sm90::strong_output)                                         \
-  ROW(kStrongOutputKeeping, "strong.output.for_backward", sm90::strong_output_for_backward)        \
-  /* Hopper: backward */                                                                           \
-  ROW(kStatesFused, "states.fused", sm90::states_fused)                                            \
-  ROW(kStatesFusedWithoutGrads, "states.fused.without_grads", sm90::states_fused_without_grads)    \
-  ROW(kStatesCluster, "states.cluster", sm90::states_cluster)                                      \
-  ROW(kStatesPrepared, "states.prepared", sm90::states_prepared)                                   \
-  ROW(kStatesPreparedWithoutGrads, "states.prepared.without_grads",                                \
-      sm90::states_prepared_without_grads)                                                         \
-  ROW(kStatesPreparedChunkPairs, "states.prepared.chunk_pairs", sm90::states_prepared_chunk_pairs) \
-  ROW(kStrongGradients, "strong.gradients", sm90::strong_gradients)                                \
-  ROW(kStrongGradientsWithoutA, "strong.gradients.without_A", sm90::strong_gradients_without_A)    \
-  ROW(kGradientsChunk, "gradients.chunk", sm90::gradients_chunk)                                   \
-  ROW(kGradientsChunkPair, "gradients.chunk_pair", sm90::gradients_chunk_pair)                     \
-  ROW(kGradientsSweep, "gradients.sweep", sm90::gradients_sweep)                                   \
-  ROW(kGradientsSmallSweep, "gradients.small_sweep", sm90::gradients_small_sweep)
+#define GLA_CUDA_KERNELS(ROW)                                                                     \
+  /* cu_seqlens -> where packed sequences and their chunks are */                                 \
+  ROW(kMapSequences, "map_sequences", launch_map_sequences)                                       \
+  ROW(kMapChunks, "map_chunks", launch_map_chunks)                                                \
+  /* the steps, any shape and GPU */                                                              \
+  ROW(kGateCumsum, "gate_cumsum", launch_gate_cumsum)                                             \
+  ROW(kChunkTiers, "chunk_tiers", launch_chunk_tiers)                                             \
+  ROW(kChunkStates, "chunk_states", launch_chunk_states)                                          \
+  ROW(kScoresOffDiagonal, "scores_off_diagonal", launch_scores_off_diagonal)                      \
+  ROW(kStrongScoresOffDiagonal, "strong_scores_off_diagonal", launch_strong_scores_off_diagonal)  \
+  ROW(kScoresDiagonal, "scores_diagonal", launch_scores_diagonal)                                 \
+  ROW(kStrongScoresDiagonal, "strong_scores_diagonal", launch_strong_scores_diagonal)             \
+  ROW(kOutput, "output", launch_output)                                                           \
+  ROW(kStateGrads, "state_grads", launch_state_grads)                                             \
+  ROW(kStatesAndStateGrads, "states_and_state_grads", launch_states_and_state_grads)              \
+  ROW(kValueGrads, "value_grads", launch_value_grads)                                             \
+  ROW(kScoreGrads, "score_grads", launch_score_grads)                                             \
+  ROW(kIntraGrads, "intra_grads", launch_intra_grads)                                             \
+  ROW(kStrongIntraGrads, "strong_intra_grads", launch_strong_intra_grads)                         \
+  ROW(kMergeGrads, "merge_grads", launch_merge_grads)                                             \
+  /* the steps that gates on values change */                                                     \
+  ROW(kGateValues, "gate_values", launch_gate_values)                                             \
+  ROW(kValueGatedStates, "value_gated_states", launch_value_gated_states)                         \
+  ROW(kValueGatedOutput, "value_gated_output", launch_value_gated_output)                         \
+  ROW(kValueGatedStateGrads, "value_gated_state_grads", launch_value_gated_state_grads)           \
+  ROW(kMergeKeyGrads, "merge_key_grads", launch_merge_key_grads)                                  \
+  ROW(kMergeValueGrads, "merge_value_grads", launch_merge_value_grads)                            \
+  /* Hopper: prepared chunks, q^ k^ A and the factors of a state */                               \
+  ROW(kPrepare, "prepare", sm90::launch_prepare)                                                  \
+  ROW(kPrepareWithoutA, "prepare.without_A", sm90::launch_prepare_without_A)                      \
+  /* Hopper: what each segment adds to the state and its gradient by itself, and the scan */      \
+  ROW(kSummariesFused, "states.fused.summaries", sm90::launch_summaries_fused)                    \
+  ROW(kSummariesFusedBoth, "states.fused.summaries_both", sm90::launch_summaries_fused_both)      \
+  ROW(kSummariesCluster, "states.cluster.summaries", sm90::launch_summaries_cluster)              \
+  ROW(kSummariesClusterWithoutA, "states.cluster.summaries_without_A",                            \
+      sm90::launch_summaries_cluster_without_A)                                                   \
+  ROW(kSummariesPacked, "states.cluster.packed_summaries", sm90::launch_summaries_packed)         \
+  ROW(kSummariesPrepared, "states.prepared.summaries", sm90::launch_summaries_prepared)           \
+  ROW(kSummariesPreparedBoth, "states.prepared.summaries_both",                                   \
+      sm90::launch_summaries_prepared_both)                                                       \
+  ROW(kSummariesPreparedGrads, "states.prepared.summaries_of_grads",                              \
+      sm90::launch_summaries_prepared_grads)                                                      \
+  ROW(kSummariesPreparedGradsAndDecays, "states.prepared.summaries_of_grads_and_decays",          \
+      sm90::launch_summaries_prepared_grads_and_decays)                                           \
+  ROW(kScan, "scan", sm90::launch_scan)                                                           \
+  ROW(kScanBoth, "scan.both", sm90::launch_scan_both)                                             \
+  ROW(kScanGrads, "scan.grads", sm90::launch_scan_grads)                                          \
+  ROW(kScanAndStrongA, "scan.and_strong_A", sm90::launch_scan_and_strong_A)                       \
+  /* Hopper: forward */                                                                           \
+  ROW(kForwardFused, "forward.fused", sm90::launch_forward_fused)                                 \
+  ROW(kForwardFusedForBackward, "forward.fused.for_backward",                                     \
+      sm90::launch_forward_fused_for_backward)                                                    \
+  ROW(kForwardSmall, "forward.small", sm90::launch_forward_small)                                 \
+  ROW(kForwardCluster, "forward.cluster", sm90::launch_forward_cluster)                           \
+  ROW(kForwardClusterForBackward, "forward.cluster.for_backward",                                 \
+      sm90::launch_forward_cluster_for_backward)                                                  \
+  ROW(kForwardPrepared, "forward.prepared", sm90::launch_forward_prepared)                        \
+  ROW(kForwardPreparedMakingA, "forward.prepared.makes_A", sm90::launch_forward_prepared_makes_A) \
+  ROW(kStrongOutput, "strong.output", sm90::launch_strong_output)                                 \
+  ROW(kStrongOutputForBackward, "strong.output.for_backward",                                     \
+      sm90::launch_strong_output_for_backward)                                                    \
+  /* Hopper: backward */                                                                          \
+  ROW(kStatesFused, "states.fused", sm90::launch_states_fused)                                    \
+  ROW(kStatesFusedWithoutGrads, "states.fused.without_grads",                                     \
+      sm90::launch_states_fused_without_grads)                                                    \
+  ROW(kStatesCluster, "states.cluster", sm90::launch_states_cluster)                              \
+  ROW(kStatesPrepared, "states.prepared", sm90::launch_states_prepared)                           \
+  ROW(kStatesPreparedWithoutGrads, "states.prepared.without_grads",                               \
+      sm90::launch_states_prepared_without_grads)                                                 \
+  ROW(kStatesPreparedChunkPairs, "states.prepared.chunk_pairs",                                   \
+      sm90::launch_states_prepared_chunk_pairs)                                                   \
+  ROW(kStrongGradients, "strong.gradients", sm90::launch_strong_gradients)                        \
+  ROW(kStrongGradientsWithoutA, "strong.gradients.without_A",                                     \
+      sm90::launch_strong_gradients_without_A)                                                    \
+  ROW(kGradientsChunk, "gradients.chunk", sm90::launch_gradients_chunk)                           \
+  ROW(kGradientsChunkPair, "gradients.chunk_pair", sm90::launch_gradients_chunk_pair)             \
+  ROW(kGradientsSweep, "gradients.sweep", sm90::launch_gradients_sweep)                           \
+  ROW(kGradientsSmallSweep, "gradients.small_sweep", sm90::launch_gradients_small_sweep)
 // clang-format on
 
 namespace gla_ext::cuda {
@@ -96,7 +105,8 @@ constexpr std::array kKernelNames{
 
 constexpr const char* name_of(Kernel kernel) { return kKernelNames[static_cast<size_t>(kernel)]; }
 
-// With gates on values some kernels run once more over the chunk as its values see it (launch.h).
+// With gates on values some kernels run once more over the chunk as its values see it
+// (launchers.h).
 enum class Side : uint8_t { kKeys, kValues };
 
 class Recipe {

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "../params.h"
+#include "cuda/host/params.h"
 #include "kernels.h"
 #include "workspace.h"
 
@@ -28,7 +28,7 @@ struct PlanInputs {
   bool key_gated = true;     // g is there
   bool value_gated = false;  // gv is there
   DType value_gate_dtype = DType::kFloat;
-  bool keeps = false;  // forward keeps what backward uses again, backward is given it
+  bool for_backward = false;  // forward keeps what backward uses again, backward is given it
 };
 
 // One direction of a call.

@@ -10,7 +10,7 @@ namespace {
 
 // Whether a cluster of two blocks can share the gating: heads of more values than one block's.
 bool can_cluster(const PlanInputs& in) {
-  return in.K > kTierBlock && in.K <= kOperandKeys && in.gate_dtype == DType::kBFloat16 &&
+  return in.K > kTierBlock && in.K <= kGroupKeys && in.gate_dtype == DType::kBFloat16 &&
          ceil_div(in.V, kFusedValues) % 2 == 0;
 }
 
@@ -35,8 +35,8 @@ bool sweeps_gradients(const Choices& c) {
 // what a pair takes before and after them costs more than it saves. K 256, V 512 of 8 sequences of
 // 2,048: both ways 1.13 times as fast.
 bool pays_chunk_pairs(const PlanInputs& in, const ChunkGrid& grid) {
-  constexpr int64_t kMostUnpaired = 128;  // values
-  return in.K > kOperandKeys && in.V > kMostUnpaired && !in.batch_invariant && grid.chunks > 1;
+  constexpr int64_t kMostValues = 128;  // values
+  return in.K > kGroupKeys && in.V > kMostValues && !in.batch_invariant && grid.chunks > 1;
 }
 
 // Forward gates on its way where K is at most 128 and g is bf16 and it would gate a chunk once:
@@ -49,7 +49,7 @@ Choices choose(const PlanInputs& in, const ChunkGrid& grid) {
   c.backward_segments = backward.segments;
   const bool has_prepared = in.K > kTierBlock;
   c.backward_prepared = has_prepared;
-  const bool gates = in.K <= kOperandKeys && in.gate_dtype == DType::kBFloat16;
+  const bool gates = in.K <= kGroupKeys && in.gate_dtype == DType::kBFloat16;
   c.packed_summaries =
       has_prepared && gates && in.packed && c.forward_segments.segments > 0 && backward.gradients;
   c.forward_prepared =
@@ -65,8 +65,8 @@ Choices choose(const PlanInputs& in, const ChunkGrid& grid) {
   return c;
 }
 
-int64_t all_operand_bytes(const PlanInputs& in, const ChunkGrid& grid) {
-  return grid.B * grid.slots * in.H * operand_bytes(in.K);
+int64_t all_prepared_bytes(const PlanInputs& in, const ChunkGrid& grid) {
+  return grid.B * grid.slots * in.H * prepared_bytes(in.K);
 }
 // Bytes of q, k, v and g of H heads each.
 int64_t input_bytes(const PlanInputs& in, const ChunkGrid& grid) {
@@ -81,14 +81,14 @@ int64_t segment_state_bytes(const PlanInputs& in, int64_t segment_heads) {
 // backward, whose gradients are swept, reads them. Many short packed sequences, or few values,
 // would ask for several times as many bytes as the inputs have: then nothing is left.
 Workspace plan_for_backward(const PlanInputs& in, const ChunkGrid& grid, const Choices& c) {
-  if (!in.keeps) return {};
+  if (!in.for_backward) return {};
   const bool in_memory = c.forward_prepared && c.backward_prepared && !c.cluster_states;
   const bool on_chip = !c.forward_prepared && c.backward_prepared && sweeps_gradients(c) &&
                        (c.backward_segments.segments == 0 || c.packed_summaries);
   if (!in_memory && !on_chip) return {};
   const int64_t most = input_bytes(in, grid);
   Workspace left;
-  left.operands = left.add(all_operand_bytes(in, grid));
+  left.prepared = left.add(all_prepared_bytes(in, grid));
   left.tiers = left.add(tier_bytes(grid, in.H));
   if (left.bytes == 0 || left.bytes > most) return {};
   const Segments &forward = c.forward_segments, &backward = c.backward_segments;
@@ -147,13 +147,13 @@ Workspace fused_workspace(const PlanInputs& in, const ChunkGrid& grid, const Wor
     if (!is_there(left.segment_states)) w.segment_states = w.add(states);
     if (backward) w.segment_state_grads = w.add(states);
   }
-  if (prepared && !is_there(left.operands)) w.operands = w.add(all_operand_bytes(in, grid));
+  if (prepared && !is_there(left.prepared)) w.prepared = w.add(all_prepared_bytes(in, grid));
   return w;
 }
 
 PassPlan plan_forward(const PlanInputs& in, const ChunkGrid& grid, const Choices& c,
                       const Workspace& left) {
-  const bool keeps = is_there(left.operands);
+  const bool for_backward = is_there(left.prepared);
   const bool has_summaries = c.forward_segments.segment_states > 0;
   PassPlan plan;
   plan.segments = c.forward_segments;
@@ -167,7 +167,7 @@ PassPlan plan_forward(const PlanInputs& in, const ChunkGrid& grid, const Choices
     const bool by_cluster = c.cluster_summaries && has_summaries &&
                             c.forward_segments.segments == c.backward_segments.segments;
     if (by_cluster) {
-      kernels.add(keeps ? Kernel::kSummariesCluster : Kernel::kSummariesClusterWithoutA);
+      kernels.add(for_backward ? Kernel::kSummariesCluster : Kernel::kSummariesClusterWithoutA);
       kernels.add(Kernel::kScanAndStrongA);
       kernels.add(Kernel::kForwardPreparedMakingA);
       return plan;
@@ -186,14 +186,14 @@ PassPlan plan_forward(const PlanInputs& in, const ChunkGrid& grid, const Choices
   }
   if (can_cluster(in)) {
     plan.items_each = cluster_items(in, grid, plan.segments);
-    kernels.add(keeps ? Kernel::kForwardClusterKeeping : Kernel::kForwardCluster);
+    kernels.add(for_backward ? Kernel::kForwardClusterForBackward : Kernel::kForwardCluster);
   } else if (is_small_head(in)) {
     plan.items_each = items_each(in, grid, plan.segments, 1, resident_blocks(in, Sweeps::kForward));
     kernels.add(Kernel::kForwardSmall);
   } else {
-    kernels.add(keeps ? Kernel::kForwardFusedKeeping : Kernel::kForwardFused);
+    kernels.add(for_backward ? Kernel::kForwardFusedForBackward : Kernel::kForwardFused);
   }
-  kernels.add(keeps ? Kernel::kStrongOutputKeeping : Kernel::kStrongOutput);
+  kernels.add(for_backward ? Kernel::kStrongOutputForBackward : Kernel::kStrongOutput);
   return plan;
 }
 
@@ -239,8 +239,8 @@ Kernel gradients_kernel(const Choices& c) {
 void add_backward_states(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid,
                          const Choices& c) {
   const bool by_pairs = c.gradients == Gradients::kChunkPair && !in.packed;
-  const int64_t kept = by_pairs ? ceil_div(grid.chunks, 2) : grid.chunks;
-  const int64_t bytes = c.backward_prepared ? grid.B * kept * in.H * state_tile_bytes(in.K, in.V)
+  const int64_t states = by_pairs ? ceil_div(grid.chunks, 2) : grid.chunks;
+  const int64_t bytes = c.backward_prepared ? grid.B * states * in.H * state_tile_bytes(in.K, in.V)
                                             : chunk_state_bytes(in, grid);
   Workspace& w = plan.workspace;
   w.S = w.add(bytes);
@@ -252,7 +252,7 @@ void add_backward_states(PassPlan& plan, const PlanInputs& in, const ChunkGrid& 
 
 PassPlan plan_backward(const PlanInputs& in, const ChunkGrid& grid, const Choices& c,
                        const Workspace& left) {
-  const bool has_prepared = is_there(left.operands);
+  const bool has_prepared = is_there(left.prepared);
   const bool cluster_states = c.cluster_states && !has_prepared;
   const bool cluster_summaries = c.cluster_summaries && !has_prepared;
   PassPlan plan;

@@ -9,7 +9,7 @@ void add_gates(Recipe& kernels, const PlanInputs& in) {
   if (in.key_gated) kernels.add(Kernel::kGateCumsum);
   if (!in.value_gated) return;
   kernels.add(Kernel::kGateCumsum, Side::kValues);
-  kernels.add(Kernel::kValueOperands);
+  kernels.add(Kernel::kGateValues);
 }
 
 void add_scores(Recipe& kernels, Side side = Side::kKeys) {

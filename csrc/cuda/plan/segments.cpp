@@ -17,7 +17,7 @@ int64_t sweep_blocks(const PlanInputs& in, Sweeps sweeps) {
     case Sweeps::kForward:
       return blocks;
     case Sweeps::kStates:  // that of S and that of dS side by side
-      return 2 * blocks * linear_key_blocks(in.K);
+      return 2 * blocks * prepared_key_blocks(in.K);
     case Sweeps::kGradients:
       return gradient_blocks(in) * in.H;
   }
@@ -46,20 +46,21 @@ int64_t fewest_residents(const PlanInputs& in, Sweeps sweeps) {
 // Segments of packed sequences, of `each` chunks or hardly more. The device makes two, four or
 // eight summaries of a segment where few sequences have several segments and there is room.
 Segments cut_packed(const PlanInputs& in, const ChunkGrid& grid, Sweeps sweeps, int64_t each) {
-  int64_t most = kMostParts;  // summaries of a segment
+  int64_t most = kMostSummaries;  // summaries of a segment
   const auto rounded = [&] { return ceil_div(each, most) * most; };
-  while (most > 1 && (rounded() < most * kLeastPartChunks || 16 * (rounded() - each) > each))
+  while (most > 1 && (rounded() < most * kLeastSummaryChunks || 16 * (rounded() - each) > each))
     most /= 2;
   Segments cut;
   cut.segment_chunks = rounded();
   cut.segments = grid.slots / cut.segment_chunks + in.N + 1;
-  const bool by_clusters = in.K > kTierBlock && in.K <= kOperandKeys;
-  const int64_t part_blocks = by_clusters ? 2 * ceil_div(in.V, 2 * kFusedValues)
-                                          : ceil_div(in.V, kFusedValues) * linear_key_blocks(in.K);
-  cut.parts_at_once = resident_blocks(in, sweeps) / (in.H * part_blocks);
+  const bool by_clusters = in.K > kTierBlock && in.K <= kGroupKeys;
+  const int64_t summary_blocks = by_clusters
+                                     ? 2 * ceil_div(in.V, 2 * kFusedValues)
+                                     : ceil_div(in.V, kFusedValues) * prepared_key_blocks(in.K);
+  cut.summaries_at_once = resident_blocks(in, sweeps) / (in.H * summary_blocks);
   // A sequence of several segments has at most twice as many states as segments that are followed.
   const int64_t followed = grid.slots / cut.segment_chunks;
-  cut.segment_states = 2 * std::max(followed, std::min(most * followed, cut.parts_at_once));
+  cut.segment_states = 2 * std::max(followed, std::min(most * followed, cut.summaries_at_once));
   return cut;
 }
 
@@ -98,7 +99,7 @@ Segments with_replay(Segments cut, const PlanInputs& in, const ChunkGrid& grid) 
   const int64_t first = splits_gates ? 12 : 11;
   const int64_t longest = ceil_div(in.T, kChunk);
   const int64_t residents = residents_each(in, grid, Sweeps::kForward);
-  const bool many_keys = in.K > kOperandKeys;
+  const bool many_keys = in.K > kGroupKeys;
   const bool pays = residents == 2   ? !many_keys || longest <= 64
                     : residents == 3 ? !many_keys && longest <= 32
                                      : false;
@@ -106,7 +107,7 @@ Segments with_replay(Segments cut, const PlanInputs& in, const ChunkGrid& grid) 
   cut.segment_chunks = ceil_div(longest * first, kOf);
   cut.segments = 2;
   cut.segment_states = 0;
-  cut.prefixed = true;
+  cut.replays = true;
   return cut;
 }
 
@@ -132,7 +133,7 @@ BackwardSweeps choose_backward_sweeps(const PlanInputs& in, const ChunkGrid& gri
   constexpr int64_t kMinSweptChunks = 32;  // of a segment
   const BackwardSweeps states{cut(in, grid, Sweeps::kStates)};
   const int64_t heads = grid.N * in.H;
-  const bool fits_cluster = in.K > kTierBlock && in.K <= kOperandKeys && in.V <= 2 * kFusedValues &&
+  const bool fits_cluster = in.K > kTierBlock && in.K <= kGroupKeys && in.V <= 2 * kFusedValues &&
                             ceil_div(in.V, kTierBlock) % 2 == 0;
   if (!(fits_cluster || is_small_head(in)) || in.batch_invariant || heads == 0) return states;
   const BackwardSweeps swept{cut(in, grid, Sweeps::kGradients), true};

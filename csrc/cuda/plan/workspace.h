@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../params.h"
+#include "cuda/host/params.h"
 
 namespace gla_ext::cuda {
 
@@ -21,7 +21,7 @@ struct Workspace {
   int64_t v_out = kAbsent, do_in = kAbsent;
   int64_t o_intra = kAbsent, dv_intra = kAbsent, dgv_intra = kAbsent;
   int64_t segment_states = kAbsent, segment_state_grads = kAbsent, segment_decays = kAbsent;
-  int64_t operands = kAbsent;
+  int64_t prepared = kAbsent;
   int64_t bytes = 0;
 
   // Appends a part; returns where it starts.

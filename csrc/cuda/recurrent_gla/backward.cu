@@ -9,7 +9,7 @@
 // every kReplayTokens: no division by a decay, and no two terms of a gate's gradient cancel. Sums
 // over values of several blocks are partial sums in memory, added in order by sum_partials. All of
 // it is fp32, in an order that K and V alone decide.
-#include "../device/launch.cuh"
+#include "cuda/device/launch.cuh"
 #include "tile.cuh"
 
 namespace gla_ext::cuda {

@@ -7,7 +7,7 @@
 // writes  o [B, T, H, V], state_out
 // Everything is accumulated in fp32. The order of the sum over keys depends on K and the layout of
 // the state alone, so a sequence has the same bits in any batch and any pool.
-#include "../device/launch.cuh"
+#include "cuda/device/launch.cuh"
 #include "run.cuh"
 
 namespace gla_ext::cuda {

@@ -5,8 +5,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include "../indices.h"
-#include "../params.h"
+#include "cuda/host/indices.h"
+#include "cuda/host/params.h"
 
 namespace gla_ext::cuda {
 

@@ -1,4 +1,6 @@
 // The recurrent operators on CUDA, over sequences and on a pool of states: check, allocate, launch.
+#include "checks/recurrent_gla.h"
+
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
@@ -7,12 +9,12 @@
 
 #include <vector>
 
-#include "../groups.h"
-#include "../ops.h"
-#include "../recurrent_checks.h"
-#include "plan/plan.h"
-#include "recurrent/recurrence.h"
-#include "tensors.h"
+#include "checks/chunk_gla.h"
+#include "common/groups.h"
+#include "cuda/host/tensors.h"
+#include "cuda/plan/plan.h"
+#include "ops.h"
+#include "params.h"
 
 namespace gla_ext::cuda {
 namespace {

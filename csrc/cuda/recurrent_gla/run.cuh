@@ -3,9 +3,9 @@
 
 #include <type_traits>
 
-#include "../device/gates.cuh"
-#include "../device/indices.cuh"
-#include "recurrence.h"
+#include "cuda/device/gates.cuh"
+#include "cuda/device/indices.cuh"
+#include "params.h"
 
 namespace gla_ext::cuda {
 

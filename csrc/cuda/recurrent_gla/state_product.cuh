@@ -5,7 +5,7 @@
 // takes two of them at a time, in whatever order, and loads of both are 16 bytes.
 #pragma once
 
-#include "../device/mma.cuh"
+#include "cuda/device/mma.cuh"
 #include "drafts.cuh"
 
 namespace gla_ext::cuda {

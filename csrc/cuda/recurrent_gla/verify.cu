@@ -9,8 +9,8 @@
 // Decays are running products, exact at a reset. Everything is accumulated in fp32 but sums of 32
 // keys, on tensor cores. The order of every sum depends on K alone, so a token has the same bits in
 // any batch, any pool and drafts of any length.
-#include "../device/launch.cuh"
-#include "../sm90/dynamic_shared.h"
+#include "cuda/device/dynamic_shared.h"
+#include "cuda/device/launch.cuh"
 #include "state_product.cuh"
 
 namespace gla_ext::cuda {

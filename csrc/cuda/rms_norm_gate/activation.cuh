@@ -1,8 +1,8 @@
 // The gate's activation f and its slope f'.
 #pragma once
 
-#include "../../norm.h"
-#include "../device/gates.cuh"
+#include "common/norm.h"
+#include "cuda/device/gates.cuh"
 
 namespace gla_ext::cuda {
 

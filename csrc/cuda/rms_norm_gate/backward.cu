@@ -7,8 +7,8 @@
 // writes  dx, dgate [rows, V], dw [V]
 // Everything between is fp32, results are rounded once; the order of every sum follows from the
 // shape and the GPU.
-#include "../device/partials.cuh"
 #include "activation.cuh"
+#include "cuda/device/partials.cuh"
 #include "rows.cuh"
 
 namespace gla_ext::cuda {

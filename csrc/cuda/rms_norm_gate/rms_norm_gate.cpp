@@ -1,4 +1,6 @@
 // The norm with its gate on CUDA: check, allocate, launch.
+#include "checks/rms_norm_gate.h"
+
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -6,18 +8,14 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include "../norm_checks.h"
-#include "../ops.h"
-#include "../row_layout.h"
-#include "norm/norm.h"
-#include "tensors.h"
+#include "common/row_layout.h"
+#include "common/tensors.h"
+#include "cuda/host/tensors.h"
+#include "ops.h"
+#include "params.h"
 
 namespace gla_ext::cuda {
 namespace {
-
-at::Tensor contiguous_like(const at::Tensor& t) {
-  return at::empty(t.sizes(), t.options().memory_format(at::MemoryFormat::Contiguous));
-}
 
 // One call on the device and the current stream of its tensors, of which the first is x. Holds the
 // copies that some inputs need.

@@ -4,8 +4,8 @@
 // columns in registers; wider rows belong to a block, which reads them twice.
 #pragma once
 
-#include "../device/launch.cuh"
-#include "norm.h"
+#include "cuda/device/launch.cuh"
+#include "params.h"
 
 namespace gla_ext::cuda {
 

@@ -11,7 +11,7 @@
 // writes  dx [B, T, D], dcache [N, D, W], dw [D, W], dbias [D]
 // Everything between is fp32, results are rounded once. dx of a token depends on its sequence
 // alone; the order of dw follows from the shape and the number of multiprocessors.
-#include "../device/partials.cuh"
+#include "cuda/device/partials.cuh"
 #include "tokens.cuh"
 
 namespace gla_ext::cuda {

@@ -1,4 +1,6 @@
 // The short convolution on CUDA: check, allocate, launch.
+#include "checks/short_convolution.h"
+
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -6,17 +8,13 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include "../convolution_checks.h"
-#include "../ops.h"
-#include "conv/convolution.h"
-#include "tensors.h"
+#include "common/tensors.h"
+#include "cuda/host/tensors.h"
+#include "ops.h"
+#include "params.h"
 
 namespace gla_ext::cuda {
 namespace {
-
-at::Tensor contiguous_like(const at::Tensor& t) {
-  return at::empty(t.sizes(), t.options().memory_format(at::MemoryFormat::Contiguous));
-}
 
 OptionalTensor contiguous(const OptionalTensor& t) {
   return given(t) ? OptionalTensor(t->contiguous()) : std::nullopt;

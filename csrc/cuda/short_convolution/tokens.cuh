@@ -1,10 +1,10 @@
 // Which channels and tokens a thread has, where sequences lie, and what lies before a token.
 #pragma once
 
-#include "../device/indices.cuh"
-#include "../norm/activation.cuh"
-#include "convolution.h"
-#include "pack.cuh"
+#include "cuda/device/indices.cuh"
+#include "cuda/rms_norm_gate/activation.cuh"
+#include "params.h"
+#include "vec.cuh"
 
 namespace gla_ext::cuda {
 

@@ -1,7 +1,7 @@
 // Neighbouring channels of a token, as they lie in memory: what a thread loads and stores at once.
 #pragma once
 
-#include "../device/launch.cuh"
+#include "cuda/device/launch.cuh"
 
 namespace gla_ext::cuda {
 

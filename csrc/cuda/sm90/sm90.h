@@ -7,7 +7,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "../params.h"
+#include "cuda/host/params.h"
 
 namespace gla_ext::cuda::sm90 {
 
@@ -16,81 +16,81 @@ bool available();
 
 // Prepared chunks: q k g, and in backward v do -> operands (q^ k^ A and factors), tiers, and of
 // strong chunks in backward dq_intra dk_intra dg_intra. K above 64.
-void prepare(const Problem& p, cudaStream_t stream);
+void launch_prepare(const Problem& p, cudaStream_t stream);
 // The same, A of strong chunks alone.
-void prepare_without_A(const Problem& p, cudaStream_t stream);
+void launch_prepare_without_A(const Problem& p, cudaStream_t stream);
 
 // Summaries: segment_states or segment_state_grads, what each segment adds by itself, and
 // segment_decays, the sums of its gates.
 // k v g, and q do -> both. K of at most 64.
-void summaries_fused(const Problem& p, cudaStream_t stream);
-void summaries_fused_both(const Problem& p, cudaStream_t stream);
+void launch_summaries_fused(const Problem& p, cudaStream_t stream);
+void launch_summaries_fused_both(const Problem& p, cudaStream_t stream);
 // The same over prepared chunks. K above 64.
-void summaries_prepared(const Problem& p, cudaStream_t stream);
-void summaries_prepared_both(const Problem& p, cudaStream_t stream);
-void summaries_prepared_grads(const Problem& p, cudaStream_t stream);
-void summaries_prepared_grads_and_decays(const Problem& p, cudaStream_t stream);
+void launch_summaries_prepared(const Problem& p, cudaStream_t stream);
+void launch_summaries_prepared_both(const Problem& p, cudaStream_t stream);
+void launch_summaries_prepared_grads(const Problem& p, cudaStream_t stream);
+void launch_summaries_prepared_grads_and_decays(const Problem& p, cudaStream_t stream);
 // q k v g -> operands, tiers and summaries of the state in one kernel, by clusters of two blocks.
 // bf16 g, K of 65 to 128, V of 193 to 256; not packed.
-void summaries_cluster(const Problem& p, cudaStream_t stream);
-void summaries_cluster_without_A(const Problem& p, cudaStream_t stream);
+void launch_summaries_cluster(const Problem& p, cudaStream_t stream);
+void launch_summaries_cluster_without_A(const Problem& p, cudaStream_t stream);
 // k v g -> summaries of the state of packed sequences alone. bf16 g, K of 65 to 128.
-void summaries_packed(const Problem& p, cudaStream_t stream);
+void launch_summaries_packed(const Problem& p, cudaStream_t stream);
 
 // segment_decays h0 dht -> segment_states, segment_state_grads: what enters a segment.
-void scan(const Problem& p, cudaStream_t stream);
-void scan_both(const Problem& p, cudaStream_t stream);
-void scan_grads(const Problem& p, cudaStream_t stream);
+void launch_scan(const Problem& p, cudaStream_t stream);
+void launch_scan_both(const Problem& p, cudaStream_t stream);
+void launch_scan_grads(const Problem& p, cudaStream_t stream);
 // And beside that of the states, after summaries_cluster: q k g tiers -> A of strong chunks.
-void scan_and_strong_A(const Problem& p, cudaStream_t stream);
+void launch_scan_and_strong_A(const Problem& p, cudaStream_t stream);
 
 // q k v g h0 (segment_states) -> o, ht, tiers: everything except A v of strong chunks, which
 // strong_output adds. bf16 g, for K of at most 64 fp32 too; K of at most 128.
-void forward_fused(const Problem& p, cudaStream_t stream);
+void launch_forward_fused(const Problem& p, cudaStream_t stream);
 // And operands, except A of strong chunks, for backward. K above 64, V of at most 128.
-void forward_fused_for_backward(const Problem& p, cudaStream_t stream);
+void launch_forward_fused_for_backward(const Problem& p, cudaStream_t stream);
 // The same of heads of at most 64 keys and 64 values with bf16 g.
-void forward_small(const Problem& p, cudaStream_t stream);
+void launch_forward_small(const Problem& p, cudaStream_t stream);
 // The same by clusters of two blocks that share the gating.
-void forward_cluster(const Problem& p, cudaStream_t stream);
-void forward_cluster_for_backward(const Problem& p, cudaStream_t stream);
+void launch_forward_cluster(const Problem& p, cudaStream_t stream);
+void launch_forward_cluster_for_backward(const Problem& p, cudaStream_t stream);
 // operands v h0 (segment_states) -> o, ht. K above 64.
-void forward_prepared(const Problem& p, cudaStream_t stream);
+void launch_forward_prepared(const Problem& p, cudaStream_t stream);
 // The same, which makes A of the other chunks itself. After scan_and_strong_A.
-void forward_prepared_makes_A(const Problem& p, cudaStream_t stream);
+void launch_forward_prepared_makes_A(const Problem& p, cudaStream_t stream);
 // q k v g tiers -> o += A v of strong chunks.
-void strong_output(const Problem& p, cudaStream_t stream);
+void launch_strong_output(const Problem& p, cudaStream_t stream);
 // And their A to operands.
-void strong_output_for_backward(const Problem& p, cudaStream_t stream);
+void launch_strong_output_for_backward(const Problem& p, cudaStream_t stream);
 
 // k v g h0 (segment_states) -> S and tiers, and q g do dht (segment_state_grads) -> dS and dh0. K
 // of at most 64.
-void states_fused(const Problem& p, cudaStream_t stream);
-void states_fused_without_grads(const Problem& p, cudaStream_t stream);
+void launch_states_fused(const Problem& p, cudaStream_t stream);
+void launch_states_fused_without_grads(const Problem& p, cudaStream_t stream);
 // The same over prepared chunks: scaled, S~ and dS~, for the gradients alone. K above 64.
-void states_prepared(const Problem& p, cudaStream_t stream);
-void states_prepared_without_grads(const Problem& p, cudaStream_t stream);
+void launch_states_prepared(const Problem& p, cudaStream_t stream);
+void launch_states_prepared_without_grads(const Problem& p, cudaStream_t stream);
 // Of two chunks the first's S~ and the second's dS~.
-void states_prepared_chunk_pairs(const Problem& p, cudaStream_t stream);
+void launch_states_prepared_chunk_pairs(const Problem& p, cudaStream_t stream);
 // q k v g h0 -> operands, tiers and S~ in one kernel, by clusters of two blocks. bf16 g, K of 65 to
 // 128, V of 193 to 256; neither segments nor packed sequences.
-void states_cluster(const Problem& p, cudaStream_t stream);
+void launch_states_cluster(const Problem& p, cudaStream_t stream);
 
 // q k v g do tiers -> A dq_intra dk_intra dg_intra of strong chunks, where prepare has not made
 // them.
-void strong_gradients(const Problem& p, cudaStream_t stream);
+void launch_strong_gradients(const Problem& p, cudaStream_t stream);
 // The same where forward has left A.
-void strong_gradients_without_A(const Problem& p, cudaStream_t stream);
+void launch_strong_gradients_without_A(const Problem& p, cudaStream_t stream);
 // q k v g do S dS tiers, for K above 64 operands, and of strong chunks dq_intra dk_intra dg_intra
 // and, for K of at most 64, A -> dq dk dv dg
-void gradients_chunk(const Problem& p, cudaStream_t stream);
+void launch_gradients_chunk(const Problem& p, cudaStream_t stream);
 // The same by pairs of chunks, over operands with A. K above 128.
-void gradients_chunk_pair(const Problem& p, cudaStream_t stream);
+void launch_gradients_chunk_pair(const Problem& p, cudaStream_t stream);
 // The same from the last chunk to the first, dS on chip: q k v g do S dht (segment_state_grads)
 // operands, and of strong chunks dq_intra dk_intra dg_intra -> dq dk dv dg dh0. K of 65 to 128, V
 // of at most 256.
-void gradients_sweep(const Problem& p, cudaStream_t stream);
+void launch_gradients_sweep(const Problem& p, cudaStream_t stream);
 // The same without operands, of strong chunks with A: bf16 g, K and V of at most 64.
-void gradients_small_sweep(const Problem& p, cudaStream_t stream);
+void launch_gradients_small_sweep(const Problem& p, cudaStream_t stream);
 
 }  // namespace gla_ext::cuda::sm90

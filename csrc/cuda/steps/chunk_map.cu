@@ -10,8 +10,8 @@
 #include <cub/block/block_radix_sort.cuh>
 #include <cub/block/block_scan.cuh>
 
-#include "device/launch.cuh"
-#include "device/packed.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/packed.cuh"
 
 namespace gla_ext::cuda {
 namespace {
@@ -32,62 +32,13 @@ __device__ int64_t segments_of(const ChunkGrid& grid, int64_t chunks) {
 
 // Of an own part, where so many segments are followed by others: as few as let all parts of these
 // have places at once, or a segment's.
-__device__ int64_t choose_part_chunks(const ChunkGrid& grid, int64_t followed) {
+__device__ int64_t choose_summary_chunks(const ChunkGrid& grid, int64_t followed) {
   int64_t parts = 1;
-  while (parts < kMostParts && grid.segment_chunks % (2 * parts) == 0 &&
-         grid.segment_chunks >= 2 * parts * kLeastPartChunks &&
-         2 * parts * followed <= grid.parts_at_once)
+  while (parts < kMostSummaries && grid.segment_chunks % (2 * parts) == 0 &&
+         grid.segment_chunks >= 2 * parts * kLeastSummaryChunks &&
+         2 * parts * followed <= grid.summaries_at_once)
     parts *= 2;
   return grid.segment_chunks / parts;
-}
-
-// One block: a running scan over the chunks of kMapThreads sequences at a time.
-__global__ void __launch_bounds__(kMapThreads) map_sequences_kernel(Problem p) {
-  using Scan = cub::BlockScan<int64_t, kMapThreads>;
-  __shared__ typename Scan::TempStorage storage;
-  const ChunkGrid& grid = p.grid;
-  int64_t done = 0, segments_done = 0, states_done = 0;
-  for (int64_t first = 0; first <= grid.N; first += kMapThreads) {
-    const int64_t n = first + threadIdx.x;
-    Sequence sequence{0, 0, 0, 0, 0};
-    if (n <= grid.N) {
-      sequence.start = offset(grid, n);
-      const int64_t end = n < grid.N ? offset(grid, n + 1) : grid.T;
-      sequence.length = end > sequence.start ? end - sequence.start : 0;
-    }
-    const int64_t chunks = (sequence.length + kChunk - 1) / kChunk;
-    int64_t before, total;
-    Scan(storage).ExclusiveSum(chunks, before, total);
-    sequence.first_slot = done + before;
-    if (n <= grid.N) {
-      // Offsets that go back could ask for more chunks than S and the slots have.
-      const int64_t left = (n < grid.N ? grid.chunks : grid.slots) - sequence.first_slot;
-      if (chunks > left) sequence.length = left > 0 ? left * kChunk : 0;
-      grid.sequences[n] = sequence;
-    }
-    done += total;
-    __syncthreads();  // before the storage is used again
-    if (grid.totals == nullptr) continue;
-    const int64_t segments = segments_of(grid, blocks_of(sequence.length, kChunk));
-    Scan(storage).ExclusiveSum(n <= grid.N ? segments : 0, before, total);
-    if (n <= grid.N) grid.sequences[n].first_segment = segments_done + before;
-    segments_done += total;
-    __syncthreads();  // before the storage is used again
-  }
-  if (grid.totals == nullptr) return;
-  const int64_t followed = segments_done - (grid.N + 1);
-  const int64_t part_chunks = choose_part_chunks(grid, followed);
-  for (int64_t first = 0; first <= grid.N && followed > 0; first += kMapThreads) {
-    const int64_t n = first + threadIdx.x;
-    const int64_t chunks = n <= grid.N ? blocks_of(grid.sequences[n].length, kChunk) : 0;
-    const int64_t states = chunks > grid.segment_chunks ? blocks_of(chunks, part_chunks) : 0;
-    int64_t before, total;
-    Scan(storage).ExclusiveSum(states, before, total);
-    if (n <= grid.N) grid.sequences[n].first_state = states_done + before;
-    states_done += total;
-    __syncthreads();  // before the storage is used again
-  }
-  if (threadIdx.x == 0) *grid.totals = {followed, states_done, part_chunks};
 }
 
 // Sequences by the chunks of their last segments, some thousands at a time; all other segments are
@@ -121,8 +72,61 @@ __device__ void sort_sequences(const ChunkGrid& grid) {
   }
 }
 
+}  // namespace
+
+namespace steps {
+
+// One block: a running scan over the chunks of kMapThreads sequences at a time.
+__global__ void __launch_bounds__(kMapThreads) map_sequences(Problem p) {
+  using Scan = cub::BlockScan<int64_t, kMapThreads>;
+  __shared__ typename Scan::TempStorage storage;
+  const ChunkGrid& grid = p.grid;
+  int64_t done = 0, segments_done = 0, states_done = 0;
+  for (int64_t first = 0; first <= grid.N; first += kMapThreads) {
+    const int64_t n = first + threadIdx.x;
+    Sequence sequence{0, 0, 0, 0, 0};
+    if (n <= grid.N) {
+      sequence.start = offset(grid, n);
+      const int64_t end = n < grid.N ? offset(grid, n + 1) : grid.T;
+      sequence.length = end > sequence.start ? end - sequence.start : 0;
+    }
+    const int64_t chunks = (sequence.length + kChunk - 1) / kChunk;
+    int64_t before, total;
+    Scan(storage).ExclusiveSum(chunks, before, total);
+    sequence.first_slot = done + before;
+    if (n <= grid.N) {
+      // Offsets that go back could ask for more chunks than S and the slots have.
+      const int64_t left = (n < grid.N ? grid.chunks : grid.slots) - sequence.first_slot;
+      if (chunks > left) sequence.length = left > 0 ? left * kChunk : 0;
+      grid.sequences[n] = sequence;
+    }
+    done += total;
+    __syncthreads();  // before the storage is used again
+    if (grid.totals == nullptr) continue;
+    const int64_t segments = segments_of(grid, blocks_of(sequence.length, kChunk));
+    Scan(storage).ExclusiveSum(n <= grid.N ? segments : 0, before, total);
+    if (n <= grid.N) grid.sequences[n].first_segment = segments_done + before;
+    segments_done += total;
+    __syncthreads();  // before the storage is used again
+  }
+  if (grid.totals == nullptr) return;
+  const int64_t followed = segments_done - (grid.N + 1);
+  const int64_t summary_chunks = choose_summary_chunks(grid, followed);
+  for (int64_t first = 0; first <= grid.N && followed > 0; first += kMapThreads) {
+    const int64_t n = first + threadIdx.x;
+    const int64_t chunks = n <= grid.N ? blocks_of(grid.sequences[n].length, kChunk) : 0;
+    const int64_t states = chunks > grid.segment_chunks ? blocks_of(chunks, summary_chunks) : 0;
+    int64_t before, total;
+    Scan(storage).ExclusiveSum(states, before, total);
+    if (n <= grid.N) grid.sequences[n].first_state = states_done + before;
+    states_done += total;
+    __syncthreads();  // before the storage is used again
+  }
+  if (threadIdx.x == 0) *grid.totals = {followed, states_done, summary_chunks};
+}
+
 // A thread a slot; then, if they are asked for, a block for the sequences in order.
-__global__ void __launch_bounds__(kMapThreads) map_chunks_kernel(Problem p) {
+__global__ void __launch_bounds__(kMapThreads) map_chunks(Problem p) {
   const ChunkGrid& grid = p.grid;
   if (blockIdx.x == blocks_of(grid.slots, kMapThreads)) return sort_sequences(grid);
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kMapThreads + threadIdx.x;
@@ -139,15 +143,15 @@ __global__ void __launch_bounds__(kMapThreads) map_chunks_kernel(Problem p) {
                             static_cast<int32_t>(n)};
 }
 
-}  // namespace
+}  // namespace steps
 
-void map_sequences(const Problem& p, cudaStream_t stream) {
-  launch(map_sequences_kernel, 1, kMapThreads, p, stream);
+void launch_map_sequences(const Problem& p, cudaStream_t stream) {
+  launch(steps::map_sequences, 1, kMapThreads, p, stream);
 }
 
-void map_chunks(const Problem& p, cudaStream_t stream) {
+void launch_map_chunks(const Problem& p, cudaStream_t stream) {
   const int64_t blocks = blocks_of(p.grid.slots, kMapThreads);
-  launch(map_chunks_kernel, blocks + (p.grid.by_last_segment != nullptr), kMapThreads, p, stream);
+  launch(steps::map_chunks, blocks + (p.grid.by_last_segment != nullptr), kMapThreads, p, stream);
 }
 
 }  // namespace gla_ext::cuda

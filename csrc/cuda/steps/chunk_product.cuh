@@ -9,8 +9,8 @@
 // Accumulation is fp32. The scores' part first, then the state, 64 key channels at a time.
 #pragma once
 
-#include "gates.cuh"
-#include "launch.cuh"
+#include "cuda/device/gates.cuh"
+#include "cuda/device/launch.cuh"
 
 namespace gla_ext::cuda {
 
@@ -87,7 +87,7 @@ struct ProductRows {
 };
 
 template <Access kAccess, class In, int kColumns, Values kValues>
-__global__ void __launch_bounds__(kThreads, 2) chunk_product(Problem p) {
+__device__ __forceinline__ void chunk_product(const Problem& p) {
   using Op = Operand<In>;
   using Fields = ValueFields<kValues>;
   constexpr int kPitchA = kPitch<Op, kTile>, kPitchX = kPitch<Op, kColumns>;
@@ -159,15 +159,6 @@ __global__ void __launch_bounds__(kThreads, 2) chunk_product(Problem p) {
         store2<kAccess>(out + token_offset(f.out, token) + v, x0, x1, p.V - v);
     });
   }
-}
-
-template <Values kValues>
-void launch_chunk_product(const Problem& p, cudaStream_t stream) {
-  with_value_tiles(p, [&](auto type, auto access, auto columns) {
-    constexpr int kColumns = decltype(columns)::value;
-    launch(chunk_product<decltype(access)::value, typename decltype(type)::type, kColumns, kValues>,
-           chunk_heads(p) * blocks_of(p.V, kColumns), kThreads, p, stream);
-  });
 }
 
 }  // namespace gla_ext::cuda

@@ -7,8 +7,8 @@
 // Sums are fp32, in the order of CUB's block scan.
 #include <cub/block/block_scan.cuh>
 
-#include "../device/gates.cuh"
-#include "../device/launch.cuh"
+#include "cuda/device/gates.cuh"
+#include "cuda/device/launch.cuh"
 
 namespace gla_ext::cuda {
 namespace {
@@ -77,8 +77,12 @@ __device__ __forceinline__ void store_block(const float (*s_x)[kPitchX], const R
   });
 }
 
+}  // namespace
+
+namespace steps {
+
 template <Access kAccess, class Gate>
-__global__ void __launch_bounds__(kScanThreads) gate_cumsum_kernel(Problem p) {
+__global__ void __launch_bounds__(kScanThreads) gate_cumsum(Problem p) {
   __shared__ typename Scan::TempStorage storage;
   __shared__ __align__(16) float s_x[kChunk][kPitchX];  // x, then b, then b_suffix
   const int blocks = blocks_of(p.K, kTierBlock);
@@ -138,7 +142,7 @@ __global__ void __launch_bounds__(kScanThreads) gate_cumsum_kernel(Problem p) {
 
 // Flags for steps that are given b. At the very limit the last b may differ by a rounding from the
 // scan's; inside a call all kernels read the flags of one of the two.
-__global__ void __launch_bounds__(kThreads) chunk_tiers_kernel(Problem p) {
+__global__ void __launch_bounds__(kThreads) chunk_tiers(Problem p) {
   const int blocks = blocks_of(p.K, kTierBlock);
   const int block = static_cast<int>(blockIdx.x % blocks);
   const Chunk chunk = find_chunk(p, blockIdx.x / blocks);
@@ -157,23 +161,23 @@ __global__ void __launch_bounds__(kThreads) chunk_tiers_kernel(Problem p) {
   if (threadIdx.x == 0) p.tiers[chunk.slot * kMaxTierBlocks + block] = any_out;
 }
 
-}  // namespace
+}  // namespace steps
 
-void gate_cumsum(const Problem& p, cudaStream_t stream) {
+void launch_gate_cumsum(const Problem& p, cudaStream_t stream) {
   const int64_t blocks = chunk_heads(p) * blocks_of(p.K, kTierBlock);
   const bool fast = p.K % 8 == 0 && p.g.aligned && p.b.aligned &&
                     (p.b_suffix.data == nullptr || p.b_suffix.aligned);
   with_dtype(p.g.dtype, [&](auto type) {
     using Gate = typename decltype(type)::type;
     if (fast)
-      launch(gate_cumsum_kernel<Access::kFast, Gate>, blocks, kScanThreads, p, stream);
+      launch(steps::gate_cumsum<Access::kFast, Gate>, blocks, kScanThreads, p, stream);
     else
-      launch(gate_cumsum_kernel<Access::kGeneral, Gate>, blocks, kScanThreads, p, stream);
+      launch(steps::gate_cumsum<Access::kGeneral, Gate>, blocks, kScanThreads, p, stream);
   });
 }
 
-void chunk_tiers(const Problem& p, cudaStream_t stream) {
-  launch(chunk_tiers_kernel, chunk_heads(p) * blocks_of(p.K, kTierBlock), kThreads, p, stream);
+void launch_chunk_tiers(const Problem& p, cudaStream_t stream) {
+  launch(steps::chunk_tiers, chunk_heads(p) * blocks_of(p.K, kTierBlock), kThreads, p, stream);
 }
 
 }  // namespace gla_ext::cuda

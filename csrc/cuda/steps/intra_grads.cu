@@ -12,9 +12,9 @@
 // writes  dq_intra, dk_intra and, where there are gates, dg_intra [B, T, H, K] fp32
 //
 // Two kernels, of which a chunk concerns one: tier 1 multiplies tiles and accumulates in fp32,
-// other chunks are summed in fp32 (intra_exact.cuh).
-#include "../device/intra_exact.cuh"
-#include "../device/launch.cuh"
+// other chunks are summed in fp32 (strong/intra_grads.cuh).
+#include "cuda/device/launch.cuh"
+#include "strong/intra_grads.cuh"
 
 namespace gla_ext::cuda {
 namespace {
@@ -102,8 +102,12 @@ __device__ __forceinline__ void load_dA(Operand<In>* s_dA, const Problem& p, con
   });
 }
 
+}  // namespace
+
+namespace steps {
+
 template <Access kAccess, class In>
-__global__ void __launch_bounds__(kThreads, 2) intra_grads_tier1(Problem p) {
+__global__ void __launch_bounds__(kThreads, 2) intra_grads(Problem p) {
   using Op = Operand<In>;
   __shared__ __align__(16) Op s_dA[kTile * kPitch<Op, kTile>];
   __shared__ __align__(16) Tier1Tiles<Op> s_tiles;
@@ -125,33 +129,33 @@ __global__ void __launch_bounds__(kThreads, 2) intra_grads_tier1(Problem p) {
 
 template <class In>
 __global__ void __launch_bounds__(kThreads, sizeof(Operand<In>) == 2 ? 2 : 1)
-    intra_grads_exact(Problem p) {
+    strong_intra_grads(Problem p) {
   using Op = Operand<In>;
   __shared__ __align__(16) Op s_dA[kTile * kPitch<Op, kTile>];
-  __shared__ __align__(16) ExactTiles<Op> s_tiles;
+  __shared__ __align__(16) StrongTiles<Op> s_tiles;
   const int blocks = blocks_of(p.K, kColumns<Op>);
-  for_exact_chunks(p, blocks, [&](const Chunk& chunk, int block) {
+  for_strong_chunks(p, blocks, [&](const Chunk& chunk, int block) {
     load_dA<Access::kGeneral, In>(s_dA, p, chunk);
-    exact<Op, In>(s_tiles, s_dA, p, chunk, block * kColumns<Op>);
+    strong<Op, In>(s_tiles, s_dA, p, chunk, block * kColumns<Op>);
   });
 }
 
-}  // namespace
+}  // namespace steps
 
-void intra_grads(const Problem& p, cudaStream_t stream) {
+void launch_intra_grads(const Problem& p, cudaStream_t stream) {
   with_dtype_and_access(p, [&](auto type, auto access) {
     using In = typename decltype(type)::type;
     const int64_t blocks = blocks_of(p.K, kColumns<Operand<In>>);
-    launch(intra_grads_tier1<decltype(access)::value, In>, chunk_heads(p) * blocks, kThreads, p,
+    launch(steps::intra_grads<decltype(access)::value, In>, chunk_heads(p) * blocks, kThreads, p,
            stream);
   });
 }
 
-void strong_intra_grads(const Problem& p, cudaStream_t stream) {
+void launch_strong_intra_grads(const Problem& p, cudaStream_t stream) {
   with_dtype(p.dtype, [&](auto type) {
     using In = typename decltype(type)::type;
     const int64_t blocks = blocks_of(p.K, kColumns<Operand<In>>);
-    launch(intra_grads_exact<In>, exact_grid(p, blocks), kThreads, p, stream);
+    launch(steps::strong_intra_grads<In>, strong_grid(p, blocks), kThreads, p, stream);
   });
 }
 

@@ -2,8 +2,8 @@
 // dg sums.
 #pragma once
 
-#include "gates.cuh"
-#include "launch.cuh"
+#include "cuda/device/gates.cuh"
+#include "cuda/device/launch.cuh"
 
 namespace gla_ext::cuda {
 
@@ -137,7 +137,7 @@ __device__ __forceinline__ void merge(const float (&acc_q)[2][2][4], const float
 // dg of 16 tokens of one channel: step 6's part, a suffix sum, an exclusive prefix sum and the
 // states' part.
 __device__ __forceinline__ void sum_gates(const GateTiles& s, float (*s_sums)[kTile],
-                                          float (*s_prefixes)[kTile], const float* s_w,
+                                          float (*s_replays)[kTile], const float* s_w,
                                           const Problem& p, const Chunk& chunk, int first) {
   constexpr int kC = static_cast<int>(kSubChunk);
   const int column = static_cast<int>(threadIdx.x) % kTile, channel = first + column;
@@ -150,11 +150,11 @@ __device__ __forceinline__ void sum_gates(const GateTiles& s, float (*s_sums)[kT
     dg[i] = s.from_behind[token + i][column];
     before += s.before[token + i][column];
   }
-  s_prefixes[sub][column] = before;
+  s_replays[sub][column] = before;
   suffix_sum(dg, s_sums, sub, column);
   if (channel >= p.K) return;
   before = 0;
-  for (int other = 0; other < sub; ++other) before += s_prefixes[other][column];
+  for (int other = 0; other < sub; ++other) before += s_replays[other][column];
   const float b_last =
       rows_at<const float>(p.b, chunk)[token_offset(p.b, chunk.length - 1) + channel];
   const float state = exp2_ftz(b_last) * s_w[column];

@@ -10,13 +10,13 @@
 //         step 6's outputs
 // writes  dq, dk and, where there are gates, dg [B, T, H, K]
 // Accumulation and dg are fp32; kValues values at a time.
-#include "../device/merge.cuh"
+#include "merge.cuh"
 
 namespace gla_ext::cuda {
-namespace {
+namespace steps {
 
 template <Access kAccess, class In>
-__global__ void __launch_bounds__(kThreads, 2) merge_grads_kernel(Problem p) {
+__global__ void __launch_bounds__(kThreads, 2) merge_grads(Problem p) {
   using Op = Operand<In>;
   __shared__ __align__(16) MergeShared<ProductTiles<Op>> s;
   merge_block<kAccess, In>(s, p, [&](auto& acc_q, auto& acc_k, const Chunk& chunk, int first) {
@@ -24,11 +24,11 @@ __global__ void __launch_bounds__(kThreads, 2) merge_grads_kernel(Problem p) {
   });
 }
 
-}  // namespace
+}  // namespace steps
 
-void merge_grads(const Problem& p, cudaStream_t stream) {
+void launch_merge_grads(const Problem& p, cudaStream_t stream) {
   with_dtype_and_access(p, [&](auto type, auto access) {
-    launch(merge_grads_kernel<decltype(access)::value, typename decltype(type)::type>,
+    launch(steps::merge_grads<decltype(access)::value, typename decltype(type)::type>,
            chunk_heads(p) * blocks_of(p.K, kTile), kThreads, p, stream);
   });
 }

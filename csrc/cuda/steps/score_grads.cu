@@ -4,15 +4,15 @@
 // reads   do, v [B, T, H, V]
 // writes  dA [B, T, H, C], zero above the diagonal
 // Accumulation is fp32, 64 values at a time.
-#include "../device/launch.cuh"
-#include "../device/scores.cuh"
+#include "cuda/device/launch.cuh"
+#include "scores.cuh"
 
 namespace gla_ext::cuda {
-namespace {
+namespace steps {
 
 template <Access kAccess, class In>
 __global__ void __launch_bounds__(kThreads, sizeof(Operand<In>) == 2 ? 3 : 2)
-    score_grads_kernel(Problem p) {
+    score_grads(Problem p) {
   using Op = Operand<In>;
   __shared__ __align__(16) ScoreGradTiles<Op> s_tiles;
   const Chunk chunk = find_chunk(p, blockIdx.x);
@@ -24,11 +24,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(Operand<In>) == 2 ? 3 : 2)
                             [](int row, int column) { return column <= row; });
 }
 
-}  // namespace
+}  // namespace steps
 
-void score_grads(const Problem& p, cudaStream_t stream) {
+void launch_score_grads(const Problem& p, cudaStream_t stream) {
   with_dtype_and_access(p, [&](auto type, auto access) {
-    launch(score_grads_kernel<decltype(access)::value, typename decltype(type)::type>,
+    launch(steps::score_grads<decltype(access)::value, typename decltype(type)::type>,
            chunk_heads(p), kThreads, p, stream);
   });
 }

@@ -1,7 +1,7 @@
 // A chunk's 64 x 64 scores and their gradients: products and writing.
 #pragma once
 
-#include "gates.cuh"
+#include "cuda/device/gates.cuh"
 
 namespace gla_ext::cuda {
 

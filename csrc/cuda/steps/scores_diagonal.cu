@@ -7,10 +7,10 @@
 // grid    (row, chunk, head), a warp a diagonal block; lane (j, half of the channels)
 // reads   q, k, b [B, T, H, K], or the gates g in place of b's differences
 // writes  A_diagonal [B, T, H, c], zero above the diagonal. Of whole scores, the diagonal blocks of
-//         A in chunks outside tier 1 alone: step 3 wrote the others.
+//         A in chunks with strong gates alone: step 3 wrote the others.
 // All in fp32.
-#include "../device/launch.cuh"
-#include "../device/scores_exact.cuh"
+#include "cuda/device/launch.cuh"
+#include "strong/scores.cuh"
 
 namespace gla_ext::cuda {
 namespace {
@@ -30,9 +30,13 @@ struct DiagonalRows {
   }
 };
 
+}  // namespace
+
+namespace steps {
+
 // All chunks, into A_diagonal.
 template <class In>
-__global__ void __launch_bounds__(kDiagonalThreads) scores_diagonal_all(Problem p) {
+__global__ void __launch_bounds__(kDiagonalThreads) scores_diagonal(Problem p) {
   __shared__ DiagonalTiles s_tiles;
   const Chunk chunk = find_chunk(p, blockIdx.x);
   if (chunk.length == 0) return;
@@ -42,26 +46,26 @@ __global__ void __launch_bounds__(kDiagonalThreads) scores_diagonal_all(Problem 
 
 // Those outside tier 1, into A.
 template <class In>
-__global__ void __launch_bounds__(kDiagonalThreads) scores_diagonal_exact(Problem p) {
+__global__ void __launch_bounds__(kDiagonalThreads) strong_scores_diagonal(Problem p) {
   __shared__ DiagonalTiles s_tiles;
-  for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
+  for_strong_chunks(p, 1, [&](const Chunk& chunk, int) {
     diagonal_blocks<In, kDiagonalThreads>(s_tiles, p, chunk, DiagonalRows(p.A, kSubChunk, chunk));
   });
 }
 
-}  // namespace
+}  // namespace steps
 
-void scores_diagonal(const Problem& p, cudaStream_t stream) {
+void launch_scores_diagonal(const Problem& p, cudaStream_t stream) {
   with_dtype(p.dtype, [&](auto type) {
     using In = typename decltype(type)::type;
-    launch(scores_diagonal_all<In>, chunk_heads(p), kDiagonalThreads, p, stream);
+    launch(steps::scores_diagonal<In>, chunk_heads(p), kDiagonalThreads, p, stream);
   });
 }
 
-void strong_scores_diagonal(const Problem& p, cudaStream_t stream) {
+void launch_strong_scores_diagonal(const Problem& p, cudaStream_t stream) {
   with_dtype(p.dtype, [&](auto type) {
     using In = typename decltype(type)::type;
-    launch(scores_diagonal_exact<In>, exact_grid(p, 1), kDiagonalThreads, p, stream);
+    launch(steps::strong_scores_diagonal<In>, strong_grid(p, 1), kDiagonalThreads, p, stream);
   });
 }
 

@@ -3,19 +3,19 @@
 //
 // grid    (row, chunk, head)
 // reads   q, k, b [B, T, H, K], tiers; outside tier 1 the gates g where they are there
-// writes  A [B, T, H, C], zero elsewhere. Of whole scores, the diagonal blocks of chunks in tier 1
+// writes  A [B, T, H, C], zero elsewhere. Of whole scores, the diagonal blocks of other chunks
 //         too: they come with the same product.
 // Accumulation is fp32, 64 key channels at a time. Two kernels, of which a chunk concerns one.
-#include "../device/launch.cuh"
-#include "../device/scores.cuh"
-#include "../device/scores_exact.cuh"
+#include "cuda/device/launch.cuh"
+#include "scores.cuh"
+#include "strong/scores.cuh"
 
 namespace gla_ext::cuda {
-namespace {
+namespace steps {
 
 template <Access kAccess, class In>
 __global__ void __launch_bounds__(kThreads, sizeof(Operand<In>) == 2 ? 3 : 2)
-    scores_off_diagonal_tier1(Problem p) {
+    scores_off_diagonal(Problem p) {
   using Op = Operand<In>;
   constexpr int kPitchX = kPitch<Op, kTile>;
   __shared__ __align__(16) Op s_q[kTile * kPitchX];
@@ -40,13 +40,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(Operand<In>) == 2 ? 3 : 2)
 }
 
 template <class In>
-__global__ void __launch_bounds__(kThreads, 1) scores_off_diagonal_exact(Problem p) {
+__global__ void __launch_bounds__(kThreads, 1) strong_scores_off_diagonal(Problem p) {
   using Op = Operand<In>;
   constexpr int kPitchX = kPitch<Op, kTile>;
   __shared__ __align__(16) Op s_q[kTile * kPitchX];
   __shared__ __align__(16) Op s_k[kTile * kPitchX];
   __shared__ float s_sums[kSubChunks][kTile];
-  for_exact_chunks(p, 1, [&](const Chunk& chunk, int) {
+  for_strong_chunks(p, 1, [&](const Chunk& chunk, int) {
     float acc[2][2][4];  // [token, token]
     clear(acc);
     for (int first = 0; first < p.K; first += kTile)
@@ -57,20 +57,20 @@ __global__ void __launch_bounds__(kThreads, 1) scores_off_diagonal_exact(Problem
   });
 }
 
-}  // namespace
+}  // namespace steps
 
-void scores_off_diagonal(const Problem& p, cudaStream_t stream) {
+void launch_scores_off_diagonal(const Problem& p, cudaStream_t stream) {
   with_dtype_and_access(p, [&](auto type, auto access) {
     using In = typename decltype(type)::type;
-    launch(scores_off_diagonal_tier1<decltype(access)::value, In>, chunk_heads(p), kThreads, p,
+    launch(steps::scores_off_diagonal<decltype(access)::value, In>, chunk_heads(p), kThreads, p,
            stream);
   });
 }
 
-void strong_scores_off_diagonal(const Problem& p, cudaStream_t stream) {
+void launch_strong_scores_off_diagonal(const Problem& p, cudaStream_t stream) {
   with_dtype(p.dtype, [&](auto type) {
     using In = typename decltype(type)::type;
-    launch(scores_off_diagonal_exact<In>, exact_grid(p, 1), kThreads, p, stream);
+    launch(steps::strong_scores_off_diagonal<In>, strong_grid(p, 1), kThreads, p, stream);
   });
 }
 

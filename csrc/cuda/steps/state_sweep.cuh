@@ -11,8 +11,8 @@
 // The state is fp32; the rows of the next chunk are on their way while one is multiplied.
 #pragma once
 
-#include "gates.cuh"
-#include "launch.cuh"
+#include "cuda/device/gates.cuh"
+#include "cuda/device/launch.cuh"
 
 namespace gla_ext::cuda {
 
@@ -212,30 +212,11 @@ __host__ __device__ int64_t sweep_blocks(const Problem& p) {
   return p.grid.N * p.H * blocks_of(p.K, kTile) * blocks_of(p.V, kColumns);
 }
 
+// A block of a kernel that is one sweep.
 template <Access kAccess, class In, int kColumns, Sweep kSweep>
-__global__ void __launch_bounds__(kThreads, 2) state_sweep(Problem p) {
+__device__ __forceinline__ void one_sweep(const Problem& p) {
   __shared__ SweepShared<kAccess, In, kColumns> shared;
   sweep<kAccess, In, kColumns, kSweep>(shared, p, blockIdx.x);
-}
-
-// Neither needs the other, so they run side by side.
-template <Access kAccess, class In, int kColumns>
-__global__ void __launch_bounds__(kThreads, 2) both_sweeps(Problem p) {
-  __shared__ SweepShared<kAccess, In, kColumns> shared;
-  const int64_t blocks = sweep_blocks<kColumns>(p);
-  if (blockIdx.x < blocks)
-    sweep<kAccess, In, kColumns, Sweep::kStates>(shared, p, blockIdx.x);
-  else
-    sweep<kAccess, In, kColumns, Sweep::kStateGrads>(shared, p, blockIdx.x - blocks);
-}
-
-template <Sweep kSweep>
-void launch_state_sweep(const Problem& p, cudaStream_t stream) {
-  with_value_tiles(p, [&](auto type, auto access, auto columns) {
-    constexpr int kColumns = decltype(columns)::value;
-    launch(state_sweep<decltype(access)::value, typename decltype(type)::type, kColumns, kSweep>,
-           sweep_blocks<kColumns>(p), kThreads, p, stream);
-  });
 }
 
 }  // namespace gla_ext::cuda

@@ -3,8 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include "../../rows.h"
-#include "../params.h"
+#include "common/rows.h"
+#include "cuda/host/params.h"
 
 namespace gla_ext::cuda {
 

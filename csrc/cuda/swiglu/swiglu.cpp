@@ -1,5 +1,5 @@
 // SwiGLU on CUDA: check, allocate, launch.
-#include "swiglu/swiglu.h"
+#include "checks/swiglu.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
@@ -7,17 +7,14 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include "../ops.h"
-#include "../row_layout.h"
-#include "../swiglu_checks.h"
-#include "tensors.h"
+#include "common/row_layout.h"
+#include "common/tensors.h"
+#include "cuda/host/tensors.h"
+#include "ops.h"
+#include "params.h"
 
 namespace gla_ext::cuda {
 namespace {
-
-at::Tensor contiguous_like(const at::Tensor& t) {
-  return at::empty(t.sizes(), t.options().memory_format(at::MemoryFormat::Contiguous));
-}
 
 void check_backend(const char* op, const at::Tensor& gate) {
   check_not_fp64(op, gate.scalar_type());

@@ -10,14 +10,14 @@
 //   Accumulates in T.
 #pragma once
 
-#include "tiles.h"
+#include "cpu/kernels/tiles.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
 // Tier 1: P = dA k^, R = dAᵀ q^; dq = eq ⊙ P, dk = ek ⊙ R, db = q^ ⊙ P - k^ ⊙ R.
 template <typename T>
-inline void intra_grads_mid_reference(Tiles<T>& t) {
+inline void intra_grads_tier1(Tiles<T>& t) {
   const Gates<T>& g = t.gates;
   for (int64_t I = 0; I < g.sub_chunks(); ++I) {
     const int64_t first = I * kSubChunk, rows = g.rows(I);
@@ -87,7 +87,7 @@ template <typename T>
 inline void intra_grads(const Problem<T>& p, Tiles<T>& t) {
   std::memcpy(t.dA_operand, t.dA, kChunk * kChunk * sizeof(T));
   if (p.round_operands) round_to_bf16(t.dA_operand, kChunk * kChunk);
-  if (t.gates.mid_reference) return intra_grads_mid_reference(t);
+  if (t.gates.in_tier1) return intra_grads_tier1(t);
   for (T* tile : {t.dq, t.dk, t.dg}) std::memset(tile, 0, t.gates.size() * sizeof(T));
   for (int64_t I = 0; I < t.gates.sub_chunks(); ++I) {
     if (I > 0) intra_grads_off_diagonal(p, t, I);

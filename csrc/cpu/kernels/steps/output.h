@@ -2,7 +2,7 @@
 //   reads q_in, v_out, t.A, t.S_in (S~); writes t.o [C, V]. Accumulates in T.
 #pragma once
 
-#include "tiles.h"
+#include "cpu/kernels/tiles.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {

@@ -2,7 +2,7 @@
 //   reads do, v; writes t.dA [C, C]. Accumulates in T.
 #pragma once
 
-#include "tiles.h"
+#include "cpu/kernels/tiles.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {

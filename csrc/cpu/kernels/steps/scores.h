@@ -3,7 +3,7 @@
 //   read q_in, k_out (tier 1) or q, k, q_local (tiers 2 + 3); write t.A [C, C]. Accumulate in T.
 #pragma once
 
-#include "tiles.h"
+#include "cpu/kernels/tiles.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
@@ -12,7 +12,7 @@ namespace CPU_CAPABILITY {
 template <typename T>
 inline void begin_scores(Tiles<T>& t) {
   std::memset(t.A, 0, kChunk * kChunk * sizeof(T));
-  if (t.gates.mid_reference) transpose(t.k_t, kChunk, t.k_out, t.Kp, t.length(), t.K);
+  if (t.gates.in_tier1) transpose(t.k_t, kChunk, t.k_out, t.Kp, t.length(), t.K);
 }
 
 template <typename T>
@@ -20,7 +20,7 @@ inline void scores_off_diagonal(const Problem<T>& p, Tiles<T>& t) {
   const Epilogue<T> scaled{p.scale};
   for (int64_t I = 1; I < t.gates.sub_chunks(); ++I) {
     const T* q = t.q_in;
-    if (!t.gates.mid_reference) {
+    if (!t.gates.in_tier1) {
       anchor_keys(p, t, I);
       transpose(t.k_t, kChunk, t.k_anchor, t.Kp, I * kSubChunk, t.K);
       q = t.q_local;
@@ -54,7 +54,7 @@ template <typename T>
 inline void scores_diagonal(const Problem<T>& p, Tiles<T>& t) {
   const Epilogue<T> scaled{p.scale};
   for (int64_t I = 0; I < t.gates.sub_chunks(); ++I) {
-    if (t.gates.mid_reference) {
+    if (t.gates.in_tier1) {
       T* block = t.A + I * kSubChunk * (kChunk + 1);
       gemm(Left<T>{t.q_in + I * kSubChunk * t.Kp, t.Kp, 1}, t.k_t + I * kSubChunk, kChunk, block,
            kChunk, t.gates.rows(I), kSubChunk, t.K, scaled);

@@ -2,7 +2,7 @@
 // intermediate back to memory. (Steps 2 and backward 3 are chunk_gla's own passes over the states.)
 #pragma once
 
-#include "tasks.h"
+#include "cpu/kernels/tasks.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {

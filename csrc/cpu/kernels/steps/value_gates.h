@@ -57,7 +57,7 @@ template <typename T>
 inline void gated_output(const Problem<T>& p, Tiles<T>& t) {
   const Gates<T>& g = t.values.gates;
   const auto times = [](Vec<T> x, Vec<T> y) { return x * y; };
-  if (g.mid_reference) {
+  if (g.in_tier1) {
     output(p, t);
     return map<T>(g.size(), times, t.o, t.o, g.eq);
   }
@@ -95,11 +95,11 @@ inline void value_state_products(const Tiles<T>& t, T* total) {
   for (int64_t j = 0; j < t.Vp; j += Vec<T>::size()) {
     Vec<T> sum(T(0));
     for (int64_t i = 0; i < t.K; ++i) {
-      const Vec<T> a(t.gates.mid_reference ? T(1) : t.gates.a[i]);
+      const Vec<T> a(t.gates.in_tier1 ? T(1) : t.gates.a[i]);
       sum = at::vec::fmadd(a * Vec<T>::loadu(t.S_in + i * t.Vp + j),
                            Vec<T>::loadu(t.dS_in + i * t.Vp + j), sum);
     }
-    if (!g.mid_reference) sum = sum * Vec<T>::loadu(g.a + j);
+    if (!g.in_tier1) sum = sum * Vec<T>::loadu(g.a + j);
     sum.store(total + j);
   }
 }

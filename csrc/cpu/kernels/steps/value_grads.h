@@ -2,7 +2,7 @@
 //   reads t.A, do, k_out, t.dS_in (dS~); writes t.o [C, V]. Accumulates in T.
 #pragma once
 
-#include "tiles.h"
+#include "cpu/kernels/tiles.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {

@@ -1,5 +1,5 @@
-// forward.cu where a head has more than 128 values: two blocks of a cluster, each with 128 of them,
-// gate the segment's chunks in turn, and hand each other q^, k^, A and the state's factors.
+// forward/fused where a head has more than 128 values: two blocks of a cluster, each with 128 of
+// them, gate the segment's chunks in turn, and hand each other q^, k^, A and the state's factors.
 //
 // grid    (segment, head, 256 values), up to four of these one after the other, by a cluster; two
 //         producer and two consumer warpgroups a block
@@ -11,25 +11,25 @@
 // own, from where its consumers multiply them and a bulk copy takes them to the other block. The
 // place is used again when the consumers of both blocks have left the chunk. A consumer copies its
 // own v. Producers go on to the next segment while consumers are at this one's last chunks. The
-// arithmetic, and so every bit, is forward.cu's.
-#include "dependent_launch.cuh"
-#include "forward/gating.cuh"
-#include "forward/keep.cuh"
-#include "forward/multiply.cuh"
-#include "forward/output.cuh"
-#include "forward/passage.cuh"
-#include "paired/launch.cuh"
-#include "sm90.h"
+// arithmetic, and so every bit, is forward/fused's.
+#include "cuda/sm90/sm90.h"
+#include "cuda/sm90/tiles/cluster_launch.cuh"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "cuda/sm90/tiles/gating.cuh"
+#include "fused/keep.cuh"
+#include "fused/multiply.cuh"
+#include "fused/output.cuh"
+#include "fused/passage.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
+namespace forward::cluster {
 
-constexpr int kKeys = kOperandKeys;
+constexpr int kKeys = kGroupKeys;
 
-// Of the state's key channels at a chunk, as in forward.cu; whether the chunk is outside tier 1.
+// Of the state's key channels at a chunk, as in forward/fused; whether the chunk has strong gates.
 struct alignas(16) Factors {
   float enter[kKeys], middle[kKeys], leave[kKeys];
-  int exact;
+  int strong;
 };
 
 // A chunk as it is multiplied.
@@ -45,37 +45,37 @@ struct Gated {
 };
 static_assert(offsetof(Gated, other_g) == offsetof(Tiles, A) + kTileBytes);
 
-// kPieces: the most pieces that a cluster works on.
-template <int kPieces>
+// kItems: the most items that a cluster works on.
+template <int kItems>
 struct alignas(1024) Shared {
-  Gated own[kGroups];                           // by this block's producers
-  Tiles received[kGroups];                      // from the other's
-  unsigned char v[kPair][kGroups][kTileBytes];  // [token][64 values], then o
-  unsigned char triangle[kTileBytes];           // of ones, [token][token]
+  Gated own[kGroups];                                    // by this block's producers
+  Tiles received[kGroups];                               // from the other's
+  unsigned char v[kClusterBlocks][kGroups][kTileBytes];  // [token][64 values], then o
+  unsigned char triangle[kTileBytes];                    // of ones, [token][token]
   Factors own_factors[kGroups], received_factors[kGroups];
   float b_last[kGroups][kKeys];
   float2 references[kGroups][kKeys];
   alignas(16) float pass[kGroups][kKeys];  // of a consumer, see `Passage`
   Handover handover;
   uint64_t first_rows;  // of the first producer are there
-  Pieces<kPieces> pieces;
+  Items<kItems> items;
 };
 
-// kKeeps: operands are kept.
-template <bool kKeeps, int kPieces>
-__device__ __forceinline__ void produce(Shared<kPieces>& s, const Problem& p, int group, int rank) {
+// kForBackward: operands are kept.
+template <bool kForBackward, int kItems>
+__device__ __forceinline__ void produce(Shared<kItems>& s, const Problem& p, int group, int rank) {
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, other = 1 - rank;
   const auto barrier = [group] { group_barrier<kProducerBarrier>(group); };
   const Gating<kKeys, decltype(barrier)> gate{s.triangle, thread, barrier};
   Tiles& own = s.own[group].tiles;
   Factors& factors = s.own_factors[group];
-  for (OwnChunk own_chunk(s.pieces, group, rank); own_chunk.is_there(); own_chunk.next()) {
+  for (OwnChunk own_chunk(s.items, group, rank); own_chunk.is_there(); own_chunk.next()) {
     const Segment& segment = own_chunk.segment();
     const int chunk = own_chunk.chunk();
     s.handover.wait_for_place(own_chunk.number);
     // All blocks start at once: the rows that are needed first do not share memory with others.
     if (own_chunk.number == 1) wait(&s.first_rows, 0);
-    if constexpr (kKeeps) {
+    if constexpr (kForBackward) {
       if (thread == 0) wait_for_bulk_stores();
       barrier();  // the chunk before is read
     }
@@ -85,9 +85,9 @@ __device__ __forceinline__ void produce(Shared<kPieces>& s, const Problem& p, in
     commit_copies();
     wait_for_copies<0>();
     if (own_chunk.number == 0) arrive(&s.first_rows);
-    const GatedChunk gated{own.q,          own.k,           own.A,
-                           factors.enter,  factors.middle,  factors.leave,
-                           &factors.exact, s.b_last[group], s.references[group]};
+    const GatedChunk gated{own.q,           own.k,           own.A,
+                           factors.enter,   factors.middle,  factors.leave,
+                           &factors.strong, s.b_last[group], s.references[group]};
     gate(gated, p.scale);
     fence_for_products();  // and bulk copies
     arrive(&s.handover.own_full[group]);
@@ -97,25 +97,26 @@ __device__ __forceinline__ void produce(Shared<kPieces>& s, const Problem& p, in
           s.handover.expect_in_other(group, other, sizeof(Tiles) + sizeof(Factors));
       bulk_send(address_in(&s.received_factors[group], other), &factors, sizeof(Factors), full);
       bulk_send(address_in(&s.received[group], other), &own, sizeof(Tiles), full);
-      if constexpr (kKeeps) store_operands(operands_at(p, segment.chunk_head(p, chunk)), gated);
+      if constexpr (kForBackward)
+        store_operands(prepared_at(p, segment.chunk_head(p, chunk)), gated);
     }
   }
-  if (kKeeps && thread == 0) wait_for_bulk_stores();  // before the block ends
+  if (kForBackward && thread == 0) wait_for_bulk_stores();  // before the block ends
 }
 
-// Of one piece. before: chunks of either block in the pieces before.
-template <bool kKeeps, int kPieces>
-__device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
-                                        const Segment& segment, const int (&before)[kPair],
-                                        int group, int first_v, int rank) {
+// Of one item. before: chunks of either block in the items before.
+template <bool kForBackward, int kItems>
+__device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, const Segment& segment,
+                                        const int (&before)[kClusterBlocks], int group, int first_v,
+                                        int rank) {
   if (segment.tail) return write_tail(p, segment, first_v);
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const bool writes_tiers = first_v == 0 && thread == 0;
   // Into the place of rows of o that this thread has read itself.
   const auto copy = [&](int chunk) {
     if (chunk < segment.chunks)
-      copy_rows<1, kGroupThreads>(s.v[chunk % kPair][group], p.v, segment, chunk, thread, first_v,
-                                  p.V);
+      copy_rows<1, kGroupThreads>(s.v[chunk % kClusterBlocks][group], p.v, segment, chunk, thread,
+                                  first_v, p.V);
     commit_copies();
   };
   copy(0);
@@ -131,14 +132,14 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
     const Tiles& tiles = is_own ? s.own[turn.producer].tiles : s.received[turn.producer];
     const Factors& factors =
         is_own ? s.own_factors[turn.producer] : s.received_factors[turn.producer];
-    unsigned char* v = s.v[chunk % kPair][group];
+    unsigned char* v = s.v[chunk % kClusterBlocks][group];
     s.handover.wait_for_chunk(turn, rank);
-    const bool exact = __any_sync(0xffffffffu, factors.exact);
+    const bool strong = __any_sync(0xffffffffu, factors.strong);
     passage.enter(group, factors.enter, factors.leave);  // v is there behind its barrier
 
     float o[32];  // [64 values][64 tokens]
-    multiply_chunk<kKeeps>(o, state,
-                           {tiles.q, tiles.k, tiles.A, v, s.pass[group], factors.middle, exact});
+    multiply_chunk<kForBackward>(
+        o, state, {tiles.q, tiles.k, tiles.A, v, s.pass[group], factors.middle, strong});
     const auto leave = [&] {
       wait_for_products<0>();
       if (chunk + 1 == segment.chunks) state.scale(factors.leave);
@@ -151,7 +152,7 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
     };
     // Where operands are kept, o passes while the state's products run, since both ways are then
     // faster by 2 %; elsewhere forward would be slower by 1 %.
-    if constexpr (kKeeps) {
+    if constexpr (kForBackward) {
       wait_for_products<1>();
       const OutputRows rows(v, o, group);
       leave();
@@ -160,22 +161,22 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
       leave();
       store_output(v, o, group, p, segment, chunk, first_v);
     }
-    copy(chunk + kPair);
+    copy(chunk + kClusterBlocks);
     if (writes_tiers)
-      *reinterpret_cast<uint64_t*>(p.tiers + segment.chunk_head(p, chunk) * kMaxTierBlocks) = exact;
+      *reinterpret_cast<uint64_t*>(p.tiers + segment.chunk_head(p, chunk) * kMaxTierBlocks) =
+          strong;
   }
   state.store(p, segment, first_v);
 }
 
-template <int kPieces, bool kKeeps>
-__global__ void __launch_bounds__(kBlockThreads, 1)
-    paired_forward_kernel(Problem p, int64_t pieces) {
+template <int kItems, bool kForBackward>
+__global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p, int64_t items) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<Shared<kPieces>*>(s_bytes);
+  auto& s = *reinterpret_cast<Shared<kItems>*>(s_bytes);
   const Cluster cluster;
-  s.pieces.find(p, pieces, cluster);
+  s.items.find(p, items, cluster);
   if (threadIdx.x == 0) {
     s.handover.init();
     init_barrier(&s.first_rows, kGroupThreads);
@@ -187,34 +188,33 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int group = warpgroup();
   if (group < kGroups) {
     give_registers<96>();
-    produce<kKeeps>(s, p, group, cluster.rank);
+    produce<kForBackward>(s, p, group, cluster.rank);
   } else {
     take_registers<160>();
     const int consumer = group - kGroups;
-    s.pieces.for_pieces(p, cluster,
-                        [&](const Segment& segment, int block_v, const int (&before)[kPair]) {
-                          consume<kKeeps>(s, p, segment, before, consumer,
-                                          block_v + consumer * kTile, cluster.rank);
-                        });
+    s.items.for_items(
+        p, cluster, [&](const Segment& segment, int block_v, const int (&before)[kClusterBlocks]) {
+          consume<kForBackward>(s, p, segment, before, consumer, block_v + consumer * kTile,
+                                cluster.rank);
+        });
   }
   sync_cluster();  // the other block writes nothing here any more
 #endif
 }
 
-template <bool kKeeps>
-void launch_paired_forward(const Problem& p, cudaStream_t stream) {
-  launch_paired<Shared, paired_forward_kernel<1, kKeeps>,
-                paired_forward_kernel<kMostPieces, kKeeps>>(p, stream);
+template <bool kForBackward>
+void launch(const Problem& p, cudaStream_t stream) {
+  launch_clusters<Shared, kernel<1, kForBackward>, kernel<kMostItems, kForBackward>>(p, stream);
 }
 
-}  // namespace
+}  // namespace forward::cluster
 
-void forward_cluster(const Problem& p, cudaStream_t stream) {
-  launch_paired_forward<false>(p, stream);
+void launch_forward_cluster(const Problem& p, cudaStream_t stream) {
+  forward::cluster::launch<false>(p, stream);
 }
 
-void forward_cluster_for_backward(const Problem& p, cudaStream_t stream) {
-  launch_paired_forward<true>(p, stream);
+void launch_forward_cluster_for_backward(const Problem& p, cudaStream_t stream) {
+  forward::cluster::launch<true>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -1,10 +1,11 @@
 // The forward of a segment and head in one sweep over ready operands, for bf16 on sm_90a: what the
-// consumers of forward.cu do, for up to 256 key channels.
+// consumers of forward/fused do, for up to 256 key channels.
 //
 //   o = A v + q^ S~      S~ = 2^from S      S' = 2^(b_C - from) (S~ + k^T v)
 //
 // grid    (segment, head, 128 values); a producer and two consumer warpgroups
-// reads   operands [B, slots, H], behind paired segment parts A of chunks outside tier 1 alone, v
+// reads   operands [B, slots, H], behind paired segment parts A of chunks with strong gates alone,
+// v
 //         [B, T, H, V], h0 or segment_states; of chunks before the segment's own k^ with its
 //         factors and v alone
 // writes  o [B, T, H, V], ht
@@ -15,17 +16,17 @@
 // have 64. Accumulation is fp32.
 #include <type_traits>
 
-#include "../device/launch.cuh"
-#include "dependent_launch.cuh"
-#include "dynamic_shared.h"
-#include "forward/multiply.cuh"
-#include "forward/output.cuh"
-#include "forward/scores.cuh"
-#include "linear_sweep.cuh"
-#include "sm90.h"
+#include "cuda/device/dynamic_shared.h"
+#include "cuda/device/launch.cuh"
+#include "cuda/sm90/prepare/sweep.cuh"
+#include "cuda/sm90/sm90.h"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "cuda/sm90/tiles/scores.cuh"
+#include "fused/multiply.cuh"
+#include "fused/output.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
+namespace forward::prepared {
 
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
@@ -39,13 +40,13 @@ struct Stage {
 
 // What all blocks have. kTilesOfKeys: of 64 key channels, two to four.
 template <int kTilesOfKeys, class OperandsOfChunk, int kStagesOfBlock>
-struct ForwardBlock : LinearBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kConsumers> {
+struct ForwardBlock : PreparedBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kConsumers> {
   static_assert(kTilesOfKeys >= 2 && kTilesOfKeys <= 4);
   static constexpr int kTiles = kTilesOfKeys, kGroups = kGroupsOf<kTiles>;
-  using Base = LinearBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kConsumers>;
+  using Base = PreparedBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kConsumers>;
   // What the state is to be multiplied by as it leaves a chunk, and at once as it enters the next.
-  float leave[kGroups * kOperandKeys];
-  alignas(16) float pass[Base::kStages][kGroups * kOperandKeys];
+  float leave[kGroups * kGroupKeys];
+  alignas(16) float pass[Base::kStages][kGroups * kGroupKeys];
   uint64_t operands_full[Base::kStages];
 
   __device__ __forceinline__ void start(const Problem& p, int64_t index) {
@@ -57,9 +58,9 @@ struct ForwardBlock : LinearBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kConsu
 
 // All operands are in memory.
 template <int kTilesOfKeys>
-struct ReadingBlock : ForwardBlock<kTilesOfKeys, Operands<kGroupsOf<kTilesOfKeys>>,
+struct ReadingBlock : ForwardBlock<kTilesOfKeys, PreparedChunk<kGroupsOf<kTilesOfKeys>>,
                                    kTilesOfKeys == kKeyTiles ? 3 : 2> {
-  static constexpr bool kMakesScores = false, kPrefixes = true;
+  static constexpr bool kMakesA = false, kReplays = true;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   __device__ __forceinline__ unsigned char* scores(int chunk) {
     return this->stages[chunk % this->kStages].operands.A;
@@ -67,13 +68,13 @@ struct ReadingBlock : ForwardBlock<kTilesOfKeys, Operands<kGroupsOf<kTilesOfKeys
 };
 
 struct alignas(1024) Unscored {
-  OperandGroup groups[1];
-  int exact;
+  KeyGroup groups[1];
+  int strong;
 };
-static_assert(sizeof(Unscored) >= offsetof(Unscored, exact) + kFlagBytes);
+static_assert(sizeof(Unscored) >= offsetof(Unscored, strong) + kFlagBytes);
 // Behind paired segment parts the producer makes A, which outside tier 1 is there behind the scan.
 struct MakingBlock : ForwardBlock<kKeyTiles, Unscored, 4> {
-  static constexpr bool kMakesScores = true, kPrefixes = false;
+  static constexpr bool kMakesA = true, kReplays = false;
   static constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
   static constexpr int kPlaces = 2;
   alignas(1024) unsigned char A[kPlaces][kTileBytes];  // [token][token]
@@ -85,7 +86,7 @@ struct MakingBlock : ForwardBlock<kKeyTiles, Unscored, 4> {
 template <int kTiles>
 struct Parts {
   struct Nothing {};
-  State<kOperandKeys> whole[kTiles / kKeyTiles];
+  State<kGroupKeys> whole[kTiles / kKeyTiles];
   std::conditional_t<kTiles % kKeyTiles == 1, State<kTile>, Nothing> half;
 
   // f(part, which it is)
@@ -107,9 +108,9 @@ __device__ __forceinline__ void copy_bytes(OperandsOfChunk& to, const unsigned c
 
 // Whether a chunk is outside tier 1, from its operands in memory.
 template <int kGroups, class OperandsOfChunk>
-__device__ __forceinline__ void copy_exact(OperandsOfChunk& to, const unsigned char* from,
-                                           uint64_t* full) {
-  bulk_copy_expected(&to.exact, from + offsetof(Operands<kGroups>, exact), kFlagBytes, full);
+__device__ __forceinline__ void copy_strong(OperandsOfChunk& to, const unsigned char* from,
+                                            uint64_t* full) {
+  bulk_copy_expected(&to.strong, from + offsetof(PreparedChunk<kGroups>, strong), kFlagBytes, full);
 }
 
 // The operands of a chunk as far as there are key channels. By one thread.
@@ -117,19 +118,20 @@ template <class BlockOfKernel, class OperandsOfChunk>
 __device__ __forceinline__ void copy_operands(OperandsOfChunk& to, const unsigned char* from,
                                               uint64_t* full) {
   constexpr int kGroups = BlockOfKernel::kGroups;
-  constexpr int kScores = offsetof(Operands<kGroups>, A), kEnd = Operands<kGroups>::kBytes;
-  if constexpr (BlockOfKernel::kMakesScores) {
+  constexpr int kScores = offsetof(PreparedChunk<kGroups>, A),
+                kEnd = PreparedChunk<kGroups>::kBytes;
+  if constexpr (BlockOfKernel::kMakesA) {
     arrive_and_expect(full, kScores + kFlagBytes);
     copy_bytes(to, from, 0, kScores, full);
-    copy_exact<kGroups>(to, from, full);
+    copy_strong<kGroups>(to, from, full);
   } else if constexpr (BlockOfKernel::kTiles == kGroups * kKeyTiles) {
     bulk_copy(&to, from, kEnd, full);
   } else {  // without the last tile of q^ and of k^
-    constexpr int kLast = (kGroups - 1) * sizeof(OperandGroup);
+    constexpr int kLast = (kGroups - 1) * sizeof(KeyGroup);
     arrive_and_expect(full, kEnd - 2 * kTileBytes);
     copy_bytes(to, from, 0, kLast + kTileBytes, full);
-    copy_bytes(to, from, kLast + offsetof(OperandGroup, factors),
-               kLast + offsetof(OperandGroup, k) + kTileBytes, full);
+    copy_bytes(to, from, kLast + offsetof(KeyGroup, factors),
+               kLast + offsetof(KeyGroup, k) + kTileBytes, full);
     copy_bytes(to, from, kScores, kEnd, full);
   }
 }
@@ -143,12 +145,12 @@ __device__ __forceinline__ void copy_keys(OperandsOfChunk& to, const unsigned ch
   arrive_and_expect(full, kGroups * kFactorBytes + BlockOfKernel::kTiles * kTileBytes + kFlagBytes);
 #pragma unroll
   for (int i = 0; i < kGroups; ++i) {
-    const int group = i * static_cast<int>(sizeof(OperandGroup));
+    const int group = i * static_cast<int>(sizeof(KeyGroup));
     const int tiles = i + 1 < kGroups ? kKeyTiles : BlockOfKernel::kTiles - i * kKeyTiles;
-    copy_bytes(to, from, group + offsetof(OperandGroup, factors),
-               group + offsetof(OperandGroup, k) + tiles * kTileBytes, full);
+    copy_bytes(to, from, group + offsetof(KeyGroup, factors),
+               group + offsetof(KeyGroup, k) + tiles * kTileBytes, full);
   }
-  copy_exact<kGroups>(to, from, full);
+  copy_strong<kGroups>(to, from, full);
 }
 
 // A of a chunk to its place, by the producer.
@@ -157,11 +159,11 @@ __device__ __forceinline__ void make_scores(MakingBlock& s, const Problem& p, in
   const int before = chunk - s.kPlaces;
   if (before >= 0) wait(&s.empty[before % s.kStages], s.parity(before));  // it had this place
   const auto& operands = s.stages[chunk % s.kStages].operands;
-  if (__any_sync(0xffffffffu, operands.exact)) {
+  if (__any_sync(0xffffffffu, operands.strong)) {
     await_previous_kernel();  // the scan, beside which A is made outside tier 1
     constexpr int kEach = kTileBytes / sizeof(uint4) / kGroupThreads;
     const unsigned char* A =
-        operands_at(p, s.segment.chunk_head(p, chunk)) + offsetof(Operands<1>, A);
+        prepared_at(p, s.segment.chunk_head(p, chunk)) + offsetof(PreparedChunk<1>, A);
     uint4 words[kEach];  // all on their way before one is stored
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
@@ -172,7 +174,7 @@ __device__ __forceinline__ void make_scores(MakingBlock& s, const Problem& p, in
   } else {
     const auto& group = operands.groups[0];
     float A[kTile / 2];
-    begin_scores<kOperandKeys, kTile>(A, group.q, group.k, 0);
+    begin_scores<kGroupKeys, kTile>(A, group.q, group.k, 0);
     wait_for_products<0>();
     place_scores<kTile>(s.scores(chunk), A, false, 0, thread);
   }
@@ -186,17 +188,17 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
   const int thread = static_cast<int>(threadIdx.x);
   RowCopier<kConsumers, kGroupThreads> v(p.v, token_offset(p.v, 1), segment, 0, thread, first_v,
                                          p.V);
-  const unsigned char* operands = operands_at(p, segment.chunk_head(p, 0));
+  const unsigned char* operands = prepared_at(p, segment.chunk_head(p, 0));
 #pragma unroll
-  for (int i = 0; i < kGroups; ++i) s.leave[i * kOperandKeys + thread] = 1.f;
+  for (int i = 0; i < kGroups; ++i) s.leave[i * kGroupKeys + thread] = 1.f;
   s.produce(
       [&](int i, StageOfBlock& stage, uint64_t*) {
         uint64_t* full = &s.operands_full[i % s.kStages];
-        if (BlockOfKernel::kPrefixes && thread == 0 && i < segment.prefix)
+        if (BlockOfKernel::kReplays && thread == 0 && i < segment.replayed)
           copy_keys<BlockOfKernel>(stage.operands, operands, full);
         else if (thread == 0)
           copy_operands<BlockOfKernel>(stage.operands, operands, full);
-        operands += p.H * operand_bytes(p.K);
+        operands += p.H * prepared_bytes(p.K);
         v.copy(stage.v, segment.length_of(i));
         v.move(1);
       },
@@ -206,12 +208,12 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
           const auto& factors = s.stages[number].operands.groups[group].factors;
-          float& leave = s.leave[group * kOperandKeys + thread];
-          s.pass[number][group * kOperandKeys + State<kOperandKeys>::quad_index(thread)] =
+          float& leave = s.leave[group * kGroupKeys + thread];
+          s.pass[number][group * kGroupKeys + State<kGroupKeys>::quad_index(thread)] =
               factors[kEnter][thread] * leave;
           leave = factors[kLeave][thread];
         }
-        if constexpr (BlockOfKernel::kMakesScores) make_scores(s, p, i, thread);
+        if constexpr (BlockOfKernel::kMakesA) make_scores(s, p, i, thread);
       });
 }
 
@@ -232,14 +234,15 @@ __device__ __forceinline__ void scale(Parts<kTiles>& state, const OperandsOfChun
 
 // The state over the chunks before the segment's own.
 template <class BlockOfKernel, int kTiles>
-__device__ __forceinline__ void consume_prefix(BlockOfKernel& s, Parts<kTiles>& state, int group) {
-  for (int chunk = 0; chunk < s.segment.prefix; ++chunk) {
+__device__ __forceinline__ void consume_replayed(BlockOfKernel& s, Parts<kTiles>& state,
+                                                 int group) {
+  for (int chunk = 0; chunk < s.segment.replayed; ++chunk) {
     const int number = chunk % s.kStages;
     const auto& stage = s.stages[number];
     wait(&s.full[number], s.parity(chunk));
-    const bool exact = __any_sync(0xffffffffu, stage.operands.exact);
-    state.for_each([&](auto& part, int i) { part.pass(s.pass[number] + i * kOperandKeys); });
-    if (exact) scale(state, stage.operands, kMiddle);
+    const bool strong = __any_sync(0xffffffffu, stage.operands.strong);
+    state.for_each([&](auto& part, int i) { part.pass(s.pass[number] + i * kGroupKeys); });
+    if (strong) scale(state, stage.operands, kMiddle);
     const ValueOperand<true> v(stage.v + group * kTileBytes);
     begin_products();
     multiply_values(state, v, stage.operands);
@@ -257,22 +260,23 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
   if (segment.tail) return write_tail(p, segment, first_v);
   Parts<BlockOfKernel::kTiles> state;
   state.for_each([&](auto& part, int i) {
-    part.first_k = i * kOperandKeys;
+    part.first_k = i * kGroupKeys;
     part.load(p, segment, first_v);
   });
-  if constexpr (BlockOfKernel::kPrefixes) consume_prefix(s, state, group);
-  for (int chunk = BlockOfKernel::kPrefixes ? segment.prefix : 0; chunk < segment.chunks; ++chunk) {
+  if constexpr (BlockOfKernel::kReplays) consume_replayed(s, state, group);
+  for (int chunk = BlockOfKernel::kReplays ? segment.replayed : 0; chunk < segment.chunks;
+       ++chunk) {
     const int number = chunk % s.kStages;
     auto& stage = s.stages[number];
     wait(&s.full[number], s.parity(chunk));
-    const bool exact = __any_sync(0xffffffffu, stage.operands.exact);
+    const bool strong = __any_sync(0xffffffffu, stage.operands.strong);
     float o[32];  // [64 values][64 tokens]
     StateOperand operand;
     state.for_each([&](auto& part, int i) {
-      multiply_state(o, part, s.pass[number] + i * kOperandKeys, stage.operands.groups[i].q,
-                     operand, i == 0);
+      multiply_state(o, part, s.pass[number] + i * kGroupKeys, stage.operands.groups[i].q, operand,
+                     i == 0);
     });
-    if (exact) {
+    if (strong) {
       wait_for_products<0>();
       scale(state, stage.operands, kMiddle);
     }
@@ -299,7 +303,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
 }
 
 template <class BlockOfKernel>
-__global__ void __launch_bounds__(kThreads, 1) linear_forward_kernel(Problem p) {
+__global__ void __launch_bounds__(kThreads, 1) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   // Of a thread: more than a block is launched with would wait for ever.
   constexpr int kProducerRegisters = BlockOfKernel::kProducerRegisters,
@@ -325,29 +329,28 @@ __global__ void __launch_bounds__(kThreads, 1) linear_forward_kernel(Problem p) 
 }
 
 template <class BlockOfKernel>
-void launch_linear_forward(const Problem& p, cudaStream_t stream) {
+void launch(const Problem& p, cudaStream_t stream) {
   static_assert(sizeof(BlockOfKernel) <= 227 << 10);
-  static const DynamicShared shared(linear_forward_kernel<BlockOfKernel>, sizeof(BlockOfKernel));
+  static const DynamicShared shared(kernel<BlockOfKernel>, sizeof(BlockOfKernel));
   const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, kValues);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(linear_forward_kernel<BlockOfKernel>, blocks, kThreads, sizeof(BlockOfKernel),
-                   stream, p);
+  launch_dependent(kernel<BlockOfKernel>, blocks, kThreads, sizeof(BlockOfKernel), stream, p);
 }
 
-}  // namespace
+}  // namespace forward::prepared
 
-void forward_prepared_makes_A(const Problem& p, cudaStream_t stream) {
-  launch_linear_forward<MakingBlock>(p, stream);
+void launch_forward_prepared_makes_A(const Problem& p, cudaStream_t stream) {
+  forward::prepared::launch<forward::prepared::MakingBlock>(p, stream);
 }
 
-void forward_prepared(const Problem& p, cudaStream_t stream) {
+void launch_forward_prepared(const Problem& p, cudaStream_t stream) {
   if (p.K > 3 * kTile)
-    launch_linear_forward<ReadingBlock<4>>(p, stream);
+    forward::prepared::launch<forward::prepared::ReadingBlock<4>>(p, stream);
   else if (p.K > 2 * kTile)
-    launch_linear_forward<ReadingBlock<3>>(p, stream);
+    forward::prepared::launch<forward::prepared::ReadingBlock<3>>(p, stream);
   else
-    launch_linear_forward<ReadingBlock<2>>(p, stream);
+    forward::prepared::launch<forward::prepared::ReadingBlock<2>>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -1,5 +1,5 @@
-// The whole forward of a segment and head in one sweep, as in forward.cu, for heads of at most 64
-// keys and 64 values with bf16 gates.
+// The whole forward of a segment and head in one sweep, as in forward/fused, for heads of at most
+// 64 keys and 64 values with bf16 gates.
 //
 // grid    (segment, head), up to four of these one after the other; two producer warpgroups and a
 //         consumer, two blocks a multiprocessor
@@ -9,16 +9,16 @@
 // The producers share every chunk, each with half of the key channels and then half of A's columns,
 // and copy rows two chunks ahead, of the next segment too. The consumer has the state of all
 // values. Accumulation is fp32.
-#include "../device/launch.cuh"
-#include "dependent_launch.cuh"
-#include "dynamic_shared.h"
-#include "forward/consume.cuh"
-#include "forward/gating.cuh"
-#include "mover.cuh"
-#include "sm90.h"
+#include "cuda/device/dynamic_shared.h"
+#include "cuda/device/launch.cuh"
+#include "cuda/sm90/sm90.h"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "cuda/sm90/tiles/gating.cuh"
+#include "cuda/sm90/tiles/mover.cuh"
+#include "fused/consume.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
+namespace forward::small {
 
 constexpr int kProducers = 2, kThreads = (kProducers + 1) * kGroupThreads;
 constexpr int kBlocks = 2;  // of a multiprocessor
@@ -26,10 +26,10 @@ constexpr int kProducerRegisters = 64, kConsumerRegisters = 112;
 constexpr int kWholeBarrier = 5;  // of both producers
 
 // Where there are more segments and heads than places, a block goes on to others.
-using NarrowUnit = Unit<kTile, 1, kMostPieces>;
+using NarrowUnit = Unit<kTile, 1, kMostItems>;
 constexpr int kStages = NarrowUnit::kStages;
 struct Shared : SweepBlock<NarrowUnit, kThreads> {
-  int pieces;
+  int items;
 };
 static_assert(fits_multiprocessor(kBlocks, sizeof(Shared)));
 static_assert(kProducers * kProducerRegisters + kConsumerRegisters <=
@@ -46,8 +46,8 @@ class Asked {
 
   // Those of the next chunk, if there is one, when its place is free.
   __device__ __forceinline__ void copy(const Problem& p) {
-    if (piece_ < s_.pieces) {
-      const Segment& segment = s_.unit.segments[piece_];
+    if (item_ < s_.items) {
+      const Segment& segment = s_.unit.segments[item_];
       const Mover<kProducers> at(static_cast<int>(threadIdx.x));
       if (chunk_ == 0) {
         const auto first = [&](const Rows& r) {
@@ -72,7 +72,7 @@ class Asked {
       copy_tile(tiles.v, v_, p.v, p.V);
       ++number_;
       if (++chunk_ == segment.chunks) {
-        ++piece_;
+        ++item_;
         find();
       }
     }
@@ -80,13 +80,13 @@ class Asked {
   }
 
  private:
-  // The first chunk of the next piece that has any.
+  // The first chunk of the next item that has any.
   __device__ __forceinline__ void find() {
-    while (piece_ < s_.pieces && chunks_of(s_.unit.segments[piece_]) == 0) ++piece_;
+    while (item_ < s_.items && chunks_of(s_.unit.segments[item_]) == 0) ++item_;
     chunk_ = 0;
   }
   Shared& s_;
-  int piece_ = 0, chunk_ = 0, number_ = 0;
+  int item_ = 0, chunk_ = 0, number_ = 0;
   const bf16 *g_, *q_, *k_, *v_;  // what this thread copies first of the next chunk
 };
 
@@ -101,13 +101,13 @@ __device__ __forceinline__ void produce(Shared& block, const Problem& p, int gro
   Asked asked(block);
   for (int i = 0; i < kStages - 1; ++i) asked.copy(p);
   int chunks = 0;
-  for (int i = 0; i < block.pieces; ++i) chunks += chunks_of(s.segments[i]);
+  for (int i = 0; i < block.items; ++i) chunks += chunks_of(s.segments[i]);
   for (int number = 0; number < chunks; ++number) {
     const int stage = number % kStages;
     auto& tiles = s.stages[stage];
     wait_for_copies<kStages - 2>();
     gate({tiles.q, tiles.k, tiles.g, s.enter[stage], s.middle[stage], s.leave[stage],
-          &s.exact[stage], s.b_last[0], s.references[0]},
+          &s.strong[stage], s.b_last[0], s.references[0]},
          p.scale);
     fence_for_products();
     arrive(&s.full[stage]);
@@ -115,21 +115,20 @@ __device__ __forceinline__ void produce(Shared& block, const Problem& p, int gro
   }
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    narrow_forward_kernel(Problem p, int64_t pieces) {
+__global__ void __launch_bounds__(kThreads, kBlocks) kernel(Problem p, int64_t items) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<Shared*>(s_bytes);
   NarrowUnit& unit = s.unit;
-  // The block's pieces are blockIdx.x and every gridDim.x-th behind it.
-  if (threadIdx.x < kMostPieces) {
+  // The block's items are blockIdx.x and every gridDim.x-th behind it.
+  if (threadIdx.x < kMostItems) {
     const auto i = threadIdx.x;
-    const int64_t piece = blockIdx.x + static_cast<int64_t>(i) * gridDim.x;
-    if (piece < pieces) unit.segments[i] = find_segment(p, piece);
+    const int64_t item = blockIdx.x + static_cast<int64_t>(i) * gridDim.x;
+    if (item < items) unit.segments[i] = find_segment(p, item);
   }
   if (threadIdx.x == 0) {
-    s.pieces = static_cast<int>((pieces - blockIdx.x + gridDim.x - 1) / gridDim.x);
+    s.items = static_cast<int>((items - blockIdx.x + gridDim.x - 1) / gridDim.x);
     init_stages<kProducers, 1>(unit);
   }
   fill_triangle<kThreads>(s.triangle);
@@ -141,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     produce(s, p, group);
   } else {
     take_registers<kConsumerRegisters>();
-    for (int i = 0, before = 0; i < s.pieces; ++i) {
+    for (int i = 0, before = 0; i < s.items; ++i) {
       consume(unit, p, unit.segments[i], before, 0, 0);
       before += chunks_of(unit.segments[i]);
     }
@@ -149,15 +148,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #endif
 }
 
-}  // namespace
-
-void forward_small(const Problem& p, cudaStream_t stream) {
-  static const DynamicShared shared(narrow_forward_kernel, sizeof(Shared));
-  const int64_t pieces = segment_heads(p.grid, p.H);
-  if (pieces == 0) return;
+void launch(const Problem& p, cudaStream_t stream) {
+  static const DynamicShared shared(kernel, sizeof(Shared));
+  const int64_t items = segment_heads(p.grid, p.H);
+  if (items == 0) return;
   shared.allow();
-  launch_dependent(narrow_forward_kernel, blocks_of(pieces, p.items_each), kThreads, sizeof(Shared),
-                   stream, p, pieces);
+  launch_dependent(kernel, blocks_of(items, p.items_each), kThreads, sizeof(Shared), stream, p,
+                   items);
+}
+
+}  // namespace forward::small
+
+void launch_forward_small(const Problem& p, cudaStream_t stream) {
+  forward::small::launch(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

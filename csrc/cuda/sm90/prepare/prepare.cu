@@ -9,7 +9,7 @@
 // grid    as many blocks as have a place, each of which takes every so many (row, chunk, head); two
 //         warpgroups, 128 key channels at a time
 // reads   q, k, g [B, T, H, K]; outside tier 1 in backward v, do [B, T, H, V]
-// writes  operands [B, slots, H], tiers [B, slots, H, blocks]; A of chunks in tier 1 only where a
+// writes  operands [B, slots, H], tiers [B, slots, H, blocks]; A of other chunks only where a
 //         sweep or gradients of pairs of chunks read it; outside tier 1 in backward dq_intra,
 //         dk_intra, dg_intra [B, T, H, K] fp32
 //
@@ -18,26 +18,26 @@
 // tier 1 is bf16, in shared memory.
 #include <algorithm>
 
-#include "../device/launch.cuh"
-#include "dependent_launch.cuh"
-#include "dynamic_shared.h"
-#include "exact_intra.cuh"
-#include "operands.cuh"
-#include "products.cuh"
-#include "sm90.h"
+#include "cuda/device/dynamic_shared.h"
+#include "cuda/device/launch.cuh"
+#include "cuda/sm90/sm90.h"
+#include "cuda/sm90/strong/intra.cuh"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "cuda/sm90/tiles/products.cuh"
+#include "prepared.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
+namespace prepare {
 
 constexpr int kThreadsOfBlock = kKeyTiles * kGroupThreads;
-static_assert(kThreadsOfBlock == kThreads, "chunks outside tier 1 take as many");
+static_assert(kThreadsOfBlock == kThreads, "chunks with strong gates take as many");
 constexpr int kBlocksEach = 2;  // of a multiprocessor
 
 // 128 key channels of a chunk.
 template <class Gate>
 struct Rows128 {
-  OperandGroup group;            // rows of q and k, then q^ and k^
-  Gate g[kTile * kOperandKeys];  // [token][128]; then, in their place, A
+  KeyGroup group;              // rows of q and k, then q^ and k^
+  Gate g[kTile * kGroupKeys];  // [token][128]; then, in their place, A
   __device__ __forceinline__ unsigned char* A() { return reinterpret_cast<unsigned char*>(g); }
 };
 
@@ -56,11 +56,11 @@ struct Item {
   }
   __device__ __forceinline__ Chunk chunk(const Problem& p) const { return find_chunk(p, index); }
   __device__ __forceinline__ bool is_last_of_chunk(const Problem& p) const {
-    return first + kOperandKeys >= p.K;
+    return first + kGroupKeys >= p.K;
   }
   __device__ __forceinline__ Item next(const Problem& p) const {
     Item item = *this;
-    item.first += kOperandKeys;
+    item.first += kGroupKeys;
     if (item.first < p.K) return item;
     item.first = 0;
     item.index += gridDim.x;
@@ -84,12 +84,12 @@ struct alignas(1024) Shared {
   static constexpr int kStages = sizeof(Gate) == 2 ? 2 : 1;
   union Stage {
     Rows128<Gate> rows;
-    ExactChunk exact;  // outside tier 1, once these are read
+    StrongChunk strong;  // outside tier 1, once these are read
   } stages[kStages];
-  static_assert(sizeof(Stage) == sizeof(Rows128<Gate>), "chunks outside tier 1 take no more");
-  float gates[kParts][kOperandKeys];  // sums of a part of the tokens
-  uint64_t full[kStages];             // the rows are there
-  // Here and not in registers while a chunk outside tier 1 is finished.
+  static_assert(sizeof(Stage) == sizeof(Rows128<Gate>), "chunks with strong gates take no more");
+  float gates[kSubChunks][kGroupKeys];  // sums of a part of the tokens
+  uint64_t full[kStages];               // the rows are there
+  // Here and not in registers while a chunk with strong gates is finished.
   Item item, next;
   uint32_t phases;
 };
@@ -104,9 +104,9 @@ __device__ __forceinline__ void copy_item(Rows128<Gate>& to, uint64_t* full, con
   // address(row, 16 bytes of it): where they go
   const auto copy = [&](const Rows& r, auto* type, auto&& address) {
     using T = std::remove_pointer_t<decltype(type)>;
-    constexpr int kEach = 16 / sizeof(T), kPieces = kOperandKeys / kEach;
-    constexpr int kRowsEach = kThreadsOfBlock / kPieces;
-    const int thread = thread_index(), row = thread / kPieces, part = thread % kPieces;
+    constexpr int kEach = 16 / sizeof(T), kVecs = kGroupKeys / kEach;
+    constexpr int kRowsEach = kThreadsOfBlock / kVecs;
+    const int thread = thread_index(), row = thread / kVecs, part = thread % kVecs;
     const bool inside = item.first + part * kEach < p.K;
     const T* from = rows_at<const T>(r, chunk) + token_offset(r, row) + item.first + part * kEach;
 #pragma unroll
@@ -119,7 +119,7 @@ __device__ __forceinline__ void copy_item(Rows128<Gate>& to, uint64_t* full, con
     };
   };
   copy(p.g, static_cast<Gate*>(nullptr), [address = shared_address(to.g)](int row, int part) {
-    return address + row * static_cast<int>(kOperandKeys * sizeof(Gate)) + part * 16;
+    return address + row * static_cast<int>(kGroupKeys * sizeof(Gate)) + part * 16;
   });
   copy(p.q, static_cast<bf16*>(nullptr), tiles(to.group.q));
   copy(p.k, static_cast<bf16*>(nullptr), tiles(to.group.k));
@@ -128,31 +128,32 @@ __device__ __forceinline__ void copy_item(Rows128<Gate>& to, uint64_t* full, con
 
 // The pair's gates of a part of the tokens, from shared memory.
 template <class Gate>
-__device__ __forceinline__ PairColumn<Gate> read_gates(const Gate* g, const Pair<kKeyTiles>& pair) {
-  PairColumn<Gate> gates;
-  using Word = typename PairColumn<Gate>::Word;
+__device__ __forceinline__ ChannelPairColumn<Gate> read_gates(const Gate* g,
+                                                              const ChannelPair<kKeyTiles>& pair) {
+  ChannelPairColumn<Gate> gates;
+  using Word = typename ChannelPairColumn<Gate>::Word;
 #pragma unroll
   for (int i = 0; i < kSubChunk; ++i)
-    gates.x[i] = *reinterpret_cast<const Word*>(g + (pair.first + i) * kOperandKeys + pair.channel);
+    gates.x[i] = *reinterpret_cast<const Word*>(g + (pair.first + i) * kGroupKeys + pair.channel);
   return gates;
 }
 
 // q^, k^ and the factors in the places of q and k, from the sums of a part's gates. Whether a
 // channel is out of range.
 template <class Gate>
-__device__ __forceinline__ bool gate_rows(Rows128<Gate>& s, const PairColumn<Gate>& gates,
-                                          const float (&sums)[kParts][kOperandKeys],
-                                          const Pair<kKeyTiles>& pair, float scale) {
+__device__ __forceinline__ bool gate_rows(Rows128<Gate>& s, const ChannelPairColumn<Gate>& gates,
+                                          const float (&sums)[kSubChunks][kGroupKeys],
+                                          const ChannelPair<kKeyTiles>& pair, float scale) {
   auto [b, last] = cumsum(sums, pair);
-  const bool exact_x = !(fabsf(last.x) <= kTierRange), exact_y = !(fabsf(last.y) <= kTierRange);
-  const References rx(last.x, exact_x), ry(last.y, exact_y);
-  if (pair.part == 0) {
+  const bool strong_x = !(fabsf(last.x) <= kTierRange), strong_y = !(fabsf(last.y) <= kTierRange);
+  const References rx(last.x, strong_x), ry(last.y, strong_y);
+  if (pair.sub_chunk == 0) {
     auto& factors = s.group.factors;
     pair_at(factors[kEnter], pair.channel) = make_float2(exp2_ftz(rx.from), exp2_ftz(ry.from));
     pair_at(factors[kMiddle], pair.channel) =
-        make_float2(exact_x ? exp2_ftz(last.x) : 1.f, exact_y ? exp2_ftz(last.y) : 1.f);
-    pair_at(factors[kLeave], pair.channel) = make_float2(exact_x ? 1.f : exp2_ftz(last.x - rx.to),
-                                                         exact_y ? 1.f : exp2_ftz(last.y - ry.to));
+        make_float2(strong_x ? exp2_ftz(last.x) : 1.f, strong_y ? exp2_ftz(last.y) : 1.f);
+    pair_at(factors[kLeave], pair.channel) = make_float2(strong_x ? 1.f : exp2_ftz(last.x - rx.to),
+                                                         strong_y ? 1.f : exp2_ftz(last.y - ry.to));
     pair_at(factors[kSum], pair.channel) = last;
   }
   bool out = false;
@@ -171,11 +172,11 @@ __device__ __forceinline__ bool gate_rows(Rows128<Gate>& s, const PairColumn<Gat
 }
 
 template <class Gate>
-__global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) operands_kernel(Problem p) {
+__global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   constexpr auto kSummed = Contiguous::kSummed;
-  const bool scores = p.scores;
+  const bool with_A = p.with_A;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& shared = *reinterpret_cast<Shared<Gate>*>(s_bytes);
   constexpr bool kAhead = Shared<Gate>::kStages == 2;
@@ -192,35 +193,35 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) operands_kernel(
   if (kAhead) copy_item(shared.stages[0].rows, &shared.full[0], p, item);
   float A[32 / kKeyTiles];
   clear(A);
-  bool exact = false;
+  bool strong = false;
 #pragma unroll 1
   for (int stage = 0; item.is_there(p); stage = kAhead ? 1 - stage : 0) {
     auto& rows = shared.stages[stage].rows;
     if (!kAhead) copy_item(rows, &shared.full[0], p, item);
     wait_for_rows(stage);
-    const Pair<kKeyTiles> pair;
-    const PairColumn<Gate> gates = read_gates(rows.g, pair);
+    const ChannelPair<kKeyTiles> pair;
+    const ChannelPairColumn<Gate> gates = read_gates(rows.g, pair);
     sum_gates(shared.gates, gates, pair);
     if (kAhead && stores()) wait_for_bulk_stores();
     __syncthreads();  // the sums are written; the item before is read
     Item next = item.next(p);
     if constexpr (kAhead)
       copy_item(shared.stages[1 - stage].rows, &shared.full[1 - stage], p, next);
-    exact |= gate_rows(rows, gates, shared.gates, pair, p.scale);
+    strong |= gate_rows(rows, gates, shared.gates, pair, p.scale);
     fence_for_products();  // and bulk stores
     __syncthreads();       // q^, k^ and the factors are written, the gates are read
-    unsigned char* out = operands_at(p, item.index, item.first / kOperandKeys);
+    unsigned char* out = prepared_at(p, item.index, item.first / kGroupKeys);
     if (stores()) {
       if (has_second_tile(p, item.first)) {
-        bulk_store(out, &rows.group, sizeof(OperandGroup));
+        bulk_store(out, &rows.group, sizeof(KeyGroup));
       } else {  // a tile of each
         bulk_store(out, rows.group.q, kTileBytes);
-        bulk_store(out + offsetof(OperandGroup, factors), rows.group.factors,
+        bulk_store(out + offsetof(KeyGroup, factors), rows.group.factors,
                    kFactorBytes + kTileBytes);
       }
       commit_bulk_stores();
     }
-    if (scores) {
+    if (with_A) {
       const Place at;
       begin_products();
 #pragma unroll
@@ -232,14 +233,14 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) operands_kernel(
       wait_for_products<0>();
     }
     if (item.is_last_of_chunk(p)) {
-      exact = __syncthreads_or(exact);
-      out += sizeof(OperandGroup);
+      strong = __syncthreads_or(strong);
+      out += sizeof(KeyGroup);
       if (stores()) {
-        *reinterpret_cast<uint64_t*>(p.tiers + item.index * kMaxTierBlocks) = exact;
-        if (scores)  // 16 bytes are copied, and so all are written
-          *reinterpret_cast<int4*>(out + kTileBytes) = make_int4(exact, 0, 0, 0);
+        *reinterpret_cast<uint64_t*>(p.tiers + item.index * kMaxTierBlocks) = strong;
+        if (with_A)  // 16 bytes are copied, and so all are written
+          *reinterpret_cast<int4*>(out + kTileBytes) = make_int4(strong, 0, 0, 0);
       }
-      if (exact) {
+      if (strong) {
         // Always in the first place, so that its addresses are constants, and what waits there for
         // its turn is copied once more.
         if (kAhead && next.is_there(p)) wait_for_rows(1 - stage);
@@ -250,19 +251,19 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) operands_kernel(
           shared.phases = phases;
         }
         __syncthreads();  // the rows are read
-        ExactChunk& exact_chunk = shared.stages[0].exact;
+        StrongChunk& strong_chunk = shared.stages[0].strong;
         const auto find = [&] { return shared.item.chunk(p); };
-        finish_scores(exact_chunk.scores, p, find());
+        finish_scores(strong_chunk.scores, p, find());
         if (p.d_o.data != nullptr) {
           __syncthreads();  // A is read
-          exact_chunk.finish_gradients(p, find);
+          strong_chunk.finish_gradients(p, find);
         }
         __syncthreads();  // what was there instead is read
         next = shared.next;
         phases = shared.phases;
         if constexpr (kAhead) copy_item(shared.stages[1].rows, &shared.full[1], p, next);
         stage = 0;
-      } else if (scores) {
+      } else if (with_A) {
         store_scores(rows.A(), A);
         fence_for_products();
         __syncthreads();  // A is written
@@ -272,7 +273,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) operands_kernel(
         }
       }
       clear(A);
-      exact = false;
+      strong = false;
     }
     if (!kAhead) {
       if (stores()) wait_for_bulk_stores();
@@ -285,26 +286,26 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) operands_kernel(
 }
 
 template <class Gate>
-void launch_operands(const Problem& p, cudaStream_t stream) {
-  static const DynamicShared shared(operands_kernel<Gate>, sizeof(Shared<Gate>));
+void launch(const Problem& p, cudaStream_t stream) {
+  static const DynamicShared shared(kernel<Gate>, sizeof(Shared<Gate>));
   // An odd number, lest all of a block's chunks be one head's, of which one may be slow.
   const int64_t blocks = std::min<int64_t>(chunk_heads(p), kBlocksEach * p.processors - 1);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(operands_kernel<Gate>, blocks, kThreadsOfBlock, sizeof(Shared<Gate>), stream, p);
+  launch_dependent(kernel<Gate>, blocks, kThreadsOfBlock, sizeof(Shared<Gate>), stream, p);
 }
 
-}  // namespace
+}  // namespace prepare
 
-void prepare(const Problem& p, cudaStream_t stream) {
-  prepare_without_A(told(p, &Problem::scores), stream);
+void launch_prepare(const Problem& p, cudaStream_t stream) {
+  launch_prepare_without_A(told(p, &Problem::with_A), stream);
 }
 
-void prepare_without_A(const Problem& p, cudaStream_t stream) {
+void launch_prepare_without_A(const Problem& p, cudaStream_t stream) {
   if (p.g.dtype == DType::kFloat)
-    launch_operands<float>(p, stream);
+    prepare::launch<float>(p, stream);
   else
-    launch_operands<bf16>(p, stream);
+    prepare::launch<bf16>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

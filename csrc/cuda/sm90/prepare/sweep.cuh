@@ -2,13 +2,13 @@
 // warpgroups, which work on one segment and head.
 #pragma once
 
-#include "operands.cuh"
-#include "sweep.cuh"
+#include "cuda/sm90/tiles/sweep.cuh"
+#include "prepared.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
 template <class StageOfBlock, int kStagesOfBlock, int kConsumers>
-struct LinearBlock {
+struct PreparedBlock {
   static constexpr int kStages = kStagesOfBlock;
   StageOfBlock stages[kStages];
   uint64_t full[kStages], empty[kStages];

@@ -11,25 +11,25 @@ namespace gla_ext::cuda::sm90 {
 // Of a chunk in its pair. kAlone: the other is of another sequence, or not there.
 enum class Role { kAlone, kFirst, kSecond };
 
-struct PairedChunk {
+struct ChunkOfPair {
   Chunk chunk{};  // of no tokens where there is none
   Role role = Role::kAlone;
   int other_length = 0;  // tokens of the other chunk
 };
 
 // Blocks for all of them, two a pair.
-inline int64_t paired_chunk_blocks(const Problem& p) {
+inline int64_t chunk_pair_blocks(const Problem& p) {
   return p.grid.T == 0 ? 0 : 2 * blocks_of(p.grid.slots, 2) * p.grid.B * p.H;
 }
 
 // Of a block, whose cluster has the pair.
-__device__ __forceinline__ PairedChunk find_paired_chunk(const Problem& p, uint32_t block) {
+__device__ __forceinline__ ChunkOfPair find_chunk_of_pair(const Problem& p, uint32_t block) {
   const ChunkGrid& grid = p.grid;
   const auto slots = static_cast<uint32_t>(grid.slots), H = static_cast<uint32_t>(p.H);
   const uint32_t pair = block / 2, row_pair = pair / H, head = pair - row_pair * H;
   const uint32_t pairs = blocks_of(slots, 2u), row = row_pair / pairs;
   const uint32_t slot = 2 * (row_pair - row * pairs) + block % 2, other = slot ^ 1;
-  PairedChunk found;
+  ChunkOfPair found;
   if (slot >= slots) return found;
   found.chunk = find_chunk(p, (row * slots + slot) * H + head);
   if (!grid.packed) found.chunk.state = pair;
@@ -46,38 +46,38 @@ __device__ __forceinline__ PairedChunk find_paired_chunk(const Problem& p, uint3
   return found;
 }
 
-// What the sweeps leave of a segment's chunks; of all of them where these are not paired.
+// What the sweeps leave of a segment's chunks; of all of them where these are not in pairs.
 class ChunksOfPairs {
  public:
   __device__ __forceinline__ ChunksOfPairs(const Problem& p, const Segment& s)
-      : paired_(p.paired_chunks),
+      : in_pairs_(p.chunk_pairs),
         packed_(p.grid.packed),
         before_(s.first ? 0 : -1),
         behind_(s.last ? s.chunks - 1 : -1),
         slot_(s.first_slot) {
-    if (!paired_ || packed_) return;
+    if (!in_pairs_ || packed_) return;
     // Slots as they would be if every row had an even number of them.
     slot_ += s.row * (p.grid.chunks & 1);
   }
   // Whether S of `chunk` is left, or another's before it.
   __device__ __forceinline__ bool leave_state(int chunk) const {
-    return !paired_ || !is_second(chunk) || chunk == before_;
+    return !in_pairs_ || !is_second(chunk) || chunk == before_;
   }
   // Whether dS of `chunk` is left, or another's behind it.
   __device__ __forceinline__ bool leave_state_grad(int chunk) const {
-    return !paired_ || is_second(chunk) || chunk == behind_;
+    return !in_pairs_ || is_second(chunk) || chunk == behind_;
   }
   // Where S and dS of `chunk` are, of [B, chunks] or of as many pairs.
   __device__ __forceinline__ int64_t state(int chunk) const {
     const int64_t slot = slot_ + chunk;
-    if (!paired_) return slot;
+    if (!in_pairs_) return slot;
     if (!packed_) return slot / 2;
     return is_second(chunk) && chunk != before_ ? slot - 1 : slot;
   }
 
  private:
   __device__ __forceinline__ bool is_second(int chunk) const { return (slot_ + chunk & 1) != 0; }
-  bool paired_, packed_;
+  bool in_pairs_, packed_;
   int before_, behind_;  // the sequence's first and last chunk, if it is of this segment
   int64_t slot_;
 };

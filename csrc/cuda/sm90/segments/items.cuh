@@ -1,109 +1,109 @@
-// What kernels of paired blocks share: a cluster of two blocks has the same segment and head and
+// What the kernels of clusters share: a cluster of two blocks has the same segment and head and
 // 128 values each, and each block gates every other chunk for both. A cluster may go on to further
-// pieces, of one segment, head and 256 values each.
+// items, of one segment, head and 256 values each.
 #pragma once
 
-#include "../cluster.cuh"
-#include "../sweep.cuh"
+#include "cuda/sm90/tiles/cluster.cuh"
+#include "cuda/sm90/tiles/sweep.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
 
-constexpr int kPair = 2;                  // blocks of a cluster
+constexpr int kClusterBlocks = 2;         // blocks of a cluster
 constexpr int kValues = kGroups * kTile;  // of a block
 
-// Pairs of blocks of 128 values.
-__host__ __device__ constexpr int value_pairs(const Problem& p) {
-  return static_cast<int>(blocks_of(p.V, kPair * kValues));
+// Clusters that a segment and head has: of two blocks of 128 values each.
+__host__ __device__ constexpr int value_clusters(const Problem& p) {
+  return static_cast<int>(blocks_of(p.V, kClusterBlocks * kValues));
 }
-inline int64_t count_pieces(const Problem& p) {
-  return segment_heads(p.grid, p.H) * value_pairs(p);
+inline int64_t count_items(const Problem& p) {
+  return segment_heads(p.grid, p.H) * value_clusters(p);
 }
 
 // A block's cluster and its number there.
 struct Cluster {
-  int64_t index = blockIdx.x / kPair, count = gridDim.x / kPair;
-  int rank = static_cast<int>(blockIdx.x % kPair);
+  int64_t index = blockIdx.x / kClusterBlocks, count = gridDim.x / kClusterBlocks;
+  int rank = static_cast<int>(blockIdx.x % kClusterBlocks);
 };
 
 // Chunks of a segment that a block gates: rank, rank + 2, ... None of the tokens behind packed
 // sequences.
 __device__ __forceinline__ int own_chunks(const Segment& segment, int rank) {
-  return segment.tail ? 0 : (segment.chunks + 1 - rank) / kPair;
+  return segment.tail ? 0 : (segment.chunks + 1 - rank) / kClusterBlocks;
 }
 
-// The pieces of a cluster, kPieces at most.
-template <int kPieces>
-struct Pieces {
+// The items of a cluster, kItems at most.
+template <int kItems>
+struct Items {
   int taken;  // if there may be several
-  Segment segments[kPieces];
+  Segment segments[kItems];
 
-  // Of `pieces`, which the clusters take in turn. By all threads, before a barrier.
-  __device__ __forceinline__ void find(const Problem& p, int64_t pieces, const Cluster& cluster) {
-    if (threadIdx.x < kPieces) {
-      const int64_t piece = cluster.index + threadIdx.x * cluster.count;
-      if (piece < pieces) segments[threadIdx.x] = find_segment(p, piece / value_pairs(p));
+  // Of `items`, which the clusters take in turn. By all threads, before a barrier.
+  __device__ __forceinline__ void find(const Problem& p, int64_t items, const Cluster& cluster) {
+    if (threadIdx.x < kItems) {
+      const int64_t item = cluster.index + threadIdx.x * cluster.count;
+      if (item < items) segments[threadIdx.x] = find_segment(p, item / value_clusters(p));
     }
     if (threadIdx.x == 0)
-      taken = static_cast<int>((pieces - cluster.index + cluster.count - 1) / cluster.count);
+      taken = static_cast<int>((items - cluster.index + cluster.count - 1) / cluster.count);
   }
-  __device__ __forceinline__ int count() const { return kPieces == 1 ? 1 : taken; }
+  __device__ __forceinline__ int count() const { return kItems == 1 ? 1 : taken; }
 
-  // f(segment, first value of the block, chunks of either block in the pieces before)
+  // f(segment, first value of the block, chunks of either block in the items before)
   template <class F>
-  __device__ __forceinline__ void for_pieces(const Problem& p, const Cluster& cluster,
-                                             F&& f) const {
-    const int v_pairs = value_pairs(p);
-    int before[kPair] = {};
+  __device__ __forceinline__ void for_items(const Problem& p, const Cluster& cluster, F&& f) const {
+    const int v_clusters = value_clusters(p);
+    int before[kClusterBlocks] = {};
     for (int i = 0; i < count(); ++i) {
-      const int pair = static_cast<int>((cluster.index + i * cluster.count) % v_pairs);
-      f(segments[i], (kPair * pair + cluster.rank) * kValues, before);
+      const int part = static_cast<int>((cluster.index + i * cluster.count) % v_clusters);
+      f(segments[i], (kClusterBlocks * part + cluster.rank) * kValues, before);
 #pragma unroll
-      for (int r = 0; r < kPair; ++r) before[r] += own_chunks(segments[i], r);
+      for (int r = 0; r < kClusterBlocks; ++r) before[r] += own_chunks(segments[i], r);
     }
   }
 };
 
 // A chunk of a producer, which takes every other one of its block's. These are numbered through all
-// pieces.
-template <int kPieces>
+// items.
+template <int kItems>
 class OwnChunk {
  public:
   int number;
 
-  __device__ __forceinline__ OwnChunk(const Pieces<kPieces>& pieces, int group, int rank)
-      : number(group), pieces_(pieces), rank_(rank) {
+  __device__ __forceinline__ OwnChunk(const Items<kItems>& items, int group, int rank)
+      : number(group), items_(items), rank_(rank) {
     find();
   }
-  __device__ __forceinline__ bool is_there() const { return piece_ < pieces_.count(); }
+  __device__ __forceinline__ bool is_there() const { return item_ < items_.count(); }
   __device__ __forceinline__ void next() {
     number += kGroups;
     find();
   }
-  __device__ __forceinline__ const Segment& segment() const { return pieces_.segments[piece_]; }
-  __device__ __forceinline__ int chunk() const { return kPair * (number - before_) + rank_; }
+  __device__ __forceinline__ const Segment& segment() const { return items_.segments[item_]; }
+  __device__ __forceinline__ int chunk() const {
+    return kClusterBlocks * (number - before_) + rank_;
+  }
 
  private:
-  // Leaves the pieces that end before it.
+  // Leaves the items that end before it.
   __device__ __forceinline__ void find() {
-    for (; is_there(); ++piece_) {
+    for (; is_there(); ++item_) {
       const int chunks = own_chunks(segment(), rank_);
       if (number - before_ < chunks) return;
       before_ += chunks;
     }
   }
-  const Pieces<kPieces>& pieces_;
+  const Items<kItems>& items_;
   const int rank_;
-  int piece_ = 0, before_ = 0;  // own chunks of the pieces before
+  int item_ = 0, before_ = 0;  // own chunks of the items before
 };
 
 // A chunk as its consumers meet it: the block that gates it, its number among that block's, and the
 // producer.
 struct Turn {
   int rank, number, producer;
-  __device__ __forceinline__ Turn(int chunk, const int (&before)[kPair])
-      : rank(chunk % kPair),
-        number((rank == 0 ? before[0] : before[1]) + chunk / kPair),
+  __device__ __forceinline__ Turn(int chunk, const int (&before)[kClusterBlocks])
+      : rank(chunk % kClusterBlocks),
+        number((rank == 0 ? before[0] : before[1]) + chunk / kClusterBlocks),
         producer(number % kGroups) {}
 };
 
@@ -151,5 +151,4 @@ struct Handover {
   }
 };
 
-}  // namespace
 }  // namespace gla_ext::cuda::sm90

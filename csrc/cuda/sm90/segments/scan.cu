@@ -8,21 +8,21 @@
 // writes  segment_states or segment_state_grads [B, states, H, K, V], in place
 //
 // All in fp32. A sequence of one segment has no states here. In forward, behind paired segment
-// parts, other blocks of the same launch make A of chunks outside tier 1: forward steps 3 and 4, to
-// their operands.
+// parts, other blocks of the same launch make A of chunks with strong gates: forward steps 3 and 4,
+// to their operands.
 //
-// grid    of these as for_exact_chunks wants it, behind those of the scan
+// grid    of these as for_strong_chunks wants it, behind those of the scan
 // reads   q, k, g [B, T, H, K], tiers
 // writes  A of operands [B, slots, H]
-#include "../device/gates.cuh"
-#include "../device/launch.cuh"
-#include "dependent_launch.cuh"
-#include "exact_intra.cuh"
+#include "cuda/device/gates.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/sm90/sm90.h"
+#include "cuda/sm90/strong/intra.cuh"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
 #include "segment.cuh"
-#include "sm90.h"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
+namespace scan {
 
 constexpr int kEach = 4;
 constexpr int kAtOnce = 8;  // segments whose parts are on their way
@@ -33,7 +33,7 @@ __device__ __forceinline__ void find_states(const Problem& p, int64_t n, int64_t
   const Sequence sequence = find_sequence(p, n);
   const int64_t chunks = blocks_of(sequence.length, kChunk);
   first = sequence.first_state;
-  const int64_t each = p.grid.packed ? p.grid.totals->part_chunks : p.grid.segment_chunks;
+  const int64_t each = p.grid.packed ? p.grid.totals->summary_chunks : p.grid.segment_chunks;
   count = chunks > p.grid.segment_chunks ? blocks_of(chunks, each) : 0;
 }
 
@@ -92,43 +92,53 @@ int64_t scan_blocks(const Problem& p) {
   return p.grid.N * p.H * blocks_of(p.K * p.V, kThreads * kEach);
 }
 
-__global__ void __launch_bounds__(kThreads) segment_scan_kernel(Problem p, int64_t states) {
+__global__ void __launch_bounds__(kThreads) kernel(Problem p, int64_t states) {
   wait_before_next_kernel();
   const bool backwards = blockIdx.x >= states;
   scan_segments(p, blockIdx.x - (backwards ? states : 0), backwards);
 }
 
-__global__ void __launch_bounds__(kThreads, 2)
-    scan_and_exact_scores_kernel(Problem p, int64_t states) {
+namespace and_strong_A {
+
+__global__ void __launch_bounds__(kThreads, 2) kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_before_next_kernel();
   if (blockIdx.x < states) return scan_segments(p, blockIdx.x, false);
-  __shared__ __align__(16) ExactScores s;
+  __shared__ __align__(16) StrongScores s;
   __shared__ Chunk chunk;
   const auto finish = [&] { finish_scores(s, p, chunk); };
-  for_exact_chunks(p, chunk, finish, blockIdx.x - static_cast<unsigned>(states));
+  for_strong_chunks(p, chunk, finish, blockIdx.x - static_cast<unsigned>(states));
 #endif
 }
 
-void launch_scan(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
+}  // namespace and_strong_A
+
+void launch(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
   const int64_t blocks = scan_blocks(p);
   if (blocks == 0) return;
-  launch_dependent(segment_scan_kernel, blocks * (states + state_grads), kThreads, 0, stream, p,
+  launch_dependent(kernel, blocks * (states + state_grads), kThreads, 0, stream, p,
                    states ? blocks : 0);
 }
 
-}  // namespace
+void launch_with_strong_A(const Problem& p, cudaStream_t stream) {
+  const int64_t states = scan_blocks(p), blocks = states + strong_grid(p, 1);
+  if (blocks > 0) launch_dependent(and_strong_A::kernel, blocks, kThreads, 0, stream, p, states);
+}
 
-void scan(const Problem& p, cudaStream_t stream) { launch_scan(p, true, false, stream); }
+}  // namespace scan
 
-void scan_both(const Problem& p, cudaStream_t stream) { launch_scan(p, true, true, stream); }
+void launch_scan(const Problem& p, cudaStream_t stream) { scan::launch(p, true, false, stream); }
 
-void scan_grads(const Problem& p, cudaStream_t stream) { launch_scan(p, false, true, stream); }
+void launch_scan_both(const Problem& p, cudaStream_t stream) {
+  scan::launch(p, true, true, stream);
+}
 
-void scan_and_strong_A(const Problem& p, cudaStream_t stream) {
-  const int64_t states = scan_blocks(p), blocks = states + exact_grid(p, 1);
-  if (blocks > 0)
-    launch_dependent(scan_and_exact_scores_kernel, blocks, kThreads, 0, stream, p, states);
+void launch_scan_grads(const Problem& p, cudaStream_t stream) {
+  scan::launch(p, false, true, stream);
+}
+
+void launch_scan_and_strong_A(const Problem& p, cudaStream_t stream) {
+  scan::launch_with_strong_A(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -1,13 +1,13 @@
 // From block indices to the part of a sequence that a sweep goes over.
 #pragma once
 
-#include "../device/chunk.cuh"
-#include "../device/packed.cuh"
+#include "cuda/device/chunk.cuh"
+#include "cuda/device/packed.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
 // Some chunks of one sequence and head, one after the other; all of them where sequences are not
-// cut. Of the first `prefix` of these, which are others' too, a sweep makes the state alone.
+// cut. Of the first `replayed` of these, which are others' too, a sweep makes the state alone.
 struct Segment {
   int64_t n, row;
   int64_t start, length;  // tokens
@@ -15,7 +15,7 @@ struct Segment {
   // Of its own parts' matrices in segment_states, the first and the last, where its sequence has
   // several.
   int64_t state, last_state;
-  int chunks, prefix, head;
+  int chunks, replayed, head;
   bool first, last;  // of its sequence
   bool tail;         // tokens behind the last sequence
 
@@ -42,19 +42,20 @@ __device__ __forceinline__ uint32_t chunks_of(const Sequence& sequence) {
 }
 
 // Part `part`, of `each` chunks, of sequence n, whose chunks are 0 where the sequence has no such
-// part. part_chunks: of each of its own parts.
+// part. summary_chunks: of each of its own parts.
 __device__ __forceinline__ Segment segment_at(const Problem& p, uint32_t n, uint32_t part,
-                                              uint32_t each, uint32_t part_chunks, uint32_t head) {
+                                              uint32_t each, uint32_t summary_chunks,
+                                              uint32_t head) {
   const ChunkGrid& grid = p.grid;
   const Sequence sequence = find_sequence(p, n);
   const uint32_t chunks = chunks_of(sequence);
-  if (each == 0) each = part_chunks = chunks;
+  if (each == 0) each = summary_chunks = chunks;
   const uint32_t done = part * each, left = done < chunks ? chunks - done : 0;
   const uint32_t own = left < each ? left : each;
-  const uint32_t prefix = grid.prefixed ? done : 0, skipped = done - prefix;
-  const bool has_parts = part_chunks < each;
-  const uint32_t before = has_parts ? done / part_chunks : part;
-  const uint32_t more = has_parts && own > 0 ? (own - 1) / part_chunks : 0;
+  const uint32_t replayed = grid.replays ? done : 0, skipped = done - replayed;
+  const bool has_several = summary_chunks < each;
+  const uint32_t before = has_several ? done / summary_chunks : part;
+  const uint32_t more = has_several && own > 0 ? (own - 1) / summary_chunks : 0;
   Segment s;
   s.head = static_cast<int>(head);
   s.n = n;
@@ -62,8 +63,8 @@ __device__ __forceinline__ Segment segment_at(const Problem& p, uint32_t n, uint
   s.start = sequence.start + static_cast<int64_t>(skipped) * kChunk;
   s.length = sequence.length - static_cast<int64_t>(skipped) * kChunk;
   s.first_slot = sequence.first_slot + skipped;
-  s.chunks = static_cast<int>(prefix + own);
-  s.prefix = static_cast<int>(prefix);
+  s.chunks = static_cast<int>(replayed + own);
+  s.replayed = static_cast<int>(replayed);
   s.state = (sequence.first_state + before) * p.H + head;
   s.last_state = (sequence.first_state + before + more) * p.H + head;
   s.first = skipped == 0;
@@ -86,10 +87,10 @@ __device__ __forceinline__ Segment find_segment(const Problem& p, int64_t index)
   const auto i = static_cast<uint32_t>(index), H = static_cast<uint32_t>(p.H);
   const auto each = static_cast<uint32_t>(grid.segment_chunks);
   const uint32_t slot = i / H, head = i - slot * H;
-  uint32_t n = slot, part = 0, part_chunks = each;
+  uint32_t n = slot, part = 0, summary_chunks = each;
   if (grid.packed) {
     const auto followed = static_cast<uint32_t>(grid.totals->followed);
-    part_chunks = static_cast<uint32_t>(grid.totals->part_chunks);
+    summary_chunks = static_cast<uint32_t>(grid.totals->summary_chunks);
     if (slot >= followed) {
       if (slot - followed > grid.N) return no_segment();
       n = grid.by_last_segment[slot - followed];
@@ -106,7 +107,7 @@ __device__ __forceinline__ Segment find_segment(const Problem& p, int64_t index)
     n = slot / static_cast<uint32_t>(grid.segments);
     part = slot - n * static_cast<uint32_t>(grid.segments);
   }
-  return segment_at(p, n, part, each, part_chunks, head);
+  return segment_at(p, n, part, each, summary_chunks, head);
 }
 
 // Whether number `index` of states and heads is any segment's. Few are where packed sequences are
@@ -124,8 +125,8 @@ __device__ __forceinline__ Segment find_segment_of_state(const Problem& p, int64
   const uint32_t state = i / H;
   const auto first = [=](uint32_t n) { return static_cast<uint32_t>(sequences[n].first_state); };
   const uint32_t n = find_packed(p.grid, state, first);
-  const auto part_chunks = static_cast<uint32_t>(p.grid.totals->part_chunks);
-  return segment_at(p, n, state - first(n), part_chunks, part_chunks, i - state * H);
+  const auto summary_chunks = static_cast<uint32_t>(p.grid.totals->summary_chunks);
+  return segment_at(p, n, state - first(n), summary_chunks, summary_chunks, i - state * H);
 }
 // Of all batch rows and heads.
 __host__ __device__ inline int64_t segment_state_heads(const ChunkGrid& grid, int64_t H) {

@@ -1,5 +1,5 @@
-// operands.cu and the states of linear_states.cu in one pass over the chunks: two blocks of a
-// cluster gate a segment's chunks in turn, as in paired_forward.cu, and have 128 values of the
+// prepare.cu and the states of states/prepared.cu in one pass over the chunks: two blocks of a
+// cluster gate a segment's chunks in turn, as in forward/cluster.cu, and have 128 values of the
 // state each.
 //
 //   q^ = scale q 2^(b - from)      k^ = k 2^(to - b)      A = tril(q^ k^T)
@@ -10,7 +10,7 @@
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0
 // writes  operands [B, slots, H], tiers [B, slots, H, blocks], S~ of every chunk, tiles [B, chunks,
 //         H]; for segments' own parts not S~ but segment_states and segment_decays, and A of the
-//         operands as p.scores says
+//         operands as p.with_A says
 //
 // For the own parts of packed sequences' segments alone
 // grid    (state of a segment, head, 256 values) by a cluster, of which sequences' last segments,
@@ -20,20 +20,20 @@
 //
 // What a producer has gated goes to memory as it lies there, and k^ with the factors to the other
 // block too. A consumer holds 64 key channels by the block's values, whose rows both copy. A of
-// chunks outside tier 1 is exact_gradients.cu's, or in forward segment_scan.cu's. Accumulation is
-// fp32.
-#include "dependent_launch.cuh"
-#include "forward/gating.cuh"
-#include "lane_rows.cuh"
-#include "operands.cuh"
-#include "paired/launch.cuh"
-#include "sm90.h"
-#include "state_tiles.cuh"
-#include "states/state.cuh"
-#include "states/sweeps.cuh"
+// chunks with strong gates is strong/gradients.cu's, or in forward segments/scan.cu's. Accumulation
+// is fp32.
+#include "cuda/sm90/prepare/prepared.cuh"
+#include "cuda/sm90/sm90.h"
+#include "cuda/sm90/tiles/cluster_launch.cuh"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "cuda/sm90/tiles/gating.cuh"
+#include "cuda/sm90/tiles/lane_rows.cuh"
+#include "fused/state.cuh"
+#include "fused/sweeps.cuh"
+#include "tiles.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
+namespace states::cluster {
 
 constexpr int kValueTiles = kValues / kTile;
 constexpr int kGateStages = 2, kValueStages = 3;
@@ -41,32 +41,32 @@ constexpr int kConsumerThreads = kGroups * kGroupThreads;
 
 // Where a producer gates.
 struct Gated {
-  OperandGroup group;  // rows of q and k, then q^ and k^
+  KeyGroup group;  // rows of q and k, then q^ and k^
   unsigned char g[kGateStages]
                  [kKeyTiles * kTileBytes];  // of two chunks; then, in the first tile, A
 };
 
-// What of it the state needs, the end of an OperandGroup.
+// What of it the state needs, the end of an KeyGroup.
 struct alignas(1024) Keys {
-  float factors[kFactors][kOperandKeys];
+  float factors[kFactors][kGroupKeys];
   unsigned char k[kKeyTiles * kTileBytes];  // k^ [token][K]
 };
-static_assert(sizeof(Keys) == sizeof(OperandGroup) - offsetof(OperandGroup, factors));
-static_assert(offsetof(Keys, k) == offsetof(OperandGroup, k) - offsetof(OperandGroup, factors));
+static_assert(sizeof(Keys) == sizeof(KeyGroup) - offsetof(KeyGroup, factors));
+static_assert(offsetof(Keys, k) == offsetof(KeyGroup, k) - offsetof(KeyGroup, factors));
 
-template <int kPieces>
+template <int kItems>
 struct alignas(1024) Shared {
   Gated own[kGroups];                                      // by this block's producers
   Keys received[kGroups];                                  // from the other's
   unsigned char v[kValueStages][kValueTiles][kTileBytes];  // [token][V]
   unsigned char triangle[kTileBytes];                      // of ones, [token][token]
-  float2 references[kGroups][kOperandKeys];
+  float2 references[kGroups][kGroupKeys];
   Handover handover;
   // full: both consumers' rows are there. empty: both have multiplied them.
   uint64_t v_full[kValueStages], v_empty[kValueStages];
   uint64_t gates_full[kGroups], rows_full[kGroups];  // a producer's copies are there
-  int exact[kGroups];                                // whether a producer's chunk is outside tier 1
-  Pieces<kPieces> pieces;
+  int strong[kGroups];                               // whether a producer's chunk has strong gates
+  Items<kItems> items;
 
   // By one thread.
   __device__ __forceinline__ void init_barriers() {
@@ -84,16 +84,16 @@ struct alignas(1024) Shared {
 };
 
 // A producer: what it does with its chunks, whose gates come a chunk ahead of q and k.
-// kOperands: they go to memory, kScores with A. Else k^ alone is made.
-template <bool kOperands, bool kScores, int kPieces>
+// kOperands: they go to memory, kWithA with A. Else k^ alone is made.
+template <bool kOperands, bool kWithA, int kItems>
 class Producer {
  public:
-  __device__ __forceinline__ Producer(Shared<kPieces>& s, const Problem& p, int group, int rank)
-      : s_(s), p_(p), group_(group), rank_(rank), asked_(s.pieces, group, rank) {}
+  __device__ __forceinline__ Producer(Shared<kItems>& s, const Problem& p, int group, int rank)
+      : s_(s), p_(p), group_(group), rank_(rank), asked_(s.items, group, rank) {}
 
   __device__ __forceinline__ void run() {
     const auto barrier = [this] { sync(); };
-    const Gating<kOperandKeys, decltype(barrier)> gate{s_.triangle, thread(), barrier};
+    const Gating<kGroupKeys, decltype(barrier)> gate{s_.triangle, thread(), barrier};
     auto& factors = own().group.factors;
     ask_for_gates();
     while (asked_.is_there()) {
@@ -102,16 +102,16 @@ class Producer {
       chunk_head_ = asked_.segment().chunk_head(p_, asked_.chunk());
       asked_.next();
       wait(&s_.gates_full[group_], s_.handover.parity_of(number_));
-      const GatedChunk chunk{own().group.q,     own().group.k,    gates(number_),
-                             factors[kEnter],   factors[kMiddle], factors[kLeave],
-                             &s_.exact[group_], factors[kSum],    s_.references[group_]};
+      const GatedChunk chunk{own().group.q,      own().group.k,    gates(number_),
+                             factors[kEnter],    factors[kMiddle], factors[kLeave],
+                             &s_.strong[group_], factors[kSum],    s_.references[group_]};
       if constexpr (!kOperands) {
         gate.gate_keys(chunk, *this);
         fence_for_products();  // and bulk copies
         sync();                // k^ is written, the gates are read
         ready();
         continue;  // k^ and the factors have been sent when their place is free again
-      } else if constexpr (!kScores) {
+      } else if constexpr (!kWithA) {
         gate.gate_operands(chunk, p_.scale, *this);
       } else {
         if (thread() == 0) wait_for_bulk_stores();  // of A of the chunk before, over its gates
@@ -122,7 +122,7 @@ class Producer {
       }
       if (thread() == 0) {
         store_tier();
-        wait_for_bulk_stores<kScores>();
+        wait_for_bulk_stores<kWithA>();
       }
       sync();  // the operands' place is read
     }
@@ -141,7 +141,7 @@ class Producer {
     const uint32_t full = s_.handover.expect_in_other(group_, other, sizeof(Keys));
     bulk_send(address_in(&s_.received[group_], other), own().group.factors, sizeof(Keys), full);
     if constexpr (kOperands) {
-      bulk_store(operands_at(p_, chunk_head_), &own().group, sizeof(OperandGroup));
+      bulk_store(prepared_at(p_, chunk_head_), &own().group, sizeof(KeyGroup));
       commit_bulk_stores();
     }
   }
@@ -170,31 +170,32 @@ class Producer {
     copy(own().group.k, p_.k);
     arrive_after_copies(&s_.rows_full[group_]);
   }
-  // A to memory, and then whether the chunk is outside tier 1. By one thread.
+  // A to memory, and then whether the chunk has strong gates. By one thread.
   __device__ __forceinline__ void send_scores() const {
-    bulk_store(operands_at(p_, chunk_head_) + offsetof(Operands<1>, A), gates(number_), kTileBytes);
+    bulk_store(prepared_at(p_, chunk_head_) + offsetof(PreparedChunk<1>, A), gates(number_),
+               kTileBytes);
     commit_bulk_stores();
   }
   __device__ __forceinline__ void store_tier() const {
-    unsigned char* out = operands_at(p_, chunk_head_);
-    const int exact = s_.exact[group_];
-    *reinterpret_cast<int4*>(out + offsetof(Operands<1>, exact)) = make_int4(exact, 0, 0, 0);
-    *reinterpret_cast<uint64_t*>(p_.tiers + chunk_head_ * kMaxTierBlocks) = exact;
+    unsigned char* out = prepared_at(p_, chunk_head_);
+    const int strong = s_.strong[group_];
+    *reinterpret_cast<int4*>(out + offsetof(PreparedChunk<1>, strong)) = make_int4(strong, 0, 0, 0);
+    *reinterpret_cast<uint64_t*>(p_.tiers + chunk_head_ * kMaxTierBlocks) = strong;
   }
 
-  Shared<kPieces>& s_;
+  Shared<kItems>& s_;
   const Problem& p_;
   const int group_, rank_;
-  OwnChunk<kPieces> asked_;  // whose rows come next
-  int number_ = 0;           // of the chunk that is gated
+  OwnChunk<kItems> asked_;  // whose rows come next
+  int number_ = 0;          // of the chunk that is gated
   int64_t chunk_head_ = 0;
 };
 
-// Rows of v as both consumers copy them, numbered through all pieces.
-template <int kPieces>
+// Rows of v as both consumers copy them, numbered through all items.
+template <int kItems>
 class Values {
  public:
-  __device__ __forceinline__ Values(Shared<kPieces>& s, const Problem& p, const Segment& segment,
+  __device__ __forceinline__ Values(Shared<kItems>& s, const Problem& p, const Segment& segment,
                                     int first, int first_v)
       : s_(s),
         segment_(segment),
@@ -228,21 +229,21 @@ class Values {
   __device__ __forceinline__ static uint32_t parity(int number) {
     return static_cast<uint32_t>(number / kValueStages) & 1;
   }
-  Shared<kPieces>& s_;
+  Shared<kItems>& s_;
   const Segment& segment_;
-  const int first_;  // chunks of the pieces before
+  const int first_;  // chunks of the items before
   RowCopier<kValueTiles, kConsumerThreads> rows_;
 };
 
-// Of one piece. before: chunks of either block in the pieces before.
-template <Store kStore, int kPieces>
-__device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
-                                        const Segment& segment, const int (&before)[kPair],
-                                        int group, int first_v, int rank) {
-  Values<kPieces> values(s, p, segment, before[0] + before[1], first_v);
+// Of one item. before: chunks of either block in the items before.
+template <Store kStore, int kItems>
+__device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, const Segment& segment,
+                                        const int (&before)[kClusterBlocks], int group, int first_v,
+                                        int rank) {
+  Values<kItems> values(s, p, segment, before[0] + before[1], first_v);
 #pragma unroll
   for (int i = 0; i < kValueStages - 1; ++i) values.copy(i);
-  State<kOperandKeys> state(group, 0, first_v);
+  State<kGroupKeys> state(group, 0, first_v);
   state.clear();
   if constexpr (kStore == Store::kChunks) load_entering<Sweep::kStates>(state, p, segment);
   const auto scale = [&](float first, float second) {
@@ -261,7 +262,7 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
                            : s.received[turn.producer];
     s.handover.wait_for_chunk(turn, rank);
     // `middle` last, whose use waits for all of them.
-    const auto* factors = reinterpret_cast<const volatile float (*)[kOperandKeys]>(keys.factors);
+    const auto* factors = reinterpret_cast<const volatile float (*)[kGroupKeys]>(keys.factors);
     if constexpr (kStore == Store::kSegment) {
       decay[0] += factors[kSum][row];
       decay[1] += factors[kSum][row + 8];
@@ -269,14 +270,14 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
     const float in[2] = {factors[kEnter][row] * out[0], factors[kEnter][row + 8] * out[1]};
     out[0] = factors[kLeave][row], out[1] = factors[kLeave][row + 8];
     const float middle[2] = {factors[kMiddle][row], factors[kMiddle][row + 8]};
-    const bool exact = __any_sync(0xffffffffu, middle[0] != 1.f || middle[1] != 1.f);
+    const bool strong = __any_sync(0xffffffffu, middle[0] != 1.f || middle[1] != 1.f);
     values.await(chunk);
     // For the copies of v; and the factors are read before a bulk copy writes others. It would wait
     // for this chunk's stores to memory, which come later.
     fence_for_products();
     scale(in[0], in[1]);
     LaneRows<state.kValues> rows(state.x);
-    if (exact) scale(middle[0], middle[1]);
+    if (strong) scale(middle[0], middle[1]);
     const uint32_t y = shared_address(keys.k) + group * kTileBytes;
     const uint32_t x = shared_address(values.at(chunk));
     begin_products();
@@ -304,22 +305,21 @@ __device__ __forceinline__ void consume(Shared<kPieces>& s, const Problem& p,
   }
 }
 
-// kOperands: also these, kScores with A. Without them a piece is a segment that has a state.
-template <int kPieces, Store kStore, bool kOperands = true, bool kScores = kOperands>
-__global__ void __launch_bounds__(kBlockThreads, 1)
-    paired_states_kernel(Problem p, int64_t pieces) {
-  static_assert(kOperands || kPieces == 1, "a cluster has one piece, which is not counted");
+// kOperands: also these, kWithA with A. Without them a item is a segment that has a state.
+template <int kItems, Store kStore, bool kOperands = true, bool kWithA = kOperands>
+__global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p, int64_t items) {
+  static_assert(kOperands || kItems == 1, "a cluster has one item, which is not counted");
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<Shared<kPieces>*>(s_bytes);
+  auto& s = *reinterpret_cast<Shared<kItems>*>(s_bytes);
   const Cluster cluster;
-  if (!kOperands && !has_state(p, cluster.index / value_pairs(p))) return;
+  if (!kOperands && !has_state(p, cluster.index / value_clusters(p))) return;
   if constexpr (kOperands) {
-    s.pieces.find(p, pieces, cluster);
+    s.items.find(p, items, cluster);
   } else if (threadIdx.x == 0) {
-    Segment& segment = s.pieces.segments[0];
-    segment = find_segment_of_state(p, cluster.index / value_pairs(p));
+    Segment& segment = s.items.segments[0];
+    segment = find_segment_of_state(p, cluster.index / value_clusters(p));
     if (segment.last || segment.tail) segment.chunks = 0;
   }
   if (threadIdx.x == 0) s.init_barriers();
@@ -329,11 +329,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int group = warpgroup();
   if (group < kGroups) {
     give_registers<104>();
-    Producer<kOperands, kScores, kPieces>(s, p, group, cluster.rank).run();
+    Producer<kOperands, kWithA, kItems>(s, p, group, cluster.rank).run();
   } else {
     take_registers<152>();
-    s.pieces.for_pieces(
-        p, cluster, [&](const Segment& segment, int first_v, const int (&before)[kPair]) {
+    s.items.for_items(
+        p, cluster, [&](const Segment& segment, int first_v, const int (&before)[kClusterBlocks]) {
           consume<kStore>(s, p, segment, before, group - kGroups, first_v, cluster.rank);
         });
   }
@@ -341,32 +341,34 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 #endif
 }
 
-}  // namespace
-
-void states_cluster(const Problem& p, cudaStream_t stream) {
-  launch_paired<Shared, paired_states_kernel<1, Store::kChunks>,
-                paired_states_kernel<kMostPieces, Store::kChunks>>(p, stream);
+void launch_states(const Problem& p, cudaStream_t stream) {
+  launch_clusters<Shared, kernel<1, Store::kChunks>, kernel<kMostItems, Store::kChunks>>(p, stream);
 }
 
-// No more than there are clusters at a time, by the plan.
-void summaries_cluster(const Problem& p, cudaStream_t stream) {
-  const int64_t pieces = count_pieces(p);
-  if (pieces > 0)
-    launch_pieces<paired_states_kernel<1, Store::kSegment>, Shared<1>>(p, pieces, pieces, stream);
+// Summaries of `items`, one a cluster.
+template <bool kOperands, bool kWithA>
+void launch_summaries(const Problem& p, int64_t items, cudaStream_t stream) {
+  if (items > 0)
+    launch_items<kernel<1, Store::kSegment, kOperands, kWithA>, Shared<1>>(p, items, items, stream);
 }
 
-void summaries_cluster_without_A(const Problem& p, cudaStream_t stream) {
-  const int64_t pieces = count_pieces(p);
-  if (pieces > 0)
-    launch_pieces<paired_states_kernel<1, Store::kSegment, true, false>, Shared<1>>(p, pieces,
-                                                                                    pieces, stream);
+}  // namespace states::cluster
+
+void launch_states_cluster(const Problem& p, cudaStream_t stream) {
+  states::cluster::launch_states(p, stream);
 }
 
-void summaries_packed(const Problem& p, cudaStream_t stream) {
-  const int64_t pieces = segment_state_heads(p.grid, p.H) * value_pairs(p);
-  if (pieces > 0)
-    launch_pieces<paired_states_kernel<1, Store::kSegment, false>, Shared<1>>(p, pieces, pieces,
-                                                                              stream);
+void launch_summaries_cluster(const Problem& p, cudaStream_t stream) {
+  states::cluster::launch_summaries<true, true>(p, count_items(p), stream);
+}
+
+void launch_summaries_cluster_without_A(const Problem& p, cudaStream_t stream) {
+  states::cluster::launch_summaries<true, false>(p, count_items(p), stream);
+}
+
+void launch_summaries_packed(const Problem& p, cudaStream_t stream) {
+  const int64_t items = segment_state_heads(p.grid, p.H) * value_clusters(p);
+  states::cluster::launch_summaries<false, false>(p, items, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

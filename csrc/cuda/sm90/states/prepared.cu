@@ -1,4 +1,5 @@
-// What states.cu does, over ready operands: sweeps with the state, or its gradient, in registers.
+// What states/fused does, over ready operands: sweeps with the state, or its gradient, in
+// registers.
 //
 //   S~ = 2^from S           S' = 2^(b_C - from) (S~ + k^T v)      first chunk first
 //   dS~ = 2^(b_C - from) dS'      dS = 2^from (dS~ + q^T do)      last chunk first
@@ -8,7 +9,7 @@
 //         states.
 // reads   operands [B, slots, H], v h0, or do dht; segment_states, segment_state_grads
 // writes  S~ and, unless gradients are swept, dS~ of every chunk, or of
-//         pairs of chunks (paired_chunks) S~ of the first and dS~ of the second, tiles
+//         pairs of chunks (chunk_pairs) S~ of the first and dS~ of the second, tiles
 //         [B, chunks, H] or [B, pairs, H]; with dS~ dh0.
 //         For segments' own parts none of these, but segment_states or segment_state_grads and
 //         segment_decays.
@@ -16,23 +17,23 @@
 // A consumer holds 64 key channels. Accumulation is fp32.
 #include <type_traits>
 
-#include "../device/launch.cuh"
-#include "chunk_pairs.cuh"
-#include "dependent_launch.cuh"
-#include "dynamic_shared.h"
-#include "linear_sweep.cuh"
-#include "sm90.h"
-#include "state_tiles.cuh"
-#include "states/state.cuh"
-#include "states/sweeps.cuh"
+#include "cuda/device/dynamic_shared.h"
+#include "cuda/device/launch.cuh"
+#include "cuda/sm90/prepare/sweep.cuh"
+#include "cuda/sm90/segments/chunk_pairs.cuh"
+#include "cuda/sm90/sm90.h"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "fused/state.cuh"
+#include "fused/sweeps.cuh"
+#include "tiles.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
+namespace states::prepared {
 
 constexpr int kValueTiles = 2;
 constexpr int kValues = kValueTiles * kTile;
 
-// The factors and k^ of tiles of an OperandGroup, or q^ and the factors.
+// The factors and k^ of tiles of an KeyGroup, or q^ and the factors.
 template <int kTiles>
 using GroupBytes = unsigned char[kFactorBytes + kTiles * kTileBytes];
 // Two consumers have a group's tiles, a third one the only tile of the group behind it.
@@ -50,11 +51,11 @@ static_assert(offsetof(ThreeTiles, x) % 1024 == 0 && offsetof(ThreeTiles, last) 
 // A consumer's tiles of the state, on their way out of a chunk.
 using StateTiles = unsigned char[kValueTiles][kTileBytes];
 template <int kConsumersOfBlock>
-struct Block : LinearBlock<std::conditional_t<kConsumersOfBlock == 3, ThreeTiles, TwoTiles>, 4,
-                           kConsumersOfBlock> {
+struct Block : PreparedBlock<std::conditional_t<kConsumersOfBlock == 3, ThreeTiles, TwoTiles>, 4,
+                             kConsumersOfBlock> {
   static constexpr int kConsumers = kConsumersOfBlock;
   static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
-  static constexpr int kOperandGroups = kGroupsOf<kConsumers>;
+  static constexpr int kKeyGroups = kGroupsOf<kConsumers>;
   // Of two chunks, where there is room.
   static constexpr int kOutStages = kConsumers == 3 ? 1 : 2;
   alignas(1024) StateTiles states[kConsumers][kOutStages];
@@ -64,8 +65,8 @@ struct Block : LinearBlock<std::conditional_t<kConsumersOfBlock == 3, ThreeTiles
 template <Sweep kSweep, int kTiles>
 struct Places {
   static constexpr bool kStates = kSweep == Sweep::kStates;
-  // Of the OperandGroup.
-  static constexpr int kFirst = kStates ? offsetof(OperandGroup, factors) : 0;
+  // Of the KeyGroup.
+  static constexpr int kFirst = kStates ? offsetof(KeyGroup, factors) : 0;
   // Of GroupBytes: k^ or q^, and the factors.
   static constexpr int kOperand = kStates ? kFactorBytes : 0;
   static constexpr int kFactors = kStates ? 0 : kTiles * kTileBytes;
@@ -81,11 +82,11 @@ __device__ __forceinline__ void write_decay(const Problem& p, const Segment& seg
 // Of the last segment, whose own part of the state concerns nobody.
 __device__ __forceinline__ void sum_last_segment(const Problem& p, const Segment& segment,
                                                  int first_k, int first_v) {
-  const unsigned char* group = operands_at(p, segment.chunk_head(p, 0), first_k / kOperandKeys);
+  const unsigned char* group = prepared_at(p, segment.chunk_head(p, 0), first_k / kGroupKeys);
   float total = 0;
 #pragma unroll 8
-  for (int i = 0; i < segment.chunks; ++i, group += p.H * operand_bytes(p.K))
-    total += reinterpret_cast<const OperandGroup*>(group)->factors[kSum][threadIdx.x];
+  for (int i = 0; i < segment.chunks; ++i, group += p.H * prepared_bytes(p.K))
+    total += reinterpret_cast<const KeyGroup*>(group)->factors[kSum][threadIdx.x];
   write_decay(p, segment, first_k, first_v, total);
 }
 
@@ -104,12 +105,12 @@ __device__ __forceinline__ void copy_operands(ThreeTiles& stage, const unsigned 
   arrive_and_expect(full, sizeof(stage.operands) + sizeof(stage.last));
   bulk_copy_expected(stage.operands, group + Places<kSweep, kKeyTiles>::kFirst,
                      sizeof(stage.operands), full);
-  group += sizeof(OperandGroup);
+  group += sizeof(KeyGroup);
   if constexpr (Last::kStates) {
     bulk_copy_expected(stage.last, group + Last::kFirst, sizeof(stage.last), full);
   } else {
     bulk_copy_expected(stage.last, group + Last::kFirst, kTileBytes, full);
-    bulk_copy_expected(stage.last + Last::kFactors, group + offsetof(OperandGroup, factors),
+    bulk_copy_expected(stage.last + Last::kFactors, group + offsetof(KeyGroup, factors),
                        kFactorBytes, full);
   }
 }
@@ -134,15 +135,15 @@ template <Sweep kSweep, Store kStore, class BlockOfKernel>
 __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int first_k,
                                         int first_v) {
   using F = Fields<kSweep>;
-  constexpr int kGroups = BlockOfKernel::kOperandGroups;
+  constexpr int kGroups = BlockOfKernel::kKeyGroups;
   const Segment& segment = s.segment;
   const int thread = static_cast<int>(threadIdx.x);
   constexpr int kStep = kSweep == Sweep::kStates ? 1 : -1;
   const int start = F::chunk(segment, 0);
   RowCopier<kValueTiles, kGroupThreads> x(F::x(p), token_offset(F::x(p), 1), segment, start, thread,
                                           first_v, p.V);
-  const unsigned char* group = operands_at(p, segment.chunk_head(p, start), first_k / kOperandKeys);
-  const int64_t step = kStep * p.H * operand_bytes(p.K);
+  const unsigned char* group = prepared_at(p, segment.chunk_head(p, start), first_k / kGroupKeys);
+  const int64_t step = kStep * p.H * prepared_bytes(p.K);
   float totals[kGroups] = {};  // of the gates of channel `thread` of each, log2 units
   s.produce([&](int i, auto& stage, uint64_t* full) {
     if (thread == 0) copy_operands<kSweep>(stage, group, full);
@@ -150,7 +151,7 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
     if constexpr (kStore == Store::kSegment) {
 #pragma unroll
       for (int j = 0; j < kGroups; ++j)
-        totals[j] += reinterpret_cast<const OperandGroup*>(group)[j].factors[kSum][thread];
+        totals[j] += reinterpret_cast<const KeyGroup*>(group)[j].factors[kSum][thread];
     }
     group += step;
     x.move(kStep);
@@ -159,14 +160,14 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
   if (kStore == Store::kSegment && (kSweep == Sweep::kStates || p.sums_decays)) {
 #pragma unroll
     for (int j = 0; j < kGroups; ++j)
-      write_decay(p, segment, first_k + j * kOperandKeys, first_v, totals[j]);
+      write_decay(p, segment, first_k + j * kGroupKeys, first_v, totals[j]);
   }
 }
 
 // bf16 of a consumer's state to its tiles of a chunk in memory, by way of `tiles`, from where
 // nothing is any more on its way but, where chunks have one place, the tiles of the one before.
 template <Sweep kSweep, class BlockOfKernel>
-__device__ __forceinline__ void store_chunk(const Problem& p, const State<kOperandKeys>& state,
+__device__ __forceinline__ void store_chunk(const Problem& p, const State<kGroupKeys>& state,
                                             StateTiles& tiles, int64_t index, int group) {
   constexpr bool kOnePlace = BlockOfKernel::kOutStages == 1;
   const auto barrier = [&] { group_barrier<kConsumerBarrier, BlockOfKernel::kConsumers>(group); };
@@ -203,7 +204,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   // Of the factors, and the eighth behind it.
   const int row = group % kKeyTiles * kTile + thread / 32 * 16 + thread % 32 / 4;
-  State<kOperandKeys> state(group, block_k, first_v);
+  State<kGroupKeys> state(group, block_k, first_v);
   state.clear();
   if constexpr (kStore == Store::kChunks) {
     await_previous_kernel();  // the scan
@@ -226,12 +227,12 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     // All that is read without wgmma is read here, `middle` last, whose use waits for all of it:
     // after `arrive` a load that is still queued, behind stores for one, would find the stage
     // refilled.
-    const auto* factors = reinterpret_cast<const volatile float (*)[kOperandKeys]>(
+    const auto* factors = reinterpret_cast<const volatile float (*)[kGroupKeys]>(
         reinterpret_cast<const unsigned char*>(&stage) + at.factors);
     const float in[2] = {factors[kIn][row] * out[0], factors[kIn][row + 8] * out[1]};
     out[0] = factors[kOut][row], out[1] = factors[kOut][row + 8];
     const float middle[2] = {factors[kMiddle][row], factors[kMiddle][row + 8]};
-    const bool exact = __any_sync(0xffffffffu, middle[0] != 1.f || middle[1] != 1.f);
+    const bool strong = __any_sync(0xffffffffu, middle[0] != 1.f || middle[1] != 1.f);
     scale(in[0], in[1]);
     if constexpr (kStore == Store::kChunks) {
       const int chunk = F::chunk(segment, i);
@@ -243,7 +244,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
         place = (place + 1) % s.kOutStages;
       }
     }
-    if (exact) scale(middle[0], middle[1]);
+    if (strong) scale(middle[0], middle[1]);
     const uint32_t y = shared_address(&stage) + at.tile, x = shared_address(stage.x);
     begin_products();
 #pragma unroll
@@ -265,18 +266,19 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
 
 template <Sweep kSweep, Store kStore, class BlockOfKernel>
 __device__ __forceinline__ void sweep(BlockOfKernel& s, const Problem& p, int64_t index) {
-  const int v_blocks = blocks_of(p.V, kValues), k_blocks = static_cast<int>(linear_key_blocks(p.K));
+  const int v_blocks = blocks_of(p.V, kValues),
+            k_blocks = static_cast<int>(prepared_key_blocks(p.K));
   const int first_v = static_cast<int>(index % v_blocks) * kValues;
   index /= v_blocks;
-  const int first_k = static_cast<int>(index % k_blocks) * kOperandKeys;
+  const int first_k = static_cast<int>(index % k_blocks) * kGroupKeys;
   s.template start<kStore == Store::kSegment>(p, index / k_blocks);
   const int group = warpgroup();
   if (s.segment.tail) return;
   if (kStore == Store::kSegment && Fields<kSweep>::ends(s.segment)) {
     const bool has_decay = kSweep == Sweep::kStates && !s.segment.first && s.segment.chunks > 0;
     if (has_decay && first_v == 0 && group == 0)
-      for (int i = 0; i < BlockOfKernel::kOperandGroups; ++i)
-        sum_last_segment(p, s.segment, first_k + i * kOperandKeys, first_v);
+      for (int i = 0; i < BlockOfKernel::kKeyGroups; ++i)
+        sum_last_segment(p, s.segment, first_k + i * kGroupKeys, first_v);
     return;
   }
   if (group == 0)
@@ -286,8 +288,7 @@ __device__ __forceinline__ void sweep(BlockOfKernel& s, const Problem& p, int64_
 }
 
 template <class BlockOfKernel, Store kStore>
-__global__ void __launch_bounds__(BlockOfKernel::kThreads, 1)
-    linear_states_kernel(Problem p, int64_t states) {
+__global__ void __launch_bounds__(BlockOfKernel::kThreads, 1) kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_all_but_scan(kStore == Store::kChunks && p.grid.segment_states > 0);
   extern __shared__ __align__(1024) unsigned char s_bytes[];
@@ -300,57 +301,57 @@ __global__ void __launch_bounds__(BlockOfKernel::kThreads, 1)
 }
 
 template <class BlockOfKernel, Store kStore>
-void launch_linear_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
+void launch(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
   constexpr int kSharedBytes = sizeof(BlockOfKernel);
   static_assert(fits_multiprocessor(1, kSharedBytes));
-  static const DynamicShared shared(linear_states_kernel<BlockOfKernel, kStore>, kSharedBytes);
+  static const DynamicShared shared(kernel<BlockOfKernel, kStore>, kSharedBytes);
   const int64_t segments =
       kStore == Store::kSegment ? segment_state_heads(p.grid, p.H) : segment_heads(p.grid, p.H);
-  const int64_t sweep_blocks = segments * linear_key_blocks(p.K) * blocks_of(p.V, kValues);
+  const int64_t sweep_blocks = segments * prepared_key_blocks(p.K) * blocks_of(p.V, kValues);
   const int64_t blocks = sweep_blocks * (states + state_grads);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(linear_states_kernel<BlockOfKernel, kStore>, blocks, BlockOfKernel::kThreads,
-                   kSharedBytes, stream, p, states ? sweep_blocks : 0);
+  launch_dependent(kernel<BlockOfKernel, kStore>, blocks, BlockOfKernel::kThreads, kSharedBytes,
+                   stream, p, states ? sweep_blocks : 0);
 }
 
 template <Store kStore>
-void launch_linear_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
-  if (p.K > kOperandKeys && linear_key_blocks(p.K) == 1)
-    launch_linear_states<Block<3>, kStore>(p, states, state_grads, stream);
+void launch(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
+  if (p.K > kGroupKeys && prepared_key_blocks(p.K) == 1)
+    launch<Block<3>, kStore>(p, states, state_grads, stream);
   else
-    launch_linear_states<Block<2>, kStore>(p, states, state_grads, stream);
+    launch<Block<2>, kStore>(p, states, state_grads, stream);
 }
 
-}  // namespace
+}  // namespace states::prepared
 
-void states_prepared(const Problem& p, cudaStream_t stream) {
+void launch_states_prepared(const Problem& p, cudaStream_t stream) {
   // With dS~ dh0, also where there are no tokens.
-  launch_linear_states<Store::kChunks>(p, true, true, stream);
+  states::prepared::launch<states::Store::kChunks>(p, true, true, stream);
 }
 
-void states_prepared_without_grads(const Problem& p, cudaStream_t stream) {
-  launch_linear_states<Store::kChunks>(p, true, false, stream);
+void launch_states_prepared_without_grads(const Problem& p, cudaStream_t stream) {
+  states::prepared::launch<states::Store::kChunks>(p, true, false, stream);
 }
 
-void states_prepared_chunk_pairs(const Problem& p, cudaStream_t stream) {
-  states_prepared(told(p, &Problem::paired_chunks), stream);
+void launch_states_prepared_chunk_pairs(const Problem& p, cudaStream_t stream) {
+  launch_states_prepared(told(p, &Problem::chunk_pairs), stream);
 }
 
-void summaries_prepared(const Problem& p, cudaStream_t stream) {
-  launch_linear_states<Store::kSegment>(p, true, false, stream);
+void launch_summaries_prepared(const Problem& p, cudaStream_t stream) {
+  states::prepared::launch<states::Store::kSegment>(p, true, false, stream);
 }
 
-void summaries_prepared_both(const Problem& p, cudaStream_t stream) {
-  launch_linear_states<Store::kSegment>(p, true, true, stream);
+void launch_summaries_prepared_both(const Problem& p, cudaStream_t stream) {
+  states::prepared::launch<states::Store::kSegment>(p, true, true, stream);
 }
 
-void summaries_prepared_grads(const Problem& p, cudaStream_t stream) {
-  launch_linear_states<Store::kSegment>(p, false, true, stream);
+void launch_summaries_prepared_grads(const Problem& p, cudaStream_t stream) {
+  states::prepared::launch<states::Store::kSegment>(p, false, true, stream);
 }
 
-void summaries_prepared_grads_and_decays(const Problem& p, cudaStream_t stream) {
-  summaries_prepared_grads(told(p, &Problem::sums_decays), stream);
+void launch_summaries_prepared_grads_and_decays(const Problem& p, cudaStream_t stream) {
+  launch_summaries_prepared_grads(told(p, &Problem::sums_decays), stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -1,11 +1,11 @@
-// S~ and dS~ as linear_states.cu or paired_states.cu leaves them in the workspace: of a chunk and
-// head, or a pair of chunks (chunk_pairs.cuh), tiles as warpgroup products read them, all 64 key
-// channels each of the first 64 values, then of the next; a tile is [64 of K][64 values], zero
-// where there is no channel or value (NaN beside what is not finite). So one copy takes 64 values
-// of all channels. States that forward saves are rows instead, [K][V].
+// S~ and dS~ as states/prepared.cu or states/cluster.cu leaves them in the workspace: of a chunk
+// and head, or a pair of chunks (segments/chunk_pairs.cuh), tiles as warpgroup products read them,
+// all 64 key channels each of the first 64 values, then of the next; a tile is [64 of K][64
+// values], zero where there is no channel or value (NaN beside what is not finite). So one copy
+// takes 64 values of all channels. States that forward saves are rows instead, [K][V].
 #pragma once
 
-#include "tiles.cuh"
+#include "cuda/sm90/tiles/tiles.cuh"
 
 namespace gla_ext::cuda::sm90 {
 

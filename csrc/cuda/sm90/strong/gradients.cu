@@ -1,28 +1,28 @@
-// What the fused backward takes from elsewhere in chunks outside tier 1: forward steps 3 and 4 and
-// backward steps 5 and 6 of them. Where operands.cu has made operands it has done so too; operands
-// that forward has kept have steps 3 and 4 behind them.
+// What the fused backward takes from elsewhere in chunks with strong gates: forward steps 3 and 4
+// and backward steps 5 and 6 of them. Where prepare.cu has made operands it has done so too;
+// operands that forward has kept have steps 3 and 4 behind them.
 //
-// grid    as for_exact_chunks wants it: a block for all parts of a chunk, A and then 64 key
+// grid    as for_strong_chunks wants it: a block for all parts of a chunk, A and then 64 key
 //         channels at a time, so that those with nothing to do are few
 // reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers
 // writes  A, unless it is kept, bf16, [B, T, H, C] or of operands [B, slots, H]; dq_intra,
 //         dk_intra, dg_intra [B, T, H, K] fp32
 //
 // dA stays in shared memory, bf16. All else is fp32.
-#include "../device/launch.cuh"
-#include "dependent_launch.cuh"
-#include "exact_intra.cuh"
-#include "sm90.h"
+#include "cuda/device/launch.cuh"
+#include "cuda/sm90/sm90.h"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "intra.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
+namespace strong::gradients {
 
-__global__ void __launch_bounds__(kThreads, 2) exact_gradients_kernel(Problem p) {
+__global__ void __launch_bounds__(kThreads, 2) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
-  __shared__ __align__(16) ExactChunk s;
+  __shared__ __align__(16) StrongChunk s;
   __shared__ Chunk chunk;
-  for_exact_chunks(p, chunk, [&] {
+  for_strong_chunks(p, chunk, [&] {
     const auto find = [&] { return chunk; };
     if (!p.has_A) {
       finish_scores(s.scores, p, find());
@@ -33,15 +33,15 @@ __global__ void __launch_bounds__(kThreads, 2) exact_gradients_kernel(Problem p)
 #endif
 }
 
-}  // namespace
+}  // namespace strong::gradients
 
-void strong_gradients(const Problem& p, cudaStream_t stream) {
-  const int64_t blocks = exact_grid(p, 1);
-  if (blocks > 0) launch_dependent(exact_gradients_kernel, blocks, kThreads, 0, stream, p);
+void launch_strong_gradients(const Problem& p, cudaStream_t stream) {
+  const int64_t blocks = strong_grid(p, 1);
+  if (blocks > 0) launch_dependent(strong::gradients::kernel, blocks, kThreads, 0, stream, p);
 }
 
-void strong_gradients_without_A(const Problem& p, cudaStream_t stream) {
-  strong_gradients(told(p, &Problem::has_A), stream);
+void launch_strong_gradients_without_A(const Problem& p, cudaStream_t stream) {
+  launch_strong_gradients(told(p, &Problem::has_A), stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -1,46 +1,46 @@
-// What a chunk outside tier 1 lacks in the fused path: A, and backward steps 5 and 6.
+// What a chunk with strong gates lacks in the fused path: A, and backward steps 5 and 6.
 #pragma once
 
-#include "../device/intra_exact.cuh"
-#include "../device/scores.cuh"
-#include "../device/scores_exact.cuh"
-#include "operands.cuh"
+#include "cuda/sm90/prepare/prepared.cuh"
+#include "cuda/steps/scores.cuh"
+#include "cuda/steps/strong/intra_grads.cuh"
+#include "cuda/steps/strong/scores.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
-// A of a chunk, from where `ExactScores` has made it to its operands.
-__device__ __forceinline__ void write_operand_scores(const Problem& p, const Chunk& chunk,
-                                                     const bf16* scores) {
-  unsigned char* A = operands_at(p, chunk.slot, static_cast<int>(blocks_of(p.K, kOperandKeys)));
+// A of a chunk, from where `StrongScores` has made it to its operands.
+__device__ __forceinline__ void write_prepared_A(const Problem& p, const Chunk& chunk,
+                                                 const bf16* scores) {
+  unsigned char* A = prepared_at(p, chunk.slot, static_cast<int>(blocks_of(p.K, kGroupKeys)));
   for_eights<kTile, kTile>([&](int, int row, int column) {
     // Zero behind the last token, beside a NaN too, which rows of zeros would not undo.
     Eight<bf16> x{};
-    if (row < chunk.length) x = load8_aligned(scores + row * ExactScores::kPitchX + column);
+    if (row < chunk.length) x = load8_aligned(scores + row * StrongScores::kPitchX + column);
     store8(reinterpret_cast<bf16*>(A + swizzled(row, column / 8)), x);
   });
 }
 
 // Makes A of a chunk and writes it, to the chunk's operands if these are in memory, else to rows of
 // their own.
-__device__ __forceinline__ void finish_scores(ExactScores& scores, const Problem& p,
+__device__ __forceinline__ void finish_scores(StrongScores& scores, const Problem& p,
                                               const Chunk& chunk) {
   scores.make(p, chunk);
-  if (p.operands != nullptr) return write_operand_scores(p, chunk, scores.A);
+  if (p.prepared != nullptr) return write_prepared_A(p, chunk, scores.A);
   bf16* A = rows_at<bf16>(p.A, chunk);
   for_eights<kTile, kTile>([&](int, int row, int column) {
     if (row < chunk.length)
       store8(A + token_offset(p.A, row) + column,
-             load8_aligned(scores.A + row * ExactScores::kPitchX + column));
+             load8_aligned(scores.A + row * StrongScores::kPitchX + column));
   });
 }
 
 // By kThreads threads.
-struct ExactIntra {
-  static constexpr int kPitchX = ExactScores::kPitchX;
+struct StrongIntra {
+  static constexpr int kPitchX = StrongScores::kPitchX;
   bf16 dA[kTile * kPitchX];  // [token][token]
   union {
     ScoreGradTiles<bf16> values;
-    ExactTiles<bf16> operands;
+    StrongTiles<bf16> operands;
   };
 
   // dA = tril(scale do v^T)
@@ -58,14 +58,14 @@ struct ExactIntra {
 
   // dq_intra, dk_intra and dg_intra of 64 key channels from `first` on.
   __device__ __forceinline__ void write_gradients(const Problem& p, const Chunk& chunk, int first) {
-    exact<bf16, bf16, FusedGateColumn>(operands, dA, p, chunk, first);
+    strong<bf16, bf16, FusedGateColumn>(operands, dA, p, chunk, first);
   }
 };
 
 // All of it: A, and in backward what pairs of tokens owe to dq, dk and dg.
-union ExactChunk {
-  ExactScores scores;
-  ExactIntra intra;
+union StrongChunk {
+  StrongScores scores;
+  StrongIntra intra;
 
   // find(): the chunk, anew, so that it takes no registers between.
   template <class Find>

@@ -1,38 +1,38 @@
-// What chunks outside tier 1 owe to their own scores, which the sweeps that gate leave out:
+// What chunks with strong gates owe to their own scores, which the sweeps that gate leave out:
 // o += A v.
 //
-// grid    as for_exact_chunks wants it
+// grid    as for_strong_chunks wants it
 // reads   q, k, g [B, T, H, K], v, o [B, T, H, V], tiers
 // writes  o [B, T, H, V], and A of operands that forward has kept
 // The scores are those of forward steps 3 and 4 and stay in shared memory. Accumulation is fp32; o
 // is rounded once more.
-#include "../device/launch.cuh"
-#include "dependent_launch.cuh"
-#include "exact_intra.cuh"
-#include "sm90.h"
+#include "cuda/device/launch.cuh"
+#include "cuda/sm90/sm90.h"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "intra.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
+namespace strong::output {
 
 union Shared {
-  ExactScores scores;
+  StrongScores scores;
   struct {
-    bf16 A[kTile * ExactScores::kPitchX];  // where `scores` has them
-    bf16 v[kTile * ExactScores::kPitchX];  // [token][V]
+    bf16 A[kTile * StrongScores::kPitchX];  // where `scores` has them
+    bf16 v[kTile * StrongScores::kPitchX];  // [token][V]
   } operands;
 };
 
-// kKeeps: operands are kept.
-template <bool kKeeps>
-__global__ void __launch_bounds__(kThreads, 2) exact_output_kernel(Problem p) {
+// kForBackward: operands are kept.
+template <bool kForBackward>
+__global__ void __launch_bounds__(kThreads, 2) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
-  constexpr int kPitchX = ExactScores::kPitchX;
+  constexpr int kPitchX = StrongScores::kPitchX;
   __shared__ __align__(16) Shared s;
   __shared__ Chunk chunk;
-  for_exact_chunks(p, chunk, [&] {
+  for_strong_chunks(p, chunk, [&] {
     s.scores.make(p, chunk);
-    if constexpr (kKeeps) write_operand_scores(p, chunk, s.scores.A);
+    if constexpr (kForBackward) write_prepared_A(p, chunk, s.scores.A);
     const WarpTile<kTile> warp;
     bf16* o = rows_at<bf16>(p.o, chunk);
     for (int first_v = 0; first_v < p.V; first_v += kTile) {
@@ -67,16 +67,16 @@ __global__ void __launch_bounds__(kThreads, 2) exact_output_kernel(Problem p) {
 #endif
 }
 
-}  // namespace
+}  // namespace strong::output
 
-void strong_output(const Problem& p, cudaStream_t stream) {
-  const int64_t blocks = exact_grid(p, 1);
-  if (blocks > 0) launch_dependent(exact_output_kernel<false>, blocks, kThreads, 0, stream, p);
+void launch_strong_output(const Problem& p, cudaStream_t stream) {
+  const int64_t blocks = strong_grid(p, 1);
+  if (blocks > 0) launch_dependent(strong::output::kernel<false>, blocks, kThreads, 0, stream, p);
 }
 
-void strong_output_for_backward(const Problem& p, cudaStream_t stream) {
-  const int64_t blocks = exact_grid(p, 1);
-  if (blocks > 0) launch_dependent(exact_output_kernel<true>, blocks, kThreads, 0, stream, p);
+void launch_strong_output_for_backward(const Problem& p, cudaStream_t stream) {
+  const int64_t blocks = strong_grid(p, 1);
+  if (blocks > 0) launch_dependent(strong::output::kernel<true>, blocks, kThreads, 0, stream, p);
 }
 
 }  // namespace gla_ext::cuda::sm90

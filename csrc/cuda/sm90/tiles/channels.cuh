@@ -1,13 +1,11 @@
-// A chunk's rows in registers, a thread a pair of key channels in a part of the tokens, and the
-// sums of their gates.
+// A chunk's rows in registers, a thread a pair of key channels in a sub-chunk of the tokens, and
+// the sums of their gates.
 #pragma once
 
-#include "../device/gates.cuh"
+#include "cuda/device/gates.cuh"
 #include "tiles.cuh"
 
 namespace gla_ext::cuda::sm90 {
-
-constexpr int kParts = kSubChunks;  // of a chunk's tokens, where a thread has a part
 
 // threadIdx.x, read anew: what follows from it takes no registers while products run.
 __device__ __forceinline__ int thread_index() {
@@ -56,21 +54,21 @@ __device__ __forceinline__ int swizzled_float(int row, int column) {
 // Exponents of a channel's operands: q^ = q 2^(b - from), k^ = k 2^(to - b).
 struct References {
   float from, to;
-  __device__ __forceinline__ References(float b_last, bool exact)
-      : from(exact ? 0.f : reference_of(b_last)), to(exact ? b_last : from) {}
+  __device__ __forceinline__ References(float b_last, bool strong)
+      : from(strong ? 0.f : reference_of(b_last)), to(strong ? b_last : from) {}
 };
 
-// A thread has a pair of channels in a part of the tokens.
+// A thread has a pair of channels in a sub-chunk.
 template <int kGroups>
-struct Pair {
+struct ChannelPair {
   int channel, first;  // key channel, token
-  int part;
+  int sub_chunk;
 
-  __device__ __forceinline__ Pair() : Pair(thread_index()) {}
-  __device__ __forceinline__ explicit Pair(int thread)
+  __device__ __forceinline__ ChannelPair() : ChannelPair(thread_index()) {}
+  __device__ __forceinline__ explicit ChannelPair(int thread)
       : channel(2 * (thread % (kGroups * kTile / 2))),
         first(thread / (kGroups * kTile / 2) * static_cast<int>(kSubChunk)),
-        part(thread / (kGroups * kTile / 2)) {}
+        sub_chunk(thread / (kGroups * kTile / 2)) {}
   // Byte offset in the tiles of q^, k^ and k_out.
   __device__ __forceinline__ int offset(int token) const {
     return channel / kTile * kTileBytes + swizzled(token, channel % kTile / 8) + channel % 8 * 2;
@@ -79,14 +77,14 @@ struct Pair {
 
 // The pair's elements of a row a token, as they lie in memory, on their way.
 template <class T>
-struct PairColumn {
+struct ChannelPairColumn {
   using Word = std::conditional_t<sizeof(T) == 4, float2, uint32_t>;
   Word x[kSubChunk];
 
-  PairColumn() = default;
+  ChannelPairColumn() = default;
 
-  __device__ __forceinline__ PairColumn(const Rows& r, const Problem& p, const Chunk& chunk,
-                                        int first, int channel) {
+  __device__ __forceinline__ ChannelPairColumn(const Rows& r, const Problem& p, const Chunk& chunk,
+                                               int first, int channel) {
     const T* at = rows_at<const T>(r, chunk) + token_offset(r, first) + channel;
 #pragma unroll
     for (int i = 0; i < kSubChunk; ++i, at += r.stride_t)
@@ -99,27 +97,27 @@ struct PairColumn {
 __device__ __forceinline__ float2 to_log2(float2 g) {
   return make_float2(cuda::to_log2(g.x), cuda::to_log2(g.y));
 }
-// The pair's b before its part of the tokens, and after the last.
+// The pair's b before its sub-chunk, and after the last.
 struct Cumsum {
   float2 b = make_float2(0.f, 0.f), last = b;
 };
 template <class Gate, int kGroups>
-__device__ __forceinline__ void sum_gates(float (&sums)[kParts][kGroups * kTile],
-                                          const PairColumn<Gate>& gates,
-                                          const Pair<kGroups>& pair) {
+__device__ __forceinline__ void sum_gates(float (&sums)[kSubChunks][kGroups * kTile],
+                                          const ChannelPairColumn<Gate>& gates,
+                                          const ChannelPair<kGroups>& pair) {
   float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
   for (int i = 0; i < kSubChunk; ++i) sum = sum + to_log2(gates[i]);
-  pair_at(sums[pair.part], pair.channel) = sum;
+  pair_at(sums[pair.sub_chunk], pair.channel) = sum;
 }
 template <int kGroups>
-__device__ __forceinline__ Cumsum cumsum(const float (&sums)[kParts][kGroups * kTile],
-                                         const Pair<kGroups>& pair) {
+__device__ __forceinline__ Cumsum cumsum(const float (&sums)[kSubChunks][kGroups * kTile],
+                                         const ChannelPair<kGroups>& pair) {
   Cumsum c;
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const float2 x = pair_at(sums[part], pair.channel);
-    if (part < pair.part) c.b = c.b + x;
+  for (int sub = 0; sub < kSubChunks; ++sub) {
+    const float2 x = pair_at(sums[sub], pair.channel);
+    if (sub < pair.sub_chunk) c.b = c.b + x;
     c.last = c.last + x;
   }
   return c;

@@ -45,11 +45,11 @@ __device__ __forceinline__ void split_gates(unsigned char* place) {
 // is 32 or 64.
 template <class Gate, int kColumns>
 __device__ __forceinline__ void clamp_gates(unsigned char* tile, int first, int thread) {
-  constexpr int kParts = kColumns / 8, kRowsEach = kGroupThreads / kParts;
+  constexpr int kVecs = kColumns / 8, kRowsEach = kGroupThreads / kVecs;
 #pragma unroll
   for (int i = 0; i < kTile / kRowsEach; ++i) {
     unsigned char* place =
-        tile + swizzled(thread / kParts + i * kRowsEach, first / 8 + thread % kParts);
+        tile + swizzled(thread / kVecs + i * kRowsEach, first / 8 + thread % kVecs);
     if constexpr (kGateTiles<Gate> == 1)
       clamp_gates(reinterpret_cast<uint4*>(place));
     else

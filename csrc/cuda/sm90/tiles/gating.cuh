@@ -1,13 +1,12 @@
-// What producers of the forward sweeps and of paired_states.cu do with a chunk whose gates are
+// What producers of the forward sweeps and of states/cluster.cu do with a chunk whose gates are
 // there: q^, k^ and A in place, and the state's factors.
 #pragma once
 
-#include "../../device/gates.cuh"
-#include "../cumsum.cuh"
+#include "cuda/device/gates.cuh"
+#include "cumsum.cuh"
 #include "scores.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
 
 constexpr int kProducerBarrier = 1;  // of a producer, two of them
 
@@ -18,7 +17,7 @@ struct GatedChunk {
   // Factors of the state's key channels: 2^r as it enters; before the product, 1 or 2^b_C;
   // 2^(b_C - r) as it leaves.
   float *enter, *middle, *leave;
-  int* exact;          // whether the chunk is outside tier 1
+  int* strong;         // whether the chunk has strong gates
   float* b_last;       // log2 units
   float2* references;  // q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
 };
@@ -50,9 +49,9 @@ struct Gating {
     gate_operands(chunk, scale, between);
     float A[kColumns / 2];
     begin_scores<K, kColumns>(A, chunk.q, chunk.k, first);
-    const bool exact = __any_sync(0xffffffffu, *chunk.exact);
+    const bool strong = __any_sync(0xffffffffu, *chunk.strong);
     wait_for_products<0>();
-    place_scores<kColumns>(chunk.g, A, exact, first, thread);
+    place_scores<kColumns>(chunk.g, A, strong, first, thread);
   }
   // All but A.
   template <class Between>
@@ -63,7 +62,7 @@ struct Gating {
     whole();  // q^ and k^ are written, the gates read
     between.ready();
   }
-  // k^ and the factors alone; `exact` is then whether a channel is out of range, whatever its
+  // k^ and the factors alone; `strong` is then whether a channel is out of range, whatever its
   // tokens: all that the state asks.
   template <class Between>
   __device__ __forceinline__ void gate_keys(const GatedChunk& chunk, const Between& between) const {
@@ -74,8 +73,8 @@ struct Gating {
   template <bool kQueries, class Between>
   __device__ __forceinline__ void gate_rows(const GatedChunk& chunk, float scale,
                                             const Between& between) const {
-    if (thread == 0 && first == 0) *chunk.exact = 0;
-    whole();  // the rows are there, `exact` is cleared
+    if (thread == 0 && first == 0) *chunk.strong = 0;
+    whole();  // the rows are there, `strong` is cleared
     between.begin();
 #pragma unroll
     for (int tile = 0; tile < K / 64; ++tile)
@@ -89,13 +88,13 @@ struct Gating {
   // The references of a channel and what they are to the state.
   __device__ __forceinline__ void set_channel(const GatedChunk& chunk, int channel) const {
     const float b_last = chunk.b_last[channel];
-    const bool exact = !(fabsf(b_last) <= kTierRange);
-    const float from = exact ? 0.f : reference_of(b_last), to = exact ? b_last : from;
+    const bool strong = !(fabsf(b_last) <= kTierRange);
+    const float from = strong ? 0.f : reference_of(b_last), to = strong ? b_last : from;
     chunk.references[channel] = make_float2(from, to - from);
     chunk.enter[channel] = exp2_ftz(from);
-    chunk.middle[channel] = exact ? exp2_ftz(b_last) : 1.f;
-    chunk.leave[channel] = exact ? 1.f : exp2_ftz(b_last - from);
-    if (exact) *chunk.exact = 1;
+    chunk.middle[channel] = strong ? exp2_ftz(b_last) : 1.f;
+    chunk.leave[channel] = strong ? 1.f : exp2_ftz(b_last - from);
+    if (strong) *chunk.strong = 1;
   }
 
   // k^, and q^ if kQueries, of a tile's channels.
@@ -149,9 +148,8 @@ struct Gating {
         fragments.store(tile_k, first / 16 + batch + i, k[i]);
       }
     }
-    if (out) *chunk.exact = 1;
+    if (out) *chunk.strong = 1;
   }
 };
 
-}  // namespace
 }  // namespace gla_ext::cuda::sm90

@@ -1,10 +1,9 @@
 // Accumulators in bf16 from the registers of a warp to memory, by way of no shared memory.
 #pragma once
 
-#include "pairs.cuh"
+#include "channels.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
 
 // Of four lanes, a word of each: lane t is left with word t of all four, in the lanes' order.
 __device__ __forceinline__ void turn_quad(uint32_t (&words)[4], int thread) {
@@ -79,5 +78,4 @@ class LaneRows {
   uint32_t words_[kColumns / 32][2][4];  // 32 columns, a row or the eighth behind it, 8 columns
 };
 
-}  // namespace
 }  // namespace gla_ext::cuda::sm90

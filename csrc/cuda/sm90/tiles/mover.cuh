@@ -1,7 +1,7 @@
 // Tiles of 64 columns and rows in memory, 16 bytes a thread.
 #pragma once
 
-#include "pairs.cuh"
+#include "channels.cuh"
 
 namespace gla_ext::cuda::sm90 {
 

@@ -1,7 +1,7 @@
 // Products of tiles by all warpgroups of a block, each with its share of the columns.
 #pragma once
 
-#include "pairs.cuh"
+#include "channels.cuh"
 
 namespace gla_ext::cuda::sm90 {
 

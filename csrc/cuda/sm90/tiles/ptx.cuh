@@ -2,7 +2,7 @@
 // memory, fences.
 #pragma once
 
-#include "../device/mma.cuh"
+#include "cuda/device/mma.cuh"
 
 namespace gla_ext::cuda::sm90 {
 

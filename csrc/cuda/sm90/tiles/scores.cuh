@@ -2,10 +2,9 @@
 // 64 columns, from `first` on.
 #pragma once
 
-#include "../tiles.cuh"
+#include "tiles.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
 
 // Issues the products. q, k: [token][K].
 template <int K, int kColumns>
@@ -26,7 +25,7 @@ __device__ __forceinline__ void begin_scores(float (&A)[kColumns / 2], const uns
 // tier 1. thread: of the warpgroup.
 template <int kColumns>
 __device__ __forceinline__ void place_scores(unsigned char* tile, const float (&A)[kColumns / 2],
-                                             bool exact, int first, int thread) {
+                                             bool strong, int first, int thread) {
   const Fragments fragments;
   const int row = thread / 32 * 16 + thread % 32 / 4, column = first + thread % 4 * 2;
 #pragma unroll
@@ -35,12 +34,11 @@ __device__ __forceinline__ void place_scores(unsigned char* tile, const float (&
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const int j = 2 * i + x / 2, e = x % 2, below = row + 8 * e - (8 * j + column);
-      words[x] = pack(!exact && below >= 0 ? A[4 * j + 2 * e] : 0.f,
-                      !exact && below >= 1 ? A[4 * j + 2 * e + 1] : 0.f);
+      words[x] = pack(!strong && below >= 0 ? A[4 * j + 2 * e] : 0.f,
+                      !strong && below >= 1 ? A[4 * j + 2 * e + 1] : 0.f);
     }
     fragments.store(shared_address(tile), first / 16 + i, words);
   }
 }
 
-}  // namespace
 }  // namespace gla_ext::cuda::sm90

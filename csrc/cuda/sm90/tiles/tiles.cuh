@@ -2,9 +2,9 @@
 // copies that fill them.
 #pragma once
 
-#include "../device/tile.cuh"
+#include "cuda/device/tile.cuh"
+#include "cuda/sm90/segments/segment.cuh"
 #include "ptx.cuh"
-#include "segment.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
@@ -65,8 +65,8 @@ class RowCopier {
  public:
   __device__ __forceinline__ RowCopier(const Rows& r, int32_t stride_t, const Segment& segment,
                                        int chunk, int thread, int first, int columns)
-      : stride_(stride_t), row_(thread / kParts) {
-    const int part = thread % kParts;
+      : stride_(stride_t), row_(thread / kVecs) {
+    const int part = thread % kVecs;
     inside_ = first + kEach * part < columns;
     p_ = rows_at<const T>(r, segment.row, segment.token_of(chunk), segment.head) + stride_ * row_ +
          first + kEach * part;
@@ -93,7 +93,7 @@ class RowCopier {
 
  private:
   static constexpr int kEach = 16 / sizeof(T);  // columns
-  static constexpr int kParts = kTiles * kTile / kEach, kRowsEach = kThreads / kParts;
+  static constexpr int kVecs = kTiles * kTile / kEach, kRowsEach = kThreads / kVecs;
   static_assert(kEach == 8 || kTiles == 1);
   static_assert(kTile % kRowsEach == 0, "every thread copies as many parts");
   static_assert(kRowsEach % 8 == 0, "rows of a thread are swizzled alike");

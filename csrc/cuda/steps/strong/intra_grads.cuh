@@ -3,7 +3,7 @@
 // inside a sub-chunk a running product of decays goes down the tokens, which a reset makes 0.
 #pragma once
 
-#include "gates.cuh"
+#include "cuda/device/gates.cuh"
 
 namespace gla_ext::cuda {
 
@@ -12,7 +12,7 @@ template <class Op>
 constexpr int kColumns = sizeof(Op) == 2 ? 64 : 32;
 
 template <class Op>
-struct ExactTiles {
+struct StrongTiles {
   float q[kTile][kColumns<Op>];           // q decayed from its sub-chunk's start
   float k[kTile][kColumns<Op>];           // k decayed to its sub-chunk's end
   float decay[kSubChunks][kColumns<Op>];  // of a whole sub-chunk
@@ -46,7 +46,7 @@ __device__ __forceinline__ void row_of_dA(float (&x)[kSubChunk], const Op* s_dA,
 // The pairs inside a sub-chunk, one by one, added to what other sub-chunks gave; dq and dk are
 // written, db is left.
 template <class Op, class In, class Gates>
-__device__ __forceinline__ void pairs(ExactTiles<Op>& s, float (&dq)[kSubChunk],
+__device__ __forceinline__ void pairs(StrongTiles<Op>& s, float (&dq)[kSubChunk],
                                       float (&dk)[kSubChunk], float (&db)[kSubChunk],
                                       const Op* s_dA, const Problem& p, const Chunk& chunk, int sub,
                                       int column, int channel) {
@@ -109,8 +109,8 @@ __device__ __forceinline__ void pairs(ExactTiles<Op>& s, float (&dq)[kSubChunk],
 
 // Gates: GateColumn, or FusedGateColumn.
 template <class Op, class In, class Gates = GateColumn>
-__device__ __forceinline__ void exact(ExactTiles<Op>& s, const Op* s_dA, const Problem& p,
-                                      const Chunk& chunk, int first) {
+__device__ __forceinline__ void strong(StrongTiles<Op>& s, const Op* s_dA, const Problem& p,
+                                       const Chunk& chunk, int first) {
   constexpr int kC = static_cast<int>(kSubChunk);
   const int column = static_cast<int>(threadIdx.x) % kColumns<Op>, channel = first + column;
   const int sub = static_cast<int>(threadIdx.x) / kColumns<Op>, token = sub * kC;

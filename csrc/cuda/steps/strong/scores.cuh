@@ -2,7 +2,7 @@
 // sub-chunks, the diagonal blocks element by element.
 #pragma once
 
-#include "gates.cuh"
+#include "cuda/device/gates.cuh"
 
 namespace gla_ext::cuda {
 
@@ -133,7 +133,7 @@ __host__ __device__ constexpr int first_row(int block) {
 
 // Both together, whole scores of bf16 inputs, by kThreads threads. The blocks off the diagonal are
 // those of add_anchored: here q^ is written once for all of them, and each of the six has a warp.
-struct ExactScores {
+struct StrongScores {
   static constexpr int kPitchX = kPitch<bf16, kTile>;
   static constexpr int kC = static_cast<int>(kSubChunk);
   bf16 A[kTile * kPitchX];  // [token][token]

@@ -15,20 +15,10 @@
 //         values do, v, bv (bv_suffix), gv and step 6's outputs of their side
 // writes  dq, dk and, where there are gates, dg [B, T, H, K]; dv, dgv [B, T, H, V]
 // Accumulation, dg and dgv are fp32; kValues values or kKeys keys at a time.
-#include "../device/merge.cuh"
+#include "cuda/steps/merge.cuh"
 
 namespace gla_ext::cuda {
 namespace {
-
-template <Access kAccess, class In>
-__global__ void __launch_bounds__(kThreads, 2) merge_keys(Problem p, Problem values) {
-  using Op = Operand<In>;
-  __shared__ __align__(16) MergeShared<ProductTiles<Op>> s;
-  merge_block<kAccess, In>(s, p, [&](auto& acc_q, auto& acc_k, const Chunk& chunk, int first) {
-    multiply<kAccess, Op, In, /*kValueGated=*/true>(acc_q, acc_k, s.products, s.w, p, chunk, first,
-                                                    &values.b);
-  });
-}
 
 template <class Op>
 constexpr int kKeys = kValues<Op>;  // key channels at a time, for the same reason
@@ -109,29 +99,43 @@ __device__ __forceinline__ void multiply_keys(float (&acc_o)[2][2][4], float (&a
   s_w[column] = w;
 }
 
+}  // namespace
+
+namespace steps {
+
 template <Access kAccess, class In>
-__global__ void __launch_bounds__(kThreads, 2) merge_values(Problem p, Problem values) {
+__global__ void __launch_bounds__(kThreads, 2) merge_key_grads(Problem p, Problem value_side) {
+  using Op = Operand<In>;
+  __shared__ __align__(16) MergeShared<ProductTiles<Op>> s;
+  merge_block<kAccess, In>(s, p, [&](auto& acc_q, auto& acc_k, const Chunk& chunk, int first) {
+    multiply<kAccess, Op, In, /*kValueGated=*/true>(acc_q, acc_k, s.products, s.w, p, chunk, first,
+                                                    &value_side.b);
+  });
+}
+
+template <Access kAccess, class In>
+__global__ void __launch_bounds__(kThreads, 2) merge_value_grads(Problem p, Problem value_side) {
   using Op = Operand<In>;
   __shared__ __align__(16) MergeShared<KeyTiles<Op>> s;
   merge_block<kAccess, In, /*kOfValues=*/true>(
-      s, values, [&](auto& acc_o, auto& acc_v, const Chunk& chunk, int first) {
+      s, value_side, [&](auto& acc_o, auto& acc_v, const Chunk& chunk, int first) {
         multiply_keys<kAccess, In>(acc_o, acc_v, s.products, s.w, p, chunk, first);
       });
 }
 
-}  // namespace
+}  // namespace steps
 
-void merge_key_grads(const Problem& p, const Problem& values, cudaStream_t stream) {
-  with_gated_access(p, values, [&](auto type, auto access) {
-    launch(merge_keys<decltype(access)::value, typename decltype(type)::type>,
-           chunk_heads(p) * blocks_of(p.K, kTile), kThreads, p, values, stream);
+void launch_merge_key_grads(const Problem& p, const Problem& value_side, cudaStream_t stream) {
+  with_gated_access(p, value_side, [&](auto type, auto access) {
+    launch(steps::merge_key_grads<decltype(access)::value, typename decltype(type)::type>,
+           chunk_heads(p) * blocks_of(p.K, kTile), kThreads, p, value_side, stream);
   });
 }
 
-void merge_value_grads(const Problem& p, const Problem& values, cudaStream_t stream) {
-  with_gated_access(p, values, [&](auto type, auto access) {
-    launch(merge_values<decltype(access)::value, typename decltype(type)::type>,
-           chunk_heads(p) * blocks_of(p.V, kTile), kThreads, p, values, stream);
+void launch_merge_value_grads(const Problem& p, const Problem& value_side, cudaStream_t stream) {
+  with_gated_access(p, value_side, [&](auto type, auto access) {
+    launch(steps::merge_value_grads<decltype(access)::value, typename decltype(type)::type>,
+           chunk_heads(p) * blocks_of(p.V, kTile), kThreads, p, value_side, stream);
   });
 }
 

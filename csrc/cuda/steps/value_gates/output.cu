@@ -10,8 +10,8 @@
 // reads   q, b [B, T, H, K], A [B, T, H, C], S of the chunk, v, gv [B, T, H, V]
 // writes  o [B, T, H, V]
 // Accumulation is fp32: the state first, 64 key channels at a time, then the scores.
-#include "../device/chunk_product.cuh"
-#include "../device/intra_exact.cuh"
+#include "cuda/steps/chunk_product.cuh"
+#include "cuda/steps/strong/intra_grads.cuh"
 
 namespace gla_ext::cuda {
 namespace {
@@ -67,13 +67,14 @@ __device__ __forceinline__ void state_part(float (&acc)[2][2][4], OutputTiles<Op
 
 // This thread's 16 tokens of one value channel into the anchored tile, for every I behind them.
 template <class In>
-__device__ __forceinline__ void anchor_values(OutputTiles<Operand<In>>& s, const Problem& values,
-                                              const Chunk& chunk, int first_v) {
+__device__ __forceinline__ void anchor_values(OutputTiles<Operand<In>>& s,
+                                              const Problem& value_side, const Chunk& chunk,
+                                              int first_v) {
   using Op = Operand<In>;
   const int column = static_cast<int>(threadIdx.x) % kTile;
   const int sub = static_cast<int>(threadIdx.x) / kTile, token = sub * kC;
-  const GateColumn gates(values, chunk, token, first_v + column);
-  const Column<In> v(values.k, chunk, token, first_v + column, values.K);
+  const GateColumn gates(value_side, chunk, token, first_v + column);
+  const Column<In> v(value_side.k, chunk, token, first_v + column, value_side.K);
 #pragma unroll
   for (int I = 1; I < kSubChunks; ++I) {
     if (I <= sub) continue;
@@ -83,7 +84,7 @@ __device__ __forceinline__ void anchor_values(OutputTiles<Operand<In>>& s, const
 #pragma unroll
     for (int i = kC - 1; i >= 0; --i) {
       to[i * OutputTiles<Op>::kPitchX] =
-          to_operand<Op>(v.x[i] * exp2_ftz(behind), takes_tf32<In>(values));
+          to_operand<Op>(v.x[i] * exp2_ftz(behind), takes_tf32<In>(value_side));
       behind += gates.x[i];
     }
   }
@@ -93,12 +94,12 @@ __device__ __forceinline__ void anchor_values(OutputTiles<Operand<In>>& s, const
 // pairs inside it.
 template <class In>
 __device__ __forceinline__ void finish_output(const OutputTiles<Operand<In>>& s, const Problem& p,
-                                              const Problem& values, const Chunk& chunk,
+                                              const Problem& value_side, const Chunk& chunk,
                                               int first_v) {
   const int column = static_cast<int>(threadIdx.x) % kTile, channel = first_v + column;
   const int token = static_cast<int>(threadIdx.x) / kTile * kC;
-  const GateColumn gates(values, chunk, token, channel);
-  const Column<In> v(values.k, chunk, token, channel, values.K);
+  const GateColumn gates(value_side, chunk, token, channel);
+  const Column<In> v(value_side.k, chunk, token, channel, value_side.K);
   In* out = rows_at<In>(p.o, chunk) + channel;
   float carried[kC], prefix = 0;  // v_j times the decays from j to i
 #pragma unroll
@@ -115,14 +116,17 @@ __device__ __forceinline__ void finish_output(const OutputTiles<Operand<In>>& s,
     }
     carried[i] = v.x[i];
     o += A[i] * v.x[i];
-    if (token + i < chunk.length && channel < values.K)
+    if (token + i < chunk.length && channel < value_side.K)
       out[token_offset(p.o, token + i)] = from_float<In>(o);
   }
 }
 
+}  // namespace
+
+namespace steps {
+
 template <Access kAccess, class In>
-__global__ void __launch_bounds__(kThreads, 2)
-    value_gated_output_kernel(Problem p, Problem values) {
+__global__ void __launch_bounds__(kThreads, 2) value_gated_output(Problem p, Problem value_side) {
   using Op = Operand<In>;
   constexpr int kPitchX = OutputTiles<Op>::kPitchX;
   __shared__ __align__(16) OutputTiles<Op> s;
@@ -135,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   {
     const int column = static_cast<int>(threadIdx.x) % kTile;
     const int sub = static_cast<int>(threadIdx.x) / kTile;
-    s.sums[sub][column] = GateColumn(values, chunk, sub * kC, first_v + column).sum();
+    s.sums[sub][column] = GateColumn(value_side, chunk, sub * kC, first_v + column).sum();
   }
   float acc[2][2][4];  // [token, V]; the 16 rows of acc[m] are a sub-chunk
   clear(acc);
@@ -146,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     scores.load(p, chunk);
     scores.store(s.a);
   }
-  anchor_values<In>(s, values, chunk, first_v);
+  anchor_values<In>(s, value_side, chunk, first_v);
   __syncthreads();  // the scores and the anchored values are written
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
@@ -159,15 +163,15 @@ __global__ void __launch_bounds__(kThreads, 2)
   __syncthreads();  // the anchored values are read
   store_product<kTile>(s.rows, acc);
   __syncthreads();  // the rows are written
-  finish_output<In>(s, p, values, chunk, first_v);
+  finish_output<In>(s, p, value_side, chunk, first_v);
 }
 
-}  // namespace
+}  // namespace steps
 
-void value_gated_output(const Problem& p, const Problem& values, cudaStream_t stream) {
-  with_gated_access(p, values, [&](auto type, auto access) {
-    launch(value_gated_output_kernel<decltype(access)::value, typename decltype(type)::type>,
-           chunk_heads(p) * blocks_of(p.V, kTile), kThreads, p, values, stream);
+void launch_value_gated_output(const Problem& p, const Problem& value_side, cudaStream_t stream) {
+  with_gated_access(p, value_side, [&](auto type, auto access) {
+    launch(steps::value_gated_output<decltype(access)::value, typename decltype(type)::type>,
+           chunk_heads(p) * blocks_of(p.V, kTile), kThreads, p, value_side, stream);
   });
 }
 

@@ -3,36 +3,50 @@
 //   S' = 2^b_C S 2^bv_C + (k 2^(b_C - b))^T v_out        dS = 2^b_C dS' 2^bv_C + (scale q 2^b)^T
 //   do_in
 //
-// The sweeps of state_sweep.cuh, whose columns decay too. v_out and do_in come from value_operands.
-#include "../device/state_sweep.cuh"
+// The sweeps of state_sweep.cuh, whose columns decay too. v_out and do_in come from gate_values.
+#include "cuda/steps/state_sweep.cuh"
 
 namespace gla_ext::cuda {
 namespace {
 
 template <Access kAccess, class In, Sweep kSweep>
-__global__ void __launch_bounds__(kThreads, 2) value_gated_sweep(Problem p, Problem values) {
+__device__ __forceinline__ void value_gated_sweep(const Problem& p, const Problem& value_side) {
   __shared__ SweepShared<kAccess, In, kTile> shared;
   __shared__ float s_columns[kTile];
-  sweep<kAccess, In, kTile, kSweep, /*kValueGated=*/true>(shared, p, blockIdx.x, &values.b,
+  sweep<kAccess, In, kTile, kSweep, /*kValueGated=*/true>(shared, p, blockIdx.x, &value_side.b,
                                                           s_columns);
-}
-
-template <Sweep kSweep>
-void launch_sweep(const Problem& p, const Problem& values, cudaStream_t stream) {
-  with_gated_access(p, values, [&](auto type, auto access) {
-    launch(value_gated_sweep<decltype(access)::value, typename decltype(type)::type, kSweep>,
-           sweep_blocks<kTile>(p), kThreads, p, values, stream);
-  });
 }
 
 }  // namespace
 
-void value_gated_states(const Problem& p, const Problem& values, cudaStream_t stream) {
-  launch_sweep<Sweep::kStates>(p, values, stream);
+namespace steps {
+
+template <Access kAccess, class In>
+__global__ void __launch_bounds__(kThreads, 2) value_gated_states(Problem p, Problem value_side) {
+  value_gated_sweep<kAccess, In, Sweep::kStates>(p, value_side);
 }
 
-void value_gated_state_grads(const Problem& p, const Problem& values, cudaStream_t stream) {
-  launch_sweep<Sweep::kStateGrads>(p, values, stream);
+template <Access kAccess, class In>
+__global__ void __launch_bounds__(kThreads, 2)
+    value_gated_state_grads(Problem p, Problem value_side) {
+  value_gated_sweep<kAccess, In, Sweep::kStateGrads>(p, value_side);
+}
+
+}  // namespace steps
+
+void launch_value_gated_states(const Problem& p, const Problem& value_side, cudaStream_t stream) {
+  with_gated_access(p, value_side, [&](auto type, auto access) {
+    launch(steps::value_gated_states<decltype(access)::value, typename decltype(type)::type>,
+           sweep_blocks<kTile>(p), kThreads, p, value_side, stream);
+  });
+}
+
+void launch_value_gated_state_grads(const Problem& p, const Problem& value_side,
+                                    cudaStream_t stream) {
+  with_gated_access(p, value_side, [&](auto type, auto access) {
+    launch(steps::value_gated_state_grads<decltype(access)::value, typename decltype(type)::type>,
+           sweep_blocks<kTile>(p), kThreads, p, value_side, stream);
+  });
 }
 
 }  // namespace gla_ext::cuda

@@ -1,25 +1,24 @@
-// What a consumer of forward.cu and narrow_forward.cu does.
+// What a consumer of forward/fused and forward/small.cu does.
 #pragma once
 
-#include "../pairs.cuh"
+#include "cuda/sm90/tiles/channels.cuh"
 #include "multiply.cuh"
 #include "output.cuh"
 #include "passage.cuh"
 #include "shared.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::forward {
 
 // before: chunks of the block's segments before.
-template <int K, int kConsumers, int kPieces, class Gate>
-__device__ __forceinline__ void consume(Unit<K, kConsumers, kPieces, Gate>& s, const Problem& p,
+template <int K, int kConsumers, int kItems, class Gate>
+__device__ __forceinline__ void consume(Unit<K, kConsumers, kItems, Gate>& s, const Problem& p,
                                         const Segment& segment, int before, int group,
                                         int block_v) {
   const int first_v = block_v + kTile * group;
   if (segment.tail) return write_tail(p, segment, first_v);
   const bool writes_tiers = first_v == 0 && threadIdx.x % kGroupThreads == 0;
   // Read anew where there are several segments: what follows takes no registers between.
-  const auto thread = [] { return kPieces > 1 ? thread_index() : static_cast<int>(threadIdx.x); };
+  const auto thread = [] { return kItems > 1 ? thread_index() : static_cast<int>(threadIdx.x); };
   State<K> state;
   state.load(p, segment, first_v, thread());
   Passage<K> passage(s.pass[group]);
@@ -27,11 +26,11 @@ __device__ __forceinline__ void consume(Unit<K, kConsumers, kPieces, Gate>& s, c
     const int number = before + chunk, stage = number % s.kStages;
     auto& tiles = s.stages[stage];
     wait(&s.full[stage], static_cast<uint32_t>(number / s.kStages) & 1);
-    const bool exact = __any_sync(0xffffffffu, s.exact[stage]);
+    const bool strong = __any_sync(0xffffffffu, s.strong[stage]);
     passage.enter(group, s.enter[stage], s.leave[stage]);
-    if (s.kAhead && chunk < segment.prefix) {
+    if (s.kAhead && chunk < segment.replayed) {
       state.pass(s.pass[group]);
-      if (exact) state.scale(s.middle[stage]);
+      if (strong) state.scale(s.middle[stage]);
       const ValueOperand<false> v(tiles.v + group * kTileBytes);
       begin_products();
       multiply_keys(state, v, tiles.k);
@@ -44,16 +43,16 @@ __device__ __forceinline__ void consume(Unit<K, kConsumers, kPieces, Gate>& s, c
     float o[32];  // [64 values][64 tokens]
     multiply_chunk<false>(o, state,
                           {tiles.q, tiles.k, tiles.g, tiles.v + group * kTileBytes, s.pass[group],
-                           s.middle[stage], exact});
+                           s.middle[stage], strong});
     wait_for_products<0>();
     if (chunk + 1 == segment.chunks) state.scale(s.leave[stage]);
     store_output(tiles.v + group * kTileBytes, o, group, p, segment, chunk, first_v);
     arrive(&s.empty[stage]);
     if (writes_tiers)
-      *reinterpret_cast<uint64_t*>(p.tiers + segment.chunk_head(p, chunk) * kMaxTierBlocks) = exact;
+      *reinterpret_cast<uint64_t*>(p.tiers + segment.chunk_head(p, chunk) * kMaxTierBlocks) =
+          strong;
   }
   state.store(p, segment, first_v, thread());
 }
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::forward

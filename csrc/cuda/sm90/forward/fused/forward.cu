@@ -7,7 +7,7 @@
 // and the state stays in registers.
 //
 // grid    (segment, head, 128 values); two producer and two consumer warpgroups. Heads of at most
-//         64 keys and 64 values with bf16 gates have narrow_forward.cu.
+//         64 keys and 64 values with bf16 gates have forward/small.cu.
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states; of chunks before the
 //         segment's own g, k and v alone
 // writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks], and, if they are there, operands [B,
@@ -19,23 +19,23 @@
 // that never leaves the registers; it multiplies by A, q^ and k^. Accumulation is fp32.
 //
 // A channel out of tier 1's range faces the state by q 2^b and k 2^(b_C - b), which are exact at
-// any gate; its chunk's A is left out, tiers says so, and exact_output.cu adds it.
-#include "../device/launch.cuh"
-#include "dependent_launch.cuh"
-#include "dynamic_shared.h"
-#include "forward/consume.cuh"
-#include "forward/produce.cuh"
-#include "sm90.h"
+// any gate; its chunk's A is left out, tiers says so, and strong/output.cu adds it.
+#include "consume.cuh"
+#include "cuda/device/dynamic_shared.h"
+#include "cuda/device/launch.cuh"
+#include "cuda/sm90/sm90.h"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "produce.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
+namespace forward::fused {
 
 template <int K, class Gate>
 using Block = SweepBlock<Unit<K, kGroups, 1, Gate>, kBlockThreads>;
 
-// kKeeps: operands are kept, of heads of more than 64 keys and at most 128 values.
-template <int K, class Gate, bool kKeeps>
-__global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
+// kForBackward: operands are kept, of heads of more than 64 keys and at most 128 values.
+template <int K, class Gate, bool kForBackward>
+__global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
@@ -43,11 +43,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
   const int v_blocks = blocks_of(p.V, s.unit.kValues);
   const int block_v = static_cast<int>(blockIdx.x % v_blocks) * s.unit.kValues;
   const Segment& segment = s.unit.segments[0];
-  start_block<1, kGroups, kKeeps>(s, s.unit.segments[0], p, blockIdx.x, v_blocks);
+  start_block<1, kGroups, kForBackward>(s, s.unit.segments[0], p, blockIdx.x, v_blocks);
   const int group = warpgroup();
   if (group < kGroups) {
     give_registers<96>();
-    if (!segment.tail) produce<kKeeps>(s.unit, s.triangle, p, group, block_v);
+    if (!segment.tail) produce<kForBackward>(s.unit, s.triangle, p, group, block_v);
   } else {
     take_registers<160>();
     consume(s.unit, p, segment, 0, group - kGroups, block_v);
@@ -55,11 +55,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1) forward_kernel(Problem p) {
 #endif
 }
 
-template <int K, class Gate = bf16, bool kKeeps = false>
-void launch_forward(const Problem& p, cudaStream_t stream) {
+template <int K, class Gate = bf16, bool kForBackward = false>
+void launch(const Problem& p, cudaStream_t stream) {
   using Shared = Block<K, Gate>;
   static_assert(fits_multiprocessor(1, sizeof(Shared)));
-  constexpr auto kKernel = forward_kernel<K, Gate, kKeeps>;
+  constexpr auto kKernel = kernel<K, Gate, kForBackward>;
   static const DynamicShared shared(kKernel, sizeof(Shared));
   const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, Unit<K, kGroups>::kValues);
   if (blocks == 0) return;
@@ -67,19 +67,19 @@ void launch_forward(const Problem& p, cudaStream_t stream) {
   launch_dependent(kKernel, blocks, kBlockThreads, sizeof(Shared), stream, p);
 }
 
-}  // namespace
+}  // namespace forward::fused
 
-void forward_fused(const Problem& p, cudaStream_t stream) {
+void launch_forward_fused(const Problem& p, cudaStream_t stream) {
   if (p.K > kTile)
-    launch_forward<kOperandKeys>(p, stream);
+    forward::fused::launch<kGroupKeys>(p, stream);
   else if (p.g.dtype == DType::kFloat)
-    launch_forward<kTile, float>(p, stream);
+    forward::fused::launch<kTile, float>(p, stream);
   else
-    launch_forward<kTile>(p, stream);
+    forward::fused::launch<kTile>(p, stream);
 }
 
-void forward_fused_for_backward(const Problem& p, cudaStream_t stream) {
-  launch_forward<kOperandKeys, bf16, true>(p, stream);
+void launch_forward_fused_for_backward(const Problem& p, cudaStream_t stream) {
+  forward::fused::launch<kGroupKeys, bf16, true>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

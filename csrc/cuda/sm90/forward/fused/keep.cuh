@@ -2,29 +2,28 @@
 // they have on chip anyway.
 #pragma once
 
-#include "../operands.cuh"
-#include "gating.cuh"
+#include "cuda/sm90/prepare/prepared.cuh"
+#include "cuda/sm90/tiles/gating.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::forward {
 
 // A chunk's operands, K of 65 to 128, when `Gating` is done with it and a barrier behind its fence.
 // By one thread; the chunk is still read when this returns.
 __device__ __forceinline__ void store_operands(unsigned char* out, const GatedChunk& chunk) {
   const auto store_factors = [&](Factor i, const float* factors) {
-    constexpr int kBytes = kOperandKeys * sizeof(float);
-    bulk_store(out + offsetof(OperandGroup, factors) + i * kBytes, factors, kBytes);
+    constexpr int kBytes = kGroupKeys * sizeof(float);
+    bulk_store(out + offsetof(KeyGroup, factors) + i * kBytes, factors, kBytes);
   };
-  bulk_store(out + offsetof(OperandGroup, q), chunk.q, sizeof(OperandGroup::q));
+  bulk_store(out + offsetof(KeyGroup, q), chunk.q, sizeof(KeyGroup::q));
   store_factors(kEnter, chunk.enter);
   store_factors(kMiddle, chunk.middle);
   store_factors(kLeave, chunk.leave);
   store_factors(kSum, chunk.b_last);
-  bulk_store(out + offsetof(OperandGroup, k), chunk.k, sizeof(OperandGroup::k));
-  bulk_store(out + offsetof(Operands<1>, A), chunk.g, sizeof(Operands<1>::A));
+  bulk_store(out + offsetof(KeyGroup, k), chunk.k, sizeof(KeyGroup::k));
+  bulk_store(out + offsetof(PreparedChunk<1>, A), chunk.g, sizeof(PreparedChunk<1>::A));
   commit_bulk_stores();
-  *reinterpret_cast<int4*>(out + offsetof(Operands<1>, exact)) = make_int4(*chunk.exact, 0, 0, 0);
+  *reinterpret_cast<int4*>(out + offsetof(PreparedChunk<1>, strong)) =
+      make_int4(*chunk.strong, 0, 0, 0);
 }
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::forward

@@ -4,8 +4,7 @@
 
 #include "state.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::forward {
 
 constexpr int kPartKeys = 32;
 using StateOperand = uint32_t[2][kPartKeys / 16][4];
@@ -82,7 +81,7 @@ struct MultipliedChunk {
   const unsigned char* v;          // [token][64 values]
   const float* pass;               // see `Passage`
   const float* middle;
-  bool exact;
+  bool strong;
 };
 
 // Ends with products on their way, the newest group that of the state, those before it of o.
@@ -98,7 +97,7 @@ __device__ __forceinline__ void multiply_chunk(float (&o)[32], State<K>& state,
   for (int i = 0; i < 4; ++i)
     v.template multiply<Contiguous::kSummed>(o, i, descriptor(A + kStepBytes * i, 0));
   commit_products();
-  if (chunk.exact) {
+  if (chunk.strong) {
     wait_for_products<0>();
     state.scale(chunk.middle);
   }
@@ -107,5 +106,4 @@ __device__ __forceinline__ void multiply_chunk(float (&o)[32], State<K>& state,
   commit_products();
 }
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::forward

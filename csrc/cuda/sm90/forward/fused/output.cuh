@@ -1,10 +1,9 @@
 // Rows of o as the forward sweeps write them.
 #pragma once
 
-#include "../sweep.cuh"
+#include "cuda/sm90/tiles/sweep.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::forward {
 
 constexpr int kConsumerBarrier = 3;  // of a consumer, two of them
 
@@ -91,5 +90,4 @@ __device__ __forceinline__ void write_tail(const Problem& p, const Segment& segm
     *reinterpret_cast<uint4*>(o + token * p.o.stride_t) = make_uint4(0, 0, 0, 0);
 }
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::forward

@@ -4,8 +4,7 @@
 #include "output.cuh"
 #include "state.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::forward {
 
 // A consumer's, whose state is multiplied once where chunks meet: by the factor by which it leaves
 // one times that by which it enters the next.
@@ -33,5 +32,4 @@ class Passage {
   float leave_ = 1.f;  // of this thread's channel, the chunk before
 };
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::forward

@@ -1,11 +1,10 @@
-// What a producer of forward.cu does.
+// What a producer of forward/fused does.
 #pragma once
 
 #include "keep.cuh"
 #include "shared.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::forward {
 
 // Asks for a chunk's rows as one is gated; the consumers have left their place long since.
 template <class Copy>
@@ -15,9 +14,9 @@ struct AskBetween : NothingBetween {
   __device__ __forceinline__ void await_rows() const { copy(chunk); }
 };
 
-// kKeeps: operands are kept. A stage is then empty when they have been read too, since its next
-// chunk is the other producer's.
-template <bool kKeeps, int K, class Gate>
+// kForBackward: operands are kept. A stage is then empty when they have been read too, since its
+// next chunk is the other producer's.
+template <bool kForBackward, int K, class Gate>
 __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const unsigned char* triangle,
                                         const Problem& p, int group, int block_v) {
   const Segment& segment = s.segments[0];
@@ -31,7 +30,7 @@ __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const unsi
         wait(&s.empty[stage], static_cast<uint32_t>(chunk / s.kStages - 1) & 1);
       auto& tiles = s.stages[stage];
       copy_rows<K / 64, kGroupThreads, Gate>(tiles.g, p.g, segment, chunk, thread, 0, p.K);
-      if (!s.kAhead || chunk >= segment.prefix)
+      if (!s.kAhead || chunk >= segment.replayed)
         copy_rows<K / 64, kGroupThreads>(tiles.q, p.q, segment, chunk, thread, 0, p.K);
       copy_rows<K / 64, kGroupThreads>(tiles.k, p.k, segment, chunk, thread, 0, p.K);
       copy_rows<kGroups, kGroupThreads>(tiles.v, p.v, segment, chunk, thread, block_v, p.V);
@@ -39,18 +38,18 @@ __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const unsi
     commit_copies();
   };
   constexpr bool kAhead = Unit<K, kGroups, 1, Gate>::kAhead;
-  static_assert(!(kKeeps && kAhead), "a stage's next chunk would be the same producer's");
+  static_assert(!(kForBackward && kAhead), "a stage's next chunk would be the same producer's");
   copy(group);
   for (int chunk = group; chunk < segment.chunks; chunk += kGroups) {
     const int stage = chunk % s.kStages;
     auto& tiles = s.stages[stage];
     wait_for_copies<0>();
-    const GatedChunk gated{tiles.q,         tiles.k,         tiles.g,
-                           s.enter[stage],  s.middle[stage], s.leave[stage],
-                           &s.exact[stage], s.b_last[group], s.references[group]};
+    const GatedChunk gated{tiles.q,          tiles.k,         tiles.g,
+                           s.enter[stage],   s.middle[stage], s.leave[stage],
+                           &s.strong[stage], s.b_last[group], s.references[group]};
     if constexpr (kAhead) {
       const AskBetween<decltype(copy)> between{{}, copy, chunk + kGroups};
-      if (chunk < segment.prefix)
+      if (chunk < segment.replayed)
         gate.gate_keys(gated, between);
       else
         gate(gated, p.scale, between);
@@ -59,12 +58,12 @@ __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const unsi
     }
     fence_for_products();  // and bulk stores
     arrive(&s.full[stage]);
-    if constexpr (kKeeps) {
+    if constexpr (kForBackward) {
       barrier();  // A is written
-      if (thread == 0) store_operands(operands_at(p, segment.chunk_head(p, chunk)), gated);
+      if (thread == 0) store_operands(prepared_at(p, segment.chunk_head(p, chunk)), gated);
     }
     if constexpr (!kAhead) copy(chunk + kGroups);  // waits for the consumers of the chunk before
-    if constexpr (kKeeps) {
+    if constexpr (kForBackward) {
       if (thread == 0) {
         wait_for_bulk_stores();
         arrive(&s.empty[stage]);
@@ -73,5 +72,4 @@ __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const unsi
   }
 }
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::forward

@@ -1,14 +1,13 @@
-// The shared memory of a block of forward.cu and narrow_forward.cu.
+// The shared memory of a block of forward/fused and forward/small.cu.
 #pragma once
 
-#include "../sweep.cuh"
+#include "cuda/sm90/tiles/sweep.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::forward {
 
-// A segment and head, or up to kPieces of these one after the other, of which each of kConsumers
+// A segment and head, or up to kItems of these one after the other, of which each of kConsumers
 // warpgroups has 64 values. As many chunks are gated at a time.
-template <int K, int kConsumers, int kPieces = 1, class Gate = bf16>
+template <int K, int kConsumers, int kItems = 1, class Gate = bf16>
 struct alignas(1024) Unit {
   static constexpr int kValues = kConsumers * kTile;
   // With four stages, for which others have no room, a producer's next rows come while it gates.
@@ -29,9 +28,8 @@ struct alignas(1024) Unit {
   float b_last[kConsumers][K];            // of a chunk that is gated, log2 units
   float2 references[kConsumers][K];       // q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
   uint64_t full[kStages], empty[kStages];
-  int exact[kStages];
-  Segment segments[kPieces];
+  int strong[kStages];
+  Segment segments[kItems];
 };
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::forward

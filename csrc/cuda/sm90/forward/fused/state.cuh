@@ -1,11 +1,10 @@
 // The state as the forward sweeps hold it, transposed, in the registers of a warpgroup.
 #pragma once
 
-#include "../segment.cuh"
-#include "../tiles.cuh"
+#include "cuda/sm90/segments/segment.cuh"
+#include "cuda/sm90/tiles/tiles.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::forward {
 
 // A consumer's part of the state, [64 values][K], key channels from `first_k` on.
 template <int K>
@@ -101,5 +100,4 @@ struct State {
   }
 };
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::forward

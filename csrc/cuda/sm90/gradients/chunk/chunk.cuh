@@ -1,10 +1,10 @@
-// gradients.cu and, of a chunk without another, paired_gradients.cu: all gradients of a chunk.
+// gradients/chunk and, of a chunk without another, gradients/chunk_pair: all gradients of a chunk.
 #pragma once
 
 #include "products.cuh"
 #include "results.cuh"
 
-namespace gla_ext::cuda::sm90 {
+namespace gla_ext::cuda::sm90::gradients::chunk {
 
 // Of tokens behind the last sequence.
 template <class Gate, int kTiles>
@@ -18,27 +18,27 @@ __device__ __forceinline__ void clear_gradients(const Problem& p, const Chunk& c
 template <class Gate, int kTiles>
 __device__ __forceinline__ void make_gradients(Shared<kTiles>& s, const Problem& p,
                                                const Chunk& chunk) {
-  const bool exact = __any_sync(0xffffffffu, !in_tier1(p, chunk));
+  const bool strong = __any_sync(0xffffffffu, !in_tier1(p, chunk));
   if constexpr (kReady<kTiles>)
     load_operands(s, p, chunk);
   else
-    gate_operands<Gate>(s, p, chunk, exact);
+    gate_operands<Gate>(s, p, chunk, strong);
   fence_for_products();
   __syncthreads();  // q^ and k^ are there; k_out and b_C too, and s.sums().gates is read
-  scores(s, p, chunk, exact);
+  scores(s, p, chunk, strong);
 
   Accumulators<kTiles> acc;
   float dA[32 / kGroupsFor<kTiles>];
   clear(dA);
   multiply_values(acc, dA, s, p);
   unsigned char* scores_tile = s.operands.states[0].S[0];
-  if (!exact) store_scores(scores_tile, dA);
-  if constexpr (!kReady<kTiles>) scale_inter(acc, s, exact);
+  if (!strong) store_scores(scores_tile, dA);
+  if constexpr (!kReady<kTiles>) scale_inter(acc, s, strong);
   sum_inter(s, s.k, acc);
-  const Pair<kGroupsFor<kTiles>> pair;
-  const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
+  const ChannelPair<kGroupsFor<kTiles>> pair;
+  const ChannelPairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
   wait_for_copies<0>();  // all of q^ is there
-  if (!exact) {
+  if (!strong) {
     fence_for_products();
     __syncthreads();  // dA is written
     acc.multiply_scores(scores_tile, s.k, s.q);
@@ -47,10 +47,10 @@ __device__ __forceinline__ void make_gradients(Shared<kTiles>& s, const Problem&
   __syncthreads();  // dA is read: x and y take its place
   store_accumulators(s.gradients, acc);
   __syncthreads();  // x, y and all sums but dg's are written
-  if (exact)
+  if (strong)
     write_gradients<true>(s, gates, p);
   else
     write_gradients<false>(s, gates, p);
 }
 
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients::chunk

@@ -1,11 +1,11 @@
-// gradients.cu: rows and states into shared memory, and rows out of it.
+// gradients/chunk: rows and states into shared memory, and rows out of it.
 #pragma once
 
-#include "../mover.cuh"
-#include "../state_tiles.cuh"
+#include "cuda/sm90/states/tiles.cuh"
+#include "cuda/sm90/tiles/mover.cuh"
 #include "shared.cuh"
 
-namespace gla_ext::cuda::sm90 {
+namespace gla_ext::cuda::sm90::gradients::chunk {
 
 // Zeros in a chunk's rows of an output, in little code: it is in the way of all other chunks.
 template <class T, int kTiles>
@@ -66,4 +66,4 @@ __device__ __forceinline__ void write_values(const Shared<kTiles>& s, const Prob
               s.chunk.length, column < p.V);
 }
 
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients::chunk

@@ -9,7 +9,7 @@
 // In tier 1 from = to = r. Other chunks have from = 0 and to = b_C, which is exact at any gate, and
 // q and k unrounded in dg; their A is given, and dA's terms are dq_intra, dk_intra and dg_intra.
 //
-// For K above 64 q^ and k^ are those of operands.cu, whose channels alone, not chunks, are out of
+// For K above 64 q^ and k^ are those of prepare.cu, whose channels alone, not chunks, are out of
 // range, and the states come scaled, S~ = 2^from S and dS~ = 2^(b_C - to) dS' (of a channel out of
 // range S and dS'): then k_out dS' is k^ dS~, and no accumulator is scaled. Saved states are S, and
 // the accumulators of do S^T are scaled.
@@ -21,18 +21,18 @@
 //         else [B, T, H, C]
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V]
 // Accumulation, b and dg are fp32; 64 values at a time.
-#include "../device/launch.cuh"
-#include "dependent_launch.cuh"
-#include "dynamic_shared.h"
-#include "gradients/chunk.cuh"
-#include "sm90.h"
+#include "chunk.cuh"
+#include "cuda/device/dynamic_shared.h"
+#include "cuda/device/launch.cuh"
+#include "cuda/sm90/sm90.h"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gradients::chunk {
 
 template <class Gate, int kTiles>
 __global__ void __launch_bounds__(kGroupsFor<kTiles>* kGroupThreads, kBlocks<kTiles>)
-    gradients_kernel(Problem p) {
+    kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
@@ -45,35 +45,35 @@ __global__ void __launch_bounds__(kGroupsFor<kTiles>* kGroupThreads, kBlocks<kTi
 }
 
 template <class Gate, int kTiles>
-void launch_gradients(const Problem& p, cudaStream_t stream) {
+void launch(const Problem& p, cudaStream_t stream) {
   static_assert(fits_multiprocessor(kBlocks<kTiles>, sizeof(Shared<kTiles>)));
-  static const DynamicShared shared(gradients_kernel<Gate, kTiles>, sizeof(Shared<kTiles>));
+  static const DynamicShared shared(kernel<Gate, kTiles>, sizeof(Shared<kTiles>));
   const int64_t blocks = chunk_heads(p);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(gradients_kernel<Gate, kTiles>, blocks, kGroupsFor<kTiles> * kGroupThreads,
+  launch_dependent(kernel<Gate, kTiles>, blocks, kGroupsFor<kTiles> * kGroupThreads,
                    sizeof(Shared<kTiles>), stream, p);
 }
 
 template <class Gate>
-void launch_gradients(const Problem& p, cudaStream_t stream) {
+void launch(const Problem& p, cudaStream_t stream) {
   if (p.K <= kTile)
-    launch_gradients<Gate, 1>(p, stream);
+    launch<Gate, 1>(p, stream);
   else if (p.K <= 2 * kTile)
-    launch_gradients<Gate, 2>(p, stream);
+    launch<Gate, 2>(p, stream);
   else if (p.K <= 3 * kTile)
-    launch_gradients<Gate, 3>(p, stream);
+    launch<Gate, 3>(p, stream);
   else
-    launch_gradients<Gate, 4>(p, stream);
+    launch<Gate, 4>(p, stream);
 }
 
-}  // namespace
+}  // namespace gradients::chunk
 
-void gradients_chunk(const Problem& p, cudaStream_t stream) {
+void launch_gradients_chunk(const Problem& p, cudaStream_t stream) {
   if (p.g.dtype == DType::kFloat)
-    launch_gradients<float>(p, stream);
+    gradients::chunk::launch<float>(p, stream);
   else
-    launch_gradients<bf16>(p, stream);
+    gradients::chunk::launch<bf16>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -1,10 +1,10 @@
-// gradients.cu: q^ and k^ of a chunk, from memory or from raw gates.
+// gradients/chunk: q^ and k^ of a chunk, from memory or from raw gates.
 #pragma once
 
-#include "../operands.cuh"
 #include "copies.cuh"
+#include "cuda/sm90/prepare/prepared.cuh"
 
-namespace gla_ext::cuda::sm90 {
+namespace gla_ext::cuda::sm90::gradients::chunk {
 
 // Asks for the first values and the states' columns of them, and notes where the others are.
 template <int kTiles>
@@ -30,8 +30,8 @@ __device__ __forceinline__ void copy_operands(unsigned char (&tiles)[kTiles][kTi
                                               const unsigned char* operands, int first = 0) {
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
-    const unsigned char* from = operands + i / kKeyTiles * static_cast<int>(sizeof(OperandGroup)) +
-                                i % kKeyTiles * kTileBytes;
+    const unsigned char* from =
+        operands + i / kKeyTiles * static_cast<int>(sizeof(KeyGroup)) + i % kKeyTiles * kTileBytes;
 #pragma unroll
     for (int at = 0; at < kTileBytes; at += kGroupsFor<kTiles> * kGroupThreads * 16) {
       const int offset = thread_index() * 16 + at;
@@ -40,13 +40,13 @@ __device__ __forceinline__ void copy_operands(unsigned char (&tiles)[kTiles][kTi
   }
 }
 
-// q^ and k^ as operands.cu has made them; the first values are then on their way.
+// q^ and k^ as prepare.cu has made them; the first values are then on their way.
 template <int kTiles>
 __device__ __forceinline__ void load_operands(Shared<kTiles>& s, const Problem& p,
                                               const Chunk& chunk) {
-  const unsigned char* operands = operands_at(p, chunk.slot);
+  const unsigned char* operands = prepared_at(p, chunk.slot);
   copy_operands(s.q, operands);
-  copy_operands(s.k, operands + offsetof(OperandGroup, k));
+  copy_operands(s.k, operands + offsetof(KeyGroup, k));
   commit_copies();
   start_values(s, p, chunk);
   wait_for_copies<1>();  // all but the values
@@ -55,17 +55,17 @@ __device__ __forceinline__ void load_operands(Shared<kTiles>& s, const Problem& 
 // q^, k^, k_out and b_C, while the first values are on their way.
 template <class Gate>
 __device__ __forceinline__ void gate_operands(Shared<1>& s, const Problem& p, const Chunk& chunk,
-                                              bool exact) {
-  const Pair<1> pair;
-  const PairColumn<Gate> gates(p.g, p, chunk, pair.first, pair.channel);
-  const PairColumn<bf16> q(p.q, p, chunk, pair.first, pair.channel);
-  const PairColumn<bf16> k(p.k, p, chunk, pair.first, pair.channel);
+                                              bool strong) {
+  const ChannelPair<1> pair;
+  const ChannelPairColumn<Gate> gates(p.g, p, chunk, pair.first, pair.channel);
+  const ChannelPairColumn<bf16> q(p.q, p, chunk, pair.first, pair.channel);
+  const ChannelPairColumn<bf16> k(p.k, p, chunk, pair.first, pair.channel);
   start_values(s, p, chunk);
   sum_gates(s.sums().gates, gates, pair);
   __syncthreads();  // s.sums().gates is written
   auto [b, last] = cumsum(s.sums().gates, pair);
-  if (pair.part == 0) pair_at(s.own.b_last, pair.channel) = last;
-  const References rx(last.x, exact), ry(last.y, exact);
+  if (pair.sub_chunk == 0) pair_at(s.own.b_last, pair.channel) = last;
+  const References rx(last.x, strong), ry(last.y, strong);
   const float out_x = exp2_ftz(last.x - rx.to), out_y = exp2_ftz(last.y - ry.to);
 #pragma unroll
   for (int i = 0; i < kSubChunk; ++i) {
@@ -79,4 +79,4 @@ __device__ __forceinline__ void gate_operands(Shared<1>& s, const Problem& p, co
   }
 }
 
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients::chunk

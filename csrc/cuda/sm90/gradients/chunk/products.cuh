@@ -1,18 +1,18 @@
-// gradients.cu: what warpgroups multiply.
+// gradients/chunk: what warpgroups multiply.
 #pragma once
 
-#include "../lane_rows.cuh"
+#include "cuda/sm90/tiles/lane_rows.cuh"
 #include "operands.cuh"
 
-namespace gla_ext::cuda::sm90 {
+namespace gla_ext::cuda::sm90::gradients::chunk {
 
-// Asks for A, of a chunk outside tier 1 or of a pair.
+// Asks for A, of a chunk with strong gates or of a pair.
 template <int kTiles>
 __device__ __forceinline__ void copy_scores(Shared<kTiles>& s, const Problem& p,
                                             const Chunk& chunk) {
   constexpr int kGroups = kGroupsFor<kTiles>;
   if constexpr (kReady<kTiles>) {
-    const unsigned char* A = operands_at(p, chunk.slot, kGroupsOf<kTiles>);
+    const unsigned char* A = prepared_at(p, chunk.slot, kGroupsOf<kTiles>);
 #pragma unroll
     for (int at = 0; at < kTileBytes; at += kGroups * kGroupThreads * 16) {
       const int offset = thread_index() * 16 + at;
@@ -29,10 +29,10 @@ __device__ __forceinline__ void copy_scores(Shared<kTiles>& s, const Problem& p,
 // A of the chunk into shared memory.
 template <int kTiles>
 __device__ __forceinline__ void scores(Shared<kTiles>& s, const Problem& p, const Chunk& chunk,
-                                       bool exact) {
+                                       bool strong) {
   constexpr auto kSummed = Contiguous::kSummed;
   constexpr int kN = 32 / kGroupsFor<kTiles>;
-  if (exact) {
+  if (strong) {
     copy_scores(s, p, chunk);
     return commit_copies();
   }
@@ -238,7 +238,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float
       if (kReady<kTiles> && !s.kAhead) fence_for_products();  // the states are read
       __syncthreads();  // dv is written, the operands are read
       if (s.kAhead)
-        copy_operands(s.q, operands_at(p, s.chunk.slot), s.kKeptTiles);
+        copy_operands(s.q, prepared_at(p, s.chunk.slot), s.kKeptTiles);
       else if (more)
         copy_next();
     }
@@ -255,12 +255,12 @@ __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float
 }
 
 // Brings both accumulators to the scale of the products inside the chunk.
-__device__ __forceinline__ void scale_inter(Accumulators<1>& acc, const Shared<1>& s, bool exact) {
+__device__ __forceinline__ void scale_inter(Accumulators<1>& acc, const Shared<1>& s, bool strong) {
   const Place at;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const float2 last = pair_at(s.own.b_last, 8 * j + 2 * at.t);
-    const References rx(last.x, exact), ry(last.y, exact);
+    const References rx(last.x, strong), ry(last.y, strong);
     const float2 from = make_float2(exp2_ftz(rx.from), exp2_ftz(ry.from));
     const float2 to = make_float2(exp2_ftz(last.x - rx.to), exp2_ftz(last.y - ry.to));
     auto& [x, y] = acc.d;
@@ -276,7 +276,7 @@ __device__ __forceinline__ void scale_inter(Accumulators<1>& acc, const Shared<1
 
 // Of the key channels of a tile the sum of an operand by accumulators, over each warp's tokens.
 template <int kTiles>
-__device__ __forceinline__ void sum_tokens(float (&to)[kParts][Shared<kTiles>::kChannels],
+__device__ __forceinline__ void sum_tokens(float (&to)[kSubChunks][Shared<kTiles>::kChannels],
                                            const unsigned char (&operand)[kTiles][kTileBytes],
                                            const float (&d)[32], int tile) {
   const Place at;
@@ -311,4 +311,4 @@ __device__ __forceinline__ void sum_inter(Shared<kTiles>& s,
   });
 }
 
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients::chunk

@@ -1,9 +1,9 @@
-// gradients.cu: dq, dk and dg from the accumulators.
+// gradients/chunk: dq, dk and dg from the accumulators.
 #pragma once
 
 #include "products.cuh"
 
-namespace gla_ext::cuda::sm90 {
+namespace gla_ext::cuda::sm90::gradients::chunk {
 
 // x and y to tiles of these.
 template <int kTiles>
@@ -22,13 +22,13 @@ __device__ __forceinline__ void store_accumulators(float (&to)[2][kTiles][kTile 
 
 // The pair's elements of one token after the other.
 template <class T>
-struct PairRow {
+struct ChannelPairRow {
   T* at;
   int64_t stride;
 
   template <int kGroups>
-  __device__ __forceinline__ PairRow(const Rows& r, const Chunk& chunk, const Pair<kGroups>& pair,
-                                     int token = 0)
+  __device__ __forceinline__ ChannelPairRow(const Rows& r, const Chunk& chunk,
+                                            const ChannelPair<kGroups>& pair, int token = 0)
       : at(own_rows_at<T>(r, chunk) + token_offset(r, pair.first + token) + pair.channel),
         stride(r.stride_t) {}
   __device__ __forceinline__ void move(int tokens) { at += tokens * stride; }
@@ -48,18 +48,18 @@ __device__ __forceinline__ float2 read_own_pair(const Rows& r, const Chunk& chun
 
 // dq and dk from x and y, a thread a pair of channels and a part of the tokens. terms: what dg sums
 // of them, of the rounded operands where those made pairs that must cancel, else not.
-template <bool kExact, class Gate, int kTiles>
+template <bool kStrong, class Gate, int kTiles>
 __device__ __forceinline__ void write_inputs(float2 (&terms)[kSubChunk], Shared<kTiles>& s,
-                                             const PairColumn<Gate>& gates, const Problem& p,
+                                             const ChannelPairColumn<Gate>& gates, const Problem& p,
                                              const Chunk& chunk) {
-  const Pair<kGroupsFor<kTiles>> pair;
+  const ChannelPair<kGroupsFor<kTiles>> pair;
   if (kHasAbsent<kTiles> && pair.channel >= kTiles * kTile) return;
   auto [b, last] = cumsum(s.sums().gates, pair);
-  const bool exact_x = kExact && !(kReady<kTiles> && fabsf(last.x) <= kTierRange);
-  const bool exact_y = kExact && !(kReady<kTiles> && fabsf(last.y) <= kTierRange);
-  const References rx(last.x, exact_x), ry(last.y, exact_y);
+  const bool strong_x = kStrong && !(kReady<kTiles> && fabsf(last.x) <= kTierRange);
+  const bool strong_y = kStrong && !(kReady<kTiles> && fabsf(last.y) <= kTierRange);
+  const References rx(last.x, strong_x), ry(last.y, strong_y);
   const int tile = pair.channel / kTile, column = pair.channel % kTile;
-  PairRow<bf16> dq_row(p.dq, chunk, pair), dk_row(p.dk, chunk, pair);
+  ChannelPairRow<bf16> dq_row(p.dq, chunk, pair), dk_row(p.dk, chunk, pair);
   float2 sum = make_float2(0.f, 0.f), inter = sum;
 #pragma unroll
   for (int i = 0; i < kSubChunk; ++i, dq_row.move(1), dk_row.move(1)) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void write_inputs(float2 (&terms)[kSubChunk], Shared<
     dq = dq * x;
     dk = dk * y;
     float2 to_q, to_k;  // what dg sums
-    if constexpr (kExact) {
+    if constexpr (kStrong) {
       const float2 none = make_float2(0.f, 0.f);
       to_q = there ? read_own_pair<bf16>(p.q, chunk, token, pair.channel) * dq : none;
       to_k =
@@ -86,38 +86,39 @@ __device__ __forceinline__ void write_inputs(float2 (&terms)[kSubChunk], Shared<
     terms[i] = to_q - to_k;
     sum = sum + terms[i];
     if (!there) continue;
-    if constexpr (kExact) {
+    if constexpr (kStrong) {
       dq = dq + read_own_pair<float>(p.dq_intra, chunk, token, pair.channel);
       dk = dk + read_own_pair<float>(p.dk_intra, chunk, token, pair.channel);
     }
     dq_row.write(dq);
     dk_row.write(dk);
   }
-  pair_at(s.sums().dg[pair.part], pair.channel) = sum;
-  if (kExact) pair_at(s.sums().inter[pair.part], pair.channel) = inter;
+  pair_at(s.sums().dg[pair.sub_chunk], pair.channel) = sum;
+  if (kStrong) pair_at(s.sums().inter[pair.sub_chunk], pair.channel) = inter;
 }
 
 // dg, by the same threads from the last token to the first of the terms that they have. kScaled:
 // rowsum(S dS') is of scaled states, which lacks 2^b_C outside tier 1.
-template <bool kExact, bool kScaled, class Gate, int kTiles>
+template <bool kStrong, bool kScaled, class Gate, int kTiles>
 __device__ __forceinline__ void write_gates(const float2 (&terms)[kSubChunk], Shared<kTiles>& s,
-                                            const PairColumn<Gate>& gates, const Problem& p,
+                                            const ChannelPairColumn<Gate>& gates, const Problem& p,
                                             const Chunk& chunk) {
   constexpr int kLast = static_cast<int>(kSubChunk) - 1;
-  const Pair<kGroupsFor<kTiles>> pair;
+  const ChannelPair<kGroupsFor<kTiles>> pair;
   if (pair.channel >= p.K) return;
   const float2 last = cumsum(s.sums().gates, pair).last,
                states = pair_at(s.sums().states, pair.channel);
   float2 sum = states;
-  if (!kReady<kTiles> || (kExact && kScaled && !(fabsf(last.x) <= kTierRange)))
+  if (!kReady<kTiles> || (kStrong && kScaled && !(fabsf(last.x) <= kTierRange)))
     sum.x *= exp2_ftz(last.x);
-  if (!kReady<kTiles> || (kExact && kScaled && !(fabsf(last.y) <= kTierRange)))
+  if (!kReady<kTiles> || (kStrong && kScaled && !(fabsf(last.y) <= kTierRange)))
     sum.y *= exp2_ftz(last.y);
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) sum = sum + pair_at(s.sums().inter[part], pair.channel);
-  for (int part = kParts - 1; part > pair.part; --part)
+  for (int part = 0; part < kSubChunks; ++part)
+    sum = sum + pair_at(s.sums().inter[part], pair.channel);
+  for (int part = kSubChunks - 1; part > pair.sub_chunk; --part)
     sum = sum + pair_at(s.sums().dg[part], pair.channel);
-  PairRow<Gate> dg_row(p.dg, chunk, pair, kLast);
+  ChannelPairRow<Gate> dg_row(p.dg, chunk, pair, kLast);
 #pragma unroll
   for (int i = kLast; i >= 0; --i) {
     const int token = pair.first + i;
@@ -125,21 +126,22 @@ __device__ __forceinline__ void write_gates(const float2 (&terms)[kSubChunk], Sh
     if (token < chunk.length) {
       const float2 x = to_log2(gates[i]);
       float2 dg = sum;
-      if (kExact) dg = dg + read_own_pair<float>(p.dg_intra, chunk, token, pair.channel);
+      if (kStrong) dg = dg + read_own_pair<float>(p.dg_intra, chunk, token, pair.channel);
       dg_row.write(make_float2(x.x <= kReset ? 0.f : dg.x, x.y <= kReset ? 0.f : dg.y));
     }
     dg_row.move(-1);
   }
 }
 
-template <bool kExact, bool kScaled = true, class Gate, int kTiles>
-__device__ __forceinline__ void write_gradients(Shared<kTiles>& s, const PairColumn<Gate>& gates,
+template <bool kStrong, bool kScaled = true, class Gate, int kTiles>
+__device__ __forceinline__ void write_gradients(Shared<kTiles>& s,
+                                                const ChannelPairColumn<Gate>& gates,
                                                 const Problem& p) {
   const Chunk chunk = s.chunk;
   float2 terms[kSubChunk];
-  write_inputs<kExact>(terms, s, gates, p, chunk);
+  write_inputs<kStrong>(terms, s, gates, p, chunk);
   __syncthreads();  // the sums that dg is made of are written
-  write_gates<kExact, kScaled>(terms, s, gates, p, chunk);
+  write_gates<kStrong, kScaled>(terms, s, gates, p, chunk);
 }
 
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients::chunk

@@ -1,10 +1,10 @@
-// What the parts of gradients.cu share: a block's shared memory.
+// What the parts of gradients/chunk share: a block's shared memory.
 #pragma once
 
-#include "../pairs.cuh"
-#include "../products.cuh"
+#include "cuda/sm90/tiles/channels.cuh"
+#include "cuda/sm90/tiles/products.cuh"
 
-namespace gla_ext::cuda::sm90 {
+namespace gla_ext::cuda::sm90::gradients::chunk {
 
 // Warpgroups of a block, by tiles of 64 key channels.
 template <int kTiles>
@@ -23,7 +23,7 @@ struct Bases {
 };
 
 // Whether q^ and k^ lie ready in memory, and S (unless saved) and dS' are those of
-// linear_states.cu.
+// states/prepared.cu.
 template <int kTiles>
 constexpr bool kReady = kTiles > 1;
 
@@ -58,10 +58,10 @@ struct Shared {
     Values values[kInPlace ? 1 : kBuffers];
   };
   struct Sums {
-    float gates[kParts][kChannels], dg[kParts][kChannels];  // of a part of the tokens
+    float gates[kSubChunks][kChannels], dg[kSubChunks][kChannels];  // of a part of the tokens
     // Of what the state that leaves the chunk owes to k, of a warp's tokens; outside tier 1, of a
     // part of them.
-    float inter[kParts][kChannels];
+    float inter[kSubChunks][kChannels];
     float states[kChannels];  // rowsum(S dS')
   };
   unsigned char q[kTiles][kTileBytes], k[kTiles][kTileBytes];        // q^ and k^, [token][K]
@@ -126,4 +126,4 @@ struct Shared {
   }
 };
 
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients::chunk

@@ -1,4 +1,4 @@
-// What gradients.cu does, for K above 128 by pairs of neighbouring chunks, which share one S and
+// What gradients/chunk does, for K above 128 by pairs of neighbouring chunks, which share one S and
 // one dS: half of the states to write and to read. With S~ of the first chunk, dS~ of the second,
 // p = 2^(b_C - to) of the first times 2^from of the second, and m1, m2 the middle factors of a
 // state in the two (1, outside tier 1 2^b_C),
@@ -10,37 +10,37 @@
 //   rowsum(S~2 dS~2) = p (m1 rowsum(S~1 dS~2) + sum_t k^1_t (v1 dS~2^T)_t)
 //
 // grid    (row, pair of slots, head, chunk of the pair), clusters of two blocks; four warpgroups
-// reads   as gradients.cu over operands, A of these, and q^ or k^, do or v of the other chunk
+// reads   as gradients/chunk over operands, A of these, and q^ or k^, do or v of the other chunk
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V]
 //
 // The blocks of a pair tell each other the sums over tokens and their halves of rowsum(S~1 dS~2).
-// A chunk without a neighbour is made as in gradients.cu. Accumulation, b and dg are fp32; 64
+// A chunk without a neighbour is made as in gradients/chunk. Accumulation, b and dg are fp32; 64
 // values at a time.
-#include "../device/launch.cuh"
-#include "dependent_launch.cuh"
-#include "dynamic_shared.h"
-#include "gradients/chunk.cuh"
-#include "gradients/pair.cuh"
-#include "sm90.h"
+#include "cuda/device/dynamic_shared.h"
+#include "cuda/device/launch.cuh"
+#include "cuda/sm90/gradients/chunk/chunk.cuh"
+#include "cuda/sm90/sm90.h"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "pair.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gradients::chunk_pair {
 
 constexpr int kGroups = 4;  // warpgroups of a block
 
 template <int kTiles>
-struct PairedAccumulators : Accumulators<kTiles> {
+struct PairAccumulators : Accumulators<kTiles> {
   static_assert(kGroupsFor<kTiles> == kGroups);
   // Half of the columns of dA, or of who makes y, of do2 v1^T, in the first chunk v1 do2^T.
   float scores[kTile / 4];
-  __device__ __forceinline__ PairedAccumulators() { clear(scores); }
+  __device__ __forceinline__ PairAccumulators() { clear(scores); }
 };
 
 // How a thread scales k^: eight neighbouring key channels of every 16th token.
 class KeyScaler {
  public:
   __device__ __forceinline__ KeyScaler()
-      : channel_(thread_index() % kParts * 8), token_(thread_index() / kParts) {}
+      : channel_(thread_index() % kVecs * 8), token_(thread_index() / kVecs) {}
   __device__ __forceinline__ int channel() const { return channel_; }
   template <int kTiles>
   __device__ __forceinline__ void scale(unsigned char (&tiles)[kTiles][kTileBytes],
@@ -61,14 +61,14 @@ class KeyScaler {
   }
 
  private:
-  static constexpr int kParts = kGroups * kTile / 8, kTokens = kGroups * kGroupThreads / kParts;
+  static constexpr int kVecs = kGroups * kTile / 8, kTokens = kGroups * kGroupThreads / kVecs;
   int channel_, token_;
 };
 
 // Of the first chunk: how the second's queries see its keys, A21, and p m2 k^ in place of k^.
 template <int kTiles>
-__device__ __forceinline__ void scores_of_pair(PairedShared<kTiles>& s, const Problem& p,
-                                               bool second_exact) {
+__device__ __forceinline__ void scores_of_pair(PairShared<kTiles>& s, const Problem& p,
+                                               bool second_strong) {
   constexpr auto kSummed = Contiguous::kSummed;
   constexpr int kN = 32 / kGroups;
   const Place at;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void scores_of_pair(PairedShared<kTiles>& s, const Pr
   commit_products();
   wait_for_products<0>();
   store_columns(s.pair_scores(), A);
-  if (!second_exact) return;
+  if (!second_strong) return;
   const float* middle = factors_at(p, s.other_slot(p), kMiddle, keys.channel());
 #pragma unroll
   for (int e = 0; e < 8; ++e) by[e] = middle[e];
@@ -101,8 +101,8 @@ __device__ __forceinline__ void scores_of_pair(PairedShared<kTiles>& s, const Pr
 // All that sums over values: dv, do and v by the states, by v and do of the own chunk and of the
 // other one, and half of rowsum(S~ dS~).
 template <int kTiles>
-__device__ __forceinline__ void multiply_pair_values(PairedAccumulators<kTiles>& acc,
-                                                     PairedShared<kTiles>& s, const Problem& p,
+__device__ __forceinline__ void multiply_pair_values(PairAccumulators<kTiles>& acc,
+                                                     PairShared<kTiles>& s, const Problem& p,
                                                      bool is_first) {
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
   constexpr int kValues = 32;
@@ -168,22 +168,22 @@ __device__ __forceinline__ void multiply_pair_values(PairedAccumulators<kTiles>&
 }
 
 template <class Gate, int kTiles>
-__device__ __forceinline__ void make_paired_gradients(PairedShared<kTiles>& s, const Problem& p,
-                                                      const PairedChunk& pair_chunk) {
+__device__ __forceinline__ void make_pair_gradients(PairShared<kTiles>& s, const Problem& p,
+                                                    const ChunkOfPair& pair_chunk) {
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
   arrive_at_cluster();  // waited for before the other block's memory is written
   const bool is_first = pair_chunk.role == Role::kFirst;
-  const bool exact = __any_sync(0xffffffffu, !in_tier1(p, pair_chunk.chunk));
+  const bool strong = __any_sync(0xffffffffu, !in_tier1(p, pair_chunk.chunk));
   Chunk other_chunk = pair_chunk.chunk;
   other_chunk.slot = other_slot(p, pair_chunk.chunk, is_first);
-  const bool other_exact = __any_sync(0xffffffffu, !in_tier1(p, other_chunk));
-  load_paired_operands(s, p, pair_chunk);
+  const bool other_strong = __any_sync(0xffffffffu, !in_tier1(p, other_chunk));
+  load_pair_operands(s, p, pair_chunk);
   fence_for_products();
   __syncthreads();  // the operands and the factors are there
   if (thread_index() < s.kChannels)
     s.pass[thread_index()] = s.factors().leave[thread_index()] * s.factors().enter[thread_index()];
-  if (is_first) scores_of_pair(s, p, other_exact);
-  PairedAccumulators<kTiles> acc;
+  if (is_first) scores_of_pair(s, p, other_strong);
+  PairAccumulators<kTiles> acc;
   multiply_pair_values(acc, s, p, is_first);
 
   // The tiles of the last states are free, those beside them hold operands of the pair.
@@ -196,7 +196,7 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared<kTiles>& s, c
   const Part<kTiles> part;
   if (!part.makes_x())
     store_columns(tiles[1], acc.scores, part.half());
-  else if (!exact)
+  else if (!strong)
     store_scores(tiles[0], acc.scores, part.half());
   wait_for_copies<1>();  // all but q^
   fence_for_products();
@@ -204,7 +204,7 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared<kTiles>& s, c
   if (part.makes_x() != is_first) {  // products with the other chunk's state
     acc.for_tiles([&](float (&d)[32], bool, int tile) {
       sum_tokens<kTiles>(to_send, is_first ? s.k : own_operand, d, tile);
-      if (other_exact)
+      if (other_strong)
         scale_columns(d, factors_at(p, s.other_slot(p), kMiddle, tile * kTile) + 2 * Place().t);
     });
     part.by_width([&](auto two) {
@@ -219,31 +219,31 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared<kTiles>& s, c
     });
   }
   sum_inter<kTiles>(s, is_first ? own_operand : s.k, acc);
-  const Pair<kGroups> pair;
-  const PairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
+  const ChannelPair<kGroups> pair;
+  const ChannelPairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
   wait_for_copies<0>();  // q^ is there
   fence_for_products();
-  wait_for_cluster();        // the other block has started
-  __syncthreads();           // and what is sent is written
-  if (is_first && !exact) {  // k^, of which dg sums as it was
+  wait_for_cluster();         // the other block has started
+  __syncthreads();            // and what is sent is written
+  if (is_first && !strong) {  // k^, of which dg sums as it was
     copy_operand(s.k, p, s.chunk.slot, /*keys=*/true);
     commit_copies();
   }
   const int thread = thread_index();
   constexpr int kKeys = kTiles * kTile;
   if (thread < kKeys) {
-    const float own = exact ? *factors_at(p, s.chunk.slot, kMiddle, thread) : 1.f;
-    const float other = other_exact ? *factors_at(p, s.other_slot(p), kMiddle, thread) : 1.f;
+    const float own = strong ? *factors_at(p, s.chunk.slot, kMiddle, thread) : 1.f;
+    const float other = other_strong ? *factors_at(p, s.other_slot(p), kMiddle, thread) : 1.f;
     float& states = s.sums().states[thread];
     states *= own * s.pass[thread] * other;
     float sum = 0;
 #pragma unroll
-    for (int warp = 0; warp < kParts; ++warp) sum += to_send[warp][thread];
+    for (int warp = 0; warp < kSubChunks; ++warp) sum += to_send[warp][thread];
     if (!is_first) sum *= other * s.pass[thread];  // the first's come from p m2 k^
     store_in_cluster(address_in(&s.other_sums[thread], is_first), states + sum);
   }
   arrive_at_cluster();
-  if (!exact) acc.multiply_scores(tiles[0], is_first ? own_operand : s.k, s.q);
+  if (!strong) acc.multiply_scores(tiles[0], is_first ? own_operand : s.k, s.q);
   sum_gates(s.sums().gates, gates, pair);
   __syncthreads();  // the scores are read: x and y take their place
   store_accumulators<kTiles>(s.gradients, acc);
@@ -251,55 +251,55 @@ __device__ __forceinline__ void make_paired_gradients(PairedShared<kTiles>& s, c
   wait_for_cluster();    // the other's sums are there
   if (thread < kKeys) s.sums().states[thread] += s.other_sums[thread];
   __syncthreads();  // x, y and all sums but dg's are written
-  if (exact)
+  if (strong)
     write_gradients<true, false, Gate, kTiles>(s, gates, p);
   else
     write_gradients<false, false, Gate, kTiles>(s, gates, p);
 }
 
 template <class Gate, int kTiles>
-__global__ void __launch_bounds__(kGroups* kGroupThreads, 1) paired_gradients_kernel(Problem p) {
+__global__ void __launch_bounds__(kGroups* kGroupThreads, 1) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<PairedShared<kTiles>*>(s_bytes);
-  const PairedChunk pair = find_paired_chunk(p, blockIdx.x);
+  auto& s = *reinterpret_cast<PairShared<kTiles>*>(s_bytes);
+  const ChunkOfPair pair = find_chunk_of_pair(p, blockIdx.x);
   if (pair.chunk.length == 0) return;
   if (pair.chunk.tail) return clear_gradients<Gate, kTiles>(p, pair.chunk);
   if (pair.role == Role::kAlone)
     make_gradients<Gate, kTiles>(s, p, pair.chunk);
   else
-    make_paired_gradients<Gate>(s, p, pair);
+    make_pair_gradients<Gate>(s, p, pair);
 #endif
 }
 
 template <class Gate, int kTiles>
-void launch_paired_gradients(const Problem& p, cudaStream_t stream) {
-  constexpr int kSharedBytes = sizeof(PairedShared<kTiles>);
+void launch(const Problem& p, cudaStream_t stream) {
+  constexpr int kSharedBytes = sizeof(PairShared<kTiles>);
   static_assert(fits_multiprocessor(1, kSharedBytes));
-  static const DynamicShared shared(paired_gradients_kernel<Gate, kTiles>, kSharedBytes);
-  const int64_t blocks = paired_chunk_blocks(p);
+  static const DynamicShared shared(kernel<Gate, kTiles>, kSharedBytes);
+  const int64_t blocks = chunk_pair_blocks(p);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent<2>(paired_gradients_kernel<Gate, kTiles>, blocks, kGroups * kGroupThreads,
-                      kSharedBytes, stream, p);
+  launch_dependent<2>(kernel<Gate, kTiles>, blocks, kGroups * kGroupThreads, kSharedBytes, stream,
+                      p);
 }
 
 template <class Gate>
-void launch_paired_gradients(const Problem& p, cudaStream_t stream) {
+void launch(const Problem& p, cudaStream_t stream) {
   if (p.K <= 3 * kTile)
-    launch_paired_gradients<Gate, 3>(p, stream);
+    launch<Gate, 3>(p, stream);
   else
-    launch_paired_gradients<Gate, 4>(p, stream);
+    launch<Gate, 4>(p, stream);
 }
 
-}  // namespace
+}  // namespace gradients::chunk_pair
 
-void gradients_chunk_pair(const Problem& p, cudaStream_t stream) {
+void launch_gradients_chunk_pair(const Problem& p, cudaStream_t stream) {
   if (p.g.dtype == DType::kFloat)
-    launch_paired_gradients<float>(p, stream);
+    gradients::chunk_pair::launch<float>(p, stream);
   else
-    launch_paired_gradients<bf16>(p, stream);
+    gradients::chunk_pair::launch<bf16>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

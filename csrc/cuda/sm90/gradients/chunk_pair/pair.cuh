@@ -1,11 +1,13 @@
-// paired_gradients.cu: what the two chunks of a pair have of each other.
+// gradients/chunk_pair: what the two chunks of a pair have of each other.
 #pragma once
 
-#include "../chunk_pairs.cuh"
-#include "../cluster.cuh"
-#include "products.cuh"
+#include "cuda/sm90/gradients/chunk/products.cuh"
+#include "cuda/sm90/segments/chunk_pairs.cuh"
+#include "cuda/sm90/tiles/cluster.cuh"
 
-namespace gla_ext::cuda::sm90 {
+namespace gla_ext::cuda::sm90::gradients::chunk_pair {
+
+using namespace chunk;  // a chunk without another is made as there
 
 // Of the other chunk of a pair.
 __device__ __forceinline__ int64_t other_slot(const Problem& p, const Chunk& chunk, bool is_first) {
@@ -15,13 +17,13 @@ __device__ __forceinline__ int64_t other_slot(const Problem& p, const Chunk& chu
 // 2^(b_C - to) of the first chunk and 2^from of the second: what a state is multiplied by between
 // them.
 struct PairFactors {
-  static constexpr int kChannels = 2 * kOperandKeys;
+  static constexpr int kChannels = 2 * kGroupKeys;
   float leave[kChannels], enter[kChannels];
 };
 
 // Beside what a block of gradients has by itself.
 template <int kTiles>
-struct PairedShared : Shared<kTiles> {
+struct PairShared : Shared<kTiles> {
   static_assert(Shared<kTiles>::kAhead && Shared<kTiles>::kInTurn);
   using Shared<kTiles>::kChannels;
   const bf16* other_values;  // of the other chunk, the first: do of the second, v of the first
@@ -43,7 +45,7 @@ struct PairedShared : Shared<kTiles> {
     return *reinterpret_cast<PairFactors*>(this->operands.states[1].dS[0]);
   }
   __device__ __forceinline__ int64_t other_slot(const Problem& p) const {
-    return sm90::other_slot(p, this->chunk, is_first);
+    return chunk_pair::other_slot(p, this->chunk, is_first);
   }
 };
 
@@ -62,12 +64,12 @@ __device__ __forceinline__ void copy_factors(PairFactors& to, const Problem& p, 
 template <int kTiles>
 __device__ __forceinline__ void copy_operand(unsigned char (&tiles)[kTiles][kTileBytes],
                                              const Problem& p, int64_t slot, bool keys) {
-  copy_operands(tiles, operands_at(p, slot) + (keys ? offsetof(OperandGroup, k) : 0));
+  copy_operands(tiles, prepared_at(p, slot) + (keys ? offsetof(KeyGroup, k) : 0));
 }
 // What the sums over values are followed by: q^ of the second chunk and k^ of the first, the other
 // chunk's in the place of S.
 template <int kTiles>
-__device__ __forceinline__ void copy_operands_of_pair(PairedShared<kTiles>& s, const Problem& p,
+__device__ __forceinline__ void copy_operands_of_pair(PairShared<kTiles>& s, const Problem& p,
                                                       typename Shared<kTiles>::States& to) {
   copy_operand(to.S, p, s.other_slot(p), !s.is_first);
   copy_operand(to.dS, p, s.chunk.slot, s.is_first);
@@ -77,7 +79,7 @@ __device__ __forceinline__ void copy_operands_of_pair(PairedShared<kTiles>& s, c
 // Asks for 64 values from `first` on, of both chunks, and the states' columns of them: S~ of the
 // first chunk, dS~ of the second.
 template <int kTiles>
-__device__ __forceinline__ void copy_pair_values(PairedShared<kTiles>& s, const Problem& p,
+__device__ __forceinline__ void copy_pair_values(PairShared<kTiles>& s, const Problem& p,
                                                  const Chunk& chunk, const Bases& bases,
                                                  const bf16* other_values, int other_length,
                                                  bool is_first, int first) {
@@ -100,11 +102,11 @@ __device__ __forceinline__ void copy_pair_values(PairedShared<kTiles>& s, const 
 // k^ and A, for the first chunk q^ of the second, where the second states will be, and the factors
 // between the chunks; the first values are then on their way.
 template <int kTiles>
-__device__ __forceinline__ void load_paired_operands(PairedShared<kTiles>& s, const Problem& p,
-                                                     const PairedChunk& pair) {
+__device__ __forceinline__ void load_pair_operands(PairShared<kTiles>& s, const Problem& p,
+                                                   const ChunkOfPair& pair) {
   const Chunk& chunk = pair.chunk;
   const bool is_first = pair.role == Role::kFirst;
-  const int64_t other_slot = sm90::other_slot(p, chunk, is_first);
+  const int64_t other_slot = chunk_pair::other_slot(p, chunk, is_first);
   copy_operand(s.k, p, chunk.slot, /*keys=*/true);
   copy_scores<kTiles>(s, p, chunk);
   if (is_first) copy_operand(s.states(kTile).S, p, other_slot, /*keys=*/false);
@@ -130,4 +132,4 @@ __device__ __forceinline__ void load_paired_operands(PairedShared<kTiles>& s, co
   wait_for_copies<1>();  // all but the values
 }
 
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients::chunk_pair

@@ -1,11 +1,10 @@
 // The sweeps that make gradients: gates of a chunk, the exponents of dq and dk, and dg.
 #pragma once
 
-#include "../operands.cuh"
+#include "cuda/sm90/prepare/prepared.cuh"
 #include "warps.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::gradients {
 
 // Sums of gates in natural units, of a chunk in tier 1, to exponents of dq, and, with the other
 // sign, of dk. from_of(j): `from` of the thread's pair of channels of the j-th eight.
@@ -104,16 +103,17 @@ class GatePart {
   }
 
   // Gates of the i-th chunk of the sweep, on their way to registers.
-  __device__ __forceinline__ PairColumn<Gate> load(int i) const {
+  __device__ __forceinline__ ChannelPairColumn<Gate> load(int i) const {
     const Place at(*this, max(0, chunk_of(segment_, i)));
-    return PairColumn<Gate>(p_.g, p_, at.chunk, at.pair.first, at.channel);
+    return ChannelPairColumn<Gate>(p_.g, p_, at.chunk, at.pair.first, at.channel);
   }
 
   // Exponents of dq, and, but outside tier 1, of dk with the other sign.
   template <class Own, class Queries>
   __device__ __forceinline__ void write_exponents(Own& own, const FloatTile& to,
-                                                  const PairColumn<Gate>& gates, Queries& queries,
-                                                  int rank, int number, int role) const {
+                                                  const ChannelPairColumn<Gate>& gates,
+                                                  Queries& queries, int rank, int number,
+                                                  int role) const {
     const Place at(*this, number);
     sum_gates(own.gates, gates, at.pair);
     role_barrier(role);  // the gates' sums are written
@@ -128,9 +128,9 @@ class GatePart {
 
   // Outside tier 1: exponents of dk.
   template <class Own, class Queries>
-  __device__ __forceinline__ void write_exact_exponents(const Own& own, const FloatTile& to,
-                                                        Queries& queries, int rank,
-                                                        int number) const {
+  __device__ __forceinline__ void write_strong_exponents(const Own& own, const FloatTile& to,
+                                                         Queries& queries, int rank,
+                                                         int number) const {
     const Place at(*this, number);
     auto [b, last] = cumsum(own.gates, at.pair);
     const References from = at.references(queries, rank, last);
@@ -144,9 +144,9 @@ class GatePart {
   // And dq, dk and dg, of which step 6 is a part: dq of the state is at `q_terms`, dk of the
   // state's gradient at `k_terms`.
   template <class Own, class Queries>
-  __device__ __forceinline__ void write_exact_gradients(Own& own, const FloatTile& q_terms,
-                                                        const FloatTile& k_terms, Queries& queries,
-                                                        int rank, int number, int role) const {
+  __device__ __forceinline__ void write_strong_gradients(Own& own, const FloatTile& q_terms,
+                                                         const FloatTile& k_terms, Queries& queries,
+                                                         int rank, int number, int role) const {
     const Place at(*this, number);
     const auto read = [](const auto* row) { return load2<Access::kFast>(row, 2); };
     float2 sum = make_float2(0.f, 0.f), inter = sum;
@@ -166,14 +166,14 @@ class GatePart {
       at.element(q_terms, i) = term;
       sum = sum + term;
     }
-    pair_at(own.dg[at.pair.part], at.pair.channel) = sum;
-    pair_at(queries.inter(rank, at.pair.part), at.pair.channel) = inter;
+    pair_at(own.dg[at.pair.sub_chunk], at.pair.channel) = sum;
+    pair_at(queries.inter(rank, at.pair.sub_chunk), at.pair.channel) = inter;
     role_barrier(role);  // the sums are written
     sum = pair_at(queries.states(rank), at.pair.channel) *
           pair_at(queries.factors[kMiddle][rank], at.pair.channel);
-    for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < kSubChunks; ++part) {
       sum = sum + pair_at(queries.inter(rank, part), at.pair.channel);
-      if (part > at.pair.part) sum = sum + pair_at(own.dg[part], at.pair.channel);
+      if (part > at.pair.sub_chunk) sum = sum + pair_at(own.dg[part], at.pair.channel);
     }
 #pragma unroll 1
     for (int i = static_cast<int>(kSubChunk) - 1; i >= 0; --i) {
@@ -199,7 +199,7 @@ class GatePart {
   };
   // Where this thread is in a chunk.
   struct Place {
-    Pair<1> pair;
+    ChannelPair<1> pair;
     Chunk chunk;
     int channel, tokens;  // of this part that are there
 
@@ -244,5 +244,4 @@ class GatePart {
   const int first_k_;
 };
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients

@@ -1,11 +1,10 @@
 // The sweeps that make gradients: what accumulators of a chunk become, and zeros.
 #pragma once
 
-#include "../segment.cuh"
+#include "cuda/sm90/segments/segment.cuh"
 #include "warps.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::gradients {
 
 // Zeros in the gradients of the tokens behind the last sequence of a packed batch, of a segment of
 // these, by a block.
@@ -65,8 +64,8 @@ __device__ __forceinline__ void finish(const GradientTiles& to, const float (&x)
 }
 
 // Outside tier 1: x or y to dq or dk, whose exponents are at `terms`, in their place.
-__device__ __forceinline__ void finish_exact(const float (&d)[32], const FloatTile& terms,
-                                             float scale) {
+__device__ __forceinline__ void finish_strong(const float (&d)[32], const FloatTile& terms,
+                                              float scale) {
   const Lane lane;
 #pragma unroll
   for (int i = 0; i < 32; i += 2) {
@@ -75,5 +74,4 @@ __device__ __forceinline__ void finish_exact(const float (&d)[32], const FloatTi
   }
 }
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients

@@ -3,8 +3,7 @@
 
 #include "warps.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::gradients {
 
 // rowsum(S dS~) of a chunk, of a thread's channels, `row` and the eighth behind it. Not by tensor
 // cores, which the products keep busy.
@@ -46,5 +45,4 @@ class RowSums {
   float d_[2] = {};
 };
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients

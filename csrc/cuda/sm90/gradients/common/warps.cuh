@@ -2,10 +2,9 @@
 // tiles on their way between these and the rows of a tensor.
 #pragma once
 
-#include "../pairs.cuh"
+#include "cuda/sm90/tiles/channels.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::gradients {
 
 constexpr int kWarp = 32;  // threads
 constexpr int kGroupWarps = kGroupThreads / kWarp;
@@ -104,5 +103,4 @@ struct TileRows {
   }
 };
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients

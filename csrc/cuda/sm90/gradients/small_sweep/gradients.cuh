@@ -1,12 +1,11 @@
-// narrow_sweep.cu: the gradients of a chunk whose operands and dS~ are there.
+// gradients/small_sweep: the gradients of a chunk whose operands and dS~ are there.
 #pragma once
 
-#include "../sweep_parts/gates.cuh"
-#include "../sweep_parts/results.cuh"
+#include "cuda/sm90/gradients/common/gates.cuh"
+#include "cuda/sm90/gradients/common/results.cuh"
 #include "shared.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::gradients::small_sweep {
 
 // A of products from accumulators of [64][64], in bf16: columns up to the row's number, or from it
 // on, or none.
@@ -62,8 +61,8 @@ __device__ __forceinline__ void write_rows(const TileRows (&rows)[kTensors],
 
 // dv += A^T do outside tier 1, both in tiles. By the instructions of single warps: with one more of
 // warpgroups' products ptxas has too few registers for all.
-__device__ __forceinline__ void add_exact_scores(float (&dv)[32], const unsigned char* A,
-                                                 const unsigned char* d_o) {
+__device__ __forceinline__ void add_strong_scores(float (&dv)[32], const unsigned char* A,
+                                                  const unsigned char* d_o) {
   const int thread = thread_index(), lane = thread % kWarp;
   const int warp = thread % kGroupThreads / kWarp, upper = lane / 16, odd = lane / 8 % 2;
   const auto at = [](const unsigned char* tile, int row, int part) {
@@ -88,19 +87,19 @@ __device__ __forceinline__ void add_exact_scores(float (&dv)[32], const unsigned
 
 // dq, dk and dg outside tier 1, from products of the states alone: what pairs of tokens owe to them
 // is in memory.
-__device__ __forceinline__ void finish_exact(Shared& s, const Problem& p, Stage& tiles,
-                                             Factors& factors, const float (&x)[32],
-                                             const float (&y)[32], int i) {
+__device__ __forceinline__ void finish_strong(Shared& s, const Problem& p, Stage& tiles,
+                                              Factors& factors, const float (&x)[32],
+                                              const float (&y)[32], int i) {
   const GatePart<bf16> part(p, s.segment, 0);
   const int chunk = chunk_of(s.segment, i);
   const FloatTile q_terms{tiles.S, tiles.d_o}, k_terms{tiles.q, tiles.k};
   part.write_exponents(s.own, q_terms, part.load(i), factors, 0, chunk, kGradients);
-  part.write_exact_exponents(s.own, k_terms, factors, 0, chunk);
+  part.write_strong_exponents(s.own, k_terms, factors, 0, chunk);
   role_barrier(kGradients);  // the exponents are written
-  finish_exact(x, q_terms, p.scale);
-  finish_exact(y, k_terms, 1.f);
+  finish_strong(x, q_terms, p.scale);
+  finish_strong(y, k_terms, 1.f);
   role_barrier(kGradients);  // dq and dk are
-  part.write_exact_gradients(s.own, q_terms, k_terms, factors, 0, chunk, kGradients);
+  part.write_strong_gradients(s.own, q_terms, k_terms, factors, 0, chunk, kGradients);
 }
 
 // dq, dk, dv and dg of every chunk. A pair of tokens has its dA twice, from a product and from that
@@ -118,7 +117,7 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
                    v = shared_address(tiles.v), d_o = shared_address(tiles.d_o),
                    dS = shared_address(s.dS);
     wait(&s.ready[stage], i / kSweepStages & 1);
-    const bool exact = __any_sync(0xffffffffu, s.exact[stage]);
+    const bool strong = __any_sync(0xffffffffu, s.strong[stage]);
     float x[32], y[32], dA[32];
     const uint64_t rows = descriptor(d_o, 0), S_and_v = descriptor(shared_address(tiles.S), 0);
     begin_products();
@@ -129,7 +128,7 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
     commit_products();
     wait_for_products<0>();
     scale_columns(x, factors.factors[kEnter][0] + 2 * Lane().t);
-    const ScoreOperand<Ones::kUpTo> score_grads(dA, exact);
+    const ScoreOperand<Ones::kUpTo> score_grads(dA, strong);
     float dA_t[32];  // the transpose, made anew
     begin_products();
     multiply<kSummed, kSummed>(dA_t, v, d_o, false);
@@ -138,7 +137,7 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
     score_grads.multiply(x, k);
     commit_products();
     wait_for_products<1>();
-    const ScoreOperand<Ones::kFrom> turned(dA_t, exact);
+    const ScoreOperand<Ones::kFrom> turned(dA_t, strong);
     float A[32];  // the transpose
     begin_products();
     multiply<kSummed, kSummed>(A, k, q, false);
@@ -146,7 +145,7 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
     turned.multiply(y, q);
     commit_products();
     wait_for_products<1>();
-    const ScoreOperand<Ones::kFrom> scores(A, exact);
+    const ScoreOperand<Ones::kFrom> scores(A, strong);
     float dv[32];
     begin_products();
     scores.multiply(dv, d_o, false);
@@ -157,18 +156,18 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
     wait(&s.summed[stage], i / kSweepStages & 1);
     role_barrier(kGradients);  // all tiles but the gates are read
     TileRows dv_rows[1];
-    if (exact) {
+    if (strong) {
       copy_rows<1, kGroupThreads>(tiles.S, p.A, s.segment, chunk, thread_index() % kGroupThreads, 0,
                                   kTile);
       commit_copies();
       wait_for_copies<0>();
       fence_for_products();      // not needed, but without it ptxas waits for every product (C7511)
       role_barrier(kGradients);  // A is there
-      add_exact_scores(dv, tiles.S, tiles.d_o);
+      add_strong_scores(dv, tiles.S, tiles.d_o);
       role_barrier(kGradients);  // A and do are read
       store_tile(tiles.v, dv);
       dv_rows[0].read(tiles.v);
-      finish_exact(s, p, tiles, factors, x, y, i);
+      finish_strong(s, p, tiles, factors, x, y, i);
       arrive(&s.empty[stage]);
       write_rows(dv_rows, s.dv, chunk, length, p.V);
       continue;
@@ -205,5 +204,4 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
   }
 }
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients::small_sweep

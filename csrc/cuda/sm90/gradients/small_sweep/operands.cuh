@@ -1,13 +1,12 @@
-// narrow_sweep.cu: what comes before the gradients of a chunk: copies, q^ and k^, and dS~.
+// gradients/small_sweep: what comes before the gradients of a chunk: copies, q^ and k^, and dS~.
 #pragma once
 
-#include "../cumsum.cuh"
-#include "../mover.cuh"
-#include "../sweep_parts/row_sums.cuh"
+#include "cuda/sm90/gradients/common/row_sums.cuh"
+#include "cuda/sm90/tiles/cumsum.cuh"
+#include "cuda/sm90/tiles/mover.cuh"
 #include "shared.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::gradients::small_sweep {
 
 // Asks for the i-th chunk, whose place is free.
 __device__ __forceinline__ void load(Shared& s, const Problem& p, int i) {
@@ -47,7 +46,7 @@ __device__ __forceinline__ void clamp_copied_gates(unsigned char* tile) {
 }
 
 // q^ and k^ in place of q and k, half of the columns at a time: sums of all take more registers.
-__device__ __forceinline__ void gate(Stage& tiles, float* b_last, bool exact, float scale) {
+__device__ __forceinline__ void gate(Stage& tiles, float* b_last, bool strong, float scale) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int first = half * kTile / 2;
@@ -75,7 +74,7 @@ __device__ __forceinline__ void gate(Stage& tiles, float* b_last, bool exact, fl
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float2 pair = pair_at(last, 16 * i + 8 * j);
-        const References x(kLog2E * pair.x, exact), y(kLog2E * pair.y, exact);
+        const References x(kLog2E * pair.x, strong), y(kLog2E * pair.y, strong);
 #pragma unroll
         for (int e = 2 * j; e < 2 * j + 2; ++e) {
           const float b_x = b[8 * i + 2 * e], b_y = b[8 * i + 2 * e + 1];
@@ -112,12 +111,12 @@ __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
     Stage& tiles = s.stages[stage];
     Factors& factors = s.factors[stage];
     asm volatile("" : "+r"(flag));  // not looked at before, which would wait for the load
-    const bool exact = __any_sync(0xffffffffu, flag != 0);
+    const bool strong = __any_sync(0xffffffffu, flag != 0);
     wait_for_copies<0>();
-    if (exact) clamp_copied_gates(tiles.g);
+    if (strong) clamp_copied_gates(tiles.g);
     fence_for_products();
     role_barrier(kOperands);  // the chunk is there, b_C of the one before is read
-    gate(tiles, s.b_last, exact, p.scale);
+    gate(tiles, s.b_last, strong, p.scale);
     fence_for_products();
     role_barrier(kOperands);  // q^ and k^ are there
     float leaving[32];        // k^^T v
@@ -131,7 +130,7 @@ __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const float last = kLog2E * s.b_last[lane.row + 8 * e];
-      const References r(last, exact);
+      const References r(last, strong);
       out[e] *= exp2_ftz(last - r.to);
       middle[e] = exp2_ftz(r.to - r.from);
     }
@@ -144,20 +143,20 @@ __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int row = lane.row + 8 * e;
-      const float from = References(kLog2E * s.b_last[row], exact).from, enter = exp2_ftz(from);
+      const float from = References(kLog2E * s.b_last[row], strong).from, enter = exp2_ftz(from);
       out[e] = enter;
       const float sum = entering.sum(e) * enter, more = left.sum(e);
       if (lane.t == 0) {
         factors.factors[kEnter][0][row] = enter;
         factors.factors[kMiddle][0][row] = middle[e];
         factors.from[row] = from;
-        factors.sums[row] = exact ? sum : sum + more;
+        factors.sums[row] = strong ? sum : sum + more;
       }
     }
-    if (threadIdx.x == 0) s.exact[stage] = exact;
+    if (threadIdx.x == 0) s.strong[stage] = strong;
     fence_for_products();
     arrive(&s.ready[stage]);
-    if (exact) scale_rows(dS.x, middle);
+    if (strong) scale_rows(dS.x, middle);
     const uint32_t q = shared_address(tiles.q), d_o = shared_address(tiles.d_o);
     begin_products();
     multiply<kOther, kOther>(dS.x, q, d_o);
@@ -175,5 +174,4 @@ __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
   dS.store(p, p.dh0 + (segment.n * p.H + segment.head) * matrix, p.state_v_first);
 }
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients::small_sweep

@@ -1,15 +1,16 @@
-// What the parts of narrow_sweep.cu share: a block's shared memory, and its barriers.
+// What the parts of gradients/small_sweep share: a block's shared memory, and its barriers.
 #pragma once
 
-#include "../operands.cuh"
-#include "../products.cuh"
-#include "../states/state.cuh"
-#include "../states/sweeps.cuh"
-#include "../sweep_parts/warps.cuh"
-#include "../triangle.cuh"
+#include "cuda/sm90/gradients/common/warps.cuh"
+#include "cuda/sm90/prepare/prepared.cuh"
+#include "cuda/sm90/states/fused/state.cuh"
+#include "cuda/sm90/states/fused/sweeps.cuh"
+#include "cuda/sm90/tiles/products.cuh"
+#include "cuda/sm90/tiles/triangle.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::gradients::small_sweep {
+
+using states::Fields, states::load_entering, states::State, states::Sweep;
 
 // Warpgroups of a block.
 enum Role { kOperands, kGradients, kRoles };
@@ -32,7 +33,7 @@ struct Factors {
   float from[kTile];
   // What dg owes to the states that enter and leave the chunk; outside tier 1 to the first alone.
   float sums[kTile];
-  float parts[kParts][kTile];  // outside tier 1, of a part of the tokens: what dS~ owes to k
+  float parts[kSubChunks][kTile];  // outside tier 1, of a part of the tokens: what dS~ owes to k
 
   __device__ __forceinline__ float* states(int = 0) { return sums; }
   __device__ __forceinline__ float* inter(int, int part) { return parts[part]; }
@@ -40,7 +41,7 @@ struct Factors {
 
 // Outside tier 1, by the gradients' warpgroup: sums of a part of the tokens.
 struct Own {
-  float gates[kParts][kTile], dg[kParts][kTile];
+  float gates[kSubChunks][kTile], dg[kSubChunks][kTile];
 };
 
 // A tensor's rows of the segment and head.
@@ -77,7 +78,7 @@ struct alignas(1024) Shared {
   // Of a chunk: its operands and dS~ are there; dS has taken q^ and do; its place is free.
   uint64_t ready[kSweepStages], summed[kSweepStages], empty[kSweepStages];
   uint64_t taken;  // dS~ is read
-  int exact[kSweepStages];
+  int strong[kSweepStages];
 };
 
 // Makes the barriers and finds segment number `index`, by one thread.
@@ -101,5 +102,4 @@ __device__ __forceinline__ void start(Shared& s, const Problem& p, int64_t index
   init_barrier(&s.taken, kGroupWarps);
 }
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients::small_sweep

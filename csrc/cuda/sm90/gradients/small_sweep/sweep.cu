@@ -1,9 +1,9 @@
-// What gradient_sweep.cu does, for heads of at most 64 keys and 64 values, from bf16 gates: a block
+// What gradients/sweep does, for heads of at most 64 keys and 64 values, from bf16 gates: a block
 // goes from the last chunk to the first with dS~ on chip, so that dS' is neither written to memory
 // nor read from it, and makes q^ and k^ of a chunk once for dS~ and for all gradients.
 //
 //   dS~ = 2^(b_C - to) dS'        dS = 2^from (2^(to - from) dS~ + q^T do)
-//   x, y, dA, dq, dk, dv, dg as in gradients.cu
+//   x, y, dA, dq, dk, dv, dg as in gradients/chunk
 //
 // grid    (segment, head), two blocks a multiprocessor
 // reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers, S [K, V] of every chunk, dht,
@@ -13,19 +13,19 @@
 //
 // One warpgroup makes q^, k^ and dS~ of a chunk, a chunk ahead of the other, which makes the
 // gradients. A and dA never leave the registers. Accumulation, b and dg are fp32.
-#include "dependent_launch.cuh"
-#include "dynamic_shared.h"
-#include "narrow_sweep/gradients.cuh"
-#include "narrow_sweep/operands.cuh"
-#include "sm90.h"
+#include "cuda/device/dynamic_shared.h"
+#include "cuda/sm90/sm90.h"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "gradients.cuh"
+#include "operands.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gradients::small_sweep {
 
 constexpr int kSweepBlocks = 2;  // of a multiprocessor
 constexpr int kOperandRegisters = 96, kGradientRegisters = 160;
 
-__global__ void __launch_bounds__(kSweepThreads, kSweepBlocks) narrow_sweep_kernel(Problem p) {
+__global__ void __launch_bounds__(kSweepThreads, kSweepBlocks) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
@@ -43,17 +43,21 @@ __global__ void __launch_bounds__(kSweepThreads, kSweepBlocks) narrow_sweep_kern
 #endif
 }
 
-}  // namespace
-
-void gradients_small_sweep(const Problem& p, cudaStream_t stream) {
+void launch(const Problem& p, cudaStream_t stream) {
   static_assert(fits_multiprocessor(kSweepBlocks, sizeof(Shared)));
   static_assert(kOperandRegisters + kGradientRegisters <=
                 kRoles * launch_registers(kSweepBlocks * kSweepThreads));
-  static const DynamicShared shared(narrow_sweep_kernel, sizeof(Shared));
+  static const DynamicShared shared(kernel, sizeof(Shared));
   const int64_t blocks = segment_heads(p.grid, p.H);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(narrow_sweep_kernel, blocks, kSweepThreads, sizeof(Shared), stream, p);
+  launch_dependent(kernel, blocks, kSweepThreads, sizeof(Shared), stream, p);
+}
+
+}  // namespace gradients::small_sweep
+
+void launch_gradients_small_sweep(const Problem& p, cudaStream_t stream) {
+  gradients::small_sweep::launch(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

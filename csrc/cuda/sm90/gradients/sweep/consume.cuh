@@ -1,12 +1,11 @@
-// gradient_sweep.cu: a chunk's gradients, by a consumer.
+// gradients/sweep: a chunk's gradients, by a consumer.
 #pragma once
 
-#include "../sweep_parts/gates.cuh"
-#include "../sweep_parts/results.cuh"
+#include "cuda/sm90/gradients/common/gates.cuh"
+#include "cuda/sm90/gradients/common/results.cuh"
 #include "shared.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::gradients::sweep {
 
 // Sums what the states that leave the chunk owe to k.
 __device__ __forceinline__ void sum_inter(Queries& queries, int rank, const float (&y)[32],
@@ -69,7 +68,7 @@ __device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int
     load_keys(s, p, consumer);
     if (consumer == 0) load_queries(s, p, kConsumers, rank);
   }
-  PairColumn<Gate> gates;  // those that products do not sum
+  ChannelPairColumn<Gate> gates;  // those that products do not sum
   if constexpr (kByProducts)
     part.copy(s.own[consumer], consumer);
   else
@@ -83,7 +82,7 @@ __device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int
     Queries& queries = s.queries[i % kQueryStages];
     Keys& keys = s.keys[self];
     wait(&s.queries_full[i % kQueryStages], i / kQueryStages & 1);
-    const bool exact = __any_sync(0xffffffffu, s.exact[i % kQueryStages].x);
+    const bool strong = __any_sync(0xffffffffu, s.strong[i % kQueryStages].x);
     if constexpr (!kByProducts)
       part.write_exponents(own, float_tile(own.tile), gates, queries, rank, chunk, role);
     // Only when the other one has left them is the phase of a slice's barriers this chunk's.
@@ -110,7 +109,7 @@ __device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int
       begin_products();
       multiply<kSummed, kSummed>(y, shared_address(values.v), shared_address(dS));
       commit_products();
-      const bool is_own = j % kPair == rank;
+      const bool is_own = j % kClusterBlocks == rank;
       const auto leave = [&] {
         wait_for_products<0>();
         arrive_as_warp(&s.empty[slice.stage]);
@@ -157,7 +156,7 @@ __device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int
       }
       __syncwarp();
     };
-    if (exact) {
+    if (strong) {
       wait(&s.states_full[i % kQueryStages], i / kQueryStages & 1);
       FloatTile q_terms = float_tile(own.tile), k_terms = float_tile(keys.k[0]);
       if constexpr (kByProducts) {
@@ -168,12 +167,12 @@ __device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int
         gates = part.load(i + kConsumers);
       }
       role_barrier(role);  // k^ is read
-      part.write_exact_exponents(own, k_terms, queries, rank, chunk);
+      part.write_strong_exponents(own, k_terms, queries, rank, chunk);
       role_barrier(role);  // the exponents are written
-      finish_exact(x, q_terms, p.scale);
-      finish_exact(y, k_terms, 1.f);
+      finish_strong(x, q_terms, p.scale);
+      finish_strong(y, k_terms, 1.f);
       role_barrier(role);  // dq and dk are
-      part.write_exact_gradients(own, q_terms, k_terms, queries, rank, chunk, role);
+      part.write_strong_gradients(own, q_terms, k_terms, queries, rank, chunk, role);
       release();
       if constexpr (kByProducts) part.copy(own, i + kConsumers);
       continue;
@@ -236,5 +235,4 @@ __device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int
   }
 }
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients::sweep

@@ -1,8 +1,8 @@
-// What gradients.cu does, in a sweep from the last chunk to the first with dS~ on chip: dS' is
+// What gradients/chunk does, in a sweep from the last chunk to the first with dS~ on chip: dS' is
 // neither written to memory nor read from it, and q^, k^, v and do are read once for both.
 //
 //   dS~ = 2^(b_C - from) dS'      dS = 2^from (dS~ + q^T do)
-//   x, y, dA, dq, dk, dv, dg as in gradients.cu, with A of operands.cu
+//   x, y, dA, dq, dk, dv, dg as in gradients/chunk, with A of prepare.cu
 //
 // grid    (segment, head) by a cluster of two blocks, of 64 key channels each
 // reads   operands [B, slots, H], g [B, T, H, K], v, do [B, T, H, V], S of every chunk, as tiles or
@@ -14,25 +14,25 @@
 // sends its dS~ of these values. Warpgroups: a producer; the state, which holds dS~ in fp32 and
 // hands it on in bf16; two consumers, which take the chunks in turn, so that the products of one
 // pass beside the gates of the other. Accumulation, b and dg are fp32.
-#include "../device/launch.cuh"
-#include "cluster.cuh"
-#include "dependent_launch.cuh"
-#include "dynamic_shared.h"
-#include "gradient_sweep/consume.cuh"
-#include "gradient_sweep/values.cuh"
-#include "sm90.h"
+#include "consume.cuh"
+#include "cuda/device/dynamic_shared.h"
+#include "cuda/device/launch.cuh"
+#include "cuda/sm90/sm90.h"
+#include "cuda/sm90/tiles/cluster.cuh"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "values.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gradients::sweep {
 
 template <class Gate, int kSlices>
-__global__ void __launch_bounds__(kSweepThreads, 1) gradient_sweep_kernel(Problem p) {
+__global__ void __launch_bounds__(kSweepThreads, 1) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<Shared<Gate>*>(s_bytes);
-  const int rank = static_cast<int>(blockIdx.x % kPair);
-  if (threadIdx.x == 0) start(s, p, blockIdx.x / kPair);
+  const int rank = static_cast<int>(blockIdx.x % kClusterBlocks);
+  if (threadIdx.x == 0) start(s, p, blockIdx.x / kClusterBlocks);
   sync_cluster();  // the barriers and the segment are there
   if (s.segment.tail) {
     if (rank == 0) clear_gradients<Gate, kSweepThreads>(p, s.segment);
@@ -54,31 +54,31 @@ __global__ void __launch_bounds__(kSweepThreads, 1) gradient_sweep_kernel(Proble
 }
 
 template <class Gate, int kSlices>
-void launch_gradient_sweep(const Problem& p, cudaStream_t stream) {
+void launch(const Problem& p, cudaStream_t stream) {
   static_assert(sizeof(Shared<Gate>) <= 227 << 10);
-  static const DynamicShared shared(gradient_sweep_kernel<Gate, kSlices>, sizeof(Shared<Gate>));
-  const int64_t pieces = segment_heads(p.grid, p.H);
-  if (pieces == 0) return;
+  static const DynamicShared shared(kernel<Gate, kSlices>, sizeof(Shared<Gate>));
+  const int64_t items = segment_heads(p.grid, p.H);
+  if (items == 0) return;
   shared.allow();
-  launch_dependent<kPair>(gradient_sweep_kernel<Gate, kSlices>, kPair * pieces, kSweepThreads,
-                          sizeof(Shared<Gate>), stream, p);
+  launch_dependent<kClusterBlocks>(kernel<Gate, kSlices>, kClusterBlocks * items, kSweepThreads,
+                                   sizeof(Shared<Gate>), stream, p);
 }
 
 template <class Gate>
-void launch_gradient_sweep(const Problem& p, cudaStream_t stream) {
+void launch(const Problem& p, cudaStream_t stream) {
   if (p.V <= 2 * kTile)
-    launch_gradient_sweep<Gate, 2>(p, stream);
+    launch<Gate, 2>(p, stream);
   else
-    launch_gradient_sweep<Gate, 4>(p, stream);
+    launch<Gate, 4>(p, stream);
 }
 
-}  // namespace
+}  // namespace gradients::sweep
 
-void gradients_sweep(const Problem& p, cudaStream_t stream) {
+void launch_gradients_sweep(const Problem& p, cudaStream_t stream) {
   if (p.g.dtype == DType::kFloat)
-    launch_gradient_sweep<float>(p, stream);
+    gradients::sweep::launch<float>(p, stream);
   else
-    launch_gradient_sweep<bf16>(p, stream);
+    gradients::sweep::launch<bf16>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

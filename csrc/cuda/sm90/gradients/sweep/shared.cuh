@@ -1,19 +1,21 @@
-// What the parts of gradient_sweep.cu share: a block's shared memory, and its barriers.
+// What the parts of gradients/sweep share: a block's shared memory, and its barriers.
 #pragma once
 
-#include "../cluster.cuh"
-#include "../operands.cuh"
-#include "../pairs.cuh"
-#include "../products.cuh"
-#include "../state_tiles.cuh"
-#include "../states/sweeps.cuh"
-#include "../sweep_parts/warps.cuh"
-#include "../triangle.cuh"
+#include "cuda/sm90/gradients/common/warps.cuh"
+#include "cuda/sm90/prepare/prepared.cuh"
+#include "cuda/sm90/states/fused/state.cuh"
+#include "cuda/sm90/states/fused/sweeps.cuh"
+#include "cuda/sm90/states/tiles.cuh"
+#include "cuda/sm90/tiles/channels.cuh"
+#include "cuda/sm90/tiles/cluster.cuh"
+#include "cuda/sm90/tiles/products.cuh"
+#include "cuda/sm90/tiles/triangle.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::gradients::sweep {
 
-constexpr int kPair = 2;  // blocks of a cluster
+using states::Fields, states::load_entering, states::State, states::Sweep;
+
+constexpr int kClusterBlocks = 2;  // blocks of a cluster
 // Warpgroups of a block. Two consumers take the chunks in turn.
 enum Role { kProducer, kState, kConsumer, kRoles = kConsumer + 2 };
 constexpr int kConsumers = kRoles - kConsumer;
@@ -29,8 +31,8 @@ struct Slice {
 
 // What of a chunk no value is part of: for the state, which is a chunk ahead, and a consumer.
 struct alignas(1024) Queries {
-  unsigned char q[kTileBytes];            // q^ [token][64 of K]
-  float factors[kFactors][kPair][kTile];  // of either block's channels
+  unsigned char q[kTileBytes];                     // q^ [token][64 of K]
+  float factors[kFactors][kClusterBlocks][kTile];  // of either block's channels
 
   // In place of factors that nobody reads: rowsum(S dS'), and what dS~ owes to k in the rows of a
   // warp.
@@ -50,7 +52,7 @@ struct alignas(1024) Own {
   // bf16 gates [token][64 of K], then dg on its way out. Or, of fp32 gates, exponents of dq and dk,
   // fp32 [token][64 of K].
   unsigned char tile[kTile * kTile * sizeof(Gate)];
-  float gates[kParts][kTile], dg[kParts][kTile];  // sums of a part of the tokens
+  float gates[kSubChunks][kTile], dg[kSubChunks][kTile];  // sums of a part of the tokens
   // In place of the first ones: what dg owes to the states that enter and leave the chunk.
   __device__ __forceinline__ float* states() { return dg[0]; }
 };
@@ -65,19 +67,19 @@ struct Shared {
   Queries queries[kQueryStages];
   Keys keys[kConsumers];
   // The other block's dS~ of values whose dv is this one's, then dv on its way out.
-  unsigned char received[kPair][kTileBytes];
+  unsigned char received[kClusterBlocks][kTileBytes];
   Own<Gate> own[kConsumers];
   // A slice's rows and tile are there; they are read.
   uint64_t full[kSliceStages], empty[kSliceStages];
   // Its dS~ is there; it is read, here and where it was sent to.
   uint64_t ready[kStateStages], taken[kStateStages];
-  int4 exact[kQueryStages];  // of which the first word says so
+  int4 strong[kQueryStages];  // of which the first word says so
   // Of a chunk: q^ and factors are there, and the states' sums, for which the state may be two
   // chunks ahead.
   uint64_t queries_full[kQueryStages], states_full[kQueryStages];
   // Of a consumer: keys, and what it reads of its chunk is read.
   uint64_t keys_full[kConsumers], chunk_empty[kConsumers];
-  uint64_t received_full[kPair];
+  uint64_t received_full[kClusterBlocks];
   uint64_t turn[kConsumers];  // the other consumer has left its slices
   // What dS~ is to be multiplied by as it leaves one chunk, then as it enters the next.
   float factors[kTile];
@@ -106,11 +108,11 @@ struct Ring {
 // Where dS~ of slice j of the i-th chunk arrives, if its dv is the receiver's: one of every two.
 template <int kSlices>
 __device__ __forceinline__ int received_slot(int i, int j) {
-  return (i * (kSlices / kPair) + j / kPair) % kPair;
+  return (i * (kSlices / kClusterBlocks) + j / kClusterBlocks) % kClusterBlocks;
 }
 template <int kSlices>
 __device__ __forceinline__ uint32_t received_parity(int i) {
-  return i * (kSlices / kPair) / kPair & 1;
+  return i * (kSlices / kClusterBlocks) / kClusterBlocks & 1;
 }
 
 // Makes the barriers and finds segment number `index`, by one thread.
@@ -134,7 +136,7 @@ __device__ __forceinline__ void start(SharedOfKernel& s, const Problem& p, int64
     init_barrier(&s.chunk_empty[i], kGroupThreads);
     init_barrier(&s.turn[i], kGroupWarps);
   }
-  for (int i = 0; i < kPair; ++i) init_barrier(&s.received_full[i], 1);
+  for (int i = 0; i < kClusterBlocks; ++i) init_barrier(&s.received_full[i], 1);
   fence_barriers();
   fence_for_products();  // and bulk copies
 }
@@ -145,22 +147,21 @@ template <class SharedOfKernel>
 __device__ __forceinline__ void load_queries(SharedOfKernel& s, const Problem& p, int i, int rank) {
   if (i >= s.segment.chunks) return;
   const int stage = i % kQueryStages;
-  const unsigned char* operands = operands_at(p, s.segment.chunk_head(p, chunk_of(s.segment, i)));
+  const unsigned char* operands = prepared_at(p, s.segment.chunk_head(p, chunk_of(s.segment, i)));
   uint64_t* full = &s.queries_full[stage];
   bulk_copy(s.queries[stage].q, operands + rank * kTileBytes, kTileBytes, full);
-  bulk_copy(s.queries[stage].factors, operands + offsetof(OperandGroup, factors), kFactorBytes,
-            full);
-  bulk_copy(&s.exact[stage], operands + offsetof(Operands<1>, exact), sizeof(s.exact[stage]), full);
+  bulk_copy(s.queries[stage].factors, operands + offsetof(KeyGroup, factors), kFactorBytes, full);
+  bulk_copy(&s.strong[stage], operands + offsetof(PreparedChunk<1>, strong),
+            sizeof(s.strong[stage]), full);
 }
 template <class SharedOfKernel>
 __device__ __forceinline__ void load_keys(SharedOfKernel& s, const Problem& p, int i) {
   if (i >= s.segment.chunks) return;
-  const unsigned char* operands = operands_at(p, s.segment.chunk_head(p, chunk_of(s.segment, i)));
+  const unsigned char* operands = prepared_at(p, s.segment.chunk_head(p, chunk_of(s.segment, i)));
   Keys& to = s.keys[i % kConsumers];
   uint64_t* full = &s.keys_full[i % kConsumers];
-  bulk_copy(to.k, operands + offsetof(OperandGroup, k), kKeyTiles * kTileBytes, full);
-  bulk_copy(to.A, operands + offsetof(Operands<1>, A), kTileBytes, full);
+  bulk_copy(to.k, operands + offsetof(KeyGroup, k), kKeyTiles * kTileBytes, full);
+  bulk_copy(to.A, operands + offsetof(PreparedChunk<1>, A), kTileBytes, full);
 }
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients::sweep

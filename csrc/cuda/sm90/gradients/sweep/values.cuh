@@ -1,12 +1,11 @@
-// gradient_sweep.cu: what comes before the gradients: copies, and the state.
+// gradients/sweep: what comes before the gradients: copies, and the state.
 #pragma once
 
-#include "../states/state.cuh"
-#include "../sweep_parts/row_sums.cuh"
+#include "cuda/sm90/gradients/common/row_sums.cuh"
+#include "cuda/sm90/states/fused/state.cuh"
 #include "shared.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::gradients::sweep {
 
 // Rows of a tensor as the producer copies them, 16 bytes a thread: `row` and every kRowsEach-th one
 // behind it.
@@ -107,7 +106,7 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
       for (int e = 0; e < 2; ++e) s.factors[row + 8 * e] *= factors[kLeave][rank][row + 8 * e];
     }
     __syncwarp();  // s.factors is written
-    const bool exact = __any_sync(0xffffffffu, middle(0) != 1.f || middle(1) != 1.f);
+    const bool strong = __any_sync(0xffffffffu, middle(0) != 1.f || middle(1) != 1.f);
     RowSums sums;
     const uint32_t q = shared_address(queries.q);
 #pragma unroll
@@ -121,7 +120,7 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
       store_tile(dS, x[j]);
       fence_for_products();  // and the bulk copy
       arrive_as_warp(&s.ready[state_stage.stage]);
-      if (j % kPair != rank) {
+      if (j % kClusterBlocks != rank) {
         role_barrier(kState);  // dS~ is written
         if (thread_index() % kGroupThreads == 0) {
           const int slot = received_slot<kSlices>(i, j);
@@ -133,7 +132,7 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
       wait(&s.full[slice.stage], slice.parity);
       sums.add(shared_address(values.S), x[j]);
       fence_for_products();  // the copies
-      if (exact) scale_rows(x[j], {middle(0), middle(1)});
+      if (strong) scale_rows(x[j], {middle(0), middle(1)});
       const uint32_t d_o = shared_address(values.d_o);
       begin_products();
 #pragma unroll
@@ -163,5 +162,4 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
   }
 }
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::gradients::sweep

@@ -1,11 +1,11 @@
-// What a consumer of states.cu does.
+// What a consumer of states/fused does.
 #pragma once
 
+#include "cuda/device/gates.cuh"
 #include "shared.cuh"
 #include "state.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::states::fused {
 
 template <Sweep kSweep, Store kStore, int kConsumers, class Gate>
 __device__ __forceinline__ void consume(Unit<kConsumers, Gate>& s, const Problem& p, int member,
@@ -41,7 +41,7 @@ __device__ __forceinline__ void consume(Unit<kConsumers, Gate>& s, const Problem
     commit_products();
     if (kSweep == Sweep::kStates && kStore == Store::kChunks && block_v == 0 && member == 0 &&
         thread == 0)
-      p.tiers[chunk_head * kMaxTierBlocks] = static_cast<uint8_t>(s.exact[stage]);
+      p.tiers[chunk_head * kMaxTierBlocks] = static_cast<uint8_t>(s.strong[stage]);
     wait_for_products<0>();
     arrive(&s.empty[stage]);
   }
@@ -51,5 +51,4 @@ __device__ __forceinline__ void consume(Unit<kConsumers, Gate>& s, const Problem
     state.store(p, F::final(p) + boundary, p.state_v_first);
 }
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::states::fused

@@ -1,11 +1,10 @@
-// What a producer of states.cu does.
+// What a producer of states/fused does.
 #pragma once
 
-#include "../../device/gates.cuh"
+#include "cuda/device/gates.cuh"
 #include "shared.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::states::fused {
 
 // Gates k or q of a chunk in place; a producer has kColumns of the key channels.
 template <int kConsumers, class Gate, Sweep kSweep>
@@ -53,7 +52,7 @@ struct Gating {
         }
       }
     }
-    if (out) s.exact[stage] = 1;
+    if (out) s.strong[stage] = 1;
   }
 };
 
@@ -88,8 +87,8 @@ __device__ __forceinline__ void produce(Unit<kConsumers, Gate>& s, const unsigne
   for (int i = 0; i < segment.chunks; ++i) {
     const int stage = i % kStages;
     wait_for_copies<kStages - 2>();
-    if (thread == 0) s.exact[stage] = 0;
-    sync_threads<kProducerBarrier>(kThreads);  // the rows are there, s.exact is cleared
+    if (thread == 0) s.strong[stage] = 0;
+    sync_threads<kProducerBarrier>(kThreads);  // the rows are there, s.strong is cleared
     gating.run(stage, p.scale);
     fence_for_products();
     arrive(&s.full[stage]);
@@ -102,5 +101,4 @@ __device__ __forceinline__ void produce(Unit<kConsumers, Gate>& s, const unsigne
     p.segment_decays[segment.state * p.K + channel] = gating.total;
 }
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::states::fused

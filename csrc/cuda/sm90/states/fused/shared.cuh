@@ -1,11 +1,10 @@
-// The shared memory of a block of states.cu.
+// The shared memory of a block of states/fused.
 #pragma once
 
-#include "../sweep.cuh"
+#include "cuda/sm90/tiles/sweep.cuh"
 #include "sweeps.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::states::fused {
 
 // Of both producers; of a producer, two of them.
 constexpr int kProducerBarrier = 1, kGatingBarrier = 2;
@@ -26,12 +25,11 @@ struct alignas(1024) Unit {
   unsigned char state[kConsumers * kTileBytes];  // [K][V]
   float b_last[kStages][kTile];                  // log2 units
   uint64_t full[kStages], empty[kStages];
-  int exact[kStages];
+  int strong[kStages];
   Segment segment;
 };
 
 template <int kConsumers, class Gate>
 using Block = SweepBlock<Unit<kConsumers, Gate>, (kProducers + kConsumers) * kGroupThreads>;
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::states::fused

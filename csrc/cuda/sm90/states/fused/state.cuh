@@ -1,10 +1,9 @@
 // The state as the sweeps of backward hold it, in the registers of a warpgroup.
 #pragma once
 
-#include "../sweep.cuh"
+#include "cuda/sm90/tiles/sweep.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::states {
 
 constexpr int kConsumerBarrier = 4;  // of a consumer, two or three of them
 
@@ -62,11 +61,11 @@ struct State {
     for (int i = 0; i < kValues / kTile; ++i)
       store_tile(fragments, tile + i * kTileBytes, x + 32 * i);
     group_barrier<kConsumerBarrier>(group);  // the rows are written
-    constexpr int kParts = kValues / 8, kRowsEach = kGroupThreads / kParts;
-    const int part = thread % kParts, v = first_v + 8 * part;
+    constexpr int kVecs = kValues / 8, kRowsEach = kGroupThreads / kVecs;
+    const int part = thread % kVecs, v = first_v + 8 * part;
 #pragma unroll
     for (int i = 0; i < kTile / kRowsEach; ++i) {
-      const int row = thread / kParts + i * kRowsEach, k = first_k + row;
+      const int row = thread / kVecs + i * kRowsEach, k = first_k + row;
       if (k < p.K && v < p.V)
         *reinterpret_cast<uint4*>(state + k * p.V + v) =
             *reinterpret_cast<const uint4*>(tile + part / 8 * kTileBytes + swizzled(row, part % 8));
@@ -74,5 +73,4 @@ struct State {
   }
 };
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::states

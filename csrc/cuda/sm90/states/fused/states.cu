@@ -15,15 +15,15 @@
 //
 // The producers copy rows two chunks ahead and gate k or q in place, the key channels divided among
 // them; the consumers hold 64 values each. Accumulation is fp32.
-#include "../device/launch.cuh"
-#include "dependent_launch.cuh"
-#include "dynamic_shared.h"
-#include "sm90.h"
-#include "states/consume.cuh"
-#include "states/produce.cuh"
+#include "consume.cuh"
+#include "cuda/device/dynamic_shared.h"
+#include "cuda/device/launch.cuh"
+#include "cuda/sm90/sm90.h"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "produce.cuh"
 
 namespace gla_ext::cuda::sm90 {
-namespace {
+namespace states::fused {
 
 // Two blocks a multiprocessor where one has three warpgroups.
 template <int kConsumers>
@@ -56,7 +56,7 @@ __device__ __forceinline__ void sweep(Block<kConsumers, Gate>& s, const Problem&
 
 template <int kConsumers, class Gate, Store kStore>
 __global__ void __launch_bounds__(Block<kConsumers, Gate>::kThreads, kBlocks<kConsumers>)
-    states_kernel(Problem p, int64_t states) {
+    kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
@@ -69,9 +69,9 @@ __global__ void __launch_bounds__(Block<kConsumers, Gate>::kThreads, kBlocks<kCo
 }
 
 template <int kConsumers, class Gate, Store kStore>
-void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
+void launch(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
   using Shared = Block<kConsumers, Gate>;
-  constexpr auto kKernel = states_kernel<kConsumers, Gate, kStore>;
+  constexpr auto kKernel = kernel<kConsumers, Gate, kStore>;
   static_assert(fits_multiprocessor(kBlocks<kConsumers>, sizeof(Shared)));
   static_assert(
       kProducers * kProducerRegisters<kConsumers> + kConsumers * kConsumerRegisters<kConsumers> <=
@@ -88,38 +88,38 @@ void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t
 }
 
 template <class Gate, Store kStore>
-void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
+void launch(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
   if (p.V > 64)
-    launch_states<2, Gate, kStore>(p, states, state_grads, stream);
+    launch<2, Gate, kStore>(p, states, state_grads, stream);
   else
-    launch_states<1, Gate, kStore>(p, states, state_grads, stream);
+    launch<1, Gate, kStore>(p, states, state_grads, stream);
 }
 
 template <Store kStore>
-void launch_states(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
+void launch(const Problem& p, bool states, bool state_grads, cudaStream_t stream) {
   if (p.g.dtype == DType::kFloat)
-    launch_states<float, kStore>(p, states, state_grads, stream);
+    launch<float, kStore>(p, states, state_grads, stream);
   else
-    launch_states<bf16, kStore>(p, states, state_grads, stream);
+    launch<bf16, kStore>(p, states, state_grads, stream);
 }
 
-}  // namespace
+}  // namespace states::fused
 
-void states_fused(const Problem& p, cudaStream_t stream) {
+void launch_states_fused(const Problem& p, cudaStream_t stream) {
   // S also where no chunk needs it.
-  launch_states<Store::kChunks>(p, true, true, stream);
+  states::fused::launch<states::Store::kChunks>(p, true, true, stream);
 }
 
-void states_fused_without_grads(const Problem& p, cudaStream_t stream) {
-  launch_states<Store::kChunks>(p, true, false, stream);
+void launch_states_fused_without_grads(const Problem& p, cudaStream_t stream) {
+  states::fused::launch<states::Store::kChunks>(p, true, false, stream);
 }
 
-void summaries_fused(const Problem& p, cudaStream_t stream) {
-  launch_states<Store::kSegment>(p, true, false, stream);
+void launch_summaries_fused(const Problem& p, cudaStream_t stream) {
+  states::fused::launch<states::Store::kSegment>(p, true, false, stream);
 }
 
-void summaries_fused_both(const Problem& p, cudaStream_t stream) {
-  launch_states<Store::kSegment>(p, true, true, stream);
+void launch_summaries_fused_both(const Problem& p, cudaStream_t stream) {
+  states::fused::launch<states::Store::kSegment>(p, true, true, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -1,10 +1,9 @@
 // The two sweeps of backward: what each reads, writes and starts from.
 #pragma once
 
-#include "../segment.cuh"
+#include "cuda/sm90/segments/segment.cuh"
 
-namespace gla_ext::cuda::sm90 {
-namespace {
+namespace gla_ext::cuda::sm90::states {
 
 // Which of the two sweeps, and whether it stores every chunk's state or its segment's own part.
 enum class Sweep { kStates, kStateGrads };
@@ -57,5 +56,4 @@ __device__ __forceinline__ void load_entering(State& state, const Problem& p,
     state.load(p, F::initial(p) + (segment.n * p.H + segment.head) * matrix, p.state_v_first);
 }
 
-}  // namespace
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda::sm90::states

@@ -1,0 +1,23 @@
+// What every backend needs to know of a call: what the checks return.
+#pragma once
+
+#include <c10/core/SymInt.h>
+
+#include "arguments.h"
+#include "common/chunk.h"
+
+namespace gla_ext {
+
+// An optional tensor that is there and defined.
+inline bool given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+
+struct Shape {
+  c10::SymInt B, T, H, K, V;
+  c10::SymInt N;       // sequences
+  c10::SymInt chunks;  // of S and dS a batch row: ceil(T / C), or T / C + N when packed
+  bool packed = false;
+  at::ScalarType dtype = at::kFloat;       // of q, k and v
+  at::ScalarType accumulate = at::kFloat;  // of states, cumsums and intermediates
+};
+
+}  // namespace gla_ext

@@ -1,0 +1,95 @@
+#include "steps.h"
+
+#include "checker.h"
+
+namespace gla_ext {
+namespace {
+
+// A [B, T, H, D] tensor of a step. `last` names the size of D: K, V, C or c.
+struct StepTensor {
+  const char* name;
+  const at::Tensor* t;
+  const char* dims;
+  char last;
+  bool is_input;  // has the user's dtype; the others are intermediates
+};
+
+// Those that the step takes, in the order of the checks.
+std::vector<StepTensor> step_tensors(const StepInputs& in) {
+  const char *keys = "[B, T, H, K]", *values = "[B, T, H, V]";
+  std::vector<StepTensor> tensors;
+  for (const StepTensor& x :
+       {StepTensor{"q", in.q, keys, 'K', true}, StepTensor{"k", in.k, keys, 'K', true},
+        StepTensor{"v", in.v, values, 'V', true}, StepTensor{"do", in.d_o, values, 'V', true},
+        StepTensor{"g", in.g, keys, 'K', true}, StepTensor{"b", in.b, keys, 'K', false},
+        StepTensor{"A", in.A, "[B, T, H, 64]", 'C', false},
+        StepTensor{"A_diagonal", in.A_diagonal, "[B, T, H, 16]", 'c', false},
+        StepTensor{"dA", in.dA, "[B, T, H, 64]", 'C', false},
+        StepTensor{"dq", in.dq, keys, 'K', false}, StepTensor{"dk", in.dk, keys, 'K', false},
+        StepTensor{"dg", in.dg, keys, 'K', false}})
+    if (x.t != nullptr) tensors.push_back(x);
+  return tensors;
+}
+
+// K or V, from the first tensor that has it; 1 where the step has none.
+c10::SymInt last_dimension(const std::vector<StepTensor>& tensors, char which) {
+  for (const StepTensor& x : tensors)
+    if (x.last == which) return x.t->sym_size(3);
+  return 1;
+}
+
+}  // namespace
+
+Shape check_step(const StepInputs& in) {
+  const std::vector<StepTensor> tensors = step_tensors(in);
+  const StepTensor& first = tensors.front();
+  const Checker check(in.op, first.name, *first.t);
+  for (const StepTensor& x : tensors) check.defined(x.name, *x.t);
+  for (const StepTensor& x : tensors) {
+    check.strided(x.name, *x.t);
+    check.device(x.name, *x.t);
+  }
+  check.floating(first.name, *first.t);
+  Shape shape;
+  shape.dtype = first.t->scalar_type();
+  shape.accumulate = first.t->scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  for (const StepTensor& x : tensors) {
+    if (x.t == in.g) {
+      check.gate_dtype(x.name, *x.t, shape.accumulate == at::kDouble);
+    } else {
+      check.dtype(x.name, *x.t, x.is_input ? first.t->scalar_type() : shape.accumulate, "");
+    }
+    check.rank(x.name, *x.t, 4, x.dims);
+  }
+  shape.B = first.t->sym_size(0);
+  shape.T = first.t->sym_size(1);
+  shape.H = first.t->sym_size(2);
+  shape.K = last_dimension(tensors, 'K');
+  shape.V = last_dimension(tensors, 'V');
+  check.at_least_one("the last dimension", "the keys", shape.K);
+  check.at_least_one("the last dimension", "the values", shape.V);
+  for (const StepTensor& x : tensors) {
+    const c10::SymInt last = x.last == 'K'   ? shape.K
+                             : x.last == 'V' ? shape.V
+                                             : c10::SymInt(x.last == 'C' ? kChunk : kSubChunk);
+    check.shape(x.name, *x.t, x.dims, {shape.B, shape.T, shape.H, last});
+  }
+  check.offsets(in.cu_seqlens, shape);
+  for (const auto& [name, t] : {std::pair{"S", in.S}, std::pair{"dS", in.dS}}) {
+    if (t == nullptr) continue;
+    check.strided(name, *t);
+    check.device(name, *t);
+    check.dtype(name, *t, shape.accumulate, "");
+    check.shape(name, *t, "[B, NT, H, K, V]", {shape.B, shape.chunks, shape.H, shape.K, shape.V});
+  }
+  check.state("initial_state", in.initial_state, shape, in.state_v_first);
+  check.state("dht", in.dht, shape, in.state_v_first);
+  return shape;
+}
+
+void check_scale_given(const char* op, std::optional<double> scale) {
+  TORCH_CHECK_TYPE(scale.has_value(), op,
+                   ": expected scale to be a float (its default, K ** -0.5, needs K), got None");
+}
+
+}  // namespace gla_ext
