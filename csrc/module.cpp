@@ -84,10 +84,10 @@ py::dict cuda_pass(const gla_ext::cuda::PassPlan& p) {
   result["segments"] = p.segments.segments;
   result["segment_chunks"] = p.segments.segment_chunks;
   result["segment_states"] = p.segments.segment_states;
-  result["parts_at_once"] = p.segments.parts_at_once;
-  result["replays"] = p.segments.prefixed;
+  result["summaries_at_once"] = p.segments.summaries_at_once;
+  result["replays"] = p.segments.replays;
   result["items_each"] = p.items_each;
-  result["workspace_bytes"] = p.workspace.bytes;
+  result["workspace_bytes"] = p.workspace.bytes();
   result["state_bytes"] = p.state_bytes;
   return result;
 }
@@ -122,7 +122,7 @@ py::dict cuda_plan(const PlanRequest& r, const std::string& capability, int64_t 
   result["fused_expects"] = missing == nullptr ? py::object(py::none()) : py::str(missing);
   result["forward"] = cuda_pass(p.forward);
   result["backward"] = cuda_pass(p.backward);
-  result["for_backward_bytes"] = p.for_backward.bytes;
+  result["for_backward_bytes"] = p.for_backward.bytes();
   return result;
 }
 

@@ -44,7 +44,7 @@ ForwardOutputs chunk_gla_fwd_cuda(const ForwardArguments& a) {
       a.output_final_state ? call.output_state(p.ht) : call.not_asked_for(at::kFloat);
   CallPlan plan = call.plan(a.batch_invariant, /*for_backward=*/for_backward_bytes > 0);
   at::Tensor for_backward = call.output_for_backward(plan, for_backward_bytes);
-  if (plan.for_backward.bytes != for_backward_bytes)
+  if (plan.for_backward.bytes() != for_backward_bytes)
     plan = call.plan(a.batch_invariant, /*for_backward=*/false);
   call.run(plan.forward);
   return {back_to_fp16(o, in_fp32), final_state, for_backward};

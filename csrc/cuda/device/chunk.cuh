@@ -5,6 +5,10 @@
 
 namespace gla_ext::cuda {
 
+// The two sweeps over the chunks of a sequence: of the state, first chunk first, or of its
+// gradient, last chunk first.
+enum class Sweep { kStates, kStateGrads };
+
 struct Chunk {
   int64_t row, start;  // batch row, first token
   int32_t length;      // tokens; 0: no sequence needs this slot

@@ -7,7 +7,7 @@
 #include <array>
 #include <atomic>
 
-namespace gla_ext::cuda::sm90 {
+namespace gla_ext::cuda {
 
 // Whether so many blocks, each of so many bytes, have place on a multiprocessor.
 constexpr bool fits_multiprocessor(size_t blocks, size_t bytes) {
@@ -40,4 +40,4 @@ class DynamicShared {
   mutable std::array<std::atomic<bool>, 64> allowed_{};
 };
 
-}  // namespace gla_ext::cuda::sm90
+}  // namespace gla_ext::cuda

@@ -4,7 +4,6 @@
 #include <type_traits>
 
 #include "cuda/host/launchers.h"
-#include "cuda/plan/plan.h"
 #include "gates.cuh"
 
 namespace gla_ext::cuda {

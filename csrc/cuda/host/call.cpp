@@ -5,18 +5,13 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAFunctions.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
-#include <cstdlib>
-#include <string_view>
 #include <type_traits>
 
-#include "autograd/for_backward.h"
-#include "cuda/sm90/sm90.h"
 #include "launch_table.h"
+#include "plan_inputs.h"
 #include "tensors.h"
 
 namespace gla_ext::cuda {
@@ -42,48 +37,6 @@ void check_grid(const char* op, const ChunkGrid& grid, int64_t H, int64_t K, int
                               ": expected chunks * H * ceil(K / ", kChannels, ") * ceil(V / ",
                               kValues, ") to be at most ", kMaxBlocks, " on CUDA, got ", chunks,
                               " chunks, H = ", H, ", K = ", K, " and V = ", V);
-}
-
-PathChoice path_choice() {
-  const char* forced = std::getenv("GLA_EXT_CUDA_PATH");
-  const std::string_view path = forced == nullptr ? "" : forced;
-  if (path == "fused") return PathChoice::kFused;
-  if (path == "steps") return PathChoice::kSteps;
-  TORCH_CHECK_VALUE(path.empty(), "GLA_EXT_CUDA_PATH: expected fused or steps, got ", path);
-  return PathChoice::kAny;
-}
-
-// Asked once a device, which is the current one.
-bool sm90_built(c10::DeviceIndex device) {
-  enum : int8_t { kUnknown, kAbsent, kBuilt };
-  static std::array<std::atomic<int8_t>, 64> known{};
-  std::atomic<int8_t>& mine = known[static_cast<size_t>(device) % known.size()];
-  if (mine.load(std::memory_order_relaxed) == kUnknown)
-    mine.store(sm90::available() ? kBuilt : kAbsent, std::memory_order_relaxed);
-  return mine.load(std::memory_order_relaxed) == kBuilt;
-}
-
-bool takes_sm90(c10::Device device) {
-  const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(device.index());
-  return gpu.major == 9 && gpu.minor == 0 && sm90_built(device.index());
-}
-
-// A call as far as its sizes, dtypes and GPU say.
-PlanInputs plan_inputs(c10::Device device, const ChunkGrid& grid, int64_t H, int64_t K, int64_t V,
-                       DType dtype, DType gate_dtype) {
-  PlanInputs in{};
-  in.N = grid.N;
-  in.T = grid.T;
-  in.H = H;
-  in.K = K;
-  in.V = V;
-  in.packed = grid.packed;
-  in.dtype = dtype;
-  in.gate_dtype = gate_dtype;
-  in.sm90 = takes_sm90(device);
-  in.processors = multiprocessors_of(device);
-  in.choice = path_choice();
-  return in;
 }
 
 bool tf32_allowed() {
@@ -231,58 +184,106 @@ at::Tensor Call::output_for_backward(const CallPlan& plan, int64_t bytes) {
       "GLA_EXT_CUDA_PATH=steps and for a GPU that has it: compile it again, without torch's caches "
       "(TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)");
   at::Tensor for_backward = at::empty({bytes}, options_.dtype(at::kByte));
-  if (bytes > 0 && bytes == plan.for_backward.bytes)
+  if (bytes > 0 && bytes == plan.for_backward.bytes())
     place(plan.for_backward, static_cast<char*>(for_backward.mutable_data_ptr()));
   return for_backward;
 }
 
 bool Call::input_for_backward(const CallPlan& plan, const at::Tensor& for_backward) {
-  if (plan.path != Path::kFused || for_backward.numel() != plan.for_backward.bytes) return false;
+  if (plan.path != Path::kFused || for_backward.numel() != plan.for_backward.bytes()) return false;
   const void* data = contiguous(for_backward).const_data_ptr();
   place(plan.for_backward, static_cast<char*>(const_cast<void*>(data)));
   return true;
 }
 
 void Call::allocate(const Workspace& w) {
-  if (w.bytes == 0) return;
-  workspace_ = at::empty({w.bytes}, options_.dtype(at::kByte));
-  auto* base = static_cast<char*>(workspace_.mutable_data_ptr());
-  place(w, base);
-  if (is_there(w.no_decay)) clear_decays(w, base);
-  if (is_there(w.bv)) allocate_values(w, base);
+  if (w.bytes() == 0) return;
+  workspace_ = at::empty({w.bytes()}, options_.dtype(at::kByte));
+  place(w, static_cast<char*>(workspace_.mutable_data_ptr()));
+  if (w.has(Buffer::kNoDecay)) clear_decays();
+  if (!w.has(Buffer::kBv)) return;
+  value_side.grid = problem.grid;
+  value_side.A = problem.dA;
+  value_side.dA = problem.A;
 }
 
 void Call::place(const Workspace& w, char* base) {
-  Problem& p = problem;
-  const auto part = [&](auto*& pointer, int64_t start) {
-    using Pointer = std::remove_reference_t<decltype(pointer)>;
-    if (is_there(start)) pointer = reinterpret_cast<Pointer>(base + start);
+  for (int i = 0; i < kBuffers; ++i) {
+    const auto buffer = static_cast<Buffer>(i);
+    if (w.has(buffer)) place(buffer, base + w.start(buffer));
+  }
+}
+
+void Call::place(Buffer buffer, char* start) {
+  Problem &p = problem, &v = value_side;
+  const DType short_type = intermediate_dtype(p.dtype), fp32 = DType::kFloat;
+  const auto pointer = [&](auto*& field) {
+    field = reinterpret_cast<std::remove_reference_t<decltype(field)>>(start);
   };
-  const auto rows = [&](Rows& r, int64_t start, int64_t last_dim, DType dtype) {
-    if (is_there(start)) r = rows_in(base + start, last_dim, dtype);
+  const auto states = [&](void*& field, DType& dtype) {
+    field = start;
+    dtype = short_type;
   };
-  const auto states = [&](void*& pointer, DType& dtype, int64_t start) {
-    part(pointer, start);
-    if (is_there(start)) dtype = intermediate_dtype(p.dtype);
+  const auto rows = [&](Rows& field, int64_t last_dim, DType dtype) {
+    field = rows_in(start, last_dim, dtype);
   };
-  part(p.grid.sequences, w.sequences);
-  part(p.grid.chunk_slots, w.chunk_slots);
-  part(p.grid.by_last_segment, w.by_last_segment);
-  part(p.grid.totals, w.totals);
-  part(p.tiers, w.tiers);
-  rows(p.b, w.b, p.K, DType::kFloat);
-  rows(p.b_suffix, w.b_suffix, p.K, DType::kFloat);
-  rows(p.A, w.A, kChunk, intermediate_dtype(p.dtype));
-  rows(p.dA, w.dA, kChunk, intermediate_dtype(p.dtype));
-  states(p.S, p.S_dtype, w.S);
-  states(p.dS, p.dS_dtype, w.dS);
-  part(p.segment_states, w.segment_states);
-  part(p.segment_state_grads, w.segment_state_grads);
-  part(p.segment_decays, w.segment_decays);
-  part(p.prepared, w.prepared);
-  rows(p.dq_intra, w.dq_intra, p.K, DType::kFloat);
-  rows(p.dk_intra, w.dk_intra, p.K, DType::kFloat);
-  rows(p.dg_intra, w.dg_intra, p.K, DType::kFloat);
+  switch (buffer) {
+    case Buffer::kSequences:
+      return pointer(p.grid.sequences);
+    case Buffer::kChunkSlots:
+      return pointer(p.grid.chunk_slots);
+    case Buffer::kByLastSegment:
+      return pointer(p.grid.by_last_segment);
+    case Buffer::kTotals:
+      return pointer(p.grid.totals);
+    case Buffer::kTiers:
+      return pointer(p.tiers);
+    case Buffer::kB:
+      return rows(p.b, p.K, fp32);
+    case Buffer::kBSuffix:
+      return rows(p.b_suffix, p.K, fp32);
+    case Buffer::kNoDecay:
+      p.b = rows_of(start, fp32, {1, 1, 1}, {0, 0, 0});
+      return;
+    case Buffer::kA:
+      return rows(p.A, kChunk, short_type);
+    case Buffer::kDA:
+      return rows(p.dA, kChunk, short_type);
+    case Buffer::kS:
+      return states(p.S, p.S_dtype);
+    case Buffer::kDS:
+      return states(p.dS, p.dS_dtype);
+    case Buffer::kDqIntra:
+      return rows(p.dq_intra, p.K, fp32);
+    case Buffer::kDkIntra:
+      return rows(p.dk_intra, p.K, fp32);
+    case Buffer::kDgIntra:
+      return rows(p.dg_intra, p.K, fp32);
+    case Buffer::kBv:
+      return rows(v.b, p.V, fp32);
+    case Buffer::kBvSuffix:
+      return rows(v.b_suffix, p.V, fp32);
+    case Buffer::kValueTiers:
+      return pointer(v.tiers);
+    case Buffer::kVOut:
+      return rows(p.v, p.V, short_type);
+    case Buffer::kDoIn:
+      return rows(p.d_o, p.V, short_type);
+    case Buffer::kOIntra:
+      return rows(v.dq_intra, p.V, fp32);
+    case Buffer::kDvIntra:
+      return rows(v.dk_intra, p.V, fp32);
+    case Buffer::kDgvIntra:
+      return rows(v.dg_intra, p.V, fp32);
+    case Buffer::kSegmentStates:
+      return pointer(p.segment_states);
+    case Buffer::kSegmentStateGrads:
+      return pointer(p.segment_state_grads);
+    case Buffer::kSegmentDecays:
+      return pointer(p.segment_decays);
+    case Buffer::kPrepared:
+      return pointer(p.prepared);
+  }
 }
 
 Rows Call::rows_in(char* part, int64_t last_dim, DType dtype) const {
@@ -291,31 +292,11 @@ Rows Call::rows_in(char* part, int64_t last_dim, DType dtype) const {
 }
 
 // Without gates b is one row of zeros, and every chunk is in tier 1.
-void Call::clear_decays(const Workspace& w, char* base) {
-  Problem& p = problem;
-  p.b = rows_of(base + w.no_decay, DType::kFloat, {1, 1, 1}, {0, 0, 0});
-  C10_CUDA_CHECK(cudaMemsetAsync(base + w.no_decay, 0, p.K * sizeof(float), stream_));
+void Call::clear_decays() {
+  const Problem& p = problem;
+  C10_CUDA_CHECK(cudaMemsetAsync(p.b.data, 0, p.K * sizeof(float), stream_));
   const size_t flags = p.grid.B * p.grid.slots * p.H * kMaxTierBlocks;
   C10_CUDA_CHECK(cudaMemsetAsync(p.tiers, 0, flags, stream_));
-}
-
-void Call::allocate_values(const Workspace& w, char* base) {
-  Problem& p = problem;
-  value_side.grid = p.grid;
-  const DType operand = intermediate_dtype(p.dtype);
-  const auto rows = [&](Rows& r, int64_t start, DType dtype) {
-    if (is_there(start)) r = rows_in(base + start, p.V, dtype);
-  };
-  rows(value_side.b, w.bv, DType::kFloat);
-  rows(value_side.b_suffix, w.bv_suffix, DType::kFloat);
-  rows(value_side.dq_intra, w.o_intra, DType::kFloat);
-  rows(value_side.dk_intra, w.dv_intra, DType::kFloat);
-  rows(value_side.dg_intra, w.dgv_intra, DType::kFloat);
-  rows(p.v, w.v_out, operand);
-  rows(p.d_o, w.do_in, operand);
-  value_side.A = p.dA;
-  value_side.dA = p.A;
-  if (is_there(w.value_tiers)) value_side.tiers = reinterpret_cast<uint8_t*>(base + w.value_tiers);
 }
 
 void Call::run_step(std::initializer_list<Kernel> kernels, bool tiers) {
@@ -328,42 +309,6 @@ void Call::launch(const Recipe& kernels) const {
     cuda::launch(kernel, side == Side::kKeys ? problem : values, value_side, stream_);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
-}
-
-namespace {
-
-// Whether all rows start at multiples of 16 bytes, as far as a tensor knows where it lies: while
-// tracing it does not, and what such a graph keeps prepared chunks of is copied where they do not.
-bool may_be_aligned(const at::Tensor& t) {
-  const c10::DispatchKeySet keys = t.key_set();
-  const bool traced =
-      keys.has(c10::DispatchKey::Python) || keys.has(c10::DispatchKey::Functionalize);
-  return traced || !has_contiguous_rows(t) || rows_of(t).aligned;
-}
-
-}  // namespace
-
-// By the plan that the operator will make of such a call. Without the GPU, as when tracing for one,
-// nothing.
-int64_t for_backward_bytes(const ForwardArguments& a) {
-  if (a.q.device().index() >= c10::cuda::device_count()) return 0;
-  const auto type = a.q.scalar_type();
-  if (type != at::kBFloat16 || a.v.scalar_type() != type || a.k.scalar_type() != type ||
-      !given(a.g) || given(a.gv))
-    return 0;
-  const auto gate_type = a.g->scalar_type();
-  if (gate_type != at::kBFloat16 && gate_type != at::kFloat) return 0;
-  const c10::cuda::CUDAGuard guard(a.q.device());
-  const bool packed = given(a.cu_seqlens);
-  const int64_t N = packed ? a.cu_seqlens->numel() - 1 : a.q.size(0);
-  if (N < 0) return 0;
-  PlanInputs plan = plan_inputs(a.q.device(), make_grid(N, a.q.size(1), packed), a.q.size(2),
-                                a.q.size(3), a.v.size(3), dtype_of(type), dtype_of(gate_type));
-  plan.batch_invariant = a.batch_invariant;
-  plan.aligned = true;
-  for (const at::Tensor* t : {&a.q, &a.k, &a.v, &*a.g}) plan.aligned &= may_be_aligned(*t);
-  plan.for_backward = true;
-  return make_plan(plan).for_backward.bytes;
 }
 
 }  // namespace gla_ext::cuda

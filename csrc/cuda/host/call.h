@@ -64,9 +64,9 @@ class Call {
   const at::Tensor& contiguous(const at::Tensor& t);
   void allocate(const Workspace& workspace);
   void launch(const Recipe& kernels) const;
-  void place(const Workspace& parts, char* base);
-  void allocate_values(const Workspace& workspace, char* base);
-  void clear_decays(const Workspace& workspace, char* base);
+  void place(const Workspace& workspace, char* base);
+  void place(Buffer buffer, char* start);
+  void clear_decays();
   Rows rows_in(char* part, int64_t last_dim, DType dtype) const;
 
   c10::cuda::CUDAGuard guard_;

@@ -36,6 +36,17 @@ constexpr int64_t state_tile_bytes(int64_t K, int64_t V) {
 
 enum class DType : uint8_t { kBFloat16, kHalf, kFloat };
 
+// What A, dA, S and dS are in memory in: what the products round to anyway.
+constexpr DType intermediate_dtype(DType inputs) {
+  return inputs == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat;
+}
+// fp16 has too few exponents for values that gates have scaled: beside gates on values its tensors
+// become fp32, and are multiplied in tf32 as fp16 is.
+constexpr bool becomes_fp32(DType inputs, bool value_gated) {
+  return inputs == DType::kHalf && value_gated;
+}
+constexpr int64_t bytes_of(DType t) { return t == DType::kFloat ? 4 : 2; }
+
 // One tensor [B, T, H, D] whose last dimension is contiguous; strides in elements, in a Problem
 // stride_t below 2^31 / kChunk. Where `group` heads of the Problem share one of its heads, number
 // h / group is head h's: a division once a chunk, by the reciprocal.

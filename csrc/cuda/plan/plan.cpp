@@ -16,10 +16,10 @@ int64_t chunk_state_bytes(const PlanInputs& in, const ChunkGrid& grid) {
 
 void add_intra(Workspace& w, const PlanInputs& in, int64_t keys) {
   if (in.dtype != DType::kFloat) {
-    w.dq_intra = w.add(keys);
-    w.dk_intra = w.add(keys);
+    w.add(Buffer::kDqIntra, keys);
+    w.add(Buffer::kDkIntra, keys);
   }
-  if (in.key_gated && in.gate_dtype != DType::kFloat) w.dg_intra = w.add(keys);
+  if (in.key_gated && in.gate_dtype != DType::kFloat) w.add(Buffer::kDgIntra, keys);
 }
 
 ChunkGrid make_grid(int64_t N, int64_t T, bool packed) {

@@ -62,15 +62,4 @@ Recipe step_recipe(const ChunkGrid& grid, std::initializer_list<Kernel> kernels)
 // The grid without its pointers.
 ChunkGrid make_grid(int64_t N, int64_t T, bool packed);
 
-// What A, dA, S and dS are kept in between kernels: what the products round to anyway.
-constexpr DType intermediate_dtype(DType inputs) {
-  return inputs == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat;
-}
-// fp16 has too few exponents for values that gates have scaled: beside gates on values its tensors
-// become fp32, and are multiplied in tf32 as fp16 is.
-constexpr bool becomes_fp32(DType inputs, bool value_gated) {
-  return inputs == DType::kHalf && value_gated;
-}
-constexpr int64_t bytes_of(DType t) { return t == DType::kFloat ? 4 : 2; }
-
 }  // namespace gla_ext::cuda

@@ -88,18 +88,18 @@ Workspace plan_for_backward(const PlanInputs& in, const ChunkGrid& grid, const C
   if (!in_memory && !on_chip) return {};
   const int64_t most = input_bytes(in, grid);
   Workspace left;
-  left.prepared = left.add(all_prepared_bytes(in, grid));
-  left.tiers = left.add(tier_bytes(grid, in.H));
-  if (left.bytes == 0 || left.bytes > most) return {};
+  left.add(Buffer::kPrepared, all_prepared_bytes(in, grid));
+  left.add(Buffer::kTiers, tier_bytes(grid, in.H));
+  if (left.bytes() == 0 || left.bytes() > most) return {};
   const Segments &forward = c.forward_segments, &backward = c.backward_segments;
   const int64_t segment_heads = grid.B * forward.segment_states * in.H;
   if (segment_heads > 0 && forward.segments == backward.segments &&
       forward.segment_chunks == backward.segment_chunks) {
     Workspace more = left;
     // Forward makes none of the last segments of packed sequences, which backward wants.
-    if (!c.packed_summaries) more.segment_decays = more.add(segment_heads * in.K * kFloatBytes);
-    more.segment_states = more.add(segment_state_bytes(in, segment_heads));
-    if (more.bytes <= most) return more;
+    if (!c.packed_summaries) more.add(Buffer::kSegmentDecays, segment_heads * in.K * kFloatBytes);
+    more.add(Buffer::kSegmentStates, segment_state_bytes(in, segment_heads));
+    if (more.bytes() <= most) return more;
   }
   return left;
 }
@@ -114,11 +114,11 @@ int64_t items_each(const PlanInputs& in, const ChunkGrid& grid, const Segments& 
   const int64_t visited = segments.segments > 0 ? grid.B * segments.segments : grid.N;
   const int64_t items = visited * in.H * value_blocks;
   if (in.packed) {
-    const int64_t most = grid.chunks <= kShort * visited ? kMostPieces : 1;
+    const int64_t most = grid.chunks <= kShort * visited ? kMostItems : 1;
     return std::clamp<int64_t>(items / (kRounds * residents), 1, most);
   }
   int64_t least = 0, chosen = 1;
-  for (int64_t each = 1; each <= kMostPieces; ++each) {
+  for (int64_t each = 1; each <= kMostItems; ++each) {
     const int64_t rounds = ceil_div(ceil_div(items, each), residents) * each;
     if (each > 1 && rounds > least) continue;
     least = rounds;
@@ -134,26 +134,27 @@ int64_t cluster_items(const PlanInputs& in, const ChunkGrid& grid, const Segment
 // What both passes have in memory besides what they are given, `left` by forward included.
 Workspace fused_workspace(const PlanInputs& in, const ChunkGrid& grid, const Workspace& left,
                           const Segments& segments, bool prepared, bool backward) {
-  Workspace w = step_workspace(grid, in.H, /*tiers=*/!is_there(left.tiers));
+  Workspace w = step_workspace(grid, in.H, /*tiers=*/!left.has(Buffer::kTiers));
   if (in.packed) {
-    w.by_last_segment = w.add((grid.N + 1) * static_cast<int64_t>(sizeof(int32_t)));
-    w.totals = w.add(static_cast<int64_t>(sizeof(PackedTotals)));
+    w.add(Buffer::kByLastSegment, (grid.N + 1) * static_cast<int64_t>(sizeof(int32_t)));
+    w.add(Buffer::kTotals, static_cast<int64_t>(sizeof(PackedTotals)));
   }
   const int64_t segment_heads = grid.B * segments.segment_states * in.H;
   if (segment_heads > 0) {
     const int64_t states = segment_state_bytes(in, segment_heads);
-    if (!is_there(left.segment_decays))
-      w.segment_decays = w.add(segment_heads * in.K * kFloatBytes);
-    if (!is_there(left.segment_states)) w.segment_states = w.add(states);
-    if (backward) w.segment_state_grads = w.add(states);
+    if (!left.has(Buffer::kSegmentDecays))
+      w.add(Buffer::kSegmentDecays, segment_heads * in.K * kFloatBytes);
+    if (!left.has(Buffer::kSegmentStates)) w.add(Buffer::kSegmentStates, states);
+    if (backward) w.add(Buffer::kSegmentStateGrads, states);
   }
-  if (prepared && !is_there(left.prepared)) w.prepared = w.add(all_prepared_bytes(in, grid));
+  if (prepared && !left.has(Buffer::kPrepared))
+    w.add(Buffer::kPrepared, all_prepared_bytes(in, grid));
   return w;
 }
 
 PassPlan plan_forward(const PlanInputs& in, const ChunkGrid& grid, const Choices& c,
                       const Workspace& left) {
-  const bool for_backward = is_there(left.prepared);
+  const bool for_backward = left.has(Buffer::kPrepared);
   const bool has_summaries = c.forward_segments.segment_states > 0;
   PassPlan plan;
   plan.segments = c.forward_segments;
@@ -201,10 +202,10 @@ PassPlan plan_forward(const PlanInputs& in, const ChunkGrid& grid, const Choices
 // pass has made those of S with the prepared chunks.
 void add_backward_summaries(Recipe& kernels, const Choices& c, const Workspace& left,
                             bool by_cluster) {
-  const bool has_states = is_there(left.segment_states);
+  const bool has_states = left.has(Buffer::kSegmentStates);
   if (!c.backward_prepared)
     kernels.add(Kernel::kSummariesFusedBoth);
-  else if (has_states && !is_there(left.segment_decays))
+  else if (has_states && !left.has(Buffer::kSegmentDecays))
     kernels.add(Kernel::kSummariesPreparedGradsAndDecays);
   else if (has_states || by_cluster)
     kernels.add(Kernel::kSummariesPreparedGrads);
@@ -243,16 +244,16 @@ void add_backward_states(PassPlan& plan, const PlanInputs& in, const ChunkGrid& 
   const int64_t bytes = c.backward_prepared ? grid.B * states * in.H * state_tile_bytes(in.K, in.V)
                                             : chunk_state_bytes(in, grid);
   Workspace& w = plan.workspace;
-  w.S = w.add(bytes);
+  w.add(Buffer::kS, bytes);
   plan.state_bytes = bytes;
   if (sweeps_gradients(c)) return;
-  w.dS = w.add(bytes);
+  w.add(Buffer::kDS, bytes);
   plan.state_bytes += bytes;
 }
 
 PassPlan plan_backward(const PlanInputs& in, const ChunkGrid& grid, const Choices& c,
                        const Workspace& left) {
-  const bool has_prepared = is_there(left.prepared);
+  const bool has_prepared = left.has(Buffer::kPrepared);
   const bool cluster_states = c.cluster_states && !has_prepared;
   const bool cluster_summaries = c.cluster_summaries && !has_prepared;
   PassPlan plan;
@@ -286,7 +287,7 @@ PassPlan plan_backward(const PlanInputs& in, const ChunkGrid& grid, const Choice
   const int64_t token_heads = grid.B * in.T * in.H;
   Workspace& w = plan.workspace;
   if (!c.backward_prepared)
-    w.A = w.add(token_heads * kChunk * bytes_of(intermediate_dtype(in.dtype)));
+    w.add(Buffer::kA, token_heads * kChunk * bytes_of(intermediate_dtype(in.dtype)));
   add_intra(w, in, token_heads * in.K * kFloatBytes);
   return plan;
 }

@@ -64,15 +64,15 @@ Recipe backward_steps(const PlanInputs& in, const ChunkGrid& grid) {
 void add_value_gates(Workspace& w, const PlanInputs& in, const ChunkGrid& grid, bool backward) {
   const int64_t elements = grid.B * in.T * in.H * in.V, floats = elements * kFloatBytes;
   const int64_t operand = elements * bytes_of(intermediate_dtype(in.dtype));
-  w.bv = w.add(floats);
-  if (in.dtype == DType::kFloat) w.bv_suffix = w.add(floats);
-  w.v_out = w.add(operand);
+  w.add(Buffer::kBv, floats);
+  if (in.dtype == DType::kFloat) w.add(Buffer::kBvSuffix, floats);
+  w.add(Buffer::kVOut, operand);
   if (!backward) return;
-  w.value_tiers = w.add(tier_bytes(grid, in.H));
-  w.do_in = w.add(operand);
-  w.o_intra = w.add(floats);
-  if (in.dtype != DType::kFloat) w.dv_intra = w.add(floats);
-  if (in.value_gate_dtype != DType::kFloat) w.dgv_intra = w.add(floats);
+  w.add(Buffer::kValueTiers, tier_bytes(grid, in.H));
+  w.add(Buffer::kDoIn, operand);
+  w.add(Buffer::kOIntra, floats);
+  if (in.dtype != DType::kFloat) w.add(Buffer::kDvIntra, floats);
+  if (in.value_gate_dtype != DType::kFloat) w.add(Buffer::kDgvIntra, floats);
 }
 
 }  // namespace
@@ -86,19 +86,22 @@ PassPlan plan_steps(const PlanInputs& in, const ChunkGrid& grid, bool backward) 
   plan.kernels = backward ? backward_steps(in, grid) : forward_steps(in, grid);
   Workspace& w = plan.workspace = step_workspace(grid, in.H, /*tiers=*/true);
   if (in.key_gated) {
-    w.b = w.add(keys);
+    w.add(Buffer::kB, keys);
     // Keeps fp32 accuracy beside resets; shorter inputs round to more than b loses there.
-    if (in.dtype == DType::kFloat) w.b_suffix = w.add(keys);
+    if (in.dtype == DType::kFloat) w.add(Buffer::kBSuffix, keys);
   } else {
-    w.no_decay = w.add(in.K * kFloatBytes);
+    w.add(Buffer::kNoDecay, in.K * kFloatBytes);
   }
-  w.A = w.add(token_heads * kChunk * each);
-  w.S = w.add(states);
+  w.add(Buffer::kA, token_heads * kChunk * each);
+  w.add(Buffer::kS, states);
   plan.state_bytes = states;
   if (backward) {
     // score_grads runs after value_grads, the last to read A, but not with gates on values.
-    w.dA = in.value_gated ? w.add(token_heads * kChunk * each) : w.A;
-    w.dS = w.add(states);
+    if (in.value_gated)
+      w.add(Buffer::kDA, token_heads * kChunk * each);
+    else
+      w.reuse(Buffer::kDA, Buffer::kA);
+    w.add(Buffer::kDS, states);
     add_intra(w, in, keys);
     plan.state_bytes += states;
   }

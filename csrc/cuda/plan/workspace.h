@@ -1,39 +1,73 @@
-// Where each part of the one workspace of a pass, or of what forward leaves for backward, starts.
+// Where each buffer of a pass, or of what forward leaves for backward, starts in one allocation.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "cuda/host/params.h"
 
 namespace gla_ext::cuda {
 
-// In bytes; kAbsent: not there.
-struct Workspace {
-  static constexpr int64_t kAbsent = -1;
-  int64_t sequences = kAbsent, chunk_slots = kAbsent, tiers = kAbsent;
-  int64_t by_last_segment = kAbsent, totals = kAbsent;
-  int64_t b = kAbsent, b_suffix = kAbsent;
-  int64_t A = kAbsent, dA = kAbsent, S = kAbsent, dS = kAbsent;
-  int64_t dq_intra = kAbsent, dk_intra = kAbsent, dg_intra = kAbsent;
-  int64_t no_decay = kAbsent;  // b without gates: one row of zeros
-  // With gates on values:
-  int64_t bv = kAbsent, bv_suffix = kAbsent, value_tiers = kAbsent;
-  int64_t v_out = kAbsent, do_in = kAbsent;
-  int64_t o_intra = kAbsent, dv_intra = kAbsent, dgv_intra = kAbsent;
-  int64_t segment_states = kAbsent, segment_state_grads = kAbsent, segment_decays = kAbsent;
-  int64_t prepared = kAbsent;
-  int64_t bytes = 0;
-
-  // Appends a part; returns where it starts.
-  int64_t add(int64_t part_bytes) {
-    constexpr int64_t kAlignment = 256;
-    const int64_t start = bytes;
-    bytes += (part_bytes + kAlignment - 1) / kAlignment * kAlignment;
-    return start;
-  }
+// What a call may hold in memory besides its inputs and outputs; `Call::place` hands each to its
+// field of Problem.
+enum class Buffer : uint8_t {
+  // packed sequences
+  kSequences,
+  kChunkSlots,
+  kByLastSegment,
+  kTotals,
+  // the steps
+  kTiers,
+  kB,
+  kBSuffix,
+  kNoDecay,  // b without gates: one row of zeros
+  kA,
+  kDA,
+  kS,
+  kDS,
+  kDqIntra,
+  kDkIntra,
+  kDgIntra,
+  // the same with gates on values
+  kBv,
+  kBvSuffix,
+  kValueTiers,
+  kVOut,
+  kDoIn,
+  kOIntra,
+  kDvIntra,
+  kDgvIntra,
+  // segments and prepared chunks of the fused path
+  kSegmentStates,
+  kSegmentStateGrads,
+  kSegmentDecays,
+  kPrepared,
 };
+constexpr int kBuffers = static_cast<int>(Buffer::kPrepared) + 1;
 
-constexpr bool is_there(int64_t start) { return start != Workspace::kAbsent; }
+class Workspace {
+ public:
+  Workspace() { starts_.fill(kAbsent); }
+
+  // Appends a buffer.
+  void add(Buffer buffer, int64_t bytes) {
+    constexpr int64_t kAlignment = 256;
+    at(buffer) = bytes_;
+    bytes_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  // A buffer in the place of another, which is no longer read when this one is written.
+  void reuse(Buffer buffer, Buffer other) { at(buffer) = start(other); }
+
+  bool has(Buffer buffer) const { return start(buffer) != kAbsent; }
+  int64_t start(Buffer buffer) const { return starts_[static_cast<size_t>(buffer)]; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  static constexpr int64_t kAbsent = -1;
+  int64_t& at(Buffer buffer) { return starts_[static_cast<size_t>(buffer)]; }
+  std::array<int64_t, kBuffers> starts_;
+  int64_t bytes_ = 0;
+};
 
 inline int64_t tier_bytes(const ChunkGrid& grid, int64_t H) {
   return grid.B * grid.slots * H * kMaxTierBlocks;
@@ -43,10 +77,10 @@ inline int64_t tier_bytes(const ChunkGrid& grid, int64_t H) {
 inline Workspace step_workspace(const ChunkGrid& grid, int64_t H, bool tiers) {
   Workspace w;
   if (grid.packed) {
-    w.sequences = w.add((grid.N + 1) * static_cast<int64_t>(sizeof(Sequence)));
-    w.chunk_slots = w.add(grid.slots * static_cast<int64_t>(sizeof(ChunkSlot)));
+    w.add(Buffer::kSequences, (grid.N + 1) * static_cast<int64_t>(sizeof(Sequence)));
+    w.add(Buffer::kChunkSlots, grid.slots * static_cast<int64_t>(sizeof(ChunkSlot)));
   }
-  if (tiers) w.tiers = w.add(tier_bytes(grid, H));
+  if (tiers) w.add(Buffer::kTiers, tier_bytes(grid, H));
   return w;
 }
 

@@ -241,7 +241,7 @@ void launch_verify(const Recurrence& p, int multiprocessors, cudaStream_t stream
   const int tiles_of_block = choose_tiles(runs, tiles, int64_t{multiprocessors} * (512 / kK));
   const auto blocks = static_cast<unsigned>(runs * blocks_of(tiles, tiles_of_block));
   constexpr auto kernel = verify_kernel<kVFirst, kK, kAccess>;
-  static const sm90::DynamicShared shared(kernel, sizeof(Shared<kK>));
+  static const DynamicShared shared(kernel, sizeof(Shared<kK>));
   shared.allow();
   kernel<<<blocks, kK, sizeof(Shared<kK>), stream>>>(p, tiles_of_block);
 }

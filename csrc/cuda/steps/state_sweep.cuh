@@ -16,8 +16,6 @@
 
 namespace gla_ext::cuda {
 
-enum class Sweep { kStates, kStateGrads };
-
 // The fields of Problem that a sweep works on.
 template <Sweep kSweep>
 struct SweepFields {

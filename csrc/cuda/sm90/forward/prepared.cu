@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(Problem p) {
   constexpr int kProducerRegisters = BlockOfKernel::kProducerRegisters,
                 kConsumerRegisters = BlockOfKernel::kConsumerRegisters;
   static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kGroupThreads <=
-                65536 / kThreads / 8 * 8 * kThreads);
+                launch_registers(kThreads) * kThreads);
   wait_for_all_but_scan(p.grid.segment_states > 0);
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<BlockOfKernel*>(s_bytes);
@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(Problem p) {
 
 template <class BlockOfKernel>
 void launch(const Problem& p, cudaStream_t stream) {
-  static_assert(sizeof(BlockOfKernel) <= 227 << 10);
+  static_assert(fits_multiprocessor(1, sizeof(BlockOfKernel)));
   static const DynamicShared shared(kernel<BlockOfKernel>, sizeof(BlockOfKernel));
   const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, kValues);
   if (blocks == 0) return;

@@ -23,7 +23,6 @@ namespace forward::small {
 constexpr int kProducers = 2, kThreads = (kProducers + 1) * kGroupThreads;
 constexpr int kBlocks = 2;  // of a multiprocessor
 constexpr int kProducerRegisters = 64, kConsumerRegisters = 112;
-constexpr int kWholeBarrier = 5;  // of both producers
 
 // Where there are more segments and heads than places, a block goes on to others.
 using NarrowUnit = Unit<kTile, 1, kMostItems>;
@@ -94,7 +93,7 @@ __device__ __forceinline__ void produce(Shared& block, const Problem& p, int gro
   NarrowUnit& s = block.unit;
   constexpr int kColumns = kTile / kProducers;
   const auto barrier = [group] { group_barrier<kProducerBarrier>(group); };
-  const auto whole = [] { sync_threads<kWholeBarrier>(kProducers * kGroupThreads); };
+  const auto whole = [] { sync_threads<kProducersBarrier>(kProducers * kGroupThreads); };
   const Gating<kTile, decltype(barrier), bf16, kColumns, decltype(whole)> gate{
       block.triangle, static_cast<int>(threadIdx.x) % kGroupThreads, barrier, whole,
       group * kColumns};

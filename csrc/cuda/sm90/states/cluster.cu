@@ -150,7 +150,7 @@ class Producer {
   __device__ __forceinline__ static int thread() {
     return static_cast<int>(threadIdx.x) % kGroupThreads;
   }
-  __device__ __forceinline__ void sync() const { group_barrier<kProducerBarrier>(group_); }
+  __device__ __forceinline__ void sync() const { group_barrier<kClusterProducerBarrier>(group_); }
   __device__ __forceinline__ Gated& own() const { return s_.own[group_]; }
   __device__ __forceinline__ unsigned char* gates(int number) const {
     return own().g[number / kGroups % kGateStages];

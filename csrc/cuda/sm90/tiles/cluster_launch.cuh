@@ -10,7 +10,7 @@ namespace gla_ext::cuda::sm90 {
 
 template <auto kKernel, class SharedOfKernel>
 void launch_items(const Problem& p, int64_t items, int64_t clusters, cudaStream_t stream) {
-  static_assert(sizeof(SharedOfKernel) <= 227 << 10);
+  static_assert(fits_multiprocessor(1, sizeof(SharedOfKernel)));
   static const DynamicShared shared(kKernel, sizeof(SharedOfKernel));
   shared.allow();
   launch_dependent<kClusterBlocks>(kKernel, kClusterBlocks * clusters, kBlockThreads,

@@ -8,8 +8,6 @@
 
 namespace gla_ext::cuda::sm90 {
 
-constexpr int kProducerBarrier = 1;  // of a producer, two of them
-
 // A chunk in shared memory as it is gated.
 struct GatedChunk {
   unsigned char *q, *k;  // [token][K], then q^ and k^

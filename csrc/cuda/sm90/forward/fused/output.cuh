@@ -1,11 +1,10 @@
 // Rows of o as the forward sweeps write them.
 #pragma once
 
+#include "barriers.cuh"
 #include "cuda/sm90/tiles/sweep.cuh"
 
 namespace gla_ext::cuda::sm90::forward {
-
-constexpr int kConsumerBarrier = 3;  // of a consumer, two of them
 
 // x^T [64 values][64 rows] of a warpgroup into a tile, as rows of 64 values.
 __device__ __forceinline__ void store_transposed_tile(unsigned char* tile, const float* x) {

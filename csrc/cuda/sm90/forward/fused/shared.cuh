@@ -1,6 +1,7 @@
 // The shared memory of a block of forward/fused and forward/small.cu.
 #pragma once
 
+#include "barriers.cuh"
 #include "cuda/sm90/tiles/sweep.cuh"
 
 namespace gla_ext::cuda::sm90::forward {

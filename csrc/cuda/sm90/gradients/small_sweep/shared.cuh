@@ -10,7 +10,7 @@
 
 namespace gla_ext::cuda::sm90::gradients::small_sweep {
 
-using states::Fields, states::load_entering, states::State, states::Sweep;
+using states::Fields, states::load_entering, states::State;
 
 // Warpgroups of a block.
 enum Role { kOperands, kGradients, kRoles };

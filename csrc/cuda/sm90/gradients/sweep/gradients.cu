@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kSweepThreads, 1) kernel(Problem p) {
 
 template <class Gate, int kSlices>
 void launch(const Problem& p, cudaStream_t stream) {
-  static_assert(sizeof(Shared<Gate>) <= 227 << 10);
+  static_assert(fits_multiprocessor(1, sizeof(Shared<Gate>)));
   static const DynamicShared shared(kernel<Gate, kSlices>, sizeof(Shared<Gate>));
   const int64_t items = segment_heads(p.grid, p.H);
   if (items == 0) return;

@@ -13,7 +13,7 @@
 
 namespace gla_ext::cuda::sm90::gradients::sweep {
 
-using states::Fields, states::load_entering, states::State, states::Sweep;
+using states::Fields, states::load_entering, states::State;
 
 constexpr int kClusterBlocks = 2;  // blocks of a cluster
 // Warpgroups of a block. Two consumers take the chunks in turn.

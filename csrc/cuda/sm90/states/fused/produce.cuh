@@ -15,7 +15,7 @@ struct Gating {
   int group, thread, first;
   float total = 0;  // of the gates of channel `thread` in the segment, log2 units
 
-  __device__ __forceinline__ void barrier() const { group_barrier<kGatingBarrier>(group); }
+  __device__ __forceinline__ void barrier() const { group_barrier<kProducerBarrier>(group); }
 
   __device__ __forceinline__ void run(int stage, float scale) {
     auto& tiles = s.stages[stage];
@@ -88,7 +88,7 @@ __device__ __forceinline__ void produce(Unit<kConsumers, Gate>& s, const unsigne
     const int stage = i % kStages;
     wait_for_copies<kStages - 2>();
     if (thread == 0) s.strong[stage] = 0;
-    sync_threads<kProducerBarrier>(kThreads);  // the rows are there, s.strong is cleared
+    sync_threads<kProducersBarrier>(kThreads);  // the rows are there, s.strong is cleared
     gating.run(stage, p.scale);
     fence_for_products();
     arrive(&s.full[stage]);

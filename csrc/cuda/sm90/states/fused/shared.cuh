@@ -1,13 +1,11 @@
 // The shared memory of a block of states/fused.
 #pragma once
 
+#include "barriers.cuh"
 #include "cuda/sm90/tiles/sweep.cuh"
 #include "sweeps.cuh"
 
 namespace gla_ext::cuda::sm90::states::fused {
-
-// Of both producers; of a producer, two of them.
-constexpr int kProducerBarrier = 1, kGatingBarrier = 2;
 
 constexpr int kProducers = 2;
 

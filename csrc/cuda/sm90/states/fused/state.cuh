@@ -1,11 +1,10 @@
 // The state as the sweeps of backward hold it, in the registers of a warpgroup.
 #pragma once
 
+#include "barriers.cuh"
 #include "cuda/sm90/tiles/sweep.cuh"
 
 namespace gla_ext::cuda::sm90::states {
-
-constexpr int kConsumerBarrier = 4;  // of a consumer, two or three of them
 
 // A consumer's part of the state: 64 key channels by 128 values, or 64.
 template <int K>

@@ -5,8 +5,7 @@
 
 namespace gla_ext::cuda::sm90::states {
 
-// Which of the two sweeps, and whether it stores every chunk's state or its segment's own part.
-enum class Sweep { kStates, kStateGrads };
+// Whether a sweep stores the state of every chunk, or its segment's summary.
 enum class Store { kChunks, kSegment };
 
 template <Sweep kSweep>

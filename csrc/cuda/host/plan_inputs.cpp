@@ -1,0 +1,94 @@
+#include "plan_inputs.h"
+
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <string_view>
+
+#include "autograd/for_backward.h"
+#include "cuda/sm90/sm90.h"
+#include "tensors.h"
+
+namespace gla_ext::cuda {
+namespace {
+
+PathChoice path_choice() {
+  const char* forced = std::getenv("GLA_EXT_CUDA_PATH");
+  const std::string_view path = forced == nullptr ? "" : forced;
+  if (path == "fused") return PathChoice::kFused;
+  if (path == "steps") return PathChoice::kSteps;
+  TORCH_CHECK_VALUE(path.empty(), "GLA_EXT_CUDA_PATH: expected fused or steps, got ", path);
+  return PathChoice::kAny;
+}
+
+// Asked once a device, which is the current one.
+bool sm90_built(c10::DeviceIndex device) {
+  enum : int8_t { kUnknown, kAbsent, kBuilt };
+  static std::array<std::atomic<int8_t>, 64> known{};
+  std::atomic<int8_t>& mine = known[static_cast<size_t>(device) % known.size()];
+  if (mine.load(std::memory_order_relaxed) == kUnknown)
+    mine.store(sm90::available() ? kBuilt : kAbsent, std::memory_order_relaxed);
+  return mine.load(std::memory_order_relaxed) == kBuilt;
+}
+
+bool takes_sm90(c10::Device device) {
+  const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(device.index());
+  return gpu.major == 9 && gpu.minor == 0 && sm90_built(device.index());
+}
+
+// Whether all rows start at multiples of 16 bytes, as far as a tensor knows where it lies: while
+// tracing it does not, and what such a graph keeps prepared chunks of is copied where they do not.
+bool may_be_aligned(const at::Tensor& t) {
+  const c10::DispatchKeySet keys = t.key_set();
+  const bool traced =
+      keys.has(c10::DispatchKey::Python) || keys.has(c10::DispatchKey::Functionalize);
+  return traced || !has_contiguous_rows(t) || rows_of(t).aligned;
+}
+
+}  // namespace
+
+PlanInputs plan_inputs(c10::Device device, const ChunkGrid& grid, int64_t H, int64_t K, int64_t V,
+                       DType dtype, DType gate_dtype) {
+  PlanInputs in{};
+  in.N = grid.N;
+  in.T = grid.T;
+  in.H = H;
+  in.K = K;
+  in.V = V;
+  in.packed = grid.packed;
+  in.dtype = dtype;
+  in.gate_dtype = gate_dtype;
+  in.sm90 = takes_sm90(device);
+  in.processors = multiprocessors_of(device);
+  in.choice = path_choice();
+  return in;
+}
+
+// By the plan that the operator will make of such a call. Without the GPU, as when tracing for one,
+// nothing.
+int64_t for_backward_bytes(const ForwardArguments& a) {
+  if (a.q.device().index() >= c10::cuda::device_count()) return 0;
+  const auto type = a.q.scalar_type();
+  if (type != at::kBFloat16 || a.v.scalar_type() != type || a.k.scalar_type() != type ||
+      !given(a.g) || given(a.gv))
+    return 0;
+  const auto gate_type = a.g->scalar_type();
+  if (gate_type != at::kBFloat16 && gate_type != at::kFloat) return 0;
+  const c10::cuda::CUDAGuard guard(a.q.device());
+  const bool packed = given(a.cu_seqlens);
+  const int64_t N = packed ? a.cu_seqlens->numel() - 1 : a.q.size(0);
+  if (N < 0) return 0;
+  PlanInputs plan = plan_inputs(a.q.device(), make_grid(N, a.q.size(1), packed), a.q.size(2),
+                                a.q.size(3), a.v.size(3), dtype_of(type), dtype_of(gate_type));
+  plan.batch_invariant = a.batch_invariant;
+  plan.aligned = true;
+  for (const at::Tensor* t : {&a.q, &a.k, &a.v, &*a.g}) plan.aligned &= may_be_aligned(*t);
+  plan.for_backward = true;
+  return make_plan(plan).for_backward.bytes();
+}
+
+}  // namespace gla_ext::cuda
