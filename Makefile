@@ -8,7 +8,7 @@
 # test-gpu       check and time the CUDA kernels on this machine's GPU, in some minutes; after `test`
 # test-emulated  run the CUDA kernels on the GPU in software of tests/emulator; needs a CUDA toolkit
 #                and an extension built with TORCH_CUDA_ARCH_LIST=9.0a+PTX
-# bench          time the operators on this CPU and write benchmarks/RESULTS_CPU.md
+# bench          time the operators on this CPU and write benchmarks/results/RESULTS_CPU.md
 # ctest          build the C++ library in build/ and run its tests
 # archs          compile the CUDA sources alone for every generation of GPUs, where a register spill
 #                fails; needs nvcc, no GPU
@@ -72,7 +72,7 @@ test-all: $(built_stamp)
 	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 $(PYTEST_ARGS)
 
 test-fla: $(fla_stamp)
-	@OMP_NUM_THREADS=1 $(VENV)/fla/bin/python -m pytest -n 2 tests/test_fla*.py tests/test_hf*.py $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(VENV)/fla/bin/python -m pytest -n 2 tests/fla tests/hf $(PYTEST_ARGS)
 
 test-emulated: $(built_stamp)
 	@OMP_NUM_THREADS=1 $(py) tests/emulator/run.py -m pytest -p emulated -n 2 \

@@ -47,9 +47,9 @@ def measure(folder: str, shapes: list[str], gates: float) -> Times:
     """In the process of a build."""
     sys.path.insert(0, folder)
     import bench_cuda as bench
-    import gate
     import torch
-    from timing import cold
+    from shared import gate
+    from shared.timing import cold
 
     import gla_ext
 

@@ -1,4 +1,4 @@
-"""Times gla_ext on CPU beside plain PyTorch and attention, and writes benchmarks/RESULTS_CPU.md.
+"""Times gla_ext on CPU beside plain PyTorch and attention, and writes results/RESULTS_CPU.md.
 
     python benchmarks/bench_cpu.py
 
@@ -22,16 +22,14 @@ import sys
 from pathlib import Path
 
 import torch
-from timing import Timing, high_water_mark, interleave, peak_bytes
+from shared.inputs import SHAPES, STEPS, compose_steps, exact, make_inputs, ours
+from shared.timing import Timing, high_water_mark, interleave, peak_bytes
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
 import gla_ext
 from gla_ext import _C, reference, selftest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
-from common import SHAPES, exact, make_inputs, ours  # noqa: E402
-from steps import STEPS, compose_steps  # noqa: E402
 
 GLA_HEADS = (4, 64, 128)  # H, K, V of a model 512 wide: keys take half of it, values all
 ATTENTION_HEADS = (8, 64)
@@ -247,7 +245,7 @@ def main() -> int:
         "--lengths", type=int, nargs="+", default=LENGTHS, help="T for the attention comparison"
     )
     parser.add_argument(
-        "--output", type=Path, default=HERE / "RESULTS_CPU.md", help="the page to write"
+        "--output", type=Path, default=HERE / "results" / "RESULTS_CPU.md", help="the page to write"
     )
     parser.add_argument("--memory", nargs=2, metavar=("VARIANT", "T"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

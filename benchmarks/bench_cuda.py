@@ -14,13 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from timing import Timing, cold, host_us
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+from shared.timing import Timing, cold, host_us
 
 BASELINES = (  # B, T, H, K, V; the first is the main shape
     (32, 2048, 4, 128, 256),
@@ -64,7 +60,7 @@ def draw(shape, gate: float = 1 / 16, lengths: tuple[int, ...] | None = None):
     """bf16 inputs with gates logsigmoid(N(0, 1)) * gate, trained GLA's, drawn on the GPU; lengths:
     of packed sequences.
     """
-    from large import large_inputs
+    from shared.inputs import large_inputs
 
     return large_inputs(*shape, gate=gate, lengths=lengths)
 
@@ -164,8 +160,8 @@ def host_times(functions: dict[str, Callable]) -> dict[str, dict[str, float]]:
 
 
 def step_times(shape) -> dict[str, Timing]:
-    """Each step operator alone, as `tests/steps.py` calls it."""
-    from steps import STEPS, compose_steps
+    """Each step operator alone, as the tests call it."""
+    from shared.inputs import STEPS, compose_steps
 
     with torch.no_grad():
         x = compose_steps(draw(shape))

@@ -5,7 +5,7 @@
 compiles and tunes FLA for all that `check_gpu.py --fla` times but its part others, and leaves the
 result in TRITON_CACHE_DIR. That takes 4 to 7 minutes for a head size (K, V), and as long again
 where sequences are packed, so each has a process of its own. With shapes, or names of cases in
-bench_cases.py, it does so for these in this process.
+shared/bench_cases.py, it does so for these in this process.
 """
 
 import argparse
@@ -14,13 +14,13 @@ import importlib.util
 import os
 import subprocess
 import sys
-import types
 from collections.abc import Iterable
 from pathlib import Path
 
-import bench_cases
 import bench_cuda as bench
 import torch
+from shared import bench_cases
+from shared.inputs import layer_class
 
 HIDDEN, HEADS = 1024, 4
 LAYERS = ((32, 2048), (8, 2048), (4, 8192))  # B, T
@@ -33,23 +33,6 @@ def installed() -> bool:
 
 def version() -> str:
     return importlib.import_module("fla").__version__ if installed() else "not installed"
-
-
-def layer_class() -> type[torch.nn.Module]:
-    """FLA's GatedLinearAttention, also where its package of layers cannot be imported as a whole:
-    other layers in it need transformers.
-    """
-    try:
-        return importlib.import_module("fla.layers").GatedLinearAttention
-    except ModuleNotFoundError:
-        folders = importlib.import_module("fla").__path__
-        package = types.ModuleType("fla.layers")
-        package.__path__ = [f"{folder}/layers" for folder in folders]
-        sys.modules["fla.layers"] = package
-        package.GatedLinearAttention = importlib.import_module(
-            "fla.layers.gla"
-        ).GatedLinearAttention
-        return package.GatedLinearAttention
 
 
 def tune_operator(cases: Iterable[bench_cases.Case]) -> None:

@@ -12,8 +12,8 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from gate import require_close
-from timing import cold, interleave
+from shared.gate import require_close
+from shared.timing import cold, interleave
 from torch import Tensor
 
 from gla_ext import chunk_gla

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import bench_fla
 import torch
-from gate import require_close
-from streaming import add_floor, gradients_of, print_table, time_modes
-from timing import Timing, copy_bytes_per_s
+from shared.gate import require_close
+from shared.streaming import add_floor, gradients_of, print_table, time_modes
+from shared.timing import Timing, copy_bytes_per_s
 
 SHAPES = ("262144x256", "262144x128", "1048576x64", "65536x1024")  # rows x V
 TOLERANCE = 0.005  # bf16 results of fp32 sums

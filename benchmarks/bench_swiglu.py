@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from gate import require_close
-from streaming import add_floor, gradients_of, print_table, time_modes
-from timing import Timing, copy_bytes_per_s
+from shared.gate import require_close
+from shared.streaming import add_floor, gradients_of, print_table, time_modes
+from shared.timing import Timing, copy_bytes_per_s
 from torch import Tensor
 
 SHAPES = ("16384x2816", "65536x2816", "16384x5632")  # rows x D

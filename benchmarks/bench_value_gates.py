@@ -9,7 +9,7 @@ import functools
 import os
 
 import torch
-from timing import cold
+from shared.timing import cold
 from torch.nn.functional import logsigmoid
 
 from gla_ext import chunk_gla, fused_recurrent_gla

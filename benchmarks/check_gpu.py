@@ -17,8 +17,8 @@ memory up to 100,000 tokens, beside a Transformer) and recurrent (decoding's ope
 timed is checked against fp64 or fp32 first, generation against a forward over all tokens. Nothing
 is timed where that, or pytest, fails, and nothing is printed where a comparison within a part does.
 A short table comes last; --out takes all numbers as JSON, and logs are written beside it.
---markdown makes a page of them, as benchmarks/RESULTS_CUDA.md is one, with a plot beside it of
-the part plot, or of what lengths other parts have timed.
+--markdown makes a page of them, as benchmarks/results/RESULTS_CUDA.md is one, with a plot beside it
+of the part plot, or of what lengths other parts have timed.
 
 FLA compiles and tunes for 4 to 7 minutes for a head size (K, V), the head sizes side by side,
 unless TRITON_CACHE_DIR holds the result of an earlier run or of benchmarks/bench_fla.py.
@@ -36,21 +36,21 @@ import sys
 import time
 from pathlib import Path
 
-import bench_attention
-import bench_cases
 import bench_cuda as bench
 import bench_fla
-import bench_generate
-import bench_kept
-import bench_length
-import bench_model
 import bench_norm
-import bench_recurrent
-import cuda_page
-import cuda_summary
-import gate
 import torch
-from timing import copy_bytes_per_s
+from pages import cuda_page, cuda_summary
+from parts import (
+    bench_attention,
+    bench_for_backward,
+    bench_generate,
+    bench_length,
+    bench_model,
+    bench_recurrent,
+)
+from shared import bench_cases, gate
+from shared.timing import copy_bytes_per_s
 
 PARTS = (
     *("correctness", "speed", "memory", "kept", "steps", "host", "first-call", "others", "gates"),
@@ -210,7 +210,7 @@ def measure(arguments, results: dict):
                 row[part] = function(bench.draw(shape), at(shape))
                 torch.cuda.empty_cache()
         if "kept" in only:
-            row["kept"] = bench_kept.measure(shape)
+            row["kept"] = bench_for_backward.measure(shape)
             torch.cuda.empty_cache()
     main = next(iter(shapes.values()))
     if "steps" in only:

@@ -95,7 +95,7 @@ def program() -> Path:
 @alone
 def kernels() -> Path:
     """The PTX of the extension's kernels."""
-    sys.path[:0] = [str(ROOT), str(FOLDER.parent)]
+    sys.path[:0] = [str(ROOT), str(FOLDER.parent / "helpers")]
     from cuda_tools import find_tool
 
     from gla_ext import _C
