@@ -30,7 +30,7 @@ def plan(
     aligned: bool = True,
     key_gated: bool = True,
     value_gated: bool = False,
-    keeps: bool = False,
+    for_backward: bool = False,
     capability: str = "9.0",
     processors: int = 132,
     device: str = "cpu",
@@ -62,7 +62,7 @@ def plan(
         (of S and, in backward, dS).
         On CUDA: kernels, the names of what the pass launches, in order (csrc/cuda/plan/kernels.h);
         segments (of one batch row, into which sweeps cut sequences; 0: they do not),
-        segment_chunks (of one), segment_states, parts_at_once and replays (the second segment of
+        segment_chunks (of one), segment_states, summaries_at_once and replays (the second segment of
         two replays the first); items_each (work items that a block or a cluster takes one by one);
         workspace_bytes, state_bytes. Beside them fused_expects (what the fused path expects that
         the call does not have, or None) and for_backward_bytes (what forward leaves besides the

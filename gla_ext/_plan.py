@@ -107,7 +107,7 @@ def plan(
         batch_invariant=ops.is_batch_invariant(),
         key_gated=g,
         value_gated=gv,
-        keeps=ops.keeps_for_backward(),
+        for_backward=ops.keeps_for_backward(),
         capability="8.0" if forced else capability,
         processors=processors,
         device="cuda",

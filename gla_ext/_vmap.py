@@ -76,7 +76,7 @@ def _as_one_batch(
 def _chunk_gla_outputs(*args: Any) -> Sequence[bool]:
     """o, final_state and kept; the last, bytes of a plan, is empty unless asked for."""
     cu_seqlens, output_final_state = args[6], args[8]
-    if cu_seqlens is not None or any(kept_bytes > 0 for kept_bytes in args[11:]):
+    if cu_seqlens is not None or any(for_backward_bytes > 0 for for_backward_bytes in args[11:]):
         return ()
     return True, output_final_state, False
 

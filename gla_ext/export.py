@@ -64,12 +64,12 @@ def _chunk_gla_fwd(
     output_final_state: bool,
     state_v_first: bool,
     batch_invariant: bool,
-    kept_bytes: int = -1,
+    for_backward_bytes: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if kept_bytes > 0:
+    if for_backward_bytes > 0:
         raise NotImplementedError(
             "chunk_gla: expected a graph of inference to decompose, got one that keeps "
-            f"{kept_bytes} bytes for backward; export in eval mode, under torch.no_grad()"
+            f"{for_backward_bytes} bytes for backward; export in eval mode, under torch.no_grad()"
         )
     args = (q, k, v, g, gv, initial_state, cu_seqlens, scale, False, state_v_first)
     o, state = _plain.gla(*args)

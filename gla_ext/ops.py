@@ -19,8 +19,8 @@ __all__ = ["batch_invariant", "chunk_gla", "fused_chunk_gla"]
 _fwd = torch.ops.gla_ext.chunk_gla_fwd.default
 _TENSORS = "q k v g gv initial_state cu_seqlens"
 
-# The operator's kept_bytes: -1 keeps for backward what the plan says, 0 nothing.
-_kept_bytes = 0 if os.environ.get("GLA_EXT_KEEP_OPERANDS", "").lower() in OFF else -1
+# The operator's for_backward_bytes: -1 keeps for backward what the plan says, 0 nothing.
+_for_backward_bytes = 0 if os.environ.get("GLA_EXT_KEEP_OPERANDS", "").lower() in OFF else -1
 
 
 class _Mode(threading.local):
@@ -62,7 +62,7 @@ def is_batch_invariant() -> bool:
 
 def keeps_for_backward() -> bool:
     """Whether forward leaves for backward what the plan says (GLA_EXT_KEEP_OPERANDS)."""
-    return _kept_bytes != 0
+    return _for_backward_bytes != 0
 
 
 def in_mode_of_now(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -154,7 +154,7 @@ def chunk_gla(
         output_final_state,
         state_v_first,
         _mode.batch_invariant,
-        _kept_bytes,
+        _for_backward_bytes,
     )
     if CHECKS_INPUTS and can_be_read(q):
         check_values("chunk_gla", "g", q, k, v, g, gv, scale, initial_state, cu_seqlens)

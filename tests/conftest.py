@@ -89,7 +89,7 @@ def path(request, monkeypatch) -> str:
 @pytest.fixture
 def keep_nothing(monkeypatch):
     """A function that has backward on CUDA make all again from then on."""
-    return lambda: monkeypatch.setattr(ops, "_kept_bytes", 0)
+    return lambda: monkeypatch.setattr(ops, "_for_backward_bytes", 0)
 
 
 @pytest.fixture(params=[KEPT, AGAIN])

@@ -14,10 +14,10 @@ import gla_ext
 TOLERANCE = 0.005  # two roundings of bf16
 
 
-def run(x, kept_bytes: int) -> dict[str, torch.Tensor]:
+def run(x, for_backward_bytes: int) -> dict[str, torch.Tensor]:
     """Forward + backward by the operators themselves, and what forward has kept."""
     op, inputs = torch.ops.gla_ext, (x.q, x.k, x.v, x.g, None, None, None)
-    o, _, kept = op.chunk_gla_fwd(*inputs, None, False, False, False, kept_bytes)
+    o, _, kept = op.chunk_gla_fwd(*inputs, None, False, False, False, for_backward_bytes)
     dq, dk, dv, dg, _, _ = op.chunk_gla_bwd(x.do, None, *inputs, None, False, False, kept)
     return {"o": o, "dq": dq, "dk": dk, "dv": dv, "dg": dg, "kept": kept}
 

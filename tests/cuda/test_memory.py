@@ -37,7 +37,7 @@ def test_nothing_but_inputs_is_saved(device, states):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_keeps_its_outputs_alone(shape, monkeypatch):
     """And operands, which `sm90/test_for_backward.py` is about."""
-    monkeypatch.setattr(ops, "_kept_bytes", 0)
+    monkeypatch.setattr(ops, "_for_backward_bytes", 0)
     x = large_inputs(*SHAPES[shape]).map(lambda t: t.requires_grad_())
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -123,7 +123,8 @@ def test_operands_that_backward_makes_again(kind, gate, hopper, keep_nothing):
     B, *sizes, _, _ = FUSED_SHAPES[f"gradients in a sweep, {kind}"]
     x = make_inputs(for_this_gpu(B), *sizes, torch.bfloat16, gate)
     assert (
-        not reads_prepared(plan_of(x, False)) and plan_of(x, keeps=True)["for_backward_bytes"] > 0
+        not reads_prepared(plan_of(x, False))
+        and plan_of(x, for_backward=True)["for_backward_bytes"] > 0
     )
     keep_nothing()
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
@@ -140,8 +141,8 @@ def test_segments_in_pairs_of_blocks(keep_nothing):
         if has_cluster_summaries(plan_of(x)):
             break
     x = mixed_gates(x, "every other chunk")
-    assert "summaries.cluster" in plan_of(x)["kernels"]
-    assert "summaries.cluster.without_A" in plan_of(x, False)["kernels"]
+    assert "states.cluster.summaries" in plan_of(x)["kernels"]
+    assert "states.cluster.summaries_without_A" in plan_of(x, False)["kernels"]
     keep_nothing()
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 
@@ -162,9 +163,9 @@ def test_gradients_of_packed_sequences_in_a_sweep(H, K, V, T, lengths):
         1, T, for_this_gpu(H), K, V, torch.bfloat16, 0.1, states=K == 72, lengths=lengths
     )
     plan = plan_of(x)
-    assert sweeps_gradients(plan) and ("summaries.packed" in plan_of(x, False)["kernels"]) == (
-        K == 72
-    )
+    assert sweeps_gradients(plan) and (
+        "states.cluster.packed_summaries" in plan_of(x, False)["kernels"]
+    ) == (K == 72)
     x = mixed_gates(x, "every other chunk")
     assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
 

@@ -194,11 +194,11 @@ def test_batch_invariant_mode_reaches_the_graph():
     assert arguments == [False, True]  # two graphs, the first one reused
 
 
-@pytest.mark.parametrize("kept_bytes", [-1, 0])
-def test_what_to_keep_reaches_the_graph(kept_bytes, monkeypatch):
+@pytest.mark.parametrize("for_backward_bytes", [-1, 0])
+def test_what_to_keep_reaches_the_graph(for_backward_bytes, monkeypatch):
     """And so the keys of torch's caches: -1, the plan's choice, or nothing."""
-    monkeypatch.setattr(ops, "_kept_bytes", kept_bytes)
+    monkeypatch.setattr(ops, "_for_backward_bytes", for_backward_bytes)
     x = make_inputs(1, 20, 1, 4, 4)
     compiled, arguments = compile_noting(11)
     compiled(x.q, x.k, x.v, x.g)
-    assert arguments == [kept_bytes]
+    assert arguments == [for_backward_bytes]

@@ -54,9 +54,9 @@ def draw(case, gate=0.1, **options) -> Inputs:
     return mixed_gates(x, gate) if gate in MIXED else x
 
 
-def kept_bytes(x: Inputs, **options) -> int:
+def for_backward_bytes(x: Inputs, **options) -> int:
     forward, backward = (
-        plan_of(x, way, keeps=True, **options)["for_backward_bytes"] for way in (False, True)
+        plan_of(x, way, for_backward=True, **options)["for_backward_bytes"] for way in (False, True)
     )
     assert forward == backward
     return forward

@@ -33,7 +33,7 @@ def full_plan(**change):
 
 def has_cluster_summaries(plan) -> bool:
     """One kernel makes prepared chunks and the segments' summaries."""
-    return any(name.startswith("summaries.cluster") for name in plan["kernels"])
+    return any(name.startswith("states.cluster.summaries") for name in plan["kernels"])
 
 
 def reads_prepared(plan) -> bool:
@@ -55,7 +55,7 @@ def cluster_items(plan) -> int:
 by_pass = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 
 
-def operand_bytes(chunk_heads: int, K: int) -> int:
+def prepared_bytes(chunk_heads: int, K: int) -> int:
     """q^, k^ and four factors of each key channel, in groups of 128, and A and a flag."""
     return chunk_heads * (-(-K // 128) * 128 * (2 * 64 * 2 + 4 * 4) + 64 * 64 * 2 + 128)
 

@@ -199,7 +199,7 @@ def test_who_sets_batch_invariance(variable, default):
 
 KEEP_OPERANDS = """
 from gla_ext import ops
-print(ops._kept_bytes)
+print(ops._for_backward_bytes)
 """
 
 

@@ -292,13 +292,13 @@ def test_steps_check_their_inputs(x):
 
 
 def test_backward_operator_checks_its_inputs(x):
-    def forward(kept_bytes):
+    def forward(for_backward_bytes):
         inputs = (x.q, x.k, x.v, x.g, None, None, None)
-        return ops.chunk_gla_fwd(*inputs, None, False, False, False, kept_bytes)
+        return ops.chunk_gla_fwd(*inputs, None, False, False, False, for_backward_bytes)
 
-    def backward(do=x.do, dht=None, kept=None):
+    def backward(do=x.do, dht=None, for_backward=None):
         return ops.chunk_gla_bwd(
-            do, dht, x.q, x.k, x.v, x.g, None, None, None, None, False, False, kept
+            do, dht, x.q, x.k, x.v, x.g, None, None, None, None, False, False, for_backward
         )
 
     with raises(TypeError, "chunk_gla_bwd: expected do to be torch.float32 like q, "
@@ -310,19 +310,19 @@ def test_backward_operator_checks_its_inputs(x):
     with raises(ValueError, "chunk_gla_bwd: expected dht to have shape [N, H, K, V] = "
                 "[2, 4, 8, 12], got [1, 4, 8, 12]"):  # fmt: skip
         backward(dht=x.dht[:1])
-    with raises(TypeError, "chunk_gla_bwd: expected kept to be torch.uint8 (as chunk_gla_fwd keeps "
-                "it), got torch.float32"):  # fmt: skip
-        backward(kept=torch.zeros(3))
-    with raises(ValueError, "chunk_gla_bwd: expected kept to have 1 dimension [bytes], got 2 with "
-                "shape [1, 3]"):  # fmt: skip
-        backward(kept=torch.zeros(1, 3, dtype=torch.uint8))
+    with raises(TypeError, "chunk_gla_bwd: expected for_backward to be torch.uint8 (as "
+                "chunk_gla_fwd leaves it), got torch.float32"):  # fmt: skip
+        backward(for_backward=torch.zeros(3))
+    with raises(ValueError, "chunk_gla_bwd: expected for_backward to have 1 dimension [bytes], "
+                "got 2 with shape [1, 3]"):  # fmt: skip
+        backward(for_backward=torch.zeros(1, 3, dtype=torch.uint8))
     with raises(NotImplementedError, "chunk_gla_bwd: expected nothing to be kept for backward on "
                 "the CPU, got 3 bytes"):  # fmt: skip
-        backward(kept=torch.zeros(3, dtype=torch.uint8))
+        backward(for_backward=torch.zeros(3, dtype=torch.uint8))
     with raises(NotImplementedError, "chunk_gla: expected nothing to be kept for backward on the "
                 "CPU, got 3 bytes"):  # fmt: skip
         forward(3)
-    with raises(ValueError, "chunk_gla: expected kept_bytes to be at least -1, got -2"):
+    with raises(ValueError, "chunk_gla: expected for_backward_bytes to be at least -1, got -2"):
         forward(-2)
 
 

@@ -11,11 +11,11 @@ ops = torch.ops.gla_ext
 SCHEMAS = {
     "chunk_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
     "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "
-    "bool state_v_first, bool batch_invariant, int kept_bytes=-1) -> "
-    "(Tensor o, Tensor final_state, Tensor kept)",
+    "bool state_v_first, bool batch_invariant, int for_backward_bytes=-1) -> "
+    "(Tensor o, Tensor final_state, Tensor for_backward)",
     "chunk_gla_bwd": "(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
     "Tensor? gv, Tensor? initial_state, Tensor? cu_seqlens, float? scale, "
-    "bool state_v_first, bool batch_invariant, Tensor? kept=None) -> "
+    "bool state_v_first, bool batch_invariant, Tensor? for_backward=None) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)",
     "recurrent_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, "
     "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "

@@ -6,7 +6,7 @@ from plans import (
     cluster_items,
     cuda_plan,
     full_plan,
-    operand_bytes,
+    prepared_bytes,
     reads_prepared,
     state_bytes,
     steps_plan,
@@ -112,7 +112,7 @@ def test_cuda_states_over_operands_lie_in_tiles(K, V):
 def test_cuda_fused_forward_over_operands_in_memory(K):
     plan = full_plan(K=K, gate_dtype="float32")
     assert (plan["kernels"], plan["state_bytes"]) == (["prepare", "forward.prepared"], 0)
-    assert plan["workspace_bytes"] == 32 * 32 * 4 * 8 + operand_bytes(32 * 32 * 4, K)
+    assert plan["workspace_bytes"] == 32 * 32 * 4 * 8 + prepared_bytes(32 * 32 * 4, K)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_cuda_fused_backward_workspace(gate_dtype, gates, swept):
     assert plan["state_bytes"] > 0
     assert plan["state_bytes"] == states * (1 if swept else 2)
     # dq, dk, dg of chunks outside tier 1.
-    intra, operands = (2 + gates) * keys, operand_bytes(heads // 64, 128)
+    intra, operands = (2 + gates) * keys, prepared_bytes(heads // 64, 128)
     assert plan["workspace_bytes"] == tiers + plan["state_bytes"] + intra + operands
     assert len(plan["kernels"]) == 3
 

@@ -18,7 +18,9 @@ def test_what_is_kept_is_made_once(change):
     """Both plans know its size, and need so much less of a workspace; neither changes otherwise."""
     both = []
     for backward in (False, True):
-        alone, kept = (full_plan(**change, backward=backward, keeps=k) for k in (False, True))
+        alone, kept = (
+            full_plan(**change, backward=backward, for_backward=k) for k in (False, True)
+        )
         assert alone["for_backward_bytes"] == 0 and reads_prepared(kept)
         both.append(kept["for_backward_bytes"])
         least = 0.9 * kept["for_backward_bytes"]  # of parts that another pass does not make
@@ -26,7 +28,9 @@ def test_what_is_kept_is_made_once(change):
         changed = {name for name in alone if kept[name] != alone[name]}
         assert changed - {"kernels"} == {"for_backward_bytes", "workspace_bytes"}
         if backward:
-            assert not {"prepare", "prepare.without_A", "summaries.cluster"} & {*kept["kernels"]}
+            assert not {"prepare", "prepare.without_A", "states.cluster.summaries"} & {
+                *kept["kernels"]
+            }
         else:  # which may leave A besides
             assert kept["kernels"] == [x.removesuffix(".without_A") for x in alone["kernels"]]
     assert both[0] == both[1]
@@ -45,7 +49,9 @@ ON_CHIP = {
 def test_what_forward_keeps_from_the_chip(change):
     """It leaves operands that it has no other use for, backward then makes S alone."""
     forward, backward, kept_forward, kept_backward = (
-        full_plan(**change, backward=b, keeps=k) for k in (False, True) for b in (False, True)
+        full_plan(**change, backward=b, for_backward=k)
+        for k in (False, True)
+        for b in (False, True)
     )
     size = kept_forward["for_backward_bytes"]
     assert kept_backward["for_backward_bytes"] == size > 0
@@ -67,11 +73,13 @@ def test_what_forward_keeps_of_packed_sequences(V, states):
     """Operands from the chip, and, where both passes cut alike, what enters segments, but no
     decays, of which forward has none of the last ones."""
     forward, backward, kept_forward, kept_backward = (
-        full_plan(**PACKED, V=V, backward=b, keeps=k) for k in (False, True) for b in (False, True)
+        full_plan(**PACKED, V=V, backward=b, for_backward=k)
+        for k in (False, True)
+        for b in (False, True)
     )
     size = kept_forward["for_backward_bytes"]
     assert kept_backward["for_backward_bytes"] == size > 0
-    assert "summaries.packed" in forward["kernels"] and sweeps_gradients(backward)
+    assert "states.cluster.packed_summaries" in forward["kernels"] and sweeps_gradients(backward)
     for alone, kept in ((forward, kept_forward), (backward, kept_backward)):
         changed = {name for name in alone if kept[name] != alone[name]}
         assert changed == {"kernels", "for_backward_bytes", "workspace_bytes"}
@@ -88,13 +96,16 @@ def test_no_more_is_kept_than_the_inputs_have(change):
     each = 4 if change.get("gate_dtype") == "float32" else 2
     tokens = sizes["B"] * sizes["T"] * sizes["H"]
     inputs = tokens * (sizes["K"] * (4 + each) + 2 * sizes["V"])
-    assert 0 < full_plan(**change, keeps=True)["for_backward_bytes"] <= inputs
+    assert 0 < full_plan(**change, for_backward=True)["for_backward_bytes"] <= inputs
 
 
 @pytest.mark.parametrize("K, each", [(128, 43136), (256, 77952)])
 def test_what_is_kept_grows_with_tokens(K, each):
     """Operands and 8 bytes of tiers of each chunk and head."""
-    sizes = [full_plan(K=K, B=1, T=T, keeps=True)["for_backward_bytes"] for T in (64 * 64, 96 * 64)]
+    sizes = [
+        full_plan(K=K, B=1, T=T, for_backward=True)["for_backward_bytes"]
+        for T in (64 * 64, 96 * 64)
+    ]
     assert sizes[1] - sizes[0] >= 32 * 4 * (each + 8)
     if K == 256:  # the two passes do not cut alike
         assert sizes[1] - sizes[0] == 32 * 4 * (each + 8)
@@ -119,5 +130,7 @@ def test_what_is_kept_grows_with_tokens(K, each):
 )
 def test_where_nothing_is_kept(change):
     for backward in (False, True):
-        alone, kept = (full_plan(**change, backward=backward, keeps=k) for k in (False, True))
+        alone, kept = (
+            full_plan(**change, backward=backward, for_backward=k) for k in (False, True)
+        )
         assert alone == kept

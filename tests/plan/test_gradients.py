@@ -102,7 +102,7 @@ def test_cuda_operands_and_states_in_one_pass(change, paired):
         ({"T": 65}, True),
         ({"B": 1, "T": 32 * 2048, "N": 32}, True),
         ({"B": 1, "T": 32768}, True),  # in segments
-        ({"keeps": True}, True),
+        ({"for_backward": True}, True),
         ({"batch_invariant": True}, False),
     ],
     ids=str,

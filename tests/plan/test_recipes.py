@@ -10,10 +10,10 @@ from plans import BATCH, SHAPE
 import gla_ext
 from gla_ext import _C
 
-MAP = ["map.sequences", "map.chunks"]
-SCORES = ["scores_off_diagonal", "scores_off_diagonal.strong", "scores_diagonal.strong"]
+MAP = ["map_sequences", "map_chunks"]
+SCORES = ["scores_off_diagonal", "strong_scores_off_diagonal", "strong_scores_diagonal"]
 VALUES = [f"{name} of values" for name in SCORES]
-INTRA = ["intra_grads", "intra_grads.strong"]
+INTRA = ["intra_grads", "strong_intra_grads"]
 LONG = {"B": 1, "T": 32768}
 
 FORWARD = {
@@ -27,11 +27,11 @@ FORWARD = {
     "a cluster shares gates": ({}, ["forward.cluster", "strong.output"]),
     "packed": (
         {"B": 1, "T": 65536, "N": 32},
-        [*MAP, "summaries.packed", "scan", "forward.cluster", "strong.output"],
+        [*MAP, "states.cluster.packed_summaries", "scan", "forward.cluster", "strong.output"],
     ),
     "segments of small heads": (
         LONG | {"K": 64, "V": 64},
-        ["summaries.fused", "scan", "forward.small", "strong.output"],
+        ["states.fused.summaries", "scan", "forward.small", "strong.output"],
     ),
     # Over prepared chunks.
     "many keys": ({"K": 256}, ["prepare", "forward.prepared"]),
@@ -39,11 +39,11 @@ FORWARD = {
     "a second segment that replays the first": ({"B": 8}, ["prepare", "forward.prepared"]),
     "segments": (
         LONG | {"V": 128},
-        ["prepare", "summaries.prepared", "scan", "forward.prepared"],
+        ["prepare", "states.prepared.summaries", "scan", "forward.prepared"],
     ),
     "segments, clusters": (
         LONG,
-        ["summaries.cluster.without_A", "scan + strong.A", "forward.prepared.makes_A"],
+        ["states.cluster.summaries_without_A", "scan.and_strong_A", "forward.prepared.makes_A"],
     ),
 }
 KEEPING = {
@@ -64,20 +64,20 @@ KEEPING = {
     ),
     "segments, clusters": (
         LONG,
-        ["summaries.cluster", "scan + strong.A", "forward.prepared.makes_A"],
+        ["states.cluster.summaries", "scan.and_strong_A", "forward.prepared.makes_A"],
         [
-            *("summaries.prepared.grads", "scan.grads", "states.prepared.without_grads"),
+            *("states.prepared.summaries_of_grads", "scan.grads", "states.prepared.without_grads"),
             *("strong.gradients.without_A", "gradients.sweep"),
         ],
     ),
     "packed": (
         {"B": 1, "T": 65536, "N": 32},
         [
-            *(*MAP, "summaries.packed", "scan"),
+            *(*MAP, "states.cluster.packed_summaries", "scan"),
             *("forward.cluster.for_backward", "strong.output.for_backward"),
         ],
         [
-            *(*MAP, "summaries.prepared.grads_and_decays", "scan.grads"),
+            *(*MAP, "states.prepared.summaries_of_grads_and_decays", "scan.grads"),
             *("states.prepared.without_grads", "strong.gradients.without_A", "gradients.sweep"),
         ],
     ),
@@ -94,7 +94,7 @@ BACKWARD = {
     "segments of few keys": (
         LONG | {"K": 64, "V": 128},
         [
-            *("summaries.fused.both", "scan.both"),
+            *("states.fused.summaries_both", "scan.both"),
             *("states.fused", "strong.gradients", "gradients.chunk"),
         ],
     ),
@@ -117,22 +117,24 @@ BACKWARD = {
     "segments": (
         LONG | {"V": 192},
         [
-            *("prepare.without_A", "summaries.prepared.both", "scan.both"),
+            *("prepare.without_A", "states.prepared.summaries_both", "scan.both"),
             *("states.prepared", "gradients.chunk"),
         ],
     ),
     "segments, clusters": (
         LONG,
         [
-            *("summaries.cluster", "summaries.prepared.grads", "scan.both"),
+            *("states.cluster.summaries", "states.prepared.summaries_of_grads", "scan.both"),
             *("states.prepared.without_grads", "strong.gradients", "gradients.sweep"),
         ],
     ),
 }
 
 
-def planned(change, keeps=False):
-    return _C.plan(**BATCH | {"device": "cuda", "dtype": "bfloat16", "keeps": keeps} | change)
+def planned(change, for_backward=False):
+    return _C.plan(
+        **BATCH | {"device": "cuda", "dtype": "bfloat16", "for_backward": for_backward} | change
+    )
 
 
 @pytest.mark.parametrize("change, kernels", FORWARD.values(), ids=FORWARD)
@@ -149,13 +151,13 @@ def test_backward(change, kernels):
 
 @pytest.mark.parametrize("change, forward, backward", KEEPING.values(), ids=KEEPING)
 def test_what_forward_leaves_backward_does_not_make(change, forward, backward):
-    plan = planned(change, keeps=True)
+    plan = planned(change, for_backward=True)
     assert plan["for_backward_bytes"] > 0
     assert plan["forward"]["kernels"] == forward
     assert plan["backward"]["kernels"] == backward
 
 
-STATES = {"bfloat16": ["chunk_states + state_grads"], "float32": ["chunk_states", "state_grads"]}
+STATES = {"bfloat16": ["states_and_state_grads"], "float32": ["chunk_states", "state_grads"]}
 
 
 @pytest.mark.parametrize("dtype", STATES)
@@ -174,15 +176,15 @@ def test_steps(N, dtype):
 
 def test_steps_with_gates_on_values():
     plan = planned({"value_gated": True})
-    first = ["gate_cumsum", "gate_cumsum of values", "value_operands"]
+    first = ["gate_cumsum", "gate_cumsum of values", "gate_values"]
     assert plan["fused_expects"] == "no gates on values (gv)"
     assert plan["forward"]["kernels"] == [
-        *(*first, "chunk_states.value_gated", *SCORES, "output.value_gated"),
+        *(*first, "value_gated_states", *SCORES, "value_gated_output"),
     ]
     assert plan["backward"]["kernels"] == [
-        *(*first, *SCORES, "chunk_states.value_gated", "state_grads.value_gated", *VALUES),
+        *(*first, *SCORES, "value_gated_states", "value_gated_state_grads", *VALUES),
         *(*INTRA, *(f"{name} of values" for name in INTRA)),
-        *("merge_grads.value_gated.keys", "merge_grads.value_gated.values"),
+        *("merge_key_grads", "merge_value_grads"),
     ]
 
 

@@ -10,7 +10,7 @@ from plans import (
     cuda_plan,
     full_plan,
     has_cluster_summaries,
-    operand_bytes,
+    prepared_bytes,
     reads_prepared,
     sweeps_gradients,
 )
@@ -133,7 +133,7 @@ def test_cuda_segments_cost_launches_and_a_state_each(backward):
     assert len(cut["kernels"]) == len(whole["kernels"]) + 2
     states = 4 * cut["segments"] * 128 * 192 * 4 * (1 + backward)
     decays = 4 * cut["segments"] * 128 * 4
-    operands = 0 if backward else operand_bytes(4 * 512, 128)  # backward has them anyway
+    operands = 0 if backward else prepared_bytes(4 * 512, 128)  # backward has them anyway
     assert cut["workspace_bytes"] == whole["workspace_bytes"] + states + decays + operands
     assert cut["state_bytes"] == whole["state_bytes"]
 
@@ -189,7 +189,7 @@ def test_cuda_states_of_own_parts_have_room(T, N, H, K, V, backward):
             parts < 8
             and each % (2 * parts) == 0
             and each >= 8 * parts
-            and 2 * parts * followed <= plan["parts_at_once"]
+            and 2 * parts * followed <= plan["summaries_at_once"]
         ):
             parts *= 2
         states = sum(-(-c * parts // each) for c in chunks if c > each)
@@ -202,7 +202,7 @@ def test_cuda_packed_sequences_of_one_segment_need_no_state():
     """A sequence of several has more chunks than a segment, so there are few such."""
     plan = full_plan(B=1, T=131072, H=16, N=10_000)
     chunks = 131072 // 64 + 10_000
-    state, operands = 16 * 128 * (256 + 1) * 4, operand_bytes(16 * (chunks + 1), 128)
+    state, operands = 16 * 128 * (256 + 1) * 4, prepared_bytes(16 * (chunks + 1), 128)
     states = plan["workspace_bytes"] - operands
     assert states < 2 * (chunks // plan["segment_chunks"]) * state + 4 * 2**20
 
@@ -226,19 +226,22 @@ def test_cuda_packed_sequences_gate_in_forward(change, gates, pieces):
     chip; with what enters segments, if backward cuts alike."""
     shape = {"B": 1, "T": 65536, "N": 32} | change
     forward, kept, backward = (
-        full_plan(**shape, backward=b, keeps=k)
+        full_plan(**shape, backward=b, for_backward=k)
         for b, k in ((False, False), (False, True), (True, True))
     )
-    assert ("summaries.packed" in forward["kernels"], reads_prepared(forward)) == (gates, not gates)
+    assert ("states.cluster.packed_summaries" in forward["kernels"], reads_prepared(forward)) == (
+        gates,
+        not gates,
+    )
     assert cluster_items(forward) == cluster_items(kept) == pieces
-    assert "summaries.packed" not in backward["kernels"] and reads_prepared(backward)
+    assert "states.cluster.packed_summaries" not in backward["kernels"] and reads_prepared(backward)
     assert kept["for_backward_bytes"] == backward["for_backward_bytes"]
     if gates:
         assert sweeps_gradients(backward)
         assert len(forward["kernels"]) == len(kept["kernels"]) == 6
         assert forward["segments"] > 0
         chunks, sizes = 65536 // 64 + shape["N"] + 1, BATCH | change
-        operands = operand_bytes(4 * chunks, sizes["K"]) + 8 * 4 * chunks
+        operands = prepared_bytes(4 * chunks, sizes["K"]) + 8 * 4 * chunks
         alike = forward["segments"] == backward["segments"]
         state = 4 * sizes["K"] * sizes["V"] * 4 * alike
         states = 2 * (chunks // forward["segment_chunks"])
@@ -265,7 +268,7 @@ def test_cuda_packed_sequences_gate_in_forward(change, gates, pieces):
 def test_cuda_operands_and_segments_in_one_pass(change, paired):
     shape = {"B": 1, "T": 32768} | change
     forward, backward, kept = (
-        full_plan(**shape, backward=b, keeps=k)
+        full_plan(**shape, backward=b, for_backward=k)
         for b, k in ((False, False), (True, False), (True, True))
     )
     assert has_cluster_summaries(forward) == has_cluster_summaries(backward) == paired

@@ -306,7 +306,7 @@ void Call::run_step(std::initializer_list<Kernel> kernels, bool tiers) {
 
 void Call::launch(const Recipe& kernels) const {
   for (const auto& [kernel, side] : kernels) {
-    cuda::launch(kernel, side == Side::kKeys ? problem : values, value_side, stream_);
+    cuda::launch(kernel, side == Side::kKeys ? problem : value_side, value_side, stream_);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 }

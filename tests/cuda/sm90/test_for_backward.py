@@ -22,13 +22,13 @@ from kept import (
     by_case,
     by_every_case,
     draw,
+    for_backward_bytes,
     in_nan,
-    kept_bytes,
 )
 from plans import (
     cluster_items,
     has_cluster_summaries,
-    operand_bytes,
+    prepared_bytes,
     reads_prepared,
     sweeps_gradients,
 )
@@ -42,7 +42,7 @@ def kept_and_made(x, keep_nothing):
     """Results where operands are kept, which are right, and where they are made again."""
     with Kept() as calls:
         kept = ours(x)
-    assert calls.forward == calls.backward == [kept_bytes(x)] != [0]
+    assert calls.forward == calls.backward == [for_backward_bytes(x)] != [0]
     assert_results_close(kept, exact_by_chunks(x), x)
     keep_nothing()
     with Kept() as calls:
@@ -60,7 +60,7 @@ def assert_kept_as_made(x, keep_nothing):
 def test_operands_of_pairs_of_blocks(case):
     """Forward leaves them on its way, backward makes them with its states."""
     x = draw(case)
-    forward, backward, kept = plan_of(x, False), plan_of(x), plan_of(x, keeps=True)
+    forward, backward, kept = plan_of(x, False), plan_of(x), plan_of(x, for_backward=True)
     several = case is PAIRED["pairs of blocks, one after the other"]
     assert (cluster_items(forward) > 1) == several
     assert not reads_prepared(forward) and cluster_items(forward) == cluster_items(backward)
@@ -92,7 +92,7 @@ def test_same_bits_of_swept_segments(case, gate, keep_nothing):
 def test_operands_of_single_blocks(case, gate, keep_nothing):
     """Forward's own, from sums of gates that backward would round otherwise: as accurate."""
     x = draw(case, gate)
-    kept_plan = plan_of(x, keeps=True)
+    kept_plan = plan_of(x, for_backward=True)
     assert not reads_prepared(plan_of(x, False)) and "states.cluster" not in plan_of(x)["kernels"]
     assert sweeps_gradients(kept_plan) and kept_plan["for_backward_bytes"] > 0
     kept, made = kept_and_made(x, keep_nothing)
@@ -111,9 +111,9 @@ def test_single_blocks_keep_what_pairs_do(case, gate):
     assert "states.cluster" in plan_of(wide)["kernels"]
     found = []
     for y in (x, dataclasses.replace(wide, q=x.q, k=x.k, g=x.g)):
-        operators(y, kept_bytes(y), between=lambda kept: found.append(kept.cpu()))
+        operators(y, for_backward_bytes(y), between=lambda kept: found.append(kept.cpu()))
     # Bytes of a chunk and head, at whose end some are not written.
-    operands, padding = operand_bytes(1, K), 112
+    operands, padding = prepared_bytes(1, K), 112
     count = x.q.shape[0] * -(-T // 64) * H
     single, pairs = (
         kept[: count * operands].view(count, operands)[:, : operands - padding] for kept in found
@@ -126,7 +126,7 @@ def test_single_blocks_keep_what_pairs_do(case, gate):
 @pytest.mark.parametrize("states", [False, True])
 def test_same_bits_in_batch_invariant_mode(case, states, keep_nothing):
     x = draw(case, 1.0, states=states)
-    size = kept_bytes(x, batch_invariant=True)
+    size = for_backward_bytes(x, batch_invariant=True)
     assert (size > 0) == (x.q.shape[-1] > 128 or x.g.dtype is FP32)
     with batch_invariant():
         with Kept() as calls:
@@ -139,7 +139,7 @@ def test_same_bits_in_batch_invariant_mode(case, states, keep_nothing):
 @by_every_case
 def test_backward_leaves_it_alone(case):
     x = draw(case, "every other chunk")
-    size, copies = kept_bytes(x), []
+    size, copies = for_backward_bytes(x), []
     results = operators(x, size, between=lambda kept: copies.extend((kept, kept.clone())))
     assert torch.equal(*copies)
     assert_same_bits(operators(x, size), results)
@@ -159,6 +159,6 @@ def test_shared_heads(case, keep_nothing):
             return outputs_and_gradients(function, dataclasses.replace(x, **parts)), calls.forward
 
     kept, sizes = run()
-    assert sizes == [kept_bytes(x)]
+    assert sizes == [for_backward_bytes(x)]
     keep_nothing()
     assert_same_bits(run()[0], kept)

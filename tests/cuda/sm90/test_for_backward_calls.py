@@ -14,7 +14,17 @@ from common import (
 )
 from cuda_tools import backward_in_this_thread, peak_bytes
 from fused import BF16, operators
-from kept import CASES, PAIRED, SWEPT, Kept, by_case, by_every_case, draw, in_nan, kept_bytes
+from kept import (
+    CASES,
+    PAIRED,
+    SWEPT,
+    Kept,
+    by_case,
+    by_every_case,
+    draw,
+    for_backward_bytes,
+    in_nan,
+)
 from large import large_inputs
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +38,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
 def test_what_is_saved_and_freed(case, keep_nothing):
     x = draw(case).map(lambda t: t.requires_grad_())
     inputs = {t.data_ptr() for t in vars(x).values() if t is not None}
-    size = kept_bytes(x)
+    size = for_backward_bytes(x)
 
     def saved() -> list[int]:
         sizes = []
@@ -69,7 +79,9 @@ def test_callers_of_the_operator_do_not_hold_it():
     x = draw(CASES["segments"])
     args = (x.q.requires_grad_(), x.k, x.v, x.g, None, None, None, None, False, False, False)
     assert torch.ops.gla_ext.chunk_gla_fwd(*args)[2].numel() == 0
-    assert torch.ops.gla_ext.chunk_gla_fwd(*args, kept_bytes(x))[2].numel() == kept_bytes(x)
+    assert torch.ops.gla_ext.chunk_gla_fwd(*args, for_backward_bytes(x))[
+        2
+    ].numel() == for_backward_bytes(x)
 
 
 def test_never_more_than_the_inputs():
@@ -112,7 +124,7 @@ def test_rows_that_start_anywhere(case):
     """
     x = draw(case, 1.0)
     states = {name: getattr(x, name) for name in ("initial_state", "dht")}
-    odd, kept = dataclasses.replace(shifted(x), **states), kept_bytes(x)
+    odd, kept = dataclasses.replace(shifted(x), **states), for_backward_bytes(x)
     assert_same_bits(operators(odd, kept), operators(x, kept))
     with Kept() as calls:
         results = ours(odd)
@@ -128,7 +140,9 @@ def test_rows_that_start_anywhere(case):
 def test_steps_in_backward_leave_it_alone(case, monkeypatch):
     x = draw(case, 1.0)
     results = operators(
-        x, kept_bytes(x), between=lambda kept: monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
+        x,
+        for_backward_bytes(x),
+        between=lambda kept: monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps"),
     )
     expected = {name: y for name, y in exact_by_chunks(x).items() if name in results}
     assert_results_close(results, expected, x)
@@ -138,7 +152,7 @@ def test_steps_in_backward_leave_it_alone(case, monkeypatch):
 def test_other_sizes_are_not_used(case):
     """As an older graph of torch's cache may ask for."""
     x = draw(case, "every other chunk")
-    right = kept_bytes(x)
+    right = for_backward_bytes(x)
     expected = operators(x, 0)
     for size in (8, right - 1, right + 1):
         assert_same_bits(operators(x, size, between=lambda kept: kept.fill_(255)), expected)
@@ -146,11 +160,13 @@ def test_other_sizes_are_not_used(case):
 
 def test_wrong_sizes_and_paths_are_errors(monkeypatch):
     x = draw(CASES["many keys"])
-    with pytest.raises(ValueError, match="expected kept_bytes to be at least -1, got -2"):
+    with pytest.raises(ValueError, match="expected for_backward_bytes to be at least -1, got -2"):
         operators(x, -2)
     monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
-    with pytest.raises(NotImplementedError, match="expected kept_bytes to be 0 in the step path"):
-        operators(x, kept_bytes(x))
+    with pytest.raises(
+        NotImplementedError, match="expected for_backward_bytes to be 0 in the step path"
+    ):
+        operators(x, for_backward_bytes(x))
 
 
 @pytest.mark.parametrize("K, V", [(0, 256), (128, 0)])
@@ -182,7 +198,7 @@ def test_compiled(dynamic, backend):
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                 o, _ = call(*leaves)
             results.append((o, *torch.autograd.grad(o, leaves, x.do)))
-            assert sum(sizes) == (0 if dynamic and call is compiled else kept_bytes(x))
+            assert sum(sizes) == (0 if dynamic and call is compiled else for_backward_bytes(x))
         for eager, graph in zip(*results, strict=True):
             assert torch.equal(graph, eager)
 

@@ -41,7 +41,7 @@ def make_keeping(*sizes):
     x = make_swept(*sizes)
     assert (
         "states.cluster" in plan_of(x)["kernels"]
-        and plan_of(x, keeps=True)["for_backward_bytes"] > 0
+        and plan_of(x, for_backward=True)["for_backward_bytes"] > 0
     )
     return x
 

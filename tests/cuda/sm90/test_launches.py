@@ -1,4 +1,6 @@
-"""What calls launch on a GPU, beside the plan's word."""
+"""What calls launch on a GPU: the kernels of the plan, under the plan's names."""
+
+import re
 
 import pytest
 import torch
@@ -8,32 +10,58 @@ from fused import BF16, mixed_gates, plan_of
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
 
 SHAPES = {
-    "narrow": (2, 300, 2, 64, 64),
-    "paired forward": (2, 300, 2, 128, 256),
+    "small heads": (2, 300, 2, 64, 64),
+    "clusters": (2, 300, 2, 128, 256),
     "pairs of chunks": (2, 300, 2, 256, 512),
     "segments": (1, 6400, 1, 64, 64),
-    "segments that sum the one before": (8, 2048, 4, 128, 256),
-    "segments of linear sweeps": (1, 8192, 2, 256, 512),
-    "paired segment parts": (1, 32768, 4, 128, 256),
+    "a segment that replays the first": (8, 2048, 4, 128, 256),
+    "segments of prepared chunks": (1, 8192, 2, 256, 512),
+    "cluster summaries": (1, 32768, 4, 128, 256),
     "gradients in a sweep": (2, 16384, 8, 128, 128),
     "gradients of small heads in a sweep": (2, 32768, 16, 64, 64),
 }
 
 
 def launched(call) -> tuple[list[str], tuple[torch.Tensor, ...]]:
-    """The names of the kernels that call() launches, but torch's own, and what it returns."""
+    """The kernels that call() launches, but torch's own, by plan names, and what it returns."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         results = call()
         torch.cuda.synchronize()
-    return [e.name for e in profile.events() if "gla_ext::cuda::" in e.name], results
+    names = [e.name for e in profile.events() if "gla_ext::cuda::" in e.name]
+    return [kernel_of(name) for name in names], results
+
+
+def kernel_of(name: str) -> str:
+    """A profiler's name of a kernel as plans have it, without what stands behind for a variant."""
+    path = re.match(r"(?:void )?gla_ext::cuda::(?:sm90::|steps::)?([\w:]+)", name).group(1)
+    return path.removesuffix("::kernel").replace("::", ".")
+
+
+def are(names: list[str], planned: list[str]) -> bool:
+    """Whether profiled kernels are the planned ones, of which some are variants: "a.b" of "a"."""
+    return len(names) == len(planned) and all(
+        f"{kernel.removesuffix(' of values')}.".startswith(f"{name}.")
+        for name, kernel in zip(names, planned, strict=True)
+    )
+
+
+def test_names():
+    fused = "void gla_ext::cuda::sm90::forward::fused::kernel<128, true>(gla_ext::cuda::Problem)"
+    step = (
+        "void gla_ext::cuda::steps::merge_grads<(gla_ext::cuda::Access)0>(gla_ext::cuda::Problem)"
+    )
+    assert kernel_of(fused) == "forward.fused" and kernel_of(step) == "merge_grads"
+    assert are(["forward.fused", "scan"], ["forward.fused.for_backward", "scan"])
+    assert not are(["scan"], ["scan", "scan"]) and not are(["scan"], ["scanner"])
+    assert not are(["forward.small"], ["forward.fused"])
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-@pytest.mark.parametrize("kind", ["fused", "kept", "steps"])
+@pytest.mark.parametrize("kind", ["fused", "for backward", "steps"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_as_many_as_the_plan_says(shape, kind, packed, monkeypatch):
-    options = {"keeps": kind == "kept"}
+def test_the_kernels_of_the_plan(shape, kind, packed, monkeypatch):
+    options = {"for_backward": kind == "for backward"}
     if kind == "steps":
         monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
         options["capability"] = "8.0"  # has the steps alone
@@ -43,9 +71,11 @@ def test_as_many_as_the_plan_says(shape, kind, packed, monkeypatch):
     x = mixed_gates(x, "every other chunk")
     forward, backward = (plan_of(x, way, **options) for way in (False, True))
     op, inputs = torch.ops.gla_ext, (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens)
-    names, (_, _, kept) = launched(
+    names, (_, _, for_backward) = launched(
         lambda: op.chunk_gla_fwd(*inputs, None, True, False, False, forward["for_backward_bytes"])
     )
-    assert len(names) == len(forward["kernels"]), names
-    names, _ = launched(lambda: op.chunk_gla_bwd(x.do, x.dht, *inputs, None, False, False, kept))
-    assert len(names) == len(backward["kernels"]), names
+    assert are(names, forward["kernels"]), names
+    names, _ = launched(
+        lambda: op.chunk_gla_bwd(x.do, x.dht, *inputs, None, False, False, for_backward)
+    )
+    assert are(names, backward["kernels"]), names
