@@ -24,7 +24,7 @@ EPS = 1e-5
 
 def contenders(V: int, gated: bool, fla: bool) -> dict[str, Callable]:
     """By name, functions of x, weight and gate."""
-    from gla_ext.norms import plain_rms_norm, rms_norm
+    from gla_ext.layers.norms import plain_rms_norm, rms_norm
 
     def operator(x, weight, gate):
         return rms_norm(x, weight, EPS, gate)

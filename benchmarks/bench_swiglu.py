@@ -32,7 +32,7 @@ def plain(gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def operator(gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
-    from gla_ext.swiglu import swiglu, swiglu_linear
+    from gla_ext.layers.swiglu import swiglu, swiglu_linear
 
     return swiglu(gate, up) if weight is None else swiglu_linear(gate, up, weight)
 

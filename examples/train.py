@@ -13,7 +13,7 @@ import torch
 from text import Bytes, argument, device_argument, held_out_loss, load_text, windows
 
 from gla_ext.model import GLAConfig, GLAForCausalLM, count_parameters
-from gla_ext.run_folder import check_nothing_is_lost
+from gla_ext.train.run_folder import check_nothing_is_lost
 
 
 def command_line() -> argparse.ArgumentParser:

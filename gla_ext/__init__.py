@@ -1,18 +1,33 @@
-"""Gated Linear Attention for PyTorch: C++ operators, a drop-in layer and a language model."""
+"""Gated Linear Attention for PyTorch: C++ operators, a drop-in layer and a language model.
 
+Where things are:
+    gla_ext.ops: the operators as functions, `check_inputs`, `plan`; `gla_ext.reference`: their
+        equations in plain PyTorch; `gla_ext.export`: for programs without gla_ext's kernels.
+    gla_ext.layers: the layer, `MultiheadGLA`, norms, the short convolution, SwiGLU.
+    gla_ext.model: the language model, its configuration, loss and files; `gla_ext.cache`: states.
+    gla_ext.decode: `generate`, `Decoder`, sampling.
+    gla_ext.train: `python -m gla_ext.train` and what it is made of.
+    gla_ext.fla, gla_ext.hf: for programs of flash-linear-attention, and of transformers.
+    gla_ext.selftest, gla_ext.info: `python -m` checks an installation, and says what is installed.
+"""
+
+from types import ModuleType
+
+from gla_ext import _moved
 from gla_ext._compat import check_build
 from gla_ext._version import __version__
 
 check_build()
+_moved.install()
 
-from gla_ext import _vmap  # noqa: E402, F401  registers the operators' rules
-from gla_ext._flops import register_when_counted  # noqa: E402
-from gla_ext._plan import Plan, plan  # noqa: E402
-from gla_ext.inputs import check_inputs  # noqa: E402
-from gla_ext.layers import GatedLinearAttention  # noqa: E402
-from gla_ext.multihead import MultiheadGLA  # noqa: E402
-from gla_ext.ops import batch_invariant, chunk_gla, fused_chunk_gla  # noqa: E402
-from gla_ext.recurrent import (  # noqa: E402
+from gla_ext.layers.gated_linear_attention import GatedLinearAttention  # noqa: E402
+from gla_ext.layers.multihead import MultiheadGLA  # noqa: E402
+from gla_ext.ops import _vmap  # noqa: E402, F401  registers the operators' rules
+from gla_ext.ops._flops import register_when_counted  # noqa: E402
+from gla_ext.ops.chunk import batch_invariant, chunk_gla, fused_chunk_gla  # noqa: E402
+from gla_ext.ops.inputs import check_inputs  # noqa: E402
+from gla_ext.ops.plan import Plan, plan  # noqa: E402
+from gla_ext.ops.recurrent import (  # noqa: E402
     fused_recurrent_gla,
     recurrent_gla_commit_,
     recurrent_gla_step_,
@@ -20,6 +35,12 @@ from gla_ext.recurrent import (  # noqa: E402
 )
 
 register_when_counted()
+
+
+def __getattr__(name: str) -> ModuleType:
+    """A module under the name that it had before it moved into a package."""
+    return _moved.attribute(name)
+
 
 __all__ = [
     "GatedLinearAttention",

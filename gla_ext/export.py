@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gla_ext import _plain
-from gla_ext.norms import plain_rms_norm
-from gla_ext.swiglu import plain_swiglu
+from gla_ext.layers.norms import plain_rms_norm
+from gla_ext.layers.swiglu import plain_swiglu
+from gla_ext.ops import _plain
 
 __all__ = ["decompositions"]
 

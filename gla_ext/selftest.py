@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from gla_ext import reference
-from gla_ext.ops import chunk_gla
+from gla_ext.ops.chunk import chunk_gla
 
 # Bounds on the relative RMS error against the fp64 recurrence, by the dtype of q, k and v. Rounding
 # a result alone costs .0017 in bf16 and .0002 in fp16, and their operands are rounded once more on

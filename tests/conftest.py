@@ -9,9 +9,11 @@ from cuda_tools import built_for_hopper
 from fla_kernels import import_fla, require_kernels
 
 import gla_ext.fla
-from gla_ext import _C, ops, recurrent
-from gla_ext._decode_loop import DecodeLoop
-from gla_ext.data import load_corpus
+from gla_ext import _C
+from gla_ext.decode._loop import DecodeLoop
+from gla_ext.ops import chunk as ops
+from gla_ext.ops import recurrent
+from gla_ext.train.data import load_corpus
 
 # What cuBLAS asks for under nan_in_fresh_memory; read when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -46,7 +46,7 @@ def draw_prompts(sizes: Sizes, batch_size: int, device: str = "cuda") -> Tensor:
 def build_transformer(sizes: Sizes, device: str = "cuda") -> nn.Module:
     from shared.transformer import Transformer
 
-    from gla_ext.config import GLAConfig
+    from gla_ext.model.config import GLAConfig
 
     torch.manual_seed(0)
     with torch.device(device):

@@ -84,8 +84,8 @@ def measure_layers(fla: bool, compiled: bool) -> dict[str, dict[str, dict[str, T
 
 
 def build_ours(sizes: dict = MODEL, device: str = "cuda") -> nn.Module:
-    from gla_ext.config import GLAConfig
     from gla_ext.model import GLAForCausalLM
+    from gla_ext.model.config import GLAConfig
 
     torch.manual_seed(0)
     with torch.device(device):
@@ -123,7 +123,7 @@ def fla_operator():
     """While it lasts, our layers call FLA's chunk_gla."""
     from fla.ops.gla import chunk_gla
 
-    return mock.patch("gla_ext.layers.chunk_gla", chunk_gla)
+    return mock.patch("gla_ext.layers.gated_linear_attention.chunk_gla", chunk_gla)
 
 
 def train(model: nn.Module, tokens: Tensor) -> dict:

@@ -58,7 +58,7 @@ def check(rows: Rows, where: str) -> None:
     and verification has its outputs and leaves the states.
     """
     from gla_ext import reference
-    from gla_ext.recurrent import recurrent_gla_step_, recurrent_gla_verify
+    from gla_ext.ops.recurrent import recurrent_gla_step_, recurrent_gla_verify
     from gla_ext.selftest import TOLERANCE, relative_error
 
     state, ends = rows.state.clone(), [0, -1]
@@ -81,7 +81,7 @@ def check(rows: Rows, where: str) -> None:
 
 def calls(rows: Rows) -> dict[str, Callable[[], object]]:
     """A step in place, one that returns a new state, and the floor of both."""
-    from gla_ext.recurrent import fused_recurrent_gla, recurrent_gla_step_
+    from gla_ext.ops.recurrent import fused_recurrent_gla, recurrent_gla_step_
 
     arguments = rows.arguments()
     return {
@@ -99,7 +99,7 @@ def calls(rows: Rows) -> dict[str, Callable[[], object]]:
 @torch.no_grad()
 def measure(device: str = "cuda") -> dict[str, dict[str, dict[str, Timing | float]]]:
     """Microseconds: steps and verification in graphs by shape, and eager calls on the host."""
-    from gla_ext.recurrent import recurrent_gla_verify
+    from gla_ext.ops.recurrent import recurrent_gla_verify
 
     results: dict[str, dict] = {"step": {}, "verify": {}, "host": {}}
     for shape in SHAPES:

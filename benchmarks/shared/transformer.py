@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from gla_ext.config import GLAConfig
+from gla_ext.layers.norms import RMSNorm
 from gla_ext.model import GLAMLP, init_weights
-from gla_ext.norms import RMSNorm
+from gla_ext.model.config import GLAConfig
 
 HEAD_DIM = 64
 ROTARY_BASE = 10000.0

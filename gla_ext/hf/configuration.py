@@ -7,10 +7,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from gla_ext import config
+from gla_ext.model import config
 
-# What FLA's GLAConfig has beside the fields of gla_ext.config.GLAConfig, with its defaults. Which
-# of their values a model can be built from, gla_ext.config.GLAConfig.from_dict says.
+# of their values a model can be built from, gla_ext.model.config.GLAConfig.from_dict says.
 _FLA_DEFAULTS: dict[str, Any] = {
     "use_gk": True,
     "use_gv": False,
@@ -33,7 +32,7 @@ class GLAConfig(PretrainedConfig):
     with it the models, refuse by name those that are not built here.
 
     Args:
-        **options: the fields of `gla_ext.config.GLAConfig`, documented there; FLA's `attn`,
+        **options: the fields of `gla_ext.model.config.GLAConfig`, documented there; FLA's `attn`,
             `attnres_block_size`, `use_gk`, `use_gv` and `use_l2warp`, of which only the default is
             built here; FLA's `fuse_swiglu`, `fuse_cross_entropy` and `fuse_linear_cross_entropy`,
             which choose among kernels of FLA's and change nothing here; and what

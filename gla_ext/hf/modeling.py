@@ -9,16 +9,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from gla_ext import model
-from gla_ext._cross_entropy import IGNORE_INDEX
-from gla_ext._init_weights import init_own_weights
 from gla_ext.cache import GLACache
 from gla_ext.hf._cache import CACHE, check_cache, one_cache
 from gla_ext.hf._packing import one_row, starts_again
 from gla_ext.hf.configuration import GLAConfig
 from gla_ext.hf.generation import GLAGenerationMixin
-from gla_ext.norms import RMSNorm
-from gla_ext.ops import in_mode_of_now
+from gla_ext.layers.norms import RMSNorm
+from gla_ext.model import blocks
+from gla_ext.model.causal_lm import check_logits_to_keep
+from gla_ext.model.loss import IGNORE_INDEX, next_token_loss
+from gla_ext.model.weights import init_own_weights
+from gla_ext.ops.chunk import in_mode_of_now
 
 
 def _first(*values: Tensor | None) -> Tensor | None:
@@ -67,7 +68,7 @@ class GLAModel(GLAPreTrainedModel):
         core = config.core()
         self.gradient_checkpointing = False
         self.embeddings = nn.Embedding(core.vocab_size, core.hidden_size, core.pad_token_id)
-        self.layers = nn.ModuleList(model.GLABlock(core, i) for i in range(core.num_hidden_layers))
+        self.layers = nn.ModuleList(blocks.GLABlock(core, i) for i in range(core.num_hidden_layers))
         self.norm = RMSNorm(core.hidden_size, eps=core.norm_eps)
         self.post_init()
 
@@ -120,7 +121,7 @@ class GLAModel(GLAPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         inputs: list[Tensor] | None = [] if output_hidden_states else None
-        x = model.run_blocks(
+        x = blocks.run_blocks(
             self.layers,
             x,
             attention_mask=attention_mask,
@@ -128,7 +129,7 @@ class GLAModel(GLAPreTrainedModel):
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
             slots=slots,
-            call=self._checkpointed if recompute else model.GLABlock.__call__,
+            call=self._checkpointed if recompute else blocks.GLABlock.__call__,
             inputs=inputs,
         )
         x = self.norm(x)
@@ -140,7 +141,7 @@ class GLAModel(GLAPreTrainedModel):
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
 
-    def _checkpointed(self, block: model.GLABlock, x: Tensor, **attn_args: Any) -> Tensor:
+    def _checkpointed(self, block: blocks.GLABlock, x: Tensor, **attn_args: Any) -> Tensor:
         run = in_mode_of_now(partial(block.__call__, **attn_args))
         return self._gradient_checkpointing_func(run, x)
 
@@ -249,7 +250,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             TypeError: for a cache of keys and values, as `DynamicCache`.
             NotImplementedError: for output_attentions.
         """
-        model.check_logits_to_keep(logits_to_keep)
+        check_logits_to_keep(logits_to_keep)
         cu_seqlens = _first(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
         return_dict = self.config.return_dict if return_dict is None else return_dict
         output = self.model(
@@ -278,7 +279,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
                 again = starts_again(position_ids, seq_idx, attention_mask, *labels.shape)
                 if again is not None:
                     labels = labels.masked_fill(again.to(labels.device), IGNORE_INDEX)
-            loss = model.next_token_loss(logits, labels, num_items_in_batch, cu_seqlens)
+            loss = next_token_loss(logits, labels, num_items_in_batch, cu_seqlens)
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -13,8 +13,8 @@ from shared.timing import Timing
 from shared.transformer import Transformer, rotate, rotations
 from source_tree import run
 
-from gla_ext import recurrent
-from gla_ext.config import GLAConfig
+from gla_ext.model.config import GLAConfig
+from gla_ext.ops import recurrent
 
 MODEL = TINY | {"hidden_size": 64, "num_hidden_layers": 3}
 SIZES = bench_generate.Sizes(MODEL, 12, (1, 3), lengths=(5, 40), steps=2, samples=2)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from models import make_ids, make_model
 
-from gla_ext import decode
 from gla_ext.decode import Decoder
+from gla_ext.decode import decoder as decode
 from gla_ext.model import fuse_projections
 from gla_ext.ops import batch_invariant
 

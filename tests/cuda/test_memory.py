@@ -6,7 +6,8 @@ from common import make_inputs, ours
 from cuda_tools import peak_bytes
 from large import large_inputs
 
-from gla_ext import chunk_gla, ops
+from gla_ext import chunk_gla
+from gla_ext.ops import chunk as ops
 
 SHAPES = {
     "main": (8, 2048, 4, 128, 256),

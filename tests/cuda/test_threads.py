@@ -12,9 +12,9 @@ import pytest
 import torch
 from models import make_ids, make_model
 
-from gla_ext import _capture, decode
-from gla_ext._decode_loop import DecodeLoop
-from gla_ext.decode import Decoder
+from gla_ext.decode import Decoder, _capture
+from gla_ext.decode import decoder as decode
+from gla_ext.decode._loop import DecodeLoop
 
 pytestmark = pytest.mark.cuda
 

@@ -133,7 +133,7 @@ def test_threads(fla):
         start.wait()
         while any(thread.is_alive() for thread in threads):
             time.sleep(0.002)
-            with gla_ext.fla._lock:
+            with gla_ext.fla.accelerate._lock:
                 own = {name: function is before[name] for name, function in held(fla).items()}
                 accelerated = gla_ext.fla.is_accelerated()
             if accelerated == own["fla.ops.gla.chunk_gla"] or accelerated == all(own.values()):
@@ -200,8 +200,8 @@ def test_where_there_are_no_kernels_the_gated_norm_is_flas_or_plain_torch(monkey
     norm, (x, gate) = make(8), torch.randn(2, 3, 8)
     expected = rms_norm(x, (8,), eps=norm.eps) * silu(gate)
     monkeypatch.setattr(make, "forward", lambda *args: received.append(args) or args[1])
-    monkeypatch.setattr(gla_ext.fla, "_has_kernels", lambda x: False)
-    monkeypatch.setattr(gla_ext._fla_layers, "rms_norm", None)
+    monkeypatch.setattr(gla_ext.fla.accelerate, "_has_kernels", lambda x: False)
+    monkeypatch.setattr(gla_ext.fla.layers, "rms_norm", None)
     gla_ext.fla.accelerate_fla()
     assert_close(norm(x, gate), expected, 1e-6)
     norm, meta = norm.to("meta"), x.to("meta")
@@ -217,12 +217,12 @@ def test_where_there_are_no_kernels_the_gated_norm_is_flas_or_plain_torch(monkey
     ("cuda", "old", "expected"), [(True, {1}, True), (True, {0}, False), (False, set(), False)]
 )
 def test_kernels_are_where_the_build_and_the_gpu_have_them(monkeypatch, cuda, old, expected):
-    monkeypatch.setattr(gla_ext.fla, "_has_no_cuda", not cuda)
-    monkeypatch.setattr(gla_ext.fla, "_old_gpus", old)
+    monkeypatch.setattr(gla_ext.fla.accelerate, "_has_no_cuda", not cuda)
+    monkeypatch.setattr(gla_ext.fla.accelerate, "_old_gpus", old)
     on_gpu = types.SimpleNamespace(device=torch.device("cuda", 0))
-    assert gla_ext.fla._has_kernels(on_gpu) == expected
-    assert gla_ext.fla._has_kernels(torch.zeros(1))
-    assert not gla_ext.fla._has_kernels(torch.zeros(1, device="meta"))
+    assert gla_ext.fla.accelerate._has_kernels(on_gpu) == expected
+    assert gla_ext.fla.accelerate._has_kernels(torch.zeros(1))
+    assert not gla_ext.fla.accelerate._has_kernels(torch.zeros(1, device="meta"))
 
 
 def _bf16(x):
@@ -245,10 +245,10 @@ FALLBACKS = {  # how a call is changed, and what the warning says
 @pytest.mark.parametrize("name", ["chunk_gla", "fused_recurrent_gla"])
 def test_other_calls_go_to_fla_and_warn_once(fla, calls, monkeypatch, name, change, why):
     gla_ext.fla.accelerate_fla()
-    monkeypatch.setattr(gla_ext.fla, "_warned", set())
+    monkeypatch.setattr(gla_ext.fla.accelerate, "_warned", set())
     received = []
     monkeypatch.setitem(
-        gla_ext.fla._originals, name, lambda *x, **y: received.append((x, y)) or (0, 0)
+        gla_ext.fla.accelerate._originals, name, lambda *x, **y: received.append((x, y)) or (0, 0)
     )
     args, kwargs = change(*operands())
     operator = getattr(fla.ops.gla, name)

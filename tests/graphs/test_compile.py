@@ -9,7 +9,8 @@ from models import BATCH_INVARIANT_ARGUMENT
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from gla_ext import batch_invariant, chunk_gla, ops
+from gla_ext import batch_invariant, chunk_gla
+from gla_ext.ops import chunk as ops
 
 
 def loss(q, k, v, g, h0, call=chunk_gla):

@@ -15,8 +15,8 @@ from gla_ext import (
     recurrent_gla_step_,
     recurrent_gla_verify,
 )
-from gla_ext.activations import ACTIVATIONS
 from gla_ext.export import decompositions
+from gla_ext.layers.activations import ACTIVATIONS
 
 OPS = torch.ops.gla_ext
 examples = load_module("examples/aot_inductor.py")

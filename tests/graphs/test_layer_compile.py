@@ -21,8 +21,8 @@ from torch.utils.checkpoint import (
 )
 
 from gla_ext.cache import GLACache
-from gla_ext.norms import GatedRMSNorm, RMSNorm
-from gla_ext.short_conv import ShortConvolution
+from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
+from gla_ext.layers.short_convolution import ShortConvolution
 
 with_options = pytest.mark.parametrize("options", [{}, EVERY], ids=["default", "all"])
 FORWARD = torch.ops.gla_ext.chunk_gla_fwd.default

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
-from gla_ext.short_conv import ShortConvolution
+from gla_ext.layers.short_convolution import ShortConvolution
 
 # Rounding a result once; fp32 and fp64 add up products before.
 BOUND = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 0.0025, torch.float16: 3e-4}

@@ -7,8 +7,8 @@ from torch.nn.functional import logsigmoid
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_ext import GatedLinearAttention, reference
-from gla_ext.config import GLAConfig
 from gla_ext.model import GLAForCausalLM
+from gla_ext.model.config import GLAConfig
 
 SMALL = {"hidden_size": 24, "num_heads": 3, "gate_low_rank_dim": 4}
 # Options that the layer has beside the operator, away from their defaults.

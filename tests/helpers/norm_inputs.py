@@ -3,7 +3,7 @@
 import torch
 from models import FUNCTIONS
 
-from gla_ext.norms import rms_norm
+from gla_ext.layers.norms import rms_norm
 
 EPS = 1e-3
 # Rounding a result once; fp32 and fp64 add up squares before.

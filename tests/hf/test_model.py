@@ -15,8 +15,9 @@ from hf_models import PADDED, TINY, make_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from gla_ext import batch_invariant, checkpoint, hf, model
+from gla_ext import batch_invariant, hf
 from gla_ext.cache import GLACache
+from gla_ext.model import GLAForCausalLM, blocks, checkpoint
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 DTYPE = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
@@ -28,7 +29,7 @@ def registered():
     hf.register()
 
 
-def core(tmp_path, of: hf.GLAForCausalLM) -> model.GLAForCausalLM:
+def core(tmp_path, of: hf.GLAForCausalLM) -> GLAForCausalLM:
     """The model as gla_ext's own class reads its files."""
     of.save_pretrained(tmp_path)
     return checkpoint.load_model(tmp_path)
@@ -152,8 +153,8 @@ def test_errors():
 def test_padding_is_packed_once_a_model_and_counts_as_no_token(monkeypatch, options):
     ours, ids = make_model(**options), make_ids(T=12)
     calls = []
-    packed_slots = model.packed_slots
-    monkeypatch.setattr(model, "packed_slots", lambda x: calls.append(x) or packed_slots(x))
+    packed_slots = blocks.packed_slots
+    monkeypatch.setattr(blocks, "packed_slots", lambda x: calls.append(x) or packed_slots(x))
     out = ours(ids, attention_mask=PADDED, output_hidden_states=True)
     assert len(calls) == 1
     alone = ours(ids[:1, 5:], output_hidden_states=True)

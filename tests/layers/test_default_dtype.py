@@ -7,15 +7,16 @@ import pytest
 import torch
 from models import EVERY, make_ids, make_layer, make_model, make_x
 
-from gla_ext import _cross_entropy, chunk_gla, fused_recurrent_gla, selftest
+from gla_ext import chunk_gla, fused_recurrent_gla, selftest
 from gla_ext.cache import GLACache
-from gla_ext.data import Batches
 from gla_ext.decode import Decoder
+from gla_ext.decode.sampling import sample
+from gla_ext.layers.norms import rms_norm
+from gla_ext.layers.swiglu import swiglu
+from gla_ext.model import loss as _cross_entropy
 from gla_ext.model import next_token_loss
-from gla_ext.norms import rms_norm
-from gla_ext.sampling import sample
-from gla_ext.swiglu import swiglu
-from gla_ext.trainer import Settings, Trainer
+from gla_ext.train.data import Batches
+from gla_ext.train.trainer import Settings, Trainer
 
 OTHERS = (torch.float16, torch.bfloat16, torch.float64)
 

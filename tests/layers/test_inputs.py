@@ -18,10 +18,10 @@ from gla_ext import (
     recurrent_gla_step_,
     recurrent_gla_verify,
 )
+from gla_ext.layers.norms import rms_norm
+from gla_ext.layers.short_convolution import ShortConvolution
+from gla_ext.layers.swiglu import swiglu, swiglu_linear
 from gla_ext.model import next_token_loss
-from gla_ext.norms import rms_norm
-from gla_ext.short_conv import ShortConvolution
-from gla_ext.swiglu import swiglu, swiglu_linear
 
 
 def raises(error, message):

@@ -6,9 +6,9 @@ from common import assert_close, make_inputs, run_python
 from models import EVERY, SMALL, composed_with, make_layer, make_x
 
 from gla_ext import GatedLinearAttention, chunk_gla, fused_recurrent_gla
-from gla_ext._layer_options import MODES
-from gla_ext.activations import ACTIVATIONS
-from gla_ext.norms import GatedRMSNorm, RMSNorm
+from gla_ext.layers._options import MODES
+from gla_ext.layers.activations import ACTIVATIONS
+from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 
 OPTIONS = {
     "default": {},

@@ -8,10 +8,10 @@ import torch
 from models import make_model
 
 from gla_ext import GatedLinearAttention, MultiheadGLA
-from gla_ext.config import GLAConfig
+from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
+from gla_ext.layers.short_convolution import ShortConvolution
 from gla_ext.model import GLAMLP
-from gla_ext.norms import GatedRMSNorm, RMSNorm
-from gla_ext.short_conv import ShortConvolution
+from gla_ext.model.config import GLAConfig
 
 
 def raises(error, message):

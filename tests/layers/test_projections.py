@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
-from gla_ext._projections import project
+from gla_ext.layers._projections import project
 
 GATE_AND_OUTPUT = [(24, 4), (4, 12), (24, 24)]
 

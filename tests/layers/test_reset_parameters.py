@@ -6,10 +6,10 @@ from models import EVERY, TINY
 from torch import nn
 
 from gla_ext import GatedLinearAttention, MultiheadGLA
-from gla_ext.config import GLAConfig
+from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
+from gla_ext.layers.short_convolution import ShortConvolution
 from gla_ext.model import GLAMLP, GLABlock, GLAForCausalLM, GLAModel
-from gla_ext.norms import GatedRMSNorm, RMSNorm
-from gla_ext.short_conv import ShortConvolution
+from gla_ext.model.config import GLAConfig
 
 CONFIG = GLAConfig(**TINY, use_short_conv=True, intermediate_size=24)
 MODULES = {

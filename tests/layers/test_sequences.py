@@ -9,8 +9,9 @@ from common import assert_close
 from models import EVERY, composed, composed_with, make_layer, make_x
 from torch.utils.checkpoint import checkpoint
 
-from gla_ext import batch_invariant, layers
+from gla_ext import batch_invariant
 from gla_ext.cache import GLACache
+from gla_ext.layers import gated_linear_attention as layers
 
 MASKS = {
     "left": [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1]],

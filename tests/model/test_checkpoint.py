@@ -6,8 +6,8 @@ import pytest
 import torch
 from models import make_model
 
-from gla_ext.checkpoint import load_model, model_tensors, read_tensors, write_tensors
 from gla_ext.model import GLAForCausalLM
+from gla_ext.model.checkpoint import load_model, model_tensors, read_tensors, write_tensors
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 

@@ -13,7 +13,7 @@ from gla_ext import chunk_gla, reference
 from gla_ext.cache import GLACache, StaticGLACache
 from gla_ext.decode import Decoder
 from gla_ext.ops import batch_invariant
-from gla_ext.recurrent import recurrent_gla_step_
+from gla_ext.ops.recurrent import recurrent_gla_step_
 from gla_ext.selftest import relative_error, tolerance
 
 PROMPTS = [make_ids(B=1, T=T, seed=T)[0] for T in (5, 1, 70, 12)]
@@ -169,7 +169,7 @@ def in_place_calls(monkeypatch):
         calls.append(kwargs["state"].data_ptr())
         return recurrent_gla_step_(*args, **kwargs)
 
-    monkeypatch.setattr("gla_ext.layers.recurrent_gla_step_", spy)
+    monkeypatch.setattr("gla_ext.layers.gated_linear_attention.recurrent_gla_step_", spy)
     return calls
 
 

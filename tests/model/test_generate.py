@@ -8,8 +8,8 @@ import torch
 from common import assert_close
 from models import MODEL_EVERY, make_ids, make_model
 
-from gla_ext import decode
 from gla_ext.cache import GLACache
+from gla_ext.decode import decoder as decode
 
 PROMPTS = [make_ids(B=1, T=T, seed=T)[0] for T in (5, 1, 70, 12)]
 

@@ -14,10 +14,10 @@ import torch
 from models import make_model
 from torch import nn
 
-from gla_ext._graph_key import graph_key
-from gla_ext.config import GLAConfig
+from gla_ext.decode._graph_key import graph_key
+from gla_ext.layers.norms import RMSNorm
 from gla_ext.model import GLAForCausalLM
-from gla_ext.norms import RMSNorm
+from gla_ext.model.config import GLAConfig
 
 
 def one_function(x):

@@ -12,8 +12,9 @@ import torch
 from models import make_ids, make_model
 from torch import nn
 
-from gla_ext import _capture, decode
-from gla_ext._decode_loop import DecodeLoop
+from gla_ext.decode import _capture
+from gla_ext.decode import decoder as decode
+from gla_ext.decode._loop import DecodeLoop
 from gla_ext.model import GLAMLP
 
 PROMPTS = [make_ids(B=1, T=T, seed=T)[0] for T in (5, 1, 70)]

@@ -13,9 +13,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 from gla_ext import batch_invariant
-from gla_ext.checkpoint import load_model, read_tensors, write_tensors
-from gla_ext.config import GLAConfig
 from gla_ext.model import GLAForCausalLM, GLAModel, count_parameters
+from gla_ext.model.checkpoint import load_model, read_tensors, write_tensors
+from gla_ext.model.config import GLAConfig
 
 LAYER_KEYS = [
     "attn_norm.weight",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import make_model
 
-from gla_ext.sampling import Sampling, choose, sample
+from gla_ext.decode.sampling import Sampling, choose, sample
 
 P = torch.tensor([0.05, 0.3, 0.15, 0.5])
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import MODEL_EVERY, make_ids, make_model
 
-from gla_ext._prompts import Prompts
 from gla_ext.cache import GLACache, StaticGLACache
 from gla_ext.decode import Decoder
+from gla_ext.decode._prompts import Prompts
 from gla_ext.ops import batch_invariant
 
 LENGTHS = (5, 200, 64, 1, 129, 70)

@@ -11,7 +11,7 @@ from models import FUNCTIONS
 from norm_inputs import BOUND, EPS, LAYOUTS, check, exact, laid_out, make, normal
 from wrapped import Wrapped
 
-from gla_ext.norms import GatedRMSNorm, RMSNorm, plain_rms_norm, rms_norm
+from gla_ext.layers.norms import GatedRMSNorm, RMSNorm, plain_rms_norm, rms_norm
 
 ops = torch.ops.gla_ext
 # On CUDA a row has 8, 16, 32, 64, 128 or 256 threads, or is read in a loop.

@@ -9,7 +9,7 @@ import torch.autograd.forward_ad as fwAD
 from common import BAD_OFFSETS, CUDA_DTYPES, DTYPES, assert_close
 from conv_inputs import BOUND, LAYOUTS, check, exact, laid_out, make, module, normal, results
 
-from gla_ext.short_conv import ShortConvolution
+from gla_ext.layers.short_convolution import ShortConvolution
 
 ops = torch.ops.gla_ext
 TAPS = (1, 2, 3, 4, 5, 12)  # on CUDA a kernel for each up to 4, and one for more

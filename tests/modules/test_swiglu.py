@@ -23,7 +23,7 @@ from swiglu_inputs import (
     with_bias,
 )
 
-from gla_ext.swiglu import swiglu, swiglu_linear
+from gla_ext.layers.swiglu import swiglu, swiglu_linear
 
 ops = torch.ops.gla_ext
 # On CUDA a row has 32 to 256 threads of 16 bytes twice; on CPU pieces of 1,024.

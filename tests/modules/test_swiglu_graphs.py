@@ -10,8 +10,8 @@ from swiglu_inputs import errors, exact, make_linear, plain, results
 from torch._dynamo.backends.common import aot_autograd
 from wrapped import Wrapped
 
+from gla_ext.layers.swiglu import swiglu, swiglu_linear
 from gla_ext.model import GLAMLP
-from gla_ext.swiglu import swiglu, swiglu_linear
 
 ops = torch.ops.gla_ext
 

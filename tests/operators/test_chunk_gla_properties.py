@@ -198,7 +198,7 @@ def test_who_sets_batch_invariance(variable, default):
 
 
 KEEP_OPERANDS = """
-from gla_ext import ops
+from gla_ext.ops import chunk as ops
 print(ops._for_backward_bytes)
 """
 

@@ -13,8 +13,8 @@ from gla_ext import (
     recurrent_gla_step_,
     recurrent_gla_verify,
 )
-from gla_ext.short_conv import ShortConvolution
-from gla_ext.swiglu import swiglu_linear
+from gla_ext.layers.short_convolution import ShortConvolution
+from gla_ext.layers.swiglu import swiglu_linear
 
 OPS = torch.ops.gla_ext
 B, H, K, V = 2, 3, 8, 12

@@ -8,8 +8,8 @@ from common import make_inputs, run_python
 from models import EVERY, make_layer
 
 from gla_ext import chunk_gla, fused_recurrent_gla, recurrent_gla_verify
-from gla_ext.norms import rms_norm
-from gla_ext.short_conv import ShortConvolution
+from gla_ext.layers.norms import rms_norm
+from gla_ext.layers.short_convolution import ShortConvolution
 
 ops = torch.ops.gla_ext
 N = 3
@@ -158,7 +158,7 @@ import os
 import torch
 from gla_ext import GatedLinearAttention
 from gla_ext.model import GLAMLP
-from gla_ext.swiglu import swiglu_linear
+from gla_ext.layers.swiglu import swiglu_linear
 
 os.dup2(1, 2)
 x = torch.randn(2, 1, 5, 24)

@@ -20,7 +20,7 @@ import torch
 from models import make_model
 from source_tree import ROOT, load_module, run
 
-from gla_ext.checkpoint import load_model
+from gla_ext.model.checkpoint import load_model
 
 EXAMPLES = ROOT / "examples"
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

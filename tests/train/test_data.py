@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gla_ext import data
-from gla_ext.data import Batches, Corpus, encode, load_corpus
+from gla_ext.train import data
+from gla_ext.train.data import Batches, Corpus, encode, load_corpus
 
 
 def test_split_is_by_file_disjoint_and_repeatable(folder, corpus):

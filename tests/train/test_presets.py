@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from gla_ext import train
-from gla_ext.checkpoint import read_tensors
 from gla_ext.model import GLAForCausalLM, count_parameters
-from gla_ext.presets import PRESETS, Options, command_line, describe, preset
-from gla_ext.trainer import Settings, Trainer
+from gla_ext.model.checkpoint import read_tensors
+from gla_ext.train import command as train
+from gla_ext.train.presets import PRESETS, Options, command_line, describe, preset
+from gla_ext.train.trainer import Settings, Trainer
 
 CPU, CUDA = PRESETS["cpu"], PRESETS["cuda"]
 OTHERS = {

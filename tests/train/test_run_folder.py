@@ -12,12 +12,13 @@ import pytest
 import torch
 from source_tree import ROOT
 
-from gla_ext import data, train
-from gla_ext.checkpoint import load_model, read_metadata, read_tensors, write_tensors
-from gla_ext.files import replacing, write_text
 from gla_ext.model import GLAConfig, GLAForCausalLM
-from gla_ext.plot import plot_losses
-from gla_ext.run_folder import CHECKPOINT, LOCK, RESULTS, held
+from gla_ext.model.checkpoint import load_model, read_metadata, read_tensors, write_tensors
+from gla_ext.model.files import replacing, write_text
+from gla_ext.train import command as train
+from gla_ext.train import data
+from gla_ext.train.plot import plot_losses
+from gla_ext.train.run_folder import CHECKPOINT, LOCK, RESULTS, held
 
 TINY = ["--steps", 4, "--batch-size", 2, "--seq-len", 16, "--hidden-size", 16, "--layers", 1]
 TINY += ["--heads", 2, "--device", "cpu", "--sample-bytes", 4]
@@ -50,7 +51,7 @@ def kill(process):
 
 HOLDS = """
 import pathlib, sys, time
-from gla_ext.run_folder import held
+from gla_ext.train.run_folder import held
 with held(pathlib.Path(sys.argv[1])):
     print("there", flush=True)
     time.sleep(60)
@@ -77,7 +78,7 @@ def test_one_run_at_a_time(folder, tmp_path, capsys):
 SAVES = """
 import pathlib, sys, time
 import safetensors.torch, torch
-from gla_ext.checkpoint import write_tensors
+from gla_ext.model.checkpoint import write_tensors
 
 def save_file(tensors, path, metadata):
     for name in (path, path.with_name(".tmpRandom")):

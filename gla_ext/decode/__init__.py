@@ -1,0 +1,16 @@
+"""Decoding a batch token by token, and how the next token is chosen.
+
+`generate` and `generate_stream` are in `gla_ext.decode.generate`, and methods of `GLAForCausalLM`.
+"""
+
+from gla_ext.decode.decoder import KEPT_LOOPS, Decoder, free_decoders, uses_graph
+from gla_ext.decode.sampling import Sampling, sample
+
+__all__ = [
+    "KEPT_LOOPS",
+    "Decoder",
+    "Sampling",
+    "free_decoders",
+    "sample",
+    "uses_graph",
+]

@@ -1,0 +1,153 @@
+"""The buffers in which a batch is decoded, a step on them, and its CUDA graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_ext.cache import StaticGLACache
+from gla_ext.decode import _capture
+from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts
+from gla_ext.decode.language_model import LanguageModel
+from gla_ext.decode.sampling import Sampling, choose
+
+WARMUP_STEPS = 2  # before a capture, in which no library may start up
+
+
+def device_of(model: LanguageModel) -> torch.device:
+    return next(model.parameters()).device
+
+
+class DecodeLoop:
+    """The buffers of a batch and, if wanted, the graph of a step on them.
+
+    It refers to no model, so that it can be kept beside one without keeping it alive. Randomness is
+    drawn into a buffer outside of the graph, which therefore serves any generator, and gives the
+    tokens that the same step gives without a graph.
+    """
+
+    def __init__(self, model: LanguageModel, batch_size: int, sampling: Sampling) -> None:
+        device = device_of(model)
+        self.top_k = sampling.top_k
+        self.graph: torch.cuda.CUDAGraph | None = None
+        with torch.inference_mode(False), torch.no_grad():
+            self.tokens = torch.zeros(batch_size, dtype=torch.long, device=device)
+            self.done = torch.zeros(batch_size, dtype=torch.bool, device=device)
+            self.cache = StaticGLACache(batch_size, self.done)
+            vocab_size = model.config.vocab_size
+            self.ends = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self.temperature = torch.ones((), dtype=torch.float32, device=device)
+            self.top_p = None if sampling.top_p is None else torch.ones_like(self.temperature)
+            self.noise = None
+            if not sampling.greedy:
+                count = sampling.candidates(vocab_size)
+                self.noise = self.temperature.new_ones(batch_size, count)
+
+    def set_options(self, sampling: Sampling, end_tokens: Sequence[int]) -> None:
+        if not sampling.greedy:
+            self.temperature.fill_(sampling.divisor)
+        if self.top_p is not None:
+            self.top_p.fill_(sampling.top_p)
+        self.ends.zero_()
+        if end_tokens:
+            self.ends[list(end_tokens)] = True
+
+    def draw(self, generator: torch.Generator | None) -> None:
+        """New randomness for the next choice."""
+        if self.noise is not None:
+            self.noise.exponential_(generator=generator)
+
+    def prefill(
+        self,
+        model: LanguageModel,
+        prompts: Prompts,
+        rows: Tensor | None,
+        segment_tokens: int = SEGMENT_TOKENS,
+        keep: bool = False,
+    ) -> Tensor:
+        """States, tokens and done of the rows, from their prompts and, with keep, their states."""
+        # All now: offsets that are copied to a GPU later would wait for the segments before.
+        segments = list(prompts.segments(segment_tokens))
+        if len(segments) > 1 and not keep:
+            self.cache.reset(rows)  # a start may stand beside a piece that goes on
+        found = []
+        for segment in segments:
+            with self.cache.prefill(self._rows_of(segment.prompts, rows), keep or segment.goes_on):
+                logits = model(
+                    segment.input_ids,
+                    past_key_values=self.cache,
+                    use_cache=True,
+                    logits_to_keep=segment.last,
+                    cu_seqlens=segment.cu_seqlens,
+                ).logits.flatten(0, 1)
+            found.append(logits[: segment.ended])
+        tokens = self._choose(torch.cat(found) if len(found) > 1 else found[0])
+        if rows is None:
+            self.tokens.copy_(tokens)
+            self.done.copy_(self.ends[tokens])
+        else:
+            self.tokens.index_copy_(0, rows, tokens)
+            self.done.index_copy_(0, rows, self.ends[tokens])
+        self.cache.skip_done()
+        return tokens
+
+    def _rows_of(self, prompts: range, rows: Tensor | None) -> Tensor | None:
+        if rows is not None:
+            return rows[prompts.start : prompts.stop]
+        if len(prompts) == self.tokens.shape[0]:
+            return None
+        return torch.arange(prompts.start, prompts.stop, device=self.tokens.device)
+
+    def advance(self, model: Callable[..., Any]) -> None:
+        """One step of the model, or of what it was compiled to, from buffers to buffers."""
+        logits = model(
+            self.tokens.unsqueeze(1), past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        ).logits[:, -1]
+        torch.where(self.done, self.tokens, self._choose(logits), out=self.tokens)
+        self.done.logical_or_(self.ends[self.tokens])
+        self.cache.skip_done()
+
+    def _choose(self, logits: Tensor) -> Tensor:
+        noise = None if self.noise is None else self.noise[: logits.shape[0]]
+        return choose(logits, noise, self.temperature, self.top_k, self.top_p)
+
+    def capture(self, model: LanguageModel, stepping: Callable[..., Any]) -> None:
+        """Records a step of `stepping`, after some on sequences that nobody asked for.
+
+        A step that draws random numbers itself, as dropout in train mode does, gets no graph.
+        """
+        device = self.tokens.device
+        first = Prompts(self.tokens, [1] * self.tokens.shape[0])
+        with (
+            _capture.one_at_a_time,
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.cuda.device(device),
+            _without_autocast_cache(),
+        ):
+            self.prefill(model, first, None)
+            stream = _capture.own_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARMUP_STEPS):
+                    self.advance(stepping)
+                self.graph = _capture.record(lambda: self.advance(stepping))
+            torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Inside, autocast keeps no casts of weights: a graph would go on reading them after autocast
+    has freed them.
+    """
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)

@@ -1,0 +1,321 @@
+"""Decoding a batch step by step in fixed buffers: a CUDA graph a step on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_ext.cache import GLACache
+from gla_ext.decode._capture import can_capture
+from gla_ext.decode._graph_key import graph_key
+from gla_ext.decode._loop import DecodeLoop, device_of
+from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts, check_segment_tokens, read_prompts
+from gla_ext.decode.language_model import LanguageModel
+from gla_ext.decode.sampling import Sampling, read_end_tokens
+
+KEPT_LOOPS = 2  # graphs with their buffers that stay with a model after `generate`
+
+
+class Decoder:
+    """B sequences of one model that go on together, one token each a step.
+
+    What `generate` runs on, for a server that holds it. States, tokens and options lie in buffers
+    that never move, so on a GPU a step is one CUDA graph, captured here, and takes the same memory
+    after any number of tokens. New sequences take the place of finished ones with
+    `prefill(prompts, rows=...)`, while the other rows wait.
+
+        decoder = Decoder(model, batch_size=2, temperature=0.8, top_k=50)
+        first = decoder.prefill([[1, 5, 7], [1, 9]])  # [2], the first token of each
+        for _ in range(99):
+            tokens = decoder.step()  # [2], the same tensor every time
+
+    The graph holds what the model was when it was captured, and nothing here looks whether it still
+    is: that is the caller's promise. Parameters may change in place. After anything else changes,
+    make a new one: parameters that are replaced (`model.to(...)`), modules, a `forward`, hooks,
+    modes, attributes such as `clamp_min`, a LoRA adapter that is switched off or rescaled.
+
+    One thread at a time may use it; several may share the model, each with a decoder of its own.
+    While one is made no other thread may wait for the whole device (`torch.cuda.synchronize`),
+    which CUDA refuses beside a capture; all other work goes on.
+
+    Args:
+        model: a `GLAForCausalLM`. It is run in the mode, train or eval, it is in.
+        batch_size: B, number of rows.
+        temperature, top_k, top_p: as in `generate`.
+        eos_token_id: a token, or a list of tokens; a row that drew one is done: it keeps that token
+            and its states from then on. Default: None.
+        generator: source of randomness, on the model's device. Default: torch's own.
+        cuda_graph: whether steps are a CUDA graph, where one can be captured: not with
+            PYTORCH_NO_CUDA_MEMORY_CACHING in the environment, nor of a step that draws random
+            numbers itself, as dropout in train mode does. Default: None (on a CUDA device).
+        compiled: whether a step goes through `torch.compile`, which fuses its many small kernels,
+            and takes a minute before. Prompts do not. Default: False.
+
+    Attributes:
+        tokens: int64 `[B]`, the last token of every row.
+        done: bool `[B]`, which rows have drawn one of eos_token_id.
+
+    Raises:
+        TypeError: for options that are no numbers, and a top_k that is no int.
+        ValueError: for options out of range, or cuda_graph on another device.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        batch_size: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        generator: torch.Generator | None = None,
+        cuda_graph: bool | None = None,
+        compiled: bool = False,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"Decoder: expected batch_size to be at least 1, got {batch_size}")
+        sampling = Sampling(temperature, top_k, top_p)
+        end_tokens = read_end_tokens(eos_token_id, model.config.vocab_size)
+        # The shapes of a step never change.
+        stepping = torch.compile(model, dynamic=False) if compiled else model
+        loop = DecodeLoop(model, batch_size, sampling)
+        if uses_graph(model, cuda_graph):
+            loop.capture(model, stepping)
+        self._take(model, stepping, loop, sampling, end_tokens, generator)
+
+    @classmethod
+    @contextlib.contextmanager
+    def borrowed(
+        cls,
+        model: LanguageModel,
+        batch_size: int,
+        sampling: Sampling,
+        end_tokens: Sequence[int],
+        generator: torch.Generator | None,
+        cuda_graph: bool | None,
+    ) -> Iterator[Decoder]:
+        """A decoder whose graph and buffers stay with the model for the next call of this form."""
+        decoder = cls.__new__(cls)
+        options = (sampling, end_tokens, generator)
+        if not uses_graph(model, cuda_graph):
+            decoder._take(model, model, DecodeLoop(model, batch_size, sampling), *options)
+            yield decoder
+            return
+        with _kept_lock:
+            kept = _kept.setdefault(model, _Kept())
+        form = (batch_size, sampling.greedy, sampling.top_k, sampling.top_p is None)
+        held = graph_key(model)
+        key = None if held is None else (form, held)
+        # Taken out while it is in use, so that a second call meanwhile gets one of its own.
+        loop = kept.take(key)
+        if loop is None:
+            loop = DecodeLoop(model, batch_size, sampling)
+            loop.capture(model, model)
+        decoder._take(model, model, loop, *options)
+        try:
+            yield decoder
+        finally:
+            kept.put(key, loop)
+            with _kept_lock:
+                freed = _kept.get(model) is not kept  # by `free_decoders`, meanwhile
+            if freed:
+                kept.clear()
+
+    def _take(
+        self,
+        model: LanguageModel,
+        stepping: Callable[..., Any],
+        loop: DecodeLoop,
+        sampling: Sampling,
+        end_tokens: Sequence[int],
+        generator: torch.Generator | None,
+    ) -> None:
+        self.model, self._stepping, self._loop = model, stepping, loop
+        self._generator = generator
+        self._started: set[int] = set()  # rows that have had a prompt
+        loop.set_options(sampling, end_tokens)
+
+    @property
+    def tokens(self) -> Tensor:
+        return self._loop.tokens
+
+    @property
+    def done(self) -> Tensor:
+        return self._loop.done
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the states, bytes."""
+        return sum(x.nbytes for x in self._loop.cache.tensors())
+
+    def prefill(
+        self,
+        input_ids: Tensor | Sequence[Tensor | Sequence[int]],
+        attention_mask: Tensor | None = None,
+        rows: Tensor | Sequence[int] | None = None,
+        keep: bool = False,
+        segment_tokens: int = SEGMENT_TOKENS,
+    ) -> Tensor:
+        """Starts sequences, or goes on with some: reads their prompts and draws a token of each.
+
+        With keep, the next turn of a dialogue costs its own tokens alone. The last token that a row
+        drew has not passed the model yet: it does so here, before the prompt.
+
+        Args:
+            input_ids: as in `generate`; prompts of different lengths are packed.
+            attention_mask: as in `generate`. Default: None.
+            rows: which rows the N prompts take, N distinct indices from 0 to B - 1; the others
+                stay as they are. Default: None (all B).
+            keep: go on from the rows' states, done or not; a prompt may be empty. Default: False.
+            segment_tokens: as in `generate`. Default: 16,384.
+
+        Returns:
+            int64 `[N]`, the tokens.
+
+        Raises:
+            TypeError: for tokens that are neither int64 nor int32, segment_tokens that is no int.
+            ValueError: for prompts that do not fit, not as many as rows, tokens that the model does
+                not have, segment_tokens out of range, rows that are not distinct or not there, or
+                with keep have had no prompt.
+        """
+        check_segment_tokens(segment_tokens)
+        device, B = self.tokens.device, self.tokens.shape[0]
+        chosen = list(range(B)) if rows is None else torch.as_tensor(rows).tolist()
+        if rows is not None:
+            if len(set(chosen)) < len(chosen) or not all(0 <= row < B for row in chosen):
+                raise ValueError(
+                    f"Decoder: expected rows to be distinct, from 0 to {B - 1}, got {chosen}"
+                )
+            rows = torch.tensor(chosen, dtype=torch.long, device=device)
+        first = None
+        if keep:
+            if new := sorted(set(chosen) - self._started):
+                raise ValueError(
+                    f"Decoder: expected rows that have had a prompt with keep = True, got {new}"
+                )
+            first = self.tokens if rows is None else self.tokens[rows]
+        vocab_size = self.model.config.vocab_size
+        prompts, _ = read_prompts(input_ids, attention_mask, device, vocab_size, first)
+        if prompts.batch_size != len(chosen):
+            raise ValueError(f"Decoder: expected {len(chosen)} prompts, got {prompts.batch_size}")
+        tokens = self.start(prompts, segment_tokens, rows, keep)
+        self._started.update(chosen)
+        return tokens
+
+    @torch.no_grad()
+    def start(
+        self,
+        prompts: Prompts,
+        segment_tokens: int,
+        rows: Tensor | None = None,
+        keep: bool = False,
+    ) -> Tensor:
+        """`prefill` of prompts that were read."""
+        if rows is None:
+            self._started.update(range(prompts.batch_size))
+        self._loop.draw(self._generator)
+        return self._loop.prefill(self.model, prompts, rows, segment_tokens, keep)
+
+    def load(self, cache: GLACache) -> None:
+        """Takes the states of a cache, where it has some."""
+        self._loop.cache.load(cache)
+
+    def save(self, cache: GLACache, offset: int, drew: bool = True) -> None:
+        """Leaves the states, `offset` tokens on, in a cache, and the last tokens if any counts."""
+        self._loop.cache.save(cache, offset)
+        with torch.inference_mode(False):
+            cache.pending = self.tokens.clone() if drew else None
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """Draws the next token of every row.
+
+        Returns:
+            int64 `[B]`: `self.tokens`, which the next step overwrites. A row that is done keeps
+            its token; that of a row that never had a prompt means nothing.
+
+        Raises:
+            ValueError: before the first `prefill`.
+        """
+        if not self._started:
+            raise ValueError("Decoder: expected prefill before step, got no prompt yet")
+        loop = self._loop
+        loop.draw(self._generator)
+        if loop.graph is None:
+            loop.advance(self._stepping)
+        else:
+            loop.graph.replay()
+        return loop.tokens
+
+
+class _Kept:
+    """Loops that `generate` used, the last ones, with what they serve."""
+
+    def __init__(self) -> None:
+        self.loops: list[tuple[Any, DecodeLoop, torch.cuda.Event]] = []
+        self._lock = threading.Lock()
+
+    def take(self, key: Any) -> DecodeLoop | None:
+        """The last loop of that key, which is then this call's alone; None fits no loop."""
+        if key is None:
+            return None
+        with self._lock:
+            fitting = [n for n, (other, _, _) in enumerate(self.loops) if other == key]
+            if not fitting:
+                return None
+            _, loop, event = self.loops.pop(fitting[-1])
+        # Its last use may still be queued on another stream.
+        event.wait(torch.cuda.current_stream(loop.tokens.device))
+        return loop
+
+    def put(self, key: Any, loop: DecodeLoop) -> None:
+        """Keeps a loop after use, unless its key is None or it has no graph."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(loop.tokens.device))
+        if key is None or loop.graph is None:
+            self._drop((key, loop, event))
+            return
+        with self._lock:
+            self.loops.append((key, loop, event))
+            old, self.loops = self.loops[:-KEPT_LOOPS], self.loops[-KEPT_LOOPS:]
+        for kept in old:
+            self._drop(kept)
+
+    def clear(self) -> None:
+        with self._lock:
+            old, self.loops = self.loops, []
+        for kept in old:
+            self._drop(kept)
+
+    @staticmethod
+    def _drop(kept: tuple[Any, DecodeLoop, torch.cuda.Event]) -> None:
+        kept[2].synchronize()  # before its memory goes
+
+
+_kept: weakref.WeakKeyDictionary[LanguageModel, _Kept] = weakref.WeakKeyDictionary()
+_kept_lock = threading.Lock()
+
+
+def free_decoders(model: LanguageModel) -> None:
+    """Frees the buffers and CUDA graphs that `generate` has kept with the model."""
+    with _kept_lock:
+        kept = _kept.pop(model, None)
+    if kept is not None:
+        kept.clear()
+
+
+def uses_graph(model: LanguageModel, cuda_graph: bool | None) -> bool:
+    """Whether steps of the model are a CUDA graph, if they draw no random numbers themselves."""
+    device = device_of(model)
+    if cuda_graph and device.type != "cuda":
+        raise ValueError(
+            f"generate: expected a model on a CUDA device with cuda_graph = True, got {device}"
+        )
+    wanted = device.type == "cuda" if cuda_graph is None else cuda_graph
+    return wanted and can_capture()

@@ -1,0 +1,274 @@
+"""Text from a GLA language model: a packed prefill, then one step a token on the states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gla_ext.cache import GLACache, StaticGLACache
+from gla_ext.decode._loop import device_of
+from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts, check_segment_tokens, read_prompts
+from gla_ext.decode.decoder import Decoder, uses_graph
+from gla_ext.decode.language_model import LanguageModel
+from gla_ext.decode.sampling import Sampling, is_int, read_end_tokens
+
+STEPS_BETWEEN_LOOKS = 16  # at which rows are done; a look makes the host wait for the GPU
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel,
+    input_ids: Tensor | Sequence[Tensor | Sequence[int]],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    attention_mask: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    cuda_graph: bool | None = None,
+    past_key_values: GLACache | None = None,
+    segment_tokens: int = SEGMENT_TOKENS,
+) -> Tensor | list[Tensor]:
+    """Continues every prompt by sampling from the model.
+
+    The prompts pass through the model once, those of different lengths packed in one row without
+    padding, and leave their recurrent states; each new token then costs one step on these, in the
+    same time and memory at any length. On a GPU a step is one CUDA graph. The last two graphs, with
+    their states, stay with the model for calls with the same batch size and kind of sampling, until
+    `gla_ext.decode.free_decoders(model)`. One is replayed only while the model is what it was when
+    the graph was captured: the same weights, modules, hooks and modes, and in every module the same
+    plain values (numbers, strings, containers of them) and functions. A model of which a module
+    holds anything else, such as a closure, is captured in every call. `Decoder` is the form in
+    which a server holds a graph itself.
+
+    Several threads may generate from one model, each on its own stream: calls that run at once have
+    graphs of their own. While one captures, no other thread may wait for the whole device
+    (`torch.cuda.synchronize`), which CUDA refuses then.
+
+    Long prompts, and many, pass in segments, so that memory does not grow with them. Inside
+    `batch_invariant` the operators give the bits of one piece.
+
+    A dialogue goes on where it was, and costs its new tokens alone:
+
+        cache = GLACache()
+        tokens = model.generate([first], 100, eos_token_id=2, past_key_values=cache)
+        tokens = model.generate([second], 100, eos_token_id=2, past_key_values=cache)
+
+    The last token drawn has not passed the model when a call returns; the cache has it as
+    `cache.pending`, and the next call feeds it first, before its prompts.
+
+    Args:
+        model: a `GLAForCausalLM`. It is run in the mode, train or eval, it is in.
+        input_ids: int64 `[B, T]`, T >= 1, or a list of B prompts of any lengths from 1, each an
+            int64 tensor `[T_b]` or a list of ints.
+        max_new_tokens: number of tokens to add.
+        temperature: divides the logits; 0 takes the most probable token. Default: 1.0.
+        top_k: sample among the k most probable tokens. Default: None (all).
+        top_p: sample among the most probable tokens that together reach this probability, after
+            top_k. Default: None (all).
+        eos_token_id: a token, or a list of tokens; a row that drew one is done. Default: None.
+        attention_mask: `[B, T]` of 0 and 1 beside a tensor; tokens at a 0 are left out, wherever
+            they stand. Default: None.
+        generator: source of randomness, on the model's device. Default: torch's own.
+        cuda_graph: whether a step is a CUDA graph, where one can be captured, see `Decoder`.
+            Default: None (on a CUDA device).
+        past_key_values: a cache, empty or of B sequences, from whose states the prompts go on, and
+            in which those after all tokens but the last are left. A prompt may be empty where
+            another `generate` has left its last token. With max_new_tokens = 0 the prompts alone
+            pass. Default: None.
+        segment_tokens: how many tokens of prompts pass the model at once, at most; a multiple of
+            64, at which prompts are cut. Default: 16,384.
+
+    Returns:
+        The prompts, continued, on the model's device. Of a tensor: int64 `[B, <= T +
+        max_new_tokens]`, new tokens from column T on; a row that is done is filled up with the
+        token that ended it, and columns in which all are done are left out. Of a list: a list of B
+        int64 tensors `[<= T_b + max_new_tokens]`, each up to the token that ended it.
+
+    Raises:
+        ValueError: for a prompt without a token, tokens that the model does not have, shapes that
+            do not fit, options out of range, a cache of other sequences or of another model.
+        TypeError: for tokens that are neither int64 nor int32, options that are no numbers, a
+            max_new_tokens, top_k, eos_token_id or segment_tokens that is no int, and another cache
+            than a `GLACache`.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    ends = read_end_tokens(eos_token_id, model.config.vocab_size)
+    _check_options(model, max_new_tokens, cuda_graph, segment_tokens)
+    prompts, given = _read(model, input_ids, attention_mask, past_key_values)
+    if prompts.batch_size == 0 or (max_new_tokens == 0 and past_key_values is None):
+        return given.clone() if isinstance(given, Tensor) else [prompt.clone() for prompt in given]
+    form = (model, prompts.batch_size, sampling, ends, generator, cuda_graph)
+    with Decoder.borrowed(*form) as decoder:
+        _start(decoder, prompts, past_key_values, segment_tokens)
+        new = _continue(decoder, max_new_tokens, bool(ends))
+        lengths = _lengths(new, ends)
+        if past_key_values is not None:
+            passed = max(prompts.lengths) + max(0, max(lengths) - 1)
+            decoder.save(past_key_values, passed, drew=max_new_tokens > 0)
+    if isinstance(given, Tensor):
+        return torch.cat([given, new[:, : max(lengths)]], 1)
+    return [torch.cat([a, b[:n]]) for a, b, n in zip(given, new, lengths, strict=True)]
+
+
+def generate_stream(
+    model: LanguageModel,
+    input_ids: Tensor | Sequence[Tensor | Sequence[int]],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    attention_mask: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    cuda_graph: bool | None = None,
+    past_key_values: GLACache | None = None,
+    segment_tokens: int = SEGMENT_TOKENS,
+) -> Iterator[Tensor]:
+    """`generate`, token by token as they come.
+
+        for tokens in generate_stream(model, [[1, 5, 7], [1, 9]], 100, temperature=0.8):
+            print(tokens.tolist())  # the next token of both rows
+
+    On a GPU the next step is under way while the caller has a token, but with past_key_values:
+    these get the states at the end, or when the iterator is closed, as of the tokens that came.
+
+    The arguments, and what is raised for them at the call, are those of `generate`; with
+    max_new_tokens = 0 nothing happens. Autocast and `batch_invariant` are those of where the
+    iterator is advanced.
+
+    Yields:
+        int64 `[B]` on the CPU, one token of every row; a row that is done gets its last one again.
+        Ends after max_new_tokens, or when all rows are done. Stacked they are the new tokens that
+        `generate` returns.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    ends = read_end_tokens(eos_token_id, model.config.vocab_size)
+    _check_options(model, max_new_tokens, cuda_graph, segment_tokens)
+    prompts, _ = _read(model, input_ids, attention_mask, past_key_values)
+    if max_new_tokens == 0 or prompts.batch_size == 0:
+        return iter(())
+    form = (model, prompts.batch_size, sampling, ends, generator, cuda_graph)
+    return _stream(form, prompts, max_new_tokens, bool(ends), past_key_values, segment_tokens)
+
+
+def _check_options(
+    model: LanguageModel, max_new_tokens: int, cuda_graph: bool | None, segment_tokens: int
+) -> None:
+    if not is_int(max_new_tokens):
+        raise TypeError(f"generate: expected max_new_tokens to be an int, got {max_new_tokens!r}")
+    if max_new_tokens < 0:
+        raise ValueError(
+            f"generate: expected max_new_tokens to be at least 0, got {max_new_tokens}"
+        )
+    check_segment_tokens(segment_tokens)
+    uses_graph(model, cuda_graph)
+
+
+def _read(
+    model: LanguageModel,
+    input_ids: Tensor | Sequence[Tensor | Sequence[int]],
+    attention_mask: Tensor | None,
+    cache: GLACache | None,
+) -> tuple[Prompts, Tensor | list[Tensor]]:
+    """The prompts, behind the tokens that wait in the cache; raises what `generate` documents."""
+    if cache is None:
+        first = None
+    elif isinstance(cache, StaticGLACache) or not isinstance(cache, GLACache):
+        raise TypeError(f"generate: expected past_key_values to be a GLACache, got {type(cache)}")
+    else:
+        first = cache.pending
+    vocab_size = model.config.vocab_size
+    prompts, given = read_prompts(input_ids, attention_mask, device_of(model), vocab_size, first)
+    if cache is not None and len(cache) > 0:
+        if len(cache) != model.config.num_hidden_layers:
+            raise ValueError(
+                "generate: expected past_key_values of num_hidden_layers = "
+                f"{model.config.num_hidden_layers}, got {len(cache)}"
+            )
+        B = cache[0]["recurrent_state"].shape[0]
+        if prompts.batch_size != B:
+            raise ValueError(
+                f"generate: expected a prompt for each of {B} sequences, got {prompts.batch_size}"
+            )
+    return prompts, given
+
+
+def _start(decoder: Decoder, prompts: Prompts, cache: GLACache | None, segment_tokens: int) -> None:
+    """Draws the first tokens, from the states of the cache where there are some."""
+    keep = cache is not None and len(cache) > 0
+    if keep:
+        decoder.load(cache)
+    decoder.start(prompts, segment_tokens, keep=keep)
+
+
+def _continue(decoder: Decoder, count: int, may_end: bool) -> Tensor:
+    """New tokens `[B, <= count]`, the decoder's first; fewer when all rows are done."""
+    new = decoder.tokens.new_empty(decoder.tokens.shape[0], count)
+    between = STEPS_BETWEEN_LOOKS if new.is_cuda else 1
+    for n in range(count):
+        if may_end and n > 0 and n % between == 0 and decoder.done.all():
+            return new[:, :n]
+        new[:, n] = decoder.step() if n > 0 else decoder.tokens
+    return new
+
+
+def _lengths(new: Tensor, ends: tuple[int, ...]) -> list[int]:
+    """Of the new tokens of every row, up to the first that ends it."""
+    B, count = new.shape
+    if not ends or count == 0:
+        return [count] * B
+    drawn = torch.isin(new, torch.tensor(ends, device=new.device))
+    return torch.where(drawn.any(1), drawn.int().argmax(1) + 1, count).tolist()
+
+
+def _stream(
+    form: tuple,
+    prompts: Prompts,
+    count: int,
+    may_end: bool,
+    cache: GLACache | None,
+    segment_tokens: int,
+) -> Iterator[Tensor]:
+    """What `generate_stream` returns, from the arguments of `Decoder.borrowed`."""
+    with Decoder.borrowed(*form) as decoder:
+        _start(decoder, prompts, cache, segment_tokens)
+        steps = 0
+
+        def save() -> None:
+            if cache is not None:
+                decoder.save(cache, max(prompts.lengths) + steps)
+
+        try:
+            for more in reversed(range(count)):
+                ahead = decoder.tokens.is_cuda and more > 0 and cache is None
+                tokens, *done = _fetch(decoder, may_end, ahead)
+                yield tokens
+                if may_end and done[0].all():
+                    break
+                if more and not ahead:
+                    decoder.step()
+                    steps += 1
+        except GeneratorExit:
+            save()
+            raise
+        save()
+
+
+def _fetch(decoder: Decoder, may_end: bool, step: bool) -> list[Tensor]:
+    """Tokens on the host and, where rows may end, done; on a GPU, `step` queues the next before it
+    waits for these.
+    """
+    wanted = [decoder.tokens, decoder.done] if may_end else [decoder.tokens]
+    if not decoder.tokens.is_cuda:
+        return [x.clone() for x in wanted]
+    found = [x.to("cpu", non_blocking=True) for x in wanted]
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(decoder.tokens.device))
+    if step:
+        decoder.step()
+    arrived.synchronize()
+    return found

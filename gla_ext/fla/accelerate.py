@@ -1,0 +1,319 @@
+"""The switch: FLA's operators for those of gla_ext, wherever they were imported, and back."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_ext import _C
+from gla_ext.fla import layers
+from gla_ext.fla.activations import needs_torch
+from gla_ext.layers import swiglu
+from gla_ext.ops import chunk, recurrent
+
+__all__ = ["accelerate_fla", "is_accelerated", "restore_fla"]
+
+_MAX_CUDA_SIZE = 512
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+_lock = threading.RLock()
+_originals: dict[str, Callable] = {}
+_warned: set[tuple[str, str]] = set()
+_old_gpus: set[int] = set()
+_layers_before: list[tuple[Any, str, Any]] | None = None  # what `layers.replace` returned
+
+
+def accelerate_fla() -> None:
+    """Makes FLA's GLA operators, wherever they were imported, those of gla_ext.
+
+    - `chunk_gla`, `fused_chunk_gla` and `fused_recurrent_gla` are replaced in every loaded module
+      that holds them, the layers of other models and the caller's own modules included, and in the
+      modules later imports take them from. References elsewhere (in a closure, as a default
+      argument) stay FLA's.
+    - A call with what gla_ext does not support goes to FLA; each reason is warned of once.
+    - `FusedRMSNormGated` without a residual is gla_ext's operator too, `rms_norm` of
+      `gla_ext.layers.norms`, where this build has kernels. Inside `torch.compile`, where FLA's
+      kernels would break the graph, and on a CPU, where they do not run, its `ShortConvolution`
+      (with SiLU) is gla_ext's operator, where this build has kernels. There its `RMSNorm` is plain
+      torch operations, and so are the activations of `GatedLinearAttention`, of the layers that are
+      there and of those to come, and, inside `torch.compile`, its unpadding. With them it compiles
+      whole.
+      Such a convolution returns the next cache and does not write over the one it is given.
+      `swiglu` and `swiglu_linear`, and with them the MLPs of FLA's models, are gla_ext's operators
+      there. Elsewhere they stay FLA's.
+    - On a CPU `FusedCrossEntropyLoss` and `FusedLinearCrossEntropyLoss` are plain torch operations,
+      so that FLA's GLA models train and generate there. What else those models may have, FLA's
+      'powlu', `attnres_block_size` and the attention of hybrid models, still needs a GPU.
+    - FLA's layers in mode 'fused_chunk' raise NotImplementedError as before: their call passes on
+      neither `cu_seqlens` nor the layout of the state.
+
+    A second call takes in modules and layers loaded since the first that kept FLA's functions. Safe
+    to call from any thread.
+
+    Raises:
+        ImportError: FLA is not installed, or cannot be imported.
+        NotImplementedError: this version of FLA has other signatures; nothing is replaced then.
+    """
+    global _layers_before
+    with _lock:
+        if _layers_before is None:
+            _find_originals()
+            _find_old_gpus()
+            _layers_before = layers.replace(_has_kernels)
+        layers.replace_in_layers()
+        _swap({id(_originals[name]): function for name, function in _REPLACEMENTS.items()})
+
+
+def restore_fla() -> None:
+    """Undoes `accelerate_fla`, if need be: every module holds FLA's functions again."""
+    global _layers_before
+    with _lock:
+        if _layers_before is not None:
+            _swap({id(function): _originals[name] for name, function in _REPLACEMENTS.items()})
+            layers.put_back(_layers_before)
+            _layers_before = None
+
+
+def is_accelerated() -> bool:
+    """Whether FLA's operators are gla_ext's now."""
+    return _layers_before is not None
+
+
+def _chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla.ops.gla.chunk_gla` on gla_ext, or on FLA where gla_ext does not support the call."""
+    arguments = {
+        "scale": scale,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "state_v_first": state_v_first,
+        "cu_seqlens": cu_seqlens,
+    }
+    why_not = _why_not(q, k, v, (g,), scale, initial_state, cu_seqlens, kwargs)
+    if why_not is None and initial_state is not None and initial_state.dtype != _state_dtype(q):
+        why_not = f"an initial_state in {initial_state.dtype}"
+    if why_not is not None:
+        _warn_once("chunk_gla", why_not)
+        original = _originals["chunk_gla"]
+        return original(q, k, v, g, **arguments, cu_seqlens_cpu=cu_seqlens_cpu, **kwargs)
+    return _call(chunk.chunk_gla, q, k, v, g, **arguments)
+
+
+def _fused_chunk_gla(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """`chunk_gla`, which FLA's `fused_chunk_gla` refers its callers to."""
+    return _chunk_gla(*args, **kwargs)
+
+
+def _fused_recurrent_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla.ops.gla.fused_recurrent_gla` on gla_ext, or on FLA as `_chunk_gla`."""
+    arguments = {
+        "gk": gk,
+        "gv": gv,
+        "scale": scale,
+        "output_final_state": output_final_state,
+        "reverse": reverse,
+        "state_v_first": state_v_first,
+        "cu_seqlens": cu_seqlens,
+    }
+    unknown = {name: value for name, value in kwargs.items() if name != "transpose_state_layout"}
+    why_not = _why_not(q, k, v, (gk, gv), scale, initial_state, cu_seqlens, unknown)
+    if why_not is not None:
+        _warn_once("fused_recurrent_gla", why_not)
+        original = _originals["fused_recurrent_gla"]
+        return original(q, k, v, initial_state=initial_state, **arguments, **kwargs)
+    if initial_state is not None:  # FLA reads it in any dtype
+        initial_state = initial_state.to(_state_dtype(q))
+    return _call(
+        recurrent.fused_recurrent_gla, q, k, v, initial_state=initial_state, **arguments, **kwargs
+    )
+
+
+def _swiglu(x: Tensor, y: Tensor) -> Tensor:
+    """`fla.modules.activations.swiglu`, on gla_ext where FLA's kernel cannot serve."""
+    ours = needs_torch(x) and _has_kernels(x)
+    return swiglu.swiglu(x, y) if ours else _originals["swiglu"](x, y)
+
+
+def _swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`fla.modules.activations.swiglu_linear`, likewise."""
+    if needs_torch(x) and _has_kernels(x):
+        return swiglu.swiglu_linear(x, y, weight, bias)
+    return _originals["swiglu_linear"](x, y, weight, bias)
+
+
+_REPLACEMENTS = {
+    "chunk_gla": _chunk_gla,
+    "fused_chunk_gla": _fused_chunk_gla,
+    "fused_recurrent_gla": _fused_recurrent_gla,
+    "swiglu": _swiglu,
+    "swiglu_linear": _swiglu_linear,
+}
+_HOMES = {
+    "chunk_gla": "fla.ops.gla.chunk",
+    "fused_chunk_gla": "fla.ops.gla.fused_chunk",
+    "fused_recurrent_gla": "fla.ops.gla.fused_recurrent",
+    "swiglu": "fla.modules.activations",
+    "swiglu_linear": "fla.modules.activations",
+}
+
+
+def _find_originals() -> None:
+    """Imports FLA and keeps its functions, after a look at their arguments."""
+    try:
+        originals = {
+            name: getattr(importlib.import_module(home), name) for name, home in _HOMES.items()
+        }
+    except ImportError as error:
+        raise ImportError(
+            "accelerate_fla: flash-linear-attention cannot be imported "
+            f"({error}); pip install flash-linear-attention"
+        ) from error
+    for name in ("chunk_gla", "fused_recurrent_gla"):
+        expected, found = (
+            [x for x in inspect.signature(function).parameters if x != "kwargs"]
+            for function in (_REPLACEMENTS[name], originals[name])
+        )
+        if found != expected:
+            raise NotImplementedError(
+                f"accelerate_fla: expected FLA's {name} to take {', '.join(expected)}, as in FLA "
+                f"0.5.2 and 0.6.0; this one takes {', '.join(found)}"
+            )
+    _originals.update(originals)
+
+
+def _find_old_gpus() -> None:
+    """Notes the GPUs that no kernel of gla_ext's runs on; a graph cannot ask for them."""
+    if torch.cuda.is_available():
+        gpus = range(torch.cuda.device_count())
+        _old_gpus.update(i for i in gpus if torch.cuda.get_device_capability(i) < (8, 0))
+
+
+def _swap(functions: dict[int, Callable]) -> None:
+    """Replaces, in every loaded module, the functions whose ids are given."""
+    for module_name, module in list(sys.modules.items()):
+        if module is sys.modules[__name__] or not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            function = functions.get(id(value))
+            if function is None:
+                continue
+            if function is _fused_chunk_gla and module_name.startswith("fla.layers."):
+                continue  # see accelerate_fla
+            vars(module)[name] = function
+
+
+def _why_not(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: tuple[Tensor | None, ...],
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    unknown: dict[str, Any],
+) -> str | None:
+    """What of a call gla_ext does not support, or None. Wrong shapes are left to the operator."""
+    if unknown:
+        return f"the keyword {min(unknown)}"
+    if scale is not None and not isinstance(scale, int | float):
+        return f"a scale of {type(scale)}"
+    device, dtype = q.device, q.dtype
+    on_cpu = device.type == "cpu"
+    if not on_cpu and device.type != "cuda":
+        return f"a tensor on {device.type}"
+    for x in (q, k, v, *gates, initial_state, cu_seqlens):
+        if x is None:
+            continue
+        if type(x) is not Tensor and type(x).__name__ == "DTensor":
+            return "a DTensor"
+        if x.device != device:
+            return "tensors on several devices"
+    if k.dtype != dtype or v.dtype != dtype:
+        return f"q, k and v in {dtype}, {k.dtype} and {v.dtype}"
+    if dtype not in _FLOATS and not (on_cpu and dtype == torch.float64):
+        return f"{dtype} on {device.type}"
+    for gate in gates:
+        if gate is not None and gate.dtype not in (_FLOATS if dtype in _FLOATS else (dtype,)):
+            return f"a gate in {gate.dtype} beside q in {dtype}"
+    if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
+        return f"cu_seqlens in {cu_seqlens.dtype}"
+    return None if on_cpu else _why_not_on_cuda(q, v)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether this build has kernels where x is."""
+    if x.device.type == "cuda":
+        return not _has_no_cuda and x.device.index not in _old_gpus
+    return x.device.type == "cpu"
+
+
+def _why_not_on_cuda(q: Tensor, v: Tensor) -> str | None:
+    """What of a call on CUDA this build's kernels do not support, or None."""
+    if _has_no_cuda:
+        return "CUDA in this build of gla_ext"
+    if q.device.index in _old_gpus:
+        return "a GPU below compute capability 8.0"
+    if q.shape[-1] > _MAX_CUDA_SIZE or v.shape[-1] > _MAX_CUDA_SIZE:
+        return f"K or V above {_MAX_CUDA_SIZE}"
+    return None
+
+
+_has_no_cuda = _C.build_info()["cuda"] is None
+
+
+def _state_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _call(operator: Callable, q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Calls an operator without autocast: FLA's compute in the dtype that they are given."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return operator(q, *args, **kwargs)
+    with torch.autocast(q.device.type, enabled=False):
+        return operator(q, *args, **kwargs)
+
+
+@torch.compiler.disable
+def _warn_once(name: str, why_not: str) -> None:
+    """Warns that a call went to FLA, once a reason."""
+    with _lock:
+        if (name, why_not) in _warned:
+            return
+        _warned.add((name, why_not))
+    warnings.warn(
+        f"{name} runs FLA's kernels where gla_ext does not support the call: {why_not}",
+        stacklevel=4,  # past what keeps this out of graphs, and the operator
+    )

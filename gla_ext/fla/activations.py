@@ -1,0 +1,76 @@
+"""What `gla_ext.fla` puts in the place of the activations that FLA's GLA layers hold.
+
+A layer keeps as an attribute the bound `apply` of an autograd function, which `torch.compile`
+cannot trace, and not the name it was made from. So the layers there are have theirs exchanged, and
+those made later find ours in the table that they look into.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gla_ext.layers.activations import ACTIVATIONS
+
+_ATTRIBUTES = ("gate_fn", "feature_map_fn")
+
+
+def needs_torch(x: Tensor) -> bool:
+    """Whether FLA's Triton kernels cannot serve, or would break a graph."""
+    return torch.compiler.is_compiling() or x.device.type == "cpu"
+
+
+class Activation:
+    """FLA's activation of that name; in plain torch where its kernels cannot serve.
+
+    A class, so that it is known again in a copy and in a pickle of a layer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ACTIVATIONS[self.name](x) if needs_torch(x) else _flas(self.name)(x)
+
+
+def table(layers: ModuleType) -> dict[str, Callable]:
+    """What stands for the table of activations that `fla.layers.gla` looks into."""
+    return {
+        name: Activation(name) if name in ACTIVATIONS else function
+        for name, function in layers.ACT2FN.items()
+    }
+
+
+def replace(layers: ModuleType) -> None:
+    """Exchanges the activations of all layers of `fla.layers.gla` there are."""
+    for layer, attribute, function in _held(layers):
+        name = next((name for name in ACTIVATIONS if _flas(name) == function), None)
+        if name is not None:
+            setattr(layer, attribute, Activation(name))
+
+
+def put_back(layers: ModuleType) -> None:
+    """Undoes `replace`, also in layers made since."""
+    for layer, attribute, function in _held(layers):
+        if isinstance(function, Activation):
+            setattr(layer, attribute, _flas(function.name))
+
+
+def _flas(name: str) -> Callable:
+    return importlib.import_module("fla.modules.activations").ACT2FN[name]
+
+
+def _held(layers: ModuleType) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Each layer, the name of an attribute that may be an activation, and its value."""
+    for layer in gc.get_objects():
+        # An object's __class__ may be a lie that imports something.
+        if issubclass(type(layer), layers.GatedLinearAttention):
+            for name in _ATTRIBUTES:
+                if vars(layer).get(name) is not None:
+                    yield layer, name, vars(layer)[name]

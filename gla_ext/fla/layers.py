@@ -1,0 +1,259 @@
+"""What `gla_ext.fla` puts in the place of the parts of FLA's layers that break a graph.
+
+Each replacement but that of the gated norm goes on to FLA's own code outside `torch.compile`; all
+others but the unpadding do so on a GPU alone, since FLA's kernels do not run on a CPU. Parameters,
+and with them checkpoints, stay as they are. The losses, which are for a CPU alone, stand in
+`gla_ext.fla.losses`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gla_ext.fla import activations, losses
+from gla_ext.fla.activations import needs_torch
+from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
+from gla_ext.layers.norms import plain_rms_norm, rms_norm
+from gla_ext.layers.short_convolution import causal_convolution
+
+
+def replace(has_kernels: Callable[[Tensor], bool]) -> list[tuple[Any, str, Any]]:
+    """Replaces the forward of FLA's norms, short convolutions and losses, and of `fla.layers.gla`
+    the unpadding and the activations that its layers are made with.
+
+    Args:
+        has_kernels: whether gla_ext has kernels where a tensor is.
+
+    Returns:
+        What `put_back` takes: of every attribute, its owner, its name, and its value before.
+    """
+    modules = importlib.import_module("fla.modules")
+    changes = [
+        (owner, "forward", make(owner.forward))
+        for owner, make in (
+            (modules.FusedRMSNormGated, partial(_gated_norm_forward, has_kernels=has_kernels)),
+            (modules.RMSNorm, _norm_forward),
+            (modules.ShortConvolution, partial(_convolution_forward, has_kernels=has_kernels)),
+        )
+    ]
+    changes += losses.replacements()
+    layers = _layers()
+    if layers is not None:
+        changes += [
+            (layers, name, make(getattr(layers, name)))
+            for name, make in _UNPADDING.items()
+            if hasattr(layers, name)
+        ]
+        changes.append((layers, "ACT2FN", activations.table(layers)))
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+    return before
+
+
+def replace_in_layers() -> None:
+    """Replaces the activations of the layers that are there already."""
+    if (layers := _layers()) is not None:
+        activations.replace(layers)
+
+
+def put_back(before: list[tuple[Any, str, Any]]) -> None:
+    """Undoes `replace` and `replace_in_layers`."""
+    for owner, name, value in before:
+        setattr(owner, name, value)
+    if (layers := _layers()) is not None:
+        activations.put_back(layers)
+
+
+def _layers() -> ModuleType | None:
+    try:
+        return importlib.import_module("fla.layers.gla")
+    except ModuleNotFoundError:  # fla-core alone has operators and norms, but no layers
+        return None
+
+
+def _gated_norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> Callable:
+    """`FusedRMSNormGated.forward`: `norm(x) * activation(g)`, rounded once."""
+
+    def forward(
+        self: nn.Module,
+        x: Tensor,
+        g: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ours = has_kernels(x)
+        if residual is not None or prenorm or not (ours or needs_torch(x)):
+            return original(self, x, g, residual, prenorm, residual_in_fp32)
+        norm = rms_norm if ours else plain_rms_norm
+        return norm(x, self.weight, self.eps, g.reshape(x.shape), self.activation)
+
+    return forward
+
+
+def _norm_forward(original: Callable) -> Callable:
+    """`RMSNorm.forward`: `norm(x + residual)`, and with prenorm the sum as well."""
+
+    def forward(
+        self: nn.Module,
+        x: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if self.bias is not None or not needs_torch(x):
+            return original(self, x, residual, prenorm, residual_in_fp32)
+        total = _wide(x) if residual is None else _wide(x) + _wide(residual)
+        y = _normalized(self, total).to(x.dtype)
+        if not prenorm:
+            return y
+        if residual is None:
+            return y, total.to(torch.float32 if residual_in_fp32 else x.dtype)
+        return y, total.to(residual.dtype)
+
+    return forward
+
+
+def _convolution_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> Callable:
+    """`ShortConvolution.forward`, with the final state in a tensor of its own, never in `cache`."""
+
+    def forward(
+        self: nn.Module,
+        x: Tensor,
+        residual: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: Tensor | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+        chunk_indices: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        other = residual is not None or mask is not None or self.activation is None or kwargs
+        no_kernel = x.dtype == torch.float64 and x.device.type == "cuda"
+        if other or no_kernel or not (needs_torch(x) and has_kernels(x)):
+            return original(
+                self,
+                x,
+                residual,
+                mask,
+                cache,
+                output_final_state,
+                cu_seqlens,
+                chunk_indices,
+                **kwargs,
+            )
+        return causal_convolution(self, x, cache, bool(output_final_state), cu_seqlens)
+
+    return forward
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _normalized(norm: nn.Module, x: Tensor) -> Tensor:
+    """The norm of x before it is rounded, with FLA's weight and eps."""
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    return y if norm.weight is None else y * norm.weight
+
+
+class _Packing(NamedTuple):
+    """What stands for FLA's `indices`, the positions of valid tokens, whose number is data."""
+
+    slots: Tensor  # [B * T]
+    valid: Tensor  # [B, T]
+
+
+def _packing(attention_mask: Tensor, q_len: int) -> tuple[_Packing, Tensor]:
+    """The packing of a mask's last q_len columns, and the offsets of its sequences."""
+    valid = valid_tokens(attention_mask, attention_mask.shape[0], q_len)
+    slots, cu_seqlens = packed_slots(valid)
+    return _Packing(slots, valid), cu_seqlens
+
+
+def _packed(x: Tensor, packing: _Packing) -> Tensor:
+    """`[B, T, D]` to `[1, B * T, D]`."""
+    # Masked first, so that a NaN in a padded token reaches no weight's gradient.
+    return pack(x.masked_fill(~packing.valid.unsqueeze(-1), 0), packing.slots)
+
+
+def _unpacked(row: Tensor, packing: _Packing) -> Tensor:
+    """`[1, B * T, D]` to `[B, T, D]`, 0 where there is padding."""
+    x = unpack(row, packing.slots, *packing.valid.shape)
+    return x.masked_fill(~packing.valid.unsqueeze(-1), 0)
+
+
+def _unpad_hidden_states(original: Callable) -> Callable:
+    """Of FLA 0.6.0: rows, packing and offsets from padded hidden states."""
+
+    def unpad_hidden_states(
+        hidden_states: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, q_len: int
+    ) -> tuple[Tensor, Any, Tensor | None]:
+        padded = cu_seqlens is None and attention_mask is not None
+        if not padded or not torch.compiler.is_compiling():
+            return original(hidden_states, cu_seqlens, attention_mask, q_len)
+        packing, cu_seqlens = _packing(attention_mask, q_len)
+        return _packed(hidden_states, packing), packing, cu_seqlens
+
+    return unpad_hidden_states
+
+
+def _repad_hidden_states(original: Callable) -> Callable:
+    """Of FLA 0.6.0: the way back."""
+
+    def repad_hidden_states(hidden_states: Tensor, indices: Any, *sizes: int) -> Tensor:
+        if isinstance(indices, _Packing):
+            return _unpacked(hidden_states, indices)
+        return original(hidden_states, indices, *sizes)
+
+    return repad_hidden_states
+
+
+def _get_unpad_data(original: Callable) -> Callable:
+    """Of FLA 0.5.2: the packing and the offsets; the longest length, which the layer drops."""
+
+    def get_unpad_data(attention_mask: Tensor) -> tuple[Any, Tensor, int | None]:
+        if not torch.compiler.is_compiling():
+            return original(attention_mask)
+        return *_packing(attention_mask, attention_mask.shape[1]), None
+
+    return get_unpad_data
+
+
+def _index_first_axis(original: Callable) -> Callable:
+    """Of FLA 0.5.2: tokens `[B * T, D]` in a row."""
+
+    def index_first_axis(x: Tensor, indices: Any) -> Tensor:
+        if isinstance(indices, _Packing):
+            return _packed(x.unflatten(0, indices.valid.shape), indices)[0]
+        return original(x, indices)
+
+    return index_first_axis
+
+
+def _pad_input(original: Callable) -> Callable:
+    """Of FLA 0.5.2: the way back, from tokens `[B * T, D]`."""
+
+    def pad_input(hidden_states: Tensor, indices: Any, *sizes: int) -> Tensor:
+        if isinstance(indices, _Packing):
+            return _unpacked(hidden_states.unsqueeze(0), indices)
+        return original(hidden_states, indices, *sizes)
+
+    return pad_input
+
+
+_UNPADDING = {
+    "get_unpad_data": _get_unpad_data,
+    "index_first_axis": _index_first_axis,
+    "pad_input": _pad_input,
+    "repad_hidden_states": _repad_hidden_states,
+    "unpad_hidden_states": _unpad_hidden_states,
+}

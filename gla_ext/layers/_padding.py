@@ -1,0 +1,68 @@
+"""From a mask of padding to sequences packed in one row."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gla_ext.ops._tracing import can_be_read
+
+
+def valid_tokens(attention_mask: Tensor, B: int, T: int) -> Tensor:
+    """The mask's last T columns as bool `[B, T]`.
+
+    Raises:
+        TypeError: for a mask that is no tensor.
+        ValueError: for another shape; on CPU, where it costs no wait, for values but 0 and 1.
+    """
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(
+            "GatedLinearAttention: expected attention_mask to be a tensor, got "
+            f"{type(attention_mask)}"
+        )
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+        raise ValueError(
+            f"GatedLinearAttention: expected attention_mask to have shape [B, at least T] = "
+            f"[{B}, {T}], got {list(attention_mask.shape)}"
+        )
+    mask = attention_mask[:, attention_mask.shape[1] - T :]
+    if mask.dtype == torch.bool:
+        return mask
+    valid = mask != 0
+    if mask.device.type == "cpu" and can_be_read(mask) and not torch.equal(mask, valid.to(mask)):
+        odd = mask[(mask != valid)][0].item()
+        raise ValueError(
+            "GatedLinearAttention: expected attention_mask to hold 1 for tokens and 0 for padding, "
+            f"got {odd}; of an additive mask pass mask == 0"
+        )
+    return valid
+
+
+def packed_slots(valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each token stands in one packed row: valid tokens first, in order, then padding.
+
+    All shapes follow from `[B, T]` alone: nothing is read back from the device, and the whole
+    compiles into one graph.
+
+    Args:
+        valid: bool `[B, T]`.
+
+    Returns:
+        slots: int64 `[B * T]`, a permutation.
+        cu_seqlens: int64 `[B + 1]`, the offsets of the B sequences in the packed row.
+    """
+    # The dtype is the default's; the older ONNX exporter has sums of bools with it alone.
+    rank = valid.flatten().cumsum(0, dtype=torch.int64)
+    padding_rank = (~valid).flatten().cumsum(0, dtype=torch.int64)
+    cu_seqlens = F.pad(valid.sum(1, dtype=torch.int64).cumsum(0), (1, 0))
+    return torch.where(valid.flatten(), rank - 1, cu_seqlens[-1] + padding_rank - 1), cu_seqlens
+
+
+def pack(x: Tensor, slots: Tensor) -> Tensor:
+    """Moves tokens `[B, T, D]` to their slots in one row `[1, B * T, D]`."""
+    x = x.flatten(0, 1)
+    return torch.zeros_like(x).index_copy(0, slots, x).unsqueeze(0)
+
+
+def unpack(row: Tensor, slots: Tensor, B: int, T: int) -> Tensor:
+    """The way back, from `[1, B * T, D]` to `[B, T, D]`."""
+    return row[0].index_select(0, slots).unflatten(0, (B, T))

@@ -1,0 +1,217 @@
+"""Several linear maps of one input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
+
+from gla_ext.ops._tracing import is_recorded
+from gla_ext.ops.chunk import is_batch_invariant
+
+# Products of more tokens fill a GPU by themselves, and what follows reads rows of their own faster.
+MOST_ROWS = 256
+
+
+def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Tensor, ...]:
+    """What each of the linear maps makes of x `[B, T, D]`, in their order.
+
+    Without gradients, weights that `lay_side_by_side` has made one in memory take one product.
+
+    Args:
+        together: one product with all weights in one, in eager mode and where the modules are as
+            torch made them; the results then share one tensor's memory. It copies the weights in
+            every call and again in backward, which has two products instead of two a map and their
+            sums.
+    """
+    if (fused := project_fused(x, linears)) is not None:
+        return fused
+    # A compiled graph gains nothing from it, and its partitioner would save the weights' copy; a
+    # trace that is to be stored holds no Python function.
+    together = together and not is_recorded()
+    if not (together and all(is_plain(linear) for linear in linears) and _are_alike(linears)):
+        return tuple(linear(x) for linear in linears)
+    weights = [linear.weight for linear in linears]
+    dtype = _dtype_in_products(weights[0])
+    return _Projections.apply(x.to(_dtype_in_products(x)), dtype, *weights)
+
+
+def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
+    """`project` by one product, of at most MOST_ROWS and where the weights are one matrix in
+    memory, else None: where a gradient may be wanted, in graphs and traces, in batch-invariant
+    mode, since batches of other sizes are apart, and where autocast keeps its casts of the weights,
+    as it does not of their view.
+    """
+    if torch.is_grad_enabled() or is_recorded():
+        return None
+    # By far the most frequent case, found out soon. Nothing is asked of weights of other kinds:
+    # a parametrization computes its weight every time.
+    if not (type(linears[0]) is nn.Linear and _is_a_part(linears[0].weight)):
+        return None
+    if x.shape[:-1].numel() > MOST_ROWS or is_batch_invariant():
+        return None
+    weight = _side_by_side(linears)
+    if weight is None or any(unpack_dual(linear.weight).tangent is not None for linear in linears):
+        return None
+    if torch.is_autocast_cache_enabled() and _dtype_in_products(weight) != weight.dtype:
+        return None
+    return F.linear(x, weight).split([linear.weight.shape[0] for linear in linears], dim=-1)
+
+
+def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
+    """Makes the weights neighbours in one piece of memory, if the modules are as torch made them
+    and the weights are not yet neighbours.
+
+    The parameters stay the same objects with the same values.
+    """
+    if not (all(is_plain(linear) for linear in linears) and _are_alike(linears)):
+        return
+    weights = [linear.weight for linear in linears]
+    if not all(_is_in_memory(w) for w in weights) or _side_by_side(linears) is not None:
+        return
+    inference = {w.is_inference() for w in weights}
+    if len({w.data_ptr() for w in weights}) < len(weights) or len(inference) > 1:
+        return
+    # A parameter whose data are of the other kind could neither be viewed nor trained.
+    with torch.inference_mode(*inference), torch.no_grad():
+        parts = torch.cat([w.detach() for w in weights]).split([w.shape[0] for w in weights])
+        for weight, part in zip(weights, parts, strict=True):
+            weight.data = part
+
+
+def _side_by_side(linears: Sequence[nn.Module]) -> Tensor | None:
+    """The weights as the one matrix that they are in memory, or None: where they are not, and for
+    modules that are not as torch made them.
+    """
+    if not (all(is_plain(linear) for linear in linears) and _are_alike(linears)):
+        return None
+    weights = [linear.weight for linear in linears]
+    first = weights[0]
+    if not all(map(_is_a_part, weights)):
+        return None
+    rows, columns = sum(w.shape[0] for w in weights), first.shape[1]
+    start, address = first.storage_offset(), first.data_ptr()
+    if first.untyped_storage().nbytes() < (start + rows * columns) * first.itemsize:
+        return None
+    for w in weights:
+        if w.data_ptr() != address or w.shape[1] != columns or not w.is_contiguous():
+            return None
+        address += w.nbytes
+    return first.as_strided((rows, columns), (columns, 1), start)
+
+
+def _is_a_part(weight: Tensor) -> bool:
+    """Whether a weight's storage is larger than the weight."""
+    return _is_in_memory(weight) and weight.untyped_storage().nbytes() > weight.nbytes
+
+
+def _is_in_memory(weight: Tensor) -> bool:
+    """Not so are sparse weights, meta ones, and those in a transform of torch.func."""
+    plain = type(weight) in (nn.Parameter, Tensor) and not weight.is_meta
+    return plain and torch._C._has_storage(weight)
+
+
+class _Projections(torch.autograd.Function):
+    """`x @ w.T` for each of the weights, in one product; saves x and the weights, no copy.
+
+    The weights, alike, are cast to dtype inside: their gradients come back in their own.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        y = F.linear(x, _joined(weights, dtype))
+        return y.split([w.shape[0] for w in weights], dim=-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, dtype, *weights = inputs
+        needs_dx, _, *needs_dw = ctx.needs_input_grad
+        ctx.save_for_backward(x if any(needs_dw) else None, *(weights if needs_dx else ()))
+        ctx.dtype, ctx.weight_dtype = dtype, weights[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_dx, _, *needs_dw = ctx.needs_input_grad
+        dy = torch.cat(gradients, -1) if needs_dx or all(needs_dw) else None
+        dx = dy @ _joined(weights, ctx.dtype) if needs_dx else None
+        if not any(needs_dw):
+            return dx, None, *(None for _ in needs_dw)
+        needed = [g for g, needs in zip(gradients, needs_dw, strict=True) if needs]
+        if len(needed) < len(gradients):
+            dy = torch.cat(needed, -1)
+        # Not flatten, which batched gradients (is_grads_batched) do not know.
+        dy, x = (t.reshape(-1, t.shape[-1]) for t in (dy, x))
+        dw = (dy.T @ x).split([g.shape[-1] for g in needed])
+        # Copied: of views of one storage, none could be freed or saved without the others.
+        copies = (part.to(ctx.weight_dtype, copy=True) for part in dw)
+        return dx, None, *(next(copies) if needs else None for needs in needs_dw)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        raise NotImplementedError(
+            "GatedLinearAttention: forward-mode AD is not supported, use reverse mode (backward)"
+        )
+
+
+def split_heads(x: Tensor, width: int) -> Tensor:
+    """`[B, T, heads * width]` to `[B, T, heads, width]`, of as many heads as arrive."""
+    try:
+        return x.unflatten(-1, (-1, width))
+    except RuntimeError as error:
+        if x.shape[-1] % width == 0:
+            raise
+        raise ValueError(
+            f"GatedLinearAttention: expected a projection's width to be a multiple of the head's, "
+            f"{width}, got {x.shape[-1]}: shards hold whole heads"
+        ) from error
+
+
+def _joined(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([w.to(dtype) for w in weights])
+
+
+def _dtype_in_products(t: Tensor) -> torch.dtype:
+    """What autocast, where it is on, makes of a tensor that a product takes."""
+    device = t.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on and t.dtype != torch.float64 else t.dtype
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether a module is nothing but a product with its weight: no adapter, quantized or sharded
+    weight has taken its place, no bias, no forward of its own, and no hook wants to see its call.
+    """
+    return (
+        type(linear) is nn.Linear
+        and linear.bias is None
+        and type(linear.weight) in (nn.Parameter, Tensor)
+        and nobody_sees(linear)
+    )
+
+
+def nobody_sees(module: nn.Module) -> bool:
+    """Whether it makes no difference that a module is not called, but what it consists of."""
+    every = torch.nn.modules.module
+    return (
+        "forward" not in vars(module)
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+        and not every._global_forward_hooks
+        and not every._global_forward_pre_hooks
+        and not every._global_backward_hooks
+        and not every._global_backward_pre_hooks
+    )
+
+
+def _are_alike(linears: Sequence[nn.Linear]) -> bool:
+    """Whether their weights can be put together as they are."""
+    return len({(linear.weight.dtype, linear.weight.device) for linear in linears}) == 1

@@ -1,0 +1,374 @@
+"""The gated linear attention layer: projections, low-rank gate, `chunk_gla`, gated norm.
+
+Constructor, attributes, state_dict keys and forward signature are those of
+`fla.layers.GatedLinearAttention` 0.6.0, so that weights and training scripts carry over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gla_ext.layers._options import check_options, expanded_dim, typed_options
+from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
+from gla_ext.layers._projections import (
+    lay_side_by_side,
+    nobody_sees,
+    project,
+    project_fused,
+    split_heads,
+)
+from gla_ext.layers.activations import activation
+from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
+from gla_ext.layers.short_convolution import ShortConvolution, convolve
+from gla_ext.ops._checks import check_tensors
+from gla_ext.ops.chunk import chunk_gla, is_batch_invariant
+from gla_ext.ops.recurrent import fused_recurrent_gla, recurrent_gla_step_
+
+
+class GatedLinearAttention(nn.Module):
+    """Gated linear attention (Yang et al., 2023, arXiv:2312.06635, section 4.4).
+
+    For an input x and each head: `S_t = diag(exp(gk_t)) S_{t-1} + k_t v_t^T`,
+    `o_t = K^-0.5 S_t^T q_t` with `gk = logsigmoid(x W1 W2 + b) / gate_logit_normalizer`; the
+    layer returns `(rms_norm(o) * swish(x Wg)) Wo`.
+
+    Args:
+        mode: 'chunk' and 'fused_chunk' run `chunk_gla`, but for decoding: in eval mode, without
+            a gradient and outside `batch_invariant`, one token that goes on from a state runs
+            `fused_recurrent_gla`, as 'fused_recurrent' always does. Default: 'chunk'.
+        hidden_size: width of the input and the output. Default: 1024.
+        expand_k: key width over hidden_size. Default: 0.5.
+        expand_v: value width over hidden_size. Default: 1.0.
+        num_heads: number of heads H. Default: 4.
+        num_kv_heads: number of heads of k, v and gk; divides num_heads. Head h reads number
+            h // (num_heads / num_kv_heads), where it lies: nothing is copied. Default: None
+            (num_heads).
+        feature_map: activation on q and k, after the convolution; see gate_fn. Default: None.
+        use_short_conv: causal convolutions of each channel of q, k and v, with SiLU, see
+            `gla_ext.layers.short_convolution.ShortConvolution`. Default: False.
+        conv_size: their kernel size in tokens. Default: 4.
+        conv_bias: whether they have a bias. Default: False.
+        use_output_gate: multiply the output by a gate. Default: True.
+        gate_fn: activation of that gate, one of `gla_ext.layers.activations.ACTIVATIONS`: 'relu',
+            'sigmoid', 'logsigmoid', 'silu', 'swish', 'sqrelu' (relu squared), 'gelu' (by tanh).
+            Default: 'swish'.
+        elementwise_affine: whether the norm has a weight. Default: True.
+        norm_eps: epsilon of the norm. Default: 1e-5.
+        gate_logit_normalizer: divides the log gate; above 0, larger forgets more slowly.
+            Default: 16.
+        gate_low_rank_dim: rank of the gate projection. Default: 16.
+        clamp_min: lower bound of the log gate (natural log), at most 0. Default: None.
+        fuse_norm: norm and output gate are one operator, which rounds once, and not one after the
+            other; with gate_fn 'swish' (not 'silu') it also names the norm `g_norm_swish_gate`
+            instead of `g_norm`. Default: True.
+        layer_idx: index of this layer in a cache. Default: None.
+
+    In train mode, not compiled, q, k, v and the output gate are one product, with their weights put
+    together, if the four modules are `nn.Linear`s of one dtype without hooks, adapters, quantized
+    or sharded weights. The weights are put together in forward and again in backward, and not kept
+    between. `batch_projections = False`, an attribute of an instance or of the class, keeps them
+    apart. Without gradients they are one product after `gla_ext.model.fuse_projections`.
+
+    Of a layer whose projections are sharded by columns, as tensor parallelism shards them, forward
+    computes the heads whose channels arrive: o_proj's part of the output is then this rank's
+    summand.
+
+    Raises:
+        TypeError: an option of another type: a flag that is no bool, a size that is no integer.
+        ValueError: sizes that do not divide, an unknown mode or activation; in forward, shapes
+            that do not fit, or a cache without layer_idx.
+        NotImplementedError: 'bias_gelu' as an activation.
+    """
+
+    batch_projections = True
+
+    @typed_options
+    def __init__(
+        self,
+        mode: str = "chunk",
+        hidden_size: int = 1024,
+        expand_k: float = 0.5,
+        expand_v: float = 1.0,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        feature_map: str | None = None,
+        use_short_conv: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        use_output_gate: bool = True,
+        gate_fn: str = "swish",
+        elementwise_affine: bool | None = True,
+        norm_eps: float = 1e-5,
+        gate_logit_normalizer: float = 16,
+        gate_low_rank_dim: int = 16,
+        clamp_min: float | None = None,
+        fuse_norm: bool = True,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_options(
+            mode,
+            num_heads,
+            num_kv_heads,
+            conv_size,
+            gate_low_rank_dim,
+            gate_logit_normalizer,
+            clamp_min,
+        )
+        self.mode = mode
+        self.hidden_size = hidden_size
+        self.expand_k, self.expand_v = expand_k, expand_v
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.num_kv_groups = num_heads // num_kv_heads
+        self.feature_map_fn = (
+            None if feature_map is None else activation(feature_map, "feature_map")
+        )
+        self.use_short_conv = use_short_conv
+        self.conv_size, self.conv_bias = conv_size, conv_bias
+        self.use_output_gate = use_output_gate
+        self.gate_logit_normalizer = gate_logit_normalizer
+        self.clamp_min = clamp_min
+        self.layer_idx = layer_idx
+
+        self.key_dim = expanded_dim("expand_k", hidden_size, expand_k, num_heads)
+        self.value_dim = expanded_dim("expand_v", hidden_size, expand_v, num_heads)
+        self.key_dim_per_group = self.key_dim // self.num_kv_groups
+        self.value_dim_per_group = self.value_dim // self.num_kv_groups
+        self.head_k_dim = self.key_dim // num_heads
+        self.head_v_dim = self.value_dim // num_heads
+
+        self.q_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, self.key_dim_per_group, bias=False)
+        self.v_proj = nn.Linear(hidden_size, self.value_dim_per_group, bias=False)
+        if use_output_gate:
+            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(self.key_dim, conv_size, conv_bias)
+            self.k_conv1d = ShortConvolution(self.key_dim_per_group, conv_size, conv_bias)
+            self.v_conv1d = ShortConvolution(self.value_dim_per_group, conv_size, conv_bias)
+        self.gk_proj = nn.Sequential(
+            nn.Linear(hidden_size, gate_low_rank_dim, bias=False),
+            nn.Linear(gate_low_rank_dim, self.key_dim_per_group, bias=True),
+        )
+        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+
+        self.gate_fn = activation(gate_fn, "gate_fn")
+        self.fuse_norm_and_gate = fuse_norm and use_output_gate
+        options = (self.head_v_dim, elementwise_affine, norm_eps)
+        if not self.fuse_norm_and_gate:
+            self.g_norm = RMSNorm(*options, torch.float32)
+        elif gate_fn == "swish":
+            self.g_norm_swish_gate = GatedRMSNorm(*options)
+        else:
+            self.g_norm = GatedRMSNorm(*options, torch.float32, gate_fn)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any | None = None,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None, Any | None]:
+        """Applies the layer to a batch of sequences.
+
+        Args:
+            hidden_states: `[B, T, hidden_size]`.
+            attention_mask: `[B, >= T]` of 0 (padding) and 1, its last T columns count; padded
+                tokens are skipped by the recurrence and by the convolutions and return 0. Of any
+                dtype; another value, as in an additive mask, is refused in eager mode on CPU, and
+                elsewhere, where nothing is read back, a token to keep. Default: None.
+            past_key_values: a cache (`gla_ext.cache.GLACache`, or one of its kind) whose entry
+                for layer_idx is where the recurrence and the convolutions start: see
+                `gla_ext.layers.short_convolution.ShortConvolution` for the latter. Default: None.
+            use_cache: store the final states in past_key_values. Default: False.
+            output_attentions: accepted and without effect: there are no attention maps.
+            **kwargs: `cu_seqlens`, int32 or int64 `[N + 1]`, offsets of the N sequences packed
+                into a batch of one; attention_mask is then not looked at. Others are ignored.
+
+        Returns:
+            The output `[B, T, hidden_size]`, None, and past_key_values.
+
+        Raises:
+            ValueError: for shapes that do not fit, a mask of other numbers than 0 and 1, or
+                past_key_values without layer_idx.
+            TypeError: for inputs, an attention_mask or cu_seqlens that are no tensors.
+            NotImplementedError: for nested tensors.
+        """
+        cu_seqlens = kwargs.get("cu_seqlens")
+        names = "hidden_states attention_mask cu_seqlens"
+        check_tensors("GatedLinearAttention", names, hidden_states, attention_mask, cu_seqlens)
+        if hidden_states.is_nested:
+            raise NotImplementedError(
+                "GatedLinearAttention: nested tensors are not supported, pack the sequences in one "
+                "row and pass cu_seqlens"
+            )
+        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(
+                "GatedLinearAttention: expected hidden_states to have shape [B, T, hidden_size = "
+                f"{self.hidden_size}], got {list(hidden_states.shape)}"
+            )
+        state = self._cached("recurrent_state", past_key_values)
+        conv_state = self._cached("conv_state", past_key_values) if self.use_short_conv else None
+        B, T, _ = hidden_states.shape
+        slots = None
+        if cu_seqlens is None and attention_mask is not None:
+            valid = valid_tokens(attention_mask, B, T)
+            slots, cu_seqlens = packed_slots(valid)
+            # Masked first, so that a NaN in a padded token reaches no weight's gradient.
+            hidden_states = pack(hidden_states.masked_fill(~valid.unsqueeze(-1), 0), slots)
+
+        q, k, v, gk, gate, conv_state = self._project(
+            hidden_states, conv_state, bool(use_cache), cu_seqlens
+        )
+        in_place = bool(use_cache) and getattr(past_key_values, "in_place", False)
+        rows = getattr(past_key_values, "slots", None) if in_place else None
+        o, state = self._attend(q, k, v, gk, state, bool(use_cache), cu_seqlens, in_place, rows)
+        if past_key_values is not None:
+            past_key_values.update(
+                layer_idx=self.layer_idx, recurrent_state=state, conv_state=conv_state, offset=T
+            )
+        o = self.o_proj(self._norm_and_gate(o, gate))
+        if slots is not None:
+            o = unpack(o, slots, B, T).masked_fill(~valid.unsqueeze(-1), 0)
+        return o, None, past_key_values
+
+    def _project(
+        self,
+        x: Tensor,
+        conv_state: tuple[Tensor, Tensor, Tensor] | None,
+        output_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, ...] | None]:
+        """q `[B, T, H, K]`, k, v and gk `[B, T, HK, K | V]`, the output gate before its activation
+        `[B, T, H * V]` or None, and what the convolutions go on from or None. H and HK are
+        num_heads and num_kv_heads, or of sharded projections this rank's.
+        """
+        (q, k, v, *gates), gk = self._multiply(x)
+        if self.use_short_conv:
+            convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+            (q, k, v), conv_state = convolve(
+                convolutions, (q, k, v), conv_state, output_state, cu_seqlens
+            )
+        gk = F.logsigmoid(gk) / self.gate_logit_normalizer
+        if self.clamp_min is not None:
+            gk = gk.clamp_min(self.clamp_min)
+        K, V = self.head_k_dim, self.head_v_dim
+        q, k, v, gk = split_heads(q, K), split_heads(k, K), split_heads(v, V), split_heads(gk, K)
+        if self.feature_map_fn is not None:
+            q, k = self.feature_map_fn(q), self.feature_map_fn(k)
+        return q, k, v, gk, gates[0] if gates else None, conv_state
+
+    def _multiply(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        """What the projections of x make of it: q, k, v and maybe the output gate, and gk."""
+        linears = self._input_projections()
+        if self._gate_is_two_maps():
+            fused = project_fused(x, [*linears, self.gk_proj[0]])
+            if fused is not None:
+                return fused[:-1], self.gk_proj[1](fused[-1])
+        together = self.training and self.batch_projections
+        return project(x, linears, together), self.gk_proj(x)
+
+    def fuse_projections(self) -> None:
+        """See `gla_ext.model.fuse_projections`."""
+        first = [self.gk_proj[0]] if self._gate_is_two_maps() else []
+        lay_side_by_side([*self._input_projections(), *first])
+
+    def _input_projections(self) -> list[nn.Module]:
+        linears = [self.q_proj, self.k_proj, self.v_proj]
+        return [*linears, self.g_proj] if self.use_output_gate else linears
+
+    def _gate_is_two_maps(self) -> bool:
+        """Whether gk_proj is what the constructor made it, two modules that may be called alone."""
+        gk_proj = self.gk_proj
+        return type(gk_proj) is nn.Sequential and len(gk_proj) == 2 and nobody_sees(gk_proj)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gk: Tensor,
+        state: Tensor | None,
+        output_state: bool,
+        cu_seqlens: Tensor | None,
+        in_place: bool,
+        slots: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The heads' outputs `[B, T, H, V]` and the final state `[N, H, V, K]` or None.
+
+        With in_place, the recurrence over a batch writes the final state over `state`, but of rows
+        that slots has skip.
+        """
+        recurs = self._recurs(q, state, cu_seqlens)
+        if recurs and in_place and state is not None and cu_seqlens is None:
+            o = recurrent_gla_step_(q, k, v, gk, state=state, slots=slots, state_v_first=True)
+            return o, state
+        attend = fused_recurrent_gla if recurs else chunk_gla
+        return attend(
+            q,
+            k,
+            v,
+            gk,
+            initial_state=state,
+            output_final_state=output_state,
+            state_v_first=True,
+            cu_seqlens=cu_seqlens,
+        )
+
+    def _recurs(self, q: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> bool:
+        """Whether the tokens pass one after the other and not in chunks."""
+        if self.mode == "fused_recurrent":
+            return True
+        # Padded and packed rows take chunk_gla, and so must all where each has the same bits alone.
+        if state is None or cu_seqlens is not None or is_batch_invariant():
+            return False
+        # Checkpointing computes again with grad mode on what it computed with grad mode off.
+        if self.training or torch.is_grad_enabled():
+            return False
+        return _is_one(q.shape[1])
+
+    @property
+    def norm(self) -> RMSNorm:
+        """The norm of the heads' outputs, whose name follows from the options."""
+        named = "g_norm_swish_gate" if hasattr(self, "g_norm_swish_gate") else "g_norm"
+        return getattr(self, named)
+
+    def _norm_and_gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """From the heads' outputs `[B, T, H, V]` to the input of o_proj `[B, T, H * V]`."""
+        if self.fuse_norm_and_gate:
+            return self.norm(o, split_heads(gate, self.head_v_dim)).flatten(-2)
+        o = self.norm(o).flatten(-2)
+        return o if gate is None else o * self.gate_fn(gate)
+
+    def _cached(self, name: str, past_key_values: Any | None) -> Any | None:
+        """What the cache has under this name for this layer, or None."""
+        if past_key_values is None:
+            return None
+        if self.layer_idx is None:
+            raise ValueError(
+                "GatedLinearAttention: expected layer_idx to be an int when past_key_values is "
+                "given, got None"
+            )
+        if len(past_key_values) <= self.layer_idx:
+            return None
+        entry = past_key_values[self.layer_idx]
+        return None if entry is None else entry[name]
+
+
+def _is_one(T: int | torch.SymInt) -> bool:
+    """Whether T is 1, without a guard where it is symbolic."""
+    if not isinstance(T, torch.SymInt) and not torch.compiler.is_compiling():
+        return bool(T == 1)  # torch.jit.trace makes a tensor of T
+    # Where there are symbols torch has loaded it; without, it would cost a second of import.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(T == 1)

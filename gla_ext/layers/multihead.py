@@ -1,0 +1,222 @@
+"""Gated linear attention with the constructor and the call of `torch.nn.MultiheadAttention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gla_ext.layers._options import typed_options
+from gla_ext.layers.gated_linear_attention import GatedLinearAttention
+from gla_ext.ops._checks import check_tensors
+from gla_ext.ops._tracing import can_be_read
+
+_NO_WEIGHT = -1000.0  # programs write -1e4, -1e9 or the least number for -inf: a weight of 0 too
+
+
+class MultiheadGLA(nn.Module):
+    """Causal self-attention by gated linear attention, for the place of `nn.MultiheadAttention`.
+
+    `layer.self_attn = MultiheadGLA(embed_dim, num_heads, batch_first=True)` makes an
+    `nn.TransformerEncoderLayer` a GLA layer (Yang et al., 2023, arXiv:2312.06635): its cost is
+    linear in the length. Replace it before `nn.TransformerEncoder` copies the layer.
+
+    Args:
+        embed_dim: width of the input and the output.
+        num_heads: number of heads; divides embed_dim / 2 and embed_dim, with the default widths.
+        dropout: 0 only; there are no attention weights to drop. `nn.TransformerEncoderLayer` has
+            dropout of its own after this module. Default: 0.
+        bias: whether the output projection has a bias; the others have none. Default: True.
+        add_bias_kv, add_zero_attn: False only. Default: False.
+        kdim, vdim: None or embed_dim only. Default: None.
+        batch_first: inputs are `[B, T, E]`, not `[T, B, E]`. Default: False.
+        self_attention: your promise that key and value are query, whatever tensors they come as:
+            only query is read. Where False, forward finds out that they are: the same object, or
+            not compiled a tensor of the same memory, dtype, shape and strides. Needed where
+            something copies the arguments one by one, as the casts of FSDP2's
+            `MixedPrecisionPolicy` do, or rewraps them in a compiled graph. Default: False.
+        device, dtype: of the parameters. Default: torch's.
+        **options: of `GatedLinearAttention`: expand_k, expand_v, gate_logit_normalizer, ...
+
+    Raises:
+        NotImplementedError: an option of `nn.MultiheadAttention` that has no meaning here.
+        TypeError: an option of another type.
+        ValueError: sizes that do not divide; in forward, shapes that do not fit.
+    """
+
+    # What nn.TransformerEncoderLayer reads to find out that its fused kernels do not fit.
+    _qkv_same_embed_dim = False
+    in_proj_bias = None
+
+    @typed_options
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        self_attention: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        _refuse("dropout", dropout, dropout == 0, "0")
+        _refuse("add_bias_kv", add_bias_kv, not add_bias_kv, "False")
+        _refuse("add_zero_attn", add_zero_attn, not add_zero_attn, "False")
+        for name, dim in (("kdim", kdim), ("vdim", vdim)):
+            _refuse(name, dim, dim in (None, embed_dim), f"embed_dim = {embed_dim}")
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.batch_first = batch_first
+        self.self_attention = self_attention
+        self.attention = GatedLinearAttention(hidden_size=embed_dim, num_heads=num_heads, **options)
+        self.bias = nn.Parameter(torch.zeros(embed_dim)) if bias else None
+        self.to(device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Zeroes the bias; the modules inside have reset_parameters of their own."""
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Attends causally.
+
+        Args:
+            query: `[B, T, E]` if batch_first, else `[T, B, E]`; or `[T, E]`.
+            key, value: the same tensor; see self_attention.
+            key_padding_mask: `[B, T]` (`[T]` without a batch); bool, True at padding, or floating,
+                -inf or at most -1000 at padding and 0 elsewhere. Padded tokens are skipped and
+                return 0, without bias. Other numbers are refused in eager mode on CPU, and
+                elsewhere read by their side of -1000. Default: None.
+            need_weights: False only.
+            attn_mask: the causal mask, `[T, T]`, or None; as is_causal says what it is, it is not
+                looked at. Default: None.
+            average_attn_weights: without effect, as there are no weights.
+            is_causal: True only; the default is that of `nn.MultiheadAttention`. Default: False.
+
+        Returns:
+            The output, shaped as query, and None in place of the weights.
+
+        Raises:
+            NotImplementedError: cross attention, weights, or attention that is not causal.
+            TypeError: inputs that are no tensors.
+            ValueError: shapes that do not fit, other numbers in key_padding_mask.
+        """
+        names, tensors = "query key value key_padding_mask attn_mask", (query, key, value)
+        check_tensors("MultiheadGLA", names, *tensors, key_padding_mask, attn_mask)
+        if not (self._are_one(query, key) and self._are_one(query, value)):
+            raise NotImplementedError(
+                "MultiheadGLA: expected key and value to be the tensor query (self-attention); "
+                "cross attention is not supported; where they are query, but copied or rewrapped, "
+                "build the module with self_attention=True"
+            )
+        if need_weights:
+            raise NotImplementedError(
+                "MultiheadGLA: expected need_weights=False, got True: there are no attention "
+                "weights"
+            )
+        if not is_causal:
+            raise NotImplementedError(
+                "MultiheadGLA: expected is_causal=True, got False: gated linear attention is "
+                "causal, and takes no other mask"
+            )
+        if query.ndim not in (2, 3):
+            raise ValueError(
+                "MultiheadGLA: expected query to have 2 or 3 dimensions, got shape "
+                f"{list(query.shape)}"
+            )
+        batched = query.ndim == 3
+        x = query if batched else query.unsqueeze(0)
+        if batched and not self.batch_first:
+            x = x.transpose(0, 1)
+        length = x.shape[1]
+        if attn_mask is not None and tuple(attn_mask.shape) != (length, length):
+            raise ValueError(
+                f"MultiheadGLA: expected attn_mask to be the causal mask, [T, T] = "
+                f"[{length}, {length}], got shape {list(attn_mask.shape)}"
+            )
+        keep = None if key_padding_mask is None else _kept_tokens(key_padding_mask, x, batched)
+        out, _, _ = self.attention(x, attention_mask=keep)
+        if self.bias is not None:
+            bias = self.bias.to(out.dtype)  # which autocast has narrowed
+            out = out + (bias if keep is None else bias * keep.unsqueeze(-1))
+        if not batched:
+            return out.squeeze(0), None
+        return (out if self.batch_first else out.transpose(0, 1)), None
+
+    def _are_one(self, query: Tensor, other: Tensor) -> bool:
+        """Whether the other is query, as far as self_attention lets it be seen."""
+        if other is query:
+            return True
+        # An address would break a graph.
+        if torch.compiler.is_compiling():
+            return self.self_attention
+        if other is None or other.shape != query.shape:
+            return False
+        return self.self_attention or _same_memory(query, other)
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, {self.num_heads}, batch_first={self.batch_first}"
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape are views of the same numbers, with gradients or without."""
+    if a.dtype != b.dtype or a.layout != torch.strided or b.layout != torch.strided:
+        return False
+    # One that is detached wants no gradient to pass.
+    if torch.is_grad_enabled() and a.requires_grad != b.requires_grad:
+        return False
+    if not (torch._C._has_storage(a) and torch._C._has_storage(b)):  # in a transform of torch.func
+        return False
+    return (
+        a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and a.storage_offset() == b.storage_offset()
+        and a.stride() == b.stride()
+    )
+
+
+def _refuse(name: str, value: Any, supported: bool, expected: str) -> None:
+    if not supported:
+        raise NotImplementedError(f"MultiheadGLA: expected {name} to be {expected}, got {value}")
+
+
+def _kept_tokens(key_padding_mask: Tensor, x: Tensor, batched: bool) -> Tensor:
+    """`[B, T]`, True where a token is none of padding."""
+    mask = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
+    if mask.shape != x.shape[:2]:
+        expected = x.shape[:2] if batched else x.shape[1:2]
+        raise ValueError(
+            f"MultiheadGLA: expected key_padding_mask to have shape {list(expected)}, got "
+            f"{list(key_padding_mask.shape)}"
+        )
+    if mask.dtype == torch.bool:
+        return ~mask
+    if not mask.is_floating_point():
+        raise ValueError(
+            f"MultiheadGLA: expected key_padding_mask to be bool or floating, got {mask.dtype}"
+        )
+    if mask.device.type == "cpu" and can_be_read(mask):
+        odd = mask[(mask != 0) & ~(mask <= _NO_WEIGHT)]
+        if odd.numel():
+            raise ValueError(
+                "MultiheadGLA: expected a floating key_padding_mask to be 0 at tokens and -inf or "
+                f"at most {_NO_WEIGHT:g} at padding, got {odd[0].item():g}"
+            )
+    return mask > _NO_WEIGHT

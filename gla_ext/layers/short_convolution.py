@@ -1,0 +1,127 @@
+"""A short causal convolution of every channel, over sequences, packed ones, and segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+from gla_ext.layers._options import typed_options
+from gla_ext.ops._checks import check_plain_tensors
+from gla_ext.ops._tracing import is_recorded_for_onnx
+
+_fwd = torch.ops.gla_ext.short_convolution_fwd.default
+
+
+class ShortConvolution(nn.Conv1d):
+    """Depthwise causal convolution, then SiLU; parameters are those of FLA's module of this name.
+
+    `y_t = silu(bias + sum_s weight[:, 0, W - 1 - s] * x_{t-s})`, s from 0 to W - 1, tokens before
+    the first being 0. Computed in fp32 (fp64 for fp64 inputs) and rounded once, by one operator, in
+    which nothing is read back from the device.
+
+    Args:
+        hidden_size: number of channels D.
+        kernel_size: W, in tokens, at least 1.
+        bias: whether there is a `bias` `[D]` beside the `weight` `[D, 1, W]`. Default: False.
+
+    Raises:
+        TypeError: for more arguments, as peft gives the class when LoRA targets a convolution.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> ShortConvolution:
+        if len(args) > 3:
+            raise TypeError(
+                "ShortConvolution: expected hidden_size, kernel_size and bias, got "
+                f"{len(args)} positional arguments; LoRA on it is not supported, leave q_conv1d, "
+                "k_conv1d and v_conv1d out of its target_modules"
+            )
+        return super().__new__(cls)
+
+    @typed_options
+    def __init__(self, hidden_size: int, kernel_size: int, bias: bool = False) -> None:
+        super().__init__(
+            hidden_size,
+            hidden_size,
+            kernel_size,
+            padding=kernel_size - 1,
+            groups=hidden_size,
+            bias=bias,
+        )
+        self.hidden_size = hidden_size
+
+    def forward(
+        self,
+        x: Tensor,
+        cache: Tensor | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Convolves sequences, from the last inputs of what came before them.
+
+        Args:
+            x: `[B, T, D]`; bfloat16, float16, float32, or float64 (CPU). Rows of a wider tensor
+                are read where they lie.
+            cache: the last W inputs of each sequence so far, `[N, D, W]`, 0 where there were
+                fewer; not written to. Default: None (no inputs before).
+            output_final_state: return the cache after these tokens. Default: False.
+            cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of
+                one. What follows the last counts as a sequence. Default: None.
+
+        Returns:
+            The output `[B, T, D]` and the new cache `[N, D, W]`, both in x's dtype, or None.
+
+        Raises:
+            TypeError: for other dtypes.
+            ValueError: for shapes or devices that do not fit, and on CPU for offsets that do not.
+            NotImplementedError: a device or layout without kernels, fp64 on CUDA; double backward,
+                forward-mode AD, torch.func transforms but vmap; DTensor.
+        """
+        return causal_convolution(self, x, cache, output_final_state, cu_seqlens)
+
+
+def causal_convolution(
+    conv: nn.Conv1d,
+    x: Tensor,
+    cache: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`ShortConvolution.forward` with the weight and bias of any such module."""
+    if not torch.compiler.is_compiling():
+        names = "x weight bias cache cu_seqlens"
+        tensors = (x, conv.weight, conv.bias, cache, cu_seqlens)
+        check_plain_tensors("ShortConvolution", names, *tensors)
+    if cache is not None:
+        cache = cache.to(x.dtype)
+    if is_recorded_for_onnx():
+        from gla_ext.ops._plain import short_convolution
+
+        y, state = short_convolution(x, conv.weight, conv.bias, cache, cu_seqlens)
+    else:
+        y, state = _fwd(x, conv.weight, conv.bias, cache, cu_seqlens, output_final_state)
+    return y, state if output_final_state else None
+
+
+def convolve(
+    convolutions: Sequence[ShortConvolution],
+    inputs: Sequence[Tensor],
+    caches: Sequence[Tensor | None] | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
+    """Several convolutions over the same sequences, one input and one cache each.
+
+    Returns:
+        The outputs, and the caches to go on from or None.
+    """
+    caches = [None] * len(inputs) if caches is None else caches
+    results = [
+        convolution(x, cache, output_final_state, cu_seqlens)
+        for convolution, x, cache in zip(convolutions, inputs, caches, strict=True)
+    ]
+    outputs, states = zip(*results, strict=True)
+    return outputs, states if output_final_state else None

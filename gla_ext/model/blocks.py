@@ -1,0 +1,234 @@
+"""The blocks of a GLA language model, and all of it but the map to the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gla_ext.cache import GLACache
+from gla_ext.layers._options import typed_options
+from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
+from gla_ext.layers._projections import is_plain, lay_side_by_side, project
+from gla_ext.layers.gated_linear_attention import GatedLinearAttention
+from gla_ext.layers.norms import RMSNorm
+from gla_ext.layers.swiglu import swiglu, swiglu_linear
+from gla_ext.model.config import GLAConfig
+from gla_ext.model.weights import init_weights
+from gla_ext.ops._checks import check_tensors
+from gla_ext.ops.chunk import in_mode_of_now
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class ModelOutput(NamedTuple):
+    """What `GLAModel` returns: `[B, T, hidden_size]`, and the cache or None."""
+
+    last_hidden_state: Tensor
+    past_key_values: Any | None
+
+
+class GLAMLP(nn.Module):
+    """SwiGLU: `down_proj(swish(gate_proj(x)) * up_proj(x))` (Shazeer, 2020, arXiv:2002.05202).
+
+    The product is rounded once, and made again in backward: autograd keeps gate and up.
+
+    Args:
+        hidden_size: width of the input and the output.
+        intermediate_size: width in between.
+    """
+
+    @typed_options
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = project(x, [self.gate_proj, self.up_proj], together=False)
+        if is_plain(self.down_proj):
+            return swiglu_linear(gate, up, self.down_proj.weight)
+        return self.down_proj(swiglu(gate, up))
+
+    def fuse_projections(self) -> None:
+        """See `gla_ext.model.fuse_projections`."""
+        lay_side_by_side([self.gate_proj, self.up_proj])
+
+
+class GLABlock(nn.Module):
+    """Pre-norm block: `x = x + attn(attn_norm(x))`, then `x = x + mlp(mlp_norm(x))`.
+
+    Args:
+        config: the model's configuration.
+        layer_idx: index of the block, under which its state stands in a cache.
+    """
+
+    def __init__(self, config: GLAConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.attn_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attn = GatedLinearAttention(
+            mode=config.attn_mode,
+            hidden_size=config.hidden_size,
+            expand_k=config.expand_k,
+            expand_v=config.expand_v,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            feature_map=config.feature_map,
+            use_short_conv=config.use_short_conv,
+            conv_size=config.conv_size,
+            use_output_gate=config.use_output_gate,
+            gate_fn=config.hidden_act,
+            elementwise_affine=config.elementwise_affine,
+            norm_eps=config.norm_eps,
+            clamp_min=config.clamp_min,
+            fuse_norm=config.fuse_norm,
+            layer_idx=layer_idx,
+        )
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = GLAMLP(config.hidden_size, config.mlp_size)
+
+    def forward(self, x: Tensor, **attn_args: Any) -> Tensor:
+        """x `[B, T, hidden_size]`; attn_args go to `GatedLinearAttention.forward`."""
+        x = x + self.attn(self.attn_norm(x), **attn_args)[0]
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GLAModel(nn.Module):
+    """Embeddings, blocks and a last norm.
+
+    Set `gradient_checkpointing` to recompute each block in backward instead of saving its
+    activations (training without a cache only). Default: False.
+
+    Args:
+        config: the configuration.
+    """
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gradient_checkpointing = False
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(GLABlock(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises every weight inside by the configuration: after `to_empty()`, last of all.
+
+        The modules inside have reset_parameters too, of torch's distributions.
+        """
+        init_weights(self, self.config.initializer_range)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> ModelOutput:
+        """Arguments as `GLAForCausalLM.forward`."""
+        check_tensors("GLAForCausalLM", "input_ids cu_seqlens", input_ids, cu_seqlens)
+        if use_cache and past_key_values is None:
+            past_key_values = GLACache()
+        recompute = self.gradient_checkpointing and self.training and past_key_values is None
+        x = run_blocks(
+            self.layers,
+            self.embeddings(input_ids),
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+            call=_checkpointed if recompute else GLABlock.__call__,
+        )
+        return ModelOutput(self.norm(x), past_key_values)
+
+
+def run_blocks(
+    blocks: Iterable[GLABlock],
+    x: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any | None = None,
+    use_cache: bool = False,
+    cu_seqlens: Tensor | None = None,
+    slots: Tensor | None = None,
+    call: Callable[..., Tensor] = GLABlock.__call__,
+    inputs: list[Tensor] | None = None,
+) -> Tensor:
+    """Passes tokens through a stack of blocks.
+
+    Where there is a mask they travel in one packed row, padding last: they are sorted once, not
+    once a block, and no block computes with a mask.
+
+    Args:
+        blocks: the blocks, first to last.
+        x: the embeddings, `[B, T, hidden_size]`.
+        attention_mask, past_key_values, use_cache, cu_seqlens: as `GLAForCausalLM.forward`;
+            cu_seqlens beats the mask.
+        slots: int64 `[B * T]`, where in one row the tokens lie that cu_seqlens is of; see
+            `gla_ext.layers._padding.packed_slots`. Default: None (x is that row).
+        call: runs a block on x and its keywords. Default: the block itself.
+        inputs: takes the input of every block, `[B, T, hidden_size]`. Default: None.
+
+    Returns:
+        The output of the last block, `[B, T, hidden_size]`. A padded token passes every layer as 0
+        and every MLP as itself.
+    """
+    B, T, _ = x.shape
+    if attention_mask is not None and cu_seqlens is None:
+        slots, cu_seqlens = packed_slots(valid_tokens(attention_mask, B, T))
+    if slots is not None:
+        x = pack(x, slots)
+    attn_args = {
+        "past_key_values": past_key_values,
+        "use_cache": use_cache,
+        "cu_seqlens": cu_seqlens,
+    }
+    for block in blocks:
+        if inputs is not None:
+            inputs.append(x if slots is None else unpack(x, slots, B, T))
+        x = call(block, x, **attn_args)
+    if slots is None:
+        return x
+    if past_key_values is not None:
+        for layer_idx in range(len(past_key_values)):  # each counted the whole row
+            past_key_values.update(layer_idx=layer_idx, offset=T - B * T)
+    return unpack(x, slots, B, T)
+
+
+def _checkpointed(block: GLABlock, x: Tensor, **attn_args: Any) -> Tensor:
+    return checkpoint(in_mode_of_now(block), x, use_reentrant=False, **attn_args)
+
+
+def fuse_projections(module: Module) -> Module:
+    """Makes inference multiply by one matrix where a layer has several of one input: q, k, v, the
+    output gate and the gate's first map of a `GatedLinearAttention`, gate and up of a `GLAMLP`.
+
+    A decoded token is mostly such products, each too small to fill a GPU; more than 256 tokens of
+    a batch take them apart, as before. The weights are laid side by side in memory, once. They stay
+    the same parameters under the same names, which may change in place, be trained and be saved;
+    none is kept twice. Since each is then a part of a larger storage, do it last: what moves or
+    replaces parameters (`model.to(...)`) takes them apart again, which costs speed alone. What
+    holds their memory by its address, as a CUDA graph does, would read memory that was freed:
+    capture after. safetensors' `save_model` refuses parameters of one storage and takes a
+    `copy.deepcopy(module)`, in which they are apart; its `save_file`, `torch.save` of a whole
+    state_dict and `save_pretrained` take them as they are. Results may differ in their rounding.
+    Nothing changes with gradients, compiled and traced, in `batch_invariant`, where autocast keeps
+    its casts of the weights, nor where a hook, an adapter or a quantized or sharded weight has
+    taken a place.
+
+    Args:
+        module: any module, of any depth: a `GLAForCausalLM`, `gla_ext.hf`'s, a layer.
+
+    Returns:
+        The module.
+    """
+    for child in module.modules():
+        if isinstance(child, (GatedLinearAttention, GLAMLP)):
+            child.fuse_projections()
+    return module

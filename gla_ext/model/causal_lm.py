@@ -1,0 +1,142 @@
+"""A causal language model of GLA blocks, with the parameter names of FLA's `GLAForCausalLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from gla_ext.decode.generate import generate, generate_stream
+from gla_ext.decode.language_model import LanguageModel
+from gla_ext.model.blocks import GLAModel
+from gla_ext.model.config import GLAConfig
+from gla_ext.model.loss import next_token_loss
+from gla_ext.model.tensors import load_tensors, read_model, save_model
+from gla_ext.model.weights import init_weights
+
+
+class CausalLMOutput(NamedTuple):
+    """What `GLAForCausalLM` returns.
+
+    loss: scalar, fp32 (fp64 of an fp64 model), nats a token, or None without labels.
+    logits: `[B, T, vocab_size]`.
+    past_key_values: the cache, or None.
+    """
+
+    loss: Tensor | None
+    logits: Tensor
+    past_key_values: Any | None
+
+
+class GLAForCausalLM(LanguageModel):
+    """The language model: `GLAModel` and a linear map to the logits of the next token.
+
+    Args:
+        config: the configuration.
+    """
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = GLAModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._reset_head()
+
+    def reset_parameters(self) -> None:
+        """As `GLAModel.reset_parameters`; ties the embeddings anew, which `to_empty()` unties."""
+        self.model.reset_parameters()
+        self._reset_head()
+
+    def _reset_head(self) -> None:
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embeddings.weight
+        else:
+            init_weights(self.lm_head, self.config.initializer_range)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any | None = None,
+        use_cache: bool = False,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+    ) -> CausalLMOutput:
+        """Logits of the next token at every position, and the loss when labels are given.
+
+        Args:
+            input_ids: int64 `[B, T]`.
+            attention_mask: `[B, >= T]` of 0 (padding) and 1, see `GatedLinearAttention.forward`.
+                Default: None.
+            past_key_values: a cache of the tokens before these. Default: None.
+            use_cache: store the states after these tokens in past_key_values, or in a new
+                `GLACache`. Default: False.
+            labels: int64 `[B, T]`, usually input_ids: logits at t are compared with labels at
+                t + 1, and labels of -100 do not count. With cu_seqlens the first label of each
+                sequence does not count either. Default: None.
+            logits_to_keep: with labels None, compute the logits of the last so many positions
+                alone, or of the positions in an int64 tensor `[n]`; 0 means all. Default: 0.
+            cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of
+                one. Default: None.
+
+        Returns:
+            A `CausalLMOutput`.
+
+        Raises:
+            ValueError: logits_to_keep below 0; a mask of other numbers than 0 and 1 (on CPU).
+            TypeError: input_ids, labels or cu_seqlens that are no tensors.
+        """
+        check_logits_to_keep(logits_to_keep)
+        x, past_key_values = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+        )
+        if labels is None:
+            if isinstance(logits_to_keep, Tensor):
+                x = x.index_select(1, logits_to_keep)
+            else:
+                x = x[:, -logits_to_keep:]
+            return CausalLMOutput(None, self.lm_head(x), past_key_values)
+        logits = self.lm_head(x)
+        loss = next_token_loss(logits, labels, cu_seqlens=cu_seqlens)
+        return CausalLMOutput(loss, logits, past_key_values)
+
+    def generate(
+        self, input_ids: Tensor | Sequence[Tensor | Sequence[int]], *args: Any, **kwargs: Any
+    ) -> Tensor | list[Tensor]:
+        """Samples a continuation of input_ids: see `gla_ext.decode.generate.generate`."""
+        return generate(self, input_ids, *args, **kwargs)
+
+    def generate_stream(
+        self, input_ids: Tensor | Sequence[Tensor | Sequence[int]], *args: Any, **kwargs: Any
+    ) -> Iterator[Tensor]:
+        """The same, token by token: see `gla_ext.decode.generate.generate_stream`."""
+        return generate_stream(self, input_ids, *args, **kwargs)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes model.safetensors and config.json: see `gla_ext.model.checkpoint.save_model`."""
+        save_model(self, folder)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> GLAForCausalLM:
+        """Reads what `save_pretrained`, FLA or transformers wrote: see
+        `gla_ext.model.checkpoint.load_model`.
+        """
+        config, tensors = read_model(folder)
+        model = cls(config)
+        load_tensors(model, tensors)
+        return model.eval()
+
+
+def check_logits_to_keep(logits_to_keep: int | Tensor) -> None:
+    """Raises ValueError for a number of positions below 0."""
+    if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+        raise ValueError(
+            f"GLAForCausalLM: expected logits_to_keep to be at least 0, got {logits_to_keep}"
+        )

@@ -1,0 +1,165 @@
+"""The configuration of a GLA language model, under the names of FLA's `GLAConfig`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from gla_ext.layers._options import typed
+from gla_ext.model.files import write_text
+
+# What a configuration file of FLA may ask for that is not built here, with the values that ask
+# for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "attn": (None,),
+    "attnres_block_size": (None,),
+    "use_gk": (True,),
+    "use_gv": (False,),
+    "use_l2warp": (False,),
+}
+
+_SIZES = ("hidden_size", "num_hidden_layers", "num_heads", "conv_size", "vocab_size")
+_SIZES_OR_NONE = ("intermediate_size", "num_kv_heads")
+
+
+@dataclass
+class GLAConfig:
+    """What a `GLAForCausalLM` is built from; names and defaults are FLA 0.6.0's.
+
+    Args:
+        hidden_size: width of the residual stream. Default: 2048.
+        expand_k: key width over hidden_size. Default: 0.5.
+        expand_v: value width over hidden_size. Default: 1.0.
+        hidden_ratio: with intermediate_size None, the MLP is 2/3 * hidden_ratio * hidden_size
+            wide, rounded up to a multiple of 256. Default: 4.
+        intermediate_size: width of the MLP. Default: None.
+        num_hidden_layers: number of blocks. Default: 24.
+        num_heads: heads a layer. Default: 4.
+        num_kv_heads: see `GatedLinearAttention`. Default: None.
+        feature_map: see `GatedLinearAttention`. Default: None.
+        attn_mode: the layer's mode. Default: 'chunk'.
+        use_short_conv: see `GatedLinearAttention`. Default: False.
+        conv_size: see `GatedLinearAttention`. Default: 4.
+        use_output_gate: see `GatedLinearAttention`. Default: True.
+        clamp_min: lower bound of the log gate. Default: None.
+        hidden_act: activation of the MLP and of the output gate: 'swish', the only one that FLA's
+            MLP and its layer both take, or 'silu', which is the same function; with 'silu' the
+            layers' norms are named `g_norm`, see fuse_norm of `GatedLinearAttention`.
+            Default: 'swish'.
+        max_position_embeddings: kept for FLA's readers; there is no limit. Default: 2048.
+        elementwise_affine: whether the layers' norms have a weight. Default: True.
+        norm_eps: epsilon of all norms. Default: 1e-6.
+        use_cache: kept for FLA's readers; here forward's own argument decides. Default: True.
+        pad_token_id: token whose embedding gets no gradient. Default: None.
+        bos_token_id: first token of a text. Default: 1.
+        eos_token_id: last token of a text, or a list of such. Default: 2.
+        tie_word_embeddings: the output matrix is the embedding matrix. Default: False.
+        initializer_range: standard deviation of the initial weights. Default: 0.02.
+        fuse_norm: see `GatedLinearAttention`. Default: True.
+        vocab_size: number of tokens. Default: 32000.
+
+    Raises:
+        ValueError: sizes below 1, numbers of heads too; a hidden_ratio that leaves the MLP no
+            width; a pad_token_id that is no token.
+        TypeError: a field of another type than is given above.
+        NotImplementedError: hidden_act other than 'swish' and 'silu'.
+    """
+
+    hidden_size: int = 2048
+    expand_k: float = 0.5
+    expand_v: float = 1.0
+    hidden_ratio: float | None = 4
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 24
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    feature_map: str | None = None
+    attn_mode: str = "chunk"
+    use_short_conv: bool = False
+    conv_size: int = 4
+    use_output_gate: bool = True
+    clamp_min: float | None = None
+    hidden_act: str = "swish"
+    max_position_embeddings: int = 2048
+    elementwise_affine: bool | None = True
+    norm_eps: float = 1e-6
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    fuse_norm: bool = True
+    vocab_size: int = 32000
+
+    def __post_init__(self) -> None:
+        annotations = {field.name: field.type for field in fields(self)}
+        for name, value in typed("GLAConfig", vars(self), annotations).items():
+            setattr(self, name, value)
+        if self.hidden_act not in ("silu", "swish"):
+            raise NotImplementedError(
+                f"GLAConfig: hidden_act = {self.hidden_act!r} is not implemented, only 'swish' and "
+                "'silu', its other name, are"
+            )
+        given = (name for name in _SIZES_OR_NONE if getattr(self, name) is not None)
+        for name in (*_SIZES, *given):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"GLAConfig: expected {name} to be at least 1, got {getattr(self, name)}"
+                )
+        if self.mlp_size < 1:
+            raise ValueError(
+                "GLAConfig: expected hidden_ratio to make the MLP at least 1 wide, got "
+                f"{self.hidden_ratio} with hidden_size = {self.hidden_size}"
+            )
+        # Below 0 it counts from the end, as in nn.Embedding.
+        pad, V = self.pad_token_id, self.vocab_size
+        if pad is not None and not -V <= pad < V:
+            raise ValueError(
+                f"GLAConfig: expected pad_token_id to be one of vocab_size = {V} tokens, got {pad}"
+            )
+
+    @property
+    def mlp_size(self) -> int:
+        """Width of the MLP: intermediate_size, or what follows from hidden_ratio."""
+        if self.intermediate_size is not None:
+            return self.intermediate_size
+        ratio = 4 if self.hidden_ratio is None else self.hidden_ratio
+        return -(-int(self.hidden_size * ratio * 2 / 3) // 256) * 256
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, and the two entries by which FLA and transformers know the model."""
+        return {"model_type": "gla", "architectures": ["GLAForCausalLM"], **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> GLAConfig:
+        """Reads `to_dict`'s form, or a config.json that FLA wrote.
+
+        Entries that are neither fields here nor known options of FLA are passed over.
+
+        Raises:
+            ValueError: for a model_type other than 'gla'.
+            NotImplementedError: for FLA's options that are not implemented.
+        """
+        if values.get("model_type", "gla") != "gla":
+            raise ValueError(
+                f"GLAConfig: expected model_type to be 'gla', got {values['model_type']!r}"
+            )
+        for name, harmless in _UNSUPPORTED.items():
+            if name in values and values[name] not in harmless:
+                raise NotImplementedError(
+                    f"GLAConfig: {name} = {values[name]!r} is not implemented"
+                )
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def save(self, path: str | Path) -> None:
+        """Writes the configuration as JSON to the file `path`."""
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> GLAConfig:
+        """Reads the file `path`; raises as `from_dict` does."""
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))

@@ -1,0 +1,177 @@
+"""Tensors as safetensors files that no reader sees half written, and those that a model is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from gla_ext.model.config import GLAConfig
+from gla_ext.model.files import replacing
+
+MODEL_FILE, CONFIG_FILE = "model.safetensors", "config.json"
+INDEX_FILE = "model.safetensors.index.json"  # of a model in several files, as transformers saves it
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_METADATA_KEY = "gla_ext"
+
+
+def save_model(model: nn.Module, folder: str | Path) -> None:
+    """Writes model.safetensors and config.json, which FLA's `from_pretrained` reads too.
+
+    Args:
+        model: a `GLAForCausalLM`; with tied embeddings its one matrix is stored once, as the
+            embeddings.
+        folder: made if it is not there.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / MODEL_FILE, model_tensors(model), metadata={"format": "pt"})
+    model.config.save(folder / CONFIG_FILE)
+
+
+def read_model(folder: str | Path) -> tuple[GLAConfig, dict[str, Tensor]]:
+    """What `gla_ext.model.checkpoint.load_model` makes a model of, and raises for."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"load_model: expected {folder} to be a folder with {CONFIG_FILE} and {MODEL_FILE}, "
+            "got no folder; a model of the Hub is to be downloaded first"
+        )
+    if not (folder / CONFIG_FILE).is_file():
+        raise FileNotFoundError(f"load_model: expected {folder} to hold {CONFIG_FILE}")
+    return GLAConfig.load(folder / CONFIG_FILE), _read_model_tensors(folder)
+
+
+def _read_model_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a model in one file or in several."""
+    if (folder / MODEL_FILE).is_file():
+        return read_tensors(folder / MODEL_FILE)[0]
+    if (folder / INDEX_FILE).is_file():
+        return _read_shards(folder / INDEX_FILE)
+    if pickle := next((name for name in _PICKLES if (folder / name).exists()), None):
+        raise ValueError(
+            f"load_model: expected {folder} to hold {MODEL_FILE}, got {pickle}, a pickle, which "
+            "may run code when it is read; where you trust it, convert it once: "
+            "gla_ext.hf.GLAForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+        )
+    raise FileNotFoundError(f"load_model: expected {folder} to hold {MODEL_FILE} or {INDEX_FILE}")
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """The tensors that an index names, each from the file that it names."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted(set(weight_map.values()))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"load_model: expected {index} to be JSON with a weight_map of tensors and files"
+        ) from error
+    tensors = {}
+    for shard in shards:
+        if not (isinstance(shard, str) and shard and Path(shard).name == shard):
+            raise ValueError(f"load_model: expected {index} to name files beside it, got {shard!r}")
+        if not (index.parent / shard).is_file():
+            raise FileNotFoundError(
+                f"load_model: expected {index.parent} to hold {shard}, which {index.name} names"
+            )
+        with _opened(index.parent / shard) as file:
+            held = set(file.keys())
+            for name in (name for name, place in weight_map.items() if place == shard):
+                if name not in held:
+                    raise ValueError(
+                        f"load_model: expected {shard} to hold {name!r}, as {index.name} says"
+                    )
+                tensors[name] = file.get_tensor(name)
+    return tensors
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state, without the output matrix where that is the embedding matrix."""
+    tensors = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    return tensors
+
+
+def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copies `model_tensors`' form into a model.
+
+    Raises:
+        ValueError: for a missing or unknown name, or a wrong shape.
+    """
+    expected = model_tensors(model)
+    tensors = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name != "lm_head.weight" or not model.config.tie_word_embeddings
+    }
+    if odd := sorted(expected.keys() ^ tensors.keys()):
+        kind = "to hold" if odd[0] in expected else "not to hold"
+        raise ValueError(f"load_tensors: expected the file {kind} {odd[0]!r}")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"load_tensors: expected {name} to have shape {list(expected[name].shape)}, got "
+                f"{list(tensor.shape)}"
+            )
+    model.load_state_dict(tensors, strict=False)
+
+
+def write_tensors(
+    path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, Any] | None = None
+) -> None:
+    """Writes a safetensors file atomically: at any moment `path` is the old file or the new one.
+
+    Args:
+        path: the file; `gla_ext.model.files.replacing` makes it.
+        tensors: names and tensors, on any device.
+        metadata: anything JSON can hold. String values stand in the header as they are, which
+            other readers expect; the whole stands there as JSON. Default: None.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    metadata = metadata or {}
+    header = {key: value for key, value in metadata.items() if isinstance(value, str)}
+    header[_METADATA_KEY] = json.dumps(metadata)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        with replacing(path) as file:
+            save_file(tensors, file, metadata=header)
+    except SafetensorError as error:
+        raise OSError(f"cannot write {path}: {error}") from error
+
+
+def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Reads a safetensors file: its tensors on CPU, and `write_tensors`' metadata or {}.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that is damaged, or no safetensors file.
+    """
+    with _opened(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    return tensors, read_metadata(path)
+
+
+def read_metadata(path: str | Path) -> dict[str, Any]:
+    """`write_tensors`' metadata or {}, without reading a tensor; raises as `read_tensors`."""
+    with _opened(path) as file:
+        header = file.metadata() or {}
+    return json.loads(header.get(_METADATA_KEY, "{}"))
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path) -> Iterator[Any]:
+    """A safetensors file, open for reading."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"expected {path} to be a whole safetensors file: {error}") from error

@@ -1,0 +1,189 @@
+"""The operators of gla_ext as Python functions."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+from gla_ext.ops._checks import OFF, check_plain_tensors, check_scale
+from gla_ext.ops._tracing import can_be_read, is_recorded_for_onnx
+from gla_ext.ops.inputs import CHECKS_INPUTS, check_offsets, check_values
+
+__all__ = ["batch_invariant", "chunk_gla", "fused_chunk_gla"]
+
+_fwd = torch.ops.gla_ext.chunk_gla_fwd.default
+_TENSORS = "q k v g gv initial_state cu_seqlens"
+
+# The operator's for_backward_bytes: -1 keeps for backward what the plan says, 0 nothing.
+_for_backward_bytes = 0 if os.environ.get("GLA_EXT_KEEP_OPERANDS", "").lower() in OFF else -1
+
+
+class _Mode(threading.local):
+    """Python's default of the operators' batch_invariant argument, one a thread."""
+
+    def __init__(self) -> None:
+        value = os.environ.get("GLA_EXT_BATCH_INVARIANT", "").lower()
+        self.batch_invariant = value not in ("", *OFF)
+
+
+_mode = _Mode()
+
+
+@contextlib.contextmanager
+def batch_invariant(enabled: bool = True) -> Iterator[None]:
+    """Inside, a sequence gets the same bits alone, in a batch, or packed among others.
+
+    The plan of such a call depends on K, V and the dtypes alone. Backward follows the mode its
+    forward ran in, and so does what the language models' checkpointing recomputes. A function that
+    you give to `torch.utils.checkpoint` yourself is run again in the mode of backward's thread, on
+    CUDA one of autograd's own: enter the mode inside the function.
+    `GLA_EXT_BATCH_INVARIANT=1` in the environment sets the default of every thread.
+
+    Args:
+        enabled: False turns the mode off inside. Default: True.
+    """
+    before = _mode.batch_invariant
+    _mode.batch_invariant = enabled
+    try:
+        yield
+    finally:
+        _mode.batch_invariant = before
+
+
+def is_batch_invariant() -> bool:
+    """Whether calls of this thread are in that mode."""
+    return _mode.batch_invariant
+
+
+def keeps_for_backward() -> bool:
+    """Whether forward leaves for backward what the plan says (GLA_EXT_KEEP_OPERANDS)."""
+    return _for_backward_bytes != 0
+
+
+def in_mode_of_now(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function in the batch-invariant mode of now, whenever and in whatever thread it runs."""
+    if torch.compiler.is_compiling():  # the graph has the mode as a constant, recomputed or not
+        return function
+    enabled = is_batch_invariant()
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        with batch_invariant(enabled):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    gv: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Gated linear attention in the chunkwise form (Yang et al., arXiv 2312.06635, section 4).
+
+    Computes, for every sequence and head,
+
+        S_t = diag(exp(g_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T,    o_t = scale * S_t^T q_t
+
+    in chunks of 64 tokens. Differentiable in q, k, v, g, gv and initial_state. Tokens come before
+    heads: `[B, H, T, K]`, as attention has it, is taken for H tokens of T heads.
+
+    Args:
+        q: queries, `[B, T, H, K]`; bfloat16, float16, float32, or float64 (CPU).
+        k: keys, `[B, T, HK, K]`, dtype of q. HK is H or a divisor: head h of q reads head
+            `h // (H // HK)` of k, v, g and gv, where it lies. Backward makes their gradients for
+            every head of q, and sums them.
+        v: values, `[B, T, HK, V]`, dtype of q.
+        g: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, at most 0; -inf is a
+            reset. It is not looked at: above 0, as of decays that are no logarithms, states grow
+            until results are inf or NaN; see `gla_ext.check_inputs`. bfloat16, float16 or float32,
+            whatever the dtype of q, but float64 with float64 q. None: no decay.
+        scale: factor of the scores, a number. Default: `K ** -0.5`.
+        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32 (float64 with
+            float64 q). N is the number of sequences: B, or `len(cu_seqlens) - 1`. Default: zero.
+        output_final_state: whether to return the state after the last token. Default: False.
+        state_v_first: layout of both states. Default: False.
+        cu_seqlens: offsets of packed sequences, `[N + 1]`, int32 or int64, on q's device, with
+            B = 1: first 0, non-decreasing, last at most T. Tokens after the last offset give zeros.
+        cu_seqlens_cpu: the same offsets on the CPU; their contents are checked, in eager mode.
+            Default: None.
+        gv: the same of each value channel, `[B, T, HK, V]` (the paper's beta). Default: no decay.
+
+    Returns:
+        o, `[B, T, H, V]` in v's dtype, and the final state in the layout and dtype of
+        initial_state, or None.
+
+    Raises:
+        ValueError: shapes, devices or offsets do not agree.
+        TypeError: dtypes do not; scale is a tensor.
+        NotImplementedError: a device or layout without kernels; forward-mode AD; torch.func
+            transforms but vmap; DTensor.
+    """
+    check_scale("chunk_gla", scale)
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        check_plain_tensors("chunk_gla", _TENSORS, q, k, v, g, gv, initial_state, cu_seqlens)
+    if is_recorded_for_onnx():
+        from gla_ext.ops._plain import gla
+
+        args = (q, k, v, g, gv, initial_state, cu_seqlens, scale, False, state_v_first)
+        o, final_state = gla(*args)
+        return o, final_state if output_final_state else None
+    o, final_state, *_ = _fwd(
+        q,
+        k,
+        v,
+        g,
+        gv,
+        initial_state,
+        cu_seqlens,
+        scale,
+        output_final_state,
+        state_v_first,
+        _mode.batch_invariant,
+        _for_backward_bytes,
+    )
+    if CHECKS_INPUTS and can_be_read(q):
+        check_values("chunk_gla", "g", q, k, v, g, gv, scale, initial_state, cu_seqlens)
+    if cu_seqlens_cpu is not None and not compiling:
+        _check_offsets(cu_seqlens_cpu, cu_seqlens, q.shape[1])
+    return o, final_state if output_final_state else None
+
+
+fused_chunk_gla = chunk_gla
+
+
+def _check_offsets(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None, T: int) -> None:
+    """The contents of cu_seqlens_cpu; cu_seqlens itself has passed the operator's checks."""
+    if cu_seqlens is None:
+        raise ValueError("chunk_gla: expected cu_seqlens beside cu_seqlens_cpu, got None")
+    if not isinstance(cu_seqlens_cpu, Tensor):
+        raise TypeError(
+            f"chunk_gla: expected cu_seqlens_cpu to be a tensor, got {type(cu_seqlens_cpu)}"
+        )
+    if cu_seqlens_cpu.device.type != "cpu":
+        raise ValueError(f"chunk_gla: expected cu_seqlens_cpu on cpu, got {cu_seqlens_cpu.device}")
+    if cu_seqlens_cpu.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            "chunk_gla: expected cu_seqlens_cpu to be torch.int32 or torch.int64, got "
+            f"{cu_seqlens_cpu.dtype}"
+        )
+    if cu_seqlens_cpu.shape != cu_seqlens.shape:
+        raise ValueError(
+            f"chunk_gla: expected cu_seqlens_cpu to have the shape of cu_seqlens, "
+            f"{list(cu_seqlens.shape)}, got {list(cu_seqlens_cpu.shape)}"
+        )
+    check_offsets("chunk_gla", cu_seqlens_cpu.tolist(), T)

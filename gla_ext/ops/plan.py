@@ -1,0 +1,136 @@
+"""What would run for a call of chunk_gla."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from gla_ext import _C
+from gla_ext.ops import chunk
+
+_MEBIBYTE = 2**20
+# A GPU to plan for where there is none: an H100's or H200's compute capability, multiprocessors.
+_HOPPER = ("9.0", 132)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of both passes of a call of `chunk_gla`; `print` it to read it.
+
+    Attributes:
+        path: "fused" (the kernels for Hopper) or "steps" (a kernel a step, any GPU).
+        fused_expects: what the fused path expects and this call does not have; None on that path.
+        forward, backward: the kernels that each pass launches, in order; csrc/README.md has a table
+            of their names.
+        forward_segments, backward_segments: into how many segments of one batch row the sweeps of
+            each pass cut sequences, to fill the GPU; 0: they do not.
+        forward_workspace_bytes, backward_workspace_bytes: what each pass allocates besides inputs
+            and outputs, and frees when it ends.
+        for_backward_bytes: what forward leaves for backward besides its inputs.
+    """
+
+    path: str
+    fused_expects: str | None
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    forward_segments: int
+    backward_segments: int
+    forward_workspace_bytes: int
+    backward_workspace_bytes: int
+    for_backward_bytes: int
+
+    def __str__(self) -> str:
+        reason = f" (fused expects {self.fused_expects})" if self.fused_expects else ""
+        lines = [f"path: {self.path}{reason}"]
+        for name in ("forward", "backward"):
+            segments = getattr(self, f"{name}_segments")
+            workspace = getattr(self, f"{name}_workspace_bytes") / _MEBIBYTE
+            cut = f", {segments} segments a row" if segments else ""
+            lines.append(f"{name}: {' -> '.join(getattr(self, name))}")
+            lines.append(f"    {workspace:,.1f} MiB of workspace{cut}")
+        lines.append(f"left for backward: {self.for_backward_bytes / _MEBIBYTE:,.1f} MiB")
+        return "\n".join(lines)
+
+
+def plan(
+    B: int,
+    T: int,
+    H: int,
+    K: int,
+    V: int,
+    N: int | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    gate_dtype: torch.dtype | None = None,
+    g: bool = True,
+    gv: bool = False,
+    gpu: torch.device | str | int | tuple[str, int] | None = None,
+) -> Plan:
+    """Which kernels a call of `chunk_gla` on CUDA launches, and why not those of the fused path.
+
+    The answer is that of a call with a gradient to come, in the current `batch_invariant` mode and
+    under the environment's `GLA_EXT_CUDA_PATH` and `GLA_EXT_KEEP_OPERANDS`, with rows that start at
+    multiples of 16 bytes. It needs no GPU and launches nothing.
+
+    Args:
+        B, T, H, K, V: the sizes of q `[B, T, H, K]` and v `[B, T, H, V]`.
+        N: the number of sequences packed in one row (B = 1). Default: none are packed.
+        dtype: of q, k and v: torch.bfloat16 (the default), float16 or float32.
+        gate_dtype: of g and gv. Default: `dtype`.
+        g: whether there are gates on keys. Default: True.
+        gv: whether there are gates on values. Default: False.
+        gpu: a CUDA device, or a pair of compute capability and number of multiprocessors such as
+            `("9.0", 132)`. Default: the current device, or where there is none an H100.
+
+    Returns:
+        A `Plan`.
+
+    Raises:
+        ValueError: a size or dtype that CUDA kernels do not take.
+
+    Example:
+        >>> print(gla_ext.plan(8, 2048, 4, 256, 512, gpu=("9.0", 132)))
+        path: fused
+        forward: prepare -> forward.prepared
+        ...
+    """
+    capability, processors = _capability(gpu)
+    forced = os.environ.get("GLA_EXT_CUDA_PATH") == "steps"
+    found = _C.plan(
+        B,
+        T,
+        H,
+        K,
+        V,
+        N,
+        dtype=str(dtype).removeprefix("torch."),
+        gate_dtype=str(gate_dtype or dtype).removeprefix("torch."),
+        batch_invariant=chunk.is_batch_invariant(),
+        key_gated=g,
+        value_gated=gv,
+        for_backward=chunk.keeps_for_backward(),
+        capability="8.0" if forced else capability,
+        processors=processors,
+        device="cuda",
+    )
+    forward, backward = found["forward"], found["backward"]
+    return Plan(
+        path=found["path"],
+        fused_expects="no GLA_EXT_CUDA_PATH=steps" if forced else found["fused_expects"],
+        forward=tuple(forward["kernels"]),
+        backward=tuple(backward["kernels"]),
+        forward_segments=forward["segments"],
+        backward_segments=backward["segments"],
+        forward_workspace_bytes=forward["workspace_bytes"],
+        backward_workspace_bytes=backward["workspace_bytes"],
+        for_backward_bytes=found["for_backward_bytes"],
+    )
+
+
+def _capability(gpu: torch.device | str | int | tuple[str, int] | None) -> tuple[str, int]:
+    if isinstance(gpu, tuple):
+        return gpu
+    if gpu is None and not torch.cuda.is_available():
+        return _HOPPER
+    properties = torch.cuda.get_device_properties(gpu)
+    return f"{properties.major}.{properties.minor}", properties.multi_processor_count

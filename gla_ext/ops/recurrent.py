@@ -1,0 +1,270 @@
+"""The recurrence as Python functions: over sequences, and on a server's pool of states."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+from gla_ext.ops._checks import check_plain_tensors, check_scale
+from gla_ext.ops._tracing import can_be_read, is_recorded_for_onnx
+from gla_ext.ops.inputs import CHECKS_INPUTS, check_values
+
+__all__ = [
+    "fused_recurrent_gla",
+    "recurrent_gla_commit_",
+    "recurrent_gla_step_",
+    "recurrent_gla_verify",
+]
+
+_fwd = torch.ops.gla_ext.recurrent_gla_fwd.default
+_step = torch.ops.gla_ext.recurrent_gla_step_.default
+_verify = torch.ops.gla_ext.recurrent_gla_verify.default
+_commit = torch.ops.gla_ext.recurrent_gla_commit_.default
+_TENSORS = "q k v gk gv state slots"
+
+
+def fused_recurrent_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: bool,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Gated linear attention token by token (Yang et al., arXiv 2312.06635, equation 3).
+
+    Computes, for every sequence and head,
+
+        S_t = diag(exp(gk_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T,    o_t = scale * S_t^T q_t
+
+    one token after the other: for decoding, short prompts, gates on values, and reverse time.
+    Tokens come before heads, as in `chunk_gla`, the fast form for long sequences. Differentiable in
+    q, k, v, gk, gv and initial_state; backward computes the states again and divides by no decay,
+    so that it is as exact as the recurrence at any gate. Its workspace grows with T: a state of
+    every head each 32 tokens (CUDA) or 16 (CPU), and on CUDA, where blocks share a state, fp32
+    partial sums of dq, dk and dgk for each of them.
+
+    Args:
+        q: queries, `[B, T, H, K]`; bfloat16, float16, float32, or float64 (CPU).
+        k: keys, `[B, T, HK, K]`, dtype of q. HK is H or a divisor: head h of q reads head
+            `h // (H // HK)` of k, v, gk and gv, where it lies. Backward makes their gradients for
+            every head of q, and sums them.
+        v: values, `[B, T, HK, V]`, dtype of q.
+        gk: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, at most 0, which is
+            not looked at, see `gla_ext.check_inputs`; -inf is a reset.
+            bfloat16, float16 or float32, whatever the dtype of q, but float64 with float64 q.
+            Default: no decay.
+        gv: the same of each value channel, `[B, T, HK, V]`. Default: no decay.
+        scale: factor of the scores, a number. Default: `K ** -0.5`.
+        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32 (float64 with
+            float64 q). N is the number of sequences: B, or `len(cu_seqlens) - 1`. Default: zero.
+        output_final_state: whether to return the state after the last token. Default: False.
+        reverse: the last token of a sequence comes first. Default: False.
+        state_v_first: layout of both states. Default: False.
+        cu_seqlens: offsets of packed sequences, `[N + 1]`, int32 or int64, on q's device, with
+            B = 1: first 0, non-decreasing, last at most T. Tokens after the last offset give zeros.
+        **kwargs: `transpose_state_layout`, the old name of state_v_first; it warns.
+
+    Returns:
+        o, `[B, T, H, V]` in v's dtype, and the final state in the layout and dtype of
+        initial_state, or None.
+
+    Raises:
+        ValueError: shapes, devices or offsets do not agree; both names of state_v_first.
+        TypeError: dtypes do not agree; unknown keywords; scale is a tensor.
+        NotImplementedError: a device or layout without kernels; forward-mode AD; torch.func
+            transforms but vmap; DTensor.
+    """
+    if kwargs:
+        state_v_first = _state_layout(kwargs, state_v_first)
+    check_scale("fused_recurrent_gla", scale)
+    if not torch.compiler.is_compiling():
+        names = "q k v gk gv initial_state cu_seqlens"
+        tensors = (q, k, v, gk, gv, initial_state, cu_seqlens)
+        check_plain_tensors("fused_recurrent_gla", names, *tensors)
+    if is_recorded_for_onnx():
+        from gla_ext.ops._plain import gla
+
+        args = (q, k, v, gk, gv, initial_state, cu_seqlens, scale, reverse, state_v_first)
+        o, final_state = gla(*args)
+        return o, final_state if output_final_state else None
+    o, final_state = _fwd(
+        q,
+        k,
+        v,
+        gk,
+        gv,
+        initial_state,
+        cu_seqlens,
+        scale,
+        output_final_state,
+        reverse,
+        state_v_first,
+    )
+    if CHECKS_INPUTS and can_be_read(q):
+        op = "fused_recurrent_gla"
+        check_values(op, "gk", q, k, v, gk, gv, scale, initial_state, cu_seqlens)
+    return o, final_state if output_final_state else None
+
+
+def recurrent_gla_step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    *,
+    state: Tensor,
+    slots: Tensor | None = None,
+    scale: float | None = None,
+    state_v_first: bool = False,
+) -> Tensor:
+    """Decodes the next token of every row, and moves the rows' states on, in place.
+
+    The recurrence of `fused_recurrent_gla` for B rows whose states lie in a pool, so that a server
+    keeps the states of all its sequences in one tensor. Row b reads and writes `state[slots[b]]`;
+    a matrix is read once and written once. There is no gradient. Works in CUDA graphs and under
+    `torch.compile(fullgraph=True)`, which copies no pool.
+
+    Args:
+        q: queries, `[B, T, H, K]`, mostly with T = 1; T tokens are T steps in one call.
+        k: keys, `[B, T, HK, K]`, dtype of q; HK as in `fused_recurrent_gla`.
+        v: values, `[B, T, HK, V]`, dtype of q.
+        gk: natural logarithm of the decay of each key channel, `[B, T, HK, K]`. Default: no decay.
+        gv: the same of each value channel, `[B, T, HK, V]`. Default: no decay.
+        state: the pool, `[P, H, K, V]`, or `[P, H, V, K]` if `state_v_first`; float32 (float64 with
+            float64 q). Its last two dimensions are contiguous; P and H may have any stride with
+            which no two matrices overlap.
+        slots: the row of the pool of each row of the batch, `[B]`, int32 or int64, on q's device.
+            A slot below 0 (by convention -1) or beyond the pool skips its row: o is zero there and
+            no state is touched. A slot that stands twice leaves its state undefined, and the o of
+            its rows too, but nothing else. Default: P = B, and row b has slot b.
+        scale: factor of the scores, a number. Default: `K ** -0.5`.
+        state_v_first: layout of the pool. Default: False.
+
+    Returns:
+        o, `[B, T, H, V]` in v's dtype.
+
+    Raises:
+        ValueError: shapes, devices or strides do not agree.
+        TypeError: dtypes do not; scale is a tensor.
+        NotImplementedError: grad mode is on and an input requires grad; a device or layout without
+            kernels; torch.vmap; DTensor.
+    """
+    check_scale("recurrent_gla_step_", scale)
+    if not torch.compiler.is_compiling():
+        check_plain_tensors("recurrent_gla_step_", _TENSORS, q, k, v, gk, gv, state, slots)
+    _refuse_onnx(
+        "recurrent_gla_step_",
+        "fused_recurrent_gla, or a GLACache in place of a StaticGLACache",
+    )
+    return _step(q, k, v, gk, gv, state, slots, scale, state_v_first)
+
+
+def recurrent_gla_verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    *,
+    state: Tensor,
+    slots: Tensor | None = None,
+    scale: float | None = None,
+    state_v_first: bool = False,
+) -> Tensor:
+    """The outputs of T drafted tokens of every row, with every state left as it is.
+
+    For speculative decoding. `recurrent_gla_verify` gives the o that `recurrent_gla_step_` would
+    give for the same T tokens, for one read of the rows' states and no write: bit for bit on CPU,
+    and to the rounding of fp32 on CUDA, where drafts of 2 to 16 tokens take the chunk form. A
+    token's o does not depend on other rows, the slot, or how many tokens follow (on CUDA among
+    drafts of 2 to 16 tokens). The model then accepts the first n_b tokens of row b, and one
+    `recurrent_gla_commit_` moves the states on:
+
+        o = recurrent_gla_verify(q, k, v, gk, state=pool, slots=slots)       # T drafted tokens
+        accepted = ...                                                       # [B], 0 .. T
+        recurrent_gla_commit_(k, v, gk, state=pool, slots=slots, accepted=accepted)
+
+    Between the two calls k, v and the gates are kept, T (K + V) numbers a head, not K V.
+
+    Args:
+        q, k, v, gk, gv, state, slots, scale, state_v_first: as in `recurrent_gla_step_`; slots may
+            repeat, so that several drafts of a sequence are verified at once, and the matrices of
+            the pool may overlap.
+
+    Returns:
+        o, `[B, T, H, V]` in v's dtype.
+
+    What is raised is as in `recurrent_gla_step_`.
+    """
+    check_scale("recurrent_gla_verify", scale)
+    if not torch.compiler.is_compiling():
+        check_plain_tensors("recurrent_gla_verify", _TENSORS, q, k, v, gk, gv, state, slots)
+    _refuse_onnx("recurrent_gla_verify", "fused_recurrent_gla")
+    return _verify(q, k, v, gk, gv, state, slots, scale, state_v_first)
+
+
+def recurrent_gla_commit_(
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    *,
+    state: Tensor,
+    accepted: Tensor,
+    slots: Tensor | None = None,
+    state_v_first: bool = False,
+) -> None:
+    """Moves the rows' states past the accepted tokens of a draft, in place.
+
+    The states are bit for bit those that `recurrent_gla_step_` of the first `accepted[b]` tokens
+    leaves. See `recurrent_gla_verify`.
+
+    Args:
+        k, v, gk, gv, state, slots, state_v_first: as they were in `recurrent_gla_verify`; here no
+            slot may stand twice.
+        accepted: number of tokens of each row, `[B]`, int32 or int64, on k's device; below 0 it
+            counts as 0, which touches no state, and above T as T.
+
+    What is raised is as in `recurrent_gla_step_`.
+    """
+    if not torch.compiler.is_compiling():
+        names = "k v gk gv state slots accepted"
+        tensors = (k, v, gk, gv, state, slots, accepted)
+        check_plain_tensors("recurrent_gla_commit_", names, *tensors)
+    _refuse_onnx("recurrent_gla_commit_", "fused_recurrent_gla, which returns the state")
+    _commit(k, v, gk, gv, state, slots, accepted, state_v_first)
+
+
+def _refuse_onnx(op: str, instead: str) -> None:
+    if is_recorded_for_onnx():
+        raise NotImplementedError(f"{op}: a pool of states has no form in ONNX; use {instead}")
+
+
+def _state_layout(kwargs: dict[str, bool], state_v_first: bool) -> bool:
+    """state_v_first by its old name; every other keyword is an error."""
+    unknown = sorted(kwargs.keys() - {"transpose_state_layout"})
+    if unknown:
+        raise TypeError(
+            f"fused_recurrent_gla: expected no other keywords than its signature's, got {unknown}"
+        )
+    if state_v_first:
+        raise ValueError(
+            "fused_recurrent_gla: expected state_v_first or transpose_state_layout, its old name, "
+            "got both"
+        )
+    if not torch.compiler.is_compiling():  # warnings.warn would break the graph
+        warnings.warn(
+            "fused_recurrent_gla: transpose_state_layout is the old name of state_v_first",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    return kwargs["transpose_state_layout"]

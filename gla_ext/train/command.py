@@ -1,0 +1,284 @@
+"""`python -m gla_ext.train`: trains a byte-level GLA language model on text, from one command.
+
+Writes to the folder --out: checkpoint.safetensors (all that --resume needs), and at the end
+model.safetensors and config.json (the model), metrics.json, loss.png and sample.txt.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import shlex
+import signal
+import sys
+import time
+from dataclasses import asdict, fields, replace
+from types import FrameType
+from typing import Any
+
+import torch
+
+from gla_ext.model import count_parameters
+from gla_ext.model.checkpoint import read_metadata
+from gla_ext.model.files import write_text
+from gla_ext.train.data import (
+    MAX_BYTES,
+    Corpus,
+    load_corpus,
+    lzma_bits_per_byte,
+    order0_bits_per_byte,
+)
+from gla_ext.train.devices import check_device, default_device
+from gla_ext.train.presets import Options, command_line, describe, preset
+from gla_ext.train.run_folder import (
+    CHECKPOINT,
+    CURVE,
+    METRICS,
+    RESULTS,
+    SAMPLE,
+    check_nothing_is_lost,
+    held,
+)
+from gla_ext.train.trainer import CheckpointMismatch, Settings, Trainer, checkpoint_settings
+
+_PACKAGES = ("matplotlib", "safetensors", "tqdm")
+
+
+class Interrupted(Exception):
+    """A signal asked the run to stop."""
+
+
+class StopSignals:
+    """While in use, the first SIGINT or SIGTERM is noted in `number`; a second one kills."""
+
+    number: int | None = None
+
+    def __enter__(self) -> StopSignals:
+        self._previous = {n: signal.signal(n, self._note) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def check(self) -> None:
+        if self.number is not None:
+            raise Interrupted
+
+    def stopped(self) -> bool:
+        return self.number is not None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns its exit status (128 + the signal's number if stopped)."""
+    given = vars(command_line().parse_args(argv))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal cannot show
+    try:
+        _check_packages()
+        settings, options = _settings_and_options(given)
+        with StopSignals() as signals:
+            try:
+                corpus = load_corpus(settings.data)
+                with held(options.out):
+                    check_nothing_is_lost(options.out, options.resume, options.overwrite)
+                    _run(settings, options, corpus, signals)
+            except Interrupted:
+                print(f"Stopped. To go on: {shlex.join(_command_to_go_on(given, options))}")
+                return 128 + signals.number
+    except (OSError, ValueError, ImportError) as error:
+        print(f"gla_ext.train: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _command_to_go_on(given: dict[str, Any], options: Options) -> list[str]:
+    """With what numbers depend on and the checkpoint does not hold, as far as it was given."""
+    command = [sys.executable, "-m", "gla_ext.train", "--out", str(options.out), "--resume"]
+    if "device" in given:
+        command += ["--device", given["device"]]
+    if "compile" in given:
+        command.append("--compile" if given["compile"] else "--no-compile")
+    return command
+
+
+def _check_packages() -> None:
+    """Raises ImportError if a package that the run needs, be it at its end, is missing."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"expected {', '.join(_PACKAGES)} to be installed, got no {', '.join(missing)}; "
+            "pip install 'gla_ext[train]' brings them"
+        )
+
+
+def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
+    """Merges the command line with the device's preset or, when resuming, with the checkpoint."""
+    device = given.get("device", "auto")
+    device = default_device() if device == "auto" else device
+    check_device(device)
+    defaults, names = preset(device), {field.name for field in fields(Options)}
+    options = {name: value for name, value in given.items() if name in names}
+    options = replace(defaults.options, **(options | {"device": device}))
+    given = {name: value for name, value in given.items() if name not in names}
+    if "data" in given:
+        given["data"] = os.path.realpath(given["data"])
+    path = options.out / CHECKPOINT
+    if options.resume and path.exists():
+        settings = checkpoint_settings(read_metadata(path), path)
+        settings.data = given.pop("data", settings.data)
+        settings.steps = given.pop("steps", settings.steps)
+        for name, value in given.items():
+            saved = getattr(settings, name)
+            if value != saved:
+                flag = "--" + name.replace("_", "-")
+                raise CheckpointMismatch(
+                    f"expected {flag} to be {saved} as in {path}, got {value}; leave {flag} out "
+                    "to go on, or --resume out to start again"
+                )
+        return settings, options
+    return replace(defaults.settings, **given), options
+
+
+def _run(settings: Settings, options: Options, corpus: Corpus, signals: StopSignals) -> None:
+    """Trains, evaluates and writes everything; raises Interrupted when a signal came."""
+    start = time.perf_counter()
+    trainer = Trainer(settings, corpus, torch.device(options.device), options.compile)
+    checkpoint = options.out / CHECKPOINT
+    if options.resume and checkpoint.exists():
+        trainer.load(checkpoint)
+    elif options.resume:
+        print(f"No checkpoint in {options.out} yet: starting at step 0")
+    saved = checkpoint_settings(read_metadata(checkpoint), checkpoint) if trainer.step else None
+    if saved != settings:
+        trainer.save(checkpoint)  # from here on --resume knows the run's settings
+    _print_start(trainer, corpus, options)
+    signals.check()
+    speed = _train(trainer, options, signals)
+    if not trainer.evaluations or trainer.evaluations[-1][0] != trainer.step:
+        print("Evaluating on the held-out text ...", flush=True)
+        trainer.evaluate(signals.stopped)
+        signals.check()
+    _finish(trainer, corpus, options, speed)
+    rate = f", {speed['tokens_per_second']:,} tokens/s" if speed["tokens_per_second"] else ""
+    print(f"{time.perf_counter() - start:.0f} s in all{rate}")
+
+
+def _train(trainer: Trainer, options: Options, signals: StopSignals) -> dict[str, float]:
+    """Trains to the last step, saving on the way; returns what `metrics.json` says of the time.
+
+    The speed is that of the steps, without evaluations, checkpoints and the first step, which
+    compiles.
+    """
+    from tqdm import tqdm
+
+    steps, first = trainer.settings.steps, trainer.step
+    eval_every = trainer.settings.eval_every or max(250, steps // 4)
+    checkpoint = options.out / CHECKPOINT
+    batch_bytes = trainer.settings.batch_size * trainer.settings.seq_len
+    pauses = (10, eval_every, options.save_every, steps)
+    interval = 0.5 if sys.stderr.isatty() else 10.0
+    first_seconds, seconds, rate, saved = 0.0, 0.0, 0.0, trainer.step
+    with tqdm(total=steps, initial=first, desc="train", unit="step", mininterval=interval) as bar:
+        while trainer.step < steps:
+            due = trainer.step > 0 and trainer.step % eval_every == 0
+            if due and trainer.step not in dict(trainer.evaluations):
+                trainer.evaluate(signals.stopped)
+            if not signals.stopped():
+                start = time.perf_counter()
+                trainer.train_step()
+                done = trainer.step - first
+                reads = done == 1 or not all(trainer.step % n for n in pauses)
+                loss = _finite_loss(trainer) if reads else 0.0  # reading waits for a GPU
+                if done == 1:
+                    first_seconds = time.perf_counter() - start
+                else:
+                    seconds += time.perf_counter() - start
+                    rate = batch_bytes * (done - 1) / seconds
+                if reads:
+                    speed = f", {rate:,.0f} tokens/s" if rate else ""
+                    bar.set_postfix_str(f"{loss:.3f} bits/byte{speed}", refresh=False)
+                bar.update()
+            due = trainer.step % options.save_every == 0 or trainer.step == steps
+            if (due or signals.stopped()) and trainer.step > saved:
+                trainer.save(checkpoint)
+                saved = trainer.step
+            signals.check()
+    return {"tokens_per_second": round(rate), "first_step_seconds": round(first_seconds, 1)}
+
+
+def _finite_loss(trainer: Trainer) -> float:
+    """The mean of the last losses in bits a byte; raises ValueError if it is not finite."""
+    loss = trainer.recent_loss()
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"expected a finite loss, got {loss} before step {trainer.step}; a lower --lr may help"
+        )
+    return loss
+
+
+def _print_start(trainer: Trainer, corpus: Corpus, options: Options) -> None:
+    train, held_out = (sum(len(text) for _, text in x) for x in (corpus.train, corpus.held_out))
+    print(
+        f"Text: {corpus.name}: {len(corpus.train)} documents, {train:,} bytes to train on; "
+        f"{len(corpus.held_out)} documents, {held_out:,} bytes held out"
+    )
+    if corpus.left_out:
+        print(f"Left out: {corpus.left_out:,} bytes of text beyond {MAX_BYTES >> 20} MiB")
+    settings = trainer.settings
+    print(
+        f"Model: {count_parameters(trainer.model):,} parameters, {settings.layers} layers of width "
+        f"{settings.hidden_size}, on {_device_name(trainer.device)} in {settings.dtype}"
+    )
+    print(describe(settings, options))
+    if options.compile and trainer.step < settings.steps:
+        print("The first step compiles the model, which can take a minute", flush=True)
+    if trainer.step:
+        print(f"Going on from step {trainer.step} of {settings.steps}")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _finish(trainer: Trainer, corpus: Corpus, options: Options, speed: dict[str, float]) -> None:
+    """Writes the model, the metrics, the curve and the sample, and prints what came out."""
+    from gla_ext.train.plot import plot_losses
+
+    bits = {
+        "this model": trainer.evaluations[-1][1],
+        "lzma": lzma_bits_per_byte(corpus.held_out),
+        "order-0": order0_bits_per_byte(corpus.train, corpus.held_out),
+    }
+    out = options.out
+    trainer.model.save_pretrained(out)
+    sample = trainer.sample(options.prompt, options.sample_bytes)
+    write_text(out / SAMPLE, sample + "\n")
+    plot_losses(out / CURVE, trainer, bits)
+    metrics = {
+        "held_out_bits_per_byte": bits,
+        "held_out_bytes": sum(len(text) for _, text in corpus.held_out),
+        "train_bits_per_byte": trainer.recent_loss(),
+        "steps": trainer.step,
+        **speed,
+        "device": _device_name(trainer.device),
+        "parameters": count_parameters(trainer.model),
+        "evaluations": trainer.evaluations,
+        "best_evaluation": trainer.best_evaluation(),
+        "text": corpus.name,
+        "settings": asdict(trainer.settings),
+    }
+    write_text(out / METRICS, json.dumps(metrics, indent=2) + "\n")
+    print(f"\nA continuation of {options.prompt!r}:\n\n{sample}\n")
+    print(f"Held-out text, bits a byte ({metrics['held_out_bytes']:,} bytes):")
+    for name, value in bits.items():
+        print(f"  {name:<12}{value:.3f}")
+    step, best = trainer.best_evaluation()
+    print(f"Best evaluation: {best:.3f} at step {step} of {trainer.step}")
+    print(f"Wrote {', '.join((CHECKPOINT, *RESULTS[:-1]))} and {RESULTS[-1]} to {out}")

@@ -1,0 +1,91 @@
+"""The folder of a training run: held by one process, cleared of leftovers, not overwritten unasked.
+
+A run's files lie in it: checkpoint.safetensors, and at the end the model and what RESULTS names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from gla_ext.model.checkpoint import CONFIG_FILE, MODEL_FILE, read_metadata
+from gla_ext.model.files import remove_leftovers
+
+CHECKPOINT = "checkpoint.safetensors"
+METRICS, CURVE, SAMPLE = "metrics.json", "loss.png", "sample.txt"
+RESULTS = (MODEL_FILE, CONFIG_FILE, METRICS, CURVE, SAMPLE)
+LOCK = ".gla_ext-train.lock"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Makes the folder and keeps other runs out of it; removes what a killed run left half written.
+
+    The lock is on a file in it, which stays there. The kernel releases it with the process, however
+    that ends.
+
+    Raises:
+        NotADirectoryError: if something other than a folder is there.
+        ValueError: if another process holds the folder.
+    """
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise NotADirectoryError(f"expected --out to be a folder, got {folder}, which is none")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise ValueError(
+                f"expected {folder} to be free, got another run in it ({lock.read().strip()}); "
+                "wait for its end, stop it, or choose another --out"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            print(
+                f"gla_ext.train: {folder} is on a file system without locks; start no other run "
+                "there meanwhile",
+                file=sys.stderr,
+            )
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        lock.flush()
+        for name in (CHECKPOINT, *RESULTS):
+            remove_leftovers(folder / name)
+        yield
+
+
+def check_nothing_is_lost(folder: Path, resume: bool, overwrite: bool) -> None:
+    """Raises ValueError if a run there would write over another's files without being told to.
+
+    A checkpoint of step 0 is no loss.
+    """
+    checkpoint = folder / CHECKPOINT
+    if overwrite or (resume and checkpoint.exists()):
+        return
+    there = [name for name in RESULTS if (folder / name).exists()]
+    if checkpoint.exists():
+        step = _step(checkpoint)
+        if step != 0:
+            there.append(CHECKPOINT if step is None else f"{CHECKPOINT} of step {step}")
+    if there:
+        go_on = "--resume goes on with it, up to more --steps; " if checkpoint.exists() else ""
+        raise ValueError(
+            f"expected {folder} to hold no earlier run, got {', '.join(there)}; {go_on}"
+            "another folder keeps it, --overwrite writes over it"
+        )
+
+
+def _step(checkpoint: Path) -> int | None:
+    """The step of a checkpoint; None if it cannot be read."""
+    try:
+        return read_metadata(checkpoint).get("step")
+    except ValueError:
+        return None
