@@ -74,8 +74,10 @@ def test_every_page_is_in_the_navigation_once():
 
 
 @pytest.mark.parametrize(("page", "target"), LINKS)
-def test_a_link_leads_to_a_file_of_the_site(page, target):
-    assert (PAGES[page].parent / target).is_file()
+def test_a_link_leads_to_a_file(page, target):
+    """Of the site, or of the repository on a page that is a file there too: see docs/hooks.py."""
+    folders = (PAGES[page].parent, PAGES[page].resolve().parent)
+    assert any((folder / target).exists() for folder in folders)
 
 
 @pytest.mark.parametrize(("page", "source", "section"), SECTIONS)

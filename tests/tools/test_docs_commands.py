@@ -30,7 +30,6 @@ NOT_RUN = {
     "pip install --no-build-isolation -e .": BUILDS,
     "cmake -S . -B build": BUILDS,
     "cmake --build build": BUILDS,
-    "ctest --test-dir build": BUILDS,
     "cmake --install build --prefix build/prefix": "installs what was built",
     "cmake -S tests/cpp/consumer -B build/consumer -DCMAKE_PREFIX_PATH=$PWD/build/prefix": BUILDS,
     "cmake --build build/consumer": BUILDS,
