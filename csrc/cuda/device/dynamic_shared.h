@@ -9,7 +9,7 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// Whether so many blocks, each of so many bytes, have place on a multiprocessor.
+// Whether a multiprocessor holds so many blocks of so many bytes of shared memory each.
 constexpr bool fits_multiprocessor(size_t blocks, size_t bytes) {
   constexpr size_t kSharedMemory = 228 << 10, kReserved = 1 << 10;  // of a block
   return blocks * (bytes + kReserved) <= kSharedMemory;
