@@ -7,7 +7,7 @@
 namespace gla_ext::cuda::sm90 {
 
 // Some chunks of one sequence and head, one after the other; all of them where sequences are not
-// cut. The first `replayed` belong to the segment before: a sweep only sums the state over them.
+// cut. The first `replayed` belong to the segments before: a sweep only sums the state over them.
 struct Segment {
   int64_t n, row;
   int64_t start, length;  // tokens
@@ -74,7 +74,7 @@ __device__ __forceinline__ Segment segment_at(const Problem& p, uint32_t n, uint
   return s;
 }
 
-// What a block has that is not needed: as tokens after the last sequence, of which there are none.
+// The empty segment, for a block without work.
 __device__ __forceinline__ Segment no_segment() {
   Segment s{};
   s.tail = true;

@@ -26,7 +26,7 @@ __device__ __forceinline__ void place_output(unsigned char* tile, const float (&
   group_barrier<kConsumerBarrier>(group);  // o is written
 }
 
-// What a thread takes from there to memory: 16 bytes of every sixteenth row.
+// What a thread writes to memory: 16 bytes of every sixteenth row.
 struct OutputPart {
   static constexpr int kRows = 4;
   int thread = static_cast<int>(threadIdx.x);  // of the block, or of its warpgroup
@@ -36,7 +36,7 @@ struct OutputPart {
   __device__ __forceinline__ uint4 row(const unsigned char* tile, int i) const {
     return *reinterpret_cast<const uint4*>(tile + swizzled(token(i), part()));
   }
-  // To memory what row(i) gives of each of the chunk's rows.
+  // Writes what row(i) gives for each of the chunk's rows.
   template <class Row>
   __device__ __forceinline__ void write(const Problem& p, const Segment& segment, int chunk,
                                         int first_v, Row&& row) const {
@@ -78,7 +78,7 @@ class OutputRows {
   uint4 words_[OutputPart::kRows];
 };
 
-// Zeros in the rows of o behind the last sequence of a packed batch.
+// Zeros in the rows of o after the last sequence of a packed batch.
 __device__ __forceinline__ void write_tail(const Problem& p, const Segment& segment, int first_v) {
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const int column = first_v + thread % 8 * 8;
