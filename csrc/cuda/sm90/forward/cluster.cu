@@ -26,7 +26,7 @@ namespace forward::cluster {
 
 constexpr int kKeys = kGroupKeys;
 
-// Of the state's key channels at a chunk, as in forward/fused; whether the chunk has strong gates.
+// Factors of the state's key channels at a chunk, as in forward/fused; whether the chunk is strong.
 struct alignas(16) Factors {
   float enter[kKeys], middle[kKeys], leave[kKeys];
   int strong;
@@ -38,7 +38,7 @@ struct Tiles {
   unsigned char k[kKeyTiles * kTileBytes];  // [token][K], then k^
   unsigned char A[kTileBytes];              // the first tile of g [token][K], then A [token][token]
 };
-// And where it is gated.
+// And while it is gated.
 struct Gated {
   Tiles tiles;
   unsigned char other_g[(kKeyTiles - 1) * kTileBytes];  // the other tiles of g

@@ -27,7 +27,8 @@ struct alignas(1024) KeyGroup {
 constexpr int kFlagBytes = 16;  // what is copied of `strong`
 constexpr int kFactorBytes = sizeof(KeyGroup::factors);
 
-// Of the group of key channels from `first` on. Readers of prepared chunks have kernels for either.
+// Whether the group of key channels from `first` on has one. Readers of prepared chunks have
+// kernels for either.
 __device__ __forceinline__ bool has_second_tile(const Problem& p, int first) {
   return first + kTile < p.K;
 }

@@ -1,4 +1,4 @@
-// Of strong chunks forward steps 3 and 4 and backward steps 5 and 6, which the fused backward
+// Forward steps 3 and 4 and backward steps 5 and 6 of strong chunks, which the fused backward
 // leaves out. Where prepare.cu has made the prepared chunks it has done this too; those that
 // forward has left have their A.
 //

@@ -38,8 +38,8 @@ class LaneRows {
         }
   }
 
-  // Either of these once: what is written is turned in place.
-  // To tiles of 64 columns, `next` bytes apart.
+  // Call one of these, once: the words are transposed in place. To tiles of 64 columns, `next`
+  // bytes apart.
   __device__ __forceinline__ void write_tiles(unsigned char* tiles, int next) {
     const auto thread = static_cast<int>(threadIdx.x);
     const int offset = swizzled(row(thread), part(thread));
@@ -47,7 +47,7 @@ class LaneRows {
       *reinterpret_cast<uint4*>(tiles + i / 2 * next + (offset ^ i % 2 * 64) + e * 1024) = eight;
     });
   }
-  // To rows `stride` elements apart, of which there are so many rows and columns.
+  // To `rows` rows of `columns` columns, `stride` elements apart.
   __device__ __forceinline__ void write_rows(bf16* to, int stride, int rows, int columns) {
     const int thread = thread_index(), row = this->row(thread), first = 8 * part(thread);
     to += row * stride + first;

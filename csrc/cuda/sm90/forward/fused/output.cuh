@@ -51,7 +51,7 @@ struct OutputPart {
   }
 };
 
-// Both at once.
+// place_output, then the rows to memory.
 __device__ __forceinline__ void store_output(unsigned char* tile, const float (&o)[32], int group,
                                              const Problem& p, const Segment& segment, int chunk,
                                              int first_v) {
@@ -60,8 +60,8 @@ __device__ __forceinline__ void store_output(unsigned char* tile, const float (&
   part.write(p, segment, chunk, first_v, [&](int i) { return part.row(tile, i); });
 }
 
-// The same in two steps, between which a chunk's place can be given back. Where that is given back
-// before o passes, a row's load beside its store is faster.
+// The same in two steps, between which a chunk's stage can be given back. Where it is given back
+// before o passes, store_output is faster, which loads each row beside its store.
 class OutputRows {
  public:
   __device__ __forceinline__ OutputRows(unsigned char* tile, const float (&o)[32], int group) {

@@ -46,7 +46,7 @@ struct alignas(1024) Keys {
   unsigned char A[kTileBytes];             // [token][token]
 };
 
-// What a consumer has for itself.
+// What belongs to one consumer.
 template <class Gate>
 struct alignas(1024) Own {
   // bf16 gates [token][64 of K], then dg on its way out. With fp32 gates exponents of dq and dk,

@@ -6,7 +6,7 @@
 
 namespace gla_ext::cuda::sm90::states::fused {
 
-// Of both producers; of each producer, two of them.
+// Named barriers: of both producers; of each producer, two of them.
 constexpr int kProducerBarrier = 1, kGatingBarrier = 2;
 
 constexpr int kProducers = 2;
