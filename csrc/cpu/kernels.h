@@ -14,8 +14,8 @@
 namespace gla_ext::cpu {
 
 // Every task works on its own workspace of `workspace_size(K, V, value_gated)` elements, 64-byte
-// aligned.
-// `backward_sweep` needs room for the sequence's states behind it: chunks * K * V elements more.
+// aligned. `backward_sweep` needs room for the sequence's states after it: chunks * K * V elements
+// more.
 template <typename T>
 struct Kernels {
   using SequenceTask = void (*)(const Problem<T>&, T* workspace, const Sequence&, int64_t head);

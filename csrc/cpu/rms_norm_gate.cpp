@@ -15,7 +15,7 @@
 namespace gla_ext::cpu {
 namespace {
 
-// Rows of a task by the shape alone: dw is summed within a task, then over tasks in order.
+// Rows of a task, from the shape alone: dw is summed within a task, then over tasks in order.
 constexpr int64_t kElementsPerTask = 8192, kMostTasks = 256;
 
 int64_t rows_per_task(int64_t rows, int64_t width) {

@@ -23,7 +23,7 @@ struct Norm {
 
   NormRows x, gate, dy;        // inputs
   NormRows y, dx, dgate;       // outputs
-  const T* weight = nullptr;   // [padded V], zeros behind V
+  const T* weight = nullptr;   // [padded V], zeros after V
   T* rstd = nullptr;           // [rows]
   T* dweight_parts = nullptr;  // [tasks, padded V]
 };

@@ -16,7 +16,7 @@
 namespace gla_ext::cpu {
 namespace {
 
-// Tokens of a task by the shape alone: dw is summed within a task, then over tasks in order.
+// Tokens of a task, from the shape alone: dw is summed within a task, then over tasks in order.
 constexpr int64_t kElementsPerTask = 32768, kMostRuns = 256;
 constexpr int64_t kChannels = 1024;  // of a task; a multiple of what rows are padded to
 
@@ -110,7 +110,7 @@ void with_element(const at::Tensor& t, F&& f) {
 }
 
 // The gradient of what no token meets: the first input of a cache, and all of it where the sequence
-// is empty. Its state hands the whole cache on.
+// is empty. The state then is the whole cache.
 template <typename Element>
 void pass_empty_states(const Sequences& sequences, const OptionalTensor& dstate,
                        at::Tensor& dcache) {

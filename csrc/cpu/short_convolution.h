@@ -11,13 +11,13 @@ struct TokenRows {
   int64_t stride_b = 0, stride_t = 0;
 };
 
-// Some tokens of one sequence, whose own are [start, end): those of a task.
+// The tokens of a task, of one sequence, whose tokens are [start, end).
 struct ConvolutionPiece {
   int64_t row, n;          // batch row; of cache and state, -1: the sequence has none
   int64_t start, end;      // tokens of the sequence
   int64_t from, to;        // tokens of the piece
   int64_t channel, width;  // channels of the piece
-  int64_t part;            // of dweight_parts
+  int64_t part;            // which of dweight_parts
 };
 
 // Absent tensors are null. T accumulates: float, or double for fp64 inputs.

@@ -14,7 +14,7 @@ bool runs_in_fp32(const Shape& shape, const OptionalTensor& gv) {
 }
 at::Tensor back_to_fp16(const at::Tensor& t, bool in_fp32) { return in_fp32 ? t.to(at::kHalf) : t; }
 
-// What both passes are given, and do in backward.
+// The inputs of both passes, and do in backward.
 template <class Arguments>
 void take_inputs(Call& call, const Arguments& a, at::ScalarType dtype,
                  const at::Tensor* d_o = nullptr) {
@@ -68,7 +68,7 @@ BackwardOutputs chunk_gla_bwd_cuda(const BackwardArguments& a) {
              dgv = call.gate_grad(call.value_side.dg, p.V, a.gv);
   at::Tensor dh0 =
       given(a.initial_state) ? call.output_state(p.dh0) : call.not_asked_for(at::kFloat);
-  // merge_grads reads an element of these before it writes it, and in no other block.
+  // merge_grads reads each element of these before it writes it, in the same block.
   for (Problem* side : {&p, &call.value_side}) {
     side->dq_intra = side->dq;
     side->dk_intra = side->dk;
@@ -77,7 +77,7 @@ BackwardOutputs chunk_gla_bwd_cuda(const BackwardArguments& a) {
   CallPlan plan = call.plan(a.batch_invariant, /*for_backward=*/has_for_backward);
   if (has_for_backward && !call.input_for_backward(plan, *a.for_backward))
     plan = call.plan(a.batch_invariant, /*for_backward=*/false);
-  call.run(plan.backward);  // replaces those of the intra results that are not fp32
+  call.run(plan.backward);  // replaces those intra results that are not fp32
   return with_shared_heads({back_to_fp16(dq, in_fp32), back_to_fp16(dk, in_fp32),
                             back_to_fp16(dv, in_fp32), dg, dgv, dh0},
                            a.k.size(2));

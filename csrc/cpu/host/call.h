@@ -42,7 +42,7 @@ class Call {
   // Fresh outputs. Tokens and chunks that no sequence owns are zero.
   at::Tensor output(Rows Problem<T>::* rows, int64_t last_dim, const at::Tensor& like,
                     at::ScalarType dtype);
-  // Of a gate; 0 elements where the gate is absent.
+  // The gradient of a gate; 0 elements where the gate is absent.
   at::Tensor gate_grad(Rows Problem<T>::* rows, int64_t last_dim, const OptionalTensor& g,
                        const at::Tensor& like);
   at::Tensor output_state(T* Problem<T>::* states, const at::Tensor& like);

@@ -4,10 +4,10 @@
 // rise at most kRiseLimit: one integer reference r a channel serves the chunk, operands carry
 // 2^(b - r) and 2^(r - b).
 //
-// Tiers 2 and 3, all other chunks: sub-chunks of 16 tokens. Between them exponents are anchored at
-// the row block's start; inside them a running product of the decays replaces every exponential.
-// Their exponents are prefix sums for q and exclusive suffix sums for k, all <= 0 for gates <= 0,
-// so nothing cancels beside a reset.
+// All other chunks have strong gates, and go by sub-chunks of 16 tokens. Between sub-chunks
+// exponents are anchored at the row block's start; inside them a running product of the decays
+// replaces every exponential. Their exponents are prefix sums for q and exclusive suffix sums for
+// k, all <= 0 for gates <= 0, so nothing cancels beside a reset.
 #pragma once
 
 #include "tile.h"
@@ -45,7 +45,7 @@ struct Gates {
   T* s_in = nullptr;      // tier 1: 2^r;          else 1
   T* a = nullptr;         // 2^b_C
   T* c = nullptr;         // tier 1: 2^(b_C - r);  else 1
-  // Tiers 2 + 3 alone:
+  // Strong chunks alone:
   T* eq_local = nullptr;  // 2^(sum of the sub-chunk's gates up to and with i)
   T* ek_local = nullptr;  // 2^(sum of the sub-chunk's gates after j)
   T* alpha = nullptr;     // 2^x
@@ -200,8 +200,8 @@ inline void make_gates(const Problem<T>& p, const Chunk& chunk, Gates<T>& gates)
   make_exponents(gates);
 }
 
-// The same of the values' gates. In tier 1 a state is multiplied by both references, so that both
-// ranges together must keep its limit.
+// The same for the value side's gates. In tier 1 a state is multiplied by both references, so both
+// ranges together must keep within the limit.
 template <typename T>
 inline void make_value_gates(const Problem<T>& p, const Chunk& chunk, const Gates<T>& keys,
                              Gates<T>& gates) {

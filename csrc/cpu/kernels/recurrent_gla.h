@@ -64,7 +64,7 @@ inline int64_t row_offset(const Problem<T>& p, const Rows& rows, const Run<T>& r
   return run.row * rows.stride_b + token * rows.stride_t + rows.head_offset(run.head);
 }
 
-// dst[padded(D)] <- a token's row, zeros behind it; zeros alone if the tensor is absent.
+// dst[padded(D)] <- a token's row, then zeros; zeros alone if the tensor is absent.
 template <typename T>
 inline void load_token(T* dst, const Problem<T>& p, const Rows& rows, const Run<T>& run, int64_t t,
                        int64_t D) {
@@ -147,7 +147,8 @@ void recurrent_forward(const Problem<T>& p, T* workspace, const Run<T>& run) {
   if (run.state_out != nullptr) store_state(run.state_out, p.state_v_first, p.K, p.V, w.S, w.Vp);
 }
 
-// One token's gradients; w.dS goes from the gradient of S_t without o_t's part to that of S_{t-1}.
+// One token's gradients; w.dS goes from the gradient of S_t, without what o_t adds, to that of
+// S_{t-1}.
 template <typename T>
 inline void backward_token(const T* before, RecurrentTiles<T>& w) {
   constexpr int64_t width = Vec<T>::size();

@@ -62,7 +62,7 @@ inline int64_t norm_offset(const Norm<T>& p, const NormRows& rows, int64_t row) 
   return row / p.inner_rows * rows.strides.outer + row % p.inner_rows * rows.strides.inner;
 }
 
-// dst[padded(V)] <- a row, zeros behind it.
+// dst[padded(V)] <- a row, then zeros.
 template <typename T>
 inline void load_norm_row(T* dst, const Norm<T>& p, const NormRows& rows, int64_t row) {
   convert_row(dst, rows.data, p.dtype, norm_offset(p, rows, row), p.width);

@@ -22,7 +22,7 @@ struct RowRing {
   T* data;
   int64_t W, width;
 
-  // Of any token from W before the first one of a batch row on.
+  // The row of any token, from W before the first one of a batch row on.
   T* operator[](int64_t token) const { return data + (token + W) % W * width; }
 };
 
@@ -31,7 +31,7 @@ int64_t convolution_workspace(int64_t W, int64_t width) {
   return (2 * W + 2) * padded(width) + padded(W * sizeof(T*) / sizeof(T));
 }
 
-// Where the rows of the last W tokens are, behind the rows of a workspace.
+// Where the rows of the last W tokens are, after the other rows of a workspace.
 template <typename T>
 inline const T** row_pointers(T* workspace, int64_t W, int64_t width) {
   return reinterpret_cast<const T**>(workspace + (2 * W + 2) * width);
@@ -44,7 +44,7 @@ inline T element(const void* data, DType dtype, int64_t i) {
   return x;
 }
 
-// row <- x of a token, which may lie up to W before the sequence; zeros behind it.
+// row <- x of a token, which may lie up to W before the sequence; then zeros.
 template <typename T>
 inline void load_input(T* row, const Convolution<T>& p, const ConvolutionPiece& piece, int64_t t) {
   if (t >= piece.start) {
@@ -88,8 +88,8 @@ void convolution_forward(const Convolution<T>& p, T* workspace, const Convolutio
   }
 }
 
-// dx of a token, which lies up to W - 1 before the sequence where that is dcache; `dz` of it and
-// the tokens behind it.
+// dx of a token, which lies up to W - 1 before the sequence where that is dcache; `dz`: of it and
+// the tokens after it.
 template <typename T>
 inline void input_gradient(const Convolution<T>& p, const ConvolutionPiece& piece, int64_t t,
                            const RowRing<T>& dz, T* dx) {

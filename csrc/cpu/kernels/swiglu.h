@@ -4,7 +4,7 @@
 // reads   gate, up, backward dy [rows, D]
 // writes  y; or dgate, dup and, where asked for, y [rows, D]
 // Everything is computed in T and rounded once. An element's bits depend on nothing but itself: the
-// tail of a piece passes the same vectors.
+// tail of a piece goes through the same vector code.
 #pragma once
 
 #include "cpu/swiglu.h"
@@ -27,7 +27,7 @@ inline void for_pieces(const Swiglu& p, int64_t task, F f) {
   }
 }
 
-// dst[padded(count)] <- `count` elements of a row, zeros behind them.
+// dst[padded(count)] <- `count` elements of a row, then zeros.
 template <typename T>
 inline void load_piece(T* dst, const Swiglu& p, const StridedRows& rows, int64_t row,
                        int64_t column, int64_t count) {

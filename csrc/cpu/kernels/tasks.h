@@ -27,7 +27,8 @@ void make_all_gates(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   if (t.value_gated) make_value_gates(p, chunk, t.gates, t.values.gates);
 }
 
-// Gates, queries, keys and values of one chunk are loaded and t.S enters it: the steps 3, 4, 5.
+// Steps 3, 4 and 5 of a chunk whose gates, queries, keys and values are loaded and which t.S
+// enters.
 template <typename T>
 void forward_loaded(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   scores(p, t);
@@ -115,8 +116,8 @@ void store_initial_state_grad(const Problem<T>& p, const Sequence& sequence, int
     store_state(state_of(p.dh0, p, sequence, head), p.state_v_first, p.K, p.V, t.dS, t.Vp);
 }
 
-// Everything of one chunk is loaded, t.S enters it and t.dS leaves it: the steps 4 to 7, A by
-// forward steps 3 and 4.
+// Steps 4 to 7 of a chunk that is loaded, which t.S enters and t.dS leaves; A by forward steps 3
+// and 4.
 template <typename T>
 void backward_loaded(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   entering_state(p, t);
@@ -145,7 +146,7 @@ void load_backward(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   load_chunk_state(p, chunk.state, t);
 }
 
-// With saved states the sweep goes backward alone; without, it first stores them behind the tiles.
+// Stores the states after the tiles first, unless they are given, then sweeps backward.
 template <typename T>
 void backward_sweep(const Problem<T>& problem, T* workspace, const Sequence& sequence,
                     int64_t head) {

@@ -46,7 +46,7 @@ inline T largest_lane(const Vec<T>& x) {
   return largest;
 }
 
-// NaN is not.
+// Whether no lane is above `limit`; false for NaN.
 template <typename T>
 inline bool all_at_most(const Vec<T>& x, T limit) {
   T lanes[Vec<T>::size()];

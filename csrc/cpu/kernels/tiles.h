@@ -7,13 +7,13 @@
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
-// What gates on values add: the tiles of the keys' side once more. Vp = padded(V), C = 64.
+// What gates on values add: the value side's own tiles. Vp = padded(V), C = 64.
 template <typename T>
 struct ValueTiles {
   Gates<T> gates;
-  T* do_local;           // [C, Vp], do ⊙ eq_local, tiers 2 + 3
-  T *anchor, *v_anchor;  // [C, Vp], tiers 2 + 3
-  T *o_intra, *dgv;      // [C, Vp], o's part inside the chunk as backward forms it
+  T* do_local;           // [C, Vp], do ⊙ eq_local, strong chunks
+  T *anchor, *v_anchor;  // [C, Vp], strong chunks
+  T *o_intra, *dgv;      // [C, Vp], what the chunk itself adds to o, as backward forms it
   T *P, *R;              // [C, Vp]
   T* total;              // [Vp]
 };
@@ -26,8 +26,8 @@ struct Tiles {
   Gates<T> gates;
   T *q, *k;                  // [C, Kp], as given
   T *q_in, *k_out;           // [C, Kp], q ⊙ eq, k ⊙ ek: tier 1's q^, k^
-  T* q_local;                // [C, Kp], q ⊙ eq_local, tiers 2 + 3
-  T *anchor, *k_anchor;      // [C, Kp], tiers 2 + 3: 2^(anchor of a row block - b_j), k ⊙ anchor
+  T* q_local;                // [C, Kp], q ⊙ eq_local, strong chunks
+  T *anchor, *k_anchor;      // [C, Kp], strong chunks: 2^(a row block's anchor - b_j), k ⊙ anchor
   T* k_t;                    // [Kp, C], keys transposed
   T *v, *d_o, *o;            // [C, Vp]; o also holds dv
   T *v_out, *do_in;          // [C, Vp], v ⊙ ek, do ⊙ eq of the values' gates; v and do without
@@ -126,7 +126,7 @@ inline void load_output_grads(const Problem<T>& p, const Chunk& chunk, Tiles<T>&
   if (!g.in_tier1) gated(t.values.do_local, t.d_o, g.eq_local, g.size(), p.round_operands);
 }
 
-// Tiers 2 + 3: keys of the sub-chunks before I, anchored at the start of I.
+// Strong chunks: keys of the sub-chunks before I, anchored at the start of I.
 template <typename T>
 inline void anchor_keys(const Problem<T>& p, Tiles<T>& t, int64_t I) {
   const int64_t ld = t.Kp;
@@ -156,8 +156,8 @@ inline void scale_columns(const Tiles<T>& t, T* state, const T* factors) {
         factors);
 }
 
-// A state as an operand: dst = rows ⊙ src ⊙ columns, rounded when asked. `columns` are of values'
-// gates in tier 1; else they are 1 and not read.
+// A state as an operand: dst = rows ⊙ src ⊙ columns, rounded when asked. `columns` are the value
+// side's factors in tier 1; else they are 1 and not read.
 template <typename T>
 inline void state_operand(const Problem<T>& p, Tiles<T>& t, T* dst, const T* src, const T* rows,
                           const T* columns) {

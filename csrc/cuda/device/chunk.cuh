@@ -14,8 +14,8 @@ struct Chunk {
   int32_t length;      // tokens; 0: no sequence needs this slot
   int32_t head;
   int64_t slot;   // of (row, slot, head) in `tiers`
-  int64_t state;  // of the [K, V] matrix in S and dS; of pairs of chunks the pair's
-  bool tail;      // tokens behind the last sequence: results are zero
+  int64_t state;  // of the [K, V] matrix in S and dS; of chunk pairs the pair's
+  bool tail;      // tokens after the last sequence: results are zero
 };
 
 // Tiles, or blocks of threads, that cover `columns`.
@@ -62,7 +62,7 @@ __device__ __forceinline__ T* rows_at(const Rows& r, const Chunk& chunk) {
   return rows_at<T>(r, chunk.row, chunk.start, chunk.head);
 }
 
-// The same where no heads are shared: less to compute, for code that does so again and again.
+// The same where no heads are shared: less to compute, for code that does it often.
 template <class T>
 __device__ __forceinline__ T* own_rows_at(const Rows& r, const Chunk& chunk) {
   return static_cast<T*>(r.data) + chunk.row * r.stride_b + chunk.start * r.stride_t +

@@ -9,12 +9,12 @@
 
 namespace gla_ext::cuda {
 
-// Whether so many blocks, each of so many bytes, have place on a multiprocessor.
+// Whether a multiprocessor holds so many blocks of so many bytes of shared memory each.
 constexpr bool fits_multiprocessor(size_t blocks, size_t bytes) {
   constexpr size_t kSharedMemory = 228 << 10, kReserved = 1 << 10;  // of a block
   return blocks * (bytes + kReserved) <= kSharedMemory;
 }
-// What a thread starts with where so many threads fill a multiprocessor's registers.
+// Registers that a thread starts with where `threads` threads share a multiprocessor's.
 constexpr int launch_registers(int threads) { return 65536 / threads / 8 * 8; }
 
 class DynamicShared {

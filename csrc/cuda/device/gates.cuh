@@ -1,4 +1,9 @@
 // Gates: their log2 form, the tier of a chunk, and the exponents of operands.
+//
+// A chunk is in tier 1 where its b, 0 before the first token included, stay within kTierRange. One
+// integer reference r a channel then serves the whole chunk: q^ = q 2^(b - r) and k^ = k 2^(r - b)
+// are ordinary numbers, and the chunk is ordinary linear attention. Any other chunk has strong
+// gates and is called a strong chunk: its scores are anchored at sub-chunks (steps/strong/).
 #pragma once
 
 #include "tile.cuh"
@@ -37,9 +42,10 @@ __device__ __forceinline__ bool in_tier1(const Problem& p, const Chunk& chunk) {
   return !out;
 }
 
-// Chunks with strong gates are few, or nearly all: as many blocks as fill a GPU look at every
-// strong_blocks-th chunk and work on those outside, f(chunk, part of `parts`). The host and the
-// device agree on the number, a prime, lest all of a block's chunks be one head's.
+// Strong chunks are few, or nearly all. As many blocks as fill a GPU look at every strong_blocks-th
+// chunk and call f(chunk, part of `parts`) for the strong ones. The host and the device agree on
+// the number, a prime, so that a block's chunks come from different heads: one head with strong
+// gates then loads all blocks alike.
 __host__ __device__ inline int64_t strong_blocks(int64_t chunk_heads) {
   constexpr int64_t kEnough = 263;
   return chunk_heads < kEnough ? chunk_heads : kEnough;
@@ -68,8 +74,8 @@ __device__ __forceinline__ void for_strong_chunks(const Problem& p, int parts, F
   }
 }
 
-// The same, a block a chunk, f(), with the chunk in shared memory, for code that has too few
-// registers for it.
+// The same with f() and the chunk in shared memory, a block a chunk, for code that has no registers
+// for it.
 template <class F>
 __device__ __forceinline__ void for_strong_chunks(const Problem& p, Chunk& shared, F&& f,
                                                   unsigned block = blockIdx.x) {
@@ -136,7 +142,7 @@ struct GateColumn {
   }
 };
 
-// The same in the fused path, whose gates are there, in bf16 or fp32.
+// The same in the fused path, which always has gates, in bf16 or fp32.
 struct FusedGateColumn : GateColumn {
   __device__ __forceinline__ FusedGateColumn(const Problem& p, const Chunk& chunk, int first_token,
                                              int channel) {
@@ -166,8 +172,8 @@ __device__ __forceinline__ void suffix_sum(float (&x)[kSubChunk], float (*s_sums
   for (int i = 0; i < kSubChunk; ++i) x[i] += behind;
 }
 
-// 16 tokens of one channel of q or k, zero from `length` on. kInput: nobody writes the tensor, and
-// where there is nothing an element of the chunk is loaded in its place, which takes fewer
+// 16 tokens of one channel of q or k, zero from `length` on. kInput: the kernel does not write the
+// tensor. Behind the last token an element of the chunk is then loaded instead, which takes fewer
 // registers than a predicate.
 template <class In, bool kInput = true>
 struct Column {
@@ -218,13 +224,13 @@ __device__ __forceinline__ void load_tier1_operands(Op* s_q, Op* s_k, const Prob
   });
 }
 
-// Whether sums of the gates behind a token are there: fp32 inputs alone have them.
+// Whether sums of the gates after a token are there: only fp32 inputs have them.
 template <class In>
 __device__ __forceinline__ bool has_suffix(const Problem& p) {
   return std::is_same_v<In, float> && p.b_suffix.data != nullptr;
 }
 
-// The chunk's sums of gates behind a token, or null.
+// The chunk's sums of the gates after a token, or null.
 template <class In>
 __device__ __forceinline__ const float* suffix_at(const Problem& p, int64_t row, int64_t token,
                                                   int32_t head) {

@@ -1,4 +1,4 @@
-// Reading indices that nobody has looked at.
+// Reading indices that nothing has checked.
 #pragma once
 
 #include <cstdint>

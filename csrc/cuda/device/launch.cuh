@@ -72,7 +72,7 @@ inline int64_t chunk_heads(const Problem& p) {
   return p.grid.T == 0 ? 0 : p.grid.B * p.grid.slots * p.H;
 }
 
-// Blocks of a kernel that works on chunks with strong gates, in `parts` each.
+// Blocks of a kernel that works on strong chunks, `parts` for each.
 inline int64_t strong_grid(const Problem& p, int64_t parts) {
   return strong_blocks(chunk_heads(p)) * parts;
 }

@@ -1,12 +1,12 @@
-// Places in a packed batch.
+// From a token, chunk or segment of a packed batch to its sequence.
 #pragma once
 
 #include "cuda/host/params.h"
 
 namespace gla_ext::cuda {
 
-// The last sequence n, number N being the tokens behind all, for which first(n) is not behind
-// `index`.
+// The last sequence n for which first(n) <= index. Number N stands for the tokens after all of
+// them.
 template <class First>
 __device__ __forceinline__ uint32_t find_packed(const ChunkGrid& grid, uint32_t index,
                                                 First&& first) {

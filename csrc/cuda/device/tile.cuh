@@ -9,8 +9,9 @@ namespace gla_ext::cuda {
 constexpr int kThreads = 256;  // of every kernel that multiplies tiles
 constexpr int kTile = 64;      // rows and columns of a tile, unless a kernel says otherwise
 
-// threadIdx.x, so that what follows from it is not made ahead of a loop over chunks and kept. Not
-// sm90's thread_index(), whose range, told to the compiler, makes exact gradients spill.
+// threadIdx.x, read again, so that what follows from it is not computed before a loop over chunks
+// and kept in registers. A twin of thread_index() of sm90/tiles/channels.cuh, which also tells the
+// compiler the range: that makes strong/gradients.cu spill.
 __device__ __forceinline__ int thread_anew() {
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));
@@ -36,7 +37,7 @@ __device__ __forceinline__ void for_eights(F&& f) {
 template <int kRows, int kColumns>
 constexpr int kPasses = kRows * kColumns / 8 / kThreads;
 
-// The eight warps' parts of a product of 64 rows by kColumns: two by four.
+// The eight warps' shares of a product of 64 rows by kColumns: two by four.
 template <int kColumns>
 struct WarpTile {
   static constexpr int kN = kColumns / 32;  // in 8 columns; 2 in 16 rows

@@ -22,11 +22,11 @@ void launch_chunk_tiers(const Problem& p, cudaStream_t stream);
 void launch_chunk_states(const Problem& p, cudaStream_t stream);
 // q k b tiers -> A off the diagonal in tier 1; of whole scores, the diagonal too.
 void launch_scores_off_diagonal(const Problem& p, cudaStream_t stream);
-// q k b tiers (g) -> A off the diagonal outside tier 1.
+// q k b tiers (g) -> A off the diagonal of strong chunks.
 void launch_strong_scores_off_diagonal(const Problem& p, cudaStream_t stream);
 // q k b (g) -> A_diagonal
 void launch_scores_diagonal(const Problem& p, cudaStream_t stream);
-// q k b tiers (g) -> the diagonal blocks of A outside tier 1, of whole scores.
+// q k b tiers (g) -> the diagonal blocks of A of strong chunks, of whole scores.
 void launch_strong_scores_diagonal(const Problem& p, cudaStream_t stream);
 // q v b A (A_diagonal) S -> o
 void launch_output(const Problem& p, cudaStream_t stream);
@@ -41,15 +41,16 @@ void launch_value_grads(const Problem& p, cudaStream_t stream);
 void launch_score_grads(const Problem& p, cudaStream_t stream);
 // q k b tiers dA -> dq_intra, dk_intra, and dg_intra where it is there, in tier 1
 void launch_intra_grads(const Problem& p, cudaStream_t stream);
-// The same outside tier 1, with g.
+// The same for strong chunks, with g.
 void launch_strong_intra_grads(const Problem& p, cudaStream_t stream);
 // q k v do b (b_suffix, g) S dS and step 6's outputs -> dq, dk, and dg where it is there
 void launch_merge_grads(const Problem& p, cudaStream_t stream);
 
-// With gates on values a call has a second Problem, the chunk seen from its values: do for q, v for
-// k, A for dA and the values' gates, so that scores are dA and step 6 gives what passes through A
-// to v and gv. The v and do of `p` are then as they face the states. value_side.k value_side.q bv
-// (bv_suffix) -> p.v, and p.d_o where it is there
+// With gates on values a call has a second Problem, the value side: do for q, v for k, A for dA and
+// the gates on values, so that scores are dA and step 6 gives what passes through A to v and gv.
+// The v and do of `p` are then as they face the states.
+//
+// value_side.k value_side.q bv (bv_suffix) -> p.v, and p.d_o where it is there
 void launch_gate_values(const Problem& p, const Problem& value_side, cudaStream_t stream);
 // k v b (b_suffix) bv h0 -> S, and ht where it is there
 void launch_value_gated_states(const Problem& p, const Problem& value_side, cudaStream_t stream);

@@ -16,7 +16,7 @@ constexpr int kGroupKeys = 128;    // of q^ and k^ that lie in memory together
 constexpr int kFusedValues = 128;  // of a state that a sweep of the fused path holds
 constexpr int kMostItems = 4;      // that a block, or a cluster of two, takes one by one
 
-// Of q^, k^, the factors of a state, and A of one chunk and head: sm90/prepared.cuh.
+// Of q^, k^, the factors of a state, and A of one chunk and head: sm90/prepare/prepared.cuh.
 constexpr int64_t prepared_bytes(int64_t K) {
   constexpr int64_t kOfKeys = (2 * kChunk * 2 + 4 * 4) * kGroupKeys;
   return (K + kGroupKeys - 1) / kGroupKeys * kOfKeys + kChunk * kChunk * 2 + 128;
@@ -58,12 +58,13 @@ struct Rows {
   bool aligned = false;  // every row starts at a multiple of 16 bytes
 };
 
-// A sequence of a packed batch, made on the device. Number N is what lies behind the last one.
+// A sequence of a packed batch, made on the device. Number N stands for the tokens after the last
+// one.
 struct Sequence {
   int64_t start, length;  // tokens
   int64_t first_slot;     // of its chunks in ChunkSlot and the chunk dimension of S
-  // Segments of the sequences before, each of which has one at least; and their states in
-  // segment_states, which a sequence of one segment has none in.
+  // Segments of the sequences before, at least one each; and their summaries in segment_states: a
+  // sequence of one segment has none.
   int64_t first_segment, first_state;
 };
 
@@ -71,27 +72,28 @@ struct Sequence {
 struct ChunkSlot {
   int64_t start;     // first token
   int32_t length;    // 1 .. kChunk; 0 in slots that no sequence needs
-  int32_t sequence;  // N: tokens behind the last sequence, whose results are zero
+  int32_t sequence;  // N: tokens after the last sequence, whose results are zero
 };
 
-// Own parts of a segment of packed sequences, and chunks of one where there are several.
+// The most summaries of a segment of packed sequences, and the fewest chunks of one where there are
+// several.
 constexpr int64_t kMostSummaries = 8, kLeastSummaryChunks = 4;
 
-// Of a packed batch as a whole, made on the device.
+// Totals of a packed batch, made on the device.
 struct PackedTotals {
   int64_t followed;        // segments that another of their sequence follows
   int64_t states;          // in segment_states
-  int64_t summary_chunks;  // chunks of an own part, of which segment_chunks is a multiple
+  int64_t summary_chunks;  // chunks of a summary; segment_chunks is a multiple of it
 };
 
-// How sweeps of the fused path cut sequences. Nothing: they do not.
+// How sweeps of the fused path cut sequences; all 0 where they do not.
 struct Segments {
   int64_t segments = 0;        // of one batch row that sweeps visit
   int64_t segment_chunks = 0;  // chunks of a segment
   int64_t segment_states = 0;  // of one batch row
   int64_t summaries_at_once =
       0;                 // packed only: own parts, each of all heads, that there is room for
-  bool replays = false;  // of two segments the second sums the state of the first by itself
+  bool replays = false;  // the second of two segments replays the first, to sum its state
 };
 
 // How the tokens are cut into chunks, and these into segments.
@@ -125,7 +127,7 @@ struct Problem {
   Rows g;             // natural-log gates [B, T, H, K], or absent and then b alone is read
   Rows b;             // gate cumsum in chunks, log2 units [B, T, H, K] fp32; without gates one row
                       // of zeros, its strides 0
-  Rows b_suffix;      // sum of the gates behind a token in its chunk [B, T, H, K] fp32, or absent
+  Rows b_suffix;      // sum of the gates after a token in its chunk [B, T, H, K] fp32, or absent
   Rows o, dq, dk, dv, dg;  // outputs
   // Scores [B, T, H, C], their diagonal blocks [B, T, H, c] and dA [B, T, H, C]: fp32, or bf16 for
   // bf16 inputs.
@@ -137,8 +139,8 @@ struct Problem {
   const float* dht = nullptr;  // [N, H, K, V]
   float* ht = nullptr;         // [N, H, K, V]
   float* dh0 = nullptr;        // [N, H, K, V]
-  // Or, of the fused path's sweeps over operands, tiles [B, chunks, H] (with
-  // chunk_pairs one each way of two chunks) of state_tile_bytes(K, V), and scaled:
+  // In sweeps over prepared chunks tiles instead, [B, chunks, H] (with chunk_pairs one of each for
+  // two chunks) of state_tile_bytes(K, V), and scaled:
   void* S = nullptr;   // [B, chunks, H, K, V], the state that enters each chunk
   void* dS = nullptr;  // [B, chunks, H, K, V], the gradient of the state that leaves it
   DType S_dtype = DType::kFloat, dS_dtype = DType::kFloat;  // fp32, or bf16 for bf16 inputs
@@ -146,7 +148,7 @@ struct Problem {
   // Fused path, sequences cut into segments: the state that enters each segment, or the gradient of
   // the state that leaves it, [B, segment_states, H, K, V]; before the scan over segments what a
   // segment adds to it by itself, and the sum of its gates in log2 units [B, segment_states, H, K].
-  // Of packed sequences the same for each own part, of which a segment may have several.
+  // For packed sequences the same for each summary, of which a segment may have several.
   float* segment_states = nullptr;
   float* segment_state_grads = nullptr;
   float* segment_decays = nullptr;
@@ -158,10 +160,10 @@ struct Problem {
   unsigned char* prepared = nullptr;
 
   // What a launcher tells its kernel.
-  bool with_A = false;  // prepare: makes A of other chunks too
+  bool with_A = false;  // prepare: makes A of chunks in tier 1 too
   bool chunk_pairs =
       false;           // of two chunks the first's S and the second's dS: segments/chunk_pairs.cuh
-  bool has_A = false;  // strong gradients: A of operands is there
+  bool has_A = false;  // strong gradients: A of prepared chunks is there
   bool sums_decays = false;  // summaries of dS: makes segment_decays too
 
   // [B, slots, H, kMaxTierBlocks]: 1 where some channel of a block of kTierBlock is out of tier 1's

@@ -31,9 +31,9 @@ bool sweeps_gradients(const Choices& c) {
   return c.gradients == Gradients::kSweep || c.gradients == Gradients::kSmallSweep;
 }
 
-// Pairs of chunks where the states of all chunks would be most of what is read: with fewer values
-// what a pair takes before and after them costs more than it saves. K 256, V 512 of 8 sequences of
-// 2,048: both ways 1.13 times as fast.
+// Chunk pairs where the states of all chunks would be most of what is read. With fewer values the
+// work of a pair before and after its values costs more than it saves. K 256, V 512 of 8 sequences
+// of 2,048: both ways 1.13 times as fast.
 bool pays_chunk_pairs(const PlanInputs& in, const ChunkGrid& grid) {
   constexpr int64_t kMostValues = 128;  // values
   return in.K > kGroupKeys && in.V > kMostValues && !in.batch_invariant && grid.chunks > 1;
@@ -163,8 +163,8 @@ PassPlan plan_forward(const PlanInputs& in, const ChunkGrid& grid, const Choices
   Recipe& kernels = plan.kernels;
   add_map(kernels, grid);
   if (c.forward_prepared) {
-    // Behind summaries by clusters, forward makes A itself, which saves bytes. Elsewhere that would
-    // take longer: a block has few chunks there, or replays others'.
+    // After cluster summaries forward makes A itself, which saves bytes. Elsewhere that would take
+    // longer: a block has few chunks there, or replays others'.
     const bool by_cluster = c.cluster_summaries && has_summaries &&
                             c.forward_segments.segments == c.backward_segments.segments;
     if (by_cluster) {
@@ -235,8 +235,7 @@ Kernel gradients_kernel(const Choices& c) {
   return Kernel::kGradientsChunk;
 }
 
-// S and, unless it stays on chip, dS: in tiles where chunks are prepared, of pairs of chunks one
-// each.
+// S and, unless it stays on chip, dS: in tiles where chunks are prepared, of chunk pairs one each.
 void add_backward_states(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid,
                          const Choices& c) {
   const bool by_pairs = c.gradients == Gradients::kChunkPair && !in.packed;

@@ -73,7 +73,7 @@ Segments cut(const PlanInputs& in, const ChunkGrid& grid, Sweeps sweeps) {
   if (in.batch_invariant || grid.N * in.H * in.K * in.V == 0) return {};
   const int64_t longest = ceil_div(in.T, kChunk), residents = residents_each(in, grid, sweeps);
   if (residents < fewest_residents(in, sweeps) && !in.packed) return {};
-  // Nobody knows the lengths of packed sequences here: a segment is one block's share of all
+  // The lengths of packed sequences are not known here: a segment is one block's share of all
   // chunks.
   const int64_t share =
       in.packed ? ceil_div(longest * sweep_blocks(in, sweeps), resident_blocks(in, sweeps))

@@ -27,7 +27,7 @@ struct Layout {
   static_assert(kK * kValues == kTileElements, "every thread has as many elements");
 
   Operands<kStageTokens, kK, kValues, true> tokens;
-  // What a warp has summed of the tokens of a replay.
+  // A warp's sums for the tokens of a replay.
   float keys[kReplayTokens][kKeyGrads][kValueWarps][kK];
   float values[kReplayTokens][kValueGrads][kKeyWarps][kValues];
 };
@@ -79,7 +79,7 @@ class Backward {
     return p_.replayed + (static_cast<int64_t>(blockIdx.x) * kEach + index) * kTileElements;
   }
 
-  // f(element, its offset in a [K, V] or [V, K] matrix) for what is inside.
+  // f(element, its offset in a [K, V] or [V, K] matrix) for elements inside the matrix.
   template <class F>
   __device__ __forceinline__ void for_elements(Tile& tile, F&& f) const {
     const int first_value = value_block_ * L::kValues + value_;
@@ -110,7 +110,7 @@ class Backward {
     __syncthreads();  // the tokens are written
   }
 
-  // S = P + k vᵀ with P = a ⊙ S ⊙ b, in place; P into `decayed` if it is wanted.
+  // S = P + k vᵀ with P = a ⊙ S ⊙ b, in place; P also goes to `decayed` if given.
   __device__ __forceinline__ void step(Tile& S, int t, Tile* decayed = nullptr) const {
     const Keys k(&s_.tokens.k[t][key_]), a(&s_.tokens.a[t][key_]);
     const Values v(&s_.tokens.v[t][value_]), b(&s_.tokens.b[t][value_]);
@@ -124,7 +124,7 @@ class Backward {
       }
   }
 
-  // The states that enter the parts of a sequence, but for the first, which is state_in.
+  // The states that enter the parts of a sequence, except the first, which is state_in.
   __device__ __forceinline__ void keep_states() {
     if (parts() <= 1) return;
     Tile S;
@@ -177,7 +177,7 @@ class Backward {
         token(P0, t, 0, dS);
         __syncthreads();  // the warps' sums are written
         store(first + t0, t, both ? 2 : 1);
-        __syncthreads();  // and read, before the next ones
+        __syncthreads();  // and read before the next ones are written
       }
     }
   }

@@ -11,7 +11,7 @@ constexpr int kDrafts = 16;  // tokens, at most
 template <int kK>
 constexpr int kWarps = kK / 32;
 
-// scale q, k and a = exp gk in fp32; then q^_i = q_i a_0 .. a_i in the place of q. Zero outside K.
+// scale q, k and a = exp gk in fp32; then q^_i = q_i a_0 .. a_i in place of q. Zero outside K.
 template <int kK>
 struct alignas(16) Drafts {
   float q[kDrafts][kK], k[kDrafts][kK], a[kDrafts][kK];
@@ -31,15 +31,15 @@ __device__ __forceinline__ int64_t draft_offset(const Rows& r, const Run& run, i
   return run.row * r.stride_b + head_offset(r, run.head) + t * r.stride_t;
 }
 
-// An element as it lies in memory, which nothing waits for before its value is taken.
+// An element as it lies in memory: nothing waits for the load until its value is taken.
 __device__ __forceinline__ uint32_t load_element(const Rows& r, int64_t i, bool there) {
   if (!there) return 0;
   if (r.dtype == DType::kFloat) return static_cast<const uint32_t*>(r.data)[i];
   return static_cast<const uint16_t*>(r.data)[i];
 }
 
-// Four neighbours of a row, as they lie in memory: a word each, but fast 16-bit ones, which are
-// two.
+// Four neighbours of a row, as they lie in memory: four words, or two where 16-bit elements are
+// loaded at once.
 template <Access kAccess>
 struct FourBits {
   uint32_t words[4];
@@ -70,8 +70,8 @@ struct FourBits {
   }
 };
 
-// What a thread has of all tokens on the way to shared memory: in load i four keys of token
-// 4 i + threadIdx.x / (kK / 4). Tokens up to a multiple of four are zero, as those behind K.
+// What a thread moves to shared memory: in load i four keys of token 4 i + threadIdx.x / (kK / 4).
+// Tokens up to a multiple of four are zero, as are keys from K on.
 template <int kK, Access kAccess>
 struct DraftBits {
   static constexpr int kLoads = kDrafts / 4;
@@ -130,8 +130,8 @@ __device__ __forceinline__ float dot(const float4& x, const float (&y)[4]) {
   return fmaf(x.w, y[3], fmaf(x.z, y[2], fmaf(x.y, y[1], x.x * y[0])));
 }
 
-// A warp's parts of A: the keys j = warp % 4, j + 4, .. of the tokens, which decay on their way to
-// the queries i, four at a time; 128 key channels, four a lane.
+// A warp's partial sums of A: the keys of tokens j = warp % 4, j + 4, .., which decay on their way
+// to the queries i, four at a time; 128 key channels, four a lane.
 template <int kK>
 __device__ __forceinline__ void score_parts(int T, const Drafts<kK>& s, Scores<kK>& scores) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -164,7 +164,7 @@ __device__ __forceinline__ void score_parts(int T, const Drafts<kK>& s, Scores<k
   }
 }
 
-// A from its parts, and q^ in the place of q; zero for the tokens that are not there.
+// A from its partial sums, and q^ in place of q; zero for tokens that are not there.
 template <int kK>
 __device__ __forceinline__ void gate_queries(int T, Drafts<kK>& s, Scores<kK>& scores) {
   if constexpr (kK > 128) {

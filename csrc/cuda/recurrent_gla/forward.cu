@@ -15,7 +15,7 @@ namespace {
 
 template <int kK>
 constexpr int kValues = kTileElements / kK;  // of a block
-// In shared memory at a time: what four blocks of an SM have room for.
+// Tokens in shared memory at a time, so that four blocks fit on a multiprocessor.
 template <int kK>
 constexpr int kStageTokens = kK == 128 || kK == 256 ? 8 : 4;
 
@@ -30,14 +30,14 @@ __device__ __forceinline__ void store4(float* p, const float (&x)[4], int valid)
   }
 }
 
-// A block's part of a [K, V] state: a thread has four values of every kGroups-th key. A token's o
+// A block's tile of a [K, V] state: a thread has four values of every kGroups-th key. A token's o
 // is a sum over threads of several warps.
 template <int kK>
 struct KeyRows {
   static constexpr int kThreads = 256, kRows = kTileElements / kThreads / 4;
   static constexpr int kFours = kValues<kK> / 4, kGroups = kThreads / kFours;
   static constexpr int kSums = kThreads / 32;  // that make up an o
-  static constexpr int kBlocks = 4;            // of an SM, what registers have room for
+  static constexpr int kBlocks = 4;            // of a multiprocessor, as many as registers allow
   float S[kRows][4];
 
   __device__ __forceinline__ static int value() { return threadIdx.x % kFours * 4; }
@@ -77,8 +77,8 @@ struct KeyRows {
   }
 };
 
-// A block's part of a [V, K] state: a thread has the keys of one value, in fours. A token's o is a
-// sum over neighbouring lanes.
+// A block's tile of a [V, K] state: a thread has keys of one value, in fours. A token's o is a sum
+// over neighbouring lanes.
 template <int kK>
 struct ValueRows {
   static constexpr int kThreads = 256, kRows = kTileElements / kThreads / 4;
@@ -155,7 +155,7 @@ template <class Tile, Access kAccess, bool kOneToken>
 constexpr int kBlocks =
     kOneToken && kAccess == Access::kFast ? Tile::kBlocks : 512 / Tile::kThreads;  // of an SM
 
-// kOneToken: T = 1. The token is under way while the state is.
+// kOneToken: T = 1. The token is loaded while the state is.
 template <class Tile, int kK, Access kAccess, bool kValueGates, bool kOneToken>
 __global__ void __launch_bounds__(Tile::kThreads, (kBlocks<Tile, kAccess, kOneToken>))
     forward_kernel(Recurrence p) {

@@ -10,8 +10,8 @@
 
 namespace gla_ext::cuda {
 
-// What runs over B rows of T tokens: N sequences (the rows, or packed in one), or the rows of a
-// batch that have their states in a pool. Absent tensors have data == nullptr.
+// A recurrence over B rows of T tokens: N sequences (the rows, or packed in one), or the rows of a
+// batch whose states are in a pool. Absent tensors have data == nullptr.
 struct Recurrence {
   int64_t B = 0, T = 0, N = 0;
   int32_t H = 0, K = 0, V = 0;
@@ -45,11 +45,11 @@ struct Recurrence {
 // q k v gk gv state_in -> o, state_out
 void recurrent_forward(const Recurrence& p, cudaStream_t stream);
 
-// q k v gk gv state_in -> o, of rows that have their states in a pool. A draft of 2 to 16 tokens
-// takes the chunk form, else the recurrence runs.
+// q k v gk gv state_in -> o, of rows whose states are in a pool. A draft of 2 to 16 tokens takes
+// the chunk form; else the recurrence runs.
 void recurrent_verify(const Recurrence& p, int multiprocessors, cudaStream_t stream);
 
-// What backward takes in floats, and its grid. A tile is a block's part of a state.
+// What backward needs, in floats, and its grid. A tile is what a block holds of a state.
 struct RecurrentBackwardPlan {
   int64_t value_blocks;  // blocks of threads that share a state, each with some of its values
   int64_t blocks;        // of threads, each with some of the (sequence, head, value block)s

@@ -58,7 +58,7 @@ class RecurrentCall {
     indices = {c.const_data_ptr(), c.scalar_type() == at::kLong};
   }
 
-  // Fresh outputs; a gradient only of what is there.
+  // Fresh outputs; a gradient only where the tensor is given.
   at::Tensor output(Rows& rows, int64_t last_dim, at::ScalarType dtype) {
     at::Tensor t = at::empty({p.B, p.T, p.H, last_dim}, options_.dtype(dtype));
     rows = rows_of(t);
@@ -84,7 +84,7 @@ class RecurrentCall {
   void use_pool(const at::Tensor& state) {
     p.state_in = state.const_data_ptr<float>();
     p.slots_in_pool = state.size(0);
-    // Where there is one matrix, its stride may be anything, and must not cost 16-byte access.
+    // The stride of a single matrix may be anything; it must not prevent 16-byte access.
     p.state_stride_n = state.size(0) > 1 ? state.stride(0) : 0;
     p.state_stride_h = state.size(1) > 1 ? state.stride(1) : 0;
     find_state_alignment();
@@ -196,7 +196,7 @@ at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
                        std::optional<double> scale, bool write) {
   Shape shape = check_pool(in, pool);
   check_pool_layout(in.op, pool.state, write);
-  shape.N = shape.B;  // what runs are the rows
+  shape.N = shape.B;  // a run is a row
   RecurrentCall call(in.op, shape, *in.k, scale);
   Recurrence& p = call.p;
   p.state_v_first = pool.state_v_first;

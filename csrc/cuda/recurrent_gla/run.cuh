@@ -17,7 +17,7 @@ struct Run {
   int32_t head;
 };
 
-// Runs of all heads; packed, the last of them are the tokens behind every sequence.
+// Runs of all heads; in packed batches the last ones are the tokens after every sequence.
 __host__ __device__ inline int64_t count_runs(const Recurrence& p) {
   return (p.N + (p.cu_seqlens.data != nullptr ? 1 : 0)) * p.H;
 }
@@ -51,8 +51,8 @@ __device__ __forceinline__ int64_t row_offset(const Recurrence& p, const Rows& r
 // exp of a gate, exactly 0 for a reset; NaN stays NaN.
 __device__ __forceinline__ float decay_of(float g) { return g * kLog2E < kReset ? 0.f : expf(g); }
 
-// An element as it lies in memory, 0 where it is not there, and its value: apart, so that several
-// loads are under way before the first one is waited for.
+// An element as it lies in memory, 0 where it is not there, and its value: separate, so that
+// several loads are under way before the first is waited for.
 __device__ __forceinline__ uint32_t load_bits(const Rows& r, int64_t i, bool there) {
   const bool wide = r.dtype == DType::kFloat;
   uint32_t bits = 0;
@@ -136,7 +136,7 @@ struct alignas(16) Operands {
   }
 };
 
-// What a thread has of one token, which meanwhile loads the state.
+// What a thread loads of one token, while it loads the state too.
 template <int kThreads, int kK, int kValues>
 struct TokenBits {
   static constexpr int kEach = kK <= kThreads ? 1 : kK / kThreads;

@@ -2,7 +2,7 @@
 //
 // Operands are the sum of two tf32 numbers, high + low; the product of low parts is left out. In a
 // group of 16 keys, lane 4 r + c has keys 4 c .. 4 c + 3 of S and q^, so that a product of 8 keys
-// takes two of them at a time, in whatever order, and loads of both are 16 bytes.
+// takes two of them at a time (the order of keys does not matter), and loads of both are 16 bytes.
 #pragma once
 
 #include "cuda/device/mma.cuh"
@@ -12,8 +12,8 @@ namespace gla_ext::cuda {
 
 constexpr int kTileValues = 32;
 
-// Rounded to the nearest, and what is left, of which tensor cores take the bits that tf32 has. NaN
-// stays NaN in `low`.
+// x rounded to the nearest tf32 number, and the rest, of which tensor cores take the bits that tf32
+// has. NaN stays NaN in `low`.
 struct Parts {
   float high, low;
 
@@ -27,7 +27,7 @@ struct Parts {
 __device__ __forceinline__ int row_of_lane() { return threadIdx.x % 32 / 4; }
 __device__ __forceinline__ int column_of_lane() { return threadIdx.x % 4; }
 
-// A lane's part of 16 keys of S:
+// What a lane holds of 16 keys of S:
 //   [K, V]  fours[i] has key i of the lane's, values 4 r .. 4 r + 3
 //   [V, K]  fours[i] has value 8 i + r, the keys of the lane
 template <bool kVFirst>
@@ -45,13 +45,13 @@ struct StateFours {
         load4<kAccess>(fours[i], from + i * p.V, key + i < p.K ? p.V - value : 0);
     }
   }
-  // Key 2 s + k and value 2 m + i of the lane's.
+  // The lane's key 2 s + k and value 2 m + i.
   __device__ __forceinline__ float at(int s, int k, int m, int i) const {
     return kVFirst ? fours[2 * m + i][2 * s + k] : fours[2 * s + k][2 * m + i];
   }
 };
 
-// A lane's part of 16 keys of q^: tokens r and 8 + r.
+// What a lane holds of 16 keys of q^: tokens r and 8 + r.
 struct QueryFours {
   Parts q[2][4];  // [token / 8][key]
 
@@ -62,18 +62,18 @@ struct QueryFours {
       const float4 x = *reinterpret_cast<const float4*>(
           &s.q[8 * n + row_of_lane()][first_key + 4 * column_of_lane()]);
       q[n][0] = Parts(x.x), q[n][1] = Parts(x.y), q[n][2] = Parts(x.z), q[n][3] = Parts(x.w);
-      // Kept, not split again for every tile.
+      // Split once, not for every tile.
 #pragma unroll
       for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(q[n][i].low));
     }
   }
 };
 
-// What a lane has of Sᵀ q^: [m][token / 8][2 i + e], values 2 m + i of the lane's, tokens 2 c + e.
+// What a lane holds of Sᵀ q^: [m][token / 8][2 i + e], the lane's values 2 m + i, tokens 2 c + e.
 using Sums = float[2][2][4];
 
-// sums += Sᵀ q^ of 16 keys; kFirst: they were nothing. Small products come first, so that what
-// tensor cores cut off when they add is cut off small numbers.
+// sums += Sᵀ q^ of 16 keys; kFirst: sums start at 0. Small products come first: tensor cores cut
+// off digits when they add, and so cut them off small numbers.
 template <bool kFirst, bool kVFirst>
 __device__ __forceinline__ void add_product(Sums& sums, const StateFours<kVFirst>& S,
                                             const QueryFours& q, bool more_than_eight) {

@@ -1,4 +1,4 @@
-// A block's part of a state in backward's registers: every thread has eight keys of four values.
+// A block's tile of a state in backward's registers: every thread has eight keys of four values.
 #pragma once
 
 #include "run.cuh"
@@ -10,7 +10,7 @@ constexpr int kKeptTokens = 32, kReplayTokens = 2;
 constexpr int kThreadKeys = 8, kThreadValues = 4;
 constexpr int kWarpKeys = 64, kWarpValues = 16;
 
-// This thread's part of a state: lanes are eight keys apart in fours, then four values.
+// What this thread holds of a state: lanes are eight keys apart in fours, then four values.
 struct Tile {
   float x[kThreadKeys][kThreadValues];
 

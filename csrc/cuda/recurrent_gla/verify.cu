@@ -3,12 +3,12 @@
 // drafts.cuh.
 //
 // grid    (row of a pool, head, some tiles of 32 values); all keys of a tile at a time, 32 a warp,
-//         the next tile under way meanwhile, 16 bytes at a time where rows allow it
+//         while the next tile is loaded, 16 bytes at a time where rows allow it
 // reads   q, k, gk [B, T, H, K], v, gv [B, T, H, V], state_in [.., H, K, V] or v-first
 // writes  o [B, T, H, V]
-// Decays are running products, exact at a reset. Everything is accumulated in fp32 but sums of 32
-// keys, on tensor cores. The order of every sum depends on K alone, so a token has the same bits in
-// any batch, any pool and drafts of any length.
+// Decays are running products, exact at a reset. Everything is accumulated in fp32, except sums of
+// 32 keys, which tensor cores make. The order of every sum depends on K alone, so a token has the
+// same bits in any batch, any pool and drafts of any length.
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"
 #include "state_product.cuh"
@@ -29,7 +29,7 @@ struct RowStarts {
   }
 };
 
-// What the warps hand to one another of a tile.
+// What the warps exchange of a tile.
 template <int kK>
 struct alignas(16) Stage {
   static constexpr int kPitch = kTileValues + 4;  // no two lanes of a store meet in a bank
@@ -115,7 +115,7 @@ struct alignas(16) Stage {
   }
 };
 
-// A thread's values of a tile, on the way to shared memory: a lane has one of some tokens.
+// A thread's values of a tile, on the way to shared memory: a lane has one value of some tokens.
 template <int kK>
 struct ValueLoads {
   static constexpr int kLoads = kDrafts / kWarps<kK>;
@@ -164,7 +164,7 @@ __device__ __forceinline__ void write_zeros(const Recurrence& p, const Run& run,
               0.f);
 }
 
-// As many threads as keys, and 512 on an SM, what registers have room for.
+// As many threads as keys, and 512 a multiprocessor, as many as registers allow.
 template <bool kVFirst, int kK, Access kAccess>
 __global__ void __launch_bounds__(kK, 512 / kK) verify_kernel(Recurrence p, int tiles_of_block) {
   extern __shared__ __align__(16) unsigned char s_bytes[];
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kK, 512 / kK) verify_kernel(Recurrence p, int 
   }
   __syncthreads();  // q, k, a and the starts are written
   score_parts(T, s.drafts, s.scores);
-  __syncthreads();  // the parts of A are written, and q is read
+  __syncthreads();  // the partial sums of A are written, and q is read
   gate_queries(T, s.drafts, s.scores);
   ValueLoads<kK> values;
   values.load(p, s.starts, first * kTileValues);
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kK, 512 / kK) verify_kernel(Recurrence p, int 
   }
 }
 
-// Tiles of a block such that all blocks take the least time, `resident` of them at once.
+// Tiles a block, such that all blocks take the least time, with `resident` of them at once.
 int choose_tiles(int64_t runs, int tiles, int64_t resident) {
   constexpr int kOfTokens = 3;  // the tokens take as long as this many tiles
   int best = tiles;

@@ -6,7 +6,7 @@
 
 namespace gla_ext::cuda {
 
-// fp32 rows to fp32's accuracy; of shorter ones by two instructions, whose error of some 2^-22 is
+// Accurate to fp32 for fp32 rows. Shorter ones take two instructions, whose error of some 2^-22 is
 // far below their rounding.
 template <class T>
 __device__ __forceinline__ float sigmoid(float x) {

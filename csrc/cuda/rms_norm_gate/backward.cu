@@ -18,8 +18,8 @@ constexpr int kAtOnce = 1;                // rows of a thread in flight
 constexpr int kBlocksAtOnce = 3;          // of a multiprocessor
 constexpr int64_t kSharedColumns = 8192;  // of dw that a block of wide rows keeps in shared memory
 
-// The same of wide rows. Of fp32 the registers of three would spill from compute capability 10.0
-// on.
+// The same for wide rows. With fp32, registers of three blocks would spill from compute capability
+// 10.0 on.
 constexpr int wide_blocks_at_once(bool fp32, int major) {
   return fp32 && major >= 10 ? 2 : kBlocksAtOnce;
 }

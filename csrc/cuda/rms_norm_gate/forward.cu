@@ -1,7 +1,7 @@
 // Forward of the norm with its gate:
 //   y = x rstd ⊙ w ⊙ f(gate)      rstd = (mean(x²) + eps)^-0.5
 //
-// grid    blocks stride over the rows; how many rows a block has at once says rows.cuh
+// grid    blocks stride over the rows; rows.cuh says how many rows a block has at once
 // reads   x, gate [rows, V], w [V]
 // writes  y [rows, V], rstd [rows] fp32
 // Sums and products are fp32, y is rounded once; a row's bits depend on nothing but the row.
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kNormThreads) wide_forward(const __grid_consta
 }  // namespace
 
 void norm_forward(const Norm& p, const NormGpu& gpu, cudaStream_t stream) {
-  // Some four times as many blocks as run at once, so that none is waited for long.
+  // Some four times as many blocks as run at once, so that the last ones end soon after the others.
   const int64_t most = int64_t{32} * gpu.multiprocessors;
   if (p.width > kNarrow) {
     with_wide(p, [&](auto type, auto access) {

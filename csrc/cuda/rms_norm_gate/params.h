@@ -23,7 +23,7 @@ struct Norm {
   void *y = nullptr, *dx = nullptr, *dgate = nullptr;  // outputs [rows, V], contiguous
   const void* weight = nullptr;                        // [V]
   float* rstd = nullptr;                               // [rows]
-  float* partials = nullptr;  // [norm_backward_blocks(), V], parts of dweight
+  float* partials = nullptr;  // [norm_backward_blocks(), V], partial sums of dweight
   void* dweight = nullptr;    // [V]
 };
 
@@ -36,7 +36,7 @@ struct NormGpu {
 // x weight gate -> y, rstd
 void norm_forward(const Norm& p, const NormGpu& gpu, cudaStream_t stream);
 
-// Of threads; each leaves a part of dweight.
+// Blocks of threads; each leaves a partial sum of dweight.
 int64_t norm_backward_blocks(const Norm& p, const NormGpu& gpu);
 // dy x weight gate rstd -> dx, dgate, dweight
 void norm_backward(const Norm& p, const NormGpu& gpu, cudaStream_t stream);

@@ -13,7 +13,7 @@ constexpr int kNormThreads = 256;
 constexpr int kNormWarps = kNormThreads / 32;
 constexpr int kNarrow = 8 * kNormThreads;
 
-// Where row `row`, and after advance() row `row + step`, starts; divides but at the start.
+// Where row `row`, and after advance() row `row + step`, starts; divides only at the start.
 class RowCursor {
  public:
   RowCursor() = default;
@@ -37,7 +37,7 @@ class RowCursor {
   int64_t outer_, inner_;
 };
 
-// The weight of eight columns, 1 where there is none and 0 behind the last column.
+// The weight of eight columns, 1 where there is none and 0 after the last column.
 template <Access kAccess>
 __device__ __forceinline__ void load_weight(const Norm& p, int64_t column, float (&w)[8]) {
   const int64_t left = p.width - column;

@@ -4,9 +4,8 @@
 // dx takes what the state after the sequence gives, and dcache is dx of the tokens before it.
 //
 // grid    a thread has four channels and run after run of tokens; z is computed again from x, the
-//         last W inputs and dz stand in registers, and the W - 1 dz behind a run are computed by
-//         the next one too. A block leaves the dw of its runs; a second kernel adds these, first
-//         block first
+//         last W inputs and dz stand in registers, and the next run computes the W - 1 dz after a
+//         run too. A block leaves the dw of its runs; a second kernel adds these, first block first
 // reads   dy, x [B, T, D], w [D, W], bias [D], cache, dstate [N, D, W]
 // writes  dx [B, T, D], dcache [N, D, W], dw [D, W], dbias [D]
 // Everything between is fp32, results are rounded once. dx of a token depends on its sequence
@@ -24,9 +23,9 @@ constexpr int64_t kFewestTokens = 8;
 template <class T>
 constexpr int kAtOnce = 8 / sizeof(T);  // tokens of a thread that are loaded at once
 
-// Tokens from t on, behind the kW - 1 whose inputs stand in `in`: their dz, behind that of as many,
-// what they add to dw and dbias, and dx of those whose dz are then all there. kWhole: of kAtOnce
-// tokens, aligned, as many dx, which no state gives anything.
+// Tokens from t on, after the kW - 1 whose inputs are in `in`: their dz, after the dz of as many
+// tokens before; what they add to dw and dbias; and dx of the tokens whose dz are then complete.
+// kWhole: kAtOnce aligned tokens and as many dx, to which no state contributes.
 template <bool kWhole, class T, int kW>
 __device__ __forceinline__ void take_tokens(const Convolution& p, const Piece& piece, int64_t t,
                                             const Place<kC>& place, const float (&w)[kW][kC],
@@ -54,7 +53,7 @@ __device__ __forceinline__ void take_tokens(const Convolution& p, const Piece& p
       for (int j = 0; j < kW; ++j) dw[j][i] = fmaf(g, in[r + j][i], dw[j][i]);
       dw[kW][i] += g;
     }
-    const int64_t first = t + r - kBefore;  // whose dz are all there
+    const int64_t first = t + r - kBefore;  // whose dz are complete
     if (!kWhole && (first < piece.from || first >= piece.to)) continue;
     float sum[kC] = {};
     if (!kWhole) state_gradient<T>(p, piece, first, place, sum);
@@ -71,7 +70,7 @@ __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
     backward(const __grid_constant__ Convolution p, const ConvolutionGrid grid) {
   constexpr int kBefore = kW - 1, kSteps = kAtOnce<T>;
   const Place<kC> place(p, grid);
-  float w[kW][kC], bias[kC], dw[kW + 1][kC] = {};  // and dbias behind it
+  float w[kW][kC], bias[kC], dw[kW + 1][kC] = {};  // then dbias
   load_taps<kW>(p.weight, p.weight_dtype, p.aligned, place, w);
   load_bias(p, place, bias);
   const int64_t runs = place.valid > 0 ? p.B * p.runs.count : 0;
@@ -87,7 +86,7 @@ __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
         in[i] = load_input<T>(p, piece, piece.from - kBefore + i, place);
       T* dx = static_cast<T*>(p.dx) + piece.row * p.T * p.D + place.channel;
       for (int64_t t = piece.from; t < piece.to + kBefore; t += kSteps) {
-        // Whose dx is whole, too, and none of the last W: those take what the state gives.
+        // Tokens whose dx is complete too, and none of the last W, which take what the state gives.
         const bool inside =
             t >= piece.from + kBefore && t + kSteps <= piece.to && t + kSteps < piece.end;
         if (p.aligned && inside)
@@ -134,8 +133,8 @@ __device__ __forceinline__ float dz_of(const Convolution& p, const Piece& piece,
   return to_float(static_cast<const T*>(p.dy.data)[at]) * silu_slope<T>(z);
 }
 
-// dcache: the first input of a cache meets no token, the others the first W - 1, and what the
-// sequence is too short for stays in its state. A thread has a channel of a sequence.
+// dcache: the first input of a cache meets no token, the others the first W - 1, and those that a
+// short sequence leaves in its state. A thread has a channel of a sequence.
 template <class T>
 __global__ void __launch_bounds__(kConvThreads)
     cache_gradient(const __grid_constant__ Convolution p) {

@@ -3,7 +3,7 @@
 //   z_t = bias + Σ_j w_j x_{t-W+1+j}      y_t = silu(z_t)
 //
 // grid    a thread has 16 bytes of neighbouring channels and run after run of tokens, whose last W
-//         inputs stand in registers; behind the runs of tokens, sequences whose state it writes
+//         inputs stand in registers; after the runs of tokens, sequences whose state it writes
 // reads   x [B, T, D], w [D, W], bias [D], cache [N, D, W]
 // writes  y [B, T, D], state [N, D, W]
 // z is fp32, y is rounded once; a token's bits depend on nothing but its W inputs.
@@ -18,7 +18,7 @@ constexpr int kBlocksAtOnce = 4;  // of a multiprocessor
 template <class T>
 constexpr int kChannels = 16 / sizeof(T);  // of a thread
 
-// y of `count` tokens, at most kAtOnce, from t on, behind the kW - 1 whose inputs stand in `in`.
+// y of `count` tokens, at most kAtOnce, from t on, after the kW - 1 whose inputs are in `in`.
 // kWhole: of kAtOnce, aligned.
 template <bool kWhole, class T, int kW, int kC>
 __device__ __forceinline__ void take_tokens(const Convolution& p, const Piece& piece, int64_t t,

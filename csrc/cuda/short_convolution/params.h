@@ -21,8 +21,8 @@ struct TokenRuns {
   int64_t tokens = 1, count = 0;
 };
 
-// At most `places * k` runs over all rows for a small k, so that places, which take run after run,
-// end at the same time; of at least `fewest` tokens, as far as there are so many.
+// At most `places * k` runs over all rows for a small k, so that the threads, which take run after
+// run, end at the same time. A run has at least `fewest` tokens if the row has.
 TokenRuns plan_token_runs(int64_t B, int64_t T, int64_t places, int64_t fewest);
 
 // Absent tensors are null; all but x and dy are contiguous.
@@ -49,13 +49,13 @@ struct Convolution {
   void* dweight = nullptr;       // [D, W]
   void* dbias = nullptr;         // [D]
   float* dz = nullptr;           // [B, T, D], W above kUnrolledTaps alone
-  float* partials = nullptr;     // [plan's blocks, W + 1, D], parts of dweight and dbias
+  float* partials = nullptr;     // [plan's blocks, W + 1, D], partial sums of dweight and dbias
 };
 
 // x weight bias cache -> y, state
 void convolution_forward(Convolution p, int multiprocessors, cudaStream_t stream);
 
-// Blocks that share a channel, each of which leaves a part of dweight; and the floats of dz.
+// Blocks that share a channel, each of which leaves a partial sum of dweight; and the floats of dz.
 struct ConvolutionBackwardPlan {
   TokenRuns runs;
   int64_t blocks = 0, dz = 0;
@@ -64,7 +64,7 @@ ConvolutionBackwardPlan plan_convolution_backward(const Convolution& p, int mult
 // dy dstate x weight bias cache -> dx dcache dweight dbias
 void convolution_backward(Convolution p, const ConvolutionBackwardPlan& plan, cudaStream_t stream);
 
-// W above kUnrolledTaps. Of backward dx and the partial sums alone, by as many blocks.
+// W above kUnrolledTaps. Backward makes dx and the partial sums alone, by as many blocks.
 void convolution_forward_by_taps(Convolution p, int multiprocessors, cudaStream_t stream);
 void convolution_backward_by_taps(const Convolution& p, const ConvolutionBackwardPlan& plan,
                                   cudaStream_t stream);

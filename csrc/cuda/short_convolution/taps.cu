@@ -2,18 +2,19 @@
 //   z_t = bias + Σ_j w_j x_{t-W+1+j}      y_t = silu(z_t)      dz_t = dy_t silu'(z_t)
 //   dx_t = Σ_s w_{W-1-s} dz_{t+s}      dw_j = Σ_t dz_t x_{t-W+1+j}      dbias = Σ_t dz_t
 //
-// grid    as forward.cu and backward.cu have it; for dw, z is a tap or the bias. What several taps
-//         read comes from the caches but for the first time
+// grid    as forward.cu and backward.cu have it; for dw, z is a tap or the bias. Only the first tap
+//         that needs a row reads it from memory, the others from the caches
 // reads   dy, x [B, T, D], w [D, W], bias [D], cache, dstate [N, D, W]
-// writes  y [B, T, D], state [N, D, W]; dz [B, T, D] fp32, dx [B, T, D], parts of dw and dbias
-// Precision and order of the sums are theirs.
+// writes  y [B, T, D], state [N, D, W]; dz [B, T, D] fp32, dx [B, T, D], partial sums of dw and
+//         dbias
+// Precision and order of the sums are those of forward.cu and backward.cu.
 #include "tokens.cuh"
 
 namespace gla_ext::cuda {
 namespace {
 
 constexpr int kC = 4;       // channels of a thread
-constexpr int kTokens = 8;  // that a tap is loaded for
+constexpr int kTokens = 8;  // tokens that a tap is loaded for
 constexpr int kBlocksAtOnce = 4;
 constexpr int64_t kMostTaps = 65535;  // z of a grid
 

@@ -18,7 +18,7 @@ struct ConvolutionGrid {
   int64_t tiles = 1;
 
   __host__ __device__ int rows() const { return kConvThreads / lanes; }
-  // Runs that are under way at a time where so many blocks of a multiprocessor are.
+  // Runs that are under way at a time, with `blocks` blocks on a multiprocessor.
   int64_t places(int multiprocessors, int blocks_at_once) const {
     const int64_t blocks = int64_t{multiprocessors} * blocks_at_once / tiles;
     return (blocks > 0 ? blocks : 1) * rows();
@@ -28,7 +28,7 @@ struct ConvolutionGrid {
     return dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(wanted < most ? wanted : most));
   }
 };
-// A warp's width, or less of it where fewer threads would be idle.
+// A warp's width, or less where that leaves fewer threads idle.
 inline ConvolutionGrid convolution_grid(int64_t D, int channels) {
   const int64_t packs = (D + channels - 1) / channels;
   ConvolutionGrid grid{32, (packs + 31) / 32};
@@ -51,7 +51,7 @@ struct Place {
         valid(static_cast<int>(clamp(p.D - channel, 0, kC))) {}
 };
 
-// Some tokens of one sequence, whose own are [start, end).
+// Some tokens of one sequence; all of the sequence's are [start, end).
 struct Piece {
   int64_t row, n;      // batch row; of cache and state, -1: the sequence has none
   int64_t start, end;  // tokens of the sequence
@@ -67,8 +67,8 @@ __device__ __forceinline__ Piece sequence(const Convolution& p, int64_t n) {
 }
 
 // The pieces of a run, one after the other. A token belongs to the last sequence that starts at or
-// before it, as far as a search and the steps from there find it: of wrong offsets some sequence,
-// which then, too, starts at or before the token and ends behind it.
+// before it. With wrong offsets a search finds some sequence, which then too starts at or before
+// the token and ends after it.
 class Pieces {
  public:
   __device__ __forceinline__ Pieces(const Convolution& p, int64_t run)
@@ -117,7 +117,7 @@ __device__ __forceinline__ Pack<T, kC> load_row(const Convolution& p, const T* r
   return p.aligned ? load_aligned<T, kC>(row, true) : load_each<T, kC>(row, place.valid);
 }
 
-// `count` tokens from t on, zeros behind them. kWhole: there are as many as wanted, and aligned.
+// `count` tokens from t on, then zeros. kWhole: there are as many as wanted, and aligned.
 template <int kAtOnce, bool kWhole, class T, int kC>
 __device__ __forceinline__ void load_tokens(Pack<T, kC>* out, const Convolution& p,
                                             const TokenRows& x, const Piece& piece, int64_t t,
@@ -226,8 +226,8 @@ __device__ __forceinline__ void state_gradient(const Convolution& p, const Piece
   for (int i = 0; i < kC; ++i) dx[i] = x[i];
 }
 
-// The last W inputs of sequence n, as they are but for the payload of NaN. kW is W, or 0 where that
-// is not known.
+// The last W inputs of sequence n, bit for bit except for the payload of NaN. kW is W, or 0 where
+// that is not known.
 template <int kW, class T, int kC>
 __device__ __forceinline__ void store_state(const Convolution& p, int64_t n,
                                             const Place<kC>& place) {
@@ -248,8 +248,8 @@ __device__ __forceinline__ void store_state(const Convolution& p, int64_t n,
   }
 }
 
-// What the threads of a block have summed for its channels, added up one row after the other: rows
-// first .. first + kSums - 1 of its part of dw and dbias.
+// Adds up what the threads of a block have summed for its channels, one row after the other: rows
+// first .. first + kSums - 1 of its partial sums of dw and dbias.
 template <int kSums, int kC>
 __device__ __forceinline__ void store_partials(const Convolution& p, const ConvolutionGrid& grid,
                                                int64_t first, const float (&sums)[kSums][kC]) {

@@ -22,7 +22,7 @@ struct Pack {
         return __half2float(__ushort_as_half(bits));
     }
   }
-  // Of a pack that was cleared.
+  // Sets element i of a pack that was cleared before.
   __device__ __forceinline__ void set(int i, T x) {
     if constexpr (sizeof(T) == 4) {
       words[i] = __float_as_uint(x);
@@ -60,7 +60,7 @@ __device__ __forceinline__ Pack<T, kC> load_aligned(const T* p, bool there) {
   return x;
 }
 
-// The first `valid` elements, zeros behind them.
+// The first `valid` elements, then zeros.
 template <class T, int kC>
 __device__ __forceinline__ Pack<T, kC> load_each(const T* p, int valid) {
   Pack<T, kC> x;

@@ -1,5 +1,5 @@
-// Whether this build holds sm_90a code for the current device. Without it the kernels of this
-// folder are empty, wherever their code for another architecture runs.
+// Whether this build holds sm_90a code for the current device. Compiled for any other architecture
+// the kernels of this folder are empty.
 #include "sm90.h"
 
 namespace gla_ext::cuda::sm90 {

@@ -2,7 +2,7 @@
 // most kFusedKeys; K and V multiples of 8; rows that start at multiples of 16 bytes. Each function
 // launches one kernel; plan/kernels.h names them, the plan says which a call needs.
 //
-// A chunk has strong gates where it is outside tier 1: whole-chunk products cannot hold its decays.
+// Strong chunks, those outside tier 1, are explained in device/gates.cuh.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,10 +14,10 @@ namespace gla_ext::cuda::sm90 {
 // Whether the kernels are there for the current device.
 bool available();
 
-// Prepared chunks: q k g, and in backward v do -> operands (q^ k^ A and factors), tiers, and of
-// strong chunks in backward dq_intra dk_intra dg_intra. K above 64.
+// q k g, and in backward v do -> prepared chunks (q^ k^ A and factors), tiers, and of strong chunks
+// in backward dq_intra dk_intra dg_intra. K above 64.
 void launch_prepare(const Problem& p, cudaStream_t stream);
-// The same, A of strong chunks alone.
+// The same with A of strong chunks alone.
 void launch_prepare_without_A(const Problem& p, cudaStream_t stream);
 
 // Summaries: segment_states or segment_state_grads, what each segment adds by itself, and
@@ -30,37 +30,37 @@ void launch_summaries_prepared(const Problem& p, cudaStream_t stream);
 void launch_summaries_prepared_both(const Problem& p, cudaStream_t stream);
 void launch_summaries_prepared_grads(const Problem& p, cudaStream_t stream);
 void launch_summaries_prepared_grads_and_decays(const Problem& p, cudaStream_t stream);
-// q k v g -> operands, tiers and summaries of the state in one kernel, by clusters of two blocks.
-// bf16 g, K of 65 to 128, V of 193 to 256; not packed.
+// q k v g -> prepared chunks, tiers and summaries of the state in one kernel, by clusters of two
+// blocks. bf16 g, K of 65 to 128, V of 193 to 256; not packed.
 void launch_summaries_cluster(const Problem& p, cudaStream_t stream);
 void launch_summaries_cluster_without_A(const Problem& p, cudaStream_t stream);
 // k v g -> summaries of the state of packed sequences alone. bf16 g, K of 65 to 128.
 void launch_summaries_packed(const Problem& p, cudaStream_t stream);
 
-// segment_decays h0 dht -> segment_states, segment_state_grads: what enters a segment.
+// Summaries, segment_decays h0 dht -> segment_states, segment_state_grads: what enters a segment.
 void launch_scan(const Problem& p, cudaStream_t stream);
 void launch_scan_both(const Problem& p, cudaStream_t stream);
 void launch_scan_grads(const Problem& p, cudaStream_t stream);
-// And beside that of the states, after summaries_cluster: q k g tiers -> A of strong chunks.
+// launch_scan, and after summaries_cluster beside it: q k g tiers -> A of strong chunks.
 void launch_scan_and_strong_A(const Problem& p, cudaStream_t stream);
 
 // q k v g h0 (segment_states) -> o, ht, tiers: everything except A v of strong chunks, which
 // strong_output adds. bf16 g, for K of at most 64 fp32 too; K of at most 128.
 void launch_forward_fused(const Problem& p, cudaStream_t stream);
-// And operands, except A of strong chunks, for backward. K above 64, V of at most 128.
+// And prepared chunks, except A of strong ones, for backward. K above 64, V of at most 128.
 void launch_forward_fused_for_backward(const Problem& p, cudaStream_t stream);
 // The same of heads of at most 64 keys and 64 values with bf16 g.
 void launch_forward_small(const Problem& p, cudaStream_t stream);
 // The same by clusters of two blocks that share the gating.
 void launch_forward_cluster(const Problem& p, cudaStream_t stream);
 void launch_forward_cluster_for_backward(const Problem& p, cudaStream_t stream);
-// operands v h0 (segment_states) -> o, ht. K above 64.
+// prepared chunks v h0 (segment_states) -> o, ht. K above 64.
 void launch_forward_prepared(const Problem& p, cudaStream_t stream);
-// The same, which makes A of the other chunks itself. After scan_and_strong_A.
+// The same, which makes A of chunks in tier 1 itself. After scan_and_strong_A.
 void launch_forward_prepared_makes_A(const Problem& p, cudaStream_t stream);
 // q k v g tiers -> o += A v of strong chunks.
 void launch_strong_output(const Problem& p, cudaStream_t stream);
-// And their A to operands.
+// And their A -> prepared chunks.
 void launch_strong_output_for_backward(const Problem& p, cudaStream_t stream);
 
 // k v g h0 (segment_states) -> S and tiers, and q g do dht (segment_state_grads) -> dS and dh0. K
@@ -70,10 +70,10 @@ void launch_states_fused_without_grads(const Problem& p, cudaStream_t stream);
 // The same over prepared chunks: scaled, S~ and dS~, for the gradients alone. K above 64.
 void launch_states_prepared(const Problem& p, cudaStream_t stream);
 void launch_states_prepared_without_grads(const Problem& p, cudaStream_t stream);
-// Of two chunks the first's S~ and the second's dS~.
+// Of chunk pairs the first's S~ and the second's dS~.
 void launch_states_prepared_chunk_pairs(const Problem& p, cudaStream_t stream);
-// q k v g h0 -> operands, tiers and S~ in one kernel, by clusters of two blocks. bf16 g, K of 65 to
-// 128, V of 193 to 256; neither segments nor packed sequences.
+// q k v g h0 -> prepared chunks, tiers and S~ in one kernel, by clusters of two blocks. bf16 g, K
+// of 65 to 128, V of 193 to 256; neither segments nor packed sequences.
 void launch_states_cluster(const Problem& p, cudaStream_t stream);
 
 // q k v g do tiers -> A dq_intra dk_intra dg_intra of strong chunks, where prepare has not made
@@ -81,16 +81,16 @@ void launch_states_cluster(const Problem& p, cudaStream_t stream);
 void launch_strong_gradients(const Problem& p, cudaStream_t stream);
 // The same where forward has left A.
 void launch_strong_gradients_without_A(const Problem& p, cudaStream_t stream);
-// q k v g do S dS tiers, for K above 64 operands, and of strong chunks dq_intra dk_intra dg_intra
-// and, for K of at most 64, A -> dq dk dv dg
+// q k v g do S dS tiers, for K above 64 prepared chunks, and of strong chunks dq_intra dk_intra
+// dg_intra and, for K of at most 64, A -> dq dk dv dg
 void launch_gradients_chunk(const Problem& p, cudaStream_t stream);
-// The same by pairs of chunks, over operands with A. K above 128.
+// The same by chunk pairs, over prepared chunks with A. K above 128.
 void launch_gradients_chunk_pair(const Problem& p, cudaStream_t stream);
 // The same from the last chunk to the first, dS on chip: q k v g do S dht (segment_state_grads)
-// operands, and of strong chunks dq_intra dk_intra dg_intra -> dq dk dv dg dh0. K of 65 to 128, V
-// of at most 256.
+// prepared chunks, and of strong chunks dq_intra dk_intra dg_intra -> dq dk dv dg dh0. K of 65 to
+// 128, V of at most 256.
 void launch_gradients_sweep(const Problem& p, cudaStream_t stream);
-// The same without operands, of strong chunks with A: bf16 g, K and V of at most 64.
+// The same without prepared chunks, of strong chunks with A: bf16 g, K and V of at most 64.
 void launch_gradients_small_sweep(const Problem& p, cudaStream_t stream);
 
 }  // namespace gla_ext::cuda::sm90

@@ -2,9 +2,10 @@
 // replays with other offsets.
 //
 // reads   cu_seqlens [N + 1]
-// writes  sequences [N + 1], the last of them the tokens behind every sequence; chunk_slots [slots]
+// writes  sequences [N + 1], the last of them the tokens after every sequence; chunk_slots [slots]
 //
-// and where sweeps visit sequences, by_last_segment [N + 1] and totals.
+// and, for the fused path, by_last_segment [N + 1] (sequences in the order of their last segments)
+// and totals.
 //
 // Offsets are clamped to [0, T], so that wrong ones never lead outside a tensor.
 #include <cub/block/block_radix_sort.cuh>
@@ -24,14 +25,14 @@ __device__ int64_t offset(const ChunkGrid& grid, int64_t n) {
   return x < 0 ? 0 : x > grid.T ? grid.T : x;
 }
 
-// Of a sequence of so many chunks.
+// Segments of a sequence of so many chunks.
 __device__ int64_t segments_of(const ChunkGrid& grid, int64_t chunks) {
   if (grid.segment_chunks == 0) return 1;
   return max(blocks_of(chunks, grid.segment_chunks), int64_t{1});
 }
 
-// Of an own part, where so many segments are followed by others: as few as let all parts of these
-// have places at once, or a segment's.
+// Chunks of a summary, where `followed` segments are followed by another: as few as let the blocks
+// of all their summaries be resident at once, a segment's at most.
 __device__ int64_t choose_summary_chunks(const ChunkGrid& grid, int64_t followed) {
   int64_t parts = 1;
   while (parts < kMostSummaries && grid.segment_chunks % (2 * parts) == 0 &&
@@ -41,8 +42,8 @@ __device__ int64_t choose_summary_chunks(const ChunkGrid& grid, int64_t followed
   return grid.segment_chunks / parts;
 }
 
-// Sequences by the chunks of their last segments, some thousands at a time; all other segments are
-// as long as one can be. By a block.
+// Sorts sequences by the chunks of their last segments, some thousands at a time; all other
+// segments are of full length. By a block.
 __device__ void sort_sequences(const ChunkGrid& grid) {
   constexpr int kEach = 4;
   using Sort = cub::BlockRadixSort<uint32_t, kMapThreads, kEach, int32_t>;
@@ -58,7 +59,7 @@ __device__ void sort_sequences(const ChunkGrid& grid) {
     for (int i = 0; i < kEach; ++i) {
       const int64_t n = own + i;
       sequences[i] = static_cast<int32_t>(n);
-      keys[i] = 0;  // behind all
+      keys[i] = 0;  // after all others
       if (n > grid.N) continue;
       const int64_t chunks = blocks_of(grid.sequences[n].length, kChunk);
       const int64_t before = (segments_of(grid, chunks) - 1) * grid.segment_chunks;
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kMapThreads) map_sequences(Problem p) {
     Scan(storage).ExclusiveSum(chunks, before, total);
     sequence.first_slot = done + before;
     if (n <= grid.N) {
-      // Offsets that go back could ask for more chunks than S and the slots have.
+      // Offsets that decrease could ask for more chunks than S and the slots have.
       const int64_t left = (n < grid.N ? grid.chunks : grid.slots) - sequence.first_slot;
       if (chunks > left) sequence.length = left > 0 ? left * kChunk : 0;
       grid.sequences[n] = sequence;

@@ -6,7 +6,7 @@
 // grid    (row, chunk, head, kColumns values)
 // reads   A (A_diagonal), v q b S, or do k b (b_suffix) dS
 // writes  o, or dv [B, T, H, V]
-// Accumulation is fp32. The scores' part first, then the state, 64 key channels at a time.
+// Accumulation is fp32. The scores come first, then the state, 64 key channels at a time.
 #pragma once
 
 #include "cuda/device/gates.cuh"
@@ -33,7 +33,7 @@ struct ValueFields {
         dtype(kOutput ? p.S_dtype : p.dS_dtype) {}
 };
 
-// A of a chunk [64][64] on its way, its diagonal blocks from A_diagonal where that is there.
+// A of a chunk [64][64] on its way, its diagonal blocks from A_diagonal where that is given.
 template <Access kAccess, class In>
 struct ScoreRows {
   using Op = Operand<In>;
@@ -122,7 +122,7 @@ __device__ __forceinline__ void chunk_product(const Problem& p) {
     scores.store(s_a);
     x.store(s_x, takes_tf32<In>(p));
   }
-  // What comes next is on its way while a product runs.
+  // The next tiles are on their way while a product runs.
   ProductRows<kAccess, In, Fields::kDecay, kColumns> rows;
   rows.load(p, f.y, f.states, f.dtype, chunk, 0, first_v);
   __syncthreads();  // the tiles are written

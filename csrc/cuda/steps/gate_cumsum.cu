@@ -2,7 +2,7 @@
 //
 // grid    (row, chunk, head, block of 64 channels); one thread scans a token, 8 channels at a time
 // reads   g [B, T, H, K]
-// writes  b [B, T, H, K] fp32; b_suffix [B, T, H, K] fp32, the sum of x behind a token, where asked
+// writes  b [B, T, H, K] fp32; b_suffix [B, T, H, K] fp32, the sum of x after a token, where asked
 //         for; tiers [B, slots, H, blocks], whether a block's b leaves tier 1's range
 // Sums are fp32, in the order of CUB's block scan.
 #include <cub/block/block_scan.cuh>
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kScanThreads) gate_cumsum(Problem p) {
 }
 
 // Flags for steps that are given b. At the very limit the last b may differ by a rounding from the
-// scan's; inside a call all kernels read the flags of one of the two.
+// scan's; within a call all kernels read the same flags.
 __global__ void __launch_bounds__(kThreads) chunk_tiers(Problem p) {
   const int blocks = blocks_of(p.K, kTierBlock);
   const int block = static_cast<int>(blockIdx.x % blocks);

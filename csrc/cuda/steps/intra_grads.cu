@@ -4,15 +4,15 @@
 //   dk_j = sum_(i >= j) dA_ij q_i 2^(b_i - b_j)
 //   dg_t = sum_(i >= t) [q_i dq_i - k_i dk_i]
 //
-// dg is formed of the operands that were multiplied: a pair (i, j) puts the same number into both
+// dg is formed from the operands that were multiplied: a pair (i, j) puts the same number into both
 // sums, so that what must cancel cancels, up to the rounding of the sums.
 //
 // grid    (row, chunk, head, kColumns key channels)
-// reads   q, k, b [B, T, H, K], dA [B, T, H, C], tiers; outside tier 1 g where it is there
+// reads   q, k, b [B, T, H, K], dA [B, T, H, C], tiers; of strong chunks g where it is given
 // writes  dq_intra, dk_intra and, where there are gates, dg_intra [B, T, H, K] fp32
 //
-// Two kernels, of which a chunk concerns one: tier 1 multiplies tiles and accumulates in fp32,
-// other chunks are summed in fp32 (strong/intra_grads.cuh).
+// Two kernels, each of which skips the other's chunks: in tier 1 tiles are multiplied and
+// accumulated in fp32, strong chunks are summed in fp32 (strong/intra_grads.cuh).
 #include "cuda/device/launch.cuh"
 #include "strong/intra_grads.cuh"
 

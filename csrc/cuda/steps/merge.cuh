@@ -1,5 +1,5 @@
-// Backward step 7's parts, which gates on values use too: products over values, gradients, and what
-// dg sums.
+// What backward step 7 is made of, with gates on values too: products over values, gradients, and
+// what dg sums.
 #pragma once
 
 #include "cuda/device/gates.cuh"
@@ -7,7 +7,7 @@
 
 namespace gla_ext::cuda {
 
-// Values at a time: fp32 tiles are narrower, so that four fit into 48 KiB.
+// Values at a time: fp32 tiles have fewer columns, so that four fit into 48 KiB.
 template <class Op>
 constexpr int kValues = sizeof(Op) == 2 ? 64 : 32;
 constexpr int kPitchG = kTile + 8;  // of the fp32 tiles that become dg
@@ -86,8 +86,8 @@ __device__ __forceinline__ void multiply(float (&acc_q)[2][2][4], float (&acc_k)
   });
 }
 
-// dq and dk, and what dg sums of them. Of values, whose `p` is seen from their side, dv alone is
-// written, and the scale is in acc_q.
+// dq and dk, and what dg sums of them. On the value side, whose `p` is the chunk seen from the
+// values, only dv is written, and the scale is in acc_q.
 template <Access kAccess, class In, bool kOfValues = false>
 __device__ __forceinline__ void merge(const float (&acc_q)[2][2][4], const float (&acc_k)[2][2][4],
                                       GateTiles& s, const Problem& p, const Chunk& chunk,
@@ -134,8 +134,8 @@ __device__ __forceinline__ void merge(const float (&acc_q)[2][2][4], const float
   finish(p.dk, p.dk_intra, p.k, s.before, true);
 }
 
-// dg of 16 tokens of one channel: step 6's part, a suffix sum, an exclusive prefix sum and the
-// states' part.
+// dg of 16 tokens of one channel: what step 6 left, a suffix sum, an exclusive prefix sum and what
+// the states add.
 __device__ __forceinline__ void sum_gates(const GateTiles& s, float (*s_sums)[kTile],
                                           float (*s_replays)[kTile], const float* s_w,
                                           const Problem& p, const Chunk& chunk, int first) {
@@ -158,7 +158,7 @@ __device__ __forceinline__ void sum_gates(const GateTiles& s, float (*s_sums)[kT
   const float b_last =
       rows_at<const float>(p.b, chunk)[token_offset(p.b, chunk.length - 1) + channel];
   const float state = exp2_ftz(b_last) * s_w[column];
-  // Differences of b, where the gates are not there, are wrong by 1e-3 beside a sum of resets.
+  // Where the gates are not given, differences of b are wrong by 1e-3 beside a sum of resets.
   const float reset = p.g.data != nullptr ? kReset : kReset + 1e-2f;
   const int64_t out = offset_at(p.dg, chunk) + channel;
 #pragma unroll

@@ -7,7 +7,7 @@
 // grid    (row, chunk, head), a warp a diagonal block; lane (j, half of the channels)
 // reads   q, k, b [B, T, H, K], or the gates g in place of b's differences
 // writes  A_diagonal [B, T, H, c], zero above the diagonal. Of whole scores, the diagonal blocks of
-//         A in chunks with strong gates alone: step 3 wrote the others.
+//         A of strong chunks alone: step 3 wrote the others.
 // All in fp32.
 #include "cuda/device/launch.cuh"
 #include "strong/scores.cuh"
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kDiagonalThreads) scores_diagonal(Problem p) {
   diagonal_blocks<In, kDiagonalThreads>(s_tiles, p, chunk, DiagonalRows(p.A_diagonal, 0, chunk));
 }
 
-// Those outside tier 1, into A.
+// Strong chunks, into A.
 template <class In>
 __global__ void __launch_bounds__(kDiagonalThreads) strong_scores_diagonal(Problem p) {
   __shared__ DiagonalTiles s_tiles;

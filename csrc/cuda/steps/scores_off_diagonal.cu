@@ -2,10 +2,11 @@
 // x 16.
 //
 // grid    (row, chunk, head)
-// reads   q, k, b [B, T, H, K], tiers; outside tier 1 the gates g where they are there
-// writes  A [B, T, H, C], zero elsewhere. Of whole scores, the diagonal blocks of other chunks
+// reads   q, k, b [B, T, H, K], tiers; of strong chunks the gates g where they are given
+// writes  A [B, T, H, C], zero elsewhere. Of whole scores, the diagonal blocks of chunks in tier 1
 //         too: they come with the same product.
-// Accumulation is fp32, 64 key channels at a time. Two kernels, of which a chunk concerns one.
+// Accumulation is fp32, 64 key channels at a time. Two kernels, each of which skips the other's
+// chunks.
 #include "cuda/device/launch.cuh"
 #include "scores.cuh"
 #include "strong/scores.cuh"

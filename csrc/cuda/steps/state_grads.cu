@@ -37,7 +37,7 @@ void launch_states_and_state_grads(const Problem& p, cudaStream_t stream) {
     using In = typename decltype(type)::type;
     constexpr Access kAccess = decltype(access)::value;
     constexpr int kColumns = decltype(columns)::value;
-    // Of other dtypes one kernel for both would spill, and no plan asks for it.
+    // With other dtypes one kernel for both would spill; no plan asks for it.
     if constexpr (std::is_same_v<In, bf16>)
       launch(steps::states_and_state_grads<kAccess, In, kColumns>, 2 * sweep_blocks<kColumns>(p),
              kThreads, p, stream);

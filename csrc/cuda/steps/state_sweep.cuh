@@ -7,7 +7,7 @@
 // grid    (sequence, head, 64 key channels, kColumns values); the chunks of a sequence one by one
 // reads   k v b (b_suffix) h0, or q do b dht
 // writes  S entering, or dS' leaving, every chunk, and what is left at the end: ht, or dh0
-// With gates on values the state decays by columns too, by 2^bv_C, and v and do come gated.
+// With gates on values the state decays by columns too, by 2^bv_C, and v and do are gated already.
 // The state is fp32; the rows of the next chunk are on their way while one is multiplied.
 #pragma once
 
@@ -129,7 +129,7 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
             rows_at<const float>(*bv, row, sequence.start + done + rows.length - 1, head)[v]);
     }
   };
-  // The last chunk's rows are for the state that is left at the end alone.
+  // Only the state that is left at the end needs the last chunk's rows.
   const int64_t multiplied = f.last != nullptr ? chunks : chunks - 1;
   if (multiplied > 0) load(0);
   const bool with_suffix = has_suffix<In>(p);

@@ -4,7 +4,7 @@
 // grid    a thread has kAtOnce packs of 16 bytes, a block's width apart, of every gridDim.y-th row;
 //         contiguous tensors are one row
 // reads   gate, up, backward dy [rows, D]
-// writes  y; or dgate, dup and, where asked for, y [rows, D]
+// writes  y; or dgate, dup and, if asked for, y [rows, D]
 // Everything is fp32, results are rounded once; an element's bits depend on nothing but itself.
 #include "cuda/rms_norm_gate/activation.cuh"
 #include "cuda/short_convolution/vec.cuh"
@@ -23,7 +23,7 @@ constexpr int kElements = 16 / sizeof(T);  // of a pack
 template <class T>
 using RowPack = Pack<T, kElements<T>>;
 
-// Row blockIdx.y, and after next() the one gridDim.y behind it.
+// Row blockIdx.y, and after each next() the one gridDim.y further.
 class Row {
  public:
   __device__ __forceinline__ explicit Row(const Swiglu& p) : row_(blockIdx.y) {

@@ -35,7 +35,7 @@ inline void intra_grads_tier1(Tiles<T>& t) {
       t.P, t.k_out, t.R);
 }
 
-// Tiers 2 + 3, row block I against the sub-chunks before it.
+// Strong chunks: row block I against the sub-chunks before it.
 template <typename T>
 inline void intra_grads_off_diagonal(const Problem<T>& p, Tiles<T>& t, int64_t I) {
   const Gates<T>& g = t.gates;
@@ -54,8 +54,8 @@ inline void intra_grads_off_diagonal(const Problem<T>& p, Tiles<T>& t, int64_t I
       t.dg);
 }
 
-// Tier 3, the block at sub-chunk I: `decay` runs down the tokens from j; the pair (j, j) has no
-// part in db.
+// Strong chunks: the block at sub-chunk I. `decay` runs down the tokens from j; the pair (j, j)
+// adds nothing to db.
 template <typename T>
 inline void intra_grads_diagonal(Tiles<T>& t, int64_t I) {
   const int64_t ld = t.Kp, first = I * kSubChunk, end = first + t.gates.rows(I);

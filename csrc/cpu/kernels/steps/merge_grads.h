@@ -1,4 +1,4 @@
-// Backward step 7: the parts of dq, dk and dg that pass through the states.
+// Backward step 7: what passes through the states to dq, dk and dg.
 //
 //   dq_i += scale 2^b_i (S do_i)
 //   dk_j += 2^(b_C - b_j) (dS' v_j)

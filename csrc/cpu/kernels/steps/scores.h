@@ -1,6 +1,6 @@
 // Forward steps 3 and 4: A_ij = scale Σ_d q_id k_jd 2^(b_id - b_jd) for i >= j, between and inside
 // sub-chunks.
-//   read q_in, k_out (tier 1) or q, k, q_local (tiers 2 + 3); write t.A [C, C]. Accumulate in T.
+//   read q_in, k_out (tier 1) or q, k, q_local (strong chunks); write t.A [C, C]. Accumulate in T.
 #pragma once
 
 #include "cpu/kernels/tiles.h"
@@ -8,7 +8,7 @@
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
-// Once before the two steps: tier 1's transposed keys, and a clean A.
+// Once before the two steps: transposed keys in tier 1, and a zero A.
 template <typename T>
 inline void begin_scores(Tiles<T>& t) {
   std::memset(t.A, 0, kChunk * kChunk * sizeof(T));
@@ -30,8 +30,8 @@ inline void scores_off_diagonal(const Problem<T>& p, Tiles<T>& t) {
   }
 }
 
-// Tier 3: the block at sub-chunk I element by element, k_j carried down the tokens by a running
-// product of decays.
+// Strong chunks: the block at sub-chunk I element by element, k_j carried down the tokens by a
+// running product of decays.
 template <typename T>
 inline void scores_diagonal_exact(const Problem<T>& p, Tiles<T>& t, int64_t I) {
   const int64_t ld = t.Kp, first = I * kSubChunk, rows = t.gates.rows(I);

@@ -1,4 +1,4 @@
-// The steps that chunk_gla never runs alone, as the operators of their own: inputs from memory, the
+// The steps that chunk_gla never runs alone, as operators of their own: inputs from memory, the
 // intermediate back to memory. (Steps 2 and backward 3 are chunk_gla's own passes over the states.)
 #pragma once
 

@@ -6,8 +6,8 @@
 //   dv_j  = Σ_{i>=j} A_ij do_i 2^(bv_i - bv_j) + 2^(bv_C - bv_j) ⊙ (k_j 2^(b_C - b_j))ᵀ dS'
 //   dgv_t = Σ_{i>=t} dbv_i + Σ_{j<t} v_j ⊙ dv_j^inter + 2^bv_C ⊙ colsum_K(2^b_C ⊙ S ⊙ dS')
 //
-// Values are to A what keys are to dA: with do for q, v for k, A for dA and the values' gates, the
-// scores are dA, and step 6 gives o inside the chunk, dv and what each token adds to dbv.
+// Values are to A what keys are to dA: with do for q, v for k, A for dA and the gates on values,
+// the scores are dA, and step 6 gives o inside the chunk, dv and what each token adds to dbv.
 //   reads what output, score_grads, value_grads and merge_grads read; writes t.o (o, then dv),
 //   t.dA, t.values.dgv. Accumulates in T.
 #pragma once
@@ -20,7 +20,7 @@
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
-// The tiles seen from the values. Those of states keep their place, [K, Vp] of the keys' side.
+// The tiles of the value side. Those of states stay as they are, [K, Vp].
 template <typename T>
 inline Tiles<T> values_side(const Tiles<T>& t) {
   Tiles<T> s = t;
@@ -35,7 +35,7 @@ inline Tiles<T> values_side(const Tiles<T>& t) {
   return s;
 }
 
-// Tiers 2 + 3: o of row block I from the tokens of I, v_j carried down by a running product.
+// Strong chunks: o of row block I from the tokens of I, v_j carried down by a running product.
 template <typename T>
 inline void diagonal_output(const Tiles<T>& t, int64_t I) {
   const Gates<T>& g = t.values.gates;
@@ -88,7 +88,7 @@ inline void gated_score_grads(const Problem<T>& p, const Tiles<T>& t) {
   scores_diagonal(p, s);
 }
 
-// total[V] = 2^bv_C ⊙ colsum_K(2^b_C ⊙ S ⊙ dS'); in tier 1 the operands carry either factor.
+// total[V] = 2^bv_C ⊙ colsum_K(2^b_C ⊙ S ⊙ dS'); in tier 1 the operands carry both factors.
 template <typename T>
 inline void value_state_products(const Tiles<T>& t, T* total) {
   const Gates<T>& g = t.values.gates;

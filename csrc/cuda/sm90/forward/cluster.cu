@@ -1,17 +1,17 @@
-// forward/fused where a head has more than 128 values: two blocks of a cluster, each with 128 of
-// them, gate the segment's chunks in turn, and hand each other q^, k^, A and the state's factors.
+// forward/fused for heads of more than 128 values: the two blocks of a cluster have 128 values
+// each, gate the segment's chunks in turn, and hand each other q^, k^, A and the state's factors.
 //
 // grid    (segment, head, 256 values), up to four of these one after the other, by a cluster; two
 //         producer and two consumer warpgroups a block
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states
-// writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks], and, if they are there, operands [B,
-//         slots, H], but for A outside tier 1
+// writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks]; for backward prepared chunks [B, slots,
+//         H] without A of strong ones
 //
-// Block r of a pair gates chunks r, r + 2, ..., its producers these in turn, each in a place of its
-// own, from where its consumers multiply them and a bulk copy takes them to the other block. The
-// place is used again when the consumers of both blocks have left the chunk. A consumer copies its
-// own v. Producers go on to the next segment while consumers are at this one's last chunks. The
-// arithmetic, and so every bit, is forward/fused's.
+// Block r of a cluster gates chunks r, r + 2, ..., its producers these in turn, each in a stage of
+// its own. There the block's consumers multiply them, and a bulk copy takes them to the other
+// block. The stage is used again when the consumers of both blocks have left the chunk. A consumer
+// copies its own v. Producers go on to the next segment while consumers are at this one's last
+// chunks. The arithmetic, and so every bit, is forward/fused's.
 #include "cuda/sm90/sm90.h"
 #include "cuda/sm90/tiles/cluster_launch.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
@@ -26,7 +26,7 @@ namespace forward::cluster {
 
 constexpr int kKeys = kGroupKeys;
 
-// Of the state's key channels at a chunk, as in forward/fused; whether the chunk has strong gates.
+// Factors of the state's key channels at a chunk, as in forward/fused; whether the chunk is strong.
 struct alignas(16) Factors {
   float enter[kKeys], middle[kKeys], leave[kKeys];
   int strong;
@@ -38,14 +38,14 @@ struct Tiles {
   unsigned char k[kKeyTiles * kTileBytes];  // [token][K], then k^
   unsigned char A[kTileBytes];              // the first tile of g [token][K], then A [token][token]
 };
-// And where it is gated.
+// And while it is gated.
 struct Gated {
   Tiles tiles;
   unsigned char other_g[(kKeyTiles - 1) * kTileBytes];  // the other tiles of g
 };
 static_assert(offsetof(Gated, other_g) == offsetof(Tiles, A) + kTileBytes);
 
-// kItems: the most items that a cluster works on.
+// kItems: the most work items of a cluster.
 template <int kItems>
 struct alignas(1024) Shared {
   Gated own[kGroups];                                    // by this block's producers
@@ -61,7 +61,7 @@ struct alignas(1024) Shared {
   Items<kItems> items;
 };
 
-// kForBackward: operands are kept.
+// kForBackward: prepared chunks are stored.
 template <bool kForBackward, int kItems>
 __device__ __forceinline__ void produce(Shared<kItems>& s, const Problem& p, int group, int rank) {
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, other = 1 - rank;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void produce(Shared<kItems>& s, const Problem& p, int
   if (kForBackward && thread == 0) wait_for_bulk_stores();  // before the block ends
 }
 
-// Of one item. before: chunks of either block in the items before.
+// One work item. before: chunks of either block in earlier items.
 template <bool kForBackward, int kItems>
 __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, const Segment& segment,
                                         const int (&before)[kClusterBlocks], int group, int first_v,
@@ -112,7 +112,7 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
   if (segment.tail) return write_tail(p, segment, first_v);
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const bool writes_tiers = first_v == 0 && thread == 0;
-  // Into the place of rows of o that this thread has read itself.
+  // Into the place of rows of o that this thread itself has read.
   const auto copy = [&](int chunk) {
     if (chunk < segment.chunks)
       copy_rows<1, kGroupThreads>(s.v[chunk % kClusterBlocks][group], p.v, segment, chunk, thread,
@@ -135,7 +135,7 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
     unsigned char* v = s.v[chunk % kClusterBlocks][group];
     s.handover.wait_for_chunk(turn, rank);
     const bool strong = __any_sync(0xffffffffu, factors.strong);
-    passage.enter(group, factors.enter, factors.leave);  // v is there behind its barrier
+    passage.enter(group, factors.enter, factors.leave);  // v is there after its barrier
 
     float o[32];  // [64 values][64 tokens]
     multiply_chunk<kForBackward>(
@@ -143,15 +143,15 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
     const auto leave = [&] {
       wait_for_products<0>();
       if (chunk + 1 == segment.chunks) state.scale(factors.leave);
-      // v of the next chunk is there, which the barriers to come tell the others; and the factors
-      // are read before the other block's bulk copy writes others. A fence behind the rows of o
-      // would wait until these are in memory.
+      // v of this thread's next chunk is there, and later barriers tell the others so; and the
+      // factors are read before the other block's bulk copy overwrites them. A fence after the rows
+      // of o would wait until these are in memory.
       wait_for_copies<0>();
       fence_for_products();
       s.handover.leave(turn, rank);
     };
-    // Where operands are kept, o passes while the state's products run, since both ways are then
-    // faster by 2 %; elsewhere forward would be slower by 1 %.
+    // For backward o passes while the state's products run: both ways are then faster by 2 %.
+    // Elsewhere that would make forward slower by 1 %.
     if constexpr (kForBackward) {
       wait_for_products<1>();
       const OutputRows rows(v, o, group);

@@ -1,19 +1,19 @@
-// The forward of a segment and head in one sweep over ready operands, for bf16 on sm_90a: what the
+// The forward of a segment and head in one sweep over prepared chunks, for bf16 on sm_90a: what the
 // consumers of forward/fused do, for up to 256 key channels.
 //
 //   o = A v + q^ S~      S~ = 2^from S      S' = 2^(b_C - from) (S~ + k^T v)
 //
 // grid    (segment, head, 128 values); a producer and two consumer warpgroups
-// reads   operands [B, slots, H], behind paired segment parts A of chunks with strong gates alone,
-// v
-//         [B, T, H, V], h0 or segment_states; of chunks before the segment's own k^ with its
-//         factors and v alone
+// reads   prepared chunks [B, slots, H] (after cluster summaries only A of strong chunks is there),
+//         v [B, T, H, V], h0 or segment_states; of replayed chunks k^, the factors and v alone
 // writes  o [B, T, H, V], ht
 //
-// The producer copies a chunk's operands and rows of v, and makes one factor of those by which the
-// state leaves a chunk and enters the next; behind paired segment parts it makes A too. A consumer
-// holds the state of 64 values transposed, [V][K], 128 key channels a part, of which the second may
-// have 64. Accumulation is fp32.
+// The producer copies the prepared chunk and its rows of v, and makes one factor of those by which
+// the state leaves a chunk and enters the next; after cluster summaries it makes A too. A consumer
+// holds the state of 64 values transposed, [V][K], in groups of 128 key channels, of which the
+// second may have 64. Its loop is a twin of fused/consume.cuh: here the producer, which gates
+// nothing, makes the factors by which the state passes, and the state may take 128 registers.
+// Accumulation is fp32.
 #include <type_traits>
 
 #include "cuda/device/dynamic_shared.h"
@@ -38,13 +38,14 @@ struct Stage {
   unsigned char v[kConsumers * kTileBytes];  // [token][V], then o
 };
 
-// What all blocks have. kTilesOfKeys: of 64 key channels, two to four.
+// What both kinds of blocks have. kTilesOfKeys: two to four tiles of 64 key channels.
 template <int kTilesOfKeys, class OperandsOfChunk, int kStagesOfBlock>
 struct ForwardBlock : PreparedBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kConsumers> {
   static_assert(kTilesOfKeys >= 2 && kTilesOfKeys <= 4);
   static constexpr int kTiles = kTilesOfKeys, kGroups = kGroupsOf<kTiles>;
   using Base = PreparedBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kConsumers>;
-  // What the state is to be multiplied by as it leaves a chunk, and at once as it enters the next.
+  // What the state is multiplied by as it leaves a chunk; and the product of that and what it is
+  // multiplied by as it enters the next.
   float leave[kGroups * kGroupKeys];
   alignas(16) float pass[Base::kStages][kGroups * kGroupKeys];
   uint64_t operands_full[Base::kStages];
@@ -56,7 +57,7 @@ struct ForwardBlock : PreparedBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kCon
   }
 };
 
-// All operands are in memory.
+// All of a prepared chunk is in memory.
 template <int kTilesOfKeys>
 struct ReadingBlock : ForwardBlock<kTilesOfKeys, PreparedChunk<kGroupsOf<kTilesOfKeys>>,
                                    kTilesOfKeys == kKeyTiles ? 3 : 2> {
@@ -72,7 +73,8 @@ struct alignas(1024) Unscored {
   int strong;
 };
 static_assert(sizeof(Unscored) >= offsetof(Unscored, strong) + kFlagBytes);
-// Behind paired segment parts the producer makes A, which outside tier 1 is there behind the scan.
+// After cluster summaries the producer makes A; only A of strong chunks is in memory, once the scan
+// is done.
 struct MakingBlock : ForwardBlock<kKeyTiles, Unscored, 4> {
   static constexpr bool kMakesA = true, kReplays = false;
   static constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
@@ -81,15 +83,15 @@ struct MakingBlock : ForwardBlock<kKeyTiles, Unscored, 4> {
   __device__ __forceinline__ unsigned char* scores(int chunk) { return A[chunk % kPlaces]; }
 };
 
-// The state of a consumer's values in the parts that operands have: of 128 key channels, and the
-// last of 64 where the tiles are odd.
+// The state of a consumer's values in groups of 128 key channels, as prepared chunks have them; the
+// last has 64 where the number of tiles is odd.
 template <int kTiles>
 struct Parts {
   struct Nothing {};
   State<kGroupKeys> whole[kTiles / kKeyTiles];
   std::conditional_t<kTiles % kKeyTiles == 1, State<kTile>, Nothing> half;
 
-  // f(part, which it is)
+  // f(group, its number)
   template <class F>
   __device__ __forceinline__ void for_each(F&& f) {
 #pragma unroll
@@ -98,7 +100,7 @@ struct Parts {
   }
 };
 
-// Asks for the bytes from `first` to `end` of a chunk's operands, which `full` expects.
+// Asks for the bytes from `first` to `end` of a prepared chunk, which `full` expects.
 template <class OperandsOfChunk>
 __device__ __forceinline__ void copy_bytes(OperandsOfChunk& to, const unsigned char* from,
                                            int first, int end, uint64_t* full) {
@@ -106,14 +108,14 @@ __device__ __forceinline__ void copy_bytes(OperandsOfChunk& to, const unsigned c
                      full);
 }
 
-// Whether a chunk is outside tier 1, from its operands in memory.
+// Asks for the flag of a strong chunk.
 template <int kGroups, class OperandsOfChunk>
 __device__ __forceinline__ void copy_strong(OperandsOfChunk& to, const unsigned char* from,
                                             uint64_t* full) {
   bulk_copy_expected(&to.strong, from + offsetof(PreparedChunk<kGroups>, strong), kFlagBytes, full);
 }
 
-// The operands of a chunk as far as there are key channels. By one thread.
+// Asks for a prepared chunk, tiles without key channels excepted. By one thread.
 template <class BlockOfKernel, class OperandsOfChunk>
 __device__ __forceinline__ void copy_operands(OperandsOfChunk& to, const unsigned char* from,
                                               uint64_t* full) {
@@ -136,8 +138,7 @@ __device__ __forceinline__ void copy_operands(OperandsOfChunk& to, const unsigne
   }
 }
 
-// k^ and the factors of a chunk before the segment's own, and whether it is outside tier 1. By one
-// thread.
+// Asks for k^, the factors and the flag of a replayed chunk. By one thread.
 template <class BlockOfKernel, class OperandsOfChunk>
 __device__ __forceinline__ void copy_keys(OperandsOfChunk& to, const unsigned char* from,
                                           uint64_t* full) {
@@ -153,14 +154,14 @@ __device__ __forceinline__ void copy_keys(OperandsOfChunk& to, const unsigned ch
   copy_strong<kGroups>(to, from, full);
 }
 
-// A of a chunk to its place, by the producer.
+// Puts A of a chunk into its place, by the producer.
 __device__ __forceinline__ void make_scores(MakingBlock& s, const Problem& p, int chunk,
                                             int thread) {
   const int before = chunk - s.kPlaces;
-  if (before >= 0) wait(&s.empty[before % s.kStages], s.parity(before));  // it had this place
+  if (before >= 0) wait(&s.empty[before % s.kStages], s.parity(before));  // which had this place
   const auto& operands = s.stages[chunk % s.kStages].operands;
   if (__any_sync(0xffffffffu, operands.strong)) {
-    await_previous_kernel();  // the scan, beside which A is made outside tier 1
+    await_previous_kernel();  // the scan, whose launch makes A of strong chunks
     constexpr int kEach = kTileBytes / sizeof(uint4) / kGroupThreads;
     const unsigned char* A =
         prepared_at(p, s.segment.chunk_head(p, chunk)) + offsetof(PreparedChunk<1>, A);
@@ -225,14 +226,14 @@ __device__ __forceinline__ void multiply_values(Parts<kTiles>& state, const Valu
   commit_products();
 }
 
-// By a factor of a chunk's key channels.
+// Multiplies by a factor of a chunk's key channels.
 template <int kTiles, class OperandsOfChunk>
 __device__ __forceinline__ void scale(Parts<kTiles>& state, const OperandsOfChunk& operands,
                                       Factor factor) {
   state.for_each([&](auto& part, int i) { part.scale(operands.groups[i].factors[factor]); });
 }
 
-// The state over the chunks before the segment's own.
+// Sums the state over the replayed chunks.
 template <class BlockOfKernel, int kTiles>
 __device__ __forceinline__ void consume_replayed(BlockOfKernel& s, Parts<kTiles>& state,
                                                  int group) {
@@ -288,7 +289,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
           o, j, descriptor(shared_address(s.scores(chunk)) + kStepBytes * j, 0));
     commit_products();
     multiply_values(state, v, stage.operands);
-    // The state's products may run on while o passes, if they have v in registers; of K above 192
+    // The state's products may run on while o passes, because v is in registers. For K above 192
     // the call would take .3 % longer.
     constexpr bool kRunOn = BlockOfKernel::kTiles < 4;
     wait_for_products<kRunOn ? 1 : 0>();
@@ -305,7 +306,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
 template <class BlockOfKernel>
 __global__ void __launch_bounds__(kThreads, 1) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  // Of a thread: more than a block is launched with would wait for ever.
+  // Registers of a thread: a block that asks for more than it is launched with waits for ever.
   constexpr int kProducerRegisters = BlockOfKernel::kProducerRegisters,
                 kConsumerRegisters = BlockOfKernel::kConsumerRegisters;
   static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kGroupThreads <=

@@ -24,7 +24,7 @@ constexpr int kProducers = 2, kThreads = (kProducers + 1) * kGroupThreads;
 constexpr int kBlocks = 2;  // of a multiprocessor
 constexpr int kProducerRegisters = 64, kConsumerRegisters = 112;
 
-// Where there are more segments and heads than places, a block goes on to others.
+// Where there are more segments and heads than resident blocks, a block goes on to others.
 using NarrowUnit = Unit<kTile, 1, kMostItems>;
 constexpr int kStages = NarrowUnit::kStages;
 struct Shared : SweepBlock<NarrowUnit, kThreads> {
@@ -38,12 +38,12 @@ __device__ __forceinline__ int chunks_of(const Segment& segment) {
   return segment.tail ? 0 : segment.chunks;
 }
 
-// Rows of the block's chunks, which the producers' threads ask for one after the other.
+// The rows of the block's chunks, which the producers' threads ask for one chunk after the other.
 class Asked {
  public:
   __device__ __forceinline__ explicit Asked(Shared& s) : s_(s) { find(); }
 
-  // Those of the next chunk, if there is one, when its place is free.
+  // Asks for those of the next chunk, if there is one, when its stage is free.
   __device__ __forceinline__ void copy(const Problem& p) {
     if (item_ < s_.items) {
       const Segment& segment = s_.unit.segments[item_];
@@ -86,7 +86,7 @@ class Asked {
   }
   Shared& s_;
   int item_ = 0, chunk_ = 0, number_ = 0;
-  const bf16 *g_, *q_, *k_, *v_;  // what this thread copies first of the next chunk
+  const bf16 *g_, *q_, *k_, *v_;  // this thread's first elements of the next chunk
 };
 
 __device__ __forceinline__ void produce(Shared& block, const Problem& p, int group) {
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) kernel(Problem p, int64_t i
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<Shared*>(s_bytes);
   NarrowUnit& unit = s.unit;
-  // The block's items are blockIdx.x and every gridDim.x-th behind it.
+  // The block's work items are blockIdx.x and every gridDim.x-th after it.
   if (threadIdx.x < kMostItems) {
     const auto i = threadIdx.x;
     const int64_t item = blockIdx.x + static_cast<int64_t>(i) * gridDim.x;

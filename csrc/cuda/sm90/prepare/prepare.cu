@@ -1,21 +1,22 @@
-// What of a chunk does not need the state, for sweeps that gate nothing: of its key channels
+// Prepared chunks, for sweeps and gradients that gate nothing: what of a chunk does not need the
+// state,
 //
 //   q^ = scale q 2^(b - from)      k^ = k 2^(to - b)      A = tril(q^ k^T)
 //
 // and the factors that a state is multiplied by. In tier 1's range from = to = r; a channel out of
-// it has from = 0 and to = b_C, exact at any gate against the state. Its chunk's A is that of
-// forward steps 3 and 4 outside tier 1, and in backward steps 5 and 6 are done here too.
+// it has from = 0 and to = b_C, exact at any gate against the state. A strong chunk's A is that of
+// forward steps 3 and 4 of such chunks, and in backward its steps 5 and 6 are done here too.
 //
-// grid    as many blocks as have a place, each of which takes every so many (row, chunk, head); two
+// grid    as many blocks as are resident; each takes every so many (row, chunk, head), two
 //         warpgroups, 128 key channels at a time
-// reads   q, k, g [B, T, H, K]; outside tier 1 in backward v, do [B, T, H, V]
-// writes  operands [B, slots, H], tiers [B, slots, H, blocks]; A of other chunks only where a
-//         sweep or gradients of pairs of chunks read it; outside tier 1 in backward dq_intra,
-//         dk_intra, dg_intra [B, T, H, K] fp32
+// reads   q, k, g [B, T, H, K]; of strong chunks in backward v, do [B, T, H, V]
+// writes  prepared chunks [B, slots, H], tiers [B, slots, H, blocks]; A of chunks in tier 1 only
+//         where something reads it (with_A); of strong chunks in backward dq_intra, dk_intra,
+//         dg_intra [B, T, H, K] fp32
 //
-// The rows of the next 128 key channels are copied while these are gated, in place, but with fp32
-// gates, for which there is no room. b and the accumulation of A are fp32; dA of chunks outside
-// tier 1 is bf16, in shared memory.
+// The rows of the next 128 key channels are copied while these are gated, in place; with fp32 gates
+// there is no room for that. b and the accumulation of A are fp32; dA of strong chunks is bf16, in
+// shared memory.
 #include <algorithm>
 
 #include "cuda/device/dynamic_shared.h"
@@ -41,7 +42,7 @@ struct Rows128 {
   __device__ __forceinline__ unsigned char* A() { return reinterpret_cast<unsigned char*>(g); }
 };
 
-// What a block works on, one after the other: 128 key channels of a chunk.
+// A work item, 128 key channels of a chunk; a block takes one after the other.
 struct Item {
   uint32_t index;  // of (row, chunk, head), which the host keeps within 31 bits
   int first;       // key channel
@@ -69,7 +70,7 @@ struct Item {
   }
 
  private:
-  // Leaves what no sequence needs.
+  // Skips chunks that no sequence needs.
   __device__ __forceinline__ void find(const Problem& p) {
     if (!p.grid.packed) return;
     for (; is_there(p); index += gridDim.x) {
@@ -84,24 +85,24 @@ struct alignas(1024) Shared {
   static constexpr int kStages = sizeof(Gate) == 2 ? 2 : 1;
   union Stage {
     Rows128<Gate> rows;
-    StrongChunk strong;  // outside tier 1, once these are read
+    StrongChunk strong;  // of a strong chunk, once the rows are read
   } stages[kStages];
   static_assert(sizeof(Stage) == sizeof(Rows128<Gate>), "chunks with strong gates take no more");
-  float gates[kSubChunks][kGroupKeys];  // sums of a part of the tokens
+  float gates[kSubChunks][kGroupKeys];  // sums of a sub-chunk
   uint64_t full[kStages];               // the rows are there
-  // Here and not in registers while a chunk with strong gates is finished.
+  // Here and not in registers while a strong chunk is finished.
   Item item, next;
   uint32_t phases;
 };
 
-// Asks for an item's rows, if there are any. `full` counts the copies, not groups of them: a thread
-// that waits for these would wait for its bulk stores too.
+// Asks for an item's rows, if there are any. `full` counts the copies, because a thread that waits
+// for groups of copies waits for its bulk stores too.
 template <class Gate>
 __device__ __forceinline__ void copy_item(Rows128<Gate>& to, uint64_t* full, const Problem& p,
                                           const Item& item) {
   if (!item.is_there(p)) return;
   const Chunk chunk = item.chunk(p);
-  // address(row, 16 bytes of it): where they go
+  // address(row, which 16 bytes of it): where they go
   const auto copy = [&](const Rows& r, auto* type, auto&& address) {
     using T = std::remove_pointer_t<decltype(type)>;
     constexpr int kEach = 16 / sizeof(T), kVecs = kGroupKeys / kEach;
@@ -126,7 +127,7 @@ __device__ __forceinline__ void copy_item(Rows128<Gate>& to, uint64_t* full, con
   arrive_after_copies(full);
 }
 
-// The pair's gates of a part of the tokens, from shared memory.
+// The channel pair's gates of a sub-chunk, from shared memory.
 template <class Gate>
 __device__ __forceinline__ ChannelPairColumn<Gate> read_gates(const Gate* g,
                                                               const ChannelPair<kKeyTiles>& pair) {
@@ -138,8 +139,10 @@ __device__ __forceinline__ ChannelPairColumn<Gate> read_gates(const Gate* g,
   return gates;
 }
 
-// q^, k^ and the factors in the places of q and k, from the sums of a part's gates. Whether a
-// channel is out of range.
+// q^ and k^ in place of q and k, and the factors; returns whether a channel is out of range. A twin
+// of Gating (tiles/gating.cuh) without warpgroup roles: a thread has a channel pair in a sub-chunk,
+// so that two blocks of 256 threads fit into 128 registers each, and fp32 gates are summed as they
+// are. gradients/chunk/operands.cuh does the same from registers.
 template <class Gate>
 __device__ __forceinline__ bool gate_rows(Rows128<Gate>& s, const ChannelPairColumn<Gate>& gates,
                                           const float (&sums)[kSubChunks][kGroupKeys],
@@ -241,8 +244,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
           *reinterpret_cast<int4*>(out + kTileBytes) = make_int4(strong, 0, 0, 0);
       }
       if (strong) {
-        // Always in the first place, so that its addresses are constants, and what waits there for
-        // its turn is copied once more.
+        // Always in the first stage, so that its addresses are constants. Rows that wait there for
+        // their turn are copied once more.
         if (kAhead && next.is_there(p)) wait_for_rows(1 - stage);
         if (stores()) {
           wait_for_bulk_stores();
@@ -258,7 +261,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
           __syncthreads();  // A is read
           strong_chunk.finish_gradients(p, find);
         }
-        __syncthreads();  // what was there instead is read
+        __syncthreads();  // the strong chunk's tiles are read
         next = shared.next;
         phases = shared.phases;
         if constexpr (kAhead) copy_item(shared.stages[1].rows, &shared.full[1], p, next);
@@ -288,7 +291,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
 template <class Gate>
 void launch(const Problem& p, cudaStream_t stream) {
   static const DynamicShared shared(kernel<Gate>, sizeof(Shared<Gate>));
-  // An odd number, lest all of a block's chunks be one head's, of which one may be slow.
+  // Odd, so that a block's chunks come from different heads: one slow head then loads all blocks
+  // alike.
   const int64_t blocks = std::min<int64_t>(chunk_heads(p), kBlocksEach * p.processors - 1);
   if (blocks == 0) return;
   shared.allow();

@@ -1,5 +1,5 @@
-// What the two sweeps over ready operands share: a block of a producer and some consumer
-// warpgroups, which work on one segment and head.
+// What forward/prepared.cu and states/prepared.cu share, the sweeps over prepared chunks: a block
+// of a producer and some consumer warpgroups, which work on one segment and head.
 #pragma once
 
 #include "cuda/sm90/tiles/sweep.cuh"
@@ -18,8 +18,8 @@ struct PreparedBlock {
     return static_cast<uint32_t>(i / kStages) & 1;
   }
 
-  // Finds segment number `index`, of those with states if kOfStates, and makes what all warpgroups
-  // need. bulk_copies: of a stage, that `full` counts.
+  // Finds segment number `index` (kOfStates: a summary's segment) and makes what all warpgroups
+  // need. bulk_copies: those of a stage that `full` counts.
   template <bool kOfStates = false>
   __device__ __forceinline__ void start(const Problem& p, int64_t index, int bulk_copies = 1) {
     if (threadIdx.x == 0) {
@@ -33,9 +33,8 @@ struct PreparedBlock {
     __syncthreads();       // the barriers and the segment are there
   }
 
-  // Fills the stages: copy(i, stage, barrier) of the i-th chunk, and where there is something to do
-  // once this thread's copies have arrived, prepare(i), which waits for others itself. By the
-  // producer.
+  // Fills the stages, by the producer: copy(i, stage, barrier) for the i-th chunk; then prepare(i),
+  // once this thread's copies have arrived, which waits for other threads' itself.
   template <class Copy>
   __device__ __forceinline__ void produce(Copy&& copy_chunk) {
     produce(copy_chunk, [](int) {});

@@ -1,18 +1,18 @@
-// Pairs of neighbouring chunks, of which the sweeps leave the first's S and the second's dS alone:
-// slots 2 i and 2 i + 1 of a batch row, where they are of one sequence. A chunk without another
-// leaves both. S and dS of a pair have the same place: one a pair, or of packed sequences, whose
-// neighbouring chunks may both be alone, the first's of two.
+// Chunk pairs: slots 2 i and 2 i + 1 of a batch row, where both are of one sequence. Of a pair the
+// sweeps leave only the first chunk's S and the second's dS; of a chunk without a neighbour both. S
+// and dS of a pair have the same index: one index a pair, or in packed batches, where neighbouring
+// chunks may both be alone, the first of their two.
 #pragma once
 
 #include "segment.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
-// Of a chunk in its pair. kAlone: the other is of another sequence, or not there.
+// A chunk's role in its pair. kAlone: its neighbour is of another sequence, or not there.
 enum class Role { kAlone, kFirst, kSecond };
 
 struct ChunkOfPair {
-  Chunk chunk{};  // of no tokens where there is none
+  Chunk chunk{};  // without tokens where there is none
   Role role = Role::kAlone;
   int other_length = 0;  // tokens of the other chunk
 };
@@ -22,7 +22,7 @@ inline int64_t chunk_pair_blocks(const Problem& p) {
   return p.grid.T == 0 ? 0 : 2 * blocks_of(p.grid.slots, 2) * p.grid.B * p.H;
 }
 
-// Of a block, whose cluster has the pair.
+// The chunk of a block; its cluster has the pair.
 __device__ __forceinline__ ChunkOfPair find_chunk_of_pair(const Problem& p, uint32_t block) {
   const ChunkGrid& grid = p.grid;
   const auto slots = static_cast<uint32_t>(grid.slots), H = static_cast<uint32_t>(p.H);
@@ -46,7 +46,7 @@ __device__ __forceinline__ ChunkOfPair find_chunk_of_pair(const Problem& p, uint
   return found;
 }
 
-// What the sweeps leave of a segment's chunks; of all of them where these are not in pairs.
+// Which S and dS of a segment's chunks the sweeps leave: all of them where chunks are not paired.
 class ChunksOfPairs {
  public:
   __device__ __forceinline__ ChunksOfPairs(const Problem& p, const Segment& s)
@@ -56,14 +56,14 @@ class ChunksOfPairs {
         behind_(s.last ? s.chunks - 1 : -1),
         slot_(s.first_slot) {
     if (!in_pairs_ || packed_) return;
-    // Slots as they would be if every row had an even number of them.
+    // Numbered as if every row had an even number of slots.
     slot_ += s.row * (p.grid.chunks & 1);
   }
-  // Whether S of `chunk` is left, or another's before it.
+  // Whether S of `chunk` is left, rather than only that of the chunk before.
   __device__ __forceinline__ bool leave_state(int chunk) const {
     return !in_pairs_ || !is_second(chunk) || chunk == before_;
   }
-  // Whether dS of `chunk` is left, or another's behind it.
+  // Whether dS of `chunk` is left, rather than only that of the chunk after.
   __device__ __forceinline__ bool leave_state_grad(int chunk) const {
     return !in_pairs_ || is_second(chunk) || chunk == behind_;
   }
@@ -78,7 +78,7 @@ class ChunksOfPairs {
  private:
   __device__ __forceinline__ bool is_second(int chunk) const { return (slot_ + chunk & 1) != 0; }
   bool in_pairs_, packed_;
-  int before_, behind_;  // the sequence's first and last chunk, if it is of this segment
+  int before_, behind_;  // the sequence's first and last chunk, where in this segment
   int64_t slot_;
 };
 

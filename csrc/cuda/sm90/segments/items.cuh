@@ -1,6 +1,6 @@
-// What the kernels of clusters share: a cluster of two blocks has the same segment and head and
-// 128 values each, and each block gates every other chunk for both. A cluster may go on to further
-// items, of one segment, head and 256 values each.
+// What the kernels of clusters share: a cluster of two blocks has the same segment and head and 128
+// values each, and each block gates every other chunk for both. A cluster may go on to further work
+// items, a segment, head and 256 values each.
 #pragma once
 
 #include "cuda/sm90/tiles/cluster.cuh"
@@ -11,7 +11,7 @@ namespace gla_ext::cuda::sm90 {
 constexpr int kClusterBlocks = 2;         // blocks of a cluster
 constexpr int kValues = kGroups * kTile;  // of a block
 
-// Clusters that a segment and head has: of two blocks of 128 values each.
+// Clusters of a segment and head, of two blocks of 128 values each.
 __host__ __device__ constexpr int value_clusters(const Problem& p) {
   return static_cast<int>(blocks_of(p.V, kClusterBlocks * kValues));
 }
@@ -25,19 +25,20 @@ struct Cluster {
   int rank = static_cast<int>(blockIdx.x % kClusterBlocks);
 };
 
-// Chunks of a segment that a block gates: rank, rank + 2, ... None of the tokens behind packed
-// sequences.
+// Chunks of a segment that a block gates: rank, rank + 2, ... None for the tokens after the last
+// sequence.
 __device__ __forceinline__ int own_chunks(const Segment& segment, int rank) {
   return segment.tail ? 0 : (segment.chunks + 1 - rank) / kClusterBlocks;
 }
 
-// The items of a cluster, kItems at most.
+// The work items of a cluster, kItems at most.
 template <int kItems>
 struct Items {
   int taken;  // if there may be several
   Segment segments[kItems];
 
-  // Of `items`, which the clusters take in turn. By all threads, before a barrier.
+  // Finds the cluster's share of `items`, which clusters take in turn. By all threads, before a
+  // barrier.
   __device__ __forceinline__ void find(const Problem& p, int64_t items, const Cluster& cluster) {
     if (threadIdx.x < kItems) {
       const int64_t item = cluster.index + threadIdx.x * cluster.count;
@@ -107,7 +108,7 @@ struct Turn {
         producer(number % kGroups) {}
 };
 
-// Barriers of the places where chunks are gated and where they are received, one of each a
+// Barriers of the stages where chunks are gated and where they are received, one of each a
 // producer.
 struct Handover {
   // full: a chunk is there. empty: the consumers of both blocks have left one of this block's own.
@@ -125,12 +126,12 @@ struct Handover {
   __device__ __forceinline__ static uint32_t parity_of(int number) {
     return static_cast<uint32_t>(number / kGroups) & 1;
   }
-  // The place of a producer's own chunk is free.
+  // Waits until the stage of a producer's own chunk is free.
   __device__ __forceinline__ void wait_for_place(int number) {
     if (number >= kGroups) wait(&empty[number % kGroups], parity_of(number - kGroups));
   }
-  // By one thread, before it sends `bytes` to the other block: the barrier there, which counts
-  // them.
+  // By one thread, before it sends `bytes` to the other block. Returns the barrier there, which
+  // counts them.
   __device__ __forceinline__ uint32_t expect_in_other(int producer, int other, int bytes) {
     const uint32_t full = address_in(&received_full[producer], other);
     arrive_and_expect(full, bytes);

@@ -1,19 +1,19 @@
-// From what each segment adds to the state by itself to the state that enters it, and the same for
-// the gradient of the state that leaves it, last segment first:
+// From summaries, what each segment adds to the state by itself, to the state that enters each
+// segment; and the same for the gradient of the state that leaves it, last segment first:
 //
-//   S_(n + 1) = 2^decay_n S_n + part_n
+//   S_(n + 1) = 2^decay_n S_n + summary_n
 //
 // grid    (scan, sequence, head, 1,024 elements of the state), four values of a channel a thread
 // reads   segment_decays [B, states, H, K], h0 or dht
 // writes  segment_states or segment_state_grads [B, states, H, K, V], in place
 //
-// All in fp32. A sequence of one segment has no states here. In forward, behind paired segment
-// parts, other blocks of the same launch make A of chunks with strong gates: forward steps 3 and 4,
-// to their operands.
+// All in fp32. A sequence of one segment has no summaries. scan_and_strong_A, which follows
+// summaries_cluster in forward, has further blocks that make A of strong chunks, forward steps 3
+// and 4, and write it to the prepared chunks:
 //
-// grid    of these as for_strong_chunks wants it, behind those of the scan
+// grid    as for_strong_chunks wants it, after the blocks of the scan
 // reads   q, k, g [B, T, H, K], tiers
-// writes  A of operands [B, slots, H]
+// writes  A of prepared chunks [B, slots, H]
 #include "cuda/device/gates.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/sm90.h"
@@ -25,7 +25,7 @@ namespace gla_ext::cuda::sm90 {
 namespace scan {
 
 constexpr int kEach = 4;
-constexpr int kAtOnce = 8;  // segments whose parts are on their way
+constexpr int kAtOnce = 8;  // segments whose summaries are on their way
 
 // The states of sequence n: [first, first + count).
 __device__ __forceinline__ void find_states(const Problem& p, int64_t n, int64_t& first,
@@ -87,7 +87,7 @@ __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, b
   }
 }
 
-// Of either scan.
+// Blocks of either scan.
 int64_t scan_blocks(const Problem& p) {
   return p.grid.N * p.H * blocks_of(p.K * p.V, kThreads * kEach);
 }

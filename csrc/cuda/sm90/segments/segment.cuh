@@ -1,4 +1,4 @@
-// From block indices to the part of a sequence that a sweep goes over.
+// From block indices to the segment of a sequence that a sweep goes over.
 #pragma once
 
 #include "cuda/device/chunk.cuh"
@@ -7,42 +7,43 @@
 namespace gla_ext::cuda::sm90 {
 
 // Some chunks of one sequence and head, one after the other; all of them where sequences are not
-// cut. Of the first `replayed` of these, which are others' too, a sweep makes the state alone.
+// cut. The first `replayed` belong to the segments before: a sweep only sums the state over them.
 struct Segment {
   int64_t n, row;
   int64_t start, length;  // tokens
   int64_t first_slot;     // of its first chunk in S and, of packed batches, ChunkSlot
-  // Of its own parts' matrices in segment_states, the first and the last, where its sequence has
-  // several.
+  // The first and last of its summaries in segment_states; only where its sequence has several
+  // segments.
   int64_t state, last_state;
   int chunks, replayed, head;
   bool first, last;  // of its sequence
-  bool tail;         // tokens behind the last sequence
+  bool tail;         // tokens after the last sequence
 
   __device__ __forceinline__ int length_of(int chunk) const {
     const int64_t left = length - chunk * kChunk;
     return static_cast<int>(left < kChunk ? left : kChunk);
   }
   __device__ __forceinline__ int64_t token_of(int chunk) const { return start + chunk * kChunk; }
-  // Of (row, slot, head) in `tiers`, and of the matrix in S and dS.
+  // Index of (row, slot, head) in `tiers`, and of the matrix in S and dS.
   __device__ __forceinline__ int64_t chunk_head(const Problem& p, int chunk) const {
     return (first_slot + chunk) * p.H + head;
   }
 };
 
-// Segments of all batch rows and heads, those of the tokens behind packed sequences included.
+// Segments of all batch rows and heads, including those of the tokens after the last packed
+// sequence.
 __host__ __device__ inline int64_t segment_heads(const ChunkGrid& grid, int64_t H) {
   return H * (grid.segment_chunks > 0 ? grid.B * grid.segments : grid.N + grid.packed);
 }
 
-// Counts below are of 32 bits, as a grid's blocks are: divisions of 64 are calls, which take
-// registers from all of a kernel.
+// Counts below have 32 bits, as a grid's blocks do: 64-bit divisions are calls, which take
+// registers from the whole kernel.
 __device__ __forceinline__ uint32_t chunks_of(const Sequence& sequence) {
   return static_cast<uint32_t>(static_cast<uint64_t>(sequence.length + kChunk - 1) / kChunk);
 }
 
-// Part `part`, of `each` chunks, of sequence n, whose chunks are 0 where the sequence has no such
-// part. summary_chunks: of each of its own parts.
+// Part number `part`, of `each` chunks, of sequence n; without chunks where the sequence has no
+// such part. summary_chunks: chunks of a summary.
 __device__ __forceinline__ Segment segment_at(const Problem& p, uint32_t n, uint32_t part,
                                               uint32_t each, uint32_t summary_chunks,
                                               uint32_t head) {
@@ -73,15 +74,16 @@ __device__ __forceinline__ Segment segment_at(const Problem& p, uint32_t n, uint
   return s;
 }
 
-// What a block has that is not needed: as tokens behind the last sequence, of which there are none.
+// The empty segment, for a block without work.
 __device__ __forceinline__ Segment no_segment() {
   Segment s{};
   s.tail = true;
   return s;
 }
 
-// Number `index` of segments and heads, the longest first: of packed sequences, whose lengths
-// differ, those that others of a sequence follow, which are all as long, then the last ones.
+// Segment and head number `index`, the longest segments first. Packed sequences differ in length:
+// first come segments that another follows, which are all of full length, then each sequence's last
+// one.
 __device__ __forceinline__ Segment find_segment(const Problem& p, int64_t index) {
   const ChunkGrid& grid = p.grid;
   const auto i = static_cast<uint32_t>(index), H = static_cast<uint32_t>(p.H);
@@ -110,13 +112,12 @@ __device__ __forceinline__ Segment find_segment(const Problem& p, int64_t index)
   return segment_at(p, n, part, each, summary_chunks, head);
 }
 
-// Whether number `index` of states and heads is any segment's. Few are where packed sequences are
-// short.
+// Whether summary and head number `index` exists. Few do where packed sequences are short.
 __device__ __forceinline__ bool has_state(const Problem& p, int64_t index) {
   return !p.grid.packed || index < p.grid.totals->states * p.H;
 }
 
-// The chunks whose own part is number `index` of these, as a segment.
+// The chunks of summary and head number `index`, as a segment.
 __device__ __forceinline__ Segment find_segment_of_state(const Problem& p, int64_t index) {
   if (!p.grid.packed) return find_segment(p, index);
   if (!has_state(p, index)) return no_segment();
@@ -128,7 +129,7 @@ __device__ __forceinline__ Segment find_segment_of_state(const Problem& p, int64
   const auto summary_chunks = static_cast<uint32_t>(p.grid.totals->summary_chunks);
   return segment_at(p, n, state - first(n), summary_chunks, summary_chunks, i - state * H);
 }
-// Of all batch rows and heads.
+// Summaries of all batch rows and heads.
 __host__ __device__ inline int64_t segment_state_heads(const ChunkGrid& grid, int64_t H) {
   return grid.B * grid.segment_states * H;
 }

@@ -1,4 +1,4 @@
-// prepare.cu and the states of states/prepared.cu in one pass over the chunks: two blocks of a
+// prepare.cu and the states of states/prepared.cu in one pass over the chunks: the two blocks of a
 // cluster gate a segment's chunks in turn, as in forward/cluster.cu, and have 128 values of the
 // state each.
 //
@@ -8,20 +8,21 @@
 // grid    (segment, head, 256 values), up to four of these one after the other, by a cluster; two
 //         producer and two consumer warpgroups a block; no packed sequences
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0
-// writes  operands [B, slots, H], tiers [B, slots, H, blocks], S~ of every chunk, tiles [B, chunks,
-//         H]; for segments' own parts not S~ but segment_states and segment_decays, and A of the
-//         operands as p.with_A says
+// writes  prepared chunks [B, slots, H], tiers [B, slots, H, blocks], S~ of every chunk, tiles [B,
+//         chunks, H]. For summaries segment_states and segment_decays in place of S~, and A only if
+//         kWithA
 //
-// For the own parts of packed sequences' segments alone
-// grid    (state of a segment, head, 256 values) by a cluster, of which sequences' last segments,
-//         whose parts concern nobody, do nothing
+// For summaries of packed sequences alone
+// grid    (summary, head, 256 values) by a cluster; those of a sequence's last segment do nothing,
+//         since nothing reads that
 // reads   k, g, v
 // writes  segment_states and segment_decays
 //
 // What a producer has gated goes to memory as it lies there, and k^ with the factors to the other
 // block too. A consumer holds 64 key channels by the block's values, whose rows both copy. A of
-// chunks with strong gates is strong/gradients.cu's, or in forward segments/scan.cu's. Accumulation
-// is fp32.
+// strong chunks is strong/gradients.cu's, or in forward segments/scan.cu's. The state's loop is a
+// twin of states/prepared.cu's; here S~ leaves from registers, because producers and received
+// chunks fill shared memory. Accumulation is fp32.
 #include "cuda/sm90/prepare/prepared.cuh"
 #include "cuda/sm90/sm90.h"
 #include "cuda/sm90/tiles/cluster_launch.cuh"
@@ -41,12 +42,11 @@ constexpr int kConsumerThreads = kGroups * kGroupThreads;
 
 // Where a producer gates.
 struct Gated {
-  KeyGroup group;  // rows of q and k, then q^ and k^
-  unsigned char g[kGateStages]
-                 [kKeyTiles * kTileBytes];  // of two chunks; then, in the first tile, A
+  KeyGroup group;                                        // rows of q and k, then q^ and k^
+  unsigned char g[kGateStages][kKeyTiles * kTileBytes];  // of two chunks; then A in the first tile
 };
 
-// What of it the state needs, the end of an KeyGroup.
+// What the state needs of it, the end of a KeyGroup.
 struct alignas(1024) Keys {
   float factors[kFactors][kGroupKeys];
   unsigned char k[kKeyTiles * kTileBytes];  // k^ [token][K]
@@ -83,8 +83,8 @@ struct alignas(1024) Shared {
   }
 };
 
-// A producer: what it does with its chunks, whose gates come a chunk ahead of q and k.
-// kOperands: they go to memory, kWithA with A. Else k^ alone is made.
+// A producer and its chunks, whose gates come a chunk ahead of q and k. kOperands: prepared chunks
+// go to memory, kWithA with A. Otherwise only k^ is made.
 template <bool kOperands, bool kWithA, int kItems>
 class Producer {
  public:
@@ -110,7 +110,7 @@ class Producer {
         fence_for_products();  // and bulk copies
         sync();                // k^ is written, the gates are read
         ready();
-        continue;  // k^ and the factors have been sent when their place is free again
+        continue;  // k^ and the factors have been sent when their stage is free again
       } else if constexpr (!kWithA) {
         gate.gate_operands(chunk, p_.scale, *this);
       } else {
@@ -124,7 +124,7 @@ class Producer {
         store_tier();
         wait_for_bulk_stores<kWithA>();
       }
-      sync();  // the operands' place is read
+      sync();  // the stores have read the prepared chunk
     }
     if (thread() == 0) wait_for_bulk_stores();  // before the block ends
   }
@@ -203,7 +203,7 @@ class Values {
         rows_(p.v, token_offset(p.v, 1), segment, 0,
               static_cast<int>(threadIdx.x) % kConsumerThreads, first_v, p.V) {}
 
-  // Chunk by chunk, when both consumers have left the one before the last.
+  // Asks for a chunk's rows, when both consumers have left their stage.
   __device__ __forceinline__ void copy(int chunk) {
     if (chunk >= segment_.chunks) return;
     const int number = first_ + chunk;
@@ -215,7 +215,7 @@ class Values {
   __device__ __forceinline__ void await(int chunk) const {
     wait(&s_.v_full[stage(chunk)], parity(first_ + chunk));
   }
-  // By all threads of a warp, whose products have read it.
+  // By all threads of a warp, once its products have read the chunk.
   __device__ __forceinline__ void leave(int chunk) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(&s_.v_empty[stage(chunk)]);
@@ -235,7 +235,7 @@ class Values {
   RowCopier<kValueTiles, kConsumerThreads> rows_;
 };
 
-// Of one item. before: chunks of either block in the items before.
+// One work item. before: chunks of either block in earlier items.
 template <Store kStore, int kItems>
 __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, const Segment& segment,
                                         const int (&before)[kClusterBlocks], int group, int first_v,
@@ -251,7 +251,7 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
     for (int e = 0; e < state.kValues / 2; ++e) state.x[e] *= e / 2 % 2 == 0 ? first : second;
   };
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-  const int row = group * kTile + thread / 32 * 16 + thread % 32 / 4;  // and the eighth behind it
+  const int row = group * kTile + thread / 32 * 16 + thread % 32 / 4;  // and the eighth after it
   unsigned char* S = state_tile_at(p, p.S, segment.chunk_head(p, 0), first_v / kTile, group);
   float out[2] = {1.f, 1.f};  // what the state is still to be multiplied by as it leaves a chunk
   float decay[2] = {};        // the sum of the gates, log2 units
@@ -261,7 +261,7 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
                            ? *reinterpret_cast<const Keys*>(s.own[turn.producer].group.factors)
                            : s.received[turn.producer];
     s.handover.wait_for_chunk(turn, rank);
-    // `middle` last, whose use waits for all of them.
+    // `middle` is read last: its use waits for all of them.
     const auto* factors = reinterpret_cast<const volatile float (*)[kGroupKeys]>(keys.factors);
     if constexpr (kStore == Store::kSegment) {
       decay[0] += factors[kSum][row];
@@ -272,8 +272,8 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
     const float middle[2] = {factors[kMiddle][row], factors[kMiddle][row + 8]};
     const bool strong = __any_sync(0xffffffffu, middle[0] != 1.f || middle[1] != 1.f);
     values.await(chunk);
-    // For the copies of v; and the factors are read before a bulk copy writes others. It would wait
-    // for this chunk's stores to memory, which come later.
+    // For the copies of v; and the factors are read before a bulk copy overwrites them. Later, the
+    // fence would wait for this chunk's stores to memory.
     fence_for_products();
     scale(in[0], in[1]);
     LaneRows<state.kValues> rows(state.x);
@@ -299,13 +299,13 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
       if (row < p.K) decays[row] = decay[0];
       if (row + 8 < p.K) decays[row + 8] = decay[1];
     }
-    if (segment.last) return;  // whose own part concerns nobody
+    if (segment.last) return;  // nothing reads its summary
     scale(out[0], out[1]);
     state.store(p, p.segment_states + segment.state * p.K * p.V, false);
   }
 }
 
-// kOperands: also these, kWithA with A. Without them a item is a segment that has a state.
+// kOperands: also prepared chunks, kWithA with A. Without them a work item is a summary.
 template <int kItems, Store kStore, bool kOperands = true, bool kWithA = kOperands>
 __global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p, int64_t items) {
   static_assert(kOperands || kItems == 1, "a cluster has one item, which is not counted");

@@ -1,18 +1,15 @@
-// What states/fused does, over ready operands: sweeps with the state, or its gradient, in
-// registers.
+// What states/fused does, over prepared chunks: sweeps with the state, or its gradient, in
+// registers. (The loop's twins: states/fused/consume.cuh.)
 //
 //   S~ = 2^from S           S' = 2^(b_C - from) (S~ + k^T v)      first chunk first
 //   dS~ = 2^(b_C - from) dS'      dS = 2^from (dS~ + q^T do)      last chunk first
 //
 // grid    (sweep, segment, head, 128 key channels (of 129 to 192 all), 128 values); a producer and
-//         two or three consumer warpgroups. For segments' own parts, those segments that have
-//         states.
-// reads   operands [B, slots, H], v h0, or do dht; segment_states, segment_state_grads
-// writes  S~ and, unless gradients are swept, dS~ of every chunk, or of
-//         pairs of chunks (chunk_pairs) S~ of the first and dS~ of the second, tiles
-//         [B, chunks, H] or [B, pairs, H]; with dS~ dh0.
-//         For segments' own parts none of these, but segment_states or segment_state_grads and
-//         segment_decays.
+//         two or three consumer warpgroups. For summaries, a summary in place of a segment.
+// reads   prepared chunks [B, slots, H], v h0, or do dht; segment_states, segment_state_grads
+// writes  S~ and, unless gradients are swept, dS~ of every chunk, or of chunk pairs S~ of the first
+//         and dS~ of the second, tiles [B, chunks, H] or [B, pairs, H]; with dS~ dh0. For summaries
+//         only segment_states or segment_state_grads and segment_decays.
 //
 // A consumer holds 64 key channels. Accumulation is fp32.
 #include <type_traits>
@@ -33,10 +30,10 @@ namespace states::prepared {
 constexpr int kValueTiles = 2;
 constexpr int kValues = kValueTiles * kTile;
 
-// The factors and k^ of tiles of an KeyGroup, or q^ and the factors.
+// The factors and tiles of k^ of a KeyGroup, or tiles of q^ and the factors.
 template <int kTiles>
 using GroupBytes = unsigned char[kFactorBytes + kTiles * kTileBytes];
-// Two consumers have a group's tiles, a third one the only tile of the group behind it.
+// Two consumers have a group's tiles, a third one the only tile of the next group.
 struct TwoTiles {
   GroupBytes<kKeyTiles> operands;
   unsigned char x[kValueTiles * kTileBytes];  // v or do [token][V]
@@ -56,30 +53,31 @@ struct Block : PreparedBlock<std::conditional_t<kConsumersOfBlock == 3, ThreeTil
   static constexpr int kConsumers = kConsumersOfBlock;
   static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
   static constexpr int kKeyGroups = kGroupsOf<kConsumers>;
-  // Of two chunks, where there is room.
+  // Two chunks' tiles, where there is room.
   static constexpr int kOutStages = kConsumers == 3 ? 1 : 2;
   alignas(1024) StateTiles states[kConsumers][kOutStages];
 };
 
-// Where the parts of kTiles tiles of a group lie, bytes.
+// Where k^ or q^ and the factors lie, bytes; kTiles: tiles of the group.
 template <Sweep kSweep, int kTiles>
 struct Places {
   static constexpr bool kStates = kSweep == Sweep::kStates;
-  // Of the KeyGroup.
+  // In the KeyGroup, what is copied first.
   static constexpr int kFirst = kStates ? offsetof(KeyGroup, factors) : 0;
-  // Of GroupBytes: k^ or q^, and the factors.
+  // In GroupBytes: k^ or q^, and the factors.
   static constexpr int kOperand = kStates ? kFactorBytes : 0;
   static constexpr int kFactors = kStates ? 0 : kTiles * kTileBytes;
 };
 
-// The sum of the gates of the thread's channel in a segment, log2 units.
+// Writes the sum of the gates of the thread's channel in a segment, log2 units.
 __device__ __forceinline__ void write_decay(const Problem& p, const Segment& segment, int first_k,
                                             int first_v, float total) {
   const int channel = first_k + static_cast<int>(threadIdx.x);
   if (first_v == 0 && channel < p.K) p.segment_decays[segment.state * p.K + channel] = total;
 }
 
-// Of the last segment, whose own part of the state concerns nobody.
+// The decay of the last segment. Nothing reads its summary of S, but the scan of dS needs the
+// decay.
 __device__ __forceinline__ void sum_last_segment(const Problem& p, const Segment& segment,
                                                  int first_k, int first_v) {
   const unsigned char* group = prepared_at(p, segment.chunk_head(p, 0), first_k / kGroupKeys);
@@ -90,14 +88,14 @@ __device__ __forceinline__ void sum_last_segment(const Problem& p, const Segment
   write_decay(p, segment, first_k, first_v, total);
 }
 
-// k^ or q^ of a chunk's first group, with the factors.
+// Asks for k^ or q^ of a chunk's first group, with the factors.
 template <Sweep kSweep>
 __device__ __forceinline__ void copy_operands(TwoTiles& stage, const unsigned char* group,
                                               uint64_t* full) {
   bulk_copy(stage.operands, group + Places<kSweep, kKeyTiles>::kFirst, sizeof(stage.operands),
             full);
 }
-// And the tile of the group behind it.
+// And for the tile of the next group.
 template <Sweep kSweep>
 __device__ __forceinline__ void copy_operands(ThreeTiles& stage, const unsigned char* group,
                                               uint64_t* full) {
@@ -156,7 +154,7 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
     group += step;
     x.move(kStep);
   });
-  // The gradients' sweep adds up in the other order.
+  // The sweep of dS adds up in the other order.
   if (kStore == Store::kSegment && (kSweep == Sweep::kStates || p.sums_decays)) {
 #pragma unroll
     for (int j = 0; j < kGroups; ++j)
@@ -164,8 +162,8 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
   }
 }
 
-// bf16 of a consumer's state to its tiles of a chunk in memory, by way of `tiles`, from where
-// nothing is any more on its way but, where chunks have one place, the tiles of the one before.
+// Stores bf16 of a consumer's state to a chunk's tiles in memory, by way of `tiles`. No store reads
+// `tiles` any more, except, with one stage, that of the chunk before.
 template <Sweep kSweep, class BlockOfKernel>
 __device__ __forceinline__ void store_chunk(const Problem& p, const State<kGroupKeys>& state,
                                             StateTiles& tiles, int64_t index, int group) {
@@ -180,7 +178,7 @@ __device__ __forceinline__ void store_chunk(const Problem& p, const State<kGroup
 #pragma unroll
   for (int i = 0; i < kValueTiles; ++i) store_tile(fragments, tiles[i], state.x + 32 * i);
   fence_for_products();                              // and bulk stores
-  if (!kOnePlace && stores) wait_for_bulk_stores();  // of the chunk before, whose place is next
+  if (!kOnePlace && stores) wait_for_bulk_stores();  // of the chunk before, whose stage is next
   barrier();                                         // the tiles are written
   if (!stores) return;
 #pragma unroll
@@ -202,7 +200,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
   const int64_t boundary = (segment.n * p.H + segment.head) * matrix;
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-  // Of the factors, and the eighth behind it.
+  // Index of the factors; the eighth after it too.
   const int row = group % kKeyTiles * kTile + thread / 32 * 16 + thread % 32 / 4;
   State<kGroupKeys> state(group, block_k, first_v);
   state.clear();
@@ -224,9 +222,9 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     const int number = i % s.kStages;
     auto& stage = s.stages[number];
     wait(&s.full[number], s.parity(i));
-    // All that is read without wgmma is read here, `middle` last, whose use waits for all of it:
-    // after `arrive` a load that is still queued, behind stores for one, would find the stage
-    // refilled.
+    // Everything that is read without wgmma is read here, `middle` last, because its use waits for
+    // all of it: a load that is still queued after `arrive`, say behind stores, would find the
+    // stage refilled.
     const auto* factors = reinterpret_cast<const volatile float (*)[kGroupKeys]>(
         reinterpret_cast<const unsigned char*>(&stage) + at.factors);
     const float in[2] = {factors[kIn][row] * out[0], factors[kIn][row + 8] * out[1]};
@@ -326,7 +324,7 @@ void launch(const Problem& p, bool states, bool state_grads, cudaStream_t stream
 }  // namespace states::prepared
 
 void launch_states_prepared(const Problem& p, cudaStream_t stream) {
-  // With dS~ dh0, also where there are no tokens.
+  // With dS~ comes dh0, also where there are no tokens.
   states::prepared::launch<states::Store::kChunks>(p, true, true, stream);
 }
 

@@ -1,15 +1,15 @@
 // S~ and dS~ as states/prepared.cu or states/cluster.cu leaves them in the workspace: of a chunk
-// and head, or a pair of chunks (segments/chunk_pairs.cuh), tiles as warpgroup products read them,
-// all 64 key channels each of the first 64 values, then of the next; a tile is [64 of K][64
-// values], zero where there is no channel or value (NaN beside what is not finite). So one copy
-// takes 64 values of all channels. States that forward saves are rows instead, [K][V].
+// and head, or a chunk pair (segments/chunk_pairs.cuh), tiles as warpgroup products read them: all
+// key channels of the first 64 values, 64 a tile, then of the next. A tile is [64 of K][64 values],
+// zero where there is no channel or value (NaN beside what is not finite). So one copy takes 64
+// values of all channels.
 #pragma once
 
 #include "cuda/sm90/tiles/tiles.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
-// Of matrix `index` of [B, chunks, H] in p.S or p.dS.
+// A tile of matrix `index` of [B, chunks, H] in p.S or p.dS.
 __device__ __forceinline__ unsigned char* state_tile_at(const Problem& p, void* states,
                                                         int64_t index, int value_tile,
                                                         int key_tile) {

@@ -1,12 +1,12 @@
-// What the fused backward takes from elsewhere in chunks with strong gates: forward steps 3 and 4
-// and backward steps 5 and 6 of them. Where prepare.cu has made operands it has done so too;
-// operands that forward has kept have steps 3 and 4 behind them.
+// Forward steps 3 and 4 and backward steps 5 and 6 of strong chunks, which the fused backward
+// leaves out. Where prepare.cu has made the prepared chunks it has done this too; those that
+// forward has left have their A.
 //
-// grid    as for_strong_chunks wants it: a block for all parts of a chunk, A and then 64 key
-//         channels at a time, so that those with nothing to do are few
+// grid    as for_strong_chunks wants it: one block does all of a chunk, A and then 64 key channels
+//         at a time, so that few blocks have nothing to do
 // reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers
-// writes  A, unless it is kept, bf16, [B, T, H, C] or of operands [B, slots, H]; dq_intra,
-//         dk_intra, dg_intra [B, T, H, K] fp32
+// writes  A, unless forward has left it, bf16, [B, T, H, C] or of prepared chunks [B, slots, H];
+//         dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
 //
 // dA stays in shared memory, bf16. All else is fp32.
 #include "cuda/device/launch.cuh"

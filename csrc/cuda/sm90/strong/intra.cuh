@@ -1,4 +1,4 @@
-// What a chunk with strong gates lacks in the fused path: A, and backward steps 5 and 6.
+// What a strong chunk lacks in the fused path: A, and backward steps 5 and 6.
 #pragma once
 
 #include "cuda/sm90/prepare/prepared.cuh"
@@ -8,20 +8,19 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// A of a chunk, from where `StrongScores` has made it to its operands.
+// Writes A of a chunk, which `StrongScores` has made, to the prepared chunk.
 __device__ __forceinline__ void write_prepared_A(const Problem& p, const Chunk& chunk,
                                                  const bf16* scores) {
   unsigned char* A = prepared_at(p, chunk.slot, static_cast<int>(blocks_of(p.K, kGroupKeys)));
   for_eights<kTile, kTile>([&](int, int row, int column) {
-    // Zero behind the last token, beside a NaN too, which rows of zeros would not undo.
+    // Zero after the last token, by select: zeros in the rows of q would not undo a NaN.
     Eight<bf16> x{};
     if (row < chunk.length) x = load8_aligned(scores + row * StrongScores::kPitchX + column);
     store8(reinterpret_cast<bf16*>(A + swizzled(row, column / 8)), x);
   });
 }
 
-// Makes A of a chunk and writes it, to the chunk's operands if these are in memory, else to rows of
-// their own.
+// Makes A of a chunk and writes it to the prepared chunk if there is one, else to rows of its own.
 __device__ __forceinline__ void finish_scores(StrongScores& scores, const Problem& p,
                                               const Chunk& chunk) {
   scores.make(p, chunk);
@@ -62,17 +61,17 @@ struct StrongIntra {
   }
 };
 
-// All of it: A, and in backward what pairs of tokens owe to dq, dk and dg.
+// Everything: A, and in backward what pairs of tokens add to dq, dk and dg.
 union StrongChunk {
   StrongScores scores;
   StrongIntra intra;
 
-  // find(): the chunk, anew, so that it takes no registers between.
+  // find() reads the chunk again, so that it takes no registers in between.
   template <class Find>
   __device__ __forceinline__ void finish_gradients(const Problem& p, Find&& find) {
     intra.make_score_grads(p, find());
-    // No barrier between the parts: behind the second one inside tiles are read by who wrote them
-    // alone, and sums are written behind it.
+    // No barrier between the iterations: after the second barrier inside, a thread reads only the
+    // tiles that it wrote, and sums are written after it.
 #pragma unroll 1
     for (int first = 0; first < p.K; first += kTile) intra.write_gradients(p, find(), first);
   }

@@ -1,9 +1,8 @@
-// What chunks with strong gates owe to their own scores, which the sweeps that gate leave out:
-// o += A v.
+// A v of strong chunks, which the sweeps that gate leave out: o += A v.
 //
 // grid    as for_strong_chunks wants it
 // reads   q, k, g [B, T, H, K], v, o [B, T, H, V], tiers
-// writes  o [B, T, H, V], and A of operands that forward has kept
+// writes  o [B, T, H, V], and, for backward, A of prepared chunks
 // The scores are those of forward steps 3 and 4 and stay in shared memory. Accumulation is fp32; o
 // is rounded once more.
 #include "cuda/device/launch.cuh"
@@ -22,7 +21,7 @@ union Shared {
   } operands;
 };
 
-// kForBackward: operands are kept.
+// kForBackward: A also goes to the prepared chunk.
 template <bool kForBackward>
 __global__ void __launch_bounds__(kThreads, 2) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

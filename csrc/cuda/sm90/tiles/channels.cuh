@@ -1,5 +1,6 @@
-// A chunk's rows in registers, a thread a pair of key channels in a sub-chunk of the tokens, and
-// the sums of their gates.
+// A chunk's rows in registers, a thread a channel pair (two neighbouring key channels) in a
+// sub-chunk of the tokens, and the sums of their gates. These sums are a twin of cumsum.cuh's and
+// triangle.cuh's: here the gates are in registers, of any dtype, and no tensor core sums them.
 #pragma once
 
 #include "cuda/device/gates.cuh"
@@ -7,7 +8,7 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// threadIdx.x, read anew: what follows from it takes no registers while products run.
+// threadIdx.x, read again: what follows from it takes no registers while products run.
 __device__ __forceinline__ int thread_index() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -36,7 +37,7 @@ __device__ __forceinline__ float2 pair_at(const float* row, int channel) {
   return *reinterpret_cast<const float2*>(row + channel);
 }
 
-// Accumulators of 64 columns by what belongs to these; by: of the thread's first pair.
+// Multiplies accumulators of 64 columns by a factor of each; by: those of the thread's first pair.
 __device__ __forceinline__ void scale_columns(float (&d)[32], const float* by) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -46,7 +47,7 @@ __device__ __forceinline__ void scale_columns(float (&d)[32], const float* by) {
   }
 }
 
-// Of an fp32 tile: pairs of eight rows lie in different banks.
+// Index in an fp32 tile: pairs of eight rows lie in different banks.
 __device__ __forceinline__ int swizzled_float(int row, int column) {
   return row * kTile + (column ^ ((row & 3) << 3));
 }
@@ -58,7 +59,7 @@ struct References {
       : from(strong ? 0.f : reference_of(b_last)), to(strong ? b_last : from) {}
 };
 
-// A thread has a pair of channels in a sub-chunk.
+// Where a thread's channel pair and sub-chunk are.
 template <int kGroups>
 struct ChannelPair {
   int channel, first;  // key channel, token
@@ -75,7 +76,7 @@ struct ChannelPair {
   }
 };
 
-// The pair's elements of a row a token, as they lie in memory, on their way.
+// The channel pair's elements of a sub-chunk's rows, as they lie in memory, on their way.
 template <class T>
 struct ChannelPairColumn {
   using Word = std::conditional_t<sizeof(T) == 4, float2, uint32_t>;

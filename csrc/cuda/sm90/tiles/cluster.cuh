@@ -23,7 +23,7 @@ __device__ __forceinline__ void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Where what is at `p` here lies in block `rank` of the cluster.
+// The address, in block `rank` of the cluster, of what `p` points at here.
 __device__ __forceinline__ uint32_t address_in(const void* p, int rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
@@ -33,8 +33,8 @@ __device__ __forceinline__ uint32_t address_in(const void* p, int rank) {
 __device__ __forceinline__ void store_in_cluster(uint32_t to, float x) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
-// Arrives at a barrier of any block of the cluster. Of the default scope, as CUTLASS does it: what
-// is handed over goes by bulk copies, and release.cluster would wait for all stores to memory.
+// Arrives at a barrier of any block of the cluster. The default scope, as in CUTLASS: what is
+// handed over goes by bulk copies, and release.cluster would wait for all stores to memory.
 __device__ __forceinline__ void arrive_in_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -17,7 +17,7 @@ void launch_items(const Problem& p, int64_t items, int64_t clusters, cudaStream_
                                    sizeof(SharedOfKernel), stream, p, items);
 }
 
-// kOne takes a item a cluster, kMany up to kMostItems, as many as the plan says.
+// kOne takes one work item a cluster, kMany up to kMostItems, as many as the plan says.
 template <template <int> class SharedOf, auto kOne, auto kMany>
 void launch_clusters(const Problem& p, cudaStream_t stream) {
   const int64_t items = count_items(p);

@@ -2,6 +2,10 @@
 // gates, bf16 ones as they are, fp32 ones as two bf16 terms, which keep 17 bits. A decay 2^-x then
 // has a relative error of x 2^-18 at most, where bf16 rounds what it is multiplied with by up to
 // 2^-9. In natural units; fp32 accumulation.
+//
+// The triangle is in shared memory, which all producers of a block read. Its twin, triangle.cuh,
+// has the ones in registers, for kernels without 8 KB to spare; channels.cuh sums without tensor
+// cores.
 #pragma once
 
 #include "tiles.cuh"
@@ -23,7 +27,7 @@ __device__ __forceinline__ void clamp_gates(uint4* eight) {
   for (int j = 0; j < 4; ++j) pairs[j] = __hmax2_nan(pairs[j], reset);
   *eight = x;
 }
-// The same of eight fp32 gates, four in each of two tiles, whose terms take their places.
+// The same for eight fp32 gates, four in each of two tiles. Their terms take their places.
 __device__ __forceinline__ void split_gates(unsigned char* place) {
   auto *high = reinterpret_cast<uint4*>(place), *low = reinterpret_cast<uint4*>(place + kTileBytes);
   const uint4 words[2] = {*high, *low};
@@ -41,8 +45,8 @@ __device__ __forceinline__ void split_gates(unsigned char* place) {
   *high = make_uint4(terms[0][0], terms[0][1], terms[0][2], terms[0][3]);
   *low = make_uint4(terms[1][0], terms[1][1], terms[1][2], terms[1][3]);
 }
-// Of columns [first, first + kColumns) of a tile, or of fp32 ones of both, by a warpgroup; kColumns
-// is 32 or 64.
+// The same for columns [first, first + kColumns) of a tile, of both tiles where gates are fp32, by
+// a warpgroup; kColumns is 32 or 64.
 template <class Gate, int kColumns>
 __device__ __forceinline__ void clamp_gates(unsigned char* tile, int first, int thread) {
   constexpr int kVecs = kColumns / 8, kRowsEach = kGroupThreads / kVecs;

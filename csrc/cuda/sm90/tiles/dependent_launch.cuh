@@ -1,4 +1,4 @@
-// Programmatic dependent launch: a kernel's blocks take their places while the last ones of the
+// Programmatic dependent launch: a kernel's blocks become resident while the last ones of the
 // kernel before still work, and wait there until all of it is done.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// Lets blocks of the kernel behind take places.
+// Lets blocks of the next kernel become resident.
 __device__ __forceinline__ void release_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -21,23 +21,22 @@ __device__ __forceinline__ void await_previous_kernel() {
 #endif
 }
 
-// What a kernel that `launch_dependent` launches does first, in every block, also where the block
-// has nothing to do: if all ended without, the kernel behind could start before the one ahead is
-// done.
+// What every block of a kernel that `launch_dependent` launches does first, even a block without
+// work: if all ended without it, the next kernel could start before the previous one is done.
 __device__ __forceinline__ void wait_for_previous_kernel() {
   release_next_kernel();
   await_previous_kernel();
 }
-// The same in the segments' scan, in the other order: blocks of the kernel behind start when all
-// before the scan is done, and may read that before they wait for the scan itself, as they do who
-// read what it writes.
+// The same in the scan of segments, in the other order: blocks of the next kernel start when
+// everything before the scan is done, and may read that at once. Whoever reads what the scan writes
+// waits for it (await_previous_kernel).
 __device__ __forceinline__ void wait_before_next_kernel() {
   await_previous_kernel();
   release_next_kernel();
 }
-// In a sweep, which the scan stands before if segments have states. A block of nothing but tokens
-// behind packed sequences may then end without waiting for it: others of the grid wait, of every
-// sequence's first segment at least.
+// In a sweep, which follows the scan if segments have summaries. A block that has only tokens after
+// the last sequence may then end without waiting for the scan: other blocks of the grid wait, at
+// least those of first segments.
 __device__ __forceinline__ void wait_for_all_but_scan(bool scanned) {
   if (scanned)
     release_next_kernel();

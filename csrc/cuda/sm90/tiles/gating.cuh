@@ -1,5 +1,9 @@
-// What producers of the forward sweeps and of states/cluster.cu do with a chunk whose gates are
-// there: q^, k^ and A in place, and the state's factors.
+// What producers of the forward sweeps and of states/cluster.cu do with a chunk whose rows are in
+// shared memory: q^, k^ and A in place, and the state's factors.
+//
+// Twins, which gate elsewhere because registers or the place of the data differ: prepare/prepare.cu
+// and gradients/chunk/operands.cuh (sums by channel pairs), states/fused/produce.cuh (unscaled
+// states, without references), gradients/small_sweep/operands.cuh (half of the columns at a time).
 #pragma once
 
 #include "cuda/device/gates.cuh"
@@ -20,17 +24,18 @@ struct GatedChunk {
   float2* references;  // q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
 };
 
-// What a producer does besides, all of its threads: begin() when the gates' rows are there, and
-// what it has done before is behind a barrier; await_rows() before the barrier behind which those
-// of q and k are read; ready(), but of keys alone, once all but A is there.
+// What all threads of a producer do besides. begin(): the gates' rows are there, and a barrier has
+// passed since whatever came before. await_rows(): before the barrier after which rows of q and k
+// are read. ready(), not called for keys alone: everything but A is there.
 struct NothingBetween {
   __device__ __forceinline__ void begin() const {}
   __device__ __forceinline__ void await_rows() const {}
   __device__ __forceinline__ void ready() const {}
 };
 
-// By a warpgroup, whose `barrier` is its own. Of kColumns < 64 = K key channels from `first` on,
-// and as many columns of A: by warpgroups that share a chunk, with `whole` a barrier of them all.
+// By a warpgroup, with `barrier` its own. With kColumns < 64 = K warpgroups share a chunk: each has
+// kColumns key channels from `first` on and as many columns of A, and `whole` is a barrier of them
+// all.
 template <int K, class Barrier, class Gate = bf16, int kColumns = kTile, class Whole = Barrier>
 struct Gating {
   static_assert((kColumns == kTile && kGateTiles<Gate> == 1) || K == kTile);
@@ -60,8 +65,8 @@ struct Gating {
     whole();  // q^ and k^ are written, the gates read
     between.ready();
   }
-  // k^ and the factors alone; `strong` is then whether a channel is out of range, whatever its
-  // tokens: all that the state asks.
+  // k^ and the factors alone. `strong` then says whether b_C of a channel is out of range, whatever
+  // the other tokens: the state needs no more.
   template <class Between>
   __device__ __forceinline__ void gate_keys(const GatedChunk& chunk, const Between& between) const {
     gate_rows</*kQueries=*/false>(chunk, 1.f, between);

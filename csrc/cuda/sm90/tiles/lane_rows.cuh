@@ -1,11 +1,11 @@
-// Accumulators in bf16 from the registers of a warp to memory, by way of no shared memory.
+// Accumulators in bf16 from the registers of a warp straight to memory, without shared memory.
 #pragma once
 
 #include "channels.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
-// Of four lanes, a word of each: lane t is left with word t of all four, in the lanes' order.
+// Transposes the words of four lanes: lane t is left with word t of all four, in the lanes' order.
 __device__ __forceinline__ void turn_quad(uint32_t (&words)[4], int thread) {
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) {
@@ -38,8 +38,8 @@ class LaneRows {
         }
   }
 
-  // Either of these once: what is written is turned in place.
-  // To tiles of 64 columns, `next` bytes apart.
+  // Call one of these, once: the words are transposed in place. To tiles of 64 columns, `next`
+  // bytes apart.
   __device__ __forceinline__ void write_tiles(unsigned char* tiles, int next) {
     const auto thread = static_cast<int>(threadIdx.x);
     const int offset = swizzled(row(thread), part(thread));
@@ -47,7 +47,7 @@ class LaneRows {
       *reinterpret_cast<uint4*>(tiles + i / 2 * next + (offset ^ i % 2 * 64) + e * 1024) = eight;
     });
   }
-  // To rows `stride` elements apart, of which there are so many rows and columns.
+  // To `rows` rows of `columns` columns, `stride` elements apart.
   __device__ __forceinline__ void write_rows(bf16* to, int stride, int rows, int columns) {
     const int thread = thread_index(), row = this->row(thread), first = 8 * part(thread);
     to += row * stride + first;
@@ -63,7 +63,7 @@ class LaneRows {
     return thread % kGroupThreads / 32 * 16 + thread % 32 / 4;
   }
   static __device__ __forceinline__ int part(int thread) { return thread % 4; }
-  // f(32 columns, 0 or the eighth row behind, 8 of the columns)
+  // f(which 32 columns, 0 or 1 for the eighth row after, 8 of the columns)
   template <class F>
   __device__ __forceinline__ void for_eights(int thread, F&& f) {
 #pragma unroll
@@ -75,7 +75,7 @@ class LaneRows {
         f(i, e, make_uint4(eight[0], eight[1], eight[2], eight[3]));
       }
   }
-  uint32_t words_[kColumns / 32][2][4];  // 32 columns, a row or the eighth behind it, 8 columns
+  uint32_t words_[kColumns / 32][2][4];  // 32 columns, a row or the eighth after it, 8 columns
 };
 
 }  // namespace gla_ext::cuda::sm90

@@ -5,8 +5,8 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// How kGroups warpgroups move a tile of 64 columns, a row's 16 bytes each: thread i has part
-// i % 8 of row i / 8 and of every kStep-th row behind it.
+// How kGroups warpgroups move a tile of 64 columns, a row's 16 bytes each: thread i has part i % 8
+// of row i / 8 and of every kStep-th row after it.
 template <int kGroups>
 struct Mover {
   static constexpr int kStep = kGroups * kGroupThreads / 8;

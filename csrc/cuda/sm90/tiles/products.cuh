@@ -21,7 +21,7 @@ template <Contiguous kA, Contiguous kB, int kN>
 __device__ __forceinline__ void multiply(float (&d)[kN], uint32_t a_address, uint32_t b_address,
                                          bool add = true) {
   const uint64_t a = descriptor(a_address, 0), b = descriptor(b_address, 0);
-  // Bytes from 16 of them to the next.
+  // Bytes from 16 summed elements to the next 16.
   constexpr int kStepA = kA == Contiguous::kSummed ? 32 : 16 * 128;
   constexpr int kStepB = kB == Contiguous::kSummed ? 32 : 16 * 128;
 #pragma unroll
@@ -29,7 +29,7 @@ __device__ __forceinline__ void multiply(float (&d)[kN], uint32_t a_address, uin
     product<kA, kB>(d, a + i * (kStepA >> 4), b + i * (kStepB >> 4), add || i > 0);
 }
 
-// The same with 128 columns, of two tiles of B that lie behind each other.
+// The same with 128 columns, of two adjacent tiles of B.
 template <Contiguous kA, Contiguous kB>
 __device__ __forceinline__ void multiply(float (&d)[2][32], uint32_t a_address,
                                          uint32_t b_address) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_columns(unsigned char* tile, const float (
           pack(d[4 * j + 2 * e], d[4 * j + 2 * e + 1]);
 }
 
-// The same of scores, dropped above the diagonal.
+// The same for scores, which are 0 above the diagonal.
 template <int kN>
 __device__ __forceinline__ void store_scores(unsigned char* tile, float (&d)[kN],
                                              int group = Place().group) {

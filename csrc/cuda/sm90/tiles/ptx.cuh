@@ -52,13 +52,13 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Arrives at `barrier` once this thread's copies so far have arrived. What they write is visible to
-// warpgroup products behind a fence of who waits.
+// Arrives at `barrier` once this thread's copies so far have arrived. Warpgroup products see what
+// they write after a fence by the thread that waits.
 __device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
-// Sixteen bytes from global to shared memory, or zeros, beside other work.
+// Sixteen bytes from global to shared memory, or zeros, asynchronously.
 __device__ __forceinline__ void copy16(uint32_t shared, const void* p, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(p),
                "r"(there ? 16 : 0)
@@ -71,7 +71,7 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// An arrival at `barrier`, whose phase then waits for the bytes too, of copies that follow.
+// Arrives at `barrier`, whose phase then also waits for `bytes` of the copies that follow.
 __device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, int bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
@@ -141,7 +141,7 @@ __device__ __forceinline__ void wait_for_products() {
 }
 
 // A bf16 operand in shared memory: rows of 64 elements in 128 bytes, whose 16-byte parts are
-// swizzled (part ^ row % 8), a tile of 64 columns behind the other. Eight rows take 1,024 bytes.
+// swizzled (part ^ row % 8), one tile of 64 columns after the other. Eight rows take 1,024 bytes.
 // Where rows are contiguous along the dimension that is not summed and an operand has more than 64
 // of them, `tile_bytes` lie between two tiles.
 __device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t tile_bytes) {
@@ -223,7 +223,7 @@ __device__ __forceinline__ void product(float (&d)[64], uint64_t a, uint64_t b, 
         "n"(kB == Contiguous::kOther));
 }
 
-// Of 64 columns and 64 others, which lie behind them in B.
+// Of 64 columns and the 64 after them in B.
 template <Contiguous kA, Contiguous kB>
 __device__ __forceinline__ void product(float (&d)[32], float (&others)[32], uint64_t a, uint64_t b,
                                         bool add = true) {

@@ -1,4 +1,4 @@
-// A = tril(q^ k^T) of a chunk whose q^ and k^ are in shared memory, by a warpgroup: kColumns of its
+// A = tril(q^ k^T) of a chunk whose q^ and k^ are in shared memory, by a warpgroup: kColumns of the
 // 64 columns, from `first` on.
 #pragma once
 
@@ -21,8 +21,8 @@ __device__ __forceinline__ void begin_scores(float (&A)[kColumns / 2], const uns
   commit_products();
 }
 
-// To a tile [token][token]: zero above the diagonal, or everywhere where the chunk is outside
-// tier 1. thread: of the warpgroup.
+// To a tile [token][token]: zero above the diagonal, and all of it for a strong chunk. thread: of
+// the warpgroup.
 template <int kColumns>
 __device__ __forceinline__ void place_scores(unsigned char* tile, const float (&A)[kColumns / 2],
                                              bool strong, int first, int thread) {

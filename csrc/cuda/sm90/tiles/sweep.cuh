@@ -1,5 +1,5 @@
-// What the kernels that sweep over segments and gate share: a block of producer and consumer
-// warpgroups, producers first, which work on a unit, a segment and head.
+// What the sweeps that gate on their way share: a block of producer and consumer warpgroups,
+// producers first, and its shared memory, a Unit.
 #pragma once
 
 #include "cumsum.cuh"
@@ -16,7 +16,7 @@ struct SweepBlock {
   Unit unit;
 };
 
-// A barrier of one warpgroup, of two or three that have numbers from kFirst on.
+// A named barrier of one warpgroup; those of two or three warpgroups have numbers from kFirst on.
 template <int kFirst, int kOf = 2>
 __device__ __forceinline__ void group_barrier(int group) {
   static_assert(kOf == 2 || kOf == 3);
@@ -37,9 +37,9 @@ __device__ __forceinline__ void init_stages(Unit& unit) {
   }
 }
 
-// Finds segment number index / each, of those with states if kOfStates, and makes what all
-// warpgroups need. kProducers and kConsumers: of a chunk; kOthers: single threads that leave a
-// stage besides the consumers.
+// Finds segment number index / each (kOfStates: a summary's segment) and makes what all warpgroups
+// need. kProducers, kConsumers: warpgroups that fill and leave a stage; kOthers: single threads
+// that leave it too.
 template <int kProducers, int kConsumers, int kOthers = 0, bool kOfStates = false, class Block,
           class Index>
 __device__ __forceinline__ void start_block(Block& s, Segment& segment, const Problem& p,
@@ -53,8 +53,8 @@ __device__ __forceinline__ void start_block(Block& s, Segment& segment, const Pr
   __syncthreads();  // the barriers, the segment and the triangle are there
 }
 
-// Of a block, producers first: one value a warp, so that the compiler knows the roles' branches not
-// to diverge.
+// The caller's warpgroup, producers first: one value a warp, so that the compiler knows that the
+// roles' branches do not diverge.
 __device__ __forceinline__ int warpgroup() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
 }

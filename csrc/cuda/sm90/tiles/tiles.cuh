@@ -58,8 +58,8 @@ __device__ __forceinline__ void store_tile(const Fragments& fragments, unsigned 
 
 // Copies columns [first, first + 64 kTiles) of chunks of a segment, zero where there is nothing, by
 // kThreads threads of which the caller is number `thread`. A row's fp32 columns lie in two tiles:
-// of every eight the first four in the first one, where eight bf16 columns would be, and the others
-// there in the second.
+// of every eight, the first four in the first tile where eight bf16 columns would be, the others at
+// the same place of the second.
 template <int kTiles, int kThreads, class T = bf16>
 class RowCopier {
  public:
@@ -76,7 +76,7 @@ class RowCopier {
       shared_ = part % 2 * kTileBytes + swizzled(row_, part / 2);
   }
 
-  // The chunk's `length` rows. The address of what is not there is never read.
+  // Asks for the chunk's `length` rows. Addresses beyond them are never read.
   __device__ __forceinline__ void copy(const unsigned char* tile, int length) const {
     const uint32_t shared = shared_address(tile) + shared_;
     const int rows = inside_ ? length : 0;
@@ -104,7 +104,7 @@ class RowCopier {
   bool inside_;
 };
 
-// One chunk alone.
+// Copies one chunk.
 template <int kTiles, int kThreads, class T = bf16>
 __device__ __forceinline__ void copy_rows(const unsigned char* tile, const Rows& r,
                                           const Segment& segment, int chunk, int thread, int first,

@@ -1,5 +1,6 @@
-// Sums down the tokens of a chunk by tensor cores, as cumsum.cuh has them, with the triangle of
-// ones in registers.
+// Sums down the tokens of a chunk by tensor cores, from the first token or from the last. A twin of
+// cumsum.cuh with the triangle of ones in registers: the gradient sweeps have no shared memory left
+// for it, and sum in both directions.
 #pragma once
 
 #include "tiles.cuh"

@@ -1,4 +1,4 @@
-// Backward step 6 outside tier 1, in fp32: a thread a channel and a sub-chunk of 16 tokens. Pairs
+// Backward step 6 of strong chunks, in fp32: a thread a channel and a sub-chunk of 16 tokens. Pairs
 // of tokens in different sub-chunks meet through operands decayed to the borders between them;
 // inside a sub-chunk a running product of decays goes down the tokens, which a reset makes 0.
 #pragma once
@@ -7,7 +7,7 @@
 
 namespace gla_ext::cuda {
 
-// Key channels of a block: fp32 tiles are narrower, so that three fit into 48 KiB.
+// Key channels of a block: fp32 tiles have fewer columns, so that three fit into 48 KiB.
 template <class Op>
 constexpr int kColumns = sizeof(Op) == 2 ? 64 : 32;
 
@@ -73,7 +73,8 @@ __device__ __forceinline__ void pairs(StrongTiles<Op>& s, float (&dq)[kSubChunk]
     for (int i = 0; i < kC; ++i) s.q[token + i][column] = k.x[i];
   }
 
-  // This sub-chunk, pair by pair. A token and itself have no gate between them, and no part in db.
+  // This sub-chunk, pair by pair. A token and itself have no gate between them and add nothing to
+  // db.
   const Column<In> q(p.q, chunk, token, channel, p.K);
   const auto inside = [&](int i) {  // in the order that does not spill
     if constexpr (sizeof(Op) == 4) return i < chunk.length - token && channel < p.K;
@@ -114,7 +115,7 @@ __device__ __forceinline__ void strong(StrongTiles<Op>& s, const Op* s_dA, const
   constexpr int kC = static_cast<int>(kSubChunk);
   const int column = static_cast<int>(threadIdx.x) % kColumns<Op>, channel = first + column;
   const int sub = static_cast<int>(threadIdx.x) / kColumns<Op>, token = sub * kC;
-  const bool works = sub < kSubChunks;  // narrow tiles leave half of the threads idle
+  const bool works = sub < kSubChunks;  // tiles of fewer columns leave half of the threads idle
   if (works) {
     const Gates gates(p, chunk, token, channel);
     const Column<In> q(p.q, chunk, token, channel, p.K);
@@ -136,7 +137,7 @@ __device__ __forceinline__ void strong(StrongTiles<Op>& s, const Op* s_dA, const
 
   float dq[kC] = {}, dk[kC] = {}, db[kC] = {};
   if (works) {
-    // Other sub-chunks: dq from those before, dk from those behind.
+    // Other sub-chunks: dq from earlier ones, dk from later ones.
     float between = 1;
 #pragma unroll 1
     for (int other = sub - 1; other >= 0; --other) {
@@ -166,7 +167,7 @@ __device__ __forceinline__ void strong(StrongTiles<Op>& s, const Op* s_dA, const
       between *= s.decay[other][column];
     }
   }
-  __syncthreads();  // the tiles are read: a thread now parks k and dk in its own part of them
+  __syncthreads();  // the tiles are read: a thread now keeps k and dk in its elements
   if (works) pairs<Op, In, Gates>(s, dq, dk, db, s_dA, p, chunk, sub, column, channel);
   suffix_sum(db, s.sums, sub, column);
   store_column(p.dg_intra, db, p, chunk, sub, channel);

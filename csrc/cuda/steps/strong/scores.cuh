@@ -1,13 +1,13 @@
-// Scores outside tier 1: the blocks off the diagonal by products of operands anchored at borders of
-// sub-chunks, the diagonal blocks element by element.
+// Scores of strong chunks: the blocks off the diagonal by products of operands anchored at borders
+// of sub-chunks, the diagonal blocks element by element.
 #pragma once
 
 #include "cuda/device/gates.cuh"
 
 namespace gla_ext::cuda {
 
-// Outside tier 1 row block I of 16 tokens has operands anchored at its start, all exponents <= 0
-// for gates <= 0: q_i 2^(sum of I up to i), and for each I other k_j 2^(sum behind j and before I).
+// Row block I of 16 tokens has operands anchored at its start, all exponents <= 0 for gates <= 0:
+// q_i 2^(sum of I up to i), and, another tile for each I, k_j 2^(sum after j and before I).
 template <class Op, class In>
 __device__ __forceinline__ void add_anchored(float (&acc)[2][2][4], Op* s_q, Op* s_k,
                                              float (*s_sums)[kTile], const Problem& p,
@@ -51,9 +51,8 @@ struct alignas(16) DiagonalTiles {
   static constexpr int kPitchX = kPitch<float, kDiagonalColumns>;
   float q[kTile][kPitchX], k[kTile][kPitchX], decay[kTile][kPitchX];  // [token][K]
 
-  // Adds sum_d q_id k_jd prod_(j < s <= i) decay_sd to A_ij of all i, of every second eight of
-  // the channels from `first` to `end`; what is left for i < j means nothing. Lane (j, which
-  // eight).
+  // Adds sum_d q_id k_jd prod_(j < s <= i) decay_sd to A_ij of all i, of every second eight of the
+  // channels from `first` to `end`; for i < j the result is undefined. Lane (j, which eight).
   __device__ __forceinline__ void add_products(float (&acc)[kSubChunk], int token, int first,
                                                int end) const {
     constexpr int kC = static_cast<int>(kSubChunk);
@@ -126,7 +125,7 @@ __device__ __forceinline__ void diagonal_blocks(DiagonalTiles& s, const Problem&
     for (int i = 0; i < kSubChunk; ++i) store(sub, token + i, j, j <= i ? p.scale * acc[i] : 0.f);
 }
 
-// Of a row block's tokens before it, where all row blocks' lie one behind the other.
+// The first row of what row block `block` reads of k, all row blocks' rows in one tile.
 __host__ __device__ constexpr int first_row(int block) {
   return static_cast<int>(kSubChunk) * block * (block - 1) / 2;
 }
@@ -176,8 +175,7 @@ struct StrongScores {
   }
 
  private:
-  // q_i 2^(sum of its sub-chunk up to i), and for each row block k_j 2^(sum behind j and before
-  // it).
+  // q_i 2^(sum of its sub-chunk up to i), and for each row block k_j 2^(sum after j and before it).
   __device__ __forceinline__ void write_anchored(const Problem& p, const Chunk& chunk, int first) {
     const int column = static_cast<int>(threadIdx.x) % kTile;
     const int sub = static_cast<int>(threadIdx.x) / kTile, token = sub * kC;

@@ -5,7 +5,7 @@
 // grid    (row, chunk, head, 64 values)
 // reads   v, bv (bv_suffix) and, for backward, do [B, T, H, V]
 // writes  v_out and, for backward, do_in [B, T, H, V], of the type that products take
-// Every exponent is <= 0 for gates <= 0, so that no gate is too strong.
+// Every exponent is <= 0 for gates <= 0, so gates of any strength are safe.
 #include "cuda/device/launch.cuh"
 
 namespace gla_ext::cuda {

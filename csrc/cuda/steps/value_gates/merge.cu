@@ -4,7 +4,7 @@
 //   dk_j = dk_intra_j + 2^(b_C - b_j) (dS' v_out_j)
 //   dg_t = .. + 2^b_C rowsum_V(S 2^bv_C dS')
 //
-// and the same seen from the values, o_inter = 2^bv (scale q 2^b) S being the state's part of o:
+// and the same on the value side, where o_inter = 2^bv (scale q 2^b) S is what the state adds to o:
 //
 //   dv_j  = dv_intra_j + 2^(bv_C - bv_j) ((k_j 2^(b_C - b_j)) dS')
 //   dgv_t = dgv_intra_t + sum_(i >= t) do_i o_inter_i + sum_(j < t) v_j dv_inter_j
@@ -12,7 +12,7 @@
 //
 // grid    (row, chunk, head, 64 key channels); (row, chunk, head, 64 values)
 // reads   q, k, b (b_suffix, g), do_in, v_out, S, dS' of the chunk and step 6's outputs; for the
-//         values do, v, bv (bv_suffix), gv and step 6's outputs of their side
+//         value side do, v, bv (bv_suffix), gv and its outputs of step 6
 // writes  dq, dk and, where there are gates, dg [B, T, H, K]; dv, dgv [B, T, H, V]
 // Accumulation, dg and dgv are fp32; kValues values or kKeys keys at a time.
 #include "cuda/steps/merge.cuh"
@@ -29,7 +29,7 @@ struct KeyTiles {
   Op q[kTile * kPitchK], k[kTile * kPitchK];           // [token][K]
   Op S[kKeys<Op> * kPitchV], dS[kKeys<Op> * kPitchV];  // [K][V]
   float b_last[kMaxHeadDim];                           // [K], zero up to a whole tile
-  float parts[kThreads / kTile][kTile];                // sums over a part of K
+  float parts[kThreads / kTile][kTile];                // sums over some of K
 };
 
 // q or k of kKeys channels as they face the states.
@@ -72,7 +72,7 @@ __device__ __forceinline__ void multiply_keys(float (&acc_o)[2][2][4], float (&a
   const int64_t state = chunk.state * p.K * p.V;
   const int column = static_cast<int>(threadIdx.x) % kTile;
   const int part = static_cast<int>(threadIdx.x) / kTile;
-  float w = 0;  // of one value, over this part of the rows
+  float w = 0;  // of one value, over some of the rows
   const float* b_last = rows_at<const float>(p.b, chunk) + token_offset(p.b, chunk.length - 1);
   for (int k = static_cast<int>(threadIdx.x); k < kMaxHeadDim; k += kThreads)
     s.b_last[k] = k < p.K ? b_last[k] : 0.f;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void multiply_keys(float (&acc_o)[2][2][4], float (&a
            to_float(s.dS[row * kPitchV + column]);
   }
   s.parts[part][column] = w;
-  __syncthreads();  // the parts are written
+  __syncthreads();  // the partial sums are written
   if (part > 0) return;
   for (int other = 1; other < kParts; ++other) w += s.parts[other][column];
   s_w[column] = w;

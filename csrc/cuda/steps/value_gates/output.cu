@@ -2,9 +2,9 @@
 //
 //   o_i = 2^bv_i ((scale q 2^b) S)_i + sum_(j <= i) A_ij v_j 2^(bv_i - bv_j)
 //
-// For row block I of 16 tokens the state's part decays to the start of I, and values before I are
-// anchored there; one more decay a row, to its token, serves both. Inside I a running product of
-// decays goes down the tokens, which a reset makes 0. No exponent is positive for gates <= 0.
+// For row block I of 16 tokens what the state adds decays to the start of I, and values before I
+// are anchored there; one more decay a row, to its token, serves both. Inside I a running product
+// of decays goes down the tokens, which a reset makes 0. No exponent is positive for gates <= 0.
 //
 // grid    (row, chunk, head, 64 values)
 // reads   q, b [B, T, H, K], A [B, T, H, C], S of the chunk, v, gv [B, T, H, V]
@@ -65,7 +65,7 @@ __device__ __forceinline__ void state_part(float (&acc)[2][2][4], OutputTiles<Op
       }
 }
 
-// This thread's 16 tokens of one value channel into the anchored tile, for every I behind them.
+// This thread's 16 tokens of one value channel into the anchored tile, for every later I.
 template <class In>
 __device__ __forceinline__ void anchor_values(OutputTiles<Operand<In>>& s,
                                               const Problem& value_side, const Chunk& chunk,
@@ -78,7 +78,7 @@ __device__ __forceinline__ void anchor_values(OutputTiles<Operand<In>>& s,
 #pragma unroll
   for (int I = 1; I < kSubChunks; ++I) {
     if (I <= sub) continue;
-    float behind = 0;  // gates behind the token and before I
+    float behind = 0;  // gates after the token and before I
     for (int between = sub + 1; between < I; ++between) behind += s.sums[between][column];
     Op* to = s.anchored + (first_anchored(I) + token) * OutputTiles<Op>::kPitchX + column;
 #pragma unroll

@@ -1,7 +1,7 @@
 // Step 2 and backward step 3 with gates on values:
 //
-//   S' = 2^b_C S 2^bv_C + (k 2^(b_C - b))^T v_out        dS = 2^b_C dS' 2^bv_C + (scale q 2^b)^T
-//   do_in
+//   S' = 2^b_C S 2^bv_C + (k 2^(b_C - b))^T v_out
+//   dS = 2^b_C dS' 2^bv_C + (scale q 2^b)^T do_in
 //
 // The sweeps of state_sweep.cuh, whose columns decay too. v_out and do_in come from gate_values.
 #include "cuda/steps/state_sweep.cuh"

@@ -9,7 +9,7 @@
 
 namespace gla_ext::cuda::sm90::forward {
 
-// before: chunks of the block's segments before.
+// before: chunks of the block's earlier segments.
 template <int K, int kConsumers, int kItems, class Gate>
 __device__ __forceinline__ void consume(Unit<K, kConsumers, kItems, Gate>& s, const Problem& p,
                                         const Segment& segment, int before, int group,
@@ -17,7 +17,8 @@ __device__ __forceinline__ void consume(Unit<K, kConsumers, kItems, Gate>& s, co
   const int first_v = block_v + kTile * group;
   if (segment.tail) return write_tail(p, segment, first_v);
   const bool writes_tiers = first_v == 0 && threadIdx.x % kGroupThreads == 0;
-  // Read anew where there are several segments: what follows takes no registers between.
+  // Read again where there are several segments: what follows from it takes no registers in
+  // between.
   const auto thread = [] { return kItems > 1 ? thread_index() : static_cast<int>(threadIdx.x); };
   State<K> state;
   state.load(p, segment, first_v, thread());

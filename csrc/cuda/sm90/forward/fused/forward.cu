@@ -8,18 +8,18 @@
 //
 // grid    (segment, head, 128 values); two producer and two consumer warpgroups. Heads of at most
 //         64 keys and 64 values with bf16 gates have forward/small.cu.
-// reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states; of chunks before the
-//         segment's own g, k and v alone
-// writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks], and, if they are there, operands [B,
-//         slots, H], but for A outside tier 1
+// reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states; of replayed chunks g, k and v
+//         alone
+// writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks]; for backward prepared chunks [B, slots,
+//         H] without A of strong ones
 //
 // The producers take the chunks in turn. One copies a chunk's rows into shared memory, sums the
-// gates, turns q and k into q^ and k^ in place and multiplies them: what does not need the state.
-// A consumer holds the state of 64 values transposed, [V][K], so that its bf16 form is an operand
-// that never leaves the registers; it multiplies by A, q^ and k^. Accumulation is fp32.
+// gates, turns q and k into q^ and k^ in place and multiplies them: everything that does not need
+// the state. A consumer holds the state of 64 values transposed, [V][K], so that its bf16 form is
+// an operand that never leaves the registers; it multiplies by A, q^ and k^. Accumulation is fp32.
 //
 // A channel out of tier 1's range faces the state by q 2^b and k 2^(b_C - b), which are exact at
-// any gate; its chunk's A is left out, tiers says so, and strong/output.cu adds it.
+// any gate. A of such a strong chunk is left out, tiers says so, and strong/output.cu adds A v.
 #include "consume.cuh"
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"
@@ -33,7 +33,7 @@ namespace forward::fused {
 template <int K, class Gate>
 using Block = SweepBlock<Unit<K, kGroups, 1, Gate>, kBlockThreads>;
 
-// kForBackward: operands are kept, of heads of more than 64 keys and at most 128 values.
+// kForBackward: prepared chunks are stored, of heads of more than 64 keys and at most 128 values.
 template <int K, class Gate, bool kForBackward>
 __global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -1,5 +1,5 @@
-// What the forward sweeps that gate leave in memory for backward, where operands are kept: what
-// they have on chip anyway.
+// What the forward sweeps that gate leave in memory for backward: prepared chunks, which they have
+// on chip anyway.
 #pragma once
 
 #include "cuda/sm90/prepare/prepared.cuh"
@@ -7,8 +7,8 @@
 
 namespace gla_ext::cuda::sm90::forward {
 
-// A chunk's operands, K of 65 to 128, when `Gating` is done with it and a barrier behind its fence.
-// By one thread; the chunk is still read when this returns.
+// Stores a prepared chunk, K of 65 to 128, after `Gating`, its fence and a barrier. By one thread;
+// the stores still read the chunk when this returns.
 __device__ __forceinline__ void store_operands(unsigned char* out, const GatedChunk& chunk) {
   const auto store_factors = [&](Factor i, const float* factors) {
     constexpr int kBytes = kGroupKeys * sizeof(float);

@@ -1,5 +1,5 @@
-// A chunk as the consumers of the forward sweeps multiply it: o^T of a warpgroup's values, and what
-// the state becomes but for the factors by which it leaves.
+// What the consumers of the forward sweeps multiply of a chunk: o^T of a warpgroup's values, and
+// the new state except for the factors by which it leaves.
 #pragma once
 
 #include "state.cuh"
@@ -10,8 +10,8 @@ constexpr int kPartKeys = 32;
 using StateOperand = uint32_t[2][kPartKeys / 16][4];
 
 // o^T = S~^T q^^T, added to what is there unless `first`. The state is multiplied by `factors`, in
-// the order of `quad_index`, and made an operand 32 key channels at a time: while the product of
-// these runs, the next ones are. q: q^ [token][K]; operand: room for two such parts.
+// the order of `quad_index`, and becomes an operand 32 key channels at a time: while their product
+// runs, the next ones are made. q: q^ [token][K]; operand: room for two times 32.
 template <int K>
 __device__ __forceinline__ void multiply_state(float (&o)[32], State<K>& state,
                                                const float* factors, const unsigned char* q,
@@ -19,8 +19,8 @@ __device__ __forceinline__ void multiply_state(float (&o)[32], State<K>& state,
   static_assert(K / kPartKeys % 2 == 0);
 #pragma unroll
   for (int part = 0; part < K / kPartKeys; ++part) {
-    // The product of the part two before is done, whose room this one takes. The first of these
-    // waits has nothing to wait for, but without it ptxas waits for every product (C7517).
+    // The product of two rounds ago is done; its room is used again. The first of these waits has
+    // nothing to wait for, but without it ptxas waits for every product (C7517).
     if (!first || part > 0) wait_for_products<1>();
     const int key = part * kPartKeys;
     auto& S = operand[part % 2];
@@ -35,8 +35,8 @@ __device__ __forceinline__ void multiply_state(float (&o)[32], State<K>& state,
   }
 }
 
-// v^T [64 values][64 tokens] of a consumer as an operand: in registers, as several products read
-// it, or where these are few, in shared memory.
+// v^T [64 values][64 tokens] of a consumer as an operand: in registers, if several products read it
+// and there are enough registers, else in shared memory.
 template <bool kInRegisters>
 class ValueOperand {
  public:
@@ -50,7 +50,7 @@ class ValueOperand {
             words_[i], reinterpret_cast<const bf16*>(v + swizzled(token, part) + i * kTokensBytes));
     }
   }
-  // d += v^T B, of the i-th 16 tokens.
+  // d += v^T B over the i-th 16 tokens.
   template <Contiguous kB, int kN>
   __device__ __forceinline__ void multiply(float (&d)[kN], int i, uint64_t b) const {
     if constexpr (kInRegisters)
@@ -84,7 +84,7 @@ struct MultipliedChunk {
   bool strong;
 };
 
-// Ends with products on their way, the newest group that of the state, those before it of o.
+// Ends with products on their way: the newest group is the state's, those before it are o's.
 template <bool kValuesInRegisters, int K>
 __device__ __forceinline__ void multiply_chunk(float (&o)[32], State<K>& state,
                                                const MultipliedChunk& chunk) {

@@ -25,7 +25,7 @@ __device__ __forceinline__ void place_output(unsigned char* tile, const float (&
   group_barrier<kConsumerBarrier>(group);  // o is written
 }
 
-// What a thread takes from there to memory: 16 bytes of every sixteenth row.
+// What a thread writes to memory: 16 bytes of every sixteenth row.
 struct OutputPart {
   static constexpr int kRows = 4;
   int thread = static_cast<int>(threadIdx.x);  // of the block, or of its warpgroup
@@ -35,7 +35,7 @@ struct OutputPart {
   __device__ __forceinline__ uint4 row(const unsigned char* tile, int i) const {
     return *reinterpret_cast<const uint4*>(tile + swizzled(token(i), part()));
   }
-  // To memory what row(i) gives of each of the chunk's rows.
+  // Writes what row(i) gives for each of the chunk's rows.
   template <class Row>
   __device__ __forceinline__ void write(const Problem& p, const Segment& segment, int chunk,
                                         int first_v, Row&& row) const {
@@ -50,7 +50,7 @@ struct OutputPart {
   }
 };
 
-// Both at once.
+// place_output, then the rows to memory.
 __device__ __forceinline__ void store_output(unsigned char* tile, const float (&o)[32], int group,
                                              const Problem& p, const Segment& segment, int chunk,
                                              int first_v) {
@@ -59,8 +59,8 @@ __device__ __forceinline__ void store_output(unsigned char* tile, const float (&
   part.write(p, segment, chunk, first_v, [&](int i) { return part.row(tile, i); });
 }
 
-// The same in two steps, between which a chunk's place can be given back. Where that is given back
-// before o passes, a row's load beside its store is faster.
+// The same in two steps, between which a chunk's stage can be given back. Where it is given back
+// before o passes, store_output is faster, which loads each row beside its store.
 class OutputRows {
  public:
   __device__ __forceinline__ OutputRows(unsigned char* tile, const float (&o)[32], int group) {
@@ -77,7 +77,7 @@ class OutputRows {
   uint4 words_[OutputPart::kRows];
 };
 
-// Zeros in the rows of o behind the last sequence of a packed batch.
+// Zeros in the rows of o after the last sequence of a packed batch.
 __device__ __forceinline__ void write_tail(const Problem& p, const Segment& segment, int first_v) {
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const int column = first_v + thread % 8 * 8;

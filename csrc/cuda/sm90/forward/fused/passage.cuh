@@ -6,18 +6,18 @@
 
 namespace gla_ext::cuda::sm90::forward {
 
-// A consumer's, whose state is multiplied once where chunks meet: by the factor by which it leaves
-// one times that by which it enters the next.
+// Of a consumer. Its state is multiplied once where chunks meet: by the factor by which it leaves
+// one chunk times that by which it enters the next.
 template <int K>
 class Passage {
  public:
-  // factors: a place in shared memory. There they lie in the order of `State::quad_index`.
+  // factors: shared memory, for factors in the order of `State::quad_index`.
   __device__ __forceinline__ explicit Passage(float (&factors)[K]) : factors_(factors) {}
 
-  // Into a chunk with these factors, which may be overwritten as soon as the consumer has left it.
-  // A barrier of the consumer's (in place_output, or in a chunk before the segment's own) stands
-  // behind the last reads of the place. Ends with a barrier of the consumer, behind which the new
-  // ones are there.
+  // Enters a chunk with these factors, which may be overwritten as soon as the consumer has left
+  // it. `factors` are no longer read: a barrier of the consumer (in place_output, or in a replayed
+  // chunk) came after the last read. Ends with a barrier of the consumer, after which the new ones
+  // are there.
   __device__ __forceinline__ void enter(int group, const float* enter, const float* leave) {
     const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
     if (K == kGroupThreads || thread < K) {
@@ -29,7 +29,7 @@ class Passage {
 
  private:
   float (&factors_)[K];
-  float leave_ = 1.f;  // of this thread's channel, the chunk before
+  float leave_ = 1.f;  // of this thread's channel in the chunk before
 };
 
 }  // namespace gla_ext::cuda::sm90::forward

@@ -6,7 +6,7 @@
 
 namespace gla_ext::cuda::sm90::forward {
 
-// Asks for a chunk's rows as one is gated; the consumers have left their place long since.
+// Asks for a chunk's rows while another is gated; the consumers have left their stage long ago.
 template <class Copy>
 struct AskBetween : NothingBetween {
   const Copy& copy;
@@ -14,8 +14,8 @@ struct AskBetween : NothingBetween {
   __device__ __forceinline__ void await_rows() const { copy(chunk); }
 };
 
-// kForBackward: operands are kept. A stage is then empty when they have been read too, since its
-// next chunk is the other producer's.
+// kForBackward: prepared chunks are stored. A stage is then empty only when the stores have read it
+// too, since its next chunk is the other producer's.
 template <bool kForBackward, int K, class Gate>
 __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const unsigned char* triangle,
                                         const Problem& p, int group, int block_v) {

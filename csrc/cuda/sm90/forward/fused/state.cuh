@@ -1,4 +1,6 @@
-// The state as the forward sweeps hold it, transposed, in the registers of a warpgroup.
+// The state as the forward sweeps hold it, transposed, in the registers of a warpgroup: o needs it
+// as the A operand of a product. Its twin states/fused/state.cuh holds it as [K][V], for sweeps
+// that only add to it and write it.
 #pragma once
 
 #include "cuda/sm90/segments/segment.cuh"
@@ -6,14 +8,14 @@
 
 namespace gla_ext::cuda::sm90::forward {
 
-// A consumer's part of the state, [64 values][K], key channels from `first_k` on.
+// What a consumer holds of the state, [64 values][K], key channels from `first_k` on.
 template <int K>
 struct State {
   static constexpr int kChannels = K;
   float x[K / 2];
   int first_k = 0;
 
-  // f(x, key, value), by thread number `thread` of a block
+  // f(x, key, value), for thread number `thread` of the block
   template <class F>
   __device__ __forceinline__ void for_elements(const Problem& p, int first_v, int thread, F&& f) {
     const int lane = thread % 32, row = thread % kGroupThreads / 32 * 16 + lane / 4;
@@ -50,7 +52,7 @@ struct State {
   }
 
   // Multiplies kKeys key channels from `first` on by factors, which lie in the order of
-  // `quad_index`, and makes them an operand.
+  // `quad_index`, and makes an operand of them.
   template <int kKeys>
   __device__ __forceinline__ void pass(int first, const float* factors,
                                        uint32_t (&operand)[kKeys / 16][4]) {
@@ -62,16 +64,17 @@ struct State {
       for (int e = 0; e < 4; ++e) operand[j][e] = pack(y[2 * e], y[2 * e + 1]);
     }
   }
-  // By such factors, but no operand.
+  // Only multiplies by such factors.
   __device__ __forceinline__ void pass(const float* factors) {
 #pragma unroll
     for (int k = 0; k < K; k += 16) pass_quads(k, factors, static_cast<int>(threadIdx.x) % 4);
   }
-  // Where a key channel's factor is, if a thread's four of sixteen channels lie side by side.
+  // Index of a key channel's factor in the order in which the four of sixteen channels that a
+  // thread holds are adjacent.
   static __device__ __forceinline__ int quad_index(int channel) {
     return channel / 16 * 16 + channel % 8 / 2 * 4 + channel / 8 % 2 * 2 + channel % 2;
   }
-  // By factors of the key channels.
+  // Multiplies by factors in the order of the key channels.
   __device__ __forceinline__ void scale(const float* factors) {
     const int t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
@@ -85,7 +88,8 @@ struct State {
   }
 
  private:
-  // Of sixteen channels from `first` on; returns the first of their elements. t: of a quad.
+  // Multiplies sixteen channels from `first` on; returns the first of their elements. t: the lane
+  // in its quad.
   __device__ __forceinline__ float* pass_quads(int first, const float* factors, int t) {
     const float4 f = *reinterpret_cast<const float4*>(factors + first + 4 * t);
     float* y = x + first / 2;

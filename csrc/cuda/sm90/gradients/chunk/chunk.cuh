@@ -1,4 +1,5 @@
-// gradients/chunk and, of a chunk without another, gradients/chunk_pair: all gradients of a chunk.
+// All gradients of a chunk, for gradients/chunk, and for gradients/chunk_pair where a chunk has no
+// neighbour.
 #pragma once
 
 #include "products.cuh"
@@ -6,7 +7,7 @@
 
 namespace gla_ext::cuda::sm90::gradients::chunk {
 
-// Of tokens behind the last sequence.
+// Zeros in the gradients of the tokens after the last sequence.
 template <class Gate, int kTiles>
 __device__ __forceinline__ void clear_gradients(const Problem& p, const Chunk& chunk) {
   clear_rows<bf16, kTiles>(p.dq, chunk, p.K);

@@ -7,7 +7,7 @@
 
 namespace gla_ext::cuda::sm90::gradients::chunk {
 
-// Zeros in a chunk's rows of an output, in little code: it is in the way of all other chunks.
+// Zeros in a chunk's rows of an output, in little code, since all other chunks' code jumps over it.
 template <class T, int kTiles>
 __device__ __forceinline__ void clear_rows(const Rows& r, const Chunk& chunk, int columns) {
   using OfBlock = Mover<kGroupsFor<kTiles>>;
@@ -19,7 +19,7 @@ __device__ __forceinline__ void clear_rows(const Rows& r, const Chunk& chunk, in
       store8(own_rows_at<T>(r, chunk) + token_offset(r, row) + column, Eight<T>{});
 }
 
-// 64 values of do and v, from `first` on.
+// Asks for 64 values of do and v, from `first` on.
 template <int kTiles>
 __device__ __forceinline__ void copy_values(Shared<kTiles>& s, const Problem& p, const Bases& bases,
                                             int length, int first) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void copy_values(Shared<kTiles>& s, const Problem& p,
                              token_offset(p.v, 1), length, inside);
 }
 
-// The states' columns of them, of rows, or of tiles by one thread; index: of the matrix.
+// Asks for the same columns of the states: rows, or tiles, by one thread. index: of the matrix.
 template <int kTiles>
 __device__ __forceinline__ void copy_states(Shared<kTiles>& s, const Problem& p, const Bases& bases,
                                             int64_t index, int first) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void copy_states(Shared<kTiles>& s, const Problem& p,
   }
 }
 
-// dv of 64 values to memory, from shared memory.
+// Writes dv of 64 values from shared memory to memory.
 template <int kTiles>
 __device__ __forceinline__ void write_values(const Shared<kTiles>& s, const Problem& p, int first) {
   const Mover<kGroupsFor<kTiles>> mover;

@@ -6,19 +6,20 @@
 //   y  = 2^(b_C - to) v dS'^T + dA^T q^      dk = 2^(to - b) y
 //   dg_t = sum_(i >= t) [q^ x - k^ y]_i + sum_j k^_j 2^(b_C - to) (v dS'^T)_j + 2^b_C rowsum(S dS')
 //
-// In tier 1 from = to = r. Other chunks have from = 0 and to = b_C, which is exact at any gate, and
-// q and k unrounded in dg; their A is given, and dA's terms are dq_intra, dk_intra and dg_intra.
+// In tier 1 from = to = r. Strong chunks have from = 0 and to = b_C, which is exact at any gate,
+// and q and k unrounded in dg; their A is given, and dA's terms are dq_intra, dk_intra and
+// dg_intra.
 //
-// For K above 64 q^ and k^ are those of prepare.cu, whose channels alone, not chunks, are out of
-// range, and the states come scaled, S~ = 2^from S and dS~ = 2^(b_C - to) dS' (of a channel out of
-// range S and dS'): then k_out dS' is k^ dS~, and no accumulator is scaled. Saved states are S, and
-// the accumulators of do S^T are scaled.
+// For K above 64 q^ and k^ are those of prepare.cu, where from and to follow from each channel's
+// b_C, not from the chunk's tier, and the states come scaled, S~ = 2^from S and dS~ = 2^(b_C - to)
+// dS' (S and dS' in a channel out of range). Then k_out dS' is k^ dS~, and no accumulator is
+// scaled.
 //
 // grid    (row, chunk, head); a warpgroup for each 64 key channels, four for 129 to 192
-// reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers, S, dS' [K, V] of the chunk, for K above
-//         64 as tiles but for a saved S, and operands, and q and k outside tier 1 alone; outside
-//         tier 1 dq_intra, dk_intra, dg_intra [B, T, H, K] and A, for K above 64 that of operands,
-//         else [B, T, H, C]
+// reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers, S, dS' [K, V] of the chunk; of strong
+//         chunks dq_intra, dk_intra, dg_intra [B, T, H, K] and A [B, T, H, C]. For K above 64
+//         prepared chunks, A of strong ones alone, states as tiles, and q and k of strong chunks
+//         alone
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V]
 // Accumulation, b and dg are fp32; 64 values at a time.
 #include "chunk.cuh"

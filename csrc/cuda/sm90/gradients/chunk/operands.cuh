@@ -24,7 +24,7 @@ __device__ __forceinline__ void start_values(Shared<kTiles>& s, const Problem& p
   }
 }
 
-// Asks for q^ or k^ of a chunk's operands, tiles from `first` on.
+// Asks for q^ or k^ of a prepared chunk, tiles from `first` on.
 template <int kTiles>
 __device__ __forceinline__ void copy_operands(unsigned char (&tiles)[kTiles][kTileBytes],
                                               const unsigned char* operands, int first = 0) {
@@ -52,7 +52,9 @@ __device__ __forceinline__ void load_operands(Shared<kTiles>& s, const Problem& 
   wait_for_copies<1>();  // all but the values
 }
 
-// q^, k^, k_out and b_C, while the first values are on their way.
+// Makes q^, k^, k_out and b_C, while the first values are on their way. A twin of gate_rows in
+// prepare/prepare.cu, from rows that never pass shared memory: q, k and g are in registers, and
+// k_out is written too.
 template <class Gate>
 __device__ __forceinline__ void gate_operands(Shared<1>& s, const Problem& p, const Chunk& chunk,
                                               bool strong) {

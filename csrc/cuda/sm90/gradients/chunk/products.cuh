@@ -6,7 +6,7 @@
 
 namespace gla_ext::cuda::sm90::gradients::chunk {
 
-// Asks for A, of a chunk with strong gates or of a pair.
+// Asks for A, of a strong chunk or of a chunk pair.
 template <int kTiles>
 __device__ __forceinline__ void copy_scores(Shared<kTiles>& s, const Problem& p,
                                             const Chunk& chunk) {
@@ -49,15 +49,15 @@ __device__ __forceinline__ void scores(Shared<kTiles>& s, const Problem& p, cons
   store_scores(s.A, A);
 }
 
-// What a warpgroup makes of x and y: both of its 64 key channels, or where there are more
-// warpgroups x or y of 128, in wider products, which read the rows of do and v from shared memory
-// less often; of a last odd tile alone.
+// What a warpgroup makes of x and y. A single one makes both, of 64 key channels. Of several, each
+// makes x or y of 128 key channels: products that wide read do and v from shared memory less often.
+// Where the number of tiles is odd, one of each makes the last tile alone.
 template <int kTiles>
 struct Part {
   static constexpr int kGroups = kGroupsFor<kTiles>;
   const int group = Place().group;
 
-  // Of the i-th accumulators.
+  // For the i-th accumulators.
   __device__ __forceinline__ bool makes_x(int i = 0) const {
     return kTiles == 1 ? i == 0 : group < kGroups / 2;
   }
@@ -67,12 +67,12 @@ struct Part {
     else
       return 2 * half() + i;
   }
-  // Which one it is of those that make the same.
+  // Its number among the warpgroups that make the same.
   __device__ __forceinline__ int half() const {
     static_assert(kTiles > 1);
     return group % (kGroups / 2);
   }
-  // f(whether it makes two tiles), in a way of its own each, or products are serialised.
+  // f(whether it makes two tiles), in separate branches: otherwise ptxas serialises the products.
   template <class F>
   __device__ __forceinline__ void by_width(F&& f) const {
     if constexpr (kHasAbsent<kTiles>) {
@@ -139,7 +139,7 @@ struct Accumulators {
       wait_for_products<0>();
     } else {
       part.by_width([&](auto two) {
-        if (part.makes_x()) {  // a way of its own each, or products are serialised
+        if (part.makes_x()) {  // separate branches, or ptxas serialises the products
           begin_products();
           multiply_tiles<kSummed, kOther>(two, scores, shared_address(k[part.tile()]));
           commit_products();
@@ -171,7 +171,7 @@ __device__ __forceinline__ void add_states(float& sum,
   }
 }
 
-// All that sums over values: dv, do S^T, v dS'^T, do v^T and rowsum(S dS').
+// Everything that is summed over values: dv, do S^T, v dS'^T, do v^T and rowsum(S dS').
 template <int kTiles, int kN>
 __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float (&dA)[kN],
                                                 Shared<kTiles>& s, const Problem& p) {
@@ -274,7 +274,7 @@ __device__ __forceinline__ void scale_inter(Accumulators<1>& acc, const Shared<1
   }
 }
 
-// Of the key channels of a tile the sum of an operand by accumulators, over each warp's tokens.
+// For the key channels of a tile: the sum of an operand times accumulators over each warp's tokens.
 template <int kTiles>
 __device__ __forceinline__ void sum_tokens(float (&to)[kSubChunks][Shared<kTiles>::kChannels],
                                            const unsigned char (&operand)[kTiles][kTileBytes],
@@ -301,7 +301,7 @@ __device__ __forceinline__ void sum_tokens(float (&to)[kSubChunks][Shared<kTiles
   pair_at(to[warp], tile * kTile + 8 * g + 2 * at.t) = make_float2(sums[0], sums[1]);
 }
 
-// The same of y, whose sum is what the states that leave the chunk owe to k.
+// The same for y: what dg owes to k through the states that leave the chunk.
 template <int kTiles>
 __device__ __forceinline__ void sum_inter(Shared<kTiles>& s,
                                           const unsigned char (&k)[kTiles][kTileBytes],

@@ -5,7 +5,7 @@
 
 namespace gla_ext::cuda::sm90::gradients::chunk {
 
-// x and y to tiles of these.
+// Stores x and y as fp32 tiles.
 template <int kTiles>
 __device__ __forceinline__ void store_accumulators(float (&to)[2][kTiles][kTile * kTile],
                                                    Accumulators<kTiles>& acc) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ void store_accumulators(float (&to)[2][kTiles][kTile 
   });
 }
 
-// The pair's elements of one token after the other.
+// The channel pair's elements, one token after the other.
 template <class T>
 struct ChannelPairRow {
   T* at;
@@ -35,7 +35,7 @@ struct ChannelPairRow {
   __device__ __forceinline__ void write(float2 x) const { store2<Access::kFast>(at, x.x, x.y, 2); }
 };
 
-// Of the rows of a chunk.
+// Reads a channel pair of a chunk's rows.
 template <class T>
 __device__ __forceinline__ float2 read_pair(const T* rows, const Rows& r, int token, int channel) {
   return load2<Access::kFast>(rows + token_offset(r, token) + channel, 2);
@@ -46,8 +46,9 @@ __device__ __forceinline__ float2 read_own_pair(const Rows& r, const Chunk& chun
   return read_pair(own_rows_at<const T>(r, chunk), r, token, channel);
 }
 
-// dq and dk from x and y, a thread a pair of channels and a part of the tokens. terms: what dg sums
-// of them, of the rounded operands where those made pairs that must cancel, else not.
+// dq and dk from x and y, a thread a channel pair in a sub-chunk. terms: what dg sums of them. In
+// tier 1 they are formed from the rounded operands, since those made the pairs that must cancel; in
+// strong chunks from q and k.
 template <bool kStrong, class Gate, int kTiles>
 __device__ __forceinline__ void write_inputs(float2 (&terms)[kSubChunk], Shared<kTiles>& s,
                                              const ChannelPairColumn<Gate>& gates, const Problem& p,
@@ -97,8 +98,8 @@ __device__ __forceinline__ void write_inputs(float2 (&terms)[kSubChunk], Shared<
   if (kStrong) pair_at(s.sums().inter[pair.sub_chunk], pair.channel) = inter;
 }
 
-// dg, by the same threads from the last token to the first of the terms that they have. kScaled:
-// rowsum(S dS') is of scaled states, which lacks 2^b_C outside tier 1.
+// dg, by the same threads from their terms, last token first. kScaled: rowsum(S dS') is of scaled
+// states, which lacks 2^b_C in channels out of range.
 template <bool kStrong, bool kScaled, class Gate, int kTiles>
 __device__ __forceinline__ void write_gates(const float2 (&terms)[kSubChunk], Shared<kTiles>& s,
                                             const ChannelPairColumn<Gate>& gates, const Problem& p,

@@ -12,7 +12,7 @@ constexpr int kGroupsFor = kTiles == 3 ? 4 : kTiles;
 // Whether some of a block's threads have no tile of their own.
 template <int kTiles>
 constexpr bool kHasAbsent = kTiles < kGroupsFor<kTiles>;
-// Blocks of a multiprocessor, as shared memory allows.
+// Blocks of a multiprocessor: as many as shared memory allows.
 template <int kTiles>
 constexpr int kBlocks = kTiles == 1 ? 3 : 4 / kGroupsFor<kTiles>;
 
@@ -22,8 +22,7 @@ struct Bases {
   bf16* dv;
 };
 
-// Whether q^ and k^ lie ready in memory, and S (unless saved) and dS' are those of
-// states/prepared.cu.
+// Whether chunks are prepared, and S and dS' are tiles of states/prepared.cu.
 template <int kTiles>
 constexpr bool kReady = kTiles > 1;
 
@@ -36,8 +35,8 @@ struct OwnOperands<false> {
   float b_last[kTile];
 };
 
-// With 64 / kWarpgroups columns of A and dA a warpgroup. kChannels: of a thread's pairs, also where
-// there is no tile for some.
+// A warpgroup has 64 / kWarpgroups columns of A and dA. kChannels: those of all threads' channel
+// pairs, also where some have no tile.
 template <int kTilesOfKeys>
 struct Shared {
   static constexpr int kTiles = kTilesOfKeys, kWarpgroups = kGroupsFor<kTiles>;
@@ -58,16 +57,16 @@ struct Shared {
     Values values[kInPlace ? 1 : kBuffers];
   };
   struct Sums {
-    float gates[kSubChunks][kChannels], dg[kSubChunks][kChannels];  // of a part of the tokens
-    // Of what the state that leaves the chunk owes to k, of a warp's tokens; outside tier 1, of a
-    // part of them.
+    float gates[kSubChunks][kChannels], dg[kSubChunks][kChannels];  // of a sub-chunk
+    // Sums of what dg owes to k through the state that leaves the chunk, over a warp's tokens; in
+    // strong chunks over a sub-chunk.
     float inter[kSubChunks][kChannels];
     float states[kChannels];  // rowsum(S dS')
   };
   unsigned char q[kTiles][kTileBytes], k[kTiles][kTileBytes];        // q^ and k^, [token][K]
   static constexpr int kKeptTiles = kInPlace ? kTiles - 2 : kTiles;  // of q^
   using Gradients = float[2][kTiles][kTile * kTile];                 // x and y, [token][K]
-  // Sums take the place of A, or where they would be larger, lie behind x and y.
+  // Sums take the place of A, or lie after x and y where they are larger.
   static constexpr bool kBehind = sizeof(Sums) > kTileBytes;
   struct GradientsAndSums {
     Gradients gradients;
@@ -83,14 +82,13 @@ struct Shared {
     unsigned char A[kTileBytes];  // [token][token]
     std::conditional_t<kBehind, Nothing, Sums> in_place;
   };
-  // Of 64 values, dv is made by all warpgroups, 64 / kWarpgroups columns each, and leaves by way of
-  // shared memory; where there are four of them, by two in turn, which read k^ and dS' half as
-  // often.
+  // dv of 64 values is made by all warpgroups, 64 / kWarpgroups columns each, and leaves by way of
+  // shared memory. Of four warpgroups two in turn make it, which read k^ and dS' half as often.
   static constexpr bool kInTurn = kWarpgroups == 4;
   std::conditional_t<kInTurn, Nothing, unsigned char[kTileBytes]> dv;  // [token][64 values]
   OwnOperands<kReady<kTiles>> own;
   uint64_t states_full[kBuffers];  // tiles of the states are there
-  Chunk chunk;                     // here and no longer in registers, which accumulators take
+  Chunk chunk;                     // here, because accumulators need the registers
   Bases bases;
 
   // Where 64 values from `first` on, and the states' columns of them, are.

@@ -1,7 +1,7 @@
-// What gradients/chunk does, for K above 128 by pairs of neighbouring chunks, which share one S and
-// one dS: half of the states to write and to read. With S~ of the first chunk, dS~ of the second,
-// p = 2^(b_C - to) of the first times 2^from of the second, and m1, m2 the middle factors of a
-// state in the two (1, outside tier 1 2^b_C),
+// What gradients/chunk does, for K above 128 by chunk pairs, neighbours that share one S and one
+// dS: half of the states to write and to read. With S~ of the first chunk, dS~ of the second, p =
+// 2^(b_C - to) of the first times 2^from of the second, and m1, m2 the middle factors of a state in
+// the two (1; out of range 2^b_C),
 //
 //   do2 S~2^T  = p (m1 do2 S~1^T + (do2 v1^T) k^1)      dS~ of the first likewise:
 //   v1 dS~1^T  = p (m2 v1 dS~2^T + (v1 do2^T) q^2)      k^1 dS~1 = (p m2 k^1) dS~2 + A21^T do2
@@ -10,11 +10,12 @@
 //   rowsum(S~2 dS~2) = p (m1 rowsum(S~1 dS~2) + sum_t k^1_t (v1 dS~2^T)_t)
 //
 // grid    (row, pair of slots, head, chunk of the pair), clusters of two blocks; four warpgroups
-// reads   as gradients/chunk over operands, A of these, and q^ or k^, do or v of the other chunk
+// reads   as gradients/chunk over prepared chunks, their A, and q^ or k^, do or v of the other
+//         chunk
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V]
 //
-// The blocks of a pair tell each other the sums over tokens and their halves of rowsum(S~1 dS~2).
-// A chunk without a neighbour is made as in gradients/chunk. Accumulation, b and dg are fp32; 64
+// The two blocks send each other their sums over tokens and their halves of rowsum(S~1 dS~2). A
+// chunk without a neighbour is made as in gradients/chunk. Accumulation, b and dg are fp32; 64
 // values at a time.
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"
@@ -31,7 +32,7 @@ constexpr int kGroups = 4;  // warpgroups of a block
 template <int kTiles>
 struct PairAccumulators : Accumulators<kTiles> {
   static_assert(kGroupsFor<kTiles> == kGroups);
-  // Half of the columns of dA, or of who makes y, of do2 v1^T, in the first chunk v1 do2^T.
+  // Half of the columns of dA; in warpgroups that make y, of do2 v1^T, in the first chunk v1 do2^T.
   float scores[kTile / 4];
   __device__ __forceinline__ PairAccumulators() { clear(scores); }
 };
@@ -65,7 +66,7 @@ class KeyScaler {
   int channel_, token_;
 };
 
-// Of the first chunk: how the second's queries see its keys, A21, and p m2 k^ in place of k^.
+// For the first chunk: A21, how the second's queries see its keys; and p m2 k^ in place of k^.
 template <int kTiles>
 __device__ __forceinline__ void scores_of_pair(PairShared<kTiles>& s, const Problem& p,
                                                bool second_strong) {
@@ -98,8 +99,8 @@ __device__ __forceinline__ void scores_of_pair(PairShared<kTiles>& s, const Prob
   keys.scale(s.k, by);
 }
 
-// All that sums over values: dv, do and v by the states, by v and do of the own chunk and of the
-// other one, and half of rowsum(S~ dS~).
+// Everything that is summed over values: dv; do and v times the states, and times v and do of this
+// chunk and of the other; half of rowsum(S~ dS~).
 template <int kTiles>
 __device__ __forceinline__ void multiply_pair_values(PairAccumulators<kTiles>& acc,
                                                      PairShared<kTiles>& s, const Problem& p,
@@ -186,7 +187,7 @@ __device__ __forceinline__ void make_pair_gradients(PairShared<kTiles>& s, const
   PairAccumulators<kTiles> acc;
   multiply_pair_values(acc, s, p, is_first);
 
-  // The tiles of the last states are free, those beside them hold operands of the pair.
+  // The tiles of the last states are free; those beside them hold q^2 and k^1.
   auto& tiles = s.states(p.V - 1).S;
   auto& operands = s.states(p.V - 1 + kTile);
   auto &other_operand = operands.S, &own_operand = operands.dS;

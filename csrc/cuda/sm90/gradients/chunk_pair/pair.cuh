@@ -1,4 +1,4 @@
-// gradients/chunk_pair: what the two chunks of a pair have of each other.
+// gradients/chunk_pair: what each chunk of a pair reads of the other.
 #pragma once
 
 #include "cuda/sm90/gradients/chunk/products.cuh"
@@ -7,40 +7,41 @@
 
 namespace gla_ext::cuda::sm90::gradients::chunk_pair {
 
-using namespace chunk;  // a chunk without another is made as there
+using namespace chunk;  // a chunk without a neighbour is made as there
 
-// Of the other chunk of a pair.
+// Slot of the other chunk of a pair.
 __device__ __forceinline__ int64_t other_slot(const Problem& p, const Chunk& chunk, bool is_first) {
   return chunk.slot + (is_first ? p.H : -p.H);
 }
 
-// 2^(b_C - to) of the first chunk and 2^from of the second: what a state is multiplied by between
-// them.
+// What a state is multiplied by between the chunks: 2^(b_C - to) of the first and 2^from of the
+// second.
 struct PairFactors {
   static constexpr int kChannels = 2 * kGroupKeys;
   float leave[kChannels], enter[kChannels];
 };
 
-// Beside what a block of gradients has by itself.
+// What a block has beside that of gradients/chunk.
 template <int kTiles>
 struct PairShared : Shared<kTiles> {
   static_assert(Shared<kTiles>::kAhead && Shared<kTiles>::kInTurn);
   using Shared<kTiles>::kChannels;
-  const bf16* other_values;  // of the other chunk, the first: do of the second, v of the first
+  const bf16*
+      other_values;  // of the other chunk, from value 0 on: do of the second, v of the first
   int other_length;
   bool is_first;
-  float pass[kChannels];        // both factors
-  float other_sums[kChannels];  // what the other block has of this one's rowsum(S~ dS~)
+  float pass[kChannels];        // the product of both factors
+  float other_sums[kChannels];  // what the other block adds to this one's rowsum(S~ dS~)
   alignas(1024) unsigned char other_tile[kTileBytes];
 
-  // The other chunk's 64 values from `first` on; the second ones lie where q^ will be, which is
-  // copied behind the values.
+  // Where the other chunk's 64 values from `first` on are. Every second time they lie where q^ will
+  // be, which is copied after the values.
   __device__ __forceinline__ unsigned char* other(int first) {
     return first / kTile % 2 != 0 ? this->q[1] : other_tile;
   }
-  // Of the first chunk: how the second's queries see its keys, [second's token][token].
+  // For the first chunk: A21, how the second's queries see its keys, [second's token][token].
   __device__ __forceinline__ unsigned char* pair_scores() { return this->q[0]; }
-  // Before the second states come.
+  // Until the second states come.
   __device__ __forceinline__ PairFactors& factors() {
     return *reinterpret_cast<PairFactors*>(this->operands.states[1].dS[0]);
   }
@@ -49,7 +50,7 @@ struct PairShared : Shared<kTiles> {
   }
 };
 
-// Asks for the factors, of chunks' slots.
+// Asks for the factors of these slots.
 __device__ __forceinline__ void copy_factors(PairFactors& to, const Problem& p, int64_t first,
                                              int64_t second) {
   constexpr int kThreadsEach = PairFactors::kChannels / 4;
@@ -66,7 +67,7 @@ __device__ __forceinline__ void copy_operand(unsigned char (&tiles)[kTiles][kTil
                                              const Problem& p, int64_t slot, bool keys) {
   copy_operands(tiles, prepared_at(p, slot) + (keys ? offsetof(KeyGroup, k) : 0));
 }
-// What the sums over values are followed by: q^ of the second chunk and k^ of the first, the other
+// Asks for what follows the sums over values: q^ of the second chunk and k^ of the first, the other
 // chunk's in the place of S.
 template <int kTiles>
 __device__ __forceinline__ void copy_operands_of_pair(PairShared<kTiles>& s, const Problem& p,
@@ -99,8 +100,8 @@ __device__ __forceinline__ void copy_pair_values(PairShared<kTiles>& s, const Pr
   copy_tiles(states.dS, p.dS);
 }
 
-// k^ and A, for the first chunk q^ of the second, where the second states will be, and the factors
-// between the chunks; the first values are then on their way.
+// Loads k^ and A, for the first chunk also q^ of the second (where the second states will be), and
+// the factors between the chunks. The first values are then on their way.
 template <int kTiles>
 __device__ __forceinline__ void load_pair_operands(PairShared<kTiles>& s, const Problem& p,
                                                    const ChunkOfPair& pair) {

@@ -1,4 +1,4 @@
-// The sweeps that make gradients: gates of a chunk, the exponents of dq and dk, and dg.
+// For the gradient sweeps: gates of a chunk, the exponents of dq and dk, and dg.
 #pragma once
 
 #include "cuda/sm90/prepare/prepared.cuh"
@@ -6,8 +6,8 @@
 
 namespace gla_ext::cuda::sm90::gradients {
 
-// Sums of gates in natural units, of a chunk in tier 1, to exponents of dq, and, with the other
-// sign, of dk. from_of(j): `from` of the thread's pair of channels of the j-th eight.
+// Turns sums of gates (natural units, a chunk in tier 1) into exponents of dq and, with the other
+// sign, of dk. from_of(j): `from` of the thread's channel pair in the j-th eight.
 template <class F>
 __device__ __forceinline__ void to_exponents(float (&b)[32], F&& from_of) {
 #pragma unroll
@@ -19,9 +19,9 @@ __device__ __forceinline__ void to_exponents(float (&b)[32], F&& from_of) {
   }
 }
 
-// Of a chunk, a thread a pair of channels in a part of the tokens. `Queries` has per channel what
-// its states() and inter() and factors are, `Own` sums of the gates and of dg: parts of a kernel's
-// shared memory.
+// Works on a chunk, a thread a channel pair in a sub-chunk. `Queries` and `Own` are shared memory
+// of the kernel: the former has factors, states() and inter() per channel, the latter sums of the
+// gates and of dg.
 template <class Gate>
 class GatePart {
  public:
@@ -31,8 +31,7 @@ class GatePart {
   // Whether products sum the gates of a chunk in tier 1, from a tile, which bf16 holds exactly.
   static constexpr bool kByProducts = std::is_same_v<Gate, bf16>;
 
-  // Gates of the i-th chunk of the sweep on their way to `tile`, in the places from where this
-  // thread has read dg.
+  // Asks for gates of the i-th chunk of the sweep, to where in `tile` this thread has read dg.
   template <class Own>
   __device__ __forceinline__ void copy(Own& own, int i) const {
     static_assert(kByProducts);
@@ -67,7 +66,7 @@ class GatePart {
       exponents[2 * i + 1] = pair.y;
     }
   }
-  // What dg owes to the states, by all threads, half of which are not needed.
+  // What dg owes to the states. All threads compute it, half of them would do.
   template <class Own, class Queries>
   static __device__ __forceinline__ void sum_states(Own& own, Queries& queries, int rank) {
     const int thread = thread_index() % kGroupThreads, channel = thread % kTile;
@@ -108,7 +107,7 @@ class GatePart {
     return ChannelPairColumn<Gate>(p_.g, p_, at.chunk, at.pair.first, at.channel);
   }
 
-  // Exponents of dq, and, but outside tier 1, of dk with the other sign.
+  // Exponents of dq and, in tier 1, of dk with the other sign.
   template <class Own, class Queries>
   __device__ __forceinline__ void write_exponents(Own& own, const FloatTile& to,
                                                   const ChannelPairColumn<Gate>& gates,
@@ -126,7 +125,7 @@ class GatePart {
     }
   }
 
-  // Outside tier 1: exponents of dk.
+  // Strong chunks: exponents of dk.
   template <class Own, class Queries>
   __device__ __forceinline__ void write_strong_exponents(const Own& own, const FloatTile& to,
                                                          Queries& queries, int rank,
@@ -141,8 +140,8 @@ class GatePart {
     }
   }
 
-  // And dq, dk and dg, of which step 6 is a part: dq of the state is at `q_terms`, dk of the
-  // state's gradient at `k_terms`.
+  // Strong chunks: dq, dk and dg, what step 6 left included. `q_terms` holds dq through the state,
+  // `k_terms` dk through the state's gradient.
   template <class Own, class Queries>
   __device__ __forceinline__ void write_strong_gradients(Own& own, const FloatTile& q_terms,
                                                          const FloatTile& k_terms, Queries& queries,
@@ -188,7 +187,7 @@ class GatePart {
   }
 
  private:
-  // Of a power of two.
+  // The exponent of a power of two.
   static __device__ __forceinline__ float exponent_of(float x) {
     constexpr uint32_t kTwoTo23 = 0x4b000000;  // whose unit in the last place is 1
     return __uint_as_float(kTwoTo23 | __float_as_uint(x) >> 23) - (8388608.f + 127.f);
@@ -201,7 +200,7 @@ class GatePart {
   struct Place {
     ChannelPair<1> pair;
     Chunk chunk;
-    int channel, tokens;  // of this part that are there
+    int channel, tokens;  // of this sub-chunk that are there
 
     __device__ __forceinline__ Place(const GatePart& g, int number)
         : pair(thread_index() % kGroupThreads), channel(g.first_k_ + pair.channel) {
@@ -223,7 +222,7 @@ class GatePart {
     __device__ __forceinline__ float2& element(const FloatTile& tile, int token) const {
       return tile.at(pair.first + token, pair.channel);
     }
-    // As they were chosen for the operands, from a b_C that may be rounded otherwise.
+    // The references of the prepared chunk, whose b_C may be rounded otherwise than `b_last`.
     template <class Queries>
     __device__ __forceinline__ References references(Queries& queries, int rank,
                                                      float2 b_last) const {

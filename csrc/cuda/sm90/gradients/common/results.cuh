@@ -1,4 +1,4 @@
-// The sweeps that make gradients: what accumulators of a chunk become, and zeros.
+// For the gradient sweeps: what accumulators of a chunk become, and zeros.
 #pragma once
 
 #include "cuda/sm90/segments/segment.cuh"
@@ -6,8 +6,7 @@
 
 namespace gla_ext::cuda::sm90::gradients {
 
-// Zeros in the gradients of the tokens behind the last sequence of a packed batch, of a segment of
-// these, by a block.
+// Zeros in the gradients of a segment of tokens after the last packed sequence, by a block.
 template <class T, int kThreads>
 __device__ __forceinline__ void clear_rows(const Rows& r, const Segment& segment, int columns) {
   const int parts = columns / 8;
@@ -32,8 +31,8 @@ struct GradientTiles {
   unsigned char *high, *low;  // what dg sums is the sum of these
 };
 
-// x and y of a chunk to dq and dk, and to what dg sums, q^ x - k^ y. A warp reads and writes its
-// own rows of all tiles, which may take the places of q^ and k^.
+// Turns x and y of a chunk into dq and dk, and into what dg sums, q^ x - k^ y. A warp reads and
+// writes its own rows of all tiles, which may take the places of q^ and k^.
 __device__ __forceinline__ void finish(const GradientTiles& to, const float (&x)[32],
                                        const float (&y)[32], const float (&exponents)[32],
                                        const unsigned char* q, const unsigned char* k,
@@ -63,7 +62,7 @@ __device__ __forceinline__ void finish(const GradientTiles& to, const float (&x)
   }
 }
 
-// Outside tier 1: x or y to dq or dk, whose exponents are at `terms`, in their place.
+// Strong chunks: turns x or y into dq or dk, in place of the exponents at `terms`.
 __device__ __forceinline__ void finish_strong(const float (&d)[32], const FloatTile& terms,
                                               float scale) {
   const Lane lane;

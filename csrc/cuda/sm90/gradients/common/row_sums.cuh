@@ -1,15 +1,15 @@
-// The sweeps that make gradients: rowsum(S dS~), by the warpgroup that holds dS~.
+// For the gradient sweeps: rowsum(S dS~), by the warpgroup that holds dS~.
 #pragma once
 
 #include "warps.cuh"
 
 namespace gla_ext::cuda::sm90::gradients {
 
-// rowsum(S dS~) of a chunk, of a thread's channels, `row` and the eighth behind it. Not by tensor
+// rowsum(S dS~) of a chunk for a thread's channels, `row` and the eighth after it. Not by tensor
 // cores, which the products keep busy.
 class RowSums {
  public:
-  // 64 values, dS~ as accumulators have it.
+  // Adds 64 values, with dS~ in accumulators.
   __device__ __forceinline__ void add(uint32_t S, const float (&dS)[32]) {
     const Fragments fragments(thread_index());
     uint32_t words[2][4];
@@ -34,7 +34,7 @@ class RowSums {
       d_[i % 2] = fmaf(pair.x, S[2 * i], fmaf(pair.y, S[2 * i + 1], d_[i % 2]));
     }
   }
-  // Of channel `row`, or of the eighth behind it.
+  // The sum of channel `row`, or of the eighth after it.
   __device__ __forceinline__ float sum(int e) {
     d_[e] += __shfl_xor_sync(0xffffffffu, d_[e], 1);
     d_[e] += __shfl_xor_sync(0xffffffffu, d_[e], 2);

@@ -1,5 +1,5 @@
-// The sweeps that make gradients: barriers of a warpgroup, its threads' places in accumulators, and
-// tiles on their way between these and the rows of a tensor.
+// For the gradient sweeps: barriers of a warpgroup, where its threads are in accumulators, and
+// tiles between accumulators and the rows of a tensor.
 #pragma once
 
 #include "cuda/sm90/tiles/channels.cuh"
@@ -13,8 +13,8 @@ constexpr int kGroupWarps = kGroupThreads / kWarp;
 __device__ __forceinline__ void role_barrier(int role) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + role), "n"(kGroupThreads) : "memory");
 }
-// A warp's arrival. For what ordinary loads have read or single lanes written, threads arrive one
-// by one: NVIDIA's racecheck does not follow them through __syncwarp.
+// One arrival of a warp. Where ordinary loads have read or single lanes have written, threads
+// arrive one by one instead: NVIDIA's racecheck does not follow them through __syncwarp.
 __device__ __forceinline__ void arrive_as_warp(uint64_t* barrier) {
   __syncwarp();
   if (threadIdx.x % kWarp == 0) arrive(barrier);
@@ -37,8 +37,8 @@ __device__ __forceinline__ FloatTile float_tile(unsigned char* tile) {
   return {tile, tile + kTileBytes};
 }
 
-// A place in the accumulators of a warpgroup: rows `row` and the eighth behind it, columns 2 t and
-// up of every eight.
+// Where a thread is in the accumulators of a warpgroup: rows `row` and the eighth after it, columns
+// 2 t and 2 t + 1 of every eight.
 struct Lane {
   int row, t;
   __device__ __forceinline__ Lane() : Lane(thread_index()) {}
@@ -46,13 +46,13 @@ struct Lane {
       : row(thread % kGroupThreads / kWarp * 16 + thread % kWarp / 4), t(thread % 4) {}
 };
 
-// Accumulators by what belongs to their rows: `by` of `row`, and of the eighth behind it.
+// Multiplies accumulators by a factor of each row: `by` of `row`, and of the eighth after it.
 __device__ __forceinline__ void scale_rows(float (&d)[32], const float (&by)[2]) {
 #pragma unroll
   for (int e = 0; e < 32; ++e) d[e] *= by[e / 2 % 2];
 }
 
-// A tile of bf16 from accumulators.
+// Stores accumulators as a tile of bf16.
 __device__ __forceinline__ void store_tile(unsigned char* tile, const float (&d)[32]) {
   store_tile(Fragments(thread_index()), tile, d);
 }
@@ -69,7 +69,7 @@ struct WarpRows {
   __device__ __forceinline__ int offset(int j) const {
     return (swizzled(row, piece) + j * kRowsEach * 128) ^ (j % 2 * 64);
   }
-  // How many of the chunk's rows, if its column is there.
+  // How many of the chunk's rows are left from `row` on; none if the column is not there.
   __device__ __forceinline__ int rows_of(const Segment& segment, int chunk, bool inside) const {
     return inside ? segment.length_of(chunk) - row : 0;
   }

@@ -1,4 +1,4 @@
-// gradients/small_sweep: the gradients of a chunk whose operands and dS~ are there.
+// gradients/small_sweep: the gradients of a chunk whose q^, k^ and dS~ are there.
 #pragma once
 
 #include "cuda/sm90/gradients/common/gates.cuh"
@@ -7,8 +7,8 @@
 
 namespace gla_ext::cuda::sm90::gradients::small_sweep {
 
-// A of products from accumulators of [64][64], in bf16: columns up to the row's number, or from it
-// on, or none.
+// A product's A operand from accumulators [64][64], in bf16: columns up to the row's number, or
+// from it on, or none.
 template <Ones kKept>
 struct ScoreOperand {
   uint32_t words[4][4];
@@ -18,7 +18,7 @@ struct ScoreOperand {
     constexpr uint32_t kAll = 0xffffffff, kFirst = 0xffff;  // of a pair
     const int thread = thread_index(), row = thread % kWarp / 4, column = thread % 4 * 2;
     const int warp = none ? (kUpTo ? -1 : 4) : thread % kGroupThreads / kWarp;
-    // Of eight rows and columns on the diagonal.
+    // Mask of eight rows and columns on the diagonal.
     const uint32_t corner = kUpTo
                                 ? (column <= row ? kFirst : 0) | (column < row ? ~kFirst : 0)
                                 : (column >= row ? kFirst : 0) | (column + 1 >= row ? ~kFirst : 0);
@@ -40,8 +40,8 @@ struct ScoreOperand {
   }
 };
 
-// A warp's rows of tiles to a chunk's rows of outputs that lie alike, for which one address is
-// made.
+// Writes a warp's rows of tiles to a chunk's rows of outputs with equal strides, for which one
+// offset is made.
 template <int kTensors>
 __device__ __forceinline__ void write_rows(const TileRows (&rows)[kTensors],
                                            const OutputRows<kTensors>& to, int chunk, int length,
@@ -59,8 +59,8 @@ __device__ __forceinline__ void write_rows(const TileRows (&rows)[kTensors],
   }
 }
 
-// dv += A^T do outside tier 1, both in tiles. By the instructions of single warps: with one more of
-// warpgroups' products ptxas has too few registers for all.
+// dv += A^T do of strong chunks, both in tiles. By single warps' instructions: for one more
+// warpgroup product ptxas has too few registers.
 __device__ __forceinline__ void add_strong_scores(float (&dv)[32], const unsigned char* A,
                                                   const unsigned char* d_o) {
   const int thread = thread_index(), lane = thread % kWarp;
@@ -85,8 +85,8 @@ __device__ __forceinline__ void add_strong_scores(float (&dv)[32], const unsigne
   }
 }
 
-// dq, dk and dg outside tier 1, from products of the states alone: what pairs of tokens owe to them
-// is in memory.
+// dq, dk and dg of strong chunks, from products of the states alone: what pairs of tokens add is in
+// memory.
 __device__ __forceinline__ void finish_strong(Shared& s, const Problem& p, Stage& tiles,
                                               Factors& factors, const float (&x)[32],
                                               const float (&y)[32], int i) {
@@ -102,9 +102,9 @@ __device__ __forceinline__ void finish_strong(Shared& s, const Problem& p, Stage
   part.write_strong_gradients(s.own, q_terms, k_terms, factors, 0, chunk, kGradients);
 }
 
-// dq, dk, dv and dg of every chunk. A pair of tokens has its dA twice, from a product and from that
-// of the transpose, which add in the same order: dg's sums, where the two must cancel, rest on
-// that.
+// dq, dk, dv and dg of every chunk. Each pair of tokens has its dA twice, from a product and from
+// that of the transpose. dg's sums rest on both adding in the same order, since there the two must
+// cancel.
 __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
 #pragma unroll 1
@@ -129,7 +129,7 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
     wait_for_products<0>();
     scale_columns(x, factors.factors[kEnter][0] + 2 * Lane().t);
     const ScoreOperand<Ones::kUpTo> score_grads(dA, strong);
-    float dA_t[32];  // the transpose, made anew
+    float dA_t[32];  // the transpose, computed again
     begin_products();
     multiply<kSummed, kSummed>(dA_t, v, d_o, false);
     commit_products();

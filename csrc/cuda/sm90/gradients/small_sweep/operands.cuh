@@ -1,4 +1,4 @@
-// gradients/small_sweep: what comes before the gradients of a chunk: copies, q^ and k^, and dS~.
+// gradients/small_sweep: what precedes the gradients of a chunk: copies, q^ and k^, and dS~.
 #pragma once
 
 #include "cuda/sm90/gradients/common/row_sums.cuh"
@@ -8,7 +8,7 @@
 
 namespace gla_ext::cuda::sm90::gradients::small_sweep {
 
-// Asks for the i-th chunk, whose place is free.
+// Asks for the i-th chunk, whose stage is free.
 __device__ __forceinline__ void load(Shared& s, const Problem& p, int i) {
   const Mover<1> at(thread_index() % kGroupThreads);
   const int chunk = chunk_of(s.segment, i), length = s.segment.length_of(chunk);
@@ -30,14 +30,14 @@ __device__ __forceinline__ void load(Shared& s, const Problem& p, int i) {
   commit_copies();
 }
 
-// Not 0 if the i-th chunk, or, behind the last, that one, is outside tier 1.
+// Not 0 if the i-th chunk is strong; beyond the last chunk the last one's flag.
 __device__ __forceinline__ uint32_t load_flag(const Shared& s, const Problem& p, int i) {
   const int chunk = max(chunk_of(s.segment, i), 0);
   return p.tiers[s.segment.chunk_head(p, chunk) * kMaxTierBlocks];
 }
 
-// Raises the gates that this thread has copied to where a decay is 0, see `clamp_gates`: as that of
-// a tile does, but in a form with which ptxas does not serialise the products (C7511).
+// Clamps the gates that this thread has copied. A twin of the `clamp_gates` of a tile
+// (tiles/cumsum.cuh), in a form with which ptxas does not serialise the products (C7511).
 __device__ __forceinline__ void clamp_copied_gates(unsigned char* tile) {
   const Mover<1> at(thread_index() % kGroupThreads);
 #pragma unroll
@@ -45,7 +45,9 @@ __device__ __forceinline__ void clamp_copied_gates(unsigned char* tile) {
     clamp_gates(reinterpret_cast<uint4*>(tile + at.offset + j * 128));
 }
 
-// q^ and k^ in place of q and k, half of the columns at a time: sums of all take more registers.
+// q^ and k^ in place of q and k. A twin of Gating (tiles/gating.cuh) that goes over half of the
+// columns at a time: sums of all take more than the 96 registers that this role has. The references
+// are made from b_C by each thread, not read.
 __device__ __forceinline__ void gate(Stage& tiles, float* b_last, bool strong, float scale) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -91,7 +93,7 @@ __device__ __forceinline__ void gate(Stage& tiles, float* b_last, bool strong, f
   }
 }
 
-// q^ and k^ of every chunk, and dS~, which stays in registers, in bf16; then dS, for the next.
+// Makes q^ and k^ of every chunk, and bf16 dS~ from dS~ in registers; then dS, for the next chunk.
 __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
   constexpr auto kOther = Contiguous::kOther;
   using F = Fields<Sweep::kStateGrads>;
@@ -110,7 +112,7 @@ __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
     const int stage = i % kSweepStages;
     Stage& tiles = s.stages[stage];
     Factors& factors = s.factors[stage];
-    asm volatile("" : "+r"(flag));  // not looked at before, which would wait for the load
+    asm volatile("" : "+r"(flag));  // not read earlier, which would wait for the load
     const bool strong = __any_sync(0xffffffffu, flag != 0);
     wait_for_copies<0>();
     if (strong) clamp_copied_gates(tiles.g);
@@ -164,7 +166,7 @@ __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
     wait_for_products<0>();
     arrive_as_warp(&s.summed[stage]);
     if (i + 1 == segment.chunks) break;
-    // The place of the chunk before; at once in the first.
+    // The stage of the chunk before; at once in the first chunk.
     wait(&s.empty[1 - stage], (i + 1) / kSweepStages & 1 ^ 1);
     load(s, p, i + 1);
   }

@@ -15,31 +15,31 @@ using states::Fields, states::load_entering, states::State;
 // Warpgroups of a block.
 enum Role { kOperands, kGradients, kRoles };
 constexpr int kSweepThreads = kRoles * kGroupThreads;
-constexpr int kSweepStages = 2;  // chunks: one of each role
+constexpr int kSweepStages = 2;  // chunks, one for each role
 
-// A chunk. What is made of it takes the places of what it is made of; outside tier 1 A that of S,
-// then fp32 terms of dq those of S and do, and of dk those of q and k.
+// A chunk. Results take the places of their inputs. In strong chunks A takes that of S, then fp32
+// terms of dq those of S and do, and of dk those of q and k.
 struct Stage {
   unsigned char q[kTileBytes], k[kTileBytes];  // [token][K], then q^, k^, then dq, dk
-  unsigned char g[kTileBytes];                 // gates [token][K], outside tier 1 clamped, then dg
-  unsigned char S[kTileBytes];                 // [K][V]; then the high half of what dg sums
-  unsigned char v[kTileBytes];    // [token][V], behind S: one operand of 128 rows; then dv
+  unsigned char g[kTileBytes];    // gates [token][K], of strong chunks clamped, then dg
+  unsigned char S[kTileBytes];    // [K][V]; then the high half of what dg sums
+  unsigned char v[kTileBytes];    // [token][V], right after S: one operand of 128 rows; then dv
   unsigned char d_o[kTileBytes];  // [token][V], then the low half
 };
 
 // Per channel, of a chunk.
 struct Factors {
-  float factors[kMiddle + 1][1][kTile];  // 2^from, and, of dS~, outside tier 1 2^b_C, else 1
+  float factors[kMiddle + 1][1][kTile];  // 2^from; and for dS~ 2^b_C in strong chunks, else 1
   float from[kTile];
-  // What dg owes to the states that enter and leave the chunk; outside tier 1 to the first alone.
+  // What dg owes to the states that enter and leave the chunk; in strong chunks only to the first.
   float sums[kTile];
-  float parts[kSubChunks][kTile];  // outside tier 1, of a part of the tokens: what dS~ owes to k
+  float parts[kSubChunks][kTile];  // of strong chunks, by sub-chunks: what dg owes to k through dS~
 
   __device__ __forceinline__ float* states(int = 0) { return sums; }
   __device__ __forceinline__ float* inter(int, int part) { return parts[part]; }
 };
 
-// Outside tier 1, by the gradients' warpgroup: sums of a part of the tokens.
+// For strong chunks, by the gradients' warpgroup: sums of a sub-chunk.
 struct Own {
   float gates[kSubChunks][kTile], dg[kSubChunks][kTile];
 };
@@ -58,7 +58,7 @@ struct SegmentRows {
   }
 };
 
-// Of outputs that lie alike.
+// Rows of outputs with equal strides.
 template <int kTensors>
 struct OutputRows {
   bf16* first[kTensors];
@@ -75,7 +75,7 @@ struct alignas(1024) Shared {
   OutputRows<3> key_grads;  // dq, dk, dg, each a fresh [B, T, H, K]
   OutputRows<1> dv;
   Segment segment;
-  // Of a chunk: its operands and dS~ are there; dS has taken q^ and do; its place is free.
+  // Of a chunk: q^, k^ and dS~ are there; dS has read q^ and do; its stage is free.
   uint64_t ready[kSweepStages], summed[kSweepStages], empty[kSweepStages];
   uint64_t taken;  // dS~ is read
   int strong[kSweepStages];

@@ -1,4 +1,4 @@
-// What gradients/sweep does, for heads of at most 64 keys and 64 values, from bf16 gates: a block
+// What gradients/sweep does, for heads of at most 64 keys and 64 values, with bf16 gates: a block
 // goes from the last chunk to the first with dS~ on chip, so that dS' is neither written to memory
 // nor read from it, and makes q^ and k^ of a chunk once for dS~ and for all gradients.
 //
@@ -7,8 +7,8 @@
 //
 // grid    (segment, head), two blocks a multiprocessor
 // reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers, S [K, V] of every chunk, dht,
-//         segment_state_grads; outside tier 1 A [B, T, H, C], dq_intra, dk_intra, dg_intra
-//         [B, T, H, K]
+//         segment_state_grads; of strong chunks A [B, T, H, C], dq_intra, dk_intra, dg_intra [B, T,
+//         H, K]
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V], dh0
 //
 // One warpgroup makes q^, k^ and dS~ of a chunk, a chunk ahead of the other, which makes the

@@ -7,7 +7,7 @@
 
 namespace gla_ext::cuda::sm90::gradients::sweep {
 
-// Sums what the states that leave the chunk owe to k.
+// Sums what dg owes to k through the states that leave the chunk.
 __device__ __forceinline__ void sum_inter(Queries& queries, int rank, const float (&y)[32],
                                           const unsigned char* k) {
   const int thread = thread_index() % kGroupThreads;
@@ -37,7 +37,7 @@ __device__ __forceinline__ void sum_inter(Queries& queries, int rank, const floa
       make_float2(sums[0], sums[1]);
 }
 
-// dA of a tile, dropped above the diagonal.
+// Stores dA, zero above the diagonal.
 __device__ __forceinline__ void store_score_grads(unsigned char* tile, float (&dA)[32]) {
   const Lane lane;
 #pragma unroll
@@ -46,7 +46,7 @@ __device__ __forceinline__ void store_score_grads(unsigned char* tile, float (&d
   store_tile(tile, dA);
 }
 
-// Every other chunk.
+// A consumer's work on every other chunk.
 template <int kSlices, class SharedOfKernel>
 __device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int consumer,
                                         int rank) {
@@ -75,7 +75,8 @@ __device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int
     gates = part.load(consumer);
 #pragma unroll 1
   for (int i = consumer; i < segment.chunks; i += kConsumers) {
-    // Made anew, and so are the addresses that follow from it: they take no registers between.
+    // Computed again in each round, with the addresses that follow from it, so that they take no
+    // registers in between.
     const int self = i % kConsumers, role = kConsumer + self, chunk = chunk_of(segment, i);
     const uint32_t parity = i / kConsumers & 1;
     Own<Gate>& own = s.own[self];
@@ -85,7 +86,8 @@ __device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int
     const bool strong = __any_sync(0xffffffffu, s.strong[i % kQueryStages].x);
     if constexpr (!kByProducts)
       part.write_exponents(own, float_tile(own.tile), gates, queries, rank, chunk, role);
-    // Only when the other one has left them is the phase of a slice's barriers this chunk's.
+    // Only when the other consumer has left its slices are the phases of the slices' barriers this
+    // chunk's.
     if (i > 0) wait(&s.turn[self], (i - 1) / kConsumers & 1);
     float x[32], y[32], dA[32];
     clear(x);
@@ -138,14 +140,15 @@ __device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int
       store_tile(tile, dv);
       TileRows rows;
       rows.read(tile);
-      // What the other block's next bulk copy takes the place of is read: this fence, of all that
-      // went before, and not the arrival, of this block's scope, says so to it.
+      // The tile that the other block's next bulk copy overwrites has been read. This fence, which
+      // covers everything before it, tells the other block so; the arrival alone, of this block's
+      // scope, would not.
       fence_for_products();
       __syncwarp();
       if (threadIdx.x % kWarp == 0) arrive_in_cluster(address_in(&s.taken[state.stage], 1 - rank));
       rows.write(p.dv, segment, chunk, j * kTile, p.V);
     }
-    skip();  // the other one's
+    skip();  // the other consumer's
     const auto release = [&] {
       fence_for_products();  // before the next chunks' bulk copies
       arrive(&s.chunk_empty[self]);

@@ -5,15 +5,15 @@
 //   x, y, dA, dq, dk, dv, dg as in gradients/chunk, with A of prepare.cu
 //
 // grid    (segment, head) by a cluster of two blocks, of 64 key channels each
-// reads   operands [B, slots, H], g [B, T, H, K], v, do [B, T, H, V], S of every chunk, as tiles or
-//         saved [K, V], dht, segment_state_grads; outside tier 1 q, k and dq_intra, dk_intra,
-//         dg_intra [B, T, H, K]
+// reads   prepared chunks [B, slots, H], g [B, T, H, K], v, do [B, T, H, V], S~ of every chunk as
+//         tiles, dht, segment_state_grads; of strong chunks q, k and dq_intra, dk_intra, dg_intra
+//         [B, T, H, K]
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V], dh0
 //
-// The values pass 64 at a time, a slice. dv of every other slice is one block's, which the other
-// sends its dS~ of these values. Warpgroups: a producer; the state, which holds dS~ in fp32 and
-// hands it on in bf16; two consumers, which take the chunks in turn, so that the products of one
-// pass beside the gates of the other. Accumulation, b and dg are fp32.
+// The values pass 64 at a time, a slice. A block makes dv of every other slice, for which the other
+// block sends it its dS~ of these values. Warpgroups: a producer; the state, which holds dS~ in
+// fp32 and hands it on in bf16; two consumers, which take the chunks in turn, so that the products
+// of one pass beside the gates of the other. Accumulation, b and dg are fp32.
 #include "consume.cuh"
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"

@@ -25,35 +25,35 @@ constexpr int kStateStages = 2, kQueryStages = 3;
 // 64 values of a chunk.
 struct Slice {
   unsigned char S[kTileBytes];    // [64 of K][64 values]
-  unsigned char v[kTileBytes];    // [token][64 values], behind S: one operand of 128 rows
+  unsigned char v[kTileBytes];    // [token][64 values], right after S: one operand of 128 rows
   unsigned char d_o[kTileBytes];  // [token][64 values]
 };
 
-// What of a chunk no value is part of: for the state, which is a chunk ahead, and a consumer.
+// What of a chunk does not depend on values: for the state, which is ahead, and a consumer.
 struct alignas(1024) Queries {
   unsigned char q[kTileBytes];                     // q^ [token][64 of K]
   float factors[kFactors][kClusterBlocks][kTile];  // of either block's channels
 
-  // In place of factors that nobody reads: rowsum(S dS'), and what dS~ owes to k in the rows of a
-  // warp.
+  // In place of factors that nothing reads: rowsum(S dS'), and what dg owes to k through dS~ in the
+  // rows of a warp.
   __device__ __forceinline__ float* states(int rank) { return factors[kSum][rank]; }
   __device__ __forceinline__ float* inter(int rank, int warp) { return factors[warp][1 - rank]; }
 };
 static_assert(kFactors == kGroupWarps);
-// And for a consumer alone.
+// The rest of it, for a consumer alone.
 struct alignas(1024) Keys {
   unsigned char k[kKeyTiles][kTileBytes];  // k^ [token][K]
   unsigned char A[kTileBytes];             // [token][token]
 };
 
-// What a consumer has for itself.
+// What belongs to one consumer.
 template <class Gate>
 struct alignas(1024) Own {
-  // bf16 gates [token][64 of K], then dg on its way out. Or, of fp32 gates, exponents of dq and dk,
+  // bf16 gates [token][64 of K], then dg on its way out. With fp32 gates exponents of dq and dk,
   // fp32 [token][64 of K].
   unsigned char tile[kTile * kTile * sizeof(Gate)];
-  float gates[kSubChunks][kTile], dg[kSubChunks][kTile];  // sums of a part of the tokens
-  // In place of the first ones: what dg owes to the states that enter and leave the chunk.
+  float gates[kSubChunks][kTile], dg[kSubChunks][kTile];  // sums of a sub-chunk
+  // In place of dg's first sums: what dg owes to the states that enter and leave the chunk.
   __device__ __forceinline__ float* states() { return dg[0]; }
 };
 
@@ -62,7 +62,7 @@ struct Shared {
   using Gate = GateOfKernel;
   static constexpr int kSliceStages = sizeof(Gate) == 2 ? 4 : 3;
   Slice slices[kSliceStages];
-  // dS~ [64 of K][64 values], by the warpgroup of the state.
+  // dS~ [64 of K][64 values], from the state's warpgroup.
   unsigned char dS[kStateStages][kTileBytes];
   Queries queries[kQueryStages];
   Keys keys[kConsumers];
@@ -73,7 +73,7 @@ struct Shared {
   uint64_t full[kSliceStages], empty[kSliceStages];
   // Its dS~ is there; it is read, here and where it was sent to.
   uint64_t ready[kStateStages], taken[kStateStages];
-  int4 strong[kQueryStages];  // of which the first word says so
+  int4 strong[kQueryStages];  // the first word is the flag
   // Of a chunk: q^ and factors are there, and the states' sums, for which the state may be two
   // chunks ahead.
   uint64_t queries_full[kQueryStages], states_full[kQueryStages];
@@ -81,7 +81,7 @@ struct Shared {
   uint64_t keys_full[kConsumers], chunk_empty[kConsumers];
   uint64_t received_full[kClusterBlocks];
   uint64_t turn[kConsumers];  // the other consumer has left its slices
-  // What dS~ is to be multiplied by as it leaves one chunk, then as it enters the next.
+  // What dS~ is multiplied by as it leaves one chunk, then times that as it enters the next.
   float factors[kTile];
   Segment segment;
 };
@@ -92,7 +92,7 @@ struct Ring {
   int stage = 0;
   uint32_t parity = 0;
   __device__ __forceinline__ void next() {
-    asm volatile("" : "+r"(stage), "+r"(parity));  // not made ahead, which would take registers
+    asm volatile("" : "+r"(stage), "+r"(parity));  // not computed ahead, which would take registers
     if (++stage == kStages) {
       stage = 0;
       parity ^= 1;
@@ -105,7 +105,8 @@ struct Ring {
   }
 };
 
-// Where dS~ of slice j of the i-th chunk arrives, if its dv is the receiver's: one of every two.
+// Which tile dS~ of slice j of the i-th chunk arrives in. Only every second slice arrives: that
+// whose dv is the receiver's.
 template <int kSlices>
 __device__ __forceinline__ int received_slot(int i, int j) {
   return (i * (kSlices / kClusterBlocks) + j / kClusterBlocks) % kClusterBlocks;
@@ -141,7 +142,7 @@ __device__ __forceinline__ void start(SharedOfKernel& s, const Problem& p, int64
   fence_for_products();  // and bulk copies
 }
 
-// Asks for what of the i-th chunk of a sweep no value is part of, whose places are free. By a
+// Asks for what of the i-th chunk of a sweep does not depend on values; its stages are free. By one
 // thread.
 template <class SharedOfKernel>
 __device__ __forceinline__ void load_queries(SharedOfKernel& s, const Problem& p, int i, int rank) {

@@ -1,4 +1,4 @@
-// gradients/sweep: what comes before the gradients: copies, and the state.
+// gradients/sweep: what precedes the gradients: copies, and the state.
 #pragma once
 
 #include "cuda/sm90/gradients/common/row_sums.cuh"
@@ -8,7 +8,7 @@
 namespace gla_ext::cuda::sm90::gradients::sweep {
 
 // Rows of a tensor as the producer copies them, 16 bytes a thread: `row` and every kRowsEach-th one
-// behind it.
+// after it.
 struct CopiedRows {
   static constexpr int kPieces = 8, kRowsEach = kGroupThreads / kPieces;
   const bf16* from;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void produce(SharedOfKernel& s, const Problem& p, int
   }
 }
 
-// rowsum(S~ dS~). Keeps what dS~ is to be multiplied by as it leaves.
+// Stores rowsum(S~ dS~), and what dS~ is multiplied by as it leaves the chunk.
 __device__ __forceinline__ void store_sums(RowSums& rows, float* sums, const float* enter,
                                            float* factors) {
   const Lane lane;
@@ -71,8 +71,8 @@ __device__ __forceinline__ void store_sums(RowSums& rows, float* sums, const flo
   }
 }
 
-// dS~ in registers: to bf16 in each slice, here and where its dv is made, then on to the chunk
-// before.
+// Holds dS~ in registers: for each slice stores it in bf16, here and where the slice's dv is made,
+// then goes on to the chunk before.
 template <int kSlices, class SharedOfKernel>
 __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p, int rank) {
   using F = Fields<Sweep::kStateGrads>;
@@ -97,7 +97,7 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
     wait(&s.queries_full[i % kQueryStages], i / kQueryStages & 1);
     const auto& factors = queries.factors;
     const Lane lane;
-    const int row = lane.row;  // and the eighth behind it
+    const int row = lane.row;  // and the eighth after it
     const auto middle = [&](int e)->volatile const float& {
       return factors[kMiddle][rank][row + 8 * e];
     };

@@ -1,4 +1,6 @@
-// What a producer of states/fused does.
+// What a producer of states/fused does. Its Gating is a twin of tiles/gating.cuh's: the states are
+// unscaled here, so one operand a sweep (k 2^(b_C - b), or scale q 2^b) is all there is, without
+// references, factors or A.
 #pragma once
 
 #include "cuda/device/gates.cuh"
@@ -6,7 +8,7 @@
 
 namespace gla_ext::cuda::sm90::states::fused {
 
-// Gates k or q of a chunk in place; a producer has kColumns of the key channels.
+// Gates k or q of a chunk in place; each producer has kColumns of the key channels.
 template <int kConsumers, class Gate, Sweep kSweep>
 struct Gating {
   static constexpr int kColumns = kTile / kProducers;
@@ -94,7 +96,8 @@ __device__ __forceinline__ void produce(Unit<kConsumers, Gate>& s, const unsigne
     arrive(&s.full[stage]);
     copy(i + kStages - 1);  // waits for the consumers, which are a chunk behind
   }
-  // The gradients' sweep adds up in the other order: it writes what the states' leaves out.
+  // The sweep of dS adds up in the other order, so it writes only the decay that the sweep of S
+  // leaves out.
   const int channel = gating.first + gating.thread;
   const bool writes = kStore == Store::kSegment && (kSweep == Sweep::kStates || segment.last);
   if (writes && first_v == 0 && gating.thread < gating.kColumns && channel < p.K)

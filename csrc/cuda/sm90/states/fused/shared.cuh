@@ -9,8 +9,8 @@ namespace gla_ext::cuda::sm90::states::fused {
 
 constexpr int kProducers = 2;
 
-// A segment and head, worked on by two producers and a consumer for every 64 values, of which a
-// block has one or two.
+// For a segment and head: two producers, and a consumer for every 64 values, of which a block has
+// one or two.
 template <int kWarpgroups, class Gate>
 struct alignas(1024) Unit {
   static constexpr int kConsumers = kWarpgroups, kStages = 3;

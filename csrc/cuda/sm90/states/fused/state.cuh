@@ -6,7 +6,7 @@
 
 namespace gla_ext::cuda::sm90::states {
 
-// A consumer's part of the state: 64 key channels by 128 values, or 64.
+// What a consumer holds of the state: 64 key channels by 128 values, or 64.
 template <int K>
 struct State {
   static constexpr int kValues = K;  // of a consumer: K is 128 or 64
@@ -50,7 +50,7 @@ struct State {
     });
   }
 
-  // As bf16 rows [K][V] of one chunk by way of `tile`, which a warpgroup has for itself.
+  // Stores bf16 rows [K][V] of one chunk by way of `tile`, which belongs to the warpgroup.
   __device__ __forceinline__ void store_chunk(bf16* state, unsigned char* tile, const Problem& p,
                                               int group) const {
     const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;

@@ -27,11 +27,11 @@ struct Fields {
   static __device__ __forceinline__ bf16* chunk_states(const Problem& p) {
     return static_cast<bf16*>(kStates ? p.S : p.dS);
   }
-  // The place of what enters it.
+  // Index of the state that enters the segment.
   static __device__ __forceinline__ int64_t state(const Segment& s) {
     return kStates ? s.state : s.last_state;
   }
-  // Whether nothing comes before, or follows, in the order of the sweep.
+  // Whether no segment comes before, or follows, in the order of the sweep.
   static __device__ __forceinline__ bool begins(const Segment& s) {
     return kStates ? s.first : s.last;
   }
