@@ -52,9 +52,19 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("path", PATHS, indirect=True)
 
 
+def pytest_report_header() -> str | None:
+    reason = why_no_cuda()
+    return f"{reason}: what is marked cuda is left out" if reason else None
+
+
 def pytest_collection_modifyitems(items):
-    """Drops what CUDA has no kernels for, fp64, and what would run the same kernels twice."""
-    items[:] = [x for x in items if _runs(_parameters(x))]
+    """Drops what CUDA has no kernels for, fp64, and what would run the same kernels twice; without
+    a GPU all that needs one, since half of the tests would each be reported as skipped.
+    """
+    no_cuda = why_no_cuda() is not None
+    items[:] = [
+        x for x in items if _runs(_parameters(x)) and not (no_cuda and x.get_closest_marker("cuda"))
+    ]
 
 
 def _runs(parameters: dict) -> bool:
@@ -98,11 +108,6 @@ def operands(request, keep_nothing) -> str:
     if request.param == AGAIN:
         keep_nothing()
     return request.param
-
-
-def pytest_runtest_setup(item):
-    if item.get_closest_marker("cuda") and (reason := why_no_cuda()):
-        pytest.skip(reason)
 
 
 def pytest_runtest_teardown(item):
@@ -193,6 +198,12 @@ def _write_texts(folder: Path) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(_words(i, 200 + 10 * i))
     return folder
+
+
+@pytest.fixture(scope="session")
+def texts():
+    """A function that writes text files into a new folder, always the same."""
+    return _write_texts
 
 
 @pytest.fixture

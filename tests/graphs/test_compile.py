@@ -103,6 +103,7 @@ def test_export_keeps_one_operator(exported):
     assert_equal_outputs(exported.module(), x)
 
 
+@pytest.mark.slow  # test_package.py has a layer on its states
 def test_aot_inductor(exported, tmp_path):
     path = torch._inductor.aoti_compile_and_package(
         exported, package_path=str(tmp_path / "gla.pt2")
