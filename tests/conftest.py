@@ -15,6 +15,8 @@ from gla_ext.data import load_corpus
 
 # What cuBLAS asks for under nan_in_fresh_memory; read when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Inductor compiles in this process: its pool would be one more with torch for each worker.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 hypothesis.settings.register_profile(
     "default", deadline=None, max_examples=40, derandomize=True, print_blob=True
@@ -44,8 +46,8 @@ def pytest_generate_tests(metafunc):
     one that takes a `path` on the plan's and, where that may be another, on CUDA's steps.
     """
     if "device" in metafunc.fixturenames:
-        cuda = pytest.param("cuda", marks=pytest.mark.cuda)
-        metafunc.parametrize("device", ["cpu", cuda])
+        cuda = [] if why_no_cuda() else [pytest.param("cuda", marks=pytest.mark.cuda)]
+        metafunc.parametrize("device", ["cpu", *cuda])
     if "head" in metafunc.fixturenames:
         metafunc.parametrize("head", HEADS.values(), ids=HEADS)
     if "path" in metafunc.fixturenames:
