@@ -17,6 +17,8 @@ from gla_ext.train.data import load_corpus
 
 # What cuBLAS asks for under nan_in_fresh_memory; read when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Inductor compiles in this process: its pool would be one more with torch for each worker.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 hypothesis.settings.register_profile(
     "default", deadline=None, max_examples=40, derandomize=True, print_blob=True
@@ -46,17 +48,27 @@ def pytest_generate_tests(metafunc):
     one that takes a `path` on the plan's and, where that may be another, on CUDA's steps.
     """
     if "device" in metafunc.fixturenames:
-        cuda = pytest.param("cuda", marks=pytest.mark.cuda)
-        metafunc.parametrize("device", ["cpu", cuda])
+        cuda = [] if why_no_cuda() else [pytest.param("cuda", marks=pytest.mark.cuda)]
+        metafunc.parametrize("device", ["cpu", *cuda])
     if "head" in metafunc.fixturenames:
         metafunc.parametrize("head", HEADS.values(), ids=HEADS)
     if "path" in metafunc.fixturenames:
         metafunc.parametrize("path", PATHS, indirect=True)
 
 
+def pytest_report_header() -> str | None:
+    reason = why_no_cuda()
+    return f"{reason}: what is marked cuda is left out" if reason else None
+
+
 def pytest_collection_modifyitems(items):
-    """Drops what CUDA has no kernels for, fp64, and what would run the same kernels twice."""
-    items[:] = [x for x in items if _runs(_parameters(x))]
+    """Drops what CUDA has no kernels for, fp64, and what would run the same kernels twice; without
+    a GPU all that needs one, since half of the tests would each be reported as skipped.
+    """
+    no_cuda = why_no_cuda() is not None
+    items[:] = [
+        x for x in items if _runs(_parameters(x)) and not (no_cuda and x.get_closest_marker("cuda"))
+    ]
 
 
 def _runs(parameters: dict) -> bool:
@@ -100,11 +112,6 @@ def operands(request, keep_nothing) -> str:
     if request.param == AGAIN:
         keep_nothing()
     return request.param
-
-
-def pytest_runtest_setup(item):
-    if item.get_closest_marker("cuda") and (reason := why_no_cuda()):
-        pytest.skip(reason)
 
 
 def pytest_runtest_teardown(item):
@@ -195,6 +202,12 @@ def _write_texts(folder: Path) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(_words(i, 200 + 10 * i))
     return folder
+
+
+@pytest.fixture(scope="session")
+def texts():
+    """A function that writes text files into a new folder, always the same."""
+    return _write_texts
 
 
 @pytest.fixture

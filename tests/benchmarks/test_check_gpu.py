@@ -65,17 +65,8 @@ RESULTS = {
 }
 
 
-def rendered(results, tmp_path) -> tuple[list[str], list[str]]:
-    """The page's rows and what is printed."""
-    (tmp_path / "in.json").write_text(json.dumps(results))
-    files = ["--read", str(tmp_path / "in.json"), "--markdown", str(tmp_path / "page.md")]
-    result = run(sys.executable, "benchmarks/check_gpu.py", *files)
-    assert result.returncode == 0, result.stderr
-    return (tmp_path / "page.md").read_text().splitlines(), result.stdout.splitlines()
-
-
-def test_a_page_of_everything(tmp_path):
-    page, printed = rendered(RESULTS, tmp_path)
+def test_a_page_of_everything(rendered, tmp_path):
+    page, printed = rendered(RESULTS)
     assert "- GPU: some GPU" in page
     assert "- Command: `python check`" in page
     assert "- Copy on the device: 4.27 TB/s, read and written" in page
@@ -103,10 +94,10 @@ def test_a_page_of_everything(tmp_path):
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_page_of_speed_without_fla(tmp_path):
+def test_a_page_of_speed_without_fla(rendered):
     own = {name: TIMINGS[name] for name in ("gla_ext", "steps")}
     kept = {name: RESULTS[name] for name in ("environment", "wrong", "copy_bytes_per_s")}
-    page, _ = rendered(kept | {"shapes": {SHAPE: {"speed": dict.fromkeys(MODES, own)}}}, tmp_path)
+    page, _ = rendered(kept | {"shapes": {SHAPE: {"speed": dict.fromkeys(MODES, own)}}})
     assert f"| {SHAPE} | 2 (1.9 to 2.1) | 4 (3.9 to 4.1) |  |  | 0.110 | 18.18 |" in page
     assert [x for x in page if x.startswith("## ")] == [
         "## Speed, forward", "## Speed, forward + backward",

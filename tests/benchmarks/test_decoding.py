@@ -1,8 +1,6 @@
 """What `benchmarks/` measures of decoding, at tiny sizes; this needs no GPU."""
 
 import dataclasses
-import json
-import sys
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from parts import bench_generate, bench_recurrent
 from shared import contenders, gate
 from shared.timing import Timing
 from shared.transformer import Transformer, rotate, rotations
-from source_tree import run
 
 from gla_ext.model.config import GLAConfig
 from gla_ext.ops import recurrent
@@ -82,25 +79,20 @@ def test_both_models_have_one_size():
     assert 3.4e8 < sizes[0] < 3.9e8
 
 
-def rendered(tmp_path, **results) -> tuple[list[str], list[str]]:
-    """The page's rows and what is printed."""
-    results |= {"environment": {"GPU": "some GPU", "command": "x"}, "wrong": [], "shapes": {}}
-    (tmp_path / "in.json").write_text(json.dumps(results, default=dataclasses.asdict))
-    files = ["--read", str(tmp_path / "in.json"), "--markdown", str(tmp_path / "page.md")]
-    result = run(sys.executable, "benchmarks/check_gpu.py", *files)
-    assert result.returncode == 0, result.stderr
-    return (tmp_path / "page.md").read_text().splitlines(), result.stdout.splitlines()
+def environment() -> dict:
+    """What every run writes beside its measurements."""
+    return {"environment": {"GPU": "some GPU", "command": "x"}, "wrong": [], "shapes": {}}
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_generation_is_measured(tmp_path):
+def test_generation_is_measured(rendered):
     found = bench_generate.measure(False, False, SIZES, "cpu")
     assert found["rows"].keys() == {"gla_ext", bench_generate.FUSED, bench_generate.TRANSFORMER}
     for name, row in found["rows"].items():
         assert row["batches"].keys() == {"1", "3"}
         assert row["lengths"].keys() == ({"5"} if name == "gla_ext" else {"5", "40"})
         assert all(x["step"].median > 0 < x["first"].median for x in row["batches"].values())
-    page, printed = rendered(tmp_path, generate=found)
+    page, printed = rendered(environment() | {"generate": found})
     assert {x for x in page if x.startswith("## ")} == {
         *("## Generation, B 1", "## Generation, B 3", "## Generation over length, B 1")
     }
@@ -109,7 +101,7 @@ def test_generation_is_measured(tmp_path):
     assert len([x for x in printed if x.startswith("generation, gla_ext, ")]) == 3 + 4
 
 
-def test_a_page_of_generation(tmp_path):
+def test_a_page_of_generation(rendered):
     speed = {"first": timing(20.0), "step": timing(0.5)}
     lengths = {"1000": {"step": timing(0.5), "peak_bytes": 2**30}}
     found = dataclasses.asdict(bench_generate.SIZES) | {
@@ -123,7 +115,7 @@ def test_a_page_of_generation(tmp_path):
             "FLA": {"batches": {"1": speed, "32": speed}, "lengths": lengths},
         },
     }
-    page, printed = rendered(tmp_path, generate=found)
+    page, printed = rendered(environment() | {"generate": found})
     times = "20 (19.9 to 20.1) | 0.5 (0.4 to 0.6)"
     assert f"| gla_ext | {times} | 2000 |" in page
     assert f"| gla_ext | {times} | 64000 |" in page
@@ -189,12 +181,12 @@ def test_a_graph_that_draws_other_tokens_is_not_timed(monkeypatch):
         bench_generate.check_ours(model, prompts)
 
 
-def test_recurrent_operators_are_measured_and_shown(monkeypatch, no_cuda, tmp_path):
+def test_recurrent_operators_are_measured_and_shown(monkeypatch, no_cuda, rendered):
     small = (2, 1, 8, 16)
     monkeypatch.setattr(bench_recurrent, "SHAPES", (small, (1, 3, 24, 8)))
     monkeypatch.setattr(bench_recurrent, "VERIFY_SHAPES", (small,))
     found = bench_recurrent.measure("cpu")
-    page, printed = rendered(tmp_path, recurrent=found)
+    page, printed = rendered(environment() | {"recurrent": found})
     cell = "3 (2.9 to 3.1)"
     for name in ("B 2, H 1, K 8, V 16", "B 1, H 3, K 24, V 8"):
         assert f"| {name} | {' | '.join([cell] * 5)} |" in page

@@ -104,6 +104,7 @@ def test_export_keeps_one_operator(exported):
     assert_equal_outputs(exported.module(), x)
 
 
+@pytest.mark.slow  # test_package.py has a layer on its states
 def test_aot_inductor(exported, tmp_path):
     path = torch._inductor.aoti_compile_and_package(
         exported, package_path=str(tmp_path / "gla.pt2")
@@ -116,7 +117,8 @@ def test_aot_inductor(exported, tmp_path):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_autocast_casts_q_k_v_alone(device, compiled):
     x = make_inputs(2, 70, 2, 8, 12, device=device).map(lambda t: t.requires_grad_())
-    call = torch.compile(chunk_gla, fullgraph=True) if compiled else chunk_gla
+    graph = torch.compile(chunk_gla, fullgraph=True, backend="aot_eager")
+    call = graph if compiled else chunk_gla
     with torch.autocast(device, dtype=torch.bfloat16):
         o, final_state = call(
             x.q, x.k, x.v, x.g, initial_state=x.initial_state, output_final_state=True

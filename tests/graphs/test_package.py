@@ -12,6 +12,8 @@ from common import assert_close
 from models import EVERY, make_layer
 from source_tree import ROOT, load_module, run
 
+from gla_ext.model import GLAMLP
+
 RUNNER = ROOT / "build" / "run_package"
 if not RUNNER.exists():
     WHY_NOT = "make ctest builds build/run_package"
@@ -23,9 +25,21 @@ else:
 aot_inductor = load_module("examples/aot_inductor.py")
 
 
+class Block(aot_inductor.Segment):
+    """The layer, and on its output an MLP: each operator is in the one package that is compiled."""
+
+    def __init__(self, layer):
+        super().__init__(layer)
+        self.mlp = GLAMLP(layer.hidden_size, 16)
+
+    def forward(self, x, mask, state, *conv_state):
+        y, *states = super().forward(x, mask, state, *conv_state)
+        return self.mlp(y), *states
+
+
 @pytest.fixture(scope="module")
 def segment():
-    return aot_inductor.Segment(make_layer(torch.float32, layer_idx=0, **EVERY)).eval()
+    return Block(make_layer(torch.float32, layer_idx=0, **EVERY)).eval()
 
 
 @pytest.fixture(scope="module")

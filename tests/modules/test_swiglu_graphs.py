@@ -118,6 +118,7 @@ def test_export(strict, grad):
     torch.testing.assert_close(program.module()(longer), mlp(longer))
 
 
+@pytest.mark.slow  # graphs/test_package.py has an MLP in its package
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_aot_inductor(tmp_path):
     mlp, x = GLAMLP(8, 16), normal(2, 5, 8, seed=1, dtype=torch.float32)

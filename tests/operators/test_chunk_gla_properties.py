@@ -15,6 +15,7 @@ from common import (
     make_inputs,
     ours,
     run_python,
+    run_python_under,
 )
 from plans import cpu_plan
 
@@ -124,14 +125,16 @@ def test_same_bits_every_run(device, head, gate, dtype):
 
 
 def test_same_bits_with_any_number_of_threads():
-    code = """
-import hashlib, torch, common
-x = common.make_inputs(2, 600, 3, 20, 28, torch.float32)
-results = [common.ours(x) for _ in range(3)]
-print([hashlib.sha256(y.numpy().tobytes()).hexdigest() for r in results for y in r.values()])
-"""
-    runs = {n: run_python(code, OMP_NUM_THREADS=n, PYTHONPATH="tests/helpers") for n in ("1", "3")}
-    assert runs["1"] == runs["3"]
+    x, threads = make_inputs(2, 600, 3, 20, 28, torch.float32), torch.get_num_threads()
+    try:
+        runs = []
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            runs += [ours(x) for _ in range(3)]
+    finally:
+        torch.set_num_threads(threads)
+    for run in runs[1:]:
+        assert_same_bits(run, runs[0])
 
 
 @by_dtype
@@ -191,10 +194,11 @@ with Record():
 """
 
 
-@pytest.mark.parametrize("variable, default", [("", "False"), ("0", "False"), ("1", "True")])
-def test_who_sets_batch_invariance(variable, default):
-    output = run_python(BATCH_INVARIANT, GLA_EXT_BATCH_INVARIANT=variable)
-    assert output.split() == [default, "True", "False", default]
+def test_who_sets_batch_invariance():
+    defaults = {"": "False", "0": "False", "1": "True"}
+    outputs = run_python_under("GLA_EXT_BATCH_INVARIANT", defaults, BATCH_INVARIANT)
+    for variable, default in defaults.items():
+        assert outputs[variable].split() == [default, "True", "False", default]
 
 
 KEEP_OPERANDS = """
@@ -203,9 +207,9 @@ print(ops._for_backward_bytes)
 """
 
 
-@pytest.mark.parametrize("variable, passed", [("", "-1"), ("1", "-1"), ("0", "0"), ("off", "0")])
-def test_who_sets_what_to_keep(variable, passed):
-    assert run_python(KEEP_OPERANDS, GLA_EXT_KEEP_OPERANDS=variable).split() == [passed]
+def test_who_sets_what_to_keep():
+    passed = {"": "-1\n", "1": "-1\n", "0": "0\n", "off": "0\n"}
+    assert run_python_under("GLA_EXT_KEEP_OPERANDS", passed, KEEP_OPERANDS) == passed
 
 
 @by_dtype

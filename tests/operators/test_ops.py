@@ -1,8 +1,6 @@
 """The Python front: what it passes on, defaults, the batch-invariant mode."""
 
 import inspect
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -86,14 +84,6 @@ def test_batch_invariant_is_of_one_thread(passed_on):
         thread.start()
         thread.join()
     assert passed_on == [False]
-
-
-@pytest.mark.parametrize("value, expected", [("1", True), ("0", False), ("", False)])
-def test_batch_invariant_from_the_environment(value, expected, monkeypatch):
-    monkeypatch.setenv("GLA_EXT_BATCH_INVARIANT", value)
-    code = "from gla_ext.ops import chunk as ops; print(ops._mode.batch_invariant)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == str(expected)
 
 
 def test_public_names():

@@ -133,10 +133,20 @@ def test_writes_everything(folder, tmp_path, capfd):
     assert nats[row[1:] != 0].mean().item() / math.log(2) == pytest.approx(bits["this model"])
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, texts):
+    """The arguments of a run, and the folder of one that nothing stopped."""
+    folder, out = (tmp_path_factory.mktemp("whole") / name for name in ("text", "out"))
+    texts(folder)
+    args = ["--data", folder, *TINY, "--steps", 300, "--save-every", 20, "--eval-every", 40]
+    run("--out", out, *args)
+    return args, out
+
+
 @pytest.mark.parametrize("first_step", [0, 20])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_stopped_at_any_moment_it_goes_on(folder, tmp_path, number, first_step):
-    args = ["--data", folder, *TINY, "--steps", 300, "--save-every", 20, "--eval-every", 40]
+def test_stopped_at_any_moment_it_goes_on(whole, tmp_path, number, first_step):
+    args, never_stopped = whole
     command = [sys.executable, "-m", "gla_ext.train", "--out", tmp_path / "stopped", *args]
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     process = subprocess.Popen(
@@ -161,8 +171,7 @@ def test_stopped_at_any_moment_it_goes_on(folder, tmp_path, number, first_step):
         assert f"To go on: {sys.executable} {again}" in out
     assert first_step <= checkpoint(tmp_path / "stopped")[1]["step"] < 300
     run("--out", tmp_path / "stopped", "--resume", "--device", "cpu")
-    run("--out", tmp_path / "whole", *args)
-    assert_same_checkpoints(tmp_path / "stopped", tmp_path / "whole")
+    assert_same_checkpoints(tmp_path / "stopped", never_stopped)
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None])
