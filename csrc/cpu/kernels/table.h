@@ -3,6 +3,8 @@
 
 #include "../kernels.h"
 #include "convolution.h"
+#include "cross_entropy.h"
+#include "gate_projection.h"
 #include "norm.h"
 #include "recurrent.h"
 #include "step_tasks.h"
@@ -45,7 +47,13 @@ constexpr Kernels<T> make_kernels() {
           swiglu_backward<T>,
           convolution_workspace<T>,
           convolution_forward<T>,
-          convolution_backward<T>};
+          convolution_backward<T>,
+          cross_entropy_workspace,
+          cross_entropy_forward<T>,
+          cross_entropy_backward<T>,
+          gate_projection_workspace,
+          gate_projection_forward<T>,
+          gate_projection_backward<T>};
 }
 
 }  // namespace CPU_CAPABILITY
