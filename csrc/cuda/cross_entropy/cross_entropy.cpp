@@ -35,6 +35,8 @@ class CrossEntropyLaunch {
     p.smoothing = static_cast<float>(call.options.smoothing);
     p.scale = static_cast<float>(call.options.scale);
     p.cap = static_cast<float>(call.options.cap);
+    if (p.cap != 0) p.per_cap = 1 / p.cap;
+    p.per_width = 1 / static_cast<float>(p.width);
     p.square = static_cast<float>(call.options.square);
     p.logits = logits_.const_data_ptr();
     p.stride = logits_.stride(0);

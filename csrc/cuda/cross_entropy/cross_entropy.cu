@@ -17,7 +17,6 @@ namespace {
 constexpr int kThreads = kNormThreads;
 constexpr int kAtOnce = 4;           // loads of a thread in flight
 constexpr int kStep = 8 * kThreads;  // columns of a block at a time
-constexpr float kLn2 = 0.6931471805599453f;
 
 enum class Pass { kLoss, kGradient, kBoth };
 
@@ -42,7 +41,7 @@ __device__ __forceinline__ float scaled(const CrossEntropy& p, float x, float& s
   slope = p.scale;
   x *= p.scale;
   if (p.cap == 0.f) return x;
-  const float t = tanhf(x / p.cap);
+  const float t = tanhf(x * p.per_cap);
   slope = p.scale * (1.f - t * t);
   return p.cap * t;
 }
@@ -106,7 +105,7 @@ __device__ __forceinline__ float loss_of_row(const CrossEntropy& p, const T* x, 
     float slope;
     const float s = scaled(p, to_float(x[label]), slope);
     const float z_loss = p.square * lse * lse;
-    const float mean = total / static_cast<float>(p.width);
+    const float mean = total * p.per_width;
     // Differences of lse, lest what is common to all be rounded.
     const float loss =
         (1.f - p.smoothing) * (lse - s) + (p.smoothing == 0.f ? 0.f : p.smoothing * (lse - mean));
@@ -122,7 +121,7 @@ __device__ __forceinline__ void gradient_of_row(const CrossEntropy& p, const T* 
                                                 float lse, float dloss) {
   T* dx = static_cast<T*>(p.dlogits) + blockIdx.x * p.dlogits_stride;
   const float of_p = 1.f + 2.f * p.square * lse;
-  const float uniform = p.smoothing / static_cast<float>(p.width);
+  const float uniform = p.smoothing * p.per_width;
   for_row<kAccess>(x, p.width, [&](int64_t column, const Eight<T>& eight) {
     float d[8];
 #pragma unroll

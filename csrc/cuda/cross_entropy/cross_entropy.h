@@ -15,6 +15,7 @@ struct CrossEntropy {
   bool aligned = false;         // every row of both starts at a multiple of 16 bytes
   int64_t ignored = -100;
   float smoothing = 0, scale = 1, cap = 0, square = 0;
+  float per_cap = 0, per_width = 0;  // 1 / cap where there is one, 1 / V
 
   const void* logits = nullptr;  // [N, V], the last dimension contiguous
   int64_t stride = 0;

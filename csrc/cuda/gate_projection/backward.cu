@@ -23,29 +23,6 @@ constexpr int kProducts = 2;  // of 16 tokens, in a tile
 constexpr int kTileTokens = kProducts * kTokens;
 constexpr int kRank = static_cast<int>(kMostGateRank);
 
-// W as dh = dz W takes it: columns are the terms of a sum, two products' of 16.
-template <Access kAccess, class T>
-struct DownWeights {
-  uint32_t b[2][2][2];  // [product][ranks 0 to 7, 8 to 15][half]
-
-  __device__ __forceinline__ DownWeights(const GateProjection& p, int64_t base) {
-    const T* weight = static_cast<const T*>(p.weight);
-    const auto at = [&](int64_t column, int r) -> uint32_t {
-      return column < p.width && r < p.rank ? bits_of(weight[column * p.rank + r]) : 0;
-    };
-#pragma unroll
-    for (int s = 0; s < 2; ++s)
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int64_t column = base + 8 * lane_pair() + 2 * (2 * s + e);
-          const int r = 8 * n + lane_row();
-          b[s][n][e] = at(column, r) | at(column + 1, r) << 16;
-        }
-  }
-};
-
 // σ(−z) of two numbers, by one reciprocal; NaN stays NaN.
 __device__ __forceinline__ void sigmoid_of_minus(float z0, float z1, float& s0, float& s1) {
   constexpr float kMost = 40.f;  // σ(−40) is below what a gradient is rounded to
@@ -69,20 +46,13 @@ struct Sums {
     for (int i = 0; i < 8; ++i) dbias[i] = 0.f;
   }
 
-  // dzᵀ h of 16 tokens.
+  // dzᵀ h of 16 tokens and the columns of two tiles, 2 s and 2 s + 1; h transposed.
   template <class T>
-  __device__ __forceinline__ void add(const uint32_t (&dz)[kTiles][2], const uint32_t (&h)[4]) {
-    uint32_t b[4];
+  __device__ __forceinline__ void add(int s, const uint32_t (&dz)[2][2], const uint32_t (&h)[4]) {
+    const uint32_t a[4] = {transposed(dz[0][0]), transposed(dz[1][0]), transposed(dz[0][1]),
+                           transposed(dz[1][1])};
 #pragma unroll
-    for (int e = 0; e < 4; ++e) b[e] = transposed(h[e]);
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      uint32_t a[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) a[e] = transposed(dz[2 * s + e % 2][e / 2]);
-#pragma unroll
-      for (int n = 0; n < 2; ++n) multiply<T>(dweight[s][n], a, b[2 * n], b[2 * n + 1]);
-    }
+    for (int n = 0; n < 2; ++n) multiply<T>(dweight[s][n], a, h[2 * n], h[2 * n + 1]);
   }
 
   __device__ __forceinline__ void store(const GateProjection& p, int64_t base) {
@@ -108,8 +78,8 @@ struct Sums {
 
 // dg of this lane's columns, of tokens i and i + 8 behind `first`.
 template <Access kAccess, class T>
-__device__ __forceinline__ void load_dg(const GateProjection& p, int64_t first, int64_t base,
-                                        int valid, Eight<T> (&dg)[2]) {
+__device__ __forceinline__ void load_dg(const GateProjection& p, int first, int base, int valid,
+                                        Eight<T> (&dg)[2]) {
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const int64_t row = first + lane_row() + 8 * e;
@@ -118,25 +88,23 @@ __device__ __forceinline__ void load_dg(const GateProjection& p, int64_t first, 
   }
 }
 
-// dz of 16 tokens, rounded, and its sum over them.
+// dz of 16 tokens and the columns of tile j, rounded, and its sum over the tokens.
 template <class T>
-__device__ __forceinline__ void make_dz(const GateProjection& p, const float (&z)[2][8],
+__device__ __forceinline__ void make_dz(const GateProjection& p, int j, const float (&z)[4],
                                         const Eight<T> (&dg)[2], float (&dbias)[8],
-                                        uint32_t (&dz)[kTiles][2]) {
+                                        uint32_t (&dz)[2]) {
 #pragma unroll
-  for (int e = 0; e < 2; ++e)
+  for (int e = 0; e < 2; ++e) {
+    float d[2];
+    sigmoid_of_minus(z[2 * e], z[2 * e + 1], d[0], d[1]);
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      float d[2];
-      sigmoid_of_minus(z[e][2 * j], z[e][2 * j + 1], d[0], d[1]);
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        d[k] *= dg[e][2 * j + k] * p.per_normalizer;
-        if (z[e][2 * j + k] < p.clamp_z) d[k] = 0.f;
-        dbias[2 * j + k] += d[k];
-      }
-      dz[j][e] = rounded_pair<T>(d[0], d[1]);
+    for (int k = 0; k < 2; ++k) {
+      d[k] *= dg[e][2 * j + k] * p.per_normalizer;
+      if (z[2 * e + k] < p.clamp_z) d[k] = 0.f;
+      dbias[2 * j + k] += d[k];
     }
+    dz[e] = rounded_pair<T>(d[0], d[1]);
+  }
 }
 
 // dh of the tile at `first` from what every warp has of it.
@@ -147,6 +115,7 @@ __device__ __forceinline__ void sum_dh(const GateProjection& p, int64_t first,
   for (int i = threadIdx.x; i < kTileTokens * kRank; i += blockDim.x) {
     const int token = i / kRank, r = i % kRank;
     float sum = 0.f;
+#pragma unroll 4
     for (int warp = 0; warp < warps; ++warp) sum += s_dh[warp][token][r];
     const int64_t row = first + token;
     if (row >= p.rows || r >= p.rank) continue;
@@ -159,37 +128,49 @@ __device__ __forceinline__ void sum_dh(const GateProjection& p, int64_t first,
 
 template <class T, Access kAccess>
 __global__ void __launch_bounds__(kThreads, 1) backward(const __grid_constant__ GateProjection p) {
-  __shared__ float s_dh[kWarps][kTileTokens][kRank];
+  __shared__ float s_dh[kWarps][kTileTokens][kRank], s_bias[kWarps][kColumns];
   const int warp = threadIdx.x / 32;
-  const int64_t base = blockIdx.y * kGateBlockColumns + warp * kColumns;
+  const int base = static_cast<int>(blockIdx.y * kGateBlockColumns) + warp * kColumns;
   const int valid = valid_columns(p, base);
   const Weights<kAccess, T> weights(p, base);
-  const DownWeights<kAccess, T> down(p, base);
+  // Out of registers, which are too few; a lane reads what it has written.
+  float* bias = s_bias[warp] + 8 * lane_pair();
+#pragma unroll
+  for (int i = 0; i < 8; ++i) bias[i] = weights.bias[i];
   Sums sums;
   uint32_t h[kProducts][4];
   Eight<T> dg[kProducts][2];
-  const auto load = [&](int64_t first, int m) {
+  const auto load = [&](int first, int m) {
     load_h<kAccess, T>(p, first + m * kTokens, h[m]);
     load_dg<kAccess, T>(p, first + m * kTokens, base, valid, dg[m]);
   };
-  const int64_t step = p.streams * kTileTokens;
-  int64_t first = int64_t{blockIdx.x} * kTileTokens;
+  // The host keeps the tokens, and a step more, within 31 bits.
+  const int step = static_cast<int>(p.streams) * kTileTokens, rows = static_cast<int>(p.rows);
+  int first = static_cast<int>(blockIdx.x) * kTileTokens;
 #pragma unroll
   for (int m = 0; m < kProducts; ++m) load(first, m);
-  for (; first < p.rows; first += step) {
+  for (; first < rows; first += step) {
 #pragma unroll
     for (int m = 0; m < kProducts; ++m) {
-      float z[2][8], dh[2][4] = {};
-      uint32_t dz[kTiles][2];
-      weights.multiply_h(h[m], z);
-      make_dz(p, z, dg[m], sums.dbias, dz);
-      sums.add<T>(dz, h[m]);
-      load(first + step, m);  // the next tile's, in their place
+      float dh[2][4] = {};
+      uint32_t h_transposed[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) h_transposed[e] = transposed(h[m][e]);
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
-        const uint32_t a[4] = {dz[2 * s][0], dz[2 * s][1], dz[2 * s + 1][0], dz[2 * s + 1][1]};
+        uint32_t dz[2][2];  // [tile 2 s or 2 s + 1][token i or i + 8]
 #pragma unroll
-        for (int n = 0; n < 2; ++n) multiply<T>(dh[n], a, down.b[s][n][0], down.b[s][n][1]);
+        for (int q = 0; q < 2; ++q) {
+          float z[4];
+          weights.multiply_h(h[m], bias, 2 * s + q, z);
+          make_dz(p, 2 * s + q, z, dg[m], sums.dbias, dz[q]);
+        }
+        sums.add<T>(s, dz, h_transposed);
+        const uint32_t a[4] = {dz[0][0], dz[0][1], dz[1][0], dz[1][1]};
+#pragma unroll
+        for (int n = 0; n < 2; ++n)  // of W, whose columns are terms here
+          multiply<T>(dh[n], a, transposed(weights.b[2 * s][n]),
+                      transposed(weights.b[2 * s + 1][n]));
       }
 #pragma unroll
       for (int n = 0; n < 2; ++n)
@@ -198,6 +179,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward(const __grid_constant__ 
           *reinterpret_cast<float2*>(
               &s_dh[warp][m * kTokens + lane_row() + 8 * e][8 * n + 2 * lane_pair()]) =
               make_float2(dh[n][2 * e], dh[n][2 * e + 1]);
+      load(first + step, m);          // the next tile's, in their place
+      asm volatile("" ::: "memory");  // one product after the other: both have too few registers
     }
     __syncthreads();  // s_dh is written
     sum_dh<T>(p, first, s_dh);

@@ -47,7 +47,13 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Gate
     for (int e = 0; e < 4; ++e) a[e] = next[e];
     load_h<kAccess, T>(p, first + p.streams * kTokens, next);
     float g[2][8];
-    weights.multiply_h(a, g);
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      float z[4];
+      weights.multiply_h(a, weights.bias, j, z);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) g[e / 2][2 * j + e % 2] = z[e];
+    }
 #pragma unroll
     for (int half_tile = 0; half_tile < 2; ++half_tile) {
 #pragma unroll

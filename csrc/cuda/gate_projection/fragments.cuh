@@ -86,7 +86,7 @@ __device__ __forceinline__ void load_h(const GateProjection& p, int64_t first, u
 template <Access kAccess, class T>
 struct Weights {
   uint32_t b[kTiles][2];
-  float bias[8];
+  Eight<T> bias;
 
   __device__ __forceinline__ Weights(const GateProjection& p, int64_t base) {
 #pragma unroll
@@ -97,25 +97,22 @@ struct Weights {
         b[j][e] = rank_pair<kAccess>(p, static_cast<const T*>(p.weight) + column * p.rank,
                                      2 * lane_pair() + 8 * e, column < p.width);
     }
+    bias.clear();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int64_t column = base + 8 * lane_pair() + i;
       const bool there = p.bias != nullptr && column < p.width;
-      bias[i] = there ? to_float(static_cast<const T*>(p.bias)[column]) : 0.f;
+      if (there) bias.set(i, static_cast<const T*>(p.bias)[column]);
     }
   }
 
-  // z of this lane's eight columns, of token i (z[0]) and i + 8 (z[1]).
-  __device__ __forceinline__ void multiply_h(const uint32_t (&a)[4], float (&z)[2][8]) const {
+  // z of tile j, whose columns' bias stands at 2 j in `of_columns`.
+  template <class Bias>
+  __device__ __forceinline__ void multiply_h(const uint32_t (&a)[4], const Bias& of_columns, int j,
+                                             float (&z)[4]) const {
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      float c[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) c[e] = bias[2 * j + e % 2];
-      multiply<T>(c, a, b[j][0], b[j][1]);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) z[e / 2][2 * j + e % 2] = c[e];
-    }
+    for (int e = 0; e < 4; ++e) z[e] = of_columns[2 * j + e % 2];
+    multiply<T>(z, a, b[j][0], b[j][1]);
   }
 };
 

@@ -52,6 +52,9 @@ class GateProjectionLaunch {
     p.rows = h_.size(0), p.rank = static_cast<int>(h_.size(1)), p.width = weight.size(0);
     TORCH_CHECK_NOT_IMPLEMENTED(p.rank <= kMostGateRank, op, ": expected R to be at most ",
                                 kMostGateRank, " on CUDA, got ", p.rank);
+    TORCH_CHECK_NOT_IMPLEMENTED(p.rows <= kMostGateRows && p.width <= kMostGateRows, op,
+                                ": expected at most ", kMostGateRows,
+                                " rows of h and of weight on CUDA, got ", p.rows, " and ", p.width);
     p.dtype = dtype_of(h.scalar_type());
     p.per_normalizer = static_cast<float>(1 / normalizer);
     p.clamp_min = clamp_min.has_value() ? static_cast<float>(*clamp_min)

@@ -7,7 +7,8 @@
 
 namespace gla_ext::cuda {
 
-constexpr int64_t kMostGateRank = 16;       // R
+constexpr int64_t kMostGateRank = 16;  // R
+constexpr int64_t kMostGateRows = int64_t{1} << 30;
 constexpr int64_t kGateBlockColumns = 512;  // of a block in backward
 
 // Absent tensors are null.
