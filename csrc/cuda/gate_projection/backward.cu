@@ -82,9 +82,10 @@ __device__ __forceinline__ void load_dg(const GateProjection& p, int first, int 
                                         Eight<T> (&dg)[2]) {
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    const int64_t row = first + lane_row() + 8 * e;
-    dg[e] = load8<kAccess>(static_cast<const T*>(p.dg) + row * p.dg_stride + base + 8 * lane_pair(),
-                           row < p.rows ? valid : 0);
+    const int row = first + lane_row() + 8 * e;
+    dg[e] = load8<kAccess>(
+        static_cast<const T*>(p.dg) + int64_t{row} * p.dg_stride + base + 8 * lane_pair(),
+        row < static_cast<int>(p.rows) ? valid : 0);
   }
 }
 

@@ -40,12 +40,14 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Gate
   const Weights<kAccess, T> weights(p, base);
   const int valid = valid_columns(p, base);
   uint32_t next[4];
-  load_h<kAccess, T>(p, stream * kTokens, next);
-  for (int64_t first = stream * kTokens; first < p.rows; first += p.streams * kTokens) {
+  load_h<kAccess, T>(p, static_cast<int>(stream) * kTokens, next);
+  // The host keeps the tokens, and a step more, within 31 bits.
+  const int step = static_cast<int>(p.streams) * kTokens, rows = static_cast<int>(p.rows);
+  for (int first = static_cast<int>(stream) * kTokens; first < rows; first += step) {
     uint32_t a[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) a[e] = next[e];
-    load_h<kAccess, T>(p, first + p.streams * kTokens, next);
+    load_h<kAccess, T>(p, first + step, next);
     float g[2][8];
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -64,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Gate
         g[half_tile][i] = scaled < p.clamp_min ? p.clamp_min : scaled;
       }
       const int64_t row = first + lane_row() + 8 * half_tile;
-      if (row < p.rows)
+      if (row < rows)
         store_results<kAccess>(static_cast<T*>(p.g) + row * p.width + base + 8 * lane_pair(),
                                g[half_tile], valid);
     }

@@ -73,12 +73,12 @@ __device__ __forceinline__ uint32_t rank_pair(const GateProjection& p, const T* 
 
 // h of 16 tokens.
 template <Access kAccess, class T>
-__device__ __forceinline__ void load_h(const GateProjection& p, int64_t first, uint32_t (&a)[4]) {
+__device__ __forceinline__ void load_h(const GateProjection& p, int first, uint32_t (&a)[4]) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    const int64_t row = first + lane_row() + e % 2 * 8;
-    a[e] = rank_pair<kAccess>(p, static_cast<const T*>(p.h) + row * p.h_stride,
-                              2 * lane_pair() + e / 2 * 8, row < p.rows);
+    const int row = first + lane_row() + e % 2 * 8;
+    a[e] = rank_pair<kAccess>(p, static_cast<const T*>(p.h) + int64_t{row} * p.h_stride,
+                              2 * lane_pair() + e / 2 * 8, row < static_cast<int>(p.rows));
   }
 }
 

@@ -22,7 +22,8 @@ namespace {
 at::Tensor as_matrix(const at::Tensor& t) {
   const int64_t D = t.size(-1);
   const at::Tensor m = t.reshape({t.numel() / D, D});
-  return D == 1 || m.stride(1) == 1 ? m : m.contiguous();
+  const bool fits = m.stride(0) <= std::numeric_limits<int32_t>::max();
+  return fits && (D == 1 || m.stride(1) == 1) ? m : m.contiguous();
 }
 
 // z where logsigmoid(z) / normalizer is clamp_min: log(p / (1 - p)) with p = exp(clamp_min
@@ -61,7 +62,7 @@ class GateProjectionLaunch {
                                         : -std::numeric_limits<float>::infinity();
     p.clamp_z = clamped_below(normalizer, clamp_min);
     p.h = h_.const_data_ptr();
-    p.h_stride = h_.stride(0);
+    p.h_stride = static_cast<int32_t>(h_.stride(0));
     p.weight = weight_.const_data_ptr();
     if (given(bias)) {
       bias_ = bias->contiguous();
@@ -83,7 +84,7 @@ class GateProjectionLaunch {
                 const at::Tensor& dbias) {
     dg_ = as_matrix(dg);
     p.dg = dg_.const_data_ptr();
-    p.dg_stride = dg_.stride(0);
+    p.dg_stride = static_cast<int32_t>(dg_.stride(0));
     p.aligned &= p.dg_stride % 8 == 0 && starts_aligned(p.dg);
     p.dh = dh.mutable_data_ptr();
     p.dweight = dweight.mutable_data_ptr();

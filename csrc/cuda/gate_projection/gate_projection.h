@@ -23,7 +23,7 @@ struct GateProjection {
   int64_t streams = 1;       // of warps in forward, of blocks in backward, that share the tokens
 
   const void *h = nullptr, *dg = nullptr;  // [rows, R | K], the last dimension contiguous
-  int64_t h_stride = 0, dg_stride = 0;
+  int32_t h_stride = 0, dg_stride = 0;
   const void *weight = nullptr, *bias = nullptr;  // [K, R], [K]
   void *g = nullptr, *dh = nullptr;               // [rows, K | R], contiguous
   float* dh_parts = nullptr;  // [blocks of columns, rows, R], where there are several
