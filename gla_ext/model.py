@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gla_ext._checks import check_tensors
-from gla_ext._cross_entropy import IGNORE_INDEX, cross_entropy
+from gla_ext._cross_entropy import IGNORE_INDEX, cross_entropy, linear_cross_entropy
 from gla_ext._init_weights import init_weights
 from gla_ext._layer_options import typed_options
 from gla_ext._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext._projections import is_plain, lay_side_by_side, project
+from gla_ext._residual import add_and_norm, is_seen_through
 from gla_ext.cache import GLACache
 from gla_ext.config import GLAConfig
 from gla_ext.generate import generate, generate_stream
@@ -39,12 +40,12 @@ class CausalLMOutput(NamedTuple):
     """What `GLAForCausalLM` returns.
 
     loss: scalar, fp32 (fp64 of an fp64 model), nats a token, or None without labels.
-    logits: `[B, T, vocab_size]`.
+    logits: `[B, T, vocab_size]`; None with labels and config.fuse_linear_cross_entropy.
     past_key_values: the cache, or None.
     """
 
     loss: Tensor | None
-    logits: Tensor
+    logits: Tensor | None
     past_key_values: Any | None
 
 
@@ -87,6 +88,7 @@ class GLABlock(nn.Module):
     def __init__(self, config: GLAConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
+        self.fuse_norm = config.fuse_norm
         self.attn_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attn = GatedLinearAttention(
             mode=config.attn_mode,
@@ -109,10 +111,24 @@ class GLABlock(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = GLAMLP(config.hidden_size, config.mlp_size)
 
-    def forward(self, x: Tensor, **attn_args: Any) -> Tensor:
-        """x `[B, T, hidden_size]`; attn_args go to `GatedLinearAttention.forward`."""
-        x = x + self.attn(self.attn_norm(x), **attn_args)[0]
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        **attn_args: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x `[B, T, hidden_size]`; attn_args go to `GatedLinearAttention.forward`.
+
+        The sums are made inside the norms that follow them. With a residual, x is added to it
+        first; with prenorm, the MLP's output and the residual that it is to be added to are
+        returned, for the next norm to add.
+        """
+        y, residual = add_and_norm(self.attn_norm, x, residual, self.fuse_norm)
+        x = self.attn(y, **attn_args)[0]
+        y, residual = add_and_norm(self.mlp_norm, x, residual, self.fuse_norm)
+        x = self.mlp(y)
+        return (x, residual) if prenorm else residual + x
 
 
 class GLAModel(nn.Module):
@@ -162,8 +178,9 @@ class GLAModel(nn.Module):
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
             call=_checkpointed if recompute else GLABlock.__call__,
+            norm=self.norm,
         )
-        return ModelOutput(self.norm(x), past_key_values)
+        return ModelOutput(x, past_key_values)
 
 
 def run_blocks(
@@ -177,6 +194,7 @@ def run_blocks(
     slots: Tensor | None = None,
     call: Callable[..., Tensor] = GLABlock.__call__,
     inputs: list[Tensor] | None = None,
+    norm: nn.Module | None = None,
 ) -> Tensor:
     """Passes tokens through a stack of blocks.
 
@@ -190,12 +208,13 @@ def run_blocks(
             cu_seqlens beats the mask.
         slots: int64 `[B * T]`, where in one row the tokens lie that cu_seqlens is of; see
             `gla_ext._padding.packed_slots`. Default: None (x is that row).
-        call: runs a block on x and its keywords. Default: the block itself.
+        call: runs a block on x, perhaps a residual, and its keywords. Default: the block itself.
         inputs: takes the input of every block, `[B, T, hidden_size]`. Default: None.
+        norm: of what the last block returns. Default: None.
 
     Returns:
-        The output of the last block, `[B, T, hidden_size]`. A padded token passes every layer as 0
-        and every MLP as itself.
+        The output of the last block, `[B, T, hidden_size]`, or of the norm. A padded
+        token passes every layer as 0 and every MLP as itself.
     """
     B, T, _ = x.shape
     if attention_mask is not None and cu_seqlens is None:
@@ -207,10 +226,24 @@ def run_blocks(
         "use_cache": use_cache,
         "cu_seqlens": cu_seqlens,
     }
+    # The sum at a block's end is made in the norm that the next one starts with.
+    blocks, residual = list(blocks), None
+    carries = inputs is None and all(
+        type(block) is GLABlock and block.fuse_norm and is_seen_through(block) for block in blocks
+    )
     for block in blocks:
         if inputs is not None:
             inputs.append(x if slots is None else unpack(x, slots, B, T))
-        x = call(block, x, **attn_args)
+        if not carries:
+            x = call(block, x, **attn_args)
+        elif residual is None:
+            x, residual = call(block, x, prenorm=True, **attn_args)
+        else:
+            x, residual = call(block, x, residual, prenorm=True, **attn_args)
+    if norm is not None:
+        x = add_and_norm(norm, x, residual, carries)[0]
+    elif residual is not None:
+        x = residual + x
     if slots is None:
         return x
     if past_key_values is not None:
@@ -219,8 +252,8 @@ def run_blocks(
     return unpack(x, slots, B, T)
 
 
-def _checkpointed(block: GLABlock, x: Tensor, **attn_args: Any) -> Tensor:
-    return checkpoint(in_mode_of_now(block), x, use_reentrant=False, **attn_args)
+def _checkpointed(block: GLABlock, *x: Tensor, **attn_args: Any) -> Any:
+    return checkpoint(in_mode_of_now(block), *x, use_reentrant=False, **attn_args)
 
 
 class GLAForCausalLM(nn.Module):
@@ -276,7 +309,9 @@ class GLAForCausalLM(nn.Module):
                 one. Default: None.
 
         Returns:
-            A `CausalLMOutput`.
+            A `CausalLMOutput`. In train mode, backward of the loss writes the gradient over the
+            logits (FLA's does too); in torch.compile and with fuse_cross_entropy False it does not.
+            With labels and fuse_linear_cross_entropy there are no logits.
 
         Raises:
             ValueError: logits_to_keep below 0; a mask of other numbers than 0 and 1 (on CPU).
@@ -296,8 +331,9 @@ class GLAForCausalLM(nn.Module):
             else:
                 x = x[:, -logits_to_keep:]
             return CausalLMOutput(None, self.lm_head(x), past_key_values)
-        logits = self.lm_head(x)
-        loss = next_token_loss(logits, labels, cu_seqlens=cu_seqlens)
+        loss, logits = head_and_loss(
+            self.lm_head, x, labels, self.config, self.training, cu_seqlens=cu_seqlens
+        )
         return CausalLMOutput(loss, logits, past_key_values)
 
     def generate(
@@ -365,11 +401,43 @@ def check_logits_to_keep(logits_to_keep: int | Tensor) -> None:
         )
 
 
+def head_and_loss(
+    head: nn.Module,
+    x: Tensor,
+    labels: Tensor,
+    config: Any,
+    training: bool,
+    num_items_in_batch: Tensor | int | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of x `[B, T, hidden_size]`, and its logits, or None where config has them never be
+    there, by its fuse_cross_entropy and fuse_linear_cross_entropy. For the rest see
+    `next_token_loss`.
+    """
+    if config.fuse_linear_cross_entropy and is_plain(head, biased=True):
+        targets = _targets(labels, x, cu_seqlens)
+        total = linear_cross_entropy(x.flatten(0, 1), targets, head.weight, head.bias)
+        return total / _count(targets, num_items_in_batch), None
+    logits = head(x)
+    loss = next_token_loss(
+        logits,
+        labels,
+        num_items_in_batch,
+        cu_seqlens,
+        fuse_cross_entropy=config.fuse_cross_entropy or config.fuse_linear_cross_entropy,
+        inplace_backward=training,
+    )
+    return loss, None if config.fuse_linear_cross_entropy else logits
+
+
 def next_token_loss(
     logits: Tensor,
     labels: Tensor,
     num_items_in_batch: Tensor | int | None = None,
     cu_seqlens: Tensor | None = None,
+    *,
+    fuse_cross_entropy: bool = True,
+    inplace_backward: bool = False,
 ) -> Tensor:
     """Mean cross entropy of logits at t against labels at t + 1, nats a token.
 
@@ -381,23 +449,35 @@ def next_token_loss(
         cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of one:
             the first label of each does not count, as in a batch of them, nor do labels after the
             last offset. Default: None.
+        fuse_cross_entropy: by `gla_ext.losses.cross_entropy_loss`, or by torch's operations.
+            Default: True.
+        inplace_backward: as `gla_ext.losses.cross_entropy_loss`'s: backward writes the gradient
+            over the logits. Default: False.
 
     Returns:
         A scalar, fp32 or, of fp64 logits, fp64; NaN when no label counts.
     """
     names = "logits labels cu_seqlens"
     check_tensors("next_token_loss", names, logits, labels, cu_seqlens)
-    labels = labels[:, 1:].to(logits.device)
+    targets = _targets(labels, logits, cu_seqlens)
+    total = cross_entropy(logits.flatten(0, 1), targets, fuse_cross_entropy, inplace_backward)
+    return total / _count(targets, num_items_in_batch)
+
+
+def _targets(labels: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """What x `[B, T, ...]` is compared with at each token, `[B * T]`."""
+    labels = labels[:, 1:].to(x.device)
     if cu_seqlens is not None:
-        goes_on = _goes_on(cu_seqlens.to(logits.device), logits.shape[1])
-        labels = labels.where(goes_on, IGNORE_INDEX)
-    targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)
-    total = cross_entropy(logits.flatten(0, 1), targets.flatten())
+        labels = labels.where(_goes_on(cu_seqlens.to(x.device), x.shape[1]), IGNORE_INDEX)
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX).flatten()
+
+
+def _count(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | int:
     if num_items_in_batch is None:
-        num_items_in_batch = (targets != IGNORE_INDEX).sum()
-    elif isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
+        return (targets != IGNORE_INDEX).sum()
+    if isinstance(num_items_in_batch, Tensor):
+        return num_items_in_batch.to(targets.device)
+    return num_items_in_batch
 
 
 def _goes_on(cu_seqlens: Tensor, T: int) -> Tensor:
