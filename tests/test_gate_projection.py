@@ -1,4 +1,4 @@
-"""The gate's low-rank projection: values, gradients, layouts and errors, against fp64 plain torch."""
+"""The gate's low-rank projection: values, gradients, layouts and errors, against fp64."""
 
 import math
 import re
@@ -97,13 +97,11 @@ def test_rows(device, rows, dtype):
 @by_dtype
 def test_small_gates_are_not_rounded_away(device, dtype):
     """log(1 + e) of a small e."""
-    bias = torch.linspace(-60, 20, 64, device=device).to(dtype)
+    bias = torch.linspace(-60, 9, 64, device=device).to(dtype)  # above, fp16 has no such numbers
     h, weight = torch.zeros(3, 16, device=device, dtype=dtype), bias.new_zeros(64, 16)
-    found, expected = (
-        gate_projection(h, weight, bias, 1),
-        exact(h.double(), weight.double(), bias.double(), 1),
-    )
-    assert ((found.double() - expected).abs() <= 4 * BOUND[dtype] * expected.abs()).all()
+    expected = torch.nn.functional.logsigmoid(bias.double())
+    error = (gate_projection(h, weight, bias, 1).double() - expected).abs()
+    assert (error <= 4 * BOUND[dtype] * expected.abs()).all()
 
 
 @by_dtype
