@@ -1,4 +1,4 @@
-"""Cross entropy of logits and of a linear map: values, gradients, options and errors, against fp64."""
+"""Cross entropy of logits and of a linear map: values, gradients, options, errors, against fp64."""
 
 import re
 
