@@ -52,7 +52,8 @@ def check(inputs, dg, factor=1.0, **options):
 @pytest.mark.parametrize("K", WIDTHS)
 def test_values_and_gradients(device, K, R, dtype):
     inputs, dg = make((2, 45), R, K, device, dtype)
-    check(inputs, dg, factor=2.0)
+    # One number may be the small sum of large terms.
+    check(inputs, dg, factor=20.0 if R * K == 1 else 2.0)
 
 
 @by_dtype
