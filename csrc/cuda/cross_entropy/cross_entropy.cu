@@ -15,7 +15,9 @@ namespace gla_ext::cuda::cross_entropy {
 namespace {
 
 constexpr int kThreads = kNormThreads;
-constexpr int kAtOnce = 4;           // loads of a thread in flight
+// Times eight logits of a thread in flight.
+template <class T>
+constexpr int kAtOnce = sizeof(T) == 2 ? 4 : 2;
 constexpr int kStep = 8 * kThreads;  // columns of a block at a time
 
 enum class Pass { kLoss, kGradient, kBoth };
@@ -23,15 +25,15 @@ enum class Pass { kLoss, kGradient, kBoth };
 // f(column, x) for the eights of a row that are this thread's, x as it lies in memory.
 template <Access kAccess, class T, class F>
 __device__ __forceinline__ void for_row(const T* row, int64_t width, F&& f) {
-  for (int64_t first = threadIdx.x * 8; first < width; first += kAtOnce * kStep) {
-    Eight<T> x[kAtOnce];
+  for (int64_t first = threadIdx.x * 8; first < width; first += kAtOnce<T> * kStep) {
+    Eight<T> x[kAtOnce<T>];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+    for (int i = 0; i < kAtOnce<T>; ++i) {
       const int64_t left = width - first - i * kStep;
       x[i] = load8<kAccess>(row + first + i * kStep, left < 8 ? static_cast<int>(left) : 8);
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
+    for (int i = 0; i < kAtOnce<T>; ++i)
       if (first + i * kStep < width) f(first + i * kStep, x[i]);
   }
 }

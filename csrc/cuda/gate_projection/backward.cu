@@ -19,7 +19,13 @@ namespace {
 
 constexpr int kWarps = static_cast<int>(kGateBlockColumns) / kColumns;  // of a block, at most
 constexpr int kThreads = 32 * kWarps;
-constexpr int kProducts = 2;  // of 16 tokens, in a tile
+// Products of 16 tokens in a tile, one after the other. Of two the registers would spill from
+// compute capability 10.0 on.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kProducts = 1;
+#else
+constexpr int kProducts = 2;
+#endif
 constexpr int kTileTokens = kProducts * kTokens;
 constexpr int kRank = static_cast<int>(kMostGateRank);
 
@@ -46,13 +52,14 @@ struct Sums {
     for (int i = 0; i < 8; ++i) dbias[i] = 0.f;
   }
 
-  // dzᵀ h of 16 tokens and the columns of two tiles, 2 s and 2 s + 1; h transposed.
+  // dzᵀ h of 16 tokens and the columns of two tiles, 2 s and 2 s + 1.
   template <class T>
   __device__ __forceinline__ void add(int s, const uint32_t (&dz)[2][2], const uint32_t (&h)[4]) {
     const uint32_t a[4] = {transposed(dz[0][0]), transposed(dz[1][0]), transposed(dz[0][1]),
                            transposed(dz[1][1])};
 #pragma unroll
-    for (int n = 0; n < 2; ++n) multiply<T>(dweight[s][n], a, h[2 * n], h[2 * n + 1]);
+    for (int n = 0; n < 2; ++n)
+      multiply<T>(dweight[s][n], a, transposed(h[2 * n]), transposed(h[2 * n + 1]));
   }
 
   __device__ __forceinline__ void store(const GateProjection& p, int64_t base) {
@@ -154,9 +161,6 @@ __global__ void __launch_bounds__(kThreads, 1) backward(const __grid_constant__ 
 #pragma unroll
     for (int m = 0; m < kProducts; ++m) {
       float dh[2][4] = {};
-      uint32_t h_transposed[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) h_transposed[e] = transposed(h[m][e]);
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         uint32_t dz[2][2];  // [tile 2 s or 2 s + 1][token i or i + 8]
@@ -166,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward(const __grid_constant__ 
           weights.multiply_h(h[m], bias, 2 * s + q, z);
           make_dz(p, 2 * s + q, z, dg[m], sums.dbias, dz[q]);
         }
-        sums.add<T>(s, dz, h_transposed);
+        sums.add<T>(s, dz, h[m]);
         const uint32_t a[4] = {dz[0][0], dz[0][1], dz[1][0], dz[1][1]};
 #pragma unroll
         for (int n = 0; n < 2; ++n)  // of W, whose columns are terms here
