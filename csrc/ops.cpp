@@ -56,6 +56,15 @@ TORCH_LIBRARY(gla_ext, m) {
       "activation) -> (Tensor dx, Tensor dweight, Tensor dgate)",
       tags);
 
+  m.def(
+      "rms_norm_residual_fwd(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor y, "
+      "Tensor stream, Tensor rstd)",
+      tags);
+  m.def(
+      "rms_norm_residual_bwd(Tensor dy, Tensor? dstream, Tensor stream, Tensor? weight, Tensor "
+      "rstd) -> (Tensor dx, Tensor dresidual, Tensor dweight)",
+      tags);
+
   m.def("swiglu_fwd(Tensor gate, Tensor up) -> Tensor", tags);
   m.def(
       "swiglu_bwd(Tensor dy, Tensor gate, Tensor up, bool product) -> (Tensor dgate, Tensor dup, "
@@ -71,6 +80,32 @@ TORCH_LIBRARY(gla_ext, m) {
       "short_convolution_bwd(Tensor dy, Tensor? dstate, Tensor x, Tensor weight, Tensor? bias, "
       "Tensor? cache, Tensor? cu_seqlens) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor "
       "dcache)",
+      tags);
+
+  const std::string loss_options =
+      "int ignore_index, float label_smoothing, float logit_scale, float? logit_softcapping";
+  const auto define = [&](const std::string& schema) { m.def(schema.c_str(), tags); };
+  define("cross_entropy_fwd(Tensor logits, Tensor target, " + loss_options +
+         ", float lse_square_scale, bool inplace_backward) -> (Tensor loss, Tensor z_loss, Tensor "
+         "lse)");
+  define("cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor target, Tensor lse, " +
+         loss_options + ", float lse_square_scale) -> Tensor");
+  define("cross_entropy_bwd_(Tensor dloss, Tensor(a!) logits, Tensor target, Tensor lse, " +
+         loss_options + ", float lse_square_scale) -> ()");
+  define("cross_entropy_with_grad_(Tensor(a!) logits, Tensor target, " + loss_options +
+         ", float lse_square_scale) -> Tensor");
+  define("linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, " +
+         loss_options +
+         ", int num_chunks, bool with_dx, bool with_dweight) -> (Tensor loss, "
+         "Tensor dx, Tensor dweight, Tensor dbias)");
+
+  m.def(
+      "gate_projection_fwd(Tensor h, Tensor weight, Tensor? bias, float normalizer, float? "
+      "clamp_min) -> Tensor",
+      tags);
+  m.def(
+      "gate_projection_bwd(Tensor dg, Tensor h, Tensor weight, Tensor? bias, float normalizer, "
+      "float? clamp_min) -> (Tensor dh, Tensor dweight, Tensor dbias)",
       tags);
 
   // The steps, by the names of csrc/README.md; forward 1 and 2 are backward 1 and 2.

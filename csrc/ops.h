@@ -116,6 +116,24 @@ NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
                                       const std::optional<at::Tensor>& gate, const at::Tensor& rstd,
                                       std::string_view activation);
 
+// The same of a residual stream to which x is added first: stream = residual + x, rounded to the
+// residual's dtype, which is x's or fp32, and y = stream rstd weight in x's dtype. dstream is the
+// gradient of the stream from elsewhere. dresidual is that of both; dx the same in dy's dtype, 0
+// elements where that is the stream's.
+using NormResidualForwardOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // y stream rstd
+using NormResidualBackwardOutputs =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dx, dresidual, dweight
+
+NormResidualForwardOutputs rms_norm_residual_fwd(const at::Tensor& x, const at::Tensor& residual,
+                                                 const std::optional<at::Tensor>& weight,
+                                                 double eps);
+
+NormResidualBackwardOutputs rms_norm_residual_bwd(const at::Tensor& dy,
+                                                  const std::optional<at::Tensor>& dstream,
+                                                  const at::Tensor& stream,
+                                                  const std::optional<at::Tensor>& weight,
+                                                  const at::Tensor& rstd);
+
 // SwiGLU (arXiv 2002.05202) of tensors of one shape [..., D], rounded once: y = silu(gate) up. The
 // product of backward is y again, 0 elements unless asked for.
 using SwigluBackwardOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dgate, dup, y
@@ -158,5 +176,62 @@ ConvolutionBackwardOutputs short_convolution_bwd(const at::Tensor& dy,
                                                  const std::optional<at::Tensor>& bias,
                                                  const std::optional<at::Tensor>& cache,
                                                  const std::optional<at::Tensor>& cu_seqlens);
+
+// Cross entropy of logits [N, V] with labels `target` [N], int32 or int64. common/cross_entropy.h
+// has the loss of a token, and what the options do. ignore_index: a label that does not count.
+// loss, z_loss (what of it is lse_square_scale lse²) and lse are [N], fp32 (fp64 for fp64 logits).
+// inplace_backward: under autograd backward writes the gradient over the logits.
+using CrossEntropyForwardOutputs =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // loss, z_loss, lse
+
+CrossEntropyForwardOutputs cross_entropy_fwd(const at::Tensor& logits, const at::Tensor& target,
+                                             int64_t ignore_index, double label_smoothing,
+                                             double logit_scale,
+                                             std::optional<double> logit_softcapping,
+                                             double lse_square_scale, bool inplace_backward);
+
+at::Tensor cross_entropy_bwd(const at::Tensor& dloss, const at::Tensor& logits,
+                             const at::Tensor& target, const at::Tensor& lse, int64_t ignore_index,
+                             double label_smoothing, double logit_scale,
+                             std::optional<double> logit_softcapping, double lse_square_scale);
+
+// The same over the logits.
+void cross_entropy_bwd_(const at::Tensor& dloss, at::Tensor& logits, const at::Tensor& target,
+                        const at::Tensor& lse, int64_t ignore_index, double label_smoothing,
+                        double logit_scale, std::optional<double> logit_softcapping,
+                        double lse_square_scale);
+
+// The loss [N], and over the logits the gradient of its sum, in one kernel.
+at::Tensor cross_entropy_with_grad_(at::Tensor& logits, const at::Tensor& target,
+                                    int64_t ignore_index, double label_smoothing,
+                                    double logit_scale, std::optional<double> logit_softcapping,
+                                    double lse_square_scale);
+
+// The sum of the losses of logits x weightᵀ + bias, x [N, D], weight [V, D], bias [V], which are
+// there for a num_chunks-th of x at a time, and its gradients: dx [N, D]; dweight and dbias in fp32
+// (fp64 for fp64 inputs). Under autograd these are made where they are wanted, and not returned.
+using LinearCrossEntropyOutputs =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // loss, dx, dweight, dbias; 0
+                                                                 // elements unless asked for
+LinearCrossEntropyOutputs linear_cross_entropy_fwd(
+    const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+    const at::Tensor& target, int64_t ignore_index, double label_smoothing, double logit_scale,
+    std::optional<double> logit_softcapping, int64_t num_chunks, bool with_dx, bool with_dweight);
+
+// The gate's low-rank projection: g = max(logsigmoid(h weightᵀ + bias) / normalizer, clamp_min), h
+// [..., R], weight [K, R], bias [K] or absent (0), rounded once.
+using GateProjectionBackwardOutputs =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dh, dweight, dbias; the last 0 elements
+                                                     // where absent
+
+at::Tensor gate_projection_fwd(const at::Tensor& h, const at::Tensor& weight,
+                               const std::optional<at::Tensor>& bias, double normalizer,
+                               std::optional<double> clamp_min);
+
+GateProjectionBackwardOutputs gate_projection_bwd(const at::Tensor& dg, const at::Tensor& h,
+                                                  const at::Tensor& weight,
+                                                  const std::optional<at::Tensor>& bias,
+                                                  double normalizer,
+                                                  std::optional<double> clamp_min);
 
 }  // namespace gla_ext

@@ -15,8 +15,6 @@ _FLA_DEFAULTS: dict[str, Any] = {
     "use_gv": False,
     "attn": None,
     "fuse_swiglu": True,
-    "fuse_cross_entropy": True,
-    "fuse_linear_cross_entropy": False,
     "use_l2warp": False,
     "attnres_block_size": None,
 }
@@ -34,9 +32,8 @@ class GLAConfig(PretrainedConfig):
     Args:
         **options: the fields of `gla_ext.model.config.GLAConfig`, documented there; FLA's `attn`,
             `attnres_block_size`, `use_gk`, `use_gv` and `use_l2warp`, of which only the default is
-            built here; FLA's `fuse_swiglu`, `fuse_cross_entropy` and `fuse_linear_cross_entropy`,
-            which choose among kernels of FLA's and change nothing here; and what
-            `transformers.PretrainedConfig` takes.
+            built here; FLA's `fuse_swiglu`, which chooses among kernels of FLA's and changes
+            nothing here; and what `transformers.PretrainedConfig` takes.
     """
 
     model_type = "gla"

@@ -17,7 +17,7 @@ from gla_ext.hf.generation import GLAGenerationMixin
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.model import blocks
 from gla_ext.model.causal_lm import check_logits_to_keep
-from gla_ext.model.loss import IGNORE_INDEX, next_token_loss
+from gla_ext.model.loss import IGNORE_INDEX, head_and_loss
 from gla_ext.model.weights import init_own_weights
 from gla_ext.ops.chunk import in_mode_of_now
 
@@ -131,8 +131,8 @@ class GLAModel(GLAPreTrainedModel):
             slots=slots,
             call=self._checkpointed if recompute else blocks.GLABlock.__call__,
             inputs=inputs,
+            norm=self.norm,
         )
-        x = self.norm(x)
         output = BaseModelOutputWithPast(
             last_hidden_state=x,
             hidden_states=None if inputs is None else (*inputs, x),
@@ -141,9 +141,9 @@ class GLAModel(GLAPreTrainedModel):
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
 
-    def _checkpointed(self, block: blocks.GLABlock, x: Tensor, **attn_args: Any) -> Tensor:
+    def _checkpointed(self, block: blocks.GLABlock, *x: Tensor, **attn_args: Any) -> Any:
         run = in_mode_of_now(partial(block.__call__, **attn_args))
-        return self._gradient_checkpointing_func(run, x)
+        return self._gradient_checkpointing_func(run, *x)
 
 
 class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
@@ -239,7 +239,9 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
                 to a recurrence.
 
         Returns:
-            loss (nats a token; fp32, fp64 of an fp64 model), logits `[B, T, vocab_size]`,
+            loss (nats a token; fp32, fp64 of an fp64 model), logits `[B, T, vocab_size]` (in train
+            mode backward of the loss writes the gradient over them, as FLA's does; None with labels
+            and config.fuse_linear_cross_entropy),
             past_key_values (`cache` from transformers 5.24 on) and hidden_states, in a
             `CausalLMOutputWithPast` or a tuple without what is None.
 
@@ -272,14 +274,15 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             )
             x = x[:, kept]
-        logits = self.lm_head(x)
-        loss = None
-        if labels is not None:
+            loss, logits = None, self.lm_head(x)
+        else:
             if cu_seqlens is None:
                 again = starts_again(position_ids, seq_idx, attention_mask, *labels.shape)
                 if again is not None:
                     labels = labels.masked_fill(again.to(labels.device), IGNORE_INDEX)
-            loss = next_token_loss(logits, labels, num_items_in_batch, cu_seqlens)
+            loss, logits = head_and_loss(
+                self.lm_head, x, labels, self.config, self.training, num_items_in_batch, cu_seqlens
+            )
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

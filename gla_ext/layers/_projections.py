@@ -184,13 +184,14 @@ def _dtype_in_products(t: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if on and t.dtype != torch.float64 else t.dtype
 
 
-def is_plain(linear: nn.Module) -> bool:
+def is_plain(linear: nn.Module, biased: bool = False) -> bool:
     """Whether a module is nothing but a product with its weight: no adapter, quantized or sharded
-    weight has taken its place, no bias, no forward of its own, and no hook wants to see its call.
+    weight has taken its place, no bias unless `biased`, no forward of its own, and no hook wants to
+    see its call.
     """
     return (
         type(linear) is nn.Linear
-        and linear.bias is None
+        and (linear.bias is None or (biased and type(linear.bias) in (nn.Parameter, Tensor)))
         and type(linear.weight) in (nn.Parameter, Tensor)
         and nobody_sees(linear)
     )

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from gla_ext.layers._options import check_options, expanded_dim, typed_options
 from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext.layers._projections import (
+    is_plain,
     lay_side_by_side,
     nobody_sees,
     project,
-    project_fused,
     split_heads,
 )
 from gla_ext.layers.activations import activation
+from gla_ext.layers.gate_projection import gate_projection
 from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 from gla_ext.layers.short_convolution import ShortConvolution, convolve
 from gla_ext.ops._checks import check_tensors
@@ -68,11 +69,12 @@ class GatedLinearAttention(nn.Module):
             instead of `g_norm`. Default: True.
         layer_idx: index of this layer in a cache. Default: None.
 
-    In train mode, not compiled, q, k, v and the output gate are one product, with their weights put
-    together, if the four modules are `nn.Linear`s of one dtype without hooks, adapters, quantized
-    or sharded weights. The weights are put together in forward and again in backward, and not kept
-    between. `batch_projections = False`, an attribute of an instance or of the class, keeps them
-    apart. Without gradients they are one product after `gla_ext.model.fuse_projections`.
+    In train mode, not compiled, q, k, v, the output gate and the gate's first map are one product,
+    with their weights put together, if these modules are `nn.Linear`s of one dtype without hooks,
+    adapters, quantized or sharded weights. The weights are put together in forward and again in
+    backward, and not kept between. `batch_projections = False`, an attribute of an instance or of
+    the class, keeps them apart. Without gradients they are one product after
+    `gla_ext.model.fuse_projections`.
 
     Of a layer whose projections are sharded by columns, as tensor parallelism shards them, forward
     computes the heads whose channels arrive: o_proj's part of the output is then this rank's
@@ -258,9 +260,6 @@ class GatedLinearAttention(nn.Module):
             (q, k, v), conv_state = convolve(
                 convolutions, (q, k, v), conv_state, output_state, cu_seqlens
             )
-        gk = F.logsigmoid(gk) / self.gate_logit_normalizer
-        if self.clamp_min is not None:
-            gk = gk.clamp_min(self.clamp_min)
         K, V = self.head_k_dim, self.head_v_dim
         q, k, v, gk = split_heads(q, K), split_heads(k, K), split_heads(v, V), split_heads(gk, K)
         if self.feature_map_fn is not None:
@@ -270,12 +269,25 @@ class GatedLinearAttention(nn.Module):
     def _multiply(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         """What the projections of x make of it: q, k, v and maybe the output gate, and gk."""
         linears = self._input_projections()
-        if self._gate_is_two_maps():
-            fused = project_fused(x, [*linears, self.gk_proj[0]])
-            if fused is not None:
-                return fused[:-1], self.gk_proj[1](fused[-1])
         together = self.training and self.batch_projections
-        return project(x, linears, together), self.gk_proj(x)
+        if self._gate_is_two_maps() and is_plain(self.gk_proj[0]):
+            *outputs, h = project(x, [*linears, self.gk_proj[0]], together)
+            return outputs, self._log_gates(h)
+        outputs = project(x, linears, together)
+        if self._gate_is_two_maps():
+            return outputs, self._log_gates(self.gk_proj[0](x))
+        return outputs, self._finish_log_gates(self.gk_proj(x))
+
+    def _log_gates(self, h: Tensor) -> Tensor:
+        """From what the gate's first map has made."""
+        up = self.gk_proj[1]
+        if not is_plain(up, biased=True):
+            return self._finish_log_gates(up(h))
+        return gate_projection(h, up.weight, up.bias, self.gate_logit_normalizer, self.clamp_min)
+
+    def _finish_log_gates(self, gk: Tensor) -> Tensor:
+        gk = F.logsigmoid(gk) / self.gate_logit_normalizer
+        return gk if self.clamp_min is None else gk.clamp_min(self.clamp_min)
 
     def fuse_projections(self) -> None:
         """See `gla_ext.model.fuse_projections`."""

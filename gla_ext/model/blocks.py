@@ -12,6 +12,7 @@ from gla_ext.cache import GLACache
 from gla_ext.layers._options import typed_options
 from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext.layers._projections import is_plain, lay_side_by_side, project
+from gla_ext.layers._residual import add_and_norm, is_seen_through
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.layers.swiglu import swiglu, swiglu_linear
@@ -69,6 +70,7 @@ class GLABlock(nn.Module):
     def __init__(self, config: GLAConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
+        self.fuse_norm = config.fuse_norm
         self.attn_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attn = GatedLinearAttention(
             mode=config.attn_mode,
@@ -91,10 +93,24 @@ class GLABlock(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = GLAMLP(config.hidden_size, config.mlp_size)
 
-    def forward(self, x: Tensor, **attn_args: Any) -> Tensor:
-        """x `[B, T, hidden_size]`; attn_args go to `GatedLinearAttention.forward`."""
-        x = x + self.attn(self.attn_norm(x), **attn_args)[0]
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        **attn_args: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x `[B, T, hidden_size]`; attn_args go to `GatedLinearAttention.forward`.
+
+        The sums are made inside the norms that follow them. With a residual, x is added to it
+        first; with prenorm, the MLP's output and the residual that it is to be added to are
+        returned, for the next norm to add.
+        """
+        y, residual = add_and_norm(self.attn_norm, x, residual, self.fuse_norm)
+        x = self.attn(y, **attn_args)[0]
+        y, residual = add_and_norm(self.mlp_norm, x, residual, self.fuse_norm)
+        x = self.mlp(y)
+        return (x, residual) if prenorm else residual + x
 
 
 class GLAModel(nn.Module):
@@ -144,8 +160,9 @@ class GLAModel(nn.Module):
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
             call=_checkpointed if recompute else GLABlock.__call__,
+            norm=self.norm,
         )
-        return ModelOutput(self.norm(x), past_key_values)
+        return ModelOutput(x, past_key_values)
 
 
 def run_blocks(
@@ -159,6 +176,7 @@ def run_blocks(
     slots: Tensor | None = None,
     call: Callable[..., Tensor] = GLABlock.__call__,
     inputs: list[Tensor] | None = None,
+    norm: nn.Module | None = None,
 ) -> Tensor:
     """Passes tokens through a stack of blocks.
 
@@ -172,12 +190,13 @@ def run_blocks(
             cu_seqlens beats the mask.
         slots: int64 `[B * T]`, where in one row the tokens lie that cu_seqlens is of; see
             `gla_ext.layers._padding.packed_slots`. Default: None (x is that row).
-        call: runs a block on x and its keywords. Default: the block itself.
+        call: runs a block on x, perhaps a residual, and its keywords. Default: the block itself.
         inputs: takes the input of every block, `[B, T, hidden_size]`. Default: None.
+        norm: of what the last block returns. Default: None.
 
     Returns:
-        The output of the last block, `[B, T, hidden_size]`. A padded token passes every layer as 0
-        and every MLP as itself.
+        The output of the last block, `[B, T, hidden_size]`, or of the norm. A padded
+        token passes every layer as 0 and every MLP as itself.
     """
     B, T, _ = x.shape
     if attention_mask is not None and cu_seqlens is None:
@@ -189,10 +208,24 @@ def run_blocks(
         "use_cache": use_cache,
         "cu_seqlens": cu_seqlens,
     }
+    # The sum at a block's end is made in the norm that the next one starts with.
+    blocks, residual = list(blocks), None
+    carries = inputs is None and all(
+        type(block) is GLABlock and block.fuse_norm and is_seen_through(block) for block in blocks
+    )
     for block in blocks:
         if inputs is not None:
             inputs.append(x if slots is None else unpack(x, slots, B, T))
-        x = call(block, x, **attn_args)
+        if not carries:
+            x = call(block, x, **attn_args)
+        elif residual is None:
+            x, residual = call(block, x, prenorm=True, **attn_args)
+        else:
+            x, residual = call(block, x, residual, prenorm=True, **attn_args)
+    if norm is not None:
+        x = add_and_norm(norm, x, residual, carries)[0]
+    elif residual is not None:
+        x = residual + x
     if slots is None:
         return x
     if past_key_values is not None:
@@ -201,8 +234,8 @@ def run_blocks(
     return unpack(x, slots, B, T)
 
 
-def _checkpointed(block: GLABlock, x: Tensor, **attn_args: Any) -> Tensor:
-    return checkpoint(in_mode_of_now(block), x, use_reentrant=False, **attn_args)
+def _checkpointed(block: GLABlock, *x: Tensor, **attn_args: Any) -> Any:
+    return checkpoint(in_mode_of_now(block), *x, use_reentrant=False, **attn_args)
 
 
 def fuse_projections(module: Module) -> Module:

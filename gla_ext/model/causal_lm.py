@@ -12,7 +12,7 @@ from gla_ext.decode.generate import generate, generate_stream
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.model.blocks import GLAModel
 from gla_ext.model.config import GLAConfig
-from gla_ext.model.loss import next_token_loss
+from gla_ext.model.loss import head_and_loss
 from gla_ext.model.tensors import load_tensors, read_model, save_model
 from gla_ext.model.weights import init_weights
 
@@ -21,12 +21,12 @@ class CausalLMOutput(NamedTuple):
     """What `GLAForCausalLM` returns.
 
     loss: scalar, fp32 (fp64 of an fp64 model), nats a token, or None without labels.
-    logits: `[B, T, vocab_size]`.
+    logits: `[B, T, vocab_size]`; None with labels and config.fuse_linear_cross_entropy.
     past_key_values: the cache, or None.
     """
 
     loss: Tensor | None
-    logits: Tensor
+    logits: Tensor | None
     past_key_values: Any | None
 
 
@@ -83,7 +83,9 @@ class GLAForCausalLM(LanguageModel):
                 one. Default: None.
 
         Returns:
-            A `CausalLMOutput`.
+            A `CausalLMOutput`. In train mode, backward of the loss writes the gradient over the
+            logits (FLA's does too); in torch.compile and with fuse_cross_entropy False it does not.
+            With labels and fuse_linear_cross_entropy there are no logits.
 
         Raises:
             ValueError: logits_to_keep below 0; a mask of other numbers than 0 and 1 (on CPU).
@@ -103,8 +105,9 @@ class GLAForCausalLM(LanguageModel):
             else:
                 x = x[:, -logits_to_keep:]
             return CausalLMOutput(None, self.lm_head(x), past_key_values)
-        logits = self.lm_head(x)
-        loss = next_token_loss(logits, labels, cu_seqlens=cu_seqlens)
+        loss, logits = head_and_loss(
+            self.lm_head, x, labels, self.config, self.training, cu_seqlens=cu_seqlens
+        )
         return CausalLMOutput(loss, logits, past_key_values)
 
     def generate(

@@ -57,12 +57,18 @@ class GLAConfig:
         eos_token_id: last token of a text, or a list of such. Default: 2.
         tie_word_embeddings: the output matrix is the embedding matrix. Default: False.
         initializer_range: standard deviation of the initial weights. Default: 0.02.
-        fuse_norm: see `GatedLinearAttention`. Default: True.
+        fuse_norm: see `GatedLinearAttention`; and the sums of the residual stream are made inside
+            the norms of the blocks. Default: True.
+        fuse_cross_entropy: the loss is one operator, which makes no wider copy of the logits, and
+            not torch's operations. Default: True.
+        fuse_linear_cross_entropy: the loss is one operator with the output matrix: all logits are
+            never there at once, and with labels none are returned. Default: False.
         vocab_size: number of tokens. Default: 32000.
 
     Raises:
-        ValueError: sizes below 1, numbers of heads too; a hidden_ratio that leaves the MLP no
-            width; a pad_token_id that is no token.
+        ValueError: both fuse_cross_entropy and fuse_linear_cross_entropy; sizes below 1, numbers
+            of heads too; a hidden_ratio that leaves the MLP no width; a pad_token_id that is no
+            token.
         TypeError: a field of another type than is given above.
         NotImplementedError: hidden_act other than 'swish' and 'silu'.
     """
@@ -92,6 +98,8 @@ class GLAConfig:
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     fuse_norm: bool = True
+    fuse_cross_entropy: bool = True
+    fuse_linear_cross_entropy: bool = False
     vocab_size: int = 32000
 
     def __post_init__(self) -> None:
@@ -102,6 +110,11 @@ class GLAConfig:
             raise NotImplementedError(
                 f"GLAConfig: hidden_act = {self.hidden_act!r} is not implemented, only 'swish' and "
                 "'silu', its other name, are"
+            )
+        if self.fuse_cross_entropy and self.fuse_linear_cross_entropy:
+            raise ValueError(
+                "GLAConfig: expected at most one of fuse_cross_entropy and "
+                "fuse_linear_cross_entropy to be True, got both"
             )
         given = (name for name in _SIZES_OR_NONE if getattr(self, name) is not None)
         for name in (*_SIZES, *given):

@@ -155,6 +155,18 @@ def _merge_grads(q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any) -> int
     return _by_chunks(q, v, lambda K, V: 0, 2)
 
 
+def _gate_projection(products: int) -> Callable[..., int]:
+    def formula(*args: Any, **kwargs: Any) -> int:
+        h, weight = args[products - 1 : products + 1]  # behind dg in backward
+        return 2 * products * prod(h) * weight[0]
+
+    return formula
+
+
+def _linear_cross_entropy_fwd(x: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * prod(x) * weight[0] * (1 + sum(args[-2:]))  # with dx, with dweight
+
+
 _FORMULAS: dict[str, Callable[..., int]] = {
     "chunk_gla_fwd": _chunk_gla_fwd,
     "chunk_gla_bwd": _chunk_gla_bwd,
@@ -166,6 +178,9 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "short_convolution_fwd": _short_convolution_fwd,
     "short_convolution_bwd": _short_convolution_bwd,
     "swiglu_linear": _swiglu_linear,
+    "gate_projection_fwd": _gate_projection(1),
+    "gate_projection_bwd": _gate_projection(2),
+    "linear_cross_entropy_fwd": _linear_cross_entropy_fwd,
     "_chunk_states": _chunk_states,
     "_scores_off_diagonal": _scores_off_diagonal,
     "_scores_diagonal": _scores_diagonal,

@@ -8,6 +8,7 @@ from gla_ext import _C
 
 ops = torch.ops.gla_ext
 
+LOSS = "int ignore_index, float label_smoothing, float logit_scale, float? logit_softcapping"
 SCHEMAS = {
     "chunk_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
     "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "
@@ -34,6 +35,25 @@ SCHEMAS = {
     "(Tensor y, Tensor rstd)",
     "rms_norm_gate_bwd": "(Tensor dy, Tensor x, Tensor? weight, Tensor? gate, Tensor rstd, "
     "str activation) -> (Tensor dx, Tensor dweight, Tensor dgate)",
+    "rms_norm_residual_fwd": "(Tensor x, Tensor residual, Tensor? weight, float eps) -> "
+    "(Tensor y, Tensor stream, Tensor rstd)",
+    "rms_norm_residual_bwd": "(Tensor dy, Tensor? dstream, Tensor stream, Tensor? weight, "
+    "Tensor rstd) -> (Tensor dx, Tensor dresidual, Tensor dweight)",
+    "cross_entropy_fwd": f"(Tensor logits, Tensor target, {LOSS}, float lse_square_scale, "
+    "bool inplace_backward) -> (Tensor loss, Tensor z_loss, Tensor lse)",
+    "cross_entropy_bwd": f"(Tensor dloss, Tensor logits, Tensor target, Tensor lse, {LOSS}, "
+    "float lse_square_scale) -> Tensor",
+    "cross_entropy_bwd_": f"(Tensor dloss, Tensor(a!) logits, Tensor target, Tensor lse, {LOSS}, "
+    "float lse_square_scale) -> ()",
+    "cross_entropy_with_grad_": f"(Tensor(a!) logits, Tensor target, {LOSS}, "
+    "float lse_square_scale) -> Tensor",
+    "linear_cross_entropy_fwd": f"(Tensor x, Tensor weight, Tensor? bias, Tensor target, {LOSS}, "
+    "int num_chunks, bool with_dx, bool with_dweight) -> "
+    "(Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
+    "gate_projection_fwd": "(Tensor h, Tensor weight, Tensor? bias, float normalizer, "
+    "float? clamp_min) -> Tensor",
+    "gate_projection_bwd": "(Tensor dg, Tensor h, Tensor weight, Tensor? bias, "
+    "float normalizer, float? clamp_min) -> (Tensor dh, Tensor dweight, Tensor dbias)",
     "swiglu_fwd": "(Tensor gate, Tensor up) -> Tensor",
     "swiglu_bwd": "(Tensor dy, Tensor gate, Tensor up, bool product) -> "
     "(Tensor dgate, Tensor dup, Tensor y)",
@@ -84,6 +104,8 @@ def test_schemas_are_frozen():
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_dispatch_keys_and_tag(name):
     keys = ["CPU", "Meta", "Autograd"] + ["CUDA"] * (_C.build_info()["cuda"] is not None)
+    if name == "linear_cross_entropy_fwd" and "CUDA" not in keys:
+        keys = [*keys, "CUDA"]  # of other operators: the same code
     if name == "swiglu_linear":  # of other operators, on every device
         keys = ["CompositeExplicitAutograd", "Autograd"]
     for key in keys:
@@ -93,10 +115,10 @@ def test_dispatch_keys_and_tag(name):
 
 @pytest.mark.parametrize("key", ["AutocastCPU", "AutocastCUDA"])
 def test_autocast_key(key):
-    """Norm, convolution and SwiGLU keep the dtype that their input comes in, as they compute in
-    fp32; SwiGLU's linear map is cast.
+    """Norm, convolution, SwiGLU and cross entropy keep the dtype that their input comes in, as they
+    compute in fp32; the linear maps of SwiGLU, cross entropy and the gate are cast.
     """
-    without = ("_", "rms_norm", "short_convolution", "swiglu_fwd")
+    without = ("_", "rms_norm", "short_convolution", "swiglu_fwd", "cross_entropy")
     for name in SCHEMAS:
         expected = not name.startswith(without) and not name.endswith("_bwd")
         has = torch._C._dispatch_has_kernel_for_dispatch_key(f"gla_ext::{name}", key)

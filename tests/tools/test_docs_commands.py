@@ -43,6 +43,7 @@ NOT_RUN = {
     "python benchmarks/bench_layer.py": NEEDS_GPU,
     "python benchmarks/bench_norm.py": NEEDS_GPU,
     "python benchmarks/bench_swiglu.py": NEEDS_GPU,
+    "python benchmarks/bench_step.py": NEEDS_GPU,
     "python benchmarks/bench_short_convolution.py": NEEDS_GPU,
     "python benchmarks/bench_builds.py new=. old=../before": NEEDS_GPU,
     "TRITON_CACHE_DIR=cache python benchmarks/bench_fla.py": NEEDS_GPU,
