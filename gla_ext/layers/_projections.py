@@ -158,8 +158,8 @@ class _Projections(torch.autograd.Function):
 def _apart(dw: Tensor, rows: list[int], dtype: torch.dtype) -> list[Tensor]:
     """Parts of dw, each with memory of its own: of views none could be freed without the others."""
     parts = dw.split(rows)
-    batched = torch._C._dispatch_keys(dw).has(torch._C.DispatchKey.Batched)  # is_grads_batched
-    if torch.is_grad_enabled() or batched:
+    is_batched = torch._C._functorch.is_legacy_batchedtensor  # as with is_grads_batched
+    if torch.is_grad_enabled() or is_batched(dw):
         return [part.to(dtype, copy=True) for part in parts]
     copies = [torch.empty_like(part, dtype=dtype) for part in parts]
     torch._foreach_copy_(copies, parts)  # one launch
