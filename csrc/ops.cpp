@@ -82,6 +82,8 @@ TORCH_LIBRARY(gla_ext, m) {
       "dcache)",
       tags);
 
+  m.def("joint_projection(Tensor x, Tensor[] weights, ScalarType dtype) -> Tensor[]", tags);
+
   const std::string loss_options =
       "int ignore_index, float label_smoothing, float logit_scale, float? logit_softcapping";
   const auto define = [&](const std::string& schema) { m.def(schema.c_str(), tags); };

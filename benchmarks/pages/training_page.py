@@ -51,7 +51,7 @@ def draw(results: list[dict], path: Path) -> None:
         name = f"{row.model}{', compiled' if row.compiled else ''}"
         if row.model == "Transformer++":
             name += ", FlashAttention-2" if row.attention == "FLASH_ATTENTION" else ", cuDNN"
-        if row.loss or row.compiled == "blocks":
+        if row.loss:
             continue
         lines.setdefault(f"{name} ({r['build']})", {})[row.T] = r
     for name, points in lines.items():

@@ -37,21 +37,21 @@ ROWS = {
     "compiled 32768": Row(B=1, T=32768, compiled="model"),
     "FLA": Row("FLA"),
     "FLA 8": Row("FLA", B=8),
-    "Transformer++": Row("Transformer++", compiled="model"),
-    "Transformer++, our loss": Row("Transformer++", compiled="model", loss="ours"),
-    "Transformer++ 8192": Row("Transformer++", B=4, T=8192, compiled="model"),
-    "Transformer++ 32768": Row("Transformer++", B=1, T=32768, compiled="model"),
-    "Transformer++ FA2": Row("Transformer++", compiled="model", attention="FLASH_ATTENTION"),
+    "Transformer++": Row("Transformer++", compiled="blocks"),
+    "Transformer++, our loss": Row("Transformer++", compiled="blocks", loss="ours"),
+    "Transformer++ 8192": Row("Transformer++", B=4, T=8192, compiled="blocks"),
+    "Transformer++ 32768": Row("Transformer++", B=1, T=32768, compiled="blocks"),
+    "Transformer++ FA2": Row("Transformer++", compiled="blocks", attention="FLASH_ATTENTION"),
     "Transformer++ FA2 8192": Row(
-        "Transformer++", B=4, T=8192, compiled="model", attention="FLASH_ATTENTION"
+        "Transformer++", B=4, T=8192, compiled="blocks", attention="FLASH_ATTENTION"
     ),
     "Transformer++ FA2 32768": Row(
-        "Transformer++", B=1, T=32768, compiled="model", attention="FLASH_ATTENTION"
+        "Transformer++", B=1, T=32768, compiled="blocks", attention="FLASH_ATTENTION"
     ),
     "1.3 B": Row(size="1.3 B", B=8),
     "1.3 B checkpointed": Row(size="1.3 B", B=8, checkpointing=True),
     "1.3 B FLA": Row("FLA", size="1.3 B", B=8),
     "1.3 B FLA checkpointed": Row("FLA", size="1.3 B", B=8, checkpointing=True),
-    "1.3 B Transformer++": Row("Transformer++", size="1.3 B", B=8, compiled="model"),
+    "1.3 B Transformer++": Row("Transformer++", size="1.3 B", B=8, compiled="blocks"),
 }
 DEFAULT_ROWS = [name for name, row in ROWS.items() if row.model != "FLA" and row.size == "374 M"]

@@ -77,14 +77,17 @@ def build(row: Row, layers: int | None = None, dtype: torch.dtype | None = None)
 def loss_of(model: nn.Module, row: Row) -> Callable[[Tensor], Tensor]:
     """The loss of tokens; compiled as the row says, in whole graphs."""
     compiled = {"fullgraph": True, "dynamic": False}
-    if row.compiled == "blocks":
-        for block in model.model.layers:
-            block.compile(**compiled)
     if row.model == "Transformer++":
         function = partial(model.training_loss, fused=row.loss == "ours")
         if row.compiled == "model":
             function = torch.compile(function, **compiled)
+        elif row.compiled == "blocks":
+            for block in model.layers:
+                block.over_all = torch.compile(block.over_all, **compiled)
         return with_attention(row.attention, function)
+    if row.compiled == "blocks":
+        for block in model.model.layers:
+            block.compile(**compiled)
     if row.compiled == "model":
         model.compile(**compiled)
     return lambda tokens: model(input_ids=tokens, labels=tokens).loss

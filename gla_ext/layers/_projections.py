@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
+from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.ops._tracing import is_recorded
 from gla_ext.ops.chunk import is_batch_invariant
+
+_joint_projection = torch.ops.gla_ext.joint_projection.default
 
 # Products of more tokens fill a GPU by themselves, and what follows reads rows of their own faster.
 MOST_ROWS = 256
@@ -26,27 +28,18 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
         together: one product with all weights in one, where the modules are as torch made them;
             the results then share one tensor's memory. It copies the weights in every call, and
             in eager mode again in backward, which has two products instead of two a map and their
-            sums. Not where torch.export or torch.jit.trace records, nor in transforms of
-            torch.func.
+            sums. Not in transforms of torch.func.
     """
     if (fused := project_fused(x, linears)) is not None:
         return fused
-    if not (together and _may_join() and all(map(is_plain, linears)) and _are_alike(linears)):
+    together = together and not torch._C._are_functorch_transforms_active()
+    if not (together and all(map(is_plain, linears)) and _are_alike(linears)):
         return tuple(linear(x) for linear in linears)
     weights = [linear.weight for linear in linears]
     if torch.compiler.is_compiling():  # whose partitioner decides what is saved
         return F.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], dim=-1)
     dtype = _dtype_in_products(weights[0])
-    return _Projections.apply(x.to(_dtype_in_products(x)), dtype, *weights)
-
-
-def _may_join() -> bool:
-    """Not in a trace that is to be stored, which holds no Python function and loads other weights,
-    and not in transforms of torch.func.
-    """
-    if torch.compiler.is_compiling():
-        return not torch.compiler.is_exporting()
-    return not is_recorded() and not torch._C._are_functorch_transforms_active()
+    return tuple(_joint_projection(x.to(_dtype_in_products(x)), weights, dtype))
 
 
 def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
@@ -124,48 +117,6 @@ def _is_in_memory(weight: Tensor) -> bool:
     return plain and torch._C._has_storage(weight)
 
 
-class _Projections(torch.autograd.Function):
-    """`x @ w.T` for each of the weights, in one product; saves x and the weights, no copy.
-
-    The weights, alike, are cast to dtype inside: their gradients come back in their own.
-    """
-
-    # Not with setup_context: torch then looks at this signature in every call, for 40 us.
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
-        needs_dx, _, *needs_dw = ctx.needs_input_grad
-        ctx.save_for_backward(x if any(needs_dw) else None, *(weights if needs_dx else ()))
-        ctx.dtype, ctx.weight_dtype = dtype, weights[0].dtype
-        return F.linear(x, _joined(weights, dtype)).split([w.shape[0] for w in weights], dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        needs_dx, _, *needs_dw = ctx.needs_input_grad
-        dy = torch.cat(gradients, -1) if needs_dx or all(needs_dw) else None
-        dx = dy @ _joined(weights, ctx.dtype) if needs_dx else None
-        if not any(needs_dw):
-            return dx, None, *(None for _ in needs_dw)
-        needed = [g for g, needs in zip(gradients, needs_dw, strict=True) if needs]
-        if len(needed) < len(gradients):
-            dy = torch.cat(needed, -1)
-        # Not flatten, which batched gradients (is_grads_batched) do not know.
-        dy, x = (t.reshape(-1, t.shape[-1]) for t in (dy, x))
-        dw = iter(_apart(dy.T @ x, [g.shape[-1] for g in needed], ctx.weight_dtype))
-        return dx, None, *(next(dw) if needs else None for needs in needs_dw)
-
-
-def _apart(dw: Tensor, rows: list[int], dtype: torch.dtype) -> list[Tensor]:
-    """Parts of dw, each with memory of its own: of views none could be freed without the others."""
-    parts = dw.split(rows)
-    is_batched = torch._C._functorch.is_legacy_batchedtensor  # as with is_grads_batched
-    if torch.is_grad_enabled() or is_batched(dw):
-        return [part.to(dtype, copy=True) for part in parts]
-    copies = [torch.empty_like(part, dtype=dtype) for part in parts]
-    torch._foreach_copy_(copies, parts)  # one launch
-    return copies
-
-
 def split_heads(x: Tensor, width: int) -> Tensor:
     """`[B, T, heads * width]` to `[B, T, heads, width]`, of as many heads as arrive."""
     try:
@@ -177,10 +128,6 @@ def split_heads(x: Tensor, width: int) -> Tensor:
             f"GatedLinearAttention: expected a projection's width to be a multiple of the head's, "
             f"{width}, got {x.shape[-1]}: shards hold whole heads"
         ) from error
-
-
-def _joined(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([w.to(dtype) for w in weights])
 
 
 def _dtype_in_products(t: Tensor) -> torch.dtype:

@@ -262,3 +262,15 @@ def test_exports_segments_on_a_state(from_state):
         x = make_x(T=length, dtype=torch.float32)
         for got, expected in zip(program(x, h0), from_state(x, h0), strict=True):
             assert_close(got, expected, 1e-6)
+
+
+def test_compiled_training_has_one_product_of_the_projections():
+    layer, x = make_layer(), make_x()
+    counted = []
+
+    def backend(graph, inputs):
+        counted.append(sum(node.target is torch._C._nn.linear for node in graph.graph.nodes))
+        return graph
+
+    torch.compile(layer, backend=backend, fullgraph=True)(x)
+    assert counted == [2]  # that one, and o_proj's

@@ -58,6 +58,7 @@ SCHEMAS = {
     "swiglu_bwd": "(Tensor dy, Tensor gate, Tensor up, bool product) -> "
     "(Tensor dgate, Tensor dup, Tensor y)",
     "swiglu_linear": "(Tensor gate, Tensor up, Tensor weight, Tensor? bias) -> Tensor",
+    "joint_projection": "(Tensor x, Tensor[] weights, ScalarType dtype) -> Tensor[]",
     "short_convolution_fwd": "(Tensor x, Tensor weight, Tensor? bias, Tensor? cache, "
     "Tensor? cu_seqlens, bool output_state) -> (Tensor y, Tensor state)",
     "short_convolution_bwd": "(Tensor dy, Tensor? dstate, Tensor x, Tensor weight, Tensor? bias, "
@@ -106,7 +107,7 @@ def test_dispatch_keys_and_tag(name):
     keys = ["CPU", "Meta", "Autograd"] + ["CUDA"] * (_C.build_info()["cuda"] is not None)
     if name == "linear_cross_entropy_fwd" and "CUDA" not in keys:
         keys = [*keys, "CUDA"]  # of other operators: the same code
-    if name == "swiglu_linear":  # of other operators, on every device
+    if name in ("swiglu_linear", "joint_projection"):  # of other operators, on every device
         keys = ["CompositeExplicitAutograd", "Autograd"]
     for key in keys:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"gla_ext::{name}", key), key
@@ -116,9 +117,10 @@ def test_dispatch_keys_and_tag(name):
 @pytest.mark.parametrize("key", ["AutocastCPU", "AutocastCUDA"])
 def test_autocast_key(key):
     """Norm, convolution, SwiGLU and cross entropy keep the dtype that their input comes in, as they
-    compute in fp32; the linear maps of SwiGLU, cross entropy and the gate are cast.
+    compute in fp32; the linear maps of SwiGLU, cross entropy and the gate are cast. The layer casts
+    for its joint projection, whose weights are cast inside.
     """
-    without = ("_", "rms_norm", "short_convolution", "swiglu_fwd", "cross_entropy")
+    without = ("_", "rms_norm", "short_convolution", "swiglu_fwd", "cross_entropy", "joint")
     for name in SCHEMAS:
         expected = not name.startswith(without) and not name.endswith("_bwd")
         has = torch._C._dispatch_has_kernel_for_dispatch_key(f"gla_ext::{name}", key)
