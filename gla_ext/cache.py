@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gla_ext._key_values import KeyValues
+
 
 class GLACache:
     """The states of a stack of layers.
 
-    The layers ask for `len(cache)`, `cache[layer_idx]["recurrent_state"]` and
+    The layers of GLA ask for `len(cache)`, `cache[layer_idx]["recurrent_state"]` and
     `cache.update(...)` alone, so any cache that has these serves as well (FLA's does). The
     memory of an entry does not depend on the number of tokens seen: `H * V * K * 4` bytes a
-    sequence.
+    sequence. An attention layer of a hybrid model keeps its keys and values here, in room that
+    doubles when it is full, or of a window; they are written in place, so a copy of a cache is made
+    by `copy.deepcopy`.
 
     Attributes:
         in_place: whether a layer that decodes writes the next state over the one it finds here.
@@ -26,6 +30,8 @@ class GLACache:
 
     in_place = False
     slots: Tensor | None = None
+    bucket: int | None = None  # number of keys that a step reads, where not all that there are
+    max_seqlen: int | None = None  # of the packed sequences that pass now, if it is known
     is_compileable = False  # generate() of transformers asks: entries are added as layers run
     # It asks too, from 5.24 on, by layer, and goes by get_seq_length() only where not all say so.
     is_linear = (False,)
@@ -45,12 +51,23 @@ class GLACache:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.states)
 
+    @property
+    def num_sequences(self) -> int | None:
+        """How many sequences there are states of; None before any has one."""
+        for entry in self.states:
+            if entry["recurrent_state"] is not None:
+                return entry["recurrent_state"].shape[0]
+            if "attn_state" in entry:
+                return len(entry["attn_state"].lengths)
+        return None
+
     def update(
         self,
         *,
         layer_idx: int = 0,
         recurrent_state: Tensor | None = None,
         conv_state: Any | None = None,
+        attn_state: KeyValues | None = None,
         offset: int = 1,
     ) -> dict[str, Any]:
         """Replaces what is given of one layer's state; what is None stays as it was.
@@ -59,10 +76,12 @@ class GLACache:
             layer_idx: index of the layer. Entries below it that are not there yet are empty.
             recurrent_state: `[N, H, V, K]`, fp32. Default: None.
             conv_state: the last inputs of the short convolutions. Default: None.
+            attn_state: keys and values of an attention layer. Default: None.
             offset: number of tokens these states are further on. Default: 1.
 
         Returns:
-            The layer's entry, with the keys 'recurrent_state' and 'conv_state'.
+            The layer's entry, with the keys 'recurrent_state' and 'conv_state', and of an
+            attention layer 'attn_state'.
         """
         while len(self.states) <= layer_idx:
             self.states.append({"recurrent_state": None, "conv_state": None})
@@ -72,6 +91,8 @@ class GLACache:
             entry["recurrent_state"] = recurrent_state
         if conv_state is not None:
             entry["conv_state"] = conv_state
+        if attn_state is not None:
+            entry["attn_state"] = attn_state
         self.lengths[layer_idx] += offset
         return entry
 
@@ -126,10 +147,18 @@ class StaticGLACache(GLACache):
     The first states that come are copied into buffers, and all later ones over them; a layer that
     decodes one token writes its recurrent state there itself. No gradient passes through it.
 
+    Only the keys and values of attention layers move, when `reserve` makes more room for them.
+
     Args:
         batch_size: B.
         done: bool `[B]`, which is read at every step: the states of these rows stay as they are.
             Default: None (every row goes on).
+
+    Attributes:
+        longest: at least the number of tokens of every row, where there is attention: whoever
+            decodes counts them.
+        moves: how often keys and values have moved.
+        attends: whether an attention layer has stored here.
     """
 
     in_place = True
@@ -137,6 +166,7 @@ class StaticGLACache(GLACache):
     def __init__(self, batch_size: int, done: Tensor | None = None) -> None:
         super().__init__()
         self.batch_size = batch_size
+        self.longest, self.moves, self.attends = 0, 0, False
         self._done, self._slots = done, None
         if done is not None:
             self._every_row = torch.arange(batch_size, device=done.device)
@@ -155,6 +185,22 @@ class StaticGLACache(GLACache):
         return {key: _map_tensors(lambda x: x.index_select(0, rows), entry[key]) for key in entry}
 
     @property
+    def attention(self) -> list[KeyValues]:
+        """What every attention layer keeps."""
+        return [entry["attn_state"] for entry in self.states if "attn_state" in entry]
+
+    def reserve(self, count: int) -> None:
+        """Makes room for rows of so many tokens, in powers of two."""
+        moved = [kept.reserve(count) for kept in self.attention]
+        self.moves += any(moved)
+
+    def count_longest(self) -> int:
+        """Sets `longest` to the length of the longest row, which it waits for, and returns it."""
+        lengths = [kept.lengths.max() for kept in self.attention[:1]]
+        self.longest = max((int(length) for length in lengths), default=0)
+        return self.longest
+
+    @property
     def slots(self) -> Tensor | None:
         return None if self._prefills else self._slots
 
@@ -163,19 +209,32 @@ class StaticGLACache(GLACache):
         torch.where(self._done, self._no_row, self._every_row, out=self._slots)
 
     @contextlib.contextmanager
-    def prefill(self, rows: Tensor | None = None, keep: bool = False) -> Iterator[None]:
+    def prefill(
+        self,
+        rows: Tensor | None = None,
+        keep: bool = False,
+        before: int = 0,
+        max_seqlen: int | None = None,
+    ) -> Iterator[None]:
         """Inside, sequences take rows, done or not, and what layers store replaces these.
 
         Args:
             rows: int64 `[N]`, the rows of the N sequences; the others stay as they are. Default:
                 None (all B of them).
             keep: layers find the rows' states, and not none. Default: False.
+            before: with keep, at least the number of tokens that each of the rows has had; read
+                where there is attention. Default: 0.
+            max_seqlen: at least the length of each of the sequences. Default: None (unknown).
         """
         self._prefills, self._starts, self._rows = True, not keep, rows
+        for kept in self.attention:
+            kept.longest = before
+        self.max_seqlen = max_seqlen
         try:
             yield
         finally:
             self._prefills, self._starts, self._rows = False, False, None
+            self.max_seqlen = None
 
     @torch.no_grad()
     def load(self, cache: GLACache) -> None:
@@ -183,10 +242,13 @@ class StaticGLACache(GLACache):
         with self.prefill():
             for layer_idx, entry in enumerate(cache):
                 self.update(layer_idx=layer_idx, **entry)
+        self.longest = max((kept.longest for kept in self.attention), default=0)
 
     @torch.no_grad()
     def save(self, cache: GLACache, offset: int) -> None:
         """Puts copies of the states into a cache, as of so many more tokens."""
+        for kept in self.attention:
+            kept.longest = self.longest
         with torch.inference_mode(False):
             for layer_idx, entry in enumerate(self):
                 copies = {key: _map_tensors(Tensor.clone, entry[key]) for key in entry}
@@ -199,6 +261,7 @@ class StaticGLACache(GLACache):
         layer_idx: int = 0,
         recurrent_state: Tensor | None = None,
         conv_state: Any | None = None,
+        attn_state: KeyValues | None = None,
         offset: int = 1,
     ) -> dict[str, Any]:
         """As `GLACache.update`, by copies into the buffers; offset is not looked at.
@@ -213,28 +276,26 @@ class StaticGLACache(GLACache):
                 entry[key] = _map_tensors(self._buffer, new)
             if new is not None:
                 self._write(entry[key], new)
+        if attn_state is not None:
+            self._write_attention(entry, attn_state)
         return entry
 
     def reset(self, rows: Tensor | None = None) -> None:
         """Zeroes the buffers, of all rows or of those in an int64 tensor `[N]`: the state before a
         first token.
         """
-        for x in self.tensors():
-            if rows is None:
-                x.zero_()
-            else:
-                x.index_fill_(0, rows, 0)
+        for entry in self.states:
+            # Of keys and values without a length nothing is seen.
+            kept = {"lengths": entry["attn_state"].lengths} if "attn_state" in entry else entry
+            for x in _tensors_in(kept):
+                if rows is None:
+                    x.zero_()
+                else:
+                    x.index_fill_(0, rows, 0)
 
     def tensors(self) -> list[Tensor]:
         """Every buffer."""
-        found: list[Tensor] = []
-
-        def keep(x: Tensor) -> Tensor:
-            found.append(x)
-            return x
-
-        self._map(keep)
-        return found
+        return [x for entry in self.states for x in _tensors_in(entry)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Refused: rows may be at different tokens, and a CUDA graph counts none."""
@@ -255,6 +316,21 @@ class StaticGLACache(GLACache):
             return torch.zeros(
                 (self.batch_size, *like.shape[1:]), dtype=like.dtype, device=like.device
             )
+
+    def _write_attention(self, entry: dict[str, Any], new: KeyValues) -> None:
+        own = entry.get("attn_state")
+        if own is new:
+            return
+        if own is None:
+            own = KeyValues.empty(new.keys, self.batch_size, new.window)
+            own.even = False
+            entry["attn_state"], self.attends = own, True
+        self.moves += own.reserve(new.longest)
+        own.longest = max(own.longest, new.longest)
+        room = min(new.room, own.room)
+        for name in ("keys", "values"):
+            self._write(getattr(own, name)[:, :room], getattr(new, name)[:, :room])
+        self._write(own.lengths, new.lengths)
 
     def _write(self, buffer: Any, new: Any) -> None:
         if isinstance(buffer, (tuple, list)):
@@ -279,8 +355,24 @@ class StaticGLACache(GLACache):
             buffer.index_copy_(0, self._rows, new.to(buffer.dtype))
 
 
+def _tensors_in(entry: dict[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    for value in entry.values():
+        _map_tensors(keep, value)
+    return found
+
+
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`function` of a tensor, or of every tensor in a tuple or list; what else there is stays."""
+    """`function` of a tensor, or of every tensor in a tuple, a list or keys and values; what else
+    there is stays.
+    """
+    if isinstance(value, KeyValues):
+        return value.map(function)
     if isinstance(value, (tuple, list)):
         return type(value)(_map_tensors(function, item) for item in value)
     return function(value) if isinstance(value, Tensor) else value

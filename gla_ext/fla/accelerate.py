@@ -51,8 +51,12 @@ def accelerate_fla() -> None:
       `swiglu` and `swiglu_linear`, and with them the MLPs of FLA's models, are gla_ext's operators
       there. Elsewhere they stay FLA's.
     - On a CPU `FusedCrossEntropyLoss` and `FusedLinearCrossEntropyLoss` are plain torch operations,
-      so that FLA's GLA models train and generate there. What else those models may have, FLA's
-      'powlu', `attnres_block_size` and the attention of hybrid models, still needs a GPU.
+      so that FLA's GLA models train and generate there. `attnres_block_size` of those models still
+      needs a GPU.
+    - FLA's `Attention`, of hybrid models, needs the package flash_attn; where that is absent, what
+      it imports from there is gla_ext's, on torch's kernels, until `restore_fla`. Call
+      `accelerate_fla` before such a model is built. On a CPU its rotary embedding is torch's
+      operations.
     - FLA's layers in mode 'fused_chunk' raise NotImplementedError as before: their call passes on
       neither `cu_seqlens` nor the layout of the state.
 

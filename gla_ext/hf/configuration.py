@@ -8,12 +8,12 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from gla_ext.model import config
+from gla_ext.model.attention import Spec, read_attn
 
 # of their values a model can be built from, gla_ext.model.config.GLAConfig.from_dict says.
 _FLA_DEFAULTS: dict[str, Any] = {
     "use_gk": True,
     "use_gv": False,
-    "attn": None,
     "fuse_swiglu": True,
     "use_l2warp": False,
     "attnres_block_size": None,
@@ -30,7 +30,7 @@ class GLAConfig(PretrainedConfig):
     with it the models, refuse by name those that are not built here.
 
     Args:
-        **options: the fields of `gla_ext.model.config.GLAConfig`, documented there; FLA's `attn`,
+        **options: the fields of `gla_ext.model.config.GLAConfig`, documented there; FLA's
             `attnres_block_size`, `use_gk`, `use_gv` and `use_l2warp`, of which only the default is
             built here; FLA's `fuse_swiglu`, which chooses among kernels of FLA's and changes
             nothing here; and what `transformers.PretrainedConfig` takes.
@@ -45,6 +45,15 @@ class GLAConfig(PretrainedConfig):
         for name, value in values.items():
             setattr(self, name, value)
         super().__init__(**common, **options)
+
+    @property
+    def attn(self) -> Spec | list[Spec] | None:
+        """Which blocks have attention: see `gla_ext.model.config.GLAConfig`."""
+        return self.__dict__["attn"]
+
+    @attn.setter
+    def attn(self, value: Spec | list[Spec] | None) -> None:
+        self.__dict__["attn"] = read_attn(value, self.num_hidden_layers)
 
     def core(self) -> config.GLAConfig:
         """The same model as gla_ext's own configuration.

@@ -85,6 +85,7 @@ class GLAModel(GLAPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cache: Any | None = None,
@@ -129,6 +130,7 @@ class GLAModel(GLAPreTrainedModel):
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
             slots=slots,
+            max_seqlen=x.shape[1] if slots is not None else max_length_q,
             call=self._checkpointed if recompute else blocks.GLABlock.__call__,
             inputs=inputs,
             norm=self.norm,
@@ -195,6 +197,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cache: Any | None = None,
@@ -226,6 +229,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
                 one; attention_mask is then not looked at. Default: cu_seq_lens_q.
             cu_seq_lens_q, cu_seq_lens_k: the same as transformers calls them, from
                 `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`. Default: None.
+            max_length_q: int, at least the length of the longest packed sequence, of that collator
+                too: attention of a hybrid model leaves less of a GPU idle with it. Default: None.
             position_ids: int `[B, T]` or `[1, T]`. Where a position is not above the one before it,
                 as after `DataCollatorWithFlattening()`, another sequence starts, in every row;
                 other than that positions say nothing to a recurrence. The number of sequences is
@@ -235,8 +240,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             seq_idx: int, likewise, the number of each token's sequence: another one starts where it
                 changes. Beats position_ids. Default: None.
             cache: past_key_values as transformers calls it from 5.24 on. Default: None.
-            **kwargs: ignored, as by FLA: `cache_position`, `max_length_q` and the like say nothing
-                to a recurrence.
+            **kwargs: ignored, as by FLA: `cache_position` and the like say nothing to a
+                recurrence.
 
         Returns:
             loss (nats a token; fp32, fp64 of an fp64 model), logits `[B, T, vocab_size]` (in train
@@ -249,7 +254,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             ValueError: for shapes that do not fit; neither or both of input_ids and inputs_embeds;
                 both past_key_values and cache, or a cache of another number of sequences;
                 logits_to_keep below 0.
-            TypeError: for a cache of keys and values, as `DynamicCache`.
+            TypeError: for a cache of transformers', as `DynamicCache`, and in a hybrid model for any
+                but a `GLACache`.
             NotImplementedError: for output_attentions.
         """
         check_logits_to_keep(logits_to_keep)
@@ -265,6 +271,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             output_hidden_states=output_hidden_states,
             return_dict=True,
             cu_seqlens=cu_seqlens,
+            max_length_q=max_length_q,
             position_ids=position_ids,
             seq_idx=seq_idx,
         )

@@ -13,6 +13,7 @@ from gla_ext.layers._options import typed_options
 from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext.layers._projections import is_plain, lay_side_by_side, project
 from gla_ext.layers._residual import add_and_norm, is_seen_through
+from gla_ext.layers.attention import Attention
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.layers.swiglu import swiglu, swiglu_linear
@@ -59,6 +60,39 @@ class GLAMLP(nn.Module):
         lay_side_by_side([self.gate_proj, self.up_proj])
 
 
+def _token_mixer(config: GLAConfig, layer_idx: int) -> GatedLinearAttention | Attention:
+    """The layer that mixes a block's tokens: GLA, or attention where config.attn has it."""
+    spec = config.attention_of(layer_idx)
+    if spec is not None:
+        return Attention(
+            hidden_size=config.hidden_size,
+            num_heads=spec["num_heads"],
+            num_kv_heads=spec["num_kv_heads"],
+            qkv_bias=spec["qkv_bias"],
+            window_size=spec["window_size"],
+            rope_theta=spec["rope_theta"],
+            layer_idx=layer_idx,
+        )
+    return GatedLinearAttention(
+        mode=config.attn_mode,
+        hidden_size=config.hidden_size,
+        expand_k=config.expand_k,
+        expand_v=config.expand_v,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        feature_map=config.feature_map,
+        use_short_conv=config.use_short_conv,
+        conv_size=config.conv_size,
+        use_output_gate=config.use_output_gate,
+        gate_fn=config.hidden_act,
+        elementwise_affine=config.elementwise_affine,
+        norm_eps=config.norm_eps,
+        clamp_min=config.clamp_min,
+        fuse_norm=config.fuse_norm,
+        layer_idx=layer_idx,
+    )
+
+
 class GLABlock(nn.Module):
     """Pre-norm block: `x = x + attn(attn_norm(x))`, then `x = x + mlp(mlp_norm(x))`.
 
@@ -72,24 +106,7 @@ class GLABlock(nn.Module):
         self.layer_idx = layer_idx
         self.fuse_norm = config.fuse_norm
         self.attn_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attn = GatedLinearAttention(
-            mode=config.attn_mode,
-            hidden_size=config.hidden_size,
-            expand_k=config.expand_k,
-            expand_v=config.expand_v,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            feature_map=config.feature_map,
-            use_short_conv=config.use_short_conv,
-            conv_size=config.conv_size,
-            use_output_gate=config.use_output_gate,
-            gate_fn=config.hidden_act,
-            elementwise_affine=config.elementwise_affine,
-            norm_eps=config.norm_eps,
-            clamp_min=config.clamp_min,
-            fuse_norm=config.fuse_norm,
-            layer_idx=layer_idx,
-        )
+        self.attn = _token_mixer(config, layer_idx)
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = GLAMLP(config.hidden_size, config.mlp_size)
 
@@ -100,7 +117,8 @@ class GLABlock(nn.Module):
         prenorm: bool = False,
         **attn_args: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x `[B, T, hidden_size]`; attn_args go to `GatedLinearAttention.forward`.
+        """x `[B, T, hidden_size]`; attn_args go to forward of `attn`, a `GatedLinearAttention` or
+        in some blocks of a hybrid model an `Attention`.
 
         The sums are made inside the norms that follow them. With a residual, x is added to it
         first; with prenorm, the MLP's output and the residual that it is to be added to are
@@ -174,6 +192,7 @@ def run_blocks(
     use_cache: bool = False,
     cu_seqlens: Tensor | None = None,
     slots: Tensor | None = None,
+    max_seqlen: int | None = None,
     call: Callable[..., Tensor] = GLABlock.__call__,
     inputs: list[Tensor] | None = None,
     norm: nn.Module | None = None,
@@ -190,6 +209,7 @@ def run_blocks(
             cu_seqlens beats the mask.
         slots: int64 `[B * T]`, where in one row the tokens lie that cu_seqlens is of; see
             `gla_ext.layers._padding.packed_slots`. Default: None (x is that row).
+        max_seqlen: as `Attention.forward`'s. Default: None.
         call: runs a block on x, perhaps a residual, and its keywords. Default: the block itself.
         inputs: takes the input of every block, `[B, T, hidden_size]`. Default: None.
         norm: of what the last block returns. Default: None.
@@ -201,12 +221,14 @@ def run_blocks(
     B, T, _ = x.shape
     if attention_mask is not None and cu_seqlens is None:
         slots, cu_seqlens = packed_slots(valid_tokens(attention_mask, B, T))
+        max_seqlen = T
     if slots is not None:
         x = pack(x, slots)
     attn_args = {
         "past_key_values": past_key_values,
         "use_cache": use_cache,
         "cu_seqlens": cu_seqlens,
+        "max_seqlen": max_seqlen,
     }
     # The sum at a block's end is made in the norm that the next one starts with.
     blocks, residual = list(blocks), None
@@ -240,7 +262,8 @@ def _checkpointed(block: GLABlock, *x: Tensor, **attn_args: Any) -> Any:
 
 def fuse_projections(module: Module) -> Module:
     """Makes inference multiply by one matrix where a layer has several of one input: q, k, v, the
-    output gate and the gate's first map of a `GatedLinearAttention`, gate and up of a `GLAMLP`.
+    output gate and the gate's first map of a `GatedLinearAttention`, q, k and v of an `Attention`
+    without biases, gate and up of a `GLAMLP`.
 
     A decoded token is mostly such products, each too small to fill a GPU; more than 256 tokens of
     a batch take them apart, as before. The weights are laid side by side in memory, once. They stay
@@ -262,6 +285,6 @@ def fuse_projections(module: Module) -> Module:
         The module.
     """
     for child in module.modules():
-        if isinstance(child, (GatedLinearAttention, GLAMLP)):
+        if isinstance(child, (Attention, GatedLinearAttention, GLAMLP)):
             child.fuse_projections()
     return module

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from gla_ext.layers._options import typed
+from gla_ext.model.attention import Spec, attention_of, read_attn
 from gla_ext.model.files import write_text
 
 # What a configuration file of FLA may ask for that is not built here, with the values that ask
 # for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "attn": (None,),
     "attnres_block_size": (None,),
     "use_gk": (True,),
     "use_gv": (False,),
@@ -51,6 +51,10 @@ class GLAConfig:
         max_position_embeddings: kept for FLA's readers; there is no limit. Default: 2048.
         elementwise_affine: whether the layers' norms have a weight. Default: True.
         norm_eps: epsilon of all norms. Default: 1e-6.
+        attn: which blocks have `gla_ext.layers.attention.Attention` in the place of GLA: a dict
+            with `layers`, their indices, `num_heads`, and perhaps `num_kv_heads` (num_heads),
+            `qkv_bias` (False), `window_size` (None) and `rope_theta` (10000), or a list of such
+            dicts. What else one holds is kept for its readers. Default: None (no block).
         use_cache: kept for FLA's readers; here forward's own argument decides. Default: True.
         pad_token_id: token whose embedding gets no gradient. Default: None.
         bos_token_id: first token of a text. Default: 1.
@@ -70,7 +74,7 @@ class GLAConfig:
             of heads too; a hidden_ratio that leaves the MLP no width; a pad_token_id that is no
             token.
         TypeError: a field of another type than is given above.
-        NotImplementedError: hidden_act other than 'swish' and 'silu'.
+        NotImplementedError: hidden_act other than 'swish' and 'silu'; qk_norm in attn.
     """
 
     hidden_size: int = 2048
@@ -91,6 +95,7 @@ class GLAConfig:
     max_position_embeddings: int = 2048
     elementwise_affine: bool | None = True
     norm_eps: float = 1e-6
+    attn: Spec | list[Spec] | None = None
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = 1
@@ -127,6 +132,7 @@ class GLAConfig:
                 "GLAConfig: expected hidden_ratio to make the MLP at least 1 wide, got "
                 f"{self.hidden_ratio} with hidden_size = {self.hidden_size}"
             )
+        self.attn = read_attn(self.attn, self.num_hidden_layers)
         # Below 0 it counts from the end, as in nn.Embedding.
         pad, V = self.pad_token_id, self.vocab_size
         if pad is not None and not -V <= pad < V:
@@ -141,6 +147,10 @@ class GLAConfig:
             return self.intermediate_size
         ratio = 4 if self.hidden_ratio is None else self.hidden_ratio
         return -(-int(self.hidden_size * ratio * 2 / 3) // 256) * 256
+
+    def attention_of(self, layer_idx: int) -> Spec | None:
+        """The entry of attn for a block, with its defaults; None of a block of GLA."""
+        return attention_of(self.attn, layer_idx)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, and the two entries by which FLA and transformers know the model."""

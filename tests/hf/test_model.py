@@ -71,7 +71,6 @@ def test_files_in_bf16(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"attn": {"layers": [1], "num_heads": 2}},
         {"attnres_block_size": 2},
         {"use_l2warp": True},
         {"use_gv": True},
