@@ -99,8 +99,8 @@ def measure_norm(rows: int, D: int, stream: torch.dtype) -> dict[str, dict[str, 
         ),
     }
     wide = stream.itemsize
-    forward = 2 + 2 * wide + 2  # x residual -> stream y
-    backward = 2 + 3 * wide + (2 if wide != 2 else 0)  # dy dstream stream -> dresidual (dx)
+    forward = D * (2 + 2 * wide + 2)  # x residual -> stream y
+    backward = D * (2 + 3 * wide + (2 if wide != 2 else 0))  # dy dstream stream -> dresidual (dx)
     return table | {"bytes": {"forward": forward, "forward + backward": forward + backward}}
 
 

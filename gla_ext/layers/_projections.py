@@ -23,21 +23,30 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
     Without gradients, weights that `lay_side_by_side` has made one in memory take one product.
 
     Args:
-        together: one product with all weights in one, in eager mode and where the modules are as
-            torch made them; the results then share one tensor's memory. It copies the weights in
-            every call and again in backward, which has two products instead of two a map and their
-            sums.
+        together: one product with all weights in one, where the modules are as torch made them;
+            the results then share one tensor's memory. It copies the weights in every call, and
+            in eager mode again in backward, which has two products instead of two a map and their
+            sums. Not where torch.export or torch.jit.trace records, nor in transforms of
+            torch.func.
     """
     if (fused := project_fused(x, linears)) is not None:
         return fused
-    # A compiled graph gains nothing from it, and its partitioner would save the weights' copy; a
-    # trace that is to be stored holds no Python function.
-    together = together and not is_recorded()
-    if not (together and all(is_plain(linear) for linear in linears) and _are_alike(linears)):
+    if not (together and _may_join() and all(map(is_plain, linears)) and _are_alike(linears)):
         return tuple(linear(x) for linear in linears)
     weights = [linear.weight for linear in linears]
+    if torch.compiler.is_compiling():  # whose partitioner decides what is saved
+        return F.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], dim=-1)
     dtype = _dtype_in_products(weights[0])
     return _Projections.apply(x.to(_dtype_in_products(x)), dtype, *weights)
+
+
+def _may_join() -> bool:
+    """Not in a trace that is to be stored, which holds no Python function and loads other weights,
+    and not in transforms of torch.func.
+    """
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    return not is_recorded() and not torch._C._are_functorch_transforms_active()
 
 
 def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
@@ -121,19 +130,13 @@ class _Projections(torch.autograd.Function):
     The weights, alike, are cast to dtype inside: their gradients come back in their own.
     """
 
-    generate_vmap_rule = True
-
+    # Not with setup_context: torch then looks at this signature in every call, for 40 us.
     @staticmethod
-    def forward(x: Tensor, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
-        y = F.linear(x, _joined(weights, dtype))
-        return y.split([w.shape[0] for w in weights], dim=-1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, dtype, *weights = inputs
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
         needs_dx, _, *needs_dw = ctx.needs_input_grad
         ctx.save_for_backward(x if any(needs_dw) else None, *(weights if needs_dx else ()))
         ctx.dtype, ctx.weight_dtype = dtype, weights[0].dtype
+        return F.linear(x, _joined(weights, dtype)).split([w.shape[0] for w in weights], dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -148,16 +151,19 @@ class _Projections(torch.autograd.Function):
             dy = torch.cat(needed, -1)
         # Not flatten, which batched gradients (is_grads_batched) do not know.
         dy, x = (t.reshape(-1, t.shape[-1]) for t in (dy, x))
-        dw = (dy.T @ x).split([g.shape[-1] for g in needed])
-        # Copied: of views of one storage, none could be freed or saved without the others.
-        copies = (part.to(ctx.weight_dtype, copy=True) for part in dw)
-        return dx, None, *(next(copies) if needs else None for needs in needs_dw)
+        dw = iter(_apart(dy.T @ x, [g.shape[-1] for g in needed], ctx.weight_dtype))
+        return dx, None, *(next(dw) if needs else None for needs in needs_dw)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        raise NotImplementedError(
-            "GatedLinearAttention: forward-mode AD is not supported, use reverse mode (backward)"
-        )
+
+def _apart(dw: Tensor, rows: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """Parts of dw, each with memory of its own: of views none could be freed without the others."""
+    parts = dw.split(rows)
+    is_batched = torch._C._functorch.is_legacy_batchedtensor  # as with is_grads_batched
+    if torch.is_grad_enabled() or is_batched(dw):
+        return [part.to(dtype, copy=True) for part in parts]
+    copies = [torch.empty_like(part, dtype=dtype) for part in parts]
+    torch._foreach_copy_(copies, parts)  # one launch
+    return copies
 
 
 def split_heads(x: Tensor, width: int) -> Tensor:

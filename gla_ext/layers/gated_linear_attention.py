@@ -69,7 +69,7 @@ class GatedLinearAttention(nn.Module):
             instead of `g_norm`. Default: True.
         layer_idx: index of this layer in a cache. Default: None.
 
-    In train mode, not compiled, q, k, v, the output gate and the gate's first map are one product,
+    In train mode, q, k, v, the output gate and the gate's first map are one product,
     with their weights put together, if these modules are `nn.Linear`s of one dtype without hooks,
     adapters, quantized or sharded weights. The weights are put together in forward and again in
     backward, and not kept between. `batch_projections = False`, an attribute of an instance or of
