@@ -10,14 +10,8 @@ from transformers import PretrainedConfig
 from gla_ext.model import config
 from gla_ext.model.attention import Spec, read_attn
 
-# of their values a model can be built from, gla_ext.model.config.GLAConfig.from_dict says.
-_FLA_DEFAULTS: dict[str, Any] = {
-    "use_gk": True,
-    "use_gv": False,
-    "fuse_swiglu": True,
-    "use_l2warp": False,
-    "attnres_block_size": None,
-}
+# Options of FLA's that do nothing there; gla_ext.model.config.GLAConfig.from_dict refuses them.
+_FLA_DEFAULTS: dict[str, Any] = {"use_gk": True, "use_gv": False}
 _DEFAULTS = {field.name: field.default for field in fields(config.GLAConfig)} | _FLA_DEFAULTS
 # PretrainedConfig's own, in some versions of transformers with other defaults.
 _COMMON = ("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
@@ -30,10 +24,9 @@ class GLAConfig(PretrainedConfig):
     with it the models, refuse by name those that are not built here.
 
     Args:
-        **options: the fields of `gla_ext.model.config.GLAConfig`, documented there; FLA's
-            `attnres_block_size`, `use_gk`, `use_gv` and `use_l2warp`, of which only the default is
-            built here; FLA's `fuse_swiglu`, which chooses among kernels of FLA's and changes
-            nothing here; and what `transformers.PretrainedConfig` takes.
+        **options: the fields of `gla_ext.model.config.GLAConfig`, documented there; FLA's `use_gk`
+            and `use_gv`, which FLA reads nowhere and of which only the default is taken; and what
+            `transformers.PretrainedConfig` takes.
     """
 
     model_type = "gla"

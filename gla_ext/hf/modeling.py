@@ -18,7 +18,7 @@ from gla_ext.layers.norms import RMSNorm
 from gla_ext.model import blocks
 from gla_ext.model.causal_lm import check_logits_to_keep
 from gla_ext.model.loss import IGNORE_INDEX, head_and_loss
-from gla_ext.model.weights import init_own_weights
+from gla_ext.model.weights import ResidualQuery, init_own_weights
 from gla_ext.ops.chunk import in_mode_of_now
 
 
@@ -34,7 +34,7 @@ class GLAPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
-    _no_split_modules = ["GLABlock"]  # noqa: RUF012  transformers' attribute
+    _no_split_modules = ["AttentionResidualBlock", "GLABlock"]  # noqa: RUF012  transformers' attribute
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     # A recurrent state cannot be taken back to fewer tokens: no assisted decoding.
     _is_stateful = True
@@ -58,7 +58,7 @@ class GLAModel(GLAPreTrainedModel):
         config: the configuration.
 
     Raises:
-        NotImplementedError: for options of FLA's that are not built here, by name.
+        NotImplementedError: for options of FLA's that do nothing there, by name.
     """
 
     one_sequence_a_row = False  # what a head sets that has no answer for each packed sequence
@@ -68,8 +68,11 @@ class GLAModel(GLAPreTrainedModel):
         core = config.core()
         self.gradient_checkpointing = False
         self.embeddings = nn.Embedding(core.vocab_size, core.hidden_size, core.pad_token_id)
-        self.layers = nn.ModuleList(blocks.GLABlock(core, i) for i in range(core.num_hidden_layers))
+        self.layers = blocks.make_blocks(core)
         self.norm = RMSNorm(core.hidden_size, eps=core.norm_eps)
+        if core.attnres_block_size is not None:
+            self.res_proj = ResidualQuery(core.hidden_size)
+            self.res_norm = RMSNorm(core.hidden_size, eps=core.norm_eps)
         self.post_init()
 
     def forward(
@@ -134,6 +137,7 @@ class GLAModel(GLAPreTrainedModel):
             call=self._checkpointed if recompute else blocks.GLABlock.__call__,
             inputs=inputs,
             norm=self.norm,
+            residuals=blocks.residuals_of(self),
         )
         output = BaseModelOutputWithPast(
             last_hidden_state=x,
@@ -158,7 +162,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         config: the configuration.
 
     Raises:
-        NotImplementedError: for options of FLA's that are not built here, by name.
+        NotImplementedError: for options of FLA's that do nothing there, by name.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
@@ -254,8 +258,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             ValueError: for shapes that do not fit; neither or both of input_ids and inputs_embeds;
                 both past_key_values and cache, or a cache of another number of sequences;
                 logits_to_keep below 0.
-            TypeError: for a cache of transformers', as `DynamicCache`, and in a hybrid model for any
-                but a `GLACache`.
+            TypeError: for a cache of transformers', as `DynamicCache`, and in a hybrid model for
+                any but a `GLACache`.
             NotImplementedError: for output_attentions.
         """
         check_logits_to_keep(logits_to_keep)

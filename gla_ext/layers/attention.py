@@ -105,11 +105,16 @@ class Attention(nn.Module):
                 past_key_values without layer_idx.
             TypeError: for inputs, an attention_mask or cu_seqlens that are no tensors, and for a
                 cache that keeps no keys and values.
-            NotImplementedError: nested tensors, and inside `batch_invariant`.
+            NotImplementedError: nested tensors, `cp_context`, and inside `batch_invariant`.
         """
         cu_seqlens, longest = kwargs.get("cu_seqlens"), kwargs.get("max_seqlen")
         names = "hidden_states attention_mask cu_seqlens"
         check_tensors("Attention", names, hidden_states, attention_mask, cu_seqlens)
+        if kwargs.get("cp_context") is not None:
+            raise NotImplementedError(
+                "Attention: cp_context is not implemented for attention layers, whose tokens see "
+                "those of all ranks"
+            )
         self._check_call(hidden_states, past_key_values)
         B, T, _ = hidden_states.shape
         slots = None

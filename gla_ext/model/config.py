@@ -11,13 +11,11 @@ from gla_ext.layers._options import typed
 from gla_ext.model.attention import Spec, attention_of, read_attn
 from gla_ext.model.files import write_text
 
-# What a configuration file of FLA may ask for that is not built here, with the values that ask
-# for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "attnres_block_size": (None,),
-    "use_gk": (True,),
-    "use_gv": (False,),
-    "use_l2warp": (False,),
+# What a configuration file of FLA may ask for and would not get there either: the value that asks
+# for nothing, and why there is nothing to get.
+_LEADS_NOWHERE: dict[str, tuple[Any, str]] = {
+    "use_gk": (True, "no code of FLA's reads it, and its layer has this gate with either value"),
+    "use_gv": (False, "no code of FLA's reads it; gla_ext.chunk_gla(..., gv=) has such a gate"),
 }
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_heads", "conv_size", "vocab_size")
@@ -67,7 +65,15 @@ class GLAConfig:
             not torch's operations. Default: True.
         fuse_linear_cross_entropy: the loss is one operator with the output matrix: all logits are
             never there at once, and with labels none are returned. Default: False.
+        fuse_swiglu: the MLP's product of gate and up is made inside the operator of down_proj, and
+            not before it. Default: True.
+        use_l2warp: the gradient of the loss has a further term, which pulls the greatest logit of
+            each of all N tokens toward 0: `1e-4 / N` times that logit. The loss's value is without
+            it. Default: False.
         vocab_size: number of tokens. Default: 32000.
+        attnres_block_size: layers read a learned mix of earlier ones, see
+            `gla_ext.model.attention_residuals`: of sums of so many layers, 1 or an even number.
+            Default: None (each reads the sum of all).
 
     Raises:
         ValueError: both fuse_cross_entropy and fuse_linear_cross_entropy; sizes below 1, numbers
@@ -105,16 +111,20 @@ class GLAConfig:
     fuse_norm: bool = True
     fuse_cross_entropy: bool = True
     fuse_linear_cross_entropy: bool = False
+    fuse_swiglu: bool = True
+    use_l2warp: bool = False
     vocab_size: int = 32000
+    attnres_block_size: int | None = None
 
     def __post_init__(self) -> None:
         annotations = {field.name: field.type for field in fields(self)}
         for name, value in typed("GLAConfig", vars(self), annotations).items():
             setattr(self, name, value)
         if self.hidden_act not in ("silu", "swish"):
+            why = "; FLA's layer cannot be built with it" if self.hidden_act == "powlu" else ""
             raise NotImplementedError(
                 f"GLAConfig: hidden_act = {self.hidden_act!r} is not implemented, only 'swish' and "
-                "'silu', its other name, are"
+                f"'silu', its other name, are{why}"
             )
         if self.fuse_cross_entropy and self.fuse_linear_cross_entropy:
             raise ValueError(
@@ -131,6 +141,12 @@ class GLAConfig:
             raise ValueError(
                 "GLAConfig: expected hidden_ratio to make the MLP at least 1 wide, got "
                 f"{self.hidden_ratio} with hidden_size = {self.hidden_size}"
+            )
+        size = self.attnres_block_size
+        if size is not None and size != 1 and (size < 2 or size % 2):
+            raise ValueError(
+                "GLAConfig: expected attnres_block_size to be 1, an even number or None, got "
+                f"{size}"
             )
         self.attn = read_attn(self.attn, self.num_hidden_layers)
         # Below 0 it counts from the end, as in nn.Embedding.
@@ -164,16 +180,16 @@ class GLAConfig:
 
         Raises:
             ValueError: for a model_type other than 'gla'.
-            NotImplementedError: for FLA's options that are not implemented.
+            NotImplementedError: for FLA's options use_gk and use_gv, which do nothing there.
         """
         if values.get("model_type", "gla") != "gla":
             raise ValueError(
                 f"GLAConfig: expected model_type to be 'gla', got {values['model_type']!r}"
             )
-        for name, harmless in _UNSUPPORTED.items():
-            if name in values and values[name] not in harmless:
+        for name, (harmless, why) in _LEADS_NOWHERE.items():
+            if name in values and values[name] is not harmless:
                 raise NotImplementedError(
-                    f"GLAConfig: {name} = {values[name]!r} is not implemented"
+                    f"GLAConfig: {name} = {values[name]!r} is not implemented: {why}"
                 )
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})

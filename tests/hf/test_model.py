@@ -71,8 +71,6 @@ def test_files_in_bf16(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"attnres_block_size": 2},
-        {"use_l2warp": True},
         {"use_gv": True},
         {"use_gk": False},
         {"hidden_act": "powlu"},

@@ -202,6 +202,10 @@ def test_wrong_calls():
         layer(x, past_key_values=[])
     with batch_invariant(), pytest.raises(NotImplementedError, match="batch_invariant is not"):
         layer(x)
+    with pytest.raises(NotImplementedError, match="cp_context is not implemented for attention"):
+        layer(x, cp_context=object())
+    with pytest.raises(NotImplementedError, match="nested tensors are not supported"):
+        layer(torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged))
 
 
 @pytest.mark.cuda
