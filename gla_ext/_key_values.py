@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +66,13 @@ class KeyValues:
         """`function` of every tensor, which keeps or chooses sequences."""
         tensors = map(function, (self.keys, self.values, self.lengths))
         return KeyValues(*tensors, self.longest, self.even, self.window)
+
+    def snapshot(self) -> KeyValues:
+        """The same, for good: of a ring slots are written over, else those after the lengths."""
+        if self.window is not None:
+            return self.map(Tensor.clone)
+        tensors = (self.keys, self.values, self.lengths.clone())
+        return KeyValues(*tensors, self.longest, self.even, None)
 
     def reserve(self, count: int) -> bool:
         """Makes room for sequences of so many tokens; returns whether there was none, and the keys
@@ -179,3 +187,27 @@ def _put(old: Tensor, tokens: Tensor, index: Tensor, new: Tensor) -> Tensor:
         return chosen.where(new, 0)
     room = chosen.shape[1] - old.shape[1]
     return torch.where(new, chosen, F.pad(old, (0, 0, 0, 0, 0, room)) if room else old)
+
+
+def tensors_in(entry: dict[str, Any]) -> list[Tensor]:
+    """Those of a cache's entry."""
+    found: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    for value in entry.values():
+        map_tensors(keep, value)
+    return found
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`function` of a tensor, or of every tensor in a tuple, a list or keys and values; what else
+    there is stays.
+    """
+    if isinstance(value, KeyValues):
+        return value.map(function)
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(function, item) for item in value)
+    return function(value) if isinstance(value, Tensor) else value

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_ext._key_values import KeyValues
+from gla_ext._key_values import KeyValues, map_tensors, tensors_in
+from gla_ext._past import Past
 
 
 class GLACache:
@@ -41,6 +42,7 @@ class GLACache:
         self.lengths: list[int] = []
         self._pending: Tensor | None = None
         self._pending_at = 0
+        self.past: Past | None = None
 
     def __len__(self) -> int:
         return len(self.states)
@@ -115,7 +117,7 @@ class GLACache:
         """Empties the cache."""
         self.states.clear()
         self.lengths.clear()
-        self.pending = None
+        self.pending = self.past = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences named by indices, int64 `[N']`, in that order; repeats allowed."""
@@ -129,6 +131,35 @@ class GLACache:
         """Repeats every sequence `repeats` times, its copies next to each other."""
         self._map(lambda state: state.repeat_interleave(repeats, dim=0))
 
+    def activate_past_recording(self) -> None:
+        """Makes `crop` possible, for 64 tokens back: transformers' assisted decoding calls it.
+
+        Models of `gla_ext.hf` alone keep what it takes.
+        """
+        self.past = Past(self)
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.past is not None
+
+    def crop(self, count: int) -> None:
+        """Takes back the last tokens, so many below 0 of them, or all after the first count.
+
+        Raises:
+            NotImplementedError: without `activate_past_recording` before.
+            ValueError: for more tokens than are kept.
+        """
+        now = self.get_seq_length()
+        length = max(now + count, 0) if count <= 0 else count
+        if length >= now:
+            return
+        if self.past is None:
+            raise NotImplementedError(
+                "GLACache: crop is not implemented without activate_past_recording() before the "
+                "tokens that are to be taken back"
+            )
+        self.past.crop(self, length)
+
     def detach(self) -> None:
         """Cuts the states from the graph that made them, for truncated backpropagation."""
         self._map(torch.Tensor.detach)
@@ -136,9 +167,13 @@ class GLACache:
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         for entry in self.states:
             for key, value in entry.items():
-                entry[key] = _map_tensors(function, value)
+                entry[key] = map_tensors(function, value)
         if self._pending is not None:
             self._pending = function(self._pending)
+        if self.past is not None:
+            if self.past.behind:
+                raise NotImplementedError("GLACache: expected a forward call after crop, got none")
+            self.past = Past(self)  # no further back than this
 
 
 class StaticGLACache(GLACache):
@@ -182,7 +217,7 @@ class StaticGLACache(GLACache):
         entry, rows = self.states[layer_idx], self._rows
         if rows is None:
             return entry
-        return {key: _map_tensors(lambda x: x.index_select(0, rows), entry[key]) for key in entry}
+        return {key: map_tensors(lambda x: x.index_select(0, rows), entry[key]) for key in entry}
 
     @property
     def attention(self) -> list[KeyValues]:
@@ -251,7 +286,7 @@ class StaticGLACache(GLACache):
             kept.longest = self.longest
         with torch.inference_mode(False):
             for layer_idx, entry in enumerate(self):
-                copies = {key: _map_tensors(Tensor.clone, entry[key]) for key in entry}
+                copies = {key: map_tensors(Tensor.clone, entry[key]) for key in entry}
                 cache.update(layer_idx=layer_idx, **copies, offset=offset)
 
     @torch.no_grad()
@@ -273,7 +308,7 @@ class StaticGLACache(GLACache):
         entry = super().update(layer_idx=layer_idx, offset=0)
         for key, new in (("recurrent_state", recurrent_state), ("conv_state", conv_state)):
             if new is not None and entry[key] is None:
-                entry[key] = _map_tensors(self._buffer, new)
+                entry[key] = map_tensors(self._buffer, new)
             if new is not None:
                 self._write(entry[key], new)
         if attn_state is not None:
@@ -287,7 +322,7 @@ class StaticGLACache(GLACache):
         for entry in self.states:
             # Of keys and values without a length nothing is seen.
             kept = {"lengths": entry["attn_state"].lengths} if "attn_state" in entry else entry
-            for x in _tensors_in(kept):
+            for x in tensors_in(kept):
                 if rows is None:
                     x.zero_()
                 else:
@@ -295,7 +330,7 @@ class StaticGLACache(GLACache):
 
     def tensors(self) -> list[Tensor]:
         """Every buffer."""
-        return [x for entry in self.states for x in _tensors_in(entry)]
+        return [x for entry in self.states for x in tensors_in(entry)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Refused: rows may be at different tokens, and a CUDA graph counts none."""
@@ -353,26 +388,3 @@ class StaticGLACache(GLACache):
             buffer.copy_(new)
         else:
             buffer.index_copy_(0, self._rows, new.to(buffer.dtype))
-
-
-def _tensors_in(entry: dict[str, Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def keep(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    for value in entry.values():
-        _map_tensors(keep, value)
-    return found
-
-
-def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`function` of a tensor, or of every tensor in a tuple, a list or keys and values; what else
-    there is stays.
-    """
-    if isinstance(value, KeyValues):
-        return value.map(function)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map_tensors(function, item) for item in value)
-    return function(value) if isinstance(value, Tensor) else value

@@ -36,8 +36,7 @@ class GLAPreTrainedModel(PreTrainedModel):
     accepts_loss_kwargs = True
     _no_split_modules = ["AttentionResidualBlock", "GLABlock"]  # noqa: RUF012  transformers' attribute
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
-    # A recurrent state cannot be taken back to fewer tokens: no assisted decoding.
-    _is_stateful = True
+    _is_stateful = False  # a cache goes back to fewer tokens: see GLACache.crop
 
     def _init_weights(self, module: nn.Module) -> None:
         init_own_weights(module, self.config.initializer_range)
@@ -108,7 +107,6 @@ class GLAModel(GLAPreTrainedModel):
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
             past_key_values = GLACache()
-        recompute = self.gradient_checkpointing and self.training and past_key_values is None
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         slots = None
         if cu_seqlens is None:
@@ -124,28 +122,51 @@ class GLAModel(GLAPreTrainedModel):
             check_cache(past_key_values, len(x) if cu_seqlens is None else len(cu_seqlens) - 1)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        inputs: list[Tensor] | None = [] if output_hidden_states else None
-        x = blocks.run_blocks(
-            self.layers,
-            x,
-            attention_mask=attention_mask,
+        run = partial(
+            self._run_blocks,
+            keeps_inputs=output_hidden_states,
             past_key_values=past_key_values,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
             slots=slots,
             max_seqlen=x.shape[1] if slots is not None else max_length_q,
-            call=self._checkpointed if recompute else blocks.GLABlock.__call__,
-            inputs=inputs,
-            norm=self.norm,
-            residuals=blocks.residuals_of(self),
         )
+        past = getattr(past_key_values, "past", None)
+        if past is None:
+            x, *inputs = run(x, attention_mask)
+        elif cu_seqlens is not None or not use_cache:
+            raise NotImplementedError(
+                "GLAModel: packed sequences and use_cache = False are not implemented with a cache "
+                "that goes back (activate_past_recording), as that of assisted decoding"
+            )
+        else:
+            x, *inputs = past.run(past_key_values, x, attention_mask, run)
         output = BaseModelOutputWithPast(
             last_hidden_state=x,
-            hidden_states=None if inputs is None else (*inputs, x),
+            hidden_states=(*inputs, x) if output_hidden_states else None,
             **{CACHE: past_key_values},
         )
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
+
+    def _run_blocks(
+        self, x: Tensor, attention_mask: Tensor | None, keeps_inputs: bool, **options: Any
+    ) -> list[Tensor]:
+        """The output, and if they are wanted the inputs of all blocks."""
+        recompute = self.gradient_checkpointing and self.training
+        recompute = recompute and options["past_key_values"] is None
+        inputs: list[Tensor] | None = [] if keeps_inputs else None
+        x = blocks.run_blocks(
+            self.layers,
+            x,
+            attention_mask=attention_mask,
+            call=self._checkpointed if recompute else blocks.GLABlock.__call__,
+            inputs=inputs,
+            norm=self.norm,
+            residuals=blocks.residuals_of(self),
+            **options,
+        )
+        return [x, *(inputs or ())]
 
     def _checkpointed(self, block: blocks.GLABlock, *x: Tensor, **attn_args: Any) -> Any:
         run = in_mode_of_now(partial(block.__call__, **attn_args))

@@ -239,11 +239,6 @@ def test_the_cache_has_two_names():
         ours(ids[:, 8:], **{name: make_cache(ours, ids) for name in CACHES})
 
 
-def test_assisted_generation_is_refused():
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful"):
-        make_model().generate(make_ids(B=1, T=5), assistant_model=make_model(), **GREEDY)
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant):
     ours, ids = make_model().train(), make_ids(T=12)
