@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from os import PathLike
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from gla_ext.cache import GLACache
 from gla_ext.hf._cache import CACHE, check_cache, one_cache
 from gla_ext.hf._packing import one_row, starts_again
 from gla_ext.hf.configuration import GLAConfig
+from gla_ext.hf.custom_code import write_custom_code
 from gla_ext.hf.generation import GLAGenerationMixin
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.model import blocks
@@ -40,6 +42,11 @@ class GLAPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         init_own_weights(module, self.config.initializer_range)
+
+    def save_pretrained(self, save_directory: str | PathLike[str], **kwargs: Any) -> None:
+        """As transformers', with the file of `gla_ext.hf.add_custom_code` where it was called."""
+        super().save_pretrained(save_directory, **kwargs)
+        write_custom_code(self, save_directory)
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.base_model.embeddings

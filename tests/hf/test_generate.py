@@ -90,9 +90,9 @@ def test_prompt_tuning_puts_tokens_before_the_prompt():
     assert_close(tuned(ids).logits, base(inputs_embeds=whole).logits, 1e-6)
 
 
-def test_lora_on_a_convolution_is_refused_and_beside_one_it_runs():
+def test_lora_on_a_convolution_is_on_its_weight_and_beside_one_it_runs():
     lora = {"kind": "LoraConfig", "r": 4, "init_lora_weights": False}
-    with pytest.raises(TypeError, match="LoRA on it is not supported, leave q_conv1d, k_conv1d"):
+    with pytest.raises(TypeError, match="LoRA takes its weight, as target_parameters="):
         with_adapter(lora | {"target_modules": ["q_conv1d"], "r": 8}, use_short_conv=True)
     tuned = with_adapter(lora | {"target_modules": "all-linear"}, use_short_conv=True)
     ids = make_ids(T=12)
