@@ -123,6 +123,14 @@ class KeyValues:
         ]
         return KeyValues(*kept, lengths, most, even, self.window)
 
+    def expect_token(self) -> None:
+        """Makes room for `write_token`, and counts its token."""
+        if self.keys.is_inference() and not torch.is_inference_mode_enabled():
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+            self.lengths = self.lengths.clone()
+        self.longest += 1
+        self.reserve(self.longest)
+
     def write_token(self, k: Tensor, v: Tensor, waits: Tensor | None = None) -> None:
         """Writes one token of every sequence, for which there is room, where the tensors lie.
 
@@ -130,9 +138,6 @@ class KeyValues:
             k, v: `[N, 1, HK, D]`.
             waits: bool `[N]`, sequences that stay as they are. Default: None.
         """
-        if self.keys.is_inference() and not torch.is_inference_mode_enabled():
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-            self.lengths = self.lengths.clone()
         rows = torch.arange(len(self.lengths), device=k.device)
         slot = self.lengths if self.window is None else self.lengths % self.window
         for kept, new in ((self.keys, k[:, 0]), (self.values, v[:, 0])):
@@ -143,7 +148,6 @@ class KeyValues:
             self.lengths.add_(1)
         else:
             self.lengths.add_((~waits).to(torch.long))
-        self.longest += 1
 
     def in_order(
         self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, longest: int | None = None

@@ -197,6 +197,7 @@ class StaticGLACache(GLACache):
     """
 
     in_place = True
+    room = 0  # tokens that keys and values have room for from the start
 
     def __init__(self, batch_size: int, done: Tensor | None = None) -> None:
         super().__init__()
@@ -341,6 +342,10 @@ class StaticGLACache(GLACache):
         for x in self.tensors():
             x.copy_(x.index_select(0, indices.to(x.device)))
 
+    def activate_past_recording(self) -> None:
+        """Refused: states are written over."""
+        raise NotImplementedError("StaticGLACache: activate_past_recording is not implemented")
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refused: the number of rows is fixed."""
         raise NotImplementedError("StaticGLACache: batch_repeat_interleave is not implemented")
@@ -360,7 +365,7 @@ class StaticGLACache(GLACache):
             own = KeyValues.empty(new.keys, self.batch_size, new.window)
             own.even = False
             entry["attn_state"], self.attends = own, True
-        self.moves += own.reserve(new.longest)
+        self.moves += own.reserve(max(new.longest, self.room))
         own.longest = max(own.longest, new.longest)
         room = min(new.room, own.room)
         for name in ("keys", "values"):

@@ -10,6 +10,7 @@ from transformers.generation import GenerationMode
 
 from gla_ext.cache import GLACache
 from gla_ext.hf._cache import CACHE, one_cache
+from gla_ext.hf._static_cache import CompiledStepsCache
 
 
 class GLAGenerationMixin(GenerationMixin):
@@ -28,8 +29,16 @@ class GLAGenerationMixin(GenerationMixin):
         *args: Any,
     ) -> None:
         """Makes a cache where a prompt comes in chunks, for which `generate` wants one before the
-        first, and in assisted decoding one that goes back.
+        first, and in assisted decoding one that goes back; with cache_implementation='static' one
+        whose steps are compiled.
         """
+        if generation_config.cache_implementation == "static" and model_kwargs.get(CACHE) is None:
+            each = max(
+                generation_config.num_beams or 1, generation_config.num_return_sequences or 1
+            )
+            batch_size, max_length = args[:2]
+            model_kwargs[CACHE] = CompiledStepsCache(each * batch_size, max_length)
+            return
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, mode_or_assistant, *args
         )
@@ -95,6 +104,8 @@ class GLAGenerationMixin(GenerationMixin):
         # Without a mask nothing is packed; and what was generated is no padding. Of a prompt in
         # chunks transformers 4 tells a token by its position alone.
         T = next(iter(inputs.values())).shape[1]
+        if isinstance(past_key_values, CompiledStepsCache):
+            past_key_values.expect(T)
         if attention_mask is not None:
             of_prompt = kwargs.get("is_first_iteration", False) or position_ids is not None
             # Assistants are told that their own tokens are a prompt, whose pad tokens are padding.

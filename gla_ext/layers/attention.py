@@ -189,7 +189,7 @@ class Attention(nn.Module):
             if recorded or not use_cache:
                 past = past.with_tokens(k, v)
             else:
-                past.reserve(past.longest + 1)
+                past.expect_token()
                 past.write_token(k, v)
             lengths = None if past.even else past.lengths
             whole = lengths is not None and has_flash(q)
