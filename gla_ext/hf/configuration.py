@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from gla_ext.model import config
 from gla_ext.model.attention import Spec, read_attn
+from gla_ext.model.legacy import modern_options
 
 # Options of FLA's that do nothing there; gla_ext.model.config.GLAConfig.from_dict refuses them.
 _FLA_DEFAULTS: dict[str, Any] = {"use_gk": True, "use_gv": False}
@@ -33,6 +34,7 @@ class GLAConfig(PretrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012  transformers' attribute
 
     def __init__(self, **options: Any) -> None:
+        options = modern_options(options)
         values = {name: options.pop(name, default) for name, default in _DEFAULTS.items()}
         common = {name: values.pop(name) for name in _COMMON}
         for name, value in values.items():

@@ -10,6 +10,7 @@ from typing import Any
 from gla_ext.layers._options import typed
 from gla_ext.model.attention import Spec, attention_of, read_attn
 from gla_ext.model.files import write_text
+from gla_ext.model.legacy import modern_options
 
 # What a configuration file of FLA may ask for and would not get there either: the value that asks
 # for nothing, and why there is nothing to get.
@@ -174,13 +175,14 @@ class GLAConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> GLAConfig:
-        """Reads `to_dict`'s form, or a config.json that FLA wrote.
+        """Reads `to_dict`'s form, or a config.json that FLA wrote, also in 2024.
 
         Entries that are neither fields here nor known options of FLA are passed over.
 
         Raises:
             ValueError: for a model_type other than 'gla'.
-            NotImplementedError: for FLA's options use_gk and use_gv, which do nothing there.
+            NotImplementedError: for FLA's options use_gk and use_gv, which do nothing there, and
+                for share_conv_kernel, which it had until 2024.
         """
         if values.get("model_type", "gla") != "gla":
             raise ValueError(
@@ -191,6 +193,7 @@ class GLAConfig:
                 raise NotImplementedError(
                     f"GLAConfig: {name} = {values[name]!r} is not implemented: {why}"
                 )
+        values = modern_options(values)
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
