@@ -32,8 +32,8 @@ def modern_options(values: dict[str, Any]) -> dict[str, Any]:
     """
     if values.get("use_short_conv") and values.get("share_conv_kernel"):
         raise NotImplementedError(
-            "GLAConfig: share_conv_kernel = True with use_short_conv = True is not implemented: one "
-            "convolution before the maps to q, k and v, as FLA had it until July 2024"
+            "GLAConfig: share_conv_kernel = True with use_short_conv = True is not implemented, a "
+            "convolution before the maps to q, k and v that FLA had until July 2024"
         )
     if "num_heads" in values:  # others, as peft, may set num_attention_heads beside it
         return values
