@@ -19,7 +19,7 @@ from gla_ext import _C
 from gla_ext.fla import layers
 from gla_ext.fla.activations import needs_torch
 from gla_ext.layers import swiglu
-from gla_ext.model.attention_residuals import mix_by_weights
+from gla_ext.layers.attention_residuals import mix_by_weights
 from gla_ext.ops import chunk, recurrent
 
 __all__ = ["accelerate_fla", "is_accelerated", "restore_fla"]

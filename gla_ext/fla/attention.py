@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gla_ext._key_values import sequence_of
 from gla_ext.fla.activations import needs_torch
 from gla_ext.layers._attend import attend_last, attend_packed, attend_rows
-from gla_ext.layers.rotary import rotary_embedding
+from gla_ext.layers.attention import rotary_embedding
 
 
 def replacements() -> list[tuple[Any, str, Any]]:

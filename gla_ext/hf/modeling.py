@@ -16,11 +16,12 @@ from gla_ext.hf._packing import one_row, starts_again
 from gla_ext.hf.configuration import GLAConfig
 from gla_ext.hf.custom_code import write_custom_code
 from gla_ext.hf.generation import GLAGenerationMixin
+from gla_ext.layers.attention_residuals import ResidualQuery
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.model import blocks
 from gla_ext.model.causal_lm import check_logits_to_keep
 from gla_ext.model.loss import IGNORE_INDEX, head_and_loss
-from gla_ext.model.weights import ResidualQuery, init_own_weights
+from gla_ext.model.weights import init_own_weights
 from gla_ext.ops.chunk import in_mode_of_now
 
 

@@ -15,7 +15,6 @@ from gla_ext.layers._attend import attend_last, attend_packed, attend_rows, has_
 from gla_ext.layers._options import typed_options
 from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext.layers._projections import lay_side_by_side, project, split_heads
-from gla_ext.layers.rotary import rotary_embedding
 from gla_ext.ops._checks import check_tensors
 from gla_ext.ops._tracing import can_be_read
 from gla_ext.ops.chunk import is_batch_invariant
@@ -231,6 +230,32 @@ class Attention(nn.Module):
         lay_side_by_side([self.q_proj, self.k_proj, self.v_proj])
 
 
+def rotary_embedding(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
+    """Rotary position embeddings (Su et al., 2021, arXiv:2104.09864).
+
+    Channel i of a head's first half and channel i of its second half are turned, as one complex
+    number, by the angle `position * theta ** (-2 i / D)`.
+
+    Angles are fp32, fp64 for fp64 inputs; the result is rounded once.
+
+    Args:
+        x: `[..., T, H, D]`, D even.
+        positions: `[T]`, or any shape that fits x's before H.
+        theta: base of the frequencies. Default: 10000.
+
+    Returns:
+        As x.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    half = x.shape[-1] // 2
+    channels = torch.arange(half, device=x.device, dtype=dtype)
+    frequencies = theta ** (channels * (-1 / half))  # [D / 2]
+    angles = (positions.to(dtype).unsqueeze(-1) * frequencies).unsqueeze(-2)  # [.., T, 1, D / 2]
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
 def _positions(
     T: int, cu_seqlens: Tensor | None, past: KeyValues | None, device: torch.device
 ) -> Tensor:
@@ -268,4 +293,4 @@ def _check(
         raise ValueError(f"{prefix} expected rope_theta to be above 0, got {rope_theta}")
 
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "rotary_embedding"]

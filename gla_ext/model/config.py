@@ -73,7 +73,7 @@ class GLAConfig:
             it. Default: False.
         vocab_size: number of tokens. Default: 32000.
         attnres_block_size: layers read a learned mix of earlier ones, see
-            `gla_ext.model.attention_residuals`: of sums of so many layers, 1 or an even number.
+            `gla_ext.layers.attention_residuals`: of sums of so many layers, 1 or an even number.
             Default: None (each reads the sum of all).
 
     Raises:

@@ -2,19 +2,8 @@
 
 from torch import nn
 
+from gla_ext.layers.attention_residuals import ResidualQuery
 from gla_ext.layers.norms import RMSNorm
-
-
-class ResidualQuery(nn.Linear):
-    """The query of `gla_ext.model.attention_residuals`, a weight `[1, hidden_size]`; 0 at first,
-    when all sources count alike.
-
-    Args:
-        hidden_size: its width.
-    """
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size, 1, bias=False)
 
 
 def init_weights(module: nn.Module, std: float) -> None:

@@ -15,13 +15,12 @@ from hf_models import make_model
 from gla_ext import hf
 
 LOAD = """
-import os
 import sys
 
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-folder, again = os.environ["FOLDER"], os.environ["AGAIN"]
+folder, again = FOLDERS
 assert "gla_ext" not in sys.modules
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 print(type(model).__module__.split(".")[0], type(model).__mro__[1].__module__)
@@ -37,9 +36,9 @@ def test_custom_code_is_found_by_trust_remote_code_alone(tmp_path):
     model.save_pretrained(tmp_path / "model")
     names = {"config.json", "generation_config.json", "model.safetensors", "modeling_gla_ext.py"}
     assert set(os.listdir(tmp_path / "model")) == names
-    places = {"FOLDER": "model", "AGAIN": "again", "HF_MODULES_CACHE": "modules"}
-    environment = {name: str(tmp_path / place) for name, place in places.items()}
-    output = run_python(LOAD, **environment, HF_HUB_OFFLINE="1").splitlines()
+    code = LOAD.replace("FOLDERS", repr([str(tmp_path / name) for name in ("model", "again")]))
+    modules = str(tmp_path / "modules")
+    output = run_python(code, HF_MODULES_CACHE=modules, HF_HUB_OFFLINE="1").splitlines()
     assert output[0] == "transformers_modules gla_ext.hf.modeling"
     expected = model(torch.arange(12).view(1, 12)).logits.double().sum().item()
     assert float(output[1]) == expected

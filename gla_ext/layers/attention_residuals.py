@@ -10,7 +10,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gla_ext.layers.norms import RMSNorm
-from gla_ext.model.weights import ResidualQuery
+
+
+class ResidualQuery(nn.Linear):
+    """The query of `mix_residuals`, a weight `[1, hidden_size]`; 0 at first,
+    when all sources count alike.
+
+    Args:
+        hidden_size: its width.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1, bias=False)
 
 
 def mix_residuals(
