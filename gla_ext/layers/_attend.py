@@ -21,6 +21,7 @@ _QUERIES = 512  # that share a mask, where keys outside a window are left out
 _MASKED_QUERIES = 1024  # of a packed row whose mask is there at once
 _MOST_CHANNELS = 256  # of a head in torch's flash kernels
 _KEYS_A_SPLIT = 1024  # that one block of a GPU reads, where a row has one query
+_flash_forward = torch.ops.aten._flash_attention_forward.default
 _TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -213,33 +214,35 @@ def _split(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     and heads to fill a GPU. Blocks past a row's keys do nothing, so the time follows the lengths.
     """
     N, L, HK, D = k.shape
-    splits = L // _KEYS_A_SPLIT
+    splits, groups = L // _KEYS_A_SPLIT, q.shape[2] // HK
     start = torch.arange(splits, device=q.device) * _KEYS_A_SPLIT
     used = (lengths.unsqueeze(1) - start).clamp(0, _KEYS_A_SPLIT)  # [N, S]
     # Rows of the buffer may be longer than L: where a split starts is told in its tokens.
     row = k.stride(0) // k.stride(1)
     rows = torch.arange(N, device=q.device).unsqueeze(1) * row
-    offsets = F.pad((rows + start).flatten(), (0, 1), value=N * row).to(torch.int32)
-    queries = torch.arange(N * splits + 1, device=q.device, dtype=torch.int32)
+    offsets = F.pad((rows + start).flatten(), (0, 1), value=N * row)
     size, stride = (N * row, HK, D), k.stride()[1:]
-    keys, values = (x.as_strided(size, stride, x.storage_offset()) for x in (k, v))
-    o, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q.expand(N, splits, -1, -1).flatten(0, 1),
-        keys,
-        values,
-        queries,
-        offsets,
-        1,
+    # The heads that share keys are the queries of a sequence: a block reads these once.
+    q = q.view(N, 1, HK, groups, D).transpose(2, 3).expand(N, splits, groups, HK, D)
+    queries = torch.arange(N * splits + 1, device=q.device) * groups
+    o, lse, *_ = _flash_forward(
+        q.flatten(0, 2),
+        *(x.as_strided(size, stride, x.storage_offset()) for x in (k, v)),
+        queries.to(torch.int32),
+        offsets.to(torch.int32),
+        groups,
         _KEYS_A_SPLIT,
         0.0,
         False,
         False,
         seqused_k=used.flatten().to(torch.int32),
     )
-    o = o.unflatten(0, (N, splits))  # [N, S, H, D]
-    lse = lse.T.unflatten(0, (N, splits)).masked_fill(used.unsqueeze(-1) == 0, -torch.inf)
+    o = o.view(N, splits, groups, HK, D).transpose(2, 3)  # [N, S, HK, G, D]
+    lse = lse.T.view(N, splits, groups, HK).transpose(2, 3)
+    none = (used == 0)[:, :, None, None]
+    lse = lse.masked_fill(none, -torch.inf)
     # A row without a key has no greatest one.
     weight = (lse - lse.amax(1, keepdim=True).clamp_min(torch.finfo(lse.dtype).min)).exp()
     weight = weight / weight.sum(1, keepdim=True).clamp_min(1e-30)
-    o = o.where(used[..., None, None] > 0, 0)
-    return (o * weight.unsqueeze(-1)).sum(1, keepdim=True).to(q.dtype)
+    o = o.masked_fill(none.unsqueeze(-1), 0) * weight.unsqueeze(-1)
+    return o.sum(1).view(N, 1, HK * groups, D).to(k.dtype)

@@ -247,13 +247,14 @@ def rotary_embedding(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Te
         As x.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    half = x.shape[-1] // 2
-    channels = torch.arange(half, device=x.device, dtype=dtype)
-    frequencies = theta ** (channels * (-1 / half))  # [D / 2]
+    D = x.shape[-1]
+    channels = torch.arange(D // 2, device=x.device, dtype=dtype)
+    frequencies = theta ** (channels * (-2 / D))  # [D / 2]
     angles = (positions.to(dtype).unsqueeze(-1) * frequencies).unsqueeze(-2)  # [.., T, 1, D / 2]
     cos, sin = angles.cos(), angles.sin()
     a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    turned = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
+    return torch.cat([half.to(x.dtype) for half in turned], -1)
 
 
 def _positions(
