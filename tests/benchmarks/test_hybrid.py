@@ -1,9 +1,12 @@
 """`benchmarks/bench_hybrid.py` at tiny sizes; this needs no GPU."""
 
+import gc
+
 import bench_hybrid
 import pytest
 import torch
 from models import TINY
+from parts import bench_model
 from shared.gate import WrongResults
 
 SIZES = bench_hybrid.Sizes(
@@ -22,6 +25,9 @@ def no_cuda(monkeypatch):
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # slow among the objects of other tests
+    monkeypatch.setattr(bench_model, "WARMUP", 1)
+    monkeypatch.setattr(bench_model, "STEPS", 2)
     monkeypatch.setattr(bench_hybrid, "WINDOW", 16)
     monkeypatch.setattr(bench_hybrid, "HEADS", 4)
 

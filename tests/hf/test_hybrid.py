@@ -20,6 +20,12 @@ ATTN = [
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
+@pytest.fixture(autouse=True)
+def registered():
+    """FLA, where another test has imported it, has registered its own classes."""
+    hf.register()
+
+
 def make_hybrid(**options):
     return make_model(num_hidden_layers=3, attn=ATTN, **options)
 

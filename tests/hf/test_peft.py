@@ -15,6 +15,12 @@ from gla_ext import hf
 HYBRID = {"attn": {"layers": [1], "num_heads": 2, "qkv_bias": True}, "use_short_conv": True}
 
 
+@pytest.fixture(autouse=True)
+def registered():
+    """FLA, where another test has imported it, has registered its own classes."""
+    hf.register()
+
+
 @pytest.fixture
 def peft():
     return pytest.importorskip("peft")

@@ -11,8 +11,8 @@ from gla_ext.model import GLAConfig
 SIZES = (1, 2, 4, 8)
 
 
-def make_residual(size, **options):
-    model = make_model(num_hidden_layers=4, attnres_block_size=size, **options)
+def make_residual(size, num_hidden_layers=4, **options):
+    model = make_model(num_hidden_layers=num_hidden_layers, attnres_block_size=size, **options)
     for name, parameter in model.named_parameters():
         if "res_" in name:
             torch.nn.init.normal_(parameter)
@@ -92,7 +92,7 @@ def test_attention_residuals_decode_and_pad():
 
 def test_attention_residuals_compile_whole():
     torch._dynamo.reset()
-    model, ids = make_residual(2, dtype=torch.float64).train(), make_ids(T=20)
+    model, ids = make_residual(2, 2, dtype=torch.float64).train(), make_ids(T=20)
     found = []
     for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         model.zero_grad()

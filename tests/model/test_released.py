@@ -2,17 +2,15 @@
 our own; and those of 2024, converted."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
-from common import ROOT
 from models import make_ids, make_model
 from safetensors.torch import load_file, save_file
 
 from gla_ext.model import GLAConfig, GLAForCausalLM
-from gla_ext.model.convert import convert
+from gla_ext.model.convert import convert, main
 from gla_ext.model.tensors import model_tensors
 
 # legacy/training/configs of FLA's repository: gla_340M.json, and gla_1B.json, which the models
@@ -170,11 +168,11 @@ def test_what_cannot_be_converted(tmp_path):
         convert(tmp_path / "old", tmp_path / "new")
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, monkeypatch):
     tensors = old_names(model_tensors(make_model()), False)
     write_old(tmp_path / "old", RELEASED | SMALL, tensors)
     folders = [str(tmp_path / name) for name in ("old", "new")]
-    command = [sys.executable, "-m", "gla_ext.model.convert", *folders]
-    subprocess.run(command, cwd=ROOT, check=True)
+    monkeypatch.setattr(sys, "argv", ["convert", *folders])
+    main()
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert config["intermediate_size"] == 24
