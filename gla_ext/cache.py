@@ -198,6 +198,7 @@ class StaticGLACache(GLACache):
 
     in_place = True
     room = 0  # tokens that keys and values have room for from the start
+    counts = True  # False where who decodes counts tokens and makes room
 
     def __init__(self, batch_size: int, done: Tensor | None = None) -> None:
         super().__init__()
@@ -225,16 +226,20 @@ class StaticGLACache(GLACache):
         """What every attention layer keeps."""
         return [entry["attn_state"] for entry in self.states if "attn_state" in entry]
 
+    def expect_token(self, kept: KeyValues) -> None:
+        """Makes room for a step's keys and values, unless that is done elsewhere."""
+        if self.counts:
+            kept.longest += 1
+            self.moves += kept.reserve(kept.longest)
+
     def reserve(self, count: int) -> None:
         """Makes room for rows of so many tokens, in powers of two."""
         moved = [kept.reserve(count) for kept in self.attention]
         self.moves += any(moved)
 
-    def count_longest(self) -> int:
-        """Sets `longest` to the length of the longest row, which it waits for, and returns it."""
-        lengths = [kept.lengths.max() for kept in self.attention[:1]]
-        self.longest = max((int(length) for length in lengths), default=0)
-        return self.longest
+    def count_longest(self) -> None:
+        """Sets `longest` to the length of the longest row, which it waits for."""
+        self.longest = max((int(kept.lengths.max()) for kept in self.attention[:1]), default=0)
 
     @property
     def slots(self) -> Tensor | None:

@@ -42,6 +42,7 @@ class DecodeLoop:
             self.tokens = torch.zeros(batch_size, dtype=torch.long, device=device)
             self.done = torch.zeros(batch_size, dtype=torch.bool, device=device)
             self.cache = StaticGLACache(batch_size, self.done)
+            self.cache.counts = False
             vocab_size = model.config.vocab_size
             self.ends = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.temperature = torch.ones((), dtype=torch.float32, device=device)

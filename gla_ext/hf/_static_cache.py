@@ -16,6 +16,7 @@ class CompiledStepsCache(StaticGLACache):
     """
 
     is_compileable = True
+    counts = False
 
     def __init__(self, batch_size: int, max_length: int) -> None:
         super().__init__(batch_size)

@@ -181,6 +181,7 @@ class Attention(nn.Module):
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, past.keys))
         slots = cache.slots if cache.in_place else None
         if cache.in_place:
+            cache.expect_token(past)
             past.write_token(k, v, None if slots is None else slots < 0)
             seen = past.room if cache.bucket is None else min(cache.bucket, past.room)
             lengths: Tensor | None = past.lengths

@@ -1,5 +1,6 @@
 """`Attention`, the layer of hybrid models, against its definition in fp64."""
 
+import copy
 import itertools
 
 import pytest
@@ -9,7 +10,7 @@ from common import assert_close
 from models import make_x
 
 from gla_ext import batch_invariant
-from gla_ext.cache import GLACache
+from gla_ext.cache import GLACache, StaticGLACache
 from gla_ext.layers.attention import Attention
 
 OPTIONS = [
@@ -142,6 +143,36 @@ def test_pieces_of_rows_of_several_lengths():
         own, options = x[:, start:stop], {"past_key_values": cache, "use_cache": True}
         parts.append(layer(own, attention_mask=mask[:, :stop], **options)[0])
     assert_close(torch.cat(parts, 1), expected, 1e-12)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+@torch.no_grad()
+def test_a_static_cache_in_hand(options):
+    """By steps and pieces, past 256 tokens, of the caller's own."""
+    layer, x = make_attention(layer_idx=0, **options), make_x(T=300)
+    expected, cache, parts = layer(x)[0], StaticGLACache(2), []
+    for piece in x.split([100, 1, 1, 100, *[1] * 58, 30, *[1] * 10], 1):
+        parts.append(layer(piece, past_key_values=cache, use_cache=True)[0])
+    assert_close(torch.cat(parts, 1), expected, 1e-12)
+
+
+@torch.no_grad()
+def test_sharded_heads():
+    layer = make_attention(layer_idx=0, hidden_size=32, num_heads=4, num_kv_heads=2, qkv_bias=True)
+    x = torch.cat([make_x(), make_x(seed=2)], -1)[..., :32]
+    ranks = []
+    for rank in range(2):
+        ranks.append(copy.deepcopy(layer))
+        for name, parameter in ranks[-1].named_parameters():
+            part = parameter.chunk(2, 1 if name == "o_proj.weight" else 0)[rank]
+            parameter.data = part.clone()
+    caches = [GLACache(), GLACache()]
+    for piece, expected in zip(
+        x.split([50, 1, 19], 1), layer(x)[0].split([50, 1, 19], 1), strict=True
+    ):
+        pairs = zip(ranks, caches, strict=True)
+        found = [one(piece, past_key_values=own, use_cache=True)[0] for one, own in pairs]
+        assert_close(sum(found), expected, 1e-12)
 
 
 def test_memory_follows_the_length():
