@@ -135,3 +135,16 @@ def test_a_static_cache_does_not_go_back():
     options = GREEDY | {"cache_implementation": "static", "prompt_lookup_num_tokens": 3}
     with pytest.raises(NotImplementedError, match="activate_past_recording is not implemented"):
         make_model().generate(make_ids(B=1, T=12), **options)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("model", STATIC)
+def test_a_static_cache_on_cuda(model):
+    """By inductor and CUDA graphs, as transformers compiles there by itself."""
+    torch._dynamo.reset()
+    ours = make_model(hidden_size=64, intermediate_size=96, **STATIC[model]).cuda()
+    ids, options = make_ids(T=12).cuda(), GREEDY | {"attention_mask": PADDED.cuda()}
+    expected = ours.generate(ids, **options)
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(ours.generate(ids, cache_implementation="static", **options), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
