@@ -3,6 +3,9 @@
 q is `[.., H, D]`, k and v are `[.., HK, D]`, head h of q reads head `h // (H // HK)`. The last
 query of a sequence sees its last key; with a window W a query sees W keys, its own the last of
 them. Scores are scaled by `D ** -0.5`.
+
+On a GPU, bf16 and fp16 with a window or offsets go to torch's flash kernels for sequences of
+several lengths, which know both. FlexAttention would need a compilation for the same.
 """
 
 from __future__ import annotations
