@@ -11,6 +11,7 @@ several lengths, which know both. FlexAttention would need a compilation for the
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -84,9 +85,14 @@ def attend_packed(
 
     Returns:
         `[TQ, H, D]`, 0 for queries of no sequence.
+
+    Raises:
+        ValueError: on a CPU, for offsets that decrease or leave 0 to TQ.
     """
     if can_be_read(cu_q) and cu_q.device.type == "cpu":
-        return _one_by_one(q, k, v, cu_q.tolist(), cu_k.tolist(), window)
+        offsets = cu_q.tolist()
+        _check_offsets(offsets, q.shape[0])
+        return _one_by_one(q, k, v, offsets, cu_k.tolist(), window)
     mine, of_keys = _of_a_sequence(q, cu_q), _of_a_sequence(k, cu_k)
     # Kernels leave what is of no sequence unwritten, gradients too.
     q = q.where(mine, 0)
@@ -166,6 +172,13 @@ def _banded(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         mask = _band(stop - start, before + stop - first, before + start - first, window, q.device)
         parts.append(_sdpa(q[:, start:stop], k[:, own], v[:, own], mask))
     return torch.cat(parts, 1) if parts else q
+
+
+def _check_offsets(offsets: list[int], T: int) -> None:
+    if offsets[0] < 0 or offsets[-1] > T or any(a > b for a, b in itertools.pairwise(offsets)):
+        raise ValueError(
+            f"Attention: expected cu_seqlens not to decrease, from 0 to at most {T}, got {offsets}"
+        )
 
 
 def _one_by_one(

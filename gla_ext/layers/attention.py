@@ -101,9 +101,9 @@ class Attention(nn.Module):
 
         Raises:
             ValueError: for shapes that do not fit, a mask of other numbers than 0 and 1, or
-                past_key_values without layer_idx.
-            TypeError: for inputs, an attention_mask or cu_seqlens that are no tensors, and for a
-                cache that keeps no keys and values.
+                past_key_values without layer_idx; on a CPU for offsets that do not fit.
+            TypeError: for inputs, an attention_mask or cu_seqlens that are no tensors, other
+                dtypes of cu_seqlens, and for a cache that keeps no keys and values.
             NotImplementedError: nested tensors, `cp_context`, and inside `batch_invariant`.
         """
         cu_seqlens, longest = kwargs.get("cu_seqlens"), kwargs.get("max_seqlen")
@@ -116,6 +116,8 @@ class Attention(nn.Module):
             )
         self._check_call(hidden_states, past_key_values)
         B, T, _ = hidden_states.shape
+        if cu_seqlens is not None:
+            _check_offsets(cu_seqlens, B)
         slots = None
         if cu_seqlens is None and attention_mask is not None:
             valid, longest = valid_tokens(attention_mask, B, T), T
@@ -256,6 +258,20 @@ def rotary_embedding(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Te
     a, b = x.chunk(2, -1)
     turned = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
     return torch.cat([half.to(x.dtype) for half in turned], -1)
+
+
+def _check_offsets(cu_seqlens: Tensor, B: int) -> None:
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            "Attention: expected cu_seqlens to be torch.int32 or torch.int64, got "
+            f"{cu_seqlens.dtype}"
+        )
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(
+            f"Attention: expected cu_seqlens to have shape [N + 1], got {list(cu_seqlens.shape)}"
+        )
+    if B != 1:
+        raise ValueError(f"Attention: expected a batch of one beside cu_seqlens, got B = {B}")
 
 
 def _positions(

@@ -239,6 +239,23 @@ def test_wrong_calls():
         layer(torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged))
 
 
+@pytest.mark.parametrize(
+    ("offsets", "error", "message"),
+    [
+        ([0, 5, 3], ValueError, r"not to decrease, from 0 to at most 8, got \[0, 5, 3\]"),
+        ([0, 9], ValueError, "at most 8, got"),
+        ([-1, 8], ValueError, "from 0 to at most 8"),
+        ([[0, 8]], ValueError, r"cu_seqlens to have shape \[N \+ 1\], got \[1, 2\]"),
+        ([0.0, 8.0], TypeError, "to be torch.int32 or torch.int64, got torch.float32"),
+    ],
+)
+def test_wrong_offsets(offsets, error, message):
+    with pytest.raises(error, match=message):
+        make_attention()(make_x(B=1, T=8), cu_seqlens=torch.tensor(offsets))
+    with pytest.raises(ValueError, match="a batch of one beside cu_seqlens, got B = 2"):
+        make_attention()(make_x(T=8), cu_seqlens=torch.tensor([0, 8]))
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("cu_seqlens", [None, OFFSETS], ids=["rows", "packed"])
