@@ -156,8 +156,11 @@ class Attention(nn.Module):
                 longest = int(cu_seqlens.diff().max())  # there is room for as many in each row
         positions = _positions(T, cu_seqlens, past, q.device)
         q, k = (rotary_embedding(x, positions, self.rope_theta) for x in (q, k))
+        dtype = q.dtype
+        if past is not None:  # another one where autocast was on before and is off now
+            q, k, v = (x.to(past.keys.dtype) for x in (q, k, v))
         if past is not None and T == 1 and cu_seqlens is None:
-            return self._decode(q, k, v, past, cache, use_cache)
+            return self._decode(q, k, v, past, cache, use_cache).to(dtype)
         if past is not None:
             keys, values, *offsets = past.in_order(k, v, cu_seqlens, longest)
             o = attend_packed(q.flatten(0, 1), keys, values, *offsets, window=window)
@@ -174,17 +177,16 @@ class Attention(nn.Module):
                 past = KeyValues.empty(k, N, window)
             kept = past.with_tokens(k, v, cu_seqlens, longest)
             cache.update(layer_idx=self.layer_idx, attn_state=kept, offset=T)
-        return o
+        return o.to(dtype)
 
     def _decode(
         self, q: Tensor, k: Tensor, v: Tensor, past: KeyValues, cache: Any, use_cache: bool
     ) -> Tensor:
         """One token of every row, after those that are kept."""
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, past.keys))
-        slots = cache.slots if cache.in_place else None
-        if cache.in_place:
+        if cache.in_place and use_cache:
             cache.expect_token(past)
-            past.write_token(k, v, None if slots is None else slots < 0)
+            past.write_token(k, v, None if cache.slots is None else cache.slots < 0)
             seen = past.room if cache.bucket is None else min(cache.bucket, past.room)
             lengths: Tensor | None = past.lengths
         else:

@@ -153,6 +153,8 @@ def test_a_static_cache_in_hand(options):
     expected, cache, parts = layer(x)[0], StaticGLACache(2), []
     for piece in x.split([100, 1, 1, 100, *[1] * 58, 30, *[1] * 10], 1):
         parts.append(layer(piece, past_key_values=cache, use_cache=True)[0])
+        if piece.shape[1] == 1:
+            layer(piece, past_key_values=cache)  # which stores nothing
     assert_close(torch.cat(parts, 1), expected, 1e-12)
 
 
@@ -194,6 +196,19 @@ def test_inference_mode_and_outside():
     with torch.no_grad():
         parts = [layer(x[:, t : t + 1], past_key_values=cache, use_cache=True)[0] for t in (10, 11)]
     assert_close(torch.cat(parts, 1), layer(x)[0][:, 10:12], 1e-12)
+
+
+@torch.no_grad()
+def test_autocast_before_and_not_now():
+    layer, x, cache = make_attention(torch.float32, layer_idx=0), make_x(T=20).float(), GLACache()
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x[:, :10], past_key_values=cache, use_cache=True)
+    for piece, expected in zip(
+        x[:, 10:].split([1, 9], 1), layer(x)[0][:, 10:].split([1, 9], 1), strict=True
+    ):
+        o = layer(piece, past_key_values=cache, use_cache=True)[0]
+        assert o.dtype == torch.float32
+        assert_close(o, expected, 0.02)
 
 
 def test_one_product_in_training_and_side_by_side():
