@@ -36,8 +36,8 @@ class ShortConvolution(nn.Conv1d):
         if len(args) > 3:
             raise TypeError(
                 "ShortConvolution: expected hidden_size, kernel_size and bias, got "
-                f"{len(args)} positional arguments; LoRA on it is not supported, leave q_conv1d, "
-                "k_conv1d and v_conv1d out of its target_modules"
+                f"{len(args)} positional arguments; LoRA takes its weight, as "
+                "target_parameters=['q_conv1d.weight'], and not the module as target_modules"
             )
         return super().__new__(cls)
 

@@ -12,6 +12,9 @@ from gla_ext.layers._projections import is_plain
 from gla_ext.losses import IGNORE_INDEX, cross_entropy_loss, fused_linear_cross_entropy_loss
 from gla_ext.ops._checks import check_tensors
 
+L2_WARP = 1e-4  # FLA's l2_penalty_factor
+_TOKENS_AT_ONCE = 2048
+
 
 def head_and_loss(
     head: nn.Module,
@@ -29,7 +32,11 @@ def head_and_loss(
     if config.fuse_linear_cross_entropy and is_plain(head, biased=True):
         targets = _targets(labels, x, cu_seqlens)
         total = linear_cross_entropy(x.flatten(0, 1), targets, head.weight, head.bias)
-        return total / _count(targets, num_items_in_batch), None
+        loss = total / _count(targets, num_items_in_batch)
+        if config.use_l2warp:
+            greatest = _greatest_logits(x.flatten(0, 1), head.weight, head.bias)
+            loss = loss + _l2_warp(greatest, num_items_in_batch)
+        return loss, None
     logits = head(x)
     loss = next_token_loss(
         logits,
@@ -39,7 +46,33 @@ def head_and_loss(
         fuse_cross_entropy=config.fuse_cross_entropy or config.fuse_linear_cross_entropy,
         inplace_backward=training,
     )
+    if config.use_l2warp:
+        loss = loss + _l2_warp(logits.max(-1).values, num_items_in_batch)
     return loss, None if config.fuse_linear_cross_entropy else logits
+
+
+def _l2_warp(greatest: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """0, with the gradient `1e-4 / N` times it to each of the N greatest logits, as FLA's l2_warp.
+
+    FLA divides it by num_items_in_batch too, where that divides the loss.
+    """
+    wide = greatest.to(torch.promote_types(greatest.dtype, torch.float32))
+    half = wide.square().sum() * (0.5 * L2_WARP / max(wide.numel(), 1))
+    if num_items_in_batch is not None:
+        half = half / num_items_in_batch
+    return half - half.detach()
+
+
+def _greatest_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Of each token of x `[N, D]`, in fp32 `[N]`, without all logits at once: which one it is takes
+    a product more, some tokens at a time.
+    """
+    with torch.no_grad():
+        parts = [F.linear(part, weight, bias).argmax(-1) for part in x.split(_TOKENS_AT_ONCE)]
+        index = torch.cat(parts)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    greatest = (x.to(dtype) * F.embedding(index, weight).to(dtype)).sum(-1)
+    return greatest if bias is None else greatest + bias[index].to(dtype)
 
 
 def next_token_loss(
