@@ -5,18 +5,25 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-_SKIPPED = frozenset(("footer", "head", "header", "nav", "script", "style"))
-_SKIPPED_CLASSES = frozenset(
-    ("docnav", "footer", "navfooter", "navheader", "navsetbottom", "navsettop", "related")
-    + ("sphinxsidebar", "toc", "tocset")
-)
-_BLOCKS = frozenset(
-    ("blockquote", "br", "dd", "div", "dt", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol")
-    + ("p", "pre", "section", "table", "td", "th", "tr", "ul")
-)
-_VOID = frozenset(
-    ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "wbr")
-)
+_SKIPPED = {"footer", "head", "header", "nav", "script", "style"}
+_SKIPPED_CLASSES = {"docnav", "footer", "navfooter", "navheader", "navsetbottom", "navsettop"}
+_SKIPPED_CLASSES |= {"related", "sphinxsidebar", "toc", "tocset"}
+_BLOCKS = {"blockquote", "br", "dd", "div", "dt", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li"}
+_BLOCKS |= {"ol", "p", "pre", "section", "table", "td", "th", "tr", "ul"}
+_VOID = {
+    "area",
+    "base",
+    "br",
+    "col",
+    "embed",
+    "hr",
+    "img",
+    "input",
+    "link",
+    "meta",
+    "source",
+    "wbr",
+}
 
 
 def plain_text(html: str) -> str:
