@@ -1,4 +1,4 @@
-"""Training on text: bits a byte of the held-out documents, and the loss by position in long ones."""
+"""Training on text: bits a byte of held-out documents, and the loss by position in long ones."""
 
 from __future__ import annotations
 

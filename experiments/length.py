@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -87,7 +88,7 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
         edges = [0, n // 8, n // 4, n // 2, n]
         cells = [
             f"{statistics.fmean(b for part in parts for b in part[a:e]):.3f}" if e > a else ""
-            for a, e in zip(edges, edges[1:], strict=False)
+            for a, e in itertools.pairwise(edges)
         ]
         rows.append([name, length, *cells, str(len(curves))])
     head = ["model", "trained at", "first 8th", "second 8th", "second quarter", "second half"]

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from experiments import borrowed
 from experiments.models import make_model
 from experiments.runs import Run
 from gla_ext.config import GLAConfig
-from gla_ext.model import GLAForCausalLM
 from gla_ext.trainer import Settings, Trainer
 
 VOCAB_SIZE = 8192
@@ -110,9 +110,11 @@ class RecallTrainer(Trainer):
 
         return batches, corpus.examples(TEST_EXAMPLES, _TEST_SEED, self.device)
 
-    def make_model(self) -> GLAForCausalLM:
+    def make_model(self) -> nn.Module:
         """Two blocks without an MLP, as Zoology's."""
         run = self.run
+        if run.layer in borrowed.NAMES:
+            return borrowed.Borrowed(run.layer, run.width, run.layers, VOCAB_SIZE, run.seq_len)
         config = GLAConfig(
             hidden_size=run.width,
             num_hidden_layers=run.layers,

@@ -128,7 +128,10 @@ class Session:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line: 0, or 1 if runs failed, or 2 if it could not start."""
     options = _command_line().parse_args(argv)
+    options.only = options.only or list(EXPERIMENTS)
     try:
+        if unknown := set(options.only) - set(EXPERIMENTS):
+            raise ValueError(f"expected experiments of {', '.join(EXPERIMENTS)}, got {unknown}")
         options.device = default_device() if options.device == "auto" else options.device
         check_device(options.device)
         results = Results({RESULTS, options.out})
@@ -160,7 +163,7 @@ def _command_line() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     names, default = list(EXPERIMENTS), "default: %(default)s"
-    add("only", nargs="*", choices=[*names, []], help=f"experiments, in this order: {names}")
+    add("only", nargs="*", metavar="EXPERIMENT", help=f"in this order, of {names}; default: all")
     add("--scale", choices=("tiny", "full"), default="full", help=default)
     add("--minutes", type=float, default=8.0, help=f"ends after so many; {default}")
     add("--jobs", type=int, default=4, help=f"runs at a time, if they are small; {default}")
@@ -168,7 +171,6 @@ def _command_line() -> argparse.ArgumentParser:
     add("--text", type=Path, default=PACK, help=f"what experiments.text packed; {default}")
     add("--out", type=Path, default=RESULTS, help=f"folder for new results; {default}")
     add("--list", action="store_true", help="only say what is to be done, and for how long")
-    parser.set_defaults(only=names)
     return parser
 
 
