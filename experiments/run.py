@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from experiments import ablations, length, mqar, value_gates
+from experiments.mqar import SLOW_LAYERS
 from experiments.perform import Worker, text_digest
 from experiments.runs import RESULTS, Result, Results, Run, keep
 from experiments.text import PACK
@@ -56,6 +57,8 @@ def estimated_seconds(run: Run, results: Results) -> float:
     alike = [r.details["seconds"] for r in results if kind(r.run) == kind(run)]
     if alike:
         return max(statistics.median(alike), alike[-1])
+    if run.layer in SLOW_LAYERS:
+        return 10 + 1.2e-3 * run.steps * run.seq_len  # a loop over tokens
     tokens_per_second = 1e6 if run.task == "text" else 3e6
     return 10 + run.tokens / tokens_per_second * (1.5 if "value" in run.layer else 1)
 
