@@ -53,7 +53,7 @@ class NoGate(nn.Module):
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
-        zero = torch.zeros((), dtype=torch.float32, device=x.device)
+        zero = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         return zero.expand(*x.shape[:-1], self.heads)
 
 

@@ -56,24 +56,25 @@ def test_recall_asks_for_every_key_once():
     assert torch.equal(tokens, again[0])
     assert torch.equal(values, again[1])
     assert not torch.equal(tokens, Recall(64, 8).examples(100, seed=4, device=CPU)[0])
-    with pytest.raises(ValueError, match="at least 4 [*] pairs = 32, got 30"):
+    with pytest.raises(ValueError, match=r"at least 4 \* pairs = 32, got 30"):
         Recall(30, 8)
 
 
 def test_recall_asks_by_a_power_law():
-    space, count = 24, 20_000
+    space, count = 24, 4000
     _, values = Recall(2 + 2 * space, 1).examples(count, seed=0, device=CPU)
     gaps = (values != -100).int().argmax(1).sub(2).div(2, rounding_mode="floor")
     share = torch.bincount(gaps, minlength=space) / count
     p = torch.arange(1, space + 1, dtype=torch.float64) ** (0.01 - 1)
-    assert torch.allclose(share.double(), p / p.sum(), atol=0.012)
+    assert torch.allclose(share.double(), p / p.sum(), atol=0.03)
 
 
 def test_plain_text_leaves_bars_of_links_out():
     html = """<html><head><title>no</title></head><body><div class="navheader big"><p>no<br>no</p>
     </div><h1>A &amp;  b</h1><p>one\n  two <b>three</b>.</p><pre>x  =\n  1</pre>
     <nav><div>no</div></nav><ul><li>four</li></ul><script>no()</script></body></html>"""
-    assert plain_text(html).split("\n") == ["A & b", "one two three.", "x  =", "  1", "four", ""]
+    lines = ["A & b", "one two three.", "x  =", "  1", "", "four", ""]
+    assert plain_text(html).split("\n") == lines
 
 
 def test_prose_of_a_package(tmp_path):
@@ -157,7 +158,8 @@ def test_means_and_significance():
     a = [0.0, 1.0, 2.0]
     b = [x + 2.7764451 * math.sqrt(2 / 3) for x in a]
     assert welch(a, b) == pytest.approx(0.05, abs=1e-6)
-    assert welch(a, a) == 1.0
+    assert welch(a, a) == pytest.approx(1)
+    assert welch([1.0, 1.0], [1.0, 1.0]) == 1
     assert p_value([1.0], a) == ""
     assert p_value([100.0, 100.1, 100.2], a) == "< 0.001"
 
