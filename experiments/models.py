@@ -14,6 +14,7 @@ from gla_ext.model import GLAForCausalLM
 # The name of a layer in runs and pages: what makes it.
 LAYERS: dict[str, dict[str, Any]] = {
     "gla": {},
+    "gla, convolution": {"use_short_conv": True},
     "head gate": {"gate": "head"},
     "constant": {"gate": "constant"},
     "retnet": {"gate": "constant", "rotary": True},

@@ -9,8 +9,8 @@ from pathlib import Path
 from experiments.figures import figure, line, table
 from experiments.runs import Result, Results, Run, chosen, spread, swept
 
-LAYERS = ("attention", "gla", "retnet", "head gate", "no gate")
-SLOW_LAYERS = ("mamba", "rwkv")  # on the easiest task alone, after all others
+LAYERS = ("attention", "gla", "retnet", "head gate", "no gate", "gla, convolution")
+SLOW_LAYERS = ("mamba", "rwkv")  # on the easiest task alone, half as long, after all others
 Difficulty = tuple[int, int, int]  # seq_len, pairs, batch_size
 
 
@@ -38,7 +38,7 @@ SCALES = {
         128,
         (4.6e-4, 2.2e-3, 1e-2),
         3,
-        4000,
+        10_000,
     ),
 }
 
@@ -90,7 +90,7 @@ def _run(
         heads=2,
         seq_len=seq_len,
         batch_size=batch_size,
-        steps=size.steps,
+        steps=size.steps // 2 if layer in SLOW_LAYERS else size.steps,
         lr=lr,
         seed=seed,
         pairs=pairs,

@@ -59,7 +59,7 @@ def estimated_seconds(run: Run, results: Results) -> float:
         return max(statistics.median(alike), alike[-1])
     if run.layer in SLOW_LAYERS:
         return 10 + 1.2e-3 * run.steps * run.seq_len  # a loop over tokens
-    tokens_per_second = 1e6 if run.task == "text" else 3e6
+    tokens_per_second = 1e6 if run.task == "text" else 4e6
     return 10 + run.tokens / tokens_per_second * (1.5 if "value" in run.layer else 1)
 
 
