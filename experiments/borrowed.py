@@ -4,8 +4,11 @@ slow and stand in recall alone.
 
 from __future__ import annotations
 
+import os
+
 from torch import Tensor, nn
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read as transformers loads: no kernels of the Hub
 NAMES = ("mamba", "rwkv")
 
 
