@@ -10,6 +10,7 @@ from torch import nn
 from experiments.layers import LinearAttention, NoMLP, SoftmaxAttention
 from gla_ext.config import GLAConfig
 from gla_ext.model import GLAForCausalLM
+from gla_ext.short_conv import ShortConvolution
 
 # The name of a layer in runs and pages: what makes it.
 LAYERS: dict[str, dict[str, Any]] = {
@@ -39,6 +40,10 @@ def make_model(layer: str, config: GLAConfig, mlp: bool = True) -> GLAForCausalL
         if not mlp:
             block.mlp, block.mlp_norm = NoMLP(), nn.Identity()
     model.reset_parameters()
+    for module in model.modules():
+        if isinstance(module, ShortConvolution):
+            # By torch's own distribution: of four taps at the range of matrices nothing would pass.
+            module.reset_parameters()
     return model
 
 
