@@ -258,14 +258,18 @@ class GatedLinearAttention(nn.Module):
             (q, k, v), conv_state = convolve(
                 convolutions, (q, k, v), conv_state, output_state, cu_seqlens
             )
+        K, V = self.head_k_dim, self.head_v_dim
+        q, k, v = split_heads(q, K), split_heads(k, K), split_heads(v, V)
+        if self.feature_map_fn is not None:
+            q, k = self.feature_map_fn(q), self.feature_map_fn(k)
+        return q, k, v, self._log_gate(gk), gates[0] if gates else None, conv_state
+
+    def _log_gate(self, gk: Tensor) -> Tensor:
+        """The log gate `[B, T, HK, K]` of what gk_proj gives, `[B, T, HK * K]`."""
         gk = F.logsigmoid(gk) / self.gate_logit_normalizer
         if self.clamp_min is not None:
             gk = gk.clamp_min(self.clamp_min)
-        K, V = self.head_k_dim, self.head_v_dim
-        q, k, v, gk = split_heads(q, K), split_heads(k, K), split_heads(v, V), split_heads(gk, K)
-        if self.feature_map_fn is not None:
-            q, k = self.feature_map_fn(q), self.feature_map_fn(k)
-        return q, k, v, gk, gates[0] if gates else None, conv_state
+        return split_heads(gk, self.head_k_dim)
 
     def _multiply(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         """What the projections of x make of it: q, k, v and maybe the output gate, and gk."""

@@ -109,6 +109,9 @@ def command_line() -> argparse.ArgumentParser:
     add("--steps", "optimizer steps in all")
     add("--batch-size", "windows a step")
     add("--seq-len", "bytes a window")
+    add("--segments", "steps a window: each goes on from the state that the one before ended with")
+    packed = "each document starts from no state"
+    add("--packed", packed, "no", action=argparse.BooleanOptionalAction)
     add("--hidden-size", "model width")
     add("--layers", "number of blocks")
     add("--heads", "heads a layer")
@@ -134,5 +137,6 @@ def _values(settings: Settings, options: Options) -> dict[str, Any]:
     """What the table decides, under the names of the flags."""
     values = asdict(settings)
     del values["data"]
+    values["packed"] = "yes" if settings.packed else "no"
     values |= {"compile": "yes" if options.compile else "no", "save_every": options.save_every}
     return {name.replace("_", "-"): value for name, value in values.items()}
