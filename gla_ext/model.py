@@ -148,6 +148,7 @@ class GLAModel(nn.Module):
         past_key_values: Any | None = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
+        cp_context: Any = None,
     ) -> ModelOutput:
         """Arguments as `GLAForCausalLM.forward`."""
         check_tensors("GLAForCausalLM", "input_ids cu_seqlens", input_ids, cu_seqlens)
@@ -161,6 +162,7 @@ class GLAModel(nn.Module):
             past_key_values=past_key_values,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
             call=_checkpointed if recompute else GLABlock.__call__,
         )
         return ModelOutput(self.norm(x), past_key_values)
@@ -174,6 +176,7 @@ def run_blocks(
     past_key_values: Any | None = None,
     use_cache: bool = False,
     cu_seqlens: Tensor | None = None,
+    cp_context: Any = None,
     slots: Tensor | None = None,
     call: Callable[..., Tensor] = GLABlock.__call__,
     inputs: list[Tensor] | None = None,
@@ -186,8 +189,8 @@ def run_blocks(
     Args:
         blocks: the blocks, first to last.
         x: the embeddings, `[B, T, hidden_size]`.
-        attention_mask, past_key_values, use_cache, cu_seqlens: as `GLAForCausalLM.forward`;
-            cu_seqlens beats the mask.
+        attention_mask, past_key_values, use_cache, cu_seqlens, cp_context: as
+            `GLAForCausalLM.forward`; cu_seqlens beats the mask.
         slots: int64 `[B * T]`, where in one row the tokens lie that cu_seqlens is of; see
             `gla_ext._padding.packed_slots`. Default: None (x is that row).
         call: runs a block on x and its keywords. Default: the block itself.
@@ -198,6 +201,11 @@ def run_blocks(
         and every MLP as itself.
     """
     B, T, _ = x.shape
+    if attention_mask is not None and cp_context is not None:
+        raise NotImplementedError(
+            "GLAModel: expected no attention_mask beside cp_context, got one; pack the sequences "
+            "and give build_cp_context their cu_seqlens"
+        )
     if attention_mask is not None and cu_seqlens is None:
         slots, cu_seqlens = packed_slots(valid_tokens(attention_mask, B, T))
     if slots is not None:
@@ -207,6 +215,8 @@ def run_blocks(
         "use_cache": use_cache,
         "cu_seqlens": cu_seqlens,
     }
+    if cp_context is not None:
+        attn_args["cp_context"] = cp_context
     for block in blocks:
         if inputs is not None:
             inputs.append(x if slots is None else unpack(x, slots, B, T))
@@ -257,6 +267,7 @@ class GLAForCausalLM(nn.Module):
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seqlens: Tensor | None = None,
+        cp_context: Any = None,
     ) -> CausalLMOutput:
         """Logits of the next token at every position, and the loss when labels are given.
 
@@ -274,6 +285,10 @@ class GLAForCausalLM(nn.Module):
                 alone, or of the positions in an int64 tensor `[n]`; 0 means all. Default: 0.
             cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of
                 one. Default: None.
+            cp_context: what `gla_ext.distributed.build_cp_context` returns, where input_ids and
+                labels are one rank's tokens of a longer text; in place of cu_seqlens. The loss is
+                that of the whole text on every rank, and its gradients are for what averages them
+                over the ranks, as DDP and FSDP2 do. Default: None.
 
         Returns:
             A `CausalLMOutput`.
@@ -289,6 +304,7 @@ class GLAForCausalLM(nn.Module):
             past_key_values=past_key_values,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
         )
         if labels is None:
             if isinstance(logits_to_keep, Tensor):
@@ -297,7 +313,7 @@ class GLAForCausalLM(nn.Module):
                 x = x[:, -logits_to_keep:]
             return CausalLMOutput(None, self.lm_head(x), past_key_values)
         logits = self.lm_head(x)
-        loss = next_token_loss(logits, labels, cu_seqlens=cu_seqlens)
+        loss = next_token_loss(logits, labels, cu_seqlens=cu_seqlens, cp_context=cp_context)
         return CausalLMOutput(loss, logits, past_key_values)
 
     def generate(
@@ -370,6 +386,7 @@ def next_token_loss(
     labels: Tensor,
     num_items_in_batch: Tensor | int | None = None,
     cu_seqlens: Tensor | None = None,
+    cp_context: Any = None,
 ) -> Tensor:
     """Mean cross entropy of logits at t against labels at t + 1, nats a token.
 
@@ -381,12 +398,18 @@ def next_token_loss(
         cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of one:
             the first label of each does not count, as in a batch of them, nor do labels after the
             last offset. Default: None.
+        cp_context: of one rank's logits and labels, see `GLAForCausalLM.forward`; in place of
+            cu_seqlens, and num_items_in_batch is the number of all ranks. Default: None.
 
     Returns:
         A scalar, fp32 or, of fp64 logits, fp64; NaN when no label counts.
     """
     names = "logits labels cu_seqlens"
     check_tensors("next_token_loss", names, logits, labels, cu_seqlens)
+    if cp_context is not None:
+        from gla_ext.distributed.loss import next_token_loss_with_context
+
+        return next_token_loss_with_context(logits, labels, num_items_in_batch, cp_context)
     labels = labels[:, 1:].to(logits.device)
     if cu_seqlens is not None:
         goes_on = _goes_on(cu_seqlens.to(logits.device), logits.shape[1])

@@ -91,6 +91,7 @@ def chunk_gla(
     cu_seqlens_cpu: Tensor | None = None,
     *,
     gv: Tensor | None = None,
+    cp_context: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Gated linear attention in the chunkwise form (Yang et al., arXiv 2312.06635, section 4).
 
@@ -121,6 +122,10 @@ def chunk_gla(
         cu_seqlens_cpu: the same offsets on the CPU; their contents are checked, in eager mode.
             Default: None.
         gv: the same of each value channel, `[B, T, HK, V]` (the paper's beta). Default: no decay.
+        cp_context: what `gla_ext.distributed.build_cp_context` returns, where these are one rank's
+            tokens of a longer text; FLA's own object is taken too. States then have a row for each
+            sequence with a token on this rank (`context.cut(T, device).sequences`): the initial one
+            is read where a sequence begins, the final one given where it ends. Default: None.
 
     Returns:
         o, `[B, T, H, V]` in v's dtype, and the final state in the layout and dtype of
@@ -136,6 +141,11 @@ def chunk_gla(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         check_plain_tensors("chunk_gla", _TENSORS, q, k, v, g, gv, initial_state, cu_seqlens)
+    if cp_context is not None:
+        from gla_ext.distributed.attention import chunk_gla_with_context
+
+        args = (q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state, state_v_first)
+        return chunk_gla_with_context(*args, _mode.batch_invariant, _kept_bytes, cp_context)
     if is_recorded_for_onnx():
         from gla_ext._plain import gla
 
