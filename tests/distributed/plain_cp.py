@@ -2,10 +2,24 @@
 `chunk_gla` from there; in backward the same, the last part first.
 """
 
+import contextlib
+
 import torch
 
 from gla_ext import chunk_gla
+from gla_ext.distributed import _operator
 from gla_ext.distributed._collectives import all_gather
+
+
+@contextlib.contextmanager
+def in_place():
+    """Inside, this is the operator."""
+    before = _operator.chunk_gla_across_ranks
+    _operator.chunk_gla_across_ranks = chunk_gla_across_ranks
+    try:
+        yield
+    finally:
+        _operator.chunk_gla_across_ranks = before
 
 
 def chunk_gla_across_ranks(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gla_ext import chunk_gla
-from gla_ext.distributed import _operator, build_cp_context
+from gla_ext.distributed import build_cp_context
 from gla_ext.distributed._cuts import part_lengths, places_of
 
 NAMES = ("q", "k", "v", "g", "gv")
@@ -54,7 +54,6 @@ def whole(x, state_v_first=False):
 
 def run_rank(group, x, lengths, layout, uneven, options=None):
     """A rank's results, and the numbers of its own sequences."""
-    _operator.chunk_gla_across_ranks = plain_cp.chunk_gla_across_ranks
     options = options or {}
     context = build_cp_context(
         x["cu_seqlens"], group, layout=layout, lengths=lengths if uneven else None
@@ -65,12 +64,13 @@ def run_rank(group, x, lengths, layout, uneven, options=None):
     leaves = {n: local(x[n], ranges).requires_grad_() for n in NAMES if x[n] is not None}
     leaves["h0"] = x["h0"][rows].requires_grad_()
     operands = [leaves.get(n) for n in NAMES]
-    o, state = chunk_gla(
-        *operands[:4], initial_state=leaves["h0"], output_final_state=True, gv=operands[4],
-        cp_context=context, **options,
-    )  # fmt: skip
     upstream = (local(x["do"], ranges), x["dht"][rows])
-    gradients = torch.autograd.grad((o, state), list(leaves.values()), upstream)
+    with plain_cp.in_place():
+        o, state = chunk_gla(
+            *operands[:4], initial_state=leaves["h0"], output_final_state=True, gv=operands[4],
+            cp_context=context, **options,
+        )  # fmt: skip
+        gradients = torch.autograd.grad((o, state), list(leaves.values()), upstream)
     results = {"o": o.detach(), "state": state.detach()}
     return results | dict(zip(leaves, gradients, strict=True)), ranges, rows
 
