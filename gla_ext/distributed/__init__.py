@@ -4,5 +4,6 @@ Everything stands on torch.distributed. `import gla_ext` does not load this pack
 """
 
 from gla_ext.distributed.context import CPContext, build_cp_context
+from gla_ext.distributed.tensor_parallel import tensor_parallel_plan
 
-__all__ = ["CPContext", "build_cp_context"]
+__all__ = ["CPContext", "build_cp_context", "tensor_parallel_plan"]

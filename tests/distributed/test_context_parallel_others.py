@@ -143,30 +143,33 @@ def run_refusals(group):
     """The sentences of what a rank is refused, by name."""
     q = torch.randn(2, 8, 2, 4)
     offsets = torch.tensor([0, 10])
-    context = build_cp_context(None, group)
     packed = build_cp_context(offsets, group)
     uneven = build_cp_context(None, group, lengths=(8, 9))
     zigzag = build_cp_context(None, group, layout="zigzag")
-    rank = context.rank
+    rank = packed.rank
+
+    def anew():
+        return build_cp_context(None, group)  # which has compared nothing yet
+
     layer = make_layer(torch.float32)
     x = torch.randn(2, 8, 24)
     calls = {
-        "no operator": lambda: chunk_gla(q, q, q, q, cp_context=context),
-        "dtype": lambda: chunk_gla(q.double(), q, q, q, cp_context=context)
+        "no operator": lambda: chunk_gla(q, q, q, q, cp_context=anew()),
+        "dtype": lambda: chunk_gla(q.double(), q, q, q, cp_context=anew())
         if rank
-        else chunk_gla(q, q, q, q, cp_context=context),
-        "width": lambda: chunk_gla(*[q[..., : 4 - rank]] * 4, cp_context=context),
-        "scale": lambda: chunk_gla(q, q, q, q, scale=1.0 + rank, cp_context=context),
-        "offsets beside": lambda: chunk_gla(q, q, q, q, cu_seqlens=offsets, cp_context=context),
+        else chunk_gla(q, q, q, q, cp_context=anew()),
+        "width": lambda: chunk_gla(*[q[..., : 4 - rank]] * 4, cp_context=anew()),
+        "scale": lambda: chunk_gla(q, q, q, q, scale=1.0 + rank, cp_context=anew()),
+        "offsets beside": lambda: chunk_gla(q, q, q, q, cu_seqlens=offsets, cp_context=anew()),
         "batch": lambda: chunk_gla(q, q, q, q, cp_context=packed),
         "tokens": lambda: chunk_gla(q[:, :7], q[:, :7], q[:, :7], q[:, :7], cp_context=uneven),
         "odd": lambda: chunk_gla(q[:, :7], q[:, :7], q[:, :7], q[:, :7], cp_context=zigzag),
         "beyond": lambda: chunk_gla(*[q[:1, :4]] * 4, cp_context=packed),
         "rows": lambda: chunk_gla(
-            q, q, q, q, initial_state=torch.zeros(3, 2, 4, 4), cp_context=context
+            q, q, q, q, initial_state=torch.zeros(3, 2, 4, 4), cp_context=anew()
         ),
         "kind": lambda: chunk_gla(q, q, q, q, cp_context=group),
-        "mask": lambda: layer(x, torch.ones(2, 8), cp_context=context),
+        "mask": lambda: layer(x, torch.ones(2, 8), cp_context=anew()),
         "other lengths": lambda: chunk_gla(
             q, q, q, q, cp_context=build_cp_context(None, group, lengths=(8, 8 + rank)[:2])
         ),
