@@ -28,6 +28,11 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         logits: `[N, vocab_size]`, any floating dtype.
         targets: int64 `[N]`.
     """
+    if type(logits).__name__ == "DTensor":
+        from gla_ext.distributed.vocabulary import is_sharded_by_vocabulary, sharded_cross_entropy
+
+        if is_sharded_by_vocabulary(logits):
+            return sharded_cross_entropy(logits, targets)
     # A compiler fuses torch's own; functorch, forward-mode AD, and tensors that are more than
     # tensors, know it.
     by_torch = (

@@ -51,6 +51,7 @@ def chunk_gla_with_context(
     context.compare(
         "chunk_gla",
         **{name: _kind(t) for name, t in {"q": q, "k": k, "v": v, **gates}.items()},
+        tokens=T if context.lengths is None else None,
         scale=scale,
         output_final_state=output_final_state,
         state_v_first=state_v_first,

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from gla_ext.distributed._collectives import sum_gradients, sum_over_ranks
+from gla_ext.distributed.vocabulary import first_row
 from gla_ext.layers import GatedLinearAttention
 from gla_ext.model import GLAMLP
 from gla_ext.multihead import MultiheadGLA
@@ -154,7 +155,7 @@ class VocabularyParallel(ParallelStyle):
 def _embed(mesh: DeviceMesh, group_name: str) -> Any:
     def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
         rows = self.weight.shape[0]
-        start = _first_row(self.num_embeddings, mesh)
+        start = first_row(self.num_embeddings, mesh.size(), mesh.get_local_rank())
         mine = (ids >= start) & (ids < start + rows)
         weight, pad = self.weight, self.padding_idx
         if rows == 0:
@@ -181,12 +182,6 @@ def _logits(mesh: DeviceMesh, group_name: str, loss_parallel: bool) -> Any:
         return logits.full_tensor(grad_placements=[Replicate()])
 
     return forward
-
-
-def _first_row(rows: int, mesh: DeviceMesh) -> int:
-    """Where this rank's part of so many rows starts: parts are as of `torch.chunk`."""
-    part = -(-rows // mesh.size())
-    return min(rows, part * mesh.get_local_rank())
 
 
 def _between_sums(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
