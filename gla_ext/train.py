@@ -25,7 +25,7 @@ from gla_ext.data import MAX_BYTES, Corpus, load_corpus, lzma_bits_per_byte, ord
 from gla_ext.devices import check_device, default_device
 from gla_ext.files import write_text
 from gla_ext.model import count_parameters
-from gla_ext.presets import Options, command_line, describe, preset
+from gla_ext.presets import Options, check_one_process, command_line, describe, preset
 from gla_ext.run_folder import (
     CHECKPOINT,
     CURVE,
@@ -76,7 +76,12 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal cannot show
     try:
         _check_packages()
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun's
+            from gla_ext.distributed import training
+
+            return training.main(given)
         settings, options = _settings_and_options(given)
+        check_one_process(options)
         with StopSignals() as signals:
             try:
                 corpus = load_corpus(settings.data)

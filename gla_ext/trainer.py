@@ -127,7 +127,7 @@ class Trainer:
         self.held_out = encode(corpus.held_out).to(device)
         torch.manual_seed(settings.seed)
         self.model = GLAForCausalLM(settings.model_config()).to(device)
-        self.optimizer = _optimizer(self.model, settings)
+        self.optimizer = optimizer_of(self.model, settings)
         self.loss = self._loss
         if compiled:
             self.loss = torch.compile(self._loss, fullgraph=True, dynamic=False)
@@ -221,7 +221,10 @@ class Trainer:
         tensors["rng.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
-        metadata = {
+        write_tensors(path, tensors, self._metadata())
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
             "format": _FORMAT,
             "step": self.step,
             "settings": asdict(self.settings),
@@ -229,7 +232,6 @@ class Trainer:
             "corpus": self.fingerprint,
             "evaluations": self.evaluations,
         }
-        write_tensors(path, tensors, metadata)
 
     def load(self, path: str | Path) -> None:
         """Goes on from what `save` wrote, up to as many steps as the settings say now.
@@ -238,7 +240,7 @@ class Trainer:
             CheckpointMismatch: if it was written with other settings (`data` and `steps` aside) or
                 another corpus, or after more steps.
         """
-        tensors, metadata = read_tensors(path)
+        tensors, metadata = self._read(path)
         now = {"data": self.settings.data, "steps": self.settings.steps}
         settings = replace(checkpoint_settings(metadata, path), **now)
         if settings != self.settings:
@@ -256,6 +258,26 @@ class Trainer:
                 f"{self.fingerprint[:12]}), got a checkpoint of other text "
                 f"({metadata['corpus'][:12]})"
             )
+        self._restore(tensors)
+        self.step = metadata["step"]
+        self.losses[: self.step] = tensors["losses"].to(self.device)
+        self.evaluations = [(step, bits) for step, bits in metadata["evaluations"]]
+        if "rng.cpu" in tensors:
+            torch.set_rng_state(tensors["rng.cpu"])
+        if self.device.type == "cuda" and "rng.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
+
+    def _read(self, path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A checkpoint's tensors and metadata, also of one that many processes wrote."""
+        tensors, metadata = read_tensors(path)
+        if "sharded" in metadata:
+            from gla_ext.distributed.checkpoints import read_whole
+
+            tensors |= read_whole(Path(path).parent / metadata["sharded"])
+        return tensors, metadata
+
+    def _restore(self, tensors: dict[str, Tensor]) -> None:
+        """Puts a checkpoint's tensors into model and optimizer."""
         load_tensors(self.model, _under("model.", tensors))
         for name, parameter in self.model.named_parameters():
             state = _under(f"optimizer.{name}.", tensors)
@@ -263,12 +285,6 @@ class Trainer:
                 self.optimizer.state[parameter] = {
                     key: value.to(parameter.device) for key, value in state.items()
                 }
-        self.step = metadata["step"]
-        self.losses[: self.step] = tensors["losses"].to(self.device)
-        self.evaluations = [(step, bits) for step, bits in metadata["evaluations"]]
-        torch.set_rng_state(tensors["rng.cpu"])
-        if self.device.type == "cuda" and "rng.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = DTYPES[self.settings.dtype]
@@ -289,7 +305,7 @@ def checkpoint_settings(metadata: dict[str, Any], path: str | Path) -> Settings:
     return Settings(**metadata["settings"])
 
 
-def _optimizer(model: GLAForCausalLM, settings: Settings) -> torch.optim.Optimizer:
+def optimizer_of(model: GLAForCausalLM, settings: Settings) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices, none on norms and biases."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
