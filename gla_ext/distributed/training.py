@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -209,6 +209,14 @@ class ShardedTrainer(Trainer):
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()  # the policy's dtype
+
+    def evaluate(self, should_stop: Callable[[], bool] = lambda: False) -> float | None:
+        """As `Trainer.evaluate`; every rank computes all of it."""
+        bits = super().evaluate(should_stop)
+        for module in self.model.modules():  # no backward comes, which would do so
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return bits
 
     def recent_loss(self, steps: int = 20) -> float:
         """As `Trainer.recent_loss`, the mean over all ranks; every rank asks."""
