@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
             except Interrupted:
                 print(f"Stopped. To go on: {shlex.join(_command_to_go_on(given, options))}")
                 return 128 + signals.number
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, NotImplementedError) as error:
         print(f"gla_ext.train: {error}", file=sys.stderr)
         return 2
     return 0

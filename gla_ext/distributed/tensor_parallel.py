@@ -215,7 +215,7 @@ def _hold(
             continue
         placement = Replicate() if dim is None else Shard(dim)
         module._parameters[name] = _distributed(parameter, mesh, placement)
-        properties[name] = property(_local_part(name, group_name if partial else None))
+        properties[name] = property(_local_part(name, mesh, group_name if partial else None))
     if properties:
         _subclass(module, properties)
 
@@ -231,10 +231,11 @@ def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> n
     return made
 
 
-def _local_part(name: str, group_name: str | None) -> Any:
+def _local_part(name: str, mesh: DeviceMesh, group_name: str | None) -> Any:
     def part(self: nn.Module) -> Tensor:
         parameter = self._parameters[name]
-        if not isinstance(parameter, DTensor):
+        # FSDP2 asks for what it has sharded over further ranks, as it is.
+        if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
             return parameter
         local = parameter.to_local()
         return local if group_name is None else sum_gradients(local, group_name)
