@@ -46,6 +46,7 @@ def run_steps(group, folder, sizes, out):
         for _ in range(3):
             again.train_step()
         parameters = first.consolidated().model.state_dict()
+    parameters = parameters if torch.distributed.get_rank() == 0 else {}
     return first._mean_losses(), again._mean_losses(), bits, parameters
 
 
