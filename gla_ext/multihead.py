@@ -83,9 +83,9 @@ class MultiheadGLA(nn.Module):
 
     def __call__(self, query: Tensor, key: Any = None, value: Any = None, **kwargs: Any) -> Any:
         # FSDP2's hook, which runs before forward, copies each argument to cast it.
-        if hasattr(type(self), "_get_fsdp_state") and isinstance(query, Tensor):
-            if self._are_one(query, key) and self._are_one(query, value):
-                key = value = _QUERY
+        casts = hasattr(type(self), "_get_fsdp_state") and isinstance(query, Tensor)
+        if casts and self._are_one(query, key) and self._are_one(query, value):
+            key = value = _QUERY
         return super().__call__(query, key, value, **kwargs)
 
     def reset_parameters(self) -> None:

@@ -114,8 +114,8 @@ def convolve(
     cu_seqlens: Tensor | None,
     cp_context: Any = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-    """Several convolutions over the same sequences, one input and one cache each; with cp_context of
-    one rank's tokens.
+    """Several convolutions over the same sequences, one input and one cache each; with cp_context
+    of one rank's tokens.
 
     Returns:
         The outputs, and the caches to go on from or None.

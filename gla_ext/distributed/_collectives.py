@@ -108,7 +108,7 @@ def sum_of_averaged(x: Tensor, size: int, group_name: str) -> Tensor:
 
 
 def gather_tokens(x: Tensor, size: int, group_name: str) -> Tensor:
-    """All tokens `[B, T, ...]` of parts `[B, T / size, ...]`; a part's gradient is the ranks' sum."""
+    """All tokens `[B, T, ...]` of parts `[B, T / size, ...]`; a gradient is the ranks' sum."""
     return _GatherTokens.apply(x, size, group_name)
 
 

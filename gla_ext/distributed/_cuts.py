@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -64,7 +64,7 @@ def cut_part(offsets: Sequence[int], lengths: Sequence[int], place: int) -> Part
     is_last = place == len(lengths) - 1
     own = [
         i
-        for i, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False))
+        for i, (first, last) in enumerate(pairwise(offsets))
         if (first < last and _meets(first, last, start, end))
         or (first == last and (start <= first < end or (is_last and first >= end)))
     ]

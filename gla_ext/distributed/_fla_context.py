@@ -38,15 +38,13 @@ class _FromFLA(CPContext):
         ):
             offsets = tuple(x - start for x in local[first : first + count + 1])
             last_tokens = offsets[-1] - offsets[-2]
-            parts.append(
-                Part(place, length, (first, first + count), offsets, *shared, last_tokens)
-            )
+            parts.append(Part(place, length, (first, first + count), offsets, *shared, last_tokens))
             first, start = first + count, start + length
         self._tokens, self._theirs = tokens, theirs.cu_seqlens
         self._parts, self._lengths = tuple(parts), (sizes[0],) * (self.size * len(sizes))
 
     def _make_cut(self, T: int, device: torch.device) -> Cut:
-        if T != self._tokens:
+        if self._tokens != T:
             raise ValueError(
                 f"cp_context: expected {self._tokens} tokens on each rank, as FLA's context says, "
                 f"got {T}"

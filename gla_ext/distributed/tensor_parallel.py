@@ -91,7 +91,8 @@ class HeadsParallel(ParallelStyle):
             return module
         if not isinstance(module, GatedLinearAttention):
             raise TypeError(
-                f"HeadsParallel: expected a GatedLinearAttention or MultiheadGLA, got {type(module)}"
+                "HeadsParallel: expected a GatedLinearAttention or MultiheadGLA, got "
+                f"{type(module)}"
             )
         size = device_mesh.size()
         for name in ("num_heads", "num_kv_heads"):
@@ -170,12 +171,17 @@ def _embed(mesh: DeviceMesh, group_name: str) -> Any:
 def _logits(mesh: DeviceMesh, group_name: str, loss_parallel: bool) -> Any:
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
         local = F.linear(sum_gradients(x, group_name), self.weight)
-        shape = local.shape[:-1] + (self.out_features,)
+        shape = (*local.shape[:-1], self.out_features)
         strides = [1]
         for n in reversed(shape[1:]):
             strides.insert(0, strides[0] * n)
         logits = DTensor.from_local(
-            local, mesh, [Shard(local.ndim - 1)], run_check=False, shape=shape, stride=tuple(strides)
+            local,
+            mesh,
+            [Shard(local.ndim - 1)],
+            run_check=False,
+            shape=shape,
+            stride=tuple(strides),
         )
         if loss_parallel and self.training:
             return logits
@@ -221,7 +227,7 @@ def _hold(
 
 
 def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
-    """The parameter as a DTensor; one that stands twice, as tied embeddings, the same both times."""
+    """The parameter as a DTensor; one that stands twice, as tied embeddings, is one."""
     known = getattr(parameter, "_gla_ext_sharded", None)
     if known is not None and known.device_mesh == mesh and known.placements == (placement,):
         return known

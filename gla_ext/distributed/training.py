@@ -1,4 +1,4 @@
-"""`gla_ext.train` on many processes, which torchrun starts: FSDP2, with tensor and context parallel.
+"""`gla_ext.train` on many processes, that torchrun starts: FSDP2, tensor and context parallel.
 
 Every rank runs the same steps; the first alone prints and writes what is not sharded.
 """
@@ -74,9 +74,11 @@ def _quiet_but_first() -> Iterator[None]:
     if dist.get_rank() == 0:
         yield
         return
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            yield
+    with contextlib.ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
+        stack.enter_context(contextlib.redirect_stderr(nowhere))
+        yield
 
 
 def _from_first(function: Callable[[], Any]) -> Any:
@@ -161,7 +163,7 @@ class ShardedTrainer(Trainer):
         settings: the run's settings; batch_size is that of all ranks.
         corpus: the text.
         options: device, compile, tensor_parallel, context_parallel.
-        compiled blocks: with options.compile every block is a graph of its own.
+            With compile every block is a graph of its own.
 
     Raises:
         ValueError: sizes that do not divide the number of processes, the batch or the window.
@@ -316,5 +318,3 @@ def _check_divides(flag: str, value: int, size: int, what: str) -> None:
         raise ValueError(
             f"expected {flag} to be a multiple of {size}, the ranks of {what}, got {value}"
         )
-
-

@@ -3,8 +3,6 @@ from pool import Pool
 from torch import distributed
 
 
-
-
 def pytest_collection_modifyitems(items):
     """All of these in one process of pytest -n, whose pool serves them."""
     for item in items:

@@ -3,6 +3,7 @@
 """
 
 import contextlib
+import itertools
 
 import torch
 
@@ -48,9 +49,7 @@ class _Call:
             self.first = self.last = rows
         else:
             self.first = [[s] if n else [] for s, n in zip(starts, counts, strict=True)]
-            self.last = [
-                [s + n - 1] if n else [] for s, n in zip(starts, counts, strict=True)
-            ]
+            self.last = [[s + n - 1] if n else [] for s, n in zip(starts, counts, strict=True)]
 
     def run(self, q, k, v, g, gv, state):
         return chunk_gla(q, k, v, g, self.scale, state, True, False, self.cu_seqlens, gv=gv)
@@ -60,7 +59,7 @@ class _Call:
         if self.cu_seqlens is None:
             return g.sum(1)
         offsets = self.cu_seqlens.tolist()
-        ranges = zip(offsets, offsets[1:], strict=False)
+        ranges = itertools.pairwise(offsets)
         sums = [g[0, start:end].sum(0) for start, end in ranges]
         return torch.stack(sums) if sums else g.new_zeros(0, *g.shape[2:])
 

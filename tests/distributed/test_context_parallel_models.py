@@ -58,12 +58,16 @@ def test_layer(pool, cut):
     N = len(cut[2]) if cut[2] else 2
     state = torch.zeros_like(cache[0]["recurrent_state"])
     convolved = [torch.zeros_like(c) for c in cache[0]["conv_state"]]
-    for found, dx, ranges, gradients, rows, entry in pool(run_layer, cut, options, ranks=len(cut[1])):
+    for found, dx, ranges, gradients, rows, entry in pool(
+        run_layer, cut, options, ranks=len(cut[1])
+    ):
         end = sum(cut[2] or (60,))  # after it are no sequences
         kept = [slice(r.start, min(r.stop, end)) for r in ranges]
         lengths = [max(0, s.stop - s.start) for s in kept]
         for mine, whole in ((found, o.detach()), (dx, x.grad)):
-            for part, s, n in zip(mine.split([len(r) for r in ranges], 1), kept, lengths, strict=True):
+            for part, s, n in zip(
+                mine.split([len(r) for r in ranges], 1), kept, lengths, strict=True
+            ):
                 assert_close(part[:, :n], whole[:, s.start : s.start + n], 1e-12, 1e-14)
         for gradient, parameter in zip(gradients, layer.parameters(), strict=True):
             assert_close(gradient, parameter.grad, 1e-11)
@@ -98,7 +102,9 @@ def test_language_model(pool, cut):
     labels = ids.masked_fill(ids == 7, -100)
     expected = model(ids, labels=labels, cu_seqlens=offsets_of(cut))
     expected.loss.backward()
-    for loss, logits, ranges, gradients in pool(run_model, cut, make_model, True, ranks=len(cut[1])):
+    for loss, logits, ranges, gradients in pool(
+        run_model, cut, make_model, True, ranks=len(cut[1])
+    ):
         assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-12)
         if cut[2] is None or sum(cut[2]) == 60:
             assert_close(logits, local(expected.logits, ranges), 1e-12)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import plain_cp
 import pytest
@@ -112,7 +113,7 @@ def test_going_on_from_one_process(pool, folder, tmp_path):
 
 def torchrun(*args, N=2):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(N)]
-    command += ["--master-port", "0", "-m", "gla_ext.train", *map(str, args)]
+    command += ["--standalone", "-m", "gla_ext.train", *map(str, args)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -133,8 +134,11 @@ def test_killed_and_resumed(folder, tmp_path):
             if read_metadata(checkpoint)["step"] >= 10:
                 break
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    # The workers first, which torchrun has put into sessions of their own.
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in (*map(int, children), process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=20)
     step = read_metadata(checkpoint)["step"]
     assert 10 <= step < 60
     process = torchrun("--out", out, "--resume", "--device", "cpu", "--sample-bytes", 8, N=3)
