@@ -1,6 +1,7 @@
 """The operators of gla_ext as Python functions."""
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -135,9 +136,16 @@ def chunk_gla(
         ValueError: shapes, devices or offsets do not agree.
         TypeError: dtypes do not; scale is a tensor.
         NotImplementedError: a device or layout without kernels; forward-mode AD; torch.func
-            transforms but vmap; DTensor.
+            transforms but vmap; DTensors that are sharded by other dimensions than batch and heads.
     """
     check_scale("chunk_gla", scale)
+    if type(q).__name__ == "DTensor" and cp_context is None:
+        from gla_ext.distributed.sharding import attend_on_shards
+
+        options = {"scale": scale, "output_final_state": output_final_state}
+        call = functools.partial(chunk_gla, state_v_first=state_v_first, **options)
+        tokens = {"q": q, "k": k, "v": v, "g": g, "gv": gv}
+        return attend_on_shards("chunk_gla", call, tokens, initial_state, cu_seqlens)
     compiling = torch.compiler.is_compiling()
     if not compiling:
         check_plain_tensors("chunk_gla", _TENSORS, q, k, v, g, gv, initial_state, cu_seqlens)
