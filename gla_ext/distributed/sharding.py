@@ -53,7 +53,7 @@ def attend_on_shards(
         roles.append(role)
     if cu_seqlens is not None and "batch" in roles:
         raise NotImplementedError(
-            f"{op}: expected packed sequences to be replicated or sharded over heads, Shard(2), got "
+            f"{op}: expected packed sequences to be replicated or sharded over heads, got "
             "Shard(0); redistribute q"
         )
 

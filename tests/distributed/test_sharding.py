@@ -53,5 +53,5 @@ def test_what_is_refused(one_rank):
         chunk_gla(*[sharded(1)] * 4)
     with pytest.raises(NotImplementedError, match="make k a DTensor too"):
         chunk_gla(sharded(0), x.k, x.v, x.g)
-    with pytest.raises(NotImplementedError, match="packed sequences .* redistribute q"):
+    with pytest.raises(NotImplementedError, match=r"packed sequences .* redistribute q"):
         chunk_gla(*[sharded(0)] * 4, cu_seqlens=torch.tensor([0, 8]))
