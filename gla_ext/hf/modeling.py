@@ -88,6 +88,7 @@ class GLAModel(GLAPreTrainedModel):
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cache: Any | None = None,
+        cp_context: Any | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
         """Arguments as `GLAForCausalLM.forward`, without labels and logits_to_keep."""
@@ -107,7 +108,7 @@ class GLAModel(GLAPreTrainedModel):
         recompute = self.gradient_checkpointing and self.training and past_key_values is None
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         slots = None
-        if cu_seqlens is None:
+        if cu_seqlens is None and cp_context is None:
             again = starts_again(position_ids, seq_idx, attention_mask, *x.shape[:2])
             if again is not None:
                 slots, cu_seqlens = one_row(again, attention_mask)
@@ -116,7 +117,7 @@ class GLAModel(GLAPreTrainedModel):
                 "GLAModel: packed sequences are not implemented for a head that answers once a "
                 "row; pass a padded batch"
             )
-        if past_key_values is not None:
+        if past_key_values is not None and cp_context is None:
             check_cache(past_key_values, len(x) if cu_seqlens is None else len(cu_seqlens) - 1)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -128,6 +129,7 @@ class GLAModel(GLAPreTrainedModel):
             past_key_values=past_key_values,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
             slots=slots,
             call=self._checkpointed if recompute else blocks.GLABlock.__call__,
             inputs=inputs,
@@ -198,6 +200,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cache: Any | None = None,
+        cp_context: Any | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """Logits of the next token at every position, and the loss when labels are given.
@@ -235,6 +238,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             seq_idx: int, likewise, the number of each token's sequence: another one starts where it
                 changes. Beats position_ids. Default: None.
             cache: past_key_values as transformers calls it from 5.24 on. Default: None.
+            cp_context: as `gla_ext.model.GLAForCausalLM.forward`'s; position_ids and seq_idx are
+                then not looked at: its offsets say where sequences start. Default: None.
             **kwargs: ignored, as by FLA: `cache_position`, `max_length_q` and the like say nothing
                 to a recurrence.
 
@@ -265,6 +270,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             cu_seqlens=cu_seqlens,
             position_ids=position_ids,
             seq_idx=seq_idx,
+            cp_context=cp_context,
         )
         x = output.last_hidden_state
         if labels is None:
@@ -275,11 +281,12 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         logits = self.lm_head(x)
         loss = None
         if labels is not None:
-            if cu_seqlens is None:
+            if cu_seqlens is None and cp_context is None:
                 again = starts_again(position_ids, seq_idx, attention_mask, *labels.shape)
                 if again is not None:
                     labels = labels.masked_fill(again.to(labels.device), IGNORE_INDEX)
-            loss = next_token_loss(logits, labels, num_items_in_batch, cu_seqlens)
+            counts = (num_items_in_batch, cu_seqlens, cp_context)
+            loss = next_token_loss(logits, labels, *counts)
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

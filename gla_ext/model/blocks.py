@@ -130,6 +130,7 @@ class GLAModel(nn.Module):
         past_key_values: Any | None = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
+        cp_context: Any = None,
     ) -> ModelOutput:
         """Arguments as `GLAForCausalLM.forward`."""
         check_tensors("GLAForCausalLM", "input_ids cu_seqlens", input_ids, cu_seqlens)
@@ -143,6 +144,7 @@ class GLAModel(nn.Module):
             past_key_values=past_key_values,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
             call=_checkpointed if recompute else GLABlock.__call__,
         )
         return ModelOutput(self.norm(x), past_key_values)
@@ -156,6 +158,7 @@ def run_blocks(
     past_key_values: Any | None = None,
     use_cache: bool = False,
     cu_seqlens: Tensor | None = None,
+    cp_context: Any = None,
     slots: Tensor | None = None,
     call: Callable[..., Tensor] = GLABlock.__call__,
     inputs: list[Tensor] | None = None,
@@ -168,8 +171,8 @@ def run_blocks(
     Args:
         blocks: the blocks, first to last.
         x: the embeddings, `[B, T, hidden_size]`.
-        attention_mask, past_key_values, use_cache, cu_seqlens: as `GLAForCausalLM.forward`;
-            cu_seqlens beats the mask.
+        attention_mask, past_key_values, use_cache, cu_seqlens, cp_context: as
+            `GLAForCausalLM.forward`; cu_seqlens beats the mask.
         slots: int64 `[B * T]`, where in one row the tokens lie that cu_seqlens is of; see
             `gla_ext.layers._padding.packed_slots`. Default: None (x is that row).
         call: runs a block on x and its keywords. Default: the block itself.
@@ -180,6 +183,11 @@ def run_blocks(
         and every MLP as itself.
     """
     B, T, _ = x.shape
+    if attention_mask is not None and cp_context is not None:
+        raise NotImplementedError(
+            "GLAModel: expected no attention_mask beside cp_context, got one; pack the sequences "
+            "and give build_cp_context their cu_seqlens"
+        )
     if attention_mask is not None and cu_seqlens is None:
         slots, cu_seqlens = packed_slots(valid_tokens(attention_mask, B, T))
     if slots is not None:
@@ -189,6 +197,8 @@ def run_blocks(
         "use_cache": use_cache,
         "cu_seqlens": cu_seqlens,
     }
+    if cp_context is not None:
+        attn_args["cp_context"] = cp_context
     for block in blocks:
         if inputs is not None:
             inputs.append(x if slots is None else unpack(x, slots, B, T))

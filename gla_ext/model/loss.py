@@ -22,6 +22,7 @@ def next_token_loss(
     labels: Tensor,
     num_items_in_batch: Tensor | int | None = None,
     cu_seqlens: Tensor | None = None,
+    cp_context: Any = None,
 ) -> Tensor:
     """Mean cross entropy of logits at t against labels at t + 1, nats a token.
 
@@ -33,12 +34,18 @@ def next_token_loss(
         cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of one:
             the first label of each does not count, as in a batch of them, nor do labels after the
             last offset. Default: None.
+        cp_context: of one rank's logits and labels, see `GLAForCausalLM.forward`; in place of
+            cu_seqlens, and num_items_in_batch is the number of all ranks. Default: None.
 
     Returns:
         A scalar, fp32 or, of fp64 logits, fp64; NaN when no label counts.
     """
     names = "logits labels cu_seqlens"
     check_tensors("next_token_loss", names, logits, labels, cu_seqlens)
+    if cp_context is not None:
+        from gla_ext.distributed.loss import next_token_loss_with_context
+
+        return next_token_loss_with_context(logits, labels, num_items_in_batch, cp_context)
     labels = labels[:, 1:].to(logits.device)
     if cu_seqlens is not None:
         goes_on = _goes_on(cu_seqlens.to(logits.device), logits.shape[1])
@@ -72,6 +79,11 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         logits: `[N, vocab_size]`, any floating dtype.
         targets: int64 `[N]`.
     """
+    if type(logits).__name__ == "DTensor":
+        from gla_ext.distributed.vocabulary import is_sharded_by_vocabulary, sharded_cross_entropy
+
+        if is_sharded_by_vocabulary(logits):
+            return sharded_cross_entropy(logits, targets)
     # A compiler fuses torch's own; functorch, forward-mode AD, and tensors that are more than
     # tensors, know it.
     by_torch = (

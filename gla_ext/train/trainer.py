@@ -130,7 +130,7 @@ class Trainer:
         self.batches, self.held_out = self.make_data(corpus)
         torch.manual_seed(settings.seed)
         self.model = self.make_model().to(device)
-        self.optimizer = _optimizer(self.model, settings)
+        self.optimizer = optimizer_of(self.model, settings)
         self.loss = self._loss
         if compiled:
             self.loss = torch.compile(self._loss, fullgraph=True, dynamic=False)
@@ -255,7 +255,10 @@ class Trainer:
         tensors["rng.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
-        metadata = {
+        write_tensors(path, tensors, self._metadata())
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
             "format": _FORMAT,
             "step": self.step,
             "settings": asdict(self.settings),
@@ -263,7 +266,6 @@ class Trainer:
             "corpus": self.fingerprint,
             "evaluations": self.evaluations,
         }
-        write_tensors(path, tensors, metadata)
 
     def load(self, path: str | Path) -> None:
         """Goes on from what `save` wrote, up to as many steps as the settings say now.
@@ -272,7 +274,7 @@ class Trainer:
             CheckpointMismatch: if it was written with other settings (`data` and `steps` aside) or
                 another corpus, or after more steps.
         """
-        tensors, metadata = read_tensors(path)
+        tensors, metadata = self._read(path)
         now = {"data": self.settings.data, "steps": self.settings.steps}
         settings = replace(checkpoint_settings(metadata, path), **now)
         if settings != self.settings:
@@ -290,6 +292,26 @@ class Trainer:
                 f"{self.fingerprint[:12]}), got a checkpoint of other text "
                 f"({metadata['corpus'][:12]})"
             )
+        self._restore(tensors)
+        self.step = metadata["step"]
+        self.losses[: self.step] = tensors["losses"].to(self.device)
+        self.evaluations = [(step, bits) for step, bits in metadata["evaluations"]]
+        if "rng.cpu" in tensors:
+            torch.set_rng_state(tensors["rng.cpu"])
+        if self.device.type == "cuda" and "rng.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
+
+    def _read(self, path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A checkpoint's tensors and metadata, also of one that many processes wrote."""
+        tensors, metadata = read_tensors(path)
+        if "sharded" in metadata:
+            from gla_ext.distributed.checkpoints import read_whole
+
+            tensors |= read_whole(Path(path).parent / metadata["sharded"])
+        return tensors, metadata
+
+    def _restore(self, tensors: dict[str, Tensor]) -> None:
+        """Puts a checkpoint's tensors into model and optimizer."""
         load_tensors(self.model, _under("model.", tensors))
         for name, parameter in self.model.named_parameters():
             state = _under(f"optimizer.{name}.", tensors)
@@ -299,12 +321,6 @@ class Trainer:
                 }
         if self.segmented is not None:
             self.segmented.load(_under("segments.", tensors), self.device)
-        self.step = metadata["step"]
-        self.losses[: self.step] = tensors["losses"].to(self.device)
-        self.evaluations = [(step, bits) for step, bits in metadata["evaluations"]]
-        torch.set_rng_state(tensors["rng.cpu"])
-        if self.device.type == "cuda" and "rng.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = DTYPES[self.settings.dtype]
@@ -329,7 +345,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def _optimizer(model: GLAForCausalLM, settings: Settings) -> torch.optim.Optimizer:
+def optimizer_of(model: GLAForCausalLM, settings: Settings) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices, none on norms and biases."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]

@@ -25,6 +25,8 @@ OTHERS = {
     "prompt": "class ",
     "sample_bytes": 7,
     "save_every": 3,
+    "tensor_parallel": 2,
+    "context_parallel": 2,
     "data": str(Path("text").resolve()),
     "dtype": "float32",
     "steps": 11,
