@@ -191,9 +191,9 @@ def finished(tmp_path_factory):
     """The folder of all tiny runs, done by two calls of the command, and what these said."""
     out = tmp_path_factory.mktemp("results")
     command = ["--scale", "tiny", "--device", "cpu", "--jobs", "2", "--out", str(out)]
-    assert run.main(["ablations", *command, "--minutes", "3"]) == 0
+    assert run.main(["ablations", *command, "--minutes", "60"]) == 0
     first = (out / "text.jsonl").read_text()
-    assert run.main([*command, "--minutes", "3"]) == 0
+    assert run.main([*command, "--minutes", "60"]) == 0
     return out, first
 
 
