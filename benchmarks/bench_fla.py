@@ -20,7 +20,6 @@ from pathlib import Path
 import bench_cuda as bench
 import torch
 from shared import bench_cases
-from shared.inputs import layer_class
 
 HIDDEN, HEADS = 1024, 4
 LAYERS = ((32, 2048), (8, 2048), (4, 8192))  # B, T
@@ -46,6 +45,8 @@ def tune_operator(cases: Iterable[bench_cases.Case]) -> None:
 
 def tune_layer() -> None:
     """Apart from the operator's own tuning: the layer asks for states of another layout."""
+    from shared.inputs import layer_class
+
     layer = layer_class()(hidden_size=HIDDEN, num_heads=HEADS).to("cuda", torch.bfloat16)
     for B, T in LAYERS:
         x = torch.randn(B, T, HIDDEN, dtype=torch.bfloat16, device="cuda")

@@ -9,8 +9,6 @@ import torch
 from shared.gate import require_close
 from shared.timing import cold
 
-import gla_ext
-
 TOLERANCE = 0.005  # two roundings of bf16
 
 
@@ -27,6 +25,8 @@ def measure(shape) -> dict:
     """Forward + backward where everything is computed again and where operands are kept: times, and
     the bytes that wait for backward beside the inputs.
     """
+    import gla_ext
+
     x = bench.draw(shape)
     kept = gla_ext.plan(*shape, gate_dtype=x.g.dtype).for_backward_bytes
     choices = {"recomputed": 0} | ({"kept": kept} if kept else {})

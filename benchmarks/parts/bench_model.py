@@ -11,7 +11,6 @@ import bench_cuda as bench
 import torch
 from bench_fla import HEADS, HIDDEN, LAYERS
 from shared.gate import WrongResults, require_close
-from shared.inputs import layer_class
 from shared.timing import Timing, cold, summary
 from torch import Tensor, nn
 
@@ -27,6 +26,8 @@ LOGITS_TOLERANCE = 0.04
 
 def build_layers(fla: bool, compiled: bool) -> dict[str, Callable]:
     """Layers of one set of bf16 weights."""
+    from shared.inputs import layer_class
+
     from gla_ext.layers import GatedLinearAttention
 
     torch.manual_seed(0)

@@ -52,6 +52,23 @@ __device__ __forceinline__ float from_float<float>(float x) {
   return x;
 }
 
+// Element i of a row's words, as they lie in memory.
+template <class T>
+__device__ __forceinline__ float element_of(const uint32_t* words, int i) {
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(words[i]);
+  } else {
+    const auto bits = static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)));
+    if constexpr (std::is_same_v<T, bf16>)
+      return __uint_as_float(uint32_t{bits} << 16);
+    else
+      return __half2float(__ushort_as_half(bits));
+  }
+}
+// The bits of a short element.
+__device__ __forceinline__ uint16_t bits_of(bf16 x) { return __bfloat16_as_ushort(x); }
+__device__ __forceinline__ uint16_t bits_of(half x) { return __half_as_ushort(x); }
+
 // Eight consecutive elements of a row, as they lie in memory.
 template <class T>
 struct alignas(16) Eight {
@@ -62,28 +79,13 @@ struct alignas(16) Eight {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words[i] = 0;
   }
-  __device__ __forceinline__ float operator[](int i) const {
-    if constexpr (sizeof(T) == 4) {
-      return __uint_as_float(words[i]);
-    } else {
-      const auto bits = static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)));
-      if constexpr (std::is_same_v<T, bf16>)
-        return __uint_as_float(uint32_t{bits} << 16);
-      else
-        return __half2float(__ushort_as_half(bits));
-    }
-  }
+  __device__ __forceinline__ float operator[](int i) const { return element_of<T>(words, i); }
   __device__ __forceinline__ void set(int i, T x) {
     if constexpr (sizeof(T) == 4) {
       words[i] = __float_as_uint(x);
     } else {
-      uint16_t bits;
-      if constexpr (std::is_same_v<T, bf16>)
-        bits = __bfloat16_as_ushort(x);
-      else
-        bits = __half_as_ushort(x);
       const int shift = 16 * (i % 2);
-      words[i / 2] = (words[i / 2] & ~(0xffffu << shift)) | (uint32_t{bits} << shift);
+      words[i / 2] = (words[i / 2] & ~(0xffffu << shift)) | (uint32_t{bits_of(x)} << shift);
     }
   }
 };

@@ -30,11 +30,11 @@ template <bool kWhole, class T, int kW>
 __device__ __forceinline__ void take_tokens(const Convolution& p, const Piece& piece, int64_t t,
                                             const Place<kC>& place, const float (&w)[kW][kC],
                                             const float (&bias)[kC],
-                                            Pack<T, kC> (&in)[kW - 1 + kAtOnce<T>],
+                                            Vec<T, kC> (&in)[kW - 1 + kAtOnce<T>],
                                             float (&dz)[kW][kC], float (&dw)[kW + 1][kC], T* dx) {
   constexpr int kBefore = kW - 1, kSteps = kAtOnce<T>;
   const int64_t count = piece.end - t;
-  Pack<T, kC> dy[kSteps];
+  Vec<T, kC> dy[kSteps];
   load_tokens<kSteps, kWhole>(in + kBefore, p, p.x, piece, t, count, place);
   load_tokens<kSteps, kWhole>(dy, p, p.dy, piece, t, count, place);
 #pragma unroll
@@ -61,7 +61,7 @@ __device__ __forceinline__ void take_tokens(const Convolution& p, const Piece& p
     for (int i = 0; i < kC; ++i)
 #pragma unroll
       for (int s = 0; s < kW; ++s) sum[i] = fmaf(w[kBefore - s][i], dz[s][i], sum[i]);
-    store_pack(dx + first * p.D, sum, place.valid, kWhole || p.aligned);
+    store_vec(dx + first * p.D, sum, place.valid, kWhole || p.aligned);
   }
 }
 
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
     Pieces pieces(p, run);
     Piece piece;
     while (pieces.next(p, piece)) {
-      Pack<T, kC> in[kBefore + kSteps];
+      Vec<T, kC> in[kBefore + kSteps];
       float dz[kW][kC] = {};  // of a token and the kW - 1 before it
 #pragma unroll
       for (int i = 0; i < kBefore; ++i)

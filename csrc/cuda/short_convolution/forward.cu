@@ -24,7 +24,7 @@ template <bool kWhole, class T, int kW, int kC>
 __device__ __forceinline__ void take_tokens(const Convolution& p, const Piece& piece, int64_t t,
                                             int64_t count, const Place<kC>& place,
                                             const float (&w)[kW][kC], const float (&bias)[kC],
-                                            Pack<T, kC> (&in)[kW - 1 + kAtOnce], T* y) {
+                                            Vec<T, kC> (&in)[kW - 1 + kAtOnce], T* y) {
   load_tokens<kAtOnce, kWhole>(in + kW - 1, p, p.x, piece, t, count, place);
 #pragma unroll
   for (int r = 0; r < kAtOnce; ++r) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void take_tokens(const Convolution& p, const Piece& p
     preactivation(w, bias, in + r, z);
 #pragma unroll
     for (int i = 0; i < kC; ++i) z[i] = silu<T>(z[i]);
-    store_pack(y + r * p.D, z, place.valid, kWhole || p.aligned);
+    store_vec(y + r * p.D, z, place.valid, kWhole || p.aligned);
   }
 }
 
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
     Pieces pieces(p, run);
     Piece piece;
     while (pieces.next(p, piece)) {
-      Pack<T, kC> in[kBefore + kAtOnce];
+      Vec<T, kC> in[kBefore + kAtOnce];
 #pragma unroll
       for (int i = 0; i < kBefore; ++i)
         in[i] = load_input<T>(p, piece, piece.from - kBefore + i, place);

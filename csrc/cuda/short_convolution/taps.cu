@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
 #pragma unroll
         for (int r = 0; r < kTokens; ++r) {
           if (t + r >= piece.to) break;
-          const Pack<T, kC> x = load_input<T>(p, piece, t + r - (p.W - 1) + j, place);
+          const Vec<T, kC> x = load_input<T>(p, piece, t + r - (p.W - 1) + j, place);
 #pragma unroll
           for (int i = 0; i < kC; ++i) z[r][i] = fmaf(w[i], x[i], z[r][i]);
         }
@@ -73,22 +73,22 @@ __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
       for (int r = 0; r < kTokens; ++r) {
         if (t + r >= piece.to) break;
         if constexpr (kBackward) {
-          const Pack<T, kC> dy = load_row(p, row_of<T>(p.dy, piece.row, t + r, place), place);
+          const Vec<T, kC> dy = load_row(p, row_of<T>(p.dy, piece.row, t + r, place), place);
 #pragma unroll
           for (int i = 0; i < kC; ++i) z[r][i] = dy[i] * silu_slope<T>(z[r][i]);
-          store_pack(p.dz + first + r * p.D, z[r], place.valid, p.aligned);
+          store_vec(p.dz + first + r * p.D, z[r], place.valid, p.aligned);
         } else {
 #pragma unroll
           for (int i = 0; i < kC; ++i) z[r][i] = silu<T>(z[r][i]);
-          store_pack(static_cast<T*>(p.y) + first + r * p.D, z[r], place.valid, p.aligned);
+          store_vec(static_cast<T*>(p.y) + first + r * p.D, z[r], place.valid, p.aligned);
         }
       }
     });
   }
 }
 
-__device__ __forceinline__ Pack<float, kC> load_dz(const Convolution& p, const Piece& piece,
-                                                   int64_t t, const Place<kC>& place) {
+__device__ __forceinline__ Vec<float, kC> load_dz(const Convolution& p, const Piece& piece,
+                                                  int64_t t, const Place<kC>& place) {
   return load_row(p, p.dz + (piece.row * p.T + t) * p.D + place.channel, place);
 }
 
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
 #pragma unroll
         for (int r = 0; r < kTokens; ++r) {
           if (t + r >= piece.to || t + r + s >= piece.end) break;
-          const Pack<float, kC> dz = load_dz(p, piece, t + r + s, place);
+          const Vec<float, kC> dz = load_dz(p, piece, t + r + s, place);
 #pragma unroll
           for (int i = 0; i < kC; ++i) sum[r][i] = fmaf(w[i], dz[i], sum[r][i]);
         }
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
       T* dx = static_cast<T*>(p.dx) + (piece.row * p.T + t) * p.D + place.channel;
 #pragma unroll
       for (int r = 0; r < kTokens; ++r)
-        if (t + r < piece.to) store_pack(dx + r * p.D, sum[r], place.valid, p.aligned);
+        if (t + r < piece.to) store_vec(dx + r * p.D, sum[r], place.valid, p.aligned);
     });
   }
 }
@@ -135,13 +135,13 @@ __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
 #pragma unroll
         for (int r = 0; r < kTokens; ++r) {
           if (t + r >= piece.to) break;
-          const Pack<float, kC> dz = load_dz(p, piece, t + r, place);
+          const Vec<float, kC> dz = load_dz(p, piece, t + r, place);
           if (j == p.W) {
 #pragma unroll
             for (int i = 0; i < kC; ++i) sum[0][i] += dz[i];
             continue;
           }
-          const Pack<T, kC> x = load_input<T>(p, piece, t + r - (p.W - 1) + j, place);
+          const Vec<T, kC> x = load_input<T>(p, piece, t + r - (p.W - 1) + j, place);
 #pragma unroll
           for (int i = 0; i < kC; ++i) sum[0][i] = fmaf(dz[i], x[i], sum[0][i]);
         }

@@ -11,8 +11,8 @@ namespace gla_ext::cuda {
 constexpr int kConvThreads = 128;
 constexpr int64_t kMostRunBlocks = 65535;  // y of a grid
 
-// A block has `lanes` neighbouring packs of channels, and for each as many runs at a time as it has
-// rows of threads. grid x is the pack of the first lane, grid y the run of the first row.
+// A block has `lanes` neighbouring vectors of channels, and for each as many runs at a time as it
+// has rows of threads. grid x is the vector of the first lane, grid y the run of the first row.
 struct ConvolutionGrid {
   int lanes = 1;
   int64_t tiles = 1;
@@ -30,10 +30,10 @@ struct ConvolutionGrid {
 };
 // A warp's width, or less where that leaves fewer threads idle.
 inline ConvolutionGrid convolution_grid(int64_t D, int channels) {
-  const int64_t packs = (D + channels - 1) / channels;
-  ConvolutionGrid grid{32, (packs + 31) / 32};
+  const int64_t vectors = (D + channels - 1) / channels;
+  ConvolutionGrid grid{32, (vectors + 31) / 32};
   for (int lanes = 16; lanes >= 4; lanes /= 2) {
-    const int64_t tiles = (packs + lanes - 1) / lanes;
+    const int64_t tiles = (vectors + lanes - 1) / lanes;
     if (tiles * lanes < grid.tiles * grid.lanes) grid = {lanes, tiles};
   }
   return grid;
@@ -112,14 +112,14 @@ __device__ __forceinline__ const T* row_of(const TokenRows& x, int64_t row, int6
 }
 
 template <class T, int kC>
-__device__ __forceinline__ Pack<T, kC> load_row(const Convolution& p, const T* row,
-                                                const Place<kC>& place) {
+__device__ __forceinline__ Vec<T, kC> load_row(const Convolution& p, const T* row,
+                                               const Place<kC>& place) {
   return p.aligned ? load_aligned<T, kC>(row, true) : load_each<T, kC>(row, place.valid);
 }
 
 // `count` tokens from t on, then zeros. kWhole: there are as many as wanted, and aligned.
 template <int kAtOnce, bool kWhole, class T, int kC>
-__device__ __forceinline__ void load_tokens(Pack<T, kC>* out, const Convolution& p,
+__device__ __forceinline__ void load_tokens(Vec<T, kC>* out, const Convolution& p,
                                             const TokenRows& x, const Piece& piece, int64_t t,
                                             int64_t count, const Place<kC>& place) {
   const T* row = row_of<T>(x, piece.row, t, place);
@@ -136,10 +136,10 @@ __device__ __forceinline__ void load_tokens(Pack<T, kC>* out, const Convolution&
 
 // Elements of [N, D, W], of all channels at one of the W.
 template <class T, int kC>
-__device__ __forceinline__ Pack<T, kC> load_of_state(const void* state, const Convolution& p,
-                                                     int64_t n, int64_t i, const Place<kC>& place) {
+__device__ __forceinline__ Vec<T, kC> load_of_state(const void* state, const Convolution& p,
+                                                    int64_t n, int64_t i, const Place<kC>& place) {
   const T* first = static_cast<const T*>(state) + (n * p.D + place.channel) * p.W + i;
-  Pack<T, kC> x;
+  Vec<T, kC> x;
   x.clear();
 #pragma unroll
   for (int c = 0; c < kC; ++c)
@@ -149,12 +149,12 @@ __device__ __forceinline__ Pack<T, kC> load_of_state(const void* state, const Co
 
 // x of a token, which may lie up to W before its sequence: from the cache, or 0.
 template <class T, int kC>
-__device__ __forceinline__ Pack<T, kC> load_input(const Convolution& p, const Piece& piece,
-                                                  int64_t t, const Place<kC>& place) {
+__device__ __forceinline__ Vec<T, kC> load_input(const Convolution& p, const Piece& piece,
+                                                 int64_t t, const Place<kC>& place) {
   if (t >= piece.start) return load_row(p, row_of<T>(p.x, piece.row, t, place), place);
   if (p.cache != nullptr && piece.n >= 0)
     return load_of_state<T>(p.cache, p, piece.n, p.W + t - piece.start, place);
-  Pack<T, kC> zero;
+  Vec<T, kC> zero;
   zero.clear();
   return zero;
 }
@@ -169,8 +169,8 @@ __device__ __forceinline__ void load_taps(const void* data, DType dtype, bool al
     const E* first = static_cast<const E*>(data) + place.channel * kW;
 #pragma unroll
     for (int j = 0; j < kW; ++j) {
-      const Pack<E, kC> x = aligned ? load_aligned<E, kC>(first + j * kC, place.valid > 0)
-                                    : load_each<E, kC>(first + j * kC, place.valid * kW - j * kC);
+      const Vec<E, kC> x = aligned ? load_aligned<E, kC>(first + j * kC, place.valid > 0)
+                                   : load_each<E, kC>(first + j * kC, place.valid * kW - j * kC);
 #pragma unroll
       for (int i = 0; i < kC; ++i) w[(j * kC + i) % kW][(j * kC + i) / kW] = x[i];
     }
@@ -195,7 +195,7 @@ __device__ __forceinline__ void load_bias(const Convolution& p, const Place<kC>&
 // z = bias + Σ_j w_j x_{t-W+1+j}, the oldest token first.
 template <int kW, class T, int kC>
 __device__ __forceinline__ void preactivation(const float (&w)[kW][kC], const float (&bias)[kC],
-                                              const Pack<T, kC>* in, float (&z)[kC]) {
+                                              const Vec<T, kC>* in, float (&z)[kC]) {
 #pragma unroll
   for (int i = 0; i < kC; ++i) {
     z[i] = bias[i];
@@ -221,7 +221,7 @@ __device__ __forceinline__ void state_gradient(const Convolution& p, const Piece
 #pragma unroll
   for (int i = 0; i < kC; ++i) dx[i] = 0.f;
   if (p.dstate == nullptr || piece.n < 0 || piece.end - t > p.W) return;
-  const Pack<T, kC> x = load_of_state<T>(p.dstate, p, piece.n, p.W - (piece.end - t), place);
+  const Vec<T, kC> x = load_of_state<T>(p.dstate, p, piece.n, p.W - (piece.end - t), place);
 #pragma unroll
   for (int i = 0; i < kC; ++i) dx[i] = x[i];
 }
@@ -235,7 +235,7 @@ __device__ __forceinline__ void store_state(const Convolution& p, int64_t n,
   const Piece piece = sequence(p, n);
   T* state = static_cast<T*>(p.state) + (n * p.D + place.channel) * W;
   const auto store = [&](int64_t i) {
-    const Pack<T, kC> x = load_input<T>(p, piece, piece.end - W + i, place);
+    const Vec<T, kC> x = load_input<T>(p, piece, piece.end - W + i, place);
 #pragma unroll
     for (int c = 0; c < kC; ++c)
       if (c < place.valid) state[c * W + i] = from_float<T>(x[c]);

@@ -6,34 +6,18 @@
 namespace gla_ext::cuda {
 
 template <class T, int kC>
-struct Pack {
+struct Vec {
   static constexpr int kWords = kC * sizeof(T) / 4;
   static_assert(kWords == 2 || kWords % 4 == 0, "loads of 8 or 16 bytes");
   uint32_t words[kWords];
 
-  __device__ __forceinline__ float operator[](int i) const {
-    if constexpr (sizeof(T) == 4) {
-      return __uint_as_float(words[i]);
-    } else {
-      const auto bits = static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)));
-      if constexpr (std::is_same_v<T, bf16>)
-        return __uint_as_float(uint32_t{bits} << 16);
-      else
-        return __half2float(__ushort_as_half(bits));
-    }
-  }
-  // Sets element i of a pack that was cleared before.
+  __device__ __forceinline__ float operator[](int i) const { return element_of<T>(words, i); }
+  // Sets element i of what was cleared before.
   __device__ __forceinline__ void set(int i, T x) {
-    if constexpr (sizeof(T) == 4) {
+    if constexpr (sizeof(T) == 4)
       words[i] = __float_as_uint(x);
-    } else {
-      uint16_t bits;
-      if constexpr (std::is_same_v<T, bf16>)
-        bits = __bfloat16_as_ushort(x);
-      else
-        bits = __half_as_ushort(x);
-      words[i / 2] |= uint32_t{bits} << (16 * (i % 2));
-    }
+    else
+      words[i / 2] |= uint32_t{bits_of(x)} << (16 * (i % 2));
   }
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -41,18 +25,18 @@ struct Pack {
   }
 };
 
-// From an address that is a multiple of the pack's size, or zeros.
+// From an address that is a multiple of its size, or zeros.
 template <class T, int kC>
-__device__ __forceinline__ Pack<T, kC> load_aligned(const T* p, bool there) {
-  Pack<T, kC> x;
+__device__ __forceinline__ Vec<T, kC> load_aligned(const T* p, bool there) {
+  Vec<T, kC> x;
   x.clear();
   if (!there) return x;
-  if constexpr (Pack<T, kC>::kWords == 2) {
+  if constexpr (Vec<T, kC>::kWords == 2) {
     const uint2 y = __ldg(reinterpret_cast<const uint2*>(p));
     x.words[0] = y.x, x.words[1] = y.y;
   } else {
 #pragma unroll
-    for (int i = 0; i < Pack<T, kC>::kWords; i += 4) {
+    for (int i = 0; i < Vec<T, kC>::kWords; i += 4) {
       const uint4 y = __ldg(reinterpret_cast<const uint4*>(p) + i / 4);
       x.words[i] = y.x, x.words[i + 1] = y.y, x.words[i + 2] = y.z, x.words[i + 3] = y.w;
     }
@@ -62,8 +46,8 @@ __device__ __forceinline__ Pack<T, kC> load_aligned(const T* p, bool there) {
 
 // The first `valid` elements, then zeros.
 template <class T, int kC>
-__device__ __forceinline__ Pack<T, kC> load_each(const T* p, int valid) {
-  Pack<T, kC> x;
+__device__ __forceinline__ Vec<T, kC> load_each(const T* p, int valid) {
+  Vec<T, kC> x;
   x.clear();
 #pragma unroll
   for (int i = 0; i < kC; ++i)
@@ -72,8 +56,8 @@ __device__ __forceinline__ Pack<T, kC> load_each(const T* p, int valid) {
 }
 
 template <class T, int kC>
-__device__ __forceinline__ Pack<T, kC> round_to(const float (&x)[kC]) {
-  Pack<T, kC> y;
+__device__ __forceinline__ Vec<T, kC> round_to(const float (&x)[kC]) {
+  Vec<T, kC> y;
   if constexpr (sizeof(T) == 4) {
 #pragma unroll
     for (int i = 0; i < kC; ++i) y.words[i] = __float_as_uint(x[i]);
@@ -94,19 +78,19 @@ __device__ __forceinline__ Pack<T, kC> round_to(const float (&x)[kC]) {
 
 // The first `valid` results; all of them at once where the address is a multiple of the size.
 template <class T, int kC>
-__device__ __forceinline__ void store_pack(T* p, const float (&x)[kC], int valid, bool aligned) {
+__device__ __forceinline__ void store_vec(T* p, const float (&x)[kC], int valid, bool aligned) {
   if (!aligned) {
 #pragma unroll
     for (int i = 0; i < kC; ++i)
       if (i < valid) p[i] = from_float<T>(x[i]);
     return;
   }
-  const Pack<T, kC> y = round_to<T>(x);
-  if constexpr (Pack<T, kC>::kWords == 2) {
+  const Vec<T, kC> y = round_to<T>(x);
+  if constexpr (Vec<T, kC>::kWords == 2) {
     *reinterpret_cast<uint2*>(p) = make_uint2(y.words[0], y.words[1]);
   } else {
 #pragma unroll
-    for (int i = 0; i < Pack<T, kC>::kWords; i += 4)
+    for (int i = 0; i < Vec<T, kC>::kWords; i += 4)
       reinterpret_cast<uint4*>(p)[i / 4] =
           make_uint4(y.words[i], y.words[i + 1], y.words[i + 2], y.words[i + 3]);
   }

@@ -21,7 +21,7 @@ template <class T>
 constexpr int kElements = 16 / sizeof(T);  // of a pack
 
 template <class T>
-using RowPack = Pack<T, kElements<T>>;
+using RowPack = Vec<T, kElements<T>>;
 
 // Row blockIdx.y, and after each next() the one gridDim.y further.
 class Row {
@@ -55,8 +55,8 @@ class Row {
   template <Access kAccess, class T>
   __device__ __forceinline__ void store(const Swiglu& p, void* rows, int64_t column, int valid,
                                         const float (&x)[kElements<T>]) const {
-    store_pack(static_cast<T*>(rows) + row_ * p.width + column, x, valid,
-               kAccess == Access::kFast && valid == kElements<T>);
+    store_vec(static_cast<T*>(rows) + row_ * p.width + column, x, valid,
+              kAccess == Access::kFast && valid == kElements<T>);
   }
 
  private:
