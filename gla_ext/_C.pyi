@@ -63,10 +63,10 @@ def plan(
         On CUDA: kernels, the names of what the pass launches, in order (csrc/cuda/plan/kernels.h);
         segments (of one batch row, into which sweeps cut sequences; 0: they do not),
         segment_chunks (of one), segment_states, summaries_at_once and replays (the second of two
-        segments replays the first); items_each (work items that a block or a cluster takes one by one);
-        workspace_bytes, state_bytes. Beside them fused_expects (what the fused path expects that
-        the call does not have, or None) and for_backward_bytes (what forward leaves besides the
-        inputs).
+        segments replays the first); items_each (work items that a block or a cluster takes one by
+        one); workspace_bytes, state_bytes. Beside them fused_expects (what the fused path expects
+        that the call does not have, or None) and for_backward_bytes (what forward leaves besides
+        the inputs).
 
     Raises:
         ValueError: a size or dtype that the device does not take.

@@ -137,7 +137,7 @@ def accuracy(request) -> dict:
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """The table of csrc/README.md, as Markdown, after a run that measured it."""
+    """The table of csrc/cuda/ACCURACY.md, as Markdown, after a run that measured it."""
     if errors := config.stash.get(ACCURACY, None):
         rows, columns = (list(dict.fromkeys(x)) for x in zip(*errors, strict=True))
         terminalreporter.section("relative RMS error against the fp64 recurrence")

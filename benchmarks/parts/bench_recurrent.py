@@ -1,4 +1,4 @@
-"""Decoding's operators at the shapes of csrc/README.md: in CUDA graphs, and on the host.
+"""Decoding's operators at the shapes of benchmarks/NOTES.md: in CUDA graphs, and on the host.
 
 The floor of a step is `state.mul_(1)`, which reads and writes the states too.
 """

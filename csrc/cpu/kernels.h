@@ -26,8 +26,8 @@ struct Kernels {
 
   // The two modes: one sweep a (sequence, head), or states first and then every chunk by itself.
   // g and gv may be absent, and then there is no dg or dgv.
-  SequenceTask forward_sweep;    // q k v g gv h0 -> o ht (S)
-  SequenceTask backward_sweep;   // do dht q k v g gv h0 (S) -> dq dk dv dg dgv dh0
+  SequenceTask forward_sweep;    // q k v g gv h0 -> o ht
+  SequenceTask backward_sweep;   // do dht q k v g gv h0 -> dq dk dv dg dgv dh0
   SequenceTask state_pass;       // k v g|b gv h0 -> S ht
   SequenceTask state_grad_pass;  // q do g|b gv dht -> dS dh0
   ChunkTask forward_chunk;       // q k v g gv S -> o

@@ -1,7 +1,7 @@
 """The accuracy table: errors of every output and gradient against fp64 on CUDA.
 
 Head sizes, lengths and gate strengths of training, each bound by `gla_ext.selftest`'s table. The
-worst over the shapes is printed at the end of the run, for csrc/README.md.
+worst over the shapes is printed at the end of the run, for csrc/cuda/ACCURACY.md.
 """
 
 import dataclasses

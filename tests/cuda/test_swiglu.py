@@ -8,7 +8,7 @@ from swiglu_inputs import (
     make_linear,
 )
 
-from gla_ext.swiglu import swiglu, swiglu_linear
+from gla_ext.layers.swiglu import swiglu, swiglu_linear
 
 ops = torch.ops.gla_ext
 WIDTHS = (1, 7, 8, 64, 257, 1000, 1024, 1025, 4096, 5000)  # a row has 32 to 256 threads

@@ -1,6 +1,6 @@
 // Small kernels that do something right, and the same with one thing wrong that a GPU might let
 // pass: what the emulator must see. Tested by tests/tools/test_emulator.py.
-#include "../../csrc/cuda/sm90/cluster.cuh"
+#include "cuda/sm90/tiles/cluster.cuh"
 
 using namespace gla_ext::cuda::sm90;
 

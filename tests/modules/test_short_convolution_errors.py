@@ -7,7 +7,7 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from conv_inputs import make, module
 
-from gla_ext.short_conv import ShortConvolution
+from gla_ext.layers.short_convolution import ShortConvolution
 
 ops = torch.ops.gla_ext
 

@@ -12,7 +12,7 @@ from swiglu_inputs import (
     results,
 )
 
-from gla_ext.swiglu import swiglu, swiglu_linear
+from gla_ext.layers.swiglu import swiglu, swiglu_linear
 
 ops = torch.ops.gla_ext
 

@@ -112,8 +112,9 @@ def test_what_a_command_names_is_there(command):
             name, setting, _ = word.partition("=")
             assert name in (VARIABLES if setting else TARGETS), word
     elif program == "python" and arguments[0] == "-m":
-        path = ROOT / f"{arguments[1].replace('.', '/')}.py"
-        assert path.is_file() or arguments[1] == "pip"
+        module = ROOT / arguments[1].replace(".", "/")
+        there = module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
+        assert there or arguments[1] == "pip"
     elif program == "python":
         assert (ROOT / arguments[0]).is_file()
     elif program == "cmake" and "-S" in arguments:

@@ -10,7 +10,7 @@ import pytest
 from cuda_tools import find_tool
 from source_tree import ROOT
 
-EMULATOR = ROOT / "tests" / "emulator"
+EMULATOR, CSRC = ROOT / "tests" / "emulator", ROOT / "csrc"
 NVCC = find_tool("nvcc")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc on the PATH or in CUDA_HOME")
 
@@ -43,7 +43,16 @@ def emulate(tmp_path_factory):
     finally:
         sys.path.remove(str(EMULATOR))
     ptx = tmp_path_factory.mktemp("faults") / "faults.ptx"
-    command = [NVCC, "-ptx", "-arch=compute_90a", "-std=c++17", EMULATOR / "faults.cu", "-o", ptx]
+    command = [
+        NVCC,
+        "-ptx",
+        "-arch=compute_90a",
+        "-std=c++17",
+        f"-I{CSRC}",
+        EMULATOR / "faults.cu",
+        "-o",
+        ptx,
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     program = run.program()

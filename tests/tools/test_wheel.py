@@ -156,7 +156,7 @@ def test_functions_of_newer_glibc_are_not_asked_for(tmp_path):
     (tmp_path / "f.cpp").write_text(OLD_GLIBC)
     library = tmp_path / "f.so"
     compiler = os.environ.get("CXX", "c++")
-    sources = ["f.cpp", str(ROOT / "csrc" / "glibc.cpp")]
+    sources = ["f.cpp", str(ROOT / "csrc" / "common" / "glibc.cpp")]
     flags = ["-O3", "-fPIC", "-shared", *rules.LINK_FLAGS]
     result = run(compiler, *sources, *flags, "-o", str(library), cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -72,7 +72,6 @@ void forward_sweep(const Problem<T>& p, T* workspace, const Sequence& sequence, 
   load_initial_state(p, sequence, head, t);
   for (int64_t n = 0; n < sequence.chunks(); ++n) {
     const Chunk chunk = p.chunk(sequence, n, head);
-    if (p.S != nullptr) store_chunk_state(p, chunk.state, t);
     load_forward(p, chunk, t);
     forward_loaded(p, chunk, t);
     chunk_states(t);
@@ -146,18 +145,16 @@ void load_backward(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   load_chunk_state(p, chunk.state, t);
 }
 
-// Stores the states after the tiles first, unless they are given, then sweeps backward.
+// Stores the states after the tiles, then sweeps backward.
 template <typename T>
 void backward_sweep(const Problem<T>& problem, T* workspace, const Sequence& sequence,
                     int64_t head) {
   Problem<T> p = problem;
   Tiles<T> t;
   T* behind = workspace + t.carve(workspace, p.K, p.V, p.gv.data != nullptr);
-  if (p.S == nullptr) {
-    p.S = behind;
-    p.S_is_local = true;
-    state_pass(p, workspace, sequence, head);
-  }
+  p.S = behind;
+  p.S_is_local = true;
+  state_pass(p, workspace, sequence, head);
   load_state_grad_entry(p, sequence, head, t);
   for (int64_t n = sequence.chunks() - 1; n >= 0; --n) {
     const Chunk chunk = p.chunk(sequence, n, head);

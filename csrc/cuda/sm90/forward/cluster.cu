@@ -16,7 +16,7 @@
 #include "cuda/sm90/tiles/cluster_launch.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
 #include "cuda/sm90/tiles/gating.cuh"
-#include "fused/keep.cuh"
+#include "fused/for_backward.cuh"
 #include "fused/multiply.cuh"
 #include "fused/output.cuh"
 #include "fused/passage.cuh"

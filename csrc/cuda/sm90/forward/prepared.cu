@@ -289,12 +289,10 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
           o, j, descriptor(shared_address(s.scores(chunk)) + kStepBytes * j, 0));
     commit_products();
     multiply_values(state, v, stage.operands);
-    // The state's products may run on while o passes, because v is in registers. For K above 192
-    // the call would take .3 % longer.
-    constexpr bool kRunOn = BlockOfKernel::kTiles < 4;
-    wait_for_products<kRunOn ? 1 : 0>();
+    // The state's products run on while o passes, because v is in registers.
+    wait_for_products<1>();
     const OutputRows rows(stage.v + group * kTileBytes, o, group);
-    if constexpr (kRunOn) wait_for_products<0>();
+    wait_for_products<0>();
     if (chunk + 1 == segment.chunks) scale(state, stage.operands, kLeave);
     fence_for_products();  // and bulk copies; later it would wait until the rows are in memory
     arrive(&s.empty[number]);

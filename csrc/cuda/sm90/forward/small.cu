@@ -25,9 +25,9 @@ constexpr int kBlocks = 2;  // of a multiprocessor
 constexpr int kProducerRegisters = 64, kConsumerRegisters = 112;
 
 // Where there are more segments and heads than resident blocks, a block goes on to others.
-using NarrowUnit = Unit<kTile, 1, kMostItems>;
-constexpr int kStages = NarrowUnit::kStages;
-struct Shared : SweepBlock<NarrowUnit, kThreads> {
+using SmallUnit = Unit<kTile, 1, kMostItems>;
+constexpr int kStages = SmallUnit::kStages;
+struct Shared : SweepBlock<SmallUnit, kThreads> {
   int items;
 };
 static_assert(fits_multiprocessor(kBlocks, sizeof(Shared)));
@@ -90,7 +90,7 @@ class Asked {
 };
 
 __device__ __forceinline__ void produce(Shared& block, const Problem& p, int group) {
-  NarrowUnit& s = block.unit;
+  SmallUnit& s = block.unit;
   constexpr int kColumns = kTile / kProducers;
   const auto barrier = [group] { group_barrier<kProducerBarrier>(group); };
   const auto whole = [] { sync_threads<kProducersBarrier>(kProducers * kGroupThreads); };
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) kernel(Problem p, int64_t i
   wait_for_previous_kernel();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<Shared*>(s_bytes);
-  NarrowUnit& unit = s.unit;
+  SmallUnit& unit = s.unit;
   // The block's work items are blockIdx.x and every gridDim.x-th after it.
   if (threadIdx.x < kMostItems) {
     const auto i = threadIdx.x;

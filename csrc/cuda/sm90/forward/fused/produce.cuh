@@ -1,7 +1,7 @@
 // What a producer of forward/fused does.
 #pragma once
 
-#include "keep.cuh"
+#include "for_backward.cuh"
 #include "shared.cuh"
 
 namespace gla_ext::cuda::sm90::forward {
