@@ -57,6 +57,48 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                               std::optional<double> scale, bool state_v_first, bool batch_invariant,
                               const std::optional<at::Tensor>& for_backward = {});
 
+// The two halves of chunk_gla over several ranks, of sequences that are not packed. Each rank sums
+// up what its tokens add to the state; from the others' summaries follows what enters (context
+// parallel). They have no gradient of their own.
+//
+// The summary: state [B, H, K, V] that the tokens leave where none enters, and the sums of the
+// gates over them, decay [B, H, K] and value_decay [B, H, V], natural log; all fp32 (fp64 with fp64
+// inputs), decays 0 elements where the gate is absent. `prepared`: what the second half reads of
+// the first, of a size that the device's plan knows (`prepared_bytes`; 0: nothing, and the second
+// half makes it again).
+using SummaryOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+SummaryOutputs chunk_gla_summary(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                 const std::optional<at::Tensor>& g,
+                                 const std::optional<at::Tensor>& gv, std::optional<double> scale,
+                                 bool batch_invariant, bool for_backward, int64_t prepared_bytes);
+
+// o, final_state and what enters each segment [B, segments, H, K, V], which backward reads.
+ForwardOutputs chunk_gla_apply(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const std::optional<at::Tensor>& g,
+                               const std::optional<at::Tensor>& gv,
+                               const std::optional<at::Tensor>& initial_state,
+                               std::optional<double> scale, bool output_final_state,
+                               bool state_v_first, bool batch_invariant, bool for_backward,
+                               const at::Tensor& prepared, int64_t segments);
+
+// The gradient [B, H, K, V] of the state that enters, where that of the state that leaves is 0; and
+// what the second half reads.
+std::tuple<at::Tensor, at::Tensor> chunk_gla_summary_bwd(
+    const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
+    std::optional<double> scale, bool batch_invariant, const at::Tensor& prepared,
+    int64_t prepared_bytes);
+
+BackwardOutputs chunk_gla_apply_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
+                                    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                    const std::optional<at::Tensor>& g,
+                                    const std::optional<at::Tensor>& gv,
+                                    const std::optional<at::Tensor>& initial_state,
+                                    std::optional<double> scale, bool state_v_first,
+                                    bool batch_invariant, const at::Tensor& prepared,
+                                    const at::Tensor& entering, const at::Tensor& prepared_bwd);
+
 // The recurrence itself, token by token, with a gate on value channels too and in reverse time if
 // asked for: S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_tᵀ. gk [B, T, HK, K] and gv
 // [B, T, HK, V] may be absent.

@@ -20,8 +20,8 @@ void refuse_grad(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const at::Tensor& t = value.toTensor();
     refuse_unsupported(name.c_str(), t);
     TORCH_CHECK_NOT_IMPLEMENTED(!grad_mode || !t.defined() || !t.requires_grad(), name,
-                                ": a step has no gradient of its own, call gla_ext.chunk_gla, or "
-                                "the step under torch.no_grad()");
+                                ": it has no gradient of its own, call gla_ext.chunk_gla, or "
+                                "this under torch.no_grad()");
   }
   at::AutoDispatchBelowADInplaceOrView below;
   op.callBoxed(stack);
@@ -30,6 +30,9 @@ void refuse_grad(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
+  for (const char* half :
+       {"chunk_gla_summary", "chunk_gla_apply", "chunk_gla_summary_bwd", "chunk_gla_apply_bwd"})
+    m.impl(half, torch::CppFunction::makeFromBoxedFunction<&refuse_grad>());
   for (const char* step : kSteps)
     m.impl(step, torch::CppFunction::makeFromBoxedFunction<&refuse_grad>());
 }
