@@ -9,6 +9,7 @@
 #include "checks/short_convolution.h"
 #include "checks/steps.h"
 #include "checks/swiglu.h"
+#include "halves.h"
 #include "ops.h"
 
 namespace gla_ext {
@@ -71,15 +72,17 @@ Shape check_halves(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
       {q, k, v, g, gv, initial_state, none, std::nullopt, false, state_v_first, false, 0});
 }
 
-SummaryOutputs summary_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const OptionalTensor& g, const OptionalTensor& gv,
-                            std::optional<double>, bool, bool, int64_t prepared_bytes) {
-  const Shape s = check_halves(q, k, v, g, gv, {}, false);
-  const auto decay = [&](const OptionalTensor& gate, const c10::SymInt& D) {
-    return given(gate) ? empty({s.B, s.H, D}, q, s.accumulate) : empty({0}, q, s.accumulate);
-  };
-  return {boundary_state(s, q, false), decay(g, s.K), decay(gv, s.V),
-          empty({prepared_bytes}, q, at::kByte)};
+std::tuple<at::Tensor, at::Tensor> summary_meta(const at::Tensor& q, const at::Tensor& k,
+                                                const at::Tensor& v, const OptionalTensor& g,
+                                                const OptionalTensor& gv,
+                                                const OptionalTensor& initial_state,
+                                                std::optional<double>, bool state_v_first, bool,
+                                                bool, int64_t prepared_bytes) {
+  const Shape s = check_halves(q, k, v, g, gv, initial_state, state_v_first);
+  c10::SymInt channels = s.K * s.V;
+  if (given(g)) channels += s.K;
+  if (given(gv)) channels += s.V;
+  return {empty({s.B * s.H * channels}, q, s.accumulate), empty({prepared_bytes}, q, at::kByte)};
 }
 
 ForwardOutputs apply_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -93,22 +96,33 @@ ForwardOutputs apply_meta(const at::Tensor& q, const at::Tensor& k, const at::Te
           empty({s.B, segments, s.H, s.K, s.V}, q, s.accumulate)};
 }
 
-std::tuple<at::Tensor, at::Tensor> summary_bwd_meta(const at::Tensor&, const at::Tensor& q,
-                                                    const at::Tensor& k, const at::Tensor& v,
-                                                    const OptionalTensor& g,
-                                                    const OptionalTensor& gv, std::optional<double>,
-                                                    bool, const at::Tensor&,
-                                                    int64_t prepared_bytes) {
-  const Shape s = check_halves(q, k, v, g, gv, {}, false);
+std::tuple<at::Tensor, at::Tensor> summary_bwd_meta(
+    const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
+    const at::Tensor& v, const OptionalTensor& g, const OptionalTensor& gv, std::optional<double>,
+    bool state_v_first, bool, const at::Tensor&, int64_t prepared_bytes) {
+  const OptionalTensor none;
+  const Shape s = check_chunk_gla_bwd(
+      {d_o, dht, q, k, v, g, gv, none, none, std::nullopt, state_v_first, false, none});
   return {boundary_state(s, q, false), empty({prepared_bytes}, q, at::kByte)};
 }
 
-BackwardOutputs apply_bwd_meta(const at::Tensor&, const OptionalTensor&, const at::Tensor& q,
-                               const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
-                               const OptionalTensor& gv, const OptionalTensor& initial_state,
-                               std::optional<double>, bool state_v_first, bool, const at::Tensor&,
-                               const at::Tensor&, const at::Tensor&) {
-  const Shape s = check_halves(q, k, v, g, gv, initial_state, state_v_first);
+std::tuple<at::Tensor, at::Tensor> fold_meta(const FoldArguments& a) {
+  check_chunk_gla_fold(a);
+  const auto dtype = a.summaries.scalar_type();
+  return {empty(a.x_sizes(), a.summaries, dtype),
+          a.backwards() ? empty({0}, a.summaries, dtype)
+                        : empty({a.size, a.decays_each()}, a.summaries, dtype)};
+}
+
+BackwardOutputs apply_bwd_meta(const at::Tensor& d_o, const OptionalTensor& dht,
+                               const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const OptionalTensor& g, const OptionalTensor& gv,
+                               const OptionalTensor& initial_state, std::optional<double>,
+                               bool state_v_first, bool, const at::Tensor&, const at::Tensor&,
+                               const at::Tensor&) {
+  const OptionalTensor none;
+  const Shape s = check_chunk_gla_bwd(
+      {d_o, dht, q, k, v, g, gv, initial_state, none, std::nullopt, state_v_first, false, none});
   return {fresh(q),
           fresh(k),
           fresh(v),
@@ -298,6 +312,7 @@ TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("chunk_gla_apply", &apply_meta);
   m.impl("chunk_gla_summary_bwd", &summary_bwd_meta);
   m.impl("chunk_gla_apply_bwd", &apply_bwd_meta);
+  m.impl("chunk_gla_fold", &halves::positional_fold<fold_meta>);
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_meta);
   m.impl("recurrent_gla_bwd", recurrent_gla_bwd_meta);
   m.impl("recurrent_gla_step_", recurrent_gla_step_meta);

@@ -7,6 +7,7 @@
 #include "checks/checker.h"
 #include "checks/recurrent_gla.h"
 #include "checks/steps.h"
+#include "halves.h"
 
 namespace gla_ext {
 namespace {
@@ -39,12 +40,11 @@ HalfSizes cuda::half_sizes(const ForwardArguments&, bool) { return {}; }
 #endif
 
 TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
-  for (const char* op :
-       {"chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary", "chunk_gla_apply",
-        "chunk_gla_summary_bwd", "chunk_gla_apply_bwd", "recurrent_gla_fwd", "recurrent_gla_bwd",
-        "rms_norm_gate_fwd", "rms_norm_gate_bwd", "swiglu_fwd", "swiglu_bwd",
-        "short_convolution_fwd", "short_convolution_bwd"})
+  for (const char* op : {"chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_fwd", "recurrent_gla_bwd",
+                         "rms_norm_gate_fwd", "rms_norm_gate_bwd", "swiglu_fwd", "swiglu_bwd",
+                         "short_convolution_fwd", "short_convolution_bwd"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  for (const char* op : kHalves) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kPoolOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kSteps) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());

@@ -1,23 +1,18 @@
 // chunk_gla over the tokens of several ranks: each sums up what its own add to the state, one
 // all-gather hands that to all, and what enters a rank follows (context parallel). Backward goes
 // the same way from the last rank to the first.
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/exp.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/tensor.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "checks/chunk_gla.h"
 #include "for_backward.h"
-#include "halves.h"
 #include "ops.h"
 #include "refuse.h"
 
@@ -28,39 +23,59 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Ints = std::vector<int64_t>;
 
-// Which tokens of the text this rank has, in `parts`: one, or two in the zigzag layout. Each is
-// number position(p) of the text's parts in order.
+// Which tokens of the text this rank has, in `parts`: one, or two in the zigzag layout.
 struct Ranks {
   int64_t rank, size;
   std::string group;
-  Ints counts;         // own sequences of each part; rows without offsets
+  Ints counts;         // packed: own sequences of each part
   Ints before, after;  // parts before, and after, that its first, and its last, sequence goes on in
   Ints spans;  // packed: of each part start, end of its first sequence, start of its last, end
 
-  int64_t parts() const { return static_cast<int64_t>(counts.size()); }
-  int64_t position(int64_t part) const { return part == 0 ? rank : 2 * size - 1 - rank; }
-  int64_t span(int64_t part, int64_t i) const { return spans[4 * part + i]; }
-  // Row of its first, and its last, sequence among the rank's own.
-  int64_t first_row(int64_t part) const {
+  int64_t parts() const { return static_cast<int64_t>(before.size()); }
+  // Numbers of the parts in the text's order.
+  Ints places() const { return parts() == 1 ? Ints{rank} : Ints{rank, 2 * size - 1 - rank}; }
+  // Rows of the parts' first, and last, sequences among the rank's own.
+  Ints first_rows() const {
+    Ints rows;
     int64_t row = 0;
-    for (int64_t i = 0; i < part; ++i) row += counts[i];
-    return row;
+    for (const int64_t count : counts) rows.push_back(row), row += count;
+    return rows;
   }
-  int64_t last_row(int64_t part) const { return first_row(part) + counts[part] - 1; }
+  Ints last_rows() const {
+    Ints rows = first_rows();
+    for (size_t p = 0; p < rows.size(); ++p) rows[p] += counts[p] - 1;
+    return rows;
+  }
 };
 
+bool any(const Ints& reach) {
+  return std::any_of(reach.begin(), reach.end(), [](int64_t parts) { return parts > 0; });
+}
+bool all(const Ints& reach) {
+  return std::all_of(reach.begin(), reach.end(), [](int64_t parts) { return parts > 0; });
+}
+
+// The inputs of a call, of which packed sequences' halves take a cut.
 struct Inputs {
   const at::Tensor &q, &k, &v;
   OptionalTensor g, gv;
   std::optional<double> scale;
-  bool batch_invariant;
+  bool v_first, batch_invariant;
 
+  at::Tensor cut(const at::Tensor& t, int64_t start, int64_t end) const {
+    return t.slice(1, start, end);
+  }
   OptionalTensor cut(const OptionalTensor& t, int64_t start, int64_t end) const {
-    return given(t) ? OptionalTensor(t->slice(1, start, end)) : std::nullopt;
+    return given(t) ? OptionalTensor(cut(*t, start, end)) : std::nullopt;
+  }
+  // Elements of what a row hands on: state, decay, value_decay.
+  std::vector<c10::SymInt> elements() const {
+    const c10::SymInt H = q.sym_size(2), K = q.sym_size(3), V = v.sym_size(3);
+    return {H * K * V, given(g) ? H * K : c10::SymInt(0), given(gv) ? H * V : c10::SymInt(0)};
   }
 };
 
-// Of all parts of the text in order, [parts, X].
+// Every rank's `own`, in the order of the ranks.
 at::Tensor gather(const at::Tensor& own, const Ranks& r) {
   static const auto all_gather =
       c10::Dispatcher::singleton()
@@ -69,55 +84,104 @@ at::Tensor gather(const at::Tensor& own, const Ranks& r) {
   static const auto wait = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("_c10d_functional::wait_tensor", "")
                                .typed<at::Tensor(const at::Tensor&)>();
-  const at::Tensor all = wait.call(all_gather.call(own.contiguous(), r.size, r.group));
-  if (r.parts() == 1) return all;
-  // Ranks' parts are rank and 2 size - 1 - rank.
-  const at::Tensor pairs = all.unflatten(0, {r.size, 2});
-  return at::cat({pairs.select(1, 0), pairs.select(1, 1).flip({0})});
+  return wait.call(all_gather.call(own, r.size, r.group));
 }
 
-// exp(decay) x by rows, and by columns where there are gates on values; exactly 0 at a reset, where
-// x may be infinite.
-at::Tensor decayed(const at::Tensor& x, const at::Tensor& decay, const at::Tensor& value_decay) {
-  at::Tensor y = x;
-  const auto by = [&](const at::Tensor& d) {
-    const at::Tensor factor = at::exp(d);
-    y = at::where(at::eq(factor, 0), at::zeros_like(y), at::mul(y, factor));
-  };
-  if (decay.numel() > 0) by(decay.unsqueeze(-1));
-  if (value_decay.numel() > 0) by(value_decay.unsqueeze(-2));
-  return y;
+// Rows of a state, [N, ...]: those of a part, or of packed sequences number `row`.
+at::Tensor rows_of(const at::Tensor& t, const Ranks& r, bool packed, int64_t part, int64_t row) {
+  if (packed) return t.narrow(0, row, 1);
+  return r.parts() == 1 ? t : t.unflatten(0, {-1, r.parts()}).select(1, part);
 }
 
-// A state in the layout [.., K, V] and back.
-at::Tensor turned(const at::Tensor& state, bool v_first) {
-  return v_first ? state.transpose(-1, -2) : state;
+// Sets rows of a state to 0, each part's that `reach` says goes on elsewhere.
+void clear_rows(const at::Tensor& t, const Ranks& r, bool packed, const Ints& reach,
+                const Ints& rows) {
+  for (int64_t p = 0; p < r.parts(); ++p)
+    if (reach[p] > 0) rows_of(t, r, packed, p, packed ? rows[p] : 0).zero_();
 }
 
-// What a part hands on: state, decay, value_decay of its last sequence, or of its rows [R, ...].
-struct Summary {
-  at::Tensor state, decay, value_decay;
+// What of a state, initial or final, is looked at where sequences are rows: absent if nothing.
+OptionalTensor own_rows(const OptionalTensor& t, const Ranks& r, const Ints& reach) {
+  if (!given(t) || all(reach)) return std::nullopt;
+  if (!any(reach)) return t;
+  const at::Tensor own = t->clone();
+  clear_rows(own, r, false, reach, {});
+  return own;
+}
 
-  at::Tensor flat() const {
-    return at::cat({state.reshape({-1}), decay.reshape({-1}), value_decay.reshape({-1})});
+// Packed: the same of the sequence that a part hands on, if it has another end here too.
+OptionalTensor own_row(const OptionalTensor& t, const Ranks& r, const Ints& reach, const Ints& rows,
+                       int64_t part) {
+  const bool own = r.counts[part] > 1 || (r.counts[part] == 1 && reach[part] == 0);
+  return given(t) && own ? OptionalTensor(t->narrow(0, rows[part], 1)) : std::nullopt;
+}
+
+// Packed: what each part's last sequence leaves.
+at::Tensor packed_summary(const Inputs& in, const OptionalTensor& initial_state, const Ranks& r) {
+  const Ints rows = r.last_rows();
+  variable_list own;
+  for (int64_t p = 0; p < r.parts(); ++p) {
+    const int64_t start = r.spans[4 * p + 2], end = r.counts[p] > 0 ? r.spans[4 * p + 3] : start;
+    own.push_back(std::get<0>(chunk_gla_summary(
+        in.cut(in.q, start, end), in.cut(in.k, start, end), in.cut(in.v, start, end),
+        in.cut(in.g, start, end), in.cut(in.gv, start, end),
+        own_row(initial_state, r, r.before, rows, p), in.scale, in.v_first, in.batch_invariant,
+        /*for_backward=*/false, 0)));
   }
-};
+  if (own.size() == 1) return own[0];
+  variable_list pieces;
+  c10::SymInt start = 0;
+  for (const c10::SymInt& elements : in.elements()) {
+    for (const at::Tensor& t : own) pieces.push_back(t.narrow_symint(0, start, elements));
+    start += elements;
+  }
+  return at::cat(pieces);
+}
 
-// Those of all parts of the text, from what `gather` gives.
-struct Summaries {
-  at::Tensor states, decays, value_decays;  // [parts, R, H, ...]
+// Packed: the gradient of what enters each part's first sequence, one after the other.
+at::Tensor packed_summary_bwd(const Inputs& in, const at::Tensor& d_o, const OptionalTensor& dht,
+                              const Ranks& r) {
+  const Ints rows = r.first_rows();
+  const at::Tensor none = d_o.new_empty({0}, d_o.options().dtype(at::kByte));
+  variable_list own;
+  for (int64_t p = 0; p < r.parts(); ++p) {
+    const int64_t start = r.spans[4 * p], end = r.counts[p] > 0 ? r.spans[4 * p + 1] : start;
+    own.push_back(std::get<0>(chunk_gla_summary_bwd(
+        in.cut(d_o, start, end), own_row(dht, r, r.after, rows, p), in.cut(in.q, start, end),
+        in.cut(in.k, start, end), in.cut(in.v, start, end), in.cut(in.g, start, end),
+        in.cut(in.gv, start, end), in.scale, in.v_first, in.batch_invariant, none, 0)));
+  }
+  return own.size() == 1 ? own[0] : at::cat(own);
+}
 
-  Summaries(const at::Tensor& all, const Summary& like) {
-    const int64_t parts = all.size(0), S = like.state.numel(), D = like.decay.numel();
-    const auto part = [&](const at::Tensor& t, int64_t start) {
-      Ints sizes{parts};
-      sizes.insert(sizes.end(), t.sizes().begin(), t.sizes().end());
-      return all.slice(1, start, start + t.numel()).reshape(sizes);
-    };
-    states = part(like.state, 0);
-    decays = part(like.decay, S);
-    value_decays =
-        like.value_decay.numel() > 0 ? part(like.value_decay, S + D) : all.new_empty({parts, 0});
+// The fold of what all ranks hand on; `decays`: in backward.
+std::tuple<at::Tensor, at::Tensor> fold(const Inputs& in, const at::Tensor& summaries,
+                                        const OptionalTensor& decays,
+                                        const OptionalTensor& boundary, const Ranks& r, bool packed,
+                                        const Ints& reach, const Ints& rows) {
+  const c10::SymInt each = packed ? c10::SymInt(r.parts()) : in.q.sym_size(0);
+  int64_t sequences = 0;
+  for (const int64_t count : r.counts) sequences += count;
+  // Where nothing enters, only decays are wanted.
+  const c10::SymInt N = !any(reach) ? c10::SymInt(0) : packed ? c10::SymInt(sequences) : each;
+  return chunk_gla_fold(summaries, decays, any(reach) ? boundary : std::nullopt, r.size, each, N,
+                        in.q.sym_size(2), in.q.sym_size(3), in.v.sym_size(3), given(in.g),
+                        given(in.gv), in.v_first, r.places(), reach, packed ? rows : Ints());
+}
+
+// Backward where a graph is made of it, whose own backward says what it cannot do. What has a
+// gradient stands beside `run`, for the Function to see.
+class ChunkGlaAcrossRanksBackward : public torch::autograd::Function<ChunkGlaAcrossRanksBackward> {
+ public:
+  static variable_list forward(AutogradContext*, const at::Tensor&, const OptionalTensor&,
+                               const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                               const std::function<variable_list()>& run) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return run();
+  }
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "chunk_gla: double backward is not supported");
   }
 };
 
@@ -129,75 +193,50 @@ class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks
                                const at::Tensor& v, const OptionalTensor& g,
                                const OptionalTensor& gv, const OptionalTensor& initial_state,
                                const OptionalTensor& cu_seqlens, std::optional<double> scale,
-                               bool state_v_first, bool batch_invariant, bool for_backward,
-                               const Ranks& r) {
+                               bool output_final_state, bool state_v_first, bool batch_invariant,
+                               bool for_backward, const Ranks& r, at::Tensor* not_asked_for) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Inputs in{q, k, v, g, gv, scale, batch_invariant};
+    const Inputs in{q, k, v, g, gv, scale, state_v_first, batch_invariant};
     const bool packed = given(cu_seqlens);
     const OptionalTensor none;
-    const ForwardArguments a{
-        q, k, v, g, gv, none, cu_seqlens, scale, true, state_v_first, batch_invariant, 0};
-    const HalfSizes sizes = packed ? HalfSizes{} : half_sizes(a, for_backward);
-    at::Tensor prepared = q.new_empty({0}, q.options().dtype(at::kByte)), entering;
-    std::vector<Summary> own;
+    HalfSizes sizes;
+    at::Tensor own, prepared;
     if (packed) {
-      for (int64_t p = 0; p < r.parts(); ++p)
-        own.push_back(summary_of(in, r, p, r.span(p, 2), r.span(p, 3)));
+      own = packed_summary(in, initial_state, r);
     } else {
-      auto [state, decay, value_decay, left] =
-          chunk_gla_summary(q, k, v, g, gv, scale, batch_invariant, for_backward, sizes.prepared);
-      prepared = left;
-      for (int64_t p = 0; p < r.parts(); ++p)
-        own.push_back({rows_of(state, r, p), rows_of(decay, r, p), rows_of(value_decay, r, p)});
+      sizes = half_sizes({q, k, v, g, gv, none, none, scale, false, false, batch_invariant, 0},
+                         for_backward);
+      std::tie(own, prepared) =
+          chunk_gla_summary(q, k, v, g, gv, own_rows(initial_state, r, r.before), scale,
+                            state_v_first, batch_invariant, for_backward, sizes.prepared);
     }
-    // What begins here has its initial state in what it leaves.
-    const at::Tensor h0 =
-        given(initial_state) ? turned(*initial_state, state_v_first) : at::Tensor();
-    for (int64_t p = 0; p < r.parts(); ++p) {
-      const bool begins = r.counts[p] > 0 && (r.before[p] == 0 || (packed && r.counts[p] > 1));
-      if (!h0.defined() || !begins) continue;
-      const at::Tensor row = packed ? h0.narrow(0, r.last_row(p), 1) : rows_of(h0, r, p);
-      own[p].state = own[p].state + decayed(row, own[p].decay, own[p].value_decay);
-    }
-    variable_list flat;
-    for (const Summary& s : own) flat.push_back(s.flat());
-    const Summaries all(gather(at::stack(flat), r), own[0]);
-
-    at::Tensor enters = h0;
-    for (int64_t p = 0; p < r.parts(); ++p) {
-      if (r.before[p] == 0) continue;
-      at::Tensor x = at::zeros_like(own[p].state);
-      for (int64_t i = r.position(p) - r.before[p]; i < r.position(p); ++i)
-        x = decayed(x, all.decays[i], all.value_decays[i]) + all.states[i];
-      enters = with_rows(enters, x, r, p, r.first_row(p), packed, q, v);
-    }
-    OptionalTensor state;
-    if (enters.defined()) state = turned(enters, state_v_first).contiguous();
-    at::Tensor o, final_state, left;
+    const auto [entered, decays] =
+        fold(in, gather(own, r), none, initial_state, r, packed, r.before, r.first_rows());
+    const OptionalTensor state = any(r.before) ? OptionalTensor(entered) : initial_state;
+    const bool ends = output_final_state && (packed || !all(r.after));
+    at::Tensor o, final_state, left, entering;
     if (packed) {
       ForwardArguments whole{
-          q, k, v, g, gv, state, cu_seqlens, scale, true, state_v_first, batch_invariant, 0};
+          q, k, v, g, gv, state, cu_seqlens, scale, ends, state_v_first, batch_invariant, 0};
       if (for_backward) whole.for_backward_bytes = for_backward_bytes(whole);
       std::tie(o, final_state, left) = dispatch(whole);
-      entering = q.new_empty({0}, final_state.options());
+      entering = left;
     } else {
       std::tie(o, final_state, entering) =
-          chunk_gla_apply(q, k, v, g, gv, state, scale, true, state_v_first, batch_invariant,
+          chunk_gla_apply(q, k, v, g, gv, state, scale, ends, state_v_first, batch_invariant,
                           for_backward, prepared, sizes.segments);
       left = sizes.left ? prepared : prepared.new_empty({0});
       if (!sizes.left) entering = entering.new_empty({0});
     }
-    for (int64_t p = 0; p < r.parts(); ++p)
-      if (r.after[p] > 0) {
-        const at::Tensor rows =
-            packed ? final_state.narrow(0, r.last_row(p), 1) : rows_of(final_state, r, p);
-        const_cast<at::Tensor&>(rows).zero_();
-      }
+    if (ends)
+      clear_rows(final_state, r, packed, r.after, r.last_rows());
+    else if (output_final_state)
+      final_state = no_state(in, decays);
     ctx->save_for_backward({q, k, v, or_undefined(g), or_undefined(gv), or_undefined(state),
-                            or_undefined(cu_seqlens), left, entering, all.decays,
-                            all.value_decays});
+                            or_undefined(cu_seqlens), left, entering, decays});
     auto& saved = ctx->saved_data;
     saved["scale"] = scale;
+    saved["output_final_state"] = output_final_state;
     saved["state_v_first"] = state_v_first;
     saved["batch_invariant"] = batch_invariant;
     saved["has_initial_state"] = given(initial_state);
@@ -206,147 +245,96 @@ class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks
     saved["counts"] = r.counts, saved["before"] = r.before, saved["after"] = r.after;
     saved["spans"] = r.spans;
     ctx->set_materialize_grads(false);
-    return {o, final_state};
+    // As in ChunkGla: what has no gradient goes around the Function.
+    *not_asked_for = final_state;
+    if (output_final_state) return {o, final_state};
+    return {o};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2];
+    const at::Tensor d_o = grads[0].defined() ? grads[0] : zero_output_grad(q, v);
+    OptionalTensor dht;
+    if (ctx->saved_data["output_final_state"].toBool()) dht = or_absent(grads[1]);
+    const auto run = [&] { return gradients(ctx, saved, d_o, dht); };
+    variable_list found =
+        at::GradMode::is_enabled()
+            ? ChunkGlaAcrossRanksBackward::apply(d_o, dht, q, k, v, or_absent(saved[3]),
+                                                 or_absent(saved[4]), or_absent(saved[5]), run)
+            : run();
+    found.resize(14);  // an argument each
+    for (size_t i : {3, 4})
+      if (!saved[i].defined()) found[i] = at::Tensor();
+    if (!ctx->saved_data["has_initial_state"].toBool()) found[5] = at::Tensor();
+    return found;
+  }
+
+ private:
+  // dq, dk, dv, dg, dgv and dh0, of 0 elements where there is no such input.
+  static variable_list gradients(AutogradContext* ctx, const variable_list& saved,
+                                 const at::Tensor& d_o, OptionalTensor dht) {
     auto& data = ctx->saved_data;
     const Ranks r{data["rank"].toInt(),         data["size"].toInt(),
                   data["group"].toStringRef(),  data["counts"].toIntVector(),
                   data["before"].toIntVector(), data["after"].toIntVector(),
                   data["spans"].toIntVector()};
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &left = saved[7],
-                     &entering = saved[8], &decays = saved[9], &value_decays = saved[10];
+                     &entering = saved[8], &decays = saved[9];
     const OptionalTensor g = or_absent(saved[3]), gv = or_absent(saved[4]),
                          state = or_absent(saved[5]), cu_seqlens = or_absent(saved[6]);
     const bool packed = given(cu_seqlens), v_first = data["state_v_first"].toBool();
     const bool batch_invariant = data["batch_invariant"].toBool();
     const std::optional<double> scale = data["scale"].toOptional<double>();
-    const Inputs in{q, k, v, g, gv, scale, batch_invariant};
-    const at::Tensor d_o = grads[0].defined() ? grads[0] : zero_output_grad(q, v);
-    at::Tensor dht = grads[1].defined() ? turned(grads[1], v_first) : at::Tensor();
-
-    const int64_t prepared_bytes = data["prepared_bwd"].toInt();
-    at::Tensor prepared_bwd = left.new_empty({0}, left.options().dtype(at::kByte));
-    std::vector<at::Tensor> own;
+    const Inputs in{q, k, v, g, gv, scale, v_first, batch_invariant};
+    at::Tensor own, prepared_bwd;
     if (packed) {
-      for (int64_t p = 0; p < r.parts(); ++p)
-        own.push_back(summary_grad_of(in, d_o, r, p, r.span(p, 0), r.span(p, 1)));
+      own = packed_summary_bwd(in, d_o, dht, r);
     } else {
-      at::Tensor state_grad;
-      std::tie(state_grad, prepared_bwd) =
-          chunk_gla_summary_bwd(d_o, q, k, v, g, gv, scale, batch_invariant, left, prepared_bytes);
-      for (int64_t p = 0; p < r.parts(); ++p) own.push_back(rows_of(state_grad, r, p));
+      dht = own_rows(dht, r, r.after);
+      std::tie(own, prepared_bwd) =
+          chunk_gla_summary_bwd(d_o, dht, q, k, v, g, gv, scale, v_first, batch_invariant, left,
+                                data["prepared_bwd"].toInt());
     }
-    // What ends here has the gradient of its final state in what it hands back.
-    for (int64_t p = 0; p < r.parts(); ++p) {
-      const bool ends = r.counts[p] > 0 && (r.after[p] == 0 || (packed && r.counts[p] > 1));
-      if (!dht.defined() || !ends || r.before[p] == 0) continue;
-      if (packed) {
-        const Summary s = decays_of(in, r.span(p, 0), r.span(p, 1));
-        own[p] = own[p] + decayed(dht.narrow(0, r.first_row(p), 1), s.decay, s.value_decay);
-      } else {
-        own[p] = own[p] +
-                 decayed(rows_of(dht, r, p), decays[r.position(p)], value_decays[r.position(p)]);
-      }
-    }
-    variable_list flat;
-    for (const at::Tensor& t : own) flat.push_back(t.reshape({-1}));
-    const at::Tensor all = gather(at::stack(flat), r);
-    for (int64_t p = 0; p < r.parts(); ++p) {
-      if (r.after[p] == 0) continue;
-      at::Tensor x = at::zeros_like(own[p]);
-      for (int64_t i = r.position(p) + r.after[p]; i > r.position(p); --i)
-        x = decayed(x, decays[i], value_decays[i]) + all[i].reshape(own[p].sizes());
-      dht = with_rows(dht, x, r, p, r.last_row(p), packed, q, v);
-    }
-    OptionalTensor last;
-    if (dht.defined()) last = turned(dht, v_first).contiguous();
+    const at::Tensor summaries = gather(own.flatten(), r);
+    if (any(r.after))
+      dht = std::get<0>(fold(in, summaries, decays, dht, r, packed, r.after, r.last_rows()));
     auto [dq, dk, dv, dg, dgv, dh0] =
-        packed ? chunk_gla_bwd(d_o, last, q, k, v, g, gv, state, cu_seqlens, scale, v_first,
+        packed ? chunk_gla_bwd(d_o, dht, q, k, v, g, gv, state, cu_seqlens, scale, v_first,
                                batch_invariant, left)
-               : chunk_gla_apply_bwd(d_o, last, q, k, v, g, gv, state, scale, v_first,
+               : chunk_gla_apply_bwd(d_o, dht, q, k, v, g, gv, state, scale, v_first,
                                      batch_invariant, left, entering, prepared_bwd);
-    const at::Tensor none;
-    if (data["has_initial_state"].toBool()) {
-      for (int64_t p = 0; p < r.parts(); ++p)
-        if (r.before[p] > 0) {
-          at::Tensor rows = packed ? dh0.narrow(0, r.first_row(p), 1) : rows_of(dh0, r, p);
-          rows.zero_();
-        }
-    }
-    variable_list result(12);
-    result[0] = dq, result[1] = dk, result[2] = dv;
-    if (given(g)) result[3] = dg;
-    if (given(gv)) result[4] = dgv;
-    if (data["has_initial_state"].toBool()) result[5] = dh0;
-    return result;
+    if (data["has_initial_state"].toBool()) clear_rows(dh0, r, packed, r.before, r.first_rows());
+    return {dq, dk, dv, dg, dgv, dh0};
   }
 
- private:
-  // Rows p, p + P, ... of a batch, a part's own.
-  static at::Tensor rows_of(const at::Tensor& t, const Ranks& r, int64_t part) {
-    if (t.dim() == 1 || r.parts() == 1) return t;
-    return t.unflatten(0, {-1, r.parts()}).select(1, part);
-  }
-  // `state`, zero if it is not there, with other rows: number `row`, or a part's.
-  static at::Tensor with_rows(const at::Tensor& state, const at::Tensor& x, const Ranks& r,
-                              int64_t part, int64_t row, bool packed, const at::Tensor& q,
-                              const at::Tensor& v) {
-    int64_t rows = 0;
-    for (const int64_t count : r.counts) rows += count;
-    at::Tensor y = state.defined()
-                       ? state.clone(at::MemoryFormat::Contiguous)
-                       : at::zeros({rows, q.size(2), q.size(3), v.size(3)}, x.options());
-    at::Tensor place = packed ? y.narrow(0, row, 1) : rows_of(y, r, part);
-    place.copy_(x);
-    return y;
-  }
-  static Summary decays_of(const Inputs& in, int64_t start, int64_t end) {
-    const OptionalTensor none;
-    const Shape shape = check_chunk_gla_fwd(
-        {in.q, in.k, in.v, in.g, in.gv, none, none, std::nullopt, false, false, false, 0});
-    return {at::Tensor(), halves::sum_of_gates(in.cut(in.g, start, end), in.q, shape),
-            halves::sum_of_gates(in.cut(in.gv, start, end), in.q, shape)};
-  }
-  static Summary summary_of(const Inputs& in, const Ranks& r, int64_t part, int64_t start,
-                            int64_t end) {
-    if (r.counts[part] == 0) end = start;
-    auto [state, decay, value_decay, left] =
-        chunk_gla_summary(in.q.slice(1, start, end), in.k.slice(1, start, end),
-                          in.v.slice(1, start, end), in.cut(in.g, start, end),
-                          in.cut(in.gv, start, end), in.scale, in.batch_invariant, false, 0);
-    return {state, decay, value_decay};
-  }
-  static at::Tensor summary_grad_of(const Inputs& in, const at::Tensor& d_o, const Ranks& r,
-                                    int64_t part, int64_t start, int64_t end) {
-    if (r.counts[part] == 0) end = start;
-    const at::Tensor none = d_o.new_empty({0}, d_o.options().dtype(at::kByte));
-    return std::get<0>(chunk_gla_summary_bwd(d_o.slice(1, start, end), in.q.slice(1, start, end),
-                                             in.k.slice(1, start, end), in.v.slice(1, start, end),
-                                             in.cut(in.g, start, end), in.cut(in.gv, start, end),
-                                             in.scale, in.batch_invariant, none, 0));
+  // The final state where every row goes on elsewhere.
+  static at::Tensor no_state(const Inputs& in, const at::Tensor& like) {
+    const c10::SymInt B = in.q.sym_size(0), H = in.q.sym_size(2), K = in.q.sym_size(3),
+                      V = in.v.sym_size(3);
+    return at::zeros_symint({B, H, in.v_first ? V : K, in.v_first ? K : V}, like.options());
   }
 };
 
 std::tuple<at::Tensor, at::Tensor> chunk_gla_across_ranks(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
     const OptionalTensor& gv, const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
-    std::optional<double> scale, bool state_v_first, bool batch_invariant, bool for_backward,
-    int64_t rank, int64_t size, std::string_view group, at::IntArrayRef counts,
+    std::optional<double> scale, bool output_final_state, bool state_v_first, bool batch_invariant,
+    bool for_backward, int64_t rank, int64_t size, std::string_view group, at::IntArrayRef counts,
     at::IntArrayRef before, at::IntArrayRef after, at::IntArrayRef spans) {
   refuse_unsupported("chunk_gla", {{"q", q}, {"k", k}, {"v", v}}, {g, gv, initial_state});
   const Ranks r{rank,         size,        std::string(group), counts.vec(),
                 before.vec(), after.vec(), spans.vec()};
+  at::Tensor final_state;
   auto outputs = ChunkGlaAcrossRanks::apply(q, k, v, g, gv, initial_state, cu_seqlens, scale,
-                                            state_v_first, batch_invariant, for_backward, r);
-  return {outputs[0], outputs[1]};
+                                            output_final_state, state_v_first, batch_invariant,
+                                            for_backward, r, &final_state);
+  return {outputs[0], output_final_state ? outputs[1] : final_state};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
+TORCH_LIBRARY_IMPL(gla_ext, CompositeImplicitAutograd, m) {
   m.impl("chunk_gla_across_ranks", &chunk_gla_across_ranks);
 }
 

@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include "checks/checker.h"
+#include "halves.h"
 #include "refuse.h"
 
 namespace gla_ext {
@@ -30,8 +31,7 @@ void refuse_grad(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  for (const char* half :
-       {"chunk_gla_summary", "chunk_gla_apply", "chunk_gla_summary_bwd", "chunk_gla_apply_bwd"})
+  for (const char* half : kHalves)
     m.impl(half, torch::CppFunction::makeFromBoxedFunction<&refuse_grad>());
   for (const char* step : kSteps)
     m.impl(step, torch::CppFunction::makeFromBoxedFunction<&refuse_grad>());

@@ -3,9 +3,13 @@
 #include "halves.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
 #include "common/groups.h"
+#include "fold/fold.h"
 #include "host/call.h"
 #include "host/tensors.h"
 
@@ -21,6 +25,14 @@ Shape check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
   const OptionalTensor none;
   return check_chunk_gla_fwd(
       {q, k, v, g, gv, initial_state, none, std::nullopt, false, state_v_first, false, 0});
+}
+
+Shape check_bwd(const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q,
+                const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
+                const OptionalTensor& gv, const OptionalTensor& initial_state, bool state_v_first) {
+  const OptionalTensor none;
+  return check_chunk_gla_bwd(
+      {d_o, dht, q, k, v, g, gv, initial_state, none, std::nullopt, state_v_first, false, none});
 }
 
 void take_inputs(Call& call, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -42,27 +54,30 @@ at::Tensor bytes(const at::Tensor& like, int64_t size) {
   return at::empty({size}, like.options().dtype(at::kByte));
 }
 
-SummaryOutputs summary_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const OptionalTensor& g, const OptionalTensor& gv,
-                            std::optional<double> scale, bool batch_invariant, bool for_backward,
-                            int64_t prepared_bytes) {
+std::tuple<at::Tensor, at::Tensor> summary_cuda(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
+    const OptionalTensor& gv, const OptionalTensor& initial_state, std::optional<double> scale,
+    bool state_v_first, bool batch_invariant, bool for_backward, int64_t prepared_bytes) {
   const auto whole = [&] {
-    return halves::summary(q, k, v, g, gv, scale, batch_invariant, for_backward, prepared_bytes);
+    return halves::summary(q, k, v, g, gv, initial_state, scale, state_v_first, batch_invariant,
+                           for_backward, prepared_bytes);
   };
   if (!may_share(q, g, gv)) return whole();
-  Call call("chunk_gla_summary", check(q, k, v, g, gv, {}, false), q, {}, scale);
+  Call call("chunk_gla_summary", check(q, k, v, g, gv, initial_state, state_v_first), q, {}, scale);
   take_inputs(call, q, k, v, g);
   const CallPlan plan = call.plan(batch_invariant, for_backward, /*in_halves=*/true);
   if (plan.path != Path::kFused) return whole();
   Problem& p = call.problem;
-  at::Tensor state = fp32(q, {q.size(0), q.size(2), q.size(3), v.size(3)});
-  at::Tensor decay = fp32(q, {q.size(0), q.size(2), q.size(3)});
-  p.folded = state.mutable_data_ptr<float>();
-  p.folded_decays = decay.mutable_data_ptr<float>();
+  p.state_v_first = state_v_first;
+  p.h0 = call.input_state(initial_state);
+  const int64_t decays = p.grid.B * p.H * p.K, states = decays * p.V;
+  at::Tensor summary = fp32(q, {states + decays});
+  p.folded = summary.mutable_data_ptr<float>();
+  p.folded_decays = p.folded + states;
   const int64_t size = plan.forward.summary.bytes();
   const at::Tensor left = bytes(q, size);
   call.run_summary(plan.forward, left);
-  return {state, decay, fp32(q, {0}), size == prepared_bytes ? left : bytes(q, prepared_bytes)};
+  return {summary, size == prepared_bytes ? left : bytes(q, prepared_bytes)};
 }
 
 ForwardOutputs apply_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -103,20 +118,25 @@ CallPlan plan_backward(Call& call, bool batch_invariant, const at::Tensor& prepa
 }
 
 std::tuple<at::Tensor, at::Tensor> summary_bwd_cuda(
-    const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const OptionalTensor& g, const OptionalTensor& gv, std::optional<double> scale,
-    bool batch_invariant, const at::Tensor& prepared, int64_t prepared_bytes) {
+    const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
+    const at::Tensor& v, const OptionalTensor& g, const OptionalTensor& gv,
+    std::optional<double> scale, bool state_v_first, bool batch_invariant,
+    const at::Tensor& prepared, int64_t prepared_bytes) {
   const auto whole = [&] {
-    return halves::summary_bwd(d_o, q, k, v, g, gv, scale, batch_invariant, prepared,
-                               prepared_bytes);
+    return halves::summary_bwd(d_o, dht, q, k, v, g, gv, scale, state_v_first, batch_invariant,
+                               prepared, prepared_bytes);
   };
   if (!may_share(q, g, gv)) return whole();
-  Call call("chunk_gla_summary_bwd", check(q, k, v, g, gv, {}, false), q, {}, scale);
+  Call call("chunk_gla_summary_bwd", check_bwd(d_o, dht, q, k, v, g, gv, {}, state_v_first), q, {},
+            scale);
   take_inputs(call, q, k, v, g, &d_o);
   const CallPlan plan = plan_backward(call, batch_invariant, prepared);
   if (plan.path != Path::kFused) return whole();
+  Problem& p = call.problem;
+  p.state_v_first = state_v_first;
+  p.dht = call.input_state(dht);
   at::Tensor state_grad = fp32(q, {q.size(0), q.size(2), q.size(3), v.size(3)});
-  call.problem.folded = state_grad.mutable_data_ptr<float>();
+  p.folded = state_grad.mutable_data_ptr<float>();
   const int64_t size = plan.backward.summary.bytes();
   const at::Tensor left = bytes(q, size);
   call.run_summary(plan.backward, left);
@@ -134,8 +154,8 @@ BackwardOutputs apply_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& dht,
                              batch_invariant, prepared, entering, prepared_bwd);
   };
   if (!may_share(q, g, gv) || prepared_bwd.numel() == 0) return whole();
-  Call call("chunk_gla_apply_bwd", check(q, k, v, g, gv, initial_state, state_v_first), q, {},
-            scale);
+  Call call("chunk_gla_apply_bwd",
+            check_bwd(d_o, dht, q, k, v, g, gv, initial_state, state_v_first), q, {}, scale);
   take_inputs(call, q, k, v, g, &d_o);
   const CallPlan plan = plan_backward(call, batch_invariant, prepared);
   if (plan.path != Path::kFused || plan.backward.summary.bytes() != prepared_bwd.numel())
@@ -158,6 +178,16 @@ BackwardOutputs apply_bwd_cuda(const at::Tensor& d_o, const OptionalTensor& dht,
   return with_shared_heads({dq, dk, dv, dg, call.not_asked_for(at::kFloat), dh0}, k.size(2));
 }
 
+std::tuple<at::Tensor, at::Tensor> fold_cuda(const FoldArguments& a) {
+  check_gpu("chunk_gla_fold", a.summaries.device());
+  check_not_fp64("chunk_gla_fold", a.summaries.scalar_type());
+  const c10::cuda::CUDAGuard guard(a.summaries.device());
+  const halves::FoldTensors tensors(a);
+  fold_ranks(tensors.problem<float>(), c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return {tensors.x, tensors.kept};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
@@ -165,6 +195,7 @@ TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
   m.impl("chunk_gla_apply", &apply_cuda);
   m.impl("chunk_gla_summary_bwd", &summary_bwd_cuda);
   m.impl("chunk_gla_apply_bwd", &apply_bwd_cuda);
+  m.impl("chunk_gla_fold", &halves::positional_fold<fold_cuda>);
 }
 
 }  // namespace gla_ext::cuda

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_ext.distributed import _operator
-from gla_ext.distributed.context import Cut, as_context
+from gla_ext.distributed.context import Cut, Kind, as_context
 
 _fwd = torch.ops.gla_ext.chunk_gla_fwd.default
+_across_ranks = torch.ops.gla_ext.chunk_gla_across_ranks.default
 
 
 def chunk_gla_with_context(
@@ -32,7 +32,6 @@ def chunk_gla_with_context(
 
     Raises:
         ValueError: cu_seqlens beside the context; shapes that do not fit it, or other ranks.
-        NotImplementedError: this build has no operators for it.
     """
     context = as_context(cp_context)
     if q.ndim != 4:
@@ -47,40 +46,42 @@ def chunk_gla_with_context(
         raise ValueError(
             f"chunk_gla: expected a batch of one beside a cp_context with cu_seqlens, got B = {B}"
         )
-    gates = {"g": g, "gv": gv}
-    context.compare(
-        "chunk_gla",
-        **{name: _kind(t) for name, t in {"q": q, "k": k, "v": v, **gates}.items()},
-        tokens=T if context.lengths is None else None,
-        scale=scale,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        batch_invariant=batch_invariant,
-        gradients=torch.is_grad_enabled() and _any_requires_grad(q, k, v, g, gv, initial_state),
-    )
-    options = (scale, output_final_state, state_v_first, batch_invariant, for_backward_bytes)
+    needs_gradient = torch.is_grad_enabled() and _any_requires_grad(q, k, v, g, gv, initial_state)
+    if not torch.compiler.is_compiling():
+        facts = {
+            **{name: _kind(t) for name, t in (("q", q), ("k", k), ("v", v), ("g", g), ("gv", gv))},
+            "tokens": T if context.lengths is None else None,
+            "scale": scale,
+            "output_final_state": output_final_state,
+            "state_v_first": state_v_first,
+            "batch_invariant": batch_invariant,
+            "gradients": needs_gradient,
+        }
+        context.compare("chunk_gla", facts)
     if context.size == 1:
+        options = (scale, output_final_state, state_v_first, batch_invariant, for_backward_bytes)
         o, state, *_ = _fwd(q, k, v, g, gv, initial_state, cut.cu_seqlens, *options)
         return o, state if output_final_state else None
-    counts, P = cut.counts, len(cut.parts)
-    by_rows = cut.cu_seqlens is None
-    if by_rows:
-        if initial_state is not None:
-            _check_rows(initial_state, B)
-            if counts[0] == 0:  # no tokens here, and nothing begins; its gradient is 0
-                initial_state = initial_state.masked_fill(initial_state.new_ones(()).bool(), 0)
-        counts = (B,) * P
-    if by_rows and P == 2:
-        q, k, v, g, gv = (rows_of_parts(t) for t in (q, k, v, g, gv))
-        if initial_state is not None:  # a row begins in its first part
+    by_rows, P = cut.cu_seqlens is None, len(cut.parts)
+    if by_rows and initial_state is not None:
+        _check_rows(initial_state, B)
+        if cut.counts[0] == 0:  # no tokens here, and nothing begins; its gradient is 0
+            initial_state = initial_state.masked_fill(initial_state.new_ones(()).bool(), 0)
+        if P == 2:  # a row begins in its first part
             nothing = torch.zeros_like(initial_state)
             initial_state = torch.stack([initial_state, nothing], 1).flatten(0, 1)
-    o, state = _operator.chunk_gla_across_ranks(
-        q, k, v, g, gv, initial_state, cut.cu_seqlens, *options,
-        context.rank, context.size, context.group_name, counts, cut.before, cut.after,
+    as_rows = by_rows or cut.is_one_sequence_each
+    if as_rows and P == 2:
+        q, k, v, g, gv = (rows_of_parts(t) for t in (q, k, v, g, gv))
+    o, state = _across_ranks(
+        q, k, v, g, gv, initial_state, None if as_rows else cut.cu_seqlens, scale,
+        output_final_state, state_v_first, batch_invariant,
+        needs_gradient and for_backward_bytes != 0, context.rank, context.size, context.group_name,
+        cut.counts, cut.before, cut.after, cut.spans,
     )  # fmt: skip
-    if by_rows and P == 2:
-        o, state = o.unflatten(0, (B, 2)).flatten(1, 2), state[1::2]
+    if as_rows and P == 2:
+        o = o.unflatten(0, (B, 2)).flatten(1, 2)
+        state = state[1::2] if by_rows and output_final_state else state
     return o, state if output_final_state else None
 
 
@@ -106,11 +107,9 @@ def _check_rows(initial_state: Tensor, B: int) -> None:
         )
 
 
-def _kind(t: Tensor | None) -> str:
+def _kind(t: Tensor | None) -> Kind | None:
     """What must be alike on all ranks: B, heads, width and dtype, but not the tokens."""
-    if t is None:
-        return "None"
-    return f"[{t.shape[0]}, T, {', '.join(map(str, t.shape[2:]))}] {t.dtype}"
+    return None if t is None else Kind((t.shape[0], *t.shape[2:]), t.dtype)
 
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,17 @@ from torch import Tensor
 
 from gla_ext.distributed._cuts import LAYOUTS, Part, cut_part, part_lengths, places_of
 from gla_ext.ops.inputs import check_offsets
+
+
+class Kind(NamedTuple):
+    """What of a tensor of tokens must be alike on all ranks: `[B, ..., D]` without T, its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        B, *others = self.shape
+        return f"[{', '.join(map(str, (B, 'T', *others)))}] {self.dtype}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,22 +40,39 @@ class Cut:
     lengths: tuple[int, ...]
     cu_seqlens: Tensor | None
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """The own sequences of each part."""
         return tuple(part.sequences[1] - part.sequences[0] for part in self.parts)
 
-    @property
+    @cached_property
     def before(self) -> tuple[int, ...]:
         """How many parts before each share its first sequence."""
         return tuple(part.before for part in self.parts)
 
-    @property
+    @cached_property
     def after(self) -> tuple[int, ...]:
         """How many parts after each share its last sequence."""
         return tuple(part.after for part in self.parts)
 
-    @property
+    @cached_property
+    def spans(self) -> tuple[int, ...]:
+        """Of each part the tokens of its first and of its last sequence, start and end of both."""
+        spans, start = [], 0
+        for part in self.parts:
+            own = part.offsets
+            ends = (own[0], own[1], own[-2], own[-1]) if len(own) > 1 else (0, 0, 0, 0)
+            spans += [start + x for x in ends]
+            start += part.length
+        return tuple(spans)
+
+    @cached_property
+    def is_one_sequence_each(self) -> bool:
+        """Whether each part is one sequence's, as a row of a batch is, and parts are alike."""
+        length = self.parts[0].length
+        return all(part.offsets == (0, length) and part.length == length for part in self.parts)
+
+    @cached_property
     def sequences(self) -> tuple[int, ...]:
         """The number in the whole text of each of this rank's own sequences, the rows of states."""
         return tuple(i for part in self.parts for i in range(*part.sequences))
@@ -113,20 +142,24 @@ class CPContext:
             return Cut(parts, parts_of_all, None)
         return Cut(parts, parts_of_all, _local_offsets(parts, device))
 
-    def compare(self, op: str, **options: Any) -> None:
-        """Compares options and this context with those of the other ranks, once for the same ones.
+    def compare(self, op: str, facts: dict[str, Any]) -> None:
+        """Compares facts and this context with those of the other ranks, once for the same ones.
 
         Every rank must come here, or none: it is a collective call. Nothing is compared in graphs.
+
+        Args:
+            op: the operator's name, for messages.
+            facts: by name, hashable, and readable as text.
 
         Raises:
             ValueError: a rank has others; every rank raises it, and names the first that differs.
         """
-        key = (op, *options.items())
+        key = (op, *facts.values())
         if self.size == 1 or key in self._compared or not _may_talk():
             return
         mine = {"layout": self.layout, "cu_seqlens": self.offsets, "lengths": self.lengths}
-        mine |= options
-        every: list[dict[str, Any]] = [{}] * self.size
+        mine = {name: str(fact) for name, fact in (mine | facts).items()}
+        every: list[dict[str, str]] = [{}] * self.size
         dist.all_gather_object(every, mine, group=self.group)
         for rank, theirs in enumerate(every):
             for name in dict.fromkeys((*every[0], *theirs)):

@@ -2,7 +2,6 @@
 
 import random
 
-import plain_cp
 import pytest
 import torch
 from common import assert_close, make_inputs
@@ -65,12 +64,11 @@ def run_rank(group, x, lengths, layout, uneven, options=None):
     leaves["h0"] = x["h0"][rows].requires_grad_()
     operands = [leaves.get(n) for n in NAMES]
     upstream = (local(x["do"], ranges), x["dht"][rows])
-    with plain_cp.in_place():
-        o, state = chunk_gla(
-            *operands[:4], initial_state=leaves["h0"], output_final_state=True, gv=operands[4],
-            cp_context=context, **options,
-        )  # fmt: skip
-        gradients = torch.autograd.grad((o, state), list(leaves.values()), upstream)
+    o, state = chunk_gla(
+        *operands[:4], initial_state=leaves["h0"], output_final_state=True, gv=operands[4],
+        cp_context=context, **options,
+    )  # fmt: skip
+    gradients = torch.autograd.grad((o, state), list(leaves.values()), upstream)
     results = {"o": o.detach(), "state": state.detach()}
     return results | dict(zip(leaves, gradients, strict=True)), ranges, rows
 

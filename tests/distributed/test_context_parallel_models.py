@@ -1,6 +1,5 @@
 """Layers and language models on one rank's tokens: outputs, loss and gradients of one process."""
 
-import plain_cp
 import pytest
 import torch
 from common import assert_close
@@ -40,9 +39,8 @@ def run_layer(group, cut, options):
     x = local(make_x(B=1 if cut[2] else 2, T=60), ranges).requires_grad_()
     do = local(make_x(B=x.shape[0], T=60, seed=2), ranges)
     cache = GLACache()
-    with plain_cp.in_place():
-        o, *_ = layer(x, cp_context=context, past_key_values=cache, use_cache=True)
-        o.backward(do)
+    o, *_ = layer(x, cp_context=context, past_key_values=cache, use_cache=True)
+    o.backward(do)
     gradients = [all_sum(p.grad, group.group_name) for p in layer.parameters()]
     rows = context.cut(x.shape[1], CPU).sequences
     return o.detach(), x.grad, ranges, gradients, rows, cache.states[0]
@@ -87,9 +85,8 @@ def run_model(group, cut, make, checkpointing):
         model.model.gradient_checkpointing = True
     ids = local(make_ids(B=1 if cut[2] else 2, T=60), ranges)
     labels = ids.masked_fill(ids == 7, -100)
-    with plain_cp.in_place():
-        output = model(ids, labels=labels, cp_context=context)
-        output.loss.backward()
+    output = model(ids, labels=labels, cp_context=context)
+    output.loss.backward()
     size = context.size  # DDP and FSDP2 average
     gradients = [all_sum(p.grad, group.group_name) / size for p in model.parameters()]
     return output.loss.detach(), output.logits.detach(), ranges, gradients
@@ -120,9 +117,8 @@ def run_without_labels(group):
     labels = ids if context.rank else torch.full_like(ids, -100)
     labels = labels.clone()
     labels[:, 0] = -100
-    with plain_cp.in_place():
-        loss = model(ids, labels=labels, cp_context=context).loss
-        loss.backward()
+    loss = model(ids, labels=labels, cp_context=context).loss
+    loss.backward()
     return loss.item(), [p.grad.isfinite().all().item() for p in model.parameters()]
 
 

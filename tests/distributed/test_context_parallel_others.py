@@ -3,7 +3,6 @@
 import re
 import types
 
-import plain_cp
 import pytest
 import torch
 from common import assert_close
@@ -43,13 +42,12 @@ def run_with_flas(group, x, fields, lengths, layout):
     rows = list(ours.cut(lengths[rank], torch.device("cpu")).sequences)
     leaves = {n: local(x[n], ranges).requires_grad_() for n in "qkvg"}
     leaves["h0"] = x["h0"][rows].requires_grad_()
-    with plain_cp.in_place():
-        o, state = chunk_gla(
-            *[leaves[n] for n in "qkvg"], initial_state=leaves["h0"], output_final_state=True,
-            cu_seqlens=context.cu_seqlens, cp_context=context,
-        )  # fmt: skip
-        upstream = (local(x["do"], ranges), x["dht"][rows])
-        gradients = torch.autograd.grad((o, state), list(leaves.values()), upstream)
+    o, state = chunk_gla(
+        *[leaves[n] for n in "qkvg"], initial_state=leaves["h0"], output_final_state=True,
+        cu_seqlens=context.cu_seqlens, cp_context=context,
+    )  # fmt: skip
+    upstream = (local(x["do"], ranges), x["dht"][rows])
+    gradients = torch.autograd.grad((o, state), list(leaves.values()), upstream)
     results = {"o": o.detach(), "state": state.detach()}
     return results | dict(zip(leaves, gradients, strict=True)), ranges, rows
 
@@ -67,9 +65,8 @@ def run_halo_of_flas(group, x, fields, lengths, layout):
     rank = torch.distributed.get_rank(group)
     ranges = pieces_of(lengths, layout, rank, len(lengths))
     x = local(x, ranges).requires_grad_()
-    with plain_cp.in_place():
-        o = layer(x, cp_context=flas_context(group, fields))[0]
-        o.square().sum().backward()
+    o = layer(x, cp_context=flas_context(group, fields))[0]
+    o.square().sum().backward()
     return o.detach(), x.grad, ranges
 
 
@@ -99,9 +96,8 @@ def run_hf_model(group):
     expected = torch.autograd.grad(whole.loss, list(model.parameters()))
     context = build_cp_context(None, group)
     mine = ids.chunk(context.size, 1)[context.rank]
-    with plain_cp.in_place():
-        output = model(mine, labels=mine, cp_context=context)
-        output.loss.backward()
+    output = model(mine, labels=mine, cp_context=context)
+    output.loss.backward()
     assert output.loss.item() == pytest.approx(whole.loss.item(), rel=1e-12)
     assert_close(output.logits, whole.logits.chunk(context.size, 1)[context.rank], 1e-12)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
@@ -128,8 +124,7 @@ def run_flas_layer(group):
         # FLA's own forward computes its norm in fp32.
         expected = layer(x)[0].detach()
         context = build_cp_context(None, group)
-        with plain_cp.in_place():
-            found = layer(x.chunk(context.size, 1)[context.rank], cp_context=context)[0]
+        found = layer(x.chunk(context.size, 1)[context.rank], cp_context=context)[0]
         assert_close(found, expected.chunk(context.size, 1)[context.rank], 1e-6)
     finally:
         gla_ext.fla.restore_fla()
@@ -154,7 +149,6 @@ def run_refusals(group):
     layer = make_layer(torch.float32)
     x = torch.randn(2, 8, 24)
     calls = {
-        "no operator": lambda: chunk_gla(q, q, q, q, cp_context=anew()),
         "dtype": lambda: (
             chunk_gla(q.double(), q, q, q, cp_context=anew())
             if rank
@@ -189,7 +183,6 @@ def _sentence(call):
 
 
 REFUSALS = {
-    "no operator": "NotImplementedError: chunk_gla: cp_context is not supported by this build",
     "dtype": r"ValueError: chunk_gla: expected the same q on all ranks of cp_context's group, got "
     r"\[2, T, 2, 4\] torch.float32 on rank 0 and \[2, T, 2, 4\] torch.float64 on rank 1",
     "width": r"expected the same q .* got \[2, T, 2, 4\] .* rank 0 and \[2, T, 2, 3\] .* on rank 1",
@@ -242,7 +235,7 @@ def test_offsets_that_are_refused(one_rank):
         build_cp_context([0, 4], one_rank.get_group())
 
 
-def test_one_rank_needs_no_operator(one_rank):
+def test_one_rank_is_one_process(one_rank):
     context = build_cp_context(None, one_rank.get_group(), layout="zigzag")
     q = torch.randn(2, 9, 2, 4)
     g = -q.abs()

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import plain_cp
 import pytest
 import torch
 from common import ROOT, assert_close
@@ -35,29 +34,27 @@ def sharded(folder, **sizes):
 
 def run_steps(group, folder, sizes, out):
     """The losses of some steps, then of a trainer that goes on from their checkpoint."""
-    with plain_cp.in_place():
-        first = sharded(folder, **sizes)
-        for _ in range(3):
-            first.train_step()
-        first.save(out)
-        bits = first.evaluate()
-        for _ in range(3):
-            first.train_step()
-        again = sharded(folder, **sizes)
-        again.load(out)
-        for _ in range(3):
-            again.train_step()
-        parameters = first.consolidated().model.state_dict()
+    first = sharded(folder, **sizes)
+    for _ in range(3):
+        first.train_step()
+    first.save(out)
+    bits = first.evaluate()
+    for _ in range(3):
+        first.train_step()
+    again = sharded(folder, **sizes)
+    again.load(out)
+    for _ in range(3):
+        again.train_step()
+    parameters = first.consolidated().model.state_dict()
     parameters = parameters if torch.distributed.get_rank() == 0 else {}
     return first._mean_losses(), again._mean_losses(), bits, parameters
 
 
 def run_going_on(group, folder, sizes, path):
-    with plain_cp.in_place():
-        trainer = sharded(folder, **sizes)
-        trainer.load(path)
-        while trainer.step < TINY["steps"]:
-            trainer.train_step()
+    trainer = sharded(folder, **sizes)
+    trainer.load(path)
+    while trainer.step < TINY["steps"]:
+        trainer.train_step()
     return trainer._mean_losses()
 
 

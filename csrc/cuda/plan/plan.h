@@ -41,7 +41,8 @@ struct PassPlan {
   // forward.small, forward.cluster and states.cluster takes one by one.
   int64_t items_each = 1;
   Workspace workspace;
-  // In halves: the first `summary_kernels` kernels make the summary, and what the others read of it.
+  // In halves: the first `summary_kernels` kernels make the summary, and what the others read of
+  // it.
   int summary_kernels = 0;
   Workspace summary;
   int64_t state_bytes = 0;  // of S and, in backward unless it stays on chip, dS

@@ -187,8 +187,8 @@ void add_scan(PassPlan& plan, const PlanInputs& in, Kernel fold, Kernel scan) {
 
 PassPlan plan_forward(const PlanInputs& in, const ChunkGrid& grid, const Choices& c,
                       const Workspace& left) {
-  const bool for_backward = in.in_halves ? in.for_backward && c.forward_prepared
-                                         : left.has(Buffer::kPrepared);
+  const bool for_backward =
+      in.in_halves ? in.for_backward && c.forward_prepared : left.has(Buffer::kPrepared);
   const bool has_summaries = c.forward_segments.segment_states > 0;
   PassPlan plan;
   plan.segments = c.forward_segments;
@@ -205,8 +205,8 @@ PassPlan plan_forward(const PlanInputs& in, const ChunkGrid& grid, const Choices
                             c.forward_segments.segments == c.backward_segments.segments;
     if (by_cluster) {
       kernels.add(for_backward ? Kernel::kSummariesCluster : Kernel::kSummariesClusterWithoutA);
-      if (in.in_halves) kernels.add(Kernel::kStrongA);
-      add_scan(plan, in, Kernel::kFold, in.in_halves ? Kernel::kScan : Kernel::kScanAndStrongA);
+      add_scan(plan, in, Kernel::kFoldAndStrongA,
+               in.in_halves ? Kernel::kScan : Kernel::kScanAndStrongA);
       kernels.add(Kernel::kForwardPreparedMakingA);
       return plan;
     }

@@ -39,14 +39,6 @@ __device__ __forceinline__ void find_states(const Problem& p, int64_t n, int64_t
   count = chunks > p.grid.segment_chunks ? blocks_of(chunks, each) : 0;
 }
 
-__device__ __forceinline__ float4 load_boundary(const Problem& p, const float* state, int k,
-                                                int v) {
-  if (state == nullptr) return make_float4(0.f, 0.f, 0.f, 0.f);
-  if (!p.state_v_first) return *reinterpret_cast<const float4*>(state + k * p.V + v);
-  return make_float4(state[v * p.K + k], state[(v + 1) * p.K + k], state[(v + 2) * p.K + k],
-                     state[(v + 3) * p.K + k]);
-}
-
 // What block number `block` of a scan does.
 __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, bool backwards) {
   const int matrix = p.K * p.V, blocks = blocks_of(matrix, kThreads * kEach);
@@ -139,12 +131,6 @@ void launch_scan_both(const Problem& p, cudaStream_t stream) {
 
 void launch_scan_grads(const Problem& p, cudaStream_t stream) {
   scan::launch(p, false, true, stream);
-}
-
-void launch_strong_A(const Problem& p, cudaStream_t stream) {
-  const int64_t blocks = strong_grid(p, 1);
-  if (blocks > 0)
-    launch_dependent(scan::and_strong_A::kernel, blocks, kThreads, 0, stream, p, int64_t{0});
 }
 
 void launch_scan_and_strong_A(const Problem& p, cudaStream_t stream) {
