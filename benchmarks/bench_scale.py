@@ -1,21 +1,26 @@
 """Two GPUs of one host beside one: context parallel, FSDP2, and a training step of both.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/bench_scale.py [--markdown page.md]
+    python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/bench_scale.py \\
+        [--only operator] [--markdown page.md]
 
-Every ratio is of one run: the first rank times one GPU's row while the others wait, then all time
-theirs. Rows that need what this build has not are named, and left out. NVLink multicast stays off
-(NCCL_NVLS_ENABLE=0). Takes some five minutes.
+First of all `chunk_gla` over all GPUs is held to one GPU's results; where they differ nothing is
+timed. Every ratio is of one run: all time their row, then the first rank alone times one GPU's.
+Steps follow each other without a wait, as in training; of the operator a call from an idle GPU is
+named too. NVLink multicast stays off (NCCL_NVLS_ENABLE=0). Takes some six minutes.
 """
 
 import argparse
 import os
 import statistics
+import sys
+import time
 from pathlib import Path
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 import torch
 import torch.distributed as dist
+from parts.check_across_ranks import check
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gla_ext import chunk_gla
@@ -45,32 +50,31 @@ class Bench:
         self.model = LARGE if self.cuda else SMALL
         self.repeats, self.rows = options.repeats, []
 
-    def seconds(self, step, everywhere: bool) -> float:
-        """The median time of a step, the slowest rank's; of the first rank alone, or of all."""
+    def seconds(self, step, everywhere: bool, at_once: int = 8) -> float:
+        """The median time of a step, the slowest rank's; of the first rank alone, or of all.
+
+        at_once: steps that follow each other in one measurement.
+        """
         dist.barrier()
         median = 0.0
         if everywhere or self.rank == 0:
             for _ in range(3):
                 step()
-            times = [self._once(step) for _ in range(self.repeats)]
+            times = [self._once(step, at_once) for _ in range(self.repeats)]
             median = statistics.median(times)
         slowest = torch.tensor(median, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.item()
 
-    def _once(self, step) -> float:
-        if not self.cuda:
-            import time
-
-            start = time.perf_counter()
+    def _once(self, step, at_once: int) -> float:
+        if self.cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(at_once):
             step()
-            return time.perf_counter() - start
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        if self.cuda:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / at_once
 
     def peak(self, step) -> int:
         """The most memory that a step held on a rank, bytes, the largest of the ranks."""
@@ -83,10 +87,7 @@ class Bench:
         return int(most)
 
     def row(self, name: str, asked: str, measure) -> None:
-        try:
-            result = measure()
-        except NotImplementedError as error:
-            result = f"left out: {error}"
+        result = measure(self)
         self.rows.append((name, asked, result))
         if self.rank == 0:
             print(f"{name} | {asked} | {result}", flush=True)
@@ -107,18 +108,22 @@ class Bench:
 
         return step
 
+    def beside(self, T: int, tokens: int) -> str:
+        """T tokens a rank of one text beside `tokens` on one GPU: tokens/s over tokens/s."""
+        ratios = []
+        for at_once in (8, 1):
+            together = self.seconds(self.operator(T, build_cp_context(None)), True, at_once)
+            alone = self.seconds(self.operator(tokens), False, at_once)
+            ratio = self.size * T * alone / (tokens * together)
+            times = f"{together * 1e3:.3f} ms on {self.size}, {alone * 1e3:.3f} on one"
+            ratios.append(f"{ratio:.2f}x ({times})")
+        return f"{ratios[0]}; from idle {ratios[1]}"
+
     def weak(self) -> str:
-        context = build_cp_context(None)
-        together = self.seconds(self.operator(self.tokens, context), True)
-        alone = self.seconds(self.operator(self.tokens), False)
-        ratio = self.size * alone / together
-        return f"{ratio:.2f}x ({together * 1e3:.3f} ms on {self.size}, {alone * 1e3:.3f} on one)"
+        return self.beside(self.tokens, self.tokens)
 
     def strong(self) -> str:
-        context = build_cp_context(None)
-        together = self.seconds(self.operator(self.tokens // self.size, context), True)
-        alone = self.seconds(self.operator(self.tokens), False)
-        return f"{alone / together:.2f}x ({together * 1e3:.3f} ms, {alone * 1e3:.3f} on one)"
+        return self.beside(self.tokens // self.size, self.tokens)
 
     # The model.
 
@@ -153,8 +158,8 @@ class Bench:
 
     def fsdp(self, compiled: bool) -> str:
         B, T = 8, self.model_tokens // 8
-        together = self.seconds(self.training(B, T, dist.group.WORLD, compiled), True)
-        alone = self.seconds(self.training(B, T, self.alone, compiled), False)
+        together = self.seconds(self.training(B, T, dist.group.WORLD, compiled), True, 3)
+        alone = self.seconds(self.training(B, T, self.alone, compiled), False, 3)
         rate = self.size * B * T / together
         return f"{self.size * alone / together:.2f}x ({rate:,.0f} tokens/s, {B * T / alone:,.0f})"
 
@@ -163,41 +168,63 @@ class Bench:
         context = build_cp_context(None)
         world = dist.group.WORLD
         step = self.training(1, self.tokens, world, context=context, **args)
-        together, peak = self.seconds(step, True), self.peak(step)
+        together, peak = self.seconds(step, True, 2), self.peak(step)
         del step
         step = self.training(1, self.tokens, self.alone, **args)
-        alone, own = self.seconds(step, False), self.peak(step)
+        alone, own = self.seconds(step, False, 2), self.peak(step)
         ratio = self.size * alone / together
         memory = f", peak {peak / 2**30:.2f} GiB, {own / 2**30:.2f} on one" if self.cuda else ""
         return f"{ratio:.2f}x ({self.size * self.tokens / together:,.0f} tokens/s{memory})"
 
 
-def main() -> None:
+ROWS = {
+    "operator": {
+        "chunk_gla, as many tokens a rank": ("1.84x", Bench.weak),
+        "chunk_gla, the tokens cut": ("1.7x", Bench.strong),
+    },
+    "fsdp": {
+        "FSDP2, compiled blocks": ("1.85x", lambda bench: bench.fsdp(True)),
+        "FSDP2, eager": ("1.6x", lambda bench: bench.fsdp(False)),
+    },
+    "training": {
+        "context parallel training step": ("1.8x, memory + 2 %", Bench.context_training),
+    },
+}
+
+
+def write_page(bench: Bench, path: Path) -> None:
+    device = torch.cuda.get_device_name() if bench.cuda else "CPU"
+    lines = [
+        f"# {bench.size} GPUs beside one ({device}, torch {torch.__version__})",
+        "",
+        f"`python -m torch.distributed.run --standalone --nproc-per-node {bench.size} "
+        "benchmarks/bench_scale.py --markdown PAGE`",
+        "",
+        "| | asked | found |",
+        "|---|--:|---|",
+        *(f"| {name} | {asked} | {found} |" for name, asked, found in bench.rows),
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--markdown", type=Path, help="write the rows there")
-    parser.add_argument("--repeats", type=int, default=20, help="timed steps (default: 20)")
+    parser.add_argument("--repeats", type=int, default=10, help="measurements (default: 10)")
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="these rows")
     parser.add_argument("--small", action="store_true", help="tiny sizes on the CPU")
-    bench = Bench(parser.parse_args())
-    bench.row("FSDP2, compiled blocks", "1.85x", lambda: bench.fsdp(True))
-    bench.row("FSDP2, eager", "1.6x", lambda: bench.fsdp(False))
-    bench.row("chunk_gla, as many tokens a rank", "1.84x", bench.weak)
-    bench.row("chunk_gla, the tokens cut", "1.7x", bench.strong)
-    bench.row("context parallel training step", "1.8x, memory + 2 %", bench.context_training)
     options = parser.parse_args()
-    if bench.rank == 0 and options.markdown is not None:
-        device = torch.cuda.get_device_name() if bench.cuda else "CPU"
-        lines = [
-            f"# {bench.size} GPUs beside one ({device}, torch {torch.__version__})",
-            "",
-            "`torchrun --standalone --nproc-per-node 2 benchmarks/bench_scale.py --markdown PAGE`",
-            "",
-            "| | asked | found |",
-            "|---|--:|---|",
-            *(f"| {name} | {asked} | {found} |" for name, asked, found in bench.rows),
-        ]
-        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    bench = Bench(options)
+    wrong = check(bench.device)
+    if wrong == 0:
+        for part in options.only:
+            for name, (asked, measure) in ROWS[part].items():
+                bench.row(name, asked, measure)
+        if bench.rank == 0 and options.markdown is not None:
+            write_page(bench, options.markdown)
     dist.destroy_process_group()
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

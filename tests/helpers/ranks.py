@@ -65,13 +65,13 @@ class _Network:
 
 
 @contextlib.contextmanager
-def network(size, device):
+def network(size):
     """Inside, torch's functional all-gather is the network's."""
     found = _Network(size)
-    key = torch.device(device).type.upper()
     with torch.library._scoped_library("_c10d_functional", "IMPL") as library:
-        library.impl("all_gather_into_tensor", found.all_gather, key)
-        library.impl("wait_tensor", lambda x: x.clone(), key)
+        for key in ("CPU", "CUDA"):
+            library.impl("all_gather_into_tensor", found.all_gather, key)
+            library.impl("wait_tensor", lambda x: x.clone(), key)
         yield found
 
 
@@ -111,7 +111,7 @@ def across_ranks(x, lengths, layout="contiguous", uneven=False, **options):
         inputs = list(leaves[rank].values())
         return torch.autograd.grad(outputs[rank], inputs, upstream, retain_graph=True)
 
-    with network(size, device) as ranks:
+    with network(size) as ranks:
         outputs = ranks.rounds(forward)
         gradients = ranks.rounds(backward)
     results = [
@@ -119,6 +119,19 @@ def across_ranks(x, lengths, layout="contiguous", uneven=False, **options):
         for (o, state), mine, found in zip(outputs, leaves, gradients, strict=True)
     ]
     return joined(results, pieces, rows, x)
+
+
+def text_of(x, gv=None):
+    """`common.Inputs` as `across_ranks` takes it."""
+    return {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "gv": gv, "do": x.do} | {
+        "h0": x.initial_state, "dht": x.dht, "cu_seqlens": x.cu_seqlens
+    }  # fmt: skip
+
+
+def named(results):
+    """As `common.ours` names results."""
+    names = {"state": "final_state", "h0": "dh0", "o": "o"}
+    return {names.get(name, f"d{name}"): value for name, value in results.items()}
 
 
 def joined(results, pieces, rows, x):

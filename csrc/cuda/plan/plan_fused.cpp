@@ -328,8 +328,9 @@ PassPlan plan_backward(const PlanInputs& in, const ChunkGrid& grid, const Choice
       add_backward_summaries(plan, in, c, left, cluster_summaries);
     kernels.add(states_kernel(c));
   }
-  // prepare.cu makes these of its chunks itself.
-  if (has_prepared)
+  // prepare.cu makes these of its chunks itself, but not in halves.
+  const bool prepared_alone = in.in_halves && c.backward_prepared && !cluster_summaries;
+  if (has_prepared || prepared_alone)
     kernels.add(Kernel::kStrongGradientsWithoutA);
   else if (!c.backward_prepared || cluster_states || cluster_summaries)
     kernels.add(Kernel::kStrongGradients);
