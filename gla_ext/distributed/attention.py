@@ -40,7 +40,7 @@ def chunk_gla_with_context(
             f"{list(q.shape)}"
         )
     B, T = q.shape[:2]
-    cut = context.cut(T, q.device)
+    cut = context.cut_of_states(T, q.device)
     check_offsets_are_the_contexts("chunk_gla", cu_seqlens, cut)
     if cut.cu_seqlens is not None and B != 1:
         raise ValueError(

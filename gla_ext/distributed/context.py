@@ -114,6 +114,15 @@ class CPContext:
             self._cuts[key] = self._make_cut(int(T), device)
         return self._cuts[key]
 
+    def cut_of_states(self, T: int, device: torch.device) -> Cut:
+        """The same for whom states concern and tokens do not: of rows that are cut evenly it does
+        not depend on T, which may then be symbolic.
+        """
+        evenly = self.offsets is None and self.lengths is None and T > 0
+        if evenly and (self.layout == "contiguous" or T % 2 == 0):
+            return self.cut(2, device)
+        return self.cut(T, device)
+
     def _make_cut(self, T: int, device: torch.device) -> Cut:
         lengths = (T,) * self.size if self.lengths is None else self.lengths
         if lengths[self.rank] != T:

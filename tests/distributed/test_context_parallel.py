@@ -7,25 +7,10 @@ import torch
 from common import assert_close, make_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import NAMES, local, pieces_of
 
 from gla_ext import chunk_gla
 from gla_ext.distributed import build_cp_context
-from gla_ext.distributed._cuts import part_lengths, places_of
-
-NAMES = ("q", "k", "v", "g", "gv")
-
-
-def pieces_of(lengths, layout, rank, size):
-    """The tokens of a rank, as ranges of the whole text."""
-    parts = part_lengths(lengths, layout)
-    places = places_of(rank, size, layout) if size > 1 else (0,)
-    if size == 1:
-        parts = lengths
-    return [range(sum(parts[:p]), sum(parts[: p + 1])) for p in places]
-
-
-def local(x, ranges):
-    return torch.cat([x[:, r.start : r.stop] for r in ranges], 1)
 
 
 def make(B, T, lengths=None, gate=1.0, heads=(2, 2), gv=False, seed=0):

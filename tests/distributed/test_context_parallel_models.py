@@ -4,7 +4,7 @@ import pytest
 import torch
 from common import assert_close
 from models import EVERY, make_ids, make_layer, make_model, make_x
-from test_context_parallel import local, pieces_of
+from ranks import local, pieces_of
 
 from gla_ext.cache import GLACache
 from gla_ext.distributed import build_cp_context

@@ -7,7 +7,8 @@ import pytest
 import torch
 from common import assert_close
 from models import make_ids, make_layer, make_x
-from test_context_parallel import assert_equals_one_process, local, make, pieces_of
+from ranks import local, pieces_of
+from test_context_parallel import assert_equals_one_process, make
 
 from gla_ext import chunk_gla
 from gla_ext.distributed import build_cp_context
