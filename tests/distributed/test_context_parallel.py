@@ -100,17 +100,49 @@ def test_uneven_rows_and_ranks_without_tokens(pool):
         assert_equals_one_process(pool(run_rank, x, lengths, layout, True), x)
 
 
+def draw_text(data, B, T, sequences=None):
+    """Gates of any kind, shared heads or not, states in either layout."""
+    gate = data.draw(st.sampled_from([0.1, 1.0, 10.0, "reset"]))
+    gates = data.draw(st.sampled_from(["g", "gv", "both", "none"]))
+    heads = data.draw(st.sampled_from([(2, 2), (4, 2), (3, 1)]))
+    x = make(B, T, lengths=sequences, gate=gate, heads=heads, gv=gates in ("gv", "both"), seed=T)
+    if gates in ("gv", "none"):
+        x["g"] = None
+    v_first = data.draw(st.booleans())
+    if v_first:
+        x |= {name: x[name].mT.contiguous() for name in ("h0", "dht")}
+    return x, v_first
+
+
+def draw_lengths(data, even=False):
+    ranks = data.draw(st.integers(1, 4))
+    tokens = st.integers(0, 40).map(lambda n: 2 * n) if even else st.integers(0, 40)
+    lengths = tuple(data.draw(st.lists(tokens, min_size=ranks, max_size=ranks)))
+    return lengths if sum(lengths) else (2, *lengths[1:])
+
+
+def assert_any_cut(pool, x, lengths, layout, v_first):
+    options = {"state_v_first": v_first}
+    found = pool(run_rank, x, lengths, layout, True, options, ranks=len(lengths))
+    assert_equals_one_process(found, x, v_first)
+
+
 @given(data=st.data())
-@settings(max_examples=25)
-def test_any_cut(pool, data):
-    ranks = data.draw(st.integers(2, 4))
-    lengths = tuple(data.draw(st.lists(st.integers(0, 40), min_size=ranks, max_size=ranks)))
+@settings(max_examples=30)
+def test_any_cut_of_packed_sequences(pool, data):
+    lengths = draw_lengths(data)
     layout = data.draw(st.sampled_from(["contiguous", "zigzag"]))
     T, rng = sum(lengths), random.Random(data.draw(st.integers(0, 10**6)))
-    if T == 0:
-        return
     cuts = sorted(rng.randint(0, T) for _ in range(rng.randint(1, 6)))
     sequences = tuple(b - a for a, b in zip([0, *cuts], cuts, strict=False))
-    gate = data.draw(st.sampled_from([0.1, 1.0, 10.0, "reset"]))
-    x = make(1, T, lengths=sequences, gate=gate, gv=data.draw(st.booleans()), seed=T)
-    assert_equals_one_process(pool(run_rank, x, lengths, layout, True, ranks=ranks), x)
+    x, v_first = draw_text(data, 1, T, sequences)
+    assert_any_cut(pool, x, lengths, layout, v_first)
+
+
+@given(data=st.data())
+@settings(max_examples=30)
+def test_any_cut_of_rows(pool, data):
+    layout = data.draw(st.sampled_from(["contiguous", "zigzag"]))
+    lengths = draw_lengths(data, even=layout == "zigzag")
+    x, v_first = draw_text(data, data.draw(st.integers(1, 3)), sum(lengths))
+    assert_any_cut(pool, x, lengths, layout, v_first)
