@@ -35,12 +35,7 @@ HALVES = {
         (["states.fused.summaries", "fold"], ["scan", "forward.small", "strong.output"]),
         (
             ["states.fused.summaries_both", "fold.grads"],
-            [
-                "scan.both",
-                "states.fused.without_grads",
-                "strong.gradients",
-                "gradients.small_sweep",
-            ],
+            ["scan.both", "states.fused", "strong.gradients", "gradients.chunk"],
         ),
     ),
 }
