@@ -136,16 +136,18 @@ def chunk_gla(
         ValueError: shapes, devices or offsets do not agree.
         TypeError: dtypes do not; scale is a tensor.
         NotImplementedError: a device or layout without kernels; forward-mode AD; torch.func
-            transforms but vmap; DTensors that are sharded by other dimensions than batch and heads.
+            transforms but vmap; DTensors that are sharded by other dimensions than batch, heads
+            and, with a cp_context, tokens.
     """
     check_scale("chunk_gla", scale)
-    if type(q).__name__ == "DTensor" and cp_context is None:
+    if type(q).__name__ == "DTensor":
         from gla_ext.distributed.sharding import attend_on_shards
 
         options = {"scale": scale, "output_final_state": output_final_state}
-        call = functools.partial(chunk_gla, state_v_first=state_v_first, **options)
+        options |= {"state_v_first": state_v_first, "cp_context": cp_context}
+        call = functools.partial(chunk_gla, **options)
         tokens = {"q": q, "k": k, "v": v, "g": g, "gv": gv}
-        return attend_on_shards("chunk_gla", call, tokens, initial_state, cu_seqlens)
+        return attend_on_shards("chunk_gla", call, tokens, initial_state, cu_seqlens, cp_context)
     compiling = torch.compiler.is_compiling()
     if not compiling:
         check_plain_tensors("chunk_gla", _TENSORS, q, k, v, g, gv, initial_state, cu_seqlens)
