@@ -17,6 +17,7 @@ class _FromFLA(CPContext):
 
     def __init__(self, theirs: Any) -> None:
         super().__init__(theirs.group, None, None, theirs.layout, theirs.conv1d_kernel_size)
+        self.cuts_rows_evenly = False
         if theirs.cu_seqlens_cpu is not None:
             local = tuple(theirs.cu_seqlens_cpu.tolist())
         else:

@@ -84,6 +84,7 @@ class CPContext:
     group: the process group; rank and size are this process's in it.
     layout: 'contiguous' or 'zigzag'.
     lengths: tokens of every rank, or None: all hold as many.
+    cuts_rows_evenly: whether each row of the batch is one sequence, of which all hold as much.
     conv1d_kernel_size: accepted as FLA's, and not looked at: a convolution knows its own.
     """
 
@@ -98,6 +99,7 @@ class CPContext:
         self.group, self.group_name = group, group.group_name
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.offsets, self.lengths, self.layout = offsets, lengths, layout
+        self.cuts_rows_evenly = offsets is None and lengths is None
         self.conv1d_kernel_size = conv1d_kernel_size
         self._cuts: dict[tuple[int, torch.device], Cut] = {}
         self._compared: set[tuple] = set()
@@ -118,8 +120,7 @@ class CPContext:
         """The same for whom states concern and tokens do not: of rows that are cut evenly it does
         not depend on T, which may then be symbolic.
         """
-        evenly = self.offsets is None and self.lengths is None and T > 0
-        if evenly and (self.layout == "contiguous" or T % 2 == 0):
+        if self.cuts_rows_evenly and T > 0 and (self.layout == "contiguous" or T % 2 == 0):
             return self.cut(2, device)
         return self.cut(T, device)
 

@@ -114,7 +114,7 @@ def _check_context(op: str, cp_context: Any, mesh: Any, roles: list[str | None])
             f"{op}: expected q to be sharded over tokens, Shard(1), on the dimension of the mesh "
             "that is cp_context's group, and on no other; redistribute it"
         )
-    if context.layout != "contiguous" or context.lengths is not None or context.offsets is not None:
+    if context.layout != "contiguous" or not context.cuts_rows_evenly:
         raise NotImplementedError(
             f"{op}: expected a cp_context of equal parts, contiguous and without cu_seqlens, "
             "beside DTensors; call it on to_local() tensors"

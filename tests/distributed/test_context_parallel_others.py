@@ -1,8 +1,8 @@
 """Contexts, layers and models of FLA and transformers, and what is refused."""
 
 import re
-import types
 
+import fla_context
 import pytest
 import torch
 from common import assert_close
@@ -15,29 +15,10 @@ from gla_ext.distributed import build_cp_context
 from gla_ext.distributed._collectives import all_sum
 
 
-class FLACPContext(types.SimpleNamespace):
-    """FLA's by its name, with the fields that its own function made in the test's process."""
-
-
-def flas_context(group, fields):
-    rank = torch.distributed.get_rank(group)
-    return FLACPContext(**fields[rank], group=group)
-
-
-def fields_of(offsets, ranks, layout):
-    """What FLA's `build_cp_context` makes on each rank, but for the group."""
-    from fla.ops.cp.context import get_cp_cu_seqlens
-
-    made = [
-        vars(get_cp_cu_seqlens(offsets, world_size=ranks, rank=rank, layout=layout))
-        for rank in range(ranks)
-    ]
-    return [{name: value for name, value in one.items() if name != "group"} for one in made]
-
-
-def run_with_flas(group, x, fields, lengths, layout):
-    context = flas_context(group, fields)
-    rank = torch.distributed.get_rank(group)
+def run_with_flas(group, x, layout):
+    """A rank's results, its tokens and rows."""
+    rank, lengths = torch.distributed.get_rank(group), (32,) * 4
+    context = fla_context.context_of(rank, layout, group)
     ranges = pieces_of(lengths, layout, rank, len(lengths))
     ours = build_cp_context(x["cu_seqlens"], group, layout=layout)
     rows = list(ours.cut(lengths[rank], torch.device("cpu")).sequences)
@@ -54,31 +35,30 @@ def run_with_flas(group, x, fields, lengths, layout):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_flas_own_context(pool, fla, layout):
+def test_flas_own_context(pool, layout):
     x = make(1, 128, lengths=(5, 70, 1, 52))
-    fields = fields_of(x["cu_seqlens"], 4, layout)
-    assert_equals_one_process(pool(run_with_flas, x, fields, (32,) * 4, layout), x)
+    assert x["cu_seqlens"].tolist() == list(fla_context.OFFSETS)
+    assert_equals_one_process(pool(run_with_flas, x, layout), x)
 
 
-def run_halo_of_flas(group, x, fields, lengths, layout):
+def run_halo_of_flas(group, x, layout):
     """The layer with convolutions; outputs, dx."""
     layer = make_layer(use_short_conv=True)
     rank = torch.distributed.get_rank(group)
-    ranges = pieces_of(lengths, layout, rank, len(lengths))
+    ranges = pieces_of((32,) * 4, layout, rank, 4)
     x = local(x, ranges).requires_grad_()
-    o = layer(x, cp_context=flas_context(group, fields))[0]
+    o = layer(x, cp_context=fla_context.context_of(rank, layout, group))[0]
     o.square().sum().backward()
     return o.detach(), x.grad, ranges
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_the_layer_with_flas_own_context(pool, fla, layout):
-    offsets = torch.tensor([0, 9, 30, 31, 40])
-    x, layer = make_x(B=1, T=40).requires_grad_(), make_layer(use_short_conv=True)
+def test_the_layer_with_flas_own_context(pool, layout):
+    offsets = torch.tensor(fla_context.OFFSETS)
+    x, layer = make_x(B=1, T=128).requires_grad_(), make_layer(use_short_conv=True)
     o = layer(x, cu_seqlens=offsets)[0]
     o.square().sum().backward()
-    found = pool(run_halo_of_flas, x.detach(), fields_of(offsets, 4, layout), (10,) * 4, layout)
-    for mine, dx, ranges in found:
+    for mine, dx, ranges in pool(run_halo_of_flas, x.detach(), layout):
         assert_close(mine, local(o, ranges), 1e-12)
         assert_close(dx, local(x.grad, ranges), 1e-12)
 

@@ -35,6 +35,7 @@ class _Context(CPContext):
         self.group, self.group_name = None, "in one process"
         self.rank, self.size = rank, size
         self.offsets, self.lengths, self.layout = offsets, lengths, layout
+        self.cuts_rows_evenly = offsets is None and lengths is None
         self._cuts = {}
 
     def compare(self, op, facts):
