@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gla_ext.distributed.context import Cut, Kind, as_context
+from gla_ext.distributed.context import Cut, as_context
 
 _fwd = torch.ops.gla_ext.chunk_gla_fwd.default
+_OPTIONS = ("scale", "output_final_state", "state_v_first", "batch_invariant", "gradients")
 _across_ranks = torch.ops.gla_ext.chunk_gla_across_ranks.default
 
 
@@ -47,17 +50,11 @@ def chunk_gla_with_context(
             f"chunk_gla: expected a batch of one beside a cp_context with cu_seqlens, got B = {B}"
         )
     needs_gradient = torch.is_grad_enabled() and _any_requires_grad(q, k, v, g, gv, initial_state)
-    if not torch.compiler.is_compiling():
-        facts = {
-            **{name: _kind(t) for name, t in (("q", q), ("k", k), ("v", v), ("g", g), ("gv", gv))},
-            "tokens": T if context.lengths is None else None,
-            "scale": scale,
-            "output_final_state": output_final_state,
-            "state_v_first": state_v_first,
-            "batch_invariant": batch_invariant,
-            "gradients": needs_gradient,
-        }
-        context.compare("chunk_gla", facts)
+    if context.size > 1 and not torch.compiler.is_compiling():
+        kinds = [None if t is None else (t.shape, t.dtype) for t in (q, k, v, g, gv)]
+        options = (scale, output_final_state, state_v_first, batch_invariant, needs_gradient)
+        facts = functools.partial(_facts, T if context.lengths is None else None, kinds, options)
+        context.compare("chunk_gla", (*kinds, *options), facts)
     if context.size == 1:
         options = (scale, output_final_state, state_v_first, batch_invariant, for_backward_bytes)
         o, state, *_ = _fwd(q, k, v, g, gv, initial_state, cut.cu_seqlens, *options)
@@ -107,9 +104,22 @@ def _check_rows(initial_state: Tensor, B: int) -> None:
         )
 
 
-def _kind(t: Tensor | None) -> Kind | None:
-    """What must be alike on all ranks: B, heads, width and dtype, but not the tokens."""
-    return None if t is None else Kind((t.shape[0], *t.shape[2:]), t.dtype)
+def _facts(tokens: int | None, kinds: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
+    """What must be alike on all ranks, by name."""
+    tensors = zip(("q", "k", "v", "g", "gv"), kinds, strict=True)
+    facts = {name: None if kind is None else _Kind(*kind) for name, kind in tensors}
+    return facts | {"tokens": tokens} | dict(zip(_OPTIONS, options, strict=True))
+
+
+class _Kind(NamedTuple):
+    """What of a tensor of tokens must be alike on all ranks: B, heads, width and dtype."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        B, _, *others = self.shape
+        return f"[{', '.join(map(str, (B, 'T', *others)))}] {self.dtype}"
 
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,17 +13,6 @@ from torch import Tensor
 
 from gla_ext.distributed._cuts import LAYOUTS, Part, cut_part, part_lengths, places_of
 from gla_ext.ops.inputs import check_offsets
-
-
-class Kind(NamedTuple):
-    """What of a tensor of tokens must be alike on all ranks: `[B, ..., D]` without T, its dtype."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        B, *others = self.shape
-        return f"[{', '.join(map(str, (B, 'T', *others)))}] {self.dtype}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,23 +141,24 @@ class CPContext:
             return Cut(parts, parts_of_all, None)
         return Cut(parts, parts_of_all, _local_offsets(parts, device))
 
-    def compare(self, op: str, facts: dict[str, Any]) -> None:
-        """Compares facts and this context with those of the other ranks, once for the same ones.
+    def compare(self, op: str, key: tuple, facts: Callable[[], dict[str, Any]]) -> None:
+        """Compares facts and this context with those of the other ranks, once for a key.
 
         Every rank must come here, or none: it is a collective call. Nothing is compared in graphs.
 
         Args:
             op: the operator's name, for messages.
-            facts: by name, hashable, and readable as text.
+            key: what the facts follow from.
+            facts: makes them, by name, readable as text.
 
         Raises:
             ValueError: a rank has others; every rank raises it, and names the first that differs.
         """
-        key = (op, *facts.values())
+        key = (op, key)
         if self.size == 1 or key in self._compared or not _may_talk():
             return
         mine = {"layout": self.layout, "cu_seqlens": self.offsets, "lengths": self.lengths}
-        mine = {name: str(fact) for name, fact in (mine | facts).items()}
+        mine = {name: str(fact) for name, fact in (mine | facts()).items()}
         every: list[dict[str, str]] = [{}] * self.size
         dist.all_gather_object(every, mine, group=self.group)
         for rank, theirs in enumerate(every):

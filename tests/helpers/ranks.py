@@ -38,7 +38,7 @@ class _Context(CPContext):
         self.cuts_rows_evenly = offsets is None and lengths is None
         self._cuts = {}
 
-    def compare(self, op, facts):
+    def compare(self, op, key, facts):
         pass
 
 
