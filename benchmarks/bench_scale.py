@@ -113,7 +113,9 @@ class Bench:
         """T tokens a rank of one text beside `tokens` on one GPU: tokens/s over tokens/s."""
         ratios = []
         for at_once in (8, 1):
-            together = self.seconds(self.operator(T, build_cp_context(None, self.across)), True, at_once)
+            together = self.seconds(
+                self.operator(T, build_cp_context(None, self.across)), True, at_once
+            )
             alone = self.seconds(self.operator(tokens), False, at_once)
             ratio = self.size * T * alone / (tokens * together)
             times = f"{together * 1e3:.3f} ms on {self.size}, {alone * 1e3:.3f} on one"
