@@ -63,6 +63,9 @@ def test_strong_gradients_are_the_second_half_s():
     """Where forward has left nothing prepare stands in backward, whose gradients come later."""
     summary, rest = halves(planned(LONG | {"V": 192})["backward"])
     assert summary[0] == "prepare.without_A" and "strong.gradients.without_A" in rest
+    summary, rest = halves(planned(LONG)["backward"])
+    assert summary[0] == "states.cluster.summaries" and summary[-1] == "fold.and_strong_A.grads"
+    assert "strong.gradients.without_A" in rest
 
 
 def test_every_segment_is_summed_up():

@@ -263,7 +263,8 @@ void add_backward_summaries(PassPlan& plan, const PlanInputs& in, const Choices&
     kernels.add(Kernel::kSummariesPreparedGrads);
   else
     kernels.add(Kernel::kSummariesPreparedBoth);
-  add_scan(plan, in, Kernel::kFoldGrads, has_states ? Kernel::kScanGrads : Kernel::kScanBoth);
+  const Kernel fold = by_cluster ? Kernel::kFoldGradsAndStrongA : Kernel::kFoldGrads;
+  add_scan(plan, in, fold, has_states ? Kernel::kScanGrads : Kernel::kScanBoth);
 }
 
 Kernel states_kernel(const Choices& c) {
@@ -328,9 +329,8 @@ PassPlan plan_backward(const PlanInputs& in, const ChunkGrid& grid, const Choice
       add_backward_summaries(plan, in, c, left, cluster_summaries);
     kernels.add(states_kernel(c));
   }
-  // prepare.cu makes these of its chunks itself, but not in halves.
-  const bool prepared_alone = in.in_halves && c.backward_prepared && !cluster_summaries;
-  if (has_prepared || prepared_alone)
+  // prepare.cu makes these of its chunks itself, but not in halves, whose first makes A alone.
+  if (has_prepared || (in.in_halves && c.backward_prepared))
     kernels.add(Kernel::kStrongGradientsWithoutA);
   else if (!c.backward_prepared || cluster_states || cluster_summaries)
     kernels.add(Kernel::kStrongGradients);

@@ -4,6 +4,7 @@ import pytest
 import torch
 from common import assert_results_close, assert_same_bits, exact_by_chunks, make_inputs
 from fused import BF16, for_this_gpu, mixed_gates
+from large import large_inputs
 from ranks import across_ranks, named, text_of
 
 from gla_ext import _C, batch_invariant
@@ -12,12 +13,13 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
 
 in_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
 SHAPES = {  # B, T, H, K, V, the gates' dtype
-    "clusters": (1, 640, 1, 128, 256, BF16),
+    "a long sequence": (1, 640, 1, 128, 256, BF16),
+    "clusters": (12, 195, 10, 72, 200, BF16),  # the batch for an H200
     "prepared": (2, 520, 2, 136, 72, BF16),
     "prepared, fp32 gates": (1, 520, 1, 96, 80, torch.float32),
     "fused": (1, 640, 2, 64, 128, BF16),
     "small heads": (2, 640, 2, 32, 64, BF16),
-    "fills the GPU": (24, 200, 12, 72, 72, BF16),  # the batch for an H200
+    "fills the GPU": (24, 200, 12, 72, 72, BF16),
 }
 
 
@@ -56,8 +58,32 @@ def test_results_are_one_gpu_s(shape, gates):
     for name in ("forward", "backward"):
         summary = plan[name]["kernels"][: plan[name]["summary_kernels"]]
         assert summary[-1].startswith("fold")
+    if shape == SHAPES["clusters"]:
+        assert summary[0] == "states.cluster.summaries"
     found = named(across_ranks(text_of(x), lengths, uneven=True))
     assert_results_close(found, exact_by_chunks(x), x)
+
+
+@pytest.mark.parametrize("gates", ["weak", "every other chunk"])
+def test_segments_of_clusters(gates):
+    """What a long sequence on a GPU takes, whose prepared chunks backward reads."""
+    x = large_inputs(1, 16384, for_this_gpu(16), 128, 256, states=True)
+    x = x if gates == "weak" else mixed_gates(x, gates)
+    plan = in_halves(x, (8192, 8192), "contiguous")
+    for name in ("forward", "backward"):
+        assert plan[name]["segments"] > 1
+    assert plan["forward"]["kernels"][1] == "fold.and_strong_A" and plan["for_backward_bytes"] > 0
+    assert_results_close(named(across_ranks(text_of(x), (8192, 8192))), exact_by_chunks(x), x)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("H, K, V", [(1, 72, 136), (1, 136, 72), (1, 64, 64), (60, 72, 200)])
+def test_every_kernel(H, K, V):
+    """Strong chunks among others, over prepared chunks, of small heads, and by clusters."""
+    x = make_inputs(1, 140, for_this_gpu(H), K, V, BF16, 0.1)
+    x = mixed_gates(x, "every other chunk")
+    found = named(across_ranks(text_of(x.map(torch.Tensor.cuda)), (75, 65), uneven=True))
+    assert_results_close({name: t.cpu() for name, t in found.items()}, exact_by_chunks(x), x)
 
 
 @in_nan

@@ -4,7 +4,7 @@
 //   x <- 2^decay_n x + summary_n      first segment first, of gradients last segment first
 //
 // grid    (sequence, head, 1,024 elements of the state), four values of a channel a thread; in
-//         fold_and_strong_A the blocks of scan_and_strong_A follow, which do the same here
+//         and_strong_A the blocks of scan_and_strong_A follow, which do the same here
 // reads   segment_decays [B, states, H, K], segment_states or segment_state_grads [B, states, H, K,
 //         V] with the summaries of all segments, the last too; h0 or dht
 // writes  folded [N, H, K, V] and, of the state, folded_decays [N, H, K], the sum of the gates in
@@ -75,7 +75,7 @@ int64_t fold_blocks(const Problem& p) {
 
 template <Sweep kSweep>
 __global__ void __launch_bounds__(kThreads) kernel(Problem p) {
-  wait_for_previous_kernel();
+  wait_before_next_kernel();  // as the scan does, which a single segment has not
   fold_segments<kSweep>(p, blockIdx.x);
 }
 
@@ -87,15 +87,22 @@ void launch(const Problem& p, cudaStream_t stream) {
 
 namespace and_strong_A {
 
+template <Sweep kSweep>
 __global__ void __launch_bounds__(kThreads, 2) kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  wait_for_previous_kernel();
-  if (blockIdx.x < states) return fold_segments<Sweep::kStates>(p, blockIdx.x);
+  wait_before_next_kernel();  // as the scan does, which a single segment has not
+  if (blockIdx.x < states) return fold_segments<kSweep>(p, blockIdx.x);
   __shared__ __align__(16) StrongScores s;
   __shared__ Chunk chunk;
   const auto finish = [&] { finish_scores(s, p, chunk); };
   for_strong_chunks(p, chunk, finish, blockIdx.x - static_cast<unsigned>(states));
 #endif
+}
+
+template <Sweep kSweep>
+void launch(const Problem& p, cudaStream_t stream) {
+  const int64_t states = fold_blocks(p), blocks = states + strong_grid(p, 1);
+  if (blocks > 0) launch_dependent(kernel<kSweep>, blocks, kThreads, 0, stream, p, states);
 }
 
 }  // namespace and_strong_A
@@ -108,9 +115,11 @@ void launch_fold_grads(const Problem& p, cudaStream_t stream) {
 }
 
 void launch_fold_and_strong_A(const Problem& p, cudaStream_t stream) {
-  const int64_t states = fold::fold_blocks(p), blocks = states + strong_grid(p, 1);
-  if (blocks > 0)
-    launch_dependent(fold::and_strong_A::kernel, blocks, kThreads, 0, stream, p, states);
+  fold::and_strong_A::launch<Sweep::kStates>(p, stream);
+}
+
+void launch_fold_grads_and_strong_A(const Problem& p, cudaStream_t stream) {
+  fold::and_strong_A::launch<Sweep::kStateGrads>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90
