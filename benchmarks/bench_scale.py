@@ -21,6 +21,7 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 import torch
 import torch.distributed as dist
 from parts.check_across_ranks import check
+from parts.ranks_on_paper import fold_call, gather_time, latency_and_bandwidth
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gla_ext import chunk_gla
@@ -128,6 +129,34 @@ class Bench:
     def strong(self) -> str:
         return self.beside(self.tokens // self.size, self.tokens)
 
+    def on_paper(self) -> str:
+        """As many tokens a rank on 8 and 64 ranks, from what these few take."""
+        H, K, V = 4, 128, 256
+        size = 4 * H * (K * V + K)
+        context = build_cp_context(None, self.across)
+        now = self.seconds(self.operator(self.tokens, context), True)
+        alone = self.seconds(self.operator(self.tokens), False)
+        times = {n: self.seconds(self.gather(n * size), True) for n in (1, 32)}
+        times = {n * size: seconds for n, seconds in times.items()}
+        latency, bandwidth = latency_and_bandwidth(times, self.size)
+
+        def meeting(W: int) -> float:
+            fold = self.seconds(fold_call(W, H, K, V, self.device), False)
+            return fold + gather_time(W, size, latency, bandwidth)
+
+        here, found = meeting(self.size), []
+        for W in (8, 64):
+            step = now + 2 * (meeting(W) - here)
+            found.append(f"{W} ranks {step * 1e3:.3f} ms, {alone / step:.0%} of {W} GPUs")
+        parts = f"all-gather {latency * 1e6:.0f} us + {bandwidth / 1e9:.0f} GB/s"
+        return f"{'; '.join(found)} ({parts}, both and fold {here * 1e6:.0f} us)"
+
+    def gather(self, size: int):
+        """An all-gather of so many bytes a rank, as a step."""
+        own = torch.zeros(size // 4, device=self.device)
+        every = own.new_empty(self.size * own.numel())
+        return lambda: dist.all_gather_into_tensor(every, own, group=self.across)
+
     # The model.
 
     def training(self, B: int, T: int, group, compiled=False, context=None, checkpointing=False):
@@ -184,6 +213,7 @@ ROWS = {
     "operator": {
         "chunk_gla, as many tokens a rank": ("1.84x", Bench.weak),
         "chunk_gla, the tokens cut": ("1.7x", Bench.strong),
+        "chunk_gla, as many tokens a rank, on paper": ("", Bench.on_paper),
     },
     "fsdp": {
         "FSDP2, compiled blocks": ("1.85x", lambda bench: bench.fsdp(True)),

@@ -6,6 +6,16 @@ import sys
 
 import pytest
 from common import ROOT
+from parts import ranks_on_paper
+
+
+def test_latency_and_bandwidth_of_an_all_gather():
+    times = {size: ranks_on_paper.gather_time(4, size, 1e-5, 2e11) for size in (1000, 10**6)}
+    latency, bandwidth = ranks_on_paper.latency_and_bandwidth(times, 4)
+    assert latency == pytest.approx(1e-5) and bandwidth == pytest.approx(2e11)
+    # Between hosts the network's.
+    far = ranks_on_paper.gather_time(64, 10**6, 1e-5, 2e11)
+    assert far == pytest.approx(1e-5 + 63e6 / ranks_on_paper.NETWORK)
 
 
 @pytest.mark.slow
@@ -24,5 +34,6 @@ def test_it_checks_and_then_measures(tmp_path):
     assert [row.split(" | ")[0] for row in rows[1:]] == [
         "| chunk_gla, as many tokens a rank",
         "| chunk_gla, the tokens cut",
+        "| chunk_gla, as many tokens a rank, on paper",
         "| context parallel training step",
     ]
