@@ -316,6 +316,23 @@ class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks
   }
 };
 
+void check_ranks(const Ranks& r, bool packed) {
+  const char* op = "chunk_gla_across_ranks";
+  TORCH_CHECK_VALUE(r.rank >= 0 && r.rank < r.size, op, ": expected rank to be from 0 to ",
+                    r.size - 1, ", got ", r.rank);
+  const size_t parts = r.before.size();
+  TORCH_CHECK_VALUE(parts == 1 || parts == 2, op,
+                    ": expected before to have 1 or 2 elements, one for each part, got ", parts);
+  const auto check = [&](const char* name, const Ints& values, size_t size) {
+    TORCH_CHECK_VALUE(values.size() == size, op, ": expected ", name, " to have ", size,
+                      " elements, got ", values.size());
+  };
+  check("after", r.after, parts);
+  if (!packed) return;
+  check("counts", r.counts, parts);
+  check("spans", r.spans, 4 * parts);
+}
+
 std::tuple<at::Tensor, at::Tensor> chunk_gla_across_ranks(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
     const OptionalTensor& gv, const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
@@ -325,6 +342,7 @@ std::tuple<at::Tensor, at::Tensor> chunk_gla_across_ranks(
   refuse_unsupported("chunk_gla", {{"q", q}, {"k", k}, {"v", v}}, {g, gv, initial_state});
   const Ranks r{rank,         size,        std::string(group), counts.vec(),
                 before.vec(), after.vec(), spans.vec()};
+  check_ranks(r, given(cu_seqlens));
   at::Tensor final_state;
   auto outputs = ChunkGlaAcrossRanks::apply(q, k, v, g, gv, initial_state, cu_seqlens, scale,
                                             output_final_state, state_v_first, batch_invariant,

@@ -166,6 +166,27 @@ def test_halves_check_their_inputs():
             op(name)(do, dht[:1], *others)
 
 
+RANKS = {"rank": 0, "size": 2, "group": "", "counts": [1], "before": [0], "after": [1]}
+BAD_RANKS = {
+    "rank": ({"rank": 2}, "expected rank to be from 0 to 1, got 2"),
+    "before": ({"before": []}, "expected before to have 1 or 2 elements, one for each part, got 0"),
+    "after": ({"after": [0, 0]}, "expected after to have 1 elements, got 2"),
+    "counts": ({"counts": []}, "expected counts to have 1 elements, got 0"),
+    "spans": ({"spans": [0, 1]}, "expected spans to have 4 elements, got 2"),
+}
+
+
+@pytest.mark.parametrize("change, message", BAD_RANKS.values(), ids=BAD_RANKS)
+def test_what_a_call_across_ranks_refuses(change, message):
+    x = make_inputs(1, 8, 2, 5, 3, lengths=(8,))
+    ranks = RANKS | {"spans": [0, 8, 0, 8]} | change
+    with refused(ValueError, f"chunk_gla_across_ranks: {message}"):
+        ops.chunk_gla_across_ranks(
+            *(x.q, x.k, x.v, x.g, None, None, x.cu_seqlens, None, False, False, False, False),
+            *ranks.values(),
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_q_k_and_v(dtype):
     arguments = calls()["apply"]
