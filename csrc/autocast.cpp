@@ -33,6 +33,18 @@ ForwardOutputs chunk_gla_fwd_autocast(const ForwardArguments& a) {
                    a.state_v_first, a.batch_invariant, a.for_backward_bytes});
 }
 
+// Of operators whose first arguments are q, k and v.
+template <c10::DeviceType device>
+void first_three_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const Cast<device> cast;
+  const size_t arguments = op.schema().arguments().size();
+  for (size_t i = 0; i < 3; ++i) {
+    c10::IValue& t = torch::jit::peek(*stack, i, arguments);
+    t = cast(t.toTensor());
+  }
+  op.callBoxed(stack);
+}
+
 using Optional = std::optional<at::Tensor>;
 
 template <c10::DeviceType device>
@@ -102,6 +114,8 @@ at::Tensor gate_projection_fwd_autocast(const at::Tensor& h, const at::Tensor& w
 template <c10::DeviceType device>
 void register_all(torch::Library& m) {
   m.impl("chunk_gla_fwd", positional<chunk_gla_fwd_autocast<device>>);
+  for (const char* op : {"chunk_gla_summary", "chunk_gla_apply", "chunk_gla_across_ranks"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&first_three_autocast<device>>());
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_autocast<device>);
   m.impl("recurrent_gla_step_", recurrent_gla_step_autocast<device>);
   m.impl("recurrent_gla_verify", recurrent_gla_verify_autocast<device>);

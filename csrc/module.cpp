@@ -38,7 +38,7 @@ struct PlanRequest {
   int64_t N, T, H, K, V;
   bool packed;
   std::string dtype, gate_dtype;
-  bool batch_invariant, aligned, key_gated, value_gated, for_backward;
+  bool batch_invariant, aligned, key_gated, value_gated, for_backward, in_halves;
 };
 
 py::dict cpu_pass(const PlanRequest& r, bool backward, int64_t threads) {
@@ -88,6 +88,8 @@ py::dict cuda_pass(const gla_ext::cuda::PassPlan& p) {
   result["replays"] = p.segments.replays;
   result["items_each"] = p.items_each;
   result["workspace_bytes"] = p.workspace.bytes();
+  result["summary_kernels"] = p.summary_kernels;
+  result["summary_bytes"] = p.summary.bytes();
   result["state_bytes"] = p.state_bytes;
   return result;
 }
@@ -115,6 +117,7 @@ py::dict cuda_plan(const PlanRequest& r, const std::string& capability, int64_t 
   in.key_gated = r.key_gated;
   in.value_gated = r.value_gated;
   in.for_backward = r.for_backward;
+  in.in_halves = r.in_halves;
   const cuda::CallPlan p = cuda::make_plan(in);
   const char* missing = cuda::why_not_fused(in);
   py::dict result;
@@ -129,7 +132,7 @@ py::dict cuda_plan(const PlanRequest& r, const std::string& capability, int64_t 
 py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::optional<int64_t> N,
               const std::string& dtype, const std::optional<std::string>& gate_dtype,
               bool batch_invariant, bool aligned, bool key_gated, bool value_gated,
-              bool for_backward, const std::string& capability, int64_t processors,
+              bool for_backward, bool in_halves, const std::string& capability, int64_t processors,
               const std::string& device, std::optional<int64_t> threads) {
   if (device != "cpu" && device != "cuda")
     throw py::value_error("plan: expected device 'cpu' or 'cuda', got '" + device + "'");
@@ -141,12 +144,16 @@ py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::option
   if (dtype != "float64" && dtype != "float32" && dtype != "float16" && dtype != "bfloat16")
     throw py::value_error("plan: expected dtype bfloat16, float16, float32 or float64, got " +
                           dtype);
+  if (in_halves && N.has_value())
+    throw py::value_error("plan: expected no packed sequences in halves, got N = " +
+                          std::to_string(*N));
   PlanRequest r{N.value_or(B), T, H, K, V, N.has_value(), dtype, gate_dtype.value_or(dtype)};
   r.batch_invariant = batch_invariant;
   r.aligned = aligned;
   r.key_gated = key_gated;
   r.value_gated = value_gated;
   r.for_backward = for_backward;
+  r.in_halves = in_halves;
   return device == "cpu" ? cpu_plan(r, threads.value_or(gla_ext::cpu::available_threads()))
                          : cuda_plan(r, capability, processors);
 }
@@ -162,7 +169,8 @@ PYBIND11_MODULE(_C, m) {
         py::arg("N") = py::none(), py::kw_only(), py::arg("dtype") = "float32",
         py::arg("gate_dtype") = py::none(), py::arg("batch_invariant") = false,
         py::arg("aligned") = true, py::arg("key_gated") = true, py::arg("value_gated") = false,
-        py::arg("for_backward") = false, py::arg("capability") = "9.0", py::arg("processors") = 132,
+        py::arg("for_backward") = false, py::arg("in_halves") = false,
+        py::arg("capability") = "9.0", py::arg("processors") = 132,
         py::arg("device") = "cpu", py::arg("threads") = py::none(),
         "The plan of both passes for a shape, on any build: the kernels that each launches, its "
         "segments and its memory.");

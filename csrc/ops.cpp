@@ -25,6 +25,40 @@ TORCH_LIBRARY(gla_ext, m) {
       tags);
 
   m.def(
+      "chunk_gla_summary(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? "
+      "initial_state, float? scale, bool state_v_first, bool batch_invariant, bool for_backward, "
+      "int prepared_bytes=0) -> (Tensor summary, Tensor prepared)",
+      tags);
+  m.def(
+      "chunk_gla_apply(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? initial_state, "
+      "float? scale, bool output_final_state, bool state_v_first, bool batch_invariant, bool "
+      "for_backward, Tensor prepared, int segments=0) -> (Tensor o, Tensor final_state, Tensor "
+      "entering)",
+      tags);
+  m.def(
+      "chunk_gla_summary_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
+      "Tensor? gv, float? scale, bool state_v_first, bool batch_invariant, Tensor prepared, int "
+      "prepared_bytes=0) -> (Tensor state_grad, Tensor prepared_bwd)",
+      tags);
+  m.def(
+      "chunk_gla_apply_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
+      "Tensor? gv, Tensor? initial_state, float? scale, bool state_v_first, bool batch_invariant, "
+      "Tensor prepared, Tensor entering, Tensor prepared_bwd) -> (Tensor dq, Tensor dk, Tensor dv, "
+      "Tensor dg, Tensor dgv, Tensor dh0)",
+      tags);
+  m.def(
+      "chunk_gla_fold(Tensor summaries, Tensor? decays, Tensor? boundary, int size, SymInt each, "
+      "SymInt rows, SymInt H, SymInt K, SymInt V, bool key_gated, bool value_gated, bool "
+      "state_v_first, int[] places, int[] reach, int[] entered) -> (Tensor x, Tensor decays)",
+      tags);
+  m.def(
+      "chunk_gla_across_ranks(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? "
+      "initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, bool "
+      "state_v_first, bool batch_invariant, bool for_backward, int rank, int size, str group, "
+      "int[] counts, int[] before, int[] after, int[] spans) -> (Tensor o, Tensor final_state)",
+      tags);
+
+  m.def(
       "recurrent_gla_fwd(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor? "
       "initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, bool reverse, "
       "bool state_v_first) -> (Tensor o, Tensor final_state)",

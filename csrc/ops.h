@@ -57,6 +57,61 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                               std::optional<double> scale, bool state_v_first, bool batch_invariant,
                               const std::optional<at::Tensor>& for_backward = {});
 
+// The two halves of chunk_gla over several ranks, of sequences that are not packed. Each rank sums
+// up what its tokens add to the state; from all ranks' summaries follows what enters (context
+// parallel). They have no gradient of their own.
+//
+// The summary, one tensor to be sent, fp32 (fp64 with fp64 inputs): the state [B, H, K, V] that the
+// tokens leave, where initial_state or nothing enters; then where there is g its sum over them
+// [B, H, K], natural log, and the same of gv [B, H, V]. `prepared`: what the second half reads of
+// the first, of a size that the device's plan knows (`prepared_bytes`; 0: nothing, and the second
+// half makes it again).
+std::tuple<at::Tensor, at::Tensor> chunk_gla_summary(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
+    const std::optional<at::Tensor>& initial_state, std::optional<double> scale, bool state_v_first,
+    bool batch_invariant, bool for_backward, int64_t prepared_bytes);
+
+// o, final_state and what enters each segment [B, segments, H, K, V], which backward reads.
+ForwardOutputs chunk_gla_apply(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const std::optional<at::Tensor>& g,
+                               const std::optional<at::Tensor>& gv,
+                               const std::optional<at::Tensor>& initial_state,
+                               std::optional<double> scale, bool output_final_state,
+                               bool state_v_first, bool batch_invariant, bool for_backward,
+                               const at::Tensor& prepared, int64_t segments);
+
+// The gradient [B, H, K, V] of the state that enters, where that of the state that leaves is dht or
+// 0; and what the second half reads.
+std::tuple<at::Tensor, at::Tensor> chunk_gla_summary_bwd(
+    const at::Tensor& d_o, const std::optional<at::Tensor>& dht, const at::Tensor& q,
+    const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& g,
+    const std::optional<at::Tensor>& gv, std::optional<double> scale, bool state_v_first,
+    bool batch_invariant, const at::Tensor& prepared, int64_t prepared_bytes);
+
+BackwardOutputs chunk_gla_apply_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
+                                    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                    const std::optional<at::Tensor>& g,
+                                    const std::optional<at::Tensor>& gv,
+                                    const std::optional<at::Tensor>& initial_state,
+                                    std::optional<double> scale, bool state_v_first,
+                                    bool batch_invariant, const at::Tensor& prepared,
+                                    const at::Tensor& entering, const at::Tensor& prepared_bwd);
+
+// What enters a rank's parts of the text, of all ranks' summaries, gathered in one tensor: the
+// state, or given the decays that this returned in forward, of the summaries of backward the
+// gradient of the state that leaves. A rank has one part or two, and hands on `each` rows, row b of
+// part p being number b * parts + p. Of each part: its place in the text, of part 0 the rank;
+// `reach`, how many parts before it, or after it, reach it; and of packed sequences `entered`, the
+// row it stands for (without: each of its rows). Rows that nothing enters are `boundary`'s, or 0.
+// Returns x, [rows, H, K, V] or v first, and in forward the decays of all ranks.
+std::tuple<at::Tensor, at::Tensor> chunk_gla_fold(
+    const at::Tensor& summaries, const std::optional<at::Tensor>& decays,
+    const std::optional<at::Tensor>& boundary, int64_t size, const c10::SymInt& each,
+    const c10::SymInt& rows, const c10::SymInt& H, const c10::SymInt& K, const c10::SymInt& V,
+    bool key_gated, bool value_gated, bool state_v_first, at::IntArrayRef places,
+    at::IntArrayRef reach, at::IntArrayRef entered);
+
 // The recurrence itself, token by token, with a gate on value channels too and in reverse time if
 // asked for: S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_tᵀ. gk [B, T, HK, K] and gv
 // [B, T, HK, V] may be absent.

@@ -8,6 +8,7 @@ Where things are:
         entropy of logits and of their linear map; `gla_ext.cache`: states.
     gla_ext.decode: `generate`, `Decoder`, sampling.
     gla_ext.train: `python -m gla_ext.train` and what it is made of.
+    gla_ext.distributed: several processes: contexts, tensor parallel plans, training.
     gla_ext.fla, gla_ext.hf: for programs of flash-linear-attention, and of transformers.
     gla_ext.selftest, gla_ext.info: `python -m` checks an installation, and says what is installed.
 """

@@ -18,15 +18,22 @@ bool is_planned_for(const at::Tensor& t) {
          t.size(3) > 0;
 }
 
+bool is_planned_for(const ForwardArguments& a) {
+  for (const at::Tensor* t : {&a.q, &a.k, &a.v})
+    if (!is_planned_for(*t)) return false;
+  for (const OptionalTensor* t : {&a.g, &a.gv})
+    if (given(*t) && !is_planned_for(**t)) return false;
+  return !given(a.cu_seqlens) || has_known_sizes(*a.cu_seqlens);
+}
+
 }  // namespace
 
 int64_t for_backward_bytes(const ForwardArguments& a) {
-  for (const at::Tensor* t : {&a.q, &a.k, &a.v})
-    if (!is_planned_for(*t)) return 0;
-  for (const OptionalTensor* t : {&a.g, &a.gv})
-    if (given(*t) && !is_planned_for(**t)) return 0;
-  if (given(a.cu_seqlens) && !has_known_sizes(*a.cu_seqlens)) return 0;
-  return cuda::for_backward_bytes(a);
+  return is_planned_for(a) ? cuda::for_backward_bytes(a) : 0;
+}
+
+HalfSizes half_sizes(const ForwardArguments& a, bool for_backward) {
+  return is_planned_for(a) ? cuda::half_sizes(a, for_backward) : HalfSizes{};
 }
 
 }  // namespace gla_ext

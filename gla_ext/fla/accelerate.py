@@ -59,6 +59,8 @@ def accelerate_fla() -> None:
       it imports from there is gla_ext's, on torch's kernels, until `restore_fla`. Call
       `accelerate_fla` before such a model is built. On a CPU its rotary embedding is torch's
       operations.
+    - `chunk_gla` and FLA's `GatedLinearAttention` take `cp_context`, gla_ext's or FLA's own, which
+      FLA's have not: see `gla_ext.distributed`.
     - FLA's layers in mode 'fused_chunk' raise NotImplementedError as before: their call passes on
       neither `cu_seqlens` nor the layout of the state.
 
@@ -115,13 +117,16 @@ def _chunk_gla(
         "state_v_first": state_v_first,
         "cu_seqlens": cu_seqlens,
     }
-    why_not = _why_not(q, k, v, (g,), scale, initial_state, cu_seqlens, kwargs)
+    if kwargs.get("cp_context") is not None:  # which FLA's has not
+        return _call(chunk.chunk_gla, q, k, v, g, **arguments, **kwargs)
+    unknown = {name: value for name, value in kwargs.items() if name != "cp_context"}
+    why_not = _why_not(q, k, v, (g,), scale, initial_state, cu_seqlens, unknown)
     if why_not is None and initial_state is not None and initial_state.dtype != _state_dtype(q):
         why_not = f"an initial_state in {initial_state.dtype}"
     if why_not is not None:
         _warn_once("chunk_gla", why_not)
         original = _originals["chunk_gla"]
-        return original(q, k, v, g, **arguments, cu_seqlens_cpu=cu_seqlens_cpu, **kwargs)
+        return original(q, k, v, g, **arguments, cu_seqlens_cpu=cu_seqlens_cpu, **unknown)
     return _call(chunk.chunk_gla, q, k, v, g, **arguments)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gla_ext.fla import activations, attention, losses
+from gla_ext.fla import _context, activations, attention, losses
 from gla_ext.fla.activations import needs_torch
 from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext.layers.norms import plain_rms_norm, rms_norm
@@ -54,6 +54,8 @@ def replace(has_kernels: Callable[[Tensor], bool]) -> list[tuple[Any, str, Any]]
             if hasattr(layers, name)
         ]
         changes.append((layers, "ACT2FN", activations.table(layers)))
+        layer = layers.GatedLinearAttention
+        changes.append((layer, "forward", _context.layer_forward(layer.forward)))
     before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in changes]
     for owner, name, value in changes:
         setattr(owner, name, value)

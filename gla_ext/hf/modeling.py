@@ -99,6 +99,7 @@ class GLAModel(GLAPreTrainedModel):
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cache: Any | None = None,
+        cp_context: Any | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
         """Arguments as `GLAForCausalLM.forward`, without labels and logits_to_keep."""
@@ -117,7 +118,7 @@ class GLAModel(GLAPreTrainedModel):
             past_key_values = GLACache()
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         slots = None
-        if cu_seqlens is None:
+        if cu_seqlens is None and cp_context is None:
             again = starts_again(position_ids, seq_idx, attention_mask, *x.shape[:2])
             if again is not None:
                 slots, cu_seqlens = one_row(again, attention_mask)
@@ -126,7 +127,7 @@ class GLAModel(GLAPreTrainedModel):
                 "GLAModel: packed sequences are not implemented for a head that answers once a "
                 "row; pass a padded batch"
             )
-        if past_key_values is not None:
+        if past_key_values is not None and cp_context is None:
             check_cache(past_key_values, len(x) if cu_seqlens is None else len(cu_seqlens) - 1)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -136,6 +137,7 @@ class GLAModel(GLAPreTrainedModel):
             past_key_values=past_key_values,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
             slots=slots,
             max_seqlen=x.shape[1] if slots is not None else max_length_q,
         )
@@ -234,6 +236,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cache: Any | None = None,
+        cp_context: Any | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """Logits of the next token at every position, and the loss when labels are given.
@@ -273,6 +276,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             seq_idx: int, likewise, the number of each token's sequence: another one starts where it
                 changes. Beats position_ids. Default: None.
             cache: past_key_values as transformers calls it from 5.24 on. Default: None.
+            cp_context: as `gla_ext.model.GLAForCausalLM.forward`'s; position_ids and seq_idx are
+                then not looked at: its offsets say where sequences start. Default: None.
             **kwargs: ignored, as by FLA: `cache_position` and the like say nothing to a
                 recurrence.
 
@@ -307,6 +312,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             max_length_q=max_length_q,
             position_ids=position_ids,
             seq_idx=seq_idx,
+            cp_context=cp_context,
         )
         x = output.last_hidden_state
         if labels is None:
@@ -316,12 +322,19 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             x = x[:, kept]
             loss, logits = None, self.lm_head(x)
         else:
-            if cu_seqlens is None:
+            if cu_seqlens is None and cp_context is None:
                 again = starts_again(position_ids, seq_idx, attention_mask, *labels.shape)
                 if again is not None:
                     labels = labels.masked_fill(again.to(labels.device), IGNORE_INDEX)
             loss, logits = head_and_loss(
-                self.lm_head, x, labels, self.config, self.training, num_items_in_batch, cu_seqlens
+                self.lm_head,
+                x,
+                labels,
+                self.config,
+                self.training,
+                num_items_in_batch,
+                cu_seqlens,
+                cp_context,
             )
         result = CausalLMOutputWithPast(
             loss=loss,

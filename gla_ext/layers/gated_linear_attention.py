@@ -194,7 +194,9 @@ class GatedLinearAttention(nn.Module):
             use_cache: store the final states in past_key_values. Default: False.
             output_attentions: accepted and without effect: there are no attention maps.
             **kwargs: `cu_seqlens`, int32 or int64 `[N + 1]`, offsets of the N sequences packed
-                into a batch of one; attention_mask is then not looked at. Others are ignored.
+                into a batch of one; attention_mask is then not looked at. `cp_context`, where these
+                are one rank's tokens of a longer text, see `chunk_gla`; it takes the place of
+                cu_seqlens. Others are ignored.
 
         Returns:
             The output `[B, T, hidden_size]`, None, and past_key_values.
@@ -203,9 +205,10 @@ class GatedLinearAttention(nn.Module):
             ValueError: for shapes that do not fit, a mask of other numbers than 0 and 1, or
                 past_key_values without layer_idx.
             TypeError: for inputs, an attention_mask or cu_seqlens that are no tensors.
-            NotImplementedError: for nested tensors.
+            NotImplementedError: for nested tensors; for cp_context beside a mask or in mode
+                'fused_recurrent'.
         """
-        cu_seqlens = kwargs.get("cu_seqlens")
+        cu_seqlens, cp_context = kwargs.get("cu_seqlens"), kwargs.get("cp_context")
         names = "hidden_states attention_mask cu_seqlens"
         check_tensors("GatedLinearAttention", names, hidden_states, attention_mask, cu_seqlens)
         if hidden_states.is_nested:
@@ -218,6 +221,8 @@ class GatedLinearAttention(nn.Module):
                 "GatedLinearAttention: expected hidden_states to have shape [B, T, hidden_size = "
                 f"{self.hidden_size}], got {list(hidden_states.shape)}"
             )
+        if cp_context is not None:
+            self._check_context_parallel(attention_mask)
         state = self._cached("recurrent_state", past_key_values)
         conv_state = self._cached("conv_state", past_key_values) if self.use_short_conv else None
         B, T, _ = hidden_states.shape
@@ -229,11 +234,13 @@ class GatedLinearAttention(nn.Module):
             hidden_states = pack(hidden_states.masked_fill(~valid.unsqueeze(-1), 0), slots)
 
         q, k, v, gk, gate, conv_state = self._project(
-            hidden_states, conv_state, bool(use_cache), cu_seqlens
+            hidden_states, conv_state, bool(use_cache), cu_seqlens, cp_context
         )
         in_place = bool(use_cache) and getattr(past_key_values, "in_place", False)
         rows = getattr(past_key_values, "slots", None) if in_place else None
-        o, state = self._attend(q, k, v, gk, state, bool(use_cache), cu_seqlens, in_place, rows)
+        o, state = self._attend(
+            q, k, v, gk, state, bool(use_cache), cu_seqlens, in_place, rows, cp_context
+        )
         if past_key_values is not None:
             past_key_values.update(
                 layer_idx=self.layer_idx, recurrent_state=state, conv_state=conv_state, offset=T
@@ -249,6 +256,7 @@ class GatedLinearAttention(nn.Module):
         conv_state: tuple[Tensor, Tensor, Tensor] | None,
         output_state: bool,
         cu_seqlens: Tensor | None,
+        cp_context: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, ...] | None]:
         """q `[B, T, H, K]`, k, v and gk `[B, T, HK, K | V]`, the output gate before its activation
         `[B, T, H * V]` or None, and what the convolutions go on from or None. H and HK are
@@ -258,13 +266,17 @@ class GatedLinearAttention(nn.Module):
         if self.use_short_conv:
             convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
             (q, k, v), conv_state = convolve(
-                convolutions, (q, k, v), conv_state, output_state, cu_seqlens
+                convolutions, (q, k, v), conv_state, output_state, cu_seqlens, cp_context
             )
         K, V = self.head_k_dim, self.head_v_dim
-        q, k, v, gk = split_heads(q, K), split_heads(k, K), split_heads(v, V), split_heads(gk, K)
+        q, k, v = split_heads(q, K), split_heads(k, K), split_heads(v, V)
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
-        return q, k, v, gk, gates[0] if gates else None, conv_state
+        return q, k, v, self._by_heads(gk), gates[0] if gates else None, conv_state
+
+    def _by_heads(self, gk: Tensor) -> Tensor:
+        """The log gates `[B, T, HK * K]` as `chunk_gla` takes them, `[B, T, HK, K]`."""
+        return split_heads(gk, self.head_k_dim)
 
     def _multiply(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         """What the projections of x make of it: q, k, v and maybe the output gate, and gk."""
@@ -314,12 +326,25 @@ class GatedLinearAttention(nn.Module):
         cu_seqlens: Tensor | None,
         in_place: bool,
         slots: Tensor | None,
+        cp_context: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The heads' outputs `[B, T, H, V]` and the final state `[N, H, V, K]` or None.
 
         With in_place, the recurrence over a batch writes the final state over `state`, but of rows
         that slots has skip.
         """
+        if cp_context is not None:
+            return chunk_gla(
+                q,
+                k,
+                v,
+                gk,
+                initial_state=state,
+                output_final_state=output_state,
+                state_v_first=True,
+                cu_seqlens=cu_seqlens,
+                cp_context=cp_context,
+            )
         recurs = self._recurs(q, state, cu_seqlens)
         if recurs and in_place and state is not None and cu_seqlens is None:
             o = recurrent_gla_step_(q, k, v, gk, state=state, slots=slots, state_v_first=True)
@@ -347,6 +372,17 @@ class GatedLinearAttention(nn.Module):
         if self.training or torch.is_grad_enabled():
             return False
         return _is_one(q.shape[1])
+
+    def _check_context_parallel(self, attention_mask: Tensor | None) -> None:
+        if attention_mask is not None:
+            raise NotImplementedError(
+                "GatedLinearAttention: expected no attention_mask beside cp_context, got one; pack "
+                "the sequences and give build_cp_context their cu_seqlens"
+            )
+        if self.mode == "fused_recurrent":
+            raise NotImplementedError(
+                "GatedLinearAttention: expected mode 'chunk' with cp_context, got 'fused_recurrent'"
+            )
 
     @property
     def norm(self) -> RMSNorm:

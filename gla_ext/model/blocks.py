@@ -220,6 +220,7 @@ class GLAModel(nn.Module):
         past_key_values: Any | None = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
+        cp_context: Any = None,
     ) -> ModelOutput:
         """Arguments as `GLAForCausalLM.forward`."""
         check_tensors("GLAForCausalLM", "input_ids cu_seqlens", input_ids, cu_seqlens)
@@ -233,6 +234,7 @@ class GLAModel(nn.Module):
             past_key_values=past_key_values,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
             call=_checkpointed if recompute else GLABlock.__call__,
             norm=self.norm,
             residuals=residuals_of(self),
@@ -253,6 +255,7 @@ def run_blocks(
     past_key_values: Any | None = None,
     use_cache: bool = False,
     cu_seqlens: Tensor | None = None,
+    cp_context: Any = None,
     slots: Tensor | None = None,
     max_seqlen: int | None = None,
     call: Callable[..., Tensor] = GLABlock.__call__,
@@ -268,8 +271,8 @@ def run_blocks(
     Args:
         blocks: the blocks, first to last.
         x: the embeddings, `[B, T, hidden_size]`.
-        attention_mask, past_key_values, use_cache, cu_seqlens: as `GLAForCausalLM.forward`;
-            cu_seqlens beats the mask.
+        attention_mask, past_key_values, use_cache, cu_seqlens, cp_context: as
+            `GLAForCausalLM.forward`; cu_seqlens beats the mask.
         slots: int64 `[B * T]`, where in one row the tokens lie that cu_seqlens is of; see
             `gla_ext.layers._padding.packed_slots`. Default: None (x is that row).
         max_seqlen: as `Attention.forward`'s. Default: None.
@@ -284,6 +287,11 @@ def run_blocks(
         token passes every layer as 0 and every MLP as itself.
     """
     B, T, _ = x.shape
+    if attention_mask is not None and cp_context is not None:
+        raise NotImplementedError(
+            "GLAModel: expected no attention_mask beside cp_context, got one; pack the sequences "
+            "and give build_cp_context their cu_seqlens"
+        )
     if attention_mask is not None and cu_seqlens is None:
         slots, cu_seqlens = packed_slots(valid_tokens(attention_mask, B, T))
         max_seqlen = T
@@ -295,6 +303,8 @@ def run_blocks(
         "cu_seqlens": cu_seqlens,
         "max_seqlen": max_seqlen,
     }
+    if cp_context is not None:
+        attn_args["cp_context"] = cp_context
     # The sum at a block's end is made in the norm that the next one starts with.
     blocks, residual = list(blocks), None
     carries = inputs is None and all(

@@ -64,6 +64,7 @@ class GLAForCausalLM(LanguageModel):
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seqlens: Tensor | None = None,
+        cp_context: Any = None,
     ) -> CausalLMOutput:
         """Logits of the next token at every position, and the loss when labels are given.
 
@@ -81,6 +82,10 @@ class GLAForCausalLM(LanguageModel):
                 alone, or of the positions in an int64 tensor `[n]`; 0 means all. Default: 0.
             cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of
                 one. Default: None.
+            cp_context: what `gla_ext.distributed.build_cp_context` returns, where input_ids and
+                labels are one rank's tokens of a longer text; in place of cu_seqlens. The loss is
+                that of the whole text on every rank, and its gradients are for what averages them
+                over the ranks, as DDP and FSDP2 do. Default: None.
 
         Returns:
             A `CausalLMOutput`. In train mode, backward of the loss writes the gradient over the
@@ -98,6 +103,7 @@ class GLAForCausalLM(LanguageModel):
             past_key_values=past_key_values,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
         )
         if labels is None:
             if isinstance(logits_to_keep, Tensor):
@@ -106,7 +112,13 @@ class GLAForCausalLM(LanguageModel):
                 x = x[:, -logits_to_keep:]
             return CausalLMOutput(None, self.lm_head(x), past_key_values)
         loss, logits = head_and_loss(
-            self.lm_head, x, labels, self.config, self.training, cu_seqlens=cu_seqlens
+            self.lm_head,
+            x,
+            labels,
+            self.config,
+            self.training,
+            cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
         )
         return CausalLMOutput(loss, logits, past_key_values)
 

@@ -24,12 +24,21 @@ def head_and_loss(
     training: bool,
     num_items_in_batch: Tensor | int | None = None,
     cu_seqlens: Tensor | None = None,
+    cp_context: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of x `[B, T, hidden_size]`, and its logits, or None where config has them never be
     there, by its fuse_cross_entropy and fuse_linear_cross_entropy. For the rest see
     `next_token_loss`.
     """
+    if cp_context is not None and config.use_l2warp:
+        raise NotImplementedError("GLAForCausalLM: expected no use_l2warp beside cp_context")
     if config.fuse_linear_cross_entropy and is_plain(head, biased=True):
+        if cp_context is not None:
+            from gla_ext.distributed.loss import mean_over_ranks, next_labels
+
+            targets = next_labels(labels, x, cp_context)
+            total = linear_cross_entropy(x.flatten(0, 1), targets, head.weight, head.bias)
+            return mean_over_ranks(total, targets, num_items_in_batch, cp_context), None
         targets = _targets(labels, x, cu_seqlens)
         total = linear_cross_entropy(x.flatten(0, 1), targets, head.weight, head.bias)
         loss = total / _count(targets, num_items_in_batch)
@@ -43,6 +52,7 @@ def head_and_loss(
         labels,
         num_items_in_batch,
         cu_seqlens,
+        cp_context,
         fuse_cross_entropy=config.fuse_cross_entropy or config.fuse_linear_cross_entropy,
         inplace_backward=training,
     )
@@ -80,6 +90,7 @@ def next_token_loss(
     labels: Tensor,
     num_items_in_batch: Tensor | int | None = None,
     cu_seqlens: Tensor | None = None,
+    cp_context: Any = None,
     *,
     fuse_cross_entropy: bool = True,
     inplace_backward: bool = False,
@@ -94,6 +105,8 @@ def next_token_loss(
         cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of one:
             the first label of each does not count, as in a batch of them, nor do labels after the
             last offset. Default: None.
+        cp_context: of one rank's logits and labels, see `GLAForCausalLM.forward`; in place of
+            cu_seqlens, and num_items_in_batch is the number of all ranks. Default: None.
         fuse_cross_entropy: by `gla_ext.losses.cross_entropy_loss`, or by torch's operations.
             Default: True.
         inplace_backward: as `gla_ext.losses.cross_entropy_loss`'s: backward writes the gradient
@@ -104,6 +117,12 @@ def next_token_loss(
     """
     names = "logits labels cu_seqlens"
     check_tensors("next_token_loss", names, logits, labels, cu_seqlens)
+    if cp_context is not None:
+        from gla_ext.distributed.loss import mean_over_ranks, next_labels
+
+        targets = next_labels(labels, logits, cp_context)
+        total = cross_entropy(logits.flatten(0, 1), targets, fuse_cross_entropy, inplace_backward)
+        return mean_over_ranks(total, targets, num_items_in_batch, cp_context)
     targets = _targets(labels, logits, cu_seqlens)
     total = cross_entropy(logits.flatten(0, 1), targets, fuse_cross_entropy, inplace_backward)
     return total / _count(targets, num_items_in_batch)
@@ -146,6 +165,11 @@ def cross_entropy(
         fused: by the operator, else by torch's operations on a wider copy. Default: True.
         inplace_backward: of the operator: see `gla_ext.losses.cross_entropy_loss`. Default: False.
     """
+    if type(logits).__name__ == "DTensor":
+        from gla_ext.distributed.vocabulary import is_sharded_by_vocabulary, sharded_cross_entropy
+
+        if is_sharded_by_vocabulary(logits):
+            return sharded_cross_entropy(logits, targets)
     if fused:
         return cross_entropy_loss(logits, targets, inplace_backward=inplace_backward)[0].sum()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

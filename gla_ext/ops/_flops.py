@@ -89,6 +89,16 @@ def _chunk_gla_bwd(
     return _by_chunks(q, v, lambda K, V: 3 * K + 2 * V, 5)
 
 
+def _chunk_gla_summary(q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any) -> int:
+    return _by_chunks(q, v, lambda K, V: 0, 1)
+
+
+def _chunk_gla_summary_bwd(
+    do: Shape, dht: Shape | None, q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any
+) -> int:
+    return _chunk_gla_summary(q, k, v)
+
+
 def _recurrence(products: int) -> Callable[..., int]:
     def formula(q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any) -> int:
         return 2 * products * prod(q) * v[-1]
@@ -170,6 +180,10 @@ def _linear_cross_entropy_fwd(x: Shape, weight: Shape, *args: Any, **kwargs: Any
 _FORMULAS: dict[str, Callable[..., int]] = {
     "chunk_gla_fwd": _chunk_gla_fwd,
     "chunk_gla_bwd": _chunk_gla_bwd,
+    "chunk_gla_summary": _chunk_gla_summary,
+    "chunk_gla_apply": _chunk_gla_fwd,
+    "chunk_gla_summary_bwd": _chunk_gla_summary_bwd,
+    "chunk_gla_apply_bwd": _chunk_gla_bwd,
     "recurrent_gla_fwd": _recurrence(2),
     "recurrent_gla_bwd": _recurrent_gla_bwd,
     "recurrent_gla_step_": _recurrence(2),

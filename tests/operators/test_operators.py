@@ -18,6 +18,27 @@ SCHEMAS = {
     "Tensor? gv, Tensor? initial_state, Tensor? cu_seqlens, float? scale, "
     "bool state_v_first, bool batch_invariant, Tensor? for_backward=None) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)",
+    "chunk_gla_summary": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
+    "Tensor? initial_state, float? scale, bool state_v_first, bool batch_invariant, "
+    "bool for_backward, int prepared_bytes=0) -> (Tensor summary, Tensor prepared)",
+    "chunk_gla_apply": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
+    "Tensor? initial_state, float? scale, bool output_final_state, bool state_v_first, "
+    "bool batch_invariant, bool for_backward, Tensor prepared, int segments=0) -> "
+    "(Tensor o, Tensor final_state, Tensor entering)",
+    "chunk_gla_summary_bwd": "(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
+    "Tensor? gv, float? scale, bool state_v_first, bool batch_invariant, Tensor prepared, "
+    "int prepared_bytes=0) -> (Tensor state_grad, Tensor prepared_bwd)",
+    "chunk_gla_apply_bwd": "(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
+    "Tensor? gv, Tensor? initial_state, float? scale, bool state_v_first, bool batch_invariant, "
+    "Tensor prepared, Tensor entering, Tensor prepared_bwd) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)",
+    "chunk_gla_fold": "(Tensor summaries, Tensor? decays, Tensor? boundary, int size, "
+    "SymInt each, SymInt rows, SymInt H, SymInt K, SymInt V, bool key_gated, bool value_gated, "
+    "bool state_v_first, int[] places, int[] reach, int[] entered) -> (Tensor x, Tensor decays)",
+    "chunk_gla_across_ranks": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
+    "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "
+    "bool state_v_first, bool batch_invariant, bool for_backward, int rank, int size, str group, "
+    "int[] counts, int[] before, int[] after, int[] spans) -> (Tensor o, Tensor final_state)",
     "recurrent_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, "
     "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "
     "bool reverse, bool state_v_first) -> (Tensor o, Tensor final_state)",
@@ -109,6 +130,8 @@ def test_dispatch_keys_and_tag(name):
         keys = [*keys, "CUDA"]  # of other operators: the same code
     if name in ("swiglu_linear", "joint_projection"):  # of other operators, on every device
         keys = ["CompositeExplicitAutograd", "Autograd"]
+    if name == "chunk_gla_across_ranks":
+        keys = ["CompositeImplicitAutograd"]
     for key in keys:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"gla_ext::{name}", key), key
     assert torch.Tag.pt2_compliant_tag in overload(name).tags
@@ -120,7 +143,10 @@ def test_autocast_key(key):
     compute in fp32; the linear maps of SwiGLU, cross entropy and the gate are cast. The layer casts
     for its joint projection, whose weights are cast inside.
     """
-    without = ("_", "rms_norm", "short_convolution", "swiglu_fwd", "cross_entropy", "joint")
+    without = (
+        *("_", "rms_norm", "short_convolution", "swiglu_fwd", "cross_entropy", "joint"),
+        "chunk_gla_fold",
+    )
     for name in SCHEMAS:
         expected = not name.startswith(without) and not name.endswith("_bwd")
         has = torch._C._dispatch_has_kernel_for_dispatch_key(f"gla_ext::{name}", key)
