@@ -170,8 +170,8 @@ PYBIND11_MODULE(_C, m) {
         py::arg("gate_dtype") = py::none(), py::arg("batch_invariant") = false,
         py::arg("aligned") = true, py::arg("key_gated") = true, py::arg("value_gated") = false,
         py::arg("for_backward") = false, py::arg("in_halves") = false,
-        py::arg("capability") = "9.0", py::arg("processors") = 132,
-        py::arg("device") = "cpu", py::arg("threads") = py::none(),
+        py::arg("capability") = "9.0", py::arg("processors") = 132, py::arg("device") = "cpu",
+        py::arg("threads") = py::none(),
         "The plan of both passes for a shape, on any build: the kernels that each launches, its "
         "segments and its memory.");
 }

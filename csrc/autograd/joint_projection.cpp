@@ -1,7 +1,7 @@
-// Several linear maps of one input as one product. Torch's operations alone; in C++ because a
-// Python function costs some 250 us of a layer's step on the host.
-#include <ATen/autocast_mode.h>
+// Several linear maps of one input as one product, by torch's operations: in C++ because a Python
+// function takes some 250 us of a layer's step on the host.
 #include <ATen/LegacyBatchedTensorImpl.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/cat.h>
