@@ -116,8 +116,9 @@ class LinearAttention(GatedLinearAttention):
         cu_seqlens: Tensor | None,
         in_place: bool,
         slots: Tensor | None,
+        cp_context: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
-        if in_place or (self.rotary and cu_seqlens is not None):
+        if in_place or cp_context is not None or (self.rotary and cu_seqlens is not None):
             raise NotImplementedError("LinearAttention: expected plain rows, for training")
         gv, self._gv = self._gv, None
         o, state = chunk_gla(

@@ -74,13 +74,14 @@ def run_hf_model(group):
     model = gla_ext.hf.GLAForCausalLM(gla_ext.hf.GLAConfig(**HF)).double().train()
     ids = make_ids(B=2, T=24)
     whole = model(ids, labels=ids)
+    logits = whole.logits.clone()  # backward writes over them
     expected = torch.autograd.grad(whole.loss, list(model.parameters()))
     context = build_cp_context(None, group)
     mine = ids.chunk(context.size, 1)[context.rank]
     output = model(mine, labels=mine, cp_context=context)
+    assert_close(output.logits, logits.chunk(context.size, 1)[context.rank], 1e-12)
     output.loss.backward()
     assert output.loss.item() == pytest.approx(whole.loss.item(), rel=1e-12)
-    assert_close(output.logits, whole.logits.chunk(context.size, 1)[context.rank], 1e-12)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         mean = all_sum(parameter.grad, context.group_name) / context.size
         assert_close(mean, gradient, 1e-11)

@@ -291,7 +291,8 @@ def test_cuda(options, cu_seqlens, dtype):
     actual = with_gradients(call(layer, "cuda"), x.cuda(), *layer.parameters())
     torch.use_deterministic_algorithms(False)
     expected = with_gradients(call(exact, "cpu"), x.double(), *exact.parameters())
-    bound = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}[dtype]
+    # q, k and v are rounded before scores of tens: bf16, with three bits fewer, is 8 times fp16.
+    bound = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.08}[dtype]
     for a, e in zip(actual, expected, strict=True):
         assert_close(a.cpu().double(), e, bound)
 

@@ -48,6 +48,7 @@ NOT_RUN = {
     "python benchmarks/bench_step.py": NEEDS_GPU,
     "python benchmarks/bench_short_convolution.py": NEEDS_GPU,
     "python benchmarks/bench_builds.py new=. old=../before": NEEDS_GPU,
+    "python benchmarks/bench_training.py --builds before=../before now=. --seconds 2": NEEDS_GPU,
     "TRITON_CACHE_DIR=cache python benchmarks/bench_fla.py": NEEDS_GPU,
     "torchrun --nproc-per-node 2 -m gla_ext.train --out runs/two": TRAINS,
     "make train NPROC=2": TRAINS,
