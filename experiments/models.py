@@ -39,6 +39,7 @@ def make_model(layer: str, config: GLAConfig, mlp: bool = True) -> GLAForCausalL
         block.attn = _maker(layer)(layer, config, index)
         if not mlp:
             block.mlp, block.mlp_norm = NoMLP(), nn.Identity()
+            block.fuse_norm = False  # whose sums want an MLP's output of full size
     model.reset_parameters()
     for module in model.modules():
         if isinstance(module, ShortConvolution):

@@ -223,7 +223,7 @@ def test_every_run_of_every_experiment_is_done(finished):
     assert seeds == {0, 1}
     for of in results:
         assert of.details["steps_done"] == of.run.steps in (1, 2)
-        assert of.details["command"].startswith("python -m experiments.run ")
+        assert of.details["command"].startswith("python -m experiments.run")
 
 
 def test_figures_come_from_the_results_alone(finished, tmp_path, monkeypatch):
