@@ -1,6 +1,7 @@
 // Shapes and dtypes of every output, for tracing: the checks, then empty tensors. Sizes stay
 // symbolic.
-#include <ATen/ops/empty.h>
+#include "meta.h"
+
 #include <torch/library.h>
 
 #include "checks/chunk_gla.h"
@@ -14,15 +15,6 @@
 
 namespace gla_ext {
 namespace {
-
-at::Tensor empty(c10::SymIntArrayRef sizes, const at::Tensor& like, at::ScalarType dtype) {
-  return at::empty_symint(sizes,
-                          like.options().dtype(dtype).memory_format(at::MemoryFormat::Contiguous));
-}
-
-at::Tensor fresh(const at::Tensor& like) {
-  return empty(like.sym_sizes(), like, like.scalar_type());
-}
 
 // o, of q's heads.
 at::Tensor fresh_output(const Shape& s, const at::Tensor& v) {

@@ -1,24 +1,15 @@
 // Shapes and dtypes of the outputs of a training step's operators around attention, as meta.cpp has
 // those of the others.
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "checks/cross_entropy.h"
 #include "checks/gate_projection.h"
 #include "checks/rms_norm_gate.h"
+#include "meta.h"
 #include "ops.h"
 
 namespace gla_ext {
 namespace {
-
-at::Tensor empty(c10::SymIntArrayRef sizes, const at::Tensor& like, at::ScalarType dtype) {
-  return at::empty_symint(sizes,
-                          like.options().dtype(dtype).memory_format(at::MemoryFormat::Contiguous));
-}
-
-at::Tensor fresh(const at::Tensor& like) {
-  return empty(like.sym_sizes(), like, like.scalar_type());
-}
 
 NormResidualForwardOutputs rms_norm_residual_fwd_meta(const at::Tensor& x,
                                                       const at::Tensor& residual,

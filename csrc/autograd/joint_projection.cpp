@@ -12,6 +12,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "as_matrix.h"
+
 namespace gla_ext {
 namespace {
 
@@ -28,8 +30,6 @@ variable_list products(const at::Tensor& x, at::TensorList weights, at::ScalarTy
   for (const at::Tensor& weight : weights) widths.push_back(weight.size(0));
   return at::linear(x, joined(weights, dtype)).split_with_sizes(widths, -1);
 }
-
-at::Tensor as_matrix(const at::Tensor& t) { return t.reshape({-1, t.size(-1)}); }
 
 // Parts of dw, each with memory of its own: of views none could be freed without the others.
 variable_list parts_of(const at::Tensor& dw, at::IntArrayRef rows, at::ScalarType dtype) {

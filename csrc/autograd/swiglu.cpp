@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "as_matrix.h"
 #include "ops.h"
 #include "refuse.h"
 
@@ -51,13 +52,6 @@ class SwigluBackward : public torch::autograd::Function<SwigluBackward> {
     TORCH_CHECK_NOT_IMPLEMENTED(false, "swiglu: double backward is not supported");
   }
 };
-
-// [..., D] -> [rows, D]
-at::Tensor as_matrix(const at::Tensor& t) {
-  c10::SymInt rows = 1;
-  for (const c10::SymInt& size : t.sym_sizes().slice(0, t.dim() - 1)) rows *= size;
-  return t.reshape_symint({rows, t.sym_size(-1)});
-}
 
 // By registered operators and torch's, so that a traced graph holds no other.
 at::Tensor linear_of_product(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
