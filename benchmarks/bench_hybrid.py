@@ -14,14 +14,13 @@ those of steps without a graph.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import gc
 import sys
-from collections.abc import Iterator
 
 import torch
 from parts import bench_generate, bench_model
+from parts.bench_generate import emptied
 from shared.contenders import Ours
 from shared.gate import WrongResults, require_close
 from torch import Tensor, nn
@@ -110,16 +109,6 @@ def check_graphs(name: str, options: dict, tokens: Tensor) -> None:
         found.append(torch.stack([*drawn, *(decoder.step().clone() for _ in range(40))]))
     if not torch.equal(*found):
         raise WrongResults(f"decoding, {name}: a CUDA graph draws other tokens than eager steps")
-
-
-@contextlib.contextmanager
-def emptied() -> Iterator[None]:
-    """Gives memory back at its end."""
-    try:
-        yield
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def measure_training(options: dict, sizes: Sizes, device: str) -> dict[str, str]:
