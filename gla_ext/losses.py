@@ -8,12 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.forward_ad import unpack_dual
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.ops._checks import check_tensors
-from gla_ext.ops._tracing import is_recorded, is_recorded_for_onnx
+from gla_ext.ops._tracing import have_no_rule, is_recorded
 
 IGNORE_INDEX = -100
 
@@ -83,7 +81,7 @@ def cross_entropy_loss(
     check_tensors("cross_entropy", "logits target", logits, target)
     options = _Options(ignore_index, label_smoothing, logit_scale, logit_softcapping)
     if _takes_plain(logits):
-        return _plain(logits, target, options, lse_square_scale)
+        return plain_losses(logits, target, options, lse_square_scale)
     in_place = inplace_backward and not is_recorded()
     loss, z_loss, _ = _fwd(logits, target, *options.in_order(), float(lse_square_scale), in_place)
     return loss, z_loss
@@ -127,29 +125,27 @@ def fused_linear_cross_entropy_loss(
     check_reduction(reduction, ("mean", "sum"))
     options = _Options(ignore_index, label_smoothing, logit_scale, logit_softcapping)
     tensors = [x, weight] if bias is None else [x, weight, bias]
-    if any(map(_takes_plain, tensors)):
+    if _takes_plain(*tensors):
         logits = F.linear(x, weight, bias)
-        total = _plain(logits, target, options, 0.0)[0].sum()
+        total = plain_losses(logits, target, options)[0].sum()
     else:
         total = _linear(x, weight, bias, target, *options.in_order(), num_chunks, True, True)[0]
     return total / (target != ignore_index).sum() if reduction == "mean" else total
 
 
-def _takes_plain(t: Tensor) -> bool:
+def _takes_plain(*tensors: Tensor) -> bool:
     """Whether torch's operations have what the operators have not: kernels for fp64 on CUDA, rules
     for sharded tensors, for transforms of torch.func and for forward-mode AD; and ONNX.
     """
-    if (t.is_cuda and t.dtype == torch.float64) or is_traceable_wrapper_subclass(t):
-        return True
-    if torch._C._are_functorch_transforms_active() or is_recorded_for_onnx():
-        return True
-    return not is_recorded() and unpack_dual(t).tangent is not None
+    return any(t.is_cuda and t.dtype == torch.float64 for t in tensors) or have_no_rule(*tensors)
 
 
-def _plain(
-    logits: Tensor, target: Tensor, options: _Options, lse_square_scale: float
+def plain_losses(
+    logits: Tensor, target: Tensor, options: Any, lse_square_scale: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """`cross_entropy_loss` as torch's operations."""
+    """`cross_entropy_loss` as torch's operations. options has its ignore_index, label_smoothing,
+    logit_scale and logit_softcapping, as FLA's modules have.
+    """
     s = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
     if options.logit_softcapping is not None:
         s = options.logit_softcapping * torch.tanh(s / options.logit_softcapping)

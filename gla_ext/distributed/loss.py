@@ -13,32 +13,28 @@ from gla_ext.model.loss import IGNORE_INDEX
 
 
 def mean_over_ranks(
-    total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, cp_context: Any
+    total: Tensor, count: Tensor | int, counted_here: bool, cp_context: Any
 ) -> Tensor:
     """One process's mean loss on every rank, of the sum over this rank's tokens.
 
     Args:
         total: scalar, the sum over this rank's targets.
-        targets: of `next_labels`.
-        num_items_in_batch: the number of labels of all ranks. Default: counted.
+        count: the number of labels, of this rank's where counted_here, else of all ranks'.
 
     Returns:
         The mean over all ranks. Its gradients are for what averages gradients over the group.
     """
     context = as_context(cp_context)
-    if num_items_in_batch is None:
-        num_items_in_batch = all_sum((targets != IGNORE_INDEX).sum(), context.group_name)
-    elif isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return sum_of_averaged(total, context.size, context.group_name) / num_items_in_batch
+    if counted_here:
+        count = all_sum(count, context.group_name)
+    return sum_of_averaged(total, context.size, context.group_name) / count
 
 
-def next_labels(labels: Tensor, x: Tensor, cp_context: Any) -> Tensor:
-    """The label that follows each token, `[B * T]`; -100 after the last of a sequence.
+def next_labels(labels: Tensor, cp_context: Any) -> Tensor:
+    """The label that follows each token, `[B, T]`; -100 after the last of a sequence.
 
     Args:
-        labels: this rank's own `[B, T]`, unshifted; the label across a cut is fetched.
-        x: on whose device the result is.
+        labels: this rank's own, unshifted; the label across a cut is fetched.
     """
     context = as_context(cp_context)
     cut = context.cut(labels.shape[1], labels.device)
@@ -63,4 +59,4 @@ def next_labels(labels: Tensor, x: Tensor, cp_context: Any) -> Tensor:
         if part.length:
             shifted.append(none if follower is None else in_order[follower])
         start += part.length
-    return torch.cat(shifted, 1).to(x.device).flatten()
+    return torch.cat(shifted, 1)

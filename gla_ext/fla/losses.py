@@ -9,9 +9,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from gla_ext.losses import plain_losses
 
 
 def replacements() -> list[tuple[Any, str, Callable]]:
@@ -30,7 +31,7 @@ def _forward(original: Callable) -> Callable:
     def forward(self: nn.Module, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if input.device.type != "cpu" or self.process_group is not None:
             return original(self, input, target)
-        losses = _losses(self, input, target, self.lse_square_scale)
+        losses = plain_losses(input, target, self, self.lse_square_scale)
         if self.reduction == "none":
             reduced = losses
         elif self.reduction == "sum":
@@ -54,7 +55,7 @@ def _linear_forward(original: Callable) -> Callable:
             return original(self, x, target, weight, bias)
         logits = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
         target = target.reshape(-1)
-        loss = _losses(self, logits, target)[0].sum()
+        loss = plain_losses(logits, target, self)[0].sum()
         if self.reduction == "mean":
             loss = loss / (target != self.ignore_index).sum().clamp_min(1)
         if self.use_l2warp:
@@ -63,24 +64,3 @@ def _linear_forward(original: Callable) -> Callable:
         return loss
 
     return forward
-
-
-def _losses(
-    module: nn.Module, logits: Tensor, target: Tensor, lse_square_scale: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """The loss of every token, `[N]` in fp32 (fp64 of fp64), and what of it is FLA's z-loss."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * module.logit_scale
-    if module.logit_softcapping is not None:
-        logits = module.logit_softcapping * torch.tanh(logits / module.logit_softcapping)
-    loss = F.cross_entropy(
-        logits,
-        target,
-        ignore_index=module.ignore_index,
-        label_smoothing=module.label_smoothing,
-        reduction="none",
-    )
-    if lse_square_scale == 0:
-        return loss, torch.zeros_like(loss)
-    z_loss = lse_square_scale * logits.logsumexp(-1).square()
-    z_loss = z_loss.masked_fill(target == module.ignore_index, 0)
-    return loss + z_loss, z_loss.detach()

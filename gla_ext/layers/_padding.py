@@ -1,5 +1,7 @@
 """From a mask of padding to sequences packed in one row."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,3 +68,40 @@ def pack(x: Tensor, slots: Tensor) -> Tensor:
 def unpack(row: Tensor, slots: Tensor, B: int, T: int) -> Tensor:
     """The way back, from `[1, B * T, D]` to `[B, T, D]`."""
     return row[0].index_select(0, slots).unflatten(0, (B, T))
+
+
+class Padding(NamedTuple):
+    """A batch's padding, and its valid tokens packed in one row, sequences at cu_seqlens."""
+
+    valid: Tensor
+    slots: Tensor
+    cu_seqlens: Tensor
+
+    @classmethod
+    def of(cls, attention_mask: Tensor, B: int, T: int) -> "Padding":
+        valid = valid_tokens(attention_mask, B, T)
+        return cls(valid, *packed_slots(valid))
+
+    def pack(self, x: Tensor) -> Tensor:
+        """`[B, T, D]` to `[1, B * T, D]`."""
+        # Masked first, so that a NaN in a padded token reaches no weight's gradient.
+        return pack(x.masked_fill(~self.valid.unsqueeze(-1), 0), self.slots)
+
+    def unpack(self, row: Tensor) -> Tensor:
+        """The way back; padding is 0."""
+        x = unpack(row, self.slots, *self.valid.shape)
+        return x.masked_fill(~self.valid.unsqueeze(-1), 0)
+
+
+def check_hidden_states(layer: str, x: Tensor, hidden_size: int) -> None:
+    """Refuses what is no batch of sequences."""
+    if x.is_nested:
+        raise NotImplementedError(
+            f"{layer}: nested tensors are not supported, pack the sequences in one row and pass "
+            "cu_seqlens"
+        )
+    if x.ndim != 3 or x.shape[-1] != hidden_size:
+        raise ValueError(
+            f"{layer}: expected hidden_states to have shape [B, T, hidden_size = {hidden_size}], "
+            f"got {list(x.shape)}"
+        )

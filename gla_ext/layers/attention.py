@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gla_ext._key_values import KeyValues, sequence_of
 from gla_ext.layers._attend import attend_last, attend_packed, attend_rows, has_flash
 from gla_ext.layers._options import typed_options
-from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
+from gla_ext.layers._padding import Padding, check_hidden_states
 from gla_ext.layers._projections import lay_side_by_side, project, split_heads
 from gla_ext.ops._checks import check_tensors
 from gla_ext.ops._tracing import can_be_read
@@ -118,11 +118,10 @@ class Attention(nn.Module):
         B, T, _ = hidden_states.shape
         if cu_seqlens is not None:
             _check_offsets(cu_seqlens, B)
-        slots = None
+        padding = None
         if cu_seqlens is None and attention_mask is not None:
-            valid, longest = valid_tokens(attention_mask, B, T), T
-            slots, cu_seqlens = packed_slots(valid)
-            hidden_states = pack(hidden_states.masked_fill(~valid.unsqueeze(-1), 0), slots)
+            padding, longest = Padding.of(attention_mask, B, T), T
+            hidden_states, cu_seqlens = padding.pack(hidden_states), padding.cu_seqlens
         linears = [self.q_proj, self.k_proj, self.v_proj]
         q, k, v = (
             split_heads(x, self.head_dim) for x in project(hidden_states, linears, self.training)
@@ -131,8 +130,8 @@ class Attention(nn.Module):
         if past_key_values is not None and not use_cache:
             past_key_values.update(layer_idx=self.layer_idx, offset=T)
         o = self.o_proj(o.flatten(2))
-        if slots is not None:
-            o = unpack(o, slots, B, T).masked_fill(~valid.unsqueeze(-1), 0)
+        if padding is not None:
+            o = padding.unpack(o)
         return o, None, past_key_values
 
     def _attend(
@@ -205,16 +204,7 @@ class Attention(nn.Module):
         return attend_last(q, past.keys[:, :seen], past.values[:, :seen], lengths)
 
     def _check_call(self, x: Tensor, cache: Any | None) -> None:
-        if x.is_nested:
-            raise NotImplementedError(
-                "Attention: nested tensors are not supported, pack the sequences in one row and "
-                "pass cu_seqlens"
-            )
-        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(
-                "Attention: expected hidden_states to have shape [B, T, hidden_size = "
-                f"{self.hidden_size}], got {list(x.shape)}"
-            )
+        check_hidden_states("Attention", x, self.hidden_size)
         if is_batch_invariant():
             raise NotImplementedError(
                 "Attention: batch_invariant is not implemented for attention, torch's kernels "

@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.ops._checks import check_tensors
-from gla_ext.ops._tracing import is_recorded, is_recorded_for_onnx
+from gla_ext.ops._tracing import have_no_rule
 
 MOST_RANK_ON_CUDA = 16
 
@@ -50,7 +48,8 @@ def gate_projection(
     """
     check_tensors("gate_projection", "h weight bias", h, weight, bias)
     tensors = [h, weight] if bias is None else [h, weight, bias]
-    if any(map(_is_special, tensors)) or not _has_kernel(h):
+    sparse = any(t.layout != torch.strided for t in tensors)
+    if sparse or have_no_rule(*tensors) or not _has_kernel(h):
         return plain_gate_projection(h, weight, bias, normalizer, clamp_min)
     clamp = None if clamp_min is None else float(clamp_min)
     return _fwd(h, weight, bias, float(normalizer), clamp)
@@ -75,14 +74,6 @@ def _has_kernel(h: Tensor) -> bool:
     if torch.is_autocast_enabled("cuda") and dtype != torch.float64:
         dtype = torch.get_autocast_dtype("cuda")
     return dtype in (torch.bfloat16, torch.float16) and h.shape[-1] <= MOST_RANK_ON_CUDA
-
-
-def _is_special(t: Tensor) -> bool:
-    if is_traceable_wrapper_subclass(t) or t.layout != torch.strided:
-        return True
-    if torch._C._are_functorch_transforms_active() or is_recorded_for_onnx():
-        return True
-    return not is_recorded() and unpack_dual(t).tangent is not None
 
 
 __all__ = ["gate_projection", "plain_gate_projection"]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla_ext.layers._options import check_options, expanded_dim, typed_options
-from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
+from gla_ext.layers._padding import Padding, check_hidden_states
 from gla_ext.layers._projections import (
     is_plain,
     lay_side_by_side,
@@ -211,27 +211,16 @@ class GatedLinearAttention(nn.Module):
         cu_seqlens, cp_context = kwargs.get("cu_seqlens"), kwargs.get("cp_context")
         names = "hidden_states attention_mask cu_seqlens"
         check_tensors("GatedLinearAttention", names, hidden_states, attention_mask, cu_seqlens)
-        if hidden_states.is_nested:
-            raise NotImplementedError(
-                "GatedLinearAttention: nested tensors are not supported, pack the sequences in one "
-                "row and pass cu_seqlens"
-            )
-        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
-            raise ValueError(
-                "GatedLinearAttention: expected hidden_states to have shape [B, T, hidden_size = "
-                f"{self.hidden_size}], got {list(hidden_states.shape)}"
-            )
+        check_hidden_states("GatedLinearAttention", hidden_states, self.hidden_size)
         if cp_context is not None:
             self._check_context_parallel(attention_mask)
         state = self._cached("recurrent_state", past_key_values)
         conv_state = self._cached("conv_state", past_key_values) if self.use_short_conv else None
         B, T, _ = hidden_states.shape
-        slots = None
+        padding = None
         if cu_seqlens is None and attention_mask is not None:
-            valid = valid_tokens(attention_mask, B, T)
-            slots, cu_seqlens = packed_slots(valid)
-            # Masked first, so that a NaN in a padded token reaches no weight's gradient.
-            hidden_states = pack(hidden_states.masked_fill(~valid.unsqueeze(-1), 0), slots)
+            padding = Padding.of(attention_mask, B, T)
+            hidden_states, cu_seqlens = padding.pack(hidden_states), padding.cu_seqlens
 
         q, k, v, gk, gate, conv_state = self._project(
             hidden_states, conv_state, bool(use_cache), cu_seqlens, cp_context
@@ -246,8 +235,8 @@ class GatedLinearAttention(nn.Module):
                 layer_idx=self.layer_idx, recurrent_state=state, conv_state=conv_state, offset=T
             )
         o = self.o_proj(self._norm_and_gate(o, gate))
-        if slots is not None:
-            o = unpack(o, slots, B, T).masked_fill(~valid.unsqueeze(-1), 0)
+        if padding is not None:
+            o = padding.unpack(o)
         return o, None, past_key_values
 
     def _project(

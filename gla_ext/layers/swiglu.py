@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
@@ -19,7 +18,7 @@ from gla_ext.ops._checks import (
     check_shape,
     check_tensors,
 )
-from gla_ext.ops._tracing import is_recorded, is_recorded_for_onnx
+from gla_ext.ops._tracing import have_no_rule
 
 _fwd = torch.ops.gla_ext.swiglu_fwd.default
 _linear = torch.ops.gla_ext.swiglu_linear.default
@@ -100,11 +99,7 @@ def _takes_plain(*tensors: Tensor) -> bool:
     for t in tensors:
         if (t.is_cuda and t.dtype == torch.float64) or t.layout != torch.strided:
             return True
-        if is_traceable_wrapper_subclass(t):
-            return True
-    if torch._C._are_functorch_transforms_active() or is_recorded_for_onnx():
-        return True
-    return not is_recorded() and any(unpack_dual(t).tangent is not None for t in tensors)
+    return have_no_rule(*tensors)
 
 
 def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:

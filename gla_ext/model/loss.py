@@ -33,15 +33,9 @@ def head_and_loss(
     if cp_context is not None and config.use_l2warp:
         raise NotImplementedError("GLAForCausalLM: expected no use_l2warp beside cp_context")
     if config.fuse_linear_cross_entropy and is_plain(head, biased=True):
-        if cp_context is not None:
-            from gla_ext.distributed.loss import mean_over_ranks, next_labels
-
-            targets = next_labels(labels, x, cp_context)
-            total = linear_cross_entropy(x.flatten(0, 1), targets, head.weight, head.bias)
-            return mean_over_ranks(total, targets, num_items_in_batch, cp_context), None
-        targets = _targets(labels, x, cu_seqlens)
+        targets = _targets(labels, x, cu_seqlens, cp_context)
         total = linear_cross_entropy(x.flatten(0, 1), targets, head.weight, head.bias)
-        loss = total / _count(targets, num_items_in_batch)
+        loss = _mean(total, targets, num_items_in_batch, cp_context)
         if config.use_l2warp:
             greatest = _greatest_logits(x.flatten(0, 1), head.weight, head.bias)
             loss = loss + _l2_warp(greatest, num_items_in_batch)
@@ -117,23 +111,33 @@ def next_token_loss(
     """
     names = "logits labels cu_seqlens"
     check_tensors("next_token_loss", names, logits, labels, cu_seqlens)
-    if cp_context is not None:
-        from gla_ext.distributed.loss import mean_over_ranks, next_labels
-
-        targets = next_labels(labels, logits, cp_context)
-        total = cross_entropy(logits.flatten(0, 1), targets, fuse_cross_entropy, inplace_backward)
-        return mean_over_ranks(total, targets, num_items_in_batch, cp_context)
-    targets = _targets(labels, logits, cu_seqlens)
+    targets = _targets(labels, logits, cu_seqlens, cp_context)
     total = cross_entropy(logits.flatten(0, 1), targets, fuse_cross_entropy, inplace_backward)
-    return total / _count(targets, num_items_in_batch)
+    return _mean(total, targets, num_items_in_batch, cp_context)
 
 
-def _targets(labels: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _targets(labels: Tensor, x: Tensor, cu_seqlens: Tensor | None, cp_context: Any) -> Tensor:
     """What x `[B, T, ...]` is compared with at each token, `[B * T]`."""
+    if cp_context is not None:
+        from gla_ext.distributed.loss import next_labels
+
+        return next_labels(labels, cp_context).to(x.device).flatten()
     labels = labels[:, 1:].to(x.device)
     if cu_seqlens is not None:
         labels = labels.where(_goes_on(cu_seqlens.to(x.device), x.shape[1]), IGNORE_INDEX)
     return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, : x.shape[1]].flatten()
+
+
+def _mean(
+    total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, cp_context: Any
+) -> Tensor:
+    """Of the sum over the targets, or with a context over those of all ranks."""
+    count = _count(targets, num_items_in_batch)
+    if cp_context is None:
+        return total / count
+    from gla_ext.distributed.loss import mean_over_ranks
+
+    return mean_over_ranks(total, count, num_items_in_batch is None, cp_context)
 
 
 def _count(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | int:

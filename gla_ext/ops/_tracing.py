@@ -1,6 +1,8 @@
 """Whether a call runs, or is written down to be run later."""
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def is_recorded() -> bool:
@@ -31,3 +33,14 @@ def _fakes_or_traces() -> bool:
 def is_recorded_for_onnx() -> bool:
     """Whether torch.onnx.export does: ONNX has none of gla_ext's operators."""
     return is_recorded() and torch.onnx.is_in_onnx_export()
+
+
+def have_no_rule(*tensors: torch.Tensor) -> bool:
+    """Whether an operator without rules of its own meets what needs one: sharded tensors and other
+    subclasses, transforms of torch.func, forward-mode AD, ONNX.
+    """
+    if any(map(is_traceable_wrapper_subclass, tensors)):
+        return True
+    if torch._C._are_functorch_transforms_active() or is_recorded_for_onnx():
+        return True
+    return not is_recorded() and any(unpack_dual(t).tangent is not None for t in tensors)
