@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "checks/chunk_gla.h"
+#include "common/head_gates.h"
 
 namespace gla_ext {
 namespace {
@@ -23,8 +24,8 @@ bool is_planned_for(const at::Tensor& t) {
 int64_t for_backward_bytes(const ForwardArguments& a) {
   for (const at::Tensor* t : {&a.q, &a.k, &a.v})
     if (!is_planned_for(*t)) return 0;
-  for (const OptionalTensor* t : {&a.g, &a.gv})
-    if (given(*t) && !is_planned_for(**t)) return 0;
+  if (given(a.g) && !is_planned_for(over_channels(*a.g, 1))) return 0;
+  if (given(a.gv) && !is_planned_for(*a.gv)) return 0;
   if (given(a.cu_seqlens) && !has_known_sizes(*a.cu_seqlens)) return 0;
   return cuda::for_backward_bytes(a);
 }

@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "common/groups.h"
+#include "common/head_gates.h"
 #include "host/call.h"
 #include "host/tensors.h"
 #include "ops.h"
@@ -79,7 +80,7 @@ BackwardOutputs chunk_gla_bwd_cuda(const BackwardArguments& a) {
     plan = call.plan(a.batch_invariant, /*for_backward=*/false);
   call.run(plan.backward);  // replaces those intra results that are not fp32
   return with_shared_heads({back_to_fp16(dq, in_fp32), back_to_fp16(dk, in_fp32),
-                            back_to_fp16(dv, in_fp32), dg, dgv, dh0},
+                            back_to_fp16(dv, in_fp32), sum_over_channels(dg, a.g), dgv, dh0},
                            a.k.size(2));
 }
 

@@ -10,6 +10,7 @@
 #include <array>
 #include <type_traits>
 
+#include "common/head_gates.h"
 #include "launch_table.h"
 #include "plan_inputs.h"
 #include "tensors.h"
@@ -93,7 +94,7 @@ void Call::input(Rows& rows, const at::Tensor& t, at::ScalarType dtype) {
 void Call::input_gates(const OptionalTensor& g, const OptionalTensor& gv) {
   key_gated = given(g);
   value_gated = given(gv);
-  if (key_gated) input(problem.g, *g);
+  if (key_gated) input(problem.g, over_channels(*g, problem.K));
   if (!value_gated) return;
   check_grid(op_, problem.grid, problem.H, problem.V, problem.K);
   value_side.H = problem.H;
@@ -125,7 +126,8 @@ at::Tensor Call::output(Rows& rows, int64_t last_dim, at::ScalarType dtype) {
 }
 
 at::Tensor Call::gate_grad(Rows& rows, int64_t last_dim, const OptionalTensor& g) {
-  return given(g) ? output(rows, last_dim, g->scalar_type()) : not_asked_for(at::kFloat);
+  return given(g) ? output(rows, last_dim, gate_grad_dtype(g, at::kFloat))
+                  : not_asked_for(at::kFloat);
 }
 
 at::Tensor Call::output_state(float*& state) {

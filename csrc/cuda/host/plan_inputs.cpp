@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "autograd/for_backward.h"
+#include "common/head_gates.h"
 #include "cuda/sm90/sm90.h"
 #include "tensors.h"
 
@@ -86,7 +87,8 @@ int64_t for_backward_bytes(const ForwardArguments& a) {
                                 a.q.size(3), a.v.size(3), dtype_of(type), dtype_of(gate_type));
   plan.batch_invariant = a.batch_invariant;
   plan.aligned = true;
-  for (const at::Tensor* t : {&a.q, &a.k, &a.v, &*a.g}) plan.aligned &= may_be_aligned(*t);
+  const at::Tensor g = over_channels(*a.g, a.q.size(3));
+  for (const at::Tensor* t : {&a.q, &a.k, &a.v, &g}) plan.aligned &= may_be_aligned(*t);
   plan.for_backward = true;
   return make_plan(plan).for_backward.bytes();
 }
