@@ -90,6 +90,7 @@ BackwardOutputs chunk_gla_bwd_cpu(const BackwardArguments& a) {
                        call.run(kernels<T>().backward_chunk);
                      }
                      dg = sum_over_channels(dg, a.g);
+                     if (!a.gate_gradient) dg = not_asked_for(q, shape.accumulate);
                      return with_shared_heads({dq, dk, dv, dg, dgv, dh0}, k.size(2));
                    });
 }

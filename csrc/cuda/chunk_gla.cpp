@@ -61,11 +61,17 @@ BackwardOutputs chunk_gla_bwd_cuda(const BackwardArguments& a) {
   const bool has_for_backward = given(a.for_backward) && a.for_backward->numel() > 0;
   if (has_for_backward) call.align_inputs();
   take_inputs(call, a, shape.dtype, &a.d_o);
+  call.gate_gradient = a.gate_gradient;
   p.dht = call.input_state(a.dht);
   at::Tensor dq = call.output(p.dq, p.K, shape.dtype);
   at::Tensor dk = call.output(p.dk, p.K, shape.dtype);
   at::Tensor dv = call.output(call.value_gated ? call.value_side.dk : p.dv, p.V, shape.dtype);
-  at::Tensor dg = call.gate_grad(p.dg, p.K, a.g),
+  CallPlan plan = call.plan(a.batch_invariant, /*for_backward=*/has_for_backward);
+  if (has_for_backward && !call.input_for_backward(plan, *a.for_backward))
+    plan = call.plan(a.batch_invariant, /*for_backward=*/false);
+  // Kernels of gates by channels write dg, asked for or not.
+  const bool makes_dg = a.gate_gradient || !plan.backward.reads_head_gates;
+  at::Tensor dg = call.gate_grad(p.dg, p.K, makes_dg ? a.g : std::nullopt),
              dgv = call.gate_grad(call.value_side.dg, p.V, a.gv);
   at::Tensor dh0 =
       given(a.initial_state) ? call.output_state(p.dh0) : call.not_asked_for(at::kFloat);
@@ -75,12 +81,10 @@ BackwardOutputs chunk_gla_bwd_cuda(const BackwardArguments& a) {
     side->dk_intra = side->dk;
     side->dg_intra = side->dg;
   }
-  CallPlan plan = call.plan(a.batch_invariant, /*for_backward=*/has_for_backward);
-  if (has_for_backward && !call.input_for_backward(plan, *a.for_backward))
-    plan = call.plan(a.batch_invariant, /*for_backward=*/false);
   call.run(plan.backward);  // replaces those intra results that are not fp32
+  dg = a.gate_gradient ? sum_over_channels(dg, a.g) : call.not_asked_for(at::kFloat);
   return with_shared_heads({back_to_fp16(dq, in_fp32), back_to_fp16(dk, in_fp32),
-                            back_to_fp16(dv, in_fp32), sum_over_channels(dg, a.g), dgv, dh0},
+                            back_to_fp16(dv, in_fp32), dg, dgv, dh0},
                            a.k.size(2));
 }
 

@@ -64,6 +64,8 @@ def plan(
     gate_dtype: torch.dtype | None = None,
     g: bool = True,
     gv: bool = False,
+    head_gates: bool = False,
+    gate_gradient: bool = True,
     gpu: torch.device | str | int | tuple[str, int] | None = None,
 ) -> Plan:
     """Which kernels a call of `chunk_gla` on CUDA launches, and why not those of the fused path.
@@ -79,6 +81,8 @@ def plan(
         gate_dtype: of g and gv. Default: `dtype`.
         g: whether there are gates on keys. Default: True.
         gv: whether there are gates on values. Default: False.
+        head_gates: whether g is one gate a head, `[B, T, HK]`. Default: False.
+        gate_gradient: whether g needs a gradient; constant decays do not. Default: True.
         gpu: a CUDA device, or a pair of compute capability and number of multiprocessors such as
             `("9.0", 132)`. Default: the current device, or where there is none an H100.
 
@@ -108,6 +112,8 @@ def plan(
         batch_invariant=chunk.is_batch_invariant(),
         key_gated=g,
         value_gated=gv,
+        head_gated=head_gates,
+        gate_gradient=gate_gradient,
         for_backward=chunk.keeps_for_backward(),
         capability="8.0" if forced else capability,
         processors=processors,

@@ -15,8 +15,8 @@ SCHEMAS = {
     "(Tensor o, Tensor final_state, Tensor for_backward)",
     "chunk_gla_bwd": "(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
     "Tensor? gv, Tensor? initial_state, Tensor? cu_seqlens, float? scale, "
-    "bool state_v_first, bool batch_invariant, Tensor? for_backward=None) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)",
+    "bool state_v_first, bool batch_invariant, Tensor? for_backward=None, bool gate_gradient=True) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)",
     "recurrent_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, "
     "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "
     "bool reverse, bool state_v_first) -> (Tensor o, Tensor final_state)",

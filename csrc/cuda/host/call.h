@@ -24,11 +24,14 @@ class Call {
   Problem problem;
   Problem value_side;  // with gates on values: the chunk seen from them, see launchers.h
   bool key_gated = false, value_gated = false;
+  bool gate_gradient = true;  // whether backward makes that of g
 
   // [B, T, H, D] of any strides, or with a divisor of H as its heads.
   void input(Rows& rows, const at::Tensor& t);
   void input(Rows& rows, const at::Tensor& t, at::ScalarType dtype);
-  // The gates that are there; v, and do for backward, are in `problem` already.
+  // The gates that are there; v, and do for backward, are in `problem` already. One gate a head is
+  // in `problem` as rows of one column, until `run` spreads it over the channels for kernels that
+  // know no other.
   void input_gates(const OptionalTensor& g, const OptionalTensor& gv);
   // A state of every sequence; null where it is absent.
   const float* input_state(const OptionalTensor& t);
@@ -67,6 +70,7 @@ class Call {
   void place(const Workspace& workspace, char* base);
   void place(Buffer buffer, char* start);
   void clear_decays();
+  void spread_head_gate();
   Rows rows_in(char* part, int64_t last_dim, DType dtype) const;
 
   c10::cuda::CUDAGuard guard_;
@@ -75,6 +79,7 @@ class Call {
   const char* op_;
   at::Tensor workspace_, offsets_;
   std::vector<at::Tensor> held_;
+  at::Tensor head_gate_;  // [B, T, HK], if gates are one a head
   bool aligns_inputs_ = false;
 };
 

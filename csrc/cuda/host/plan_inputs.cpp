@@ -87,8 +87,9 @@ int64_t for_backward_bytes(const ForwardArguments& a) {
                                 a.q.size(3), a.v.size(3), dtype_of(type), dtype_of(gate_type));
   plan.batch_invariant = a.batch_invariant;
   plan.aligned = true;
-  const at::Tensor g = over_channels(*a.g, a.q.size(3));
-  for (const at::Tensor* t : {&a.q, &a.k, &a.v, &g}) plan.aligned &= may_be_aligned(*t);
+  for (const at::Tensor* t : {&a.q, &a.k, &a.v}) plan.aligned &= may_be_aligned(*t);
+  plan.head_gated = is_head_gate(a.g);
+  if (!plan.head_gated) plan.aligned &= may_be_aligned(*a.g);
   plan.for_backward = true;
   return make_plan(plan).for_backward.bytes();
 }

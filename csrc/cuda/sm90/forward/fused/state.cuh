@@ -8,6 +8,12 @@
 
 namespace gla_ext::cuda::sm90::forward {
 
+// One factor of all key channels, by which a state leaves a chunk: it is multiplied once the
+// operand that meets the chunk's queries is made.
+struct Leaving {
+  float decay;
+};
+
 // What a consumer holds of the state, [64 values][K], key channels from `first_k` on.
 template <int K>
 struct State {
@@ -62,6 +68,19 @@ struct State {
       const float* y = pass_quads(first + 16 * j, factors, t);
 #pragma unroll
       for (int e = 0; e < 4; ++e) operand[j][e] = pack(y[2 * e], y[2 * e + 1]);
+    }
+  }
+  // Makes an operand of the key channels, then multiplies them by one factor.
+  template <int kKeys>
+  __device__ __forceinline__ void pass(int first, Leaving leaving,
+                                       uint32_t (&operand)[kKeys / 16][4]) {
+#pragma unroll
+    for (int j = 0; j < kKeys / 16; ++j) {
+      float* y = x + (first + 16 * j) / 2;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) operand[j][e] = pack(y[2 * e], y[2 * e + 1]);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) y[e] *= leaving.decay;
     }
   }
   // Only multiplies by such factors.

@@ -1,0 +1,34 @@
+// The sweeps of sweep.cuh from the last chunk to the first: the gradients of k, v and the first
+// state.
+#include "head_gates.h"
+#include "sweep.cuh"
+
+namespace gla_ext::cuda::sm90 {
+
+// The state is the gradient of forward's, transposed.
+void launch_head_gate_key_grads(const Problem& p, cudaStream_t stream) {
+  Problem roles = p;
+  roles.q = p.v;
+  roles.k = p.d_o;
+  roles.v = p.q;
+  roles.o = p.dk;
+  roles.K = p.V;
+  roles.V = p.K;
+  roles.state_v_first = !p.state_v_first;
+  roles.h0 = p.dht;
+  roles.ht = nullptr;
+  head_gates::launch_sweep<head_gates::Time::kBackward>(roles, stream);
+}
+
+void launch_head_gate_value_grads(const Problem& p, cudaStream_t stream) {
+  Problem roles = p;
+  roles.q = p.k;
+  roles.k = p.q;
+  roles.v = p.d_o;
+  roles.o = p.dv;
+  roles.h0 = p.dht;
+  roles.ht = p.dh0;
+  head_gates::launch_sweep<head_gates::Time::kBackward>(roles, stream);
+}
+
+}  // namespace gla_ext::cuda::sm90

@@ -1,0 +1,302 @@
+// One sweep over the chunks of a sequence and head with one gate a head, for bf16 on sm_90a. What
+// meets the chunk's queries, keys and values is theirs as they are in memory: the gates are a mask
+// of the scores, factors of tokens, and one factor of the state, none of them above 1 (times
+// scale).
+//
+//   forward in time                                        backward in time
+//   o_i = sum over j <= i of A_ij v_j + from_start_i S^T q_i   o_j = sum over i >= j of A_ij v_i +
+//   to_end_j S^T q_j S' = 2^b_C S + sum over j of to_end_j k_j v_j^T            S  = 2^b_C S' + sum
+//   over i of from_start_i k_i v_i^T A_ij = scale 2^(b_i - b_j) q_i . k_j A_ij = scale 2^(b_i -
+//   b_j) k_i . q_j
+//
+// All gradients but that of the gates are such sweeps, with other tensors in these places: the mask
+// does not depend on a channel, so dq is what forward makes of do, v and k; dv backward in time of
+// k, q and do; dk of v, do and q.
+//
+// grid    (sequence, head, 128 values; 64 where kConsumers = 1); a producer and kConsumers consumer
+//         warpgroups
+// reads   q, k [B, T, H, K], v [B, T, H, V], h0, HeadGates [B, slots, H]
+// writes  o [B, T, H, V], ht
+//
+// The producer copies rows and the sums of gates, and makes A. A consumer holds the state of 64
+// values transposed, [V][K], in registers, as forward/ does. v in registers, times its tokens'
+// factors, adds to the state; v in shared memory meets A. Accumulation is fp32.
+#pragma once
+
+#include "cuda/device/dynamic_shared.h"
+#include "cuda/device/launch.cuh"
+#include "cuda/sm90/forward/fused/multiply.cuh"
+#include "cuda/sm90/forward/fused/output.cuh"
+#include "cuda/sm90/forward/parts.cuh"
+#include "cuda/sm90/prepare/sweep.cuh"
+#include "cuda/sm90/tiles/channels.cuh"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "cuda/sm90/tiles/scores.cuh"
+#include "sums.h"
+
+namespace gla_ext::cuda::sm90::head_gates {
+
+enum class Time { kForward, kBackward };
+
+template <int kTiles, int kConsumers>
+struct Stage {
+  unsigned char q[kTiles * kTileBytes];      // [token][K]
+  unsigned char k[kTiles * kTileBytes];      // [token][K]
+  unsigned char v[kConsumers * kTileBytes];  // [token][V], then o
+};
+
+// As many as shared memory has room for; narrow blocks are two a multiprocessor.
+constexpr int stages_of(int tiles, int consumers) {
+  if (consumers == 1) return 3;
+  return tiles <= 2 ? 4 : 6 - tiles;
+}
+
+// kTilesOfKeys: one to four tiles of 64 key channels.
+template <int kTilesOfKeys, int kConsumersOfBlock, Time kTimeOfBlock>
+struct Block : PreparedBlock<Stage<kTilesOfKeys, kConsumersOfBlock>,
+                             stages_of(kTilesOfKeys, kConsumersOfBlock), kConsumersOfBlock> {
+  static constexpr int kTiles = kTilesOfKeys, kConsumers = kConsumersOfBlock;
+  static constexpr Time kTime = kTimeOfBlock;
+  static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
+  static constexpr int kBlocksEach = kConsumers == 1 ? 2 : 1;  // of a multiprocessor
+  static constexpr int kValues = kConsumers * kTile;
+  static constexpr int kProducerRegisters = kConsumers == 1 ? 96 : kTiles == 4 ? 56 : 88;
+  static constexpr int kConsumerRegisters = kConsumers == 1 ? 160 : kTiles == 4 ? 224 : 208;
+  static constexpr int kPlaces = 2;
+  static constexpr int kColumns = kTiles == 4 ? kTile / 2 : kTile;  // of A made at once
+  using Base = PreparedBlock<Stage<kTiles, kConsumers>, stages_of(kTiles, kConsumers), kConsumers>;
+
+  alignas(1024) unsigned char A[kPlaces][kTileBytes];  // [token][token]
+  HeadGates gates[Base::kStages];
+
+  // The chunk that is number i of the sweep.
+  __device__ __forceinline__ int chunk(int i) const {
+    return kTime == Time::kForward ? i : this->segment.chunks - 1 - i;
+  }
+  // Factors of the tokens, of what the state gives and of what it gets.
+  __device__ __forceinline__ static const float* of_outputs(const HeadGates& g) {
+    return kTime == Time::kForward ? g.from_start : g.to_end;
+  }
+  __device__ __forceinline__ static const float* of_values(const HeadGates& g) {
+    return kTime == Time::kForward ? g.to_end : g.from_start;
+  }
+};
+
+// Asks for a chunk's rows of K channels.
+template <int kTiles>
+__device__ __forceinline__ void copy_operand(const unsigned char* tiles, const Rows& rows,
+                                             const Segment& segment, int chunk, int thread, int K) {
+#pragma unroll 1  // unrolled, the addresses take the registers of wider blocks' producers
+  for (int tile = 0; tile + 1 < kTiles; tile += 2)
+    copy_rows<2, kGroupThreads>(tiles + tile * kTileBytes, rows, segment, chunk, thread,
+                                tile * kTile, K);
+  if constexpr (kTiles % 2 == 1)
+    copy_rows<1, kGroupThreads>(tiles + (kTiles - 1) * kTileBytes, rows, segment, chunk, thread,
+                                (kTiles - 1) * kTile, K);
+}
+
+__device__ __forceinline__ void copy_gates(const HeadGates& to, const Problem& p,
+                                           const Segment& segment, int chunk, int thread) {
+  constexpr int kParts = sizeof(HeadGates) / 16;
+  static_assert(kParts <= kGroupThreads);
+  const auto* from = reinterpret_cast<const HeadGates*>(p.prepared) + segment.chunk_head(p, chunk);
+  if (thread < kParts)
+    copy16(shared_address(&to) + 16 * thread, reinterpret_cast<const uint4*>(from) + thread, true);
+}
+
+// Multiplies scores, rows by columns of tokens from `first` on, by scale 2^(b_row - b_column).
+// Above the diagonal anything comes out.
+template <int kColumns>
+__device__ __forceinline__ void mask_scores(float (&A)[kColumns / 2], const HeadGates& gates,
+                                            float scale, int first, int thread) {
+  const int row = thread / 32 * 16 + thread % 32 / 4, column = first + thread % 4 * 2;
+  const auto b = [&](int token) { return *reinterpret_cast<const float2*>(gates.b[token]); };
+  const float2 rows[2] = {b(row), b(row + 8)};
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const float4 columns = *reinterpret_cast<const float4*>(gates.b[8 * j + column]);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      A[4 * j + 2 * e] *= scale * exp2_ftz((rows[e].x - columns.x) + (rows[e].y - columns.y));
+      A[4 * j + 2 * e + 1] *= scale * exp2_ftz((rows[e].x - columns.z) + (rows[e].y - columns.w));
+    }
+  }
+}
+
+// Puts A of the sweep's i-th chunk into its place, by the producer, whose own copies have arrived.
+template <class BlockOfKernel>
+__device__ __forceinline__ void make_scores(BlockOfKernel& s, const Problem& p, int i, int thread) {
+  const int before = i - s.kPlaces;
+  if (before >= 0) wait(&s.empty[before % s.kStages], s.parity(before));  // which had this place
+  fence_for_products();
+  group_barrier<forward::kProducerBarrier>(0);  // the chunk's copies have arrived
+  const auto& stage = s.stages[i % s.kStages];
+  const bool forward_in_time = BlockOfKernel::kTime == Time::kForward;
+  constexpr int kColumns = BlockOfKernel::kColumns;
+#pragma unroll 1
+  for (int first = 0; first < kTile; first += kColumns) {
+    float A[kColumns / 2];
+    begin_scores<kTile * BlockOfKernel::kTiles, kColumns>(
+        A, forward_in_time ? stage.q : stage.k, forward_in_time ? stage.k : stage.q, first);
+    wait_for_products<0>();
+    mask_scores<kColumns>(A, s.gates[i % s.kStages], p.scale, first, thread);
+    place_scores<kColumns>(s.A[i % s.kPlaces], A, false, first, thread);
+  }
+}
+
+template <class BlockOfKernel>
+__device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int block_v) {
+  using StageOfBlock = std::decay_t<decltype(s.stages[0])>;
+  const Segment& segment = s.segment;
+  s.produce(
+      [&](int i, StageOfBlock& stage, uint64_t*) {
+        const int chunk = s.chunk(i), thread = thread_index();
+        copy_operand<BlockOfKernel::kTiles>(stage.q, p.q, segment, chunk, thread, p.K);
+        copy_operand<BlockOfKernel::kTiles>(stage.k, p.k, segment, chunk, thread, p.K);
+        copy_rows<BlockOfKernel::kConsumers, kGroupThreads>(stage.v, p.v, segment, chunk, thread,
+                                                            block_v, p.V);
+        copy_gates(s.gates[i % s.kStages], p, segment, chunk, thread);
+      },
+      [&](int i) { make_scores(s, p, i, thread_index()); });
+}
+
+// v^T [64 values][64 tokens] of a consumer times a factor of each token, as an operand in
+// registers.
+class ScaledValues {
+ public:
+  __device__ __forceinline__ ScaledValues(const unsigned char* v, const float* factors) {
+    const int thread = thread_index() % kGroupThreads, lane = thread % 32;
+    const int token = lane % 8 + lane / 16 * 8, part = thread / 32 * 2 + lane / 8 % 2;
+#pragma unroll
+    for (int i = 0; i < kTile / 16; ++i) {
+      ldmatrix_transposed(
+          words_[i], reinterpret_cast<const bf16*>(v + swizzled(token, part) + i * (16 * 128)));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 x = unpack(words_[i][e]);
+        const float2 f = pair_at(factors, 16 * i + e / 2 * 8 + 2 * (lane % 4));
+        words_[i][e] = pack(x.x * f.x, x.y * f.y);
+      }
+    }
+  }
+  // d += v^T B over the i-th 16 tokens.
+  template <Contiguous kB, int kN>
+  __device__ __forceinline__ void multiply(float (&d)[kN], int i, uint64_t b) const {
+    product<kB>(d, words_[i], b);
+  }
+
+ private:
+  uint32_t words_[kTile / 16][4];
+};
+
+// o += v^T A, issued. v, A: see `Stage` and `Block`.
+template <Time kTime>
+__device__ __forceinline__ void multiply_scores(float (&o)[32], const unsigned char* v,
+                                                const unsigned char* A) {
+  const forward::ValueOperand<false> values(v);
+  const uint32_t scores = shared_address(A);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if constexpr (kTime == Time::kForward)
+      values.template multiply<Contiguous::kSummed>(o, i, descriptor(scores + kStepBytes * i, 0));
+    else
+      values.template multiply<Contiguous::kOther>(o, i, descriptor(scores + 2048 * i, kTileBytes));
+}
+
+template <class BlockOfKernel>
+__device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int group,
+                                        int block_v) {
+  constexpr int kBytesOfGroup = kKeyTiles * kTileBytes;
+  const Segment& segment = s.segment;
+  const int first_v = block_v + kTile * group;
+  if (segment.tail) return forward::write_tail(p, segment, first_v);
+  forward::Parts<BlockOfKernel::kTiles> state;
+  state.for_each([&](auto& part, int i) {
+    part.first_k = i * kGroupKeys;
+    part.load(p, segment, first_v, thread_index());
+  });
+  for (int i = 0; i < segment.chunks; ++i) {
+    const int number = i % s.kStages;
+    auto& stage = s.stages[number];
+    unsigned char* values = stage.v + group * kTileBytes;
+    wait(&s.full[number], s.parity(i));
+    const HeadGates& gates = s.gates[number];
+    float o[32];  // [64 values][64 tokens]
+    forward::StateOperand operand;
+    const forward::Leaving leaving{gates.decay[0]};
+    state.for_each([&](auto& part, int j) {
+      forward::multiply_state(o, part, leaving, stage.q + j * kBytesOfGroup, operand, j == 0);
+    });
+    const ScaledValues v(values, BlockOfKernel::of_values(gates));
+    begin_products();
+    state.for_each(
+        [&](auto& part, int j) { forward::multiply_keys(part, v, stage.k + j * kBytesOfGroup); });
+    commit_products();
+    wait_for_products<1>();  // what the state gives is there
+    scale_columns(o, BlockOfKernel::of_outputs(gates) + 2 * (thread_index() % 4));
+    begin_products();
+    multiply_scores<BlockOfKernel::kTime>(o, values, s.A[i % s.kPlaces]);
+    commit_products();
+    wait_for_products<0>();
+    forward::place_output(values, o, group);
+    const forward::OutputPart part{thread_index() % kGroupThreads};
+    part.write(p, segment, s.chunk(i), first_v, [&](int row) { return part.row(values, row); });
+    arrive(&s.empty[number]);
+  }
+  state.for_each([&](auto& part, int) { part.store(p, segment, first_v, thread_index()); });
+}
+
+template <class BlockOfKernel>
+__global__ void __launch_bounds__(BlockOfKernel::kThreads, BlockOfKernel::kBlocksEach)
+    kernel(Problem p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  // Registers of a thread: a block that asks for more than it is launched with waits for ever.
+  constexpr int kProducerRegisters = BlockOfKernel::kProducerRegisters,
+                kConsumerRegisters = BlockOfKernel::kConsumerRegisters;
+  static_assert((kProducerRegisters + BlockOfKernel::kConsumers * kConsumerRegisters) *
+                    kGroupThreads <=
+                launch_registers(BlockOfKernel::kBlocksEach * BlockOfKernel::kThreads) *
+                    BlockOfKernel::kThreads);
+  wait_for_previous_kernel();
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  auto& s = *reinterpret_cast<BlockOfKernel*>(s_bytes);
+  const int v_blocks = blocks_of(p.V, BlockOfKernel::kValues);
+  const int block_v = static_cast<int>(blockIdx.x % v_blocks) * BlockOfKernel::kValues;
+  s.start(p, blockIdx.x / v_blocks, /*bulk_copies=*/0);
+  const int group = warpgroup();
+  if (group == 0) {
+    give_registers<kProducerRegisters>();
+    if (!s.segment.tail) produce(s, p, block_v);
+  } else {
+    take_registers<kConsumerRegisters>();
+    consume(s, p, group - 1, block_v);
+  }
+#endif
+}
+
+template <class BlockOfKernel>
+void launch_blocks(const Problem& p, cudaStream_t stream) {
+  static_assert(fits_multiprocessor(BlockOfKernel::kBlocksEach, sizeof(BlockOfKernel)));
+  static const DynamicShared shared(kernel<BlockOfKernel>, sizeof(BlockOfKernel));
+  const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, BlockOfKernel::kValues);
+  if (blocks == 0) return;
+  shared.allow();
+  launch_dependent(kernel<BlockOfKernel>, blocks, BlockOfKernel::kThreads, sizeof(BlockOfKernel),
+                   stream, p);
+}
+
+template <Time kTime>
+void launch_sweep(const Problem& p, cudaStream_t stream) {
+  if (p.K > 3 * kTile)
+    launch_blocks<Block<4, 2, kTime>>(p, stream);
+  else if (p.K > 2 * kTile)
+    launch_blocks<Block<3, 2, kTime>>(p, stream);
+  else if (p.K > kTile)
+    launch_blocks<Block<2, 2, kTime>>(p, stream);
+  else if (p.V > kTile)
+    launch_blocks<Block<1, 2, kTime>>(p, stream);
+  else
+    launch_blocks<Block<1, 1, kTime>>(p, stream);
+}
+
+}  // namespace gla_ext::cuda::sm90::head_gates
