@@ -50,8 +50,12 @@ class RecurrentCall {
   void input(Rows& rows, const OptionalTensor& t) {
     if (given(t)) input(rows, *t);
   }
-  void input_gate(Rows& rows, const OptionalTensor& t) {
-    if (given(t)) input(rows, over_channels(*t, p.K));
+  // One gate a head is read where it lies, but by drafts, which read four channels at once.
+  void input_key_gate(const OptionalTensor& t, bool by_channels = false) {
+    if (!given(t)) return;
+    const bool in_place = is_head_gate(t) && !by_channels;
+    if (in_place) p.gk_step = 0;
+    input(p.gk, in_place ? t->unsqueeze(-1) : over_channels(*t, p.K));
   }
   const float* input_state(const OptionalTensor& t) {
     if (!given(t)) return nullptr;
@@ -152,7 +156,7 @@ RecurrentForwardOutputs recurrent_gla_fwd_cuda(
   call.input(p.q, q);
   call.input(p.k, k);
   call.input(p.v, v);
-  call.input_gate(p.gk, gk);
+  call.input_key_gate(gk);
   call.input(p.gv, gv);
   if (given(cu_seqlens)) call.input(p.cu_seqlens, *cu_seqlens);
   p.state_in = call.input_state(initial_state);
@@ -178,7 +182,7 @@ BackwardOutputs recurrent_gla_bwd_cuda(
   call.input(p.q, q);
   call.input(p.k, k);
   call.input(p.v, v);
-  call.input_gate(p.gk, gk);
+  call.input_key_gate(gk);
   call.input(p.gv, gv);
   call.input(p.d_o, d_o);
   if (given(cu_seqlens)) call.input(p.cu_seqlens, *cu_seqlens);
@@ -206,7 +210,7 @@ at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
   p.state_v_first = pool.state_v_first;
   call.input(p.k, *in.k);
   call.input(p.v, *in.v);
-  call.input_gate(p.gk, *in.gk);
+  call.input_key_gate(*in.gk, /*by_channels=*/!write);
   call.input(p.gv, *in.gv);
   if (given(pool.slots)) call.input(p.slots, *pool.slots);
   if (pool.accepted != nullptr) call.input(p.accepted, *pool.accepted);

@@ -1,17 +1,18 @@
-// One sweep over the chunks of a sequence and head with one gate a head, for bf16 on sm_90a. What
-// meets the chunk's queries, keys and values is theirs as they are in memory: the gates are a mask
-// of the scores, factors of tokens, and one factor of the state, none of them above 1 (times
-// scale).
+// One sweep over the chunks of a sequence and head with one gate a head, for bf16 on sm_90a. The
+// rows of q, k and v meet as they are in memory: the gates are a mask of the scores, factors of
+// tokens, and one factor of the state, none above 1 (times scale). From the first chunk to the last
 //
-//   forward in time                                        backward in time
-//   o_i = sum over j <= i of A_ij v_j + from_start_i S^T q_i   o_j = sum over i >= j of A_ij v_i +
-//   to_end_j S^T q_j S' = 2^b_C S + sum over j of to_end_j k_j v_j^T            S  = 2^b_C S' + sum
-//   over i of from_start_i k_i v_i^T A_ij = scale 2^(b_i - b_j) q_i . k_j A_ij = scale 2^(b_i -
-//   b_j) k_i . q_j
+//   A_ij = scale 2^(b_i - b_j) q_i . k_j   o_i = sum over j <= i of A_ij v_j + from_start_i S^T q_i
+//   S' = 2^b_C S + sum over j of k_j (to_end_j v_j)^T
+//
+// and from the last to the first, with S' the state of the chunks after,
+//
+//   A_ij = scale 2^(b_i - b_j) k_i . q_j   o_j = sum over i >= j of A_ij v_i + to_end_j S'^T q_j
+//   S = 2^b_C S' + sum over i of k_i (from_start_i v_i)^T
 //
 // All gradients but that of the gates are such sweeps, with other tensors in these places: the mask
-// does not depend on a channel, so dq is what forward makes of do, v and k; dv backward in time of
-// k, q and do; dk of v, do and q.
+// does not depend on a channel, so dq is what forward makes of do, v and k; backward in time dv is
+// made of k, q and do, and dk of v, do and q.
 //
 // grid    (sequence, head, 128 values; 64 where kConsumers = 1); a producer and kConsumers consumer
 //         warpgroups
