@@ -61,14 +61,23 @@ def test_any_dtype_of_the_gate():
 
 def test_few_heads_of_long_sequences_are_cut():
     long = {"B": 1, "T": 32768}
-    assert kernels(**long | ONE_GATE) == kernels(**long, gate_dtype="float32")
-    assert kernels(**long | ONE_GATE | {"batch_invariant": True}) == FORWARD
-    assert kernels(**BATCH | {"B": 1, "T": 128} | ONE_GATE) == FORWARD
+    cut = [SUMS, "head_gates.summaries", "scan", "head_gates.forward"]
+    assert kernels(**long | ONE_GATE) == cut
+    both = [SUMS, "head_gates.summaries", "head_gates.summaries.of_grads", "scan.both"]
+    assert kernels(True, **long | CONSTANT) == [*both, *BACKWARD[1:]]
+    for backward, sweeps in ((False, FORWARD), (True, BACKWARD)):
+        assert kernels(backward, **long | CONSTANT | {"batch_invariant": True}) == sweeps
+        assert kernels(backward, **BATCH | {"B": 1, "T": 128} | CONSTANT) == sweeps
+    # Two segments would be one that replays the other.
+    assert kernels(**{"B": 8} | ONE_GATE) == FORWARD
+    assert "prepare" in kernels(B=8, gate_dtype="float32")
 
 
 def test_packed_sequences():
     packed = {"B": 1, "T": 65536, "N": 512, "batch_invariant": True}
     assert kernels(**packed | ONE_GATE) == ["map_sequences", "map_chunks", *FORWARD]
+    packed["batch_invariant"] = False
+    assert kernels(**packed | ONE_GATE)[2:5] == [SUMS, "head_gates.summaries", "scan"]
 
 
 def test_printed():

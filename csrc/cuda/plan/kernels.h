@@ -37,8 +37,11 @@
   ROW(kValueGatedStateGrads, "value_gated_state_grads", launch_value_gated_state_grads)           \
   ROW(kMergeKeyGrads, "merge_key_grads", launch_merge_key_grads)                                  \
   ROW(kMergeValueGrads, "merge_value_grads", launch_merge_value_grads)                            \
-  /* Hopper: one gate a head, or none; sums of gates, and sweeps over whole sequences */           \
+  /* Hopper: one gate a head, or none; sums of gates, summaries, sweeps */                        \
   ROW(kHeadGateSums, "head_gates.sums", sm90::launch_head_gate_sums)                              \
+  ROW(kHeadGateSummaries, "head_gates.summaries", sm90::launch_head_gate_summaries)               \
+  ROW(kHeadGateSummariesOfGrads, "head_gates.summaries.of_grads",                                 \
+      sm90::launch_head_gate_summaries_of_grads)                                                  \
   ROW(kHeadGateForward, "head_gates.forward", sm90::launch_head_gate_forward)                     \
   ROW(kHeadGateQueryGrads, "head_gates.query_grads", sm90::launch_head_gate_query_grads)          \
   ROW(kHeadGateKeyGrads, "head_gates.key_grads", sm90::launch_head_gate_key_grads)                \

@@ -13,8 +13,8 @@ PassPlan plan_steps(const PlanInputs& in, const ChunkGrid& grid, bool backward);
 CallPlan plan_fused(const PlanInputs& in, const ChunkGrid& grid);
 
 // plan_head_gates.cpp: whether the kernels for one gate a head, or none, take a pass, and its plan.
-bool forward_takes_head_gates(const PlanInputs& in, const ChunkGrid& grid);
-bool backward_takes_head_gates(const PlanInputs& in, const ChunkGrid& grid);
+bool forward_takes_head_gates(const PlanInputs& in);
+bool backward_takes_head_gates(const PlanInputs& in);
 PassPlan plan_head_gates(const PlanInputs& in, const ChunkGrid& grid, bool backward);
 
 // What sweeps over packed sequences find their segments by.

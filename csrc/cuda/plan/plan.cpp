@@ -47,17 +47,13 @@ Recipe step_recipe(const ChunkGrid& grid, std::initializer_list<Kernel> kernels)
 }
 
 const char* why_not_fused(const PlanInputs& in) {
-  if (!in.key_gated) {
-    const ChunkGrid grid = make_grid(in.N, in.T, in.packed);
-    if (!forward_takes_head_gates(in, grid)) return "gates on keys (g)";
-  }
   if (in.value_gated) return "no gates on values (gv)";
   if (!in.sm90) return "a GPU of compute capability 9.0 and a build for 9.0a";
   if (in.dtype != DType::kBFloat16) return "q, k and v in torch.bfloat16";
   if (in.K % 8 != 0 || in.V % 8 != 0) return "K and V to be multiples of 8";
   if (!in.aligned) return "rows that start at multiples of 16 bytes";
   if (in.K > kFusedKeys) return "K to be at most 256";
-  if (in.gate_dtype == DType::kHalf) return "g in torch.bfloat16 or torch.float32";
+  if (in.key_gated && in.gate_dtype == DType::kHalf) return "g in torch.bfloat16 or torch.float32";
   return nullptr;
 }
 
@@ -78,8 +74,8 @@ CallPlan plan_by_channels(const PlanInputs& in, const ChunkGrid& grid) {
 CallPlan make_plan(const PlanInputs& in) {
   const ChunkGrid grid = make_grid(in.N, in.T, in.packed);
   const bool may = in.choice != PathChoice::kSteps;
-  const bool forward = may && forward_takes_head_gates(in, grid);
-  const bool backward = may && backward_takes_head_gates(in, grid);
+  const bool forward = may && forward_takes_head_gates(in);
+  const bool backward = may && backward_takes_head_gates(in);
   PlanInputs others = in;
   others.for_backward &= !forward && !backward;
   CallPlan plan = plan_by_channels(others, grid);

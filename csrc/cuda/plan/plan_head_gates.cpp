@@ -8,48 +8,61 @@
 namespace gla_ext::cuda {
 namespace {
 
-// These kernels cut no sequence into segments. Where heads leave multiprocessors idle and sequences
-// are long, the kernels that do are faster, although they have the gate spread over channels.
-bool fills_gpu(const PlanInputs& in, const ChunkGrid& grid) {
-  return in.batch_invariant || choose_forward_segments(in, grid).segments == 0;
-}
-
-bool takes(const PlanInputs& in, const ChunkGrid& grid, int64_t most_keys) {
+bool takes(const PlanInputs& in, int64_t most_keys) {
   return in.sm90 && in.dtype == DType::kBFloat16 && (in.head_gated || !in.key_gated) &&
-         !in.value_gated && in.K % 8 == 0 && in.V % 8 == 0 && in.aligned &&
-         most_keys <= kFusedKeys && fills_gpu(in, grid);
+         !in.value_gated && in.K % 8 == 0 && in.V % 8 == 0 && in.aligned && most_keys <= kFusedKeys;
 }
 
-PassPlan plan_pass(const PlanInputs& in, const ChunkGrid& grid,
-                   std::initializer_list<Kernel> sweeps) {
-  PassPlan plan;
-  plan.reads_head_gates = true;
-  add_map(plan.kernels, grid);
-  plan.kernels.add(Kernel::kHeadGateSums);
-  for (const Kernel kernel : sweeps) plan.kernels.add(kernel);
-  plan.workspace = step_workspace(grid, in.H, /*tiers=*/false);
-  add_packed_lists(plan.workspace, grid);
+// Those of forward in either pass. None where a second segment would replay the first: a block
+// waits for memory most of the time, and half as many as the GPU holds are nearly as fast.
+Segments choose_segments(PlanInputs in, const ChunkGrid& grid) {
+  in.gate_dtype = DType::kBFloat16;  // small heads are two blocks a multiprocessor, whatever g is
+  const Segments segments = choose_forward_segments(in, grid);
+  return segments.replays ? Segments{} : segments;
+}
+
+void add_memory(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid, bool backward) {
+  Workspace& w = plan.workspace = step_workspace(grid, in.H, /*tiers=*/false);
+  add_packed_lists(w, grid);
   const auto each = static_cast<int64_t>(sizeof(HeadGates));
-  plan.workspace.add(Buffer::kPrepared, grid.B * grid.slots * in.H * each);
-  return plan;
+  w.add(Buffer::kPrepared, grid.B * grid.slots * in.H * each);
+  const int64_t segment_keys = grid.B * plan.segments.segment_states * in.H * in.K;
+  if (segment_keys == 0) return;
+  w.add(Buffer::kSegmentDecays, segment_keys * kFloatBytes);
+  w.add(Buffer::kSegmentStates, segment_keys * in.V * kFloatBytes);
+  if (backward) w.add(Buffer::kSegmentStateGrads, segment_keys * in.V * kFloatBytes);
 }
 
 }  // namespace
 
-bool forward_takes_head_gates(const PlanInputs& in, const ChunkGrid& grid) {
-  return takes(in, grid, in.K);
-}
+bool forward_takes_head_gates(const PlanInputs& in) { return takes(in, in.K); }
 
 // Keys and values change places in the gradients of q and k.
-bool backward_takes_head_gates(const PlanInputs& in, const ChunkGrid& grid) {
-  return (!in.key_gated || !in.gate_gradient) && takes(in, grid, std::max(in.K, in.V));
+bool backward_takes_head_gates(const PlanInputs& in) {
+  return (!in.key_gated || !in.gate_gradient) && takes(in, std::max(in.K, in.V));
 }
 
 PassPlan plan_head_gates(const PlanInputs& in, const ChunkGrid& grid, bool backward) {
-  if (!backward) return plan_pass(in, grid, {Kernel::kHeadGateForward});
-  return plan_pass(
-      in, grid,
-      {Kernel::kHeadGateQueryGrads, Kernel::kHeadGateKeyGrads, Kernel::kHeadGateValueGrads});
+  PassPlan plan;
+  plan.reads_head_gates = true;
+  plan.segments = choose_segments(in, grid);
+  add_memory(plan, in, grid, backward);
+  Recipe& kernels = plan.kernels;
+  add_map(kernels, grid);
+  kernels.add(Kernel::kHeadGateSums);
+  if (plan.segments.segment_states > 0) {
+    kernels.add(Kernel::kHeadGateSummaries);
+    if (backward) kernels.add(Kernel::kHeadGateSummariesOfGrads);
+    kernels.add(backward ? Kernel::kScanBoth : Kernel::kScan);
+  }
+  if (!backward) {
+    kernels.add(Kernel::kHeadGateForward);
+    return plan;
+  }
+  kernels.add(Kernel::kHeadGateQueryGrads);
+  kernels.add(Kernel::kHeadGateKeyGrads);
+  kernels.add(Kernel::kHeadGateValueGrads);
+  return plan;
 }
 
 }  // namespace gla_ext::cuda

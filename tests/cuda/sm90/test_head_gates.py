@@ -182,8 +182,35 @@ def test_nan_comes_out_from_its_token_on():
     assert o.isfinite().all()
 
 
-def test_long_sequences_of_few_heads_are_cut():
-    """By the kernels that cut sequences into segments, with the gate spread."""
-    x = inputs(64 * 600, 64, 64, B=1, H=1, states=False)
-    assert "head_gates.forward" not in kernels(x, False)
-    assert kernels(x, False, batch_invariant=True) == ["head_gates.sums", "head_gates.forward"]
+@in_nan
+@pytest.mark.parametrize("gate", [0.1, "reset"])
+@pytest.mark.parametrize("T, K, V", [(1900, 64, 64), (1300, 128, 136), (1300, 256, 72)])
+def test_segments(T, K, V, gate):
+    """Of a long sequence; the states that enter them are those of the gradients' sweeps too."""
+    x = inputs(T, K, V, gate, B=1, H=2)
+    summaries = ["head_gates.summaries", "head_gates.summaries.of_grads", "scan.both"]
+    assert kernels(x, False)[1:3] == ["head_gates.summaries", "scan"]
+    assert kernels(x, True)[1:4] == summaries
+    assert_like_truth(constant(x), x)
+
+
+@in_nan
+def test_segments_of_packed_sequences():
+    x = inputs(2400, 128, 128, 0.1, B=1, H=1, lengths=(1500, 0, 65, 3, 700))
+    assert kernels(x, True)[1:4] == [
+        *("head_gates.summaries", "head_gates.summaries.of_grads", "scan.both"),
+    ]
+    results = constant(x)
+    assert_like_truth(results, x)
+    for name in ("o", "dq", "dk", "dv"):
+        assert not results[name][:, 2268:].any()
+
+
+def test_segments_whose_states_lie_v_first():
+    x = inputs(1300, 72, 128, B=1, H=1)
+    turned = {name: getattr(x, name).mT.contiguous() for name in ("initial_state", "dht")}
+    results = constant(dataclasses.replace(x, **turned), state_v_first=True)
+    expected = constant(x)
+    for name in ("final_state", "dh0"):
+        results[name] = results[name].mT
+    assert_same_bits(results, expected)

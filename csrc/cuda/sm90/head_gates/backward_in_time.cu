@@ -17,7 +17,8 @@ void launch_head_gate_key_grads(const Problem& p, cudaStream_t stream) {
   roles.state_v_first = !p.state_v_first;
   roles.h0 = p.dht;
   roles.ht = nullptr;
-  head_gates::launch_sweep<head_gates::Time::kBackward>(roles, stream);
+  roles.segment_states = p.segment_state_grads;
+  head_gates::launch_sweep<head_gates::Time::kBackward>(roles, /*transposed=*/true, stream);
 }
 
 void launch_head_gate_value_grads(const Problem& p, cudaStream_t stream) {
@@ -28,7 +29,8 @@ void launch_head_gate_value_grads(const Problem& p, cudaStream_t stream) {
   roles.o = p.dv;
   roles.h0 = p.dht;
   roles.ht = p.dh0;
-  head_gates::launch_sweep<head_gates::Time::kBackward>(roles, stream);
+  roles.segment_states = p.segment_state_grads;
+  head_gates::launch_sweep<head_gates::Time::kBackward>(roles, /*transposed=*/false, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

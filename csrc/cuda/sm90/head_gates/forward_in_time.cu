@@ -5,7 +5,7 @@
 namespace gla_ext::cuda::sm90 {
 
 void launch_head_gate_forward(const Problem& p, cudaStream_t stream) {
-  head_gates::launch_sweep<head_gates::Time::kForward>(p, stream);
+  head_gates::launch_sweep<head_gates::Time::kForward>(p, /*transposed=*/false, stream);
 }
 
 // The state is that of forward, transposed.
@@ -19,7 +19,7 @@ void launch_head_gate_query_grads(const Problem& p, cudaStream_t stream) {
   roles.V = p.K;
   roles.state_v_first = !p.state_v_first;
   roles.ht = nullptr;
-  head_gates::launch_sweep<head_gates::Time::kForward>(roles, stream);
+  head_gates::launch_sweep<head_gates::Time::kForward>(roles, /*transposed=*/true, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -1,6 +1,6 @@
 // The kernels for one gate a head, or none, as the host side calls them: bf16 q, k and v whose K
 // and V are multiples of 8 and whose rows start at multiples of 16 bytes; g [B, T, H] of any dtype
-// and strides, as rows of one column. Sequences are not cut into segments.
+// and strides, as rows of one column.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,13 +11,20 @@ namespace gla_ext::cuda::sm90 {
 
 // g -> HeadGates of every chunk and head.
 void launch_head_gate_sums(const Problem& p, cudaStream_t stream);
-// q k v h0 HeadGates -> o, ht. K of at most 256.
+
+// Summaries, for the scan. K of at most 256.
+// k v HeadGates -> segment_states, segment_decays
+void launch_head_gate_summaries(const Problem& p, cudaStream_t stream);
+// q do HeadGates -> segment_state_grads, segment_decays
+void launch_head_gate_summaries_of_grads(const Problem& p, cudaStream_t stream);
+
+// q k v h0 (segment_states) HeadGates -> o, ht. K of at most 256.
 void launch_head_gate_forward(const Problem& p, cudaStream_t stream);
-// do v k h0 HeadGates -> dq. V of at most 256.
+// do v k h0 (segment_states) HeadGates -> dq. V of at most 256.
 void launch_head_gate_query_grads(const Problem& p, cudaStream_t stream);
-// v do q dht HeadGates -> dk. V of at most 256.
+// v do q dht (segment_state_grads) HeadGates -> dk. V of at most 256.
 void launch_head_gate_key_grads(const Problem& p, cudaStream_t stream);
-// k q do dht HeadGates -> dv, dh0. K of at most 256.
+// k q do dht (segment_state_grads) HeadGates -> dv, dh0. K of at most 256.
 void launch_head_gate_value_grads(const Problem& p, cudaStream_t stream);
 
 }  // namespace gla_ext::cuda::sm90

@@ -1,4 +1,4 @@
-// One sweep over the chunks of a sequence and head with one gate a head, for bf16 on sm_90a. The
+// One sweep over the chunks of a segment and head with one gate a head, for bf16 on sm_90a. The
 // rows of q, k and v meet as they are in memory: the gates are a mask of the scores, factors of
 // tokens, and one factor of the state, none above 1 (times scale). From the first chunk to the last
 //
@@ -14,9 +14,9 @@
 // does not depend on a channel, so dq is what forward makes of do, v and k; backward in time dv is
 // made of k, q and do, and dk of v, do and q.
 //
-// grid    (sequence, head, 128 values; 64 where kConsumers = 1); a producer and kConsumers consumer
+// grid    (segment, head, 128 values; 64 where kConsumers = 1); a producer and kConsumers consumer
 //         warpgroups
-// reads   q, k [B, T, H, K], v [B, T, H, V], h0, HeadGates [B, slots, H]
+// reads   q, k [B, T, H, K], v [B, T, H, V], h0 or segment_states, HeadGates [B, slots, H]
 // writes  o [B, T, H, V], ht
 //
 // The producer copies rows and the sums of gates, and makes A. A consumer holds the state of 64
@@ -30,14 +30,11 @@
 #include "cuda/sm90/forward/fused/output.cuh"
 #include "cuda/sm90/forward/parts.cuh"
 #include "cuda/sm90/prepare/sweep.cuh"
-#include "cuda/sm90/tiles/channels.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
 #include "cuda/sm90/tiles/scores.cuh"
-#include "sums.h"
+#include "operands.cuh"
 
 namespace gla_ext::cuda::sm90::head_gates {
-
-enum class Time { kForward, kBackward };
 
 template <int kTiles, int kConsumers>
 struct Stage {
@@ -70,40 +67,24 @@ struct Block : PreparedBlock<Stage<kTilesOfKeys, kConsumersOfBlock>,
   alignas(1024) unsigned char A[kPlaces][kTileBytes];  // [token][token]
   HeadGates gates[Base::kStages];
 
-  // The chunk that is number i of the sweep.
-  __device__ __forceinline__ int chunk(int i) const {
-    return kTime == Time::kForward ? i : this->segment.chunks - 1 - i;
-  }
-  // Factors of the tokens, of what the state gives and of what it gets.
-  __device__ __forceinline__ static const float* of_outputs(const HeadGates& g) {
-    return kTime == Time::kForward ? g.from_start : g.to_end;
-  }
-  __device__ __forceinline__ static const float* of_values(const HeadGates& g) {
-    return kTime == Time::kForward ? g.to_end : g.from_start;
+  // Finds the segment and makes what all warpgroups need. Backward in time a sequence starts with
+  // its last segment.
+  __device__ __forceinline__ void start(const Problem& p, int64_t index) {
+    if (threadIdx.x == 0) {
+      Segment found = find_segment(p, index);
+      if (kTime == Time::kBackward) {
+        const bool last = found.last;
+        found.last = found.first;
+        found.first = last;
+        found.state = found.last_state;
+      }
+      this->segment = found;
+      init_stages<1, kConsumers>(*this);
+    }
+    fence_for_products();
+    __syncthreads();  // the barriers and the segment are there
   }
 };
-
-// Asks for a chunk's rows of K channels.
-template <int kTiles>
-__device__ __forceinline__ void copy_operand(const unsigned char* tiles, const Rows& rows,
-                                             const Segment& segment, int chunk, int thread, int K) {
-#pragma unroll 1  // unrolled, the addresses take the registers of wider blocks' producers
-  for (int tile = 0; tile + 1 < kTiles; tile += 2)
-    copy_rows<2, kGroupThreads>(tiles + tile * kTileBytes, rows, segment, chunk, thread,
-                                tile * kTile, K);
-  if constexpr (kTiles % 2 == 1)
-    copy_rows<1, kGroupThreads>(tiles + (kTiles - 1) * kTileBytes, rows, segment, chunk, thread,
-                                (kTiles - 1) * kTile, K);
-}
-
-__device__ __forceinline__ void copy_gates(const HeadGates& to, const Problem& p,
-                                           const Segment& segment, int chunk, int thread) {
-  constexpr int kParts = sizeof(HeadGates) / 16;
-  static_assert(kParts <= kGroupThreads);
-  const auto* from = reinterpret_cast<const HeadGates*>(p.prepared) + segment.chunk_head(p, chunk);
-  if (thread < kParts)
-    copy16(shared_address(&to) + 16 * thread, reinterpret_cast<const uint4*>(from) + thread, true);
-}
 
 // Multiplies scores, rows by columns of tokens from `first` on, by scale 2^(b_row - b_column).
 // Above the diagonal anything comes out.
@@ -145,50 +126,47 @@ __device__ __forceinline__ void make_scores(BlockOfKernel& s, const Problem& p, 
   }
 }
 
+// Asks for the rows and sums of the sweep's i-th chunk, once its stage is free.
 template <class BlockOfKernel>
-__device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int block_v) {
-  using StageOfBlock = std::decay_t<decltype(s.stages[0])>;
+__device__ __forceinline__ void copy_chunk(BlockOfKernel& s, const Problem& p, int block_v, int i) {
   const Segment& segment = s.segment;
-  s.produce(
-      [&](int i, StageOfBlock& stage, uint64_t*) {
-        const int chunk = s.chunk(i), thread = thread_index();
-        copy_operand<BlockOfKernel::kTiles>(stage.q, p.q, segment, chunk, thread, p.K);
-        copy_operand<BlockOfKernel::kTiles>(stage.k, p.k, segment, chunk, thread, p.K);
-        copy_rows<BlockOfKernel::kConsumers, kGroupThreads>(stage.v, p.v, segment, chunk, thread,
-                                                            block_v, p.V);
-        copy_gates(s.gates[i % s.kStages], p, segment, chunk, thread);
-      },
-      [&](int i) { make_scores(s, p, i, thread_index()); });
+  if (i < segment.chunks) {
+    const int number = i % s.kStages, thread = thread_index();
+    const int chunk = chunk_of<BlockOfKernel::kTime>(segment, i);
+    if (i >= s.kStages) wait(&s.empty[number], s.parity(i - s.kStages));
+    const auto& stage = s.stages[number];
+    copy_operand<BlockOfKernel::kTiles>(stage.q, p.q, segment, chunk, thread, p.K);
+    copy_operand<BlockOfKernel::kTiles>(stage.k, p.k, segment, chunk, thread, p.K);
+    copy_rows<BlockOfKernel::kConsumers, kGroupThreads>(stage.v, p.v, segment, chunk, thread,
+                                                        block_v, p.V);
+    copy_gates(s.gates[number], p, segment, chunk, thread);
+  }
+  commit_copies();
 }
 
-// v^T [64 values][64 tokens] of a consumer times a factor of each token, as an operand in
-// registers.
-class ScaledValues {
- public:
-  __device__ __forceinline__ ScaledValues(const unsigned char* v, const float* factors) {
-    const int thread = thread_index() % kGroupThreads, lane = thread % 32;
-    const int token = lane % 8 + lane / 16 * 8, part = thread / 32 * 2 + lane / 8 % 2;
+// With two stages the next chunk is asked for before A is made: while a chunk is copied nothing
+// else is on its way, and the consumers have long left the one before. With more, A first: the
+// consumers wait for it.
+template <class BlockOfKernel>
+__device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int block_v) {
+  constexpr int kAhead = BlockOfKernel::kStages - 1;
 #pragma unroll
-    for (int i = 0; i < kTile / 16; ++i) {
-      ldmatrix_transposed(
-          words_[i], reinterpret_cast<const bf16*>(v + swizzled(token, part) + i * (16 * 128)));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float2 x = unpack(words_[i][e]);
-        const float2 f = pair_at(factors, 16 * i + e / 2 * 8 + 2 * (lane % 4));
-        words_[i][e] = pack(x.x * f.x, x.y * f.y);
-      }
-    }
+  for (int i = 0; i < kAhead; ++i) copy_chunk(s, p, block_v, i);
+  for (int i = 0; i < s.segment.chunks; ++i) {
+    wait_for_copies<kAhead - 1>();
+    if (kAhead == 1) copy_chunk(s, p, block_v, i + kAhead);
+    make_scores(s, p, i, thread_index());
+    fence_for_products();
+    arrive(&s.full[i % s.kStages]);
+    if (kAhead > 1) copy_chunk(s, p, block_v, i + kAhead);
   }
-  // d += v^T B over the i-th 16 tokens.
-  template <Contiguous kB, int kN>
-  __device__ __forceinline__ void multiply(float (&d)[kN], int i, uint64_t b) const {
-    product<kB>(d, words_[i], b);
-  }
+}
 
- private:
-  uint32_t words_[kTile / 16][4];
-};
+// Factors of the tokens of what the state gives.
+template <Time kTime>
+__device__ __forceinline__ const float* factors_of_outputs(const HeadGates& g) {
+  return kTime == Time::kForward ? g.from_start : g.to_end;
+}
 
 // o += v^T A, issued. v, A: see `Stage` and `Block`.
 template <Time kTime>
@@ -205,8 +183,8 @@ __device__ __forceinline__ void multiply_scores(float (&o)[32], const unsigned c
 }
 
 template <class BlockOfKernel>
-__device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int group,
-                                        int block_v) {
+__device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool transposed,
+                                        int group, int block_v) {
   constexpr int kBytesOfGroup = kKeyTiles * kTileBytes;
   const Segment& segment = s.segment;
   const int first_v = block_v + kTile * group;
@@ -214,7 +192,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
   forward::Parts<BlockOfKernel::kTiles> state;
   state.for_each([&](auto& part, int i) {
     part.first_k = i * kGroupKeys;
-    part.load(p, segment, first_v, thread_index());
+    part.load(p, segment, first_v, thread_index(), transposed);
   });
   for (int i = 0; i < segment.chunks; ++i) {
     const int number = i % s.kStages;
@@ -228,20 +206,21 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     state.for_each([&](auto& part, int j) {
       forward::multiply_state(o, part, leaving, stage.q + j * kBytesOfGroup, operand, j == 0);
     });
-    const ScaledValues v(values, BlockOfKernel::of_values(gates));
+    const ScaledValues v(values, factors_of_values<BlockOfKernel::kTime>(gates));
     begin_products();
     state.for_each(
         [&](auto& part, int j) { forward::multiply_keys(part, v, stage.k + j * kBytesOfGroup); });
     commit_products();
     wait_for_products<1>();  // what the state gives is there
-    scale_columns(o, BlockOfKernel::of_outputs(gates) + 2 * (thread_index() % 4));
+    scale_columns(o, factors_of_outputs<BlockOfKernel::kTime>(gates) + 2 * (thread_index() % 4));
     begin_products();
     multiply_scores<BlockOfKernel::kTime>(o, values, s.A[i % s.kPlaces]);
     commit_products();
     wait_for_products<0>();
     forward::place_output(values, o, group);
     const forward::OutputPart part{thread_index() % kGroupThreads};
-    part.write(p, segment, s.chunk(i), first_v, [&](int row) { return part.row(values, row); });
+    part.write(p, segment, chunk_of<BlockOfKernel::kTime>(segment, i), first_v,
+               [&](int row) { return part.row(values, row); });
     arrive(&s.empty[number]);
   }
   state.for_each([&](auto& part, int) { part.store(p, segment, first_v, thread_index()); });
@@ -249,7 +228,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
 
 template <class BlockOfKernel>
 __global__ void __launch_bounds__(BlockOfKernel::kThreads, BlockOfKernel::kBlocksEach)
-    kernel(Problem p) {
+    kernel(Problem p, bool transposed) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   // Registers of a thread: a block that asks for more than it is launched with waits for ever.
   constexpr int kProducerRegisters = BlockOfKernel::kProducerRegisters,
@@ -263,41 +242,43 @@ __global__ void __launch_bounds__(BlockOfKernel::kThreads, BlockOfKernel::kBlock
   auto& s = *reinterpret_cast<BlockOfKernel*>(s_bytes);
   const int v_blocks = blocks_of(p.V, BlockOfKernel::kValues);
   const int block_v = static_cast<int>(blockIdx.x % v_blocks) * BlockOfKernel::kValues;
-  s.start(p, blockIdx.x / v_blocks, /*bulk_copies=*/0);
+  s.start(p, blockIdx.x / v_blocks);
   const int group = warpgroup();
   if (group == 0) {
     give_registers<kProducerRegisters>();
     if (!s.segment.tail) produce(s, p, block_v);
   } else {
     take_registers<kConsumerRegisters>();
-    consume(s, p, group - 1, block_v);
+    consume(s, p, transposed, group - 1, block_v);
   }
 #endif
 }
 
 template <class BlockOfKernel>
-void launch_blocks(const Problem& p, cudaStream_t stream) {
+void launch_blocks(const Problem& p, bool transposed, cudaStream_t stream) {
   static_assert(fits_multiprocessor(BlockOfKernel::kBlocksEach, sizeof(BlockOfKernel)));
   static const DynamicShared shared(kernel<BlockOfKernel>, sizeof(BlockOfKernel));
   const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, BlockOfKernel::kValues);
   if (blocks == 0) return;
   shared.allow();
   launch_dependent(kernel<BlockOfKernel>, blocks, BlockOfKernel::kThreads, sizeof(BlockOfKernel),
-                   stream, p);
+                   stream, p, transposed);
 }
 
+// transposed: segment_states lie [V][K], as those of the call's own keys and values do where these
+// have changed places.
 template <Time kTime>
-void launch_sweep(const Problem& p, cudaStream_t stream) {
+void launch_sweep(const Problem& p, bool transposed, cudaStream_t stream) {
   if (p.K > 3 * kTile)
-    launch_blocks<Block<4, 2, kTime>>(p, stream);
+    launch_blocks<Block<4, 2, kTime>>(p, transposed, stream);
   else if (p.K > 2 * kTile)
-    launch_blocks<Block<3, 2, kTime>>(p, stream);
+    launch_blocks<Block<3, 2, kTime>>(p, transposed, stream);
   else if (p.K > kTile)
-    launch_blocks<Block<2, 2, kTime>>(p, stream);
+    launch_blocks<Block<2, 2, kTime>>(p, transposed, stream);
   else if (p.V > kTile)
-    launch_blocks<Block<1, 2, kTime>>(p, stream);
+    launch_blocks<Block<1, 2, kTime>>(p, transposed, stream);
   else
-    launch_blocks<Block<1, 1, kTime>>(p, stream);
+    launch_blocks<Block<1, 1, kTime>>(p, transposed, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90::head_gates

@@ -21,6 +21,11 @@ struct State {
   float x[K / 2];
   int first_k = 0;
 
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < K / 2; ++i) x[i] = 0;
+  }
+
   // f(x, key, value), for thread number `thread` of the block
   template <class F>
   __device__ __forceinline__ void for_elements(const Problem& p, int first_v, int thread, F&& f) {
@@ -32,10 +37,11 @@ struct State {
     }
   }
 
+  // entering_v_first: segment_states lie [V][K].
   __device__ __forceinline__ void load(const Problem& p, const Segment& segment, int first_v,
-                                       int thread = static_cast<int>(threadIdx.x)) {
-#pragma unroll
-    for (int i = 0; i < K / 2; ++i) x[i] = 0;
+                                       int thread = static_cast<int>(threadIdx.x),
+                                       bool entering_v_first = false) {
+    clear();
     const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
     if (segment.first && p.h0 != nullptr) {
       const float* h0 = p.h0 + (segment.n * p.H + segment.head) * matrix;
@@ -44,7 +50,9 @@ struct State {
       });
     } else if (!segment.first) {
       const float* entering = p.segment_states + segment.state * matrix;
-      for_elements(p, first_v, thread, [&](float& y, int k, int v) { y = entering[k * p.V + v]; });
+      for_elements(p, first_v, thread, [&](float& y, int k, int v) {
+        y = entering[entering_v_first ? v * p.K + k : k * p.V + v];
+      });
     }
   }
 
@@ -92,6 +100,11 @@ struct State {
   // thread holds are adjacent.
   static __device__ __forceinline__ int quad_index(int channel) {
     return channel / 16 * 16 + channel % 8 / 2 * 4 + channel / 8 % 2 * 2 + channel % 2;
+  }
+  // Multiplies by one factor.
+  __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+    for (int i = 0; i < K / 2; ++i) x[i] *= factor;
   }
   // Multiplies by factors in the order of the key channels.
   __device__ __forceinline__ void scale(const float* factors) {
