@@ -70,8 +70,9 @@ BackwardOutputs chunk_gla_bwd_cuda(const BackwardArguments& a) {
   if (has_for_backward && !call.input_for_backward(plan, *a.for_backward))
     plan = call.plan(a.batch_invariant, /*for_backward=*/false);
   // Kernels of gates by channels write dg, asked for or not.
-  const bool makes_dg = a.gate_gradient || !plan.backward.reads_head_gates;
-  at::Tensor dg = call.gate_grad(p.dg, p.K, makes_dg ? a.g : std::nullopt),
+  const bool reads_head_gates = plan.backward.reads_head_gates;
+  at::Tensor dg =
+                 reads_head_gates ? call.head_gate_grad(p.dg, a.g) : call.gate_grad(p.dg, p.K, a.g),
              dgv = call.gate_grad(call.value_side.dg, p.V, a.gv);
   at::Tensor dh0 =
       given(a.initial_state) ? call.output_state(p.dh0) : call.not_asked_for(at::kFloat);
@@ -82,7 +83,10 @@ BackwardOutputs chunk_gla_bwd_cuda(const BackwardArguments& a) {
     side->dg_intra = side->dg;
   }
   call.run(plan.backward);  // replaces those intra results that are not fp32
-  dg = a.gate_gradient ? sum_over_channels(dg, a.g) : call.not_asked_for(at::kFloat);
+  if (!a.gate_gradient)
+    dg = call.not_asked_for(at::kFloat);
+  else
+    dg = reads_head_gates && given(a.g) ? dg.squeeze(-1) : sum_over_channels(dg, a.g);
   return with_shared_heads({back_to_fp16(dq, in_fp32), back_to_fp16(dk, in_fp32),
                             back_to_fp16(dv, in_fp32), dg, dgv, dh0},
                            a.k.size(2));

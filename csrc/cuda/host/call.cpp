@@ -135,6 +135,10 @@ at::Tensor Call::gate_grad(Rows& rows, int64_t last_dim, const OptionalTensor& g
                   : not_asked_for(at::kFloat);
 }
 
+at::Tensor Call::head_gate_grad(Rows& rows, const OptionalTensor& g) {
+  return given(g) && gate_gradient ? output(rows, 1, g->scalar_type()) : not_asked_for(at::kFloat);
+}
+
 at::Tensor Call::output_state(float*& state) {
   const Problem& p = problem;
   at::Tensor t =

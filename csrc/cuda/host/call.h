@@ -41,6 +41,8 @@ class Call {
   at::Tensor output(Rows& rows, int64_t last_dim, at::ScalarType dtype);
   // Of a gate; 0 elements where the gate is absent.
   at::Tensor gate_grad(Rows& rows, int64_t last_dim, const OptionalTensor& g);
+  // The same of one gate a head, [B, T, H, 1]; 0 elements too where it is not asked for.
+  at::Tensor head_gate_grad(Rows& rows, const OptionalTensor& g);
   at::Tensor output_state(float*& state);
   // Slots that no sequence needs are zero.
   at::Tensor output_chunk_states(void*& states, DType& dtype, at::ScalarType type);

@@ -45,6 +45,11 @@
   ROW(kHeadGateForward, "head_gates.forward", sm90::launch_head_gate_forward)                     \
   ROW(kHeadGateQueryGrads, "head_gates.query_grads", sm90::launch_head_gate_query_grads)          \
   ROW(kHeadGateKeyGrads, "head_gates.key_grads", sm90::launch_head_gate_key_grads)                \
+  ROW(kHeadGateQueryGradsAndDots, "head_gates.query_grads.and_dots",                              \
+      sm90::launch_head_gate_query_grads_and_dots)                                                \
+  ROW(kHeadGateKeyGradsAndDots, "head_gates.key_grads.and_dots",                                  \
+      sm90::launch_head_gate_key_grads_and_dots)                                                  \
+  ROW(kHeadGateGateGrads, "head_gates.gate_grads", sm90::launch_head_gate_gate_grads)             \
   ROW(kHeadGateValueGrads, "head_gates.value_grads", sm90::launch_head_gate_value_grads)          \
   /* Hopper: prepared chunks, q^ k^ A and the factors of a state */                               \
   ROW(kPrepare, "prepare", sm90::launch_prepare)                                                  \

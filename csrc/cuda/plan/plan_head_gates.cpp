@@ -21,11 +21,20 @@ Segments choose_segments(PlanInputs in, const ChunkGrid& grid) {
   return segments.replays ? Segments{} : segments;
 }
 
+bool makes_gate_grads(const PlanInputs& in) { return in.key_gated && in.gate_gradient; }
+
 void add_memory(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid, bool backward) {
   Workspace& w = plan.workspace = step_workspace(grid, in.H, /*tiers=*/false);
   add_packed_lists(w, grid);
   const auto each = static_cast<int64_t>(sizeof(HeadGates));
-  w.add(Buffer::kPrepared, grid.B * grid.slots * in.H * each);
+  const int64_t chunks = grid.B * grid.slots * in.H;
+  w.add(Buffer::kPrepared, chunks * each);
+  if (backward && makes_gate_grads(in)) {
+    const int64_t parts = dot_parts(in.K, in.V);
+    w.add(Buffer::kDqIntra, chunks * parts * kDotBytes);
+    w.add(Buffer::kDkIntra, chunks * parts * kDotBytes);
+    w.add(Buffer::kDgIntra, grid.N * in.H * parts * kLastDotBytes);
+  }
   const int64_t segment_keys = grid.B * plan.segments.segment_states * in.H * in.K;
   if (segment_keys == 0) return;
   w.add(Buffer::kSegmentDecays, segment_keys * kFloatBytes);
@@ -38,9 +47,7 @@ void add_memory(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid, boo
 bool forward_takes_head_gates(const PlanInputs& in) { return takes(in, in.K); }
 
 // Keys and values change places in the gradients of q and k.
-bool backward_takes_head_gates(const PlanInputs& in) {
-  return (!in.key_gated || !in.gate_gradient) && takes(in, std::max(in.K, in.V));
-}
+bool backward_takes_head_gates(const PlanInputs& in) { return takes(in, std::max(in.K, in.V)); }
 
 PassPlan plan_head_gates(const PlanInputs& in, const ChunkGrid& grid, bool backward) {
   PassPlan plan;
@@ -59,8 +66,10 @@ PassPlan plan_head_gates(const PlanInputs& in, const ChunkGrid& grid, bool backw
     kernels.add(Kernel::kHeadGateForward);
     return plan;
   }
-  kernels.add(Kernel::kHeadGateQueryGrads);
-  kernels.add(Kernel::kHeadGateKeyGrads);
+  const bool gates = makes_gate_grads(in);
+  kernels.add(gates ? Kernel::kHeadGateQueryGradsAndDots : Kernel::kHeadGateQueryGrads);
+  kernels.add(gates ? Kernel::kHeadGateKeyGradsAndDots : Kernel::kHeadGateKeyGrads);
+  if (gates) kernels.add(Kernel::kHeadGateGateGrads);
   kernels.add(Kernel::kHeadGateValueGrads);
   return plan;
 }

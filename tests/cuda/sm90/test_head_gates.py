@@ -86,13 +86,48 @@ def test_sizes(T, K, V, gate):
 
 @in_nan
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("K, V", [(64, 64), (128, 256)])
-def test_gradient_of_the_gate(K, V, gate):
-    """Backward then has the gate spread over the channels, and sums their gradients."""
-    x = inputs(130, K, V, gate)
-    assert kernels(x, False, True) == ["head_gates.sums", "head_gates.forward"]
-    assert "head_gates.sums" not in kernels(x, True, True)
+@pytest.mark.parametrize("T, K, V", SIZES)
+def test_gradient_of_the_gate(T, K, V, gate):
+    x = inputs(T, K, V, gate)
+    sweeps = ["query_grads.and_dots", "key_grads.and_dots", "gate_grads", "value_grads"]
+    names = ["head_gates.sums", *(f"head_gates.{name}" for name in sweeps)]
+    assert kernels(x, True, True) == names
     assert_like_truth(simple(x), x)
+
+
+@in_nan
+def test_gradient_of_the_gate_over_many_chunks():
+    """What passes from chunk to chunk, more of them than at once, with and without a last state."""
+    x = inputs(64 * 35 + 9, 64, 64, 0.05, B=1, H=2)
+    assert_like_truth(simple(x), x)
+    x = dataclasses.replace(x, dht=None, g=x.g * 8)
+    with batch_invariant():
+        assert_like_truth(simple(x), x)
+
+
+@in_nan
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 136)])
+def test_gradient_of_the_gate_of_packed_sequences(K, V):
+    x = inputs(695, K, V, "reset", B=1, lengths=UNEVEN_LENGTHS)
+    results = simple(x)
+    assert_like_truth(results, x)
+    assert not results["dg"][:, sum(UNEVEN_LENGTHS) :].any()
+    x = inputs(2400, K, V, 0.1, B=1, H=1, lengths=(1500, 0, 65, 3, 700))
+    assert "head_gates.summaries.of_grads" in kernels(x, True, True)
+    assert_like_truth(simple(x), x)
+
+
+@pytest.mark.parametrize("strength", [1.0, 6.0, 12.0, 30.0])
+def test_gradient_of_gates_that_are_all_alike(strength):
+    """Decays of every token from e^-1 to e^-30: dg is what is left of much larger terms."""
+    x = inputs(700, 64, 64, B=1, states=False)
+    x = dataclasses.replace(x, g=torch.full_like(x.g, -strength))
+    assert_like_truth(simple(x), x)
+
+
+def test_resets_have_no_gradient():
+    x = inputs(130, 64, 128, "reset")
+    assert (simple(x)["dg"][x.g == -torch.inf] == 0).all()
 
 
 @in_nan
@@ -109,6 +144,9 @@ def test_packed(K, V):
 def test_gate_dtypes_and_shared_heads(dtype):
     x = inputs(130, 72, 136, 1.0, H=4, HK=2, gate_dtype=dtype)
     assert_like_truth(constant(x), x)
+    results = simple(x)
+    assert results["dg"].dtype == dtype and results["dg"].shape == x.g.shape
+    assert_like_truth(results, x)
 
 
 def test_a_decay_of_every_token_is_read_in_place():

@@ -3,23 +3,36 @@
 #include "sweep.cuh"
 
 namespace gla_ext::cuda::sm90 {
-
-void launch_head_gate_forward(const Problem& p, cudaStream_t stream) {
-  head_gates::launch_sweep<head_gates::Time::kForward>(p, /*transposed=*/false, stream);
-}
+namespace head_gates {
 
 // The state is that of forward, transposed.
-void launch_head_gate_query_grads(const Problem& p, cudaStream_t stream) {
+template <bool kMakesDots>
+void launch_query_grads(const Problem& p, cudaStream_t stream) {
   Problem roles = p;
   roles.q = p.d_o;
   roles.k = p.v;
   roles.v = p.k;
   roles.o = p.dq;
+  roles.d_o = p.q;  // w
   roles.K = p.V;
   roles.V = p.K;
   roles.state_v_first = !p.state_v_first;
   roles.ht = nullptr;
-  head_gates::launch_sweep<head_gates::Time::kForward>(roles, /*transposed=*/true, stream);
+  launch_sweep<Time::kForward, kMakesDots>(roles, /*transposed=*/true, stream);
+}
+
+}  // namespace head_gates
+
+void launch_head_gate_forward(const Problem& p, cudaStream_t stream) {
+  head_gates::launch_sweep<head_gates::Time::kForward, false>(p, /*transposed=*/false, stream);
+}
+
+void launch_head_gate_query_grads(const Problem& p, cudaStream_t stream) {
+  head_gates::launch_query_grads<false>(p, stream);
+}
+
+void launch_head_gate_query_grads_and_dots(const Problem& p, cudaStream_t stream) {
+  head_gates::launch_query_grads<true>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -24,6 +24,11 @@ void launch_head_gate_forward(const Problem& p, cudaStream_t stream);
 void launch_head_gate_query_grads(const Problem& p, cudaStream_t stream);
 // v do q dht (segment_state_grads) HeadGates -> dk. V of at most 256.
 void launch_head_gate_key_grads(const Problem& p, cudaStream_t stream);
+// The same two, and dots, for the gradient of the gates: with q, and with k.
+void launch_head_gate_query_grads_and_dots(const Problem& p, cudaStream_t stream);
+void launch_head_gate_key_grads_and_dots(const Problem& p, cudaStream_t stream);
+// g HeadGates dots -> dg
+void launch_head_gate_gate_grads(const Problem& p, cudaStream_t stream);
 // k q do dht (segment_state_grads) HeadGates -> dv, dh0. K of at most 256.
 void launch_head_gate_value_grads(const Problem& p, cudaStream_t stream);
 

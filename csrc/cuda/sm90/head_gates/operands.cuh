@@ -11,6 +11,14 @@ namespace gla_ext::cuda::sm90::head_gates {
 // From the first chunk to the last, or from the last to the first.
 enum class Time { kForward, kBackward };
 
+template <Time kTime>
+__device__ __forceinline__ float* dots_of(const Problem& p) {
+  return static_cast<float*>(kTime == Time::kForward ? p.dq_intra.data : p.dk_intra.data);
+}
+__device__ __forceinline__ float* last_dots(const Problem& p) {
+  return static_cast<float*>(p.dg_intra.data);
+}
+
 // Asks for a chunk's rows of K channels.
 template <int kTiles>
 __device__ __forceinline__ void copy_operand(const unsigned char* tiles, const Rows& rows,
@@ -33,24 +41,40 @@ __device__ __forceinline__ void copy_gates(const HeadGates& to, const Problem& p
     copy16(shared_address(&to) + 16 * thread, reinterpret_cast<const uint4*>(from) + thread, true);
 }
 
+// f(i, words) for v^T [64 values][16 tokens] of a consumer, tokens from 16 i on, as a product's
+// operand: word e has values lane / 4 + 8 (e % 2) of tokens 8 (e / 2) + 2 (lane % 4) and the next.
+template <class F>
+__device__ __forceinline__ void for_transposed(const unsigned char* v, int lane, int warp, F&& f) {
+  const int token = lane % 8 + lane / 16 * 8, part = warp * 2 + lane / 8 % 2;
+#pragma unroll
+  for (int i = 0; i < kTile / 16; ++i) {
+    uint32_t words[4];
+    ldmatrix_transposed(words,
+                        reinterpret_cast<const bf16*>(v + swizzled(token, part) + i * (16 * 128)));
+    f(i, words);
+  }
+}
+
 // v^T [64 values][64 tokens] of a consumer times a factor of each token, as an operand in
-// registers.
+// registers; or what bf16 rounds away of it.
+enum class Rounding { kRounded, kLost };
+
 class ScaledValues {
  public:
-  __device__ __forceinline__ ScaledValues(const unsigned char* v, const float* factors) {
+  __device__ __forceinline__ ScaledValues(const unsigned char* v, const float* factors,
+                                          Rounding rounding = Rounding::kRounded) {
     const int thread = thread_index() % kGroupThreads, lane = thread % 32;
-    const int token = lane % 8 + lane / 16 * 8, part = thread / 32 * 2 + lane / 8 % 2;
-#pragma unroll
-    for (int i = 0; i < kTile / 16; ++i) {
-      ldmatrix_transposed(
-          words_[i], reinterpret_cast<const bf16*>(v + swizzled(token, part) + i * (16 * 128)));
+    for_transposed(v, lane, thread / 32, [&](int i, const uint32_t (&words)[4]) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float2 x = unpack(words_[i][e]);
         const float2 f = pair_at(factors, 16 * i + e / 2 * 8 + 2 * (lane % 4));
-        words_[i][e] = pack(x.x * f.x, x.y * f.y);
+        const float2 x = unpack(words[e]) * f;
+        words_[i][e] = pack(x.x, x.y);
+        if (rounding == Rounding::kRounded) continue;
+        const float2 lost = x - unpack(words_[i][e]);
+        words_[i][e] = pack(lost.x, lost.y);
       }
-    }
+    });
   }
   // d += v^T B over the i-th 16 tokens.
   template <Contiguous kB, int kN>

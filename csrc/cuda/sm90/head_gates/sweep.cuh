@@ -19,6 +19,11 @@
 // reads   q, k [B, T, H, K], v [B, T, H, V], h0 or segment_states, HeadGates [B, slots, H]
 // writes  o [B, T, H, V], ht
 //
+// With dots, which the gradient of the gates is made of, a sweep also writes w_i . o_i of every
+// token, in fp32, of the whole of o and of what the state gives. Two such sweeps put a pair of
+// tokens into their sums by the same number, to fp32: so the state's operand, and what adds to the
+// state, are then two bf16 terms each.
+//
 // The producer copies rows and the sums of gates, and makes A. A consumer holds the state of 64
 // values transposed, [V][K], in registers, as forward/ does. v in registers, times its tokens'
 // factors, adds to the state; v in shared memory meets A. Accumulation is fp32.
@@ -36,25 +41,35 @@
 
 namespace gla_ext::cuda::sm90::head_gates {
 
-template <int kTiles, int kConsumers>
+template <int kTiles, int kConsumers, bool kDots>
 struct Stage {
   unsigned char q[kTiles * kTileBytes];      // [token][K]
   unsigned char k[kTiles * kTileBytes];      // [token][K]
   unsigned char v[kConsumers * kTileBytes];  // [token][V], then o
 };
+template <int kTiles, int kConsumers>
+struct Stage<kTiles, kConsumers, true> : Stage<kTiles, kConsumers, false> {
+  unsigned char w[kConsumers * kTileBytes];  // [token][V]
+};
+
+// Of a chunk: what the warps of a consumer sum, and each consumer's sums in memory.
+enum Dot { kOfState, kOfAll, kDots };
 
 // As many as shared memory has room for; narrow blocks are two a multiprocessor.
-constexpr int stages_of(int tiles, int consumers) {
-  if (consumers == 1) return 3;
+constexpr int stages_of(int tiles, int consumers, bool dots) {
+  if (consumers == 1) return dots ? 2 : 3;
+  if (dots) return tiles <= 2 ? 5 - tiles : 2;
   return tiles <= 2 ? 4 : 6 - tiles;
 }
 
 // kTilesOfKeys: one to four tiles of 64 key channels.
-template <int kTilesOfKeys, int kConsumersOfBlock, Time kTimeOfBlock>
-struct Block : PreparedBlock<Stage<kTilesOfKeys, kConsumersOfBlock>,
-                             stages_of(kTilesOfKeys, kConsumersOfBlock), kConsumersOfBlock> {
+template <int kTilesOfKeys, int kConsumersOfBlock, Time kTimeOfBlock, bool kDotsOfBlock>
+struct Block
+    : PreparedBlock<Stage<kTilesOfKeys, kConsumersOfBlock, kDotsOfBlock>,
+                    stages_of(kTilesOfKeys, kConsumersOfBlock, kDotsOfBlock), kConsumersOfBlock> {
   static constexpr int kTiles = kTilesOfKeys, kConsumers = kConsumersOfBlock;
   static constexpr Time kTime = kTimeOfBlock;
+  static constexpr bool kMakesDots = kDotsOfBlock;
   static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
   static constexpr int kBlocksEach = kConsumers == 1 ? 2 : 1;  // of a multiprocessor
   static constexpr int kValues = kConsumers * kTile;
@@ -62,10 +77,10 @@ struct Block : PreparedBlock<Stage<kTilesOfKeys, kConsumersOfBlock>,
   static constexpr int kConsumerRegisters = kConsumers == 1 ? 160 : kTiles == 4 ? 224 : 208;
   static constexpr int kPlaces = 2;
   static constexpr int kColumns = kTiles == 4 ? kTile / 2 : kTile;  // of A made at once
-  using Base = PreparedBlock<Stage<kTiles, kConsumers>, stages_of(kTiles, kConsumers), kConsumers>;
 
   alignas(1024) unsigned char A[kPlaces][kTileBytes];  // [token][token]
-  HeadGates gates[Base::kStages];
+  HeadGates gates[Block::kStages];
+  float dots[kMakesDots ? kConsumers : 1][kDots][kGroupThreads / 32][kTile];
 
   // Finds the segment and makes what all warpgroups need. Backward in time a sequence starts with
   // its last segment.
@@ -139,6 +154,9 @@ __device__ __forceinline__ void copy_chunk(BlockOfKernel& s, const Problem& p, i
     copy_operand<BlockOfKernel::kTiles>(stage.k, p.k, segment, chunk, thread, p.K);
     copy_rows<BlockOfKernel::kConsumers, kGroupThreads>(stage.v, p.v, segment, chunk, thread,
                                                         block_v, p.V);
+    if constexpr (BlockOfKernel::kMakesDots)
+      copy_rows<BlockOfKernel::kConsumers, kGroupThreads>(stage.w, p.d_o, segment, chunk, thread,
+                                                          block_v, p.V);
     copy_gates(s.gates[number], p, segment, chunk, thread);
   }
   commit_copies();
@@ -182,10 +200,90 @@ __device__ __forceinline__ void multiply_scores(float (&o)[32], const unsigned c
       values.template multiply<Contiguous::kOther>(o, i, descriptor(scores + 2048 * i, kTileBytes));
 }
 
+// o^T = S^T q^T as multiply_state makes it, with an operand of two terms.
+template <int K>
+__device__ __forceinline__ void multiply_two_terms(float (&o)[32], forward::State<K>& state,
+                                                   forward::Leaving leaving, const unsigned char* q,
+                                                   forward::StateOperand& terms, bool first) {
+#pragma unroll
+  for (int key = 0; key < K; key += forward::kPartKeys) {
+    wait_for_products<0>();  // the terms before are read
+    state.template pass<forward::kPartKeys>(key, leaving, terms[0], terms[1]);
+    const uint32_t step =
+        shared_address(q) + key / kTile * kTileBytes + key % kTile / 16 * kStepBytes;
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < forward::kPartKeys / 16; ++i)
+#pragma unroll
+      for (int term = 0; term < 2; ++term)
+        product(o, terms[term][i], descriptor(step + i * kStepBytes, 0),
+                !first || key + i + term > 0);
+    commit_products();
+  }
+}
+
+// Sums w_i . o_i of every token over the values of a warp. w: [token][64 values].
+__device__ __forceinline__ void sum_dots(float (&sums)[kTile], const float (&o)[32],
+                                         const unsigned char* w) {
+  const int thread = thread_index() % kGroupThreads, lane = thread % 32;
+  for_transposed(w, lane, thread / 32, [&](int i, const uint32_t (&words)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int j = 2 * i + half;  // tokens from 8 j on
+      const float2 first = unpack(words[2 * half]), second = unpack(words[2 * half + 1]);
+      float2 sum = make_float2(first.x * o[4 * j] + second.x * o[4 * j + 2],
+                               first.y * o[4 * j + 1] + second.y * o[4 * j + 3]);
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) {
+        sum.x += __shfl_xor_sync(0xffffffffu, sum.x, lanes);
+        sum.y += __shfl_xor_sync(0xffffffffu, sum.y, lanes);
+      }
+      if (lane < 4) pair_at(sums, 8 * j + 2 * lane) = sum;
+    }
+  });
+}
+
+// The consumer's sums of both kinds to memory: [B, slots, H, parts, kDots, 64 tokens].
+template <class BlockOfKernel>
+__device__ __forceinline__ void store_dots(BlockOfKernel& s, const Problem& p, int chunk,
+                                           int block_v, int group) {
+  const int thread = thread_index() % kGroupThreads, dot = thread / kTile, token = thread % kTile;
+  const int parts = blocks_of(p.V, s.kValues) * s.kConsumers;
+  const int64_t part = s.segment.chunk_head(p, chunk) * parts + block_v / kTile + group;
+  float sum = 0;
+#pragma unroll
+  for (int warp = 0; warp < kGroupThreads / 32; ++warp) sum += s.dots[group][dot][warp][token];
+  dots_of<BlockOfKernel::kTime>(p)[part * (kDots * kTile) + thread] = sum;
+}
+
+// S . dS of a consumer's values after the last token, a number a warp: [N, H, parts, 4].
+template <class BlockOfKernel, class StateOfValues>
+__device__ __forceinline__ void store_last_dot(BlockOfKernel& s, const Problem& p,
+                                               StateOfValues& state, int block_v, int group) {
+  if (!s.segment.last || p.dht == nullptr) return;
+  const int64_t matrix = s.segment.n * p.H + s.segment.head;
+  const float* dht = p.dht + matrix * p.K * p.V;
+  float sum = 0;
+  state.for_each([&](auto& part, int) {
+    part.for_elements(p, block_v + kTile * group, thread_index(), [&](float y, int k, int v) {
+      sum += y * dht[p.state_v_first ? v * p.K + k : k * p.V + v];
+    });
+  });
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+  const int thread = thread_index() % kGroupThreads;
+  const int parts = blocks_of(p.V, s.kValues) * s.kConsumers;
+  if (thread % 32 == 0)
+    last_dots(p)[(matrix * parts + block_v / kTile + group) * (kGroupThreads / 32) + thread / 32] =
+        sum;
+}
+
 template <class BlockOfKernel>
 __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool transposed,
                                         int group, int block_v) {
   constexpr int kBytesOfGroup = kKeyTiles * kTileBytes;
+  constexpr Time kTime = BlockOfKernel::kTime;
+  constexpr bool kMakesDots = BlockOfKernel::kMakesDots;
   const Segment& segment = s.segment;
   const int first_v = block_v + kTile * group;
   if (segment.tail) return forward::write_tail(p, segment, first_v);
@@ -204,26 +302,45 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool
     forward::StateOperand operand;
     const forward::Leaving leaving{gates.decay[0]};
     state.for_each([&](auto& part, int j) {
-      forward::multiply_state(o, part, leaving, stage.q + j * kBytesOfGroup, operand, j == 0);
+      if constexpr (kMakesDots)
+        multiply_two_terms(o, part, leaving, stage.q + j * kBytesOfGroup, operand, j == 0);
+      else
+        forward::multiply_state(o, part, leaving, stage.q + j * kBytesOfGroup, operand, j == 0);
     });
-    const ScaledValues v(values, factors_of_values<BlockOfKernel::kTime>(gates));
-    begin_products();
-    state.for_each(
-        [&](auto& part, int j) { forward::multiply_keys(part, v, stage.k + j * kBytesOfGroup); });
-    commit_products();
+    const auto add_values = [&](Rounding rounding) {
+      const ScaledValues v(values, factors_of_values<kTime>(gates), rounding);
+      begin_products();
+      state.for_each(
+          [&](auto& part, int j) { forward::multiply_keys(part, v, stage.k + j * kBytesOfGroup); });
+      commit_products();
+      if (rounding == Rounding::kLost) wait_for_products<0>();
+    };
+    if constexpr (kMakesDots) add_values(Rounding::kLost);
+    add_values(Rounding::kRounded);
     wait_for_products<1>();  // what the state gives is there
-    scale_columns(o, factors_of_outputs<BlockOfKernel::kTime>(gates) + 2 * (thread_index() % 4));
+    scale_columns(o, factors_of_outputs<kTime>(gates) + 2 * (thread_index() % 4));
+    const auto make_dots = [&](Dot dot) {
+      if constexpr (kMakesDots)
+        sum_dots(s.dots[group][dot][thread_index() % kGroupThreads / 32], o,
+                 stage.w + group * kTileBytes);
+    };
+    make_dots(kOfState);
     begin_products();
-    multiply_scores<BlockOfKernel::kTime>(o, values, s.A[i % s.kPlaces]);
+    multiply_scores<kTime>(o, values, s.A[i % s.kPlaces]);
     commit_products();
     wait_for_products<0>();
-    forward::place_output(values, o, group);
+    make_dots(kOfAll);
+    group_barrier<forward::kConsumerBarrier>(group);  // v is read, and the warps' sums are there
+    forward::store_transposed_tile(values, o);
+    const int chunk = chunk_of<kTime>(segment, i);
+    if constexpr (kMakesDots) store_dots(s, p, chunk, block_v, group);
+    group_barrier<forward::kConsumerBarrier>(group);  // o is written, and the sums are read
     const forward::OutputPart part{thread_index() % kGroupThreads};
-    part.write(p, segment, chunk_of<BlockOfKernel::kTime>(segment, i), first_v,
-               [&](int row) { return part.row(values, row); });
+    part.write(p, segment, chunk, first_v, [&](int row) { return part.row(values, row); });
     arrive(&s.empty[number]);
   }
   state.for_each([&](auto& part, int) { part.store(p, segment, first_v, thread_index()); });
+  if constexpr (kMakesDots && kTime == Time::kForward) store_last_dot(s, p, state, block_v, group);
 }
 
 template <class BlockOfKernel>
@@ -267,18 +384,18 @@ void launch_blocks(const Problem& p, bool transposed, cudaStream_t stream) {
 
 // transposed: segment_states lie [V][K], as those of the call's own keys and values do where these
 // have changed places.
-template <Time kTime>
+template <Time kTime, bool kMakesDots>
 void launch_sweep(const Problem& p, bool transposed, cudaStream_t stream) {
   if (p.K > 3 * kTile)
-    launch_blocks<Block<4, 2, kTime>>(p, transposed, stream);
+    launch_blocks<Block<4, 2, kTime, kMakesDots>>(p, transposed, stream);
   else if (p.K > 2 * kTile)
-    launch_blocks<Block<3, 2, kTime>>(p, transposed, stream);
+    launch_blocks<Block<3, 2, kTime, kMakesDots>>(p, transposed, stream);
   else if (p.K > kTile)
-    launch_blocks<Block<2, 2, kTime>>(p, transposed, stream);
+    launch_blocks<Block<2, 2, kTime, kMakesDots>>(p, transposed, stream);
   else if (p.V > kTile)
-    launch_blocks<Block<1, 2, kTime>>(p, transposed, stream);
+    launch_blocks<Block<1, 2, kTime, kMakesDots>>(p, transposed, stream);
   else
-    launch_blocks<Block<1, 1, kTime>>(p, transposed, stream);
+    launch_blocks<Block<1, 1, kTime, kMakesDots>>(p, transposed, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90::head_gates

@@ -91,6 +91,23 @@ struct State {
       for (int e = 0; e < 8; ++e) y[e] *= leaving.decay;
     }
   }
+  // The same with what bf16 rounds away as a second operand.
+  template <int kKeys>
+  __device__ __forceinline__ void pass(int first, Leaving leaving, uint32_t (&high)[kKeys / 16][4],
+                                       uint32_t (&low)[kKeys / 16][4]) {
+#pragma unroll
+    for (int j = 0; j < kKeys / 16; ++j) {
+      float* y = x + (first + 16 * j) / 2;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        high[j][e] = pack(y[2 * e], y[2 * e + 1]);
+        const float2 rounded = unpack(high[j][e]);
+        low[j][e] = pack(y[2 * e] - rounded.x, y[2 * e + 1] - rounded.y);
+      }
+#pragma unroll
+      for (int e = 0; e < 8; ++e) y[e] *= leaving.decay;
+    }
+  }
   // Only multiplies by such factors.
   __device__ __forceinline__ void pass(const float* factors) {
 #pragma unroll
