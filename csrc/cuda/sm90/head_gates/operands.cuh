@@ -11,14 +11,6 @@ namespace gla_ext::cuda::sm90::head_gates {
 // From the first chunk to the last, or from the last to the first.
 enum class Time { kForward, kBackward };
 
-template <Time kTime>
-__device__ __forceinline__ float* dots_of(const Problem& p) {
-  return static_cast<float*>(kTime == Time::kForward ? p.dq_intra.data : p.dk_intra.data);
-}
-__device__ __forceinline__ float* last_dots(const Problem& p) {
-  return static_cast<float*>(p.dg_intra.data);
-}
-
 // Asks for a chunk's rows of K channels.
 template <int kTiles>
 __device__ __forceinline__ void copy_operand(const unsigned char* tiles, const Rows& rows,
