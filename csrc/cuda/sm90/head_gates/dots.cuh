@@ -39,6 +39,38 @@ __device__ __forceinline__ void multiply_two_terms(float (&o)[32], forward::Stat
   }
 }
 
+// Moves the diagonal of A, in bf16's rounding, out of it. thread: of the producer.
+template <int kColumns>
+__device__ __forceinline__ void take_diagonal(float (&diagonal)[kTile], float (&A)[kColumns / 2],
+                                              int first, int thread) {
+  const int row = thread / 32 * 16 + thread % 32 / 4, column = first + thread % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) {
+    const int at = row + i / 2 % 2 * 8;
+    if (at != column + i / 4 * 8 + i % 2) continue;
+    diagonal[at] = unpack(pack(A[i], 0.f)).x;
+    A[i] = 0.f;
+  }
+}
+// o_i += A_ii v_i
+__device__ __forceinline__ void add_diagonal(float (&o)[32], const float* diagonal,
+                                             const unsigned char* v) {
+  const int thread = thread_index() % kGroupThreads, lane = thread % 32;
+  for_transposed(v, lane, thread / 32, [&](int i, const uint32_t (&words)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int j = 2 * i + half;  // tokens from 8 j on
+      const float2 by = pair_at(diagonal, 8 * j + 2 * (lane % 4));
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float2 x = unpack(words[2 * half + e]) * by;
+        o[4 * j + 2 * e] += x.x;
+        o[4 * j + 2 * e + 1] += x.y;
+      }
+    }
+  });
+}
+
 // Sums w_i . o_i of every token over the values of a warp. w: [token][64 values].
 __device__ __forceinline__ void sum_dots(float (&sums)[kTile], const float (&o)[32],
                                          const unsigned char* w) {

@@ -3,10 +3,10 @@
 //
 //   dg_t = X + sum over i >= t of (q_i . dq_i - k_i . dk_i)      X = S . dS after the last token
 //
-// A pair puts the same number, to fp32, into both sums (sweep.cuh), and leaves by it. What fp32
-// rounds of the pairs that have left would add up; so a chunk that leaves next to nothing of the
-// state starts anew: what passes its start is the sum of what the state gives its tokens. Nothing
-// passes a token whose decay is below fp32's rounding, and its dg is 0, as that of a reset.
+// without the pairs of a token with itself. A pair puts the same number, to fp32, into both sums
+// (sweep.cuh), and leaves by it. What fp32 rounds of the pairs that have left would add up; so a
+// chunk that leaves next to nothing of the state starts anew: what passes its start is the sum of
+// what the state gives its tokens. Nothing passes a reset, whose dg is 0.
 //
 // grid    (sequence, head); 64 threads for each of sixteen chunks at a time
 // reads   g [B, T, H], HeadGates [B, slots, H], the dots of both sweeps
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock) kernel(Problem p) {
           g, p.g.dtype,
           row * p.g.stride_b + (sequence.start + at) * p.g.stride_t + head_offset(p.g, head)));
     }
-    const bool nothing_passes = x < kNothing;
+    const bool nothing_passes = x <= kReset;
     Run run{adds, false, nothing_passes};
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) {

@@ -23,6 +23,8 @@
 // token, in fp32, of the whole of o and of what the state gives. Two such sweeps put a pair of
 // tokens into their sums by the same number, to fp32: so the state's operand, and what adds to the
 // state, are then two bf16 terms each.
+// A token's pair with itself passes no gate and is left out of the dots: beside strong gates it
+// would be nearly all of them.
 //
 // The producer copies rows and the sums of gates, and makes A. A consumer holds the state of 64
 // values transposed, [V][K], in registers, as forward/ does. v in registers, times its tokens'
@@ -78,6 +80,7 @@ struct Block
 
   alignas(1024) unsigned char A[kPlaces][kTileBytes];  // [token][token]
   HeadGates gates[Block::kStages];
+  float diagonal[kPlaces][kTile];  // of A, with dots
   float dots[kMakesDots ? kConsumers : 1][kDots][kGroupThreads / 32][kTile];
 
   // Finds the segment and makes what all warpgroups need. Backward in time a sequence starts with
@@ -135,6 +138,8 @@ __device__ __forceinline__ void make_scores(BlockOfKernel& s, const Problem& p, 
         A, forward_in_time ? stage.q : stage.k, forward_in_time ? stage.k : stage.q, first);
     wait_for_products<0>();
     mask_scores<kColumns>(A, s.gates[i % s.kStages], p.scale, first, thread);
+    if constexpr (BlockOfKernel::kMakesDots)
+      take_diagonal<kColumns>(s.diagonal[i % s.kPlaces], A, first, thread);
     place_scores<kColumns>(s.A[i % s.kPlaces], A, false, first, thread);
   }
 }
@@ -250,6 +255,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool
     commit_products();
     wait_for_products<0>();
     make_dots(kOfAll);
+    if constexpr (kMakesDots) add_diagonal(o, s.diagonal[i % s.kPlaces], values);
     group_barrier<forward::kConsumerBarrier>(group);  // v is read, and the warps' sums are there
     forward::store_transposed_tile(values, o);
     const int chunk = chunk_of<kTime>(segment, i);
