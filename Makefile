@@ -27,6 +27,7 @@
 # TORCHES=       versions of torch for `wheels`, the newest of each minor version supported
 # FLA=           version of flash-linear-attention for `test-fla`
 # TRANSFORMERS=  version of transformers for `test-fla`
+# NPROC=         processes of `train` on this machine, one a GPU; by default one
 # TRAIN_ARGS=    arguments for `train`, such as --help
 # PYTEST_ARGS=   arguments for pytest in `test`, `test-fla` and `test-emulated`
 # BENCH_ARGS=    arguments for `bench`, such as --help
@@ -38,6 +39,7 @@ TORCH ?= torch==2.11.0
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 FLA ?= 0.5.2
 TRANSFORMERS ?= 4.55.4
+NPROC ?=
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -63,13 +65,13 @@ MAKEFLAGS += --no-print-directory
 build: $(built_stamp)
 
 train: $(built_stamp)
-	@$(py) -m gla_ext.train $(TRAIN_ARGS)
+	@$(if $(NPROC),$(VENV)/bin/torchrun --nproc-per-node $(NPROC),$(py)) -m gla_ext.train $(TRAIN_ARGS)
 
 test: $(built_stamp)
-	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 --dist loadgroup -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(built_stamp)
-	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 test-fla: $(fla_stamp)
 	@OMP_NUM_THREADS=1 $(VENV)/fla/bin/python -m pytest -n 2 tests/fla tests/hf $(PYTEST_ARGS)

@@ -1,5 +1,5 @@
-// Autocast casts q, k and v, whose gates and states keep their dtype, and all that a linear map of
-// SwiGLU takes.
+// Autocast casts q, k and v, whose gates and states keep their dtype, and all that the linear maps
+// of SwiGLU, of cross entropy and of the gate take.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -31,6 +31,18 @@ ForwardOutputs chunk_gla_fwd_autocast(const ForwardArguments& a) {
   const at::Tensor q = cast(a.q), k = cast(a.k), v = cast(a.v);
   return dispatch({q, k, v, a.g, a.gv, a.initial_state, a.cu_seqlens, a.scale, a.output_final_state,
                    a.state_v_first, a.batch_invariant, a.for_backward_bytes});
+}
+
+// Of operators whose first arguments are q, k and v.
+template <c10::DeviceType device>
+void first_three_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const Cast<device> cast;
+  const size_t arguments = op.schema().arguments().size();
+  for (size_t i = 0; i < 3; ++i) {
+    c10::IValue& t = torch::jit::peek(*stack, i, arguments);
+    t = cast(t.toTensor());
+  }
+  op.callBoxed(stack);
 }
 
 using Optional = std::optional<at::Tensor>;
@@ -81,13 +93,36 @@ at::Tensor swiglu_linear_autocast(const at::Tensor& gate, const at::Tensor& up,
 }
 
 template <c10::DeviceType device>
+LinearCrossEntropyOutputs linear_cross_entropy_fwd_autocast(
+    const at::Tensor& x, const at::Tensor& weight, const Optional& bias, const at::Tensor& target,
+    int64_t ignore_index, double label_smoothing, double logit_scale,
+    std::optional<double> logit_softcapping, int64_t num_chunks, bool with_dx, bool with_dweight) {
+  const Cast<device> cast;
+  return linear_cross_entropy_fwd(cast(x), cast(weight), cast(bias), target, ignore_index,
+                                  label_smoothing, logit_scale, logit_softcapping, num_chunks,
+                                  with_dx, with_dweight);
+}
+
+template <c10::DeviceType device>
+at::Tensor gate_projection_fwd_autocast(const at::Tensor& h, const at::Tensor& weight,
+                                        const Optional& bias, double normalizer,
+                                        std::optional<double> clamp_min) {
+  const Cast<device> cast;
+  return gate_projection_fwd(cast(h), cast(weight), cast(bias), normalizer, clamp_min);
+}
+
+template <c10::DeviceType device>
 void register_all(torch::Library& m) {
   m.impl("chunk_gla_fwd", positional<chunk_gla_fwd_autocast<device>>);
+  for (const char* op : {"chunk_gla_summary", "chunk_gla_apply", "chunk_gla_across_ranks"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&first_three_autocast<device>>());
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_autocast<device>);
   m.impl("recurrent_gla_step_", recurrent_gla_step_autocast<device>);
   m.impl("recurrent_gla_verify", recurrent_gla_verify_autocast<device>);
   m.impl("recurrent_gla_commit_", recurrent_gla_commit_autocast<device>);
   m.impl("swiglu_linear", swiglu_linear_autocast<device>);
+  m.impl("linear_cross_entropy_fwd", linear_cross_entropy_fwd_autocast<device>);
+  m.impl("gate_projection_fwd", gate_projection_fwd_autocast<device>);
 }
 
 }  // namespace

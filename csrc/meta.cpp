@@ -9,6 +9,7 @@
 #include "checks/short_convolution.h"
 #include "checks/steps.h"
 #include "checks/swiglu.h"
+#include "halves.h"
 #include "ops.h"
 
 namespace gla_ext {
@@ -60,6 +61,74 @@ BackwardOutputs chunk_gla_bwd_meta(const BackwardArguments& a) {
           gate_grad(a.gv, a.q, s),
           given(a.initial_state) ? boundary_state(s, a.q, a.state_v_first)
                                  : empty({0}, a.q, s.accumulate)};
+}
+
+// The halves, whose shared tensors have the sizes that the caller was told.
+Shape check_halves(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   const OptionalTensor& g, const OptionalTensor& gv,
+                   const OptionalTensor& initial_state, bool state_v_first) {
+  const OptionalTensor none;
+  return check_chunk_gla_fwd(
+      {q, k, v, g, gv, initial_state, none, std::nullopt, false, state_v_first, false, 0});
+}
+
+std::tuple<at::Tensor, at::Tensor> summary_meta(const at::Tensor& q, const at::Tensor& k,
+                                                const at::Tensor& v, const OptionalTensor& g,
+                                                const OptionalTensor& gv,
+                                                const OptionalTensor& initial_state,
+                                                std::optional<double>, bool state_v_first, bool,
+                                                bool, int64_t prepared_bytes) {
+  const Shape s = check_halves(q, k, v, g, gv, initial_state, state_v_first);
+  c10::SymInt channels = s.K * s.V;
+  if (given(g)) channels += s.K;
+  if (given(gv)) channels += s.V;
+  return {empty({s.B * s.H * channels}, q, s.accumulate), empty({prepared_bytes}, q, at::kByte)};
+}
+
+ForwardOutputs apply_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const OptionalTensor& g, const OptionalTensor& gv,
+                          const OptionalTensor& initial_state, std::optional<double>,
+                          bool output_final_state, bool state_v_first, bool, bool,
+                          const at::Tensor&, int64_t segments) {
+  const Shape s = check_halves(q, k, v, g, gv, initial_state, state_v_first);
+  return {fresh_output(s, v),
+          output_final_state ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate),
+          empty({s.B, segments, s.H, s.K, s.V}, q, s.accumulate)};
+}
+
+std::tuple<at::Tensor, at::Tensor> summary_bwd_meta(
+    const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
+    const at::Tensor& v, const OptionalTensor& g, const OptionalTensor& gv, std::optional<double>,
+    bool state_v_first, bool, const at::Tensor&, int64_t prepared_bytes) {
+  const OptionalTensor none;
+  const Shape s = check_chunk_gla_bwd(
+      {d_o, dht, q, k, v, g, gv, none, none, std::nullopt, state_v_first, false, none});
+  return {boundary_state(s, q, false), empty({prepared_bytes}, q, at::kByte)};
+}
+
+std::tuple<at::Tensor, at::Tensor> fold_meta(const FoldArguments& a) {
+  check_chunk_gla_fold(a);
+  const auto dtype = a.summaries.scalar_type();
+  return {empty(a.x_sizes(), a.summaries, dtype),
+          a.backwards() ? empty({0}, a.summaries, dtype)
+                        : empty({a.size, a.decays_each()}, a.summaries, dtype)};
+}
+
+BackwardOutputs apply_bwd_meta(const at::Tensor& d_o, const OptionalTensor& dht,
+                               const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const OptionalTensor& g, const OptionalTensor& gv,
+                               const OptionalTensor& initial_state, std::optional<double>,
+                               bool state_v_first, bool, const at::Tensor&, const at::Tensor&,
+                               const at::Tensor&) {
+  const OptionalTensor none;
+  const Shape s = check_chunk_gla_bwd(
+      {d_o, dht, q, k, v, g, gv, initial_state, none, std::nullopt, state_v_first, false, none});
+  return {fresh(q),
+          fresh(k),
+          fresh(v),
+          gate_grad(g, q, s),
+          gate_grad(gv, q, s),
+          given(initial_state) ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate)};
 }
 
 RecurrentForwardOutputs recurrent_gla_fwd_meta(
@@ -239,6 +308,11 @@ ConvolutionBackwardOutputs short_convolution_bwd_meta(const at::Tensor& dy,
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("chunk_gla_fwd", positional<chunk_gla_fwd_meta>);
   m.impl("chunk_gla_bwd", positional<chunk_gla_bwd_meta>);
+  m.impl("chunk_gla_summary", &summary_meta);
+  m.impl("chunk_gla_apply", &apply_meta);
+  m.impl("chunk_gla_summary_bwd", &summary_bwd_meta);
+  m.impl("chunk_gla_apply_bwd", &apply_bwd_meta);
+  m.impl("chunk_gla_fold", &halves::positional_fold<fold_meta>);
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_meta);
   m.impl("recurrent_gla_bwd", recurrent_gla_bwd_meta);
   m.impl("recurrent_gla_step_", recurrent_gla_step_meta);

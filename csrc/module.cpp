@@ -38,7 +38,8 @@ struct PlanRequest {
   int64_t N, T, H, K, V;
   bool packed;
   std::string dtype, gate_dtype;
-  bool batch_invariant, aligned, key_gated, value_gated, head_gated, gate_gradient, for_backward;
+  bool batch_invariant, aligned, key_gated, value_gated, head_gated, gate_gradient, for_backward,
+      in_halves;
 };
 
 py::dict cpu_pass(const PlanRequest& r, bool backward, int64_t threads) {
@@ -88,6 +89,8 @@ py::dict cuda_pass(const gla_ext::cuda::PassPlan& p) {
   result["replays"] = p.segments.replays;
   result["items_each"] = p.items_each;
   result["workspace_bytes"] = p.workspace.bytes();
+  result["summary_kernels"] = p.summary_kernels;
+  result["summary_bytes"] = p.summary.bytes();
   result["state_bytes"] = p.state_bytes;
   return result;
 }
@@ -117,6 +120,7 @@ py::dict cuda_plan(const PlanRequest& r, const std::string& capability, int64_t 
   in.head_gated = r.head_gated;
   in.gate_gradient = r.gate_gradient;
   in.for_backward = r.for_backward;
+  in.in_halves = r.in_halves;
   const cuda::CallPlan p = cuda::make_plan(in);
   const char* missing = cuda::why_not_fused(in);
   py::dict result;
@@ -131,7 +135,7 @@ py::dict cuda_plan(const PlanRequest& r, const std::string& capability, int64_t 
 py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::optional<int64_t> N,
               const std::string& dtype, const std::optional<std::string>& gate_dtype,
               bool batch_invariant, bool aligned, bool key_gated, bool value_gated, bool head_gated,
-              bool gate_gradient, bool for_backward, const std::string& capability,
+              bool gate_gradient, bool for_backward, bool in_halves, const std::string& capability,
               int64_t processors, const std::string& device, std::optional<int64_t> threads) {
   if (device != "cpu" && device != "cuda")
     throw py::value_error("plan: expected device 'cpu' or 'cuda', got '" + device + "'");
@@ -143,6 +147,9 @@ py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::option
   if (dtype != "float64" && dtype != "float32" && dtype != "float16" && dtype != "bfloat16")
     throw py::value_error("plan: expected dtype bfloat16, float16, float32 or float64, got " +
                           dtype);
+  if (in_halves && N.has_value())
+    throw py::value_error("plan: expected no packed sequences in halves, got N = " +
+                          std::to_string(*N));
   PlanRequest r{N.value_or(B), T, H, K, V, N.has_value(), dtype, gate_dtype.value_or(dtype)};
   r.batch_invariant = batch_invariant;
   r.aligned = aligned;
@@ -151,6 +158,7 @@ py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::option
   r.head_gated = head_gated;
   r.gate_gradient = gate_gradient;
   r.for_backward = for_backward;
+  r.in_halves = in_halves;
   return device == "cpu" ? cpu_plan(r, threads.value_or(gla_ext::cpu::available_threads()))
                          : cuda_plan(r, capability, processors);
 }
@@ -167,8 +175,9 @@ PYBIND11_MODULE(_C, m) {
         py::arg("gate_dtype") = py::none(), py::arg("batch_invariant") = false,
         py::arg("aligned") = true, py::arg("key_gated") = true, py::arg("value_gated") = false,
         py::arg("head_gated") = false, py::arg("gate_gradient") = true,
-        py::arg("for_backward") = false, py::arg("capability") = "9.0", py::arg("processors") = 132,
-        py::arg("device") = "cpu", py::arg("threads") = py::none(),
+        py::arg("for_backward") = false, py::arg("in_halves") = false,
+        py::arg("capability") = "9.0", py::arg("processors") = 132, py::arg("device") = "cpu",
+        py::arg("threads") = py::none(),
         "The plan of both passes for a shape, on any build: the kernels that each launches, its "
         "segments and its memory.");
 }

@@ -26,6 +26,40 @@ TORCH_LIBRARY(gla_ext, m) {
       tags);
 
   m.def(
+      "chunk_gla_summary(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? "
+      "initial_state, float? scale, bool state_v_first, bool batch_invariant, bool for_backward, "
+      "int prepared_bytes=0) -> (Tensor summary, Tensor prepared)",
+      tags);
+  m.def(
+      "chunk_gla_apply(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? initial_state, "
+      "float? scale, bool output_final_state, bool state_v_first, bool batch_invariant, bool "
+      "for_backward, Tensor prepared, int segments=0) -> (Tensor o, Tensor final_state, Tensor "
+      "entering)",
+      tags);
+  m.def(
+      "chunk_gla_summary_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
+      "Tensor? gv, float? scale, bool state_v_first, bool batch_invariant, Tensor prepared, int "
+      "prepared_bytes=0) -> (Tensor state_grad, Tensor prepared_bwd)",
+      tags);
+  m.def(
+      "chunk_gla_apply_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
+      "Tensor? gv, Tensor? initial_state, float? scale, bool state_v_first, bool batch_invariant, "
+      "Tensor prepared, Tensor entering, Tensor prepared_bwd) -> (Tensor dq, Tensor dk, Tensor dv, "
+      "Tensor dg, Tensor dgv, Tensor dh0)",
+      tags);
+  m.def(
+      "chunk_gla_fold(Tensor summaries, Tensor? decays, Tensor? boundary, int size, SymInt each, "
+      "SymInt rows, SymInt H, SymInt K, SymInt V, bool key_gated, bool value_gated, bool "
+      "state_v_first, int[] places, int[] reach, int[] entered) -> (Tensor x, Tensor decays)",
+      tags);
+  m.def(
+      "chunk_gla_across_ranks(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? "
+      "initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, bool "
+      "state_v_first, bool batch_invariant, bool for_backward, int rank, int size, str group, "
+      "int[] counts, int[] before, int[] after, int[] spans) -> (Tensor o, Tensor final_state)",
+      tags);
+
+  m.def(
       "recurrent_gla_fwd(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor? "
       "initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, bool reverse, "
       "bool state_v_first) -> (Tensor o, Tensor final_state)",
@@ -57,6 +91,15 @@ TORCH_LIBRARY(gla_ext, m) {
       "activation) -> (Tensor dx, Tensor dweight, Tensor dgate)",
       tags);
 
+  m.def(
+      "rms_norm_residual_fwd(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor y, "
+      "Tensor stream, Tensor rstd)",
+      tags);
+  m.def(
+      "rms_norm_residual_bwd(Tensor dy, Tensor? dstream, Tensor stream, Tensor? weight, Tensor "
+      "rstd) -> (Tensor dx, Tensor dresidual, Tensor dweight)",
+      tags);
+
   m.def("swiglu_fwd(Tensor gate, Tensor up) -> Tensor", tags);
   m.def(
       "swiglu_bwd(Tensor dy, Tensor gate, Tensor up, bool product) -> (Tensor dgate, Tensor dup, "
@@ -72,6 +115,34 @@ TORCH_LIBRARY(gla_ext, m) {
       "short_convolution_bwd(Tensor dy, Tensor? dstate, Tensor x, Tensor weight, Tensor? bias, "
       "Tensor? cache, Tensor? cu_seqlens) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor "
       "dcache)",
+      tags);
+
+  m.def("joint_projection(Tensor x, Tensor[] weights, ScalarType dtype) -> Tensor[]", tags);
+
+  const std::string loss_options =
+      "int ignore_index, float label_smoothing, float logit_scale, float? logit_softcapping";
+  const auto define = [&](const std::string& schema) { m.def(schema.c_str(), tags); };
+  define("cross_entropy_fwd(Tensor logits, Tensor target, " + loss_options +
+         ", float lse_square_scale, bool inplace_backward) -> (Tensor loss, Tensor z_loss, Tensor "
+         "lse)");
+  define("cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor target, Tensor lse, " +
+         loss_options + ", float lse_square_scale) -> Tensor");
+  define("cross_entropy_bwd_(Tensor dloss, Tensor(a!) logits, Tensor target, Tensor lse, " +
+         loss_options + ", float lse_square_scale) -> ()");
+  define("cross_entropy_with_grad_(Tensor(a!) logits, Tensor target, " + loss_options +
+         ", float lse_square_scale) -> Tensor");
+  define("linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, " +
+         loss_options +
+         ", int num_chunks, bool with_dx, bool with_dweight) -> (Tensor loss, "
+         "Tensor dx, Tensor dweight, Tensor dbias)");
+
+  m.def(
+      "gate_projection_fwd(Tensor h, Tensor weight, Tensor? bias, float normalizer, float? "
+      "clamp_min) -> Tensor",
+      tags);
+  m.def(
+      "gate_projection_bwd(Tensor dg, Tensor h, Tensor weight, Tensor? bias, float normalizer, "
+      "float? clamp_min) -> (Tensor dh, Tensor dweight, Tensor dbias)",
       tags);
 
   // The steps, by the names of csrc/README.md; forward 1 and 2 are backward 1 and 2.

@@ -60,6 +60,61 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                               const std::optional<at::Tensor>& for_backward = {},
                               bool gate_gradient = true);
 
+// The two halves of chunk_gla over several ranks, of sequences that are not packed. Each rank sums
+// up what its tokens add to the state; from all ranks' summaries follows what enters (context
+// parallel). They have no gradient of their own.
+//
+// The summary, one tensor to be sent, fp32 (fp64 with fp64 inputs): the state [B, H, K, V] that the
+// tokens leave, where initial_state or nothing enters; then where there is g its sum over them
+// [B, H, K], natural log, and the same of gv [B, H, V]. `prepared`: what the second half reads of
+// the first, of a size that the device's plan knows (`prepared_bytes`; 0: nothing, and the second
+// half makes it again).
+std::tuple<at::Tensor, at::Tensor> chunk_gla_summary(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
+    const std::optional<at::Tensor>& initial_state, std::optional<double> scale, bool state_v_first,
+    bool batch_invariant, bool for_backward, int64_t prepared_bytes);
+
+// o, final_state and what enters each segment [B, segments, H, K, V], which backward reads.
+ForwardOutputs chunk_gla_apply(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const std::optional<at::Tensor>& g,
+                               const std::optional<at::Tensor>& gv,
+                               const std::optional<at::Tensor>& initial_state,
+                               std::optional<double> scale, bool output_final_state,
+                               bool state_v_first, bool batch_invariant, bool for_backward,
+                               const at::Tensor& prepared, int64_t segments);
+
+// The gradient [B, H, K, V] of the state that enters, where that of the state that leaves is dht or
+// 0; and what the second half reads.
+std::tuple<at::Tensor, at::Tensor> chunk_gla_summary_bwd(
+    const at::Tensor& d_o, const std::optional<at::Tensor>& dht, const at::Tensor& q,
+    const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& g,
+    const std::optional<at::Tensor>& gv, std::optional<double> scale, bool state_v_first,
+    bool batch_invariant, const at::Tensor& prepared, int64_t prepared_bytes);
+
+BackwardOutputs chunk_gla_apply_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
+                                    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                    const std::optional<at::Tensor>& g,
+                                    const std::optional<at::Tensor>& gv,
+                                    const std::optional<at::Tensor>& initial_state,
+                                    std::optional<double> scale, bool state_v_first,
+                                    bool batch_invariant, const at::Tensor& prepared,
+                                    const at::Tensor& entering, const at::Tensor& prepared_bwd);
+
+// What enters a rank's parts of the text, of all ranks' summaries, gathered in one tensor: the
+// state, or given the decays that this returned in forward, of the summaries of backward the
+// gradient of the state that leaves. A rank has one part or two, and hands on `each` rows, row b of
+// part p being number b * parts + p. Of each part: its place in the text, of part 0 the rank;
+// `reach`, how many parts before it, or after it, reach it; and of packed sequences `entered`, the
+// row it stands for (without: each of its rows). Rows that nothing enters are `boundary`'s, or 0.
+// Returns x, [rows, H, K, V] or v first, and in forward the decays of all ranks.
+std::tuple<at::Tensor, at::Tensor> chunk_gla_fold(
+    const at::Tensor& summaries, const std::optional<at::Tensor>& decays,
+    const std::optional<at::Tensor>& boundary, int64_t size, const c10::SymInt& each,
+    const c10::SymInt& rows, const c10::SymInt& H, const c10::SymInt& K, const c10::SymInt& V,
+    bool key_gated, bool value_gated, bool state_v_first, at::IntArrayRef places,
+    at::IntArrayRef reach, at::IntArrayRef entered);
+
 // The recurrence itself, token by token, with a gate on value channels too and in reverse time if
 // asked for: S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_tᵀ. gk [B, T, HK, K] and gv
 // [B, T, HK, V] may be absent.
@@ -119,6 +174,24 @@ NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
                                       const std::optional<at::Tensor>& gate, const at::Tensor& rstd,
                                       std::string_view activation);
 
+// The same of a residual stream to which x is added first: stream = residual + x, rounded to the
+// residual's dtype, which is x's or fp32, and y = stream rstd weight in x's dtype. dstream is the
+// gradient of the stream from elsewhere. dresidual is that of both; dx the same in dy's dtype, 0
+// elements where that is the stream's.
+using NormResidualForwardOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // y stream rstd
+using NormResidualBackwardOutputs =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dx, dresidual, dweight
+
+NormResidualForwardOutputs rms_norm_residual_fwd(const at::Tensor& x, const at::Tensor& residual,
+                                                 const std::optional<at::Tensor>& weight,
+                                                 double eps);
+
+NormResidualBackwardOutputs rms_norm_residual_bwd(const at::Tensor& dy,
+                                                  const std::optional<at::Tensor>& dstream,
+                                                  const at::Tensor& stream,
+                                                  const std::optional<at::Tensor>& weight,
+                                                  const at::Tensor& rstd);
+
 // SwiGLU (arXiv 2002.05202) of tensors of one shape [..., D], rounded once: y = silu(gate) up. The
 // product of backward is y again, 0 elements unless asked for.
 using SwigluBackwardOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dgate, dup, y
@@ -161,5 +234,62 @@ ConvolutionBackwardOutputs short_convolution_bwd(const at::Tensor& dy,
                                                  const std::optional<at::Tensor>& bias,
                                                  const std::optional<at::Tensor>& cache,
                                                  const std::optional<at::Tensor>& cu_seqlens);
+
+// Cross entropy of logits [N, V] with labels `target` [N], int32 or int64. common/cross_entropy.h
+// has the loss of a token, and what the options do. ignore_index: a label that does not count.
+// loss, z_loss (what of it is lse_square_scale lse²) and lse are [N], fp32 (fp64 for fp64 logits).
+// inplace_backward: under autograd backward writes the gradient over the logits.
+using CrossEntropyForwardOutputs =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // loss, z_loss, lse
+
+CrossEntropyForwardOutputs cross_entropy_fwd(const at::Tensor& logits, const at::Tensor& target,
+                                             int64_t ignore_index, double label_smoothing,
+                                             double logit_scale,
+                                             std::optional<double> logit_softcapping,
+                                             double lse_square_scale, bool inplace_backward);
+
+at::Tensor cross_entropy_bwd(const at::Tensor& dloss, const at::Tensor& logits,
+                             const at::Tensor& target, const at::Tensor& lse, int64_t ignore_index,
+                             double label_smoothing, double logit_scale,
+                             std::optional<double> logit_softcapping, double lse_square_scale);
+
+// The same over the logits.
+void cross_entropy_bwd_(const at::Tensor& dloss, at::Tensor& logits, const at::Tensor& target,
+                        const at::Tensor& lse, int64_t ignore_index, double label_smoothing,
+                        double logit_scale, std::optional<double> logit_softcapping,
+                        double lse_square_scale);
+
+// The loss [N], and over the logits the gradient of its sum, in one kernel.
+at::Tensor cross_entropy_with_grad_(at::Tensor& logits, const at::Tensor& target,
+                                    int64_t ignore_index, double label_smoothing,
+                                    double logit_scale, std::optional<double> logit_softcapping,
+                                    double lse_square_scale);
+
+// The sum of the losses of logits x weightᵀ + bias, x [N, D], weight [V, D], bias [V], which are
+// there for a num_chunks-th of x at a time, and its gradients: dx [N, D]; dweight and dbias in fp32
+// (fp64 for fp64 inputs). Under autograd these are made where they are wanted, and not returned.
+using LinearCrossEntropyOutputs =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // loss, dx, dweight, dbias; 0
+                                                                 // elements unless asked for
+LinearCrossEntropyOutputs linear_cross_entropy_fwd(
+    const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+    const at::Tensor& target, int64_t ignore_index, double label_smoothing, double logit_scale,
+    std::optional<double> logit_softcapping, int64_t num_chunks, bool with_dx, bool with_dweight);
+
+// The gate's low-rank projection: g = max(logsigmoid(h weightᵀ + bias) / normalizer, clamp_min), h
+// [..., R], weight [K, R], bias [K] or absent (0), rounded once.
+using GateProjectionBackwardOutputs =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dh, dweight, dbias; the last 0 elements
+                                                     // where absent
+
+at::Tensor gate_projection_fwd(const at::Tensor& h, const at::Tensor& weight,
+                               const std::optional<at::Tensor>& bias, double normalizer,
+                               std::optional<double> clamp_min);
+
+GateProjectionBackwardOutputs gate_projection_bwd(const at::Tensor& dg, const at::Tensor& h,
+                                                  const at::Tensor& weight,
+                                                  const std::optional<at::Tensor>& bias,
+                                                  double normalizer,
+                                                  std::optional<double> clamp_min);
 
 }  // namespace gla_ext

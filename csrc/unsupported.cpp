@@ -7,6 +7,7 @@
 #include "checks/checker.h"
 #include "checks/recurrent_gla.h"
 #include "checks/steps.h"
+#include "halves.h"
 
 namespace gla_ext {
 namespace {
@@ -35,13 +36,18 @@ void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack*) {
 
 #if !defined(GLA_EXT_CUDA)
 int64_t cuda::for_backward_bytes(const ForwardArguments&) { return 0; }
+HalfSizes cuda::half_sizes(const ForwardArguments&, bool) { return {}; }
 #endif
 
 TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
   for (const char* op : {"chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_fwd", "recurrent_gla_bwd",
                          "rms_norm_gate_fwd", "rms_norm_gate_bwd", "swiglu_fwd", "swiglu_bwd",
-                         "short_convolution_fwd", "short_convolution_bwd"})
+                         "short_convolution_fwd", "short_convolution_bwd", "rms_norm_residual_fwd",
+                         "rms_norm_residual_bwd", "cross_entropy_fwd", "cross_entropy_bwd",
+                         "cross_entropy_bwd_", "cross_entropy_with_grad_",
+                         "linear_cross_entropy_fwd", "gate_projection_fwd", "gate_projection_bwd"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  for (const char* op : kHalves) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kPoolOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kSteps) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());

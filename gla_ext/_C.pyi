@@ -33,6 +33,7 @@ def plan(
     head_gated: bool = False,
     gate_gradient: bool = True,
     for_backward: bool = False,
+    in_halves: bool = False,
     capability: str = "9.0",
     processors: int = 132,
     device: str = "cpu",
@@ -52,8 +53,9 @@ def plan(
         value_gated: whether there is a gv.
         head_gated: CUDA only: whether g is one gate a head.
         gate_gradient: CUDA only: whether backward makes that of g.
-        keeps: CUDA only: forward leaves for backward what it can, as it does under autograd unless
-            GLA_EXT_KEEP_OPERANDS=0.
+        for_backward: CUDA only: forward leaves for backward what it can, as it does under autograd
+            unless GLA_EXT_KEEP_OPERANDS=0.
+        in_halves: CUDA only: of a call over several ranks; none are packed then.
         capability: CUDA only: of the GPU, as "8.0"; "9.0" has the fused path, whose kernels are
             taken to be built.
         processors: CUDA only: multiprocessors of the GPU; 132 are an H100's or H200's.
@@ -68,9 +70,10 @@ def plan(
         segments (of one batch row, into which sweeps cut sequences; 0: they do not),
         segment_chunks (of one), segment_states, summaries_at_once and replays (the second of two
         segments replays the first); items_each (work items that a block or a cluster takes one by
-        one); workspace_bytes, state_bytes. Beside them fused_expects (what the fused path expects
-        that the call does not have, or None) and for_backward_bytes (what forward leaves besides
-        the inputs).
+        one); workspace_bytes, state_bytes; in halves summary_kernels, how many of the kernels make
+        the summary, and summary_bytes, what they leave for the others. Beside them fused_expects
+        (what the fused path expects that the call does not have, or None) and for_backward_bytes
+        (what forward leaves besides the inputs).
 
     Raises:
         ValueError: a size or dtype that the device does not take.

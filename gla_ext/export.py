@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gla_ext.layers.gate_projection import plain_gate_projection
 from gla_ext.layers.norms import plain_rms_norm
 from gla_ext.layers.swiglu import plain_swiglu
 from gla_ext.ops import _plain
@@ -45,6 +46,8 @@ def decompositions() -> dict[torch._ops.OperatorBase, Callable]:
             ops.recurrent_gla_verify.default: _recurrent_gla_verify,
             ops.short_convolution_fwd.default: _short_convolution_fwd,
             ops.rms_norm_gate_fwd.default: _rms_norm_gate_fwd,
+            ops.rms_norm_residual_fwd.default: _rms_norm_residual_fwd,
+            ops.gate_projection_fwd.default: plain_gate_projection,
             ops.swiglu_fwd.default: plain_swiglu,
             ops.swiglu_linear.default: _swiglu_linear,
         }
@@ -133,6 +136,14 @@ def _rms_norm_gate_fwd(
     y = plain_rms_norm(x, weight, eps, gate, activation)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return y, torch.rsqrt(wide.square().mean(-1) + eps)
+
+
+def _rms_norm_residual_fwd(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    stream = residual + x
+    y, rstd = _rms_norm_gate_fwd(stream, weight, None, "swish", eps)
+    return y.to(x.dtype), stream, rstd
 
 
 def _swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

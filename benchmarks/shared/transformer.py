@@ -5,10 +5,12 @@ Norms, MLP and sizes are those of `gla_ext.model`; attention has as many paramet
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from gla_ext.layers.norms import RMSNorm
+from gla_ext.losses import cross_entropy_loss
 from gla_ext.model import GLAMLP, init_weights
 from gla_ext.model.config import GLAConfig
 
@@ -45,12 +47,8 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rotary: Tensor, cache: Tensor, position: Tensor, length: int
     ) -> Tensor:
-        q, k, v = (
-            proj(x).unflatten(-1, (self.heads, HEAD_DIM)).transpose(1, 2)  # [B, H, T, D]
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = self._heads(x, rotary)
         keys, values = cache  # [B, H, capacity, D] each
-        q, k = rotate(torch.stack([q, k]), rotary)
         keys.index_copy_(2, position, k)
         values.index_copy_(2, position, v)
         # A prompt begins at 0, so the causal mask is a square one; one token sees all there is.
@@ -61,6 +59,20 @@ class Attention(nn.Module):
             is_causal=x.shape[1] > 1,
         )
         return self.o_proj(o.transpose(1, 2).flatten(2))
+
+    def over_all(self, x: Tensor, rotary: Tensor) -> Tensor:
+        """Of whole sequences, without a cache."""
+        q, k, v = self._heads(x, rotary)
+        o = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(o.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v `[B, H, T, D]`, q and k turned."""
+        q, k, v = (
+            proj(x).unflatten(-1, (self.heads, HEAD_DIM)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return rotate(q, rotary), rotate(k, rotary), v
 
 
 class Block(nn.Module):
@@ -73,6 +85,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *attention: Tensor | int) -> Tensor:
         x = x + self.attn(self.attn_norm(x), *attention)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def over_all(self, x: Tensor, rotary: Tensor) -> Tensor:
+        x = x + self.attn.over_all(self.attn_norm(x), rotary)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -111,3 +127,13 @@ class Transformer(nn.Module):
         for layer, own in zip(self.layers, cache, strict=True):
             x = layer(x, rotary, own, position, length)
         return self.lm_head(self.norm(x[:, -1]))
+
+    def training_loss(self, ids: Tensor, fused: bool = False) -> Tensor:
+        """Mean cross entropy of each next token, nats: by torch, or by gla_ext's operator."""
+        x, rotary = self.embeddings(ids), rotations(torch.arange(ids.shape[1], device=ids.device))
+        for layer in self.layers:
+            x = layer.over_all(x, rotary)
+        logits, targets = self.lm_head(self.norm(x))[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        if fused:
+            return cross_entropy_loss(logits, targets, inplace_backward=True)[0].mean()
+        return F.cross_entropy(logits.float(), targets)

@@ -19,15 +19,22 @@ bool is_planned_for(const at::Tensor& t) {
          t.size(3) > 0;
 }
 
+bool is_planned_for(const ForwardArguments& a) {
+  for (const at::Tensor* t : {&a.q, &a.k, &a.v})
+    if (!is_planned_for(*t)) return false;
+  if (given(a.g) && !is_planned_for(over_channels(*a.g, 1))) return false;
+  if (given(a.gv) && !is_planned_for(*a.gv)) return false;
+  return !given(a.cu_seqlens) || has_known_sizes(*a.cu_seqlens);
+}
+
 }  // namespace
 
 int64_t for_backward_bytes(const ForwardArguments& a) {
-  for (const at::Tensor* t : {&a.q, &a.k, &a.v})
-    if (!is_planned_for(*t)) return 0;
-  if (given(a.g) && !is_planned_for(over_channels(*a.g, 1))) return 0;
-  if (given(a.gv) && !is_planned_for(*a.gv)) return 0;
-  if (given(a.cu_seqlens) && !has_known_sizes(*a.cu_seqlens)) return 0;
-  return cuda::for_backward_bytes(a);
+  return is_planned_for(a) ? cuda::for_backward_bytes(a) : 0;
+}
+
+HalfSizes half_sizes(const ForwardArguments& a, bool for_backward) {
+  return is_planned_for(a) ? cuda::half_sizes(a, for_backward) : HalfSizes{};
 }
 
 }  // namespace gla_ext

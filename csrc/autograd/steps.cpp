@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include "checks/checker.h"
+#include "halves.h"
 #include "refuse.h"
 
 namespace gla_ext {
@@ -20,8 +21,8 @@ void refuse_grad(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const at::Tensor& t = value.toTensor();
     refuse_unsupported(name.c_str(), t);
     TORCH_CHECK_NOT_IMPLEMENTED(!grad_mode || !t.defined() || !t.requires_grad(), name,
-                                ": a step has no gradient of its own, call gla_ext.chunk_gla, or "
-                                "the step under torch.no_grad()");
+                                ": it has no gradient of its own, call gla_ext.chunk_gla, or "
+                                "this under torch.no_grad()");
   }
   at::AutoDispatchBelowADInplaceOrView below;
   op.callBoxed(stack);
@@ -30,6 +31,8 @@ void refuse_grad(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
+  for (const char* half : kHalves)
+    m.impl(half, torch::CppFunction::makeFromBoxedFunction<&refuse_grad>());
   for (const char* step : kSteps)
     m.impl(step, torch::CppFunction::makeFromBoxedFunction<&refuse_grad>());
 }

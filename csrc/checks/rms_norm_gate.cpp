@@ -54,6 +54,27 @@ NormCall check_norm(const char* op, const std::vector<Input>& like_x, const Opti
   return {activation_of(op, activation), x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat};
 }
 
+void check_rstd(const Checker& check, const at::Tensor& x, const at::Tensor& rstd,
+                const NormCall& call) {
+  check.defined("rstd", rstd);
+  check.strided("rstd", rstd);
+  check.device("rstd", rstd);
+  check.dtype("rstd", rstd, call.accumulate, "");
+  const auto sizes = x.sym_sizes();
+  check.shape("rstd", rstd, "[...]", Sizes(sizes.begin(), sizes.end() - 1));
+}
+
+// Of x's shape, and its dtype or the one of sums.
+void check_stream(const Checker& check, const char* name, const at::Tensor& t,
+                  const at::Tensor& x) {
+  check.defined(name, t);
+  check.strided(name, t);
+  check.device(name, t);
+  if (x.scalar_type() == at::kDouble || t.scalar_type() != at::kFloat)
+    check.like_first(name, t, x.scalar_type());
+  check.shape(name, t, "[..., V]", x.sym_sizes().vec());
+}
+
 }  // namespace
 
 NormCall check_rms_norm_gate_fwd(const at::Tensor& x, const OptionalTensor& weight,
@@ -70,13 +91,30 @@ NormCall check_rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
   std::vector<Input> like_x{{"x", x}, {"dy", dy}};
   if (given(gate)) like_x.push_back({"gate", *gate});
   const NormCall call = check_norm(op, like_x, weight, activation);
-  const Checker check(op, "x", x);
-  check.defined("rstd", rstd);
-  check.strided("rstd", rstd);
-  check.device("rstd", rstd);
-  check.dtype("rstd", rstd, call.accumulate, "");
-  const auto sizes = x.sym_sizes();
-  check.shape("rstd", rstd, "[...]", Sizes(sizes.begin(), sizes.end() - 1));
+  check_rstd(Checker(op, "x", x), x, rstd, call);
+  return call;
+}
+
+NormCall check_rms_norm_residual_fwd(const at::Tensor& x, const at::Tensor& residual,
+                                     const OptionalTensor& weight) {
+  const char* op = "rms_norm_residual";
+  const NormCall call = check_norm(op, {{"x", x}}, weight, "swish");
+  check_stream(Checker(op, "x", x), "residual", residual, x);
+  return call;
+}
+
+NormCall check_rms_norm_residual_bwd(const at::Tensor& dy, const OptionalTensor& dstream,
+                                     const at::Tensor& stream, const OptionalTensor& weight,
+                                     const at::Tensor& rstd) {
+  const char* op = "rms_norm_residual_bwd";
+  const NormCall call = check_norm(op, {{"dy", dy}}, weight, "swish");
+  const Checker check(op, "dy", dy);
+  check_stream(check, "stream", stream, dy);
+  if (given(dstream)) {
+    check_stream(check, "dstream", *dstream, dy);
+    check.dtype("dstream", *dstream, stream.scalar_type(), " like stream");
+  }
+  check_rstd(check, dy, rstd, call);
   return call;
 }
 

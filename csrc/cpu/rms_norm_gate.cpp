@@ -144,11 +144,63 @@ NormBackwardOutputs rms_norm_gate_bwd_cpu(const at::Tensor& dy, const at::Tensor
   return {dx, given(weight) ? dweight.to(weight->scalar_type()) : dweight, dgate};
 }
 
+NormResidualForwardOutputs rms_norm_residual_fwd_cpu(const at::Tensor& x,
+                                                     const at::Tensor& residual,
+                                                     const OptionalTensor& weight, double eps) {
+  const NormCall call = check_rms_norm_residual_fwd(x, residual, weight);
+  at::Tensor y = contiguous_like(x), stream = contiguous_like(residual);
+  at::Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(call.accumulate));
+  with_tasks(call, {x, residual}, weight, eps, [&](auto& tasks) {
+    auto& p = tasks.p;
+    if (p.rows == 0) return;
+    p.stream_dtype = dtype_of(residual.scalar_type());
+    p.x = tasks.input(0);
+    p.residual = tasks.input(1);
+    p.stream = tasks.output(stream);
+    p.y = tasks.output(y);
+    p.rstd = static_cast<decltype(p.rstd)>(rstd.mutable_data_ptr());
+    tasks.forward();
+  });
+  return {y, stream, rstd};
+}
+
+NormResidualBackwardOutputs rms_norm_residual_bwd_cpu(const at::Tensor& dy,
+                                                      const OptionalTensor& dstream,
+                                                      const at::Tensor& stream,
+                                                      const OptionalTensor& weight,
+                                                      const at::Tensor& rstd) {
+  const NormCall call = check_rms_norm_residual_bwd(dy, dstream, stream, weight, rstd);
+  const bool both = dy.scalar_type() == stream.scalar_type();
+  at::Tensor dresidual = contiguous_like(stream);
+  at::Tensor dx = both ? at::empty({0}, dy.options()) : contiguous_like(dy);
+  if (dy.numel() == 0)
+    return {dx, dresidual,
+            given(weight) ? at::zeros(weight->sizes(), weight->options())
+                          : at::empty({0}, dy.options().dtype(call.accumulate))};
+  std::vector<at::Tensor> tensors{dy, stream};
+  if (given(dstream)) tensors.push_back(*dstream);
+  const at::Tensor kept = rstd.contiguous();
+  at::Tensor dweight = with_tasks(call, std::move(tensors), weight, 0, [&](auto& tasks) {
+    auto& p = tasks.p;
+    p.stream_dtype = dtype_of(stream.scalar_type());
+    p.dy = tasks.input(0);
+    p.x = tasks.input(1);
+    if (given(dstream)) p.dstream = tasks.input(2);
+    p.dresidual = tasks.output(dresidual);
+    if (!both) p.dx = tasks.output(dx);
+    p.rstd = static_cast<decltype(p.rstd)>(const_cast<void*>(kept.const_data_ptr()));
+    return tasks.backward();
+  });
+  return {dx, dresidual, given(weight) ? dweight.to(weight->scalar_type()) : dweight};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
   m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_cpu);
   m.impl("rms_norm_gate_bwd", rms_norm_gate_bwd_cpu);
+  m.impl("rms_norm_residual_fwd", rms_norm_residual_fwd_cpu);
+  m.impl("rms_norm_residual_bwd", rms_norm_residual_bwd_cpu);
 }
 
 }  // namespace gla_ext::cpu

@@ -17,15 +17,18 @@ template <typename T>
 struct Norm {
   int64_t rows = 0, inner_rows = 1, width = 0;  // width is V
   int64_t rows_per_task = 1;                    // follows from the shape alone
-  DType dtype = DType::kFloat;                  // of all rows
+  DType dtype = DType::kFloat;                  // of all rows but those of the stream
+  DType stream_dtype = DType::kFloat;           // of x too in the backward of a residual's norm
   Activation activation = Activation::kSwish;
   double eps = 0;
 
-  NormRows x, gate, dy;        // inputs
-  NormRows y, dx, dgate;       // outputs
-  const T* weight = nullptr;   // [padded V], zeros after V
-  T* rstd = nullptr;           // [rows]
-  T* dweight_parts = nullptr;  // [tasks, padded V]
+  NormRows x, gate, dy;         // inputs
+  NormRows y, dx, dgate;        // outputs
+  NormRows residual, stream;    // a residual to add x to, and the sum
+  NormRows dstream, dresidual;  // of the sum from elsewhere, and of both
+  const T* weight = nullptr;    // [padded V], zeros after V
+  T* rstd = nullptr;            // [rows]
+  T* dweight_parts = nullptr;   // [tasks, padded V]
 };
 
 }  // namespace gla_ext::cpu

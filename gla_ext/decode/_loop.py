@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gla_ext._key_values import FEWEST, room_for
 from gla_ext.cache import StaticGLACache
 from gla_ext.decode import _capture
 from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts
@@ -33,11 +34,15 @@ class DecodeLoop:
     def __init__(self, model: LanguageModel, batch_size: int, sampling: Sampling) -> None:
         device = device_of(model)
         self.top_k = sampling.top_k
-        self.graph: torch.cuda.CUDAGraph | None = None
+        # By the bucket of keys that a step reads; of a model without attention there is one, None.
+        self.graphs: dict[int | None, torch.cuda.CUDAGraph | None] = {}
+        self.has_graphs = False
+        self._moves = 0  # of the cache, which the graphs have seen
         with torch.inference_mode(False), torch.no_grad():
             self.tokens = torch.zeros(batch_size, dtype=torch.long, device=device)
             self.done = torch.zeros(batch_size, dtype=torch.bool, device=device)
             self.cache = StaticGLACache(batch_size, self.done)
+            self.cache.counts = False
             vocab_size = model.config.vocab_size
             self.ends = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.temperature = torch.ones((), dtype=torch.float32, device=device)
@@ -46,6 +51,11 @@ class DecodeLoop:
             if not sampling.greedy:
                 count = sampling.candidates(vocab_size)
                 self.noise = self.temperature.new_ones(batch_size, count)
+
+    @property
+    def graph(self) -> torch.cuda.CUDAGraph | None:
+        """That of the next step, if it has one."""
+        return self.graphs.get(self.cache.bucket)
 
     def set_options(self, sampling: Sampling, end_tokens: Sequence[int]) -> None:
         if not sampling.greedy:
@@ -72,11 +82,15 @@ class DecodeLoop:
         """States, tokens and done of the rows, from their prompts and, with keep, their states."""
         # All now: offsets that are copied to a GPU later would wait for the segments before.
         segments = list(prompts.segments(segment_tokens))
+        before = self.cache.longest if keep else 0  # tokens of these rows, at most
+        others = 0 if rows is None else self.cache.longest
         if len(segments) > 1 and not keep:
             self.cache.reset(rows)  # a start may stand beside a piece that goes on
         found = []
         for segment in segments:
-            with self.cache.prefill(self._rows_of(segment.prompts, rows), keep or segment.goes_on):
+            own = self._rows_of(segment.prompts, rows)
+            lengths = (before + segment.before, segment.longest)
+            with self.cache.prefill(own, keep or segment.goes_on, *lengths):
                 logits = model(
                     segment.input_ids,
                     past_key_values=self.cache,
@@ -93,6 +107,7 @@ class DecodeLoop:
             self.tokens.index_copy_(0, rows, tokens)
             self.done.index_copy_(0, rows, self.ends[tokens])
         self.cache.skip_done()
+        self.cache.longest = max(others, before + max(prompts.lengths))
         return tokens
 
     def _rows_of(self, prompts: range, rows: Tensor | None) -> Tensor | None:
@@ -115,28 +130,61 @@ class DecodeLoop:
         noise = None if self.noise is None else self.noise[: logits.shape[0]]
         return choose(logits, noise, self.temperature, self.top_k, self.top_p)
 
+    def prepare(self, model: LanguageModel, stepping: Callable[..., Any]) -> None:
+        """Makes room for the next step where there is attention, and a graph that reads no more
+        keys than twice those of the longest row.
+        """
+        cache = self.cache
+        if not cache.attends:
+            return
+        if room_for(cache.longest + 1) > (cache.bucket or 0):
+            cache.count_longest()
+        count = cache.longest + 1
+        cache.reserve(count)
+        if cache.moves != self._moves:
+            self.graphs.clear()
+            self._moves = cache.moves
+        # On a CPU nothing is gained by few different numbers.
+        cache.bucket = room_for(count) if self.tokens.is_cuda else count
+        if self.has_graphs and cache.bucket not in self.graphs:
+            self.capture(model, stepping)
+        cache.longest += 1
+
     def capture(self, model: LanguageModel, stepping: Callable[..., Any]) -> None:
-        """Records a step of `stepping`, after some on sequences that nobody asked for.
+        """Records a step of `stepping`, after some on sequences that nobody asked for, or while
+        all that there are wait.
 
         A step that draws random numbers itself, as dropout in train mode does, gets no graph.
         """
-        device = self.tokens.device
-        first = Prompts(self.tokens, [1] * self.tokens.shape[0])
+        self.has_graphs = True
         with (
             _capture.one_at_a_time,
             torch.inference_mode(False),
             torch.no_grad(),
-            torch.cuda.device(device),
+            torch.cuda.device(self.tokens.device),
             _without_autocast_cache(),
         ):
-            self.prefill(model, first, None)
+            done = self.done.clone() if self.cache.states else None
+            if done is None:
+                self.prefill(model, Prompts(self.tokens, [1] * self.tokens.shape[0]), None)
+                self._moves = self.cache.moves
+                if self.cache.attends:
+                    self.cache.bucket = FEWEST
+                    self.cache.longest += WARMUP_STEPS
+            else:
+                self.done.fill_(True)
+                self.cache.skip_done()
             stream = _capture.own_stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_STEPS):
                     self.advance(stepping)
-                self.graph = _capture.record(lambda: self.advance(stepping))
+                graph = _capture.record(lambda: self.advance(stepping))
             torch.cuda.current_stream().wait_stream(stream)
+            self.graphs[self.cache.bucket] = graph
+            if done is not None:
+                self.done.copy_(done)
+                self.cache.skip_done()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ class Segment:
     cu_seqlens: int64 `[N + 1]`, the offsets of packed pieces, or None.
     last: where the pieces end, as `GLAForCausalLM.forward` takes logits_to_keep.
     prompts: which prompts the N pieces are of.
-    goes_on: whether the first piece goes on with its prompt; the others are starts.
+    before: how many tokens of its prompt the first piece goes on from; the others are starts.
+    longest: tokens of the longest piece.
     ended: number of pieces that end their prompt: N, or all but the last.
     """
 
@@ -31,8 +32,13 @@ class Segment:
     cu_seqlens: Tensor | None
     last: int | Tensor
     prompts: range
-    goes_on: bool
+    before: int
+    longest: int
     ended: int
+
+    @property
+    def goes_on(self) -> bool:
+        return self.before > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Prompts:
         """
         start, prompt, done = 0, 0, 0  # tokens before, and of this prompt
         while prompt < self.batch_size:
-            first, goes_on, room = prompt, done > 0, most
+            first, before, room = prompt, done, most
             counts: list[int] = []
             while prompt < self.batch_size:
                 left = self.lengths[prompt] - done
@@ -76,7 +82,8 @@ class Prompts:
             stop = start + sum(counts)
             prompts = range(first, first + len(counts))
             input_ids, cu_seqlens, last = _together(self.tokens[start:stop], counts)
-            yield Segment(input_ids, cu_seqlens, last, prompts, goes_on, prompt - first)
+            ended = prompt - first
+            yield Segment(input_ids, cu_seqlens, last, prompts, before, max(counts), ended)
             start = stop
 
 

@@ -18,6 +18,7 @@ from gla_ext.decode._loop import DecodeLoop, device_of
 from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts, check_segment_tokens, read_prompts
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.decode.sampling import Sampling, read_end_tokens
+from gla_ext.layers.attention import Attention
 
 KEPT_LOOPS = 2  # graphs with their buffers that stay with a model after `generate`
 
@@ -27,7 +28,9 @@ class Decoder:
 
     What `generate` runs on, for a server that holds it. States, tokens and options lie in buffers
     that never move, so on a GPU a step is one CUDA graph, captured here, and takes the same memory
-    after any number of tokens. New sequences take the place of finished ones with
+    after any number of tokens. Attention of a hybrid model reads and keeps at most twice the tokens
+    of the longest row: its room is a power of two of them, at least 256, and a graph is captured
+    for each. New sequences take the place of finished ones with
     `prefill(prompts, rows=...)`, while the other rows wait.
 
         decoder = Decoder(model, batch_size=2, temperature=0.8, top_k=50)
@@ -64,6 +67,7 @@ class Decoder:
     Raises:
         TypeError: for options that are no numbers, and a top_k that is no int.
         ValueError: for options out of range, or cuda_graph on another device.
+        NotImplementedError: compiled, of a model with attention.
     """
 
     def __init__(
@@ -82,6 +86,11 @@ class Decoder:
             raise ValueError(f"Decoder: expected batch_size to be at least 1, got {batch_size}")
         sampling = Sampling(temperature, top_k, top_p)
         end_tokens = read_end_tokens(eos_token_id, model.config.vocab_size)
+        if compiled and any(isinstance(module, Attention) for module in model.modules()):
+            raise NotImplementedError(
+                "Decoder: compiled = True is not implemented for a model with attention, whose "
+                "steps have other shapes as rows grow"
+            )
         # The shapes of a step never change.
         stepping = torch.compile(model, dynamic=False) if compiled else model
         loop = DecodeLoop(model, batch_size, sampling)
@@ -246,6 +255,7 @@ class Decoder:
         if not self._started:
             raise ValueError("Decoder: expected prefill before step, got no prompt yet")
         loop = self._loop
+        loop.prepare(self.model, self._stepping)
         loop.draw(self._generator)
         if loop.graph is None:
             loop.advance(self._stepping)
@@ -278,7 +288,7 @@ class _Kept:
         """Keeps a loop after use, unless its key is None or it has no graph."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(loop.tokens.device))
-        if key is None or loop.graph is None:
+        if key is None or not any(loop.graphs.values()):
             self._drop((key, loop, event))
             return
         with self._lock:

@@ -189,7 +189,7 @@ def _read(
                 "generate: expected past_key_values of num_hidden_layers = "
                 f"{model.config.num_hidden_layers}, got {len(cache)}"
             )
-        B = cache[0]["recurrent_state"].shape[0]
+        B = cache.num_sequences
         if prompts.batch_size != B:
             raise ValueError(
                 f"generate: expected a prompt for each of {B} sequences, got {prompts.batch_size}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from gla_ext import _C
 from gla_ext.fla import layers, simple
 from gla_ext.fla.activations import needs_torch
 from gla_ext.layers import swiglu
+from gla_ext.layers.attention_residuals import mix_by_weights
 from gla_ext.ops import chunk, recurrent
 
 __all__ = ["accelerate_fla", "is_accelerated", "restore_fla"]
@@ -56,8 +58,14 @@ def accelerate_fla() -> None:
       `swiglu` and `swiglu_linear`, and with them the MLPs of FLA's models, are gla_ext's operators
       there. Elsewhere they stay FLA's.
     - On a CPU `FusedCrossEntropyLoss` and `FusedLinearCrossEntropyLoss` are plain torch operations,
-      so that FLA's GLA models train and generate there. What else those models may have, FLA's
-      'powlu', `attnres_block_size` and the attention of hybrid models, still needs a GPU.
+      so that FLA's GLA models train and generate there. So is `fused_attnres`, of models with
+      `attnres_block_size`, there and inside `torch.compile`.
+    - FLA's `Attention`, of hybrid models, needs the package flash_attn; where that is absent, what
+      it imports from there is gla_ext's, on torch's kernels, until `restore_fla`. Call
+      `accelerate_fla` before such a model is built. On a CPU its rotary embedding is torch's
+      operations.
+    - `chunk_gla` and FLA's `GatedLinearAttention` take `cp_context`, gla_ext's or FLA's own, which
+      FLA's have not: see `gla_ext.distributed`.
     - FLA's layers in mode 'fused_chunk' raise NotImplementedError as before: their call passes on
       neither `cu_seqlens` nor the layout of the state.
 
@@ -75,7 +83,7 @@ def accelerate_fla() -> None:
             _find_old_gpus()
             _layers_before = layers.replace(_has_kernels)
         layers.replace_in_layers()
-        _swap({id(function): _REPLACEMENTS[name] for name, function in _originals.items()})
+        _swap({id(original): _REPLACEMENTS[name] for name, original in _originals.items()})
 
 
 def restore_fla() -> None:
@@ -83,7 +91,7 @@ def restore_fla() -> None:
     global _layers_before
     with _lock:
         if _layers_before is not None:
-            _swap({id(_REPLACEMENTS[name]): function for name, function in _originals.items()})
+            _swap({id(_REPLACEMENTS[name]): original for name, original in _originals.items()})
             layers.put_back(_layers_before)
             _layers_before = None
 
@@ -114,13 +122,16 @@ def _chunk_gla(
         "state_v_first": state_v_first,
         "cu_seqlens": cu_seqlens,
     }
-    why_not = _why_not(q, k, v, (g,), scale, initial_state, cu_seqlens, kwargs)
+    if kwargs.get("cp_context") is not None:  # which FLA's has not
+        return _call(chunk.chunk_gla, q, k, v, g, **arguments, **kwargs)
+    unknown = {name: value for name, value in kwargs.items() if name != "cp_context"}
+    why_not = _why_not(q, k, v, (g,), scale, initial_state, cu_seqlens, unknown)
     if why_not is None and initial_state is not None and initial_state.dtype != _state_dtype(q):
         why_not = f"an initial_state in {initial_state.dtype}"
     if why_not is not None:
         _warn_once("chunk_gla", why_not)
         original = _originals["chunk_gla"]
-        return original(q, k, v, g, **arguments, cu_seqlens_cpu=cu_seqlens_cpu, **kwargs)
+        return original(q, k, v, g, **arguments, cu_seqlens_cpu=cu_seqlens_cpu, **unknown)
     return _call(chunk.chunk_gla, q, k, v, g, **arguments)
 
 
@@ -205,12 +216,30 @@ def _swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) ->
     return _originals["swiglu_linear"](x, y, weight, bias)
 
 
+def _fused_attnres(
+    query: Tensor,
+    residuals: Sequence[Tensor],
+    rms_weight: Tensor,
+    output_rms_weight: Tensor | None = None,
+    rms_eps: float = 1e-6,
+    scale: float = 1.0,
+    return_weights: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """`fla.ops.attnres.fused_attnres`, by torch's operations where FLA's kernels cannot serve."""
+    if return_weights or not needs_torch(residuals[0]):
+        arguments = (query, residuals, rms_weight, output_rms_weight, rms_eps, scale)
+        return _originals["fused_attnres"](*arguments, return_weights, **kwargs)
+    return mix_by_weights(query * scale, rms_weight, output_rms_weight, rms_eps, residuals)
+
+
 _REPLACEMENTS = {
     "chunk_gla": _chunk_gla,
     "fused_chunk_gla": _fused_chunk_gla,
     "fused_recurrent_gla": _fused_recurrent_gla,
     "swiglu": _swiglu,
     "swiglu_linear": _swiglu_linear,
+    "fused_attnres": _fused_attnres,
 } | simple.replacements(_run_simple)
 _HOMES = {
     "chunk_gla": "fla.ops.gla.chunk",
@@ -218,14 +247,18 @@ _HOMES = {
     "fused_recurrent_gla": "fla.ops.gla.fused_recurrent",
     "swiglu": "fla.modules.activations",
     "swiglu_linear": "fla.modules.activations",
+    "fused_attnres": "fla.ops.attnres",
 }
+_NOT_EVERYWHERE = ("fused_attnres",)  # which FLA 0.5.2 has not
 
 
 def _find_originals() -> None:
     """Imports FLA and keeps its functions, after a look at their arguments."""
     try:
         originals = {
-            name: getattr(importlib.import_module(home), name) for name, home in _HOMES.items()
+            name: getattr(importlib.import_module(home), name)
+            for name, home in _HOMES.items()
+            if name not in _NOT_EVERYWHERE or importlib.util.find_spec(home) is not None
         }
     except ImportError as error:
         raise ImportError(

@@ -3,7 +3,7 @@
 Each replacement but that of the gated norm goes on to FLA's own code outside `torch.compile`; all
 others but the unpadding do so on a GPU alone, since FLA's kernels do not run on a CPU. Parameters,
 and with them checkpoints, stay as they are. The losses, which are for a CPU alone, stand in
-`gla_ext.fla.losses`.
+`gla_ext.fla.losses`, attention in `gla_ext.fla.attention`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gla_ext.fla import activations, losses
+from gla_ext.fla import _context, activations, attention, losses
 from gla_ext.fla.activations import needs_torch
 from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext.layers.norms import plain_rms_norm, rms_norm
 from gla_ext.layers.short_convolution import causal_convolution
+
+_ABSENT = object()  # of an attribute that was not there
 
 
 def replace(has_kernels: Callable[[Tensor], bool]) -> list[tuple[Any, str, Any]]:
@@ -43,7 +45,7 @@ def replace(has_kernels: Callable[[Tensor], bool]) -> list[tuple[Any, str, Any]]
             (modules.ShortConvolution, partial(_convolution_forward, has_kernels=has_kernels)),
         )
     ]
-    changes += losses.replacements()
+    changes += losses.replacements() + attention.replacements()
     layers = _layers()
     if layers is not None:
         changes += [
@@ -52,7 +54,9 @@ def replace(has_kernels: Callable[[Tensor], bool]) -> list[tuple[Any, str, Any]]
             if hasattr(layers, name)
         ]
         changes.append((layers, "ACT2FN", activations.table(layers)))
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in changes]
+        layer = layers.GatedLinearAttention
+        changes.append((layer, "forward", _context.layer_forward(layer.forward)))
+    before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in changes]
     for owner, name, value in changes:
         setattr(owner, name, value)
     return before
@@ -67,7 +71,10 @@ def replace_in_layers() -> None:
 def put_back(before: list[tuple[Any, str, Any]]) -> None:
     """Undoes `replace` and `replace_in_layers`."""
     for owner, name, value in before:
-        setattr(owner, name, value)
+        if value is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
     if (layers := _layers()) is not None:
         activations.put_back(layers)
 

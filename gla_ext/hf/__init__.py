@@ -15,6 +15,7 @@ except ImportError as error:
     ) from error
 
 from gla_ext.hf.configuration import GLAConfig
+from gla_ext.hf.custom_code import add_custom_code
 from gla_ext.hf.heads import (
     GLAForQuestionAnswering,
     GLAForSequenceClassification,
@@ -46,5 +47,6 @@ __all__ = [
     "GLAForTokenClassification",
     "GLAModel",
     "GLAPreTrainedModel",
+    "add_custom_code",
     "register",
 ]

@@ -40,14 +40,21 @@ def check_cache(cache: Any, N: int) -> None:
             f"kind, got {type(cache).__name__}: keys and values, as prefix tuning passes too, say "
             "nothing to a recurrence"
         )
-    entry = cache[0] if len(cache) else None
-    state = None if entry is None else entry["recurrent_state"]
-    if state is not None and state.shape[0] != N:
+    found = _num_sequences(cache)
+    if found is not None and found != N:
         raise ValueError(
-            f"GLAModel: expected past_key_values of {N} sequences, got {state.shape[0]}; "
+            f"GLAModel: expected past_key_values of {N} sequences, got {found}; "
             "past_key_values.batch_repeat_interleave(n) repeats each n times, for n beams or "
             "returned sequences of a prompt"
         )
+
+
+def _num_sequences(cache: Any) -> int | None:
+    if isinstance(cache, GLACache):
+        return cache.num_sequences
+    entry = cache[0] if len(cache) else None
+    state = None if entry is None else entry["recurrent_state"]
+    return None if state is None else state.shape[0]
 
 
 @functools.cache

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import GenerationMode
 
 from gla_ext.cache import GLACache
 from gla_ext.hf._cache import CACHE, one_cache
+from gla_ext.hf._static_cache import CompiledStepsCache
 
 
 class GLAGenerationMixin(GenerationMixin):
@@ -20,13 +22,53 @@ class GLAGenerationMixin(GenerationMixin):
         return False
 
     def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        mode_or_assistant: Any = None,
+        *args: Any,
     ) -> None:
-        """Makes a cache where a prompt comes in chunks: `generate` wants one before the first."""
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        """Makes a cache where a prompt comes in chunks, for which `generate` wants one before the
+        first, and in assisted decoding one that goes back; with cache_implementation='static' one
+        whose steps are compiled.
+        """
+        if generation_config.cache_implementation == "static" and model_kwargs.get(CACHE) is None:
+            each = max(
+                generation_config.num_beams or 1, generation_config.num_return_sequences or 1
+            )
+            batch_size, max_length = args[:2]
+            model_kwargs[CACHE] = CompiledStepsCache(each * batch_size, max_length)
+            return
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, mode_or_assistant, *args
+        )
+        if not generation_config.use_cache:
+            return
+        # transformers 5 says the mode here, 4 the assistant.
+        assisted = (
+            mode_or_assistant == GenerationMode.ASSISTED_GENERATION
+            or isinstance(mode_or_assistant, PreTrainedModel)
+            or generation_config.prompt_lookup_num_tokens is not None
+            or generation_config.is_assistant
+        )
         chunked = generation_config.prefill_chunk_size is not None
-        if chunked and generation_config.use_cache and model_kwargs.get(CACHE) is None:
+        if (assisted or chunked) and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = GLACache()
+        if assisted and isinstance(cache := model_kwargs.get(CACHE), GLACache) and not cache.past:
+            cache.activate_past_recording()
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: transformers' continuous batching pages keys and values, and knows no states.
+
+        `gla_ext.decode.Decoder` takes and gives up rows while others go on.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: generate_batch is not implemented, transformers' continuous "
+            "batching pages keys and values and keeps no states; gla_ext.decode.Decoder of a "
+            "gla_ext.model.GLAForCausalLM batches continuously"
+        )
+
+    init_continuous_batching = generate_batch
 
     def _prepare_position_ids_for_generation(self, *args: Any) -> None:
         """None: a recurrence needs none, and `generate` would lengthen them at every step."""
@@ -62,9 +104,14 @@ class GLAGenerationMixin(GenerationMixin):
         # Without a mask nothing is packed; and what was generated is no padding. Of a prompt in
         # chunks transformers 4 tells a token by its position alone.
         T = next(iter(inputs.values())).shape[1]
+        if isinstance(past_key_values, CompiledStepsCache):
+            past_key_values.expect(T)
         if attention_mask is not None:
             of_prompt = kwargs.get("is_first_iteration", False) or position_ids is not None
-            if (started and T == 1 and not of_prompt) or attention_mask[:, -T:].all():
+            # Assistants are told that their own tokens are a prompt, whose pad tokens are padding.
+            drafts = started and getattr(past_key_values, "past", None) is not None
+            drawn = drafts or (started and T == 1 and not of_prompt)
+            if drawn or attention_mask[:, -T:].all():
                 attention_mask = None
         if position_ids is not None:
             inputs["position_ids"] = position_ids[:, -T:]

@@ -26,7 +26,7 @@ class GLAForSequenceClassification(GenericForSequenceClassification, GLAPreTrain
         config: the configuration.
 
     Raises:
-        NotImplementedError: for options of FLA's that are not built here, by name; in forward, for
+        NotImplementedError: for options of FLA's that do nothing there, by name; in forward, for
             packed sequences.
     """
 
@@ -43,7 +43,7 @@ class GLAForTokenClassification(GenericForTokenClassification, GLAPreTrainedMode
         config: the configuration.
 
     Raises:
-        NotImplementedError: for options of FLA's that are not built here, by name.
+        NotImplementedError: for options of FLA's that do nothing there, by name.
     """
 
 
@@ -55,7 +55,7 @@ class GLAForQuestionAnswering(GenericForQuestionAnswering, GLAPreTrainedModel):
         config: the configuration.
 
     Raises:
-        NotImplementedError: for options of FLA's that are not built here, by name; in forward, for
+        NotImplementedError: for options of FLA's that do nothing there, by name; in forward, for
             packed sequences.
     """
 

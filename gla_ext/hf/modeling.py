@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from os import PathLike
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,11 +14,13 @@ from gla_ext.cache import GLACache
 from gla_ext.hf._cache import CACHE, check_cache, one_cache
 from gla_ext.hf._packing import one_row, starts_again
 from gla_ext.hf.configuration import GLAConfig
+from gla_ext.hf.custom_code import write_custom_code
 from gla_ext.hf.generation import GLAGenerationMixin
+from gla_ext.layers.attention_residuals import ResidualQuery
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.model import blocks
 from gla_ext.model.causal_lm import check_logits_to_keep
-from gla_ext.model.loss import IGNORE_INDEX, next_token_loss
+from gla_ext.model.loss import IGNORE_INDEX, head_and_loss
 from gla_ext.model.weights import init_own_weights
 from gla_ext.ops.chunk import in_mode_of_now
 
@@ -34,13 +37,17 @@ class GLAPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
-    _no_split_modules = ["GLABlock"]  # noqa: RUF012  transformers' attribute
+    _no_split_modules = ["AttentionResidualBlock", "GLABlock"]  # noqa: RUF012  transformers' attribute
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
-    # A recurrent state cannot be taken back to fewer tokens: no assisted decoding.
-    _is_stateful = True
+    _is_stateful = False  # a cache goes back to fewer tokens: see GLACache.crop
 
     def _init_weights(self, module: nn.Module) -> None:
         init_own_weights(module, self.config.initializer_range)
+
+    def save_pretrained(self, save_directory: str | PathLike[str], **kwargs: Any) -> None:
+        """As transformers', with the file of `gla_ext.hf.add_custom_code` where it was called."""
+        super().save_pretrained(save_directory, **kwargs)
+        write_custom_code(self, save_directory)
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.base_model.embeddings
@@ -58,7 +65,7 @@ class GLAModel(GLAPreTrainedModel):
         config: the configuration.
 
     Raises:
-        NotImplementedError: for options of FLA's that are not built here, by name.
+        NotImplementedError: for options of FLA's that do nothing there, by name.
     """
 
     one_sequence_a_row = False  # what a head sets that has no answer for each packed sequence
@@ -68,8 +75,11 @@ class GLAModel(GLAPreTrainedModel):
         core = config.core()
         self.gradient_checkpointing = False
         self.embeddings = nn.Embedding(core.vocab_size, core.hidden_size, core.pad_token_id)
-        self.layers = nn.ModuleList(blocks.GLABlock(core, i) for i in range(core.num_hidden_layers))
+        self.layers = blocks.make_blocks(core)
         self.norm = RMSNorm(core.hidden_size, eps=core.norm_eps)
+        if core.attnres_block_size is not None:
+            self.res_proj = ResidualQuery(core.hidden_size)
+            self.res_norm = RMSNorm(core.hidden_size, eps=core.norm_eps)
         self.post_init()
 
     def forward(
@@ -85,9 +95,11 @@ class GLAModel(GLAPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cache: Any | None = None,
+        cp_context: Any | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
         """Arguments as `GLAForCausalLM.forward`, without labels and logits_to_keep."""
@@ -104,10 +116,9 @@ class GLAModel(GLAPreTrainedModel):
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
             past_key_values = GLACache()
-        recompute = self.gradient_checkpointing and self.training and past_key_values is None
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         slots = None
-        if cu_seqlens is None:
+        if cu_seqlens is None and cp_context is None:
             again = starts_again(position_ids, seq_idx, attention_mask, *x.shape[:2])
             if again is not None:
                 slots, cu_seqlens = one_row(again, attention_mask)
@@ -116,34 +127,60 @@ class GLAModel(GLAPreTrainedModel):
                 "GLAModel: packed sequences are not implemented for a head that answers once a "
                 "row; pass a padded batch"
             )
-        if past_key_values is not None:
+        if past_key_values is not None and cp_context is None:
             check_cache(past_key_values, len(x) if cu_seqlens is None else len(cu_seqlens) - 1)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        inputs: list[Tensor] | None = [] if output_hidden_states else None
-        x = blocks.run_blocks(
-            self.layers,
-            x,
-            attention_mask=attention_mask,
+        run = partial(
+            self._run_blocks,
+            keeps_inputs=output_hidden_states,
             past_key_values=past_key_values,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
             slots=slots,
-            call=self._checkpointed if recompute else blocks.GLABlock.__call__,
-            inputs=inputs,
+            max_seqlen=x.shape[1] if slots is not None else max_length_q,
         )
-        x = self.norm(x)
+        past = getattr(past_key_values, "past", None)
+        if past is None:
+            x, *inputs = run(x, attention_mask)
+        elif cu_seqlens is not None or not use_cache:
+            raise NotImplementedError(
+                "GLAModel: packed sequences and use_cache = False are not implemented with a cache "
+                "that goes back (activate_past_recording), as that of assisted decoding"
+            )
+        else:
+            x, *inputs = past.run(past_key_values, x, attention_mask, run)
         output = BaseModelOutputWithPast(
             last_hidden_state=x,
-            hidden_states=None if inputs is None else (*inputs, x),
+            hidden_states=(*inputs, x) if output_hidden_states else None,
             **{CACHE: past_key_values},
         )
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
 
-    def _checkpointed(self, block: blocks.GLABlock, x: Tensor, **attn_args: Any) -> Tensor:
+    def _run_blocks(
+        self, x: Tensor, attention_mask: Tensor | None, keeps_inputs: bool, **options: Any
+    ) -> list[Tensor]:
+        """The output, and if they are wanted the inputs of all blocks."""
+        recompute = self.gradient_checkpointing and self.training
+        recompute = recompute and options["past_key_values"] is None
+        inputs: list[Tensor] | None = [] if keeps_inputs else None
+        x = blocks.run_blocks(
+            self.layers,
+            x,
+            attention_mask=attention_mask,
+            call=self._checkpointed if recompute else blocks.GLABlock.__call__,
+            inputs=inputs,
+            norm=self.norm,
+            residuals=blocks.residuals_of(self),
+            **options,
+        )
+        return [x, *(inputs or ())]
+
+    def _checkpointed(self, block: blocks.GLABlock, *x: Tensor, **attn_args: Any) -> Any:
         run = in_mode_of_now(partial(block.__call__, **attn_args))
-        return self._gradient_checkpointing_func(run, x)
+        return self._gradient_checkpointing_func(run, *x)
 
 
 class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
@@ -156,7 +193,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         config: the configuration.
 
     Raises:
-        NotImplementedError: for options of FLA's that are not built here, by name.
+        NotImplementedError: for options of FLA's that do nothing there, by name.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
@@ -195,9 +232,11 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cache: Any | None = None,
+        cp_context: Any | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """Logits of the next token at every position, and the loss when labels are given.
@@ -226,6 +265,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
                 one; attention_mask is then not looked at. Default: cu_seq_lens_q.
             cu_seq_lens_q, cu_seq_lens_k: the same as transformers calls them, from
                 `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`. Default: None.
+            max_length_q: int, at least the length of the longest packed sequence, of that collator
+                too: attention of a hybrid model leaves less of a GPU idle with it. Default: None.
             position_ids: int `[B, T]` or `[1, T]`. Where a position is not above the one before it,
                 as after `DataCollatorWithFlattening()`, another sequence starts, in every row;
                 other than that positions say nothing to a recurrence. The number of sequences is
@@ -235,11 +276,15 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             seq_idx: int, likewise, the number of each token's sequence: another one starts where it
                 changes. Beats position_ids. Default: None.
             cache: past_key_values as transformers calls it from 5.24 on. Default: None.
-            **kwargs: ignored, as by FLA: `cache_position`, `max_length_q` and the like say nothing
-                to a recurrence.
+            cp_context: as `gla_ext.model.GLAForCausalLM.forward`'s; position_ids and seq_idx are
+                then not looked at: its offsets say where sequences start. Default: None.
+            **kwargs: ignored, as by FLA: `cache_position` and the like say nothing to a
+                recurrence.
 
         Returns:
-            loss (nats a token; fp32, fp64 of an fp64 model), logits `[B, T, vocab_size]`,
+            loss (nats a token; fp32, fp64 of an fp64 model), logits `[B, T, vocab_size]` (in train
+            mode backward of the loss writes the gradient over them, as FLA's does; None with labels
+            and config.fuse_linear_cross_entropy),
             past_key_values (`cache` from transformers 5.24 on) and hidden_states, in a
             `CausalLMOutputWithPast` or a tuple without what is None.
 
@@ -247,7 +292,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             ValueError: for shapes that do not fit; neither or both of input_ids and inputs_embeds;
                 both past_key_values and cache, or a cache of another number of sequences;
                 logits_to_keep below 0.
-            TypeError: for a cache of keys and values, as `DynamicCache`.
+            TypeError: for a cache of transformers', as `DynamicCache`, and in a hybrid model for
+                any but a `GLACache`.
             NotImplementedError: for output_attentions.
         """
         check_logits_to_keep(logits_to_keep)
@@ -263,8 +309,10 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             output_hidden_states=output_hidden_states,
             return_dict=True,
             cu_seqlens=cu_seqlens,
+            max_length_q=max_length_q,
             position_ids=position_ids,
             seq_idx=seq_idx,
+            cp_context=cp_context,
         )
         x = output.last_hidden_state
         if labels is None:
@@ -272,14 +320,22 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             )
             x = x[:, kept]
-        logits = self.lm_head(x)
-        loss = None
-        if labels is not None:
-            if cu_seqlens is None:
+            loss, logits = None, self.lm_head(x)
+        else:
+            if cu_seqlens is None and cp_context is None:
                 again = starts_again(position_ids, seq_idx, attention_mask, *labels.shape)
                 if again is not None:
                     labels = labels.masked_fill(again.to(labels.device), IGNORE_INDEX)
-            loss = next_token_loss(logits, labels, num_items_in_batch, cu_seqlens)
+            loss, logits = head_and_loss(
+                self.lm_head,
+                x,
+                labels,
+                self.config,
+                self.training,
+                num_items_in_batch,
+                cu_seqlens,
+                cp_context,
+            )
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
+from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.ops._tracing import is_recorded
 from gla_ext.ops.chunk import is_batch_invariant
+
+_joint_projection = torch.ops.gla_ext.joint_projection.default
 
 # Products of more tokens fill a GPU by themselves, and what follows reads rows of their own faster.
 MOST_ROWS = 256
@@ -23,21 +25,21 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
     Without gradients, weights that `lay_side_by_side` has made one in memory take one product.
 
     Args:
-        together: one product with all weights in one, in eager mode and where the modules are as
-            torch made them; the results then share one tensor's memory. It copies the weights in
-            every call and again in backward, which has two products instead of two a map and their
-            sums.
+        together: one product with all weights in one, where the modules are as torch made them;
+            the results then share one tensor's memory. It copies the weights in every call, and
+            in eager mode again in backward, which has two products instead of two a map and their
+            sums. Not in transforms of torch.func.
     """
     if (fused := project_fused(x, linears)) is not None:
         return fused
-    # A compiled graph gains nothing from it, and its partitioner would save the weights' copy; a
-    # trace that is to be stored holds no Python function.
-    together = together and not is_recorded()
-    if not (together and all(is_plain(linear) for linear in linears) and _are_alike(linears)):
+    together = together and not torch._C._are_functorch_transforms_active()
+    if not (together and all(map(is_plain, linears)) and _are_alike(linears)):
         return tuple(linear(x) for linear in linears)
     weights = [linear.weight for linear in linears]
+    if torch.compiler.is_compiling():  # whose partitioner decides what is saved
+        return F.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], dim=-1)
     dtype = _dtype_in_products(weights[0])
-    return _Projections.apply(x.to(_dtype_in_products(x)), dtype, *weights)
+    return tuple(_joint_projection(x.to(_dtype_in_products(x)), weights, dtype))
 
 
 def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
@@ -115,51 +117,6 @@ def _is_in_memory(weight: Tensor) -> bool:
     return plain and torch._C._has_storage(weight)
 
 
-class _Projections(torch.autograd.Function):
-    """`x @ w.T` for each of the weights, in one product; saves x and the weights, no copy.
-
-    The weights, alike, are cast to dtype inside: their gradients come back in their own.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
-        y = F.linear(x, _joined(weights, dtype))
-        return y.split([w.shape[0] for w in weights], dim=-1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, dtype, *weights = inputs
-        needs_dx, _, *needs_dw = ctx.needs_input_grad
-        ctx.save_for_backward(x if any(needs_dw) else None, *(weights if needs_dx else ()))
-        ctx.dtype, ctx.weight_dtype = dtype, weights[0].dtype
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        needs_dx, _, *needs_dw = ctx.needs_input_grad
-        dy = torch.cat(gradients, -1) if needs_dx or all(needs_dw) else None
-        dx = dy @ _joined(weights, ctx.dtype) if needs_dx else None
-        if not any(needs_dw):
-            return dx, None, *(None for _ in needs_dw)
-        needed = [g for g, needs in zip(gradients, needs_dw, strict=True) if needs]
-        if len(needed) < len(gradients):
-            dy = torch.cat(needed, -1)
-        # Not flatten, which batched gradients (is_grads_batched) do not know.
-        dy, x = (t.reshape(-1, t.shape[-1]) for t in (dy, x))
-        dw = (dy.T @ x).split([g.shape[-1] for g in needed])
-        # Copied: of views of one storage, none could be freed or saved without the others.
-        copies = (part.to(ctx.weight_dtype, copy=True) for part in dw)
-        return dx, None, *(next(copies) if needs else None for needs in needs_dw)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        raise NotImplementedError(
-            "GatedLinearAttention: forward-mode AD is not supported, use reverse mode (backward)"
-        )
-
-
 def split_heads(x: Tensor, width: int) -> Tensor:
     """`[B, T, heads * width]` to `[B, T, heads, width]`, of as many heads as arrive."""
     try:
@@ -173,10 +130,6 @@ def split_heads(x: Tensor, width: int) -> Tensor:
         ) from error
 
 
-def _joined(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([w.to(dtype) for w in weights])
-
-
 def _dtype_in_products(t: Tensor) -> torch.dtype:
     """What autocast, where it is on, makes of a tensor that a product takes."""
     device = t.device.type
@@ -184,13 +137,14 @@ def _dtype_in_products(t: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if on and t.dtype != torch.float64 else t.dtype
 
 
-def is_plain(linear: nn.Module) -> bool:
+def is_plain(linear: nn.Module, biased: bool = False) -> bool:
     """Whether a module is nothing but a product with its weight: no adapter, quantized or sharded
-    weight has taken its place, no bias, no forward of its own, and no hook wants to see its call.
+    weight has taken its place, no bias unless `biased`, no forward of its own, and no hook wants to
+    see its call.
     """
     return (
         type(linear) is nn.Linear
-        and linear.bias is None
+        and (linear.bias is None or (biased and type(linear.bias) in (nn.Parameter, Tensor)))
         and type(linear.weight) in (nn.Parameter, Tensor)
         and nobody_sees(linear)
     )

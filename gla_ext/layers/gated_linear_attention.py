@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from gla_ext.layers._options import check_options, expanded_dim, typed_options
 from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext.layers._projections import (
+    is_plain,
     lay_side_by_side,
     nobody_sees,
     project,
-    project_fused,
     split_heads,
 )
 from gla_ext.layers.activations import activation
+from gla_ext.layers.gate_projection import gate_projection
 from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 from gla_ext.layers.short_convolution import ShortConvolution, convolve
 from gla_ext.ops._checks import check_tensors
@@ -68,11 +69,12 @@ class GatedLinearAttention(nn.Module):
             instead of `g_norm`. Default: True.
         layer_idx: index of this layer in a cache. Default: None.
 
-    In train mode, not compiled, q, k, v and the output gate are one product, with their weights put
-    together, if the four modules are `nn.Linear`s of one dtype without hooks, adapters, quantized
-    or sharded weights. The weights are put together in forward and again in backward, and not kept
-    between. `batch_projections = False`, an attribute of an instance or of the class, keeps them
-    apart. Without gradients they are one product after `gla_ext.model.fuse_projections`.
+    In train mode, q, k, v, the output gate and the gate's first map are one product,
+    with their weights put together, if these modules are `nn.Linear`s of one dtype without hooks,
+    adapters, quantized or sharded weights. The weights are put together in forward and again in
+    backward, and not kept between. `batch_projections = False`, an attribute of an instance or of
+    the class, keeps them apart. Without gradients they are one product after
+    `gla_ext.model.fuse_projections`.
 
     Of a layer whose projections are sharded by columns, as tensor parallelism shards them, forward
     computes the heads whose channels arrive: o_proj's part of the output is then this rank's
@@ -192,7 +194,9 @@ class GatedLinearAttention(nn.Module):
             use_cache: store the final states in past_key_values. Default: False.
             output_attentions: accepted and without effect: there are no attention maps.
             **kwargs: `cu_seqlens`, int32 or int64 `[N + 1]`, offsets of the N sequences packed
-                into a batch of one; attention_mask is then not looked at. Others are ignored.
+                into a batch of one; attention_mask is then not looked at. `cp_context`, where these
+                are one rank's tokens of a longer text, see `chunk_gla`; it takes the place of
+                cu_seqlens. Others are ignored.
 
         Returns:
             The output `[B, T, hidden_size]`, None, and past_key_values.
@@ -201,9 +205,10 @@ class GatedLinearAttention(nn.Module):
             ValueError: for shapes that do not fit, a mask of other numbers than 0 and 1, or
                 past_key_values without layer_idx.
             TypeError: for inputs, an attention_mask or cu_seqlens that are no tensors.
-            NotImplementedError: for nested tensors.
+            NotImplementedError: for nested tensors; for cp_context beside a mask or in mode
+                'fused_recurrent'.
         """
-        cu_seqlens = kwargs.get("cu_seqlens")
+        cu_seqlens, cp_context = kwargs.get("cu_seqlens"), kwargs.get("cp_context")
         names = "hidden_states attention_mask cu_seqlens"
         check_tensors("GatedLinearAttention", names, hidden_states, attention_mask, cu_seqlens)
         if hidden_states.is_nested:
@@ -216,6 +221,8 @@ class GatedLinearAttention(nn.Module):
                 "GatedLinearAttention: expected hidden_states to have shape [B, T, hidden_size = "
                 f"{self.hidden_size}], got {list(hidden_states.shape)}"
             )
+        if cp_context is not None:
+            self._check_context_parallel(attention_mask)
         state = self._cached("recurrent_state", past_key_values)
         conv_state = self._cached("conv_state", past_key_values) if self.use_short_conv else None
         B, T, _ = hidden_states.shape
@@ -227,11 +234,13 @@ class GatedLinearAttention(nn.Module):
             hidden_states = pack(hidden_states.masked_fill(~valid.unsqueeze(-1), 0), slots)
 
         q, k, v, gk, gate, conv_state = self._project(
-            hidden_states, conv_state, bool(use_cache), cu_seqlens
+            hidden_states, conv_state, bool(use_cache), cu_seqlens, cp_context
         )
         in_place = bool(use_cache) and getattr(past_key_values, "in_place", False)
         rows = getattr(past_key_values, "slots", None) if in_place else None
-        o, state = self._attend(q, k, v, gk, state, bool(use_cache), cu_seqlens, in_place, rows)
+        o, state = self._attend(
+            q, k, v, gk, state, bool(use_cache), cu_seqlens, in_place, rows, cp_context
+        )
         if past_key_values is not None:
             past_key_values.update(
                 layer_idx=self.layer_idx, recurrent_state=state, conv_state=conv_state, offset=T
@@ -247,6 +256,7 @@ class GatedLinearAttention(nn.Module):
         conv_state: tuple[Tensor, Tensor, Tensor] | None,
         output_state: bool,
         cu_seqlens: Tensor | None,
+        cp_context: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, ...] | None]:
         """q `[B, T, H, K]`, k, v and gk `[B, T, HK, K | V]`, the output gate before its activation
         `[B, T, H * V]` or None, and what the convolutions go on from or None. H and HK are
@@ -256,26 +266,40 @@ class GatedLinearAttention(nn.Module):
         if self.use_short_conv:
             convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
             (q, k, v), conv_state = convolve(
-                convolutions, (q, k, v), conv_state, output_state, cu_seqlens
+                convolutions, (q, k, v), conv_state, output_state, cu_seqlens, cp_context
             )
-        gk = F.logsigmoid(gk) / self.gate_logit_normalizer
-        if self.clamp_min is not None:
-            gk = gk.clamp_min(self.clamp_min)
         K, V = self.head_k_dim, self.head_v_dim
-        q, k, v, gk = split_heads(q, K), split_heads(k, K), split_heads(v, V), split_heads(gk, K)
+        q, k, v = split_heads(q, K), split_heads(k, K), split_heads(v, V)
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
-        return q, k, v, gk, gates[0] if gates else None, conv_state
+        return q, k, v, self._by_heads(gk), gates[0] if gates else None, conv_state
+
+    def _by_heads(self, gk: Tensor) -> Tensor:
+        """The log gates `[B, T, HK * K]` as `chunk_gla` takes them, `[B, T, HK, K]`."""
+        return split_heads(gk, self.head_k_dim)
 
     def _multiply(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         """What the projections of x make of it: q, k, v and maybe the output gate, and gk."""
         linears = self._input_projections()
-        if self._gate_is_two_maps():
-            fused = project_fused(x, [*linears, self.gk_proj[0]])
-            if fused is not None:
-                return fused[:-1], self.gk_proj[1](fused[-1])
         together = self.training and self.batch_projections
-        return project(x, linears, together), self.gk_proj(x)
+        if self._gate_is_two_maps() and is_plain(self.gk_proj[0]):
+            *outputs, h = project(x, [*linears, self.gk_proj[0]], together)
+            return outputs, self._log_gates(h)
+        outputs = project(x, linears, together)
+        if self._gate_is_two_maps():
+            return outputs, self._log_gates(self.gk_proj[0](x))
+        return outputs, self._finish_log_gates(self.gk_proj(x))
+
+    def _log_gates(self, h: Tensor) -> Tensor:
+        """From what the gate's first map has made."""
+        up = self.gk_proj[1]
+        if not is_plain(up, biased=True):
+            return self._finish_log_gates(up(h))
+        return gate_projection(h, up.weight, up.bias, self.gate_logit_normalizer, self.clamp_min)
+
+    def _finish_log_gates(self, gk: Tensor) -> Tensor:
+        gk = F.logsigmoid(gk) / self.gate_logit_normalizer
+        return gk if self.clamp_min is None else gk.clamp_min(self.clamp_min)
 
     def fuse_projections(self) -> None:
         """See `gla_ext.model.fuse_projections`."""
@@ -302,12 +326,25 @@ class GatedLinearAttention(nn.Module):
         cu_seqlens: Tensor | None,
         in_place: bool,
         slots: Tensor | None,
+        cp_context: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The heads' outputs `[B, T, H, V]` and the final state `[N, H, V, K]` or None.
 
         With in_place, the recurrence over a batch writes the final state over `state`, but of rows
         that slots has skip.
         """
+        if cp_context is not None:
+            return chunk_gla(
+                q,
+                k,
+                v,
+                gk,
+                initial_state=state,
+                output_final_state=output_state,
+                state_v_first=True,
+                cu_seqlens=cu_seqlens,
+                cp_context=cp_context,
+            )
         recurs = self._recurs(q, state, cu_seqlens)
         if recurs and in_place and state is not None and cu_seqlens is None:
             o = recurrent_gla_step_(q, k, v, gk, state=state, slots=slots, state_v_first=True)
@@ -335,6 +372,17 @@ class GatedLinearAttention(nn.Module):
         if self.training or torch.is_grad_enabled():
             return False
         return _is_one(q.shape[1])
+
+    def _check_context_parallel(self, attention_mask: Tensor | None) -> None:
+        if attention_mask is not None:
+            raise NotImplementedError(
+                "GatedLinearAttention: expected no attention_mask beside cp_context, got one; pack "
+                "the sequences and give build_cp_context their cu_seqlens"
+            )
+        if self.mode == "fused_recurrent":
+            raise NotImplementedError(
+                "GatedLinearAttention: expected mode 'chunk' with cp_context, got 'fused_recurrent'"
+            )
 
     @property
     def norm(self) -> RMSNorm:

@@ -12,6 +12,7 @@ from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.ops._checks import check_tensors
 from gla_ext.ops._tracing import can_be_read
 
+_QUERY = "query"  # in the place of key and value that were found to be query
 _NO_WEIGHT = -1000.0  # programs write -1e4, -1e9 or the least number for -inf: a weight of 0 too
 
 
@@ -34,8 +35,8 @@ class MultiheadGLA(nn.Module):
         self_attention: your promise that key and value are query, whatever tensors they come as:
             only query is read. Where False, forward finds out that they are: the same object, or
             not compiled a tensor of the same memory, dtype, shape and strides. Needed where
-            something copies the arguments one by one, as the casts of FSDP2's
-            `MixedPrecisionPolicy` do, or rewraps them in a compiled graph. Default: False.
+            something copies the arguments one by one or rewraps them, as in a compiled graph; not
+            for FSDP2's casts, in eager mode. Default: False.
         device, dtype: of the parameters. Default: torch's.
         **options: of `GatedLinearAttention`: expand_k, expand_v, gate_logit_normalizer, ...
 
@@ -80,6 +81,13 @@ class MultiheadGLA(nn.Module):
         self.bias = nn.Parameter(torch.zeros(embed_dim)) if bias else None
         self.to(device=device, dtype=dtype)
 
+    def __call__(self, query: Tensor, key: Any = None, value: Any = None, **kwargs: Any) -> Any:
+        # FSDP2's hook, which runs before forward, copies each argument to cast it.
+        casts = hasattr(type(self), "_get_fsdp_state") and isinstance(query, Tensor)
+        if casts and self._are_one(query, key) and self._are_one(query, value):
+            key = value = _QUERY
+        return super().__call__(query, key, value, **kwargs)
+
     def reset_parameters(self) -> None:
         """Zeroes the bias; the modules inside have reset_parameters of their own."""
         if self.bias is not None:
@@ -119,6 +127,8 @@ class MultiheadGLA(nn.Module):
             TypeError: inputs that are no tensors.
             ValueError: shapes that do not fit, other numbers in key_padding_mask.
         """
+        if key is _QUERY:
+            key = value = query
         names, tensors = "query key value key_padding_mask attn_mask", (query, key, value)
         check_tensors("MultiheadGLA", names, *tensors, key_padding_mask, attn_mask)
         if not (self._are_one(query, key) and self._are_one(query, value)):

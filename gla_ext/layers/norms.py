@@ -22,6 +22,7 @@ from gla_ext.ops._checks import (
 from gla_ext.ops._tracing import is_recorded_for_onnx
 
 _fwd = torch.ops.gla_ext.rms_norm_gate_fwd.default
+_residual_fwd = torch.ops.gla_ext.rms_norm_residual_fwd.default
 
 
 def rms_norm(
@@ -65,6 +66,46 @@ def rms_norm(
     return _fwd(x, weight, gate, activation, eps)[0]
 
 
+def rms_norm_residual(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """A residual stream, to which x is added, and its `rms_norm`: `stream = residual + x`.
+
+    One kernel forward, which reads and writes the stream once, and, but for the last sum of the
+    weight's gradient, one backward, which adds the gradient of the stream inside. Autograd keeps
+    the stream and one number a row.
+
+    Args:
+        x: `[..., V]`; bfloat16, float16, float32 or float64; any strides.
+        residual: `[..., V]`, of x's dtype or a wider one, as a stream in float32 is beside the
+            bfloat16 of autocast; of a shorter one it is cast to x's.
+        weight: `[V]`, of any of these dtypes. Default: None (1).
+        eps: added to the mean square. Default: 1e-5.
+
+    Returns:
+        The norm of the stream in x's dtype, and the stream, as `residual + x` rounds it.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: for shapes or devices that do not fit.
+        NotImplementedError: in double backward, forward-mode AD and torch.func transforms but vmap.
+    """
+    check_tensors("rms_norm_residual", "x residual weight", x, residual, weight)
+    wide = x.dtype
+    if residual.dtype != x.dtype and {residual.dtype, x.dtype} <= FLOATING:
+        wide = torch.promote_types(x.dtype, residual.dtype)
+        residual = residual.to(wide)
+    if (
+        wide not in (x.dtype, torch.float32)
+        or _takes_plain(x, None)
+        or _takes_plain(residual, None)
+    ):
+        stream = residual + x
+        return rms_norm(stream, weight, eps).to(x.dtype), stream
+    y, stream, _ = _residual_fwd(x, residual, weight, eps)
+    return y, stream
+
+
 def _takes_plain(x: Tensor, gate: Tensor | None) -> bool:
     """Whether plain torch operations serve better, or alone."""
     # A norm alone lies beside sums and products that inductor fuses it with. One with a gate stands
@@ -78,7 +119,7 @@ def _takes_plain(x: Tensor, gate: Tensor | None) -> bool:
 
 
 def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None, activation: str) -> None:
-    """Raises what the operator raises; see csrc/norm_checks.cpp."""
+    """Raises what the operator raises; see csrc/checks/rms_norm_gate.cpp."""
     op = "rms_norm_gate"
     if gate is not None:
         check_device(op, "gate", gate, "x", x)
@@ -132,6 +173,9 @@ class RMSNorm(nn.Module):
         elementwise_affine: whether there is a `weight`. Default: True.
         eps: added to the mean square. Default: 1e-5.
         dtype: dtype of the weight. Default: torch's default dtype.
+
+    forward takes x `[..., hidden_size]` and perhaps a residual of that shape, which x is added to
+    first (`rms_norm_residual`); with prenorm it also returns what it has normed, x or the sum.
     """
 
     @typed_options
@@ -164,8 +208,14 @@ class RMSNorm(nn.Module):
         if self.weight is not None:
             nn.init.ones_(self.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if residual is None:
+            y, stream = rms_norm(x, self.weight, self.eps), x
+        else:
+            y, stream = rms_norm_residual(x, residual, self.weight, self.eps)
+        return (y, stream) if prenorm else y
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"

@@ -36,8 +36,8 @@ class ShortConvolution(nn.Conv1d):
         if len(args) > 3:
             raise TypeError(
                 "ShortConvolution: expected hidden_size, kernel_size and bias, got "
-                f"{len(args)} positional arguments; LoRA on it is not supported, leave q_conv1d, "
-                "k_conv1d and v_conv1d out of its target_modules"
+                f"{len(args)} positional arguments; LoRA takes its weight, as "
+                "target_parameters=['q_conv1d.weight'], and not the module as target_modules"
             )
         return super().__new__(cls)
 
@@ -112,12 +112,19 @@ def convolve(
     caches: Sequence[Tensor | None] | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
+    cp_context: Any = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-    """Several convolutions over the same sequences, one input and one cache each.
+    """Several convolutions over the same sequences, one input and one cache each; with cp_context
+    of one rank's tokens.
 
     Returns:
         The outputs, and the caches to go on from or None.
     """
+    if cp_context is not None:
+        from gla_ext.distributed.convolution import convolve_with_context
+
+        args = (convolutions, inputs, caches, output_final_state, cu_seqlens, cp_context)
+        return convolve_with_context(*args)
     caches = [None] * len(inputs) if caches is None else caches
     results = [
         convolution(x, cache, output_final_state, cu_seqlens)

@@ -118,7 +118,7 @@ def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _check(op: str, gate: Tensor, up: Tensor) -> None:
-    """Raises what the operators raise; see csrc/swiglu_checks.cpp."""
+    """Raises what the operators raise; see csrc/checks/swiglu.cpp."""
     check_device(op, "up", up, "gate", gate)
     check_floating(op, "gate", gate)
     check_dtype_like(op, "up", up, "gate", gate)

@@ -12,6 +12,9 @@ from gla_ext.cache import GLACache
 from gla_ext.layers._options import typed_options
 from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext.layers._projections import is_plain, lay_side_by_side, project
+from gla_ext.layers._residual import add_and_norm, is_seen_through
+from gla_ext.layers.attention import Attention
+from gla_ext.layers.attention_residuals import ResidualQuery, mix_residuals
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.layers.swiglu import swiglu, swiglu_linear
@@ -38,24 +41,60 @@ class GLAMLP(nn.Module):
     Args:
         hidden_size: width of the input and the output.
         intermediate_size: width in between.
+        fuse_swiglu: make the product inside the operator of down_proj, if that is a plain linear
+            map. Default: True.
     """
 
     @typed_options
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, fuse_swiglu: bool = True) -> None:
         super().__init__()
+        self.fuse_swiglu = fuse_swiglu
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = project(x, [self.gate_proj, self.up_proj], together=False)
-        if is_plain(self.down_proj):
+        if self.fuse_swiglu and is_plain(self.down_proj):
             return swiglu_linear(gate, up, self.down_proj.weight)
         return self.down_proj(swiglu(gate, up))
 
     def fuse_projections(self) -> None:
         """See `gla_ext.model.fuse_projections`."""
         lay_side_by_side([self.gate_proj, self.up_proj])
+
+
+def _token_mixer(config: GLAConfig, layer_idx: int) -> GatedLinearAttention | Attention:
+    """The layer that mixes a block's tokens: GLA, or attention where config.attn has it."""
+    spec = config.attention_of(layer_idx)
+    if spec is not None:
+        return Attention(
+            hidden_size=config.hidden_size,
+            num_heads=spec["num_heads"],
+            num_kv_heads=spec["num_kv_heads"],
+            qkv_bias=spec["qkv_bias"],
+            window_size=spec["window_size"],
+            rope_theta=spec["rope_theta"],
+            layer_idx=layer_idx,
+        )
+    return GatedLinearAttention(
+        mode=config.attn_mode,
+        hidden_size=config.hidden_size,
+        expand_k=config.expand_k,
+        expand_v=config.expand_v,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        feature_map=config.feature_map,
+        use_short_conv=config.use_short_conv,
+        conv_size=config.conv_size,
+        use_output_gate=config.use_output_gate,
+        gate_fn=config.hidden_act,
+        elementwise_affine=config.elementwise_affine,
+        norm_eps=config.norm_eps,
+        clamp_min=config.clamp_min,
+        fuse_norm=config.fuse_norm,
+        layer_idx=layer_idx,
+    )
 
 
 class GLABlock(nn.Module):
@@ -69,32 +108,80 @@ class GLABlock(nn.Module):
     def __init__(self, config: GLAConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
+        self.fuse_norm = config.fuse_norm
         self.attn_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attn = GatedLinearAttention(
-            mode=config.attn_mode,
-            hidden_size=config.hidden_size,
-            expand_k=config.expand_k,
-            expand_v=config.expand_v,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            feature_map=config.feature_map,
-            use_short_conv=config.use_short_conv,
-            conv_size=config.conv_size,
-            use_output_gate=config.use_output_gate,
-            gate_fn=config.hidden_act,
-            elementwise_affine=config.elementwise_affine,
-            norm_eps=config.norm_eps,
-            clamp_min=config.clamp_min,
-            fuse_norm=config.fuse_norm,
-            layer_idx=layer_idx,
-        )
+        self.attn = _token_mixer(config, layer_idx)
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = GLAMLP(config.hidden_size, config.mlp_size)
+        self.mlp = GLAMLP(config.hidden_size, config.mlp_size, config.fuse_swiglu)
 
-    def forward(self, x: Tensor, **attn_args: Any) -> Tensor:
-        """x `[B, T, hidden_size]`; attn_args go to `GatedLinearAttention.forward`."""
-        x = x + self.attn(self.attn_norm(x), **attn_args)[0]
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        **attn_args: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x `[B, T, hidden_size]`; attn_args go to forward of `attn`, a `GatedLinearAttention` or
+        in some blocks of a hybrid model an `Attention`.
+
+        The sums are made inside the norms that follow them. With a residual, x is added to it
+        first; with prenorm, the MLP's output and the residual that it is to be added to are
+        returned, for the next norm to add.
+        """
+        y, residual = add_and_norm(self.attn_norm, x, residual, self.fuse_norm)
+        x = self.attn(y, **attn_args)[0]
+        y, residual = add_and_norm(self.mlp_norm, x, residual, self.fuse_norm)
+        x = self.mlp(y)
+        return (x, residual) if prenorm else residual + x
+
+
+class AttentionResidualBlock(GLABlock):
+    """A block with `config.attnres_block_size`: its layers read `mix_residuals` of the sources.
+
+    A source is the embedding, the sum of `attnres_block_size` layers' outputs (attention and MLP
+    count one each), or what there is of the last such sum. With a size of 1 every layer is one.
+
+    Args:
+        config: the model's configuration.
+        layer_idx: index of the block.
+    """
+
+    def __init__(self, config: GLAConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        for name in ("attn", "mlp"):
+            setattr(self, f"{name}_res_proj", ResidualQuery(config.hidden_size))
+            setattr(self, f"{name}_res_norm", RMSNorm(config.hidden_size, eps=config.norm_eps))
+        self.attn_ends_sum = 2 * layer_idx % config.attnres_block_size == 0
+        self.mlp_ends_sum = (2 * layer_idx + 1) % config.attnres_block_size == 0
+
+    def forward(self, x: Tensor, *sources: Tensor, **attn_args: Any) -> tuple[Tensor, ...]:
+        """x `[B, T, hidden_size]`, the last sum so far, and the sources before it, none at first.
+
+        Returns:
+            The same after this block.
+        """
+        total: Tensor | None = x
+        if not sources:
+            y, sources, total = self.attn_norm(x), (x,), None
+        else:
+            every = (*sources, x)
+            y = mix_residuals(self.attn_res_proj, every, self.attn_res_norm, self.attn_norm)
+            if self.attn_ends_sum:
+                sources, total = every, None
+        y = self.attn(y, **attn_args)[0]
+        total = y if total is None else total + y
+        every = (*sources, total)
+        y = mix_residuals(self.mlp_res_proj, every, self.mlp_res_norm, self.mlp_norm)
+        if self.mlp_ends_sum:
+            sources, total = every, None
+        y = self.mlp(y)
+        return (y if total is None else total + y, *sources)
+
+
+def make_blocks(config: GLAConfig) -> nn.ModuleList:
+    """The blocks of a model."""
+    kind = GLABlock if config.attnres_block_size is None else AttentionResidualBlock
+    return nn.ModuleList(kind(config, i) for i in range(config.num_hidden_layers))
 
 
 class GLAModel(nn.Module):
@@ -112,8 +199,11 @@ class GLAModel(nn.Module):
         self.config = config
         self.gradient_checkpointing = False
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(GLABlock(config, i) for i in range(config.num_hidden_layers))
+        self.layers = make_blocks(config)
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        if config.attnres_block_size is not None:
+            self.res_proj = ResidualQuery(config.hidden_size)
+            self.res_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -130,6 +220,7 @@ class GLAModel(nn.Module):
         past_key_values: Any | None = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
+        cp_context: Any = None,
     ) -> ModelOutput:
         """Arguments as `GLAForCausalLM.forward`."""
         check_tensors("GLAForCausalLM", "input_ids cu_seqlens", input_ids, cu_seqlens)
@@ -143,9 +234,17 @@ class GLAModel(nn.Module):
             past_key_values=past_key_values,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
             call=_checkpointed if recompute else GLABlock.__call__,
+            norm=self.norm,
+            residuals=residuals_of(self),
         )
-        return ModelOutput(self.norm(x), past_key_values)
+        return ModelOutput(x, past_key_values)
+
+
+def residuals_of(model: nn.Module) -> tuple[nn.Module, RMSNorm] | None:
+    """What `run_blocks` takes as residuals: the query and norm of a model that has them."""
+    return (model.res_proj, model.res_norm) if hasattr(model, "res_proj") else None
 
 
 def run_blocks(
@@ -156,9 +255,13 @@ def run_blocks(
     past_key_values: Any | None = None,
     use_cache: bool = False,
     cu_seqlens: Tensor | None = None,
+    cp_context: Any = None,
     slots: Tensor | None = None,
+    max_seqlen: int | None = None,
     call: Callable[..., Tensor] = GLABlock.__call__,
     inputs: list[Tensor] | None = None,
+    norm: nn.Module | None = None,
+    residuals: tuple[nn.Module, RMSNorm] | None = None,
 ) -> Tensor:
     """Passes tokens through a stack of blocks.
 
@@ -168,31 +271,63 @@ def run_blocks(
     Args:
         blocks: the blocks, first to last.
         x: the embeddings, `[B, T, hidden_size]`.
-        attention_mask, past_key_values, use_cache, cu_seqlens: as `GLAForCausalLM.forward`;
-            cu_seqlens beats the mask.
+        attention_mask, past_key_values, use_cache, cu_seqlens, cp_context: as
+            `GLAForCausalLM.forward`; cu_seqlens beats the mask.
         slots: int64 `[B * T]`, where in one row the tokens lie that cu_seqlens is of; see
             `gla_ext.layers._padding.packed_slots`. Default: None (x is that row).
-        call: runs a block on x and its keywords. Default: the block itself.
+        max_seqlen: as `Attention.forward`'s. Default: None.
+        call: runs a block on x, perhaps a residual, and its keywords. Default: the block itself.
         inputs: takes the input of every block, `[B, T, hidden_size]`. Default: None.
+        norm: of what the last block returns. Default: None.
+        residuals: query and norm of the last `mix_residuals`, whose output norm is `norm`; the
+            blocks are then `AttentionResidualBlock`s. Default: None.
 
     Returns:
-        The output of the last block, `[B, T, hidden_size]`. A padded token passes every layer as 0
-        and every MLP as itself.
+        The output of the last block, `[B, T, hidden_size]`, or of the norm. A padded
+        token passes every layer as 0 and every MLP as itself.
     """
     B, T, _ = x.shape
+    if attention_mask is not None and cp_context is not None:
+        raise NotImplementedError(
+            "GLAModel: expected no attention_mask beside cp_context, got one; pack the sequences "
+            "and give build_cp_context their cu_seqlens"
+        )
     if attention_mask is not None and cu_seqlens is None:
         slots, cu_seqlens = packed_slots(valid_tokens(attention_mask, B, T))
+        max_seqlen = T
     if slots is not None:
         x = pack(x, slots)
     attn_args = {
         "past_key_values": past_key_values,
         "use_cache": use_cache,
         "cu_seqlens": cu_seqlens,
+        "max_seqlen": max_seqlen,
     }
+    if cp_context is not None:
+        attn_args["cp_context"] = cp_context
+    # The sum at a block's end is made in the norm that the next one starts with.
+    blocks, residual = list(blocks), None
+    carries = inputs is None and all(
+        type(block) is GLABlock and block.fuse_norm and is_seen_through(block) for block in blocks
+    )
+    sources: tuple[Tensor, ...] = ()
     for block in blocks:
         if inputs is not None:
             inputs.append(x if slots is None else unpack(x, slots, B, T))
-        x = call(block, x, **attn_args)
+        if residuals is not None:
+            x, *sources = call(block, x, *sources, **attn_args)
+        elif not carries:
+            x = call(block, x, **attn_args)
+        elif residual is None:
+            x, residual = call(block, x, prenorm=True, **attn_args)
+        else:
+            x, residual = call(block, x, residual, prenorm=True, **attn_args)
+    if residuals is not None:
+        x = mix_residuals(residuals[0], (*sources, x), residuals[1], norm)
+    elif norm is not None:
+        x = add_and_norm(norm, x, residual, carries)[0]
+    elif residual is not None:
+        x = residual + x
     if slots is None:
         return x
     if past_key_values is not None:
@@ -201,13 +336,14 @@ def run_blocks(
     return unpack(x, slots, B, T)
 
 
-def _checkpointed(block: GLABlock, x: Tensor, **attn_args: Any) -> Tensor:
-    return checkpoint(in_mode_of_now(block), x, use_reentrant=False, **attn_args)
+def _checkpointed(block: GLABlock, *x: Tensor, **attn_args: Any) -> Any:
+    return checkpoint(in_mode_of_now(block), *x, use_reentrant=False, **attn_args)
 
 
 def fuse_projections(module: Module) -> Module:
     """Makes inference multiply by one matrix where a layer has several of one input: q, k, v, the
-    output gate and the gate's first map of a `GatedLinearAttention`, gate and up of a `GLAMLP`.
+    output gate and the gate's first map of a `GatedLinearAttention`, q, k and v of an `Attention`
+    without biases, gate and up of a `GLAMLP`.
 
     A decoded token is mostly such products, each too small to fill a GPU; more than 256 tokens of
     a batch take them apart, as before. The weights are laid side by side in memory, once. They stay
@@ -229,6 +365,6 @@ def fuse_projections(module: Module) -> Module:
         The module.
     """
     for child in module.modules():
-        if isinstance(child, (GatedLinearAttention, GLAMLP)):
+        if isinstance(child, (Attention, GatedLinearAttention, GLAMLP)):
             child.fuse_projections()
     return module

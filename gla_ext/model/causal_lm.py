@@ -12,7 +12,7 @@ from gla_ext.decode.generate import generate, generate_stream
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.model.blocks import GLAModel
 from gla_ext.model.config import GLAConfig
-from gla_ext.model.loss import next_token_loss
+from gla_ext.model.loss import head_and_loss
 from gla_ext.model.tensors import load_tensors, read_model, save_model
 from gla_ext.model.weights import init_weights
 
@@ -21,12 +21,12 @@ class CausalLMOutput(NamedTuple):
     """What `GLAForCausalLM` returns.
 
     loss: scalar, fp32 (fp64 of an fp64 model), nats a token, or None without labels.
-    logits: `[B, T, vocab_size]`.
+    logits: `[B, T, vocab_size]`; None with labels and config.fuse_linear_cross_entropy.
     past_key_values: the cache, or None.
     """
 
     loss: Tensor | None
-    logits: Tensor
+    logits: Tensor | None
     past_key_values: Any | None
 
 
@@ -64,6 +64,7 @@ class GLAForCausalLM(LanguageModel):
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seqlens: Tensor | None = None,
+        cp_context: Any = None,
     ) -> CausalLMOutput:
         """Logits of the next token at every position, and the loss when labels are given.
 
@@ -81,9 +82,15 @@ class GLAForCausalLM(LanguageModel):
                 alone, or of the positions in an int64 tensor `[n]`; 0 means all. Default: 0.
             cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of
                 one. Default: None.
+            cp_context: what `gla_ext.distributed.build_cp_context` returns, where input_ids and
+                labels are one rank's tokens of a longer text; in place of cu_seqlens. The loss is
+                that of the whole text on every rank, and its gradients are for what averages them
+                over the ranks, as DDP and FSDP2 do. Default: None.
 
         Returns:
-            A `CausalLMOutput`.
+            A `CausalLMOutput`. In train mode, backward of the loss writes the gradient over the
+            logits (FLA's does too); in torch.compile and with fuse_cross_entropy False it does not.
+            With labels and fuse_linear_cross_entropy there are no logits.
 
         Raises:
             ValueError: logits_to_keep below 0; a mask of other numbers than 0 and 1 (on CPU).
@@ -96,6 +103,7 @@ class GLAForCausalLM(LanguageModel):
             past_key_values=past_key_values,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
         )
         if labels is None:
             if isinstance(logits_to_keep, Tensor):
@@ -103,8 +111,15 @@ class GLAForCausalLM(LanguageModel):
             else:
                 x = x[:, -logits_to_keep:]
             return CausalLMOutput(None, self.lm_head(x), past_key_values)
-        logits = self.lm_head(x)
-        loss = next_token_loss(logits, labels, cu_seqlens=cu_seqlens)
+        loss, logits = head_and_loss(
+            self.lm_head,
+            x,
+            labels,
+            self.config,
+            self.training,
+            cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
+        )
         return CausalLMOutput(loss, logits, past_key_values)
 
     def generate(

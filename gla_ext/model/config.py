@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from gla_ext.layers._options import typed
+from gla_ext.model.attention import Spec, attention_of, read_attn
 from gla_ext.model.files import write_text
+from gla_ext.model.legacy import modern_options
 
-# What a configuration file of FLA may ask for that is not built here, with the values that ask
-# for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "attn": (None,),
-    "attnres_block_size": (None,),
-    "use_gk": (True,),
-    "use_gv": (False,),
-    "use_l2warp": (False,),
+# What a configuration file of FLA may ask for and would not get there either: the value that asks
+# for nothing, and why there is nothing to get.
+_LEADS_NOWHERE: dict[str, tuple[Any, str]] = {
+    "use_gk": (True, "no code of FLA's reads it, and its layer has this gate with either value"),
+    "use_gv": (False, "no code of FLA's reads it; gla_ext.chunk_gla(..., gv=) has such a gate"),
 }
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_heads", "conv_size", "vocab_size")
@@ -51,20 +50,38 @@ class GLAConfig:
         max_position_embeddings: kept for FLA's readers; there is no limit. Default: 2048.
         elementwise_affine: whether the layers' norms have a weight. Default: True.
         norm_eps: epsilon of all norms. Default: 1e-6.
+        attn: which blocks have `gla_ext.layers.attention.Attention` in the place of GLA: a dict
+            with `layers`, their indices, `num_heads`, and perhaps `num_kv_heads` (num_heads),
+            `qkv_bias` (False), `window_size` (None) and `rope_theta` (10000), or a list of such
+            dicts. What else one holds is kept for its readers. Default: None (no block).
         use_cache: kept for FLA's readers; here forward's own argument decides. Default: True.
         pad_token_id: token whose embedding gets no gradient. Default: None.
         bos_token_id: first token of a text. Default: 1.
         eos_token_id: last token of a text, or a list of such. Default: 2.
         tie_word_embeddings: the output matrix is the embedding matrix. Default: False.
         initializer_range: standard deviation of the initial weights. Default: 0.02.
-        fuse_norm: see `GatedLinearAttention`. Default: True.
+        fuse_norm: see `GatedLinearAttention`; and the sums of the residual stream are made inside
+            the norms of the blocks. Default: True.
+        fuse_cross_entropy: the loss is one operator, which makes no wider copy of the logits, and
+            not torch's operations. Default: True.
+        fuse_linear_cross_entropy: the loss is one operator with the output matrix: all logits are
+            never there at once, and with labels none are returned. Default: False.
+        fuse_swiglu: the MLP's product of gate and up is made inside the operator of down_proj, and
+            not before it. Default: True.
+        use_l2warp: the gradient of the loss has a further term, which pulls the greatest logit of
+            each of all N tokens toward 0: `1e-4 / N` times that logit. The loss's value is without
+            it. Default: False.
         vocab_size: number of tokens. Default: 32000.
+        attnres_block_size: layers read a learned mix of earlier ones, see
+            `gla_ext.layers.attention_residuals`: of sums of so many layers, 1 or an even number.
+            Default: None (each reads the sum of all).
 
     Raises:
-        ValueError: sizes below 1, numbers of heads too; a hidden_ratio that leaves the MLP no
-            width; a pad_token_id that is no token.
+        ValueError: both fuse_cross_entropy and fuse_linear_cross_entropy; sizes below 1, numbers
+            of heads too; a hidden_ratio that leaves the MLP no width; a pad_token_id that is no
+            token.
         TypeError: a field of another type than is given above.
-        NotImplementedError: hidden_act other than 'swish' and 'silu'.
+        NotImplementedError: hidden_act other than 'swish' and 'silu'; qk_norm in attn.
     """
 
     hidden_size: int = 2048
@@ -85,6 +102,7 @@ class GLAConfig:
     max_position_embeddings: int = 2048
     elementwise_affine: bool | None = True
     norm_eps: float = 1e-6
+    attn: Spec | list[Spec] | None = None
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = 1
@@ -92,16 +110,27 @@ class GLAConfig:
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     fuse_norm: bool = True
+    fuse_cross_entropy: bool = True
+    fuse_linear_cross_entropy: bool = False
+    fuse_swiglu: bool = True
+    use_l2warp: bool = False
     vocab_size: int = 32000
+    attnres_block_size: int | None = None
 
     def __post_init__(self) -> None:
         annotations = {field.name: field.type for field in fields(self)}
         for name, value in typed("GLAConfig", vars(self), annotations).items():
             setattr(self, name, value)
         if self.hidden_act not in ("silu", "swish"):
+            why = "; FLA's layer cannot be built with it" if self.hidden_act == "powlu" else ""
             raise NotImplementedError(
                 f"GLAConfig: hidden_act = {self.hidden_act!r} is not implemented, only 'swish' and "
-                "'silu', its other name, are"
+                f"'silu', its other name, are{why}"
+            )
+        if self.fuse_cross_entropy and self.fuse_linear_cross_entropy:
+            raise ValueError(
+                "GLAConfig: expected at most one of fuse_cross_entropy and "
+                "fuse_linear_cross_entropy to be True, got both"
             )
         given = (name for name in _SIZES_OR_NONE if getattr(self, name) is not None)
         for name in (*_SIZES, *given):
@@ -114,6 +143,13 @@ class GLAConfig:
                 "GLAConfig: expected hidden_ratio to make the MLP at least 1 wide, got "
                 f"{self.hidden_ratio} with hidden_size = {self.hidden_size}"
             )
+        size = self.attnres_block_size
+        if size is not None and size != 1 and (size < 2 or size % 2):
+            raise ValueError(
+                "GLAConfig: expected attnres_block_size to be 1, an even number or None, got "
+                f"{size}"
+            )
+        self.attn = read_attn(self.attn, self.num_hidden_layers)
         # Below 0 it counts from the end, as in nn.Embedding.
         pad, V = self.pad_token_id, self.vocab_size
         if pad is not None and not -V <= pad < V:
@@ -129,29 +165,35 @@ class GLAConfig:
         ratio = 4 if self.hidden_ratio is None else self.hidden_ratio
         return -(-int(self.hidden_size * ratio * 2 / 3) // 256) * 256
 
+    def attention_of(self, layer_idx: int) -> Spec | None:
+        """The entry of attn for a block, with its defaults; None of a block of GLA."""
+        return attention_of(self.attn, layer_idx)
+
     def to_dict(self) -> dict[str, Any]:
         """The fields, and the two entries by which FLA and transformers know the model."""
         return {"model_type": "gla", "architectures": ["GLAForCausalLM"], **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> GLAConfig:
-        """Reads `to_dict`'s form, or a config.json that FLA wrote.
+        """Reads `to_dict`'s form, or a config.json that FLA wrote, also in 2024.
 
         Entries that are neither fields here nor known options of FLA are passed over.
 
         Raises:
             ValueError: for a model_type other than 'gla'.
-            NotImplementedError: for FLA's options that are not implemented.
+            NotImplementedError: for FLA's options use_gk and use_gv, which do nothing there, and
+                for share_conv_kernel, which it had until 2024.
         """
         if values.get("model_type", "gla") != "gla":
             raise ValueError(
                 f"GLAConfig: expected model_type to be 'gla', got {values['model_type']!r}"
             )
-        for name, harmless in _UNSUPPORTED.items():
-            if name in values and values[name] not in harmless:
+        for name, (harmless, why) in _LEADS_NOWHERE.items():
+            if name in values and values[name] is not harmless:
                 raise NotImplementedError(
-                    f"GLAConfig: {name} = {values[name]!r} is not implemented"
+                    f"GLAConfig: {name} = {values[name]!r} is not implemented: {why}"
                 )
+        values = modern_options(values)
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 

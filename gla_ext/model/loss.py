@@ -1,20 +1,88 @@
-"""The loss of a language model: cross entropy of many tokens, some of them at a time."""
+"""The loss of a language model: cross entropy of each next token, with its logits or without."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch import Tensor, nn
 
+from gla_ext.layers._projections import is_plain
+from gla_ext.losses import IGNORE_INDEX, cross_entropy_loss, fused_linear_cross_entropy_loss
 from gla_ext.ops._checks import check_tensors
-from gla_ext.ops._tracing import is_recorded
 
-IGNORE_INDEX = -100
-MOST_LOGITS = 1 << 25  # in fp32 at a time: 128 MiB
+L2_WARP = 1e-4  # FLA's l2_penalty_factor
+_TOKENS_AT_ONCE = 2048
+
+
+def head_and_loss(
+    head: nn.Module,
+    x: Tensor,
+    labels: Tensor,
+    config: Any,
+    training: bool,
+    num_items_in_batch: Tensor | int | None = None,
+    cu_seqlens: Tensor | None = None,
+    cp_context: Any = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of x `[B, T, hidden_size]`, and its logits, or None where config has them never be
+    there, by its fuse_cross_entropy and fuse_linear_cross_entropy. For the rest see
+    `next_token_loss`.
+    """
+    if cp_context is not None and config.use_l2warp:
+        raise NotImplementedError("GLAForCausalLM: expected no use_l2warp beside cp_context")
+    if config.fuse_linear_cross_entropy and is_plain(head, biased=True):
+        if cp_context is not None:
+            from gla_ext.distributed.loss import mean_over_ranks, next_labels
+
+            targets = next_labels(labels, x, cp_context)
+            total = linear_cross_entropy(x.flatten(0, 1), targets, head.weight, head.bias)
+            return mean_over_ranks(total, targets, num_items_in_batch, cp_context), None
+        targets = _targets(labels, x, cu_seqlens)
+        total = linear_cross_entropy(x.flatten(0, 1), targets, head.weight, head.bias)
+        loss = total / _count(targets, num_items_in_batch)
+        if config.use_l2warp:
+            greatest = _greatest_logits(x.flatten(0, 1), head.weight, head.bias)
+            loss = loss + _l2_warp(greatest, num_items_in_batch)
+        return loss, None
+    logits = head(x)
+    loss = next_token_loss(
+        logits,
+        labels,
+        num_items_in_batch,
+        cu_seqlens,
+        cp_context,
+        fuse_cross_entropy=config.fuse_cross_entropy or config.fuse_linear_cross_entropy,
+        inplace_backward=training,
+    )
+    if config.use_l2warp:
+        loss = loss + _l2_warp(logits.max(-1).values, num_items_in_batch)
+    return loss, None if config.fuse_linear_cross_entropy else logits
+
+
+def _l2_warp(greatest: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """0, with the gradient `1e-4 / N` times it to each of the N greatest logits, as FLA's l2_warp.
+
+    FLA divides it by num_items_in_batch too, where that divides the loss.
+    """
+    wide = greatest.to(torch.promote_types(greatest.dtype, torch.float32))
+    half = wide.square().sum() * (0.5 * L2_WARP / max(wide.numel(), 1))
+    if num_items_in_batch is not None:
+        half = half / num_items_in_batch
+    return half - half.detach()
+
+
+def _greatest_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Of each token of x `[N, D]`, in fp32 `[N]`, without all logits at once: which one it is takes
+    a product more, some tokens at a time.
+    """
+    with torch.no_grad():
+        parts = [F.linear(part, weight, bias).argmax(-1) for part in x.split(_TOKENS_AT_ONCE)]
+        index = torch.cat(parts)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    greatest = (x.to(dtype) * F.embedding(index, weight).to(dtype)).sum(-1)
+    return greatest if bias is None else greatest + bias[index].to(dtype)
 
 
 def next_token_loss(
@@ -22,6 +90,10 @@ def next_token_loss(
     labels: Tensor,
     num_items_in_batch: Tensor | int | None = None,
     cu_seqlens: Tensor | None = None,
+    cp_context: Any = None,
+    *,
+    fuse_cross_entropy: bool = True,
+    inplace_backward: bool = False,
 ) -> Tensor:
     """Mean cross entropy of logits at t against labels at t + 1, nats a token.
 
@@ -33,23 +105,43 @@ def next_token_loss(
         cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of one:
             the first label of each does not count, as in a batch of them, nor do labels after the
             last offset. Default: None.
+        cp_context: of one rank's logits and labels, see `GLAForCausalLM.forward`; in place of
+            cu_seqlens, and num_items_in_batch is the number of all ranks. Default: None.
+        fuse_cross_entropy: by `gla_ext.losses.cross_entropy_loss`, or by torch's operations.
+            Default: True.
+        inplace_backward: as `gla_ext.losses.cross_entropy_loss`'s: backward writes the gradient
+            over the logits. Default: False.
 
     Returns:
         A scalar, fp32 or, of fp64 logits, fp64; NaN when no label counts.
     """
     names = "logits labels cu_seqlens"
     check_tensors("next_token_loss", names, logits, labels, cu_seqlens)
-    labels = labels[:, 1:].to(logits.device)
+    if cp_context is not None:
+        from gla_ext.distributed.loss import mean_over_ranks, next_labels
+
+        targets = next_labels(labels, logits, cp_context)
+        total = cross_entropy(logits.flatten(0, 1), targets, fuse_cross_entropy, inplace_backward)
+        return mean_over_ranks(total, targets, num_items_in_batch, cp_context)
+    targets = _targets(labels, logits, cu_seqlens)
+    total = cross_entropy(logits.flatten(0, 1), targets, fuse_cross_entropy, inplace_backward)
+    return total / _count(targets, num_items_in_batch)
+
+
+def _targets(labels: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """What x `[B, T, ...]` is compared with at each token, `[B * T]`."""
+    labels = labels[:, 1:].to(x.device)
     if cu_seqlens is not None:
-        goes_on = _goes_on(cu_seqlens.to(logits.device), logits.shape[1])
-        labels = labels.where(goes_on, IGNORE_INDEX)
-    targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)
-    total = cross_entropy(logits.flatten(0, 1), targets.flatten())
+        labels = labels.where(_goes_on(cu_seqlens.to(x.device), x.shape[1]), IGNORE_INDEX)
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, : x.shape[1]].flatten()
+
+
+def _count(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | int:
     if num_items_in_batch is None:
-        num_items_in_batch = (targets != IGNORE_INDEX).sum()
-    elif isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
+        return (targets != IGNORE_INDEX).sum()
+    if isinstance(num_items_in_batch, Tensor):
+        return num_items_in_batch.to(targets.device)
+    return num_items_in_batch
 
 
 def _goes_on(cu_seqlens: Tensor, T: int) -> Tensor:
@@ -60,71 +152,30 @@ def _goes_on(cu_seqlens: Tensor, T: int) -> Tensor:
     return (sequences[1:] == sequences[:-1]) & (sequences[1:] < len(cu_seqlens))
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, fused: bool = True, inplace_backward: bool = False
+) -> Tensor:
     """The sum over tokens of -log softmax(logits)[target]; -100 does not count.
 
     In fp32, fp64 for fp64 logits, whatever torch's default dtype is.
 
-    Memory in eager mode is that of the logits and, in backward, of their gradient: their wide form,
-    which torch's own keeps until then, is there for some tokens at a time, and made again.
-
     Args:
         logits: `[N, vocab_size]`, any floating dtype.
         targets: int64 `[N]`.
+        fused: by the operator, else by torch's operations on a wider copy. Default: True.
+        inplace_backward: of the operator: see `gla_ext.losses.cross_entropy_loss`. Default: False.
     """
-    # A compiler fuses torch's own; functorch, forward-mode AD, and tensors that are more than
-    # tensors, know it.
-    by_torch = (
-        is_recorded()
-        or torch._C._are_functorch_transforms_active()
-        or type(logits) not in (Tensor, torch.nn.Parameter)
-        or unpack_dual(logits).tangent is not None
-    )
-    return _whole(logits, targets) if by_torch else _CrossEntropy.apply(logits, targets)
+    if type(logits).__name__ == "DTensor":
+        from gla_ext.distributed.vocabulary import is_sharded_by_vocabulary, sharded_cross_entropy
 
-
-def _whole(logits: Tensor, targets: Tensor) -> Tensor:
-    logits = logits.to(_wide(logits))
+        if is_sharded_by_vocabulary(logits):
+            return sharded_cross_entropy(logits, targets)
+    if fused:
+        return cross_entropy_loss(logits, targets, inplace_backward=inplace_backward)[0].sum()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def _wide(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
-
-
-def _parts(logits: Tensor) -> Iterator[slice]:
-    N, V = logits.shape
-    rows = max(1, MOST_LOGITS // max(1, V))
-    return (slice(start, start + rows) for start in range(0, N, rows))
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        ctx.save_for_backward(logits, targets)
-        total = logits.new_zeros((), dtype=_wide(logits))
-        for rows in _parts(logits):
-            log_p = torch.log_softmax(logits[rows], -1, dtype=_wide(logits))
-            total += F.nll_loss(log_p, targets[rows], ignore_index=IGNORE_INDEX, reduction="sum")
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        logits, targets = ctx.saved_tensors
-        if torch.is_grad_enabled():  # of a gradient that is to be differentiated again
-            total = _whole(logits, targets)
-            return torch.autograd.grad(total, logits, gradient, create_graph=True)[0], None
-        if torch._C._functorch.is_legacy_batchedtensor(gradient):  # is_grads_batched: no out=
-            with torch.enable_grad():
-                leaf = logits.detach().requires_grad_()
-                total = _whole(leaf, targets)
-            return torch.autograd.grad(total, leaf, gradient)[0], None
-        counts = targets != IGNORE_INDEX
-        scale = torch.where(counts, gradient, 0.0).unsqueeze(1)
-        targets = targets.where(counts, 0).unsqueeze(1)
-        d_logits = torch.empty_like(logits)
-        for rows in _parts(logits):
-            p = torch.softmax(logits[rows], -1, dtype=_wide(logits))
-            p.scatter_add_(1, targets[rows], p.new_full((), -1.0).expand_as(targets[rows]))
-            torch.mul(p, scale[rows], out=d_logits[rows])
-        return d_logits, None
+def linear_cross_entropy(x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same of logits `x @ weight.T + bias`, which are never there at once."""
+    return fused_linear_cross_entropy_loss(x, targets, weight, bias, reduction="sum")

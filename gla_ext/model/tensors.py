@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gla_ext.model.config import GLAConfig
 from gla_ext.model.files import replacing
+from gla_ext.model.legacy import modern_tensors
 
 MODEL_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 INDEX_FILE = "model.safetensors.index.json"  # of a model in several files, as transformers saves it
@@ -43,20 +44,20 @@ def read_model(folder: str | Path) -> tuple[GLAConfig, dict[str, Tensor]]:
         )
     if not (folder / CONFIG_FILE).is_file():
         raise FileNotFoundError(f"load_model: expected {folder} to hold {CONFIG_FILE}")
-    return GLAConfig.load(folder / CONFIG_FILE), _read_model_tensors(folder)
+    return GLAConfig.load(folder / CONFIG_FILE), read_model_tensors(folder)
 
 
-def _read_model_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a model in one file or in several."""
+def read_model_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a model in one file or in several, under today's names."""
     if (folder / MODEL_FILE).is_file():
-        return read_tensors(folder / MODEL_FILE)[0]
+        return modern_tensors(read_tensors(folder / MODEL_FILE)[0])
     if (folder / INDEX_FILE).is_file():
-        return _read_shards(folder / INDEX_FILE)
+        return modern_tensors(_read_shards(folder / INDEX_FILE))
     if pickle := next((name for name in _PICKLES if (folder / name).exists()), None):
         raise ValueError(
             f"load_model: expected {folder} to hold {MODEL_FILE}, got {pickle}, a pickle, which "
-            "may run code when it is read; where you trust it, convert it once: "
-            "gla_ext.hf.GLAForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+            "may run code when it is read; convert it once: python -m gla_ext.model.convert "
+            f"{folder} NEW_FOLDER"
         )
     raise FileNotFoundError(f"load_model: expected {folder} to hold {MODEL_FILE} or {INDEX_FILE}")
 
@@ -103,6 +104,11 @@ def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     Raises:
         ValueError: for a missing or unknown name, or a wrong shape.
     """
+    model.load_state_dict(check_tensors_of(model, tensors), strict=False)
+
+
+def check_tensors_of(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that are the model's own, raising as `load_tensors`."""
     expected = model_tensors(model)
     tensors = {
         name: tensor
@@ -118,7 +124,7 @@ def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
                 f"load_tensors: expected {name} to have shape {list(expected[name].shape)}, got "
                 f"{list(tensor.shape)}"
             )
-    model.load_state_dict(tensors, strict=False)
+    return tensors
 
 
 def write_tensors(

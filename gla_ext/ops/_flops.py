@@ -89,6 +89,16 @@ def _chunk_gla_bwd(
     return _by_chunks(q, v, lambda K, V: 3 * K + 2 * V, 5)
 
 
+def _chunk_gla_summary(q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any) -> int:
+    return _by_chunks(q, v, lambda K, V: 0, 1)
+
+
+def _chunk_gla_summary_bwd(
+    do: Shape, dht: Shape | None, q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any
+) -> int:
+    return _chunk_gla_summary(q, k, v)
+
+
 def _recurrence(products: int) -> Callable[..., int]:
     def formula(q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any) -> int:
         return 2 * products * prod(q) * v[-1]
@@ -155,9 +165,25 @@ def _merge_grads(q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any) -> int
     return _by_chunks(q, v, lambda K, V: 0, 2)
 
 
+def _gate_projection(products: int) -> Callable[..., int]:
+    def formula(*args: Any, **kwargs: Any) -> int:
+        h, weight = args[products - 1 : products + 1]  # behind dg in backward
+        return 2 * products * prod(h) * weight[0]
+
+    return formula
+
+
+def _linear_cross_entropy_fwd(x: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * prod(x) * weight[0] * (1 + sum(args[-2:]))  # with dx, with dweight
+
+
 _FORMULAS: dict[str, Callable[..., int]] = {
     "chunk_gla_fwd": _chunk_gla_fwd,
     "chunk_gla_bwd": _chunk_gla_bwd,
+    "chunk_gla_summary": _chunk_gla_summary,
+    "chunk_gla_apply": _chunk_gla_fwd,
+    "chunk_gla_summary_bwd": _chunk_gla_summary_bwd,
+    "chunk_gla_apply_bwd": _chunk_gla_bwd,
     "recurrent_gla_fwd": _recurrence(2),
     "recurrent_gla_bwd": _recurrent_gla_bwd,
     "recurrent_gla_step_": _recurrence(2),
@@ -166,6 +192,9 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "short_convolution_fwd": _short_convolution_fwd,
     "short_convolution_bwd": _short_convolution_bwd,
     "swiglu_linear": _swiglu_linear,
+    "gate_projection_fwd": _gate_projection(1),
+    "gate_projection_bwd": _gate_projection(2),
+    "linear_cross_entropy_fwd": _linear_cross_entropy_fwd,
     "_chunk_states": _chunk_states,
     "_scores_off_diagonal": _scores_off_diagonal,
     "_scores_diagonal": _scores_diagonal,

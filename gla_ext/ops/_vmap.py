@@ -97,6 +97,7 @@ _JOINED = {
     "recurrent_gla_fwd": (range(6), _recurrent_gla_outputs, True),
     "short_convolution_fwd": ((0, 3), _short_convolution_outputs, True),
     "rms_norm_gate_fwd": ((0, 2), lambda *_: (True, True), False),
+    "rms_norm_residual_fwd": ((0, 1), lambda *_: (True, True, True), False),
 }
 _SLICED = (
     "chunk_gla_bwd",
@@ -104,6 +105,12 @@ _SLICED = (
     "recurrent_gla_verify",
     "short_convolution_bwd",
     "rms_norm_gate_bwd",
+    "rms_norm_residual_bwd",
+    "cross_entropy_fwd",
+    "cross_entropy_bwd",
+    "linear_cross_entropy_fwd",
+    "gate_projection_fwd",
+    "gate_projection_bwd",
     "swiglu_fwd",
     "swiglu_bwd",
     "swiglu_linear",

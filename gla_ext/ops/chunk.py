@@ -1,6 +1,7 @@
 """The operators of gla_ext as Python functions."""
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -91,6 +92,7 @@ def chunk_gla(
     cu_seqlens_cpu: Tensor | None = None,
     *,
     gv: Tensor | None = None,
+    cp_context: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Gated linear attention in the chunkwise form (Yang et al., arXiv 2312.06635, section 4).
 
@@ -123,6 +125,10 @@ def chunk_gla(
         cu_seqlens_cpu: the same offsets on the CPU; their contents are checked, in eager mode.
             Default: None.
         gv: the same of each value channel, `[B, T, HK, V]` (the paper's beta). Default: no decay.
+        cp_context: what `gla_ext.distributed.build_cp_context` returns, where these are one rank's
+            tokens of a longer text; FLA's own object is taken too. States then have a row for each
+            sequence with a token on this rank (`context.cut(T, device).sequences`): the initial one
+            is read where a sequence begins, the final one given where it ends. Default: None.
 
     Returns:
         o, `[B, T, H, V]` in v's dtype, and the final state in the layout and dtype of
@@ -132,13 +138,29 @@ def chunk_gla(
         ValueError: shapes, devices or offsets do not agree.
         TypeError: dtypes do not; scale is a tensor.
         NotImplementedError: a device or layout without kernels; forward-mode AD; torch.func
-            transforms but vmap; DTensor.
+            transforms but vmap; DTensors that are sharded by other dimensions than batch, heads
+            and, with a cp_context, tokens.
     """
     check_scale("chunk_gla", scale)
+    if type(q).__name__ == "DTensor":
+        from gla_ext.distributed.sharding import attend_on_shards
+
+        options = {"scale": scale, "output_final_state": output_final_state}
+        options |= {"state_v_first": state_v_first, "cp_context": cp_context}
+        call = functools.partial(chunk_gla, **options)
+        tokens = {"q": q, "k": k, "v": v, "g": g, "gv": gv}
+        return attend_on_shards("chunk_gla", call, tokens, initial_state, cu_seqlens, cp_context)
     compiling = torch.compiler.is_compiling()
     if not compiling:
         check_plain_tensors("chunk_gla", _TENSORS, q, k, v, g, gv, initial_state, cu_seqlens)
     g = without_last_of_one(g, k)
+    if cp_context is not None:
+        from gla_ext.distributed.attention import chunk_gla_with_context
+
+        if g is not None and g.ndim == 3:  # one gate a head
+            g = g.unsqueeze(-1).expand(k.shape)
+        args = (q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state, state_v_first)
+        return chunk_gla_with_context(*args, _mode.batch_invariant, _for_backward_bytes, cp_context)
     if is_recorded_for_onnx():
         from gla_ext.ops._plain import gla
 

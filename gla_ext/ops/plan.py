@@ -21,7 +21,8 @@ class Plan:
         path: "fused" (the kernels for Hopper) or "steps" (a kernel a step, any GPU).
         fused_expects: what the fused path expects and this call does not have; None on that path.
         forward, backward: the kernels that each pass launches, in order; csrc/README.md has a table
-            of their names.
+            of their names. Over several ranks "all-gather" and "fold_ranks" stand where the halves
+            of a pass meet.
         forward_segments, backward_segments: into how many segments of one batch row the sweeps of
             each pass cut sequences, to fill the GPU; 0: they do not.
         forward_workspace_bytes, backward_workspace_bytes: what each pass allocates besides inputs
@@ -66,6 +67,7 @@ def plan(
     gv: bool = False,
     head_gates: bool = False,
     gate_gradient: bool = True,
+    across_ranks: bool = False,
     gpu: torch.device | str | int | tuple[str, int] | None = None,
 ) -> Plan:
     """Which kernels a call of `chunk_gla` on CUDA launches, and why not those of the fused path.
@@ -83,6 +85,8 @@ def plan(
         gv: whether there are gates on values. Default: False.
         head_gates: whether g is one gate a head, `[B, T, HK]`. Default: False.
         gate_gradient: whether g needs a gradient; constant decays do not. Default: True.
+        across_ranks: whether the call has a cp_context on several ranks; T is then this rank's, and
+            B in the zigzag layout twice the batch, with half of T. Default: False.
         gpu: a CUDA device, or a pair of compute capability and number of multiprocessors such as
             `("9.0", 132)`. Default: the current device, or where there is none an H100.
 
@@ -90,7 +94,8 @@ def plan(
         A `Plan`.
 
     Raises:
-        ValueError: a size or dtype that CUDA kernels do not take.
+        ValueError: a size or dtype that CUDA kernels do not take; packed sequences across ranks,
+            of which each rank's first and last are summed up by themselves.
 
     Example:
         >>> print(gla_ext.plan(8, 2048, 4, 256, 512, gpu=("9.0", 132)))
@@ -115,6 +120,7 @@ def plan(
         head_gated=head_gates,
         gate_gradient=gate_gradient,
         for_backward=chunk.keeps_for_backward(),
+        in_halves=across_ranks,
         capability="8.0" if forced else capability,
         processors=processors,
         device="cuda",
@@ -123,14 +129,24 @@ def plan(
     return Plan(
         path=found["path"],
         fused_expects="no GLA_EXT_CUDA_PATH=steps" if forced else found["fused_expects"],
-        forward=tuple(forward["kernels"]),
-        backward=tuple(backward["kernels"]),
+        forward=_kernels(forward, across_ranks),
+        backward=_kernels(backward, across_ranks),
         forward_segments=forward["segments"],
         backward_segments=backward["segments"],
-        forward_workspace_bytes=forward["workspace_bytes"],
-        backward_workspace_bytes=backward["workspace_bytes"],
+        forward_workspace_bytes=forward["workspace_bytes"] + forward["summary_bytes"],
+        backward_workspace_bytes=backward["workspace_bytes"] + backward["summary_bytes"],
         for_backward_bytes=found["for_backward_bytes"],
     )
+
+
+def _kernels(found: dict, across_ranks: bool) -> tuple[str, ...]:
+    """What a pass launches. The step path makes a rank's summary by a pass of its own."""
+    kernels = tuple(found["kernels"])
+    if not across_ranks:
+        return kernels
+    first = found["summary_kernels"]
+    summary, rest = (kernels[:first], kernels[first:]) if first else (kernels, kernels)
+    return (*summary, "all-gather", "fold_ranks", *rest)
 
 
 def _capability(gpu: torch.device | str | int | tuple[str, int] | None) -> tuple[str, int]:

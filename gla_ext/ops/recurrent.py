@@ -1,5 +1,6 @@
 """The recurrence as Python functions: over sequences, and on a server's pool of states."""
 
+import functools
 import warnings
 
 import torch
@@ -80,11 +81,18 @@ def fused_recurrent_gla(
         ValueError: shapes, devices or offsets do not agree; both names of state_v_first.
         TypeError: dtypes do not agree; unknown keywords; scale is a tensor.
         NotImplementedError: a device or layout without kernels; forward-mode AD; torch.func
-            transforms but vmap; DTensor.
+            transforms but vmap; DTensors that are sharded by other dimensions than batch and heads.
     """
     if kwargs:
         state_v_first = _state_layout(kwargs, state_v_first)
     check_scale("fused_recurrent_gla", scale)
+    if type(q).__name__ == "DTensor":
+        from gla_ext.distributed.sharding import attend_on_shards
+
+        options = {"scale": scale, "output_final_state": output_final_state, "reverse": reverse}
+        call = functools.partial(fused_recurrent_gla, state_v_first=state_v_first, **options)
+        tokens = {"q": q, "k": k, "v": v, "gk": gk, "gv": gv}
+        return attend_on_shards("fused_recurrent_gla", call, tokens, initial_state, cu_seqlens)
     if not torch.compiler.is_compiling():
         names = "q k v gk gv initial_state cu_seqlens"
         tensors = (q, k, v, gk, gv, initial_state, cu_seqlens)

@@ -31,7 +31,7 @@ from gla_ext.train.data import (
     order0_bits_per_byte,
 )
 from gla_ext.train.devices import check_device, default_device
-from gla_ext.train.presets import Options, command_line, describe, preset
+from gla_ext.train.presets import Options, check_one_process, command_line, describe, preset
 from gla_ext.train.run_folder import (
     CHECKPOINT,
     CURVE,
@@ -82,7 +82,12 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal cannot show
     try:
         _check_packages()
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun's
+            from gla_ext.distributed import training
+
+            return training.main(given)
         settings, options = _settings_and_options(given)
+        check_one_process(options)
         with StopSignals() as signals:
             try:
                 corpus = load_corpus(settings.data)
@@ -92,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
             except Interrupted:
                 print(f"Stopped. To go on: {shlex.join(_command_to_go_on(given, options))}")
                 return 128 + signals.number
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, NotImplementedError) as error:
         print(f"gla_ext.train: {error}", file=sys.stderr)
         return 2
     return 0

@@ -127,27 +127,33 @@ class Batches:
     Args:
         stream: uint8 `[n]`, from `encode`.
         batch_size: windows a step.
-        seq_len: tokens a window, T; each window also gives the token after it.
+        seq_len: tokens of a window that a step takes, T; each also gives the token after it.
         seed: the seed.
+        segments: steps a window, which has `segments * seq_len` tokens. Default: 1.
 
     Raises:
         ValueError: for a stream shorter than one window.
     """
 
-    def __init__(self, stream: Tensor, batch_size: int, seq_len: int, seed: int) -> None:
+    def __init__(
+        self, stream: Tensor, batch_size: int, seq_len: int, seed: int, segments: int = 1
+    ) -> None:
         self.stream, self.batch_size, self.seq_len, self.seed = stream, batch_size, seq_len, seed
-        self.windows = (len(stream) - 1) // seq_len
+        self.segments, self.window_len = segments, segments * seq_len
+        self.windows = (len(stream) - 1) // self.window_len
         if self.windows < 1:
+            length = "seq_len + 1" if segments == 1 else "segments * seq_len + 1"
             raise ValueError(
-                f"Batches: expected a stream of at least seq_len + 1 = {seq_len + 1} tokens, got "
-                f"{len(stream)}"
+                f"Batches: expected a stream of at least {length} = {self.window_len + 1} tokens, "
+                f"got {len(stream)}"
             )
         self._epoch, self._starts = -1, stream.new_empty(0, dtype=torch.int64)
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step: int64 `[batch_size, seq_len]` each."""
-        first = step * self.batch_size
-        starts = [self._start(window) for window in range(first, first + self.batch_size)]
+        first = step // self.segments * self.batch_size
+        done = step % self.segments * self.seq_len
+        starts = [self._start(window) + done for window in range(first, first + self.batch_size)]
         rows = torch.stack([self.stream[s : s + self.seq_len + 1] for s in starts]).long()
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -156,10 +162,10 @@ class Batches:
         epoch, place = divmod(window, self.windows)
         if epoch != self._epoch:
             generator = torch.Generator("cpu").manual_seed((self.seed << 20) + epoch)
-            slack = len(self.stream) - 1 - self.windows * self.seq_len
+            slack = len(self.stream) - 1 - self.windows * self.window_len
             shift = torch.randint(slack + 1, (1,), generator=generator, device="cpu")
             order = torch.randperm(self.windows, generator=generator, device="cpu")
-            self._epoch, self._starts = epoch, order * self.seq_len + shift
+            self._epoch, self._starts = epoch, order * self.window_len + shift
         return int(self._starts[place])
 
 

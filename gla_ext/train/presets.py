@@ -25,11 +25,24 @@ class Options:
     prompt: str = "def "
     sample_bytes: int = 400
     save_every: int = 200
+    tensor_parallel: int = 1
+    context_parallel: int = 1
 
     def __post_init__(self) -> None:
-        check_at_least(self, sample_bytes=0, save_every=1)
+        check_at_least(self, sample_bytes=0, save_every=1, tensor_parallel=1, context_parallel=1)
         if self.resume and self.overwrite:
             raise ValueError("expected --resume or --overwrite, got both")
+
+
+def check_one_process(options: Options) -> None:
+    """Raises ValueError for sizes that need more processes than one."""
+    for name in ("tensor_parallel", "context_parallel"):
+        if getattr(options, name) > 1:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"expected {flag} to be 1 in one process, got {getattr(options, name)}; torchrun "
+                "--nproc-per-node N -m gla_ext.train starts more"
+            )
 
 
 @dataclass(frozen=True)
@@ -107,8 +120,11 @@ def command_line() -> argparse.ArgumentParser:
     add("--resume", resume, "no", action="store_true")
     add("--overwrite", "write over an earlier run in --out", "no", action="store_true")
     add("--steps", "optimizer steps in all")
-    add("--batch-size", "windows a step")
+    add("--batch-size", "windows a step, of all processes")
     add("--seq-len", "bytes a window")
+    add("--segments", "steps a window: each goes on from the state that the one before ended with")
+    packed = "each document starts from no state"
+    add("--packed", packed, "no", action=argparse.BooleanOptionalAction)
     add("--hidden-size", "model width")
     add("--layers", "number of blocks")
     add("--heads", "heads a layer")
@@ -127,6 +143,8 @@ def command_line() -> argparse.ArgumentParser:
     quarter = f"a quarter of the steps, 250 at least; GPU: {cuda['eval_every']}"
     add("--eval-every", "steps between evaluations", quarter)
     add("--save-every", "steps between checkpoints")
+    add("--tensor-parallel", "processes that share each layer's heads and channels")
+    add("--context-parallel", "processes that share each window's bytes")
     return parser
 
 
@@ -134,5 +152,6 @@ def _values(settings: Settings, options: Options) -> dict[str, Any]:
     """What the table decides, under the names of the flags."""
     values = asdict(settings)
     del values["data"]
+    values["packed"] = "yes" if settings.packed else "no"
     values |= {"compile": "yes" if options.compile else "no", "save_every": options.save_every}
     return {name.replace("_", "-"): value for name, value in values.items()}

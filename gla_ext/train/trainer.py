@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gla_ext.cache import GLACache
 from gla_ext.model import GLAForCausalLM
 from gla_ext.model.checkpoint import load_tensors, model_tensors, read_tensors, write_tensors
 from gla_ext.model.config import GLAConfig
 from gla_ext.train.data import DOCUMENT_START, VOCAB_SIZE, Batches, Corpus, encode
+from gla_ext.train.segments import SegmentedLoss, forward, most_documents, pack_rows
 
 _FORMAT = "gla_ext.train/1"
 _EVAL_SEGMENT = 4096
@@ -48,6 +48,9 @@ class Settings:
     dtype: of the products, 'float32' or 'bfloat16' (autocast).
     steps, batch_size, seq_len: each step takes batch_size windows of seq_len bytes.
     hidden_size, layers, heads: the model's.
+    segments: steps that follow each other in a window of segments * seq_len bytes, the states
+        handed on: truncated backpropagation, see `gla_ext.train.segments`.
+    packed: whether each document starts from no state, or from where the one before it ended.
     lr: peak learning rate; it rises linearly over `warmup` steps and falls to 0.
     schedule: how it falls, 'linear' or 'cosine' (half a period).
     weight_decay: of the matrices. grad_clip: largest gradient norm, 0 for any.
@@ -63,6 +66,8 @@ class Settings:
     hidden_size: int = 128
     layers: int = 3
     heads: int = 2
+    segments: int = 1
+    packed: bool = False
     lr: float = 3e-3
     schedule: str = "linear"
     warmup: int = 100
@@ -73,6 +78,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_at_least(self, steps=0, batch_size=1, seq_len=1, hidden_size=1, layers=1, heads=1)
+        check_at_least(self, segments=1)
         check_at_least(self, lr=0, warmup=0, weight_decay=0, grad_clip=0, eval_every=0)
 
     def model_config(self) -> GLAConfig:
@@ -121,19 +127,28 @@ class Trainer:
     ) -> None:
         self.settings, self.device = settings, device
         self.fingerprint = corpus.fingerprint
-        self.batches = Batches(
-            encode(corpus.train).to(device), settings.batch_size, settings.seq_len, settings.seed
-        )
-        self.held_out = encode(corpus.held_out).to(device)
+        self.batches, self.held_out = self.make_data(corpus)
         torch.manual_seed(settings.seed)
-        self.model = GLAForCausalLM(settings.model_config()).to(device)
-        self.optimizer = _optimizer(self.model, settings)
+        self.model = self.make_model().to(device)
+        self.optimizer = optimizer_of(self.model, settings)
         self.loss = self._loss
         if compiled:
             self.loss = torch.compile(self._loss, fullgraph=True, dynamic=False)
+        self.segmented = self._segmented_loss(compiled)
         self.step = 0
         self.losses = torch.zeros(settings.steps, dtype=torch.float32, device=device)
         self.evaluations: list[tuple[int, float]] = []
+
+    def make_data(self, corpus: Corpus) -> tuple[Callable[[int], tuple[Tensor, Tensor]], Tensor]:
+        """The batches, a function of the step, and what `evaluate` takes."""
+        settings = self.settings
+        stream = encode(corpus.train).to(self.device)
+        sizes = (settings.batch_size, settings.seq_len, settings.seed, settings.segments)
+        return Batches(stream, *sizes), encode(corpus.held_out).to(self.device)
+
+    def make_model(self) -> GLAForCausalLM:
+        """The model with its initial weights."""
+        return GLAForCausalLM(self.settings.model_config())
 
     def train_step(self) -> None:
         """One optimizer step; its loss, nats a byte, goes to `losses[step]`.
@@ -143,7 +158,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate(self.step)
         self.model.train()
-        loss = self.loss(*self.batches(self.step))
+        batch = self.batches(self.step)
+        loss = self.loss(*batch) if self.segmented is None else self.segmented(self.step, *batch)
         loss.backward()
         if self.settings.grad_clip > 0:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
@@ -156,7 +172,19 @@ class Trainer:
         """Mean cross entropy of a batch, int64 `[B, T]` each, in nats a byte."""
         with self._autocast():
             logits = self.model(inputs).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return _cross_entropy(logits, targets)
+
+    def _segmented_loss(self, compiled: bool) -> SegmentedLoss | None:
+        """What `train_step` calls where steps hand on states or documents are apart."""
+        settings, documents = self.settings, 0
+        if settings.packed:
+            sizes = (settings.batch_size, settings.seq_len)
+            documents = most_documents(self.batches.stream, *sizes)
+        elif settings.segments == 1:
+            return None
+        return SegmentedLoss(
+            self.model, _cross_entropy, settings.segments, documents, compiled, self._autocast
+        )
 
     def recent_loss(self, steps: int = 20) -> float:
         """Mean training loss of the last steps in bits a byte; NaN before the first."""
@@ -170,7 +198,7 @@ class Trainer:
         """Held-out bits a byte at this step, also noted in `evaluations`.
 
         The held-out documents pass through the model as one text, in segments, the recurrent
-        state going from segment to segment.
+        state going from segment to segment, but of packed documents not from one to the next.
 
         Args:
             should_stop: asked between segments. Default: never.
@@ -179,15 +207,18 @@ class Trainer:
             Bits a byte, or None if it was stopped.
         """
         self.model.eval()
-        cache, bits, count = GLACache(), 0.0, 0
+        states, bits, count = None, 0.0, 0
         for start in range(0, len(self.held_out) - 1, _EVAL_SEGMENT):
             if should_stop():
                 return None
             row = self.held_out[start : start + _EVAL_SEGMENT + 1].long()
+            inputs, rows = row[None, :-1], None
+            if self.settings.packed:
+                rows = pack_rows(inputs, 1 + int((inputs == DOCUMENT_START).sum()))
             with torch.no_grad(), self._autocast():
-                logits = self.model(row[None, :-1], past_key_values=cache, use_cache=True).logits[0]
+                logits, states = forward(self.model, inputs, states, rows)
             charged = row[1:] != DOCUMENT_START
-            nats = F.cross_entropy(logits.float(), row[1:], reduction="none")[charged]
+            nats = F.cross_entropy(logits[0].float(), row[1:], reduction="none")[charged]
             bits += nats.double().sum().item() / math.log(2)
             count += int(charged.sum())
         self.evaluations.append((self.step, bits / count))
@@ -217,11 +248,17 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{name}.{key}"] = value
+        if self.segmented is not None:
+            for name, x in self.segmented.tensors(self.step).items():
+                tensors[f"segments.{name}"] = x
         tensors["losses"] = self.losses[: self.step]
         tensors["rng.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
-        metadata = {
+        write_tensors(path, tensors, self._metadata())
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
             "format": _FORMAT,
             "step": self.step,
             "settings": asdict(self.settings),
@@ -229,7 +266,6 @@ class Trainer:
             "corpus": self.fingerprint,
             "evaluations": self.evaluations,
         }
-        write_tensors(path, tensors, metadata)
 
     def load(self, path: str | Path) -> None:
         """Goes on from what `save` wrote, up to as many steps as the settings say now.
@@ -238,7 +274,7 @@ class Trainer:
             CheckpointMismatch: if it was written with other settings (`data` and `steps` aside) or
                 another corpus, or after more steps.
         """
-        tensors, metadata = read_tensors(path)
+        tensors, metadata = self._read(path)
         now = {"data": self.settings.data, "steps": self.settings.steps}
         settings = replace(checkpoint_settings(metadata, path), **now)
         if settings != self.settings:
@@ -256,6 +292,26 @@ class Trainer:
                 f"{self.fingerprint[:12]}), got a checkpoint of other text "
                 f"({metadata['corpus'][:12]})"
             )
+        self._restore(tensors)
+        self.step = metadata["step"]
+        self.losses[: self.step] = tensors["losses"].to(self.device)
+        self.evaluations = [(step, bits) for step, bits in metadata["evaluations"]]
+        if "rng.cpu" in tensors:
+            torch.set_rng_state(tensors["rng.cpu"])
+        if self.device.type == "cuda" and "rng.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
+
+    def _read(self, path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A checkpoint's tensors and metadata, also of one that many processes wrote."""
+        tensors, metadata = read_tensors(path)
+        if "sharded" in metadata:
+            from gla_ext.distributed.checkpoints import read_whole
+
+            tensors |= read_whole(Path(path).parent / metadata["sharded"])
+        return tensors, metadata
+
+    def _restore(self, tensors: dict[str, Tensor]) -> None:
+        """Puts a checkpoint's tensors into model and optimizer."""
         load_tensors(self.model, _under("model.", tensors))
         for name, parameter in self.model.named_parameters():
             state = _under(f"optimizer.{name}.", tensors)
@@ -263,12 +319,8 @@ class Trainer:
                 self.optimizer.state[parameter] = {
                     key: value.to(parameter.device) for key, value in state.items()
                 }
-        self.step = metadata["step"]
-        self.losses[: self.step] = tensors["losses"].to(self.device)
-        self.evaluations = [(step, bits) for step, bits in metadata["evaluations"]]
-        torch.set_rng_state(tensors["rng.cpu"])
-        if self.device.type == "cuda" and "rng.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
+        if self.segmented is not None:
+            self.segmented.load(_under("segments.", tensors), self.device)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = DTYPES[self.settings.dtype]
@@ -289,7 +341,11 @@ def checkpoint_settings(metadata: dict[str, Any], path: str | Path) -> Settings:
     return Settings(**metadata["settings"])
 
 
-def _optimizer(model: GLAForCausalLM, settings: Settings) -> torch.optim.Optimizer:
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def optimizer_of(model: GLAForCausalLM, settings: Settings) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices, none on norms and biases."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]

@@ -120,6 +120,12 @@ struct Negative {
 struct PowerOfTwo {
   static float of(float a) { return flush(std::exp2(flush(a))); }
 };
+struct CopySign {
+  static float of(float sign, float a) { return std::copysign(a, sign); }
+};
+struct Log2 {
+  static float of(float a) { return std::log2(flush(a)); }
+};
 struct Reciprocal {
   static float of(float a) { return 1.f / a; }
 };
@@ -195,6 +201,8 @@ Execute decode_arithmetic(const Words& words, Instruction&) {
   if (op == "neg") return type == "f32" ? map<Negative, float, float> : one_integer<Negative>(type);
   if (type == "f32") {
     if (op == "ex2") return map<PowerOfTwo, float, float>;
+    if (op == "copysign") return map<CopySign, float, float, float>;
+    if (op == "lg2") return map<Log2, float, float>;
     if (op == "rcp" && has(words, "ftz")) return map<FlushedReciprocal, float, float>;
     if (op == "rcp") return map<Reciprocal, float, float>;
     if (op == "rsqrt") return map<ReciprocalRoot, float, float>;

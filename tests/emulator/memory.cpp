@@ -128,6 +128,22 @@ Outcome store_matrices(Warp& w, const Instruction& i, uint32_t lanes) {
   return Outcome::kNext;
 }
 
+// movmatrix: a matrix of 8 x 8 elements of 16 bits in registers, two neighbours a lane, transposed.
+Outcome transpose_matrix(Warp& w, const Instruction& i, uint32_t lanes) {
+  if (lanes != kAllLanes) return Outcome::kBlocked;
+  uint16_t m[8][8];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const uint32_t x = w.lanes<uint32_t>(i.operands[1])[lane];
+    m[lane / 4][2 * (lane % 4)] = static_cast<uint16_t>(x);
+    m[lane / 4][2 * (lane % 4) + 1] = static_cast<uint16_t>(x >> 16);
+  }
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int r = lane / 4, c = 2 * (lane % 4);
+    w.lanes<uint32_t>(i.operands[0])[lane] = uint32_t{m[c + 1][r]} << 16 | m[c][r];
+  }
+  return Outcome::kNext;
+}
+
 }  // namespace
 
 Execute decode_memory(const Words& words, Instruction& i) {
@@ -136,6 +152,7 @@ Execute decode_memory(const Words& words, Instruction& i) {
     i.flags = has(words, "trans") ? kTransposed : 0;
     return op == "ldmatrix" ? load_matrices : store_matrices;
   }
+  if (op == "movmatrix") return transpose_matrix;
   if (op != "ld" && op != "st") return nullptr;
   const uint32_t space = has(words, "shared")   ? kShared
                          : has(words, "param")  ? kParameters

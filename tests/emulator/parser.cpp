@@ -182,7 +182,9 @@ class Parser {
 
   void statement(Text s) {
     if (s.starts_with(".reg")) return registers(s);
-    if (s.starts_with(".")) return;  // .shared, which has been read; .pragma, .loc
+    if (s.starts_with(".")) return;         // .shared, which has been read; .pragma, .loc
+    if (s.starts_with("st.param")) return;  // what a failed assertion would print
+    if (s.starts_with("call")) s = "call";  // __assertfail, which is all that kernels call
     Operand guard;
     Draft draft;
     draft.scope = scope_;
@@ -238,7 +240,9 @@ class Parser {
     }
     Operand x;
     int number_of_register = -1;
-    if (s == "_") {
+    if (s[0] == '$' || s.starts_with("__unnamed")) {  // texts of an assertion
+      x = constant(0, words, i);
+    } else if (s == "_") {
       x.kind = Operand::kNone;
     } else if (s[0] == '!') {
       number_of_register = static_cast<int>(register_of(trimmed(s.substr(1))));

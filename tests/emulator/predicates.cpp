@@ -133,12 +133,15 @@ Execute comparison(const std::string& name, const std::string& type) {
 Outcome branch(Warp&, const Instruction&, uint32_t) { return Outcome::kBranch; }
 Outcome leave(Warp&, const Instruction&, uint32_t) { return Outcome::kExit; }
 
+Outcome fail_assertion(Warp& w, const Instruction&, uint32_t) { w.fail("an assertion fails"); }
+
 }  // namespace
 
 Execute decode_predicate(const Words& words, Instruction& i) {
   const std::string &op = words[0], &type = words.back();
   if (op == "bra") return branch;
   if (op == "ret") return leave;
+  if (op == "call") return fail_assertion;
   if (type == "pred") {
     if (op == "mov") return move_predicate;
     if (op == "and") return combine_predicates<Logic::kAnd>;

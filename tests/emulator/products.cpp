@@ -14,14 +14,15 @@ void multiply(const float (&a)[16][kSummed], const float (&b)[kSummed][kColumns]
     for (int k = 0; k < kSummed; ++k)
       for (int c = 0; c < columns; ++c) d[r][c] += a[r][k] * b[k][c];
 }
-// The four registers of a, bf16, from operand `first` on.
+// The four registers of a, of 16 bits each, from operand `first` on.
+template <float (*to_float)(uint16_t) = bf16_to_float>
 void read_a(Warp& w, const Instruction& i, size_t first, float (&a)[16][16]) {
   for (int lane = 0; lane < kLanes; ++lane)
     for (int n = 0; n < 4; ++n) {
       const uint32_t x = w.lanes<uint32_t>(i.operands[first + n])[lane];
       const int r = lane / 4 + n % 2 * 8, k = 2 * (lane % 4) + n / 2 * 8;
-      a[r][k] = bf16_to_float(static_cast<uint16_t>(x));
-      a[r][k + 1] = bf16_to_float(static_cast<uint16_t>(x >> 16));
+      a[r][k] = to_float(static_cast<uint16_t>(x));
+      a[r][k + 1] = to_float(static_cast<uint16_t>(x >> 16));
     }
 }
 template <int kSummed>
@@ -38,16 +39,17 @@ Outcome finish(Warp& w, const Instruction& i, const float (&a)[16][kSummed],
   return Outcome::kNext;
 }
 
-Outcome multiply_bf16(Warp& w, const Instruction& i, uint32_t lanes) {
+template <float (*to_float)(uint16_t)>
+Outcome multiply_halves(Warp& w, const Instruction& i, uint32_t lanes) {
   if (lanes != kAllLanes) return Outcome::kBlocked;
   float a[16][16], b[16][8];
-  read_a(w, i, 4, a);
+  read_a<to_float>(w, i, 4, a);
   for (int lane = 0; lane < kLanes; ++lane)
     for (int n = 0; n < 2; ++n) {
       const uint32_t x = w.lanes<uint32_t>(i.operands[8 + n])[lane];
       const int k = 2 * (lane % 4) + n * 8;
-      b[k][lane / 4] = bf16_to_float(static_cast<uint16_t>(x));
-      b[k + 1][lane / 4] = bf16_to_float(static_cast<uint16_t>(x >> 16));
+      b[k][lane / 4] = to_float(static_cast<uint16_t>(x));
+      b[k + 1][lane / 4] = to_float(static_cast<uint16_t>(x >> 16));
     }
   return finish(w, i, a, b, 10);
 }
@@ -172,7 +174,8 @@ Outcome wait_for_products(Warp& w, const Instruction& i, uint32_t lanes) {
 
 Execute decode_product(const Words& words, Instruction& i) {
   if (words[0] == "mma" && words[1] == "sync") {
-    if (has(words, "m16n8k16") && has(words, "bf16")) return multiply_bf16;
+    if (has(words, "m16n8k16") && has(words, "bf16")) return multiply_halves<bf16_to_float>;
+    if (has(words, "m16n8k16") && has(words, "f16")) return multiply_halves<f16_to_float>;
     if (has(words, "m16n8k8") && has(words, "tf32")) return multiply_tf32;
     return nullptr;
   }

@@ -19,7 +19,7 @@ bool starts_with_any(std::string_view text, std::initializer_list<std::string_vi
 int result_count(const Instruction& i) {
   const std::string_view text = i.text;
   if (starts_with_any(text, {"st.", "stmatrix", "bar.sync", "bar.warp", "barrier", "bra", "ret",
-                             "cp.", "fence", "griddepcontrol", "setmaxnreg", "wgmma.fence",
+                             "call", "cp.", "fence", "griddepcontrol", "setmaxnreg", "wgmma.fence",
                              "wgmma.commit", "wgmma.wait", "mbarrier.init", "mbarrier.arrive"}))
     return 0;
   if (starts_with_any(text, {"ld.", "ldmatrix", "mma.", "wgmma.mma"})) return i.count;

@@ -216,7 +216,8 @@ def assert_runs(run, model, *inputs, bound=1e-5):
 
 def test_onnx_of_a_model(tmp_path):
     """By the line that torch's pages have, and nothing before it."""
-    model, ids = make_model(**MODEL_EVERY, num_hidden_layers=1), make_ids()
+    attn = {"layers": [1], "num_heads": 2, "num_kv_heads": 1, "window_size": 9}
+    model, ids = make_model(**MODEL_EVERY, attn=attn), make_ids()
     run = onnx_session(model, (ids,), tmp_path / "model.onnx")
     assert_runs(run, model, make_ids(seed=5))
 

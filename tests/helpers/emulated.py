@@ -73,7 +73,7 @@ class TorchOnCPU(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        ours = function.namespace != "aten"
+        ours = function.namespace not in ("aten", "_c10d_functional")
         if ours or function.is_view or function.overloadpacket in NATIVE:
             return function(*args, **kwargs)
         return run_on_cpu(function, args, kwargs)
@@ -82,7 +82,7 @@ class TorchOnCPU(TorchDispatchMode):
 def override_what_operators_call() -> torch.library.Library:
     """What gla_ext's operators call of torch's, where no mode of Python's sees it."""
     library = torch.library.Library("aten", "IMPL")
-    for name in ("copy_", "fill_.Scalar", "fill_.Tensor", "zero_", "sum.dim_IntList"):
+    for name in ("copy_", "fill_.Scalar", "fill_.Tensor", "zero_", "sum.dim_IntList", "cat"):
         packet, _, overload = name.partition(".")
         function = getattr(getattr(aten, packet), overload or "default")
         library.impl(

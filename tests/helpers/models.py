@@ -121,6 +121,9 @@ def products(call, side=-1):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
                 shapes.append(tuple(args[side].shape))
+            if function is torch.ops.aten.linear.default:  # below autograd it is one operator
+                matrices = (args[0].flatten(0, -2), args[1].T)
+                shapes.append(tuple(matrices[side].shape))
             return function(*args, **(kwargs or {}))
 
     with Record():

@@ -191,3 +191,58 @@ def test_layers_of_an_accelerated_model_of_fla_compile_whole(device, options):
         gla_ext.fla.restore_fla()
         torch._dynamo.reset()
     assert_same_results(actual, expected, BOUND[device])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("window", [None, 20], ids=["full", "window"])
+def test_hybrid_models_saved_by_either(tmp_path, fla, window):
+    """On a GPU, in fp32 and bf16; flash_attn is our functions where it is absent."""
+    from gla_ext import hf
+
+    gla_ext.fla.accelerate_fla()
+    hf.register()
+    attn = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True}
+    sizes = {"hidden_size": 256, "num_heads": 2, "num_hidden_layers": 2}
+    theirs = make_fla_model("cuda", **sizes, attn=attn | {"window_size": window})
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = hf.GLAForCausalLM.from_pretrained(tmp_path / "theirs").to("cuda")
+    ours.save_pretrained(tmp_path / "ours")
+    back = type(theirs).from_pretrained(tmp_path / "ours").to("cuda").eval()
+    assert ours.config.attn == theirs.config.attn == back.config.attn
+    ids = make_ids(66, "cuda")
+    mask = (torch.arange(66) >= torch.tensor([[5], [0]])).long().to("cuda")
+    expected = results(theirs, ids, attention_mask=mask)
+    assert_same_results(results(ours, ids, attention_mask=mask), expected, BOUND["cuda"])
+    assert_same_results(results(back, ids, attention_mask=mask), expected, BOUND["cuda"])
+    for model in (ours, back):
+        model.bfloat16()
+    logits = [model(ids).logits.float() for model in (ours, back)]
+    assert_close(*logits, 0.04)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attnres_block_size": 1},
+        {"attnres_block_size": 4},
+        {"use_l2warp": True, "fuse_cross_entropy": True},
+        {"use_l2warp": True, "fuse_linear_cross_entropy": True},
+    ],
+    ids=str,
+)
+def test_more_options_are_those_of_flas_kernels(hf, tmp_path, options):
+    sizes = {"hidden_size": 256, "num_heads": 2, "num_hidden_layers": 3}
+    theirs = make_fla_model("cuda", **sizes, **options)
+    for name, parameter in theirs.named_parameters():
+        if "res_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    theirs.save_pretrained(tmp_path)
+    ours = hf.GLAForCausalLM.from_pretrained(tmp_path).to("cuda")
+    ids, found = make_ids(66, "cuda"), []
+    for model in (ours, theirs):
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        gradients = {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
+        found.append({"loss": loss.float()} | gradients)
+    assert_same_results(*found, BOUND["cuda"])

@@ -90,12 +90,61 @@ def test_prompt_tuning_puts_tokens_before_the_prompt():
     assert_close(tuned(ids).logits, base(inputs_embeds=whole).logits, 1e-6)
 
 
-def test_lora_on_a_convolution_is_refused_and_beside_one_it_runs():
+def test_lora_on_a_convolution_is_on_its_weight_and_beside_one_it_runs():
     lora = {"kind": "LoraConfig", "r": 4, "init_lora_weights": False}
-    with pytest.raises(TypeError, match="LoRA on it is not supported, leave q_conv1d, k_conv1d"):
+    with pytest.raises(TypeError, match="LoRA takes its weight, as target_parameters="):
         with_adapter(lora | {"target_modules": ["q_conv1d"], "r": 8}, use_short_conv=True)
     tuned = with_adapter(lora | {"target_modules": "all-linear"}, use_short_conv=True)
     ids = make_ids(T=12)
     logits = tuned(ids).logits
     assert not torch.equal(logits, make_model(use_short_conv=True)(ids).logits)
     assert_close(tuned.merge_and_unload()(ids).logits, logits, 1e-5)
+
+
+STATIC = {
+    "GLA": {"use_short_conv": True},
+    "hybrid": {"attn": {"layers": [1], "num_heads": 2, "window_size": 9}},
+    "attention": {"attn": {"layers": [0, 1], "num_heads": 2}},
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 5}], ids=str)
+@pytest.mark.parametrize("model", STATIC)
+def test_a_static_cache(model, options):
+    ours, ids = make_model(**STATIC[model]), make_ids(T=12)
+    options = GREEDY | options | {"attention_mask": PADDED}
+    actual = ours.generate(ids, cache_implementation="static", disable_compile=True, **options)
+    assert torch.equal(actual, ours.generate(ids, **options))
+
+
+@pytest.mark.parametrize("model", STATIC)
+def test_a_static_cache_has_its_step_compiled_once(model):
+    config = transformers.CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager")
+    config._compile_all_devices, config.mode = True, None
+    ours, ids = make_model(**STATIC[model]), make_ids(T=12)
+    expected = ours.generate(ids, attention_mask=PADDED, **GREEDY)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    options = GREEDY | {"cache_implementation": "static", "compile_config": config}
+    actual = ours.generate(ids, attention_mask=PADDED, **options)
+    assert torch.equal(actual, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_static_cache_does_not_go_back():
+    options = GREEDY | {"cache_implementation": "static", "prompt_lookup_num_tokens": 3}
+    with pytest.raises(NotImplementedError, match="activate_past_recording is not implemented"):
+        make_model().generate(make_ids(B=1, T=12), **options)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("model", STATIC)
+def test_a_static_cache_on_cuda(model):
+    """By inductor and CUDA graphs, as transformers compiles there by itself."""
+    torch._dynamo.reset()
+    ours = make_model(hidden_size=64, intermediate_size=96, **STATIC[model]).cuda()
+    ids, options = make_ids(T=12).cuda(), GREEDY | {"attention_mask": PADDED.cuda()}
+    expected = ours.generate(ids, **options)
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(ours.generate(ids, cache_implementation="static", **options), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

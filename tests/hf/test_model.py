@@ -71,9 +71,6 @@ def test_files_in_bf16(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"attn": {"layers": [1], "num_heads": 2}},
-        {"attnres_block_size": 2},
-        {"use_l2warp": True},
         {"use_gv": True},
         {"use_gk": False},
         {"hidden_act": "powlu"},
@@ -240,11 +237,6 @@ def test_the_cache_has_two_names():
     assert not torch.equal(later["cache"].logits, ours(ids[:, 8:]).logits)
     with pytest.raises(ValueError, match="expected past_key_values or cache, which is the same"):
         ours(ids[:, 8:], **{name: make_cache(ours, ids) for name in CACHES})
-
-
-def test_assisted_generation_is_refused():
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful"):
-        make_model().generate(make_ids(B=1, T=5), assistant_model=make_model(), **GREEDY)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

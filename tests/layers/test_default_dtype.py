@@ -11,9 +11,10 @@ from gla_ext import chunk_gla, fused_recurrent_gla, selftest
 from gla_ext.cache import GLACache
 from gla_ext.decode import Decoder
 from gla_ext.decode.sampling import sample
-from gla_ext.layers.norms import rms_norm
+from gla_ext.layers.gate_projection import gate_projection
+from gla_ext.layers.norms import rms_norm, rms_norm_residual
 from gla_ext.layers.swiglu import swiglu
-from gla_ext.model import loss as _cross_entropy
+from gla_ext.losses import fused_linear_cross_entropy_loss
 from gla_ext.model import next_token_loss
 from gla_ext.train.data import Batches
 from gla_ext.train.trainer import Settings, Trainer
@@ -65,11 +66,21 @@ def test_the_loss_and_its_gradient(T, dtype, packed):
     assert results()[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def test_the_loss_of_a_batch_that_is_cut(monkeypatch):
-    monkeypatch.setattr(_cross_entropy, "MOST_LOGITS", 40)
-    logits = torch.randn(1, 64, 7, generator=generator())
-    labels = torch.randint(7, (1, 64), generator=generator())
-    assert_same_under_every_default(lambda: [next_token_loss(logits, labels)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_other_losses_and_the_gate(dtype):
+    x, h = (torch.randn(64, D, generator=generator()).to(dtype) for D in (8, 16))
+    weight, up = (torch.randn(7, D, generator=generator()).to(dtype) for D in (8, 16))
+    labels = torch.randint(7, (64,), generator=generator())
+    residual = x.float()
+
+    def results():
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        loss = fused_linear_cross_entropy_loss(leaves[0], labels, leaves[1])
+        torch_loss = next_token_loss(x[None], labels[None], fuse_cross_entropy=False)
+        gate, stream = gate_projection(h, up, clamp_min=-0.1), rms_norm_residual(x, residual)
+        return [loss.detach(), torch_loss, *torch.autograd.grad(loss, leaves), gate, *stream]
+
+    assert_same_under_every_default(results)
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.8}])

@@ -287,19 +287,17 @@ def test_a_hook_that_rewraps_the_arguments():
     assert torch.equal(layer(x, is_causal=True, src_mask=causal_mask()), expected)
 
 
-def test_mixed_precision_of_fsdp_needs_the_promise(one_rank):
+def test_mixed_precision_of_fsdp_casts_query_alone(one_rank):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    x, promised, found_out = make_x().float(), encoder_layer(), encoder_layer()
-    promised.self_attn.self_attention = True
-    for layer in (promised, found_out):
-        layer.float()
-        fully_shard(layer.self_attn, mesh=one_rank, mp_policy=policy)
-    with pytest.raises(NotImplementedError, match="self_attention=True"):
-        found_out(x, is_causal=True, src_mask=causal_mask())
-    promised(x, is_causal=True, src_mask=causal_mask()).sum().backward()
-    assert all(p.grad is not None for p in promised.self_attn.parameters())
+    x, layer = make_x().float(), encoder_layer().float()
+    module = fully_shard(layer.self_attn, mesh=one_rank, mp_policy=policy)
+    layer(x, is_causal=True, src_mask=causal_mask()).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+    for others in ((x, x.clone()), (x.clone(), x)):
+        with pytest.raises(NotImplementedError, match="cross attention is not supported"):
+            module(x, *others, is_causal=True)
 
 
 def test_a_promise_compiles_whole():

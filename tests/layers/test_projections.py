@@ -17,19 +17,19 @@ from torch.utils.checkpoint import checkpoint
 
 from gla_ext.layers._projections import project
 
-GATE_AND_OUTPUT = [(24, 4), (4, 12), (24, 24)]
+GATE_AND_OUTPUT = [(24, 4), (24, 24)]
 
 
 def test_projections_are_one_product_in_training():
     layer, x = make_layer(), make_x()
     apart = [(24, 12), (24, 12), (24, 24), (24, 24)]
-    assert products(lambda: layer(x)) == sorted([*GATE_AND_OUTPUT, (24, 72)])
+    assert products(lambda: layer(x)) == [(24, 24), (24, 76)]  # with the first of the gate's two
     layer.eval()
     assert products(lambda: layer(x)) == sorted([*GATE_AND_OUTPUT, *apart])
     layer.train().batch_projections = False
     assert products(lambda: layer(x)) == sorted([*GATE_AND_OUTPUT, *apart])
     layer = make_layer(use_output_gate=False)
-    assert products(lambda: layer(x)) == sorted([*GATE_AND_OUTPUT, (24, 48)])
+    assert products(lambda: layer(x)) == [(24, 24), (24, 52)]
 
 
 def test_projections_with_a_forward_of_their_own_or_global_hooks_are_called():
@@ -58,11 +58,28 @@ def test_projections_with_hooks_are_called(hook):
     assert_close(y, expected, 1e-12)
 
 
+@pytest.mark.parametrize("of", ["both", "first", "second"])
+@pytest.mark.parametrize("clamp_min", [None, -0.02])
+def test_maps_of_the_gate_with_hooks_are_called(clamp_min, of):
+    layer, x = make_layer(clamp_min=clamp_min), make_x().requires_grad_()
+    leaves = [x, *layer.parameters()]
+    expected = layer(x)[0]
+    wanted = torch.autograd.grad(expected.sum(), leaves)
+    seen, maps = [], layer.gk_proj
+    module = {"both": maps, "first": maps[0], "second": maps[1]}[of]
+    module.register_forward_hook(lambda *args: seen.append(args[0]))
+    y = layer(x)[0]
+    assert seen == [module]
+    assert_close(y, expected, 1e-12)
+    for got, want in zip(torch.autograd.grad(y.sum(), leaves), wanted, strict=True):
+        assert_close(got, want, 1e-12)
+
+
 def test_projections_of_several_dtypes_stay_apart():
     layer, x = make_layer().float(), make_x().float()
     layer.v_proj.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        assert len(products(lambda: layer(x))) == 7
+        assert len(products(lambda: layer(x))) == 6
 
 
 def test_projections_that_are_replaced_are_called():
@@ -263,8 +280,9 @@ def test_function_transforms():
         got, wanted = (transform(f)(*leaves) for f in (loss, loss_apart))
         for a, b in zip(got, wanted, strict=True):
             assert_close(a, b, 1e-12)
-    with pytest.raises(NotImplementedError, match="forward-mode AD is not supported"):
-        torch.func.jvp(loss, tuple(leaves), tuple(leaves))
+    got, wanted = (torch.func.jvp(f, tuple(leaves), tuple(leaves)) for f in (loss, loss_apart))
+    for a, b in zip(got, wanted, strict=True):
+        assert_close(a, b, 1e-12)
 
 
 def test_batched_gradients():

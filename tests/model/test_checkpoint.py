@@ -76,7 +76,10 @@ def test_folders_that_are_not_whole(model, tmp_path):
 def test_a_pickle_is_not_read(model, tmp_path, name):
     model.config.save(tmp_path / "config.json")
     (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=f"got {name}, a pickle, .* convert it once: gla_ext.hf"):
+    with pytest.raises(
+        ValueError,
+        match=f"got {name}, a pickle, .* convert it once: python -m gla_ext.model.convert",
+    ):
         load_model(tmp_path)
 
 

@@ -72,7 +72,7 @@ def captures(device, monkeypatch):
         found.append(self)
         if device == "cuda":
             return capture(self, model, stepping)
-        self.graph = Copied(self, model)
+        self.graphs[None] = Copied(self, model)
 
     monkeypatch.setattr(DecodeLoop, "capture", spy)
     if device == "cpu":

@@ -307,7 +307,7 @@ def test_config_file_of_fla_is_read(tmp_path):
         ({"model_type": "llama"}, ValueError, "model_type to be 'gla', got 'llama'"),
         ({"use_gv": True}, NotImplementedError, "use_gv = True is not implemented"),
         ({"use_gk": False}, NotImplementedError, "use_gk = False is not implemented"),
-        ({"attn": {"layers": [0]}}, NotImplementedError, "attn = {'layers': .* is not implemented"),
+        ({"attn": {"layers": [0]}}, ValueError, "expected attn to have 'num_heads'"),
         ({"hidden_act": "powlu"}, NotImplementedError, "hidden_act = 'powlu' is not implemented"),
         ({"num_hidden_layers": 0}, ValueError, "num_hidden_layers to be at least 1, got 0"),
         ({"intermediate_size": 0}, ValueError, "intermediate_size to be at least 1, got 0"),

@@ -268,7 +268,7 @@ def test_double_backward(x):
 
 
 def test_steps_refuse_gradients(x):
-    message = "_gate_cumsum: a step has no gradient of its own, call gla_ext.chunk_gla, or the "
+    message = "_gate_cumsum: it has no gradient of its own, call gla_ext.chunk_gla, or this "
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         ops._gate_cumsum(x.g.requires_grad_(), None)
     with torch.no_grad():

@@ -150,3 +150,25 @@ def test_the_counter_is_imported_by_who_counts():
     count = count.split("\n", 1)[1]
     before = "import sys, torch, torch.utils.flop_counter, gla_ext\n"
     assert run_python(before + count).strip() == expected
+
+
+def test_halves_across_ranks():
+    """The summaries' products, and those of the whole."""
+    T, pairs = 130, LENGTHS[130]
+    x = make_inputs(B, T, H, K, V)
+    operands, none = (x.q, x.k, x.v, x.g, None), torch.empty(0, dtype=torch.uint8)
+    flags = (None, False, False)
+    counts = flops(OPS.chunk_gla_summary, *operands, None, *flags, True, 0)
+    assert counts == {"chunk_gla_summary": 2 * B * H * T * K * V}
+    counts = flops(OPS.chunk_gla_summary_bwd, x.do, None, *operands, *flags, none, 0)
+    assert counts == {"chunk_gla_summary_bwd": 2 * B * H * T * K * V}
+    args = (*operands, x.initial_state, None, True, False, False, True, none, 0)
+    within = pairs * (K + V)
+    assert flops(OPS.chunk_gla_apply, *args) == {
+        "chunk_gla_apply": 2 * B * H * (within + 2 * T * K * V)
+    }
+    args = (x.do, None, *operands, x.initial_state, *flags, none, none, none)
+    within = pairs * (3 * K + 2 * V)
+    assert flops(OPS.chunk_gla_apply_bwd, *args) == {
+        "chunk_gla_apply_bwd": 2 * B * H * (within + 5 * T * K * V)
+    }

@@ -8,6 +8,7 @@ from gla_ext import _C
 
 ops = torch.ops.gla_ext
 
+LOSS = "int ignore_index, float label_smoothing, float logit_scale, float? logit_softcapping"
 SCHEMAS = {
     "chunk_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
     "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "
@@ -17,6 +18,27 @@ SCHEMAS = {
     "Tensor? gv, Tensor? initial_state, Tensor? cu_seqlens, float? scale, "
     "bool state_v_first, bool batch_invariant, Tensor? for_backward=None, bool gate_gradient=True) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)",
+    "chunk_gla_summary": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
+    "Tensor? initial_state, float? scale, bool state_v_first, bool batch_invariant, "
+    "bool for_backward, int prepared_bytes=0) -> (Tensor summary, Tensor prepared)",
+    "chunk_gla_apply": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
+    "Tensor? initial_state, float? scale, bool output_final_state, bool state_v_first, "
+    "bool batch_invariant, bool for_backward, Tensor prepared, int segments=0) -> "
+    "(Tensor o, Tensor final_state, Tensor entering)",
+    "chunk_gla_summary_bwd": "(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
+    "Tensor? gv, float? scale, bool state_v_first, bool batch_invariant, Tensor prepared, "
+    "int prepared_bytes=0) -> (Tensor state_grad, Tensor prepared_bwd)",
+    "chunk_gla_apply_bwd": "(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
+    "Tensor? gv, Tensor? initial_state, float? scale, bool state_v_first, bool batch_invariant, "
+    "Tensor prepared, Tensor entering, Tensor prepared_bwd) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)",
+    "chunk_gla_fold": "(Tensor summaries, Tensor? decays, Tensor? boundary, int size, "
+    "SymInt each, SymInt rows, SymInt H, SymInt K, SymInt V, bool key_gated, bool value_gated, "
+    "bool state_v_first, int[] places, int[] reach, int[] entered) -> (Tensor x, Tensor decays)",
+    "chunk_gla_across_ranks": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
+    "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "
+    "bool state_v_first, bool batch_invariant, bool for_backward, int rank, int size, str group, "
+    "int[] counts, int[] before, int[] after, int[] spans) -> (Tensor o, Tensor final_state)",
     "recurrent_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, "
     "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, "
     "bool reverse, bool state_v_first) -> (Tensor o, Tensor final_state)",
@@ -34,10 +56,30 @@ SCHEMAS = {
     "(Tensor y, Tensor rstd)",
     "rms_norm_gate_bwd": "(Tensor dy, Tensor x, Tensor? weight, Tensor? gate, Tensor rstd, "
     "str activation) -> (Tensor dx, Tensor dweight, Tensor dgate)",
+    "rms_norm_residual_fwd": "(Tensor x, Tensor residual, Tensor? weight, float eps) -> "
+    "(Tensor y, Tensor stream, Tensor rstd)",
+    "rms_norm_residual_bwd": "(Tensor dy, Tensor? dstream, Tensor stream, Tensor? weight, "
+    "Tensor rstd) -> (Tensor dx, Tensor dresidual, Tensor dweight)",
+    "cross_entropy_fwd": f"(Tensor logits, Tensor target, {LOSS}, float lse_square_scale, "
+    "bool inplace_backward) -> (Tensor loss, Tensor z_loss, Tensor lse)",
+    "cross_entropy_bwd": f"(Tensor dloss, Tensor logits, Tensor target, Tensor lse, {LOSS}, "
+    "float lse_square_scale) -> Tensor",
+    "cross_entropy_bwd_": f"(Tensor dloss, Tensor(a!) logits, Tensor target, Tensor lse, {LOSS}, "
+    "float lse_square_scale) -> ()",
+    "cross_entropy_with_grad_": f"(Tensor(a!) logits, Tensor target, {LOSS}, "
+    "float lse_square_scale) -> Tensor",
+    "linear_cross_entropy_fwd": f"(Tensor x, Tensor weight, Tensor? bias, Tensor target, {LOSS}, "
+    "int num_chunks, bool with_dx, bool with_dweight) -> "
+    "(Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
+    "gate_projection_fwd": "(Tensor h, Tensor weight, Tensor? bias, float normalizer, "
+    "float? clamp_min) -> Tensor",
+    "gate_projection_bwd": "(Tensor dg, Tensor h, Tensor weight, Tensor? bias, "
+    "float normalizer, float? clamp_min) -> (Tensor dh, Tensor dweight, Tensor dbias)",
     "swiglu_fwd": "(Tensor gate, Tensor up) -> Tensor",
     "swiglu_bwd": "(Tensor dy, Tensor gate, Tensor up, bool product) -> "
     "(Tensor dgate, Tensor dup, Tensor y)",
     "swiglu_linear": "(Tensor gate, Tensor up, Tensor weight, Tensor? bias) -> Tensor",
+    "joint_projection": "(Tensor x, Tensor[] weights, ScalarType dtype) -> Tensor[]",
     "short_convolution_fwd": "(Tensor x, Tensor weight, Tensor? bias, Tensor? cache, "
     "Tensor? cu_seqlens, bool output_state) -> (Tensor y, Tensor state)",
     "short_convolution_bwd": "(Tensor dy, Tensor? dstate, Tensor x, Tensor weight, Tensor? bias, "
@@ -84,8 +126,12 @@ def test_schemas_are_frozen():
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_dispatch_keys_and_tag(name):
     keys = ["CPU", "Meta", "Autograd"] + ["CUDA"] * (_C.build_info()["cuda"] is not None)
-    if name == "swiglu_linear":  # of other operators, on every device
+    if name == "linear_cross_entropy_fwd" and "CUDA" not in keys:
+        keys = [*keys, "CUDA"]  # of other operators: the same code
+    if name in ("swiglu_linear", "joint_projection"):  # of other operators, on every device
         keys = ["CompositeExplicitAutograd", "Autograd"]
+    if name == "chunk_gla_across_ranks":
+        keys = ["CompositeImplicitAutograd"]
     for key in keys:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"gla_ext::{name}", key), key
     assert torch.Tag.pt2_compliant_tag in overload(name).tags
@@ -93,10 +139,14 @@ def test_dispatch_keys_and_tag(name):
 
 @pytest.mark.parametrize("key", ["AutocastCPU", "AutocastCUDA"])
 def test_autocast_key(key):
-    """Norm, convolution and SwiGLU keep the dtype that their input comes in, as they compute in
-    fp32; SwiGLU's linear map is cast.
+    """Norm, convolution, SwiGLU and cross entropy keep the dtype that their input comes in, as they
+    compute in fp32; the linear maps of SwiGLU, cross entropy and the gate are cast. The layer casts
+    for its joint projection, whose weights are cast inside.
     """
-    without = ("_", "rms_norm", "short_convolution", "swiglu_fwd")
+    without = (
+        *("_", "rms_norm", "short_convolution", "swiglu_fwd", "cross_entropy", "joint"),
+        "chunk_gla_fold",
+    )
     for name in SCHEMAS:
         expected = not name.startswith(without) and not name.endswith("_bwd")
         has = torch._C._dispatch_has_kernel_for_dispatch_key(f"gla_ext::{name}", key)

@@ -47,7 +47,7 @@ def test_signature_is_flas():
         "cu_seqlens": None,
         "cu_seqlens_cpu": None,
     }
-    assert [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY] == ["gv"]
+    assert [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY] == ["gv", "cp_context"]
     assert fused_chunk_gla is chunk_gla
 
 

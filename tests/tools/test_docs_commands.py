@@ -23,6 +23,8 @@ INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )*(?:make|python) [^`]*)`")
 DOWNLOADS = "sets up an environment first, which downloads torch"
 BUILDS = "compiles the extension"
 NEEDS_GPU = "times kernels on a GPU"
+NEEDS_TEXT = "needs the experiments' text, which the first of these packs from elsewhere"
+TRAINS = "trains for minutes; tests/distributed runs it"
 
 NOT_RUN = {
     "make train": DOWNLOADS,
@@ -43,9 +45,15 @@ NOT_RUN = {
     "python benchmarks/bench_layer.py": NEEDS_GPU,
     "python benchmarks/bench_norm.py": NEEDS_GPU,
     "python benchmarks/bench_swiglu.py": NEEDS_GPU,
+    "python benchmarks/bench_step.py": NEEDS_GPU,
     "python benchmarks/bench_short_convolution.py": NEEDS_GPU,
     "python benchmarks/bench_builds.py new=. old=../before": NEEDS_GPU,
     "TRITON_CACHE_DIR=cache python benchmarks/bench_fla.py": NEEDS_GPU,
+    "torchrun --nproc-per-node 2 -m gla_ext.train --out runs/two": TRAINS,
+    "make train NPROC=2": TRAINS,
+    "python -m experiments.text --out runs/text": NEEDS_TEXT,
+    "python -m experiments.run --list": NEEDS_TEXT,
+    "python -m experiments.run --minutes 25": NEEDS_TEXT,
 }
 
 
@@ -114,7 +122,9 @@ def test_what_a_command_names_is_there(command):
     elif program == "python" and arguments[0] == "-m":
         module = ROOT / arguments[1].replace(".", "/")
         there = module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
-        assert there or arguments[1] == "pip"
+        assert there or arguments[1] in ("pip", "torch.distributed.run")
+        for script in (word for word in arguments[2:] if word.endswith(".py")):
+            assert (ROOT / script).is_file()
     elif program == "python":
         assert (ROOT / arguments[0]).is_file()
     elif program == "cmake" and "-S" in arguments:

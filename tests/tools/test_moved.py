@@ -81,7 +81,8 @@ NAMES = {
 }
 
 # Lowest first: a package imports from those before it, and modules of the top folder.
-ORDER = ("ops", "layers", "decode", "model", "train", "fla", "hf")
+# Of distributed the others import in functions alone: it is loaded where it is asked for.
+ORDER = ("ops", "layers", "decode", "model", "train", "distributed", "fla", "hf")
 OWN_WAY = {"fla": {"ops", "layers"}, "hf": {"ops", "layers", "model"}}
 
 
@@ -107,7 +108,8 @@ def test_old_paths_are_loaded_when_asked_for():
     pytest.importorskip("numpy")
     code = (
         "import runpy, sys, warnings, gla_ext\n"
-        "packages = tuple(f'gla_ext.{name}' for name in 'decode fla hf model train'.split())\n"
+        "names = 'decode distributed fla hf model train'.split()\n"
+        "packages = tuple(f'gla_ext.{name}' for name in names)\n"
         "print([name for name in sys.modules if name.startswith(packages)])\n"
         "import gla_ext.generate as old, gla_ext.decode.generate as new\n"
         "from gla_ext import config\n"
@@ -162,9 +164,18 @@ def modules() -> dict[str, Path]:
 
 
 def imports(path: Path, known: dict[str, Path]) -> set[str]:
-    """The modules of gla_ext that a file names in an import, in functions and for types too."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    """The modules of gla_ext that a file names in an import, in functions and for types too, but
+    for those of gla_ext.distributed in functions.
+    """
+    found, tree = set(), ast.parse(path.read_text())
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    inside_functions = {
+        node for part in ast.walk(tree) if isinstance(part, functions) for node in ast.walk(part)
+    }
+    for node in ast.walk(tree):
+        named = isinstance(node, ast.ImportFrom) and node.module.startswith("gla_ext.distributed")
+        if named and node in inside_functions:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

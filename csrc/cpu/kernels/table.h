@@ -2,6 +2,8 @@
 #pragma once
 
 #include "cpu/kernels.h"
+#include "cross_entropy.h"
+#include "gate_projection.h"
 #include "recurrent_gla.h"
 #include "rms_norm_gate.h"
 #include "short_convolution.h"
@@ -45,7 +47,13 @@ constexpr Kernels<T> make_kernels() {
           swiglu_backward<T>,
           convolution_workspace<T>,
           convolution_forward<T>,
-          convolution_backward<T>};
+          convolution_backward<T>,
+          cross_entropy_workspace,
+          cross_entropy_forward<T>,
+          cross_entropy_backward<T>,
+          gate_projection_workspace,
+          gate_projection_forward<T>,
+          gate_projection_backward<T>};
 }
 
 }  // namespace CPU_CAPABILITY

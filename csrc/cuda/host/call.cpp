@@ -162,7 +162,7 @@ at::Tensor Call::not_asked_for(at::ScalarType dtype) const {
   return at::empty({0}, options_.dtype(dtype));
 }
 
-CallPlan Call::plan(bool batch_invariant, bool for_backward) const {
+CallPlan Call::plan(bool batch_invariant, bool for_backward, bool in_halves) const {
   const Problem& p = problem;
   PlanInputs in = plan_inputs(options_.device(), p.grid, p.H, p.K, p.V, p.dtype, p.g.dtype);
   in.batch_invariant = batch_invariant;
@@ -176,18 +176,38 @@ CallPlan Call::plan(bool batch_invariant, bool for_backward) const {
   in.value_gated = value_gated;
   in.value_gate_dtype = value_side.g.dtype;
   in.for_backward = for_backward;
+  in.in_halves = in_halves;
   const char* missing = in.choice == PathChoice::kFused ? why_not_fused(in) : nullptr;
   TORCH_CHECK_NOT_IMPLEMENTED(missing == nullptr, op_, ": GLA_EXT_CUDA_PATH=fused expected ",
                               missing, ", got a call that only the step path takes");
   return make_plan(in);
 }
 
-void Call::run(const PassPlan& pass) {
+void Call::start(const PassPlan& pass) {
   if (!pass.reads_head_gates) spread_head_gate();
   static_cast<Segments&>(problem.grid) = pass.segments;
   problem.items_each = static_cast<int32_t>(pass.items_each);
+}
+
+void Call::run(const PassPlan& pass) {
+  start(pass);
   allocate(pass.workspace);
-  launch(pass.kernels);
+  launch(pass.kernels, 0, pass.kernels.size());
+}
+
+void Call::run_summary(const PassPlan& pass, const at::Tensor& left) {
+  start(pass);
+  place(pass.summary, left);
+  if (pass.summary.has(Buffer::kSummaries)) problem.segment_states = problem.summaries;
+  if (pass.summary.has(Buffer::kSummaryGrads)) problem.segment_state_grads = problem.summary_grads;
+  launch(pass.kernels, 0, pass.summary_kernels);
+}
+
+void Call::run_rest(const PassPlan& pass, const at::Tensor& left) {
+  start(pass);
+  place(pass.summary, left);
+  allocate(pass.workspace);
+  launch(pass.kernels, pass.summary_kernels, pass.kernels.size());
 }
 
 at::Tensor Call::output_for_backward(const CallPlan& plan, int64_t bytes) {
@@ -220,6 +240,10 @@ void Call::allocate(const Workspace& w) {
   value_side.grid = problem.grid;
   value_side.A = problem.dA;
   value_side.dA = problem.A;
+}
+
+void Call::place(const Workspace& w, const at::Tensor& memory) {
+  place(w, static_cast<char*>(const_cast<void*>(memory.const_data_ptr())));
 }
 
 void Call::place(const Workspace& w, char* base) {
@@ -298,6 +322,10 @@ void Call::place(Buffer buffer, char* start) {
       return pointer(p.segment_decays);
     case Buffer::kPrepared:
       return pointer(p.prepared);
+    case Buffer::kSummaries:
+      return pointer(p.summaries);
+    case Buffer::kSummaryGrads:
+      return pointer(p.summary_grads);
   }
 }
 
@@ -316,11 +344,13 @@ void Call::clear_decays() {
 
 void Call::run_step(std::initializer_list<Kernel> kernels, bool tiers) {
   allocate(step_workspace(problem.grid, problem.H, tiers));
-  launch(step_recipe(problem.grid, kernels));
+  const Recipe recipe = step_recipe(problem.grid, kernels);
+  launch(recipe, 0, recipe.size());
 }
 
-void Call::launch(const Recipe& kernels) const {
-  for (const auto& [kernel, side] : kernels) {
+void Call::launch(const Recipe& kernels, int first, int end) const {
+  for (const auto* entry = kernels.begin() + first; entry != kernels.begin() + end; ++entry) {
+    const auto [kernel, side] = *entry;
     cuda::launch(kernel, side == Side::kKeys ? problem : value_side, value_side, stream_);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }

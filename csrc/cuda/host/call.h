@@ -53,7 +53,7 @@ class Call {
 
   // The plan for the tensors that were given; `for_backward`: forward leaves something for
   // backward.
-  CallPlan plan(bool batch_invariant, bool for_backward) const;
+  CallPlan plan(bool batch_invariant, bool for_backward, bool in_halves = false) const;
   // For what forward leaves, of the size that its caller knows: not used if the plan's is another.
   at::Tensor output_for_backward(const CallPlan& plan, int64_t bytes);
   // What it has left, in backward; whether it is used: not by the steps, nor if the plan's size is
@@ -61,6 +61,9 @@ class Call {
   bool input_for_backward(const CallPlan& plan, const at::Tensor& for_backward);
   // Allocates the workspace and launches the kernels of a pass.
   void run(const PassPlan& pass);
+  // In halves: the summary of a pass, whose plan says how large `left` is; and the rest, given it.
+  void run_summary(const PassPlan& pass, const at::Tensor& left);
+  void run_rest(const PassPlan& pass, const at::Tensor& left);
   // The same of a step by itself, with tiers from b if asked for.
   void run_step(std::initializer_list<Kernel> kernels, bool tiers = false);
 
@@ -68,7 +71,9 @@ class Call {
   const at::Tensor& hold(at::Tensor t);
   const at::Tensor& contiguous(const at::Tensor& t);
   void allocate(const Workspace& workspace);
-  void launch(const Recipe& kernels) const;
+  void launch(const Recipe& kernels, int first, int end) const;
+  void start(const PassPlan& pass);
+  void place(const Workspace& workspace, const at::Tensor& memory);
   void place(const Workspace& workspace, char* base);
   void place(Buffer buffer, char* start);
   void clear_decays();

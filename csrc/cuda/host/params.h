@@ -92,8 +92,9 @@ struct Segments {
   int64_t segment_chunks = 0;  // chunks of a segment
   int64_t segment_states = 0;  // of one batch row
   int64_t summaries_at_once =
-      0;                 // packed only: own parts, each of all heads, that there is room for
-  bool replays = false;  // the second of two segments replays the first, to sum its state
+      0;                   // packed only: own parts, each of all heads, that there is room for
+  bool replays = false;    // the second of two segments replays the first, to sum its state
+  bool with_last = false;  // summaries are made of the last segment too: the state is handed on
 };
 
 // How the tokens are cut into chunks, and these into segments.
@@ -152,6 +153,14 @@ struct Problem {
   float* segment_states = nullptr;
   float* segment_state_grads = nullptr;
   float* segment_decays = nullptr;
+
+  // Where a pass is cut at the scan (context parallel): what the scan reads, if not its outputs;
+  // and what all segments of a sequence add to the state, or to its gradient, [N, H, K, V], with
+  // the sum of their gates, natural log [N, H, K].
+  float* summaries = nullptr;
+  float* summary_grads = nullptr;
+  float* folded = nullptr;
+  float* folded_decays = nullptr;
 
   // Fused path: how many work items a block, or a cluster of two, takes one by one.
   int32_t items_each = 1;

@@ -7,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <cstdlib>
+#include <optional>
 #include <string_view>
 
 #include "autograd/for_backward.h"
@@ -69,29 +70,51 @@ PlanInputs plan_inputs(c10::Device device, const ChunkGrid& grid, int64_t H, int
   return in;
 }
 
-// By the plan that the operator will make of such a call. Without the GPU, as when tracing for one,
-// nothing.
-int64_t for_backward_bytes(const ForwardArguments& a) {
-  if (a.q.device().index() >= c10::cuda::device_count()) return 0;
+namespace {
+
+// Of a call that only asks, under autograd: absent where the fused path does not take it. Without
+// the GPU, as when tracing for one, nothing.
+std::optional<PlanInputs> inputs_of(const ForwardArguments& a) {
+  if (a.q.device().index() >= c10::cuda::device_count()) return std::nullopt;
   const auto type = a.q.scalar_type();
   if (type != at::kBFloat16 || a.v.scalar_type() != type || a.k.scalar_type() != type ||
       !given(a.g) || given(a.gv))
-    return 0;
+    return std::nullopt;
   const auto gate_type = a.g->scalar_type();
-  if (gate_type != at::kBFloat16 && gate_type != at::kFloat) return 0;
+  if (gate_type != at::kBFloat16 && gate_type != at::kFloat) return std::nullopt;
   const c10::cuda::CUDAGuard guard(a.q.device());
   const bool packed = given(a.cu_seqlens);
   const int64_t N = packed ? a.cu_seqlens->numel() - 1 : a.q.size(0);
-  if (N < 0) return 0;
-  PlanInputs plan = plan_inputs(a.q.device(), make_grid(N, a.q.size(1), packed), a.q.size(2),
-                                a.q.size(3), a.v.size(3), dtype_of(type), dtype_of(gate_type));
-  plan.batch_invariant = a.batch_invariant;
-  plan.aligned = true;
-  for (const at::Tensor* t : {&a.q, &a.k, &a.v}) plan.aligned &= may_be_aligned(*t);
-  plan.head_gated = is_head_gate(a.g);
-  if (!plan.head_gated) plan.aligned &= may_be_aligned(*a.g);
-  plan.for_backward = true;
-  return make_plan(plan).for_backward.bytes();
+  if (N < 0) return std::nullopt;
+  PlanInputs in = plan_inputs(a.q.device(), make_grid(N, a.q.size(1), packed), a.q.size(2),
+                              a.q.size(3), a.v.size(3), dtype_of(type), dtype_of(gate_type));
+  in.batch_invariant = a.batch_invariant;
+  in.aligned = true;
+  for (const at::Tensor* t : {&a.q, &a.k, &a.v}) in.aligned &= may_be_aligned(*t);
+  in.head_gated = is_head_gate(a.g);
+  if (!in.head_gated) in.aligned &= may_be_aligned(*a.g);
+  return in;
+}
+
+}  // namespace
+
+// By the plan that the operator will make of such a call.
+int64_t for_backward_bytes(const ForwardArguments& a) {
+  std::optional<PlanInputs> in = inputs_of(a);
+  if (!in.has_value()) return 0;
+  in->for_backward = true;
+  return make_plan(*in).for_backward.bytes();
+}
+
+HalfSizes half_sizes(const ForwardArguments& a, bool for_backward) {
+  std::optional<PlanInputs> in = inputs_of(a);
+  if (!in.has_value() || in->packed || in->T == 0 || in->N == 0) return {};
+  in->in_halves = true;
+  in->for_backward = for_backward;
+  const CallPlan plan = make_plan(*in);
+  if (plan.path != Path::kFused) return {};
+  return {plan.forward.summary.bytes(), plan.forward.segments.segments,
+          plan.backward.summary.bytes(), plan.for_backward.bytes() > 0};
 }
 
 }  // namespace gla_ext::cuda

@@ -72,6 +72,10 @@
   ROW(kScanBoth, "scan.both", sm90::launch_scan_both)                                             \
   ROW(kScanGrads, "scan.grads", sm90::launch_scan_grads)                                          \
   ROW(kScanAndStrongA, "scan.and_strong_A", sm90::launch_scan_and_strong_A)                       \
+  ROW(kFold, "fold", sm90::launch_fold)                                                           \
+  ROW(kFoldGrads, "fold.grads", sm90::launch_fold_grads)                                          \
+  ROW(kFoldAndStrongA, "fold.and_strong_A", sm90::launch_fold_and_strong_A)                       \
+  ROW(kFoldGradsAndStrongA, "fold.and_strong_A.grads", sm90::launch_fold_grads_and_strong_A)      \
   /* Hopper: forward */                                                                           \
   ROW(kForwardFused, "forward.fused", sm90::launch_forward_fused)                                 \
   ROW(kForwardFusedForBackward, "forward.fused.for_backward",                                     \

@@ -73,7 +73,7 @@ CallPlan plan_by_channels(const PlanInputs& in, const ChunkGrid& grid) {
 
 CallPlan make_plan(const PlanInputs& in) {
   const ChunkGrid grid = make_grid(in.N, in.T, in.packed);
-  const bool may = in.choice != PathChoice::kSteps;
+  const bool may = in.choice != PathChoice::kSteps && !in.in_halves;
   const bool forward = may && forward_takes_head_gates(in);
   const bool backward = may && backward_takes_head_gates(in);
   PlanInputs others = in;

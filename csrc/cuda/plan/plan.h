@@ -30,6 +30,8 @@ struct PlanInputs {
   bool gate_gradient = true;  // backward makes that of g
   bool value_gated = false;   // gv is there
   DType value_gate_dtype = DType::kFloat;
+  // A pass comes in halves, cut at the scan: the sequences go on on other ranks. Not packed.
+  bool in_halves = false;
   bool for_backward = false;  // forward keeps what backward uses again, backward is given it
 };
 
@@ -42,6 +44,10 @@ struct PassPlan {
   // forward.small, forward.cluster and states.cluster takes one by one.
   int64_t items_each = 1;
   Workspace workspace;
+  // In halves: the first `summary_kernels` kernels make the summary, and what the others read of
+  // it.
+  int summary_kernels = 0;
+  Workspace summary;
   int64_t state_bytes = 0;  // of S and, in backward unless it stays on chip, dS
 };
 

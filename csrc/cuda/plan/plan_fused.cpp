@@ -46,7 +46,7 @@ Choices choose(const PlanInputs& in, const ChunkGrid& grid) {
   Choices c;
   c.forward_segments = choose_forward_segments(in, grid);
   const BackwardSweeps backward = choose_backward_sweeps(in, grid);
-  c.backward_segments = backward.segments;
+  c.backward_segments = in.in_halves ? in_halves(backward.segments, in) : backward.segments;
   const bool has_prepared = in.K > kTierBlock;
   c.backward_prepared = has_prepared;
   const bool gates = in.K <= kGroupKeys && in.gate_dtype == DType::kBFloat16;
@@ -63,6 +63,11 @@ Choices choose(const PlanInputs& in, const ChunkGrid& grid) {
   c.cluster_states = by_cluster && c.backward_segments.segments == 0;
   c.cluster_summaries = by_cluster && !in.packed && c.backward_segments.segment_states > 0;
   return c;
+}
+
+bool cuts_alike(const Choices& c) {
+  const Segments &forward = c.forward_segments, &backward = c.backward_segments;
+  return forward.segments == backward.segments && forward.segment_chunks == backward.segment_chunks;
 }
 
 int64_t all_prepared_bytes(const PlanInputs& in, const ChunkGrid& grid) {
@@ -91,10 +96,8 @@ Workspace plan_for_backward(const PlanInputs& in, const ChunkGrid& grid, const C
   left.add(Buffer::kPrepared, all_prepared_bytes(in, grid));
   left.add(Buffer::kTiers, tier_bytes(grid, in.H));
   if (left.bytes() == 0 || left.bytes() > most) return {};
-  const Segments &forward = c.forward_segments, &backward = c.backward_segments;
-  const int64_t segment_heads = grid.B * forward.segment_states * in.H;
-  if (segment_heads > 0 && forward.segments == backward.segments &&
-      forward.segment_chunks == backward.segment_chunks) {
+  const int64_t segment_heads = grid.B * c.forward_segments.segment_states * in.H;
+  if (segment_heads > 0 && cuts_alike(c)) {
     Workspace more = left;
     // Forward makes none of the last segments of packed sequences, which backward wants.
     if (!c.packed_summaries) more.add(Buffer::kSegmentDecays, segment_heads * in.K * kFloatBytes);
@@ -131,12 +134,12 @@ int64_t cluster_items(const PlanInputs& in, const ChunkGrid& grid, const Segment
                     std::max<int64_t>(1, in.processors / 2));
 }
 
-// What both passes have in memory besides what they are given, `left` by forward included.
-Workspace fused_workspace(const PlanInputs& in, const ChunkGrid& grid, const Workspace& left,
-                          const Segments& segments, bool prepared, bool backward) {
-  Workspace w = step_workspace(grid, in.H, /*tiers=*/!left.has(Buffer::kTiers));
+// What a pass has in memory besides what it is given, `left` by forward included.
+void add_buffers(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid, const Workspace& left,
+                 bool prepared, bool backward) {
+  Workspace& w = plan.workspace = step_workspace(grid, in.H, /*tiers=*/!left.has(Buffer::kTiers));
   add_packed_lists(w, grid);
-  const int64_t segment_heads = grid.B * segments.segment_states * in.H;
+  const int64_t segment_heads = grid.B * plan.segments.segment_states * in.H;
   if (segment_heads > 0) {
     const int64_t states = segment_state_bytes(in, segment_heads);
     if (!left.has(Buffer::kSegmentDecays))
@@ -146,17 +149,50 @@ Workspace fused_workspace(const PlanInputs& in, const ChunkGrid& grid, const Wor
   }
   if (prepared && !left.has(Buffer::kPrepared))
     w.add(Buffer::kPrepared, all_prepared_bytes(in, grid));
-  return w;
+}
+
+// The same in halves: what the first leaves for the second is apart. What enters each segment is an
+// output of forward.
+void add_buffers_in_halves(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid,
+                           const Workspace& left, bool prepared, bool backward) {
+  Workspace &w = plan.workspace, &s = plan.summary;
+  const int64_t segment_heads = grid.B * plan.segments.segment_states * in.H;
+  const int64_t states = segment_state_bytes(in, segment_heads);
+  if (prepared && !left.has(Buffer::kPrepared))
+    s.add(Buffer::kPrepared, all_prepared_bytes(in, grid));
+  if (!left.has(Buffer::kTiers)) (prepared ? s : w).add(Buffer::kTiers, tier_bytes(grid, in.H));
+  if (!left.has(Buffer::kSegmentDecays))
+    s.add(Buffer::kSegmentDecays, segment_heads * in.K * kFloatBytes);
+  if (!left.has(Buffer::kSegmentStates)) {
+    s.add(Buffer::kSummaries, states);
+    if (backward) w.add(Buffer::kSegmentStates, states);
+  }
+  if (!backward) return;
+  s.add(Buffer::kSummaryGrads, states);
+  w.add(Buffer::kSegmentStateGrads, states);
+}
+
+// The scan; in halves the first one ends before it. A single segment needs none.
+void add_scan(PassPlan& plan, const PlanInputs& in, Kernel fold, Kernel scan) {
+  if (in.in_halves) {
+    plan.kernels.add(fold);
+    plan.summary_kernels = plan.kernels.size();
+    if (plan.segments.segments == 1) return;
+  }
+  plan.kernels.add(scan);
 }
 
 PassPlan plan_forward(const PlanInputs& in, const ChunkGrid& grid, const Choices& c,
                       const Workspace& left) {
-  const bool for_backward = left.has(Buffer::kPrepared);
+  const bool for_backward =
+      in.in_halves ? in.for_backward && c.forward_prepared : left.has(Buffer::kPrepared);
   const bool has_summaries = c.forward_segments.segment_states > 0;
   PassPlan plan;
   plan.segments = c.forward_segments;
-  plan.workspace =
-      fused_workspace(in, grid, left, c.forward_segments, c.forward_prepared, /*backward=*/false);
+  if (in.in_halves)
+    add_buffers_in_halves(plan, in, grid, left, c.forward_prepared, /*backward=*/false);
+  else
+    add_buffers(plan, in, grid, left, c.forward_prepared, /*backward=*/false);
   Recipe& kernels = plan.kernels;
   add_map(kernels, grid);
   if (c.forward_prepared) {
@@ -166,21 +202,22 @@ PassPlan plan_forward(const PlanInputs& in, const ChunkGrid& grid, const Choices
                             c.forward_segments.segments == c.backward_segments.segments;
     if (by_cluster) {
       kernels.add(for_backward ? Kernel::kSummariesCluster : Kernel::kSummariesClusterWithoutA);
-      kernels.add(Kernel::kScanAndStrongA);
+      add_scan(plan, in, Kernel::kFoldAndStrongA,
+               in.in_halves ? Kernel::kScan : Kernel::kScanAndStrongA);
       kernels.add(Kernel::kForwardPreparedMakingA);
       return plan;
     }
     kernels.add(Kernel::kPrepare);
     if (has_summaries) {
       kernels.add(Kernel::kSummariesPrepared);
-      kernels.add(Kernel::kScan);
+      add_scan(plan, in, Kernel::kFold, Kernel::kScan);
     }
     kernels.add(Kernel::kForwardPrepared);
     return plan;
   }
   if (has_summaries) {
     kernels.add(c.packed_summaries ? Kernel::kSummariesPacked : Kernel::kSummariesFused);
-    kernels.add(Kernel::kScan);
+    add_scan(plan, in, Kernel::kFold, Kernel::kScan);
   }
   if (can_cluster(in)) {
     plan.items_each = cluster_items(in, grid, plan.segments);
@@ -195,10 +232,25 @@ PassPlan plan_forward(const PlanInputs& in, const ChunkGrid& grid, const Choices
   return plan;
 }
 
+// What forward's first half has left for its second, where backward reads it too. Where both passes
+// cut sequences alike, what enters each segment stands for the summaries.
+Workspace left_in_halves(const PlanInputs& in, const ChunkGrid& grid, const Choices& c,
+                         const PassPlan& forward) {
+  Workspace left = forward.summary;
+  if (!in.for_backward || !c.forward_prepared || left.bytes() > input_bytes(in, grid)) return {};
+  if (cuts_alike(c))
+    left.reuse(Buffer::kSegmentStates, Buffer::kSummaries);
+  else
+    left.hide(Buffer::kSegmentDecays);
+  left.hide(Buffer::kSummaries);
+  return left;
+}
+
 // Summaries of backward's segments and their scan, given what forward has `left` and whether this
 // pass has made those of S with the prepared chunks.
-void add_backward_summaries(Recipe& kernels, const Choices& c, const Workspace& left,
-                            bool by_cluster) {
+void add_backward_summaries(PassPlan& plan, const PlanInputs& in, const Choices& c,
+                            const Workspace& left, bool by_cluster) {
+  Recipe& kernels = plan.kernels;
   const bool has_states = left.has(Buffer::kSegmentStates);
   if (!c.backward_prepared)
     kernels.add(Kernel::kSummariesFusedBoth);
@@ -208,7 +260,8 @@ void add_backward_summaries(Recipe& kernels, const Choices& c, const Workspace& 
     kernels.add(Kernel::kSummariesPreparedGrads);
   else
     kernels.add(Kernel::kSummariesPreparedBoth);
-  kernels.add(has_states ? Kernel::kScanGrads : Kernel::kScanBoth);
+  const Kernel fold = by_cluster ? Kernel::kFoldGradsAndStrongA : Kernel::kFoldGrads;
+  add_scan(plan, in, fold, has_states ? Kernel::kScanGrads : Kernel::kScanBoth);
 }
 
 Kernel states_kernel(const Choices& c) {
@@ -254,8 +307,10 @@ PassPlan plan_backward(const PlanInputs& in, const ChunkGrid& grid, const Choice
   const bool cluster_summaries = c.cluster_summaries && !has_prepared;
   PassPlan plan;
   plan.segments = c.backward_segments;
-  plan.workspace =
-      fused_workspace(in, grid, left, c.backward_segments, c.backward_prepared, /*backward=*/true);
+  if (in.in_halves)
+    add_buffers_in_halves(plan, in, grid, left, c.backward_prepared, /*backward=*/true);
+  else
+    add_buffers(plan, in, grid, left, c.backward_prepared, /*backward=*/true);
   Recipe& kernels = plan.kernels;
   add_map(kernels, grid);
   if (cluster_states) {
@@ -268,11 +323,11 @@ PassPlan plan_backward(const PlanInputs& in, const ChunkGrid& grid, const Choice
     else if (c.backward_prepared && !has_prepared)
       kernels.add(reads_A ? Kernel::kPrepare : Kernel::kPrepareWithoutA);
     if (c.backward_segments.segment_states > 0)
-      add_backward_summaries(kernels, c, left, cluster_summaries);
+      add_backward_summaries(plan, in, c, left, cluster_summaries);
     kernels.add(states_kernel(c));
   }
-  // prepare.cu makes these of its chunks itself.
-  if (has_prepared)
+  // prepare.cu makes these of its chunks itself, but not in halves, whose first makes A alone.
+  if (has_prepared || (in.in_halves && c.backward_prepared))
     kernels.add(Kernel::kStrongGradientsWithoutA);
   else if (!c.backward_prepared || cluster_states || cluster_summaries)
     kernels.add(Kernel::kStrongGradients);
@@ -294,8 +349,13 @@ CallPlan plan_fused(const PlanInputs& in, const ChunkGrid& grid) {
   CallPlan plan;
   plan.path = Path::kFused;
   const Choices choices = choose(in, grid);
-  plan.for_backward = plan_for_backward(in, grid, choices);
-  plan.forward = plan_forward(in, grid, choices, plan.for_backward);
+  if (in.in_halves) {
+    plan.forward = plan_forward(in, grid, choices, {});
+    plan.for_backward = left_in_halves(in, grid, choices, plan.forward);
+  } else {
+    plan.for_backward = plan_for_backward(in, grid, choices);
+    plan.forward = plan_forward(in, grid, choices, plan.for_backward);
+  }
   plan.backward = plan_backward(in, grid, choices, plan.for_backward);
   return plan;
 }

@@ -122,7 +122,17 @@ int64_t resident_blocks(const PlanInputs& in, Sweeps sweeps) {
   return two ? 2 * in.processors : in.processors;
 }
 
+Segments in_halves(Segments cut, const PlanInputs& in) {
+  if (cut.segments == 0) {
+    cut.segments = cut.segment_states = 1;
+    cut.segment_chunks = std::max<int64_t>(1, ceil_div(in.T, kChunk));
+  }
+  cut.with_last = true;
+  return cut;
+}
+
 Segments choose_forward_segments(const PlanInputs& in, const ChunkGrid& grid) {
+  if (in.in_halves) return in_halves(cut(in, grid, Sweeps::kForward), in);
   return with_replay(cut(in, grid, Sweeps::kForward), in, grid);
 }
 

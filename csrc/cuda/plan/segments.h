@@ -19,6 +19,9 @@ bool is_small_head(const PlanInputs& in);
 // and, in backward, of all heads of one tile.
 int64_t resident_blocks(const PlanInputs& in, Sweeps sweeps);
 
+// Every segment has a summary, where there would be none a single one.
+Segments in_halves(Segments cut, const PlanInputs& in);
+
 Segments choose_forward_segments(const PlanInputs& in, const ChunkGrid& grid);
 
 // Backward makes gradients in one sweep with dS on chip, or by a kernel over chunks that reads dS

@@ -42,8 +42,11 @@ enum class Buffer : uint8_t {
   kSegmentStateGrads,
   kSegmentDecays,
   kPrepared,
+  // what a pass in halves leaves between them besides the latter two
+  kSummaries,
+  kSummaryGrads,
 };
-constexpr int kBuffers = static_cast<int>(Buffer::kPrepared) + 1;
+constexpr int kBuffers = static_cast<int>(Buffer::kSummaryGrads) + 1;
 
 class Workspace {
  public:
@@ -57,6 +60,9 @@ class Workspace {
   }
   // A buffer in the place of another, which is no longer read when this one is written.
   void reuse(Buffer buffer, Buffer other) { at(buffer) = start(other); }
+
+  // Not there for whoever is given this, though its bytes are.
+  void hide(Buffer buffer) { at(buffer) = kAbsent; }
 
   bool has(Buffer buffer) const { return start(buffer) != kAbsent; }
   int64_t start(Buffer buffer) const { return starts_[static_cast<size_t>(buffer)]; }

@@ -1,10 +1,12 @@
 // Backward of the norm with its gate, with n = x rstd and u = dy ⊙ w ⊙ f(gate):
 //   dgate = dy ⊙ n ⊙ w ⊙ f'(gate)      dx = rstd (u − n mean(u ⊙ n))      dw = Σ dy ⊙ f(gate) ⊙ n
+// and of a residual stream of type S, which is x here, in place of the gate:
+//   dx = dresidual = dstream + rstd (u − n mean(u ⊙ n))
 //
 // grid    as many blocks as run at once stride over the rows, each of which leaves the dw of its
 //         rows; a second kernel adds these, first block first
-// reads   dy, x, gate [rows, V], w [V], rstd [rows] fp32
-// writes  dx, dgate [rows, V], dw [V]
+// reads   dy, x, gate or dstream [rows, V], w [V], rstd [rows] fp32
+// writes  dx, dgate [rows, V], dw [V]; of a residual dresidual, and dx where its dtype is another
 // Everything between is fp32, results are rounded once; the order of every sum follows from the
 // shape and the GPU.
 #include "activation.cuh"
@@ -30,9 +32,9 @@ constexpr int kMajor = 0;
 #endif
 
 // Eight elements of a row: u, written over dy; dgate; what they add to dw; the sum of u ⊙ n.
-template <class T>
-__device__ __forceinline__ float grads_of_eight(const Norm& p, const Eight<T>& x,
-                                                const Eight<T>& gate, float rstd,
+template <class T, class N>
+__device__ __forceinline__ float grads_of_eight(const Norm& p, const Eight<N>& x,
+                                                const Eight<T>* gate, float rstd,
                                                 const float (&w)[8], float (&u)[8],
                                                 float (&dgate)[8], float (&dw)[8]) {
   float sum = 0.f;
@@ -41,7 +43,7 @@ __device__ __forceinline__ float grads_of_eight(const Norm& p, const Eight<T>& x
     for (int i = 0; i < 8; ++i) {
       const float n = x[i] * rstd;
       float f, slope;
-      activate(gate[i], f, slope);
+      activate(gate == nullptr ? 0.f : (*gate)[i], f, slope);
       dgate[i] = u[i] * n * w[i] * slope;
       u[i] *= f;
       dw[i] = fmaf(u[i], n, dw[i]);
@@ -49,15 +51,15 @@ __device__ __forceinline__ float grads_of_eight(const Norm& p, const Eight<T>& x
       sum = fmaf(u[i], n, sum);
     }
   };
-  if (p.gate.data != nullptr)
+  if (gate != nullptr && p.gate.data != nullptr)
     with_activation<T>(p.activation, each);
   else
     each([](float, float& f, float& slope) { f = 1.f, slope = 0.f; });
   return sum;
 }
 
-template <class T>
-__device__ __forceinline__ void finish_dx(const Eight<T>& x, float rstd, float mean,
+template <class N>
+__device__ __forceinline__ void finish_dx(const Eight<N>& x, float rstd, float mean,
                                           float (&u)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) u[i] = rstd * (u[i] - x[i] * rstd * mean);
@@ -67,6 +69,22 @@ template <class T>
 __device__ __forceinline__ void to_floats(const Eight<T>& x, float (&y)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) y[i] = x[i];
+}
+
+// Eight results at `offset` of dx; of a residual first with what has come to the stream.
+template <class T, class S, Access kAccess>
+__device__ __forceinline__ void store_dx(const Norm& p, int64_t offset,
+                                         const Eight<Normed<T, S>>& dstream, float (&u)[8],
+                                         int valid) {
+  if constexpr (kHasStream<S>) {
+    if (p.dstream.data != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) u[i] += dstream[i];
+    }
+    store_results<kAccess>(static_cast<S*>(p.dresidual) + offset, u, valid);
+    if constexpr (std::is_same_v<T, S>) return;
+  }
+  store_results<kAccess>(static_cast<T*>(p.dx) + offset, u, valid);
 }
 
 // dw of a block from that of its threads, one group after the other.
@@ -83,7 +101,7 @@ __device__ __forceinline__ void store_partials(const Norm& p, const float (&dw)[
   }
 }
 
-template <class T, class L>
+template <class T, class S, class L>
 __global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
     narrow_backward(const __grid_constant__ Norm p) {
   __shared__ float s_warps[2][kNormWarps];
@@ -100,19 +118,25 @@ __global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
     cursor[r] = RowCursor(p, first + r * L::kGroups + L::group());
 
   for (; first < p.rows; first += stride) {
-    Eight<T> x[L::kAtOnce], gate[L::kAtOnce], dy[L::kAtOnce];
+    Eight<Normed<T, S>> x[L::kAtOnce], dstream[L::kAtOnce];
+    Eight<T> gate[L::kAtOnce], dy[L::kAtOnce];
     float rstd[L::kAtOnce];
     int valid[L::kAtOnce];
 #pragma unroll
     for (int r = 0; r < L::kAtOnce; ++r) {
       const int64_t row = first + r * L::kGroups + L::group();
       valid[r] = row < p.rows ? width - L::column() : 0;
-      const auto load = [&](const StridedRows& rows) {
-        return load8<L::kAccess>(cursor[r].template in<T>(rows) + L::column(), valid[r]);
+      const auto load = [&](auto type, const StridedRows& rows) {
+        using E = typename decltype(type)::type;
+        return load8<L::kAccess>(cursor[r].template in<E>(rows) + L::column(), valid[r]);
       };
-      x[r] = load(p.x);
-      dy[r] = load(p.dy);
-      if (p.gate.data != nullptr) gate[r] = load(p.gate);
+      x[r] = load(Type<Normed<T, S>>{}, p.x);
+      dy[r] = load(Type<T>{}, p.dy);
+      if constexpr (kHasStream<S>) {
+        if (p.dstream.data != nullptr) dstream[r] = load(Type<S>{}, p.dstream);
+      } else {
+        if (p.gate.data != nullptr) gate[r] = load(Type<T>{}, p.gate);
+      }
       rstd[r] = row < p.rows ? p.rstd[row] : 0.f;
       cursor[r].advance(p, step);
     }
@@ -121,22 +145,23 @@ __global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
       const int64_t row = first + r * L::kGroups + L::group();
       float u[8], dgate[8];
       to_floats(dy[r], u);
-      const float sum = grads_of_eight(p, x[r], gate[r], rstd[r], w, u, dgate, dw);
-      if (p.gate.data != nullptr)
+      const Eight<T>* const of_gate = kHasStream<S> ? nullptr : &gate[r];
+      const float sum = grads_of_eight(p, x[r], of_gate, rstd[r], w, u, dgate, dw);
+      if (!kHasStream<S> && p.gate.data != nullptr)
         store_results<L::kAccess>(static_cast<T*>(p.dgate) + row * width + L::column(), dgate,
                                   valid[r]);
       const float mean = sum_of_row(sum, s_warps) * p.per_width;
       finish_dx(x[r], rstd[r], mean, u);
-      store_results<L::kAccess>(static_cast<T*>(p.dx) + row * width + L::column(), u, valid[r]);
+      store_dx<T, S, L::kAccess>(p, row * width + L::column(), dstream[r], u, valid[r]);
     }
   }
   if (p.weight != nullptr) store_partials<L>(p, dw);
 }
 
 // A thread has the same columns of every row, so that dw needs no barrier.
-template <class T, Access kAccess>
+template <class T, class S, Access kAccess>
 __global__ void __launch_bounds__(kNormThreads,
-                                  wide_blocks_at_once(std::is_same_v<T, float>, kMajor))
+                                  wide_blocks_at_once(std::is_same_v<Normed<T, S>, float>, kMajor))
     wide_backward(const __grid_constant__ Norm p) {
   constexpr int kStep = kNormThreads * 8;
   extern __shared__ float s_dw[];  // [V], where V is at most kSharedColumns
@@ -162,31 +187,35 @@ __global__ void __launch_bounds__(kNormThreads,
     const float rstd = p.rstd[row];
     float sum = 0.f;
     // u of eight columns; in the first pass with dgate and dw.
-    const auto pass = [&](int64_t c, Eight<T>& x, float (&u)[8], bool is_first) {
-      const auto load = [&](const StridedRows& rows) {
-        return load8<kAccess>(cursor.template in<T>(rows) + c, valid(c));
-      };
+    const auto load = [&](auto type, const StridedRows& rows, int64_t c) {
+      using E = typename decltype(type)::type;
+      return load8<kAccess>(cursor.template in<E>(rows) + c, valid(c));
+    };
+    const auto pass = [&](int64_t c, Eight<Normed<T, S>>& x, float (&u)[8], bool is_first) {
       Eight<T> gate;
-      x = load(p.x);
-      to_floats(load(p.dy), u);
-      if (p.gate.data != nullptr) gate = load(p.gate);
+      x = load(Type<Normed<T, S>>{}, p.x, c);
+      to_floats(load(Type<T>{}, p.dy, c), u);
+      if (!kHasStream<S> && p.gate.data != nullptr) gate = load(Type<T>{}, p.gate, c);
       float w[8], dgate[8], dw[8] = {};
       load_weight<kAccess>(p, c, w);
-      const float part = grads_of_eight(p, x, gate, rstd, w, u, dgate, dw);
+      const Eight<T>* const of_gate = kHasStream<S> ? nullptr : &gate;
+      const float part = grads_of_eight(p, x, of_gate, rstd, w, u, dgate, dw);
       if (!is_first) return;
       sum += part;
       for_sums(c, [&](float& total, int i) { total += dw[i]; });
-      if (p.gate.data != nullptr)
+      if (!kHasStream<S> && p.gate.data != nullptr)
         store_results<kAccess>(static_cast<T*>(p.dgate) + row * p.width + c, dgate, valid(c));
     };
-    Eight<T> x;
+    Eight<Normed<T, S>> x, dstream;
     float u[8];
     for_columns([&](int64_t c) { pass(c, x, u, true); });
     const float mean = sum_of_block(sum, s_warps) * p.per_width;
     for_columns([&](int64_t c) {
       pass(c, x, u, false);
       finish_dx(x, rstd, mean, u);
-      store_results<kAccess>(static_cast<T*>(p.dx) + row * p.width + c, u, valid(c));
+      if (kHasStream<S> && p.dstream.data != nullptr)
+        dstream = load(Type<Normed<T, S>>{}, p.dstream, c);
+      store_dx<T, S, kAccess>(p, row * p.width + c, dstream, u, valid(c));
     });
   }
   for_columns([&](int64_t c) { for_sums(c, [&](float& sum, int i) { partials[c + i] = sum; }); });
@@ -199,16 +228,24 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows) sum_partials(Norm p, in
   if (threadIdx.y == 0 && column < p.width) store_any(p.dweight, p.weight_dtype, column, sum);
 }
 
+bool has_fp32_rows(const Norm& p) {
+  return (p.dresidual == nullptr ? p.dtype : p.stream_dtype) == DType::kFloat;
+}
+
 }  // namespace
 
 int64_t norm_backward_blocks(const Norm& p, const NormGpu& gpu) {
   const auto most = [&](int64_t at_once) { return at_once * gpu.multiprocessors; };
   if (p.width > kNarrow)
-    return norm_blocks(p, 1, most(wide_blocks_at_once(p.dtype == DType::kFloat, gpu.major)));
+    return norm_blocks(p, 1, most(wide_blocks_at_once(has_fp32_rows(p), gpu.major)));
   int64_t blocks = 0;
-  with_narrow<kAtOnce>(p, [&](auto, auto layout) {
+  const auto count = [&](auto layout) {
     blocks = norm_blocks(p, decltype(layout)::kRows, most(kBlocksAtOnce));
-  });
+  };
+  if (p.dresidual != nullptr)
+    with_narrow_stream<kAtOnce>(p, [&](auto, auto, auto layout) { count(layout); });
+  else
+    with_narrow<kAtOnce>(p, [&](auto, auto layout) { count(layout); });
   return blocks;
 }
 
@@ -218,15 +255,25 @@ void norm_backward(const Norm& p, const NormGpu& gpu, cudaStream_t stream) {
   if (p.width > kNarrow) {
     const bool shared = p.weight != nullptr && p.width <= kSharedColumns;
     const size_t smem_bytes = shared ? p.width * sizeof(float) : 0;
-    with_wide(p, [&](auto type, auto access) {
+    const auto run = [&](auto type, auto of_stream, auto access) {
       using T = typename decltype(type)::type;
-      wide_backward<T, decltype(access)::value><<<grid, kNormThreads, smem_bytes, stream>>>(p);
-    });
+      using S = typename decltype(of_stream)::type;
+      wide_backward<T, S, decltype(access)::value><<<grid, kNormThreads, smem_bytes, stream>>>(p);
+    };
+    if (p.dresidual != nullptr)
+      with_wide_stream(p, run);
+    else
+      with_wide(p, [&](auto type, auto access) { run(type, Type<void>{}, access); });
   } else {
-    with_narrow<kAtOnce>(p, [&](auto type, auto layout) {
+    const auto run = [&](auto type, auto of_stream, auto layout) {
       using T = typename decltype(type)::type;
-      narrow_backward<T, decltype(layout)><<<grid, kNormThreads, 0, stream>>>(p);
-    });
+      using S = typename decltype(of_stream)::type;
+      narrow_backward<T, S, decltype(layout)><<<grid, kNormThreads, 0, stream>>>(p);
+    };
+    if (p.dresidual != nullptr)
+      with_narrow_stream<kAtOnce>(p, run);
+    else
+      with_narrow<kAtOnce>(p, [&](auto type, auto layout) { run(type, Type<void>{}, layout); });
   }
   if (p.weight == nullptr) return;
   const auto columns = static_cast<unsigned>((p.width + kSumColumns - 1) / kSumColumns);

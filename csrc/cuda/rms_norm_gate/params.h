@@ -11,7 +11,8 @@ namespace gla_ext::cuda {
 // Absent tensors are null.
 struct Norm {
   int64_t rows = 0, inner_rows = 1, width = 0;  // width is V
-  DType dtype = DType::kFloat;                  // of all rows
+  DType dtype = DType::kFloat;                  // of all rows but the stream's and its gradients'
+  DType stream_dtype = DType::kFloat;           // of these: dtype or fp32
   DType weight_dtype = DType::kFloat;           // of weight and dweight
   Activation activation = Activation::kSwish;
   bool aligned =
@@ -19,8 +20,10 @@ struct Norm {
   float per_width = 0;  // 1 / V
   float eps = 0;
 
-  StridedRows x, gate, dy;                             // inputs
+  // Inputs. In backward with a residual x is the stream, and dstream its gradient from elsewhere.
+  StridedRows x, gate, dy, residual, dstream;
   void *y = nullptr, *dx = nullptr, *dgate = nullptr;  // outputs [rows, V], contiguous
+  void *stream = nullptr, *dresidual = nullptr;        // the same of a residual
   const void* weight = nullptr;                        // [V]
   float* rstd = nullptr;                               // [rows]
   float* partials = nullptr;  // [norm_backward_blocks(), V], partial sums of dweight
@@ -33,12 +36,13 @@ struct NormGpu {
   int major = 0;  // of the compute capability
 };
 
-// x weight gate -> y, rstd
+// x weight gate -> y, rstd; or x residual weight -> y, stream, rstd
 void norm_forward(const Norm& p, const NormGpu& gpu, cudaStream_t stream);
 
 // Blocks of threads; each leaves a partial sum of dweight.
 int64_t norm_backward_blocks(const Norm& p, const NormGpu& gpu);
-// dy x weight gate rstd -> dx, dgate, dweight
+// dy x weight gate rstd -> dx, dgate, dweight; or dy dstream x weight rstd -> dresidual, dweight
+// and, where it is there, dx
 void norm_backward(const Norm& p, const NormGpu& gpu, cudaStream_t stream);
 
 }  // namespace gla_ext::cuda

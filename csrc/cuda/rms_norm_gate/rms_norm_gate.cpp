@@ -135,11 +135,62 @@ NormBackwardOutputs rms_norm_gate_bwd_cuda(const at::Tensor& dy, const at::Tenso
   return {dx, given(weight) ? dweight.to(weight->scalar_type()) : not_asked_for(), dgate};
 }
 
+NormResidualForwardOutputs rms_norm_residual_fwd_cuda(const at::Tensor& x,
+                                                      const at::Tensor& residual,
+                                                      const OptionalTensor& weight, double eps) {
+  const NormCall call = check_rms_norm_residual_fwd(x, residual, weight);
+  NormLaunch launch("rms_norm_residual", call, {x, residual}, weight);
+  at::Tensor y = contiguous_like(x), stream = contiguous_like(residual);
+  at::Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(at::kFloat));
+  if (launch.is_empty()) return {y, stream, rstd};
+  Norm& p = launch.p;
+  p.stream_dtype = dtype_of(residual.scalar_type());
+  p.eps = static_cast<float>(eps);
+  p.x = launch.input(0);
+  p.residual = launch.input(1);
+  p.stream = stream.mutable_data_ptr();
+  p.y = y.mutable_data_ptr();
+  p.rstd = rstd.mutable_data_ptr<float>();
+  launch.forward();
+  return {y, stream, rstd};
+}
+
+NormResidualBackwardOutputs rms_norm_residual_bwd_cuda(const at::Tensor& dy,
+                                                       const OptionalTensor& dstream,
+                                                       const at::Tensor& stream,
+                                                       const OptionalTensor& weight,
+                                                       const at::Tensor& rstd) {
+  const NormCall call = check_rms_norm_residual_bwd(dy, dstream, stream, weight, rstd);
+  std::vector<at::Tensor> tensors{dy, stream};
+  if (given(dstream)) tensors.push_back(*dstream);
+  NormLaunch launch("rms_norm_residual_bwd", call, std::move(tensors), weight);
+  const bool both = dy.scalar_type() == stream.scalar_type();
+  at::Tensor dresidual = contiguous_like(stream);
+  at::Tensor dx = both ? at::empty({0}, dy.options()) : contiguous_like(dy);
+  const auto not_asked_for = [&] { return at::empty({0}, dy.options().dtype(at::kFloat)); };
+  if (launch.is_empty())
+    return {dx, dresidual,
+            given(weight) ? at::zeros(weight->sizes(), weight->options()) : not_asked_for()};
+  Norm& p = launch.p;
+  const at::Tensor kept = rstd.contiguous();
+  p.stream_dtype = dtype_of(stream.scalar_type());
+  p.dy = launch.input(0);
+  p.x = launch.input(1);
+  if (given(dstream)) p.dstream = launch.input(2);
+  p.dresidual = dresidual.mutable_data_ptr();
+  if (!both) p.dx = dx.mutable_data_ptr();
+  p.rstd = const_cast<float*>(kept.const_data_ptr<float>());
+  const at::Tensor dweight = launch.backward();
+  return {dx, dresidual, given(weight) ? dweight.to(weight->scalar_type()) : not_asked_for()};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
   m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_cuda);
   m.impl("rms_norm_gate_bwd", rms_norm_gate_bwd_cuda);
+  m.impl("rms_norm_residual_fwd", rms_norm_residual_fwd_cuda);
+  m.impl("rms_norm_residual_bwd", rms_norm_residual_bwd_cuda);
 }
 
 }  // namespace gla_ext::cuda

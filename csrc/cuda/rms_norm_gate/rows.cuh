@@ -160,6 +160,36 @@ void with_narrow(const Norm& p, F&& f) {
   });
 }
 
+// Whether a kernel is one of a residual stream of type S, and what its norm is of.
+template <class S>
+constexpr bool kHasStream = !std::is_void_v<S>;
+template <class T, class S>
+using Normed = std::conditional_t<kHasStream<S>, S, T>;
+
+// f(Type<T>, Type<S>) with the dtype S of a residual stream, T or fp32.
+template <class F>
+void with_stream(const Norm& p, F&& f) {
+  with_dtype(p.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    if constexpr (!std::is_same_v<T, float>) {
+      if (p.stream_dtype == DType::kFloat) return f(type, Type<float>{});
+    }
+    f(type, type);
+  });
+}
+
+// f(Type<T>, Type<S>, Narrow<...>) for V up to kNarrow: a stream is wider than a head, so that few
+// widths of rows will do.
+template <int kAtOnce, class F>
+void with_narrow_stream(const Norm& p, F&& f) {
+  with_stream(p, [&](auto type, auto stream) {
+    if (!p.aligned) return f(type, stream, Narrow<Access::kGeneral, 256, kAtOnce>{});
+    if (p.width <= 256) return f(type, stream, Narrow<Access::kFast, 32, kAtOnce>{});
+    if (p.width <= 1024) return f(type, stream, Narrow<Access::kFast, 128, kAtOnce>{});
+    return f(type, stream, Narrow<Access::kFast, 256, kAtOnce>{});
+  });
+}
+
 // f(Type<T>, Constant<Access>) for wider rows.
 template <class F>
 void with_wide(const Norm& p, F&& f) {
@@ -168,6 +198,16 @@ void with_wide(const Norm& p, F&& f) {
       f(type, Constant<Access::kFast>{});
     else
       f(type, Constant<Access::kGeneral>{});
+  });
+}
+
+template <class F>
+void with_wide_stream(const Norm& p, F&& f) {
+  with_stream(p, [&](auto type, auto stream) {
+    if (p.aligned)
+      f(type, stream, Constant<Access::kFast>{});
+    else
+      f(type, stream, Constant<Access::kGeneral>{});
   });
 }
 

@@ -43,6 +43,13 @@ void launch_scan_both(const Problem& p, cudaStream_t stream);
 void launch_scan_grads(const Problem& p, cudaStream_t stream);
 // launch_scan, and after summaries_cluster beside it: q k g tiers -> A of strong chunks.
 void launch_scan_and_strong_A(const Problem& p, cudaStream_t stream);
+// Summaries, decays, h0 dht -> folded, folded_decays: the summary of a whole sequence, for other
+// ranks.
+void launch_fold(const Problem& p, cudaStream_t stream);
+void launch_fold_grads(const Problem& p, cudaStream_t stream);
+// The same, and after summaries_cluster beside it: q k g tiers -> A of strong chunks.
+void launch_fold_and_strong_A(const Problem& p, cudaStream_t stream);
+void launch_fold_grads_and_strong_A(const Problem& p, cudaStream_t stream);
 
 // q k v g h0 (segment_states) -> o, ht, tiers: everything except A v of strong chunks, which
 // strong_output adds. bf16 g, for K of at most 64 fp32 too; K of at most 128.

@@ -5,7 +5,8 @@
 //
 // and the factors that a state is multiplied by. In tier 1's range from = to = r; a channel out of
 // it has from = 0 and to = b_C, exact at any gate against the state. A strong chunk's A is that of
-// forward steps 3 and 4 of such chunks, and in backward its steps 5 and 6 are done here too.
+// forward steps 3 and 4 of such chunks, and in backward its steps 5 and 6 are done here too, unless
+// it comes in halves: the first has no gradients to write to.
 //
 // grid    as many blocks as are resident; each takes every so many (row, chunk, head), two
 //         warpgroups, 128 key channels at a time
@@ -257,7 +258,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
         StrongChunk& strong_chunk = shared.stages[0].strong;
         const auto find = [&] { return shared.item.chunk(p); };
         finish_scores(strong_chunk.scores, p, find());
-        if (p.d_o.data != nullptr) {
+        if (p.dq_intra.data != nullptr) {
           __syncthreads();  // A is read
           strong_chunk.finish_gradients(p, find);
         }

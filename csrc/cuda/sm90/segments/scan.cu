@@ -5,7 +5,9 @@
 //
 // grid    (scan, sequence, head, 1,024 elements of the state), four values of a channel a thread
 // reads   segment_decays [B, states, H, K], h0 or dht
-// writes  segment_states or segment_state_grads [B, states, H, K, V], in place
+//         segment_states or segment_state_grads [B, states, H, K, V] with the summaries, or
+//         where they are elsewhere, summaries or summary_grads
+// writes  segment_states or segment_state_grads
 //
 // All in fp32. A sequence of one segment has no summaries. scan_and_strong_A, which follows
 // summaries_cluster in forward, has further blocks that make A of strong chunks, forward steps 3
@@ -37,14 +39,6 @@ __device__ __forceinline__ void find_states(const Problem& p, int64_t n, int64_t
   count = chunks > p.grid.segment_chunks ? blocks_of(chunks, each) : 0;
 }
 
-__device__ __forceinline__ float4 load_boundary(const Problem& p, const float* state, int k,
-                                                int v) {
-  if (state == nullptr) return make_float4(0.f, 0.f, 0.f, 0.f);
-  if (!p.state_v_first) return *reinterpret_cast<const float4*>(state + k * p.V + v);
-  return make_float4(state[v * p.K + k], state[(v + 1) * p.K + k], state[(v + 2) * p.K + k],
-                     state[(v + 3) * p.K + k]);
-}
-
 // What block number `block` of a scan does.
 __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, bool backwards) {
   const int matrix = p.K * p.V, blocks = blocks_of(matrix, kThreads * kEach);
@@ -60,12 +54,14 @@ __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, b
   const float* boundary = backwards ? p.dht : p.h0;
   float4 x =
       load_boundary(p, boundary == nullptr ? nullptr : boundary + index * matrix, k, at - k * p.V);
-  float* parts = backwards ? p.segment_state_grads : p.segment_states;
+  float* entering = backwards ? p.segment_state_grads : p.segment_states;
+  const float* summaries = backwards ? p.summary_grads : p.summaries;
+  if (summaries == nullptr) summaries = entering;
   const auto slot_of = [&](int64_t i) {
     return (first + (backwards ? count - 1 - i : i)) * p.H + head;
   };
-  const auto part_of = [&](int64_t i) {
-    return reinterpret_cast<float4*>(parts + slot_of(i) * matrix + at);
+  const auto summary_of = [&](int64_t i) {
+    return *reinterpret_cast<const float4*>(summaries + slot_of(i) * matrix + at);
   };
   for (int64_t start = 0; start < count; start += kAtOnce) {
     float4 own[kAtOnce];
@@ -73,13 +69,13 @@ __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, b
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const bool summed = start + i < count - 1;
-      own[i] = summed ? *part_of(start + i) : make_float4(0.f, 0.f, 0.f, 0.f);
+      own[i] = summed ? summary_of(start + i) : make_float4(0.f, 0.f, 0.f, 0.f);
       decays[i] = summed ? p.segment_decays[slot_of(start + i) * p.K + k] : 0.f;
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (start + i >= count) return;
-      *part_of(start + i) = x;
+      *reinterpret_cast<float4*>(entering + slot_of(start + i) * matrix + at) = x;
       const float decay = exp2_ftz(decays[i]);
       x = make_float4(decay * x.x + own[i].x, decay * x.y + own[i].y, decay * x.z + own[i].z,
                       decay * x.w + own[i].w);

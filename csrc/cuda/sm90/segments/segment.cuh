@@ -134,4 +134,13 @@ __host__ __device__ inline int64_t segment_state_heads(const ChunkGrid& grid, in
   return grid.B * grid.segment_states * H;
 }
 
+// Four values of a channel of an initial or final state, 0 of none.
+__device__ __forceinline__ float4 load_boundary(const Problem& p, const float* state, int k,
+                                                int v) {
+  if (state == nullptr) return make_float4(0.f, 0.f, 0.f, 0.f);
+  if (!p.state_v_first) return *reinterpret_cast<const float4*>(state + k * p.V + v);
+  return make_float4(state[v * p.K + k], state[(v + 1) * p.K + k], state[(v + 2) * p.K + k],
+                     state[(v + 3) * p.K + k]);
+}
+
 }  // namespace gla_ext::cuda::sm90

@@ -299,7 +299,7 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
       if (row < p.K) decays[row] = decay[0];
       if (row + 8 < p.K) decays[row + 8] = decay[1];
     }
-    if (segment.last) return;  // nothing reads its summary
+    if (segment.last && !p.grid.with_last) return;  // nothing reads its summary
     scale(out[0], out[1]);
     state.store(p, p.segment_states + segment.state * p.K * p.V, false);
   }

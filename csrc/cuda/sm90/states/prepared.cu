@@ -272,7 +272,7 @@ __device__ __forceinline__ void sweep(BlockOfKernel& s, const Problem& p, int64_
   s.template start<kStore == Store::kSegment>(p, index / k_blocks);
   const int group = warpgroup();
   if (s.segment.tail) return;
-  if (kStore == Store::kSegment && Fields<kSweep>::ends(s.segment)) {
+  if (kStore == Store::kSegment && Fields<kSweep>::ends(s.segment) && !p.grid.with_last) {
     const bool has_decay = kSweep == Sweep::kStates && !s.segment.first && s.segment.chunks > 0;
     if (has_decay && first_v == 0 && group == 0)
       for (int i = 0; i < BlockOfKernel::kKeyGroups; ++i)

@@ -99,7 +99,8 @@ __device__ __forceinline__ void produce(Unit<kConsumers, Gate>& s, const unsigne
   // The sweep of dS adds up in the other order, so it writes only the decay that the sweep of S
   // leaves out.
   const int channel = gating.first + gating.thread;
-  const bool writes = kStore == Store::kSegment && (kSweep == Sweep::kStates || segment.last);
+  const bool writes = kStore == Store::kSegment &&
+                      (kSweep == Sweep::kStates || (segment.last && !p.grid.with_last));
   if (writes && first_v == 0 && gating.thread < gating.kColumns && channel < p.K)
     p.segment_decays[segment.state * p.K + channel] = gating.total;
 }

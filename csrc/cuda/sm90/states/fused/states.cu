@@ -42,8 +42,8 @@ __device__ __forceinline__ void sweep(Block<kConsumers, Gate>& s, const Problem&
   const int group = warpgroup();
   auto& unit = s.unit;
   // Skip the last segment of a sweep: nothing reads its summary.
-  const bool idle =
-      unit.segment.tail || (kStore == Store::kSegment && Fields<kSweep>::ends(unit.segment));
+  const bool idle = unit.segment.tail || (kStore == Store::kSegment &&
+                                          Fields<kSweep>::ends(unit.segment) && !p.grid.with_last);
   if (group < kProducers) {
     give_registers<kProducerRegisters<kConsumers>>();
     if (!idle) produce<kSweep, kStore>(unit, s.triangle, p, group, first_v);

@@ -1,0 +1,263 @@
+"""Two GPUs of one host beside one: context parallel, FSDP2, and a training step of both.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/bench_scale.py \\
+        [--only operator] [--markdown page.md]
+
+First of all `chunk_gla` over all GPUs is held to one GPU's results; where they differ nothing is
+timed. Every ratio is of one run: all time their row, then the first rank alone times one GPU's.
+Steps follow each other without a wait, as in training; of the operator a call from an idle GPU is
+named too. NVLink multicast stays off (NCCL_NVLS_ENABLE=0). Takes some six minutes.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+import torch
+import torch.distributed as dist
+from parts.check_across_ranks import check
+from parts.ranks_on_paper import fold_call, gather_time, latency_and_bandwidth
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from gla_ext import chunk_gla
+from gla_ext.distributed import build_cp_context
+from gla_ext.model import GLAForCausalLM
+from gla_ext.model.config import GLAConfig
+
+LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_heads": 4, "vocab_size": 32000}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 64}
+
+
+class Bench:
+    """The ranks, the sizes, and the rows so far."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.cuda = not options.small
+        local_rank = int(os.environ["LOCAL_RANK"])
+        self.device = torch.device("cuda", local_rank) if self.cuda else torch.device("cpu")
+        if self.cuda:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.alone = [dist.new_group([rank]) for rank in range(self.size)][self.rank]
+        self.across = dist.new_group()  # its all-gathers do not wait for FSDP2's
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
+        self.tokens = 131072 if self.cuda else 256
+        self.model_tokens = 16384 if self.cuda else 64
+        self.model = LARGE if self.cuda else SMALL
+        self.repeats, self.rows = options.repeats, []
+
+    def seconds(self, step, everywhere: bool, at_once: int = 8) -> float:
+        """The median time of a step, the slowest rank's; of the first rank alone, or of all.
+
+        at_once: steps that follow each other in one measurement.
+        """
+        dist.barrier()
+        median = 0.0
+        if everywhere or self.rank == 0:
+            for _ in range(3):
+                step()
+            times = [self._once(step, at_once) for _ in range(self.repeats)]
+            median = statistics.median(times)
+        slowest = torch.tensor(median, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.item()
+
+    def _once(self, step, at_once: int) -> float:
+        if self.cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(at_once):
+            step()
+        if self.cuda:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / at_once
+
+    def peak(self, step) -> int:
+        """The most memory that a step held on a rank, bytes, the largest of the ranks."""
+        if not self.cuda:
+            return 0
+        torch.cuda.reset_peak_memory_stats(self.device)
+        step()
+        most = torch.tensor(torch.cuda.max_memory_allocated(self.device))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+    def row(self, name: str, asked: str, measure) -> None:
+        result = measure(self)
+        self.rows.append((name, asked, result))
+        if self.rank == 0:
+            print(f"{name} | {asked} | {result}", flush=True)
+
+    # The operator.
+
+    def operator(self, T: int, context=None):
+        generator = torch.Generator(self.device).manual_seed(self.rank)
+        shape = {"generator": generator, "device": self.device, "dtype": self.dtype}
+        q, k, g = (torch.randn(1, T, 4, 128, **shape) for _ in range(3))
+        v, do = (torch.randn(1, T, 4, 256, **shape) for _ in range(2))
+        g = torch.nn.functional.logsigmoid(g) / 16
+        leaves = [x.requires_grad_() for x in (q, k, v, g)]
+
+        def step():
+            o, _ = chunk_gla(*leaves, cp_context=context)
+            torch.autograd.grad(o, leaves, do)
+
+        return step
+
+    def beside(self, T: int, tokens: int) -> str:
+        """T tokens a rank of one text beside `tokens` on one GPU: tokens/s over tokens/s."""
+        ratios = []
+        for at_once in (8, 1):
+            together = self.seconds(
+                self.operator(T, build_cp_context(None, self.across)), True, at_once
+            )
+            alone = self.seconds(self.operator(tokens), False, at_once)
+            ratio = self.size * T * alone / (tokens * together)
+            times = f"{together * 1e3:.3f} ms on {self.size}, {alone * 1e3:.3f} on one"
+            ratios.append(f"{ratio:.2f}x ({times})")
+        return f"{ratios[0]}; from idle {ratios[1]}"
+
+    def weak(self) -> str:
+        return self.beside(self.tokens, self.tokens)
+
+    def strong(self) -> str:
+        return self.beside(self.tokens // self.size, self.tokens)
+
+    def on_paper(self) -> str:
+        """As many tokens a rank on 8 and 64 ranks, from what these few take."""
+        H, K, V = 4, 128, 256
+        size = 4 * H * (K * V + K)
+        context = build_cp_context(None, self.across)
+        now = self.seconds(self.operator(self.tokens, context), True)
+        alone = self.seconds(self.operator(self.tokens), False)
+        times = {n: self.seconds(self.gather(n * size), True) for n in (1, 32)}
+        times = {n * size: seconds for n, seconds in times.items()}
+        latency, bandwidth = latency_and_bandwidth(times, self.size)
+
+        def meeting(W: int) -> float:
+            fold = self.seconds(fold_call(W, H, K, V, self.device), False)
+            return fold + gather_time(W, size, latency, bandwidth)
+
+        here, found = meeting(self.size), []
+        for W in (8, 64):
+            step = now + 2 * (meeting(W) - here)
+            found.append(f"{W} ranks {step * 1e3:.3f} ms, {alone / step:.0%} of {W} GPUs")
+        parts = f"all-gather {latency * 1e6:.0f} us + {bandwidth / 1e9:.0f} GB/s"
+        return f"{'; '.join(found)} ({parts}, both and fold {here * 1e6:.0f} us)"
+
+    def gather(self, size: int):
+        """An all-gather of so many bytes a rank, as a step."""
+        own = torch.zeros(size // 4, device=self.device)
+        every = own.new_empty(self.size * own.numel())
+        return lambda: dist.all_gather_into_tensor(every, own, group=self.across)
+
+    # The model.
+
+    def training(self, B: int, T: int, group, compiled=False, context=None, checkpointing=False):
+        """A training step of the model sharded over a group, compiled block by block or eager."""
+        torch.manual_seed(0)
+        model = GLAForCausalLM(GLAConfig(**self.model)).to(self.device).train()
+        model.model.gradient_checkpointing = checkpointing
+        kind = self.device.type
+        mesh = dist.DeviceMesh.from_group(group, kind)
+        dtype = self.dtype if self.cuda else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": False}
+        blocks = list(model.model.layers)
+        for block in blocks:
+            if compiled:
+                block.compile(fullgraph=True, dynamic=False)
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 2])
+            block.set_modules_to_backward_prefetch(blocks[max(0, i - 1) : i])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=self.cuda)
+        ids = torch.randint(self.model["vocab_size"], (B, T), device=self.device)
+
+        def step():
+            model(ids, labels=ids, cp_context=context).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def fsdp(self, compiled: bool) -> str:
+        B, T = 8, self.model_tokens // 8
+        together = self.seconds(self.training(B, T, dist.group.WORLD, compiled), True, 3)
+        alone = self.seconds(self.training(B, T, self.alone, compiled), False, 3)
+        rate = self.size * B * T / together
+        return f"{self.size * alone / together:.2f}x ({rate:,.0f} tokens/s, {B * T / alone:,.0f})"
+
+    def context_training(self) -> str:
+        args = {"checkpointing": True}
+        context = build_cp_context(None, self.across)
+        world = dist.group.WORLD
+        step = self.training(1, self.tokens, world, context=context, **args)
+        together, peak = self.seconds(step, True, 2), self.peak(step)
+        del step
+        step = self.training(1, self.tokens, self.alone, **args)
+        alone, own = self.seconds(step, False, 2), self.peak(step)
+        ratio = self.size * alone / together
+        memory = f", peak {peak / 2**30:.2f} GiB, {own / 2**30:.2f} on one" if self.cuda else ""
+        return f"{ratio:.2f}x ({self.size * self.tokens / together:,.0f} tokens/s{memory})"
+
+
+ROWS = {
+    "operator": {
+        "chunk_gla, as many tokens a rank": ("1.84x", Bench.weak),
+        "chunk_gla, the tokens cut": ("1.7x", Bench.strong),
+        "chunk_gla, as many tokens a rank, on paper": ("", Bench.on_paper),
+    },
+    "fsdp": {
+        "FSDP2, compiled blocks": ("1.85x", lambda bench: bench.fsdp(True)),
+        "FSDP2, eager": ("1.6x", lambda bench: bench.fsdp(False)),
+    },
+    "training": {
+        "context parallel training step": ("1.8x, memory + 2 %", Bench.context_training),
+    },
+}
+
+
+def write_page(bench: Bench, path: Path) -> None:
+    device = torch.cuda.get_device_name() if bench.cuda else "CPU"
+    lines = [
+        f"# {bench.size} GPUs beside one ({device}, torch {torch.__version__})",
+        "",
+        f"`python -m torch.distributed.run --standalone --nproc-per-node {bench.size} "
+        "benchmarks/bench_scale.py --markdown PAGE`",
+        "",
+        "| | asked | found |",
+        "|---|--:|---|",
+        *(f"| {name} | {asked} | {found} |" for name, asked, found in bench.rows),
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--markdown", type=Path, help="write the rows there")
+    parser.add_argument("--repeats", type=int, default=10, help="measurements (default: 10)")
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="these rows")
+    parser.add_argument("--small", action="store_true", help="tiny sizes on the CPU")
+    options = parser.parse_args()
+    bench = Bench(options)
+    wrong = check(bench.device)
+    if wrong == 0:
+        for part in options.only:
+            for name, (asked, measure) in ROWS[part].items():
+                bench.row(name, asked, measure)
+        if bench.rank == 0 and options.markdown is not None:
+            write_page(bench, options.markdown)
+    dist.destroy_process_group()
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Training steps of whole language models, side by side in one run on this machine's GPU.
+
+    python benchmarks/bench_training.py                                # the 374 M model
+    python benchmarks/bench_training.py --builds new=. old=../before   # two builds of gla_ext
+    python benchmarks/bench_training.py --rows "eager" "autocast" --seconds 4
+    python benchmarks/bench_training.py --profile                      # one step by kind of kernel
+    python benchmarks/bench_training.py --figure steps.json --draw RESULTS_TRAINING.png
+
+A row is a model and the way its steps run; each build of gla_ext has a process of its own for
+its rows. Two layers are checked against fp32 before anything is timed. A step is forward, loss,
+backward and a fused AdamW, on one batch; times are sustained: back to back for `--seconds`, after
+three steps and a second of the same. Host time is that of a step of 1 x 64 tokens, for which the
+GPU waits.
+"""
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from pages import training_page
+from parts.training_rows import DEFAULT_ROWS, ROWS
+
+
+def in_process(folder: str, names: list[str], seconds: float, profiled: bool) -> None:
+    """A JSON line a row, as each is done."""
+    sys.path.insert(0, folder)
+    import gla_ext
+
+    if Path(gla_ext.__file__).parents[1] != Path(folder):
+        raise SystemExit(f"{folder}: gla_ext came from {gla_ext.__file__}")
+    from parts.training_steps import measure
+
+    for name in names:
+        try:
+            result = measure(name, ROWS[name], seconds, profiled)
+        except (torch.OutOfMemoryError, ImportError, TypeError, AttributeError) as error:
+            result = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+        print(json.dumps({"row": name} | result), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def run_build(folder: Path, arguments: argparse.Namespace) -> Iterator[dict]:
+    command = [sys.executable, __file__, "--in-process", str(folder), "--rows", *arguments.rows]
+    command += ["--seconds", str(arguments.seconds), *(["--profile"] * arguments.profile)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        for line in child.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+    if child.returncode != 0:
+        raise SystemExit(f"{folder}: exit code {child.returncode}")
+
+
+def parse_build(text: str) -> tuple[str, Path]:
+    """NAME=FOLDER"""
+    name, _, folder = text.partition("=")
+    path = Path(folder).resolve()
+    if not list(path.glob("gla_ext/_C*.so")):
+        raise argparse.ArgumentTypeError(f"expected a folder with a built gla_ext, got '{folder}'")
+    return name, path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--builds", nargs="+", type=parse_build, help=parse_build.__doc__)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=DEFAULT_ROWS, metavar="ROW")
+    parser.add_argument("--seconds", type=float, default=2.5, help="of steps that are timed")
+    parser.add_argument("--profile", action="store_true", help="a step of each row by kernels")
+    parser.add_argument("--out", type=Path, help="where all results go, a JSON line a row")
+    parser.add_argument("--figure", type=Path, help="draw what --out has written; nothing is run")
+    parser.add_argument("--draw", type=Path, default=Path("RESULTS_TRAINING.png"))
+    parser.add_argument("--in-process", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.in_process:
+        return in_process(
+            arguments.in_process, arguments.rows, arguments.seconds, arguments.profile
+        )
+    if arguments.figure:
+        lines = arguments.figure.read_text().splitlines()
+        return training_page.draw([json.loads(line) for line in lines], arguments.draw)
+    builds = arguments.builds or [("gla_ext", Path(__file__).resolve().parents[1])]
+    results = []
+    for name, folder in builds:
+        for result in run_build(folder, arguments):
+            results.append({"build": name} | result)
+            if arguments.out:
+                with arguments.out.open("a") as file:
+                    file.write(json.dumps(results[-1]) + "\n")
+            print(
+                results[-1] if "failed" in result else training_page.table(results[-1:])[-1],
+                flush=True,
+            )
+    print(torch.cuda.get_device_name(), torch.__version__)
+    print(*training_page.table(results), *training_page.kinds_table(results), sep="\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""A training step of a row of `training_rows`: made, checked, timed and profiled."""
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from parts.training_rows import SIZES, Row
+from shared.gate import WrongResults, require_close
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+TOLERANCE = 0.04  # of two layers in bf16 against fp32: 0.015 is usual
+HOST_TOKENS = 64
+KINDS = {
+    "attention": ("flash", "sdpa", "fmha", "cudnn"),
+    "products": ("gemm", "cutlass", "nvjet", "cublas", "splitk"),
+    "operator": ("sm90::", "steps::"),
+    "norms": ("cuda::Norm", "Narrow<", "Wide<", "rms_norm"),
+    "loss": ("cross_entropy", "softmax", "nll_loss", "SoftMax"),
+    "SwiGLU": ("Swiglu",),
+    "gate": ("gate::", "log_sigmoid"),
+    "optimizer": ("multi_tensor", "adam"),
+    "inductor": ("triton_",),
+    "concatenation": ("CatArray",),
+    "copies and fills": ("copy", "Memcpy", "Memset", "Fill"),
+    "element-wise": ("elementwise", "reduce_kernel"),
+    "embedding": ("compute_grad_weight", "sum_and_scatter", "radix_sort", "gather_kernel"),
+}
+
+
+def tokens_of(row: Row, B: int | None = None, T: int | None = None) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(0)
+    size = (row.B if B is None else B, row.T if T is None else T)
+    return torch.randint(SIZES[row.size]["vocab_size"], size, device="cuda", generator=generator)
+
+
+def build(row: Row, layers: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model, with the same weights for gla_ext and FLA."""
+    sizes = dict(SIZES[row.size])
+    if layers is not None:
+        sizes["num_hidden_layers"] = layers
+    if dtype is None:
+        dtype = torch.float32 if row.autocast else torch.bfloat16
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        if row.model == "Transformer++":
+            from shared.transformer import Transformer
+
+            from gla_ext.model.config import GLAConfig
+
+            model: nn.Module = Transformer(GLAConfig(**sizes))
+        else:
+            from gla_ext.model import GLAForCausalLM
+            from gla_ext.model.config import GLAConfig
+
+            linear = {"fuse_linear_cross_entropy": True, "fuse_cross_entropy": False}
+            options = linear if row.loss == "linear" else {}
+            model = GLAForCausalLM(GLAConfig(**sizes, **options))
+            if row.model == "FLA":
+                from fla.models.gla import GLAConfig as TheirConfig
+                from fla.models.gla import GLAForCausalLM as Theirs
+
+                weights = model.state_dict()
+                model = Theirs(TheirConfig(**sizes))
+                model.load_state_dict(weights)
+    model = model.to(dtype).train()
+    if row.checkpointing and row.model == "FLA":
+        model.gradient_checkpointing_enable()
+    elif row.checkpointing:
+        model.model.gradient_checkpointing = True
+    return model
+
+
+def loss_of(model: nn.Module, row: Row) -> Callable[[Tensor], Tensor]:
+    """The loss of tokens; compiled as the row says, in whole graphs."""
+    compiled = {"fullgraph": True, "dynamic": False}
+    if row.model == "Transformer++":
+        function = partial(model.training_loss, fused=row.loss == "ours")
+        if row.compiled == "model":
+            function = torch.compile(function, **compiled)
+        elif row.compiled == "blocks":
+            for block in model.layers:
+                block.over_all = torch.compile(block.over_all, **compiled)
+        return with_attention(row.attention, function)
+    if row.compiled == "blocks":
+        for block in model.model.layers:
+            block.compile(**compiled)
+    if row.compiled == "model":
+        model.compile(**compiled)
+    return lambda tokens: model(input_ids=tokens, labels=tokens).loss
+
+
+def with_attention(backend: str, function: Callable[[Tensor], Tensor]) -> Callable:
+    def loss(tokens: Tensor) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return function(tokens)
+
+    return loss
+
+
+def stepper(row: Row, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Runs a training step, and returns its loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    compute_loss = loss_of(model, row)
+
+    def step(tokens: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=row.autocast):
+            loss = compute_loss(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def check(name: str, row: Row) -> None:
+    """The loss and a weight's gradient of two layers, against the same in fp32."""
+    tokens = tokens_of(row, 1, min(row.T, 2048))
+
+    def results(row: Row, model: nn.Module) -> dict[str, Tensor]:
+        with torch.autocast("cuda", torch.bfloat16, enabled=row.autocast):
+            loss = loss_of(model, row)(tokens)
+        loss.backward()
+        weight = next(model.parameters())  # the embeddings, which all of backward reaches
+        return {"loss": loss.detach(), "embeddings": weight.grad}
+
+    eager = dataclasses.replace(row, compiled="", autocast=False, attention="MATH")
+    expected = results(eager, build(eager, layers=2, dtype=torch.float32))
+    row = dataclasses.replace(row, compiled="")
+    found = results(row, build(row, layers=2))
+    require_close(found, {k: v.double() for k, v in expected.items()}, TOLERANCE, name)
+
+
+def sustained(step: Callable[[Tensor], Tensor], tokens: Tensor, seconds: float) -> dict:
+    """Milliseconds a step, back to back after a second of the same; the first and last loss."""
+    first = step(tokens).item()
+    for _ in range(2):
+        step(tokens)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step(tokens)
+    torch.cuda.synchronize()
+    one = time.perf_counter() - start
+    for _ in range(int(1 / one)):
+        step(tokens)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    count = max(5, int(seconds / one))
+    start = time.perf_counter()
+    for _ in range(count):
+        loss = step(tokens)
+    torch.cuda.synchronize()
+    ms = 1e3 * (time.perf_counter() - start) / count
+    return {
+        "ms": ms,
+        "steps": count,
+        "tokens_per_s": 1e3 * tokens.numel() / ms,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "losses": [first, loss.item()],
+    }
+
+
+def host_ms(step: Callable[[Tensor], Tensor], tokens: Tensor) -> float:
+    for _ in range(5):
+        step(tokens)
+    samples = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(10):
+            step(tokens)
+        torch.cuda.synchronize()
+        samples.append(1e3 * (time.perf_counter() - start) / 10)
+    return min(samples)
+
+
+def kind_of(kernel: str) -> str:
+    return next((kind for kind, parts in KINDS.items() if any(p in kernel for p in parts)), "other")
+
+
+def profile(step: Callable[[Tensor], Tensor], tokens: Tensor) -> dict:
+    """Milliseconds of GPU time by kind of kernel, the number of kernels, the largest of no kind."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    step(tokens)
+    torch.cuda.synchronize()
+    with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as run:
+        step(tokens)
+        torch.cuda.synchronize()
+    kinds: dict[str, float] = {}
+    by_name: dict[str, float] = {}
+    launches = 0
+    for event in run.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
+            continue
+        kind = next(
+            (k for k, parts in KINDS.items() if any(p in event.name for p in parts)), "other"
+        )
+        ms = event.time_range.elapsed_us() / 1e3
+        kinds[kind] = kinds.get(kind, 0.0) + ms
+        launches += 1
+        name = f"{kind}: {event.name[:120]}"
+        by_name[name] = by_name.get(name, 0.0) + ms
+    host = sorted(run.key_averages(), key=lambda e: -e.self_cpu_time_total)[:30]
+    largest = dict(sorted(by_name.items(), key=lambda item: -item[1])[:40])
+    return {"kinds": kinds, "launches": launches, "largest": largest} | {
+        "host": {e.key[:80]: [e.count, e.self_cpu_time_total / 1e3] for e in host}
+    }
+
+
+def measure(name: str, row: Row, seconds: float, profiled: bool) -> dict:
+    check(name, row)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.compiler.reset()
+    start = time.perf_counter()
+    model = build(row)
+    step = stepper(row, model)
+    result = sustained(step, tokens_of(row), seconds)
+    result["total_s"] = time.perf_counter() - start
+    if not all(loss < float("inf") for loss in result["losses"]):
+        raise WrongResults(f"{name}: losses {result['losses']}")
+    if profiled:
+        result |= profile(step, tokens_of(row))
+    if not row.compiled:
+        result["host_ms"] = host_ms(step, tokens_of(row, 1, HOST_TOKENS))
+    return result

@@ -1,0 +1,111 @@
+// Several linear maps of one input as one product, by torch's operations: in C++ because a Python
+// function takes some 250 us of a layer's step on the host.
+#include <ATen/LegacyBatchedTensorImpl.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+namespace gla_ext {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+at::Tensor joined(at::TensorList weights, at::ScalarType dtype) {
+  return at::cat(weights).to(dtype);
+}
+
+// x Wᵀ for each of the weights, which are alike and cast to dtype; parts of one tensor.
+variable_list products(const at::Tensor& x, at::TensorList weights, at::ScalarType dtype) {
+  std::vector<int64_t> widths;
+  for (const at::Tensor& weight : weights) widths.push_back(weight.size(0));
+  return at::linear(x, joined(weights, dtype)).split_with_sizes(widths, -1);
+}
+
+at::Tensor as_matrix(const at::Tensor& t) { return t.reshape({-1, t.size(-1)}); }
+
+// Parts of dw, each with memory of its own: of views none could be freed without the others.
+variable_list parts_of(const at::Tensor& dw, at::IntArrayRef rows, at::ScalarType dtype) {
+  const variable_list views = dw.split_with_sizes(rows);
+  variable_list parts;
+  // What foreach does not know: gradients of gradients, and is_grads_batched.
+  if (at::GradMode::is_enabled() || at::isBatchedTensor(dw)) {
+    for (const at::Tensor& view : views)
+      parts.push_back(view.to(dtype, /*non_blocking=*/false, /*copy=*/true));
+    return parts;
+  }
+  for (const at::Tensor& view : views)
+    parts.push_back(at::empty_like(view, view.options().dtype(dtype)));
+  at::_foreach_copy_(parts, views);  // one launch
+  return parts;
+}
+
+class JointProjection : public torch::autograd::Function<JointProjection> {
+ public:
+  // x and the weights are saved where a gradient needs them; the joined weights are not.
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& x, at::TensorList weights,
+                               at::ScalarType dtype) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    // x and the weights are what autocast has made of them.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    bool some_dw = false;
+    for (const at::Tensor& weight : weights) some_dw |= weight.requires_grad();
+    variable_list saved{some_dw ? x : at::Tensor()};
+    if (x.requires_grad()) saved.insert(saved.end(), weights.begin(), weights.end());
+    ctx->save_for_backward(std::move(saved));
+    ctx->saved_data["dtype"] = static_cast<int64_t>(dtype);
+    ctx->saved_data["dtype_of_weights"] = static_cast<int64_t>(weights[0].scalar_type());
+    return products(x, weights, dtype);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    // In the dtypes of forward, whatever stands around backward.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt());
+    const auto own = static_cast<at::ScalarType>(ctx->saved_data["dtype_of_weights"].toInt());
+    const variable_list saved = ctx->get_saved_variables();
+    const bool needs_dx = ctx->needs_input_grad(0);
+    variable_list trained;
+    std::vector<int64_t> rows;
+    for (size_t i = 0; i < grads.size(); ++i)
+      if (ctx->needs_input_grad(1 + i)) {
+        trained.push_back(grads[i]);
+        rows.push_back(grads[i].size(-1));
+      }
+    variable_list result(grads.size() + 2);
+    at::Tensor dy;
+    if (needs_dx || trained.size() == grads.size()) dy = at::cat(grads, -1);
+    if (needs_dx) {
+      const at::TensorList weights(saved.data() + 1, grads.size());
+      result[0] = at::matmul(dy, joined(weights, dtype));
+    }
+    if (trained.empty()) return result;
+    if (trained.size() < grads.size()) dy = at::cat(trained, -1);
+    const at::Tensor dw = at::mm(as_matrix(dy).t(), as_matrix(saved[0]));
+    const variable_list parts = parts_of(dw, rows, own);
+    for (size_t i = 0, part = 0; i < grads.size(); ++i)
+      if (ctx->needs_input_grad(1 + i)) result[1 + i] = parts[part++];
+    return result;
+  }
+};
+
+variable_list joint_projection_autograd(const at::Tensor& x, at::TensorList weights,
+                                        at::ScalarType dtype) {
+  return JointProjection::apply(x, weights, dtype);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) { m.impl("joint_projection", joint_projection_autograd); }
+
+// Below autograd the same on every device.
+TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) { m.impl("joint_projection", products); }
+
+}  // namespace gla_ext

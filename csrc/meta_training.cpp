@@ -1,0 +1,129 @@
+// Shapes and dtypes of the outputs of a training step's operators around attention, as meta.cpp has
+// those of the others.
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "checks/cross_entropy.h"
+#include "checks/gate_projection.h"
+#include "checks/rms_norm_gate.h"
+#include "ops.h"
+
+namespace gla_ext {
+namespace {
+
+at::Tensor empty(c10::SymIntArrayRef sizes, const at::Tensor& like, at::ScalarType dtype) {
+  return at::empty_symint(sizes,
+                          like.options().dtype(dtype).memory_format(at::MemoryFormat::Contiguous));
+}
+
+at::Tensor fresh(const at::Tensor& like) {
+  return empty(like.sym_sizes(), like, like.scalar_type());
+}
+
+NormResidualForwardOutputs rms_norm_residual_fwd_meta(const at::Tensor& x,
+                                                      const at::Tensor& residual,
+                                                      const OptionalTensor& weight, double) {
+  const NormCall call = check_rms_norm_residual_fwd(x, residual, weight);
+  const auto sizes = x.sym_sizes();
+  return {fresh(x), fresh(residual), empty(sizes.slice(0, sizes.size() - 1), x, call.accumulate)};
+}
+
+NormResidualBackwardOutputs rms_norm_residual_bwd_meta(const at::Tensor& dy,
+                                                       const OptionalTensor& dstream,
+                                                       const at::Tensor& stream,
+                                                       const OptionalTensor& weight,
+                                                       const at::Tensor& rstd) {
+  const NormCall call = check_rms_norm_residual_bwd(dy, dstream, stream, weight, rstd);
+  const bool both = dy.scalar_type() == stream.scalar_type();
+  return {both ? empty({0}, dy, dy.scalar_type()) : fresh(dy), fresh(stream),
+          given(weight) ? fresh(*weight) : empty({0}, dy, call.accumulate)};
+}
+
+CrossEntropyForwardOutputs cross_entropy_fwd_meta(const at::Tensor& logits,
+                                                  const at::Tensor& target, int64_t ignore_index,
+                                                  double label_smoothing, double logit_scale,
+                                                  std::optional<double> logit_softcapping,
+                                                  double lse_square_scale, bool) {
+  const CrossEntropyCall call =
+      check_cross_entropy_fwd(logits, target, ignore_index, label_smoothing, logit_scale,
+                              logit_softcapping, lse_square_scale);
+  const auto a_row = [&] { return empty({call.N}, logits, call.accumulate); };
+  return {a_row(), a_row(), a_row()};
+}
+
+at::Tensor cross_entropy_bwd_meta(const at::Tensor& dloss, const at::Tensor& logits,
+                                  const at::Tensor& target, const at::Tensor& lse,
+                                  int64_t ignore_index, double label_smoothing, double logit_scale,
+                                  std::optional<double> logit_softcapping,
+                                  double lse_square_scale) {
+  check_cross_entropy_bwd(dloss, logits, target, lse, ignore_index, label_smoothing, logit_scale,
+                          logit_softcapping, lse_square_scale);
+  return fresh(logits);
+}
+
+void cross_entropy_bwd_over_logits_meta(const at::Tensor& dloss, at::Tensor& logits,
+                                        const at::Tensor& target, const at::Tensor& lse,
+                                        int64_t ignore_index, double label_smoothing,
+                                        double logit_scale, std::optional<double> logit_softcapping,
+                                        double lse_square_scale) {
+  check_cross_entropy_bwd(dloss, logits, target, lse, ignore_index, label_smoothing, logit_scale,
+                          logit_softcapping, lse_square_scale);
+  check_writable_rows("cross_entropy_bwd_", logits);
+}
+
+at::Tensor cross_entropy_with_grad_meta(at::Tensor& logits, const at::Tensor& target,
+                                        int64_t ignore_index, double label_smoothing,
+                                        double logit_scale, std::optional<double> logit_softcapping,
+                                        double lse_square_scale) {
+  const CrossEntropyCall call =
+      check_cross_entropy_fwd(logits, target, ignore_index, label_smoothing, logit_scale,
+                              logit_softcapping, lse_square_scale);
+  check_writable_rows("cross_entropy_with_grad_", logits);
+  return empty({call.N}, logits, call.accumulate);
+}
+
+LinearCrossEntropyOutputs linear_cross_entropy_fwd_meta(
+    const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+    const at::Tensor& target, int64_t ignore_index, double label_smoothing, double logit_scale,
+    std::optional<double> logit_softcapping, int64_t num_chunks, bool with_dx, bool with_dweight) {
+  const CrossEntropyCall call =
+      check_linear_cross_entropy(x, weight, bias, target, ignore_index, label_smoothing,
+                                 logit_scale, logit_softcapping, num_chunks);
+  const at::ScalarType wide = call.accumulate;
+  return {empty({}, x, wide), with_dx ? fresh(x) : empty({0}, x, x.scalar_type()),
+          with_dweight ? empty(weight.sym_sizes(), x, wide) : empty({0}, x, wide),
+          with_dweight && given(bias) ? empty(bias->sym_sizes(), x, wide) : empty({0}, x, wide)};
+}
+
+at::Tensor gate_projection_fwd_meta(const at::Tensor& h, const at::Tensor& weight,
+                                    const OptionalTensor& bias, double normalizer,
+                                    std::optional<double>) {
+  check_gate_projection_fwd(h, weight, bias, normalizer);
+  auto sizes = h.sym_sizes().vec();
+  sizes.back() = weight.sym_size(0);
+  return empty(sizes, h, h.scalar_type());
+}
+
+GateProjectionBackwardOutputs gate_projection_bwd_meta(const at::Tensor& dg, const at::Tensor& h,
+                                                       const at::Tensor& weight,
+                                                       const OptionalTensor& bias,
+                                                       double normalizer, std::optional<double>) {
+  check_gate_projection_bwd(dg, h, weight, bias, normalizer);
+  return {fresh(h), fresh(weight), given(bias) ? fresh(*bias) : empty({0}, h, h.scalar_type())};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
+  m.impl("rms_norm_residual_fwd", rms_norm_residual_fwd_meta);
+  m.impl("rms_norm_residual_bwd", rms_norm_residual_bwd_meta);
+  m.impl("cross_entropy_fwd", cross_entropy_fwd_meta);
+  m.impl("cross_entropy_bwd", cross_entropy_bwd_meta);
+  m.impl("cross_entropy_bwd_", cross_entropy_bwd_over_logits_meta);
+  m.impl("cross_entropy_with_grad_", cross_entropy_with_grad_meta);
+  m.impl("linear_cross_entropy_fwd", linear_cross_entropy_fwd_meta);
+  m.impl("gate_projection_fwd", gate_projection_fwd_meta);
+  m.impl("gate_projection_bwd", gate_projection_bwd_meta);
+}
+
+}  // namespace gla_ext

@@ -1,0 +1,1 @@
+"""What is compared: an experiment a module, its runs, its table and its figures."""

@@ -1,0 +1,92 @@
+"""What the gate of GLA is worth, and its heads (the paper's Table 2), on text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.comparisons.figures import table
+from experiments.comparisons.significance import p_value
+from experiments.runs import Results, Run, chosen, spread, swept
+
+# Name: layer, heads, and the paper's perplexity at 340 M parameters and 7 B tokens.
+VARIANTS = {
+    "GLA, 4 heads": ("gla", 4, 14.77),
+    "no gate": ("no gate", 4, 23.21),
+    "constant scalar decay": ("constant", 4, 16.55),
+    "data-dependent scalar gate": ("head gate", 4, 15.56),
+    "GLA, 8 heads": ("gla", 8, 15.29),
+    "GLA, 1 head": ("gla", 1, 14.61),
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of the runs on text."""
+
+    width: int
+    layers: int
+    seq_len: int
+    batch_size: int
+    steps: int
+    rates: tuple[float, ...]
+    seeds: int
+
+
+SCALES = {
+    "tiny": Scale(16, 1, 32, 2, 2, (1e-3, 4e-3), 2),
+    # 27 M parameters, 131 M bytes.
+    "full": Scale(512, 8, 2048, 32, 2000, (1e-3, 2e-3, 4e-3), 3),
+}
+
+
+def text_run(size: Scale, text: str, layer: str, heads: int, lr: float) -> Run:
+    """A run on text, with seed 0."""
+    return Run(
+        task="text",
+        layer=layer,
+        width=size.width,
+        layers=size.layers,
+        heads=heads,
+        seq_len=size.seq_len,
+        batch_size=size.batch_size,
+        steps=size.steps,
+        lr=lr,
+        text=text,
+    )
+
+
+def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
+    """Each variant at all rates, then its best rate with the other seeds."""
+    size = SCALES[scale]
+    yield from swept(VARIANTS, _make(size, text), size.rates, size.seeds, results)
+
+
+def _make(size: Scale, text: str):
+    def make(name: str, lr: float) -> Run:
+        layer, heads, _ = VARIANTS[name]
+        return text_run(size, text, layer, heads, lr)
+
+    return make
+
+
+def report(scale: str, results: Results, text: str, folder: Path) -> str:
+    """The table, with the probability that a variant is no other than GLA."""
+    size = SCALES[scale]
+    done = {
+        name: results.of(chosen(name, _make(size, text), size.rates, size.seeds, results))
+        for name in VARIANTS
+    }
+    rows = []
+    ours = [result.score for result in done["GLA, 4 heads"]]
+    for name, found in sorted(done.items(), key=lambda item: VARIANTS[item[0]][2]):
+        if not found:
+            continue
+        scores = [result.score for result in found]
+        p = "" if name == "GLA, 4 heads" else p_value(scores, ours)
+        parameters = f"{found[0].details['parameters'] / 1e6:.2f} M"
+        rate, paper = f"{found[0].run.lr:g}", f"{VARIANTS[name][2]:.2f}"
+        rows.append([name, paper, spread(found, 4), p, rate, parameters])
+    head = ["variant", "paper, perplexity", "here, bits a byte", "p, against GLA", "rate", "size"]
+    return table(head, rows) if rows else ""

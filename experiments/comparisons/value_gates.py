@@ -1,0 +1,51 @@
+"""Gates on keys, on values, on both and on none (version 1 of the paper, Table 2), on text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from experiments.comparisons.ablations import SCALES, Scale, text_run
+from experiments.comparisons.figures import table
+from experiments.comparisons.significance import p_value
+from experiments.runs import Results, Run, chosen, spread, swept
+
+# Name: layer. Keys alone and none are ablations' runs too, which are trained once.
+VARIANTS = {
+    "α and β, keys and values": "gla, values too",
+    "α, keys": "gla",
+    "β, values": "values alone",
+    "none": "no gate",
+}
+
+
+def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
+    """Each variant at all rates, then its best rate with the other seeds."""
+    size = SCALES[scale]
+    yield from swept(VARIANTS, _make(size, text), size.rates, size.seeds, results)
+
+
+def _make(size: Scale, text: str):
+    def make(name: str, lr: float) -> Run:
+        return text_run(size, text, VARIANTS[name], 4, lr)
+
+    return make
+
+
+def report(scale: str, results: Results, text: str, folder: Path) -> str:
+    """The table, with the probability that a variant is no other than gates on keys."""
+    size = SCALES[scale]
+    done = {
+        name: results.of(chosen(name, _make(size, text), size.rates, size.seeds, results))
+        for name in VARIANTS
+    }
+    keys = [result.score for result in done["α, keys"]]
+    rows = []
+    for name, found in done.items():
+        if found:
+            scores = [result.score for result in found]
+            p = "" if name == "α, keys" else p_value(scores, keys)
+            parameters = f"{found[0].details['parameters'] / 1e6:.2f} M"
+            rows.append([name, spread(found, 4), p, f"{found[0].run.lr:g}", parameters])
+    head = ["gates", "here, bits a byte", "p, against keys", "rate", "size"]
+    return table(head, rows) if rows else ""

@@ -1,0 +1,88 @@
+"""Training on text: bits a byte of held-out documents, and the loss by position in long ones."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from experiments.models import has_state, make_model
+from experiments.runs import Run
+from gla_ext.model import GLAForCausalLM
+from gla_ext.train.data import DOCUMENT_START, Corpus
+from gla_ext.train.trainer import Settings, Trainer
+
+LONGEST = 32 << 10  # bytes of a document that the loss by position is of
+LONG_DOCUMENTS = 32
+
+
+class LanguageTrainer(Trainer):
+    """The project's trainer, with a model of any of the compared layers."""
+
+    def __init__(self, run: Run, corpus: Corpus, device: torch.device) -> None:
+        self.run = run
+        self.long = long_documents(corpus)
+        settings = Settings(
+            dtype="bfloat16" if device.type == "cuda" else "float32",
+            steps=run.steps,
+            batch_size=run.batch_size,
+            seq_len=run.seq_len,
+            segments=run.segments,
+            hidden_size=run.width,
+            layers=run.layers,
+            heads=run.heads,
+            lr=run.lr,
+            schedule="cosine",
+            warmup=run.steps // 10,
+            seed=run.seed,
+        )
+        super().__init__(settings, corpus, device)
+
+    def make_model(self) -> GLAForCausalLM:
+        """A model of the run's layer."""
+        return make_model(self.run.layer, self.settings.model_config())
+
+    def score(self, by_position: list[tuple[int, float]]) -> float:
+        """Held-out bits a byte; of a layer without a state, of the long documents' first tokens, as
+        many as it was trained on.
+        """
+        if has_state(self.run.layer):
+            return self.evaluate()
+        size = by_position[1][0] if len(by_position) > 1 else self.length
+        seen = [bits for start, bits in by_position if start + size <= self.run.seq_len]
+        return sum(seen or [bits for _, bits in by_position[:1]]) / max(1, len(seen))
+
+    @property
+    def length(self) -> int:
+        """Bytes of each long document that are looked at."""
+        return self.long.shape[1] - 1
+
+    def bits_by_position(self) -> list[tuple[int, float]]:
+        """First position and mean bits a byte of stretches of the long documents.
+
+        A stretch is a 64th of them long; each document starts from no state and passes whole.
+        """
+        self.model.eval()
+        size = max(1, self.length // 64)
+        total = torch.zeros(self.length, dtype=torch.float64)
+        for row in self.long:
+            row = row.to(self.device).long()
+            with torch.no_grad(), self._autocast():
+                logits = self.model(row[None, :-1]).logits[0]
+            nats = F.cross_entropy(logits.float(), row[1:], reduction="none")
+            total += nats.double().cpu()
+        bits = total / len(self.long) / math.log(2)
+        return [(i * size, part.mean().item()) for i, part in enumerate(bits.split(size))]
+
+
+def long_documents(corpus: Corpus) -> Tensor:
+    """The first bytes of held-out documents that are long, byte 0 before each: uint8 `[n, L + 1]`.
+
+    L is LONGEST, or less where no document is so long: the length of the longest one.
+    """
+    length = min(LONGEST, max(len(text) for _, text in corpus.held_out))
+    rows = [text[:length] for _, text in corpus.held_out if len(text) >= length]
+    rows = [bytes([DOCUMENT_START]) + text for text in rows[:LONG_DOCUMENTS]]
+    return torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(len(rows), -1)

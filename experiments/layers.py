@@ -1,0 +1,178 @@
+"""The layers that the experiments compare, each in the place of a block's `GatedLinearAttention`.
+
+All have q and k of half the width and v, output gate and output of the whole, as GLA has; softmax
+attention, which has no output gate, has q and k of the whole width instead: as many parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, scaled_dot_product_attention
+
+from gla_ext import GatedLinearAttention, chunk_gla
+
+ROTARY_BASE = 10000.0
+GATES = ("channel", "head", "constant", "none")
+GATE_RANK = 16
+
+
+def rotate(x: Tensor, first: int = 0) -> Tensor:
+    """Turns channel pairs by their token's position (Su et al., 2021, arXiv:2104.09864).
+
+    Args:
+        x: `[B, T, H, D]`, D even; halves are pairs.
+        first: the position of the first token.
+    """
+    T, half = x.shape[1], x.shape[-1] // 2
+    position = first + torch.arange(T, device=x.device, dtype=torch.float32)
+    channel = torch.arange(half, device=x.device, dtype=torch.float32)
+    angle = position[:, None, None] * ROTARY_BASE ** (-channel / half)  # [T, 1, D / 2]
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def per_channel(gate: Tensor, channels: int) -> Tensor:
+    """One gate a head, `[B, T, H]`, for the operator, which takes one a channel."""
+    return gate.unsqueeze(-1).expand(*gate.shape, channels)
+
+
+def constant_decays(heads: int) -> Tensor:
+    """RetNet's log decays, `log(1 - 2^-(5 + h))` (Sun et al., 2023, arXiv:2307.08621): `[H]`."""
+    return torch.log1p(-(2.0 ** (-5 - torch.arange(heads, dtype=torch.float32))))
+
+
+class NoGate(nn.Module):
+    """Stands for gk_proj where the gate does not depend on the token: one 0 a head."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        zero = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        return zero.expand(*x.shape[:-1], self.heads)
+
+
+class LinearAttention(GatedLinearAttention):
+    """GLA, and what it becomes with less of a gate, or with one on values.
+
+    Args:
+        gate: 'channel', a gate for each channel of the keys, is GLA; 'head', one for each head;
+            'constant', RetNet's decay of each head; 'none', no decay.
+        value_gate: gate the channels of the values too, by a map of rank 16 of its own.
+        rotary: turn q and k by their positions, as RetNet does.
+        options: of `GatedLinearAttention`.
+    """
+
+    def __init__(
+        self, gate: str = "channel", value_gate: bool = False, rotary: bool = False, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        if gate not in GATES:
+            raise ValueError(f"expected gate to be one of {', '.join(GATES)}, got {gate!r}")
+        self.gate, self.rotary = gate, rotary
+        H = self.num_heads
+        if gate == "head":
+            self.gk_proj[1] = nn.Linear(self.gk_proj[0].out_features, H)
+        elif gate != "channel":
+            self.gk_proj = NoGate(H)
+        if gate == "constant":
+            self.register_buffer("decays", constant_decays(H), persistent=False)
+        self.gv_proj = None
+        if value_gate:
+            low = nn.Linear(self.hidden_size, GATE_RANK, bias=False)
+            self.gv_proj = nn.Sequential(low, nn.Linear(GATE_RANK, self.value_dim))
+        self._gv: Tensor | None = None
+
+    def _finish_log_gates(self, gk: Tensor) -> Tensor:
+        return super()._finish_log_gates(gk) if self.gate in ("channel", "head") else gk
+
+    def _by_heads(self, gk: Tensor) -> Tensor:
+        if self.gate == "channel":
+            return super()._by_heads(gk)
+        return per_channel(gk + self.decays if self.gate == "constant" else gk, self.head_k_dim)
+
+    def _project(self, x: Tensor, *states: Any) -> tuple[Any, ...]:
+        q, k, *others = super()._project(x, *states)
+        if self.gv_proj is not None:
+            gv = logsigmoid(self.gv_proj(x)) / self.gate_logit_normalizer
+            self._gv = gv.unflatten(-1, (self.num_heads, self.head_v_dim))
+        if self.rotary:
+            q, k = rotate(q), rotate(k)
+        return q, k, *others
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gk: Tensor,
+        state: Tensor | None,
+        output_state: bool,
+        cu_seqlens: Tensor | None,
+        in_place: bool,
+        slots: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if in_place or (self.rotary and cu_seqlens is not None):
+            raise NotImplementedError("LinearAttention: expected plain rows, for training")
+        gv, self._gv = self._gv, None
+        o, state = chunk_gla(
+            q,
+            k,
+            v,
+            gk,
+            initial_state=state,
+            output_final_state=output_state,
+            state_v_first=True,
+            cu_seqlens=cu_seqlens,
+            gv=gv,
+        )
+        if self.rotary and state is not None:
+            # Positions start from 0 in every call: the state's keys move T back.
+            state = rotate(state.flatten(1, 2).unsqueeze(1), -q.shape[1]).view_as(state)
+        return o, state
+
+
+class SoftmaxAttention(nn.Module):
+    """Causal softmax attention with rotary positions: the layer of a Transformer++.
+
+    Args:
+        hidden_size: width.
+        num_heads: heads.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(4)
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any | None = None,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None, None]:
+        """The output `[B, T, hidden_size]` of whole sequences `[B, T, hidden_size]`."""
+        if past_key_values is not None or cu_seqlens is not None:
+            raise NotImplementedError("SoftmaxAttention: expected whole sequences, one a row")
+        q, k, v = (
+            projection(hidden_states).unflatten(-1, (self.num_heads, -1))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k, v = (x.transpose(1, 2) for x in (rotate(q), rotate(k), v))
+        o = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(o.transpose(1, 2).flatten(2)), None, None
+
+
+class NoMLP(nn.Module):
+    """In the place of a block's MLP, where there is none: nothing is added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros((), dtype=x.dtype, device=x.device)

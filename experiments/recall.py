@@ -1,0 +1,151 @@
+"""Multi-query associative recall, as the Zoology paper defines it, and training on it.
+
+An example starts with pairs of a key and a value. After these, keys stand again, each once, at
+places drawn by a power law, and at each the model is to say its value; every other token is 0, as
+in the runs of the Zoology paper's Figure 2. (Arora et al., 2023, arXiv:2312.04927, section 4.1 and
+appendix E; the generator is ours.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments import borrowed
+from experiments.models import make_model
+from experiments.runs import Run
+from gla_ext.model.config import GLAConfig
+from gla_ext.train.trainer import Settings, Trainer
+
+VOCAB_SIZE = 8192
+POWER = 0.01
+TEST_EXAMPLES = 1024
+_TEST_SEED = 1 << 40  # of no step of any run
+SOLVED = 0.99  # accuracy at which a run ends, as Zoology's do
+EVALUATIONS = 16
+
+
+@dataclass(frozen=True)
+class Recall:
+    """The task at one size.
+
+    seq_len: tokens of an example, even, at least 4 * pairs.
+    pairs: keys and values.
+    """
+
+    seq_len: int
+    pairs: int
+
+    def __post_init__(self) -> None:
+        if self.seq_len % 2 or self.seq_len < 4 * self.pairs:
+            raise ValueError(
+                f"Recall: expected seq_len to be even and at least 4 * pairs = {4 * self.pairs}, "
+                f"got {self.seq_len}"
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        """As of a Corpus."""
+        return hashlib.sha256(repr((self, VOCAB_SIZE, POWER)).encode()).hexdigest()
+
+    def examples(self, count: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Examples, a function of the seed on one kind of device.
+
+        Returns:
+            Tokens, int64 `[count, seq_len]`, and at each, int64 too, the value that is to follow,
+            -100 where none is.
+        """
+        generator = torch.Generator(device).manual_seed(seed)
+        half, space = VOCAB_SIZE // 2, (self.seq_len - 2 * self.pairs) // 2
+        # Keys from 1 on, values from the upper half, none of them twice.
+        keys = 1 + _draw(torch.zeros(half - 1, device=device), count, self.pairs, generator)
+        values = half + _draw(torch.zeros(half, device=device), count, self.pairs, generator)
+        log_p = (POWER - 1) * torch.arange(1, space + 1, device=device).log()
+        queries = 2 * (self.pairs + _draw(log_p, count, self.pairs, generator))
+        tokens = torch.zeros(count, self.seq_len, dtype=torch.int64, device=device)
+        tokens[:, 0 : 2 * self.pairs : 2] = keys
+        tokens[:, 1 : 2 * self.pairs : 2] = values
+        tokens.scatter_(1, queries, keys)
+        targets = torch.full_like(tokens, -100).scatter_(1, queries, values)
+        return tokens, targets
+
+
+def _draw(log_p: Tensor, count: int, size: int, generator: torch.Generator) -> Tensor:
+    """Draws without putting back, int64 `[count, size]`, by Gumbel's noise (Kool et al., 2019)."""
+    uniform = torch.rand(count, len(log_p), generator=generator, device=log_p.device)
+    return (log_p - (-uniform.clamp_min(1e-20).log()).log()).topk(size, -1).indices
+
+
+class RecallTrainer(Trainer):
+    """The project's trainer on recall: two blocks without an MLP, other examples at every step."""
+
+    def __init__(self, run: Run, device: torch.device) -> None:
+        self.run, self.task = run, Recall(run.seq_len, run.pairs)
+        settings = Settings(
+            dtype="bfloat16" if device.type == "cuda" else "float32",
+            steps=run.steps,
+            batch_size=run.batch_size,
+            seq_len=run.seq_len,
+            hidden_size=run.width,
+            layers=run.layers,
+            heads=run.heads,
+            lr=run.lr,
+            schedule="cosine",
+            warmup=run.steps // 10,
+            seed=run.seed,
+        )
+        super().__init__(settings, self.task, device)
+
+    def make_data(self, corpus: Recall) -> tuple[Callable[[int], tuple[Tensor, Tensor]], Tensor]:
+        """Batches of new examples, and the examples to test on."""
+        run = self.run
+
+        def batches(step: int) -> tuple[Tensor, Tensor]:
+            return corpus.examples(run.batch_size, (run.seed << 32) + step, self.device)
+
+        return batches, corpus.examples(TEST_EXAMPLES, _TEST_SEED, self.device)
+
+    def make_model(self) -> nn.Module:
+        """Two blocks without an MLP, as Zoology's."""
+        run = self.run
+        if run.layer in borrowed.NAMES:
+            return borrowed.Borrowed(run.layer, run.width, run.layers, VOCAB_SIZE, run.seq_len)
+        config = GLAConfig(
+            hidden_size=run.width,
+            num_hidden_layers=run.layers,
+            num_heads=run.heads,
+            initializer_range=run.width**-0.5,
+            vocab_size=VOCAB_SIZE,
+        )
+        return make_model(run.layer, config, mlp=False)
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        logits, values = self._answers(inputs, targets)
+        return F.cross_entropy(logits.float(), values)
+
+    def _answers(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits at the queries alone, `[count * pairs, vocab_size]`, and their values."""
+        # As many in each example, so that nothing is read back from a GPU.
+        place = (targets >= 0).int().topk(self.task.pairs, -1).indices
+        with self._autocast():
+            hidden = self.model.model(inputs).last_hidden_state
+            chosen = hidden.gather(1, place.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+            logits = self.model.lm_head(chosen)
+        return logits.flatten(0, 1), targets.gather(1, place).flatten()
+
+    def evaluate(self, should_stop: Callable[[], bool] = lambda: False) -> float:
+        """The share of queries answered right, of examples never trained on."""
+        self.model.eval()
+        right = 0
+        for inputs, targets in zip(*(x.split(128) for x in self.held_out), strict=True):
+            with torch.no_grad():
+                logits, values = self._answers(inputs, targets)
+            right += int((logits.argmax(-1) == values).sum())
+        accuracy = right / (TEST_EXAMPLES * self.task.pairs)
+        self.evaluations.append((self.step, accuracy))
+        return accuracy

@@ -1,0 +1,77 @@
+"""`python -m experiments.report`: draws figures and tables from the results; nothing is trained.
+
+The tables stand in docs/experiments.md between marks `<!-- begin NAME -->` and `<!-- end NAME -->`,
+the figures beside that page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+from experiments.run import EXPERIMENTS
+from experiments.runs import RESULTS, Results
+from gla_ext.model.files import write_text
+
+PAGE = Path(__file__).parents[1] / "docs" / "experiments.md"
+NOTHING = "No run of it is done yet."
+
+
+def most_frequent_text(results: Results) -> str:
+    """The text that most results on text are of."""
+    counts = Counter(result.run.text for result in results if result.run.text)
+    return counts.most_common(1)[0][0] if counts else ""
+
+
+def summary(results: Results) -> str:
+    """What the results ran on, and how long."""
+    devices: dict[str, list[float]] = {}
+    for result in results:
+        devices.setdefault(result.details["device"], []).append(result.details["seconds"])
+    return "; ".join(
+        f"{len(seconds)} runs on {name}, {sum(seconds) / 3600:.1f} hours of them added up"
+        for name, seconds in devices.items()
+    )
+
+
+def write(page: Path, scale: str, results: Results) -> None:
+    """Puts figures and tables into the page and its folder."""
+    text = most_frequent_text(results)
+    sections = {
+        name: module.report(scale, results, text, page.parent)
+        for name, module in EXPERIMENTS.items()
+    }
+    sections["summary"] = summary(results)
+    content = page.read_text(encoding="utf-8")
+    for name, section in sections.items():
+        marks = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        pattern = re.compile(f"{marks[0]}.*?{marks[1]}", re.DOTALL)
+        if not pattern.search(content):
+            raise ValueError(f"expected {page} to have a part from {marks[0]} to {marks[1]}")
+        new = f"{marks[0]}\n{section or NOTHING}\n{marks[1]}"
+        content = pattern.sub(lambda _, new=new: new, content)
+    write_text(page, content)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line: 0, or 2 if a file is not as expected."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.report", description="draws figures and tables from results."
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
+    parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
+    parser.add_argument("--scale", choices=("tiny", "full"), default="full")
+    options = parser.parse_args(argv)
+    try:
+        write(options.page, options.scale, Results([options.results]))
+    except (OSError, ValueError) as error:
+        print(f"experiments.report: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Runs and their results: a run is a value, its result one line of JSON, kept once and for all."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: all that its numbers follow from, beside the text and the device.
+
+    task: 'text' or 'recall'.
+    layer: which layer the model has, of `experiments.models.LAYERS`.
+    width, layers, heads: the model's.
+    seq_len, batch_size, segments, steps, lr, seed: as in `gla_ext.train`.
+    pairs: of keys and values in an example of 'recall'.
+    text: digest of the text, '' of 'recall', which has none.
+    """
+
+    task: str
+    layer: str
+    width: int
+    layers: int
+    heads: int
+    seq_len: int
+    batch_size: int
+    steps: int
+    lr: float
+    seed: int = 0
+    segments: int = 1
+    pairs: int = 0
+    text: str = ""
+
+    @property
+    def key(self) -> str:
+        """What a result is found by."""
+        return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on."""
+        return self.steps * self.batch_size * self.seq_len
+
+    def __str__(self) -> str:
+        long = f"{self.segments}x{self.seq_len}" if self.segments > 1 else self.seq_len
+        size = f"width {self.width}, {self.heads} heads, {long} tokens"
+        return f"{self.task} {self.layer}, {size}, lr {self.lr:g}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a run.
+
+    score: held-out bits a byte of 'text', the accuracy of 'recall'.
+    details: the rest of the line: curves, parameters, seconds, device, versions, command.
+    """
+
+    run: Run
+    score: float
+    details: dict[str, Any]
+
+    def line(self) -> str:
+        """The result as a line of JSON; a score that is not a number is null."""
+        score = self.score if math.isfinite(self.score) else None
+        return json.dumps({"run": asdict(self.run), "score": score, **self.details}) + "\n"
+
+
+class Results:
+    """Results by their run's key, read from every `*.jsonl` of some folders."""
+
+    def __init__(self, folders: Iterable[Path] = (RESULTS,)) -> None:
+        self._found: dict[str, Result] = {}
+        for folder in folders:
+            for file in sorted(folder.glob("*.jsonl")):
+                for line in file.read_text(encoding="utf-8").splitlines():
+                    self.add(read_line(line))
+
+    def add(self, result: Result) -> None:
+        """Takes a result; the first of a run stays."""
+        self._found.setdefault(result.run.key, result)
+
+    def __contains__(self, run: Run) -> bool:
+        return run.key in self._found
+
+    def __getitem__(self, run: Run) -> Result:
+        return self._found[run.key]
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self._found.values())
+
+    def of(self, runs: Iterable[Run]) -> list[Result]:
+        """The results there are of some runs."""
+        return [self._found[run.key] for run in runs if run in self]
+
+
+def read_line(line: str) -> Result:
+    """The result that `Result.line` wrote."""
+    details = json.loads(line)
+    run, score = Run(**details.pop("run")), details.pop("score")
+    return Result(run, math.nan if score is None else score, details)
+
+
+def keep(result: Result, folder: Path) -> None:
+    """Appends a result to its task's file, in one write."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{result.run.task}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(result.line())
+
+
+def best(candidates: list[Run], results: Results) -> Run | None:
+    """The run with the best score, once all of them are done; of runs without a number, none."""
+    if not all(run in results for run in candidates):
+        return None
+    sign = -1 if candidates[0].task == "text" else 1
+    scored = [run for run in candidates if math.isfinite(results[run].score)]
+    return max(scored, key=lambda run: sign * results[run].score, default=None)
+
+
+def swept(
+    names: Iterable[str],
+    make: Callable[[str, float], Run],
+    rates: Iterable[float],
+    seeds: int,
+    results: Results,
+) -> Iterator[Run]:
+    """The runs of each name: all rates with seed 0, then the best rate with the other seeds.
+
+    Args:
+        names: what is compared.
+        make: the run of a name at a learning rate, with seed 0.
+        rates: learning rates, the same for all.
+        seeds: number of seeds.
+        results: what is done; runs that depend on what is not yet done are left out.
+    """
+    sweeps = {name: [make(name, rate) for rate in rates] for name in names}
+    for rate in range(len(next(iter(sweeps.values())))):
+        for sweep in sweeps.values():
+            yield sweep[rate]
+    for seed in range(1, seeds):
+        for sweep in sweeps.values():
+            if (chosen := best(sweep, results)) is not None:
+                yield replace(chosen, seed=seed)
+
+
+def chosen(
+    name: str,
+    make: Callable[[str, float], Run],
+    rates: Iterable[float],
+    seeds: int,
+    results: Results,
+) -> list[Run]:
+    """The runs of a name at its best rate, one a seed; empty before its sweep is done."""
+    first = best([make(name, rate) for rate in rates], results)
+    return [] if first is None else [replace(first, seed=seed) for seed in range(seeds)]
+
+
+def spread(results: list[Result], digits: int = 3) -> str:
+    """Mean and standard deviation of the scores, and their number where it is not three."""
+    scores = [result.score for result in results]
+    if not scores:
+        return ""
+    mean = f"{statistics.fmean(scores):.{digits}f}"
+    if len(scores) > 1:
+        mean += f" ± {statistics.stdev(scores):.{digits}f}"
+    return mean if len(scores) == 3 else f"{mean} (n = {len(scores)})"

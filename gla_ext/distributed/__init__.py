@@ -1,0 +1,9 @@
+"""GLA over many processes: context parallel, tensor parallel, sharded tensors, training on them.
+
+Everything stands on torch.distributed. `import gla_ext` does not load this package.
+"""
+
+from gla_ext.distributed.context import CPContext, build_cp_context
+from gla_ext.distributed.tensor_parallel import tensor_parallel_plan
+
+__all__ = ["CPContext", "build_cp_context", "tensor_parallel_plan"]

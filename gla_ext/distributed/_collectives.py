@@ -1,0 +1,117 @@
+"""Collectives of a process group, by its name, with gradients, in eager mode and in graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_all_reduce = torch.ops._c10d_functional.all_reduce.default
+_all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+_reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
+_wait = torch.ops._c10d_functional.wait_tensor.default
+
+
+def all_sum(x: Tensor, group_name: str) -> Tensor:
+    """The sum over ranks, on every rank; no gradient passes."""
+    return _wait(_all_reduce(x.detach().contiguous(), "sum", group_name))
+
+
+def all_max(x: Tensor, group_name: str) -> Tensor:
+    """The maximum over ranks, on every rank; no gradient passes."""
+    return _wait(_all_reduce(x.detach().contiguous(), "max", group_name))
+
+
+def all_gather(x: Tensor, size: int, group_name: str) -> Tensor:
+    """Every rank's x, `[size, *x.shape]`; no gradient passes."""
+    rows = _wait(_all_gather(x.detach().contiguous().unsqueeze(0), size, group_name))
+    return rows.view(size, *x.shape)
+
+
+class _SumOfGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_sum(gradient, ctx.group_name), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
+        return all_sum(x, group_name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _SumOfMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, group_name: str) -> Tensor:
+        ctx.size = size
+        return all_sum(x, group_name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient * ctx.size, None, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, group_name: str) -> Tensor:
+        ctx.size, ctx.group_name = size, group_name
+        return all_gather(x, size, group_name).movedim(0, 1).flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _scatter_tokens(gradient, ctx.size, ctx.group_name), None, None
+
+
+class _ScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, group_name: str) -> Tensor:
+        ctx.size, ctx.group_name = size, group_name
+        return _scatter_tokens(x, size, group_name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        rows = all_gather(gradient, ctx.size, ctx.group_name)
+        return rows.movedim(0, 1).flatten(1, 2), None, None
+
+
+def _scatter_tokens(x: Tensor, size: int, group_name: str) -> Tensor:
+    """This rank's part of the tokens of the sum over ranks of x `[B, T, ...]`."""
+    rows = x.detach().unflatten(1, (size, -1)).movedim(1, 0).contiguous()
+    return _wait(_reduce_scatter(rows, "sum", size, group_name))[0]
+
+
+def sum_gradients(x: Tensor, group_name: str) -> Tensor:
+    """x itself, which every rank has; its gradient is the sum of the ranks' gradients."""
+    return _SumOfGradients.apply(x, group_name)
+
+
+def sum_over_ranks(x: Tensor, group_name: str) -> Tensor:
+    """The sum of the ranks' x, whose gradient every rank has whole."""
+    return _Sum.apply(x, group_name)
+
+
+def sum_of_averaged(x: Tensor, size: int, group_name: str) -> Tensor:
+    """The sum of the ranks' x; the gradient is size times its own, for what averages gradients over
+    ranks (DDP, FSDP2).
+    """
+    return _SumOfMean.apply(x, size, group_name)
+
+
+def gather_tokens(x: Tensor, size: int, group_name: str) -> Tensor:
+    """All tokens `[B, T, ...]` of parts `[B, T / size, ...]`; a gradient is the ranks' sum."""
+    return _GatherTokens.apply(x, size, group_name)
+
+
+def scatter_tokens(x: Tensor, size: int, group_name: str) -> Tensor:
+    """This rank's tokens `[B, T / size, ...]` of the sum of the ranks' x `[B, T, ...]`."""
+    return _ScatterTokens.apply(x, size, group_name)

@@ -1,0 +1,67 @@
+"""FLA's context of context parallelism, with its own cuts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gla_ext.distributed._cuts import Part, places_of
+from gla_ext.distributed.context import CPContext, Cut
+
+_KEPT = "_gla_ext_context"  # on FLA's object, which is made once a batch of offsets
+
+
+class _FromFLA(CPContext):
+    """The cuts of an `FLACPContext`: equal parts, packed sequences."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__(theirs.group, None, None, theirs.layout, theirs.conv1d_kernel_size)
+        self.cuts_rows_evenly = False
+        if theirs.cu_seqlens_cpu is not None:
+            local = tuple(theirs.cu_seqlens_cpu.tolist())
+        else:
+            local = tuple(theirs.cu_seqlens.tolist())
+        tokens = local[-1]
+        if theirs.layout == "contiguous":
+            sizes, counts = (tokens,), (len(local) - 1,)
+            before, after = (theirs.pre_num_ranks,), (theirs.post_num_ranks,)
+            behind = (theirs.pre_num_conv_tokens or 0,)
+        else:
+            sizes = (theirs.part_len,) * 2
+            counts = (theirs.front_num_seqs, len(local) - 1 - theirs.front_num_seqs)
+            before, after = theirs.pre_num_ranks_by_part, theirs.post_num_ranks_by_part
+            behind = theirs.pre_num_conv_tokens_by_part
+        places = places_of(self.rank, self.size, theirs.layout)
+        parts, first, start = [], 0, 0
+        for place, length, count, *shared in zip(
+            places, sizes, counts, before, after, behind, strict=True
+        ):
+            offsets = tuple(x - start for x in local[first : first + count + 1])
+            last_tokens = offsets[-1] - offsets[-2]
+            parts.append(Part(place, length, (first, first + count), offsets, *shared, last_tokens))
+            first, start = first + count, start + length
+        self._tokens, self._theirs = tokens, theirs.cu_seqlens
+        self._parts, self._lengths = tuple(parts), (sizes[0],) * (self.size * len(sizes))
+
+    def _make_cut(self, T: int, device: torch.device) -> Cut:
+        if self._tokens != T:
+            raise ValueError(
+                f"cp_context: expected {self._tokens} tokens on each rank, as FLA's context says, "
+                f"got {T}"
+            )
+        return Cut(self._parts, self._lengths, self._theirs.to(device))
+
+
+def from_fla(theirs: Any) -> CPContext:
+    """The `CPContext` of an `FLACPContext`.
+
+    Raises:
+        ValueError: a context without a group.
+    """
+    if theirs.group is None:
+        raise ValueError("cp_context: expected FLA's context to have a group, got None")
+    made = vars(theirs).get(_KEPT)
+    if made is None or made._theirs is not theirs.cu_seqlens:
+        made = vars(theirs)[_KEPT] = _FromFLA(theirs)
+    return made

@@ -1,0 +1,126 @@
+"""`chunk_gla` with a context of context parallelism."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gla_ext.distributed.context import Cut, as_context
+
+_fwd = torch.ops.gla_ext.chunk_gla_fwd.default
+_OPTIONS = ("scale", "output_final_state", "state_v_first", "batch_invariant", "gradients")
+_across_ranks = torch.ops.gla_ext.chunk_gla_across_ranks.default
+
+
+def chunk_gla_with_context(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gv: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    batch_invariant: bool,
+    for_backward_bytes: int,
+    cp_context: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`gla_ext.chunk_gla` of this rank's tokens, see there.
+
+    Raises:
+        ValueError: cu_seqlens beside the context; shapes that do not fit it, or other ranks.
+    """
+    context = as_context(cp_context)
+    if q.ndim != 4:
+        raise ValueError(
+            f"chunk_gla: expected q to have 4 dimensions [B, T, H, K], got {q.ndim} with shape "
+            f"{list(q.shape)}"
+        )
+    B, T = q.shape[:2]
+    cut = context.cut_of_states(T, q.device)
+    check_offsets_are_the_contexts("chunk_gla", cu_seqlens, cut)
+    if cut.cu_seqlens is not None and B != 1:
+        raise ValueError(
+            f"chunk_gla: expected a batch of one beside a cp_context with cu_seqlens, got B = {B}"
+        )
+    needs_gradient = torch.is_grad_enabled() and _any_requires_grad(q, k, v, g, gv, initial_state)
+    if context.size > 1 and not torch.compiler.is_compiling():
+        kinds = [None if t is None else (t.shape, t.dtype) for t in (q, k, v, g, gv)]
+        options = (scale, output_final_state, state_v_first, batch_invariant, needs_gradient)
+        facts = functools.partial(_facts, T if context.lengths is None else None, kinds, options)
+        context.compare("chunk_gla", (*kinds, *options), facts)
+    if context.size == 1:
+        options = (scale, output_final_state, state_v_first, batch_invariant, for_backward_bytes)
+        o, state, *_ = _fwd(q, k, v, g, gv, initial_state, cut.cu_seqlens, *options)
+        return o, state if output_final_state else None
+    by_rows, P = cut.cu_seqlens is None, len(cut.parts)
+    if by_rows and initial_state is not None:
+        _check_rows(initial_state, B)
+        if cut.counts[0] == 0:  # no tokens here, and nothing begins; its gradient is 0
+            initial_state = initial_state.masked_fill(initial_state.new_ones(()).bool(), 0)
+        if P == 2:  # a row begins in its first part
+            nothing = torch.zeros_like(initial_state)
+            initial_state = torch.stack([initial_state, nothing], 1).flatten(0, 1)
+    as_rows = by_rows or cut.is_one_sequence_each
+    if as_rows and P == 2:
+        q, k, v, g, gv = (rows_of_parts(t) for t in (q, k, v, g, gv))
+    o, state = _across_ranks(
+        q, k, v, g, gv, initial_state, None if as_rows else cut.cu_seqlens, scale,
+        output_final_state, state_v_first, batch_invariant,
+        needs_gradient and for_backward_bytes != 0, context.rank, context.size, context.group_name,
+        cut.counts, cut.before, cut.after, cut.spans,
+    )  # fmt: skip
+    if as_rows and P == 2:
+        o = o.unflatten(0, (B, 2)).flatten(1, 2)
+        state = state[1::2] if by_rows and output_final_state else state
+    return o, state if output_final_state else None
+
+
+def check_offsets_are_the_contexts(op: str, cu_seqlens: Tensor | None, cut: Cut) -> None:
+    """Raises ValueError for offsets beside a context that are not its own."""
+    if cu_seqlens is not None and cu_seqlens is not cut.cu_seqlens:
+        raise ValueError(
+            f"{op}: expected cu_seqlens to be None beside cp_context, which has the offsets of the "
+            "whole text, got a tensor"
+        )
+
+
+def rows_of_parts(x: Tensor | None) -> Tensor | None:
+    """`[B, T, ...]`, two parts a row, as rows of one part, `[2 B, T / 2, ...]`."""
+    return None if x is None else x.unflatten(1, (2, x.shape[1] // 2)).flatten(0, 1)
+
+
+def _check_rows(initial_state: Tensor, B: int) -> None:
+    if initial_state.ndim != 4 or initial_state.shape[0] != B:
+        raise ValueError(
+            f"chunk_gla: expected initial_state to have a row for each of the {B} rows of the "
+            f"batch, got shape {list(initial_state.shape)}"
+        )
+
+
+def _facts(tokens: int | None, kinds: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
+    """What must be alike on all ranks, by name."""
+    tensors = zip(("q", "k", "v", "g", "gv"), kinds, strict=True)
+    facts = {name: None if kind is None else _Kind(*kind) for name, kind in tensors}
+    return facts | {"tokens": tokens} | dict(zip(_OPTIONS, options, strict=True))
+
+
+class _Kind(NamedTuple):
+    """What of a tensor of tokens must be alike on all ranks: B, heads, width and dtype."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        B, _, *others = self.shape
+        return f"[{', '.join(map(str, (B, 'T', *others)))}] {self.dtype}"
+
+
+def _any_requires_grad(*tensors: Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)

@@ -1,0 +1,284 @@
+"""What every rank knows of a text that is cut over a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gla_ext.distributed._cuts import LAYOUTS, Part, cut_part, part_lengths, places_of
+from gla_ext.ops.inputs import check_offsets
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A rank's part of the text, or in the zigzag layout its two, for tensors of one length.
+
+    parts: this rank's, in the order of its tensors.
+    lengths: tokens of every part of the text, in order.
+    cu_seqlens: offsets of this rank's own sequences in its tensors, on their device; None where
+        each row of the batch is one sequence.
+    """
+
+    parts: tuple[Part, ...]
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor | None
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """The own sequences of each part."""
+        return tuple(part.sequences[1] - part.sequences[0] for part in self.parts)
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """How many parts before each share its first sequence."""
+        return tuple(part.before for part in self.parts)
+
+    @cached_property
+    def after(self) -> tuple[int, ...]:
+        """How many parts after each share its last sequence."""
+        return tuple(part.after for part in self.parts)
+
+    @cached_property
+    def spans(self) -> tuple[int, ...]:
+        """Of each part the tokens of its first and of its last sequence, start and end of both."""
+        spans, start = [], 0
+        for part in self.parts:
+            own = part.offsets
+            ends = (own[0], own[1], own[-2], own[-1]) if len(own) > 1 else (0, 0, 0, 0)
+            spans += [start + x for x in ends]
+            start += part.length
+        return tuple(spans)
+
+    @cached_property
+    def is_one_sequence_each(self) -> bool:
+        """Whether each part is one sequence's, as a row of a batch is, and parts are alike."""
+        length = self.parts[0].length
+        return all(part.offsets == (0, length) and part.length == length for part in self.parts)
+
+    @cached_property
+    def sequences(self) -> tuple[int, ...]:
+        """The number in the whole text of each of this rank's own sequences, the rows of states."""
+        return tuple(i for part in self.parts for i in range(*part.sequences))
+
+
+class CPContext:
+    """A text cut over the ranks of a process group: what `build_cp_context` makes.
+
+    group: the process group; rank and size are this process's in it.
+    layout: 'contiguous' or 'zigzag'.
+    lengths: tokens of every rank, or None: all hold as many.
+    cuts_rows_evenly: whether each row of the batch is one sequence, of which all hold as much.
+    conv1d_kernel_size: accepted as FLA's, and not looked at: a convolution knows its own.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        offsets: tuple[int, ...] | None,
+        lengths: tuple[int, ...] | None,
+        layout: str,
+        conv1d_kernel_size: int | None = None,
+    ) -> None:
+        self.group, self.group_name = group, group.group_name
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.offsets, self.lengths, self.layout = offsets, lengths, layout
+        self.cuts_rows_evenly = offsets is None and lengths is None
+        self.conv1d_kernel_size = conv1d_kernel_size
+        self._cuts: dict[tuple[int, torch.device], Cut] = {}
+        self._compared: set[tuple] = set()
+
+    def cut(self, T: int, device: torch.device) -> Cut:
+        """What this rank holds, of tensors with T tokens on a device.
+
+        Raises:
+            ValueError: T is not what `lengths` says; odd, in the zigzag layout without offsets;
+                offsets beyond the last token.
+        """
+        key = (int(T), device)
+        if key not in self._cuts:
+            self._cuts[key] = self._make_cut(int(T), device)
+        return self._cuts[key]
+
+    def cut_of_states(self, T: int, device: torch.device) -> Cut:
+        """The same for whom states concern and tokens do not: of rows that are cut evenly it does
+        not depend on T, which may then be symbolic.
+        """
+        if self.cuts_rows_evenly and T > 0 and (self.layout == "contiguous" or T % 2 == 0):
+            return self.cut(2, device)
+        return self.cut(T, device)
+
+    def _make_cut(self, T: int, device: torch.device) -> Cut:
+        lengths = (T,) * self.size if self.lengths is None else self.lengths
+        if lengths[self.rank] != T:
+            raise ValueError(
+                f"cp_context: expected {lengths[self.rank]} tokens on rank {self.rank}, as lengths "
+                f"says, got {T}"
+            )
+        # One rank's front and back are the text as it is.
+        layout = self.layout if self.size > 1 else "contiguous"
+        if layout == "zigzag" and self.offsets is None and any(n % 2 for n in lengths):
+            raise ValueError(
+                "cp_context: expected an even number of tokens on every rank in the zigzag layout "
+                f"without cu_seqlens, got {', '.join(map(str, lengths))}"
+            )
+        parts_of_all = part_lengths(lengths, layout)
+        total = sum(parts_of_all)
+        offsets = (0, total) if self.offsets is None else self.offsets
+        if offsets[-1] > total:
+            raise ValueError(
+                f"cp_context: expected cu_seqlens to end at most at the {total} tokens of all "
+                f"ranks, got {offsets[-1]}"
+            )
+        places = places_of(self.rank, self.size, layout)
+        parts = tuple(cut_part(offsets, parts_of_all, place) for place in places)
+        if self.offsets is None:
+            return Cut(parts, parts_of_all, None)
+        return Cut(parts, parts_of_all, _local_offsets(parts, device))
+
+    def compare(self, op: str, key: tuple, facts: Callable[[], dict[str, Any]]) -> None:
+        """Compares facts and this context with those of the other ranks, once for a key.
+
+        Every rank must come here, or none: it is a collective call. Nothing is compared in graphs.
+
+        Args:
+            op: the operator's name, for messages.
+            key: what the facts follow from.
+            facts: makes them, by name, readable as text.
+
+        Raises:
+            ValueError: a rank has others; every rank raises it, and names the first that differs.
+        """
+        key = (op, key)
+        if self.size == 1 or key in self._compared or not _may_talk():
+            return
+        mine = {"layout": self.layout, "cu_seqlens": self.offsets, "lengths": self.lengths}
+        mine = {name: str(fact) for name, fact in (mine | facts()).items()}
+        every: list[dict[str, str]] = [{}] * self.size
+        dist.all_gather_object(every, mine, group=self.group)
+        for rank, theirs in enumerate(every):
+            for name in dict.fromkeys((*every[0], *theirs)):
+                expected, found = every[0].get(name, "nothing"), theirs.get(name, "nothing")
+                if found != expected:
+                    raise ValueError(
+                        f"{op}: expected the same {name} on all ranks of cp_context's group, got "
+                        f"{expected} on rank 0 and {found} on rank {rank}"
+                    )
+        self._compared.add(key)
+
+
+def build_cp_context(
+    cu_seqlens: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    conv1d_kernel_size: int | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    use_tf32x3_affine_chain: bool = True,
+    layout: str = "contiguous",
+    *,
+    lengths: Sequence[int] | None = None,
+) -> CPContext:
+    """Says how a text is cut over the ranks of a process group, for `cp_context=`.
+
+    The arguments are those of `fla.ops.cp.build_cp_context`, the same on every rank. Build it once
+    a batch of offsets, or once where there are none.
+
+    Args:
+        cu_seqlens: int32 or int64 `[N + 1]`, offsets of the packed sequences in the whole text,
+            before the cut; the text may go on after the last, and gives zeros there. Read once,
+            here. Default: None (each row of the batch is one sequence, cut by tokens).
+        group: the process group. Default: all processes.
+        conv1d_kernel_size: accepted and not looked at. Default: None.
+        cu_seqlens_cpu: the same offsets on the CPU, which are read instead. Default: None.
+        use_tf32x3_affine_chain: True only; accepted for FLA's sake: states are folded in fp32.
+        layout: 'contiguous': rank r of W holds part r of W equal parts. 'zigzag': of 2 W parts it
+            holds r and 2 W - 1 - r, one after the other. Default: 'contiguous'.
+        lengths: tokens of each rank, W integers of 0 or more; in the zigzag layout a rank's front
+            part takes the odd token. Default: None (every rank holds as many, what its tensors
+            have).
+
+    Raises:
+        ValueError: offsets that do not begin with 0 or fall, another layout, lengths that are not
+            one for each rank, no process group.
+        TypeError: offsets that are no tensor.
+        NotImplementedError: use_tf32x3_affine_chain=False.
+    """
+    if not use_tf32x3_affine_chain:
+        raise NotImplementedError(
+            "build_cp_context: expected use_tf32x3_affine_chain=True, got False"
+        )
+    if layout not in LAYOUTS:
+        raise ValueError(
+            f"build_cp_context: expected layout to be one of {', '.join(LAYOUTS)}, got {layout!r}"
+        )
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "build_cp_context: expected a process group, got None, and torch.distributed has "
+                "no default group; call torch.distributed.init_process_group first"
+            )
+        group = dist.group.WORLD
+    size = dist.get_world_size(group)
+    if lengths is not None:
+        lengths = tuple(int(n) for n in lengths)
+        if len(lengths) != size or min(lengths) < 0:
+            raise ValueError(
+                f"build_cp_context: expected lengths to be {size} integers of 0 or more, one for "
+                f"each rank, got {list(lengths)}"
+            )
+    given = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    return CPContext(group, _read_offsets(given), lengths, layout, conv1d_kernel_size)
+
+
+def as_context(cp_context: Any) -> CPContext:
+    """A `CPContext`, of one or of FLA's own object, whose cuts are taken as they are."""
+    if isinstance(cp_context, CPContext):
+        return cp_context
+    if type(cp_context).__name__ == "FLACPContext":
+        from gla_ext.distributed._fla_context import from_fla
+
+        return from_fla(cp_context)
+    raise TypeError(
+        "cp_context: expected what gla_ext.distributed.build_cp_context or FLA's build_cp_context "
+        f"returns, got {type(cp_context)}"
+    )
+
+
+def _read_offsets(cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
+    if cu_seqlens is None:
+        return None
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(
+            f"build_cp_context: expected cu_seqlens to be a tensor, got {type(cu_seqlens)}"
+        )
+    if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "build_cp_context: expected cu_seqlens to have shape [N + 1], int32 or int64, got "
+            f"{list(cu_seqlens.shape)} in {cu_seqlens.dtype}"
+        )
+    offsets = cu_seqlens.tolist()
+    check_offsets("build_cp_context", offsets, offsets[-1] if offsets else 0)
+    return tuple(offsets)
+
+
+def _local_offsets(parts: Sequence[Part], device: torch.device) -> Tensor:
+    offsets, start = [0], 0
+    for part in parts:
+        if part.sequences[0] < part.sequences[1]:
+            # What lies between a front part's last sequence and the back is no sequence; it occurs
+            # after the last offset alone, and then the back has none.
+            offsets[-1] = start
+            offsets += [start + x for x in part.offsets[1:]]
+        start += part.length
+    return torch.tensor(offsets, dtype=torch.int32, device=device)
+
+
+def _may_talk() -> bool:
+    """Whether objects may go between ranks now: not in a graph that is made."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

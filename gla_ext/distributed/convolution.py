@@ -1,0 +1,155 @@
+"""What a short convolution reads of the tokens before this rank's: its halo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gla_ext.distributed._collectives import all_gather
+from gla_ext.distributed.attention import check_offsets_are_the_contexts, rows_of_parts
+from gla_ext.distributed.context import CPContext, Cut, as_context
+
+
+def convolve_with_context(
+    convolutions: Sequence[Any],
+    inputs: Sequence[Tensor],
+    caches: Sequence[Tensor | None] | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    cp_context: Any,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
+    """`short_convolution.convolve` of this rank's tokens; one small all-gather for all of them.
+
+    Args:
+        caches: read where a sequence begins on this rank. Others as of `convolve`.
+
+    Returns:
+        The outputs; and the caches, 0 in rows of sequences that go on after this rank, or None.
+    """
+    context = as_context(cp_context)
+    x = inputs[0]
+    cut = context.cut(x.shape[1], x.device)
+    check_offsets_are_the_contexts("ShortConvolution", cu_seqlens, cut)
+    width = max(conv.kernel_size[0] for conv in convolutions)
+    facts = {"kernel_size": width, "batch": x.shape[0]}
+    context.compare("ShortConvolution", tuple(facts.values()), lambda: facts)
+    by_rows = cut.cu_seqlens is None
+    both = by_rows and len(cut.parts) == 2
+    channels = [x.shape[-1] for x in inputs]
+    halos: Sequence[Tensor | None] = [None] * len(inputs)
+    if context.size > 1 and width > 1:
+        halo = _Halo.apply(_tails(torch.cat(list(inputs), -1), cut, width - 1), context, cut)
+        halos = halo.split(channels, -1)
+    outputs, states = [], []
+    for n, (conv, x) in enumerate(zip(convolutions, inputs, strict=True)):
+        given = None if caches is None else caches[n]
+        cache = _cache(conv.kernel_size[0], given, halos[n], cut, x)
+        y, state = conv(rows_of_parts(x) if both else x, cache, output_final_state, cut.cu_seqlens)
+        outputs.append(y.unflatten(0, (-1, 2)).flatten(1, 2) if both else y)
+        states.append(_ended(state, cut, both) if output_final_state else None)
+    return tuple(outputs), tuple(states) if output_final_state else None
+
+
+def _tails(x: Tensor, cut: Cut, width: int) -> Tensor:
+    """The last inputs of each part, `[parts, B, width, D]`, 0 before the first."""
+    tails = []
+    for part, piece in zip(cut.parts, x.split([p.length for p in cut.parts], 1), strict=True):
+        n = min(part.length, width)
+        tails.append(F.pad(piece[:, part.length - n :], (0, 0, width - n, 0)))
+    return torch.stack(tails)
+
+
+class _Halo(torch.autograd.Function):
+    """The inputs before each part's first sequence, of the tails of all parts: `[parts, B, width,
+    D]` both, 0 where there are none. Every rank takes part, forward and backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tails: Tensor, context: CPContext, cut: Cut) -> Tensor:
+        ctx.context, ctx.cut = context, cut
+        every = _in_order(all_gather(tails, context.size, context.group_name))
+        width, halos = tails.shape[2], []
+        for part in cut.parts:
+            missing, place, pieces = min(width, part.tokens_before), part.place - 1, []
+            while missing > 0:
+                n = min(missing, cut.lengths[place])
+                pieces.insert(0, every[place][:, width - n :])
+                missing, place = missing - n, place - 1
+            pieces = pieces or [tails.new_empty(*tails.shape[1:2], 0, tails.shape[3])]
+            halo = torch.cat(pieces, 1)
+            halos.append(F.pad(halo, (0, 0, width - halo.shape[1], 0)))
+        return torch.stack(halos)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        context, cut = ctx.context, ctx.cut
+        every = _in_order(all_gather(gradient, context.size, context.group_name))
+        width, gradients = gradient.shape[2], []
+        for part in cut.parts:
+            total, between = torch.zeros_like(gradient[0]), 0
+            # A follower's halo holds this part's tail from `between` tokens before it on.
+            for place in range(part.place + 1, part.place + 1 + part.after):
+                n = min(part.last_tokens, width - between)
+                if n <= 0:
+                    break
+                end = width - between
+                total[:, width - n :] += every[place][:, end - n : end]
+                between += cut.lengths[place]
+            gradients.append(total)
+        return torch.stack(gradients), None, None
+
+
+def _in_order(every: Tensor) -> list[Tensor]:
+    """What the ranks gathered, `[W, parts, ...]`, in the order of the parts."""
+    fronts = list(every[:, 0])
+    return fronts if every.shape[1] == 1 else [*fronts, *every[:, 1].flip(0)]
+
+
+def _cache(W: int, given: Tensor | None, halo: Tensor | None, cut: Cut, x: Tensor) -> Tensor | None:
+    """The cache of all of this rank's sequences, `[N, D, W]`."""
+    if halo is None:
+        return given
+    D = x.shape[-1]
+    entering = F.pad(halo[:, :, halo.shape[2] - (W - 1) :], (0, 0, 1, 0)).mT  # [parts, B, D, W]
+    if cut.cu_seqlens is None:
+        rows = given if given is not None else x.new_zeros(x.shape[0], D, W)
+        by_part = [rows, *(torch.zeros_like(rows) for _ in cut.parts[1:])]
+        pairs = zip(by_part, entering, cut.parts, strict=True)
+        found = [_joined(own, new, part.before > 0) for own, new, part in pairs]
+        return found[0] if len(found) == 1 else torch.stack(found, 1).flatten(0, 1)
+    rows = given if given is not None else x.new_zeros(sum(cut.counts), D, W)
+    found = []
+    for own, new, part in zip(rows.split(cut.counts), entering, cut.parts, strict=True):
+        if own.shape[0]:
+            found += [_joined(own[:1], new, part.before > 0), own[1:]]
+        else:
+            found.append(new[:0].to(own.dtype))
+    return torch.cat(found)
+
+
+def _joined(own: Tensor, entering: Tensor, enters: bool) -> Tensor:
+    """What enters, or a sequence's own cache; either way the halo's gradient is asked for."""
+    entering = entering.to(own.dtype)
+    return entering if enters else own + entering
+
+
+def _ended(state: Tensor, cut: Cut, both: bool) -> Tensor:
+    """The caches after the last token, 0 of what goes on on another rank."""
+    if cut.cu_seqlens is None:
+        state = state[1::2] if both else state
+        return state if cut.parts[-1].after == 0 and _owns(cut) else torch.zeros_like(state)
+    rows = []
+    for own, part in zip(state.split(cut.counts), cut.parts, strict=True):
+        if part.after and own.shape[0]:
+            rows += [own[:-1], torch.zeros_like(own[-1:])]
+        else:
+            rows.append(own)
+    return torch.cat(rows)
+
+
+def _owns(cut: Cut) -> bool:
+    return cut.counts[-1] > 0

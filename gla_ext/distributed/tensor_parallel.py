@@ -1,0 +1,265 @@
+"""Tensor parallelism: heads, MLP channels and the vocabulary over the ranks of a mesh.
+
+Parameters become DTensors, for checkpoints and FSDP2; what passes through modules stays plain
+tensors: a module computes with its own shards. Two collectives a layer and direction, as in
+Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from gla_ext.distributed._collectives import sum_gradients, sum_over_ranks
+from gla_ext.distributed.vocabulary import first_row
+from gla_ext.layers.gated_linear_attention import GatedLinearAttention
+from gla_ext.layers.multihead import MultiheadGLA
+from gla_ext.layers.swiglu import swiglu_linear
+from gla_ext.model.blocks import GLAMLP
+
+_BY_ROWS = ("q_proj", "k_proj", "v_proj", "g_proj", "q_conv1d", "k_conv1d", "v_conv1d")
+
+
+def tensor_parallel_plan(
+    module: nn.Module, *, loss_parallel: bool = False
+) -> dict[str, ParallelStyle] | ParallelStyle:
+    """What `torch.distributed.tensor.parallel.parallelize_module` takes to shard a module.
+
+    Heads are divided over the ranks, so that num_heads and num_kv_heads must be multiples of the
+    mesh's size; so are the MLP's channels and, in any parts, the vocabulary. Caches then hold a
+    rank's heads. All ranks of the mesh get the same tokens, and draw the same where they sample:
+    seed them alike.
+
+    Args:
+        module: a `GatedLinearAttention`, `MultiheadGLA`, `GLAMLP`, or a language model of
+            `gla_ext.model` or `gla_ext.hf`.
+        loss_parallel: in train mode lm_head returns a DTensor `[B, T, vocab_size]` sharded over
+            the vocabulary, whose loss no rank computes whole. Default: False (all logits on every
+            rank).
+
+    Returns:
+        Names of modules and their styles; of a layer alone its style.
+
+    Raises:
+        TypeError: another module.
+    """
+    if isinstance(module, (GatedLinearAttention, MultiheadGLA)):
+        return HeadsParallel()
+    if isinstance(module, GLAMLP):
+        return MLPParallel()
+    heads = {"lm_head": VocabularyParallel(loss_parallel)} if hasattr(module, "lm_head") else {}
+    inner = getattr(module, "model", module)
+    if not hasattr(inner, "embeddings") or not hasattr(inner, "layers"):
+        raise TypeError(
+            "tensor_parallel_plan: expected a layer or a language model of gla_ext, got "
+            f"{type(module)}"
+        )
+    prefix = "" if inner is module else "model."
+    return {
+        f"{prefix}embeddings": VocabularyParallel(),
+        f"{prefix}layers.*.attn_norm": Replicated(),
+        f"{prefix}layers.*.attn": HeadsParallel(),
+        f"{prefix}layers.*.mlp_norm": Replicated(),
+        f"{prefix}layers.*.mlp": MLPParallel(),
+        f"{prefix}norm": Replicated(),
+        **heads,
+    }
+
+
+class Replicated(ParallelStyle):
+    """Every rank holds the parameters, and computes all."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for child in module.modules():
+            if child._parameters:
+                _hold(child, device_mesh, dict.fromkeys(child._parameters))
+        return module
+
+
+class HeadsParallel(ParallelStyle):
+    """A `GatedLinearAttention`, or the one in a `MultiheadGLA`: each rank has its heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, MultiheadGLA):
+            _hold(module, device_mesh, {"bias": None})
+            self._apply(module.attention, device_mesh)
+            return module
+        if not isinstance(module, GatedLinearAttention):
+            raise TypeError(
+                "HeadsParallel: expected a GatedLinearAttention or MultiheadGLA, got "
+                f"{type(module)}"
+            )
+        size = device_mesh.size()
+        for name in ("num_heads", "num_kv_heads"):
+            if getattr(module, name) % size:
+                raise ValueError(
+                    f"HeadsParallel: expected {name} to be a multiple of the mesh's size {size}, "
+                    f"got {getattr(module, name)}"
+                )
+        for name in _BY_ROWS:
+            child = getattr(module, name, None)
+            if child is not None:
+                _hold(child, device_mesh, dict.fromkeys(child._parameters, 0))
+        _hold(module.gk_proj[0], device_mesh, {"weight": None}, partial=True)
+        _hold(module.gk_proj[1], device_mesh, {"weight": 0, "bias": 0})
+        _hold(module.o_proj, device_mesh, {"weight": 1})
+        _hold(module.norm, device_mesh, dict.fromkeys(module.norm._parameters), partial=True)
+        return _between_sums(module, device_mesh)
+
+
+class MLPParallel(ParallelStyle):
+    """A `GLAMLP`: each rank has its channels."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        size, width = device_mesh.size(), module.gate_proj.out_features
+        if width % size:
+            raise ValueError(
+                f"MLPParallel: expected intermediate_size to be a multiple of the mesh's size "
+                f"{size}, got {width}"
+            )
+        for name, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+            _hold(getattr(module, name), device_mesh, {"weight": dim})
+
+        def forward(self: nn.Module, x: Tensor) -> Tensor:
+            return swiglu_linear(self.gate_proj(x), self.up_proj(x), self.down_proj.weight)
+
+        _subclass(module, {"forward": forward})
+        return _between_sums(module, device_mesh)
+
+
+class VocabularyParallel(ParallelStyle):
+    """Embeddings or lm_head: each rank has rows of the vocabulary.
+
+    Args:
+        loss_parallel: see `tensor_parallel_plan`. Default: False.
+    """
+
+    def __init__(self, loss_parallel: bool = False) -> None:
+        super().__init__()
+        self.loss_parallel = loss_parallel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _hold(module, device_mesh, {"weight": 0})
+        group_name = device_mesh.get_group().group_name
+        if isinstance(module, nn.Embedding):
+            _subclass(module, {"forward": _embed(device_mesh, group_name)})
+        else:
+            _subclass(module, {"forward": _logits(device_mesh, group_name, self.loss_parallel)})
+        return module
+
+
+def _embed(mesh: DeviceMesh, group_name: str) -> Any:
+    def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
+        rows = self.weight.shape[0]
+        start = first_row(self.num_embeddings, mesh.size(), mesh.get_local_rank())
+        mine = (ids >= start) & (ids < start + rows)
+        weight, pad = self.weight, self.padding_idx
+        if rows == 0:
+            return sum_over_ranks(weight.new_zeros(*ids.shape, weight.shape[1]), group_name)
+        pad = pad - start if pad is not None and start <= pad < start + rows else None
+        x = F.embedding((ids - start).where(mine, 0), weight, pad)
+        return sum_over_ranks(x.where(mine.unsqueeze(-1), 0), group_name)
+
+    return forward
+
+
+def _logits(mesh: DeviceMesh, group_name: str, loss_parallel: bool) -> Any:
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        local = F.linear(sum_gradients(x, group_name), self.weight)
+        shape = (*local.shape[:-1], self.out_features)
+        strides = [1]
+        for n in reversed(shape[1:]):
+            strides.insert(0, strides[0] * n)
+        logits = DTensor.from_local(
+            local,
+            mesh,
+            [Shard(local.ndim - 1)],
+            run_check=False,
+            shape=shape,
+            stride=tuple(strides),
+        )
+        if loss_parallel and self.training:
+            return logits
+        return logits.full_tensor(grad_placements=[Replicate()])
+
+    return forward
+
+
+def _between_sums(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """The gradient of the module's input is the sum of the ranks', and so is its output."""
+    group_name = mesh.get_group().group_name
+    compute = type(module).forward
+
+    def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = compute(self, sum_gradients(x, group_name), *args, **kwargs)
+        if isinstance(out, tuple):
+            return (sum_over_ranks(out[0], group_name), *out[1:])
+        return sum_over_ranks(out, group_name)
+
+    return _subclass(module, {"forward": forward})
+
+
+def _hold(
+    module: nn.Module, mesh: DeviceMesh, dims: dict[str, int | None], partial: bool = False
+) -> None:
+    """Makes parameters DTensors, sharded by a dimension or replicated, of which the module's own
+    code sees this rank's part.
+
+    Args:
+        partial: the part's gradient is that of this rank's heads alone; the ranks' are summed.
+    """
+    group_name = mesh.get_group().group_name
+    properties = {}
+    for name, dim in dims.items():
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            continue
+        placement = Replicate() if dim is None else Shard(dim)
+        module._parameters[name] = _distributed(parameter, mesh, placement)
+        properties[name] = property(_local_part(name, mesh, group_name if partial else None))
+    if properties:
+        _subclass(module, properties)
+
+
+def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
+    """The parameter as a DTensor; one that stands twice, as tied embeddings, is one."""
+    known = getattr(parameter, "_gla_ext_sharded", None)
+    if known is not None and known.device_mesh == mesh and known.placements == (placement,):
+        return known
+    whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    made = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    parameter._gla_ext_sharded = made
+    return made
+
+
+def _local_part(name: str, mesh: DeviceMesh, group_name: str | None) -> Any:
+    def part(self: nn.Module) -> Tensor:
+        parameter = self._parameters[name]
+        # FSDP2 asks for what it has sharded over further ranks, as it is.
+        if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
+            return parameter
+        local = parameter.to_local()
+        return local if group_name is None else sum_gradients(local, group_name)
+
+    return part
+
+
+def _subclass(module: nn.Module, members: dict[str, Any]) -> nn.Module:
+    """Gives the module a class of its own, of its class's name, with these members."""
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **members})
+    return module
+
+
+__all__ = [
+    "HeadsParallel",
+    "MLPParallel",
+    "Replicated",
+    "VocabularyParallel",
+    "tensor_parallel_plan",
+]

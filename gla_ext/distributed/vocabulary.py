@@ -1,0 +1,58 @@
+"""Cross entropy of logits that are sharded over the vocabulary: no rank has a whole row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from gla_ext.distributed._collectives import all_max, all_sum
+from gla_ext.model.loss import IGNORE_INDEX
+
+
+def first_row(rows: int, size: int, rank: int) -> int:
+    """Where a rank's part of so many rows starts: parts are as of `torch.chunk`."""
+    return min(rows, -(-rows // size) * rank)
+
+
+def is_sharded_by_vocabulary(logits: Tensor) -> bool:
+    """Whether logits `[N, vocab_size]` are a DTensor sharded by their last dimension alone."""
+    return isinstance(logits, DTensor) and tuple(logits.placements) == (Shard(logits.ndim - 1),)
+
+
+def sharded_cross_entropy(logits: DTensor, targets: Tensor) -> Tensor:
+    """`gla_ext.model.loss.cross_entropy`, on every rank the same, a plain tensor."""
+    mesh = logits.device_mesh
+    start = first_row(logits.shape[-1], mesh.size(), mesh.get_local_rank())
+    return _CrossEntropy.apply(logits.to_local(), targets, start, mesh.get_group().group_name)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, targets: Tensor, start: int, group_name: str) -> Tensor:
+        wide = local.to(torch.promote_types(local.dtype, torch.float32))
+        counts = targets != IGNORE_INDEX
+        columns = targets - start
+        mine = counts & (columns >= 0) & (columns < local.shape[1])
+        columns = columns.where(mine, 0).unsqueeze(1)
+        if local.shape[1]:
+            greatest, at_target = wide.amax(1), wide.gather(1, columns)[:, 0].where(mine, 0)
+        else:
+            greatest = wide.new_full((wide.shape[0],), -torch.inf)
+            at_target = wide.new_zeros(wide.shape[0])
+        greatest = all_max(greatest, group_name)
+        total = (wide - greatest.unsqueeze(1)).exp().sum(1)
+        total, at_target = all_sum(torch.stack([total, at_target]), group_name)
+        log_total = greatest + total.log()
+        ctx.save_for_backward(local, log_total, columns, mine, counts)
+        return (log_total - at_target).where(counts, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        local, log_total, columns, mine, counts = ctx.saved_tensors
+        p = (local.to(log_total.dtype) - log_total.unsqueeze(1)).exp_()
+        if local.shape[1]:
+            p.scatter_add_(1, columns, -mine.to(p.dtype).unsqueeze(1))
+        return (p * gradient.where(counts, 0).unsqueeze(1)).to(local.dtype), None, None, None

@@ -1,0 +1,61 @@
+"""Models on the Hub that a program finds with `trust_remote_code=True`, without an import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+MODULE = "modeling_gla_ext"
+_CLASSES = {
+    "AutoModel": "GLAModel",
+    "AutoModelForCausalLM": "GLAForCausalLM",
+    "AutoModelForQuestionAnswering": "GLAForQuestionAnswering",
+    "AutoModelForSequenceClassification": "GLAForSequenceClassification",
+    "AutoModelForTokenClassification": "GLAForTokenClassification",
+}
+# Classes of their own: transformers copies the file of a class that it has loaded so, when it is
+# saved again.
+_SOURCE = '''"""The classes of gla_ext.hf, for Auto classes with trust_remote_code=True.
+
+Needs gla_ext: pip install 'gla_ext[hf]'.
+"""
+
+import gla_ext.hf
+
+
+class GLAConfig(gla_ext.hf.GLAConfig):
+    def __init__(self, **options):  # transformers makes another where there is none
+        super().__init__(**options)
+
+''' + "\n".join(
+    f"\nclass {name}(gla_ext.hf.{name}):\n    config_class = GLAConfig\n"
+    for name in _CLASSES.values()
+)
+
+
+def add_custom_code(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes `save_pretrained` and `push_to_hub` write a file with which transformers' Auto classes
+    find gla_ext's with `trust_remote_code=True` alone. gla_ext is to be installed all the same.
+
+        gla_ext.hf.add_custom_code(model).push_to_hub("name/of-a-model")
+
+    Args:
+        model: one of `gla_ext.hf`.
+
+    Returns:
+        The model.
+    """
+    names = {"AutoConfig": "GLAConfig"} | _CLASSES
+    model.config.auto_map = {auto: f"{MODULE}.{name}" for auto, name in names.items()}
+    return model
+
+
+def write_custom_code(model: PreTrainedModel, folder: str | Path) -> None:
+    """Writes the file beside a config.json that names it."""
+    auto_map = getattr(model.config, "auto_map", None) or {}
+    if f"{MODULE}.GLAConfig" in auto_map.values():
+        (Path(folder) / f"{MODULE}.py").write_text(_SOURCE, encoding="utf-8")
+
+
+__all__ = ["add_custom_code"]

@@ -1,0 +1,179 @@
+"""Training on sequences longer than a step's: truncated backpropagation, and packed documents.
+
+A window of `segments * seq_len` tokens is trained on in as many steps. Each goes on from the states
+that the one before ended with, and no gradient passes from one to the other (Williams and Peng,
+1990; the GLA paper trains so on 24K tokens, by 12 segments of 2K). Packed, every document starts
+from no state: a batch is one row, in which `cu_seqlens` says where documents start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gla_ext.cache import GLACache
+from gla_ext.train.data import DOCUMENT_START
+
+States = list[dict[str, Any]]  # an entry a layer, as in a GLACache
+
+
+class PackedRows(NamedTuple):
+    """Where documents start in a batch `[B, T]` that is read as one row `[1, B * T]`.
+
+    cu_seqlens: int32 `[N + 1]`, offsets of the documents; at the end there may be empty ones.
+    first, last: int64 `[B]`, the number of each row's first and last document.
+    goes_on: bool `[B]`, whether a row's first document started before the row.
+    """
+
+    cu_seqlens: Tensor
+    first: Tensor
+    last: Tensor
+    goes_on: Tensor
+
+
+def pack_rows(inputs: Tensor, capacity: int) -> PackedRows:
+    """Finds the documents of a batch; nothing is read back from a GPU.
+
+    Args:
+        inputs: int64 `[B, T]`; a document starts at every byte 0, and one at each row's start.
+        capacity: N, as many documents as there are or more.
+    """
+    B, T = inputs.shape
+    starts = inputs == DOCUMENT_START
+    goes_on = ~starts[:, 0]
+    starts = F.pad(starts[:, 1:], (1, 0), value=True).flatten()
+    number = starts.cumsum(0) - 1
+    cu_seqlens = torch.full((capacity + 1,), B * T, dtype=torch.int32, device=inputs.device)
+    tokens = torch.arange(B * T, dtype=torch.int32, device=inputs.device)
+    # Tokens inside a document write the end of the row at the last offset, where it is already.
+    cu_seqlens.scatter_(0, number.where(starts, capacity), tokens.where(starts, B * T))
+    number = number.view(B, T)
+    return PackedRows(cu_seqlens, number[:, 0], number[:, -1], goes_on)
+
+
+def most_documents(stream: Tensor, batch_size: int, seq_len: int) -> int:
+    """The largest number of documents in batch_size windows of seq_len tokens of a stream."""
+    starts = (stream == DOCUMENT_START).cumsum(0, dtype=torch.int32)
+    inside = starts[seq_len - 1 :] - starts[: len(stream) - seq_len + 1]
+    return batch_size * (1 + int(inside.max()))
+
+
+def forward(
+    model: nn.Module, inputs: Tensor, states: States | None, rows: PackedRows | None
+) -> tuple[Tensor, States]:
+    """Logits, and the states after the tokens.
+
+    Args:
+        model: a `GLAForCausalLM`.
+        inputs: int64 `[B, T]`.
+        states: of each row before its first token, from the call before. None: no state.
+        rows: of `pack_rows`. None: a row is one sequence.
+
+    Returns:
+        Logits `[B, T, vocab_size]`, and the states of each row after its last token.
+    """
+    B, T = inputs.shape
+    cache, cu_seqlens = GLACache(), None
+    if rows is not None:
+        inputs, cu_seqlens = inputs.view(1, B * T), rows.cu_seqlens
+        if states is not None:
+            states = [_each(lambda x: _spread(x, rows), entry) for entry in states]
+    for layer_idx, entry in enumerate(states or ()):
+        cache.update(layer_idx=layer_idx, offset=0, **entry)
+    logits = model(
+        inputs, past_key_values=cache, use_cache=True, cu_seqlens=cu_seqlens
+    ).logits.view(B, T, -1)
+    if rows is not None:
+        cache.batch_select_indices(rows.last)
+    return logits, list(cache)
+
+
+class SegmentedLoss:
+    """The loss of a step whose rows go on where the step before ended.
+
+    Args:
+        model: the model.
+        loss: `loss(logits, targets)`, a scalar, of `[B, T, vocab_size]` and int64 `[B, T]`.
+        segments: steps a window; 1 hands nothing on.
+        documents: what `most_documents` says of the text, where each document starts from no
+            state; 0 where states run on from one document to the next. Default: 0.
+        compiled: whether a step is compiled, in one graph. Default: False.
+        autocast: a context for the model's call. Default: none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        segments: int,
+        documents: int = 0,
+        compiled: bool = False,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.model, self.segments, self.documents = model, segments, documents
+        self._of_logits, self._autocast = loss, autocast
+        self._run = torch.compile(self._step, fullgraph=True) if compiled else self._step
+        self.states: States | None = None
+
+    def __call__(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of a step, counted from 0, which follows the one before; keeps the states."""
+        if step % self.segments == 0:
+            self.states = None
+        rows = pack_rows(inputs, self.documents) if self.documents else None
+        loss, states = self._run(inputs, targets, self.states, rows)
+        if self.segments > 1:
+            self.states = [_each(Tensor.detach, entry) for entry in states]
+        return loss
+
+    def _step(
+        self, inputs: Tensor, targets: Tensor, states: States | None, rows: PackedRows | None
+    ) -> tuple[Tensor, States]:
+        with self._autocast():
+            if self.segments > 1:
+                logits, states = forward(self.model, inputs, states, rows)
+            else:
+                row = inputs.view(1, -1)
+                logits = self.model(row, cu_seqlens=rows.cu_seqlens).logits.view(*inputs.shape, -1)
+        return self._of_logits(logits, targets), states or []
+
+    def tensors(self, step: int) -> dict[str, Tensor]:
+        """What the next step needs and a checkpoint must hold: nothing at a window's start."""
+        if self.states is None or step % self.segments == 0:
+            return {}
+        found = {}
+        for layer, entry in enumerate(self.states):
+            found[f"{layer}.recurrent_state"] = entry["recurrent_state"]
+            for place, x in enumerate(entry["conv_state"] or ()):
+                found[f"{layer}.conv_state.{place}"] = x
+        return found
+
+    def load(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """Takes back what `tensors` gave."""
+        self.states = [] if tensors else None
+        layers = 1 + max((int(name.split(".")[0]) for name in tensors), default=-1)
+        for layer in range(layers):
+            places = range(sum(name.startswith(f"{layer}.conv_state.") for name in tensors))
+            conv_state = tuple(tensors[f"{layer}.conv_state.{i}"].to(device) for i in places)
+            state = tensors[f"{layer}.recurrent_state"].to(device)
+            self.states.append({"recurrent_state": state, "conv_state": conv_state or None})
+
+
+def _spread(x: Tensor, rows: PackedRows) -> Tensor:
+    """States of rows, `[B, ..]`, as those of their first documents, `[N, ..]`, the others 0."""
+    goes_on = rows.goes_on.view(-1, *(1,) * (x.ndim - 1))
+    spread = x.new_zeros(len(rows.cu_seqlens) - 1, *x.shape[1:])
+    return spread.index_copy(0, rows.first, x.where(goes_on, 0))
+
+
+def _each(function: Callable[[Tensor], Tensor], entry: dict[str, Any]) -> dict[str, Any]:
+    """A layer's entry, its tensors passed through a function."""
+    state, conv_state = entry["recurrent_state"], entry["conv_state"]
+    return {
+        "recurrent_state": function(state),
+        "conv_state": None if conv_state is None else tuple(function(x) for x in conv_state),
+    }

@@ -1,0 +1,149 @@
+"""chunk_gla over several ranks on the fused path, the ranks one after the other on one GPU."""
+
+import pytest
+import torch
+from common import assert_results_close, assert_same_bits, exact_by_chunks, make_inputs
+from fused import BF16, for_this_gpu, mixed_gates
+from large import large_inputs
+from ranks import across_ranks, named, text_of
+
+from gla_ext import _C, batch_invariant
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
+
+in_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
+SHAPES = {  # B, T, H, K, V, the gates' dtype
+    "a long sequence": (1, 640, 1, 128, 256, BF16),
+    "clusters": (12, 195, 10, 72, 200, BF16),  # the batch for an H200
+    "prepared": (2, 520, 2, 136, 72, BF16),
+    "prepared, fp32 gates": (1, 520, 1, 96, 80, torch.float32),
+    "fused": (1, 640, 2, 64, 128, BF16),
+    "small heads": (2, 640, 2, 32, 64, BF16),
+    "fills the GPU": (24, 200, 12, 72, 72, BF16),
+}
+
+
+def in_halves(x, lengths, layout):
+    """The plan of the first rank."""
+    B, _, H, K = x.q.shape
+    parts = 2 if layout == "zigzag" else 1
+    return _C.plan(
+        B * parts,
+        lengths[0] // parts,
+        H,
+        K,
+        x.v.shape[-1],
+        dtype="bfloat16",
+        gate_dtype=str(x.g.dtype).removeprefix("torch."),
+        for_backward=True,
+        in_halves=True,
+        processors=torch.cuda.get_device_properties().multi_processor_count,
+        device="cuda",
+    )
+
+
+@in_nan
+@pytest.mark.parametrize("gates", ["weak", "every other chunk", "reset"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_results_are_one_gpu_s(shape, gates):
+    *sizes, gate_dtype = shape
+    sizes[0] = for_this_gpu(sizes[0]) if sizes[0] > 2 else sizes[0]
+    gate = "reset" if gates == "reset" else 0.1
+    x = make_inputs(*sizes, BF16, gate, gate_dtype, device="cuda")
+    x = mixed_gates(x, gates) if gates == "every other chunk" else x
+    T = sizes[1]
+    lengths = (T // 2, T // 8, T - T // 2 - T // 8)
+    plan = in_halves(x, lengths, "contiguous")
+    assert plan["path"] == "fused"
+    for name in ("forward", "backward"):
+        summary = plan[name]["kernels"][: plan[name]["summary_kernels"]]
+        assert summary[-1].startswith("fold")
+    if shape == SHAPES["clusters"]:
+        assert summary[0] == "states.cluster.summaries"
+    found = named(across_ranks(text_of(x), lengths, uneven=True))
+    assert_results_close(found, exact_by_chunks(x), x)
+
+
+@pytest.mark.parametrize("gates", ["weak", "every other chunk"])
+def test_segments_of_clusters(gates):
+    """What a long sequence on a GPU takes, whose prepared chunks backward reads."""
+    x = large_inputs(1, 16384, for_this_gpu(16), 128, 256, states=True)
+    x = x if gates == "weak" else mixed_gates(x, gates)
+    plan = in_halves(x, (8192, 8192), "contiguous")
+    for name in ("forward", "backward"):
+        assert plan[name]["segments"] > 1
+    assert plan["forward"]["kernels"][1] == "fold.and_strong_A" and plan["for_backward_bytes"] > 0
+    assert_results_close(named(across_ranks(text_of(x), (8192, 8192))), exact_by_chunks(x), x)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("H, K, V", [(1, 72, 136), (1, 136, 72), (1, 64, 64), (60, 72, 200)])
+def test_every_kernel(H, K, V):
+    """Strong chunks among others, over prepared chunks, of small heads, and by clusters."""
+    x = make_inputs(1, 140, for_this_gpu(H), K, V, BF16, 0.1)
+    x = mixed_gates(x, "every other chunk")
+    found = named(across_ranks(text_of(x.map(torch.Tensor.cuda)), (75, 65), uneven=True))
+    assert_results_close({name: t.cpu() for name, t in found.items()}, exact_by_chunks(x), x)
+
+
+@in_nan
+@pytest.mark.parametrize("v_first", [False, True])
+def test_zigzag_and_v_first(v_first):
+    x = make_inputs(2, 768, 1, 128, 256, BF16, 0.1, device="cuda")
+    text = text_of(x)
+    if v_first:
+        text |= {name: text[name].mT.contiguous() for name in ("h0", "dht")}
+    found = named(across_ranks(text, (256,) * 3, "zigzag", state_v_first=v_first))
+    if v_first:
+        found |= {name: found[name].mT for name in ("final_state", "dh0")}
+    assert_results_close(found, exact_by_chunks(x), x)
+
+
+@in_nan
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("lengths", [(5, 300, 1, 0, 200), (510,)], ids=str)
+def test_packed_sequences(layout, lengths):
+    x = make_inputs(1, 510, 2, 72, 40, BF16, 0.1, lengths=lengths, device="cuda")
+    assert_results_close(named(across_ranks(text_of(x), (170,) * 3, layout)), exact_by_chunks(x), x)
+
+
+@in_nan
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
+def test_the_step_path_and_gates_on_values(dtype):
+    x = make_inputs(2, 200, 2, 20, 28, dtype, 0.5, device="cuda")
+    assert_results_close(named(across_ranks(text_of(x), (100, 100))), exact_by_chunks(x), x)
+    gv = make_inputs(2, 200, 2, 28, 28, dtype, 0.5, device="cuda", seed=3).g
+    one = named(across_ranks(text_of(x, gv), (200,), uneven=True))
+    found = named(across_ranks(text_of(x, gv), (120, 80), uneven=True))
+    assert_results_close(found, {name: value.double() for name, value in one.items()}, x)
+
+
+def test_the_same_bits_from_run_to_run():
+    x = make_inputs(1, 640, 1, 128, 256, BF16, 0.1, device="cuda")
+    for mode in (False, True):
+        with batch_invariant(mode):
+            once, again = (named(across_ranks(text_of(x), (320, 320))) for _ in range(2))
+        assert_same_bits(once, again)
+
+
+def test_other_tokens_than_the_plan_was_made_for():
+    """Without what forward prepared, as in graphs of symbolic sizes, everything is made again."""
+    x = make_inputs(1, 640, 1, 128, 256, BF16, 0.1, device="cuda")
+    operands = (x.q, x.k, x.v, x.g, None)
+    ops = torch.ops.gla_ext
+    summary, none = ops.chunk_gla_summary(*operands, x.initial_state, None, False, False, True, 0)
+    assert none.numel() == 0
+    o, state, entering = ops.chunk_gla_apply(
+        *operands, x.initial_state, None, True, False, False, True, none, 0
+    )
+    grad, nothing = ops.chunk_gla_summary_bwd(x.do, x.dht, *operands, None, False, False, none, 0)
+    gradients = ops.chunk_gla_apply_bwd(
+        x.do, x.dht, *operands, x.initial_state, None, False, False, none, entering, nothing
+    )
+    names = ("dq", "dk", "dv", "dg", "dgv", "dh0")
+    found = {"o": o, "final_state": state} | dict(zip(names, gradients, strict=True))
+    del found["dgv"]
+    expected = exact_by_chunks(x)
+    assert_results_close(found, expected, x)
+    states = {"final_state": summary[: state.numel()].view_as(state), "dh0": grad}
+    assert_results_close(states, {name: expected[name] for name in states}, x)

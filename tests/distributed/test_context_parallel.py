@@ -1,0 +1,148 @@
+"""`chunk_gla` with a cp_context: the results of one process's tokens, whatever the cut."""
+
+import random
+
+import pytest
+import torch
+from common import assert_close, make_inputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import NAMES, local, pieces_of
+
+from gla_ext import chunk_gla
+from gla_ext.distributed import build_cp_context
+
+
+def make(B, T, lengths=None, gate=1.0, heads=(2, 2), gv=False, seed=0):
+    """The operands of a whole text, fp64, with states and upstream gradients."""
+    x = make_inputs(B, T, heads[0], 5, 3, torch.float64, gate, lengths=lengths, seed=seed)
+    y = make_inputs(B, T, heads[1], 5, 3, torch.float64, gate, seed=seed + 1)
+    values = {"q": x.q, "k": y.k, "v": y.v, "g": y.g, "gv": None}
+    if gv:
+        z = make_inputs(B, T, heads[1], 3, 3, torch.float64, gate, seed=seed + 2)
+        values["gv"] = z.g
+    return values | {"do": x.do, "h0": x.initial_state, "dht": x.dht, "cu_seqlens": x.cu_seqlens}
+
+
+def whole(x, state_v_first=False):
+    """One process's results."""
+    leaves = {n: x[n].detach().requires_grad_() for n in (*NAMES, "h0") if x[n] is not None}
+    operands = [leaves.get(n) for n in NAMES]
+    o, state = chunk_gla(
+        *operands[:4], initial_state=leaves["h0"], output_final_state=True,
+        cu_seqlens=x["cu_seqlens"], gv=operands[4], state_v_first=state_v_first,
+    )  # fmt: skip
+    gradients = torch.autograd.grad((o, state), list(leaves.values()), (x["do"], x["dht"]))
+    return {"o": o.detach(), "state": state.detach()} | dict(zip(leaves, gradients, strict=True))
+
+
+def run_rank(group, x, lengths, layout, uneven, options=None):
+    """A rank's results, and the numbers of its own sequences."""
+    options = options or {}
+    context = build_cp_context(
+        x["cu_seqlens"], group, layout=layout, lengths=lengths if uneven else None
+    )
+    ranges = pieces_of(lengths, layout, context.rank, context.size)
+    cut = context.cut(lengths[context.rank], torch.device("cpu"))
+    rows = list(range(x["h0"].shape[0])) if x["cu_seqlens"] is None else list(cut.sequences)
+    leaves = {n: local(x[n], ranges).requires_grad_() for n in NAMES if x[n] is not None}
+    leaves["h0"] = x["h0"][rows].requires_grad_()
+    operands = [leaves.get(n) for n in NAMES]
+    upstream = (local(x["do"], ranges), x["dht"][rows])
+    o, state = chunk_gla(
+        *operands[:4], initial_state=leaves["h0"], output_final_state=True, gv=operands[4],
+        cp_context=context, **options,
+    )  # fmt: skip
+    gradients = torch.autograd.grad((o, state), list(leaves.values()), upstream)
+    results = {"o": o.detach(), "state": state.detach()}
+    return results | dict(zip(leaves, gradients, strict=True)), ranges, rows
+
+
+def assert_equals_one_process(ranks, x, state_v_first=False):
+    expected = whole(x, state_v_first)
+    states = {name: torch.zeros_like(expected[name]) for name in ("state", "h0")}
+    for results, ranges, rows in ranks:
+        for name in ("o", *NAMES):
+            if expected.get(name) is not None:
+                assert_close(results[name], local(expected[name], ranges), 1e-12, 1e-14, name)
+        for name, total in states.items():
+            total.index_add_(0, torch.tensor(rows, dtype=torch.int64), results[name])
+    for name, total in states.items():
+        assert_close(total, expected[name], 1e-12, 1e-14, name)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_rows_cut_evenly(pool, ranks, layout):
+    T = 34 * ranks
+    x = make(2, T, heads=(4, 2), gv=ranks > 2)
+    found = pool(run_rank, x, (34,) * ranks, layout, False, ranks=ranks)
+    assert_equals_one_process(found, x)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_packed_sequences_that_cross_ranks_and_a_tail(pool, layout):
+    x = make(1, 4 * 33, lengths=(5, 0, 70, 1, 0, 40), gate="reset")
+    found = pool(run_rank, x, (33,) * 4, layout, False)
+    assert_equals_one_process(found, x)
+
+
+def test_states_with_v_first(pool):
+    x = make(2, 40)
+    x |= {name: x[name].mT.contiguous() for name in ("h0", "dht")}
+    found = pool(run_rank, x, (20, 20), "contiguous", False, {"state_v_first": True}, ranks=2)
+    assert_equals_one_process(found, x, state_v_first=True)
+
+
+def test_uneven_rows_and_ranks_without_tokens(pool):
+    x = make(2, 50)
+    for layout, lengths in (("contiguous", (0, 7, 0, 43)), ("zigzag", (2, 0, 40, 8))):
+        assert_equals_one_process(pool(run_rank, x, lengths, layout, True), x)
+
+
+def draw_text(data, B, T, sequences=None):
+    """Gates of any kind, shared heads or not, states in either layout."""
+    gate = data.draw(st.sampled_from([0.1, 1.0, 10.0, "reset"]))
+    gates = data.draw(st.sampled_from(["g", "gv", "both", "none"]))
+    heads = data.draw(st.sampled_from([(2, 2), (4, 2), (3, 1)]))
+    x = make(B, T, lengths=sequences, gate=gate, heads=heads, gv=gates in ("gv", "both"), seed=T)
+    if gates in ("gv", "none"):
+        x["g"] = None
+    v_first = data.draw(st.booleans())
+    if v_first:
+        x |= {name: x[name].mT.contiguous() for name in ("h0", "dht")}
+    return x, v_first
+
+
+def draw_lengths(data, even=False):
+    ranks = data.draw(st.integers(1, 4))
+    tokens = st.integers(0, 40).map(lambda n: 2 * n) if even else st.integers(0, 40)
+    lengths = tuple(data.draw(st.lists(tokens, min_size=ranks, max_size=ranks)))
+    return lengths if sum(lengths) else (2, *lengths[1:])
+
+
+def assert_any_cut(pool, x, lengths, layout, v_first):
+    options = {"state_v_first": v_first}
+    found = pool(run_rank, x, lengths, layout, True, options, ranks=len(lengths))
+    assert_equals_one_process(found, x, v_first)
+
+
+@given(data=st.data())
+@settings(max_examples=30)
+def test_any_cut_of_packed_sequences(pool, data):
+    lengths = draw_lengths(data)
+    layout = data.draw(st.sampled_from(["contiguous", "zigzag"]))
+    T, rng = sum(lengths), random.Random(data.draw(st.integers(0, 10**6)))
+    cuts = sorted(rng.randint(0, T) for _ in range(rng.randint(1, 6)))
+    sequences = tuple(b - a for a, b in zip([0, *cuts], cuts, strict=False))
+    x, v_first = draw_text(data, 1, T, sequences)
+    assert_any_cut(pool, x, lengths, layout, v_first)
+
+
+@given(data=st.data())
+@settings(max_examples=30)
+def test_any_cut_of_rows(pool, data):
+    layout = data.draw(st.sampled_from(["contiguous", "zigzag"]))
+    lengths = draw_lengths(data, even=layout == "zigzag")
+    x, v_first = draw_text(data, data.draw(st.integers(1, 3)), sum(lengths))
+    assert_any_cut(pool, x, lengths, layout, v_first)

@@ -1,0 +1,178 @@
+"""`chunk_gla` with a cp_context in graphs, under autocast, and beside what wraps a call."""
+
+import pytest
+import torch
+from common import assert_close, make_inputs
+from ranks import local, pieces_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gla_ext import chunk_gla
+from gla_ext.distributed import build_cp_context
+
+
+def cut(group, T, layout="contiguous", lengths=None, dtype=torch.float64):
+    """Seeded operands of a whole text, this rank's leaves of them, and its context."""
+    x = make_inputs(1 if lengths else 2, T, 2, 5, 3, dtype, lengths=lengths)
+    context = build_cp_context(x.cu_seqlens, group, layout=layout)
+    size = context.size
+    ranges = pieces_of((T // size,) * size, layout, context.rank, size)
+    leaves = [local(t, ranges).requires_grad_() for t in (x.q, x.k, x.v, x.g)]
+    return x, leaves, local(x.do, ranges), context
+
+
+def run_compiled(group, backend, layout, lengths, sizes, dynamic):
+    context = None
+
+    def function(q, k, v, g):
+        o, state = chunk_gla(q, k, v, g, output_final_state=True, cp_context=context)
+        return 2 * o, state
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for T in sizes:
+        _, leaves, do, context = cut(group, T, layout, lengths)
+        results = []
+        for f in (function, compiled):
+            o, state = f(*leaves)
+            gradients = torch.autograd.grad((o, state), leaves, (do, torch.ones_like(state)))
+            results.append((o, state, *gradients))
+        for mine, theirs in zip(*results, strict=True):
+            assert_close(mine, theirs, 1e-13)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+GRAPHS = {
+    "rows": ("contiguous", None),
+    "packed": ("contiguous", (30, 1, 40)),
+    "packed zigzag": ("zigzag", (30, 1, 40)),
+}
+
+
+@pytest.mark.parametrize("case", GRAPHS.values(), ids=GRAPHS)
+def test_a_whole_graph(pool, case):
+    assert pool(run_compiled, "aot_eager", *case, (72,), None, ranks=2) == [1, 1]
+
+
+def test_a_graph_of_symbolic_sizes(pool):
+    """Rows that are cut evenly: one graph for every length."""
+    for layout in ("contiguous", "zigzag"):
+        args = ("aot_eager", layout, None, (72, 96, 40), True)
+        assert pool(run_compiled, *args, ranks=2) == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_graph_by_inductor(pool):
+    assert pool(run_compiled, "inductor", "zigzag", None, (72,), None, ranks=2) == [1, 1]
+
+
+def run_checkpointed(group):
+    """Twice the same gradients, and as many all-gathers as recomputation asks for."""
+    _, leaves, do, context = cut(group, 64)
+
+    def function(*operands):
+        return chunk_gla(*operands, cp_context=context)[0]
+
+    expected = torch.autograd.grad(function(*leaves), leaves, do)
+    for reentrant in (False, True):
+        o = torch.utils.checkpoint.checkpoint(function, *leaves, use_reentrant=reentrant)
+        for x in leaves:
+            x.grad = None
+        o.backward(do)
+        for leaf, theirs in zip(leaves, expected, strict=True):
+            assert torch.equal(leaf.grad, theirs)
+
+
+def test_activation_checkpointing(pool):
+    pool(run_checkpointed, ranks=2)
+
+
+class Recorder(TorchDispatchMode):
+    """The operators below autograd that were called, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket._qualified_op_name.partition("::")[2])
+        return function(*args, **(kwargs or {}))
+
+
+def run_counted(group):
+    _, leaves, do, context = cut(group, 64)
+    chunk_gla(*leaves, cp_context=context)  # compares the ranks
+    with Recorder() as forward:
+        o, _ = chunk_gla(*leaves, cp_context=context)
+    with Recorder() as backward:
+        torch.autograd.grad(o, leaves, do)
+    return forward.names, backward.names
+
+
+def test_a_direction_is_a_handful_of_operators(pool):
+    gather = ["all_gather_into_tensor", "wait_tensor"]
+    first, last = pool(run_counted, ranks=2)
+    forward = ["chunk_gla_summary", *gather, "chunk_gla_fold", "chunk_gla_apply"]
+    for found, _ in (first, last):
+        assert [name for name in found if not name.startswith("new_empty")] == forward
+        assert len(found) <= len(forward) + 2
+    backward = ["chunk_gla_summary_bwd", "view", *gather, "chunk_gla_fold", "chunk_gla_apply_bwd"]
+    assert first[1] == backward
+    assert last[1] == [name for name in backward if name != "chunk_gla_fold"]  # nothing follows
+
+
+def run_autocast(group):
+    _, leaves, do, context = cut(group, 64, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        o, _ = chunk_gla(*leaves, cp_context=context)
+    q, k, v = (x.bfloat16() for x in leaves[:3])
+    expected, _ = chunk_gla(q, k, v, leaves[3], cp_context=context)
+    assert o.dtype == torch.bfloat16 and torch.equal(o, expected)
+    gradients = torch.autograd.grad(o, leaves, do.bfloat16())
+    assert [x.dtype for x in gradients] == [torch.float32] * 4
+
+
+def test_autocast(pool):
+    pool(run_autocast, ranks=2)
+
+
+def run_without_gradients(group):
+    x, leaves, _, context = cut(group, 64)
+    whole, _ = chunk_gla(x.q, x.k, x.v, x.g)
+    mine = whole.chunk(context.size, 1)[context.rank]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            o, state = chunk_gla(*(t.detach() for t in leaves), cp_context=context)
+        assert state is None
+        assert_close(o, mine, 1e-13)
+    # A second derivative is refused, as without a context.
+    o, _ = chunk_gla(*leaves, cp_context=context)
+    (dq,) = torch.autograd.grad(o.sum(), leaves[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match="chunk_gla: double backward is not supported"):
+        dq.sum().backward()
+
+
+def test_without_gradients_and_with_too_many(pool):
+    pool(run_without_gradients, ranks=2)
+
+
+def run_dtype(group, dtype):
+    x, leaves, do, context = cut(group, 160, dtype=dtype)
+    results = [
+        (o := chunk_gla(*leaves, cp_context=context)[0]),
+        *torch.autograd.grad(o, leaves, do),
+    ]
+    whole = [t.requires_grad_() for t in (x.q, x.k, x.v, x.g)]
+    o, _ = chunk_gla(*whole)
+    expected = [o, *torch.autograd.grad(o, whole, x.do)]
+    bound = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+    for mine, theirs in zip(results, expected, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert_close(mine, theirs.chunk(context.size, 1)[context.rank], bound[dtype])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+def test_every_dtype(pool, dtype):
+    pool(run_dtype, dtype, ranks=4)

@@ -1,0 +1,132 @@
+"""Layers and language models on one rank's tokens: outputs, loss and gradients of one process."""
+
+import pytest
+import torch
+from common import assert_close
+from models import EVERY, make_ids, make_layer, make_model, make_x
+from ranks import local, pieces_of
+
+from gla_ext.cache import GLACache
+from gla_ext.distributed import build_cp_context
+from gla_ext.distributed._collectives import all_sum
+
+CPU = torch.device("cpu")
+CUTS = {
+    "even": ("contiguous", (20, 20, 20), None),
+    "zigzag": ("zigzag", (20, 20, 20), None),
+    "packed": ("contiguous", (20, 20, 20), (3, 30, 1, 22)),
+    "packed zigzag": ("zigzag", (20, 20, 20), (3, 30, 1, 22)),
+    "parts shorter than the halo": ("contiguous", (1, 2, 0, 57), (2, 50, 8)),
+    "short zigzag parts": ("zigzag", (2, 54, 4), None),
+}
+each = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+
+
+def context_of(group, cut):
+    layout, lengths, sequences = cut
+    offsets = None if sequences is None else torch.tensor([0, *sequences]).cumsum(0)
+    context = build_cp_context(offsets, group, layout=layout, lengths=lengths)
+    return context, pieces_of(lengths, layout, context.rank, context.size)
+
+
+def offsets_of(cut):
+    return None if cut[2] is None else torch.tensor([0, *cut[2]]).cumsum(0)
+
+
+def run_layer(group, cut, options):
+    context, ranges = context_of(group, cut)
+    layer = make_layer(**options)
+    x = local(make_x(B=1 if cut[2] else 2, T=60), ranges).requires_grad_()
+    do = local(make_x(B=x.shape[0], T=60, seed=2), ranges)
+    cache = GLACache()
+    o, *_ = layer(x, cp_context=context, past_key_values=cache, use_cache=True)
+    o.backward(do)
+    gradients = [all_sum(p.grad, group.group_name) for p in layer.parameters()]
+    rows = context.cut(x.shape[1], CPU).sequences
+    return o.detach(), x.grad, ranges, gradients, rows, cache.states[0]
+
+
+@each
+def test_layer(pool, cut):
+    options = EVERY | {"hidden_size": 24, "layer_idx": 0}
+    layer, x = make_layer(**options), make_x(B=1 if cut[2] else 2, T=60).requires_grad_()
+    cache = GLACache()
+    o, *_ = layer(x, cu_seqlens=offsets_of(cut), past_key_values=cache, use_cache=True)
+    o.backward(make_x(B=x.shape[0], T=60, seed=2))
+    N = len(cut[2]) if cut[2] else 2
+    state = torch.zeros_like(cache[0]["recurrent_state"])
+    convolved = [torch.zeros_like(c) for c in cache[0]["conv_state"]]
+    for found, dx, ranges, gradients, rows, entry in pool(
+        run_layer, cut, options, ranks=len(cut[1])
+    ):
+        end = sum(cut[2] or (60,))  # after it are no sequences
+        kept = [slice(r.start, min(r.stop, end)) for r in ranges]
+        lengths = [max(0, s.stop - s.start) for s in kept]
+        for mine, whole in ((found, o.detach()), (dx, x.grad)):
+            for part, s, n in zip(
+                mine.split([len(r) for r in ranges], 1), kept, lengths, strict=True
+            ):
+                assert_close(part[:, :n], whole[:, s.start : s.start + n], 1e-12, 1e-14)
+        for gradient, parameter in zip(gradients, layer.parameters(), strict=True):
+            assert_close(gradient, parameter.grad, 1e-11)
+        index = torch.tensor(list(rows) if cut[2] else list(range(N)), dtype=torch.int64)
+        state.index_add_(0, index, entry["recurrent_state"])
+        for total, mine in zip(convolved, entry["conv_state"], strict=True):
+            total.index_add_(0, index, mine)
+    assert_close(state, cache[0]["recurrent_state"], 1e-12)
+    for total, whole in zip(convolved, cache[0]["conv_state"], strict=True):
+        assert_close(total, whole, 1e-12)
+
+
+def run_model(group, cut, make, checkpointing):
+    context, ranges = context_of(group, cut)
+    model = make(torch.float64, use_short_conv=True).train()
+    if checkpointing:
+        model.model.gradient_checkpointing = True
+    ids = local(make_ids(B=1 if cut[2] else 2, T=60), ranges)
+    labels = ids.masked_fill(ids == 7, -100)
+    output = model(ids, labels=labels, cp_context=context)
+    output.loss.backward()
+    size = context.size  # DDP and FSDP2 average
+    gradients = [all_sum(p.grad, group.group_name) / size for p in model.parameters()]
+    return output.loss.detach(), output.logits.detach(), ranges, gradients
+
+
+@each
+def test_language_model(pool, cut):
+    model = make_model(torch.float64, use_short_conv=True).train()
+    ids = make_ids(B=1 if cut[2] else 2, T=60)
+    labels = ids.masked_fill(ids == 7, -100)
+    expected = model(ids, labels=labels, cu_seqlens=offsets_of(cut))
+    expected.loss.backward()
+    for loss, logits, ranges, gradients in pool(
+        run_model, cut, make_model, True, ranks=len(cut[1])
+    ):
+        assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-12)
+        if cut[2] is None or sum(cut[2]) == 60:
+            assert_close(logits, local(expected.logits, ranges), 1e-12)
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            assert_close(gradient, parameter.grad, 1e-11)
+
+
+def run_without_labels(group):
+    """A rank none of whose labels counts."""
+    context = build_cp_context(None, group)
+    model = make_model(torch.float64)
+    ids = make_ids(B=1, T=20).split(10, 1)[context.rank]
+    labels = ids if context.rank else torch.full_like(ids, -100)
+    labels = labels.clone()
+    labels[:, 0] = -100
+    loss = model(ids, labels=labels, cp_context=context).loss
+    loss.backward()
+    return loss.item(), [p.grad.isfinite().all().item() for p in model.parameters()]
+
+
+def test_a_rank_without_counted_labels(pool):
+    model, ids = make_model(torch.float64), make_ids(B=1, T=20)
+    labels = ids.clone()
+    labels[:, :11] = -100
+    expected = model(ids, labels=labels).loss.item()
+    for loss, finite in pool(run_without_labels, ranks=2):
+        assert loss == pytest.approx(expected, rel=1e-12)
+        assert all(finite)

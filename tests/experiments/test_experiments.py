@@ -1,0 +1,271 @@
+"""The programs of experiments/: their text, their runs and results, and what they draw."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from common import ROOT
+
+from experiments import report, run
+from experiments.comparisons import ablations, length, mqar, value_gates
+from experiments.comparisons.significance import p_value, welch
+from experiments.language import LONGEST, LanguageTrainer, long_documents
+from experiments.pack import Document, read_manifest, read_pack, split, write_pack
+from experiments.perform import perform, text_digest
+from experiments.plain_text import plain_text
+from experiments.recall import VOCAB_SIZE, Recall
+from experiments.runs import Result, Results, Run, best, chosen, keep, read_line, spread, swept
+from experiments.text import Source, prose
+from gla_ext.train.data import Corpus
+
+CPU = torch.device("cpu")
+RUN = Run(
+    task="text",
+    layer="gla",
+    width=16,
+    layers=1,
+    heads=2,
+    seq_len=32,
+    batch_size=2,
+    steps=2,
+    lr=1e-2,
+    text="digest",
+)
+
+
+def result(of: Run, score: float) -> Result:
+    return Result(of, score, {"seconds": 1.0, "device": "CPU", "parameters": 10})
+
+
+def test_recall_asks_for_every_key_once():
+    tokens, values = Recall(64, 8).examples(100, seed=3, device=CPU)
+    assert tokens.shape == values.shape == (100, 64)
+    half = VOCAB_SIZE // 2
+    for row, answers in zip(tokens.tolist(), values.tolist(), strict=True):
+        pairs = dict(zip(row[0:16:2], row[1:16:2], strict=True))
+        assert len(pairs) == len(set(pairs.values())) == 8
+        assert all(1 <= key < half <= value < VOCAB_SIZE for key, value in pairs.items())
+        asked = {place: value for place, value in enumerate(answers) if value != -100}
+        assert sorted(row[place] for place in asked) == sorted(pairs)
+        assert all(pairs[row[place]] == value for place, value in asked.items())
+        assert all(place >= 16 and place % 2 == 0 for place in asked)
+        assert all(row[place] == 0 for place in range(16, 64) if place not in asked)
+    again = Recall(64, 8).examples(100, seed=3, device=CPU)
+    assert torch.equal(tokens, again[0])
+    assert torch.equal(values, again[1])
+    assert not torch.equal(tokens, Recall(64, 8).examples(100, seed=4, device=CPU)[0])
+    with pytest.raises(ValueError, match=r"at least 4 \* pairs = 32, got 30"):
+        Recall(30, 8)
+
+
+def test_recall_asks_by_a_power_law():
+    space, count = 24, 4000
+    _, values = Recall(2 + 2 * space, 1).examples(count, seed=0, device=CPU)
+    gaps = (values != -100).int().argmax(1).sub(2).div(2, rounding_mode="floor")
+    share = torch.bincount(gaps, minlength=space) / count
+    p = torch.arange(1, space + 1, dtype=torch.float64) ** (0.01 - 1)
+    assert torch.allclose(share.double(), p / p.sum(), atol=0.03)
+
+
+def test_plain_text_leaves_bars_of_links_out():
+    html = """<html><head><title>no</title></head><body><div class="navheader big"><p>no<br>no</p>
+    </div><h1>A &amp;  b</h1><p>one\n  two <b>three</b>.</p><pre>x  =\n  1</pre>
+    <nav><div>no</div></nav><ul><li>four</li></ul><script>no()</script></body></html>"""
+    lines = ["A & b", "one two three.", "x  =", "  1", "", "four", ""]
+    assert plain_text(html).split("\n") == lines
+
+
+def test_prose_of_a_package(tmp_path):
+    manual = tmp_path / "usr/share/doc/manual"
+    (manual / "de").mkdir(parents=True)
+    (manual / "1.txt").write_text("first\n")
+    (manual / "2.txt").write_text("second\n")
+    (manual / "de" / "1.txt").write_text("erstens\n")
+    (manual / "3.txt").write_bytes(b"a\0b")
+    source = Source("manual", "**/*.txt", skipped=("/de/",))
+    (document,) = prose(source, tmp_path)
+    assert document == Document("prose", "manual/usr/share/doc/manual", b"first\n\nsecond\n")
+    apart = list(prose(Source("manual", "**/*.txt", joined=False), tmp_path))
+    assert [document.text for document in apart] == [b"first\n", b"second\n", b"erstens\n"]
+
+
+def test_a_pack_holds_whole_documents_out(tmp_path):
+    documents = [Document("prose", f"p{i}", b"%d " % i * 50_000) for i in range(60)]
+    documents += [Document("code", f"c{i}", b"%d\n" % i * 50_000) for i in range(60)]
+    documents += [Document("code", "copy", documents[-1].text)]
+    train, held_out = split(documents)
+    assert len(train) + len(held_out) == 120  # one of the copies is left out
+    assert not {d.name for d in train} & {d.name for d in held_out}
+    for kind, size in (("prose", 2 << 20), ("code", 1 << 20)):
+        held = sum(len(d.text) for d in held_out if d.kind == kind)
+        assert size - 150_000 < held <= size
+    path = tmp_path / "text.tar.xz"
+    manifest = write_pack(path, documents, {"manual": b"free"}, {"manual": "1.0"})
+    assert manifest == read_manifest(path)
+    assert manifest["prose_share"] == pytest.approx(0.43, abs=0.1)
+    corpus = read_pack(path)
+    assert corpus.train == tuple((f"{d.kind}/{d.name}", d.text) for d in train)
+    assert corpus.held_out == tuple((f"{d.kind}/{d.name}", d.text) for d in held_out)
+    digest = text_digest(path)
+    write_pack(path, documents, {"manual": b"free"}, {"manual": "1.0"})
+    assert text_digest(path) == digest
+    with pytest.raises(FileNotFoundError, match=r"`python -m experiments.text` makes one"):
+        read_pack(tmp_path / "nowhere")
+
+
+def test_a_result_is_a_line(tmp_path):
+    keep(result(RUN, 1.25), tmp_path)
+    keep(result(RUN, 9.0), tmp_path)  # a run is done once: the first counts
+    keep(result(Run(**(vars(RUN) | {"seed": 1})), math.nan), tmp_path)
+    lines = (tmp_path / "text.jsonl").read_text().splitlines()
+    assert [json.loads(line)["score"] for line in lines] == [1.25, 9.0, None]
+    results = Results([tmp_path])
+    assert results[RUN].score == 1.25
+    assert math.isnan(read_line(lines[2]).score)
+    assert len(list(results)) == 2
+
+
+def test_the_best_rate_gets_the_other_seeds():
+    def make(name: str, lr: float) -> Run:
+        return Run(**(vars(RUN) | {"layer": name, "lr": lr}))
+
+    results = Results([])
+    rates = (1.0, 2.0, 3.0)
+    sweep = [(name, lr) for lr in rates for name in ("a", "b")]
+    assert list(swept("ab", make, rates, 3, results)) == [make(*of) for of in sweep]
+    for lr, score in zip(rates, (5.0, 4.0, math.nan), strict=True):
+        results.add(result(make("a", lr), score))
+    assert best([make("b", lr) for lr in rates], results) is None
+    assert best([make("a", lr) for lr in rates], results) == make("a", 2.0)
+    seeds = [Run(**(vars(make("a", 2.0)) | {"seed": seed})) for seed in (0, 1, 2)]
+    assert list(swept("ab", make, rates, 3, results))[6:] == seeds[1:]
+    assert chosen("a", make, rates, 3, results) == seeds
+    assert chosen("b", make, rates, 3, results) == []
+    recall = [Run(**(vars(make("a", lr)) | {"task": "recall"})) for lr in rates]
+    for of, score in zip(recall, (0.5, 0.9, 0.7), strict=True):
+        results.add(result(of, score))
+    assert best(recall, results) == recall[1]  # of accuracies the highest
+
+
+def test_means_and_significance():
+    scores = [result(RUN, x) for x in (1.0, 2.0, 3.0)]
+    assert spread(scores) == "2.000 ± 1.000"
+    assert spread(scores[:1], 2) == "1.00 (n = 1)"
+    assert spread([]) == ""
+    # Of equal variances and sizes t has 2 n - 2 degrees: t = 2.776 is the 5 % point of 4.
+    a = [0.0, 1.0, 2.0]
+    b = [x + 2.7764451 * math.sqrt(2 / 3) for x in a]
+    assert welch(a, b) == pytest.approx(0.05, abs=1e-6)
+    assert welch(a, a) == pytest.approx(1)
+    assert welch([1.0, 1.0], [1.0, 1.0]) == 1
+    assert p_value([1.0], a) == ""
+    assert p_value([100.0, 100.1, 100.2], a) == "< 0.001"
+
+
+def test_bits_by_position_are_those_of_each_document():
+    texts = [bytes([97 + i]) * 40 + b"xyz" * (60 + i) for i in range(3)]
+    corpus = Corpus("texts", (("t", b"some text " * 30),), tuple((str(t[0]), t) for t in texts))
+    rows = long_documents(corpus)
+    assert rows.shape == (1, 227)  # the longest is under LONGEST: only it is so long
+    assert len(texts[2]) + 1 == 227 < LONGEST
+    trainer = LanguageTrainer(RUN, corpus, CPU)
+    stretches = trainer.bits_by_position()
+    assert [start for start, _ in stretches] == list(range(0, 226, 3))
+    row = torch.tensor([0, *texts[2]])
+    with torch.no_grad():
+        log_p = trainer.model(row[None, :-1]).logits[0].double().log_softmax(-1)
+    bits = -log_p.gather(-1, row[1:, None])[:, 0] / math.log(2)
+    assert stretches[1][1] == pytest.approx(bits[3:6].mean().item(), rel=1e-5)
+
+
+def test_a_run_that_diverges_has_no_score():
+    diverging = Run(**(vars(RUN) | {"lr": math.inf, "steps": 100, "text": text_digest(None)}))
+    assert math.isnan(perform(diverging, None, CPU).score)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of all tiny runs, done by two calls of the command, and what these said."""
+    out = tmp_path_factory.mktemp("results")
+    command = ["--scale", "tiny", "--device", "cpu", "--jobs", "2", "--out", str(out)]
+    assert run.main(["ablations", *command, "--minutes", "60"]) == 0
+    first = (out / "text.jsonl").read_text()
+    assert run.main([*command, "--minutes", "60"]) == 0
+    return out, first
+
+
+def test_a_run_done_is_not_done_again(finished, capsys):
+    out, first = finished
+    lines = (out / "text.jsonl").read_text()
+    assert lines.startswith(first)
+    keys = [read_line(line).run.key for line in lines.splitlines()]
+    assert len(keys) == len(set(keys))
+    command = ["--scale", "tiny", "--device", "cpu", "--out", str(out)]
+    assert run.main([*command, "--list"]) == 0
+    assert capsys.readouterr().out == ""
+    assert run.main(command) == 0
+    assert "0 results" in capsys.readouterr().out
+    assert (out / "text.jsonl").read_text() == lines
+
+
+def test_every_run_of_every_experiment_is_done(finished):
+    results, text = Results([finished[0]]), text_digest(None)
+    for module in (mqar, ablations, length, value_gates):
+        found = list(module.runs("tiny", results, text))
+        assert found
+        assert all(of in results for of in found)
+    layers = {of.run.layer for of in results if of.run.task == "recall"}
+    assert layers == {*mqar.LAYERS, *mqar.SLOW_LAYERS}
+    seeds = {of.run.seed for of in results}
+    assert seeds == {0, 1}
+    for of in results:
+        assert of.details["steps_done"] == of.run.steps in (1, 2)
+        assert of.details["command"].startswith("python -m experiments.run ")
+
+
+def test_figures_come_from_the_results_alone(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "__call__", None)  # nothing may be trained
+    page = tmp_path / "page.md"
+    drawn = []
+    for _ in range(2):
+        page.write_text((ROOT / "docs" / "experiments.md").read_text())
+        arguments = ["--results", str(finished[0]), "--page", str(page), "--scale", "tiny"]
+        assert report.main(arguments) == 0
+        drawn.append({file.name: file.read_bytes() for file in tmp_path.iterdir()})
+    assert drawn[0] == drawn[1]
+    assert drawn[0].keys() == {"page.md", "experiments_mqar.png", "experiments_length.png"}
+    text = page.read_text()
+    assert report.NOTHING not in text
+    for name in ablations.VARIANTS:
+        assert re.search(rf"^\| {name} \| \d+\.\d\d \| \d\.\d{{4}} ± ", text, re.MULTILINE)
+    page.write_text("no marks")
+    assert report.main(["--results", str(finished[0]), "--page", str(page)]) == 2
+
+
+def test_what_is_cut_off_is_not_kept(tmp_path, capsys):
+    command = ["--scale", "tiny", "--device", "cpu", "--out", str(tmp_path), "--minutes"]
+    assert run.main([*command, "0"]) == 0
+    assert "0 results" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_run_is_reported_and_not_kept(tmp_path, capsys, monkeypatch):
+    broken = Run(**(vars(RUN) | {"layer": "no such layer", "text": text_digest(None)}))
+    monkeypatch.setattr(ablations, "runs", lambda *of: iter([broken]))
+    command = ["ablations", "--scale", "tiny", "--device", "cpu", "--out", str(tmp_path)]
+    assert run.main(command) == 1
+    written = capsys.readouterr()
+    assert "KeyError: 'no such layer'" in written.err
+    assert "0 results" in written.out
+    assert "1 failed; 1 runs are still to be done" in written.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_arguments(tmp_path, capsys):
+    assert run.main(["nothing"]) == 2
+    assert "expected experiments of mqar, ablations, length, value_gates" in capsys.readouterr().err
+    assert run.main(["length", "--device", "cpu", "--text", str(Path(tmp_path, "none"))]) == 2
+    assert "`python -m experiments.text` makes one" in capsys.readouterr().err

@@ -1,0 +1,121 @@
+"""Assisted decoding, and caches that go back to fewer tokens."""
+
+import copy
+
+import pytest
+import torch
+from common import assert_close
+from models import make_ids
+
+pytest.importorskip("transformers")
+
+from hf_models import make_model
+
+from gla_ext.cache import GLACache
+
+GREEDY = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+MODELS = {
+    "GLA": {},
+    "convolutions": {"use_short_conv": True},
+    "attention": {"attn": {"layers": [1], "num_heads": 2}},
+    "window": {"attn": {"layers": [0], "num_heads": 2, "window_size": 7}},
+}
+EVERY = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+
+
+def make_assistant(model):
+    """Like the model, but not always of its opinion."""
+    assistant = copy.deepcopy(model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter.add_(0.03 * torch.randn_like(parameter))
+    return assistant
+
+
+@pytest.mark.parametrize("T", [12, 150])
+@EVERY
+def test_tokens_are_those_without_assistance(options, T):
+    model, ids = make_model(**options), make_ids(B=1, T=T)
+    expected = model.generate(ids, **GREEDY)
+    assistant, lengths = make_assistant(model), []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    assert torch.equal(model.generate(ids, assistant_model=assistant, **GREEDY), expected)
+    assert len(lengths) < 50  # some drafts were taken
+    assert set(lengths[1:]) != {1}
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **GREEDY), expected)
+
+
+def test_a_padded_prompt():
+    model, ids = make_model(), make_ids(B=1, T=12)
+    options = GREEDY | {"attention_mask": (torch.arange(12) >= 5).long().unsqueeze(0)}
+    expected = model.generate(ids, **options)
+    actual = model.generate(ids, assistant_model=make_assistant(model), **options)
+    assert torch.equal(actual, expected)
+
+
+def test_more_than_one_sequence_is_refused_by_transformers():
+    with pytest.raises(ValueError, match="batch_size = 1"):
+        make_model().generate(make_ids(), prompt_lookup_num_tokens=3, **GREEDY)
+
+
+@EVERY
+@torch.no_grad()
+def test_a_cache_goes_back(options):
+    """By 1 to 64 tokens, by steps and by pieces, of rows of which one begins with padding."""
+    model, ids = make_model(**options).double(), make_ids(T=260)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    expected = model(ids, attention_mask=mask).logits
+    cache, now = GLACache(), 0
+    cache.activate_past_recording()
+    for piece, back in ((100, 64), (30, 1), (1, 0), (1, 2), (20, 20), (70, 33), (9, 40), (64, 64)):
+        own = mask[:, : now + piece] if now < 9 else None
+        out = model(ids[:, now : now + piece], attention_mask=own, past_key_values=cache)
+        seen = expected[:, now : now + piece]
+        where = mask[:, now : now + piece].bool()
+        assert_close(out.logits[where], seen[where], 1e-12)
+        now += piece
+        cache.crop(-back)
+        now -= back
+        assert cache.get_seq_length() == now
+    for _ in range(80):
+        out = model(ids[:, now : now + 1], past_key_values=cache)
+        assert_close(out.logits, expected[:, now : now + 1], 1e-12)
+        now += 1
+    cache.crop(now - 64)  # as transformers 4 counts
+    out = model(ids[:, now - 64 : now], past_key_values=cache, output_hidden_states=True)
+    assert_close(out.logits, expected[:, now - 64 : now], 1e-12)
+    assert {x.shape[1] for x in out.hidden_states} == {64}
+
+
+def test_a_cache_goes_back_no_further_than_it_can():
+    model, ids = make_model(), make_ids(T=200)
+    cache = model(ids).past_key_values
+    cache.crop(0)
+    with pytest.raises(NotImplementedError, match=r"without activate_past_recording\(\)"):
+        cache.crop(-1)
+    assert not cache.is_croppable
+    cache.activate_past_recording()
+    assert cache.is_croppable
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="to go back to 336 tokens or more, of 400, got 335"):
+        cache.crop(335)
+    cache.crop(-3)
+    with pytest.raises(NotImplementedError, match="expected a forward call after crop"):
+        cache.reorder_cache(torch.tensor([1, 0]))
+    with pytest.raises(NotImplementedError, match="packed sequences and use_cache = False"):
+        model(ids, past_key_values=cache, use_cache=False)
+    cache.reset()
+    assert not cache.is_croppable
+
+
+def test_continuous_batching_is_refused():
+    for name in ("generate_batch", "init_continuous_batching"):
+        with pytest.raises(
+            NotImplementedError, match=r"generate_batch is not implemented, .*pages"
+        ):
+            getattr(make_model(), name)([[1, 2]])

@@ -1,0 +1,83 @@
+"""Cross entropy of a linear map: values, gradients and memory, against fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import DTYPES
+from loss_inputs import error, exact, linear_inputs
+from norm_inputs import BOUND
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gla_ext.losses import fused_linear_cross_entropy_loss
+
+ops = torch.ops.gla_ext
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@by_dtype
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "sum", "logit_softcapping": 3.0}, {"label_smoothing": 0.1}]
+)
+@pytest.mark.parametrize("num_chunks, biased", [(1, True), (3, False), (8, True)])
+def test_linear(device, num_chunks, biased, options, dtype):
+    inputs, target = linear_inputs(50, device, dtype, biased)
+    leaves = [t.detach().requires_grad_() for t in inputs if t is not None]
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    bias = leaves[2] if biased else None
+    loss = fused_linear_cross_entropy_loss(
+        leaves[0], target, leaves[1], bias, num_chunks=num_chunks, **options
+    )
+    rest = {k: v for k, v in options.items() if k != "reduction"}
+    expected = exact(F.linear(*doubles), target, **rest)[0].sum()
+    if "reduction" not in options:
+        expected = expected / (target != -100).sum()
+    wide = torch.promote_types(dtype, torch.float32)
+    assert loss.dtype == wide and loss.shape == ()
+    factor = torch.tensor(0.7, device=device, dtype=wide)
+    gradients = torch.autograd.grad(loss, leaves, factor)
+    wanted = torch.autograd.grad(expected, doubles, factor.double())
+    # Logits and their gradients are rounded to dtype, as of the modules one after the other.
+    assert error(loss, expected) < 2 * BOUND[dtype]
+    for found, want, leaf in zip(gradients, wanted, leaves, strict=True):
+        assert found.dtype == dtype and found.shape == leaf.shape
+        assert error(found, want) < 4 * BOUND[dtype]
+
+
+class Widest(TorchDispatchMode):
+    """The largest tensor that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for t in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(t, torch.Tensor):
+                self.elements = max(self.elements, t.numel())
+        return result
+
+
+def test_linear_without_gradients_makes_none():
+    (x, weight, bias), target = linear_inputs(64, "cpu", torch.float32)
+    _, dx, dweight, dbias = ops.linear_cross_entropy_fwd(
+        x, weight, bias, target, -100, 0.0, 1.0, None, 8, False, False
+    )
+    assert dx.numel() == dweight.numel() == dbias.numel() == 0
+    mode, leaf = Widest(), x.requires_grad_()
+    with mode:
+        fused_linear_cross_entropy_loss(leaf, target, weight).backward()
+    assert 0 < mode.elements <= 72 * 16  # of weight, and not 64 x 72
+
+
+@pytest.mark.cuda
+def test_linear_never_holds_all_logits():
+    x = torch.randn(8192, 256, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(32000, 256, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    target = torch.randint(32000, (8192,), device="cuda")
+    fused_linear_cross_entropy_loss(x, target, weight).backward()
+    x.grad = weight.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fused_linear_cross_entropy_loss(x, target, weight).backward()
+    logits = 8192 * 32000 * 2
+    assert torch.cuda.max_memory_allocated() - before < logits / 4 + 6 * weight.nbytes
