@@ -29,6 +29,7 @@ struct BackwardArguments {
   std::optional<double> scale;
   bool state_v_first, batch_invariant;
   const OptionalTensor& for_backward;
+  bool gate_gradient;
 };
 
 // The operators, through the dispatcher.
@@ -51,9 +52,9 @@ BackwardOutputs positional(const at::Tensor& d_o, const OptionalTensor& dht, con
                            const OptionalTensor& gv, const OptionalTensor& initial_state,
                            const OptionalTensor& cu_seqlens, std::optional<double> scale,
                            bool state_v_first, bool batch_invariant,
-                           const OptionalTensor& for_backward) {
+                           const OptionalTensor& for_backward, bool gate_gradient) {
   return kernel({d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, scale, state_v_first,
-                 batch_invariant, for_backward});
+                 batch_invariant, for_backward, gate_gradient});
 }
 
 }  // namespace gla_ext

@@ -49,7 +49,7 @@ BackwardOutputs chunk_gla_bwd_meta(const BackwardArguments& a) {
   return {fresh(a.q),
           fresh(a.k),
           fresh(a.v),
-          gate_grad(a.g, a.q, s),
+          gate_grad(a.gate_gradient ? a.g : std::nullopt, a.q, s),
           gate_grad(a.gv, a.q, s),
           given(a.initial_state) ? boundary_state(s, a.q, a.state_v_first)
                                  : empty({0}, a.q, s.accumulate)};

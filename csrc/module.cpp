@@ -38,7 +38,8 @@ struct PlanRequest {
   int64_t N, T, H, K, V;
   bool packed;
   std::string dtype, gate_dtype;
-  bool batch_invariant, aligned, key_gated, value_gated, for_backward, in_halves;
+  bool batch_invariant, aligned, key_gated, value_gated, head_gated, gate_gradient, for_backward,
+      in_halves;
 };
 
 py::dict cpu_pass(const PlanRequest& r, bool backward, int64_t threads) {
@@ -116,6 +117,8 @@ py::dict cuda_plan(const PlanRequest& r, const std::string& capability, int64_t 
   in.processors = processors;
   in.key_gated = r.key_gated;
   in.value_gated = r.value_gated;
+  in.head_gated = r.head_gated;
+  in.gate_gradient = r.gate_gradient;
   in.for_backward = r.for_backward;
   in.in_halves = r.in_halves;
   const cuda::CallPlan p = cuda::make_plan(in);
@@ -131,9 +134,9 @@ py::dict cuda_plan(const PlanRequest& r, const std::string& capability, int64_t 
 
 py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::optional<int64_t> N,
               const std::string& dtype, const std::optional<std::string>& gate_dtype,
-              bool batch_invariant, bool aligned, bool key_gated, bool value_gated,
-              bool for_backward, bool in_halves, const std::string& capability, int64_t processors,
-              const std::string& device, std::optional<int64_t> threads) {
+              bool batch_invariant, bool aligned, bool key_gated, bool value_gated, bool head_gated,
+              bool gate_gradient, bool for_backward, bool in_halves, const std::string& capability,
+              int64_t processors, const std::string& device, std::optional<int64_t> threads) {
   if (device != "cpu" && device != "cuda")
     throw py::value_error("plan: expected device 'cpu' or 'cuda', got '" + device + "'");
   if (std::min({B, T, H, N.value_or(0)}) < 0 ||
@@ -152,6 +155,8 @@ py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::option
   r.aligned = aligned;
   r.key_gated = key_gated;
   r.value_gated = value_gated;
+  r.head_gated = head_gated;
+  r.gate_gradient = gate_gradient;
   r.for_backward = for_backward;
   r.in_halves = in_halves;
   return device == "cpu" ? cpu_plan(r, threads.value_or(gla_ext::cpu::available_threads()))
@@ -169,6 +174,7 @@ PYBIND11_MODULE(_C, m) {
         py::arg("N") = py::none(), py::kw_only(), py::arg("dtype") = "float32",
         py::arg("gate_dtype") = py::none(), py::arg("batch_invariant") = false,
         py::arg("aligned") = true, py::arg("key_gated") = true, py::arg("value_gated") = false,
+        py::arg("head_gated") = false, py::arg("gate_gradient") = true,
         py::arg("for_backward") = false, py::arg("in_halves") = false,
         py::arg("capability") = "9.0", py::arg("processors") = 132, py::arg("device") = "cpu",
         py::arg("threads") = py::none(),

@@ -19,7 +19,8 @@ TORCH_LIBRARY(gla_ext, m) {
   m.def(
       "chunk_gla_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
       "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool state_v_first, "
-      "bool batch_invariant, Tensor? for_backward=None) -> (Tensor dq, Tensor dk, Tensor dv, "
+      "bool batch_invariant, Tensor? for_backward=None, bool gate_gradient=True) -> (Tensor dq, "
+      "Tensor dk, Tensor dv, "
       "Tensor dg, "
       "Tensor dgv, Tensor dh0)",
       tags);
@@ -213,17 +214,18 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                               const std::optional<at::Tensor>& initial_state,
                               const std::optional<at::Tensor>& cu_seqlens,
                               std::optional<double> scale, bool state_v_first, bool batch_invariant,
-                              const std::optional<at::Tensor>& for_backward) {
+                              const std::optional<at::Tensor>& for_backward, bool gate_gradient) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("gla_ext::chunk_gla_bwd", "")
                              .typed<decltype(chunk_gla_bwd)>();
   return op.call(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, scale, state_v_first,
-                 batch_invariant, for_backward);
+                 batch_invariant, for_backward, gate_gradient);
 }
 
 BackwardOutputs dispatch(const BackwardArguments& a) {
   return chunk_gla_bwd(a.d_o, a.dht, a.q, a.k, a.v, a.g, a.gv, a.initial_state, a.cu_seqlens,
-                       a.scale, a.state_v_first, a.batch_invariant, a.for_backward);
+                       a.scale, a.state_v_first, a.batch_invariant, a.for_backward,
+                       a.gate_gradient);
 }
 
 RecurrentForwardOutputs recurrent_gla_fwd(const at::Tensor& q, const at::Tensor& k,

@@ -14,8 +14,9 @@ namespace gla_ext {
 // S_t = diag(exp g_t) S_{t-1} diag(exp gv_t) + k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 //
 //   q              [B, T, H, K]
-//   k, g           [B, T, HK, K], g = log of the decay, <= 0; absent: no decay. HK is H or a
-//                  divisor: head h of q reads head h / (H / HK)
+//   k, g           [B, T, HK, K], g = log of the decay, <= 0; absent: no decay; [B, T, HK]: one of
+//                  all channels of a head. HK is H or a divisor: head h of q reads head
+//                  h / (H / HK)
 //   v, gv          [B, T, HK, V], gv = log of the decay of value channels; absent: no decay
 //   scale          K^-0.5 unless given
 //   initial_state  [N, H, K, V] ([N, H, V, K] if state_v_first), fp32 (fp64 with fp64 inputs)
@@ -39,6 +40,7 @@ using ForwardOutputs =  // o, final_state, for_backward
 using BackwardOutputs =  // dq, dk, dv, dg, dgv, dh0
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
+// gate_gradient: whether dg is asked for; one gate a head has a faster way without.
 ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                              const std::optional<at::Tensor>& g,
                              const std::optional<at::Tensor>& gv,
@@ -55,7 +57,8 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                               const std::optional<at::Tensor>& initial_state,
                               const std::optional<at::Tensor>& cu_seqlens,
                               std::optional<double> scale, bool state_v_first, bool batch_invariant,
-                              const std::optional<at::Tensor>& for_backward = {});
+                              const std::optional<at::Tensor>& for_backward = {},
+                              bool gate_gradient = true);
 
 // The two halves of chunk_gla over several ranks, of sequences that are not packed. Each rank sums
 // up what its tokens add to the state; from all ranks' summaries follows what enters (context

@@ -30,6 +30,8 @@ def plan(
     aligned: bool = True,
     key_gated: bool = True,
     value_gated: bool = False,
+    head_gated: bool = False,
+    gate_gradient: bool = True,
     for_backward: bool = False,
     in_halves: bool = False,
     capability: str = "9.0",
@@ -49,6 +51,8 @@ def plan(
             bytes.
         key_gated: CUDA only: whether there is a g.
         value_gated: whether there is a gv.
+        head_gated: CUDA only: whether g is one gate a head.
+        gate_gradient: CUDA only: whether backward makes that of g.
         for_backward: CUDA only: forward leaves for backward what it can, as it does under autograd
             unless GLA_EXT_KEEP_OPERANDS=0.
         in_halves: CUDA only: of a call over several ranks; none are packed then.

@@ -28,12 +28,24 @@ from gla_ext.ops import _vmap  # noqa: E402, F401  registers the operators' rule
 from gla_ext.ops._flops import register_when_counted  # noqa: E402
 from gla_ext.ops.chunk import batch_invariant, chunk_gla, fused_chunk_gla  # noqa: E402
 from gla_ext.ops.inputs import check_inputs  # noqa: E402
+from gla_ext.ops.linear_attn import (  # noqa: E402
+    chunk_linear_attn,
+    fused_recurrent_linear_attn,
+)
 from gla_ext.ops.plan import Plan, plan  # noqa: E402
 from gla_ext.ops.recurrent import (  # noqa: E402
     fused_recurrent_gla,
     recurrent_gla_commit_,
     recurrent_gla_step_,
     recurrent_gla_verify,
+)
+from gla_ext.ops.simple_gla import (  # noqa: E402
+    chunk_lightning_attn,
+    chunk_retention,
+    chunk_simple_gla,
+    fused_recurrent_lightning_attn,
+    fused_recurrent_retention,
+    fused_recurrent_simple_gla,
 )
 
 register_when_counted()
@@ -52,8 +64,16 @@ __all__ = [
     "batch_invariant",
     "check_inputs",
     "chunk_gla",
+    "chunk_lightning_attn",
+    "chunk_linear_attn",
+    "chunk_retention",
+    "chunk_simple_gla",
     "fused_chunk_gla",
     "fused_recurrent_gla",
+    "fused_recurrent_lightning_attn",
+    "fused_recurrent_linear_attn",
+    "fused_recurrent_retention",
+    "fused_recurrent_simple_gla",
     "plan",
     "recurrent_gla_commit_",
     "recurrent_gla_step_",

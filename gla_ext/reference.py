@@ -88,7 +88,8 @@ def recurrence(
     """S_t = diag(exp g_t) S_{t-1} diag(exp gv_t) + k_t v_t^T, o_t = scale S_t^T q_t.
 
     Args:
-        q, k, g: [B, T, H, K]; g is the natural logarithm of the decay, <= 0, may be -inf, or None.
+        q, k, g: [B, T, H, K]; g is the natural logarithm of the decay, <= 0, may be -inf, or None;
+            [B, T, H] is one of all channels of a head.
         v: [B, T, H, V].
         scale: factor on q. Default: K ** -0.5.
         initial_state: [N, H, K, V]. Default: zeros.
@@ -100,6 +101,7 @@ def recurrence(
         q, k, v, g, gv = (x if x is None else x.flip(1) for x in (q, k, v, g, gv))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, T, H, K = q.shape
+    g = g[..., None] if g is not None and g.ndim == 3 else g
     k, v, g, gv = for_every_head(H, k, v, g, gv)
     S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
     rows = (scale * q)[:, :, :, None, :].unbind(1)  # T of [B, H, 1, K]

@@ -47,16 +47,17 @@ class ChunkGla : public torch::autograd::Function<ChunkGla> {
                      &initial_state = saved[5];
     const at::Tensor d_o = grads[0].defined() ? grads[0] : zero_output_grad(q, v);
     const at::Tensor dht = ctx->saved_data["output_final_state"].toBool() ? grads[1] : at::Tensor();
+    const bool gate_gradient = g.defined() && ctx->needs_input_grad(3);
     auto [dq, dk, dv, dg, dgv, dh0] = chunk_gla_bwd(
         d_o, or_absent(dht), q, k, v, or_absent(g), or_absent(gv), or_absent(initial_state),
         or_absent(saved[6]), ctx->saved_data["scale"].toOptional<double>(),
         ctx->saved_data["state_v_first"].toBool(), ctx->saved_data["batch_invariant"].toBool(),
-        saved[7]);
+        saved[7], gate_gradient);
     const at::Tensor none;
     return {dq,
             dk,
             dv,
-            g.defined() ? dg : none,
+            gate_gradient ? dg : none,
             gv.defined() ? dgv : none,
             initial_state.defined() ? dh0 : none,
             none,

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "checks/chunk_gla.h"
+#include "common/head_gates.h"
 
 namespace gla_ext {
 namespace {
@@ -21,8 +22,8 @@ bool is_planned_for(const at::Tensor& t) {
 bool is_planned_for(const ForwardArguments& a) {
   for (const at::Tensor* t : {&a.q, &a.k, &a.v})
     if (!is_planned_for(*t)) return false;
-  for (const OptionalTensor* t : {&a.g, &a.gv})
-    if (given(*t) && !is_planned_for(**t)) return false;
+  if (given(a.g) && !is_planned_for(over_channels(*a.g, 1))) return false;
+  if (given(a.gv) && !is_planned_for(*a.gv)) return false;
   return !given(a.cu_seqlens) || has_known_sizes(*a.cu_seqlens);
 }
 

@@ -75,6 +75,15 @@ class Checker {
                      dtype_name(s));
   }
 
+  // A gate of every key channel, or one a head.
+  void key_gate(const char* name, const at::Tensor& t, const Sizes& keys) const {
+    TORCH_CHECK_VALUE(t.dim() == 3 || t.dim() == 4, op_, ": expected ", name,
+                      " to have 4 dimensions [B, T, HK, K], or 3 dimensions [B, T, HK], got ",
+                      t.dim(), " with shape ", t.sym_sizes());
+    if (t.dim() == 4) return shape(name, t, "[B, T, HK, K]", keys);
+    shape(name, t, "[B, T, HK]", {keys[0], keys[1], keys[2]});
+  }
+
   void rank(const char* name, const at::Tensor& t, int64_t rank, const char* dims) const {
     TORCH_CHECK_VALUE(t.dim() == rank, op_, ": expected ", name, " to have ", rank, " dimension",
                       rank == 1 ? "" : "s", " ", dims, ", got ", t.dim(), " with shape ",

@@ -40,7 +40,7 @@ Shape check_inputs(const char* op, const Arguments& a) {
   check.shape("k", k, "[B, T, HK, K]", keys);
   check.divides_heads(HK, shape.H);
   check.shape("v", v, "[B, T, HK, V]", values);
-  if (given(g)) check.shape("g", *g, "[B, T, HK, K]", keys);
+  if (given(g)) check.key_gate("g", *g, keys);
   if (given(gv)) check.shape("gv", *gv, "[B, T, HK, V]", values);
   check.offsets(a.cu_seqlens, shape);
   check.state("initial_state", a.initial_state, shape, a.state_v_first);

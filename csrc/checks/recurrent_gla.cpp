@@ -48,7 +48,7 @@ Shape check_tokens(const Checker& check, const RecurrentInputs& in) {
   check.shape("k", *in.k, "[B, T, HK, K]", keys);
   if (has_q) check.divides_heads(HK, shape.H);
   check.shape("v", *in.v, "[B, T, HK, V]", values);
-  if (given(*in.gk)) check.shape("gk", **in.gk, "[B, T, HK, K]", keys);
+  if (given(*in.gk)) check.key_gate("gk", **in.gk, keys);
   if (given(*in.gv)) check.shape("gv", **in.gv, "[B, T, HK, V]", values);
   return shape;
 }

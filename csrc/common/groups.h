@@ -11,9 +11,9 @@
 
 namespace gla_ext {
 
-// [B, T, H, D] -> [B, T, HK, D], as autograd sums over repeats.
+// [B, T, H, D] -> [B, T, HK, D], and [B, T, H] -> [B, T, HK], as autograd sums over repeats.
 inline at::Tensor sum_over_groups(const at::Tensor& dx, int64_t HK) {
-  if (dx.dim() != 4 || dx.size(2) == HK) return dx;  // 0 elements: the gradient of an absent gate
+  if (dx.dim() == 1 || dx.size(2) == HK) return dx;  // 0 elements: the gradient of an absent gate
   // By its own dtype, lest autocast take another.
   return at::sum(dx.unflatten(2, {HK, dx.size(2) / HK}), {3}, /*keepdim=*/false, dx.scalar_type());
 }

@@ -6,6 +6,7 @@
 
 #include "checks/steps.h"
 #include "common/groups.h"
+#include "common/head_gates.h"
 #include "host/call.h"
 #include "host/plan.h"
 #include "ops.h"
@@ -88,6 +89,8 @@ BackwardOutputs chunk_gla_bwd_cpu(const BackwardArguments& a) {
                        call.run(kernels<T>().state_grad_pass);
                        call.run(kernels<T>().backward_chunk);
                      }
+                     dg = sum_over_channels(dg, a.g);
+                     if (!a.gate_gradient) dg = not_asked_for(q, shape.accumulate);
                      return with_shared_heads({dq, dk, dv, dg, dgv, dh0}, k.size(2));
                    });
 }

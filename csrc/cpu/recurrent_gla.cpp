@@ -8,6 +8,7 @@
 
 #include "checks/chunk_gla.h"
 #include "common/groups.h"
+#include "common/head_gates.h"
 #include "host/call.h"
 #include "ops.h"
 
@@ -68,7 +69,7 @@ BackwardOutputs recurrent_gla_bwd_cpu(const at::Tensor& d_o, const OptionalTenso
         at::Tensor dh0 = given(initial_state) ? call.output_state(&P::dh0, q)
                                               : not_asked_for(q, shape.accumulate);
         call.run(kernels<T>().recurrent_backward, call.sequence_runs(), /*backward=*/true);
-        return with_shared_heads({dq, dk, dv, dgk, dgv, dh0}, k.size(2));
+        return with_shared_heads({dq, dk, dv, sum_over_channels(dgk, gk), dgv, dh0}, k.size(2));
       });
 }
 

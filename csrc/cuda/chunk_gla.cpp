@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "common/groups.h"
+#include "common/head_gates.h"
 #include "host/call.h"
 #include "host/tensors.h"
 #include "ops.h"
@@ -60,11 +61,18 @@ BackwardOutputs chunk_gla_bwd_cuda(const BackwardArguments& a) {
   const bool has_for_backward = given(a.for_backward) && a.for_backward->numel() > 0;
   if (has_for_backward) call.align_inputs();
   take_inputs(call, a, shape.dtype, &a.d_o);
+  call.gate_gradient = a.gate_gradient;
   p.dht = call.input_state(a.dht);
   at::Tensor dq = call.output(p.dq, p.K, shape.dtype);
   at::Tensor dk = call.output(p.dk, p.K, shape.dtype);
   at::Tensor dv = call.output(call.value_gated ? call.value_side.dk : p.dv, p.V, shape.dtype);
-  at::Tensor dg = call.gate_grad(p.dg, p.K, a.g),
+  CallPlan plan = call.plan(a.batch_invariant, /*for_backward=*/has_for_backward);
+  if (has_for_backward && !call.input_for_backward(plan, *a.for_backward))
+    plan = call.plan(a.batch_invariant, /*for_backward=*/false);
+  // Kernels of gates by channels write dg, asked for or not.
+  const bool reads_head_gates = plan.backward.reads_head_gates;
+  at::Tensor dg =
+                 reads_head_gates ? call.head_gate_grad(p.dg, a.g) : call.gate_grad(p.dg, p.K, a.g),
              dgv = call.gate_grad(call.value_side.dg, p.V, a.gv);
   at::Tensor dh0 =
       given(a.initial_state) ? call.output_state(p.dh0) : call.not_asked_for(at::kFloat);
@@ -74,10 +82,11 @@ BackwardOutputs chunk_gla_bwd_cuda(const BackwardArguments& a) {
     side->dk_intra = side->dk;
     side->dg_intra = side->dg;
   }
-  CallPlan plan = call.plan(a.batch_invariant, /*for_backward=*/has_for_backward);
-  if (has_for_backward && !call.input_for_backward(plan, *a.for_backward))
-    plan = call.plan(a.batch_invariant, /*for_backward=*/false);
   call.run(plan.backward);  // replaces those intra results that are not fp32
+  if (!a.gate_gradient)
+    dg = call.not_asked_for(at::kFloat);
+  else
+    dg = reads_head_gates && given(a.g) ? dg.squeeze(-1) : sum_over_channels(dg, a.g);
   return with_shared_heads({back_to_fp16(dq, in_fp32), back_to_fp16(dk, in_fp32),
                             back_to_fp16(dv, in_fp32), dg, dgv, dh0},
                            a.k.size(2));

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gla_ext import _C
-from gla_ext.fla import layers
+from gla_ext.fla import layers, simple
 from gla_ext.fla.activations import needs_torch
 from gla_ext.layers import swiglu
 from gla_ext.layers.attention_residuals import mix_by_weights
@@ -41,6 +41,11 @@ def accelerate_fla() -> None:
       that holds them, the layers of other models and the caller's own modules included, and in the
       modules later imports take them from. References elsewhere (in a closure, as a default
       argument) stay FLA's.
+    - So are those with one gate a head, or none: `chunk_simple_gla`, `chunk_retention`,
+      `chunk_lightning_attn`, `chunk_linear_attn` and their fused_chunk and fused_recurrent forms,
+      and with them the layers that call them (`SimpleGatedLinearAttention`, `MultiScaleRetention`,
+      `LinearAttention`, `YOCOGatedRetention`), where this FLA has them with 0.6.0's arguments.
+      A state of theirs of another dtype is converted.
     - A call with what gla_ext does not support goes to FLA; each reason is warned of once.
     - `FusedRMSNormGated` without a residual is gla_ext's operator too, `rms_norm` of
       `gla_ext.layers.norms`, where this build has kernels. Inside `torch.compile`, where FLA's
@@ -172,6 +177,32 @@ def _fused_recurrent_gla(
     )
 
 
+def _run_simple(
+    name: str,
+    ours: Callable,
+    operands: tuple[Tensor, Tensor, Tensor],
+    gates: dict[str, Tensor | None],
+    arguments: dict[str, Any],
+    ignored: dict[str, Any],
+    unknown: dict[str, Any],
+) -> Any:
+    """An operator of `simple` on gla_ext, or on FLA as `_chunk_gla`."""
+    state = arguments["initial_state"]
+    pair = state if isinstance(state, tuple) else (state,)
+    scale, cu_seqlens = arguments["scale"], arguments["cu_seqlens"]
+    others = {key: value for key, value in unknown.items() if key != "transpose_state_layout"}
+    why_not = _why_not(*operands, tuple(gates.values()), scale, pair[0], cu_seqlens, others)
+    if why_not is None and len(gates) == 2 and None not in gates.values():
+        why_not = "g and g_gamma in one call"
+    if why_not is not None:
+        _warn_once(name, why_not, 5)
+        return _originals[name](*operands, **gates, **arguments, **ignored, **unknown)
+    if state is not None:
+        pair = tuple(x if x is None else x.to(_state_dtype(operands[0])) for x in pair)
+        arguments["initial_state"] = pair if isinstance(state, tuple) else pair[0]
+    return _call(ours, *operands, **gates, **arguments, **unknown)
+
+
 def _swiglu(x: Tensor, y: Tensor) -> Tensor:
     """`fla.modules.activations.swiglu`, on gla_ext where FLA's kernel cannot serve."""
     ours = needs_torch(x) and _has_kernels(x)
@@ -209,7 +240,7 @@ _REPLACEMENTS = {
     "swiglu": _swiglu,
     "swiglu_linear": _swiglu_linear,
     "fused_attnres": _fused_attnres,
-}
+} | simple.replacements(_run_simple)
 _HOMES = {
     "chunk_gla": "fla.ops.gla.chunk",
     "fused_chunk_gla": "fla.ops.gla.fused_chunk",
@@ -245,6 +276,13 @@ def _find_originals() -> None:
                 f"0.5.2 and 0.6.0; this one takes {', '.join(found)}"
             )
     _originals.update(originals)
+    for name, home in simple.HOMES.items():
+        try:
+            function = getattr(importlib.import_module(home), name)
+        except (ImportError, AttributeError):
+            continue  # an FLA that has it elsewhere, or not
+        if simple.takes_the_same(name, function):
+            _originals[name] = function
 
 
 def _find_old_gpus() -> None:
@@ -340,13 +378,17 @@ def _call(operator: Callable, q: Tensor, *args: Any, **kwargs: Any) -> tuple[Ten
 
 
 @torch.compiler.disable
-def _warn_once(name: str, why_not: str) -> None:
-    """Warns that a call went to FLA, once a reason."""
+def _warn_once(name: str, why_not: str, stacklevel: int = 4) -> None:
+    """Warns that a call went to FLA, once a reason.
+
+    Args:
+        stacklevel: of the caller; past what keeps this out of graphs, and the operator.
+    """
     with _lock:
         if (name, why_not) in _warned:
             return
         _warned.add((name, why_not))
     warnings.warn(
         f"{name} runs FLA's kernels where gla_ext does not support the call: {why_not}",
-        stacklevel=4,  # past what keeps this out of graphs, and the operator
+        stacklevel=stacklevel,
     )

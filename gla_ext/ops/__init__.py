@@ -9,23 +9,53 @@ from gla_ext.ops.chunk import (
     keeps_for_backward,
 )
 from gla_ext.ops.inputs import check_inputs
+from gla_ext.ops.linear_attn import (
+    chunk_linear_attn,
+    fused_chunk_linear_attn,
+    fused_recurrent_linear_attn,
+)
 from gla_ext.ops.recurrent import (
     fused_recurrent_gla,
     recurrent_gla_commit_,
     recurrent_gla_step_,
     recurrent_gla_verify,
 )
+from gla_ext.ops.simple_gla import (
+    chunk_lightning_attn,
+    chunk_retention,
+    chunk_simple_gla,
+    fused_chunk_retention,
+    fused_chunk_simple_gla,
+    fused_recurrent_lightning_attn,
+    fused_recurrent_retention,
+    fused_recurrent_simple_gla,
+    lightning_decay,
+    retention_decay,
+)
 
 __all__ = [
     "batch_invariant",
     "check_inputs",
     "chunk_gla",
+    "chunk_lightning_attn",
+    "chunk_linear_attn",
+    "chunk_retention",
+    "chunk_simple_gla",
     "fused_chunk_gla",
+    "fused_chunk_linear_attn",
+    "fused_chunk_retention",
+    "fused_chunk_simple_gla",
     "fused_recurrent_gla",
+    "fused_recurrent_lightning_attn",
+    "fused_recurrent_linear_attn",
+    "fused_recurrent_retention",
+    "fused_recurrent_simple_gla",
     "in_mode_of_now",
     "is_batch_invariant",
     "keeps_for_backward",
+    "lightning_decay",
     "recurrent_gla_commit_",
     "recurrent_gla_step_",
     "recurrent_gla_verify",
+    "retention_decay",
 ]

@@ -46,6 +46,13 @@ def _refuse_value(op: str, names: str, values: Sequence[Any]) -> None:
             raise TypeError(f"{op}: expected {name} to be a tensor, got {type(t)}")
 
 
+def without_last_of_one(g: Tensor | None, k: Tensor) -> Tensor | None:
+    """A gate `[B, T, HK, 1]` of heads of more channels as the operators take it, `[B, T, HK]`."""
+    if g is not None and g.ndim == 4 and g.shape[-1] == 1 and k.shape[-1] != 1:
+        return g.squeeze(-1)
+    return g
+
+
 def check_scale(op: str, scale: Any) -> None:
     """Raises TypeError where scale is neither a number nor None; a tensor would be read back, and
     get no gradient.

@@ -40,6 +40,8 @@ def gla(
         )
     dtype, wide, H = v.dtype, torch.promote_types(q.dtype, torch.float32), q.shape[2]
     q = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if g is not None and g.ndim == 3:  # one gate a head
+        g = g.unsqueeze(-1).expand_as(k)
     g = torch.zeros_like(k, dtype=wide) if g is None else _finite(g.to(wide))
     gv = None if gv is None else _finite(gv.to(wide))
     tensors = [q, *(_for_every_head(x, H) for x in (k.to(wide), v.to(wide), g, gv))]

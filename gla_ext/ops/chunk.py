@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
-from gla_ext.ops._checks import OFF, check_plain_tensors, check_scale
+from gla_ext.ops._checks import OFF, check_plain_tensors, check_scale, without_last_of_one
 from gla_ext.ops._tracing import can_be_read, is_recorded_for_onnx
 from gla_ext.ops.inputs import CHECKS_INPUTS, check_offsets, check_values
 
@@ -112,7 +112,9 @@ def chunk_gla(
         g: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, at most 0; -inf is a
             reset. It is not looked at: above 0, as of decays that are no logarithms, states grow
             until results are inf or NaN; see `gla_ext.check_inputs`. bfloat16, float16 or float32,
-            whatever the dtype of q, but float64 with float64 q. None: no decay.
+            whatever the dtype of q, but float64 with float64 q. One decay for all channels of a
+            head is `[B, T, HK]` or `[B, T, HK, 1]`, of which no copy for every channel need be
+            made. None: no decay.
         scale: factor of the scores, a number. Default: `K ** -0.5`.
         initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32 (float64 with
             float64 q). N is the number of sequences: B, or `len(cu_seqlens) - 1`. Default: zero.
@@ -151,9 +153,12 @@ def chunk_gla(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         check_plain_tensors("chunk_gla", _TENSORS, q, k, v, g, gv, initial_state, cu_seqlens)
+    g = without_last_of_one(g, k)
     if cp_context is not None:
         from gla_ext.distributed.attention import chunk_gla_with_context
 
+        if g is not None and g.ndim == 3:  # one gate a head
+            g = g.unsqueeze(-1).expand(k.shape)
         args = (q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state, state_v_first)
         return chunk_gla_with_context(*args, _mode.batch_invariant, _for_backward_bytes, cp_context)
     if is_recorded_for_onnx():

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
-from gla_ext.ops._checks import OFF, check_device, check_plain_tensors, check_scale
+from gla_ext.ops._checks import (
+    OFF,
+    check_device,
+    check_plain_tensors,
+    check_scale,
+    without_last_of_one,
+)
 
 CHECKS_INPUTS = os.environ.get("GLA_EXT_CHECK_INPUTS", "").lower() not in ("", *OFF)
 
@@ -53,6 +59,7 @@ def check_inputs(
         TypeError: what `chunk_gla` refuses.
     """
     names = "q k v g gv initial_state cu_seqlens"
+    g = without_last_of_one(g, k) if isinstance(g, Tensor) and isinstance(k, Tensor) else g
     tensors = (q, k, v, g, gv, initial_state, cu_seqlens)
     check_plain_tensors("check_inputs", names, *tensors)
     check_scale("check_inputs", scale)

@@ -65,6 +65,8 @@ def plan(
     gate_dtype: torch.dtype | None = None,
     g: bool = True,
     gv: bool = False,
+    head_gates: bool = False,
+    gate_gradient: bool = True,
     across_ranks: bool = False,
     gpu: torch.device | str | int | tuple[str, int] | None = None,
 ) -> Plan:
@@ -81,6 +83,8 @@ def plan(
         gate_dtype: of g and gv. Default: `dtype`.
         g: whether there are gates on keys. Default: True.
         gv: whether there are gates on values. Default: False.
+        head_gates: whether g is one gate a head, `[B, T, HK]`. Default: False.
+        gate_gradient: whether g needs a gradient; constant decays do not. Default: True.
         across_ranks: whether the call has a cp_context on several ranks; T is then this rank's, and
             B in the zigzag layout twice the batch, with half of T. Default: False.
         gpu: a CUDA device, or a pair of compute capability and number of multiprocessors such as
@@ -113,6 +117,8 @@ def plan(
         batch_invariant=chunk.is_batch_invariant(),
         key_gated=g,
         value_gated=gv,
+        head_gated=head_gates,
+        gate_gradient=gate_gradient,
         for_backward=chunk.keeps_for_backward(),
         in_halves=across_ranks,
         capability="8.0" if forced else capability,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
-from gla_ext.ops._checks import check_plain_tensors, check_scale
+from gla_ext.ops._checks import check_plain_tensors, check_scale, without_last_of_one
 from gla_ext.ops._tracing import can_be_read, is_recorded_for_onnx
 from gla_ext.ops.inputs import CHECKS_INPUTS, check_values
 
@@ -58,10 +58,10 @@ def fused_recurrent_gla(
             `h // (H // HK)` of k, v, gk and gv, where it lies. Backward makes their gradients for
             every head of q, and sums them.
         v: values, `[B, T, HK, V]`, dtype of q.
-        gk: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, at most 0, which is
-            not looked at, see `gla_ext.check_inputs`; -inf is a reset.
-            bfloat16, float16 or float32, whatever the dtype of q, but float64 with float64 q.
-            Default: no decay.
+        gk: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, or of each head,
+            `[B, T, HK]` or `[B, T, HK, 1]`, at most 0, which is not looked at, see
+            `gla_ext.check_inputs`; -inf is a reset. bfloat16, float16 or float32, whatever the
+            dtype of q, but float64 with float64 q. Default: no decay.
         gv: the same of each value channel, `[B, T, HK, V]`. Default: no decay.
         scale: factor of the scores, a number. Default: `K ** -0.5`.
         initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32 (float64 with
@@ -97,6 +97,7 @@ def fused_recurrent_gla(
         names = "q k v gk gv initial_state cu_seqlens"
         tensors = (q, k, v, gk, gv, initial_state, cu_seqlens)
         check_plain_tensors("fused_recurrent_gla", names, *tensors)
+    gk = without_last_of_one(gk, k)
     if is_recorded_for_onnx():
         from gla_ext.ops._plain import gla
 
@@ -145,7 +146,8 @@ def recurrent_gla_step_(
         q: queries, `[B, T, H, K]`, mostly with T = 1; T tokens are T steps in one call.
         k: keys, `[B, T, HK, K]`, dtype of q; HK as in `fused_recurrent_gla`.
         v: values, `[B, T, HK, V]`, dtype of q.
-        gk: natural logarithm of the decay of each key channel, `[B, T, HK, K]`. Default: no decay.
+        gk: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, or of each head,
+            `[B, T, HK]` or `[B, T, HK, 1]`. Default: no decay.
         gv: the same of each value channel, `[B, T, HK, V]`. Default: no decay.
         state: the pool, `[P, H, K, V]`, or `[P, H, V, K]` if `state_v_first`; float32 (float64 with
             float64 q). Its last two dimensions are contiguous; P and H may have any stride with
@@ -169,6 +171,7 @@ def recurrent_gla_step_(
     check_scale("recurrent_gla_step_", scale)
     if not torch.compiler.is_compiling():
         check_plain_tensors("recurrent_gla_step_", _TENSORS, q, k, v, gk, gv, state, slots)
+    gk = without_last_of_one(gk, k)
     _refuse_onnx(
         "recurrent_gla_step_",
         "fused_recurrent_gla, or a GLACache in place of a StaticGLACache",
@@ -216,6 +219,7 @@ def recurrent_gla_verify(
     check_scale("recurrent_gla_verify", scale)
     if not torch.compiler.is_compiling():
         check_plain_tensors("recurrent_gla_verify", _TENSORS, q, k, v, gk, gv, state, slots)
+    gk = without_last_of_one(gk, k)
     _refuse_onnx("recurrent_gla_verify", "fused_recurrent_gla")
     return _verify(q, k, v, gk, gv, state, slots, scale, state_v_first)
 
@@ -248,6 +252,7 @@ def recurrent_gla_commit_(
         names = "k v gk gv state slots accepted"
         tensors = (k, v, gk, gv, state, slots, accepted)
         check_plain_tensors("recurrent_gla_commit_", names, *tensors)
+    gk = without_last_of_one(gk, k)
     _refuse_onnx("recurrent_gla_commit_", "fused_recurrent_gla, which returns the state")
     _commit(k, v, gk, gv, state, slots, accepted, state_v_first)
 

@@ -16,8 +16,8 @@ SCHEMAS = {
     "(Tensor o, Tensor final_state, Tensor for_backward)",
     "chunk_gla_bwd": "(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
     "Tensor? gv, Tensor? initial_state, Tensor? cu_seqlens, float? scale, "
-    "bool state_v_first, bool batch_invariant, Tensor? for_backward=None) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)",
+    "bool state_v_first, bool batch_invariant, Tensor? for_backward=None, bool gate_gradient=True) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)",
     "chunk_gla_summary": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "
     "Tensor? initial_state, float? scale, bool state_v_first, bool batch_invariant, "
     "bool for_backward, int prepared_bytes=0) -> (Tensor summary, Tensor prepared)",

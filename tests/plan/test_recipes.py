@@ -212,7 +212,8 @@ def test_for_users_without_a_gpu_an_h100(monkeypatch):
     [
         ({"dtype": torch.float32}, "q, k and v in torch.bfloat16"),
         ({"gpu": ("8.0", 108)}, "a GPU of compute capability 9.0 and a build for 9.0a"),
-        ({"g": False}, "gates on keys (g)"),
+        ({"gv": True}, "no gates on values (gv)"),
+        ({"g": False, "gv": True}, "no gates on values (gv)"),
         ({"gate_dtype": torch.float16}, "g in torch.bfloat16 or torch.float32"),
     ],
     ids=str,

@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include "common/head_gates.h"
+
 namespace gla_ext::cpu {
 
 DType dtype_of(at::ScalarType t) {
@@ -81,7 +83,7 @@ void Call<T>::inputs(std::initializer_list<Input> tensors) {
 
 template <typename T>
 void Call<T>::gates(const OptionalTensor& g, const OptionalTensor& gv) {
-  if (given(g)) inputs({{&Problem<T>::g, *g}});
+  if (given(g)) inputs({{&Problem<T>::g, over_channels(*g, problem.K)}});
   if (given(gv)) inputs({{&Problem<T>::gv, *gv}});
 }
 
@@ -123,7 +125,8 @@ at::Tensor Call<T>::output(Rows Problem<T>::* rows, int64_t last_dim, const at::
 template <typename T>
 at::Tensor Call<T>::gate_grad(Rows Problem<T>::* rows, int64_t last_dim, const OptionalTensor& g,
                               const at::Tensor& like) {
-  if (given(g)) return output(rows, last_dim, *g, g->scalar_type());
+  if (given(g))
+    return output(rows, last_dim, *g, gate_grad_dtype(g, c10::CppTypeToScalarType<T>::value));
   return at::empty({0}, like.options().dtype(c10::CppTypeToScalarType<T>::value));
 }
 

@@ -10,6 +10,7 @@
 #include <array>
 #include <type_traits>
 
+#include "common/head_gates.h"
 #include "launch_table.h"
 #include "plan_inputs.h"
 #include "tensors.h"
@@ -93,7 +94,8 @@ void Call::input(Rows& rows, const at::Tensor& t, at::ScalarType dtype) {
 void Call::input_gates(const OptionalTensor& g, const OptionalTensor& gv) {
   key_gated = given(g);
   value_gated = given(gv);
-  if (key_gated) input(problem.g, *g);
+  if (is_head_gate(g)) head_gate_ = *g;
+  if (key_gated) input(problem.g, is_head_gate(g) ? g->unsqueeze(-1) : *g);
   if (!value_gated) return;
   check_grid(op_, problem.grid, problem.H, problem.V, problem.K);
   value_side.H = problem.H;
@@ -106,6 +108,10 @@ void Call::input_gates(const OptionalTensor& g, const OptionalTensor& gv) {
   value_side.q = problem.d_o;
   value_side.k = problem.v;
   input(value_side.g, *gv);
+}
+
+void Call::spread_head_gate() {
+  if (head_gate_.defined()) input(problem.g, over_channels(head_gate_, problem.K));
 }
 
 const float* Call::input_state(const OptionalTensor& t) {
@@ -125,7 +131,12 @@ at::Tensor Call::output(Rows& rows, int64_t last_dim, at::ScalarType dtype) {
 }
 
 at::Tensor Call::gate_grad(Rows& rows, int64_t last_dim, const OptionalTensor& g) {
-  return given(g) ? output(rows, last_dim, g->scalar_type()) : not_asked_for(at::kFloat);
+  return given(g) ? output(rows, last_dim, gate_grad_dtype(g, at::kFloat))
+                  : not_asked_for(at::kFloat);
+}
+
+at::Tensor Call::head_gate_grad(Rows& rows, const OptionalTensor& g) {
+  return given(g) && gate_gradient ? output(rows, 1, g->scalar_type()) : not_asked_for(at::kFloat);
 }
 
 at::Tensor Call::output_state(float*& state) {
@@ -156,8 +167,11 @@ CallPlan Call::plan(bool batch_invariant, bool for_backward, bool in_halves) con
   PlanInputs in = plan_inputs(options_.device(), p.grid, p.H, p.K, p.V, p.dtype, p.g.dtype);
   in.batch_invariant = batch_invariant;
   in.aligned = true;
-  for (const Rows* r : {&p.q, &p.k, &p.v, &p.g, &p.d_o})
+  for (const Rows* r : {&p.q, &p.k, &p.v, &p.d_o})
     if (r->data != nullptr) in.aligned &= r->aligned;
+  in.head_gated = head_gate_.defined();
+  if (key_gated && !in.head_gated) in.aligned &= p.g.aligned;
+  in.gate_gradient = gate_gradient;
   in.key_gated = key_gated;
   in.value_gated = value_gated;
   in.value_gate_dtype = value_side.g.dtype;
@@ -170,6 +184,7 @@ CallPlan Call::plan(bool batch_invariant, bool for_backward, bool in_halves) con
 }
 
 void Call::start(const PassPlan& pass) {
+  if (!pass.reads_head_gates) spread_head_gate();
   static_cast<Segments&>(problem.grid) = pass.segments;
   problem.items_each = static_cast<int32_t>(pass.items_each);
 }

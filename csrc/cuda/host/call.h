@@ -24,11 +24,14 @@ class Call {
   Problem problem;
   Problem value_side;  // with gates on values: the chunk seen from them, see launchers.h
   bool key_gated = false, value_gated = false;
+  bool gate_gradient = true;  // whether backward makes that of g
 
   // [B, T, H, D] of any strides, or with a divisor of H as its heads.
   void input(Rows& rows, const at::Tensor& t);
   void input(Rows& rows, const at::Tensor& t, at::ScalarType dtype);
-  // The gates that are there; v, and do for backward, are in `problem` already.
+  // The gates that are there; v, and do for backward, are in `problem` already. One gate a head is
+  // in `problem` as rows of one column, until `run` spreads it over the channels for kernels that
+  // know no other.
   void input_gates(const OptionalTensor& g, const OptionalTensor& gv);
   // A state of every sequence; null where it is absent.
   const float* input_state(const OptionalTensor& t);
@@ -38,6 +41,8 @@ class Call {
   at::Tensor output(Rows& rows, int64_t last_dim, at::ScalarType dtype);
   // Of a gate; 0 elements where the gate is absent.
   at::Tensor gate_grad(Rows& rows, int64_t last_dim, const OptionalTensor& g);
+  // The same of one gate a head, [B, T, H, 1]; 0 elements too where it is not asked for.
+  at::Tensor head_gate_grad(Rows& rows, const OptionalTensor& g);
   at::Tensor output_state(float*& state);
   // Slots that no sequence needs are zero.
   at::Tensor output_chunk_states(void*& states, DType& dtype, at::ScalarType type);
@@ -72,6 +77,7 @@ class Call {
   void place(const Workspace& workspace, char* base);
   void place(Buffer buffer, char* start);
   void clear_decays();
+  void spread_head_gate();
   Rows rows_in(char* part, int64_t last_dim, DType dtype) const;
 
   c10::cuda::CUDAGuard guard_;
@@ -80,6 +86,7 @@ class Call {
   const char* op_;
   at::Tensor workspace_, offsets_;
   std::vector<at::Tensor> held_;
+  at::Tensor head_gate_;  // [B, T, HK], if gates are one a head
   bool aligns_inputs_ = false;
 };
 

@@ -1,5 +1,6 @@
 #include "launch_table.h"
 
+#include "cuda/sm90/head_gates/head_gates.h"
 #include "cuda/sm90/sm90.h"
 #include "launchers.h"
 

@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "autograd/for_backward.h"
+#include "common/head_gates.h"
 #include "cuda/sm90/sm90.h"
 #include "tensors.h"
 
@@ -89,7 +90,9 @@ std::optional<PlanInputs> inputs_of(const ForwardArguments& a) {
                               a.q.size(3), a.v.size(3), dtype_of(type), dtype_of(gate_type));
   in.batch_invariant = a.batch_invariant;
   in.aligned = true;
-  for (const at::Tensor* t : {&a.q, &a.k, &a.v, &*a.g}) in.aligned &= may_be_aligned(*t);
+  for (const at::Tensor* t : {&a.q, &a.k, &a.v}) in.aligned &= may_be_aligned(*t);
+  in.head_gated = is_head_gate(a.g);
+  if (!in.head_gated) in.aligned &= may_be_aligned(*a.g);
   return in;
 }
 

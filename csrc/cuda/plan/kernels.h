@@ -1,6 +1,7 @@
 // Every kernel that a call of chunk_gla or of a step may launch: the only table of them. A row is
 // the name of the kernel in code, its name in plans and tests, and the function that launches it
-// (host/launchers.h, sm90/sm90.h). A recipe is the list of those that a call launches, in order.
+// (host/launchers.h, sm90/sm90.h, sm90/head_gates/head_gates.h). A recipe is the list of those that
+// a call launches, in order.
 #pragma once
 
 #include <array>
@@ -36,6 +37,20 @@
   ROW(kValueGatedStateGrads, "value_gated_state_grads", launch_value_gated_state_grads)           \
   ROW(kMergeKeyGrads, "merge_key_grads", launch_merge_key_grads)                                  \
   ROW(kMergeValueGrads, "merge_value_grads", launch_merge_value_grads)                            \
+  /* Hopper: one gate a head, or none; sums of gates, summaries, sweeps */                        \
+  ROW(kHeadGateSums, "head_gates.sums", sm90::launch_head_gate_sums)                              \
+  ROW(kHeadGateSummaries, "head_gates.summaries", sm90::launch_head_gate_summaries)               \
+  ROW(kHeadGateSummariesOfGrads, "head_gates.summaries.of_grads",                                 \
+      sm90::launch_head_gate_summaries_of_grads)                                                  \
+  ROW(kHeadGateForward, "head_gates.forward", sm90::launch_head_gate_forward)                     \
+  ROW(kHeadGateQueryGrads, "head_gates.query_grads", sm90::launch_head_gate_query_grads)          \
+  ROW(kHeadGateKeyGrads, "head_gates.key_grads", sm90::launch_head_gate_key_grads)                \
+  ROW(kHeadGateQueryGradsAndDots, "head_gates.query_grads.and_dots",                              \
+      sm90::launch_head_gate_query_grads_and_dots)                                                \
+  ROW(kHeadGateKeyGradsAndDots, "head_gates.key_grads.and_dots",                                  \
+      sm90::launch_head_gate_key_grads_and_dots)                                                  \
+  ROW(kHeadGateGateGrads, "head_gates.gate_grads", sm90::launch_head_gate_gate_grads)             \
+  ROW(kHeadGateValueGrads, "head_gates.value_grads", sm90::launch_head_gate_value_grads)          \
   /* Hopper: prepared chunks, q^ k^ A and the factors of a state */                               \
   ROW(kPrepare, "prepare", sm90::launch_prepare)                                                  \
   ROW(kPrepareWithoutA, "prepare.without_A", sm90::launch_prepare_without_A)                      \

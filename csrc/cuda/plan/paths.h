@@ -12,6 +12,14 @@ PassPlan plan_steps(const PlanInputs& in, const ChunkGrid& grid, bool backward);
 // plan_fused.cpp: both passes by the kernels of sm90/.
 CallPlan plan_fused(const PlanInputs& in, const ChunkGrid& grid);
 
+// plan_head_gates.cpp: whether the kernels for one gate a head, or none, take a pass, and its plan.
+bool forward_takes_head_gates(const PlanInputs& in);
+bool backward_takes_head_gates(const PlanInputs& in);
+PassPlan plan_head_gates(const PlanInputs& in, const ChunkGrid& grid, bool backward);
+
+// What sweeps over packed sequences find their segments by.
+void add_packed_lists(Workspace& w, const ChunkGrid& grid);
+
 // The kernels that map packed sequences, if they are.
 void add_map(Recipe& kernels, const ChunkGrid& grid);
 

@@ -33,6 +33,12 @@ ChunkGrid make_grid(int64_t N, int64_t T, bool packed) {
   return grid;
 }
 
+void add_packed_lists(Workspace& w, const ChunkGrid& grid) {
+  if (!grid.packed) return;
+  w.add(Buffer::kByLastSegment, (grid.N + 1) * static_cast<int64_t>(sizeof(int32_t)));
+  w.add(Buffer::kTotals, static_cast<int64_t>(sizeof(PackedTotals)));
+}
+
 Recipe step_recipe(const ChunkGrid& grid, std::initializer_list<Kernel> kernels) {
   Recipe recipe;
   add_map(recipe, grid);
@@ -41,23 +47,41 @@ Recipe step_recipe(const ChunkGrid& grid, std::initializer_list<Kernel> kernels)
 }
 
 const char* why_not_fused(const PlanInputs& in) {
-  if (!in.key_gated) return "gates on keys (g)";
   if (in.value_gated) return "no gates on values (gv)";
   if (!in.sm90) return "a GPU of compute capability 9.0 and a build for 9.0a";
   if (in.dtype != DType::kBFloat16) return "q, k and v in torch.bfloat16";
   if (in.K % 8 != 0 || in.V % 8 != 0) return "K and V to be multiples of 8";
   if (!in.aligned) return "rows that start at multiples of 16 bytes";
   if (in.K > kFusedKeys) return "K to be at most 256";
-  if (in.gate_dtype == DType::kHalf) return "g in torch.bfloat16 or torch.float32";
+  if (in.key_gated && in.gate_dtype == DType::kHalf) return "g in torch.bfloat16 or torch.float32";
   return nullptr;
 }
 
-CallPlan make_plan(const PlanInputs& in) {
-  const ChunkGrid grid = make_grid(in.N, in.T, in.packed);
-  if (in.choice != PathChoice::kSteps && why_not_fused(in) == nullptr) return plan_fused(in, grid);
+namespace {
+
+// A gate of every key channel, one a head spread over them included.
+CallPlan plan_by_channels(const PlanInputs& in, const ChunkGrid& grid) {
+  if (in.choice != PathChoice::kSteps && in.key_gated && why_not_fused(in) == nullptr)
+    return plan_fused(in, grid);
   CallPlan plan;
   plan.forward = plan_steps(in, grid, /*backward=*/false);
   plan.backward = plan_steps(in, grid, /*backward=*/true);
+  return plan;
+}
+
+}  // namespace
+
+CallPlan make_plan(const PlanInputs& in) {
+  const ChunkGrid grid = make_grid(in.N, in.T, in.packed);
+  const bool may = in.choice != PathChoice::kSteps && !in.in_halves;
+  const bool forward = may && forward_takes_head_gates(in);
+  const bool backward = may && backward_takes_head_gates(in);
+  PlanInputs others = in;
+  others.for_backward &= !forward && !backward;
+  CallPlan plan = plan_by_channels(others, grid);
+  if (forward) plan.forward = plan_head_gates(in, grid, /*backward=*/false);
+  if (backward) plan.backward = plan_head_gates(in, grid, /*backward=*/true);
+  if (forward || backward) plan.path = Path::kFused;
   return plan;
 }
 

@@ -10,7 +10,7 @@
 
 namespace gla_ext::cuda {
 
-// kSteps: a kernel a step, any shape and GPU. kFused: the kernels of sm90/.
+// kSteps: a kernel a step, any shape and GPU. kFused: the kernels of sm90/, in either pass.
 enum class Path : uint8_t { kSteps, kFused };
 // What the environment variable GLA_EXT_CUDA_PATH asks for.
 enum class PathChoice : uint8_t { kAny, kSteps, kFused };
@@ -25,8 +25,10 @@ struct PlanInputs {
   bool sm90 = false;       // a GPU of compute capability 9.0, and its kernels are built
   int64_t processors = 1;  // multiprocessors of the GPU
   PathChoice choice = PathChoice::kAny;
-  bool key_gated = true;     // g is there
-  bool value_gated = false;  // gv is there
+  bool key_gated = true;      // g is there
+  bool head_gated = false;    // g is one gate a head
+  bool gate_gradient = true;  // backward makes that of g
+  bool value_gated = false;   // gv is there
   DType value_gate_dtype = DType::kFloat;
   // A pass comes in halves, cut at the scan: the sequences go on on other ranks. Not packed.
   bool in_halves = false;
@@ -37,6 +39,7 @@ struct PlanInputs {
 struct PassPlan {
   Recipe kernels;
   Segments segments;
+  bool reads_head_gates = false;  // g is read as it is; else one a head is spread over channels
   // How many work items (a segment, head and some values each) a block, or a cluster of two, of
   // forward.small, forward.cluster and states.cluster takes one by one.
   int64_t items_each = 1;

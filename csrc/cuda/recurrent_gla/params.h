@@ -21,6 +21,7 @@ struct Recurrence {
   bool state_aligned = false;  // every row of a state's matrix starts at a multiple of 16 bytes
 
   Rows q, k, v, gk, gv;  // [B, T, H, K | V]; all but q may have HK heads
+  int32_t gk_step = 1;   // from a key channel's gate to the next; 0: one gate a head, gk [B, T, HK]
   Rows o;                // [B, T, H, V]
   Indices cu_seqlens;    // [N + 1], packed only
 

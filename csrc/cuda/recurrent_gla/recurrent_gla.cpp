@@ -11,6 +11,7 @@
 
 #include "checks/chunk_gla.h"
 #include "common/groups.h"
+#include "common/head_gates.h"
 #include "cuda/host/tensors.h"
 #include "cuda/plan/plan.h"
 #include "ops.h"
@@ -49,6 +50,13 @@ class RecurrentCall {
   void input(Rows& rows, const OptionalTensor& t) {
     if (given(t)) input(rows, *t);
   }
+  // One gate a head is read where it lies, but by drafts, which read four channels at once.
+  void input_key_gate(const OptionalTensor& t, bool by_channels = false) {
+    if (!given(t)) return;
+    const bool in_place = is_head_gate(t) && !by_channels;
+    if (in_place) p.gk_step = 0;
+    input(p.gk, in_place ? t->unsqueeze(-1) : over_channels(*t, p.K));
+  }
   const float* input_state(const OptionalTensor& t) {
     if (!given(t)) return nullptr;
     return (t->is_contiguous() ? *t : kept_.emplace_back(t->contiguous())).const_data_ptr<float>();
@@ -65,7 +73,7 @@ class RecurrentCall {
     return t;
   }
   at::Tensor gradient(Rows& rows, int64_t last_dim, const OptionalTensor& of) {
-    return given(of) ? output(rows, last_dim, of->scalar_type()) : not_asked_for();
+    return given(of) ? output(rows, last_dim, gate_grad_dtype(of, at::kFloat)) : not_asked_for();
   }
   at::Tensor output_states(float*& states) {
     at::Tensor t = at::empty({p.N, p.H, p.state_v_first ? p.V : p.K, p.state_v_first ? p.K : p.V},
@@ -148,7 +156,7 @@ RecurrentForwardOutputs recurrent_gla_fwd_cuda(
   call.input(p.q, q);
   call.input(p.k, k);
   call.input(p.v, v);
-  call.input(p.gk, gk);
+  call.input_key_gate(gk);
   call.input(p.gv, gv);
   if (given(cu_seqlens)) call.input(p.cu_seqlens, *cu_seqlens);
   p.state_in = call.input_state(initial_state);
@@ -174,7 +182,7 @@ BackwardOutputs recurrent_gla_bwd_cuda(
   call.input(p.q, q);
   call.input(p.k, k);
   call.input(p.v, v);
-  call.input(p.gk, gk);
+  call.input_key_gate(gk);
   call.input(p.gv, gv);
   call.input(p.d_o, d_o);
   if (given(cu_seqlens)) call.input(p.cu_seqlens, *cu_seqlens);
@@ -187,7 +195,7 @@ BackwardOutputs recurrent_gla_bwd_cuda(
   at::Tensor dh0 = given(initial_state) ? call.output_states(p.dh0) : call.not_asked_for();
   call.use_sequence_states();
   call.backward();
-  return with_shared_heads({dq, dk, dv, dgk, dgv, dh0}, k.size(2));
+  return with_shared_heads({dq, dk, dv, sum_over_channels(dgk, gk), dgv, dh0}, k.size(2));
 }
 
 // Runs the tokens on the pool; the states after them are written where `write` says so. q is null,
@@ -202,7 +210,7 @@ at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
   p.state_v_first = pool.state_v_first;
   call.input(p.k, *in.k);
   call.input(p.v, *in.v);
-  call.input(p.gk, *in.gk);
+  call.input_key_gate(*in.gk, /*by_channels=*/!write);
   call.input(p.gv, *in.gv);
   if (given(pool.slots)) call.input(p.slots, *pool.slots);
   if (pool.accepted != nullptr) call.input(p.accepted, *pool.accepted);

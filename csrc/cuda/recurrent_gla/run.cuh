@@ -76,7 +76,8 @@ struct KeyBits {
     const bool inside = key < p.K;
     q = load_bits(p.q, row_offset(p, p.q, run, t) + key, inside && p.q.data != nullptr);
     k = load_bits(p.k, row_offset(p, p.k, run, t) + key, inside);
-    gk = load_bits(p.gk, row_offset(p, p.gk, run, t) + key, inside && p.gk.data != nullptr);
+    gk = load_bits(p.gk, row_offset(p, p.gk, run, t) + p.gk_step * key,
+                   inside && p.gk.data != nullptr);
   }
 };
 struct ValueBits {

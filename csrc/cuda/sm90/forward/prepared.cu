@@ -24,6 +24,7 @@
 #include "cuda/sm90/tiles/scores.cuh"
 #include "fused/multiply.cuh"
 #include "fused/output.cuh"
+#include "parts.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace forward::prepared {
@@ -81,23 +82,6 @@ struct MakingBlock : ForwardBlock<kKeyTiles, Unscored, 4> {
   static constexpr int kPlaces = 2;
   alignas(1024) unsigned char A[kPlaces][kTileBytes];  // [token][token]
   __device__ __forceinline__ unsigned char* scores(int chunk) { return A[chunk % kPlaces]; }
-};
-
-// The state of a consumer's values in groups of 128 key channels, as prepared chunks have them; the
-// last has 64 where the number of tiles is odd.
-template <int kTiles>
-struct Parts {
-  struct Nothing {};
-  State<kGroupKeys> whole[kTiles / kKeyTiles];
-  std::conditional_t<kTiles % kKeyTiles == 1, State<kTile>, Nothing> half;
-
-  // f(group, its number)
-  template <class F>
-  __device__ __forceinline__ void for_each(F&& f) {
-#pragma unroll
-    for (int i = 0; i < kTiles / kKeyTiles; ++i) f(whole[i], i);
-    if constexpr (kTiles % kKeyTiles == 1) f(half, kTiles / kKeyTiles);
-  }
 };
 
 // Asks for the bytes from `first` to `end` of a prepared chunk, which `full` expects.

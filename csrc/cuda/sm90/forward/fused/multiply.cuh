@@ -10,12 +10,13 @@ constexpr int kPartKeys = 32;
 using StateOperand = uint32_t[2][kPartKeys / 16][4];
 
 // o^T = S~^T q^^T, added to what is there unless `first`. The state is multiplied by `factors`, in
-// the order of `quad_index`, and becomes an operand 32 key channels at a time: while their product
-// runs, the next ones are made. q: q^ [token][K]; operand: room for two times 32.
-template <int K>
-__device__ __forceinline__ void multiply_state(float (&o)[32], State<K>& state,
-                                               const float* factors, const unsigned char* q,
-                                               StateOperand& operand, bool first) {
+// the order of `quad_index` (or one of them, as it leaves, see `Leaving`), and becomes an operand
+// 32 key channels at a time: while their product runs, the next ones are made. q: q^ [token][K];
+// operand: room for two times 32.
+template <int K, class Factors>
+__device__ __forceinline__ void multiply_state(float (&o)[32], State<K>& state, Factors factors,
+                                               const unsigned char* q, StateOperand& operand,
+                                               bool first) {
   static_assert(K / kPartKeys % 2 == 0);
 #pragma unroll
   for (int part = 0; part < K / kPartKeys; ++part) {

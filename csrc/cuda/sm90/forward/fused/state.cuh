@@ -8,12 +8,23 @@
 
 namespace gla_ext::cuda::sm90::forward {
 
+// One factor of all key channels, by which a state leaves a chunk: it is multiplied once the
+// operand that meets the chunk's queries is made.
+struct Leaving {
+  float decay;
+};
+
 // What a consumer holds of the state, [64 values][K], key channels from `first_k` on.
 template <int K>
 struct State {
   static constexpr int kChannels = K;
   float x[K / 2];
   int first_k = 0;
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < K / 2; ++i) x[i] = 0;
+  }
 
   // f(x, key, value), for thread number `thread` of the block
   template <class F>
@@ -26,10 +37,11 @@ struct State {
     }
   }
 
+  // entering_v_first: segment_states lie [V][K].
   __device__ __forceinline__ void load(const Problem& p, const Segment& segment, int first_v,
-                                       int thread = static_cast<int>(threadIdx.x)) {
-#pragma unroll
-    for (int i = 0; i < K / 2; ++i) x[i] = 0;
+                                       int thread = static_cast<int>(threadIdx.x),
+                                       bool entering_v_first = false) {
+    clear();
     const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
     if (segment.first && p.h0 != nullptr) {
       const float* h0 = p.h0 + (segment.n * p.H + segment.head) * matrix;
@@ -38,7 +50,9 @@ struct State {
       });
     } else if (!segment.first) {
       const float* entering = p.segment_states + segment.state * matrix;
-      for_elements(p, first_v, thread, [&](float& y, int k, int v) { y = entering[k * p.V + v]; });
+      for_elements(p, first_v, thread, [&](float& y, int k, int v) {
+        y = entering[entering_v_first ? v * p.K + k : k * p.V + v];
+      });
     }
   }
 
@@ -64,6 +78,36 @@ struct State {
       for (int e = 0; e < 4; ++e) operand[j][e] = pack(y[2 * e], y[2 * e + 1]);
     }
   }
+  // Makes an operand of the key channels, then multiplies them by one factor.
+  template <int kKeys>
+  __device__ __forceinline__ void pass(int first, Leaving leaving,
+                                       uint32_t (&operand)[kKeys / 16][4]) {
+#pragma unroll
+    for (int j = 0; j < kKeys / 16; ++j) {
+      float* y = x + (first + 16 * j) / 2;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) operand[j][e] = pack(y[2 * e], y[2 * e + 1]);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) y[e] *= leaving.decay;
+    }
+  }
+  // The same with what bf16 rounds away as a second operand.
+  template <int kKeys>
+  __device__ __forceinline__ void pass(int first, Leaving leaving, uint32_t (&high)[kKeys / 16][4],
+                                       uint32_t (&low)[kKeys / 16][4]) {
+#pragma unroll
+    for (int j = 0; j < kKeys / 16; ++j) {
+      float* y = x + (first + 16 * j) / 2;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        high[j][e] = pack(y[2 * e], y[2 * e + 1]);
+        const float2 rounded = unpack(high[j][e]);
+        low[j][e] = pack(y[2 * e] - rounded.x, y[2 * e + 1] - rounded.y);
+      }
+#pragma unroll
+      for (int e = 0; e < 8; ++e) y[e] *= leaving.decay;
+    }
+  }
   // Only multiplies by such factors.
   __device__ __forceinline__ void pass(const float* factors) {
 #pragma unroll
@@ -73,6 +117,11 @@ struct State {
   // thread holds are adjacent.
   static __device__ __forceinline__ int quad_index(int channel) {
     return channel / 16 * 16 + channel % 8 / 2 * 4 + channel / 8 % 2 * 2 + channel % 2;
+  }
+  // Multiplies by one factor.
+  __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+    for (int i = 0; i < K / 2; ++i) x[i] *= factor;
   }
   // Multiplies by factors in the order of the key channels.
   __device__ __forceinline__ void scale(const float* factors) {

@@ -1,0 +1,156 @@
+// What each segment adds to the state by itself, or to the state's gradient, with one gate a head:
+//
+//   S' = 2^b_C S + sum over j of k_j (to_end_j v_j)^T          from 0, first chunk first
+//   dS = 2^b_C dS' + sum over i of q_i (from_start_i do_i)^T   from 0, last chunk first
+//
+// grid    (summary, head, 128 values); a producer and two consumer warpgroups
+// reads   k [B, T, H, K], v [B, T, H, V] (q and do), HeadGates [B, slots, H]
+// writes  segment_states (segment_state_grads) [B, states, H, K, V], and segment_decays [B, states,
+//         H, K], the sum of a segment's gates in every channel, as the scan reads them
+//
+// Nothing reads the summary of a sweep's last segment, and it is not made. Its decay the other
+// sweep wants, and makes. Accumulation is fp32.
+#include "cuda/device/dynamic_shared.h"
+#include "cuda/device/launch.cuh"
+#include "cuda/sm90/forward/fused/multiply.cuh"
+#include "cuda/sm90/forward/parts.cuh"
+#include "cuda/sm90/prepare/sweep.cuh"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "head_gates.h"
+#include "operands.cuh"
+
+namespace gla_ext::cuda::sm90 {
+namespace head_gates::summaries {
+
+constexpr int kConsumers = 2;  // warpgroups
+constexpr int kThreadsOfBlock = (1 + kConsumers) * kGroupThreads;
+constexpr int kValues = kConsumers * kTile;  // of a block
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+
+template <int kTiles>
+struct Stage {
+  unsigned char k[kTiles * kTileBytes];      // [token][K]
+  unsigned char v[kConsumers * kTileBytes];  // [token][V]
+};
+
+template <int kTilesOfKeys, Time kTimeOfBlock>
+struct Block : PreparedBlock<Stage<kTilesOfKeys>, 4, kConsumers> {
+  static constexpr int kTiles = kTilesOfKeys;
+  static constexpr Time kTime = kTimeOfBlock;
+  HeadGates gates[Block::kStages];
+};
+
+template <class BlockOfKernel>
+__device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int block_v) {
+  using StageOfBlock = std::decay_t<decltype(s.stages[0])>;
+  s.produce([&](int i, StageOfBlock& stage, uint64_t*) {
+    const Segment& segment = s.segment;
+    const int chunk = chunk_of<BlockOfKernel::kTime>(segment, i), thread = thread_index();
+    copy_operand<BlockOfKernel::kTiles>(stage.k, p.k, segment, chunk, thread, p.K);
+    copy_rows<kConsumers, kGroupThreads>(stage.v, p.v, segment, chunk, thread, block_v, p.V);
+    copy_gates(s.gates[i % s.kStages], p, segment, chunk, thread);
+  });
+}
+
+template <class BlockOfKernel>
+__device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int group,
+                                        int block_v) {
+  constexpr int kBytesOfGroup = kKeyTiles * kTileBytes;
+  const Segment& segment = s.segment;
+  const int first_v = block_v + kTile * group;
+  forward::Parts<BlockOfKernel::kTiles> state;
+  state.for_each([&](auto& part, int i) {
+    part.first_k = i * kGroupKeys;
+    part.clear();
+  });
+  float sum = 0;  // of the gates
+  for (int i = 0; i < segment.chunks; ++i) {
+    const int number = i % s.kStages;
+    auto& stage = s.stages[number];
+    wait(&s.full[number], s.parity(i));
+    const HeadGates& gates = s.gates[number];
+    sum += gates.b[kChunk - 1][0] + gates.b[kChunk - 1][1];
+    const float decay = gates.decay[0];
+    state.for_each([&](auto& part, int) { part.scale(decay); });
+    const ScaledValues v(stage.v + group * kTileBytes,
+                         factors_of_values<BlockOfKernel::kTime>(gates));
+    begin_products();
+    state.for_each(
+        [&](auto& part, int j) { forward::multiply_keys(part, v, stage.k + j * kBytesOfGroup); });
+    commit_products();
+    wait_for_products<0>();
+    arrive(&s.empty[number]);
+  }
+  float* out = p.segment_states + segment.state * static_cast<int64_t>(p.K) * p.V;
+  state.for_each([&](auto& part, int) {
+    part.for_elements(p, first_v, thread_index(),
+                      [&](float y, int k, int v) { out[k * p.V + v] = y; });
+  });
+  if (first_v != 0) return;
+  for (int k = thread_index() % kGroupThreads; k < p.K; k += kGroupThreads)
+    p.segment_decays[segment.state * p.K + k] = sum;
+}
+
+template <class BlockOfKernel>
+__global__ void __launch_bounds__(kThreadsOfBlock, 1) kernel(Problem p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  // Registers of a thread: a block that asks for more than it is launched with waits for ever.
+  static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kGroupThreads <=
+                launch_registers(kThreadsOfBlock) * kThreadsOfBlock);
+  wait_for_previous_kernel();
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  auto& s = *reinterpret_cast<BlockOfKernel*>(s_bytes);
+  const int v_blocks = blocks_of(p.V, kValues);
+  const int block_v = static_cast<int>(blockIdx.x % v_blocks) * kValues;
+  s.template start</*kOfStates=*/true>(p, blockIdx.x / v_blocks, /*bulk_copies=*/0);
+  const bool unread = BlockOfKernel::kTime == Time::kForward ? s.segment.last : s.segment.first;
+  if (s.segment.tail || unread) return;
+  const int group = warpgroup();
+  if (group == 0) {
+    give_registers<kProducerRegisters>();
+    produce(s, p, block_v);
+  } else {
+    take_registers<kConsumerRegisters>();
+    consume(s, p, group - 1, block_v);
+  }
+#endif
+}
+
+template <class BlockOfKernel>
+void launch_blocks(const Problem& p, cudaStream_t stream) {
+  static_assert(fits_multiprocessor(1, sizeof(BlockOfKernel)));
+  static const DynamicShared shared(kernel<BlockOfKernel>, sizeof(BlockOfKernel));
+  const int64_t blocks = segment_state_heads(p.grid, p.H) * blocks_of(p.V, kValues);
+  if (blocks == 0) return;
+  shared.allow();
+  launch_dependent(kernel<BlockOfKernel>, blocks, kThreadsOfBlock, sizeof(BlockOfKernel), stream,
+                   p);
+}
+
+template <Time kTime>
+void launch_summaries(const Problem& p, cudaStream_t stream) {
+  if (p.K > 3 * kTile)
+    launch_blocks<Block<4, kTime>>(p, stream);
+  else if (p.K > 2 * kTile)
+    launch_blocks<Block<3, kTime>>(p, stream);
+  else if (p.K > kTile)
+    launch_blocks<Block<2, kTime>>(p, stream);
+  else
+    launch_blocks<Block<1, kTime>>(p, stream);
+}
+
+}  // namespace head_gates::summaries
+
+void launch_head_gate_summaries(const Problem& p, cudaStream_t stream) {
+  head_gates::summaries::launch_summaries<head_gates::Time::kForward>(p, stream);
+}
+
+void launch_head_gate_summaries_of_grads(const Problem& p, cudaStream_t stream) {
+  Problem roles = p;
+  roles.k = p.q;
+  roles.v = p.d_o;
+  roles.segment_states = p.segment_state_grads;
+  head_gates::summaries::launch_summaries<head_gates::Time::kBackward>(roles, stream);
+}
+
+}  // namespace gla_ext::cuda::sm90

@@ -1,0 +1,327 @@
+// One sweep over the chunks of a segment and head with one gate a head, for bf16 on sm_90a. The
+// rows of q, k and v meet as they are in memory: the gates are a mask of the scores, factors of
+// tokens, and one factor of the state, none above 1 (times scale). From the first chunk to the last
+//
+//   A_ij = scale 2^(b_i - b_j) q_i . k_j   o_i = sum over j <= i of A_ij v_j + from_start_i S^T q_i
+//   S' = 2^b_C S + sum over j of k_j (to_end_j v_j)^T
+//
+// and from the last to the first, with S' the state of the chunks after,
+//
+//   A_ij = scale 2^(b_i - b_j) k_i . q_j   o_j = sum over i >= j of A_ij v_i + to_end_j S'^T q_j
+//   S = 2^b_C S' + sum over i of k_i (from_start_i v_i)^T
+//
+// All gradients but that of the gates are such sweeps, with other tensors in these places: the mask
+// does not depend on a channel, so dq is what forward makes of do, v and k; backward in time dv is
+// made of k, q and do, and dk of v, do and q.
+//
+// grid    (segment, head, 128 values; 64 where kConsumers = 1); a producer and kConsumers consumer
+//         warpgroups
+// reads   q, k [B, T, H, K], v [B, T, H, V], h0 or segment_states, HeadGates [B, slots, H]
+// writes  o [B, T, H, V], ht
+//
+// With dots, which the gradient of the gates is made of, a sweep also writes w_i . o_i of every
+// token, in fp32, of the whole of o and of what the state gives. Two such sweeps put a pair of
+// tokens into their sums by the same number, to fp32: so the state's operand, and what adds to the
+// state, are then two bf16 terms each.
+// A token's pair with itself passes no gate and is left out of the dots: beside strong gates it
+// would be nearly all of them.
+//
+// The producer copies rows and the sums of gates, and makes A. A consumer holds the state of 64
+// values transposed, [V][K], in registers, as forward/ does. v in registers, times its tokens'
+// factors, adds to the state; v in shared memory meets A. Accumulation is fp32.
+#pragma once
+
+#include "cuda/device/dynamic_shared.h"
+#include "cuda/device/launch.cuh"
+#include "cuda/sm90/forward/fused/multiply.cuh"
+#include "cuda/sm90/forward/fused/output.cuh"
+#include "cuda/sm90/forward/parts.cuh"
+#include "cuda/sm90/prepare/sweep.cuh"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "cuda/sm90/tiles/scores.cuh"
+#include "dots.cuh"
+#include "operands.cuh"
+
+namespace gla_ext::cuda::sm90::head_gates {
+
+template <int kTiles, int kConsumers, bool kDots>
+struct Stage {
+  unsigned char q[kTiles * kTileBytes];      // [token][K]
+  unsigned char k[kTiles * kTileBytes];      // [token][K]
+  unsigned char v[kConsumers * kTileBytes];  // [token][V], then o
+};
+template <int kTiles, int kConsumers>
+struct Stage<kTiles, kConsumers, true> : Stage<kTiles, kConsumers, false> {
+  unsigned char w[kConsumers * kTileBytes];  // [token][V]
+};
+
+// As many as shared memory has room for; narrow blocks are two a multiprocessor.
+constexpr int stages_of(int tiles, int consumers, bool dots) {
+  if (consumers == 1) return dots ? 2 : 3;
+  if (dots) return tiles <= 2 ? 5 - tiles : 2;
+  return tiles <= 2 ? 4 : 6 - tiles;
+}
+
+// kTilesOfKeys: one to four tiles of 64 key channels.
+template <int kTilesOfKeys, int kConsumersOfBlock, Time kTimeOfBlock, bool kDotsOfBlock>
+struct Block
+    : PreparedBlock<Stage<kTilesOfKeys, kConsumersOfBlock, kDotsOfBlock>,
+                    stages_of(kTilesOfKeys, kConsumersOfBlock, kDotsOfBlock), kConsumersOfBlock> {
+  static constexpr int kTiles = kTilesOfKeys, kConsumers = kConsumersOfBlock;
+  static constexpr Time kTime = kTimeOfBlock;
+  static constexpr bool kMakesDots = kDotsOfBlock;
+  static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
+  static constexpr int kBlocksEach = kConsumers == 1 ? 2 : 1;  // of a multiprocessor
+  static constexpr int kValues = kConsumers * kTile;
+  static constexpr int kProducerRegisters = kConsumers == 1 ? 96 : kTiles == 4 ? 56 : 88;
+  static constexpr int kConsumerRegisters = kConsumers == 1 ? 160 : kTiles == 4 ? 224 : 208;
+  static constexpr int kPlaces = 2;
+  static constexpr int kColumns = kTiles == 4 ? kTile / 2 : kTile;  // of A made at once
+
+  alignas(1024) unsigned char A[kPlaces][kTileBytes];  // [token][token]
+  HeadGates gates[Block::kStages];
+  float diagonal[kPlaces][kTile];  // of A, with dots
+  float dots[kMakesDots ? kConsumers : 1][kDots][kGroupThreads / 32][kTile];
+
+  // Finds the segment and makes what all warpgroups need. Backward in time a sequence starts with
+  // its last segment.
+  __device__ __forceinline__ void start(const Problem& p, int64_t index) {
+    if (threadIdx.x == 0) {
+      Segment found = find_segment(p, index);
+      if (kTime == Time::kBackward) {
+        const bool last = found.last;
+        found.last = found.first;
+        found.first = last;
+        found.state = found.last_state;
+      }
+      this->segment = found;
+      init_stages<1, kConsumers>(*this);
+    }
+    fence_for_products();
+    __syncthreads();  // the barriers and the segment are there
+  }
+};
+
+// Multiplies scores, rows by columns of tokens from `first` on, by scale 2^(b_row - b_column).
+// Above the diagonal anything comes out.
+template <int kColumns>
+__device__ __forceinline__ void mask_scores(float (&A)[kColumns / 2], const HeadGates& gates,
+                                            float scale, int first, int thread) {
+  const int row = thread / 32 * 16 + thread % 32 / 4, column = first + thread % 4 * 2;
+  const auto b = [&](int token) { return *reinterpret_cast<const float2*>(gates.b[token]); };
+  const float2 rows[2] = {b(row), b(row + 8)};
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const float4 columns = *reinterpret_cast<const float4*>(gates.b[8 * j + column]);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      A[4 * j + 2 * e] *= scale * exp2_ftz((rows[e].x - columns.x) + (rows[e].y - columns.y));
+      A[4 * j + 2 * e + 1] *= scale * exp2_ftz((rows[e].x - columns.z) + (rows[e].y - columns.w));
+    }
+  }
+}
+
+// Puts A of the sweep's i-th chunk into its place, by the producer, whose own copies have arrived.
+template <class BlockOfKernel>
+__device__ __forceinline__ void make_scores(BlockOfKernel& s, const Problem& p, int i, int thread) {
+  const int before = i - s.kPlaces;
+  if (before >= 0) wait(&s.empty[before % s.kStages], s.parity(before));  // which had this place
+  fence_for_products();
+  group_barrier<forward::kProducerBarrier>(0);  // the chunk's copies have arrived
+  const auto& stage = s.stages[i % s.kStages];
+  const bool forward_in_time = BlockOfKernel::kTime == Time::kForward;
+  constexpr int kColumns = BlockOfKernel::kColumns;
+#pragma unroll 1
+  for (int first = 0; first < kTile; first += kColumns) {
+    float A[kColumns / 2];
+    begin_scores<kTile * BlockOfKernel::kTiles, kColumns>(
+        A, forward_in_time ? stage.q : stage.k, forward_in_time ? stage.k : stage.q, first);
+    wait_for_products<0>();
+    mask_scores<kColumns>(A, s.gates[i % s.kStages], p.scale, first, thread);
+    if constexpr (BlockOfKernel::kMakesDots)
+      take_diagonal<kColumns>(s.diagonal[i % s.kPlaces], A, first, thread);
+    place_scores<kColumns>(s.A[i % s.kPlaces], A, false, first, thread);
+  }
+}
+
+// Asks for the rows and sums of the sweep's i-th chunk, once its stage is free.
+template <class BlockOfKernel>
+__device__ __forceinline__ void copy_chunk(BlockOfKernel& s, const Problem& p, int block_v, int i) {
+  const Segment& segment = s.segment;
+  if (i < segment.chunks) {
+    const int number = i % s.kStages, thread = thread_index();
+    const int chunk = chunk_of<BlockOfKernel::kTime>(segment, i);
+    if (i >= s.kStages) wait(&s.empty[number], s.parity(i - s.kStages));
+    const auto& stage = s.stages[number];
+    copy_operand<BlockOfKernel::kTiles>(stage.q, p.q, segment, chunk, thread, p.K);
+    copy_operand<BlockOfKernel::kTiles>(stage.k, p.k, segment, chunk, thread, p.K);
+    copy_rows<BlockOfKernel::kConsumers, kGroupThreads>(stage.v, p.v, segment, chunk, thread,
+                                                        block_v, p.V);
+    if constexpr (BlockOfKernel::kMakesDots)
+      copy_rows<BlockOfKernel::kConsumers, kGroupThreads>(stage.w, p.d_o, segment, chunk, thread,
+                                                          block_v, p.V);
+    copy_gates(s.gates[number], p, segment, chunk, thread);
+  }
+  commit_copies();
+}
+
+// With two stages the next chunk is asked for before A is made: while a chunk is copied nothing
+// else is on its way, and the consumers have long left the one before. With more, A first: the
+// consumers wait for it.
+template <class BlockOfKernel>
+__device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int block_v) {
+  constexpr int kAhead = BlockOfKernel::kStages - 1;
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) copy_chunk(s, p, block_v, i);
+  for (int i = 0; i < s.segment.chunks; ++i) {
+    wait_for_copies<kAhead - 1>();
+    if (kAhead == 1) copy_chunk(s, p, block_v, i + kAhead);
+    make_scores(s, p, i, thread_index());
+    fence_for_products();
+    arrive(&s.full[i % s.kStages]);
+    if (kAhead > 1) copy_chunk(s, p, block_v, i + kAhead);
+  }
+}
+
+// Factors of the tokens of what the state gives.
+template <Time kTime>
+__device__ __forceinline__ const float* factors_of_outputs(const HeadGates& g) {
+  return kTime == Time::kForward ? g.from_start : g.to_end;
+}
+
+// o += v^T A, issued. v, A: see `Stage` and `Block`.
+template <Time kTime>
+__device__ __forceinline__ void multiply_scores(float (&o)[32], const unsigned char* v,
+                                                const unsigned char* A) {
+  const forward::ValueOperand<false> values(v);
+  const uint32_t scores = shared_address(A);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if constexpr (kTime == Time::kForward)
+      values.template multiply<Contiguous::kSummed>(o, i, descriptor(scores + kStepBytes * i, 0));
+    else
+      values.template multiply<Contiguous::kOther>(o, i, descriptor(scores + 2048 * i, kTileBytes));
+}
+
+template <class BlockOfKernel>
+__device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool transposed,
+                                        int group, int block_v) {
+  constexpr int kBytesOfGroup = kKeyTiles * kTileBytes;
+  constexpr Time kTime = BlockOfKernel::kTime;
+  constexpr bool kMakesDots = BlockOfKernel::kMakesDots;
+  const Segment& segment = s.segment;
+  const int first_v = block_v + kTile * group;
+  if (segment.tail) return forward::write_tail(p, segment, first_v);
+  forward::Parts<BlockOfKernel::kTiles> state;
+  state.for_each([&](auto& part, int i) {
+    part.first_k = i * kGroupKeys;
+    part.load(p, segment, first_v, thread_index(), transposed);
+  });
+  for (int i = 0; i < segment.chunks; ++i) {
+    const int number = i % s.kStages;
+    auto& stage = s.stages[number];
+    unsigned char* values = stage.v + group * kTileBytes;
+    wait(&s.full[number], s.parity(i));
+    const HeadGates& gates = s.gates[number];
+    float o[32];  // [64 values][64 tokens]
+    forward::StateOperand operand;
+    const forward::Leaving leaving{gates.decay[0]};
+    state.for_each([&](auto& part, int j) {
+      if constexpr (kMakesDots)
+        multiply_two_terms(o, part, leaving, stage.q + j * kBytesOfGroup, operand, j == 0);
+      else
+        forward::multiply_state(o, part, leaving, stage.q + j * kBytesOfGroup, operand, j == 0);
+    });
+    const auto add_values = [&](Rounding rounding) {
+      const ScaledValues v(values, factors_of_values<kTime>(gates), rounding);
+      begin_products();
+      state.for_each(
+          [&](auto& part, int j) { forward::multiply_keys(part, v, stage.k + j * kBytesOfGroup); });
+      commit_products();
+      if (rounding == Rounding::kLost) wait_for_products<0>();
+    };
+    if constexpr (kMakesDots) add_values(Rounding::kLost);
+    add_values(Rounding::kRounded);
+    wait_for_products<1>();  // what the state gives is there
+    scale_columns(o, factors_of_outputs<kTime>(gates) + 2 * (thread_index() % 4));
+    const auto make_dots = [&](Dot dot) {
+      if constexpr (kMakesDots)
+        sum_dots(s.dots[group][dot][thread_index() % kGroupThreads / 32], o,
+                 stage.w + group * kTileBytes);
+    };
+    make_dots(kOfState);
+    begin_products();
+    multiply_scores<kTime>(o, values, s.A[i % s.kPlaces]);
+    commit_products();
+    wait_for_products<0>();
+    make_dots(kOfAll);
+    if constexpr (kMakesDots) add_diagonal(o, s.diagonal[i % s.kPlaces], values);
+    group_barrier<forward::kConsumerBarrier>(group);  // v is read, and the warps' sums are there
+    forward::store_transposed_tile(values, o);
+    const int chunk = chunk_of<kTime>(segment, i);
+    if constexpr (kMakesDots) store_dots(s, p, chunk, block_v, group);
+    group_barrier<forward::kConsumerBarrier>(group);  // o is written, and the sums are read
+    const forward::OutputPart part{thread_index() % kGroupThreads};
+    part.write(p, segment, chunk, first_v, [&](int row) { return part.row(values, row); });
+    arrive(&s.empty[number]);
+  }
+  state.for_each([&](auto& part, int) { part.store(p, segment, first_v, thread_index()); });
+  if constexpr (kMakesDots && kTime == Time::kForward) store_last_dot(s, p, state, block_v, group);
+}
+
+template <class BlockOfKernel>
+__global__ void __launch_bounds__(BlockOfKernel::kThreads, BlockOfKernel::kBlocksEach)
+    kernel(Problem p, bool transposed) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  // Registers of a thread: a block that asks for more than it is launched with waits for ever.
+  constexpr int kProducerRegisters = BlockOfKernel::kProducerRegisters,
+                kConsumerRegisters = BlockOfKernel::kConsumerRegisters;
+  static_assert((kProducerRegisters + BlockOfKernel::kConsumers * kConsumerRegisters) *
+                    kGroupThreads <=
+                launch_registers(BlockOfKernel::kBlocksEach * BlockOfKernel::kThreads) *
+                    BlockOfKernel::kThreads);
+  wait_for_previous_kernel();
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  auto& s = *reinterpret_cast<BlockOfKernel*>(s_bytes);
+  const int v_blocks = blocks_of(p.V, BlockOfKernel::kValues);
+  const int block_v = static_cast<int>(blockIdx.x % v_blocks) * BlockOfKernel::kValues;
+  s.start(p, blockIdx.x / v_blocks);
+  const int group = warpgroup();
+  if (group == 0) {
+    give_registers<kProducerRegisters>();
+    if (!s.segment.tail) produce(s, p, block_v);
+  } else {
+    take_registers<kConsumerRegisters>();
+    consume(s, p, transposed, group - 1, block_v);
+  }
+#endif
+}
+
+template <class BlockOfKernel>
+void launch_blocks(const Problem& p, bool transposed, cudaStream_t stream) {
+  static_assert(fits_multiprocessor(BlockOfKernel::kBlocksEach, sizeof(BlockOfKernel)));
+  static const DynamicShared shared(kernel<BlockOfKernel>, sizeof(BlockOfKernel));
+  const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, BlockOfKernel::kValues);
+  if (blocks == 0) return;
+  shared.allow();
+  launch_dependent(kernel<BlockOfKernel>, blocks, BlockOfKernel::kThreads, sizeof(BlockOfKernel),
+                   stream, p, transposed);
+}
+
+// transposed: segment_states lie [V][K], as those of the call's own keys and values do where these
+// have changed places.
+template <Time kTime, bool kMakesDots>
+void launch_sweep(const Problem& p, bool transposed, cudaStream_t stream) {
+  if (p.K > 3 * kTile)
+    launch_blocks<Block<4, 2, kTime, kMakesDots>>(p, transposed, stream);
+  else if (p.K > 2 * kTile)
+    launch_blocks<Block<3, 2, kTime, kMakesDots>>(p, transposed, stream);
+  else if (p.K > kTile)
+    launch_blocks<Block<2, 2, kTime, kMakesDots>>(p, transposed, stream);
+  else if (p.V > kTile)
+    launch_blocks<Block<1, 2, kTime, kMakesDots>>(p, transposed, stream);
+  else
+    launch_blocks<Block<1, 1, kTime, kMakesDots>>(p, transposed, stream);
+}
+
+}  // namespace gla_ext::cuda::sm90::head_gates

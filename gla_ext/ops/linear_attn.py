@@ -1,0 +1,149 @@
+"""Linear attention without decay (Katharopoulos et al., arXiv 2006.16236), normalised or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_ext.ops._checks import check_plain_tensors, check_scale
+from gla_ext.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+
+__all__ = ["chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn"]
+
+State = Tensor | tuple[Tensor, Tensor]
+_EPSILON = 1e-10  # added to the sum of the scores, as FLA does
+_CUDA_WIDTH = 8  # columns of ones: what the fast kernels take
+
+
+def chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, State | None]:
+    r"""Linear attention in the chunkwise form: `chunk_simple_gla` without decay.
+
+    Computes `o_t = scale * S_t^T q_t` with `S_t = S_{t-1} + k_t v_t^T`; if `normalize`, divided by
+    the sum of the scores, `scale * z_t . q_t + 1e-10` with `z_t = z_{t-1} + k_t`. That sum is a
+    second, narrow call whose values are ones, so that it has the first one's accuracy and states.
+
+    Args:
+        q, k, v, scale, output_final_state, cu_seqlens: as in `chunk_simple_gla`.
+        initial_state: `[N, H, K, V]`, float32 (float64 with float64 q). If `normalize`, that alone
+            or a pair of it and z, `[N, 1, H, K]` of any floating dtype. Default: zero.
+        normalize: whether to divide by the sum of the scores. Default: True.
+
+    Returns:
+        o, `[B, T, H, V]` in v's dtype, and the final state or None: `[N, H, K, V]`, if `normalize`
+        in a pair with z, `[N, 1, H, K]`, both float32 (float64 with float64 q).
+
+    What is raised is as in `chunk_simple_gla`.
+    """
+    return _attend(
+        "chunk_linear_attn",
+        chunk_simple_gla,
+        (q, k, v),
+        scale,
+        initial_state,
+        output_final_state,
+        normalize,
+        {"cu_seqlens": cu_seqlens},
+    )
+
+
+fused_chunk_linear_attn = chunk_linear_attn
+
+
+def fused_recurrent_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, State | None]:
+    """`chunk_linear_attn` token by token.
+
+    Args:
+        q, k, v, scale, initial_state, output_final_state, cu_seqlens: as in `chunk_linear_attn`.
+        reverse: the last token of a sequence comes first. Default: False.
+        normalize: as in `chunk_linear_attn`. Default: False.
+
+    Returns:
+        As `chunk_linear_attn`.
+
+    What is raised is as in `chunk_simple_gla`.
+    """
+    return _attend(
+        "fused_recurrent_linear_attn",
+        fused_recurrent_simple_gla,
+        (q, k, v),
+        scale,
+        initial_state,
+        output_final_state,
+        normalize,
+        {"cu_seqlens": cu_seqlens, "reverse": reverse},
+    )
+
+
+def _attend(
+    op: str,
+    operator: Callable[..., tuple[Tensor, Tensor | None]],
+    operands: tuple[Tensor, Tensor, Tensor],
+    scale: float | None,
+    initial_state: State | None,
+    output_final_state: bool,
+    normalize: bool,
+    options: dict[str, Any],
+) -> tuple[Tensor, State | None]:
+    q, k, v = operands
+    check_scale(op, scale)
+    state, z = _states(op, initial_state, normalize)
+    if not torch.compiler.is_compiling():
+        check_plain_tensors(op, "q k v initial_state z", q, k, v, state, z)
+    options = options | {"scale": scale, "output_final_state": output_final_state}
+    o, state = operator(q, k, v, initial_state=state, **options)
+    if not normalize:
+        return o, state
+    wide = torch.promote_types(q.dtype, torch.float32)
+    width = _CUDA_WIDTH if q.is_cuda else 1
+    if z is not None:
+        z = _as_state(op, z, q, wide).expand(-1, -1, -1, width).contiguous()
+    ones = v.new_ones(*v.shape[:3], width)
+    sums, z = operator(q, k, ones, initial_state=z, **options)
+    o = (o.to(wide) / (sums[..., :1].to(wide) + _EPSILON)).to(v.dtype)
+    return o, (state, z[..., 0].unsqueeze(1)) if output_final_state else None
+
+
+def _states(
+    op: str, initial_state: State | None, normalize: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    if not isinstance(initial_state, tuple):
+        return initial_state, None
+    if not normalize or len(initial_state) != 2:
+        raise ValueError(
+            f"{op}: expected initial_state to be a tensor, or with normalize=True a pair of "
+            f"tensors, got a tuple of {len(initial_state)} with normalize={normalize}"
+        )
+    return initial_state
+
+
+def _as_state(op: str, z: Tensor, q: Tensor, wide: torch.dtype) -> Tensor:
+    """z `[N, 1, H, K]` as the state of one value, `[N, H, K, 1]`."""
+    H, K = q.shape[2:]
+    if z.ndim != 4 or z.shape[1:] != (1, H, K):
+        raise ValueError(
+            f"{op}: expected z of initial_state to have shape [N, 1, H, K] = [N, 1, {H}, {K}], got "
+            f"{list(z.shape)}"
+        )
+    return z.to(wide).squeeze(1).unsqueeze(-1)

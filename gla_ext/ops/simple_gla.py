@@ -1,0 +1,368 @@
+"""Linear attention with one decay a head: `chunk_gla` and the recurrence with g `[B, T, HK]`.
+
+The decay is data dependent (simple GLA, gated RetNet, Mamba-2), a constant of the head (RetNet,
+Lightning attention), or absent (plain linear attention). Signatures are those of
+flash-linear-attention 0.6.0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gla_ext.ops._checks import check_plain_tensors
+from gla_ext.ops.chunk import chunk_gla
+from gla_ext.ops.recurrent import fused_recurrent_gla
+
+__all__ = [
+    "chunk_lightning_attn",
+    "chunk_retention",
+    "chunk_simple_gla",
+    "fused_chunk_retention",
+    "fused_chunk_simple_gla",
+    "fused_recurrent_lightning_attn",
+    "fused_recurrent_retention",
+    "fused_recurrent_simple_gla",
+    "lightning_decay",
+    "retention_decay",
+]
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Linear attention with one decay a head, in the chunkwise form.
+
+    Computes, for every sequence and head,
+
+        S_t = exp(g_t) S_{t-1} + k_t v_t^T,    o_t = scale * S_t^T q_t
+
+    It is `chunk_gla` whose g is the same for all key channels, and is differentiable in the same
+    tensors.
+
+    Args:
+        q: queries, `[B, T, H, K]`; bfloat16, float16, float32, or float64 (CPU).
+        k: keys, `[B, T, HK, K]`, dtype of q; HK is H or a divisor, as in `chunk_gla`.
+        v: values, `[B, T, HK, V]`, dtype of q.
+        g: natural logarithm of the decay of each head, `[B, T, HK]`, at most 0; -inf is a reset.
+            bfloat16, float16 or float32, whatever the dtype of q, but float64 with float64 q.
+            Default: no decay.
+        g_gamma: the same, constant over tokens, `[HK]`. Only one of g and g_gamma may be given.
+            Default: None.
+        scale: factor of the scores, a number. Default: `K ** -0.5`.
+        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32 (float64 with
+            float64 q). N is the number of sequences: B, or `len(cu_seqlens) - 1`. Default: zero.
+        output_final_state: whether to return the state after the last token. Default: False.
+        state_v_first: layout of both states. Default: False.
+        cu_seqlens: offsets of packed sequences, `[N + 1]`, as in `chunk_gla`.
+        cu_seqlens_cpu: the same offsets on the CPU; their contents are checked, in eager mode.
+            Default: None.
+
+    Returns:
+        o, `[B, T, H, V]` in v's dtype, and the final state in the layout and dtype of
+        initial_state, or None.
+
+    Raises:
+        ValueError: shapes, devices or offsets do not agree; both g and g_gamma.
+        TypeError: dtypes do not; scale is a tensor.
+        NotImplementedError: as `chunk_gla`.
+    """
+    gate = _gate_of_heads("chunk_simple_gla", q, k, g, g_gamma)
+    return chunk_gla(
+        q,
+        k,
+        v,
+        gate,
+        scale,
+        initial_state,
+        output_final_state,
+        state_v_first,
+        cu_seqlens,
+        cu_seqlens_cpu,
+    )
+
+
+fused_chunk_simple_gla = chunk_simple_gla
+
+
+def fused_recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_simple_gla` token by token: for short sequences and reverse time.
+
+    Args:
+        q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens: as
+            in `chunk_simple_gla`.
+        reverse: the last token of a sequence comes first. Default: False.
+        **kwargs: `transpose_state_layout`, the old name of state_v_first; it warns.
+
+    Returns:
+        As `chunk_simple_gla`.
+
+    What is raised is as in `chunk_simple_gla`; TypeError for unknown keywords too.
+    """
+    gate = _gate_of_heads("fused_recurrent_simple_gla", q, k, g, g_gamma)
+    return fused_recurrent_gla(
+        q,
+        k,
+        v,
+        gate,
+        None,
+        scale,
+        initial_state,
+        output_final_state,
+        reverse,
+        state_v_first,
+        cu_seqlens,
+        **kwargs,
+    )
+
+
+def chunk_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Retention (Sun et al., arXiv 2307.08621): `chunk_simple_gla` with RetNet's constant decays.
+
+    Head h decays by `1 - 2 ** (-5 - h)` a token.
+
+    Args:
+        q, k, v, scale, initial_state, output_final_state, cu_seqlens: as in `chunk_simple_gla`,
+            with HK = H.
+
+    Returns:
+        As `chunk_simple_gla`.
+
+    What is raised is as in `chunk_simple_gla`.
+    """
+    return chunk_simple_gla(
+        q,
+        k,
+        v,
+        g_gamma=_decay_of_queries("chunk_retention", retention_decay, q, k),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+fused_chunk_retention = chunk_retention
+
+
+def fused_recurrent_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_retention` token by token.
+
+    Args:
+        q, k, v, scale, initial_state, output_final_state, cu_seqlens: as in `chunk_retention`.
+        reverse, state_v_first, **kwargs: as in `fused_recurrent_simple_gla`.
+
+    Returns:
+        As `chunk_simple_gla`.
+
+    What is raised is as in `fused_recurrent_simple_gla`.
+    """
+    return fused_recurrent_simple_gla(
+        q,
+        k,
+        v,
+        g_gamma=_decay_of_queries("fused_recurrent_retention", retention_decay, q, k),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        reverse=reverse,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        **kwargs,
+    )
+
+
+def chunk_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Lightning attention (Qin et al., arXiv 2401.04658): `chunk_simple_gla` with its decays.
+
+    Head h decays by `exp(-8 h / H * (1 - layer_idx / num_layers))` a token.
+
+    Args:
+        q, k, v, scale, initial_state, output_final_state, cu_seqlens: as in `chunk_simple_gla`,
+            with HK = H.
+        layer_idx: number of the layer, from 0.
+        num_layers: number of layers of the model.
+
+    Returns:
+        As `chunk_simple_gla`.
+
+    What is raised is as in `chunk_simple_gla`.
+    """
+
+    def decay(H: int, like: Tensor) -> Tensor:
+        return lightning_decay(H, layer_idx, num_layers, like)
+
+    return chunk_simple_gla(
+        q,
+        k,
+        v,
+        g_gamma=_decay_of_queries("chunk_lightning_attn", decay, q, k),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def fused_recurrent_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_lightning_attn` token by token.
+
+    Args:
+        q, k, v, layer_idx, num_layers, scale, initial_state, output_final_state, cu_seqlens: as in
+            `chunk_lightning_attn`.
+        reverse: as in `fused_recurrent_simple_gla`.
+
+    Returns:
+        As `chunk_simple_gla`.
+
+    What is raised is as in `chunk_simple_gla`.
+    """
+
+    def decay(H: int, like: Tensor) -> Tensor:
+        return lightning_decay(H, layer_idx, num_layers, like)
+
+    return fused_recurrent_simple_gla(
+        q,
+        k,
+        v,
+        g_gamma=_decay_of_queries("fused_recurrent_lightning_attn", decay, q, k),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def retention_decay(H: int, like: Tensor) -> Tensor:
+    """RetNet's `g_gamma`, `log(1 - 2 ** (-5 - h))` of head h.
+
+    Args:
+        H: number of heads.
+        like: a tensor of the device; of float64, the result is float64, else float32.
+
+    Returns:
+        `[H]`.
+    """
+    heads = torch.arange(H, device=like.device, dtype=_gate_dtype(like))
+    return torch.log1p(-torch.exp2(-5.0 - heads))
+
+
+def lightning_decay(H: int, layer_idx: int, num_layers: int, like: Tensor) -> Tensor:
+    """Lightning attention's `g_gamma`, `-8 h / H * (1 - layer_idx / num_layers)` of head h.
+
+    Args:
+        H, like: as in `retention_decay`.
+        layer_idx, num_layers: as in `chunk_lightning_attn`.
+
+    Returns:
+        `[H]`.
+    """
+    heads = torch.arange(H, device=like.device, dtype=_gate_dtype(like))
+    return -(8 / H * (1 - layer_idx / num_layers)) * heads
+
+
+def _gate_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _decay_of_queries(op: str, decay, q: Tensor, k: Tensor) -> Tensor:
+    """The decays of q's heads, where k and v have as many."""
+    if not torch.compiler.is_compiling():
+        check_plain_tensors(op, "q k", q, k)
+    if q.ndim == 4 and k.ndim == 4 and k.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"{op}: expected k and v of as many heads as q, {q.shape[2]}, each with its own decay, "
+            f"got {k.shape[2]}"
+        )
+    return decay(q.shape[2] if q.ndim == 4 else 0, q)
+
+
+def _gate_of_heads(
+    op: str, q: Tensor, k: Tensor, g: Tensor | None, g_gamma: Tensor | None
+) -> Tensor | None:
+    """The gate that the operators take, `[B, T, HK]`, from either of g and g_gamma."""
+    if not torch.compiler.is_compiling():
+        check_plain_tensors(op, "q k g g_gamma", q, k, g, g_gamma)
+    if g is not None:
+        if g_gamma is not None:
+            raise ValueError(f"{op}: expected only one of g and g_gamma, got both")
+        if g.ndim != 3:
+            raise ValueError(
+                f"{op}: expected g to have 3 dimensions [B, T, HK], got {g.ndim} with shape "
+                f"{list(g.shape)}; chunk_gla takes a gate of every key channel"
+            )
+        return g
+    if g_gamma is None:
+        return None
+    if g_gamma.ndim != 1 or (k.ndim == 4 and g_gamma.shape[0] != k.shape[2]):
+        raise ValueError(
+            f"{op}: expected g_gamma to have shape [HK] = {list(k.shape[2:3])}, got "
+            f"{list(g_gamma.shape)}"
+        )
+    if q.dtype == torch.float64:
+        g_gamma = g_gamma.double()
+    return g_gamma.expand(*k.shape[:2], -1)

@@ -1,0 +1,254 @@
+"""One gate a head, or none, on Hopper: the sweeps of csrc/cuda/sm90/head_gates."""
+
+import dataclasses
+
+import pytest
+import torch
+from common import (
+    GATES,
+    Inputs,
+    assert_close,
+    assert_results_close,
+    assert_same_bits,
+    exact_by_chunks,
+)
+from fused import BF16, UNEVEN_LENGTHS
+from plans import one_pass
+from simple_inputs import make_simple, simple, spread
+
+from gla_ext import _C, batch_invariant, chunk_gla, chunk_linear_attn
+from gla_ext.ops import chunk_simple_gla
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
+
+SIZES = [  # every kernel: one to four tiles of keys, of which a gradient's are the values
+    (65, 8, 64),
+    (130, 64, 128),
+    (64, 72, 136),
+    (130, 128, 256),
+    (65, 192, 8),
+    (130, 256, 200),
+]
+GRADIENTS = ("dq", "dk", "dv", "dh0")
+in_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
+
+
+def inputs(T, K, V, gate=0.1, B=2, H=3, **options) -> Inputs:
+    options = {"gate_dtype": torch.float32} | options
+    return make_simple(B, T, H, K, V, dtype=BF16, gate=gate, device="cuda", **options)
+
+
+def kernels(x: Inputs, backward: bool, gate_gradient=False, **options) -> list[str]:
+    plan = _C.plan(
+        *x.q.shape, x.v.shape[-1], dtype="bfloat16", head_gated=True, gate_gradient=gate_gradient,
+        N=None if x.cu_seqlens is None else len(x.cu_seqlens) - 1, device="cuda",
+        processors=torch.cuda.get_device_properties().multi_processor_count, **options,
+    )  # fmt: skip
+    return [name for name in one_pass(plan, backward)["kernels"] if not name.startswith("map")]
+
+
+def constant(x: Inputs, operator=chunk_simple_gla, **options) -> dict[str, torch.Tensor]:
+    """What the operator makes of the inputs, and the gradients of all but the gate."""
+    leaves = [x.q, x.k, x.v, x.initial_state]
+    leaves = [t if t is None else t.detach().requires_grad_() for t in leaves]
+    o, state = operator(
+        *leaves[:3], x.g, initial_state=leaves[3], output_final_state=True,
+        cu_seqlens=x.cu_seqlens, **options,
+    )  # fmt: skip
+    outputs = [o] if x.dht is None else [o, state]
+    upstream = [x.do] if x.dht is None else [x.do, x.dht]
+    leaves = [t for t in leaves if t is not None]
+    gradients = torch.autograd.grad(outputs, leaves, upstream)
+    results = {"o": o.detach(), "final_state": state.detach()}
+    return results | dict(zip(GRADIENTS, gradients, strict=False))
+
+
+def truth(x: Inputs) -> dict[str, torch.Tensor]:
+    expected = exact_by_chunks(spread(x.double()))
+    return expected | {"dg": expected["dg"].sum(-1)}
+
+
+def assert_like_truth(results, x):
+    expected = truth(x)
+    assert_results_close(results, {name: expected[name] for name in results}, x)
+
+
+@in_nan
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("T, K, V", SIZES)
+def test_sizes(T, K, V, gate):
+    x = inputs(T, K, V, gate)
+    sweeps = ["query_grads", "key_grads", "value_grads"]
+    assert kernels(x, False) == ["head_gates.sums", "head_gates.forward"]
+    assert kernels(x, True) == ["head_gates.sums", *(f"head_gates.{name}" for name in sweeps)]
+    assert_like_truth(constant(x), x)
+
+
+@in_nan
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("T, K, V", SIZES)
+def test_gradient_of_the_gate(T, K, V, gate):
+    x = inputs(T, K, V, gate)
+    sweeps = ["query_grads.and_dots", "key_grads.and_dots", "gate_grads", "value_grads"]
+    names = ["head_gates.sums", *(f"head_gates.{name}" for name in sweeps)]
+    assert kernels(x, True, True) == names
+    assert_like_truth(simple(x), x)
+
+
+@in_nan
+def test_gradient_of_the_gate_over_many_chunks():
+    """What passes from chunk to chunk, more of them than at once, with and without a last state."""
+    x = inputs(64 * 35 + 9, 64, 64, 0.05, B=1, H=2)
+    assert_like_truth(simple(x), x)
+    x = dataclasses.replace(x, dht=None, g=x.g * 8)
+    with batch_invariant():
+        assert_like_truth(simple(x), x)
+
+
+@in_nan
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 136)])
+def test_gradient_of_the_gate_of_packed_sequences(K, V):
+    x = inputs(695, K, V, "reset", B=1, lengths=UNEVEN_LENGTHS)
+    results = simple(x)
+    assert_like_truth(results, x)
+    assert not results["dg"][:, sum(UNEVEN_LENGTHS) :].any()
+    x = inputs(2400, K, V, 0.1, B=1, H=1, lengths=(1500, 0, 65, 3, 700))
+    assert "head_gates.summaries.of_grads" in kernels(x, True, True)
+    assert_like_truth(simple(x), x)
+
+
+@pytest.mark.parametrize("strength", [1.0, 6.0, 12.0, 30.0])
+def test_gradient_of_gates_that_are_all_alike(strength):
+    """Decays of every token from e^-1 to e^-30: dg is what is left of much larger terms."""
+    x = inputs(700, 64, 64, B=1, states=False)
+    x = dataclasses.replace(x, g=torch.full_like(x.g, -strength))
+    assert_like_truth(simple(x), x)
+
+
+def test_resets_have_no_gradient():
+    x = inputs(130, 64, 128, "reset")
+    assert (simple(x)["dg"][x.g == -torch.inf] == 0).all()
+
+
+@in_nan
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 136), (256, 72)])
+def test_packed(K, V):
+    x = inputs(695, K, V, "reset", B=1, lengths=UNEVEN_LENGTHS)
+    results = constant(x)
+    assert_like_truth(results, x)
+    for name in ("o", "dq", "dk", "dv"):
+        assert not results[name][:, sum(UNEVEN_LENGTHS) :].any()
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+def test_gate_dtypes_and_shared_heads(dtype):
+    x = inputs(130, 72, 136, 1.0, H=4, HK=2, gate_dtype=dtype)
+    assert_like_truth(constant(x), x)
+    results = simple(x)
+    assert results["dg"].dtype == dtype and results["dg"].shape == x.g.shape
+    assert_like_truth(results, x)
+
+
+def test_a_decay_of_every_token_is_read_in_place():
+    """g_gamma, with strides of 0."""
+    x = inputs(130, 64, 128)
+    gamma = x.g[0, 0].clone()
+    x = dataclasses.replace(x, g=gamma.expand(x.g.shape))
+    assert_like_truth(constant(x), x)
+
+
+def test_without_gates():
+    x = inputs(130, 64, 128, 0.0)
+    x = dataclasses.replace(x, g=torch.zeros_like(x.g))
+    results = constant(dataclasses.replace(x, g=None))
+    assert_like_truth(results, x)
+    o, _ = chunk_linear_attn(x.q.abs(), x.k.abs(), x.v)
+    q, k, v = x.q.double().abs(), x.k.double().abs(), x.v.double()
+    scores = torch.einsum("bihk,bjhk->bhij", q, k).tril()
+    expected = torch.einsum("bhij,bjhv->bihv", scores / scores.sum(-1, keepdim=True), v)
+    assert_close(o, expected, 0.01)
+
+
+def test_states_that_lie_v_first():
+    x = inputs(130, 72, 128)
+    turned = {name: getattr(x, name).mT.contiguous() for name in ("initial_state", "dht")}
+    results = constant(dataclasses.replace(x, **turned), state_v_first=True)
+    expected = constant(x)
+    for name in ("final_state", "dh0"):
+        results[name] = results[name].mT
+    assert_same_bits(results, expected)
+
+
+def test_without_states():
+    x = inputs(65, 128, 64, states=False)
+    assert_like_truth(constant(x), x)
+
+
+def test_same_bits_alone_and_packed():
+    x = inputs(695, 128, 128, B=1, lengths=UNEVEN_LENGTHS)
+    with batch_invariant():
+        together = constant(x)
+        for n, (start, end) in enumerate(zip(x.cu_seqlens[:-1], x.cu_seqlens[1:], strict=True)):
+            if start == end:
+                continue
+            alone = constant(x.select(n))
+            own = {
+                name: t[n : n + 1] if name in ("final_state", "dh0") else t[:, start:end]
+                for name, t in together.items()
+            }
+            assert_same_bits(alone, own)
+
+
+def test_resets_are_exact():
+    x = inputs(130, 64, 128, 0.1)
+    g = x.g.clone()
+    g[:, 70] = -torch.inf
+    o, _ = chunk_simple_gla(x.q, x.k, x.v, g, initial_state=x.initial_state)
+    k, v = x.k.clone(), x.v.clone()
+    k[:, :70], v[:, :70] = 7, -3
+    other, _ = chunk_simple_gla(x.q, k, v, g, initial_state=-x.initial_state)
+    assert torch.equal(o[:, 70:], other[:, 70:])
+
+
+def test_nan_comes_out_from_its_token_on():
+    x = inputs(130, 64, 128)
+    g = x.g.clone()
+    g[0, 100, 1] = torch.nan
+    o, state = chunk_gla(x.q, x.k, x.v, g, output_final_state=True)
+    assert o[0, 100:, 1].isnan().all() and state[0, 1].isnan().all()
+    o[0, 64:, 1] = 0
+    assert o.isfinite().all()
+
+
+@in_nan
+@pytest.mark.parametrize("gate", [0.1, "reset"])
+@pytest.mark.parametrize("T, K, V", [(1900, 64, 64), (1300, 128, 136), (1300, 256, 72)])
+def test_segments(T, K, V, gate):
+    """Of a long sequence; the states that enter them are those of the gradients' sweeps too."""
+    x = inputs(T, K, V, gate, B=1, H=2)
+    summaries = ["head_gates.summaries", "head_gates.summaries.of_grads", "scan.both"]
+    assert kernels(x, False)[1:3] == ["head_gates.summaries", "scan"]
+    assert kernels(x, True)[1:4] == summaries
+    assert_like_truth(constant(x), x)
+
+
+@in_nan
+def test_segments_of_packed_sequences():
+    x = inputs(2400, 128, 128, 0.1, B=1, H=1, lengths=(1500, 0, 65, 3, 700))
+    assert kernels(x, True)[1:4] == [
+        *("head_gates.summaries", "head_gates.summaries.of_grads", "scan.both"),
+    ]
+    results = constant(x)
+    assert_like_truth(results, x)
+    for name in ("o", "dq", "dk", "dv"):
+        assert not results[name][:, 2268:].any()
+
+
+def test_segments_whose_states_lie_v_first():
+    x = inputs(1300, 72, 128, B=1, H=1)
+    turned = {name: getattr(x, name).mT.contiguous() for name in ("initial_state", "dht")}
+    results = constant(dataclasses.replace(x, **turned), state_v_first=True)
+    expected = constant(x)
+    for name in ("final_state", "dh0"):
+        results[name] = results[name].mT
+    assert_same_bits(results, expected)

@@ -1,0 +1,196 @@
+"""FLA's operators and layers with one gate a head, or none, under `accelerate_fla`."""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+from common import DTYPES, assert_close, make_inputs
+from fla_kernels import require_kernels
+
+import gla_ext.fla
+from gla_ext import reference
+from gla_ext.fla import accelerate, simple
+from gla_ext.ops import lightning_decay, retention_decay
+from gla_ext.selftest import tolerance
+
+LAYERS = [
+    ("simple_gla.SimpleGatedLinearAttention", {}),
+    ("yoco.YOCOGatedRetention", {}),
+    ("multiscale_retention.MultiScaleRetention", {}),
+    ("linear_attn.LinearAttention", {"feature_map": "elementwise_product"}),
+    ("linear_attn.LinearAttention", {"feature_map": "elu", "do_feature_map_norm": True}),
+]
+D = 16
+
+
+@pytest.fixture
+def accelerated(fla):
+    gla_ext.fla.accelerate_fla()
+    return fla
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The names of the operators that run on gla_ext."""
+    names = []
+    call = accelerate._call
+
+    def counted(operator, *args, **kwargs):
+        names.append(operator.__name__)
+        return call(operator, *args, **kwargs)
+
+    monkeypatch.setattr(accelerate, "_call", counted)
+    return names
+
+
+def homes(fla):
+    """The functions that FLA's packages hold now, by name."""
+    packages = ("simple_gla", "retention", "lightning_attn", "linear_attn")
+    found = {}
+    for package in packages:
+        found |= vars(getattr(fla.ops, package))
+    return {name: found[name] for name in simple.HOMES}
+
+
+def test_every_function_is_replaced_and_put_back(fla):
+    before = homes(fla)
+    gla_ext.fla.accelerate_fla()
+    during = homes(fla)
+    held = importlib.import_module("fla.layers.simple_gla").chunk_simple_gla
+    gla_ext.fla.restore_fla()
+    for name, function in before.items():
+        assert during[name] is not function, name
+        assert during[name].__module__ == "gla_ext.fla.simple"
+        assert homes(fla)[name] is function
+    assert held is during["chunk_simple_gla"]
+
+
+def test_other_arguments_are_not_taken():
+    assert not simple.takes_the_same("chunk_retention", lambda q, k, v, scale=None: None)
+    parameters = ["q", "k", "v", "scale", "initial_state", "output_final_state", "cu_seqlens"]
+    theirs = inspect.Signature([inspect.Parameter(x, 1) for x in (*parameters, "chunk_size")])
+
+    def function():
+        pass
+
+    function.__signature__ = theirs
+    assert simple.takes_the_same("chunk_retention", function)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operators(accelerated, taken, dtype):
+    x = make_inputs(2, 70, 2, D, D, dtype=dtype)
+    gate = x.g[..., 0]
+    truth = x.double()
+    decays = {
+        "simple_gla": truth.g[..., 0],
+        "retention": retention_decay(2, truth.q).expand(2, 70, 2),
+        "lightning_attn": lightning_decay(2, 1, 4, truth.q).expand(2, 70, 2),
+        "linear_attn": None,
+    }
+    own = {"simple_gla": {"g": gate}, "lightning_attn": {"layer_idx": 1, "num_layers": 4}}
+    own["linear_attn"] = {"normalize": False}
+    for name, function in homes(accelerated).items():
+        family = name.removeprefix("fused_").removeprefix("chunk_").removeprefix("recurrent_")
+        o, state = function(
+            q=x.q, k=x.k, v=x.v, initial_state=x.initial_state, output_final_state=True,
+            **own.get(family, {}),
+        )  # fmt: skip
+        expected = reference.recurrence(
+            truth.q, truth.k, truth.v, decays[family], None, truth.initial_state
+        )
+        assert_close(o, expected.o, tolerance("o", dtype), name=name)
+        assert_close(state, expected.final_state, tolerance("final_state", dtype), name=name)
+    assert len(taken) == len(simple.HOMES)
+
+
+def test_positional_arguments_and_those_that_say_how(accelerated, taken):
+    x = make_inputs(1, 9, 2, D, D)
+    functions = homes(accelerated)
+    gate, state = x.g[..., 0], x.initial_state.bfloat16()
+    o, _ = functions["chunk_simple_gla"](x.q, x.k, x.v, gate, None, 0.5, chunk_size=32)
+    expected = reference.recurrence(x.q, x.k, x.v, gate, 0.5).o
+    assert_close(o, expected, 1e-6)
+    o, _ = functions["fused_recurrent_retention"](x.q, x.k, x.v, None, state)
+    decay = retention_decay(2, x.q).expand(1, 9, 2)
+    assert_close(o, reference.recurrence(x.q, x.k, x.v, decay, None, state.float()).o, 1e-6)
+    z = x.k[:, :1]
+    o, (_, final_z) = functions["chunk_linear_attn"](
+        x.q.abs(), x.k.abs(), x.v, initial_state=(x.initial_state, z.abs()), output_final_state=True
+    )
+    assert_close(final_z, z.abs() + x.k.abs().sum(1, keepdim=True), 1e-6)
+    with pytest.raises(TypeError, match=r"^chunk_lightning_attn: expected layer_idx, num_layers"):
+        functions["chunk_lightning_attn"](x.q, x.k, x.v)
+    with pytest.raises(TypeError, match=r"^chunk_retention: got several values for scale"):
+        functions["chunk_retention"](x.q, x.k, x.v, 1.0, scale=1.0)
+    with pytest.raises(TypeError, match=r"^chunk_retention: expected at most 7 positional"):
+        functions["chunk_retention"](x.q, x.k, x.v, 1.0, None, False, None, 3)
+
+
+FALLBACKS = {
+    "both gates": ({"g_gamma": torch.zeros(2)}, "g and g_gamma in one call"),
+    "keyword": ({"head_first": False}, "the keyword head_first"),
+    "scale": ({"scale": torch.ones(1)}, "a scale of"),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), FALLBACKS.values(), ids=FALLBACKS)
+def test_other_calls_go_to_fla(accelerated, taken, monkeypatch, change, why):
+    received = []
+    monkeypatch.setattr(accelerate, "_warned", set())
+    monkeypatch.setitem(
+        accelerate._originals, "chunk_simple_gla", lambda *x, **y: received.append((x, y))
+    )
+    x = make_inputs(1, 9, 2, D, D)
+    gate = x.g[..., 0]
+    with pytest.warns(UserWarning, match=f"chunk_simple_gla runs FLA's kernels where .*{why}"):
+        accelerated.ops.simple_gla.chunk_simple_gla(x.q, x.k, x.v, gate, **change)
+    ((positional, named),) = received
+    assert positional == (x.q, x.k, x.v) and named["g"] is gate
+    assert all(named[key] is value for key, value in change.items())
+    assert not taken
+
+
+@pytest.mark.parametrize("name, options", LAYERS)
+@pytest.mark.parametrize("mode", ["chunk", "fused_recurrent"])
+def test_layers(fla, taken, monkeypatch, name, options, mode):
+    """Outputs and gradients are those of the same layer with its operators in torch."""
+    require_kernels("cpu")
+    home, name = name.split(".")
+    module = importlib.import_module(f"fla.layers.{home}")
+    torch.manual_seed(0)
+    layer = getattr(module, name)(hidden_size=32, num_heads=4, mode=mode, layer_idx=0, **options)
+    T = 70 if mode == "chunk" else 9  # layers take up to 64 tokens by the recurrence
+    x = torch.randn(2, T, layer.hidden_size, generator=torch.Generator().manual_seed(1))
+
+    def results():
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)[0]
+        gradients = torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])
+        return [y, *gradients]
+
+    gla_ext.fla.accelerate_fla()
+    found = results()
+    assert taken
+    for held in vars(module).keys() & simple.HOMES.keys():
+        assert getattr(module, held).__module__ == "gla_ext.fla.simple"
+        monkeypatch.setattr(module, held, in_torch(held))
+    for value, expected in zip(found, results(), strict=True):
+        assert_close(value, expected, 2e-5)
+
+
+def in_torch(name):
+    """FLA's function of that name by the recurrence, with autograd."""
+
+    def function(q, k, v, initial_state=None, output_final_state=False, **options):
+        g = options.get("g")
+        if "retention" in name:
+            g = retention_decay(q.shape[2], q).expand(q.shape[:3])
+        scale = q.shape[-1] ** -0.5
+        o = reference.recurrence(q, k, v, g, scale).o
+        if options.get("normalize"):
+            o = o / ((scale * q * k.cumsum(1)).sum(-1, keepdim=True) + 1e-10)
+        return o, None
+
+    return function
