@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 
 from gla_ext.serve.engine import Deltas, Engine
-from gla_ext.serve.request import Request
 from gla_ext.serve.generation import Generation
+from gla_ext.serve.request import Request
 
 logger = logging.getLogger("gla_ext.serve")
 
