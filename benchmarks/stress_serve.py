@@ -75,12 +75,17 @@ def expected_texts(model: GLAForCausalLM) -> list[str]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, device: str) -> Iterator[tuple[subprocess.Popen, int]]:
-    """The server and its port."""
+def serving(folder: Path, device: str, log: Path) -> Iterator[tuple[subprocess.Popen, int]]:
+    """The server and its port; what it logs goes to a file."""
     command = [sys.executable, "-m", "gla_ext.serve", str(folder), "--port", "0", *OPTIONS]
     command += ["--device", device]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        ) as server,
+    ):
         try:
             yield server, int(server.stdout.readline().rpartition(":")[2])
         finally:
@@ -238,18 +243,22 @@ def memory_bytes(process: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What came of it: `Clients` afterwards, the server's metrics, and its memory by round."""
+    """What came of it: `Clients` afterwards, the server's metrics, its memory by round, and how
+    many errors it has logged.
+    """
 
     clients: Clients
     gauges: dict[str, float]
     memory: list[int]
     seconds: float
+    logged: int
 
 
 def stress(folder: Path, count: int, device: str = "cpu", rounds: int = 2) -> Report:
     """Runs so many clients, several times over, against a server of a model made in a folder."""
     texts = expected_texts(make_folder(folder).to(device))
-    with serving(folder, device) as (server, port):
+    log = folder.with_name("log")
+    with serving(folder, device, log) as (server, port):
         clients, memory, start = Clients(port, texts), [], time.monotonic()
 
         async def run() -> dict[str, float]:
@@ -260,7 +269,9 @@ def stress(folder: Path, count: int, device: str = "cpu", rounds: int = 2) -> Re
             return gauges
 
         gauges = asyncio.run(run())
-        return Report(clients, gauges, memory, time.monotonic() - start)
+        seconds = time.monotonic() - start
+    logged = log.read_text().count("ERROR") + log.read_text().count("Traceback")
+    return Report(clients, gauges, memory, seconds, logged)
 
 
 def main() -> None:
@@ -278,9 +289,10 @@ def main() -> None:
     print(f"p50 {seconds[len(seconds) // 2]:.2f} s, p99 {seconds[len(seconds) * 99 // 100]:.2f} s")
     print(f"memory after each round, MiB: {[x >> 20 for x in report.memory]}")
     print(f"left in the server: { ({name: report.gauges[name] for name in LEFT}) }")
+    print(f"errors in the server's log: {report.logged}")
     for line in clients.wrong[:20]:
         print(line)
-    if clients.wrong or any(report.gauges[name] for name in LEFT):
+    if clients.wrong or report.logged or any(report.gauges[name] for name in LEFT):
         sys.exit(1)
 
 

@@ -10,6 +10,7 @@ def test_nobody_loses_tokens_and_nothing_is_left(tmp_path):
 
     report = stress(tmp_path / "model", 66)
     assert report.clients.wrong == []
+    assert report.logged == 0
     assert sum(report.clients.done.values()) == 66
     assert len(report.clients.done) == len(set(BEHAVIOURS))
     assert len(report.clients.seconds) == 30

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -152,6 +153,8 @@ class Application:
         except TimeoutError as error:
             seconds = self.options.read_seconds
             raise RefusedError(408, f"expected a body within {seconds:g} s") from error
+        except ClientDisconnect as error:
+            raise RefusedError(400, "the client left before its body had come") from error
         if size > most:
             raise RefusedError(413, f"expected a body of at most {most} bytes, got {size} or more")
         return bytes(body)
