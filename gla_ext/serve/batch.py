@@ -55,7 +55,7 @@ class Batch:
     """
 
     def __init__(self, model: LanguageModel, rows: int, cuda_graph: bool, fixed: bool) -> None:
-        self._model, self._fixed = model, fixed
+        self._model = model
         # A sum along one row alone would be cut otherwise, and in no certain order.
         self._rows = max(rows, 2)
         self._device = device_of(model)
@@ -71,19 +71,14 @@ class Batch:
             states.skip_done()
             self.cache: RowCache = StateRows(states, waits)
             self._active: list[int] = []
+            # The numbers of rows of which there are steps, and what each finds.
+            powers = [] if fixed else [1 << n for n in range((self._rows - 1).bit_length())]
+            self._caches = {count: self.cache.first(count) for count in (*powers, self._rows)}
             if cuda_graph:
-                for count in sorted(self._sizes()):
-                    self._graphs[count] = self._capture(count)
-
-    def _sizes(self) -> set[int]:
-        """The numbers of rows of which there are steps."""
-        if self._fixed:
-            return {self._rows}
-        powers = itertools.takewhile(lambda n: n < self._rows, (1 << n for n in itertools.count()))
-        return {*powers, self._rows}
+                self._graphs = {count: self._capture(count) for count in self._caches}
 
     def _capture(self, count: int) -> torch.cuda.CUDAGraph | None:
-        cache = self.cache.first(count)
+        cache = self._caches[count]
         with _capture.one_at_a_time, torch.cuda.device(self._device), _without_autocast_cache():
             stream = _capture.own_stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -109,12 +104,14 @@ class Batch:
         count = self._size(wanted)
         graph = self._graphs.get(count)
         if graph is None:
-            self._advance(self.cache.first(count), count)
+            self._advance(self._caches[count], count)
         else:
             graph.replay()
 
     def _size(self, rows: Sequence[int]) -> int:
-        return min(size for size in self._sizes() if size > max(rows))
+        """The fewest rows of a step that has these; sizes are in order."""
+        highest = max(rows)
+        return next(size for size in self._caches if size > highest)
 
     @torch.no_grad()
     def prefill(self, pieces: Sequence[Piece]) -> None:
