@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -101,7 +102,8 @@ class Engine:
         self._reading: deque[Generation] = deque()  # prompts, the next in turn first
         self._decoding: list[Generation] = []
         # On a GPU the next step is under way while the host looks at the last one's tokens.
-        self._ahead = 1 if device_of(model).type == "cuda" else 0
+        self._device = device_of(model)
+        self._ahead = 1 if self._device.type == "cuda" else 0
         self._under_way: deque[tuple[list[Generation], Callable[[], Drawn]]] = deque()
 
     @property
@@ -193,7 +195,8 @@ class Engine:
         Returns:
             What it added to sequences, each once.
         """
-        with batch_invariant(self._invariant):
+        on_device = torch.cuda.device(self._device) if self._ahead else contextlib.nullcontext()
+        with batch_invariant(self._invariant), on_device:
             deltas = self._sweep()
             self._admit()
             drawn_for = self._decode()

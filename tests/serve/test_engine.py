@@ -95,9 +95,9 @@ def test_stop_strings_end_the_text_and_free_the_row():
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.7}])
-def test_a_seed_decides_whatever_else_is_in_the_batch(filters):
+def test_a_seed_decides_whatever_else_is_in_the_batch(filters, device):
     """In batch_invariant: also the logits of every token, bit for bit."""
-    model = make_model(eos_token_id=None)
+    model = make_model(eos_token_id=None).to(device)
     request = Request(prompt(200), 25, temperature=1.3, seed=5, logprobs=3, **filters)
     others = [Request(prompt(n), 3 + n % 20, seed=n, top_k=1 + n) for n in (1, 70, 300, 12, 64)]
 
@@ -165,6 +165,19 @@ def test_cancelled_generations_free_their_rows():
     assert got == expected
     assert reasons == ["cancelled"] * 4
     assert is_empty(engine)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_graphs_give_the_tokens_of_eager_steps(rows):
+    model = make_model(eos_token_id=None, use_short_conv=True).to("cuda")
+    requests = [Request(prompt(n), 20, temperature=n % 2, seed=n) for n in (1, 70, 3, 200, 5)]
+    found = []
+    for cuda_graph in (False, True):
+        engine = Engine(model, limits=Limits(**SMALL | {"rows": rows}), cuda_graph=cuda_graph)
+        found.append(run(engine, *requests))
+        assert is_empty(engine)
+    assert found[0] == found[1]
 
 
 def test_a_long_prompt_holds_nobody_up():
