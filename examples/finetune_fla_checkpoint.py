@@ -11,9 +11,10 @@ import argparse
 from pathlib import Path
 
 import torch
-from text import Bytes, argument, device_argument, held_out_loss, load_text, load_tokenizer, windows
+from text import argument, device_argument, held_out_loss, load_text, windows
 
 from gla_ext.model import GLAForCausalLM
+from gla_ext.serve.text import Bytes, load_tokenizer
 from gla_ext.train.run_folder import check_nothing_is_lost
 
 

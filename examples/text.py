@@ -1,78 +1,20 @@
-"""What the examples share: arguments, text as tokens and back, windows of it, the loss on some.
+"""What the examples share: arguments, text as tokens, windows of it, the loss on some.
 
 Not an example itself.
 """
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from gla_ext.serve.text import Tokenizer
 from gla_ext.train.data import read_text_file
 from gla_ext.train.devices import check_device, default_device
 
 MAX_EVAL_WINDOWS = 16
 MAX_TEXT_BYTES = 16 << 20
-
-
-class Tokenizer(Protocol):
-    """What the examples ask of a tokenizer; one of transformers has it."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, tokens: list[int]) -> str: ...
-
-
-class Bytes:
-    """UTF-8 bytes as tokens, after byte 0: how `gla_ext.train` shows a document to its model."""
-
-    def encode(self, text: str) -> list[int]:
-        return [0, *text.encode()]
-
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
-
-
-def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer that lies beside a checkpoint, through transformers, or bytes.
-
-    Raises:
-        ValueError: without one, for a model that is not of bytes.
-    """
-    if (folder / "tokenizer_config.json").exists():
-        from transformers import AutoTokenizer
-
-        import gla_ext.hf  # noqa: F401  registers the model type 'gla'
-
-        return AutoTokenizer.from_pretrained(folder)
-    if vocab_size != 256:
-        raise ValueError(
-            f"expected {folder} to hold a tokenizer, as its model has {vocab_size} tokens, not the "
-            "256 bytes; got no tokenizer_config.json"
-        )
-    return Bytes()
-
-
-def with_text(
-    tokenizer: Tokenizer, prompt: list[int], tokens: Iterator[int]
-) -> Iterator[tuple[int, str]]:
-    """Each token and the text that it completes; a character left open at the end is not shown.
-
-    A character may take several tokens, and a space depend on the token before: a few tokens are
-    decoded together, with the new ones and without.
-    """
-    window, shown = list(prompt), len(prompt)  # the text of window[:shown] is out
-    for token in tokens:
-        window.append(token)
-        text = tokenizer.decode(window)
-        if text.endswith("\ufffd"):  # perhaps a part of a character
-            yield token, ""
-            continue
-        yield token, text[len(tokenizer.decode(window[:shown])) :]
-        window, shown = window[shown:], len(window) - shown
 
 
 def argument(parser: argparse.ArgumentParser) -> None:

@@ -10,9 +10,10 @@ import math
 from pathlib import Path
 
 import torch
-from text import Bytes, argument, device_argument, held_out_loss, load_text, windows
+from text import argument, device_argument, held_out_loss, load_text, windows
 
 from gla_ext.model import GLAConfig, GLAForCausalLM, count_parameters
+from gla_ext.serve.text import Bytes
 from gla_ext.train.run_folder import check_nothing_is_lost
 
 

@@ -49,6 +49,7 @@ def code_of(page: Path) -> str:
     ("name", "needs"),
     [
         ("tutorial.md", []),
+        ("serving.md", []),
         ("migration.md", ["transformers", "triton", "fla"]),
         pytest.param(*("export.md", ["onnx", "onnxscript", "onnxruntime"]), marks=pytest.mark.slow),
     ],

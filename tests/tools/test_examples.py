@@ -1,26 +1,20 @@
 """Every program of examples/, at a tiny size."""
 
-import concurrent.futures
-import contextlib
 import difflib
-import http.client
 import json
 import os
 import re
-import signal
-import socket
-import subprocess
 import sys
-import time
-from pathlib import Path
-from typing import NamedTuple
+import urllib.request
 
 import pytest
 import torch
 from models import make_model
+from served import serving
 from source_tree import ROOT, load_module, run
 
 from gla_ext.model.checkpoint import load_model
+from gla_ext.serve.text import Bytes
 
 EXAMPLES = ROOT / "examples"
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -85,7 +79,7 @@ def test_text_that_cannot_be_used(tmp_path, monkeypatch, place, message):
     (tmp_path / "large").write_bytes(b"a" * ((16 << 20) + 1))
     (tmp_path / "short").write_bytes(b"short")
     with pytest.raises(ValueError, match=message):
-        module.load_text(tmp_path / place, module.Bytes(), 32)
+        module.load_text(tmp_path / place, Bytes(), 32)
 
 
 def call(monkeypatch, name: str, *args) -> None:
@@ -189,149 +183,16 @@ def test_two_lines_make_a_transformer_a_gla_model():
     ]
 
 
-class Served(NamedTuple):
-    """A server in a process of its own."""
-
-    port: int
-    model: torch.nn.Module
-    log: Path
-    process: subprocess.Popen
-
-
-@pytest.fixture
-def served(checkpoint, tmp_path, device):
+def test_serve(checkpoint, tmp_path):
+    pytest.importorskip("uvicorn")
     folder, model = checkpoint
-    log = tmp_path / "log"
-    command = [sys.executable, EXAMPLES / "serve.py", folder, "--port", "0", "--device", device]
-    command += ["--max-prompt-tokens", "1000"]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | ENVIRONMENT
-        ) as server,
-    ):
-        try:
-            port = int(server.stdout.readline().rpartition(":")[2])
-            yield Served(port, model.to(device), log, server)
-        finally:
-            server.terminate()
-
-
-def post(port, body, path="/generate"):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    with contextlib.closing(connection):
-        body = body if isinstance(body, bytes) else json.dumps(body)
-        connection.request("POST", path, body)
-        response = connection.getresponse()
-        return response.status, response.read().decode()
-
-
-def events(port, prompt, **options):
-    """The tokens and the text of a reply."""
-    status, body = post(port, {"prompt": prompt} | options)
-    assert status == 200
-    *lines, done, end = body.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    pairs = [json.loads(line.removeprefix("data: ")) for line in lines]
-    return [pair["token"] for pair in pairs], "".join(pair["text"] for pair in pairs)
-
-
-def greedy(model, prompt, count):
-    """The same of `generate`."""
-    prompt = [0, *prompt.encode()]
-    (row,) = model.generate([prompt], count, temperature=0, eos_token_id=0)
+    with serving(folder, tmp_path / "log") as server:
+        url = f"http://127.0.0.1:{server.port}/v1/completions"
+        body = json.dumps({"prompt": "def f(x):", "max_tokens": 30, "temperature": 0}).encode()
+        with urllib.request.urlopen(url, body, timeout=60) as reply:
+            (choice,) = json.load(reply)["choices"]
+    prompt = [0, *b"def f(x):"]
+    (row,) = model.generate([prompt], 30, temperature=0, eos_token_id=0)
     tokens = row[len(prompt) :].tolist()
     tokens = tokens[: tokens.index(0)] if 0 in tokens else tokens
-    return tokens, bytes(tokens).decode(errors="replace").rstrip("\ufffd")
-
-
-def at_once(served, count):
-    """The tokens of as many replies, to clients that all connect before the first is served."""
-    os.kill(served.process.pid, signal.SIGSTOP)
-    with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        replies = [pool.submit(events, served.port, "a", max_new_tokens=2) for _ in range(count)]
-        time.sleep(0.5)
-        os.kill(served.process.pid, signal.SIGCONT)
-        return [reply.result()[0] for reply in replies]
-
-
-def test_serve(served):
-    port, model, log, _ = served
-    prompts = ["def f(x):", "\N{SNOWMAN}", "", "yes, " * 50]
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # in turns, and none gets another's
-        replies = pool.map(lambda p: events(port, p, max_new_tokens=30, temperature=0), prompts)
-    for prompt, reply in zip(prompts, replies, strict=True):
-        assert reply == greedy(model, prompt, 30), prompt
-    assert len(events(port, "a", temperature=2.0, top_k=50, top_p=0.99)[0]) <= 100
-    assert events(port, "a", max_new_tokens=0) == ([], "")
-    bad = [{}, {"prompt": 5}, {"prompt": "a", "top_k": 1.5}, {"prompt": "a", "beams": 2}, [1]]
-    bad += [{"prompt": "a", "temperature": -1}, b"{", b"\xff", b""]
-    bad += [{"prompt": "a", "max_new_tokens": 4097}]
-    for body in bad:
-        status, reason = post(port, body)
-        assert (status, "Error: " in reason) == (400, True), body
-    assert "expected top_k to be int | None, got 1.5" in post(port, bad[2])[1]
-    assert "max_new_tokens to be at most 4096, got 4097" in post(port, bad[-1])[1]
-    assert post(port, {"prompt": "a"}, "/")[0] == 404
-    assert len(events(port, "a" * 999, max_new_tokens=3)[0]) <= 3
-    for size in (1000, 10**6):
-        expected = f"expected a prompt of at most 1000 tokens, got {size + 1}\n"
-        assert post(port, {"prompt": "a" * size}) == (413, expected)
-    status, reason = post(port, {"prompt": "a" * 3 * 10**6})
-    assert (status, "a body of 1 to 1048576 bytes, got 30000" in reason) == (413, True)
-    assert max(map(len, at_once(served, 64))) <= 2
-    assert "Traceback" not in log.read_text()
-
-
-def open_stream(port) -> socket.socket:
-    """The connection of a client that has asked for many tokens."""
-    body = json.dumps({"prompt": "a", "max_new_tokens": 4096})
-    client = socket.create_connection(("127.0.0.1", port), timeout=60)
-    head = f"POST /generate HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
-    client.sendall(f"{head}{body}".encode())
-    return client
-
-
-@pytest.mark.parametrize("checkpoint", [None], indirect=True)
-def test_an_interrupt_ends_the_server(served):
-    """With two streams under way and a request half sent."""
-    half = socket.create_connection(("127.0.0.1", served.port), timeout=60)
-    with open_stream(served.port) as one, open_stream(served.port) as other, half:
-        half.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: 50\r\n\r\n{")
-        for stream in (one, other):
-            assert stream.recv(100).startswith(b"HTTP/1.1 200")
-        served.process.send_signal(signal.SIGINT)
-        assert served.process.wait(60) == 0
-    assert "Traceback" not in served.log.read_text()
-
-
-@pytest.mark.parametrize("checkpoint", [None], indirect=True)
-def test_a_client_that_leaves_ends_its_generation(served):
-    port, _, log, _ = served
-    for _ in range(3):
-        with open_stream(port) as client:
-            assert client.recv(100).startswith(b"HTTP/1.1 200")
-    end = time.monotonic() + 60
-    while log.read_text().count("the client left") < 3 and time.monotonic() < end:
-        time.sleep(0.05)
-    assert log.read_text().count("the client left") == 3
-    assert len(events(port, "b", max_new_tokens=5)[0]) == 5
-    assert "Traceback" not in log.read_text()
-
-
-def test_text_of_tokens():
-    """Characters of several tokens, and a decoder that drops a space at the start."""
-    helpers = load_module("examples/text.py")
-    Bytes = helpers.Bytes
-
-    def pieces(tokenizer, prompt, tokens):
-        return [text for _, text in helpers.with_text(tokenizer, prompt, iter(tokens))]
-
-    assert pieces(Bytes(), [0, *b"a"], "xé€.".encode()) == ["x", "", "é", "", "", "€", "."]
-    assert pieces(Bytes(), [0], [0xFF, 0x80, *b"a", 0xE2]) == ["", "", "\ufffd\ufffda", ""]
-
-    class Words:
-        def decode(self, tokens):
-            return " ".join(["one", "two", "three"][token] for token in tokens)
-
-    assert pieces(Words(), [0], [1, 2, 2]) == [" two", " three", " three"]
+    assert choice["text"] == bytes(tokens).decode(errors="replace").rstrip("\ufffd")

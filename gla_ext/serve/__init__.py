@@ -1,0 +1,17 @@
+"""Serving a language model: an engine of continuous batching, and an HTTP server over it.
+
+`python -m gla_ext.serve MODEL` serves a folder; it needs the extra `serve`, the engine does not.
+"""
+
+from gla_ext.serve.engine import ClosedError, Engine, FullError
+from gla_ext.serve.request import Delta, Limits, Request, TokenLogprob
+
+__all__ = [
+    "ClosedError",
+    "Delta",
+    "Engine",
+    "FullError",
+    "Limits",
+    "Request",
+    "TokenLogprob",
+]

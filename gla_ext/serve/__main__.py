@@ -1,0 +1,3 @@
+from gla_ext.serve.command import main
+
+main()

@@ -1,0 +1,189 @@
+"""The rows that an engine decodes: buffers that never move, and graphs of steps on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_ext.cache import StaticGLACache
+from gla_ext.decode import _capture
+from gla_ext.decode._loop import WARMUP_STEPS, _without_autocast_cache, device_of
+from gla_ext.decode.language_model import LanguageModel
+from gla_ext.serve.choice import choose, log_probabilities
+from gla_ext.serve.rows import RowCache, StateRows
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Tokens of a prompt that pass the model at once, in the row of its sequence."""
+
+    row: int
+    tokens: Sequence[int]
+    ends: bool  # whether the prompt does
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """How the next token of a row is drawn: options as in `choice.choose`."""
+
+    uniform: float = 0.0
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+
+class Batch:
+    """Rows of sequences of one model.
+
+    On a GPU a step is a CUDA graph, one for each power of two of rows up to all, so that few
+    sequences cost little.
+
+    Args:
+        model: a `GLAForCausalLM` without attention layers, in eval mode.
+        rows: number of sequences at once.
+        cuda_graph: whether steps are graphs.
+        fixed: steps are always of all rows, so that a row's products have one shape.
+
+    Attributes:
+        cache: the layers' memory, of the rows.
+        tokens: int64 `[rows]`, the last token of each; there may be more rows than were asked for.
+    """
+
+    def __init__(self, model: LanguageModel, rows: int, cuda_graph: bool, fixed: bool) -> None:
+        self._model = model
+        # A sum along one row alone would be cut otherwise, and in no certain order.
+        self._rows = max(rows, 2)
+        self._device = device_of(model)
+        self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
+        vocab_size = model.config.vocab_size
+        with torch.inference_mode(False), torch.no_grad():
+            self.tokens = torch.zeros(self._rows, dtype=torch.long, device=self._device)
+            self._logits = torch.zeros(self._rows, vocab_size, device=self._device)
+            waits = torch.ones(self._rows, dtype=torch.bool, device=self._device)
+            states = StaticGLACache(self._rows, waits)
+            with states.prefill():  # makes the buffers
+                model(self.tokens.unsqueeze(1), past_key_values=states, use_cache=True)
+            states.skip_done()
+            self.cache: RowCache = StateRows(states, waits)
+            self._active: list[int] = []
+            # The numbers of rows of which there are steps, and what each finds.
+            powers = [] if fixed else [1 << n for n in range((self._rows - 1).bit_length())]
+            self._caches = {count: self.cache.first(count) for count in (*powers, self._rows)}
+            if cuda_graph:
+                self._graphs = {count: self._capture(count) for count in self._caches}
+
+    def _capture(self, count: int) -> torch.cuda.CUDAGraph | None:
+        cache = self._caches[count]
+        with _capture.one_at_a_time, torch.cuda.device(self._device), _without_autocast_cache():
+            stream = _capture.own_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARMUP_STEPS):
+                    self._advance(cache, count)
+                graph = _capture.record(lambda: self._advance(cache, count))
+            torch.cuda.current_stream().wait_stream(stream)
+        return graph
+
+    def _advance(self, cache: Any, count: int) -> None:
+        tokens = self.tokens[:count].unsqueeze(1)
+        output = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self._logits[:count].copy_(output.logits[:, -1])
+
+    @torch.no_grad()
+    def step(self, rows: Sequence[int]) -> None:
+        """Passes the last token of the rows, and leaves their logits for `draw`."""
+        wanted = sorted(rows)
+        if wanted != self._active:
+            self.cache.activate(wanted)
+            self._active = wanted
+        count = self._size(wanted)
+        graph = self._graphs.get(count)
+        if graph is None:
+            self._advance(self._caches[count], count)
+        else:
+            graph.replay()
+
+    def _size(self, rows: Sequence[int]) -> int:
+        """The fewest rows of a step that has these; sizes are in order."""
+        highest = max(rows)
+        return next(size for size in self._caches if size > highest)
+
+    @torch.no_grad()
+    def prefill(self, pieces: Sequence[Piece]) -> None:
+        """Passes pieces of prompts, packed; the logits of those that end are left for `draw`."""
+        flat = [token for piece in pieces for token in piece.tokens]
+        tokens = torch.tensor(flat).to(self._device, non_blocking=True)
+        lengths = [len(piece.tokens) for piece in pieces]
+        ends = torch.tensor([*itertools.accumulate(lengths)])
+        offsets, last = None, 1
+        if len(pieces) > 1:
+            offsets = torch.cat([ends.new_zeros(1), ends]).to(self._device)
+            last = (ends - 1).to(self._device)
+        rows = torch.tensor([piece.row for piece in pieces], device=self._device)
+        with self.cache.read(rows) as cache:
+            logits = self._model(
+                tokens.unsqueeze(0),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=last,
+                cu_seqlens=offsets,
+            ).logits[0]
+        ended = [n for n, piece in enumerate(pieces) if piece.ends]
+        if ended:
+            chosen = torch.tensor(ended, device=self._device)
+            self._logits.index_copy_(0, rows[chosen], logits[chosen].float())
+
+    @torch.no_grad()
+    def draw(self, draws: dict[int, Draw], with_logprobs: bool) -> Callable[[], Drawn]:
+        """Draws the next token of rows, by row, from the logits that are there.
+
+        Returns:
+            What waits for the tokens and gives them to the host.
+        """
+        size = max(self._size([*draws]), 2)
+        logits, tokens = self._logits[:size], self.tokens[:size]
+        if all(draw.temperature == 0 for draw in draws.values()):
+            tokens.copy_(logits.argmax(-1))
+        else:
+            every = [draws.get(row, Draw()) for row in range(size)]
+            options = [[draw.uniform for draw in every], [draw.temperature for draw in every]]
+            options.append([draw.top_p for draw in every])
+            uniform, temperature, top_p = torch.tensor(options).to(self._device, non_blocking=True)
+            top_k = None
+            if any(draw.top_k is not None or draw.top_p < 1 for draw in draws.values()):
+                most = logits.shape[-1]
+                ranks = [most if draw.top_k is None else min(draw.top_k, most) for draw in every]
+                top_k = torch.tensor(ranks).to(self._device, non_blocking=True)
+            tokens.copy_(choose(logits, uniform, temperature, top_k, top_p))
+        found = [tokens, *(log_probabilities(logits, tokens) if with_logprobs else ())]
+        return _fetch(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """What was drawn, on the host: see `choice.log_probabilities`."""
+
+    tokens: list[int]
+    logprobs: list[float] | None = None
+    best: list[list[float]] | None = None
+    best_ids: list[list[int]] | None = None
+
+
+def _fetch(found: list[Tensor]) -> Callable[[], Drawn]:
+    if not found[0].is_cuda:
+        drawn = Drawn(*(x.tolist() for x in found))
+        return lambda: drawn
+    copies = [x.to("cpu", non_blocking=True) for x in found]
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(found[0].device))
+
+    def wait() -> Drawn:
+        arrived.synchronize()
+        return Drawn(*(x.tolist() for x in copies))
+
+    return wait

@@ -1,0 +1,327 @@
+"""Continuous batching: sequences take rows, prompts pass in pieces beside those that decode."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gla_ext.decode._loop import device_of
+from gla_ext.decode.decoder import uses_graph
+from gla_ext.decode.language_model import LanguageModel
+from gla_ext.decode.sampling import read_end_tokens
+from gla_ext.layers.attention import Attention
+from gla_ext.ops.chunk import batch_invariant, is_batch_invariant
+from gla_ext.serve.batch import Batch, Draw, Drawn, Piece
+from gla_ext.serve.generation import Generation
+from gla_ext.serve.metrics import Metrics
+from gla_ext.serve.prefix import PrefixCache
+from gla_ext.serve.request import Delta, Limits, Request, TokenLogprob
+from gla_ext.serve.text import Tokenizer
+
+CHUNK = 64  # tokens, of which pieces of a prompt are whole multiples
+
+
+class FullError(RuntimeError):
+    """As many sequences wait as may."""
+
+
+class ClosedError(RuntimeError):
+    """The engine takes no more."""
+
+
+Deltas = list[tuple[Generation, Delta]]
+
+
+class Engine:
+    """Continues many prompts of one model at once.
+
+        engine = Engine(model, tokenizer)
+        sequence = engine.submit(Request(tokenizer.encode("def "), max_new_tokens=100))
+        while engine.busy:
+            for sequence, delta in engine.step():
+                print(delta.text)
+
+    `submit`, `cancel` and `drain` may be called by any thread. One thread alone steps: the one that
+    calls `step`, or that of `gla_ext.serve.worker.Worker`.
+
+    Made inside `batch_invariant()`, what a sequence gets depends on nothing beside it: prompts pass
+    one at a time, in segments of `checkpoint_tokens`, and steps are always of all rows. It is then
+    slower with many short prompts.
+
+    Args:
+        model: a `GLAForCausalLM` in eval mode.
+        tokenizer: makes text of tokens. Default: None (no text, and no stop strings).
+        limits: what it takes on. Default: `Limits()`.
+        cuda_graph: whether steps are CUDA graphs. Default: None (on a CUDA device).
+
+    Attributes:
+        metrics: what it has done.
+        prefixes: the prefix cache.
+
+    Raises:
+        NotImplementedError: for a model with attention layers.
+        ValueError: for a model in train mode.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer | None = None,
+        limits: Limits | None = None,
+        cuda_graph: bool | None = None,
+    ) -> None:
+        if any(isinstance(module, Attention) for module in model.modules()):
+            raise NotImplementedError(
+                "Engine: a model with attention layers is not implemented, whose keys and values "
+                "grow; Decoder runs it"
+            )
+        if model.training:
+            raise ValueError("Engine: expected a model in eval mode, got one in train mode")
+        self.model, self.tokenizer = model, tokenizer
+        self.limits = Limits() if limits is None else limits
+        self._invariant = is_batch_invariant()
+        self._batch = Batch(
+            model, self.limits.rows, uses_graph(model, cuda_graph), fixed=self._invariant
+        )
+        self._cache = self._batch.cache
+        every, budget = self.limits.checkpoint_tokens, self.limits.cache_bytes
+        self.prefixes = PrefixCache(self._cache, every, budget)
+        self.metrics = Metrics()
+        self._ends = frozenset(
+            read_end_tokens(getattr(model.config, "eos_token_id", None), model.config.vocab_size)
+        )
+        self._lock = threading.Lock()
+        self._arrived: deque[Generation] = deque()
+        self._unfinished = 0  # accepted and not finished
+        self._draining = False
+        self._free = list(range(self.limits.rows))
+        self._reading: deque[Generation] = deque()  # prompts, the next in turn first
+        self._decoding: list[Generation] = []
+        # On a GPU the next step is under way while the host looks at the last one's tokens.
+        self._device = device_of(model)
+        self._ahead = 1 if self._device.type == "cuda" else 0
+        self._under_way: deque[tuple[list[Generation], Callable[[], Drawn]]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a sequence is not finished."""
+        with self._lock:
+            return self._unfinished > 0
+
+    @property
+    def waiting(self) -> int:
+        """Sequences without a row."""
+        with self._lock:
+            return len(self._arrived)
+
+    @property
+    def running(self) -> int:
+        """Sequences with a row."""
+        return self.limits.rows - len(self._free)
+
+    def submit(self, *requests: Request) -> list[Generation]:
+        """Takes on sequences, all or none.
+
+        Raises:
+            FullError: where there is no room to wait.
+            ClosedError: after `drain`.
+            ValueError: for requests over the limits, tokens that the model does not have, stop
+                strings without a tokenizer.
+        """
+        for request in requests:
+            self._check(request)
+        sequences = [Generation(request, self.tokenizer) for request in requests]
+        with self._lock:
+            if self._draining:
+                raise ClosedError("the server is shutting down")
+            room = self.limits.rows + self.limits.waiting - self._unfinished
+            if len(sequences) > room:
+                raise FullError(
+                    f"expected at most {room} more sequences, of {self.limits.rows} that run and "
+                    f"{self.limits.waiting} that wait, got {len(sequences)}"
+                )
+            self._unfinished += len(sequences)
+            self._arrived.extend(sequences)
+        return sequences
+
+    def _check(self, request: Request) -> None:
+        most = self.limits.prompt_tokens
+        if len(request.tokens) > most:
+            raise ValueError(
+                f"expected a prompt of at most {most} tokens, got {len(request.tokens)}"
+            )
+        if request.max_new_tokens > self.limits.new_tokens:
+            raise ValueError(
+                f"expected at most {self.limits.new_tokens} new tokens, got "
+                f"{request.max_new_tokens}"
+            )
+        vocab_size = self.model.config.vocab_size
+        lowest, highest = min(request.tokens), max(request.tokens)
+        if lowest < 0 or highest >= vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"expected tokens from 0 to {vocab_size - 1}, got {wrong}")
+        if request.stop and self.tokenizer is None:
+            raise ValueError("expected a tokenizer for stop strings, got none")
+
+    def cancel(self, sequence: Generation) -> None:
+        """Ends a sequence at the next step, and frees its row."""
+        sequence.cancelled = True
+
+    def drain(self) -> None:
+        """Refuses new sequences; those that were accepted go on."""
+        with self._lock:
+            self._draining = True
+
+    def cancel_all(self) -> Deltas:
+        """Ends every sequence as an error does, after which no step must be taken."""
+        with self._lock:
+            self._draining = True
+            sequences, self._unfinished = [*self._arrived], 0
+            self._arrived.clear()
+        sequences += [*self._reading, *self._decoding]
+        sequences = [sequence for sequence in sequences if not sequence.finished]
+        for sequence in sequences:
+            sequence.finished = True
+        return [(sequence, Delta(finish_reason="error")) for sequence in sequences]
+
+    @torch.no_grad()
+    def step(self) -> Deltas:
+        """One step of what decodes and a few pieces of prompts.
+
+        Returns:
+            What it added to sequences, each once.
+        """
+        on_device = torch.cuda.device(self._device) if self._ahead else contextlib.nullcontext()
+        with batch_invariant(self._invariant), on_device:
+            deltas = self._sweep()
+            self._admit()
+            drawn_for = self._decode()
+            ended = self._read()
+            if drawn_for or ended:
+                self._queue_draw([*drawn_for, *ended])
+            if self._under_way and (len(self._under_way) > self._ahead or not drawn_for + ended):
+                deltas += self._collect(*self._under_way.popleft())
+        return deltas
+
+    def _sweep(self) -> Deltas:
+        """Ends what was cancelled."""
+        deltas: Deltas = []
+        with self._lock:
+            waiting = [sequence for sequence in self._arrived if sequence.cancelled]
+            for sequence in waiting:
+                self._arrived.remove(sequence)
+        for sequence in [*waiting, *self._reading, *self._decoding]:
+            if sequence.cancelled and not sequence.finished:
+                deltas.append((sequence, self._finish(sequence, Delta(), "cancelled")))
+        return deltas
+
+    def _admit(self) -> None:
+        """Gives free rows to those that wait, the first come first."""
+        while self._free:
+            with self._lock:
+                if not self._arrived:
+                    return
+                sequence = self._arrived.popleft()
+            sequence.row = min(self._free)  # low rows keep steps small
+            self._free.remove(sequence.row)
+            sequence.keys = self.prefixes.keys(sequence.request.tokens)
+            sequence.passed, checkpoint = self.prefixes.find(sequence.keys)
+            sequence.cached = sequence.passed
+            if checkpoint is None:
+                self._cache.take(sequence.row)
+            else:
+                self._cache.write(sequence.row, checkpoint)
+            self._reading.append(sequence)
+            self.metrics.admitted(sequence)
+
+    def _decode(self) -> list[Generation]:
+        """Passes the last token of each sequence that goes on."""
+        going = [sequence for sequence in self._decoding if not sequence.drew_all]
+        if going:
+            self._batch.step([sequence.row for sequence in going])
+        return going
+
+    def _read(self) -> list[Generation]:
+        """Passes pieces of prompts, in turns, and returns the sequences whose prompt has ended."""
+        ended: list[Generation] = []
+        # Nobody waits for a step's token where none decodes: then a round may be a full one.
+        room = self.limits.prefill_tokens * (1 if self._decoding else 8)
+        while room > 0 and self._reading:
+            pieces: list[tuple[Generation, Piece]] = []
+            for sequence in list(self._reading):
+                piece = self._piece(sequence, room)
+                if piece is None:
+                    break
+                pieces.append((sequence, piece))
+                room -= len(piece.tokens)
+                self._reading.rotate(-1)
+                if self._invariant or room <= 0:
+                    break
+            if not pieces:
+                break
+            self._batch.prefill([piece for _, piece in pieces])
+            for sequence, piece in pieces:
+                sequence.passed += len(piece.tokens)
+                self.prefixes.put(sequence.keys, sequence.passed, sequence.row)
+                if piece.ends:
+                    ended.append(sequence)
+                    self._reading.remove(sequence)
+                    self._decoding.append(sequence)
+        return ended
+
+    def _piece(self, sequence: Generation, room: int) -> Piece | None:
+        """The next tokens of a prompt, up to where a checkpoint is taken; None without room."""
+        tokens, start, every = sequence.request.tokens, sequence.passed, self.prefixes.every
+        stop = len(tokens)
+        if self._invariant or self.prefixes.enabled:
+            stop = min(stop, (start // every + 1) * every)
+        if not self._invariant and stop - start > room:
+            if room < CHUNK:
+                return None
+            stop = start + room // CHUNK * CHUNK
+        return Piece(sequence.row, tokens[start:stop], stop == len(tokens))
+
+    def _queue_draw(self, sequences: list[Generation]) -> None:
+        draws = {}
+        for sequence in sequences:
+            request = sequence.request
+            temperature = sequence.temperature
+            uniform = sequence.next_uniform() if temperature > 0 else 0.0
+            draws[sequence.row] = Draw(uniform, temperature, request.top_k, request.top_p)
+            sequence.drew += 1
+        wanted = any(sequence.request.logprobs is not None for sequence in sequences)
+        self._under_way.append((sequences, self._batch.draw(draws, wanted)))
+
+    def _collect(self, sequences: Sequence[Generation], wait: Callable[[], Drawn]) -> Deltas:
+        """Waits for tokens that were drawn, and hands them to their sequences."""
+        drawn, deltas = wait(), []
+        for sequence in sequences:
+            if sequence.finished:  # before this token was drawn, but not before it was asked for
+                continue
+            row, wanted = sequence.row, sequence.request.logprobs
+            logprob = None
+            if wanted is not None:
+                best = zip(drawn.best_ids[row][:wanted], drawn.best[row][:wanted], strict=True)
+                logprob = TokenLogprob(drawn.tokens[row], drawn.logprobs[row], dict(best))
+            delta = sequence.add(drawn.tokens[row], logprob, self._ends)
+            self.metrics.drew(sequence)
+            if delta.finish_reason is not None:
+                self._finish(sequence, delta, delta.finish_reason)
+            deltas.append((sequence, delta))
+        return deltas
+
+    def _finish(self, sequence: Generation, delta: Delta, reason: str) -> Delta:
+        """Frees what a sequence has."""
+        sequence.finished, delta.finish_reason = True, reason
+        if sequence.row is not None:
+            (self._reading if sequence in self._reading else self._decoding).remove(sequence)
+            self._cache.drop(sequence.row)
+            self._free.append(sequence.row)
+        with self._lock:
+            self._unfinished -= 1
+        self.metrics.finished(sequence, reason)
+        return delta

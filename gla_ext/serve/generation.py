@@ -1,0 +1,76 @@
+"""A sequence that an engine runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+import torch
+
+from gla_ext.serve.request import Delta, Request, TokenLogprob
+from gla_ext.serve.text import Detokenizer, StopStrings, Tokenizer
+
+UNIFORMS = 64  # that are drawn at a time
+BELOW_ONE = 1 - 2**-20  # so that no product with it rounds to the whole
+
+
+class Generation:
+    """A request on its way.
+
+    Attributes:
+        row: of the engine's batch, or None while it waits.
+        passed: tokens of the prompt that its row has had.
+        cached: how many of these came from the prefix cache.
+        drew: tokens that were asked for.
+        new: tokens that it has got, the last one, if it ended the sequence, included.
+        cancelled: whether it shall end.
+        finished: whether it has.
+        arrived, first, last: when it came, and when its first and last token did, seconds.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        self.request = request
+        self.row: int | None = None
+        self.keys: list[bytes] = []
+        self.passed, self.cached, self.drew, self.new = 0, 0, 0, 0
+        self.cancelled, self.finished = False, False
+        self.arrived = time.monotonic()
+        self.first = self.last = 0.0
+        # What fp32 rounds to 0 is 0, and inf is its greatest number, as in Sampling.
+        finite = torch.finfo(torch.float32)
+        given = float(request.temperature)
+        self.temperature = 0.0 if given < finite.tiny else min(given, finite.max)
+        self._generator = torch.Generator()
+        if self.temperature > 0:
+            self._generator.manual_seed(request.seed_or_random())
+        self._uniforms: list[float] = []
+        self._text = None if tokenizer is None else Detokenizer(tokenizer, request.tokens)
+        self._stops = StopStrings(request.stop)
+
+    @property
+    def drew_all(self) -> bool:
+        """Whether all tokens that it may have are asked for."""
+        return self.drew >= self.request.max_new_tokens
+
+    def next_uniform(self) -> float:
+        """The number that decides the next token: of the seed, and how many there were before."""
+        if not self._uniforms:
+            drawn = torch.rand(UNIFORMS, generator=self._generator, dtype=torch.float64)
+            self._uniforms = (drawn * BELOW_ONE).tolist()[::-1]
+        return self._uniforms.pop()
+
+    def add(self, token: int, logprob: TokenLogprob | None, ends: Collection[int]) -> Delta:
+        """Takes a token, which may be the last."""
+        self.new += 1
+        if token in ends and not self.request.ignore_eos:
+            return Delta(self._stops.flush(), finish_reason="stop")
+        delta = Delta(tokens=[token], logprobs=[] if logprob is None else [logprob])
+        if self._text is not None:
+            delta.text, stopped = self._stops.push(self._text.push(token))
+            if stopped:
+                delta.finish_reason = "stop"
+                return delta
+        if self.new == self.request.max_new_tokens:
+            delta.text += self._stops.flush()
+            delta.finish_reason = "length"
+        return delta

@@ -1,0 +1,226 @@
+"""An engine over HTTP, with OpenAI's completion interface. Needs the extra `serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from gla_ext.serve.engine import ClosedError, Deltas, Engine, FullError
+from gla_ext.serve.generation import Generation
+from gla_ext.serve.http import protocol
+from gla_ext.serve.http.protocol import Completion, RefusedError
+from gla_ext.serve.http.reply import Reply
+from gla_ext.serve.worker import Worker
+
+logger = logging.getLogger("gla_ext.serve")
+
+MOST_REFUSED = 1 << 26  # bytes read before a refusal, which a client that still sends does not see
+LONG_TEXT = 4096  # characters that are encoded beside the event loop
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How HTTP is served.
+
+    Args:
+        name: the model's, for clients.
+        body_bytes: most bytes of a request.
+        read_seconds: in which a request's body has to come.
+        write_seconds: in which a client has to take what waits for it.
+    """
+
+    name: str = "gla"
+    body_bytes: int = 8 << 20
+    read_seconds: float = 30.0
+    write_seconds: float = 60.0
+
+
+class Application:
+    """The routes, and what stands between them and the engine's thread.
+
+    Args:
+        engine: which this application then steps.
+        options: see `Options`.
+        on_failure: called in the event loop when the engine has failed.
+    """
+
+    def __init__(
+        self, engine: Engine, options: Options, on_failure: Callable[[], None] | None = None
+    ) -> None:
+        self.engine, self.options = engine, options
+        self._on_failure = on_failure
+        self._worker = Worker(engine, self._deliver)
+        self._inboxes: dict[Generation, Callable[[Generation, protocol.Delta], None]] = {}
+        self._encoding = asyncio.Lock()
+        self._statuses: Counter[int] = Counter()
+        self._started = int(time.time())
+
+    def starlette(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+        ]
+        handlers = {RefusedError: self._refuse, HTTPException: self._refuse_route}
+        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
+        self._worker.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self._worker.close)
+
+    def _deliver(self, deltas: Deltas) -> None:
+        self._loop.call_soon_threadsafe(self._dispatch, deltas)
+
+    def _dispatch(self, deltas: Deltas) -> None:
+        for generation, delta in deltas:
+            inbox = self._inboxes.get(generation)
+            if delta.finish_reason is not None:
+                self._inboxes.pop(generation, None)
+            if inbox is not None:
+                inbox(generation, delta)
+        if self._worker.error is not None and self._on_failure is not None:
+            self._on_failure()
+
+    async def completions(self, request: HTTPRequest) -> Response:
+        """POST /v1/completions."""
+        body = await self._read_body(request)
+        asked = protocol.read(body, self.options.name)
+        prompts = [await self._tokens(prompt) for prompt in asked.prompts]
+        try:
+            generations = self._worker.submit(*asked.requests(prompts))
+        except FullError as error:
+            raise RefusedError(429, str(error), "rate_limit_exceeded") from error
+        except ClosedError as error:
+            raise RefusedError(503, str(error)) from error
+        except ValueError as error:
+            too_long = "a prompt of at most" in str(error)
+            code = "context_length_exceeded" if too_long else None
+            raise RefusedError(400, str(error), code) from error
+        self._statuses[200] += 1
+        return self._reply(asked, generations)
+
+    def _reply(self, asked: Completion, generations: list[Generation]) -> Reply:
+        inbox: asyncio.Queue = asyncio.Queue()
+        for generation in generations:
+            self._inboxes[generation] = lambda *item: inbox.put_nowait(item)
+        return Reply(
+            f"cmpl-{secrets.token_hex(12)}",
+            self.options.name,
+            asked,
+            generations,
+            self.engine.tokenizer,
+            inbox,
+            self.options.write_seconds,
+            self._leave,
+        )
+
+    def _leave(self, generation: Generation) -> None:
+        """Ends a generation whose client has left."""
+        self._inboxes.pop(generation, None)
+        self.engine.cancel(generation)
+
+    async def _read_body(self, request: HTTPRequest) -> bytes:
+        most, body, size = self.options.body_bytes, bytearray(), 0
+        try:
+            async with asyncio.timeout(self.options.read_seconds):
+                async for block in request.stream():
+                    size += len(block)
+                    if size <= most:
+                        body += block
+                    elif size > MOST_REFUSED:
+                        break
+        except TimeoutError as error:
+            seconds = self.options.read_seconds
+            raise RefusedError(408, f"expected a body within {seconds:g} s") from error
+        except ClientDisconnect as error:
+            raise RefusedError(400, "the client left before its body had come") from error
+        if size > most:
+            raise RefusedError(413, f"expected a body of at most {most} bytes, got {size} or more")
+        return bytes(body)
+
+    async def _tokens(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise RefusedError(400, "expected a prompt of tokens: no tokenizer is there")
+        async with self._encoding:  # tokenizers are not said to serve several threads
+            if len(prompt) < LONG_TEXT:
+                return tokenizer.encode(prompt)
+            return await asyncio.to_thread(tokenizer.encode, prompt)
+
+    async def models(self, request: HTTPRequest) -> Response:
+        """GET /v1/models."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: HTTPRequest) -> Response:
+        """GET /v1/models/NAME."""
+        name = request.path_params["name"]
+        if name != self.options.name:
+            message = f"expected {self.options.name!r}, got {protocol.short(name)}"
+            raise RefusedError(404, message, "model_not_found")
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict:
+        return {
+            "id": self.options.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "gla_ext",
+        }
+
+    async def health(self, request: HTTPRequest) -> Response:
+        """GET /health."""
+        if self._worker.error is not None:
+            raise RefusedError(503, f"the engine has failed: {type(self._worker.error).__name__}")
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: HTTPRequest) -> Response:
+        """GET /metrics."""
+        engine, prefixes = self.engine, self.engine.prefixes
+        text = engine.metrics.text(
+            {
+                "running": engine.running,
+                "waiting": engine.waiting,
+                "rows": engine.limits.rows,
+                "checkpoints": len(prefixes),
+                "checkpoint_bytes": prefixes.nbytes,
+                "open_replies": len(self._inboxes),
+            }
+        )
+        lines = ["# TYPE gla_ext_completion_responses_total counter"]
+        for status, count in sorted(self._statuses.items()):
+            lines.append(f'gla_ext_completion_responses_total{{status="{status}"}} {count}')
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return PlainTextResponse(text + "\n".join(lines) + "\n", headers={"content-type": kind})
+
+    async def _refuse(self, request: HTTPRequest, error: RefusedError) -> Response:
+        self._statuses[error.status] += 1
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+        return JSONResponse(error.body(), error.status, headers)
+
+    async def _refuse_route(self, request: HTTPRequest, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        refused = RefusedError(error.status_code, message[:200])
+        return JSONResponse(refused.body(), error.status_code, error.headers)

@@ -1,0 +1,268 @@
+"""OpenAI's completion interface as values: requests read, replies made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gla_ext.serve.request import Delta, Request
+from gla_ext.serve.text import Tokenizer
+
+MOST_PROMPTS = 256  # of a request, times n
+
+
+class RefusedError(ValueError):
+    """A request that gets an error for a reply.
+
+    Args:
+        status: of HTTP.
+        message: what was expected and what came.
+        code: OpenAI's word for it, or None.
+        param: which field is wrong, or None.
+    """
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A request for completions as it was read: choice i is of prompt `i // n`."""
+
+    prompts: list[str | list[int]]
+    n: int
+    stream: bool
+    include_usage: bool
+    options: dict[str, Any]
+
+    def requests(self, prompts: Sequence[Sequence[int]]) -> list[Request]:
+        """What the engine is to do, of the prompts as tokens.
+
+        Raises:
+            RefusedError: for options out of range.
+        """
+        found = []
+        for tokens in prompts:
+            for number in range(self.n):
+                options, seed = dict(self.options), self.options.get("seed")
+                if seed is not None:
+                    options["seed"] = (seed + number) % 2**63 if number else seed
+                try:
+                    found.append(Request(tokens, **options))
+                except (TypeError, ValueError) as error:
+                    raise RefusedError(400, str(error)) from error
+        return found
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    # A number that is too great for a float is none; neither is what json reads as NaN.
+    return (_is_int(value) and abs(value) < 2**63) or (
+        isinstance(value, float) and math.isfinite(value)
+    )
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_stop(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(x, str) for x in value)
+    )
+
+
+def _is_nothing(value: Any) -> bool:
+    """0 or empty: an option that is not implemented, and not used either."""
+    return value in (0, "", False) or value == {}
+
+
+_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (lambda x: isinstance(x, str), "a string"),
+    "prompt": (lambda x: isinstance(x, (str, list)), "a string, tokens, or a list of these"),
+    "max_tokens": (_is_int, "an int"),
+    "temperature": (_is_number, "a number"),
+    "top_p": (_is_number, "a number"),
+    "top_k": (_is_int, "an int"),
+    "n": (_is_int, "an int"),
+    "best_of": (_is_int, "an int"),
+    "stream": (_is_bool, "true or false"),
+    "stream_options": (lambda x: isinstance(x, dict), "an object"),
+    "logprobs": (_is_int, "an int"),
+    "stop": (_is_stop, "a string or a list of strings"),
+    "seed": (_is_int, "an int"),
+    "ignore_eos": (_is_bool, "true or false"),
+    "user": (lambda x: isinstance(x, str), "a string"),
+    "echo": (_is_nothing, "false, as it is not implemented"),
+    "suffix": (_is_nothing, "null, as it is not implemented"),
+    "logit_bias": (_is_nothing, "empty, as it is not implemented"),
+    "presence_penalty": (_is_nothing, "0, as it is not implemented"),
+    "frequency_penalty": (_is_nothing, "0, as it is not implemented"),
+}
+_OURS = {"max_tokens": "max_new_tokens"} | {
+    name: name for name in ("temperature", "top_p", "top_k", "logprobs", "seed", "ignore_eos")
+}
+
+
+def read(body: bytes, model: str) -> Completion:
+    """Reads a request.
+
+    Args:
+        body: JSON.
+        model: the name under which the model is served.
+
+    Raises:
+        RefusedError: for what is no such request.
+    """
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(400, f"expected JSON, got {type(error).__name__}: {error}") from error
+    if not isinstance(given, dict):
+        raise RefusedError(400, f"expected a JSON object, got {type(given).__name__}")
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if name not in _OPTIONS:
+            raise RefusedError(
+                400, f"expected names among {', '.join(_OPTIONS)}, got {name[:100]}", None, name
+            )
+        is_right, word = _OPTIONS[name]
+        if not is_right(value):
+            raise RefusedError(400, f"expected {name} to be {word}, got {short(value)}", None, name)
+    if given.get("model", model) != model:
+        message = f"expected model to be {model!r}, got {short(given['model'])}"
+        raise RefusedError(404, message, "model_not_found", "model")
+    n = given.get("n", 1)
+    if n < 1 or given.get("best_of", n) != n:
+        raise RefusedError(400, f"expected n = best_of of at least 1, got n = {n}", None, "n")
+    prompts = _read_prompts(given.get("prompt"))
+    if len(prompts) * n > MOST_PROMPTS:
+        raise RefusedError(
+            400, f"expected at most {MOST_PROMPTS} choices, got {len(prompts)} prompts of {n}"
+        )
+    streaming = given.get("stream_options", {})
+    if set(streaming) - {"include_usage"} or not _is_bool(streaming.get("include_usage", False)):
+        raise RefusedError(
+            400, f"expected stream_options to be include_usage alone, got {short(streaming)}"
+        )
+    options = {_OURS[name]: value for name, value in given.items() if name in _OURS}
+    stop = given.get("stop", [])
+    options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    usage = streaming.get("include_usage", False)
+    return Completion(prompts, n, given.get("stream", False), usage, options)
+
+
+def _read_prompts(given: Any) -> list[str | list[int]]:
+    if isinstance(given, str) or (isinstance(given, list) and given and _is_int(given[0])):
+        prompts = [given]
+    else:
+        prompts = given
+    if not prompts or not all(
+        isinstance(prompt, str)
+        or (isinstance(prompt, list) and prompt and all(_is_token(x) for x in prompt))
+        for prompt in prompts
+    ):
+        raise RefusedError(
+            400,
+            "expected prompt to be a string, tokens, or a list of these, none of no tokens, got "
+            f"{short(given)}",
+            None,
+            "prompt",
+        )
+    for prompt in prompts:
+        # JSON has surrogates that are no text.
+        if isinstance(prompt, str) and any("\ud800" <= x <= "\udfff" for x in prompt):
+            raise RefusedError(
+                400, "expected prompt to be Unicode text, got lone surrogates", None, "prompt"
+            )
+    return prompts
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62
+
+
+def short(value: Any) -> str:
+    """A value for a message."""
+    text = ascii(value) if len(str(value)) < 10_000 else f"a long {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+class Choice:
+    """One choice of a reply, as it grows."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer | None, logprobs: bool) -> None:
+        self._index, self._tokenizer, self._logprobs = index, tokenizer, logprobs
+        self._length = 0  # characters so far
+
+    def render(self, delta: Delta) -> dict[str, Any]:
+        """A choice of OpenAI's, of what was added."""
+        logprobs = None
+        if self._logprobs:
+            logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+            for x in delta.logprobs:
+                best = {self._name(token): value for token, value in x.best.items()}
+                logprobs["tokens"].append(self._name(x.token))
+                logprobs["token_logprobs"].append(x.logprob)
+                logprobs["top_logprobs"].append(best)
+                logprobs["text_offset"].append(self._length)
+        self._length += len(delta.text)
+        return {
+            "index": self._index,
+            "text": delta.text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _name(self, token: int) -> str:
+        if self._tokenizer is None:
+            return f"token_id:{token}"
+        text = self._tokenizer.decode([token])
+        # Parts of characters are told apart by their number.
+        return f"token_id:{token}" if "\ufffd" in text else text
+
+
+def merged(choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One choice of its pieces."""
+    whole = dict(choices[-1], text="".join(choice["text"] for choice in choices))
+    if whole["logprobs"] is not None:
+        whole["logprobs"] = {
+            name: [x for choice in choices for x in choice["logprobs"][name]]
+            for name in whole["logprobs"]
+        }
+    return whole
+
+
+def reply(
+    ident: str, model: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A completion, or a piece of one that is streamed."""
+    found = {"id": ident, "object": "text_completion", "created": int(time.time()), "model": model}
+    found["choices"] = choices
+    return found if usage is None else found | {"usage": usage}
+
+
+def usage_of(prompt_tokens: int, cached: int, new: int) -> dict[str, Any]:
+    """OpenAI's usage."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new,
+        "total_tokens": prompt_tokens + new,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

@@ -1,0 +1,137 @@
+"""A reply as an ASGI response: whole or as server-sent events, and ended when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from gla_ext.serve.generation import Generation
+from gla_ext.serve.http import protocol
+from gla_ext.serve.http.protocol import Choice, Completion, RefusedError
+from gla_ext.serve.text import Tokenizer
+
+logger = logging.getLogger("gla_ext.serve")
+
+FAILED = RefusedError(500, "the engine has failed")
+
+
+class Reply(Response):
+    """What becomes of generations.
+
+    Args:
+        ident, model: of the reply.
+        asked: the request.
+        generations: its choices.
+        tokenizer: for the names of tokens, or None.
+        inbox: gets (generation, delta) as they come.
+        write_seconds: in which the client has to take what waits for it.
+        leave: called with each generation that is not finished when the client leaves.
+    """
+
+    def __init__(
+        self,
+        ident: str,
+        model: str,
+        asked: Completion,
+        generations: list[Generation],
+        tokenizer: Tokenizer | None,
+        inbox: asyncio.Queue,
+        write_seconds: float,
+        leave: Callable[[Generation], None],
+    ) -> None:
+        super().__init__()
+        self._ident, self._model, self._asked = ident, model, asked
+        self._generations, self._inbox = generations, inbox
+        self._write_seconds, self._leave = write_seconds, leave
+        wanted = asked.options.get("logprobs") is not None
+        self._choices = {
+            generation: Choice(index, tokenizer, wanted)
+            for index, generation in enumerate(generations)
+        }
+        self._going = set(generations)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._stream(send) if self._asked.stream else self._whole(scope, receive, send)
+        tasks = [asyncio.ensure_future(answer), asyncio.ensure_future(_left(receive))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+        except TimeoutError:
+            logger.warning("a client took nothing for %g s", self._write_seconds)
+        finally:
+            for task in tasks:
+                task.cancel()
+            for generation in self._going:
+                self._leave(generation)
+
+    async def _next(self) -> list[dict[str, Any]]:
+        """What has come meanwhile, at least one piece of a choice."""
+        items = [await self._inbox.get()]
+        while not self._inbox.empty():
+            items.append(self._inbox.get_nowait())
+        found = []
+        for generation, delta in items:
+            if delta.finish_reason is not None:
+                self._going.discard(generation)
+            if delta.finish_reason in ("error", "cancelled"):
+                raise FAILED
+            found.append(self._choices[generation].render(delta))
+        return found
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pieces: dict[int, list[dict[str, Any]]] = {n: [] for n in range(len(self._generations))}
+        try:
+            while self._going:
+                for choice in await self._next():
+                    pieces[choice["index"]].append(choice)
+        except RefusedError as error:
+            response = JSONResponse(error.body(), error.status)
+        else:
+            choices = [protocol.merged(found) for found in pieces.values()]
+            response = JSONResponse(
+                protocol.reply(self._ident, self._model, choices, self._usage())
+            )
+        await response(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            while self._going:
+                pieces = await self._next()
+                events = [protocol.reply(self._ident, self._model, [piece]) for piece in pieces]
+                if not self._going and self._asked.include_usage:
+                    events.append(protocol.reply(self._ident, self._model, [], self._usage()))
+                await self._send(send, *map(json.dumps, events))
+        except RefusedError as error:
+            await self._send(send, json.dumps(error.body()))
+        await self._send(send, "[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, *events: str) -> None:
+        """Sends events, and gives up a client that does not take them."""
+        body = "".join(f"data: {event}\n\n" for event in events).encode()
+        async with asyncio.timeout(self._write_seconds):
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    def _usage(self) -> dict[str, Any]:
+        # A prompt counts once, however many choices it has.
+        prompts = self._generations[:: self._asked.n]
+        return protocol.usage_of(
+            sum(len(generation.request.tokens) for generation in prompts),
+            sum(generation.cached for generation in prompts),
+            sum(generation.new for generation in self._generations),
+        )
+
+
+async def _left(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,97 @@
+"""Running the HTTP server until a signal, and then finishing what runs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import signal
+import socket
+
+import uvicorn
+
+from gla_ext.serve.engine import Engine
+from gla_ext.serve.http.application import Application, Options
+
+BACKLOG = 2048  # connections that may wait to be accepted
+
+
+def serve(
+    engine: Engine,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    options: Options | None = None,
+    connections: int = 2048,
+    shutdown_seconds: int = 60,
+) -> None:
+    """Serves an engine until SIGINT or SIGTERM.
+
+    Then no connection is accepted any more, and what was accepted is finished, within
+    shutdown_seconds. A second SIGINT ends it at once.
+
+    Args:
+        engine: the engine.
+        host: which addresses to listen on. Default: '127.0.0.1', this machine alone.
+        port: 0 takes a free one. Default: 8000.
+        options: see `Options`.
+        connections: most of them at once; others get status 503. Default: 2048.
+        shutdown_seconds: see above. Default: 60.
+
+    Raises:
+        RuntimeError: when the engine has failed; clients have been told.
+        OSError: for an address that cannot be listened on.
+    """
+    options = Options() if options is None else options
+    _allow_open_files(2 * connections)
+    failed = False
+
+    def stop() -> None:
+        nonlocal failed
+        failed = server.should_exit = True
+
+    app = Application(engine, options, stop).starlette()
+    config = uvicorn.Config(
+        app,
+        log_level=logging.WARNING,
+        lifespan="on",
+        backlog=BACKLOG,
+        limit_concurrency=connections,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=shutdown_seconds,
+    )
+    server = uvicorn.Server(config)
+    with _listening(host, port, options.write_seconds) as listener, _quiet(signal.SIGTERM):
+        name = f"[{host}]" if ":" in host else host
+        address = f"http://{name}:{listener.getsockname()[1]}"
+        print(f"Serving {options.name} on {address}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn has finished when it raises it
+            server.run(sockets=[listener])
+    if failed:
+        raise RuntimeError("the engine has failed")
+
+
+@contextlib.contextmanager
+def _quiet(number: signal.Signals):
+    """Inside, a signal that uvicorn passes on after its end does nothing more."""
+    before = signal.signal(number, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _listening(host: str, port: int, write_seconds: float) -> socket.socket:
+    """A socket whose connections end when the other side takes nothing for so long."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    milliseconds = int(1000 * write_seconds)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    return listener
+
+
+def _allow_open_files(count: int) -> None:
+    """Raises the number of files that this process may open, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,100 @@
+"""What an engine has done, in the text format of Prometheus."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gla_ext.serve.generation import Generation
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Histogram:
+    """Counts of values up to some bounds."""
+
+    def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def lines(self, name: str) -> Iterable[str]:
+        totals = list(itertools.accumulate(self._counts))
+        for bound, total in zip([*self._bounds, "+Inf"], totals, strict=True):
+            yield f'{name}_bucket{{le="{bound}"}} {total}'
+        yield f"{name}_sum {self._sum:.9g}"
+        yield f"{name}_count {totals[-1]}"
+
+
+class Metrics:
+    """Counters that the engine's thread moves on and others read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._histograms = {
+            "time_to_first_token_seconds": Histogram(),
+            "time_between_tokens_seconds": Histogram(),
+            "request_seconds": Histogram(),
+        }
+
+    def admitted(self, sequence: Generation) -> None:
+        """A sequence got a row."""
+        with self._lock:
+            self._counts["prompt_tokens_total"] += len(sequence.request.tokens)
+            self._counts["cached_prompt_tokens_total"] += sequence.cached
+
+    def drew(self, sequence: Generation) -> None:
+        """A sequence got a token."""
+        now = time.monotonic()
+        with self._lock:
+            self._counts["generated_tokens_total"] += 1
+            if sequence.new == 1:
+                sequence.first = now
+                self._histograms["time_to_first_token_seconds"].add(now - sequence.arrived)
+            else:
+                self._histograms["time_between_tokens_seconds"].add(now - sequence.last)
+        sequence.last = now
+
+    def finished(self, sequence: Generation, reason: str) -> None:
+        """A sequence has ended."""
+        with self._lock:
+            self._reasons[reason] += 1
+            self._histograms["request_seconds"].add(time.monotonic() - sequence.arrived)
+
+    def count(self, name: str) -> int:
+        """A counter's value."""
+        with self._lock:
+            return self._counts[name]
+
+    def reasons(self) -> dict[str, int]:
+        """How many sequences ended, by finish_reason."""
+        with self._lock:
+            return dict(self._reasons)
+
+    def text(self, gauges: dict[str, float]) -> str:
+        """All of it, and gauges that are given, by name."""
+        lines: list[str] = []
+        with self._lock:
+            for name in ("prompt_tokens", "cached_prompt_tokens", "generated_tokens"):
+                full = f"gla_ext_{name}_total"
+                lines += [f"# TYPE {full} counter", f"{full} {self._counts[f'{name}_total']}"]
+            lines.append("# TYPE gla_ext_requests_total counter")
+            for reason in ("stop", "length", "cancelled", "error"):
+                label = f'gla_ext_requests_total{{reason="{reason}"}}'
+                lines.append(f"{label} {self._reasons[reason]}")
+            for name, histogram in self._histograms.items():
+                lines.append(f"# TYPE gla_ext_{name} histogram")
+                lines += histogram.lines(f"gla_ext_{name}")
+        for name, value in gauges.items():
+            lines += [f"# TYPE gla_ext_{name} gauge", f"gla_ext_{name} {value}"]
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,153 @@
+"""What a client asks for, and what it gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import secrets
+from array import array
+from collections.abc import Sequence
+
+from gla_ext.decode.sampling import Sampling, is_int
+from gla_ext.serve.choice import MOST_LOGPROBS
+
+MOST_STOPS = 16
+LONGEST_STOP = 256  # characters
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What an engine takes on.
+
+    Args:
+        rows: sequences that are decoded at once.
+        waiting: sequences that may wait for a row; more are refused.
+        prompt_tokens: most tokens of a prompt.
+        new_tokens: most tokens that a request may ask for.
+        prefill_tokens: tokens of prompts that pass between two steps of those that decode.
+        checkpoint_tokens: n of the prefix cache, a multiple of 64.
+        cache_bytes: budget of the prefix cache; 0 turns it off.
+
+    Raises:
+        TypeError: for what is no int.
+        ValueError: for numbers out of range.
+    """
+
+    rows: int = 32
+    waiting: int = 256
+    prompt_tokens: int = 131_072
+    new_tokens: int = 4096
+    prefill_tokens: int = 2048
+    checkpoint_tokens: int = 512
+    cache_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, least = getattr(self, field.name), int(field.name not in _MAY_BE_ZERO)
+            if not is_int(value):
+                raise TypeError(f"Limits: expected {field.name} to be an int, got {value!r}")
+            if value < least:
+                raise ValueError(
+                    f"Limits: expected {field.name} to be at least {least}, got {value}"
+                )
+        if self.checkpoint_tokens % 64:
+            raise ValueError(
+                "Limits: expected checkpoint_tokens to be a multiple of 64, got "
+                f"{self.checkpoint_tokens}"
+            )
+
+
+_MAY_BE_ZERO = ("waiting", "cache_bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One continuation of one prompt.
+
+    Args:
+        tokens: the prompt, at least one token.
+        max_new_tokens: most tokens that are drawn, at least 1. Default: 16.
+        temperature, top_k, top_p: as in `gla_ext.decode.Sampling`.
+        seed: decides what is drawn, beside the logits. Default: None (another one each time).
+        stop: strings before whose first the text ends. Default: none.
+        logprobs: how many of the most probable tokens to report at each token, beside the one
+            drawn, at most 20. Default: None (no log-probabilities).
+        ignore_eos: go on after the model's eos_token_id. Default: False.
+
+    Raises:
+        TypeError: for options of another type.
+        ValueError: for options out of range.
+    """
+
+    tokens: Sequence[int]
+    max_new_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        Sampling(self.temperature, self.top_k, self.top_p)
+        try:
+            object.__setattr__(self, "tokens", array("q", self.tokens))
+        except (TypeError, OverflowError) as error:
+            raise TypeError(f"Request: expected tokens to be ints, got {error}") from error
+        if len(self.tokens) < 1:
+            raise ValueError("Request: expected a prompt of at least one token, got none")
+        if not is_int(self.max_new_tokens):
+            raise TypeError(
+                f"Request: expected max_new_tokens to be an int, got {self.max_new_tokens!r}"
+            )
+        if self.max_new_tokens < 1:
+            raise ValueError(
+                f"Request: expected max_new_tokens to be at least 1, got {self.max_new_tokens}"
+            )
+        if self.seed is not None and (not is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
+            raise ValueError(f"Request: expected seed to be an int of 64 bits, got {self.seed!r}")
+        if isinstance(self.stop, str) or not all(isinstance(stop, str) for stop in self.stop):
+            raise TypeError(f"Request: expected stop to be a list of strings, got {self.stop!r}")
+        if len(self.stop) > MOST_STOPS:
+            raise ValueError(
+                f"Request: expected at most {MOST_STOPS} stop strings, got {len(self.stop)}"
+            )
+        if not all(1 <= len(stop) <= LONGEST_STOP for stop in self.stop):
+            raise ValueError(f"Request: expected stop strings of 1 to {LONGEST_STOP} characters")
+        if self.logprobs is not None and not (
+            is_int(self.logprobs) and 0 <= self.logprobs <= MOST_LOGPROBS
+        ):
+            raise ValueError(
+                f"Request: expected logprobs from 0 to {MOST_LOGPROBS}, got {self.logprobs!r}"
+            )
+
+    def seed_or_random(self) -> int:
+        """A seed that torch takes."""
+        seed = secrets.randbits(63) if self.seed is None else operator.index(self.seed)
+        return seed % 2**64
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of a token, and those of the most probable ones, by token."""
+
+    token: int
+    logprob: float
+    best: dict[int, float]
+
+
+@dataclasses.dataclass
+class Delta:
+    """What a step added to a sequence.
+
+    text: of these tokens and of earlier ones that waited for it; none without a tokenizer.
+    tokens: those drawn; the one that ended the sequence as eos_token_id is none of them.
+    logprobs: one a token, where they were asked for.
+    finish_reason: 'stop', 'length', 'cancelled', 'error', or None (it goes on).
+    """
+
+    text: str = ""
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None

@@ -1,0 +1,340 @@
+"""The engine by itself: every generation is what the model alone gives."""
+
+import pytest
+import torch
+from models import make_ids, make_model
+
+from gla_ext.decode import Sampling
+from gla_ext.ops import batch_invariant
+from gla_ext.serve import ClosedError, Engine, FullError, Limits, Request
+from gla_ext.serve.choice import choose
+from gla_ext.serve.prefix import PrefixCache
+from gla_ext.serve.text import Bytes
+
+SMALL = {"rows": 3, "waiting": 20, "prefill_tokens": 128, "checkpoint_tokens": 64}
+
+
+def prompt(length, seed=None) -> list[int]:
+    return make_ids(1, length, seed=length if seed is None else seed)[0].tolist()
+
+
+def run(engine, *requests, cancel_after=None):
+    """Tokens, text and finish_reason of each request, all submitted at once."""
+    generations = engine.submit(*requests)
+    found = {generation: ([], [], []) for generation in generations}
+    steps = 0
+    while engine.busy:
+        for generation, delta in engine.step():
+            tokens, texts, reasons = found[generation]
+            tokens += delta.tokens
+            texts.append(delta.text)
+            reasons += [delta.finish_reason] * (delta.finish_reason is not None)
+        steps += 1
+        assert steps < 2000
+    assert all(len(reasons) == 1 for _, _, reasons in found.values())
+    return [(tokens, "".join(texts), *reasons) for tokens, texts, reasons in found.values()]
+
+
+def greedy(model, tokens, count):
+    (row,) = model.generate([tokens], count, temperature=0)
+    return row[len(tokens) :].tolist()
+
+
+def is_empty(engine) -> bool:
+    """Whether no generation has left anything behind."""
+    return (
+        sorted(engine._free) == list(range(engine.limits.rows))
+        and not engine.busy
+        and not engine._reading
+        and not engine._decoding
+        and engine.waiting == 0
+    )
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("options", [{}, {"use_short_conv": True}])
+def test_generations_are_those_of_the_model(options, cache_bytes, device):
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    model = make_model(dtype, eos_token_id=None, **options).to(device)
+    engine = Engine(model, limits=Limits(**SMALL, cache_bytes=cache_bytes))
+    prompts = [prompt(n) for n in (1, 5, 64, 65, 300, 129, 2)]
+    counts = [20, 1, 7, 30, 12, 3, 40]
+    pairs = list(zip(prompts, counts, strict=True))
+    for _ in range(2):  # with the second time the prefixes of the first
+        found = run(engine, *(Request(p, n, temperature=0) for p, n in pairs))
+        for (p, n), (tokens, _, reason) in zip(pairs, found, strict=True):
+            assert (tokens, reason) == (greedy(model, p, n), "length"), len(p)
+        assert is_empty(engine)
+    cached = 0 if cache_bytes == 0 else 64 * (1 + 4 + 2)  # of 65, 300 and 129 tokens
+    assert engine.metrics.count("cached_prompt_tokens_total") == cached
+
+
+def test_the_end_token_ends_and_is_not_shown():
+    free = make_model(torch.float64, eos_token_id=None)
+    tokens = greedy(free, prompt(9), 20)
+    model = make_model(torch.float64, eos_token_id=tokens[5])
+    engine = Engine(model, limits=Limits(**SMALL))
+    before = tokens[: tokens.index(tokens[5])]
+    request = Request(prompt(9), 20, temperature=0)
+    assert run(engine, request) == [(before, "", "stop")]
+    ignoring = Request(prompt(9), 20, temperature=0, ignore_eos=True)
+    assert run(engine, ignoring) == [(tokens, "", "length")]
+
+
+def test_stop_strings_end_the_text_and_free_the_row():
+    model = make_model(torch.float64, vocab_size=256, eos_token_id=None)
+    engine = Engine(model, Bytes(), Limits(**SMALL))
+    ((tokens, text, _),) = run(engine, Request([0, 65], 60, temperature=0))
+    assert text == bytes(tokens).decode(errors="replace").rstrip("\ufffd")
+    stop = text[10:13]
+    place = text.index(stop)
+    ((fewer, stopped, reason),) = run(engine, Request([0, 65], 60, temperature=0, stop=["☃", stop]))
+    assert (stopped, reason) == (text[:place], "stop")
+    assert len(fewer) < len(tokens)
+    assert is_empty(engine)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.7}])
+def test_a_seed_decides_whatever_else_is_in_the_batch(filters, device):
+    """In batch_invariant: also the logits of every token, bit for bit."""
+    model = make_model(eos_token_id=None).to(device)
+    request = Request(prompt(200), 25, temperature=1.3, seed=5, logprobs=3, **filters)
+    others = [Request(prompt(n), 3 + n % 20, seed=n, top_k=1 + n) for n in (1, 70, 300, 12, 64)]
+
+    def drawn(engine, *requests):
+        (first, *_) = engine.submit(*requests)
+        found = []
+        while engine.busy:
+            for generation, delta in engine.step():
+                found += delta.logprobs if generation is first else []
+        return found
+
+    with batch_invariant():
+        engine = Engine(model, limits=Limits(**SMALL))
+        alone = drawn(engine, request)
+        assert len(alone) == 25
+        assert drawn(engine, request, *others) == alone  # from the prefix cache
+        other = Engine(model, limits=Limits(**SMALL, cache_bytes=0))
+        other.submit(*others[:2])  # so that it gets another row
+        other.step()
+        assert drawn(other, request, *others) == alone
+    different = drawn(engine, Request(prompt(200), 25, temperature=1.3, seed=6, logprobs=3))
+    assert [x.token for x in different] != [x.token for x in alone]
+
+
+def test_log_probabilities():
+    model = make_model(torch.float64, eos_token_id=None)
+    tokens = prompt(10)
+    engine = Engine(model, limits=Limits(**SMALL))
+    (generation,) = engine.submit(Request(tokens, 8, temperature=0.9, seed=1, logprobs=4))
+    found = []
+    while engine.busy:
+        for _, delta in engine.step():
+            found += delta.logprobs
+    new = [x.token for x in found]
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens + new])).logits[0, len(tokens) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    for row, x in zip(expected, found, strict=True):
+        assert x.logprob == pytest.approx(row[x.token].item(), abs=1e-5)
+        best, ids = row.topk(4)
+        assert list(x.best) == ids.tolist()
+        assert list(x.best.values()) == pytest.approx(best.tolist(), abs=1e-5)
+    assert generation.finished
+
+
+def test_cancelled_generations_free_their_rows():
+    model = make_model(torch.float64, eos_token_id=None)
+    engine = Engine(model, limits=Limits(**SMALL))
+    expected = greedy(model, prompt(40), 30)
+    generations = engine.submit(
+        *(Request(prompt(n), 500, temperature=0) for n in (5, 900, 7, 3)),
+        Request(prompt(40), 30, temperature=0),
+    )
+    for _ in range(3):
+        engine.step()
+    for generation in generations[:-1]:  # one decodes, one is read, one waits
+        engine.cancel(generation)
+    got, reasons = [], []
+    while engine.busy:
+        for generation, delta in engine.step():
+            if generation is generations[-1]:
+                got += delta.tokens
+            else:
+                reasons.append(delta.finish_reason)
+    assert got == expected
+    assert reasons == ["cancelled"] * 4
+    assert is_empty(engine)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_graphs_give_the_tokens_of_eager_steps(rows):
+    model = make_model(eos_token_id=None, use_short_conv=True).to("cuda")
+    requests = [Request(prompt(n), 20, temperature=n % 2, seed=n) for n in (1, 70, 3, 200, 5)]
+    found = []
+    for cuda_graph in (False, True):
+        engine = Engine(model, limits=Limits(**SMALL | {"rows": rows}), cuda_graph=cuda_graph)
+        found.append(run(engine, *requests))
+        assert is_empty(engine)
+    assert found[0] == found[1]
+
+
+def test_a_long_prompt_holds_nobody_up():
+    """A prompt of many pieces leaves a token of another generation at each step."""
+    model = make_model(eos_token_id=None)
+    engine = Engine(model, limits=Limits(**SMALL, cache_bytes=0))
+    (short,) = engine.submit(Request(prompt(3), 100, temperature=0))
+    engine.step()
+    (long,) = engine.submit(Request(prompt(128 * 6 + 1), 1))
+    (late,) = engine.submit(Request(prompt(4), 1))
+    order = []
+    while not long.finished:
+        before = short.new
+        order += [g for g, delta in engine.step() if delta.finish_reason]
+        assert short.new == before + 1
+    assert order == [late, long]
+
+
+def test_limits():
+    model = make_model(eos_token_id=None)
+    engine = Engine(model, limits=Limits(**SMALL | {"waiting": 1}, prompt_tokens=9, new_tokens=5))
+    requests = [Request([1], 5)] * 4
+    with pytest.raises(FullError, match="at most 4 more sequences, of 3 that run and 1 that"):
+        engine.submit(*requests, requests[0])
+    assert not engine.busy
+    engine.submit(*requests)
+    with pytest.raises(FullError, match="at most 0 more"):
+        engine.submit(requests[0])
+    for request, message in [
+        (Request([1] * 10), "a prompt of at most 9 tokens, got 10"),
+        (Request([1], 6), "at most 5 new tokens, got 6"),
+        (Request([31], 1), "tokens from 0 to 30, got 31"),
+        (Request([-1, 2], 1), "tokens from 0 to 30, got -1"),
+        (Request([1], 1, stop=["a"]), "a tokenizer for stop strings"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            engine.submit(request)
+    engine.drain()
+    with pytest.raises(ClosedError):
+        engine.submit(requests[0])
+    while engine.busy:  # what was accepted goes on
+        engine.step()
+    assert is_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"tokens": []}, ValueError, "at least one token, got none"),
+        ({"tokens": [1.5]}, TypeError, "tokens to be ints"),
+        ({"max_new_tokens": 0}, ValueError, "max_new_tokens to be at least 1, got 0"),
+        ({"max_new_tokens": 1.0}, TypeError, "max_new_tokens to be an int"),
+        ({"temperature": float("nan")}, ValueError, "temperature"),
+        ({"top_p": 0}, ValueError, "top_p"),
+        ({"top_k": 0}, ValueError, "top_k"),
+        ({"seed": 2**64}, ValueError, "seed"),
+        ({"stop": "a"}, TypeError, "stop to be a list"),
+        ({"stop": [""]}, ValueError, "1 to 256 characters"),
+        ({"stop": ["a"] * 17}, ValueError, "at most 16 stop strings, got 17"),
+        ({"logprobs": 21}, ValueError, "logprobs from 0 to 20, got 21"),
+    ],
+)
+def test_a_request_that_cannot_be(options, error, message):
+    with pytest.raises(error, match=message):
+        Request(**({"tokens": [1]} | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rows": 0}, ValueError, "rows to be at least 1, got 0"),
+        ({"cache_bytes": 1.5}, TypeError, "cache_bytes to be an int, got 1.5"),
+        ({"checkpoint_tokens": 100}, ValueError, "a multiple of 64, got 100"),
+    ],
+)
+def test_limits_that_cannot_be(options, error, message):
+    with pytest.raises(error, match=message):
+        Limits(**options)
+
+
+def test_models_that_it_does_not_run():
+    with pytest.raises(ValueError, match="in eval mode"):
+        Engine(make_model().train())
+    attention = {"layers": [1], "num_heads": 2, "num_kv_heads": 2, "window_size": None}
+    with pytest.raises(NotImplementedError, match="attention layers"):
+        Engine(make_model(attn=attention))
+
+
+class FakeRows:
+    """Checkpoints of 10 bytes each."""
+
+    class Copy:
+        nbytes = 10
+
+    def checkpoint_nbytes(self):
+        return 10
+
+    def checkpoint(self, row):
+        return self.Copy()
+
+
+def keys_of(cache, tokens):
+    return cache.keys(Request(tokens).tokens)
+
+
+def test_prefix_cache_finds_the_longest_and_stays_in_its_budget():
+    cache = PrefixCache(FakeRows(), 64, 59)
+    a = keys_of(cache, [1] * 129)
+    assert len(a) == 2
+    assert len(keys_of(cache, [1] * 128)) == 1  # a token is left to compute from
+    for count in (64, 100, 128, 192):
+        cache.put(a, count, row=0)
+    assert (len(cache), cache.nbytes) == (2, 20)
+    assert cache.find(a)[0] == 128
+    assert cache.find(keys_of(cache, [1] * 100 + [2] * 100))[0] == 64
+    assert cache.find(keys_of(cache, [2] + [1] * 200)) == (0, None)
+    for n in range(2, 7):
+        cache.find(a)
+        cache.put(keys_of(cache, [n] * 65), 64, row=0)
+    assert (len(cache), cache.nbytes, cache.evictions) == (5, 50, 2)
+    assert cache.find(a)[0] == 128  # used between
+    assert cache.find(keys_of(cache, [2] * 65))[0] == 0
+    # Of a prompt longer than the budget, the beginnings that others may share, and the last.
+    long = keys_of(cache, [9] * 64 * 20)
+    for count in range(64, 64 * 20, 64):
+        cache.put(long, count, row=0)
+    assert [key in cache._kept for key in long] == [True] * 2 + [False] * 16 + [True]
+    off = PrefixCache(FakeRows(), 64, 9)
+    assert not off.enabled and keys_of(off, [1] * 200) == []
+
+
+def test_tokens_are_drawn_from_the_distribution(device):
+    torch.manual_seed(0)
+    logits = torch.randn(1, 9, device=device) * 2
+    uniform = (torch.arange(4000, device=device) + 0.5) / 4000
+
+    def frequencies(temperature, top_k=None, top_p=None):
+        B, options = len(uniform), {}
+        if top_k or top_p:
+            options["top_k"] = torch.full((B,), top_k or 9, device=device)
+            options["top_p"] = torch.full((B,), top_p or 1.0, device=device)
+        warm = torch.full((B,), temperature, device=device)
+        tokens = choose(logits.expand(B, 9).contiguous(), uniform, warm, **options)
+        return tokens.bincount(minlength=9) / B
+
+    p = (logits[0] / 0.8).softmax(0)
+    torch.testing.assert_close(frequencies(0.8), p, atol=1e-3, rtol=0)
+    torch.testing.assert_close(frequencies(0.8, top_k=9), p, atol=1e-3, rtol=0)
+    kept = torch.where(p >= p.topk(3).values[-1], p, 0)
+    torch.testing.assert_close(frequencies(0.8, top_k=3), kept / kept.sum(), atol=1e-3, rtol=0)
+    ordered, places = p.sort(descending=True)
+    stays = ordered.cumsum(0) - ordered < 0.8
+    nucleus = torch.zeros_like(p).scatter(0, places, ordered * stays)
+    expected = nucleus / nucleus.sum()
+    torch.testing.assert_close(frequencies(0.8, top_p=0.8), expected, atol=1e-3, rtol=0)
+    assert frequencies(0.0)[logits.argmax()] == 1
+    assert frequencies(1e-30)[logits.argmax()] == 1
+    huge = Sampling(temperature=float("inf")).divisor
+    uniform_p = torch.full((9,), 1 / 9, device=device)
+    torch.testing.assert_close(frequencies(huge), uniform_p, atol=1e-3, rtol=0)

@@ -1,0 +1,358 @@
+"""The HTTP server with the client of OpenAI, and with requests that no such client sends."""
+
+import asyncio
+import http.client
+import json
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from models import make_model
+from served import ENVIRONMENT, Served, serving
+from source_tree import run
+
+from gla_ext.serve import Engine, Limits
+from gla_ext.serve.text import Bytes
+
+for package in ("starlette", "uvicorn"):
+    pytest.importorskip(package)
+
+NAME = "tiny"
+OPTIONS = ["--name", NAME, "--max-prompt-tokens", "2000", "--max-new-tokens", "3000"]
+OPTIONS += ["--rows", "4", "--waiting", "8", "--checkpoint-tokens", "64"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "checkpoint"
+    make_model(vocab_size=256, eos_token_id=None).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(folder, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "log"
+    with serving(folder, log, *OPTIONS) as server:
+        yield server
+        assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    openai = pytest.importorskip("openai")
+    url = f"http://127.0.0.1:{served.port}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def expected(prompt: str, count: int) -> tuple[list[int], str]:
+    """The tokens and text that the model gives greedily."""
+    model, tokens = make_model(vocab_size=256, eos_token_id=None), Bytes().encode(prompt)
+    (row,) = model.generate([tokens], count, temperature=0)
+    new = row[len(tokens) :].tolist()
+    return new, bytes(new).decode(errors="replace").rstrip("\ufffd")
+
+
+def post(served: Served, body, path="/v1/completions", method="POST"):
+    """Status, headers and JSON of a reply."""
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    try:
+        connection.request(method, path, body if isinstance(body, bytes) else json.dumps(body))
+        response = connection.getresponse()
+        return response.status, response.headers, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def gauges(served: Served) -> dict[str, float]:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return {name: float(x) for name, x in re.findall(r"^gla_ext_(\S+) (\S+)$", text, re.MULTILINE)}
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_completions_of_strings_and_tokens(client):
+    prompts = ["def f(x):", "\N{SNOWMAN}", "", "yes, " * 50]
+    reply = client.completions.create(model=NAME, prompt=prompts, max_tokens=30, temperature=0)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    for prompt, choice in zip(prompts, reply.choices, strict=True):
+        assert choice.text == expected(prompt, 30)[1]
+        assert choice.finish_reason == "length"
+    lengths = [len(Bytes().encode(prompt)) for prompt in prompts]
+    assert reply.usage.prompt_tokens == sum(lengths)
+    assert reply.usage.completion_tokens == 120
+    for tokens in (Bytes().encode("ab"), [Bytes().encode("ab")]):
+        one = client.completions.create(model=NAME, prompt=tokens, temperature=0)
+        assert one.choices[0].text == expected("ab", 16)[1]  # OpenAI's default of max_tokens
+
+
+def test_streams(client):
+    stream = client.completions.create(
+        model=NAME,
+        prompt=["yes, " * 50, "def f(x):"],
+        max_tokens=40,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    texts, reasons, usage = ["", ""], [None, None], None
+    for event in stream:
+        usage = event.usage
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [expected("yes, " * 50, 40)[1], expected("def f(x):", 40)[1]]
+    assert reasons == ["length", "length"]
+    assert (usage.prompt_tokens, usage.completion_tokens) == (251 + 10, 80)
+
+
+def test_a_prefix_that_was_seen_is_not_computed_again(client):
+    prompt = "once upon a time " * 20
+    for cached in (0, 320):
+        reply = client.completions.create(model=NAME, prompt=prompt, max_tokens=5, temperature=0)
+        assert reply.usage.prompt_tokens_details.cached_tokens == cached
+        assert reply.choices[0].text == expected(prompt, 5)[1]
+
+
+def test_seeds_n_stop_and_logprobs(client):
+    options = {"model": NAME, "prompt": "a", "max_tokens": 12, "temperature": 1.5, "n": 2}
+    replies = [client.completions.create(**options, seed=seed) for seed in (1, 1, 2)]
+    texts = [[choice.text for choice in reply.choices] for reply in replies]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0][0] != texts[0][1]
+    text = expected("a", 60)[1]
+    stop = text[5:8]
+    options = {"model": NAME, "prompt": "a", "max_tokens": 60, "temperature": 0}
+    (choice,) = client.completions.create(**options, stop=["nothing", stop]).choices
+    assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
+    (choice,) = client.completions.create(**options, logprobs=3).choices
+    model, new = make_model(vocab_size=256, eos_token_id=None), expected("a", 60)[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([Bytes().encode("a") + new])).logits[0, 1:-1]
+    best = logits.log_softmax(-1).amax(-1).tolist()
+    assert choice.logprobs.token_logprobs == pytest.approx(best, abs=1e-4)
+    assert [len(x) for x in choice.logprobs.top_logprobs] == [3] * 60
+
+
+def test_what_else_there_is_to_get(client, served):
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).owned_by == "gla_ext"
+    assert post(served, b"", "/health", "GET")[::2] == (200, {"status": "ok"})
+    found = gauges(served)
+    assert found["rows"] == 4
+    assert found["time_to_first_token_seconds_count"] >= 1
+    assert found['request_seconds_bucket{le="+Inf"}'] == found["request_seconds_count"]
+
+
+BAD = [
+    (b"{", "expected JSON, got JSONDecodeError"),
+    (b"\xff", "expected JSON, got UnicodeDecodeError"),
+    (b"", "expected JSON"),
+    (b"[" * 100_000, "expected JSON, got RecursionError"),
+    ([1], "expected a JSON object, got list"),
+    ({}, "expected prompt to be a string, tokens"),
+    ({"prompt": 5}, "expected prompt to be a string, tokens, or a list of these, got 5"),
+    ({"prompt": []}, "none of no tokens, got []"),
+    ({"prompt": [[]]}, "none of no tokens, got [[]]"),
+    ({"prompt": [1, "a"]}, "expected prompt to be"),
+    ({"prompt": [True]}, "expected prompt to be"),
+    ({"prompt": [1.5]}, "expected prompt to be"),
+    ({"prompt": [256]}, "expected tokens from 0 to 255, got 256"),
+    ({"prompt": [-1]}, "expected prompt to be"),
+    ({"prompt": "\ud800"}, "expected prompt to be Unicode text"),
+    ({"prompt": "a" * 2000}, "expected a prompt of at most 2000 tokens, got 2001"),
+    ({"prompt": "a", "max_tokens": 3001}, "expected at most 3000 new tokens, got 3001"),
+    ({"prompt": "a", "max_tokens": 0}, "max_new_tokens to be at least 1, got 0"),
+    ({"prompt": "a", "max_tokens": True}, "expected max_tokens to be an int, got True"),
+    ({"prompt": "a", "temperature": -1}, "temperature"),
+    (b'{"prompt": "a", "temperature": NaN}', "expected temperature to be a number, got nan"),
+    (b'{"prompt": "a", "temperature": 1e999}', "expected temperature to be a number, got inf"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_k": 1.5}, "expected top_k to be an int, got 1.5"),
+    ({"prompt": "a", "seed": 10**30}, "expected seed to be an int of 64 bits"),
+    ({"prompt": "a", "n": 0}, "of at least 1, got n = 0"),
+    ({"prompt": "a", "n": 2, "best_of": 3}, "expected n = best_of"),
+    ({"prompt": "a", "n": 1000}, "expected at most 256 choices, got 1 prompts of 1000"),
+    ({"prompt": "a", "stop": [1]}, "expected stop to be a string or a list of strings, got [1]"),
+    ({"prompt": "a", "stop": [""]}, "expected stop strings of 1 to 256 characters"),
+    ({"prompt": "a", "logprobs": 21}, "expected logprobs from 0 to 20, got 21"),
+    ({"prompt": "a", "stream": 1}, "expected stream to be true or false, got 1"),
+    ({"prompt": "a", "stream_options": {"x": 1}}, "expected stream_options to be include_usage"),
+    ({"prompt": "a", "echo": True}, "expected echo to be false, as it is not implemented"),
+    ({"prompt": "a", "presence_penalty": 1}, "expected presence_penalty to be 0"),
+    ({"prompt": "a", "beams": 2}, "expected names among model, prompt"),
+]
+
+
+def test_requests_that_do_not_fit(served):
+    for body, message in BAD:
+        status, _, reply = post(served, body)
+        assert (status, reply["error"]["type"]) == (400, "invalid_request_error"), body
+        assert message in reply["error"]["message"], reply
+    status, _, reply = post(served, {"prompt": "a", "model": "gpt"})
+    assert (status, reply["error"]["code"]) == (404, "model_not_found")
+    assert post(served, b"", "/v2")[0] == 404
+    assert post(served, b"", "/v1/completions", "GET")[0] == 405
+    status, _, reply = post(served, b"a" * (9 << 20))
+    assert (status, "at most 8388608 bytes" in reply["error"]["message"]) == (413, True)
+    status, headers, reply = post(served, {"prompt": ["a"] * 13})
+    assert (status, headers["Retry-After"]) == (429, "1")
+    assert "at most 12 more sequences" in reply["error"]["message"]
+
+
+def stream_from(port, body) -> socket.socket:
+    """The connection of a client that has asked for many tokens."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=60)
+    body = json.dumps(body | {"stream": True})
+    head = f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+    client.sendall(f"{head}{body}".encode())
+    return client
+
+
+def read_all(client: socket.socket) -> str:
+    return b"".join(iter(lambda: client.recv(1 << 16), b"")).decode()
+
+
+def test_a_client_that_leaves_ends_its_generation(served):
+    before = gauges(served)['requests_total{reason="cancelled"}']
+    clients = [stream_from(served.port, {"prompt": "a", "max_tokens": 3000}) for _ in range(6)]
+    for client in clients[:4]:  # two more wait for a row
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+    for client in clients:
+        client.close()
+    wait_until(lambda: gauges(served)["running"] == 0)
+    found = gauges(served)
+    assert found["waiting"] == found["open_replies"] == 0
+    assert found['requests_total{reason="cancelled"}'] == before + 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_what_runs_finish(folder, tmp_path, number):
+    with serving(folder, tmp_path / "log", *OPTIONS) as server:
+        body = {"prompt": "a", "max_tokens": 300, "temperature": 0}
+        streams = [stream_from(server.port, body) for _ in range(6)]  # of which two wait
+        half = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-")
+        for stream in streams[:4]:
+            assert stream.recv(10)
+        wait_until(lambda: gauges(server)["running"] + gauges(server)["waiting"] > 0)
+        server.process.send_signal(number)
+        for stream in streams:
+            events = re.findall(r"^data: (\{.*)$", read_all(stream), re.MULTILINE)
+            text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
+            assert text == expected("a", 300)[1]
+        assert server.process.wait(30) == 0
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_a_killed_server_starts_again_at_its_port(folder, tmp_path):
+    with serving(folder, tmp_path / "log", *OPTIONS) as server:
+        stream = stream_from(server.port, {"prompt": "a", "max_tokens": 3000})
+        assert stream.recv(100)
+        server.process.kill()
+        server.process.wait()
+        stream.close()
+    with serving(folder, tmp_path / "log", *OPTIONS, "--port", str(server.port)) as again:
+        assert again.port == server.port
+        body = {"prompt": "a", "max_tokens": 9, "temperature": 0}
+        assert post(again, body)[2]["choices"][0]["text"] == expected("a", 9)[1]
+
+
+def test_an_engine_that_fails_tells_its_clients():
+    """Of those that run and those that wait, and later ones; the server stops."""
+    from starlette.testclient import TestClient
+
+    from gla_ext.serve.http import Application, Options
+
+    model = make_model(vocab_size=256, eos_token_id=None)
+    engine = Engine(model, Bytes(), Limits(rows=1))
+    stopped = threading.Event()
+    app = Application(engine, Options(), stopped.set).starlette()
+    steps = engine._batch.step
+
+    def fails(rows):
+        if len(found) == 3:
+            raise MemoryError("no more")
+        found.append(rows)
+        steps(rows)
+
+    found, engine._batch.step = [], fails
+    with TestClient(app) as client:
+        body = {"prompt": ["a", "b"], "max_tokens": 50}
+        reply = client.post("/v1/completions", json=body)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
+        assert stopped.wait(10)
+        assert client.get("/health").status_code == 503
+        assert client.post("/v1/completions", json=body).status_code == 503
+    assert not engine.busy
+
+
+def test_the_command_names_what_is_missing(folder):
+    code = "import sys; sys.modules['uvicorn'] = None; from gla_ext.serve.command import main"
+    result = run(sys.executable, "-c", f"{code}; main([{str(folder)!r}])", **ENVIRONMENT)
+    assert result.returncode == 1
+    assert "pip install 'gla_ext[serve]'" in result.stderr
+
+
+async def ask(options, receive, send) -> Engine:
+    """One request to an application, past the server; its engine afterwards."""
+    from gla_ext.serve.http import Application
+
+    engine = Engine(make_model(vocab_size=256, eos_token_id=None), Bytes(), Limits(rows=1))
+    application = Application(engine, options)
+    app = application.starlette()
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    async with application._lifespan(app):
+        await app(scope | {"query_string": b""}, receive, send)
+    return engine
+
+
+def test_a_body_that_does_not_come_is_refused():
+    from gla_ext.serve.http import Options
+
+    sent = []
+
+    async def receive():
+        await asyncio.sleep(30)
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(ask(Options(read_seconds=0.05), receive, send))
+    assert sent[0]["status"] == 408
+    assert b"expected a body within 0.05 s" in sent[1]["body"]
+
+
+def test_a_client_that_takes_nothing_is_given_up():
+    from gla_ext.serve.http import Options
+
+    body = {"prompt": "a", "max_tokens": 4000, "stream": True}
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await asyncio.sleep(30)
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(30)
+
+    engine = asyncio.run(ask(Options(write_seconds=0.05), receive, send))
+    assert engine.metrics.reasons() == {"cancelled": 1}
+    assert not engine.busy

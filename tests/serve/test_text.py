@@ -1,0 +1,72 @@
+"""Tokens to text as they come, and stop strings."""
+
+import pytest
+
+from gla_ext.serve.text import Bytes, Detokenizer, StopStrings, load_tokenizer
+
+
+class Words:
+    """Joins with spaces, which the first word of a text has none of."""
+
+    def decode(self, tokens):
+        return " ".join(["one", "two", "three"][token] for token in tokens)
+
+
+def pieces(tokenizer, prompt, tokens):
+    detokenizer = Detokenizer(tokenizer, prompt)
+    return [detokenizer.push(token) for token in tokens]
+
+
+def test_text_of_tokens():
+    """Characters of several tokens, and a decoder that drops a space at the start."""
+    assert pieces(Bytes(), [0, *b"a"], "xé€.".encode()) == ["x", "", "é", "", "", "€", "."]
+    assert pieces(Bytes(), [0], [0xFF, 0x80, *b"a", 0xE2]) == ["", "", "\ufffd\ufffda", ""]
+    assert pieces(Words(), [0], [1, 2, 2]) == [" two", " three", " three"]
+    assert pieces(Words(), [0] * 1000, [1, 2]) == [" two", " three"]
+
+
+def test_what_is_no_text_does_not_wait_for_ever():
+    shown = pieces(Bytes(), [0], [0x80] * 100 + [*b"ab"])
+    assert "".join(shown) == "\ufffd" * 100 + "ab"
+    assert max(map(len, shown)) <= 16
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "expected"),
+    [
+        ([], "abc", ("abc", False)),
+        (["x"], "abc", ("abc", False)),
+        (["bc"], "abcd", ("a", True)),
+        (["cd", "b"], "abcd", ("a", True)),
+        (["bcx"], "abcd", ("abcd", False)),
+        (["bcx"], "ab", ("ab", False)),
+        (["aab"], "aaab", ("a", True)),
+        (["aab", "aac"], "aaac", ("a", True)),
+    ],
+)
+def test_stop_strings(stops, text, expected):
+    """The same text at once and letter by letter."""
+    for parts in ([text], list(text)):
+        stop, shown, stopped = StopStrings(stops), "", False
+        for part in parts:
+            if not stopped:
+                more, stopped = stop.push(part)
+                shown += more
+        assert (shown + ("" if stopped else stop.flush()), stopped) == expected
+
+
+def test_what_may_become_a_stop_string_waits():
+    stop = StopStrings(["STOP"])
+    assert [stop.push(x) for x in ("a S", "T", "A", "STO")] == [
+        ("a ", False),
+        ("", False),
+        ("STA", False),
+        ("", False),
+    ]
+    assert stop.flush() == "STO"
+
+
+def test_a_model_of_other_tokens_needs_its_tokenizer(tmp_path):
+    assert isinstance(load_tokenizer(tmp_path, 256), Bytes)
+    with pytest.raises(ValueError, match="as its model has 31 tokens"):
+        load_tokenizer(tmp_path, 31)
