@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
 from gla_ext import GatedLinearAttention, chunk_gla
+from gla_ext.ops import retention_decay
 
 ROTARY_BASE = 10000.0
 GATES = ("channel", "head", "constant", "none")
@@ -33,16 +34,6 @@ def rotate(x: Tensor, first: int = 0) -> Tensor:
     cos, sin = angle.cos(), angle.sin()
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-
-
-def per_channel(gate: Tensor, channels: int) -> Tensor:
-    """One gate a head, `[B, T, H]`, for the operator, which takes one a channel."""
-    return gate.unsqueeze(-1).expand(*gate.shape, channels)
-
-
-def constant_decays(heads: int) -> Tensor:
-    """RetNet's log decays, `log(1 - 2^-(5 + h))` (Sun et al., 2023, arXiv:2307.08621): `[H]`."""
-    return torch.log1p(-(2.0 ** (-5 - torch.arange(heads, dtype=torch.float32))))
 
 
 class NoGate(nn.Module):
@@ -80,8 +71,6 @@ class LinearAttention(GatedLinearAttention):
             self.gk_proj[1] = nn.Linear(self.gk_proj[0].out_features, H)
         elif gate != "channel":
             self.gk_proj = NoGate(H)
-        if gate == "constant":
-            self.register_buffer("decays", constant_decays(H), persistent=False)
         self.gv_proj = None
         if value_gate:
             low = nn.Linear(self.hidden_size, GATE_RANK, bias=False)
@@ -94,7 +83,8 @@ class LinearAttention(GatedLinearAttention):
     def _by_heads(self, gk: Tensor) -> Tensor:
         if self.gate == "channel":
             return super()._by_heads(gk)
-        return per_channel(gk + self.decays if self.gate == "constant" else gk, self.head_k_dim)
+        # One gate a head: `[B, T, H]`.
+        return retention_decay(self.num_heads, gk).expand_as(gk) if self.gate == "constant" else gk
 
     def _project(self, x: Tensor, *states: Any) -> tuple[Any, ...]:
         q, k, *others = super()._project(x, *states)
@@ -125,7 +115,7 @@ class LinearAttention(GatedLinearAttention):
             q,
             k,
             v,
-            gk,
+            None if self.gate == "none" else gk,
             initial_state=state,
             output_final_state=output_state,
             state_v_first=True,

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from experiments.comparisons.ablations import SCALES, VARIANTS
-from experiments.layers import LinearAttention, NoMLP, SoftmaxAttention, constant_decays, rotate
+from experiments.layers import LinearAttention, NoMLP, SoftmaxAttention, rotate
 from experiments.models import LAYERS, has_state, make_model
 from gla_ext import reference
 from gla_ext.cache import GLACache
@@ -59,14 +59,8 @@ def test_linear_attention_is_the_recurrence_with_its_gate(gate, value_gate):
     gv = None
     if value_gate:
         gv = (logsigmoid(layer.gv_proj(x)) / 16).unflatten(-1, (H, -1))
-    tolerance = 1e-6 if gate == "constant" else 1e-10  # the decays are a buffer in fp32
-    torch.testing.assert_close(
-        layer(x)[0], expected(layer, x, gate_of(layer, x), gv), rtol=tolerance, atol=tolerance
-    )
-
-
-def test_retnet_decays():
-    assert constant_decays(4).exp().tolist() == [1 - 1 / 32, 1 - 1 / 64, 1 - 1 / 128, 1 - 1 / 256]
+    wanted = expected(layer, x, gate_of(layer, x), gv)
+    torch.testing.assert_close(layer(x)[0], wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_rotation_depends_on_distance_alone():
