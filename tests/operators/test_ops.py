@@ -99,6 +99,7 @@ def test_public_names():
             "fused_chunk_gla",
             "fused_recurrent_gla",
             "plan",
+            "chunk_gla_",
             "recurrent_gla_commit_",
             "recurrent_gla_step_",
             "recurrent_gla_verify",
