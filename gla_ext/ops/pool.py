@@ -90,8 +90,8 @@ def chunk_gla_(
 
     Example:
         >>> pool = torch.zeros(8, 2, 16, 32)
-        >>> q, k = torch.randn(2, 1, 100, 2, 16)
-        >>> v, g = torch.randn(1, 100, 2, 32), torch.zeros(1, 100, 2, 16)
+        >>> q, k, g = torch.randn(1, 100, 2, 16), torch.randn(1, 100, 2, 16), None
+        >>> v = torch.randn(1, 100, 2, 32)
         >>> cu_seqlens = torch.tensor([0, 99, 100])  # a prompt, and a token of another
         >>> new = torch.tensor([False, True])
         >>> o = gla_ext.chunk_gla_(q, k, v, g, state=pool, slots=torch.tensor([5, 2]),

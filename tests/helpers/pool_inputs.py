@@ -1,12 +1,12 @@
-"""Prompts whose states lie in a pool, and what `chunk_gla` makes of them by gathers and scatters."""
+"""Prompts whose states lie in a pool, and what `chunk_gla` makes of them beside it."""
 
 import torch
 from common import make_inputs
 
 from gla_ext import chunk_gla, chunk_gla_
 
-LENGTHS = (70, 0, 1, 130, 64, 200, 1)  # with a tail of 9 tokens, 475 in all
-T_PACKED = 475
+LENGTHS = (70, 0, 1, 130, 64, 200, 1)
+TAIL = 9  # tokens after the last packed sequence
 EVERY = 64
 N, P = 7, 11
 SLOTS = (4, -1, 0, 9, 6, 11, 2)  # sequences 1 and 5 have no row
@@ -19,17 +19,28 @@ class Prompts:
     beside it.
 
     Args:
+        lengths: of packed sequences.
         storage: dtype of the pool. Default: what the tokens are accumulated in.
         options: of `make_inputs`, and gv: whether there are gates on values.
     """
 
     def __init__(
-        self, device, packed, T=150, sizes=(2, 20, 28), storage=None, v_first=False, gv=False, **options
+        self,
+        device,
+        packed,
+        T=150,
+        sizes=(2, 20, 28),
+        storage=None,
+        v_first=False,
+        gv=False,
+        lengths=LENGTHS,
+        **options,
     ):
-        shape, lengths = ((1, T_PACKED), LENGTHS) if packed else ((N, T), None)
-        x = make_inputs(*shape, *sizes, lengths=lengths, states=False, device=device, **options)
-        self.x, self.packed, self.device = x, packed, device
-        self.lengths = LENGTHS if packed else (T,) * N
+        shape = (1, sum(lengths) + TAIL) if packed else (N, T)
+        options |= {"lengths": lengths if packed else None, "states": False}
+        x = make_inputs(*shape, *sizes, device=device, **options)
+        self.packed, self.device = packed, device
+        self.lengths = lengths if packed else (T,) * N
         self.tokens = {"q": x.q, "k": x.k, "v": x.v, "g": x.g}
         if gv:
             self.tokens["gv"] = make_inputs(
@@ -56,11 +67,14 @@ class Prompts:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def run(self, **changes):
-        return chunk_gla_(**(self.tokens | self.options | self.rows | {"state": self.pool} | changes))
+        return chunk_gla_(
+            **(self.tokens | self.options | self.rows | {"state": self.pool} | changes)
+        )
 
     def expected(self):
         """o, and the pool afterwards."""
-        read = self.rows["slots"] if self.rows["slots"] is not None else torch.arange(P)[:N]
+        read = self.rows["slots"]
+        read = self.indices(range(N)) if read is None else read
         write = self.rows["write_slots"] if self.rows["write_slots"] is not None else read
         keep = self.rows["has_initial_state"]
         there = [0 <= r < P for r in read.tolist()]
