@@ -32,9 +32,22 @@ struct BackwardArguments {
   bool gate_gradient;
 };
 
+struct PoolArguments {
+  const at::Tensor &q, &k, &v;
+  const OptionalTensor &g, &gv;
+  at::Tensor& state;
+  const OptionalTensor &slots, &write_slots, &has_initial_state, &cu_seqlens;
+  std::optional<double> scale;
+  bool state_v_first, batch_invariant;
+  int64_t checkpoint_every;
+  const OptionalTensor& checkpoints;
+  const OptionalTensor &checkpoint_slots, &checkpoint_cu_starts;
+};
+
 // The operators, through the dispatcher.
 ForwardOutputs dispatch(const ForwardArguments& a);
 BackwardOutputs dispatch(const BackwardArguments& a);
+at::Tensor dispatch(const PoolArguments& a);
 
 template <ForwardOutputs (*kernel)(const ForwardArguments&)>
 ForwardOutputs positional(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -55,6 +68,20 @@ BackwardOutputs positional(const at::Tensor& d_o, const OptionalTensor& dht, con
                            const OptionalTensor& for_backward, bool gate_gradient) {
   return kernel({d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, scale, state_v_first,
                  batch_invariant, for_backward, gate_gradient});
+}
+
+template <at::Tensor (*kernel)(const PoolArguments&)>
+at::Tensor positional(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      const OptionalTensor& g, const OptionalTensor& gv, at::Tensor& state,
+                      const OptionalTensor& slots, const OptionalTensor& write_slots,
+                      const OptionalTensor& has_initial_state, const OptionalTensor& cu_seqlens,
+                      std::optional<double> scale, bool state_v_first, bool batch_invariant,
+                      int64_t checkpoint_every, const OptionalTensor& checkpoints,
+                      const OptionalTensor& checkpoint_slots,
+                      const OptionalTensor& checkpoint_cu_starts) {
+  return kernel({q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale,
+                 state_v_first, batch_invariant, checkpoint_every, checkpoints, checkpoint_slots,
+                 checkpoint_cu_starts});
 }
 
 }  // namespace gla_ext

@@ -33,6 +33,15 @@ ForwardOutputs chunk_gla_fwd_autocast(const ForwardArguments& a) {
                    a.state_v_first, a.batch_invariant, a.for_backward_bytes});
 }
 
+template <c10::DeviceType device>
+at::Tensor chunk_gla_on_pool_autocast(const PoolArguments& a) {
+  const Cast<device> cast;
+  const at::Tensor q = cast(a.q), k = cast(a.k), v = cast(a.v);
+  return dispatch({q, k, v, a.g, a.gv, a.state, a.slots, a.write_slots, a.has_initial_state,
+                   a.cu_seqlens, a.scale, a.state_v_first, a.batch_invariant, a.checkpoint_every,
+                   a.checkpoints, a.checkpoint_slots, a.checkpoint_cu_starts});
+}
+
 // Of operators whose first arguments are q, k and v.
 template <c10::DeviceType device>
 void first_three_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -114,6 +123,7 @@ at::Tensor gate_projection_fwd_autocast(const at::Tensor& h, const at::Tensor& w
 template <c10::DeviceType device>
 void register_all(torch::Library& m) {
   m.impl("chunk_gla_fwd", positional<chunk_gla_fwd_autocast<device>>);
+  m.impl("chunk_gla_", positional<chunk_gla_on_pool_autocast<device>>);
   for (const char* op : {"chunk_gla_summary", "chunk_gla_apply", "chunk_gla_across_ranks"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&first_three_autocast<device>>());
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_autocast<device>);

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "checks/chunk_gla.h"
+#include "checks/chunk_pool.h"
 #include "checks/recurrent_gla.h"
 #include "checks/rms_norm_gate.h"
 #include "checks/short_convolution.h"
@@ -53,6 +54,10 @@ BackwardOutputs chunk_gla_bwd_meta(const BackwardArguments& a) {
           gate_grad(a.gv, a.q, s),
           given(a.initial_state) ? boundary_state(s, a.q, a.state_v_first)
                                  : empty({0}, a.q, s.accumulate)};
+}
+
+at::Tensor chunk_gla_on_pool_meta(const PoolArguments& a) {
+  return fresh_output(check_chunk_gla_on_pool(a), a.v);
 }
 
 // The halves, whose shared tensors have the sizes that the caller was told.
@@ -300,6 +305,7 @@ ConvolutionBackwardOutputs short_convolution_bwd_meta(const at::Tensor& dy,
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("chunk_gla_fwd", positional<chunk_gla_fwd_meta>);
   m.impl("chunk_gla_bwd", positional<chunk_gla_bwd_meta>);
+  m.impl("chunk_gla_", positional<chunk_gla_on_pool_meta>);
   m.impl("chunk_gla_summary", &summary_meta);
   m.impl("chunk_gla_apply", &apply_meta);
   m.impl("chunk_gla_summary_bwd", &summary_bwd_meta);

@@ -39,7 +39,7 @@ struct PlanRequest {
   bool packed;
   std::string dtype, gate_dtype;
   bool batch_invariant, aligned, key_gated, value_gated, head_gated, gate_gradient, for_backward,
-      in_halves;
+      in_halves, on_pool;
 };
 
 py::dict cpu_pass(const PlanRequest& r, bool backward, int64_t threads) {
@@ -121,6 +121,7 @@ py::dict cuda_plan(const PlanRequest& r, const std::string& capability, int64_t 
   in.gate_gradient = r.gate_gradient;
   in.for_backward = r.for_backward;
   in.in_halves = r.in_halves;
+  in.on_pool = r.on_pool;
   const cuda::CallPlan p = cuda::make_plan(in);
   const char* missing = cuda::why_not_fused(in);
   py::dict result;
@@ -135,8 +136,9 @@ py::dict cuda_plan(const PlanRequest& r, const std::string& capability, int64_t 
 py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::optional<int64_t> N,
               const std::string& dtype, const std::optional<std::string>& gate_dtype,
               bool batch_invariant, bool aligned, bool key_gated, bool value_gated, bool head_gated,
-              bool gate_gradient, bool for_backward, bool in_halves, const std::string& capability,
-              int64_t processors, const std::string& device, std::optional<int64_t> threads) {
+              bool gate_gradient, bool for_backward, bool in_halves, bool on_pool,
+              const std::string& capability, int64_t processors, const std::string& device,
+              std::optional<int64_t> threads) {
   if (device != "cpu" && device != "cuda")
     throw py::value_error("plan: expected device 'cpu' or 'cuda', got '" + device + "'");
   if (std::min({B, T, H, N.value_or(0)}) < 0 ||
@@ -159,6 +161,7 @@ py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::option
   r.gate_gradient = gate_gradient;
   r.for_backward = for_backward;
   r.in_halves = in_halves;
+  r.on_pool = on_pool;
   return device == "cpu" ? cpu_plan(r, threads.value_or(gla_ext::cpu::available_threads()))
                          : cuda_plan(r, capability, processors);
 }
@@ -175,7 +178,7 @@ PYBIND11_MODULE(_C, m) {
         py::arg("gate_dtype") = py::none(), py::arg("batch_invariant") = false,
         py::arg("aligned") = true, py::arg("key_gated") = true, py::arg("value_gated") = false,
         py::arg("head_gated") = false, py::arg("gate_gradient") = true,
-        py::arg("for_backward") = false, py::arg("in_halves") = false,
+        py::arg("for_backward") = false, py::arg("in_halves") = false, py::arg("on_pool") = false,
         py::arg("capability") = "9.0", py::arg("processors") = 132, py::arg("device") = "cpu",
         py::arg("threads") = py::none(),
         "The plan of both passes for a shape, on any build: the kernels that each launches, its "

@@ -60,6 +60,26 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                               const std::optional<at::Tensor>& for_backward = {},
                               bool gate_gradient = true);
 
+// chunk_gla on a pool of states [P, H, K, V] of fp32, bf16 or fp16 (fp64 with fp64 inputs), without
+// a gradient. Sequence n starts from row slots[n] (n without slots), or from 0 where
+// has_initial_state[n] is false, and leaves its state in row write_slots[n], or slots[n]. A slot
+// outside the pool: o = 0, no state is touched; such a write slot: no state is written.
+//
+// checkpoint_every (a multiple of 64 tokens; 0: none): the states after each so many tokens of a
+// sequence go to `checkpoints` [Q, H, K, V], or the pool itself. Checkpoint j of sequence n has
+// number checkpoint_cu_starts[n] + j, or without these n (T / every) + j, and the row
+// checkpoint_slots[number], or its number.
+at::Tensor chunk_gla_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
+                      at::Tensor& state, const std::optional<at::Tensor>& slots,
+                      const std::optional<at::Tensor>& write_slots,
+                      const std::optional<at::Tensor>& has_initial_state,
+                      const std::optional<at::Tensor>& cu_seqlens, std::optional<double> scale,
+                      bool state_v_first, bool batch_invariant, int64_t checkpoint_every = 0,
+                      const std::optional<at::Tensor>& checkpoints = {},
+                      const std::optional<at::Tensor>& checkpoint_slots = {},
+                      const std::optional<at::Tensor>& checkpoint_cu_starts = {});
+
 // The two halves of chunk_gla over several ranks, of sequences that are not packed. Each rank sums
 // up what its tokens add to the state; from all ranks' summaries follows what enters (context
 // parallel). They have no gradient of their own.

@@ -34,6 +34,7 @@ def plan(
     gate_gradient: bool = True,
     for_backward: bool = False,
     in_halves: bool = False,
+    on_pool: bool = False,
     capability: str = "9.0",
     processors: int = 132,
     device: str = "cpu",
@@ -56,6 +57,7 @@ def plan(
         for_backward: CUDA only: forward leaves for backward what it can, as it does under autograd
             unless GLA_EXT_KEEP_OPERANDS=0.
         in_halves: CUDA only: of a call over several ranks; none are packed then.
+        on_pool: CUDA only: of `chunk_gla_`, whose forward alone counts.
         capability: CUDA only: of the GPU, as "8.0"; "9.0" has the fused path, whose kernels are
             taken to be built.
         processors: CUDA only: multiprocessors of the GPU; 132 are an H100's or H200's.

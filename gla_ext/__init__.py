@@ -33,6 +33,7 @@ from gla_ext.ops.linear_attn import (  # noqa: E402
     fused_recurrent_linear_attn,
 )
 from gla_ext.ops.plan import Plan, plan  # noqa: E402
+from gla_ext.ops.pool import chunk_gla_  # noqa: E402
 from gla_ext.ops.recurrent import (  # noqa: E402
     fused_recurrent_gla,
     recurrent_gla_commit_,
@@ -64,6 +65,7 @@ __all__ = [
     "batch_invariant",
     "check_inputs",
     "chunk_gla",
+    "chunk_gla_",
     "chunk_lightning_attn",
     "chunk_linear_attn",
     "chunk_retention",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -215,11 +215,21 @@ class StaticGLACache(GLACache):
     def __len__(self) -> int:
         return 0 if self._starts else len(self.states)
 
-    def __getitem__(self, layer_idx: int) -> dict[str, Any]:
-        entry, rows = self.states[layer_idx], self._rows
-        if rows is None:
-            return entry
-        return {key: map_tensors(lambda x: x.index_select(0, rows), entry[key]) for key in entry}
+    def __getitem__(self, layer_idx: int) -> Mapping[str, Any]:
+        entry = self.states[layer_idx]
+        return entry if self._rows is None else _Gathered(entry, self._rows)
+
+    def prompt_rows(self, layer_idx: int | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Where a layer's prompts pass in place: the buffer, their rows in it, and, if they start
+        from nothing, so many False. None where there is no buffer yet, or no rows are named.
+        """
+        if self._rows is None or layer_idx is None or layer_idx >= len(self.states):
+            return None
+        buffer = self.states[layer_idx]["recurrent_state"]
+        if buffer is None:
+            return None
+        goes_on = torch.zeros_like(self._rows, dtype=torch.bool) if self._starts else None
+        return buffer, self._rows, goes_on
 
     @property
     def attention(self) -> list[KeyValues]:
@@ -398,3 +408,19 @@ class StaticGLACache(GLACache):
             buffer.copy_(new)
         else:
             buffer.index_copy_(0, self._rows, new.to(buffer.dtype))
+
+
+class _Gathered(Mapping[str, Any]):
+    """Some rows of a layer's entry, each state copied when it is asked for."""
+
+    def __init__(self, entry: dict[str, Any], rows: Tensor) -> None:
+        self._entry, self._of_rows = entry, lambda x: x.index_select(0, rows)
+
+    def __getitem__(self, key: str) -> Any:
+        return map_tensors(self._of_rows, self._entry[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entry)
+
+    def __len__(self) -> int:
+        return len(self._entry)

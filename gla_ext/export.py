@@ -32,7 +32,7 @@ def decompositions() -> dict[torch._ops.OperatorBase, Callable]:
     decays, which are seen from some 65,536 tokens on, with gates on values from 4,096.
 
     Operators that have none keep their place in the graph: those of training, and
-    `recurrent_gla_step_` and `recurrent_gla_commit_`, which write into a pool.
+    `chunk_gla_`, `recurrent_gla_step_` and `recurrent_gla_commit_`, which write into a pool.
 
     Returns:
         A new table for `torch.export.ExportedProgram.run_decompositions`.

@@ -53,6 +53,8 @@ double resolve_scale(std::optional<double> scale, int64_t K) {
   return scale.has_value() ? *scale : 1 / std::sqrt(static_cast<double>(K));
 }
 
+Shape check_chunk_inputs(const char* op, const ForwardArguments& a) { return check_inputs(op, a); }
+
 Shape check_chunk_gla_fwd(const ForwardArguments& a) { return check_inputs("chunk_gla", a); }
 
 int64_t check_for_backward_bytes(const char* op, int64_t for_backward_bytes) {

@@ -6,6 +6,8 @@
 namespace gla_ext {
 
 Shape check_chunk_gla_fwd(const ForwardArguments& a);
+// The same under another operator's name.
+Shape check_chunk_inputs(const char* op, const ForwardArguments& a);
 
 // Of for_backward_bytes, what to allocate for `for_backward`.
 int64_t check_for_backward_bytes(const char* op, int64_t for_backward_bytes);

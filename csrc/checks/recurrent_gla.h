@@ -39,6 +39,7 @@ Shape check_pool(const RecurrentInputs& tokens, const PoolInputs& pool);
 
 // For backends: a pool is read and written where it lies, so its matrices must be contiguous and,
 // where they are written, apart from each other.
-void check_pool_layout(const char* op, const at::Tensor& state, bool written);
+void check_pool_layout(const char* op, const at::Tensor& state, bool written,
+                       const char* name = "state");
 
 }  // namespace gla_ext

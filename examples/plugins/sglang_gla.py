@@ -14,11 +14,11 @@ import torch
 from sglang.srt.layers.attention.linear.kernels.kernel_backend import LinearAttnKernelBase
 from torch import Tensor
 
-from gla_ext import chunk_gla, recurrent_gla_step_, recurrent_gla_verify
+from gla_ext import chunk_gla_, recurrent_gla_step_, recurrent_gla_verify
 
 
 class GLAKernel(LinearAttnKernelBase):
-    """Decodes in place on SGLang's pool; rows of slot -1, padding of CUDA graphs, are skipped."""
+    """Works in place on SGLang's pool; rows of slot -1, padding of CUDA graphs, are skipped."""
 
     @torch.no_grad()
     def decode(
@@ -57,18 +57,8 @@ class GLAKernel(LinearAttnKernelBase):
 
         SGLang has zeroed the slot of a request that starts.
         """
-        o, states = chunk_gla(
-            q,
-            k,
-            v,
-            g,
-            initial_state=ssm_states[cache_indices],
-            output_final_state=True,
-            state_v_first=True,
-            cu_seqlens=query_start_loc,
-        )
-        ssm_states[cache_indices] = states
-        return o
+        pool = {"state": ssm_states, "slots": cache_indices, "state_v_first": True}
+        return chunk_gla_(q, k, v, g, cu_seqlens=query_start_loc, **pool)
 
     @torch.no_grad()
     def target_verify(

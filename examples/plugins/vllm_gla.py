@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from gla_ext import chunk_gla, recurrent_gla_step_
+from gla_ext import chunk_gla_, recurrent_gla_step_
 
 
 class GLAStates(MambaBase):
@@ -81,9 +81,7 @@ class GLAStates(MambaBase):
         offsets = metadata.query_start_loc[D:] - D
         # A request starts from nothing unless it has had more tokens than pass now.
         goes_on = metadata.seq_lens[D:] > offsets.diff()
-        states = pool[slots].where(goes_on.view(-1, 1, 1, 1), 0)
         packed = (x.unsqueeze(0) for x in (q, k, v, g))
-        options = {"initial_state": states, "output_final_state": True, "state_v_first": True}
-        o, states = chunk_gla(*packed, cu_seqlens=offsets, **options)
-        pool[slots] = states
+        rows = {"state": pool, "slots": slots, "has_initial_state": goes_on}
+        o = chunk_gla_(*packed, **rows, state_v_first=True, cu_seqlens=offsets)
         return o.squeeze(0)

@@ -28,6 +28,7 @@ from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 from gla_ext.layers.short_convolution import ShortConvolution, convolve
 from gla_ext.ops._checks import check_tensors
 from gla_ext.ops.chunk import chunk_gla, is_batch_invariant
+from gla_ext.ops.pool import chunk_gla_
 from gla_ext.ops.recurrent import fused_recurrent_gla, recurrent_gla_step_
 
 
@@ -214,7 +215,11 @@ class GatedLinearAttention(nn.Module):
         check_hidden_states("GatedLinearAttention", hidden_states, self.hidden_size)
         if cp_context is not None:
             self._check_context_parallel(attention_mask)
-        state = self._cached("recurrent_state", past_key_values)
+        in_place = bool(use_cache) and getattr(past_key_values, "in_place", False)
+        pool = None
+        if in_place and self.mode != "fused_recurrent" and not torch.is_grad_enabled():
+            pool = past_key_values.prompt_rows(self.layer_idx)
+        state = None if pool else self._cached("recurrent_state", past_key_values)
         conv_state = self._cached("conv_state", past_key_values) if self.use_short_conv else None
         B, T, _ = hidden_states.shape
         padding = None
@@ -225,11 +230,15 @@ class GatedLinearAttention(nn.Module):
         q, k, v, gk, gate, conv_state = self._project(
             hidden_states, conv_state, bool(use_cache), cu_seqlens, cp_context
         )
-        in_place = bool(use_cache) and getattr(past_key_values, "in_place", False)
-        rows = getattr(past_key_values, "slots", None) if in_place else None
-        o, state = self._attend(
-            q, k, v, gk, state, bool(use_cache), cu_seqlens, in_place, rows, cp_context
-        )
+        if pool is not None:
+            state, rows, goes_on = pool
+            rows = {"state": state, "slots": rows, "has_initial_state": goes_on}
+            o = chunk_gla_(q, k, v, gk, **rows, state_v_first=True, cu_seqlens=cu_seqlens)
+        else:
+            rows = getattr(past_key_values, "slots", None) if in_place else None
+            o, state = self._attend(
+                q, k, v, gk, state, bool(use_cache), cu_seqlens, in_place, rows, cp_context
+            )
         if past_key_values is not None:
             past_key_values.update(
                 layer_idx=self.layer_idx, recurrent_state=state, conv_state=conv_state, offset=T

@@ -14,6 +14,7 @@ from gla_ext.ops.linear_attn import (
     fused_chunk_linear_attn,
     fused_recurrent_linear_attn,
 )
+from gla_ext.ops.pool import chunk_gla_
 from gla_ext.ops.recurrent import (
     fused_recurrent_gla,
     recurrent_gla_commit_,
@@ -37,6 +38,7 @@ __all__ = [
     "batch_invariant",
     "check_inputs",
     "chunk_gla",
+    "chunk_gla_",
     "chunk_lightning_attn",
     "chunk_linear_attn",
     "chunk_retention",

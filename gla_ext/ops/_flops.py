@@ -180,6 +180,7 @@ def _linear_cross_entropy_fwd(x: Shape, weight: Shape, *args: Any, **kwargs: Any
 _FORMULAS: dict[str, Callable[..., int]] = {
     "chunk_gla_fwd": _chunk_gla_fwd,
     "chunk_gla_bwd": _chunk_gla_bwd,
+    "chunk_gla_": _chunk_gla_fwd,
     "chunk_gla_summary": _chunk_gla_summary,
     "chunk_gla_apply": _chunk_gla_fwd,
     "chunk_gla_summary_bwd": _chunk_gla_summary_bwd,

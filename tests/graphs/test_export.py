@@ -10,6 +10,7 @@ from source_tree import load_module
 
 from gla_ext import (
     chunk_gla,
+    chunk_gla_,
     fused_recurrent_gla,
     recurrent_gla_commit_,
     recurrent_gla_step_,
@@ -259,7 +260,9 @@ def test_onnx_of_gated_values_by_torchscript(tmp_path):
         assert_close(actual, expected, 3e-6)
 
 
-@pytest.mark.parametrize("call", [recurrent_gla_step_, recurrent_gla_verify, recurrent_gla_commit_])
+@pytest.mark.parametrize(
+    "call", [chunk_gla_, recurrent_gla_step_, recurrent_gla_verify, recurrent_gla_commit_]
+)
 def test_a_pool_has_no_form_in_onnx(call, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)

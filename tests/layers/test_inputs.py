@@ -13,6 +13,7 @@ from gla_ext import (
     MultiheadGLA,
     check_inputs,
     chunk_gla,
+    chunk_gla_,
     fused_recurrent_gla,
     recurrent_gla_commit_,
     recurrent_gla_step_,
@@ -181,6 +182,12 @@ CALLS = {
         "q k v gk gv initial_state cu_seqlens",
         fused_recurrent_gla,
         dict.fromkeys("qkv", T),
+    ),
+    "chunk_gla_": (
+        "q k v g gv state slots write_slots has_initial_state cu_seqlens checkpoints "
+        "checkpoint_slots checkpoint_cu_starts",
+        chunk_gla_,
+        dict.fromkeys("qkvg", T) | {"state": STATE},
     ),
     "recurrent_gla_step_": (
         "q k v gk gv state slots",

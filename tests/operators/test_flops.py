@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gla_ext import (
     chunk_gla,
+    chunk_gla_,
     fused_recurrent_gla,
     recurrent_gla_commit_,
     recurrent_gla_step_,
@@ -58,6 +59,9 @@ def test_the_recurrence():
     assert counts == {"recurrent_gla_fwd": 2 * product, "recurrent_gla_bwd": 5 * product}
     x = make_inputs(B, T, H, K, V)
     pool = {"state": x.initial_state}
+    assert flops(chunk_gla_, x.q, x.k, x.v, x.g, **pool) == {
+        "chunk_gla_": flops(chunk_gla, x.q, x.k, x.v, x.g)["chunk_gla_fwd"]
+    }
     assert flops(recurrent_gla_step_, x.q, x.k, x.v, x.g, **pool) == {
         "recurrent_gla_step_": 2 * product
     }

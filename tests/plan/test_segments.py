@@ -281,3 +281,14 @@ def test_cuda_operands_and_segments_in_one_pass(change, paired):
         )
         assert forward["segments"] == backward["segments"] > 0
         assert cluster_items(forward) == 1
+
+
+@pytest.mark.parametrize("B, K, segments", [(8, 128, 2), (8, 256, 2), (1, 128, 8), (32, 128, 0)])
+def test_calls_on_a_pool_replay_nothing(B, K, segments):
+    """The second segment would write the row that the first may be still to read."""
+    plan = full_plan(B=B, K=K, on_pool=True)
+    assert (plan["segments"], plan["replays"]) == (segments, False)
+    kernels = any("scan" in name for name in plan["kernels"])
+    assert kernels == (segments > 0)
+    heads = full_plan(B=B, K=K, on_pool=True, head_gated=True)
+    assert heads["kernels"] == full_plan(B=B, K=K, head_gated=True)["kernels"]

@@ -54,6 +54,7 @@ class Call {
   // The recurrence over `runs`, or over every sequence and head between h0 and ht, dht and dh0.
   void run(typename Kernels<T>::RunTask task, const std::vector<Run<T>>& runs, bool backward) const;
   std::vector<Run<T>> sequence_runs() const;
+  const std::vector<Sequence>& sequences() const { return sequences_; }
 
  private:
   at::Tensor rows_tensor(int64_t last_dim, const at::Tensor& like, at::ScalarType dtype) const;

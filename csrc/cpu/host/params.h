@@ -72,7 +72,12 @@ struct Problem {
   const T* dht = nullptr;  // [N, H, K, V]
   T* ht = nullptr;         // [N, H, K, V]
   T* dh0 = nullptr;        // [N, H, K, V]
-  void* S = nullptr;       // [chunks, H, K, V], the state that enters each chunk
+  // Checkpoints: the states after every so many chunks (0: none) of sequence n, from number
+  // first_checkpoint[n] on [.., H, K, V].
+  int64_t checkpoint_chunks = 0;
+  const int64_t* first_checkpoint = nullptr;
+  T* checkpoints = nullptr;
+  void* S = nullptr;  // [chunks, H, K, V], the state that enters each chunk
   DType S_dtype = DType::kFloat;
   bool S_is_local = false;  // S holds the chunks of one (sequence, head) alone
   T* dS = nullptr;          // [chunks, H, K, V], the gradient of the state that leaves each chunk

@@ -66,6 +66,17 @@ void store_final_state(const Problem<T>& p, const Sequence& sequence, int64_t he
     store_state(state_of(p.ht, p, sequence, head), p.state_v_first, p.K, p.V, t.S, t.Vp);
 }
 
+// After chunk number n, if a checkpoint is made there.
+template <typename T>
+void store_checkpoint(const Problem<T>& p, const Sequence& sequence, int64_t n, int64_t head,
+                      const Tiles<T>& t) {
+  if (p.checkpoint_chunks == 0 || (n + 1) % p.checkpoint_chunks != 0) return;
+  if ((n + 1) * kChunk > sequence.length) return;
+  const int64_t number = p.first_checkpoint[sequence.n] + (n + 1) / p.checkpoint_chunks - 1;
+  store_state(p.checkpoints + (number * p.H + head) * p.K * p.V, p.state_v_first, p.K, p.V, t.S,
+              t.Vp);
+}
+
 template <typename T>
 void forward_sweep(const Problem<T>& p, T* workspace, const Sequence& sequence, int64_t head) {
   Tiles<T> t = tiles(p, workspace);
@@ -75,6 +86,7 @@ void forward_sweep(const Problem<T>& p, T* workspace, const Sequence& sequence, 
     load_forward(p, chunk, t);
     forward_loaded(p, chunk, t);
     chunk_states(t);
+    store_checkpoint(p, sequence, n, head, t);
   }
   store_final_state(p, sequence, head, t);
 }
@@ -90,6 +102,7 @@ void state_pass(const Problem<T>& p, T* workspace, const Sequence& sequence, int
     load_keys(p, chunk, t);
     load_values(p, chunk, t);
     chunk_states(t);
+    store_checkpoint(p, sequence, n, head, t);
   }
   store_final_state(p, sequence, head, t);
 }

@@ -177,6 +177,7 @@ CallPlan Call::plan(bool batch_invariant, bool for_backward, bool in_halves) con
   in.value_gate_dtype = value_side.g.dtype;
   in.for_backward = for_backward;
   in.in_halves = in_halves;
+  in.on_pool = p.pool.states.data != nullptr;
   const char* missing = in.choice == PathChoice::kFused ? why_not_fused(in) : nullptr;
   TORCH_CHECK_NOT_IMPLEMENTED(missing == nullptr, op_, ": GLA_EXT_CUDA_PATH=fused expected ",
                               missing, ", got a call that only the step path takes");

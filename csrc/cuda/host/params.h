@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/chunk.h"
+#include "indices.h"
 
 namespace gla_ext::cuda {
 
@@ -72,7 +73,8 @@ struct Sequence {
 struct ChunkSlot {
   int64_t start;     // first token
   int32_t length;    // 1 .. kChunk; 0 in slots that no sequence needs
-  int32_t sequence;  // N: tokens after the last sequence, whose results are zero
+  int32_t sequence;  // N: tokens after the last sequence, or of one without a row in the pool,
+                     // whose results are zero
 };
 
 // The most summaries of a segment of packed sequences, and the fewest chunks of one where there are
@@ -114,6 +116,28 @@ struct ChunkGrid : Segments {
   PackedTotals* totals = nullptr;  // the same
 };
 
+// States that rows name: the matrix of a row and head, [K, V] or v first, lies at row * stride_n +
+// head * stride_h, elements.
+struct StatePool {
+  void* data = nullptr;
+  DType dtype = DType::kFloat;
+  int64_t rows = 0, stride_n = 0, stride_h = 0;
+};
+
+// Where forward on a pool (chunk_gla_) has its states, in place of h0 and ht.
+struct PoolRows {
+  StatePool states;
+  Indices slots;        // [N]: a sequence's row, or n; outside the pool: its results are 0
+  Indices write_slots;  // [N]: the row that it leaves its state in, or that of `slots`
+  const bool* has_initial = nullptr;  // [N]: whether it starts from its row, else from 0; or all do
+  // Checkpoints: the states after every so many chunks (0: none) of a sequence.
+  int32_t checkpoint_chunks = 0;
+  StatePool checkpoints;
+  int64_t checkpoint_count = 0;  // of checkpoint_slots
+  Indices checkpoint_slots;      // [count]: a checkpoint's row, or its number
+  Indices checkpoint_starts;  // [N + 1]: numbers of a sequence's checkpoints, or as many for each
+};
+
 // Everything a step may read or write. Absent tensors have data == nullptr.
 struct Problem {
   ChunkGrid grid;
@@ -122,7 +146,7 @@ struct Problem {
   int32_t processors = 1;       // multiprocessors of the GPU
   DType dtype = DType::kFloat;  // of q, k, v, do, o, dq, dk, dv
   bool tf32 = false;            // fp32 inputs: products in tf32, as torch's switch allows
-  bool state_v_first = false;   // layout of h0, ht, dht, dh0: [V, K] instead of [K, V]
+  bool state_v_first = false;   // of h0, ht, dht, dh0 and the pool: [V, K] instead of [K, V]
 
   Rows q, k, v, d_o;  // [B, T, H, K | V]; k, v and g may have HK heads
   Rows g;             // natural-log gates [B, T, H, K], or absent and then b alone is read
@@ -140,6 +164,7 @@ struct Problem {
   const float* dht = nullptr;  // [N, H, K, V]
   float* ht = nullptr;         // [N, H, K, V]
   float* dh0 = nullptr;        // [N, H, K, V]
+  PoolRows pool;               // in place of h0 and ht, of forward alone
   // In sweeps over prepared chunks tiles instead, [B, chunks, H] (with chunk_pairs one of each for
   // two chunks) of state_tile_bytes(K, V), and scaled:
   void* S = nullptr;   // [B, chunks, H, K, V], the state that enters each chunk

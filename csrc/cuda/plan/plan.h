@@ -32,6 +32,7 @@ struct PlanInputs {
   DType value_gate_dtype = DType::kFloat;
   // A pass comes in halves, cut at the scan: the sequences go on on other ranks. Not packed.
   bool in_halves = false;
+  bool on_pool = false;       // states are read and written in rows of a pool; forward alone
   bool for_backward = false;  // forward keeps what backward uses again, backward is given it
 };
 

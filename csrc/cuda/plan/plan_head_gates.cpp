@@ -17,6 +17,7 @@ bool takes(const PlanInputs& in, int64_t most_keys) {
 // waits for memory most of the time, and half as many as the GPU holds are nearly as fast.
 Segments choose_segments(PlanInputs in, const ChunkGrid& grid) {
   in.gate_dtype = DType::kBFloat16;  // small heads are two blocks a multiprocessor, whatever g is
+  in.on_pool = false;
   const Segments segments = choose_forward_segments(in, grid);
   return segments.replays ? Segments{} : segments;
 }

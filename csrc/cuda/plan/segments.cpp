@@ -92,6 +92,8 @@ Segments cut(const PlanInputs& in, const ChunkGrid& grid, Sweeps sweeps) {
 // holds no more than two blocks for each, or sequences are short.
 Segments with_replay(Segments cut, const PlanInputs& in, const ChunkGrid& grid) {
   if (cut.segments == 0 || is_small_head(in) || in.packed) return cut;
+  // The second would write the pool's row while the first may be still to read it.
+  if (in.on_pool) return cut;
   // The share of the chunks that the first gets so that both end together: a replayed chunk takes
   // .55 of the time of another, more where fp32 gates are split and summed there too.
   constexpr int64_t kOf = 16;

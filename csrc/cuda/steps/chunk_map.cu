@@ -13,6 +13,7 @@
 
 #include "cuda/device/launch.cuh"
 #include "cuda/device/packed.cuh"
+#include "cuda/device/states.cuh"
 
 namespace gla_ext::cuda {
 namespace {
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(kMapThreads) map_chunks(Problem p) {
                             static_cast<int32_t>(left <= 0       ? 0
                                                  : left < kChunk ? left
                                                                  : kChunk),
-                            static_cast<int32_t>(n)};
+                            static_cast<int32_t>(n < grid.N && is_skipped(p, n) ? grid.N : n)};
 }
 
 }  // namespace steps

@@ -11,6 +11,7 @@
 
 #include "cuda/device/gates.cuh"
 #include "cuda/device/launch.cuh"
+#include "cuda/device/states.cuh"
 
 namespace gla_ext::cuda {
 
@@ -101,7 +102,9 @@ __device__ __forceinline__ void chunk_product(const Problem& p) {
   const Chunk chunk = find_chunk(p, blockIdx.x / v_blocks);
   const Fields f(p);
   if (chunk.length == 0) return;
-  if (chunk.tail) {
+  // Packed sequences without a row in the pool are a tail.
+  const bool skipped = Fields::kOutput && !p.grid.packed && is_skipped(p, chunk.row);
+  if (chunk.tail || skipped) {
     write_zeros<kThreads>(f.out, chunk, first_v, min(first_v + kColumns, p.V));
     return;
   }

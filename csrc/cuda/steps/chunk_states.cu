@@ -5,17 +5,21 @@ namespace gla_ext::cuda {
 
 namespace steps {
 
-template <Access kAccess, class In, int kColumns>
-__global__ void __launch_bounds__(kThreads, 2) chunk_states(Problem p) {
-  one_sweep<kAccess, In, kColumns, Sweep::kStates>(p);
+// kCheckpoints: for which two blocks a multiprocessor would have too few registers.
+template <Access kAccess, class In, int kColumns, bool kCheckpoints>
+__global__ void __launch_bounds__(kThreads, kCheckpoints ? 1 : 2) chunk_states(Problem p) {
+  one_sweep<kAccess, In, kColumns, Sweep::kStates, kCheckpoints>(p);
 }
 
 }  // namespace steps
 
 void launch_chunk_states(const Problem& p, cudaStream_t stream) {
   with_value_tiles(p, [&](auto type, auto access, auto columns) {
+    using In = typename decltype(type)::type;
+    constexpr Access kAccess = decltype(access)::value;
     constexpr int kColumns = decltype(columns)::value;
-    launch(steps::chunk_states<decltype(access)::value, typename decltype(type)::type, kColumns>,
+    launch(p.pool.checkpoint_chunks > 0 ? steps::chunk_states<kAccess, In, kColumns, true>
+                                        : steps::chunk_states<kAccess, In, kColumns, false>,
            sweep_blocks<kColumns>(p), kThreads, p, stream);
   });
 }

@@ -13,6 +13,7 @@
 
 #include "cuda/device/gates.cuh"
 #include "cuda/device/launch.cuh"
+#include "cuda/device/states.cuh"
 
 namespace gla_ext::cuda {
 
@@ -22,17 +23,21 @@ struct SweepFields {
   static constexpr bool kStates = kSweep == Sweep::kStates;
   static constexpr Decay kDecay = kStates ? Decay::kToEnd : Decay::kFromStart;
   const Rows &y, &x;
-  const float* initial;
-  float* last;
   void* states;
   DType dtype;
   __device__ explicit SweepFields(const Problem& p)
       : y(kStates ? p.k : p.q),
         x(kStates ? p.v : p.d_o),
-        initial(kStates ? p.h0 : p.dht),
-        last(kStates ? p.ht : p.dh0),
         states(kStates ? p.S : p.dS),
         dtype(kStates ? p.S_dtype : p.dS_dtype) {}
+
+  // What a sweep of sequence n starts from, and where it leaves what it ends with.
+  static __device__ StateMatrix initial(const Problem& p, int64_t n, int32_t head) {
+    return kStates ? initial_state(p, n, head) : matrix_of(p, p.dht, n, head);
+  }
+  static __device__ StateMatrix last(const Problem& p, int64_t n, int32_t head) {
+    return kStates ? final_state(p, n, head) : matrix_of(p, p.dh0, n, head);
+  }
 };
 
 // One chunk's rows, on their way.
@@ -75,8 +80,9 @@ struct SweepShared {
 };
 
 // Block `index` of a sweep. With gates on values `bv` are their sums, and s_columns [kColumns] is
-// shared memory for the decays of a chunk.
-template <Access kAccess, class In, int kColumns, Sweep kSweep, bool kValueGated = false>
+// shared memory for the decays of a chunk. kCheckpoints: they are asked for.
+template <Access kAccess, class In, int kColumns, Sweep kSweep, bool kValueGated = false,
+          bool kCheckpoints = false>
 __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, const Problem& p,
                                       int64_t index, const Rows* bv = nullptr,
                                       float* s_columns = nullptr) {
@@ -91,7 +97,8 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
   const int first_k = static_cast<int>(index % k_blocks) * kTile;
   index /= k_blocks;
   const auto head = static_cast<int32_t>(index % p.H);
-  const int64_t n = index / p.H, row = p.grid.packed ? 0 : n;
+  const auto n = static_cast<int32_t>(index / p.H);
+  const int64_t row = p.grid.packed ? 0 : n;
   const Sequence sequence = find_sequence(p, n);
   const int64_t chunks = (sequence.length + kChunk - 1) / kChunk;
 
@@ -99,21 +106,37 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
   float acc[2][WarpTile<kColumns>::kN][4];  // [K, V] block of the state
   clear(acc);
   const int matrix = p.K * p.V;
-  const int64_t boundary = (n * p.H + head) * matrix;  // of h0, ht, dht or dh0
-  if (f.initial != nullptr) {
+  if (const StateMatrix initial = f.initial(p, n, head); initial.data != nullptr) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    initial.with_elements([&](const auto* elements) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+      for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int j = 0; j < WarpTile<kColumns>::kN; ++j)
+        for (int j = 0; j < WarpTile<kColumns>::kN; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int k = first_k + warp.m + 16 * i + g + 8 * (e / 2);
-          const int v = first_v + warp.n + 8 * j + 2 * t + e % 2;
-          if (k < p.K && v < p.V)
-            acc[i][j][e] = f.initial[boundary + (p.state_v_first ? v * p.K + k : k * p.V + v)];
-        }
+          for (int e = 0; e < 4; ++e) {
+            const int k = first_k + warp.m + 16 * i + g + 8 * (e / 2);
+            const int v = first_v + warp.n + 8 * j + 2 * t + e % 2;
+            if (k < p.K && v < p.V)
+              acc[i][j][e] = to_float(elements[p.state_v_first ? v * p.K + k : k * p.V + v]);
+          }
+    });
   }
+  const auto write = [&](const StateMatrix& to) {
+    if (to.data == nullptr) return;
+    to.with_elements([&](auto* elements) {
+      for_pairs(acc, [&](int r, int c, float s0, float s1) {
+        const int k = first_k + warp.m + r, v = first_v + warp.n + c;
+        if (k >= p.K) return;
+        if (!p.state_v_first) {
+          store2<Access::kGeneral>(elements + k * p.V + v, s0, s1, p.V - v);
+        } else {
+          store2<Access::kGeneral>(elements + v * p.K + k, s0, s0, v < p.V ? 1 : 0);
+          store2<Access::kGeneral>(elements + (v + 1) * p.K + k, s1, s1, v + 1 < p.V ? 1 : 0);
+        }
+      });
+    });
+  };
 
   const auto chunk_of = [&](int64_t i) { return kSweep == Sweep::kStates ? i : chunks - 1 - i; };
   SweepRows<kAccess, In, kDecay, kColumns> rows;
@@ -130,7 +153,8 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
     }
   };
   // Only the state that is left at the end needs the last chunk's rows.
-  const int64_t multiplied = f.last != nullptr ? chunks : chunks - 1;
+  const bool wanted = kCheckpoints || f.last(p, n, head).data != nullptr;
+  const int64_t multiplied = wanted ? chunks : chunks - 1;
   if (multiplied > 0) load(0);
   const bool with_suffix = has_suffix<In>(p);
   for (int64_t i = 0; i < chunks; ++i) {
@@ -189,19 +213,10 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
     product<Stored::kTransposed, Stored::kAsIs, kPitchY, kPitchX>(acc, s.y + warp.m, s.x + warp.n,
                                                                   kTile, takes_tf32<In>(p));
     __syncthreads();  // the tiles, s.b_last and s.state are read
+    if constexpr (kCheckpoints)
+      if ((i + 1) * kChunk <= sequence.length) write(checkpoint_of(p, n, (i + 1) * kChunk, head));
   }
-
-  if (f.last == nullptr) return;
-  for_pairs(acc, [&](int r, int c, float s0, float s1) {
-    const int k = first_k + warp.m + r, v = first_v + warp.n + c;
-    if (k >= p.K) return;
-    if (p.state_v_first) {
-      if (v < p.V) f.last[boundary + v * p.K + k] = s0;
-      if (v + 1 < p.V) f.last[boundary + (v + 1) * p.K + k] = s1;
-    } else {
-      store2<kAccess>(f.last + boundary + k * p.V + v, s0, s1, p.V - v);
-    }
-  });
+  write(f.last(p, n, head));
 }
 
 // Blocks of one sweep.
@@ -211,10 +226,10 @@ __host__ __device__ int64_t sweep_blocks(const Problem& p) {
 }
 
 // A block of a kernel that is one sweep.
-template <Access kAccess, class In, int kColumns, Sweep kSweep>
+template <Access kAccess, class In, int kColumns, Sweep kSweep, bool kCheckpoints = false>
 __device__ __forceinline__ void one_sweep(const Problem& p) {
   __shared__ SweepShared<kAccess, In, kColumns> shared;
-  sweep<kAccess, In, kColumns, kSweep>(shared, p, blockIdx.x);
+  sweep<kAccess, In, kColumns, kSweep, false, kCheckpoints>(shared, p, blockIdx.x);
 }
 
 }  // namespace gla_ext::cuda

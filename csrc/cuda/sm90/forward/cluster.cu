@@ -142,6 +142,7 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
         o, state, {tiles.q, tiles.k, tiles.A, v, s.pass[group], factors.middle, strong});
     const auto leave = [&] {
       wait_for_products<0>();
+      if constexpr (!kForBackward) keep_state(p, segment, chunk, state, first_v, factors.leave);
       if (chunk + 1 == segment.chunks) state.scale(factors.leave);
       // v of this thread's next chunk is there, and later barriers tell the others so; and the
       // factors are read before the other block's bulk copy overwrites them. A fence after the rows
@@ -162,9 +163,7 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
       store_output(v, o, group, p, segment, chunk, first_v);
     }
     copy(chunk + kClusterBlocks);
-    if (writes_tiers)
-      *reinterpret_cast<uint64_t*>(p.tiers + segment.chunk_head(p, chunk) * kMaxTierBlocks) =
-          strong;
+    if (writes_tiers) write_tier(p, segment, chunk, strong);
   }
   state.store(p, segment, first_v);
 }

@@ -277,6 +277,9 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     wait_for_products<1>();
     const OutputRows rows(stage.v + group * kTileBytes, o, group);
     wait_for_products<0>();
+    state.for_each([&](auto& part, int i) {
+      keep_state(p, segment, chunk, part, first_v, stage.operands.groups[i].factors[kLeave]);
+    });
     if (chunk + 1 == segment.chunks) scale(state, stage.operands, kLeave);
     fence_for_products();  // and bulk copies; later it would wait until the rows are in memory
     arrive(&s.empty[number]);

@@ -217,7 +217,15 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool
     part.first_k = i * kGroupKeys;
     part.load(p, segment, first_v, thread_index(), transposed);
   });
+  const auto keep = [&](int chunk) {
+    if constexpr (kTime == Time::kForward && !kMakesDots)
+      state.for_each([&](auto& part, int) {
+        part.write(p, checkpoint_after(p, segment, chunk), first_v, thread_index(),
+                   [](int) { return 1.f; });
+      });
+  };
   for (int i = 0; i < segment.chunks; ++i) {
+    keep(i - 1);  // here, where it takes no register of the loop's
     const int number = i % s.kStages;
     auto& stage = s.stages[number];
     unsigned char* values = stage.v + group * kTileBytes;
@@ -265,6 +273,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool
     part.write(p, segment, chunk, first_v, [&](int row) { return part.row(values, row); });
     arrive(&s.empty[number]);
   }
+  keep(segment.chunks - 1);
   state.for_each([&](auto& part, int) { part.store(p, segment, first_v, thread_index()); });
   if constexpr (kMakesDots && kTime == Time::kForward) store_last_dot(s, p, state, block_v, group);
 }

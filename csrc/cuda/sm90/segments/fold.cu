@@ -41,8 +41,7 @@ __device__ __forceinline__ void fold_segments(const Problem& p, int64_t block) {
   const auto slot_of = [&](int64_t i) {
     return (n * count + (kBackwards ? count - 1 - i : i)) * p.H + head;
   };
-  float4 x =
-      load_boundary(p, boundary == nullptr ? nullptr : boundary + index * matrix, k, at - k * p.V);
+  float4 x = load_boundary(p, matrix_of(p, boundary, n, head), k, at - k * p.V);
   float total = 0;  // log2 units
   for (int64_t start = 0; start < count; start += kAtOnce) {
     float4 own[kAtOnce];

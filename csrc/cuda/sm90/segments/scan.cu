@@ -4,7 +4,7 @@
 //   S_(n + 1) = 2^decay_n S_n + summary_n
 //
 // grid    (scan, sequence, head, 1,024 elements of the state), four values of a channel a thread
-// reads   segment_decays [B, states, H, K], h0 or dht
+// reads   segment_decays [B, states, H, K], h0, the pool or dht
 //         segment_states or segment_state_grads [B, states, H, K, V] with the summaries, or
 //         where they are elsewhere, summaries or summary_grads
 // writes  segment_states or segment_state_grads
@@ -51,9 +51,8 @@ __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, b
   int64_t first, count;
   find_states(p, n, first, count);
   if (count == 0) return;
-  const float* boundary = backwards ? p.dht : p.h0;
-  float4 x =
-      load_boundary(p, boundary == nullptr ? nullptr : boundary + index * matrix, k, at - k * p.V);
+  float4 x = load_boundary(p, backwards ? matrix_of(p, p.dht, n, head) : initial_state(p, n, head),
+                           k, at - k * p.V);
   float* entering = backwards ? p.segment_state_grads : p.segment_states;
   const float* summaries = backwards ? p.summary_grads : p.summaries;
   if (summaries == nullptr) summaries = entering;

@@ -3,6 +3,7 @@
 
 #include "cuda/device/chunk.cuh"
 #include "cuda/device/packed.cuh"
+#include "cuda/device/states.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
@@ -17,7 +18,7 @@ struct Segment {
   int64_t state, last_state;
   int chunks, replayed, head;
   bool first, last;  // of its sequence
-  bool tail;         // tokens after the last sequence
+  bool tail;         // tokens after the last sequence, or of one that is skipped
 
   __device__ __forceinline__ int length_of(int chunk) const {
     const int64_t left = length - chunk * kChunk;
@@ -70,7 +71,7 @@ __device__ __forceinline__ Segment segment_at(const Problem& p, uint32_t n, uint
   s.last_state = (sequence.first_state + before + more) * p.H + head;
   s.first = skipped == 0;
   s.last = left <= each;
-  s.tail = n == grid.N;
+  s.tail = n == grid.N || is_skipped(p, n);
   return s;
 }
 
@@ -135,12 +136,37 @@ __host__ __device__ inline int64_t segment_state_heads(const ChunkGrid& grid, in
 }
 
 // Four values of a channel of an initial or final state, 0 of none.
-__device__ __forceinline__ float4 load_boundary(const Problem& p, const float* state, int k,
+__device__ __forceinline__ float4 load_boundary(const Problem& p, const StateMatrix& state, int k,
                                                 int v) {
-  if (state == nullptr) return make_float4(0.f, 0.f, 0.f, 0.f);
-  if (!p.state_v_first) return *reinterpret_cast<const float4*>(state + k * p.V + v);
-  return make_float4(state[v * p.K + k], state[(v + 1) * p.K + k], state[(v + 2) * p.K + k],
-                     state[(v + 3) * p.K + k]);
+  float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (state.data == nullptr) return x;
+  state.with_elements([&](const auto* elements) {
+    const auto* at = elements + (p.state_v_first ? v * p.K + k : k * p.V + v);
+    if (sizeof(*at) == sizeof(float) && !p.state_v_first &&
+        reinterpret_cast<uintptr_t>(at) % sizeof(float4) == 0) {
+      x = *reinterpret_cast<const float4*>(at);
+    } else {
+      const int step = p.state_v_first ? p.K : 1;
+      x = make_float4(to_float(at[0]), to_float(at[step]), to_float(at[2 * step]),
+                      to_float(at[3 * step]));
+    }
+  });
+  return x;
+}
+
+// Whether a first segment starts from what the scan has read: by the time that it starts, its
+// sequence's last segment may have written the pool's row.
+__device__ __forceinline__ bool starts_from_scan(const Problem& p, const Segment& segment) {
+  return is_on_pool(p) && segment.first && !segment.last;
+}
+
+// Where the state after a chunk of a segment, -1 being none, is kept.
+__device__ __forceinline__ StateMatrix checkpoint_after(const Problem& p, const Segment& segment,
+                                                        int chunk) {
+  if (p.pool.checkpoint_chunks == 0 || chunk < 0) return {};
+  if ((chunk + 1) * kChunk > segment.length) return {};
+  const int64_t before = segment.first_slot - find_sequence(p, segment.n).first_slot;
+  return checkpoint_of(p, segment.n, (before + chunk + 1) * kChunk, segment.head);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -240,6 +240,7 @@ template <Store kStore, int kItems>
 __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, const Segment& segment,
                                         const int (&before)[kClusterBlocks], int group, int first_v,
                                         int rank) {
+  if (segment.tail) return;
   Values<kItems> values(s, p, segment, before[0] + before[1], first_v);
 #pragma unroll
   for (int i = 0; i < kValueStages - 1; ++i) values.copy(i);

@@ -134,7 +134,9 @@ __global__ void __launch_bounds__(kThreads, 2) value_gated_output(Problem p, Pro
   const int first_v = static_cast<int>(blockIdx.x % v_blocks) * kTile;
   const Chunk chunk = find_chunk(p, blockIdx.x / v_blocks);
   if (chunk.length == 0) return;
-  if (chunk.tail) return write_zeros<kThreads>(p.o, chunk, first_v, min(first_v + kTile, p.V));
+  const bool skipped = !p.grid.packed && is_skipped(p, chunk.row);
+  if (chunk.tail || skipped)
+    return write_zeros<kThreads>(p.o, chunk, first_v, min(first_v + kTile, p.V));
   const WarpTile<kTile> warp;
   {
     const int column = static_cast<int>(threadIdx.x) % kTile;

@@ -9,21 +9,22 @@
 namespace gla_ext::cuda {
 namespace {
 
-template <Access kAccess, class In, Sweep kSweep>
+template <Access kAccess, class In, Sweep kSweep, bool kCheckpoints = false>
 __device__ __forceinline__ void value_gated_sweep(const Problem& p, const Problem& value_side) {
   __shared__ SweepShared<kAccess, In, kTile> shared;
   __shared__ float s_columns[kTile];
-  sweep<kAccess, In, kTile, kSweep, /*kValueGated=*/true>(shared, p, blockIdx.x, &value_side.b,
-                                                          s_columns);
+  sweep<kAccess, In, kTile, kSweep, /*kValueGated=*/true, kCheckpoints>(shared, p, blockIdx.x,
+                                                                        &value_side.b, s_columns);
 }
 
 }  // namespace
 
 namespace steps {
 
-template <Access kAccess, class In>
-__global__ void __launch_bounds__(kThreads, 2) value_gated_states(Problem p, Problem value_side) {
-  value_gated_sweep<kAccess, In, Sweep::kStates>(p, value_side);
+template <Access kAccess, class In, bool kCheckpoints>
+__global__ void __launch_bounds__(kThreads, kCheckpoints ? 1 : 2)
+    value_gated_states(Problem p, Problem value_side) {
+  value_gated_sweep<kAccess, In, Sweep::kStates, kCheckpoints>(p, value_side);
 }
 
 template <Access kAccess, class In>
@@ -36,7 +37,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 void launch_value_gated_states(const Problem& p, const Problem& value_side, cudaStream_t stream) {
   with_gated_access(p, value_side, [&](auto type, auto access) {
-    launch(steps::value_gated_states<decltype(access)::value, typename decltype(type)::type>,
+    using In = typename decltype(type)::type;
+    constexpr Access kAccess = decltype(access)::value;
+    launch(p.pool.checkpoint_chunks > 0 ? steps::value_gated_states<kAccess, In, true>
+                                        : steps::value_gated_states<kAccess, In, false>,
            sweep_blocks<kTile>(p), kThreads, p, value_side, stream);
   });
 }

@@ -46,12 +46,11 @@ __device__ __forceinline__ void consume(Unit<K, kConsumers, kItems, Gate>& s, co
                           {tiles.q, tiles.k, tiles.g, tiles.v + group * kTileBytes, s.pass[group],
                            s.middle[stage], strong});
     wait_for_products<0>();
+    keep_state(p, segment, chunk, state, first_v, s.leave[stage]);
     if (chunk + 1 == segment.chunks) state.scale(s.leave[stage]);
     store_output(tiles.v + group * kTileBytes, o, group, p, segment, chunk, first_v);
     arrive(&s.empty[stage]);
-    if (writes_tiers)
-      *reinterpret_cast<uint64_t*>(p.tiers + segment.chunk_head(p, chunk) * kMaxTierBlocks) =
-          strong;
+    if (writes_tiers) write_tier(p, segment, chunk, strong);
   }
   state.store(p, segment, first_v, thread());
 }

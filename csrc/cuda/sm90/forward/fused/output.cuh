@@ -77,12 +77,22 @@ class OutputRows {
   uint4 words_[OutputPart::kRows];
 };
 
-// Zeros in the rows of o after the last sequence of a packed batch.
+// Says whether a chunk is strong, to strong/output.cu.
+__device__ __forceinline__ void write_tier(const Problem& p, const Segment& segment, int chunk,
+                                           bool strong) {
+  *reinterpret_cast<uint64_t*>(p.tiers + segment.chunk_head(p, chunk) * kMaxTierBlocks) = strong;
+}
+
+// Zeros in the rows of o after the last sequence of a packed batch, and of one that is skipped.
 __device__ __forceinline__ void write_tail(const Problem& p, const Segment& segment, int first_v) {
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  // Of such a sequence no chunk is strong.
+  if (p.tiers != nullptr && p.prepared == nullptr && is_on_pool(p) && first_v == 0)
+    for (int chunk = thread; chunk < segment.chunks; chunk += kGroupThreads)
+      write_tier(p, segment, chunk, false);
   const int column = first_v + thread % 8 * 8;
   if (column >= p.V) return;
-  bf16* o = rows_at<bf16>(p.o, 0, segment.start, segment.head) + column;
+  bf16* o = rows_at<bf16>(p.o, segment.row, segment.start, segment.head) + column;
   const int64_t end =
       segment.chunks * kChunk < segment.length ? segment.chunks * kChunk : segment.length;
   for (int64_t token = thread / 8; token < end; token += kGroupThreads / 8)

@@ -3,7 +3,10 @@
 // that only add to it and write it.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/sm90/segments/segment.cuh"
+#include "cuda/sm90/tiles/channels.cuh"
 #include "cuda/sm90/tiles/tiles.cuh"
 
 namespace gla_ext::cuda::sm90::forward {
@@ -42,26 +45,40 @@ struct State {
                                        int thread = static_cast<int>(threadIdx.x),
                                        bool entering_v_first = false) {
     clear();
-    const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
-    if (segment.first && p.h0 != nullptr) {
-      const float* h0 = p.h0 + (segment.n * p.H + segment.head) * matrix;
-      for_elements(p, first_v, thread, [&](float& y, int k, int v) {
-        y = h0[p.state_v_first ? v * p.K + k : k * p.V + v];
-      });
-    } else if (!segment.first) {
+    if (!segment.first || starts_from_scan(p, segment)) {
+      const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
       const float* entering = p.segment_states + segment.state * matrix;
       for_elements(p, first_v, thread, [&](float& y, int k, int v) {
         y = entering[entering_v_first ? v * p.K + k : k * p.V + v];
       });
+      return;
     }
+    const StateMatrix initial = initial_state(p, segment.n, segment.head);
+    if (initial.data == nullptr) return;
+    initial.with_elements([&](const auto* elements) {
+      for_elements(p, first_v, thread, [&](float& y, int k, int v) {
+        y = to_float(elements[p.state_v_first ? v * p.K + k : k * p.V + v]);
+      });
+    });
   }
 
   __device__ __forceinline__ void store(const Problem& p, const Segment& segment, int first_v,
                                         int thread = static_cast<int>(threadIdx.x)) {
-    if (!segment.last || p.ht == nullptr) return;
-    float* ht = p.ht + (segment.n * p.H + segment.head) * static_cast<int64_t>(p.K) * p.V;
-    for_elements(p, first_v, thread, [&](float y, int k, int v) {
-      ht[p.state_v_first ? v * p.K + k : k * p.V + v] = y;
+    if (!segment.last) return;
+    write(p, final_state(p, segment.n, segment.head), first_v, thread, [](int) { return 1.f; });
+  }
+
+  // Writes it, times factor(key channel, from `first_k` on).
+  template <class Factor>
+  __device__ __forceinline__ void write(const Problem& p, const StateMatrix& to, int first_v,
+                                        int thread, Factor&& factor) {
+    if (to.data == nullptr) return;
+    to.with_elements([&](auto* elements) {
+      using Element = std::remove_reference_t<decltype(*elements)>;
+      for_elements(p, first_v, thread, [&](float y, int k, int v) {
+        elements[p.state_v_first ? v * p.K + k : k * p.V + v] =
+            from_float<Element>(y * factor(k - first_k));
+      });
     });
   }
 
@@ -152,5 +169,15 @@ struct State {
     return y;
   }
 };
+
+// Writes a checkpoint if the chunk ends at one. leave: factors by which the state leaves the chunk,
+// in the order of the key channels.
+template <int K>
+__device__ __forceinline__ void keep_state(const Problem& p, const Segment& segment, int chunk,
+                                           State<K>& state, int first_v, const float* leave) {
+  const StateMatrix kept = checkpoint_after(p, segment, chunk);
+  if (kept.data != nullptr)  // by the thread's index, so that no address is made before
+    state.write(p, kept, first_v, thread_index(), [&](int k) { return leave[k]; });
+}
 
 }  // namespace gla_ext::cuda::sm90::forward

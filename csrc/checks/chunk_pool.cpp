@@ -1,0 +1,100 @@
+#include "chunk_pool.h"
+
+#include "checker.h"
+#include "chunk_gla.h"
+#include "recurrent_gla.h"
+
+namespace gla_ext {
+namespace {
+
+constexpr const char* kOp = "chunk_gla_";
+
+// States of fp32 inputs and shorter ones may be kept in any of these three; arithmetic is fp32.
+void check_states(const Checker& check, const char* name, const at::Tensor& t, const Shape& shape,
+                  const c10::SymInt& rows, const char* dims, bool v_first) {
+  check.strided(name, t);
+  check.device(name, t);
+  check.gate_dtype(name, t, shape.accumulate == at::kDouble);
+  check.rank(name, t, 4, dims);
+  if (v_first)
+    check.shape(name, t, dims, {rows, shape.H, shape.V, shape.K});
+  else
+    check.shape(name, t, dims, {rows, shape.H, shape.K, shape.V});
+}
+
+void check_checkpoints(const Checker& check, const PoolArguments& a, const Shape& shape) {
+  const std::initializer_list<std::pair<const char*, const OptionalTensor&>> beside{
+      {"checkpoints", a.checkpoints},
+      {"checkpoint_slots", a.checkpoint_slots},
+      {"checkpoint_cu_starts", a.checkpoint_cu_starts}};
+  TORCH_CHECK_VALUE(a.checkpoint_every >= 0 && a.checkpoint_every % kChunk == 0 &&
+                        a.checkpoint_every <= kMostCheckpointTokens,
+                    kOp, ": expected checkpoint_every to be a multiple of ", kChunk,
+                    " tokens, at most ", kMostCheckpointTokens, ", got ", a.checkpoint_every);
+  if (a.checkpoint_every == 0) {
+    for (const auto& [name, t] : beside)
+      TORCH_CHECK_VALUE(!given(t), kOp, ": expected checkpoint_every beside ", name, ", got none");
+    return;
+  }
+  TORCH_CHECK_VALUE(given(a.checkpoint_slots) || given(a.checkpoints), kOp,
+                    ": expected checkpoint_slots, rows of the pool, or a tensor of checkpoints "
+                    "beside checkpoint_every, got neither");
+  TORCH_CHECK_VALUE(given(a.checkpoint_cu_starts) || !shape.packed, kOp,
+                    ": expected checkpoint_cu_starts beside checkpoint_every and cu_seqlens, got "
+                    "None");
+  if (given(a.checkpoints)) {
+    const at::Tensor& t = *a.checkpoints;
+    const char* dims = a.state_v_first ? "[Q, H, V, K]" : "[Q, H, K, V]";
+    check.rank("checkpoints", t, 4, dims);
+    check_states(check, "checkpoints", t, shape, t.sym_size(0), dims, a.state_v_first);
+  }
+  if (given(a.checkpoint_slots)) {
+    check.indices("checkpoint_slots", *a.checkpoint_slots, "[total]");
+    if (!given(a.checkpoint_cu_starts))
+      check.shape("checkpoint_slots", *a.checkpoint_slots, "[N * (T // checkpoint_every)]",
+                  {shape.N * (shape.T / a.checkpoint_every)});
+  }
+  if (given(a.checkpoint_cu_starts)) {
+    check.indices("checkpoint_cu_starts", *a.checkpoint_cu_starts, "[N + 1]");
+    check.shape("checkpoint_cu_starts", *a.checkpoint_cu_starts, "[N + 1]", {shape.N + 1});
+  }
+}
+
+}  // namespace
+
+Shape check_chunk_gla_on_pool(const PoolArguments& a) {
+  const OptionalTensor none;
+  const Shape shape =
+      check_chunk_inputs(kOp, {a.q, a.k, a.v, a.g, a.gv, none, a.cu_seqlens, a.scale, false,
+                               a.state_v_first, a.batch_invariant, 0});
+  const Checker check(kOp, "q", a.q);
+  check.defined("state", a.state);
+  const char* dims = a.state_v_first ? "[P, H, V, K]" : "[P, H, K, V]";
+  check.rank("state", a.state, 4, dims);
+  const bool by_slots = given(a.slots);  // else sequence n has row n
+  check_states(check, "state", a.state, shape, by_slots ? a.state.sym_size(0) : shape.N, dims,
+               a.state_v_first);
+  const auto of_sequences = [&](const char* name, const OptionalTensor& t) {
+    if (!given(t)) return;
+    check.indices(name, *t, "[N]");
+    check.shape(name, *t, "[N]", {shape.N});
+  };
+  of_sequences("slots", a.slots);
+  of_sequences("write_slots", a.write_slots);
+  if (given(a.has_initial_state)) {
+    const at::Tensor& t = *a.has_initial_state;
+    check.strided("has_initial_state", t);
+    check.device("has_initial_state", t);
+    check.dtype("has_initial_state", t, at::kBool, "");
+    check.shape("has_initial_state", t, "[N]", {shape.N});
+  }
+  check_checkpoints(check, a, shape);
+  return shape;
+}
+
+void check_pool_layouts(const PoolArguments& a) {
+  check_pool_layout(kOp, a.state, /*written=*/true);
+  if (given(a.checkpoints)) check_pool_layout(kOp, *a.checkpoints, /*written=*/true, "checkpoints");
+}
+
+}  // namespace gla_ext

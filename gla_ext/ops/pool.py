@@ -1,0 +1,128 @@
+"""Prompts on a server's pool of states: the chunkwise form, in place."""
+
+import torch
+from torch import Tensor
+
+from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+from gla_ext.ops._checks import check_plain_tensors, check_scale, without_last_of_one
+from gla_ext.ops._tracing import is_recorded_for_onnx
+from gla_ext.ops.chunk import is_batch_invariant
+
+__all__ = ["chunk_gla_"]
+
+_run = torch.ops.gla_ext.chunk_gla_.default
+_TENSORS = (
+    "q k v g gv state slots write_slots has_initial_state cu_seqlens checkpoints checkpoint_slots "
+    "checkpoint_cu_starts"
+)
+
+
+def chunk_gla_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float | None = None,
+    *,
+    state: Tensor,
+    slots: Tensor | None = None,
+    write_slots: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False,
+    gv: Tensor | None = None,
+    checkpoint_every: int = 0,
+    checkpoints: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    checkpoint_cu_starts: Tensor | None = None,
+) -> Tensor:
+    """Passes the tokens of prompts, and moves the sequences' states on in a pool, in place.
+
+    `chunk_gla` for N sequences whose states lie in a pool: sequence n goes on from
+    `state[slots[n]]` and leaves its state there. On CUDA the kernels read and write the rows
+    themselves; no state is gathered, cleared or scattered around them. There is no gradient. Works
+    in CUDA graphs and under `torch.compile(fullgraph=True)`, which copies no pool.
+
+    A packed call may mix prompts with sequences of one token, which decode. Each of these is a
+    chunk of the grid, and takes about as long as its state takes to be read and written.
+
+    Args:
+        q, k, v, g, scale, gv: as in `chunk_gla`.
+        state: the pool, `[P, H, K, V]`, or `[P, H, V, K]` if `state_v_first`; float32, bfloat16 or
+            float16 (float64 with float64 q). Arithmetic is in float32 whatever it is. Its last two
+            dimensions are contiguous; P and H may have any stride with which no two matrices
+            overlap.
+        slots: the row of the pool of each sequence, `[N]`, int32 or int64, on q's device. N is B,
+            or `len(cu_seqlens) - 1`. A slot below 0 (by convention -1) or beyond the pool skips its
+            sequence: o is zero there and no state is touched. Default: P = N, and sequence n has
+            slot n.
+        write_slots: the row in which each sequence leaves its state, `[N]`, where that is not the
+            one it goes on from: several may go on from one row, and leave it as it is. A slot
+            outside the pool: no state is left. No row may be written twice, or written by one
+            sequence and read by another: what is in it, and the o of what reads it, are then
+            undefined. Default: slots.
+        has_initial_state: bool `[N]`, on q's device: False starts from zero, whatever the row
+            holds. Default: all go on.
+        cu_seqlens: offsets of packed sequences, as in `chunk_gla`.
+        state_v_first: layout of the pool and the checkpoints. Default: False.
+        checkpoint_every: keeps the state after each so many of a sequence's tokens in this call, a
+            multiple of 64. Under `batch_invariant()` it has the bits of the state of a sequence
+            that ends there. Default: 0 (none).
+        checkpoints: where they are kept, `[Q, H, K, V]`, of the pool's layout and any of its
+            dtypes. Default: the pool.
+        checkpoint_slots: the row of each checkpoint, `[total]`, int32 or int64, on q's device,
+            another for each and none that a sequence reads or writes; outside of what keeps them:
+            not kept. Default: checkpoint i has row i of checkpoints.
+        checkpoint_cu_starts: `[N + 1]`, int32 or int64, on q's device: sequence n's are the
+            checkpoints from `checkpoint_cu_starts[n]` to, excluded, `checkpoint_cu_starts[n + 1]`;
+            those beyond are not kept. Default: `T // checkpoint_every` for each; of packed
+            sequences there is no default.
+
+    Returns:
+        o, `[B, T, H, V]` in v's dtype.
+
+    Raises:
+        ValueError: shapes, devices, strides or offsets do not agree; checkpoint_every is no
+            multiple of 64, or without what goes with it.
+        TypeError: dtypes do not agree; scale is a tensor.
+        NotImplementedError: grad mode is on and an input requires grad; a device or layout without
+            kernels; torch.vmap; DTensor.
+
+    Example:
+        >>> pool = torch.zeros(8, 2, 16, 32)
+        >>> q, k, g = torch.randn(1, 100, 2, 16), torch.randn(1, 100, 2, 16), None
+        >>> v = torch.randn(1, 100, 2, 32)
+        >>> cu_seqlens = torch.tensor([0, 99, 100])  # a prompt, and a token of another
+        >>> new = torch.tensor([False, True])
+        >>> o = gla_ext.chunk_gla_(q, k, v, g, state=pool, slots=torch.tensor([5, 2]),
+        ...                        has_initial_state=new, cu_seqlens=cu_seqlens)
+    """
+    check_scale("chunk_gla_", scale)
+    if not torch.compiler.is_compiling():
+        beside = (checkpoints, checkpoint_slots, checkpoint_cu_starts)
+        tensors = (q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens)
+        check_plain_tensors("chunk_gla_", _TENSORS, *tensors, *beside)
+    if is_recorded_for_onnx():
+        raise NotImplementedError(
+            "chunk_gla_: a pool of states has no form in ONNX; use chunk_gla, which returns the "
+            "state"
+        )
+    return _run(
+        q,
+        k,
+        v,
+        without_last_of_one(g, k),
+        gv,
+        state,
+        slots,
+        write_slots,
+        has_initial_state,
+        cu_seqlens,
+        scale,
+        state_v_first,
+        is_batch_invariant(),
+        checkpoint_every,
+        checkpoints,
+        checkpoint_slots,
+        checkpoint_cu_starts,
+    )

@@ -1,0 +1,290 @@
+"""`chunk_gla_`: prompts on a pool of states, in place, and checkpoints."""
+
+import pytest
+import torch
+from common import DTYPES, assert_close
+from pool_inputs import HAS_INITIAL, N, P, Prompts
+
+from gla_ext import batch_invariant, chunk_gla_, recurrent_gla_step_
+
+by_packing = pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+by_layout = pytest.mark.parametrize("v_first", [False, True])
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def assert_same(prompts, o):
+    expected, pool = prompts.expected()
+    assert o.dtype == expected.dtype
+    assert torch.equal(o, expected)
+    assert torch.equal(prompts.pool, pool)
+
+
+@by_dtype
+@by_packing
+@by_layout
+def test_is_chunk_gla_between_gather_and_scatter(device, v_first, packed, dtype, head):
+    prompts = Prompts(device, packed, sizes=(2, *head), v_first=v_first, dtype=dtype)
+    assert_same(prompts, prompts.run())
+
+
+@by_packing
+@pytest.mark.parametrize("gate", [0.0, 10.0, "reset"])
+def test_gates(device, packed, gate, head):
+    prompts = Prompts(device, packed, sizes=(2, *head), dtype=torch.bfloat16, gate=gate)
+    assert_same(prompts, prompts.run())
+
+
+@by_packing
+@pytest.mark.parametrize("kind", ["values", "heads", "none"])
+def test_other_gates(device, packed, kind):
+    prompts = Prompts(device, packed, gv=kind == "values", dtype=torch.bfloat16)
+    if kind == "heads":
+        prompts.tokens["g"] = prompts.tokens["g"][..., 0]
+    if kind == "none":
+        prompts.tokens["g"] = None
+    assert_same(prompts, prompts.run())
+
+
+@by_packing
+@pytest.mark.parametrize("left_out", ["slots", "write_slots", "has_initial_state"])
+def test_defaults(device, packed, left_out):
+    prompts = Prompts(device, packed)
+    prompts.rows[left_out] = None
+    if left_out == "slots":
+        prompts.pool = prompts.pool[:N]
+        prompts.rows["write_slots"] = None
+        o = prompts.run()
+        expected, pool = prompts.expected()
+        assert torch.equal(o, expected) and torch.equal(prompts.pool, pool[:N])
+    else:
+        assert_same(prompts, prompts.run())
+
+
+@by_packing
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16], ids=str)
+@by_layout
+def test_short_states(device, v_first, storage, packed, head):
+    prompts = Prompts(
+        device, packed, sizes=(2, *head), storage=storage, v_first=v_first, dtype=torch.bfloat16
+    )
+    assert_same(prompts, prompts.run())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_indices_of_either_type(device, dtype):
+    prompts = Prompts(device, True)
+    for name in ("slots", "write_slots"):
+        prompts.rows[name] = prompts.rows[name].to(dtype)
+    assert_same(prompts, prompts.run())
+
+
+def test_no_row_in_the_pool(device):
+    prompts = Prompts(device, True)
+    for slots in ([-1] * N, [P] * N, [2**31 - 1, -(2**31), P, -7, 100, -1, P + 1]):
+        o = prompts.run(slots=prompts.indices(slots), write_slots=None)
+        assert not o.any() and torch.equal(prompts.pool, prompts.before)
+    empty = prompts.pool[:0]
+    assert not prompts.run(state=empty, write_slots=None).any()
+
+
+def test_several_go_on_from_one_row(device):
+    prompts = Prompts(device, False)
+    prompts.rows = {
+        "slots": prompts.indices([3] * N),
+        "write_slots": prompts.indices([0, 1, 2, -1, 4, 5, 6]),
+        "has_initial_state": None,
+    }
+    assert_same(prompts, prompts.run())
+
+
+@pytest.mark.parametrize("view", ["rows of a wider pool", "a layer of many", "misaligned"])
+@by_packing
+@by_layout
+def test_pools_that_are_views(device, v_first, packed, view, head):
+    prompts = Prompts(device, packed, sizes=(3, *head), v_first=v_first, dtype=torch.bfloat16)
+    before = prompts.before
+    if view == "rows of a wider pool":
+        whole = before.new_full((2 * P, 3, *before.shape[2:]), torch.nan)
+        prompts.pool = whole[::2]
+    elif view == "a layer of many":
+        whole = before.new_full((P, 5, 3, *before.shape[2:]), torch.nan)
+        prompts.pool = whole[:, 2]
+    else:
+        whole = before.new_full((before.numel() + 1,), torch.nan)
+        prompts.pool = whole[1:].view(before.shape)
+    prompts.pool.copy_(before)
+    assert_same(prompts, prompts.run())
+    assert whole.isnan().sum() == whole.numel() - before.numel()
+
+
+@by_packing
+def test_pieces_of_a_prompt_are_the_whole(device, packed):
+    """A prompt in two pieces on the pool, cut at a chunk, then a step of decoding."""
+    whole, pieces = (Prompts(device, False, T=193) for _ in range(2))
+    whole.rows["write_slots"] = pieces.rows["write_slots"] = None
+    o = whole.run()
+    cuts = [slice(0, 128), slice(128, 192), slice(192, 193)]
+    found = []
+    for i, cut in enumerate(cuts):
+        tokens = {name: t[:, cut].contiguous() for name, t in pieces.tokens.items()}
+        keep = pieces.rows["has_initial_state"] if i == 0 else None
+        if packed and i < 2:
+            count = tokens["q"].shape[1]
+            offsets = torch.arange(N + 1, device=device) * count
+            tokens = {name: t.flatten(0, 1)[None] for name, t in tokens.items()}
+            piece = pieces.run(**tokens, has_initial_state=keep, cu_seqlens=offsets)
+            found.append(piece[0].unflatten(0, (N, count)))
+        elif i < 2:
+            found.append(pieces.run(**tokens, has_initial_state=keep))
+        else:
+            g = tokens.pop("g")
+            slots = pieces.rows["slots"]
+            found.append(recurrent_gla_step_(**tokens, gk=g, state=pieces.pool, slots=slots))
+    assert_close(torch.cat(found, 1), o, 1e-5)
+    assert_close(pieces.pool, whole.pool, 1e-5)
+
+
+# Checkpoints.
+
+
+@by_packing
+@by_layout
+@pytest.mark.parametrize("every", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_checkpoints(device, dtype, every, v_first, packed, head):
+    prompts = Prompts(device, packed, sizes=(2, *head), v_first=v_first, dtype=dtype)
+    asks, made = prompts.checkpoints(every)
+    with batch_invariant():
+        assert_same(prompts, prompts.run(**asks))
+        for n, count, row in made:
+            assert torch.equal(asks["checkpoints"][row], prompts.prefix(n, count)), (n, count)
+    others = set(range(len(asks["checkpoints"]))) - {row for *_, row in made}
+    assert asks["checkpoints"][list(others)].isnan().all()
+
+
+def test_checkpoints_of_strong_gates(device, head):
+    prompts = Prompts(device, True, sizes=(2, *head), dtype=torch.bfloat16, gate="reset")
+    asks, made = prompts.checkpoints()
+    with batch_invariant():
+        prompts.run(**asks)
+        for n, count, row in made:
+            assert torch.equal(asks["checkpoints"][row], prompts.prefix(n, count)), (n, count)
+
+
+def test_checkpoints_in_the_pool(device):
+    """Rows that no sequence has, by their own numbers and some of them not wanted."""
+    prompts = Prompts(device, False, T=150)
+    slots = [-1] * (2 * N)
+    slots[0], slots[1], slots[7], slots[4] = 7, P, 8, 5
+    o = prompts.run(checkpoint_every=64, checkpoint_slots=prompts.indices(slots))
+    expected, pool = prompts.expected()
+    assert torch.equal(o, expected)
+    for n, count, row in ((0, 64, 7), (3, 128, 8), (2, 64, 5)):
+        assert_close(prompts.pool[row], prompts.prefix(n, count), 1e-6)
+        pool[row] = prompts.pool[row]
+    assert torch.equal(prompts.pool, pool)
+
+
+@by_packing
+def test_checkpoints_one_after_the_other(device, packed):
+    prompts = Prompts(device, packed, storage=torch.bfloat16, dtype=torch.bfloat16)
+    asks, made = prompts.checkpoints()
+    total = len(asks.pop("checkpoint_slots"))
+    prompts.run(**asks)
+    for n, count, row in made:  # there the rows were total .. 1
+        found, expected = asks["checkpoints"][total - row], prompts.prefix(n, count)
+        assert_close(found.float(), expected, 0.004)
+
+
+def test_offsets_of_checkpoints_that_are_wrong(device):
+    """Nothing is written but the rows that are there."""
+    prompts = Prompts(device, True)
+    asks, _ = prompts.checkpoints()
+    whole = torch.full((60, *prompts.pool.shape[1:]), torch.nan, device=device)
+    into = whole[20:28]
+    for starts in ([0] * (N + 1), [5, 3, 2, 9, 100, 7, 8, 1], [-4, 60, -4, 60, -4, 60, -4, 60]):
+        numbers = prompts.indices(starts)
+        prompts.run(**asks | {"checkpoints": into, "checkpoint_cu_starts": numbers})
+        prompts.run(checkpoint_every=64, checkpoints=into, checkpoint_cu_starts=numbers)
+    assert whole[:20].isnan().all() and whole[28:].isnan().all()
+
+
+def test_going_on_from_a_checkpoint(device):
+    prompts = Prompts(device, False, T=192)
+    prompts.rows["write_slots"] = None
+    asks, made = prompts.checkpoints(128)
+    o = prompts.run(**asks)
+    rest = {name: t[:, 128:].contiguous() for name, t in prompts.tokens.items()}
+    slots = prompts.indices([-1] * N)
+    for n, _, row in made:
+        slots[n] = row
+    again = chunk_gla_(
+        **rest, state=asks["checkpoints"], slots=slots, write_slots=slots.new_full((N,), -1)
+    )
+    assert_close(again, o[:, 128:], 1e-5)
+
+
+# Under torch.compile.
+
+
+@by_packing
+def test_opcheck(device, packed):
+    prompts = Prompts(device, packed)
+    asks, _ = prompts.checkpoints()
+    tokens = (*prompts.tokens.values(), None)
+    rows = tuple(prompts.rows.values())
+    cu_seqlens = prompts.options.get("cu_seqlens")
+    call = (*tokens, prompts.pool, *rows, cu_seqlens, None, False, False)
+    torch.library.opcheck(torch.ops.gla_ext.chunk_gla_.default, call)
+    kept = (64, asks["checkpoints"], asks["checkpoint_slots"], asks.get("checkpoint_cu_starts"))
+    torch.library.opcheck(torch.ops.gla_ext.chunk_gla_.default, (*call, *kept))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(device, backend):
+    prompts = Prompts(device, True)
+    asks, made = prompts.checkpoints()
+    addresses = prompts.pool.data_ptr(), asks["checkpoints"].data_ptr()
+    compiled = torch.compile(prompts.run, fullgraph=True, backend=backend)
+    assert_same(prompts, compiled(**asks))
+    assert addresses == (prompts.pool.data_ptr(), asks["checkpoints"].data_ptr())
+    for n, count, row in made:
+        assert_close(asks["checkpoints"][row], prompts.prefix(n, count), 1e-6)
+
+
+def test_a_compiled_layer_of_a_pool_is_written_in_place(device):
+    """Of a view of the pool; functionalised, its copy back is all that inductor may leave."""
+    prompts = Prompts(device, False, T=70)
+    whole = prompts.before.new_zeros(P, 3, *prompts.before.shape[1:])
+    whole[:, 1] = prompts.before
+    arguments = prompts.tokens | prompts.options | prompts.rows
+
+    def layer(whole):
+        return chunk_gla_(**arguments, state=whole[:, 1])
+
+    o = torch.compile(layer, fullgraph=True)(whole)
+    expected, pool = prompts.expected()
+    assert torch.equal(o, expected) and torch.equal(whole[:, 1], pool)
+    assert not whole[:, [0, 2]].any()
+
+
+def test_autocast_casts_q_k_v_alone(device):
+    prompts, plain = Prompts(device, True), Prompts(device, True)
+    plain.tokens |= {name: plain.tokens[name].bfloat16() for name in "qkv"}
+    with torch.autocast(device, dtype=torch.bfloat16):
+        o = prompts.run()
+    assert o.dtype == torch.bfloat16
+    assert torch.equal(o, plain.run()) and torch.equal(prompts.pool, plain.pool)
+
+
+def test_batch_invariance(device):
+    """A sequence's o and state are the same alone and packed among others, one of them skipped."""
+    with batch_invariant():
+        prompts = Prompts(device, True, dtype=torch.bfloat16, sizes=(2, 24, 40))
+        o = prompts.run()
+        for n in (0, 3, 6):
+            tokens = {name: prompts.of(t, n).contiguous() for name, t in prompts.tokens.items()}
+            state = prompts.before.clone()
+            alone = chunk_gla_(**tokens, state=state, slots=prompts.rows["slots"][n : n + 1])
+            if HAS_INITIAL[n]:
+                assert torch.equal(alone, prompts.of(o, n)), n

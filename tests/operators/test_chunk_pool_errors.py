@@ -1,0 +1,180 @@
+"""What `chunk_gla_` refuses: one sentence with what was expected and what came."""
+
+import re
+
+import pytest
+import torch
+from common import make_inputs
+
+from gla_ext import chunk_gla_
+
+ADVICE = "call gla_ext.chunk_gla, or run it under torch.no_grad()"
+EXPECTED = "chunk_gla_: expected "
+
+
+@pytest.fixture
+def x():
+    return make_inputs(2, 130, 2, 8, 12)
+
+
+def call(x, **changes):
+    arguments = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "state": x.initial_state}
+    return chunk_gla_(**(arguments | changes))
+
+
+def raises(error, message):
+    return pytest.raises(error, match="^" + re.escape(message) + "$")
+
+
+def indices(*values):
+    return torch.tensor(values)
+
+
+BAD_CALLS = {
+    "tokens": (
+        {"k": torch.zeros(2, 129, 2, 8)},
+        "k to have shape [B, T, HK, K] = [2, 130, 2, 8], got [2, 129, 2, 8]",
+    ),
+    "rank": (
+        {"state": torch.zeros(2, 8, 12)},
+        "state to have 4 dimensions [P, H, K, V], got 3 with shape [2, 8, 12]",
+    ),
+    "layout": (
+        {"state_v_first": True},
+        "state to have shape [P, H, V, K] = [2, 2, 12, 8], got [2, 2, 8, 12]",
+    ),
+    "rows without slots": (
+        {"state": torch.zeros(3, 2, 8, 12)},
+        "state to have shape [P, H, K, V] = [2, 2, 8, 12], got [3, 2, 8, 12]",
+    ),
+    "strides": (
+        {"state": torch.zeros(2, 2, 12, 8).mT},
+        "the last two dimensions of state to be contiguous, got strides [192, 96, 1, 8]",
+    ),
+    "overlap": (
+        {"state": torch.zeros(1, 2, 8, 12).expand(2, 2, 8, 12)},
+        "the matrices of state to lie apart, got sizes [2, 2, 8, 12] with strides [0, 96, 12, 1]",
+    ),
+    "count of slots": ({"slots": indices(0)}, "slots to have shape [N] = [2], got [1]"),
+    "count of write_slots": (
+        {"write_slots": indices(0, 1, 2)},
+        "write_slots to have shape [N] = [2], got [3]",
+    ),
+    "count of has_initial_state": (
+        {"has_initial_state": torch.ones(3, dtype=torch.bool)},
+        "has_initial_state to have shape [N] = [2], got [3]",
+    ),
+    "every": (
+        {"checkpoint_every": 100, "checkpoint_slots": indices(0, 1)},
+        "checkpoint_every to be a multiple of 64 tokens, at most 1073741824, got 100",
+    ),
+    "every below 0": (
+        {"checkpoint_every": -64},
+        "checkpoint_every to be a multiple of 64 tokens, at most 1073741824, got -64",
+    ),
+    "no every": (
+        {"checkpoint_slots": indices(0, 1)},
+        "checkpoint_every beside checkpoint_slots, got none",
+    ),
+    "nowhere": (
+        {"checkpoint_every": 64},
+        "checkpoint_slots, rows of the pool, or a tensor of checkpoints beside checkpoint_every, "
+        "got neither",
+    ),
+    "count of checkpoints": (
+        {"checkpoint_every": 64, "checkpoint_slots": indices(0, 1)},
+        "checkpoint_slots to have shape [N * (T // checkpoint_every)] = [4], got [2]",
+    ),
+    "checkpoints of another layout": (
+        {"checkpoint_every": 64, "checkpoints": torch.zeros(9, 2, 12, 8)},
+        "checkpoints to have shape [Q, H, K, V] = [9, 2, 8, 12], got [9, 2, 12, 8]",
+    ),
+    "checkpoints that overlap": (
+        {"checkpoint_every": 64, "checkpoints": torch.zeros(1, 2, 8, 12).expand(4, 2, 8, 12)},
+        "the matrices of checkpoints to lie apart, got sizes [4, 2, 8, 12] with strides "
+        "[0, 96, 12, 1]",
+    ),
+    "starts": (
+        {
+            "checkpoint_every": 64,
+            "checkpoints": torch.zeros(9, 2, 8, 12),
+            "checkpoint_cu_starts": indices(0, 2),
+        },
+        "checkpoint_cu_starts to have shape [N + 1] = [3], got [2]",
+    ),
+    "offsets": (
+        {"cu_seqlens": indices(0, 130)},
+        "batch size 1 with cu_seqlens (sequences packed in one row), got 2",
+    ),
+    "devices": (
+        {"slots": torch.zeros(2, dtype=torch.int64, device="meta")},
+        "slots on the device of q, cpu, got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("changes, message", BAD_CALLS.values(), ids=BAD_CALLS)
+def test_values(x, changes, message):
+    with raises(ValueError, EXPECTED + message):
+        call(x, **changes)
+
+
+def test_dtypes(x):
+    three = "torch.bfloat16, torch.float16 or torch.float32"
+    with raises(TypeError, EXPECTED + f"state to be {three}, got torch.float64"):
+        call(x, state=x.initial_state.double())
+    with raises(TypeError, EXPECTED + "state to be torch.float64 like q, got torch.float32"):
+        call(x.map(torch.Tensor.double), state=x.initial_state)
+    with raises(TypeError, EXPECTED + "slots to be torch.int32 or torch.int64, got torch.float32"):
+        call(x, slots=torch.zeros(2))
+    with raises(TypeError, EXPECTED + "has_initial_state to be torch.bool, got torch.int64"):
+        call(x, has_initial_state=indices(0, 1))
+
+
+def test_packed_checkpoints_need_their_offsets():
+    x = make_inputs(1, 130, 2, 8, 12, lengths=(64, 66))
+    message = "checkpoint_cu_starts beside checkpoint_every and cu_seqlens, got None"
+    with raises(ValueError, EXPECTED + message):
+        call(x, cu_seqlens=x.cu_seqlens, checkpoint_every=64, checkpoint_slots=indices(0, 1))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "state", "checkpoints"])
+def test_no_gradient_is_lost(x, name):
+    kept = torch.zeros(4, 2, 8, 12)
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "state": x.initial_state}
+    tensors["checkpoints"] = kept
+    changes = {name: tensors[name].requires_grad_(), "checkpoint_every": 64}
+    changes = {"checkpoints": kept} | changes
+    with raises(NotImplementedError, f"chunk_gla_: a pool of states has no gradient, {ADVICE}"):
+        call(x, **changes)
+    with torch.no_grad():
+        call(x, **changes)
+
+
+def test_autograd_knows_of_the_write(x):
+    weight = torch.ones(2, 2, 8, 12, requires_grad=True)
+    loss = (weight * x.initial_state).sum()
+    call(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_versions(x, mode):
+    kept = torch.zeros(4, 2, 8, 12)
+    with mode():
+        call(x)
+        call(x, checkpoint_every=64, checkpoints=kept)
+    assert (x.initial_state._version, kept._version) == (2, 1)
+
+
+def test_vmap(x):
+    message = "chunk_gla_: torch.vmap is not supported, use more rows and slots"
+    with raises(NotImplementedError, message):
+        torch.vmap(lambda state: call(x, state=state))(x.initial_state[None])
+
+
+def test_same_sentence_under_compile(x):
+    compiled = torch.compile(call, fullgraph=True)
+    with pytest.raises(Exception, match=re.escape("slots to have shape [N] = [2], got [3]")):
+        compiled(x, slots=torch.zeros(3, dtype=torch.int64))
