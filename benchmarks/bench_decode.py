@@ -1,6 +1,6 @@
 """A decoded token of the 374 M model: tokens/s by batch, and the GPU time of every launch.
 
-    python benchmarks/bench_decode.py                    # B 1, 32 and 256, with the launches of each
+    python benchmarks/bench_decode.py                    # B 1, 32 and 256, and their launches
     python benchmarks/bench_decode.py --batches 1 8 --no-launches
 
 bf16, random weights, fused projections, greedily, one CUDA graph a step. Each batch is decoded with

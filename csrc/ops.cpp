@@ -155,9 +155,8 @@ TORCH_LIBRARY(gla_ext, m) {
       "norm_swiglu(Tensor x, Tensor? norm_weight, float eps, Tensor gate_weight, Tensor "
       "up_weight, bool overlaps=False) -> Tensor",
       tags);
-  m.def(
-      "linear_residual(Tensor x, Tensor weight, Tensor residual, bool overlaps=False) -> Tensor",
-      tags);
+  m.def("linear_residual(Tensor x, Tensor weight, Tensor residual, bool overlaps=False) -> Tensor",
+        tags);
   m.def(
       "norm_gate_linear_residual(Tensor o, Tensor? norm_weight, float eps, Tensor gate, Tensor "
       "weight, Tensor residual, bool overlaps=False) -> Tensor",

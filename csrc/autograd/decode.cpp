@@ -1,12 +1,13 @@
 // A decoded token's operators have no gradient: they say so instead of losing it. What steps on a
 // pool tells autograd, one key below, that it has written to it.
+#include "checks/decode.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
 #include "checks/checker.h"
-#include "checks/decode.h"
 #include "refuse.h"
 
 namespace gla_ext {

@@ -8,10 +8,9 @@
 namespace gla_ext {
 
 // They have no gradient.
-constexpr std::array<const char*, 5> kDecodeOperators{"norm_linear", "norm_swiglu",
-                                                      "linear_residual",
-                                                      "norm_gate_linear_residual",
-                                                      "recurrent_gla_low_rank_step_"};
+constexpr std::array<const char*, 5> kDecodeOperators{
+    "norm_linear", "norm_swiglu", "linear_residual", "norm_gate_linear_residual",
+    "recurrent_gla_low_rank_step_"};
 
 void check_norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight,
                        at::TensorList weights);
@@ -26,7 +25,6 @@ void check_norm_gate_linear_residual(const at::Tensor& o, const OptionalTensor& 
 Shape check_low_rank_step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const at::Tensor& h, const at::Tensor& gate_weight,
                           const OptionalTensor& gate_bias, double normalizer,
-                          const at::Tensor& state, const OptionalTensor& slots,
-                          bool state_v_first);
+                          const at::Tensor& state, const OptionalTensor& slots, bool state_v_first);
 
 }  // namespace gla_ext

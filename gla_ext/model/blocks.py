@@ -13,13 +13,13 @@ from gla_ext.layers._options import typed_options
 from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext.layers._projections import is_plain, lay_side_by_side, project
 from gla_ext.layers._residual import add_and_norm, is_seen_through
-from gla_ext.model.step import step_attention, step_mlp
 from gla_ext.layers.attention import Attention
 from gla_ext.layers.attention_residuals import ResidualQuery, mix_residuals
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.layers.swiglu import swiglu, swiglu_linear
 from gla_ext.model.config import GLAConfig
+from gla_ext.model.step import step_attention, step_mlp
 from gla_ext.model.weights import init_weights
 from gla_ext.ops._checks import check_tensors
 from gla_ext.ops.chunk import in_mode_of_now

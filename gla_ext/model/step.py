@@ -119,9 +119,7 @@ def step_attention(
     )
 
 
-def step_mlp(
-    norm: nn.Module, mlp: nn.Module, x: Tensor, residual: Tensor | None
-) -> Tensor | None:
+def step_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor | None:
     """`residual + x`, the stream, and to it added the output of a SwiGLU MLP of its norm; or None.
 
     Args:

@@ -97,9 +97,7 @@ class DecodeCall {
     const bool fits = t.is_contiguous() && starts_aligned(t.const_data_ptr());
     return kept_.emplace_back(fits ? t : aligned(t)).const_data_ptr();
   }
-  static at::Tensor aligned(const at::Tensor& t) {
-    return t.clone(at::MemoryFormat::Contiguous);
-  }
+  static at::Tensor aligned(const at::Tensor& t) { return t.clone(at::MemoryFormat::Contiguous); }
 
   c10::cuda::CUDAGuard guard_;
   c10::cuda::CUDAStream stream_;

@@ -102,8 +102,8 @@ struct WeightChunk {
 
 // Eight columns of row 8 n + g, zeros where there is no such row.
 template <class T>
-__device__ __forceinline__ Eight<T> load_row(const DecodeLinear& p, const void* from, int32_t stride,
-                                             int n, int column) {
+__device__ __forceinline__ Eight<T> load_row(const DecodeLinear& p, const void* from,
+                                             int32_t stride, int n, int column) {
   const int row = 8 * n + gate::lane_row();
   Eight<T> x;
   x.clear();

@@ -9,8 +9,8 @@
 namespace gla_ext::cuda {
 
 constexpr int kMostDecodeRows = 32;
-constexpr int kMostMaps = 6;            // of one input
-constexpr int kDecodeStep = 32;         // columns that a warp takes at once; D is a multiple
+constexpr int kMostMaps = 6;     // of one input
+constexpr int kDecodeStep = 32;  // columns that a warp takes at once; D is a multiple
 constexpr int kMostDecodeColumns = 1 << 16;
 
 // What is done to x first: nothing, the norm of each row, or of each head with its gate.
@@ -38,8 +38,8 @@ struct DecodeLinear {
   float eps = 0, per_group = 0;
 
   LinearMap maps[kMostMaps];
-  int32_t count = 0, tiles = 0;  // maps, their tiles
-  const void* up = nullptr;      // as maps[0].weight, kSwiglu only
+  int32_t count = 0, tiles = 0;    // maps, their tiles
+  const void* up = nullptr;        // as maps[0].weight, kSwiglu only
   const void* residual = nullptr;  // [rows, maps[0].width]
   int32_t residual_stride = 0;
   bool overlaps = false;  // may start before the kernel before it has ended

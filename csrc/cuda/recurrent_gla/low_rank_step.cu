@@ -41,8 +41,8 @@ struct Gates {
     for (int i = 0; i < kEach; ++i)
 #pragma unroll
       for (int j = 0; j < kEarly; ++j)
-        w[i][j] = load8<Access::kFast>(row(gate, run, key(i)) + 8 * j,
-                                       key(i) < p.K && 8 * j < gate.rank);
+        w[i][j] =
+            load8<Access::kFast>(row(gate, run, key(i)) + 8 * j, key(i) < p.K && 8 * j < gate.rank);
   }
   __device__ __forceinline__ void store(const Recurrence& p, const LowRankGate& gate,
                                         const Run& run, float* decays) const {
@@ -52,8 +52,8 @@ struct Gates {
       if (key(i) >= p.K) continue;
       float z = 0;
       if (gate.bias.data != nullptr)
-        z = to_float(static_cast<const T*>(
-            gate.bias.data)[head_offset(gate.bias, run.head) + key(i)]);
+        z = to_float(
+            static_cast<const T*>(gate.bias.data)[head_offset(gate.bias, run.head) + key(i)]);
 #pragma unroll
       for (int j = 0; j < kEarly; ++j)
         if (8 * j < gate.rank) z = dot(w[i][j], load8_aligned(h + 8 * j), z);

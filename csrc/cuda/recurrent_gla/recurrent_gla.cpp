@@ -106,7 +106,8 @@ class RecurrentCall {
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   void low_rank_step(LowRankGate gate) {
-    gate.overlaps = gate.overlaps && at::cuda::getDeviceProperties(stream_.device_index())->major >= 9;
+    gate.overlaps =
+        gate.overlaps && at::cuda::getDeviceProperties(stream_.device_index())->major >= 9;
     recurrent_low_rank_step(p, gate, stream_);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
