@@ -365,11 +365,12 @@ def fuse_projections(module: Module) -> Module:
     output gate and the gate's first map of a `GatedLinearAttention`, q, k and v of an `Attention`
     without biases, gate and up of a `GLAMLP`.
 
-    A decoded token is mostly such products, each too small to fill a GPU; more than 256 tokens of
-    a batch take them apart, as before. The weights are laid side by side in memory, once. They stay
-    the same parameters under the same names, which may change in place, be trained and be saved;
-    none is kept twice. Since each is then a part of a larger storage, do it last: what moves or
-    replaces parameters (`model.to(...)`) takes them apart again, which costs speed alone. What
+    A decoded token is mostly such products, each too small to fill a GPU, unless it takes the
+    kernels of `gla_ext.model.step`, as on a GPU up to 32 rows in bf16 or fp16 do; more than 256
+    tokens of a batch take them apart, as before. The weights are laid side by side in memory, once.
+    They stay the same parameters under the same names, which may change in place, be trained and be
+    saved; none is kept twice. Since each is then a part of a larger storage, do it last: what moves
+    or replaces parameters (`model.to(...)`) takes them apart again, which costs speed alone. What
     holds their memory by its address, as a CUDA graph does, would read memory that was freed:
     capture after. safetensors' `save_model` refuses parameters of one storage and takes a
     `copy.deepcopy(module)`, in which they are apart; its `save_file`, `torch.save` of a whole

@@ -50,6 +50,7 @@ class DecodeCall {
     serves_ = weight->scalar_type() != at::kDouble;
     if (!serves_) return;
     p.norm_dtype = dtype_of(weight->scalar_type());
+    p.overlaps = p.overlaps && weight->is_contiguous();
     p.norm_weight = kept_.emplace_back(weight->contiguous()).const_data_ptr();
   }
   void gate(const at::Tensor& t) {
@@ -93,8 +94,10 @@ class DecodeCall {
     stride = static_cast<int32_t>(c.stride(0));
     return c.const_data_ptr();
   }
+  // The kernel may read weights before the one before it has ended, which must not be their copy.
   const void* weight(const at::Tensor& t) {
     const bool fits = t.is_contiguous() && starts_aligned(t.const_data_ptr());
+    p.overlaps = p.overlaps && fits;
     return kept_.emplace_back(fits ? t : aligned(t)).const_data_ptr();
   }
   static at::Tensor aligned(const at::Tensor& t) { return t.clone(at::MemoryFormat::Contiguous); }

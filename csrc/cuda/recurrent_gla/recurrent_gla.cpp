@@ -298,7 +298,10 @@ at::Tensor recurrent_gla_low_rank_step_cuda(
   gate.per_normalizer = static_cast<float>(1 / normalizer);
   gate.clamp_min = clamp_min.has_value() ? static_cast<float>(*clamp_min)
                                          : -std::numeric_limits<float>::infinity();
-  gate.overlaps = overlaps;
+  const bool copies = !gate_weight.is_contiguous() ||
+                      (given(gate_bias) && !gate_bias->is_contiguous()) ||
+                      (given(slots) && !slots->is_contiguous());
+  gate.overlaps = overlaps && !copies;  // what is read early must not be made by the kernel before
   call.low_rank_step(gate);
   return o;
 }
