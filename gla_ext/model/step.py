@@ -25,7 +25,7 @@ from gla_ext.layers._projections import is_plain, nobody_sees, split_heads
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention, is_one
 from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 from gla_ext.layers.short_convolution import convolve
-from gla_ext.ops._tracing import is_recorded_for_onnx
+from gla_ext.ops._tracing import is_recorded, is_recorded_for_onnx
 from gla_ext.ops.chunk import is_batch_invariant
 
 _norm_linear = torch.ops.gla_ext.norm_linear.default
@@ -107,9 +107,9 @@ def step_attention(
     clamp_min = None if layer.clamp_min is None else float(layer.clamp_min)
     normalizer = float(layer.gate_logit_normalizer)
     slots = getattr(past_key_values, "slots", None)
-    o = _low_rank_step(
-        *(q, k, v, h, up.weight, up.bias, normalizer, clamp_min, state, slots, None, True, True)
-    )
+    early = not is_recorded()  # a compiled graph may copy the states just before
+    gate_options = (up.weight, up.bias, normalizer, clamp_min)
+    o = _low_rank_step(q, k, v, h, *gate_options, state, slots, None, True, early)
     past_key_values.update(
         layer_idx=layer.layer_idx, recurrent_state=state, conv_state=conv_state, offset=1
     )
