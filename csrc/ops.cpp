@@ -152,6 +152,28 @@ TORCH_LIBRARY(gla_ext, m) {
       "float? clamp_min) -> (Tensor dh, Tensor dweight, Tensor dbias)",
       tags);
 
+  // A decoded token's layer. overlaps: the kernel may start before the one before it on the stream
+  // has ended, and read weights, and the step states; nothing that may still run writes them.
+  m.def(
+      "norm_linear(Tensor x, Tensor? norm_weight, float eps, Tensor[] weights, bool "
+      "overlaps=False) -> Tensor[]",
+      tags);
+  m.def(
+      "norm_swiglu(Tensor x, Tensor? norm_weight, float eps, Tensor gate_weight, Tensor "
+      "up_weight, bool overlaps=False) -> Tensor",
+      tags);
+  m.def("linear_residual(Tensor x, Tensor weight, Tensor residual, bool overlaps=False) -> Tensor",
+        tags);
+  m.def(
+      "norm_gate_linear_residual(Tensor o, Tensor? norm_weight, float eps, Tensor gate, Tensor "
+      "weight, Tensor residual, bool overlaps=False) -> Tensor",
+      tags);
+  m.def(
+      "recurrent_gla_low_rank_step_(Tensor q, Tensor k, Tensor v, Tensor h, Tensor gate_weight, "
+      "Tensor? gate_bias, float normalizer, float? clamp_min, Tensor(a!) state, Tensor? slots, "
+      "float? scale, bool state_v_first, bool overlaps=False) -> Tensor",
+      tags);
+
   // The steps, by the names of csrc/README.md; forward 1 and 2 are backward 1 and 2.
   m.def("_gate_cumsum(Tensor g, Tensor? cu_seqlens) -> Tensor", tags);
   m.def(

@@ -5,6 +5,7 @@
 
 #include "autograd/for_backward.h"
 #include "checks/checker.h"
+#include "checks/decode.h"
 #include "checks/recurrent_gla.h"
 #include "checks/steps.h"
 #include "halves.h"
@@ -64,11 +65,15 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
   for (const char* op : kHalves) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kPoolOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  for (const char* op : kDecodeOperators)
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kSteps) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, FuncTorchBatched, m) {
   for (const char* op : {"chunk_gla_", "recurrent_gla_step_", "recurrent_gla_commit_"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
+  for (const char* op : kDecodeOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
 }
 

@@ -369,7 +369,7 @@ class GatedLinearAttention(nn.Module):
         # Checkpointing computes again with grad mode on what it computed with grad mode off.
         if self.training or torch.is_grad_enabled():
             return False
-        return _is_one(q.shape[1])
+        return is_one(q.shape[1])
 
     def _check_context_parallel(self, attention_mask: Tensor | None) -> None:
         if attention_mask is not None:
@@ -410,7 +410,7 @@ class GatedLinearAttention(nn.Module):
         return None if entry is None else entry[name]
 
 
-def _is_one(T: int | torch.SymInt) -> bool:
+def is_one(T: int | torch.SymInt) -> bool:
     """Whether T is 1, without a guard where it is symbolic."""
     if not isinstance(T, torch.SymInt) and not torch.compiler.is_compiling():
         return bool(T == 1)  # torch.jit.trace makes a tensor of T

@@ -19,6 +19,7 @@ from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.layers.swiglu import swiglu, swiglu_linear
 from gla_ext.model.config import GLAConfig
+from gla_ext.model.step import step_attention, step_mlp
 from gla_ext.model.weights import init_weights
 from gla_ext.ops._checks import check_tensors
 from gla_ext.ops.chunk import in_mode_of_now
@@ -119,20 +120,38 @@ class GLABlock(nn.Module):
         x: Tensor,
         residual: Tensor | None = None,
         prenorm: bool = False,
+        follows_step: bool = False,
         **attn_args: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """x `[B, T, hidden_size]`; attn_args go to forward of `attn`, a `GatedLinearAttention` or
         in some blocks of a hybrid model an `Attention`.
 
         The sums are made inside the norms that follow them. With a residual, x is added to it
         first; with prenorm, the MLP's output and the residual that it is to be added to are
-        returned, for the next norm to add.
+        returned, for the next norm to add. Where a token is decoded in a few kernels, see
+        `gla_ext.model.step`, they make the sums: there is then no residual, and the next block
+        is told that it follows_step.
         """
-        y, residual = add_and_norm(self.attn_norm, x, residual, self.fuse_norm)
-        x = self.attn(y, **attn_args)[0]
+        if (y := self._step_attention(x, residual, follows_step, attn_args)) is not None:
+            x, residual = y, None
+        else:
+            y, residual = add_and_norm(self.attn_norm, x, residual, self.fuse_norm)
+            x = self.attn(y, **attn_args)[0]
+        if self.fuse_norm and type(self.mlp) is GLAMLP:
+            y = step_mlp(self.mlp_norm, self.mlp, x, residual)
+            if y is not None:
+                return (y, None) if prenorm else y
         y, residual = add_and_norm(self.mlp_norm, x, residual, self.fuse_norm)
         x = self.mlp(y)
         return (x, residual) if prenorm else residual + x
+
+    def _step_attention(
+        self, x: Tensor, residual: Tensor | None, follows_step: bool, attn_args: dict[str, Any]
+    ) -> Tensor | None:
+        if not self.fuse_norm:
+            return None
+        norm, layer = self.attn_norm, self.attn
+        return step_attention(norm, layer, x, residual, follows_step, **attn_args)
 
 
 class AttentionResidualBlock(GLABlock):
@@ -306,7 +325,7 @@ def run_blocks(
     if cp_context is not None:
         attn_args["cp_context"] = cp_context
     # The sum at a block's end is made in the norm that the next one starts with.
-    blocks, residual = list(blocks), None
+    blocks, residual, follows_step = list(blocks), None, False
     carries = inputs is None and all(
         type(block) is GLABlock and block.fuse_norm and is_seen_through(block) for block in blocks
     )
@@ -319,7 +338,8 @@ def run_blocks(
         elif not carries:
             x = call(block, x, **attn_args)
         elif residual is None:
-            x, residual = call(block, x, prenorm=True, **attn_args)
+            x, residual = call(block, x, prenorm=True, follows_step=follows_step, **attn_args)
+            follows_step = residual is None
         else:
             x, residual = call(block, x, residual, prenorm=True, **attn_args)
     if residuals is not None:
@@ -345,11 +365,12 @@ def fuse_projections(module: Module) -> Module:
     output gate and the gate's first map of a `GatedLinearAttention`, q, k and v of an `Attention`
     without biases, gate and up of a `GLAMLP`.
 
-    A decoded token is mostly such products, each too small to fill a GPU; more than 256 tokens of
-    a batch take them apart, as before. The weights are laid side by side in memory, once. They stay
-    the same parameters under the same names, which may change in place, be trained and be saved;
-    none is kept twice. Since each is then a part of a larger storage, do it last: what moves or
-    replaces parameters (`model.to(...)`) takes them apart again, which costs speed alone. What
+    A decoded token is mostly such products, each too small to fill a GPU, unless it takes the
+    kernels of `gla_ext.model.step`, as on a GPU up to 32 rows in bf16 or fp16 do; more than 256
+    tokens of a batch take them apart, as before. The weights are laid side by side in memory, once.
+    They stay the same parameters under the same names, which may change in place, be trained and be
+    saved; none is kept twice. Since each is then a part of a larger storage, do it last: what moves
+    or replaces parameters (`model.to(...)`) takes them apart again, which costs speed alone. What
     holds their memory by its address, as a CUDA graph does, would read memory that was freed:
     capture after. safetensors' `save_model` refuses parameters of one storage and takes a
     `copy.deepcopy(module)`, in which they are apart; its `save_file`, `torch.save` of a whole

@@ -85,6 +85,16 @@ SCHEMAS = {
     "(Tensor dgate, Tensor dup, Tensor y)",
     "swiglu_linear": "(Tensor gate, Tensor up, Tensor weight, Tensor? bias) -> Tensor",
     "joint_projection": "(Tensor x, Tensor[] weights, ScalarType dtype) -> Tensor[]",
+    "norm_linear": "(Tensor x, Tensor? norm_weight, float eps, Tensor[] weights, "
+    "bool overlaps=False) -> Tensor[]",
+    "norm_swiglu": "(Tensor x, Tensor? norm_weight, float eps, Tensor gate_weight, "
+    "Tensor up_weight, bool overlaps=False) -> Tensor",
+    "linear_residual": "(Tensor x, Tensor weight, Tensor residual, bool overlaps=False) -> Tensor",
+    "norm_gate_linear_residual": "(Tensor o, Tensor? norm_weight, float eps, Tensor gate, "
+    "Tensor weight, Tensor residual, bool overlaps=False) -> Tensor",
+    "recurrent_gla_low_rank_step_": "(Tensor q, Tensor k, Tensor v, Tensor h, Tensor gate_weight, "
+    "Tensor? gate_bias, float normalizer, float? clamp_min, Tensor(a!) state, Tensor? slots, "
+    "float? scale, bool state_v_first, bool overlaps=False) -> Tensor",
     "short_convolution_fwd": "(Tensor x, Tensor weight, Tensor? bias, Tensor? cache, "
     "Tensor? cu_seqlens, bool output_state) -> (Tensor y, Tensor state)",
     "short_convolution_bwd": "(Tensor dy, Tensor? dstate, Tensor x, Tensor weight, Tensor? bias, "
@@ -146,11 +156,12 @@ def test_dispatch_keys_and_tag(name):
 def test_autocast_key(key):
     """Norm, convolution, SwiGLU and cross entropy keep the dtype that their input comes in, as they
     compute in fp32; the linear maps of SwiGLU, cross entropy and the gate are cast. The layer casts
-    for its joint projection, whose weights are cast inside.
+    for its joint projection, whose weights are cast inside. Under autocast no token is decoded by
+    the operators of a step.
     """
     without = (
         *("_", "rms_norm", "short_convolution", "swiglu_fwd", "cross_entropy", "joint"),
-        "chunk_gla_fold",
+        *("chunk_gla_fold", "norm_", "linear_residual", "recurrent_gla_low_rank"),
     )
     for name in SCHEMAS:
         expected = not name.startswith(without) and not name.endswith("_bwd")

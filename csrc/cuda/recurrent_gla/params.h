@@ -46,6 +46,20 @@ struct Recurrence {
 // q k v gk gv state_in -> o, state_out
 void recurrent_forward(const Recurrence& p, cudaStream_t stream);
 
+// What the gates of a token's step are made of: gk = max(logsigmoid(W h + b) / normalizer, clamp).
+constexpr int kMostLowRank = 256;
+struct LowRankGate {
+  const void* h = nullptr;  // [B, rank], rows at multiples of 16 bytes
+  int64_t h_stride = 0;
+  Rows weight, bias;  // of a head: [K, rank], the rank contiguous, and [K]; bias may be absent
+  int32_t rank = 0;   // a multiple of 8
+  float per_normalizer = 1, clamp_min = 0;
+  bool overlaps = false;  // may start before the kernel before it has ended
+};
+
+// q k v state_in and the gate's -> o, state_out, of one token a row; everything has q's dtype.
+void recurrent_low_rank_step(const Recurrence& p, const LowRankGate& gate, cudaStream_t stream);
+
 // q k v gk gv state_in -> o, of rows whose states are in a pool. A draft of 2 to 16 tokens takes
 // the chunk form; else the recurrence runs.
 void recurrent_verify(const Recurrence& p, int multiprocessors, cudaStream_t stream);

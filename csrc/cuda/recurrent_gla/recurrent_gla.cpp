@@ -7,13 +7,16 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <vector>
 
 #include "checks/chunk_gla.h"
+#include "checks/decode.h"
 #include "common/groups.h"
 #include "common/head_gates.h"
 #include "cuda/host/tensors.h"
 #include "cuda/plan/plan.h"
+#include "decode.h"
 #include "ops.h"
 #include "params.h"
 
@@ -100,6 +103,12 @@ class RecurrentCall {
 
   void forward() {
     recurrent_forward(p, stream_);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+  void low_rank_step(LowRankGate gate) {
+    gate.overlaps =
+        gate.overlaps && at::cuda::getDeviceProperties(stream_.device_index())->major >= 9;
+    recurrent_low_rank_step(p, gate, stream_);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   void verify() {
@@ -253,12 +262,57 @@ void recurrent_gla_commit_cuda(const at::Tensor& k, const at::Tensor& v, const O
               {state, slots, &accepted, state_v_first}, 1.0, /*write=*/true);
 }
 
+at::Tensor recurrent_gla_low_rank_step_cuda(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& h,
+    const at::Tensor& gate_weight, const OptionalTensor& gate_bias, double normalizer,
+    std::optional<double> clamp_min, at::Tensor& state, const OptionalTensor& slots,
+    std::optional<double> scale, bool state_v_first, bool overlaps) {
+  const char* op = "recurrent_gla_low_rank_step_";
+  Shape shape = check_low_rank_step(q, k, v, h, gate_weight, gate_bias, normalizer, state, slots,
+                                    state_v_first);
+  const int64_t R = h.size(2), K = k.size(3);
+  const bool is_short = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
+  const at::Tensor h_rows = h.is_contiguous() ? h : h.contiguous();
+  const at::Tensor weight = gate_weight.is_contiguous() ? gate_weight : gate_weight.contiguous();
+  if (!is_short || R % 8 != 0 || R > kMostLowRank || !starts_aligned(h_rows.const_data_ptr()) ||
+      !starts_aligned(weight.const_data_ptr()))
+    return composed::recurrent_gla_low_rank_step_(q, k, v, h, gate_weight, gate_bias, normalizer,
+                                                  clamp_min, state, slots, scale, state_v_first,
+                                                  overlaps);
+  check_pool_layout(op, state, /*written=*/true);
+  shape.N = shape.B;  // a run is a row
+  RecurrentCall call(op, shape, q, scale);
+  Recurrence& p = call.p;
+  p.state_v_first = state_v_first;
+  call.input(p.q, q);
+  call.input(p.k, k);
+  call.input(p.v, v);
+  if (given(slots)) call.input(p.slots, *slots);
+  at::Tensor o = call.output(p.o, p.V, v.scalar_type());
+  call.use_pool(state);
+  p.state_out = const_cast<float*>(p.state_in);
+  LowRankGate gate{.h = h_rows.const_data_ptr(), .h_stride = R, .rank = static_cast<int32_t>(R)};
+  // As the rows of one token: a head's K rows of the weight, and its K biases.
+  call.input(gate.weight, weight.view({1, 1, k.size(2), K * R}));
+  if (given(gate_bias)) call.input(gate.bias, gate_bias->reshape({1, 1, k.size(2), K}));
+  gate.per_normalizer = static_cast<float>(1 / normalizer);
+  gate.clamp_min = clamp_min.has_value() ? static_cast<float>(*clamp_min)
+                                         : -std::numeric_limits<float>::infinity();
+  const bool copies = !gate_weight.is_contiguous() ||
+                      (given(gate_bias) && !gate_bias->is_contiguous()) ||
+                      (given(slots) && !slots->is_contiguous());
+  gate.overlaps = overlaps && !copies;  // what is read early must not be made by the kernel before
+  call.low_rank_step(gate);
+  return o;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_cuda);
   m.impl("recurrent_gla_bwd", recurrent_gla_bwd_cuda);
   m.impl("recurrent_gla_step_", recurrent_gla_step_cuda);
+  m.impl("recurrent_gla_low_rank_step_", recurrent_gla_low_rank_step_cuda);
   m.impl("recurrent_gla_verify", recurrent_gla_verify_cuda);
   m.impl("recurrent_gla_commit_", recurrent_gla_commit_cuda);
 }

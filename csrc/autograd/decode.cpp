@@ -1,0 +1,70 @@
+// A decoded token's operators have no gradient: they say so instead of losing it. What steps on a
+// pool tells autograd, one key below, that it has written to it.
+#include "checks/decode.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/GradMode.h>
+#include <torch/library.h>
+
+#include "checks/checker.h"
+#include "refuse.h"
+
+namespace gla_ext {
+namespace {
+
+void refuse_grad(const std::string& op, const at::Tensor& t) {
+  if (!t.defined()) return;
+  refuse_unsupported(op.c_str(), t);
+  TORCH_CHECK_NOT_IMPLEMENTED(!c10::GradMode::is_enabled() || !t.requires_grad(), op,
+                              ": decoding has no gradient, run it under torch.no_grad()");
+}
+
+void refuse_grads(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const std::string name = public_name(op.schema().name());
+  for (const auto& value : torch::jit::last(stack, op.schema().arguments().size())) {
+    if (value.isTensor()) refuse_grad(name, value.toTensor());
+    if (value.isTensorList())
+      for (const at::Tensor& t : value.toTensorVector()) refuse_grad(name, t);
+  }
+}
+
+void without_grad(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  refuse_grads(op, *stack);
+  at::AutoDispatchBelowADInplaceOrView below;
+  op.callBoxed(stack);
+}
+
+void step_without_grad(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  refuse_grads(op, *stack);
+  at::AutoDispatchBelowAutograd below;
+  op.callBoxed(stack);
+}
+
+void step_and_tell(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const size_t arguments = op.schema().arguments().size();
+  const auto place = static_cast<size_t>(*op.schema().argumentIndexWithName("state"));
+  const at::Tensor state = torch::jit::peek(*stack, place, arguments).toTensor();
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.callBoxed(stack);
+  }
+  state.unsafeGetTensorImpl()->bump_version();
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
+  for (const char* op : kDecodeOperators) {
+    const bool steps = std::string_view(op) == "recurrent_gla_low_rank_step_";
+    m.impl(op, steps ? torch::CppFunction::makeFromBoxedFunction<&step_without_grad>()
+                     : torch::CppFunction::makeFromBoxedFunction<&without_grad>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
+  m.impl("recurrent_gla_low_rank_step_",
+         torch::CppFunction::makeFromBoxedFunction<&step_and_tell>());
+}
+
+}  // namespace gla_ext

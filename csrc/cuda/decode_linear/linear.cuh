@@ -1,0 +1,288 @@
+// Linear maps of up to 32 rows: y = n(x) Wᵀ, where n is nothing, an RMS norm of each row, or one of
+// each head times swish(gate); then y, silu(y) ⊙ y_up, or residual + y.
+//
+// grid    a block has 16 rows of the weights (8 of gate and 8 of up), a warp 128 of their columns,
+//         or several times 128; partial sums meet in shared memory and are added in order
+// reads   x, gate [rows, D], norm_weight [group], weights [N, D], residual [rows, N]
+// writes  y [rows, N]
+// Weights are the left operand of 16 x 8 x 16 products, rows of x the right one, and go from memory
+// to registers, before the kernel before has ended. In 32 columns, lane 4 g + t has 8 t to 8 t + 7
+// of weight rows g and g + 8, and of x's row g: one load of 16 bytes makes operands of two products
+// (the order of columns in a product does not matter). n(x) is rounded as the norm by itself rounds
+// it. The order of every sum follows from D alone: a row's bits depend on nothing but the row.
+#pragma once
+
+#include "cuda/device/dynamic_shared.h"
+#include "cuda/gate_projection/fragments.cuh"
+#include "cuda/rms_norm_gate/activation.cuh"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "params.h"
+
+namespace gla_ext::cuda::decode {
+
+constexpr int kSteps = 4;  // of a warp at once
+constexpr int kChunkColumns = kSteps * kDecodeStep;
+
+// Warps of a block: at most, and at least as many as there are tiles of 8 rows of x.
+constexpr int most_warps(bool has_norm) { return has_norm ? 16 : 24; }
+constexpr int kLeastWarps = 4;
+// Most threads, for the compiler: three blocks of 8 warps share a multiprocessor's registers, two
+// where many rows are normed.
+constexpr int most_threads(int row_tiles, Before before) {
+  const bool many = row_tiles == 4 || (row_tiles == 2 && before == Before::kGatedNorm);
+  return many && before != Before::kNothing ? 512 : 768;
+}
+inline int warps_of(int D, bool has_norm) {
+  const int chunks = (D + kChunkColumns - 1) / kChunkColumns, most = most_warps(has_norm);
+  const int turns = (chunks + most - 1) / most, warps = (chunks + turns - 1) / turns;
+  return warps < kLeastWarps ? kLeastWarps : warps;
+}
+inline int row_tiles_of(int rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
+
+// Where a block's shared memory starts, in floats: partial sums, which follow the norm's sums of
+// squares in the same place; 1 / rms of every group and row; the norm's weight.
+struct Places {
+  int rstd, norm_weight, end;
+
+  __host__ __device__ Places(const DecodeLinear& p, int warps, int row_tiles, bool has_norm) {
+    const int partials = warps * row_tiles * 128;
+    const int squares = has_norm ? p.D / kDecodeStep * kMostDecodeRows : 0;
+    rstd = partials > squares ? partials : squares;
+    norm_weight = rstd + (has_norm ? p.D / p.group * kMostDecodeRows : 0);
+    end = norm_weight + (has_norm ? p.group : 0);
+  }
+};
+
+// Sixteen bytes of weights, which are read once.
+__device__ __forceinline__ uint4 load_weights(const void* p) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p));
+  return x;
+}
+
+// The 16 rows of weights of a block, at this lane's first column.
+template <class T, After kAfter>
+struct WeightTile {
+  const T *upper, *lower;  // rows g and g + 8
+  int map = 0, first;      // row of the map
+
+  __device__ __forceinline__ explicit WeightTile(const DecodeLinear& p) {
+    const int tile = static_cast<int>(blockIdx.x), g = gate::lane_row();
+#pragma unroll
+    for (int i = 1; i < kMostMaps; ++i)
+      if (i < p.count && tile >= p.maps[i].first_tile) map = i;
+    const LinearMap& m = p.maps[map];
+    first = (tile - m.first_tile) * (kAfter == After::kSwiglu ? 8 : 16);
+    // Rows after the last one are read as it, and not stored.
+    const auto row = [&](const void* weight, int i) {
+      const int64_t there = i < m.width ? i : m.width - 1;
+      return static_cast<const T*>(weight) + there * p.D + 8 * gate::lane_pair();
+    };
+    upper = row(m.weight, first + g);
+    lower = kAfter == After::kSwiglu ? row(p.up, first + g) : row(m.weight, first + g + 8);
+  }
+};
+
+// What a lane holds of a chunk of a tile's columns.
+struct WeightChunk {
+  uint4 w[kSteps][2];
+
+  template <class Tile>
+  __device__ __forceinline__ void load(const DecodeLinear& p, const Tile& tile, int column) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      if (column + s * kDecodeStep >= p.D) break;
+      w[s][0] = load_weights(tile.upper + column + s * kDecodeStep);
+      w[s][1] = load_weights(tile.lower + column + s * kDecodeStep);
+    }
+  }
+};
+
+// Eight columns of row 8 n + g, zeros where there is no such row.
+template <class T>
+__device__ __forceinline__ Eight<T> load_row(const DecodeLinear& p, const void* from,
+                                             int32_t stride, int n, int column) {
+  const int row = 8 * n + gate::lane_row();
+  Eight<T> x;
+  x.clear();
+  if (row < p.rows)
+    x = load8_aligned(static_cast<const T*>(from) + row * stride + column + 8 * gate::lane_pair());
+  return x;
+}
+
+// 1 / rms of every row and group, in shared memory. All threads call it.
+template <class T, int kTiles>
+__device__ __forceinline__ void norm_rows(const DecodeLinear& p, const Places& at, float* s) {
+  const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll 1
+  for (int first = warp * kChunkColumns; first < p.D; first += warps * kChunkColumns) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int column = first + i * kDecodeStep;
+      if (column >= p.D) break;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const Eight<T> x = load_row<T>(p, p.x, p.x_stride, n, column);
+        float sum = 0;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) sum = fmaf(x[e], x[e], sum);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        if (gate::lane_pair() == 0)
+          s[column / kDecodeStep * kMostDecodeRows + 8 * n + gate::lane_row()] = sum;
+      }
+    }
+  }
+  __syncthreads();  // sums of squares are written
+  const int steps = p.group / kDecodeStep, places = p.D / p.group * kMostDecodeRows;
+  for (int i = static_cast<int>(threadIdx.x); i < places; i += static_cast<int>(blockDim.x)) {
+    const int row = i % kMostDecodeRows, group = i / kMostDecodeRows;
+    if (row >= 8 * kTiles) continue;
+    float sum = 0;
+#pragma unroll 8
+    for (int j = 0; j < steps; ++j) sum += s[(group * steps + j) * kMostDecodeRows + row];
+    s[at.rstd + i] = rsqrtf(sum * p.per_group + p.eps);
+  }
+  __syncthreads();  // 1 / rms is written, sums of squares are read
+}
+
+// n(x) of eight columns.
+template <class T, Before kBefore>
+__device__ __forceinline__ uint4 operand(const DecodeLinear& p, const Places& at, const float* s,
+                                         int n, int column) {
+  Eight<T> x = load_row<T>(p, p.x, p.x_stride, n, column);
+  if constexpr (kBefore != Before::kNothing) {
+    Eight<T> gates;
+    if constexpr (kBefore == Before::kGatedNorm)
+      gates = load_row<T>(p, p.gate, p.gate_stride, n, column);
+    const int group = column / p.group;
+    const float rstd = s[at.rstd + group * kMostDecodeRows + 8 * n + gate::lane_row()];
+    const float* w = s + at.norm_weight + column - group * p.group + 8 * gate::lane_pair();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float y[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        y[e] = x[2 * i + e] * rstd * w[2 * i + e];
+        if constexpr (kBefore == Before::kGatedNorm) {
+          const float z = gates[2 * i + e];
+          y[e] *= z * sigmoid<T>(z);
+        }
+      }
+      x.words[i] = gate::rounded_pair<T>(y[0], y[1]);
+    }
+  }
+  return *reinterpret_cast<const uint4*>(x.words);
+}
+
+template <class T, int kTiles, Before kBefore, After kAfter>
+__global__ void __launch_bounds__(most_threads(kTiles, kBefore))
+    linear_kernel(const __grid_constant__ DecodeLinear p) {
+  extern __shared__ float4 shared[];
+  float* s = reinterpret_cast<float*>(shared);
+  const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const Places at(p, warps, kTiles, kBefore != Before::kNothing);
+  sm90::release_next_kernel();
+
+  // Nothing of this has been written by the kernel before.
+  const WeightTile<T, kAfter> tile(p);
+  WeightChunk weights;
+  int column = warp * kChunkColumns;
+  weights.load(p, tile, column);
+  if constexpr (kBefore != Before::kNothing)
+    for (int i = static_cast<int>(threadIdx.x); i < p.group; i += static_cast<int>(blockDim.x))
+      s[at.norm_weight + i] =
+          p.norm_weight == nullptr ? 1.f : load_any(p.norm_weight, p.norm_dtype, i);
+
+  sm90::await_previous_kernel();
+  const LinearMap& map = p.maps[tile.map];
+  // Of the sums that this lane will store: rows of weights g and g + 8, rows 8 warp + 2 t + e of x.
+  const int weight_row = tile.first + gate::lane_row();
+  const int x_row = 8 * warp + 2 * gate::lane_pair();
+  float added[4]{};
+  if constexpr (kAfter == After::kAddResidual) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = x_row + i % 2, r = weight_row + i / 2 * 8;
+      if (warp < kTiles && row < p.rows && r < map.width)
+        added[i] = to_float(static_cast<const T*>(p.residual)[row * p.residual_stride + r]);
+    }
+  }
+  if constexpr (kBefore != Before::kNothing) norm_rows<T, kTiles>(p, at, s);
+
+  float sums[kTiles][4]{};
+  while (column < p.D) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int first = column + i * kDecodeStep;
+      if (first >= p.D) break;
+      const uint4 u = weights.w[i][0], l = weights.w[i][1];
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const uint4 x = operand<T, kBefore>(p, at, s, n, first);
+        gate::multiply<T>(sums[n], {u.x, l.x, u.y, l.y}, x.x, x.y);
+        gate::multiply<T>(sums[n], {u.z, l.z, u.w, l.w}, x.z, x.w);
+      }
+    }
+    column += warps * kChunkColumns;
+    if (column < p.D) weights.load(p, tile, column);
+  }
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n)
+    shared[(warp * kTiles + n) * 32 + lane] =
+        make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
+  __syncthreads();  // sums of every warp are written
+  if (warp >= kTiles) return;
+  float y[4]{};
+#pragma unroll 4
+  for (int i = 0; i < warps; ++i) {
+    const float4 x = shared[(i * kTiles + warp) * 32 + lane];
+    y[0] += x.x, y[1] += x.y, y[2] += x.z, y[3] += x.w;
+  }
+  T* out = static_cast<T*>(map.y);
+  if constexpr (kAfter == After::kSwiglu) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      if (x_row + e < p.rows && weight_row < map.width)
+        out[int64_t{x_row + e} * map.width + weight_row] =
+            from_float<T>(y[e] * sigmoid<T>(y[e]) * y[2 + e]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = x_row + i % 2, r = weight_row + i / 2 * 8;
+      if (row < p.rows && r < map.width)
+        out[int64_t{row} * map.width + r] =
+            from_float<T>(kAfter == After::kAddResidual ? added[i] + y[i] : y[i]);
+    }
+  }
+}
+
+template <class T, int kTiles, Before kBefore, After kAfter>
+void launch_linear(const DecodeLinear& p, cudaStream_t stream) {
+  const auto kernel = linear_kernel<T, kTiles, kBefore, kAfter>;
+  static const DynamicShared shared(kernel, kMostDecodeBytes);
+  const size_t bytes = decode_linear_bytes(p, kBefore != Before::kNothing);
+  if (bytes > size_t{48} << 10) shared.allow();
+  const int threads = 32 * warps_of(p.D, kBefore != Before::kNothing);
+  if (p.overlaps)
+    sm90::launch_dependent(kernel, p.tiles, threads, bytes, stream, p);
+  else
+    kernel<<<static_cast<unsigned>(p.tiles), threads, bytes, stream>>>(p);
+}
+
+template <Before kBefore, After kAfter>
+void launch_linear(const DecodeLinear& p, cudaStream_t stream) {
+  const auto with = [&](auto type) {
+    using T = typename decltype(type)::type;
+    if (p.rows <= 8) return launch_linear<T, 1, kBefore, kAfter>(p, stream);
+    if (p.rows <= 16) return launch_linear<T, 2, kBefore, kAfter>(p, stream);
+    launch_linear<T, 4, kBefore, kAfter>(p, stream);
+  };
+  if (p.dtype == DType::kBFloat16) return with(Type<bf16>{});
+  with(Type<half>{});
+}
+
+}  // namespace gla_ext::cuda::decode

@@ -1,0 +1,20 @@
+// norm_linear and norm_swiglu: linear maps of the norm of each row.
+#include "linear.cuh"
+
+namespace gla_ext::cuda {
+
+size_t decode_linear_bytes(const DecodeLinear& p, bool has_norm) {
+  const int warps = decode::warps_of(p.D, has_norm);
+  const decode::Places at(p, warps, decode::row_tiles_of(p.rows), has_norm);
+  return at.end * sizeof(float);
+}
+
+void decode_norm_linear(const DecodeLinear& p, cudaStream_t stream) {
+  decode::launch_linear<Before::kNorm, After::kStore>(p, stream);
+}
+
+void decode_norm_swiglu(const DecodeLinear& p, cudaStream_t stream) {
+  decode::launch_linear<Before::kNorm, After::kSwiglu>(p, stream);
+}
+
+}  // namespace gla_ext::cuda

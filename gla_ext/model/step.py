@@ -1,0 +1,162 @@
+"""A decoded token's way through a block in five kernels, in place of some fourteen.
+
+Norms, gates, activations and the sums of the residual stream are made in the kernels of the
+products that follow or precede them, which are gla_ext's own for so few rows:
+
+    norm_linear                   norm, then q, k, v, the output gate and the gate's first map
+    recurrent_gla_low_rank_step_  the gate's second map, and the recurrence on the pool of states
+    norm_gate_linear_residual     the heads' norm with the output gate, o_proj, residual
+    norm_swiglu                   norm, gate_proj and up_proj, SwiGLU
+    linear_residual               down_proj, residual
+
+They serve where nothing else wants to see what they leave out; else None is returned, and the
+block's modules are called one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+from gla_ext.layers._projections import is_plain, nobody_sees, split_heads
+from gla_ext.layers.gated_linear_attention import GatedLinearAttention, is_one
+from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
+from gla_ext.layers.short_convolution import convolve
+from gla_ext.ops._tracing import is_recorded, is_recorded_for_onnx
+from gla_ext.ops.chunk import is_batch_invariant
+
+_norm_linear = torch.ops.gla_ext.norm_linear.default
+_low_rank_step = torch.ops.gla_ext.recurrent_gla_low_rank_step_.default
+_norm_gate_linear_residual = torch.ops.gla_ext.norm_gate_linear_residual.default
+_norm_swiglu = torch.ops.gla_ext.norm_swiglu.default
+_linear_residual = torch.ops.gla_ext.linear_residual.default
+
+MOST_ROWS = 32  # of a batch, one token each: the kernels' own limit
+DEVICES = ("cuda",)
+DTYPES = (torch.bfloat16, torch.float16)
+_COLUMNS = 32  # that the kernels take at once
+
+
+def takes_step(x: Tensor, residual: Tensor | None) -> bool:
+    """Whether x `[B, 1, D]` is a decoded token of few rows, without a gradient.
+
+    Batch-invariant mode keeps to products that serve any number of rows, and autocast to its casts.
+    """
+    if torch.is_grad_enabled() or x.device.type not in DEVICES or x.dtype not in DTYPES:
+        return False
+    if x.ndim != 3 or not is_one(x.shape[1]) or x.shape[0] > MOST_ROWS or x.shape[2] % _COLUMNS:
+        return False
+    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
+        return False
+    if is_batch_invariant() or torch.is_autocast_enabled(x.device.type):
+        return False
+    return not (torch._C._are_functorch_transforms_active() or is_recorded_for_onnx())
+
+
+def step_attention(
+    norm: nn.Module,
+    layer: nn.Module,
+    x: Tensor,
+    residual: Tensor | None,
+    overlaps: bool,
+    past_key_values: Any | None = None,
+    use_cache: bool | None = False,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cp_context: Any = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """`residual + x`, the stream, and to it added the layer's output of its norm; or None.
+
+    Where the cache's states are written in place, as `Decoder` and `gla_ext.serve` have them.
+
+    Args:
+        norm, layer: of the block.
+        x: `[B, 1, D]`.
+        residual: as x. Default: None (0).
+        overlaps: whether no kernel that may still run writes what this one reads early, weights and
+            states: the one before was of another step, and began after all before it.
+        past_key_values, use_cache, attention_mask, cu_seqlens, cp_context, **kwargs: as
+            `GatedLinearAttention.forward`'s.
+    """
+    if type(layer) is not GatedLinearAttention or layer.training or not takes_step(x, residual):
+        return None
+    if not (use_cache and getattr(past_key_values, "in_place", False)):
+        return None
+    if attention_mask is not None or cu_seqlens is not None or cp_context is not None:
+        return None
+    state = layer._cached("recurrent_state", past_key_values)
+    if state is None or not (_is_plain_norm(norm, RMSNorm) and _is_plain_layer(layer, x.dtype)):
+        return None
+    conv_state = layer._cached("conv_state", past_key_values) if layer.use_short_conv else None
+    x = x if residual is None else residual + x
+    down, up = layer.gk_proj
+    linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.g_proj, down)
+    weights = [linear.weight for linear in linears]
+    q, k, v, gate, h = _norm_linear(x, norm.weight, norm.eps, weights, overlaps)
+    if layer.use_short_conv:
+        convolutions = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
+        (q, k, v), conv_state = convolve(convolutions, (q, k, v), conv_state, True, None)
+    K, V = layer.head_k_dim, layer.head_v_dim
+    q, k, v = split_heads(q, K), split_heads(k, K), split_heads(v, V)
+    if layer.feature_map_fn is not None:
+        q, k = layer.feature_map_fn(q), layer.feature_map_fn(k)
+    clamp_min = None if layer.clamp_min is None else float(layer.clamp_min)
+    normalizer = float(layer.gate_logit_normalizer)
+    slots = getattr(past_key_values, "slots", None)
+    early = not is_recorded()  # a compiled graph may copy the states just before
+    gate_options = (up.weight, up.bias, normalizer, clamp_min)
+    o = _low_rank_step(q, k, v, h, *gate_options, state, slots, None, True, early)
+    past_key_values.update(
+        layer_idx=layer.layer_idx, recurrent_state=state, conv_state=conv_state, offset=1
+    )
+    heads = layer.norm
+    return _norm_gate_linear_residual(
+        o, heads.weight, heads.eps, gate, layer.o_proj.weight, x, True
+    )
+
+
+def step_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    """`residual + x`, the stream, and to it added the output of a SwiGLU MLP of its norm; or None.
+
+    Args:
+        norm: of the block.
+        mlp: has gate_proj, up_proj, down_proj and fuse_swiglu.
+        x: `[B, 1, D]`.
+        residual: as x. Default: None (0).
+    """
+    linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    if mlp.training or not (mlp.fuse_swiglu and takes_step(x, residual)):
+        return None
+    if not (_is_plain_norm(norm, RMSNorm) and nobody_sees(mlp) and _are_plain(linears, x.dtype)):
+        return None
+    overlaps = residual is None  # else a kernel of another kind is before
+    x = x if residual is None else residual + x
+    y = _norm_swiglu(x, norm.weight, norm.eps, linears[0].weight, linears[1].weight, overlaps)
+    return _linear_residual(y, linears[2].weight, x, True)
+
+
+def _is_plain_norm(norm: nn.Module, kind: type) -> bool:
+    """Whether a norm may be made without a call of the module."""
+    plain = norm.weight is None or type(norm.weight) in (nn.Parameter, Tensor)
+    return type(norm) is kind and plain and nobody_sees(norm)
+
+
+def _is_plain_layer(layer: GatedLinearAttention, dtype: torch.dtype) -> bool:
+    """Whether the layer is one that the kernels compute, of modules that need not be called."""
+    if not (layer.fuse_norm_and_gate and nobody_sees(layer) and layer._gate_is_two_maps()):
+        return False
+    norm, (down, up) = layer.norm, layer.gk_proj
+    if not (_is_plain_norm(norm, GatedRMSNorm) and norm.activation in ("swish", "silu")):
+        return False
+    linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.g_proj, down, layer.o_proj)
+    if layer.head_v_dim % _COLUMNS or not _are_plain(linears, dtype):
+        return False
+    return is_plain(up, biased=True) and up.weight.dtype == dtype
+
+
+def _are_plain(linears: tuple[nn.Module, ...], dtype: torch.dtype) -> bool:
+    return all(is_plain(linear) and linear.weight.dtype == dtype for linear in linears)
