@@ -50,8 +50,15 @@ def own_stream() -> torch.cuda.Stream:
     return stream
 
 
-def record(step: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+def record(
+    step: Callable[[], object], pool: tuple[int, int] | None = None
+) -> torch.cuda.CUDAGraph | None:
     """A graph of what a step queues on the current stream, which is not the device's default one.
+
+    Args:
+        step: what is recorded.
+        pool: memory that graphs share which are replayed in turn and leave nothing in it, of
+            `torch.cuda.graph_pool_handle()`. Default: None (its own).
 
     Returns:
         The graph; None of a step that draws random numbers itself, as one with dropout does.
@@ -60,7 +67,7 @@ def record(step: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()
     draws = False
-    _begin(graph)
+    _begin(graph, pool)
     try:
         step()
     except RuntimeError as error:
@@ -73,7 +80,7 @@ def record(step: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
     return None if draws else graph
 
 
-def _begin(graph: torch.cuda.CUDAGraph) -> None:
+def _begin(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None) -> None:
     """Begins the capture with a generator that no one else has in place of the default one."""
     default = torch.cuda.default_generators[torch.cuda.current_device()]
     state, own = default.graphsafe_get_state(), torch.Generator(default.device)
@@ -87,7 +94,7 @@ def _begin(graph: torch.cuda.CUDAGraph) -> None:
         default.graphsafe_set_state(own)
         try:
             # Other threads may allocate meanwhile.
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool, capture_error_mode="thread_local")
         finally:
             restore()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +16,8 @@ from gla_ext.decode import _capture
 from gla_ext.decode._loop import WARMUP_STEPS, _without_autocast_cache, device_of
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.serve.choice import choose, log_probabilities
+from gla_ext.serve.prompts import Piece, PromptGraphs
 from gla_ext.serve.rows import RowCache, StateRows
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Tokens of a prompt that pass the model at once, in the row of its sequence."""
-
-    row: int
-    tokens: Sequence[int]
-    ends: bool  # whether the prompt does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +34,14 @@ class Batch:
     """Rows of sequences of one model.
 
     On a GPU a step is a CUDA graph, one for each power of two of rows up to all, so that few
-    sequences cost little.
+    sequences cost little. So are pieces of prompts: see `PromptGraphs`.
 
     Args:
         model: a `GLAForCausalLM` without attention layers, in eval mode.
         rows: number of sequences at once.
         cuda_graph: whether steps are graphs.
-        fixed: steps are always of all rows, so that a row's products have one shape.
+        fixed: steps are always of all rows, so that a row's products have one shape, and pieces of
+            prompts have no graphs, which are of other sizes than these.
 
     Attributes:
         cache: the layers' memory, of the rows.
@@ -61,13 +55,16 @@ class Batch:
         self._device = device_of(model)
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         vocab_size = model.config.vocab_size
+        graphs_of_prompts = cuda_graph and not fixed
+        every = self._rows + graphs_of_prompts  # with a spare one
         with torch.inference_mode(False), torch.no_grad():
             self.tokens = torch.zeros(self._rows, dtype=torch.long, device=self._device)
-            self._logits = torch.zeros(self._rows, vocab_size, device=self._device)
-            waits = torch.ones(self._rows, dtype=torch.bool, device=self._device)
-            states = StaticGLACache(self._rows, waits)
+            self._logits = torch.zeros(every, vocab_size, device=self._device)
+            waits = torch.ones(every, dtype=torch.bool, device=self._device)
+            states = StaticGLACache(every, waits)
             with states.prefill():  # makes the buffers
-                model(self.tokens.unsqueeze(1), past_key_values=states, use_cache=True)
+                tokens = self.tokens.new_zeros(every, 1)
+                model(tokens, past_key_values=states, use_cache=True)
             states.skip_done()
             self.cache: RowCache = StateRows(states, waits)
             self._active: list[int] = []
@@ -75,17 +72,23 @@ class Batch:
             powers = [] if fixed else [1 << n for n in range((self._rows - 1).bit_length())]
             self._caches = {count: self.cache.first(count) for count in (*powers, self._rows)}
             if cuda_graph:
-                self._graphs = {count: self._capture(count) for count in self._caches}
+                for count, cache in self._caches.items():
+                    self._graphs[count] = self._record(partial(self._advance, cache, count))
+            self._prompts: PromptGraphs | None = None
+            if graphs_of_prompts:
+                record = partial(self._record, pool=torch.cuda.graph_pool_handle())
+                self._prompts = PromptGraphs(self._read, self._rows, self._device, record)
 
-    def _capture(self, count: int) -> torch.cuda.CUDAGraph | None:
-        cache = self._caches[count]
+    def _record(
+        self, call: Callable[[], None], pool: tuple[int, int] | None = None
+    ) -> torch.cuda.CUDAGraph | None:
         with _capture.one_at_a_time, torch.cuda.device(self._device), _without_autocast_cache():
             stream = _capture.own_stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_STEPS):
-                    self._advance(cache, count)
-                graph = _capture.record(lambda: self._advance(cache, count))
+                    call()
+                graph = _capture.record(call, pool)
             torch.cuda.current_stream().wait_stream(stream)
         return graph
 
@@ -115,28 +118,29 @@ class Batch:
 
     @torch.no_grad()
     def prefill(self, pieces: Sequence[Piece]) -> None:
-        """Passes pieces of prompts, packed; the logits of those that end are left for `draw`."""
+        """Passes pieces of prompts, packed, and leaves the logits of the last tokens for `draw`."""
+        if self._prompts is not None and self._prompts.replay(pieces):
+            return
         flat = [token for piece in pieces for token in piece.tokens]
         tokens = torch.tensor(flat).to(self._device, non_blocking=True)
-        lengths = [len(piece.tokens) for piece in pieces]
-        ends = torch.tensor([*itertools.accumulate(lengths)])
-        offsets, last = None, 1
-        if len(pieces) > 1:
-            offsets = torch.cat([ends.new_zeros(1), ends]).to(self._device)
-            last = (ends - 1).to(self._device)
         rows = torch.tensor([piece.row for piece in pieces], device=self._device)
+        offsets = None
+        if len(pieces) > 1:
+            ends = itertools.accumulate(len(piece.tokens) for piece in pieces)
+            offsets = torch.tensor([0, *ends], device=self._device)
+        self._read(tokens.unsqueeze(0), rows, offsets)
+
+    def _read(self, tokens: Tensor, rows: Tensor, offsets: Tensor | None) -> None:
+        """Passes the pieces, one or packed by offsets."""
         with self.cache.read(rows) as cache:
             logits = self._model(
-                tokens.unsqueeze(0),
+                tokens,
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=last,
+                logits_to_keep=1 if offsets is None else offsets[1:] - 1,
                 cu_seqlens=offsets,
             ).logits[0]
-        ended = [n for n, piece in enumerate(pieces) if piece.ends]
-        if ended:
-            chosen = torch.tensor(ended, device=self._device)
-            self._logits.index_copy_(0, rows[chosen], logits[chosen].float())
+        self._logits.index_copy_(0, rows, logits.float())
 
     @torch.no_grad()
     def draw(self, draws: dict[int, Draw], with_logprobs: bool) -> Callable[[], Drawn]:

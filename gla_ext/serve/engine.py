@@ -15,10 +15,11 @@ from gla_ext.decode.language_model import LanguageModel
 from gla_ext.decode.sampling import read_end_tokens
 from gla_ext.layers.attention import Attention
 from gla_ext.ops.chunk import batch_invariant, is_batch_invariant
-from gla_ext.serve.batch import Batch, Draw, Drawn, Piece
+from gla_ext.serve.batch import Batch, Draw, Drawn
 from gla_ext.serve.generation import Generation
 from gla_ext.serve.metrics import Metrics
 from gla_ext.serve.prefix import PrefixCache
+from gla_ext.serve.prompts import Piece
 from gla_ext.serve.request import Delta, Limits, Request, TokenLogprob
 from gla_ext.serve.text import Tokenizer
 

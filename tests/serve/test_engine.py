@@ -1,12 +1,15 @@
 """The engine by itself: every generation is what the model alone gives."""
 
+import types
+
 import pytest
 import torch
 from models import make_ids, make_model
 
 from gla_ext.decode import Sampling
 from gla_ext.ops import batch_invariant
-from gla_ext.serve import ClosedError, Engine, FullError, Limits, Request
+from gla_ext.serve import ClosedError, Engine, FullError, Limits, Request, engine, prompts
+from gla_ext.serve.batch import Batch
 from gla_ext.serve.choice import choose
 from gla_ext.serve.prefix import PrefixCache
 from gla_ext.serve.text import Bytes
@@ -178,6 +181,33 @@ def test_graphs_give_the_tokens_of_eager_steps(rows):
         found.append(run(engine, *requests))
         assert is_empty(engine)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("use_short_conv", [False, True])
+def test_graphs_of_prompts_fill_up(monkeypatch, use_short_conv):
+    """With what belongs to no sequence, up to the sizes that there are graphs of."""
+    model = make_model(eos_token_id=None, use_short_conv=use_short_conv)
+    requests = [Request(prompt(n), 9, temperature=n % 2, seed=n) for n in (1, 70, 3, 200, 5, 64)]
+    expected = run(Engine(model, limits=Limits(**SMALL)), *requests)
+    replayed = []
+
+    def record(self, call, pool=None):
+        def replay():
+            replayed.append(pool)
+            call()
+
+        call()
+        return types.SimpleNamespace(replay=replay)
+
+    monkeypatch.setattr(Batch, "_record", record)
+    monkeypatch.setattr(engine, "uses_graph", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(prompts, "TOKENS", (8, 128))
+    monkeypatch.setattr(prompts, "PIECES", (1, 3))
+    filled = Engine(model, limits=Limits(**SMALL))
+    assert run(filled, *requests) == expected
+    assert (0, 1) in replayed and None in replayed
+    assert is_empty(filled)
 
 
 def test_a_long_prompt_holds_nobody_up():
