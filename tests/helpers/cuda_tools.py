@@ -1,6 +1,7 @@
 """CUDA: where the toolkit is, what the extension was built for, what calls allocate."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -48,3 +49,19 @@ def peak_bytes(call: Callable[[], object]) -> int:
     with backward_in_this_thread():
         call()
     return torch.cuda.max_memory_allocated() - before
+
+
+def launched(call) -> tuple[list[str], tuple[torch.Tensor, ...]]:
+    """The kernels that call() launches, but torch's own, by plan names, and what it returns."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        results = call()
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if "gla_ext::cuda::" in e.name]
+    return [kernel_of(name) for name in names], results
+
+
+def kernel_of(name: str) -> str:
+    """A profiler's name of a kernel as plans have it, without what stands behind for a variant."""
+    path = re.match(r"(?:void )?gla_ext::cuda::(?:sm90::|steps::)?([\w:]+)", name).group(1)
+    return path.removesuffix("::kernel").replace("::", ".")

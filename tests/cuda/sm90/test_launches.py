@@ -1,10 +1,9 @@
 """What calls launch on a GPU: the kernels of the plan, under the plan's names."""
 
-import re
-
 import pytest
 import torch
 from common import make_inputs
+from cuda_tools import kernel_of, launched
 from fused import BF16, mixed_gates, plan_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
@@ -20,22 +19,6 @@ SHAPES = {
     "gradients in a sweep": (2, 16384, 8, 128, 128),
     "gradients of small heads in a sweep": (2, 32768, 16, 64, 64),
 }
-
-
-def launched(call) -> tuple[list[str], tuple[torch.Tensor, ...]]:
-    """The kernels that call() launches, but torch's own, by plan names, and what it returns."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        results = call()
-        torch.cuda.synchronize()
-    names = [e.name for e in profile.events() if "gla_ext::cuda::" in e.name]
-    return [kernel_of(name) for name in names], results
-
-
-def kernel_of(name: str) -> str:
-    """A profiler's name of a kernel as plans have it, without what stands behind for a variant."""
-    path = re.match(r"(?:void )?gla_ext::cuda::(?:sm90::|steps::)?([\w:]+)", name).group(1)
-    return path.removesuffix("::kernel").replace("::", ".")
 
 
 def are(names: list[str], planned: list[str]) -> bool:

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from common import assert_close
-from cuda_tools import peak_bytes
+from cuda_tools import launched, peak_bytes
 from fused import BF16
 from pool_inputs import N, P, Prompts
-from test_launches import launched
 
 from gla_ext import batch_invariant
 
