@@ -105,7 +105,7 @@ def check(call: Call, where: str) -> None:
     call.pool.copy_(before)
     options = checkpoints(call)
     o = call.in_place(**options)
-    pairs = {"o": (o, expected), "the pool": (call.pool, expected_pool)}
+    pairs = {"o": (o, expected), "the pool": (call.pool.clone(), expected_pool)}
     start, number = 0, 0
     for n, length in enumerate(call.lengths):
         count = length // EVERY
