@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import gla_ext.ops
 from gla_ext.layers.gate_projection import gate_projection
 from gla_ext.layers.norms import rms_norm, rms_norm_residual
-from gla_ext.layers.short_convolution import ShortConvolution, causal_convolution
+from gla_ext.layers.short_convolution import causal_convolution
 from gla_ext.layers.swiglu import swiglu, swiglu_linear
 from gla_ext.losses import cross_entropy_loss, fused_linear_cross_entropy_loss
 from gla_ext.ops import _sharding
@@ -34,7 +34,7 @@ def make_cases():
     conv, cache = (x, normal(8, 1, 4), last), normal(5, 8, 4)
     packed = (x[:1], conv[1], None, cache[:2], torch.tensor([0, 2, 3]))
     gate = (normal(5, 3, 4), normal(8, 4), last, 16.0, -0.1)
-    rows, tokens, channels = (0, 0, None, 0), (1, 1, None, 1), (2, 0, 0, 1)
+    channels = (2, 0, 0, 1)
     logits, lse = normal(5, 6), normal(5)
     options = (-100, 0.1, 1.0, None)
     return {
@@ -367,5 +367,5 @@ def test_attention_is_refused_by_name(one_rank):
     from gla_ext.layers.attention import Attention
 
     x = distribute_tensor(torch.zeros(1, 4, 8), one_rank, [Replicate()])
-    with pytest.raises(NotImplementedError, match="^Attention: expected plain tensors, got a DT"):
+    with pytest.raises(NotImplementedError, match=r"^Attention: expected plain tensors, got a DT"):
         Attention(8, 2)(x)
