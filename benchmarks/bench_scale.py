@@ -96,11 +96,11 @@ class Bench:
 
     # The operator.
 
-    def operator(self, T: int, context=None):
+    def operator(self, T: int, context=None, B: int = 1):
         generator = torch.Generator(self.device).manual_seed(self.rank)
         shape = {"generator": generator, "device": self.device, "dtype": self.dtype}
-        q, k, g = (torch.randn(1, T, 4, 128, **shape) for _ in range(3))
-        v, do = (torch.randn(1, T, 4, 256, **shape) for _ in range(2))
+        q, k, g = (torch.randn(B, T, 4, 128, **shape) for _ in range(3))
+        v, do = (torch.randn(B, T, 4, 256, **shape) for _ in range(2))
         g = torch.nn.functional.logsigmoid(g) / 16
         leaves = [x.requires_grad_() for x in (q, k, v, g)]
 
@@ -127,7 +127,44 @@ class Bench:
         return self.beside(self.tokens, self.tokens)
 
     def strong(self) -> str:
-        return self.beside(self.tokens // self.size, self.tokens)
+        """And what a rank's tokens take without the others: what is more is the meeting's."""
+        T = self.tokens // self.size
+        rest = self.seconds(self.operator(T), False)
+        return f"{self.beside(T, self.tokens)}; {T} tokens on one {rest * 1e3:.3f} ms"
+
+    def strong_in_graphs(self) -> str:
+        """The same without the host: each side is one CUDA graph's replay."""
+        if not self.cuda:
+            return "a GPU's"
+        context = build_cp_context(None, self.across)
+        together = self.seconds(
+            self.captured(self.operator(self.tokens // self.size, context)), True
+        )
+        alone = self.seconds(self.captured(self.operator(self.tokens)), False)
+        times = f"{together * 1e3:.3f} ms on {self.size}, {alone * 1e3:.3f} on one"
+        return f"{alone / together:.2f}x ({times})"
+
+    def captured(self, step):
+        """Replays a step, captured once; every rank captures."""
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        return graph.replay
+
+    def batch(self) -> str:
+        """Rows that fill the GPU are not cut into segments there, and each makes a summary."""
+        B = 16 if self.cuda else 2
+        T = self.tokens // B
+        context = build_cp_context(None, self.across)
+        together = self.seconds(self.operator(T, context, B), True)
+        alone = self.seconds(self.operator(T, B=B), False)
+        times = f"{together * 1e3:.3f} ms on {self.size}, {alone * 1e3:.3f} on one"
+        return f"{self.size * alone / together:.2f}x ({times})"
 
     def on_paper(self) -> str:
         """As many tokens a rank on 8 and 64 ranks, from what these few take."""
@@ -213,7 +250,11 @@ ROWS = {
     "operator": {
         "chunk_gla, as many tokens a rank": ("1.84x", Bench.weak),
         "chunk_gla, the tokens cut": ("1.7x", Bench.strong),
+        "chunk_gla, 16 rows a rank, as many tokens": ("", Bench.batch),
         "chunk_gla, as many tokens a rank, on paper": ("", Bench.on_paper),
+    },
+    "graphs": {
+        "chunk_gla, the tokens cut, in CUDA graphs": ("", Bench.strong_in_graphs),
     },
     "fsdp": {
         "FSDP2, compiled blocks": ("1.85x", lambda bench: bench.fsdp(True)),
@@ -244,7 +285,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--markdown", type=Path, help="write the rows there")
     parser.add_argument("--repeats", type=int, default=10, help="measurements (default: 10)")
-    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="these rows")
+    usual = [name for name in ROWS if name != "graphs"]  # which NCCL may not allow
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=usual, help="these rows")
     parser.add_argument("--small", action="store_true", help="tiny sizes on the CPU")
     options = parser.parse_args()
     bench = Bench(options)

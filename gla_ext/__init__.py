@@ -26,6 +26,7 @@ from gla_ext.layers.gated_linear_attention import GatedLinearAttention  # noqa: 
 from gla_ext.layers.multihead import MultiheadGLA  # noqa: E402
 from gla_ext.ops import _vmap  # noqa: E402, F401  registers the operators' rules
 from gla_ext.ops._flops import register_when_counted  # noqa: E402
+from gla_ext.ops._sharding import register_when_sharded  # noqa: E402
 from gla_ext.ops.chunk import batch_invariant, chunk_gla, fused_chunk_gla  # noqa: E402
 from gla_ext.ops.inputs import check_inputs  # noqa: E402
 from gla_ext.ops.linear_attn import (  # noqa: E402
@@ -50,6 +51,7 @@ from gla_ext.ops.simple_gla import (  # noqa: E402
 )
 
 register_when_counted()
+register_when_sharded()
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.ops._checks import check_tensors
-from gla_ext.ops._tracing import have_no_rule, is_recorded
+from gla_ext.ops._tracing import have_no_rule, is_recorded, is_sharded
 
 IGNORE_INDEX = -100
 
@@ -53,7 +53,7 @@ def cross_entropy_loss(
     One kernel forward, which reads the logits once and leaves them as they are, and one backward,
     which reads them once more: no wider copy of them is made or kept. Sums are fp32 (fp64 for fp64
     logits), whatever torch's default dtype is. Under `torch.func` transforms, with forward-mode AD,
-    for sharded tensors and in ONNX the same is done by torch's operations.
+    for logits that are sharded over the classes and in ONNX the same is done by torch's operations.
 
     Args:
         logits: `[N, V]`; bfloat16, float16, float32 or float64.
@@ -68,7 +68,7 @@ def cross_entropy_loss(
         inplace_backward: backward writes the gradient over the logits, which saves a tensor of
             their size. They are then no logits any more; a second backward, or one of something
             else that needs them, raises torch's error for what was changed in place. Without effect
-            in torch.compile. Default: False.
+            in torch.compile and of DTensors. Default: False.
 
     Returns:
         The losses `[N]`, the z-loss in them included, and the z-losses `[N]`, which have no
@@ -80,9 +80,9 @@ def cross_entropy_loss(
     """
     check_tensors("cross_entropy", "logits target", logits, target)
     options = _Options(ignore_index, label_smoothing, logit_scale, logit_softcapping)
-    if _takes_plain(logits):
+    if _takes_plain(logits) or (is_sharded(logits) and _is_cut_by_classes(logits)):
         return plain_losses(logits, target, options, lse_square_scale)
-    in_place = inplace_backward and not is_recorded()
+    in_place = inplace_backward and not is_recorded() and not is_sharded(logits)
     loss, z_loss, _ = _fwd(logits, target, *options.in_order(), float(lse_square_scale), in_place)
     return loss, z_loss
 
@@ -103,6 +103,7 @@ def fused_linear_cross_entropy_loss(
 
     A num_chunks-th of the tokens at a time, forward makes logits, losses and the gradients of their
     sum. It keeps the gradients of x and, in fp32, of weight and bias; backward multiplies them.
+    DTensors take torch's operations, with all logits at once.
 
     Args:
         x: `[N, D]`; bfloat16, float16, float32 or float64. Autocast casts x, weight and bias.
@@ -125,7 +126,7 @@ def fused_linear_cross_entropy_loss(
     check_reduction(reduction, ("mean", "sum"))
     options = _Options(ignore_index, label_smoothing, logit_scale, logit_softcapping)
     tensors = [x, weight] if bias is None else [x, weight, bias]
-    if _takes_plain(*tensors):
+    if _takes_plain(*tensors) or any(map(is_sharded, tensors)):
         logits = F.linear(x, weight, bias)
         total = plain_losses(logits, target, options)[0].sum()
     else:
@@ -135,9 +136,14 @@ def fused_linear_cross_entropy_loss(
 
 def _takes_plain(*tensors: Tensor) -> bool:
     """Whether torch's operations have what the operators have not: kernels for fp64 on CUDA, rules
-    for sharded tensors, for transforms of torch.func and for forward-mode AD; and ONNX.
+    for subclasses but DTensor, for transforms of torch.func and for forward-mode AD; and ONNX.
     """
     return any(t.is_cuda and t.dtype == torch.float64 for t in tensors) or have_no_rule(*tensors)
+
+
+def _is_cut_by_classes(logits: Any) -> bool:
+    """Whether a DTensor `[N, V]` is sharded by V: no rank has a whole row."""
+    return any(placement.is_shard(logits.ndim - 1) for placement in logits.placements)
 
 
 def plain_losses(

@@ -35,8 +35,9 @@ variable_list products(const at::Tensor& x, at::TensorList weights, at::ScalarTy
 variable_list parts_of(const at::Tensor& dw, at::IntArrayRef rows, at::ScalarType dtype) {
   const variable_list views = dw.split_with_sizes(rows);
   variable_list parts;
-  // What foreach does not know: gradients of gradients, and is_grads_batched.
-  if (at::GradMode::is_enabled() || at::isBatchedTensor(dw)) {
+  // What foreach does not know: gradients of gradients, is_grads_batched, and sharded tensors.
+  if (at::GradMode::is_enabled() || at::isBatchedTensor(dw) ||
+      dw.key_set().has(c10::DispatchKey::Python)) {
     for (const at::Tensor& view : views)
       parts.push_back(view.to(dtype, /*non_blocking=*/false, /*copy=*/true));
     return parts;

@@ -1,14 +1,15 @@
-"""Operators on DTensors: sharded over the batch or the heads, every rank computes its shard; over
-the tokens where a context says how they are cut.
+"""The recurrence on DTensors: sharded over the batch or the heads, every rank computes its shard;
+over the tokens where a context says how they are cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from gla_ext.distributed.context import as_context
@@ -45,12 +46,7 @@ def attend_on_shards(
             with a sharded batch, a context whose parts are not shards.
     """
     q = tokens["q"]
-    for name, t in {**tokens, "initial_state": state}.items():
-        if t is not None and not isinstance(t, DTensor):
-            raise NotImplementedError(
-                f"{op}: expected plain tensors, got a DTensor among them; make {name} a DTensor "
-                "too, or call it on to_local() tensors, sharded over batch or heads"
-            )
+    _check_all_sharded(op, {**tokens, "initial_state": state})
     mesh, roles = q.device_mesh, []
     for placement in q.placements:
         role = next((r for r, dim in _TOKENS.items() if placement == Shard(dim)), None)
@@ -84,12 +80,8 @@ def attend_on_shards(
     def local(name: str, t: DTensor | None, dims: dict[str, int]) -> Tensor | None:
         if t is None:
             return None
-        for size, role in zip(mesh.shape, roles, strict=True):
-            if role in dims and t.shape[dims[role]] % size:
-                raise NotImplementedError(
-                    f"{op}: expected {role} of {name} to be a multiple of the mesh's {size}, got "
-                    f"{t.shape[dims[role]]}; redistribute it to Replicate()"
-                )
+        for role, dim in dims.items():
+            _check_divides(op, name, t, role, dim, mesh, [found == role for found in roles])
         # A state's gradient is one rank's, of those that have it whole.
         return t.redistribute(placements=placements(dims)).to_local(
             grad_placements=placements(dims, summed=True)
@@ -103,6 +95,85 @@ def attend_on_shards(
     if final is not None:
         final = DTensor.from_local(final, mesh, placements(_STATE, summed=True))
     return o, final
+
+
+def step_on_shards(
+    op: str,
+    function: Callable[..., Tensor | None],
+    tokens: dict[str, Tensor | None],
+    state: Tensor,
+    rows: dict[str, Tensor | None],
+) -> DTensor | None:
+    """Calls an operator on a pool of states with DTensors.
+
+    The first of tokens is replicated or sharded over the heads, `Shard(2)`, on every dimension of
+    the mesh; the pool lies as it is written to, replicated or `Shard(1)` there. Other tokens are
+    redistributed.
+
+    Args:
+        op: its name.
+        function: takes tokens, state and rows by name; gives o or None.
+        rows: int tensors `[B]`, plain ones the same on every rank.
+
+    Raises:
+        NotImplementedError: other placements of the first or of the pool, plain tensors among
+            DTensors.
+    """
+    name, first = next(iter(tokens.items()))
+    _check_all_sharded(op, {**tokens, "state": state})
+    mesh, of_tokens = first.device_mesh, first.placements
+    if any(placement not in (Replicate(), Shard(2)) for placement in of_tokens):
+        raise NotImplementedError(
+            f"{op}: expected {name} to be replicated or sharded over heads, Shard(2), got "
+            f"{', '.join(map(str, of_tokens))}; redistribute it: a pool is one batch's, and tokens "
+            "follow each other"
+        )
+    expected = tuple(Replicate() if p == Replicate() else Shard(1) for p in of_tokens)
+    if state.placements != expected:
+        raise NotImplementedError(
+            f"{op}: expected state to lie as {name}, {', '.join(map(str, expected))}, got "
+            f"{', '.join(map(str, state.placements))}; redistribute it once, it is written in place"
+        )
+    for label, t, dim in (*((n, t, 2) for n, t in tokens.items()), ("state", state, 1)):
+        _check_divides(op, label, t, "heads", dim, mesh, [p != Replicate() for p in of_tokens])
+    local = {
+        n: None if t is None else t.redistribute(placements=of_tokens).to_local()
+        for n, t in tokens.items()
+    }
+    every = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in rows.items()}
+    o = function(**local, state=state.to_local(), **every)
+    return None if o is None else DTensor.from_local(o, mesh, of_tokens)
+
+
+def replicated(t: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor that every rank has, as a DTensor."""
+    return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _check_all_sharded(op: str, tensors: dict[str, Tensor | None]) -> None:
+    for name, t in tensors.items():
+        if t is not None and not isinstance(t, DTensor):
+            raise NotImplementedError(
+                f"{op}: expected plain tensors, got a DTensor among them; make {name} a DTensor "
+                "too, or call it on to_local() tensors, sharded over batch or heads"
+            )
+
+
+def _check_divides(
+    op: str,
+    name: str,
+    t: Tensor | None,
+    role: str,
+    dim: int,
+    mesh: DeviceMesh,
+    sharded: Sequence[bool],
+) -> None:
+    for size, cut in zip(mesh.shape, sharded, strict=True):
+        if t is not None and cut and t.shape[dim] % size:
+            raise NotImplementedError(
+                f"{op}: expected {role} of {name} to be a multiple of the mesh's {size}, got "
+                f"{t.shape[dim]}; redistribute it to Replicate()"
+            )
 
 
 def _check_context(op: str, cp_context: Any, mesh: Any, roles: list[str | None]) -> None:

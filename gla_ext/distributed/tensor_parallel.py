@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from gla_ext.distributed._collectives import sum_gradients, sum_over_ranks
 from gla_ext.distributed.vocabulary import first_row
+from gla_ext.layers.attention import Attention
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.multihead import MultiheadGLA
 from gla_ext.layers.swiglu import swiglu_linear
@@ -36,8 +37,8 @@ def tensor_parallel_plan(
     seed them alike.
 
     Args:
-        module: a `GatedLinearAttention`, `MultiheadGLA`, `GLAMLP`, or a language model of
-            `gla_ext.model` or `gla_ext.hf`.
+        module: a `GatedLinearAttention`, `Attention`, `MultiheadGLA`, `GLAMLP`, or a language model
+            of `gla_ext.model` or `gla_ext.hf`.
         loss_parallel: in train mode lm_head returns a DTensor `[B, T, vocab_size]` sharded over
             the vocabulary, whose loss no rank computes whole. Default: False (all logits on every
             rank).
@@ -48,7 +49,7 @@ def tensor_parallel_plan(
     Raises:
         TypeError: another module.
     """
-    if isinstance(module, (GatedLinearAttention, MultiheadGLA)):
+    if isinstance(module, (Attention, GatedLinearAttention, MultiheadGLA)):
         return HeadsParallel()
     if isinstance(module, GLAMLP):
         return MLPParallel()
@@ -60,7 +61,7 @@ def tensor_parallel_plan(
             f"{type(module)}"
         )
     prefix = "" if inner is module else "model."
-    return {
+    plan = {
         f"{prefix}embeddings": VocabularyParallel(),
         f"{prefix}layers.*.attn_norm": Replicated(),
         f"{prefix}layers.*.attn": HeadsParallel(),
@@ -69,6 +70,11 @@ def tensor_parallel_plan(
         f"{prefix}norm": Replicated(),
         **heads,
     }
+    if hasattr(inner, "res_proj"):  # attention residuals
+        names = ["res_proj", "res_norm"]
+        names += [f"layers.*.{of}_{name}" for of in ("attn", "mlp") for name in names]
+        plan |= {prefix + name: Replicated() for name in names}
+    return plan
 
 
 class Replicated(ParallelStyle):
@@ -82,16 +88,18 @@ class Replicated(ParallelStyle):
 
 
 class HeadsParallel(ParallelStyle):
-    """A `GatedLinearAttention`, or the one in a `MultiheadGLA`: each rank has its heads."""
+    """A `GatedLinearAttention`, the one in a `MultiheadGLA`, or an `Attention`: each rank has its
+    heads.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, MultiheadGLA):
             _hold(module, device_mesh, {"bias": None})
             self._apply(module.attention, device_mesh)
             return module
-        if not isinstance(module, GatedLinearAttention):
+        if not isinstance(module, (Attention, GatedLinearAttention)):
             raise TypeError(
-                "HeadsParallel: expected a GatedLinearAttention or MultiheadGLA, got "
+                "HeadsParallel: expected a GatedLinearAttention, Attention or MultiheadGLA, got "
                 f"{type(module)}"
             )
         size = device_mesh.size()
@@ -105,10 +113,11 @@ class HeadsParallel(ParallelStyle):
             child = getattr(module, name, None)
             if child is not None:
                 _hold(child, device_mesh, dict.fromkeys(child._parameters, 0))
-        _hold(module.gk_proj[0], device_mesh, {"weight": None}, partial=True)
-        _hold(module.gk_proj[1], device_mesh, {"weight": 0, "bias": 0})
         _hold(module.o_proj, device_mesh, {"weight": 1})
-        _hold(module.norm, device_mesh, dict.fromkeys(module.norm._parameters), partial=True)
+        if isinstance(module, GatedLinearAttention):
+            _hold(module.gk_proj[0], device_mesh, {"weight": None}, partial=True)
+            _hold(module.gk_proj[1], device_mesh, {"weight": 0, "bias": 0})
+            _hold(module.norm, device_mesh, dict.fromkeys(module.norm._parameters), partial=True)
         return _between_sums(module, device_mesh)
 
 

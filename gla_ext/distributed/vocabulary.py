@@ -29,6 +29,39 @@ def sharded_cross_entropy(logits: DTensor, targets: Tensor) -> Tensor:
     return _CrossEntropy.apply(logits.to_local(), targets, start, mesh.get_group().group_name)
 
 
+def sharded_greatest(logits: DTensor) -> Tensor:
+    """The greatest logit of each row of `[..., vocab_size]`, on every rank, a plain tensor; of
+    several the first has the gradient.
+    """
+    mesh = logits.device_mesh
+    start = first_row(logits.shape[-1], mesh.size(), mesh.get_local_rank())
+    return _Greatest.apply(logits.to_local(), start, mesh.get_group().group_name)
+
+
+class _Greatest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, start: int, group_name: str) -> Tensor:
+        if local.shape[-1]:
+            value, index = local.max(-1)
+        else:
+            value = local.new_full(local.shape[:-1], -torch.inf)
+            index = torch.zeros_like(value, dtype=torch.long)
+        greatest = all_max(value, group_name)
+        # Ranks that have none stand behind all others.
+        place = (start + index).where(value == greatest, torch.iinfo(torch.int64).max)
+        ctx.save_for_backward(index, place == -all_max(-place, group_name))
+        ctx.width = local.shape[-1]
+        return greatest
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        index, mine = ctx.saved_tensors
+        result = gradient.new_zeros(*gradient.shape, ctx.width)
+        if ctx.width:
+            result.scatter_(-1, index.unsqueeze(-1), gradient.where(mine, 0).unsqueeze(-1))
+        return result, None, None
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, targets: Tensor, start: int, group_name: str) -> Tensor:

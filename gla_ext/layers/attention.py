@@ -15,7 +15,7 @@ from gla_ext.layers._attend import attend_last, attend_packed, attend_rows, has_
 from gla_ext.layers._options import typed_options
 from gla_ext.layers._padding import Padding, check_hidden_states
 from gla_ext.layers._projections import lay_side_by_side, project, split_heads
-from gla_ext.ops._checks import check_tensors
+from gla_ext.ops._checks import check_plain_tensors
 from gla_ext.ops._tracing import can_be_read
 from gla_ext.ops.chunk import is_batch_invariant
 
@@ -104,11 +104,12 @@ class Attention(nn.Module):
                 past_key_values without layer_idx; on a CPU for offsets that do not fit.
             TypeError: for inputs, an attention_mask or cu_seqlens that are no tensors, other
                 dtypes of cu_seqlens, and for a cache that keeps no keys and values.
-            NotImplementedError: nested tensors, `cp_context`, and inside `batch_invariant`.
+            NotImplementedError: nested tensors, DTensors, `cp_context`, and inside
+                `batch_invariant`.
         """
         cu_seqlens, longest = kwargs.get("cu_seqlens"), kwargs.get("max_seqlen")
         names = "hidden_states attention_mask cu_seqlens"
-        check_tensors("Attention", names, hidden_states, attention_mask, cu_seqlens)
+        check_plain_tensors("Attention", names, hidden_states, attention_mask, cu_seqlens)
         if kwargs.get("cp_context") is not None:
             raise NotImplementedError(
                 "Attention: cp_context is not implemented for attention layers, whose tokens see "

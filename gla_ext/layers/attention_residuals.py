@@ -40,7 +40,7 @@ def mix_residuals(
     Raises:
         NotImplementedError: an adapter, or another module, in query's place.
     """
-    if type(query) is not ResidualQuery:
+    if not isinstance(query, ResidualQuery):
         raise NotImplementedError(
             "attnres_block_size: an adapter on attn_res_proj, mlp_res_proj or res_proj is not "
             f"implemented, whose weight is no linear map of inputs, got {type(query).__name__}"

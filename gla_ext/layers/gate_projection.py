@@ -27,8 +27,8 @@ def gate_projection(
     One kernel forward and, but for the last sum of the parameters' gradients, one backward, each of
     which reads and writes everything once; fp32 between (fp64 for fp64 inputs), rounded once.
     Autograd keeps h, weight and bias. On CUDA in bfloat16 and float16 with R up to 16; of other
-    dtypes and ranks there, sharded tensors, torch.func transforms, forward-mode AD and in ONNX the
-    same is done by torch's operations.
+    dtypes and ranks there, torch.func transforms, forward-mode AD and in ONNX the same is done by
+    torch's operations.
 
     Args:
         h: `[..., R]`; bfloat16, float16, float32 or float64. Rows of a wider tensor are read where

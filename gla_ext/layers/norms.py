@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.layers._options import typed_options
@@ -19,7 +18,7 @@ from gla_ext.ops._checks import (
     check_shape,
     check_tensors,
 )
-from gla_ext.ops._tracing import is_recorded_for_onnx
+from gla_ext.ops._tracing import is_of_unknown_class, is_recorded_for_onnx
 
 _fwd = torch.ops.gla_ext.rms_norm_gate_fwd.default
 _residual_fwd = torch.ops.gla_ext.rms_norm_residual_fwd.default
@@ -112,8 +111,8 @@ def _takes_plain(x: Tensor, gate: Tensor | None) -> bool:
     # between the recurrence and a projection, and the operator's backward reads everything once.
     if gate is None and torch.compiler.is_compiling():
         return True
-    # The operator has no fp64 kernels but on CPU, no rule for sharded tensors, and no form in ONNX.
-    if (x.is_cuda and x.dtype == torch.float64) or is_traceable_wrapper_subclass(x):
+    # The operator has no fp64 kernels but on CPU, and no form in ONNX.
+    if (x.is_cuda and x.dtype == torch.float64) or is_of_unknown_class(x):
         return True
     return is_recorded_for_onnx()
 

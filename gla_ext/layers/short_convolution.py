@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.layers._options import typed_options
-from gla_ext.ops._checks import check_plain_tensors
+from gla_ext.ops._checks import check_tensors
 from gla_ext.ops._tracing import is_recorded_for_onnx
 
 _fwd = torch.ops.gla_ext.short_convolution_fwd.default
@@ -78,7 +78,7 @@ class ShortConvolution(nn.Conv1d):
             TypeError: for other dtypes.
             ValueError: for shapes or devices that do not fit, and on CPU for offsets that do not.
             NotImplementedError: a device or layout without kernels, fp64 on CUDA; double backward,
-                forward-mode AD, torch.func transforms but vmap; DTensor.
+                forward-mode AD, torch.func transforms but vmap; DTensors and plain tensors mixed.
         """
         return causal_convolution(self, x, cache, output_final_state, cu_seqlens)
 
@@ -94,7 +94,7 @@ def causal_convolution(
     if not torch.compiler.is_compiling():
         names = "x weight bias cache cu_seqlens"
         tensors = (x, conv.weight, conv.bias, cache, cu_seqlens)
-        check_plain_tensors("ShortConvolution", names, *tensors)
+        check_tensors("ShortConvolution", names, *tensors)
     if cache is not None:
         cache = cache.to(x.dtype)
     if is_recorded_for_onnx():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.ops._checks import (
@@ -28,8 +27,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, element by element (Shazeer, 2020, arXiv:2002.05202).
 
     Computed in fp32 (fp64 for fp64 inputs) and rounded once, in one kernel forward and one
-    backward; autograd keeps gate and up alone. Sharded tensors (DTensor) take torch's operations,
-    which round twice and keep the activated gate too.
+    backward; autograd keeps gate and up alone.
 
     Args:
         gate: `[..., D]`; bfloat16, float16, float32 or float64. Rows of a wider tensor, as halves
@@ -93,8 +91,8 @@ def _promoted(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 def _takes_plain(*tensors: Tensor) -> bool:
     """Whether plain torch operations have what the operators have not: kernels for fp64 on CUDA and
-    for sparse weights, rules for sharded tensors, for transforms of torch.func and for forward-mode
-    AD; and ONNX.
+    for sparse weights, rules for subclasses but DTensor, for transforms of torch.func and for
+    forward-mode AD; and ONNX.
     """
     for t in tensors:
         if (t.is_cuda and t.dtype == torch.float64) or t.layout != torch.strided:
@@ -103,11 +101,7 @@ def _takes_plain(*tensors: Tensor) -> bool:
 
 
 def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`swiglu` as plain torch operations, rounded once, but for sharded tensors twice: of
-    operations in fp32 autograd would keep three tensors of twice the size.
-    """
-    if is_traceable_wrapper_subclass(gate) or is_traceable_wrapper_subclass(up):
-        return F.silu(gate) * up
+    """`swiglu` as plain torch operations, rounded once."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
 

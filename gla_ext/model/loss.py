@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gla_ext.layers._projections import is_plain
 from gla_ext.losses import IGNORE_INDEX, cross_entropy_loss, fused_linear_cross_entropy_loss
 from gla_ext.ops._checks import check_tensors
+from gla_ext.ops._tracing import is_sharded
 
 L2_WARP = 1e-4  # FLA's l2_penalty_factor
 _TOKENS_AT_ONCE = 2048
@@ -51,7 +52,7 @@ def head_and_loss(
         inplace_backward=training,
     )
     if config.use_l2warp:
-        loss = loss + _l2_warp(logits.max(-1).values, num_items_in_batch)
+        loss = loss + _l2_warp(_greatest(logits), num_items_in_batch)
     return loss, None if config.fuse_linear_cross_entropy else logits
 
 
@@ -65,6 +66,16 @@ def _l2_warp(greatest: Tensor, num_items_in_batch: Tensor | int | None) -> Tenso
     if num_items_in_batch is not None:
         half = half / num_items_in_batch
     return half - half.detach()
+
+
+def _greatest(logits: Tensor) -> Tensor:
+    """The greatest of each token's, `[B, T]`."""
+    if is_sharded(logits):
+        from gla_ext.distributed.vocabulary import is_sharded_by_vocabulary, sharded_greatest
+
+        if is_sharded_by_vocabulary(logits):
+            return sharded_greatest(logits)
+    return logits.max(-1).values
 
 
 def _greatest_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -169,7 +180,7 @@ def cross_entropy(
         fused: by the operator, else by torch's operations on a wider copy. Default: True.
         inplace_backward: of the operator: see `gla_ext.losses.cross_entropy_loss`. Default: False.
     """
-    if type(logits).__name__ == "DTensor":
+    if is_sharded(logits):
         from gla_ext.distributed.vocabulary import is_sharded_by_vocabulary, sharded_cross_entropy
 
         if is_sharded_by_vocabulary(logits):

@@ -15,15 +15,14 @@ again, as torch's count of attention does.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from math import prod
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from gla_ext.ops._when_imported import when_imported
 
 COUNTER = "torch.utils.flop_counter"
 CHUNK, SUB_CHUNK = 64, 16  # tokens
@@ -36,28 +35,7 @@ def register_when_counted() -> None:
 
     It imports Triton, which is too much for all who count nothing.
     """
-    if COUNTER in sys.modules:
-        _register(sys.modules[COUNTER])
-    else:
-        sys.meta_path.insert(0, _WaitsForCounter())
-
-
-class _WaitsForCounter:
-    """Finds no module; has what is done after one module's import."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != COUNTER or self not in sys.meta_path:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: ModuleType) -> None:
-            execute(module)
-            _register(module)
-
-        spec.loader.exec_module = execute_and_register
-        return spec
+    when_imported(COUNTER, _register)
 
 
 def _register(counter: ModuleType) -> None:

@@ -35,11 +35,23 @@ def is_recorded_for_onnx() -> bool:
     return is_recorded() and torch.onnx.is_in_onnx_export()
 
 
-def have_no_rule(*tensors: torch.Tensor) -> bool:
-    """Whether an operator without rules of its own meets what needs one: sharded tensors and other
-    subclasses, transforms of torch.func, forward-mode AD, ONNX.
+def is_of_unknown_class(t: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass for which the operators have no rules: all but DTensor,
+    for which ops/_sharding.py has them.
     """
-    if any(map(is_traceable_wrapper_subclass, tensors)):
+    return is_traceable_wrapper_subclass(t) and not is_sharded(t)
+
+
+def is_sharded(t: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor, without importing what that is."""
+    return type(t).__name__ == "DTensor"
+
+
+def have_no_rule(*tensors: torch.Tensor) -> bool:
+    """Whether an operator without rules of its own meets what needs one: subclasses but DTensor,
+    transforms of torch.func, forward-mode AD, ONNX.
+    """
+    if any(map(is_of_unknown_class, tensors)):
         return True
     if torch._C._are_functorch_transforms_active() or is_recorded_for_onnx():
         return True

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.ops._checks import OFF, check_plain_tensors, check_scale, without_last_of_one
-from gla_ext.ops._tracing import can_be_read, is_recorded_for_onnx
+from gla_ext.ops._tracing import can_be_read, is_recorded_for_onnx, is_sharded
 from gla_ext.ops.inputs import CHECKS_INPUTS, check_offsets, check_values
 
 __all__ = ["batch_invariant", "chunk_gla", "fused_chunk_gla"]
@@ -142,7 +142,7 @@ def chunk_gla(
             and, with a cp_context, tokens.
     """
     check_scale("chunk_gla", scale)
-    if type(q).__name__ == "DTensor":
+    if is_sharded(q):
         from gla_ext.distributed.sharding import attend_on_shards
 
         options = {"scale": scale, "output_final_state": output_final_state}

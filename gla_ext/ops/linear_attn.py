@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_ext.ops._checks import check_plain_tensors, check_scale
+from gla_ext.ops._checks import check_scale, check_tensors
 from gla_ext.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 __all__ = ["chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn"]
@@ -110,7 +110,7 @@ def _attend(
     check_scale(op, scale)
     state, z = _states(op, initial_state, normalize)
     if not torch.compiler.is_compiling():
-        check_plain_tensors(op, "q k v initial_state z", q, k, v, state, z)
+        check_tensors(op, "q k v initial_state z", q, k, v, state, z)
     options = options | {"scale": scale, "output_final_state": output_final_state}
     o, state = operator(q, k, v, initial_state=state, **options)
     if not normalize:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.ops._checks import check_plain_tensors, check_scale, without_last_of_one
-from gla_ext.ops._tracing import can_be_read, is_recorded_for_onnx
+from gla_ext.ops._tracing import can_be_read, is_recorded_for_onnx, is_sharded
 from gla_ext.ops.inputs import CHECKS_INPUTS, check_values
 
 __all__ = [
@@ -86,7 +86,7 @@ def fused_recurrent_gla(
     if kwargs:
         state_v_first = _state_layout(kwargs, state_v_first)
     check_scale("fused_recurrent_gla", scale)
-    if type(q).__name__ == "DTensor":
+    if is_sharded(q):
         from gla_ext.distributed.sharding import attend_on_shards
 
         options = {"scale": scale, "output_final_state": output_final_state, "reverse": reverse}
@@ -166,9 +166,16 @@ def recurrent_gla_step_(
         ValueError: shapes, devices or strides do not agree.
         TypeError: dtypes do not; scale is a tensor.
         NotImplementedError: grad mode is on and an input requires grad; a device or layout without
-            kernels; torch.vmap; DTensor.
+            kernels; torch.vmap; DTensors that are sharded by another dimension than the heads.
     """
     check_scale("recurrent_gla_step_", scale)
+    if is_sharded(q):
+        from gla_ext.distributed.sharding import step_on_shards
+
+        options = {"scale": scale, "state_v_first": state_v_first}
+        call = functools.partial(recurrent_gla_step_, **options)
+        tokens = {"q": q, "k": k, "v": v, "gk": gk, "gv": gv}
+        return step_on_shards("recurrent_gla_step_", call, tokens, state, {"slots": slots})
     if not torch.compiler.is_compiling():
         check_plain_tensors("recurrent_gla_step_", _TENSORS, q, k, v, gk, gv, state, slots)
     gk = without_last_of_one(gk, k)
@@ -217,6 +224,13 @@ def recurrent_gla_verify(
     What is raised is as in `recurrent_gla_step_`.
     """
     check_scale("recurrent_gla_verify", scale)
+    if is_sharded(q):
+        from gla_ext.distributed.sharding import step_on_shards
+
+        options = {"scale": scale, "state_v_first": state_v_first}
+        call = functools.partial(recurrent_gla_verify, **options)
+        tokens = {"q": q, "k": k, "v": v, "gk": gk, "gv": gv}
+        return step_on_shards("recurrent_gla_verify", call, tokens, state, {"slots": slots})
     if not torch.compiler.is_compiling():
         check_plain_tensors("recurrent_gla_verify", _TENSORS, q, k, v, gk, gv, state, slots)
     gk = without_last_of_one(gk, k)
@@ -248,6 +262,12 @@ def recurrent_gla_commit_(
 
     What is raised is as in `recurrent_gla_step_`.
     """
+    if is_sharded(k):
+        from gla_ext.distributed.sharding import step_on_shards
+
+        call = functools.partial(recurrent_gla_commit_, state_v_first=state_v_first)
+        tokens, rows = {"k": k, "v": v, "gk": gk, "gv": gv}, {"slots": slots, "accepted": accepted}
+        return step_on_shards("recurrent_gla_commit_", call, tokens, state, rows)
     if not torch.compiler.is_compiling():
         names = "k v gk gv state slots accepted"
         tensors = (k, v, gk, gv, state, slots, accepted)

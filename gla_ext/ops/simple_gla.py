@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_ext.ops._checks import check_plain_tensors
+from gla_ext.ops._checks import check_tensors
+from gla_ext.ops._tracing import is_sharded
 from gla_ext.ops.chunk import chunk_gla
 from gla_ext.ops.recurrent import fused_recurrent_gla
 
@@ -332,7 +333,7 @@ def _gate_dtype(q: Tensor) -> torch.dtype:
 def _decay_of_queries(op: str, decay, q: Tensor, k: Tensor) -> Tensor:
     """The decays of q's heads, where k and v have as many."""
     if not torch.compiler.is_compiling():
-        check_plain_tensors(op, "q k", q, k)
+        check_tensors(op, "q k", q, k)
     if q.ndim == 4 and k.ndim == 4 and k.shape[2] != q.shape[2]:
         raise ValueError(
             f"{op}: expected k and v of as many heads as q, {q.shape[2]}, each with its own decay, "
@@ -346,7 +347,7 @@ def _gate_of_heads(
 ) -> Tensor | None:
     """The gate that the operators take, `[B, T, HK]`, from either of g and g_gamma."""
     if not torch.compiler.is_compiling():
-        check_plain_tensors(op, "q k g g_gamma", q, k, g, g_gamma)
+        check_tensors(op, "q k g g_gamma", q, k, g, g_gamma)
     if g is not None:
         if g_gamma is not None:
             raise ValueError(f"{op}: expected only one of g and g_gamma, got both")
@@ -365,4 +366,8 @@ def _gate_of_heads(
         )
     if q.dtype == torch.float64:
         g_gamma = g_gamma.double()
+    if is_sharded(k) and not is_sharded(g_gamma):  # every rank has it
+        from gla_ext.distributed.sharding import replicated
+
+        g_gamma = replicated(g_gamma, k.device_mesh)
     return g_gamma.expand(*k.shape[:2], -1)

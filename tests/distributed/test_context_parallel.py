@@ -46,7 +46,16 @@ def run_rank(group, x, lengths, layout, uneven, options=None):
     cut = context.cut(lengths[context.rank], torch.device("cpu"))
     rows = list(range(x["h0"].shape[0])) if x["cu_seqlens"] is None else list(cut.sequences)
     leaves = {n: local(x[n], ranges).requires_grad_() for n in NAMES if x[n] is not None}
-    leaves["h0"] = x["h0"][rows].requires_grad_()
+    leaves["h0"] = x["h0"][rows]
+    if x["cu_seqlens"] is not None:
+        first = 0
+        for count, before in zip(cut.counts, cut.before, strict=True):
+            if count and before:  # begins elsewhere, and is not looked at
+                leaves["h0"][first] = torch.nan
+            first += count
+    elif cut.before[0] > 0:
+        leaves["h0"][:] = torch.nan
+    leaves["h0"].requires_grad_()
     operands = [leaves.get(n) for n in NAMES]
     upstream = (local(x["do"], ranges), x["dht"][rows])
     o, state = chunk_gla(
@@ -92,6 +101,34 @@ def test_states_with_v_first(pool):
     x |= {name: x[name].mT.contiguous() for name in ("h0", "dht")}
     found = pool(run_rank, x, (20, 20), "contiguous", False, {"state_v_first": True}, ranks=2)
     assert_equals_one_process(found, x, state_v_first=True)
+
+
+def run_one_gate_a_head(group, x, g):
+    context = build_cp_context(None, group)
+
+    def part(t):
+        return t.chunk(context.size, 1)[context.rank]
+
+    g = part(g).requires_grad_()
+    o, state = chunk_gla(
+        *(part(x[n]) for n in "qkv"), g, initial_state=x["h0"], output_final_state=True,
+        cp_context=context,
+    )  # fmt: skip
+    (dg,) = torch.autograd.grad((o, state), g, (part(x["do"]), x["dht"]))
+    return o.detach(), dg
+
+
+def test_one_gate_a_head(pool):
+    x = make(2, 40, heads=(4, 2))
+    for g in (x["g"][..., 0], x["g"][..., :1]):
+        g = g.clone().requires_grad_()
+        o, state = chunk_gla(
+            *(x[n] for n in "qkv"), g, initial_state=x["h0"], output_final_state=True
+        )
+        (dg,) = torch.autograd.grad((o, state), g, (x["do"], x["dht"]))
+        found = pool(run_one_gate_a_head, x, g.detach(), ranks=2)
+        assert_close(torch.cat([part for part, _ in found], 1), o, 1e-12)
+        assert_close(torch.cat([part for _, part in found], 1), dg, 1e-12)
 
 
 def test_uneven_rows_and_ranks_without_tokens(pool):

@@ -8,8 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from gla_ext import MultiheadGLA
+from gla_ext._key_values import tensors_in
 from gla_ext.cache import GLACache
 from gla_ext.distributed import tensor_parallel_plan
+from gla_ext.layers.attention import Attention
 
 
 def sharded(group, module, **options):
@@ -18,7 +20,9 @@ def sharded(group, module, **options):
 
 
 def gradients(module):
-    return {name: p.grad.full_tensor() for name, p in module.named_parameters()}
+    """Of parameters that the model reads: the first block has nothing to mix residuals of."""
+    parameters = module.named_parameters()
+    return {name: p.grad.full_tensor() for name, p in parameters if p.grad is not None}
 
 
 LAYERS = {
@@ -51,6 +55,45 @@ def test_layer(pool, options):
         assert_close(dx, x.grad, 1e-12)
         for name, parameter in layer.named_parameters():
             assert_close(grads[name], parameter.grad, 1e-11, name=name)
+
+
+ATTENTION = {"heads": {}, "shared": {"num_kv_heads": 2, "qkv_bias": True, "window_size": 9}}
+
+
+def attention_results(module, offsets):
+    """Of rows, of packed sequences, and what is kept of them and read by further tokens."""
+    x, cache = make_x().requires_grad_(), GLACache()
+    o = module(x)[0]
+    packed = module(x[:1], cu_seqlens=offsets)[0]
+    (o.square().sum() + packed.square().sum()).backward()
+    with torch.no_grad():
+        module(x, past_key_values=cache, use_cache=True)
+        more = [module(x[:, :n], past_key_values=cache, use_cache=True)[0] for n in (3, 1)]
+    return [t.detach() for t in (o, packed, x.grad, *more)], cache[0]["attn_state"].keys
+
+
+def make_attention(options):
+    torch.manual_seed(0)
+    return Attention(24, 4, layer_idx=0, **options).double()
+
+
+def run_attention(group, options, offsets):
+    module = sharded(group, make_attention(options))
+    return *attention_results(module, offsets), gradients(module)
+
+
+@pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION)
+def test_attention(pool, options):
+    offsets = torch.tensor([0, 30, 70], dtype=torch.int32)
+    module = make_attention(options)
+    expected, keys = attention_results(module, offsets)
+    answers = pool(run_attention, options, offsets, ranks=2)
+    for found, _, grads in answers:
+        for mine, theirs in zip(found, expected, strict=True):
+            assert_close(mine, theirs, 1e-12)
+        for name, parameter in module.named_parameters():
+            assert_close(grads[name], parameter.grad, 1e-11, name=name)
+    assert_close(torch.cat([kept for _, kept, _ in answers], 2), keys, 1e-12)
 
 
 def make_multihead():
@@ -88,11 +131,18 @@ def run_model(group, options, loss_parallel, checkpointing):
     return loss.item(), gradients(model)
 
 
+HYBRID = {"num_hidden_layers": 3, "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2}}
+RESIDUALS = {"attnres_block_size": 2, "num_hidden_layers": 3}
+LINEAR = {"fuse_linear_cross_entropy": True, "fuse_cross_entropy": False}
 MODELS = {
     "plain": ({}, False, False),
     "tied": ({"tie_word_embeddings": True}, False, False),
     "loss parallel": ({"use_short_conv": True}, True, False),
     "checkpointing": ({}, True, True),
+    "hybrid": (HYBRID, False, True),
+    "attention residuals": (RESIDUALS, True, False),
+    "l2 warp": ({"use_l2warp": True}, True, False),
+    "linear loss": (LINEAR, False, False),
 }
 
 
@@ -103,28 +153,41 @@ def test_language_model(pool, case):
     expected.backward()
     for loss, grads in pool(run_model, *case, ranks=2):
         assert loss == pytest.approx(expected.item(), rel=1e-12)
-        for name, parameter in model.named_parameters():
-            assert_close(grads[name], parameter.grad, 1e-11, name=name)
+        trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert grads.keys() == trained.keys()
+        for name, gradient in trained.items():
+            assert_close(grads[name], gradient, 1e-11, name=name)
 
 
-def run_generation(group):
-    model = sharded(group, make_model(torch.float64, num_heads=4).eval(), loss_parallel=True)
-    tokens = model.generate(make_ids(), 8, temperature=0)
-    cache = GLACache()
-    model(make_ids(), past_key_values=cache, use_cache=True)
-    return tokens, cache[0]["recurrent_state"]
+def generated(model):
+    """Tokens after whole prompts and after padded ones, in one static cache, and a cache."""
+    ids, cache = make_ids(), GLACache()
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    tokens = model.generate(ids, 8, temperature=0)
+    after_padding = model.generate(ids, 8, temperature=0, attention_mask=mask)
+    model(ids, past_key_values=cache, use_cache=True)
+    kept = [state for entry in cache.states for state in tensors_in(entry)]
+    return tokens, after_padding, [t for t in kept if t.ndim == 4]
+
+
+def run_generation(group, options):
+    model = make_model(torch.float64, num_heads=4, **options).eval()
+    return generated(sharded(group, model, loss_parallel=True))
 
 
 @torch.no_grad()
-def test_generation_and_caches_of_local_heads(pool):
-    model, cache = make_model(torch.float64, num_heads=4), GLACache()
-    model(make_ids(), past_key_values=cache, use_cache=True)
-    expected = model.generate(make_ids(), 8, temperature=0)
-    found = pool(run_generation, ranks=2)
-    for tokens, _ in found:
-        assert torch.equal(tokens, expected)
-    states = torch.cat([state for _, state in found], 1)
-    assert_close(states, cache[0]["recurrent_state"], 1e-12)
+@pytest.mark.parametrize("options", [{}, HYBRID, RESIDUALS], ids=["GLA", "hybrid", "residuals"])
+def test_generation_and_caches_of_local_heads(pool, options):
+    model = make_model(torch.float64, num_heads=4, **options)
+    *expected, kept = generated(model)
+    found = pool(run_generation, options, ranks=2)
+    for *tokens, _ in found:
+        assert all(map(torch.equal, tokens, expected))
+    for states in zip(kept, *(states for *_, states in found), strict=True):
+        whole, *parts = states
+        heads = next(i for i in (1, 2) if parts[0].shape[i] * 2 == whole.shape[i])
+        assert_close(torch.cat(parts, heads), whole, 1e-12)
 
 
 def test_what_is_refused(one_rank):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from conv_inputs import make, module
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from gla_ext.layers.short_convolution import ShortConvolution
 
@@ -104,10 +105,9 @@ def test_vmap():
     assert torch.equal(found.view_as(x), conv(x)[0])
 
 
-def test_sharded_tensors_are_refused():
-    class DTensor(torch.Tensor):
-        pass
-
+def test_plain_tensors_beside_sharded_ones(one_rank):
     x, weight, *_ = make(1, 4, 8, 4, "cpu", torch.float32)
-    with raises(NotImplementedError, NAME + "expected plain tensors, got a DTensor"):
-        module(weight, None)(x.as_subclass(DTensor))
+    x = distribute_tensor(x, one_rank, [Replicate()])
+    message = "short_convolution_fwd: expected weight to be a DTensor like the others, got a plain"
+    with raises(NotImplementedError, message):
+        module(weight, None)(x)

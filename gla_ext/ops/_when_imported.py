@@ -1,0 +1,39 @@
+"""What is done to a module of torch when a program imports it, which few programs do."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def when_imported(name: str, function: Callable[[ModuleType], None]) -> None:
+    """Calls the function with the module of that name, now or when it is imported."""
+    if name in sys.modules:
+        function(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _WaitsFor(name, function))
+
+
+class _WaitsFor:
+    """Finds no module; has what is done after one module's import."""
+
+    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
+        self.name, self.function = name, function
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self.name or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_call(module: ModuleType) -> None:
+            execute(module)
+            self.function(module)
+
+        spec.loader.exec_module = execute_and_call
+        return spec

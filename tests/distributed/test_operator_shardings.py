@@ -1,0 +1,371 @@
+"""Every operator on DTensors: one process's results, or an error that names it."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import assert_close
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import gla_ext.ops
+from gla_ext.layers.gate_projection import gate_projection
+from gla_ext.layers.norms import rms_norm, rms_norm_residual
+from gla_ext.layers.short_convolution import causal_convolution
+from gla_ext.layers.swiglu import swiglu, swiglu_linear
+from gla_ext.losses import cross_entropy_loss, fused_linear_cross_entropy_loss
+from gla_ext.ops import _sharding
+
+OPS = torch.ops.gla_ext
+LABELS = torch.tensor([1, -100, 4, 0, 2])
+
+
+def normal(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def make_cases():
+    """Of operators with a rule: arguments, and of each tensor among them the dimension that is
+    sharded, None for none.
+    """
+    x, last = normal(5, 3, 8), normal(8)  # 5 rows and 3 tokens divide by no two ranks
+    rstd = x[..., 0].square() + 1
+    conv, cache = (x, normal(8, 1, 4), last), normal(5, 8, 4)
+    packed = (x[:1], conv[1], None, cache[:2], torch.tensor([0, 2, 3]))
+    gate = (normal(5, 3, 4), normal(8, 4), last, 16.0, -0.1)
+    channels = (2, 0, 0, 1)
+    logits, lse = normal(5, 6), normal(5)
+    options = (-100, 0.1, 1.0, None)
+    return {
+        "rms_norm_gate_fwd": [
+            ((x, last, x, "swish", 1e-5), (0, None, 0)),
+            ((x, None, None, "swish", 1e-5), (1,)),
+        ],
+        "rms_norm_gate_bwd": [
+            ((x, x, last, x, rstd, "swish"), (0, 0, None, 0, 0)),
+            ((x, x, None, None, rstd, "swish"), (1, 1, 1)),
+        ],
+        "rms_norm_residual_fwd": [((x, x, last, 1e-5), (dim, dim, None)) for dim in (0, 1)],
+        "rms_norm_residual_bwd": [
+            ((x, x, x, last, rstd), (0, 0, 0, None, 0)),
+            ((x, None, x, None, rstd), (1, 1, 1)),
+        ],
+        "swiglu_fwd": [((x, x), (dim, dim)) for dim in (0, 1, 2)],
+        "swiglu_bwd": [((x, x, x, full), (dim,) * 3) for dim in (0, 2) for full in (False, True)],
+        "short_convolution_fwd": [
+            ((*conv, cache, None, False), (0, None, None, 0)),
+            ((*conv, cache, None, True), (0, None, None, 0)),
+            ((*conv, cache, None, True), channels),
+            ((*packed, True), (2, 0, 1, None)),
+        ],
+        "short_convolution_bwd": [
+            ((x, cache, *conv, cache, None), (0, 0, 0, None, None, 0)),
+            ((x, None, x, conv[1], None, None, None), (0, 0, None)),
+            ((x, cache, *conv, cache, None), (2, 1, 2, 0, 0, 1)),
+        ],
+        "gate_projection_fwd": [(gate, (0, None, None)), (gate, (None, 0, 0))],
+        "gate_projection_bwd": [
+            ((x, *gate), (1, 1, None, None)),
+            ((x, *gate), (2, None, 0, 0)),
+        ],
+        "cross_entropy_fwd": [((logits, LABELS, *options, 0.1, False), (0, 0))],
+        "cross_entropy_bwd": [((lse, logits, LABELS, lse + 3, *options, 0.1), (0, 0, 0, 0))],
+    }
+
+
+def sharded(mesh, args, dims):
+    """The arguments as DTensors, sharded by these dimensions on every dimension of the mesh."""
+    left = iter(dims)
+
+    def convert(t):
+        if not isinstance(t, torch.Tensor):
+            return t
+        dim = next(left)
+        placement = Replicate() if dim is None else Shard(dim)
+        return distribute_tensor(t.detach(), mesh, [placement] * mesh.ndim)
+
+    return [convert(t) for t in args]
+
+
+def whole(results):
+    results = [results] if isinstance(results, torch.Tensor) else results
+    return [t.full_tensor() if isinstance(t, DTensor) else t for t in results]
+
+
+def run_operators(group):
+    torch.manual_seed(1)
+    mesh, found = DeviceMesh.from_group(group, "cpu"), []
+    for name, cases in make_cases().items():
+        op = getattr(OPS, name)
+        with torch.no_grad():
+            for args, dims in cases:
+                outputs = op(*sharded(mesh, args, dims))
+                outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+                assert not all(output.placements == (Replicate(),) for output in outputs), name
+                replicated = op(*sharded(mesh, args, [None] * len(dims)))
+                assert all(placement == Replicate() for placement in replicated[0].placements)
+                found.append((name, whole(outputs), whole(replicated)))
+    return found
+
+
+def test_operators_on_shards(pool):
+    torch.manual_seed(1)
+    cases = make_cases()
+    assert cases.keys() == _sharding._RULES.keys()
+    expected = [
+        whole(getattr(OPS, name)(*args)) for name, calls in cases.items() for args, _ in calls
+    ]
+    for ranks in (2, 3):
+        for found in pool(run_operators, ranks=ranks):
+            for (name, *results), theirs in zip(found, expected, strict=True):
+                for mine in results:
+                    for a, b in zip(mine, theirs, strict=True):
+                        assert a.shape == b.shape, name
+                        assert_close(a, b, 1e-12, name=name)
+
+
+def run_on_two_dimensions(group):
+    """Rows over one dimension of a mesh and channels over the other, and what has to be summed."""
+    torch.manual_seed(1)
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    x, weight = normal(6, 3, 8), normal(8, 1, 4)
+    tokens = [Shard(0), Shard(2)]
+    y, _ = OPS.short_convolution_fwd(
+        distribute_tensor(x, mesh, tokens),
+        distribute_tensor(weight, mesh, [Replicate(), Replicate()]),  # is redistributed
+        None, None, None, False,
+    )  # fmt: skip
+    assert list(y.placements) == tokens
+    part = DTensor.from_local(x / 4, mesh, [Partial(), Partial()])
+    product = OPS.swiglu_fwd(part, part)
+    expected = OPS.short_convolution_fwd(x, weight, None, None, None, False)[0]
+    assert_close(y.full_tensor(), expected, 1e-12)
+    assert_close(product.full_tensor(), swiglu(x, x), 1e-12)
+
+
+def test_two_dimensions_of_a_mesh(pool):
+    pool(run_on_two_dimensions)
+
+
+def convolution(x, weight, bias):
+    conv = torch.nn.Module()
+    conv.weight, conv.bias = weight, bias
+    return causal_convolution(conv, x, None, True, None)
+
+
+def attend(function, *args, **options):
+    def call(q, k, v, state, *gates):
+        return function(q, k, v, *gates, *args, initial_state=state, output_final_state=True,
+                        **options)  # fmt: skip
+
+    return call
+
+
+def normalised(q, k, v, state, z):
+    o, (state, z) = gla_ext.ops.chunk_linear_attn(
+        q, k, v, initial_state=(state, z), output_final_state=True
+    )
+    return o, state, z
+
+
+def make_functions():
+    """Public functions with leaves and the dimension by which each is sharded."""
+    x, last, weight = normal(5, 3, 8), normal(8), normal(6, 8)
+    rows = x[:, 0]  # torch's product takes no 5 rows of 3 on two ranks
+    q, state, g = normal(2, 7, 4, 8), normal(2, 4, 8, 8), F.logsigmoid(normal(2, 7, 4))
+    heads = ((q, q, q, state), (2, 2, 2, 1))
+    batch, gated = (heads[0], (0, 0, 0, 0)), ((*heads[0], g), (2, 2, 2, 1, 2))
+    ops = gla_ext.ops
+    return {
+        "rms_norm": (lambda x, w, g: rms_norm(x, w, 1e-5, g), (x, last, x), (1, None, 1)),
+        "rms_norm_residual": (rms_norm_residual, (x, x, last), (0, 0, None)),
+        "swiglu": (swiglu, (x, x), (2, 2)),
+        "swiglu_linear": (swiglu_linear, (rows, rows, weight, weight[:, 0]), (0, 0, None, None)),
+        "swiglu_linear by columns": (swiglu_linear, (rows, rows, weight), (1, 1, 1)),
+        "joint_projection": (
+            lambda x, a, b: tuple(OPS.joint_projection(x, [a, b], torch.float64)),
+            (rows, weight, weight), (0, None, None),
+        ),
+        "ShortConvolution": (convolution, (x, normal(8, 1, 4), last), (2, 0, 0)),
+        "ShortConvolution, batch": (convolution, (x, normal(8, 1, 4), last), (0, None, None)),
+        "gate_projection": (gate_projection, (normal(5, 4), normal(8, 4), last), (0, None, None)),
+        "gate_projection, heads": (gate_projection, (normal(5, 4), normal(8, 4)), (None, 0)),
+        "chunk_simple_gla": (attend(ops.chunk_simple_gla), *gated),
+        "fused_recurrent_simple_gla": (attend(ops.fused_recurrent_simple_gla), *gated),
+        "chunk_simple_gla, g_gamma": (
+            attend(ops.chunk_simple_gla, g_gamma=-torch.arange(4.0)), *heads
+        ),
+        "chunk_retention": (attend(ops.chunk_retention), *heads),
+        "fused_recurrent_retention": (attend(ops.fused_recurrent_retention), *batch),
+        "chunk_lightning_attn": (attend(ops.chunk_lightning_attn, 1, 2), *batch),
+        "fused_recurrent_lightning_attn": (
+            attend(ops.fused_recurrent_lightning_attn, 1, 2), *heads
+        ),
+        "fused_recurrent_linear_attn": (attend(ops.fused_recurrent_linear_attn), *heads),
+        "chunk_linear_attn": (
+            normalised, (*heads[0], normal(2, 1, 4, 8)), (*heads[1], 2)
+        ),
+    }  # fmt: skip
+
+
+def outputs_and_gradients(function, leaves):
+    """The outputs; upstream gradients are the outputs themselves, so that all count."""
+    leaves = [t.requires_grad_() for t in leaves]
+    outputs = function(*leaves)
+    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    total = sum(output.square().sum() for output in outputs)
+    total = total.full_tensor() if isinstance(total, DTensor) else total
+    return [t.detach() for t in whole([*outputs, *torch.autograd.grad(total, leaves)])]
+
+
+def run_functions(group):
+    torch.manual_seed(1)
+    mesh, found = DeviceMesh.from_group(group, "cpu"), {}
+    for name, (function, leaves, dims) in make_functions().items():
+        try:
+            found[name] = outputs_and_gradients(function, sharded(mesh, leaves, dims))
+        except Exception as error:
+            raise AssertionError(name) from error
+    return found
+
+
+def test_functions_on_shards(pool):
+    torch.manual_seed(1)
+    expected = {
+        name: outputs_and_gradients(function, [t.detach().clone() for t in leaves])
+        for name, (function, leaves, _) in make_functions().items()
+    }
+    for found in pool(run_functions, ranks=2):
+        for name, theirs in expected.items():
+            for mine, its in zip(found[name], theirs, strict=True):
+                assert_close(mine, its, 1e-11, name=name)
+
+
+def run_losses(group):
+    """With logits sharded over tokens by the operator, over classes by torch's operations."""
+    torch.manual_seed(1)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    logits, x, weight = normal(5, 6), normal(5, 8), normal(6, 8)
+    labels = LABELS.where(LABELS >= 0, 3)  # torch's operations take no other on shards of classes
+
+    def call(function, leaves, dims, target, target_dim):
+        (target,) = sharded(mesh, [target], [target_dim])
+        return outputs_and_gradients(lambda *t: function(*t, target), sharded(mesh, leaves, dims))
+
+    def linear(x, weight, target):
+        return fused_linear_cross_entropy_loss(x, target, weight)
+
+    found = [
+        call(cross_entropy, [logits], [0], LABELS, 0),
+        call(cross_entropy, [logits], [1], labels, None),
+        call(linear, [x, weight], [0, None], LABELS, 0),
+    ]
+    expected = [
+        outputs_and_gradients(lambda t: cross_entropy(t, LABELS), [logits.clone()]),
+        outputs_and_gradients(lambda t: cross_entropy(t, labels), [logits.clone()]),
+        outputs_and_gradients(lambda *t: linear(*t, LABELS), [x.clone(), weight.clone()]),
+    ]
+    for mine, theirs in zip(found, expected, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert_close(a, b, 1e-12)
+
+
+def cross_entropy(logits, target):
+    return cross_entropy_loss(logits, target, 0.1, inplace_backward=True)[0]
+
+
+def test_losses(pool):
+    pool(run_losses, ranks=2)
+
+
+def make_pool():
+    x = [normal(3, 2, 4, 8) for _ in range(3)]
+    gate = F.logsigmoid(normal(3, 2, 4))
+    return x, gate, normal(5, 4, 8, 8), torch.tensor([4, -1, 2]), torch.tensor([2, 1, 1])
+
+
+def step_verify_and_commit(q, k, v, gate, state, slots, accepted):
+    ops = gla_ext.ops
+    drafted = ops.recurrent_gla_verify(q, k, v, gate, state=state, slots=slots)
+    ops.recurrent_gla_commit_(k, v, gate, state=state, slots=slots, accepted=accepted)
+    return drafted, ops.recurrent_gla_step_(q, k, v, gate, state=state, slots=slots), state
+
+
+def run_pool(group):
+    torch.manual_seed(1)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    qkv, gate, state, slots, accepted = make_pool()
+    operands = sharded(mesh, (*qkv, gate, state), (2, 2, None, 2, 1))
+    return whole(step_verify_and_commit(*operands, slots, *sharded(mesh, (accepted,), (None,))))
+
+
+def test_a_pool_of_states(pool):
+    torch.manual_seed(1)
+    qkv, gate, *others = make_pool()
+    expected = step_verify_and_commit(*qkv, gate, *others)
+    for found in pool(run_pool, ranks=2):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert_close(mine, theirs, 1e-12)
+
+
+def test_what_of_a_pool_is_refused(one_rank):
+    qkv, _, state, *_ = make_pool()
+    step = gla_ext.ops.recurrent_gla_step_
+    with pytest.raises(NotImplementedError, match=r"^recurrent_gla_step_: expected q to be repl"):
+        step(*sharded(one_rank, qkv, (0, 0, 0)), state=sharded(one_rank, [state], [None])[0])
+    message = r"^recurrent_gla_verify: expected state to lie as q, S\(1\), got R; redistribute it"
+    with pytest.raises(NotImplementedError, match=message):
+        gla_ext.ops.recurrent_gla_verify(
+            *sharded(one_rank, qkv, (2, 2, 2)), state=sharded(one_rank, [state], [None])[0]
+        )
+    with pytest.raises(NotImplementedError, match=r"commit_: expected .* make state a DTensor too"):
+        gla_ext.ops.recurrent_gla_commit_(
+            *sharded(one_rank, qkv[1:], (2, 2)), state=state, accepted=torch.ones(3).long()
+        )
+
+
+SAMPLES = {"float": 1.0, "int": 1, "bool": False, "str": "group", "ScalarType": torch.float32}
+SAMPLES |= {"List[int]": [0], "SymInt": 1, "List[Tensor]": []}
+
+
+def sample(mesh, argument):
+    kind = str(argument.type)
+    if kind.startswith("Optional"):
+        return None
+    x = torch.zeros(1, 2, 2, 4)
+    return distribute_tensor(x, mesh, [Replicate()]) if kind == "Tensor" else SAMPLES[kind]
+
+
+def test_other_operators_are_refused_by_name(one_rank):
+    """Among them what is registered one day, and has no rule then."""
+    with_rule = _sharding._RULES.keys() | _sharding._DECOMPOSED.keys()
+    # It is made of the halves, which refuse by their names.
+    others = set(_sharding.names_of_operators()) - with_rule - {"chunk_gla_across_ranks"}
+    assert len(others) > 20
+    for name in sorted(others):
+        op = getattr(OPS, name).default
+        arguments = [sample(one_rank, argument) for argument in op._schema.arguments]
+        message = f"^{name}: expected plain tensors, got a DTensor; .*redistribute to whole seq"
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode(), pytest.raises(NotImplementedError, match=message):
+                op(*arguments)
+
+
+def test_each_public_function_is_here():
+    """Or in test_sharding.py, or takes no tensors of its own."""
+    functions = {name for name in gla_ext.ops.__all__ if not name.startswith("fused_chunk")}
+    elsewhere = {"chunk_gla", "fused_recurrent_gla"}
+    others = {"batch_invariant", "check_inputs", "in_mode_of_now", "is_batch_invariant"}
+    others |= {"keeps_for_backward", "lightning_decay", "retention_decay"}
+    mentioned = inspect.getsource(make_functions) + inspect.getsource(step_verify_and_commit)
+    mentioned += inspect.getsource(normalised)
+    assert {name for name in functions - elsewhere - others if name not in mentioned} == set()
+
+
+def test_attention_is_refused_by_name(one_rank):
+    from gla_ext.layers.attention import Attention
+
+    x = distribute_tensor(torch.zeros(1, 4, 8), one_rank, [Replicate()])
+    with pytest.raises(NotImplementedError, match=r"^Attention: expected plain tensors, got a DT"):
+        Attention(8, 2)(x)
