@@ -54,7 +54,7 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, FuncTorchBatched, m) {
-  for (const char* op : {"recurrent_gla_step_", "recurrent_gla_commit_"})
+  for (const char* op : {"recurrent_gla_step_", "recurrent_gla_step_.out", "recurrent_gla_commit_"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
 }
 
