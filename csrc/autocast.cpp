@@ -70,9 +70,22 @@ template <c10::DeviceType device>
 at::Tensor recurrent_gla_step_autocast(const at::Tensor& q, const at::Tensor& k,
                                        const at::Tensor& v, const Optional& gk, const Optional& gv,
                                        at::Tensor& state, const Optional& slots,
-                                       std::optional<double> scale, bool state_v_first) {
+                                       std::optional<double> scale, bool state_v_first,
+                                       const Optional& write_slots) {
   const Cast<device> cast;
-  return recurrent_gla_step_(cast(q), cast(k), cast(v), gk, gv, state, slots, scale, state_v_first);
+  return recurrent_gla_step_(cast(q), cast(k), cast(v), gk, gv, state, slots, scale, state_v_first,
+                             write_slots);
+}
+
+template <c10::DeviceType device>
+void recurrent_gla_step_out_autocast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const Optional& gk, const Optional& gv, at::Tensor& state,
+                                     const Optional& slots, std::optional<double> scale,
+                                     bool state_v_first, const Optional& write_slots,
+                                     at::Tensor& out) {
+  const Cast<device> cast;
+  recurrent_gla_step_out(cast(q), cast(k), cast(v), gk, gv, state, slots, scale, state_v_first,
+                         write_slots, out);
 }
 
 template <c10::DeviceType device>
@@ -80,18 +93,20 @@ at::Tensor recurrent_gla_verify_autocast(const at::Tensor& q, const at::Tensor& 
                                          const at::Tensor& v, const Optional& gk,
                                          const Optional& gv, const at::Tensor& state,
                                          const Optional& slots, std::optional<double> scale,
-                                         bool state_v_first) {
+                                         bool state_v_first, const Optional& cu_seqlens) {
   const Cast<device> cast;
-  return recurrent_gla_verify(cast(q), cast(k), cast(v), gk, gv, state, slots, scale,
-                              state_v_first);
+  return recurrent_gla_verify(cast(q), cast(k), cast(v), gk, gv, state, slots, scale, state_v_first,
+                              cu_seqlens);
 }
 
 template <c10::DeviceType device>
 void recurrent_gla_commit_autocast(const at::Tensor& k, const at::Tensor& v, const Optional& gk,
                                    const Optional& gv, at::Tensor& state, const Optional& slots,
-                                   const at::Tensor& accepted, bool state_v_first) {
+                                   const at::Tensor& accepted, bool state_v_first,
+                                   const Optional& cu_seqlens, const Optional& write_slots) {
   const Cast<device> cast;
-  recurrent_gla_commit_(cast(k), cast(v), gk, gv, state, slots, accepted, state_v_first);
+  recurrent_gla_commit_(cast(k), cast(v), gk, gv, state, slots, accepted, state_v_first, cu_seqlens,
+                        write_slots);
 }
 
 template <c10::DeviceType device>
@@ -128,6 +143,7 @@ void register_all(torch::Library& m) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&first_three_autocast<device>>());
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_autocast<device>);
   m.impl("recurrent_gla_step_", recurrent_gla_step_autocast<device>);
+  m.impl("recurrent_gla_step_.out", recurrent_gla_step_out_autocast<device>);
   m.impl("recurrent_gla_verify", recurrent_gla_verify_autocast<device>);
   m.impl("recurrent_gla_commit_", recurrent_gla_commit_autocast<device>);
   m.impl("swiglu_linear", swiglu_linear_autocast<device>);

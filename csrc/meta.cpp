@@ -157,27 +157,39 @@ BackwardOutputs recurrent_gla_bwd_meta(const at::Tensor& d_o, const OptionalTens
 at::Tensor recurrent_gla_step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const OptionalTensor& gk, const OptionalTensor& gv,
                                    at::Tensor& state, const OptionalTensor& slots,
-                                   std::optional<double>, bool state_v_first) {
+                                   std::optional<double>, bool state_v_first,
+                                   const OptionalTensor& write_slots) {
   const Shape s = check_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
-                             {state, slots, nullptr, state_v_first});
+                             {state, slots, state_v_first, &write_slots});
   return fresh_output(s, v);
+}
+
+void recurrent_gla_step_out_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                 const OptionalTensor& gk, const OptionalTensor& gv,
+                                 at::Tensor& state, const OptionalTensor& slots,
+                                 std::optional<double>, bool state_v_first,
+                                 const OptionalTensor& write_slots, at::Tensor& out) {
+  check_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
+             {state, slots, state_v_first, &write_slots, nullptr, nullptr, &out});
 }
 
 at::Tensor recurrent_gla_verify_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                      const OptionalTensor& gk, const OptionalTensor& gv,
                                      const at::Tensor& state, const OptionalTensor& slots,
-                                     std::optional<double>, bool state_v_first) {
+                                     std::optional<double>, bool state_v_first,
+                                     const OptionalTensor& cu_seqlens) {
   const Shape s = check_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
-                             {state, slots, nullptr, state_v_first});
+                             {state, slots, state_v_first, nullptr, &cu_seqlens});
   return fresh_output(s, v);
 }
 
 void recurrent_gla_commit_meta(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
                                const OptionalTensor& gv, at::Tensor& state,
                                const OptionalTensor& slots, const at::Tensor& accepted,
-                               bool state_v_first) {
+                               bool state_v_first, const OptionalTensor& cu_seqlens,
+                               const OptionalTensor& write_slots) {
   check_pool({"recurrent_gla_commit_", nullptr, &k, &v, &gk, &gv},
-             {state, slots, &accepted, state_v_first});
+             {state, slots, state_v_first, &write_slots, &cu_seqlens, &accepted});
 }
 
 at::Tensor gate_cumsum_meta(const at::Tensor& g, const OptionalTensor& cu_seqlens) {
@@ -314,6 +326,7 @@ TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_meta);
   m.impl("recurrent_gla_bwd", recurrent_gla_bwd_meta);
   m.impl("recurrent_gla_step_", recurrent_gla_step_meta);
+  m.impl("recurrent_gla_step_.out", recurrent_gla_step_out_meta);
   m.impl("recurrent_gla_verify", recurrent_gla_verify_meta);
   m.impl("recurrent_gla_commit_", recurrent_gla_commit_meta);
   m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_meta);

@@ -78,15 +78,21 @@ TORCH_LIBRARY(gla_ext, m) {
       tags);
   m.def(
       "recurrent_gla_step_(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor(a!) state, "
-      "Tensor? slots, float? scale, bool state_v_first) -> Tensor",
+      "Tensor? slots, float? scale, bool state_v_first, Tensor? write_slots=None) -> Tensor",
+      tags);
+  m.def(
+      "recurrent_gla_step_.out(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor(a!) "
+      "state, Tensor? slots, float? scale, bool state_v_first, Tensor? write_slots=None, *, "
+      "Tensor(b!) out) -> ()",
       tags);
   m.def(
       "recurrent_gla_verify(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor state, "
-      "Tensor? slots, float? scale, bool state_v_first) -> Tensor",
+      "Tensor? slots, float? scale, bool state_v_first, Tensor? cu_seqlens=None) -> Tensor",
       tags);
   m.def(
       "recurrent_gla_commit_(Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor(a!) state, Tensor? "
-      "slots, Tensor accepted, bool state_v_first) -> ()",
+      "slots, Tensor accepted, bool state_v_first, Tensor? cu_seqlens=None, Tensor? "
+      "write_slots=None) -> ()",
       tags);
 
   m.def(
@@ -289,32 +295,46 @@ at::Tensor recurrent_gla_step_(const at::Tensor& q, const at::Tensor& k, const a
                                const std::optional<at::Tensor>& gk,
                                const std::optional<at::Tensor>& gv, at::Tensor& state,
                                const std::optional<at::Tensor>& slots, std::optional<double> scale,
-                               bool state_v_first) {
+                               bool state_v_first, const std::optional<at::Tensor>& write_slots) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("gla_ext::recurrent_gla_step_", "")
                              .typed<decltype(recurrent_gla_step_)>();
-  return op.call(q, k, v, gk, gv, state, slots, scale, state_v_first);
+  return op.call(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots);
+}
+
+void recurrent_gla_step_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const std::optional<at::Tensor>& gk,
+                            const std::optional<at::Tensor>& gv, at::Tensor& state,
+                            const std::optional<at::Tensor>& slots, std::optional<double> scale,
+                            bool state_v_first, const std::optional<at::Tensor>& write_slots,
+                            at::Tensor& out) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::recurrent_gla_step_", "out")
+                             .typed<decltype(recurrent_gla_step_out)>();
+  op.call(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots, out);
 }
 
 at::Tensor recurrent_gla_verify(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                 const std::optional<at::Tensor>& gk,
                                 const std::optional<at::Tensor>& gv, const at::Tensor& state,
                                 const std::optional<at::Tensor>& slots, std::optional<double> scale,
-                                bool state_v_first) {
+                                bool state_v_first, const std::optional<at::Tensor>& cu_seqlens) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("gla_ext::recurrent_gla_verify", "")
                              .typed<decltype(recurrent_gla_verify)>();
-  return op.call(q, k, v, gk, gv, state, slots, scale, state_v_first);
+  return op.call(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens);
 }
 
 void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
                            const std::optional<at::Tensor>& gk, const std::optional<at::Tensor>& gv,
                            at::Tensor& state, const std::optional<at::Tensor>& slots,
-                           const at::Tensor& accepted, bool state_v_first) {
+                           const at::Tensor& accepted, bool state_v_first,
+                           const std::optional<at::Tensor>& cu_seqlens,
+                           const std::optional<at::Tensor>& write_slots) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("gla_ext::recurrent_gla_commit_", "")
                              .typed<decltype(recurrent_gla_commit_)>();
-  op.call(k, v, gk, gv, state, slots, accepted, state_v_first);
+  op.call(k, v, gk, gv, state, slots, accepted, state_v_first, cu_seqlens, write_slots);
 }
 
 NormForwardOutputs rms_norm_gate_fwd(const at::Tensor& x, const std::optional<at::Tensor>& weight,

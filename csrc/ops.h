@@ -157,25 +157,38 @@ BackwardOutputs recurrent_gla_bwd(const at::Tensor& d_o, const std::optional<at:
                                   const std::optional<at::Tensor>& cu_seqlens,
                                   std::optional<double> scale, bool reverse, bool state_v_first);
 
-// Decoding: rows of T tokens on a pool of states [P, H, K, V], of which row b has slots[b] (b
-// without slots; outside 0 .. P - 1: o = 0, no state is touched). step_ writes the state after the
-// last token, verify nothing, commit_ the state after accepted[b] tokens.
+// Decoding: rows of T tokens, or with cu_seqlens N packed drafts, on a pool of states
+// [P, H, K, V] stored in any of the three shorter types, of which row n has slots[n] (n without
+// slots; outside 0 .. P - 1: o = 0, no state is touched). step_ writes the state after the last
+// token, verify nothing, commit_ the state after accepted[n] tokens: to slots[n], or where
+// write_slots[n] says, outside 0 .. P - 1 nowhere. step_'s other form writes o into `out`.
 at::Tensor recurrent_gla_step_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::optional<at::Tensor>& gk,
                                const std::optional<at::Tensor>& gv, at::Tensor& state,
                                const std::optional<at::Tensor>& slots, std::optional<double> scale,
-                               bool state_v_first);
+                               bool state_v_first,
+                               const std::optional<at::Tensor>& write_slots = std::nullopt);
+
+void recurrent_gla_step_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const std::optional<at::Tensor>& gk,
+                            const std::optional<at::Tensor>& gv, at::Tensor& state,
+                            const std::optional<at::Tensor>& slots, std::optional<double> scale,
+                            bool state_v_first, const std::optional<at::Tensor>& write_slots,
+                            at::Tensor& out);
 
 at::Tensor recurrent_gla_verify(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                 const std::optional<at::Tensor>& gk,
                                 const std::optional<at::Tensor>& gv, const at::Tensor& state,
                                 const std::optional<at::Tensor>& slots, std::optional<double> scale,
-                                bool state_v_first);
+                                bool state_v_first,
+                                const std::optional<at::Tensor>& cu_seqlens = std::nullopt);
 
 void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
                            const std::optional<at::Tensor>& gk, const std::optional<at::Tensor>& gv,
                            at::Tensor& state, const std::optional<at::Tensor>& slots,
-                           const at::Tensor& accepted, bool state_v_first);
+                           const at::Tensor& accepted, bool state_v_first,
+                           const std::optional<at::Tensor>& cu_seqlens = std::nullopt,
+                           const std::optional<at::Tensor>& write_slots = std::nullopt);
 
 // The root mean square norm over the last dimension (arXiv 1910.07467), times a weight [V] and an
 // activated gate of x's shape, each of which may be absent, rounded once:

@@ -71,7 +71,8 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, FuncTorchBatched, m) {
-  for (const char* op : {"chunk_gla_", "recurrent_gla_step_", "recurrent_gla_commit_"})
+  for (const char* op :
+       {"chunk_gla_", "recurrent_gla_step_", "recurrent_gla_step_.out", "recurrent_gla_commit_"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
   for (const char* op : kDecodeOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());

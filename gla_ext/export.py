@@ -109,13 +109,21 @@ def _recurrent_gla_verify(
     slots: Tensor | None,
     scale: float | None,
     state_v_first: bool,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    if slots is None:
-        return _plain.gla(q, k, v, gk, gv, state, None, scale, False, state_v_first)[0]
-    there = (slots >= 0) & (slots < state.shape[0])
-    own = state.index_select(0, torch.where(there, slots, 0))
-    o = _plain.gla(q, k, v, gk, gv, own, None, scale, False, state_v_first)[0]
-    return torch.where(there[:, None, None, None], o, 0)
+    own, there = state.to(torch.promote_types(q.dtype, torch.float32)), None
+    if slots is not None:
+        there = (slots >= 0) & (slots < state.shape[0])
+        own = own.index_select(0, torch.where(there, slots, 0))
+    o = _plain.gla(q, k, v, gk, gv, own, cu_seqlens, scale, False, state_v_first)[0]
+    if there is None:
+        return o
+    if cu_seqlens is None:
+        return torch.where(there[:, None, None, None], o, 0)
+    tokens = torch.arange(q.shape[1], device=q.device, dtype=cu_seqlens.dtype)
+    drafts = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+    of_tokens = torch.cat([there, there.new_zeros(1)])[drafts]
+    return torch.where(of_tokens[None, :, None, None], o, 0)
 
 
 def _short_convolution_fwd(

@@ -31,64 +31,96 @@ void refuse_grad(const char* op, std::initializer_list<const OptionalTensor*> te
 
 at::Tensor step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const OptionalTensor& gk, const OptionalTensor& gv, at::Tensor& state,
-                const OptionalTensor& slots, std::optional<double> scale, bool state_v_first) {
+                const OptionalTensor& slots, std::optional<double> scale, bool state_v_first,
+                const OptionalTensor& write_slots) {
   refuse_grad("recurrent_gla_step_", {&q, &k, &v, &state});
-  refuse_grad("recurrent_gla_step_", {&gk, &gv, &slots});
+  refuse_grad("recurrent_gla_step_", {&gk, &gv, &slots, &write_slots});
   at::AutoDispatchBelowAutograd below;
-  return recurrent_gla_step_(q, k, v, gk, gv, state, slots, scale, state_v_first);
+  return recurrent_gla_step_(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots);
+}
+
+void step_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+              const OptionalTensor& gk, const OptionalTensor& gv, at::Tensor& state,
+              const OptionalTensor& slots, std::optional<double> scale, bool state_v_first,
+              const OptionalTensor& write_slots, at::Tensor& out) {
+  refuse_grad("recurrent_gla_step_", {&q, &k, &v, &state, &out});
+  refuse_grad("recurrent_gla_step_", {&gk, &gv, &slots, &write_slots});
+  at::AutoDispatchBelowAutograd below;
+  recurrent_gla_step_out(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots, out);
 }
 
 at::Tensor verify(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                   const OptionalTensor& gk, const OptionalTensor& gv, const at::Tensor& state,
-                  const OptionalTensor& slots, std::optional<double> scale, bool state_v_first) {
+                  const OptionalTensor& slots, std::optional<double> scale, bool state_v_first,
+                  const OptionalTensor& cu_seqlens) {
   refuse_grad("recurrent_gla_verify", {&q, &k, &v, &state});
-  refuse_grad("recurrent_gla_verify", {&gk, &gv, &slots});
+  refuse_grad("recurrent_gla_verify", {&gk, &gv, &slots, &cu_seqlens});
   at::AutoDispatchBelowADInplaceOrView below;
-  return recurrent_gla_verify(q, k, v, gk, gv, state, slots, scale, state_v_first);
+  return recurrent_gla_verify(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens);
 }
 
 void commit(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
             const OptionalTensor& gv, at::Tensor& state, const OptionalTensor& slots,
-            const at::Tensor& accepted, bool state_v_first) {
+            const at::Tensor& accepted, bool state_v_first, const OptionalTensor& cu_seqlens,
+            const OptionalTensor& write_slots) {
   refuse_grad("recurrent_gla_commit_", {&k, &v, &state, &accepted});
-  refuse_grad("recurrent_gla_commit_", {&gk, &gv, &slots});
+  refuse_grad("recurrent_gla_commit_", {&gk, &gv, &slots, &cu_seqlens, &write_slots});
   at::AutoDispatchBelowAutograd below;
-  recurrent_gla_commit_(k, v, gk, gv, state, slots, accepted, state_v_first);
+  recurrent_gla_commit_(k, v, gk, gv, state, slots, accepted, state_v_first, cu_seqlens,
+                        write_slots);
 }
+
+void tell(const at::Tensor& written) { written.unsafeGetTensorImpl()->bump_version(); }
 
 at::Tensor step_and_tell(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                          const OptionalTensor& gk, const OptionalTensor& gv, at::Tensor& state,
                          const OptionalTensor& slots, std::optional<double> scale,
-                         bool state_v_first) {
+                         bool state_v_first, const OptionalTensor& write_slots) {
   at::Tensor o;
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    o = recurrent_gla_step_(q, k, v, gk, gv, state, slots, scale, state_v_first);
+    o = recurrent_gla_step_(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots);
   }
-  state.unsafeGetTensorImpl()->bump_version();
+  tell(state);
   return o;
+}
+
+void step_out_and_tell(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                       const OptionalTensor& gk, const OptionalTensor& gv, at::Tensor& state,
+                       const OptionalTensor& slots, std::optional<double> scale, bool state_v_first,
+                       const OptionalTensor& write_slots, at::Tensor& out) {
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    recurrent_gla_step_out(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots, out);
+  }
+  tell(state);
+  tell(out);
 }
 
 void commit_and_tell(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
                      const OptionalTensor& gv, at::Tensor& state, const OptionalTensor& slots,
-                     const at::Tensor& accepted, bool state_v_first) {
+                     const at::Tensor& accepted, bool state_v_first,
+                     const OptionalTensor& cu_seqlens, const OptionalTensor& write_slots) {
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    recurrent_gla_commit_(k, v, gk, gv, state, slots, accepted, state_v_first);
+    recurrent_gla_commit_(k, v, gk, gv, state, slots, accepted, state_v_first, cu_seqlens,
+                          write_slots);
   }
-  state.unsafeGetTensorImpl()->bump_version();
+  tell(state);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
   m.impl("recurrent_gla_step_", step);
+  m.impl("recurrent_gla_step_.out", step_out);
   m.impl("recurrent_gla_verify", verify);
   m.impl("recurrent_gla_commit_", commit);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
   m.impl("recurrent_gla_step_", step_and_tell);
+  m.impl("recurrent_gla_step_.out", step_out_and_tell);
   m.impl("recurrent_gla_commit_", commit_and_tell);
 }
 

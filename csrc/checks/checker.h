@@ -65,8 +65,8 @@ class Checker {
     dtype(name, t, expected, c10::str(" like ", first_name_).c_str());
   }
 
-  // Gates may be of any of the three shorter types beside inputs of those types, and fp64 beside
-  // fp64.
+  // Gates and pools of states may be of any of the three shorter types beside inputs of those
+  // types, and fp64 beside fp64.
   void gate_dtype(const char* name, const at::Tensor& t, bool fp64) const {
     const auto s = t.scalar_type();
     if (fp64) return like_first(name, t, at::kDouble);

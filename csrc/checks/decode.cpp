@@ -107,8 +107,7 @@ Shape check_low_rank_step(const at::Tensor& q, const at::Tensor& k, const at::Te
                           bool state_v_first) {
   const char* op = "recurrent_gla_low_rank_step_";
   const OptionalTensor none;
-  const Shape shape =
-      check_pool({op, &q, &k, &v, &none, &none}, {state, slots, nullptr, state_v_first});
+  const Shape shape = check_pool({op, &q, &k, &v, &none, &none}, {state, slots, state_v_first});
   const Checker check(op, "q", q);
   TORCH_CHECK_VALUE(holds(shape.T.sym_eq(1)), op, ": expected one token a row, got T = ", shape.T);
   check_like(check, "h", h, q);

@@ -1,5 +1,7 @@
 #include "recurrent_gla.h"
 
+#include <ATen/MemoryOverlap.h>
+
 #include "checker.h"
 
 namespace gla_ext {
@@ -98,26 +100,38 @@ Shape check_pool(const RecurrentInputs& tokens, const PoolInputs& pool) {
   check.defined("state", state);
   check.strided("state", state);
   check.device("state", state);
-  check.dtype("state", state, shape.accumulate, "");
+  check.gate_dtype("state", state, shape.accumulate == at::kDouble);
   const char* dims = pool.state_v_first ? "[P, H, V, K]" : "[P, H, K, V]";
   check.rank("state", state, 4, dims);
   if (tokens.q == nullptr) {
     check.divides_heads(shape.H, state.sym_size(1));
     shape.H = state.sym_size(1);
   }
-  shape.N = given(pool.slots) ? state.sym_size(0) : shape.B;  // without slots, row b's is b
+  check.offsets(pool.cu_seqlens != nullptr ? *pool.cu_seqlens : std::nullopt, shape);
+  // Without slots, row n's is n.
+  const c10::SymInt P = given(pool.slots) ? state.sym_size(0) : shape.N;
   if (pool.state_v_first)
-    check.shape("state", state, dims, {shape.N, shape.H, shape.V, shape.K});
+    check.shape("state", state, dims, {P, shape.H, shape.V, shape.K});
   else
-    check.shape("state", state, dims, {shape.N, shape.H, shape.K, shape.V});
-  if (given(pool.slots)) {
-    check.indices("slots", *pool.slots, "[B]");
-    check.shape("slots", *pool.slots, "[B]", {shape.B});
-  }
+    check.shape("state", state, dims, {P, shape.H, shape.K, shape.V});
+  const auto of_rows = [&](const char* name, const at::Tensor& t) {
+    const char* rows = shape.packed ? "[N]" : "[B]";
+    check.indices(name, t, rows);
+    check.shape(name, t, rows, {shape.N});
+  };
+  if (given(pool.slots)) of_rows("slots", *pool.slots);
+  if (pool.write_slots != nullptr && given(*pool.write_slots))
+    of_rows("write_slots", **pool.write_slots);
   if (pool.accepted != nullptr) {
     check.defined("accepted", *pool.accepted);
-    check.indices("accepted", *pool.accepted, "[B]");
-    check.shape("accepted", *pool.accepted, "[B]", {shape.B});
+    of_rows("accepted", *pool.accepted);
+  }
+  if (pool.out != nullptr) {
+    check.defined("out", *pool.out);
+    check.strided("out", *pool.out);
+    check.device("out", *pool.out);
+    check.like_first("out", *pool.out, shape.dtype);
+    check.shape("out", *pool.out, "[B, T, H, V]", {shape.B, shape.T, shape.H, shape.V});
   }
   return shape;
 }
@@ -136,6 +150,30 @@ void check_pool_layout(const char* op, const at::Tensor& state, bool written, co
     TORCH_CHECK_VALUE(strides[dim] >= extent, op, ": expected the matrices of ", name,
                       " to lie apart, got sizes ", sizes, " with strides ", strides);
     extent += strides[dim] * (sizes[dim] - 1);
+  }
+}
+
+void check_out_layout(const RecurrentInputs& tokens, const PoolInputs& pool) {
+  const at::Tensor& out = *pool.out;
+  if (out.numel() == 0) return;
+  TORCH_CHECK_VALUE(
+      (out.size(3) == 1 || out.stride(3) == 1) &&
+          at::has_internal_overlap(out) != at::MemOverlap::Yes,
+      tokens.op, ": expected the last dimension of out to be contiguous and no two elements of it ",
+      "to be the same, got strides ", out.strides());
+  struct Input {
+    const char* name;
+    const at::Tensor* t;
+  };
+  const auto gate = [](const OptionalTensor* t) { return given(*t) ? &**t : nullptr; };
+  for (const auto& [name, t] :
+       {Input{"q", tokens.q}, Input{"k", tokens.k}, Input{"v", tokens.v},
+        Input{"gk", gate(tokens.gk)}, Input{"gv", gate(tokens.gv)}, Input{"state", &pool.state}}) {
+    if (t == nullptr) continue;
+    const auto status = at::get_overlap_status(out, *t);
+    TORCH_CHECK_VALUE(
+        status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial, tokens.op,
+        ": expected out to share no memory with ", name);
   }
 }
 

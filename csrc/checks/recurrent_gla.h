@@ -6,8 +6,9 @@
 namespace gla_ext {
 
 // The operators on a pool of states.
-constexpr std::array<const char*, 3> kPoolOperators{"recurrent_gla_step_", "recurrent_gla_verify",
-                                                    "recurrent_gla_commit_"};
+constexpr std::array<const char*, 4> kPoolOperators{
+    "recurrent_gla_step_", "recurrent_gla_step_.out", "recurrent_gla_verify",
+    "recurrent_gla_commit_"};
 
 // Tokens of a recurrent operator. Absent tensors are null.
 struct RecurrentInputs {
@@ -27,13 +28,16 @@ Shape check_recurrent_bwd(const at::Tensor& d_o, const OptionalTensor& dht, cons
                           const OptionalTensor& gv, const OptionalTensor& initial_state,
                           const OptionalTensor& cu_seqlens, bool state_v_first);
 
-// A pool of states [P, H, K, V] and what the B rows do with it; Shape::N is P. `accepted` is null
-// where an operator has none.
+// A pool of states [P, H, K, V], and what the N sequences do with it, each a row of the batch or a
+// packed one. What an operator does not take is null.
 struct PoolInputs {
-  const at::Tensor& state;
-  const OptionalTensor& slots;           // [B]
-  const at::Tensor* accepted = nullptr;  // [B]
+  const at::Tensor& state;      // of any dtype of q, but fp64 beside fp64 alone
+  const OptionalTensor& slots;  // [N]
   bool state_v_first = false;
+  const OptionalTensor* write_slots = nullptr;  // [N]
+  const OptionalTensor* cu_seqlens = nullptr;   // [N + 1]
+  const at::Tensor* accepted = nullptr;         // [N]
+  const at::Tensor* out = nullptr;              // [B, T, H, V]
 };
 Shape check_pool(const RecurrentInputs& tokens, const PoolInputs& pool);
 
@@ -41,5 +45,9 @@ Shape check_pool(const RecurrentInputs& tokens, const PoolInputs& pool);
 // where they are written, apart from each other.
 void check_pool_layout(const char* op, const at::Tensor& state, bool written,
                        const char* name = "state");
+
+// For backends: o is written where `out` lies, so its values must be contiguous, no two elements
+// the same, and no input among them.
+void check_out_layout(const RecurrentInputs& tokens, const PoolInputs& pool);
 
 }  // namespace gla_ext

@@ -79,53 +79,65 @@ std::vector<int64_t> values_of(const at::Tensor& indices) {
   return {begin, begin + t.numel()};
 }
 
-struct Pool {
-  at::Tensor state;
-  bool write;                                      // the state after a row's tokens
-  const OptionalTensor& slots;                     // of each row
-  std::optional<std::vector<int64_t>> accepted{};  // tokens of each row; absent: all
-};
-
-// The heads of each row whose slot is in the pool. Rows without one get o = 0.
+// The heads of each sequence whose slot is in the pool. The others get o = 0.
 template <typename T>
-std::vector<Run<T>> pool_runs(const Call<T>& call, const Pool& pool, const at::Tensor& o) {
-  std::vector<int64_t> slots;
-  if (given(pool.slots)) slots = values_of(*pool.slots);
-  auto* states = const_cast<T*>(pool.state.const_data_ptr<T>());
+std::vector<Run<T>> pool_runs(const Call<T>& call, const PoolInputs& pool, bool write,
+                              const at::Tensor& o) {
+  const auto indices = [](const OptionalTensor* t) {
+    return t != nullptr && given(*t) ? values_of(**t) : std::vector<int64_t>();
+  };
+  const auto slots = indices(&pool.slots), write_slots = indices(pool.write_slots);
+  const auto accepted = pool.accepted != nullptr ? values_of(*pool.accepted) : slots;
+  const at::Tensor& state = pool.state;
+  const DType dtype = dtype_of(state.scalar_type());
+  auto* states = static_cast<char*>(const_cast<void*>(state.const_data_ptr()));
+  const auto matrix = [&](int64_t slot, int64_t head) {
+    return states + (slot * state.stride(0) + head * state.stride(1)) * state.element_size();
+  };
+  const auto in_pool = [&](int64_t slot) { return 0 <= slot && slot < state.size(0); };
   std::vector<Run<T>> runs;
-  for (int64_t row = 0; row < call.B; ++row) {
-    const int64_t slot = given(pool.slots) ? slots[row] : row;
-    if (slot < 0 || slot >= pool.state.size(0)) {
-      if (o.defined()) o.select(0, row).zero_();
+  for (const Sequence& s : call.sequences()) {
+    const int64_t from = given(pool.slots) ? slots[s.n] : s.n;
+    const int64_t to = write_slots.empty() ? from : write_slots[s.n];
+    if (!in_pool(from)) {
+      if (o.defined()) o.select(0, s.row).narrow(0, s.start, s.length).zero_();
       continue;
     }
-    int64_t length = call.tokens;
-    if (pool.accepted.has_value()) length = std::clamp<int64_t>((*pool.accepted)[row], 0, length);
-    if (length == 0) continue;
+    int64_t length = s.length;
+    if (pool.accepted != nullptr) length = std::clamp<int64_t>(accepted[s.n], 0, length);
+    const bool writes = write && in_pool(to) && (length > 0 || to != from);
+    if (length == 0 && !writes) continue;
     for (int64_t head = 0; head < call.problem.H; ++head) {
-      T* state = states + slot * pool.state.stride(0) + head * pool.state.stride(1);
-      runs.push_back({row, 0, length, head, state, pool.write ? state : nullptr});
+      Run<T>& run = runs.emplace_back(Run<T>{s.row, s.start, length, head, matrix(from, head)});
+      if (writes) run.state_out = matrix(to, head);
+      run.state_dtype = dtype;
     }
   }
   return runs;
 }
 
 // q is null, and o not computed, where tokens are only committed.
-at::Tensor run_on_pool(const RecurrentInputs& in, const Shape& shape, const Pool& pool,
-                       std::optional<double> scale, bool state_v_first) {
-  check_pool_layout(in.op, pool.state, pool.write);
-  return with_call(in.op, shape, {}, scale, [&](auto& call) {
+at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
+                       std::optional<double> scale, bool write) {
+  const Shape shape = check_pool(in, pool);
+  check_pool_layout(in.op, pool.state, write);
+  if (pool.out != nullptr) check_out_layout(in, pool);
+  const OptionalTensor cu_seqlens = pool.cu_seqlens != nullptr ? *pool.cu_seqlens : std::nullopt;
+  return with_call(in.op, shape, cu_seqlens, scale, [&](auto& call) {
     using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
     using P = Problem<T>;
-    call.problem.state_v_first = state_v_first;
+    call.problem.state_v_first = pool.state_v_first;
     call.inputs({{&P::k, *in.k}, {&P::v, *in.v}});
     call.gates(*in.gk, *in.gv);
     at::Tensor o;
     if (in.q != nullptr) {
       call.inputs({{&P::q, *in.q}});
-      o = call.output(&P::o, call.problem.V, *in.v, in.v->scalar_type());
+      if (pool.out != nullptr)
+        call.output_into(&P::o, o = *pool.out);
+      else
+        o = call.output(&P::o, call.problem.V, *in.v, in.v->scalar_type());
     }
-    call.run(kernels<T>().recurrent_forward, pool_runs(call, pool, o), /*backward=*/false);
+    call.run(kernels<T>().recurrent_forward, pool_runs(call, pool, write, o), /*backward=*/false);
     return o;
   });
 }
@@ -133,28 +145,39 @@ at::Tensor run_on_pool(const RecurrentInputs& in, const Shape& shape, const Pool
 at::Tensor recurrent_gla_step_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                   const OptionalTensor& gk, const OptionalTensor& gv,
                                   at::Tensor& state, const OptionalTensor& slots,
-                                  std::optional<double> scale, bool state_v_first) {
-  const RecurrentInputs in{"recurrent_gla_step_", &q, &k, &v, &gk, &gv};
-  const Shape shape = check_pool(in, {state, slots, nullptr, state_v_first});
-  return run_on_pool(in, shape, {state, /*write=*/true, slots}, scale, state_v_first);
+                                  std::optional<double> scale, bool state_v_first,
+                                  const OptionalTensor& write_slots) {
+  return run_on_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
+                     {state, slots, state_v_first, &write_slots}, scale, /*write=*/true);
+}
+
+void recurrent_gla_step_out_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                const OptionalTensor& gk, const OptionalTensor& gv,
+                                at::Tensor& state, const OptionalTensor& slots,
+                                std::optional<double> scale, bool state_v_first,
+                                const OptionalTensor& write_slots, at::Tensor& out) {
+  run_on_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
+              {state, slots, state_v_first, &write_slots, nullptr, nullptr, &out}, scale,
+              /*write=*/true);
 }
 
 at::Tensor recurrent_gla_verify_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                     const OptionalTensor& gk, const OptionalTensor& gv,
                                     const at::Tensor& state, const OptionalTensor& slots,
-                                    std::optional<double> scale, bool state_v_first) {
-  const RecurrentInputs in{"recurrent_gla_verify", &q, &k, &v, &gk, &gv};
-  const Shape shape = check_pool(in, {state, slots, nullptr, state_v_first});
-  return run_on_pool(in, shape, {state, /*write=*/false, slots}, scale, state_v_first);
+                                    std::optional<double> scale, bool state_v_first,
+                                    const OptionalTensor& cu_seqlens) {
+  return run_on_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
+                     {state, slots, state_v_first, nullptr, &cu_seqlens}, scale, /*write=*/false);
 }
 
 void recurrent_gla_commit_cpu(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
                               const OptionalTensor& gv, at::Tensor& state,
                               const OptionalTensor& slots, const at::Tensor& accepted,
-                              bool state_v_first) {
-  const RecurrentInputs in{"recurrent_gla_commit_", nullptr, &k, &v, &gk, &gv};
-  const Shape shape = check_pool(in, {state, slots, &accepted, state_v_first});
-  run_on_pool(in, shape, {state, /*write=*/true, slots, values_of(accepted)}, 1.0, state_v_first);
+                              bool state_v_first, const OptionalTensor& cu_seqlens,
+                              const OptionalTensor& write_slots) {
+  run_on_pool({"recurrent_gla_commit_", nullptr, &k, &v, &gk, &gv},
+              {state, slots, state_v_first, &write_slots, &cu_seqlens, &accepted}, 1.0,
+              /*write=*/true);
 }
 
 }  // namespace
@@ -163,6 +186,7 @@ TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_cpu);
   m.impl("recurrent_gla_bwd", recurrent_gla_bwd_cpu);
   m.impl("recurrent_gla_step_", recurrent_gla_step_cpu);
+  m.impl("recurrent_gla_step_.out", recurrent_gla_step_out_cpu);
   m.impl("recurrent_gla_verify", recurrent_gla_verify_cpu);
   m.impl("recurrent_gla_commit_", recurrent_gla_commit_cpu);
 }

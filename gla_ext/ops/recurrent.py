@@ -20,9 +20,12 @@ __all__ = [
 
 _fwd = torch.ops.gla_ext.recurrent_gla_fwd.default
 _step = torch.ops.gla_ext.recurrent_gla_step_.default
+_step_out = torch.ops.gla_ext.recurrent_gla_step_.out
 _verify = torch.ops.gla_ext.recurrent_gla_verify.default
 _commit = torch.ops.gla_ext.recurrent_gla_commit_.default
-_TENSORS = "q k v gk gv state slots"
+_STEP_TENSORS = "q k v gk gv state slots write_slots out"
+_VERIFY_TENSORS = "q k v gk gv state slots cu_seqlens"
+_COMMIT_TENSORS = "k v gk gv state slots accepted cu_seqlens write_slots"
 
 
 def fused_recurrent_gla(
@@ -134,13 +137,21 @@ def recurrent_gla_step_(
     slots: Tensor | None = None,
     scale: float | None = None,
     state_v_first: bool = False,
+    write_slots: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Decodes the next token of every row, and moves the rows' states on, in place.
 
     The recurrence of `fused_recurrent_gla` for B rows whose states lie in a pool, so that a server
-    keeps the states of all its sequences in one tensor. Row b reads and writes `state[slots[b]]`;
-    a matrix is read once and written once. There is no gradient. Works in CUDA graphs and under
-    `torch.compile(fullgraph=True)`, which copies no pool.
+    keeps the states of all its sequences in one tensor. Row b reads `state[slots[b]]` and writes
+    there, or to `state[write_slots[b]]`; a matrix is read once and written once. There is no
+    gradient. Works in CUDA graphs and under `torch.compile(fullgraph=True)`, which copies no pool.
+
+    A pool in bfloat16 or float16 takes half of the memory and of a step's time. Arithmetic is fp32
+    all the same: a call rounds a state once, when it is written, to the nearest number. So what a
+    token adds to an element is lost where it is less than half a unit of its last place, which
+    happens with gates near 1; float16 also overflows beyond 65504. See "States in 16 bits" on the
+    page on numerics.
 
     Args:
         q: queries, `[B, T, H, K]`, mostly with T = 1; T tokens are T steps in one call.
@@ -149,21 +160,28 @@ def recurrent_gla_step_(
         gk: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, or of each head,
             `[B, T, HK]` or `[B, T, HK, 1]`. Default: no decay.
         gv: the same of each value channel, `[B, T, HK, V]`. Default: no decay.
-        state: the pool, `[P, H, K, V]`, or `[P, H, V, K]` if `state_v_first`; float32 (float64 with
-            float64 q). Its last two dimensions are contiguous; P and H may have any stride with
-            which no two matrices overlap.
+        state: the pool, `[P, H, K, V]`, or `[P, H, V, K]` if `state_v_first`; float32, bfloat16 or
+            float16, whatever the dtype of q (float64 with float64 q). Its last two dimensions are
+            contiguous; P and H may have any stride with which no two matrices overlap.
         slots: the row of the pool of each row of the batch, `[B]`, int32 or int64, on q's device.
             A slot below 0 (by convention -1) or beyond the pool skips its row: o is zero there and
             no state is touched. A slot that stands twice leaves its state undefined, and the o of
             its rows too, but nothing else. Default: P = B, and row b has slot b.
         scale: factor of the scores, a number. Default: `K ** -0.5`.
         state_v_first: layout of the pool. Default: False.
+        write_slots: where each row's new state goes, as slots; the row's own slot is then only
+            read, so that many rows may go on from one cached beginning (copy-on-write). A slot
+            below 0 or beyond the pool writes nothing, and o is there all the same. A slot that a
+            row writes must be no other row's, to read or to write: else its state and the o of
+            these rows are undefined. Default: slots.
+        out: where o goes, of o's shape and dtype, with a contiguous last dimension and no memory in
+            common with the inputs. Default: a new tensor.
 
     Returns:
-        o, `[B, T, H, V]` in v's dtype.
+        o, `[B, T, H, V]` in v's dtype, or out.
 
     Raises:
-        ValueError: shapes, devices or strides do not agree.
+        ValueError: shapes, devices or strides do not agree; out shares memory with an input.
         TypeError: dtypes do not; scale is a tensor.
         NotImplementedError: grad mode is on and an input requires grad; a device or layout without
             kernels; torch.vmap; DTensors that are sharded by another dimension than the heads.
@@ -177,13 +195,17 @@ def recurrent_gla_step_(
         tokens = {"q": q, "k": k, "v": v, "gk": gk, "gv": gv}
         return step_on_shards("recurrent_gla_step_", call, tokens, state, {"slots": slots})
     if not torch.compiler.is_compiling():
-        check_plain_tensors("recurrent_gla_step_", _TENSORS, q, k, v, gk, gv, state, slots)
+        tensors = (q, k, v, gk, gv, state, slots, write_slots, out)
+        check_plain_tensors("recurrent_gla_step_", _STEP_TENSORS, *tensors)
     gk = without_last_of_one(gk, k)
     _refuse_onnx(
         "recurrent_gla_step_",
         "fused_recurrent_gla, or a GLACache in place of a StaticGLACache",
     )
-    return _step(q, k, v, gk, gv, state, slots, scale, state_v_first)
+    if out is None:
+        return _step(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots)
+    _step_out(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots, out=out)
+    return out
 
 
 def recurrent_gla_verify(
@@ -197,6 +219,7 @@ def recurrent_gla_verify(
     slots: Tensor | None = None,
     scale: float | None = None,
     state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """The outputs of T drafted tokens of every row, with every state left as it is.
 
@@ -204,8 +227,8 @@ def recurrent_gla_verify(
     give for the same T tokens, for one read of the rows' states and no write: bit for bit on CPU,
     and to the rounding of fp32 on CUDA, where drafts of 2 to 16 tokens take the chunk form. A
     token's o does not depend on other rows, the slot, or how many tokens follow (on CUDA among
-    drafts of 2 to 16 tokens). The model then accepts the first n_b tokens of row b, and one
-    `recurrent_gla_commit_` moves the states on:
+    drafts of 2 to 16 tokens). A state is not rounded between the tokens of a call. The model then
+    accepts the first n_b tokens of row b, and one `recurrent_gla_commit_` moves the states on:
 
         o = recurrent_gla_verify(q, k, v, gk, state=pool, slots=slots)       # T drafted tokens
         accepted = ...                                                       # [B], 0 .. T
@@ -217,11 +240,16 @@ def recurrent_gla_verify(
         q, k, v, gk, gv, state, slots, scale, state_v_first: as in `recurrent_gla_step_`; slots may
             repeat, so that several drafts of a sequence are verified at once, and the matrices of
             the pool may overlap.
+        cu_seqlens: offsets of N drafts of any lengths packed in one row, `[N + 1]`, int32 or int64,
+            on q's device, with B = 1: first 0, non-decreasing, last at most T. Draft n has
+            `slots[n]`, and slots is `[N]`; tokens after the last offset give zeros. On CUDA a
+            packed draft of one token takes the chunk form too. Default: every row is a draft.
 
     Returns:
         o, `[B, T, H, V]` in v's dtype.
 
-    What is raised is as in `recurrent_gla_step_`.
+    What is raised is as in `recurrent_gla_step_`, and on CPU a ValueError for offsets that do not
+    fit. On CUDA they are not looked at, and wrong ones never lead outside a tensor.
     """
     check_scale("recurrent_gla_verify", scale)
     if is_sharded(q):
@@ -232,10 +260,11 @@ def recurrent_gla_verify(
         tokens = {"q": q, "k": k, "v": v, "gk": gk, "gv": gv}
         return step_on_shards("recurrent_gla_verify", call, tokens, state, {"slots": slots})
     if not torch.compiler.is_compiling():
-        check_plain_tensors("recurrent_gla_verify", _TENSORS, q, k, v, gk, gv, state, slots)
+        tensors = (q, k, v, gk, gv, state, slots, cu_seqlens)
+        check_plain_tensors("recurrent_gla_verify", _VERIFY_TENSORS, *tensors)
     gk = without_last_of_one(gk, k)
     _refuse_onnx("recurrent_gla_verify", "fused_recurrent_gla")
-    return _verify(q, k, v, gk, gv, state, slots, scale, state_v_first)
+    return _verify(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens)
 
 
 def recurrent_gla_commit_(
@@ -248,19 +277,24 @@ def recurrent_gla_commit_(
     accepted: Tensor,
     slots: Tensor | None = None,
     state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    write_slots: Tensor | None = None,
 ) -> None:
     """Moves the rows' states past the accepted tokens of a draft, in place.
 
-    The states are bit for bit those that `recurrent_gla_step_` of the first `accepted[b]` tokens
-    leaves. See `recurrent_gla_verify`.
+    The states are bit for bit those that one `recurrent_gla_step_` of the first `accepted[b]`
+    tokens leaves. See `recurrent_gla_verify`.
 
     Args:
-        k, v, gk, gv, state, slots, state_v_first: as they were in `recurrent_gla_verify`; here no
-            slot may stand twice.
-        accepted: number of tokens of each row, `[B]`, int32 or int64, on k's device; below 0 it
-            counts as 0, which touches no state, and above T as T.
+        k, v, gk, gv, state, slots, state_v_first, cu_seqlens: as they were in
+            `recurrent_gla_verify`; here no slot may stand twice.
+        accepted: number of tokens of each row, `[B]` (`[N]` with cu_seqlens), int32 or int64, on
+            k's device; below 0 it counts as 0, which leaves the state as it is, and above the
+            row's tokens as all of them.
+        write_slots: as in `recurrent_gla_step_`; a row without accepted tokens copies its state.
+            Default: slots.
 
-    What is raised is as in `recurrent_gla_step_`.
+    What is raised is as in `recurrent_gla_verify`.
     """
     if is_sharded(k):
         from gla_ext.distributed.sharding import step_on_shards
@@ -269,12 +303,11 @@ def recurrent_gla_commit_(
         tokens, rows = {"k": k, "v": v, "gk": gk, "gv": gv}, {"slots": slots, "accepted": accepted}
         return step_on_shards("recurrent_gla_commit_", call, tokens, state, rows)
     if not torch.compiler.is_compiling():
-        names = "k v gk gv state slots accepted"
-        tensors = (k, v, gk, gv, state, slots, accepted)
-        check_plain_tensors("recurrent_gla_commit_", names, *tensors)
+        tensors = (k, v, gk, gv, state, slots, accepted, cu_seqlens, write_slots)
+        check_plain_tensors("recurrent_gla_commit_", _COMMIT_TENSORS, *tensors)
     gk = without_last_of_one(gk, k)
     _refuse_onnx("recurrent_gla_commit_", "fused_recurrent_gla, which returns the state")
-    _commit(k, v, gk, gv, state, slots, accepted, state_v_first)
+    _commit(k, v, gk, gv, state, slots, accepted, state_v_first, cu_seqlens, write_slots)
 
 
 def _refuse_onnx(op: str, instead: str) -> None:

@@ -107,6 +107,11 @@ def test_verification(table):
         assert_decomposes(table, OPS.recurrent_gla_verify.default, *args)
     args = (x.q, x.k, x.v, x.g, None, pool[:3].mT.contiguous(), None, None, True)
     assert_decomposes(table, OPS.recurrent_gla_verify.default, *args)
+    cu_seqlens = torch.tensor([0, 3, 3, 9, 13])
+    packed = [t.flatten(0, 1)[None] for t in (x.q, x.k, x.v, x.g)]
+    for slots in (torch.tensor([2, -1, 2, 9]), None):
+        args = (*packed, None, pool, slots, None, False, cu_seqlens)
+        assert_decomposes(table, OPS.recurrent_gla_verify.default, *args)
 
 
 @pytest.mark.parametrize("W", [1, 4])

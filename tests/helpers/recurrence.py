@@ -180,6 +180,48 @@ def cancelling_terms(
     return size
 
 
+SLOTS = (4, -1, 0, 9, 6, -7)  # of a pool of 7: rows 1, 3 and 5 have none
+
+
+class Server:
+    """A pool of 7 states, a batch of 6 rows with `SLOTS` in it, T tokens of each; the truth."""
+
+    def __init__(
+        self, device, T, dtype=torch.float32, gating="both", state_v_first=False, state_dtype=None,
+        sizes=(3, 20, 28), **more,
+    ):  # fmt: skip
+        x = make_recurrence(7, T, *sizes, dtype=dtype, gating=gating, device=device, **more)
+        x = x.v_first() if state_v_first else x
+        self.before = x.initial_state if state_dtype is None else x.initial_state.to(state_dtype)
+        self.pool = self.before.clone()
+        self.slots = torch.tensor(SLOTS, device=device)
+        self.valid = torch.tensor([0, 2, 4], device=device)
+        names = ("q", "k", "v", "gk", "gv")
+        rows = {n: getattr(x, n) for n in names}
+        self.tokens = {n: t if t is None else t[:6] for n, t in rows.items()}
+        self.options = {"state_v_first": state_v_first}
+
+    def arguments(self, *left_out):
+        tokens = {n: t for n, t in self.tokens.items() if n not in left_out}
+        return tokens | self.options | {"state": self.pool, "slots": self.slots}
+
+    def expected(self, length=None):
+        """o of the rows that have a slot, and the pool after one call of `length` of their tokens:
+        its states are rounded once.
+        """
+        length = self.tokens["q"].shape[1] if length is None else length
+        own = {n: t if t is None else t[self.valid, :length] for n, t in self.tokens.items()}
+        places = self.slots[self.valid].long()
+        wide = torch.promote_types(self.tokens["q"].dtype, torch.float32)
+        o, states = fused_recurrent_gla(
+            **own,
+            initial_state=self.before[places].to(wide),
+            output_final_state=True,
+            **self.options,
+        )
+        return o, self.before.index_copy(0, places, states.to(self.before.dtype))
+
+
 # chunk_gla with gates on values: every operand of a product is rounded to bf16.
 CHUNKED_BF16 = 0.005
 

@@ -52,11 +52,17 @@ SCHEMAS = {
     "bool state_v_first) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dgk, Tensor dgv, Tensor dh0)",
     "recurrent_gla_step_": "(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, "
-    "Tensor(a!) state, Tensor? slots, float? scale, bool state_v_first) -> Tensor",
+    "Tensor(a!) state, Tensor? slots, float? scale, bool state_v_first, "
+    "Tensor? write_slots=None) -> Tensor",
+    "recurrent_gla_step_.out": "(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, "
+    "Tensor(a!) state, Tensor? slots, float? scale, bool state_v_first, "
+    "Tensor? write_slots=None, *, Tensor(b!) out) -> ()",
     "recurrent_gla_verify": "(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, "
-    "Tensor state, Tensor? slots, float? scale, bool state_v_first) -> Tensor",
+    "Tensor state, Tensor? slots, float? scale, bool state_v_first, "
+    "Tensor? cu_seqlens=None) -> Tensor",
     "recurrent_gla_commit_": "(Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor(a!) state, "
-    "Tensor? slots, Tensor accepted, bool state_v_first) -> ()",
+    "Tensor? slots, Tensor accepted, bool state_v_first, Tensor? cu_seqlens=None, "
+    "Tensor? write_slots=None) -> ()",
     "rms_norm_gate_fwd": "(Tensor x, Tensor? weight, Tensor? gate, str activation, float eps) -> "
     "(Tensor y, Tensor rstd)",
     "rms_norm_gate_bwd": "(Tensor dy, Tensor x, Tensor? weight, Tensor? gate, Tensor rstd, "
@@ -123,7 +129,8 @@ SCHEMAS = {
 
 
 def overload(name):
-    return getattr(ops, name).default
+    name, _, variant = name.partition(".")
+    return getattr(getattr(ops, name), variant or "default")
 
 
 def registered():

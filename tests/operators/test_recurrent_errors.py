@@ -135,8 +135,11 @@ def test_pool_shapes_and_dtypes(x):
     with raises(ValueError, STEP + "state to have shape [P, H, V, K] = [2, 4, 12, 8], got "
                 "[2, 4, 8, 12]"):  # fmt: skip
         step(x, state_v_first=True)
-    with raises(TypeError, STEP + "state to be torch.float32, got torch.bfloat16"):
-        step(x, state=x.initial_state.bfloat16())
+    three = "torch.bfloat16, torch.float16 or torch.float32"
+    with raises(TypeError, STEP + f"state to be {three}, got torch.float64"):
+        step(x, state=x.initial_state.double())
+    with raises(TypeError, STEP + "state to be torch.float64 like q, got torch.bfloat16"):
+        step(x.map(torch.Tensor.double), state=x.initial_state.bfloat16())
     with raises(TypeError, STEP + "state to be a tensor, got None"):
         step(x, state=None)
 
@@ -148,6 +151,57 @@ def test_slots(x):
         step(x, slots=torch.zeros(3, dtype=torch.int64))
     with raises(ValueError, STEP + "slots to have 1 dimension [B], got 2 with shape [2, 1]"):
         step(x, slots=torch.zeros(2, 1, dtype=torch.int64))
+
+
+def test_write_slots(x):
+    with raises(TypeError, STEP + "write_slots to be torch.int32 or torch.int64, got "
+                "torch.float32"):  # fmt: skip
+        step(x, write_slots=torch.zeros(2))
+    message = "expected write_slots to have shape [B] = [2], got [3]"
+    for function in (step, commit):
+        with raises(ValueError, f"recurrent_gla_{function.__name__}_: {message}"):
+            function(x, write_slots=torch.zeros(3, dtype=torch.int64))
+
+
+def test_offsets_of_drafts(x):
+    one = x.map(lambda t: t[:1])
+    slots = torch.zeros(2, dtype=torch.int64)
+    for function in (verify, commit):
+        name = f"recurrent_gla_{function.__name__}{'_' if function is commit else ''}: expected "
+        with raises(ValueError, name + "batch size 1 with cu_seqlens (sequences packed in one row)"
+                    ", got 2"):  # fmt: skip
+            function(x, cu_seqlens=torch.tensor([0, 6]))
+        with raises(ValueError, name + "slots to have shape [N] = [3], got [2]"):
+            function(one, cu_seqlens=torch.tensor([0, 1, 2, 6]), slots=slots)
+        with raises(ValueError, name + "cu_seqlens to be non-decreasing, got 5 before 3 at "
+                    "position 1"):  # fmt: skip
+            function(one, cu_seqlens=torch.tensor([0, 5, 3]), slots=slots)
+        with raises(ValueError, name + "state to have shape [P, H, K, V] = [3, 4, 8, 12], got "
+                    "[1, 4, 8, 12]"):  # fmt: skip
+            function(one, cu_seqlens=torch.tensor([0, 1, 2, 6]))
+
+
+def test_out(x):
+    with raises(TypeError, STEP + "out to be torch.float32 like q, got torch.bfloat16"):
+        step(x, out=x.v.bfloat16())
+    with raises(ValueError, STEP + "out to have shape [B, T, H, V] = [2, 6, 4, 12], got "
+                "[2, 6, 4, 8]"):  # fmt: skip
+        step(x, out=torch.empty_like(x.q))
+    with raises(ValueError, STEP + "out on the device of q, cpu, got meta"):
+        step(x, out=x.v.to("meta"))
+    message = "the last dimension of out to be contiguous and no two elements of it to be the same"
+    for out in (x.v.mT.contiguous().mT, x.v[:1].expand(2, 6, 4, 12)):
+        with raises(ValueError, STEP + f"{message}, got strides {list(out.stride())}"):
+            step(x, out=out)
+    for name in ("v", "gv"):
+        with raises(ValueError, STEP + f"out to share no memory with {name}"):
+            step(x, out=getattr(x, name))
+    with raises(ValueError, STEP + "out to share no memory with state"):
+        step(x, out=x.initial_state.view(-1)[: x.v[:, :1].numel()].view(2, 1, 4, 12),
+             **{n: getattr(x, n)[:, :1] for n in ("q", "k", "v", "gk", "gv")})  # fmt: skip
+    message = "recurrent_gla_step_: decoding on a pool has no gradient, call "
+    with pytest.raises(NotImplementedError, match="^" + re.escape(message)):
+        step(x, out=torch.empty_like(x.v).requires_grad_())
 
 
 def test_pool_strides(x):
@@ -231,7 +285,7 @@ def test_autograd_knows_of_the_write(x):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_versions_of_the_pool(x, mode):
-    state = x.initial_state
+    state, out = x.initial_state, torch.empty_like(x.v)
     with mode():
         versions = [state._version]
         step(x)
@@ -240,7 +294,9 @@ def test_versions_of_the_pool(x, mode):
         versions.append(state._version)
         commit(x)
         versions.append(state._version)
-    assert versions == [0, 1, 1, 2]
+        step(x, out=out)
+        versions += [state._version, out._version]
+    assert versions == [0, 1, 1, 2, 3, 1]
 
 
 def test_pool_made_in_inference_mode(x):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common import DTYPES, assert_close
-from recurrence import GATINGS, assert_verified, make_recurrence
+from recurrence import GATINGS, SLOTS, Server, assert_verified, make_recurrence
 
 from gla_ext import (
     fused_recurrent_gla,
@@ -16,36 +16,6 @@ ops = torch.ops.gla_ext
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 by_layout = pytest.mark.parametrize("state_v_first", [False, True])
 by_gating = pytest.mark.parametrize("gating", GATINGS)
-SLOTS = (4, -1, 0, 9, 6, -7)  # of a pool of 7: rows 1, 3 and 5 have none
-
-
-class Server:
-    """A pool of 7 states, a batch of 6 rows with `SLOTS` in it, T tokens of each; the truth."""
-
-    def __init__(self, device, T, dtype=torch.float32, gating="both", state_v_first=False, **more):
-        x = make_recurrence(7, T, 3, 20, 28, dtype=dtype, gating=gating, device=device, **more)
-        x = x.v_first() if state_v_first else x
-        self.pool, self.before = x.initial_state.clone(), x.initial_state
-        self.slots = torch.tensor(SLOTS, device=device)
-        self.valid = torch.tensor([0, 2, 4], device=device)
-        names = ("q", "k", "v", "gk", "gv")
-        rows = {n: getattr(x, n) for n in names}
-        self.tokens = {n: t if t is None else t[:6] for n, t in rows.items()}
-        self.options = {"state_v_first": state_v_first}
-
-    def arguments(self, *left_out):
-        tokens = {n: t for n, t in self.tokens.items() if n not in left_out}
-        return tokens | self.options | {"state": self.pool, "slots": self.slots}
-
-    def expected(self, length=None):
-        """o of the rows that have a slot, and the pool after `length` tokens of them."""
-        length = self.tokens["q"].shape[1] if length is None else length
-        own = {n: t if t is None else t[self.valid, :length] for n, t in self.tokens.items()}
-        places = self.slots[self.valid].long()
-        o, states = fused_recurrent_gla(
-            **own, initial_state=self.before[places], output_final_state=True, **self.options
-        )
-        return o, self.before.index_copy(0, places, states)
 
 
 @by_dtype

@@ -123,6 +123,11 @@ at::Tensor Call<T>::output(Rows Problem<T>::* rows, int64_t last_dim, const at::
 }
 
 template <typename T>
+void Call<T>::output_into(Rows Problem<T>::* rows, const at::Tensor& out) {
+  problem.*rows = rows_of(out);
+}
+
+template <typename T>
 at::Tensor Call<T>::gate_grad(Rows Problem<T>::* rows, int64_t last_dim, const OptionalTensor& g,
                               const at::Tensor& like) {
   if (given(g))

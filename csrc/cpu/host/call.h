@@ -42,6 +42,8 @@ class Call {
   // Fresh outputs. Tokens and chunks that no sequence owns are zero.
   at::Tensor output(Rows Problem<T>::* rows, int64_t last_dim, const at::Tensor& like,
                     at::ScalarType dtype);
+  // One that the caller gave, whose last dimension is contiguous.
+  void output_into(Rows Problem<T>::* rows, const at::Tensor& out);
   // The gradient of a gate; 0 elements where the gate is absent.
   at::Tensor gate_grad(Rows Problem<T>::* rows, int64_t last_dim, const OptionalTensor& g,
                        const at::Tensor& like);

@@ -138,13 +138,14 @@ template <typename T>
 void recurrent_forward(const Problem<T>& p, T* workspace, const Run<T>& run) {
   RecurrentTiles<T> w;
   w.carve(workspace, p.K, p.V, run.length, /*backward=*/false);
-  load_state(w.S, w.Vp, run.state_in, p.state_v_first, p.K, p.V);
+  load_state(w.S, w.Vp, run.state_in, run.state_dtype, p.state_v_first, p.K, p.V, w.k);
   for (int64_t t = 0; t < run.length; ++t) {
     load_step(p, run, t, w);
     forward_token(w);
     store_token(w.o, p, p.o, run, t, p.V);
   }
-  if (run.state_out != nullptr) store_state(run.state_out, p.state_v_first, p.K, p.V, w.S, w.Vp);
+  if (run.state_out != nullptr)
+    store_state(run.state_out, run.state_dtype, p.state_v_first, p.K, p.V, w.S, w.Vp, w.k);
 }
 
 // One token's gradients; w.dS goes from the gradient of S_t, without what o_t adds, to that of
@@ -197,7 +198,7 @@ void recurrent_backward(const Problem<T>& p, T* workspace, const Run<T>& run) {
   RecurrentTiles<T> w;
   w.carve(workspace, p.K, p.V, run.length, /*backward=*/true);
   const int64_t size = w.state_size(), blocks = (run.length + kStateBlock - 1) / kStateBlock;
-  load_state(w.S, w.Vp, run.state_in, p.state_v_first, p.K, p.V);
+  load_state(w.S, w.Vp, static_cast<const T*>(run.state_in), p.state_v_first, p.K, p.V);
   for (int64_t n = 0; n < blocks; ++n) {
     std::memcpy(w.kept + n * size, w.S, size * sizeof(T));
     if (n + 1 < blocks) replay(p, run, n * kStateBlock, kStateBlock, /*keep=*/false, w);

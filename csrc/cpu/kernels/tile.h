@@ -187,6 +187,21 @@ inline void load_state(T* dst, int64_t ld, const T* src, bool v_first, int64_t K
   }
 }
 
+// The same of states that may be stored shorter; `buffer` has room for a row of them.
+template <typename T>
+inline void load_state(T* dst, int64_t ld, const void* src, DType dtype, bool v_first, int64_t K,
+                       int64_t V, T* buffer) {
+  if (src == nullptr || dtype == DType::kFloat || dtype == DType::kDouble)
+    return load_state(dst, ld, static_cast<const T*>(src), v_first, K, V);
+  std::memset(dst, 0, K * ld * sizeof(T));
+  const int64_t rows = v_first ? V : K, columns = v_first ? K : V;
+  for (int64_t i = 0; i < rows; ++i) {
+    convert_row(v_first ? buffer : dst + i * ld, src, dtype, i * columns, columns);
+    if (v_first)
+      for (int64_t j = 0; j < columns; ++j) dst[j * ld + i] = buffer[j];
+  }
+}
+
 template <typename T>
 inline void store_state(T* dst, bool v_first, int64_t K, int64_t V, const T* src, int64_t ld) {
   for (int64_t i = 0; i < K; ++i) {
@@ -195,6 +210,19 @@ inline void store_state(T* dst, bool v_first, int64_t K, int64_t V, const T* src
     } else {
       copy_row(dst + i * V, src + i * ld, V);
     }
+  }
+}
+
+template <typename T>
+inline void store_state(void* dst, DType dtype, bool v_first, int64_t K, int64_t V, const T* src,
+                        int64_t ld, T* buffer) {
+  if (dtype == DType::kFloat || dtype == DType::kDouble)
+    return store_state(static_cast<T*>(dst), v_first, K, V, src, ld);
+  const int64_t rows = v_first ? V : K, columns = v_first ? K : V;
+  for (int64_t i = 0; i < rows; ++i) {
+    if (v_first)
+      for (int64_t j = 0; j < columns; ++j) buffer[j] = src[j * ld + i];
+    convert_row_back(dst, dtype, i * columns, v_first ? buffer : src + i * ld, columns);
   }
 }
 

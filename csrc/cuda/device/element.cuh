@@ -69,6 +69,18 @@ __device__ __forceinline__ float element_of(const uint32_t* words, int i) {
 __device__ __forceinline__ uint16_t bits_of(bf16 x) { return __bfloat16_as_ushort(x); }
 __device__ __forceinline__ uint16_t bits_of(half x) { return __half_as_ushort(x); }
 
+// Two elements as they lie in memory, the first in the lower half.
+template <class T>
+__device__ __forceinline__ uint32_t pack(float x0, float x1) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x0, x1);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(x0, x1);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
 // Eight consecutive elements of a row, as they lie in memory.
 template <class T>
 struct alignas(16) Eight {

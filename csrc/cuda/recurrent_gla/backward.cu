@@ -95,7 +95,8 @@ class Backward {
   __device__ __forceinline__ int64_t matrix() const {
     return run_.state * p_.state_stride_n + run_.head * p_.state_stride_h;
   }
-  __device__ __forceinline__ void load_matrix(Tile& tile, const float* states) const {
+  __device__ __forceinline__ void load_matrix(Tile& tile, const void* from) const {
+    const auto* states = static_cast<const float*>(from);
     tile.clear();
     if (states == nullptr) return;
     for_elements(tile, [&](float& x, int offset) { x = states[matrix() + offset]; });

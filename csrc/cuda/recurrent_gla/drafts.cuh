@@ -28,7 +28,7 @@ struct Scores {
 
 // Elements from the start of a tensor to a drafted token's row.
 __device__ __forceinline__ int64_t draft_offset(const Rows& r, const Run& run, int t) {
-  return run.row * r.stride_b + head_offset(r, run.head) + t * r.stride_t;
+  return run.row * r.stride_b + head_offset(r, run.head) + (run.start + t) * r.stride_t;
 }
 
 // An element as it lies in memory: nothing waits for the load until its value is taken.
@@ -77,21 +77,21 @@ struct DraftBits {
   static constexpr int kLoads = kDrafts / 4;
   FourBits<kAccess> q[kLoads], k[kLoads], gk[kLoads];
 
-  __device__ __forceinline__ DraftBits(const Recurrence& p, const Run& run) {
+  __device__ __forceinline__ DraftBits(const Recurrence& p, const Run& run, int T) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const int t = token(i), valid = t < p.T ? p.K - key() : 0;
-      if (4 * i >= p.T) break;
+      const int t = token(i), valid = t < T ? p.K - key() : 0;
+      if (4 * i >= T) break;
       q[i] = FourBits<kAccess>(p.q, draft_offset(p.q, run, t) + key(), valid);
       k[i] = FourBits<kAccess>(p.k, draft_offset(p.k, run, t) + key(), valid);
       gk[i] = FourBits<kAccess>(p.gk, draft_offset(p.gk, run, t) + key(), valid);
     }
   }
-  __device__ __forceinline__ void store(const Recurrence& p, Drafts<kK>& s) const {
+  __device__ __forceinline__ void store(const Recurrence& p, int T, Drafts<kK>& s) const {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int t = token(i);
-      if (4 * i >= p.T) break;
+      if (4 * i >= T) break;
       *reinterpret_cast<float4*>(&s.q[t][key()]) =
           q[i].map(p.q.dtype, [&](float x) { return p.scale * x; });
       *reinterpret_cast<float4*>(&s.k[t][key()]) = k[i].map(p.k.dtype, [](float x) { return x; });

@@ -12,6 +12,7 @@
 #include "state_rows.cuh"
 
 namespace gla_ext::cuda {
+namespace recurrent {
 namespace {
 
 constexpr int kEarly = 2;  // times 8 ranks, whose weights are read early
@@ -82,17 +83,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   const int64_t matrix = run.state * p.state_stride_n + run.head * p.state_stride_h;
   const Gates<Tile, kK, T> gates(p, gate, run);
   Tile tile;
-  tile.template for_fours<kAccess>(p, first_value, [&](float (&x)[4], int offset, int valid) {
-    load4<kAccess>(x, p.state_in + matrix + offset, valid);
-  });
+  load_state<float, Tile, kAccess>(p, matrix, first_value, tile);
   sm90::await_previous_kernel();
   const TokenBits<Tile::kThreads, kK, kValues<kK>> token(p, run, first_value);
   token.store(p, s.tokens);
   gates.store(p, gate, run, s.tokens.a[0]);
   s.run(p, run, 0, 1, first_value, tile);
-  tile.template for_fours<kAccess>(p, first_value, [&](float (&x)[4], int offset, int valid) {
-    store4<kAccess>(p.state_out + matrix + offset, x, valid);
-  });
+  store_state<float, Tile, kAccess>(p, matrix, first_value, tile);
 }
 
 template <class Tile, int kK, Access kAccess, class T>
@@ -119,15 +116,16 @@ void launch_step(const Recurrence& p, const LowRankGate& gate, cudaStream_t stre
 }
 
 }  // namespace
+}  // namespace recurrent
 
 void recurrent_low_rank_step(const Recurrence& p, const LowRankGate& gate, cudaStream_t stream) {
   if (count_runs(p) == 0) return;
   with_keys(p.K, [&](auto keys) {
     constexpr int kK = decltype(keys)::value;
     if (p.state_v_first)
-      launch_step<ValueRows<kK>, kK>(p, gate, stream);
+      recurrent::launch_step<recurrent::ValueRows<kK>, kK>(p, gate, stream);
     else
-      launch_step<KeyRows<kK>, kK>(p, gate, stream);
+      recurrent::launch_step<recurrent::KeyRows<kK>, kK>(p, gate, stream);
   });
 }
 

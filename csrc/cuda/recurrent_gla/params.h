@@ -10,15 +10,16 @@
 
 namespace gla_ext::cuda {
 
-// A recurrence over B rows of T tokens: N sequences (the rows, or packed in one), or the rows of a
-// batch whose states are in a pool. Absent tensors have data == nullptr.
+// A recurrence over B rows of T tokens: N sequences (the rows, or packed in one), whose states may
+// be in a pool. Absent tensors have data == nullptr.
 struct Recurrence {
   int64_t B = 0, T = 0, N = 0;
   int32_t H = 0, K = 0, V = 0;
   float scale = 1;
   bool reverse = false;        // the last token comes first
   bool state_v_first = false;  // [V, K] instead of [K, V]
-  bool state_aligned = false;  // every row of a state's matrix starts at a multiple of 16 bytes
+  // Every four numbers of a row of a state's matrix start at a multiple of their bytes.
+  bool state_aligned = false;
 
   Rows q, k, v, gk, gv;  // [B, T, H, K | V]; all but q may have HK heads
   int32_t gk_step = 1;   // from a key channel's gate to the next; 0: one gate a head, gk [B, T, HK]
@@ -26,12 +27,12 @@ struct Recurrence {
   Indices cu_seqlens;    // [N + 1], packed only
 
   // Matrix (n, head) lies at n * state_stride_n + head * state_stride_h of both.
-  const float* state_in = nullptr;
-  float* state_out = nullptr;  // may be state_in
+  const void* state_in = nullptr;
+  void* state_out = nullptr;  // may be state_in
   int64_t state_stride_n = 0, state_stride_h = 0;
   int64_t slots_in_pool = 0;  // P
-  Indices slots;              // [B]: n of a row; a row whose slot is not in the pool has o = 0
-  Indices accepted;           // [B]: the tokens of a row that count
+  Indices slots;     // [N]: where a sequence's state is; without one in the pool its o is 0
+  Indices accepted;  // [N]: the tokens of a sequence that count
 
   // Backward; all but do contiguous.
   Rows d_o;
@@ -41,10 +42,20 @@ struct Recurrence {
   float* kept = nullptr;      // tiles, see RecurrentBackwardPlan
   float* replayed = nullptr;  // tiles
   float* partials = nullptr;  // [3, value blocks, B, T, H, K], or null where there is one
+
+  // A pool.
+  DType state_dtype = DType::kFloat;
+  Indices write_slots;       // [N]: where the state goes, if not back; outside the pool nowhere
+  int64_t least_tokens = 0;  // forward leaves shorter sequences alone
+  int32_t multiprocessors = 0;
+  int32_t tiles_of_block = 1;  // forward of one token on short states: see forward.cuh
 };
 
 // q k v gk gv state_in -> o, state_out
 void recurrent_forward(const Recurrence& p, cudaStream_t stream);
+// The same on a pool of states of one type, as it calls them.
+void recurrent_forward_bf16(const Recurrence& p, cudaStream_t stream);
+void recurrent_forward_fp16(const Recurrence& p, cudaStream_t stream);
 
 // What the gates of a token's step are made of: gk = max(logsigmoid(W h + b) / normalizer, clamp).
 constexpr int kMostLowRank = 256;
@@ -61,8 +72,11 @@ struct LowRankGate {
 void recurrent_low_rank_step(const Recurrence& p, const LowRankGate& gate, cudaStream_t stream);
 
 // q k v gk gv state_in -> o, of rows whose states are in a pool. A draft of 2 to 16 tokens takes
-// the chunk form; else the recurrence runs.
+// the chunk form, a packed one of 1 to 16; else the recurrence runs.
 void recurrent_verify(const Recurrence& p, int multiprocessors, cudaStream_t stream);
+// The chunk form on a pool of states of one type, as it calls them.
+void recurrent_verify_bf16(const Recurrence& p, int multiprocessors, cudaStream_t stream);
+void recurrent_verify_fp16(const Recurrence& p, int multiprocessors, cudaStream_t stream);
 
 // What backward needs, in floats, and its grid. A tile is what a block holds of a state.
 struct RecurrentBackwardPlan {

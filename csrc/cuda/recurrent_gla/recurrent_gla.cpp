@@ -69,6 +69,10 @@ class RecurrentCall {
     indices = {c.const_data_ptr(), c.scalar_type() == at::kLong};
   }
 
+  void input(Indices& indices, const OptionalTensor& t) {
+    if (given(t)) input(indices, *t);
+  }
+
   // Fresh outputs; a gradient only where the tensor is given.
   at::Tensor output(Rows& rows, int64_t last_dim, at::ScalarType dtype) {
     at::Tensor t = at::empty({p.B, p.T, p.H, last_dim}, options_.dtype(dtype));
@@ -78,7 +82,8 @@ class RecurrentCall {
   at::Tensor gradient(Rows& rows, int64_t last_dim, const OptionalTensor& of) {
     return given(of) ? output(rows, last_dim, gate_grad_dtype(of, at::kFloat)) : not_asked_for();
   }
-  at::Tensor output_states(float*& states) {
+  template <class States>  // float or void
+  at::Tensor output_states(States*& states) {
     at::Tensor t = at::empty({p.N, p.H, p.state_v_first ? p.V : p.K, p.state_v_first ? p.K : p.V},
                              options_.dtype(at::kFloat));
     states = t.mutable_data_ptr<float>();
@@ -92,8 +97,13 @@ class RecurrentCall {
     p.state_stride_n = p.state_stride_h * p.H;
     find_state_alignment();
   }
-  void use_pool(const at::Tensor& state) {
-    p.state_in = state.const_data_ptr<float>();
+  void output(Rows& rows, const at::Tensor& out) { rows = rows_of(out); }
+
+  void use_pool(const at::Tensor& state, bool write) {
+    p.state_in = state.const_data_ptr();
+    if (write) p.state_out = const_cast<void*>(p.state_in);
+    p.state_dtype = dtype_of(state.scalar_type());
+    p.multiprocessors = multiprocessors();
     p.slots_in_pool = state.size(0);
     // The stride of a single matrix may be anything; it must not prevent 16-byte access.
     p.state_stride_n = state.size(0) > 1 ? state.stride(0) : 0;
@@ -167,7 +177,7 @@ RecurrentForwardOutputs recurrent_gla_fwd_cuda(
   call.input(p.v, v);
   call.input_key_gate(gk);
   call.input(p.gv, gv);
-  if (given(cu_seqlens)) call.input(p.cu_seqlens, *cu_seqlens);
+  call.input(p.cu_seqlens, cu_seqlens);
   p.state_in = call.input_state(initial_state);
   at::Tensor o = call.output(p.o, p.V, v.scalar_type());
   at::Tensor final_state =
@@ -194,7 +204,7 @@ BackwardOutputs recurrent_gla_bwd_cuda(
   call.input_key_gate(gk);
   call.input(p.gv, gv);
   call.input(p.d_o, d_o);
-  if (given(cu_seqlens)) call.input(p.cu_seqlens, *cu_seqlens);
+  call.input(p.cu_seqlens, cu_seqlens);
   p.state_in = call.input_state(initial_state);
   p.dht = call.input_state(dht);
   at::Tensor dq = call.output(p.dq, p.K, q.scalar_type());
@@ -211,9 +221,9 @@ BackwardOutputs recurrent_gla_bwd_cuda(
 // and o not computed, where tokens are only committed.
 at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
                        std::optional<double> scale, bool write) {
-  Shape shape = check_pool(in, pool);
+  const Shape shape = check_pool(in, pool);
   check_pool_layout(in.op, pool.state, write);
-  shape.N = shape.B;  // a run is a row
+  if (pool.out != nullptr) check_out_layout(in, pool);
   RecurrentCall call(in.op, shape, *in.k, scale);
   Recurrence& p = call.p;
   p.state_v_first = pool.state_v_first;
@@ -221,45 +231,62 @@ at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
   call.input(p.v, *in.v);
   call.input_key_gate(*in.gk, /*by_channels=*/!write);
   call.input(p.gv, *in.gv);
-  if (given(pool.slots)) call.input(p.slots, *pool.slots);
+  call.input(p.slots, pool.slots);
+  if (pool.write_slots != nullptr) call.input(p.write_slots, *pool.write_slots);
+  if (pool.cu_seqlens != nullptr) call.input(p.cu_seqlens, *pool.cu_seqlens);
   if (pool.accepted != nullptr) call.input(p.accepted, *pool.accepted);
   at::Tensor o;
   if (in.q != nullptr) {
     call.input(p.q, *in.q);
-    o = call.output(p.o, p.V, in.v->scalar_type());
+    if (pool.out != nullptr)
+      call.output(p.o, o = *pool.out);
+    else
+      o = call.output(p.o, p.V, in.v->scalar_type());
   }
-  call.use_pool(pool.state);
-  if (write) {
-    p.state_out = const_cast<float*>(p.state_in);
+  call.use_pool(pool.state, write);
+  if (write)
     call.forward();
-  } else {
+  else
     call.verify();
-  }
   return o;
 }
 
 at::Tensor recurrent_gla_step_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const OptionalTensor& gk, const OptionalTensor& gv,
                                    at::Tensor& state, const OptionalTensor& slots,
-                                   std::optional<double> scale, bool state_v_first) {
+                                   std::optional<double> scale, bool state_v_first,
+                                   const OptionalTensor& write_slots) {
   return run_on_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
-                     {state, slots, nullptr, state_v_first}, scale, /*write=*/true);
+                     {state, slots, state_v_first, &write_slots}, scale, /*write=*/true);
+}
+
+void recurrent_gla_step_out_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                 const OptionalTensor& gk, const OptionalTensor& gv,
+                                 at::Tensor& state, const OptionalTensor& slots,
+                                 std::optional<double> scale, bool state_v_first,
+                                 const OptionalTensor& write_slots, at::Tensor& out) {
+  run_on_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
+              {state, slots, state_v_first, &write_slots, nullptr, nullptr, &out}, scale,
+              /*write=*/true);
 }
 
 at::Tensor recurrent_gla_verify_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                      const OptionalTensor& gk, const OptionalTensor& gv,
                                      const at::Tensor& state, const OptionalTensor& slots,
-                                     std::optional<double> scale, bool state_v_first) {
+                                     std::optional<double> scale, bool state_v_first,
+                                     const OptionalTensor& cu_seqlens) {
   return run_on_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
-                     {state, slots, nullptr, state_v_first}, scale, /*write=*/false);
+                     {state, slots, state_v_first, nullptr, &cu_seqlens}, scale, /*write=*/false);
 }
 
 void recurrent_gla_commit_cuda(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
                                const OptionalTensor& gv, at::Tensor& state,
                                const OptionalTensor& slots, const at::Tensor& accepted,
-                               bool state_v_first) {
+                               bool state_v_first, const OptionalTensor& cu_seqlens,
+                               const OptionalTensor& write_slots) {
   run_on_pool({"recurrent_gla_commit_", nullptr, &k, &v, &gk, &gv},
-              {state, slots, &accepted, state_v_first}, 1.0, /*write=*/true);
+              {state, slots, state_v_first, &write_slots, &cu_seqlens, &accepted}, 1.0,
+              /*write=*/true);
 }
 
 at::Tensor recurrent_gla_low_rank_step_cuda(
@@ -274,8 +301,8 @@ at::Tensor recurrent_gla_low_rank_step_cuda(
   const bool is_short = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
   const at::Tensor h_rows = h.is_contiguous() ? h : h.contiguous();
   const at::Tensor weight = gate_weight.is_contiguous() ? gate_weight : gate_weight.contiguous();
-  if (!is_short || R % 8 != 0 || R > kMostLowRank || !starts_aligned(h_rows.const_data_ptr()) ||
-      !starts_aligned(weight.const_data_ptr()))
+  if (!is_short || state.scalar_type() != at::kFloat || R % 8 != 0 || R > kMostLowRank ||
+      !starts_aligned(h_rows.const_data_ptr()) || !starts_aligned(weight.const_data_ptr()))
     return composed::recurrent_gla_low_rank_step_(q, k, v, h, gate_weight, gate_bias, normalizer,
                                                   clamp_min, state, slots, scale, state_v_first,
                                                   overlaps);
@@ -289,8 +316,7 @@ at::Tensor recurrent_gla_low_rank_step_cuda(
   call.input(p.v, v);
   if (given(slots)) call.input(p.slots, *slots);
   at::Tensor o = call.output(p.o, p.V, v.scalar_type());
-  call.use_pool(state);
-  p.state_out = const_cast<float*>(p.state_in);
+  call.use_pool(state, /*write=*/true);
   LowRankGate gate{.h = h_rows.const_data_ptr(), .h_stride = R, .rank = static_cast<int32_t>(R)};
   // As the rows of one token: a head's K rows of the weight, and its K biases.
   call.input(gate.weight, weight.view({1, 1, k.size(2), K * R}));
@@ -313,6 +339,7 @@ TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
   m.impl("recurrent_gla_bwd", recurrent_gla_bwd_cuda);
   m.impl("recurrent_gla_step_", recurrent_gla_step_cuda);
   m.impl("recurrent_gla_low_rank_step_", recurrent_gla_low_rank_step_cuda);
+  m.impl("recurrent_gla_step_.out", recurrent_gla_step_out_cuda);
   m.impl("recurrent_gla_verify", recurrent_gla_verify_cuda);
   m.impl("recurrent_gla_commit_", recurrent_gla_commit_cuda);
 }

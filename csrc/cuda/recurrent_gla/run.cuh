@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "cuda/device/element.cuh"
 #include "cuda/device/gates.cuh"
 #include "cuda/device/indices.cuh"
 #include "params.h"
@@ -33,11 +34,12 @@ __device__ __forceinline__ Run find_run(const Recurrence& p, int64_t index) {
     run.length = end > run.start ? end - run.start : 0;
     if (n == p.N) run.state = -1;
   }
-  if (p.slots.data != nullptr) {
+  if (p.slots.data != nullptr && run.state >= 0) {
     const int64_t slot = index_at(p.slots, n);
     run.state = slot < 0 || slot >= p.slots_in_pool ? -1 : slot;
   }
-  if (p.accepted.data != nullptr) run.length = clamp(index_at(p.accepted, n), 0, p.T);
+  if (p.accepted.data != nullptr && n < p.N)
+    run.length = clamp(index_at(p.accepted, n), 0, run.length);
   return run;
 }
 
@@ -93,25 +95,37 @@ struct ValueBits {
 };
 
 // Four numbers of a state, of which the first `valid` are there and the others 0. A state is
-// touched once a call: it need not stay in the caches.
-template <Access kAccess>
-__device__ __forceinline__ void load4(float (&x)[4], const float* p, int valid) {
-  if constexpr (kAccess == Access::kFast) {
+// touched once a call: it need not stay in the caches. Short numbers that are loaded at once lie in
+// x as in memory until `unpack4`, so that nothing waits for the load.
+template <Access kAccess, class State>
+__device__ __forceinline__ void load4(float (&x)[4], const State* p, int valid) {
+  if constexpr (kAccess == Access::kFast && sizeof(State) == 2) {
+    const uint2 y = valid > 0 ? __ldcs(reinterpret_cast<const uint2*>(p)) : make_uint2(0, 0);
+    x[0] = __uint_as_float(y.x), x[1] = __uint_as_float(y.y);
+  } else if constexpr (kAccess == Access::kFast) {
     const float4 y =
         valid > 0 ? __ldcs(reinterpret_cast<const float4*>(p)) : make_float4(0, 0, 0, 0);
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = i < valid ? p[i] : 0.f;
+    for (int i = 0; i < 4; ++i) x[i] = i < valid ? to_float(p[i]) : 0.f;
+  }
+}
+template <Access kAccess, class State>
+__device__ __forceinline__ void unpack4(float (&x)[4]) {
+  if constexpr (kAccess == Access::kFast && sizeof(State) == 2) {
+    const uint32_t words[2]{__float_as_uint(x[0]), __float_as_uint(x[1])};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = element_of<State>(words, i);
   }
 }
 
 // Some tokens' rows in shared memory, in fp32 and zero outside K and V: scale q, k and exp gk of
 // all keys; v, exp gv and, for backward, do of kValues values. Absent gates decay by 1.
-template <int kTokens, int kK, int kValues, bool kBackward>
+template <int kTokens, int kK, int kValues, bool kBackward, int kValueRows = kTokens>
 struct alignas(16) Operands {
   float q[kTokens][kK], k[kTokens][kK], a[kTokens][kK];
-  float v[kTokens][kValues], b[kTokens][kValues];
+  float v[kValueRows][kValues], b[kValueRows][kValues];
   float d_o[kBackward ? kTokens : 1][kBackward ? kValues : 1];
 
   __device__ __forceinline__ void put(const Recurrence& p, int t, int key, const KeyBits& x) {
@@ -145,17 +159,33 @@ struct TokenBits {
   ValueBits value;
 
   __device__ __forceinline__ TokenBits(const Recurrence& p, const Run& run, int first_value) {
+    load_keys(p, run);
+    load_values(p, run, first_value);
+  }
+  __device__ __forceinline__ TokenBits() {}
+  __device__ __forceinline__ void load_keys(const Recurrence& p, const Run& run) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
       if (key(i) < kK) keys[i] = KeyBits(p, run, 0, key(i));
+  }
+  __device__ __forceinline__ void load_values(const Recurrence& p, const Run& run,
+                                              int first_value) {
     if (threadIdx.x < kValues) value = ValueBits(p, run, 0, first_value + threadIdx.x);
   }
   template <class Tokens>
   __device__ __forceinline__ void store(const Recurrence& p, Tokens& tokens) const {
+    store_keys(p, tokens);
+    store_values(p, tokens, 0);
+  }
+  template <class Tokens>
+  __device__ __forceinline__ void store_keys(const Recurrence& p, Tokens& tokens) const {
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
       if (key(i) < kK) tokens.put(p, 0, key(i), keys[i]);
-    if (threadIdx.x < kValues) tokens.put(p, 0, static_cast<int>(threadIdx.x), value);
+  }
+  template <class Tokens>
+  __device__ __forceinline__ void store_values(const Recurrence& p, Tokens& tokens, int row) const {
+    if (threadIdx.x < kValues) tokens.put(p, row, static_cast<int>(threadIdx.x), value);
   }
 
  private:
@@ -163,6 +193,19 @@ struct TokenBits {
     return i * kThreads + static_cast<int>(threadIdx.x);
   }
 };
+
+// Tiles of values a block, such that all blocks take the least time, with `resident` of them at
+// once; the tokens take as long as `of_tokens` tiles.
+inline int choose_tiles(int64_t runs, int tiles, int64_t resident, int of_tokens) {
+  int best = tiles;
+  int64_t least = 0;
+  for (int each = tiles; each > 0; --each) {
+    const int64_t waves = (runs * blocks_of(tiles, each) + resident - 1) / resident;
+    const int64_t time = waves * (of_tokens + each);
+    if (each == tiles || time < least) best = each, least = time;
+  }
+  return best;
+}
 
 // Key channels that a kernel is built for: the least power of two from 64 on that is enough.
 template <class F>

@@ -1,6 +1,7 @@
 // Sᵀ q^ of one warp on tensor cores, to the accuracy of fp32: 32 keys, 32 values, 16 tokens.
 //
-// Operands are the sum of two tf32 numbers, high + low; the product of low parts is left out. In a
+// Operands are the sum of two tf32 numbers, high + low; the product of low parts is left out. A
+// state in bf16 or fp16 is a tf32 number as it is. In a
 // group of 16 keys, lane 4 r + c has keys 4 c .. 4 c + 3 of S and q^, so that a product of 8 keys
 // takes two of them at a time (the order of keys does not matter), and loads of both are 16 bytes.
 #pragma once
@@ -30,13 +31,14 @@ __device__ __forceinline__ int column_of_lane() { return threadIdx.x % 4; }
 // What a lane holds of 16 keys of S:
 //   [K, V]  fours[i] has key i of the lane's, values 4 r .. 4 r + 3
 //   [V, K]  fours[i] has value 8 i + r, the keys of the lane
-template <bool kVFirst>
+template <class State, bool kVFirst>
 struct StateFours {
+  static constexpr bool kExact = sizeof(State) == 2;  // in tf32
   float fours[4][4];
 
   // `from` is where the lane's first number lies, at `key` and `value`.
   template <Access kAccess>
-  __device__ __forceinline__ void load(const Recurrence& p, const float* from, int key, int value) {
+  __device__ __forceinline__ void load(const Recurrence& p, const State* from, int key, int value) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (kVFirst)
@@ -44,6 +46,12 @@ struct StateFours {
       else
         load4<kAccess>(fours[i], from + i * p.V, key + i < p.K ? p.V - value : 0);
     }
+  }
+  // After every `load`, before the numbers are taken.
+  template <Access kAccess>
+  __device__ __forceinline__ void unpack() {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) unpack4<kAccess, State>(fours[i]);
   }
   // The lane's key 2 s + k and value 2 m + i.
   __device__ __forceinline__ float at(int s, int k, int m, int i) const {
@@ -74,8 +82,8 @@ using Sums = float[2][2][4];
 
 // sums += Sᵀ q^ of 16 keys; kFirst: sums start at 0. Small products come first: tensor cores cut
 // off digits when they add, and so cut them off small numbers.
-template <bool kFirst, bool kVFirst>
-__device__ __forceinline__ void add_product(Sums& sums, const StateFours<kVFirst>& S,
+template <bool kFirst, class State, bool kVFirst>
+__device__ __forceinline__ void add_product(Sums& sums, const StateFours<State, kVFirst>& S,
                                             const QueryFours& q, bool more_than_eight) {
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
@@ -84,8 +92,13 @@ __device__ __forceinline__ void add_product(Sums& sums, const StateFours<kVFirst
     for (int s = 0; s < 2; ++s)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const Parts x(S.at(s, e / 2, m, e % 2));
-        high[s][e] = x.high, low[s][e] = x.low;
+        const float number = S.at(s, e / 2, m, e % 2);
+        if constexpr (S.kExact) {
+          high[s][e] = number;
+        } else {
+          const Parts x(number);
+          high[s][e] = x.high, low[s][e] = x.low;
+        }
       }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -94,7 +107,7 @@ __device__ __forceinline__ void add_product(Sums& sums, const StateFours<kVFirst
       if (kFirst) c[0] = c[1] = c[2] = c[3] = 0;
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
-        mma(c, low[s], q.q[n][2 * s].high, q.q[n][2 * s + 1].high);
+        if constexpr (!S.kExact) mma(c, low[s], q.q[n][2 * s].high, q.q[n][2 * s + 1].high);
         mma(c, high[s], q.q[n][2 * s].low, q.q[n][2 * s + 1].low);
       }
 #pragma unroll

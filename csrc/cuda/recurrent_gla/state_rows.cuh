@@ -1,9 +1,11 @@
-// A block's tile of a state in registers, a token's step on it, and the o that it leaves.
+// A block's tile of a state in registers, how it is read and written, a token's step on it, and the
+// o that it leaves.
 #pragma once
 
 #include "run.cuh"
 
 namespace gla_ext::cuda {
+namespace recurrent {
 
 template <int kK>
 constexpr int kValues = kTileElements / kK;  // of a block
@@ -11,14 +13,18 @@ constexpr int kValues = kTileElements / kK;  // of a block
 template <int kK>
 constexpr int kStageTokens = kK == 128 || kK == 256 ? 8 : 4;
 
-template <Access kAccess>
-__device__ __forceinline__ void store4(float* p, const float (&x)[4], int valid) {
-  if constexpr (kAccess == Access::kFast) {
+template <Access kAccess, class State>
+__device__ __forceinline__ void store4(State* p, const float (&x)[4], int valid) {
+  if constexpr (kAccess == Access::kFast && sizeof(State) == 2) {
+    if (valid > 0)
+      __stcs(reinterpret_cast<uint2*>(p),
+             make_uint2(pack<State>(x[0], x[1]), pack<State>(x[2], x[3])));
+  } else if constexpr (kAccess == Access::kFast) {
     if (valid > 0) __stcs(reinterpret_cast<float4*>(p), make_float4(x[0], x[1], x[2], x[3]));
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (i < valid) p[i] = x[i];
+      if (i < valid) p[i] = from_float<State>(x[i]);
   }
 }
 
@@ -44,10 +50,11 @@ struct KeyRows {
     for (int i = 0; i < kRows; ++i)
       f(S[i], key(i) * p.V + v, kAccess == Access::kFast || key(i) < p.K ? p.V - v : 0);
   }
+  // Token t, whose v and gate stand in row `row`.
   template <bool kValueGates, class Tokens>
-  __device__ __forceinline__ void step(const Tokens& s, int t, float (*s_o)[kValues<kK>]) {
-    const float4 v = *reinterpret_cast<const float4*>(&s.v[t][value()]);
-    const float4 b = *reinterpret_cast<const float4*>(&s.b[t][value()]);
+  __device__ __forceinline__ void step(const Tokens& s, int t, int row, float (*s_o)[kValues<kK>]) {
+    const float4 v = *reinterpret_cast<const float4*>(&s.v[row][value()]);
+    const float4 b = *reinterpret_cast<const float4*>(&s.b[row][value()]);
     const float vs[4]{v.x, v.y, v.z, v.w}, bs[4]{b.x, b.y, b.z, b.w};
     float o[4]{};
 #pragma unroll
@@ -88,8 +95,8 @@ struct ValueRows {
     for (int i = 0; i < kRows; ++i) f(S[i], v * K + key(i), v < p.V ? K - key(i) : 0);
   }
   template <bool kValueGates, class Tokens>
-  __device__ __forceinline__ void step(const Tokens& s, int t, float (*s_o)[kValues<kK>]) {
-    const float v = s.v[t][value()], b = s.b[t][value()];
+  __device__ __forceinline__ void step(const Tokens& s, int t, int row, float (*s_o)[kValues<kK>]) {
+    const float v = s.v[row][value()], b = s.b[row][value()];
     float o = 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -121,6 +128,14 @@ __device__ __forceinline__ void store_outputs(const Recurrence& p, const Run& ru
   }
 }
 
+template <class Tile, int kValues>
+__device__ __forceinline__ float sum_of(const float (&o)[Tile::kSums][kValues], int j) {
+  float sum = o[0][j];
+#pragma unroll
+  for (int i = 1; i < Tile::kSums; ++i) sum += o[i][j];
+  return sum;
+}
+
 template <class Tile, int kK, bool kValueGates, int kTokens>
 struct Stage {
   Operands<kTokens, kK, kValues<kK>, false> tokens;
@@ -131,16 +146,34 @@ struct Stage {
                                       int first_value, Tile& tile) {
     __syncthreads();  // the tokens are written
 #pragma unroll 1
-    for (int t = 0; t < count; ++t) tile.template step<kValueGates>(tokens, t, o[t]);
+    for (int t = 0; t < count; ++t) tile.template step<kValueGates>(tokens, t, t, o[t]);
     if (p.o.data == nullptr) return;
     __syncthreads();  // o of every warp is written
-    store_outputs<Tile, kK>(p, run, first, count, first_value, [&](int t, int j) {
-      float sum = o[t][0][j];
-#pragma unroll
-      for (int i = 1; i < Tile::kSums; ++i) sum += o[t][i][j];
-      return sum;
-    });
+    store_outputs<Tile, kK>(p, run, first, count, first_value,
+                            [&](int t, int j) { return sum_of<Tile>(o[t], j); });
   }
 };
 
+template <class State, class Tile, Access kAccess>
+__device__ __forceinline__ void load_state(const Recurrence& p, int64_t matrix, int first_value,
+                                           Tile& tile) {
+  tile.template for_fours<kAccess>(p, first_value, [&](float (&x)[4], int offset, int valid) {
+    load4<kAccess>(x, static_cast<const State*>(p.state_in) + matrix + offset,
+                   p.state_in != nullptr ? valid : 0);
+  });
+}
+template <class State, class Tile, Access kAccess>
+__device__ __forceinline__ void unpack_state(const Recurrence& p, int first_value, Tile& tile) {
+  tile.template for_fours<kAccess>(p, first_value,
+                                   [&](float (&x)[4], int, int) { unpack4<kAccess, State>(x); });
+}
+template <class State, class Tile, Access kAccess>
+__device__ __forceinline__ void store_state(const Recurrence& p, int64_t matrix, int first_value,
+                                            Tile& tile) {
+  tile.template for_fours<kAccess>(p, first_value, [&](float (&x)[4], int offset, int valid) {
+    store4<kAccess>(static_cast<State*>(p.state_out) + matrix + offset, x, valid);
+  });
+}
+
+}  // namespace recurrent
 }  // namespace gla_ext::cuda

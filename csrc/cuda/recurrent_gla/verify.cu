@@ -1,277 +1,32 @@
-// The outputs of T drafted tokens by the chunk form, from a state that is read once and not
-// written: o_i = b_0 .. b_i ⊙ Sᵀ q^_i + Σ_{j≤i} A_ij (b_{j+1} .. b_i ⊙ v_j), q^ and A of
-// drafts.cuh.
-//
-// grid    (row of a pool, head, some tiles of 32 values); all keys of a tile at a time, 32 a warp,
-//         while the next tile is loaded, 16 bytes at a time where rows allow it
-// reads   q, k, gk [B, T, H, K], v, gv [B, T, H, V], state_in [.., H, K, V] or v-first
-// writes  o [B, T, H, V]
-// Decays are running products, exact at a reset. Everything is accumulated in fp32, except sums of
-// 32 keys, which tensor cores make. The order of every sum depends on K alone, so a token has the
-// same bits in any batch, any pool and drafts of any length.
-#include "cuda/device/dynamic_shared.h"
-#include "cuda/device/launch.cuh"
-#include "state_product.cuh"
+// Verification of drafts: the choice between the chunk form and the recurrence, and the chunk form
+// on states in fp32.
+#include "verify.cuh"
 
 namespace gla_ext::cuda {
 namespace {
 
-// Where the rows of every token start: found once, not for every tile.
-struct RowStarts {
-  int64_t v[kDrafts], gv[kDrafts], o[kDrafts];
-
-  __device__ __forceinline__ void find(const Recurrence& p, const Run& run) {
-    if (threadIdx.x >= kDrafts) return;
-    const int t = threadIdx.x;
-    v[t] = draft_offset(p.v, run, t);
-    gv[t] = draft_offset(p.gv, run, t);
-    o[t] = draft_offset(p.o, run, t);
+void chunk_form(const Recurrence& p, int multiprocessors, cudaStream_t stream) {
+  switch (p.state_dtype) {
+    case DType::kBFloat16:
+      return recurrent_verify_bf16(p, multiprocessors, stream);
+    case DType::kHalf:
+      return recurrent_verify_fp16(p, multiprocessors, stream);
+    case DType::kFloat:
+      return recurrent::launch_verify<float>(p, multiprocessors, stream);
   }
-};
-
-// What the warps exchange of a tile.
-template <int kK>
-struct alignas(16) Stage {
-  static constexpr int kPitch = kTileValues + 4;  // no two lanes of a store meet in a bank
-  float sums[kWarps<kK>][kDrafts][kPitch];
-  float v[kDrafts][kTileValues], b[kDrafts][kTileValues];  // v, exp gv
-
-  template <bool kVFirst>
-  __device__ __forceinline__ void put(const Sums& x, int T) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      if (8 * n >= T) break;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float* to = sums[threadIdx.x / 32][8 * n + 2 * column_of_lane() + e];
-        if constexpr (kVFirst) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) to[8 * i + row_of_lane()] = x[i / 2][n][i % 2 * 2 + e];
-        } else {
-          *reinterpret_cast<float4*>(to + 4 * row_of_lane()) =
-              make_float4(x[0][n][e], x[0][n][2 + e], x[1][n][e], x[1][n][2 + e]);
-        }
-      }
-    }
-  }
-
-  // A warp has kEach tokens, a lane kEach values of one of them.
-  static constexpr int kEach = kDrafts / kWarps<kK>, kLanes = 32 / kEach;
-  struct alignas(4 * kEach) Values {
-    float x[kEach];
-  };
-  __device__ __forceinline__ static Values values_at(const float* row) {
-    return *reinterpret_cast<const Values*>(row + threadIdx.x % kLanes * kEach);
-  }
-
-  __device__ __forceinline__ void write_outputs(const Recurrence& p, const RowStarts& starts,
-                                                const Scores<kK>& scores, int first_value) const {
-    const int T = static_cast<int>(p.T), first = static_cast<int>(threadIdx.x) / 32 * kEach;
-    const int i = first + static_cast<int>(threadIdx.x) % 32 / kLanes;
-    if (i >= T) return;
-    Values o = values_at(sums[0][i]);
-#pragma unroll
-    for (int w = 1; w < kWarps<kK>; ++w) {
-      const Values x = values_at(sums[w][i]);
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) o.x[e] += x.x[e];
-    }
-    const Values inside = p.gv.data != nullptr ? decayed_sums<true>(scores, first, i, o)
-                                               : decayed_sums<false>(scores, first, i, o);
-    const int value = first_value + static_cast<int>(threadIdx.x) % kLanes * kEach;
-    const int64_t to = starts.o[i] + value;
-#pragma unroll
-    for (int e = 0; e < kEach; ++e)
-      if (value + e < p.V) store_any(p.o.data, p.o.dtype, to + e, o.x[e] + inside.x[e]);
-  }
-
- private:
-  // Σ_{j≤i} A_ij v_j, decayed on its way to token i, as is `o`, which comes from before token 0.
-  template <bool kValueGates>
-  __device__ __forceinline__ Values decayed_sums(const Scores<kK>& scores, int first, int i,
-                                                 Values& o) const {
-    const float* A = scores.parts[0] + scores.pair(i, 0);
-    Values sum, decay;
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) sum.x[e] = 0, decay.x[e] = 1;
-#pragma unroll 4
-    for (int j = first + kEach - 1; j >= 0; --j) {
-      if (j > i) continue;
-      const Values v_j = values_at(v[j]);
-#pragma unroll
-      for (int e = 0; e < kEach; ++e)
-        sum.x[e] = fmaf(A[j], kValueGates ? decay.x[e] * v_j.x[e] : v_j.x[e], sum.x[e]);
-      if constexpr (kValueGates) {
-        const Values b_j = values_at(b[j]);
-#pragma unroll
-        for (int e = 0; e < kEach; ++e) decay.x[e] *= b_j.x[e];
-      }
-    }
-    if constexpr (kValueGates) {
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) o.x[e] *= decay.x[e];
-    }
-    return sum;
-  }
-};
-
-// A thread's values of a tile, on the way to shared memory: a lane has one value of some tokens.
-template <int kK>
-struct ValueLoads {
-  static constexpr int kLoads = kDrafts / kWarps<kK>;
-  uint32_t v[kLoads], gv[kLoads];
-
-  __device__ __forceinline__ void load(const Recurrence& p, const RowStarts& starts,
-                                       int first_value) {
-    const int value = first_value + static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const bool there = token(i) < static_cast<int>(p.T) && value < p.V;
-      v[i] = load_element(p.v, starts.v[token(i)] + value, there);
-      if (p.gv.data != nullptr) gv[i] = load_element(p.gv, starts.gv[token(i)] + value, there);
-    }
-  }
-  __device__ __forceinline__ void store(const Recurrence& p, Stage<kK>& s) const {
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) s.v[token(i)][threadIdx.x % 32] = value_of(v[i], p.v.dtype);
-    if (p.gv.data == nullptr) return;
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i)
-      s.b[token(i)][threadIdx.x % 32] = decay_of(value_of(gv[i], p.gv.dtype));
-  }
-
- private:
-  __device__ __forceinline__ static int token(int i) {
-    return kWarps<kK> * i + static_cast<int>(threadIdx.x) / 32;
-  }
-};
-
-template <int kK>
-struct Shared {
-  Scores<kK> scores;
-  RowStarts starts;
-  union {
-    Drafts<kK> drafts;    // until every warp has its q^
-    Stage<kK> stages[2];  // then tile by tile
-  };
-};
-
-__device__ __forceinline__ void write_zeros(const Recurrence& p, const Run& run, int first_value,
-                                            int end_value) {
-  const int values = (end_value < p.V ? end_value : p.V) - first_value;
-  for (int i = threadIdx.x; i < static_cast<int>(p.T) * values; i += blockDim.x)
-    store_any(p.o.data, p.o.dtype, draft_offset(p.o, run, i / values) + first_value + i % values,
-              0.f);
-}
-
-// As many threads as keys, and 512 a multiprocessor, as many as registers allow.
-template <bool kVFirst, int kK, Access kAccess>
-__global__ void __launch_bounds__(kK, 512 / kK) verify_kernel(Recurrence p, int tiles_of_block) {
-  extern __shared__ __align__(16) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<Shared<kK>*>(s_bytes);
-  const int tiles = blocks_of(p.V, kTileValues), blocks = blocks_of(tiles, tiles_of_block);
-  const Run run = find_run(p, blockIdx.x / blocks);
-  const int first = static_cast<int>(blockIdx.x % blocks) * tiles_of_block;
-  const int end = first + tiles_of_block < tiles ? first + tiles_of_block : tiles;
-  if (run.state < 0) return write_zeros(p, run, first * kTileValues, end * kTileValues);
-
-  const int T = static_cast<int>(p.T), first_key = static_cast<int>(threadIdx.x) / 32 * 32;
-  const int key = first_key + 4 * column_of_lane(), value = row_of_lane() * (kVFirst ? 1 : 4);
-  const int key_stride = kVFirst ? 1 : p.V, value_stride = kVFirst ? p.K : 1;
-  const float* from = p.state_in + run.state * p.state_stride_n + run.head * p.state_stride_h +
-                      key * key_stride + value * value_stride;
-  StateFours<kVFirst> S[2];
-  const auto load_state = [&](int g, int tile) {
-    const int first_value = tile * kTileValues;
-    S[g].template load<kAccess>(p, from + first_value * value_stride + 16 * g * key_stride,
-                                key + 16 * g, value + first_value);
-  };
-  {
-    const DraftBits<kK, kAccess> drafts(p, run);
-    load_state(0, first);
-    load_state(1, first);
-    drafts.store(p, s.drafts);
-    s.starts.find(p, run);
-  }
-  __syncthreads();  // q, k, a and the starts are written
-  score_parts(T, s.drafts, s.scores);
-  __syncthreads();  // the partial sums of A are written, and q is read
-  gate_queries(T, s.drafts, s.scores);
-  ValueLoads<kK> values;
-  values.load(p, s.starts, first * kTileValues);
-  __syncwarp();  // q^ of the warp's keys is written
-  QueryFours q[2];
-  q[0].load(s.drafts, first_key);
-  q[1].load(s.drafts, first_key + 16);
-  __syncthreads();  // A is written, and the drafts are read
-  values.store(p, s.stages[0]);
-
-  for (int tile = first; tile < end; ++tile) {
-    Stage<kK>&stage = s.stages[(tile - first) % 2], &next = s.stages[(tile - first + 1) % 2];
-    Sums sums;
-    add_product<true>(sums, S[0], q[0], T > 8);
-    if (tile + 1 < end) load_state(0, tile + 1);
-    add_product<false>(sums, S[1], q[1], T > 8);
-    if (tile + 1 < end) load_state(1, tile + 1);
-    stage.template put<kVFirst>(sums, T);
-    __syncthreads();  // this stage is written, and the next one was read by every warp
-    if (tile + 1 < end) values.load(p, s.starts, (tile + 1) * kTileValues);
-    stage.write_outputs(p, s.starts, s.scores, tile * kTileValues);
-    if (tile + 1 < end) values.store(p, next);
-  }
-}
-
-// Tiles a block, such that all blocks take the least time, with `resident` of them at once.
-int choose_tiles(int64_t runs, int tiles, int64_t resident) {
-  constexpr int kOfTokens = 3;  // the tokens take as long as this many tiles
-  int best = tiles;
-  int64_t least = 0;
-  for (int each = tiles; each > 0; --each) {
-    const int64_t waves = (runs * blocks_of(tiles, each) + resident - 1) / resident;
-    const int64_t time = waves * (kOfTokens + each);
-    if (each == tiles || time < least) best = each, least = time;
-  }
-  return best;
-}
-
-template <bool kVFirst, int kK, Access kAccess>
-void launch_verify(const Recurrence& p, int multiprocessors, cudaStream_t stream) {
-  const int64_t runs = count_runs(p);
-  const int tiles = blocks_of(p.V, kTileValues);
-  const int tiles_of_block = choose_tiles(runs, tiles, int64_t{multiprocessors} * (512 / kK));
-  const auto blocks = static_cast<unsigned>(runs * blocks_of(tiles, tiles_of_block));
-  constexpr auto kernel = verify_kernel<kVFirst, kK, kAccess>;
-  static const DynamicShared shared(kernel, sizeof(Shared<kK>));
-  shared.allow();
-  kernel<<<blocks, kK, sizeof(Shared<kK>), stream>>>(p, tiles_of_block);
-}
-
-template <bool kVFirst, int kK>
-void launch_verify(const Recurrence& p, int multiprocessors, cudaStream_t stream) {
-  bool fast = p.state_aligned && p.K % 4 == 0;
-  for (const Rows* r : {&p.q, &p.k, &p.gk}) fast &= r->data == nullptr || r->aligned;
-  if (fast)
-    launch_verify<kVFirst, kK, Access::kFast>(p, multiprocessors, stream);
-  else
-    launch_verify<kVFirst, kK, Access::kGeneral>(p, multiprocessors, stream);
-}
-
-template <int kK>
-void launch_verify(const Recurrence& p, int multiprocessors, cudaStream_t stream) {
-  if (p.state_v_first)
-    launch_verify<true, kK>(p, multiprocessors, stream);
-  else
-    launch_verify<false, kK>(p, multiprocessors, stream);
 }
 
 }  // namespace
 
 void recurrent_verify(const Recurrence& p, int multiprocessors, cudaStream_t stream) {
   if (count_runs(p) == 0) return;
-  if (p.T < 2 || p.T > kDrafts) return recurrent_forward(p, stream);
-  if (p.K <= 128) return launch_verify<128>(p, multiprocessors, stream);
-  if (p.K <= 256) return launch_verify<256>(p, multiprocessors, stream);
-  launch_verify<512>(p, multiprocessors, stream);
+  const bool packed = p.cu_seqlens.data != nullptr;
+  if (!packed && (p.T < 2 || p.T > kDrafts)) return recurrent_forward(p, stream);
+  chunk_form(p, multiprocessors, stream);
+  if (!packed || p.T <= kDrafts) return;
+  Recurrence longer = p;  // of drafts whose lengths nobody knows here
+  longer.least_tokens = kDrafts + 1;
+  recurrent_forward(longer, stream);
 }
 
 }  // namespace gla_ext::cuda
