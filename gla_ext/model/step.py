@@ -34,7 +34,8 @@ _norm_gate_linear_residual = torch.ops.gla_ext.norm_gate_linear_residual.default
 _norm_swiglu = torch.ops.gla_ext.norm_swiglu.default
 _linear_residual = torch.ops.gla_ext.linear_residual.default
 
-MOST_ROWS = 32  # of a batch, one token each: the kernels' own limit
+# Of a batch, one token each. The kernels take 32; from more than these on cuBLAS is as fast.
+MOST_ROWS = 8
 DEVICES = ("cuda",)
 DTYPES = (torch.bfloat16, torch.float16)
 _COLUMNS = 32  # that the kernels take at once

@@ -207,7 +207,7 @@ def test_what_others_see_is_called(name, request):
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("name", ["rows", "tokens", "gradient", "mode", "autocast", "cache", "off"])
 def test_other_calls_take_the_modules(name):
-    model, ids = model_of(torch.float32), make_ids(B=33 if name == "rows" else 3, T=7)
+    model, ids = model_of(torch.float32), make_ids(B=step.MOST_ROWS + (name == "rows"), T=7)
     cache = static_cache(model, ids[:, :-1])
     run = functools.partial(model, ids[:, -1:], past_key_values=cache, use_cache=True)
     expected = set()
@@ -265,8 +265,9 @@ DEVICE_TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004}
 @pytest.mark.parametrize("rows", [1, 8, 12, 32])
 @pytest.mark.parametrize("dtype", DEVICE_TOLERANCE, ids=str)
 @by_options
-def test_cuda_steps(dtype, rows, options):
+def test_cuda_steps(dtype, rows, options, monkeypatch):
     """As near to fp64 as one forward over all tokens is."""
+    monkeypatch.setattr(step, "MOST_ROWS", 32)
     sizes = {"hidden_size": 256, "intermediate_size": 352}
     model = model_of(dtype, "cuda", **sizes, **options)
     ids = make_ids(B=rows, T=9).cuda()

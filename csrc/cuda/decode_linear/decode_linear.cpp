@@ -45,7 +45,7 @@ class DecodeCall {
     if (!serves_) return;
     p.group = static_cast<int32_t>(group);
     p.eps = static_cast<float>(eps), p.per_group = 1.f / static_cast<float>(group);
-    has_norm_ = true;
+    before_ = p.group == p.D ? Before::kNorm : Before::kGatedNorm;
     if (!given(weight)) return;
     serves_ = weight->scalar_type() != at::kDouble;
     if (!serves_) return;
@@ -64,7 +64,7 @@ class DecodeCall {
   }
   // Whether the kernel takes this call of maps of these widths.
   bool serves(size_t maps) const {
-    return serves_ && maps <= kMostMaps && decode_linear_bytes(p, has_norm_) <= kMostDecodeBytes;
+    return serves_ && maps <= kMostMaps && decode_linear_bytes(p, before_) <= kMostDecodeBytes;
   }
   // Its output, [..., width].
   at::Tensor map(const at::Tensor& t, int64_t tile_rows) {
@@ -105,7 +105,8 @@ class DecodeCall {
   c10::cuda::CUDAGuard guard_;
   c10::cuda::CUDAStream stream_;
   std::vector<int64_t> sizes_;  // of an output, without its last
-  bool serves_ = false, has_norm_ = false;
+  bool serves_ = false;
+  Before before_ = Before::kNothing;
   std::vector<at::Tensor> kept_;
 };
 

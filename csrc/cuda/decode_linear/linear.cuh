@@ -24,13 +24,13 @@ constexpr int kSteps = 4;  // of a warp at once
 constexpr int kChunkColumns = kSteps * kDecodeStep;
 
 // Warps of a block: at most, and at least as many as there are tiles of 8 rows of x.
-constexpr int most_warps(bool has_norm) { return has_norm ? 16 : 24; }
+constexpr int most_warps(bool has_norm) { return has_norm ? 16 : 22; }
 constexpr int kLeastWarps = 4;
-// Most threads, for the compiler: three blocks of 8 warps share a multiprocessor's registers, two
-// where many rows are normed.
+// Most threads, for the compiler. Three blocks of 8 warps share a multiprocessor's registers where
+// up to 8 rows are normed, two otherwise.
 constexpr int most_threads(int row_tiles, Before before) {
-  const bool many = row_tiles == 4 || (row_tiles == 2 && before == Before::kGatedNorm);
-  return many && before != Before::kNothing ? 512 : 768;
+  if (before == Before::kNothing) return 32 * most_warps(/*has_norm=*/false);
+  return row_tiles == 1 && before == Before::kNorm ? 768 : 512;
 }
 inline int warps_of(int D, bool has_norm) {
   const int chunks = (D + kChunkColumns - 1) / kChunkColumns, most = most_warps(has_norm);
@@ -39,17 +39,19 @@ inline int warps_of(int D, bool has_norm) {
 }
 inline int row_tiles_of(int rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
 
-// Where a block's shared memory starts, in floats: partial sums, which follow the norm's sums of
-// squares in the same place; 1 / rms of every group and row; the norm's weight.
+// Where parts of a block's shared memory start, in floats, after the partial sums: sums of squares
+// of each row, of a chunk or, where heads are normed, of a step; and the norm's weight.
 struct Places {
-  int rstd, norm_weight, end;
+  int squares, norm_weight, end;
 
-  __host__ __device__ Places(const DecodeLinear& p, int warps, int row_tiles, bool has_norm) {
-    const int partials = warps * row_tiles * 128;
-    const int squares = has_norm ? p.D / kDecodeStep * kMostDecodeRows : 0;
-    rstd = partials > squares ? partials : squares;
-    norm_weight = rstd + (has_norm ? p.D / p.group * kMostDecodeRows : 0);
-    end = norm_weight + (has_norm ? p.group : 0);
+  __host__ __device__ Places(const DecodeLinear& p, int warps, int row_tiles, Before before) {
+    const int chunks = (p.D + kChunkColumns - 1) / kChunkColumns;
+    const int count = before == Before::kNothing ? 0
+                      : before == Before::kNorm  ? chunks
+                                                 : kSteps * chunks;
+    squares = warps * row_tiles * 128;
+    norm_weight = squares + count * kMostDecodeRows;
+    end = norm_weight + (before == Before::kNothing ? 0 : p.group);
   }
 };
 
@@ -107,65 +109,82 @@ __device__ __forceinline__ Eight<T> load_row(const DecodeLinear& p, const void* 
   const int row = 8 * n + gate::lane_row();
   Eight<T> x;
   x.clear();
-  if (row < p.rows)
+  if (row < p.rows && column < p.D)
     x = load8_aligned(static_cast<const T*>(from) + row * stride + column + 8 * gate::lane_pair());
   return x;
 }
 
-// 1 / rms of every row and group, in shared memory. All threads call it.
-template <class T, int kTiles>
-__device__ __forceinline__ void norm_rows(const DecodeLinear& p, const Places& at, float* s) {
-  const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
-#pragma unroll 1
-  for (int first = warp * kChunkColumns; first < p.D; first += warps * kChunkColumns) {
+// What a lane holds of a chunk of rows 8 n + g, all asked for at once.
+template <class T, Before kBefore>
+struct RowChunk {
+  static constexpr bool kHasGate = kBefore == Before::kGatedNorm;
+  Eight<T> x[kSteps], gates[kHasGate ? kSteps : 1];
+
+  __device__ __forceinline__ void load(const DecodeLinear& p, int n, int column) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const int column = first + i * kDecodeStep;
-      if (column >= p.D) break;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const Eight<T> x = load_row<T>(p, p.x, p.x_stride, n, column);
-        float sum = 0;
-#pragma unroll
-        for (int e = 0; e < 8; ++e) sum = fmaf(x[e], x[e], sum);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        if (gate::lane_pair() == 0)
-          s[column / kDecodeStep * kMostDecodeRows + 8 * n + gate::lane_row()] = sum;
-      }
+      x[i] = load_row<T>(p, p.x, p.x_stride, n, column + i * kDecodeStep);
+      if constexpr (kHasGate)
+        gates[i] = load_row<T>(p, p.gate, p.gate_stride, n, column + i * kDecodeStep);
     }
   }
-  __syncthreads();  // sums of squares are written
-  const int steps = p.group / kDecodeStep, places = p.D / p.group * kMostDecodeRows;
-  for (int i = static_cast<int>(threadIdx.x); i < places; i += static_cast<int>(blockDim.x)) {
-    const int row = i % kMostDecodeRows, group = i / kMostDecodeRows;
-    if (row >= 8 * kTiles) continue;
-    float sum = 0;
-#pragma unroll 8
-    for (int j = 0; j < steps; ++j) sum += s[(group * steps + j) * kMostDecodeRows + row];
-    s[at.rstd + i] = rsqrtf(sum * p.per_group + p.eps);
+};
+
+// Sums of squares of a chunk's columns: of all, or of each step where heads are normed.
+template <Before kBefore>
+constexpr int kSums = kBefore == Before::kGatedNorm ? kSteps : 1;
+
+// This lane's share of those of row 8 n + g.
+template <class T, Before kBefore>
+__device__ __forceinline__ void sum_squares(const RowChunk<T, kBefore>& rows,
+                                            float (&sums)[kSums<kBefore>]) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    float& sum = sums[kSums<kBefore> == 1 ? 0 : i];
+    if (i < kSums<kBefore>) sum = 0;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) sum = fmaf(rows.x[i][e], rows.x[i][e], sum);
   }
-  __syncthreads();  // 1 / rms is written, sums of squares are read
 }
 
-// n(x) of eight columns.
+// Leaves them in shared memory, summed over the lanes of a row.
+template <Before kBefore>
+__device__ __forceinline__ void store_squares(const float (&sums)[kSums<kBefore>], int n,
+                                              int column, float* squares) {
+#pragma unroll
+  for (int i = 0; i < kSums<kBefore>; ++i) {
+    float sum = sums[i];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const int place = column / kChunkColumns * kSums<kBefore> + i;
+    squares[place * kMostDecodeRows + 8 * n + gate::lane_row()] = sum;
+  }
+}
+
+// 1 / rms of row 8 n + g over sums `first` to `first + count - 1`.
+__device__ __forceinline__ float rstd_of(const DecodeLinear& p, const float* squares, int n,
+                                         int first, int count) {
+  const float* at = squares + first * kMostDecodeRows + 8 * n + gate::lane_row();
+  float sum = 0;
+#pragma unroll 8
+  for (int i = 0; i < count; ++i) sum += at[i * kMostDecodeRows];
+  return rsqrtf(sum * p.per_group + p.eps);
+}
+
+// n(x) of eight columns, with the norm's weight of these.
 template <class T, Before kBefore>
-__device__ __forceinline__ uint4 operand(const DecodeLinear& p, const Places& at, const float* s,
-                                         int n, int column) {
-  Eight<T> x = load_row<T>(p, p.x, p.x_stride, n, column);
+__device__ __forceinline__ uint4 operand(Eight<T> x, const Eight<T>& gates, float rstd,
+                                         const float* w) {
   if constexpr (kBefore != Before::kNothing) {
-    Eight<T> gates;
-    if constexpr (kBefore == Before::kGatedNorm)
-      gates = load_row<T>(p, p.gate, p.gate_stride, n, column);
-    const int group = column / p.group;
-    const float rstd = s[at.rstd + group * kMostDecodeRows + 8 * n + gate::lane_row()];
-    const float* w = s + at.norm_weight + column - group * p.group + 8 * gate::lane_pair();
+    const float4 w0 = reinterpret_cast<const float4*>(w)[0];
+    const float4 w1 = reinterpret_cast<const float4*>(w)[1];
+    const float ws[8]{w0.x, w0.y, w0.z, w0.w, w1.x, w1.y, w1.z, w1.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float y[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        y[e] = x[2 * i + e] * rstd * w[2 * i + e];
+        y[e] = x[2 * i + e] * rstd * ws[2 * i + e];
         if constexpr (kBefore == Before::kGatedNorm) {
           const float z = gates[2 * i + e];
           y[e] *= z * sigmoid<T>(z);
@@ -177,6 +196,32 @@ __device__ __forceinline__ uint4 operand(const DecodeLinear& p, const Places& at
   return *reinterpret_cast<const uint4*>(x.words);
 }
 
+// sums += W n(x)ᵀ of a chunk. kHeld: `rows` has been loaded; else each step's are loaded here.
+template <bool kHeld, class T, Before kBefore>
+__device__ __forceinline__ void multiply_chunk(const DecodeLinear& p, const Places& at,
+                                               const float* s, const WeightChunk& weights,
+                                               const RowChunk<T, kBefore>& rows, int n, int column,
+                                               float rstd, float (&sums)[4]) {
+  int group = -1;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const int first = column + i * kDecodeStep;
+    if (first >= p.D) break;
+    int in_group = first;
+    if constexpr (kBefore == Before::kGatedNorm) {
+      const int own = first / p.group, steps = p.group / kDecodeStep;
+      if (own != group) rstd = rstd_of(p, s + at.squares, n, own * steps, steps);
+      group = own, in_group = first - own * p.group;
+    }
+    const Eight<T> own_x = kHeld ? rows.x[i] : load_row<T>(p, p.x, p.x_stride, n, first);
+    const uint4 x = operand<T, kBefore>(own_x, rows.gates[rows.kHasGate ? i : 0], rstd,
+                                        s + at.norm_weight + in_group + 8 * gate::lane_pair());
+    const uint4 u = weights.w[i][0], l = weights.w[i][1];
+    gate::multiply<T>(sums, {u.x, l.x, u.y, l.y}, x.x, x.y);
+    gate::multiply<T>(sums, {u.z, l.z, u.w, l.w}, x.z, x.w);
+  }
+}
+
 template <class T, int kTiles, Before kBefore, After kAfter>
 __global__ void __launch_bounds__(most_threads(kTiles, kBefore))
     linear_kernel(const __grid_constant__ DecodeLinear p) {
@@ -184,7 +229,7 @@ __global__ void __launch_bounds__(most_threads(kTiles, kBefore))
   float* s = reinterpret_cast<float*>(shared);
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const Places at(p, warps, kTiles, kBefore != Before::kNothing);
+  const Places at(p, warps, kTiles, kBefore);
   sm90::release_next_kernel();
 
   // Nothing of this has been written by the kernel before.
@@ -203,32 +248,55 @@ __global__ void __launch_bounds__(most_threads(kTiles, kBefore))
   const int weight_row = tile.first + gate::lane_row();
   const int x_row = 8 * warp + 2 * gate::lane_pair();
   float added[4]{};
-  if constexpr (kAfter == After::kAddResidual) {
+  const auto load_residual = [&] {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = x_row + i % 2, r = weight_row + i / 2 * 8;
       if (warp < kTiles && row < p.rows && r < map.width)
         added[i] = to_float(static_cast<const T*>(p.residual)[row * p.residual_stride + r]);
     }
+  };
+  // Early, where registers are left.
+  constexpr bool kAdds = kAfter == After::kAddResidual;
+  if constexpr (kAdds && kTiles == 1) load_residual();
+  // Up to 8 rows stay in registers between the norm and the product; more come out of L1 again.
+  constexpr bool kStays = kTiles == 1;
+  RowChunk<T, kBefore> rows;
+  if constexpr (kStays) rows.load(p, 0, column);
+  float rstd[kTiles]{};
+  if constexpr (kBefore != Before::kNothing) {
+    for (int from = column; from < p.D; from += warps * kChunkColumns) {
+      float squares[kTiles][kSums<kBefore>];
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        if (!kStays || from != column) rows.load(p, n, from);
+        sum_squares(rows, squares[n]);
+      }
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) store_squares<kBefore>(squares[n], n, from, s + at.squares);
+    }
+    __syncthreads();  // sums of squares are written
+    if (kStays && column + warps * kChunkColumns < p.D) rows.load(p, 0, column);
+    if constexpr (kBefore == Before::kNorm) {
+      const int chunks = (p.D + kChunkColumns - 1) / kChunkColumns;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) rstd[n] = rstd_of(p, s + at.squares, n, 0, chunks);
+    }
   }
-  if constexpr (kBefore != Before::kNothing) norm_rows<T, kTiles>(p, at, s);
 
   float sums[kTiles][4]{};
   while (column < p.D) {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int first = column + i * kDecodeStep;
-      if (first >= p.D) break;
-      const uint4 u = weights.w[i][0], l = weights.w[i][1];
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const uint4 x = operand<T, kBefore>(p, at, s, n, first);
-        gate::multiply<T>(sums[n], {u.x, l.x, u.y, l.y}, x.x, x.y);
-        gate::multiply<T>(sums[n], {u.z, l.z, u.w, l.w}, x.z, x.w);
-      }
+    for (int n = 0; n < kTiles; ++n) {
+      constexpr bool kHeld = kStays || kBefore != Before::kNothing;
+      if (!kStays && kHeld) rows.load(p, n, column);
+      multiply_chunk<kHeld>(p, at, s, weights, rows, n, column, rstd[n], sums[n]);
     }
     column += warps * kChunkColumns;
-    if (column < p.D) weights.load(p, tile, column);
+    if (column < p.D) {
+      weights.load(p, tile, column);
+      if (kStays) rows.load(p, 0, column);
+    }
   }
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
@@ -236,6 +304,7 @@ __global__ void __launch_bounds__(most_threads(kTiles, kBefore))
         make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
   __syncthreads();  // sums of every warp are written
   if (warp >= kTiles) return;
+  if constexpr (kAdds && kTiles > 1) load_residual();
   float y[4]{};
 #pragma unroll 4
   for (int i = 0; i < warps; ++i) {
@@ -254,8 +323,7 @@ __global__ void __launch_bounds__(most_threads(kTiles, kBefore))
     for (int i = 0; i < 4; ++i) {
       const int row = x_row + i % 2, r = weight_row + i / 2 * 8;
       if (row < p.rows && r < map.width)
-        out[int64_t{row} * map.width + r] =
-            from_float<T>(kAfter == After::kAddResidual ? added[i] + y[i] : y[i]);
+        out[int64_t{row} * map.width + r] = from_float<T>(kAdds ? added[i] + y[i] : y[i]);
     }
   }
 }
@@ -264,7 +332,7 @@ template <class T, int kTiles, Before kBefore, After kAfter>
 void launch_linear(const DecodeLinear& p, cudaStream_t stream) {
   const auto kernel = linear_kernel<T, kTiles, kBefore, kAfter>;
   static const DynamicShared shared(kernel, kMostDecodeBytes);
-  const size_t bytes = decode_linear_bytes(p, kBefore != Before::kNothing);
+  const size_t bytes = decode_linear_bytes(p, kBefore);
   if (bytes > size_t{48} << 10) shared.allow();
   const int threads = 32 * warps_of(p.D, kBefore != Before::kNothing);
   if (p.overlaps)

@@ -3,9 +3,9 @@
 
 namespace gla_ext::cuda {
 
-size_t decode_linear_bytes(const DecodeLinear& p, bool has_norm) {
-  const int warps = decode::warps_of(p.D, has_norm);
-  const decode::Places at(p, warps, decode::row_tiles_of(p.rows), has_norm);
+size_t decode_linear_bytes(const DecodeLinear& p, Before before) {
+  const int warps = decode::warps_of(p.D, before != Before::kNothing);
+  const decode::Places at(p, warps, decode::row_tiles_of(p.rows), before);
   return at.end * sizeof(float);
 }
 

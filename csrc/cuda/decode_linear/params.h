@@ -46,7 +46,7 @@ struct DecodeLinear {
 };
 
 // Shared memory of a block.
-size_t decode_linear_bytes(const DecodeLinear& p, bool has_norm);
+size_t decode_linear_bytes(const DecodeLinear& p, Before before);
 constexpr size_t kMostDecodeBytes = 96 << 10;
 
 // x norm_weight weights -> y of each

@@ -24,11 +24,48 @@ __device__ __forceinline__ float dot(const Eight<T>& a, const Eight<T>& b, float
   return sum;
 }
 
-// The gates of this thread's keys.
+// What makes the gates of this thread's keys: rows of W, asked for early, and h.
 template <class Tile, int kK, class T>
-struct Gates {
+class Gates {
+ public:
+  __device__ __forceinline__ Gates(const Recurrence& p, const LowRankGate& gate, const Run& run) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const bool there = key(i) < p.K;
+      bias_[i] = from_float<T>(0.f);
+      if (there && gate.bias.data != nullptr)
+        bias_[i] = static_cast<const T*>(gate.bias.data)[head_offset(gate.bias, run.head) + key(i)];
+#pragma unroll
+      for (int j = 0; j < kEarly; ++j)
+        w_[i][j] = load8<Access::kFast>(row(gate, run, key(i)) + 8 * j, there && 8 * j < gate.rank);
+    }
+  }
+  // What the kernel before has written.
+  __device__ __forceinline__ void load_h(const LowRankGate& gate, const Run& run) {
+    h_ = static_cast<const T*>(gate.h) + run.row * gate.h_stride;
+#pragma unroll
+    for (int j = 0; j < kEarly; ++j) {
+      first_h_[j].clear();
+      if (8 * j < gate.rank) first_h_[j] = load8_aligned(h_ + 8 * j);
+    }
+  }
+  __device__ __forceinline__ void store(const Recurrence& p, const LowRankGate& gate,
+                                        const Run& run, float* decays) const {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (key(i) >= p.K) continue;
+      float z = to_float(bias_[i]);
+#pragma unroll
+      for (int j = 0; j < kEarly; ++j) z = dot(w_[i][j], first_h_[j], z);
+      for (int r = 8 * kEarly; r < gate.rank; r += 8)
+        z = dot(load8_aligned(row(gate, run, key(i)) + r), load8_aligned(h_ + r), z);
+      const float g = (fminf(z, 0.f) - log1pf(expf(-fabsf(z)))) * gate.per_normalizer;
+      decays[key(i)] = decay_of(to_float(from_float<T>(g < gate.clamp_min ? gate.clamp_min : g)));
+    }
+  }
+
+ private:
   static constexpr int kEach = kK <= Tile::kThreads ? 1 : kK / Tile::kThreads;
-  Eight<T> w[kEach][kEarly];
 
   __device__ __forceinline__ static int key(int i) {
     return i * Tile::kThreads + static_cast<int>(threadIdx.x);
@@ -37,33 +74,10 @@ struct Gates {
     return static_cast<const T*>(gate.weight.data) + head_offset(gate.weight, run.head) +
            int64_t{key} * gate.rank;
   }
-  __device__ __forceinline__ Gates(const Recurrence& p, const LowRankGate& gate, const Run& run) {
-#pragma unroll
-    for (int i = 0; i < kEach; ++i)
-#pragma unroll
-      for (int j = 0; j < kEarly; ++j)
-        w[i][j] =
-            load8<Access::kFast>(row(gate, run, key(i)) + 8 * j, key(i) < p.K && 8 * j < gate.rank);
-  }
-  __device__ __forceinline__ void store(const Recurrence& p, const LowRankGate& gate,
-                                        const Run& run, float* decays) const {
-    const T* h = static_cast<const T*>(gate.h) + run.row * gate.h_stride;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (key(i) >= p.K) continue;
-      float z = 0;
-      if (gate.bias.data != nullptr)
-        z = to_float(
-            static_cast<const T*>(gate.bias.data)[head_offset(gate.bias, run.head) + key(i)]);
-#pragma unroll
-      for (int j = 0; j < kEarly; ++j)
-        if (8 * j < gate.rank) z = dot(w[i][j], load8_aligned(h + 8 * j), z);
-      for (int r = 8 * kEarly; r < gate.rank; r += 8)
-        z = dot(load8_aligned(row(gate, run, key(i)) + r), load8_aligned(h + r), z);
-      const float g = (fminf(z, 0.f) - log1pf(expf(-fabsf(z)))) * gate.per_normalizer;
-      decays[key(i)] = decay_of(to_float(from_float<T>(g < gate.clamp_min ? gate.clamp_min : g)));
-    }
-  }
+
+  T bias_[kEach];
+  Eight<T> w_[kEach][kEarly], first_h_[kEarly];
+  const T* h_;
 };
 
 template <class Tile, int kK, Access kAccess, class T>
@@ -81,10 +95,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
     return;
   }
   const int64_t matrix = run.state * p.state_stride_n + run.head * p.state_stride_h;
-  const Gates<Tile, kK, T> gates(p, gate, run);
+  Gates<Tile, kK, T> gates(p, gate, run);
   Tile tile;
   load_state<float, Tile, kAccess>(p, matrix, first_value, tile);
   sm90::await_previous_kernel();
+  gates.load_h(gate, run);
   const TokenBits<Tile::kThreads, kK, kValues<kK>> token(p, run, first_value);
   token.store(p, s.tokens);
   gates.store(p, gate, run, s.tokens.a[0]);
