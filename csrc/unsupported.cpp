@@ -40,12 +40,26 @@ HalfSizes cuda::half_sizes(const ForwardArguments&, bool) { return {}; }
 #endif
 
 TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
-  for (const char* op : {"chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_fwd", "recurrent_gla_bwd",
-                         "rms_norm_gate_fwd", "rms_norm_gate_bwd", "swiglu_fwd", "swiglu_bwd",
-                         "short_convolution_fwd", "short_convolution_bwd", "rms_norm_residual_fwd",
-                         "rms_norm_residual_bwd", "cross_entropy_fwd", "cross_entropy_bwd",
-                         "cross_entropy_bwd_", "cross_entropy_with_grad_",
-                         "linear_cross_entropy_fwd", "gate_projection_fwd", "gate_projection_bwd"})
+  for (const char* op : {"chunk_gla_fwd",
+                         "chunk_gla_bwd",
+                         "recurrent_gla_fwd",
+                         "recurrent_gla_bwd",
+                         "rms_norm_gate_fwd",
+                         "rms_norm_gate_bwd",
+                         "swiglu_fwd",
+                         "swiglu_bwd",
+                         "short_convolution_fwd",
+                         "short_convolution_bwd",
+                         "short_convolution_",
+                         "rms_norm_residual_fwd",
+                         "rms_norm_residual_bwd",
+                         "cross_entropy_fwd",
+                         "cross_entropy_bwd",
+                         "cross_entropy_bwd_",
+                         "cross_entropy_with_grad_",
+                         "linear_cross_entropy_fwd",
+                         "gate_projection_fwd",
+                         "gate_projection_bwd"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kHalves) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kPoolOperators)
@@ -54,7 +68,8 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, FuncTorchBatched, m) {
-  for (const char* op : {"recurrent_gla_step_", "recurrent_gla_step_.out", "recurrent_gla_commit_"})
+  for (const char* op : {"recurrent_gla_step_", "recurrent_gla_step_.out", "recurrent_gla_commit_",
+                         "short_convolution_"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
 }
 

@@ -20,6 +20,7 @@ from gla_ext.ops.recurrent import (
     recurrent_gla_step_,
     recurrent_gla_verify,
 )
+from gla_ext.ops.short_convolution import short_convolution_
 from gla_ext.ops.simple_gla import (
     chunk_lightning_attn,
     chunk_retention,
@@ -58,4 +59,5 @@ __all__ = [
     "recurrent_gla_step_",
     "recurrent_gla_verify",
     "retention_decay",
+    "short_convolution_",
 ]

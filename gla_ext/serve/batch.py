@@ -48,13 +48,21 @@ class Batch:
         rows: number of sequences at once.
         cuda_graph: whether steps are graphs.
         fixed: steps are always of all rows, so that a row's products have one shape.
+        state_dtype: what recurrent states are stored in. Default: None (as they come).
 
     Attributes:
         cache: the layers' memory, of the rows.
         tokens: int64 `[rows]`, the last token of each; there may be more rows than were asked for.
     """
 
-    def __init__(self, model: LanguageModel, rows: int, cuda_graph: bool, fixed: bool) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        rows: int,
+        cuda_graph: bool,
+        fixed: bool,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
         self._model = model
         # A sum along one row alone would be cut otherwise, and in no certain order.
         self._rows = max(rows, 2)
@@ -66,6 +74,7 @@ class Batch:
             self._logits = torch.zeros(self._rows, vocab_size, device=self._device)
             waits = torch.ones(self._rows, dtype=torch.bool, device=self._device)
             states = StaticGLACache(self._rows, waits)
+            states.state_dtype = state_dtype
             with states.prefill():  # makes the buffers
                 model(self.tokens.unsqueeze(1), past_key_values=states, use_cache=True)
             states.skip_done()

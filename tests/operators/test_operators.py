@@ -85,6 +85,8 @@ SCHEMAS = {
     "swiglu_bwd": "(Tensor dy, Tensor gate, Tensor up, bool product) -> "
     "(Tensor dgate, Tensor dup, Tensor y)",
     "swiglu_linear": "(Tensor gate, Tensor up, Tensor weight, Tensor? bias) -> Tensor",
+    "short_convolution_": "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, "
+    "Tensor? slots, Tensor? write_slots, Tensor? has_initial_state, Tensor? cu_seqlens) -> Tensor",
     "joint_projection": "(Tensor x, Tensor[] weights, ScalarType dtype) -> Tensor[]",
     "short_convolution_fwd": "(Tensor x, Tensor weight, Tensor? bias, Tensor? cache, "
     "Tensor? cu_seqlens, bool output_state) -> (Tensor y, Tensor state)",

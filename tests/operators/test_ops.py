@@ -96,12 +96,21 @@ def test_public_names():
             "batch_invariant",
             "check_inputs",
             "chunk_gla",
+            "chunk_lightning_attn",
+            "chunk_linear_attn",
+            "chunk_retention",
+            "chunk_simple_gla",
             "fused_chunk_gla",
             "fused_recurrent_gla",
+            "fused_recurrent_lightning_attn",
+            "fused_recurrent_linear_attn",
+            "fused_recurrent_retention",
+            "fused_recurrent_simple_gla",
             "plan",
             "recurrent_gla_commit_",
             "recurrent_gla_step_",
             "recurrent_gla_verify",
+            "short_convolution_",
         ]
     )
     assert all(getattr(gla_ext, name).__doc__ for name in gla_ext.__all__)
