@@ -130,6 +130,11 @@ TORCH_LIBRARY(gla_ext, m) {
       "dcache)",
       tags);
 
+  m.def(
+      "short_convolution_(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? slots, "
+      "Tensor? write_slots, Tensor? has_initial_state, Tensor? cu_seqlens) -> Tensor",
+      tags);
+
   m.def("joint_projection(Tensor x, Tensor[] weights, ScalarType dtype) -> Tensor[]", tags);
 
   const std::string loss_options =
@@ -289,52 +294,6 @@ BackwardOutputs recurrent_gla_bwd(const at::Tensor& d_o, const std::optional<at:
                              .typed<decltype(recurrent_gla_bwd)>();
   return op.call(d_o, dht, q, k, v, gk, gv, initial_state, cu_seqlens, scale, reverse,
                  state_v_first);
-}
-
-at::Tensor recurrent_gla_step_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const std::optional<at::Tensor>& gk,
-                               const std::optional<at::Tensor>& gv, at::Tensor& state,
-                               const std::optional<at::Tensor>& slots, std::optional<double> scale,
-                               bool state_v_first, const std::optional<at::Tensor>& write_slots) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::recurrent_gla_step_", "")
-                             .typed<decltype(recurrent_gla_step_)>();
-  return op.call(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots);
-}
-
-void recurrent_gla_step_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const std::optional<at::Tensor>& gk,
-                            const std::optional<at::Tensor>& gv, at::Tensor& state,
-                            const std::optional<at::Tensor>& slots, std::optional<double> scale,
-                            bool state_v_first, const std::optional<at::Tensor>& write_slots,
-                            at::Tensor& out) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::recurrent_gla_step_", "out")
-                             .typed<decltype(recurrent_gla_step_out)>();
-  op.call(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots, out);
-}
-
-at::Tensor recurrent_gla_verify(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                const std::optional<at::Tensor>& gk,
-                                const std::optional<at::Tensor>& gv, const at::Tensor& state,
-                                const std::optional<at::Tensor>& slots, std::optional<double> scale,
-                                bool state_v_first, const std::optional<at::Tensor>& cu_seqlens) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::recurrent_gla_verify", "")
-                             .typed<decltype(recurrent_gla_verify)>();
-  return op.call(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens);
-}
-
-void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
-                           const std::optional<at::Tensor>& gk, const std::optional<at::Tensor>& gv,
-                           at::Tensor& state, const std::optional<at::Tensor>& slots,
-                           const at::Tensor& accepted, bool state_v_first,
-                           const std::optional<at::Tensor>& cu_seqlens,
-                           const std::optional<at::Tensor>& write_slots) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::recurrent_gla_commit_", "")
-                             .typed<decltype(recurrent_gla_commit_)>();
-  op.call(k, v, gk, gv, state, slots, accepted, state_v_first, cu_seqlens, write_slots);
 }
 
 NormForwardOutputs rms_norm_gate_fwd(const at::Tensor& x, const std::optional<at::Tensor>& weight,

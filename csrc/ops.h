@@ -268,6 +268,17 @@ ConvolutionBackwardOutputs short_convolution_bwd(const at::Tensor& dy,
                                                  const std::optional<at::Tensor>& cache,
                                                  const std::optional<at::Tensor>& cu_seqlens);
 
+// The same on a pool of caches [P, D, W], of which sequence n has slots[n] (n without slots;
+// outside 0 .. P - 1: y = 0, no cache is touched): read, or 0 where has_initial_state says so, and
+// written there or to write_slots[n], outside 0 .. P - 1 nowhere. Tokens after the last offset give
+// y = 0.
+at::Tensor short_convolution_(const at::Tensor& x, const at::Tensor& weight,
+                              const std::optional<at::Tensor>& bias, at::Tensor& state,
+                              const std::optional<at::Tensor>& slots,
+                              const std::optional<at::Tensor>& write_slots,
+                              const std::optional<at::Tensor>& has_initial_state,
+                              const std::optional<at::Tensor>& cu_seqlens);
+
 // Cross entropy of logits [N, V] with labels `target` [N], int32 or int64. common/cross_entropy.h
 // has the loss of a token, and what the options do. ignore_index: a label that does not count.
 // loss, z_loss (what of it is lse_square_scale lse²) and lse are [N], fp32 (fp64 for fp64 logits).

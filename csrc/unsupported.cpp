@@ -52,6 +52,7 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
                          "swiglu_bwd",
                          "short_convolution_fwd",
                          "short_convolution_bwd",
+                         "short_convolution_",
                          "rms_norm_residual_fwd",
                          "rms_norm_residual_bwd",
                          "cross_entropy_fwd",
@@ -71,8 +72,8 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, FuncTorchBatched, m) {
-  for (const char* op :
-       {"chunk_gla_", "recurrent_gla_step_", "recurrent_gla_step_.out", "recurrent_gla_commit_"})
+  for (const char* op : {"chunk_gla_", "recurrent_gla_step_", "recurrent_gla_step_.out",
+                         "recurrent_gla_commit_", "short_convolution_"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
   for (const char* op : kDecodeOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());

@@ -41,6 +41,7 @@ from gla_ext.ops.recurrent import (  # noqa: E402
     recurrent_gla_step_,
     recurrent_gla_verify,
 )
+from gla_ext.ops.short_convolution import short_convolution_  # noqa: E402
 from gla_ext.ops.simple_gla import (  # noqa: E402
     chunk_lightning_attn,
     chunk_retention,
@@ -82,4 +83,5 @@ __all__ = [
     "recurrent_gla_commit_",
     "recurrent_gla_step_",
     "recurrent_gla_verify",
+    "short_convolution_",
 ]

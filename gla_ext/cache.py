@@ -198,6 +198,7 @@ class StaticGLACache(GLACache):
 
     in_place = True
     room = 0  # tokens that keys and values have room for from the start
+    state_dtype: torch.dtype | None = None  # of recurrent states in the buffers, if not theirs
     counts = True  # False where who decodes counts tokens and makes room
 
     def __init__(self, batch_size: int, done: Tensor | None = None) -> None:
@@ -324,7 +325,8 @@ class StaticGLACache(GLACache):
         entry = super().update(layer_idx=layer_idx, offset=0)
         for key, new in (("recurrent_state", recurrent_state), ("conv_state", conv_state)):
             if new is not None and entry[key] is None:
-                entry[key] = map_tensors(self._buffer, new)
+                dtype = self.state_dtype if key == "recurrent_state" else None
+                entry[key] = map_tensors(lambda x, dtype=dtype: self._buffer(x, dtype), new)
             if new is not None:
                 self._write(entry[key], new)
         if attn_state is not None:
@@ -365,12 +367,10 @@ class StaticGLACache(GLACache):
         """Refused: the number of rows is fixed."""
         raise NotImplementedError("StaticGLACache: batch_repeat_interleave is not implemented")
 
-    def _buffer(self, like: Tensor) -> Tensor:
+    def _buffer(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros of the shape of `like` with B rows; usable outside of inference mode too."""
         with torch.inference_mode(False):
-            return torch.zeros(
-                (self.batch_size, *like.shape[1:]), dtype=like.dtype, device=like.device
-            )
+            return like.new_zeros((self.batch_size, *like.shape[1:]), dtype=dtype)
 
     def _write_attention(self, entry: dict[str, Any], new: KeyValues) -> None:
         own = entry.get("attn_state")

@@ -96,11 +96,52 @@ ConvolutionBackwardOutputs short_convolution_bwd_autograd(
   return {outputs[0], outputs[1], outputs[2], outputs[3]};
 }
 
+// On a pool there is no gradient: it says so instead of losing it.
+at::Tensor short_convolution_pool_autograd(const at::Tensor& x, const at::Tensor& weight,
+                                           const OptionalTensor& bias, at::Tensor& state,
+                                           const OptionalTensor& slots,
+                                           const OptionalTensor& write_slots,
+                                           const OptionalTensor& has_initial_state,
+                                           const OptionalTensor& cu_seqlens) {
+  refuse_unsupported("short_convolution_", {{"x", x}, {"weight", weight}, {"state", state}},
+                     {bias, slots, write_slots, has_initial_state, cu_seqlens});
+  if (at::GradMode::is_enabled())
+    for (const at::Tensor& t : {x, weight, or_undefined(bias), state})
+      TORCH_CHECK_NOT_IMPLEMENTED(!t.defined() || !t.requires_grad(),
+                                  "short_convolution_: decoding on a pool has no gradient, call a "
+                                  "ShortConvolution, or run it under torch.no_grad()");
+  at::AutoDispatchBelowAutograd below;
+  return short_convolution_(x, weight, bias, state, slots, write_slots, has_initial_state,
+                            cu_seqlens);
+}
+
+// Tells autograd, which may have saved the pool, that it is written to.
+at::Tensor short_convolution_and_tell(const at::Tensor& x, const at::Tensor& weight,
+                                      const OptionalTensor& bias, at::Tensor& state,
+                                      const OptionalTensor& slots,
+                                      const OptionalTensor& write_slots,
+                                      const OptionalTensor& has_initial_state,
+                                      const OptionalTensor& cu_seqlens) {
+  at::Tensor y;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    y = short_convolution_(x, weight, bias, state, slots, write_slots, has_initial_state,
+                           cu_seqlens);
+  }
+  state.unsafeGetTensorImpl()->bump_version();
+  return y;
+}
+
 }  // namespace
+
+TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
+  m.impl("short_convolution_", short_convolution_and_tell);
+}
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
   m.impl("short_convolution_fwd", short_convolution_fwd_autograd);
   m.impl("short_convolution_bwd", short_convolution_bwd_autograd);
+  m.impl("short_convolution_", short_convolution_pool_autograd);
 }
 
 }  // namespace gla_ext

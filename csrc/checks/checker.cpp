@@ -12,6 +12,8 @@ std::string dtype_name(at::ScalarType t) {
       return "torch.float32";
     case at::kDouble:
       return "torch.float64";
+    case at::kBool:
+      return "torch.bool";
     case at::kByte:
       return "torch.uint8";
     case at::kInt:

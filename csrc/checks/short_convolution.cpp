@@ -79,6 +79,51 @@ ConvolutionShape check_short_convolution_bwd(const at::Tensor& dy, const Optiona
                            bias, cu_seqlens);
 }
 
+ConvolutionShape check_short_convolution_pool(const at::Tensor& x, const at::Tensor& weight,
+                                              const OptionalTensor& bias,
+                                              const ConvolutionPoolInputs& pool) {
+  const char* op = "short_convolution_";
+  const ConvolutionShape shape =
+      check_convolution(op, {{"x", &x}}, {}, weight, bias, pool.cu_seqlens);
+  const Checker check(op, "x", x);
+  const at::Tensor& state = pool.state;
+  check.defined("state", state);
+  check.strided("state", state);
+  check.device("state", state);
+  check.like_first("state", state, x.scalar_type());
+  check.rank("state", state, 3, "[P, D, W]");
+  const c10::SymInt P = given(pool.slots) ? state.sym_size(0) : shape.N;
+  check.shape("state", state, "[P, D, W]", {P, shape.D, shape.W});
+  const char* rows = shape.packed ? "[N]" : "[B]";
+  const auto of_rows = [&](const char* name, const OptionalTensor& t) {
+    if (!given(t)) return;
+    check.indices(name, *t, rows);
+    check.shape(name, *t, rows, {shape.N});
+  };
+  of_rows("slots", pool.slots);
+  of_rows("write_slots", pool.write_slots);
+  if (given(pool.has_initial_state)) {
+    const at::Tensor& has = *pool.has_initial_state;
+    check.strided("has_initial_state", has);
+    check.device("has_initial_state", has);
+    check.dtype("has_initial_state", has, at::kBool, "");
+    check.shape("has_initial_state", has, rows, {shape.N});
+  }
+  return shape;
+}
+
+void check_convolution_pool_layout(const at::Tensor& state) {
+  const auto sizes = state.sizes(), strides = state.strides();
+  const bool contiguous =
+      (sizes[2] == 1 || strides[2] == 1) && (sizes[1] == 1 || strides[1] == sizes[2]);
+  const bool apart = state.numel() == 0 || sizes[0] == 1 || strides[0] >= sizes[1] * sizes[2];
+  TORCH_CHECK_VALUE(
+      contiguous && apart,
+      "short_convolution_: expected each row of state to be contiguous and apart from "
+      "the others, got sizes ",
+      sizes, " with strides ", strides);
+}
+
 at::Tensor with_contiguous_channels(const at::Tensor& t) {
   return t.size(2) == 1 || t.stride(2) == 1 ? t : t.contiguous();
 }

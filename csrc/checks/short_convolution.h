@@ -24,6 +24,23 @@ ConvolutionShape check_short_convolution_bwd(const at::Tensor& dy, const Optiona
                                              const OptionalTensor& cache,
                                              const OptionalTensor& cu_seqlens);
 
+// A pool of caches [P, D, W], and what the N sequences do with it, each a row of the batch or a
+// packed one; as PoolInputs of the recurrence.
+struct ConvolutionPoolInputs {
+  const at::Tensor& state;
+  const OptionalTensor& slots;              // [N]
+  const OptionalTensor& write_slots;        // [N]
+  const OptionalTensor& has_initial_state;  // [N], bool
+  const OptionalTensor& cu_seqlens;         // [N + 1]
+};
+ConvolutionShape check_short_convolution_pool(const at::Tensor& x, const at::Tensor& weight,
+                                              const OptionalTensor& bias,
+                                              const ConvolutionPoolInputs& pool);
+
+// For backends: the caches of a pool are read and written where they lie, so each is contiguous and
+// apart from the others.
+void check_convolution_pool_layout(const at::Tensor& state);
+
 // For backends: [B, T, D] whose channels are contiguous, copied where they are not.
 at::Tensor with_contiguous_channels(const at::Tensor& t);
 

@@ -348,6 +348,8 @@ class GatedLinearAttention(nn.Module):
             o = recurrent_gla_step_(q, k, v, gk, state=state, slots=slots, state_v_first=True)
             return o, state
         attend = fused_recurrent_gla if recurs else chunk_gla
+        if state is not None and state.element_size() == 2:  # of a cache that stores them so
+            state = state.float()
         return attend(
             q,
             k,

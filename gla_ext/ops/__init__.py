@@ -21,6 +21,7 @@ from gla_ext.ops.recurrent import (
     recurrent_gla_step_,
     recurrent_gla_verify,
 )
+from gla_ext.ops.short_convolution import short_convolution_
 from gla_ext.ops.simple_gla import (
     chunk_lightning_attn,
     chunk_retention,
@@ -60,4 +61,5 @@ __all__ = [
     "recurrent_gla_step_",
     "recurrent_gla_verify",
     "retention_decay",
+    "short_convolution_",
 ]

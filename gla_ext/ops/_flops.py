@@ -170,6 +170,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "recurrent_gla_commit_": _recurrent_gla_commit_,
     "short_convolution_fwd": _short_convolution_fwd,
     "short_convolution_bwd": _short_convolution_bwd,
+    "short_convolution_": _short_convolution_fwd,
     "swiglu_linear": _swiglu_linear,
     "gate_projection_fwd": _gate_projection(1),
     "gate_projection_bwd": _gate_projection(2),

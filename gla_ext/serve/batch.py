@@ -42,13 +42,21 @@ class Batch:
         cuda_graph: whether steps are graphs.
         fixed: steps are always of all rows, so that a row's products have one shape, and pieces of
             prompts have no graphs, which are of other sizes than these.
+        state_dtype: what recurrent states are stored in. Default: None (as they come).
 
     Attributes:
         cache: the layers' memory, of the rows.
         tokens: int64 `[rows]`, the last token of each; there may be more rows than were asked for.
     """
 
-    def __init__(self, model: LanguageModel, rows: int, cuda_graph: bool, fixed: bool) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        rows: int,
+        cuda_graph: bool,
+        fixed: bool,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
         self._model = model
         # A sum along one row alone would be cut otherwise, and in no certain order.
         self._rows = max(rows, 2)
@@ -62,6 +70,7 @@ class Batch:
             self._logits = torch.zeros(every, vocab_size, device=self._device)
             waits = torch.ones(every, dtype=torch.bool, device=self._device)
             states = StaticGLACache(every, waits)
+            states.state_dtype = state_dtype
             with states.prefill():  # makes the buffers
                 tokens = self.tokens.new_zeros(every, 1)
                 model(tokens, past_key_values=states, use_cache=True)

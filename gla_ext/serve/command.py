@@ -30,6 +30,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", help="the model's, for clients; default: its folder's")
     parser.add_argument("--device", type=_device, default=default_device())
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--state-dtype", choices=DTYPES, default="float32")
     parser.add_argument("--rows", type=int, default=limits.rows, help="decoded at once")
     parser.add_argument("--waiting", type=int, default=limits.waiting, help="that may wait")
     parser.add_argument("--max-prompt-tokens", type=int, default=limits.prompt_tokens)
@@ -69,6 +70,8 @@ def main(arguments: list[str] | None = None) -> None:
     model = GLAForCausalLM.from_pretrained(args.model).to(args.device, getattr(torch, args.dtype))
     tokenizer = load_tokenizer(args.model, model.config.vocab_size)
     with batch_invariant(args.batch_invariant):
-        engine = Engine(fuse_projections(model.eval()), tokenizer, limits)
+        state_dtype = getattr(torch, args.state_dtype)
+        model = fuse_projections(model.eval())
+        engine = Engine(model, tokenizer, limits, state_dtype=state_dtype)
     options = Options(args.name or args.model.resolve().name)
     serve(engine, args.host, args.port, options, args.connections, args.shutdown_seconds)

@@ -24,6 +24,7 @@ from gla_ext.serve.request import Delta, Limits, Request, TokenLogprob
 from gla_ext.serve.text import Tokenizer
 
 CHUNK = 64  # tokens, of which pieces of a prompt are whole multiples
+STATE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
 class FullError(RuntimeError):
@@ -58,6 +59,9 @@ class Engine:
         tokenizer: makes text of tokens. Default: None (no text, and no stop strings).
         limits: what it takes on. Default: `Limits()`.
         cuda_graph: whether steps are CUDA graphs. Default: None (on a CUDA device).
+        state_dtype: what recurrent states are stored in: torch.float32, or torch.bfloat16 or
+            torch.float16 for half of the memory of rows and checkpoints; see "States in 16 bits" on
+            the page on numerics. Default: None (torch.float32).
 
     Attributes:
         metrics: what it has done.
@@ -74,7 +78,13 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         limits: Limits | None = None,
         cuda_graph: bool | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(
+                "Engine: expected state_dtype to be torch.float32, torch.bfloat16, torch.float16 "
+                f"or None, got {state_dtype}"
+            )
         if any(isinstance(module, Attention) for module in model.modules()):
             raise NotImplementedError(
                 "Engine: a model with attention layers is not implemented, whose keys and values "
@@ -86,7 +96,7 @@ class Engine:
         self.limits = Limits() if limits is None else limits
         self._invariant = is_batch_invariant()
         self._batch = Batch(
-            model, self.limits.rows, uses_graph(model, cuda_graph), fixed=self._invariant
+            model, self.limits.rows, uses_graph(model, cuda_graph), self._invariant, state_dtype
         )
         self._cache = self._batch.cache
         every, budget = self.limits.checkpoint_tokens, self.limits.cache_bytes

@@ -111,6 +111,7 @@ def test_public_names():
             "recurrent_gla_commit_",
             "recurrent_gla_step_",
             "recurrent_gla_verify",
+            "short_convolution_",
         ]
     )
     assert all(getattr(gla_ext, name).__doc__ for name in gla_ext.__all__)

@@ -288,6 +288,40 @@ def test_limits_that_cannot_be(options, error, message):
         Limits(**options)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_states_in_16_bits(state_dtype, invariant, device):
+    """Rows and checkpoints take half; tokens are the same from the prefix cache, and with 10 bits
+    nearly always those of fp32 states.
+    """
+    model = make_model(torch.float32, eos_token_id=None).to(device)
+    limits = Limits(**SMALL, cache_bytes=1 << 20)
+    with batch_invariant(invariant):
+        wide, short = (
+            Engine(model, limits=limits),
+            Engine(model, limits=limits, state_dtype=state_dtype),
+        )
+    half, whole = (engine._cache.checkpoint_nbytes() for engine in (short, wide))
+    assert 2 * half == whole
+    requests = [Request(prompt(n), 20, temperature=0) for n in (1, 65, 200, 130)]
+    expected = [tokens for tokens, *_ in run(wide, *requests)]
+    for _ in range(2):
+        found = [tokens for tokens, *_ in run(short, *requests)]
+        equal = sum(
+            a == b for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True)
+        )
+        assert equal >= (72 if state_dtype == torch.float16 else 40), equal
+    assert short.metrics.count("cached_prompt_tokens_total") > 0
+    assert is_empty(short)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float64, torch.int8, "bfloat16"])
+def test_state_dtypes_that_cannot_be(state_dtype):
+    message = "expected state_dtype to be torch.float32, torch.bfloat16, torch.float16 or None, got"
+    with pytest.raises(ValueError, match=message):
+        Engine(make_model(), state_dtype=state_dtype)
+
+
 def test_models_that_it_does_not_run():
     with pytest.raises(ValueError, match="in eval mode"):
         Engine(make_model().train())

@@ -64,6 +64,23 @@ ConvolutionBackwardPlan plan_convolution_backward(const Convolution& p, int mult
 // dy dstate x weight bias cache -> dx dcache dweight dbias
 void convolution_backward(Convolution p, const ConvolutionBackwardPlan& plan, cudaStream_t stream);
 
+// Caches in a pool [P, D, W], of which sequence n reads one and writes one. A slot below 0 or from
+// P on: to read, y = 0 and nothing is written; to write, nothing is.
+struct ConvolutionPool {
+  void* state = nullptr;
+  int64_t slots_in_pool = 0, stride = 0;    // P, and elements from a cache to the next
+  Indices slots, write_slots;               // [N], or absent
+  const bool* has_initial_state = nullptr;  // [N]: false: from 0
+};
+// The same for rows of a few tokens, in one launch.
+bool takes_convolution_step(const Convolution& p);
+void convolution_step(const Convolution& p, const ConvolutionPool& pool, cudaStream_t stream);
+// Around convolution_forward: the sequences' caches [N, D, W] out of the pool, and what is left in
+// it; y of the sequences without a cache, and of the tokens after the last one, becomes 0.
+void gather_caches(const Convolution& p, const ConvolutionPool& pool, void* cache,
+                   cudaStream_t stream);
+void scatter_caches(const Convolution& p, const ConvolutionPool& pool, cudaStream_t stream);
+
 // W above kUnrolledTaps. Backward makes dx and the partial sums alone, by as many blocks.
 void convolution_forward_by_taps(Convolution p, int multiprocessors, cudaStream_t stream);
 void convolution_backward_by_taps(const Convolution& p, const ConvolutionBackwardPlan& plan,

@@ -77,6 +77,24 @@ class ConvolutionLaunch {
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
+  // On a pool, whose caches are read and written by the kernels.
+  void forward(const ConvolutionPool& pool) {
+    if (takes_convolution_step(p)) {
+      convolution_step(p, pool, stream_);
+    } else {
+      const auto options = rows_.front().options();
+      const at::Tensor cache = at::empty({p.N, p.D, p.W}, options);
+      const at::Tensor after = at::empty({p.N, p.D, p.W}, options);
+      gather_caches(p, pool, cache.mutable_data_ptr(), stream_);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      p.cache = cache.const_data_ptr();
+      p.state = after.mutable_data_ptr();
+      if (p.N > 0 || p.T > 0) forward();
+      scatter_caches(p, pool, stream_);
+    }
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
   // The gradients of weight and bias, in fp32 where those are fp64.
   std::tuple<at::Tensor, at::Tensor> backward() {
     const ConvolutionBackwardPlan plan = plan_convolution_backward(p, multiprocessors());
@@ -124,6 +142,39 @@ ConvolutionForwardOutputs short_convolution_fwd_cuda(const at::Tensor& x, const 
   return {y, state};
 }
 
+at::Tensor short_convolution_pool_cuda(const at::Tensor& x, const at::Tensor& weight,
+                                       const OptionalTensor& bias, at::Tensor& state,
+                                       const OptionalTensor& slots,
+                                       const OptionalTensor& write_slots,
+                                       const OptionalTensor& has_initial_state,
+                                       const OptionalTensor& cu_seqlens) {
+  const auto shape = check_short_convolution_pool(
+      x, weight, bias, {state, slots, write_slots, has_initial_state, cu_seqlens});
+  check_convolution_pool_layout(state);
+  ConvolutionLaunch launch("short_convolution_", shape, x, weight, bias, {}, cu_seqlens);
+  Convolution& p = launch.p;
+  at::Tensor y = contiguous_like(x);
+  if (p.D == 0 || (p.B == 0 && p.N == 0)) return y;
+  p.y = y.mutable_data_ptr();
+  std::vector<at::Tensor> held;
+  const auto indices = [&](const OptionalTensor& t) -> Indices {
+    if (!given(t)) return {};
+    const at::Tensor& c = held.emplace_back(t->contiguous());
+    return {c.const_data_ptr(), c.scalar_type() == at::kLong};
+  };
+  ConvolutionPool pool;
+  pool.state = state.mutable_data_ptr();
+  pool.slots_in_pool = state.size(0);
+  pool.stride = state.size(0) > 1 ? state.stride(0) : 0;
+  pool.slots = indices(slots);
+  pool.write_slots = indices(write_slots);
+  if (given(has_initial_state))
+    pool.has_initial_state =
+        held.emplace_back(has_initial_state->contiguous()).const_data_ptr<bool>();
+  launch.forward(pool);
+  return y;
+}
+
 ConvolutionBackwardOutputs short_convolution_bwd_cuda(const at::Tensor& dy,
                                                       const OptionalTensor& dstate,
                                                       const at::Tensor& x, const at::Tensor& weight,
@@ -154,6 +205,7 @@ ConvolutionBackwardOutputs short_convolution_bwd_cuda(const at::Tensor& dy,
 TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
   m.impl("short_convolution_fwd", short_convolution_fwd_cuda);
   m.impl("short_convolution_bwd", short_convolution_bwd_cuda);
+  m.impl("short_convolution_", short_convolution_pool_cuda);
 }
 
 }  // namespace gla_ext::cuda

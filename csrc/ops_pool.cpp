@@ -1,0 +1,66 @@
+// The entry points of the operators on a pool of states; see ops.cpp for schemas.
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include "ops.h"
+
+namespace gla_ext {
+
+at::Tensor recurrent_gla_step_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const std::optional<at::Tensor>& gk,
+                               const std::optional<at::Tensor>& gv, at::Tensor& state,
+                               const std::optional<at::Tensor>& slots, std::optional<double> scale,
+                               bool state_v_first, const std::optional<at::Tensor>& write_slots) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::recurrent_gla_step_", "")
+                             .typed<decltype(recurrent_gla_step_)>();
+  return op.call(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots);
+}
+
+void recurrent_gla_step_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const std::optional<at::Tensor>& gk,
+                            const std::optional<at::Tensor>& gv, at::Tensor& state,
+                            const std::optional<at::Tensor>& slots, std::optional<double> scale,
+                            bool state_v_first, const std::optional<at::Tensor>& write_slots,
+                            at::Tensor& out) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::recurrent_gla_step_", "out")
+                             .typed<decltype(recurrent_gla_step_out)>();
+  op.call(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots, out);
+}
+
+at::Tensor recurrent_gla_verify(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                const std::optional<at::Tensor>& gk,
+                                const std::optional<at::Tensor>& gv, const at::Tensor& state,
+                                const std::optional<at::Tensor>& slots, std::optional<double> scale,
+                                bool state_v_first, const std::optional<at::Tensor>& cu_seqlens) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::recurrent_gla_verify", "")
+                             .typed<decltype(recurrent_gla_verify)>();
+  return op.call(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens);
+}
+
+void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
+                           const std::optional<at::Tensor>& gk, const std::optional<at::Tensor>& gv,
+                           at::Tensor& state, const std::optional<at::Tensor>& slots,
+                           const at::Tensor& accepted, bool state_v_first,
+                           const std::optional<at::Tensor>& cu_seqlens,
+                           const std::optional<at::Tensor>& write_slots) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::recurrent_gla_commit_", "")
+                             .typed<decltype(recurrent_gla_commit_)>();
+  op.call(k, v, gk, gv, state, slots, accepted, state_v_first, cu_seqlens, write_slots);
+}
+
+at::Tensor short_convolution_(const at::Tensor& x, const at::Tensor& weight,
+                              const std::optional<at::Tensor>& bias, at::Tensor& state,
+                              const std::optional<at::Tensor>& slots,
+                              const std::optional<at::Tensor>& write_slots,
+                              const std::optional<at::Tensor>& has_initial_state,
+                              const std::optional<at::Tensor>& cu_seqlens) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::short_convolution_", "")
+                             .typed<decltype(short_convolution_)>();
+  return op.call(x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens);
+}
+
+}  // namespace gla_ext
