@@ -218,9 +218,8 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = TINY if args.tiny else SIZES
     model = build(sizes, args.device)
     name = torch.cuda.get_device_name() if args.device == "cuda" else args.device
-    print(
-        f"{name}, torch {torch.__version__}, {sum(p.numel() for p in model.parameters()):,} parameters"
-    )
+    count = sum(p.numel() for p in model.parameters())
+    print(f"{name}, torch {torch.__version__}, {count:,} parameters")
     check(sizes, args.device)
     if "decode" in args.only:
         print("\n| decoding, tokens/s | engine | Decoder |\n|---|--:|--:|")

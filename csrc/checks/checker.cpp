@@ -20,8 +20,6 @@ std::string dtype_name(at::ScalarType t) {
       return "torch.int32";
     case at::kLong:
       return "torch.int64";
-    case at::kBool:
-      return "torch.bool";
     default:
       return c10::str("torch.", c10::toString(t));
   }

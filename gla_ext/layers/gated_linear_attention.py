@@ -7,13 +7,19 @@ Constructor, attributes, state_dict keys and forward signature are those of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gla_ext.layers._options import check_options, expanded_dim, typed_options
+from gla_ext.layers._options import (
+    check_context_parallel,
+    check_options,
+    expanded_dim,
+    typed_options,
+)
 from gla_ext.layers._padding import Padding, check_hidden_states
 from gla_ext.layers._projections import (
     is_plain,
@@ -27,6 +33,7 @@ from gla_ext.layers.gate_projection import gate_projection
 from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 from gla_ext.layers.short_convolution import ShortConvolution, convolve
 from gla_ext.ops._checks import check_tensors
+from gla_ext.ops._tracing import is_one
 from gla_ext.ops.chunk import chunk_gla, is_batch_invariant
 from gla_ext.ops.pool import chunk_gla_
 from gla_ext.ops.recurrent import fused_recurrent_gla, recurrent_gla_step_
@@ -214,7 +221,7 @@ class GatedLinearAttention(nn.Module):
         check_tensors("GatedLinearAttention", names, hidden_states, attention_mask, cu_seqlens)
         check_hidden_states("GatedLinearAttention", hidden_states, self.hidden_size)
         if cp_context is not None:
-            self._check_context_parallel(attention_mask)
+            check_context_parallel(self.mode, attention_mask)
         in_place = bool(use_cache) and getattr(past_key_values, "in_place", False)
         pool = None
         if in_place and self.mode != "fused_recurrent" and not torch.is_grad_enabled():
@@ -331,23 +338,11 @@ class GatedLinearAttention(nn.Module):
         With in_place, the recurrence over a batch writes the final state over `state`, but of rows
         that slots has skip.
         """
-        if cp_context is not None:
-            return chunk_gla(
-                q,
-                k,
-                v,
-                gk,
-                initial_state=state,
-                output_final_state=output_state,
-                state_v_first=True,
-                cu_seqlens=cu_seqlens,
-                cp_context=cp_context,
-            )
-        recurs = self._recurs(q, state, cu_seqlens)
+        recurs = cp_context is None and self._recurs(q, state, cu_seqlens)
         if recurs and in_place and state is not None and cu_seqlens is None:
             o = recurrent_gla_step_(q, k, v, gk, state=state, slots=slots, state_v_first=True)
             return o, state
-        attend = fused_recurrent_gla if recurs else chunk_gla
+        attend = fused_recurrent_gla if recurs else partial(chunk_gla, cp_context=cp_context)
         if state is not None and state.element_size() == 2:  # of a cache that stores them so
             state = state.float()
         return attend(
@@ -372,17 +367,6 @@ class GatedLinearAttention(nn.Module):
         if self.training or torch.is_grad_enabled():
             return False
         return is_one(q.shape[1])
-
-    def _check_context_parallel(self, attention_mask: Tensor | None) -> None:
-        if attention_mask is not None:
-            raise NotImplementedError(
-                "GatedLinearAttention: expected no attention_mask beside cp_context, got one; pack "
-                "the sequences and give build_cp_context their cu_seqlens"
-            )
-        if self.mode == "fused_recurrent":
-            raise NotImplementedError(
-                "GatedLinearAttention: expected mode 'chunk' with cp_context, got 'fused_recurrent'"
-            )
 
     @property
     def norm(self) -> RMSNorm:
@@ -410,13 +394,3 @@ class GatedLinearAttention(nn.Module):
             return None
         entry = past_key_values[self.layer_idx]
         return None if entry is None else entry[name]
-
-
-def is_one(T: int | torch.SymInt) -> bool:
-    """Whether T is 1, without a guard where it is symbolic."""
-    if not isinstance(T, torch.SymInt) and not torch.compiler.is_compiling():
-        return bool(T == 1)  # torch.jit.trace makes a tensor of T
-    # Where there are symbols torch has loaded it; without, it would cost a second of import.
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(T == 1)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.layers._projections import is_plain, nobody_sees, split_heads
-from gla_ext.layers.gated_linear_attention import GatedLinearAttention, is_one
+from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 from gla_ext.layers.short_convolution import convolve
-from gla_ext.ops._tracing import is_recorded, is_recorded_for_onnx
+from gla_ext.ops._tracing import is_one, is_recorded, is_recorded_for_onnx
 from gla_ext.ops.chunk import is_batch_invariant
 
 _norm_linear = torch.ops.gla_ext.norm_linear.default

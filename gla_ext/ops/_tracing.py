@@ -35,6 +35,16 @@ def is_recorded_for_onnx() -> bool:
     return is_recorded() and torch.onnx.is_in_onnx_export()
 
 
+def is_one(T: int | torch.SymInt) -> bool:
+    """Whether T is 1, without a guard where it is symbolic."""
+    if not isinstance(T, torch.SymInt) and not torch.compiler.is_compiling():
+        return bool(T == 1)  # torch.jit.trace makes a tensor of T
+    # Where there are symbols torch has loaded it; without, it would cost a second of import.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(T == 1)
+
+
 def is_of_unknown_class(t: torch.Tensor) -> bool:
     """Whether a tensor is of a subclass for which the operators have no rules: all but DTensor,
     for which ops/_sharding.py has them.
