@@ -190,6 +190,38 @@ def test_generation_and_caches_of_local_heads(pool, options):
         assert_close(torch.cat(parts, heads), whole, 1e-12)
 
 
+def make_hf_model():
+    import gla_ext.hf
+
+    torch.manual_seed(0)
+    options = {"hidden_size": 16, "num_heads": 4, "vocab_size": 31, "intermediate_size": 24}
+    options |= {"eos_token_id": None, "initializer_range": 0.3} | HYBRID
+    return gla_ext.hf.GLAForCausalLM(gla_ext.hf.GLAConfig(**options)).double().eval()
+
+
+def hf_results(model):
+    ids = make_ids(T=12)
+    tokens = model.generate(ids, max_new_tokens=6, do_sample=False)
+    loss = model.train()(ids, labels=ids).loss
+    loss.backward()
+    return tokens, loss.item()
+
+
+def run_hf_model(group):
+    model = sharded(group, make_hf_model(), loss_parallel=True)
+    return *hf_results(model), gradients(model)
+
+
+def test_a_hybrid_model_of_transformers(pool):
+    model = make_hf_model()
+    tokens, loss = hf_results(model)
+    for found, its_loss, grads in pool(run_hf_model, ranks=2):
+        assert torch.equal(found, tokens)
+        assert its_loss == pytest.approx(loss, rel=1e-12)
+        for name, parameter in model.named_parameters():
+            assert_close(grads[name], parameter.grad, 1e-11, name=name)
+
+
 def test_what_is_refused(one_rank):
     with pytest.raises(TypeError, match="expected a layer or a language model of gla_ext, got"):
         tensor_parallel_plan(torch.nn.Linear(2, 2))
