@@ -3,9 +3,10 @@
     python benchmarks/bench_layer.py                     # an H200: B 32, T 2048, hidden 1024
     python benchmarks/bench_layer.py --device cpu --shape 1x512 --hidden 256
 
-Eager and compiled, in training (forward + backward) and for a decoded token; then `chunk_gla` with
-2 heads of k, v and g, read in place and repeated for 4, in time and memory. Of one set of weights,
-or inputs, variants are checked against each other before anything is timed.
+Eager and compiled, in training (forward + backward) and for a decoded token; the layer beside its
+products alone, those of q, k, v, g and o; then `chunk_gla` with 2 heads of k, v and g, read in
+place and repeated for 4, in time and memory. Of one set of weights, or inputs, variants are checked
+against each other before anything is timed.
 """
 
 import argparse
@@ -40,6 +41,34 @@ def build(name: str, hidden: int, device: str) -> GatedLinearAttention:
 def training(layer, call: Callable, x: Tensor, do: Tensor) -> Callable[[], object]:
     leaves = [x.detach().requires_grad_(), *layer.parameters()]
     return lambda: torch.autograd.grad(call(leaves[0])[0], leaves, do)
+
+
+def products(layer: GatedLinearAttention, x: Tensor) -> dict[str, Callable[[], object]]:
+    """Those of q, k, v, g and o alone, forward and both ways."""
+    linears = [layer.q_proj, layer.k_proj, layer.v_proj, layer.g_proj, layer.o_proj]
+    leaves = [x.detach().requires_grad_(), *(linear.weight for linear in linears)]
+    with torch.no_grad():
+        gradients = [torch.randn_like(linear(x)) for linear in linears]
+
+    def forward() -> list[Tensor]:
+        with torch.no_grad():
+            return [linear(x) for linear in linears]
+
+    def both() -> object:
+        return torch.autograd.grad([linear(leaves[0]) for linear in linears], leaves, gradients)
+
+    return {"forward": forward, "both ways": both}
+
+
+def beside_products(layer, x: Tensor, do: Tensor) -> dict[str, Callable[[], object]]:
+    """The layer and its products, forward and both ways."""
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return layer(x)[0]
+
+    calls = {"layer, forward": forward, "layer, both ways": training(layer, layer, x, do)}
+    return calls | {f"products, {name}": call for name, call in products(layer, x).items()}
 
 
 def decoding(layer, x: Tensor) -> Callable[[], object]:
@@ -101,6 +130,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--shape", default="32x2048", help="BxT")
     parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--only-products", action="store_true", help="the layer beside these alone")
     arguments = parser.parse_args()
     device, hidden = arguments.device, arguments.hidden
     B, T = map(int, arguments.shape.split("x"))
@@ -110,6 +140,14 @@ def main() -> None:
     x, do = (torch.randn(B, T, hidden, dtype=dtype, device=device) for _ in range(2))
     check(layers, x, do, TOLERANCE[device])
 
+    times = measure(beside_products(layers["projections together"], x, do))
+    print("| ms | layer | its products | times |\n|---|--:|--:|--:|")
+    for way in ("forward", "both ways"):
+        layer, alone = times[f"layer, {way}"], times[f"products, {way}"]
+        print(f"| {way} | {layer} | {alone} | {layer.median / alone.median:.2f} |")
+    if arguments.only_products:
+        return
+    print()
     rows = {"training": measure({n: training(layer, layer, x, do) for n, layer in layers.items()})}
     compiled = {n: torch.compile(layer, dynamic=False) for n, layer in layers.items()}
     calls = {n: training(layers[n], call, x, do) for n, call in compiled.items()}
