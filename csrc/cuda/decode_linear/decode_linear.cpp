@@ -35,6 +35,7 @@ class DecodeCall {
     p.group = p.D;
     const auto* gpu = at::cuda::getDeviceProperties(x.device().index());
     p.overlaps = overlaps && gpu->major >= 9;
+    p.processors = gpu->multiProcessorCount;
     p.x = input(x, D, p.x_stride);
   }
 

@@ -24,13 +24,19 @@ constexpr int kSteps = 4;  // of a warp at once
 constexpr int kChunkColumns = kSteps * kDecodeStep;
 
 // Warps of a block: at most, and at least as many as there are tiles of 8 rows of x.
-constexpr int most_warps(bool has_norm) { return has_norm ? 16 : 22; }
+constexpr int most_warps(bool has_norm) { return has_norm ? 8 : 22; }
 constexpr int kLeastWarps = 4;
-// Most threads, for the compiler. Three blocks of 8 warps share a multiprocessor's registers where
-// up to 8 rows are normed, two otherwise.
+// Most threads, for the compiler: three blocks of 8 warps share a multiprocessor's registers where
+// up to 8 rows are normed, one or two otherwise.
 constexpr int most_threads(int row_tiles, Before before) {
   if (before == Before::kNothing) return 32 * most_warps(/*has_norm=*/false);
-  return row_tiles == 1 && before == Before::kNorm ? 768 : 512;
+  if (before == Before::kGatedNorm) return 512;
+  return row_tiles == 1 ? 768 : row_tiles == 2 ? 384 : 32 * most_warps(/*has_norm=*/true);
+}
+// Whether a block takes several tiles of weights, one after the other: the norm of many rows costs
+// as much as their products.
+constexpr bool has_many_tiles(int row_tiles, Before before) {
+  return row_tiles > 1 && before == Before::kNorm;
 }
 inline int warps_of(int D, bool has_norm) {
   const int chunks = (D + kChunkColumns - 1) / kChunkColumns, most = most_warps(has_norm);
@@ -70,11 +76,13 @@ struct WeightTile {
   const T *upper, *lower;  // rows g and g + 8
   int map = 0, first;      // row of the map
 
-  __device__ __forceinline__ explicit WeightTile(const DecodeLinear& p) {
-    const int tile = static_cast<int>(blockIdx.x), g = gate::lane_row();
+  __device__ __forceinline__ WeightTile(const DecodeLinear& p, int tile) {
+    const int g = gate::lane_row();
+    if constexpr (kAfter == After::kStore) {
 #pragma unroll
-    for (int i = 1; i < kMostMaps; ++i)
-      if (i < p.count && tile >= p.maps[i].first_tile) map = i;
+      for (int i = 1; i < kMostMaps; ++i)
+        if (i < p.count && tile >= p.maps[i].first_tile) map = i;
+    }
     const LinearMap& m = p.maps[map];
     first = (tile - m.first_tile) * (kAfter == After::kSwiglu ? 8 : 16);
     // Rows after the last one are read as it, and not stored.
@@ -222,20 +230,102 @@ __device__ __forceinline__ void multiply_chunk(const DecodeLinear& p, const Plac
   }
 }
 
+// n(x) of a chunk of rows 8 n + g.
+template <class T>
+__device__ __forceinline__ void make_operands(const DecodeLinear& p, const float* norm_weight,
+                                              const RowChunk<T, Before::kNorm>& rows, int column,
+                                              float rstd, uint4 (&operands)[kSteps]) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const int first = column + i * kDecodeStep;
+    if (first >= p.D) break;
+    operands[i] = operand<T, Before::kNorm>(rows.x[i], rows.x[i], rstd,
+                                            norm_weight + first + 8 * gate::lane_pair());
+  }
+}
+
+// sums += W n(x)ᵀ of a chunk.
+template <class T, int kTiles>
+__device__ __forceinline__ void multiply_operands(const DecodeLinear& p, const WeightChunk& weights,
+                                                  const uint4 (&operands)[kTiles][kSteps],
+                                                  int column, float (&sums)[kTiles][4]) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    if (column + i * kDecodeStep >= p.D) break;
+    const uint4 u = weights.w[i][0], l = weights.w[i][1];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const uint4 x = operands[n][i];
+      gate::multiply<T>(sums[n], {u.x, l.x, u.y, l.y}, x.x, x.y);
+      gate::multiply<T>(sums[n], {u.z, l.z, u.w, l.w}, x.z, x.w);
+    }
+  }
+}
+
+// What the results of a tile are added to, in this lane's places: rows of weights g and g + 8, rows
+// 8 warp + 2 t + e of x, of a warp below kTiles.
+template <class T, int kTiles>
+__device__ __forceinline__ void load_residual(const DecodeLinear& p, const LinearMap& map,
+                                              int first_row, uint32_t (&added)[2]) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int weight_row = first_row + gate::lane_row(), x_row = 8 * warp + 2 * gate::lane_pair();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = x_row + i % 2, r = weight_row + i / 2 * 8;
+    if (warp < kTiles && row < p.rows && r < map.width)
+      added[i / 2] |=
+          uint32_t{bits_of(static_cast<const T*>(p.residual)[row * p.residual_stride + r])}
+          << 16 * (i % 2);
+  }
+}
+
+// Adds the warps' sums and stores the results of a tile.
+template <class T, int kTiles, After kAfter>
+__device__ __forceinline__ void store_tile(const DecodeLinear& p, const LinearMap& map,
+                                           int first_row, float4* shared,
+                                           const float (&sums)[kTiles][4], uint32_t (&added)[2]) {
+  const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n)
+    shared[(warp * kTiles + n) * 32 + lane] =
+        make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
+  __syncthreads();  // sums of every warp are written
+  if (warp >= kTiles) return;
+  if constexpr (kAfter == After::kAddResidual && kTiles > 1)
+    load_residual<T, kTiles>(p, map, first_row, added);
+  float y[4]{};
+#pragma unroll 4
+  for (int i = 0; i < warps; ++i) {
+    const float4 x = shared[(i * kTiles + warp) * 32 + lane];
+    y[0] += x.x, y[1] += x.y, y[2] += x.z, y[3] += x.w;
+  }
+  const int weight_row = first_row + gate::lane_row(), x_row = 8 * warp + 2 * gate::lane_pair();
+  T* out = static_cast<T*>(map.y);
+#pragma unroll
+  for (int i = 0; i < (kAfter == After::kSwiglu ? 2 : 4); ++i) {
+    const int row = x_row + i % 2, r = weight_row + i / 2 * 8;
+    float result = y[i];
+    if constexpr (kAfter == After::kSwiglu) result *= sigmoid<T>(y[i]) * y[2 + i % 2];
+    if constexpr (kAfter == After::kAddResidual) result += element_of<T>(added, i);
+    if (row < p.rows && r < map.width) out[int64_t{row} * map.width + r] = from_float<T>(result);
+  }
+}
+
 template <class T, int kTiles, Before kBefore, After kAfter>
 __global__ void __launch_bounds__(most_threads(kTiles, kBefore))
     linear_kernel(const __grid_constant__ DecodeLinear p) {
   extern __shared__ float4 shared[];
   float* s = reinterpret_cast<float*>(shared);
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
   const Places at(p, warps, kTiles, kBefore);
+  constexpr bool kMany = has_many_tiles(kTiles, kBefore);
   sm90::release_next_kernel();
 
   // Nothing of this has been written by the kernel before.
-  const WeightTile<T, kAfter> tile(p);
+  int index = static_cast<int>(blockIdx.x), column = warp * kChunkColumns;
+  WeightTile<T, kAfter> tile(p, index);
   WeightChunk weights;
-  int column = warp * kChunkColumns;
   weights.load(p, tile, column);
   if constexpr (kBefore != Before::kNothing)
     for (int i = static_cast<int>(threadIdx.x); i < p.group; i += static_cast<int>(blockDim.x))
@@ -243,29 +333,17 @@ __global__ void __launch_bounds__(most_threads(kTiles, kBefore))
           p.norm_weight == nullptr ? 1.f : load_any(p.norm_weight, p.norm_dtype, i);
 
   sm90::await_previous_kernel();
-  const LinearMap& map = p.maps[tile.map];
-  // Of the sums that this lane will store: rows of weights g and g + 8, rows 8 warp + 2 t + e of x.
-  const int weight_row = tile.first + gate::lane_row();
-  const int x_row = 8 * warp + 2 * gate::lane_pair();
-  float added[4]{};
-  const auto load_residual = [&] {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = x_row + i % 2, r = weight_row + i / 2 * 8;
-      if (warp < kTiles && row < p.rows && r < map.width)
-        added[i] = to_float(static_cast<const T*>(p.residual)[row * p.residual_stride + r]);
-    }
-  };
-  // Early, where registers are left.
-  constexpr bool kAdds = kAfter == After::kAddResidual;
-  if constexpr (kAdds && kTiles == 1) load_residual();
+  uint32_t added[2]{};  // early, where registers are left
+  if constexpr (kAfter == After::kAddResidual && kTiles == 1)
+    load_residual<T, kTiles>(p, p.maps[tile.map], tile.first, added);
   // Up to 8 rows stay in registers between the norm and the product; more come out of L1 again.
   constexpr bool kStays = kTiles == 1;
+  const int stride = warps * kChunkColumns;
   RowChunk<T, kBefore> rows;
   if constexpr (kStays) rows.load(p, 0, column);
   float rstd[kTiles]{};
   if constexpr (kBefore != Before::kNothing) {
-    for (int from = column; from < p.D; from += warps * kChunkColumns) {
+    for (int from = column; from < p.D; from += stride) {
       float squares[kTiles][kSums<kBefore>];
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
@@ -276,7 +354,7 @@ __global__ void __launch_bounds__(most_threads(kTiles, kBefore))
       for (int n = 0; n < kTiles; ++n) store_squares<kBefore>(squares[n], n, from, s + at.squares);
     }
     __syncthreads();  // sums of squares are written
-    if (kStays && column + warps * kChunkColumns < p.D) rows.load(p, 0, column);
+    if (kStays && column + stride < p.D) rows.load(p, 0, column);
     if constexpr (kBefore == Before::kNorm) {
       const int chunks = (p.D + kChunkColumns - 1) / kChunkColumns;
 #pragma unroll
@@ -284,46 +362,49 @@ __global__ void __launch_bounds__(most_threads(kTiles, kBefore))
     }
   }
 
-  float sums[kTiles][4]{};
-  while (column < p.D) {
+  if constexpr (!kMany) {
+    float sums[kTiles][4]{};
+    while (column < p.D) {
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      constexpr bool kHeld = kStays || kBefore != Before::kNothing;
-      if (!kStays && kHeld) rows.load(p, n, column);
-      multiply_chunk<kHeld>(p, at, s, weights, rows, n, column, rstd[n], sums[n]);
+      for (int n = 0; n < kTiles; ++n) {
+        constexpr bool kHeld = kStays || kBefore != Before::kNothing;
+        if (!kStays && kHeld) rows.load(p, n, column);
+        multiply_chunk<kHeld>(p, at, s, weights, rows, n, column, rstd[n], sums[n]);
+      }
+      column += stride;
+      if (column < p.D) {
+        weights.load(p, tile, column);
+        if (kStays) rows.load(p, 0, column);
+      }
     }
-    column += warps * kChunkColumns;
-    if (column < p.D) {
-      weights.load(p, tile, column);
-      if (kStays) rows.load(p, 0, column);
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n)
-    shared[(warp * kTiles + n) * 32 + lane] =
-        make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
-  __syncthreads();  // sums of every warp are written
-  if (warp >= kTiles) return;
-  if constexpr (kAdds && kTiles > 1) load_residual();
-  float y[4]{};
-#pragma unroll 4
-  for (int i = 0; i < warps; ++i) {
-    const float4 x = shared[(i * kTiles + warp) * 32 + lane];
-    y[0] += x.x, y[1] += x.y, y[2] += x.z, y[3] += x.w;
-  }
-  T* out = static_cast<T*>(map.y);
-  if constexpr (kAfter == After::kSwiglu) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e)
-      if (x_row + e < p.rows && weight_row < map.width)
-        out[int64_t{x_row + e} * map.width + weight_row] =
-            from_float<T>(y[e] * sigmoid<T>(y[e]) * y[2 + e]);
+    store_tile<T, kTiles, kAfter>(p, p.maps[tile.map], tile.first, shared, sums, added);
   } else {
+    // n(x) is made once for all tiles of the block, where a warp has one chunk.
+    uint4 operands[kTiles][kSteps];
+    const int step = static_cast<int>(gridDim.x);
+    for (bool first = true; index < p.tiles; index += step, first = false) {
+      float sums[kTiles][4]{};
+      int from = column;
+      while (from < p.D) {
+        if (first || stride < p.D) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = x_row + i % 2, r = weight_row + i / 2 * 8;
-      if (row < p.rows && r < map.width)
-        out[int64_t{row} * map.width + r] = from_float<T>(kAdds ? added[i] + y[i] : y[i]);
+          for (int n = 0; n < kTiles; ++n) {
+            rows.load(p, n, from);
+            make_operands(p, s + at.norm_weight, rows, from, rstd[n], operands[n]);
+          }
+        }
+        multiply_operands<T>(p, weights, operands, from, sums);
+        from += stride;
+        if (from < p.D) weights.load(p, tile, from);
+      }
+      const int map = tile.map, first_row = tile.first;
+      const bool more = index + step < p.tiles;
+      if (more) {
+        tile = WeightTile<T, kAfter>(p, index + step);
+        weights.load(p, tile, column);
+      }
+      store_tile<T, kTiles, kAfter>(p, p.maps[map], first_row, shared, sums, added);
+      if (more) __syncthreads();  // sums are read
     }
   }
 }
@@ -335,10 +416,12 @@ void launch_linear(const DecodeLinear& p, cudaStream_t stream) {
   const size_t bytes = decode_linear_bytes(p, kBefore);
   if (bytes > size_t{48} << 10) shared.allow();
   const int threads = 32 * warps_of(p.D, kBefore != Before::kNothing);
+  constexpr bool kMany = has_many_tiles(kTiles, kBefore);
+  const int blocks = kMany && p.tiles > p.processors ? p.processors : p.tiles;
   if (p.overlaps)
-    sm90::launch_dependent(kernel, p.tiles, threads, bytes, stream, p);
+    sm90::launch_dependent(kernel, blocks, threads, bytes, stream, p);
   else
-    kernel<<<static_cast<unsigned>(p.tiles), threads, bytes, stream>>>(p);
+    kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(p);
 }
 
 template <Before kBefore, After kAfter>

@@ -42,7 +42,8 @@ struct DecodeLinear {
   const void* up = nullptr;        // as maps[0].weight, kSwiglu only
   const void* residual = nullptr;  // [rows, maps[0].width]
   int32_t residual_stride = 0;
-  bool overlaps = false;  // may start before the kernel before it has ended
+  int32_t processors = 1;  // multiprocessors of the GPU
+  bool overlaps = false;   // may start before the kernel before it has ended
 };
 
 // Shared memory of a block.
