@@ -44,6 +44,7 @@ NOT_RUN = {
     "python benchmarks/check_gpu.py --only generate recurrent": NEEDS_GPU,
     "python benchmarks/bench_layer.py": NEEDS_GPU,
     "python benchmarks/bench_serve.py": NEEDS_GPU,
+    "python benchmarks/bench_pool_prefill.py": NEEDS_GPU,
     "python benchmarks/stress_serve.py": "takes a minute; tests/serve runs it with few clients",
     "pip install 'gla_ext[serve]'": "installs from elsewhere",
     "python -m gla_ext.serve runs/example": "serves until a signal; tests/serve runs it",
