@@ -127,7 +127,7 @@ def step_inputs(dtype: torch.dtype, state_v_first: bool, shape=SHAPE, device: st
 def check_step(inputs: dict) -> None:
     """A step from a 16-bit pool is a step from the same states in fp32, rounded."""
     state = inputs["state"].clone()
-    wide = state.float()
+    wide = state.to(torch.float32, copy=True)
     o = recurrent_gla_step_(**inputs | {"state": state})
     expected = recurrent_gla_step_(**inputs | {"state": wide})
     if not (torch.equal(o, expected) and torch.equal(state, wide.to(state.dtype))):

@@ -80,7 +80,7 @@ def record(
     return None if draws else graph
 
 
-def _begin(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None) -> None:
+def _begin(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -> None:
     """Begins the capture with a generator that no one else has in place of the default one."""
     default = torch.cuda.default_generators[torch.cuda.current_device()]
     state, own = default.graphsafe_get_state(), torch.Generator(default.device)

@@ -366,7 +366,7 @@ def fuse_projections(module: Module) -> Module:
     without biases, gate and up of a `GLAMLP`.
 
     A decoded token is mostly such products, each too small to fill a GPU, unless it takes the
-    kernels of `gla_ext.model.step`, as on a GPU up to 8 rows in bf16 or fp16 do; more than 256
+    kernels of `gla_ext.model.step`, as on a GPU up to 32 rows in bf16 or fp16 do; more than 256
     tokens of a batch take them apart, as before. The weights are laid side by side in memory, once.
     They stay the same parameters under the same names, which may change in place, be trained and be
     saved; none is kept twice. Since each is then a part of a larger storage, do it last: what moves

@@ -35,7 +35,7 @@ _norm_swiglu = torch.ops.gla_ext.norm_swiglu.default
 _linear_residual = torch.ops.gla_ext.linear_residual.default
 
 # Of a batch, one token each. The kernels take 32; from more than these on cuBLAS is as fast.
-MOST_ROWS = 8
+MOST_ROWS = 32  # of a batch, one token each: the kernels' own limit
 DEVICES = ("cuda",)
 DTYPES = (torch.bfloat16, torch.float16)
 _COLUMNS = 32  # that the kernels take at once

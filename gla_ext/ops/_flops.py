@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from gla_ext.ops._when_imported import when_imported
+from gla_ext._when_imported import when_imported
 
 COUNTER = "torch.utils.flop_counter"
 CHUNK, SUB_CHUNK = 64, 16  # tokens

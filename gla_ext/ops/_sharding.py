@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
-from gla_ext.ops._when_imported import when_imported
+from gla_ext._when_imported import when_imported
 
 _ops = torch.ops.gla_ext
 

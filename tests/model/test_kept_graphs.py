@@ -244,7 +244,7 @@ def test_the_default_generator_is_back_before_a_capture_has_begun(monkeypatch, a
     default, seen = Generator(), []
 
     class Graph:
-        def capture_begin(self, capture_error_mode):
+        def capture_begin(self, pool=None, capture_error_mode="global"):
             assert capture_error_mode == "thread_local"
             seen.append(default.state)
             if allocates:

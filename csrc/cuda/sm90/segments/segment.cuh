@@ -45,6 +45,7 @@ __device__ __forceinline__ uint32_t chunks_of(const Sequence& sequence) {
 
 // Part number `part`, of `each` chunks, of sequence n; without chunks where the sequence has no
 // such part. summary_chunks: chunks of a summary.
+template <bool kMayBeOnPool = true>
 __device__ __forceinline__ Segment segment_at(const Problem& p, uint32_t n, uint32_t part,
                                               uint32_t each, uint32_t summary_chunks,
                                               uint32_t head) {
@@ -71,7 +72,7 @@ __device__ __forceinline__ Segment segment_at(const Problem& p, uint32_t n, uint
   s.last_state = (sequence.first_state + before + more) * p.H + head;
   s.first = skipped == 0;
   s.last = left <= each;
-  s.tail = n == grid.N || is_skipped(p, n);
+  s.tail = n == grid.N || (kMayBeOnPool && is_skipped(p, n));
   return s;
 }
 
@@ -84,7 +85,8 @@ __device__ __forceinline__ Segment no_segment() {
 
 // Segment and head number `index`, the longest segments first. Packed sequences differ in length:
 // first come segments that another follows, which are all of full length, then each sequence's last
-// one.
+// one. Gradients are never on a pool, and have no registers to ask.
+template <bool kMayBeOnPool = true>
 __device__ __forceinline__ Segment find_segment(const Problem& p, int64_t index) {
   const ChunkGrid& grid = p.grid;
   const auto i = static_cast<uint32_t>(index), H = static_cast<uint32_t>(p.H);
@@ -110,7 +112,7 @@ __device__ __forceinline__ Segment find_segment(const Problem& p, int64_t index)
     n = slot / static_cast<uint32_t>(grid.segments);
     part = slot - n * static_cast<uint32_t>(grid.segments);
   }
-  return segment_at(p, n, part, each, summary_chunks, head);
+  return segment_at<kMayBeOnPool>(p, n, part, each, summary_chunks, head);
 }
 
 // Whether summary and head number `index` exists. Few do where packed sequences are short.

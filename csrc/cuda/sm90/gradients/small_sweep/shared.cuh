@@ -83,7 +83,7 @@ struct alignas(1024) Shared {
 
 // Makes the barriers and finds segment number `index`, by one thread.
 __device__ __forceinline__ void start(Shared& s, const Problem& p, int64_t index) {
-  const Segment segment = s.segment = find_segment(p, index);
+  const Segment segment = s.segment = find_segment<false>(p, index);
   s.q.start(p.q, segment);
   s.k.start(p.k, segment);
   s.g.start(p.g, segment);

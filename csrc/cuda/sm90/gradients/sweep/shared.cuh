@@ -119,7 +119,7 @@ __device__ __forceinline__ uint32_t received_parity(int i) {
 // Makes the barriers and finds segment number `index`, by one thread.
 template <class SharedOfKernel>
 __device__ __forceinline__ void start(SharedOfKernel& s, const Problem& p, int64_t index) {
-  s.segment = find_segment(p, index);
+  s.segment = find_segment<false>(p, index);
   for (int i = 0; i < s.kSliceStages; ++i) {
     init_barrier(&s.full[i], kGroupThreads + 1);             // with the copy of a tile of S~
     init_barrier(&s.empty[i], kGroupThreads + kGroupWarps);  // of the state, of a consumer
