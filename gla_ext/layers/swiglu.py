@@ -17,7 +17,7 @@ from gla_ext.ops._checks import (
     check_shape,
     check_tensors,
 )
-from gla_ext.ops._tracing import have_no_rule
+from gla_ext.ops._tracing import have_no_rule, is_of_unknown_class
 
 _fwd = torch.ops.gla_ext.swiglu_fwd.default
 _linear = torch.ops.gla_ext.swiglu_linear.default
@@ -27,7 +27,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, element by element (Shazeer, 2020, arXiv:2002.05202).
 
     Computed in fp32 (fp64 for fp64 inputs) and rounded once, in one kernel forward and one
-    backward; autograd keeps gate and up alone.
+    backward; autograd keeps gate and up alone. Subclasses of tensors but DTensor take torch's
+    operations, which round twice and keep the activated gate too.
 
     Args:
         gate: `[..., D]`; bfloat16, float16, float32 or float64. Rows of a wider tensor, as halves
@@ -101,7 +102,11 @@ def _takes_plain(*tensors: Tensor) -> bool:
 
 
 def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`swiglu` as plain torch operations, rounded once."""
+    """`swiglu` as plain torch operations, rounded once, but for subclasses of tensors twice: of
+    operations in fp32 autograd would keep three tensors of twice the size.
+    """
+    if is_of_unknown_class(gate) or is_of_unknown_class(up):
+        return F.silu(gate) * up
     wide = torch.promote_types(gate.dtype, torch.float32)
     return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
 

@@ -34,6 +34,7 @@ def test_it_checks_and_then_measures(tmp_path):
     assert [row.split(" | ")[0] for row in rows[1:]] == [
         "| chunk_gla, as many tokens a rank",
         "| chunk_gla, the tokens cut",
+        "| chunk_gla, 16 rows a rank, as many tokens",
         "| chunk_gla, as many tokens a rank, on paper",
         "| context parallel training step",
     ]

@@ -134,7 +134,7 @@ def test_a_trace_keeps_the_operator():
     assert torch.equal(traced(x), mlp(x))
 
 
-def test_sharded_tensors_take_plain_operations():
+def test_other_subclasses_take_plain_operations():
     (gate, up, weight), _ = make_linear((3, 8), 4, "cpu", torch.float32)
     assert torch.equal(swiglu(Wrapped(gate), up).inner, plain(gate, up))
     assert torch.equal(swiglu_linear(gate, Wrapped(up), weight).inner, plain(gate, up, weight))
