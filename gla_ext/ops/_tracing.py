@@ -35,6 +35,12 @@ def is_recorded_for_onnx() -> bool:
     return is_recorded() and torch.onnx.is_in_onnx_export()
 
 
+def refuse_pool_in_onnx(op: str, instead: str, of: str = "states") -> None:
+    """Raises NotImplementedError where torch.onnx.export records an operator on a pool."""
+    if is_recorded_for_onnx():
+        raise NotImplementedError(f"{op}: a pool of {of} has no form in ONNX; use {instead}")
+
+
 def is_one(T: int | torch.SymInt) -> bool:
     """Whether T is 1, without a guard where it is symbolic."""
     if not isinstance(T, torch.SymInt) and not torch.compiler.is_compiling():

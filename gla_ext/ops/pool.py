@@ -5,7 +5,7 @@ from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.ops._checks import check_plain_tensors, check_scale, without_last_of_one
-from gla_ext.ops._tracing import is_recorded_for_onnx
+from gla_ext.ops._tracing import refuse_pool_in_onnx
 from gla_ext.ops.chunk import is_batch_invariant
 
 __all__ = ["chunk_gla_"]
@@ -102,11 +102,7 @@ def chunk_gla_(
         beside = (checkpoints, checkpoint_slots, checkpoint_cu_starts)
         tensors = (q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens)
         check_plain_tensors("chunk_gla_", _TENSORS, *tensors, *beside)
-    if is_recorded_for_onnx():
-        raise NotImplementedError(
-            "chunk_gla_: a pool of states has no form in ONNX; use chunk_gla, which returns the "
-            "state"
-        )
+    refuse_pool_in_onnx("chunk_gla_", "chunk_gla, which returns the state")
     return _run(
         q,
         k,

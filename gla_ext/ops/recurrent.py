@@ -8,7 +8,12 @@ from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.ops._checks import check_plain_tensors, check_scale, without_last_of_one
-from gla_ext.ops._tracing import can_be_read, is_recorded_for_onnx, is_sharded
+from gla_ext.ops._tracing import (
+    can_be_read,
+    is_recorded_for_onnx,
+    is_sharded,
+    refuse_pool_in_onnx,
+)
 from gla_ext.ops.inputs import CHECKS_INPUTS, check_values
 
 __all__ = [
@@ -198,7 +203,7 @@ def recurrent_gla_step_(
         tensors = (q, k, v, gk, gv, state, slots, write_slots, out)
         check_plain_tensors("recurrent_gla_step_", _STEP_TENSORS, *tensors)
     gk = without_last_of_one(gk, k)
-    _refuse_onnx(
+    refuse_pool_in_onnx(
         "recurrent_gla_step_",
         "fused_recurrent_gla, or a GLACache in place of a StaticGLACache",
     )
@@ -263,7 +268,7 @@ def recurrent_gla_verify(
         tensors = (q, k, v, gk, gv, state, slots, cu_seqlens)
         check_plain_tensors("recurrent_gla_verify", _VERIFY_TENSORS, *tensors)
     gk = without_last_of_one(gk, k)
-    _refuse_onnx("recurrent_gla_verify", "fused_recurrent_gla")
+    refuse_pool_in_onnx("recurrent_gla_verify", "fused_recurrent_gla")
     return _verify(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens)
 
 
@@ -306,13 +311,8 @@ def recurrent_gla_commit_(
         tensors = (k, v, gk, gv, state, slots, accepted, cu_seqlens, write_slots)
         check_plain_tensors("recurrent_gla_commit_", _COMMIT_TENSORS, *tensors)
     gk = without_last_of_one(gk, k)
-    _refuse_onnx("recurrent_gla_commit_", "fused_recurrent_gla, which returns the state")
+    refuse_pool_in_onnx("recurrent_gla_commit_", "fused_recurrent_gla, which returns the state")
     _commit(k, v, gk, gv, state, slots, accepted, state_v_first, cu_seqlens, write_slots)
-
-
-def _refuse_onnx(op: str, instead: str) -> None:
-    if is_recorded_for_onnx():
-        raise NotImplementedError(f"{op}: a pool of states has no form in ONNX; use {instead}")
 
 
 def _state_layout(kwargs: dict[str, bool], state_v_first: bool) -> bool:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.ops._checks import check_plain_tensors
-from gla_ext.ops._tracing import is_recorded_for_onnx
+from gla_ext.ops._tracing import refuse_pool_in_onnx
 
 __all__ = ["short_convolution_"]
 
@@ -62,8 +62,5 @@ def short_convolution_(
     tensors = (x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens)
     if not torch.compiler.is_compiling():
         check_plain_tensors("short_convolution_", _NAMES, *tensors)
-    if is_recorded_for_onnx():
-        raise NotImplementedError(
-            "short_convolution_: a pool of caches has no form in ONNX; use a ShortConvolution"
-        )
+    refuse_pool_in_onnx("short_convolution_", "a ShortConvolution", of="caches")
     return _convolve(*tensors)

@@ -166,7 +166,7 @@ def chunk_retention(
         q,
         k,
         v,
-        g_gamma=_decay_of_queries("chunk_retention", retention_decay, q, k),
+        g_gamma=retention_decay(_heads("chunk_retention", q, k), q),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -204,7 +204,7 @@ def fused_recurrent_retention(
         q,
         k,
         v,
-        g_gamma=_decay_of_queries("fused_recurrent_retention", retention_decay, q, k),
+        g_gamma=retention_decay(_heads("fused_recurrent_retention", q, k), q),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -241,15 +241,12 @@ def chunk_lightning_attn(
 
     What is raised is as in `chunk_simple_gla`.
     """
-
-    def decay(H: int, like: Tensor) -> Tensor:
-        return lightning_decay(H, layer_idx, num_layers, like)
-
+    H = _heads("chunk_lightning_attn", q, k)
     return chunk_simple_gla(
         q,
         k,
         v,
-        g_gamma=_decay_of_queries("chunk_lightning_attn", decay, q, k),
+        g_gamma=lightning_decay(H, layer_idx, num_layers, q),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -281,15 +278,12 @@ def fused_recurrent_lightning_attn(
 
     What is raised is as in `chunk_simple_gla`.
     """
-
-    def decay(H: int, like: Tensor) -> Tensor:
-        return lightning_decay(H, layer_idx, num_layers, like)
-
+    H = _heads("fused_recurrent_lightning_attn", q, k)
     return fused_recurrent_simple_gla(
         q,
         k,
         v,
-        g_gamma=_decay_of_queries("fused_recurrent_lightning_attn", decay, q, k),
+        g_gamma=lightning_decay(H, layer_idx, num_layers, q),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -330,8 +324,8 @@ def _gate_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _decay_of_queries(op: str, decay, q: Tensor, k: Tensor) -> Tensor:
-    """The decays of q's heads, where k and v have as many."""
+def _heads(op: str, q: Tensor, k: Tensor) -> int:
+    """Of q, where k and v have as many; 0 where q has another rank, which the operator refuses."""
     if not torch.compiler.is_compiling():
         check_tensors(op, "q k", q, k)
     if q.ndim == 4 and k.ndim == 4 and k.shape[2] != q.shape[2]:
@@ -339,7 +333,7 @@ def _decay_of_queries(op: str, decay, q: Tensor, k: Tensor) -> Tensor:
             f"{op}: expected k and v of as many heads as q, {q.shape[2]}, each with its own decay, "
             f"got {k.shape[2]}"
         )
-    return decay(q.shape[2] if q.ndim == 4 else 0, q)
+    return q.shape[2] if q.ndim == 4 else 0
 
 
 def _gate_of_heads(
