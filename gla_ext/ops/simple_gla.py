@@ -317,7 +317,7 @@ def lightning_decay(H: int, layer_idx: int, num_layers: int, like: Tensor) -> Te
         `[H]`.
     """
     heads = torch.arange(H, device=like.device, dtype=_gate_dtype(like))
-    return -(8 / H * (1 - layer_idx / num_layers)) * heads
+    return -(8 / max(H, 1) * (1 - layer_idx / num_layers)) * heads
 
 
 def _gate_dtype(q: Tensor) -> torch.dtype:

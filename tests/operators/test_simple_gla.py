@@ -17,6 +17,7 @@ from common import (
 )
 from simple_inputs import make_simple, recurrent, simple, spread
 
+import gla_ext
 from gla_ext import (
     batch_invariant,
     check_inputs,
@@ -334,3 +335,14 @@ def test_bad_inputs():
         chunk_gla(x.q, x.k, x.v, x.g[..., 0])
     with pytest.raises(TypeError, match=r"expected g to be torch.float64 like q"):
         chunk_simple_gla(*(t.double() for t in (x.q, x.k, x.v)), x.g)
+
+
+@pytest.mark.parametrize("name", ["chunk", "fused_recurrent"])
+def test_heads_that_are_not_there(name):
+    """A decay of each of no heads, or of an input that has no heads, stops nothing before."""
+    lightning = getattr(gla_ext, f"{name}_lightning_attn")
+    x = torch.randn(3, 4)
+    with pytest.raises(ValueError, match=r"expected q to have 4 dimensions \[B, T, H, K\], got 2"):
+        lightning(x, x, x, 0, 2)
+    x = torch.randn(1, 3, 0, 4)
+    assert lightning(x, x, x, 0, 2)[0].shape == x.shape
