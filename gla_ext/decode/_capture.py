@@ -7,10 +7,11 @@ thread may draw from it, nor replay a graph that has it, until the capture ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Held through a capture and what warms it up: a compiled step's tuning waits for the device too.
 one_at_a_time = threading.RLock()
 
+WARMUPS = 2  # before a capture, in which no library may start up
 STREAMS = 32  # that torch has of a priority, in turn
 
 # What torch says where a step being captured draws from a generator that the graph does not have.
@@ -78,6 +80,43 @@ def record(
         graph.capture_end()
     _streams[graph] = torch.cuda.current_stream().cuda_stream
     return None if draws else graph
+
+
+def capture(
+    step: Callable[[], object], device: torch.device, pool: tuple[int, int] | None = None
+) -> torch.cuda.CUDAGraph | None:
+    """A graph of a step on a stream of its own, after some that warm up what it calls.
+
+    Args:
+        step, pool: as in `record`.
+        device: where.
+
+    Returns:
+        As `record`.
+    """
+    with one_at_a_time, torch.cuda.device(device), _without_autocast_cache():
+        stream = own_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUPS):
+                step()
+            graph = record(step, pool)
+        torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Inside, autocast keeps no casts of weights: a graph would go on reading them after autocast
+    has freed them.
+    """
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 def _begin(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -> None:

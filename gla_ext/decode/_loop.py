@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from gla_ext.decode import _capture
 from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.decode.sampling import Sampling, choose
-
-WARMUP_STEPS = 2  # before a capture, in which no library may start up
 
 
 def device_of(model: LanguageModel) -> torch.device:
@@ -162,7 +159,6 @@ class DecodeLoop:
             torch.inference_mode(False),
             torch.no_grad(),
             torch.cuda.device(self.tokens.device),
-            _without_autocast_cache(),
         ):
             done = self.done.clone() if self.cache.states else None
             if done is None:
@@ -170,32 +166,12 @@ class DecodeLoop:
                 self._moves = self.cache.moves
                 if self.cache.attends:
                     self.cache.bucket = FEWEST
-                    self.cache.longest += WARMUP_STEPS
+                    self.cache.longest += _capture.WARMUPS
             else:
                 self.done.fill_(True)
                 self.cache.skip_done()
-            stream = _capture.own_stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARMUP_STEPS):
-                    self.advance(stepping)
-                graph = _capture.record(lambda: self.advance(stepping))
-            torch.cuda.current_stream().wait_stream(stream)
+            graph = _capture.capture(lambda: self.advance(stepping), self.tokens.device)
             self.graphs[self.cache.bucket] = graph
             if done is not None:
                 self.done.copy_(done)
                 self.cache.skip_done()
-
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Inside, autocast keeps no casts of weights: a graph would go on reading them after autocast
-    has freed them.
-    """
-    enabled = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)

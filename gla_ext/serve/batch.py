@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gla_ext.cache import StaticGLACache
 from gla_ext.decode import _capture
-from gla_ext.decode._loop import WARMUP_STEPS, _without_autocast_cache, device_of
+from gla_ext.decode._loop import device_of
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.serve.choice import choose, log_probabilities
 from gla_ext.serve.prompts import Piece, PromptGraphs
@@ -82,24 +82,12 @@ class Batch:
             self._caches = {count: self.cache.first(count) for count in (*powers, self._rows)}
             if cuda_graph:
                 for count, cache in self._caches.items():
-                    self._graphs[count] = self._record(partial(self._advance, cache, count))
+                    self._graphs[count] = _capture.capture(
+                        partial(self._advance, cache, count), self._device
+                    )
             self._prompts: PromptGraphs | None = None
             if graphs_of_prompts:
-                record = partial(self._record, pool=torch.cuda.graph_pool_handle())
-                self._prompts = PromptGraphs(self._read, self._rows, self._device, record)
-
-    def _record(
-        self, call: Callable[[], None], pool: tuple[int, int] | None = None
-    ) -> torch.cuda.CUDAGraph | None:
-        with _capture.one_at_a_time, torch.cuda.device(self._device), _without_autocast_cache():
-            stream = _capture.own_stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARMUP_STEPS):
-                    call()
-                graph = _capture.record(call, pool)
-            torch.cuda.current_stream().wait_stream(stream)
-        return graph
+                self._prompts = PromptGraphs(self._read, self._rows, self._device)
 
     def _advance(self, cache: Any, count: int) -> None:
         tokens = self.tokens[:count].unsqueeze(1)

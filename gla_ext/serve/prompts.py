@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from gla_ext.decode import _capture
 
 # Of the graphs. A longer piece keeps the GPU busy for longer than the host needs to launch it.
 TOKENS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -35,7 +37,6 @@ class PromptGraphs:
             their offsets, int64 `[N + 1]`.
         spare: the row of the empty pieces.
         device: where.
-        record: makes a graph of a call, with the memory of the graphs before.
     """
 
     def __init__(
@@ -43,16 +44,16 @@ class PromptGraphs:
         run: Callable[[Tensor, Tensor, Tensor], None],
         spare: int,
         device: torch.device,
-        record: Callable[[Callable[[], None]], Any],
     ) -> None:
         self._spare = spare
         size = 2 * max(PIECES) + 1 + max(TOKENS)
         self._buffer = torch.zeros(size, dtype=torch.long, device=device)
-        self._graphs: dict[tuple[int, int], Any] = {}
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
+        pool = torch.cuda.graph_pool_handle()
         # The largest first: the others then fit into its memory.
         for size in sorted(itertools.product(TOKENS, PIECES), reverse=True):
             self._write([Piece(spare, [0] * size[0], True)], size)
-            self._graphs[size] = record(lambda size=size: run(*self._views(size)))
+            self._graphs[size] = _capture.capture(partial(run, *self._views(size)), device, pool)
 
     def replay(self, pieces: Sequence[Piece]) -> bool:
         """Passes pieces, if there is a graph for so many."""

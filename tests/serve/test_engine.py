@@ -6,12 +6,9 @@ import pytest
 import torch
 from models import make_ids, make_model
 
-from gla_ext.decode import Sampling
+from gla_ext.decode import _capture
 from gla_ext.ops import batch_invariant
 from gla_ext.serve import ClosedError, Engine, FullError, Limits, Request, engine, prompts
-from gla_ext.serve.batch import Batch
-from gla_ext.serve.choice import choose
-from gla_ext.serve.prefix import PrefixCache
 from gla_ext.serve.text import Bytes
 
 SMALL = {"rows": 3, "waiting": 20, "prefill_tokens": 128, "checkpoint_tokens": 64}
@@ -191,7 +188,7 @@ def test_graphs_of_prompts_fill_up(monkeypatch, use_short_conv):
     expected = run(Engine(model, limits=Limits(**SMALL)), *requests)
     replayed = []
 
-    def record(self, call, pool=None):
+    def capture(call, device, pool=None):
         def replay():
             replayed.append(pool)
             call()
@@ -199,7 +196,7 @@ def test_graphs_of_prompts_fill_up(monkeypatch, use_short_conv):
         call()
         return types.SimpleNamespace(replay=replay)
 
-    monkeypatch.setattr(Batch, "_record", record)
+    monkeypatch.setattr(_capture, "capture", capture)
     monkeypatch.setattr(engine, "uses_graph", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(prompts, "TOKENS", (8, 128))
@@ -328,77 +325,3 @@ def test_models_that_it_does_not_run():
     attention = {"layers": [1], "num_heads": 2, "num_kv_heads": 2, "window_size": None}
     with pytest.raises(NotImplementedError, match="attention layers"):
         Engine(make_model(attn=attention))
-
-
-class FakeRows:
-    """Checkpoints of 10 bytes each."""
-
-    class Copy:
-        nbytes = 10
-
-    def checkpoint_nbytes(self):
-        return 10
-
-    def checkpoint(self, row):
-        return self.Copy()
-
-
-def keys_of(cache, tokens):
-    return cache.keys(Request(tokens).tokens)
-
-
-def test_prefix_cache_finds_the_longest_and_stays_in_its_budget():
-    cache = PrefixCache(FakeRows(), 64, 59)
-    a = keys_of(cache, [1] * 129)
-    assert len(a) == 2
-    assert len(keys_of(cache, [1] * 128)) == 1  # a token is left to compute from
-    for count in (64, 100, 128, 192):
-        cache.put(a, count, row=0)
-    assert (len(cache), cache.nbytes) == (2, 20)
-    assert cache.find(a)[0] == 128
-    assert cache.find(keys_of(cache, [1] * 100 + [2] * 100))[0] == 64
-    assert cache.find(keys_of(cache, [2] + [1] * 200)) == (0, None)
-    for n in range(2, 7):
-        cache.find(a)
-        cache.put(keys_of(cache, [n] * 65), 64, row=0)
-    assert (len(cache), cache.nbytes, cache.evictions) == (5, 50, 2)
-    assert cache.find(a)[0] == 128  # used between
-    assert cache.find(keys_of(cache, [2] * 65))[0] == 0
-    # Of a prompt longer than the budget, the beginnings that others may share, and the last.
-    long = keys_of(cache, [9] * 64 * 20)
-    for count in range(64, 64 * 20, 64):
-        cache.put(long, count, row=0)
-    assert [key in cache._kept for key in long] == [True] * 2 + [False] * 16 + [True]
-    off = PrefixCache(FakeRows(), 64, 9)
-    assert not off.enabled and keys_of(off, [1] * 200) == []
-
-
-def test_tokens_are_drawn_from_the_distribution(device):
-    torch.manual_seed(0)
-    logits = torch.randn(1, 9, device=device) * 2
-    uniform = (torch.arange(4000, device=device) + 0.5) / 4000
-
-    def frequencies(temperature, top_k=None, top_p=None):
-        B, options = len(uniform), {}
-        if top_k or top_p:
-            options["top_k"] = torch.full((B,), top_k or 9, device=device)
-            options["top_p"] = torch.full((B,), top_p or 1.0, device=device)
-        warm = torch.full((B,), temperature, device=device)
-        tokens = choose(logits.expand(B, 9).contiguous(), uniform, warm, **options)
-        return tokens.bincount(minlength=9) / B
-
-    p = (logits[0] / 0.8).softmax(0)
-    torch.testing.assert_close(frequencies(0.8), p, atol=1e-3, rtol=0)
-    torch.testing.assert_close(frequencies(0.8, top_k=9), p, atol=1e-3, rtol=0)
-    kept = torch.where(p >= p.topk(3).values[-1], p, 0)
-    torch.testing.assert_close(frequencies(0.8, top_k=3), kept / kept.sum(), atol=1e-3, rtol=0)
-    ordered, places = p.sort(descending=True)
-    stays = ordered.cumsum(0) - ordered < 0.8
-    nucleus = torch.zeros_like(p).scatter(0, places, ordered * stays)
-    expected = nucleus / nucleus.sum()
-    torch.testing.assert_close(frequencies(0.8, top_p=0.8), expected, atol=1e-3, rtol=0)
-    assert frequencies(0.0)[logits.argmax()] == 1
-    assert frequencies(1e-30)[logits.argmax()] == 1
-    huge = Sampling(temperature=float("inf")).divisor
-    uniform_p = torch.full((9,), 1 / 9, device=device)
-    torch.testing.assert_close(frequencies(huge), uniform_p, atol=1e-3, rtol=0)
