@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_ext._key_values import FEWEST, room_for
 from gla_ext.cache import StaticGLACache
+from gla_ext.cache._key_values import FEWEST, room_for
 from gla_ext.decode import _capture
 from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts
 from gla_ext.decode.language_model import LanguageModel

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gla_ext._key_values import sequence_of
+from gla_ext.cache._key_values import sequence_of
 from gla_ext.fla.activations import needs_torch
 from gla_ext.layers._attend import attend_last, attend_packed, attend_rows
 from gla_ext.layers.attention import rotary_embedding

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from gla_ext._key_values import sequence_of
+from gla_ext.cache._key_values import sequence_of
 from gla_ext.ops._tracing import can_be_read, is_recorded
 
 _QUERIES = 512  # that share a mask, where keys outside a window are left out

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gla_ext._key_values import KeyValues, sequence_of
+from gla_ext.cache._key_values import KeyValues, sequence_of
 from gla_ext.layers._attend import attend_last, attend_packed, attend_rows, has_flash
 from gla_ext.layers._options import typed_options
 from gla_ext.layers._padding import Padding, check_hidden_states

@@ -225,8 +225,7 @@ class GatedLinearAttention(nn.Module):
         in_place = bool(use_cache) and getattr(past_key_values, "in_place", False)
         pool = None
         if in_place and self.mode != "fused_recurrent" and not torch.is_grad_enabled():
-            prompt_rows = getattr(past_key_values, "prompt_rows", None)
-            pool = None if prompt_rows is None else prompt_rows(self.layer_idx)
+            pool = past_key_values.prompt_rows(self.layer_idx)
         state = None if pool else self._cached("recurrent_state", past_key_values)
         conv_state = self._cached("conv_state", past_key_values) if self.use_short_conv else None
         B, T, _ = hidden_states.shape

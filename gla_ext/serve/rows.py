@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gla_ext._key_values import map_tensors
 from gla_ext.cache import StaticGLACache
+from gla_ext.cache._key_values import map_tensors
 
 
 @dataclasses.dataclass(frozen=True)

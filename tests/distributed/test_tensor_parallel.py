@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from gla_ext import MultiheadGLA
-from gla_ext._key_values import tensors_in
 from gla_ext.cache import GLACache
+from gla_ext.cache._key_values import tensors_in
 from gla_ext.distributed import tensor_parallel_plan
 from gla_ext.layers.attention import Attention
 

@@ -82,9 +82,9 @@ NAMES = {
 
 # Lowest first: a package imports from those before it, and modules of the top folder.
 # Of distributed the others import in functions alone: it is loaded where it is asked for.
-ORDER = ("ops", "layers", "decode", "model", "train", "distributed", "fla", "hf", "serve")
-OWN_WAY = {"fla": {"ops", "layers"}, "hf": {"ops", "layers", "model"}}
-OWN_WAY["serve"] = {"ops", "layers", "decode", "model", "hf", "train"}
+ORDER = ("ops", "cache", "layers", "decode", "model", "train", "distributed", "fla", "hf", "serve")
+OWN_WAY = {"fla": {"ops", "cache", "layers"}, "hf": {"ops", "cache", "layers", "model"}}
+OWN_WAY["serve"] = {"ops", "cache", "layers", "decode", "model", "hf", "train"}
 
 
 @pytest.mark.parametrize("name", [*FLAT, *PRIVATE])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_ext._key_values import KeyValues
+from gla_ext.cache._key_values import KeyValues
 
 REACH = 64  # tokens that a cache can go back at least, and tokens between kept states
 

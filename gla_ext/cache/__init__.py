@@ -1,0 +1,6 @@
+"""Caches of recurrent states, one entry a layer: a plain one, and one whose tensors never move."""
+
+from gla_ext.cache.states import GLACache
+from gla_ext.cache.static import StaticGLACache
+
+__all__ = ["GLACache", "StaticGLACache"]
