@@ -120,6 +120,24 @@ class Checker {
     rank(name, t, 1, dims);
   }
 
+  // An index of each of N sequences, if it is given.
+  void indices_of(const char* name, const OptionalTensor& t, const char* dims,
+                  const c10::SymInt& N) const {
+    if (!given(t)) return;
+    indices(name, *t, dims);
+    shape(name, *t, dims, {N});
+  }
+
+  // Whether each of N sequences goes on from its row of a pool, if it is given.
+  void has_initial_state(const OptionalTensor& t, const char* dims, const c10::SymInt& N) const {
+    const char* name = "has_initial_state";
+    if (!given(t)) return;
+    strided(name, *t);
+    device(name, *t);
+    dtype(name, *t, at::kBool, "");
+    shape(name, *t, dims, {N});
+  }
+
   // cu_seqlens; its length gives N.
   void offsets(const OptionalTensor& cu_seqlens, Shape& shape) const {
     shape.packed = given(cu_seqlens);

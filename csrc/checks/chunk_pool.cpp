@@ -54,10 +54,7 @@ void check_checkpoints(const Checker& check, const PoolArguments& a, const Shape
       check.shape("checkpoint_slots", *a.checkpoint_slots, "[N * (T // checkpoint_every)]",
                   {shape.N * (shape.T / a.checkpoint_every)});
   }
-  if (given(a.checkpoint_cu_starts)) {
-    check.indices("checkpoint_cu_starts", *a.checkpoint_cu_starts, "[N + 1]");
-    check.shape("checkpoint_cu_starts", *a.checkpoint_cu_starts, "[N + 1]", {shape.N + 1});
-  }
+  check.indices_of("checkpoint_cu_starts", a.checkpoint_cu_starts, "[N + 1]", shape.N + 1);
 }
 
 }  // namespace
@@ -74,20 +71,9 @@ Shape check_chunk_gla_on_pool(const PoolArguments& a) {
   const bool by_slots = given(a.slots);  // else sequence n has row n
   check_states(check, "state", a.state, shape, by_slots ? a.state.sym_size(0) : shape.N, dims,
                a.state_v_first);
-  const auto of_sequences = [&](const char* name, const OptionalTensor& t) {
-    if (!given(t)) return;
-    check.indices(name, *t, "[N]");
-    check.shape(name, *t, "[N]", {shape.N});
-  };
-  of_sequences("slots", a.slots);
-  of_sequences("write_slots", a.write_slots);
-  if (given(a.has_initial_state)) {
-    const at::Tensor& t = *a.has_initial_state;
-    check.strided("has_initial_state", t);
-    check.device("has_initial_state", t);
-    check.dtype("has_initial_state", t, at::kBool, "");
-    check.shape("has_initial_state", t, "[N]", {shape.N});
-  }
+  check.indices_of("slots", a.slots, "[N]", shape.N);
+  check.indices_of("write_slots", a.write_slots, "[N]", shape.N);
+  check.has_initial_state(a.has_initial_state, "[N]", shape.N);
   check_checkpoints(check, a, shape);
   return shape;
 }

@@ -114,17 +114,13 @@ Shape check_pool(const RecurrentInputs& tokens, const PoolInputs& pool) {
     check.shape("state", state, dims, {P, shape.H, shape.V, shape.K});
   else
     check.shape("state", state, dims, {P, shape.H, shape.K, shape.V});
-  const auto of_rows = [&](const char* name, const at::Tensor& t) {
-    const char* rows = shape.packed ? "[N]" : "[B]";
-    check.indices(name, t, rows);
-    check.shape(name, t, rows, {shape.N});
-  };
-  if (given(pool.slots)) of_rows("slots", *pool.slots);
-  if (pool.write_slots != nullptr && given(*pool.write_slots))
-    of_rows("write_slots", **pool.write_slots);
+  const char* rows = shape.packed ? "[N]" : "[B]";
+  check.indices_of("slots", pool.slots, rows, shape.N);
+  if (pool.write_slots != nullptr)
+    check.indices_of("write_slots", *pool.write_slots, rows, shape.N);
   if (pool.accepted != nullptr) {
     check.defined("accepted", *pool.accepted);
-    of_rows("accepted", *pool.accepted);
+    check.indices_of("accepted", *pool.accepted, rows, shape.N);
   }
   if (pool.out != nullptr) {
     check.defined("out", *pool.out);

@@ -95,20 +95,9 @@ ConvolutionShape check_short_convolution_pool(const at::Tensor& x, const at::Ten
   const c10::SymInt P = given(pool.slots) ? state.sym_size(0) : shape.N;
   check.shape("state", state, "[P, D, W]", {P, shape.D, shape.W});
   const char* rows = shape.packed ? "[N]" : "[B]";
-  const auto of_rows = [&](const char* name, const OptionalTensor& t) {
-    if (!given(t)) return;
-    check.indices(name, *t, rows);
-    check.shape(name, *t, rows, {shape.N});
-  };
-  of_rows("slots", pool.slots);
-  of_rows("write_slots", pool.write_slots);
-  if (given(pool.has_initial_state)) {
-    const at::Tensor& has = *pool.has_initial_state;
-    check.strided("has_initial_state", has);
-    check.device("has_initial_state", has);
-    check.dtype("has_initial_state", has, at::kBool, "");
-    check.shape("has_initial_state", has, rows, {shape.N});
-  }
+  check.indices_of("slots", pool.slots, rows, shape.N);
+  check.indices_of("write_slots", pool.write_slots, rows, shape.N);
+  check.has_initial_state(pool.has_initial_state, rows, shape.N);
   return shape;
 }
 

@@ -9,39 +9,10 @@
 #include "checks/steps.h"
 #include "host/call.h"
 #include "host/plan.h"
+#include "host/pool_rows.h"
 
 namespace gla_ext::cpu {
 namespace {
-
-// The indices, or 0, 1, ... where there are none.
-std::vector<int64_t> values_of(const OptionalTensor& indices, int64_t count) {
-  std::vector<int64_t> values(count);
-  for (int64_t i = 0; i < count; ++i) values[i] = i;
-  if (!given(indices)) return values;
-  const at::Tensor t = indices->to(at::kLong).contiguous();
-  const auto* begin = t.const_data_ptr<int64_t>();
-  return {begin, begin + t.numel()};
-}
-
-// Which rows of the pool the sequences read and write; -1: none.
-struct SequenceRows {
-  std::vector<int64_t> slots, read, write;
-
-  SequenceRows(const PoolArguments& a, int64_t N) {
-    const int64_t P = a.state.size(0);
-    const auto in_pool = [&](int64_t row) { return row >= 0 && row < P ? row : -1; };
-    slots = values_of(a.slots, N);
-    write = given(a.write_slots) ? values_of(a.write_slots, N) : slots;
-    const at::Tensor has_initial =
-        given(a.has_initial_state) ? a.has_initial_state->contiguous() : at::Tensor();
-    for (int64_t n = 0; n < N; ++n) {
-      slots[n] = in_pool(slots[n]);
-      write[n] = slots[n] < 0 ? -1 : in_pool(write[n]);
-      const bool starts = has_initial.defined() && !has_initial.const_data_ptr<bool>()[n];
-      read.push_back(starts ? -1 : slots[n]);
-    }
-  }
-};
 
 at::Tensor gather(const at::Tensor& pool, const std::vector<int64_t>& rows, at::ScalarType dtype) {
   std::vector<int64_t> sizes = pool.sizes().vec();
@@ -105,7 +76,7 @@ at::Tensor chunk_gla_on_pool_cpu(const PoolArguments& a) {
   return with_call("chunk_gla_", shape, a.cu_seqlens, a.scale, [&](auto& call) {
     using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
     using P = Problem<T>;
-    const SequenceRows rows(a, call.N);
+    const PoolRows rows(a.state, call.N, a.slots, a.write_slots, a.has_initial_state);
     call.problem.state_v_first = a.state_v_first;
     call.inputs({{&P::q, a.q}, {&P::k, a.k}, {&P::v, a.v}});
     call.gates(a.g, a.gv);

@@ -10,6 +10,7 @@
 #include "common/groups.h"
 #include "common/head_gates.h"
 #include "host/call.h"
+#include "host/pool_rows.h"
 #include "ops.h"
 
 namespace gla_ext::cpu {
@@ -73,39 +74,31 @@ BackwardOutputs recurrent_gla_bwd_cpu(const at::Tensor& d_o, const OptionalTenso
       });
 }
 
-std::vector<int64_t> values_of(const at::Tensor& indices) {
-  const at::Tensor t = indices.to(at::kLong).contiguous();
-  const auto* begin = t.const_data_ptr<int64_t>();
-  return {begin, begin + t.numel()};
-}
-
 // The heads of each sequence whose slot is in the pool. The others get o = 0.
 template <typename T>
 std::vector<Run<T>> pool_runs(const Call<T>& call, const PoolInputs& pool, bool write,
                               const at::Tensor& o) {
-  const auto indices = [](const OptionalTensor* t) {
-    return t != nullptr && given(*t) ? values_of(**t) : std::vector<int64_t>();
-  };
-  const auto slots = indices(&pool.slots), write_slots = indices(pool.write_slots);
-  const auto accepted = pool.accepted != nullptr ? values_of(*pool.accepted) : slots;
   const at::Tensor& state = pool.state;
+  const OptionalTensor none;
+  const PoolRows rows(state, call.N, pool.slots,
+                      pool.write_slots != nullptr ? *pool.write_slots : none, none);
+  const auto accepted =
+      pool.accepted != nullptr ? values_of(*pool.accepted, call.N) : std::vector<int64_t>();
   const DType dtype = dtype_of(state.scalar_type());
   auto* states = static_cast<char*>(const_cast<void*>(state.const_data_ptr()));
   const auto matrix = [&](int64_t slot, int64_t head) {
     return states + (slot * state.stride(0) + head * state.stride(1)) * state.element_size();
   };
-  const auto in_pool = [&](int64_t slot) { return 0 <= slot && slot < state.size(0); };
   std::vector<Run<T>> runs;
   for (const Sequence& s : call.sequences()) {
-    const int64_t from = given(pool.slots) ? slots[s.n] : s.n;
-    const int64_t to = write_slots.empty() ? from : write_slots[s.n];
-    if (!in_pool(from)) {
+    const int64_t from = rows.slots[s.n], to = rows.write[s.n];
+    if (from < 0) {
       if (o.defined()) o.select(0, s.row).narrow(0, s.start, s.length).zero_();
       continue;
     }
     int64_t length = s.length;
     if (pool.accepted != nullptr) length = std::clamp<int64_t>(accepted[s.n], 0, length);
-    const bool writes = write && in_pool(to) && (length > 0 || to != from);
+    const bool writes = write && to >= 0 && (length > 0 || to != from);
     if (length == 0 && !writes) continue;
     for (int64_t head = 0; head < call.problem.H; ++head) {
       Run<T>& run = runs.emplace_back(Run<T>{s.row, s.start, length, head, matrix(from, head)});

@@ -11,6 +11,7 @@
 #include "checks/chunk_gla.h"
 #include "common/tensors.h"
 #include "host/call.h"
+#include "host/pool_rows.h"
 #include "ops.h"
 
 namespace gla_ext::cpu {
@@ -234,12 +235,6 @@ ConvolutionForwardOutputs short_convolution_fwd_cpu(const at::Tensor& x, const a
   return {y, state};
 }
 
-std::vector<int64_t> values_of(const at::Tensor& indices) {
-  const at::Tensor t = indices.to(at::kLong).contiguous();
-  const auto* begin = t.const_data_ptr<int64_t>();
-  return {begin, begin + t.numel()};
-}
-
 // By copies of the rows: of caches there is little.
 at::Tensor short_convolution_pool_cpu(const at::Tensor& x, const at::Tensor& weight,
                                       const OptionalTensor& bias, at::Tensor& state,
@@ -251,29 +246,20 @@ at::Tensor short_convolution_pool_cpu(const at::Tensor& x, const at::Tensor& wei
                                {state, slots, write_slots, has_initial_state, cu_seqlens});
   check_convolution_pool_layout(state);
   const Sequences sequences("short_convolution_", cu_seqlens, x.size(0), x.size(1));
-  const int64_t N = sequences.count(), P = state.size(0);
-  const auto indices = [](const OptionalTensor& t) {
-    return given(t) ? values_of(*t) : std::vector<int64_t>();
-  };
-  const auto read = indices(slots), write = indices(write_slots);
+  const int64_t N = sequences.count();
+  const PoolRows rows(state, N, slots, write_slots, has_initial_state);
   at::Tensor cache = at::zeros({N, state.size(1), state.size(2)}, state.options());
-  const auto in_pool = [P](int64_t slot) { return 0 <= slot && slot < P; };
-  std::vector<int64_t> from(N), to(N);
-  for (int64_t n = 0; n < N; ++n) {
-    from[n] = read.empty() ? n : read[n];
-    to[n] = write.empty() ? from[n] : write[n];
-    const bool starts = given(has_initial_state) && !has_initial_state->select(0, n).item<bool>();
-    if (in_pool(from[n]) && !starts) cache.select(0, n).copy_(state.select(0, from[n]));
-  }
+  for (int64_t n = 0; n < N; ++n)
+    if (rows.read[n] >= 0) cache.select(0, n).copy_(state.select(0, rows.read[n]));
   auto [y, after] = short_convolution_fwd_cpu(x, weight, bias, cache, cu_seqlens, true);
   int64_t end = 0;
   for (int64_t n = 0; n < N; ++n) {
     const ConvolutionPiece s = sequences.at(n);
     end = s.end;
-    if (!in_pool(from[n]))
+    if (rows.slots[n] < 0)
       y.select(0, s.row).narrow(0, s.start, s.end - s.start).zero_();
-    else if (in_pool(to[n]))
-      state.select(0, to[n]).copy_(after.select(0, n));
+    else if (rows.write[n] >= 0)
+      state.select(0, rows.write[n]).copy_(after.select(0, n));
   }
   if (given(cu_seqlens)) y.narrow(1, end, x.size(1) - end).zero_();
   return y;
