@@ -5,6 +5,24 @@
 
 namespace gla_ext {
 
+at::Tensor chunk_gla_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
+                      at::Tensor& state, const std::optional<at::Tensor>& slots,
+                      const std::optional<at::Tensor>& write_slots,
+                      const std::optional<at::Tensor>& has_initial_state,
+                      const std::optional<at::Tensor>& cu_seqlens, std::optional<double> scale,
+                      bool state_v_first, bool batch_invariant, int64_t checkpoint_every,
+                      const std::optional<at::Tensor>& checkpoints,
+                      const std::optional<at::Tensor>& checkpoint_slots,
+                      const std::optional<at::Tensor>& checkpoint_cu_starts) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::chunk_gla_", "")
+                             .typed<decltype(chunk_gla_)>();
+  return op.call(q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale,
+                 state_v_first, batch_invariant, checkpoint_every, checkpoints, checkpoint_slots,
+                 checkpoint_cu_starts);
+}
+
 at::Tensor recurrent_gla_step_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::optional<at::Tensor>& gk,
                                const std::optional<at::Tensor>& gv, at::Tensor& state,

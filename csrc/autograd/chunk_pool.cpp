@@ -1,7 +1,6 @@
 // chunk_gla_ has no gradient: it says so instead of losing it. One key below, where inference mode
 // passes too, it tells autograd, which may have saved the pool, that it writes to it.
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
@@ -9,22 +8,6 @@
 #include "refuse.h"
 
 namespace gla_ext {
-
-at::Tensor chunk_gla_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                      const OptionalTensor& g, const OptionalTensor& gv, at::Tensor& state,
-                      const OptionalTensor& slots, const OptionalTensor& write_slots,
-                      const OptionalTensor& has_initial_state, const OptionalTensor& cu_seqlens,
-                      std::optional<double> scale, bool state_v_first, bool batch_invariant,
-                      int64_t checkpoint_every, const OptionalTensor& checkpoints,
-                      const OptionalTensor& checkpoint_slots,
-                      const OptionalTensor& checkpoint_cu_starts) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::chunk_gla_", "")
-                             .typed<decltype(chunk_gla_)>();
-  return op.call(q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale,
-                 state_v_first, batch_invariant, checkpoint_every, checkpoints, checkpoint_slots,
-                 checkpoint_cu_starts);
-}
 
 at::Tensor dispatch(const PoolArguments& a) {
   return chunk_gla_(a.q, a.k, a.v, a.g, a.gv, a.state, a.slots, a.write_slots, a.has_initial_state,
@@ -59,8 +42,8 @@ at::Tensor run_and_tell(const PoolArguments& a) {
     at::AutoDispatchBelowADInplaceOrView below;
     o = dispatch(a);
   }
-  a.state.unsafeGetTensorImpl()->bump_version();
-  if (given(a.checkpoints)) a.checkpoints->unsafeGetTensorImpl()->bump_version();
+  tell_autograd(a.state);
+  if (given(a.checkpoints)) tell_autograd(*a.checkpoints);
   return o;
 }
 

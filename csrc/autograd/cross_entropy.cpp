@@ -181,7 +181,7 @@ void cross_entropy_bwd_over_logits_and_tell(const at::Tensor& dloss, at::Tensor&
     cross_entropy_bwd_(dloss, logits, target, lse, ignore_index, label_smoothing, logit_scale,
                        logit_softcapping, lse_square_scale);
   }
-  logits.unsafeGetTensorImpl()->bump_version();
+  tell_autograd(logits);
 }
 
 at::Tensor cross_entropy_with_grad_autograd(at::Tensor& logits, const at::Tensor& target,
@@ -208,7 +208,7 @@ at::Tensor cross_entropy_with_grad_and_tell(at::Tensor& logits, const at::Tensor
     loss = cross_entropy_with_grad_(logits, target, ignore_index, label_smoothing, logit_scale,
                                     logit_softcapping, lse_square_scale);
   }
-  logits.unsafeGetTensorImpl()->bump_version();
+  tell_autograd(logits);
   return loss;
 }
 

@@ -3,40 +3,23 @@
 #include "checks/decode.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/GradMode.h>
 #include <torch/library.h>
 
-#include "checks/checker.h"
 #include "refuse.h"
 
 namespace gla_ext {
 namespace {
 
-void refuse_grad(const std::string& op, const at::Tensor& t) {
-  if (!t.defined()) return;
-  refuse_unsupported(op.c_str(), t);
-  TORCH_CHECK_NOT_IMPLEMENTED(!c10::GradMode::is_enabled() || !t.requires_grad(), op,
-                              ": decoding has no gradient, run it under torch.no_grad()");
-}
-
-void refuse_grads(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-  const std::string name = public_name(op.schema().name());
-  for (const auto& value : torch::jit::last(stack, op.schema().arguments().size())) {
-    if (value.isTensor()) refuse_grad(name, value.toTensor());
-    if (value.isTensorList())
-      for (const at::Tensor& t : value.toTensorVector()) refuse_grad(name, t);
-  }
-}
+constexpr const char* kInstead = "decoding has no gradient, run it under torch.no_grad()";
 
 void without_grad(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  refuse_grads(op, *stack);
+  refuse_gradients(op, *stack, kInstead);
   at::AutoDispatchBelowADInplaceOrView below;
   op.callBoxed(stack);
 }
 
 void step_without_grad(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  refuse_grads(op, *stack);
+  refuse_gradients(op, *stack, kInstead);
   at::AutoDispatchBelowAutograd below;
   op.callBoxed(stack);
 }
@@ -49,7 +32,7 @@ void step_and_tell(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(stack);
   }
-  state.unsafeGetTensorImpl()->bump_version();
+  tell_autograd(state);
 }
 
 }  // namespace

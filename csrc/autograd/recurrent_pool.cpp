@@ -70,8 +70,6 @@ void commit(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
                         write_slots);
 }
 
-void tell(const at::Tensor& written) { written.unsafeGetTensorImpl()->bump_version(); }
-
 at::Tensor step_and_tell(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                          const OptionalTensor& gk, const OptionalTensor& gv, at::Tensor& state,
                          const OptionalTensor& slots, std::optional<double> scale,
@@ -81,7 +79,7 @@ at::Tensor step_and_tell(const at::Tensor& q, const at::Tensor& k, const at::Ten
     at::AutoDispatchBelowADInplaceOrView below;
     o = recurrent_gla_step_(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots);
   }
-  tell(state);
+  tell_autograd(state);
   return o;
 }
 
@@ -93,8 +91,8 @@ void step_out_and_tell(const at::Tensor& q, const at::Tensor& k, const at::Tenso
     at::AutoDispatchBelowADInplaceOrView below;
     recurrent_gla_step_out(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots, out);
   }
-  tell(state);
-  tell(out);
+  tell_autograd(state);
+  tell_autograd(out);
 }
 
 void commit_and_tell(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
@@ -106,7 +104,7 @@ void commit_and_tell(const at::Tensor& k, const at::Tensor& v, const OptionalTen
     recurrent_gla_commit_(k, v, gk, gv, state, slots, accepted, state_v_first, cu_seqlens,
                           write_slots);
   }
-  tell(state);
+  tell_autograd(state);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "refuse.h"
 
 #include <ATen/FuncTorchTLS.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include "checks/checker.h"
@@ -34,6 +35,22 @@ void refuse_unsupported(const char* op, std::initializer_list<Required> required
     refuse_unsupported(op, tensor);
   }
   for (const OptionalTensor& tensor : optional) refuse_unsupported(op, tensor);
+}
+
+void refuse_gradients(const c10::OperatorHandle& op, const torch::jit::Stack& stack,
+                      const char* instead) {
+  const std::string name = public_name(op.schema().name());
+  const bool grad_mode = c10::GradMode::is_enabled();
+  const auto refuse = [&](const at::Tensor& t) {
+    refuse_unsupported(name.c_str(), t);
+    TORCH_CHECK_NOT_IMPLEMENTED(!grad_mode || !t.defined() || !t.requires_grad(), name, ": ",
+                                instead);
+  };
+  for (const auto& value : torch::jit::last(stack, op.schema().arguments().size())) {
+    if (value.isTensor()) refuse(value.toTensor());
+    if (value.isTensorList())
+      for (const at::Tensor& t : value.toTensorVector()) refuse(t);
+  }
 }
 
 }  // namespace gla_ext

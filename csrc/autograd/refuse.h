@@ -1,6 +1,7 @@
 // What no Autograd kernel of gla_ext supports, refused in a sentence, and what they share.
 #pragma once
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/zeros.h>
 
 #include <initializer_list>
@@ -20,6 +21,16 @@ struct Required {
 };
 void refuse_unsupported(const char* op, std::initializer_list<Required> required,
                         std::initializer_list<OptionalTensor> optional);
+
+// Raises in grad mode where a tensor of a call, of those of `stack`, requires grad, and for what
+// is unsupported. instead: the sentence after the operator's name.
+void refuse_gradients(const c10::OperatorHandle& op, const torch::jit::Stack& stack,
+                      const char* instead);
+
+// Tells autograd, which may have saved the tensor, that it is written to.
+inline void tell_autograd(const at::Tensor& written) {
+  written.unsafeGetTensorImpl()->bump_version();
+}
 
 // An optional tensor as autograd saves it, and back.
 inline at::Tensor or_undefined(const OptionalTensor& t) { return t.value_or(at::Tensor()); }

@@ -115,7 +115,6 @@ at::Tensor short_convolution_pool_autograd(const at::Tensor& x, const at::Tensor
                             cu_seqlens);
 }
 
-// Tells autograd, which may have saved the pool, that it is written to.
 at::Tensor short_convolution_and_tell(const at::Tensor& x, const at::Tensor& weight,
                                       const OptionalTensor& bias, at::Tensor& state,
                                       const OptionalTensor& slots,
@@ -128,7 +127,7 @@ at::Tensor short_convolution_and_tell(const at::Tensor& x, const at::Tensor& wei
     y = short_convolution_(x, weight, bias, state, slots, write_slots, has_initial_state,
                            cu_seqlens);
   }
-  state.unsafeGetTensorImpl()->bump_version();
+  tell_autograd(state);
   return y;
 }
 
