@@ -118,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--no-fla", action="store_true", help="leave FLA out")
     parser.add_argument("--shape", type=parse_shape, action="append", help="BxTxHxKxV")
+    parser.add_argument("--gate", choices=KINDS, action="append", help="default: both")
     arguments = parser.parse_args()
     os.environ.pop("GLA_EXT_CUDA_PATH", None)
     print(
@@ -128,7 +129,7 @@ def main() -> None:
     bytes_per_s = copy_bytes_per_s()
     print(f"copy: {bytes_per_s / 1e12:.2f} TB/s")
     for shape in arguments.shape or SHAPES:
-        for kind in KINDS:
+        for kind in arguments.gate or KINDS:
             for mode in MODES:
                 backward = mode != MODES[0]
                 print(f"\n{'x'.join(map(str, shape))}, {kind} gate, {mode}")

@@ -238,11 +238,18 @@ def test_more_options_are_those_of_flas_kernels(hf, tmp_path, options):
         if "res_" in name:
             torch.nn.init.normal_(parameter, std=0.2)
     theirs.save_pretrained(tmp_path)
-    ours = hf.GLAForCausalLM.from_pretrained(tmp_path).to("cuda")
-    ids, found = make_ids(66, "cuda"), []
-    for model in (ours, theirs):
+    found = []
+    for model in (
+        hf.GLAForCausalLM.from_pretrained(tmp_path).double(),
+        hf.GLAForCausalLM.from_pretrained(tmp_path).to("cuda"),
+        theirs,
+    ):
+        ids = make_ids(66, next(model.parameters()).device)
         loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()
         gradients = {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
-        found.append({"loss": loss.float()} | gradients)
-    assert_same_results(*found, BOUND["cuda"])
+        found.append({n: x.double().cpu() for n, x in ({"loss": loss.detach()} | gradients).items()})
+    exact, ours, flas = found
+    assert_same_results(ours, exact, 1e-4)
+    # FLA's kernels multiply in TF32, whose rounding adds up over three layers.
+    assert_same_results(flas, exact, 2 * BOUND["cuda"])
