@@ -247,8 +247,9 @@ def test_more_options_are_those_of_flas_kernels(hf, tmp_path, options):
         ids = make_ids(66, next(model.parameters()).device)
         loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()
-        gradients = {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
-        found.append({n: x.double().cpu() for n, x in ({"loss": loss.detach()} | gradients).items()})
+        values = {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
+        values["loss"] = loss.detach()
+        found.append({name: x.double().cpu() for name, x in values.items()})
     exact, ours, flas = found
     assert_same_results(ours, exact, 1e-4)
     # FLA's kernels multiply in TF32, whose rounding adds up over three layers.
