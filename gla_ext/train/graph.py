@@ -40,11 +40,13 @@ class GraphedStep:
     def __init__(self, step: Callable[..., Tensor], device: torch.device) -> None:
         self._step, self._device = step, device
         self._stream: torch.cuda.Stream | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forgets the graph, as when the optimizer's state has been replaced."""
-        self._graph: torch.cuda.CUDAGraph | None = None
+        with _capture.one_at_a_time:  # none may be destroyed while another thread records one
+            self._graph = None
         self._batch: tuple[Tensor, ...] = ()
         self._loss = torch.empty(())
         self._warmups = _capture.WARMUPS
@@ -85,18 +87,21 @@ class GraphedStep:
 
     def _first_calls(self) -> None:
         """A step that is not replayed, or the recording of one, which does nothing yet."""
-        with _capture.one_at_a_time, torch.cuda.device(self._device):
-            with _capture.without_autocast_cache():
-                if self._stream is None:
-                    self._stream = _capture.own_stream()
-                self._stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self._stream):
-                    if self._warmups > 0:
-                        self._warmups -= 1
-                        self._loss = self._step(*self._batch)
-                    else:
-                        self._record()
-                torch.cuda.current_stream().wait_stream(self._stream)
+        with (
+            _capture.one_at_a_time,
+            torch.cuda.device(self._device),
+            _capture.without_autocast_cache(),
+        ):
+            if self._stream is None:
+                self._stream = _capture.own_stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                if self._warmups > 0:
+                    self._warmups -= 1
+                    self._loss = self._step(*self._batch)
+                else:
+                    self._record()
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def _record(self) -> None:
         def step() -> None:

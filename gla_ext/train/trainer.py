@@ -398,9 +398,7 @@ def optimizer_of(
     if graph_on is not None:
         lr = torch.tensor(settings.lr, dtype=torch.float32, device=graph_on)
     capturable = graph_on is not None
-    return torch.optim.AdamW(
-        groups, lr=lr, betas=(0.9, 0.95), fused=True, capturable=capturable
-    )
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True, capturable=capturable)
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
