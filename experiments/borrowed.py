@@ -13,7 +13,8 @@ NAMES = ("mamba", "rwkv")
 
 
 class Borrowed(nn.Module):
-    """A model of transformers with the two attributes of `GLAForCausalLM` that recall calls.
+    """A model of transformers with the two attributes of `GLAForCausalLM` that recall calls. Its
+    output matrix is the embeddings.
 
     Args:
         name: 'mamba' (blocks without an MLP) or 'rwkv' (version 4; its blocks have channel mixing).
@@ -35,7 +36,8 @@ class Borrowed(nn.Module):
 
             self.model = RwkvModel(RwkvConfig(**sizes, context_length=seq_len, use_cache=False))
         self.lm_head = nn.Linear(width, vocab_size, bias=False)
-        nn.init.normal_(self.lm_head.weight, std=width**-0.5)
+        self.lm_head.weight = self.model.get_input_embeddings().weight
+        nn.init.normal_(self.lm_head.weight, std=0.02)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits `[B, T, vocab_size]`."""

@@ -19,9 +19,18 @@ LONG_DOCUMENTS = 32
 
 
 class LanguageTrainer(Trainer):
-    """The project's trainer, with a model of any of the compared layers."""
+    """The project's trainer, with a model of any of the compared layers.
 
-    def __init__(self, run: Run, corpus: Corpus, device: torch.device) -> None:
+    Args:
+        run: the run.
+        corpus: the text.
+        device: where.
+        cuda_graph: as the trainer's. Default: False.
+    """
+
+    def __init__(
+        self, run: Run, corpus: Corpus, device: torch.device, cuda_graph: bool = False
+    ) -> None:
         self.run = run
         self.long = long_documents(corpus)
         settings = Settings(
@@ -38,7 +47,7 @@ class LanguageTrainer(Trainer):
             warmup=run.steps // 10,
             seed=run.seed,
         )
-        super().__init__(settings, corpus, device)
+        super().__init__(settings, corpus, device, cuda_graph=cuda_graph)
 
     def make_model(self) -> GLAForCausalLM:
         """A model of the run's layer."""

@@ -1,14 +1,17 @@
-"""One run from its start to its result, and a process that performs one after the other."""
+"""One run from its start to its result, and a process that performs several at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import hashlib
 import math
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -28,6 +31,7 @@ from gla_ext.train.trainer import Trainer
 
 TINY_TEXT_BYTES = 200_000
 _CURVE = 100  # points of a training curve that a result keeps
+_setting_up = threading.Lock()  # initial weights come from the generator of all threads
 
 
 def text_digest(pack: Path | None) -> str:
@@ -43,22 +47,38 @@ def _corpus(pack: Path | None) -> Corpus:
     return load_corpus(max_bytes=TINY_TEXT_BYTES) if pack is None else read_pack(pack)
 
 
-def perform(run: Run, pack: Path | None, device: torch.device) -> Result:
-    """Trains and evaluates.
+def perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool = False) -> Result:
+    """Trains and evaluates; several threads may do so at a time.
 
     Args:
         run: the run.
         pack: the text, which only runs on text read; None is the small one.
         device: where.
+        cuda_graph: whether a training step is one CUDA graph. Default: False.
     """
-    torch.manual_seed(run.seed)
+    with _own_stream(device):
+        result = _perform(run, pack, device, cuda_graph)
+    gc.collect()  # a trainer refers to itself; its memory is the next run's
+    return result
+
+
+def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """On a GPU, a stream on which a thread's work does not wait for the others'."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))
+
+
+def _perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool) -> Result:
     start = time.perf_counter()
-    if run.task == "recall":
-        trainer: Trainer = RecallTrainer(run, device)
-        score, details = _recall(trainer)
-    else:
-        trainer = LanguageTrainer(run, _corpus(pack), device)
-        score, details = _text(trainer)
+    with _setting_up:
+        if run.task == "recall":
+            trainer: Trainer = RecallTrainer(run, device, cuda_graph)
+        else:
+            trainer = LanguageTrainer(run, _corpus(pack), device, cuda_graph)
+    score, details = _recall(trainer) if run.task == "recall" else _text(trainer)
+    for graph in trainer.graphs:
+        graph.reset()
     losses = trainer.losses[: trainer.step].double().cpu()
     span = max(1, len(losses) // _CURVE)
     details |= {
@@ -91,8 +111,7 @@ def _text(trainer: LanguageTrainer) -> tuple[float, dict[str, Any]]:
         trainer.train_step()
         if trainer.step % 100 == 0 and not math.isfinite(trainer.recent_loss()):
             return math.nan, {"by_position": []}
-    if trainer.device.type == "cuda":
-        torch.cuda.synchronize()
+    trainer.recent_loss()  # waits for the last step
     seconds = time.perf_counter() - start
     by_position = trainer.bits_by_position()
     details = {
@@ -129,31 +148,43 @@ def _commit() -> str:
 
 
 class Worker:
-    """A process that performs runs, so that several share a GPU and a late one can be ended."""
+    """A process that performs runs, several at a time, and can be ended while it does.
 
-    def __init__(self, pack: Path | None, device: str) -> None:
+    Its threads share a GPU better than processes would, whose kernels never run at the same time.
+
+    Args:
+        pack, device, cuda_graph: as `perform`'s.
+    """
+
+    def __init__(self, pack: Path | None, device: str, cuda_graph: bool) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_work, args=(theirs, pack, device, sys.argv[1:]), daemon=True
+            target=_work, args=(theirs, pack, device, cuda_graph, sys.argv[1:]), daemon=True
         )
         self._process.start()
         theirs.close()
-        self.run: Run | None = None
+        self.running: set[Run] = set()
 
     def start(self, run: Run) -> None:
-        """Gives it a run; it must have none."""
-        self.run = run
+        """Gives it a run, beside those that it has."""
+        self.running.add(run)
         self.connection.send(run)
 
-    def result(self) -> Result | str:
-        """The result of the run, or how it failed; waits for it."""
-        self.run = None
+    def results(self) -> list[tuple[Run, Result | str]]:
+        """A run that has ended with its result, or with how it failed; waits for one. Of a process
+        that has ended, all its runs.
+        """
         try:
-            return self.connection.recv()
+            run, result = self.connection.recv()
         except EOFError:
             self._process.join()
-            return f"its process ended with status {self._process.exitcode}"
+            how = f"its process ended with status {self._process.exitcode}"
+            ended = [(run, how) for run in self.running]
+        else:
+            ended = [(run, result)]
+        self.running -= {run for run, _ in ended}
+        return ended
 
     @property
     def alive(self) -> bool:
@@ -166,18 +197,29 @@ class Worker:
         self.connection.close()
 
 
-def _work(connection: Connection, pack: Path | None, device: str, arguments: list[str]) -> None:
+def _work(
+    connection: Connection,
+    pack: Path | None,
+    device: str,
+    cuda_graph: bool,
+    arguments: list[str],
+) -> None:
     sys.argv[1:] = arguments  # what _environment says of the command
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
-    where = torch.device(device)
+    where, sending = torch.device(device), threading.Lock()
+
+    def answer(run: Run) -> None:
+        result: Result | str
+        try:
+            result = perform(run, pack, where, cuda_graph)
+        except Exception:  # of any kind: it is the run's end, which is reported, not the worker's
+            result = traceback.format_exc()
+        with sending:
+            connection.send((run, result))
+
     while True:
         try:
             run = connection.recv()
         except EOFError:
             return
-        try:
-            connection.send(perform(run, pack, where))
-        except Exception:  # of any kind: it is the run's end, which is reported, not the worker's
-            connection.send(traceback.format_exc())
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
+        threading.Thread(target=answer, args=(run,), daemon=True).start()

@@ -13,21 +13,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments import borrowed
 from experiments.models import make_model
 from experiments.runs import Run
+from gla_ext.losses import cross_entropy_loss
 from gla_ext.model.config import GLAConfig
 from gla_ext.train.trainer import Settings, Trainer
 
 VOCAB_SIZE = 8192
 POWER = 0.01
 TEST_EXAMPLES = 1024
-_TEST_SEED = 1 << 40  # of no step of any run
+_TEST_SEED = 1 << 40  # of no run's training examples
+_AT_ONCE = 4096  # examples made in one piece, for 64 MB of noise
 SOLVED = 0.99  # accuracy at which a run ends, as Zoology's do
-EVALUATIONS = 16
+EVALUATIONS = 20
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,44 @@ def _draw(log_p: Tensor, count: int, size: int, generator: torch.Generator) -> T
     return (log_p - (-uniform.clamp_min(1e-20).log()).log()).topk(size, -1).indices
 
 
-class RecallTrainer(Trainer):
-    """The project's trainer on recall: two blocks without an MLP, other examples at every step."""
+class Passes:
+    """Batches from a set of examples, which is passed through in another order each time.
 
-    def __init__(self, run: Run, device: torch.device) -> None:
+    What a pass has left after its last whole batch is not taken in it.
+
+    Args:
+        tokens, targets: `[n, seq_len]` each, n >= batch_size.
+        batch_size: examples a batch.
+        seed: of the orders.
+    """
+
+    def __init__(self, tokens: Tensor, targets: Tensor, batch_size: int, seed: int) -> None:
+        self._tokens, self._targets = tokens, targets
+        self._batch_size, self._seed = batch_size, seed
+        self._pass, self._order = -1, tokens.new_empty(0, dtype=torch.int64)
+
+    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of a step: int64 `[batch_size, seq_len]` each."""
+        number, place = divmod(step, len(self._tokens) // self._batch_size)
+        if number != self._pass:
+            device = self._tokens.device
+            generator = torch.Generator(device).manual_seed((self._seed << 20) + number)
+            order = torch.randperm(len(self._tokens), generator=generator, device=device)
+            self._pass, self._order = number, order
+        chosen = self._order[place * self._batch_size : (place + 1) * self._batch_size]
+        return self._tokens[chosen].long(), self._targets[chosen].long()
+
+
+class RecallTrainer(Trainer):
+    """The project's trainer on recall, with models of two blocks without an MLP.
+
+    Args:
+        run: the run.
+        device: where.
+        cuda_graph: as the trainer's. Default: False.
+    """
+
+    def __init__(self, run: Run, device: torch.device, cuda_graph: bool = False) -> None:
         self.run, self.task = run, Recall(run.seq_len, run.pairs)
         settings = Settings(
             dtype="bfloat16" if device.type == "cuda" else "float32",
@@ -99,19 +134,21 @@ class RecallTrainer(Trainer):
             warmup=run.steps // 10,
             seed=run.seed,
         )
-        super().__init__(settings, self.task, device)
+        super().__init__(settings, self.task, device, cuda_graph=cuda_graph)
 
-    def make_data(self, corpus: Recall) -> tuple[Callable[[int], tuple[Tensor, Tensor]], Tensor]:
-        """Batches of new examples, and the examples to test on."""
-        run = self.run
-
-        def batches(step: int) -> tuple[Tensor, Tensor]:
-            return corpus.examples(run.batch_size, (run.seed << 32) + step, self.device)
-
-        return batches, corpus.examples(TEST_EXAMPLES, _TEST_SEED, self.device)
+    def make_data(self, corpus: Recall) -> tuple[Passes, tuple[Tensor, Tensor]]:
+        """Batches to train on, and the examples to test on."""
+        run, parts = self.run, []
+        for first in range(0, run.examples, _AT_ONCE):
+            count = min(_AT_ONCE, run.examples - first)
+            made = corpus.examples(count, (run.seed << 32) + first, self.device)
+            parts.append([x.to(torch.int16) for x in made])
+        train = [torch.cat(x) for x in zip(*parts, strict=True)]
+        test = corpus.examples(TEST_EXAMPLES, _TEST_SEED, self.device)
+        return Passes(*train, run.batch_size, run.seed), test
 
     def make_model(self) -> nn.Module:
-        """Two blocks without an MLP, as Zoology's."""
+        """Two blocks without an MLP, output matrix and embeddings one, as Zoology's."""
         run = self.run
         if run.layer in borrowed.NAMES:
             return borrowed.Borrowed(run.layer, run.width, run.layers, VOCAB_SIZE, run.seq_len)
@@ -119,14 +156,14 @@ class RecallTrainer(Trainer):
             hidden_size=run.width,
             num_hidden_layers=run.layers,
             num_heads=run.heads,
-            initializer_range=run.width**-0.5,
             vocab_size=VOCAB_SIZE,
+            tie_word_embeddings=run.tied,
         )
         return make_model(run.layer, config, mlp=False)
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         logits, values = self._answers(inputs, targets)
-        return F.cross_entropy(logits.float(), values)
+        return cross_entropy_loss(logits, values, inplace_backward=True)[0].mean()
 
     def _answers(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Logits at the queries alone, `[count * pairs, vocab_size]`, and their values."""
@@ -141,11 +178,11 @@ class RecallTrainer(Trainer):
     def evaluate(self, should_stop: Callable[[], bool] = lambda: False) -> float:
         """The share of queries answered right, of examples never trained on."""
         self.model.eval()
-        right = 0
+        right = torch.zeros((), dtype=torch.int64, device=self.device)
         for inputs, targets in zip(*(x.split(128) for x in self.held_out), strict=True):
             with torch.no_grad():
                 logits, values = self._answers(inputs, targets)
-            right += int((logits.argmax(-1) == values).sum())
-        accuracy = right / (TEST_EXAMPLES * self.task.pairs)
+            right += (logits.argmax(-1) == values).sum()
+        accuracy = int(right) / (TEST_EXAMPLES * self.task.pairs)
         self.evaluations.append((self.step, accuracy))
         return accuracy

@@ -12,8 +12,9 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import wait
 from pathlib import Path
+
+import torch
 
 from experiments.comparisons import ablations, length, mqar, value_gates
 from experiments.comparisons.mqar import SLOW_LAYERS
@@ -21,6 +22,7 @@ from experiments.perform import Worker, text_digest
 from experiments.runs import RESULTS, Result, Results, Run, keep
 from experiments.text import PACK
 from gla_ext.train.devices import check_device, default_device
+from gla_ext.train.graph import check_graph
 
 EXPERIMENTS = {
     "mqar": mqar,
@@ -45,7 +47,7 @@ def share(run: Run) -> float:
     """The part of a GPU that a run is taken to fill."""
     if run.task == "text":
         return 1.0
-    return 0.5 if run.width > 256 else 0.25
+    return 0.25 if run.width > 256 else 0.125
 
 
 def estimated_seconds(run: Run, results: Results) -> float:
@@ -58,18 +60,19 @@ def estimated_seconds(run: Run, results: Results) -> float:
     if alike:
         return max(statistics.median(alike), alike[-1])
     if run.layer in SLOW_LAYERS:
-        return 10 + 1.2e-3 * run.steps * run.seq_len  # a loop over tokens
-    tokens_per_second = 1e6 if run.task == "text" else 4e6
-    return 10 + run.tokens / tokens_per_second * (1.5 if "value" in run.layer else 1)
+        return 10 + 3e-4 * run.steps * run.seq_len  # a loop over tokens
+    if run.task == "recall":  # beside others
+        return 5 + run.tokens / (1.5e7 if run.width <= 128 else 2e9 / run.width)
+    return 10 + run.tokens / 2e6 * (1.5 if "value" in run.layer else 1)
 
 
 class Session:
-    """Workers on one device until a deadline."""
+    """A worker on one device until a deadline."""
 
     def __init__(self, options: argparse.Namespace, pack: Path | None, results: Results) -> None:
         self.options, self.pack, self.results = options, pack, results
         self.deadline = time.monotonic() + 60 * options.minutes
-        self.workers: list[Worker] = []
+        self.worker: Worker | None = None
         self.failed: set[Run] = set()
         self.text = text_digest(pack)
 
@@ -79,45 +82,42 @@ class Session:
         try:
             while True:
                 self._start()
-                busy = {w.connection: w for w in self.workers if w.run is not None}
-                if not busy:
+                if self.worker is None or not self.worker.running:
                     return kept, len(self.failed)
-                ready = wait(busy, timeout=max(0, self.deadline - time.monotonic()))
-                if not ready:
-                    for worker in busy.values():
-                        print(f"cut off: {worker.run}", flush=True)
+                left = max(0, self.deadline - time.monotonic())
+                if not self.worker.connection.poll(left):
+                    for run in self.worker.running:
+                        print(f"cut off: {run}", flush=True)
                     return kept, len(self.failed)
-                kept += sum(self._end(busy[connection]) for connection in ready)
+                kept += sum(self._end(*ended) for ended in self.worker.results())
+                if not self.worker.alive:
+                    self.worker = None
         finally:
-            for worker in self.workers:
-                worker.end()
+            if self.worker is not None:
+                self.worker.end()
 
     def _start(self) -> None:
         """Starts what fits on the device beside what runs, and into the time that is left."""
-        running = {worker.run for worker in self.workers if worker.run is not None}
+        running = self.worker.running if self.worker is not None else set()
         free = 1.0 - sum(share(run) for run in running)
         for run in pending(self.options.only, self.options.scale, self.results, self.text):
             if run in running or run in self.failed:
                 continue
             if len(running) >= self.options.jobs or share(run) > free + 1e-9:
                 return
-            idle = next((worker for worker in self.workers if worker.run is None), None)
-            seconds = estimated_seconds(run, self.results) + (0 if idle else _START_SECONDS)
+            seconds = estimated_seconds(run, self.results)
+            seconds += _START_SECONDS if self.worker is None else 0
             if time.monotonic() + seconds > self.deadline:
                 continue
-            if idle is None:
-                idle = Worker(self.pack, self.options.device)
-                self.workers.append(idle)
-            idle.start(run)
-            running.add(run)
+            if self.worker is None:
+                graphs = self.options.cuda_graph
+                self.worker = Worker(self.pack, self.options.device, graphs)
+                running = self.worker.running
+            self.worker.start(run)
             free -= share(run)
 
-    def _end(self, worker: Worker) -> int:
-        """Keeps a worker's result; returns how many there were."""
-        run = worker.run
-        result = worker.result()
-        if not worker.alive:
-            self.workers.remove(worker)
+    def _end(self, run: Run, result: Result | str) -> int:
+        """Keeps a run's result; returns how many there were."""
         if not isinstance(result, Result):
             self.failed.add(run)
             print(f"failed: {run}\n{result}", file=sys.stderr, flush=True)
@@ -137,6 +137,10 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"expected experiments of {', '.join(EXPERIMENTS)}, got {unknown}")
         options.device = default_device() if options.device == "auto" else options.device
         check_device(options.device)
+        if options.cuda_graph is None:
+            options.cuda_graph = torch.device(options.device).type == "cuda"
+        if options.cuda_graph:
+            check_graph(torch.device(options.device))
         results = Results({RESULTS, options.out})
         on_text = set(options.only) - {"mqar"}
         pack = options.text if options.scale == "full" and on_text else None
@@ -169,7 +173,9 @@ def _command_line() -> argparse.ArgumentParser:
     add("only", nargs="*", metavar="EXPERIMENT", help=f"in this order, of {names}; default: all")
     add("--scale", choices=("tiny", "full"), default="full", help=default)
     add("--minutes", type=float, default=8.0, help=f"ends after so many; {default}")
-    add("--jobs", type=int, default=4, help=f"runs at a time, if they are small; {default}")
+    add("--jobs", type=int, default=8, help=f"runs at a time, if they are small; {default}")
+    graphs = "training steps are CUDA graphs; default: on a GPU"
+    add("--cuda-graph", action=argparse.BooleanOptionalAction, help=graphs)
     add("--device", default="auto", help=default)
     add("--text", type=Path, default=PACK, help=f"what experiments.text packed; {default}")
     add("--out", type=Path, default=RESULTS, help=f"folder for new results; {default}")

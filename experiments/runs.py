@@ -22,6 +22,8 @@ class Run:
     width, layers, heads: the model's.
     seq_len, batch_size, segments, steps, lr, seed: as in `gla_ext.train`.
     pairs: of keys and values in an example of 'recall'.
+    examples: of 'recall' to train on, in passes; 0: others at every step.
+    tied: whether the output matrix is the embeddings.
     text: digest of the text, '' of 'recall', which has none.
     """
 
@@ -37,6 +39,8 @@ class Run:
     seed: int = 0
     segments: int = 1
     pairs: int = 0
+    examples: int = 0
+    tied: bool = False
     text: str = ""
 
     @property

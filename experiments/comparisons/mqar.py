@@ -18,7 +18,7 @@ Difficulty = tuple[int, int, int]  # seq_len, pairs, batch_size
 class Scale:
     """Sizes of the experiment: difficulties, the hardest last, and widths.
 
-    Rates are swept at swept_width on the hardest task that a layer is trained on.
+    Rates are swept at swept_width, on each difficulty.
     """
 
     difficulties: tuple[Difficulty, ...]
@@ -27,55 +27,50 @@ class Scale:
     rates: tuple[float, ...]
     seeds: int
     steps: int
+    examples: int
 
 
 SCALES = {
-    "tiny": Scale(((16, 2, 4), (32, 4, 4)), (16,), 16, (1e-3, 1e-2), 2, 2),
-    # Zoology's tasks, sizes of batches and rates, but for the lowest rate.
+    "tiny": Scale(((16, 2, 4), (32, 4, 4)), (16,), 16, (1e-3, 1e-2), 2, 2, 20),
+    # Zoology's tasks, sizes of batches and number of examples; its rates lie between 1e-4 and 1e-2.
     "full": Scale(
         ((64, 4, 512), (128, 8, 512), (256, 16, 256), (512, 64, 128)),
         (64, 128, 256, 512),
         128,
-        (4.6e-4, 2.2e-3, 1e-2),
+        (3.2e-3, 1e-3, 1e-2),
         3,
-        10_000,
+        5_000,
+        100_000,
     ),
 }
 
 
 def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
-    """The sweep; then every task and width at each layer's best rate, seed after seed."""
+    """The sweep of each task; then every task and width at its best rate, seed after seed."""
     size = SCALES[scale]
     for layers in (LAYERS, SLOW_LAYERS):
-        yield from swept(layers, _swept_run(size), size.rates, 1, results)
+        tasks = size.difficulties if layers is LAYERS else size.difficulties[:1]
+        for task in tasks:
+            yield from swept(layers, _swept_run(size, task), size.rates, 1, results)
         for seed in range(size.seeds):
-            for difficulty in reversed(size.difficulties):
+            for task in tasks:
                 for width in size.widths:
                     for layer in layers:
-                        found = _chosen(size, difficulty, width, layer, results)
+                        found = _chosen(size, task, width, layer, results)
                         yield from found[seed : seed + 1]
 
 
-def _tasks(size: Scale, layer: str) -> tuple[Difficulty, ...]:
-    """The difficulties that a layer is trained on."""
-    return size.difficulties[:1] if layer in SLOW_LAYERS else size.difficulties
-
-
-def _swept_run(size: Scale):
+def _swept_run(size: Scale, task: Difficulty):
     def make(layer: str, lr: float) -> Run:
-        return _run(size, _tasks(size, layer)[-1], size.swept_width, layer, lr)
+        return _run(size, task, size.swept_width, layer, lr)
 
     return make
 
 
-def _chosen(
-    size: Scale, difficulty: Difficulty, width: int, layer: str, results: Results
-) -> list[Run]:
-    """The runs, one a seed, at the rate that is best at the swept size."""
-    if difficulty not in _tasks(size, layer):
-        return []
-    at_best = chosen(layer, _swept_run(size), size.rates, size.seeds, results)
-    return [_run(size, difficulty, width, layer, run.lr, run.seed) for run in at_best]
+def _chosen(size: Scale, task: Difficulty, width: int, layer: str, results: Results) -> list[Run]:
+    """The runs, one a seed, at the rate that is best at the swept width."""
+    at_best = chosen(layer, _swept_run(size, task), size.rates, size.seeds, results)
+    return [_run(size, task, width, layer, run.lr, run.seed) for run in at_best]
 
 
 def _run(
@@ -94,6 +89,8 @@ def _run(
         lr=lr,
         seed=seed,
         pairs=pairs,
+        examples=size.examples,
+        tied=True,
     )
 
 

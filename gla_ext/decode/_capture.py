@@ -94,7 +94,7 @@ def capture(
     Returns:
         As `record`.
     """
-    with one_at_a_time, torch.cuda.device(device), _without_autocast_cache():
+    with one_at_a_time, torch.cuda.device(device), without_autocast_cache():
         stream = own_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -106,7 +106,7 @@ def capture(
 
 
 @contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
+def without_autocast_cache() -> Iterator[None]:
     """Inside, autocast keeps no casts of weights: a graph would go on reading them after autocast
     has freed them.
     """

@@ -167,7 +167,7 @@ class ShardedTrainer(Trainer):
 
     Raises:
         ValueError: sizes that do not divide the number of processes, the batch or the window.
-        NotImplementedError: segments above 1; packed.
+        NotImplementedError: segments above 1; packed; cuda_graph.
     """
 
     def __init__(self, settings: Settings, corpus: Corpus, options: Options) -> None:
@@ -175,6 +175,10 @@ class ShardedTrainer(Trainer):
             raise NotImplementedError(
                 "expected --segments 1 and --no-packed on several processes, got "
                 f"--segments {settings.segments}{' --packed' if settings.packed else ''}"
+            )
+        if options.cuda_graph:
+            raise NotImplementedError(
+                "expected --no-cuda-graph on several processes, got --cuda-graph"
             )
         device = torch.device(options.device)
         self.mesh = mesh_of(options, device.type)

@@ -108,8 +108,10 @@ def _command_to_go_on(given: dict[str, Any], options: Options) -> list[str]:
     command = [sys.executable, "-m", "gla_ext.train", "--out", str(options.out), "--resume"]
     if "device" in given:
         command += ["--device", given["device"]]
-    if "compile" in given:
-        command.append("--compile" if given["compile"] else "--no-compile")
+    for name in ("compile", "cuda_graph"):
+        if name in given:
+            flag = name.replace("_", "-")
+            command.append(f"--{flag}" if given[name] else f"--no-{flag}")
     return command
 
 
@@ -154,7 +156,8 @@ def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
 def _run(settings: Settings, options: Options, corpus: Corpus, signals: StopSignals) -> None:
     """Trains, evaluates and writes everything; raises Interrupted when a signal came."""
     start = time.perf_counter()
-    trainer = Trainer(settings, corpus, torch.device(options.device), options.compile)
+    device = torch.device(options.device)
+    trainer = Trainer(settings, corpus, device, options.compile, options.cuda_graph)
     checkpoint = options.out / CHECKPOINT
     if options.resume and checkpoint.exists():
         trainer.load(checkpoint)

@@ -15,13 +15,16 @@ from gla_ext.train.trainer import DTYPES, SCHEDULES, Settings, check_at_least
 
 @dataclass
 class Options:
-    """What a resumed run may change: on one device only `compile` alters numbers, by rounding."""
+    """What a resumed run may change: on one device `compile` and `cuda_graph` alone alter numbers,
+    by rounding.
+    """
 
     out: Path = Path("runs/gla-bytes")
     resume: bool = False
     overwrite: bool = False
     device: str = "auto"
     compile: bool = False
+    cuda_graph: bool = False
     prompt: str = "def "
     sample_bytes: int = 400
     save_every: int = 200
@@ -138,6 +141,8 @@ def command_line() -> argparse.ArgumentParser:
     add("--device", "auto takes a GPU if gla_ext has CUDA operators")
     compiled = "no; GPU: yes"
     add("--compile", "use torch.compile", compiled, action=argparse.BooleanOptionalAction)
+    graph = "make each step one CUDA graph, on a GPU"
+    add("--cuda-graph", graph, "no", action=argparse.BooleanOptionalAction)
     add("--prompt", "text that the sample continues", repr(cpu["prompt"]))
     add("--sample-bytes", "longest sample, bytes")
     quarter = f"a quarter of the steps, 250 at least; GPU: {cuda['eval_every']}"
@@ -153,5 +158,7 @@ def _values(settings: Settings, options: Options) -> dict[str, Any]:
     values = asdict(settings)
     del values["data"]
     values["packed"] = "yes" if settings.packed else "no"
-    values |= {"compile": "yes" if options.compile else "no", "save_every": options.save_every}
+    for name in ("compile", "cuda_graph"):
+        values[name] = "yes" if getattr(options, name) else "no"
+    values["save_every"] = options.save_every
     return {name.replace("_", "-"): value for name, value in values.items()}

@@ -8,7 +8,7 @@ from no state: a batch is one row, in which `cu_seqlens` says where documents st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -104,6 +104,7 @@ class SegmentedLoss:
             state; 0 where states run on from one document to the next. Default: 0.
         compiled: whether a step is compiled, in one graph. Default: False.
         autocast: a context for the model's call. Default: none.
+        in_place: keep states in tensors that stay, as a CUDA graph needs. Default: False.
     """
 
     def __init__(
@@ -114,8 +115,11 @@ class SegmentedLoss:
         documents: int = 0,
         compiled: bool = False,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        in_place: bool = False,
     ) -> None:
         self.model, self.segments, self.documents = model, segments, documents
+        self._in_place = in_place
+        self._kept: States = []
         self._of_logits, self._autocast = loss, autocast
         self._run = torch.compile(self._step, fullgraph=True) if compiled else self._step
         self.states: States | None = None
@@ -125,10 +129,23 @@ class SegmentedLoss:
         if step % self.segments == 0:
             self.states = None
         rows = pack_rows(inputs, self.documents) if self.documents else None
-        loss, states = self._run(inputs, targets, self.states, rows)
+        states = self.states
+        if self._in_place and states:  # backward reads them after they have been written over
+            states = [_each(Tensor.clone, entry) for entry in states]
+        loss, states = self._run(inputs, targets, states, rows)
         if self.segments > 1:
-            self.states = [_each(Tensor.detach, entry) for entry in states]
+            self.states = self._keep([_each(Tensor.detach, entry) for entry in states])
         return loss
+
+    def _keep(self, states: States) -> States:
+        """States, or the tensors that stay with these states in them."""
+        if not self._in_place:
+            return states
+        if not self._kept:
+            self._kept = [_each(Tensor.clone, entry) for entry in states]
+        for own, new in zip(_tensors(self._kept), _tensors(states), strict=True):
+            own.copy_(new)
+        return self._kept
 
     def _step(
         self, inputs: Tensor, targets: Tensor, states: States | None, rows: PackedRows | None
@@ -168,6 +185,13 @@ def _spread(x: Tensor, rows: PackedRows) -> Tensor:
     goes_on = rows.goes_on.view(-1, *(1,) * (x.ndim - 1))
     spread = x.new_zeros(len(rows.cu_seqlens) - 1, *x.shape[1:])
     return spread.index_copy(0, rows.first, x.where(goes_on, 0))
+
+
+def _tensors(states: States) -> Iterator[Tensor]:
+    """Every tensor of all layers' entries."""
+    for entry in states:
+        yield entry["recurrent_state"]
+        yield from entry["conv_state"] or ()
 
 
 def _each(function: Callable[[Tensor], Tensor], entry: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from gla_ext.model import GLAForCausalLM
 from gla_ext.model.checkpoint import load_tensors, model_tensors, read_tensors, write_tensors
 from gla_ext.model.config import GLAConfig
 from gla_ext.train.data import DOCUMENT_START, VOCAB_SIZE, Batches, Corpus, encode
+from gla_ext.train.graph import GraphedStep, check_graph
 from gla_ext.train.segments import SegmentedLoss, forward, most_documents, pack_rows
 
 _FORMAT = "gla_ext.train/1"
@@ -116,6 +117,11 @@ class Trainer:
         device: where to train.
         compiled: run model and loss, forward and backward, through
             `torch.compile(fullgraph=True)`. Default: False.
+        cuda_graph: make each step, the optimizer's update included, one CUDA graph, see
+            `gla_ext.train.graph`. Default: False.
+
+    Raises:
+        ValueError: cuda_graph on another device than a CUDA one.
     """
 
     def __init__(
@@ -124,17 +130,23 @@ class Trainer:
         corpus: Corpus,
         device: torch.device,
         compiled: bool = False,
+        cuda_graph: bool = False,
     ) -> None:
+        if cuda_graph:
+            check_graph(device)
         self.settings, self.device = settings, device
         self.fingerprint = corpus.fingerprint
         self.batches, self.held_out = self.make_data(corpus)
         torch.manual_seed(settings.seed)
         self.model = self.make_model().to(device)
-        self.optimizer = optimizer_of(self.model, settings)
+        self.optimizer = optimizer_of(self.model, settings, device if cuda_graph else None)
         self.loss = self._loss
         if compiled:
             self.loss = torch.compile(self._loss, fullgraph=True, dynamic=False)
-        self.segmented = self._segmented_loss(compiled)
+        self.segmented = self._segmented_loss(compiled, cuda_graph)
+        # Of a window's first step, which starts from no state, and of the others.
+        graphs = 0 if not cuda_graph else 2 if settings.segments > 1 else 1
+        self.graphs = [GraphedStep(self._update, device) for _ in range(graphs)]
         self.step = 0
         self.losses = torch.zeros(settings.steps, dtype=torch.float32, device=device)
         self.evaluations: list[tuple[int, float]] = []
@@ -155,18 +167,31 @@ class Trainer:
 
         On a GPU nothing here waits for it: the steps queue up until a loss is read.
         """
+        rate = self.settings.learning_rate(self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate(self.step)
+            if self.graphs:
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
         self.model.train()
-        batch = self.batches(self.step)
-        loss = self.loss(*batch) if self.segmented is None else self.segmented(self.step, *batch)
+        batch, update = self.batches(self.step), self._update
+        if self.graphs:
+            update = self.graphs[min(self.step % self.settings.segments, 1)]
+        self.losses[self.step] = update(*batch)
+        self.step += 1
+
+    def _update(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward, backward, clipping and the optimizer's step on a batch; returns its loss."""
+        if self.segmented is None:
+            loss = self.loss(inputs, targets)
+        else:
+            loss = self.segmented(self.step, inputs, targets)
         loss.backward()
         if self.settings.grad_clip > 0:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses[self.step] = loss.detach()
-        self.step += 1
+        return loss.detach()
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of a batch, int64 `[B, T]` each, in nats a byte."""
@@ -174,7 +199,7 @@ class Trainer:
             logits = self.model(inputs).logits
         return _cross_entropy(logits, targets)
 
-    def _segmented_loss(self, compiled: bool) -> SegmentedLoss | None:
+    def _segmented_loss(self, compiled: bool, in_place: bool) -> SegmentedLoss | None:
         """What `train_step` calls where steps hand on states or documents are apart."""
         settings, documents = self.settings, 0
         if settings.packed:
@@ -183,7 +208,13 @@ class Trainer:
         elif settings.segments == 1:
             return None
         return SegmentedLoss(
-            self.model, _cross_entropy, settings.segments, documents, compiled, self._autocast
+            self.model,
+            _cross_entropy,
+            settings.segments,
+            documents,
+            compiled,
+            self._autocast,
+            in_place,
         )
 
     def recent_loss(self, steps: int = 20) -> float:
@@ -293,6 +324,8 @@ class Trainer:
                 f"({metadata['corpus'][:12]})"
             )
         self._restore(tensors)
+        for graph in self.graphs:
+            graph.reset()  # its tensors have been replaced
         self.step = metadata["step"]
         self.losses[: self.step] = tensors["losses"].to(self.device)
         self.evaluations = [(step, bits) for step, bits in metadata["evaluations"]]
@@ -345,15 +378,27 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def optimizer_of(model: GLAForCausalLM, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices, none on norms and biases."""
+def optimizer_of(
+    model: GLAForCausalLM, settings: Settings, graph_on: torch.device | None = None
+) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices, none on norms and biases.
+
+    Args:
+        model, settings: what is trained, and how.
+        graph_on: the device where its step may be recorded in a CUDA graph; the learning rate is
+            then a tensor there. Default: None (it is a number).
+    """
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+    lr: Any = settings.lr
+    if graph_on is not None:
+        lr = torch.tensor(settings.lr, dtype=torch.float32, device=graph_on)
+    capturable = graph_on is not None
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True, capturable=capturable)
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

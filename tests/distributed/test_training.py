@@ -157,12 +157,18 @@ def test_killed_and_resumed(folder, tmp_path):
         assert_close(mine, theirs, 1e-2)
 
 
-def run_refused(group, folder, settings):
+def run_refused(group, folder, settings, **options):
     from gla_ext.distributed.training import ShardedTrainer
 
     with pytest.raises((NotImplementedError, ValueError)) as caught:
-        ShardedTrainer(Settings(**TINY | settings), load_corpus(folder), Options(device="cpu"))
+        options = Options(device="cpu", **options)
+        ShardedTrainer(Settings(**TINY | settings), load_corpus(folder), options)
     return str(caught.value)
+
+
+def test_graphs_of_steps_are_refused(pool, folder):
+    expected = "expected --no-cuda-graph on several processes, got --cuda-graph"
+    assert pool(run_refused, folder, {}, cuda_graph=True) == [expected] * 4
 
 
 @pytest.mark.parametrize(

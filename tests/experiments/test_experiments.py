@@ -16,7 +16,7 @@ from experiments.language import LONGEST, LanguageTrainer, long_documents
 from experiments.pack import Document, read_manifest, read_pack, split, write_pack
 from experiments.perform import perform, text_digest
 from experiments.plain_text import plain_text
-from experiments.recall import VOCAB_SIZE, Recall
+from experiments.recall import VOCAB_SIZE, Passes, Recall, RecallTrainer
 from experiments.runs import Result, Results, Run, best, chosen, keep, read_line, spread, swept
 from experiments.text import Source, prose
 from gla_ext.train.data import Corpus
@@ -68,6 +68,37 @@ def test_recall_asks_by_a_power_law():
     share = torch.bincount(gaps, minlength=space) / count
     p = torch.arange(1, space + 1, dtype=torch.float64) ** (0.01 - 1)
     assert torch.allclose(share.double(), p / p.sum(), atol=0.03)
+
+
+def test_a_pass_takes_every_example_once():
+    tokens = torch.arange(11, dtype=torch.int16).view(11, 1)
+    batches = Passes(tokens, -tokens, batch_size=3, seed=5)
+    passes = []
+    for step in range(6):
+        inputs, targets = batches(step)
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert torch.equal(targets, -inputs)
+        passes.append(inputs.flatten().tolist())
+    for first in (0, 3):  # three whole batches a pass
+        assert len({*passes[first], *passes[first + 1], *passes[first + 2]}) == 9
+    assert passes[:3] != passes[3:]
+    assert batches(1)[0].flatten().tolist() == passes[1]
+    again = Passes(tokens, -tokens, batch_size=3, seed=6)
+    assert again(0)[0].flatten().tolist() != passes[0]
+
+
+def test_recall_trains_on_its_examples_alone():
+    run = Run(**(vars(RUN) | {"task": "recall", "pairs": 2, "examples": 5, "tied": True}))
+    trainer = RecallTrainer(run, CPU)
+    expected = Recall(32, 2).examples(5, seed=0, device=CPU)[0].tolist()
+    for step in range(4):
+        assert all(row in expected for row in trainer.batches(step)[0].tolist())
+    assert not any(row in expected for row in trainer.held_out[0].tolist())
+    assert trainer.model.lm_head.weight is trainer.model.model.embeddings.weight
+    inputs, targets = trainer.batches(0)
+    logits = trainer.model(inputs).logits
+    nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(trainer.loss(inputs, targets), nats)
 
 
 def test_plain_text_leaves_bars_of_links_out():

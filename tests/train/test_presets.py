@@ -22,6 +22,7 @@ OTHERS = {
     "resume": True,
     "overwrite": True,
     "compile": False,
+    "cuda_graph": True,
     "prompt": "class ",
     "sample_bytes": 7,
     "save_every": 3,
@@ -124,7 +125,7 @@ def test_compile_on_the_cpu():
 def test_what_is_printed(gpu):
     line = describe(*decide())
     assert line.startswith("Defaults for cuda: dtype bfloat16, steps 1200, batch-size 32, ")
-    assert line.endswith("compile yes, save-every 600")
+    assert line.endswith("compile yes, cuda-graph no, save-every 600")
     changed = describe(*decide("--steps", 1200, "--seq-len", 64, "--no-compile"))
     assert changed == line + "; but seq-len 64, compile no"
     assert describe(*decide("--device", "cpu")).startswith("Defaults for cpu: dtype float32, ")

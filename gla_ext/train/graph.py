@@ -1,0 +1,116 @@
+"""A training step as one CUDA graph: forward, backward, clipping and the optimizer's update.
+
+Small models are bound by the host, which queues some hundred kernels a step; a graph is one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gla_ext.decode import _capture
+
+
+def check_graph(device: torch.device) -> None:
+    """Raises ValueError, in words of the flag --cuda-graph, if steps there cannot be graphs."""
+    if device.type != "cuda":
+        raise ValueError(f"expected --device to be cuda with --cuda-graph, got {device}")
+    if not _capture.can_capture():
+        raise ValueError(
+            "expected no PYTORCH_NO_CUDA_MEMORY_CACHING in the environment with --cuda-graph, "
+            "got it; a graph's memory comes from the allocator's cache"
+        )
+
+
+class GraphedStep:
+    """A training step that is recorded at its third call and replayed from then on.
+
+    The first calls are steps as well, on the stream that is then recorded: they compile what is
+    compiled, start up what libraries start up, and make the optimizer's state.
+
+    Args:
+        step: `step(*batch)` queues a whole step and returns its loss. All else that it reads and
+            writes (weights, the optimizer's state, a learning rate in a tensor) must stay where it
+            is; gradients must be None when it begins.
+        device: a CUDA device.
+    """
+
+    def __init__(self, step: Callable[..., Tensor], device: torch.device) -> None:
+        self._step, self._device = step, device
+        self._stream: torch.cuda.Stream | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the graph, as when the optimizer's state has been replaced."""
+        with _capture.one_at_a_time:  # none may be destroyed while another thread records one
+            self._graph = None
+        self._batch: tuple[Tensor, ...] = ()
+        self._loss = torch.empty(())
+        self._warmups = _capture.WARMUPS
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the next call replays the graph."""
+        return self._graph is not None
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        """Queues a step on a batch of tensors, of the same shapes in every call.
+
+        Returns:
+            The loss, a scalar that the next call writes over.
+
+        Raises:
+            ValueError: for a batch of other shapes than the first.
+            NotImplementedError: for a step that draws random numbers.
+        """
+        self._take(batch)
+        if self._graph is None:
+            self._first_calls()
+        if self._graph is not None:
+            self._graph.replay()
+        return self._loss
+
+    def _take(self, batch: tuple[Tensor, ...]) -> None:
+        """Puts a batch where the graph reads it."""
+        if not self._batch:
+            self._batch = tuple(torch.empty_like(x) for x in batch)
+        for own, x in zip(self._batch, batch, strict=True):
+            if own.shape != x.shape:
+                raise ValueError(
+                    "expected every batch of a run with --cuda-graph to be "
+                    f"{tuple(own.shape)}, got {tuple(x.shape)}"
+                )
+            own.copy_(x)
+
+    def _first_calls(self) -> None:
+        """A step that is not replayed, or the recording of one, which does nothing yet."""
+        with (
+            _capture.one_at_a_time,
+            torch.cuda.device(self._device),
+            _capture.without_autocast_cache(),
+        ):
+            if self._stream is None:
+                self._stream = _capture.own_stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                if self._warmups > 0:
+                    self._warmups -= 1
+                    self._loss = self._step(*self._batch)
+                else:
+                    self._record()
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _record(self) -> None:
+        def step() -> None:
+            self._loss = self._step(*self._batch)
+
+        graph = _capture.record(step)
+        if graph is None:
+            raise NotImplementedError(
+                "expected a model without dropout with --cuda-graph, got a step that draws random "
+                "numbers"
+            )
+        self._graph = graph

@@ -1,0 +1,66 @@
+"""Steps of the experiments' models as CUDA graphs, beside the same steps without."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from experiments import borrowed
+from experiments.comparisons import mqar
+from experiments.language import LanguageTrainer
+from experiments.models import LAYERS
+from experiments.perform import perform
+from experiments.recall import RecallTrainer
+from experiments.runs import Run
+from gla_ext.train.data import Corpus
+
+pytestmark = pytest.mark.cuda
+STEPS = 8
+RECALL = Run(
+    task="recall",
+    layer="gla",
+    width=64,
+    layers=2,
+    heads=2,
+    seq_len=64,
+    batch_size=64,
+    steps=STEPS,
+    lr=1e-2,
+    pairs=4,
+    examples=640,
+    tied=True,
+)
+CORPUS = Corpus("words", (("a", b"some words of text\n" * 200),), (("b", b"more words\n" * 20),))
+
+
+def assert_same_losses(make):
+    runs = [make(cuda_graph) for cuda_graph in (False, True)]
+    for run in runs:
+        for _ in range(STEPS):
+            run.train_step()
+    eager, graphed = runs
+    assert all(graph.recorded for graph in graphed.graphs)
+    # Sums of embeddings' gradients have no fixed order, and products are bf16.
+    torch.testing.assert_close(graphed.losses, eager.losses, rtol=2e-3, atol=2e-3)
+    assert eager.losses[-1] < eager.losses[0]
+    assert graphed.evaluate() == pytest.approx(eager.evaluate(), rel=1e-2, abs=1e-2)
+
+
+@pytest.mark.parametrize("layer", [*mqar.LAYERS, *borrowed.NAMES])
+def test_recall(layer):
+    run, device = dataclasses.replace(RECALL, layer=layer), torch.device("cuda")
+    assert_same_losses(lambda cuda_graph: RecallTrainer(run, device, cuda_graph))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_text(layer):
+    sizes = {"seq_len": 128, "batch_size": 4, "heads": 1, "pairs": 0, "examples": 0, "tied": False}
+    run = dataclasses.replace(RECALL, task="text", layer=layer, **sizes)
+    device = torch.device("cuda")
+    assert_same_losses(lambda cuda_graph: LanguageTrainer(run, CORPUS, device, cuda_graph))
+
+
+def test_a_run_ends_with_a_score():
+    result = perform(RECALL, None, torch.device("cuda"), cuda_graph=True)
+    assert 0 <= result.score <= 1
+    assert result.details["steps_done"] == STEPS

@@ -1,0 +1,143 @@
+"""Training steps as CUDA graphs: `train.graph` and the trainer over it."""
+
+import pytest
+import torch
+
+from gla_ext.train import command as train
+from gla_ext.train import trainer
+from gla_ext.train.data import Corpus
+from gla_ext.train.graph import GraphedStep, check_graph
+from gla_ext.train.presets import Options
+
+TEXTS = [b"abcdefg", b"hi", b"j" * 40, b"klmnop" * 9, b"q", b"rstuv" * 11, b"wxyz" * 30]
+CORPUS = Corpus("texts", tuple((str(i), x) for i, x in enumerate(TEXTS)), (("8", b"abab" * 20),))
+WINDOWS = [{}, {"segments": 3}, {"packed": True}, {"segments": 3, "packed": True}]
+TINY = {"steps": 12, "batch_size": 2, "seq_len": 16, "hidden_size": 32, "layers": 2, "heads": 2}
+TINY |= {"warmup": 2, "schedule": "cosine", "lr": 1e-2}
+
+
+def make_trainer(device="cpu", cuda_graph=False, compiled=False, **options) -> trainer.Trainer:
+    settings = trainer.Settings(**(TINY | options))
+    return trainer.Trainer(settings, CORPUS, torch.device(device), compiled, cuda_graph)
+
+
+def test_elsewhere_than_on_a_gpu_it_is_refused(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    arguments = ["--device", "cpu", "--cuda-graph", "--out", str(out), "--steps", "1"]
+    assert train.main(arguments) == 2
+    expected = "expected --device to be cuda with --cuda-graph, got cpu"
+    assert expected in capsys.readouterr().err
+    with pytest.raises(ValueError, match=expected):
+        make_trainer(cuda_graph=True)
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    with pytest.raises(ValueError, match="expected no PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        check_graph(torch.device("cuda"))
+
+
+def test_going_on_keeps_the_flag(tmp_path):
+    given = {"device": "cuda", "compile": False, "cuda_graph": True}
+    command = train._command_to_go_on(given, Options(out=tmp_path))
+    assert command[-4:] == ["--device", "cuda", "--no-compile", "--cuda-graph"]
+    assert "--no-cuda-graph" in train._command_to_go_on({"cuda_graph": False}, Options())
+
+
+class Replayed(GraphedStep):
+    """A graph as the CPU can have one: every call reads and writes the tensors of the first."""
+
+    def _first_calls(self):
+        where = [p.data_ptr() for p in self._step.__self__.model.parameters()]
+        self._loss = self._step(*self._batch)
+        assert where == [p.data_ptr() for p in self._step.__self__.model.parameters()]
+
+
+@pytest.mark.parametrize("options", WINDOWS)
+def test_a_step_on_tensors_that_stay_is_the_same(monkeypatch, options):
+    monkeypatch.setattr(trainer, "check_graph", lambda device: None)
+    monkeypatch.setattr(trainer, "GraphedStep", Replayed)
+    plain, graphed = (make_trainer(cuda_graph=flag, **options) for flag in (False, True))
+    states = []
+    for _ in range(12):
+        plain.train_step()
+        graphed.train_step()
+        if "segments" in options:
+            states.append([id(entry["recurrent_state"]) for entry in graphed.segmented.states])
+    assert all(ids == states[0] for ids in states)
+    rates = [group["lr"] for group in graphed.optimizer.param_groups]
+    assert all(isinstance(rate, torch.Tensor) for rate in rates)
+    assert rates[0].item() == pytest.approx(plain.optimizer.param_groups[0]["lr"])
+    torch.testing.assert_close(graphed.losses, plain.losses, rtol=1e-4, atol=1e-5)
+    assert plain.losses[-1] < plain.losses[0]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("options", WINDOWS)
+def test_graphed_steps_equal_the_eager_ones(options, compiled, tmp_path):
+    torch._dynamo.reset()
+    eager = make_trainer("cuda", **options)
+    graphed = make_trainer("cuda", cuda_graph=True, compiled=compiled, **options)
+    for _ in range(12):
+        eager.train_step()
+        graphed.train_step()
+        assert graphed.evaluate() == pytest.approx(eager.evaluate(), rel=1e-3)
+    assert all(graph.recorded for graph in graphed.graphs)
+    torch.testing.assert_close(graphed.losses, eager.losses, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", WINDOWS)
+def test_a_resumed_graphed_run_equals_the_uninterrupted_one(options, tmp_path):
+    whole = make_trainer("cuda", cuda_graph=True, **options)
+    for step in range(12):
+        if step == 7:  # inside a window
+            whole.save(tmp_path / "first")
+        whole.train_step()
+    rest = make_trainer("cuda", cuda_graph=True, **options)
+    for _ in range(4):
+        rest.train_step()
+    rest.load(tmp_path / "first")  # after its own graph, which is of other tensors
+    for _ in range(5):
+        rest.train_step()
+    torch.testing.assert_close(rest.losses, whole.losses, rtol=1e-4, atol=1e-4)
+    for a, b in zip(rest.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.cuda
+def test_a_replayed_step_waits_for_nothing():
+    run = make_trainer("cuda", cuda_graph=True, dtype="bfloat16")
+    for _ in range(4):
+        run.train_step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):
+            run.train_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run.losses.isfinite().all()
+
+
+@pytest.mark.cuda
+def test_what_cannot_be_replayed_is_refused():
+    weight = torch.ones(3, device="cuda", requires_grad=True)
+    x = torch.ones(3, device="cuda")
+
+    def drops(x):
+        return torch.nn.functional.dropout(weight * x).sum().detach()
+
+    step = GraphedStep(drops, x.device)
+    for _ in range(2):
+        step(x)
+    with pytest.raises(NotImplementedError, match="expected a model without dropout"):
+        step(x)
+    with pytest.raises(ValueError, match=r"to be \(3,\), got \(2,\)"):
+        step(x[:2])
+
+
+@pytest.mark.cuda
+def test_the_command_with_graphs(folder, tmp_path):
+    sizes = ["--steps", "6", "--batch-size", "2", "--seq-len", "32", "--hidden-size", "32"]
+    command = [*sizes, "--heads", "2", "--layers", "1", "--sample-bytes", "4", "--no-compile"]
+    where = ["--data", str(folder), "--out", str(tmp_path)]
+    assert train.main([*where, *command, "--cuda-graph"]) == 0
+    assert (tmp_path / "metrics.json").exists()
