@@ -49,6 +49,7 @@ class StaticGLACache(GLACache):
             self._no_row = torch.full_like(self._every_row, -1)
         self._prefills, self._starts = False, False
         self._rows: Tensor | None = None
+        self._goes_on: Tensor | None = None
 
     def __len__(self) -> int:
         return 0 if self._starts else len(self.states)
@@ -57,17 +58,19 @@ class StaticGLACache(GLACache):
         entry = self.states[layer_idx]
         return entry if self._rows is None else _Gathered(entry, self._rows)
 
-    def prompt_rows(self, layer_idx: int | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Where a layer's prompts pass in place: the buffer, their rows in it, and, if they start
-        from nothing, so many False. None where there is no buffer yet, or no rows are named.
+    def prompt_rows(self, layer_idx: int | None) -> dict[str, Tensor | None] | None:
+        """Where a layer's prompts pass in place, as `chunk_gla_` takes it: the buffer, their rows
+        in it, and whether they go on. None outside of `prefill`, and before there is a buffer.
         """
-        if self._rows is None or layer_idx is None or layer_idx >= len(self.states):
+        if not self._prefills or layer_idx is None or layer_idx >= len(self.states):
             return None
-        buffer = self.states[layer_idx]["recurrent_state"]
+        buffer, rows = self.states[layer_idx]["recurrent_state"], self._rows
         if buffer is None:
             return None
-        goes_on = torch.zeros_like(self._rows, dtype=torch.bool) if self._starts else None
-        return buffer, self._rows, goes_on
+        if self._starts and self._goes_on is None:
+            count = self.batch_size if rows is None else rows.shape[0]
+            self._goes_on = torch.zeros(count, dtype=torch.bool, device=buffer.device)
+        return {"state": buffer, "slots": rows, "has_initial_state": self._goes_on}
 
     @property
     def attention(self) -> list[KeyValues]:
@@ -122,7 +125,7 @@ class StaticGLACache(GLACache):
         try:
             yield
         finally:
-            self._prefills, self._starts, self._rows = False, False, None
+            self._prefills, self._starts, self._rows, self._goes_on = False, False, None, None
             self.max_seqlen = None
 
     @torch.no_grad()

@@ -238,9 +238,8 @@ class GatedLinearAttention(nn.Module):
             hidden_states, conv_state, bool(use_cache), cu_seqlens, cp_context
         )
         if pool is not None:
-            state, rows, goes_on = pool
-            rows = {"state": state, "slots": rows, "has_initial_state": goes_on}
-            o = chunk_gla_(q, k, v, gk, **rows, state_v_first=True, cu_seqlens=cu_seqlens)
+            o = chunk_gla_(q, k, v, gk, **pool, state_v_first=True, cu_seqlens=cu_seqlens)
+            state = pool["state"]
         else:
             rows = getattr(past_key_values, "slots", None) if in_place else None
             o, state = self._attend(
