@@ -19,11 +19,10 @@ from gla_ext.serve.batch import Batch, Draw, Drawn
 from gla_ext.serve.generation import Generation
 from gla_ext.serve.metrics import Metrics
 from gla_ext.serve.prefix import PrefixCache
-from gla_ext.serve.prompts import Piece
+from gla_ext.serve.prompt_queue import PromptQueue, step_of_pieces
 from gla_ext.serve.request import Delta, Limits, Request, TokenLogprob
 from gla_ext.serve.text import Tokenizer
 
-CHUNK = 64  # tokens, of which pieces of a prompt are whole multiples
 STATE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -95,12 +94,18 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         self.limits = Limits() if limits is None else limits
         self._invariant = is_batch_invariant()
+        every, most = self.limits.checkpoint_tokens, self.limits.prefill_tokens
         self._batch = Batch(
-            model, self.limits.rows, uses_graph(model, cuda_graph), self._invariant, state_dtype
+            model,
+            self.limits.rows,
+            uses_graph(model, cuda_graph),
+            self._invariant,
+            state_dtype,
+            self.limits.cache_bytes,
+            step_of_pieces(every, most),
         )
         self._cache = self._batch.cache
-        every, budget = self.limits.checkpoint_tokens, self.limits.cache_bytes
-        self.prefixes = PrefixCache(self._cache, every, budget)
+        self.prefixes = PrefixCache(self._batch.checkpoints, self._batch.row_nbytes, every)
         self.metrics = Metrics()
         self._ends = frozenset(
             read_end_tokens(getattr(model.config, "eos_token_id", None), model.config.vocab_size)
@@ -110,7 +115,7 @@ class Engine:
         self._unfinished = 0  # accepted and not finished
         self._draining = False
         self._free = list(range(self.limits.rows))
-        self._reading: deque[Generation] = deque()  # prompts, the next in turn first
+        self._reading = PromptQueue(self._batch, self.prefixes, self.metrics, most, self._invariant)
         self._decoding: list[Generation] = []
         # On a GPU the next step is under way while the host looks at the last one's tokens.
         self._device = device_of(model)
@@ -211,7 +216,8 @@ class Engine:
             deltas = self._sweep()
             self._admit()
             drawn_for = self._decode()
-            ended = self._read()
+            ended = self._reading.read(bool(self._decoding))
+            self._decoding += ended
             if drawn_for or ended:
                 self._queue_draw([*drawn_for, *ended])
             if self._under_way and (len(self._under_way) > self._ahead or not drawn_for + ended):
@@ -240,14 +246,7 @@ class Engine:
             sequence.row = min(self._free)  # low rows keep steps small
             self._free.remove(sequence.row)
             sequence.keys = self.prefixes.keys(sequence.request.tokens)
-            sequence.passed, checkpoint = self.prefixes.find(sequence.keys)
-            sequence.cached = sequence.passed
-            if checkpoint is None:
-                self._cache.take(sequence.row)
-            else:
-                self._cache.write(sequence.row, checkpoint)
             self._reading.append(sequence)
-            self.metrics.admitted(sequence)
 
     def _decode(self) -> list[Generation]:
         """Passes the last token of each sequence that goes on."""
@@ -255,46 +254,6 @@ class Engine:
         if going:
             self._batch.step([sequence.row for sequence in going])
         return going
-
-    def _read(self) -> list[Generation]:
-        """Passes pieces of prompts, in turns, and returns the sequences whose prompt has ended."""
-        ended: list[Generation] = []
-        # Nobody waits for a step's token where none decodes: then a round may be a full one.
-        room = self.limits.prefill_tokens * (1 if self._decoding else 8)
-        while room > 0 and self._reading:
-            pieces: list[tuple[Generation, Piece]] = []
-            for sequence in list(self._reading):
-                piece = self._piece(sequence, room)
-                if piece is None:
-                    break
-                pieces.append((sequence, piece))
-                room -= len(piece.tokens)
-                self._reading.rotate(-1)
-                if self._invariant or room <= 0:
-                    break
-            if not pieces:
-                break
-            self._batch.prefill([piece for _, piece in pieces])
-            for sequence, piece in pieces:
-                sequence.passed += len(piece.tokens)
-                self.prefixes.put(sequence.keys, sequence.passed, sequence.row)
-                if piece.ends:
-                    ended.append(sequence)
-                    self._reading.remove(sequence)
-                    self._decoding.append(sequence)
-        return ended
-
-    def _piece(self, sequence: Generation, room: int) -> Piece | None:
-        """The next tokens of a prompt, up to where a checkpoint is taken; None without room."""
-        tokens, start, every = sequence.request.tokens, sequence.passed, self.prefixes.every
-        stop = len(tokens)
-        if self._invariant or self.prefixes.enabled:
-            stop = min(stop, (start // every + 1) * every)
-        if not self._invariant and stop - start > room:
-            if room < CHUNK:
-                return None
-            stop = start + room // CHUNK * CHUNK
-        return Piece(sequence.row, tokens[start:stop], stop == len(tokens))
 
     def _queue_draw(self, sequences: list[Generation]) -> None:
         draws = {}

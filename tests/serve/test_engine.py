@@ -4,51 +4,13 @@ import types
 
 import pytest
 import torch
-from models import make_ids, make_model
+from engines import SMALL, greedy, is_empty, prompt, run
+from models import make_model
 
 from gla_ext.decode import _capture
 from gla_ext.ops import batch_invariant
 from gla_ext.serve import ClosedError, Engine, FullError, Limits, Request, engine, prompts
 from gla_ext.serve.text import Bytes
-
-SMALL = {"rows": 3, "waiting": 20, "prefill_tokens": 128, "checkpoint_tokens": 64}
-
-
-def prompt(length, seed=None) -> list[int]:
-    return make_ids(1, length, seed=length if seed is None else seed)[0].tolist()
-
-
-def run(engine, *requests, cancel_after=None):
-    """Tokens, text and finish_reason of each request, all submitted at once."""
-    generations = engine.submit(*requests)
-    found = {generation: ([], [], []) for generation in generations}
-    steps = 0
-    while engine.busy:
-        for generation, delta in engine.step():
-            tokens, texts, reasons = found[generation]
-            tokens += delta.tokens
-            texts.append(delta.text)
-            reasons += [delta.finish_reason] * (delta.finish_reason is not None)
-        steps += 1
-        assert steps < 2000
-    assert all(len(reasons) == 1 for _, _, reasons in found.values())
-    return [(tokens, "".join(texts), *reasons) for tokens, texts, reasons in found.values()]
-
-
-def greedy(model, tokens, count):
-    (row,) = model.generate([tokens], count, temperature=0)
-    return row[len(tokens) :].tolist()
-
-
-def is_empty(engine) -> bool:
-    """Whether no generation has left anything behind."""
-    return (
-        sorted(engine._free) == list(range(engine.limits.rows))
-        and not engine.busy
-        and not engine._reading
-        and not engine._decoding
-        and engine.waiting == 0
-    )
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
@@ -202,9 +164,11 @@ def test_graphs_of_prompts_fill_up(monkeypatch, use_short_conv):
     monkeypatch.setattr(prompts, "TOKENS", (8, 128))
     monkeypatch.setattr(prompts, "PIECES", (1, 3))
     filled = Engine(model, limits=Limits(**SMALL))
-    assert run(filled, *requests) == expected
-    assert (0, 1) in replayed and None in replayed
-    assert is_empty(filled)
+    for cached in (0, 64 * (1 + 3)):  # of 70 and 200 tokens
+        assert run(filled, *requests) == expected
+        assert (0, 1) in replayed and None in replayed
+        assert filled.metrics.count("cached_prompt_tokens_total") == cached
+        assert is_empty(filled)
 
 
 def test_a_long_prompt_holds_nobody_up():
@@ -298,7 +262,7 @@ def test_states_in_16_bits(state_dtype, invariant, device):
             Engine(model, limits=limits),
             Engine(model, limits=limits, state_dtype=state_dtype),
         )
-    half, whole = (engine._cache.checkpoint_nbytes() for engine in (short, wide))
+    half, whole = (engine._batch.row_nbytes for engine in (short, wide))
     assert 2 * half == whole
     requests = [Request(prompt(n), 20, temperature=0) for n in (1, 65, 200, 130)]
     expected = [tokens for tokens, *_ in run(wide, *requests)]
