@@ -35,7 +35,8 @@ class Batch:
     """Rows of sequences of one model, and of checkpoints.
 
     On a GPU a step is a CUDA graph, one for each power of two of rows up to all, so that few
-    sequences cost little. So are pieces of prompts: see `PromptGraphs`.
+    sequences cost little. So are pieces of prompts: see `PromptGraphs`. The first step of a size
+    runs without one; it is captured before the second, or by `warm_up`.
 
     Args:
         model: a `GLAForCausalLM` without attention layers, in eval mode.
@@ -71,7 +72,9 @@ class Batch:
         # A sum along one row alone would be cut otherwise, and in no certain order.
         self._rows = max(rows, 2)
         self._device = device_of(model)
+        self._has_graphs = cuda_graph
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
+        self._seen: set[int] = set()  # numbers of rows of which there was a step
         vocab_size = model.config.vocab_size
         graphs_of_prompts = cuda_graph and not fixed
         taken = self._rows + graphs_of_prompts  # with a spare one
@@ -87,11 +90,6 @@ class Batch:
             # The numbers of rows of which there are steps, and what each finds.
             powers = [] if fixed else [1 << n for n in range((self._rows - 1).bit_length())]
             self._caches = {count: self.cache.first(count) for count in (*powers, self._rows)}
-            if cuda_graph:
-                for count, cache in self._caches.items():
-                    self._graphs[count] = _capture.capture(
-                        partial(self._advance, cache, count), self._device
-                    )
             self._prompts: PromptGraphs | None = None
             if graphs_of_prompts:
                 self._prompts = PromptGraphs(self._read, self.every, self._rows, self._device)
@@ -112,6 +110,23 @@ class Batch:
                 states.update(layer_idx=layer_idx, **entry)
         return states
 
+    def warm_up(self) -> None:
+        """Captures the graphs that are not there, if there shall be any."""
+        if self._has_graphs:
+            for count in self._caches:
+                if count not in self._graphs:
+                    self._capture(count)
+        if self._prompts is not None:
+            self._prompts.warm_up()
+
+    def _capture(self, count: int) -> None:
+        """The graph of a step of so many rows, all of which wait meanwhile."""
+        self.cache.activate([])
+        self._active = []
+        step = partial(self._advance, self._caches[count], count)
+        with torch.inference_mode(False), torch.no_grad():
+            self._graphs[count] = _capture.capture(step, self._device)
+
     def _advance(self, cache: Any, count: int) -> None:
         tokens = self.tokens[:count].unsqueeze(1)
         output = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -121,10 +136,13 @@ class Batch:
     def step(self, rows: Sequence[int]) -> None:
         """Passes the last token of the rows, and leaves their logits for `draw`."""
         wanted = sorted(rows)
+        count = self._size(wanted)
+        if self._has_graphs and count in self._seen and count not in self._graphs:
+            self._capture(count)
+        self._seen.add(count)
         if wanted != self._active:
             self.cache.activate(wanted)
             self._active = wanted
-        count = self._size(wanted)
         graph = self._graphs.get(count)
         if graph is None:
             self._advance(self._caches[count], count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -45,6 +45,8 @@ class Engine:
         while engine.busy:
             for sequence, delta in engine.step():
                 print(delta.text)
+
+    On a GPU, `warm_up` before the first request, in a program that lives for longer.
 
     `submit`, `cancel` and `drain` may be called by any thread. One thread alone steps: the one that
     calls `step`, or that of `gla_ext.serve.worker.Worker`.
@@ -204,15 +206,30 @@ class Engine:
             sequence.finished = True
         return [(sequence, Delta(finish_reason="error")) for sequence in sequences]
 
-    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Captures the CUDA graphs of steps and of pieces of prompts, which takes some seconds.
+
+        Without it each is captured when its size has come for the second time, and everyone waits
+        for that. Nothing happens where there are no graphs. Like `step` it is for one thread alone,
+        the one that steps, or any before the first step.
+        """
+        with self._as_made():
+            self._batch.warm_up()
+
+    @contextlib.contextmanager
+    def _as_made(self) -> Iterator[None]:
+        """The mode and the device in which the model runs."""
+        on_device = torch.cuda.device(self._device) if self._ahead else contextlib.nullcontext()
+        with torch.no_grad(), batch_invariant(self._invariant), on_device:
+            yield
+
     def step(self) -> Deltas:
         """One step of what decodes and a few pieces of prompts.
 
         Returns:
             What it added to sequences, each once.
         """
-        on_device = torch.cuda.device(self._device) if self._ahead else contextlib.nullcontext()
-        with batch_invariant(self._invariant), on_device:
+        with self._as_made():
             deltas = self._sweep()
             self._admit()
             drawn_for = self._decode()

@@ -133,6 +133,7 @@ def lay_out(pieces: Sequence[Piece], size: Size, every: int, spare: int = NONE) 
 class PromptGraphs:
     """Graphs of packed pieces, one for each of some sizes.
 
+    The first pieces of a size pass without one; it is captured before the second, or by `warm_up`.
     What a graph has more than the pieces that it passes is filled up, in a row that no sequence
     has: see `lay_out`.
 
@@ -146,34 +147,51 @@ class PromptGraphs:
     def __init__(
         self, run: Callable[[Packed], None], every: int, spare: int, device: torch.device
     ) -> None:
-        self._every, self._spare = every, spare
-        sizes = []
-        for T, N in itertools.product(TOKENS, PIECES):
+        self._run, self._every, self._spare, self._device = run, every, spare, device
+        self._sizes = []
+        for T, N in sorted(itertools.product(TOKENS, PIECES)):
             most = T // every if every else 0
-            sizes.append(Size(T, N, most, most))
-        most = sum(max(sizes).lengths)
+            self._sizes.append(Size(T, N, most, most))
+        most = sum(self._sizes[-1].lengths)
         self._buffer = torch.zeros(most, dtype=torch.long, device=device)
+        self._seen: set[Size] = set()
         self._graphs: dict[Size, torch.cuda.CUDAGraph | None] = {}
-        pool = torch.cuda.graph_pool_handle()
-        # The largest first: the others then fit into its memory.
-        for size in sorted(sizes, reverse=True):
-            self._write([Piece(spare, [0] * size.tokens, True, spare)], size)
-            packed = size.split(self._buffer)
-            self._graphs[size] = _capture.capture(lambda packed=packed: run(packed), device, pool)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self) -> None:
+        """Captures those that are not there, the largest first: the others fit into its memory."""
+        for size in reversed(self._sizes):
+            if size not in self._graphs:
+                self._capture(size)
 
     def replay(self, pieces: Sequence[Piece]) -> bool:
         """Passes pieces, if there is a graph for so many."""
         wanted = Size.of(pieces)
-        fitting = [
-            size
-            for size in self._graphs
-            if wanted.tokens <= size.tokens and wanted.pieces <= size.pieces
-        ]
-        if not fitting or (graph := self._graphs[min(fitting)]) is None:
+        for size in self._sizes:
+            if wanted.tokens <= size.tokens and wanted.pieces <= size.pieces:
+                break
+        else:
             return False
-        self._write(pieces, min(fitting))
+        if size not in self._graphs:
+            if size not in self._seen:
+                self._seen.add(size)
+                return False
+            self._capture(size)
+        graph = self._graphs[size]
+        if graph is None:
+            return False
+        self._write(pieces, size)
         graph.replay()
         return True
+
+    def _capture(self, size: Size) -> None:
+        """With pieces of the spare row, so that no sequence moves on."""
+        self._write([Piece(self._spare, [0] * size.tokens, True, self._spare)], size)
+        packed = size.split(self._buffer)
+        with torch.inference_mode(False), torch.no_grad():
+            self._graphs[size] = _capture.capture(
+                lambda: self._run(packed), self._device, self._pool
+            )
 
     def _write(self, pieces: Sequence[Piece], size: Size) -> None:
         numbers = lay_out(pieces, size, self._every, self._spare)
