@@ -160,7 +160,7 @@ class Batch:
         if self._prompts is not None and self._prompts.replay(pieces):
             return
         size = Size.of(pieces)
-        numbers = torch.tensor(lay_out(pieces, size, self.every))
+        numbers = lay_out(pieces, size, self.every)
         packed = size.split(numbers.to(self._device, non_blocking=True))
         self._read(packed, alone=size.pieces == 1)
 
