@@ -1,8 +1,11 @@
 """`chunk_gla` with a cp_context in graphs, under autocast, and beside what wraps a call."""
 
+from unittest import mock
+
 import pytest
 import torch
 from common import assert_close, make_inputs
+from models import make_layer
 from ranks import local, pieces_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -92,10 +95,12 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.names, self.sent = [], []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.names.append(function.overloadpacket._qualified_op_name.partition("::")[2])
+        if self.names[-1] == "all_gather_into_tensor":
+            self.sent.append((args[0].numel(), args[0].dtype))
         return function(*args, **(kwargs or {}))
 
 
@@ -119,6 +124,64 @@ def test_a_direction_is_a_handful_of_operators(pool):
     backward = ["chunk_gla_summary_bwd", "view", *gather, "chunk_gla_fold", "chunk_gla_apply_bwd"]
     assert first[1] == backward
     assert last[1] == [name for name in backward if name != "chunk_gla_fold"]  # nothing follows
+
+
+def run_sent(group, layout, lengths, gv, dtype):
+    """The numbers that a rank sends, forward and backward, and their dtype."""
+    _, leaves, do, context = cut(group, 64, layout, lengths, dtype)
+    gv = -leaves[2].detach().abs() if gv else None
+    chunk_gla(*leaves, gv=gv, cp_context=context)  # compares the ranks
+    with Recorder() as recorder:
+        o, _ = chunk_gla(*leaves, gv=gv, cp_context=context)
+        torch.autograd.grad(o, leaves, do)
+    return recorder.sent
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("lengths", [None, (30, 1, 33)], ids=["rows", "packed"])
+@pytest.mark.parametrize("gv", [False, True], ids=["", "gv"])
+def test_what_is_sent(pool, layout, lengths, gv):
+    """One all-gather a direction: states and decays, whatever the number of tokens."""
+    H, K, V = 2, 5, 3
+    rows = (1 if lengths else 2) * (2 if layout == "zigzag" else 1)
+    for dtype, wide in ((torch.float64,) * 2, (torch.bfloat16, torch.float32)):
+        forward = rows * H * (K * V + K + (V if gv else 0)), wide
+        expected = [forward, (rows * H * K * V, wide)]
+        assert pool(run_sent, layout, lengths, gv, dtype, ranks=2) == [expected] * 2
+
+
+def run_comparisons(group):
+    """How often ranks are compared: for shapes and options, not for calls."""
+    _, leaves, _, context = cut(group, 64)
+    counts, gather = [], torch.distributed.all_gather_object
+
+    def counted(*args, **kwargs):
+        counts[-1] += 1
+        return gather(*args, **kwargs)
+
+    layer = make_layer(torch.float64, use_short_conv=True)
+    x = torch.randn(2, 16, 24, dtype=torch.float64)
+
+    def operator(**options):
+        chunk_gla(*leaves, cp_context=context, **options)
+
+    def shorter():
+        chunk_gla(*(t[:, :16] for t in leaves), cp_context=context)
+
+    def later():
+        for _ in range(3):
+            layer(x, cp_context=context)
+
+    calls = [operator, operator, lambda: operator(scale=2.0), operator, shorter, later, later]
+    with mock.patch.object(torch.distributed, "all_gather_object", counted):
+        for call in calls:
+            counts.append(0)
+            call()
+    return counts
+
+
+def test_ranks_are_compared_once(pool):
+    assert pool(run_comparisons, ranks=2) == [[1, 0, 1, 0, 1, 2, 0]] * 2
 
 
 def run_autocast(group):
