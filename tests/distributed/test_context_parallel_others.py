@@ -1,14 +1,18 @@
 """Contexts, layers and models of FLA and transformers, and what is refused."""
 
 import re
+from unittest import mock
 
 import fla_context
 import pytest
 import torch
+import torch.distributed as dist
 from common import assert_close
-from models import make_ids, make_layer, make_x
+from models import make_ids, make_layer, make_model, make_x
 from ranks import local, pieces_of
 from test_context_parallel import assert_equals_one_process, make
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gla_ext import chunk_gla
 from gla_ext.distributed import build_cp_context
@@ -17,7 +21,7 @@ from gla_ext.distributed._collectives import all_sum
 
 def run_with_flas(group, x, layout):
     """A rank's results, its tokens and rows."""
-    rank, lengths = torch.distributed.get_rank(group), (32,) * 4
+    rank, lengths = dist.get_rank(group), (32,) * 4
     context = fla_context.context_of(rank, layout, group)
     ranges = pieces_of(lengths, layout, rank, len(lengths))
     ours = build_cp_context(x["cu_seqlens"], group, layout=layout)
@@ -44,7 +48,7 @@ def test_flas_own_context(pool, layout):
 def run_halo_of_flas(group, x, layout):
     """The layer with convolutions; outputs, dx."""
     layer = make_layer(use_short_conv=True)
-    rank = torch.distributed.get_rank(group)
+    rank = dist.get_rank(group)
     ranges = pieces_of((32,) * 4, layout, rank, 4)
     x = local(x, ranges).requires_grad_()
     o = layer(x, cp_context=fla_context.context_of(rank, layout, group))[0]
@@ -61,6 +65,59 @@ def test_the_layer_with_flas_own_context(pool, layout):
     for mine, dx, ranges in pool(run_halo_of_flas, x.detach(), layout):
         assert_close(mine, local(o, ranges), 1e-12)
         assert_close(dx, local(x.grad, ranges), 1e-12)
+
+
+def run_flas_context_in_graphs(group, layout):
+    """Known from one call in eager mode it is one graph's; a new one is refused by name."""
+    x = torch.randn(1, 32, 2, 5, dtype=torch.float64)
+
+    def function(q, g, context):
+        return 2 * chunk_gla(q, q, q, g, cp_context=context)[0]
+
+    context, new = (fla_context.context_of(dist.get_rank(group), layout, group) for _ in range(2))
+    expected = function(x, -x.abs(), context)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(x, -x.abs(), context), expected, 1e-13)
+    with pytest.raises(Exception, match="to be known from a call in eager mode before a graph"):
+        compiled(x, -x.abs(), new)
+
+
+def test_flas_own_context_in_graphs(pool):
+    for layout in ("contiguous", "zigzag"):
+        pool(run_flas_context_in_graphs, layout)
+
+
+def run_flas_context_in_fsdp(group):
+    """A policy that casts copies the object at every call; ranks are compared once all the same."""
+    mesh, policy = DeviceMesh.from_group(group, "cpu"), MixedPrecisionPolicy(torch.bfloat16)
+    model = make_model(use_short_conv=True).train()
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    context = fla_context.context_of(dist.get_rank(group), "zigzag", group)
+    ids = local(make_ids(B=1, T=128), pieces_of((32,) * 4, "zigzag", dist.get_rank(group), 4))
+    losses, comparisons, gather = [], [], dist.all_gather_object
+
+    def counted(*args, **kwargs):
+        comparisons.append(len(losses))
+        return gather(*args, **kwargs)
+
+    with mock.patch.object(dist, "all_gather_object", counted):
+        for _ in range(2):
+            loss = model(ids, labels=ids, cp_context=context).loss
+            loss.backward()
+            losses.append(loss.item())
+    return losses, comparisons
+
+
+def test_flas_own_context_under_a_policy_that_casts(pool):
+    ids = make_ids(B=1, T=128)
+    model = make_model(torch.bfloat16, use_short_conv=True)
+    offsets = torch.tensor(fla_context.OFFSETS)
+    expected = model(ids, labels=ids, cu_seqlens=offsets).loss.item()
+    for losses, comparisons in pool(run_flas_context_in_fsdp):
+        assert losses == pytest.approx([expected] * 2, rel=1e-2)
+        assert comparisons == [0, 0]  # convolutions and attention, in the first call
 
 
 HF = {"hidden_size": 16, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 31}
@@ -91,29 +148,40 @@ def test_the_model_of_transformers(pool):
     pool(run_hf_model, ranks=2)
 
 
-def run_flas_layer(group):
+def run_flas_layers(group):
+    """FLA's layer, with its gradients, and the logits of its model."""
     import gla_ext.fla
-    from gla_ext.distributed import build_cp_context
 
     gla_ext.fla.accelerate_fla()
     try:
         from fla.layers import GatedLinearAttention
+        from fla.models import GLAConfig, GLAForCausalLM
 
+        context = build_cp_context(None, group)
         torch.manual_seed(0)
         layer = GatedLinearAttention(hidden_size=32, num_heads=2, use_short_conv=True).double()
         x = make_x(B=2, T=160)[..., :32]
         x = torch.cat([x, x], -1)[..., :32].contiguous()
         # FLA's own forward computes its norm in fp32.
-        expected = layer(x)[0].detach()
-        context = build_cp_context(None, group)
+        whole = layer(x)[0]
+        parameters = list(layer.parameters())
+        expected = torch.autograd.grad(whole.square().sum(), parameters)
         found = layer(x.chunk(context.size, 1)[context.rank], cp_context=context)[0]
-        assert_close(found, expected.chunk(context.size, 1)[context.rank], 1e-6)
+        assert_close(found, whole.chunk(context.size, 1)[context.rank], 1e-6)
+        own = torch.autograd.grad(found.square().sum(), parameters)
+        for mine, theirs in zip(own, expected, strict=True):
+            assert_close(all_sum(mine, context.group_name), theirs, 1e-5)
+        config = GLAConfig(**HF | {"use_short_conv": True})
+        model, ids = GLAForCausalLM(config).double(), make_ids(B=2, T=160)
+        logits = model(ids.chunk(context.size, 1)[context.rank], cp_context=context).logits
+        expected = model(ids).logits.chunk(context.size, 1)[context.rank]
+        assert_close(logits, expected, 1e-5)
     finally:
         gla_ext.fla.restore_fla()
 
 
-def test_flas_layer_under_accelerate_fla(pool):
-    pool(run_flas_layer, ranks=2)
+def test_flas_layers_under_accelerate_fla(pool):
+    pool(run_flas_layers, ranks=2)
 
 
 def run_refusals(group):
