@@ -5,12 +5,13 @@ from unittest import mock
 import pytest
 import torch
 from common import assert_close, make_inputs
-from models import make_layer
+from models import make_ids, make_layer, make_model, make_x
 from ranks import local, pieces_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_ext import chunk_gla
 from gla_ext.distributed import build_cp_context
+from gla_ext.model import GLAForCausalLM
 
 
 def cut(group, T, layout="contiguous", lengths=None, dtype=torch.float64):
@@ -67,6 +68,47 @@ def test_a_graph_of_symbolic_sizes(pool):
 @pytest.mark.slow
 def test_a_graph_by_inductor(pool):
     assert pool(run_compiled, "inductor", "zigzag", None, (72,), None, ranks=2) == [1, 1]
+
+
+def run_compiled_module(group, make, layout, lengths):
+    """A layer with convolutions, or a model with its loss, as one graph."""
+    offsets = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
+    context = build_cp_context(offsets, group, layout=layout)
+    module, x = make()
+    x = x.chunk(context.size, 1)[context.rank].contiguous()
+
+    def function(x):
+        if isinstance(module, GLAForCausalLM):
+            return module(x, labels=x, cp_context=context).loss
+        return module(x, cp_context=context)[0].square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = []
+    for f in (function, compiled):
+        loss = f(x)
+        results.append((loss, *torch.autograd.grad(loss, list(module.parameters()))))
+    for mine, theirs in zip(*results, strict=True):
+        assert_close(mine, theirs, 1e-12)
+
+
+def make_layer_and_x():
+    return make_layer(use_short_conv=True), make_x(B=1, T=64)
+
+
+def make_model_and_ids():
+    return make_model(torch.float64, use_short_conv=True).train(), make_ids(B=1, T=64)
+
+
+def test_a_whole_graph_of_a_layer(pool):
+    pool(run_compiled_module, make_layer_and_x, "zigzag", (5, 45, 14), ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [None, (5, 45, 14)], ids=["rows", "packed"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_whole_graph_of_a_model(pool, layout, lengths):
+    pool(run_compiled_module, make_model_and_ids, layout, lengths, ranks=2)
 
 
 def run_checkpointed(group):

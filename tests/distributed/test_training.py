@@ -1,5 +1,7 @@
 """Training on many processes: the losses of one, checkpoints that any number goes on from."""
 
+from unittest import mock
+
 import pytest
 import torch
 from common import assert_close
@@ -124,6 +126,34 @@ def test_a_mesh_of_three_dimensions(eight, pool, folder, tmp_path):
         assert_close(losses, expected, 1e-5)
 
 
+def run_compiled(group, folder, sizes):
+    """The losses of some steps of compiled blocks, an evaluation among them."""
+    from gla_ext.distributed.training import ShardedTrainer
+
+    def compile_block(block, **options):
+        block._compiled_call_impl = torch.compile(block._call_impl, backend="aot_eager", **options)
+
+    torch._dynamo.reset()
+    options = Options(device="cpu", compile=True, **sizes)
+    with mock.patch.object(torch.nn.Module, "compile", compile_block):
+        trainer = ShardedTrainer(Settings(**TINY), load_corpus(folder), options)
+    while trainer.step < 3:
+        trainer.train_step()
+    bits = trainer.evaluate()
+    while trainer.step < TINY["steps"]:
+        trainer.train_step()
+    return trainer._mean_losses(), bits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_compiled_blocks(pool, folder, sizes):
+    trainer, bits, _ = one_process(folder)
+    for losses, found in pool(run_compiled, folder, sizes):
+        assert_close(losses, trainer.losses, 1e-5)
+        assert found == pytest.approx(bits, rel=1e-5)
+
+
 def test_going_on_from_one_process(pool, folder, tmp_path):
     trainer = Trainer(Settings(**TINY), load_corpus(folder), CPU)
     while trainer.step < TINY["steps"]:
@@ -135,11 +165,12 @@ def test_going_on_from_one_process(pool, folder, tmp_path):
         assert_close(losses, trainer.losses, 1e-5)
 
 
-def run_refused(group, folder, settings):
+def run_refused(group, folder, settings, **sizes):
     from gla_ext.distributed.training import ShardedTrainer
 
+    options = Options(device="cpu", **sizes)
     with pytest.raises((NotImplementedError, ValueError)) as caught:
-        ShardedTrainer(Settings(**TINY | settings), load_corpus(folder), Options(device="cpu"))
+        ShardedTrainer(Settings(**TINY | settings), load_corpus(folder), options)
     return str(caught.value)
 
 
@@ -153,9 +184,22 @@ def test_windows_of_several_steps_are_refused(pool, tmp_path, settings, got):
     assert pool(run_refused, tmp_path, settings) == [expected] * 4
 
 
-def test_a_batch_that_the_ranks_do_not_divide_is_refused(pool, folder):
-    expected = "expected --batch-size to be a multiple of 4, the ranks of FSDP2, got 6"
-    assert pool(run_refused, folder, {"batch_size": 6}) == [expected] * 4
+NOT_DIVIDED = {
+    "expected --batch-size to be a multiple of 4, the ranks of FSDP2, got 6": (
+        {"batch_size": 6},
+        {},
+    ),
+    "expected --seq-len to be a multiple of 2, the ranks of context parallel, got 31": (
+        *({"seq_len": 31}, {"context_parallel": 2}),
+    ),
+    "expected --tensor-parallel times --context-parallel, 3 * 2, to divide the number of "
+    "processes, got 4": ({}, {"tensor_parallel": 3, "context_parallel": 2}),
+}
+
+
+def test_what_the_ranks_do_not_divide_is_refused(pool, folder):
+    for expected, (settings, sizes) in NOT_DIVIDED.items():
+        assert pool(run_refused, folder, settings, **sizes) == [expected] * 4
 
 
 def test_one_process_takes_no_sizes(tmp_path, capsys):
