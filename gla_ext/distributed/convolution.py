@@ -10,7 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gla_ext.distributed._collectives import all_gather
-from gla_ext.distributed.attention import check_offsets_are_the_contexts, rows_of_parts
+from gla_ext.distributed.attention import (
+    check_offsets_are_the_contexts,
+    parts_of_rows,
+    rows_of_parts,
+)
 from gla_ext.distributed.context import CPContext, Cut, as_context
 
 
@@ -48,10 +52,34 @@ def convolve_with_context(
     for n, (conv, x) in enumerate(zip(convolutions, inputs, strict=True)):
         given = None if caches is None else caches[n]
         cache = _cache(conv.kernel_size[0], given, halos[n], cut, x)
-        y, state = conv(rows_of_parts(x) if both else x, cache, output_final_state, cut.cu_seqlens)
-        outputs.append(y.unflatten(0, (-1, 2)).flatten(1, 2) if both else y)
-        states.append(_ended(state, cut, both) if output_final_state else None)
+        if not both:
+            y, state = conv(x, cache, output_final_state, cut.cu_seqlens)
+        elif x.shape[1] % 2 == 0:
+            y, state = conv(rows_of_parts(x), cache, output_final_state, None)
+            y = parts_of_rows(y, x.shape[1])
+        else:  # a state is the last inputs, among which no zeros must be
+            y, state = _each_part(conv, x, cache, output_final_state, cut)
+        outputs.append(y)
+        states.append(_ended(state, cut) if output_final_state else None)
     return tuple(outputs), tuple(states) if output_final_state else None
+
+
+def _each_part(
+    conv: Any, x: Tensor, cache: Tensor | None, output_final_state: bool, cut: Cut
+) -> tuple[Tensor, Tensor | None]:
+    """A convolution of two parts of unlike lengths, one after the other; its caches are the rows of
+    both.
+    """
+    pieces = x.split([part.length for part in cut.parts], 1)
+    caches = (None, None) if cache is None else cache.unflatten(0, (-1, 2)).unbind(1)
+    results = [
+        conv(piece, own, output_final_state, None)
+        for piece, own in zip(pieces, caches, strict=True)
+    ]
+    y = torch.cat([y for y, _ in results], 1)
+    if not output_final_state:
+        return y, None
+    return y, torch.stack([state for _, state in results], 1).flatten(0, 1)
 
 
 def _tails(x: Tensor, cut: Cut, width: int) -> Tensor:
@@ -137,11 +165,14 @@ def _joined(own: Tensor, entering: Tensor, enters: bool) -> Tensor:
     return entering if enters else own + entering
 
 
-def _ended(state: Tensor, cut: Cut, both: bool) -> Tensor:
+def _ended(state: Tensor, cut: Cut) -> Tensor:
     """The caches after the last token, 0 of what goes on on another rank."""
     if cut.cu_seqlens is None:
-        state = state[1::2] if both else state
-        return state if cut.parts[-1].after == 0 and _owns(cut) else torch.zeros_like(state)
+        by_part = state.unflatten(0, (-1, len(cut.parts))).unbind(1)
+        for own, part, count in zip(by_part, cut.parts, cut.counts, strict=True):
+            if count and part.after == 0:
+                return own
+        return torch.zeros_like(by_part[0])
     rows = []
     for own, part in zip(state.split(cut.counts), cut.parts, strict=True):
         if part.after and own.shape[0]:
@@ -149,7 +180,3 @@ def _ended(state: Tensor, cut: Cut, both: bool) -> Tensor:
         else:
             rows.append(own)
     return torch.cat(rows)
-
-
-def _owns(cut: Cut) -> bool:
-    return cut.counts[-1] > 0

@@ -59,9 +59,10 @@ def test_a_whole_graph(pool, case):
 
 
 def test_a_graph_of_symbolic_sizes(pool):
-    """Rows that are cut evenly: one graph for every length."""
-    for layout in ("contiguous", "zigzag"):
-        args = ("aot_eager", layout, None, (72, 96, 40), True)
+    """Rows that are cut evenly: one graph for every length, of two parts for odd ones another."""
+    even, odd = (72, 96, 40), (70, 66, 38)
+    for layout, sizes in (("contiguous", (72, 70, 40)), ("zigzag", even), ("zigzag", odd)):
+        args = ("aot_eager", layout, None, sizes, True)
         assert pool(run_compiled, *args, ranks=2) == [1, 1]
 
 

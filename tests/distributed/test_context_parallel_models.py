@@ -21,6 +21,7 @@ CUTS = {
     "a sequence's end at a cut": ("contiguous", (20, 20, 20), (20, 25, 15)),
     "parts shorter than the halo": ("contiguous", (1, 2, 0, 57), (2, 50, 8)),
     "short zigzag parts": ("zigzag", (2, 54, 4), None),
+    "odd zigzag parts": ("zigzag", (3, 0, 56, 1), None),
 }
 each = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 

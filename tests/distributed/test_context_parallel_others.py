@@ -189,7 +189,6 @@ def run_refusals(group):
     offsets = torch.tensor([0, 10])
     packed = build_cp_context(offsets, group)
     uneven = build_cp_context(None, group, lengths=(8, 9))
-    zigzag = build_cp_context(None, group, layout="zigzag")
     rank = packed.rank
 
     def anew():
@@ -208,7 +207,6 @@ def run_refusals(group):
         "offsets beside": lambda: chunk_gla(q, q, q, q, cu_seqlens=offsets, cp_context=anew()),
         "batch": lambda: chunk_gla(q, q, q, q, cp_context=packed),
         "tokens": lambda: chunk_gla(q[:, :7], q[:, :7], q[:, :7], q[:, :7], cp_context=uneven),
-        "odd": lambda: chunk_gla(q[:, :7], q[:, :7], q[:, :7], q[:, :7], cp_context=zigzag),
         "beyond": lambda: chunk_gla(*[q[:1, :4]] * 4, cp_context=packed),
         "rows": lambda: chunk_gla(
             q, q, q, q, initial_state=torch.zeros(3, 2, 4, 4), cp_context=anew()
@@ -238,7 +236,6 @@ REFUSALS = {
     "scale": r"expected the same scale on all ranks .*, got 1.0 on rank 0 and 2.0 on rank 1",
     "offsets beside": "ValueError: chunk_gla: expected cu_seqlens to be None beside cp_context",
     "batch": "ValueError: chunk_gla: expected a batch of one beside .* got B = 2",
-    "odd": "ValueError: cp_context: expected an even number of tokens on every rank .* got 7, 7",
     "beyond": "ValueError: cp_context: expected cu_seqlens to end at most at the 8 tokens of all "
     "ranks, got 10",
     "rows": r"ValueError: chunk_gla: expected initial_state to have a row for each of the 2 rows",
