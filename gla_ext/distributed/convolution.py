@@ -39,11 +39,11 @@ def convolve_with_context(
     cut = context.cut(x.shape[1], x.device)
     check_offsets_are_the_contexts("ShortConvolution", cu_seqlens, cut)
     width = max(conv.kernel_size[0] for conv in convolutions)
-    facts = {"kernel_size": width, "batch": x.shape[0]}
+    channels = [t.shape[-1] for t in inputs]
+    facts = {"kernel_size": width, "batch": x.shape[0], "channels": (*channels,), "dtype": x.dtype}
     context.compare("ShortConvolution", tuple(facts.values()), lambda: facts)
     by_rows = cut.cu_seqlens is None
     both = by_rows and len(cut.parts) == 2
-    channels = [x.shape[-1] for x in inputs]
     halos: Sequence[Tensor | None] = [None] * len(inputs)
     if context.size > 1 and width > 1:
         halo = _Halo.apply(_tails(torch.cat(list(inputs), -1), cut, width - 1), context, cut)

@@ -212,6 +212,12 @@ def run_refusals(group):
             q, q, q, q, initial_state=torch.zeros(3, 2, 4, 4), cp_context=anew()
         ),
         "kind": lambda: chunk_gla(q, q, q, q, cp_context=group),
+        "kernel_size": lambda: make_layer(torch.float32, use_short_conv=True, conv_size=4 - rank)(
+            x, cp_context=anew()
+        ),
+        "channels": lambda: make_layer(torch.float32, use_short_conv=True, expand_v=1.0 + rank)(
+            x, cp_context=anew()
+        ),
         "mask": lambda: layer(x, torch.ones(2, 8), cp_context=anew()),
         "other tokens": lambda: chunk_gla(*[q[:, : 8 - rank]] * 4, cp_context=anew()),
         "other lengths": lambda: chunk_gla(
@@ -240,6 +246,9 @@ REFUSALS = {
     "ranks, got 10",
     "rows": r"ValueError: chunk_gla: expected initial_state to have a row for each of the 2 rows",
     "kind": "TypeError: cp_context: expected what gla_ext.distributed.build_cp_context",
+    "kernel_size": "ValueError: ShortConvolution: expected the same kernel_size on all ranks of "
+    "cp_context's group, got 4 on rank 0 and 3 on rank 1",
+    "channels": r"same channels on all .* got \(12, 12, 24\) on rank 0 and .* 48\) on rank 1",
     "mask": "NotImplementedError: GatedLinearAttention: expected no attention_mask beside",
     "other lengths": r"expected the same lengths on all .* got \(8, 8\) .* \(9, 8\) on rank 1",
     "other tokens": "expected the same tokens on all ranks .* got 8 on rank 0 and 7 on rank 1",
