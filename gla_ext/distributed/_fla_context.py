@@ -27,17 +27,13 @@ class _FromFLA(CPContext):
         if theirs.layout == "contiguous":
             sizes, counts = (tokens,), (len(local) - 1,)
             before, after = (theirs.pre_num_ranks,), (theirs.post_num_ranks,)
-            behind = (theirs.pre_num_conv_tokens or 0,)
         else:
             sizes = (theirs.part_len,) * 2
             counts = (theirs.front_num_seqs, len(local) - 1 - theirs.front_num_seqs)
             before, after = theirs.pre_num_ranks_by_part, theirs.post_num_ranks_by_part
-            behind = theirs.pre_num_conv_tokens_by_part
         places = places_of(self.rank, self.size, theirs.layout)
         parts, first, start = [], 0, 0
-        for place, length, count, *shared in zip(
-            places, sizes, counts, before, after, behind, strict=True
-        ):
+        for place, length, count, *shared in zip(places, sizes, counts, before, after, strict=True):
             offsets = tuple(x - start for x in local[first : first + count + 1])
             last_tokens = offsets[-1] - offsets[-2]
             parts.append(Part(place, length, (first, first + count), offsets, *shared, last_tokens))
@@ -77,11 +73,7 @@ def from_fla(theirs: Any) -> CPContext:
 
 def _fields_of(theirs: Any) -> tuple[Any, ...]:
     """What cuts follow from, beside the offsets."""
-    scalars = (theirs.pre_num_ranks, theirs.post_num_ranks, theirs.pre_num_conv_tokens)
-    pairs = (
-        theirs.pre_num_ranks_by_part,
-        theirs.post_num_ranks_by_part,
-        theirs.pre_num_conv_tokens_by_part,
-    )
-    name = theirs.group.group_name
-    return (name, theirs.layout, theirs.part_len, theirs.front_num_seqs, *scalars, *pairs)
+    of_parts = (theirs.part_len, theirs.front_num_seqs)
+    of_parts += (theirs.pre_num_ranks_by_part, theirs.post_num_ranks_by_part)
+    whole = (theirs.pre_num_ranks, theirs.post_num_ranks)
+    return (theirs.group.group_name, theirs.layout, *whole, *of_parts)

@@ -46,7 +46,7 @@ def convolve_with_context(
     both = by_rows and len(cut.parts) == 2
     halos: Sequence[Tensor | None] = [None] * len(inputs)
     if context.size > 1 and width > 1:
-        halo = _Halo.apply(_tails(torch.cat(list(inputs), -1), cut, width - 1), context, cut)
+        halo = _Halo.apply(_tails(inputs, caches, cut, width - 1), context, cut)
         halos = halo.split(channels, -1)
     outputs, states = [], []
     for n, (conv, x) in enumerate(zip(convolutions, inputs, strict=True)):
@@ -82,13 +82,31 @@ def _each_part(
     return y, torch.stack([state for _, state in results], 1).flatten(0, 1)
 
 
-def _tails(x: Tensor, cut: Cut, width: int) -> Tensor:
-    """The last inputs of each part, `[parts, B, width, D]`, 0 before the first."""
-    tails = []
-    for part, piece in zip(cut.parts, x.split([p.length for p in cut.parts], 1), strict=True):
-        n = min(part.length, width)
-        tails.append(F.pad(piece[:, part.length - n :], (0, 0, width - n, 0)))
+def _tails(
+    inputs: Sequence[Tensor], caches: Sequence[Tensor | None] | None, cut: Cut, width: int
+) -> Tensor:
+    """The last inputs of each part's last sequence, `[parts, B, width, D]` of all convolutions;
+    where it begins there, before its first token those of its cache, or 0.
+    """
+    tails, end, rows = [], 0, 0
+    for p, (part, count) in enumerate(zip(cut.parts, cut.counts, strict=True)):
+        end, rows, pieces = end + part.length, rows + count, []
+        n = min(part.last_tokens, width)
+        for i, x in enumerate(inputs):
+            tail = x[:, end - n : end]
+            given = None if caches is None or not _begins(cut, p) else caches[i]
+            if n < width and given is not None:
+                own = given if cut.cu_seqlens is None else given[rows - 1 : rows]
+                tail = torch.cat([own[:, :, 1:].mT.to(x.dtype), tail], 1)
+                tail = tail[:, max(0, tail.shape[1] - width) :]
+            pieces.append(F.pad(tail, (0, 0, width - tail.shape[1], 0)))
+        tails.append(torch.cat(pieces, -1))
     return torch.stack(tails)
+
+
+def _begins(cut: Cut, p: int) -> bool:
+    """Whether a part's last sequence begins in it."""
+    return cut.counts[p] > 1 or (cut.counts[p] == 1 and cut.before[p] == 0)
 
 
 class _Halo(torch.autograd.Function):
@@ -102,14 +120,13 @@ class _Halo(torch.autograd.Function):
         every = _in_order(all_gather(tails, context.size, context.group_name))
         width, halos = tails.shape[2], []
         for part in cut.parts:
-            missing, place, pieces = min(width, part.tokens_before), part.place - 1, []
+            begin, place, pieces = part.place - part.before, part.place - 1, []
+            missing = width if part.before else 0
             while missing > 0:
-                n = min(missing, cut.lengths[place])
+                n = missing if place == begin else min(missing, cut.lengths[place])
                 pieces.insert(0, every[place][:, width - n :])
                 missing, place = missing - n, place - 1
-            pieces = pieces or [tails.new_empty(*tails.shape[1:2], 0, tails.shape[3])]
-            halo = torch.cat(pieces, 1)
-            halos.append(F.pad(halo, (0, 0, width - halo.shape[1], 0)))
+            halos.append(torch.cat(pieces, 1) if pieces else torch.zeros_like(tails[0]))
         return torch.stack(halos)
 
     @staticmethod
@@ -117,11 +134,12 @@ class _Halo(torch.autograd.Function):
         context, cut = ctx.context, ctx.cut
         every = _in_order(all_gather(gradient, context.size, context.group_name))
         width, gradients = gradient.shape[2], []
-        for part in cut.parts:
+        for p, part in enumerate(cut.parts):
             total, between = torch.zeros_like(gradient[0]), 0
-            # A follower's halo holds this part's tail from `between` tokens before it on.
+            # A follower's halo holds this part's tail from `between` tokens before it on, all of it
+            # where the sequence begins here.
             for place in range(part.place + 1, part.place + 1 + part.after):
-                n = min(part.last_tokens, width - between)
+                n = width - between if _begins(cut, p) else min(part.last_tokens, width - between)
                 if n <= 0:
                     break
                 end = width - between
