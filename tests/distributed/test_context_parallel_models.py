@@ -3,6 +3,8 @@
 import pytest
 import torch
 from common import assert_close
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import EVERY, make_ids, make_layer, make_model, make_x
 from ranks import local, pieces_of
 from torch.nn.parallel import DistributedDataParallel
@@ -10,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gla_ext.cache import GLACache
 from gla_ext.distributed import build_cp_context
 from gla_ext.distributed._collectives import all_sum
+from gla_ext.distributed.loss import next_labels
 from gla_ext.model.loss import next_token_loss
 
 CPU = torch.device("cpu")
@@ -161,3 +164,30 @@ def test_counted_items_and_ddp(pool):
         assert found == pytest.approx([counted, loss.item()], rel=1e-12)
         for mine, parameter in zip(gradients, model.parameters(), strict=True):
             assert_close(mine, parameter.grad, 1e-11)
+
+
+def run_next_labels(group, labels, lengths, layout, offsets):
+    context = build_cp_context(offsets, group, layout=layout, lengths=lengths)
+    ranges = pieces_of(lengths, layout, context.rank, context.size)
+    return next_labels(local(labels, ranges), context), ranges
+
+
+@given(data=st.data())
+@settings(max_examples=30)
+def test_the_label_across_any_cut(pool, data):
+    """Parts without tokens in between, sequences of one token, and some that end at a cut."""
+    layout = data.draw(st.sampled_from(["contiguous", "zigzag"]))
+    ranks, tokens = data.draw(st.integers(1, 4)), st.integers(0, 6)
+    lengths = tuple(data.draw(st.lists(tokens, min_size=ranks, max_size=ranks)))
+    lengths = lengths if sum(lengths) else (2, *lengths[1:])
+    T, offsets = sum(lengths), None
+    if data.draw(st.booleans()):
+        cuts = data.draw(st.lists(st.integers(0, T), max_size=5))
+        offsets = torch.tensor([0, *sorted(cuts), T])
+    labels = torch.arange(T).repeat(1 if offsets is not None else 2, 1)
+    expected = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
+    if offsets is not None:
+        ends = offsets[1:] - 1
+        expected[:, ends[ends >= 0]] = -100
+    for found, ranges in pool(run_next_labels, labels, lengths, layout, offsets, ranks=ranks):
+        assert torch.equal(found, local(expected, ranges))
