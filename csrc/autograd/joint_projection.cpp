@@ -5,6 +5,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
@@ -20,8 +21,27 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// Not so: gradients of gradients, is_grads_batched, and sharded tensors.
+bool foreach_takes(const at::Tensor& t) {
+  return !at::GradMode::is_enabled() && !at::isBatchedTensor(t) &&
+         !t.key_set().has(c10::DispatchKey::Python);
+}
+
+// The weights as one matrix, cast where they are put: each is read once and written once.
 at::Tensor joined(at::TensorList weights, at::ScalarType dtype) {
-  return at::cat(weights).to(dtype);
+  const int64_t columns = weights[0].size(1);
+  bool keeps_cat = weights[0].scalar_type() == dtype;
+  std::vector<int64_t> rows;
+  int64_t sum = 0;
+  for (const at::Tensor& weight : weights) {
+    keeps_cat |= weight.size(1) != columns || !foreach_takes(weight);
+    rows.push_back(weight.size(0));
+    sum += rows.back();
+  }
+  if (keeps_cat) return at::cat(weights).to(dtype);
+  at::Tensor whole = at::empty({sum, columns}, weights[0].options().dtype(dtype));
+  at::_foreach_copy_(whole.split_with_sizes(rows), weights);  // one launch
+  return whole;
 }
 
 // x Wᵀ for each of the weights, which are alike and cast to dtype; parts of one tensor.
@@ -35,9 +55,7 @@ variable_list products(const at::Tensor& x, at::TensorList weights, at::ScalarTy
 variable_list parts_of(const at::Tensor& dw, at::IntArrayRef rows, at::ScalarType dtype) {
   const variable_list views = dw.split_with_sizes(rows);
   variable_list parts;
-  // What foreach does not know: gradients of gradients, is_grads_batched, and sharded tensors.
-  if (at::GradMode::is_enabled() || at::isBatchedTensor(dw) ||
-      dw.key_set().has(c10::DispatchKey::Python)) {
+  if (!foreach_takes(dw)) {
     for (const at::Tensor& view : views)
       parts.push_back(view.to(dtype, /*non_blocking=*/false, /*copy=*/true));
     return parts;

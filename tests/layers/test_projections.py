@@ -13,6 +13,7 @@ from models import make_layer, make_x, products
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from gla_ext.layers._projections import project
@@ -149,6 +150,41 @@ def test_autocast_equals_that_apart(device, weight_dtype, x_dtype, autocast, bou
     for got, wanted in zip(*pair, strict=True):
         assert got.dtype == wanted.dtype
         assert_close(got, wanted, bound)
+
+
+class Calls(TorchDispatchMode):
+    """The names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_autocast_casts_weights_where_it_puts_them_together(device):
+    """And their gradients where it takes them apart: no copy of the whole in between."""
+    linears = make_linears(torch.float32, device)
+    x = make_x(dtype=torch.float32).to(device).requires_grad_()
+    with Calls() as calls:
+        with_gradients(linears, x, True, torch.bfloat16)
+    assert calls.names.count("_foreach_copy_.default") == 3
+    assert calls.names.count("cat.default") == 1  # gradients of the results
+    assert calls.names.count("_to_copy.default") == 10  # x, the results for losses(), and back
+
+
+def test_gradients_of_gradients_under_autocast():
+    linears = make_linears(torch.float32)
+    x, results = make_x(T=3, dtype=torch.float32).requires_grad_(), []
+    for together in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = losses(project(x, linears, together))
+        dx = torch.autograd.grad(loss, x, create_graph=True)[0]
+        results.append(torch.autograd.grad(dx.square().sum(), [x, *weights_of(linears)]))
+    for got, wanted in zip(*results, strict=True):
+        assert_close(got, wanted, 0.05)
 
 
 @pytest.mark.parametrize(
