@@ -88,9 +88,13 @@ def loss_of(model: nn.Module, row: Row) -> Callable[[Tensor], Tensor]:
     if row.compiled == "blocks":
         for block in model.model.layers:
             block.compile(**compiled)
-    if row.compiled == "model":
-        model.compile(**compiled)
-    return lambda tokens: model(input_ids=tokens, labels=tokens).loss
+
+    def loss(tokens: Tensor) -> Tensor:
+        return model(input_ids=tokens, labels=tokens).loss
+
+    # With the loss in the graph: logits that it returned would get a gradient, of zeros, that
+    # backward adds to theirs.
+    return torch.compile(loss, **compiled) if row.compiled == "model" else loss
 
 
 def with_attention(backend: str, function: Callable[[Tensor], Tensor]) -> Callable:
