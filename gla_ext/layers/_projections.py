@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.forward_ad import unpack_dual
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
-from gla_ext.ops._tracing import is_recorded
+from gla_ext.ops._tracing import has_tangent, is_recorded
 from gla_ext.ops.chunk import is_batch_invariant
 
 _joint_projection = torch.ops.gla_ext.joint_projection.default
@@ -33,9 +32,9 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
     if (fused := project_fused(x, linears)) is not None:
         return fused
     together = together and not torch._C._are_functorch_transforms_active()
-    if not (together and all(map(is_plain, linears)) and _are_alike(linears)):
+    weights = _alike_weights(linears) if together else None
+    if weights is None:
         return tuple(linear(x) for linear in linears)
-    weights = [linear.weight for linear in linears]
     if torch.compiler.is_compiling():  # whose partitioner decides what is saved
         return F.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], dim=-1)
     dtype = _dtype_in_products(weights[0])
@@ -57,7 +56,7 @@ def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]
     if x.shape[:-1].numel() > MOST_ROWS or is_batch_invariant():
         return None
     weight = _side_by_side(linears)
-    if weight is None or any(unpack_dual(linear.weight).tangent is not None for linear in linears):
+    if weight is None or any(has_tangent(linear.weight) for linear in linears):
         return None
     if torch.is_autocast_cache_enabled() and _dtype_in_products(weight) != weight.dtype:
         return None
@@ -70,10 +69,8 @@ def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
 
     The parameters stay the same objects with the same values.
     """
-    if not (all(is_plain(linear) for linear in linears) and _are_alike(linears)):
-        return
-    weights = [linear.weight for linear in linears]
-    if not all(_is_in_memory(w) for w in weights) or _side_by_side(linears) is not None:
+    weights = _alike_weights(linears)
+    if weights is None or not all(map(_is_in_memory, weights)) or _side_by_side(linears) is not None:
         return
     inference = {w.is_inference() for w in weights}
     if len({w.data_ptr() for w in weights}) < len(weights) or len(inference) > 1:
@@ -89,12 +86,10 @@ def _side_by_side(linears: Sequence[nn.Module]) -> Tensor | None:
     """The weights as the one matrix that they are in memory, or None: where they are not, and for
     modules that are not as torch made them.
     """
-    if not (all(is_plain(linear) for linear in linears) and _are_alike(linears)):
+    weights = _alike_weights(linears)
+    if weights is None or not all(map(_is_a_part, weights)):
         return None
-    weights = [linear.weight for linear in linears]
     first = weights[0]
-    if not all(map(_is_a_part, weights)):
-        return None
     rows, columns = sum(w.shape[0] for w in weights), first.shape[1]
     start, address = first.storage_offset(), first.data_ptr()
     if first.untyped_storage().nbytes() < (start + rows * columns) * first.itemsize:
@@ -166,6 +161,14 @@ def nobody_sees(module: nn.Module) -> bool:
     )
 
 
-def _are_alike(linears: Sequence[nn.Linear]) -> bool:
-    """Whether their weights can be put together as they are."""
-    return len({(linear.weight.dtype, linear.weight.device) for linear in linears}) == 1
+def _alike_weights(linears: Sequence[nn.Module]) -> list[Tensor] | None:
+    """The weights, if the modules are as torch made them and they can be put together as they are."""
+    weights: list[Tensor] = []
+    for linear in linears:
+        if not is_plain(linear):
+            return None
+        weight = linear.weight
+        if weights and (weight.dtype != weights[0].dtype or weight.device != weights[0].device):
+            return None
+        weights.append(weight)
+    return weights
