@@ -137,7 +137,10 @@ TORCH_LIBRARY(gla_ext, m) {
       "Tensor? write_slots, Tensor? has_initial_state, Tensor? cu_seqlens) -> Tensor",
       tags);
 
-  m.def("joint_projection(Tensor x, Tensor[] weights, ScalarType dtype) -> Tensor[]", tags);
+  m.def(
+      "joint_projection(Tensor x, Tensor[] weights, ScalarType dtype, bool together=True) -> "
+      "Tensor[]",
+      tags);
 
   const std::string loss_options =
       "int ignore_index, float label_smoothing, float logit_scale, float? logit_softcapping";

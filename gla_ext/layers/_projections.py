@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
-from gla_ext.ops._tracing import has_tangent, is_recorded
+from gla_ext.ops._tracing import has_tangent, in_forward_mode, is_recorded
 from gla_ext.ops.chunk import is_batch_invariant
 
 _joint_projection = torch.ops.gla_ext.joint_projection.default
@@ -22,6 +22,8 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
     """What each of the linear maps makes of x `[B, T, D]`, in their order.
 
     Without gradients, weights that `lay_side_by_side` has made one in memory take one product.
+    Modules as torch made them are not called in eager mode where x has a gradient, which the
+    products of backward then add up.
 
     Args:
         together: one product with all weights in one, where the modules are as torch made them;
@@ -31,14 +33,23 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
     """
     if (fused := project_fused(x, linears)) is not None:
         return fused
-    together = together and not torch._C._are_functorch_transforms_active()
-    weights = _alike_weights(linears) if together else None
+    weights = None
+    if (together or _adds_up(x)) and not torch._C._are_functorch_transforms_active():
+        weights = _alike_weights(linears)
     if weights is None:
         return tuple(linear(x) for linear in linears)
     if torch.compiler.is_compiling():  # whose partitioner decides what is saved
         return F.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], dim=-1)
     dtype = _dtype_in_products(weights[0])
-    return tuple(_joint_projection(x.to(_dtype_in_products(x)), weights, dtype))
+    return tuple(_joint_projection(x.to(_dtype_in_products(x)), weights, dtype, together))
+
+
+def _adds_up(x: Tensor) -> bool:
+    """Whether maps apart have a gradient of x that one operator adds up: in eager mode, where
+    autograd would sum what the products have written.
+    """
+    wanted = x.requires_grad and torch.is_grad_enabled()
+    return wanted and type(x) is Tensor and not is_recorded() and not in_forward_mode()
 
 
 def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
@@ -70,7 +81,11 @@ def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
     The parameters stay the same objects with the same values.
     """
     weights = _alike_weights(linears)
-    if weights is None or not all(map(_is_in_memory, weights)) or _side_by_side(linears) is not None:
+    if (
+        weights is None
+        or not all(map(_is_in_memory, weights))
+        or _side_by_side(linears) is not None
+    ):
         return
     inference = {w.is_inference() for w in weights}
     if len({w.data_ptr() for w in weights}) < len(weights) or len(inference) > 1:
@@ -162,7 +177,7 @@ def nobody_sees(module: nn.Module) -> bool:
 
 
 def _alike_weights(linears: Sequence[nn.Module]) -> list[Tensor] | None:
-    """The weights, if the modules are as torch made them and they can be put together as they are."""
+    """The weights of modules as torch made them, if these can be put together as they are."""
     weights: list[Tensor] = []
     for linear in linears:
         if not is_plain(linear):

@@ -76,8 +76,12 @@ def have_no_rule(*tensors: torch.Tensor) -> bool:
     return not is_recorded() and any(map(has_tangent, tensors))
 
 
+def in_forward_mode() -> bool:
+    """Whether a level of forward-mode AD is open."""
+    return forward_ad._current_level >= 0
+
+
 def has_tangent(t: torch.Tensor) -> bool:
     """Whether forward-mode AD differentiates with respect to a tensor."""
-    if forward_ad._current_level < 0:  # which unpack_dual asks too, in a microsecond
-        return False
-    return forward_ad.unpack_dual(t).tangent is not None
+    # unpack_dual asks for the level too, but takes a microsecond.
+    return in_forward_mode() and forward_ad.unpack_dual(t).tangent is not None
