@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -79,10 +80,12 @@ at::Tensor sum_of_products(const variable_list& grads, at::TensorList weights,
   at::Tensor dx = at::matmul(grads[0], weights[0].to(dtype));
   for (size_t i = 1; i < grads.size(); ++i) {
     const at::Tensor weight = weights[i].to(dtype);
-    if (may_be_written(grads[i]) && may_be_written(dx))
-      as_matrix(dx).addmm_(as_matrix(grads[i]), weight);
-    else
+    if (may_be_written(grads[i]) && may_be_written(dx)) {
+      at::Tensor rows = as_matrix(dx);
+      at::addmm_out(rows, rows, as_matrix(grads[i]), weight);  // FlopCounterMode knows no addmm_
+    } else {
       dx = dx + at::matmul(grads[i], weight);
+    }
   }
   return dx;
 }

@@ -41,7 +41,9 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
     if torch.compiler.is_compiling():  # whose partitioner decides what is saved
         return F.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], dim=-1)
     dtype = _dtype_in_products(weights[0])
-    return tuple(_joint_projection(x.to(_dtype_in_products(x)), weights, dtype, together))
+    if x.dtype != dtype:
+        x = x.to(_dtype_in_products(x))
+    return tuple(_joint_projection(x, weights, dtype, together))
 
 
 def _adds_up(x: Tensor) -> bool:
