@@ -14,7 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 TOLERANCE = 0.04  # of two layers in bf16 against fp32: 0.015 is usual
 HOST_TOKENS = 64
-KINDS = {
+KINDS = {  # the first that fits
+    "inductor": ("triton_",),  # whose names quote the operators beside them
+    "foreach copies": ("CopyFunctor", "::Copy<"),
     "attention": ("flash", "sdpa", "fmha", "cudnn"),
     "products": ("gemm", "cutlass", "nvjet", "cublas", "splitk"),
     "operator": ("sm90::", "steps::"),
@@ -23,7 +25,6 @@ KINDS = {
     "SwiGLU": ("Swiglu",),
     "gate": ("gate::", "log_sigmoid"),
     "optimizer": ("multi_tensor", "adam"),
-    "inductor": ("triton_",),
     "concatenation": ("CatArray",),
     "copies and fills": ("copy", "Memcpy", "Memset", "Fill"),
     "element-wise": ("elementwise", "reduce_kernel"),
