@@ -7,7 +7,9 @@
 
 TORCH_LIBRARY(gla_ext, m) {
   m.set_python_module("gla_ext.ops");
-  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  // Inductor pads the rows of what it allocates, and copies what has not the exact strides of eager
+  // mode unless an operator says that their order is enough. These read rows of any distance.
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order};
 
   m.def(
       "chunk_gla_fwd(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? initial_state, "
@@ -135,7 +137,10 @@ TORCH_LIBRARY(gla_ext, m) {
       "Tensor? write_slots, Tensor? has_initial_state, Tensor? cu_seqlens) -> Tensor",
       tags);
 
-  m.def("joint_projection(Tensor x, Tensor[] weights, ScalarType dtype) -> Tensor[]", tags);
+  m.def(
+      "joint_projection(Tensor x, Tensor[] weights, ScalarType dtype, bool together=True) -> "
+      "Tensor[]",
+      tags);
 
   const std::string loss_options =
       "int ignore_index, float label_smoothing, float logit_scale, float? logit_softcapping";

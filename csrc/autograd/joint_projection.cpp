@@ -1,10 +1,12 @@
-// Several linear maps of one input as one product, by torch's operations: in C++ because a Python
-// function takes some 250 us of a layer's step on the host.
+// Several linear maps of one input, as one product or with one gradient of the input, by torch's
+// operations: in C++ because a Python function takes some 250 us of a layer's step on the host.
 #include <ATen/LegacyBatchedTensorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
@@ -20,12 +22,38 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-at::Tensor joined(at::TensorList weights, at::ScalarType dtype) {
-  return at::cat(weights).to(dtype);
+// Whether foreach and operators in place may be called. Not so: gradients of gradients,
+// is_grads_batched, and sharded tensors.
+bool may_be_written(const at::Tensor& t) {
+  return !at::GradMode::is_enabled() && !at::isBatchedTensor(t) &&
+         !t.key_set().has(c10::DispatchKey::Python);
 }
 
-// x Wᵀ for each of the weights, which are alike and cast to dtype; parts of one tensor.
-variable_list products(const at::Tensor& x, at::TensorList weights, at::ScalarType dtype) {
+// The weights as one matrix, cast where they are put: each is read once and written once.
+at::Tensor joined(at::TensorList weights, at::ScalarType dtype) {
+  const int64_t columns = weights[0].size(1);
+  bool keeps_cat = weights[0].scalar_type() == dtype;
+  std::vector<int64_t> rows;
+  int64_t sum = 0;
+  for (const at::Tensor& weight : weights) {
+    keeps_cat |= weight.size(1) != columns || !may_be_written(weight);
+    rows.push_back(weight.size(0));
+    sum += rows.back();
+  }
+  if (keeps_cat) return at::cat(weights).to(dtype);
+  at::Tensor whole = at::empty({sum, columns}, weights[0].options().dtype(dtype));
+  at::_foreach_copy_(whole.split_with_sizes(rows), weights);  // one launch
+  return whole;
+}
+
+// x Wᵀ for each of the weights, which are alike and cast to dtype; together, parts of one tensor.
+variable_list products(const at::Tensor& x, at::TensorList weights, at::ScalarType dtype,
+                       bool together) {
+  if (!together) {
+    variable_list results;
+    for (const at::Tensor& weight : weights) results.push_back(at::linear(x, weight.to(dtype)));
+    return results;
+  }
   std::vector<int64_t> widths;
   for (const at::Tensor& weight : weights) widths.push_back(weight.size(0));
   return at::linear(x, joined(weights, dtype)).split_with_sizes(widths, -1);
@@ -35,9 +63,7 @@ variable_list products(const at::Tensor& x, at::TensorList weights, at::ScalarTy
 variable_list parts_of(const at::Tensor& dw, at::IntArrayRef rows, at::ScalarType dtype) {
   const variable_list views = dw.split_with_sizes(rows);
   variable_list parts;
-  // What foreach does not know: gradients of gradients, is_grads_batched, and sharded tensors.
-  if (at::GradMode::is_enabled() || at::isBatchedTensor(dw) ||
-      dw.key_set().has(c10::DispatchKey::Python)) {
+  if (!may_be_written(dw)) {
     for (const at::Tensor& view : views)
       parts.push_back(view.to(dtype, /*non_blocking=*/false, /*copy=*/true));
     return parts;
@@ -48,11 +74,27 @@ variable_list parts_of(const at::Tensor& dw, at::IntArrayRef rows, at::ScalarTyp
   return parts;
 }
 
+// The sum of dy W over the maps: a product adds to the one before where it may.
+at::Tensor sum_of_products(const variable_list& grads, at::TensorList weights,
+                           at::ScalarType dtype) {
+  at::Tensor dx = at::matmul(grads[0], weights[0].to(dtype));
+  for (size_t i = 1; i < grads.size(); ++i) {
+    const at::Tensor weight = weights[i].to(dtype);
+    if (may_be_written(grads[i]) && may_be_written(dx)) {
+      at::Tensor rows = as_matrix(dx);
+      at::addmm_out(rows, rows, as_matrix(grads[i]), weight);  // FlopCounterMode knows no addmm_
+    } else {
+      dx = dx + at::matmul(grads[i], weight);
+    }
+  }
+  return dx;
+}
+
 class JointProjection : public torch::autograd::Function<JointProjection> {
  public:
   // x and the weights are saved where a gradient needs them; the joined weights are not.
   static variable_list forward(AutogradContext* ctx, const at::Tensor& x, at::TensorList weights,
-                               at::ScalarType dtype) {
+                               at::ScalarType dtype, bool together) {
     at::AutoDispatchBelowADInplaceOrView below;
     // x and the weights are what autocast has made of them.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -63,7 +105,8 @@ class JointProjection : public torch::autograd::Function<JointProjection> {
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["dtype"] = static_cast<int64_t>(dtype);
     ctx->saved_data["dtype_of_weights"] = static_cast<int64_t>(weights[0].scalar_type());
-    return products(x, weights, dtype);
+    ctx->saved_data["together"] = together;
+    return products(x, weights, dtype, together);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -80,7 +123,14 @@ class JointProjection : public torch::autograd::Function<JointProjection> {
         trained.push_back(grads[i]);
         rows.push_back(grads[i].size(-1));
       }
-    variable_list result(grads.size() + 2);
+    variable_list result(grads.size() + 3);
+    if (!ctx->saved_data["together"].toBool()) {
+      if (needs_dx) result[0] = sum_of_products(grads, {saved.data() + 1, grads.size()}, dtype);
+      for (size_t i = 0; i < grads.size(); ++i)
+        if (ctx->needs_input_grad(1 + i))
+          result[1 + i] = at::mm(as_matrix(grads[i]).t(), as_matrix(saved[0])).to(own);
+      return result;
+    }
     at::Tensor dy;
     if (needs_dx || trained.size() == grads.size()) dy = at::cat(grads, -1);
     if (needs_dx) {
@@ -98,8 +148,8 @@ class JointProjection : public torch::autograd::Function<JointProjection> {
 };
 
 variable_list joint_projection_autograd(const at::Tensor& x, at::TensorList weights,
-                                        at::ScalarType dtype) {
-  return JointProjection::apply(x, weights, dtype);
+                                        at::ScalarType dtype, bool together) {
+  return JointProjection::apply(x, weights, dtype, together);
 }
 
 }  // namespace

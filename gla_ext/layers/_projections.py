@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.forward_ad import unpack_dual
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
-from gla_ext.ops._tracing import is_recorded
+from gla_ext.ops._tracing import has_tangent, in_forward_mode, is_recorded
 from gla_ext.ops.chunk import is_batch_invariant
 
 _joint_projection = torch.ops.gla_ext.joint_projection.default
@@ -23,6 +22,8 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
     """What each of the linear maps makes of x `[B, T, D]`, in their order.
 
     Without gradients, weights that `lay_side_by_side` has made one in memory take one product.
+    Modules as torch made them are not called in eager mode where x has a gradient, which the
+    products of backward then add up.
 
     Args:
         together: one product with all weights in one, where the modules are as torch made them;
@@ -32,14 +33,25 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
     """
     if (fused := project_fused(x, linears)) is not None:
         return fused
-    together = together and not torch._C._are_functorch_transforms_active()
-    if not (together and all(map(is_plain, linears)) and _are_alike(linears)):
+    weights = None
+    if (together or _adds_up(x)) and not torch._C._are_functorch_transforms_active():
+        weights = _alike_weights(linears)
+    if weights is None:
         return tuple(linear(x) for linear in linears)
-    weights = [linear.weight for linear in linears]
     if torch.compiler.is_compiling():  # whose partitioner decides what is saved
         return F.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], dim=-1)
     dtype = _dtype_in_products(weights[0])
-    return tuple(_joint_projection(x.to(_dtype_in_products(x)), weights, dtype))
+    if x.dtype != dtype:
+        x = x.to(_dtype_in_products(x))
+    return tuple(_joint_projection(x, weights, dtype, together))
+
+
+def _adds_up(x: Tensor) -> bool:
+    """Whether maps apart have a gradient of x that one operator adds up: in eager mode, where
+    autograd would sum what the products have written.
+    """
+    wanted = x.requires_grad and torch.is_grad_enabled()
+    return wanted and type(x) is Tensor and not is_recorded() and not in_forward_mode()
 
 
 def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
@@ -57,7 +69,7 @@ def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]
     if x.shape[:-1].numel() > MOST_ROWS or is_batch_invariant():
         return None
     weight = _side_by_side(linears)
-    if weight is None or any(unpack_dual(linear.weight).tangent is not None for linear in linears):
+    if weight is None or any(has_tangent(linear.weight) for linear in linears):
         return None
     if torch.is_autocast_cache_enabled() and _dtype_in_products(weight) != weight.dtype:
         return None
@@ -70,10 +82,12 @@ def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
 
     The parameters stay the same objects with the same values.
     """
-    if not (all(is_plain(linear) for linear in linears) and _are_alike(linears)):
-        return
-    weights = [linear.weight for linear in linears]
-    if not all(_is_in_memory(w) for w in weights) or _side_by_side(linears) is not None:
+    weights = _alike_weights(linears)
+    if (
+        weights is None
+        or not all(map(_is_in_memory, weights))
+        or _side_by_side(linears) is not None
+    ):
         return
     inference = {w.is_inference() for w in weights}
     if len({w.data_ptr() for w in weights}) < len(weights) or len(inference) > 1:
@@ -89,12 +103,10 @@ def _side_by_side(linears: Sequence[nn.Module]) -> Tensor | None:
     """The weights as the one matrix that they are in memory, or None: where they are not, and for
     modules that are not as torch made them.
     """
-    if not (all(is_plain(linear) for linear in linears) and _are_alike(linears)):
+    weights = _alike_weights(linears)
+    if weights is None or not all(map(_is_a_part, weights)):
         return None
-    weights = [linear.weight for linear in linears]
     first = weights[0]
-    if not all(map(_is_a_part, weights)):
-        return None
     rows, columns = sum(w.shape[0] for w in weights), first.shape[1]
     start, address = first.storage_offset(), first.data_ptr()
     if first.untyped_storage().nbytes() < (start + rows * columns) * first.itemsize:
@@ -166,6 +178,14 @@ def nobody_sees(module: nn.Module) -> bool:
     )
 
 
-def _are_alike(linears: Sequence[nn.Linear]) -> bool:
-    """Whether their weights can be put together as they are."""
-    return len({(linear.weight.dtype, linear.weight.device) for linear in linears}) == 1
+def _alike_weights(linears: Sequence[nn.Module]) -> list[Tensor] | None:
+    """The weights of modules as torch made them, if these can be put together as they are."""
+    weights: list[Tensor] = []
+    for linear in linears:
+        if not is_plain(linear):
+            return None
+        weight = linear.weight
+        if weights and (weight.dtype != weights[0].dtype or weight.device != weights[0].device):
+            return None
+        weights.append(weight)
+    return weights

@@ -291,17 +291,16 @@ class GatedLinearAttention(nn.Module):
         """What the projections of x make of it: q, k, v and maybe the output gate, and gk."""
         linears = self._input_projections()
         together = self.training and self.batch_projections
-        if self._gate_is_two_maps() and is_plain(self.gk_proj[0]):
-            *outputs, h = project(x, [*linears, self.gk_proj[0]], together)
-            return outputs, self._log_gates(h)
-        outputs = project(x, linears, together)
-        if self._gate_is_two_maps():
-            return outputs, self._log_gates(self.gk_proj[0](x))
-        return outputs, self._finish_log_gates(self.gk_proj(x))
+        if not self._gate_is_two_maps():
+            return project(x, linears, together), self._finish_log_gates(self.gk_proj(x))
+        down, up = self.gk_proj
+        if is_plain(down):
+            *outputs, h = project(x, [*linears, down], together)
+            return outputs, self._log_gates(h, up)
+        return project(x, linears, together), self._log_gates(down(x), up)
 
-    def _log_gates(self, h: Tensor) -> Tensor:
-        """From what the gate's first map has made."""
-        up = self.gk_proj[1]
+    def _log_gates(self, h: Tensor, up: nn.Module) -> Tensor:
+        """From what the gate's first map has made, by its second."""
         if not is_plain(up, biased=True):
             return self._finish_log_gates(up(h))
         return gate_projection(h, up.weight, up.bias, self.gate_logit_normalizer, self.clamp_min)

@@ -226,7 +226,7 @@ def _swiglu_linear(cls: type, op: Any, types: Any, args: tuple[Any, ...], kwargs
 def _joint_projection(
     cls: type, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any
 ) -> list[Tensor]:
-    x, weights, dtype = args
+    x, weights, dtype = args[:3]  # together or apart, of one product each
     return [F.linear(x, weight.to(dtype)) for weight in weights]
 
 

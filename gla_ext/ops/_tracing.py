@@ -1,7 +1,7 @@
 """Whether a call runs, or is written down to be run later."""
 
 import torch
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
@@ -55,6 +55,8 @@ def is_of_unknown_class(t: torch.Tensor) -> bool:
     """Whether a tensor is of a subclass for which the operators have no rules: all but DTensor,
     for which ops/_sharding.py has them.
     """
+    if type(t) is torch.Tensor or type(t) is torch.nn.Parameter:
+        return False
     return is_traceable_wrapper_subclass(t) and not is_sharded(t)
 
 
@@ -71,4 +73,15 @@ def have_no_rule(*tensors: torch.Tensor) -> bool:
         return True
     if torch._C._are_functorch_transforms_active() or is_recorded_for_onnx():
         return True
-    return not is_recorded() and any(unpack_dual(t).tangent is not None for t in tensors)
+    return not is_recorded() and any(map(has_tangent, tensors))
+
+
+def in_forward_mode() -> bool:
+    """Whether a level of forward-mode AD is open."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(t: torch.Tensor) -> bool:
+    """Whether forward-mode AD differentiates with respect to a tensor."""
+    # unpack_dual asks for the level too, but takes a microsecond.
+    return in_forward_mode() and forward_ad.unpack_dual(t).tangent is not None

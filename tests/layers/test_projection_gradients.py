@@ -1,0 +1,328 @@
+"""Several linear maps of one input, as one product and apart: gradients, and what is saved."""
+
+import copy
+import functools
+import io
+import itertools
+
+import pytest
+import torch
+from common import assert_close
+from models import make_layer, make_x, products
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from gla_ext.layers._projections import project
+
+SIZES = (4, 5, 6, 7)
+
+
+def make_linears(dtype=torch.float64, device="cpu"):
+    torch.manual_seed(0)
+    return [nn.Linear(24, size, bias=False, dtype=dtype).to(device) for size in SIZES]
+
+
+def weights_of(linears):
+    return [linear.weight for linear in linears]
+
+
+def losses(ys):
+    """Of each result another one, so that no gradient can stand for another."""
+    return sum((i + 1) * y.float().sin().sum() for i, y in enumerate(ys))
+
+
+def with_gradients(linears, x, together, autocast=None, of=None, **options):
+    """Results and gradients; by the modules, one after the other, where together is None."""
+    leaves = of or [t for t in (x, *weights_of(linears)) if t.requires_grad]
+    with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
+        modules = together is None
+        ys = [m(x) for m in linears] if modules else project(x, linears, together)
+    return [*ys, *torch.autograd.grad(losses(ys), leaves, **options)]
+
+
+DTYPES = [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("T", [0, 1, 70])
+@pytest.mark.parametrize("together", [True, False])
+def test_gradients_equal_those_of_modules(device, dtype, bound, T, together):
+    linears = make_linears(dtype, device)
+    x = make_x(T=T, dtype=dtype).to(device).requires_grad_()
+    pair = (with_gradients(linears, x, how) for how in (together, None))
+    for got, wanted in zip(*pair, strict=True):
+        assert got.dtype == dtype
+        assert_close(got, wanted, bound)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("autocast", "bound"), [(torch.bfloat16, 0.03), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("together", [True, False])
+def test_autocast_equals_that_of_modules(device, weight_dtype, x_dtype, autocast, bound, together):
+    linears = make_linears(weight_dtype, device)
+    x = make_x(dtype=x_dtype).to(device).requires_grad_()
+    bound = 0.03 if torch.bfloat16 in (weight_dtype, x_dtype) else bound
+    pair = (with_gradients(linears, x, how, autocast) for how in (together, None))
+    for got, wanted in zip(*pair, strict=True):
+        assert got.dtype == wanted.dtype
+        assert_close(got, wanted, bound)
+
+
+class Calls(TorchDispatchMode):
+    """The names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_autocast_casts_weights_where_it_puts_them_together(device):
+    """And their gradients where it takes them apart: no copy of the whole in between."""
+    linears = make_linears(torch.float32, device)
+    x = make_x(dtype=torch.float32).to(device).requires_grad_()
+    with Calls() as calls:
+        with_gradients(linears, x, True, torch.bfloat16)
+    assert calls.names.count("_foreach_copy_.default") == 3
+    assert calls.names.count("cat.default") == 1  # gradients of the results
+    assert calls.names.count("_to_copy.default") == 10  # x, the results for losses(), and back
+
+
+def test_gradients_of_gradients_under_autocast():
+    linears = make_linears(torch.float32)
+    x, results = make_x(T=3, dtype=torch.float32).requires_grad_(), []
+    for together in (True, False, None):
+        *_, dx = with_gradients(linears, x, together, torch.bfloat16, of=[x], create_graph=True)
+        results.append(torch.autograd.grad(dx.square().sum(), [x, *weights_of(linears)]))
+    for *found, wanted in zip(*results, strict=True):
+        for got in found:
+            assert_close(got, wanted, 0.05)
+
+
+def test_products_apart_add_up_the_gradient_of_their_input(device):
+    linears = make_linears(torch.float32, device)
+    x = make_x(dtype=torch.float32).to(device).requires_grad_()
+    with Calls() as calls:
+        with_gradients(linears, x, False)
+    assert calls.names.count("addmm.out") == 3
+    with Calls() as of_modules:
+        with_gradients(linears, x, None)
+    sums = [c.names.count("add.Tensor") + c.names.count("add_.Tensor") for c in (calls, of_modules)]
+    assert sums[1] - sums[0] == 3
+
+
+def test_their_flops_are_those_of_modules():
+    linears, x, counts = make_linears(), make_x().requires_grad_(), []
+    for together in (True, False, None):
+        with FlopCounterMode(display=False) as counter:
+            ys = [m(x) for m in linears] if together is None else project(x, linears, together)
+            losses(ys).backward()
+        counts.append(counter.get_total_flops())
+    assert counts == 3 * [3 * 2 * x[..., 0].numel() * 24 * sum(SIZES)]
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "weight_dtype", "autocast"),
+    [(torch.float32, torch.bfloat16, False), (torch.float32, torch.float64, True)],
+)
+@pytest.mark.parametrize("together", [True, False])
+def test_dtypes_that_do_not_fit_are_an_error(x_dtype, weight_dtype, autocast, together):
+    linears, x = make_linears(weight_dtype), make_x(dtype=x_dtype)
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        pytest.raises(RuntimeError, match="dtype"),
+    ):
+        project(x, linears, together)
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (1, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize("needs_dx", [True, False])
+def test_frozen_weights_have_no_product(frozen, needs_dx):
+    linears, x = make_linears(), make_x().requires_grad_(needs_dx)
+    for i in frozen:
+        linears[i].weight.requires_grad_(False)
+    leaves = [t for t in (x, *weights_of(linears)) if t.requires_grad]
+    if not leaves:
+        assert not any(y.requires_grad for y in project(x, linears, True))
+        return
+    loss, gradients = losses(project(x, linears, True)), []
+    lefts = products(lambda: gradients.extend(torch.autograd.grad(loss, leaves)), side=-2)
+    trained = 22 - sum(SIZES[i] for i in frozen)
+    tokens = x.shape[0] * x.shape[1]
+    expected = [(tokens, 22)] if needs_dx else []
+    expected += [(trained, tokens)] if trained else []
+    assert lefts == sorted(expected)
+    for got, wanted in zip(gradients, with_gradients(linears, x, None)[4:], strict=True):
+        assert_close(got, wanted, 1e-12)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_gradients_have_storages_of_their_own(autocast):
+    linears, x = make_linears(torch.float32), make_x(dtype=torch.float32)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        losses(project(x, linears, True)).backward()
+    for weight in weights_of(linears):
+        assert weight.grad.is_contiguous()
+        assert weight.grad.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+    assert len({w.grad.untyped_storage().data_ptr() for w in weights_of(linears)}) == 4
+
+
+def saved(call):
+    """The tensors that autograd saves in a call."""
+    tensors = []
+    with saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t):
+        call()
+    return tensors
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_saves_the_weights_and_no_copy(autocast, together):
+    linears = make_linears(torch.float32)
+    x = make_x(dtype=torch.float32).requires_grad_()
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        tensors = saved(lambda: project(x, linears, together))
+    pointers = {t.untyped_storage().data_ptr() for t in tensors}
+    weights = {w.untyped_storage().data_ptr() for w in weights_of(linears)}
+    assert weights < pointers
+    assert [t.shape for t in tensors if t.untyped_storage().data_ptr() not in weights] == [x.shape]
+
+
+def test_saves_what_the_gradients_need():
+    linears, x = make_linears(), make_x()
+    assert [t.shape for t in saved(lambda: project(x, linears, True))] == [x.shape]
+    for weight in weights_of(linears):
+        weight.requires_grad_(False)
+    x.requires_grad_()
+    assert len(saved(lambda: project(x, linears, True))) == 4
+    with torch.no_grad():
+        assert not saved(lambda: project(x, linears, True))
+
+
+def test_results_that_nobody_uses_have_a_gradient_of_zero():
+    linears, x = make_linears(), make_x().requires_grad_()
+    leaves = [x, linears[1].weight]
+    together, apart = (
+        torch.autograd.grad(project(x, linears, t)[1].sin().sum(), leaves) for t in (True, False)
+    )
+    for got, wanted in zip(together, apart, strict=True):
+        assert_close(got, wanted, 1e-12)
+    project(x, linears, True)[1].sum().backward()
+    assert not linears[0].weight.grad.any()
+
+
+class Projections(nn.Module):
+    def __init__(self, together=True):
+        super().__init__()
+        self.linears, self.together = nn.ModuleList(make_linears()), together
+
+    def forward(self, x):
+        return project(x, self.linears, self.together)
+
+
+def as_function(module, x, *weights):
+    names = [name for name, _ in module.named_parameters()]
+    return torch.func.functional_call(module, dict(zip(names, weights, strict=True)), (x,))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_gradients_of_gradients(together):
+    module, x = Projections(together), make_x(T=3).requires_grad_()
+    leaves, call = [x, *module.parameters()], functools.partial(as_function, module)
+    widths = [(24, 22)] if together else [(24, size) for size in SIZES]
+    assert products(lambda: call(*leaves)) == widths
+    torch.autograd.gradcheck(call, leaves)
+    torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_function_transforms(together):
+    module = Projections(together)
+    leaves = [make_x(T=3), *(p.detach() for p in module.parameters())]
+
+    def loss(*leaves):
+        return losses(as_function(module, *leaves))
+
+    def loss_apart(x, *weights):
+        return losses([x @ w.T for w in weights])
+
+    for transform in (
+        lambda f: torch.func.grad(f, tuple(range(5))),
+        lambda f: torch.vmap(torch.func.grad(f, tuple(range(5))), (0, *4 * [None])),
+        lambda f: torch.func.jacrev(torch.func.grad(f, 1)),
+    ):
+        got, wanted = (transform(f)(*leaves) for f in (loss, loss_apart))
+        for a, b in zip(got, wanted, strict=True):
+            assert_close(a, b, 1e-12)
+    got, wanted = (torch.func.jvp(f, tuple(leaves), tuple(leaves)) for f in (loss, loss_apart))
+    for a, b in zip(got, wanted, strict=True):
+        assert_close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_batched_gradients(together):
+    module = Projections(together)
+    call, leaves = functools.partial(as_function, module), (make_x(T=3), *module.parameters())
+    jacobians = [
+        torch.autograd.functional.jacobian(call, leaves, vectorize=vectorize)
+        for vectorize in (False, True)
+    ]
+    for one_by_one, at_once in zip(*map(itertools.chain.from_iterable, jacobians), strict=True):
+        assert_close(at_once, one_by_one, 1e-14)
+
+
+def test_functional_call():
+    layer, x = make_layer(), make_x()
+    other = {name: 0.5 * p.detach() for name, p in make_layer(seed=3).named_parameters()}
+    results = []
+    for together in (True, False):
+        leaves = {name: p.clone().requires_grad_() for name, p in other.items()}
+        layer.batch_projections = together
+        y = torch.func.functional_call(layer, leaves, (x,))[0]
+        results.append([y, *torch.autograd.grad(y.square().sum(), list(leaves.values()))])
+    for got, wanted in zip(*results, strict=True):
+        assert_close(got, wanted, 1e-10)
+
+
+def test_a_trace_can_be_stored():
+    module, x, file = Projections(), make_x(T=3), io.BytesIO()
+    torch.jit.save(torch.jit.trace(module, (x,)), file)
+    file.seek(0)
+    for got, wanted in zip(torch.jit.load(file)(x), module(x), strict=True):
+        assert_close(got, wanted, 1e-12)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint(use_reentrant):
+    linears, x = make_linears(), make_x().requires_grad_()
+    leaves = [x, *weights_of(linears)]
+    plain = with_gradients(linears, x, True)[4:]
+    call = functools.partial(project, linears=linears, together=True)
+    losses(checkpoint(call, x, use_reentrant=use_reentrant)).backward()
+    for leaf, wanted in zip(leaves, plain, strict=True):
+        assert torch.equal(leaf.grad, wanted)
+
+
+def test_sharded_weights_are_freed_between_forward_and_backward(one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    layer, x = make_layer(), make_x().requires_grad_()
+    plain = copy.deepcopy(layer)
+    fully_shard(layer, mesh=one_rank, reshard_after_forward=True)
+    results = []
+    tensors = saved(lambda: results.append(layer(x)[0]))
+    assert not [t for t in tensors if t.shape in ((72, 24), (24, 72))]
+    unsharded = [t for t in tensors if t.shape == layer.v_proj.weight.shape]
+    assert unsharded and not any(t.untyped_storage().nbytes() for t in unsharded)
+    results[0].square().sum().backward()
+    plain(x)[0].square().sum().backward()
+    for name, wanted in plain.named_parameters():
+        got = layer.get_parameter(name).grad.full_tensor()
+        assert_close(got, wanted.grad, 1e-12, name=name)
