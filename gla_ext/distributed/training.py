@@ -163,7 +163,7 @@ class ShardedTrainer(Trainer):
         settings: the run's settings; batch_size is that of all ranks.
         corpus: the text.
         options: device, compile, tensor_parallel, context_parallel.
-            With compile every block is a graph of its own.
+            With compile every block is a graph of its own in a step; evaluations are eager.
 
     Raises:
         ValueError: sizes that do not divide the number of processes, the batch or the window.
@@ -223,8 +223,12 @@ class ShardedTrainer(Trainer):
         return contextlib.nullcontext()  # the policy's dtype
 
     def evaluate(self, should_stop: Callable[[], bool] = lambda: False) -> float | None:
-        """As `Trainer.evaluate`; every rank computes all of it."""
-        bits = super().evaluate(should_stop)
+        """As `Trainer.evaluate`; every rank computes all of it.
+
+        Blocks are not compiled here: with a cache each would be a graph of its own.
+        """
+        with torch.compiler.set_stance("force_eager"):
+            bits = super().evaluate(should_stop)
         for module in self.model.modules():  # no backward comes, which would do so
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -126,17 +126,28 @@ def test_a_mesh_of_three_dimensions(eight, pool, folder, tmp_path):
         assert_close(losses, expected, 1e-5)
 
 
-def run_compiled(group, folder, sizes):
-    """The losses of some steps of compiled blocks, an evaluation among them."""
+def compiled_trainer(folder, **sizes):
+    """A trainer of compiled blocks, and a list that every graph made for them goes to."""
     from gla_ext.distributed.training import ShardedTrainer
 
+    graphs, aot_eager = [], torch._dynamo.lookup_backend("aot_eager")
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
     def compile_block(block, **options):
-        block._compiled_call_impl = torch.compile(block._call_impl, backend="aot_eager", **options)
+        block._compiled_call_impl = torch.compile(block._call_impl, backend=backend, **options)
 
     torch._dynamo.reset()
     options = Options(device="cpu", compile=True, **sizes)
     with mock.patch.object(torch.nn.Module, "compile", compile_block):
-        trainer = ShardedTrainer(Settings(**TINY), load_corpus(folder), options)
+        return ShardedTrainer(Settings(**TINY), load_corpus(folder), options), graphs
+
+
+def run_compiled(group, folder, sizes):
+    """The losses of some steps of compiled blocks, an evaluation among them."""
+    trainer, _ = compiled_trainer(folder, **sizes)
     while trainer.step < 3:
         trainer.train_step()
     bits = trainer.evaluate()
@@ -152,6 +163,21 @@ def test_compiled_blocks(pool, folder, sizes):
     for losses, found in pool(run_compiled, folder, sizes):
         assert_close(losses, trainer.losses, 1e-5)
         assert found == pytest.approx(bits, rel=1e-5)
+
+
+def test_an_evaluation_makes_no_graphs(one_rank, folder):
+    """With a cache each block would be another graph; seven blocks were more than dynamo allows."""
+    expected, bits, _ = one_process(folder)
+    trainer, graphs = compiled_trainer(folder)
+    while trainer.step < 3:
+        trainer.train_step()
+    made = len(graphs)
+    assert made > 0
+    assert trainer.evaluate() == pytest.approx(bits, rel=1e-5)
+    while trainer.step < TINY["steps"]:
+        trainer.train_step()
+    assert len(graphs) == made
+    assert_close(trainer._mean_losses(), expected.losses, 1e-5)
 
 
 def test_going_on_from_one_process(pool, folder, tmp_path):

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -153,45 +152,40 @@ def test_killed_while_it_saves(one_rank, folder, tmp_path, monkeypatch, moment, 
         assert torch.equal(mine.full_tensor(), theirs.full_tensor())
 
 
-def torchrun(*args):
+def torchrun(script, *args):
+    """Status and output of a script in two processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", "-m", "gla_ext.train", *map(str, args)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    command += ["--standalone", str(script), *map(str, args)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, start_new_session=True,
     )  # fmt: skip
-
-
-def first_rank_of(process):
-    """The id of torchrun's worker whose RANK is 0."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
-    return next(int(pid) for pid, environment in ranks.items() if b"RANK=0" in environment)
+    try:
+        text, _ = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends what it has started
+        text, _ = process.communicate(timeout=60)
+        pytest.fail(f"the job did not end by itself:\n{text}")
+    return process.returncode, text
 
 
 def test_a_killed_rank_ends_the_job_and_one_process_goes_on(folder, tmp_path, device, capsys):
-    """The first rank is killed without warning in the middle; the other does not wait for it."""
+    """The first rank is killed without warning in the middle; the other does not wait for it.
+
+    Few steps: with as many as 60 these weights drift by percents from differences of 1e-6.
+    """
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    steps = 60 if device == "cpu" else 300
-    args, out = flags(folder, steps, device), tmp_path / "run"
-    process = torchrun(*args, "--out", out, "--save-every", 5)
-    checkpoint, deadline = out / CHECKPOINT, time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with contextlib.suppress(ValueError, FileNotFoundError):
-            if read_metadata(checkpoint)["step"] >= 10:
-                break
-        time.sleep(0.05)
-    os.kill(first_rank_of(process), signal.SIGKILL)
-    text, _ = process.communicate(timeout=60)
-    assert process.returncode not in (0, None), text
-    step = read_metadata(checkpoint)["step"]
-    assert 10 <= step < steps
+    args, out = flags(folder, 16, device), tmp_path / "run"
+    script = Path(__file__).with_name("killed_run.py")
+    status, text = torchrun(script, 12, *args, "--out", out, "--save-every", 5)
+    assert status not in (0, None), text
+    assert "Signal 9 (SIGKILL)" in text
+    assert read_metadata(out / CHECKPOINT)["step"] == 10, text
     capsys.readouterr()
     assert train.main(["--out", str(out), *RESUME, device]) == 0
     text = capsys.readouterr().out
     assert text.count("A continuation of") == 1
-    assert f"Going on from step {step} of {steps}" in text
-    bounds = (1e-3, 1e-2) if device == "cpu" else (1e-2, 1e-1)  # of more steps
-    assert_ended_as_one_process(out, args, tmp_path / "one", *bounds)
+    assert "Going on from step 10 of 16" in text
+    assert_ended_as_one_process(out, args, tmp_path / "one", 1e-3, 1e-2)
