@@ -43,8 +43,8 @@ struct Tiles {
   alignas(16) float o[2][Tile::kSums][kValues<kK>];
 
   template <class State, Access kAccess, bool kValueGates>
-  __device__ __forceinline__ void run(const Recurrence& p, const Run& run, int64_t from, int64_t to,
-                                      int first_tile, int end_tile) {
+  __device__ __forceinline__ void run(const Recurrence& p, const Run& run, const State* from,
+                                      int64_t to, int first_tile, int end_tile) {
 #pragma unroll 1
     for (int i = first_tile; i < end_tile; ++i) {
       const int first_value = i * kValues<kK>, stage = (i - first_tile) % 2;
@@ -74,7 +74,7 @@ struct Tiles {
   }
 };
 
-// kOneToken: T = 1. The token is loaded while the state is.
+// kOneToken: T = 1, or no longer sequences. The token is loaded while the state is.
 template <class State, class Tile, int kK, Access kAccess, bool kValueGates, bool kOneToken>
 __global__ void __launch_bounds__(
     Tile::kThreads, (count_blocks<State, Tile, kK, kAccess, kValueGates, kOneToken>()))
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(
   const Run run = find_run(p, blockIdx.x / value_blocks);
   const int first_tile = static_cast<int>(blockIdx.x % value_blocks) * each;
   const int first_value = first_tile * kValues<kK>;
-  if (run.length < p.least_tokens) return;
+  if (run.length < p.least_tokens || run.length > p.most_tokens) return;
   if (run.state < 0) {
     if (p.o.data != nullptr)
       for (int i = 0; i < each; ++i)
@@ -98,27 +98,30 @@ __global__ void __launch_bounds__(
                                   [](int, int) { return 0.f; });
     return;
   }
-  if (run.length == 0 && p.state_out == p.state_in && p.write_slots.data == nullptr) return;
+  const int64_t index = blockIdx.x / value_blocks;
+  const bool goes_on = p.has_initial == nullptr || p.has_initial[index / p.H];
+  if (run.length == 0 && goes_on && p.state_out == p.state_in && p.write_slots.data == nullptr)
+    return;
   const int64_t matrix = run.state * p.state_stride_n + run.head * p.state_stride_h;
+  const State* from = goes_on ? state_at<State>(p, matrix) : nullptr;
   if constexpr (kInTiles) {
-    const int64_t index = blockIdx.x / value_blocks;
     const int64_t to = p.state_out == nullptr ? -1 : written_matrix(p, index, run, matrix);
     const int end_tile = first_tile + each < tiles ? first_tile + each : tiles;
-    s.template run<State, kAccess, kValueGates>(p, run, matrix, to, first_tile, end_tile);
+    s.template run<State, kAccess, kValueGates>(p, run, from, to, first_tile, end_tile);
     return;
   } else {
     Tile tile;
     if constexpr (kOneToken) {
       if (run.length == 0) {
-        load_state<State, Tile, kAccess>(p, matrix, first_value, tile);
+        load_state<State, Tile, kAccess>(p, from, first_value, tile);
       } else {
         const TokenBits<Tile::kThreads, kK, kValues<kK>> token(p, run, first_value);
-        load_state<State, Tile, kAccess>(p, matrix, first_value, tile);
+        load_state<State, Tile, kAccess>(p, from, first_value, tile);
         token.store(p, s.tokens);
         s.run(p, run, 0, static_cast<int>(run.length), first_value, tile);
       }
     } else {
-      load_state<State, Tile, kAccess>(p, matrix, first_value, tile);
+      load_state<State, Tile, kAccess>(p, from, first_value, tile);
       unpack_state<State, Tile, kAccess>(p, first_value, tile);
       for (int64_t first = 0; first < run.length; first += kTokens) {
         const int64_t left = run.length - first;
@@ -129,7 +132,7 @@ __global__ void __launch_bounds__(
       }
     }
     if (p.state_out == nullptr) return;
-    const int64_t to = written_matrix(p, blockIdx.x / value_blocks, run, matrix);
+    const int64_t to = written_matrix(p, index, run, matrix);
     if (to >= 0) store_state<State, Tile, kAccess>(p, to, first_value, tile);
   }
 }
@@ -144,7 +147,7 @@ void launch_forward(const Recurrence& given, cudaStream_t stream) {
     forward_kernel<State, Tile, kK, kAccess, kValueGates, kOneToken>
         <<<blocks, Tile::kThreads, 0, stream>>>(p);
   };
-  if (given.T != 1) return launch(std::false_type{}, given);
+  if (given.T != 1 && given.most_tokens > 1) return launch(std::false_type{}, given);
   Recurrence p = given;
   if (sizeof(State) == 2) {
     constexpr int kAtOnce = count_blocks<State, Tile, kK, kAccess, kValueGates, true>();
