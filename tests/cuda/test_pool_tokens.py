@@ -3,7 +3,7 @@ in the call."""
 
 import pytest
 import torch
-from common import assert_close
+from common import BAD_OFFSETS, assert_close
 from cuda_tools import launched
 from pool_inputs import N, P, Prompts
 
@@ -131,7 +131,7 @@ class Many(Prompts):
     def __init__(self, lengths, sizes, **options):
         super().__init__("cuda", True, sizes=sizes, lengths=lengths, dtype=BF16, **options)
         count = len(lengths)
-        self.pool = self.normal(count, *self.pool.shape[1:])
+        self.pool = self.normal(count, *self.pool.shape[1:]).float()
         self.before = self.pool.clone()
         slots = [-1 if n % 3 == 2 else count - 1 - n for n in range(count)]
         self.rows = {
@@ -157,7 +157,7 @@ class Many(Prompts):
             pool = self.before[row : row + 1].clone()
             assert_close(mine, self.run(**tokens, **one, state=pool), 0.006)
             assert_close(self.pool[row], pool[0], 0.006)
-        untouched = [row for row in range(len(self.lengths)) if row not in self.rows["slots"]]
+        untouched = sorted(set(range(len(self.lengths))) - set(self.rows["slots"].tolist()))
         assert torch.equal(self.pool[untouched], self.before[untouched])
 
 
@@ -172,3 +172,46 @@ def test_more_sequences_than_the_map_takes_at_a_time():
     lengths = [1] * 1100
     lengths[3], lengths[700], lengths[1050] = 700, 65, 300
     Many(lengths, (1, 64, 64), gate=0.1).assert_is_its_parts(every=40)
+
+
+def scaled(offsets, T):
+    """Offsets of 165 tokens, of T tokens."""
+    return (T / 165 * torch.tensor(offsets, dtype=torch.float64)).clamp(-(2**31), 2**31 - 1).long()
+
+
+@pytest.mark.parametrize("sizes", [(1, 64, 64), (1, 128, 256)], ids=str)
+@pytest.mark.parametrize("what", BAD_OFFSETS)
+def test_bad_offsets(what, sizes):
+    """Neither the tokens nor rows that no sequence has are written, nor what lies beside the pool;
+    and the next call is right."""
+    lengths = (1300, 1, 700, 1, 1, 500, 90)
+    prompts, fresh = (make(sizes, lengths) for _ in range(2))
+    tokens = {name: t.clone() for name, t in prompts.tokens.items()}
+    T = tokens["q"].shape[1]
+    whole = prompts.before.new_full((3 * P, *prompts.before.shape[1:]), torch.nan)
+    state = whole[P : 2 * P]
+    state.copy_(prompts.before)
+    prompts.run(state=state, cu_seqlens=scaled(BAD_OFFSETS[what], T).cuda())
+    assert whole[:P].isnan().all() and whole[2 * P :].isnan().all()
+    untouched = sorted(set(range(P)) - set(prompts.rows["write_slots"].tolist()))
+    assert torch.equal(state[untouched], prompts.before[untouched])
+    assert all(torch.equal(t, tokens[name]) for name, t in prompts.tokens.items())
+    assert torch.equal(prompts.run(), fresh.run()) and torch.equal(prompts.pool, fresh.pool)
+
+
+def test_graph_replays_with_other_lengths():
+    """Sequences of one token become prompts, and these tokens."""
+    cases = [(1300, 1, 700, 1, 1, 500, 90), (1, 90, 1, 2500, 0, 1, 1), (370,) * N]
+    static = make((1, 128, 256), cases[0], gate=0.1)
+    static.run()  # before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = static.run()
+    for lengths in cases:
+        offsets = static.indices([sum(lengths[:n]) for n in range(N + 1)], torch.int64)
+        static.options["cu_seqlens"].copy_(offsets)
+        static.pool.copy_(static.before)
+        graph.replay()
+        pool = static.before.clone()
+        expected = static.run(cu_seqlens=offsets, state=pool)
+        assert torch.equal(o, expected) and torch.equal(static.pool, pool)
