@@ -30,6 +30,7 @@ PROMPTS = {  # lengths of packed prompts; one alone is not packed
     "one of 2,048": (2048,),
     "one of 32,768": (32768,),
     "8 of 2,048": (2048,) * 8,
+    "512 of 128": (128,) * 512,
     "64 of 16 to 2,048": tuple(16 + 2032 * n // 63 for n in range(64)),
 }
 DECODING = (64, 256)
