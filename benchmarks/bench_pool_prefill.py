@@ -3,6 +3,7 @@ and a scatter of its states; a packed batch of a prompt and one-token sequences 
 apart; and what checkpoints cost.
 
     python benchmarks/bench_pool_prefill.py [--heads 4x128x256]
+    python benchmarks/bench_pool_prefill.py --mixed  # prompts beside tokens alone, with its kernels
 
 Every call is checked against `chunk_gla` first; nothing is timed after an error. Times are the
 GPU's, with a cold L2; the slope is that of one more call in a CUDA graph, warm. The floor of
@@ -12,6 +13,7 @@ a copy.
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable
 
 import torch
@@ -19,6 +21,7 @@ from shared.timing import capture, cold, copy_bytes_per_s, slope_us
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+import gla_ext
 from gla_ext import chunk_gla, chunk_gla_, recurrent_gla_step_
 from gla_ext.selftest import relative_error
 
@@ -27,6 +30,7 @@ PROMPTS = {  # lengths of packed prompts; one alone is not packed
     "one of 2,048": (2048,),
     "one of 32,768": (32768,),
     "8 of 2,048": (2048,) * 8,
+    "512 of 128": (128,) * 512,
     "64 of 16 to 2,048": tuple(16 + 2032 * n // 63 for n in range(64)),
 }
 DECODING = (64, 256)
@@ -36,7 +40,7 @@ TOLERANCE = 6e-3
 
 @dataclasses.dataclass
 class Call:
-    """Packed sequences, or one, whose states are in rows of a pool; every other one starts."""
+    """Packed sequences, or one, whose states are in rows of a pool; every other prompt starts."""
 
     tokens: dict[str, Tensor]
     pool: Tensor
@@ -83,7 +87,8 @@ def make(lengths: tuple[int, ...], heads: tuple[int, int, int], pool: Tensor) ->
 
     tokens = {"q": normal(K), "k": normal(K), "v": normal(V), "g": logsigmoid(normal(K)) / 16}
     slots = torch.randperm(len(pool), generator=generator, device="cuda")[: len(lengths)]
-    goes_on = torch.arange(len(lengths), device="cuda") % 2 == 0
+    decodes = torch.tensor(lengths, device="cuda") == 1
+    goes_on = decodes | (torch.arange(len(lengths), device="cuda") % 2 == 0)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).cuda() if len(lengths) > 1 else None
     return Call(tokens, pool, slots, goes_on, cu_seqlens, lengths)
 
@@ -132,10 +137,48 @@ def show(calls: dict[str, Callable[[], object]], more: dict[str, str] | None = N
         print(f"  {name:44}{value}")
 
 
+def show_kernels(call: Callable[[], object], rounds: int = 10) -> None:
+    """Microseconds of each kernel of the call, L2 as the calls leave it."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(rounds):
+            call()
+        torch.cuda.synchronize()
+    for event in profile.key_averages():
+        if event.self_device_time_total > 0:
+            name = re.sub(r"(?:void )?gla_ext::cuda::|[<(].*", "", event.key)
+            print(f"    {name:42}{event.self_device_time_total / rounds:.1f} µs")
+
+
+def compare_mixed(prompt: Call, mixed: Call, alone: Call, floor_ms: float) -> None:
+    """A prompt and sequences of one token in one call, and the two apart."""
+    one_each = {
+        {"g": "gk"}.get(n, n): t.transpose(0, 1).contiguous() for n, t in alone.tokens.items()
+    }
+    packed = dataclasses.replace(prompt, cu_seqlens=torch.tensor([0, *prompt.lengths]).cuda())
+    print(f"\na prompt of 2,048 and {len(alone.lengths)} sequences of one token")
+    show(
+        {
+            "chunk_gla_, together": mixed.in_place,
+            "gather, chunk_gla, scatter, together": mixed.around,
+            "chunk_gla_, the prompt": prompt.in_place,
+            "chunk_gla_, the prompt, packed": packed.in_place,
+            "chunk_gla_, the tokens": alone.in_place,
+            "recurrent_gla_step_, the tokens": lambda: recurrent_gla_step_(
+                **one_each, state=alone.pool, slots=alone.slots
+            ),
+        },
+        {"the tokens' states": f"{floor_ms:.4f} ms"},
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--heads", default="4x128x256", help="H x K x V. Default: 4x128x256")
-    heads = tuple(int(x) for x in parser.parse_args().heads.split("x"))
+    parser.add_argument("--mixed", action="store_true", help="prompts beside tokens alone")
+    options = parser.parse_args()
+    heads = tuple(int(x) for x in options.heads.split("x"))
     H, K, V = heads
     pool = torch.randn(POOL, H, K, V, device="cuda")
     state_bytes = 4 * H * K * V
@@ -146,40 +189,26 @@ def main() -> None:
         check(call, str(name))
     rate = copy_bytes_per_s()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, H {H}, K {K}, V {V}, bf16")
-    print(f"all calls agree; a copy moves {rate / 1e12:.2f} TB/s")
+    print(f"{gla_ext.__file__}: all calls agree; a copy moves {rate / 1e12:.2f} TB/s")
 
-    for name, call in calls.items():
+    for name, call in () if options.mixed else calls.items():
         count = sum(length // EVERY for length in call.lengths)
-        options = checkpoints(call)
+        asks = checkpoints(call)
         print(f"\nprompts: {name}")
         show(
             {
                 "gather, chunk_gla, scatter": call.around,
                 "chunk_gla_": call.in_place,
                 "chunk_gla, no states": call.chunks_alone,
-                f"chunk_gla_, a checkpoint each {EVERY}": lambda c=call, o=options: c.in_place(**o),
+                f"chunk_gla_, a checkpoint each {EVERY}": lambda c=call, a=asks: c.in_place(**a),
             },
             {"checkpoints' bytes": f"{1e3 * count * state_bytes / rate:.4f} ms"},
         )
-    prompt = calls["one of 2,048"]
     for count in DECODING:
-        alone = steps[count]
-        one_each = {
-            {"g": "gk"}.get(n, n): t.transpose(0, 1).contiguous() for n, t in alone.tokens.items()
-        }
-        print(f"\na prompt of 2,048 and {count} sequences of one token")
-        show(
-            {
-                "chunk_gla_, together": mixed[count].in_place,
-                "gather, chunk_gla, scatter, together": mixed[count].around,
-                "chunk_gla_, the prompt": prompt.in_place,
-                "chunk_gla_, the tokens": alone.in_place,
-                "recurrent_gla_step_, the tokens": lambda c=alone, t=one_each: recurrent_gla_step_(
-                    **t, state=c.pool, slots=c.slots
-                ),
-            },
-            {"the tokens' states": f"{2e3 * count * state_bytes / rate:.4f} ms"},
-        )
+        floor_ms = 2e3 * count * state_bytes / rate
+        compare_mixed(calls["one of 2,048"], mixed[count], steps[count], floor_ms)
+        if options.mixed:
+            show_kernels(mixed[count].in_place)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,23 @@
-// chunk_gla_ on CUDA: check, plan, allocate, launch. The kernels read and write the pool.
+// chunk_gla_ on CUDA: check, plan, allocate, launch. The kernels read and write the pool: those of
+// chunks, and for sequences of one token the recurrence, which reads no chunk for them.
 #include "checks/chunk_pool.h"
 
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
 #include <torch/library.h>
 
+#include "common/head_gates.h"
 #include "host/call.h"
 #include "host/tensors.h"
+#include "recurrent_gla/pool.h"
 
 namespace gla_ext::cuda {
 namespace {
+
+// The longest sequences that the recurrence takes. It depends on nothing else, so a sequence's bits
+// do not depend on its company; checkpoints, which come after 64 tokens, it has none to make.
+constexpr int64_t kRecurrentTokens = 1;
 
 StatePool pool_of(const at::Tensor& t) {
   StatePool pool;
@@ -42,6 +52,35 @@ PoolRows rows_of(const PoolArguments& a, std::vector<at::Tensor>& held) {
   return rows;
 }
 
+// The short sequences of a call whose Problem is ready.
+Recurrence short_sequences_of(const Call& call, const PoolArguments& a, const PoolRows& rows) {
+  const Problem& p = call.problem;
+  Recurrence r{.B = p.grid.B, .T = p.grid.T, .N = p.grid.N, .H = p.H, .K = p.K, .V = p.V};
+  r.scale = p.scale;
+  r.state_v_first = p.state_v_first;
+  r.q = p.q;
+  r.k = p.k;
+  r.v = p.v;
+  r.gk = p.g;
+  r.gk_step = is_head_gate(a.g) ? 0 : 1;
+  r.gv = call.value_side.g;
+  r.o = p.o;
+  r.cu_seqlens = {p.grid.cu_seqlens, p.grid.offsets_are_int64};
+  use_pool(r, a.state, /*write=*/true);
+  r.slots = rows.slots;
+  r.write_slots = rows.write_slots;
+  r.has_initial = rows.has_initial;
+  r.most_tokens = kRecurrentTokens;
+  return r;
+}
+
+// Leaves the short ones of packed sequences to the recurrence: the others' rows are in `others`.
+void leave_short_sequences(Problem& p, at::Tensor& others) {
+  p.short_sequences = {.most_tokens = kRecurrentTokens, .slots = p.pool.slots};
+  p.short_sequences.others = others.mutable_data_ptr<int64_t>();
+  p.pool.slots = {others.const_data_ptr(), /*are_int64=*/true};
+}
+
 at::Tensor chunk_gla_on_pool_cuda(const PoolArguments& a) {
   Shape shape = check_chunk_gla_on_pool(a);
   check_pool_layouts(a);
@@ -61,7 +100,16 @@ at::Tensor chunk_gla_on_pool_cuda(const PoolArguments& a) {
   p.pool = rows_of(a, held);
   at::Tensor o = call.output(p.o, p.V, shape.dtype);
   if (a.state.size(0) == 0) return o.zero_();  // no sequence has a row
-  call.run(call.plan(a.batch_invariant, /*for_backward=*/false).forward);
+  const PassPlan pass = call.plan(a.batch_invariant, /*for_backward=*/false).forward;
+  // Packed sequences of any length: only the device knows these.
+  if (p.grid.packed || p.grid.T <= kRecurrentTokens) {
+    recurrent_forward(short_sequences_of(call, a, p.pool), at::cuda::getCurrentCUDAStream());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+  if (p.grid.packed && p.grid.N > 0)
+    leave_short_sequences(p,
+                          held.emplace_back(at::empty({p.grid.N}, a.q.options().dtype(at::kLong))));
+  if (p.grid.packed || p.grid.T > kRecurrentTokens) call.run(pass);
   return in_fp32 ? o.to(at::kHalf) : o;
 }
 

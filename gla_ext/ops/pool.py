@@ -43,8 +43,9 @@ def chunk_gla_(
     themselves; no state is gathered, cleared or scattered around them. There is no gradient. Works
     in CUDA graphs and under `torch.compile(fullgraph=True)`, which copies no pool.
 
-    A packed call may mix prompts with sequences of one token, which decode. Each of these is a
-    chunk of the grid, and takes about as long as its state takes to be read and written.
+    A packed call may mix prompts with sequences of one token, which decode. On CUDA the recurrence
+    takes these, with the bits of `recurrent_gla_step_` whatever else is in the call, in about the
+    time in which their states are read and written.
 
     Args:
         q, k, v, g, scale, gv: as in `chunk_gla`.

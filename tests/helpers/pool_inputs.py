@@ -1,9 +1,9 @@
-"""Prompts whose states lie in a pool, and what `chunk_gla` makes of them beside it."""
+"""Prompts whose states lie in a pool, and what the other operators make of them beside it."""
 
 import torch
 from common import make_inputs
 
-from gla_ext import chunk_gla, chunk_gla_
+from gla_ext import chunk_gla, chunk_gla_, fused_recurrent_gla
 
 LENGTHS = (70, 0, 1, 130, 64, 200, 1)
 TAIL = 9  # tokens after the last packed sequence
@@ -72,25 +72,40 @@ class Prompts:
         )
 
     def expected(self):
-        """o, and the pool afterwards."""
+        """o, and the pool afterwards: what `chunk_gla` gives, and on CUDA of one token the
+        recurrence."""
         read = self.rows["slots"]
         read = self.indices(range(N)) if read is None else read
         write = self.rows["write_slots"] if self.rows["write_slots"] is not None else read
         keep = self.rows["has_initial_state"]
         there = [0 <= r < P for r in read.tolist()]
-        states = self.before[read.clamp(0, P - 1).long()].to(self.accumulate)
+        initial = self.before[read.clamp(0, P - 1).long()].to(self.accumulate)
         if keep is not None:
-            states = torch.where(keep.view(-1, 1, 1, 1), states, 0)
+            initial = torch.where(keep.view(-1, 1, 1, 1), initial, 0)
         o, states = chunk_gla(
-            **self.tokens, **self.options, initial_state=states, output_final_state=True
+            **self.tokens, **self.options, initial_state=initial, output_final_state=True
         )
         o, pool = o.clone(), self.before.clone()
+        for n in range(N if torch.device(self.device).type == "cuda" else 0):
+            if self.lengths[n] == 1:
+                self.of(o, n)[:], states[n : n + 1] = self.token(n, initial[n : n + 1])
         for n, row in enumerate(write.tolist()):
             if not there[n]:
                 self.of(o, n).zero_()
             elif 0 <= row < P:
                 pool[row] = states[n].to(pool.dtype)
         return o, pool
+
+    def token(self, n, state):
+        """o of sequence n, which has one token, and the state that it leaves."""
+        tokens = {name: t if t is None else self.of(t, n) for name, t in self.tokens.items()}
+        return fused_recurrent_gla(
+            gk=tokens.pop("g"),
+            **tokens,
+            initial_state=state,
+            output_final_state=True,
+            state_v_first=self.options["state_v_first"],
+        )
 
     def of(self, x, n):
         """The tokens of sequence n, a view."""

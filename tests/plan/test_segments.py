@@ -201,10 +201,29 @@ def test_cuda_states_of_own_parts_have_room(T, N, H, K, V, backward):
 def test_cuda_packed_sequences_of_one_segment_need_no_state():
     """A sequence of several has more chunks than a segment, so there are few such."""
     plan = full_plan(B=1, T=131072, H=16, N=10_000)
-    chunks = 131072 // 64 + 10_000
-    state, operands = 16 * 128 * (256 + 1) * 4, prepared_bytes(16 * (chunks + 1), 128)
+    chunks = 131072 // 64
+    state, operands = 16 * 128 * (256 + 1) * 4, prepared_bytes(16 * (chunks + 10_001), 128)
     states = plan["workspace_bytes"] - operands
     assert states < 2 * (chunks // plan["segment_chunks"]) * state + 4 * 2**20
+
+
+@by_pass
+@pytest.mark.parametrize("K", [64, 128, 256])
+def test_short_packed_sequences_take_no_room_for_states(K, backward):
+    """A segment that another follows is full of tokens, whatever else the tokens are cut into."""
+    plans = [full_plan(B=1, T=65536, N=N, K=K, backward=backward) for N in (2, 40_000)]
+    for plan, N in zip(plans, (2, 40_000), strict=True):
+        followed = 65536 // (64 * plan["segment_chunks"])
+        assert plan["segments"] == followed + N + 1
+        assert 2 * followed <= plan["segment_states"] <= 16 * followed
+    assert plans[0]["segment_states"] == plans[1]["segment_states"]
+
+
+def test_packed_tokens_that_hardly_fill_a_segment_are_not_cut():
+    """No sequence can have several segments then, so none has a summary."""
+    for T in (4 * 64 + 1, 4 * 64, 3 * 64 + 1):
+        plan = full_plan(B=1, T=T, N=3)
+        assert (plan["segments"] > 0) == (T > 4 * 64), T
 
 
 @pytest.mark.parametrize(
@@ -244,7 +263,7 @@ def test_cuda_packed_sequences_gate_in_forward(change, gates, pieces):
         operands = prepared_bytes(4 * chunks, sizes["K"]) + 8 * 4 * chunks
         alike = forward["segments"] == backward["segments"]
         state = 4 * sizes["K"] * sizes["V"] * 4 * alike
-        states = 2 * (chunks // forward["segment_chunks"])
+        states = 2 * (65536 // 64 // forward["segment_chunks"])
         assert 0 <= kept["for_backward_bytes"] - operands - states * state < 1024
 
 

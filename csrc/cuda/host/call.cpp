@@ -274,6 +274,8 @@ void Call::place(Buffer buffer, char* start) {
       return pointer(p.grid.chunk_slots);
     case Buffer::kByLastSegment:
       return pointer(p.grid.by_last_segment);
+    case Buffer::kCutSequences:
+      return pointer(p.cut_sequences);
     case Buffer::kTotals:
       return pointer(p.grid.totals);
     case Buffer::kTiers:

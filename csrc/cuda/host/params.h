@@ -86,6 +86,8 @@ struct PackedTotals {
   int64_t followed;        // segments that another of their sequence follows
   int64_t states;          // in segment_states
   int64_t summary_chunks;  // chunks of a summary; segment_chunks is a multiple of it
+  int64_t cut;             // sequences of several segments
+  int64_t visited;         // of by_last_segment: the sequences behind have nothing to do
 };
 
 // How sweeps of the fused path cut sequences; all 0 where they do not.
@@ -98,6 +100,12 @@ struct Segments {
   bool replays = false;    // the second of two segments replays the first, to sum its state
   bool with_last = false;  // summaries are made of the last segment too: the state is handed on
 };
+
+// The most segments of N packed sequences that another of their sequence follows: each is full of
+// tokens. No more sequences have several segments.
+constexpr int64_t most_followed(const Segments& cut, int64_t N) {
+  return cut.segments > 0 ? cut.segments - N - 1 : 0;
+}
 
 // How the tokens are cut into chunks, and these into segments.
 struct ChunkGrid : Segments {
@@ -136,6 +144,14 @@ struct PoolRows {
   int64_t checkpoint_count = 0;  // of checkpoint_slots
   Indices checkpoint_slots;      // [count]: a checkpoint's row, or its number
   Indices checkpoint_starts;  // [N + 1]: numbers of a sequence's checkpoints, or as many for each
+};
+
+// Packed sequences of a call on a pool that the recurrence takes (recurrent_gla/), so few tokens
+// have they. For all other kernels they have no tokens, and no row.
+struct ShortSequences {
+  int64_t most_tokens = -1;   // of such a one
+  Indices slots;              // [N]: the caller's, in place of PoolRows::slots
+  int64_t* others = nullptr;  // [N]: made from these, what PoolRows::slots then is
 };
 
 // Everything a step may read or write. Absent tensors have data == nullptr.
@@ -204,6 +220,9 @@ struct Problem {
   // range (the fused path's sweeps say so for their blocks in the first of them); the chunk is in
   // tier 1 if none is.
   uint8_t* tiers = nullptr;
+
+  ShortSequences short_sequences;
+  int32_t* cut_sequences = nullptr;  // packed: those of several segments, for the scan
 };
 
 }  // namespace gla_ext::cuda

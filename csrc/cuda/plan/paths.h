@@ -18,7 +18,7 @@ bool backward_takes_head_gates(const PlanInputs& in);
 PassPlan plan_head_gates(const PlanInputs& in, const ChunkGrid& grid, bool backward);
 
 // What sweeps over packed sequences find their segments by.
-void add_packed_lists(Workspace& w, const ChunkGrid& grid);
+void add_packed_lists(Workspace& w, const ChunkGrid& grid, const Segments& cut);
 
 // The kernels that map packed sequences, if they are.
 void add_map(Recipe& kernels, const ChunkGrid& grid);

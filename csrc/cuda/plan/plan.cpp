@@ -33,9 +33,11 @@ ChunkGrid make_grid(int64_t N, int64_t T, bool packed) {
   return grid;
 }
 
-void add_packed_lists(Workspace& w, const ChunkGrid& grid) {
+void add_packed_lists(Workspace& w, const ChunkGrid& grid, const Segments& cut) {
   if (!grid.packed) return;
-  w.add(Buffer::kByLastSegment, (grid.N + 1) * static_cast<int64_t>(sizeof(int32_t)));
+  constexpr auto kEach = static_cast<int64_t>(sizeof(int32_t));
+  w.add(Buffer::kByLastSegment, (grid.N + 1) * kEach);
+  if (cut.segments > 0) w.add(Buffer::kCutSequences, most_followed(cut, grid.N) * kEach);
   w.add(Buffer::kTotals, static_cast<int64_t>(sizeof(PackedTotals)));
 }
 

@@ -138,7 +138,7 @@ int64_t cluster_items(const PlanInputs& in, const ChunkGrid& grid, const Segment
 void add_buffers(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid, const Workspace& left,
                  bool prepared, bool backward) {
   Workspace& w = plan.workspace = step_workspace(grid, in.H, /*tiers=*/!left.has(Buffer::kTiers));
-  add_packed_lists(w, grid);
+  add_packed_lists(w, grid, plan.segments);
   const int64_t segment_heads = grid.B * plan.segments.segment_states * in.H;
   if (segment_heads > 0) {
     const int64_t states = segment_state_bytes(in, segment_heads);

@@ -26,7 +26,7 @@ bool makes_gate_grads(const PlanInputs& in) { return in.key_gated && in.gate_gra
 
 void add_memory(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid, bool backward) {
   Workspace& w = plan.workspace = step_workspace(grid, in.H, /*tiers=*/false);
-  add_packed_lists(w, grid);
+  add_packed_lists(w, grid, plan.segments);
   const auto each = static_cast<int64_t>(sizeof(HeadGates));
   const int64_t chunks = grid.B * grid.slots * in.H;
   w.add(Buffer::kPrepared, chunks * each);

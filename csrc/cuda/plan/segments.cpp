@@ -43,23 +43,26 @@ int64_t fewest_residents(const PlanInputs& in, Sweeps sweeps) {
   return 2;
 }
 
-// Segments of packed sequences, of `each` chunks or hardly more. The device makes two, four or
-// eight summaries of a segment where few sequences have several segments and there is room.
-Segments cut_packed(const PlanInputs& in, const ChunkGrid& grid, Sweeps sweeps, int64_t each) {
+// Segments of packed sequences, of `each` chunks or hardly more. Those that another of their
+// sequence follows are full of tokens, however many sequences of few tokens there are. The device
+// makes two, four or eight summaries of a segment where few sequences have several segments and
+// there is room.
+Segments cut_packed(const PlanInputs& in, Sweeps sweeps, int64_t each) {
   int64_t most = kMostSummaries;  // summaries of a segment
   const auto rounded = [&] { return ceil_div(each, most) * most; };
   while (most > 1 && (rounded() < most * kLeastSummaryChunks || 16 * (rounded() - each) > each))
     most /= 2;
   Segments cut;
   cut.segment_chunks = rounded();
-  cut.segments = grid.slots / cut.segment_chunks + in.N + 1;
+  const int64_t followed = in.T / (cut.segment_chunks * kChunk);
+  if (followed == 0) return {};
+  cut.segments = followed + in.N + 1;
   const bool by_clusters = in.K > kTierBlock && in.K <= kGroupKeys;
   const int64_t summary_blocks = by_clusters
                                      ? 2 * ceil_div(in.V, 2 * kFusedValues)
                                      : ceil_div(in.V, kFusedValues) * prepared_key_blocks(in.K);
   cut.summaries_at_once = resident_blocks(in, sweeps) / (in.H * summary_blocks);
   // A sequence of several segments has at most twice as many states as segments that are followed.
-  const int64_t followed = grid.slots / cut.segment_chunks;
   cut.segment_states = 2 * std::max(followed, std::min(most * followed, cut.summaries_at_once));
   return cut;
 }
@@ -80,7 +83,7 @@ Segments cut(const PlanInputs& in, const ChunkGrid& grid, Sweeps sweeps) {
                 : ceil_div(longest, residents);
   const int64_t each = std::max(kMinChunks, share);
   if (longest <= each) return {};
-  if (in.packed) return cut_packed(in, grid, sweeps, each);
+  if (in.packed) return cut_packed(in, sweeps, each);
   Segments cut;
   cut.segment_chunks = each;
   cut.segments = cut.segment_states = ceil_div(longest, each);

@@ -15,6 +15,7 @@ enum class Buffer : uint8_t {
   kSequences,
   kChunkSlots,
   kByLastSegment,
+  kCutSequences,
   kTotals,
   // the steps
   kTiers,

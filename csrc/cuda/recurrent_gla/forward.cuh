@@ -33,7 +33,7 @@ __device__ __forceinline__ int64_t written_matrix(const Recurrence& p, int64_t n
   return slot * p.state_stride_n + run.head * p.state_stride_h;
 }
 
-// kOneToken: T = 1. The token is loaded while the state is.
+// kOneToken: T = 1, or no longer sequences. The token is loaded while the state is.
 template <class State, class Tile, int kK, Access kAccess, bool kValueGates, bool kOneToken>
 __global__ void __launch_bounds__(Tile::kThreads,
                                   (count_blocks<State, Tile, kK, kAccess, kOneToken>()))
@@ -43,28 +43,32 @@ __global__ void __launch_bounds__(Tile::kThreads,
   const int value_blocks = blocks_of(p.V, kValues<kK>);
   const Run run = find_run(p, blockIdx.x / value_blocks);
   const int first_value = static_cast<int>(blockIdx.x % value_blocks) * kValues<kK>;
-  if (run.length < p.least_tokens) return;
+  if (run.length < p.least_tokens || run.length > p.most_tokens) return;
   if (run.state < 0) {
     if (p.o.data != nullptr)
       for (int64_t t = 0; t < run.length; ++t)
         store_outputs<Tile, kK>(p, run, t, 1, first_value, [](int, int) { return 0.f; });
     return;
   }
-  if (run.length == 0 && p.state_out == p.state_in && p.write_slots.data == nullptr) return;
+  const int64_t n = blockIdx.x / value_blocks / p.H;
+  const bool goes_on = p.has_initial == nullptr || p.has_initial[n];
+  if (run.length == 0 && goes_on && p.state_out == p.state_in && p.write_slots.data == nullptr)
+    return;
   const int64_t matrix = run.state * p.state_stride_n + run.head * p.state_stride_h;
+  const State* from = goes_on ? state_at<State>(p, matrix) : nullptr;
   Tile tile;
   if constexpr (kOneToken) {
     static_assert(sizeof(State) == 4);  // shorter numbers would have to be unpacked
     if (run.length == 0) {
-      load_state<State, Tile, kAccess>(p, matrix, first_value, tile);
+      load_state<State, Tile, kAccess>(p, from, first_value, tile);
     } else {
       const TokenBits<Tile::kThreads, kK, kValues<kK>> token(p, run, first_value);
-      load_state<State, Tile, kAccess>(p, matrix, first_value, tile);
+      load_state<State, Tile, kAccess>(p, from, first_value, tile);
       token.store(p, s.tokens);
       s.run(p, run, 0, static_cast<int>(run.length), first_value, tile);
     }
   } else {
-    load_state<State, Tile, kAccess>(p, matrix, first_value, tile);
+    load_state<State, Tile, kAccess>(p, from, first_value, tile);
     unpack_state<State, Tile, kAccess>(p, first_value, tile);
     for (int64_t first = 0; first < run.length; first += kTokens) {
       const int64_t left = run.length - first;
@@ -75,7 +79,7 @@ __global__ void __launch_bounds__(Tile::kThreads,
     }
   }
   if (p.state_out == nullptr) return;
-  const int64_t to = written_matrix(p, blockIdx.x / value_blocks / p.H, run, matrix);
+  const int64_t to = written_matrix(p, n, run, matrix);
   if (to >= 0) store_state<State, Tile, kAccess>(p, to, first_value, tile);
 }
 
@@ -83,7 +87,7 @@ template <class State, class Tile, int kK, Access kAccess, bool kValueGates>
 void launch_forward(const Recurrence& p, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(count_runs(p) * blocks_of(p.V, kValues<kK>));
   if constexpr (sizeof(State) == 4) {
-    if (p.T == 1) {
+    if (p.T == 1 || p.most_tokens <= 1) {
       forward_kernel<State, Tile, kK, kAccess, kValueGates, true>
           <<<blocks, Tile::kThreads, 0, stream>>>(p);
       return;

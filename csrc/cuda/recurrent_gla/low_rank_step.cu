@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   const int64_t matrix = run.state * p.state_stride_n + run.head * p.state_stride_h;
   Gates<Tile, kK, T> gates(p, gate, run);
   Tile tile;
-  load_state<float, Tile, kAccess>(p, matrix, first_value, tile);
+  load_state<float, Tile, kAccess>(p, state_at<float>(p, matrix), first_value, tile);
   sm90::await_previous_kernel();
   gates.load_h(gate, run);
   const TokenBits<Tile::kThreads, kK, kValues<kK>> token(p, run, first_value);

@@ -5,6 +5,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <limits>
+
 #include "cuda/host/indices.h"
 #include "cuda/host/params.h"
 
@@ -48,7 +50,10 @@ struct Recurrence {
   Indices write_slots;       // [N]: where the state goes, if not back; outside the pool nowhere
   int64_t least_tokens = 0;  // forward leaves shorter sequences alone
   int32_t multiprocessors = 0;
-  int32_t tiles_of_block = 1;  // forward of one token on short states: see forward.cuh
+
+  // Forward beside other kernels, chunk_gla_'s.
+  int64_t most_tokens = std::numeric_limits<int64_t>::max();  // it leaves longer sequences alone
+  const bool* has_initial = nullptr;  // [N]: whether a sequence starts from its state, else from 0
 };
 
 // q k v gk gv state_in -> o, state_out

@@ -19,8 +19,32 @@
 #include "decode.h"
 #include "ops.h"
 #include "params.h"
+#include "pool.h"
 
 namespace gla_ext::cuda {
+namespace {
+
+// Once the states' strides and pointers are there.
+void find_state_alignment(Recurrence& p) {
+  const int64_t columns = p.state_v_first ? p.K : p.V;
+  p.state_aligned = columns % 4 == 0 && p.state_stride_n % 4 == 0 && p.state_stride_h % 4 == 0 &&
+                    starts_aligned(p.state_in) && starts_aligned(p.state_out);
+}
+
+}  // namespace
+
+void use_pool(Recurrence& p, const at::Tensor& state, bool write) {
+  p.state_in = state.const_data_ptr();
+  if (write) p.state_out = const_cast<void*>(p.state_in);
+  p.state_dtype = dtype_of(state.scalar_type());
+  p.multiprocessors = multiprocessors_of(state.device());
+  p.slots_in_pool = state.size(0);
+  // The stride of a single matrix may be anything; it must not prevent 16-byte access.
+  p.state_stride_n = state.size(0) > 1 ? state.stride(0) : 0;
+  p.state_stride_h = state.size(1) > 1 ? state.stride(1) : 0;
+  find_state_alignment(p);
+}
+
 namespace {
 
 // One call on the device and the current stream of its tensors. Holds the copies that some inputs
@@ -95,21 +119,9 @@ class RecurrentCall {
   void use_sequence_states() {
     p.state_stride_h = int64_t{p.K} * p.V;
     p.state_stride_n = p.state_stride_h * p.H;
-    find_state_alignment();
+    find_state_alignment(p);
   }
   void output(Rows& rows, const at::Tensor& out) { rows = rows_of(out); }
-
-  void use_pool(const at::Tensor& state, bool write) {
-    p.state_in = state.const_data_ptr();
-    if (write) p.state_out = const_cast<void*>(p.state_in);
-    p.state_dtype = dtype_of(state.scalar_type());
-    p.multiprocessors = multiprocessors();
-    p.slots_in_pool = state.size(0);
-    // The stride of a single matrix may be anything; it must not prevent 16-byte access.
-    p.state_stride_n = state.size(0) > 1 ? state.stride(0) : 0;
-    p.state_stride_h = state.size(1) > 1 ? state.stride(1) : 0;
-    find_state_alignment();
-  }
 
   void forward() {
     recurrent_forward(p, stream_);
@@ -149,11 +161,6 @@ class RecurrentCall {
         ") to be at most ", kMaxBlocks, " on CUDA, got N = ", p.N, ", H = ", H, " and V = ", p.V);
   }
   int multiprocessors() const { return multiprocessors_of(stream_.device()); }
-  void find_state_alignment() {
-    const int64_t columns = p.state_v_first ? p.K : p.V;
-    p.state_aligned = columns % 4 == 0 && p.state_stride_n % 4 == 0 && p.state_stride_h % 4 == 0 &&
-                      starts_aligned(p.state_in) && starts_aligned(p.state_out);
-  }
 
   c10::cuda::CUDAGuard guard_;
   c10::cuda::CUDAStream stream_;
@@ -243,7 +250,7 @@ at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
     else
       o = call.output(p.o, p.V, in.v->scalar_type());
   }
-  call.use_pool(pool.state, write);
+  use_pool(p, pool.state, write);
   if (write)
     call.forward();
   else
@@ -316,7 +323,7 @@ at::Tensor recurrent_gla_low_rank_step_cuda(
   call.input(p.v, v);
   if (given(slots)) call.input(p.slots, *slots);
   at::Tensor o = call.output(p.o, p.V, v.scalar_type());
-  call.use_pool(state, /*write=*/true);
+  use_pool(p, state, /*write=*/true);
   LowRankGate gate{.h = h_rows.const_data_ptr(), .h_stride = R, .rank = static_cast<int32_t>(R)};
   // As the rows of one token: a head's K rows of the weight, and its K biases.
   call.input(gate.weight, weight.view({1, 1, k.size(2), K * R}));

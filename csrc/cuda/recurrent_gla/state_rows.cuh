@@ -154,12 +154,16 @@ struct Stage {
   }
 };
 
+// A state that a run goes on from; null, and then it starts from 0, where there are none.
+template <class State>
+__device__ __forceinline__ const State* state_at(const Recurrence& p, int64_t matrix) {
+  return p.state_in == nullptr ? nullptr : static_cast<const State*>(p.state_in) + matrix;
+}
 template <class State, class Tile, Access kAccess>
-__device__ __forceinline__ void load_state(const Recurrence& p, int64_t matrix, int first_value,
+__device__ __forceinline__ void load_state(const Recurrence& p, const State* from, int first_value,
                                            Tile& tile) {
   tile.template for_fours<kAccess>(p, first_value, [&](float (&x)[4], int offset, int valid) {
-    load4<kAccess>(x, static_cast<const State*>(p.state_in) + matrix + offset,
-                   p.state_in != nullptr ? valid : 0);
+    load4<kAccess>(x, from + offset, from != nullptr ? valid : 0);
   });
 }
 template <class State, class Tile, Access kAccess>

@@ -4,8 +4,9 @@
 // reads   cu_seqlens [N + 1]
 // writes  sequences [N + 1], the last of them the tokens after every sequence; chunk_slots [slots]
 //
-// and, for the fused path, by_last_segment [N + 1] (sequences in the order of their last segments)
-// and totals.
+// and, for the fused path, by_last_segment [N + 1] (sequences in the order of their last segments),
+// cut_sequences (those of several segments) and totals. On a pool, where the recurrence takes short
+// sequences, these have no chunks here, and no row in the slots that the other kernels read.
 //
 // Offsets are clamped to [0, T], so that wrong ones never lead outside a tensor.
 #include <cub/block/block_radix_sort.cuh>
@@ -19,6 +20,7 @@ namespace gla_ext::cuda {
 namespace {
 
 constexpr int kMapThreads = 512;
+constexpr int kSortedEach = 4;  // sequences of a thread, sorted at a time
 
 __device__ int64_t offset(const ChunkGrid& grid, int64_t n) {
   const int64_t x = grid.offsets_are_int64 ? static_cast<const int64_t*>(grid.cu_seqlens)[n]
@@ -46,7 +48,7 @@ __device__ int64_t choose_summary_chunks(const ChunkGrid& grid, int64_t followed
 // Sorts sequences by the chunks of their last segments, some thousands at a time; all other
 // segments are of full length. By a block.
 __device__ void sort_sequences(const ChunkGrid& grid) {
-  constexpr int kEach = 4;
+  constexpr int kEach = kSortedEach;
   using Sort = cub::BlockRadixSort<uint32_t, kMapThreads, kEach, int32_t>;
   __shared__ typename Sort::TempStorage storage;
   const int64_t most = grid.segment_chunks > 0 ? grid.segment_chunks : grid.slots;
@@ -76,6 +78,14 @@ __device__ void sort_sequences(const ChunkGrid& grid) {
 
 }  // namespace
 
+// Leaves a short sequence to the recurrence, and the others their rows.
+__device__ void leave_to_recurrence(const Problem& p, int64_t n, Sequence& sequence) {
+  const ShortSequences& given = p.short_sequences;
+  const bool is_short = sequence.length <= given.most_tokens;
+  if (is_short) sequence.length = 0;
+  given.others[n] = is_short ? -1 : index_or(given.slots, n);
+}
+
 namespace steps {
 
 // One block: a running scan over the chunks of kMapThreads sequences at a time.
@@ -83,6 +93,10 @@ __global__ void __launch_bounds__(kMapThreads) map_sequences(Problem p) {
   using Scan = cub::BlockScan<int64_t, kMapThreads>;
   __shared__ typename Scan::TempStorage storage;
   const ChunkGrid& grid = p.grid;
+  const int64_t most = most_followed(grid, grid.N);
+  // Sums of segments and states have 32 bits; above them are the sequences that have some.
+  constexpr int64_t kOneSequence = int64_t{1} << 32;
+  const bool leaves_short = p.short_sequences.others != nullptr;
   int64_t done = 0, segments_done = 0, states_done = 0;
   for (int64_t first = 0; first <= grid.N; first += kMapThreads) {
     const int64_t n = first + threadIdx.x;
@@ -91,6 +105,7 @@ __global__ void __launch_bounds__(kMapThreads) map_sequences(Problem p) {
       sequence.start = offset(grid, n);
       const int64_t end = n < grid.N ? offset(grid, n + 1) : grid.T;
       sequence.length = end > sequence.start ? end - sequence.start : 0;
+      if (leaves_short && n < grid.N) leave_to_recurrence(p, n, sequence);
     }
     const int64_t chunks = (sequence.length + kChunk - 1) / kChunk;
     int64_t before, total;
@@ -106,25 +121,39 @@ __global__ void __launch_bounds__(kMapThreads) map_sequences(Problem p) {
     __syncthreads();  // before the storage is used again
     if (grid.totals == nullptr) continue;
     const int64_t segments = segments_of(grid, blocks_of(sequence.length, kChunk));
-    Scan(storage).ExclusiveSum(n <= grid.N ? segments : 0, before, total);
-    if (n <= grid.N) grid.sequences[n].first_segment = segments_done + before;
+    const bool is_visited = sequence.length > 0 || !leaves_short;  // else it hands its state on
+    Scan(storage).ExclusiveSum(n <= grid.N ? segments + is_visited * kOneSequence : 0, before,
+                               total);
+    if (n <= grid.N) {
+      const int64_t first = (segments_done + before) % kOneSequence;
+      grid.sequences[n].first_segment = first;
+      // And for more segments that another follows than there are states for.
+      if (segments > 1 && first - n + segments - 1 > most) grid.sequences[n].length = 0;
+    }
     segments_done += total;
     __syncthreads();  // before the storage is used again
   }
   if (grid.totals == nullptr) return;
-  const int64_t followed = segments_done - (grid.N + 1);
+  const int64_t followed = min(segments_done % kOneSequence - (grid.N + 1), most);
   const int64_t summary_chunks = choose_summary_chunks(grid, followed);
   for (int64_t first = 0; first <= grid.N && followed > 0; first += kMapThreads) {
     const int64_t n = first + threadIdx.x;
     const int64_t chunks = n <= grid.N ? blocks_of(grid.sequences[n].length, kChunk) : 0;
     const int64_t states = chunks > grid.segment_chunks ? blocks_of(chunks, summary_chunks) : 0;
     int64_t before, total;
-    Scan(storage).ExclusiveSum(states, before, total);
-    if (n <= grid.N) grid.sequences[n].first_state = states_done + before;
+    const bool is_cut = states > 0 && n < grid.N;  // the tokens after the last one have no state
+    Scan(storage).ExclusiveSum(is_cut ? kOneSequence + states : states, before, total);
+    before += states_done;
+    if (n <= grid.N) grid.sequences[n].first_state = before % kOneSequence;
+    if (is_cut) p.cut_sequences[before / kOneSequence] = static_cast<int32_t>(n);
     states_done += total;
     __syncthreads();  // before the storage is used again
   }
-  if (threadIdx.x == 0) *grid.totals = {followed, states_done, summary_chunks};
+  if (threadIdx.x != 0) return;
+  // Those without tokens are the last of all if all are sorted at once.
+  const bool are_last = grid.N < kMapThreads * kSortedEach;
+  *grid.totals = {followed, states_done % kOneSequence, summary_chunks, states_done / kOneSequence,
+                  are_last ? segments_done / kOneSequence : grid.N + 1};
 }
 
 // A thread a slot; then, if they are asked for, a block for the sequences in order.

@@ -3,7 +3,8 @@
 //
 //   S_(n + 1) = 2^decay_n S_n + summary_n
 //
-// grid    (scan, sequence, head, 1,024 elements of the state), four values of a channel a thread
+// grid    (scan, sequence, head, 1,024 elements of the state), four values of a channel a thread;
+//         of packed sequences those that may have several segments
 // reads   segment_decays [B, states, H, K], h0, the pool or dht
 //         segment_states or segment_state_grads [B, states, H, K, V] with the summaries, or
 //         where they are elsewhere, summaries or summary_grads
@@ -46,7 +47,12 @@ __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, b
   const int at =
       static_cast<int>(block % blocks) * kThreads * kEach + static_cast<int>(threadIdx.x) * kEach;
   if (at >= matrix) return;
-  const int64_t n = index / p.H, head = index - n * p.H;
+  int64_t n = index / p.H;
+  const int64_t head = index - n * p.H;
+  if (p.grid.packed) {
+    if (n >= p.grid.totals->cut) return;
+    n = p.cut_sequences[n];
+  }
   const int k = at / p.V;
   int64_t first, count;
   find_states(p, n, first, count);
@@ -84,7 +90,8 @@ __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, b
 
 // Blocks of either scan.
 int64_t scan_blocks(const Problem& p) {
-  return p.grid.N * p.H * blocks_of(p.K * p.V, kThreads * kEach);
+  const int64_t sequences = p.grid.packed ? most_followed(p.grid, p.grid.N) : p.grid.N;
+  return sequences * p.H * blocks_of(p.K * p.V, kThreads * kEach);
 }
 
 __global__ void __launch_bounds__(kThreads) kernel(Problem p, int64_t states) {

@@ -97,7 +97,9 @@ __device__ __forceinline__ Segment find_segment(const Problem& p, int64_t index)
     const auto followed = static_cast<uint32_t>(grid.totals->followed);
     summary_chunks = static_cast<uint32_t>(grid.totals->summary_chunks);
     if (slot >= followed) {
-      if (slot - followed > grid.N) return no_segment();
+      // On a pool the sequences that the recurrence takes come last: found out at once.
+      if (kMayBeOnPool ? slot - followed >= grid.totals->visited : slot - followed > grid.N)
+        return no_segment();
       n = grid.by_last_segment[slot - followed];
       const uint32_t chunks = chunks_of(grid.sequences[n]);
       if (each > 0 && chunks > each) part = (chunks - 1) / each;
