@@ -2,6 +2,7 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/bench_scale.py \\
         [--only operator] [--markdown page.md]
+    python benchmarks/bench_scale.py --figure pages.md --draw RESULTS_SCALE.png
 
 First of all `chunk_gla` over all GPUs is held to one GPU's results; where they differ nothing is
 timed. Every ratio is of one run: all time their row, then the first rank alone times one GPU's.
@@ -20,6 +21,7 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 import torch
 import torch.distributed as dist
+from pages.scale_page import draw
 from parts.check_across_ranks import check
 from parts.ranks_on_paper import fold_call, gather_time, latency_and_bandwidth
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -325,7 +327,12 @@ def main() -> int:
     usual = [name for name in ROWS if name not in unusual]
     parser.add_argument("--only", nargs="+", choices=ROWS, default=usual, help="these rows")
     parser.add_argument("--small", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--figure", type=Path, help="draw these pages; nothing is run")
+    parser.add_argument("--draw", type=Path, default=Path("RESULTS_SCALE.png"), help="where to")
     options = parser.parse_args()
+    if options.figure is not None:
+        draw(options.figure.read_text(encoding="utf-8"), options.draw)
+        return 0
     bench = Bench(options)
     wrong = check(bench.device)
     if wrong == 0:

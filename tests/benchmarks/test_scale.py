@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from common import ROOT
+from pages import scale_page
 from parts import ranks_on_paper
 
 
@@ -38,3 +39,23 @@ def test_it_checks_and_then_measures(tmp_path):
         "| chunk_gla, as many tokens a rank, on paper",
         "| context parallel training step",
     ]
+
+
+PAGE = """
+## 2 GPUs beside one (H200)
+| chunk_gla | 1.84x | 1.93x (1.723 ms on 2, 1.661 on one); from idle 1.76x (1.870 ms) |
+| chunk_gla, on paper |  | 8 ranks 1.823 ms, 93% of 8 GPUs; 64 ranks 3.181 ms, 53% of 64 GPUs (35 us) |
+## 8 GPUs beside one
+| chunk_gla | 7.20x | 7.27x (1.863 ms on 8, 1.693 on one) |
+| chunk_gla, on paper |  | 8 ranks 1.833 ms, 90% of 8 GPUs; 64 ranks 3.177 ms, 52% of 64 GPUs (42 us) |
+| FSDP2 |  | 6.24x (782,927 tokens/s, 125,466) |
+"""
+
+
+def test_the_figure_s_points(tmp_path):
+    rows, paper = scale_page.read(PAGE)
+    assert rows == {"chunk_gla": {2: 1.93, 8: 7.27}, "FSDP2": {8: 6.24}}
+    assert paper == {8: 0.93, 64: 0.53}  # from the fewest GPUs
+    pytest.importorskip("matplotlib")
+    scale_page.draw(PAGE, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000

@@ -1,0 +1,54 @@
+"""The picture of what `bench_scale.py` has measured, from its pages."""
+
+import re
+from pathlib import Path
+
+_GPUS = re.compile(r"#+ (\d+) GPUs beside one")
+_ROW = re.compile(r"\| ([^|]+) \| [^|]*\| (\d+\.\d+)x")
+_PAPER = re.compile(r"(\d+) ranks [\d.]+ ms, (\d+)% of")
+
+
+def read(page: str) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
+    """Of each row the tokens/s over one GPU's, by the number of GPUs; and what the model on paper
+    says of more GPUs, as a share of all, from the fewest that were measured.
+    """
+    rows: dict[str, dict[int, float]] = {}
+    paper: dict[int, float] = {}
+    gpus = 0
+    for line in page.splitlines():
+        if found := _GPUS.match(line):
+            gpus = int(found[1])
+        elif found := _ROW.match(line):
+            rows.setdefault(found[1], {})[gpus] = float(found[2])
+        elif "on paper" in line and not paper:
+            paper = {int(W): float(share) / 100 for W, share in _PAPER.findall(line)}
+    return rows, paper
+
+
+def draw(page: str, path: Path) -> None:
+    """Tokens/s over that of as many single GPUs, against their number.
+
+    Without FSDP2's rows: one GPU's tokens/s there are the host's, which vary by a third.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows, paper = read(page)
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    for name, ratios in rows.items():
+        if "FSDP2" in name:
+            continue
+        order = sorted(ratios)
+        axes.plot(order, [ratios[W] / W for W in order], marker=".", label=name)
+    order = sorted(paper)
+    axes.plot(order, [paper[W] for W in order], "k+", label="as many tokens a rank, on paper")
+    axes.set(xscale="log", xlabel="GPUs", ylabel="tokens/s of each over one GPU's", ylim=(0, 1.1))
+    ticks = sorted({W for ratios in (*rows.values(), paper) for W in ratios})
+    axes.set_xticks(ticks, map(str, ticks))
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
