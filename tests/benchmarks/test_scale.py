@@ -44,10 +44,10 @@ def test_it_checks_and_then_measures(tmp_path):
 PAGE = """
 ## 2 GPUs beside one (H200)
 | chunk_gla | 1.84x | 1.93x (1.723 ms on 2, 1.661 on one); from idle 1.76x (1.870 ms) |
-| chunk_gla, on paper |  | 8 ranks 1.823 ms, 93% of 8 GPUs; 64 ranks 3.181 ms, 53% of 64 GPUs (35 us) |
+| chunk_gla, on paper |  | 8 ranks 1.823 ms, 93% of 8 GPUs; 64 ranks 3.181 ms, 53% of 64 GPUs |
 ## 8 GPUs beside one
 | chunk_gla | 7.20x | 7.27x (1.863 ms on 8, 1.693 on one) |
-| chunk_gla, on paper |  | 8 ranks 1.833 ms, 90% of 8 GPUs; 64 ranks 3.177 ms, 52% of 64 GPUs (42 us) |
+| chunk_gla, on paper |  | 8 ranks 1.833 ms, 90% of 8 GPUs; 64 ranks 3.177 ms, 52% of 64 GPUs |
 | FSDP2 |  | 6.24x (782,927 tokens/s, 125,466) |
 """
 
