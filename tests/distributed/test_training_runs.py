@@ -173,7 +173,7 @@ def torchrun(script, *args):
 def test_a_killed_rank_ends_the_job_and_one_process_goes_on(folder, tmp_path, device, capsys):
     """The first rank is killed without warning in the middle; the other does not wait for it.
 
-    Few steps: with as many as 60 these weights drift by percents from differences of 1e-6.
+    Few steps: gradients that differ by 1e-6 change these weights by 4e-5 in 16, by 0.2 in 300.
     """
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
