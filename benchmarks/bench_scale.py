@@ -1,4 +1,4 @@
-"""Two GPUs of one host beside one: context parallel, FSDP2, and a training step of both.
+"""The GPUs of one host beside one: context parallel, FSDP2, tensor parallel within it.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/bench_scale.py \\
         [--only operator] [--markdown page.md]
@@ -23,9 +23,10 @@ import torch.distributed as dist
 from parts.check_across_ranks import check
 from parts.ranks_on_paper import fold_call, gather_time, latency_and_bandwidth
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 from gla_ext import chunk_gla
-from gla_ext.distributed import build_cp_context
+from gla_ext.distributed import build_cp_context, tensor_parallel_plan
 from gla_ext.model import GLAForCausalLM
 from gla_ext.model.config import GLAConfig
 
@@ -88,7 +89,8 @@ class Bench:
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
 
-    def row(self, name: str, asked: str, measure) -> None:
+    def row(self, name: str, each: dict[int, float], measure) -> None:
+        asked = f"{each[self.size] * self.size:.2f}x" if self.size in each else ""
         result = measure(self)
         self.rows.append((name, asked, result))
         if self.rank == 0:
@@ -196,13 +198,24 @@ class Bench:
 
     # The model.
 
-    def training(self, B: int, T: int, group, compiled=False, context=None, checkpointing=False):
-        """A training step of the model sharded over a group, compiled block by block or eager."""
+    def training(
+        self, B: int, T: int, group, compiled=False, context=None, checkpointing=False, tp=1
+    ):
+        """A training step of the model sharded over a group, compiled block by block or eager.
+
+        tp: ranks of tensor parallel within that of all ranks.
+        """
         torch.manual_seed(0)
         model = GLAForCausalLM(GLAConfig(**self.model)).to(self.device).train()
         model.model.gradient_checkpointing = checkpointing
         kind = self.device.type
-        mesh = dist.DeviceMesh.from_group(group, kind)
+        if tp > 1:
+            names = ("dp", "tp")
+            meshes = dist.init_device_mesh(kind, (self.size // tp, tp), mesh_dim_names=names)
+            parallelize_module(model, meshes["tp"], tensor_parallel_plan(model))
+            mesh = meshes["dp"]
+        else:
+            mesh = dist.DeviceMesh.from_group(group, kind)
         dtype = self.dtype if self.cuda else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": False}
@@ -232,6 +245,23 @@ class Bench:
         rate = self.size * B * T / together
         return f"{self.size * alone / together:.2f}x ({rate:,.0f} tokens/s, {B * T / alone:,.0f})"
 
+    def tensor_training(self) -> str:
+        """As many tokens in all as with FSDP2 over all GPUs, beside which it stands."""
+        tp = 4 if self.cuda else 2  # of as many heads
+        if self.size % tp:
+            return f"{tp} heads' GPUs are needed"
+        B, T = 8, self.model_tokens // 8
+        world = dist.group.WORLD
+        together = self.seconds(self.training(B * tp, T, world, tp=tp), True, 3)
+        fsdp = self.seconds(self.training(B, T, world), True, 3)
+        alone = self.seconds(self.training(B, T, self.alone), False, 3)
+        rate = self.size * B * T / together
+        beside = f"FSDP2 of all {self.size * B * T / fsdp:,.0f}, one GPU {B * T / alone:,.0f}"
+        times = f"{rate:,.0f} tokens/s; {beside}"
+        return (
+            f"{self.size * alone / together:.2f}x (tensor {tp}, FSDP2 {self.size // tp}: {times})"
+        )
+
     def context_training(self) -> str:
         args = {"checkpointing": True}
         context = build_cp_context(None, self.across)
@@ -246,22 +276,28 @@ class Bench:
         return f"{ratio:.2f}x ({self.size * self.tokens / together:,.0f} tokens/s{memory})"
 
 
+# Asked of each of the GPUs, by their number.
+OPERATOR = {2: 0.92, 4: 0.92, 8: 0.90}
+CUT, COMPILED, EAGER, TRAINING = {2: 0.85}, {2: 0.925}, {2: 0.8}, {2: 0.9}
 ROWS = {
     "operator": {
-        "chunk_gla, as many tokens a rank": ("1.84x", Bench.weak),
-        "chunk_gla, the tokens cut": ("1.7x", Bench.strong),
-        "chunk_gla, 16 rows a rank, as many tokens": ("", Bench.batch),
-        "chunk_gla, as many tokens a rank, on paper": ("", Bench.on_paper),
+        "chunk_gla, as many tokens a rank": (OPERATOR, Bench.weak),
+        "chunk_gla, the tokens cut": (CUT, Bench.strong),
+        "chunk_gla, 16 rows a rank, as many tokens": ({}, Bench.batch),
+        "chunk_gla, as many tokens a rank, on paper": ({}, Bench.on_paper),
     },
     "graphs": {
-        "chunk_gla, the tokens cut, in CUDA graphs": ("", Bench.strong_in_graphs),
+        "chunk_gla, the tokens cut, in CUDA graphs": ({}, Bench.strong_in_graphs),
     },
     "fsdp": {
-        "FSDP2, compiled blocks": ("1.85x", lambda bench: bench.fsdp(True)),
-        "FSDP2, eager": ("1.6x", lambda bench: bench.fsdp(False)),
+        "FSDP2, compiled blocks": (COMPILED, lambda bench: bench.fsdp(True)),
+        "FSDP2, eager": (EAGER, lambda bench: bench.fsdp(False)),
+    },
+    "tensor": {
+        "tensor parallel within FSDP2, eager": ({}, Bench.tensor_training),
     },
     "training": {
-        "context parallel training step": ("1.8x, memory + 2 %", Bench.context_training),
+        "context parallel training step": (TRAINING, Bench.context_training),
     },
 }
 
@@ -285,7 +321,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--markdown", type=Path, help="write the rows there")
     parser.add_argument("--repeats", type=int, default=10, help="measurements (default: 10)")
-    usual = [name for name in ROWS if name != "graphs"]  # which NCCL may not allow
+    unusual = ("graphs", "tensor")  # NCCL may not allow these; four GPUs are needed
+    usual = [name for name in ROWS if name not in unusual]
     parser.add_argument("--only", nargs="+", choices=ROWS, default=usual, help="these rows")
     parser.add_argument("--small", action="store_true", help="tiny sizes on the CPU")
     options = parser.parse_args()
@@ -293,8 +330,8 @@ def main() -> int:
     wrong = check(bench.device)
     if wrong == 0:
         for part in options.only:
-            for name, (asked, measure) in ROWS[part].items():
-                bench.row(name, asked, measure)
+            for name, (each, measure) in ROWS[part].items():
+                bench.row(name, each, measure)
         if bench.rank == 0 and options.markdown is not None:
             write_page(bench, options.markdown)
     dist.destroy_process_group()

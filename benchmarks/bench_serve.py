@@ -1,7 +1,9 @@
 """What the engine of `gla_ext.serve` gives on a GPU, with a 374 M model of random weights in bf16.
 
-    python benchmarks/bench_serve.py [--only decode first load] [--device cpu --tiny]
+    python benchmarks/bench_serve.py [--only start decode first load] [--device cpu --tiny]
 
+- start: ms to make an engine, to its first token and the 99 after it without `warm_up`, and of
+  `warm_up`, in an engine of its own
 - decode: tokens/s of B greedy sequences, beside `Decoder` with the same projections
 - first: ms from submit to the first token of one prompt, without other work and without a prefix
 - load: 64 clients, each of which asks 4 times in turn for 128 tokens after one of 8 beginnings of
@@ -29,7 +31,7 @@ from gla_ext.model import GLAConfig, GLAForCausalLM, fuse_projections
 from gla_ext.serve import Engine, Limits, Request
 from gla_ext.serve.generation import Generation
 
-PARTS = ("decode", "first", "load")
+PARTS = ("start", "decode", "first", "load")
 REPEATS = 5
 
 
@@ -102,6 +104,7 @@ def check(sizes: Sizes, device: str) -> None:
     few = bench_model.of_few_layers(sizes.model)
     model = build(dataclasses.replace(sizes, model=few, dtype=torch.float32), device)
     engine = Engine(model, limits=limits(sizes, 8, sizes.cache_bytes))
+    engine.warm_up()
     prompts = [draw(sizes, 30 + 40 * seed, seed) for seed in range(8)]
     for _ in range(2):  # with the prefix cache the second time
         generations = engine.submit(*(Request(p, 8, temperature=0) for p in prompts))
@@ -117,10 +120,36 @@ def check(sizes: Sizes, device: str) -> None:
                 )
 
 
+def start_ms(model: GLAForCausalLM, sizes: Sizes) -> Iterator[tuple[str, float]]:
+    """What is waited for in a program that asks for one text, and in one that stays."""
+
+    def passed() -> float:
+        nonlocal start
+        if next(model.parameters()).is_cuda:
+            torch.cuda.synchronize()
+        before, start = start, time.perf_counter()
+        return 1000 * (start - before)
+
+    for name in ("without warm_up", "with it"):
+        start = time.perf_counter()
+        engine = Engine(model, limits=limits(sizes, 32, sizes.cache_bytes))
+        yield f"an engine, {name}", passed()
+        if name == "with it":
+            engine.warm_up()
+            yield "warm_up", passed()
+        (generation,) = engine.submit(Request(draw(sizes, 100, 0), 100, temperature=0))
+        while not generation.new:
+            engine.step()
+        yield f"first token, {name}", passed()
+        finish(engine)
+        yield f"99 tokens, {name}", passed()
+
+
 def decode_rates(model: GLAForCausalLM, sizes: Sizes, batch: int) -> Iterator[tuple[str, float]]:
     """Tokens/s of the engine and of `Decoder`."""
     prompts = [draw(sizes, 64, seed) for seed in range(batch)]
     engine, rates = Engine(model, limits=limits(sizes, batch)), []
+    engine.warm_up()
     for _ in range(REPEATS):
         generations = engine.submit(*(Request(p, sizes.steps, temperature=0) for p in prompts))
         while not all(generation.new for generation in generations):
@@ -174,6 +203,7 @@ def quantile(values: list[float], q: float) -> float:
 def load(model: GLAForCausalLM, sizes: Sizes, cache_bytes: int) -> Load:
     """Clients that each ask for the next text when they have one."""
     engine = Engine(model, limits=limits(sizes, sizes.clients, cache_bytes))
+    engine.warm_up()
     beginnings = [draw(sizes, sizes.shared, -1 - n) for n in range(sizes.beginnings)]
     chosen = random.Random(0)
 
@@ -221,6 +251,10 @@ def main(arguments: list[str] | None = None) -> None:
     count = sum(p.numel() for p in model.parameters())
     print(f"{name}, torch {torch.__version__}, {count:,} parameters")
     check(sizes, args.device)
+    if "start" in args.only:
+        print("\n| start | ms |\n|---|--:|")
+        for name, ms in start_ms(model, sizes):
+            print(f"| {name} | {ms:.1f} |", flush=True)
     if "decode" in args.only:
         print("\n| decoding, tokens/s | engine | Decoder |\n|---|--:|--:|")
         for batch in sizes.batches:
@@ -232,6 +266,7 @@ def main(arguments: list[str] | None = None) -> None:
             times = []
             for cache_bytes in (0, sizes.cache_bytes):
                 engine = Engine(model, limits=limits(sizes, 1, cache_bytes))
+                engine.warm_up()
                 times.append(first_token_ms(engine, sizes, count))
             print(f"| {count:,} tokens | {times[0]:.2f} | {times[1]:.2f} |", flush=True)
     if "load" in args.only:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gla_ext.cache._key_values import KeyValues, map_tensors, tensors_in
+from gla_ext.cache._rows import Checkpoints, Gathered
 from gla_ext.cache.states import GLACache
 
 
@@ -37,6 +38,7 @@ class StaticGLACache(GLACache):
     room = 0  # tokens that keys and values have room for from the start
     state_dtype: torch.dtype | None = None  # of recurrent states in the buffers, if not theirs
     counts = True  # False where who decodes counts tokens and makes room
+    zeroed: int | None = None  # rows of the buffers that are 0 at first, if not all
 
     def __init__(self, batch_size: int, done: Tensor | None = None) -> None:
         super().__init__()
@@ -49,25 +51,45 @@ class StaticGLACache(GLACache):
             self._no_row = torch.full_like(self._every_row, -1)
         self._prefills, self._starts = False, False
         self._rows: Tensor | None = None
+        self._sources: Tensor | None = None
+        self._goes_on: Tensor | None = None
+        self._checkpoints: Checkpoints | None = None
 
     def __len__(self) -> int:
         return 0 if self._starts else len(self.states)
 
     def __getitem__(self, layer_idx: int) -> Mapping[str, Any]:
         entry = self.states[layer_idx]
-        return entry if self._rows is None else _Gathered(entry, self._rows)
+        if self._rows is None:
+            return entry
+        return Gathered(entry, self._sources, self._goes_on)
 
-    def prompt_rows(self, layer_idx: int | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Where a layer's prompts pass in place: the buffer, their rows in it, and, if they start
-        from nothing, so many False. None where there is no buffer yet, or no rows are named.
+    def prompt_rows(self, layer_idx: int | None) -> dict[str, Any] | None:
+        """Where a layer's prompts pass in place, as `chunk_gla_` takes it: the buffer, their rows
+        in it, whether they go on, and checkpoints. None outside of `prefill`, and before there is a
+        buffer.
         """
-        if self._rows is None or layer_idx is None or layer_idx >= len(self.states):
+        if not self._prefills or layer_idx is None or layer_idx >= len(self.states):
             return None
-        buffer = self.states[layer_idx]["recurrent_state"]
+        buffer, rows = self.states[layer_idx]["recurrent_state"], self._rows
         if buffer is None:
             return None
-        goes_on = torch.zeros_like(self._rows, dtype=torch.bool) if self._starts else None
-        return buffer, self._rows, goes_on
+        if self._starts and self._goes_on is None:
+            count = self.batch_size if rows is None else rows.shape[0]
+            self._goes_on = torch.zeros(count, dtype=torch.bool, device=buffer.device)
+        found = {"state": buffer, "slots": self._sources, "has_initial_state": self._goes_on}
+        if self._sources is not rows:
+            found["write_slots"] = rows
+        if (kept := self._checkpoints) is not None:
+            found |= {"checkpoint_every": kept.every, "checkpoint_slots": kept.rows}
+            found["checkpoint_cu_starts"] = kept.cu_starts
+        return found
+
+    def keep_inputs(self, layer_idx: int, inputs: Sequence[Tensor]) -> None:
+        """Keeps what a layer's convolutions, `[1, T, D]` each, go on from at the checkpoints."""
+        if self._checkpoints is not None:
+            for buffer, x in zip(self.states[layer_idx]["conv_state"], inputs, strict=True):
+                self._checkpoints.keep_inputs(buffer, x)
 
     @property
     def attention(self) -> list[KeyValues]:
@@ -104,8 +126,14 @@ class StaticGLACache(GLACache):
         keep: bool = False,
         before: int = 0,
         max_seqlen: int | None = None,
+        *,
+        sources: Tensor | None = None,
+        goes_on: Tensor | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> Iterator[None]:
         """Inside, sequences take rows, done or not, and what layers store replaces these.
+
+        The last three are for models without attention.
 
         Args:
             rows: int64 `[N]`, the rows of the N sequences; the others stay as they are. Default:
@@ -114,8 +142,16 @@ class StaticGLACache(GLACache):
             before: with keep, at least the number of tokens that each of the rows has had; read
                 where there is attention. Default: 0.
             max_seqlen: at least the length of each of the sequences. Default: None (unknown).
+            sources: int64 `[N]`, with keep, the rows that layers find, which stay as they are.
+                Default: None (rows).
+            goes_on: bool `[N]`, with keep: False finds none for this sequence. Default: None (all
+                go on).
+            checkpoints: what layers keep on the way, in other rows; they are GLA's and not in mode
+                'fused_recurrent'. Default: None.
         """
         self._prefills, self._starts, self._rows = True, not keep, rows
+        self._sources = rows if sources is None else sources
+        self._goes_on, self._checkpoints = goes_on, checkpoints
         for kept in self.attention:
             kept.longest = before
         self.max_seqlen = max_seqlen
@@ -123,6 +159,7 @@ class StaticGLACache(GLACache):
             yield
         finally:
             self._prefills, self._starts, self._rows = False, False, None
+            self._sources = self._goes_on = self._checkpoints = None
             self.max_seqlen = None
 
     @torch.no_grad()
@@ -207,7 +244,9 @@ class StaticGLACache(GLACache):
     def _buffer(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros of the shape of `like` with B rows; usable outside of inference mode too."""
         with torch.inference_mode(False):
-            return like.new_zeros((self.batch_size, *like.shape[1:]), dtype=dtype)
+            buffer = like.new_empty((self.batch_size, *like.shape[1:]), dtype=dtype)
+            buffer[: self.zeroed].zero_()
+            return buffer
 
     def _write_attention(self, entry: dict[str, Any], new: KeyValues) -> None:
         own = entry.get("attn_state")
@@ -245,19 +284,3 @@ class StaticGLACache(GLACache):
             buffer.copy_(new)
         else:
             buffer.index_copy_(0, self._rows, new.to(buffer.dtype))
-
-
-class _Gathered(Mapping[str, Any]):
-    """Some rows of a layer's entry, each state copied when it is asked for."""
-
-    def __init__(self, entry: dict[str, Any], rows: Tensor) -> None:
-        self._entry, self._of_rows = entry, lambda x: x.index_select(0, rows)
-
-    def __getitem__(self, key: str) -> Any:
-        return map_tensors(self._of_rows, self._entry[key])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entry)
-
-    def __len__(self) -> int:
-        return len(self._entry)

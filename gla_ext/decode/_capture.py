@@ -3,11 +3,17 @@
 torch.cuda.graph waits for the whole device first, which CUDA forbids while another thread captures,
 and takes the device's default generator into every capture (torch 2.11), after which no other
 thread may draw from it, nor replay a graph that has it, until the capture ends. Neither is needed.
+
+So the default generator has another state for the moment in which a capture here takes it. A graph
+of somebody else must not take that state: it could not be replayed before the capture here ends,
+and would free the memory of its seed with itself. Captures of the whole process therefore begin in
+turn, from the first one here on: `torch.cuda.CUDAGraph.capture_begin` waits for a lock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -19,6 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Held through a capture and what warms it up: a compiled step's tuning waits for the device too.
 one_at_a_time = threading.RLock()
+
+# Held while a graph takes the default generator, here or elsewhere.
+_beginning = threading.RLock()
+_in_turn: set[type] = set()  # classes of graphs that wait for it
 
 WARMUPS = 2  # before a capture, in which no library may start up
 STREAMS = 32  # that torch has of a priority, in turn
@@ -119,23 +129,43 @@ def without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(enabled)
 
 
+def begin_in_turn(kind: type) -> None:
+    """Makes graphs of this class begin their captures one after the other."""
+    if kind in _in_turn:
+        return
+    _in_turn.add(kind)
+    begin = kind.capture_begin
+
+    @functools.wraps(begin)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        with _beginning:
+            begin(self, *args, **kwargs)
+
+    kind.capture_begin = capture_begin
+
+
 def _begin(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -> None:
     """Begins the capture with a generator that no one else has in place of the default one."""
+    begin_in_turn(torch.cuda.CUDAGraph)
     default = torch.cuda.default_generators[torch.cuda.current_device()]
-    state, own = default.graphsafe_get_state(), torch.Generator(default.device)
+    own = torch.Generator(default.device)
     own.seed()
+    with _beginning:
+        state = default.graphsafe_get_state()
 
-    def restore() -> None:
-        default.graphsafe_set_state(state)
+        def restore() -> None:
+            default.graphsafe_set_state(state)
 
-    # Who draws before the state is back has numbers of the graph's generator, which are as good.
-    with _AtFirstOperation(restore):
-        default.graphsafe_set_state(own)
-        try:
-            # Other threads may allocate meanwhile.
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-        finally:
-            restore()
+        # Who draws before the state is back has numbers of the graph's generator, which are as
+        # good. No other graph takes it: the capture's wait for Python, at its first operation, may
+        # be long, but whoever begins another one waits for its end.
+        with _AtFirstOperation(restore):
+            default.graphsafe_set_state(own)
+            try:
+                # Other threads may allocate meanwhile.
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+            finally:
+                restore()
 
 
 class _AtFirstOperation(TorchDispatchMode):

@@ -45,7 +45,8 @@ class Decoder:
 
     One thread at a time may use it; several may share the model, each with a decoder of its own.
     While one is made no other thread may wait for the whole device (`torch.cuda.synchronize`),
-    which CUDA refuses beside a capture; all other work goes on.
+    which CUDA refuses beside a capture; all other work goes on. From the first one on, captures of
+    the whole process begin one after the other: `torch.cuda.CUDAGraph.capture_begin` sees to it.
 
     Args:
         model: a `GLAForCausalLM`. It is run in the mode, train or eval, it is in.

@@ -9,7 +9,6 @@ from torch import Tensor
 
 _all_reduce = torch.ops._c10d_functional.all_reduce.default
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
-_reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -61,35 +60,6 @@ class _SumOfMean(torch.autograd.Function):
         return gradient * ctx.size, None, None
 
 
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, group_name: str) -> Tensor:
-        ctx.size, ctx.group_name = size, group_name
-        return all_gather(x, size, group_name).movedim(0, 1).flatten(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter_tokens(gradient, ctx.size, ctx.group_name), None, None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, group_name: str) -> Tensor:
-        ctx.size, ctx.group_name = size, group_name
-        return _scatter_tokens(x, size, group_name)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        rows = all_gather(gradient, ctx.size, ctx.group_name)
-        return rows.movedim(0, 1).flatten(1, 2), None, None
-
-
-def _scatter_tokens(x: Tensor, size: int, group_name: str) -> Tensor:
-    """This rank's part of the tokens of the sum over ranks of x `[B, T, ...]`."""
-    rows = x.detach().unflatten(1, (size, -1)).movedim(1, 0).contiguous()
-    return _wait(_reduce_scatter(rows, "sum", size, group_name))[0]
-
-
 def sum_gradients(x: Tensor, group_name: str) -> Tensor:
     """x itself, which every rank has; its gradient is the sum of the ranks' gradients."""
     return _SumOfGradients.apply(x, group_name)
@@ -105,13 +75,3 @@ def sum_of_averaged(x: Tensor, size: int, group_name: str) -> Tensor:
     ranks (DDP, FSDP2).
     """
     return _SumOfMean.apply(x, size, group_name)
-
-
-def gather_tokens(x: Tensor, size: int, group_name: str) -> Tensor:
-    """All tokens `[B, T, ...]` of parts `[B, T / size, ...]`; a gradient is the ranks' sum."""
-    return _GatherTokens.apply(x, size, group_name)
-
-
-def scatter_tokens(x: Tensor, size: int, group_name: str) -> Tensor:
-    """This rank's tokens `[B, T / size, ...]` of the sum of the ranks' x `[B, T, ...]`."""
-    return _ScatterTokens.apply(x, size, group_name)

@@ -24,7 +24,6 @@ class Part:
     sequences: the numbers of its own sequences, first and one past the last.
     offsets: of its own sequences in the part, one more than they are; of none, (0,).
     before, after: how many parts before and after it share its first and its last sequence.
-    tokens_before: tokens of its first sequence in parts before.
     last_tokens: tokens of its last sequence in it.
     """
 
@@ -34,7 +33,6 @@ class Part:
     offsets: tuple[int, ...]
     before: int
     after: int
-    tokens_before: int
     last_tokens: int
 
 
@@ -69,7 +67,7 @@ def cut_part(offsets: Sequence[int], lengths: Sequence[int], place: int) -> Part
         or (first == last and (start <= first < end or (is_last and first >= end)))
     ]
     if not own:
-        return Part(place, end - start, (0, 0), (0,), 0, 0, 0, 0)
+        return Part(place, end - start, (0, 0), (0,), 0, 0, 0)
     first, last = own[0], own[-1] + 1
     local = tuple(min(max(x, start), end) - start for x in offsets[first : last + 1])
     begins, ends_at = offsets[first], offsets[last]
@@ -86,7 +84,6 @@ def cut_part(offsets: Sequence[int], lengths: Sequence[int], place: int) -> Part
         local,
         before,
         after,
-        max(0, start - begins),
         local[-1] - local[-2],
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gla_ext.distributed.context import Cut, as_context
@@ -77,8 +78,9 @@ def chunk_gla_with_context(
         cut.counts, cut.before, cut.after, cut.spans,
     )  # fmt: skip
     if as_rows and P == 2:
-        o = o.unflatten(0, (B, 2)).flatten(1, 2)
-        state = state[1::2] if by_rows and output_final_state else state
+        o = parts_of_rows(o, T)
+        if by_rows and output_final_state:  # a row ends in one part, and has 0 in the other
+            state = state.unflatten(0, (B, 2)).sum(1)
     return o, state if output_final_state else None
 
 
@@ -92,8 +94,19 @@ def check_offsets_are_the_contexts(op: str, cu_seqlens: Tensor | None, cut: Cut)
 
 
 def rows_of_parts(x: Tensor | None) -> Tensor | None:
-    """`[B, T, ...]`, two parts a row, as rows of one part, `[2 B, T / 2, ...]`."""
-    return None if x is None else x.unflatten(1, (2, x.shape[1] // 2)).flatten(0, 1)
+    """`[B, T, ...]`, two parts a row, as rows of one part, `[2 B, T / 2, ...]`. The back of an odd
+    number has a token of zeros at its end, which changes no state.
+    """
+    if x is None:
+        return None
+    if x.shape[1] % 2:
+        x = F.pad(x, (*(0, 0) * (x.ndim - 2), 0, 1))
+    return x.unflatten(1, (2, x.shape[1] // 2)).flatten(0, 1)
+
+
+def parts_of_rows(x: Tensor, T: int) -> Tensor:
+    """The other way, `[B, T, ...]`."""
+    return x.unflatten(0, (-1, 2)).flatten(1, 2)[:, :T]
 
 
 def _check_rows(initial_state: Tensor, B: int) -> None:

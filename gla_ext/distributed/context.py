@@ -97,8 +97,7 @@ class CPContext:
         """What this rank holds, of tensors with T tokens on a device.
 
         Raises:
-            ValueError: T is not what `lengths` says; odd, in the zigzag layout without offsets;
-                offsets beyond the last token.
+            ValueError: T is not what `lengths` says; offsets beyond the last token.
         """
         key = (int(T), device)
         if key not in self._cuts:
@@ -109,7 +108,8 @@ class CPContext:
         """The same for whom states concern and tokens do not: of rows that are cut evenly it does
         not depend on T, which may then be symbolic.
         """
-        if self.cuts_rows_evenly and T > 0 and (self.layout == "contiguous" or T % 2 == 0):
+        parts = 1 if self.layout == "contiguous" else 2
+        if self.cuts_rows_evenly and parts <= T:  # each has a token
             return self.cut(2, device)
         return self.cut(T, device)
 
@@ -122,11 +122,6 @@ class CPContext:
             )
         # One rank's front and back are the text as it is.
         layout = self.layout if self.size > 1 else "contiguous"
-        if layout == "zigzag" and self.offsets is None and any(n % 2 for n in lengths):
-            raise ValueError(
-                "cp_context: expected an even number of tokens on every rank in the zigzag layout "
-                f"without cu_seqlens, got {', '.join(map(str, lengths))}"
-            )
         parts_of_all = part_lengths(lengths, layout)
         total = sum(parts_of_all)
         offsets = (0, total) if self.offsets is None else self.offsets
@@ -196,10 +191,10 @@ def build_cp_context(
         cu_seqlens_cpu: the same offsets on the CPU, which are read instead. Default: None.
         use_tf32x3_affine_chain: True only; accepted for FLA's sake: states are folded in fp32.
         layout: 'contiguous': rank r of W holds part r of W equal parts. 'zigzag': of 2 W parts it
-            holds r and 2 W - 1 - r, one after the other. Default: 'contiguous'.
-        lengths: tokens of each rank, W integers of 0 or more; in the zigzag layout a rank's front
-            part takes the odd token. Default: None (every rank holds as many, what its tensors
-            have).
+            holds r and 2 W - 1 - r, one after the other; of an odd number of tokens its front part
+            has one more. Default: 'contiguous'.
+        lengths: tokens of each rank, W integers of 0 or more. Default: None (every rank holds as
+            many, what its tensors have).
 
     Raises:
         ValueError: offsets that do not begin with 0 or fall, another layout, lengths that are not

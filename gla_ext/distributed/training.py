@@ -237,9 +237,9 @@ class ShardedTrainer(Trainer):
         return loss.item() / dist.get_world_size()
 
     def _mean_losses(self) -> Tensor:
-        losses = self.losses.clone()
+        losses = self.losses.double()  # in which the mean of what a checkpoint restored is itself
         dist.all_reduce(losses)
-        return losses / dist.get_world_size()
+        return (losses / dist.get_world_size()).float()
 
     def _sharded_tensors(self) -> dict[str, Tensor]:
         """Model and optimizer under the names of a one-process checkpoint, as they are sharded."""

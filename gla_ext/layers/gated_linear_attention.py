@@ -234,13 +234,13 @@ class GatedLinearAttention(nn.Module):
             padding = Padding.of(attention_mask, B, T)
             hidden_states, cu_seqlens = padding.pack(hidden_states), padding.cu_seqlens
 
+        keeper = past_key_values if pool else None
         q, k, v, gk, gate, conv_state = self._project(
-            hidden_states, conv_state, bool(use_cache), cu_seqlens, cp_context
+            hidden_states, conv_state, bool(use_cache), cu_seqlens, cp_context, keeper
         )
         if pool is not None:
-            state, rows, goes_on = pool
-            rows = {"state": state, "slots": rows, "has_initial_state": goes_on}
-            o = chunk_gla_(q, k, v, gk, **rows, state_v_first=True, cu_seqlens=cu_seqlens)
+            o = chunk_gla_(q, k, v, gk, **pool, state_v_first=True, cu_seqlens=cu_seqlens)
+            state = pool["state"]
         else:
             rows = getattr(past_key_values, "slots", None) if in_place else None
             o, state = self._attend(
@@ -262,13 +262,17 @@ class GatedLinearAttention(nn.Module):
         output_state: bool,
         cu_seqlens: Tensor | None,
         cp_context: Any = None,
+        keeper: Any | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, ...] | None]:
         """q `[B, T, H, K]`, k, v and gk `[B, T, HK, K | V]`, the output gate before its activation
         `[B, T, H * V]` or None, and what the convolutions go on from or None. H and HK are
-        num_heads and num_kv_heads, or of sharded projections this rank's.
+        num_heads and num_kv_heads, or of sharded projections this rank's. keeper is a cache that
+        gets the convolutions' inputs.
         """
         (q, k, v, *gates), gk = self._multiply(x)
         if self.use_short_conv:
+            if keeper is not None:
+                keeper.keep_inputs(self.layer_idx, (q, k, v))
             convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
             (q, k, v), conv_state = convolve(
                 convolutions, (q, k, v), conv_state, output_state, cu_seqlens, cp_context

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,9 +13,11 @@ from torch import Tensor
 from gla_ext.cache import StaticGLACache
 from gla_ext.decode import _capture
 from gla_ext.decode._loop import device_of
+from gla_ext.decode._prompts import CHUNK
 from gla_ext.decode.language_model import LanguageModel
+from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.serve.choice import choose, log_probabilities
-from gla_ext.serve.prompts import Piece, PromptGraphs
+from gla_ext.serve.prompts import Packed, Piece, PromptGraphs, Size, lay_out
 from gla_ext.serve.rows import RowCache, StateRows
 
 
@@ -31,10 +32,11 @@ class Draw:
 
 
 class Batch:
-    """Rows of sequences of one model.
+    """Rows of sequences of one model, and of checkpoints.
 
     On a GPU a step is a CUDA graph, one for each power of two of rows up to all, so that few
-    sequences cost little. So are pieces of prompts: see `PromptGraphs`.
+    sequences cost little. So are pieces of prompts: see `PromptGraphs`. The first step of a size
+    runs without one; it is captured before the second, or by `warm_up`.
 
     Args:
         model: a `GLAForCausalLM` without attention layers, in eval mode.
@@ -43,9 +45,16 @@ class Batch:
         fixed: steps are always of all rows, so that a row's products have one shape, and pieces of
             prompts have no graphs, which are of other sizes than these.
         state_dtype: what recurrent states are stored in. Default: None (as they come).
+        checkpoint_bytes: memory of the checkpoints. Default: 0.
+        every: tokens between the checkpoints that prompts may leave on their way, a multiple of 64.
+            Default: 64.
 
     Attributes:
-        cache: the layers' memory, of the rows.
+        cache: the layers' memory.
+        row_nbytes: memory of a row.
+        checkpoints: the rows that no sequence has.
+        every: 0 where prompts leave none on their way: there are no rows for them, or a piece's
+            products must have one shape, or layers do not pass it by `chunk_gla_`.
         tokens: int64 `[rows]`, the last token of each; there may be more rows than were asked for.
     """
 
@@ -56,38 +65,67 @@ class Batch:
         cuda_graph: bool,
         fixed: bool,
         state_dtype: torch.dtype | None = None,
+        checkpoint_bytes: int = 0,
+        every: int = CHUNK,
     ) -> None:
         self._model = model
         # A sum along one row alone would be cut otherwise, and in no certain order.
         self._rows = max(rows, 2)
         self._device = device_of(model)
+        self._has_graphs = cuda_graph
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
+        self._seen: set[int] = set()  # numbers of rows of which there was a step
         vocab_size = model.config.vocab_size
         graphs_of_prompts = cuda_graph and not fixed
-        every = self._rows + graphs_of_prompts  # with a spare one
+        taken = self._rows + graphs_of_prompts  # with a spare one
         with torch.inference_mode(False), torch.no_grad():
             self.tokens = torch.zeros(self._rows, dtype=torch.long, device=self._device)
-            self._logits = torch.zeros(every, vocab_size, device=self._device)
-            waits = torch.ones(every, dtype=torch.bool, device=self._device)
-            states = StaticGLACache(every, waits)
-            states.state_dtype = state_dtype
-            with states.prefill():  # makes the buffers
-                tokens = self.tokens.new_zeros(every, 1)
-                model(tokens, past_key_values=states, use_cache=True)
-            states.skip_done()
-            self.cache: RowCache = StateRows(states, waits)
+            self._logits = torch.zeros(taken, vocab_size, device=self._device)
+            states = self._make_states(taken, state_dtype, checkpoint_bytes)
+            self.checkpoints = range(taken, states.batch_size)
+            in_chunks = len(self.checkpoints) > 0 and not fixed and _in_chunks(model, states)
+            self.every = every if in_chunks else 0
+            self.cache: RowCache = StateRows(states, taken, self.every)
             self._active: list[int] = []
             # The numbers of rows of which there are steps, and what each finds.
             powers = [] if fixed else [1 << n for n in range((self._rows - 1).bit_length())]
             self._caches = {count: self.cache.first(count) for count in (*powers, self._rows)}
-            if cuda_graph:
-                for count, cache in self._caches.items():
-                    self._graphs[count] = _capture.capture(
-                        partial(self._advance, cache, count), self._device
-                    )
             self._prompts: PromptGraphs | None = None
             if graphs_of_prompts:
-                self._prompts = PromptGraphs(self._read, self._rows, self._device)
+                self._prompts = PromptGraphs(self._read, self.every, self._rows, self._device)
+
+    def _make_states(
+        self, taken: int, state_dtype: torch.dtype | None, checkpoint_bytes: int
+    ) -> StaticGLACache:
+        """Buffers of so many rows and of checkpoints."""
+        one = StaticGLACache(1)
+        one.state_dtype = state_dtype
+        with one.prefill():
+            self._model(self.tokens[:1].unsqueeze(0), past_key_values=one, use_cache=True)
+        self.row_nbytes = sum(x.nbytes for x in one.tensors())
+        states = StaticGLACache(taken + checkpoint_bytes // max(self.row_nbytes, 1))
+        states.state_dtype, states.zeroed = state_dtype, taken
+        with states.prefill(self.tokens[:1]):  # of row 0, whatever it has
+            for layer_idx, entry in enumerate(one):
+                states.update(layer_idx=layer_idx, **entry)
+        return states
+
+    def warm_up(self) -> None:
+        """Captures the graphs that are not there, if there shall be any."""
+        if self._has_graphs:
+            for count in self._caches:
+                if count not in self._graphs:
+                    self._capture(count)
+        if self._prompts is not None:
+            self._prompts.warm_up()
+
+    def _capture(self, count: int) -> None:
+        """The graph of a step of so many rows, all of which wait meanwhile."""
+        self.cache.activate([])
+        self._active = []
+        step = partial(self._advance, self._caches[count], count)
+        with torch.inference_mode(False), torch.no_grad():
+            self._graphs[count] = _capture.capture(step, self._device)
 
     def _advance(self, cache: Any, count: int) -> None:
         tokens = self.tokens[:count].unsqueeze(1)
@@ -98,10 +136,13 @@ class Batch:
     def step(self, rows: Sequence[int]) -> None:
         """Passes the last token of the rows, and leaves their logits for `draw`."""
         wanted = sorted(rows)
+        count = self._size(wanted)
+        if self._has_graphs and count in self._seen and count not in self._graphs:
+            self._capture(count)
+        self._seen.add(count)
         if wanted != self._active:
             self.cache.activate(wanted)
             self._active = wanted
-        count = self._size(wanted)
         graph = self._graphs.get(count)
         if graph is None:
             self._advance(self._caches[count], count)
@@ -118,26 +159,22 @@ class Batch:
         """Passes pieces of prompts, packed, and leaves the logits of the last tokens for `draw`."""
         if self._prompts is not None and self._prompts.replay(pieces):
             return
-        flat = [token for piece in pieces for token in piece.tokens]
-        tokens = torch.tensor(flat).to(self._device, non_blocking=True)
-        rows = torch.tensor([piece.row for piece in pieces], device=self._device)
-        offsets = None
-        if len(pieces) > 1:
-            ends = itertools.accumulate(len(piece.tokens) for piece in pieces)
-            offsets = torch.tensor([0, *ends], device=self._device)
-        self._read(tokens.unsqueeze(0), rows, offsets)
+        size = Size.of(pieces)
+        numbers = lay_out(pieces, size, self.every)
+        packed = size.split(numbers.to(self._device, non_blocking=True))
+        self._read(packed, alone=size.pieces == 1)
 
-    def _read(self, tokens: Tensor, rows: Tensor, offsets: Tensor | None) -> None:
-        """Passes the pieces, one or packed by offsets."""
-        with self.cache.read(rows) as cache:
+    def _read(self, packed: Packed, alone: bool = False) -> None:
+        """Passes the pieces, packed by offsets or one alone."""
+        with self.cache.read(packed) as cache:
             logits = self._model(
-                tokens,
+                packed.tokens.unsqueeze(0),
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=1 if offsets is None else offsets[1:] - 1,
-                cu_seqlens=offsets,
+                logits_to_keep=1 if alone else packed.offsets[1:] - 1,
+                cu_seqlens=None if alone else packed.offsets,
             ).logits[0]
-        self._logits.index_copy_(0, rows, logits.float())
+        self._logits.index_copy_(0, packed.rows, logits.float())
 
     @torch.no_grad()
     def draw(self, draws: dict[int, Draw], with_logprobs: bool) -> Callable[[], Drawn]:
@@ -173,6 +210,17 @@ class Drawn:
     logprobs: list[float] | None = None
     best: list[list[float]] | None = None
     best_ids: list[list[int]] | None = None
+
+
+def _in_chunks(model: LanguageModel, states: StaticGLACache) -> bool:
+    """Whether every layer with states passes prompts by `chunk_gla_`, and no convolution of it
+    reaches further than a chunk.
+    """
+    layers = [layer for layer in model.modules() if type(layer) is GatedLinearAttention]
+    reaches = [layer.conv_size if layer.use_short_conv else 0 for layer in layers]
+    if len(layers) != len(states.states) or max(reaches, default=0) > CHUNK:
+        return False
+    return all(layer.mode != "fused_recurrent" for layer in layers)
 
 
 def _fetch(found: list[Tensor]) -> Callable[[], Drawn]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -19,11 +19,10 @@ from gla_ext.serve.batch import Batch, Draw, Drawn
 from gla_ext.serve.generation import Generation
 from gla_ext.serve.metrics import Metrics
 from gla_ext.serve.prefix import PrefixCache
-from gla_ext.serve.prompts import Piece
+from gla_ext.serve.prompt_queue import PromptQueue, step_of_pieces
 from gla_ext.serve.request import Delta, Limits, Request, TokenLogprob
 from gla_ext.serve.text import Tokenizer
 
-CHUNK = 64  # tokens, of which pieces of a prompt are whole multiples
 STATE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -46,6 +45,8 @@ class Engine:
         while engine.busy:
             for sequence, delta in engine.step():
                 print(delta.text)
+
+    On a GPU, `warm_up` before the first request, in a program that lives for longer.
 
     `submit`, `cancel` and `drain` may be called by any thread. One thread alone steps: the one that
     calls `step`, or that of `gla_ext.serve.worker.Worker`.
@@ -95,12 +96,18 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         self.limits = Limits() if limits is None else limits
         self._invariant = is_batch_invariant()
+        every, most = self.limits.checkpoint_tokens, self.limits.prefill_tokens
         self._batch = Batch(
-            model, self.limits.rows, uses_graph(model, cuda_graph), self._invariant, state_dtype
+            model,
+            self.limits.rows,
+            uses_graph(model, cuda_graph),
+            self._invariant,
+            state_dtype,
+            self.limits.cache_bytes,
+            step_of_pieces(every, most),
         )
         self._cache = self._batch.cache
-        every, budget = self.limits.checkpoint_tokens, self.limits.cache_bytes
-        self.prefixes = PrefixCache(self._cache, every, budget)
+        self.prefixes = PrefixCache(self._batch.checkpoints, self._batch.row_nbytes, every)
         self.metrics = Metrics()
         self._ends = frozenset(
             read_end_tokens(getattr(model.config, "eos_token_id", None), model.config.vocab_size)
@@ -110,7 +117,7 @@ class Engine:
         self._unfinished = 0  # accepted and not finished
         self._draining = False
         self._free = list(range(self.limits.rows))
-        self._reading: deque[Generation] = deque()  # prompts, the next in turn first
+        self._reading = PromptQueue(self._batch, self.prefixes, self.metrics, most, self._invariant)
         self._decoding: list[Generation] = []
         # On a GPU the next step is under way while the host looks at the last one's tokens.
         self._device = device_of(model)
@@ -171,7 +178,8 @@ class Engine:
                 f"{request.max_new_tokens}"
             )
         vocab_size = self.model.config.vocab_size
-        lowest, highest = min(request.tokens), max(request.tokens)
+        tokens = torch.frombuffer(request.tokens, dtype=torch.long)  # of 100,000 in no time
+        lowest, highest = (x.item() for x in torch.aminmax(tokens))
         if lowest < 0 or highest >= vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise ValueError(f"expected tokens from 0 to {vocab_size - 1}, got {wrong}")
@@ -199,19 +207,35 @@ class Engine:
             sequence.finished = True
         return [(sequence, Delta(finish_reason="error")) for sequence in sequences]
 
-    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Captures the CUDA graphs of steps and of pieces of prompts, which takes some seconds.
+
+        Without it each is captured when its size has come for the second time, and everyone waits
+        for that. Nothing happens where there are no graphs. Like `step` it is for one thread alone,
+        the one that steps, or any before the first step.
+        """
+        with self._as_made():
+            self._batch.warm_up()
+
+    @contextlib.contextmanager
+    def _as_made(self) -> Iterator[None]:
+        """The mode and the device in which the model runs."""
+        on_device = torch.cuda.device(self._device) if self._ahead else contextlib.nullcontext()
+        with torch.no_grad(), batch_invariant(self._invariant), on_device:
+            yield
+
     def step(self) -> Deltas:
         """One step of what decodes and a few pieces of prompts.
 
         Returns:
             What it added to sequences, each once.
         """
-        on_device = torch.cuda.device(self._device) if self._ahead else contextlib.nullcontext()
-        with batch_invariant(self._invariant), on_device:
+        with self._as_made():
             deltas = self._sweep()
             self._admit()
             drawn_for = self._decode()
-            ended = self._read()
+            ended = self._reading.read(bool(self._decoding))
+            self._decoding += ended
             if drawn_for or ended:
                 self._queue_draw([*drawn_for, *ended])
             if self._under_way and (len(self._under_way) > self._ahead or not drawn_for + ended):
@@ -240,14 +264,7 @@ class Engine:
             sequence.row = min(self._free)  # low rows keep steps small
             self._free.remove(sequence.row)
             sequence.keys = self.prefixes.keys(sequence.request.tokens)
-            sequence.passed, checkpoint = self.prefixes.find(sequence.keys)
-            sequence.cached = sequence.passed
-            if checkpoint is None:
-                self._cache.take(sequence.row)
-            else:
-                self._cache.write(sequence.row, checkpoint)
             self._reading.append(sequence)
-            self.metrics.admitted(sequence)
 
     def _decode(self) -> list[Generation]:
         """Passes the last token of each sequence that goes on."""
@@ -255,46 +272,6 @@ class Engine:
         if going:
             self._batch.step([sequence.row for sequence in going])
         return going
-
-    def _read(self) -> list[Generation]:
-        """Passes pieces of prompts, in turns, and returns the sequences whose prompt has ended."""
-        ended: list[Generation] = []
-        # Nobody waits for a step's token where none decodes: then a round may be a full one.
-        room = self.limits.prefill_tokens * (1 if self._decoding else 8)
-        while room > 0 and self._reading:
-            pieces: list[tuple[Generation, Piece]] = []
-            for sequence in list(self._reading):
-                piece = self._piece(sequence, room)
-                if piece is None:
-                    break
-                pieces.append((sequence, piece))
-                room -= len(piece.tokens)
-                self._reading.rotate(-1)
-                if self._invariant or room <= 0:
-                    break
-            if not pieces:
-                break
-            self._batch.prefill([piece for _, piece in pieces])
-            for sequence, piece in pieces:
-                sequence.passed += len(piece.tokens)
-                self.prefixes.put(sequence.keys, sequence.passed, sequence.row)
-                if piece.ends:
-                    ended.append(sequence)
-                    self._reading.remove(sequence)
-                    self._decoding.append(sequence)
-        return ended
-
-    def _piece(self, sequence: Generation, room: int) -> Piece | None:
-        """The next tokens of a prompt, up to where a checkpoint is taken; None without room."""
-        tokens, start, every = sequence.request.tokens, sequence.passed, self.prefixes.every
-        stop = len(tokens)
-        if self._invariant or self.prefixes.enabled:
-            stop = min(stop, (start // every + 1) * every)
-        if not self._invariant and stop - start > room:
-            if room < CHUNK:
-                return None
-            stop = start + room // CHUNK * CHUNK
-        return Piece(sequence.row, tokens[start:stop], stop == len(tokens))
 
     def _queue_draw(self, sequences: list[Generation]) -> None:
         draws = {}

@@ -19,6 +19,7 @@ class Generation:
 
     Attributes:
         row: of the engine's batch, or None while it waits.
+        keys: of the prompt's beginnings, in the prefix cache.
         passed: tokens of the prompt that its row has had.
         cached: how many of these came from the prefix cache.
         drew: tokens that were asked for.

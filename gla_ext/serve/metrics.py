@@ -47,8 +47,8 @@ class Metrics:
             "request_seconds": Histogram(),
         }
 
-    def admitted(self, sequence: Generation) -> None:
-        """A sequence got a row."""
+    def began(self, sequence: Generation) -> None:
+        """A sequence's prompt has begun to pass."""
         with self._lock:
             self._counts["prompt_tokens_total"] += len(sequence.request.tokens)
             self._counts["cached_prompt_tokens_total"] += sequence.cached

@@ -1,17 +1,19 @@
-"""CUDA graphs of pieces of prompts, whose launches cost the host more time than the GPU."""
+"""Pieces of prompts, how several are laid out to pass at once, and CUDA graphs of that."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gla_ext.decode import _capture
 
+NONE = -1  # in place of a row
 # Of the graphs. A longer piece keeps the GPU busy for longer than the host needs to launch it.
 TOKENS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 PIECES = (1, 16)
@@ -19,64 +21,182 @@ PIECES = (1, 16)
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tokens of a prompt that pass the model at once, in the row of its sequence."""
+    """Tokens of a prompt that pass the model at once.
+
+    row: of its sequence, which gets what comes of them.
+    tokens: at least one.
+    ends: whether the prompt does.
+    source: the row that they go on from, which stays as it is if it is another; None: they start.
+    checkpoints: the rows that get what there is after each so many tokens, NONE for no row.
+    """
 
     row: int
     tokens: Sequence[int]
-    ends: bool  # whether the prompt does
+    ends: bool
+    source: int | None = None
+    checkpoints: Sequence[int] = ()
+
+
+class Packed(NamedTuple):
+    """N pieces in one row of T tokens, all int64.
+
+    offsets: `[N + 1]`, of the pieces.
+    rows, sources: `[N]`; a piece that starts has its own row as source.
+    goes_on: `[N]`, 0 for a piece that starts.
+    starts: `[N + 1]`, which of the checkpoints are a piece's.
+    checkpoints: `[C]`, the row of each, NONE for no row.
+    ends, end_rows: `[M]`, after how many of the T tokens there is a checkpoint, and its row.
+    tokens: `[T]`.
+    """
+
+    offsets: Tensor
+    rows: Tensor
+    sources: Tensor
+    goes_on: Tensor
+    starts: Tensor
+    checkpoints: Tensor
+    ends: Tensor
+    end_rows: Tensor
+    tokens: Tensor
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Size:
+    """What pieces take.
+
+    tokens, pieces: T and N.
+    checkpoints: C.
+    kept: M, how many of these have a row.
+    """
+
+    tokens: int
+    pieces: int
+    checkpoints: int = 0
+    kept: int = 0
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> Size:
+        rows = [row for piece in pieces for row in piece.checkpoints]
+        count = sum(len(piece.tokens) for piece in pieces)
+        return cls(count, len(pieces), len(rows), len(rows) - rows.count(NONE))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the tensors of `Packed`."""
+        T, N, C, M = dataclasses.astuple(self)
+        return [N + 1, N, N, N, N + 1, C, M, M, T]
+
+    def split(self, numbers: Tensor) -> Packed:
+        """Views of `lay_out`'s numbers."""
+        return Packed(*numbers[: sum(self.lengths)].split(self.lengths))
+
+
+def lay_out(pieces: Sequence[Piece], size: Size, every: int, spare: int = NONE) -> Tensor:
+    """The numbers of `Packed`, one tensor's after the other's, int64 on the host.
+
+    Fewer tokens than the size has are followed by others, which belong to no piece, fewer pieces by
+    empty ones, and fewer checkpoints by some that are of no piece.
+
+    Args:
+        pieces: which fit.
+        size: `Size.of(pieces)` or a greater one.
+        every: tokens between checkpoints.
+        spare: the row of what is added. Default: NONE (nothing is).
+    """
+    empty = size.pieces - len(pieces)
+    offsets = [0, *itertools.accumulate(len(piece.tokens) for piece in pieces)]
+    starts = [0, *itertools.accumulate(len(piece.checkpoints) for piece in pieces)]
+    rows = [piece.row for piece in pieces]
+    sources = [piece.row if piece.source is None else piece.source for piece in pieces]
+    goes_on = [int(piece.source is not None) for piece in pieces]
+    checkpoints = [row for piece in pieces for row in piece.checkpoints]
+    kept = [
+        (offset + (n + 1) * every, row)
+        for offset, piece in zip(offsets, pieces, strict=False)
+        for n, row in enumerate(piece.checkpoints)
+        if row != NONE
+    ]
+    unkept = size.kept - len(kept)
+    numbers = [
+        *(offsets + [offsets[-1]] * empty),
+        *(rows + [spare] * empty),
+        *(sources + [spare] * empty),
+        *(goes_on + [1] * empty),
+        *(starts + [starts[-1]] * empty),
+        *(checkpoints + [NONE] * (size.checkpoints - len(checkpoints))),
+        *([end for end, _ in kept] + [size.tokens] * unkept),
+        *([row for _, row in kept] + [spare] * unkept),
+    ]
+    laid = array("q", numbers)
+    for piece in pieces:
+        laid.extend(piece.tokens)
+    laid.frombytes(bytes(laid.itemsize * (size.tokens - offsets[-1])))
+    return torch.frombuffer(laid, dtype=torch.long)  # a list of numbers would take longer to read
 
 
 class PromptGraphs:
     """Graphs of packed pieces, one for each of some sizes.
 
-    Fewer tokens than a graph has are followed by others, which belong to no piece, and fewer pieces
-    by empty ones in a row that no sequence has.
+    The first pieces of a size pass without one; it is captured before the second, or by `warm_up`.
+    What a graph has more than the pieces that it passes is filled up, in a row that no sequence
+    has: see `lay_out`.
 
     Args:
-        run: passes packed tokens, int64 `[1, T]`, of N pieces, by their rows, int64 `[N]`, and
-            their offsets, int64 `[N + 1]`.
-        spare: the row of the empty pieces.
+        run: passes packed pieces.
+        every: tokens between checkpoints, 0 for none.
+        spare: the row that no sequence has.
         device: where.
     """
 
     def __init__(
-        self,
-        run: Callable[[Tensor, Tensor, Tensor], None],
-        spare: int,
-        device: torch.device,
+        self, run: Callable[[Packed], None], every: int, spare: int, device: torch.device
     ) -> None:
-        self._spare = spare
-        size = 2 * max(PIECES) + 1 + max(TOKENS)
-        self._buffer = torch.zeros(size, dtype=torch.long, device=device)
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
-        pool = torch.cuda.graph_pool_handle()
-        # The largest first: the others then fit into its memory.
-        for size in sorted(itertools.product(TOKENS, PIECES), reverse=True):
-            self._write([Piece(spare, [0] * size[0], True)], size)
-            self._graphs[size] = _capture.capture(partial(run, *self._views(size)), device, pool)
+        self._run, self._every, self._spare, self._device = run, every, spare, device
+        self._sizes = []
+        for T, N in sorted(itertools.product(TOKENS, PIECES)):
+            most = T // every if every else 0
+            self._sizes.append(Size(T, N, most, most))
+        most = sum(self._sizes[-1].lengths)
+        self._buffer = torch.zeros(most, dtype=torch.long, device=device)
+        self._seen: set[Size] = set()
+        self._graphs: dict[Size, torch.cuda.CUDAGraph | None] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self) -> None:
+        """Captures those that are not there, the largest first: the others fit into its memory."""
+        for size in reversed(self._sizes):
+            if size not in self._graphs:
+                self._capture(size)
 
     def replay(self, pieces: Sequence[Piece]) -> bool:
         """Passes pieces, if there is a graph for so many."""
-        count = sum(len(piece.tokens) for piece in pieces)
-        fitting = [(T, N) for T, N in self._graphs if count <= T and len(pieces) <= N]
-        if not fitting or (graph := self._graphs[min(fitting)]) is None:
+        wanted = Size.of(pieces)
+        for size in self._sizes:
+            if wanted.tokens <= size.tokens and wanted.pieces <= size.pieces:
+                break
+        else:
             return False
-        self._write(pieces, min(fitting))
+        if size not in self._graphs:
+            if size not in self._seen:
+                self._seen.add(size)
+                return False
+            self._capture(size)
+        graph = self._graphs[size]
+        if graph is None:
+            return False
+        self._write(pieces, size)
         graph.replay()
         return True
 
-    def _views(self, size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, rows and offsets, one after the other in the buffer."""
-        T, N = size
-        offsets, rows, tokens = self._buffer[: 2 * N + 1 + T].split([N + 1, N, T])
-        return tokens.unsqueeze(0), rows, offsets
+    def _capture(self, size: Size) -> None:
+        """With pieces of the spare row, so that no sequence moves on."""
+        self._write([Piece(self._spare, [0] * size.tokens, True, self._spare)], size)
+        packed = size.split(self._buffer)
+        with torch.inference_mode(False), torch.no_grad():
+            self._graphs[size] = _capture.capture(
+                lambda: self._run(packed), self._device, self._pool
+            )
 
-    def _write(self, pieces: Sequence[Piece], size: tuple[int, int]) -> None:
-        T, N = size
-        empty = N - len(pieces)
-        offsets = [0, *itertools.accumulate(len(piece.tokens) for piece in pieces)]
-        values = [*offsets, *[offsets[-1]] * empty]
-        values += [*(piece.row for piece in pieces), *[self._spare] * empty]
-        values += [*itertools.chain.from_iterable(piece.tokens for piece in pieces)]
-        values += [0] * (T - offsets[-1])
-        self._buffer[: len(values)].copy_(torch.tensor(values), non_blocking=True)
+    def _write(self, pieces: Sequence[Piece], size: Size) -> None:
+        numbers = lay_out(pieces, size, self._every, self._spare)
+        self._buffer[: len(numbers)].copy_(numbers, non_blocking=True)

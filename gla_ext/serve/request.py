@@ -24,9 +24,11 @@ class Limits:
         waiting: sequences that may wait for a row; more are refused.
         prompt_tokens: most tokens of a prompt.
         new_tokens: most tokens that a request may ask for.
-        prefill_tokens: tokens of prompts that pass between two steps of those that decode.
+        prefill_tokens: tokens of prompts that pass between two steps of those that decode; below
+            64 they count as 64.
         checkpoint_tokens: n of the prefix cache, a multiple of 64.
-        cache_bytes: budget of the prefix cache; 0 turns it off.
+        cache_bytes: memory of the prefix cache, which the engine takes when it is made; 0 turns it
+            off.
 
     Raises:
         TypeError: for what is no int.

@@ -1,4 +1,4 @@
-"""What the engine knows of the layers' memory: rows of sequences, and copies of them.
+"""What the engine knows of the layers' memory: rows of sequences, and rows of checkpoints.
 
 The engine goes by `RowCache` alone. `StateRows` is that of a model whose layers keep states of a
 fixed size.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,45 +16,33 @@ from torch import Tensor
 
 from gla_ext.cache import StaticGLACache
 from gla_ext.cache._key_values import map_tensors
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """What a row held at some token: enough to go on from there in any row."""
-
-    tensors: list[Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.tensors)
+from gla_ext.cache._rows import Checkpoints
+from gla_ext.serve.prompts import Packed
 
 
 class RowCache(Protocol):
-    """Where the layers of a model keep the sequences that an engine runs, a row each."""
+    """Where the layers of a model keep the sequences that an engine runs, a row each.
 
-    def take(self, row: int) -> None:
-        """Starts a sequence: the row is as before a first token."""
+    A row that is no sequence's may keep what a sequence has come to, a checkpoint. Sequences go on
+    from there, each in a row of its own, and leave it as it is.
+    """
 
-    def write(self, row: int, checkpoint: Checkpoint) -> None:
-        """Starts a sequence that goes on from a checkpoint."""
+    def read(self, pieces: Packed) -> contextlib.AbstractContextManager[Any]:
+        """The past_key_values of pieces of prompts, while inside. Each goes on from its source, or
+        starts, and leaves its checkpoints, and last what it has come to in its row.
+        """
 
-    def checkpoint(self, row: int) -> Checkpoint:
-        """A copy of what the row holds now."""
+    def keep(self, row: int, checkpoint: int) -> None:
+        """Makes a row a checkpoint of what another row holds now."""
 
     def drop(self, row: int) -> None:
         """Ends the row's sequence; what it took is free."""
-
-    def checkpoint_nbytes(self) -> int:
-        """Memory of a checkpoint, bytes."""
-
-    def read(self, rows: Tensor) -> contextlib.AbstractContextManager[Any]:
-        """The past_key_values of prompts that go on in the rows, int64 `[N]`, while inside."""
 
     def first(self, count: int) -> Any:
         """The past_key_values of a step of rows 0 to count - 1, of which those that are active go
         on."""
 
-    def activate(self, rows: list[int]) -> None:
+    def activate(self, rows: Sequence[int]) -> None:
         """Which rows go on in steps from now on; the others stay as they are."""
 
 
@@ -64,59 +51,61 @@ class StateRows:
 
     Args:
         cache: with states of every layer in its buffers.
-        waits: bool `[B]`, the cache's `done`.
+        rows: how many of its rows steps may have, the first ones.
+        every: tokens between checkpoints on the way of a prompt, 0 for none.
     """
 
-    def __init__(self, cache: StaticGLACache, waits: Tensor) -> None:
-        self._cache, self._waits = cache, waits
-        self._rows = [[x[row] for x in cache.tensors()] for row in range(cache.batch_size)]
-
-    def take(self, row: int) -> None:
-        torch._foreach_zero_(self._rows[row])
-
-    def write(self, row: int, checkpoint: Checkpoint) -> None:
-        torch._foreach_copy_(self._rows[row], checkpoint.tensors)
-
-    def checkpoint(self, row: int) -> Checkpoint:
-        copies = [torch.empty_like(x) for x in self._rows[row]]
-        torch._foreach_copy_(copies, self._rows[row])
-        return Checkpoint(copies)
-
-    def drop(self, row: int) -> None:
-        """Nothing is to be done: a row's memory is its own, and `take` or `write` comes first."""
-
-    def checkpoint_nbytes(self) -> int:
-        return sum(x.nbytes for x in self._rows[0])
+    def __init__(self, cache: StaticGLACache, rows: int, every: int) -> None:
+        self._cache, self._every = cache, every
+        device = cache.tensors()[0].device
+        self._waits = torch.ones(rows, dtype=torch.bool, device=device)
+        self._slots = torch.full((rows,), -1, device=device)
 
     @contextlib.contextmanager
-    def read(self, rows: Tensor) -> Iterator[StaticGLACache]:
-        with self._cache.prefill(rows, keep=True):
+    def read(self, pieces: Packed) -> Iterator[StaticGLACache]:
+        kept = None
+        if self._every and len(pieces.checkpoints):
+            at = (pieces.checkpoints, pieces.starts, pieces.ends, pieces.end_rows)
+            kept = Checkpoints(self._every, *at)
+        options = {"sources": pieces.sources, "goes_on": pieces.goes_on.bool()}
+        with self._cache.prefill(pieces.rows, keep=True, **options, checkpoints=kept):
             yield self._cache
 
-    def first(self, count: int) -> StaticGLACache:
-        if count == self._cache.batch_size:
-            return self._cache
-        return _FirstRows(self._cache, count)
+    def keep(self, row: int, checkpoint: int) -> None:
+        buffers = self._cache.tensors()
+        torch._foreach_copy_([x[checkpoint] for x in buffers], [x[row] for x in buffers])
 
-    def activate(self, rows: list[int]) -> None:
-        waits = torch.ones(len(self._waits), dtype=torch.bool)
-        waits[rows] = False
-        self._waits.copy_(waits)
-        self._cache.skip_done()
+    def drop(self, row: int) -> None:
+        """Nothing is to be done: a row's memory is its own, and a sequence starts without it."""
+
+    def first(self, count: int) -> StaticGLACache:
+        return _FirstRows(self._cache, self._waits[:count], self._slots[:count])
+
+    def activate(self, rows: Sequence[int]) -> None:
+        slots = torch.full((len(self._slots),), -1)
+        chosen = torch.tensor(rows, dtype=torch.long)
+        slots[chosen] = chosen
+        self._slots.copy_(slots)
+        torch.lt(self._slots, 0, out=self._waits)
 
 
 class _FirstRows(StaticGLACache):
-    """The first rows of a cache, where they lie."""
+    """The first rows of a cache, where they lie, for steps.
 
-    def __init__(self, cache: StaticGLACache, count: int) -> None:
+    Args:
+        cache: the cache.
+        waits: bool `[count]`, which rows stay as they are.
+        slots: int64 `[count]`, -1 for these, else the row.
+    """
+
+    def __init__(self, cache: StaticGLACache, waits: Tensor, slots: Tensor) -> None:
         vars(self).update(vars(copy.copy(cache)))
-        self.batch_size, self.lengths = count, list(cache.lengths)
+        self.batch_size, self.lengths = len(waits), list(cache.lengths)
 
         def first(x: Tensor) -> Tensor:
-            return x[:count]
+            return x[: len(waits)]
 
         self.states = [
             {key: map_tensors(first, entry[key]) for key in entry} for entry in cache.states
         ]
-        self._done, self._slots = cache._done[:count], cache._slots[:count]
-        self._every_row, self._no_row = cache._every_row[:count], cache._no_row[:count]
+        self._done, self._slots = waits, slots

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -211,6 +212,30 @@ def test_others_draw_while_a_step_is_captured(monkeypatch, work):
     monkeypatch.setattr(DecodeLoop, "advance", spy)
     assert Decoder(model, 2)._loop.graph is not None
     assert len(results) == 1
+
+
+def test_captures_of_others_never_take_the_generator_of_ours(monkeypatch):
+    """They begin before or after, however long the default generator has another state, and are
+    replayed while a step is captured.
+    """
+    model, restored = model_on_gpu(), []
+    dispatch, advance = _capture._AtFirstOperation.__torch_dispatch__, DecodeLoop.advance
+
+    def slowly(self, *args):
+        restored.append(time.sleep(0.02))
+        return dispatch(self, *args)
+
+    def slow_step(self, stepping):
+        if torch.cuda.is_current_stream_capturing():
+            time.sleep(0.02)
+        advance(self, stepping)
+
+    monkeypatch.setattr(_capture._AtFirstOperation, "__torch_dispatch__", slowly)
+    monkeypatch.setattr(DecodeLoop, "advance", slow_step)
+    with beside(capturing()):
+        decoders = [Decoder(model, 1, temperature=0) for _ in range(10)]
+    assert all(decoder._loop.graph is not None for decoder in decoders)
+    assert len(restored) >= 20  # of each graph the seed and the offset
 
 
 def test_a_step_with_dropout_has_no_graph():

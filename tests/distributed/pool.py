@@ -1,4 +1,4 @@
-"""Four processes with gloo, started once, that run what tests send them."""
+"""Processes with gloo, four unless told otherwise, started once, that run what tests send them."""
 
 import datetime
 import importlib
@@ -29,15 +29,15 @@ def _unpacked(data: bytes):
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def _serve(rank: int, port: int, connection, path: list[str]) -> None:
+def _serve(rank: int, size: int, port: int, connection, path: list[str]) -> None:
     import torch.distributed as dist
 
     sys.path[:] = path
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     limit = datetime.timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=limit)
-    groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in range(1, SIZE + 1)}
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in range(1, size + 1)}
     while (task := connection.recv_bytes()) != b"":
         module, name, ranks, args, kwargs = _unpacked(task)
         try:
@@ -51,13 +51,13 @@ def _serve(rank: int, port: int, connection, path: list[str]) -> None:
 
 
 class Pool:
-    """Runs functions on the first so many of SIZE ranks, at once, and gives what each returned.
+    """Runs functions on the first so many of its ranks, at once, and gives what each returned.
 
     A pool in which a rank failed, or that did not answer in time, is made anew at the next call.
     """
 
-    def __init__(self) -> None:
-        self.processes, self.connections = [], []
+    def __init__(self, size: int = SIZE) -> None:
+        self.size, self.processes, self.connections = size, [], []
 
     def start(self) -> None:
         from torch.distributed import TCPStore
@@ -66,9 +66,9 @@ class Pool:
         context.set_forkserver_preload(["gla_ext.model", "torch.distributed.tensor"])
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         here = [str(Path(__file__).parent), str(Path(__file__).parents[2]), *sys.path]
-        for rank in range(SIZE):
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            args = (rank, self.store.port, theirs, here)
+            args = (rank, self.size, self.store.port, theirs, here)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -82,11 +82,13 @@ class Pool:
             process.join()
         self.processes, self.connections = [], []
 
-    def __call__(self, function, *args, ranks: int = SIZE, **kwargs) -> list:
-        """`function(group, *args, **kwargs)` on each of so many ranks, with the group of them.
+    def __call__(self, function, *args, ranks: int | None = None, **kwargs) -> list:
+        """`function(group, *args, **kwargs)` on each of so many ranks, all by default, with the
+        group of them.
 
         The function is a module's own. Results come in the order of the ranks.
         """
+        ranks = self.size if ranks is None else ranks
         if not self.processes:
             self.start()
         module = function.__module__.rpartition(".")[2]  # of this folder, whatever pytest calls it
@@ -98,7 +100,11 @@ class Pool:
             if not connection.poll(2 * TIMEOUT):
                 self.stop()
                 raise Failed(f"rank {rank} of {ranks} did not answer in {2 * TIMEOUT} s")
-            answers.append(_unpacked(connection.recv_bytes()))
+            try:
+                answers.append(_unpacked(connection.recv_bytes()))
+            except EOFError:
+                self.stop()
+                raise Failed(f"rank {rank} of {ranks} has ended by itself") from None
         failures = [(rank, text) for rank, (good, text) in enumerate(answers) if not good]
         if failures:
             self.stop()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import NAMES, local, pieces_of
 
+import gla_ext
 from gla_ext import chunk_gla
 from gla_ext.distributed import build_cp_context
 
@@ -63,8 +64,25 @@ def run_rank(group, x, lengths, layout, uneven, options=None):
         cp_context=context, **options,
     )  # fmt: skip
     gradients = torch.autograd.grad((o, state), list(leaves.values()), upstream)
-    results = {"o": o.detach(), "state": state.detach()}
-    return results | dict(zip(leaves, gradients, strict=True)), ranges, rows
+    results = {"o": o.detach(), "state": state.detach()} | dict(zip(leaves, gradients, strict=True))
+    begin, end = rows_that_begin_and_end(cut, len(rows), x["cu_seqlens"] is None)
+    assert not results["h0"][~begin].any() and not results["state"][~end].any()
+    return results, ranges, rows
+
+
+def rows_that_begin_and_end(cut, N, by_rows):
+    """Of the rows of states those whose sequence begins on this rank, and those whose ends."""
+    begin, end = (torch.ones(N, dtype=torch.bool) for _ in range(2))
+    if by_rows:
+        begin[:] = cut.counts[0] > 0 == cut.before[0]
+        end[:] = any(n and not after for n, after in zip(cut.counts, cut.after, strict=True))
+        return begin, end
+    first = 0
+    for count, before, after in zip(cut.counts, cut.before, cut.after, strict=True):
+        if count:
+            begin[first], end[first + count - 1] = before == 0, after == 0
+        first += count
+    return begin, end
 
 
 def assert_equals_one_process(ranks, x, state_v_first=False):
@@ -83,10 +101,10 @@ def assert_equals_one_process(ranks, x, state_v_first=False):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_rows_cut_evenly(pool, ranks, layout):
-    T = 34 * ranks
-    x = make(2, T, heads=(4, 2), gv=ranks > 2)
-    found = pool(run_rank, x, (34,) * ranks, layout, False, ranks=ranks)
-    assert_equals_one_process(found, x)
+    for n in (34, 33, 1):
+        x = make(2, n * ranks, heads=(4, 2), gv=ranks > 2)
+        found = pool(run_rank, x, (n,) * ranks, layout, False, ranks=ranks)
+        assert_equals_one_process(found, x)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -133,7 +151,7 @@ def test_one_gate_a_head(pool):
 
 def test_uneven_rows_and_ranks_without_tokens(pool):
     x = make(2, 50)
-    for layout, lengths in (("contiguous", (0, 7, 0, 43)), ("zigzag", (2, 0, 40, 8))):
+    for layout, lengths in (("contiguous", (0, 7, 0, 43)), ("zigzag", (1, 0, 40, 9))):
         assert_equals_one_process(pool(run_rank, x, lengths, layout, True), x)
 
 
@@ -151,10 +169,9 @@ def draw_text(data, B, T, sequences=None):
     return x, v_first
 
 
-def draw_lengths(data, even=False):
+def draw_lengths(data):
     ranks = data.draw(st.integers(1, 4))
-    tokens = st.integers(0, 40).map(lambda n: 2 * n) if even else st.integers(0, 40)
-    lengths = tuple(data.draw(st.lists(tokens, min_size=ranks, max_size=ranks)))
+    lengths = tuple(data.draw(st.lists(st.integers(0, 40), min_size=ranks, max_size=ranks)))
     return lengths if sum(lengths) else (2, *lengths[1:])
 
 
@@ -162,6 +179,46 @@ def assert_any_cut(pool, x, lengths, layout, v_first):
     options = {"state_v_first": v_first}
     found = pool(run_rank, x, lengths, layout, True, options, ranks=len(lengths))
     assert_equals_one_process(found, x, v_first)
+
+
+def run_states_everywhere(group, x):
+    """As docs/distributed.md has it."""
+    context = build_cp_context(x["cu_seqlens"], group)
+    q, k, v, g = (x[name].chunk(context.size, 1)[context.rank] for name in "qkvg")
+    _, state = chunk_gla(q, k, v, g, output_final_state=True, cp_context=context)
+    rows = context.cut(q.shape[1], q.device).sequences
+    if x["cu_seqlens"] is not None:
+        every = state.new_zeros(len(x["cu_seqlens"]) - 1, *state.shape[1:])
+        state = every.index_add_(0, torch.tensor(rows), state)
+    torch.distributed.all_reduce(state, group=group)
+    return state
+
+
+@pytest.mark.parametrize("lengths", [None, (20, 0, 41, 3)], ids=str)
+def test_final_states_everywhere(pool, lengths):
+    x = make(1 if lengths else 3, 64, lengths=lengths)
+    _, expected = chunk_gla(
+        *(x[n] for n in "qkvg"), output_final_state=True, cu_seqlens=x["cu_seqlens"]
+    )
+    for state in pool(run_states_everywhere, x):
+        assert_close(state, expected, 1e-12)
+
+
+def run_batch_invariant(group, x):
+    context = build_cp_context(None, group)
+    with gla_ext.batch_invariant():
+        o, _ = chunk_gla(
+            *(x[n].chunk(context.size, 1)[context.rank] for n in "qkvg"), cp_context=context
+        )
+    return o
+
+
+def test_bits_of_whole_chunks_on_two_ranks(pool):
+    """As docs/distributed.md says of batch_invariant."""
+    x = make(2, 256)
+    with gla_ext.batch_invariant():
+        o, _ = chunk_gla(*(x[n] for n in "qkvg"))
+    assert torch.equal(torch.cat(pool(run_batch_invariant, x, ranks=2), 1), o)
 
 
 @given(data=st.data())
@@ -180,6 +237,6 @@ def test_any_cut_of_packed_sequences(pool, data):
 @settings(max_examples=30)
 def test_any_cut_of_rows(pool, data):
     layout = data.draw(st.sampled_from(["contiguous", "zigzag"]))
-    lengths = draw_lengths(data, even=layout == "zigzag")
+    lengths = draw_lengths(data)
     x, v_first = draw_text(data, data.draw(st.integers(1, 3)), sum(lengths))
     assert_any_cut(pool, x, lengths, layout, v_first)

@@ -1,13 +1,17 @@
 """`chunk_gla` with a cp_context in graphs, under autocast, and beside what wraps a call."""
 
+from unittest import mock
+
 import pytest
 import torch
 from common import assert_close, make_inputs
+from models import make_ids, make_layer, make_model, make_x
 from ranks import local, pieces_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_ext import chunk_gla
 from gla_ext.distributed import build_cp_context
+from gla_ext.model import GLAForCausalLM
 
 
 def cut(group, T, layout="contiguous", lengths=None, dtype=torch.float64):
@@ -54,16 +58,63 @@ def test_a_whole_graph(pool, case):
     assert pool(run_compiled, "aot_eager", *case, (72,), None, ranks=2) == [1, 1]
 
 
-def test_a_graph_of_symbolic_sizes(pool):
-    """Rows that are cut evenly: one graph for every length."""
-    for layout in ("contiguous", "zigzag"):
-        args = ("aot_eager", layout, None, (72, 96, 40), True)
-        assert pool(run_compiled, *args, ranks=2) == [1, 1]
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        ("contiguous", (72, 70, 40)),
+        ("zigzag", (72, 96, 40)),
+        pytest.param("zigzag", (70, 66, 38), marks=pytest.mark.slow),  # of odd parts
+    ],
+)
+def test_a_graph_of_symbolic_sizes(pool, layout, sizes):
+    """Rows that are cut evenly: one graph for every length, of two parts for odd ones another."""
+    assert pool(run_compiled, "aot_eager", layout, None, sizes, True, ranks=2) == [1, 1]
 
 
 @pytest.mark.slow
 def test_a_graph_by_inductor(pool):
     assert pool(run_compiled, "inductor", "zigzag", None, (72,), None, ranks=2) == [1, 1]
+
+
+def run_compiled_module(group, make, layout, lengths):
+    """A layer with convolutions, or a model with its loss, as one graph."""
+    offsets = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
+    context = build_cp_context(offsets, group, layout=layout)
+    module, x = make()
+    x = x.chunk(context.size, 1)[context.rank].contiguous()
+
+    def function(x):
+        if isinstance(module, GLAForCausalLM):
+            return module(x, labels=x, cp_context=context).loss
+        return module(x, cp_context=context)[0].square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = []
+    for f in (function, compiled):
+        loss = f(x)
+        results.append((loss, *torch.autograd.grad(loss, list(module.parameters()))))
+    for mine, theirs in zip(*results, strict=True):
+        assert_close(mine, theirs, 1e-12)
+
+
+def make_layer_and_x():
+    return make_layer(use_short_conv=True), make_x(B=1, T=64)
+
+
+def make_model_and_ids():
+    return make_model(torch.float64, use_short_conv=True).train(), make_ids(B=1, T=64)
+
+
+def test_a_whole_graph_of_a_layer(pool):
+    pool(run_compiled_module, make_layer_and_x, "zigzag", (5, 45, 14), ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [None, (5, 45, 14)], ids=["rows", "packed"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_whole_graph_of_a_model(pool, layout, lengths):
+    pool(run_compiled_module, make_model_and_ids, layout, lengths, ranks=2)
 
 
 def run_checkpointed(group):
@@ -92,10 +143,12 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.names, self.sent = [], []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.names.append(function.overloadpacket._qualified_op_name.partition("::")[2])
+        if self.names[-1] == "all_gather_into_tensor":
+            self.sent.append((args[0].numel(), args[0].dtype))
         return function(*args, **(kwargs or {}))
 
 
@@ -119,6 +172,64 @@ def test_a_direction_is_a_handful_of_operators(pool):
     backward = ["chunk_gla_summary_bwd", "view", *gather, "chunk_gla_fold", "chunk_gla_apply_bwd"]
     assert first[1] == backward
     assert last[1] == [name for name in backward if name != "chunk_gla_fold"]  # nothing follows
+
+
+def run_sent(group, layout, lengths, gv, dtype):
+    """The numbers that a rank sends, forward and backward, and their dtype."""
+    _, leaves, do, context = cut(group, 64, layout, lengths, dtype)
+    gv = -leaves[2].detach().abs() if gv else None
+    chunk_gla(*leaves, gv=gv, cp_context=context)  # compares the ranks
+    with Recorder() as recorder:
+        o, _ = chunk_gla(*leaves, gv=gv, cp_context=context)
+        torch.autograd.grad(o, leaves, do)
+    return recorder.sent
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("lengths", [None, (30, 1, 33)], ids=["rows", "packed"])
+@pytest.mark.parametrize("gv", [False, True], ids=["", "gv"])
+def test_what_is_sent(pool, layout, lengths, gv):
+    """One all-gather a direction: states and decays, whatever the number of tokens."""
+    H, K, V = 2, 5, 3
+    rows = (1 if lengths else 2) * (2 if layout == "zigzag" else 1)
+    for dtype, wide in ((torch.float64,) * 2, (torch.bfloat16, torch.float32)):
+        forward = rows * H * (K * V + K + (V if gv else 0)), wide
+        expected = [forward, (rows * H * K * V, wide)]
+        assert pool(run_sent, layout, lengths, gv, dtype, ranks=2) == [expected] * 2
+
+
+def run_comparisons(group):
+    """How often ranks are compared: for shapes and options, not for calls."""
+    _, leaves, _, context = cut(group, 64)
+    counts, gather = [], torch.distributed.all_gather_object
+
+    def counted(*args, **kwargs):
+        counts[-1] += 1
+        return gather(*args, **kwargs)
+
+    layer = make_layer(torch.float64, use_short_conv=True)
+    x = torch.randn(2, 16, 24, dtype=torch.float64)
+
+    def operator(**options):
+        chunk_gla(*leaves, cp_context=context, **options)
+
+    def shorter():
+        chunk_gla(*(t[:, :16] for t in leaves), cp_context=context)
+
+    def later():
+        for _ in range(3):
+            layer(x, cp_context=context)
+
+    calls = [operator, operator, lambda: operator(scale=2.0), operator, shorter, later, later]
+    with mock.patch.object(torch.distributed, "all_gather_object", counted):
+        for call in calls:
+            counts.append(0)
+            call()
+    return counts
+
+
+def test_ranks_are_compared_once(pool):
+    assert pool(run_comparisons, ranks=2) == [[1, 0, 1, 0, 1, 2, 0]] * 2
 
 
 def run_autocast(group):

@@ -3,12 +3,17 @@
 import pytest
 import torch
 from common import assert_close
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import EVERY, make_ids, make_layer, make_model, make_x
 from ranks import local, pieces_of
+from torch.nn.parallel import DistributedDataParallel
 
 from gla_ext.cache import GLACache
 from gla_ext.distributed import build_cp_context
 from gla_ext.distributed._collectives import all_sum
+from gla_ext.distributed.loss import next_labels
+from gla_ext.model.loss import next_token_loss
 
 CPU = torch.device("cpu")
 CUTS = {
@@ -16,8 +21,10 @@ CUTS = {
     "zigzag": ("zigzag", (20, 20, 20), None),
     "packed": ("contiguous", (20, 20, 20), (3, 30, 1, 22)),
     "packed zigzag": ("zigzag", (20, 20, 20), (3, 30, 1, 22)),
+    "a sequence's end at a cut": ("contiguous", (20, 20, 20), (20, 25, 15)),
     "parts shorter than the halo": ("contiguous", (1, 2, 0, 57), (2, 50, 8)),
     "short zigzag parts": ("zigzag", (2, 54, 4), None),
+    "odd zigzag parts": ("zigzag", (3, 0, 56, 1), None),
 }
 each = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 
@@ -132,3 +139,55 @@ def test_a_rank_without_counted_labels(pool):
     for loss, finite in pool(run_without_labels, ranks=2):
         assert loss == pytest.approx(expected, rel=1e-12)
         assert all(finite)
+
+
+def run_items(group):
+    """The loss of a micro-batch of a step whose labels are counted beforehand, and under DDP."""
+    context = build_cp_context(None, group)
+    ids = make_ids(B=2, T=24)
+    mine = ids.chunk(context.size, 1)[context.rank]
+    model = make_model(torch.float64).train()
+    logits = model(mine, cp_context=context).logits
+    counted = next_token_loss(logits, mine, 100, cp_context=context)
+    model = DistributedDataParallel(model, process_group=group)
+    loss = model(mine, labels=mine, cp_context=context).loss
+    loss.backward()
+    return counted.item(), loss.item(), [p.grad for p in model.parameters()]
+
+
+def test_counted_items_and_ddp(pool):
+    ids, model = make_ids(B=2, T=24), make_model(torch.float64).train()
+    counted = next_token_loss(model(ids).logits, ids, 100).item()
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    for *found, gradients in pool(run_items):
+        assert found == pytest.approx([counted, loss.item()], rel=1e-12)
+        for mine, parameter in zip(gradients, model.parameters(), strict=True):
+            assert_close(mine, parameter.grad, 1e-11)
+
+
+def run_next_labels(group, labels, lengths, layout, offsets):
+    context = build_cp_context(offsets, group, layout=layout, lengths=lengths)
+    ranges = pieces_of(lengths, layout, context.rank, context.size)
+    return next_labels(local(labels, ranges), context), ranges
+
+
+@given(data=st.data())
+@settings(max_examples=30)
+def test_the_label_across_any_cut(pool, data):
+    """Parts without tokens in between, sequences of one token, and some that end at a cut."""
+    layout = data.draw(st.sampled_from(["contiguous", "zigzag"]))
+    ranks, tokens = data.draw(st.integers(1, 4)), st.integers(0, 6)
+    lengths = tuple(data.draw(st.lists(tokens, min_size=ranks, max_size=ranks)))
+    lengths = lengths if sum(lengths) else (2, *lengths[1:])
+    T, offsets = sum(lengths), None
+    if data.draw(st.booleans()):
+        cuts = data.draw(st.lists(st.integers(0, T), max_size=5))
+        offsets = torch.tensor([0, *sorted(cuts), T])
+    labels = torch.arange(T).repeat(1 if offsets is not None else 2, 1)
+    expected = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
+    if offsets is not None:
+        ends = offsets[1:] - 1
+        expected[:, ends[ends >= 0]] = -100
+    for found, ranges in pool(run_next_labels, labels, lengths, layout, offsets, ranks=ranks):
+        assert torch.equal(found, local(expected, ranges))

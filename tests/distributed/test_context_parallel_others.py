@@ -1,14 +1,18 @@
 """Contexts, layers and models of FLA and transformers, and what is refused."""
 
 import re
+from unittest import mock
 
 import fla_context
 import pytest
 import torch
+import torch.distributed as dist
 from common import assert_close
-from models import make_ids, make_layer, make_x
+from models import make_ids, make_layer, make_model, make_x
 from ranks import local, pieces_of
 from test_context_parallel import assert_equals_one_process, make
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gla_ext import chunk_gla
 from gla_ext.distributed import build_cp_context
@@ -17,7 +21,7 @@ from gla_ext.distributed._collectives import all_sum
 
 def run_with_flas(group, x, layout):
     """A rank's results, its tokens and rows."""
-    rank, lengths = torch.distributed.get_rank(group), (32,) * 4
+    rank, lengths = dist.get_rank(group), (32,) * 4
     context = fla_context.context_of(rank, layout, group)
     ranges = pieces_of(lengths, layout, rank, len(lengths))
     ours = build_cp_context(x["cu_seqlens"], group, layout=layout)
@@ -44,7 +48,7 @@ def test_flas_own_context(pool, layout):
 def run_halo_of_flas(group, x, layout):
     """The layer with convolutions; outputs, dx."""
     layer = make_layer(use_short_conv=True)
-    rank = torch.distributed.get_rank(group)
+    rank = dist.get_rank(group)
     ranges = pieces_of((32,) * 4, layout, rank, 4)
     x = local(x, ranges).requires_grad_()
     o = layer(x, cp_context=fla_context.context_of(rank, layout, group))[0]
@@ -61,6 +65,58 @@ def test_the_layer_with_flas_own_context(pool, layout):
     for mine, dx, ranges in pool(run_halo_of_flas, x.detach(), layout):
         assert_close(mine, local(o, ranges), 1e-12)
         assert_close(dx, local(x.grad, ranges), 1e-12)
+
+
+def run_flas_context_in_graphs(group):
+    """Known from one call in eager mode it is one graph's; a new one is refused by name."""
+    x = torch.randn(1, 32, 2, 5, dtype=torch.float64)
+
+    def function(q, g, context):
+        return 2 * chunk_gla(q, q, q, g, cp_context=context)[0]
+
+    context, new = (fla_context.context_of(dist.get_rank(group), "zigzag", group) for _ in range(2))
+    expected = function(x, -x.abs(), context)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(x, -x.abs(), context), expected, 1e-13)
+    with pytest.raises(Exception, match="to be known from a call in eager mode before a graph"):
+        compiled(x, -x.abs(), new)
+
+
+def test_flas_own_context_in_graphs(pool):
+    pool(run_flas_context_in_graphs)
+
+
+def run_flas_context_in_fsdp(group):
+    """A policy that casts copies the object at every call; ranks are compared once all the same."""
+    mesh, policy = DeviceMesh.from_group(group, "cpu"), MixedPrecisionPolicy(torch.bfloat16)
+    model = make_model(use_short_conv=True).train()
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    context = fla_context.context_of(dist.get_rank(group), "zigzag", group)
+    ids = local(make_ids(B=1, T=128), pieces_of((32,) * 4, "zigzag", dist.get_rank(group), 4))
+    losses, comparisons, gather = [], [], dist.all_gather_object
+
+    def counted(*args, **kwargs):
+        comparisons.append(len(losses))
+        return gather(*args, **kwargs)
+
+    with mock.patch.object(dist, "all_gather_object", counted):
+        for _ in range(2):
+            loss = model(ids, labels=ids, cp_context=context).loss
+            loss.backward()
+            losses.append(loss.item())
+    return losses, comparisons
+
+
+def test_flas_own_context_under_a_policy_that_casts(pool):
+    ids = make_ids(B=1, T=128)
+    model = make_model(torch.bfloat16, use_short_conv=True)
+    offsets = torch.tensor(fla_context.OFFSETS)
+    expected = model(ids, labels=ids, cu_seqlens=offsets).loss.item()
+    for losses, comparisons in pool(run_flas_context_in_fsdp):
+        assert losses == pytest.approx([expected] * 2, rel=1e-2)
+        assert comparisons == [0, 0]  # convolutions and attention, in the first call
 
 
 HF = {"hidden_size": 16, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 31}
@@ -91,29 +147,40 @@ def test_the_model_of_transformers(pool):
     pool(run_hf_model, ranks=2)
 
 
-def run_flas_layer(group):
+def run_flas_layers(group):
+    """FLA's layer, with its gradients, and the logits of its model."""
     import gla_ext.fla
-    from gla_ext.distributed import build_cp_context
 
     gla_ext.fla.accelerate_fla()
     try:
         from fla.layers import GatedLinearAttention
+        from fla.models import GLAConfig, GLAForCausalLM
 
+        context = build_cp_context(None, group)
         torch.manual_seed(0)
         layer = GatedLinearAttention(hidden_size=32, num_heads=2, use_short_conv=True).double()
         x = make_x(B=2, T=160)[..., :32]
         x = torch.cat([x, x], -1)[..., :32].contiguous()
         # FLA's own forward computes its norm in fp32.
-        expected = layer(x)[0].detach()
-        context = build_cp_context(None, group)
+        whole = layer(x)[0]
+        parameters = list(layer.parameters())
+        expected = torch.autograd.grad(whole.square().sum(), parameters)
         found = layer(x.chunk(context.size, 1)[context.rank], cp_context=context)[0]
-        assert_close(found, expected.chunk(context.size, 1)[context.rank], 1e-6)
+        assert_close(found, whole.chunk(context.size, 1)[context.rank], 1e-6)
+        own = torch.autograd.grad(found.square().sum(), parameters)
+        for mine, theirs in zip(own, expected, strict=True):
+            assert_close(all_sum(mine, context.group_name), theirs, 1e-5)
+        config = GLAConfig(**HF | {"use_short_conv": True})
+        model, ids = GLAForCausalLM(config).double(), make_ids(B=2, T=160)
+        logits = model(ids.chunk(context.size, 1)[context.rank], cp_context=context).logits
+        expected = model(ids).logits.chunk(context.size, 1)[context.rank]
+        assert_close(logits, expected, 1e-5)
     finally:
         gla_ext.fla.restore_fla()
 
 
-def test_flas_layer_under_accelerate_fla(pool):
-    pool(run_flas_layer, ranks=2)
+def test_flas_layers_under_accelerate_fla(pool):
+    pool(run_flas_layers, ranks=2)
 
 
 def run_refusals(group):
@@ -122,7 +189,6 @@ def run_refusals(group):
     offsets = torch.tensor([0, 10])
     packed = build_cp_context(offsets, group)
     uneven = build_cp_context(None, group, lengths=(8, 9))
-    zigzag = build_cp_context(None, group, layout="zigzag")
     rank = packed.rank
 
     def anew():
@@ -141,12 +207,17 @@ def run_refusals(group):
         "offsets beside": lambda: chunk_gla(q, q, q, q, cu_seqlens=offsets, cp_context=anew()),
         "batch": lambda: chunk_gla(q, q, q, q, cp_context=packed),
         "tokens": lambda: chunk_gla(q[:, :7], q[:, :7], q[:, :7], q[:, :7], cp_context=uneven),
-        "odd": lambda: chunk_gla(q[:, :7], q[:, :7], q[:, :7], q[:, :7], cp_context=zigzag),
         "beyond": lambda: chunk_gla(*[q[:1, :4]] * 4, cp_context=packed),
         "rows": lambda: chunk_gla(
             q, q, q, q, initial_state=torch.zeros(3, 2, 4, 4), cp_context=anew()
         ),
         "kind": lambda: chunk_gla(q, q, q, q, cp_context=group),
+        "kernel_size": lambda: make_layer(torch.float32, use_short_conv=True, conv_size=4 - rank)(
+            x, cp_context=anew()
+        ),
+        "channels": lambda: make_layer(torch.float32, use_short_conv=True, expand_v=1.0 + rank)(
+            x, cp_context=anew()
+        ),
         "mask": lambda: layer(x, torch.ones(2, 8), cp_context=anew()),
         "other tokens": lambda: chunk_gla(*[q[:, : 8 - rank]] * 4, cp_context=anew()),
         "other lengths": lambda: chunk_gla(
@@ -171,11 +242,13 @@ REFUSALS = {
     "scale": r"expected the same scale on all ranks .*, got 1.0 on rank 0 and 2.0 on rank 1",
     "offsets beside": "ValueError: chunk_gla: expected cu_seqlens to be None beside cp_context",
     "batch": "ValueError: chunk_gla: expected a batch of one beside .* got B = 2",
-    "odd": "ValueError: cp_context: expected an even number of tokens on every rank .* got 7, 7",
     "beyond": "ValueError: cp_context: expected cu_seqlens to end at most at the 8 tokens of all "
     "ranks, got 10",
     "rows": r"ValueError: chunk_gla: expected initial_state to have a row for each of the 2 rows",
     "kind": "TypeError: cp_context: expected what gla_ext.distributed.build_cp_context",
+    "kernel_size": "ValueError: ShortConvolution: expected the same kernel_size on all ranks of "
+    "cp_context's group, got 4 on rank 0 and 3 on rank 1",
+    "channels": r"same channels on all .* got \(12, 12, 24\) on rank 0 and .* 48\) on rank 1",
     "mask": "NotImplementedError: GatedLinearAttention: expected no attention_mask beside",
     "other lengths": r"expected the same lengths on all .* got \(8, 8\) .* \(9, 8\) on rank 1",
     "other tokens": "expected the same tokens on all ranks .* got 8 on rank 0 and 7 on rank 1",

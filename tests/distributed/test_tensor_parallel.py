@@ -12,6 +12,7 @@ from gla_ext.cache import GLACache
 from gla_ext.cache._key_values import tensors_in
 from gla_ext.distributed import tensor_parallel_plan
 from gla_ext.layers.attention import Attention
+from gla_ext.model.blocks import GLAMLP
 
 
 def sharded(group, module, **options):
@@ -220,6 +221,23 @@ def test_a_hybrid_model_of_transformers(pool):
         assert its_loss == pytest.approx(loss, rel=1e-12)
         for name, parameter in model.named_parameters():
             assert_close(grads[name], parameter.grad, 1e-11, name=name)
+
+
+UNEVEN = {
+    "num_heads to be a multiple of the mesh's size 4, got 3": lambda: make_layer(num_heads=3),
+    "num_kv_heads to be a multiple of the mesh's size 4, got 2": lambda: Attention(24, 4, 2),
+    "intermediate_size to be a multiple of the mesh's size 4, got 30": lambda: GLAMLP(24, 30),
+}
+
+
+def run_uneven(group):
+    for sentence, make in UNEVEN.items():
+        with pytest.raises(ValueError, match=sentence):
+            sharded(group, make())
+
+
+def test_sizes_that_the_ranks_do_not_divide(pool):
+    pool(run_uneven)
 
 
 def test_what_is_refused(one_rank):

@@ -1,23 +1,16 @@
 """Training on many processes: the losses of one, checkpoints that any number goes on from."""
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from common import ROOT, assert_close
+from common import assert_close
+from pool import Pool
 
 from gla_ext import train
-from gla_ext.model.checkpoint import load_model, read_metadata
+from gla_ext.model.checkpoint import read_metadata
 from gla_ext.train.data import load_corpus
 from gla_ext.train.presets import Options
-from gla_ext.train.run_folder import CHECKPOINT, METRICS
 from gla_ext.train.trainer import Settings, Trainer
 
 TINY = {"steps": 6, "batch_size": 4, "seq_len": 32, "hidden_size": 16, "layers": 2, "heads": 2}
@@ -33,8 +26,13 @@ def sharded(folder, **sizes):
 
 
 def run_steps(group, folder, sizes, out):
-    """The losses of some steps, then of a trainer that goes on from their checkpoint."""
+    """The first gradients, the losses of some steps, those of a trainer that goes on from their
+    checkpoint, the bits a byte there, and the weights of the first rank.
+    """
     first = sharded(folder, **sizes)
+    first.loss(*first.batches(0)).backward()
+    gradients = {name: p.grad.full_tensor() for name, p in first.model.named_parameters()}
+    first.optimizer.zero_grad()
     for _ in range(3):
         first.train_step()
     first.save(out)
@@ -47,7 +45,7 @@ def run_steps(group, folder, sizes, out):
         again.train_step()
     parameters = first.consolidated().model.state_dict()
     parameters = parameters if torch.distributed.get_rank() == 0 else {}
-    return first._mean_losses(), again._mean_losses(), bits, parameters
+    return gradients, first._mean_losses(), again._mean_losses(), bits, parameters
 
 
 def run_going_on(group, folder, sizes, path):
@@ -59,12 +57,16 @@ def run_going_on(group, folder, sizes, path):
 
 
 def one_process(folder):
+    """A trainer after all steps, its bits a byte in between, and the first gradients."""
     trainer = Trainer(Settings(**TINY), load_corpus(folder), CPU)
+    trainer.loss(*trainer.batches(0)).backward()
+    gradients = {name: p.grad for name, p in trainer.model.named_parameters()}
+    trainer.optimizer.zero_grad()
     for _ in range(TINY["steps"]):
         trainer.train_step()
         if trainer.step == 3:
             bits = trainer.evaluate()
-    return trainer, bits
+    return trainer, bits, gradients
 
 
 SIZES = {
@@ -75,18 +77,18 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_losses_and_weights_are_one_process_s(pool, folder, tmp_path, sizes):
-    trainer, bits = one_process(folder)
-    path = tmp_path / "checkpoint.safetensors"
-    for losses, again, found, parameters in pool(run_steps, folder, sizes, path):
+def assert_trains_as_one_process(processes, folder, path, sizes):
+    trainer, bits, gradients = one_process(folder)
+    for own, losses, again, found, parameters in processes(run_steps, folder, sizes, path):
+        for name, gradient in gradients.items():
+            assert_close(own[name], gradient, 1e-5, 1e-7, name=name)
         assert_close(losses, trainer.losses, 1e-5)
         assert torch.equal(losses, again)
         assert found == pytest.approx(bits, rel=1e-5)
         if parameters:
             for name, x in trainer.model.state_dict().items():
                 assert_close(parameters[name], x, 1e-3, name=name)
-    assert [f.name for f in tmp_path.glob("*.dcp")] == [read_metadata(path)["sharded"]]
+    assert [f.name for f in path.parent.glob("*.dcp")] == [read_metadata(path)["sharded"]]
     # As one process, and with other sizes.
     alone = Trainer(Settings(**TINY), load_corpus(folder), CPU)
     alone.load(path)
@@ -94,8 +96,62 @@ def test_losses_and_weights_are_one_process_s(pool, folder, tmp_path, sizes):
         alone.train_step()
     assert_close(alone.losses, trainer.losses, 1e-5)
     others = {} if sizes else {"tensor_parallel": 2}
+    return trainer.losses, others
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_losses_gradients_and_weights_are_one_process_s(pool, folder, tmp_path, sizes):
+    path = tmp_path / "checkpoint.safetensors"
+    expected, others = assert_trains_as_one_process(pool, folder, path, sizes)
     for losses in pool(run_going_on, folder, others, path):
+        assert_close(losses, expected, 1e-5)
+
+
+@pytest.fixture
+def eight():
+    """Processes for a mesh of three dimensions, each larger than 1."""
+    processes = Pool(8)
+    yield processes
+    processes.stop()
+
+
+@pytest.mark.slow
+def test_a_mesh_of_three_dimensions(eight, pool, folder, tmp_path):
+    """FSDP2 2, context 2 and tensor 2; what goes on from it are 4 processes, then 8 again."""
+    path = tmp_path / "checkpoint.safetensors"
+    expected, _ = assert_trains_as_one_process(eight, folder, path, SIZES["context and tensor"])
+    for losses in pool(run_going_on, folder, SIZES["tensor"], path):
+        assert_close(losses, expected, 1e-5)
+    for losses in eight(run_going_on, folder, SIZES["context"] | {"tensor_parallel": 1}, path):
+        assert_close(losses, expected, 1e-5)
+
+
+def run_compiled(group, folder, sizes):
+    """The losses of some steps of compiled blocks, an evaluation among them."""
+    from gla_ext.distributed.training import ShardedTrainer
+
+    def compile_block(block, **options):
+        block._compiled_call_impl = torch.compile(block._call_impl, backend="aot_eager", **options)
+
+    torch._dynamo.reset()
+    options = Options(device="cpu", compile=True, **sizes)
+    with mock.patch.object(torch.nn.Module, "compile", compile_block):
+        trainer = ShardedTrainer(Settings(**TINY), load_corpus(folder), options)
+    while trainer.step < 3:
+        trainer.train_step()
+    bits = trainer.evaluate()
+    while trainer.step < TINY["steps"]:
+        trainer.train_step()
+    return trainer._mean_losses(), bits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_compiled_blocks(pool, folder, sizes):
+    trainer, bits, _ = one_process(folder)
+    for losses, found in pool(run_compiled, folder, sizes):
         assert_close(losses, trainer.losses, 1e-5)
+        assert found == pytest.approx(bits, rel=1e-5)
 
 
 def test_going_on_from_one_process(pool, folder, tmp_path):
@@ -109,59 +165,11 @@ def test_going_on_from_one_process(pool, folder, tmp_path):
         assert_close(losses, trainer.losses, 1e-5)
 
 
-def torchrun(*args, N=2):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(N)]
-    command += ["--standalone", "-m", "gla_ext.train", *map(str, args)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
-    )  # fmt: skip
-
-
-def test_killed_and_resumed(folder, tmp_path):
-    """A kill without warning in the middle, then another number of processes."""
-    options = ["--data", folder, "--device", "cpu", "--sample-bytes", 8, "--save-every", 5]
-    for name, value in TINY.items():
-        options += [f"--{name.replace('_', '-')}", value if name != "steps" else 60]
-    out = tmp_path / "run"
-    process = torchrun(*options, "--out", out)
-    checkpoint, deadline = out / CHECKPOINT, time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with contextlib.suppress(ValueError, FileNotFoundError):
-            if read_metadata(checkpoint)["step"] >= 10:
-                break
-        time.sleep(0.05)
-    # The workers first, which torchrun has put into sessions of their own.
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for pid in (*map(int, children), process.pid):
-        os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=20)
-    step = read_metadata(checkpoint)["step"]
-    assert 10 <= step < 60
-    process = torchrun("--out", out, "--resume", "--device", "cpu", "--sample-bytes", 8, N=1)
-    text, _ = process.communicate(timeout=100)
-    assert process.returncode == 0, text
-    assert text.count("A continuation of") == 1
-    assert f"Going on from step {step} of 60" in text
-    metrics = json.loads((out / METRICS).read_text())
-    assert metrics["steps"] == 60
-    args = [*map(str, options), "--out", str(tmp_path / "one")]
-    assert train.main(args) == 0
-    bits = json.loads((tmp_path / "one" / METRICS).read_text())["held_out_bits_per_byte"]
-    found = metrics["held_out_bits_per_byte"]["this model"]
-    assert found == pytest.approx(bits["this model"], rel=1e-3)
-    for mine, theirs in zip(
-        load_model(out).parameters(), load_model(tmp_path / "one").parameters(), strict=True
-    ):
-        assert_close(mine, theirs, 1e-2)
-
-
 def run_refused(group, folder, settings, **options):
     from gla_ext.distributed.training import ShardedTrainer
 
+    options = Options(device="cpu", **options)
     with pytest.raises((NotImplementedError, ValueError)) as caught:
-        options = Options(device="cpu", **options)
         ShardedTrainer(Settings(**TINY | settings), load_corpus(folder), options)
     return str(caught.value)
 
@@ -181,9 +189,22 @@ def test_windows_of_several_steps_are_refused(pool, tmp_path, settings, got):
     assert pool(run_refused, tmp_path, settings) == [expected] * 4
 
 
-def test_a_batch_that_the_ranks_do_not_divide_is_refused(pool, folder):
-    expected = "expected --batch-size to be a multiple of 4, the ranks of FSDP2, got 6"
-    assert pool(run_refused, folder, {"batch_size": 6}) == [expected] * 4
+NOT_DIVIDED = {
+    "expected --batch-size to be a multiple of 4, the ranks of FSDP2, got 6": (
+        {"batch_size": 6},
+        {},
+    ),
+    "expected --seq-len to be a multiple of 2, the ranks of context parallel, got 31": (
+        *({"seq_len": 31}, {"context_parallel": 2}),
+    ),
+    "expected --tensor-parallel times --context-parallel, 3 * 2, to divide the number of "
+    "processes, got 4": ({}, {"tensor_parallel": 3, "context_parallel": 2}),
+}
+
+
+def test_what_the_ranks_do_not_divide_is_refused(pool, folder):
+    for expected, (settings, sizes) in NOT_DIVIDED.items():
+        assert pool(run_refused, folder, settings, **sizes) == [expected] * 4
 
 
 def test_one_process_takes_no_sizes(tmp_path, capsys):

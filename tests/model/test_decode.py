@@ -323,3 +323,33 @@ def test_prefill_of_rows_under_another_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         decoder.prefill([[4, 5]], rows=[0])
     assert [t.dtype for t in decoder._loop.cache.tensors()] == before
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("rows", [None, [2, 0]])
+def test_prompts_pass_on_the_buffers(rows, keep, monkeypatch):
+    """No layer gathers its states, or copies them back."""
+    layer, cache = make_layer(torch.float32, layer_idx=0).eval(), StaticGLACache(3)
+    x = make_x(3, 90).float()
+    with torch.no_grad(), cache.prefill():  # makes the buffer
+        layer(x[:, :20], past_key_values=cache, use_cache=True)
+    buffer = cache.states[0]["recurrent_state"]
+    before = buffer.clone()
+    own = range(3) if rows is None else rows
+    plain = GLACache()
+    if keep:
+        conv_state = cache.states[0]["conv_state"]
+        if conv_state is not None:
+            conv_state = tuple(c[list(own)].clone() for c in conv_state)
+        plain.update(recurrent_state=before[list(own)], conv_state=conv_state)
+    named = None if rows is None else torch.tensor(rows)
+    with torch.no_grad():
+        expected = layer(x[: len(own), 20:], past_key_values=plain, use_cache=True)[0]
+        with monkeypatch.context() as patched, cache.prefill(named, keep=keep):
+            patched.setattr("gla_ext.layers.gated_linear_attention.chunk_gla", None)
+            y = layer(x[: len(own), 20:], past_key_values=cache, use_cache=True)[0]
+    assert torch.equal(y, expected)
+    assert cache.states[0]["recurrent_state"] is buffer
+    assert torch.equal(buffer[list(own)], plain[0]["recurrent_state"])
+    others = [row for row in range(3) if row not in own]
+    assert torch.equal(buffer[others], before[others])

@@ -5,6 +5,7 @@ Python would do otherwise by now.
 """
 
 import copy
+import threading
 import types
 
 import pytest
@@ -257,3 +258,33 @@ def test_the_default_generator_is_back_before_a_capture_has_begun(monkeypatch, a
     assert isinstance(seen[0], torch.Generator)
     assert seen[1:] == ["own"] * allocates
     assert default.state == "own"
+
+
+def test_captures_elsewhere_wait_while_the_default_generator_has_another_state(monkeypatch):
+    """A graph that took that state could not be replayed before the capture here ends."""
+    default, seen, began = Generator(), [], threading.Event()
+
+    class Graph:
+        """Of anybody, as `torch.cuda.CUDAGraph`."""
+
+        def capture_begin(self, pool=None, capture_error_mode="global"):
+            seen.append(default.state)
+            began.set()
+
+    class Ours:
+        def capture_begin(self, pool=None, capture_error_mode="global"):
+            other.start()
+            assert not began.wait(0.1)
+            torch.empty(1)
+            assert default.state == "own"
+
+    other = threading.Thread(target=lambda: Graph().capture_begin(capture_error_mode="relaxed"))
+    monkeypatch.setattr(torch.cuda, "default_generators", [default])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    _capture._begin(Ours())
+    other.join()
+    assert seen == ["own"]
+    before = Graph.capture_begin
+    _capture.begin_in_turn(Graph)
+    assert Graph.capture_begin is before

@@ -4,51 +4,13 @@ import types
 
 import pytest
 import torch
-from models import make_ids, make_model
+from engines import SMALL, greedy, is_empty, prompt, run
+from models import make_model
 
 from gla_ext.decode import _capture
 from gla_ext.ops import batch_invariant
 from gla_ext.serve import ClosedError, Engine, FullError, Limits, Request, engine, prompts
 from gla_ext.serve.text import Bytes
-
-SMALL = {"rows": 3, "waiting": 20, "prefill_tokens": 128, "checkpoint_tokens": 64}
-
-
-def prompt(length, seed=None) -> list[int]:
-    return make_ids(1, length, seed=length if seed is None else seed)[0].tolist()
-
-
-def run(engine, *requests, cancel_after=None):
-    """Tokens, text and finish_reason of each request, all submitted at once."""
-    generations = engine.submit(*requests)
-    found = {generation: ([], [], []) for generation in generations}
-    steps = 0
-    while engine.busy:
-        for generation, delta in engine.step():
-            tokens, texts, reasons = found[generation]
-            tokens += delta.tokens
-            texts.append(delta.text)
-            reasons += [delta.finish_reason] * (delta.finish_reason is not None)
-        steps += 1
-        assert steps < 2000
-    assert all(len(reasons) == 1 for _, _, reasons in found.values())
-    return [(tokens, "".join(texts), *reasons) for tokens, texts, reasons in found.values()]
-
-
-def greedy(model, tokens, count):
-    (row,) = model.generate([tokens], count, temperature=0)
-    return row[len(tokens) :].tolist()
-
-
-def is_empty(engine) -> bool:
-    """Whether no generation has left anything behind."""
-    return (
-        sorted(engine._free) == list(range(engine.limits.rows))
-        and not engine.busy
-        and not engine._reading
-        and not engine._decoding
-        and engine.waiting == 0
-    )
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
@@ -170,29 +132,31 @@ def test_cancelled_generations_free_their_rows():
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_graphs_give_the_tokens_of_eager_steps(rows):
+    """Also while they are captured one by one."""
     model = make_model(eos_token_id=None, use_short_conv=True).to("cuda")
     requests = [Request(prompt(n), 20, temperature=n % 2, seed=n) for n in (1, 70, 3, 200, 5)]
     found = []
-    for cuda_graph in (False, True):
+    for cuda_graph, warm in ((False, False), (True, False), (True, True)):
         engine = Engine(model, limits=Limits(**SMALL | {"rows": rows}), cuda_graph=cuda_graph)
-        found.append(run(engine, *requests))
+        if warm:
+            engine.warm_up()
+        found.append([run(engine, *requests) for _ in range(3)])
+        assert bool(engine._batch._graphs) == cuda_graph
         assert is_empty(engine)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("use_short_conv", [False, True])
-def test_graphs_of_prompts_fill_up(monkeypatch, use_short_conv):
-    """With what belongs to no sequence, up to the sizes that there are graphs of."""
-    model = make_model(eos_token_id=None, use_short_conv=use_short_conv)
-    requests = [Request(prompt(n), 9, temperature=n % 2, seed=n) for n in (1, 70, 3, 200, 5, 64)]
-    expected = run(Engine(model, limits=Limits(**SMALL)), *requests)
-    replayed = []
+@pytest.fixture
+def captures(monkeypatch):
+    """The pools of graphs that are captured, each a call, and of those that are replayed."""
+    captured, replayed = [], []
 
     def capture(call, device, pool=None):
         def replay():
             replayed.append(pool)
             call()
 
+        captured.append(pool)
         call()
         return types.SimpleNamespace(replay=replay)
 
@@ -201,10 +165,50 @@ def test_graphs_of_prompts_fill_up(monkeypatch, use_short_conv):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(prompts, "TOKENS", (8, 128))
     monkeypatch.setattr(prompts, "PIECES", (1, 3))
+    return captured, replayed
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("use_short_conv", [False, True])
+def test_graphs_fill_up(captures, use_short_conv, warm, monkeypatch):
+    """With what belongs to no sequence, up to the sizes that there are graphs of; those that are
+    captured while others run leave these as they are.
+    """
+    model = make_model(eos_token_id=None, use_short_conv=use_short_conv)
+    requests = [Request(prompt(n), 9, temperature=n % 2, seed=n) for n in (1, 70, 3, 200, 5, 64)]
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "uses_graph", lambda *_: False)
+        expected = run(Engine(model, limits=Limits(**SMALL)), *requests)
+    captured, replayed = captures
+    assert captured == []
     filled = Engine(model, limits=Limits(**SMALL))
-    assert run(filled, *requests) == expected
+    if warm:
+        filled.warm_up()
+    for cached in (0, 64 * (1 + 3)):  # of 70 and 200 tokens
+        assert run(filled, *requests) == expected
+        assert filled.metrics.count("cached_prompt_tokens_total") == cached
+        assert is_empty(filled)
     assert (0, 1) in replayed and None in replayed
-    assert is_empty(filled)
+
+
+def test_graphs_are_captured_when_a_size_comes_again(captures):
+    """One generation alone needs none but that of a step; `warm_up` captures all, once."""
+    model = make_model(eos_token_id=None)
+    captured, replayed = captures
+    lazy = Engine(model, limits=Limits(**SMALL, cache_bytes=0))
+    assert captured == []
+    run(lazy, Request(prompt(5), 2))
+    assert (captured, replayed) == ([], [])
+    run(lazy, Request(prompt(70), 5))
+    assert (captured, replayed) == ([None], [None] * 4)
+    run(lazy, Request(prompt(100), 2))
+    assert (captured, replayed) == ([None, (0, 1)], [None] * 4 + [(0, 1), None])
+    lazy.warm_up()
+    assert (captured.count(None), captured.count((0, 1))) == (3, 4)  # 1, 2, 3 rows
+    before = len(captured)
+    lazy.warm_up()
+    run(lazy, *(Request(prompt(n), 3) for n in (1, 2, 3, 100)))
+    assert len(captured) == before
 
 
 def test_a_long_prompt_holds_nobody_up():
@@ -298,7 +302,7 @@ def test_states_in_16_bits(state_dtype, invariant, device):
             Engine(model, limits=limits),
             Engine(model, limits=limits, state_dtype=state_dtype),
         )
-    half, whole = (engine._cache.checkpoint_nbytes() for engine in (short, wide))
+    half, whole = (engine._batch.row_nbytes for engine in (short, wide))
     assert 2 * half == whole
     requests = [Request(prompt(n), 20, temperature=0) for n in (1, 65, 200, 130)]
     expected = [tokens for tokens, *_ in run(wide, *requests)]

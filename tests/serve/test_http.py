@@ -356,3 +356,19 @@ def test_a_client_that_takes_nothing_is_given_up():
     engine = asyncio.run(ask(Options(write_seconds=0.05), receive, send))
     assert engine.metrics.reasons() == {"cancelled": 1}
     assert not engine.busy
+
+
+def test_the_engine_is_warm_before_clients_hear_of_it(monkeypatch, capsys):
+    import uvicorn
+
+    from gla_ext.serve.http import serve
+
+    order = []
+    engine = Engine(make_model(vocab_size=256), Bytes(), Limits(rows=2))
+    monkeypatch.setattr(
+        engine, "warm_up", lambda: order.append(("warm_up", capsys.readouterr().out))
+    )
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, sockets: order.append("run"))
+    serve(engine, port=0)
+    assert order == [("warm_up", ""), "run"]
+    assert capsys.readouterr().out.startswith("Serving gla on http://127.0.0.1:")

@@ -176,6 +176,14 @@ def test_make_takes_an_empty_folder_and_clears_its_own(make, stamp):
 
 
 @needs_make
+def test_make_train_on_one_process_and_on_several(make):
+    for processes, program in (("", "python"), ("2", "torchrun --nproc-per-node 2")):
+        arguments = ("train", f"NPROC={processes}", "TRAIN_ARGS=--steps 3")
+        result = make.run("--dry-run", *arguments)
+        assert f"\n.venv/bin/{program} -m gla_ext.train --steps 3\n" in result.stdout
+
+
+@needs_make
 def test_make_docs_installs_neither_torch_nor_the_extension(make):
     calls = make("docs")
     assert calls.count(" install ") == calls.count("-r .venv/docs.txt") == 1

@@ -2,8 +2,7 @@
 // b_t + k_t v_tᵀ, o_t = scale S_tᵀ q_t, a = exp gk, b = exp gv.
 //
 // grid    (sequence or row of a pool, head, kValues values); all keys of these stay in registers,
-//         read once and written once, four numbers at a time where rows allow it. One token on
-//         states in 16 bits: some times kValues values, one after the other
+//         read once and written once, four numbers at a time where rows allow it
 // reads   q, k, gk [B, T, H, K], v, gv [B, T, H, V], state_in [.., H, K, V] or v-first
 // writes  o [B, T, H, V], state_out
 // Everything is accumulated in fp32. The order of the sum over keys depends on K and the layout of
@@ -17,140 +16,81 @@ namespace gla_ext::cuda {
 namespace recurrent {
 
 // Blocks of a multiprocessor, as many as registers allow: short numbers take some on their way.
-template <class State, class Tile, int kK, Access kAccess, bool kValueGates, bool kOneToken>
+template <class State, class Tile, int kK, Access kAccess, bool kOneToken>
 constexpr int count_blocks() {
   constexpr bool kShort = sizeof(State) == 2;
   if (kAccess == Access::kGeneral) return kShort ? 1 : 2;
   if (!kOneToken) return kShort && kK > 256 ? 1 : 2;
-  if (!kShort) return Tile::kBlocks;
-  return (Tile::kBlocks < 4 ? 3 : 4) - (kK > 256 || (kValueGates && Tile::kBlocks == 4));
+  return Tile::kBlocks;
 }
 
 // Where the state goes: back, or to a slot of its own; -1: nowhere.
-__device__ __forceinline__ int64_t written_matrix(const Recurrence& p, int64_t index,
-                                                  const Run& run, int64_t matrix) {
+__device__ __forceinline__ int64_t written_matrix(const Recurrence& p, int64_t n, const Run& run,
+                                                  int64_t matrix) {
   if (p.write_slots.data == nullptr) return matrix;
-  const int64_t slot = index_at(p.write_slots, index / p.H);
+  const int64_t slot = index_at(p.write_slots, n);
   if (slot < 0 || slot >= p.slots_in_pool) return -1;
   return slot * p.state_stride_n + run.head * p.state_stride_h;
 }
 
-// One token, some tiles of values one after the other. Keys and gates are loaded once: with states
-// of half the bytes, what a block computes before its first tile would take as long as the tile.
-template <class Tile, int kK>
-struct Tiles {
-  Operands<1, kK, kValues<kK>, false, 2> tokens;
-  alignas(16) float o[2][Tile::kSums][kValues<kK>];
-
-  template <class State, Access kAccess, bool kValueGates>
-  __device__ __forceinline__ void run(const Recurrence& p, const Run& run, int64_t from, int64_t to,
-                                      int first_tile, int end_tile) {
-#pragma unroll 1
-    for (int i = first_tile; i < end_tile; ++i) {
-      const int first_value = i * kValues<kK>, stage = (i - first_tile) % 2;
-      TokenBits<Tile::kThreads, kK, kValues<kK>> token;
-      Tile tile;
-      if (run.length > 0) {
-        if (i == first_tile) token.load_keys(p, run);
-        token.load_values(p, run, first_value);
-      }
-      load_state<State, Tile, kAccess>(p, from, first_value, tile);
-      if (run.length > 0) {
-        if (i == first_tile) token.store_keys(p, tokens);
-        token.store_values(p, tokens, stage);
-      }
-      unpack_state<State, Tile, kAccess>(p, first_value, tile);
-      if (run.length > 0) {
-        __syncthreads();  // the token is written, and every warp is done with the last tile but one
-        tile.template step<kValueGates>(tokens, 0, stage, o[stage]);
-        if (p.o.data != nullptr) {
-          __syncthreads();  // o of every warp is written
-          store_outputs<Tile, kK>(p, run, 0, 1, first_value,
-                                  [&](int, int j) { return sum_of<Tile>(o[stage], j); });
-        }
-      }
-      if (to >= 0) store_state<State, Tile, kAccess>(p, to, first_value, tile);
-    }
-  }
-};
-
 // kOneToken: T = 1. The token is loaded while the state is.
 template <class State, class Tile, int kK, Access kAccess, bool kValueGates, bool kOneToken>
-__global__ void __launch_bounds__(
-    Tile::kThreads, (count_blocks<State, Tile, kK, kAccess, kValueGates, kOneToken>()))
+__global__ void __launch_bounds__(Tile::kThreads,
+                                  (count_blocks<State, Tile, kK, kAccess, kOneToken>()))
     forward_kernel(Recurrence p) {
-  constexpr bool kInTiles = kOneToken && sizeof(State) == 2;
   constexpr int kTokens = kOneToken ? 1 : kStageTokens<kK>;
-  using Shared =
-      std::conditional_t<kInTiles, Tiles<Tile, kK>, Stage<Tile, kK, kValueGates, kTokens>>;
-  __shared__ __align__(16) Shared s;
-  const int tiles = blocks_of(p.V, kValues<kK>), each = kInTiles ? p.tiles_of_block : 1;
-  const int value_blocks = kInTiles ? blocks_of(tiles, each) : tiles;
+  __shared__ __align__(16) Stage<Tile, kK, kValueGates, kTokens> s;
+  const int value_blocks = blocks_of(p.V, kValues<kK>);
   const Run run = find_run(p, blockIdx.x / value_blocks);
-  const int first_tile = static_cast<int>(blockIdx.x % value_blocks) * each;
-  const int first_value = first_tile * kValues<kK>;
+  const int first_value = static_cast<int>(blockIdx.x % value_blocks) * kValues<kK>;
   if (run.length < p.least_tokens) return;
   if (run.state < 0) {
     if (p.o.data != nullptr)
-      for (int i = 0; i < each; ++i)
-        for (int64_t t = 0; t < run.length; ++t)
-          store_outputs<Tile, kK>(p, run, t, 1, first_value + i * kValues<kK>,
-                                  [](int, int) { return 0.f; });
+      for (int64_t t = 0; t < run.length; ++t)
+        store_outputs<Tile, kK>(p, run, t, 1, first_value, [](int, int) { return 0.f; });
     return;
   }
   if (run.length == 0 && p.state_out == p.state_in && p.write_slots.data == nullptr) return;
   const int64_t matrix = run.state * p.state_stride_n + run.head * p.state_stride_h;
-  if constexpr (kInTiles) {
-    const int64_t index = blockIdx.x / value_blocks;
-    const int64_t to = p.state_out == nullptr ? -1 : written_matrix(p, index, run, matrix);
-    const int end_tile = first_tile + each < tiles ? first_tile + each : tiles;
-    s.template run<State, kAccess, kValueGates>(p, run, matrix, to, first_tile, end_tile);
-    return;
-  } else {
-    Tile tile;
-    if constexpr (kOneToken) {
-      if (run.length == 0) {
-        load_state<State, Tile, kAccess>(p, matrix, first_value, tile);
-      } else {
-        const TokenBits<Tile::kThreads, kK, kValues<kK>> token(p, run, first_value);
-        load_state<State, Tile, kAccess>(p, matrix, first_value, tile);
-        token.store(p, s.tokens);
-        s.run(p, run, 0, static_cast<int>(run.length), first_value, tile);
-      }
-    } else {
+  Tile tile;
+  if constexpr (kOneToken) {
+    static_assert(sizeof(State) == 4);  // shorter numbers would have to be unpacked
+    if (run.length == 0) {
       load_state<State, Tile, kAccess>(p, matrix, first_value, tile);
-      unpack_state<State, Tile, kAccess>(p, first_value, tile);
-      for (int64_t first = 0; first < run.length; first += kTokens) {
-        const int64_t left = run.length - first;
-        const int count = static_cast<int>(left < kTokens ? left : kTokens);
-        if (first > 0) __syncthreads();  // the tokens and the o before are read
-        s.tokens.template load<Tile::kThreads>(p, run, first, count, first_value);
-        s.run(p, run, first, count, first_value, tile);
-      }
+    } else {
+      const TokenBits<Tile::kThreads, kK, kValues<kK>> token(p, run, first_value);
+      load_state<State, Tile, kAccess>(p, matrix, first_value, tile);
+      token.store(p, s.tokens);
+      s.run(p, run, 0, static_cast<int>(run.length), first_value, tile);
     }
-    if (p.state_out == nullptr) return;
-    const int64_t to = written_matrix(p, blockIdx.x / value_blocks, run, matrix);
-    if (to >= 0) store_state<State, Tile, kAccess>(p, to, first_value, tile);
+  } else {
+    load_state<State, Tile, kAccess>(p, matrix, first_value, tile);
+    unpack_state<State, Tile, kAccess>(p, first_value, tile);
+    for (int64_t first = 0; first < run.length; first += kTokens) {
+      const int64_t left = run.length - first;
+      const int count = static_cast<int>(left < kTokens ? left : kTokens);
+      if (first > 0) __syncthreads();  // the tokens and the o before are read
+      s.tokens.template load<Tile::kThreads>(p, run, first, count, first_value);
+      s.run(p, run, first, count, first_value, tile);
+    }
   }
+  if (p.state_out == nullptr) return;
+  const int64_t to = written_matrix(p, blockIdx.x / value_blocks / p.H, run, matrix);
+  if (to >= 0) store_state<State, Tile, kAccess>(p, to, first_value, tile);
 }
 
 template <class State, class Tile, int kK, Access kAccess, bool kValueGates>
-void launch_forward(const Recurrence& given, cudaStream_t stream) {
-  const int64_t runs = count_runs(given);
-  const int tiles = blocks_of(given.V, kValues<kK>);
-  const auto launch = [&](auto one_token, const Recurrence& p) {
-    constexpr bool kOneToken = decltype(one_token)::value;
-    const auto blocks = static_cast<unsigned>(runs * blocks_of(tiles, p.tiles_of_block));
-    forward_kernel<State, Tile, kK, kAccess, kValueGates, kOneToken>
-        <<<blocks, Tile::kThreads, 0, stream>>>(p);
-  };
-  if (given.T != 1) return launch(std::false_type{}, given);
-  Recurrence p = given;
-  if (sizeof(State) == 2) {
-    constexpr int kAtOnce = count_blocks<State, Tile, kK, kAccess, kValueGates, true>();
-    p.tiles_of_block = choose_tiles(runs, tiles, int64_t{kAtOnce} * p.multiprocessors, 1);
+void launch_forward(const Recurrence& p, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(count_runs(p) * blocks_of(p.V, kValues<kK>));
+  if constexpr (sizeof(State) == 4) {
+    if (p.T == 1) {
+      forward_kernel<State, Tile, kK, kAccess, kValueGates, true>
+          <<<blocks, Tile::kThreads, 0, stream>>>(p);
+      return;
+    }
   }
-  launch(std::true_type{}, p);
+  forward_kernel<State, Tile, kK, kAccess, kValueGates, false>
+      <<<blocks, Tile::kThreads, 0, stream>>>(p);
 }
 
 template <class State, class Tile, int kK, Access kAccess>

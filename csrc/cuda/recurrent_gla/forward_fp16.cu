@@ -1,10 +1,10 @@
 // Forward on a pool of states in fp16.
-#include "forward.cuh"
+#include "short_step.cuh"
 
 namespace gla_ext::cuda {
 
 void recurrent_forward_fp16(const Recurrence& p, cudaStream_t stream) {
-  recurrent::launch_forward<half>(p, stream);
+  recurrent::launch_on_short_states<half>(p, stream);
 }
 
 }  // namespace gla_ext::cuda

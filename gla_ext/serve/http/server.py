@@ -24,7 +24,7 @@ def serve(
     connections: int = 2048,
     shutdown_seconds: int = 60,
 ) -> None:
-    """Serves an engine until SIGINT or SIGTERM.
+    """Warms an engine up and serves it until SIGINT or SIGTERM.
 
     Then no connection is accepted any more, and what was accepted is finished, within
     shutdown_seconds. A second SIGINT ends it at once.
@@ -60,12 +60,14 @@ def serve(
         timeout_graceful_shutdown=shutdown_seconds,
     )
     server = uvicorn.Server(config)
-    with _listening(host, port, options.write_seconds) as listener, _quiet(signal.SIGTERM):
+    with _listening(host, port, options.write_seconds) as listener:
+        engine.warm_up()
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{listener.getsockname()[1]}"
-        print(f"Serving {options.name} on {address}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):  # uvicorn has finished when it raises it
-            server.run(sockets=[listener])
+        with _quiet(signal.SIGTERM):
+            print(f"Serving {options.name} on {address}", flush=True)
+            with contextlib.suppress(KeyboardInterrupt):  # uvicorn has finished when it raises it
+                server.run(sockets=[listener])
     if failed:
         raise RuntimeError("the engine has failed")
 

@@ -1,0 +1,73 @@
+"""Rows of a cache that prompts pass in: what they find there, and what they leave on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_ext.cache._key_values import map_tensors
+
+
+class Checkpoints:
+    """Which rows of a `StaticGLACache` keep what N prompts, packed, have come to on their way.
+
+    Args:
+        every: after so many tokens of each prompt there may be one, a multiple of 64.
+        rows: int64 `[total]`, the row of each, -1 for none: `checkpoint_slots` of `chunk_gla_`.
+        cu_starts: int64 `[N + 1]`, which of these are a prompt's: its `checkpoint_cu_starts`.
+        ends: int64 `[M]`, for the convolutions: after how many tokens of all there is one.
+        end_rows: int64 `[M]`, the row of each of these.
+    """
+
+    def __init__(
+        self, every: int, rows: Tensor, cu_starts: Tensor, ends: Tensor, end_rows: Tensor
+    ) -> None:
+        self.every, self.rows, self.cu_starts = every, rows, cu_starts
+        self._ends, self._end_rows = ends, end_rows
+        self._places: dict[int, Tensor] = {}
+
+    def keep_inputs(self, buffer: Tensor, x: Tensor) -> None:
+        """Writes the last inputs of a convolution at each checkpoint.
+
+        Args:
+            buffer: `[P, D, W]`, W at most `every`.
+            x: its inputs `[1, T, D]`.
+        """
+        W = buffer.shape[-1]
+        if W not in self._places:  # the same for every layer
+            places = self._ends.unsqueeze(1) + torch.arange(-W, 0, device=x.device)
+            self._places[W] = places.clamp_min(0)  # of one that nobody wants
+        places = self._places[W]
+        last = x[0].index_select(0, places.flatten()).view(*places.shape, x.shape[-1])
+        buffer.index_copy_(0, self._end_rows, last.transpose(1, 2).to(buffer.dtype))
+
+
+class Gathered(Mapping[str, Any]):
+    """Some rows of a layer's entry, each state copied when it is asked for.
+
+    Args:
+        entry: the layer's, of buffers.
+        rows: int64 `[N]`.
+        goes_on: bool `[N]`, False for 0 in place of what the row holds. Default: None (all True).
+    """
+
+    def __init__(self, entry: dict[str, Any], rows: Tensor, goes_on: Tensor | None = None) -> None:
+        self._entry, self._rows, self._goes_on = entry, rows, goes_on
+
+    def _of_rows(self, x: Tensor) -> Tensor:
+        found = x.index_select(0, self._rows)
+        if self._goes_on is None:
+            return found
+        return found.where(self._goes_on.view(-1, *(1,) * (x.ndim - 1)), 0)
+
+    def __getitem__(self, key: str) -> Any:
+        return map_tensors(self._of_rows, self._entry[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entry)
+
+    def __len__(self) -> int:
+        return len(self._entry)

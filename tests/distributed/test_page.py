@@ -1,0 +1,141 @@
+"""The recipes of docs/distributed.md, as they stand there, give one process's results."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import ROOT, assert_close
+from models import make_ids, make_model
+from pool import Pool
+from torch.distributed.tensor import DTensor
+
+from gla_ext.distributed import build_cp_context
+from gla_ext.distributed._collectives import all_sum
+
+PAGE = (ROOT / "docs" / "distributed.md").read_text()
+OPTIONS = {"num_heads": 4, "use_short_conv": True, "tie_word_embeddings": True}
+
+
+def recipe(heading, place=0):
+    """A section's Python on the CPU, with graphs that are not compiled."""
+    section = re.search(rf"^## {heading}$(.*?)(^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)[1]
+    code = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[place]
+    code = code.replace('"cuda"', '"cpu"').replace("(fullgraph=True)", "(backend='eager')")
+    return code.replace('"cpu", (2,)', '"cpu", (4,)')  # as many as there are
+
+
+def run_recipe(heading, names, place=0):
+    """Runs it with these names; all names after it."""
+    names = {"torch": torch, **names}
+    exec(compile(recipe(heading, place), heading, "exec"), names)
+    return names
+
+
+def gradients(model, average=lambda x: x):
+    named = {n: p.grad for n, p in model.named_parameters()}
+    return {
+        n: average(g.full_tensor() if isinstance(g, DTensor) else g).float()
+        for n, g in named.items()
+    }
+
+
+def whole(dtype, ids):
+    """One process's loss and gradients."""
+    model = make_model(dtype, **OPTIONS).train()
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def assert_one_process_s(answers, expected, bound):
+    for loss, grads in answers:
+        assert loss == pytest.approx(expected[0], rel=bound)
+        for name, gradient in expected[1].items():
+            assert_close(grads[name], gradient, max(bound, 1e-6), name=name)
+
+
+def run_fsdp(group):
+    ids = make_ids(B=4, T=24).chunk(4)[dist.get_rank()]
+    model = run_recipe("FSDP2", {"model": make_model(**OPTIONS).train()})["model"]
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    return all_sum(loss, group.group_name).item() / 4, gradients(model)
+
+
+def test_fsdp(pool):
+    rows = [whole(torch.bfloat16, ids) for ids in make_ids(B=4, T=24).chunk(4)]
+    mean = {name: sum(grads[name] for _, grads in rows) / 4 for name in rows[0][1]}
+    expected = sum(loss for loss, _ in rows) / 4, mean
+    assert_one_process_s(pool(run_fsdp), expected, 3e-2)
+
+
+def run_tensor_parallel(group):
+    model = make_model(torch.float64, **OPTIONS).train()
+    model = run_recipe("Tensor parallel", {"model": model})["model"]
+    ids = make_ids(B=2, T=24)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def test_tensor_parallel(pool):
+    expected = whole(torch.float64, make_ids(B=2, T=24))
+    assert_one_process_s(pool(run_tensor_parallel), expected, 1e-12)
+
+
+def run_context_parallel(group):
+    model = make_model(torch.float64, **OPTIONS).train()
+    my_tokens = make_ids(B=2, T=24).chunk(4, 1)[dist.get_rank()]
+    names = {"model": model, "my_tokens": my_tokens, "group": group}
+    loss = run_recipe("Context parallel", names)["loss"]
+    return loss.item(), gradients(model, lambda x: all_sum(x, group.group_name) / 4)
+
+
+def test_context_parallel(pool):
+    expected = whole(torch.float64, make_ids(B=2, T=24))
+    assert_one_process_s(pool(run_context_parallel), expected, 1e-12)
+
+
+def run_long_prompt(group):
+    model = make_model(torch.float64, **OPTIONS).eval()
+    ids, lengths = make_ids(B=2, T=24), (6, 6, 6, 5)
+    context = build_cp_context(None, group, lengths=lengths)
+    my_tokens = ids[:, :-1].split(lengths, 1)[dist.get_rank()]
+    names = {"model": model, "my_tokens": my_tokens, "group": group, "context": context}
+    torch.manual_seed(0)
+    return run_recipe("Context parallel", names | {"last_token": ids[:, -1:]}, 1)["tokens"][:, 1:]
+
+
+def test_a_long_prompt(pool):
+    model, ids = make_model(torch.float64, **OPTIONS).eval(), make_ids(B=2, T=24)
+    torch.manual_seed(0)
+    expected = model.generate(ids, 100)[:, 24:]
+    for tokens in pool(run_long_prompt):
+        assert torch.equal(tokens, expected)
+
+
+def run_all_three(group, dp, cp, tp):
+    model = make_model(torch.float64, **OPTIONS).train()
+    rank = dist.get_rank()
+    rows = make_ids(B=4, T=24).chunk(dp)[rank // (cp * tp)]
+    my_tokens = rows.chunk(cp, 1)[rank // tp % cp]
+    names = {"model": model, "my_tokens": my_tokens, "dp": dp, "cp": cp, "tp": tp}
+    names = run_recipe("All three", names)
+    return all_sum(names["loss"], group.group_name).item() / (dp * cp * tp), gradients(model)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2), (2, 2, 1)], ids=str)
+def test_all_three(pool, sizes):
+    expected = whole(torch.float64, make_ids(B=4, T=24))
+    assert_one_process_s(pool(run_all_three, *sizes), expected, 1e-12)
+
+
+@pytest.mark.slow
+def test_all_three_on_eight():
+    processes = Pool(8)
+    try:
+        found = processes(run_all_three, 2, 2, 2)
+    finally:
+        processes.stop()
+    assert_one_process_s(found, whole(torch.float64, make_ids(B=4, T=24)), 1e-12)

@@ -1,0 +1,197 @@
+"""Runs of many processes from the command line: to the end, stopped, killed, and gone on with."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import ROOT, assert_close
+from test_training import TINY
+
+from gla_ext import train
+from gla_ext.model.checkpoint import load_model, read_metadata
+from gla_ext.train.data import load_corpus
+from gla_ext.train.presets import Options, command_line
+from gla_ext.train.run_folder import CHECKPOINT, METRICS, RESULTS
+from gla_ext.train.trainer import Settings
+
+
+def flags(folder, steps, device="cpu"):
+    options = ["--data", folder, "--device", device, "--sample-bytes", 8]
+    options += ["--dtype", "float32", "--no-compile"]
+    for name, value in (TINY | {"steps": steps}).items():
+        options += [f"--{name.replace('_', '-')}", value]
+    return [*map(str, options)]
+
+
+RESUME = ("--resume", "--sample-bytes", "8", "--no-compile", "--device")
+
+
+def assert_ended_as_one_process(out, args, alone, rel, weights):
+    """A run's weights and bits a byte are those of one process with these flags."""
+    assert train.main([*args, "--out", str(alone)]) == 0
+    assert all((out / name).exists() for name in (CHECKPOINT, *RESULTS))
+    found, expected = (json.loads((path / METRICS).read_text()) for path in (out, alone))
+    assert found["steps"] == expected["steps"]
+    found, expected = (x["held_out_bits_per_byte"]["this model"] for x in (found, expected))
+    assert found == pytest.approx(expected, rel=rel)
+    pairs = zip(load_model(out).parameters(), load_model(alone).parameters(), strict=True)
+    for mine, theirs in pairs:
+        assert_close(mine, theirs, weights)
+
+
+def run_command(group, args, signalled):
+    """Status, output and errors of the command; the rank signalled gets a SIGTERM in step 3."""
+    from gla_ext.distributed import training
+
+    train_step = training.ShardedTrainer.train_step
+
+    def step(self):
+        train_step(self)
+        if dist.get_rank() == signalled and self.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    out, errors = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(training, "_process_group", lambda _: contextlib.nullcontext()),
+        mock.patch.object(training.ShardedTrainer, "train_step", step),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(errors),
+    ):
+        status = training.main(vars(command_line().parse_args(args)))
+    return status, out.getvalue(), errors.getvalue()
+
+
+def test_stopped_by_one_rank_and_gone_on_with_to_the_end(pool, folder, tmp_path):
+    """One rank's signal stops all at one step; other sizes go on. The first rank alone speaks."""
+    out, args = tmp_path / "run", flags(folder, 6)
+    first, *others = pool(run_command, [*args, "--out", str(out), "--context-parallel", "2"], 2)
+    assert first[0] == 128 + signal.SIGTERM and "Stopped. To go on: torchrun" in first[1]
+    assert others == [(first[0], "", "")] * 3
+    assert read_metadata(out / CHECKPOINT)["step"] == 3
+    args_to_go_on = ["--out", str(out), *RESUME, "cpu", "--tensor-parallel", "2"]
+    first, *others = pool(run_command, args_to_go_on, None)
+    assert first[0] == 0, first[1:]
+    assert others == [(0, "", "")] * 3
+    assert "Going on from step 3 of 6" in first[1] and first[1].count("A continuation of") == 1
+    assert first[2].count("train:  50%") == 1 and first[2].count("train: 100%") == 1
+    assert_ended_as_one_process(out, args, tmp_path / "one", 1e-5, 1e-3)
+
+
+class Killed(BaseException):
+    """In place of a kill: nothing after it happens."""
+
+
+# What of a save is done when the process is killed, and whether the new checkpoint is there then.
+MOMENTS = {
+    "nothing": ("dcp.save", False, False),
+    "the folder": ("dcp.save", True, False),
+    "not the file": ("write_tensors", False, False),
+    "the file": ("write_tensors", True, True),
+    "not the old folder's end": ("remove_folders", False, True),
+}
+
+
+@pytest.mark.parametrize("steps", [6, 9])
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
+def test_killed_while_it_saves(one_rank, folder, tmp_path, monkeypatch, moment, steps):
+    """The old checkpoint or the new one is whole, and what else lies there goes at the start.
+
+    With more steps than before the same step is saved again, as a resumed run does.
+    """
+    from gla_ext.distributed import training
+    from gla_ext.distributed.checkpoints import folders, remove_folders
+
+    corpus, path = load_corpus(folder), tmp_path / CHECKPOINT
+
+    def trainer(**changed):
+        options = Options(device="cpu")
+        return training.ShardedTrainer(Settings(**TINY | changed), corpus, options)
+
+    name, done, is_new = moment
+    first = trainer()
+    first.train_step()
+    first.save(path)
+    if steps == first.settings.steps:
+        first.train_step()
+    else:
+        first.settings = Settings(**TINY | {"steps": steps})
+    place, _, attribute = f"training.{name}".rpartition(".")
+    place = {"training": training, "training.dcp": training.dcp}[place]
+    original = getattr(place, attribute)
+
+    def killed(*args, **kwargs):
+        if done:
+            original(*args, **kwargs)
+        raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(place, attribute, killed)
+        first.save(path)
+    named = read_metadata(path)["sharded"]
+    remove_folders(tmp_path, but=named)
+    assert [found.name for found in folders(tmp_path)] == [named]
+    again, whole = trainer(steps=steps), trainer()
+    again.load(path)
+    assert again.step == (first.step if is_new else 1)
+    assert read_metadata(path)["settings"]["steps"] == (steps if is_new else 6)
+    while whole.step < again.step:
+        whole.train_step()
+    whole.settings = again.settings
+    for one in (again, whole):
+        one.train_step()
+    for mine, theirs in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs.full_tensor())
+
+
+def torchrun(*args):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--standalone", "-m", "gla_ext.train", *map(str, args)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def first_rank_of(process):
+    """The id of torchrun's worker whose RANK is 0."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+    return next(int(pid) for pid, environment in ranks.items() if b"RANK=0" in environment)
+
+
+def test_a_killed_rank_ends_the_job_and_one_process_goes_on(folder, tmp_path, device, capsys):
+    """The first rank is killed without warning in the middle; the other does not wait for it."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    steps = 60 if device == "cpu" else 300
+    args, out = flags(folder, steps, device), tmp_path / "run"
+    process = torchrun(*args, "--out", out, "--save-every", 5)
+    checkpoint, deadline = out / CHECKPOINT, time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            if read_metadata(checkpoint)["step"] >= 10:
+                break
+        time.sleep(0.05)
+    os.kill(first_rank_of(process), signal.SIGKILL)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode not in (0, None), text
+    step = read_metadata(checkpoint)["step"]
+    assert 10 <= step < steps
+    capsys.readouterr()
+    assert train.main(["--out", str(out), *RESUME, device]) == 0
+    text = capsys.readouterr().out
+    assert text.count("A continuation of") == 1
+    assert f"Going on from step {step} of {steps}" in text
+    bounds = (1e-3, 1e-2) if device == "cpu" else (1e-2, 1e-1)  # of more steps
+    assert_ended_as_one_process(out, args, tmp_path / "one", *bounds)
