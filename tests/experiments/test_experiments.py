@@ -10,7 +10,7 @@ import pytest
 import torch
 from common import ROOT
 
-from experiments import report, run
+from experiments import report, run, text
 from experiments.comparisons import ablations, length, mqar, value_gates
 from experiments.comparisons.significance import p_value, welch
 from experiments.language import LONGEST, LanguageTrainer, long_documents
@@ -29,7 +29,7 @@ from experiments.runs import (
     spread,
     swept,
 )
-from experiments.text import Source, prose
+from experiments.text import PACK, Source, prose
 from gla_ext.train.data import Corpus
 
 CPU = torch.device("cpu")
@@ -104,6 +104,18 @@ def test_a_pack_holds_whole_documents_out(tmp_path):
     assert set(read_pack(small).train) < set(corpus.train)
     with pytest.raises(FileNotFoundError, match=r"`python -m experiments.text` makes one"):
         read_pack(tmp_path / "nowhere")
+
+
+def test_the_smaller_pack_comes_from_the_whole_one(tmp_path, capsys):
+    documents = [Document("prose", f"p{i}", b"%d " % i * 150_000) for i in range(20)]
+    write_pack(tmp_path / PACK.name, documents, {"manual": b"free"}, {"manual": "1.0"})
+    assert text.main(["--out", str(tmp_path), "--train-megabytes", "1"]) == 0
+    assert "text-small.tar.xz" in capsys.readouterr().out
+    manifest = read_manifest(tmp_path / "text-small.tar.xz")
+    assert 500_000 < manifest["train"]["prose"]["bytes"] <= 10**6
+    assert manifest["sources"] == {"manual": "1.0"}
+    assert text.main(["--out", str(tmp_path), "--train-megabytes", "0"]) == 2
+    assert "expected --train-megabytes to be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_a_result_is_a_line(tmp_path):
