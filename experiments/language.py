@@ -28,6 +28,8 @@ class LanguageTrainer(Trainer):
         cuda_graph: as the trainer's. Default: False.
     """
 
+    evaluation_segment = LONGEST
+
     def __init__(
         self, run: Run, corpus: Corpus, device: torch.device, cuda_graph: bool = False
     ) -> None:

@@ -11,7 +11,7 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,45 @@ def write_pack(
         sources: name of a package to its version.
     """
     train, held_out = split(documents)
-    parts = {"train": train, "held_out": held_out}
+    return _write(path, {"train": train, "held_out": held_out}, licences, sources)
+
+
+def shrink(pack: Path, path: Path, train_bytes: int) -> dict[str, Any]:
+    """Writes a pack with less to train on and all that is held out, and returns its manifest.
+
+    Of each kind, documents are taken in their order that still fit into its share of train_bytes.
+
+    Args:
+        pack: the pack that it is taken from.
+        path: the file.
+        train_bytes: the size of the text to train on, at most.
+    """
+    manifest = read_manifest(pack)
+    left = {
+        kind: train_bytes * manifest["train"][kind]["bytes"] // _train_bytes(manifest)
+        for kind in KINDS
+    }
+    parts: dict[str, list[Document]] = {"train": [], "held_out": []}
+    licences = {}
+    for part, name, text in _members(pack):
+        if part == "licences":
+            licences[name] = text
+            continue
+        kind, _, name = name.partition("/")
+        if part == "train":
+            if len(text) > left[kind]:
+                continue
+            left[kind] -= len(text)
+        parts[part].append(Document(kind, name, text))
+    return _write(path, parts, licences, manifest["sources"])
+
+
+def _write(
+    path: Path,
+    parts: dict[str, list[Document]],
+    licences: dict[str, bytes],
+    sources: dict[str, str],
+) -> dict[str, Any]:
     manifest: dict[str, Any] = {"sources": sources}
     for part, chosen in parts.items():
         manifest[part] = {
@@ -76,8 +114,8 @@ def write_pack(
             }
             for kind in KINDS
         }
-    whole = sum(manifest["train"][kind]["bytes"] for kind in KINDS)
-    manifest["prose_share"] = round(manifest["train"]["prose"]["bytes"] / max(whole, 1), 4)
+    prose = manifest["train"]["prose"]["bytes"]
+    manifest["prose_share"] = round(prose / max(_train_bytes(manifest), 1), 4)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file, tarfile.open(file, "w:xz", preset=9) as archive:
         _add(archive, "manifest.json", json.dumps(manifest, indent=2).encode())
@@ -100,11 +138,9 @@ def read_pack(path: Path) -> Corpus:
             f"expected {path} to be a pack, got no file; `python -m experiments.text` makes one"
         )
     parts: dict[str, list[tuple[str, bytes]]] = {"train": [], "held_out": []}
-    with tarfile.open(path, "r:xz") as archive:
-        for member in archive:
-            part, _, name = member.name.partition("/")
-            if part in parts:
-                parts[part].append((name, archive.extractfile(member).read()))
+    for part, name, text in _members(path):
+        if part in parts:
+            parts[part].append((name, text))
     return Corpus(path.name, tuple(parts["train"]), tuple(parts["held_out"]))
 
 
@@ -112,6 +148,19 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a pack, its first member."""
     with tarfile.open(path, "r:xz") as archive:
         return json.load(archive.extractfile("manifest.json"))
+
+
+def _members(path: Path) -> Iterator[tuple[str, str, bytes]]:
+    """Part, name and content of every file of a pack but the manifest."""
+    with tarfile.open(path, "r:xz") as archive:
+        for member in archive:
+            part, _, name = member.name.partition("/")
+            if name:
+                yield part, name, archive.extractfile(member).read()
+
+
+def _train_bytes(manifest: dict[str, Any]) -> int:
+    return sum(manifest["train"][kind]["bytes"] for kind in KINDS)
 
 
 def _place(document: Document) -> bytes:

@@ -58,7 +58,8 @@ def perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool 
     """
     with _own_stream(device):
         result = _perform(run, pack, device, cuda_graph)
-    gc.collect()  # a trainer refers to itself; its memory is the next run's
+    if device.type == "cuda":
+        gc.collect()  # a trainer refers to itself; its memory is the next run's
     return result
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from gla_ext.train.trainer import Settings, Trainer
 VOCAB_SIZE = 8192
 POWER = 0.01
 TEST_EXAMPLES = 1024
-_TEST_SEED = 1 << 40  # of no run's training examples
 _AT_ONCE = 4096  # examples made in one piece, for 64 MB of noise
 SOLVED = 0.99  # accuracy at which a run ends, as Zoology's do
 EVALUATIONS = 20
@@ -80,6 +80,11 @@ def _draw(log_p: Tensor, count: int, size: int, generator: torch.Generator) -> T
     """Draws without putting back, int64 `[count, size]`, by Gumbel's noise (Kool et al., 2019)."""
     uniform = torch.rand(count, len(log_p), generator=generator, device=log_p.device)
     return (log_p - (-uniform.clamp_min(1e-20).log()).log()).topk(size, -1).indices
+
+
+def _seed(*of: Any) -> int:
+    """A seed for examples of a name, in 32 bits: a CPU's generator does not read more."""
+    return int.from_bytes(hashlib.sha256(repr(of).encode()).digest()[:4], "big")
 
 
 class Passes:
@@ -137,14 +142,14 @@ class RecallTrainer(Trainer):
         super().__init__(settings, self.task, device, cuda_graph=cuda_graph)
 
     def make_data(self, corpus: Recall) -> tuple[Passes, tuple[Tensor, Tensor]]:
-        """Batches to train on, and the examples to test on."""
+        """Batches to train on, and the examples to test on, which are no more."""
         run, parts = self.run, []
         for first in range(0, run.examples, _AT_ONCE):
             count = min(_AT_ONCE, run.examples - first)
-            made = corpus.examples(count, (run.seed << 32) + first, self.device)
+            made = corpus.examples(count, _seed("train", run.seed, first), self.device)
             parts.append([x.to(torch.int16) for x in made])
         train = [torch.cat(x) for x in zip(*parts, strict=True)]
-        test = corpus.examples(TEST_EXAMPLES, _TEST_SEED, self.device)
+        test = corpus.examples(min(TEST_EXAMPLES, run.examples), _seed("test"), self.device)
         return Passes(*train, run.batch_size, run.seed), test
 
     def make_model(self) -> nn.Module:
@@ -183,6 +188,6 @@ class RecallTrainer(Trainer):
             with torch.no_grad():
                 logits, values = self._answers(inputs, targets)
             right += (logits.argmax(-1) == values).sum()
-        accuracy = int(right) / (TEST_EXAMPLES * self.task.pairs)
+        accuracy = int(right) / (len(self.held_out[0]) * self.task.pairs)
         self.evaluations.append((self.step, accuracy))
         return accuracy

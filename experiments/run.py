@@ -61,9 +61,15 @@ def estimated_seconds(run: Run, results: Results) -> float:
         return max(statistics.median(alike), alike[-1])
     if run.layer in SLOW_LAYERS:
         return 10 + 3e-4 * run.steps * run.seq_len  # a loop over tokens
-    if run.task == "recall":  # beside others
-        return 5 + run.tokens / (1.5e7 if run.width <= 128 else 2e9 / run.width)
-    return 10 + run.tokens / 2e6 * (1.5 if "value" in run.layer else 1)
+    if run.task == "recall":  # without an early end
+        alone = 5e-4 + 1e-10 * run.batch_size * run.seq_len * run.width  # seconds a step
+        return 5 + (1.5 if run.layer == "retnet" else 1) * run.steps * alone / share(run)
+    seconds = run.tokens * run.layers * run.width**2 / 3.8e12
+    if run.layer == "attention":
+        seconds *= 1 + run.seq_len / 3e3
+    elif "value" in run.layer:
+        seconds *= 1.5
+    return 6 + seconds
 
 
 class Session:

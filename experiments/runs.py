@@ -121,7 +121,7 @@ def keep(result: Result, folder: Path) -> None:
 
 def best(candidates: list[Run], results: Results) -> Run | None:
     """The run with the best score, once all of them are done; of runs without a number, none."""
-    if not all(run in results for run in candidates):
+    if not candidates or not all(run in results for run in candidates):
         return None
     sign = -1 if candidates[0].task == "text" else 1
     scored = [run for run in candidates if math.isfinite(results[run].score)]
@@ -160,10 +160,31 @@ def chosen(
     rates: Iterable[float],
     seeds: int,
     results: Results,
+    whole: bool = True,
 ) -> list[Run]:
-    """The runs of a name at its best rate, one a seed; empty before its sweep is done."""
-    first = best([make(name, rate) for rate in rates], results)
+    """The runs of a name at its best rate, one a seed.
+
+    Args:
+        name, make, rates, seeds, results: as `swept`'s.
+        whole: before its sweep is done, there are none; else those at the best rate so far.
+            Default: True.
+    """
+    sweep = [make(name, rate) for rate in rates]
+    if not whole:
+        sweep = [run for run in sweep if run in results]
+    first = best(sweep, results)
     return [] if first is None else [replace(first, seed=seed) for seed in range(seeds)]
+
+
+def rate_of(
+    name: str, make: Callable[[str, float], Run], rates: Iterable[float], results: Results
+) -> str:
+    """The best rate, as a table shows it: of a sweep that is not done, with how much of it is."""
+    sweep = [make(name, rate) for rate in rates]
+    done = [run for run in sweep if run in results]
+    first = best(done, results)
+    rate = "" if first is None else f"{first.lr:g}"
+    return rate if len(done) == len(sweep) else f"{rate} (best of {len(done)})"
 
 
 def spread(results: list[Result], digits: int = 3) -> str:

@@ -3,6 +3,7 @@
 `python -m experiments.text --out runs/text` downloads the packages by `apt-get download`, as any
 user may, unpacks them there (nothing is installed) and writes `text.tar.xz`, which is all that a
 machine without network needs. Run `apt-get update` before. No text is kept in this repository.
+With `--train-megabytes` it also writes a smaller pack, from the whole one if that is there.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from experiments.pack import Document, write_pack
+from experiments.pack import Document, shrink, write_pack
 from experiments.plain_text import plain_text
 from gla_ext.train.data import load_corpus
 
 PACK = Path("runs/text/text.tar.xz")
+SMALL_PACK = PACK.with_name("text-small.tar.xz")
 CODE_BYTES = 40 << 20  # of the kernel's sources; Python's come on top
 DICTIONARY_BYTES = 256 << 10
 
@@ -111,9 +114,23 @@ def prepare(folder: Path, report: Callable[[str], None] = print) -> Path:
     pack = folder / PACK.name
     report("packing, which takes some minutes")
     manifest = write_pack(pack, documents, licences, sources)
+    _report_pack(pack, manifest, report)
+    return pack
+
+
+def prepare_small(folder: Path, megabytes: int, report: Callable[[str], None] = print) -> Path:
+    """Packs as many megabytes of the text to train on, and all that is held out."""
+    whole, small = folder / PACK.name, folder / SMALL_PACK.name
+    if not whole.is_file():
+        prepare(folder, report)
+    report(f"packing a part of {whole}, which takes some minutes")
+    _report_pack(small, shrink(whole, small, megabytes * 10**6), report)
+    return small
+
+
+def _report_pack(pack: Path, manifest: dict[str, Any], report: Callable[[str], None]) -> None:
     report(json.dumps({key: manifest[key] for key in manifest if key != "sources"}, indent=2))
     report(f"wrote {pack}, {pack.stat().st_size / 2**20:.1f} MiB")
-    return pack
 
 
 def prose(source: Source, root: Path) -> Iterator[Document]:
@@ -212,8 +229,20 @@ def main(argv: list[str] | None = None) -> int:
     )
     text = "folder for the packages (400 MB), unpacked (2 GB), and for text.tar.xz"
     parser.add_argument("--out", type=Path, default=PACK.parent, help=f"{text}: {PACK.parent}")
+    small = (
+        f"also write {SMALL_PACK.name}, with so many MB to train on; text.tar.xz is made if needed"
+    )
+    parser.add_argument("--train-megabytes", type=int, metavar="MB", help=small)
+    options = parser.parse_args(argv)
     try:
-        prepare(parser.parse_args(argv).out)
+        if options.train_megabytes is None:
+            prepare(options.out)
+        elif options.train_megabytes < 1:
+            raise ValueError(
+                f"expected --train-megabytes to be at least 1, got {options.train_megabytes}"
+            )
+        else:
+            prepare_small(options.out, options.train_megabytes)
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         print(f"experiments.text: {error}", file=sys.stderr)
         return 2

@@ -34,16 +34,20 @@ def figure(path: Path, panels: int = 1) -> Iterator[Sequence[Any]]:
         plt.close(drawn)
 
 
-def line(axis: Any, label: str, points: dict[float, list[float]], marker: str = "o") -> None:
+MARKERS = "osv^DPX*"  # of lines that lie on each other
+
+
+def line(
+    axis: Any, label: str, points: dict[float, list[float]], color: str, marker: str = ""
+) -> None:
     """Means over seeds, and a band from the lowest to the highest."""
     if not points:
         return
     x = sorted(points)
-    (drawn,) = axis.plot(
-        x, [statistics.fmean(points[place]) for place in x], marker=marker, ms=4, label=label
-    )
+    means = [statistics.fmean(points[place]) for place in x]
+    axis.plot(x, means, marker=marker, ms=5, color=color, label=label)
     low, high = ([edge(points[place]) for place in x] for edge in (min, max))
-    axis.fill_between(x, low, high, color=drawn.get_color(), alpha=0.15, lw=0)
+    axis.fill_between(x, low, high, color=color, alpha=0.15, lw=0)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

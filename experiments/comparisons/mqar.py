@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.comparisons.figures import figure, line, table
-from experiments.runs import Result, Results, Run, chosen, spread, swept
+from experiments.comparisons.figures import MARKERS, figure, line, table
+from experiments.runs import Results, Run, chosen, rate_of, spread, swept
 
 LAYERS = ("attention", "gla", "retnet", "head gate", "no gate", "gla, convolution")
-SLOW_LAYERS = ("mamba", "rwkv")  # on the easiest task alone, half as long, after all others
+SLOW_LAYERS = ("mamba", "rwkv")  # on the easiest task alone, half as long, after the others
 Difficulty = tuple[int, int, int]  # seq_len, pairs, batch_size
 
 
@@ -46,18 +46,18 @@ SCALES = {
 
 
 def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
-    """The sweep of each task; then every task and width at its best rate, seed after seed."""
+    """Of each task the sweep, then all widths at the best rate; then all again, seed after seed."""
     size = SCALES[scale]
-    for layers in (LAYERS, SLOW_LAYERS):
-        tasks = size.difficulties if layers is LAYERS else size.difficulties[:1]
-        for task in tasks:
-            yield from swept(layers, _swept_run(size, task), size.rates, 1, results)
-        for seed in range(size.seeds):
-            for task in tasks:
-                for width in size.widths:
-                    for layer in layers:
-                        found = _chosen(size, task, width, layer, results)
-                        yield from found[seed : seed + 1]
+    easiest = size.difficulties[0]
+    groups = [*((LAYERS, task) for task in size.difficulties), (SLOW_LAYERS, easiest)]
+    for seed in range(size.seeds):
+        for layers, task in groups:
+            if seed == 0:
+                yield from swept(layers, _swept_run(size, task), size.rates, 1, results)
+            for width in size.widths:
+                for layer in layers:
+                    found = _chosen(size, task, width, layer, results)
+                    yield from found[seed : seed + 1]
 
 
 def _swept_run(size: Scale, task: Difficulty):
@@ -67,9 +67,11 @@ def _swept_run(size: Scale, task: Difficulty):
     return make
 
 
-def _chosen(size: Scale, task: Difficulty, width: int, layer: str, results: Results) -> list[Run]:
+def _chosen(
+    size: Scale, task: Difficulty, width: int, layer: str, results: Results, whole: bool = True
+) -> list[Run]:
     """The runs, one a seed, at the rate that is best at the swept width."""
-    at_best = chosen(layer, _swept_run(size, task), size.rates, size.seeds, results)
+    at_best = chosen(layer, _swept_run(size, task), size.rates, size.seeds, results, whole)
     return [_run(size, task, width, layer, run.lr, run.seed) for run in at_best]
 
 
@@ -95,36 +97,42 @@ def _run(
 
 
 def report(scale: str, results: Results, text: str, folder: Path) -> str:
-    """Draws experiments_mqar.png and returns the table."""
+    """Draws experiments_mqar.png, of the tasks that are begun, and returns the table."""
     size = SCALES[scale]
     layers = (*LAYERS, *SLOW_LAYERS)
     done = {
-        (difficulty, layer, width): results.of(_chosen(size, difficulty, width, layer, results))
-        for difficulty in size.difficulties
-        for layer in layers
-        for width in size.widths
+        task: {
+            layer: {
+                width: results.of(_chosen(size, task, width, layer, results, whole=False))
+                for width in size.widths
+            }
+            for layer in layers
+        }
+        for task in size.difficulties
     }
-    if not any(done.values()):
+    begun = [task for task in done if any(any(of.values()) for of in done[task].values())]
+    if not begun:
         return ""
-    with figure(folder / "experiments_mqar.png", len(size.difficulties)) as axes:
-        for axis, difficulty in zip(axes, size.difficulties, strict=True):
-            for layer in layers:
-                found: dict[float, list[Result]] = {
-                    width: done[difficulty, layer, width] for width in size.widths
-                }
-                line(axis, layer, {w: [r.score for r in rs] for w, rs in found.items() if rs})
+    with figure(folder / "experiments_mqar.png", len(begun)) as axes:
+        for axis, task in zip(axes, begun, strict=True):
+            for place, (layer, of) in enumerate(done[task].items()):
+                beside = 1.02 ** (place - len(layers) / 2)  # or many would lie on one at 1
+                points = {w * beside: [r.score for r in found] for w, found in of.items() if found}
+                line(axis, layer, points, f"C{place}", MARKERS[place])
             axis.set_xscale("log", base=2)
             axis.set_xticks(size.widths, [str(width) for width in size.widths])
-            axis.set(title=f"{difficulty[0]} tokens, {difficulty[1]} pairs", xlabel="width")
+            axis.set_xlim(size.widths[0] / 1.25, size.widths[-1] * 1.25)
+            axis.set(title=f"{task[0]} tokens, {task[1]} pairs", xlabel="width")
             axis.set_ylim(-0.02, 1.02)
         axes[0].set_ylabel("accuracy")
-        axes[0].legend()
+        drawn = axes[0].get_legend_handles_labels()
+        axes[0].figure.legend(*drawn, loc="outside lower center", ncols=len(layers))
     rows = []
-    for difficulty in reversed(size.difficulties):
-        for layer in layers:
-            cells = [spread(done[difficulty, layer, width]) for width in size.widths]
-            if any(cells):
-                rate = next(r.run.lr for w in size.widths for r in done[difficulty, layer, w])
-                rows.append([f"{difficulty[0]}, {difficulty[1]}", layer, f"{rate:g}", *cells])
+    for task in reversed(begun):
+        for layer, of in done[task].items():
+            if any(of.values()):
+                rate = rate_of(layer, _swept_run(size, task), size.rates, results)
+                cells = [spread(of[width]) for width in size.widths]
+                rows.append([f"{task[0]}, {task[1]}", layer, rate, *cells])
     head = ["tokens, pairs", "layer", "rate", *(f"width {width}" for width in size.widths)]
     return f"![accuracy against width](experiments_mqar.png)\n\n{table(head, rows)}"

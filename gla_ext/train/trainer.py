@@ -25,7 +25,6 @@ from gla_ext.train.graph import GraphedStep, check_graph
 from gla_ext.train.segments import SegmentedLoss, forward, most_documents, pack_rows
 
 _FORMAT = "gla_ext.train/1"
-_EVAL_SEGMENT = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SCHEDULES = ("linear", "cosine")
 # As many blanks as the text has; colder, or by top-p, runs of indentation do not end.
@@ -123,6 +122,8 @@ class Trainer:
     Raises:
         ValueError: cuda_graph on another device than a CUDA one.
     """
+
+    evaluation_segment = 4096  # bytes that pass through the model at a time
 
     def __init__(
         self,
@@ -239,10 +240,11 @@ class Trainer:
         """
         self.model.eval()
         states, bits, count = None, 0.0, 0
-        for start in range(0, len(self.held_out) - 1, _EVAL_SEGMENT):
+        size = self.evaluation_segment
+        for start in range(0, len(self.held_out) - 1, size):
             if should_stop():
                 return None
-            row = self.held_out[start : start + _EVAL_SEGMENT + 1].long()
+            row = self.held_out[start : start + size + 1].long()
             inputs, rows = row[None, :-1], None
             if self.settings.packed:
                 rows = pack_rows(inputs, 1 + int((inputs == DOCUMENT_START).sum()))

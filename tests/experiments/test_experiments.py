@@ -3,22 +3,33 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from common import ROOT
 
-from experiments import report, run
+from experiments import report, run, text
 from experiments.comparisons import ablations, length, mqar, value_gates
 from experiments.comparisons.significance import p_value, welch
 from experiments.language import LONGEST, LanguageTrainer, long_documents
-from experiments.pack import Document, read_manifest, read_pack, split, write_pack
+from experiments.pack import Document, read_manifest, read_pack, shrink, split, write_pack
 from experiments.perform import perform, text_digest
 from experiments.plain_text import plain_text
-from experiments.recall import VOCAB_SIZE, Passes, Recall, RecallTrainer
-from experiments.runs import Result, Results, Run, best, chosen, keep, read_line, spread, swept
-from experiments.text import Source, prose
+from experiments.runs import (
+    Result,
+    Results,
+    Run,
+    best,
+    chosen,
+    keep,
+    rate_of,
+    read_line,
+    spread,
+    swept,
+)
+from experiments.text import PACK, Source, prose
 from gla_ext.train.data import Corpus
 
 CPU = torch.device("cpu")
@@ -38,67 +49,6 @@ RUN = Run(
 
 def result(of: Run, score: float) -> Result:
     return Result(of, score, {"seconds": 1.0, "device": "CPU", "parameters": 10})
-
-
-def test_recall_asks_for_every_key_once():
-    tokens, values = Recall(64, 8).examples(100, seed=3, device=CPU)
-    assert tokens.shape == values.shape == (100, 64)
-    half = VOCAB_SIZE // 2
-    for row, answers in zip(tokens.tolist(), values.tolist(), strict=True):
-        pairs = dict(zip(row[0:16:2], row[1:16:2], strict=True))
-        assert len(pairs) == len(set(pairs.values())) == 8
-        assert all(1 <= key < half <= value < VOCAB_SIZE for key, value in pairs.items())
-        asked = {place: value for place, value in enumerate(answers) if value != -100}
-        assert sorted(row[place] for place in asked) == sorted(pairs)
-        assert all(pairs[row[place]] == value for place, value in asked.items())
-        assert all(place >= 16 and place % 2 == 0 for place in asked)
-        assert all(row[place] == 0 for place in range(16, 64) if place not in asked)
-    again = Recall(64, 8).examples(100, seed=3, device=CPU)
-    assert torch.equal(tokens, again[0])
-    assert torch.equal(values, again[1])
-    assert not torch.equal(tokens, Recall(64, 8).examples(100, seed=4, device=CPU)[0])
-    with pytest.raises(ValueError, match=r"at least 4 \* pairs = 32, got 30"):
-        Recall(30, 8)
-
-
-def test_recall_asks_by_a_power_law():
-    space, count = 24, 4000
-    _, values = Recall(2 + 2 * space, 1).examples(count, seed=0, device=CPU)
-    gaps = (values != -100).int().argmax(1).sub(2).div(2, rounding_mode="floor")
-    share = torch.bincount(gaps, minlength=space) / count
-    p = torch.arange(1, space + 1, dtype=torch.float64) ** (0.01 - 1)
-    assert torch.allclose(share.double(), p / p.sum(), atol=0.03)
-
-
-def test_a_pass_takes_every_example_once():
-    tokens = torch.arange(11, dtype=torch.int16).view(11, 1)
-    batches = Passes(tokens, -tokens, batch_size=3, seed=5)
-    passes = []
-    for step in range(6):
-        inputs, targets = batches(step)
-        assert inputs.dtype == targets.dtype == torch.int64
-        assert torch.equal(targets, -inputs)
-        passes.append(inputs.flatten().tolist())
-    for first in (0, 3):  # three whole batches a pass
-        assert len({*passes[first], *passes[first + 1], *passes[first + 2]}) == 9
-    assert passes[:3] != passes[3:]
-    assert batches(1)[0].flatten().tolist() == passes[1]
-    again = Passes(tokens, -tokens, batch_size=3, seed=6)
-    assert again(0)[0].flatten().tolist() != passes[0]
-
-
-def test_recall_trains_on_its_examples_alone():
-    run = Run(**(vars(RUN) | {"task": "recall", "pairs": 2, "examples": 5, "tied": True}))
-    trainer = RecallTrainer(run, CPU)
-    expected = Recall(32, 2).examples(5, seed=0, device=CPU)[0].tolist()
-    for step in range(4):
-        assert all(row in expected for row in trainer.batches(step)[0].tolist())
-    assert not any(row in expected for row in trainer.held_out[0].tolist())
-    assert trainer.model.lm_head.weight is trainer.model.model.embeddings.weight
-    inputs, targets = trainer.batches(0)
-    logits = trainer.model(inputs).logits
-    nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    torch.testing.assert_close(trainer.loss(inputs, targets), nats)
 
 
 def test_plain_text_leaves_bars_of_links_out():
@@ -143,8 +93,29 @@ def test_a_pack_holds_whole_documents_out(tmp_path):
     digest = text_digest(path)
     write_pack(path, documents, {"manual": b"free"}, {"manual": "1.0"})
     assert text_digest(path) == digest
+    small = tmp_path / "small.tar.xz"
+    of_kind = manifest["train"]["prose"]["bytes"], manifest["train"]["code"]["bytes"]
+    shrunk = shrink(path, small, sum(of_kind) // 2)
+    assert shrunk == read_manifest(small)
+    assert shrunk["held_out"] == manifest["held_out"]
+    for size, kind in zip(of_kind, ("prose", "code"), strict=True):
+        assert size / 2 - 200_000 < shrunk["train"][kind]["bytes"] <= size / 2
+    assert read_pack(small).held_out == corpus.held_out
+    assert set(read_pack(small).train) < set(corpus.train)
     with pytest.raises(FileNotFoundError, match=r"`python -m experiments.text` makes one"):
         read_pack(tmp_path / "nowhere")
+
+
+def test_the_smaller_pack_comes_from_the_whole_one(tmp_path, capsys):
+    documents = [Document("prose", f"p{i}", b"%d " % i * 150_000) for i in range(20)]
+    write_pack(tmp_path / PACK.name, documents, {"manual": b"free"}, {"manual": "1.0"})
+    assert text.main(["--out", str(tmp_path), "--train-megabytes", "1"]) == 0
+    assert "text-small.tar.xz" in capsys.readouterr().out
+    manifest = read_manifest(tmp_path / "text-small.tar.xz")
+    assert 500_000 < manifest["train"]["prose"]["bytes"] <= 10**6
+    assert manifest["sources"] == {"manual": "1.0"}
+    assert text.main(["--out", str(tmp_path), "--train-megabytes", "0"]) == 2
+    assert "expected --train-megabytes to be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_a_result_is_a_line(tmp_path):
@@ -174,7 +145,12 @@ def test_the_best_rate_gets_the_other_seeds():
     seeds = [Run(**(vars(make("a", 2.0)) | {"seed": seed})) for seed in (0, 1, 2)]
     assert list(swept("ab", make, rates, 3, results))[6:] == seeds[1:]
     assert chosen("a", make, rates, 3, results) == seeds
+    assert rate_of("a", make, rates, results) == "2"
+    results.add(result(make("b", 1.0), 5.0))
     assert chosen("b", make, rates, 3, results) == []
+    so_far = chosen("b", make, rates, 3, results, whole=False)
+    assert so_far == [replace(make("b", 1.0), seed=seed) for seed in (0, 1, 2)]
+    assert rate_of("b", make, rates, results) == "1 (best of 1)"
     recall = [Run(**(vars(make("a", lr)) | {"task": "recall"})) for lr in rates]
     for of, score in zip(recall, (0.5, 0.9, 0.7), strict=True):
         results.add(result(of, score))

@@ -1,6 +1,7 @@
 """Steps of the experiments' models as CUDA graphs, beside the same steps without."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -25,15 +26,15 @@ RECALL = Run(
     seq_len=64,
     batch_size=64,
     steps=STEPS,
-    lr=1e-2,
+    lr=3e-3,
     pairs=4,
-    examples=640,
+    examples=64,  # one batch, whose loss falls at once
     tied=True,
 )
 CORPUS = Corpus("words", (("a", b"some words of text\n" * 200),), (("b", b"more words\n" * 20),))
 
 
-def assert_same_losses(make):
+def assert_same_losses(make, evaluate):
     runs = [make(cuda_graph) for cuda_graph in (False, True)]
     for run in runs:
         for _ in range(STEPS):
@@ -42,22 +43,24 @@ def assert_same_losses(make):
     assert all(graph.recorded for graph in graphed.graphs)
     # Sums of embeddings' gradients have no fixed order, and products are bf16.
     torch.testing.assert_close(graphed.losses, eager.losses, rtol=2e-3, atol=2e-3)
-    assert eager.losses[-1] < eager.losses[0]
-    assert graphed.evaluate() == pytest.approx(eager.evaluate(), rel=1e-2, abs=1e-2)
+    assert eager.losses[-1] < eager.losses[0] - 0.1
+    assert evaluate(graphed) == pytest.approx(evaluate(eager), rel=1e-2, abs=1e-2)
 
 
 @pytest.mark.parametrize("layer", [*mqar.LAYERS, *borrowed.NAMES])
 def test_recall(layer):
     run, device = dataclasses.replace(RECALL, layer=layer), torch.device("cuda")
-    assert_same_losses(lambda cuda_graph: RecallTrainer(run, device, cuda_graph))
+    make = functools.partial(RecallTrainer, run, device)
+    assert_same_losses(make, lambda trainer: trainer.evaluate())
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_text(layer):
     sizes = {"seq_len": 128, "batch_size": 4, "heads": 1, "pairs": 0, "examples": 0, "tied": False}
     run = dataclasses.replace(RECALL, task="text", layer=layer, **sizes)
-    device = torch.device("cuda")
-    assert_same_losses(lambda cuda_graph: LanguageTrainer(run, CORPUS, device, cuda_graph))
+    make = functools.partial(LanguageTrainer, run, CORPUS, torch.device("cuda"))
+    # Attention goes on from no state, as `evaluate` would: it is scored on whole documents.
+    assert_same_losses(make, lambda trainer: trainer.score(trainer.bits_by_position()))
 
 
 def test_a_run_ends_with_a_score():

@@ -134,4 +134,4 @@ def test_ablations_have_as_many_parameters():
         with torch.device("meta"):
             sizes[name] = count_parameters(make_model(layer, config))
     assert max(sizes.values()) < 1.005 * min(sizes.values())
-    assert 25e6 < min(sizes.values()) < 30e6
+    assert 13e6 < min(sizes.values()) < 15e6

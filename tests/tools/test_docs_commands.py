@@ -57,9 +57,10 @@ NOT_RUN = {
     "TRITON_CACHE_DIR=cache python benchmarks/bench_fla.py": NEEDS_GPU,
     "torchrun --nproc-per-node 2 -m gla_ext.train --out runs/two": TRAINS,
     "make train NPROC=2": TRAINS,
-    "python -m experiments.text --out runs/text": NEEDS_TEXT,
-    "python -m experiments.run --list": NEEDS_TEXT,
-    "python -m experiments.run --minutes 25": NEEDS_TEXT,
+    "python -m experiments.text --out runs/text --train-megabytes 150": NEEDS_TEXT,
+    "pack=runs/text/text-small.tar.xz": NEEDS_TEXT,
+    "python -m experiments.run --text $pack --list": NEEDS_TEXT,
+    "python -m experiments.run --text $pack --minutes 25": NEEDS_TEXT,
 }
 
 

@@ -132,7 +132,7 @@ def test_resumed_inside_a_window_it_equals_the_uninterrupted_run(tmp_path, packe
 def test_a_packed_evaluation_is_that_of_each_document_alone(monkeypatch):
     run = make_trainer(packed=True)
     run.held_out = STREAM
-    monkeypatch.setattr(trainer, "_EVAL_SEGMENT", 50)
+    monkeypatch.setattr(run, "evaluation_segment", 50)
     bits = run.evaluate()
     total = 0.0
     for text in TEXTS:

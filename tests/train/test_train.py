@@ -71,7 +71,7 @@ def test_loss_falls(corpus):
 def test_held_out_bits_are_those_of_one_long_text(corpus, monkeypatch):
     run = make_trainer(corpus)
     run.train_step()
-    monkeypatch.setattr(trainer, "_EVAL_SEGMENT", 50)
+    monkeypatch.setattr(run, "evaluation_segment", 50)
     bits = run.evaluate()
     row = run.held_out.long()
     log2_p = run.model(row[None, :-1]).logits[0].double().log_softmax(-1) / math.log(2)
