@@ -177,17 +177,17 @@ def test_low_rank_step_is_its_parts(device, dtype):
     require_close(pool, other.cpu().double(), 2e-3 if dtype == torch.bfloat16 else 2e-4)
 
 
-def calls(device, dtype, rows):
+def calls(device, dtype, rows, overlaps=False):
     """The products, as functions of so many of the rows."""
     draw = Draw(device, dtype)
     x, r, o, g = draw(rows, 1, 416), draw(rows, 1, 40), draw(rows, 1, 4, 64), draw(rows, 1, 256)
     a, b, c, w = draw.weight(40, 416), draw.weight(40, 416), draw.weight(40, 256), draw(416)
     return {
-        "norm_linear": lambda n: torch.cat(ops.norm_linear(x[n], w, EPS, [a, b]), -1),
-        "norm_swiglu": lambda n: ops.norm_swiglu(x[n], w, EPS, a, b),
-        "linear_residual": lambda n: ops.linear_residual(x[n], a, r[n]),
+        "norm_linear": lambda n: torch.cat(ops.norm_linear(x[n], w, EPS, [a, b], overlaps), -1),
+        "norm_swiglu": lambda n: ops.norm_swiglu(x[n], w, EPS, a, b, overlaps),
+        "linear_residual": lambda n: ops.linear_residual(x[n], a, r[n], overlaps),
         "norm_gate_linear_residual": lambda n: ops.norm_gate_linear_residual(
-            o[n], None, EPS, g[n], c, r[n]
+            o[n], None, EPS, g[n], c, r[n], overlaps
         ),
     }
 
@@ -198,10 +198,11 @@ PRODUCTS = tuple(calls("cpu", torch.float32, 1))
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_row_has_the_same_bits_in_every_batch(name, dtype):
-    call = calls("cuda", dtype, 32)[name]
-    whole = call(slice(0, 32))
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_row_has_the_same_bits_in_every_batch(name, dtype, overlaps):
+    whole = calls("cuda", dtype, 32)[name](slice(0, 32))
     assert whole.isfinite().all()
+    call = calls("cuda", dtype, 32, overlaps)[name]
     for start, count in ((0, 1), (5, 1), (31, 1), (3, 8), (16, 9), (2, 16), (7, 20)):
         assert torch.equal(call(slice(start, start + count)), whole[start : start + count])
 
