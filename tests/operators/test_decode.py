@@ -177,6 +177,24 @@ def test_low_rank_step_is_its_parts(device, dtype):
     require_close(pool, other.cpu().double(), 2e-3 if dtype == torch.bfloat16 else 2e-4)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("v_first", [False, True])
+def test_a_step_has_the_same_bits_in_every_batch(v_first):
+    """And leaves the same bits in the pool."""
+    rows = 32
+    q, k, v, h, w, b, pool, slots = step_inputs(
+        "cuda", torch.bfloat16, rows, 4, 2, 128, 200, 16, v_first
+    )
+    slots[7] = -1
+    other = pool.clone()
+    o = low_rank_step(q, k, v, h, w, b, pool, slots, v_first, overlaps=True)
+    for n in range(rows):
+        row = slice(n, n + 1)
+        alone = (q[row], k[row], v[row], h[row], w, b, other, slots[row])
+        assert torch.equal(low_rank_step(*alone, v_first), o[row])
+    assert torch.equal(other, pool)
+
+
 def calls(device, dtype, rows, overlaps=False):
     """The products, as functions of so many of the rows."""
     draw = Draw(device, dtype)
@@ -236,25 +254,26 @@ def test_rows_that_start_anywhere(name, rows):
 
 
 @pytest.mark.cuda
-def test_a_chain_that_overlaps_has_the_same_bits_in_a_graph():
+@pytest.mark.parametrize("rows", [8, 16, 32])
+def test_a_chain_that_overlaps_has_the_same_bits_in_a_graph(rows):
     """Each kernel starts before the one before has ended, and waits for what it writes."""
     draw = Draw("cuda", torch.bfloat16)
     D, N = 1024, 2816
-    x, w = draw(8, 1, D), draw(D)
+    x, w = draw(rows, 1, D), draw(D)
     maps = [draw.weight(N, D), draw.weight(N, D), draw.weight(D, N)]
 
-    def chain(overlaps):
-        y = x
+    def chain(y, overlaps):
         for _ in range(6):
             z = ops.norm_swiglu(y, w, EPS, maps[0], maps[1], overlaps)
             y = ops.linear_residual(z, maps[2], y, overlaps)
         return y
 
-    expected = chain(False)
-    assert torch.equal(chain(True), expected)
+    expected = torch.cat([chain(eight, False) for eight in x.split(8)])
+    assert expected.isfinite().all()
+    assert torch.equal(chain(x, True), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = chain(True)
+        captured = chain(x, True)
     for _ in range(20):
         captured.zero_()
         graph.replay()

@@ -1,4 +1,4 @@
-// The same maps of 9 to 32 rows, by clusters of four blocks that share the columns.
+// The same maps of 17 to 32 rows, by clusters of four blocks that share the columns.
 //
 // grid    a cluster has up to 12 tiles of 16 rows of the weights, a block a quarter of their
 //         columns, a warp 128 of these, or several times 128, of one to three tiles
@@ -10,8 +10,6 @@
 // go to the block of the cluster that adds them.
 #pragma once
 
-#include <type_traits>
-
 #include "cuda/sm90/tiles/cluster.cuh"
 #include "linear.cuh"
 
@@ -19,11 +17,18 @@ namespace gla_ext::cuda::decode {
 
 constexpr int kClusterBlocks = 4;  // as many as there are lanes of a row
 constexpr int kClusterThreads = 256;
+constexpr int kRowTiles = 4;                         // of eight rows of x
 constexpr int kChunkBytes = kChunkColumns * 16 * 2;  // of a tile's weights
 constexpr int kUnitBytes = 32 * 16;                  // sixteen of every lane
 constexpr size_t kMostClusterBytes = 220 << 10;      // of a block
-// So that blocks of the next kernel find room beside this one's.
-constexpr size_t kFewClusterBytes = 156 << 10;
+
+// Blocks that share a multiprocessor, and bytes of each. One leaves room for blocks of the next
+// kernel, but an H200 runs only 30 clusters of these at once, and 62 of two. SwiGLU has more tiles
+// than 30 clusters take in one wave.
+constexpr int blocks_of_processor(After after) { return after == After::kSwiglu ? 2 : 1; }
+constexpr size_t few_bytes(After after) {
+  return size_t{after == After::kSwiglu ? 112u : 156u} << 10;
+}
 
 // Tiles of a warp: as many as have their sums in registers, beside rows that come from memory.
 constexpr int most_tiles(Before before) { return before == Before::kNothing ? 2 : 3; }
@@ -42,22 +47,21 @@ struct ClusterPlan {
 struct ClusterPlaces {
   int rows, sums, squares, norm_weight, end;
 
-  __host__ __device__ ClusterPlaces(const DecodeLinear& p, const ClusterPlan& plan, int row_tiles,
-                                    Before before) {
+  __host__ __device__ ClusterPlaces(const DecodeLinear& p, const ClusterPlan& plan, Before before) {
     const bool has_norm = before != Before::kNothing;
     const int chunks = plan.each * plan.turns;
     const int all_chunks = (p.D + kChunkColumns - 1) / kChunkColumns;
     const int squares_of_row = before == Before::kNorm ? all_chunks : kSteps * all_chunks;
     rows = chunks * plan.tiles * kChunkBytes;
-    sums = rows + (has_norm ? chunks * kSteps * row_tiles * kUnitBytes : 0);
-    const int units = (plan.tiles * row_tiles + kClusterBlocks - 1) / kClusterBlocks;
+    sums = rows + (has_norm ? chunks * kSteps * kRowTiles * kUnitBytes : 0);
+    const int units = (plan.tiles * kRowTiles + kClusterBlocks - 1) / kClusterBlocks;
     squares = sums + units * plan.parts * kUnitBytes;
     norm_weight = squares + (has_norm ? squares_of_row * kMostDecodeRows * 4 : 0);
     end = norm_weight + (has_norm ? chunks * kChunkColumns * 4 : 0);
   }
 };
 
-inline ClusterPlan plan_cluster(const DecodeLinear& p, int row_tiles, Before before) {
+inline ClusterPlan plan_cluster(const DecodeLinear& p, Before before, After after) {
   ClusterPlan plan;
   const int chunks = (p.D + kChunkColumns - 1) / kChunkColumns;
   plan.parts = warps_of(p.D, before != Before::kNothing);
@@ -67,13 +71,14 @@ inline ClusterPlan plan_cluster(const DecodeLinear& p, int row_tiles, Before bef
   plan.turns = (chunks + plan.parts - 1) / plan.parts;
   const auto bytes = [&](int tiles) {
     plan.tiles = tiles;
-    return static_cast<size_t>(ClusterPlaces(p, plan, row_tiles, before).end);
+    return static_cast<size_t>(ClusterPlaces(p, plan, before).end);
   };
   int most = most_tiles(before) * plan.groups;
-  while (most > 1 && bytes(most) > kFewClusterBytes) --most;
+  while (most > 1 && bytes(most) > few_bytes(after)) --most;
   if (bytes(most) > kMostClusterBytes) most = 0;
   // As many waves of clusters as these need, with as few tiles each as that allows.
-  const int at_once = p.processors < kClusterBlocks ? 1 : p.processors / kClusterBlocks;
+  const int blocks = blocks_of_processor(after) * p.processors;
+  const int at_once = blocks < kClusterBlocks ? 1 : blocks / kClusterBlocks;
   const int waves = most == 0 ? 1 : (p.tiles + at_once * most - 1) / (at_once * most);
   const int even = (p.tiles + at_once * waves - 1) / (at_once * waves);
   plan.tiles = even < most ? even : most;
@@ -127,11 +132,11 @@ __device__ __forceinline__ void copy_weights(const DecodeLinear& p, const Cluste
 
 // Leaves n(x) of this block's columns in shared memory, its warp `group` of a part rows
 // 8 group + g. Ends with all of it written.
-template <class T, int kTiles, Before kBefore>
+template <class T, Before kBefore>
 __device__ __forceinline__ void norm_rows(const DecodeLinear& p, const ClusterPlan& plan,
                                           const ClusterPlaces& at, const Place& place, uint8_t* s) {
   const int n = place.group, stride = plan.parts * kChunkColumns;
-  const bool works = place.works && n < kTiles;
+  const bool works = place.works && n < kRowTiles;
   float* squares = reinterpret_cast<float*>(s + at.squares);
   RowChunk<T, kBefore> rows;
   const auto load = [&](int turn) { rows.load(p, n, place.column + turn * stride); };
@@ -165,7 +170,7 @@ __device__ __forceinline__ void norm_rows(const DecodeLinear& p, const ClusterPl
       if (turn > 0) load(turn);
       const int chunk = place.part * plan.turns + turn;
       const auto* w = reinterpret_cast<const float*>(s + at.norm_weight) + chunk * kChunkColumns;
-      uint8_t* to = s + at.rows + chunk * kSteps * kTiles * kUnitBytes + lane_bytes();
+      uint8_t* to = s + at.rows + chunk * kSteps * kRowTiles * kUnitBytes + lane_bytes();
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         const int first = place.column + turn * stride + i * kDecodeStep;
@@ -176,7 +181,7 @@ __device__ __forceinline__ void norm_rows(const DecodeLinear& p, const ClusterPl
           x = operand<T, kBefore>(rows.x[i], rows.gates[rows.kHasGate ? i : 0], rstd,
                                   w + i * kDecodeStep + 8 * gate::lane_pair());
         }
-        *reinterpret_cast<uint4*>(to + (i * kTiles + n) * kUnitBytes) = x;
+        *reinterpret_cast<uint4*>(to + (i * kRowTiles + n) * kUnitBytes) = x;
       }
     }
   }
@@ -184,23 +189,24 @@ __device__ __forceinline__ void norm_rows(const DecodeLinear& p, const ClusterPl
 }
 
 // Parts of the sums of this warp's tiles.
-template <class T, int kTiles, Before kBefore>
+template <class T, Before kBefore>
 __device__ __forceinline__ void multiply_tiles(const DecodeLinear& p, const ClusterPlan& plan,
                                                const ClusterPlaces& at, const Place& place,
                                                const uint8_t* s,
-                                               float (&sums)[most_tiles(kBefore)][kTiles][4]) {
+                                               float (&sums)[most_tiles(kBefore)][kRowTiles][4]) {
   constexpr bool kHasNorm = kBefore != Before::kNothing;
   const auto unit = [&](int offset) {
     return *reinterpret_cast<const uint4*>(s + offset + lane_bytes());
   };
   for (int turn = 0; turn < plan.turns; ++turn) {
     const int column = place.column + turn * plan.parts * kChunkColumns;
-    uint4 all[kHasNorm ? 1 : kSteps][kTiles];  // all asked for at once, where they come from memory
+    // All asked for at once, where they come from memory.
+    uint4 all[kHasNorm ? 1 : kSteps][kRowTiles];
     if constexpr (!kHasNorm) {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i)
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
+        for (int n = 0; n < kRowTiles; ++n) {
           const Eight<T> x = load_row<T>(p, p.x, p.x_stride, n, column + i * kDecodeStep);
           all[i][n] = *reinterpret_cast<const uint4*>(x.words);
         }
@@ -208,12 +214,12 @@ __device__ __forceinline__ void multiply_tiles(const DecodeLinear& p, const Clus
     if (turn == 0) sm90::wait_for_copies<0>();  // each lane reads what it has copied
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      uint4 x[kTiles];
+      uint4 x[kRowTiles];
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
+      for (int n = 0; n < kRowTiles; ++n) {
         const int chunk = place.part * plan.turns + turn;
         if constexpr (kHasNorm)
-          x[n] = unit(at.rows + ((chunk * kSteps + i) * kTiles + n) * kUnitBytes);
+          x[n] = unit(at.rows + ((chunk * kSteps + i) * kRowTiles + n) * kUnitBytes);
         else
           x[n] = all[i][n];
       }
@@ -225,7 +231,7 @@ __device__ __forceinline__ void multiply_tiles(const DecodeLinear& p, const Clus
         const uint4 u = unit(chunk * kChunkBytes + 2 * i * kUnitBytes);
         const uint4 l = unit(chunk * kChunkBytes + (2 * i + 1) * kUnitBytes);
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
+        for (int n = 0; n < kRowTiles; ++n) {
           gate::multiply<T>(sums[j][n], {u.x, l.x, u.y, l.y}, x[n].x, x[n].y);
           gate::multiply<T>(sums[j][n], {u.z, l.z, u.w, l.w}, x[n].z, x[n].w);
         }
@@ -235,18 +241,18 @@ __device__ __forceinline__ void multiply_tiles(const DecodeLinear& p, const Clus
 }
 
 // Rows 8 n + g of a tile are a unit; unit u is added by block u % 4 of the cluster.
-template <int kTiles, int kMost>
+template <int kMost>
 __device__ __forceinline__ void hand_over(const ClusterPlan& plan, const Place& place,
                                           const uint8_t* to,
-                                          const float (&sums)[kMost][kTiles][4]) {
+                                          const float (&sums)[kMost][kRowTiles][4]) {
   const int part = place.rank * plan.each + place.part;
 #pragma unroll
   for (int j = 0; j < kMost; ++j) {
     const int own = place.group + j * plan.groups;
     if (own >= place.tiles) break;
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const int u = own * kTiles + n, place_of_unit = u / kClusterBlocks * plan.parts + part;
+    for (int n = 0; n < kRowTiles; ++n) {
+      const int u = own * kRowTiles + n, place_of_unit = u / kClusterBlocks * plan.parts + part;
       sm90::store_in_cluster(
           sm90::address_in(to + place_of_unit * kUnitBytes + lane_bytes(), u % kClusterBlocks),
           make_float4(sums[j][n][0], sums[j][n][1], sums[j][n][2], sums[j][n][3]));
@@ -254,7 +260,7 @@ __device__ __forceinline__ void hand_over(const ClusterPlan& plan, const Place& 
   }
 }
 
-template <class T, int kTiles, Before kBefore, After kAfter>
+template <class T, Before kBefore, After kAfter>
 __global__ void __launch_bounds__(kClusterThreads, kBefore == Before::kNothing ? 1 : 2)
     cluster_kernel(const __grid_constant__ DecodeLinear p,
                    const __grid_constant__ ClusterPlan plan) {
@@ -262,7 +268,7 @@ __global__ void __launch_bounds__(kClusterThreads, kBefore == Before::kNothing ?
   extern __shared__ float4 shared[];
   auto* s = reinterpret_cast<uint8_t*>(shared);
   constexpr bool kHasNorm = kBefore != Before::kNothing;
-  const ClusterPlaces at(p, plan, kTiles, kBefore);
+  const ClusterPlaces at(p, plan, kBefore);
   const Place place(p, plan);
   sm90::arrive_at_cluster();
   sm90::release_next_kernel();
@@ -285,24 +291,24 @@ __global__ void __launch_bounds__(kClusterThreads, kBefore == Before::kNothing ?
   // The units that this warp adds are every `warps`-th of its block's.
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
   const auto tile_of = [&](int unit) {
-    return WeightTile<T, kAfter>(p, place.first_tile + unit / kTiles);
+    return WeightTile<T, kAfter>(p, place.first_tile + unit / kRowTiles);
   };
-  const int first_unit = warp * kClusterBlocks + place.rank, units = place.tiles * kTiles;
+  const int first_unit = warp * kClusterBlocks + place.rank, units = place.tiles * kRowTiles;
   uint32_t added[2]{};  // early
   if (kAfter == After::kAddResidual && first_unit < units)
-    load_residual<T>(p, p.maps[0], tile_of(first_unit).first, first_unit % kTiles, added);
-  if constexpr (kHasNorm) norm_rows<T, kTiles, kBefore>(p, plan, at, place, s);
-  float sums[most_tiles(kBefore)][kTiles][4]{};
-  if (place.works) multiply_tiles<T, kTiles, kBefore>(p, plan, at, place, s, sums);
+    load_residual<T>(p, p.maps[0], tile_of(first_unit).first, first_unit % kRowTiles, added);
+  if constexpr (kHasNorm) norm_rows<T, kBefore>(p, plan, at, place, s);
+  float sums[most_tiles(kBefore)][kRowTiles][4]{};
+  if (place.works) multiply_tiles<T, kBefore>(p, plan, at, place, s, sums);
   if constexpr (!kHasNorm) sm90::wait_for_cluster();  // all blocks have started
-  if (place.works) hand_over<kTiles>(plan, place, s + at.sums, sums);
+  if (place.works) hand_over(plan, place, s + at.sums, sums);
   sm90::sync_cluster();  // all parts are there
 
   for (int unit = first_unit; unit < units; unit += warps * kClusterBlocks) {
     const WeightTile<T, kAfter> tile = tile_of(unit);
     if (kAfter == After::kAddResidual && unit != first_unit) {
       added[0] = added[1] = 0;
-      load_residual<T>(p, p.maps[0], tile.first, unit % kTiles, added);
+      load_residual<T>(p, p.maps[0], tile.first, unit % kRowTiles, added);
     }
     float y[4]{};
 #pragma unroll 4
@@ -311,51 +317,38 @@ __global__ void __launch_bounds__(kClusterThreads, kBefore == Before::kNothing ?
           s + at.sums + (unit / kClusterBlocks * plan.parts + i) * kUnitBytes + lane_bytes());
       y[0] += x.x, y[1] += x.y, y[2] += x.z, y[3] += x.w;
     }
-    store_results<T, kAfter>(p, p.maps[tile.map], tile.first, unit % kTiles, y, added);
+    store_results<T, kAfter>(p, p.maps[tile.map], tile.first, unit % kRowTiles, y, added);
   }
 #endif
 }
 
-template <class T, int kTiles, Before kBefore, After kAfter>
+template <class T, Before kBefore, After kAfter>
 bool launch_cluster(const DecodeLinear& p, cudaStream_t stream) {
   if (!p.clusters) return false;
-  const ClusterPlan plan = plan_cluster(p, kTiles, kBefore);
+  const ClusterPlan plan = plan_cluster(p, kBefore, kAfter);
   if (plan.tiles == 0) return false;
-  const auto kernel = cluster_kernel<T, kTiles, kBefore, kAfter>;
+  const auto kernel = cluster_kernel<T, kBefore, kAfter>;
   static const DynamicShared shared(kernel, kMostClusterBytes);
   shared.allow();
   const int clusters = (p.tiles + plan.tiles - 1) / plan.tiles;
   sm90::launch_clusters_of<kClusterBlocks>(
       p.overlaps, kernel, kClusterBlocks * clusters, 32 * plan.each * plan.groups,
-      static_cast<size_t>(ClusterPlaces(p, plan, kTiles, kBefore).end), stream, p, plan);
+      static_cast<size_t>(ClusterPlaces(p, plan, kBefore).end), stream, p, plan);
   return true;
 }
 
-// Whether clusters take less time than blocks by themselves, as measured on an H200: 6 to 25 % of a
-// launch with 17 to 32 rows, and where launches overlap 5 to 10 % with 9 to 16.
-constexpr bool may_cluster(int row_tiles, Before before, After after) {
-  if (row_tiles == 1 || after == After::kSwiglu) return false;
-  return row_tiles > 2 || before != Before::kGatedNorm;
-}
-
+// Up to 16 rows gain nothing from clusters; more take them where the GPU has these.
 template <Before kBefore, After kAfter>
 void launch(const DecodeLinear& p, cudaStream_t stream) {
-  const auto with = [&](auto type, auto row_tiles) {
+  const auto with = [&](auto type) {
     using T = typename decltype(type)::type;
-    constexpr int kTiles = decltype(row_tiles)::value;
-    if constexpr (may_cluster(kTiles, kBefore, kAfter)) {
-      const bool pays = kTiles > 2 || p.overlaps;
-      if (pays && launch_cluster<T, kTiles, kBefore, kAfter>(p, stream)) return;
-    }
-    launch_linear<T, kTiles, kBefore, kAfter>(p, stream);
+    if (p.rows <= 8) return launch_linear<T, 1, kBefore, kAfter>(p, stream);
+    if (p.rows <= 16) return launch_linear<T, 2, kBefore, kAfter>(p, stream);
+    if (!launch_cluster<T, kBefore, kAfter>(p, stream))
+      launch_linear<T, 4, kBefore, kAfter>(p, stream);
   };
-  const auto with_rows = [&](auto type) {
-    if (p.rows <= 8) return with(type, std::integral_constant<int, 1>{});
-    if (p.rows <= 16) return with(type, std::integral_constant<int, 2>{});
-    with(type, std::integral_constant<int, 4>{});
-  };
-  if (p.dtype == DType::kBFloat16) return with_rows(Type<bf16>{});
-  with_rows(Type<half>{});
+  if (p.dtype == DType::kBFloat16) return with(Type<bf16>{});
+  with(Type<half>{});
 }
 
 }  // namespace gla_ext::cuda::decode
