@@ -177,17 +177,35 @@ def test_low_rank_step_is_its_parts(device, dtype):
     require_close(pool, other.cpu().double(), 2e-3 if dtype == torch.bfloat16 else 2e-4)
 
 
-def calls(device, dtype, rows):
+@pytest.mark.cuda
+@pytest.mark.parametrize("v_first", [False, True])
+def test_a_step_has_the_same_bits_in_every_batch(v_first):
+    """And leaves the same bits in the pool."""
+    rows = 32
+    q, k, v, h, w, b, pool, slots = step_inputs(
+        "cuda", torch.bfloat16, rows, 4, 2, 128, 200, 16, v_first
+    )
+    slots[7] = -1
+    other = pool.clone()
+    o = low_rank_step(q, k, v, h, w, b, pool, slots, v_first, overlaps=True)
+    for n in range(rows):
+        row = slice(n, n + 1)
+        alone = (q[row], k[row], v[row], h[row], w, b, other, slots[row])
+        assert torch.equal(low_rank_step(*alone, v_first), o[row])
+    assert torch.equal(other, pool)
+
+
+def calls(device, dtype, rows, overlaps=False):
     """The products, as functions of so many of the rows."""
     draw = Draw(device, dtype)
     x, r, o, g = draw(rows, 1, 416), draw(rows, 1, 40), draw(rows, 1, 4, 64), draw(rows, 1, 256)
     a, b, c, w = draw.weight(40, 416), draw.weight(40, 416), draw.weight(40, 256), draw(416)
     return {
-        "norm_linear": lambda n: torch.cat(ops.norm_linear(x[n], w, EPS, [a, b]), -1),
-        "norm_swiglu": lambda n: ops.norm_swiglu(x[n], w, EPS, a, b),
-        "linear_residual": lambda n: ops.linear_residual(x[n], a, r[n]),
+        "norm_linear": lambda n: torch.cat(ops.norm_linear(x[n], w, EPS, [a, b], overlaps), -1),
+        "norm_swiglu": lambda n: ops.norm_swiglu(x[n], w, EPS, a, b, overlaps),
+        "linear_residual": lambda n: ops.linear_residual(x[n], a, r[n], overlaps),
         "norm_gate_linear_residual": lambda n: ops.norm_gate_linear_residual(
-            o[n], None, EPS, g[n], c, r[n]
+            o[n], None, EPS, g[n], c, r[n], overlaps
         ),
     }
 
@@ -198,10 +216,11 @@ PRODUCTS = tuple(calls("cpu", torch.float32, 1))
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_row_has_the_same_bits_in_every_batch(name, dtype):
-    call = calls("cuda", dtype, 32)[name]
-    whole = call(slice(0, 32))
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_row_has_the_same_bits_in_every_batch(name, dtype, overlaps):
+    whole = calls("cuda", dtype, 32)[name](slice(0, 32))
     assert whole.isfinite().all()
+    call = calls("cuda", dtype, 32, overlaps)[name]
     for start, count in ((0, 1), (5, 1), (31, 1), (3, 8), (16, 9), (2, 16), (7, 20)):
         assert torch.equal(call(slice(start, start + count)), whole[start : start + count])
 
@@ -235,25 +254,26 @@ def test_rows_that_start_anywhere(name, rows):
 
 
 @pytest.mark.cuda
-def test_a_chain_that_overlaps_has_the_same_bits_in_a_graph():
+@pytest.mark.parametrize("rows", [8, 16, 32])
+def test_a_chain_that_overlaps_has_the_same_bits_in_a_graph(rows):
     """Each kernel starts before the one before has ended, and waits for what it writes."""
     draw = Draw("cuda", torch.bfloat16)
     D, N = 1024, 2816
-    x, w = draw(8, 1, D), draw(D)
+    x, w = draw(rows, 1, D), draw(D)
     maps = [draw.weight(N, D), draw.weight(N, D), draw.weight(D, N)]
 
-    def chain(overlaps):
-        y = x
+    def chain(y, overlaps):
         for _ in range(6):
             z = ops.norm_swiglu(y, w, EPS, maps[0], maps[1], overlaps)
             y = ops.linear_residual(z, maps[2], y, overlaps)
         return y
 
-    expected = chain(False)
-    assert torch.equal(chain(True), expected)
+    expected = torch.cat([chain(eight, False) for eight in x.split(8)])
+    assert expected.isfinite().all()
+    assert torch.equal(chain(x, True), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = chain(True)
+        captured = chain(x, True)
     for _ in range(20):
         captured.zero_()
         graph.replay()

@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include "checks/decode.h"
+#include "cuda/host/sm90_built.h"
 #include "cuda/host/tensors.h"
 #include "decode.h"
 #include "params.h"
@@ -36,6 +37,7 @@ class DecodeCall {
     const auto* gpu = at::cuda::getDeviceProperties(x.device().index());
     p.overlaps = overlaps && gpu->major >= 9;
     p.processors = gpu->multiProcessorCount;
+    p.clusters = takes_sm90(x.device());
     p.x = input(x, D, p.x_stride);
   }
 

@@ -40,23 +40,6 @@ inline int warps_of(int D, bool has_norm) {
 }
 inline int row_tiles_of(int rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
 
-// What the results of a tile are added to, in this lane's places: rows of weights g and g + 8, rows
-// 8 warp + 2 t + e of x, of a warp below kTiles.
-template <class T, int kTiles>
-__device__ __forceinline__ void load_residual(const DecodeLinear& p, const LinearMap& map,
-                                              int first_row, uint32_t (&added)[2]) {
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int weight_row = first_row + gate::lane_row(), x_row = 8 * warp + 2 * gate::lane_pair();
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = x_row + i % 2, r = weight_row + i / 2 * 8;
-    if (warp < kTiles && row < p.rows && r < map.width)
-      added[i / 2] |=
-          uint32_t{bits_of(static_cast<const T*>(p.residual)[row * p.residual_stride + r])}
-          << 16 * (i % 2);
-  }
-}
-
 // Adds the warps' sums and stores the results of a tile.
 template <class T, int kTiles, After kAfter>
 __device__ __forceinline__ void store_tile(const DecodeLinear& p, const LinearMap& map,
@@ -71,23 +54,14 @@ __device__ __forceinline__ void store_tile(const DecodeLinear& p, const LinearMa
   __syncthreads();  // sums of every warp are written
   if (warp >= kTiles) return;
   if constexpr (kAfter == After::kAddResidual && kTiles > 1)
-    load_residual<T, kTiles>(p, map, first_row, added);
+    load_residual<T>(p, map, first_row, warp, added);
   float y[4]{};
 #pragma unroll 4
   for (int i = 0; i < warps; ++i) {
     const float4 x = shared[(i * kTiles + warp) * 32 + lane];
     y[0] += x.x, y[1] += x.y, y[2] += x.z, y[3] += x.w;
   }
-  const int weight_row = first_row + gate::lane_row(), x_row = 8 * warp + 2 * gate::lane_pair();
-  T* out = static_cast<T*>(map.y);
-#pragma unroll
-  for (int i = 0; i < (kAfter == After::kSwiglu ? 2 : 4); ++i) {
-    const int row = x_row + i % 2, r = weight_row + i / 2 * 8;
-    float result = y[i];
-    if constexpr (kAfter == After::kSwiglu) result *= sigmoid<T>(y[i]) * y[2 + i % 2];
-    if constexpr (kAfter == After::kAddResidual) result += element_of<T>(added, i);
-    if (row < p.rows && r < map.width) out[int64_t{row} * map.width + r] = from_float<T>(result);
-  }
+  store_results<T, kAfter>(p, map, first_row, warp, y, added);
 }
 
 template <class T, int kTiles, Before kBefore, After kAfter>
@@ -113,7 +87,7 @@ __global__ void __launch_bounds__(most_threads(kTiles, kBefore))
   sm90::await_previous_kernel();
   uint32_t added[2]{};  // early, where registers are left
   if constexpr (kAfter == After::kAddResidual && kTiles == 1)
-    load_residual<T, kTiles>(p, p.maps[tile.map], tile.first, added);
+    if (warp == 0) load_residual<T>(p, p.maps[tile.map], tile.first, 0, added);
   // Up to 8 rows stay in registers between the norm and the product; more come out of L1 again.
   constexpr bool kStays = kTiles == 1;
   const int stride = warps * kChunkColumns;
@@ -200,18 +174,6 @@ void launch_linear(const DecodeLinear& p, cudaStream_t stream) {
     sm90::launch_dependent(kernel, blocks, threads, bytes, stream, p);
   else
     kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(p);
-}
-
-template <Before kBefore, After kAfter>
-void launch_linear(const DecodeLinear& p, cudaStream_t stream) {
-  const auto with = [&](auto type) {
-    using T = typename decltype(type)::type;
-    if (p.rows <= 8) return launch_linear<T, 1, kBefore, kAfter>(p, stream);
-    if (p.rows <= 16) return launch_linear<T, 2, kBefore, kAfter>(p, stream);
-    launch_linear<T, 4, kBefore, kAfter>(p, stream);
-  };
-  if (p.dtype == DType::kBFloat16) return with(Type<bf16>{});
-  with(Type<half>{});
 }
 
 }  // namespace gla_ext::cuda::decode

@@ -1,14 +1,14 @@
 // linear_residual and norm_gate_linear_residual: linear maps that are added to a residual.
-#include "linear.cuh"
+#include "cluster.cuh"
 
 namespace gla_ext::cuda {
 
 void decode_linear_residual(const DecodeLinear& p, cudaStream_t stream) {
-  decode::launch_linear<Before::kNothing, After::kAddResidual>(p, stream);
+  decode::launch<Before::kNothing, After::kAddResidual>(p, stream);
 }
 
 void decode_norm_gate_linear_residual(const DecodeLinear& p, cudaStream_t stream) {
-  decode::launch_linear<Before::kGatedNorm, After::kAddResidual>(p, stream);
+  decode::launch<Before::kGatedNorm, After::kAddResidual>(p, stream);
 }
 
 }  // namespace gla_ext::cuda

@@ -1,5 +1,5 @@
 // norm_linear and norm_swiglu: linear maps of the norm of each row.
-#include "linear.cuh"
+#include "cluster.cuh"
 
 namespace gla_ext::cuda {
 
@@ -10,11 +10,11 @@ size_t decode_linear_bytes(const DecodeLinear& p, Before before) {
 }
 
 void decode_norm_linear(const DecodeLinear& p, cudaStream_t stream) {
-  decode::launch_linear<Before::kNorm, After::kStore>(p, stream);
+  decode::launch<Before::kNorm, After::kStore>(p, stream);
 }
 
 void decode_norm_swiglu(const DecodeLinear& p, cudaStream_t stream) {
-  decode::launch_linear<Before::kNorm, After::kSwiglu>(p, stream);
+  decode::launch<Before::kNorm, After::kSwiglu>(p, stream);
 }
 
 }  // namespace gla_ext::cuda

@@ -121,17 +121,19 @@ __device__ __forceinline__ void sum_squares(const RowChunk<T, kBefore>& rows,
   }
 }
 
-// Leaves them in shared memory, summed over the lanes of a row.
+// The sum over the lanes of a row, in each of them.
+__device__ __forceinline__ float sum_of_row(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+// Leaves the sums of rows in shared memory.
 template <Before kBefore>
 __device__ __forceinline__ void store_squares(const float (&sums)[kSums<kBefore>], int n,
                                               int column, float* squares) {
 #pragma unroll
   for (int i = 0; i < kSums<kBefore>; ++i) {
-    float sum = sums[i];
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     const int place = column / kChunkColumns * kSums<kBefore> + i;
-    squares[place * kMostDecodeRows + 8 * n + gate::lane_row()] = sum;
+    squares[place * kMostDecodeRows + 8 * n + gate::lane_row()] = sum_of_row(sums[i]);
   }
 }
 
@@ -143,6 +145,14 @@ __device__ __forceinline__ float rstd_of(const DecodeLinear& p, const float* squ
 #pragma unroll 8
   for (int i = 0; i < count; ++i) sum += at[i * kMostDecodeRows];
   return rsqrtf(sum * p.per_group + p.eps);
+}
+
+// The group of columns that `first` is in; where that is not `group`, its 1 / rms of row 8 n + g.
+__device__ __forceinline__ int take_group(const DecodeLinear& p, const float* squares, int n,
+                                          int first, int& group, float& rstd) {
+  const int own = first / p.group, steps = p.group / kDecodeStep;
+  if (own != group) rstd = rstd_of(p, squares, n, own * steps, steps);
+  return group = own;
 }
 
 // n(x) of eight columns, with the norm's weight of these.
@@ -182,11 +192,8 @@ __device__ __forceinline__ void multiply_chunk(const DecodeLinear& p, const Plac
     const int first = column + i * kDecodeStep;
     if (first >= p.D) break;
     int in_group = first;
-    if constexpr (kBefore == Before::kGatedNorm) {
-      const int own = first / p.group, steps = p.group / kDecodeStep;
-      if (own != group) rstd = rstd_of(p, s + at.squares, n, own * steps, steps);
-      group = own, in_group = first - own * p.group;
-    }
+    if constexpr (kBefore == Before::kGatedNorm)
+      in_group -= take_group(p, s + at.squares, n, first, group, rstd) * p.group;
     const Eight<T> own_x = kHeld ? rows.x[i] : load_row<T>(p, p.x, p.x_stride, n, first);
     const uint4 x = operand<T, kBefore>(own_x, rows.gates[rows.kHasGate ? i : 0], rstd,
                                         s + at.norm_weight + in_group + 8 * gate::lane_pair());
@@ -225,6 +232,39 @@ __device__ __forceinline__ void multiply_operands(const DecodeLinear& p, const W
       gate::multiply<T>(sums[n], {u.x, l.x, u.y, l.y}, x.x, x.y);
       gate::multiply<T>(sums[n], {u.z, l.z, u.w, l.w}, x.z, x.w);
     }
+  }
+}
+
+// What the results of a tile and rows 8 n to 8 n + 7 of x are added to, in this lane's places: rows
+// of weights g and g + 8, rows 8 n + 2 t + e of x.
+template <class T>
+__device__ __forceinline__ void load_residual(const DecodeLinear& p, const LinearMap& map,
+                                              int first_row, int n, uint32_t (&added)[2]) {
+  const int weight_row = first_row + gate::lane_row(), x_row = 8 * n + 2 * gate::lane_pair();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = x_row + i % 2, r = weight_row + i / 2 * 8;
+    if (row < p.rows && r < map.width)
+      added[i / 2] |=
+          uint32_t{bits_of(static_cast<const T*>(p.residual)[row * p.residual_stride + r])}
+          << 16 * (i % 2);
+  }
+}
+
+// The results of sums y in the same places.
+template <class T, After kAfter>
+__device__ __forceinline__ void store_results(const DecodeLinear& p, const LinearMap& map,
+                                              int first_row, int n, const float (&y)[4],
+                                              const uint32_t (&added)[2]) {
+  const int weight_row = first_row + gate::lane_row(), x_row = 8 * n + 2 * gate::lane_pair();
+  T* out = static_cast<T*>(map.y);
+#pragma unroll
+  for (int i = 0; i < (kAfter == After::kSwiglu ? 2 : 4); ++i) {
+    const int row = x_row + i % 2, r = weight_row + i / 2 * 8;
+    float result = y[i];
+    if constexpr (kAfter == After::kSwiglu) result *= sigmoid<T>(y[i]) * y[2 + i % 2];
+    if constexpr (kAfter == After::kAddResidual) result += element_of<T>(added, i);
+    if (row < p.rows && r < map.width) out[int64_t{row} * map.width + r] = from_float<T>(result);
   }
 }
 

@@ -44,6 +44,7 @@ struct DecodeLinear {
   int32_t residual_stride = 0;
   int32_t processors = 1;  // multiprocessors of the GPU
   bool overlaps = false;   // may start before the kernel before it has ended
+  bool clusters = false;   // the GPU has them, and the build code for it
 };
 
 // Shared memory of a block.

@@ -13,6 +13,7 @@
 #include "autograd/for_backward.h"
 #include "common/head_gates.h"
 #include "cuda/sm90/sm90.h"
+#include "sm90_built.h"
 #include "tensors.h"
 
 namespace gla_ext::cuda {
@@ -37,11 +38,6 @@ bool sm90_built(c10::DeviceIndex device) {
   return mine.load(std::memory_order_relaxed) == kBuilt;
 }
 
-bool takes_sm90(c10::Device device) {
-  const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(device.index());
-  return gpu.major == 9 && gpu.minor == 0 && sm90_built(device.index());
-}
-
 // Whether all rows start at multiples of 16 bytes, as far as a tensor knows where it lies: while
 // tracing it does not, and what such a graph keeps prepared chunks of is copied where they do not.
 bool may_be_aligned(const at::Tensor& t) {
@@ -52,6 +48,11 @@ bool may_be_aligned(const at::Tensor& t) {
 }
 
 }  // namespace
+
+bool takes_sm90(c10::Device device) {
+  const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(device.index());
+  return gpu.major == 9 && gpu.minor == 0 && sm90_built(device.index());
+}
 
 PlanInputs plan_inputs(c10::Device device, const ChunkGrid& grid, int64_t H, int64_t K, int64_t V,
                        DType dtype, DType gate_dtype) {

@@ -33,6 +33,12 @@ __device__ __forceinline__ uint32_t address_in(const void* p, int rank) {
 __device__ __forceinline__ void store_in_cluster(uint32_t to, float x) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
+// The same with four numbers, to a multiple of 16 bytes.
+__device__ __forceinline__ void store_in_cluster(uint32_t to, float4 x) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x.x), "f"(x.y),
+               "f"(x.z), "f"(x.w)
+               : "memory");
+}
 // Arrives at a barrier of any block of the cluster. The default scope, as in CUTLASS: what is
 // handed over goes by bulk copies, and release.cluster would wait for all stores to memory.
 __device__ __forceinline__ void arrive_in_cluster(uint32_t barrier) {

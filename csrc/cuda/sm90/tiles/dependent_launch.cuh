@@ -44,13 +44,14 @@ __device__ __forceinline__ void wait_for_all_but_scan(bool scanned) {
     wait_for_previous_kernel();
 }
 
-// kCluster: blocks of a cluster, of which `blocks` is a multiple.
-template <int kCluster = 1, class... Parameters, class... Arguments>
-void launch_dependent(void (*kernel)(Parameters...), int64_t blocks, int threads,
-                      size_t shared_bytes, cudaStream_t stream, Arguments... arguments) {
+// kCluster: blocks of a cluster, of which `blocks` is a multiple. overlaps: whether the kernel may
+// start before the one before is done.
+template <int kCluster, class... Parameters, class... Arguments>
+void launch_clusters_of(bool overlaps, void (*kernel)(Parameters...), int64_t blocks, int threads,
+                        size_t shared_bytes, cudaStream_t stream, Arguments... arguments) {
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[0].val.programmaticStreamSerializationAllowed = overlaps ? 1 : 0;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {kCluster, 1, 1};
   cudaLaunchConfig_t config{};
@@ -61,6 +62,12 @@ void launch_dependent(void (*kernel)(Parameters...), int64_t blocks, int threads
   config.attrs = attributes;
   config.numAttrs = kCluster > 1 ? 2 : 1;
   cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+template <int kCluster = 1, class... Parameters, class... Arguments>
+void launch_dependent(void (*kernel)(Parameters...), int64_t blocks, int threads,
+                      size_t shared_bytes, cudaStream_t stream, Arguments... arguments) {
+  launch_clusters_of<kCluster>(/*overlaps=*/true, kernel, blocks, threads, shared_bytes, stream,
+                               arguments...);
 }
 
 }  // namespace gla_ext::cuda::sm90
