@@ -4,6 +4,7 @@
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAException.h>
 #include <torch/library.h>
 
@@ -99,18 +100,22 @@ at::Tensor chunk_gla_on_pool_cuda(const PoolArguments& a) {
   std::vector<at::Tensor> held;
   p.pool = rows_of(a, held);
   at::Tensor o = call.output(p.o, p.V, shape.dtype);
-  if (a.state.size(0) == 0) return o.zero_();  // no sequence has a row
+  at::Tensor result = in_fp32 ? at::empty_like(o, o.options().dtype(at::kHalf)) : o;
+  if (a.state.size(0) == 0) return result.zero_();  // no sequence has a row
   const PassPlan pass = call.plan(a.batch_invariant, /*for_backward=*/false).forward;
-  // Packed sequences of any length: only the device knows these.
-  if (p.grid.packed || p.grid.T <= kRecurrentTokens) {
-    recurrent_forward(short_sequences_of(call, a, p.pool), at::cuda::getCurrentCUDAStream());
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  }
+  const Recurrence short_sequences = short_sequences_of(call, a, p.pool);
   if (p.grid.packed && p.grid.N > 0)
     leave_short_sequences(p,
                           held.emplace_back(at::empty({p.grid.N}, a.q.options().dtype(at::kLong))));
+  // This allocates before it launches: a call that lacks memory has moved no state.
   if (p.grid.packed || p.grid.T > kRecurrentTokens) call.run(pass);
-  return in_fp32 ? o.to(at::kHalf) : o;
+  // Packed sequences of any length: only the device knows these.
+  if (p.grid.packed || p.grid.T <= kRecurrentTokens) {
+    recurrent_forward(short_sequences, at::cuda::getCurrentCUDAStream());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+  if (in_fp32) result.copy_(o);
+  return result;
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 """CUDA gives the same bits every time: at full load, in dirty memory, in any batch."""
 
-import contextlib
 import dataclasses
 
 import pytest
@@ -15,6 +14,7 @@ from common import (
     make_inputs,
     ours,
 )
+from cuda_tools import gpu_of
 from large import large_inputs
 
 from gla_ext import batch_invariant
@@ -70,20 +70,6 @@ def test_beside_other_work(lengths, gate, dtype):
                 noise = (noise @ noise).clamp(-1, 1)
         differences = differences + count_differences(ours(x), expected)
     assert differences.item() == 0
-
-
-@contextlib.contextmanager
-def gpu_of(size: int):
-    """A GPU with `size` bytes for this process, beside what CUDA graphs of other tests hold."""
-    torch.cuda.empty_cache()
-    size += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    _, total = torch.cuda.mem_get_info()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, size / total))
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        torch.cuda.empty_cache()
 
 
 @on_both_paths

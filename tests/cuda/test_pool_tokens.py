@@ -4,7 +4,7 @@ in the call."""
 import pytest
 import torch
 from common import BAD_OFFSETS, assert_close
-from cuda_tools import launched
+from cuda_tools import gpu_of, launched
 from pool_inputs import N, P, Prompts
 
 from gla_ext import batch_invariant, recurrent_gla_step_
@@ -111,9 +111,19 @@ def test_kernels():
         Prompts("cuda", False, T=1, sizes=(1, 128, 128), dtype=BF16),
     )
     names, _ = launched(packed.run)
-    assert "recurrent" in names[0] and len(names) > 1
+    assert "recurrent" in names[-1] and len(names) > 1
     names, _ = launched(alone.run)
     assert len(names) == 1 and "recurrent" in names[0]
+
+
+def test_a_call_that_lacks_memory_moves_no_state(monkeypatch):
+    """It may come again with more."""
+    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")  # whose workspace is the larger
+    prompts = make((4, 128, 128), (1, 1, 1, 0, 1, 1, 2**15))
+    size = torch.cuda.memory_allocated() + 60 * 2**20  # o takes 32 of these, the workspace 145
+    with gpu_of(size), pytest.raises(torch.OutOfMemoryError):
+        prompts.run()
+    assert torch.equal(prompts.pool, prompts.before)
 
 
 @in_nan

@@ -1,5 +1,6 @@
-"""CUDA: where the toolkit is, what the extension was built for, what calls allocate."""
+"""CUDA: where the toolkit is, what the extension was built for, what calls allocate and may."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -49,6 +50,20 @@ def peak_bytes(call: Callable[[], object]) -> int:
     with backward_in_this_thread():
         call()
     return torch.cuda.max_memory_allocated() - before
+
+
+@contextlib.contextmanager
+def gpu_of(size: int):
+    """A GPU with `size` bytes for this process, beside what CUDA graphs of other tests hold."""
+    torch.cuda.empty_cache()
+    size += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, size / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
 
 
 def launched(call) -> tuple[list[str], tuple[torch.Tensor, ...]]:

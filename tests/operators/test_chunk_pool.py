@@ -83,8 +83,9 @@ def test_no_row_in_the_pool(device):
     for slots in ([-1] * N, [P] * N, [2**31 - 1, -(2**31), P, -7, 100, -1, P + 1]):
         o = prompts.run(slots=prompts.indices(slots), write_slots=None)
         assert not o.any() and torch.equal(prompts.pool, prompts.before)
-    empty = prompts.pool[:0]
-    assert not prompts.run(state=empty, write_slots=None).any()
+    for one in (prompts, Prompts(device, True, dtype=torch.float16, gv=True)):
+        o = one.run(state=one.pool[:0], write_slots=None)
+        assert not o.any() and o.dtype == one.tokens["v"].dtype
 
 
 def test_several_go_on_from_one_row(device):

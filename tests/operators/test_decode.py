@@ -98,7 +98,7 @@ def test_linear_residual(device, dtype, rows, size):
 
 @by_dtype
 @by_rows
-@pytest.mark.parametrize("H, V", [(2, 64), (4, 32), (1, 160), (3, 20), (2, 256)])
+@pytest.mark.parametrize("H, V", [(2, 64), (4, 32), (1, 160), (3, 20), (2, 256), (1, 12288)])
 def test_norm_gate_linear_residual(device, dtype, rows, H, V):
     draw = Draw(device, dtype)
     o, gate, w = draw(rows, 1, H, V, scale=0.1), draw(rows, 1, H * V), draw(V)

@@ -43,12 +43,13 @@ class DecodeCall {
 
   DecodeLinear p;
 
-  void norm(const OptionalTensor& weight, double eps, int64_t group) {
+  // Of each row, or of each head, of which there may be one.
+  void norm(const OptionalTensor& weight, double eps, int64_t group, Before before) {
     serves_ = serves_ && group % kDecodeStep == 0;
     if (!serves_) return;
     p.group = static_cast<int32_t>(group);
+    before_ = before;
     p.eps = static_cast<float>(eps), p.per_group = 1.f / static_cast<float>(group);
-    before_ = p.group == p.D ? Before::kNorm : Before::kGatedNorm;
     if (!given(weight)) return;
     serves_ = weight->scalar_type() != at::kDouble;
     if (!serves_) return;
@@ -117,7 +118,7 @@ std::vector<at::Tensor> norm_linear_cuda(const at::Tensor& x, const OptionalTens
                                          double eps, at::TensorList weights, bool overlaps) {
   check_norm_linear(x, norm_weight, weights);
   DecodeCall call("norm_linear", x, 1, overlaps);
-  call.norm(norm_weight, eps, x.size(-1));
+  call.norm(norm_weight, eps, x.size(-1), Before::kNorm);
   if (!call.serves(weights.size()))
     return composed::norm_linear(x, norm_weight, eps, weights, overlaps);
   std::vector<at::Tensor> results;
@@ -131,7 +132,7 @@ at::Tensor norm_swiglu_cuda(const at::Tensor& x, const OptionalTensor& norm_weig
                             bool overlaps) {
   check_norm_swiglu(x, norm_weight, gate_weight, up_weight);
   DecodeCall call("norm_swiglu", x, 1, overlaps);
-  call.norm(norm_weight, eps, x.size(-1));
+  call.norm(norm_weight, eps, x.size(-1), Before::kNorm);
   if (!call.serves(1))
     return composed::norm_swiglu(x, norm_weight, eps, gate_weight, up_weight, overlaps);
   at::Tensor y = call.map(gate_weight, 8);
@@ -157,7 +158,7 @@ at::Tensor norm_gate_linear_residual_cuda(const at::Tensor& o, const OptionalTen
                                           bool overlaps) {
   check_norm_gate_linear_residual(o, norm_weight, gate, weight, residual);
   DecodeCall call("norm_gate_linear_residual", o, 2, overlaps);
-  call.norm(norm_weight, eps, o.size(-1));
+  call.norm(norm_weight, eps, o.size(-1), Before::kGatedNorm);
   if (!call.serves(1))
     return composed::norm_gate_linear_residual(o, norm_weight, eps, gate, weight, residual,
                                                overlaps);

@@ -49,7 +49,6 @@ struct Recurrence {
   DType state_dtype = DType::kFloat;
   Indices write_slots;       // [N]: where the state goes, if not back; outside the pool nowhere
   int64_t least_tokens = 0;  // forward leaves shorter sequences alone
-  int32_t multiprocessors = 0;
 
   // Forward beside other kernels, chunk_gla_'s.
   int64_t most_tokens = std::numeric_limits<int64_t>::max();  // it leaves longer sequences alone

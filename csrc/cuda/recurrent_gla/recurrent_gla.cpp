@@ -37,7 +37,6 @@ void use_pool(Recurrence& p, const at::Tensor& state, bool write) {
   p.state_in = state.const_data_ptr();
   if (write) p.state_out = const_cast<void*>(p.state_in);
   p.state_dtype = dtype_of(state.scalar_type());
-  p.multiprocessors = multiprocessors_of(state.device());
   p.slots_in_pool = state.size(0);
   // The stride of a single matrix may be anything; it must not prevent 16-byte access.
   p.state_stride_n = state.size(0) > 1 ? state.stride(0) : 0;

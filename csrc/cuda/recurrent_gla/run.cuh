@@ -122,10 +122,10 @@ __device__ __forceinline__ void unpack4(float (&x)[4]) {
 
 // Some tokens' rows in shared memory, in fp32 and zero outside K and V: scale q, k and exp gk of
 // all keys; v, exp gv and, for backward, do of kValues values. Absent gates decay by 1.
-template <int kTokens, int kK, int kValues, bool kBackward, int kValueRows = kTokens>
+template <int kTokens, int kK, int kValues, bool kBackward>
 struct alignas(16) Operands {
   float q[kTokens][kK], k[kTokens][kK], a[kTokens][kK];
-  float v[kValueRows][kValues], b[kValueRows][kValues];
+  float v[kTokens][kValues], b[kTokens][kValues];
   float d_o[kBackward ? kTokens : 1][kBackward ? kValues : 1];
 
   __device__ __forceinline__ void put(const Recurrence& p, int t, int key, const KeyBits& x) {
@@ -160,7 +160,7 @@ struct TokenBits {
 
   __device__ __forceinline__ TokenBits(const Recurrence& p, const Run& run, int first_value) {
     load_keys(p, run);
-    load_values(p, run, first_value);
+    if (threadIdx.x < kValues) value = ValueBits(p, run, 0, first_value + threadIdx.x);
   }
   __device__ __forceinline__ TokenBits() {}
   __device__ __forceinline__ void load_keys(const Recurrence& p, const Run& run) {
@@ -168,24 +168,16 @@ struct TokenBits {
     for (int i = 0; i < kEach; ++i)
       if (key(i) < kK) keys[i] = KeyBits(p, run, 0, key(i));
   }
-  __device__ __forceinline__ void load_values(const Recurrence& p, const Run& run,
-                                              int first_value) {
-    if (threadIdx.x < kValues) value = ValueBits(p, run, 0, first_value + threadIdx.x);
-  }
   template <class Tokens>
   __device__ __forceinline__ void store(const Recurrence& p, Tokens& tokens) const {
     store_keys(p, tokens);
-    store_values(p, tokens, 0);
+    if (threadIdx.x < kValues) tokens.put(p, 0, static_cast<int>(threadIdx.x), value);
   }
   template <class Tokens>
   __device__ __forceinline__ void store_keys(const Recurrence& p, Tokens& tokens) const {
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
       if (key(i) < kK) tokens.put(p, 0, key(i), keys[i]);
-  }
-  template <class Tokens>
-  __device__ __forceinline__ void store_values(const Recurrence& p, Tokens& tokens, int row) const {
-    if (threadIdx.x < kValues) tokens.put(p, row, static_cast<int>(threadIdx.x), value);
   }
 
  private:

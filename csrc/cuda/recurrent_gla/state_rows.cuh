@@ -50,11 +50,10 @@ struct KeyRows {
     for (int i = 0; i < kRows; ++i)
       f(S[i], key(i) * p.V + v, kAccess == Access::kFast || key(i) < p.K ? p.V - v : 0);
   }
-  // Token t, whose v and gate stand in row `row`.
   template <bool kValueGates, class Tokens>
-  __device__ __forceinline__ void step(const Tokens& s, int t, int row, float (*s_o)[kValues<kK>]) {
-    const float4 v = *reinterpret_cast<const float4*>(&s.v[row][value()]);
-    const float4 b = *reinterpret_cast<const float4*>(&s.b[row][value()]);
+  __device__ __forceinline__ void step(const Tokens& s, int t, float (*s_o)[kValues<kK>]) {
+    const float4 v = *reinterpret_cast<const float4*>(&s.v[t][value()]);
+    const float4 b = *reinterpret_cast<const float4*>(&s.b[t][value()]);
     const float vs[4]{v.x, v.y, v.z, v.w}, bs[4]{b.x, b.y, b.z, b.w};
     float o[4]{};
 #pragma unroll
@@ -95,8 +94,8 @@ struct ValueRows {
     for (int i = 0; i < kRows; ++i) f(S[i], v * K + key(i), v < p.V ? K - key(i) : 0);
   }
   template <bool kValueGates, class Tokens>
-  __device__ __forceinline__ void step(const Tokens& s, int t, int row, float (*s_o)[kValues<kK>]) {
-    const float v = s.v[row][value()], b = s.b[row][value()];
+  __device__ __forceinline__ void step(const Tokens& s, int t, float (*s_o)[kValues<kK>]) {
+    const float v = s.v[t][value()], b = s.b[t][value()];
     float o = 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -146,7 +145,7 @@ struct Stage {
                                       int first_value, Tile& tile) {
     __syncthreads();  // the tokens are written
 #pragma unroll 1
-    for (int t = 0; t < count; ++t) tile.template step<kValueGates>(tokens, t, t, o[t]);
+    for (int t = 0; t < count; ++t) tile.template step<kValueGates>(tokens, t, o[t]);
     if (p.o.data == nullptr) return;
     __syncthreads();  // o of every warp is written
     store_outputs<Tile, kK>(p, run, first, count, first_value,

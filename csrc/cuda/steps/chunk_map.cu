@@ -76,8 +76,6 @@ __device__ void sort_sequences(const ChunkGrid& grid) {
   }
 }
 
-}  // namespace
-
 // Leaves a short sequence to the recurrence, and the others their rows.
 __device__ void leave_to_recurrence(const Problem& p, int64_t n, Sequence& sequence) {
   const ShortSequences& given = p.short_sequences;
@@ -85,6 +83,8 @@ __device__ void leave_to_recurrence(const Problem& p, int64_t n, Sequence& seque
   if (is_short) sequence.length = 0;
   given.others[n] = is_short ? -1 : index_or(given.slots, n);
 }
+
+}  // namespace
 
 namespace steps {
 
@@ -125,10 +125,10 @@ __global__ void __launch_bounds__(kMapThreads) map_sequences(Problem p) {
     Scan(storage).ExclusiveSum(n <= grid.N ? segments + is_visited * kOneSequence : 0, before,
                                total);
     if (n <= grid.N) {
-      const int64_t first = (segments_done + before) % kOneSequence;
-      grid.sequences[n].first_segment = first;
+      const int64_t own = (segments_done + before) % kOneSequence;
+      grid.sequences[n].first_segment = own;
       // And for more segments that another follows than there are states for.
-      if (segments > 1 && first - n + segments - 1 > most) grid.sequences[n].length = 0;
+      if (segments > 1 && own - n + segments - 1 > most) grid.sequences[n].length = 0;
     }
     segments_done += total;
     __syncthreads();  // before the storage is used again
