@@ -234,8 +234,10 @@ class Engine:
             deltas = self._sweep()
             self._admit()
             drawn_for = self._decode()
-            ended = self._reading.read(bool(self._decoding))
-            self._decoding += ended
+            ended: list[Generation] = []
+            for sequence in self._reading.read(bool(self._decoding)):
+                self._decoding.append(sequence)
+                ended.append(sequence)
             if drawn_for or ended:
                 self._queue_draw([*drawn_for, *ended])
             if self._under_way and (len(self._under_way) > self._ahead or not drawn_for + ended):

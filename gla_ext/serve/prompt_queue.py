@@ -55,13 +55,13 @@ class PromptQueue:
         """Gives one up."""
         self._queue.remove(sequence)
 
-    def read(self, beside: bool) -> list[Generation]:
-        """Passes pieces, and returns the sequences whose prompt has ended.
+    def read(self, beside: bool) -> Iterator[Generation]:
+        """Passes pieces, and gives out the sequences whose prompt has ended, each at once: were
+        they here until the last piece has passed, an error there would lose them.
 
         Args:
             beside: whether others wait for a step.
         """
-        ended: list[Generation] = []
         # Nobody waits for a step's token where none decodes: then a round may be a full one.
         room = max(self._most * (1 if beside else 8), self._step)
         while room > 0 and self._queue:
@@ -74,9 +74,8 @@ class PromptQueue:
                     self._pass(sequence, piece)
                     if piece.ends:
                         self._queue.remove(sequence)
-                        ended.append(sequence)
+                        yield sequence
             room -= sum(len(piece.tokens) for _, piece in pieces)
-        return ended
 
     def _take(self, room: int) -> list[tuple[Generation, Piece]]:
         """Pieces that pass at once, of sequences that go to the end of the queue."""
