@@ -77,9 +77,11 @@ def _perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool
             trainer: Trainer = RecallTrainer(run, device, cuda_graph)
         else:
             trainer = LanguageTrainer(run, _corpus(pack), device, cuda_graph)
-    score, details = _recall(trainer) if run.task == "recall" else _text(trainer)
-    for graph in trainer.graphs:
-        graph.reset()
+    try:
+        score, details = _recall(trainer) if run.task == "recall" else _text(trainer)
+    finally:  # by a lock: another thread may be recording one when this trainer is collected
+        for graph in trainer.graphs:
+            graph.reset()
     losses = trainer.losses[: trainer.step].double().cpu()
     span = max(1, len(losses) // _CURVE)
     details |= {
