@@ -70,7 +70,7 @@ class Engine:
 
     Raises:
         NotImplementedError: for a model with attention layers.
-        ValueError: for a model in train mode.
+        ValueError: for a model in train mode, another state_dtype, or cuda_graph on another device.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Engine:
         self._batch = Batch(
             model,
             self.limits.rows,
-            uses_graph(model, cuda_graph),
+            uses_graph(model, cuda_graph, "Engine"),
             self._invariant,
             state_dtype,
             self.limits.cache_bytes,
