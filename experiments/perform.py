@@ -172,7 +172,8 @@ class Worker:
     def start(self, run: Run) -> None:
         """Gives it a run, beside those that it has."""
         self.running.add(run)
-        self.connection.send(run)
+        with contextlib.suppress(BrokenPipeError):  # of a process that has ended: see `results`
+            self.connection.send(run)
 
     def results(self) -> list[tuple[Run, Result | str]]:
         """A run that has ended with its result, or with how it failed; waits for one. Of a process
@@ -180,7 +181,7 @@ class Worker:
         """
         try:
             run, result = self.connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the latter where it has left a run unread
             self._process.join()
             how = f"its process ended with status {self._process.exitcode}"
             ended = [(run, how) for run in self.running]
