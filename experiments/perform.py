@@ -77,9 +77,11 @@ def _perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool
             trainer: Trainer = RecallTrainer(run, device, cuda_graph)
         else:
             trainer = LanguageTrainer(run, _corpus(pack), device, cuda_graph)
-    score, details = _recall(trainer) if run.task == "recall" else _text(trainer)
-    for graph in trainer.graphs:
-        graph.reset()
+    try:
+        score, details = _recall(trainer) if run.task == "recall" else _text(trainer)
+    finally:  # by a lock: another thread may be recording one when this trainer is collected
+        for graph in trainer.graphs:
+            graph.reset()
     losses = trainer.losses[: trainer.step].double().cpu()
     span = max(1, len(losses) // _CURVE)
     details |= {
@@ -170,7 +172,8 @@ class Worker:
     def start(self, run: Run) -> None:
         """Gives it a run, beside those that it has."""
         self.running.add(run)
-        self.connection.send(run)
+        with contextlib.suppress(BrokenPipeError):  # of a process that has ended: see `results`
+            self.connection.send(run)
 
     def results(self) -> list[tuple[Run, Result | str]]:
         """A run that has ended with its result, or with how it failed; waits for one. Of a process
@@ -178,7 +181,7 @@ class Worker:
         """
         try:
             run, result = self.connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the latter where it has left a run unread
             self._process.join()
             how = f"its process ended with status {self._process.exitcode}"
             ended = [(run, how) for run in self.running]

@@ -22,7 +22,7 @@ class Run:
     width, layers, heads: the model's.
     seq_len, batch_size, segments, steps, lr, seed: as in `gla_ext.train`.
     pairs: of keys and values in an example of 'recall'.
-    examples: of 'recall' to train on, in passes; 0: others at every step.
+    examples: of 'recall' to train on, in passes; 0 only in old results, of others at every step.
     tied: whether the output matrix is the embeddings.
     text: digest of the text, '' of 'recall', which has none.
     """

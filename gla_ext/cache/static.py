@@ -242,7 +242,9 @@ class StaticGLACache(GLACache):
         raise NotImplementedError("StaticGLACache: batch_repeat_interleave is not implemented")
 
     def _buffer(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Zeros of the shape of `like` with B rows; usable outside of inference mode too."""
+        """A buffer of the shape of `like` with B rows, of which the first `zeroed` are 0; usable
+        outside of inference mode too.
+        """
         with torch.inference_mode(False):
             buffer = like.new_empty((self.batch_size, *like.shape[1:]), dtype=dtype)
             buffer[: self.zeroed].zero_()

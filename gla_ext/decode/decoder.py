@@ -95,7 +95,7 @@ class Decoder:
         # The shapes of a step never change.
         stepping = torch.compile(model, dynamic=False) if compiled else model
         loop = DecodeLoop(model, batch_size, sampling)
-        if uses_graph(model, cuda_graph):
+        if uses_graph(model, cuda_graph, "Decoder"):
             loop.capture(model, stepping)
         self._take(model, stepping, loop, sampling, end_tokens, generator)
 
@@ -321,12 +321,21 @@ def free_decoders(model: LanguageModel) -> None:
         kept.clear()
 
 
-def uses_graph(model: LanguageModel, cuda_graph: bool | None) -> bool:
-    """Whether steps of the model are a CUDA graph, if they draw no random numbers themselves."""
+def uses_graph(model: LanguageModel, cuda_graph: bool | None, asker: str = "generate") -> bool:
+    """Whether steps of the model are a CUDA graph, if they draw no random numbers themselves.
+
+    Args:
+        model: the model.
+        cuda_graph: what is wanted. None: on a CUDA device.
+        asker: who asks, for the message.
+
+    Raises:
+        ValueError: cuda_graph of a model on another device.
+    """
     device = device_of(model)
     if cuda_graph and device.type != "cuda":
         raise ValueError(
-            f"generate: expected a model on a CUDA device with cuda_graph = True, got {device}"
+            f"{asker}: expected a model on a CUDA device with cuda_graph = True, got {device}"
         )
     wanted = device.type == "cuda" if cuda_graph is None else cuda_graph
     return wanted and can_capture()

@@ -32,9 +32,10 @@ from gla_ext.model.checkpoint import read_metadata, read_tensors, write_tensors
 from gla_ext.train import command
 from gla_ext.train.data import Corpus, load_corpus
 from gla_ext.train.devices import default_device
+from gla_ext.train.optimizer import optimizer_of
 from gla_ext.train.presets import Options
 from gla_ext.train.run_folder import CHECKPOINT, check_nothing_is_lost, held
-from gla_ext.train.trainer import DTYPES, Settings, Trainer, checkpoint_settings, optimizer_of
+from gla_ext.train.trainer import DTYPES, Settings, Trainer, checkpoint_settings
 
 
 def main(given: dict[str, Any]) -> int:
@@ -190,7 +191,7 @@ class ShardedTrainer(Trainer):
         self._whole_batch, self.batches = self.batches, self._own_part
         self.context = build_cp_context(None, self.mesh["cp"].get_group()) if cp > 1 else None
         self._shard(options.compile)
-        self.optimizer = optimizer_of(self.model, settings)
+        self.optimizer = optimizer_of(self.model, settings.lr, settings.weight_decay)
 
     def _shard(self, compiled: bool) -> None:
         if self.mesh["tp"].size() > 1:

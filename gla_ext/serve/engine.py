@@ -70,7 +70,7 @@ class Engine:
 
     Raises:
         NotImplementedError: for a model with attention layers.
-        ValueError: for a model in train mode.
+        ValueError: for a model in train mode, another state_dtype, or cuda_graph on another device.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Engine:
         self._batch = Batch(
             model,
             self.limits.rows,
-            uses_graph(model, cuda_graph),
+            uses_graph(model, cuda_graph, "Engine"),
             self._invariant,
             state_dtype,
             self.limits.cache_bytes,
@@ -234,8 +234,10 @@ class Engine:
             deltas = self._sweep()
             self._admit()
             drawn_for = self._decode()
-            ended = self._reading.read(bool(self._decoding))
-            self._decoding += ended
+            ended: list[Generation] = []
+            for sequence in self._reading.read(bool(self._decoding)):
+                self._decoding.append(sequence)
+                ended.append(sequence)
             if drawn_for or ended:
                 self._queue_draw([*drawn_for, *ended])
             if self._under_way and (len(self._under_way) > self._ahead or not drawn_for + ended):

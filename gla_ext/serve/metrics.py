@@ -51,7 +51,11 @@ class Metrics:
         """A sequence's prompt has begun to pass."""
         with self._lock:
             self._counts["prompt_tokens_total"] += len(sequence.request.tokens)
-            self._counts["cached_prompt_tokens_total"] += sequence.cached
+
+    def skipped(self, count: int) -> None:
+        """So many tokens of a prompt need not pass: the prefix cache has what they come to."""
+        with self._lock:
+            self._counts["cached_prompt_tokens_total"] += count
 
     def drew(self, sequence: Generation) -> None:
         """A sequence got a token."""

@@ -71,9 +71,11 @@ class PrefixCache:
             self._coming.clear()
             self._found.clear()
 
-    def find(self, keys: Sequence[bytes]) -> tuple[int, int | None]:
-        """The longest beginning that is kept: its tokens, and the row."""
-        for count in range(len(keys), 0, -1):
+    def find(self, keys: Sequence[bytes], beyond: int = 0) -> tuple[int, int | None]:
+        """The longest beginning that is kept, of more than `beyond` tokens: its tokens, and the
+        row; 0 and None where none is.
+        """
+        for count in range(len(keys), beyond // self.every, -1):
             if keys[count - 1] in self._kept:
                 for key in reversed(keys[:count]):  # the shortest, which most share, goes last
                     if key in self._kept:
@@ -83,7 +85,7 @@ class PrefixCache:
         return 0, None
 
     def is_coming(self, keys: Sequence[bytes], start: int) -> bool:
-        """Whether this round makes the next beginning after start tokens, a multiple of n."""
+        """Whether this round makes the next beginning after start tokens."""
         place = start // self.every
         return place < len(keys) and keys[place] in self._coming
 

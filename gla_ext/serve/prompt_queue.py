@@ -55,13 +55,13 @@ class PromptQueue:
         """Gives one up."""
         self._queue.remove(sequence)
 
-    def read(self, beside: bool) -> list[Generation]:
-        """Passes pieces, and returns the sequences whose prompt has ended.
+    def read(self, beside: bool) -> Iterator[Generation]:
+        """Passes pieces, and gives out the sequences whose prompt has ended, each at once: were
+        they here until the last piece has passed, an error there would lose them.
 
         Args:
             beside: whether others wait for a step.
         """
-        ended: list[Generation] = []
         # Nobody waits for a step's token where none decodes: then a round may be a full one.
         room = max(self._most * (1 if beside else 8), self._step)
         while room > 0 and self._queue:
@@ -74,18 +74,16 @@ class PromptQueue:
                     self._pass(sequence, piece)
                     if piece.ends:
                         self._queue.remove(sequence)
-                        ended.append(sequence)
+                        yield sequence
             room -= sum(len(piece.tokens) for _, piece in pieces)
-        return ended
 
     def _take(self, room: int) -> list[tuple[Generation, Piece]]:
         """Pieces that pass at once, of sequences that go to the end of the queue."""
         pieces: list[tuple[Generation, Piece]] = []
         for sequence in list(self._queue):
-            source: int | None = sequence.row
-            if sequence.passed == 0:
-                sequence.cached, source = self._prefixes.find(sequence.keys)
-            start = sequence.passed or sequence.cached
+            start, source = self._prefixes.find(sequence.keys, sequence.passed)
+            if start == 0:
+                start, source = sequence.passed, sequence.row if sequence.passed else None
             if self._prefixes.is_coming(sequence.keys, start):
                 continue  # it is found when what is before in this round has passed
             stop = self._stop(sequence, start, room)
@@ -96,6 +94,7 @@ class PromptQueue:
             if self._whole:
                 kept = self._prefixes.reserve(sequence.keys, start, stop, self._step)
             ends = stop == len(tokens)
+            self._begin(sequence, start)
             pieces.append((sequence, Piece(sequence.row, tokens[start:stop], ends, source, kept)))
             room -= stop - start
             self._queue.remove(sequence)
@@ -113,11 +112,17 @@ class PromptQueue:
             stop = start + room // self._step * self._step
         return stop
 
+    def _begin(self, sequence: Generation, start: int) -> None:
+        """Counts a prompt at its first piece, and what a piece need not pass that starts there."""
+        if sequence.passed == 0:
+            self._metrics.began(sequence)
+        skipped = start - sequence.passed
+        self._metrics.skipped(skipped)
+        sequence.cached += skipped
+        sequence.passed = start
+
     def _pass(self, sequence: Generation, piece: Piece) -> None:
         """Counts what has passed, and copies a checkpoint that was not made on the way."""
-        if sequence.passed == 0:
-            sequence.passed = sequence.cached
-            self._metrics.began(sequence)
         sequence.passed += len(piece.tokens)
         if not self._whole:
             every, stop = self._prefixes.every, sequence.passed

@@ -22,6 +22,7 @@ from gla_ext.model.checkpoint import load_tensors, model_tensors, read_tensors, 
 from gla_ext.model.config import GLAConfig
 from gla_ext.train.data import DOCUMENT_START, VOCAB_SIZE, Batches, Corpus, encode
 from gla_ext.train.graph import GraphedStep, check_graph
+from gla_ext.train.optimizer import optimizer_of
 from gla_ext.train.segments import SegmentedLoss, forward, most_documents, pack_rows
 
 _FORMAT = "gla_ext.train/1"
@@ -140,7 +141,8 @@ class Trainer:
         self.batches, self.held_out = self.make_data(corpus)
         torch.manual_seed(settings.seed)
         self.model = self.make_model().to(device)
-        self.optimizer = optimizer_of(self.model, settings, device if cuda_graph else None)
+        graph_on = device if cuda_graph else None
+        self.optimizer = optimizer_of(self.model, settings.lr, settings.weight_decay, graph_on)
         self.loss = self._loss
         if compiled:
             self.loss = torch.compile(self._loss, fullgraph=True, dynamic=False)
@@ -378,29 +380,6 @@ def checkpoint_settings(metadata: dict[str, Any], path: str | Path) -> Settings:
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
-def optimizer_of(
-    model: GLAForCausalLM, settings: Settings, graph_on: torch.device | None = None
-) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices, none on norms and biases.
-
-    Args:
-        model, settings: what is trained, and how.
-        graph_on: the device where its step may be recorded in a CUDA graph; the learning rate is
-            then a tensor there. Default: None (it is a number).
-    """
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    lr: Any = settings.lr
-    if graph_on is not None:
-        lr = torch.tensor(settings.lr, dtype=torch.float32, device=graph_on)
-    capturable = graph_on is not None
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True, capturable=capturable)
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from experiments.comparisons import ablations, length, mqar, value_gates
 from experiments.comparisons.significance import p_value, welch
 from experiments.language import LONGEST, LanguageTrainer, long_documents
 from experiments.pack import Document, read_manifest, read_pack, shrink, split, write_pack
-from experiments.perform import perform, text_digest
+from experiments.perform import Worker, perform, text_digest
 from experiments.plain_text import plain_text
 from experiments.runs import (
     Result,
@@ -269,6 +269,20 @@ def test_a_failed_run_is_reported_and_not_kept(tmp_path, capsys, monkeypatch):
     assert "0 results" in written.out
     assert "1 failed; 1 runs are still to be done" in written.out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_ends_has_failed_all_its_runs():
+    """Also those that it has not read, and those that it is given after its end."""
+    runs = [Run(**(vars(RUN) | {"seed": seed})) for seed in range(2)]
+    worker = Worker(None, "cpu", False)
+    worker.start(runs[0])
+    worker._process.kill()
+    expected = "its process ended with status -9"
+    assert worker.results() == [(runs[0], expected)]
+    worker.start(runs[1])
+    assert worker.results() == [(runs[1], expected)]
+    assert not worker.running
+    worker.end()
 
 
 def test_bad_arguments(tmp_path, capsys):

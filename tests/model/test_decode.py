@@ -93,7 +93,7 @@ def test_prefill_starts_from_nothing_and_keeps_its_buffers():
         (lambda d: d.prefill([[1]], rows=[2]), r"distinct, from 0 to 1, got \[2\]"),
         (lambda d: d.prefill([[1], [2]], rows=[1, 1]), r"distinct, from 0 to 1, got \[1, 1\]"),
         (lambda d: Decoder(d.model, 1, top_p=2.0), r"top_p to be in \(0, 1\], got 2.0"),
-        (lambda d: Decoder(d.model, 1, cuda_graph=True), "on a CUDA device .* got cpu"),
+        (lambda d: Decoder(d.model, 1, cuda_graph=True), "Decoder: expected a model on .* got cpu"),
     ],
 )
 def test_decoder_errors(attempt, message):

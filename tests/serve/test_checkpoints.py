@@ -150,6 +150,30 @@ def test_prompts_that_come_together_share_their_beginning(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, CONVOLVED], ids=str)
+def test_prompts_in_pieces_share_what_each_has_made(options, monkeypatch):
+    """Of alike prompts, each goes on from where the one that is furthest has come to."""
+    model = make_model(torch.float64, eos_token_id=None, **options)
+    engine = make_engine(model, rows=4)
+    engine.submit(Request([1], 400, temperature=0))
+    engine.step()  # so that prompts pass in pieces
+    expected = greedy(model, prompt(1000), 5)
+    counts = spy_on_calls(model, monkeypatch)
+    generations = engine.submit(*[Request(prompt(1000), 5, temperature=0)] * 3)
+    tokens = {generation: [] for generation in generations}
+    while not all(generation.finished for generation in generations):
+        for generation, delta in engine.step():
+            if generation in tokens:
+                tokens[generation] += delta.tokens
+    assert [*tokens.values()] == [expected] * 3
+    # The beginning of 960 once, and the 40 after it for each.
+    assert sum(count for count in counts if count > 4) == 960 + 3 * 40
+    cached = [generation.cached for generation in generations]
+    assert sum(cached) == 2 * 960 and min(cached) > 0
+    assert engine.metrics.count("cached_prompt_tokens_total") == 2 * 960
+    assert engine.metrics.count("prompt_tokens_total") == 3001
+
+
+@pytest.mark.parametrize("options", [{}, CONVOLVED], ids=str)
 def test_few_rows_and_cancellation_leak_none(options):
     """Rows of checkpoints are given up and taken again, midway too; tokens stay right."""
     model = make_model(torch.float64, eos_token_id=None, **options)

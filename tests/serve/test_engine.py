@@ -326,6 +326,31 @@ def test_state_dtypes_that_cannot_be(state_dtype):
 def test_models_that_it_does_not_run():
     with pytest.raises(ValueError, match="in eval mode"):
         Engine(make_model().train())
+    with pytest.raises(ValueError, match="Engine: expected a model on a CUDA device with cuda_gr"):
+        Engine(make_model(), cuda_graph=True)
     attention = {"layers": [1], "num_heads": 2, "num_kv_heads": 2, "window_size": None}
     with pytest.raises(NotImplementedError, match="attention layers"):
         Engine(make_model(attn=attention))
+
+
+def test_an_error_ends_every_sequence(monkeypatch):
+    """Also one whose prompt had ended before another's failed in the same step."""
+    with batch_invariant():  # prompts pass one after the other
+        engine = Engine(make_model(eos_token_id=None), limits=Limits(**SMALL))
+    generations = engine.submit(*(Request(prompt(n), 5) for n in (3, 200, 4, 5)))
+    prefill, passed = engine._batch.prefill, []
+
+    def prefill_one(pieces):
+        if passed:
+            raise RuntimeError("failed")
+        passed.extend(pieces)
+        prefill(pieces)
+
+    monkeypatch.setattr(engine._batch, "prefill", prefill_one)
+    with pytest.raises(RuntimeError, match="failed"):
+        engine.step()
+    assert [piece.ends for piece in passed] == [True]
+    ended = engine.cancel_all()
+    assert sorted(map(id, generations)) == sorted(id(sequence) for sequence, _ in ended)
+    assert {delta.finish_reason for _, delta in ended} == {"error"}
+    assert not engine.busy

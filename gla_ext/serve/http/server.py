@@ -60,14 +60,15 @@ def serve(
         timeout_graceful_shutdown=shutdown_seconds,
     )
     server = uvicorn.Server(config)
-    with _listening(host, port, options.write_seconds) as listener:
+    listening = _listening(host, port, options.write_seconds)
+    # uvicorn has finished when it raises KeyboardInterrupt; before that it ends the warm-up.
+    with listening as listener, contextlib.suppress(KeyboardInterrupt):
         engine.warm_up()
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{listener.getsockname()[1]}"
         with _quiet(signal.SIGTERM):
             print(f"Serving {options.name} on {address}", flush=True)
-            with contextlib.suppress(KeyboardInterrupt):  # uvicorn has finished when it raises it
-                server.run(sockets=[listener])
+            server.run(sockets=[listener])
     if failed:
         raise RuntimeError("the engine has failed")
 

@@ -1,0 +1,31 @@
+"""The optimizer of a training run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def optimizer_of(
+    model: nn.Module, lr: float, weight_decay: float, graph_on: torch.device | None = None
+) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices, none on norms and biases.
+
+    Args:
+        model: what is trained.
+        lr: learning rate.
+        weight_decay: that of matrices.
+        graph_on: the device where its step may be recorded in a CUDA graph; the learning rate is
+            then a tensor there. Default: None (it is a number).
+    """
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    rate: float | Tensor = lr
+    if graph_on is not None:
+        rate = torch.tensor(lr, dtype=torch.float32, device=graph_on)
+    capturable = graph_on is not None
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True, capturable=capturable)
