@@ -38,9 +38,7 @@ class _FromFLA(CPContext):
             last_tokens = offsets[-1] - offsets[-2]
             parts.append(Part(place, length, (first, first + count), offsets, *shared, last_tokens))
             first, start = first + count, start + length
-        # Another tensor than theirs, on which this object is kept: no circle of references.
-        self._theirs = theirs.cu_seqlens.detach()
-        self._tokens, self._fields = tokens, _fields_of(theirs)
+        self._tokens, self._theirs, self._fields = tokens, theirs.cu_seqlens, _fields_of(theirs)
         self._parts, self._lengths = tuple(parts), (sizes[0],) * (self.size * len(sizes))
 
     def _make_cut(self, T: int, device: torch.device) -> Cut:
