@@ -10,6 +10,7 @@ from torch._inductor.utils import run_and_get_code
 
 # Rows of any width are padded, as inductor pads those of more than 1024 numbers on a GPU.
 PADDED = {"disable_padding_cpu": False, "padding_stride_threshold": 0}
+PADDED_ROWS = re.compile(r"76\), \((8960, )?128, 1\), torch.bfloat16")  # which depend on the torch
 MADE = re.compile(r"^(\w+) = async_compile\.(?:cpp_pybinding|triton)\(", re.MULTILINE)
 
 
@@ -27,7 +28,7 @@ def test_slices_of_the_joint_projection_are_read_in_place(device):
     with torch._inductor.config.patch(PADDED):
         compiled = torch.compile(layer, fullgraph=True)
         got, code = run_and_get_code(gradients, compiled, x, layer)
-    assert any("(140, 76), (128, 1), torch.bfloat16" in text for text in code)
+    assert any(PADDED_ROWS.search(text) for text in code)
     names = [name for text in code for name in MADE.findall(text)]
     assert names and all("_cat_" in name for name in names), names
     for a, b in zip(got, gradients(layer, x, layer), strict=True):
