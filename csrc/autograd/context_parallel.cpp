@@ -77,14 +77,15 @@ struct Inputs {
 
 // Every rank's `own`, in the order of the ranks.
 at::Tensor gather(const at::Tensor& own, const Ranks& r) {
-  static const auto all_gather =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("_c10d_functional::all_gather_into_tensor", "")
-          .typed<at::Tensor(const at::Tensor&, int64_t, std::string)>();
+  static const auto all_gather = c10::Dispatcher::singleton().findSchemaOrThrow(
+      "_c10d_functional::all_gather_into_tensor", "");
   static const auto wait = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("_c10d_functional::wait_tensor", "")
                                .typed<at::Tensor(const at::Tensor&)>();
-  return wait.call(all_gather.call(own, r.size, r.group));
+  // Boxed: the group's name is a string in torch 2.11, and any value in newer ones.
+  torch::jit::Stack stack{own, r.size, r.group};
+  all_gather.callBoxed(stack);
+  return wait.call(stack.at(0).toTensor());
 }
 
 // Rows of a state, [N, ...]: those of a part, or of packed sequences number `row`.

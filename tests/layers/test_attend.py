@@ -45,8 +45,9 @@ def unwritten(x, offsets):
     return Unwritten.apply(x, (tokens >= offsets[0]) & (tokens < offsets[-1]))
 
 
-def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size):
-    """`torch.nn.attention.varlen.varlen_attn`."""
+def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=None):
+    """`torch.nn.attention.varlen.varlen_attn`; torch 2.11 has no enable_gqa."""
+    assert enable_gqa in (None, q.shape[1] != k.shape[1])
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert cu_q.diff().max() <= max_q
     assert cu_k.diff().max() <= max_k
