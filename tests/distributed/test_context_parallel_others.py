@@ -1,6 +1,7 @@
 """Contexts, layers and models of FLA and transformers, and what is refused."""
 
 import re
+from importlib.util import find_spec
 from unittest import mock
 
 import fla_context
@@ -179,6 +180,7 @@ def run_flas_layers(group):
         gla_ext.fla.restore_fla()
 
 
+@pytest.mark.skipif(find_spec("fla") is None, reason="flash-linear-attention is not installed")
 def test_flas_layers_under_accelerate_fla(pool):
     pool(run_flas_layers, ranks=2)
 
