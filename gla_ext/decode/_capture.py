@@ -17,8 +17,8 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +32,8 @@ _in_turn: set[type] = set()  # classes of graphs that wait for it
 
 WARMUPS = 2  # before a capture, in which no library may start up
 STREAMS = 32  # that torch has of a priority, in turn
+
+Key = TypeVar("Key", bound=Hashable)
 
 # What torch says where a step being captured draws from a generator that the graph does not have.
 _NOT_THE_GRAPHS = "Attempt to increase offset for a CUDA generator not in capture mode"
@@ -104,19 +106,63 @@ def capture(
     Returns:
         As `record`.
     """
-    with one_at_a_time, torch.cuda.device(device), without_autocast_cache():
-        stream = own_stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARMUPS):
-                step()
-            graph = record(step, pool)
-        torch.cuda.current_stream().wait_stream(stream)
-    return graph
+    with apart(device):
+        for _ in range(WARMUPS):
+            step()
+        return record(step, pool)
+
+
+class GraphsOnDemand(Generic[Key]):
+    """Graphs by a key: the first request finds none, the second one that is captured then.
+
+    Args:
+        capture: makes a key's graph, or None where there can be none.
+    """
+
+    def __init__(self, capture: Callable[[Key], torch.cuda.CUDAGraph | None]) -> None:
+        self._capture = capture
+        self._seen: set[Key] = set()
+        self._graphs: dict[Key, torch.cuda.CUDAGraph | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def find(self, key: Key) -> torch.cuda.CUDAGraph | None:
+        """The key's graph, or None."""
+        if key not in self._seen:
+            self._seen.add(key)
+        else:
+            self.warm_up([key])
+        return self._graphs.get(key)
+
+    def warm_up(self, keys: Iterable[Key]) -> None:
+        """Captures those that are not there, in this order."""
+        for key in keys:
+            if key not in self._graphs:
+                self._graphs[key] = self._capture(key)
 
 
 @contextlib.contextmanager
-def without_autocast_cache() -> Iterator[None]:
+def apart(
+    device: torch.device, stream: torch.cuda.Stream | None = None
+) -> Iterator[torch.cuda.Stream]:
+    """Inside, a step that is or will be recorded runs on a stream of its own, in order with the
+    current one; no other thread records.
+
+    Args:
+        device: where.
+        stream: one that an earlier call gave. Default: None (another `own_stream`).
+    """
+    with one_at_a_time, torch.cuda.device(device), _without_autocast_cache():
+        stream = own_stream() if stream is None else stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield stream
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
     """Inside, autocast keeps no casts of weights: a graph would go on reading them after autocast
     has freed them.
     """

@@ -73,8 +73,7 @@ class Batch:
         self._rows = max(rows, 2)
         self._device = device_of(model)
         self._has_graphs = cuda_graph
-        self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
-        self._seen: set[int] = set()  # numbers of rows of which there was a step
+        self._graphs = _capture.GraphsOnDemand(self._capture)  # by the number of rows
         vocab_size = model.config.vocab_size
         graphs_of_prompts = cuda_graph and not fixed
         taken = self._rows + graphs_of_prompts  # with a spare one
@@ -113,19 +112,17 @@ class Batch:
     def warm_up(self) -> None:
         """Captures the graphs that are not there, if there shall be any."""
         if self._has_graphs:
-            for count in self._caches:
-                if count not in self._graphs:
-                    self._capture(count)
+            self._graphs.warm_up(self._caches)
         if self._prompts is not None:
             self._prompts.warm_up()
 
-    def _capture(self, count: int) -> None:
+    def _capture(self, count: int) -> torch.cuda.CUDAGraph | None:
         """The graph of a step of so many rows, all of which wait meanwhile."""
         self.cache.activate([])
         self._active = []
         step = partial(self._advance, self._caches[count], count)
         with torch.inference_mode(False), torch.no_grad():
-            self._graphs[count] = _capture.capture(step, self._device)
+            return _capture.capture(step, self._device)
 
     def _advance(self, cache: Any, count: int) -> None:
         tokens = self.tokens[:count].unsqueeze(1)
@@ -137,13 +134,10 @@ class Batch:
         """Passes the last token of the rows, and leaves their logits for `draw`."""
         wanted = sorted(rows)
         count = self._size(wanted)
-        if self._has_graphs and count in self._seen and count not in self._graphs:
-            self._capture(count)
-        self._seen.add(count)
+        graph = self._graphs.find(count) if self._has_graphs else None
         if wanted != self._active:
             self.cache.activate(wanted)
             self._active = wanted
-        graph = self._graphs.get(count)
         if graph is None:
             self._advance(self._caches[count], count)
         else:

@@ -158,15 +158,12 @@ class PromptGraphs:
             self._sizes.append(Size(T, N, most, most))
         most = sum(self._sizes[-1].lengths)
         self._buffer = torch.zeros(most, dtype=torch.long, device=device)
-        self._seen: set[Size] = set()
-        self._graphs: dict[Size, torch.cuda.CUDAGraph | None] = {}
+        self._graphs = _capture.GraphsOnDemand(self._capture)
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self) -> None:
         """Captures those that are not there, the largest first: the others fit into its memory."""
-        for size in reversed(self._sizes):
-            if size not in self._graphs:
-                self._capture(size)
+        self._graphs.warm_up(reversed(self._sizes))
 
     def replay(self, pieces: Sequence[Piece]) -> bool:
         """Passes pieces, if there is a graph for so many."""
@@ -176,26 +173,19 @@ class PromptGraphs:
                 break
         else:
             return False
-        if size not in self._graphs:
-            if size not in self._seen:
-                self._seen.add(size)
-                return False
-            self._capture(size)
-        graph = self._graphs[size]
+        graph = self._graphs.find(size)
         if graph is None:
             return False
         self._write(pieces, size)
         graph.replay()
         return True
 
-    def _capture(self, size: Size) -> None:
+    def _capture(self, size: Size) -> torch.cuda.CUDAGraph | None:
         """With pieces of the spare row, so that no sequence moves on."""
         self._write([Piece(self._spare, [0] * size.tokens, True, self._spare)], size)
         packed = size.split(self._buffer)
         with torch.inference_mode(False), torch.no_grad():
-            self._graphs[size] = _capture.capture(
-                lambda: self._run(packed), self._device, self._pool
-            )
+            return _capture.capture(lambda: self._run(packed), self._device, self._pool)
 
     def _write(self, pieces: Sequence[Piece], size: Size) -> None:
         numbers = lay_out(pieces, size, self._every, self._spare)

@@ -87,21 +87,12 @@ class GraphedStep:
 
     def _first_calls(self) -> None:
         """A step that is not replayed, or the recording of one, which does nothing yet."""
-        with (
-            _capture.one_at_a_time,
-            torch.cuda.device(self._device),
-            _capture.without_autocast_cache(),
-        ):
-            if self._stream is None:
-                self._stream = _capture.own_stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                if self._warmups > 0:
-                    self._warmups -= 1
-                    self._loss = self._step(*self._batch)
-                else:
-                    self._record()
-            torch.cuda.current_stream().wait_stream(self._stream)
+        with _capture.apart(self._device, self._stream) as self._stream:
+            if self._warmups > 0:
+                self._warmups -= 1
+                self._loss = self._step(*self._batch)
+            else:
+                self._record()
 
     def _record(self) -> None:
         def step() -> None:

@@ -8,7 +8,7 @@ from no state: a batch is one row, in which `cu_seqlens` says where documents st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla_ext.cache import GLACache
+from gla_ext.cache._key_values import tensors_in
 from gla_ext.train.data import DOCUMENT_START
 
 States = list[dict[str, Any]]  # an entry a layer, as in a GLACache
@@ -143,8 +144,9 @@ class SegmentedLoss:
             return states
         if not self._kept:
             self._kept = [_each(Tensor.clone, entry) for entry in states]
-        for own, new in zip(_tensors(self._kept), _tensors(states), strict=True):
-            own.copy_(new)
+        for own, new in zip(self._kept, states, strict=True):
+            for kept, x in zip(tensors_in(own), tensors_in(new), strict=True):
+                kept.copy_(x)
         return self._kept
 
     def _step(
@@ -185,13 +187,6 @@ def _spread(x: Tensor, rows: PackedRows) -> Tensor:
     goes_on = rows.goes_on.view(-1, *(1,) * (x.ndim - 1))
     spread = x.new_zeros(len(rows.cu_seqlens) - 1, *x.shape[1:])
     return spread.index_copy(0, rows.first, x.where(goes_on, 0))
-
-
-def _tensors(states: States) -> Iterator[Tensor]:
-    """Every tensor of all layers' entries."""
-    for entry in states:
-        yield entry["recurrent_state"]
-        yield from entry["conv_state"] or ()
 
 
 def _each(function: Callable[[Tensor], Tensor], entry: dict[str, Any]) -> dict[str, Any]:

@@ -288,3 +288,14 @@ def test_captures_elsewhere_wait_while_the_default_generator_has_another_state(m
     before = Graph.capture_begin
     _capture.begin_in_turn(Graph)
     assert Graph.capture_begin is before
+
+
+def test_graphs_on_demand():
+    """The second request captures; one without a graph is not captured again."""
+    made = []
+    graphs = _capture.GraphsOnDemand(lambda key: made.append(key) or (key if key > 1 else None))
+    assert [graphs.find(key) for key in (2, 2, 2, 1, 1, 1)] == [None, 2, 2, None, None, None]
+    assert made == [2, 1]
+    graphs.warm_up([3, 2])
+    assert made == [2, 1, 3] and len(graphs) == 3
+    assert graphs.find(3) == 3  # the first request
