@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.comparisons.figures import table
 from experiments.comparisons.significance import p_value
-from experiments.runs import Results, Run, chosen, rate_of, spread, swept
+from experiments.runs import Result, Results, Run, chosen, rate_of, spread, swept
 
 # Name: layer, heads, and the paper's perplexity at 340 M parameters and 7 B tokens.
 VARIANTS = {
@@ -71,23 +71,36 @@ def _make(size: Scale, text: str):
     return make
 
 
+def compared(
+    names: Iterable[str],
+    make: Callable[[str, float], Run],
+    size: Scale,
+    results: Results,
+    beside: str,
+) -> dict[str, list[str]]:
+    """Cells of each variant that has results: bits a byte, the probability that it is no other than
+    `beside`, its rate, and its parameters.
+    """
+
+    def found(name: str) -> list[Result]:
+        return results.of(chosen(name, make, size.rates, size.seeds, results, whole=False))
+
+    others = [result.score for result in found(beside)]
+    cells = {}
+    for name in names:
+        if done := found(name):
+            p = "" if name == beside else p_value([result.score for result in done], others)
+            parameters = f"{done[0].details['parameters'] / 1e6:.2f} M"
+            rate = rate_of(name, make, size.rates, results)
+            cells[name] = [spread(done, 4), p, rate, parameters]
+    return cells
+
+
 def report(scale: str, results: Results, text: str, folder: Path) -> str:
     """The table, with the probability that a variant is no other than GLA."""
     size = SCALES[scale]
-    make = _make(size, text)
-    done = {
-        name: results.of(chosen(name, make, size.rates, size.seeds, results, whole=False))
-        for name in VARIANTS
-    }
-    rows = []
-    ours = [result.score for result in done["GLA, 4 heads"]]
-    for name, found in sorted(done.items(), key=lambda item: VARIANTS[item[0]][2]):
-        if not found:
-            continue
-        scores = [result.score for result in found]
-        p = "" if name == "GLA, 4 heads" else p_value(scores, ours)
-        parameters = f"{found[0].details['parameters'] / 1e6:.2f} M"
-        rate, paper = rate_of(name, make, size.rates, results), f"{VARIANTS[name][2]:.2f}"
-        rows.append([name, paper, spread(found, 4), p, rate, parameters])
+    papers = sorted(VARIANTS, key=lambda name: VARIANTS[name][2])
+    cells = compared(papers, _make(size, text), size, results, "GLA, 4 heads")
+    rows = [[name, f"{VARIANTS[name][2]:.2f}", *of] for name, of in cells.items()]
     head = ["variant", "paper, perplexity", "here, bits a byte", "p, against GLA", "rate", "size"]
     return table(head, rows) if rows else ""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.comparisons.ablations import SCALES, Scale, text_run
+from experiments.comparisons.ablations import SCALES, Scale, compared, text_run
 from experiments.comparisons.figures import table
-from experiments.comparisons.significance import p_value
-from experiments.runs import Results, Run, chosen, rate_of, spread, swept
+from experiments.runs import Results, Run, swept
 
 # Name: layer. Keys alone and none are ablations' runs too, which are trained once.
 VARIANTS = {
@@ -35,19 +34,7 @@ def _make(size: Scale, text: str):
 def report(scale: str, results: Results, text: str, folder: Path) -> str:
     """The table, with the probability that a variant is no other than gates on keys."""
     size = SCALES[scale]
-    make = _make(size, text)
-    done = {
-        name: results.of(chosen(name, make, size.rates, size.seeds, results, whole=False))
-        for name in VARIANTS
-    }
-    keys = [result.score for result in done["α, keys"]]
-    rows = []
-    for name, found in done.items():
-        if found:
-            scores = [result.score for result in found]
-            p = "" if name == "α, keys" else p_value(scores, keys)
-            parameters = f"{found[0].details['parameters'] / 1e6:.2f} M"
-            rate = rate_of(name, make, size.rates, results)
-            rows.append([name, spread(found, 4), p, rate, parameters])
+    cells = compared(VARIANTS, _make(size, text), size, results, "α, keys")
+    rows = [[name, *of] for name, of in cells.items()]
     head = ["gates", "here, bits a byte", "p, against keys", "rate", "size"]
     return table(head, rows) if rows else ""
