@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from cuda_tools import waits_for_nothing
 from models import make_ids, make_model
 
 from gla_ext.decode import Decoder
@@ -198,12 +199,9 @@ def test_steps_wait_for_nothing(options):
     model = model_on_gpu(torch.bfloat16)
     decoder = Decoder(model, 4, **options)
     decoder.prefill(PROMPTS)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_for_nothing():
         for _ in range(5):
             decoder.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cuda_tools import waits_for_nothing
 from models import MODEL_EVERY, make_ids, make_model
 
 from gla_ext.cache import GLACache
@@ -116,10 +117,7 @@ def test_steps_with_end_tokens_wait_for_nothing():
     eager = Decoder(decoder.model, 6, top_k=5, eos_token_id=[3, 4, 5], cuda_graph=False)
     for one in (decoder, eager):
         one.prefill(PROMPTS)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_for_nothing():
         for one in (decoder, eager):
             for _ in range(3):
                 one.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from common import BAD_OFFSETS, CUDA_DTYPES, PACKED_LENGTHS, assert_same_bits
+from cuda_tools import waits_for_nothing
 from recurrence import assert_results_close, exact, make_recurrence, ours
 
 from gla_ext import (
@@ -129,14 +130,11 @@ def test_no_synchronisation():
     expected, results = ours(x), decoder.run()
     accepted = torch.full((64,), 2, device="cuda")
     arguments = decoder.tokens | {"state": decoder.pool, "slots": decoder.slots}
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_for_nothing():
         again, decoded = ours(x), decoder.run()
         recurrent_gla_verify(**arguments, state_v_first=True)
         del arguments["q"]
         recurrent_gla_commit_(**arguments, accepted=accepted, state_v_first=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_same_bits(again, expected)
     assert_same_bits(decoded, results)
 

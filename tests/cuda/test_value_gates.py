@@ -12,6 +12,7 @@ from common import (
     assert_same_bits,
     count_differences,
 )
+from cuda_tools import waits_for_nothing
 from recurrence import (
     CHUNKED_BF16,
     Recurrence,
@@ -159,11 +160,8 @@ def test_no_synchronisation(dtype, gating, lengths):
     B, T = (3, 130) if lengths is None else (1, 165)
     x = make_recurrence(B, T, 2, 64, 72, dtype=dtype, gating=gating, lengths=lengths, device="cuda")
     expected = chunked(x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_for_nothing():
         results = chunked(x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_same_bits(results, expected)
 
 

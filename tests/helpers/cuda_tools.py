@@ -53,6 +53,16 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 @contextlib.contextmanager
+def waits_for_nothing():
+    """Inside, a wait of the host for the GPU that torch knows of is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
 def gpu_of(size: int):
     """A GPU with `size` bytes for this process, beside what CUDA graphs of other tests hold."""
     torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from common import assert_close, make_inputs, run_python
+from cuda_tools import waits_for_nothing
 from models import make_layer, make_model, make_x
 
 from gla_ext import (
@@ -301,11 +302,8 @@ def test_on_cuda_nothing_is_read_but_by_check_inputs():
     layer, x = make_layer(torch.float32).cuda(), make_x(T=7, dtype=torch.float32).cuda()
     mask = MASK.cuda()
     expected, other = layer(x, mask)[0], 2.0 * mask
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_for_nothing():
         found = layer(x, other)[0]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found, expected)
     inputs = make_inputs(2, 20, 4, 8, 12, device="cuda")
     check(inputs)

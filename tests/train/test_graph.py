@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cuda_tools import waits_for_nothing
 
 from gla_ext.train import command as train
 from gla_ext.train import trainer
@@ -108,12 +109,9 @@ def test_a_replayed_step_waits_for_nothing():
     run = make_trainer("cuda", cuda_graph=True, dtype="bfloat16")
     for _ in range(4):
         run.train_step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_for_nothing():
         for _ in range(8):
             run.train_step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert run.losses.isfinite().all()
 
 

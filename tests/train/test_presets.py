@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_tools import waits_for_nothing
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from gla_ext.model import GLAForCausalLM, count_parameters
@@ -227,12 +228,9 @@ def test_training_on_a_gpu(corpus, tmp_path):
     for tensor in (run.batches.stream, run.held_out, *run.model.parameters()):
         assert tensor.is_cuda
     run.train_step()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_for_nothing():
         for _ in range(59):
             run.train_step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     first = run.losses[0].item() / math.log(2)
     assert first == pytest.approx(8, abs=1.5)
     assert run.recent_loss() < 0.6 * first
