@@ -274,7 +274,8 @@ class Bench:
         step = self.training(1, self.tokens, self.alone, **args)
         alone, own = self.seconds(step, False, 2), self.peak(step)
         ratio = self.size * alone / together
-        memory = f", peak {peak / 2**30:.2f} GiB, {own / 2**30:.2f} on one" if self.cuda else ""
+        found = f"peak {peak / 2**30:.2f} GiB, {own / 2**30:.2f} on one, asked at most 2 % more"
+        memory = f", {found}" if self.cuda else ""
         return f"{ratio:.2f}x ({self.size * self.tokens / together:,.0f} tokens/s{memory})"
 
 
