@@ -1,5 +1,7 @@
 // chunk_gla_ on CUDA: check, plan, allocate, launch. The kernels read and write the pool: those of
-// chunks, and for sequences of one token the recurrence, which reads no chunk for them.
+// chunks, and for sequences of one token the recurrence, which reads no chunk for them. Calls in
+// batch_invariant leave these to the chunks too: cut into segments a sequence has the bits of one
+// piece, and its last segment may be one token.
 #include "checks/chunk_pool.h"
 
 #include <ATen/cuda/CUDAContext.h>
@@ -104,13 +106,15 @@ at::Tensor chunk_gla_on_pool_cuda(const PoolArguments& a) {
   if (a.state.size(0) == 0) return result.zero_();  // no sequence has a row
   const PassPlan pass = call.plan(a.batch_invariant, /*for_backward=*/false).forward;
   const Recurrence short_sequences = short_sequences_of(call, a, p.pool);
-  if (p.grid.packed && p.grid.N > 0)
+  const bool may_recur = !a.batch_invariant;
+  if (may_recur && p.grid.packed && p.grid.N > 0)
     leave_short_sequences(p,
                           held.emplace_back(at::empty({p.grid.N}, a.q.options().dtype(at::kLong))));
   // This allocates before it launches: a call that lacks memory has moved no state.
-  if (p.grid.packed || p.grid.T > kRecurrentTokens) call.run(pass);
+  const bool all_short = !p.grid.packed && p.grid.T <= kRecurrentTokens;
+  if (!may_recur || !all_short) call.run(pass);
   // Packed sequences of any length: only the device knows these.
-  if (p.grid.packed || p.grid.T <= kRecurrentTokens) {
+  if (may_recur && (p.grid.packed || all_short)) {
     recurrent_forward(short_sequences, at::cuda::getCurrentCUDAStream());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }

@@ -45,7 +45,8 @@ def chunk_gla_(
 
     A packed call may mix prompts with sequences of one token, which decode. On CUDA the recurrence
     takes these, with the bits of `recurrent_gla_step_` whatever else is in the call, in about the
-    time in which their states are read and written.
+    time in which their states are read and written. Under `batch_invariant()` they are chunks, as
+    in `chunk_gla`: a sequence cut anywhere has the bits of one piece.
 
     Args:
         q, k, v, g, scale, gv: as in `chunk_gla`.

@@ -81,6 +81,18 @@ def test_other_gates_and_shared_heads(gates):
 
 
 @in_nan
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_batch_invariant_calls_are_chunks(dtype, packed):
+    """A prompt cut before its last token has the bits of one piece."""
+    prompts = Prompts("cuda", packed, T=1, sizes=(2, 64, 64), dtype=dtype, lengths=LENGTHS)
+    with batch_invariant():
+        o = prompts.run()
+        expected, pool = prompts.expected()
+    assert torch.equal(o, expected) and torch.equal(prompts.pool, pool)
+
+
+@in_nan
 @by_case
 def test_is_a_step_of_decoding(sizes, options):
     """With every bit, and the sequences beside these are as near to `chunk_gla` as ever."""

@@ -4,6 +4,7 @@ import torch
 from common import make_inputs
 
 from gla_ext import chunk_gla, chunk_gla_, fused_recurrent_gla
+from gla_ext.ops import is_batch_invariant
 
 LENGTHS = (70, 0, 1, 130, 64, 200, 1)
 TAIL = 9  # tokens after the last packed sequence
@@ -73,7 +74,7 @@ class Prompts:
 
     def expected(self):
         """o, and the pool afterwards: what `chunk_gla` gives, and on CUDA of one token the
-        recurrence."""
+        recurrence, outside `batch_invariant`."""
         read = self.rows["slots"]
         read = self.indices(range(N)) if read is None else read
         write = self.rows["write_slots"] if self.rows["write_slots"] is not None else read
@@ -86,8 +87,9 @@ class Prompts:
             **self.tokens, **self.options, initial_state=initial, output_final_state=True
         )
         o, pool = o.clone(), self.before.clone()
-        for n in range(N if torch.device(self.device).type == "cuda" else 0):
-            if self.lengths[n] == 1:
+        recurs = torch.device(self.device).type == "cuda" and not is_batch_invariant()
+        for n in range(N):
+            if recurs and self.lengths[n] == 1:
                 self.of(o, n)[:], states[n : n + 1] = self.token(n, initial[n : n + 1])
         for n, row in enumerate(write.tolist()):
             if not there[n]:
