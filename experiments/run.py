@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -73,12 +74,12 @@ def estimated_seconds(run: Run, results: Results) -> float:
 
 
 class Session:
-    """A worker on one device until a deadline."""
+    """A worker on each device until a deadline."""
 
     def __init__(self, options: argparse.Namespace, pack: Path | None, results: Results) -> None:
         self.options, self.pack, self.results = options, pack, results
         self.deadline = time.monotonic() + 60 * options.minutes
-        self.worker: Worker | None = None
+        self.workers: dict[str, Worker] = {}
         self.failed: set[Run] = set()
         self.text = text_digest(pack)
 
@@ -87,39 +88,46 @@ class Session:
         kept = 0
         try:
             while True:
-                self._start()
-                if self.worker is None or not self.worker.running:
+                for device in self.options.device:
+                    self._start(device)
+                running = [worker for worker in self.workers.values() if worker.running]
+                if not running:
                     return kept, len(self.failed)
                 left = max(0, self.deadline - time.monotonic())
-                if not self.worker.connection.poll(left):
-                    for run in self.worker.running:
+                ready = wait([worker.connection for worker in running], left)
+                if not ready:
+                    for run in self._running():
                         print(f"cut off: {run}", flush=True)
                     return kept, len(self.failed)
-                kept += sum(self._end(*ended) for ended in self.worker.results())
-                if not self.worker.alive:
-                    self.worker = None
+                for worker in running:
+                    if worker.connection in ready:
+                        kept += sum(self._end(*ended) for ended in worker.results())
+                self.workers = {of: worker for of, worker in self.workers.items() if worker.alive}
         finally:
-            if self.worker is not None:
-                self.worker.end()
+            for worker in self.workers.values():
+                worker.end()
 
-    def _start(self) -> None:
+    def _running(self) -> set[Run]:
+        return set().union(*(worker.running for worker in self.workers.values()))
+
+    def _start(self, device: str) -> None:
         """Starts what fits on the device beside what runs, and into the time that is left."""
-        running = self.worker.running if self.worker is not None else set()
-        free = 1.0 - sum(share(run) for run in running)
+        worker = self.workers.get(device)
+        here = worker.running if worker is not None else set()
+        free, running = 1.0 - sum(share(run) for run in here), self._running()
         for run in pending(self.options.only, self.options.scale, self.results, self.text):
             if run in running or run in self.failed:
                 continue
-            if len(running) >= self.options.jobs or share(run) > free + 1e-9:
+            if len(here) >= self.options.jobs or share(run) > free + 1e-9:
                 return
             seconds = estimated_seconds(run, self.results)
-            seconds += _START_SECONDS if self.worker is None else 0
+            seconds += _START_SECONDS if worker is None else 0
             if time.monotonic() + seconds > self.deadline:
                 continue
-            if self.worker is None:
-                graphs = self.options.cuda_graph
-                self.worker = Worker(self.pack, self.options.device, graphs)
-                running = self.worker.running
-            self.worker.start(run)
+            if worker is None:
+                worker = Worker(self.pack, device, self.options.cuda_graph)
+                self.workers[device], here = worker, worker.running
+            worker.start(run)
             free -= share(run)
 
     def _end(self, run: Run, result: Result | str) -> int:
@@ -141,12 +149,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if unknown := set(options.only) - set(EXPERIMENTS):
             raise ValueError(f"expected experiments of {', '.join(EXPERIMENTS)}, got {unknown}")
-        options.device = default_device() if options.device == "auto" else options.device
-        check_device(options.device)
+        options.device = list(dict.fromkeys(of for each in options.device for of in _devices(each)))
+        for device in options.device:
+            check_device(device)
         if options.cuda_graph is None:
-            options.cuda_graph = torch.device(options.device).type == "cuda"
+            options.cuda_graph = all(torch.device(of).type == "cuda" for of in options.device)
         if options.cuda_graph:
-            check_graph(torch.device(options.device))
+            for device in options.device:
+                check_graph(torch.device(device))
         results = Results({RESULTS, options.out})
         on_text = set(options.only) - {"mqar"}
         pack = options.text if options.scale == "full" and on_text else None
@@ -169,6 +179,14 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+def _devices(name: str) -> list[str]:
+    """The device's name; of "auto" all GPUs', or where there is none the CPU's."""
+    if name != "auto":
+        return [name]
+    count = torch.cuda.device_count()
+    return [f"cuda:{i}" for i in range(count)] if count > 1 else [default_device()]
+
+
 def _command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.run",
@@ -179,10 +197,11 @@ def _command_line() -> argparse.ArgumentParser:
     add("only", nargs="*", metavar="EXPERIMENT", help=f"in this order, of {names}; default: all")
     add("--scale", choices=("tiny", "full"), default="full", help=default)
     add("--minutes", type=float, default=8.0, help=f"ends after so many; {default}")
-    add("--jobs", type=int, default=8, help=f"runs at a time, if they are small; {default}")
+    many = f"runs at a time on each device, if they are small; {default}"
+    add("--jobs", type=int, default=8, help=many)
     graphs = "training steps are CUDA graphs; default: on a GPU"
     add("--cuda-graph", action=argparse.BooleanOptionalAction, help=graphs)
-    add("--device", default="auto", help=default)
+    add("--device", nargs="+", default=["auto"], help="default: all GPUs, else the CPU")
     add("--text", type=Path, default=PACK, help=f"what experiments.text packed; {default}")
     add("--out", type=Path, default=RESULTS, help=f"folder for new results; {default}")
     add("--list", action="store_true", help="only say what is to be done, and for how long")

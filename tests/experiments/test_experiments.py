@@ -195,12 +195,13 @@ def test_a_run_that_diverges_has_no_score():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of all tiny runs, done by two calls of the command, and what these said."""
+    """The folder of all tiny runs, done by two calls of the command, and what these said. The first
+    shares its runs out to two devices."""
     out = tmp_path_factory.mktemp("results")
-    command = ["--scale", "tiny", "--device", "cpu", "--jobs", "2", "--out", str(out)]
-    assert run.main(["ablations", *command, "--minutes", "60"]) == 0
+    command = ["--scale", "tiny", "--jobs", "2", "--out", str(out), "--minutes", "60"]
+    assert run.main(["ablations", *command, "--device", "cpu", "cpu:0"]) == 0
     first = (out / "text.jsonl").read_text()
-    assert run.main([*command, "--minutes", "60"]) == 0
+    assert run.main([*command, "--device", "cpu"]) == 0
     return out, first
 
 
