@@ -22,6 +22,7 @@ class Row:
     attention: str = "CUDNN_ATTENTION"
     checkpointing: bool = False
     steps: bool = False  # gla_ext by its step kernels, which have the states in memory
+    apart: bool = False  # gla_ext: q, k, v, g and h by products of their own
     accelerated: bool = False  # FLA under gla_ext.fla.accelerate_fla
 
 
@@ -36,6 +37,7 @@ ROWS = {
     **over_lengths("compiled", Row(compiled="model")),
     "compiled by blocks": Row(compiled="blocks"),
     **over_lengths("steps", Row(steps=True)),
+    "eager apart": Row(apart=True),
     "linear loss": Row(loss="linear"),
     "autocast": Row(B=8, autocast=True),
     "eager 8": Row(B=8),

@@ -74,6 +74,9 @@ def build(row: Row, layers: int | None = None, dtype: torch.dtype | None = None)
                 model = Theirs(TheirConfig(**sizes))
                 model.load_state_dict(weights)
     model = model.to(dtype).train()
+    if row.apart:
+        for block in model.model.layers:
+            block.attn.batch_projections = False
     if row.checkpointing and row.model == "FLA":
         model.gradient_checkpointing_enable()
     elif row.checkpointing and row.model == "gla_ext":
