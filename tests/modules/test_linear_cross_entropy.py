@@ -50,6 +50,18 @@ def test_linear(device, num_chunks, biased, options, dtype):
         assert error(found, want) < 4 * BOUND[dtype]
 
 
+@pytest.mark.parametrize("grad", [True, False], ids=["", "no_grad"])
+def test_labels_out_of_range(grad):
+    """Named by their place among all, before anything is computed."""
+    (x, weight, _), target = linear_inputs(50, "cpu", torch.float32)
+    target[40] = 72
+    expected = "linear_cross_entropy: expected labels from 0 to V - 1 = 71, or ignore_index = -100"
+    with pytest.raises(ValueError, match=f"^{expected}, got 72 at 40"):
+        fused_linear_cross_entropy_loss(x.requires_grad_(grad), target, weight)
+    target[target == -100] = 0
+    assert fused_linear_cross_entropy_loss(x, target, weight, ignore_index=72).isfinite()
+
+
 LINEAR = {"fuse_linear_cross_entropy": True, "fuse_cross_entropy": False}
 
 
