@@ -17,8 +17,10 @@ the next has a new process.
 import argparse
 import gc
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,12 +53,27 @@ def in_process(folder: str, names: list[str], seconds: float, profiled: bool) ->
 
 
 def run_build(folder: Path, arguments: argparse.Namespace) -> Iterator[dict]:
-    """A result a row. After one that failed the others have a process of their own."""
+    """A result a row. After one that failed the others have a process of their own.
+
+    Inductor's cache is the build's alone: a graph of the same operators would be taken from it as
+    it was made for the build before, with that one's strides and copies.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+        yield from run_rows(folder, arguments, environment)
+
+
+def run_rows(
+    folder: Path, arguments: argparse.Namespace, environment: dict[str, str]
+) -> Iterator[dict]:
     command = [sys.executable, __file__, "--in-process", str(folder)]
     command += ["--seconds", str(arguments.seconds), *(["--profile"] * arguments.profile)]
     names = list(arguments.rows)
     while names:
-        with subprocess.Popen([*command, "--rows", *names], stdout=subprocess.PIPE) as child:
+        child = subprocess.Popen(
+            [*command, "--rows", *names], stdout=subprocess.PIPE, env=environment
+        )
+        with child:
             for line in child.stdout:
                 if line.startswith(b"{"):
                     yield json.loads(line)
