@@ -11,6 +11,7 @@ the rate of a copy; that of `linear loss` is its three products at the rate of o
   gradient; "fp32 stream" is that of autocast, x and the norm in bf16
 - loss: cross entropy of logits, "in place" with backward over them
 - linear loss: the same with the output matrix, all logits never there
+- FLA: its norm and losses, where it is installed; for the gate it takes torch's, "plain"
 - gate: `logsigmoid(h W^T + b) / 16` of rank 16, h a part of wider rows as the joint projection's
 - h: that joint product with h's 16 columns in it, and q, k, v, g's beside h's by itself
 """
@@ -18,6 +19,7 @@ the rate of a copy; that of `linear loss` is its three products at the rate of o
 import argparse
 from collections.abc import Callable
 
+import bench_fla
 import torch
 import torch.nn.functional as F
 from shared.gate import require_close
@@ -64,6 +66,29 @@ def loss_operator(logits: Tensor, target: Tensor, inplace_backward: bool = False
     return losses.sum() / (target != -100).sum()
 
 
+def fla_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    from fla.modules.layernorm import rms_norm as theirs
+
+    wide = residual.dtype == torch.float32
+    return theirs(x, weight, None, residual, 1e-5, prenorm=True, residual_in_fp32=wide)
+
+
+def fla_loss(logits: Tensor, target: Tensor) -> Tensor:
+    from fla.modules.fused_cross_entropy import cross_entropy_loss as theirs
+
+    return theirs(logits, target)[0].sum() / (target != -100).sum()
+
+
+def fla_linear_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss as theirs
+
+    return theirs(x, target, weight)
+
+
+def and_fla(functions: dict[str, Callable], theirs: Callable) -> dict[str, Callable]:
+    return functions | ({"FLA": theirs} if bench_fla.installed() else {})
+
+
 def check(functions: dict[str, Callable], leaves: list[Tensor], rows: int, what: str) -> None:
     """Against the first function in fp64, on the first rows of what has rows."""
     few = [t[:CHECKED_ROWS] if t.shape[0] == rows else t for t in leaves]
@@ -84,6 +109,7 @@ def check(functions: dict[str, Callable], leaves: list[Tensor], rows: int, what:
 def measure_norm(rows: int, D: int, stream: torch.dtype) -> dict[str, dict[str, Timing]]:
     """Both ways without the concatenation that checks need: two gradients."""
     functions = {"plain": norm_plain, "apart": norm_apart, "operator": rms_norm_residual}
+    functions = and_fla(functions, fla_norm)
     x, residual = torch.randn(rows, D, **OF), torch.randn(rows, D, **OF).to(stream)
     leaves = [x, residual, torch.randn(D, **OF)]
     check({n: both_outputs(f) for n, f in functions.items()}, leaves, rows, "norm")
@@ -107,7 +133,7 @@ def measure_norm(rows: int, D: int, stream: torch.dtype) -> dict[str, dict[str, 
 def measure_loss(rows: int) -> dict[str, dict[str, Timing]]:
     target = torch.randint(VOCABULARY, (rows,), device="cuda")
     few = target[:CHECKED_ROWS]
-    functions = {"plain": loss_plain, "operator": loss_operator}
+    functions = and_fla({"plain": loss_plain, "operator": loss_operator}, fla_loss)
     logits = torch.randn(rows, VOCABULARY, **OF)
     check({n: lambda x, f=f: f(x, few) for n, f in functions.items()}, [logits], rows, "loss")
     leaf = logits.requires_grad_()
@@ -149,6 +175,7 @@ def measure_linear_loss(rows: int, D: int) -> dict[str, dict[str, Timing]]:
         "loss operator": lambda x, w: loss_operator(F.linear(x, w), target, inplace_backward=True),
         "operator": lambda x, w: fused_linear_cross_entropy_loss(x, target, w),
     }
+    functions = and_fla(functions, lambda x, w: fla_linear_loss(x, w, target))
     found = [
         {"y": y.detach(), "dx": dx, "dw": dw}
         for y, dx, dw in (
@@ -222,7 +249,8 @@ def main() -> None:
                     add_floor(timings["forward + backward"], flops, product_flops_per_s())
                 table[f"{model} {name}"] = timings
                 torch.cuda.empty_cache()
-    names = ("floor", "plain", "apart", "loss operator", "operator", "in place", "both in one pass")
+    names = ("floor", "plain", "apart", "FLA", "loss operator", "operator", "in place")
+    names += ("both in one pass",)
     print_table("model and operator", names, table)
 
 

@@ -9,21 +9,26 @@
 A row is a model and the way its steps run; each build of gla_ext has a process of its own for
 its rows. Two layers are checked against fp32 before anything is timed. A step is forward, loss,
 backward and a fused AdamW, on one batch; times are sustained: back to back for `--seconds`, after
-three steps and a second of the same. Host time is that of a step of 1 x 64 tokens, for which the
-GPU waits.
+three steps and a second of the same. A cool step is one after a rest. Host time is that of a step,
+and of a layer's forward, of 1 x 64 tokens, for which the GPU waits. A row that fails says so, and
+the next has a new process.
 """
 
 import argparse
 import gc
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from pages import training_page
 from parts.training_rows import DEFAULT_ROWS, ROWS
+
+FAILED = 3  # exit code of a process after a row that failed and that it has reported
 
 
 def in_process(folder: str, names: list[str], seconds: float, profiled: bool) -> None:
@@ -38,22 +43,45 @@ def in_process(folder: str, names: list[str], seconds: float, profiled: bool) ->
     for name in names:
         try:
             result = measure(name, ROWS[name], seconds, profiled)
-        except (torch.OutOfMemoryError, ImportError, TypeError, AttributeError) as error:
-            result = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+        except Exception as error:  # of any kind: it is the row's result
+            result = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         print(json.dumps({"row": name} | result), flush=True)
+        if "failed" in result:
+            raise SystemExit(FAILED)
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def run_build(folder: Path, arguments: argparse.Namespace) -> Iterator[dict]:
-    command = [sys.executable, __file__, "--in-process", str(folder), "--rows", *arguments.rows]
+    """A result a row. After one that failed the others have a process of their own.
+
+    Inductor's cache is the build's alone: a graph of the same operators would be taken from it as
+    it was made for the build before, with that one's strides and copies.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+        yield from run_rows(folder, arguments, environment)
+
+
+def run_rows(
+    folder: Path, arguments: argparse.Namespace, environment: dict[str, str]
+) -> Iterator[dict]:
+    command = [sys.executable, __file__, "--in-process", str(folder)]
     command += ["--seconds", str(arguments.seconds), *(["--profile"] * arguments.profile)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        for line in child.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-    if child.returncode != 0:
-        raise SystemExit(f"{folder}: exit code {child.returncode}")
+    names = list(arguments.rows)
+    while names:
+        child = subprocess.Popen(
+            [*command, "--rows", *names], stdout=subprocess.PIPE, env=environment
+        )
+        with child:
+            for line in child.stdout:
+                if line.startswith(b"{"):
+                    yield json.loads(line)
+                    names.pop(0)
+        if child.returncode not in (0, FAILED):
+            if not names:
+                return
+            yield {"row": names.pop(0), "failed": f"exit code {child.returncode}"}
 
 
 def parse_build(text: str) -> tuple[str, Path]:
@@ -93,10 +121,7 @@ def main() -> None:
             if arguments.out:
                 with arguments.out.open("a") as file:
                     file.write(json.dumps(results[-1]) + "\n")
-            print(
-                results[-1] if "failed" in result else training_page.table(results[-1:])[-1],
-                flush=True,
-            )
+            print(training_page.table(results[-1:])[-1], flush=True)
     print(torch.cuda.get_device_name(), torch.__version__)
     print(*training_page.table(results), *training_page.kinds_table(results), sep="\n")
     return None

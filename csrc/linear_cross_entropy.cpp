@@ -44,6 +44,7 @@ LinearCrossEntropyOutputs linear_cross_entropy_fwd_kernel(
       check_linear_cross_entropy(x, weight, bias, target, ignore_index, label_smoothing,
                                  logit_scale, logit_softcapping, num_chunks);
   const int64_t N = x.size(0), D = x.size(1), V = weight.size(0);
+  if (x.is_cpu()) check_labels("linear_cross_entropy", target, V, ignore_index);
   const auto wide = x.options().dtype(call.accumulate);
   at::Tensor loss = at::zeros({}, wide);
   at::Tensor dx = with_dx ? at::empty({N, D}, x.options()) : at::empty({0}, x.options());

@@ -2,22 +2,24 @@
 
 from pathlib import Path
 
-from parts.training_rows import ROWS
+from parts.training_rows import ROWS, Row
 
 
 def table(results: list[dict]) -> list[str]:
     lines = [
-        "| row | build | tokens/s | ms a step | peak GiB | launches | host ms of 1 x 64 tokens |",
-        "|---|---|--:|--:|--:|--:|--:|",
+        "| row | build | tokens/s | ms a step | cool | peak GiB | launches | host ms "
+        "| layer, host µs |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for r in results:
         if "failed" in r:
-            lines.append(f"| {r['row']} | {r['build']} | {r['failed']} | | | | |")
+            lines.append(f"| {r['row']} | {r['build']} | {r['failed']} | | | | | | |")
             continue
-        host = f"{r['host_ms']:.1f}" if "host_ms" in r else ""
+        host, layer = (f"{r[key]:.1f}" if key in r else "" for key in ("host_ms", "layer_host_us"))
         lines.append(
             f"| {r['row']} | {r['build']} | {r['tokens_per_s']:,.0f} | {r['ms']:.1f} | "
-            f"{r['peak_gib']:.1f} | {r.get('launches', '')} | {host} |"
+            f"{r['cool_ms']:.1f} | {r['peak_gib']:.1f} | {r.get('launches', '')} | {host} | "
+            f"{layer} |"
         )
     return lines
 
@@ -35,6 +37,34 @@ def kinds_table(results: list[dict]) -> list[str]:
     return lines
 
 
+def line_of(row: Row) -> str | None:
+    """The name of the picture's line that a row is a point of, or None."""
+    if row.size != "374 M" or row.B * row.T != 32768 or row.autocast or row.loss:
+        return None
+    if row.model == "Transformer++":
+        kernel = "FlashAttention-2" if row.attention == "FLASH_ATTENTION" else "cuDNN"
+        return f"Transformer++, {kernel}" if row.compiled == "model" else None
+    if row.accelerated or row.apart or row.compiled == "blocks":
+        return None
+    return (
+        row.model
+        + (", steps, states in memory" if row.steps else "")
+        + (", compiled" if row.compiled else "")
+    )
+
+
+def lines(results: list[dict]) -> dict[str, dict[int, dict]]:
+    """Results by line and length; the last counts of a row that was run again."""
+    found: dict[str, dict[int, dict]] = {}
+    several = len({r["build"] for r in results}) > 1
+    for r in results:
+        row = ROWS[r["row"]]
+        if "failed" not in r and (name := line_of(row)) is not None:
+            name += f" ({r['build']})" if several and row.model == "gla_ext" else ""
+            found.setdefault(name, {})[row.T] = r
+    return found
+
+
 def draw(results: list[dict], path: Path) -> None:
     """Tokens/s and peak memory against the length of a sequence, as the paper's Figure 6."""
     import matplotlib
@@ -43,25 +73,17 @@ def draw(results: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    lines: dict[str, dict[int, dict]] = {}
-    for r in results:
-        row = ROWS[r["row"]]
-        if "failed" in r or row.size != "374 M" or row.B * row.T != 32768 or row.autocast:
-            continue
-        name = f"{row.model}{', compiled' if row.compiled else ''}"
-        if row.model == "Transformer++":
-            name += ", FlashAttention-2" if row.attention == "FLASH_ATTENTION" else ", cuDNN"
-        if row.loss:
-            continue
-        lines.setdefault(f"{name} ({r['build']})", {})[row.T] = r
-    for name, points in lines.items():
+    for name, points in lines(results).items():
         order = sorted(points)
         for axes, key in zip(panels, ("tokens_per_s", "peak_gib"), strict=True):
             axes.plot(order, [points[T][key] for T in order], marker=".", label=name)
-    for axes, label in zip(panels, ("tokens/s", "peak memory, GiB"), strict=True):
-        axes.set(xscale="log", xlabel="T (32,768 tokens a step)", ylabel=label, ylim=(0, None))
+    labels = ("tokens/s, sustained", "peak memory, GiB")
+    for axes, label in zip(panels, labels, strict=True):
+        axes.set(xscale="log", xlabel="T (32,768 tokens a step)", ylabel=label)
+        axes.set_ylim(bottom=0)
         axes.set_xticks([2048, 8192, 32768], ["2048", "8192", "32768"])
+        axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=8)
+    panels[1].legend(fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -21,37 +21,45 @@ class Row:
     loss: str = ""  # gla_ext: linear; Transformer++: ours
     attention: str = "CUDNN_ATTENTION"
     checkpointing: bool = False
+    steps: bool = False  # gla_ext by its step kernels, which have the states in memory
+    apart: bool = False  # gla_ext: q, k, v, g and h by products of their own
+    accelerated: bool = False  # FLA under gla_ext.fla.accelerate_fla
+
+
+def over_lengths(name: str, row: Row) -> dict[str, Row]:
+    """The row, and the same with as many tokens in longer sequences."""
+    longer = {f"{name} {T}": dataclasses.replace(row, B=32768 // T, T=T) for T in (8192, 32768)}
+    return {name: row} | longer
 
 
 ROWS = {
-    "eager": Row(),
-    "compiled": Row(compiled="model"),
+    **over_lengths("eager", Row()),
+    **over_lengths("compiled", Row(compiled="model")),
     "compiled by blocks": Row(compiled="blocks"),
+    **over_lengths("steps", Row(steps=True)),
+    "eager apart": Row(apart=True),
     "linear loss": Row(loss="linear"),
     "autocast": Row(B=8, autocast=True),
     "eager 8": Row(B=8),
     "linear loss 8": Row(B=8, loss="linear"),
-    "eager 8192": Row(B=4, T=8192),
-    "compiled 8192": Row(B=4, T=8192, compiled="model"),
-    "eager 32768": Row(B=1, T=32768),
-    "compiled 32768": Row(B=1, T=32768, compiled="model"),
-    "FLA": Row("FLA"),
+    **over_lengths("FLA", Row("FLA")),
     "FLA 8": Row("FLA", B=8),
-    "Transformer++": Row("Transformer++", compiled="blocks"),
-    "Transformer++, our loss": Row("Transformer++", compiled="blocks", loss="ours"),
-    "Transformer++ 8192": Row("Transformer++", B=4, T=8192, compiled="blocks"),
-    "Transformer++ 32768": Row("Transformer++", B=1, T=32768, compiled="blocks"),
-    "Transformer++ FA2": Row("Transformer++", compiled="blocks", attention="FLASH_ATTENTION"),
-    "Transformer++ FA2 8192": Row(
-        "Transformer++", B=4, T=8192, compiled="blocks", attention="FLASH_ATTENTION"
-    ),
-    "Transformer++ FA2 32768": Row(
-        "Transformer++", B=1, T=32768, compiled="blocks", attention="FLASH_ATTENTION"
+    "FLA accelerated": Row("FLA", accelerated=True),
+    **over_lengths("Transformer++", Row("Transformer++", compiled="model")),
+    "Transformer++ by blocks": Row("Transformer++", compiled="blocks"),
+    **over_lengths("Transformer++, our loss", Row("Transformer++", compiled="model", loss="ours")),
+    **over_lengths(
+        "Transformer++ FA2",
+        Row("Transformer++", compiled="model", attention="FLASH_ATTENTION"),
     ),
     "1.3 B": Row(size="1.3 B", B=8),
     "1.3 B checkpointed": Row(size="1.3 B", B=8, checkpointing=True),
+    "1.3 B compiled by blocks": Row(size="1.3 B", B=8, compiled="blocks"),
     "1.3 B FLA": Row("FLA", size="1.3 B", B=8),
     "1.3 B FLA checkpointed": Row("FLA", size="1.3 B", B=8, checkpointing=True),
     "1.3 B Transformer++": Row("Transformer++", size="1.3 B", B=8, compiled="blocks"),
+    "1.3 B Transformer++ checkpointed": Row(
+        "Transformer++", size="1.3 B", B=8, compiled="blocks", checkpointing=True
+    ),
 }
 DEFAULT_ROWS = [name for name, row in ROWS.items() if row.model != "FLA" and row.size == "374 M"]

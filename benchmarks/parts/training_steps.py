@@ -2,18 +2,24 @@
 
 import dataclasses
 import gc
+import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 from parts.training_rows import SIZES, Row
 from shared.gate import WrongResults, require_close
+from shared.timing import host_us
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+DEVICE = "cuda"
 TOLERANCE = 0.04  # of two layers in bf16 against fp32: 0.015 is usual
 HOST_TOKENS = 64
+REST_S = 0.3
 KINDS = {  # the first that fits
     "inductor": ("triton_",),  # whose names quote the operators beside them
     "foreach copies": ("CopyFunctor", "::Copy<"),
@@ -33,9 +39,9 @@ KINDS = {  # the first that fits
 
 
 def tokens_of(row: Row, B: int | None = None, T: int | None = None) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     size = (row.B if B is None else B, row.T if T is None else T)
-    return torch.randint(SIZES[row.size]["vocab_size"], size, device="cuda", generator=generator)
+    return torch.randint(SIZES[row.size]["vocab_size"], size, device=DEVICE, generator=generator)
 
 
 def build(row: Row, layers: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
@@ -46,7 +52,7 @@ def build(row: Row, layers: int | None = None, dtype: torch.dtype | None = None)
     if dtype is None:
         dtype = torch.float32 if row.autocast else torch.bfloat16
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         if row.model == "Transformer++":
             from shared.transformer import Transformer
 
@@ -68,9 +74,12 @@ def build(row: Row, layers: int | None = None, dtype: torch.dtype | None = None)
                 model = Theirs(TheirConfig(**sizes))
                 model.load_state_dict(weights)
     model = model.to(dtype).train()
+    if row.apart:
+        for block in model.model.layers:
+            block.attn.batch_projections = False
     if row.checkpointing and row.model == "FLA":
         model.gradient_checkpointing_enable()
-    elif row.checkpointing:
+    elif row.checkpointing and row.model == "gla_ext":
         model.model.gradient_checkpointing = True
     return model
 
@@ -79,13 +88,14 @@ def loss_of(model: nn.Module, row: Row) -> Callable[[Tensor], Tensor]:
     """The loss of tokens; compiled as the row says, in whole graphs."""
     compiled = {"fullgraph": True, "dynamic": False}
     if row.model == "Transformer++":
-        function = partial(model.training_loss, fused=row.loss == "ours")
+        options = {"fused": row.loss == "ours", "checkpointing": row.checkpointing}
+        function = partial(model.training_loss, **options)
         if row.compiled == "model":
             function = torch.compile(function, **compiled)
         elif row.compiled == "blocks":
             for block in model.layers:
                 block.over_all = torch.compile(block.over_all, **compiled)
-        return with_attention(row.attention, function)
+        return function
     if row.compiled == "blocks":
         for block in model.model.layers:
             block.compile(**compiled)
@@ -98,12 +108,21 @@ def loss_of(model: nn.Module, row: Row) -> Callable[[Tensor], Tensor]:
     return torch.compile(loss, **compiled) if row.compiled == "model" else loss
 
 
-def with_attention(backend: str, function: Callable[[Tensor], Tensor]) -> Callable:
-    def loss(tokens: Tensor) -> Tensor:
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            return function(tokens)
+@contextmanager
+def kernels_of(row: Row) -> Iterator[None]:
+    """The kernels that a row asks for, in forward and, where it computes blocks again, backward."""
+    with ExitStack() as stack:
+        if row.model == "Transformer++":
+            stack.enter_context(sdpa_kernel(getattr(SDPBackend, row.attention)))
+        if row.steps:
+            os.environ["GLA_EXT_CUDA_PATH"] = "steps"
+            stack.callback(os.environ.pop, "GLA_EXT_CUDA_PATH")
+        if row.accelerated:
+            from gla_ext.fla import accelerate_fla, restore_fla
 
-    return loss
+            accelerate_fla()
+            stack.callback(restore_fla)
+        yield
 
 
 def stepper(row: Row, model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -112,7 +131,7 @@ def stepper(row: Row, model: nn.Module) -> Callable[[Tensor], Tensor]:
     compute_loss = loss_of(model, row)
 
     def step(tokens: Tensor) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16, enabled=row.autocast):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=row.autocast):
             loss = compute_loss(tokens)
         loss.backward()
         optimizer.step()
@@ -127,13 +146,16 @@ def check(name: str, row: Row) -> None:
     tokens = tokens_of(row, 1, min(row.T, 2048))
 
     def results(row: Row, model: nn.Module) -> dict[str, Tensor]:
-        with torch.autocast("cuda", torch.bfloat16, enabled=row.autocast):
-            loss = loss_of(model, row)(tokens)
-        loss.backward()
+        with kernels_of(row):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=row.autocast):
+                loss = loss_of(model, row)(tokens)
+            loss.backward()
         weight = next(model.parameters())  # the embeddings, which all of backward reaches
         return {"loss": loss.detach(), "embeddings": weight.grad}
 
     eager = dataclasses.replace(row, compiled="", autocast=False, attention="MATH")
+    if row.model == "FLA":  # whose kernels for fp32 would be tuned for minutes
+        eager = dataclasses.replace(eager, model="gla_ext")
     expected = results(eager, build(eager, layers=2, dtype=torch.float32))
     row = dataclasses.replace(row, compiled="")
     found = results(row, build(row, layers=2))
@@ -167,6 +189,28 @@ def sustained(step: Callable[[Tensor], Tensor], tokens: Tensor, seconds: float) 
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "losses": [first, loss.item()],
     }
+
+
+def cool_ms(step: Callable[[Tensor], Tensor], tokens: Tensor) -> float:
+    """Of a step after a rest, the median of five: its clocks are not lowered by the power limit."""
+    samples = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        time.sleep(REST_S)
+        start = time.perf_counter()
+        step(tokens)
+        torch.cuda.synchronize()
+        samples.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(samples)
+
+
+def layer_host_us(model: nn.Module, row: Row) -> float:
+    """Of a layer's forward in training, 1 x 64 tokens."""
+    layer, weight = model.model.layers[0].attn, model.model.embeddings.weight
+    x = torch.randn(1, HOST_TOKENS, weight.shape[1], device=DEVICE, dtype=weight.dtype)
+    x.requires_grad_()
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=row.autocast):
+        return host_us(lambda: layer(x), calls=400)
 
 
 def host_ms(step: Callable[[Tensor], Tensor], tokens: Tensor) -> float:
@@ -203,9 +247,7 @@ def profile(step: Callable[[Tensor], Tensor], tokens: Tensor) -> dict:
     for event in run.events():
         if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
             continue
-        kind = next(
-            (k for k, parts in KINDS.items() if any(p in event.name for p in parts)), "other"
-        )
+        kind = kind_of(event.name)
         ms = event.time_range.elapsed_us() / 1e3
         kinds[kind] = kinds.get(kind, 0.0) + ms
         launches += 1
@@ -223,15 +265,19 @@ def measure(name: str, row: Row, seconds: float, profiled: bool) -> dict:
     gc.collect()
     torch.cuda.empty_cache()
     torch.compiler.reset()
-    start = time.perf_counter()
-    model = build(row)
-    step = stepper(row, model)
-    result = sustained(step, tokens_of(row), seconds)
-    result["total_s"] = time.perf_counter() - start
-    if not all(loss < float("inf") for loss in result["losses"]):
-        raise WrongResults(f"{name}: losses {result['losses']}")
-    if profiled:
-        result |= profile(step, tokens_of(row))
-    if not row.compiled:
-        result["host_ms"] = host_ms(step, tokens_of(row, 1, HOST_TOKENS))
-    return result
+    with kernels_of(row):
+        start = time.perf_counter()
+        model = build(row)
+        step = stepper(row, model)
+        result = sustained(step, tokens_of(row), seconds)
+        result["total_s"] = time.perf_counter() - start
+        if not all(loss < float("inf") for loss in result["losses"]):
+            raise WrongResults(f"{name}: losses {result['losses']}")
+        result["cool_ms"] = cool_ms(step, tokens_of(row))
+        if profiled:
+            result |= profile(step, tokens_of(row))
+        if not row.compiled:
+            result["host_ms"] = host_ms(step, tokens_of(row, 1, HOST_TOKENS))
+            if row.model != "Transformer++":
+                result["layer_host_us"] = layer_host_us(model, row)
+        return result | {"device": torch.cuda.get_device_name()}

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.losses import cross_entropy_loss
@@ -128,11 +129,18 @@ class Transformer(nn.Module):
             x = layer(x, rotary, own, position, length)
         return self.lm_head(self.norm(x[:, -1]))
 
-    def training_loss(self, ids: Tensor, fused: bool = False) -> Tensor:
-        """Mean cross entropy of each next token, nats: by torch, or by gla_ext's operator."""
+    def training_loss(
+        self, ids: Tensor, fused: bool = False, checkpointing: bool = False
+    ) -> Tensor:
+        """Mean cross entropy of each next token, nats: by torch, or by gla_ext's operator; with
+        checkpointing backward computes every block again.
+        """
         x, rotary = self.embeddings(ids), rotations(torch.arange(ids.shape[1], device=ids.device))
         for layer in self.layers:
-            x = layer.over_all(x, rotary)
+            if checkpointing:
+                x = checkpoint(layer.over_all, x, rotary, use_reentrant=False)
+            else:
+                x = layer.over_all(x, rotary)
         logits, targets = self.lm_head(self.norm(x))[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
         if fused:
             return cross_entropy_loss(logits, targets, inplace_backward=True)[0].mean()

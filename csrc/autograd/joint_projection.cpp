@@ -29,6 +29,11 @@ bool may_be_written(const at::Tensor& t) {
          !t.key_set().has(c10::DispatchKey::Python);
 }
 
+// An operator may not return its input, as `to` does, and a call that does nothing takes time.
+at::Tensor cast(const at::Tensor& t, at::ScalarType dtype) {
+  return t.scalar_type() == dtype ? t : t.to(dtype);
+}
+
 // The weights as one matrix, cast where they are put: each is read once and written once.
 at::Tensor joined(at::TensorList weights, at::ScalarType dtype) {
   const int64_t columns = weights[0].size(1);
@@ -40,7 +45,7 @@ at::Tensor joined(at::TensorList weights, at::ScalarType dtype) {
     rows.push_back(weight.size(0));
     sum += rows.back();
   }
-  if (keeps_cat) return at::cat(weights).to(dtype);
+  if (keeps_cat) return cast(at::cat(weights), dtype);
   at::Tensor whole = at::empty({sum, columns}, weights[0].options().dtype(dtype));
   at::_foreach_copy_(whole.split_with_sizes(rows), weights);  // one launch
   return whole;
@@ -51,7 +56,7 @@ variable_list products(const at::Tensor& x, at::TensorList weights, at::ScalarTy
                        bool together) {
   if (!together) {
     variable_list results;
-    for (const at::Tensor& weight : weights) results.push_back(at::linear(x, weight.to(dtype)));
+    for (const at::Tensor& weight : weights) results.push_back(at::linear(x, cast(weight, dtype)));
     return results;
   }
   std::vector<int64_t> widths;
@@ -77,9 +82,9 @@ variable_list parts_of(const at::Tensor& dw, at::IntArrayRef rows, at::ScalarTyp
 // The sum of dy W over the maps: a product adds to the one before where it may.
 at::Tensor sum_of_products(const variable_list& grads, at::TensorList weights,
                            at::ScalarType dtype) {
-  at::Tensor dx = at::matmul(grads[0], weights[0].to(dtype));
+  at::Tensor dx = at::matmul(grads[0], cast(weights[0], dtype));
   for (size_t i = 1; i < grads.size(); ++i) {
-    const at::Tensor weight = weights[i].to(dtype);
+    const at::Tensor weight = cast(weights[i], dtype);
     if (may_be_written(grads[i]) && may_be_written(dx)) {
       at::Tensor rows = as_matrix(dx);
       at::addmm_out(rows, rows, as_matrix(grads[i]), weight);  // FlopCounterMode knows no addmm_
@@ -128,7 +133,7 @@ class JointProjection : public torch::autograd::Function<JointProjection> {
       if (needs_dx) result[0] = sum_of_products(grads, {saved.data() + 1, grads.size()}, dtype);
       for (size_t i = 0; i < grads.size(); ++i)
         if (ctx->needs_input_grad(1 + i))
-          result[1 + i] = at::mm(as_matrix(grads[i]).t(), as_matrix(saved[0])).to(own);
+          result[1 + i] = cast(at::mm(as_matrix(grads[i]).t(), as_matrix(saved[0])), own);
       return result;
     }
     at::Tensor dy;

@@ -8,10 +8,11 @@ pytest.importorskip("transformers")
 from hf_models import make_model
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("num_items_in_batch", [None, 7])
-def test_no_logits_beside_the_linear_loss(num_items_in_batch):
-    model, ids = make_model().train(), make_ids()
-    linear = make_model(fuse_cross_entropy=False, fuse_linear_cross_entropy=True).train()
+def test_no_logits_beside_the_linear_loss(num_items_in_batch, training):
+    model, ids = make_model().train(training), make_ids()
+    linear = make_model(fuse_cross_entropy=False, fuse_linear_cross_entropy=True).train(training)
     linear.load_state_dict(model.state_dict())
     found, expected = (
         m(ids, labels=ids, num_items_in_batch=num_items_in_batch) for m in (linear, model)

@@ -326,3 +326,13 @@ def test_sharded_weights_are_freed_between_forward_and_backward(one_rank):
     for name, wanted in plain.named_parameters():
         got = layer.get_parameter(name).grad.full_tensor()
         assert_close(got, wanted.grad, 1e-12, name=name)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(device, dtype, requires_grad, together):
+    x = torch.randn(2, 5, 8, device=device, dtype=dtype, requires_grad=requires_grad)
+    weights = [torch.randn(n, 8, device=device, requires_grad=requires_grad) for n in (4, 6)]
+    operator = torch.ops.gla_ext.joint_projection.default
+    torch.library.opcheck(operator, (x, weights, dtype, together))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.utils.parametrize
 from common import assert_close
-from models import make_layer, make_x, products
+from models import SMALL, make_layer, make_x, products
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -21,6 +21,25 @@ def test_projections_are_one_product_in_training():
     assert products(lambda: layer(x)) == sorted([*GATE_AND_OUTPUT, *apart])
     layer = make_layer(use_output_gate=False)
     assert products(lambda: layer(x)) == [(24, 24), (24, 52)]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_no_product_of_the_gates_rank_alone(autocast):
+    """Forward or backward: torch would split such a one over its long side."""
+    rank, sides = SMALL["gate_low_rank_dim"], set()
+    layer, x = make_layer(torch.float32), make_x(dtype=torch.float32).requires_grad_()
+
+    def both():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = layer(x)[0]
+        y.sum().backward()
+
+    for side in (-2, -1):
+        for shape in products(both, side):
+            sides.update(shape)
+    assert rank not in sides and {24, 76, 140} <= sides
+    layer.gk_proj[0].register_forward_hook(lambda *_: None)  # whose modules are called
+    assert rank in {n for shape in products(both) for n in shape}
 
 
 def test_projections_with_a_forward_of_their_own_or_global_hooks_are_called():

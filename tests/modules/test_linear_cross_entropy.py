@@ -3,12 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from common import DTYPES
+from common import DTYPES, assert_close
 from loss_inputs import error, exact, linear_inputs
+from models import make_ids, make_model
 from norm_inputs import BOUND
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_ext.losses import fused_linear_cross_entropy_loss
+from gla_ext.model import next_token_loss
 
 ops = torch.ops.gla_ext
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -16,7 +18,12 @@ by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @by_dtype
 @pytest.mark.parametrize(
-    "options", [{}, {"reduction": "sum", "logit_softcapping": 3.0}, {"label_smoothing": 0.1}]
+    "options",
+    [
+        {},
+        {"reduction": "sum", "logit_softcapping": 3.0, "logit_scale": 1.3},
+        {"label_smoothing": 0.1, "logit_scale": 0.7},
+    ],
 )
 @pytest.mark.parametrize("num_chunks, biased", [(1, True), (3, False), (8, True)])
 def test_linear(device, num_chunks, biased, options, dtype):
@@ -41,6 +48,38 @@ def test_linear(device, num_chunks, biased, options, dtype):
     for found, want, leaf in zip(gradients, wanted, leaves, strict=True):
         assert found.dtype == dtype and found.shape == leaf.shape
         assert error(found, want) < 4 * BOUND[dtype]
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["", "no_grad"])
+def test_labels_out_of_range(grad):
+    """Named by their place among all, before anything is computed."""
+    (x, weight, _), target = linear_inputs(50, "cpu", torch.float32)
+    target[40] = 72
+    expected = "linear_cross_entropy: expected labels from 0 to V - 1 = 71, or ignore_index = -100"
+    with pytest.raises(ValueError, match=f"^{expected}, got 72 at 40"):
+        fused_linear_cross_entropy_loss(x.requires_grad_(grad), target, weight)
+    target[target == -100] = 0
+    assert fused_linear_cross_entropy_loss(x, target, weight, ignore_index=72).isfinite()
+
+
+LINEAR = {"fuse_linear_cross_entropy": True, "fuse_cross_entropy": False}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("offsets", [None, [0, 4, 4, 20, 27]], ids=["batch", "packed"])
+@pytest.mark.parametrize("grad", [True, False], ids=["", "no_grad"])
+def test_a_model_with_labels_has_no_logits(grad, offsets, training):
+    """The loss is that of its logits: shifted, without ignored labels, each sequence by itself."""
+    model, ids = make_model(torch.float64, **LINEAR).train(training), make_ids(B=1, T=27)
+    labels, arguments = ids.masked_fill(ids < 5, -100), {}
+    if offsets is not None:
+        arguments["cu_seqlens"] = torch.tensor(offsets)
+    with torch.set_grad_enabled(grad):
+        output = model(ids, labels=labels, **arguments)
+    assert output.logits is None and output.loss.requires_grad == grad
+    logits = model(ids, **arguments).logits
+    assert logits.shape == (1, 27, 31)
+    assert_close(output.loss, next_token_loss(logits, labels, **arguments), 1e-12)
 
 
 class Widest(TorchDispatchMode):
