@@ -12,6 +12,7 @@ import uvicorn
 
 from gla_ext.serve.engine import Engine
 from gla_ext.serve.http.application import Application, Options
+from gla_ext.serve.http.connections import protocol
 
 BACKLOG = 2048  # connections that may wait to be accepted
 
@@ -55,7 +56,8 @@ def serve(
         log_level=logging.WARNING,
         lifespan="on",
         backlog=BACKLOG,
-        limit_concurrency=connections,
+        http=protocol(options.read_seconds),
+        limit_concurrency=connections + 1,  # uvicorn counts the one that asks
         timeout_keep_alive=30,
         timeout_graceful_shutdown=shutdown_seconds,
     )
