@@ -15,6 +15,7 @@ from gla_ext.serve.http.application import Application, Options
 from gla_ext.serve.http.connections import protocol
 
 BACKLOG = 2048  # connections that may wait to be accepted
+MOST_HEAD = 1 << 16  # bytes after which the head of a request must be whole
 
 
 def serve(
@@ -57,6 +58,7 @@ def serve(
         lifespan="on",
         backlog=BACKLOG,
         http=protocol(options.read_seconds),
+        h11_max_incomplete_event_size=MOST_HEAD,
         limit_concurrency=connections + 1,  # uvicorn counts the one that asks
         timeout_keep_alive=30,
         timeout_graceful_shutdown=shutdown_seconds,
