@@ -173,7 +173,7 @@ def test_vllm_shapes(vllm):
     assert sharded.get_state_dtype() == (torch.bfloat16, torch.float32)
     short = make_states(vllm, state_dtype=torch.float16, conv_size=4)
     assert short.get_state_dtype() == (torch.bfloat16, torch.float16)
-    with pytest.raises(ValueError, match="torch.bfloat16 or torch.float16, got torch.float8"):
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 or torch\.float16, got torch\.float8"):
         make_states(vllm, state_dtype=torch.float8_e4m3fn).get_state_dtype()
     with pytest.raises(ValueError, match="to divide num_heads = 2, got 3"):
         make_states(vllm, tensor_parallel_size=3).get_state_shape()
