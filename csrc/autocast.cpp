@@ -39,7 +39,7 @@ at::Tensor chunk_gla_on_pool_autocast(const PoolArguments& a) {
   const at::Tensor q = cast(a.q), k = cast(a.k), v = cast(a.v);
   return dispatch({q, k, v, a.g, a.gv, a.state, a.slots, a.write_slots, a.has_initial_state,
                    a.cu_seqlens, a.scale, a.state_v_first, a.batch_invariant, a.checkpoint_every,
-                   a.checkpoints, a.checkpoint_slots, a.checkpoint_cu_starts});
+                   a.checkpoints, a.checkpoint_slots, a.checkpoint_cu_starts, a.out});
 }
 
 // Of operators whose first arguments are q, k and v.
@@ -100,6 +100,17 @@ at::Tensor recurrent_gla_verify_autocast(const at::Tensor& q, const at::Tensor& 
 }
 
 template <c10::DeviceType device>
+void recurrent_gla_verify_out_autocast(const at::Tensor& q, const at::Tensor& k,
+                                       const at::Tensor& v, const Optional& gk, const Optional& gv,
+                                       const at::Tensor& state, const Optional& slots,
+                                       std::optional<double> scale, bool state_v_first,
+                                       const Optional& cu_seqlens, at::Tensor& out) {
+  const Cast<device> cast;
+  recurrent_gla_verify_out(cast(q), cast(k), cast(v), gk, gv, state, slots, scale, state_v_first,
+                           cu_seqlens, out);
+}
+
+template <c10::DeviceType device>
 void recurrent_gla_commit_autocast(const at::Tensor& k, const at::Tensor& v, const Optional& gk,
                                    const Optional& gv, at::Tensor& state, const Optional& slots,
                                    const at::Tensor& accepted, bool state_v_first,
@@ -139,12 +150,14 @@ template <c10::DeviceType device>
 void register_all(torch::Library& m) {
   m.impl("chunk_gla_fwd", positional<chunk_gla_fwd_autocast<device>>);
   m.impl("chunk_gla_", positional<chunk_gla_on_pool_autocast<device>>);
+  m.impl("chunk_gla_.out", positional_out<chunk_gla_on_pool_autocast<device>>);
   for (const char* op : {"chunk_gla_summary", "chunk_gla_apply", "chunk_gla_across_ranks"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&first_three_autocast<device>>());
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_autocast<device>);
   m.impl("recurrent_gla_step_", recurrent_gla_step_autocast<device>);
   m.impl("recurrent_gla_step_.out", recurrent_gla_step_out_autocast<device>);
   m.impl("recurrent_gla_verify", recurrent_gla_verify_autocast<device>);
+  m.impl("recurrent_gla_verify.out", recurrent_gla_verify_out_autocast<device>);
   m.impl("recurrent_gla_commit_", recurrent_gla_commit_autocast<device>);
   m.impl("swiglu_linear", swiglu_linear_autocast<device>);
   m.impl("linear_cross_entropy_fwd", linear_cross_entropy_fwd_autocast<device>);

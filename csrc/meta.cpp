@@ -57,7 +57,8 @@ BackwardOutputs chunk_gla_bwd_meta(const BackwardArguments& a) {
 }
 
 at::Tensor chunk_gla_on_pool_meta(const PoolArguments& a) {
-  return fresh_output(check_chunk_gla_on_pool(a), a.v);
+  const Shape s = check_chunk_gla_on_pool(a);
+  return a.out != nullptr ? *a.out : fresh_output(s, a.v);
 }
 
 // The halves, whose shared tensors have the sizes that the caller was told.
@@ -181,6 +182,15 @@ at::Tensor recurrent_gla_verify_meta(const at::Tensor& q, const at::Tensor& k, c
   const Shape s = check_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
                              {state, slots, state_v_first, nullptr, &cu_seqlens});
   return fresh_output(s, v);
+}
+
+void recurrent_gla_verify_out_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const OptionalTensor& gk, const OptionalTensor& gv,
+                                   const at::Tensor& state, const OptionalTensor& slots,
+                                   std::optional<double>, bool state_v_first,
+                                   const OptionalTensor& cu_seqlens, at::Tensor& out) {
+  check_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
+             {state, slots, state_v_first, nullptr, &cu_seqlens, nullptr, &out});
 }
 
 void recurrent_gla_commit_meta(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
@@ -329,6 +339,7 @@ TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("chunk_gla_fwd", positional<chunk_gla_fwd_meta>);
   m.impl("chunk_gla_bwd", positional<chunk_gla_bwd_meta>);
   m.impl("chunk_gla_", positional<chunk_gla_on_pool_meta>);
+  m.impl("chunk_gla_.out", positional_out<chunk_gla_on_pool_meta>);
   m.impl("chunk_gla_summary", &summary_meta);
   m.impl("chunk_gla_apply", &apply_meta);
   m.impl("chunk_gla_summary_bwd", &summary_bwd_meta);
@@ -339,6 +350,7 @@ TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("recurrent_gla_step_", recurrent_gla_step_meta);
   m.impl("recurrent_gla_step_.out", recurrent_gla_step_out_meta);
   m.impl("recurrent_gla_verify", recurrent_gla_verify_meta);
+  m.impl("recurrent_gla_verify.out", recurrent_gla_verify_out_meta);
   m.impl("recurrent_gla_commit_", recurrent_gla_commit_meta);
   m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_meta);
   m.impl("rms_norm_gate_bwd", rms_norm_gate_bwd_meta);

@@ -35,6 +35,13 @@ TORCH_LIBRARY(gla_ext, m) {
       "Tensor",
       tags);
   m.def(
+      "chunk_gla_.out(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor(a!) state, "
+      "Tensor? slots, Tensor? write_slots, Tensor? has_initial_state, Tensor? cu_seqlens, float? "
+      "scale, bool state_v_first, bool batch_invariant, int checkpoint_every=0, Tensor(b!)? "
+      "checkpoints=None, Tensor? checkpoint_slots=None, Tensor? checkpoint_cu_starts=None, *, "
+      "Tensor(c!) out) -> ()",
+      tags);
+  m.def(
       "chunk_gla_summary(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? "
       "initial_state, float? scale, bool state_v_first, bool batch_invariant, bool for_backward, "
       "int prepared_bytes=0) -> (Tensor summary, Tensor prepared)",
@@ -90,6 +97,13 @@ TORCH_LIBRARY(gla_ext, m) {
   m.def(
       "recurrent_gla_verify(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor state, "
       "Tensor? slots, float? scale, bool state_v_first, Tensor? cu_seqlens=None) -> Tensor",
+      tags);
+  m.def(
+      "recurrent_gla_verify.out(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor "
+      "state, "
+      "Tensor? slots, float? scale, bool state_v_first, Tensor? cu_seqlens=None, *, Tensor(a!) "
+      "out) "
+      "-> ()",
       tags);
   m.def(
       "recurrent_gla_commit_(Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor(a!) state, Tensor? "

@@ -79,6 +79,17 @@ at::Tensor chunk_gla_(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                       const std::optional<at::Tensor>& checkpoints = {},
                       const std::optional<at::Tensor>& checkpoint_slots = {},
                       const std::optional<at::Tensor>& checkpoint_cu_starts = {});
+// With o in `out`.
+void chunk_gla_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
+                   at::Tensor& state, const std::optional<at::Tensor>& slots,
+                   const std::optional<at::Tensor>& write_slots,
+                   const std::optional<at::Tensor>& has_initial_state,
+                   const std::optional<at::Tensor>& cu_seqlens, std::optional<double> scale,
+                   bool state_v_first, bool batch_invariant, int64_t checkpoint_every,
+                   const std::optional<at::Tensor>& checkpoints,
+                   const std::optional<at::Tensor>& checkpoint_slots,
+                   const std::optional<at::Tensor>& checkpoint_cu_starts, at::Tensor& out);
 
 // The two halves of chunk_gla over several ranks, of sequences that are not packed. Each rank sums
 // up what its tokens add to the state; from all ranks' summaries follows what enters (context
@@ -182,6 +193,13 @@ at::Tensor recurrent_gla_verify(const at::Tensor& q, const at::Tensor& k, const 
                                 const std::optional<at::Tensor>& slots, std::optional<double> scale,
                                 bool state_v_first,
                                 const std::optional<at::Tensor>& cu_seqlens = std::nullopt);
+
+void recurrent_gla_verify_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                              const std::optional<at::Tensor>& gk,
+                              const std::optional<at::Tensor>& gv, const at::Tensor& state,
+                              const std::optional<at::Tensor>& slots, std::optional<double> scale,
+                              bool state_v_first, const std::optional<at::Tensor>& cu_seqlens,
+                              at::Tensor& out);
 
 void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
                            const std::optional<at::Tensor>& gk, const std::optional<at::Tensor>& gv,

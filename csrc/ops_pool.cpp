@@ -23,6 +23,24 @@ at::Tensor chunk_gla_(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                  checkpoint_cu_starts);
 }
 
+void chunk_gla_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
+                   at::Tensor& state, const std::optional<at::Tensor>& slots,
+                   const std::optional<at::Tensor>& write_slots,
+                   const std::optional<at::Tensor>& has_initial_state,
+                   const std::optional<at::Tensor>& cu_seqlens, std::optional<double> scale,
+                   bool state_v_first, bool batch_invariant, int64_t checkpoint_every,
+                   const std::optional<at::Tensor>& checkpoints,
+                   const std::optional<at::Tensor>& checkpoint_slots,
+                   const std::optional<at::Tensor>& checkpoint_cu_starts, at::Tensor& out) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::chunk_gla_", "out")
+                             .typed<decltype(chunk_gla_out)>();
+  op.call(q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale,
+          state_v_first, batch_invariant, checkpoint_every, checkpoints, checkpoint_slots,
+          checkpoint_cu_starts, out);
+}
+
 at::Tensor recurrent_gla_step_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::optional<at::Tensor>& gk,
                                const std::optional<at::Tensor>& gv, at::Tensor& state,
@@ -55,6 +73,18 @@ at::Tensor recurrent_gla_verify(const at::Tensor& q, const at::Tensor& k, const 
                              .findSchemaOrThrow("gla_ext::recurrent_gla_verify", "")
                              .typed<decltype(recurrent_gla_verify)>();
   return op.call(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens);
+}
+
+void recurrent_gla_verify_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                              const std::optional<at::Tensor>& gk,
+                              const std::optional<at::Tensor>& gv, const at::Tensor& state,
+                              const std::optional<at::Tensor>& slots, std::optional<double> scale,
+                              bool state_v_first, const std::optional<at::Tensor>& cu_seqlens,
+                              at::Tensor& out) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::recurrent_gla_verify", "out")
+                             .typed<decltype(recurrent_gla_verify_out)>();
+  op.call(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens, out);
 }
 
 void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,

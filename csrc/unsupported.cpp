@@ -44,6 +44,7 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
   for (const char* op : {"chunk_gla_fwd",
                          "chunk_gla_bwd",
                          "chunk_gla_",
+                         "chunk_gla_.out",
                          "recurrent_gla_fwd",
                          "recurrent_gla_bwd",
                          "rms_norm_gate_fwd",
@@ -72,8 +73,9 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, FuncTorchBatched, m) {
-  for (const char* op : {"chunk_gla_", "recurrent_gla_step_", "recurrent_gla_step_.out",
-                         "recurrent_gla_commit_", "short_convolution_"})
+  for (const char* op :
+       {"chunk_gla_", "chunk_gla_.out", "recurrent_gla_step_", "recurrent_gla_step_.out",
+        "recurrent_gla_verify.out", "recurrent_gla_commit_", "short_convolution_"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
   for (const char* op : kDecodeOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());

@@ -10,6 +10,12 @@
 namespace gla_ext {
 
 at::Tensor dispatch(const PoolArguments& a) {
+  if (a.out != nullptr) {
+    chunk_gla_out(a.q, a.k, a.v, a.g, a.gv, a.state, a.slots, a.write_slots, a.has_initial_state,
+                  a.cu_seqlens, a.scale, a.state_v_first, a.batch_invariant, a.checkpoint_every,
+                  a.checkpoints, a.checkpoint_slots, a.checkpoint_cu_starts, *a.out);
+    return *a.out;
+  }
   return chunk_gla_(a.q, a.k, a.v, a.g, a.gv, a.state, a.slots, a.write_slots, a.has_initial_state,
                     a.cu_seqlens, a.scale, a.state_v_first, a.batch_invariant, a.checkpoint_every,
                     a.checkpoints, a.checkpoint_slots, a.checkpoint_cu_starts);
@@ -31,6 +37,7 @@ at::Tensor refuse(const PoolArguments& a) {
       refuse_grad(*t);
     for (const OptionalTensor* t : {&a.g, &a.gv, &a.checkpoints})
       if (given(*t)) refuse_grad(**t);
+    if (a.out != nullptr) refuse_grad(*a.out);
   }
   at::AutoDispatchBelowAutograd below;
   return dispatch(a);
@@ -44,12 +51,20 @@ at::Tensor run_and_tell(const PoolArguments& a) {
   }
   tell_autograd(a.state);
   if (given(a.checkpoints)) tell_autograd(*a.checkpoints);
+  if (a.out != nullptr) tell_autograd(*a.out);
   return o;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) { m.impl("chunk_gla_", positional<refuse>); }
-TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) { m.impl("chunk_gla_", positional<run_and_tell>); }
+TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
+  m.impl("chunk_gla_", positional<refuse>);
+  m.impl("chunk_gla_.out", positional_out<refuse>);
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
+  m.impl("chunk_gla_", positional<run_and_tell>);
+  m.impl("chunk_gla_.out", positional_out<run_and_tell>);
+}
 
 }  // namespace gla_ext

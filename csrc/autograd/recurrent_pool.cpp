@@ -59,6 +59,16 @@ at::Tensor verify(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   return recurrent_gla_verify(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens);
 }
 
+void verify_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                const OptionalTensor& gk, const OptionalTensor& gv, const at::Tensor& state,
+                const OptionalTensor& slots, std::optional<double> scale, bool state_v_first,
+                const OptionalTensor& cu_seqlens, at::Tensor& out) {
+  refuse_grad("recurrent_gla_verify", {&q, &k, &v, &state, &out});
+  refuse_grad("recurrent_gla_verify", {&gk, &gv, &slots, &cu_seqlens});
+  at::AutoDispatchBelowAutograd below;
+  recurrent_gla_verify_out(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens, out);
+}
+
 void commit(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
             const OptionalTensor& gv, at::Tensor& state, const OptionalTensor& slots,
             const at::Tensor& accepted, bool state_v_first, const OptionalTensor& cu_seqlens,
@@ -95,6 +105,18 @@ void step_out_and_tell(const at::Tensor& q, const at::Tensor& k, const at::Tenso
   tell_autograd(out);
 }
 
+void verify_out_and_tell(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                         const OptionalTensor& gk, const OptionalTensor& gv,
+                         const at::Tensor& state, const OptionalTensor& slots,
+                         std::optional<double> scale, bool state_v_first,
+                         const OptionalTensor& cu_seqlens, at::Tensor& out) {
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    recurrent_gla_verify_out(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens, out);
+  }
+  tell_autograd(out);
+}
+
 void commit_and_tell(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
                      const OptionalTensor& gv, at::Tensor& state, const OptionalTensor& slots,
                      const at::Tensor& accepted, bool state_v_first,
@@ -113,12 +135,14 @@ TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
   m.impl("recurrent_gla_step_", step);
   m.impl("recurrent_gla_step_.out", step_out);
   m.impl("recurrent_gla_verify", verify);
+  m.impl("recurrent_gla_verify.out", verify_out);
   m.impl("recurrent_gla_commit_", commit);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
   m.impl("recurrent_gla_step_", step_and_tell);
   m.impl("recurrent_gla_step_.out", step_out_and_tell);
+  m.impl("recurrent_gla_verify.out", verify_out_and_tell);
   m.impl("recurrent_gla_commit_", commit_and_tell);
 }
 

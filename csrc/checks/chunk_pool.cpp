@@ -75,12 +75,23 @@ Shape check_chunk_gla_on_pool(const PoolArguments& a) {
   check.indices_of("write_slots", a.write_slots, "[N]", shape.N);
   check.has_initial_state(a.has_initial_state, "[N]", shape.N);
   check_checkpoints(check, a, shape);
+  if (a.out != nullptr) check_out(check, *a.out, shape);
   return shape;
 }
 
 void check_pool_layouts(const PoolArguments& a) {
   check_pool_layout(kOp, a.state, /*written=*/true);
   if (given(a.checkpoints)) check_pool_layout(kOp, *a.checkpoints, /*written=*/true, "checkpoints");
+  const auto of = [](const OptionalTensor& t) { return given(t) ? &*t : nullptr; };
+  if (a.out != nullptr)
+    check_out_layout(kOp, *a.out,
+                     {{"q", &a.q},
+                      {"k", &a.k},
+                      {"v", &a.v},
+                      {"g", of(a.g)},
+                      {"gv", of(a.gv)},
+                      {"state", &a.state},
+                      {"checkpoints", of(a.checkpoints)}});
 }
 
 }  // namespace gla_ext

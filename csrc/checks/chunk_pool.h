@@ -9,7 +9,7 @@ constexpr int64_t kMostCheckpointTokens = int64_t{1} << 30;  // between two of a
 
 Shape check_chunk_gla_on_pool(const PoolArguments& a);
 
-// For backends: the pool and the checkpoints are written where they lie.
+// For backends: the pool, the checkpoints and `out` are written where they lie.
 void check_pool_layouts(const PoolArguments& a);
 
 }  // namespace gla_ext

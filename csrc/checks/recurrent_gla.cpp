@@ -122,14 +122,16 @@ Shape check_pool(const RecurrentInputs& tokens, const PoolInputs& pool) {
     check.defined("accepted", *pool.accepted);
     check.indices_of("accepted", *pool.accepted, rows, shape.N);
   }
-  if (pool.out != nullptr) {
-    check.defined("out", *pool.out);
-    check.strided("out", *pool.out);
-    check.device("out", *pool.out);
-    check.like_first("out", *pool.out, shape.dtype);
-    check.shape("out", *pool.out, "[B, T, H, V]", {shape.B, shape.T, shape.H, shape.V});
-  }
+  if (pool.out != nullptr) check_out(check, *pool.out, shape);
   return shape;
+}
+
+void check_out(const Checker& check, const at::Tensor& out, const Shape& shape) {
+  check.defined("out", out);
+  check.strided("out", out);
+  check.device("out", out);
+  check.like_first("out", out, shape.dtype);
+  check.shape("out", out, "[B, T, H, V]", {shape.B, shape.T, shape.H, shape.V});
 }
 
 void check_pool_layout(const char* op, const at::Tensor& state, bool written, const char* name) {
@@ -149,28 +151,32 @@ void check_pool_layout(const char* op, const at::Tensor& state, bool written, co
   }
 }
 
-void check_out_layout(const RecurrentInputs& tokens, const PoolInputs& pool) {
-  const at::Tensor& out = *pool.out;
+void check_out_layout(const char* op, const at::Tensor& out,
+                      std::initializer_list<NamedTensor> inputs) {
   if (out.numel() == 0) return;
   TORCH_CHECK_VALUE(
       (out.size(3) == 1 || out.stride(3) == 1) &&
           at::has_internal_overlap(out) != at::MemOverlap::Yes,
-      tokens.op, ": expected the last dimension of out to be contiguous and no two elements of it ",
+      op, ": expected the last dimension of out to be contiguous and no two elements of it ",
       "to be the same, got strides ", out.strides());
-  struct Input {
-    const char* name;
-    const at::Tensor* t;
-  };
-  const auto gate = [](const OptionalTensor* t) { return given(*t) ? &**t : nullptr; };
-  for (const auto& [name, t] :
-       {Input{"q", tokens.q}, Input{"k", tokens.k}, Input{"v", tokens.v},
-        Input{"gk", gate(tokens.gk)}, Input{"gv", gate(tokens.gv)}, Input{"state", &pool.state}}) {
+  for (const auto& [name, t] : inputs) {
     if (t == nullptr) continue;
     const auto status = at::get_overlap_status(out, *t);
     TORCH_CHECK_VALUE(
-        status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial, tokens.op,
+        status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial, op,
         ": expected out to share no memory with ", name);
   }
+}
+
+void check_out_layout(const RecurrentInputs& tokens, const PoolInputs& pool) {
+  const auto gate = [](const OptionalTensor* t) { return given(*t) ? &**t : nullptr; };
+  check_out_layout(tokens.op, *pool.out,
+                   {{"q", tokens.q},
+                    {"k", tokens.k},
+                    {"v", tokens.v},
+                    {"gk", gate(tokens.gk)},
+                    {"gv", gate(tokens.gv)},
+                    {"state", &pool.state}});
 }
 
 }  // namespace gla_ext

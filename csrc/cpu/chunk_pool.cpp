@@ -81,7 +81,11 @@ at::Tensor chunk_gla_on_pool_cpu(const PoolArguments& a) {
     call.inputs({{&P::q, a.q}, {&P::k, a.k}, {&P::v, a.v}});
     call.gates(a.g, a.gv);
     call.input_state(&P::h0, gather(a.state, rows.read, shape.accumulate));
-    at::Tensor o = call.output(&P::o, call.problem.V, a.v, a.v.scalar_type());
+    at::Tensor o;
+    if (a.out != nullptr)
+      call.output_into(&P::o, o = *a.out);
+    else
+      o = call.output(&P::o, call.problem.V, a.v, a.v.scalar_type());
     const at::Tensor final_state = call.output_state(&P::ht, a.q);
     const Checkpoints kept = make_checkpoints(call, a.checkpoint_every, a.q);
     call.problem.first_checkpoint = kept.first.data();
@@ -104,6 +108,9 @@ at::Tensor chunk_gla_on_pool_cpu(const PoolArguments& a) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, CPU, m) { m.impl("chunk_gla_", positional<chunk_gla_on_pool_cpu>); }
+TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
+  m.impl("chunk_gla_", positional<chunk_gla_on_pool_cpu>);
+  m.impl("chunk_gla_.out", positional_out<chunk_gla_on_pool_cpu>);
+}
 
 }  // namespace gla_ext::cpu

@@ -163,6 +163,16 @@ at::Tensor recurrent_gla_verify_cpu(const at::Tensor& q, const at::Tensor& k, co
                      {state, slots, state_v_first, nullptr, &cu_seqlens}, scale, /*write=*/false);
 }
 
+void recurrent_gla_verify_out_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                  const OptionalTensor& gk, const OptionalTensor& gv,
+                                  const at::Tensor& state, const OptionalTensor& slots,
+                                  std::optional<double> scale, bool state_v_first,
+                                  const OptionalTensor& cu_seqlens, at::Tensor& out) {
+  run_on_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
+              {state, slots, state_v_first, nullptr, &cu_seqlens, nullptr, &out}, scale,
+              /*write=*/false);
+}
+
 void recurrent_gla_commit_cpu(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
                               const OptionalTensor& gv, at::Tensor& state,
                               const OptionalTensor& slots, const at::Tensor& accepted,
@@ -181,6 +191,7 @@ TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
   m.impl("recurrent_gla_step_", recurrent_gla_step_cpu);
   m.impl("recurrent_gla_step_.out", recurrent_gla_step_out_cpu);
   m.impl("recurrent_gla_verify", recurrent_gla_verify_cpu);
+  m.impl("recurrent_gla_verify.out", recurrent_gla_verify_out_cpu);
   m.impl("recurrent_gla_commit_", recurrent_gla_commit_cpu);
 }
 

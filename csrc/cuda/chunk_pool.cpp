@@ -84,6 +84,16 @@ void leave_short_sequences(Problem& p, at::Tensor& others) {
   p.pool.slots = {others.const_data_ptr(), /*are_int64=*/true};
 }
 
+// Where the kernels write o: where the caller wants it, if that is as a fresh tensor is.
+at::Tensor o_of(Call& call, const PoolArguments& a, at::ScalarType dtype) {
+  Problem& p = call.problem;
+  const bool is_like_fresh = a.out != nullptr && a.out->scalar_type() == dtype &&
+                             a.out->is_contiguous() && starts_aligned(a.out->const_data_ptr());
+  if (!is_like_fresh) return call.output(p.o, p.V, dtype);
+  p.o = cuda::rows_of(*a.out);
+  return *a.out;
+}
+
 at::Tensor chunk_gla_on_pool_cuda(const PoolArguments& a) {
   Shape shape = check_chunk_gla_on_pool(a);
   check_pool_layouts(a);
@@ -101,8 +111,12 @@ at::Tensor chunk_gla_on_pool_cuda(const PoolArguments& a) {
   call.input_gates(a.g, a.gv);
   std::vector<at::Tensor> held;
   p.pool = rows_of(a, held);
-  at::Tensor o = call.output(p.o, p.V, shape.dtype);
-  at::Tensor result = in_fp32 ? at::empty_like(o, o.options().dtype(at::kHalf)) : o;
+  at::Tensor o = o_of(call, a, shape.dtype);
+  at::Tensor result = o;
+  if (a.out != nullptr)
+    result = *a.out;
+  else if (in_fp32)
+    result = at::empty_like(o, o.options().dtype(at::kHalf));
   if (a.state.size(0) == 0) return result.zero_();  // no sequence has a row
   const PassPlan pass = call.plan(a.batch_invariant, /*for_backward=*/false).forward;
   const Recurrence short_sequences = short_sequences_of(call, a, p.pool);
@@ -118,12 +132,15 @@ at::Tensor chunk_gla_on_pool_cuda(const PoolArguments& a) {
     recurrent_forward(short_sequences, at::cuda::getCurrentCUDAStream());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
-  if (in_fp32) result.copy_(o);
+  if (!result.is_same(o)) result.copy_(o);
   return result;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) { m.impl("chunk_gla_", positional<chunk_gla_on_pool_cuda>); }
+TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
+  m.impl("chunk_gla_", positional<chunk_gla_on_pool_cuda>);
+  m.impl("chunk_gla_.out", positional_out<chunk_gla_on_pool_cuda>);
+}
 
 }  // namespace gla_ext::cuda

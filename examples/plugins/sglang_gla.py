@@ -3,7 +3,8 @@
 SGLang's backend of a layer (`KDAAttnBackend` is the one to copy from) splits q, k and v, runs the
 convolutions, and calls `decode` and `extend` of a kernel, with its pool of states. This is that
 kernel. `a` and `g` carry the log of the decays, `[1, tokens, heads, K]`; GLA has no beta, A_log
-and dt_bias. States are `[slots, heads, V, K]`, fp32 (`--mamba-ssm-dtype float32`, the default).
+and dt_bias. States are `[slots, heads, V, K]`, of the dtype that `--mamba-ssm-dtype` says: float32,
+the default, bfloat16 or float16.
 
     self.kernel_dispatcher = GLAKernel()  # in a subclass of KDAAttnBackend
 """

@@ -20,12 +20,16 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from gla_ext import chunk_gla_, recurrent_gla_step_
 
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class GLAStates(MambaBase):
     """The states of a GLA layer on one rank of tensor parallelism.
 
     Set by the layer: num_heads and key and value width a head, K and V, of the whole model; the
-    number of ranks; conv_size, or None without convolutions; the model's dtype.
+    number of ranks; conv_size, or None without convolutions; the model's dtype; and state_dtype,
+    what vLLM's mamba_ssm_cache_dtype says, or mamba_cache_dtype where that is "auto". Arithmetic is
+    fp32 with each.
     """
 
     num_heads: int
@@ -34,6 +38,7 @@ class GLAStates(MambaBase):
     tensor_parallel_size: int = 1
     conv_size: int | None = None
     dtype: torch.dtype = torch.bfloat16
+    state_dtype: torch.dtype = torch.float32
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
@@ -53,10 +58,15 @@ class GLAStates(MambaBase):
         return ((heads * (2 * self.K + self.V), self.conv_size), state)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        """fp32, which the operators keep states in; vLLM's mamba_cache_dtype is not looked at."""
+        """The model's for the convolutions' inputs, state_dtype for the states."""
+        if self.state_dtype not in STATE_DTYPES:
+            raise ValueError(
+                "GLAStates: expected state_dtype to be torch.float32, torch.bfloat16 or "
+                f"torch.float16, got {self.state_dtype}"
+            )
         if self.conv_size is None:
-            return (torch.float32,)
-        return (self.dtype, torch.float32)
+            return (self.state_dtype,)
+        return (self.dtype, self.state_dtype)
 
     @torch.no_grad()
     def attend(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, metadata: Any) -> Tensor:
@@ -67,21 +77,24 @@ class GLAStates(MambaBase):
             metadata: vLLM's `LinearAttentionMetadata`.
         """
         pool, slots = self.kv_cache[-1], metadata.state_indices_tensor
-        D, outputs = metadata.num_decodes, []
+        D, o = metadata.num_decodes, torch.empty_like(v)
         if D > 0:
             step = [x[:D].unsqueeze(1) for x in (q, k, v, g)]
-            o = recurrent_gla_step_(*step, state=pool, slots=slots[:D], state_v_first=True)
-            outputs.append(o.squeeze(1))
+            rows = {"state": pool, "slots": slots[:D]}
+            recurrent_gla_step_(*step, **rows, state_v_first=True, out=o[:D].unsqueeze(1))
         if metadata.num_prefills > 0:
-            outputs.append(self._prefill(q[D:], k[D:], v[D:], g[D:], metadata, D))
-        return torch.cat(outputs)
+            self._prefill(q[D:], k[D:], v[D:], g[D:], metadata, o[D:])
+        return o
 
-    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, metadata: Any, D: int) -> Tensor:
+    def _prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, metadata: Any, out: Tensor
+    ) -> None:
+        D = metadata.num_decodes
         pool, slots = self.kv_cache[-1], metadata.state_indices_tensor[D:]
         offsets = metadata.query_start_loc[D:] - D
         # A request starts from nothing unless it has had more tokens than pass now.
         goes_on = metadata.seq_lens[D:] > offsets.diff()
         packed = (x.unsqueeze(0) for x in (q, k, v, g))
         rows = {"state": pool, "slots": slots, "has_initial_state": goes_on}
-        o = chunk_gla_(*packed, **rows, state_v_first=True, cu_seqlens=offsets)
-        return o.squeeze(0)
+        options = {"state_v_first": True, "cu_seqlens": offsets, "out": out.unsqueeze(0)}
+        chunk_gla_(*packed, **rows, **options)

@@ -103,6 +103,7 @@ def step_on_shards(
     tokens: dict[str, Tensor | None],
     state: Tensor,
     rows: dict[str, Tensor | None],
+    out: Tensor | None = None,
 ) -> DTensor | None:
     """Calls an operator on a pool of states with DTensors.
 
@@ -113,14 +114,20 @@ def step_on_shards(
     Args:
         op: its name.
         function: takes tokens, state and rows by name; gives o or None.
-        rows: int tensors `[B]`, plain ones the same on every rank.
+        rows: int tensors `[B]`, plain ones the same on every rank, and offsets of packed tokens.
+        out: refused, unless it is None.
 
     Raises:
         NotImplementedError: other placements of the first or of the pool, plain tensors among
-            DTensors.
+            DTensors, an output that is given.
     """
     name, first = next(iter(tokens.items()))
     _check_all_sharded(op, {**tokens, "state": state})
+    if out is not None:
+        raise NotImplementedError(
+            f"{op}: expected out to be None with DTensors, got a tensor; call it on to_local() "
+            "tensors"
+        )
     mesh, of_tokens = first.device_mesh, first.placements
     if any(placement not in (Replicate(), Shard(2)) for placement in of_tokens):
         raise NotImplementedError(

@@ -122,6 +122,8 @@ def chunk_gla(
         state_v_first: layout of both states. Default: False.
         cu_seqlens: offsets of packed sequences, `[N + 1]`, int32 or int64, on q's device, with
             B = 1: first 0, non-decreasing, last at most T. Tokens after the last offset give zeros.
+            On CUDA nobody reads them on the host: with wrong ones the results are undefined, but
+            nothing outside them is written.
         cu_seqlens_cpu: the same offsets on the CPU; their contents are checked, in eager mode.
             Default: None.
         gv: the same of each value channel, `[B, T, HK, V]` (the paper's beta). Default: no decay.

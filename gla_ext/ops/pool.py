@@ -11,9 +11,10 @@ from gla_ext.ops.chunk import is_batch_invariant
 __all__ = ["chunk_gla_"]
 
 _run = torch.ops.gla_ext.chunk_gla_.default
+_run_out = torch.ops.gla_ext.chunk_gla_.out
 _TENSORS = (
     "q k v g gv state slots write_slots has_initial_state cu_seqlens checkpoints checkpoint_slots "
-    "checkpoint_cu_starts"
+    "checkpoint_cu_starts out"
 )
 
 
@@ -35,6 +36,7 @@ def chunk_gla_(
     checkpoints: Tensor | None = None,
     checkpoint_slots: Tensor | None = None,
     checkpoint_cu_starts: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Passes the tokens of prompts, and moves the sequences' states on in a pool, in place.
 
@@ -65,7 +67,9 @@ def chunk_gla_(
             undefined. Default: slots.
         has_initial_state: bool `[N]`, on q's device: False starts from zero, whatever the row
             holds. Default: all go on.
-        cu_seqlens: offsets of packed sequences, as in `chunk_gla`.
+        cu_seqlens: offsets of packed sequences, as in `chunk_gla`. On CUDA nobody reads them on the
+            host: wrong ones leave o, and the rows and checkpoints of the call's sequences,
+            undefined, and nothing else.
         state_v_first: layout of the pool and the checkpoints. Default: False.
         checkpoint_every: keeps the state after each so many of a sequence's tokens in this call, a
             multiple of 64. Under `batch_invariant()` it has the bits of the state of a sequence
@@ -79,13 +83,16 @@ def chunk_gla_(
             checkpoints from `checkpoint_cu_starts[n]` to, excluded, `checkpoint_cu_starts[n + 1]`;
             those beyond are not kept. Default: `T // checkpoint_every` for each; of packed
             sequences there is no default.
+        out: where o goes, as in `recurrent_gla_step_`. On CUDA the kernels write into one that is
+            contiguous and starts at a multiple of 16 bytes; another gets a copy. Default: a new
+            tensor.
 
     Returns:
-        o, `[B, T, H, V]` in v's dtype.
+        o, `[B, T, H, V]` in v's dtype, or out.
 
     Raises:
         ValueError: shapes, devices, strides or offsets do not agree; checkpoint_every is no
-            multiple of 64, or without what goes with it.
+            multiple of 64, or without what goes with it; out shares memory with an input.
         TypeError: dtypes do not agree; scale is a tensor.
         NotImplementedError: grad mode is on and an input requires grad; a device or layout without
             kernels; torch.vmap; DTensor.
@@ -101,11 +108,11 @@ def chunk_gla_(
     """
     check_scale("chunk_gla_", scale)
     if not torch.compiler.is_compiling():
-        beside = (checkpoints, checkpoint_slots, checkpoint_cu_starts)
+        beside = (checkpoints, checkpoint_slots, checkpoint_cu_starts, out)
         tensors = (q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens)
         check_plain_tensors("chunk_gla_", _TENSORS, *tensors, *beside)
     refuse_pool_in_onnx("chunk_gla_", "chunk_gla, which returns the state")
-    return _run(
+    arguments = (
         q,
         k,
         v,
@@ -124,3 +131,7 @@ def chunk_gla_(
         checkpoint_slots,
         checkpoint_cu_starts,
     )
+    if out is None:
+        return _run(*arguments)
+    _run_out(*arguments, out=out)
+    return out

@@ -27,9 +27,10 @@ _fwd = torch.ops.gla_ext.recurrent_gla_fwd.default
 _step = torch.ops.gla_ext.recurrent_gla_step_.default
 _step_out = torch.ops.gla_ext.recurrent_gla_step_.out
 _verify = torch.ops.gla_ext.recurrent_gla_verify.default
+_verify_out = torch.ops.gla_ext.recurrent_gla_verify.out
 _commit = torch.ops.gla_ext.recurrent_gla_commit_.default
 _STEP_TENSORS = "q k v gk gv state slots write_slots out"
-_VERIFY_TENSORS = "q k v gk gv state slots cu_seqlens"
+_VERIFY_TENSORS = "q k v gk gv state slots cu_seqlens out"
 _COMMIT_TENSORS = "k v gk gv state slots accepted cu_seqlens write_slots"
 
 
@@ -198,7 +199,8 @@ def recurrent_gla_step_(
         options = {"scale": scale, "state_v_first": state_v_first}
         call = functools.partial(recurrent_gla_step_, **options)
         tokens = {"q": q, "k": k, "v": v, "gk": gk, "gv": gv}
-        return step_on_shards("recurrent_gla_step_", call, tokens, state, {"slots": slots})
+        rows = {"slots": slots, "write_slots": write_slots}
+        return step_on_shards("recurrent_gla_step_", call, tokens, state, rows, out)
     if not torch.compiler.is_compiling():
         tensors = (q, k, v, gk, gv, state, slots, write_slots, out)
         check_plain_tensors("recurrent_gla_step_", _STEP_TENSORS, *tensors)
@@ -225,6 +227,7 @@ def recurrent_gla_verify(
     scale: float | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The outputs of T drafted tokens of every row, with every state left as it is.
 
@@ -249,9 +252,10 @@ def recurrent_gla_verify(
             on q's device, with B = 1: first 0, non-decreasing, last at most T. Draft n has
             `slots[n]`, and slots is `[N]`; tokens after the last offset give zeros. On CUDA a
             packed draft of one token takes the chunk form too. Default: every row is a draft.
+        out: as in `recurrent_gla_step_`.
 
     Returns:
-        o, `[B, T, H, V]` in v's dtype.
+        o, `[B, T, H, V]` in v's dtype, or out.
 
     What is raised is as in `recurrent_gla_step_`, and on CPU a ValueError for offsets that do not
     fit. On CUDA they are not looked at, and wrong ones never lead outside a tensor.
@@ -263,13 +267,17 @@ def recurrent_gla_verify(
         options = {"scale": scale, "state_v_first": state_v_first}
         call = functools.partial(recurrent_gla_verify, **options)
         tokens = {"q": q, "k": k, "v": v, "gk": gk, "gv": gv}
-        return step_on_shards("recurrent_gla_verify", call, tokens, state, {"slots": slots})
+        rows = {"slots": slots, "cu_seqlens": cu_seqlens}
+        return step_on_shards("recurrent_gla_verify", call, tokens, state, rows, out)
     if not torch.compiler.is_compiling():
-        tensors = (q, k, v, gk, gv, state, slots, cu_seqlens)
+        tensors = (q, k, v, gk, gv, state, slots, cu_seqlens, out)
         check_plain_tensors("recurrent_gla_verify", _VERIFY_TENSORS, *tensors)
     gk = without_last_of_one(gk, k)
     refuse_pool_in_onnx("recurrent_gla_verify", "fused_recurrent_gla")
-    return _verify(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens)
+    if out is None:
+        return _verify(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens)
+    _verify_out(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens, out=out)
+    return out
 
 
 def recurrent_gla_commit_(
@@ -306,6 +314,7 @@ def recurrent_gla_commit_(
 
         call = functools.partial(recurrent_gla_commit_, state_v_first=state_v_first)
         tokens, rows = {"k": k, "v": v, "gk": gk, "gv": gv}, {"slots": slots, "accepted": accepted}
+        rows |= {"cu_seqlens": cu_seqlens, "write_slots": write_slots}
         return step_on_shards("recurrent_gla_commit_", call, tokens, state, rows)
     if not torch.compiler.is_compiling():
         tensors = (k, v, gk, gv, state, slots, accepted, cu_seqlens, write_slots)

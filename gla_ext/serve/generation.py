@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Collection
 
@@ -47,6 +48,7 @@ class Generation:
         self._uniforms: list[float] = []
         self._text = None if tokenizer is None else Detokenizer(tokenizer, request.tokens)
         self._stops = StopStrings(request.stop)
+        self._characters = 0  # of the tokens so far
 
     @property
     def drew_all(self) -> bool:
@@ -65,9 +67,13 @@ class Generation:
         self.new += 1
         if token in ends and not self.request.ignore_eos:
             return Delta(self._stops.flush(), finish_reason="stop")
-        delta = Delta(tokens=[token], logprobs=[] if logprob is None else [logprob])
+        delta = Delta(tokens=[token])
+        if logprob is not None:
+            delta.logprobs.append(dataclasses.replace(logprob, offset=self._characters))
         if self._text is not None:
-            delta.text, stopped = self._stops.push(self._text.push(token))
+            text = self._text.push(token)
+            self._characters += len(text)
+            delta.text, stopped = self._stops.push(text)
             if stopped:
                 delta.finish_reason = "stop"
                 return delta

@@ -132,11 +132,15 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of a token, and those of the most probable ones, by token."""
+    """The log-probability of a token, and those of the most probable ones, by token.
+
+    offset: characters of new text before the token, those included that are not shown yet.
+    """
 
     token: int
     logprob: float
     best: dict[int, float]
+    offset: int = 0
 
 
 @dataclasses.dataclass

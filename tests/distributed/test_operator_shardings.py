@@ -286,10 +286,12 @@ def make_pool():
 
 
 def step_verify_and_commit(q, k, v, gate, state, slots, accepted):
-    ops = gla_ext.ops
+    ops, to = gla_ext.ops, {"slots": slots, "write_slots": slots - 1}
     drafted = ops.recurrent_gla_verify(q, k, v, gate, state=state, slots=slots)
-    ops.recurrent_gla_commit_(k, v, gate, state=state, slots=slots, accepted=accepted)
-    return drafted, ops.recurrent_gla_step_(q, k, v, gate, state=state, slots=slots), state
+    packed = {"slots": slots[:2], "cu_seqlens": torch.tensor([0, 1, 2])}
+    drafts = ops.recurrent_gla_verify(*(x[:1] for x in (q, k, v, gate)), state=state, **packed)
+    ops.recurrent_gla_commit_(k, v, gate, state=state, **to, accepted=accepted)
+    return drafted, drafts, ops.recurrent_gla_step_(q, k, v, gate, state=state, **to), state
 
 
 def run_pool(group):
@@ -319,6 +321,10 @@ def test_what_of_a_pool_is_refused(one_rank):
         gla_ext.ops.recurrent_gla_verify(
             *sharded(one_rank, qkv, (2, 2, 2)), state=sharded(one_rank, [state], [None])[0]
         )
+    operands, pool = sharded(one_rank, qkv, (2, 2, 2)), sharded(one_rank, [state], [1])[0]
+    for call in (step, gla_ext.ops.recurrent_gla_verify):
+        with pytest.raises(NotImplementedError, match="out to be None with DTensors, got a tensor"):
+            call(*operands, state=pool, out=torch.empty(3, 2, 4, 8))
     with pytest.raises(NotImplementedError, match=r"commit_: expected .* make state a DTensor too"):
         gla_ext.ops.recurrent_gla_commit_(
             *sharded(one_rank, qkv[1:], (2, 2)), state=state, accepted=torch.ones(3).long()

@@ -163,6 +163,24 @@ def test_opcheck_and_compile(device, packed):
     assert torch.equal(pool.pool, after) and pool.pool.data_ptr() == address
 
 
+def test_compiled_code_copies_no_pool(device):
+    """Inductor's code writes a layer of a pool by one operator, without a clone of it."""
+    from torch._inductor.utils import run_and_get_code
+
+    pool = Pool(device)
+    y, after = pool.expected()
+    whole = torch.stack([pool.before] * 3, 1)
+
+    def call(whole):
+        return pool.run(state=whole[:, 1])
+
+    found, (code,) = run_and_get_code(torch.compile(call, fullgraph=True), whole)
+    assert code.count("short_convolution_.default(") == 1
+    assert "empty_strided" not in code.split("def call(")[1]
+    assert torch.equal(found, y) and torch.equal(whole[:, 1], after)
+    assert torch.equal(whole[:, ::2], torch.stack([pool.before] * 2, 1))
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("packed", [False, True])
 def test_graph_replays_with_other_slots(packed):

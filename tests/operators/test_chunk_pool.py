@@ -239,6 +239,8 @@ def test_opcheck(device, packed):
     torch.library.opcheck(torch.ops.gla_ext.chunk_gla_.default, call)
     kept = (64, asks["checkpoints"], asks["checkpoint_slots"], asks.get("checkpoint_cu_starts"))
     torch.library.opcheck(torch.ops.gla_ext.chunk_gla_.default, (*call, *kept))
+    out = {"out": torch.empty_like(prompts.tokens["v"])}
+    torch.library.opcheck(torch.ops.gla_ext.chunk_gla_.out, (*call, *kept), out)
 
 
 def test_compiled(device):

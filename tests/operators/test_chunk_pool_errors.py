@@ -151,6 +151,32 @@ def test_no_gradient_is_lost(x, name):
         call(x, **changes)
 
 
+def test_out(x):
+    """Checked as o is, and apart from every input."""
+    wide, kept = torch.zeros(2, 130, 2, 24), torch.zeros(4, 2, 8, 12)
+    tokens = torch.zeros(2, 130, 2, 12)
+    with raises(
+        ValueError,
+        EXPECTED + "out to have shape [B, T, H, V] = [2, 130, 2, 12], got [2, 130, 2, 24]",
+    ):
+        call(x, out=wide)
+    with raises(TypeError, EXPECTED + "out to be torch.float32 like q, got torch.bfloat16"):
+        call(x, out=tokens.bfloat16())
+    layout = EXPECTED + "the last dimension of out to be contiguous and no two elements of it to "
+    with raises(ValueError, layout + "be the same, got strides [6240, 48, 24, 2]"):
+        call(x, out=wide[..., ::2])
+    with raises(ValueError, layout + "be the same, got strides [0, 24, 12, 1]"):
+        call(x, out=tokens[:1].expand(2, -1, -1, -1))
+    own = torch.zeros(tokens.numel() + kept.numel())
+    changes = {"checkpoint_every": 64, "checkpoints": own[: kept.numel()].view(kept.shape)}
+    for name, given in (("v", {"v": tokens}), ("checkpoints", changes)):
+        out = tokens if name == "v" else own[1 : 1 + tokens.numel()].view(tokens.shape)
+        with raises(ValueError, EXPECTED + f"out to share no memory with {name}"):
+            call(x, **given, out=out)
+    with raises(NotImplementedError, f"chunk_gla_: a pool of states has no gradient, {ADVICE}"):
+        call(x, out=tokens.requires_grad_())
+
+
 def test_autograd_knows_of_the_write(x):
     weight = torch.ones(2, 2, 8, 12, requires_grad=True)
     loss = (weight * x.initial_state).sum()
@@ -161,11 +187,12 @@ def test_autograd_knows_of_the_write(x):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_versions(x, mode):
-    kept = torch.zeros(4, 2, 8, 12)
+    kept, out = torch.zeros(4, 2, 8, 12), torch.zeros(2, 130, 2, 12)
     with mode():
         call(x)
         call(x, checkpoint_every=64, checkpoints=kept)
-    assert (x.initial_state._version, kept._version) == (2, 1)
+        call(x, out=out)
+    assert (x.initial_state._version, kept._version, out._version) == (3, 1, 1)
 
 
 def test_vmap(x):

@@ -10,7 +10,7 @@ from models import make_model
 from gla_ext.decode import _capture
 from gla_ext.ops import batch_invariant
 from gla_ext.serve import ClosedError, Engine, FullError, Limits, Request, engine, prompts
-from gla_ext.serve.text import Bytes
+from gla_ext.serve.text import Bytes, Detokenizer
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
@@ -103,6 +103,25 @@ def test_log_probabilities():
         assert list(x.best) == ids.tolist()
         assert list(x.best.values()) == pytest.approx(best.tolist(), abs=1e-5)
     assert generation.finished
+
+
+def test_where_tokens_begin_in_the_text():
+    """Also while text waits, as it may become a stop string, or is a part of a character."""
+    model = make_model(torch.float64, vocab_size=256, eos_token_id=None)
+    engine = Engine(model, Bytes(), Limits(**SMALL))
+    ((tokens, text, _),) = run(engine, Request([0, 65], 40, temperature=0))
+    engine.submit(Request([0, 65], 40, temperature=0, logprobs=0, stop=[text[:6] + "never"]))
+    found, shown = [], ""
+    while engine.busy:
+        for _, delta in engine.step():
+            found += delta.logprobs
+            shown += delta.text
+    assert shown == text and [x.token for x in found] == tokens
+    detokenizer, offset = Detokenizer(Bytes(), [0, 65]), 0
+    for x in found:
+        assert x.offset == offset
+        offset += len(detokenizer.push(x.token))
+    assert len({x.offset for x in found}) > 4
 
 
 def test_cancelled_generations_free_their_rows():

@@ -138,6 +138,10 @@ def test_seeds_n_stop_and_logprobs(client):
     options = {"model": NAME, "prompt": "a", "max_tokens": 60, "temperature": 0}
     (choice,) = client.completions.create(**options, stop=["nothing", stop]).choices
     assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
+    stream = client.completions.create(**options, stop=["nothing", stop], stream=True)
+    pieces = [choice for event in stream for choice in event.choices]
+    assert "".join(choice.text for choice in pieces) == text[: text.index(stop)]
+    assert [choice.finish_reason for choice in pieces] == [None] * (len(pieces) - 1) + ["stop"]
     (choice,) = client.completions.create(**options, logprobs=3).choices
     model, new = make_model(vocab_size=256, eos_token_id=None), expected("a", 60)[0]
     with torch.no_grad():

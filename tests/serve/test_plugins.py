@@ -55,7 +55,14 @@ def one(inputs, start, stop, slot):
 
 
 def assert_near(found, expected):
-    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+    """To the rounding of fp32, or of a state in 16 bits; fp32 outputs have only read these."""
+    error = max(1e-4, 2 * torch.finfo(found.dtype).eps)
+    torch.testing.assert_close(found.double(), expected, atol=error, rtol=error)
+
+
+by_state_dtype = pytest.mark.parametrize(
+    "state_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 
 
 @pytest.fixture
@@ -75,8 +82,9 @@ def kernel(monkeypatch):
     return load_module("examples/plugins/sglang_gla.py").GLAKernel()
 
 
-def test_sglang(kernel, inputs):
-    q, k, v, g, pool = inputs
+@by_state_dtype
+def test_sglang(kernel, inputs, state_dtype):
+    q, k, v, g, pool = inputs = (*inputs[:4], inputs[4].to(state_dtype))
     before = pool.clone()
     expected = [one(inputs, 2, 72, 4), one(inputs, 72, 77, 1)]
     extend = {"ssm_states": pool, "cache_indices": torch.tensor([4, 1])}
@@ -163,16 +171,23 @@ def test_vllm_shapes(vllm):
     sharded = make_states(vllm, num_heads=8, tensor_parallel_size=4, conv_size=4)
     assert sharded.get_state_shape() == ((2 * (2 * K + V), 4), (2, V, K))
     assert sharded.get_state_dtype() == (torch.bfloat16, torch.float32)
+    short = make_states(vllm, state_dtype=torch.float16, conv_size=4)
+    assert short.get_state_dtype() == (torch.bfloat16, torch.float16)
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 or torch\.float16, got torch\.float8"):
+        make_states(vllm, state_dtype=torch.float8_e4m3fn).get_state_dtype()
     with pytest.raises(ValueError, match="to divide num_heads = 2, got 3"):
         make_states(vllm, tensor_parallel_size=3).get_state_shape()
 
 
+@by_state_dtype
 @pytest.mark.parametrize("conv_size", [None, 4])
-def test_vllm_batch(vllm, inputs, conv_size):
+def test_vllm_batch(vllm, inputs, conv_size, state_dtype):
     """Two one-token requests, a prompt that starts, and one that goes on after a cached prefix."""
-    q, k, v, g, given = inputs
-    states = make_states(vllm, conv_size=conv_size)
-    size = 4 * H * V * K + (0 if conv_size is None else 2 * H * (2 * K + V) * conv_size)
+    q, k, v, g, given = inputs = (*inputs[:4], inputs[4].to(state_dtype))
+    states = make_states(vllm, conv_size=conv_size, state_dtype=state_dtype)
+    size = state_dtype.itemsize * H * V * K + (
+        0 if conv_size is None else 2 * H * (2 * K + V) * conv_size
+    )
     states.bind_kv_cache(torch.zeros(6, size, dtype=torch.int8))
     pool = states.kv_cache[-1]
     pool.copy_(given)

@@ -107,11 +107,15 @@ template <typename T>
 at::Tensor Call<T>::rows_tensor(int64_t last_dim, const at::Tensor& like,
                                 at::ScalarType dtype) const {
   at::Tensor t = at::empty({B, tokens, problem.H, last_dim}, like.options().dtype(dtype));
-  if (packed) {
-    const int64_t end = sequences_.empty() ? 0 : sequences_.back().start + sequences_.back().length;
-    t.narrow(1, end, tokens - end).zero_();
-  }
+  clear_tail(t);
   return t;
+}
+
+template <typename T>
+void Call<T>::clear_tail(const at::Tensor& t) const {
+  if (!packed) return;
+  const int64_t end = sequences_.empty() ? 0 : sequences_.back().start + sequences_.back().length;
+  t.narrow(1, end, tokens - end).zero_();
 }
 
 template <typename T>
@@ -124,6 +128,7 @@ at::Tensor Call<T>::output(Rows Problem<T>::* rows, int64_t last_dim, const at::
 
 template <typename T>
 void Call<T>::output_into(Rows Problem<T>::* rows, const at::Tensor& out) {
+  clear_tail(out);
   problem.*rows = rows_of(out);
 }
 

@@ -60,6 +60,7 @@ class Call {
 
  private:
   at::Tensor rows_tensor(int64_t last_dim, const at::Tensor& like, at::ScalarType dtype) const;
+  void clear_tail(const at::Tensor& t) const;  // the tokens after every packed sequence
   const at::Tensor& keep(at::Tensor t);
 
   std::vector<Sequence> sequences_;

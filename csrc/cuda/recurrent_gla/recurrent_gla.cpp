@@ -285,6 +285,16 @@ at::Tensor recurrent_gla_verify_cuda(const at::Tensor& q, const at::Tensor& k, c
                      {state, slots, state_v_first, nullptr, &cu_seqlens}, scale, /*write=*/false);
 }
 
+void recurrent_gla_verify_out_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const OptionalTensor& gk, const OptionalTensor& gv,
+                                   const at::Tensor& state, const OptionalTensor& slots,
+                                   std::optional<double> scale, bool state_v_first,
+                                   const OptionalTensor& cu_seqlens, at::Tensor& out) {
+  run_on_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
+              {state, slots, state_v_first, nullptr, &cu_seqlens, nullptr, &out}, scale,
+              /*write=*/false);
+}
+
 void recurrent_gla_commit_cuda(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
                                const OptionalTensor& gv, at::Tensor& state,
                                const OptionalTensor& slots, const at::Tensor& accepted,
@@ -347,6 +357,7 @@ TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
   m.impl("recurrent_gla_low_rank_step_", recurrent_gla_low_rank_step_cuda);
   m.impl("recurrent_gla_step_.out", recurrent_gla_step_out_cuda);
   m.impl("recurrent_gla_verify", recurrent_gla_verify_cuda);
+  m.impl("recurrent_gla_verify.out", recurrent_gla_verify_out_cuda);
   m.impl("recurrent_gla_commit_", recurrent_gla_commit_cuda);
 }
 

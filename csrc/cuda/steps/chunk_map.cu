@@ -8,7 +8,8 @@
 // cut_sequences (those of several segments) and totals. On a pool, where the recurrence takes short
 // sequences, these have no chunks here, and no row in the slots that the other kernels read.
 //
-// Offsets are clamped to [0, T], so that wrong ones never lead outside a tensor.
+// Offsets are clamped to [0, T], so that wrong ones never lead outside a tensor. Results are then
+// undefined, and so, on a pool, are the rows of the call's own sequences.
 #include <cub/block/block_radix_sort.cuh>
 #include <cub/block/block_scan.cuh>
 

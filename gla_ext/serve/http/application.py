@@ -38,7 +38,7 @@ class Options:
     Args:
         name: the model's, for clients.
         body_bytes: most bytes of a request.
-        read_seconds: in which a request's body has to come.
+        read_seconds: in which a request's head has to come, and then its body.
         write_seconds: in which a client has to take what waits for it.
     """
 

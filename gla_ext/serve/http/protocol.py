@@ -209,7 +209,6 @@ class Choice:
 
     def __init__(self, index: int, tokenizer: Tokenizer | None, logprobs: bool) -> None:
         self._index, self._tokenizer, self._logprobs = index, tokenizer, logprobs
-        self._length = 0  # characters so far
 
     def render(self, delta: Delta) -> dict[str, Any]:
         """A choice of OpenAI's, of what was added."""
@@ -221,8 +220,7 @@ class Choice:
                 logprobs["tokens"].append(self._name(x.token))
                 logprobs["token_logprobs"].append(x.logprob)
                 logprobs["top_logprobs"].append(best)
-                logprobs["text_offset"].append(self._length)
-        self._length += len(delta.text)
+                logprobs["text_offset"].append(x.offset)
         return {
             "index": self._index,
             "text": delta.text,

@@ -12,8 +12,10 @@ import uvicorn
 
 from gla_ext.serve.engine import Engine
 from gla_ext.serve.http.application import Application, Options
+from gla_ext.serve.http.connections import protocol
 
 BACKLOG = 2048  # connections that may wait to be accepted
+MOST_HEAD = 1 << 16  # bytes after which the head of a request must be whole
 
 
 def serve(
@@ -55,7 +57,9 @@ def serve(
         log_level=logging.WARNING,
         lifespan="on",
         backlog=BACKLOG,
-        limit_concurrency=connections,
+        http=protocol(options.read_seconds),
+        h11_max_incomplete_event_size=MOST_HEAD,
+        limit_concurrency=connections + 1,  # uvicorn counts the one that asks
         timeout_keep_alive=30,
         timeout_graceful_shutdown=shutdown_seconds,
     )

@@ -1,0 +1,39 @@
+"""Connections that end where a request's head does not come: uvicorn waits for one for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+def protocol(seconds: float) -> type[H11Protocol]:
+    """uvicorn's HTTP/1.1, which bounds what a head may take, and here also how long."""
+
+    class Protocol(H11Protocol):
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._time_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._time_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(exc)
+
+        def _time_head(self) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop()  # it has come: its body and its reply have limits of their own
+            elif self._timer is None:
+                self._timer = self.loop.call_later(seconds, self.transport.close)
+
+        def _stop(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    return Protocol

@@ -1,0 +1,83 @@
+"""Serving a folder with a tokenizer of transformers: text goes through it both ways."""
+
+import pytest
+import torch
+from engines import run
+from models import make_model
+
+from gla_ext.serve import Engine, Limits, Request
+from gla_ext.serve.text import load_tokenizer
+
+transformers = pytest.importorskip("transformers")
+PROMPT = "L'été, le café est fermé."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model whose tokens are of parts of characters up to whole words."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator([PROMPT * 20], trainer)
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+    tokenizer.save_pretrained(path)
+    make_model(vocab_size=len(tokenizer), eos_token_id=None).save_pretrained(path)
+    return path
+
+
+def test_the_folders_tokenizer_is_taken(folder):
+    size = len(transformers.AutoTokenizer.from_pretrained(folder))
+    tokenizer = load_tokenizer(folder, size)
+    tokens = tokenizer.encode(PROMPT)
+    assert 1 < len(tokens) < len(PROMPT) and max(tokens) >= 256
+    assert tokenizer.decode(tokens) == PROMPT
+
+
+def test_text_comes_as_the_tokenizer_decodes_it(folder):
+    """Streamed it is what all tokens together are, characters of several tokens included."""
+    from gla_ext.model import GLAForCausalLM
+
+    model = GLAForCausalLM.from_pretrained(folder).eval()
+    tokenizer = load_tokenizer(folder, model.config.vocab_size)
+    engine = Engine(model, tokenizer, Limits(rows=2))
+    prompt = tokenizer.encode(PROMPT)
+    for seed in range(3):
+        ((tokens, text, _),) = run(engine, Request(prompt, 60, temperature=2.0, seed=seed))
+        whole = tokenizer.decode(prompt + tokens).removeprefix(PROMPT)
+        assert text.rstrip("\ufffd") == whole.rstrip("\ufffd")  # but for what is open at the end
+        assert len(tokens) == 60
+
+
+def test_over_http(folder):
+    pytest.importorskip("starlette")
+    from starlette.testclient import TestClient
+
+    from gla_ext.model import GLAForCausalLM
+    from gla_ext.serve.http import Application, Options
+
+    model = GLAForCausalLM.from_pretrained(folder).eval()
+    tokenizer = load_tokenizer(folder, model.config.vocab_size)
+    prompt = tokenizer.encode(PROMPT)
+    (row,) = model.generate([prompt], 12, temperature=0)
+    expected = tokenizer.decode(row.tolist()).removeprefix(PROMPT)
+    app = Application(Engine(model, tokenizer, Limits(rows=2)), Options()).starlette()
+    body = {"max_tokens": 12, "temperature": 0, "logprobs": 1}
+    with TestClient(app) as client:
+        for given in (PROMPT, prompt):
+            reply = client.post("/v1/completions", json=body | {"prompt": given}).json()
+            (choice,) = reply["choices"]
+            assert choice["text"] == expected.rstrip("\ufffd")
+            assert reply["usage"]["prompt_tokens"] == len(prompt)
+            names = choice["logprobs"]["tokens"]
+            new = row[len(prompt) :].tolist()
+            assert [tokenizer.decode([token]) for token in new] == [
+                tokenizer.decode([int(name[9:])]) if name.startswith("token_id:") else name
+                for name in names
+            ]
+            assert torch.tensor(choice["logprobs"]["token_logprobs"]).le(0).all()
