@@ -9,7 +9,7 @@ from common import DTYPES, assert_close, make_inputs
 from fla_kernels import require_kernels
 
 import gla_ext.fla
-from gla_ext import reference
+from gla_ext import ops, reference
 from gla_ext.fla import accelerate, simple
 from gla_ext.ops import lightning_decay, retention_decay
 from gla_ext.selftest import tolerance
@@ -64,6 +64,26 @@ def test_every_function_is_replaced_and_put_back(fla):
         assert during[name].__module__ == "gla_ext.fla.simple"
         assert homes(fla)[name] is function
     assert held is during["chunk_simple_gla"]
+
+
+def test_signatures_are_those_of_fla(fla):
+    """Names, order and defaults; gla_ext's own come after them. FLA's fused_chunk_simple_gla lacks
+    two of the arguments of its chunk_simple_gla, which gla_ext's has.
+    """
+    own = {"chunk_simple_gla": {"cp_context"}}
+    own["fused_chunk_simple_gla"] = {"state_v_first", "cu_seqlens_cpu", "cp_context"}
+    for name, theirs in homes(fla).items():
+        expected = described(theirs)
+        found = described(getattr(ops, name))
+        if name != "fused_chunk_simple_gla":
+            assert list(found)[: len(expected)] == list(expected), name
+        assert found.keys() - expected.keys() == own.get(name, set()), name
+        assert {key: found[key] for key in expected} == expected, name
+
+
+def described(function):
+    parameters = inspect.signature(function).parameters.values()
+    return {x.name: x.default for x in parameters if x.kind is not x.VAR_KEYWORD}
 
 
 def test_other_arguments_are_not_taken():
