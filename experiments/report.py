@@ -27,15 +27,17 @@ def most_frequent_text(results: Results) -> str:
     return counts.most_common(1)[0][0] if counts else ""
 
 
-def summary(results: Results) -> str:
-    """What the results ran on, and how long."""
+def summary(results: Results, text: str) -> str:
+    """What the results ran on, and how long; how many are of another text than that."""
     devices: dict[str, list[float]] = {}
     for result in results:
         devices.setdefault(result.details["device"], []).append(result.details["seconds"])
-    return "; ".join(
+    ran = "; ".join(
         f"{len(seconds)} runs on {name}, {sum(seconds) / 3600:.1f} hours of them added up"
         for name, seconds in devices.items()
     )
+    others = sum(result.run.text not in ("", text) for result in results)
+    return f"{ran}; {others} of them read another text and are in no table" if others else ran
 
 
 def progress(name: str, scale: str, results: Results, text: str) -> str:
@@ -54,7 +56,7 @@ def write(page: Path, scale: str, results: Results) -> None:
         if section := module.report(scale, results, text, page.parent):
             section = f"{section}\n\n{progress(name, scale, results, text)}"
         sections[name] = section
-    sections["summary"] = summary(results)
+    sections["summary"] = summary(results, text)
     content = page.read_text(encoding="utf-8")
     for name, section in sections.items():
         marks = f"<!-- begin {name} -->", f"<!-- end {name} -->"

@@ -208,6 +208,21 @@ def rate_of(
     return rate if len(done) == len(sweep) else f"{rate} (best of {len(done)})"
 
 
+def at_edges(
+    names: Iterable[str],
+    make: Callable[[str, float], Run],
+    rates: Iterable[float],
+    results: Results,
+) -> str:
+    """A sentence on the names whose best rate is the lowest or the highest of a whole sweep."""
+    ends = min(rates), max(rates)
+    found = {name: best([make(name, rate) for rate in rates], results) for name in names}
+    named = [f"{name} ({run.lr:g})" for name, run in found.items() if run and run.lr in ends]
+    if not named:
+        return ""
+    return f"At an end of the sweep, beyond which a rate might be better: {'; '.join(named)}."
+
+
 def finite(results: Iterable[Result]) -> list[float]:
     """The scores, but of runs that diverged."""
     return [result.score for result in results if math.isfinite(result.score)]

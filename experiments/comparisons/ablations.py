@@ -8,7 +8,7 @@ from pathlib import Path
 
 from experiments.comparisons.figures import table
 from experiments.comparisons.significance import order, p_value, verdict
-from experiments.runs import Results, Run, chosen, finite, rate_of, spread, swept
+from experiments.runs import Results, Run, at_edges, chosen, finite, rate_of, spread, swept
 
 # Name: layer, heads, and the paper's perplexity at 340 M parameters and 7 B tokens.
 VARIANTS = {
@@ -103,5 +103,6 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
     cells, scores = compared(papers, _make(size, text), size, results, beside)
     rows = [[name, f"{VARIANTS[name][2]:.2f}", *of] for name, of in cells.items()]
     head = ["variant", "paper, perplexity", "here, bits a byte", "p, against GLA", "rate", "size"]
-    said = f"{verdict(scores, beside)} {order(scores, papers)}".strip()
+    edges = at_edges(papers, _make(size, text), size.rates, results)
+    said = " ".join(filter(None, (verdict(scores, beside), order(scores, papers), edges)))
     return f"{table(head, rows)}\n\n{said}" if rows else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from experiments.comparisons.ablations import SCALES, Scale, text_run
 from experiments.comparisons.figures import figure, line, table
-from experiments.runs import Results, Run, chosen, rate_of, swept
+from experiments.runs import Results, Run, at_edges, chosen, rate_of, swept
 
 # Name: layer and heads, K = V = 64 a head of attention.
 LAYERS = {"GLA": ("gla", 4), "RetNet": ("retnet", 4), "Transformer++": ("attention", 8)}
@@ -103,8 +103,12 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
         rows.append([name, length, *cells, rate, str(len(curves))])
     head = ["model", "trained at", "first 8th", "second 8th", "second quarter", "second half"]
     page = table([*head, "rate", "seeds"], rows)
-    page = f"![bits a byte by position](experiments_length.png)\n\n{page}"
-    return f"{page}\n\nRuns that diverged, which are in no row: {diverged}." if diverged else page
+    parts = ["![bits a byte by position](experiments_length.png)", page]
+    if edges := at_edges(LAYERS, _make(size, text), size.rates, results):
+        parts.append(edges)
+    if diverged:
+        parts.append(f"Runs that diverged, which are in no row: {diverged}.")
+    return "\n\n".join(parts)
 
 
 def _of_part(parts: list[list[float]]) -> str:

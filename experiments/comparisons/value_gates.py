@@ -8,7 +8,7 @@ from pathlib import Path
 from experiments.comparisons.ablations import SCALES, Scale, compared, text_run
 from experiments.comparisons.figures import table
 from experiments.comparisons.significance import verdict
-from experiments.runs import Results, Run, swept
+from experiments.runs import Results, Run, at_edges, swept
 
 # Name: layer. Keys alone and none are ablations' runs too, which are trained once.
 VARIANTS = {
@@ -40,4 +40,6 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
     cells, scores = compared(VARIANTS, _make(size, text), size, results, beside)
     rows = [[name, *of] for name, of in cells.items()]
     head = ["gates", "here, bits a byte", "p, against keys", "rate", "size"]
-    return f"{table(head, rows)}\n\n{verdict(scores, beside)}" if rows else ""
+    edges = at_edges(VARIANTS, _make(size, text), size.rates, results)
+    said = " ".join(filter(None, (verdict(scores, beside), edges)))
+    return f"{table(head, rows)}\n\n{said}" if rows else ""

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -86,6 +87,27 @@ def test_a_run_that_diverged_is_counted_and_not_averaged(tmp_path):
     assert "Of one seed, so nothing is concluded: GLA, 8 heads." in page
     assert spread([result(of.run, math.nan) for of in results][:2]) == "(n = 0, 2 diverged)"
     assert spread([]) == ""
+
+
+def test_a_best_rate_at_an_end_is_said(tmp_path):
+    results = Results([])
+    perform(results, ["ablations"], 18, lambda of: of.lr if of.layer == "constant" else score(of))
+    page = ablations.report("full", results, TEXT, tmp_path)
+    said = "At an end of the sweep, beyond which a rate might be better: "
+    assert page.endswith(f"{said}constant scalar decay (0.001).")
+
+
+def test_results_of_another_text_are_counted():
+    results = Results([])
+    perform(results, ["ablations"], 6)
+    others = [result(replace(of.run, text="other"), 1.0) for of in list(results)[:2]]
+    for other in others:
+        results.add(other)
+    assert report.most_frequent_text(results) == TEXT
+    said = report.summary(results, TEXT)
+    assert said.startswith("8 runs on GPU, 0.1 hours") and said.endswith(
+        "; 2 of them read another text and are in no table"
+    )
 
 
 def test_lengths_while_sweeps_go_on(tmp_path):
