@@ -10,10 +10,11 @@ import argparse
 import re
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 from experiments.run import EXPERIMENTS
-from experiments.runs import RESULTS, Results
+from experiments.runs import RESULTS, Results, foreseen
 from gla_ext.model.files import write_text
 
 PAGE = Path(__file__).parents[1] / "docs" / "experiments.md"
@@ -26,25 +27,36 @@ def most_frequent_text(results: Results) -> str:
     return counts.most_common(1)[0][0] if counts else ""
 
 
-def summary(results: Results) -> str:
-    """What the results ran on, and how long."""
+def summary(results: Results, text: str) -> str:
+    """What the results ran on, and how long; how many are of another text than that."""
     devices: dict[str, list[float]] = {}
     for result in results:
         devices.setdefault(result.details["device"], []).append(result.details["seconds"])
-    return "; ".join(
+    ran = "; ".join(
         f"{len(seconds)} runs on {name}, {sum(seconds) / 3600:.1f} hours of them added up"
         for name, seconds in devices.items()
     )
+    others = sum(result.run.text not in ("", text) for result in results)
+    return f"{ran}; {others} of them read another text and are in no table" if others else ran
+
+
+def progress(name: str, scale: str, results: Results, text: str) -> str:
+    """How many of an experiment's runs are done, and how long they took."""
+    done, left = foreseen(partial(EXPERIMENTS[name].runs, scale, text=text), results)
+    hours = sum(results[run].details["seconds"] for run in done) / 3600
+    many = f"{len(done)} of {len(done) + len(left)}" if left else f"All {len(done)}"
+    return f"{many} runs are done, {hours:.2f} hours added up."
 
 
 def write(page: Path, scale: str, results: Results) -> None:
     """Puts figures and tables into the page and its folder."""
     text = most_frequent_text(results)
-    sections = {
-        name: module.report(scale, results, text, page.parent)
-        for name, module in EXPERIMENTS.items()
-    }
-    sections["summary"] = summary(results)
+    sections = {}
+    for name, module in EXPERIMENTS.items():
+        if section := module.report(scale, results, text, page.parent):
+            section = f"{section}\n\n{progress(name, scale, results, text)}"
+        sections[name] = section
+    sections["summary"] = summary(results, text)
     content = page.read_text(encoding="utf-8")
     for name, section in sections.items():
         marks = f"<!-- begin {name} -->", f"<!-- end {name} -->"

@@ -20,7 +20,7 @@ import torch
 from experiments.comparisons import ablations, length, mqar, value_gates
 from experiments.comparisons.mqar import SLOW_LAYERS
 from experiments.perform import Worker, text_digest
-from experiments.runs import RESULTS, Result, Results, Run, keep
+from experiments.runs import RESULTS, Result, Results, Run, foreseen, keep
 from experiments.text import PACK
 from gla_ext.train.devices import check_device, default_device
 from gla_ext.train.graph import check_graph
@@ -34,14 +34,24 @@ EXPERIMENTS = {
 _START_SECONDS = 20.0  # of a worker: imports, text, the first kernels
 
 
-def pending(names: list[str], scale: str, results: Results, text: str) -> Iterator[Run]:
-    """The runs that are not done, each once, in the order of the experiments' names."""
-    seen = set()
-    for name in names:
-        for run in EXPERIMENTS[name].runs(scale, results, text):
-            if run not in results and run not in seen:
-                seen.add(run)
-                yield run
+def pending(names: list[str], scale: str, results: Results, text: str) -> list[Run]:
+    """The runs that are not done, each once: seed after seed, and of a seed in the order of the
+    experiments' names, so that a table of all that is compared comes before its spread.
+    """
+    runs = (run for name in names for run in EXPERIMENTS[name].runs(scale, results, text))
+    return sorted(
+        (run for run in dict.fromkeys(runs) if run not in results), key=lambda run: run.seed
+    )
+
+
+def still_to_be_done(names: list[str], scale: str, results: Results, text: str) -> list[Run]:
+    """`pending`, with the runs that follow from it."""
+
+    def runs(supposed: Results) -> Iterator[Run]:
+        for name in names:
+            yield from EXPERIMENTS[name].runs(scale, supposed, text)
+
+    return sorted(foreseen(runs, results)[1], key=lambda run: run.seed)
 
 
 def share(run: Run) -> float:
@@ -167,14 +177,14 @@ def main(argv: list[str] | None = None) -> int:
             )
         session = Session(options, pack, results)
         if options.list:
-            for run in pending(options.only, options.scale, results, session.text):
+            for run in still_to_be_done(options.only, options.scale, results, session.text):
                 print(f"{estimated_seconds(run, results):5.0f} s  {run}")
             return 0
         kept, failed = session.perform()
     except (OSError, ValueError) as error:
         print(f"experiments.run: {error}", file=sys.stderr)
         return 2
-    left = sum(1 for _ in pending(options.only, options.scale, results, session.text))
+    left = len(still_to_be_done(options.only, options.scale, results, session.text))
     print(f"{kept} results in {options.out}; {failed} failed; {left} runs are still to be done")
     return 1 if failed else 0
 

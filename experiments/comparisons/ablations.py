@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.comparisons.figures import table
-from experiments.comparisons.significance import p_value
-from experiments.runs import Result, Results, Run, chosen, rate_of, spread, swept
+from experiments.comparisons.significance import order, p_value, verdict
+from experiments.runs import Results, Run, at_edges, chosen, finite, rate_of, spread, swept
 
 # Name: layer, heads, and the paper's perplexity at 340 M parameters and 7 B tokens.
 VARIANTS = {
@@ -77,30 +77,32 @@ def compared(
     size: Scale,
     results: Results,
     beside: str,
-) -> dict[str, list[str]]:
-    """Cells of each variant that has results: bits a byte, the probability that it is no other than
-    `beside`, its rate, and its parameters.
+) -> tuple[dict[str, list[str]], dict[str, list[float]]]:
+    """Of each variant that has results its cells, which are bits a byte, the probability that it is
+    no other than `beside`, its rate, and its parameters; and its scores.
     """
-
-    def found(name: str) -> list[Result]:
-        return results.of(chosen(name, make, size.rates, size.seeds, results, whole=False))
-
-    others = [result.score for result in found(beside)]
+    found = {
+        name: results.of(chosen(name, make, size.rates, size.seeds, results, whole=False))
+        for name in names
+    }
+    scores = {name: finite(of) for name, of in found.items() if finite(of)}
     cells = {}
-    for name in names:
-        if done := found(name):
-            p = "" if name == beside else p_value([result.score for result in done], others)
+    for name, done in found.items():
+        if done:
+            p = "" if name == beside else p_value(scores.get(name, ()), scores.get(beside, ()))
             parameters = f"{done[0].details['parameters'] / 1e6:.2f} M"
             rate = rate_of(name, make, size.rates, results)
             cells[name] = [spread(done, 4), p, rate, parameters]
-    return cells
+    return cells, scores
 
 
 def report(scale: str, results: Results, text: str, folder: Path) -> str:
-    """The table, with the probability that a variant is no other than GLA."""
-    size = SCALES[scale]
+    """The table, with the probability that a variant is no other than GLA, and what may be said."""
+    size, beside = SCALES[scale], "GLA, 4 heads"
     papers = sorted(VARIANTS, key=lambda name: VARIANTS[name][2])
-    cells = compared(papers, _make(size, text), size, results, "GLA, 4 heads")
+    cells, scores = compared(papers, _make(size, text), size, results, beside)
     rows = [[name, f"{VARIANTS[name][2]:.2f}", *of] for name, of in cells.items()]
     head = ["variant", "paper, perplexity", "here, bits a byte", "p, against GLA", "rate", "size"]
-    return table(head, rows) if rows else ""
+    edges = at_edges(papers, _make(size, text), size.rates, results)
+    said = " ".join(filter(None, (verdict(scores, beside), order(scores, papers), edges)))
+    return f"{table(head, rows)}\n\n{said}" if rows else ""

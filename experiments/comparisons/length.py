@@ -10,12 +10,11 @@ from pathlib import Path
 
 from experiments.comparisons.ablations import SCALES, Scale, text_run
 from experiments.comparisons.figures import figure, line, table
-from experiments.runs import Results, Run, best, swept
+from experiments.runs import Results, Run, at_edges, chosen, rate_of, swept
 
 # Name: layer and heads, K = V = 64 a head of attention.
 LAYERS = {"GLA": ("gla", 4), "RetNet": ("retnet", 4), "Transformer++": ("attention", 8)}
 LONGER, SEGMENTS = 4, 12  # 8K, and 12 segments of 2K
-SEEDS = 2  # curves, whose differences are larger than those of the ablations
 
 
 def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
@@ -23,7 +22,7 @@ def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
     size = SCALES[scale]
     make = _make(size, text)
     yield from swept(LAYERS, make, size.rates, 1, results)
-    for seed in range(SEEDS):
+    for seed in range(size.seeds):
         for name in LAYERS:
             for run in _lengths(name, size, text, results).values():
                 yield replace(run, seed=seed)
@@ -36,12 +35,20 @@ def _make(size: Scale, text: str):
     return make
 
 
-def _lengths(name: str, size: Scale, text: str, results: Results) -> dict[str, Run]:
-    """The runs with seed 0 of one layer, of the same number of tokens a step."""
-    make = _make(size, text)
-    short = best([make(name, rate) for rate in size.rates], results)
-    if short is None:
+def _lengths(
+    name: str, size: Scale, text: str, results: Results, whole: bool = True
+) -> dict[str, Run]:
+    """The runs with seed 0 of one layer, of the same number of tokens a step.
+
+    Args:
+        name, size, text, results: what is asked for, and what is done.
+        whole: before the layer's sweep is done, there are none; else those at the best rate so far.
+            Default: True.
+    """
+    first = chosen(name, _make(size, text), size.rates, 1, results, whole)
+    if not first:
         return {}
+    (short,) = first
     T = short.seq_len
     batch_size = max(1, short.batch_size // LONGER)
     lengths = {
@@ -58,14 +65,16 @@ def _kilo(length: int) -> str:
 
 
 def report(scale: str, results: Results, text: str, folder: Path) -> str:
-    """Draws length.png and returns the table of bits a byte at some positions."""
+    """Draws experiments_length.png and returns the table of bits a byte at some positions."""
     size = SCALES[scale]
-    done = {}
+    done, diverged = {}, 0
     for name in LAYERS:
-        for length, run in _lengths(name, size, text, results).items():
-            found = results.of(replace(run, seed=seed) for seed in range(SEEDS))
-            if found:
-                done[name, length] = [result.details["by_position"] for result in found]
+        for length, run in _lengths(name, size, text, results, whole=False).items():
+            found = results.of(replace(run, seed=seed) for seed in range(size.seeds))
+            curves = [result.details["by_position"] for result in found]
+            diverged += curves.count([])
+            if any(curves):
+                done[name, length] = [curve for curve in curves if curve]
     if not done:
         return ""
     lengths = list(dict.fromkeys(length for _, length in done))
@@ -83,15 +92,29 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
         axes[0].legend()
     rows = []
     for (name, length), curves in done.items():
-        parts = [[bits for _, bits in curve] for curve in curves]
-        n = len(parts[0])
+        n = len(curves[0])
         # Of 64 stretches: the first eight, that is 4K of 32K, and so on.
         edges = [0, n // 8, n // 4, n // 2, n]
         cells = [
-            f"{statistics.fmean(b for part in parts for b in part[a:e]):.3f}" if e > a else ""
+            _of_part([[bits for _, bits in curve[a:e]] for curve in curves])
             for a, e in itertools.pairwise(edges)
         ]
-        rows.append([name, length, *cells, str(len(curves))])
+        rate = rate_of(name, _make(size, text), size.rates, results)
+        rows.append([name, length, *cells, rate, str(len(curves))])
     head = ["model", "trained at", "first 8th", "second 8th", "second quarter", "second half"]
-    page = table([*head, "seeds"], rows)
-    return f"![bits a byte by position](experiments_length.png)\n\n{page}"
+    page = table([*head, "rate", "seeds"], rows)
+    parts = ["![bits a byte by position](experiments_length.png)", page]
+    if edges := at_edges(LAYERS, _make(size, text), size.rates, results):
+        parts.append(edges)
+    if diverged:
+        parts.append(f"Runs that diverged, which are in no row: {diverged}.")
+    return "\n\n".join(parts)
+
+
+def _of_part(parts: list[list[float]]) -> str:
+    """The mean over a part of the positions, and its standard deviation over seeds."""
+    means = [statistics.fmean(part) for part in parts if part]
+    if not means:
+        return ""
+    mean = f"{statistics.fmean(means):.3f}"
+    return mean if len(means) == 1 else f"{mean} ± {statistics.stdev(means):.3f}"

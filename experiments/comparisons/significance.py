@@ -1,10 +1,75 @@
-"""Whether two small sets of scores differ: Welch's t-test."""
+"""Whether small sets of scores differ: Welch's t-test, and what may be said of several of them."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
+
+LEVEL = 0.05
+
+
+def verdict(scores: dict[str, list[float]], beside: str) -> str:
+    """What may be said of losses beside those of one name: sentences.
+
+    A difference is one at LEVEL by Welch's test with Holm's correction (1979) for the number of
+    names; of a name with one score nothing is said.
+
+    Args:
+        scores: of each name, one a seed, lower is better.
+        beside: the name that the others are compared with.
+    """
+    own = scores.get(beside, [])
+    named = {name: x for name, x in scores.items() if name != beside}
+    tested = {name: x for name, x in named.items() if min(len(x), len(own)) > 1}
+    if not tested:
+        return "Of fewer than two seeds nothing is concluded."
+    differ = holm({name: welch(x, own) for name, x in tested.items()})
+    level = statistics.fmean(own)
+    better = [name for name in differ if statistics.fmean(scores[name]) < level]
+    groups = {
+        "worse": [name for name in differ if name not in better],
+        "better": better,
+        "not told apart": [name for name in tested if name not in differ],
+    }
+    said = f"Beside {beside}, at {LEVEL:.0%} after Holm's correction (comparisons: {len(tested)})"
+    parts = [f"{what} ({'; '.join(names)})" for what, names in groups.items() if names]
+    sentences = [f"{said}: {', '.join(parts)}."]
+    if few := [name for name in named if name not in tested]:
+        sentences.append(f"Of one seed, so nothing is concluded: {'; '.join(few)}.")
+    return " ".join(sentences)
+
+
+def order(scores: dict[str, list[float]], expected: Sequence[str]) -> str:
+    """Whether means of losses are in an expected order, best first: a sentence on what is not.
+
+    Names with one score are left out.
+    """
+    known = [name for name in expected if len(scores.get(name, ())) > 1]
+    turned = [
+        f"{worse} before {better} (p {_as_p(scores[better], scores[worse])})"
+        for better, worse in itertools.combinations(known, 2)
+        if statistics.fmean(scores[worse]) < statistics.fmean(scores[better])
+    ]
+    if turned:
+        return f"Other than in the paper's order, by the means: {'; '.join(turned)}."
+    return "The order of the means is the paper's." if len(known) == len(expected) else ""
+
+
+def _as_p(a: Sequence[float], b: Sequence[float]) -> str:
+    p = p_value(a, b)
+    return p if p.startswith("<") else f"= {p}"
+
+
+def holm(ps: dict[str, float]) -> list[str]:
+    """The names whose p is significant at LEVEL, in the order of the names."""
+    found = set()
+    for place, name in enumerate(sorted(ps, key=ps.__getitem__)):
+        if ps[name] * (len(ps) - place) >= LEVEL:
+            break
+        found.add(name)
+    return [name for name in ps if name in found]
 
 
 def p_value(a: Sequence[float], b: Sequence[float]) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from experiments.comparisons.ablations import SCALES, Scale, compared, text_run
 from experiments.comparisons.figures import table
-from experiments.runs import Results, Run, swept
+from experiments.comparisons.significance import verdict
+from experiments.runs import Results, Run, at_edges, swept
 
 # Name: layer. Keys alone and none are ablations' runs too, which are trained once.
 VARIANTS = {
@@ -32,9 +33,13 @@ def _make(size: Scale, text: str):
 
 
 def report(scale: str, results: Results, text: str, folder: Path) -> str:
-    """The table, with the probability that a variant is no other than gates on keys."""
-    size = SCALES[scale]
-    cells = compared(VARIANTS, _make(size, text), size, results, "α, keys")
+    """The table, with the probability that a variant is no other than gates on keys, and what may
+    be said.
+    """
+    size, beside = SCALES[scale], "α, keys"
+    cells, scores = compared(VARIANTS, _make(size, text), size, results, beside)
     rows = [[name, *of] for name, of in cells.items()]
     head = ["gates", "here, bits a byte", "p, against keys", "rate", "size"]
-    return table(head, rows) if rows else ""
+    edges = at_edges(VARIANTS, _make(size, text), size.rates, results)
+    said = " ".join(filter(None, (verdict(scores, beside), edges)))
+    return f"{table(head, rows)}\n\n{said}" if rows else ""

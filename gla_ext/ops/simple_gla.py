@@ -7,6 +7,8 @@ flash-linear-attention 0.6.0.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,8 @@ def chunk_simple_gla(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    *,
+    cp_context: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Linear attention with one decay a head, in the chunkwise form.
 
@@ -68,6 +72,7 @@ def chunk_simple_gla(
         cu_seqlens: offsets of packed sequences, `[N + 1]`, as in `chunk_gla`.
         cu_seqlens_cpu: the same offsets on the CPU; their contents are checked, in eager mode.
             Default: None.
+        cp_context: of one rank's tokens of a longer text, as in `chunk_gla`. Default: None.
 
     Returns:
         o, `[B, T, H, V]` in v's dtype, and the final state in the layout and dtype of
@@ -90,6 +95,7 @@ def chunk_simple_gla(
         state_v_first,
         cu_seqlens,
         cu_seqlens_cpu,
+        cp_context=cp_context,
     )
 
 

@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from common import CUDA_DTYPES, PACKED_LENGTHS, assert_results_close, assert_same_bits, exact
+from common import (
+    CUDA_DTYPES,
+    PACKED_LENGTHS,
+    assert_graph_replays,
+    assert_results_close,
+    assert_same_bits,
+    exact,
+)
 from recurrence import assert_verified
 from simple_inputs import make_simple, recurrent, simple, spread
 
@@ -63,3 +70,19 @@ def test_decoding_on_a_pool(dtype, T):
     accepted = torch.tensor([T, T], device="cuda")
     recurrent_gla_commit_(x.k, x.v, x.g, state=pools[2], slots=slots, accepted=accepted)
     assert torch.equal(pools[2], pools[1])
+
+
+@by_dtype
+@by_packing
+@pytest.mark.parametrize("operator", [simple, recurrent], ids=["chunk", "recurrent"])
+def test_graph_replays_with_other_data(operator, dtype, lengths):
+    """Forward and backward, on the kernels for Hopper too: K and V are what these take."""
+
+    def draw(seed, gate, lengths=lengths):
+        options = {"gate": gate, "seed": seed, "gate_dtype": torch.float32}
+        return inputs(T=130, K=64, V=72, lengths=lengths, dtype=dtype, **options)
+
+    cases = [draw(1, "reset"), draw(2, 2.0)]
+    if lengths is not None:
+        cases.append(draw(3, 0.1, (64, 0, 30, 1, 5, 60, 0)))
+    assert_graph_replays(operator, draw(0, 0.1), [*cases, cases[0]])

@@ -121,32 +121,48 @@ def test_states_with_v_first(pool):
     assert_equals_one_process(found, x, state_v_first=True)
 
 
-def run_one_gate_a_head(group, x, g):
+def run_one_gate_a_head(group, name, x, gate):
+    """A rank's outputs and the gradient of its gate; of a constant one, its own tokens' part."""
     context = build_cp_context(None, group)
 
     def part(t):
         return t.chunk(context.size, 1)[context.rank]
 
-    g = part(g).requires_grad_()
-    o, state = chunk_gla(
-        *(part(x[n]) for n in "qkv"), g, initial_state=x["h0"], output_final_state=True,
-        cp_context=context,
+    leaf = (gate if gate.ndim == 1 else part(gate)).requires_grad_()
+    o, state = getattr(gla_ext, name)(
+        *(part(x[n]) for n in "qkv"), **{gate_name(gate): leaf}, initial_state=x["h0"],
+        output_final_state=True, cp_context=context,
     )  # fmt: skip
-    (dg,) = torch.autograd.grad((o, state), g, (part(x["do"]), x["dht"]))
+    (dg,) = torch.autograd.grad((o, state), leaf, (part(x["do"]), x["dht"]))
     return o.detach(), dg
 
 
-def test_one_gate_a_head(pool):
+def gate_name(gate):
+    return "g_gamma" if gate.ndim == 1 else "g"
+
+
+@pytest.mark.parametrize(
+    "name, gate",
+    [
+        ("chunk_gla", lambda g: g[..., 0]),
+        ("chunk_gla", lambda g: g[..., :1]),
+        ("chunk_simple_gla", lambda g: g[..., 0]),
+        ("chunk_simple_gla", lambda g: g[0, 0, :, 0]),
+    ],
+    ids=["chunk_gla", "last of one", "chunk_simple_gla", "g_gamma"],
+)
+def test_one_gate_a_head(pool, name, gate):
     x = make(2, 40, heads=(4, 2))
-    for g in (x["g"][..., 0], x["g"][..., :1]):
-        g = g.clone().requires_grad_()
-        o, state = chunk_gla(
-            *(x[n] for n in "qkv"), g, initial_state=x["h0"], output_final_state=True
-        )
-        (dg,) = torch.autograd.grad((o, state), g, (x["do"], x["dht"]))
-        found = pool(run_one_gate_a_head, x, g.detach(), ranks=2)
-        assert_close(torch.cat([part for part, _ in found], 1), o, 1e-12)
-        assert_close(torch.cat([part for _, part in found], 1), dg, 1e-12)
+    gate = gate(x["g"]).clone().requires_grad_()
+    o, state = getattr(gla_ext, name)(
+        *(x[n] for n in "qkv"), **{gate_name(gate): gate}, initial_state=x["h0"],
+        output_final_state=True,
+    )  # fmt: skip
+    (dg,) = torch.autograd.grad((o, state), gate, (x["do"], x["dht"]))
+    found = pool(run_one_gate_a_head, name, x, gate.detach(), ranks=2)
+    assert_close(torch.cat([part for part, _ in found], 1), o, 1e-12)
+    parts = [part for _, part in found]
+    assert_close(sum(parts) if gate.ndim == 1 else torch.cat(parts, 1), dg, 1e-12)
 
 
 def test_uneven_rows_and_ranks_without_tokens(pool):

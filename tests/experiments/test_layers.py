@@ -135,3 +135,16 @@ def test_ablations_have_as_many_parameters():
             sizes[name] = count_parameters(make_model(layer, config))
     assert max(sizes.values()) < 1.005 * min(sizes.values())
     assert 13e6 < min(sizes.values()) < 15e6
+
+
+def test_all_layers_have_about_as_many_parameters():
+    """Of the sizes on text; gates on values have the most."""
+    size, sizes = SCALES["full"], []
+    for layer in LAYERS:
+        heads = 4 if has_state(layer) else 8
+        config = GLAConfig(
+            hidden_size=size.width, num_hidden_layers=size.layers, num_heads=heads, vocab_size=256
+        )
+        with torch.device("meta"):
+            sizes.append(count_parameters(make_model(layer, config)))
+    assert max(sizes) < 1.01 * min(sizes)

@@ -6,10 +6,10 @@ import inspect
 import pytest
 import torch
 from common import DTYPES, assert_close, make_inputs
-from fla_kernels import require_kernels
+from fla_kernels import HIDDEN, require_kernels
 
 import gla_ext.fla
-from gla_ext import reference
+from gla_ext import ops, reference
 from gla_ext.fla import accelerate, simple
 from gla_ext.ops import lightning_decay, retention_decay
 from gla_ext.selftest import tolerance
@@ -64,6 +64,26 @@ def test_every_function_is_replaced_and_put_back(fla):
         assert during[name].__module__ == "gla_ext.fla.simple"
         assert homes(fla)[name] is function
     assert held is during["chunk_simple_gla"]
+
+
+def test_signatures_are_those_of_fla(fla):
+    """Names, order and defaults; gla_ext's own come after them. FLA's fused_chunk_simple_gla lacks
+    two of the arguments of its chunk_simple_gla, which gla_ext's has.
+    """
+    own = {"chunk_simple_gla": {"cp_context"}}
+    own["fused_chunk_simple_gla"] = {"state_v_first", "cu_seqlens_cpu", "cp_context"}
+    for name, theirs in homes(fla).items():
+        expected = described(theirs)
+        found = described(getattr(ops, name))
+        if name != "fused_chunk_simple_gla":
+            assert list(found)[: len(expected)] == list(expected), name
+        assert found.keys() - expected.keys() == own.get(name, set()), name
+        assert {key: found[key] for key in expected} == expected, name
+
+
+def described(function):
+    parameters = inspect.signature(function).parameters.values()
+    return {x.name: x.default for x in parameters if x.kind is not x.VAR_KEYWORD}
 
 
 def test_other_arguments_are_not_taken():
@@ -152,22 +172,22 @@ def test_other_calls_go_to_fla(accelerated, taken, monkeypatch, change, why):
     assert not taken
 
 
-@pytest.mark.parametrize("name, options", LAYERS)
-@pytest.mark.parametrize("mode", ["chunk", "fused_recurrent"])
-def test_layers(fla, taken, monkeypatch, name, options, mode):
-    """Outputs and gradients are those of the same layer with its operators in torch."""
-    require_kernels("cpu")
+def make_fla_layer(name, device, **options):
+    """A small layer of FLA's, and the module that it stands in."""
     home, name = name.split(".")
     module = importlib.import_module(f"fla.layers.{home}")
     torch.manual_seed(0)
-    layer = getattr(module, name)(hidden_size=32, num_heads=4, mode=mode, layer_idx=0, **options)
-    T = 70 if mode == "chunk" else 9  # layers take up to 64 tokens by the recurrence
-    x = torch.randn(2, T, layer.hidden_size, generator=torch.Generator().manual_seed(1))
+    layer = getattr(module, name)(hidden_size=HIDDEN[device], num_heads=4, layer_idx=0, **options)
+    return layer.to(device), module
+
+
+def check_layer(layer, module, x, taken, monkeypatch, bound):
+    """Outputs and gradients are those of the same layer with its operators in torch."""
 
     def results():
         leaf = x.clone().requires_grad_()
         y = layer(leaf)[0]
-        gradients = torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])
+        gradients = torch.autograd.grad(y.float().square().sum(), [leaf, *layer.parameters()])
         return [y, *gradients]
 
     gla_ext.fla.accelerate_fla()
@@ -177,7 +197,48 @@ def test_layers(fla, taken, monkeypatch, name, options, mode):
         assert getattr(module, held).__module__ == "gla_ext.fla.simple"
         monkeypatch.setattr(module, held, in_torch(held))
     for value, expected in zip(found, results(), strict=True):
-        assert_close(value, expected, 2e-5)
+        assert_close(value, expected, bound)
+
+
+@pytest.mark.parametrize("name, options", LAYERS)
+@pytest.mark.parametrize("mode", ["chunk", "fused_recurrent"])
+def test_layers(fla, taken, monkeypatch, name, options, mode):
+    require_kernels("cpu")
+    layer, module = make_fla_layer(name, "cpu", mode=mode, **options)
+    T = 70 if mode == "chunk" else 9  # layers take up to 64 tokens by the recurrence
+    x = torch.randn(2, T, layer.hidden_size, generator=torch.Generator().manual_seed(1))
+    check_layer(layer, module, x, taken, monkeypatch, 2e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name, options", LAYERS)
+def test_layers_train_in_bf16(fla, taken, monkeypatch, name, options):
+    """Where FLA's own backward refuses to run: with a data-dependent gate on Hopper."""
+    layer, module = make_fla_layer(name, "cuda", **options)
+    generator = torch.Generator("cuda").manual_seed(1)
+    x = torch.randn(2, 130, layer.hidden_size, device="cuda", generator=generator)
+    check_layer(layer.bfloat16(), module, x.bfloat16(), taken, monkeypatch, 3e-2)
+
+
+@pytest.mark.parametrize("name", ["RetNet", "LinearAttention"])
+def test_models_train(kernels, device, taken, name):
+    """FLA's models of these layers: a loss that falls, by gla_ext's operators."""
+    gla_ext.fla.accelerate_fla()
+    config = getattr(kernels.models, f"{name}Config")(
+        hidden_size=HIDDEN[device], num_hidden_layers=2, num_heads=2, vocab_size=64
+    )
+    torch.manual_seed(0)
+    model = getattr(kernels.models, f"{name}ForCausalLM")(config).to(device)
+    ids = torch.arange(80, device=device).remainder(64).view(1, 80)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for _ in range(4):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    assert len(taken) == 4 * 2
 
 
 def in_torch(name):
@@ -188,9 +249,10 @@ def in_torch(name):
         if "retention" in name:
             g = retention_decay(q.shape[2], q).expand(q.shape[:3])
         scale = q.shape[-1] ** -0.5
-        o = reference.recurrence(q, k, v, g, scale).o
+        dtype, (q, k, v) = v.dtype, (x.float() for x in (q, k, v))
+        o = reference.recurrence(q, k, v, None if g is None else g.float(), scale).o
         if options.get("normalize"):
             o = o / ((scale * q * k.cumsum(1)).sum(-1, keepdim=True) + 1e-10)
-        return o, None
+        return o.to(dtype), None
 
     return function

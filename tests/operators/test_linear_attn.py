@@ -1,5 +1,6 @@
 """Retention, Lightning attention and plain linear attention, against their own recurrences."""
 
+import functools
 import math
 import re
 
@@ -8,6 +9,7 @@ import torch
 from common import DTYPES, PACKED_LENGTHS, assert_close, make_inputs
 from torch import Tensor
 
+from gla_ext import batch_invariant
 from gla_ext.ops import (
     chunk_lightning_attn,
     chunk_linear_attn,
@@ -178,15 +180,54 @@ def test_gradients_of_the_quotient(operator):
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
 
+def every_form(q, k, v):
+    """Outputs of all of these operators, one after the other."""
+    calls = [
+        functools.partial(chunk_lightning_attn, layer_idx=1, num_layers=4),
+        functools.partial(fused_recurrent_lightning_attn, layer_idx=1, num_layers=4),
+        functools.partial(fused_recurrent_linear_attn, normalize=True),
+        *(chunk_retention, fused_recurrent_retention, chunk_linear_attn),
+    ]
+    return torch.stack([call(q, k, v)[0] for call in calls])
+
+
 def test_compile_whole():
     x = inputs(positive=True)
+    leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
+    compiled = torch.compile(every_form, fullgraph=True, backend="aot_eager")
+    results, expected = compiled(*leaves), every_form(*leaves)
+    assert torch.equal(results, expected)
+    both = (torch.autograd.grad(o.sum(), leaves) for o in (results, expected))
+    for one, other in zip(*both, strict=True):
+        assert_close(one, other, 1e-6)
 
-    def function(q, k, v):
-        o = chunk_retention(q, k, v)[0] + chunk_lightning_attn(q, k, v, 1, 4)[0]
-        return o + chunk_linear_attn(q, k, v)[0]
 
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x.q, x.k, x.v), function(x.q, x.k, x.v))
+def test_export():
+    """One program of any number of tokens."""
+
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return every_form(q, k, v)
+
+    x, T = inputs(positive=True), torch.export.Dim("T", min=2, max=4096)
+    shapes = {name: {1: T} for name in ("q", "k", "v")}
+    program = torch.export.export(Module(), (x.q, x.k, x.v), dynamic_shapes=shapes)
+    y = inputs(T=33, positive=True)
+    assert torch.equal(program.module()(y.q, y.k, y.v), every_form(y.q, y.k, y.v))
+
+
+@pytest.mark.parametrize("operator", [chunk_linear_attn, fused_recurrent_linear_attn])
+def test_same_bits_alone_and_packed(operator):
+    """Of the quotient and of both states."""
+    x = inputs(lengths=PACKED_LENGTHS, positive=True)
+    call = functools.partial(operator, output_final_state=True, normalize=True)
+    with batch_invariant():
+        o, states = call(x.q, x.k, x.v, cu_seqlens=x.cu_seqlens)
+        for n, (start, end) in enumerate(zip(x.cu_seqlens[:-1], x.cu_seqlens[1:], strict=True)):
+            own, alone = call(*(t[:, start:end] for t in (x.q, x.k, x.v)))
+            assert torch.equal(own, o[:, start:end])
+            for state, whole in zip(alone, states, strict=True):
+                assert torch.equal(state[0], whole[n])
 
 
 def test_bad_inputs():

@@ -1,10 +1,12 @@
-"""docs/models.md: every model of the table, by its own recurrence in fp64."""
+"""docs/models.md: every model of the table, by its own recurrence in fp64, in every form."""
 
 import math
+import re
 
+import pytest
 import torch
-from common import assert_close
-from torch.nn.functional import logsigmoid, softplus
+from common import ROOT, assert_close
+from torch.nn.functional import logsigmoid, pad, softplus
 
 from gla_ext import (
     chunk_gla,
@@ -12,9 +14,18 @@ from gla_ext import (
     chunk_linear_attn,
     chunk_retention,
     chunk_simple_gla,
+    fused_recurrent_gla,
+    fused_recurrent_lightning_attn,
+    fused_recurrent_linear_attn,
+    fused_recurrent_retention,
+    fused_recurrent_simple_gla,
+    recurrent_gla_step_,
 )
+from gla_ext.ops import lightning_decay, retention_decay
 
-B, T, H, K, V = 2, 70, 3, 5, 4
+B, T, H, K, V = 2, 70, 4, 5, 3
+GATED = (chunk_gla, fused_recurrent_gla)
+SIMPLE = (chunk_simple_gla, fused_recurrent_simple_gla)
 
 
 def draw(*last: int):
@@ -39,6 +50,25 @@ def read(q, S):
     return (q.unsqueeze(-2) @ S).squeeze(-2)
 
 
+def decoded(q, k, v, g=None, scale=None):
+    """Token by token, the states in a pool."""
+    pool = q.new_zeros(B, H, K, v.shape[-1])
+    tokens = (
+        recurrent_gla_step_(
+            *(None if x is None else x[:, t : t + 1] for x in (q, k, v, g)), state=pool, scale=scale
+        )
+        for t in range(T)
+    )
+    return torch.cat(list(tokens), 1)
+
+
+def assert_every_form(expected, operators, q, k, v, g, scale=None, plus=0):
+    """Both operators of the page's call, and decoding, with the same arguments."""
+    forms = [operator(q, k, v, g, scale=scale)[0] for operator in operators]
+    for o in (*forms, decoded(q, k, v, g, scale)):
+        assert_close(o + plus, expected, 1e-12)
+
+
 q, k, v = draw(K), draw(K) + 0.1, draw(V)
 zeros = torch.zeros(B, H, K, V, dtype=torch.float64)
 
@@ -54,7 +84,12 @@ def test_linear_attention():
         return o, (S, z)
 
     expected = by_tokens(step, (zeros, torch.zeros(B, H, K, dtype=torch.float64)))
+    o, _ = fused_recurrent_linear_attn(phi_q, phi_k, v, normalize=True)
     assert_close(chunk_linear_attn(phi_q, phi_k, v)[0], expected, 1e-8)
+    assert_close(o, expected, 1e-8)
+    # Decoded, a column of ones beside v brings the sums that divide.
+    *o, sums = decoded(phi_q, phi_k, pad(v, (0, 1), value=1.0)).split([V, 1], -1)
+    assert_close(o[0] / sums, expected, 1e-12)
 
 
 def test_retnet():
@@ -65,7 +100,10 @@ def test_retnet():
         S = gamma * S + outer(k[:, t], v[:, t])
         return read(q[:, t], S) / math.sqrt(K), S
 
-    assert_close(chunk_retention(q, k, v)[0], by_tokens(step, zeros), 1e-12)
+    expected = by_tokens(step, zeros)
+    for operator in (chunk_retention, fused_recurrent_retention):
+        assert_close(operator(q, k, v)[0], expected, 1e-12)
+    assert_close(decoded(q, k, v, retention_decay(H, q).expand(B, T, H)), expected, 1e-12)
 
 
 def test_lightning_attention():
@@ -78,8 +116,11 @@ def test_lightning_attention():
         S = decay * S + outer(k[:, t], v[:, t])
         return read(q[:, t], S) / math.sqrt(K), S
 
-    o, _ = chunk_lightning_attn(q, k, v, layer, layers)
-    assert_close(o, by_tokens(step, zeros), 1e-12)
+    expected = by_tokens(step, zeros)
+    for operator in (chunk_lightning_attn, fused_recurrent_lightning_attn):
+        assert_close(operator(q, k, v, layer, layers)[0], expected, 1e-12)
+    g = lightning_decay(H, layer, layers, q).expand(B, T, H)
+    assert_close(decoded(q, k, v, g), expected, 1e-12)
 
 
 def test_gated_retnet():
@@ -91,26 +132,31 @@ def test_gated_retnet():
         S = gamma[:, t, :, None, None] * S + outer(k[:, t], v[:, t])
         return read(q[:, t], S) / math.sqrt(K), S
 
-    o, _ = chunk_simple_gla(q, k, v, logsigmoid(x) / tau)
-    assert_close(o, by_tokens(step, zeros), 1e-12)
+    assert_every_form(by_tokens(step, zeros), SIMPLE, q, k, v, logsigmoid(x) / tau)
 
 
-def test_mamba_2():
-    """Dao and Gu: h_t = exp(dt A) h_{t-1} + dt B x^T, y_t = C^T h_t + D x_t; heads share B, C."""
+@pytest.mark.parametrize("groups", [1, 2])
+def test_mamba_2(groups):
+    """Dao and Gu: h_t = exp(dt A) h_{t-1} + dt B x^T, y_t = C^T h_t + D x_t; the heads of a group
+    share B and C.
+    """
     x, dt = v, softplus(draw())
     A = -torch.rand(H, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     D = torch.arange(H, dtype=torch.float64)[:, None]
-    of_one_group = k[:, :, :1], q[:, :, :1]
+    of_groups = k[:, :, :groups], q[:, :, :groups]
 
     def step(t, h):
-        Bt, Ct = (s[:, t] for s in of_one_group)
+        Bt, Ct = (s[:, t, [head * groups // H for head in range(H)]] for s in of_groups)
         decay = torch.exp(dt[:, t] * A)[..., None, None]
         h = decay * h + dt[:, t, :, None, None] * outer(Bt, x[:, t])
         return (Ct.unsqueeze(-2) @ h).squeeze(-2) + D * x[:, t], h
 
-    Bs, Cs = (s.expand(-1, -1, H, -1) for s in of_one_group)
-    o, _ = chunk_simple_gla(Cs, Bs, dt[..., None] * x, dt * A, scale=1.0)
-    assert_close(o + D * x, by_tokens(step, zeros), 1e-12)
+    if groups == 1:
+        Bs, Cs = (s.expand(-1, -1, H, -1) for s in of_groups)
+    else:
+        Bs, Cs = (s.repeat_interleave(H // groups, 2) for s in of_groups)
+    values, expected = dt[..., None] * x, by_tokens(step, zeros)
+    assert_every_form(expected, SIMPLE, Cs, Bs, values, dt * A, scale=1.0, plus=D * x)
 
 
 def test_mlstm_without_normaliser():
@@ -123,8 +169,8 @@ def test_mlstm_without_normaliser():
         ] * outer(v[:, t], k[:, t] / math.sqrt(K))
         return (C @ q[:, t].unsqueeze(-1)).squeeze(-1), C
 
-    o, _ = chunk_simple_gla(q, k, torch.exp(i)[..., None] * v, logsigmoid(f))
-    assert_close(o, by_tokens(step, zeros.mT), 1e-12)
+    values = torch.exp(i)[..., None] * v
+    assert_every_form(by_tokens(step, zeros.mT), SIMPLE, q, k, values, logsigmoid(f))
 
 
 def test_gla():
@@ -135,7 +181,7 @@ def test_gla():
         S = alpha[:, t].unsqueeze(-1) * S + outer(k[:, t], v[:, t])
         return read(q[:, t], S) / math.sqrt(K), S
 
-    assert_close(chunk_gla(q, k, v, alpha.log())[0], by_tokens(step, zeros), 1e-12)
+    assert_every_form(by_tokens(step, zeros), GATED, q, k, v, alpha.log())
 
 
 def test_hgrn_2():
@@ -146,8 +192,7 @@ def test_hgrn_2():
         S = f[:, t].unsqueeze(-1) * S + outer(1 - f[:, t], v[:, t])
         return read(q[:, t], S), S
 
-    o, _ = chunk_gla(q, 1 - f, v, f.log(), scale=1.0)
-    assert_close(o, by_tokens(step, zeros), 1e-12)
+    assert_every_form(by_tokens(step, zeros), GATED, q, 1 - f, v, f.log(), scale=1.0)
 
 
 def test_gate_loop():
@@ -158,4 +203,20 @@ def test_gate_loop():
         S = S * a[:, t].unsqueeze(-1) + outer(k[:, t], v[:, t])
         return read(q[:, t], S), S
 
-    assert_close(chunk_gla(q, k, v, a.log(), scale=1.0)[0], by_tokens(step, zeros), 1e-12)
+    assert_every_form(by_tokens(step, zeros), GATED, q, k, v, a.log(), scale=1.0)
+
+
+def test_every_row_of_the_page_has_a_test():
+    tests = {
+        "linear attention": test_linear_attention,
+        "RetNet": test_retnet,
+        "TransNormerLLM, Lightning attention": test_lightning_attention,
+        "gated RetNet": test_gated_retnet,
+        "Mamba-2": test_mamba_2,
+        "mLSTM without its normaliser": test_mlstm_without_normaliser,
+        "GLA": test_gla,
+        "HGRN-2": test_hgrn_2,
+        "GateLoop with real gates": test_gate_loop,
+    }
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| ([^|(]+) \(", page, re.MULTILINE) == list(tests)

@@ -1,5 +1,6 @@
 """One gate a head: every form against the recurrence in fp64, and the contract of chunk_gla."""
 
+import dataclasses
 import re
 
 import pytest
@@ -187,6 +188,16 @@ def test_resets_are_exact():
     k[:, :70], v[:, :70] = 7, -3
     other, _ = chunk_simple_gla(x.q, k, v, g, initial_state=-x.initial_state)
     assert torch.equal(o[:, 70:], other[:, 70:])
+
+
+@by_operator
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strength", [1.0, 6.0, 12.0, 30.0])
+def test_gradient_of_gates_that_are_all_alike(operator, strength, dtype):
+    """Decays of every token from e^-1 to e^-30: dg is what is left of much larger terms."""
+    x = inputs(T=260, K=64, V=64, H=1, dtype=dtype, states=False, gate_dtype=torch.float32)
+    x = dataclasses.replace(x, g=torch.full_like(x.g, -strength))
+    assert_results_close(operator(x), exact(x), x)
 
 
 def test_same_bits_in_a_batch_and_packed():

@@ -1,0 +1,175 @@
+"""The page while runs are missing: how many there are, and nothing concluded of too few."""
+
+import math
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from experiments import report, run
+from experiments.comparisons import ablations, length, value_gates
+from experiments.comparisons.significance import holm, order, verdict
+from experiments.runs import Result, Results, foreseen, spread
+
+TEXT = "digest"
+SIZE = ablations.SCALES["full"]
+CURVE = [[place * 512, 2.0 - place / 100] for place in range(64)]
+LEVELS = {name: 1.0 + place / 10 for place, name in enumerate(ablations.VARIANTS)}
+
+
+def result(of, score):
+    curve = CURVE if math.isfinite(score) else []
+    details = {"seconds": 36.0, "device": "GPU", "parameters": 14_000_000, "by_position": curve}
+    return Result(of, score, details)
+
+
+def score(of):
+    """Of ablations: levels far apart, seeds close together, the middle rate best."""
+    name = next(
+        (
+            n
+            for n, (layer, heads, _) in ablations.VARIANTS.items()
+            if (layer, heads) == (of.layer, of.heads)
+        ),
+        "no gate",
+    )
+    return LEVELS[name] + of.seed / 1000 + abs(of.lr - 2e-3)
+
+
+def perform(results, names, count, score=score):
+    """Does the next runs, as `python -m experiments.run` would."""
+    for _ in range(count):
+        todo = run.pending(names, "full", results, TEXT)
+        results.add(result(todo[0], score(todo[0])))
+
+
+def test_ablations_of_one_seed(tmp_path):
+    results = Results([])
+    perform(results, ["ablations"], 6)
+    page = ablations.report("full", results, TEXT, tmp_path)
+    rows = page.splitlines()[2:8]
+    assert [row.split(" | ")[0][2:] for row in rows] == sorted(
+        ablations.VARIANTS, key=lambda name: ablations.VARIANTS[name][2]
+    )
+    assert rows[1] == "| GLA, 4 heads | 14.77 | 1.0000 (n = 1) |  | 0.002 (best of 1) | 14.00 M |"
+    assert page.splitlines()[8:] == ["", "Of fewer than two seeds nothing is concluded."]
+    said = report.progress("ablations", "full", results, TEXT)
+    assert said == "6 of 30 runs are done, 0.06 hours added up."
+
+
+def test_ablations_of_some_seeds(tmp_path):
+    results = Results([])
+    perform(results, ["ablations"], 18 + 3)  # GLA, no gate and constant decay have two seeds
+    page = ablations.report("full", results, TEXT, tmp_path)
+    assert re.search(r"^\| no gate \| 23.21 \| 1.1005 ± 0.0007 \(n = 2\) \| < 0.001 \|", page, re.M)
+    assert re.search(r"^\| GLA, 8 heads \| 15.29 \| 1.4000 \(n = 1\) \|  \| 0.002 \|", page, re.M)
+    last = page.splitlines()[-1]
+    assert last.startswith(
+        "Beside GLA, 4 heads, at 5% after Holm's correction (comparisons: 2): worse (constant "
+        "scalar decay; no gate). Of one seed, so nothing is concluded: GLA, 1 head; GLA, 8 heads; "
+        "data-dependent scalar gate. Other than in the paper's order, by the means: no gate before "
+        "constant scalar decay (p "
+    )
+    perform(results, ["ablations"], 9)
+    page = ablations.report("full", results, TEXT, tmp_path)
+    assert "(n =" not in page and "(comparisons: 5)" in page and "one seed" not in page
+    assert not run.pending(["ablations"], "full", results, TEXT)
+    assert report.progress("ablations", "full", results, TEXT).startswith("All 30 runs are done")
+
+
+def test_a_run_that_diverged_is_counted_and_not_averaged(tmp_path):
+    results = Results([])
+    perform(results, ["ablations"], 18)
+    perform(results, ["ablations"], 12, lambda of: math.nan if of.heads == 8 else score(of))
+    page = ablations.report("full", results, TEXT, tmp_path)
+    assert "| GLA, 8 heads | 15.29 | 1.4000 (n = 1, 2 diverged) |  |" in page
+    assert "Of one seed, so nothing is concluded: GLA, 8 heads." in page
+    assert spread([result(of.run, math.nan) for of in results][:2]) == "(n = 0, 2 diverged)"
+    assert spread([]) == ""
+
+
+def test_a_best_rate_at_an_end_is_said(tmp_path):
+    results = Results([])
+    perform(results, ["ablations"], 18, lambda of: of.lr if of.layer == "constant" else score(of))
+    page = ablations.report("full", results, TEXT, tmp_path)
+    said = "At an end of the sweep, beyond which a rate might be better: "
+    assert page.endswith(f"{said}constant scalar decay (0.001).")
+
+
+def test_results_of_another_text_are_counted():
+    results = Results([])
+    perform(results, ["ablations"], 6)
+    others = [result(replace(of.run, text="other"), 1.0) for of in list(results)[:2]]
+    for other in others:
+        results.add(other)
+    assert report.most_frequent_text(results) == TEXT
+    said = report.summary(results, TEXT)
+    assert said.startswith("8 runs on GPU, 0.1 hours") and said.endswith(
+        "; 2 of them read another text and are in no table"
+    )
+
+
+def test_lengths_while_sweeps_go_on(tmp_path):
+    results = Results([])
+    perform(results, ["length"], 2, lambda of: 1.5)
+    page = length.report("full", results, TEXT, tmp_path)
+    cells = "1.965 | 1.885 | 1.765 | 1.525"
+    assert f"| GLA | 2K | {cells} | 0.002 (best of 1) | 1 |" in page.splitlines()
+    assert (tmp_path / "experiments_length.png").is_file()
+    results = Results([])
+    perform(results, ["length"], 9 + 2, lambda of: math.nan if of.segments > 1 else 1.5)
+    page = length.report("full", results, TEXT, tmp_path)
+    assert "12 x 2K" not in page and page.endswith("Runs that diverged, which are in no row: 1.")
+    everything = foreseen(partial(length.runs, "full", text=TEXT), results)
+    seeds = [of.seed for of in everything[1] if of.seq_len > SIZE.seq_len]
+    assert seeds == sorted(seeds) and set(seeds) == {0, 1, 2}
+
+
+def test_all_that_is_compared_comes_before_its_spread():
+    names, results, order = ["ablations", "value_gates", "length"], Results([]), []
+    while todo := run.pending(names, "full", results, TEXT):
+        order.append(todo[0])
+        results.add(result(todo[0], score(todo[0])))
+    assert [of.seed for of in order] == sorted(of.seed for of in order)
+    first = order[:6]
+    assert {(of.layer, of.heads) for of in first} == {v[:2] for v in ablations.VARIANTS.values()}
+    assert {of.lr for of in first} == {SIZE.rates[0]}
+    assert len(order) == len(run.still_to_be_done(names, "full", Results([]), TEXT))
+    assert max(run.estimated_seconds(of, Results([])) for of in order) < 480
+    for module, count in ((ablations, 30), (value_gates, 20), (length, 30)):
+        done, left = foreseen(partial(module.runs, "full", text=TEXT), results)
+        assert len(done) == count and not left
+
+
+def test_the_list_has_what_follows_too(capsys):
+    command = ["ablations", "--scale", "tiny", "--device", "cpu", "--list"]
+    assert run.main(command) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 6 * (2 + 1)
+
+
+def test_verdicts():
+    near, far = [1.0, 1.01, 1.02], [2.0, 2.01, 2.02]
+    said = verdict({"a": near, "b": far, "c": [x - 1e-4 for x in near], "d": [0.1]}, "a")
+    assert said == (
+        "Beside a, at 5% after Holm's correction (comparisons: 2): worse (b), not told apart (c). "
+        "Of one seed, so nothing is concluded: d."
+    )
+    assert verdict({"a": far, "b": near}, "a").endswith("(comparisons: 1): better (b).")
+    assert verdict({"b": near}, "a") == verdict({"a": [1.0], "b": far}, "a")
+    assert order({"a": near, "b": far}, ["a", "b"]) == "The order of the means is the paper's."
+    assert order({"a": near, "b": [0.0]}, ["a", "b"]) == ""
+    turned = order({"a": far, "b": near}, ["a", "b"])
+    assert turned == "Other than in the paper's order, by the means: b before a (p < 0.001)."
+
+
+@pytest.mark.parametrize(
+    "ps, found",
+    [
+        ({"a": 0.01, "b": 0.02, "c": 0.04}, ["a", "b", "c"]),
+        ({"a": 0.04, "b": 0.02, "c": 0.03}, []),  # 3 * 0.02 is over
+        ({"a": 0.04, "b": 0.001, "c": 0.03}, ["b"]),  # 2 * 0.03 is over, so 0.04 is not asked
+    ],
+)
+def test_holm(ps, found):
+    assert holm(ps) == found
