@@ -53,7 +53,10 @@ NOT_RUN = {
     "python benchmarks/bench_step.py": NEEDS_GPU,
     "python benchmarks/bench_short_convolution.py": NEEDS_GPU,
     "python benchmarks/bench_builds.py new=. old=../before": NEEDS_GPU,
-    "python benchmarks/bench_training.py --builds before=../before now=. --seconds 2": NEEDS_GPU,
+    "python benchmarks/bench_training.py --builds now=. before=../before --profile "
+    "--rows eager autocast compiled": NEEDS_GPU,
+    'python benchmarks/bench_training.py --rows eager Transformer++ "eager 8192" '
+    '"Transformer++ 8192" "eager 32768" "Transformer++ 32768"': NEEDS_GPU,
     "TRITON_CACHE_DIR=cache python benchmarks/bench_fla.py": NEEDS_GPU,
     "torchrun --nproc-per-node 2 -m gla_ext.train --out runs/two": TRAINS,
     "make train NPROC=2": TRAINS,
