@@ -2,8 +2,11 @@
 and a scatter of its states; a packed batch of a prompt and one-token sequences beside the two
 apart; and what checkpoints cost.
 
-    python benchmarks/bench_pool_prefill.py [--heads 4x128x256]
+    python benchmarks/bench_pool_prefill.py [--heads 4x128x256] [--gate 0.0625]
     python benchmarks/bench_pool_prefill.py --mixed  # prompts beside tokens alone, with its kernels
+
+Gates are logsigmoid(N(0, 1)) times --gate: 1 / 16 is a trained model's, which divides by its
+gate_logit_normalizer, and 1 a random one's without that.
 
 Every call is checked against `chunk_gla` first; nothing is timed after an error. Times are the
 GPU's, with a cold L2; the slope is that of one more call in a CUDA graph, warm. The floor of
@@ -76,7 +79,9 @@ class Call:
         return chunk_gla(**self.tokens, cu_seqlens=self.cu_seqlens)[0]
 
 
-def make(lengths: tuple[int, ...], heads: tuple[int, int, int], pool: Tensor) -> Call:
+def make(
+    lengths: tuple[int, ...], heads: tuple[int, int, int], pool: Tensor, gate: float = 1 / 16
+) -> Call:
     H, K, V = heads
     generator = torch.Generator("cuda").manual_seed(0)
     T = sum(lengths)
@@ -85,7 +90,7 @@ def make(lengths: tuple[int, ...], heads: tuple[int, int, int], pool: Tensor) ->
         shape = (1, T, H, D)
         return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
 
-    tokens = {"q": normal(K), "k": normal(K), "v": normal(V), "g": logsigmoid(normal(K)) / 16}
+    tokens = {"q": normal(K), "k": normal(K), "v": normal(V), "g": logsigmoid(normal(K)) * gate}
     slots = torch.randperm(len(pool), generator=generator, device="cuda")[: len(lengths)]
     decodes = torch.tensor(lengths, device="cuda") == 1
     goes_on = decodes | (torch.arange(len(lengths), device="cuda") % 2 == 0)
@@ -176,19 +181,22 @@ def compare_mixed(prompt: Call, mixed: Call, alone: Call, floor_ms: float) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--heads", default="4x128x256", help="H x K x V. Default: 4x128x256")
+    parser.add_argument("--gate", type=float, default=1 / 16, help="strength. Default: 1 / 16")
     parser.add_argument("--mixed", action="store_true", help="prompts beside tokens alone")
     options = parser.parse_args()
     heads = tuple(int(x) for x in options.heads.split("x"))
     H, K, V = heads
     pool = torch.randn(POOL, H, K, V, device="cuda")
     state_bytes = 4 * H * K * V
-    calls = {name: make(lengths, heads, pool) for name, lengths in PROMPTS.items()}
-    mixed = {count: make((2048, *[1] * count), heads, pool) for count in DECODING}
-    steps = {count: make((1,) * count, heads, pool) for count in DECODING}
+    gate = options.gate
+    calls = {name: make(lengths, heads, pool, gate) for name, lengths in PROMPTS.items()}
+    mixed = {count: make((2048, *[1] * count), heads, pool, gate) for count in DECODING}
+    steps = {count: make((1,) * count, heads, pool, gate) for count in DECODING}
     for name, call in (calls | mixed | steps).items():
         check(call, str(name))
     rate = copy_bytes_per_s()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, H {H}, K {K}, V {V}, bf16")
+    where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    print(f"{where}, H {H}, K {K}, V {V}, bf16, gates times {gate:g}")
     print(f"{gla_ext.__file__}: all calls agree; a copy moves {rate / 1e12:.2f} TB/s")
 
     for name, call in () if options.mixed else calls.items():

@@ -8,7 +8,7 @@ import torch
 from common import CUDA_DTYPES, DTYPES
 from conv_inputs import LAYOUTS, make, module
 
-from gla_ext import short_convolution_
+from gla_ext import chunk_gla, chunk_gla_, short_convolution_
 
 OP = torch.ops.gla_ext.short_convolution_.default
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -128,6 +128,50 @@ def test_a_layer_of_a_wider_pool(device):
     pool.pool.copy_(pool.before)
     pool.check()
     assert whole[:, ::2].isnan().all()
+
+
+def test_a_layer_keeps_both_memories_under_one_slot(device):
+    """Prompts and tokens, packed, whose inputs and states are in rows of two pools by the same
+    slots: each is what it is alone, without any pool.
+    """
+    H, K, V, P = 2, 8, 12, 7
+    lengths, new = (70, 1, 0, 130, 1), (True, False, False, True, True)
+    slots, write_slots = (4, 0, 2, -1, 6), (4, 3, 2, 1, 6)
+    inputs = make(1, sum(lengths), H * (2 * K + V), 4, device, torch.float32, N=P)
+    x, weight, bias, cache, *_ = inputs
+    states = torch.randn(P, H, K, V, generator=torch.Generator().manual_seed(1)).to(device)
+    caches, pool = cache.contiguous().clone(), states.clone()
+    rows = {
+        "slots": torch.tensor(slots, device=device),
+        "write_slots": torch.tensor(write_slots, device=device),
+        "has_initial_state": ~torch.tensor(new, device=device),
+        "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], device=device),
+    }
+
+    def heads(y):
+        parts = y.unflatten(-1, (H, -1)).split([K, K, V], -1)
+        return (*parts, torch.nn.functional.logsigmoid(parts[1]) / 16)
+
+    y = short_convolution_(x, weight, bias, state=caches, **rows)
+    o = chunk_gla_(*heads(y), state=pool, **rows)
+    convolution, expected, expected_caches = module(weight, bias), states.clone(), cache.clone()
+    for n, tokens in enumerate(x.split(lengths, 1)):
+        slot, here = slots[n], slice(*rows["cu_seqlens"][n : n + 2].tolist())
+        if slot < 0:
+            assert not o[:, here].any()
+            continue
+        before = cache[slot][None] * (not new[n]), states[slot][None] * (not new[n])
+        with torch.no_grad():
+            own, expected_caches[write_slots[n]] = (
+                t.squeeze(0) for t in convolution(tokens, before[0], True)
+            )
+        attended, state = chunk_gla(
+            *heads(own[None]), initial_state=before[1], output_final_state=True
+        )
+        expected[write_slots[n]] = state[0]
+        torch.testing.assert_close(o[:, here], attended, atol=1e-5, rtol=1e-4)
+    assert torch.equal(caches, expected_caches)
+    torch.testing.assert_close(pool, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_without_slots(device):

@@ -99,6 +99,12 @@ def test_compiled_code_copies_no_pool(device, what):
     assert code.count("chunk_gla_.out(") == 1
     assert "empty_strided" not in code.split("def call(")[1]
     assert torch.equal(out, expected) and torch.equal(prompts.pool, plain.pool)
+    prompts.pool.copy_(prompts.before)
+    fresh = torch.compile(lambda tokens, pool: prompts.run(**tokens, state=pool, **asks))
+    o, (code,) = run_and_get_code(fresh, prompts.tokens, prompts.pool)
+    assert code.count("chunk_gla_.default(") == 1
+    assert "empty_strided" not in code.split("def call(")[1]
+    assert torch.equal(o, expected) and torch.equal(prompts.pool, plain.pool)
 
 
 def test_autocast_into_out(device):
