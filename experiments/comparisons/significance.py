@@ -48,7 +48,7 @@ def order(scores: dict[str, list[float]], expected: Sequence[str]) -> str:
     """
     known = [name for name in expected if len(scores.get(name, ())) > 1]
     turned = [
-        f"{worse} before {better} (p {_as_p(scores[better], scores[worse])})"
+        f"{worse} before {better}{in_brackets(scores[better], scores[worse])}"
         for better, worse in itertools.combinations(known, 2)
         if statistics.fmean(scores[worse]) < statistics.fmean(scores[better])
     ]
@@ -57,9 +57,10 @@ def order(scores: dict[str, list[float]], expected: Sequence[str]) -> str:
     return "The order of the means is the paper's." if len(known) == len(expected) else ""
 
 
-def _as_p(a: Sequence[float], b: Sequence[float]) -> str:
+def in_brackets(a: Sequence[float], b: Sequence[float]) -> str:
+    """' (p = 0.123)' of two sets of scores, of two or more each."""
     p = p_value(a, b)
-    return p if p.startswith("<") else f"= {p}"
+    return f" (p {p})" if p.startswith("<") else f" (p = {p})"
 
 
 def holm(ps: dict[str, float]) -> list[str]:

@@ -6,11 +6,13 @@ import pytest
 import torch
 from common import (
     GATES,
+    LAYOUTS,
     Inputs,
     assert_close,
     assert_results_close,
     assert_same_bits,
     exact_by_chunks,
+    relayout,
 )
 from fused import BF16, UNEVEN_LENGTHS
 from plans import one_pass
@@ -155,6 +157,14 @@ def test_a_decay_of_every_token_is_read_in_place():
     gamma = x.g[0, 0].clone()
     x = dataclasses.replace(x, g=gamma.expand(x.g.shape))
     assert_like_truth(constant(x), x)
+
+
+@in_nan
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout):
+    """Expanded are B and C of Mamba-2: one group's for all heads, in place."""
+    x = inputs(130, 64, 128).map(lambda t: relayout(t, layout))
+    assert_like_truth(simple(x), x)
 
 
 def test_without_gates():
