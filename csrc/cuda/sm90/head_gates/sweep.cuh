@@ -20,11 +20,11 @@
 // writes  o [B, T, H, V], ht
 //
 // With dots, which the gradient of the gates is made of, a sweep also writes w_i . o_i of every
-// token, in fp32, of the whole of o and of what the state gives. Two such sweeps put a pair of
-// tokens into their sums by the same number, to fp32: so the state's operand, and what adds to the
-// state, are then two bf16 terms each.
-// A token's pair with itself passes no gate and is left out of the dots: beside strong gates it
-// would be nearly all of them.
+// token and what the state gives it, in fp32. Two such sweeps put a pair of tokens into their sums
+// by the same number, to fp32: w_i from_start_i (w_j to_end_j) is rounded as it is where it adds to
+// the other sweep's state, and the state's operand is two bf16 terms. The pairs inside a chunk need
+// one sweep, the first in time: A_ij (w_i . v_j) of j < i, which the producer makes once A is
+// handed over. A token's pair with itself passes no gate.
 //
 // The producer copies rows and the sums of gates, and makes A. A consumer holds the state of 64
 // values transposed, [V][K], in registers, as forward/ does. v in registers, times its tokens'
@@ -70,6 +70,7 @@ struct Block
   static constexpr int kTiles = kTilesOfKeys, kConsumers = kConsumersOfBlock;
   static constexpr Time kTime = kTimeOfBlock;
   static constexpr bool kMakesDots = kDotsOfBlock;
+  static constexpr bool kMakesPairs = kMakesDots && kTime == Time::kForward;
   static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
   static constexpr int kBlocksEach = kConsumers == 1 ? 2 : 1;  // of a multiprocessor
   static constexpr int kValues = kConsumers * kTile;
@@ -80,8 +81,8 @@ struct Block
 
   alignas(1024) unsigned char A[kPlaces][kTileBytes];  // [token][token]
   HeadGates gates[Block::kStages];
-  float diagonal[kPlaces][kTile];  // of A, with dots
-  float dots[kMakesDots ? kConsumers : 1][kDots][kGroupThreads / 32][kTile];
+  std::conditional_t<kMakesDots, float[kConsumers][kGroupThreads / 32][kTile], Nothing> dots;
+  std::conditional_t<kMakesPairs, PairSums<Block::kStages>, Nothing> pairs;
 
   // Finds the segment and makes what all warpgroups need. Backward in time a sequence starts with
   // its last segment.
@@ -96,6 +97,8 @@ struct Block
       }
       this->segment = found;
       init_stages<1, kConsumers>(*this);
+      if constexpr (kMakesPairs)
+        for (uint64_t& barrier : pairs.made) init_barrier(&barrier, kGroupThreads);
     }
     fence_for_products();
     __syncthreads();  // the barriers and the segment are there
@@ -138,8 +141,6 @@ __device__ __forceinline__ void make_scores(BlockOfKernel& s, const Problem& p, 
         A, forward_in_time ? stage.q : stage.k, forward_in_time ? stage.k : stage.q, first);
     wait_for_products<0>();
     mask_scores<kColumns>(A, s.gates[i % s.kStages], p.scale, first, thread);
-    if constexpr (BlockOfKernel::kMakesDots)
-      take_diagonal<kColumns>(s.diagonal[i % s.kPlaces], A, first, thread);
     place_scores<kColumns>(s.A[i % s.kPlaces], A, false, first, thread);
   }
 }
@@ -180,6 +181,7 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
     fence_for_products();
     arrive(&s.full[i % s.kStages]);
     if (kAhead > 1) copy_chunk(s, p, block_v, i + kAhead);
+    if constexpr (BlockOfKernel::kMakesPairs) sum_pairs(s, p, i, block_v, thread_index());
   }
 }
 
@@ -232,40 +234,33 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool
     wait(&s.full[number], s.parity(i));
     const HeadGates& gates = s.gates[number];
     float o[32];  // [64 values][64 tokens]
-    forward::StateOperand operand;
     const forward::Leaving leaving{gates.decay[0]};
+    std::conditional_t<kMakesDots, TwoTermOperand<BlockOfKernel::kTiles>, forward::StateOperand>
+        operand;
     state.for_each([&](auto& part, int j) {
+      const unsigned char* q = stage.q + j * kBytesOfGroup;
       if constexpr (kMakesDots)
-        multiply_two_terms(o, part, leaving, stage.q + j * kBytesOfGroup, operand, j == 0);
+        multiply_two_terms<BlockOfKernel::kTiles>(o, part, leaving, q, operand, j == 0);
       else
-        forward::multiply_state(o, part, leaving, stage.q + j * kBytesOfGroup, operand, j == 0);
+        forward::multiply_state(o, part, leaving, q, operand, j == 0);
     });
-    const auto add_values = [&](Rounding rounding) {
-      const ScaledValues v(values, factors_of_values<kTime>(gates), rounding);
-      begin_products();
-      state.for_each(
-          [&](auto& part, int j) { forward::multiply_keys(part, v, stage.k + j * kBytesOfGroup); });
-      commit_products();
-      if (rounding == Rounding::kLost) wait_for_products<0>();
-    };
-    if constexpr (kMakesDots) add_values(Rounding::kLost);
-    add_values(Rounding::kRounded);
+    const ScaledValues v(values, factors_of_values<kTime>(gates));
+    begin_products();
+    state.for_each(
+        [&](auto& part, int j) { forward::multiply_keys(part, v, stage.k + j * kBytesOfGroup); });
+    commit_products();
     wait_for_products<1>();  // what the state gives is there
+    if constexpr (kMakesDots)
+      sum_dots(s.dots[group][thread_index() % kGroupThreads / 32], o, stage.w + group * kTileBytes,
+               factors_of_outputs<kTime>(gates));
     scale_columns(o, factors_of_outputs<kTime>(gates) + 2 * (thread_index() % 4));
-    const auto make_dots = [&](Dot dot) {
-      if constexpr (kMakesDots)
-        sum_dots(s.dots[group][dot][thread_index() % kGroupThreads / 32], o,
-                 stage.w + group * kTileBytes);
-    };
-    make_dots(kOfState);
     begin_products();
     multiply_scores<kTime>(o, values, s.A[i % s.kPlaces]);
     commit_products();
     wait_for_products<0>();
-    make_dots(kOfAll);
-    if constexpr (kMakesDots) add_diagonal(o, s.diagonal[i % s.kPlaces], values);
+    if constexpr (BlockOfKernel::kMakesPairs) wait(&s.pairs.made[number], s.parity(i));
     group_barrier<forward::kConsumerBarrier>(group);  // v is read, and the warps' sums are there
-    forward::store_transposed_tile(values, o);
+    forward::store_transposed_tile(values, o, thread_index());
     const int chunk = chunk_of<kTime>(segment, i);
     if constexpr (kMakesDots) store_dots(s, p, chunk, block_v, group);
     group_barrier<forward::kConsumerBarrier>(group);  // o is written, and the sums are read
