@@ -119,7 +119,10 @@ __device__ __forceinline__ void sum_pairs(BlockOfKernel& s, const Problem& p, in
   const Fragments fragments(thread);
   const int lane = thread % 32, warp = thread / 32, row = warp * 16 + lane / 4;
   float rows[2] = {0, 0}, columns[16];
-  __syncwarp();  // its rows of A are written
+  if constexpr (BlockOfKernel::kTwoStages)
+    group_barrier<forward::kProducerBarrier>(0);  // the chunk's values have arrived
+  else
+    __syncwarp();  // its rows of A are written
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float dots[kHalf / 2];
