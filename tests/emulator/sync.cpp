@@ -76,18 +76,27 @@ Outcome arrive(Warp& w, const Instruction& i, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-Outcome wait(Warp& w, const Instruction& i, uint32_t lanes) {
+bool has_passed(Warp& w, const Instruction& i, uint32_t lanes) {
   bool done = true;
   for_lanes(lanes, [&](int lane) {
     const MemoryBarrier& b = w.block().barrier(&w, barrier_address(w, i, 1, lane));
     done = done && (b.phase & 1) != (value(w, i.operands[2], lane) & 1);
   });
-  if (!done) return Outcome::kBlocked;
+  if (!done) return false;
   for_lanes(lanes, [&](int lane) {
     const MemoryBarrier& b = w.block().barrier(&w, barrier_address(w, i, 1, lane));
     if (b.phase > 0) w.clocks.join(b.released[(b.phase - 1) & 1]);
   });
+  return true;
+}
+Outcome wait(Warp& w, const Instruction& i, uint32_t lanes) {
+  if (!has_passed(w, i, lanes)) return Outcome::kBlocked;
   w.set_predicate(i.operands[0], kAllLanes, lanes);
+  return Outcome::kNext;
+}
+// All lanes wait for the same barrier.
+Outcome test_wait(Warp& w, const Instruction& i, uint32_t lanes) {
+  w.set_predicate(i.operands[0], has_passed(w, i, lanes) ? kAllLanes : 0, lanes);
   return Outcome::kNext;
 }
 
@@ -192,6 +201,7 @@ Execute decode_sync(const Words& words, Instruction& i) {
     if (words[1] == "init") return init_barrier;
     if (words[1] == "arrive") return arrive;
     if (words[1] == "try_wait" && words[2] == "parity") return wait;
+    if (words[1] == "test_wait" && words[2] == "parity") return test_wait;
     return nullptr;
   }
   if (op == "mapa") return map_address;

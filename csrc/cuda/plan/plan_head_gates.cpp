@@ -32,7 +32,7 @@ void add_memory(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid, boo
   w.add(Buffer::kPrepared, chunks * each);
   if (backward && makes_gate_grads(in)) {
     const int64_t parts = dot_parts(in.K, in.V);
-    w.add(Buffer::kDqIntra, chunks * parts * kDotBytes);
+    w.add(Buffer::kDqIntra, chunks * (parts + pair_parts(in.K)) * kDotBytes);
     w.add(Buffer::kDkIntra, chunks * parts * kDotBytes);
     w.add(Buffer::kDgIntra, grid.N * in.H * parts * kLastDotBytes);
   }

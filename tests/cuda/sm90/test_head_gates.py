@@ -119,6 +119,18 @@ def test_gradient_of_the_gate_of_packed_sequences(K, V):
     assert_like_truth(simple(x), x)
 
 
+@in_nan
+@pytest.mark.parametrize(
+    "T, K, V, gate",
+    [(4096, 64, 64, 1 / 64), (4096, 64, 64, 1 / 16), (4096, 64, 64, 0.25), (2100, 64, 256, 0.25)],
+)
+def test_gradient_of_the_gate_over_segments(T, K, V, gate):
+    """Pairs that cross from one to another are as one sweep's: nothing adds up over many."""
+    x = inputs(T, K, V, gate, B=1, H=1)
+    assert "head_gates.summaries.of_grads" in kernels(x, True, True)
+    assert_like_truth(simple(x), x)
+
+
 @pytest.mark.parametrize("strength", [1.0, 6.0, 12.0, 30.0])
 def test_gradient_of_gates_that_are_all_alike(strength):
     """Decays of every token from e^-1 to e^-30: dg is what is left of much larger terms."""

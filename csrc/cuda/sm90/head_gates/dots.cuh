@@ -1,13 +1,24 @@
-// What a sweep with dots does more: products of two terms, and the sums w_i . o_i of every token.
+// What a sweep with dots does more: a product with the state in two terms, the dots of every token
+// and the state, and, in the sweep of dq, those of the pairs inside a chunk.
 #pragma once
 
+#include "cuda/sm90/forward/fused/barriers.cuh"
 #include "cuda/sm90/forward/fused/multiply.cuh"
+#include "cuda/sm90/tiles/products.cuh"
+#include "cuda/sm90/tiles/scores.cuh"
 #include "operands.cuh"
 
 namespace gla_ext::cuda::sm90::head_gates {
 
-// w . o of what the state gives, and of all of o.
-enum Dot { kOfState, kOfAll, kDots };
+struct Nothing {};
+
+// What the producer needs to sum pairs.
+template <int kStages>
+struct PairSums {
+  uint64_t made[kStages];  // barriers: w and v have met, and o may take v's place
+  float rows[kTile];
+  float columns[kGroupThreads / 32][kTile];  // of a warp's rows
+};
 
 template <Time kTime>
 __device__ __forceinline__ float* dots_of(const Problem& p) {
@@ -17,92 +28,142 @@ __device__ __forceinline__ float* last_dots(const Problem& p) {
   return static_cast<float*>(p.dg_intra.data);
 }
 
-// o^T = S^T q^T as multiply_state makes it, with an operand of two terms.
-template <int K>
+// Sums accumulators over the rows of a warp: x of columns 8 j + 2 (lane % 4) and the next, at 2 j,
+// becomes that of columns 2 lane and the next, at 0.
+__device__ __forceinline__ void sum_rows(float (&x)[16]) {
+  fold_rows<4>(x);
+  fold_rows<2>(x);
+  fold_rows<1>(x);
+}
+
+// Keys of a round: with all four tiles of them there are registers for half as many.
+constexpr int two_term_keys(int tiles) { return tiles == 4 ? 16 : 32; }
+template <int kTiles>
+using TwoTermOperand = uint32_t[2][2][two_term_keys(kTiles) / 16][4];
+
+// o^T = S^T q^T as multiply_state makes it, with an operand of two terms. operand: of two rounds.
+template <int kTiles, int K>
 __device__ __forceinline__ void multiply_two_terms(float (&o)[32], forward::State<K>& state,
                                                    forward::Leaving leaving, const unsigned char* q,
-                                                   forward::StateOperand& terms, bool first) {
+                                                   TwoTermOperand<kTiles>& operand, bool first) {
+  constexpr int kKeys = two_term_keys(kTiles);
+  static_assert(K / kKeys % 2 == 0);
 #pragma unroll
-  for (int key = 0; key < K; key += forward::kPartKeys) {
-    wait_for_products<0>();  // the terms before are read
-    state.template pass<forward::kPartKeys>(key, leaving, terms[0], terms[1]);
+  for (int round = 0; round < K / kKeys; ++round) {
+    if (!first || round > 0) wait_for_products<1>();  // as in multiply_state
+    const int key = round * kKeys;
+    auto& terms = operand[round % 2];
+    state.template pass<kKeys>(key, leaving, terms[0], terms[1]);
     const uint32_t step =
         shared_address(q) + key / kTile * kTileBytes + key % kTile / 16 * kStepBytes;
     begin_products();
 #pragma unroll
-    for (int i = 0; i < forward::kPartKeys / 16; ++i)
+    for (int i = 0; i < kKeys / 16; ++i)
 #pragma unroll
       for (int term = 0; term < 2; ++term)
         product(o, terms[term][i], descriptor(step + i * kStepBytes, 0),
-                !first || key + i + term > 0);
+                !first || round + i + term > 0);
     commit_products();
   }
 }
 
-// Moves the diagonal of A, in bf16's rounding, out of it. thread: of the producer.
-template <int kColumns>
-__device__ __forceinline__ void take_diagonal(float (&diagonal)[kTile], float (&A)[kColumns / 2],
-                                              int first, int thread) {
-  const int row = thread / 32 * 16 + thread % 32 / 4, column = first + thread % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < kColumns / 2; ++i) {
-    const int at = row + i / 2 % 2 * 8;
-    if (at != column + i / 4 * 8 + i % 2) continue;
-    diagonal[at] = unpack(pack(A[i], 0.f)).x;
-    A[i] = 0.f;
-  }
-}
-// o_i += A_ii v_i
-__device__ __forceinline__ void add_diagonal(float (&o)[32], const float* diagonal,
-                                             const unsigned char* v) {
-  const int thread = thread_index() % kGroupThreads, lane = thread % 32;
-  for_transposed(v, lane, thread / 32, [&](int i, const uint32_t (&words)[4]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int j = 2 * i + half;  // tokens from 8 j on
-      const float2 by = pair_at(diagonal, 8 * j + 2 * (lane % 4));
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float2 x = unpack(words[2 * half + e]) * by;
-        o[4 * j + 2 * e] += x.x;
-        o[4 * j + 2 * e + 1] += x.y;
-      }
-    }
-  });
-}
-
-// Sums w_i . o_i of every token over the values of a warp. w: [token][64 values].
+// Sums w_i . o_i of every token over the values of a warp, where w is [token][64 values] times its
+// tokens' factors, rounded: the very operand that adds to the other sweep's state.
 __device__ __forceinline__ void sum_dots(float (&sums)[kTile], const float (&o)[32],
-                                         const unsigned char* w) {
+                                         const unsigned char* w, const float* factors) {
   const int thread = thread_index() % kGroupThreads, lane = thread % 32;
+  float x[16];
   for_transposed(w, lane, thread / 32, [&](int i, const uint32_t (&words)[4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int j = 2 * i + half;  // tokens from 8 j on
-      const float2 first = unpack(words[2 * half]), second = unpack(words[2 * half + 1]);
-      float2 sum = make_float2(first.x * o[4 * j] + second.x * o[4 * j + 2],
-                               first.y * o[4 * j + 1] + second.y * o[4 * j + 3]);
-#pragma unroll
-      for (int lanes = 4; lanes < 32; lanes *= 2) {
-        sum.x += __shfl_xor_sync(0xffffffffu, sum.x, lanes);
-        sum.y += __shfl_xor_sync(0xffffffffu, sum.y, lanes);
-      }
-      if (lane < 4) pair_at(sums, 8 * j + 2 * lane) = sum;
+      const float2 f = pair_at(factors, 8 * j + 2 * (lane % 4));
+      const float2 first = unpack(scaled(words[2 * half], f)),
+                   second = unpack(scaled(words[2 * half + 1], f));
+      x[2 * j] = first.x * o[4 * j] + second.x * o[4 * j + 2];
+      x[2 * j + 1] = first.y * o[4 * j + 1] + second.y * o[4 * j + 3];
     }
   });
+  sum_rows(x);
+  pair_at(sums, 2 * lane) = make_float2(x[0], x[1]);
 }
 
-// The consumer's sums of both kinds to memory: [B, slots, H, parts, kDots, 64 tokens].
+// Where a block's sums lie: [B, slots, H, parts, 64 tokens]. First those of every consumer of every
+// block, then those of the pairs of every block.
+template <class BlockOfKernel>
+__device__ __forceinline__ float* dots_at(const BlockOfKernel& s, const Problem& p, int chunk,
+                                          int part) {
+  const int parts = blocks_of(p.V, s.kValues) * (s.kConsumers + (s.kMakesPairs ? 1 : 0));
+  return dots_of<BlockOfKernel::kTime>(p) + (s.segment.chunk_head(p, chunk) * parts + part) * kTile;
+}
+
+// The consumer's sums to memory.
 template <class BlockOfKernel>
 __device__ __forceinline__ void store_dots(BlockOfKernel& s, const Problem& p, int chunk,
                                            int block_v, int group) {
-  const int thread = thread_index() % kGroupThreads, dot = thread / kTile, token = thread % kTile;
-  const int parts = blocks_of(p.V, s.kValues) * s.kConsumers;
-  const int64_t part = s.segment.chunk_head(p, chunk) * parts + block_v / kTile + group;
+  const int token = thread_index() % kGroupThreads;
+  if (token >= kTile) return;
   float sum = 0;
 #pragma unroll
-  for (int warp = 0; warp < kGroupThreads / 32; ++warp) sum += s.dots[group][dot][warp][token];
-  dots_of<BlockOfKernel::kTime>(p)[part * (kDots * kTile) + thread] = sum;
+  for (int warp = 0; warp < kGroupThreads / 32; ++warp) sum += s.dots[group][warp][token];
+  dots_at(s, p, chunk, block_v / kTile + group)[token] = sum;
+}
+
+// The sums of the pairs of a chunk's tokens over a block's channels, once A of the i-th chunk is in
+// its place, by the producer: A_ij (w_i . v_j) is added to token i and taken from j < i.
+template <class BlockOfKernel>
+__device__ __forceinline__ void sum_pairs(BlockOfKernel& s, const Problem& p, int i, int block_v,
+                                          int thread) {
+  constexpr int kHalf = kTile / 2;  // of the columns
+  const auto& stage = s.stages[i % s.kStages];
+  const Fragments fragments(thread);
+  const int lane = thread % 32, warp = thread / 32, row = warp * 16 + lane / 4;
+  float rows[2] = {0, 0}, columns[16];
+  if constexpr (BlockOfKernel::kTwoStages)
+    group_barrier<forward::kProducerBarrier>(0);  // the chunk's values have arrived
+  else
+    __syncwarp();  // its rows of A are written
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float dots[kHalf / 2];
+    begin_scores<kTile * BlockOfKernel::kConsumers, kHalf>(dots, stage.w, stage.v, kHalf * half);
+    wait_for_products<0>();
+    if (half == 1) arrive(&s.pairs.made[i % s.kStages]);
+#pragma unroll
+    for (int part = 0; part < kHalf / 16; ++part) {
+      const int first = kHalf * half + 16 * part;  // column
+      uint32_t words[4];
+      fragments.load(words, shared_address(s.A[i % s.kPlaces]), first / 16);
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        const int e = x % 2, j = 2 * part + x / 2, column = first + x / 2 * 8 + lane % 4 * 2;
+        const float2 A = unpack(words[x]);
+        const int below = row + 8 * e - column;
+        const float y = below > 0 ? A.x * dots[4 * j + 2 * e] : 0.f;
+        const float z = below > 1 ? A.y * dots[4 * j + 2 * e + 1] : 0.f;
+        rows[e] += y + z;
+        float* of_columns = columns + first / 4 + x / 2 * 2;
+        of_columns[0] = e == 0 ? y : of_columns[0] + y;
+        of_columns[1] = e == 0 ? z : of_columns[1] + z;
+      }
+    }
+  }
+  sum_rows(columns);
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    rows[e] += __shfl_xor_sync(0xffffffffu, rows[e], 1);
+    rows[e] += __shfl_xor_sync(0xffffffffu, rows[e], 2);
+    if (lane % 4 == 0) s.pairs.rows[row + 8 * e] = rows[e];
+  }
+  pair_at(s.pairs.columns[warp], 2 * lane) = make_float2(columns[0], columns[1]);
+  group_barrier<forward::kProducerBarrier>(0);  // the warps' sums are there
+  if (thread >= kTile) return;
+  float sum = s.pairs.rows[thread];
+#pragma unroll
+  for (int other = 0; other < kGroupThreads / 32; ++other) sum -= s.pairs.columns[other][thread];
+  const int blocks = blocks_of(p.V, s.kValues);
+  dots_at(s, p, chunk_of<BlockOfKernel::kTime>(s.segment, i),
+          blocks * s.kConsumers + block_v / s.kValues)[thread] = sum;
 }
 
 // S . dS of a consumer's values after the last token, a number a warp: [N, H, parts, 4].

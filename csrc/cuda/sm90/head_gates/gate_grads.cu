@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock) kernel(Problem p) {
   const int head = static_cast<int>(blockIdx.x - n * p.H);
   const Sequence sequence = find_sequence(p, n);
   const int parts = static_cast<int>(dot_parts(p.K, p.V));
+  const int all_parts = parts + static_cast<int>(pair_parts(p.K));
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int own = thread / static_cast<int>(kChunk), token = thread % static_cast<int>(kChunk);
   const int warp = token / 32;
@@ -72,15 +73,15 @@ __global__ void __launch_bounds__(kThreadsOfBlock) kernel(Problem p) {
     const bool there = chunk >= 0 && at < sequence.length;
     float given = 0, adds = 0, x = 0;
     if (there) {
-      const auto* of_q = static_cast<const float*>(p.dq_intra.data) + slot * parts * 2 * kChunk;
-      const auto* of_k = static_cast<const float*>(p.dk_intra.data) + slot * parts * 2 * kChunk;
-      float gives = 0, takes = 0;
+      const auto* of_q = static_cast<const float*>(p.dq_intra.data) + slot * all_parts * kChunk;
+      const auto* of_k = static_cast<const float*>(p.dk_intra.data) + slot * parts * kChunk;
+      float pairs = 0, takes = 0;
       for (int part = 0; part < parts; ++part) {
-        given += of_q[2 * kChunk * part + token];
-        gives += of_q[2 * kChunk * part + kChunk + token];
-        takes += of_k[2 * kChunk * part + kChunk + token];
+        given += of_q[kChunk * part + token];
+        takes += of_k[kChunk * part + token];
       }
-      adds = gives - takes;
+      for (int part = parts; part < all_parts; ++part) pairs += of_q[kChunk * part + token];
+      adds = given - takes + pairs;
       const int64_t row = p.grid.packed ? 0 : n;
       const auto* g = static_cast<const unsigned char*>(p.g.data);
       x = to_log2(load_any(

@@ -47,25 +47,22 @@ __device__ __forceinline__ void for_transposed(const unsigned char* v, int lane,
   }
 }
 
-// v^T [64 values][64 tokens] of a consumer times a factor of each token, as an operand in
-// registers; or what bf16 rounds away of it.
-enum class Rounding { kRounded, kLost };
+// Elements of two tokens times their factors, rounded to bf16.
+__device__ __forceinline__ uint32_t scaled(uint32_t pair, float2 factors) {
+  const float2 x = unpack(pair) * factors;
+  return pack(x.x, x.y);
+}
 
+// v^T [64 values][64 tokens] of a consumer times a factor of each token, as an operand in
+// registers.
 class ScaledValues {
  public:
-  __device__ __forceinline__ ScaledValues(const unsigned char* v, const float* factors,
-                                          Rounding rounding = Rounding::kRounded) {
+  __device__ __forceinline__ ScaledValues(const unsigned char* v, const float* factors) {
     const int thread = thread_index() % kGroupThreads, lane = thread % 32;
     for_transposed(v, lane, thread / 32, [&](int i, const uint32_t (&words)[4]) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float2 f = pair_at(factors, 16 * i + e / 2 * 8 + 2 * (lane % 4));
-        const float2 x = unpack(words[e]) * f;
-        words_[i][e] = pack(x.x, x.y);
-        if (rounding == Rounding::kRounded) continue;
-        const float2 lost = x - unpack(words_[i][e]);
-        words_[i][e] = pack(lost.x, lost.y);
-      }
+      for (int e = 0; e < 4; ++e)
+        words_[i][e] = scaled(words[e], pair_at(factors, 16 * i + e / 2 * 8 + 2 * (lane % 4)));
     });
   }
   // d += v^T B over the i-th 16 tokens.

@@ -1,15 +1,20 @@
 // What each segment adds to the state by itself, or to the state's gradient, with one gate a head:
 //
 //   S' = 2^b_C S + sum over j of k_j (to_end_j v_j)^T          from 0, first chunk first
-//   dS = 2^b_C dS' + sum over i of q_i (from_start_i do_i)^T   from 0, last chunk first
+//   dS = 2^b_C dS' + sum over i of (from_start_i q_i) do_i^T   from 0, last chunk first
+//
+// What a factor multiplies is rounded to bf16, and in backward that is k too (transposed), not v:
+// the dots of its sweeps need the very state that these make (sweep.cuh).
 //
 // grid    (summary, head, 128 values); a producer and two consumer warpgroups
-// reads   k [B, T, H, K], v [B, T, H, V] (q and do), HeadGates [B, slots, H]
+// reads   k [B, T, H, K], v [B, T, H, V] (do and q), HeadGates [B, slots, H]
 // writes  segment_states (segment_state_grads) [B, states, H, K, V], and segment_decays [B, states,
 //         H, K], the sum of a segment's gates in every channel, as the scan reads them
 //
 // Nothing reads the summary of a sweep's last segment, and it is not made. Its decay the other
 // sweep wants, and makes. Accumulation is fp32.
+#include <utility>
+
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/forward/fused/multiply.cuh"
@@ -53,8 +58,8 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
 }
 
 template <class BlockOfKernel>
-__device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int group,
-                                        int block_v) {
+__device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool transposed,
+                                        int group, int block_v) {
   constexpr int kBytesOfGroup = kKeyTiles * kTileBytes;
   const Segment& segment = s.segment;
   const int first_v = block_v + kTile * group;
@@ -83,16 +88,18 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
   }
   float* out = p.segment_states + segment.state * static_cast<int64_t>(p.K) * p.V;
   state.for_each([&](auto& part, int) {
-    part.for_elements(p, first_v, thread_index(),
-                      [&](float y, int k, int v) { out[k * p.V + v] = y; });
+    part.for_elements(p, first_v, thread_index(), [&](float y, int k, int v) {
+      out[transposed ? v * p.K + k : k * p.V + v] = y;
+    });
   });
   if (first_v != 0) return;
-  for (int k = thread_index() % kGroupThreads; k < p.K; k += kGroupThreads)
-    p.segment_decays[segment.state * p.K + k] = sum;
+  const int keys = transposed ? p.V : p.K;
+  for (int k = thread_index() % kGroupThreads; k < keys; k += kGroupThreads)
+    p.segment_decays[segment.state * keys + k] = sum;
 }
 
 template <class BlockOfKernel>
-__global__ void __launch_bounds__(kThreadsOfBlock, 1) kernel(Problem p) {
+__global__ void __launch_bounds__(kThreadsOfBlock, 1) kernel(Problem p, bool transposed) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   // Registers of a thread: a block that asks for more than it is launched with waits for ever.
   static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kGroupThreads <=
@@ -111,46 +118,54 @@ __global__ void __launch_bounds__(kThreadsOfBlock, 1) kernel(Problem p) {
     produce(s, p, block_v);
   } else {
     take_registers<kConsumerRegisters>();
-    consume(s, p, group - 1, block_v);
+    consume(s, p, transposed, group - 1, block_v);
   }
 #endif
 }
 
 template <class BlockOfKernel>
-void launch_blocks(const Problem& p, cudaStream_t stream) {
+void launch_blocks(const Problem& p, bool transposed, cudaStream_t stream) {
   static_assert(fits_multiprocessor(1, sizeof(BlockOfKernel)));
   static const DynamicShared shared(kernel<BlockOfKernel>, sizeof(BlockOfKernel));
   const int64_t blocks = segment_state_heads(p.grid, p.H) * blocks_of(p.V, kValues);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(kernel<BlockOfKernel>, blocks, kThreadsOfBlock, sizeof(BlockOfKernel), stream,
-                   p);
+  launch_dependent(kernel<BlockOfKernel>, blocks, kThreadsOfBlock, sizeof(BlockOfKernel), stream, p,
+                   transposed);
 }
 
+// Of the states [V][K] if transposed, whose keys and values have changed places.
 template <Time kTime>
-void launch_summaries(const Problem& p, cudaStream_t stream) {
+void launch_summaries(const Problem& p, bool transposed, cudaStream_t stream) {
   if (p.K > 3 * kTile)
-    launch_blocks<Block<4, kTime>>(p, stream);
+    launch_blocks<Block<4, kTime>>(p, transposed, stream);
   else if (p.K > 2 * kTile)
-    launch_blocks<Block<3, kTime>>(p, stream);
+    launch_blocks<Block<3, kTime>>(p, transposed, stream);
   else if (p.K > kTile)
-    launch_blocks<Block<2, kTime>>(p, stream);
+    launch_blocks<Block<2, kTime>>(p, transposed, stream);
   else
-    launch_blocks<Block<1, kTime>>(p, stream);
+    launch_blocks<Block<1, kTime>>(p, transposed, stream);
 }
 
 }  // namespace head_gates::summaries
 
 void launch_head_gate_summaries(const Problem& p, cudaStream_t stream) {
-  head_gates::summaries::launch_summaries<head_gates::Time::kForward>(p, stream);
+  const bool backward = p.d_o.data != nullptr;
+  Problem roles = p;
+  if (backward) {
+    std::swap(roles.k, roles.v);
+    std::swap(roles.K, roles.V);
+  }
+  head_gates::summaries::launch_summaries<head_gates::Time::kForward>(roles, backward, stream);
 }
 
 void launch_head_gate_summaries_of_grads(const Problem& p, cudaStream_t stream) {
   Problem roles = p;
-  roles.k = p.q;
-  roles.v = p.d_o;
+  roles.k = p.d_o;
+  roles.v = p.q;
+  std::swap(roles.K, roles.V);
   roles.segment_states = p.segment_state_grads;
-  head_gates::summaries::launch_summaries<head_gates::Time::kBackward>(roles, stream);
+  head_gates::summaries::launch_summaries<head_gates::Time::kBackward>(roles, true, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

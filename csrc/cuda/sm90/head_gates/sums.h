@@ -14,15 +14,18 @@ struct alignas(16) HeadGates {
 };
 static_assert(sizeof(HeadGates) % 16 == 0, "copied by 16 bytes");
 
-// What the gradient of the gates is made of: sums of 64 tokens of a chunk over 64 values, of two
-// kinds (sweep.cuh). Those of dq's sweep lie in `dq_intra`, those of dk's in `dk_intra`, and S . dS
-// after the last token in `dg_intra`, as arrays of floats.
-constexpr int64_t kDotBytes = 2 * kChunk * static_cast<int64_t>(sizeof(float));
+// What the gradient of the gates is made of, as arrays of floats (dots.cuh): of a part of the key
+// channels and the 64 tokens of a chunk the sums over what the state gives them, from dq's sweep in
+// `dq_intra`, from dk's in `dk_intra`; after dq's those over the pairs inside the chunk. S . dS
+// after the last token lies in `dg_intra`.
+constexpr int64_t kDotBytes = kChunk * static_cast<int64_t>(sizeof(float));
 constexpr int64_t kLastDotBytes = 4 * static_cast<int64_t>(sizeof(float));  // of a warp each
 // Parts of K key channels, which are the values of both sweeps: of 64, an even number of them, but
 // one of heads of one tile.
 constexpr int64_t dot_parts(int64_t K, int64_t V) {
   return K <= 64 && V <= 64 ? 1 : (K + 127) / 128 * 2;
 }
+// Parts of the pairs: blocks of dq's sweep.
+constexpr int64_t pair_parts(int64_t K) { return (K + 127) / 128; }
 
 }  // namespace gla_ext::cuda

@@ -20,11 +20,11 @@
 // writes  o [B, T, H, V], ht
 //
 // With dots, which the gradient of the gates is made of, a sweep also writes w_i . o_i of every
-// token, in fp32, of the whole of o and of what the state gives. Two such sweeps put a pair of
-// tokens into their sums by the same number, to fp32: so the state's operand, and what adds to the
-// state, are then two bf16 terms each.
-// A token's pair with itself passes no gate and is left out of the dots: beside strong gates it
-// would be nearly all of them.
+// token and what the state gives it, in fp32. Two such sweeps put a pair of tokens into their sums
+// by the same number, to fp32: w_i from_start_i (w_j to_end_j) is rounded as it is where it adds to
+// the other sweep's state, and the state's operand is two bf16 terms. The pairs inside a chunk need
+// one sweep, the first in time: A_ij (w_i . v_j) of j < i, which the producer makes once A is
+// handed over. A token's pair with itself passes no gate.
 //
 // The producer copies rows and the sums of gates, and makes A. A consumer holds the state of 64
 // values transposed, [V][K], in registers, as forward/ does. v in registers, times its tokens'
@@ -38,9 +38,9 @@
 #include "cuda/sm90/forward/parts.cuh"
 #include "cuda/sm90/prepare/sweep.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
-#include "cuda/sm90/tiles/scores.cuh"
 #include "dots.cuh"
 #include "operands.cuh"
+#include "produce.cuh"
 
 namespace gla_ext::cuda::sm90::head_gates {
 
@@ -70,6 +70,7 @@ struct Block
   static constexpr int kTiles = kTilesOfKeys, kConsumers = kConsumersOfBlock;
   static constexpr Time kTime = kTimeOfBlock;
   static constexpr bool kMakesDots = kDotsOfBlock;
+  static constexpr bool kMakesPairs = kMakesDots && kTime == Time::kForward;
   static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
   static constexpr int kBlocksEach = kConsumers == 1 ? 2 : 1;  // of a multiprocessor
   static constexpr int kValues = kConsumers * kTile;
@@ -78,10 +79,13 @@ struct Block
   static constexpr int kPlaces = 2;
   static constexpr int kColumns = kTiles == 4 ? kTile / 2 : kTile;  // of A made at once
 
+  static constexpr bool kTwoStages = Block::kStages == 2;
+
   alignas(1024) unsigned char A[kPlaces][kTileBytes];  // [token][token]
   HeadGates gates[Block::kStages];
-  float diagonal[kPlaces][kTile];  // of A, with dots
-  float dots[kMakesDots ? kConsumers : 1][kDots][kGroupThreads / 32][kTile];
+  uint64_t multiplied[Block::kStages];  // q, k and the gates of a stage are read, of two stages
+  std::conditional_t<kMakesDots, float[kConsumers][kGroupThreads / 32][kTile], Nothing> dots;
+  std::conditional_t<kMakesPairs, PairSums<Block::kStages>, Nothing> pairs;
 
   // Finds the segment and makes what all warpgroups need. Backward in time a sequence starts with
   // its last segment.
@@ -96,92 +100,14 @@ struct Block
       }
       this->segment = found;
       init_stages<1, kConsumers>(*this);
+      for (uint64_t& barrier : multiplied) init_barrier(&barrier, kConsumers * kGroupThreads);
+      if constexpr (kMakesPairs)
+        for (uint64_t& barrier : pairs.made) init_barrier(&barrier, kGroupThreads);
     }
     fence_for_products();
     __syncthreads();  // the barriers and the segment are there
   }
 };
-
-// Multiplies scores, rows by columns of tokens from `first` on, by scale 2^(b_row - b_column).
-// Above the diagonal anything comes out.
-template <int kColumns>
-__device__ __forceinline__ void mask_scores(float (&A)[kColumns / 2], const HeadGates& gates,
-                                            float scale, int first, int thread) {
-  const int row = thread / 32 * 16 + thread % 32 / 4, column = first + thread % 4 * 2;
-  const auto b = [&](int token) { return *reinterpret_cast<const float2*>(gates.b[token]); };
-  const float2 rows[2] = {b(row), b(row + 8)};
-#pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    const float4 columns = *reinterpret_cast<const float4*>(gates.b[8 * j + column]);
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      A[4 * j + 2 * e] *= scale * exp2_ftz((rows[e].x - columns.x) + (rows[e].y - columns.y));
-      A[4 * j + 2 * e + 1] *= scale * exp2_ftz((rows[e].x - columns.z) + (rows[e].y - columns.w));
-    }
-  }
-}
-
-// Puts A of the sweep's i-th chunk into its place, by the producer, whose own copies have arrived.
-template <class BlockOfKernel>
-__device__ __forceinline__ void make_scores(BlockOfKernel& s, const Problem& p, int i, int thread) {
-  const int before = i - s.kPlaces;
-  if (before >= 0) wait(&s.empty[before % s.kStages], s.parity(before));  // which had this place
-  fence_for_products();
-  group_barrier<forward::kProducerBarrier>(0);  // the chunk's copies have arrived
-  const auto& stage = s.stages[i % s.kStages];
-  const bool forward_in_time = BlockOfKernel::kTime == Time::kForward;
-  constexpr int kColumns = BlockOfKernel::kColumns;
-#pragma unroll 1
-  for (int first = 0; first < kTile; first += kColumns) {
-    float A[kColumns / 2];
-    begin_scores<kTile * BlockOfKernel::kTiles, kColumns>(
-        A, forward_in_time ? stage.q : stage.k, forward_in_time ? stage.k : stage.q, first);
-    wait_for_products<0>();
-    mask_scores<kColumns>(A, s.gates[i % s.kStages], p.scale, first, thread);
-    if constexpr (BlockOfKernel::kMakesDots)
-      take_diagonal<kColumns>(s.diagonal[i % s.kPlaces], A, first, thread);
-    place_scores<kColumns>(s.A[i % s.kPlaces], A, false, first, thread);
-  }
-}
-
-// Asks for the rows and sums of the sweep's i-th chunk, once its stage is free.
-template <class BlockOfKernel>
-__device__ __forceinline__ void copy_chunk(BlockOfKernel& s, const Problem& p, int block_v, int i) {
-  const Segment& segment = s.segment;
-  if (i < segment.chunks) {
-    const int number = i % s.kStages, thread = thread_index();
-    const int chunk = chunk_of<BlockOfKernel::kTime>(segment, i);
-    if (i >= s.kStages) wait(&s.empty[number], s.parity(i - s.kStages));
-    const auto& stage = s.stages[number];
-    copy_operand<BlockOfKernel::kTiles>(stage.q, p.q, segment, chunk, thread, p.K);
-    copy_operand<BlockOfKernel::kTiles>(stage.k, p.k, segment, chunk, thread, p.K);
-    copy_rows<BlockOfKernel::kConsumers, kGroupThreads>(stage.v, p.v, segment, chunk, thread,
-                                                        block_v, p.V);
-    if constexpr (BlockOfKernel::kMakesDots)
-      copy_rows<BlockOfKernel::kConsumers, kGroupThreads>(stage.w, p.d_o, segment, chunk, thread,
-                                                          block_v, p.V);
-    copy_gates(s.gates[number], p, segment, chunk, thread);
-  }
-  commit_copies();
-}
-
-// With two stages the next chunk is asked for before A is made: while a chunk is copied nothing
-// else is on its way, and the consumers have long left the one before. With more, A first: the
-// consumers wait for it.
-template <class BlockOfKernel>
-__device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int block_v) {
-  constexpr int kAhead = BlockOfKernel::kStages - 1;
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) copy_chunk(s, p, block_v, i);
-  for (int i = 0; i < s.segment.chunks; ++i) {
-    wait_for_copies<kAhead - 1>();
-    if (kAhead == 1) copy_chunk(s, p, block_v, i + kAhead);
-    make_scores(s, p, i, thread_index());
-    fence_for_products();
-    arrive(&s.full[i % s.kStages]);
-    if (kAhead > 1) copy_chunk(s, p, block_v, i + kAhead);
-  }
-}
 
 // Factors of the tokens of what the state gives.
 template <Time kTime>
@@ -232,40 +158,37 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool
     wait(&s.full[number], s.parity(i));
     const HeadGates& gates = s.gates[number];
     float o[32];  // [64 values][64 tokens]
-    forward::StateOperand operand;
     const forward::Leaving leaving{gates.decay[0]};
+    std::conditional_t<kMakesDots, TwoTermOperand<BlockOfKernel::kTiles>, forward::StateOperand>
+        operand;
     state.for_each([&](auto& part, int j) {
+      const unsigned char* q = stage.q + j * kBytesOfGroup;
       if constexpr (kMakesDots)
-        multiply_two_terms(o, part, leaving, stage.q + j * kBytesOfGroup, operand, j == 0);
+        multiply_two_terms<BlockOfKernel::kTiles>(o, part, leaving, q, operand, j == 0);
       else
-        forward::multiply_state(o, part, leaving, stage.q + j * kBytesOfGroup, operand, j == 0);
+        forward::multiply_state(o, part, leaving, q, operand, j == 0);
     });
-    const auto add_values = [&](Rounding rounding) {
-      const ScaledValues v(values, factors_of_values<kTime>(gates), rounding);
-      begin_products();
-      state.for_each(
-          [&](auto& part, int j) { forward::multiply_keys(part, v, stage.k + j * kBytesOfGroup); });
-      commit_products();
-      if (rounding == Rounding::kLost) wait_for_products<0>();
-    };
-    if constexpr (kMakesDots) add_values(Rounding::kLost);
-    add_values(Rounding::kRounded);
+    const ScaledValues v(values, factors_of_values<kTime>(gates));
+    begin_products();
+    state.for_each(
+        [&](auto& part, int j) { forward::multiply_keys(part, v, stage.k + j * kBytesOfGroup); });
+    commit_products();
     wait_for_products<1>();  // what the state gives is there
+    if constexpr (kMakesDots)
+      sum_dots(s.dots[group][thread_index() % kGroupThreads / 32], o, stage.w + group * kTileBytes,
+               factors_of_outputs<kTime>(gates));
     scale_columns(o, factors_of_outputs<kTime>(gates) + 2 * (thread_index() % 4));
-    const auto make_dots = [&](Dot dot) {
-      if constexpr (kMakesDots)
-        sum_dots(s.dots[group][dot][thread_index() % kGroupThreads / 32], o,
-                 stage.w + group * kTileBytes);
-    };
-    make_dots(kOfState);
     begin_products();
     multiply_scores<kTime>(o, values, s.A[i % s.kPlaces]);
     commit_products();
+    if constexpr (BlockOfKernel::kTwoStages) {
+      wait_for_products<1>();  // the state's
+      arrive(&s.multiplied[number]);
+    }
     wait_for_products<0>();
-    make_dots(kOfAll);
-    if constexpr (kMakesDots) add_diagonal(o, s.diagonal[i % s.kPlaces], values);
+    if constexpr (BlockOfKernel::kMakesPairs) wait(&s.pairs.made[number], s.parity(i));
     group_barrier<forward::kConsumerBarrier>(group);  // v is read, and the warps' sums are there
-    forward::store_transposed_tile(values, o);
+    forward::store_transposed_tile(values, o, thread_index());
     const int chunk = chunk_of<kTime>(segment, i);
     if constexpr (kMakesDots) store_dots(s, p, chunk, block_v, group);
     group_barrier<forward::kConsumerBarrier>(group);  // o is written, and the sums are read

@@ -32,6 +32,21 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
+// The same without the wait: whether there is nothing to wait for.
+__device__ __forceinline__ bool has_passed(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      "  .reg .pred done;\n"
+      "  mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "  selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // A barrier of `threads` threads, by number; 0 is __syncthreads.
 template <int kNumber>
 __device__ __forceinline__ void sync_threads(int threads) {

@@ -7,8 +7,9 @@
 namespace gla_ext::cuda::sm90::forward {
 
 // x^T [64 values][64 rows] of a warpgroup into a tile, as rows of 64 values.
-__device__ __forceinline__ void store_transposed_tile(unsigned char* tile, const float* x) {
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
+__device__ __forceinline__ void store_transposed_tile(
+    unsigned char* tile, const float* x, int of_block = static_cast<int>(threadIdx.x)) {
+  const int thread = of_block % kGroupThreads, lane = thread % 32;
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
     const int row = 8 * j + lane % 8 + lane / 16 * 8, part = thread / 32 * 2 + lane / 8 % 2;

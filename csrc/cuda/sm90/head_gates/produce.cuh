@@ -1,0 +1,143 @@
+// The producer of the sweeps of sweep.cuh: copies rows and the sums of gates, and makes A.
+#pragma once
+
+#include "cuda/sm90/forward/fused/barriers.cuh"
+#include "cuda/sm90/tiles/scores.cuh"
+#include "cuda/sm90/tiles/sweep.cuh"
+#include "dots.cuh"
+#include "operands.cuh"
+
+namespace gla_ext::cuda::sm90::head_gates {
+
+// Multiplies scores, rows by columns of tokens from `first` on, by scale 2^(b_row - b_column).
+// Above the diagonal anything comes out.
+template <int kColumns>
+__device__ __forceinline__ void mask_scores(float (&A)[kColumns / 2], const HeadGates& gates,
+                                            float scale, int first, int thread) {
+  const int row = thread / 32 * 16 + thread % 32 / 4, column = first + thread % 4 * 2;
+  const auto b = [&](int token) { return *reinterpret_cast<const float2*>(gates.b[token]); };
+  const float2 rows[2] = {b(row), b(row + 8)};
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const float4 columns = *reinterpret_cast<const float4*>(gates.b[8 * j + column]);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      A[4 * j + 2 * e] *= scale * exp2_ftz((rows[e].x - columns.x) + (rows[e].y - columns.y));
+      A[4 * j + 2 * e + 1] *= scale * exp2_ftz((rows[e].x - columns.z) + (rows[e].y - columns.w));
+    }
+  }
+}
+
+// Puts A of the sweep's i-th chunk into its place, by the producer, whose own copies have arrived.
+template <class BlockOfKernel>
+__device__ __forceinline__ void make_scores(BlockOfKernel& s, const Problem& p, int i, int thread) {
+  const int before = i - s.kPlaces;
+  if (before >= 0) wait(&s.empty[before % s.kStages], s.parity(before));  // which had this place
+  fence_for_products();
+  group_barrier<forward::kProducerBarrier>(0);  // the chunk's copies have arrived
+  const auto& stage = s.stages[i % s.kStages];
+  const bool forward_in_time = BlockOfKernel::kTime == Time::kForward;
+  constexpr int kColumns = BlockOfKernel::kColumns;
+#pragma unroll 1
+  for (int first = 0; first < kTile; first += kColumns) {
+    float A[kColumns / 2];
+    begin_scores<kTile * BlockOfKernel::kTiles, kColumns>(
+        A, forward_in_time ? stage.q : stage.k, forward_in_time ? stage.k : stage.q, first);
+    wait_for_products<0>();
+    mask_scores<kColumns>(A, s.gates[i % s.kStages], p.scale, first, thread);
+    place_scores<kColumns>(s.A[i % s.kPlaces], A, false, first, thread);
+  }
+}
+
+// Asks for rows of q and k and the gates of the sweep's i-th chunk, which A is made of.
+template <class BlockOfKernel>
+__device__ __forceinline__ void copy_keys(BlockOfKernel& s, const Problem& p, int i) {
+  const Segment& segment = s.segment;
+  if (i >= segment.chunks) return;
+  const int number = i % s.kStages, thread = thread_index();
+  const int chunk = chunk_of<BlockOfKernel::kTime>(segment, i);
+  const auto& stage = s.stages[number];
+  copy_operand<BlockOfKernel::kTiles>(stage.q, p.q, segment, chunk, thread, p.K);
+  copy_operand<BlockOfKernel::kTiles>(stage.k, p.k, segment, chunk, thread, p.K);
+  copy_gates(s.gates[number], p, segment, chunk, thread);
+}
+// The same for the rows of the block's values.
+template <class BlockOfKernel>
+__device__ __forceinline__ void copy_values(BlockOfKernel& s, const Problem& p, int block_v,
+                                            int i) {
+  const Segment& segment = s.segment;
+  if (i >= segment.chunks) return;
+  const int thread = thread_index(), chunk = chunk_of<BlockOfKernel::kTime>(segment, i);
+  const auto& stage = s.stages[i % s.kStages];
+  copy_rows<BlockOfKernel::kConsumers, kGroupThreads>(stage.v, p.v, segment, chunk, thread, block_v,
+                                                      p.V);
+  if constexpr (BlockOfKernel::kMakesDots)
+    copy_rows<BlockOfKernel::kConsumers, kGroupThreads>(stage.w, p.d_o, segment, chunk, thread,
+                                                        block_v, p.V);
+}
+
+// With two stages nothing else is on its way while a chunk is copied. So its keys are asked for as
+// soon as the consumers have multiplied those of the chunk before the last; A is made meanwhile, or
+// before where they have not.
+template <class BlockOfKernel>
+__device__ __forceinline__ void produce_two_stages(BlockOfKernel& s, const Problem& p,
+                                                   int block_v) {
+  copy_keys(s, p, 0);
+  commit_copies();
+  copy_values(s, p, block_v, 0);
+  commit_copies();
+  for (int i = 0; i < s.segment.chunks; ++i) {
+    const int before = i - 1, other = (i + 1) % 2;  // the stage of the chunk before and the next
+    wait_for_copies<1>();                           // for the chunk's keys
+    const bool early =
+        before < 0 || !__any_sync(0xffffffffu, !has_passed(&s.multiplied[other], s.parity(before)));
+    if (early) copy_keys(s, p, i + 1);
+    commit_copies();
+    make_scores(s, p, i, thread_index());
+    wait_for_copies<1>();  // for the chunk's values
+    fence_for_products();
+    arrive(&s.full[i % 2]);
+    if (!early) {
+      wait(&s.multiplied[other], s.parity(before));
+      copy_keys(s, p, i + 1);
+    }
+    commit_copies();
+    if (before >= 0) wait(&s.empty[other], s.parity(before));
+    copy_values(s, p, block_v, i + 1);
+    commit_copies();
+    if constexpr (BlockOfKernel::kMakesPairs) sum_pairs(s, p, i, block_v, thread_index());
+  }
+}
+
+// With more stages A comes first: the consumers wait for it.
+template <class BlockOfKernel>
+__device__ __forceinline__ void produce_stages(BlockOfKernel& s, const Problem& p, int block_v) {
+  constexpr int kAhead = BlockOfKernel::kStages - 1;
+  const auto copy_chunk = [&](int i) {
+    if (i >= s.kStages && i < s.segment.chunks)
+      wait(&s.empty[i % s.kStages], s.parity(i - s.kStages));
+    copy_keys(s, p, i);
+    copy_values(s, p, block_v, i);
+    commit_copies();
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) copy_chunk(i);
+  for (int i = 0; i < s.segment.chunks; ++i) {
+    wait_for_copies<kAhead - 1>();
+    make_scores(s, p, i, thread_index());
+    fence_for_products();
+    arrive(&s.full[i % s.kStages]);
+    copy_chunk(i + kAhead);
+    if constexpr (BlockOfKernel::kMakesPairs) sum_pairs(s, p, i, block_v, thread_index());
+  }
+}
+
+template <class BlockOfKernel>
+__device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int block_v) {
+  if constexpr (BlockOfKernel::kTwoStages)
+    produce_two_stages(s, p, block_v);
+  else
+    produce_stages(s, p, block_v);
+}
+
+}  // namespace gla_ext::cuda::sm90::head_gates
