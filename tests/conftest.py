@@ -1,5 +1,6 @@
 import os
 import random
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -112,6 +113,12 @@ def operands(request, keep_nothing) -> str:
     if request.param == AGAIN:
         keep_nothing()
     return request.param
+
+
+def pytest_runtest_setup():
+    """A test compiles anew: a function's graphs are counted over all tests of a process."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def pytest_runtest_teardown(item):

@@ -238,7 +238,6 @@ def test_rows_taken_by_new_sequences():
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_compiled_steps(cuda_graph):
     """They round otherwise, so what they draw is as probable as the most probable token."""
-    torch._dynamo.reset()
     model = model_on_gpu()
     decoder = Decoder(model, 4, temperature=0, cuda_graph=cuda_graph, compiled=True)
     tokens = [decoder.prefill(PROMPTS)] + [decoder.step().clone() for _ in range(20)]

@@ -156,7 +156,6 @@ def test_graph_replays_with_other_slots(state_v_first):
 
 @by_layout
 def test_reduce_overhead_with_the_pool_as_a_buffer(state_v_first):
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     decoder = Decoder(state_v_first=state_v_first)
     compiled = torch.compile(decoder, mode="reduce-overhead", fullgraph=True)
@@ -170,7 +169,6 @@ def test_reduce_overhead_with_the_pool_as_a_buffer(state_v_first):
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_step_copies_no_pool(mode):
-    torch._dynamo.reset()
     decoder = Decoder(B=16, P=512)  # 64 MiB
     compiled = torch.compile(decoder, mode=mode, fullgraph=True)
     with torch.no_grad():

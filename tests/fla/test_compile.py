@@ -16,7 +16,6 @@ BACKENDS = {name: "aot_eager" if name in ("default", "all") else "eager" for nam
 
 @pytest.mark.parametrize("name", LAYER_OPTIONS)
 def test_the_layer_compiles_whole_with_every_option(fla, device, name):
-    torch._dynamo.reset()
     options = LAYER_SIZES | LAYER_OPTIONS[name]
     layer = make_layer(fla, "GatedLinearAttention", device, **options)
     gla_ext.fla.accelerate_fla()
@@ -29,12 +28,10 @@ def test_the_layer_compiles_whole_with_every_option(fla, device, name):
         results.append([o, *torch.autograd.grad(o.square().sum(), list(layer.parameters()))])
     for got, wanted in zip(*results, strict=True):
         assert_close(got, wanted, BOUND[device])
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("call", ["plain", "masked", "packed", "cached"])
 def test_the_layer_compiles_once_for_many_lengths(fla, device, call):
-    torch._dynamo.reset()
     layer = make_layer(fla, "GatedLinearAttention", device, hidden_size=32, **LAYER_OPTIONS["all"])
     gla_ext.fla.accelerate_fla()
     counter = CompileCounterWithBackend("aot_eager")
@@ -62,4 +59,3 @@ def test_the_layer_compiles_once_for_many_lengths(fla, device, call):
             assert got.isfinite().all()
             assert_close(got, wanted, BOUND[device])
     assert counter.frame_count == 1
-    torch._dynamo.reset()

@@ -27,7 +27,6 @@ def gradients(function, x):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_graph_for_many_lengths(device, backend):
     """The loss stays outside: inductor guards on the size of a reduction of its own."""
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(chunk_gla, fullgraph=True, dynamic=True, backend=counter)
     for T in (70, 2, 64, 65, 130, 300):

@@ -65,7 +65,6 @@ def test_activation_checkpointing_changes_nothing(options, context_fn, runs):
 
 @pytest.mark.parametrize("selective", [False, True])
 def test_selective_checkpointing_in_one_graph(selective):
-    torch._dynamo.reset()
     layer, x = make_layer(torch.float32, **EVERY), make_x(dtype=torch.float32)
     backward = []
 
@@ -110,7 +109,6 @@ def test_compiles_whole_once_for_many_lengths(kind, options):
         graphs.append(graph)
         return graph
 
-    torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
     for T in (70, 5, 33):
         x, where = sequences(kind, T)
@@ -154,7 +152,6 @@ def results(call, x, layer, **where):
 
 
 def test_inductor_gives_the_same_gradients(device):
-    torch._dynamo.reset()
     layer = make_layer(torch.float32, **EVERY).to(device)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     for T in (70, 33):
@@ -175,7 +172,6 @@ def error(actual, exact):
 @with_options
 def test_reduce_overhead_replays_graphs(kind, options):
     """As close to fp64 as the layer in eager mode, but for a factor."""
-    torch._dynamo.reset()
     counters.clear()
     layer = make_layer(torch.float32, **options).cuda()
     exact_layer = copy.deepcopy(layer).cpu().double()
@@ -221,7 +217,6 @@ def state_of(layer):
 @pytest.mark.parametrize("mark", ["dynamic", "unbacked", None])
 @torch.no_grad()
 def test_segments_on_a_state_compile_once(from_state, mark):
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         from_state, fullgraph=True, dynamic=mark is None or None, backend=counter
@@ -241,7 +236,6 @@ def test_segments_on_a_state_compile_once(from_state, mark):
 @torch.no_grad()
 def test_automatic_lengths_on_a_state(from_state):
     """One graph for the first length, one for any other, one for decoding."""
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(from_state, fullgraph=True, backend=counter)
     h0 = state_of(from_state.layer)

@@ -22,7 +22,6 @@ def gradients(call, x, layer):
 
 def test_slices_of_the_joint_projection_are_read_in_place(device):
     """All kernels put weights, or gradients, side by side."""
-    torch._dynamo.reset()
     layer = make_layer(torch.bfloat16).to(device)
     x = make_x(dtype=torch.bfloat16).to(device)
     with torch._inductor.config.patch(PADDED):

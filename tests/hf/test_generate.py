@@ -141,7 +141,6 @@ def test_a_static_cache_does_not_go_back():
 @pytest.mark.parametrize("model", STATIC)
 def test_a_static_cache_on_cuda(model):
     """By inductor and CUDA graphs, as transformers compiles there by itself."""
-    torch._dynamo.reset()
     ours = make_model(hidden_size=64, intermediate_size=96, **STATIC[model]).cuda()
     ids, options = make_ids(T=12).cuda(), GREEDY | {"attention_mask": PADDED.cuda()}
     expected = ours.generate(ids, **options)

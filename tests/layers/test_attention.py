@@ -99,7 +99,6 @@ def test_padding(options):
 @pytest.mark.parametrize("cu_seqlens", [None, OFFSETS], ids=["rows", "packed"])
 @pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[2]], ids=str)
 def test_compiled_whole(options, cu_seqlens):
-    torch._dynamo.reset()
     layer, x = make_attention(torch.float32, **options), make_x(B=1, T=137, dtype=torch.float32)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
 

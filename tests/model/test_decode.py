@@ -123,7 +123,6 @@ def test_batch_invariant_decoding_copies_into_the_buffers():
 def test_a_compiled_step_is_compiled_once(monkeypatch, what):
     model = make_model(torch.float64)
     expected = drawn(Decoder(model, 4, temperature=0), 10, PROMPTS)
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     if what == "model":

@@ -91,7 +91,6 @@ def test_attention_residuals_decode_and_pad():
 
 
 def test_attention_residuals_compile_whole():
-    torch._dynamo.reset()
     model, ids = make_residual(2, 2, dtype=torch.float64).train(), make_ids(T=20)
     found = []
     for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):

@@ -260,7 +260,6 @@ def refusal(of) -> tuple[type, str]:
 @pytest.mark.parametrize("of", WRONG.values(), ids=WRONG)
 def test_compiled_it_refuses_what_the_operator_refuses(of, dynamic):
     options = {"backend": "eager", "dynamic": dynamic}
-    torch._dynamo.reset()
     with raises(*refusal(of)):
         torch.compile(rms_norm, **options)(**of)
     torch._dynamo.reset()
@@ -312,7 +311,6 @@ def test_compiled_the_gated_norm_is_the_operator_and_the_other_plain():
         graphs.append([node.target for node in graph.graph.nodes])
         return graph
 
-    torch._dynamo.reset()
     norms = RMSNorm(8), GatedRMSNorm(8)
     for norm in norms:
         compiled = torch.compile(norm, fullgraph=True, dynamic=True, backend=backend)
@@ -330,7 +328,6 @@ def test_checks_of_plain_operations_make_no_graph_for_a_size():
         graphs.append(graph)
         return graph
 
-    torch._dynamo.reset()
     options = {"fullgraph": True, "dynamic": True, "backend": backend}
     alone, mapped = (
         torch.compile(f, **options) for f in (rms_norm, torch.vmap(rms_norm, in_dims=(0, None)))
@@ -343,7 +340,6 @@ def test_checks_of_plain_operations_make_no_graph_for_a_size():
 
 
 def test_inductor(device):
-    torch._dynamo.reset()
     norm = GatedRMSNorm(40, activation="sigmoid").to(device)
     compiled = torch.compile(norm, fullgraph=True, dynamic=True)
     for T in (9, 12):

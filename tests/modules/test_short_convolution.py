@@ -265,7 +265,6 @@ def test_compiled_it_is_the_operator_in_one_graph_for_many_lengths(packed):
         graphs.append([node.target for node in graph.graph.nodes])
         return graph
 
-    torch._dynamo.reset()
     conv = ShortConvolution(8, 4, True)
     compiled = torch.compile(conv, fullgraph=True, dynamic=True, backend=backend)
     for T in (7, 5, 12):
@@ -303,7 +302,6 @@ def test_a_cuda_graph_replays_with_other_offsets(W):
 
 
 def test_inductor(device):
-    torch._dynamo.reset()
     conv = ShortConvolution(40, 4, True).to(device)
     compiled = torch.compile(conv, fullgraph=True, dynamic=True)
     for T in (9, 12):

@@ -16,12 +16,6 @@ from gla_ext.model import GLAMLP
 ops = torch.ops.gla_ext
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_it_is_the_operator_in_one_graph_for_many_lengths():
     graphs = []
 
@@ -38,7 +32,6 @@ def test_compiled_it_is_the_operator_in_one_graph_for_many_lengths():
     assert ops.swiglu_linear.default in graphs[0]
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_checks_of_plain_operations_make_no_graph_for_a_size():
     graphs = []
 
@@ -54,7 +47,6 @@ def test_checks_of_plain_operations_make_no_graph_for_a_size():
     assert len(graphs) == 1
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_graph_keeps_no_product():
     """The partitioner sees through to the operators, and has one tensor less to keep."""
     kept_for_backward = {}
@@ -82,7 +74,6 @@ def test_a_compiled_graph_keeps_no_product():
     assert len(kept_for_backward[plain]) == len(kept_for_backward[swiglu_linear]) + 1
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_inductor(device):
     compiled = torch.compile(swiglu_linear, fullgraph=True, dynamic=True)
     for T in (9, 12):
@@ -93,7 +84,6 @@ def test_inductor(device):
             torch.testing.assert_close(got, want)
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_autograd():
     inputs, dy = make_linear((9, 40), 24, "cpu", torch.float32, biased=True)
     expected = results(swiglu_linear, inputs, dy)[1:]
@@ -106,7 +96,6 @@ def test_compiled_autograd():
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_export(strict, grad):
     mlp, x = GLAMLP(8, 16), normal(2, 5, 8, seed=1, dtype=torch.float32)
     shapes = ({1: torch.export.Dim("T", min=2)},)
@@ -119,7 +108,6 @@ def test_export(strict, grad):
 
 
 @pytest.mark.slow  # graphs/test_package.py has an MLP in its package
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_aot_inductor(tmp_path):
     mlp, x = GLAMLP(8, 16), normal(2, 5, 8, seed=1, dtype=torch.float32)
     program = torch.export.export(mlp, (x,))

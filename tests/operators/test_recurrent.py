@@ -266,7 +266,6 @@ def test_old_name_of_the_layout():
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_graph_for_many_lengths(device, backend):
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(fused_recurrent_gla, fullgraph=True, dynamic=True, backend=counter)
     for T in (17, 2, 64, 33):

@@ -262,7 +262,6 @@ def loss(call, *leaves):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("call", [chunk_gla, fused_recurrent_gla])
 def test_compiles_whole_once_for_many_lengths(call, backend):
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
     for T in (70, 2, 65):
@@ -275,7 +274,6 @@ def test_compiles_whole_once_for_many_lengths(call, backend):
 
 def test_any_number_of_heads_in_one_graph():
     """The heads of q and of k are symbols of their own."""
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(chunk_gla, fullgraph=True, backend=counter)
     for H, HK in ((4, 2), (6, 3), (10, 2), (12, 4)):

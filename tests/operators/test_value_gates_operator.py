@@ -61,7 +61,6 @@ def test_opcheck(device, gating, packed, requires_grad):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("gating", ["gv", "both"])
 def test_one_graph_for_many_lengths(device, gating, backend):
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
     for T in (70, 2, 64, 130):

@@ -74,7 +74,6 @@ def test_a_step_on_tensors_that_stay_is_the_same(monkeypatch, options):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("options", WINDOWS)
 def test_graphed_steps_equal_the_eager_ones(options, compiled, tmp_path):
-    torch._dynamo.reset()
     eager = make_trainer("cuda", **options)
     graphed = make_trainer("cuda", cuda_graph=True, compiled=compiled, **options)
     for _ in range(12):

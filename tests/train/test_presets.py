@@ -223,7 +223,6 @@ def test_metrics_have_the_best_evaluation(folder, tmp_path, capsys, monkeypatch)
 
 @pytest.mark.cuda
 def test_training_on_a_gpu(corpus, tmp_path):
-    torch._dynamo.reset()
     run = make_trainer(corpus, "cuda", steps=60, batch_size=4, warmup=5, lr=1e-2, hidden_size=64)
     for tensor in (run.batches.stream, run.held_out, *run.model.parameters()):
         assert tensor.is_cuda

@@ -172,4 +172,3 @@ def test_compiled_it_is_the_same(monkeypatch):
     for step in range(3):
         a, b = (run(step, *batch(step)) for run in runs)
         torch.testing.assert_close(a, b)
-    torch._dynamo.reset()

@@ -181,7 +181,6 @@ def test_wrong_sizes_are_errors_still(K, V):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(dynamic, backend):
     """Kept where the graph knows the sizes; the same bits whether or not."""
-    torch._dynamo.reset()
     compiled = torch.compile(chunk_gla, fullgraph=True, dynamic=dynamic, backend=backend)
     for case in (CASES["segments"], CASES["many keys"], PAIRED["pairs of blocks"]):
         x = draw(case)
