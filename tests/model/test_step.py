@@ -250,7 +250,6 @@ def test_a_block_with_attention_has_the_mlp_of_a_step():
 
 @pytest.mark.usefixtures("on_cpu")
 def test_compiled():
-    torch._dynamo.reset()  # other tests' compilations count towards its limit
     model, ids = model_of(torch.float32), make_ids(B=3, T=7)
     cache = static_cache(model, ids[:, :-1])
     expected = logits_of(model, ids[:, -1:], copy.deepcopy(cache))
