@@ -122,7 +122,12 @@ def test_gradient_of_the_gate_of_packed_sequences(K, V):
 @in_nan
 @pytest.mark.parametrize(
     "T, K, V, gate",
-    [(4096, 64, 64, 1 / 64), (4096, 64, 64, 1 / 16), (4096, 64, 64, 0.25), (2100, 64, 256, 0.25)],
+    [
+        *[(4096, 64, 64, gate) for gate in (1 / 64, 1 / 16, 0.25)],
+        (2100, 64, 256, 0.25),
+        pytest.param(260, 64, 128, 0.25, marks=pytest.mark.sanitizer),
+        pytest.param(260, 72, 136, 0.25, marks=pytest.mark.sanitizer),
+    ],
 )
 def test_gradient_of_the_gate_over_segments(T, K, V, gate):
     """Pairs that cross from one to another are as one sweep's: nothing adds up over many."""

@@ -119,7 +119,7 @@ __device__ __forceinline__ void sum_pairs(BlockOfKernel& s, const Problem& p, in
   const Fragments fragments(thread);
   const int lane = thread % 32, warp = thread / 32, row = warp * 16 + lane / 4;
   float rows[2] = {0, 0}, columns[16];
-  if constexpr (BlockOfKernel::kTwoStages)
+  if constexpr (BlockOfKernel::kKeysFirst)
     group_barrier<forward::kProducerBarrier>(0);  // the chunk's values have arrived
   else
     __syncwarp();  // its rows of A are written

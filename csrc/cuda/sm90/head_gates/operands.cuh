@@ -11,17 +11,18 @@ namespace gla_ext::cuda::sm90::head_gates {
 // From the first chunk to the last, or from the last to the first.
 enum class Time { kForward, kBackward };
 
-// Asks for a chunk's rows of K channels.
+// Asks for a chunk's rows of K channels, from `first` on.
 template <int kTiles>
 __device__ __forceinline__ void copy_operand(const unsigned char* tiles, const Rows& rows,
-                                             const Segment& segment, int chunk, int thread, int K) {
+                                             const Segment& segment, int chunk, int thread, int K,
+                                             int first = 0) {
 #pragma unroll 1  // unrolled, the addresses take the registers of wider blocks' producers
   for (int tile = 0; tile + 1 < kTiles; tile += 2)
     copy_rows<2, kGroupThreads>(tiles + tile * kTileBytes, rows, segment, chunk, thread,
-                                tile * kTile, K);
+                                first + tile * kTile, K);
   if constexpr (kTiles % 2 == 1)
     copy_rows<1, kGroupThreads>(tiles + (kTiles - 1) * kTileBytes, rows, segment, chunk, thread,
-                                (kTiles - 1) * kTile, K);
+                                first + (kTiles - 1) * kTile, K);
 }
 
 __device__ __forceinline__ void copy_gates(const HeadGates& to, const Problem& p,

@@ -49,49 +49,52 @@ __device__ __forceinline__ void make_scores(BlockOfKernel& s, const Problem& p, 
   }
 }
 
-// Asks for rows of q and k and the gates of the sweep's i-th chunk, which A is made of.
+// Asks for rows of q and k of a chunk, which A is made of, beside the gates.
 template <class BlockOfKernel>
-__device__ __forceinline__ void copy_keys(BlockOfKernel& s, const Problem& p, int i) {
-  const Segment& segment = s.segment;
-  if (i >= segment.chunks) return;
-  const int number = i % s.kStages, thread = thread_index();
-  const int chunk = chunk_of<BlockOfKernel::kTime>(segment, i);
+__device__ __forceinline__ void copy_keys(const BlockOfKernel& s, const Problem& p, int number,
+                                          int chunk, int thread) {
   const auto& stage = s.stages[number];
-  copy_operand<BlockOfKernel::kTiles>(stage.q, p.q, segment, chunk, thread, p.K);
-  copy_operand<BlockOfKernel::kTiles>(stage.k, p.k, segment, chunk, thread, p.K);
-  copy_gates(s.gates[number], p, segment, chunk, thread);
+  copy_operand<BlockOfKernel::kTiles>(stage.q, p.q, s.segment, chunk, thread, p.K);
+  copy_operand<BlockOfKernel::kTiles>(stage.k, p.k, s.segment, chunk, thread, p.K);
 }
 // The same for the rows of the block's values.
 template <class BlockOfKernel>
-__device__ __forceinline__ void copy_values(BlockOfKernel& s, const Problem& p, int block_v,
-                                            int i) {
-  const Segment& segment = s.segment;
-  if (i >= segment.chunks) return;
-  const int thread = thread_index(), chunk = chunk_of<BlockOfKernel::kTime>(segment, i);
-  const auto& stage = s.stages[i % s.kStages];
-  copy_rows<BlockOfKernel::kConsumers, kGroupThreads>(stage.v, p.v, segment, chunk, thread, block_v,
-                                                      p.V);
+__device__ __forceinline__ void copy_values(const BlockOfKernel& s, const Problem& p, int block_v,
+                                            int number, int chunk, int thread) {
+  const auto& stage = s.stages[number];
+  copy_rows<BlockOfKernel::kConsumers, kGroupThreads>(stage.v, p.v, s.segment, chunk, thread,
+                                                      block_v, p.V);
   if constexpr (BlockOfKernel::kMakesDots)
-    copy_rows<BlockOfKernel::kConsumers, kGroupThreads>(stage.w, p.d_o, segment, chunk, thread,
+    copy_rows<BlockOfKernel::kConsumers, kGroupThreads>(stage.w, p.d_o, s.segment, chunk, thread,
                                                         block_v, p.V);
 }
 
-// With two stages nothing else is on its way while a chunk is copied. So its keys are asked for as
-// soon as the consumers have multiplied those of the chunk before the last; A is made meanwhile, or
-// before where they have not.
+// With dots and two stages the next chunk's keys are asked for as soon as the consumers have
+// multiplied those of the chunk before; A is made meanwhile, or before where they have not.
 template <class BlockOfKernel>
-__device__ __forceinline__ void produce_two_stages(BlockOfKernel& s, const Problem& p,
+__device__ __forceinline__ void produce_keys_first(BlockOfKernel& s, const Problem& p,
                                                    int block_v) {
-  copy_keys(s, p, 0);
+  const auto copy_keys = [&](int i) {
+    if (i >= s.segment.chunks) return;
+    const int thread = thread_index(), chunk = chunk_of<BlockOfKernel::kTime>(s.segment, i);
+    head_gates::copy_keys(s, p, i % 2, chunk, thread);
+    copy_gates(s.gates[i % 2], p, s.segment, chunk, thread);
+  };
+  const auto copy_values = [&](int i) {
+    if (i >= s.segment.chunks) return;
+    const int thread = thread_index(), chunk = chunk_of<BlockOfKernel::kTime>(s.segment, i);
+    head_gates::copy_values(s, p, block_v, i % 2, chunk, thread);
+  };
+  copy_keys(0);
   commit_copies();
-  copy_values(s, p, block_v, 0);
+  copy_values(0);
   commit_copies();
   for (int i = 0; i < s.segment.chunks; ++i) {
     const int before = i - 1, other = (i + 1) % 2;  // the stage of the chunk before and the next
     wait_for_copies<1>();                           // for the chunk's keys
     const bool early =
         before < 0 || !__any_sync(0xffffffffu, !has_passed(&s.multiplied[other], s.parity(before)));
-    if (early) copy_keys(s, p, i + 1);
+    if (early) copy_keys(i + 1);
     commit_copies();
     make_scores(s, p, i, thread_index());
     wait_for_copies<1>();  // for the chunk's values
@@ -99,45 +102,56 @@ __device__ __forceinline__ void produce_two_stages(BlockOfKernel& s, const Probl
     arrive(&s.full[i % 2]);
     if (!early) {
       wait(&s.multiplied[other], s.parity(before));
-      copy_keys(s, p, i + 1);
+      copy_keys(i + 1);
     }
     commit_copies();
     if (before >= 0) wait(&s.empty[other], s.parity(before));
-    copy_values(s, p, block_v, i + 1);
+    copy_values(i + 1);
     commit_copies();
     if constexpr (BlockOfKernel::kMakesPairs) sum_pairs(s, p, i, block_v, thread_index());
   }
 }
 
-// With more stages A comes first: the consumers wait for it.
+// Asks for the rows and sums of the sweep's i-th chunk, once its stage is free.
 template <class BlockOfKernel>
-__device__ __forceinline__ void produce_stages(BlockOfKernel& s, const Problem& p, int block_v) {
+__device__ __forceinline__ void copy_chunk(BlockOfKernel& s, const Problem& p, int block_v, int i) {
+  const Segment& segment = s.segment;
+  if (i < segment.chunks) {
+    const int number = i % s.kStages, thread = thread_index();
+    const int chunk = chunk_of<BlockOfKernel::kTime>(segment, i);
+    if (i >= s.kStages) wait(&s.empty[number], s.parity(i - s.kStages));
+    copy_keys(s, p, number, chunk, thread);
+    copy_values(s, p, block_v, number, chunk, thread);
+    copy_gates(s.gates[number], p, segment, chunk, thread);
+  }
+  commit_copies();
+}
+
+// With two stages the next chunk is asked for before A is made: while a chunk is copied nothing
+// else is on its way, and the consumers have long left the one before. With more, A first: the
+// consumers wait for it.
+template <class BlockOfKernel>
+__device__ __forceinline__ void produce_chunks(BlockOfKernel& s, const Problem& p, int block_v) {
   constexpr int kAhead = BlockOfKernel::kStages - 1;
-  const auto copy_chunk = [&](int i) {
-    if (i >= s.kStages && i < s.segment.chunks)
-      wait(&s.empty[i % s.kStages], s.parity(i - s.kStages));
-    copy_keys(s, p, i);
-    copy_values(s, p, block_v, i);
-    commit_copies();
-  };
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) copy_chunk(i);
+  for (int i = 0; i < kAhead; ++i) copy_chunk(s, p, block_v, i);
   for (int i = 0; i < s.segment.chunks; ++i) {
     wait_for_copies<kAhead - 1>();
+    if (kAhead == 1) copy_chunk(s, p, block_v, i + kAhead);
     make_scores(s, p, i, thread_index());
     fence_for_products();
     arrive(&s.full[i % s.kStages]);
-    copy_chunk(i + kAhead);
+    if (kAhead > 1) copy_chunk(s, p, block_v, i + kAhead);
     if constexpr (BlockOfKernel::kMakesPairs) sum_pairs(s, p, i, block_v, thread_index());
   }
 }
 
 template <class BlockOfKernel>
 __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int block_v) {
-  if constexpr (BlockOfKernel::kTwoStages)
-    produce_two_stages(s, p, block_v);
+  if constexpr (BlockOfKernel::kKeysFirst)
+    produce_keys_first(s, p, block_v);
   else
-    produce_stages(s, p, block_v);
+    produce_chunks(s, p, block_v);
 }
 
 }  // namespace gla_ext::cuda::sm90::head_gates

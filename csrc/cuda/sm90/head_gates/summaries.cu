@@ -1,13 +1,15 @@
 // What each segment adds to the state by itself, or to the state's gradient, with one gate a head:
 //
 //   S' = 2^b_C S + sum over j of k_j (to_end_j v_j)^T          from 0, first chunk first
-//   dS = 2^b_C dS' + sum over i of (from_start_i q_i) do_i^T   from 0, last chunk first
+//   dS = 2^b_C dS' + sum over i of q_i (from_start_i do_i)^T   from 0, last chunk first
 //
-// What a factor multiplies is rounded to bf16, and in backward that is k too (transposed), not v:
-// the dots of its sweeps need the very state that these make (sweep.cuh).
+// What a factor multiplies is rounded to bf16. For the dots of backward's sweeps that must be what
+// these round (sweep.cuh): to_end_j k_j, and from_start_i q_i. Then keys and values change places,
+// and a state is written transposed.
 //
-// grid    (summary, head, 128 values); a producer and two consumer warpgroups
-// reads   k [B, T, H, K], v [B, T, H, V] (do and q), HeadGates [B, slots, H]
+// grid    (summary, head, 128 values); if transposed of 128 keys each; a producer and two consumer
+//         warpgroups
+// reads   k [B, T, H, K], v [B, T, H, V] (q and do), HeadGates [B, slots, H]
 // writes  segment_states (segment_state_grads) [B, states, H, K, V], and segment_decays [B, states,
 //         H, K], the sum of a segment's gates in every channel, as the scan reads them
 //
@@ -38,34 +40,37 @@ struct Stage {
   unsigned char v[kConsumers * kTileBytes];  // [token][V]
 };
 
-template <int kTilesOfKeys, Time kTimeOfBlock>
+template <int kTilesOfKeys, Time kTimeOfBlock, bool kTransposedStates>
 struct Block : PreparedBlock<Stage<kTilesOfKeys>, 4, kConsumers> {
   static constexpr int kTiles = kTilesOfKeys;
   static constexpr Time kTime = kTimeOfBlock;
+  static constexpr bool kTransposed = kTransposedStates;
   HeadGates gates[Block::kStages];
 };
 
 template <class BlockOfKernel>
-__device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int block_v) {
+__device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int block_k,
+                                        int block_v) {
   using StageOfBlock = std::decay_t<decltype(s.stages[0])>;
   s.produce([&](int i, StageOfBlock& stage, uint64_t*) {
     const Segment& segment = s.segment;
     const int chunk = chunk_of<BlockOfKernel::kTime>(segment, i), thread = thread_index();
-    copy_operand<BlockOfKernel::kTiles>(stage.k, p.k, segment, chunk, thread, p.K);
+    copy_operand<BlockOfKernel::kTiles>(stage.k, p.k, segment, chunk, thread, p.K, block_k);
     copy_rows<kConsumers, kGroupThreads>(stage.v, p.v, segment, chunk, thread, block_v, p.V);
     copy_gates(s.gates[i % s.kStages], p, segment, chunk, thread);
   });
 }
 
 template <class BlockOfKernel>
-__device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool transposed,
-                                        int group, int block_v) {
+__device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int group, int block_k,
+                                        int block_v) {
   constexpr int kBytesOfGroup = kKeyTiles * kTileBytes;
+  constexpr bool kTransposed = BlockOfKernel::kTransposed;
   const Segment& segment = s.segment;
   const int first_v = block_v + kTile * group;
   forward::Parts<BlockOfKernel::kTiles> state;
   state.for_each([&](auto& part, int i) {
-    part.first_k = i * kGroupKeys;
+    part.first_k = block_k + i * kGroupKeys;
     part.clear();
   });
   float sum = 0;  // of the gates
@@ -89,17 +94,23 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool
   float* out = p.segment_states + segment.state * static_cast<int64_t>(p.K) * p.V;
   state.for_each([&](auto& part, int) {
     part.for_elements(p, first_v, thread_index(), [&](float y, int k, int v) {
-      out[transposed ? v * p.K + k : k * p.V + v] = y;
+      out[kTransposed ? v * p.K + k : k * p.V + v] = y;
     });
   });
-  if (first_v != 0) return;
-  const int keys = transposed ? p.V : p.K;
+  if (first_v != 0 || block_k != 0) return;
+  const int keys = kTransposed ? p.V : p.K;
   for (int k = thread_index() % kGroupThreads; k < keys; k += kGroupThreads)
     p.segment_decays[segment.state * keys + k] = sum;
 }
 
+// Blocks of a summary: their keys, and their values.
 template <class BlockOfKernel>
-__global__ void __launch_bounds__(kThreadsOfBlock, 1) kernel(Problem p, bool transposed) {
+__host__ __device__ constexpr int key_blocks(const Problem& p) {
+  return BlockOfKernel::kTransposed ? blocks_of(p.K, kGroupKeys) : 1;
+}
+
+template <class BlockOfKernel>
+__global__ void __launch_bounds__(kThreadsOfBlock, 1) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   // Registers of a thread: a block that asks for more than it is launched with waits for ever.
   static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kGroupThreads <=
@@ -109,63 +120,76 @@ __global__ void __launch_bounds__(kThreadsOfBlock, 1) kernel(Problem p, bool tra
   auto& s = *reinterpret_cast<BlockOfKernel*>(s_bytes);
   const int v_blocks = blocks_of(p.V, kValues);
   const int block_v = static_cast<int>(blockIdx.x % v_blocks) * kValues;
-  s.template start</*kOfStates=*/true>(p, blockIdx.x / v_blocks, /*bulk_copies=*/0);
+  const int k_blocks = key_blocks<BlockOfKernel>(p);
+  const int block_k = static_cast<int>(blockIdx.x / v_blocks % k_blocks) * kGroupKeys;
+  s.template start</*kOfStates=*/true>(p, blockIdx.x / v_blocks / k_blocks, /*bulk_copies=*/0);
   const bool unread = BlockOfKernel::kTime == Time::kForward ? s.segment.last : s.segment.first;
   if (s.segment.tail || unread) return;
   const int group = warpgroup();
   if (group == 0) {
     give_registers<kProducerRegisters>();
-    produce(s, p, block_v);
+    produce(s, p, block_k, block_v);
   } else {
     take_registers<kConsumerRegisters>();
-    consume(s, p, transposed, group - 1, block_v);
+    consume(s, p, group - 1, block_k, block_v);
   }
 #endif
 }
 
 template <class BlockOfKernel>
-void launch_blocks(const Problem& p, bool transposed, cudaStream_t stream) {
+void launch_blocks(const Problem& p, cudaStream_t stream) {
   static_assert(fits_multiprocessor(1, sizeof(BlockOfKernel)));
   static const DynamicShared shared(kernel<BlockOfKernel>, sizeof(BlockOfKernel));
-  const int64_t blocks = segment_state_heads(p.grid, p.H) * blocks_of(p.V, kValues);
+  const int64_t blocks =
+      segment_state_heads(p.grid, p.H) * key_blocks<BlockOfKernel>(p) * blocks_of(p.V, kValues);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(kernel<BlockOfKernel>, blocks, kThreadsOfBlock, sizeof(BlockOfKernel), stream, p,
-                   transposed);
+  launch_dependent(kernel<BlockOfKernel>, blocks, kThreadsOfBlock, sizeof(BlockOfKernel), stream,
+                   p);
 }
 
-// Of the states [V][K] if transposed, whose keys and values have changed places.
 template <Time kTime>
-void launch_summaries(const Problem& p, bool transposed, cudaStream_t stream) {
+void launch_summaries(const Problem& p, cudaStream_t stream) {
   if (p.K > 3 * kTile)
-    launch_blocks<Block<4, kTime>>(p, transposed, stream);
+    launch_blocks<Block<4, kTime, false>>(p, stream);
   else if (p.K > 2 * kTile)
-    launch_blocks<Block<3, kTime>>(p, transposed, stream);
+    launch_blocks<Block<3, kTime, false>>(p, stream);
   else if (p.K > kTile)
-    launch_blocks<Block<2, kTime>>(p, transposed, stream);
+    launch_blocks<Block<2, kTime, false>>(p, stream);
   else
-    launch_blocks<Block<1, kTime>>(p, transposed, stream);
+    launch_blocks<Block<1, kTime, false>>(p, stream);
+}
+
+template <Time kTime>
+void launch_transposed(const Problem& p, cudaStream_t stream) {
+  Problem roles = p;
+  std::swap(roles.k, roles.v);
+  std::swap(roles.K, roles.V);
+  if (roles.K > kTile)
+    launch_blocks<Block<2, kTime, true>>(roles, stream);
+  else
+    launch_blocks<Block<1, kTime, true>>(roles, stream);
+}
+
+// dg is asked for.
+template <Time kTime>
+void launch(const Problem& p, cudaStream_t stream) {
+  const bool for_dots = p.dg.data != nullptr;
+  for_dots ? launch_transposed<kTime>(p, stream) : launch_summaries<kTime>(p, stream);
 }
 
 }  // namespace head_gates::summaries
 
 void launch_head_gate_summaries(const Problem& p, cudaStream_t stream) {
-  const bool backward = p.d_o.data != nullptr;
-  Problem roles = p;
-  if (backward) {
-    std::swap(roles.k, roles.v);
-    std::swap(roles.K, roles.V);
-  }
-  head_gates::summaries::launch_summaries<head_gates::Time::kForward>(roles, backward, stream);
+  head_gates::summaries::launch<head_gates::Time::kForward>(p, stream);
 }
 
 void launch_head_gate_summaries_of_grads(const Problem& p, cudaStream_t stream) {
   Problem roles = p;
-  roles.k = p.d_o;
-  roles.v = p.q;
-  std::swap(roles.K, roles.V);
+  roles.k = p.q;
+  roles.v = p.d_o;
   roles.segment_states = p.segment_state_grads;
-  head_gates::summaries::launch_summaries<head_gates::Time::kBackward>(roles, true, stream);
+  head_gates::summaries::launch<head_gates::Time::kBackward>(roles, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -79,12 +79,13 @@ struct Block
   static constexpr int kPlaces = 2;
   static constexpr int kColumns = kTiles == 4 ? kTile / 2 : kTile;  // of A made at once
 
-  static constexpr bool kTwoStages = Block::kStages == 2;
+  static constexpr bool kKeysFirst = kMakesDots && Block::kStages == 2;  // see produce.cuh
 
   alignas(1024) unsigned char A[kPlaces][kTileBytes];  // [token][token]
   HeadGates gates[Block::kStages];
-  uint64_t multiplied[Block::kStages];  // q, k and the gates of a stage are read, of two stages
-  std::conditional_t<kMakesDots, float[kConsumers][kGroupThreads / 32][kTile], Nothing> dots;
+  std::conditional_t<kKeysFirst, uint64_t[Block::kStages], Nothing> multiplied;  // its q, k, gates
+  alignas(8) std::conditional_t<kMakesDots, float[kConsumers][kGroupThreads / 32][kTile],
+                                Nothing> dots;  // two at a time
   std::conditional_t<kMakesPairs, PairSums<Block::kStages>, Nothing> pairs;
 
   // Finds the segment and makes what all warpgroups need. Backward in time a sequence starts with
@@ -100,7 +101,8 @@ struct Block
       }
       this->segment = found;
       init_stages<1, kConsumers>(*this);
-      for (uint64_t& barrier : multiplied) init_barrier(&barrier, kConsumers * kGroupThreads);
+      if constexpr (kKeysFirst)
+        for (uint64_t& barrier : multiplied) init_barrier(&barrier, kConsumers * kGroupThreads);
       if constexpr (kMakesPairs)
         for (uint64_t& barrier : pairs.made) init_barrier(&barrier, kGroupThreads);
     }
@@ -181,14 +183,15 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool
     begin_products();
     multiply_scores<kTime>(o, values, s.A[i % s.kPlaces]);
     commit_products();
-    if constexpr (BlockOfKernel::kTwoStages) {
+    if constexpr (BlockOfKernel::kKeysFirst) {
       wait_for_products<1>();  // the state's
       arrive(&s.multiplied[number]);
     }
     wait_for_products<0>();
     if constexpr (BlockOfKernel::kMakesPairs) wait(&s.pairs.made[number], s.parity(i));
     group_barrier<forward::kConsumerBarrier>(group);  // v is read, and the warps' sums are there
-    forward::store_transposed_tile(values, o, thread_index());
+    forward::store_transposed_tile(values, o,
+                                   kMakesDots ? thread_index() : static_cast<int>(threadIdx.x));
     const int chunk = chunk_of<kTime>(segment, i);
     if constexpr (kMakesDots) store_dots(s, p, chunk, block_v, group);
     group_barrier<forward::kConsumerBarrier>(group);  // o is written, and the sums are read
