@@ -127,12 +127,35 @@ __device__ __forceinline__ void copy_chunk(BlockOfKernel& s, const Problem& p, i
   commit_copies();
 }
 
+// The same for the chunk that takes the next free stage, with the sums of the i-th chunk's pairs in
+// between: copies are issued only as fast as they arrive, and what is on its way when A and the
+// pairs are made in one go has arrived long before they are.
+template <class BlockOfKernel>
+__device__ __forceinline__ void copy_around_pairs(BlockOfKernel& s, const Problem& p, int block_v,
+                                                  int i) {
+  const Segment& segment = s.segment;
+  const int next = i + s.kStages - 1, number = next % s.kStages;
+  const int chunk = chunk_of<BlockOfKernel::kTime>(segment, next);
+  const bool there = next < segment.chunks;
+  if (there) {
+    if (next >= s.kStages) wait(&s.empty[number], s.parity(next - s.kStages));
+    copy_keys(s, p, number, chunk, thread_index());
+  }
+  sum_pairs(s, p, i, block_v, thread_index());
+  if (there) {
+    copy_values(s, p, block_v, number, chunk, thread_index());
+    copy_gates(s.gates[number], p, segment, chunk, thread_index());
+  }
+  commit_copies();
+}
+
 // With two stages the next chunk is asked for before A is made: while a chunk is copied nothing
 // else is on its way, and the consumers have long left the one before. With more, A first: the
 // consumers wait for it.
 template <class BlockOfKernel>
 __device__ __forceinline__ void produce_chunks(BlockOfKernel& s, const Problem& p, int block_v) {
   constexpr int kAhead = BlockOfKernel::kStages - 1;
+  static_assert(kAhead > 1 || !BlockOfKernel::kMakesPairs);
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) copy_chunk(s, p, block_v, i);
   for (int i = 0; i < s.segment.chunks; ++i) {
@@ -141,8 +164,10 @@ __device__ __forceinline__ void produce_chunks(BlockOfKernel& s, const Problem& 
     make_scores(s, p, i, thread_index());
     fence_for_products();
     arrive(&s.full[i % s.kStages]);
-    if (kAhead > 1) copy_chunk(s, p, block_v, i + kAhead);
-    if constexpr (BlockOfKernel::kMakesPairs) sum_pairs(s, p, i, block_v, thread_index());
+    if constexpr (BlockOfKernel::kMakesPairs)
+      copy_around_pairs(s, p, block_v, i);
+    else if (kAhead > 1)
+      copy_chunk(s, p, block_v, i + kAhead);
   }
 }
 
