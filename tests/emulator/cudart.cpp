@@ -8,7 +8,6 @@
 #include <cuda_runtime_api.h>
 #include <malloc.h>
 
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -213,16 +212,6 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* fu
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int,
                                                                    size_t, unsigned) {
   *blocks = 1;
-  return cudaSuccess;
-}
-// Of multiprocessors in groups of 17, and by shared memory alone.
-cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*,
-                                           const cudaLaunchConfig_t* config) {
-  const int blocks = static_cast<int>((228 << 10) / (config->dynamicSmemBytes + (1 << 10)));
-  const int size = static_cast<int>(config->attrs[0].val.clusterDim.x);
-  *clusters = 0;
-  for (int left = processors(); left > 0; left -= 17)
-    *clusters += std::min(left, 17) * blocks / size;
   return cudaSuccess;
 }
 

@@ -10,11 +10,80 @@
 // go to the block of the cluster that adds them.
 #pragma once
 
-#include "cluster_plan.h"
 #include "cuda/sm90/tiles/cluster.cuh"
 #include "linear.cuh"
 
 namespace gla_ext::cuda::decode {
+
+constexpr int kClusterBlocks = 4;  // as many as there are lanes of a row
+constexpr int kClusterThreads = 256;
+constexpr int kRowTiles = 4;                         // of eight rows of x
+constexpr int kChunkBytes = kChunkColumns * 16 * 2;  // of a tile's weights
+constexpr int kUnitBytes = 32 * 16;                  // sixteen of every lane
+constexpr size_t kMostClusterBytes = 220 << 10;      // of a block
+
+// Blocks that share a multiprocessor, and bytes of each. One leaves room for blocks of the next
+// kernel, but an H200 runs only 30 clusters of these at once, and 62 of two. SwiGLU has more tiles
+// than 30 clusters take in one wave.
+constexpr int blocks_of_processor(After after) { return after == After::kSwiglu ? 2 : 1; }
+constexpr size_t few_bytes(After after) {
+  return size_t{after == After::kSwiglu ? 112u : 156u} << 10;
+}
+
+// Tiles of a warp: as many as have their sums in registers, beside rows that come from memory.
+constexpr int most_tiles(Before before) { return before == Before::kNothing ? 2 : 3; }
+
+// How a call is spread over a cluster.
+struct ClusterPlan {
+  int32_t parts = 0;   // of a sum
+  int32_t each = 0;    // parts of a block
+  int32_t groups = 0;  // warps that have the same part, each with other tiles
+  int32_t turns = 0;   // chunks of a part
+  int32_t tiles = 0;   // of a cluster; 0: the kernel does not take the call
+};
+
+// Where parts of a block's shared memory start, in bytes, after the weights: n(x); parts of the
+// sums that this block adds; sums of squares; the norm's weight of its columns.
+struct ClusterPlaces {
+  int rows, sums, squares, norm_weight, end;
+
+  __host__ __device__ ClusterPlaces(const DecodeLinear& p, const ClusterPlan& plan, Before before) {
+    const bool has_norm = before != Before::kNothing;
+    const int chunks = plan.each * plan.turns;
+    const int all_chunks = (p.D + kChunkColumns - 1) / kChunkColumns;
+    const int squares_of_row = before == Before::kNorm ? all_chunks : kSteps * all_chunks;
+    rows = chunks * plan.tiles * kChunkBytes;
+    sums = rows + (has_norm ? chunks * kSteps * kRowTiles * kUnitBytes : 0);
+    const int units = (plan.tiles * kRowTiles + kClusterBlocks - 1) / kClusterBlocks;
+    squares = sums + units * plan.parts * kUnitBytes;
+    norm_weight = squares + (has_norm ? squares_of_row * kMostDecodeRows * 4 : 0);
+    end = norm_weight + (has_norm ? chunks * kChunkColumns * 4 : 0);
+  }
+};
+
+inline ClusterPlan plan_cluster(const DecodeLinear& p, Before before, After after) {
+  ClusterPlan plan;
+  const int chunks = (p.D + kChunkColumns - 1) / kChunkColumns;
+  plan.parts = warps_of(p.D, before != Before::kNothing);
+  plan.each = (plan.parts + kClusterBlocks - 1) / kClusterBlocks;
+  const int groups = kClusterThreads / 32 / plan.each;
+  plan.groups = groups > 4 ? 4 : groups;
+  plan.turns = (chunks + plan.parts - 1) / plan.parts;
+  const auto bytes = [&](int tiles) {
+    plan.tiles = tiles;
+    return static_cast<size_t>(ClusterPlaces(p, plan, before).end);
+  };
+  int most = most_tiles(before) * plan.groups;
+  while (most > 1 && bytes(most) > few_bytes(after)) --most;
+  if (bytes(most) > kMostClusterBytes) most = 0;
+  // As many waves of clusters as these need, with as few tiles each as that allows.
+  const int blocks = blocks_of_processor(after) * p.processors;
+  const int at_once = blocks < kClusterBlocks ? 1 : blocks / kClusterBlocks;
+  const int waves = most == 0 ? 1 : (p.tiles + at_once * most - 1) / (at_once * most);
+  const int even = (p.tiles + at_once * waves - 1) / (at_once * waves);
+  plan.tiles = even < most ? even : most;
+  return plan;
+}
 
 // What a thread is in its cluster.
 struct Place {
@@ -192,7 +261,7 @@ __device__ __forceinline__ void hand_over(const ClusterPlan& plan, const Place& 
 }
 
 template <class T, Before kBefore, After kAfter>
-__global__ void __launch_bounds__(kClusterThreads, 2)
+__global__ void __launch_bounds__(kClusterThreads, kBefore == Before::kNothing ? 1 : 2)
     cluster_kernel(const __grid_constant__ DecodeLinear p,
                    const __grid_constant__ ClusterPlan plan) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -255,7 +324,8 @@ __global__ void __launch_bounds__(kClusterThreads, 2)
 
 template <class T, Before kBefore, After kAfter>
 bool launch_cluster(const DecodeLinear& p, cudaStream_t stream) {
-  const ClusterPlan plan = plan_cluster(p, kBefore);
+  if (!p.clusters) return false;
+  const ClusterPlan plan = plan_cluster(p, kBefore, kAfter);
   if (plan.tiles == 0) return false;
   const auto kernel = cluster_kernel<T, kBefore, kAfter>;
   static const DynamicShared shared(kernel, kMostClusterBytes);
@@ -265,27 +335,6 @@ bool launch_cluster(const DecodeLinear& p, cudaStream_t stream) {
       p.overlaps, kernel, kClusterBlocks * clusters, 32 * plan.each * plan.groups,
       static_cast<size_t>(ClusterPlaces(p, plan, kBefore).end), stream, p, plan);
   return true;
-}
-
-// Clusters that run at once on the current device, with as many blocks on a multiprocessor as fit
-// with so many bytes of shared memory each. 0 where it has none.
-template <class T, Before kBefore, After kAfter>
-int clusters_at_once(size_t bytes) {
-  const auto kernel = cluster_kernel<T, kBefore, kAfter>;
-  DynamicShared(kernel, kMostClusterBytes).allow();
-  cudaLaunchAttribute size{};
-  size.id = cudaLaunchAttributeClusterDimension;
-  size.val.clusterDim = {kClusterBlocks, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kClusterBlocks);
-  config.blockDim = dim3(kClusterThreads);
-  config.dynamicSmemBytes = bytes;
-  config.attrs = &size;
-  config.numAttrs = 1;
-  int clusters = 0;
-  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess) return clusters;
-  cudaGetLastError();  // the maps by blocks alone take the call
-  return 0;
 }
 
 // Up to 16 rows gain nothing from clusters; more take them where the GPU has these.

@@ -6,11 +6,6 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <array>
-#include <iterator>
-#include <mutex>
-
 #include "checks/decode.h"
 #include "cuda/host/sm90_built.h"
 #include "cuda/host/tensors.h"
@@ -19,19 +14,6 @@
 
 namespace gla_ext::cuda {
 namespace {
-
-// Asked once a device, which is the current one.
-void take_clusters(c10::Device device, int32_t (&clusters)[2]) {
-  struct AtOnce {
-    std::once_flag asked;
-    int32_t clusters[2]{};
-  };
-  static std::array<AtOnce, 64> devices;
-  if (!takes_sm90(device)) return;
-  AtOnce& found = devices.at(static_cast<size_t>(device.index()));
-  std::call_once(found.asked, [&] { decode_clusters(found.clusters); });
-  std::copy(std::begin(found.clusters), std::end(found.clusters), clusters);
-}
 
 // One call on the device and the current stream of its tensors. Holds the copies that some inputs
 // need.
@@ -55,7 +37,7 @@ class DecodeCall {
     const auto* gpu = at::cuda::getDeviceProperties(x.device().index());
     p.overlaps = overlaps && gpu->major >= 9;
     p.processors = gpu->multiProcessorCount;
-    take_clusters(x.device(), p.clusters);
+    p.clusters = takes_sm90(x.device());
     p.x = input(x, D, p.x_stride);
   }
 

@@ -18,6 +18,9 @@
 
 namespace gla_ext::cuda::decode {
 
+// Warps of a block: at most, and at least as many as there are tiles of 8 rows of x.
+constexpr int most_warps(bool has_norm) { return has_norm ? 8 : 22; }
+constexpr int kLeastWarps = 4;
 // Most threads, for the compiler: three blocks of 8 warps share a multiprocessor's registers where
 // up to 8 rows are normed, one or two otherwise.
 constexpr int most_threads(int row_tiles, Before before) {
@@ -29,6 +32,11 @@ constexpr int most_threads(int row_tiles, Before before) {
 // as much as their products.
 constexpr bool has_many_tiles(int row_tiles, Before before) {
   return row_tiles > 1 && before == Before::kNorm;
+}
+inline int warps_of(int D, bool has_norm) {
+  const int chunks = (D + kChunkColumns - 1) / kChunkColumns, most = most_warps(has_norm);
+  const int turns = (chunks + most - 1) / most, warps = (chunks + turns - 1) / turns;
+  return warps < kLeastWarps ? kLeastWarps : warps;
 }
 inline int row_tiles_of(int rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
 

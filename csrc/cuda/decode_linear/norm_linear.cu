@@ -9,12 +9,6 @@ size_t decode_linear_bytes(const DecodeLinear& p, Before before) {
   return at.end * sizeof(float);
 }
 
-void decode_clusters(int32_t (&clusters)[2]) {
-  constexpr auto kAtOnce = decode::clusters_at_once<bf16, Before::kNorm, After::kStore>;
-  clusters[0] = kAtOnce(decode::kMostClusterBytes);
-  clusters[1] = kAtOnce(decode::kHalfClusterBytes);
-}
-
 void decode_norm_linear(const DecodeLinear& p, cudaStream_t stream) {
   decode::launch<Before::kNorm, After::kStore>(p, stream);
 }

@@ -4,9 +4,12 @@
 
 #include "cuda/gate_projection/fragments.cuh"
 #include "cuda/rms_norm_gate/activation.cuh"
-#include "warps.h"
+#include "params.h"
 
 namespace gla_ext::cuda::decode {
+
+constexpr int kSteps = 4;  // of a warp at once
+constexpr int kChunkColumns = kSteps * kDecodeStep;
 
 // Where parts of a block's shared memory start, in floats, after the partial sums: sums of squares
 // of each row, of a chunk or, where heads are normed, of a step; and the norm's weight.

@@ -44,13 +44,9 @@ struct DecodeLinear {
   int32_t residual_stride = 0;
   int32_t processors = 1;  // multiprocessors of the GPU
   bool overlaps = false;   // may start before the kernel before it has ended
-  // Clusters of four blocks that run at once, one and two blocks on a multiprocessor. 0 where the
-  // GPU has no clusters or the build no code for it.
-  int32_t clusters[2]{};
+  bool clusters = false;   // the GPU has them, and the build code for it
 };
 
-// `DecodeLinear::clusters` of the current device.
-void decode_clusters(int32_t (&clusters)[2]);
 // Shared memory of a block.
 size_t decode_linear_bytes(const DecodeLinear& p, Before before);
 constexpr size_t kMostDecodeBytes = 96 << 10;

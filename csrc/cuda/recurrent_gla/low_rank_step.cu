@@ -9,7 +9,6 @@
 // has ended.
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
-#include "cuda/sm90/tiles/ptx.cuh"
 #include "state_rows.cuh"
 
 namespace gla_ext::cuda {
@@ -81,69 +80,31 @@ class Gates {
   const T* h_;
 };
 
-// A block's part of the state on its way: in shared memory, where it comes as fours and takes no
-// registers, else in the tile. A thread reads what it has copied.
-template <class Tile, Access kAccess>
-struct Arriving {
-  static constexpr bool kCopies = kAccess == Access::kFast;
-  // Of a multiprocessor: 512 blocks, of 32 rows of four heads of 128 x 256, run at once on 132.
-  static constexpr int kBlocks = kCopies ? 4 : 2;
-  float4 fours[kCopies ? Tile::kRows : 1][kCopies ? Tile::kThreads : 1];
-
-  __device__ __forceinline__ void ask(const Recurrence& p, const float* from, int first_value,
-                                      Tile& tile) {
-    if constexpr (kCopies) {
-      int i = 0;
-      tile.template for_fours<kAccess>(p, first_value, [&](float (&)[4], int offset, int valid) {
-        const uint32_t to = sm90::shared_address(&fours[i++][threadIdx.x]);
-        sm90::copy16(to, valid > 0 ? from + offset : from, valid > 0);
-      });
-      sm90::commit_copies();
-    } else {
-      load_state<float, Tile, kAccess>(p, from, first_value, tile);
-    }
-  }
-  __device__ __forceinline__ void take(Tile& tile) const {
-    if constexpr (kCopies) {
-      sm90::wait_for_copies<0>();
-#pragma unroll
-      for (int i = 0; i < Tile::kRows; ++i)
-        *reinterpret_cast<float4*>(tile.S[i]) = fours[i][threadIdx.x];
-    }
-  }
-};
-
 template <class Tile, int kK, Access kAccess, class T>
-__global__ void __launch_bounds__(Tile::kThreads, Arriving<Tile, kAccess>::kBlocks)
+__global__ void __launch_bounds__(Tile::kThreads, 2)
     low_rank_step_kernel(const __grid_constant__ Recurrence p,
                          const __grid_constant__ LowRankGate gate) {
   __shared__ __align__(16) Stage<Tile, kK, false, 1> s;
-  __shared__ Arriving<Tile, kAccess> state;
-  __shared__ Run kept_run;  // until the end, in no registers
-  const auto value_blocks = static_cast<unsigned>(blocks_of(p.V, kValues<kK>));
+  const int value_blocks = blocks_of(p.V, kValues<kK>);
   sm90::release_next_kernel();
-  const Run run = find_token(p, blockIdx.x / value_blocks);
+  const Run run = find_run(p, blockIdx.x / value_blocks);
   const int first_value = static_cast<int>(blockIdx.x % value_blocks) * kValues<kK>;
   if (run.state < 0) {
     sm90::await_previous_kernel();
     store_outputs<Tile, kK>(p, run, 0, 1, first_value, [](int, int) { return 0.f; });
     return;
   }
-  if (threadIdx.x == 0) kept_run = run;
-  const auto matrix_of = [&](const Run& r) {
-    return r.state * p.state_stride_n + r.head * p.state_stride_h;
-  };
+  const int64_t matrix = run.state * p.state_stride_n + run.head * p.state_stride_h;
   Gates<Tile, kK, T> gates(p, gate, run);
   Tile tile;
-  state.ask(p, state_at<float>(p, matrix_of(run)), first_value, tile);
+  load_state<float, Tile, kAccess>(p, state_at<float>(p, matrix), first_value, tile);
   sm90::await_previous_kernel();
   gates.load_h(gate, run);
   const TokenBits<Tile::kThreads, kK, kValues<kK>> token(p, run, first_value);
   token.store(p, s.tokens);
   gates.store(p, gate, run, s.tokens.a[0]);
-  state.take(tile);
-  s.run(p, kept_run, 0, 1, first_value, tile);
-  store_state<float, Tile, kAccess>(p, matrix_of(kept_run), first_value, tile);
+  s.run(p, run, 0, 1, first_value, tile);
+  store_state<float, Tile, kAccess>(p, matrix, first_value, tile);
 }
 
 template <class Tile, int kK, Access kAccess, class T>

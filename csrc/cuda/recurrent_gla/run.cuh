@@ -43,17 +43,6 @@ __device__ __forceinline__ Run find_run(const Recurrence& p, int64_t index) {
   return run;
 }
 
-// A row's one token and its head.
-__device__ __forceinline__ Run find_token(const Recurrence& p, unsigned index) {
-  const unsigned n = index / static_cast<unsigned>(p.H);
-  Run run{n, 0, 1, n, static_cast<int32_t>(index - n * static_cast<unsigned>(p.H))};
-  if (p.slots.data != nullptr) {
-    const int64_t slot = index_at(p.slots, n);
-    run.state = slot < 0 || slot >= p.slots_in_pool ? -1 : slot;
-  }
-  return run;
-}
-
 // Elements from the start of a tensor to a token's row; `t` counts in the order of the recurrence.
 __device__ __forceinline__ int64_t row_offset(const Recurrence& p, const Rows& r, const Run& run,
                                               int64_t t) {

@@ -237,6 +237,17 @@ constexpr int count_short_blocks() {
   return blocks;
 }
 
+// A row's one token and its head.
+__device__ __forceinline__ Run find_token(const Recurrence& p, unsigned index) {
+  const unsigned n = index / static_cast<unsigned>(p.H);
+  Run run{n, 0, 1, n, static_cast<int32_t>(index - n * static_cast<unsigned>(p.H))};
+  if (p.slots.data != nullptr) {
+    const int64_t slot = index_at(p.slots, n);
+    run.state = slot < 0 || slot >= p.slots_in_pool ? -1 : slot;
+  }
+  return run;
+}
+
 template <class State, class Tile, bool kValueGates>
 __global__ void __launch_bounds__(Tile::kThreads, count_short_blocks<Tile>())
     short_step_kernel(const __grid_constant__ Recurrence p) {
