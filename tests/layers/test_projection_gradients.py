@@ -332,7 +332,10 @@ def test_sharded_weights_are_freed_between_forward_and_backward(one_rank):
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(device, dtype, requires_grad, together):
+    torch.manual_seed(0)
     x = torch.randn(2, 5, 8, device=device, dtype=dtype, requires_grad=requires_grad)
     weights = [torch.randn(n, 8, device=device, requires_grad=requires_grad) for n in (4, 6)]
     operator = torch.ops.gla_ext.joint_projection.default
-    torch.library.opcheck(operator, (x, weights, dtype, together))
+    # A graph's products may round a gradient's sum once more or less than eager ones.
+    bounds = {} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.05}
+    torch.library.opcheck(operator, (x, weights, dtype, together), **bounds)
