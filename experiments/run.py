@@ -98,8 +98,9 @@ class Session:
         kept = 0
         try:
             while True:
+                waiting = pending(self.options.only, self.options.scale, self.results, self.text)
                 for device in self.options.device:
-                    self._start(device)
+                    self._start(device, waiting)
                 running = [worker for worker in self.workers.values() if worker.running]
                 if not running:
                     return kept, len(self.failed)
@@ -120,12 +121,12 @@ class Session:
     def _running(self) -> set[Run]:
         return set().union(*(worker.running for worker in self.workers.values()))
 
-    def _start(self, device: str) -> None:
+    def _start(self, device: str, waiting: list[Run]) -> None:
         """Starts what fits on the device beside what runs, and into the time that is left."""
         worker = self.workers.get(device)
         here = worker.running if worker is not None else set()
         free, running = 1.0 - sum(share(run) for run in here), self._running()
-        for run in pending(self.options.only, self.options.scale, self.results, self.text):
+        for run in waiting:
             if run in running or run in self.failed:
                 continue
             if len(here) >= self.options.jobs or share(run) > free + 1e-9:
@@ -190,11 +191,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _devices(name: str) -> list[str]:
-    """The device's name; of "auto" all GPUs', or where there is none the CPU's."""
+    """The device's name; of "auto" all GPUs', or where the operators run on none the CPU's."""
     if name != "auto":
         return [name]
-    count = torch.cuda.device_count()
-    return [f"cuda:{i}" for i in range(count)] if count > 1 else [default_device()]
+    if default_device() == "cpu":
+        return ["cpu"]
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
 
 def _command_line() -> argparse.ArgumentParser:

@@ -286,6 +286,15 @@ def test_a_process_that_ends_has_failed_all_its_runs():
     worker.end()
 
 
+@pytest.mark.parametrize("operators, devices", [("cuda", ["cuda:0", "cuda:1"]), ("cpu", ["cpu"])])
+def test_devices(operators, devices, monkeypatch):
+    """All GPUs, but not of a build without operators for these."""
+    monkeypatch.setattr(run, "default_device", lambda: operators)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert run._devices("auto") == devices
+    assert run._devices("cuda:1") == ["cuda:1"]
+
+
 def test_bad_arguments(tmp_path, capsys):
     assert run.main(["nothing"]) == 2
     assert "expected experiments of mqar, ablations, length, value_gates" in capsys.readouterr().err
