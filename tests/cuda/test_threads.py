@@ -195,14 +195,14 @@ def test_graphs_that_are_collected_during_a_capture(monkeypatch, by):
     """CUDA would break the capture, were they destroyed there."""
     model, seen = model_on_gpu(), []
     expected = continued(model, 0, temperature=0, cuda_graph=False)
-    owners = circular(Decoder(model, 2))
-    dropped = weakref.ref(owners[0])
-    graph = weakref.ref(owners[0]._loop.graph._owned[0])
+    owners = [circular(Decoder(model, 2))]
+    dropped = weakref.ref(owners[0][0])
+    graph = weakref.ref(owners[0][0]._loop.graph._owned[0])
     advance = DecodeLoop.advance
 
     def spy(self, stepping):
         if torch.cuda.is_current_stream_capturing():
-            owners.pop(0) if len(owners) > 1 else None
+            owners.clear()
             with ThreadPoolExecutor(1) as pool:
                 gc.collect() if by == "this thread" else pool.submit(gc.collect).result()
             seen.append((dropped(), graph() is None))
