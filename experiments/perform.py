@@ -57,10 +57,7 @@ def perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool 
         cuda_graph: whether a training step is one CUDA graph. Default: False.
     """
     with _own_stream(device):
-        result = _perform(run, pack, device, cuda_graph)
-    if device.type == "cuda":
-        gc.collect()  # a trainer refers to itself; its memory is the next run's
-    return result
+        return _perform(run, pack, device, cuda_graph)
 
 
 def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -77,11 +74,7 @@ def _perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool
             trainer: Trainer = RecallTrainer(run, device, cuda_graph)
         else:
             trainer = LanguageTrainer(run, _corpus(pack), device, cuda_graph)
-    try:
-        score, details = _recall(trainer) if run.task == "recall" else _text(trainer)
-    finally:  # by a lock: another thread may be recording one when this trainer is collected
-        for graph in trainer.graphs:
-            graph.reset()
+    score, details = _recall(trainer) if run.task == "recall" else _text(trainer)
     losses = trainer.losses[: trainer.step].double().cpu()
     span = max(1, len(losses) // _CURVE)
     details |= {
@@ -218,6 +211,8 @@ def _work(
             result = perform(run, pack, where, cuda_graph)
         except Exception:  # of any kind: it is the run's end, which is reported, not the worker's
             result = traceback.format_exc()
+        if where.type == "cuda":
+            gc.collect()  # a trainer refers to itself; its memory is the next run's
         with sending:
             connection.send((run, result))
 

@@ -8,6 +8,9 @@ So the default generator has another state for the moment in which a capture her
 of somebody else must not take that state: it could not be replayed before the capture here ends,
 and would free the memory of its seed with itself. Captures of the whole process therefore begin in
 turn, from the first one here on: `torch.cuda.CUDAGraph.capture_begin` waits for a lock.
+
+A graph that is destroyed during a capture breaks it, and Python's collector may come at any time,
+in any thread. Graphs of here that nobody has any more are destroyed when none is being recorded.
 """
 
 from __future__ import annotations
@@ -45,6 +48,74 @@ def can_capture() -> bool:
     return "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
 
 
+class _Dropped:
+    """Graphs that nobody has any more, until they are destroyed."""
+
+    def __init__(self) -> None:
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._lock = threading.RLock()  # held while graphs are destroyed, or one is recorded
+        self._recording = False
+
+    def take(self, owned: list[torch.cuda.CUDAGraph]) -> None:
+        """Destroys the graph in a list, now or when the recording under way has ended."""
+        self._graphs.append(owned.pop())
+        self._destroy()
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, a graph is recorded, and none is destroyed."""
+        try:
+            with self._lock:
+                outer, self._recording = self._recording, True
+                try:
+                    yield
+                finally:
+                    self._recording = outer
+        finally:
+            self._destroy()
+
+    def _destroy(self) -> None:
+        # The collector calls this in any thread, so it waits for none: whoever has the lock looks
+        # for more graphs after giving it back.
+        while self._graphs and self._lock.acquire(blocking=False):
+            try:
+                if self._recording:  # by this thread, which the collector has interrupted
+                    return
+                self._graphs.clear()
+            finally:
+                self._lock.release()
+
+
+_dropped = _Dropped()
+
+
+class Graph:
+    """A CUDA graph of a step, see `record`.
+
+    It may be dropped at any time, in any thread: what CUDA has of it is destroyed once no other
+    one is being recorded.
+    """
+
+    def __init__(self) -> None:
+        # In a list that is emptied at the end: another reference would destroy it at another time.
+        self._owned = [torch.cuda.CUDAGraph()]
+        weakref.finalize(self, _dropped.take, self._owned).atexit = False
+
+    def replay(self) -> None:
+        """Queues the step on the current stream."""
+        self._owned[0].replay()
+
+    def begin(self, pool: tuple[int, int] | None) -> None:
+        """Begins to record what this thread queues on the current stream."""
+        _begin(self._owned[0], pool)
+
+    def end(self) -> None:
+        """Ends that."""
+        self._owned[0].capture_end()
+        _streams[self._owned[0]] = torch.cuda.current_stream().cuda_stream
+
+
+# Where graphs were recorded, until they are destroyed.
 _streams: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKeyDictionary()
 
 
@@ -64,9 +135,7 @@ def own_stream() -> torch.cuda.Stream:
     return stream
 
 
-def record(
-    step: Callable[[], object], pool: tuple[int, int] | None = None
-) -> torch.cuda.CUDAGraph | None:
+def record(step: Callable[[], object], pool: tuple[int, int] | None = None) -> Graph | None:
     """A graph of what a step queues on the current stream, which is not the device's default one.
 
     Args:
@@ -79,24 +148,34 @@ def record(
     """
     # While a capture is under way the allocator cannot give back what it caches.
     torch.cuda.empty_cache()
-    graph = torch.cuda.CUDAGraph()
-    draws = False
-    _begin(graph, pool)
+    graph = Graph()
+    with _dropped.kept():
+        graph.begin(pool)
+        try:
+            draws = _draws(step)
+        except BaseException:
+            # The step's error is what went wrong. CUDA's, that the capture is broken, follows.
+            with contextlib.suppress(RuntimeError):
+                graph.end()
+            raise
+        graph.end()
+    return None if draws else graph
+
+
+def _draws(step: Callable[[], object]) -> bool:
+    """Whether a step that is being recorded draws random numbers, where it then stops."""
     try:
         step()
     except RuntimeError as error:
-        draws = _NOT_THE_GRAPHS in str(error)
-        if not draws:
+        if _NOT_THE_GRAPHS not in str(error):
             raise
-    finally:
-        graph.capture_end()
-    _streams[graph] = torch.cuda.current_stream().cuda_stream
-    return None if draws else graph
+        return True
+    return False
 
 
 def capture(
     step: Callable[[], object], device: torch.device, pool: tuple[int, int] | None = None
-) -> torch.cuda.CUDAGraph | None:
+) -> Graph | None:
     """A graph of a step on a stream of its own, after some that warm up what it calls.
 
     Args:
@@ -119,15 +198,15 @@ class GraphsOnDemand(Generic[Key]):
         capture: makes a key's graph, or None where there can be none.
     """
 
-    def __init__(self, capture: Callable[[Key], torch.cuda.CUDAGraph | None]) -> None:
+    def __init__(self, capture: Callable[[Key], Graph | None]) -> None:
         self._capture = capture
         self._seen: set[Key] = set()
-        self._graphs: dict[Key, torch.cuda.CUDAGraph | None] = {}
+        self._graphs: dict[Key, Graph | None] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def find(self, key: Key) -> torch.cuda.CUDAGraph | None:
+    def find(self, key: Key) -> Graph | None:
         """The key's graph, or None."""
         if key not in self._seen:
             self._seen.add(key)

@@ -32,7 +32,7 @@ class DecodeLoop:
         device = device_of(model)
         self.top_k = sampling.top_k
         # By the bucket of keys that a step reads; of a model without attention there is one, None.
-        self.graphs: dict[int | None, torch.cuda.CUDAGraph | None] = {}
+        self.graphs: dict[int | None, _capture.Graph | None] = {}
         self.has_graphs = False
         self._moves = 0  # of the cache, which the graphs have seen
         with torch.inference_mode(False), torch.no_grad():
@@ -50,7 +50,7 @@ class DecodeLoop:
                 self.noise = self.temperature.new_ones(batch_size, count)
 
     @property
-    def graph(self) -> torch.cuda.CUDAGraph | None:
+    def graph(self) -> _capture.Graph | None:
         """That of the next step, if it has one."""
         return self.graphs.get(self.cache.bucket)
 

@@ -116,7 +116,7 @@ class Batch:
         if self._prompts is not None:
             self._prompts.warm_up()
 
-    def _capture(self, count: int) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, count: int) -> _capture.Graph | None:
         """The graph of a step of so many rows, all of which wait meanwhile."""
         self.cache.activate([])
         self._active = []

@@ -180,7 +180,7 @@ class PromptGraphs:
         graph.replay()
         return True
 
-    def _capture(self, size: Size) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, size: Size) -> _capture.Graph | None:
         """With pieces of the spare row, so that no sequence moves on."""
         self._write([Piece(self._spare, [0] * size.tokens, True, self._spare)], size)
         packed = size.split(self._buffer)

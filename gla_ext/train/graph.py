@@ -40,13 +40,11 @@ class GraphedStep:
     def __init__(self, step: Callable[..., Tensor], device: torch.device) -> None:
         self._step, self._device = step, device
         self._stream: torch.cuda.Stream | None = None
-        self._graph: torch.cuda.CUDAGraph | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forgets the graph, as when the optimizer's state has been replaced."""
-        with _capture.one_at_a_time:  # none may be destroyed while another thread records one
-            self._graph = None
+        self._graph: _capture.Graph | None = None
         self._batch: tuple[Tensor, ...] = ()
         self._loss = torch.empty(())
         self._warmups = _capture.WARMUPS

@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -179,6 +181,52 @@ def test_many_captures_share_no_stream():
             found.append([decoder.step().clone() for _ in range(20)])
     torch.cuda.synchronize()
     assert all([x.item() for x in tokens] == expected for tokens in found)
+
+
+def circular(decoder):
+    """A list that refers to itself and to the decoder, which only the collector then frees."""
+    owners = [decoder]
+    owners.append(owners)
+    return owners
+
+
+@pytest.mark.parametrize("by", ["this thread", "another thread"])
+def test_graphs_that_are_collected_during_a_capture(monkeypatch, by):
+    """CUDA would break the capture, were they destroyed there."""
+    model, seen = model_on_gpu(), []
+    expected = continued(model, 0, temperature=0, cuda_graph=False)
+    owners = [circular(Decoder(model, 2))]
+    dropped = weakref.ref(owners[0][0])
+    graph = weakref.ref(owners[0][0]._loop.graph._owned[0])
+    advance = DecodeLoop.advance
+
+    def spy(self, stepping):
+        if torch.cuda.is_current_stream_capturing():
+            owners.clear()
+            with ThreadPoolExecutor(1) as pool:
+                gc.collect() if by == "this thread" else pool.submit(gc.collect).result()
+            seen.append((dropped(), graph() is None))
+        advance(self, stepping)
+
+    monkeypatch.setattr(DecodeLoop, "advance", spy)
+    assert continued(model, 0, temperature=0) == expected
+    assert seen == [(None, False)]
+    assert graph() is None
+
+
+def test_captures_beside_a_thread_that_drops_decoders():
+    model = model_on_gpu()
+    expected = continued(model, 0, temperature=0, cuda_graph=False)
+
+    def make_and_drop():
+        circular(Decoder(model, 1))
+        gc.collect()
+
+    with beside(make_and_drop):
+        for _ in range(20):
+            assert continued(model, 0, temperature=0) == expected
+            circular(Decoder(model, 2))
+            decode.free_decoders(model)
 
 
 def test_a_capture_leaves_the_default_generator_as_it_is():

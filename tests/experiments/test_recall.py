@@ -1,12 +1,11 @@
 """Recall: its examples, the order of its runs, and its page while they are done."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from experiments import perform, run
+from experiments import run
 from experiments.comparisons import mqar
 from experiments.recall import VOCAB_SIZE, Passes, Recall, RecallTrainer
 from experiments.runs import Result, Results, Run, keep
@@ -148,17 +147,3 @@ def test_all_widths_come_before_other_seeds():
         widths = {of.width for of in first if of.seq_len == task[0]}
         assert widths == set(size.widths)
     assert max(run.estimated_seconds(of, Results([])) for of in order) < 480
-
-
-def test_a_run_that_fails_gives_its_graphs_back(monkeypatch):
-    """They must not wait for the collector, which may come while another thread records one."""
-    given_back = []
-
-    def fail(trainer):
-        trainer.graphs.append(SimpleNamespace(reset=lambda: given_back.append(trainer)))
-        raise RuntimeError("failed")
-
-    monkeypatch.setattr(perform, "_recall", fail)
-    with pytest.raises(RuntimeError, match="failed"):
-        perform.perform(RUN, None, CPU)
-    assert len(given_back) == 1

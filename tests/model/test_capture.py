@@ -1,0 +1,240 @@
+"""When graphs of `decode._capture` are destroyed, with a stand-in for torch's on the CPU."""
+
+import gc
+import subprocess
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+from gla_ext.decode import _capture
+from gla_ext.train.graph import GraphedStep
+
+BROKEN = "operation failed due to a previous error during capture"
+DRAWS = f"{_capture._NOT_THE_GRAPHS}."
+
+
+class Device:
+    """Graphs of a device that breaks a capture where one is destroyed during it."""
+
+    def __init__(self):
+        self.captures = self.destroyed = 0
+        self.broken = False
+        self.on_destroy = lambda: None
+        device = self
+
+        class CUDAGraph:
+            def capture_begin(self, pool):
+                device.captures += 1
+
+            def capture_end(self):
+                device.captures -= 1
+                if device.broken:
+                    raise RuntimeError(BROKEN)
+
+            def __del__(self):
+                device.broken |= device.captures > 0
+                device.on_destroy()
+                device.destroyed += 1
+
+        self.graph_class = CUDAGraph
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    found = Device()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", found.graph_class)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(_capture, "_begin", lambda graph, pool: graph.capture_begin(pool))
+    return found
+
+
+def nothing():
+    pass
+
+
+def in_thread(call):
+    """Calls in another thread, and waits for it."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def cycle():
+    """A graph that refers to itself, which only the collector frees."""
+    graph = _capture.record(nothing)
+    graph.itself = graph
+    return [graph]
+
+
+def test_a_graph_dropped_beside_no_recording_is_destroyed_at_once(gpu):
+    owners = [_capture.record(nothing)]
+    assert list(_capture._streams.values()) == [7]
+    owners.clear()
+    assert gpu.destroyed == 1 and not _capture._streams
+    owners = cycle()
+    owners.clear()
+    assert gpu.destroyed == 1
+    gc.collect()
+    assert gpu.destroyed == 2
+    with _capture.one_at_a_time:  # a warm-up breaks by nothing
+        owners.append(_capture.record(nothing))
+        in_thread(owners.clear)
+        assert gpu.destroyed == 3
+
+
+@pytest.mark.parametrize("run", [lambda call: call(), in_thread], ids=["this", "another"])
+def test_a_graph_dropped_during_a_recording_is_destroyed_at_its_end(gpu, run):
+    """Whichever thread drops it, by the last reference or by the collector."""
+    owners, circular = [_capture.record(nothing)], cycle()
+
+    def step():
+        run(owners.clear)
+        run(circular.clear)
+        run(gc.collect)
+        assert gpu.destroyed == 0
+        assert list(_capture._streams.values()) == [7, 7]  # no other one is recorded there
+
+    graph = _capture.record(step)
+    assert gpu.destroyed == 2
+    assert isinstance(graph, _capture.Graph) and not gpu.broken
+
+
+def test_a_step_that_records_one_itself(gpu):
+    """CUDA refuses it, where it was not replayed before; nothing waits for itself."""
+    owners = [_capture.record(nothing)]
+
+    def step():
+        _capture.record(nothing)
+        owners.clear()
+        gc.collect()
+        assert gpu.destroyed == 0
+
+    in_thread(lambda: owners.append(_capture.record(step)))
+    assert gpu.destroyed == 2 and not gpu.broken and len(owners) == 1
+
+
+def test_a_recording_waits_for_the_destruction_under_way(gpu):
+    owners, captured_meanwhile = [_capture.record(nothing)], []
+    began = threading.Event()
+    other = threading.Thread(target=lambda: _capture.record(began.set))
+
+    def on_destroy():
+        gpu.on_destroy = nothing
+        other.start()
+        captured_meanwhile.append(began.wait(0.1))
+
+    gpu.on_destroy = on_destroy
+    owners.clear()
+    other.join(10)
+    assert captured_meanwhile == [False]
+    assert began.is_set() and not gpu.broken
+
+
+def test_every_graph_is_destroyed_at_last(gpu):
+    """Those too that are dropped while a recording ends."""
+    over = threading.Event()
+
+    def drop():
+        while not over.is_set():
+            _capture.record(nothing)
+
+    threads = [threading.Thread(target=drop) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        graphs = [_capture.record(nothing) for _ in range(300)]
+        over.set()
+        for thread in threads:
+            thread.join()
+    finally:
+        over.set()
+        sys.setswitchinterval(interval)
+    assert not gpu.broken and not _capture._dropped._graphs
+    assert len(_capture._streams) == len(graphs)
+    graphs.clear()
+    assert not _capture._streams
+
+
+def test_a_training_step_forgets_its_graph_while_another_thread_records(gpu):
+    step = GraphedStep(lambda: torch.zeros(()), torch.device("cpu"))
+    step._graph = _capture.record(nothing)
+
+    def recorded():
+        in_thread(step.reset)
+        assert not step.recorded and gpu.destroyed == 0
+
+    with _capture.one_at_a_time:
+        _capture.record(recorded)
+    assert gpu.destroyed == 2
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_error_of_a_step_is_what_the_caller_sees(gpu, kind, broken):
+    """Not that of the capture which it has broken."""
+
+    def step():
+        gpu.broken = broken
+        raise kind("operation not permitted when stream is capturing")
+
+    with pytest.raises(kind, match="not permitted when stream is capturing"):
+        _capture.record(step)
+    assert gpu.captures == 0
+    gpu.broken = False
+    assert _capture.record(nothing) is not None
+
+
+def test_a_capture_that_breaks_without_an_error_of_the_step(gpu):
+    def step():
+        gpu.broken = True
+
+    def draws():
+        gpu.broken = True
+        raise RuntimeError(DRAWS)
+
+    for broken in (step, draws):
+        with pytest.raises(RuntimeError, match=BROKEN):
+            _capture.record(broken)
+
+
+def test_a_step_that_draws_has_no_graph(gpu):
+    def draws():
+        raise RuntimeError(DRAWS)
+
+    assert _capture.record(draws) is None
+    assert gpu.captures == 0 and gpu.destroyed == 1
+
+
+AT_EXIT = """
+import threading, types
+import torch
+from gla_ext.decode import _capture
+
+class CUDAGraph:
+    def capture_begin(self, pool): pass
+    def capture_end(self): pass
+
+torch.cuda.CUDAGraph = CUDAGraph
+torch.cuda.current_stream = lambda: types.SimpleNamespace(cuda_stream=7)
+_capture._begin = lambda graph, pool: graph.capture_begin(pool)
+kept, circular = (_capture.record(lambda: None) for _ in range(2))
+circular.itself = circular
+del circular
+began = threading.Event()
+step = lambda: (began.set(), threading.Event().wait())
+threading.Thread(target=_capture.record, args=(step,), daemon=True).start()
+began.wait()
+"""
+
+
+def test_at_exit():
+    """Nothing is printed and nothing waits, not even for a thread that is recording."""
+    command = [sys.executable, "-c", AT_EXIT]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
