@@ -52,8 +52,9 @@ def short_convolution_(
         cu_seqlens: offsets of packed sequences, `[N + 1]`, int32 or int64, on x's device, with
             B = 1. Tokens after the last offset give zeros. Default: every row is a sequence.
         out: where y goes, of y's shape and dtype, with a contiguous last dimension and no memory in
-            common with the inputs. On CUDA the kernels write into one that is contiguous and starts
-            at a multiple of 16 bytes; another gets a copy. Default: a new tensor.
+            common with the inputs; contiguous under torch.compile. On CUDA the kernels write into
+            one that is contiguous and starts at a multiple of 16 bytes; another gets a copy.
+            Default: a new tensor.
 
     Returns:
         y, `[B, T, D]` in x's dtype: `silu(bias + sum_s weight[:, 0, W - 1 - s] * x_{t-s})`, or out.

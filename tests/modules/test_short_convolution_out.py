@@ -69,12 +69,12 @@ def test_compiled_into_out(device):
     """A pool and an output of the caller are written where they lie, by one operator."""
     pool = Pool(device, T=2)
     y, after = pool.expected()
-    whole = y.new_full((6, 4, 24), torch.nan)
+    whole = y.new_full((8, 2, 24), torch.nan)
     addresses = pool.pool.data_ptr(), whole.data_ptr()
     calls = []
 
     def call(whole):
-        return pool.run(out=whole[:, :2]) + 1
+        return pool.run(out=whole[1:7]) + 1
 
     def counting(graph, inputs):
         calls.append(sum("short_convolution_" in str(node.target) for node in graph.graph.nodes))
@@ -82,7 +82,7 @@ def test_compiled_into_out(device):
 
     result = torch.compile(call, fullgraph=True, backend="aot_eager")(whole)
     assert torch.equal(result, y + 1) and torch.equal(pool.pool, after)
-    assert torch.equal(whole[:, :2], y) and whole[:, 2:].isnan().all()
+    assert torch.equal(whole[1:7], y) and whole[::7].isnan().all()
     assert addresses == (pool.pool.data_ptr(), whole.data_ptr())
     torch._dynamo.reset()
     torch.compile(call, fullgraph=True, backend=counting)(whole)
