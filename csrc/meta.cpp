@@ -322,6 +322,15 @@ at::Tensor short_convolution_pool_meta(const at::Tensor& x, const at::Tensor& we
   return fresh(x);
 }
 
+void short_convolution_pool_out_meta(const at::Tensor& x, const at::Tensor& weight,
+                                     const OptionalTensor& bias, at::Tensor& state,
+                                     const OptionalTensor& slots, const OptionalTensor& write_slots,
+                                     const OptionalTensor& has_initial_state,
+                                     const OptionalTensor& cu_seqlens, at::Tensor& out) {
+  check_short_convolution_pool(x, weight, bias,
+                               {state, slots, write_slots, has_initial_state, cu_seqlens, &out});
+}
+
 ConvolutionBackwardOutputs short_convolution_bwd_meta(const at::Tensor& dy,
                                                       const OptionalTensor& dstate,
                                                       const at::Tensor& x, const at::Tensor& weight,
@@ -359,6 +368,7 @@ TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("short_convolution_fwd", short_convolution_fwd_meta);
   m.impl("short_convolution_bwd", short_convolution_bwd_meta);
   m.impl("short_convolution_", short_convolution_pool_meta);
+  m.impl("short_convolution_.out", short_convolution_pool_out_meta);
   m.impl("_gate_cumsum", gate_cumsum_meta);
   m.impl("_chunk_states", chunk_states_meta);
   m.impl("_scores_off_diagonal", scores_off_diagonal_meta);

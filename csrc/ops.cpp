@@ -150,6 +150,11 @@ TORCH_LIBRARY(gla_ext, m) {
       "short_convolution_(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? slots, "
       "Tensor? write_slots, Tensor? has_initial_state, Tensor? cu_seqlens) -> Tensor",
       tags);
+  m.def(
+      "short_convolution_.out(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? "
+      "slots, Tensor? write_slots, Tensor? has_initial_state, Tensor? cu_seqlens, *, Tensor(b!) "
+      "out) -> ()",
+      tags);
 
   m.def(
       "joint_projection(Tensor x, Tensor[] weights, ScalarType dtype, bool together=True) -> "

@@ -297,6 +297,14 @@ at::Tensor short_convolution_(const at::Tensor& x, const at::Tensor& weight,
                               const std::optional<at::Tensor>& has_initial_state,
                               const std::optional<at::Tensor>& cu_seqlens);
 
+// The same, y in `out`.
+void short_convolution_out(const at::Tensor& x, const at::Tensor& weight,
+                           const std::optional<at::Tensor>& bias, at::Tensor& state,
+                           const std::optional<at::Tensor>& slots,
+                           const std::optional<at::Tensor>& write_slots,
+                           const std::optional<at::Tensor>& has_initial_state,
+                           const std::optional<at::Tensor>& cu_seqlens, at::Tensor& out);
+
 // Cross entropy of logits [N, V] with labels `target` [N], int32 or int64. common/cross_entropy.h
 // has the loss of a token, and what the options do. ignore_index: a label that does not count.
 // loss, z_loss (what of it is lse_square_scale lse²) and lse are [N], fp32 (fp64 for fp64 logits).

@@ -111,4 +111,16 @@ at::Tensor short_convolution_(const at::Tensor& x, const at::Tensor& weight,
   return op.call(x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens);
 }
 
+void short_convolution_out(const at::Tensor& x, const at::Tensor& weight,
+                           const std::optional<at::Tensor>& bias, at::Tensor& state,
+                           const std::optional<at::Tensor>& slots,
+                           const std::optional<at::Tensor>& write_slots,
+                           const std::optional<at::Tensor>& has_initial_state,
+                           const std::optional<at::Tensor>& cu_seqlens, at::Tensor& out) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::short_convolution_", "out")
+                             .typed<decltype(short_convolution_out)>();
+  op.call(x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens, out);
+}
+
 }  // namespace gla_ext

@@ -54,6 +54,7 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
                          "short_convolution_fwd",
                          "short_convolution_bwd",
                          "short_convolution_",
+                         "short_convolution_.out",
                          "rms_norm_residual_fwd",
                          "rms_norm_residual_bwd",
                          "cross_entropy_fwd",
@@ -73,9 +74,9 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, FuncTorchBatched, m) {
-  for (const char* op :
-       {"chunk_gla_", "chunk_gla_.out", "recurrent_gla_step_", "recurrent_gla_step_.out",
-        "recurrent_gla_verify.out", "recurrent_gla_commit_", "short_convolution_"})
+  for (const char* op : {"chunk_gla_", "chunk_gla_.out", "recurrent_gla_step_",
+                         "recurrent_gla_step_.out", "recurrent_gla_verify.out",
+                         "recurrent_gla_commit_", "short_convolution_", "short_convolution_.out"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
   for (const char* op : kDecodeOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());

@@ -2,6 +2,7 @@
 
 #include "checker.h"
 #include "chunk_gla.h"
+#include "output.h"
 #include "recurrent_gla.h"
 
 namespace gla_ext {
@@ -75,7 +76,8 @@ Shape check_chunk_gla_on_pool(const PoolArguments& a) {
   check.indices_of("write_slots", a.write_slots, "[N]", shape.N);
   check.has_initial_state(a.has_initial_state, "[N]", shape.N);
   check_checkpoints(check, a, shape);
-  if (a.out != nullptr) check_out(check, *a.out, shape);
+  if (a.out != nullptr)
+    check_out(check, *a.out, shape.dtype, "[B, T, H, V]", {shape.B, shape.T, shape.H, shape.V});
   return shape;
 }
 

@@ -1,8 +1,7 @@
 #include "recurrent_gla.h"
 
-#include <ATen/MemoryOverlap.h>
-
 #include "checker.h"
+#include "output.h"
 
 namespace gla_ext {
 namespace {
@@ -122,16 +121,9 @@ Shape check_pool(const RecurrentInputs& tokens, const PoolInputs& pool) {
     check.defined("accepted", *pool.accepted);
     check.indices_of("accepted", *pool.accepted, rows, shape.N);
   }
-  if (pool.out != nullptr) check_out(check, *pool.out, shape);
+  if (pool.out != nullptr)
+    check_out(check, *pool.out, shape.dtype, "[B, T, H, V]", {shape.B, shape.T, shape.H, shape.V});
   return shape;
-}
-
-void check_out(const Checker& check, const at::Tensor& out, const Shape& shape) {
-  check.defined("out", out);
-  check.strided("out", out);
-  check.device("out", out);
-  check.like_first("out", out, shape.dtype);
-  check.shape("out", out, "[B, T, H, V]", {shape.B, shape.T, shape.H, shape.V});
 }
 
 void check_pool_layout(const char* op, const at::Tensor& state, bool written, const char* name) {
@@ -148,23 +140,6 @@ void check_pool_layout(const char* op, const at::Tensor& state, bool written, co
     TORCH_CHECK_VALUE(strides[dim] >= extent, op, ": expected the matrices of ", name,
                       " to lie apart, got sizes ", sizes, " with strides ", strides);
     extent += strides[dim] * (sizes[dim] - 1);
-  }
-}
-
-void check_out_layout(const char* op, const at::Tensor& out,
-                      std::initializer_list<NamedTensor> inputs) {
-  if (out.numel() == 0) return;
-  TORCH_CHECK_VALUE(
-      (out.size(3) == 1 || out.stride(3) == 1) &&
-          at::has_internal_overlap(out) != at::MemOverlap::Yes,
-      op, ": expected the last dimension of out to be contiguous and no two elements of it ",
-      "to be the same, got strides ", out.strides());
-  for (const auto& [name, t] : inputs) {
-    if (t == nullptr) continue;
-    const auto status = at::get_overlap_status(out, *t);
-    TORCH_CHECK_VALUE(
-        status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial, op,
-        ": expected out to share no memory with ", name);
   }
 }
 

@@ -1,14 +1,9 @@
 // The input contract of the recurrent operators, once, for every backend and for tracing.
 #pragma once
 
-#include <initializer_list>
-#include <utility>
-
 #include "shape.h"
 
 namespace gla_ext {
-
-class Checker;
 
 // The operators on a pool of states.
 constexpr std::array<const char*, 5> kPoolOperators{
@@ -51,14 +46,7 @@ Shape check_pool(const RecurrentInputs& tokens, const PoolInputs& pool);
 void check_pool_layout(const char* op, const at::Tensor& state, bool written,
                        const char* name = "state");
 
-// The output [B, T, H, V] that a caller gives.
-void check_out(const Checker& check, const at::Tensor& out, const Shape& shape);
-
-// For backends: o is written where `out` lies, so its values must be contiguous, no two elements
-// the same, and no input among them. Absent inputs are null.
-using NamedTensor = std::pair<const char*, const at::Tensor*>;
-void check_out_layout(const char* op, const at::Tensor& out,
-                      std::initializer_list<NamedTensor> inputs);
+// For backends: o is written where `out` lies; see output.h.
 void check_out_layout(const RecurrentInputs& tokens, const PoolInputs& pool);
 
 }  // namespace gla_ext

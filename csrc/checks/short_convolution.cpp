@@ -1,9 +1,12 @@
 #include "short_convolution.h"
 
 #include "checker.h"
+#include "output.h"
 
 namespace gla_ext {
 namespace {
+
+constexpr const char* kPoolOp = "short_convolution_";
 
 struct Input {
   const char* name;
@@ -82,10 +85,9 @@ ConvolutionShape check_short_convolution_bwd(const at::Tensor& dy, const Optiona
 ConvolutionShape check_short_convolution_pool(const at::Tensor& x, const at::Tensor& weight,
                                               const OptionalTensor& bias,
                                               const ConvolutionPoolInputs& pool) {
-  const char* op = "short_convolution_";
   const ConvolutionShape shape =
-      check_convolution(op, {{"x", &x}}, {}, weight, bias, pool.cu_seqlens);
-  const Checker check(op, "x", x);
+      check_convolution(kPoolOp, {{"x", &x}}, {}, weight, bias, pool.cu_seqlens);
+  const Checker check(kPoolOp, "x", x);
   const at::Tensor& state = pool.state;
   check.defined("state", state);
   check.strided("state", state);
@@ -98,19 +100,27 @@ ConvolutionShape check_short_convolution_pool(const at::Tensor& x, const at::Ten
   check.indices_of("slots", pool.slots, rows, shape.N);
   check.indices_of("write_slots", pool.write_slots, rows, shape.N);
   check.has_initial_state(pool.has_initial_state, rows, shape.N);
+  if (pool.out != nullptr)
+    check_out(check, *pool.out, x.scalar_type(), "[B, T, D]",
+              {x.sym_size(0), x.sym_size(1), x.sym_size(2)});
   return shape;
 }
 
-void check_convolution_pool_layout(const at::Tensor& state) {
+void check_convolution_pool_layouts(const at::Tensor& x, const at::Tensor& weight,
+                                    const OptionalTensor& bias, const ConvolutionPoolInputs& pool) {
+  const at::Tensor& state = pool.state;
   const auto sizes = state.sizes(), strides = state.strides();
   const bool contiguous =
       (sizes[2] == 1 || strides[2] == 1) && (sizes[1] == 1 || strides[1] == sizes[2]);
   const bool apart = state.numel() == 0 || sizes[0] == 1 || strides[0] >= sizes[1] * sizes[2];
   TORCH_CHECK_VALUE(
-      contiguous && apart,
-      "short_convolution_: expected each row of state to be contiguous and apart from "
-      "the others, got sizes ",
-      sizes, " with strides ", strides);
+      contiguous && apart, kPoolOp,
+      ": expected each row of state to be contiguous and apart from the others, got sizes ", sizes,
+      " with strides ", strides);
+  if (pool.out != nullptr)
+    check_out_layout(
+        kPoolOp, *pool.out,
+        {{"x", &x}, {"weight", &weight}, {"bias", where_given(bias)}, {"state", &state}});
 }
 
 at::Tensor with_contiguous_channels(const at::Tensor& t) {

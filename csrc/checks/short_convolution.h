@@ -32,14 +32,16 @@ struct ConvolutionPoolInputs {
   const OptionalTensor& write_slots;        // [N]
   const OptionalTensor& has_initial_state;  // [N], bool
   const OptionalTensor& cu_seqlens;         // [N + 1]
+  const at::Tensor* out = nullptr;          // [B, T, D], where y goes
 };
 ConvolutionShape check_short_convolution_pool(const at::Tensor& x, const at::Tensor& weight,
                                               const OptionalTensor& bias,
                                               const ConvolutionPoolInputs& pool);
 
 // For backends: the caches of a pool are read and written where they lie, so each is contiguous and
-// apart from the others.
-void check_convolution_pool_layout(const at::Tensor& state);
+// apart from the others; and y where `out` lies, see output.h.
+void check_convolution_pool_layouts(const at::Tensor& x, const at::Tensor& weight,
+                                    const OptionalTensor& bias, const ConvolutionPoolInputs& pool);
 
 // For backends: [B, T, D] whose channels are contiguous, copied where they are not.
 at::Tensor with_contiguous_channels(const at::Tensor& t);

@@ -210,16 +210,12 @@ OptionalTensor contiguous(const OptionalTensor& t) {
 
 const void* data_of(const OptionalTensor& t) { return given(t) ? t->const_data_ptr() : nullptr; }
 
-ConvolutionForwardOutputs short_convolution_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
-                                                    const OptionalTensor& bias,
-                                                    const OptionalTensor& cache,
-                                                    const OptionalTensor& cu_seqlens,
-                                                    bool output_state) {
-  const auto shape = check_short_convolution_fwd(x, weight, bias, cache, cu_seqlens);
-  const Sequences sequences("ShortConvolution", cu_seqlens, x.size(0), x.size(1));
+// Into y, whose channels are contiguous; gives the state, or nothing.
+at::Tensor run_forward(const Sequences& sequences, const ConvolutionShape& shape,
+                       const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+                       const OptionalTensor& cache, const at::Tensor& y, bool output_state) {
   const at::Tensor inputs = with_contiguous_channels(x);
   const OptionalTensor before = contiguous(cache);
-  at::Tensor y = contiguous_like(x);
   at::Tensor state = output_state
                          ? at::empty({sequences.count(), x.size(2), weight.size(2)}, x.options())
                          : at::empty({0}, x.options());
@@ -232,26 +228,34 @@ ConvolutionForwardOutputs short_convolution_fwd_cpu(const at::Tensor& x, const a
   if (state.numel() > 0)
     with_element(
         x, [&](auto element) { copy_states<decltype(element)>(sequences, inputs, before, state); });
-  return {y, state};
+  return state;
+}
+
+ConvolutionForwardOutputs short_convolution_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
+                                                    const OptionalTensor& bias,
+                                                    const OptionalTensor& cache,
+                                                    const OptionalTensor& cu_seqlens,
+                                                    bool output_state) {
+  const auto shape = check_short_convolution_fwd(x, weight, bias, cache, cu_seqlens);
+  const Sequences sequences("ShortConvolution", cu_seqlens, x.size(0), x.size(1));
+  const at::Tensor y = contiguous_like(x);
+  return {y, run_forward(sequences, shape, x, weight, bias, cache, y, output_state)};
 }
 
 // By copies of the rows: of caches there is little.
-at::Tensor short_convolution_pool_cpu(const at::Tensor& x, const at::Tensor& weight,
-                                      const OptionalTensor& bias, at::Tensor& state,
-                                      const OptionalTensor& slots,
-                                      const OptionalTensor& write_slots,
-                                      const OptionalTensor& has_initial_state,
-                                      const OptionalTensor& cu_seqlens) {
-  check_short_convolution_pool(x, weight, bias,
-                               {state, slots, write_slots, has_initial_state, cu_seqlens});
-  check_convolution_pool_layout(state);
-  const Sequences sequences("short_convolution_", cu_seqlens, x.size(0), x.size(1));
+at::Tensor run_on_pool(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+                       const ConvolutionPoolInputs& pool) {
+  const auto shape = check_short_convolution_pool(x, weight, bias, pool);
+  check_convolution_pool_layouts(x, weight, bias, pool);
+  const at::Tensor& state = pool.state;
+  const Sequences sequences("short_convolution_", pool.cu_seqlens, x.size(0), x.size(1));
   const int64_t N = sequences.count();
-  const PoolRows rows(state, N, slots, write_slots, has_initial_state);
+  const PoolRows rows(state, N, pool.slots, pool.write_slots, pool.has_initial_state);
   at::Tensor cache = at::zeros({N, state.size(1), state.size(2)}, state.options());
   for (int64_t n = 0; n < N; ++n)
     if (rows.read[n] >= 0) cache.select(0, n).copy_(state.select(0, rows.read[n]));
-  auto [y, after] = short_convolution_fwd_cpu(x, weight, bias, cache, cu_seqlens, true);
+  const at::Tensor y = pool.out != nullptr ? *pool.out : contiguous_like(x);
+  const at::Tensor after = run_forward(sequences, shape, x, weight, bias, cache, y, true);
   int64_t end = 0;
   for (int64_t n = 0; n < N; ++n) {
     const ConvolutionPiece s = sequences.at(n);
@@ -261,8 +265,25 @@ at::Tensor short_convolution_pool_cpu(const at::Tensor& x, const at::Tensor& wei
     else if (rows.write[n] >= 0)
       state.select(0, rows.write[n]).copy_(after.select(0, n));
   }
-  if (given(cu_seqlens)) y.narrow(1, end, x.size(1) - end).zero_();
+  if (given(pool.cu_seqlens)) y.narrow(1, end, x.size(1) - end).zero_();
   return y;
+}
+
+at::Tensor short_convolution_pool_cpu(const at::Tensor& x, const at::Tensor& weight,
+                                      const OptionalTensor& bias, at::Tensor& state,
+                                      const OptionalTensor& slots,
+                                      const OptionalTensor& write_slots,
+                                      const OptionalTensor& has_initial_state,
+                                      const OptionalTensor& cu_seqlens) {
+  return run_on_pool(x, weight, bias, {state, slots, write_slots, has_initial_state, cu_seqlens});
+}
+
+void short_convolution_pool_out_cpu(const at::Tensor& x, const at::Tensor& weight,
+                                    const OptionalTensor& bias, at::Tensor& state,
+                                    const OptionalTensor& slots, const OptionalTensor& write_slots,
+                                    const OptionalTensor& has_initial_state,
+                                    const OptionalTensor& cu_seqlens, at::Tensor& out) {
+  run_on_pool(x, weight, bias, {state, slots, write_slots, has_initial_state, cu_seqlens, &out});
 }
 
 ConvolutionBackwardOutputs short_convolution_bwd_cpu(const at::Tensor& dy,
@@ -306,6 +327,7 @@ TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
   m.impl("short_convolution_fwd", short_convolution_fwd_cpu);
   m.impl("short_convolution_bwd", short_convolution_bwd_cpu);
   m.impl("short_convolution_", short_convolution_pool_cpu);
+  m.impl("short_convolution_.out", short_convolution_pool_out_cpu);
 }
 
 }  // namespace gla_ext::cpu

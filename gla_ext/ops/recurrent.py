@@ -181,7 +181,7 @@ def recurrent_gla_step_(
             row writes must be no other row's, to read or to write: else its state and the o of
             these rows are undefined. Default: slots.
         out: where o goes, of o's shape and dtype, with a contiguous last dimension and no memory in
-            common with the inputs. Default: a new tensor.
+            common with the inputs; contiguous under torch.compile. Default: a new tensor.
 
     Returns:
         o, `[B, T, H, V]` in v's dtype, or out.

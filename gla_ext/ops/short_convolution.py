@@ -10,7 +10,8 @@ from gla_ext.ops._tracing import refuse_pool_in_onnx
 __all__ = ["short_convolution_"]
 
 _convolve = torch.ops.gla_ext.short_convolution_.default
-_NAMES = "x weight bias state slots write_slots has_initial_state cu_seqlens"
+_convolve_out = torch.ops.gla_ext.short_convolution_.out
+_NAMES = "x weight bias state slots write_slots has_initial_state cu_seqlens out"
 
 
 def short_convolution_(
@@ -23,6 +24,7 @@ def short_convolution_(
     write_slots: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Convolves the tokens of N sequences, and moves their caches on in a pool, in place.
 
@@ -49,18 +51,26 @@ def short_convolution_(
             holds. Default: all go on.
         cu_seqlens: offsets of packed sequences, `[N + 1]`, int32 or int64, on x's device, with
             B = 1. Tokens after the last offset give zeros. Default: every row is a sequence.
+        out: where y goes, of y's shape and dtype, with a contiguous last dimension and no memory in
+            common with the inputs; contiguous under torch.compile. On CUDA the kernels write into
+            one that is contiguous and starts at a multiple of 16 bytes; another gets a copy.
+            Default: a new tensor.
 
     Returns:
-        y, `[B, T, D]` in x's dtype: `silu(bias + sum_s weight[:, 0, W - 1 - s] * x_{t-s})`.
+        y, `[B, T, D]` in x's dtype: `silu(bias + sum_s weight[:, 0, W - 1 - s] * x_{t-s})`, or out.
 
     Raises:
-        ValueError: shapes, devices or strides do not agree, and on CPU offsets that do not fit.
+        ValueError: shapes, devices or strides do not agree, and on CPU offsets that do not fit; out
+            shares memory with an input.
         TypeError: dtypes do not.
         NotImplementedError: grad mode is on and an input requires grad; a device or layout without
             kernels; torch.vmap; DTensor.
     """
     tensors = (x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens)
     if not torch.compiler.is_compiling():
-        check_plain_tensors("short_convolution_", _NAMES, *tensors)
+        check_plain_tensors("short_convolution_", _NAMES, *tensors, out)
     refuse_pool_in_onnx("short_convolution_", "a ShortConvolution", of="caches")
-    return _convolve(*tensors)
+    if out is None:
+        return _convolve(*tensors)
+    _convolve_out(*tensors, out=out)
+    return out

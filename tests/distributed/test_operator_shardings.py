@@ -379,6 +379,9 @@ def test_prompts_on_a_pool_are_refused_by_name(one_rank):
     )
     with pytest.raises(NotImplementedError, match=r"^short_convolution_: expected plain tensors"):
         gla_ext.ops.short_convolution_(x, weight, state=pool)
+    plain = normal(1, 3, 8), normal(8, 1, 4)
+    with pytest.raises(NotImplementedError, match=r"^short_convolution_: expected plain tensors"):
+        gla_ext.ops.short_convolution_(*plain, state=normal(1, 8, 4), out=x)
     q, state = sharded(one_rank, (normal(1, 3, 2, 4), normal(1, 2, 4, 4)), (None,) * 2)
     with pytest.raises(NotImplementedError, match=r"^chunk_gla_: expected plain tensors"):
         gla_ext.ops.chunk_gla_(q, q, q, q, state=state)

@@ -100,6 +100,9 @@ SCHEMAS = {
     "swiglu_linear": "(Tensor gate, Tensor up, Tensor weight, Tensor? bias) -> Tensor",
     "short_convolution_": "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, "
     "Tensor? slots, Tensor? write_slots, Tensor? has_initial_state, Tensor? cu_seqlens) -> Tensor",
+    "short_convolution_.out": "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, "
+    "Tensor? slots, Tensor? write_slots, Tensor? has_initial_state, Tensor? cu_seqlens, "
+    "*, Tensor(b!) out) -> ()",
     "joint_projection": "(Tensor x, Tensor[] weights, ScalarType dtype, bool together=True) -> "
     "Tensor[]",
     "norm_linear": "(Tensor x, Tensor? norm_weight, float eps, Tensor[] weights, "

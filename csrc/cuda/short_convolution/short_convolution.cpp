@@ -142,18 +142,17 @@ ConvolutionForwardOutputs short_convolution_fwd_cuda(const at::Tensor& x, const 
   return {y, state};
 }
 
-at::Tensor short_convolution_pool_cuda(const at::Tensor& x, const at::Tensor& weight,
-                                       const OptionalTensor& bias, at::Tensor& state,
-                                       const OptionalTensor& slots,
-                                       const OptionalTensor& write_slots,
-                                       const OptionalTensor& has_initial_state,
-                                       const OptionalTensor& cu_seqlens) {
-  const auto shape = check_short_convolution_pool(
-      x, weight, bias, {state, slots, write_slots, has_initial_state, cu_seqlens});
-  check_convolution_pool_layout(state);
-  ConvolutionLaunch launch("short_convolution_", shape, x, weight, bias, {}, cu_seqlens);
+// The kernels write y where the caller wants it, if that is as a fresh tensor is.
+at::Tensor run_on_pool(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+                       const ConvolutionPoolInputs& in) {
+  const auto shape = check_short_convolution_pool(x, weight, bias, in);
+  check_convolution_pool_layouts(x, weight, bias, in);
+  const at::Tensor& state = in.state;
+  ConvolutionLaunch launch("short_convolution_", shape, x, weight, bias, {}, in.cu_seqlens);
   Convolution& p = launch.p;
-  at::Tensor y = contiguous_like(x);
+  const bool into_out =
+      in.out != nullptr && in.out->is_contiguous() && starts_aligned(in.out->const_data_ptr());
+  const at::Tensor y = into_out ? *in.out : contiguous_like(x);
   if (p.D == 0 || (p.B == 0 && p.N == 0)) return y;
   p.y = y.mutable_data_ptr();
   std::vector<at::Tensor> held;
@@ -166,13 +165,31 @@ at::Tensor short_convolution_pool_cuda(const at::Tensor& x, const at::Tensor& we
   pool.state = state.mutable_data_ptr();
   pool.slots_in_pool = state.size(0);
   pool.stride = state.size(0) > 1 ? state.stride(0) : 0;
-  pool.slots = indices(slots);
-  pool.write_slots = indices(write_slots);
-  if (given(has_initial_state))
+  pool.slots = indices(in.slots);
+  pool.write_slots = indices(in.write_slots);
+  if (given(in.has_initial_state))
     pool.has_initial_state =
-        held.emplace_back(has_initial_state->contiguous()).const_data_ptr<bool>();
+        held.emplace_back(in.has_initial_state->contiguous()).const_data_ptr<bool>();
   launch.forward(pool);
+  if (in.out != nullptr && !into_out) in.out->copy_(y);
   return y;
+}
+
+at::Tensor short_convolution_pool_cuda(const at::Tensor& x, const at::Tensor& weight,
+                                       const OptionalTensor& bias, at::Tensor& state,
+                                       const OptionalTensor& slots,
+                                       const OptionalTensor& write_slots,
+                                       const OptionalTensor& has_initial_state,
+                                       const OptionalTensor& cu_seqlens) {
+  return run_on_pool(x, weight, bias, {state, slots, write_slots, has_initial_state, cu_seqlens});
+}
+
+void short_convolution_pool_out_cuda(const at::Tensor& x, const at::Tensor& weight,
+                                     const OptionalTensor& bias, at::Tensor& state,
+                                     const OptionalTensor& slots, const OptionalTensor& write_slots,
+                                     const OptionalTensor& has_initial_state,
+                                     const OptionalTensor& cu_seqlens, at::Tensor& out) {
+  run_on_pool(x, weight, bias, {state, slots, write_slots, has_initial_state, cu_seqlens, &out});
 }
 
 ConvolutionBackwardOutputs short_convolution_bwd_cuda(const at::Tensor& dy,
@@ -206,6 +223,7 @@ TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
   m.impl("short_convolution_fwd", short_convolution_fwd_cuda);
   m.impl("short_convolution_bwd", short_convolution_bwd_cuda);
   m.impl("short_convolution_", short_convolution_pool_cuda);
+  m.impl("short_convolution_.out", short_convolution_pool_out_cuda);
 }
 
 }  // namespace gla_ext::cuda

@@ -1,0 +1,212 @@
+"""`short_convolution_` into an output that is given."""
+
+import re
+
+import pytest
+import torch
+from common import DTYPES
+from conv_pool import Pool
+from cuda_tools import peak_bytes
+
+OP = torch.ops.gla_ext.short_convolution_.out
+
+by_packing = pytest.mark.parametrize("packed", [False, True])
+
+
+def make_out(y, layout):
+    """NaN in y's shape, and the tensor that it is in."""
+    B, T, D = y.shape
+    if layout == "misaligned":
+        whole = y.new_full((y.numel() + 1,), torch.nan)
+        return whole[1:].view(y.shape), whole
+    if layout == "tokens first":
+        whole = y.new_full((T, B, D), torch.nan)
+        return whole.transpose(0, 1), whole
+    if layout == "contiguous":
+        whole = torch.full_like(y, torch.nan)
+        return whole, whole
+    more = 3 if layout == "wider rows" else 0
+    whole = y.new_full((B, T + 3, D + more), torch.nan)
+    return whole[:, 1:-2, :D], whole
+
+
+@by_packing
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "layout", ["contiguous", "tokens of more", "wider rows", "tokens first", "misaligned"]
+)
+@pytest.mark.parametrize(("T", "W"), [(2, 4), (30, 3), (3, 6)])
+def test_out(device, T, W, layout, dtype, packed):
+    """Has the bits of a fresh output, zeros where there is no sequence, and nothing beside it."""
+    pool = Pool(device, dtype, T, W=W, packed=packed)
+    y, after = pool.expected()
+    out, whole = make_out(y, layout)
+    assert pool.run(out=out) is out
+    assert torch.equal(out, y) and torch.equal(pool.pool, after)
+    assert whole.isnan().sum() == whole.numel() - out.numel()
+
+
+def test_out_without_rows(device):
+    pool = Pool(device, T=2)
+    out = torch.full_like(pool.x, torch.nan)
+    pool.run(state=pool.pool[:0], out=out)
+    assert not out.any()
+    nothing = Pool(device, T=0)
+    nothing.run(out=torch.empty_like(nothing.x))
+    assert torch.equal(nothing.pool, nothing.expected()[1])
+
+
+@by_packing
+def test_opcheck(device, packed):
+    pool = Pool(device, packed=packed)
+    has = torch.tensor([True, False, True, True, True, False], device=device)
+    arguments = (pool.slots, pool.write_slots, has, pool.offsets)
+    call = (pool.x, pool.weight, pool.bias, pool.pool, *arguments)
+    torch.library.opcheck(OP, call, {"out": torch.empty_like(pool.x)})
+
+
+def test_compiled_into_out(device):
+    """A pool and an output of the caller are written where they lie, by one operator."""
+    pool = Pool(device, T=2)
+    y, after = pool.expected()
+    whole = y.new_full((8, 2, 24), torch.nan)
+    addresses = pool.pool.data_ptr(), whole.data_ptr()
+    calls = []
+
+    def call(whole):
+        return pool.run(out=whole[1:7]) + 1
+
+    def counting(graph, inputs):
+        calls.append(sum("short_convolution_" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    result = torch.compile(call, fullgraph=True, backend="aot_eager")(whole)
+    assert torch.equal(result, y + 1) and torch.equal(pool.pool, after)
+    assert torch.equal(whole[1:7], y) and whole[::7].isnan().all()
+    assert addresses == (pool.pool.data_ptr(), whole.data_ptr())
+    torch._dynamo.reset()
+    torch.compile(call, fullgraph=True, backend=counting)(whole)
+    assert calls == [1]
+
+
+def test_compiled_code_copies_nothing(device):
+    """The code of inductor has no clone of a pool, nor of an output."""
+    from torch._inductor.utils import run_and_get_code
+
+    pool = Pool(device)
+    y, after = pool.expected()
+    whole, out = torch.stack([pool.before] * 3, 1), torch.empty_like(y)
+
+    def call(x, whole, out):
+        pool.x = x
+        pool.run(state=whole[:, 1], out=out)
+
+    _, (code,) = run_and_get_code(torch.compile(call, fullgraph=True), pool.x, whole, out)
+    assert code.count("short_convolution_.out(") == 1
+    assert "empty_strided" not in code.split("def call(")[1]
+    assert torch.equal(out, y) and torch.equal(whole[:, 1], after)
+    assert torch.equal(whole[:, ::2], torch.stack([pool.before] * 2, 1))
+
+
+def test_autocast_leaves_it(device):
+    """Autocast casts nothing here, as without an output: x and out keep their dtype."""
+    pool, plain = Pool(device), Pool(device)
+    out = torch.full_like(pool.x, torch.nan)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        pool.run(out=out)
+        y = plain.run()
+    assert y.dtype == torch.float32
+    assert torch.equal(out, y) and torch.equal(pool.pool, plain.pool)
+
+
+@pytest.mark.cuda
+@by_packing
+def test_graph_into_one_output(packed):
+    """A captured call writes where the caller reads, and allocates nothing for y."""
+    pool = Pool("cuda", torch.bfloat16, packed=packed)
+    out = torch.empty_like(pool.x)
+    pool.run(out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pool.run(out=out)
+    pool.pool.copy_(pool.before)
+    out.fill_(torch.nan)
+    y, after = pool.expected()
+    graph.replay()
+    assert torch.equal(out, y) and torch.equal(pool.pool, after)
+
+
+@pytest.mark.cuda
+@by_packing
+def test_kernels_write_into_it(packed):
+    """One that is as a fresh tensor is costs no memory of y's size, and so no copy."""
+    pool = Pool("cuda", torch.bfloat16, packed=packed)
+    out = torch.empty_like(pool.x)
+    pool.run(out=out)
+    y_bytes = out.numel() * out.element_size()
+    assert peak_bytes(pool.run) - peak_bytes(lambda: pool.run(out=out)) >= y_bytes
+
+
+# What it refuses.
+
+
+def raises(error, message):
+    return pytest.raises(error, match="^" + re.escape(f"short_convolution_: {message}"))
+
+
+def test_wrong_outputs():
+    """Checked as y is, and apart from every input."""
+    pool = Pool("cpu", T=2)
+    x = torch.zeros_like(pool.x)
+    with raises(ValueError, "expected out to have shape [B, T, D] = [6, 2, 24], got [6, 2, 25]"):
+        pool.run(out=x.new_zeros(6, 2, 25))
+    with raises(ValueError, "expected out to have 3 dimensions [B, T, D], got 2 with shape"):
+        pool.run(out=x[0])
+    with raises(TypeError, "expected out to be torch.float32 like x, got torch.bfloat16"):
+        pool.run(out=x.bfloat16())
+    with raises(ValueError, "expected out on the device of x, cpu, got meta"):
+        pool.run(out=x.to("meta"))
+    message = "expected the last dimension of out to be contiguous and no two elements of it to be"
+    for out in (x.mT.contiguous().mT, x[:1].expand(6, 2, 24)):
+        with raises(ValueError, f"{message} the same, got strides {list(out.stride())}"):
+            pool.run(out=out)
+    memory = torch.zeros(2000)
+    own = memory[: x.numel()].view_as(x)
+    with raises(ValueError, "expected out to share no memory with x"):
+        pool.run(out=pool.x)
+    with raises(ValueError, "expected out to share no memory with state"):
+        pool.run(state=memory[100:772].view(7, 24, 4), out=own)
+    for name, t in (("weight", memory[20:116].view(24, 1, 4)), ("bias", memory[20:44])):
+        other = Pool("cpu", T=2)
+        setattr(other, name, t)
+        with raises(ValueError, f"expected out to share no memory with {name}"):
+            other.run(out=own)
+    assert torch.equal(pool.pool, pool.before)
+
+
+def test_no_gradient_is_lost():
+    pool = Pool("cpu")
+    out = torch.zeros_like(pool.x).requires_grad_()
+    with raises(NotImplementedError, "decoding on a pool has no gradient, call a"):
+        pool.run(out=out)
+    for name in ("x", "weight", "bias"):
+        changed = Pool("cpu")
+        getattr(changed, name).requires_grad_()
+        with raises(NotImplementedError, "decoding on a pool has no gradient, call a"):
+            changed.run(out=torch.zeros_like(pool.x))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_autograd_knows_of_the_writes(mode):
+    pool = Pool("cpu")
+    out = torch.zeros_like(pool.x)
+    with mode():
+        pool.run(out=out)
+    assert (pool.pool._version, out._version) == (1, 1)
+
+
+def test_vmap():
+    pool = Pool("cpu")
+    out = torch.zeros_like(pool.x)
+    with raises(NotImplementedError, "torch.vmap is not supported, use more rows and slots"):
+        torch.vmap(lambda state: pool.run(state=state, out=out))(pool.pool[None])
