@@ -20,7 +20,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,17 +54,10 @@ def in_process(folder: str, names: list[str], seconds: float, profiled: bool) ->
 def run_build(folder: Path, arguments: argparse.Namespace) -> Iterator[dict]:
     """A result a row. After one that failed the others have a process of their own.
 
-    Inductor's cache is the build's alone: a graph of the same operators would be taken from it as
-    it was made for the build before, with that one's strides and copies.
+    torch.compile's caches are off. They take two graphs of the same operators for one, though the
+    rows ask for other kernels of attention, or the builds have other strides and copies.
     """
-    with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
-        yield from run_rows(folder, arguments, environment)
-
-
-def run_rows(
-    folder: Path, arguments: argparse.Namespace, environment: dict[str, str]
-) -> Iterator[dict]:
+    environment = os.environ | {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     command = [sys.executable, __file__, "--in-process", str(folder)]
     command += ["--seconds", str(arguments.seconds), *(["--profile"] * arguments.profile)]
     names = list(arguments.rows)
