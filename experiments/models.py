@@ -16,6 +16,7 @@ from gla_ext.model.config import GLAConfig
 LAYERS: dict[str, dict[str, Any]] = {
     "gla": {},
     "gla, convolution": {"use_short_conv": True},
+    "gla, slower gates": {"gate_logit_normalizer": 64},
     "head gate": {"gate": "head"},
     "constant": {"gate": "constant"},
     "retnet": {"gate": "constant", "rotary": True},

@@ -7,7 +7,9 @@ the figures beside that page.
 from __future__ import annotations
 
 import argparse
+import math
 import re
+import statistics
 import sys
 from collections import Counter
 from functools import partial
@@ -37,7 +39,24 @@ def summary(results: Results, text: str) -> str:
         for name, seconds in devices.items()
     )
     others = sum(result.run.text not in ("", text) for result in results)
-    return f"{ran}; {others} of them read another text and are in no table" if others else ran
+    if others:
+        ran += f"; {others} of them read another text and are in no table"
+    return f"{ran}.{repeated(results)}"
+
+
+def repeated(results: Results) -> str:
+    """A sentence on runs on text that were performed again: how far their scores are apart."""
+    apart = [
+        abs(first.score - again.score)
+        for first, again in results.repeats
+        if first.run.task == "text" and math.isfinite(first.score - again.score)
+    ]
+    if not apart:
+        return ""
+    return (
+        f" {len(apart)} runs on text were performed again, with the same seed: their scores are "
+        f"{statistics.fmean(apart):.3f} bits a byte apart on average, {max(apart):.3f} at most."
+    )
 
 
 def progress(name: str, scale: str, results: Results, text: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.comparisons import ablations, length, mqar, value_gates
+from experiments.comparisons import ablations, length, mqar, transformer, value_gates
 from experiments.comparisons.mqar import SLOW_LAYERS
 from experiments.perform import Worker, text_digest
 from experiments.runs import RESULTS, Result, Results, Run, foreseen, keep
@@ -30,6 +30,7 @@ EXPERIMENTS = {
     "ablations": ablations,
     "length": length,
     "value_gates": value_gates,
+    "transformer": transformer,
 }
 _START_SECONDS = 20.0  # of a worker: imports, text, the first kernels
 

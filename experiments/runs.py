@@ -78,10 +78,14 @@ class Result:
 
 
 class Results:
-    """Results by their run's key, read from every `*.jsonl` of some folders."""
+    """Results by their run's key, read from every `*.jsonl` of some folders.
+
+    repeats: of a run with several results the first and another one, which is in no table.
+    """
 
     def __init__(self, folders: Iterable[Path] = (RESULTS,)) -> None:
         self._found: dict[str, Result] = {}
+        self.repeats: list[tuple[Result, Result]] = []
         for folder in folders:
             for file in sorted(folder.glob("*.jsonl")):
                 for line in file.read_text(encoding="utf-8").splitlines():
@@ -89,7 +93,9 @@ class Results:
 
     def add(self, result: Result) -> None:
         """Takes a result; the first of a run stays."""
-        self._found.setdefault(result.run.key, result)
+        first = self._found.setdefault(result.run.key, result)
+        if first is not result:
+            self.repeats.append((first, result))
 
     def __contains__(self, run: Run) -> bool:
         return run.key in self._found
@@ -229,17 +235,25 @@ def finite(results: Iterable[Result]) -> list[float]:
 
 
 def spread(results: list[Result], digits: int = 3) -> str:
-    """Mean and standard deviation of the scores, and their number where it is not three; how many
-    runs diverged.
-    """
+    """`mean_of` the scores, and how many runs diverged."""
     scores = finite(results)
-    notes = [] if len(scores) == 3 else [f"n = {len(scores)}"]
-    if len(scores) < len(results):
-        notes.append(f"{len(results) - len(scores)} diverged")
-    note = f" ({', '.join(notes)})" if notes and results else ""
+    diverged = len(results) - len(scores)
+    return mean_of(scores, digits, f"{diverged} diverged" if diverged else "") if results else ""
+
+
+def mean_of(scores: list[float], digits: int = 3, note: str = "") -> str:
+    """Mean and standard deviation of scores, and their number where it is not three.
+
+    Args:
+        scores: one a seed.
+        digits: after the point. Default: 3.
+        note: what else stands in brackets. Default: nothing.
+    """
+    notes = [f"n = {len(scores)}"] * (len(scores) != 3) + [note] * bool(note)
+    behind = f" ({', '.join(notes)})" if notes else ""
     if not scores:
-        return note.strip()
+        return behind.strip()
     mean = f"{statistics.fmean(scores):.{digits}f}"
     if len(scores) > 1:
         mean += f" ± {statistics.stdev(scores):.{digits}f}"
-    return mean + note
+    return mean + behind

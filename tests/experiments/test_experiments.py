@@ -11,7 +11,7 @@ import torch
 from common import ROOT
 
 from experiments import report, run, text
-from experiments.comparisons import ablations, length, mqar, value_gates
+from experiments.comparisons import ablations, mqar
 from experiments.comparisons.significance import p_value, welch
 from experiments.language import LONGEST, LanguageTrainer, long_documents
 from experiments.pack import Document, read_manifest, read_pack, shrink, split, write_pack
@@ -221,7 +221,7 @@ def test_a_run_done_is_not_done_again(finished, capsys):
 
 def test_every_run_of_every_experiment_is_done(finished):
     results, text = Results([finished[0]]), text_digest(None)
-    for module in (mqar, ablations, length, value_gates):
+    for module in run.EXPERIMENTS.values():
         found = list(module.runs("tiny", results, text))
         assert found
         assert all(of in results for of in found)

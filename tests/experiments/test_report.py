@@ -8,13 +8,14 @@ from functools import partial
 import pytest
 
 from experiments import report, run
-from experiments.comparisons import ablations, length, value_gates
+from experiments.comparisons import ablations, length, transformer
 from experiments.comparisons.significance import holm, order, verdict
 from experiments.runs import Result, Results, foreseen, spread
 
 TEXT = "digest"
 SIZE = ablations.SCALES["full"]
 CURVE = [[place * 512, 2.0 - place / 100] for place in range(64)]
+COUNTS = {"ablations": 36, "value_gates": 24, "length": 33, "transformer": 30}  # of runs
 LEVELS = {name: 1.0 + place / 10 for place, name in enumerate(ablations.VARIANTS)}
 
 
@@ -55,12 +56,12 @@ def test_ablations_of_one_seed(tmp_path):
     assert rows[1] == "| GLA, 4 heads | 14.77 | 1.0000 (n = 1) |  | 0.002 (best of 1) | 14.00 M |"
     assert page.splitlines()[8:] == ["", "Of fewer than two seeds nothing is concluded."]
     said = report.progress("ablations", "full", results, TEXT)
-    assert said == "6 of 30 runs are done, 0.06 hours added up."
+    assert said == "6 of 36 runs are done, 0.06 hours added up."
 
 
 def test_ablations_of_some_seeds(tmp_path):
     results = Results([])
-    perform(results, ["ablations"], 18 + 3)  # GLA, no gate and constant decay have two seeds
+    perform(results, ["ablations"], 24 + 3)  # GLA, no gate and constant decay have two seeds
     page = ablations.report("full", results, TEXT, tmp_path)
     assert re.search(r"^\| no gate \| 23.21 \| 1.1005 ± 0.0007 \(n = 2\) \| < 0.001 \|", page, re.M)
     assert re.search(r"^\| GLA, 8 heads \| 15.29 \| 1.4000 \(n = 1\) \|  \| 0.002 \|", page, re.M)
@@ -75,12 +76,12 @@ def test_ablations_of_some_seeds(tmp_path):
     page = ablations.report("full", results, TEXT, tmp_path)
     assert "(n =" not in page and "(comparisons: 5)" in page and "one seed" not in page
     assert not run.pending(["ablations"], "full", results, TEXT)
-    assert report.progress("ablations", "full", results, TEXT).startswith("All 30 runs are done")
+    assert report.progress("ablations", "full", results, TEXT).startswith("All 36 runs are done")
 
 
 def test_a_run_that_diverged_is_counted_and_not_averaged(tmp_path):
     results = Results([])
-    perform(results, ["ablations"], 18)
+    perform(results, ["ablations"], 24)
     perform(results, ["ablations"], 12, lambda of: math.nan if of.heads == 8 else score(of))
     page = ablations.report("full", results, TEXT, tmp_path)
     assert "| GLA, 8 heads | 15.29 | 1.4000 (n = 1, 2 diverged) |  |" in page
@@ -91,7 +92,7 @@ def test_a_run_that_diverged_is_counted_and_not_averaged(tmp_path):
 
 def test_a_best_rate_at_an_end_is_said(tmp_path):
     results = Results([])
-    perform(results, ["ablations"], 18, lambda of: of.lr if of.layer == "constant" else score(of))
+    perform(results, ["ablations"], 24, lambda of: of.lr if of.layer == "constant" else score(of))
     page = ablations.report("full", results, TEXT, tmp_path)
     said = "At an end of the sweep, beyond which a rate might be better: "
     assert page.endswith(f"{said}constant scalar decay (0.001).")
@@ -106,7 +107,21 @@ def test_results_of_another_text_are_counted():
     assert report.most_frequent_text(results) == TEXT
     said = report.summary(results, TEXT)
     assert said.startswith("8 runs on GPU, 0.1 hours") and said.endswith(
-        "; 2 of them read another text and are in no table"
+        "; 2 of them read another text and are in no table."
+    )
+
+
+def test_runs_that_were_performed_again_say_how_far_they_are_apart():
+    results = Results([])
+    perform(results, ["ablations"], 3)
+    a, b, c = list(results)
+    again = [(a, a.score + 0.01), (b, b.score - 0.03), (c, math.nan)]
+    for of, score in again:
+        results.add(result(of.run, score))
+    assert [pair[0] for pair in results.repeats] == [a, b, c] and list(results) == [a, b, c]
+    assert report.summary(results, TEXT).endswith(
+        " 2 runs on text were performed again, with the same seed: their scores are 0.020 bits a "
+        "byte apart on average, 0.030 at most."
     )
 
 
@@ -118,7 +133,7 @@ def test_lengths_while_sweeps_go_on(tmp_path):
     assert f"| GLA | 2K | {cells} | 0.002 (best of 1) | 1 |" in page.splitlines()
     assert (tmp_path / "experiments_length.png").is_file()
     results = Results([])
-    perform(results, ["length"], 9 + 2, lambda of: math.nan if of.segments > 1 else 1.5)
+    perform(results, ["length"], 12 + 2, lambda of: math.nan if of.segments > 1 else 1.5)
     page = length.report("full", results, TEXT, tmp_path)
     assert "12 x 2K" not in page and page.endswith("Runs that diverged, which are in no row: 1.")
     everything = foreseen(partial(length.runs, "full", text=TEXT), results)
@@ -127,7 +142,7 @@ def test_lengths_while_sweeps_go_on(tmp_path):
 
 
 def test_all_that_is_compared_comes_before_its_spread():
-    names, results, order = ["ablations", "value_gates", "length"], Results([]), []
+    names, results, order = list(COUNTS), Results([]), []
     while todo := run.pending(names, "full", results, TEXT):
         order.append(todo[0])
         results.add(result(todo[0], score(todo[0])))
@@ -137,8 +152,8 @@ def test_all_that_is_compared_comes_before_its_spread():
     assert {of.lr for of in first} == {SIZE.rates[0]}
     assert len(order) == len(run.still_to_be_done(names, "full", Results([]), TEXT))
     assert max(run.estimated_seconds(of, Results([])) for of in order) < 480
-    for module, count in ((ablations, 30), (value_gates, 20), (length, 30)):
-        done, left = foreseen(partial(module.runs, "full", text=TEXT), results)
+    for name, count in COUNTS.items():
+        done, left = foreseen(partial(run.EXPERIMENTS[name].runs, "full", text=TEXT), results)
         assert len(done) == count and not left
 
 
@@ -146,6 +161,20 @@ def test_the_list_has_what_follows_too(capsys):
     command = ["ablations", "--scale", "tiny", "--device", "cpu", "--list"]
     assert run.main(command) == 0
     assert len(capsys.readouterr().out.splitlines()) == 6 * (2 + 1)
+
+
+def test_beside_a_transformer(tmp_path):
+    """On the first bytes of long documents, as many as were trained on, whatever the scores are."""
+    results = Results([])
+    perform(results, ["transformer"], 20 + 5, lambda of: 9.0 if of.layer == "gla" else score(of))
+    lines = transformer.report("full", results, TEXT, tmp_path).splitlines()
+    first = "1.9850 ± 0.0000 (n = 2)"  # the mean of four stretches of 512 bytes, alike for all here
+    assert "| Transformer++ | " + first + " | 1.000 | 0.002 | 14.00 M |" in lines
+    assert [line.split(" | ")[0][2:] for line in lines[2:7]] == list(transformer.VARIANTS)
+    assert transformer.within(next(iter(results))) == pytest.approx(1.985)
+    of = replace(next(iter(results)).run, seq_len=100)  # shorter than a stretch
+    assert transformer.within(result(of, 1.0)) == 2.0
+    assert transformer.report("full", Results([]), TEXT, tmp_path) == ""
 
 
 def test_verdicts():

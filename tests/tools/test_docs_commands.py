@@ -55,8 +55,8 @@ NOT_RUN = {
     "python benchmarks/bench_builds.py new=. old=../before": NEEDS_GPU,
     "python benchmarks/bench_training.py --builds now=. before=../before --profile "
     "--rows eager autocast compiled": NEEDS_GPU,
-    'python benchmarks/bench_training.py --rows eager Transformer++ "eager 8192" '
-    '"Transformer++ 8192" "eager 32768" "Transformer++ 32768"': NEEDS_GPU,
+    'python benchmarks/bench_training.py --rows eager Transformer++ FLA "eager 8192" '
+    '"Transformer++ 8192" "FLA 8192"': NEEDS_GPU,
     "TRITON_CACHE_DIR=cache python benchmarks/bench_fla.py": NEEDS_GPU,
     "torchrun --nproc-per-node 2 -m gla_ext.train --out runs/two": TRAINS,
     "make train NPROC=2": TRAINS,
