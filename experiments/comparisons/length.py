@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,46 +18,40 @@ LONGER, SEGMENTS = 4, 12  # 8K, and 12 segments of 2K
 
 
 def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
-    """Each layer at 2K at all rates; then, at its best rate, all lengths, seed after seed."""
+    """Each layer at each length at all rates, then its best rate there with the other seeds."""
     size = SCALES[scale]
-    make = _make(size, text)
-    yield from swept(LAYERS, make, size.rates, 1, results)
-    for seed in range(size.seeds):
-        for name in LAYERS:
-            for run in _lengths(name, size, text, results).values():
-                yield replace(run, seed=seed)
+    names = list(_trained(size))
+    yield from swept(names, _make(size, text), size.rates, size.seeds, results)
 
 
-def _make(size: Scale, text: str):
+def _trained(size: Scale) -> dict[str, tuple[str, str]]:
+    """By a name for sentences: layer, and the length that it is trained at. A Transformer++ has no
+    state for a segment to hand on.
+    """
+    short, long = _kilo(size.seq_len), _kilo(LONGER * size.seq_len)
+    lengths = (short, long, f"{SEGMENTS} x {short}")
+    return {
+        f"{layer} at {length}": (layer, length)
+        for layer in LAYERS
+        for length in lengths[: 2 if layer == "Transformer++" else 3]
+    }
+
+
+def _make(size: Scale, text: str) -> Callable[[str, float], Run]:
+    """Runs of the same number of tokens a step."""
+    trained = _trained(size)
+
     def make(name: str, lr: float) -> Run:
-        return text_run(size, text, *LAYERS[name], lr)
+        layer, length = trained[name]
+        short = text_run(size, text, *LAYERS[layer], lr)
+        if length.startswith(f"{SEGMENTS} x"):
+            return replace(short, segments=SEGMENTS)
+        if length == _kilo(size.seq_len):
+            return short
+        batch_size = max(1, size.batch_size // LONGER)
+        return replace(short, seq_len=LONGER * size.seq_len, batch_size=batch_size)
 
     return make
-
-
-def _lengths(
-    name: str, size: Scale, text: str, results: Results, whole: bool = True
-) -> dict[str, Run]:
-    """The runs with seed 0 of one layer, of the same number of tokens a step.
-
-    Args:
-        name, size, text, results: what is asked for, and what is done.
-        whole: before the layer's sweep is done, there are none; else those at the best rate so far.
-            Default: True.
-    """
-    first = chosen(name, _make(size, text), size.rates, 1, results, whole)
-    if not first:
-        return {}
-    (short,) = first
-    T = short.seq_len
-    batch_size = max(1, short.batch_size // LONGER)
-    lengths = {
-        f"{_kilo(T)}": short,
-        f"{_kilo(LONGER * T)}": replace(short, seq_len=LONGER * T, batch_size=batch_size),
-    }
-    if name != "Transformer++":
-        lengths[f"{SEGMENTS} x {_kilo(T)}"] = replace(short, segments=SEGMENTS)
-    return lengths
 
 
 def _kilo(length: int) -> str:
@@ -66,32 +60,30 @@ def _kilo(length: int) -> str:
 
 def report(scale: str, results: Results, text: str, folder: Path) -> str:
     """Draws experiments_length.png and returns the table of bits a byte at some positions."""
-    size = SCALES[scale]
-    done, diverged = {}, 0
-    for name in LAYERS:
-        for length, run in _lengths(name, size, text, results, whole=False).items():
-            found = results.of(replace(run, seed=seed) for seed in range(size.seeds))
-            curves = [result.details["by_position"] for result in found]
-            diverged += curves.count([])
-            if any(curves):
-                done[name, length] = [curve for curve in curves if curve]
+    size, make = SCALES[scale], _make(SCALES[scale], text)
+    trained, done = _trained(size), {}
+    for name in trained:
+        found = results.of(chosen(name, make, size.rates, size.seeds, results, whole=False))
+        curves = [result.details["by_position"] for result in found]
+        if any(curves):
+            done[name] = [curve for curve in curves if curve]
     if not done:
         return ""
-    lengths = list(dict.fromkeys(length for _, length in done))
+    lengths = list(dict.fromkeys(trained[name][1] for name in done))
     with figure(folder / "experiments_length.png", len(lengths)) as axes:
         for axis, length in zip(axes, lengths, strict=True):
-            for place, name in enumerate(LAYERS):
+            for place, layer in enumerate(LAYERS):
                 points: dict[float, list[float]] = {}
-                for curve in done.get((name, length), ()):
+                for curve in done.get(f"{layer} at {length}", ()):
                     for position, bits in curve:
                         points.setdefault(position, []).append(bits)
-                line(axis, name, points, f"C{place}")
+                line(axis, layer, points, f"C{place}")
             axis.set(title=f"trained at {length}", xlabel="position, bytes")
         low = min(bits for curves in done.values() for curve in curves for _, bits in curve)
         axes[0].set(ylabel="bits a byte", ylim=(low - 0.1, low + 2.5))
         axes[0].legend()
     rows = []
-    for (name, length), curves in done.items():
+    for name, curves in done.items():
         n = len(curves[0])
         # Of 64 stretches: the first eight, that is 4K of 32K, and so on.
         edges = [0, n // 8, n // 4, n // 2, n]
@@ -99,14 +91,15 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
             _of_part([[bits for _, bits in curve[a:e]] for curve in curves])
             for a, e in itertools.pairwise(edges)
         ]
-        rate = rate_of(name, _make(size, text), size.rates, results)
-        rows.append([name, length, *cells, rate, str(len(curves))])
+        rate = rate_of(name, make, size.rates, results)
+        rows.append([*trained[name], *cells, rate, str(len(curves))])
     head = ["model", "trained at", "first 8th", "second 8th", "second quarter", "second half"]
     page = table([*head, "rate", "seeds"], rows)
     parts = ["![bits a byte by position](experiments_length.png)", page]
-    if edges := at_edges(LAYERS, _make(size, text), size.rates, results):
+    if edges := at_edges(trained, make, size.rates, results):
         parts.append(edges)
-    if diverged:
+    every = results.of(dict.fromkeys(runs(scale, results, text)))
+    if diverged := sum(not result.details["by_position"] for result in every):
         parts.append(f"Runs that diverged, which are in no row: {diverged}.")
     return "\n\n".join(parts)
 

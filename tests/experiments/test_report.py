@@ -15,7 +15,7 @@ from experiments.runs import Result, Results, foreseen, spread
 TEXT = "digest"
 SIZE = ablations.SCALES["full"]
 CURVE = [[place * 512, 2.0 - place / 100] for place in range(64)]
-COUNTS = {"ablations": 36, "value_gates": 24, "length": 33, "transformer": 30}  # of runs
+COUNTS = {"ablations": 36, "value_gates": 24, "length": 48, "transformer": 30}  # of runs
 LEVELS = {name: 1.0 + place / 10 for place, name in enumerate(ablations.VARIANTS)}
 
 
@@ -133,9 +133,10 @@ def test_lengths_while_sweeps_go_on(tmp_path):
     assert f"| GLA | 2K | {cells} | 0.002 (best of 1) | 1 |" in page.splitlines()
     assert (tmp_path / "experiments_length.png").is_file()
     results = Results([])
-    perform(results, ["length"], 12 + 2, lambda of: math.nan if of.segments > 1 else 1.5)
+    perform(results, ["length"], 8 + 1, lambda of: math.nan if of.segments > 1 else 1.5)
     page = length.report("full", results, TEXT, tmp_path)
-    assert "12 x 2K" not in page and page.endswith("Runs that diverged, which are in no row: 1.")
+    assert "12 x 2K" not in page and page.endswith("Runs that diverged, which are in no row: 2.")
+    assert "| Transformer++ | 8K | " in page
     everything = foreseen(partial(length.runs, "full", text=TEXT), results)
     seeds = [of.seed for of in everything[1] if of.seq_len > SIZE.seq_len]
     assert seeds == sorted(seeds) and set(seeds) == {0, 1, 2}
