@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import torch
 import torch.nn.functional as F
@@ -61,9 +62,7 @@ class LanguageTrainer(Trainer):
         """
         if has_state(self.run.layer):
             return self.evaluate()
-        size = by_position[1][0] if len(by_position) > 1 else self.length
-        seen = [bits for start, bits in by_position if start + size <= self.run.seq_len]
-        return sum(seen or [bits for _, bits in by_position[:1]]) / max(1, len(seen))
+        return bits_of_first(by_position, self.run.seq_len)
 
     @property
     def length(self) -> int:
@@ -86,6 +85,18 @@ class LanguageTrainer(Trainer):
             total += nats.double().cpu()
         bits = total / len(self.long) / math.log(2)
         return [(i * size, part.mean().item()) for i, part in enumerate(bits.split(size))]
+
+
+def bits_of_first(by_position: list[tuple[int, float]], count: int) -> float:
+    """Bits a byte of the long documents' first bytes.
+
+    Args:
+        by_position: as `bits_by_position` has it.
+        count: how many bytes; those stretches count that end within, or else the first one.
+    """
+    size = by_position[1][0] if len(by_position) > 1 else count
+    seen = [bits for start, bits in by_position if start + size <= count]
+    return statistics.fmean(seen or [by_position[0][1]])
 
 
 def long_documents(corpus: Corpus) -> Tensor:

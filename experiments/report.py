@@ -41,21 +41,22 @@ def summary(results: Results, text: str) -> str:
     others = sum(result.run.text not in ("", text) for result in results)
     if others:
         ran += f"; {others} of them read another text and are in no table"
-    return f"{ran}.{repeated(results)}"
+    return f"{ran}.{repeated(results, text)}"
 
 
-def repeated(results: Results) -> str:
-    """A sentence on runs on text that were performed again: how far their scores are apart."""
-    apart = [
-        abs(first.score - again.score)
+def repeated(results: Results, text: str) -> str:
+    """A sentence on runs on a text that were performed again: how far their scores are apart."""
+    apart = {
+        first.run: abs(first.score - again.score)
         for first, again in results.repeats
-        if first.run.task == "text" and math.isfinite(first.score - again.score)
-    ]
+        if first.run.text == text != "" and math.isfinite(first.score - again.score)
+    }
     if not apart:
         return ""
     return (
         f" {len(apart)} runs on text were performed again, with the same seed: their scores are "
-        f"{statistics.fmean(apart):.3f} bits a byte apart on average, {max(apart):.3f} at most."
+        f"{statistics.fmean(apart.values()):.3f} bits a byte apart on average, "
+        f"{max(apart.values()):.3f} at most."
     )
 
 

@@ -80,7 +80,7 @@ class Result:
 class Results:
     """Results by their run's key, read from every `*.jsonl` of some folders.
 
-    repeats: of a run with several results the first and another one, which is in no table.
+    repeats: pairs of results of one run, the one that counts and a later one.
     """
 
     def __init__(self, folders: Iterable[Path] = (RESULTS,)) -> None:
@@ -229,31 +229,27 @@ def at_edges(
     return f"At an end of the sweep, beyond which a rate might be better: {'; '.join(named)}."
 
 
-def finite(results: Iterable[Result]) -> list[float]:
+def finite(scores: Iterable[float]) -> list[float]:
     """The scores, but of runs that diverged."""
-    return [result.score for result in results if math.isfinite(result.score)]
+    return [score for score in scores if math.isfinite(score)]
 
 
-def spread(results: list[Result], digits: int = 3) -> str:
-    """`mean_of` the scores, and how many runs diverged."""
-    scores = finite(results)
-    diverged = len(results) - len(scores)
-    return mean_of(scores, digits, f"{diverged} diverged" if diverged else "") if results else ""
-
-
-def mean_of(scores: list[float], digits: int = 3, note: str = "") -> str:
-    """Mean and standard deviation of scores, and their number where it is not three.
+def spread(scores: list[float], digits: int = 3) -> str:
+    """Mean and standard deviation of the scores, and their number where it is not three; how many
+    runs diverged.
 
     Args:
-        scores: one a seed.
+        scores: one a run, NaN of one that diverged.
         digits: after the point. Default: 3.
-        note: what else stands in brackets. Default: nothing.
     """
-    notes = [f"n = {len(scores)}"] * (len(scores) != 3) + [note] * bool(note)
-    behind = f" ({', '.join(notes)})" if notes else ""
-    if not scores:
-        return behind.strip()
-    mean = f"{statistics.fmean(scores):.{digits}f}"
-    if len(scores) > 1:
-        mean += f" ± {statistics.stdev(scores):.{digits}f}"
-    return mean + behind
+    counted = finite(scores)
+    notes = [] if len(counted) == 3 else [f"n = {len(counted)}"]
+    if len(counted) < len(scores):
+        notes.append(f"{len(scores) - len(counted)} diverged")
+    note = f" ({', '.join(notes)})" if notes and scores else ""
+    if not counted:
+        return note.strip()
+    mean = f"{statistics.fmean(counted):.{digits}f}"
+    if len(counted) > 1:
+        mean += f" ± {statistics.stdev(counted):.{digits}f}"
+    return mean + note

@@ -8,7 +8,7 @@
 
 namespace gla_ext {
 
-// It has the sizes and the dtype of what is returned without it.
+// `out` has the sizes and the dtype of what is returned without it.
 void check_out(const Checker& check, const at::Tensor& out, at::ScalarType dtype, const char* dims,
                const Sizes& sizes);
 

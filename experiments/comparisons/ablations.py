@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from experiments.comparisons.figures import table
 from experiments.comparisons.significance import order, p_value, verdict
-from experiments.runs import Results, Run, at_edges, chosen, finite, rate_of, spread, swept
+from experiments.runs import (
+    Result,
+    Results,
+    Run,
+    at_edges,
+    chosen,
+    finite,
+    rate_of,
+    spread,
+    swept,
+)
 
 # Name: layer, heads, and the paper's perplexity at 340 M parameters and 7 B tokens.
 VARIANTS = {
@@ -77,22 +88,30 @@ def compared(
     size: Scale,
     results: Results,
     beside: str,
+    measure: Callable[[Result], float] = attrgetter("score"),
 ) -> tuple[dict[str, list[str]], dict[str, list[float]]]:
     """Of each variant that has results its cells, which are bits a byte, the probability that it is
     no other than `beside`, its rate, and its parameters; and its scores.
+
+    Args:
+        names, make: the variants, as `swept`'s.
+        size, results: what is asked for, and what is done.
+        beside: the variant that the others are compared with.
+        measure: bits a byte of a result, NaN of a run that diverged. Default: the score.
     """
     found = {
         name: results.of(chosen(name, make, size.rates, size.seeds, results, whole=False))
         for name in names
     }
-    scores = {name: finite(of) for name, of in found.items() if finite(of)}
+    measured = {name: [measure(result) for result in done] for name, done in found.items()}
+    scores = {name: finite(of) for name, of in measured.items() if finite(of)}
     cells = {}
     for name, done in found.items():
         if done:
             p = "" if name == beside else p_value(scores.get(name, ()), scores.get(beside, ()))
             parameters = f"{done[0].details['parameters'] / 1e6:.2f} M"
             rate = rate_of(name, make, size.rates, results)
-            cells[name] = [spread(done, 4), p, rate, parameters]
+            cells[name] = [spread(measured[name], 4), p, rate, parameters]
     return cells, scores
 
 

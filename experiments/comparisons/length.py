@@ -24,32 +24,31 @@ def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
     yield from swept(names, _make(size, text), size.rates, size.seeds, results)
 
 
-def _trained(size: Scale) -> dict[str, tuple[str, str]]:
-    """By a name for sentences: layer, and the length that it is trained at. A Transformer++ has no
-    state for a segment to hand on.
+def _trained(size: Scale) -> dict[str, tuple[str, str, dict[str, int]]]:
+    """By a name for sentences: layer, the length that it is trained at, and what of a run follows
+    from that, at the same number of tokens a step. A Transformer++ has no state for a segment to
+    hand on.
     """
-    short, long = _kilo(size.seq_len), _kilo(LONGER * size.seq_len)
-    lengths = (short, long, f"{SEGMENTS} x {short}")
+    T, longer = size.seq_len, LONGER * size.seq_len
+    lengths = {
+        _kilo(T): {},
+        _kilo(longer): {"seq_len": longer, "batch_size": max(1, size.batch_size // LONGER)},
+        f"{SEGMENTS} x {_kilo(T)}": {"segments": SEGMENTS},
+    }
     return {
-        f"{layer} at {length}": (layer, length)
+        f"{layer} at {length}": (layer, length, changes)
         for layer in LAYERS
-        for length in lengths[: 2 if layer == "Transformer++" else 3]
+        for length, changes in lengths.items()
+        if not (layer == "Transformer++" and "segments" in changes)
     }
 
 
 def _make(size: Scale, text: str) -> Callable[[str, float], Run]:
-    """Runs of the same number of tokens a step."""
     trained = _trained(size)
 
     def make(name: str, lr: float) -> Run:
-        layer, length = trained[name]
-        short = text_run(size, text, *LAYERS[layer], lr)
-        if length.startswith(f"{SEGMENTS} x"):
-            return replace(short, segments=SEGMENTS)
-        if length == _kilo(size.seq_len):
-            return short
-        batch_size = max(1, size.batch_size // LONGER)
-        return replace(short, seq_len=LONGER * size.seq_len, batch_size=batch_size)
+        layer, _, changes = trained[name]
+        return replace(text_run(size, text, *LAYERS[layer], lr), **changes)
 
     return make
 
@@ -62,9 +61,11 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
     """Draws experiments_length.png and returns the table of bits a byte at some positions."""
     size, make = SCALES[scale], _make(SCALES[scale], text)
     trained, done = _trained(size), {}
+    every = set(runs(scale, results, text))
     for name in trained:
-        found = results.of(chosen(name, make, size.rates, size.seeds, results, whole=False))
-        curves = [result.details["by_position"] for result in found]
+        asked = chosen(name, make, size.rates, size.seeds, results, whole=False)
+        every |= set(asked)
+        curves = [result.details["by_position"] for result in results.of(asked)]
         if any(curves):
             done[name] = [curve for curve in curves if curve]
     if not done:
@@ -92,14 +93,13 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
             for a, e in itertools.pairwise(edges)
         ]
         rate = rate_of(name, make, size.rates, results)
-        rows.append([*trained[name], *cells, rate, str(len(curves))])
+        rows.append([*trained[name][:2], *cells, rate, str(len(curves))])
     head = ["model", "trained at", "first 8th", "second 8th", "second quarter", "second half"]
     page = table([*head, "rate", "seeds"], rows)
     parts = ["![bits a byte by position](experiments_length.png)", page]
     if edges := at_edges(trained, make, size.rates, results):
         parts.append(edges)
-    every = results.of(dict.fromkeys(runs(scale, results, text)))
-    if diverged := sum(not result.details["by_position"] for result in every):
+    if diverged := sum(not result.details["by_position"] for result in results.of(every)):
         parts.append(f"Runs that diverged, which are in no row: {diverged}.")
     return "\n\n".join(parts)
 

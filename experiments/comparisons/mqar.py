@@ -135,7 +135,7 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
         for layer, of in done[task].items():
             if any(of.values()):
                 rate = rate_of(layer, _swept_run(size, task), size.rates, results)
-                cells = [spread(of[width]) for width in size.widths]
+                cells = [spread([r.score for r in of[width]]) for width in size.widths]
                 rows.append([f"{task[0]}, {task[1]}", layer, rate, *cells])
     head = ["tokens, pairs", "layer", "rate", *(f"width {width}" for width in size.widths)]
     parts = ["![accuracy against width](experiments_mqar.png)", table(head, rows)]

@@ -6,16 +6,17 @@ of the long held-out documents, as many as a sequence of training has.
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.comparisons.ablations import SCALES, Scale, text_run
+from experiments.comparisons.ablations import SCALES, Scale, compared, text_run
 from experiments.comparisons.figures import table
-from experiments.comparisons.significance import p_value, verdict
-from experiments.runs import Result, Results, Run, at_edges, chosen, mean_of, rate_of, swept
+from experiments.comparisons.significance import verdict
+from experiments.language import bits_of_first
+from experiments.runs import Result, Results, Run, at_edges, swept
 
-# Name: layer and heads. The first three are also lengths' runs, which are trained once.
+# Name: layer and heads. The first three are other comparisons' runs too, which are trained once.
 VARIANTS = {
     "Transformer++": ("attention", 8),
     "GLA": ("gla", 4),
@@ -40,33 +41,17 @@ def _make(size: Scale, text: str):
 
 def within(result: Result) -> float:
     """Bits a byte of the long documents' first bytes, as many as the run's sequences have."""
-    curve = result.details["by_position"]
-    ends = [start for start, _ in curve[1:]]  # of all stretches but the last
-    seen = [bits for (_, bits), end in zip(curve, ends, strict=False) if end <= result.run.seq_len]
-    return statistics.fmean(seen or [bits for _, bits in curve[:1]])
+    by_position = result.details["by_position"]
+    return bits_of_first(by_position, result.run.seq_len) if by_position else math.nan
 
 
 def report(scale: str, results: Results, text: str, folder: Path) -> str:
     """The table, with the probability that a variant is no other than GLA, and what may be said."""
     size, beside = SCALES[scale], "GLA"
     make = _make(size, text)
-    found = {
-        name: results.of(chosen(name, make, size.rates, size.seeds, results, whole=False))
-        for name in VARIANTS
-    }
-    scores = {
-        name: [within(result) for result in done if result.details["by_position"]]
-        for name, done in found.items()
-        if done
-    }
-    rows = []
-    for name, of in scores.items():
-        p = "" if name == beside else p_value(of, scores.get(beside, ()))
-        parameters = f"{found[name][0].details['parameters'] / 1e6:.2f} M"
-        rows.append([name, mean_of(of, 4), p, rate_of(name, make, size.rates, results), parameters])
-    if not rows:
-        return ""
+    cells, scores = compared(VARIANTS, make, size, results, beside, within)
+    rows = [[name, *of] for name, of in cells.items()]
     head = ["model", "here, bits a byte", "p, against GLA", "rate", "size"]
     edges = at_edges(VARIANTS, make, size.rates, results)
     said = " ".join(filter(None, (verdict(scores, beside), edges)))
-    return f"{table(head, rows)}\n\n{said}"
+    return f"{table(head, rows)}\n\n{said}" if rows else ""

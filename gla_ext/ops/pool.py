@@ -92,7 +92,8 @@ def chunk_gla_(
 
     Raises:
         ValueError: shapes, devices, strides or offsets do not agree; checkpoint_every is no
-            multiple of 64, or without what goes with it; out shares memory with an input.
+            multiple of 64, or without what goes with it; out shares memory with an input
+            (or is a view of its buffer of other strides).
         TypeError: dtypes do not agree; scale is a tensor.
         NotImplementedError: grad mode is on and an input requires grad; a device or layout without
             kernels; torch.vmap; DTensor.

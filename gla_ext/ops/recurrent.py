@@ -187,7 +187,8 @@ def recurrent_gla_step_(
         o, `[B, T, H, V]` in v's dtype, or out.
 
     Raises:
-        ValueError: shapes, devices or strides do not agree; out shares memory with an input.
+        ValueError: shapes, devices or strides do not agree; out shares memory with an input
+            (or is a view of its buffer of other strides).
         TypeError: dtypes do not; scale is a tensor.
         NotImplementedError: grad mode is on and an input requires grad; a device or layout without
             kernels; torch.vmap; DTensors that are sharded by another dimension than the heads.

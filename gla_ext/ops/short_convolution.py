@@ -61,7 +61,7 @@ def short_convolution_(
 
     Raises:
         ValueError: shapes, devices or strides do not agree, and on CPU offsets that do not fit; out
-            shares memory with an input.
+            shares memory with an input (or is a view of its buffer of other strides).
         TypeError: dtypes do not.
         NotImplementedError: grad mode is on and an input requires grad; a device or layout without
             kernels; torch.vmap; DTensor.

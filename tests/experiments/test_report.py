@@ -86,7 +86,7 @@ def test_a_run_that_diverged_is_counted_and_not_averaged(tmp_path):
     page = ablations.report("full", results, TEXT, tmp_path)
     assert "| GLA, 8 heads | 15.29 | 1.4000 (n = 1, 2 diverged) |  |" in page
     assert "Of one seed, so nothing is concluded: GLA, 8 heads." in page
-    assert spread([result(of.run, math.nan) for of in results][:2]) == "(n = 0, 2 diverged)"
+    assert spread([math.nan, math.nan]) == "(n = 0, 2 diverged)"
     assert spread([]) == ""
 
 
@@ -115,10 +115,11 @@ def test_runs_that_were_performed_again_say_how_far_they_are_apart():
     results = Results([])
     perform(results, ["ablations"], 3)
     a, b, c = list(results)
-    again = [(a, a.score + 0.01), (b, b.score - 0.03), (c, math.nan)]
-    for of, score in again:
+    d = result(replace(a.run, text="other"), 1.0)
+    for of, score in [(a, a.score + 0.01), (b, b.score - 0.03), (c, math.nan), (d, 1.0), (d, 9.0)]:
         results.add(result(of.run, score))
-    assert [pair[0] for pair in results.repeats] == [a, b, c] and list(results) == [a, b, c]
+    assert [pair[0].run for pair in results.repeats] == [of.run for of in (a, b, c, d)]
+    assert list(results)[:3] == [a, b, c]
     assert report.summary(results, TEXT).endswith(
         " 2 runs on text were performed again, with the same seed: their scores are 0.020 bits a "
         "byte apart on average, 0.030 at most."
@@ -137,6 +138,10 @@ def test_lengths_while_sweeps_go_on(tmp_path):
     page = length.report("full", results, TEXT, tmp_path)
     assert "12 x 2K" not in page and page.endswith("Runs that diverged, which are in no row: 2.")
     assert "| Transformer++ | 8K | " in page
+    for seed in (1, 2):  # of a sweep that is not done
+        results.add(result(replace(next(iter(results)).run, seed=seed), math.nan))
+    page = length.report("full", results, TEXT, tmp_path)
+    assert page.endswith("Runs that diverged, which are in no row: 4.")
     everything = foreseen(partial(length.runs, "full", text=TEXT), results)
     seeds = [of.seed for of in everything[1] if of.seq_len > SIZE.seq_len]
     assert seeds == sorted(seeds) and set(seeds) == {0, 1, 2}
@@ -168,8 +173,9 @@ def test_beside_a_transformer(tmp_path):
     """On the first bytes of long documents, as many as were trained on, whatever the scores are."""
     results = Results([])
     perform(results, ["transformer"], 20 + 5, lambda of: 9.0 if of.layer == "gla" else score(of))
+    perform(results, ["transformer"], 3, lambda of: math.nan)
     lines = transformer.report("full", results, TEXT, tmp_path).splitlines()
-    first = "1.9850 ± 0.0000 (n = 2)"  # the mean of four stretches of 512 bytes, alike for all here
+    first = "1.9850 ± 0.0000 (n = 2, 1 diverged)"  # of four stretches of 512 bytes, alike for all
     assert "| Transformer++ | " + first + " | 1.000 | 0.002 | 14.00 M |" in lines
     assert [line.split(" | ")[0][2:] for line in lines[2:7]] == list(transformer.VARIANTS)
     assert transformer.within(next(iter(results))) == pytest.approx(1.985)

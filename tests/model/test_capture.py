@@ -1,5 +1,6 @@
 """When graphs of `decode._capture` are destroyed, with a stand-in for torch's on the CPU."""
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -21,12 +22,14 @@ class Device:
 
     def __init__(self):
         self.captures = self.destroyed = 0
-        self.broken = False
+        self.broken = self.refuses = False
         self.on_destroy = lambda: None
         device = self
 
         class CUDAGraph:
             def capture_begin(self, pool):
+                if device.refuses:
+                    raise RuntimeError(BROKEN)
                 device.captures += 1
 
             def capture_end(self):
@@ -39,6 +42,7 @@ class Device:
                 device.on_destroy()
                 device.destroyed += 1
 
+        _capture.know_captures(CUDAGraph)
         self.graph_class = CUDAGraph
 
 
@@ -161,6 +165,43 @@ def test_every_graph_is_destroyed_at_last(gpu):
     assert not _capture._streams
 
 
+def test_a_graph_dropped_while_another_is_destroyed(gpu):
+    """By another thread, which does not wait: whoever destroys the first one destroys it."""
+    first, second = ([_capture.record(nothing)] for _ in range(2))
+
+    def on_destroy():
+        gpu.on_destroy = nothing
+        in_thread(second.clear)
+        assert gpu.destroyed == 0
+
+    gpu.on_destroy = on_destroy
+    first.clear()
+    assert gpu.destroyed == 2
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_captures_of_others(gpu, broken):
+    """A graph that is dropped during a capture which is none of ours."""
+    owners, theirs = [_capture.record(nothing)], gpu.graph_class()
+    theirs.capture_begin(None)
+    owners.clear()
+    gc.collect()
+    assert gpu.destroyed == 0
+    gpu.broken = broken
+    with pytest.raises(RuntimeError, match=BROKEN) if broken else contextlib.nullcontext():
+        theirs.capture_end()
+    assert gpu.destroyed == 1 and gpu.broken == broken
+
+
+def test_a_capture_that_does_not_begin(gpu):
+    owners = [_capture.record(nothing)]
+    gpu.refuses = True
+    with pytest.raises(RuntimeError, match=BROKEN):
+        _capture.record(nothing)
+    owners.clear()
+    assert gpu.destroyed == 2
+
+
 def test_a_training_step_forgets_its_graph_while_another_thread_records(gpu):
     step = GraphedStep(lambda: torch.zeros(()), torch.device("cpu"))
     step._graph = _capture.record(nothing)
@@ -212,20 +253,29 @@ def test_a_step_that_draws_has_no_graph(gpu):
 
 
 AT_EXIT = """
-import threading, types
+import atexit, gc, threading, types
+
+destroyed = []
+atexit.register(lambda: print(len(destroyed)))  # after what others register
+gc.disable()
+
 import torch
 from gla_ext.decode import _capture
 
 class CUDAGraph:
     def capture_begin(self, pool): pass
     def capture_end(self): pass
+    def __del__(self): destroyed.append(self)
 
+_capture.know_captures(CUDAGraph)
 torch.cuda.CUDAGraph = CUDAGraph
 torch.cuda.current_stream = lambda: types.SimpleNamespace(cuda_stream=7)
 _capture._begin = lambda graph, pool: graph.capture_begin(pool)
 kept, circular = (_capture.record(lambda: None) for _ in range(2))
 circular.itself = circular
 del circular
+"""
+RECORDS = """
 began = threading.Event()
 step = lambda: (began.set(), threading.Event().wait())
 threading.Thread(target=_capture.record, args=(step,), daemon=True).start()
@@ -233,8 +283,9 @@ began.wait()
 """
 
 
-def test_at_exit():
-    """Nothing is printed and nothing waits, not even for a thread that is recording."""
-    command = [sys.executable, "-c", AT_EXIT]
+@pytest.mark.parametrize("more", ["", RECORDS], ids=["alone", "a thread records"])
+def test_at_exit(more):
+    """No graph is destroyed then, and nothing waits for a thread that is recording."""
+    command = [sys.executable, "-c", AT_EXIT + more]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "0\n", "")

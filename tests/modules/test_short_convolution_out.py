@@ -184,6 +184,68 @@ def test_wrong_outputs():
     assert torch.equal(pool.pool, pool.before)
 
 
+def test_out_in_one_buffer_with_x():
+    """Halves of a buffer share nothing, though they are not dense; what meets is refused."""
+    rows = torch.zeros(6, 4, 64)
+    apart = [(rows[:, :2, :24], rows[:, :2, first : first + 24]) for first in (24, 40)]
+    apart += [(rows[:, ::2, 8:32], rows[:, 1::2, 8:32]), (rows[:, 2:, 24:48], rows[:, :2, 30:54])]
+    for x, out in apart:
+        pool = Pool("cpu", T=2)
+        expected = pool.run()
+        pool.pool.copy_(pool.before)
+        x.copy_(pool.x)
+        pool.x = x
+        assert torch.equal(pool.run(out=out), expected)
+    meet = [(rows[:, :2, :24], rows[:, :2, first : first + 24]) for first in (1, 23)]
+    meet += [(rows[:, :2, 40:], rows[:, 1:3, 40:]), (rows[:, :2, 8:32], rows[:, 1:3, 30:54])]
+    for one, other in [*meet, *((b, a) for a, b in meet)]:
+        pool = Pool("cpu", T=2)
+        pool.x = one
+        with raises(ValueError, "expected out to share no memory with x"):
+            pool.run(out=other)
+    layers = torch.zeros(7, 2, 24, 4)  # the usual pool: a layer's slice of it
+    of_layer = [layers[:6, layer].flatten(1)[:, :48].unflatten(1, (2, 24)) for layer in (0, 1)]
+    Pool("cpu", T=2).run(state=layers[:, 0], out=of_layer[1])
+    with raises(ValueError, "expected out to share no memory with state"):
+        Pool("cpu", T=2).run(state=layers[:, 0], out=of_layer[0])
+
+
+def test_no_view_that_meets_x_is_taken():
+    memory, accepted = torch.zeros(8000), 0
+    generator = torch.Generator().manual_seed(0)
+
+    def view():
+        start, rows, tokens, more = torch.randint(6, (4,), generator=generator).tolist()
+        token = 24 * (1 + tokens) + more % 2
+        return memory.as_strided((6, 2, 24), (token * (1 + rows), token, 1), 29 * start)
+
+    for _ in range(400):
+        x, out = view(), view()
+        places = [
+            torch.arange(8000).as_strided(v.shape, v.stride(), v.storage_offset()) for v in (x, out)
+        ]
+        if len(places[1].unique()) < out.numel():
+            continue
+        pool = Pool("cpu", T=2)
+        pool.x = x
+        try:
+            pool.run(out=out)
+        except ValueError as error:
+            assert "expected out to share no memory with x" in str(error)
+            continue
+        accepted += 1
+        assert not torch.isin(*places).any()
+    assert accepted > 10
+
+
+def test_compiled_wants_a_contiguous_output():
+    """So says dynamo, of every operator; where it does no more, so must the docstrings."""
+    pool = Pool("cpu", T=2)
+    out, _ = make_out(pool.x, "wider rows")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="non-contiguous `out=` tensor"):
+        torch.compile(pool.run, fullgraph=True, backend="eager")(out=out)
+
+
 def test_no_gradient_is_lost():
     pool = Pool("cpu")
     out = torch.zeros_like(pool.x).requires_grad_()

@@ -54,9 +54,9 @@ NOT_RUN = {
     "python benchmarks/bench_short_convolution.py": NEEDS_GPU,
     "python benchmarks/bench_builds.py new=. old=../before": NEEDS_GPU,
     "python benchmarks/bench_training.py --builds now=. before=../before --profile "
-    "--rows eager autocast compiled": NEEDS_GPU,
-    'python benchmarks/bench_training.py --rows eager Transformer++ FLA "eager 8192" '
-    '"Transformer++ 8192" "FLA 8192"': NEEDS_GPU,
+    "--seconds 2 --rows eager autocast compiled": NEEDS_GPU,
+    'python benchmarks/bench_training.py --seconds 2 --rows eager "eager 8192" "eager 32768" '
+    'compiled FLA Transformer++ "1.3 B"': NEEDS_GPU,
     "TRITON_CACHE_DIR=cache python benchmarks/bench_fla.py": NEEDS_GPU,
     "torchrun --nproc-per-node 2 -m gla_ext.train --out runs/two": TRAINS,
     "make train NPROC=2": TRAINS,
