@@ -10,8 +10,8 @@ and would free the memory of its seed with itself. Captures of the whole process
 turn, from the first one here on: `torch.cuda.CUDAGraph.capture_begin` waits for a lock.
 
 A graph that is destroyed during a capture breaks it, and Python's collector may come at any time,
-in any thread. Graphs of here that nobody has any more are destroyed when no capture is under way,
-here or elsewhere.
+in any thread. Graphs of here that nobody has any more are destroyed when none is being recorded
+here; of captures elsewhere nothing is known.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ one_at_a_time = threading.RLock()
 
 # Held while a graph takes the default generator, here or elsewhere.
 _beginning = threading.RLock()
-_known: set[type] = set()  # classes of graphs whose captures are known
+_in_turn: set[type] = set()  # classes of graphs that wait for it
 
 WARMUPS = 2  # before a capture, in which no library may start up
 STREAMS = 32  # that torch has of a priority, in turn
@@ -54,31 +54,33 @@ class _Dropped:
 
     def __init__(self) -> None:
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._lock = threading.RLock()  # held while graphs are destroyed
-        self._captures = 0  # under way, here or elsewhere
+        self._lock = threading.RLock()  # held while graphs are destroyed, or one is recorded
+        self._recording = False
 
     def take(self, owned: list[torch.cuda.CUDAGraph]) -> None:
-        """Destroys the graph in a list, now or when no capture is under way."""
+        """Destroys the graph in a list, now or when the recording under way has ended."""
         self._graphs.append(owned.pop())
         self._destroy()
 
-    def capture_begins(self) -> None:
-        """Waits while graphs are destroyed; from now on none is."""
-        with self._lock:
-            self._captures += 1
-
-    def capture_has_ended(self) -> None:
-        """Destroys what was dropped meanwhile, unless another capture is under way."""
-        with self._lock:
-            self._captures = max(0, self._captures - 1)
-        self._destroy()
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, a graph is recorded, and none is destroyed."""
+        try:
+            with self._lock:
+                outer, self._recording = self._recording, True
+                try:
+                    yield
+                finally:
+                    self._recording = outer
+        finally:
+            self._destroy()
 
     def _destroy(self) -> None:
         # The collector calls this in any thread, so it waits for none: whoever has the lock looks
-        # for more graphs after giving it back, or a capture does at its end.
+        # for more graphs after giving it back.
         while self._graphs and self._lock.acquire(blocking=False):
             try:
-                if self._captures > 0:
+                if self._recording:  # by this thread, which the collector has interrupted
                     return
                 self._graphs.clear()
             finally:
@@ -148,15 +150,16 @@ def record(step: Callable[[], object], pool: tuple[int, int] | None = None) -> G
     # While a capture is under way the allocator cannot give back what it caches.
     torch.cuda.empty_cache()
     graph = Graph()
-    graph.begin(pool)
-    try:
-        draws = _draws(step)
-    except BaseException:
-        # The step's error is what went wrong. CUDA's, that the capture is broken, follows.
-        with contextlib.suppress(RuntimeError):
-            graph.end()
-        raise
-    graph.end()
+    with _dropped.kept():
+        graph.begin(pool)
+        try:
+            draws = _draws(step)
+        except BaseException:
+            # The step's error is what went wrong. CUDA's, that the capture is broken, follows.
+            with contextlib.suppress(RuntimeError):
+                graph.end()
+            raise
+        graph.end()
     return None if draws else graph
 
 
@@ -252,38 +255,24 @@ def _without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(enabled)
 
 
-def know_captures(kind: type) -> None:
-    """Makes captures of a class of graphs begin one after the other, and wait while graphs of here
-    are destroyed; during them none is.
-    """
-    if kind in _known:
+def begin_in_turn(kind: type) -> None:
+    """Makes graphs of this class begin their captures one after the other."""
+    if kind in _in_turn:
         return
-    _known.add(kind)
-    begin, end = kind.capture_begin, kind.capture_end
+    _in_turn.add(kind)
+    begin = kind.capture_begin
 
     @functools.wraps(begin)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        _dropped.capture_begins()
-        try:
-            with _beginning:
-                begin(self, *args, **kwargs)
-        except BaseException:
-            _dropped.capture_has_ended()
-            raise
+        with _beginning:
+            begin(self, *args, **kwargs)
 
-    @functools.wraps(end)
-    def capture_end(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            end(self, *args, **kwargs)
-        finally:
-            _dropped.capture_has_ended()
-
-    kind.capture_begin, kind.capture_end = capture_begin, capture_end
+    kind.capture_begin = capture_begin
 
 
 def _begin(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -> None:
     """Begins the capture with a generator that no one else has in place of the default one."""
-    know_captures(torch.cuda.CUDAGraph)
+    begin_in_turn(torch.cuda.CUDAGraph)
     default = torch.cuda.default_generators[torch.cuda.current_device()]
     own = torch.Generator(default.device)
     own.seed()
