@@ -11,6 +11,7 @@ import math
 import re
 import statistics
 import sys
+import textwrap
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,13 @@ def progress(name: str, scale: str, results: Results, text: str) -> str:
     return f"{many} runs are done, {hours:.2f} hours added up."
 
 
+def wrapped(text: str) -> str:
+    """The text with its long lines of prose broken; rows of tables stay whole."""
+    fill = partial(textwrap.fill, width=138, break_long_words=False, break_on_hyphens=False)
+    lines = text.splitlines()
+    return "\n".join(line if line.startswith("|") else fill(line) for line in lines)
+
+
 def write(page: Path, scale: str, results: Results) -> None:
     """Puts figures and tables into the page and its folder."""
     text = most_frequent_text(results)
@@ -79,6 +87,7 @@ def write(page: Path, scale: str, results: Results) -> None:
     sections["summary"] = summary(results, text)
     content = page.read_text(encoding="utf-8")
     for name, section in sections.items():
+        section = wrapped(section)
         marks = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         pattern = re.compile(f"{marks[0]}.*?{marks[1]}", re.DOTALL)
         if not pattern.search(content):

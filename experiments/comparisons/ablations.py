@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -30,6 +30,7 @@ VARIANTS = {
     "GLA, 8 heads": ("gla", 8, 15.29),
     "GLA, 1 head": ("gla", 1, 14.61),
 }
+LAYERS = {name: (layer, heads) for name, (layer, heads, _) in VARIANTS.items()}
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,17 @@ def text_run(size: Scale, text: str, layer: str, heads: int, lr: float) -> Run:
     )
 
 
+def maker(
+    variants: Mapping[str, tuple[str, int]], size: Scale, text: str
+) -> Callable[[str, float], Run]:
+    """What makes the run of a variant, a layer and its heads by a name, at a learning rate."""
+    return lambda name, lr: text_run(size, text, *variants[name], lr)
+
+
 def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
     """Each variant at all rates, then its best rate with the other seeds."""
     size = SCALES[scale]
-    yield from swept(VARIANTS, _make(size, text), size.rates, size.seeds, results)
-
-
-def _make(size: Scale, text: str):
-    def make(name: str, lr: float) -> Run:
-        layer, heads, _ = VARIANTS[name]
-        return text_run(size, text, layer, heads, lr)
-
-    return make
+    yield from swept(LAYERS, maker(LAYERS, size, text), size.rates, size.seeds, results)
 
 
 def compared(
@@ -115,13 +115,40 @@ def compared(
     return cells, scores
 
 
+def comparison(
+    variants: Mapping[str, tuple[str, int]],
+    size: Scale,
+    text: str,
+    results: Results,
+    beside: str,
+    heads: tuple[str, str],
+    measure: Callable[[Result], float] = attrgetter("score"),
+) -> str:
+    """A table of variants, with the probability that each is no other than `beside`, and what may
+    be said; '' while there are no results.
+
+    Args:
+        variants, text: as `maker`'s.
+        size, results, beside, measure: as `compared`'s.
+        heads: of the columns of names and of probabilities.
+    """
+    make = maker(variants, size, text)
+    cells, scores = compared(variants, make, size, results, beside, measure)
+    rows = [[name, *of] for name, of in cells.items()]
+    head = [heads[0], "here, bits a byte", heads[1], "rate", "size"]
+    edges = at_edges(variants, make, size.rates, results)
+    said = " ".join(filter(None, (verdict(scores, beside), edges)))
+    return f"{table(head, rows)}\n\n{said}" if rows else ""
+
+
 def report(scale: str, results: Results, text: str, folder: Path) -> str:
     """The table, with the probability that a variant is no other than GLA, and what may be said."""
     size, beside = SCALES[scale], "GLA, 4 heads"
     papers = sorted(VARIANTS, key=lambda name: VARIANTS[name][2])
-    cells, scores = compared(papers, _make(size, text), size, results, beside)
+    make = maker(LAYERS, size, text)
+    cells, scores = compared(papers, make, size, results, beside)
     rows = [[name, f"{VARIANTS[name][2]:.2f}", *of] for name, of in cells.items()]
     head = ["variant", "paper, perplexity", "here, bits a byte", "p, against GLA", "rate", "size"]
-    edges = at_edges(papers, _make(size, text), size.rates, results)
+    edges = at_edges(papers, make, size.rates, results)
     said = " ".join(filter(None, (verdict(scores, beside), order(scores, papers), edges)))
     return f"{table(head, rows)}\n\n{said}" if rows else ""

@@ -10,11 +10,9 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.comparisons.ablations import SCALES, Scale, compared, text_run
-from experiments.comparisons.figures import table
-from experiments.comparisons.significance import verdict
+from experiments.comparisons.ablations import SCALES, comparison, maker
 from experiments.language import bits_of_first
-from experiments.runs import Result, Results, Run, at_edges, swept
+from experiments.runs import Result, Results, Run, swept
 
 # Name: layer and heads. The first three are other comparisons' runs too, which are trained once.
 VARIANTS = {
@@ -29,14 +27,7 @@ VARIANTS = {
 def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
     """Each variant at all rates, then its best rate with the other seeds."""
     size = SCALES[scale]
-    yield from swept(VARIANTS, _make(size, text), size.rates, size.seeds, results)
-
-
-def _make(size: Scale, text: str):
-    def make(name: str, lr: float) -> Run:
-        return text_run(size, text, *VARIANTS[name], lr)
-
-    return make
+    yield from swept(VARIANTS, maker(VARIANTS, size, text), size.rates, size.seeds, results)
 
 
 def within(result: Result) -> float:
@@ -47,11 +38,5 @@ def within(result: Result) -> float:
 
 def report(scale: str, results: Results, text: str, folder: Path) -> str:
     """The table, with the probability that a variant is no other than GLA, and what may be said."""
-    size, beside = SCALES[scale], "GLA"
-    make = _make(size, text)
-    cells, scores = compared(VARIANTS, make, size, results, beside, within)
-    rows = [[name, *of] for name, of in cells.items()]
-    head = ["model", "here, bits a byte", "p, against GLA", "rate", "size"]
-    edges = at_edges(VARIANTS, make, size.rates, results)
-    said = " ".join(filter(None, (verdict(scores, beside), edges)))
-    return f"{table(head, rows)}\n\n{said}" if rows else ""
+    heads = ("model", "p, against GLA")
+    return comparison(VARIANTS, SCALES[scale], text, results, "GLA", heads, within)

@@ -126,6 +126,15 @@ def test_runs_that_were_performed_again_say_how_far_they_are_apart():
     )
 
 
+def test_long_prose_is_broken_and_rows_are_not():
+    prose, row = "some words, again and again; " * 9, "| cell " * 40 + "|"
+    text = f"![a figure](page.png)\n\n{row}\n\n{prose}"
+    lines = report.wrapped(text).splitlines()
+    assert lines[:4] == ["![a figure](page.png)", "", row, ""]
+    assert len(lines) > 5 and max(map(len, lines[4:])) <= 138
+    assert " ".join(lines[4:]).split() == prose.split()
+
+
 def test_lengths_while_sweeps_go_on(tmp_path):
     results = Results([])
     perform(results, ["length"], 2, lambda of: 1.5)
