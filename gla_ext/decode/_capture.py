@@ -10,8 +10,9 @@ and would free the memory of its seed with itself. Captures of the whole process
 turn, from the first one here on: `torch.cuda.CUDAGraph.capture_begin` waits for a lock.
 
 A graph that is destroyed during a capture breaks it, and Python's collector may come at any time,
-in any thread. Graphs of here that nobody has any more are destroyed when none is being recorded
-here; of captures elsewhere nothing is known.
+in any thread. Graphs of here that nobody has any more are destroyed when no `torch.cuda.CUDAGraph`
+is being captured, here or elsewhere. From the first capture here on others are known, see
+`know_captures`: one that had begun before is not, nor is one by other means than this class.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ one_at_a_time = threading.RLock()
 
 # Held while a graph takes the default generator, here or elsewhere.
 _beginning = threading.RLock()
-_in_turn: set[type] = set()  # classes of graphs that wait for it
+
+# What `know_captures` has put in place of classes' methods.
+_known: set[Callable[..., Any]] = set()
 
 WARMUPS = 2  # before a capture, in which no library may start up
 STREAMS = 32  # that torch has of a priority, in turn
@@ -54,35 +57,46 @@ class _Dropped:
 
     def __init__(self) -> None:
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._lock = threading.RLock()  # held while graphs are destroyed, or one is recorded
-        self._recording = False
+        # Held while graphs are destroyed, or a capture becomes known.
+        self._lock = threading.RLock()
+        # Graphs being captured, by id: a class may compare its graphs as it likes. A capture that
+        # nobody ends is over when its graph is freed, which nothing here prevents.
+        self._captured: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def take(self, owned: list[torch.cuda.CUDAGraph]) -> None:
-        """Destroys the graph in a list, now or when the recording under way has ended."""
+        """Destroys the graph in a list, now or when the captures under way have ended."""
+        # Its own is over: nobody has it any more, and it would wait for itself.
+        self._captured.pop(id(owned[0]), None)
         self._graphs.append(owned.pop())
         self._destroy()
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Inside, a graph is recorded, and none is destroyed."""
+    def beginning(self, graph: Any) -> Iterator[None]:
+        """Inside, a graph's capture begins: the destruction under way is over, and no other one
+        begins until `ended`.
+        """
+        with self._lock:
+            again = id(graph) in self._captured
+            self._captured[id(graph)] = graph
         try:
-            with self._lock:
-                outer, self._recording = self._recording, True
-                try:
-                    yield
-                finally:
-                    self._recording = outer
-        finally:
-            self._destroy()
+            yield
+        except BaseException:
+            if not again:  # else the capture that began before is still under way
+                self.ended(graph)
+            raise
+
+    def ended(self, graph: Any) -> None:
+        """Destroys what was dropped during a graph's capture, unless another one is under way."""
+        self._captured.pop(id(graph), None)
+        self._destroy()
 
     def _destroy(self) -> None:
-        # The collector calls this in any thread, so it waits for none: whoever has the lock looks
-        # for more graphs after giving it back.
-        while self._graphs and self._lock.acquire(blocking=False):
+        # The collector calls this in any thread, so it waits for none. Who has the lock looks for
+        # more graphs: this loop after giving it back, a capture that becomes known at its end.
+        while self._graphs and not self._captured and self._lock.acquire(blocking=False):
             try:
-                if self._recording:  # by this thread, which the collector has interrupted
-                    return
-                self._graphs.clear()
+                if not self._captured:  # still none, now that none can become known
+                    self._graphs.clear()
             finally:
                 self._lock.release()
 
@@ -93,8 +107,8 @@ _dropped = _Dropped()
 class Graph:
     """A CUDA graph of a step, see `record`.
 
-    It may be dropped at any time, in any thread: what CUDA has of it is destroyed once no other
-    one is being recorded.
+    It may be dropped at any time, in any thread: what CUDA has of it is destroyed once no capture
+    that is known is under way.
     """
 
     def __init__(self) -> None:
@@ -150,16 +164,15 @@ def record(step: Callable[[], object], pool: tuple[int, int] | None = None) -> G
     # While a capture is under way the allocator cannot give back what it caches.
     torch.cuda.empty_cache()
     graph = Graph()
-    with _dropped.kept():
-        graph.begin(pool)
-        try:
-            draws = _draws(step)
-        except BaseException:
-            # The step's error is what went wrong. CUDA's, that the capture is broken, follows.
-            with contextlib.suppress(RuntimeError):
-                graph.end()
-            raise
-        graph.end()
+    graph.begin(pool)
+    try:
+        draws = _draws(step)
+    except BaseException:
+        # The step's error is what went wrong. CUDA's, that the capture is broken, follows.
+        with contextlib.suppress(RuntimeError):
+            graph.end()
+        raise
+    graph.end()
     return None if draws else graph
 
 
@@ -255,24 +268,40 @@ def _without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(enabled)
 
 
-def begin_in_turn(kind: type) -> None:
-    """Makes graphs of this class begin their captures one after the other."""
-    if kind in _in_turn:
-        return
-    _in_turn.add(kind)
-    begin = kind.capture_begin
+def know_captures(kind: type) -> None:
+    """Makes captures of graphs of this class begin one after the other, and be known: graphs of
+    here that are dropped during one are destroyed when it ends.
 
-    @functools.wraps(begin)
-    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        with _beginning:
-            begin(self, *args, **kwargs)
+    It is known from before `capture_begin` until `capture_end` returns or raises, or its graph is
+    freed. Subclasses are known by these methods too, where theirs call them.
+    """
+    begin, end = kind.capture_begin, kind.capture_end
+    # The end first: what is known to begin in another thread must not end unknown.
+    if end not in _known:
 
-    kind.capture_begin = capture_begin
+        @functools.wraps(end)
+        def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return end(self, *args, **kwargs)
+            finally:
+                _dropped.ended(self)
+
+        _known.add(capture_end)
+        kind.capture_end = capture_end
+    if begin not in _known:
+
+        @functools.wraps(begin)
+        def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with _beginning, _dropped.beginning(self):
+                return begin(self, *args, **kwargs)
+
+        _known.add(capture_begin)
+        kind.capture_begin = capture_begin
 
 
 def _begin(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -> None:
     """Begins the capture with a generator that no one else has in place of the default one."""
-    begin_in_turn(torch.cuda.CUDAGraph)
+    know_captures(torch.cuda.CUDAGraph)
     default = torch.cuda.default_generators[torch.cuda.current_device()]
     own = torch.Generator(default.device)
     own.seed()

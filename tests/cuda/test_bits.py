@@ -16,8 +16,10 @@ from common import (
 )
 from cuda_tools import gpu_of
 from large import large_inputs
+from simple_inputs import simple
 
 from gla_ext import batch_invariant
+from gla_ext.ops import chunk_simple_gla
 
 pytestmark = pytest.mark.cuda
 by_dtype = pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
@@ -30,26 +32,44 @@ on_both_paths = pytest.mark.usefixtures("path")
     [
         ((32, 2048, 4, 128, 256), torch.bfloat16, 1000),
         ((8, 2048, 4, 256, 512), torch.bfloat16, 1000),
+        ((32, 2048, 16, 64, 64), torch.bfloat16, 1000),
+        ((32, 2048, 16, 32, 64), torch.bfloat16, 1000),
         ((8, 1024, 4, 128, 128), torch.float32, 200),
         ((8, 1024, 4, 100, 60), torch.float16, 200),
     ],
 )
 def test_a_thousand_times_at_full_load(shape, dtype, repeats):
-    assert_same_bits_again(shape, dtype, repeats)
+    assert_same_bits_again(full_load(shape, dtype), repeats)
+
+
+def with_a_constant_gate(q, k, v, g, **options):
+    return chunk_simple_gla(q, k, v, g.detach(), **options)
+
+
+@on_both_paths
+@pytest.mark.parametrize("operator", [chunk_simple_gla, with_a_constant_gate])
+@pytest.mark.parametrize("shape", [(32, 2048, 4, 128, 256), (32, 2048, 16, 64, 64)], ids=str)
+def test_a_thousand_times_with_one_gate_a_head(shape, operator):
+    x = full_load(shape)
+    x = dataclasses.replace(x, g=x.g[..., 0].float())
+    assert_same_bits_again(x, 1000, lambda x: simple(x, operator))
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("shape", [(32, 2048, 4, 128, 256), (8, 2048, 4, 256, 512)], ids=str)
 def test_a_thousand_times_where_backward_makes_operands_again(shape, keep_nothing):
     keep_nothing()
-    assert_same_bits_again(shape, torch.bfloat16, 1000)
+    assert_same_bits_again(full_load(shape), 1000)
 
 
-def assert_same_bits_again(shape, dtype, repeats):
-    x = large_inputs(*shape, dtype, gate=0.3, states=True)
-    expected = ours(x)
+def full_load(shape, dtype=torch.bfloat16):
+    return large_inputs(*shape, dtype, gate=0.3, states=True)
+
+
+def assert_same_bits_again(x, repeats, results=ours):
+    expected = results(x)
     assert all(t.isfinite().all() for t in expected.values())
-    differences = sum(count_differences(ours(x), expected) for _ in range(repeats))
+    differences = sum(count_differences(results(x), expected) for _ in range(repeats))
     assert differences.item() == 0
 
 

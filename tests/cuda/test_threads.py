@@ -215,6 +215,27 @@ def test_graphs_that_are_collected_during_a_capture(monkeypatch, by):
     assert graph() is None
 
 
+@pytest.mark.parametrize("by", ["this thread", "another thread"])
+def test_graphs_that_are_collected_during_a_capture_elsewhere(by):
+    """By `torch.cuda.graph`, in its default mode."""
+    owners = [circular(Decoder(model_on_gpu(), 2))]
+    dropped = weakref.ref(owners[0][0])
+    graph = weakref.ref(owners[0][0]._loop.graph._owned[0])
+    x = torch.ones(64, device="cuda")
+    assert (x + 1).sum().item() == 128  # warms up
+    gc.collect()  # no graph that others have left is destroyed in the capture
+    captured = torch.cuda.CUDAGraph()
+    with ThreadPoolExecutor(1) as pool, torch.cuda.graph(captured):
+        owners.clear()
+        gc.collect() if by == "this thread" else pool.submit(gc.collect).result()
+        seen = dropped(), graph() is None
+        y = x + 1
+    assert seen == (None, False)
+    assert graph() is None
+    captured.replay()
+    assert y.sum().item() == 128
+
+
 def test_captures_beside_a_thread_that_drops_decoders():
     model = model_on_gpu()
     expected = continued(model, 0, temperature=0, cuda_graph=False)

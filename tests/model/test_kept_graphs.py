@@ -252,6 +252,9 @@ def test_the_default_generator_is_back_before_a_capture_has_begun(monkeypatch, a
                 torch.empty(1)
                 seen.append(default.state)
 
+        def capture_end(self):
+            pass
+
     monkeypatch.setattr(torch.cuda, "default_generators", [default])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     _capture._begin(Graph())
@@ -271,6 +274,9 @@ def test_captures_elsewhere_wait_while_the_default_generator_has_another_state(m
             seen.append(default.state)
             began.set()
 
+        def capture_end(self):
+            pass
+
     class Ours:
         def capture_begin(self, pool=None, capture_error_mode="global"):
             other.start()
@@ -285,9 +291,9 @@ def test_captures_elsewhere_wait_while_the_default_generator_has_another_state(m
     _capture._begin(Ours())
     other.join()
     assert seen == ["own"]
-    before = Graph.capture_begin
-    _capture.begin_in_turn(Graph)
-    assert Graph.capture_begin is before
+    before = Graph.capture_begin, Graph.capture_end
+    _capture.know_captures(Graph)
+    assert (Graph.capture_begin, Graph.capture_end) == before
 
 
 def test_graphs_on_demand():
