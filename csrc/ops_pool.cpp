@@ -1,7 +1,7 @@
 // The entry points of the operators on a pool of states; see ops.cpp for schemas.
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include "ops.h"
+#include "arguments.h"
 
 namespace gla_ext {
 
@@ -39,6 +39,18 @@ void chunk_gla_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   op.call(q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale,
           state_v_first, batch_invariant, checkpoint_every, checkpoints, checkpoint_slots,
           checkpoint_cu_starts, out);
+}
+
+at::Tensor dispatch(const PoolArguments& a) {
+  if (a.out != nullptr) {
+    chunk_gla_out(a.q, a.k, a.v, a.g, a.gv, a.state, a.slots, a.write_slots, a.has_initial_state,
+                  a.cu_seqlens, a.scale, a.state_v_first, a.batch_invariant, a.checkpoint_every,
+                  a.checkpoints, a.checkpoint_slots, a.checkpoint_cu_starts, *a.out);
+    return *a.out;
+  }
+  return chunk_gla_(a.q, a.k, a.v, a.g, a.gv, a.state, a.slots, a.write_slots, a.has_initial_state,
+                    a.cu_seqlens, a.scale, a.state_v_first, a.batch_invariant, a.checkpoint_every,
+                    a.checkpoints, a.checkpoint_slots, a.checkpoint_cu_starts);
 }
 
 at::Tensor recurrent_gla_step_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
