@@ -1,5 +1,5 @@
-// The arguments of chunk_gla's two operators by name. A kernel takes them so and is registered as
-// `positional<kernel>`; only the schema and the C++ entry (ops.cpp) list them again.
+// The arguments of chunk_gla's operators by name. A kernel takes them so and is registered as
+// `positional<kernel>`; only the schema and the C++ entry (ops.cpp, ops_pool.cpp) list them again.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -12,6 +12,7 @@
 #include "checks/steps.h"
 #include "checks/swiglu.h"
 #include "halves.h"
+#include "on_pool.h"
 #include "ops.h"
 
 namespace gla_ext {
@@ -155,51 +156,10 @@ BackwardOutputs recurrent_gla_bwd_meta(const at::Tensor& d_o, const OptionalTens
           given(initial_state) ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate)};
 }
 
-at::Tensor recurrent_gla_step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const OptionalTensor& gk, const OptionalTensor& gv,
-                                   at::Tensor& state, const OptionalTensor& slots,
-                                   std::optional<double>, bool state_v_first,
-                                   const OptionalTensor& write_slots) {
-  const Shape s = check_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
-                             {state, slots, state_v_first, &write_slots});
-  return fresh_output(s, v);
-}
-
-void recurrent_gla_step_out_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                 const OptionalTensor& gk, const OptionalTensor& gv,
-                                 at::Tensor& state, const OptionalTensor& slots,
-                                 std::optional<double>, bool state_v_first,
-                                 const OptionalTensor& write_slots, at::Tensor& out) {
-  check_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
-             {state, slots, state_v_first, &write_slots, nullptr, nullptr, &out});
-}
-
-at::Tensor recurrent_gla_verify_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                     const OptionalTensor& gk, const OptionalTensor& gv,
-                                     const at::Tensor& state, const OptionalTensor& slots,
-                                     std::optional<double>, bool state_v_first,
-                                     const OptionalTensor& cu_seqlens) {
-  const Shape s = check_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
-                             {state, slots, state_v_first, nullptr, &cu_seqlens});
-  return fresh_output(s, v);
-}
-
-void recurrent_gla_verify_out_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const OptionalTensor& gk, const OptionalTensor& gv,
-                                   const at::Tensor& state, const OptionalTensor& slots,
-                                   std::optional<double>, bool state_v_first,
-                                   const OptionalTensor& cu_seqlens, at::Tensor& out) {
-  check_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
-             {state, slots, state_v_first, nullptr, &cu_seqlens, nullptr, &out});
-}
-
-void recurrent_gla_commit_meta(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
-                               const OptionalTensor& gv, at::Tensor& state,
-                               const OptionalTensor& slots, const at::Tensor& accepted,
-                               bool state_v_first, const OptionalTensor& cu_seqlens,
-                               const OptionalTensor& write_slots) {
-  check_pool({"recurrent_gla_commit_", nullptr, &k, &v, &gk, &gv},
-             {state, slots, state_v_first, &write_slots, &cu_seqlens, &accepted});
+at::Tensor recurrent_on_pool_meta(const RecurrentInputs& in, const PoolInputs& pool,
+                                  std::optional<double>, bool) {
+  const Shape s = check_pool(in, pool);
+  return in.q != nullptr && pool.out == nullptr ? fresh_output(s, *in.v) : at::Tensor();
 }
 
 at::Tensor gate_cumsum_meta(const at::Tensor& g, const OptionalTensor& cu_seqlens) {
@@ -311,24 +271,10 @@ ConvolutionForwardOutputs short_convolution_fwd_meta(const at::Tensor& x, const 
                                  : empty({0}, x, x.scalar_type())};
 }
 
-at::Tensor short_convolution_pool_meta(const at::Tensor& x, const at::Tensor& weight,
-                                       const OptionalTensor& bias, at::Tensor& state,
-                                       const OptionalTensor& slots,
-                                       const OptionalTensor& write_slots,
-                                       const OptionalTensor& has_initial_state,
-                                       const OptionalTensor& cu_seqlens) {
-  check_short_convolution_pool(x, weight, bias,
-                               {state, slots, write_slots, has_initial_state, cu_seqlens});
-  return fresh(x);
-}
-
-void short_convolution_pool_out_meta(const at::Tensor& x, const at::Tensor& weight,
-                                     const OptionalTensor& bias, at::Tensor& state,
-                                     const OptionalTensor& slots, const OptionalTensor& write_slots,
-                                     const OptionalTensor& has_initial_state,
-                                     const OptionalTensor& cu_seqlens, at::Tensor& out) {
-  check_short_convolution_pool(x, weight, bias,
-                               {state, slots, write_slots, has_initial_state, cu_seqlens, &out});
+at::Tensor convolution_on_pool_meta(const at::Tensor& x, const at::Tensor& weight,
+                                    const OptionalTensor& bias, const ConvolutionPoolInputs& pool) {
+  check_short_convolution_pool(x, weight, bias, pool);
+  return pool.out == nullptr ? fresh(x) : at::Tensor();
 }
 
 ConvolutionBackwardOutputs short_convolution_bwd_meta(const at::Tensor& dy,
@@ -356,19 +302,14 @@ TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("chunk_gla_fold", &halves::positional_fold<fold_meta>);
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_meta);
   m.impl("recurrent_gla_bwd", recurrent_gla_bwd_meta);
-  m.impl("recurrent_gla_step_", recurrent_gla_step_meta);
-  m.impl("recurrent_gla_step_.out", recurrent_gla_step_out_meta);
-  m.impl("recurrent_gla_verify", recurrent_gla_verify_meta);
-  m.impl("recurrent_gla_verify.out", recurrent_gla_verify_out_meta);
-  m.impl("recurrent_gla_commit_", recurrent_gla_commit_meta);
+  RecurrentOnPool<recurrent_on_pool_meta>::register_in(m);
   m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_meta);
   m.impl("rms_norm_gate_bwd", rms_norm_gate_bwd_meta);
   m.impl("swiglu_fwd", swiglu_fwd_meta);
   m.impl("swiglu_bwd", swiglu_bwd_meta);
   m.impl("short_convolution_fwd", short_convolution_fwd_meta);
   m.impl("short_convolution_bwd", short_convolution_bwd_meta);
-  m.impl("short_convolution_", short_convolution_pool_meta);
-  m.impl("short_convolution_.out", short_convolution_pool_out_meta);
+  ConvolutionOnPool<convolution_on_pool_meta>::register_in(m);
   m.impl("_gate_cumsum", gate_cumsum_meta);
   m.impl("_chunk_states", chunk_states_meta);
   m.impl("_scores_off_diagonal", scores_off_diagonal_meta);

@@ -1,9 +1,10 @@
-// The only TORCH_LIBRARY block: every schema of gla_ext, and the entry points that call through the
-// dispatcher.
+// The only TORCH_LIBRARY block: every schema of gla_ext, those on a pool from ops_pool.cpp, and the
+// entry points that call through the dispatcher.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include "arguments.h"
+#include "schemas.h"
 
 TORCH_LIBRARY(gla_ext, m) {
   m.set_python_module("gla_ext.ops");
@@ -27,20 +28,6 @@ TORCH_LIBRARY(gla_ext, m) {
       "Tensor dgv, Tensor dh0)",
       tags);
 
-  m.def(
-      "chunk_gla_(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor(a!) state, Tensor? "
-      "slots, Tensor? write_slots, Tensor? has_initial_state, Tensor? cu_seqlens, float? scale, "
-      "bool state_v_first, bool batch_invariant, int checkpoint_every=0, Tensor(b!)? "
-      "checkpoints=None, Tensor? checkpoint_slots=None, Tensor? checkpoint_cu_starts=None) -> "
-      "Tensor",
-      tags);
-  m.def(
-      "chunk_gla_.out(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor(a!) state, "
-      "Tensor? slots, Tensor? write_slots, Tensor? has_initial_state, Tensor? cu_seqlens, float? "
-      "scale, bool state_v_first, bool batch_invariant, int checkpoint_every=0, Tensor(b!)? "
-      "checkpoints=None, Tensor? checkpoint_slots=None, Tensor? checkpoint_cu_starts=None, *, "
-      "Tensor(c!) out) -> ()",
-      tags);
   m.def(
       "chunk_gla_summary(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? "
       "initial_state, float? scale, bool state_v_first, bool batch_invariant, bool for_backward, "
@@ -85,31 +72,6 @@ TORCH_LIBRARY(gla_ext, m) {
       "gv, Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool reverse, bool "
       "state_v_first) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dgk, Tensor dgv, Tensor dh0)",
       tags);
-  m.def(
-      "recurrent_gla_step_(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor(a!) state, "
-      "Tensor? slots, float? scale, bool state_v_first, Tensor? write_slots=None) -> Tensor",
-      tags);
-  m.def(
-      "recurrent_gla_step_.out(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor(a!) "
-      "state, Tensor? slots, float? scale, bool state_v_first, Tensor? write_slots=None, *, "
-      "Tensor(b!) out) -> ()",
-      tags);
-  m.def(
-      "recurrent_gla_verify(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor state, "
-      "Tensor? slots, float? scale, bool state_v_first, Tensor? cu_seqlens=None) -> Tensor",
-      tags);
-  m.def(
-      "recurrent_gla_verify.out(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor "
-      "state, "
-      "Tensor? slots, float? scale, bool state_v_first, Tensor? cu_seqlens=None, *, Tensor(a!) "
-      "out) "
-      "-> ()",
-      tags);
-  m.def(
-      "recurrent_gla_commit_(Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor(a!) state, Tensor? "
-      "slots, Tensor accepted, bool state_v_first, Tensor? cu_seqlens=None, Tensor? "
-      "write_slots=None) -> ()",
-      tags);
 
   m.def(
       "rms_norm_gate_fwd(Tensor x, Tensor? weight, Tensor? gate, str activation, float eps) -> "
@@ -146,15 +108,7 @@ TORCH_LIBRARY(gla_ext, m) {
       "dcache)",
       tags);
 
-  m.def(
-      "short_convolution_(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? slots, "
-      "Tensor? write_slots, Tensor? has_initial_state, Tensor? cu_seqlens) -> Tensor",
-      tags);
-  m.def(
-      "short_convolution_.out(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? "
-      "slots, Tensor? write_slots, Tensor? has_initial_state, Tensor? cu_seqlens, *, Tensor(b!) "
-      "out) -> ()",
-      tags);
+  gla_ext::define_pool_operators(m, tags);
 
   m.def(
       "joint_projection(Tensor x, Tensor[] weights, ScalarType dtype, bool together=True) -> "

@@ -10,11 +10,8 @@
 
 namespace gla_ext {
 
-// Raises for a forward-mode tangent, a torch.func transform in progress, and tensors that are
-// quantized or nested.
-void refuse_unsupported(const char* op, const OptionalTensor& t);
-
-// The same of all inputs, of which `required` must be there.
+// Raises for a forward-mode tangent, a torch.func transform in progress, and inputs that are
+// quantized or nested. `required` must be there.
 struct Required {
   const char* name;
   const at::Tensor& tensor;
@@ -22,8 +19,11 @@ struct Required {
 void refuse_unsupported(const char* op, std::initializer_list<Required> required,
                         std::initializer_list<OptionalTensor> optional);
 
-// Raises in grad mode where a tensor of a call, of those of `stack`, requires grad, and for what
-// is unsupported. instead: the sentence after the operator's name.
+// Raises for what is unsupported, and in grad mode where the tensor requires grad. instead: the
+// sentence after the operator's name.
+void refuse_gradient(const char* op, const at::Tensor& t, const char* instead);
+
+// The same of all tensors of a call, of those of `stack`.
 void refuse_gradients(const c10::OperatorHandle& op, const torch::jit::Stack& stack,
                       const char* instead);
 

@@ -96,89 +96,11 @@ ConvolutionBackwardOutputs short_convolution_bwd_autograd(
   return {outputs[0], outputs[1], outputs[2], outputs[3]};
 }
 
-// On a pool there is no gradient: it says so instead of losing it.
-void refuse_on_pool(std::initializer_list<Required> required,
-                    std::initializer_list<OptionalTensor> optional) {
-  refuse_unsupported("short_convolution_", required, optional);
-  if (!at::GradMode::is_enabled()) return;
-  const auto refuse = [](const at::Tensor& t) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!t.requires_grad(),
-                                "short_convolution_: decoding on a pool has no gradient, call a "
-                                "ShortConvolution, or run it under torch.no_grad()");
-  };
-  for (const auto& [name, t] : required) refuse(t);
-  for (const OptionalTensor& t : optional)
-    if (given(t)) refuse(*t);
-}
-
-at::Tensor short_convolution_pool_autograd(const at::Tensor& x, const at::Tensor& weight,
-                                           const OptionalTensor& bias, at::Tensor& state,
-                                           const OptionalTensor& slots,
-                                           const OptionalTensor& write_slots,
-                                           const OptionalTensor& has_initial_state,
-                                           const OptionalTensor& cu_seqlens) {
-  refuse_on_pool({{"x", x}, {"weight", weight}, {"state", state}},
-                 {bias, slots, write_slots, has_initial_state, cu_seqlens});
-  at::AutoDispatchBelowAutograd below;
-  return short_convolution_(x, weight, bias, state, slots, write_slots, has_initial_state,
-                            cu_seqlens);
-}
-
-void short_convolution_pool_out_autograd(const at::Tensor& x, const at::Tensor& weight,
-                                         const OptionalTensor& bias, at::Tensor& state,
-                                         const OptionalTensor& slots,
-                                         const OptionalTensor& write_slots,
-                                         const OptionalTensor& has_initial_state,
-                                         const OptionalTensor& cu_seqlens, at::Tensor& out) {
-  refuse_on_pool({{"x", x}, {"weight", weight}, {"state", state}, {"out", out}},
-                 {bias, slots, write_slots, has_initial_state, cu_seqlens});
-  at::AutoDispatchBelowAutograd below;
-  short_convolution_out(x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens,
-                        out);
-}
-
-at::Tensor short_convolution_and_tell(const at::Tensor& x, const at::Tensor& weight,
-                                      const OptionalTensor& bias, at::Tensor& state,
-                                      const OptionalTensor& slots,
-                                      const OptionalTensor& write_slots,
-                                      const OptionalTensor& has_initial_state,
-                                      const OptionalTensor& cu_seqlens) {
-  at::Tensor y;
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    y = short_convolution_(x, weight, bias, state, slots, write_slots, has_initial_state,
-                           cu_seqlens);
-  }
-  tell_autograd(state);
-  return y;
-}
-
-void short_convolution_out_and_tell(const at::Tensor& x, const at::Tensor& weight,
-                                    const OptionalTensor& bias, at::Tensor& state,
-                                    const OptionalTensor& slots, const OptionalTensor& write_slots,
-                                    const OptionalTensor& has_initial_state,
-                                    const OptionalTensor& cu_seqlens, at::Tensor& out) {
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    short_convolution_out(x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens,
-                          out);
-  }
-  tell_autograd(state);
-  tell_autograd(out);
-}
-
 }  // namespace
-
-TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
-  m.impl("short_convolution_", short_convolution_and_tell);
-  m.impl("short_convolution_.out", short_convolution_out_and_tell);
-}
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
   m.impl("short_convolution_fwd", short_convolution_fwd_autograd);
   m.impl("short_convolution_bwd", short_convolution_bwd_autograd);
-  m.impl("short_convolution_", short_convolution_pool_autograd);
-  m.impl("short_convolution_.out", short_convolution_pool_out_autograd);
 }
 
 }  // namespace gla_ext

@@ -11,6 +11,7 @@
 #include "common/head_gates.h"
 #include "host/call.h"
 #include "host/pool_rows.h"
+#include "on_pool.h"
 #include "ops.h"
 
 namespace gla_ext::cpu {
@@ -109,7 +110,6 @@ std::vector<Run<T>> pool_runs(const Call<T>& call, const PoolInputs& pool, bool 
   return runs;
 }
 
-// q is null, and o not computed, where tokens are only committed.
 at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
                        std::optional<double> scale, bool write) {
   const Shape shape = check_pool(in, pool);
@@ -135,64 +135,12 @@ at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
   });
 }
 
-at::Tensor recurrent_gla_step_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                  const OptionalTensor& gk, const OptionalTensor& gv,
-                                  at::Tensor& state, const OptionalTensor& slots,
-                                  std::optional<double> scale, bool state_v_first,
-                                  const OptionalTensor& write_slots) {
-  return run_on_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
-                     {state, slots, state_v_first, &write_slots}, scale, /*write=*/true);
-}
-
-void recurrent_gla_step_out_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                const OptionalTensor& gk, const OptionalTensor& gv,
-                                at::Tensor& state, const OptionalTensor& slots,
-                                std::optional<double> scale, bool state_v_first,
-                                const OptionalTensor& write_slots, at::Tensor& out) {
-  run_on_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
-              {state, slots, state_v_first, &write_slots, nullptr, nullptr, &out}, scale,
-              /*write=*/true);
-}
-
-at::Tensor recurrent_gla_verify_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                    const OptionalTensor& gk, const OptionalTensor& gv,
-                                    const at::Tensor& state, const OptionalTensor& slots,
-                                    std::optional<double> scale, bool state_v_first,
-                                    const OptionalTensor& cu_seqlens) {
-  return run_on_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
-                     {state, slots, state_v_first, nullptr, &cu_seqlens}, scale, /*write=*/false);
-}
-
-void recurrent_gla_verify_out_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                  const OptionalTensor& gk, const OptionalTensor& gv,
-                                  const at::Tensor& state, const OptionalTensor& slots,
-                                  std::optional<double> scale, bool state_v_first,
-                                  const OptionalTensor& cu_seqlens, at::Tensor& out) {
-  run_on_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
-              {state, slots, state_v_first, nullptr, &cu_seqlens, nullptr, &out}, scale,
-              /*write=*/false);
-}
-
-void recurrent_gla_commit_cpu(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
-                              const OptionalTensor& gv, at::Tensor& state,
-                              const OptionalTensor& slots, const at::Tensor& accepted,
-                              bool state_v_first, const OptionalTensor& cu_seqlens,
-                              const OptionalTensor& write_slots) {
-  run_on_pool({"recurrent_gla_commit_", nullptr, &k, &v, &gk, &gv},
-              {state, slots, state_v_first, &write_slots, &cu_seqlens, &accepted}, 1.0,
-              /*write=*/true);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_cpu);
   m.impl("recurrent_gla_bwd", recurrent_gla_bwd_cpu);
-  m.impl("recurrent_gla_step_", recurrent_gla_step_cpu);
-  m.impl("recurrent_gla_step_.out", recurrent_gla_step_out_cpu);
-  m.impl("recurrent_gla_verify", recurrent_gla_verify_cpu);
-  m.impl("recurrent_gla_verify.out", recurrent_gla_verify_out_cpu);
-  m.impl("recurrent_gla_commit_", recurrent_gla_commit_cpu);
+  RecurrentOnPool<run_on_pool>::register_in(m);
 }
 
 }  // namespace gla_ext::cpu

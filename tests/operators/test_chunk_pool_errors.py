@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from common import make_inputs
 
 from gla_ext import chunk_gla_
@@ -149,6 +150,16 @@ def test_no_gradient_is_lost(x, name):
         call(x, **changes)
     with torch.no_grad():
         call(x, **changes)
+
+
+@pytest.mark.parametrize("name", ["q", "state", "checkpoints", "out"])
+def test_no_tangent_is_lost(x, name):
+    tensors = {"q": x.q, "state": x.initial_state, "out": torch.zeros(2, 130, 2, 12)}
+    tensors |= {"checkpoints": torch.zeros(4, 2, 8, 12)}
+    message = "chunk_gla_: forward-mode AD is not supported, use reverse mode (backward)"
+    with fwAD.dual_level(), raises(NotImplementedError, message):
+        tensors[name] = fwAD.make_dual(tensors[name], tensors[name])
+        call(x, **tensors, checkpoint_every=64)
 
 
 def test_out(x):

@@ -17,6 +17,7 @@
 #include "cuda/host/tensors.h"
 #include "cuda/plan/plan.h"
 #include "decode.h"
+#include "on_pool.h"
 #include "ops.h"
 #include "params.h"
 #include "pool.h"
@@ -223,8 +224,6 @@ BackwardOutputs recurrent_gla_bwd_cuda(
   return with_shared_heads({dq, dk, dv, sum_over_channels(dgk, gk), dgv, dh0}, k.size(2));
 }
 
-// Runs the tokens on the pool; the states after them are written where `write` says so. q is null,
-// and o not computed, where tokens are only committed.
 at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
                        std::optional<double> scale, bool write) {
   const Shape shape = check_pool(in, pool);
@@ -255,54 +254,6 @@ at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
   else
     call.verify();
   return o;
-}
-
-at::Tensor recurrent_gla_step_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const OptionalTensor& gk, const OptionalTensor& gv,
-                                   at::Tensor& state, const OptionalTensor& slots,
-                                   std::optional<double> scale, bool state_v_first,
-                                   const OptionalTensor& write_slots) {
-  return run_on_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
-                     {state, slots, state_v_first, &write_slots}, scale, /*write=*/true);
-}
-
-void recurrent_gla_step_out_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                 const OptionalTensor& gk, const OptionalTensor& gv,
-                                 at::Tensor& state, const OptionalTensor& slots,
-                                 std::optional<double> scale, bool state_v_first,
-                                 const OptionalTensor& write_slots, at::Tensor& out) {
-  run_on_pool({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
-              {state, slots, state_v_first, &write_slots, nullptr, nullptr, &out}, scale,
-              /*write=*/true);
-}
-
-at::Tensor recurrent_gla_verify_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                     const OptionalTensor& gk, const OptionalTensor& gv,
-                                     const at::Tensor& state, const OptionalTensor& slots,
-                                     std::optional<double> scale, bool state_v_first,
-                                     const OptionalTensor& cu_seqlens) {
-  return run_on_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
-                     {state, slots, state_v_first, nullptr, &cu_seqlens}, scale, /*write=*/false);
-}
-
-void recurrent_gla_verify_out_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const OptionalTensor& gk, const OptionalTensor& gv,
-                                   const at::Tensor& state, const OptionalTensor& slots,
-                                   std::optional<double> scale, bool state_v_first,
-                                   const OptionalTensor& cu_seqlens, at::Tensor& out) {
-  run_on_pool({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
-              {state, slots, state_v_first, nullptr, &cu_seqlens, nullptr, &out}, scale,
-              /*write=*/false);
-}
-
-void recurrent_gla_commit_cuda(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
-                               const OptionalTensor& gv, at::Tensor& state,
-                               const OptionalTensor& slots, const at::Tensor& accepted,
-                               bool state_v_first, const OptionalTensor& cu_seqlens,
-                               const OptionalTensor& write_slots) {
-  run_on_pool({"recurrent_gla_commit_", nullptr, &k, &v, &gk, &gv},
-              {state, slots, state_v_first, &write_slots, &cu_seqlens, &accepted}, 1.0,
-              /*write=*/true);
 }
 
 at::Tensor recurrent_gla_low_rank_step_cuda(
@@ -353,12 +304,8 @@ at::Tensor recurrent_gla_low_rank_step_cuda(
 TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_cuda);
   m.impl("recurrent_gla_bwd", recurrent_gla_bwd_cuda);
-  m.impl("recurrent_gla_step_", recurrent_gla_step_cuda);
   m.impl("recurrent_gla_low_rank_step_", recurrent_gla_low_rank_step_cuda);
-  m.impl("recurrent_gla_step_.out", recurrent_gla_step_out_cuda);
-  m.impl("recurrent_gla_verify", recurrent_gla_verify_cuda);
-  m.impl("recurrent_gla_verify.out", recurrent_gla_verify_out_cuda);
-  m.impl("recurrent_gla_commit_", recurrent_gla_commit_cuda);
+  RecurrentOnPool<run_on_pool>::register_in(m);
 }
 
 }  // namespace gla_ext::cuda

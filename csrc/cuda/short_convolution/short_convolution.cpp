@@ -10,6 +10,7 @@
 
 #include "common/tensors.h"
 #include "cuda/host/tensors.h"
+#include "on_pool.h"
 #include "ops.h"
 #include "params.h"
 
@@ -175,23 +176,6 @@ at::Tensor run_on_pool(const at::Tensor& x, const at::Tensor& weight, const Opti
   return y;
 }
 
-at::Tensor short_convolution_pool_cuda(const at::Tensor& x, const at::Tensor& weight,
-                                       const OptionalTensor& bias, at::Tensor& state,
-                                       const OptionalTensor& slots,
-                                       const OptionalTensor& write_slots,
-                                       const OptionalTensor& has_initial_state,
-                                       const OptionalTensor& cu_seqlens) {
-  return run_on_pool(x, weight, bias, {state, slots, write_slots, has_initial_state, cu_seqlens});
-}
-
-void short_convolution_pool_out_cuda(const at::Tensor& x, const at::Tensor& weight,
-                                     const OptionalTensor& bias, at::Tensor& state,
-                                     const OptionalTensor& slots, const OptionalTensor& write_slots,
-                                     const OptionalTensor& has_initial_state,
-                                     const OptionalTensor& cu_seqlens, at::Tensor& out) {
-  run_on_pool(x, weight, bias, {state, slots, write_slots, has_initial_state, cu_seqlens, &out});
-}
-
 ConvolutionBackwardOutputs short_convolution_bwd_cuda(const at::Tensor& dy,
                                                       const OptionalTensor& dstate,
                                                       const at::Tensor& x, const at::Tensor& weight,
@@ -222,8 +206,7 @@ ConvolutionBackwardOutputs short_convolution_bwd_cuda(const at::Tensor& dy,
 TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
   m.impl("short_convolution_fwd", short_convolution_fwd_cuda);
   m.impl("short_convolution_bwd", short_convolution_bwd_cuda);
-  m.impl("short_convolution_", short_convolution_pool_cuda);
-  m.impl("short_convolution_.out", short_convolution_pool_out_cuda);
+  ConvolutionOnPool<run_on_pool>::register_in(m);
 }
 
 }  // namespace gla_ext::cuda

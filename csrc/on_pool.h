@@ -1,0 +1,104 @@
+// The recurrent operators and the short convolution on a pool of states, as the dispatcher calls
+// them: by their arguments one by one. A backend gives `run`, which takes these by name, and
+// registers the operators by it.
+#pragma once
+
+#include <torch/library.h>
+
+#include <optional>
+
+#include "checks/recurrent_gla.h"
+#include "checks/short_convolution.h"
+
+namespace gla_ext {
+
+// Runs the tokens on the pool, and gives o [B, T, H, V], which nothing reads where there is `out`;
+// the states after them are written where `write` says so. q is null, and o not computed, where
+// tokens are only committed.
+using RunRecurrence = at::Tensor (*)(const RecurrentInputs& in, const PoolInputs& pool,
+                                     std::optional<double> scale, bool write);
+
+template <RunRecurrence run>
+struct RecurrentOnPool {
+  static at::Tensor step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                         const OptionalTensor& gk, const OptionalTensor& gv, at::Tensor& state,
+                         const OptionalTensor& slots, std::optional<double> scale,
+                         bool state_v_first, const OptionalTensor& write_slots) {
+    return run({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
+               {state, slots, state_v_first, &write_slots}, scale, /*write=*/true);
+  }
+
+  static void step_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                       const OptionalTensor& gk, const OptionalTensor& gv, at::Tensor& state,
+                       const OptionalTensor& slots, std::optional<double> scale, bool state_v_first,
+                       const OptionalTensor& write_slots, at::Tensor& out) {
+    run({"recurrent_gla_step_", &q, &k, &v, &gk, &gv},
+        {state, slots, state_v_first, &write_slots, nullptr, nullptr, &out}, scale,
+        /*write=*/true);
+  }
+
+  static at::Tensor verify(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                           const OptionalTensor& gk, const OptionalTensor& gv,
+                           const at::Tensor& state, const OptionalTensor& slots,
+                           std::optional<double> scale, bool state_v_first,
+                           const OptionalTensor& cu_seqlens) {
+    return run({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
+               {state, slots, state_v_first, nullptr, &cu_seqlens}, scale, /*write=*/false);
+  }
+
+  static void verify_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                         const OptionalTensor& gk, const OptionalTensor& gv,
+                         const at::Tensor& state, const OptionalTensor& slots,
+                         std::optional<double> scale, bool state_v_first,
+                         const OptionalTensor& cu_seqlens, at::Tensor& out) {
+    run({"recurrent_gla_verify", &q, &k, &v, &gk, &gv},
+        {state, slots, state_v_first, nullptr, &cu_seqlens, nullptr, &out}, scale,
+        /*write=*/false);
+  }
+
+  static void commit(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
+                     const OptionalTensor& gv, at::Tensor& state, const OptionalTensor& slots,
+                     const at::Tensor& accepted, bool state_v_first,
+                     const OptionalTensor& cu_seqlens, const OptionalTensor& write_slots) {
+    run({"recurrent_gla_commit_", nullptr, &k, &v, &gk, &gv},
+        {state, slots, state_v_first, &write_slots, &cu_seqlens, &accepted}, /*scale=*/1.0,
+        /*write=*/true);
+  }
+
+  static void register_in(torch::Library& m) {
+    m.impl("recurrent_gla_step_", step);
+    m.impl("recurrent_gla_step_.out", step_out);
+    m.impl("recurrent_gla_verify", verify);
+    m.impl("recurrent_gla_verify.out", verify_out);
+    m.impl("recurrent_gla_commit_", commit);
+  }
+};
+
+// Gives y [B, T, D], which nothing reads where there is `out`.
+using RunConvolution = at::Tensor (*)(const at::Tensor& x, const at::Tensor& weight,
+                                      const OptionalTensor& bias,
+                                      const ConvolutionPoolInputs& pool);
+
+template <RunConvolution run>
+struct ConvolutionOnPool {
+  static at::Tensor step(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+                         at::Tensor& state, const OptionalTensor& slots,
+                         const OptionalTensor& write_slots, const OptionalTensor& has_initial_state,
+                         const OptionalTensor& cu_seqlens) {
+    return run(x, weight, bias, {state, slots, write_slots, has_initial_state, cu_seqlens});
+  }
+
+  static void step_out(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+                       at::Tensor& state, const OptionalTensor& slots,
+                       const OptionalTensor& write_slots, const OptionalTensor& has_initial_state,
+                       const OptionalTensor& cu_seqlens, at::Tensor& out) {
+    run(x, weight, bias, {state, slots, write_slots, has_initial_state, cu_seqlens, &out});
+  }
+
+  static void register_in(torch::Library& m) {
+    m.impl("short_convolution_", step);
+    m.impl("short_convolution_.out", step_out);
+  }
+};
+
+}  // namespace gla_ext
