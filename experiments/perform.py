@@ -27,6 +27,7 @@ from experiments.recall import EVALUATIONS, SOLVED, RecallTrainer
 from experiments.runs import Result, Run
 from gla_ext.model import count_parameters
 from gla_ext.train.data import Corpus, load_corpus
+from gla_ext.train.devices import in_fixed_order
 from gla_ext.train.trainer import Trainer
 
 TINY_TEXT_BYTES = 200_000
@@ -216,9 +217,10 @@ def _work(
         with sending:
             connection.send((run, result))
 
-    while True:
-        try:
-            run = connection.recv()
-        except EOFError:
-            return
-        threading.Thread(target=answer, args=(run,), daemon=True).start()
+    with in_fixed_order(where):
+        while True:
+            try:
+                run = connection.recv()
+            except EOFError:
+                return
+            threading.Thread(target=answer, args=(run,), daemon=True).start()

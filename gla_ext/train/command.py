@@ -30,7 +30,7 @@ from gla_ext.train.data import (
     lzma_bits_per_byte,
     order0_bits_per_byte,
 )
-from gla_ext.train.devices import check_device, default_device
+from gla_ext.train.devices import check_device, default_device, in_fixed_order
 from gla_ext.train.presets import Options, check_one_process, command_line, describe, preset
 from gla_ext.train.run_folder import (
     CHECKPOINT,
@@ -168,7 +168,8 @@ def _run(settings: Settings, options: Options, corpus: Corpus, signals: StopSign
         trainer.save(checkpoint)  # from here on --resume knows the run's settings
     _print_start(trainer, corpus, options)
     signals.check()
-    speed = _train(trainer, options, signals)
+    with in_fixed_order(device):
+        speed = _train(trainer, options, signals)
     if not trainer.evaluations or trainer.evaluations[-1][0] != trainer.step:
         print("Evaluating on the held-out text ...", flush=True)
         trainer.evaluate(signals.stopped)

@@ -1,8 +1,12 @@
-"""Where gla_ext can run."""
+"""Where gla_ext can run, and how it runs there."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
+from torch.utils import deterministic
 
 
 def default_device() -> str:
@@ -31,6 +35,28 @@ def check_device(device: str) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (place.index or 0) >= count:
         raise ValueError(f"expected --device to be cpu or one of {count} GPUs, got {device}")
+
+
+@contextlib.contextmanager
+def in_fixed_order(device: torch.device) -> Iterator[None]:
+    """Inside, torch's operations on a GPU sum in a fixed order, so that a run can be had again bit
+    for bit. torch warns of one that cannot. It is the whole process's, of all threads.
+
+    gla_ext's operators always do, and so do torch's on a CPU. On a GPU torch 2.11 sums the gradient
+    of few embeddings, as of 256 bytes, by atomics.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    mode, fill = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
+    # A mode of the user's is at least as strict. Fresh memory needs no values, which take time.
+    torch.set_deterministic_debug_mode(mode or "warn")
+    deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        deterministic.fill_uninitialized_memory = fill
 
 
 def _has_cuda_operators() -> bool:
