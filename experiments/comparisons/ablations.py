@@ -49,7 +49,7 @@ class Scale:
 SCALES = {
     "tiny": Scale(16, 1, 32, 2, 2, (1e-3, 4e-3), 2),
     # 14 M parameters, 105 M bytes.
-    "full": Scale(512, 4, 2048, 32, 1600, (2e-3, 1e-3, 4e-3, 8e-3), 3),
+    "full": Scale(512, 4, 2048, 32, 1600, (2e-3, 1e-3, 4e-3, 8e-3, 1.6e-2), 3),
 }
 
 
