@@ -1,6 +1,6 @@
 """What `gla_ext.fla` puts in the place of the parts of FLA's layers that break a graph.
 
-Each replacement but that of the gated norm goes on to FLA's own code outside `torch.compile`; all
+Each replacement but those of the norms goes on to FLA's own code outside `torch.compile`; all
 others but the unpadding do so on a GPU alone, since FLA's kernels do not run on a CPU. Parameters,
 and with them checkpoints, stay as they are. The losses, which are for a CPU alone, stand in
 `gla_ext.fla.losses`, attention in `gla_ext.fla.attention`.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gla_ext.fla import _context, activations, attention, losses
 from gla_ext.fla.activations import needs_torch
 from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
-from gla_ext.layers.norms import plain_rms_norm, rms_norm
+from gla_ext.layers.norms import plain_rms_norm, rms_norm, rms_norm_residual
 from gla_ext.layers.short_convolution import causal_convolution
 
 _ABSENT = object()  # of an attribute that was not there
@@ -41,7 +41,7 @@ def replace(has_kernels: Callable[[Tensor], bool]) -> list[tuple[Any, str, Any]]
         (owner, "forward", make(owner.forward))
         for owner, make in (
             (modules.FusedRMSNormGated, partial(_gated_norm_forward, has_kernels=has_kernels)),
-            (modules.RMSNorm, _norm_forward),
+            (modules.RMSNorm, partial(_norm_forward, has_kernels=has_kernels)),
             (modules.ShortConvolution, partial(_convolution_forward, has_kernels=has_kernels)),
         )
     ]
@@ -106,8 +106,14 @@ def _gated_norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool
     return forward
 
 
-def _norm_forward(original: Callable) -> Callable:
+def _norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> Callable:
     """`RMSNorm.forward`: `norm(x + residual)`, and with prenorm the sum as well."""
+
+    def is_ours(x: Tensor, residual: Tensor | None) -> bool:
+        # Compiled, plain operations are fused with what is beside them. A residual of a shorter
+        # dtype than x's is one that FLA's sum would have and the operator's would not.
+        same = residual is None or residual.dtype in (x.dtype, torch.float32)
+        return same and not torch.compiler.is_compiling() and has_kernels(x)
 
     def forward(
         self: nn.Module,
@@ -116,8 +122,15 @@ def _norm_forward(original: Callable) -> Callable:
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if self.bias is not None or not needs_torch(x):
+        ours = self.bias is None and is_ours(x, residual)
+        if self.bias is not None or not (ours or needs_torch(x)):
             return original(self, x, residual, prenorm, residual_in_fp32)
+        if ours and residual is not None:
+            y, total = rms_norm_residual(x, residual, self.weight, self.eps)
+            return (y, total) if prenorm else y
+        if ours:
+            y = rms_norm(x, self.weight, self.eps)
+            return (y, x.float() if residual_in_fp32 else x) if prenorm else y
         total = _wide(x) if residual is None else _wide(x) + _wide(residual)
         y = _normalized(self, total).to(x.dtype)
         if not prenorm:

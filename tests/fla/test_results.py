@@ -88,7 +88,10 @@ NORMS = {
     "plain, no weight": ("RMSNorm", {"elementwise_affine": False}, {}),
     "prenorm": ("RMSNorm", {}, {"prenorm": True}),
     "prenorm in fp32": ("RMSNorm", {}, {"prenorm": True, "residual_in_fp32": True}),
-    "residual": ("RMSNorm", {}, {"residual": True, "prenorm": True}),
+    "residual": ("RMSNorm", {}, {"residual": None, "prenorm": True}),
+    "residual alone": ("RMSNorm", {}, {"residual": None}),
+    "residual in fp32": ("RMSNorm", {}, {"residual": torch.float32, "prenorm": True}),
+    "residual in bf16": ("RMSNorm", {}, {"residual": torch.bfloat16, "prenorm": True}),
     "bias": ("RMSNorm", {"bias": True}, {}),
 }
 
@@ -101,7 +104,9 @@ def test_norms_are_flas(kernels, device, name, made, called, dtype):
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
     x, other = (torch.randn(2, 5, 24).to(device, dtype) for _ in range(2))
-    inputs = [x, other] if name == "FusedRMSNormGated" or called.pop("residual", False) else [x]
+    inputs = [x, other] if name == "FusedRMSNormGated" or "residual" in called else [x]
+    if (wide := called.pop("residual", None)) is not None:
+        inputs[1] = other.to(wide)
 
     def run(*inputs):
         out = norm(*inputs, **called)
@@ -109,14 +114,14 @@ def test_norms_are_flas(kernels, device, name, made, called, dtype):
 
     expected = gradients(run, *inputs)
     gla_ext.fla.accelerate_fla()
-    if device == "cuda":  # elsewhere FLA's kernel stays
-        torch._dynamo.reset()
-        run = torch.compile(run, backend="aot_eager")
-    for got, wanted in zip(gradients(run, *inputs), expected, strict=True):
-        assert got.dtype == wanted.dtype
-        # The interpreter cuts off where it makes bf16 of fp32.
-        bf16 = 3e-3 if device == "cuda" else 6e-3
-        assert_close(got, wanted, 1e-5 if dtype == torch.float32 else bf16)
+    torch._dynamo.reset()
+    # The interpreter cuts off where it makes bf16 of fp32.
+    bf16 = 3e-3 if device == "cuda" else 6e-3
+    bound = 1e-5 if all(x.dtype == torch.float32 for x in inputs) else bf16
+    for call in (run, torch.compile(run, backend="aot_eager")):
+        for got, wanted in zip(gradients(call, *inputs), expected, strict=True):
+            assert got.dtype == wanted.dtype
+            assert_close(got, wanted, bound)
 
 
 ACTIVATIONS = ["sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu"]
