@@ -15,7 +15,10 @@ from experiments.runs import Result, Results, foreseen, spread
 TEXT = "digest"
 SIZE = ablations.SCALES["full"]
 CURVE = [[place * 512, 2.0 - place / 100] for place in range(64)]
-COUNTS = {"ablations": 36, "value_gates": 24, "length": 48, "transformer": 30}  # of runs
+RATES = len(SIZE.rates)
+# Of runs: of each variant a sweep, and two seeds more.
+COUNTS = {"ablations": 6, "value_gates": 4, "length": 8, "transformer": 5}
+COUNTS = {name: variants * (RATES + 2) for name, variants in COUNTS.items()}
 LEVELS = {name: 1.0 + place / 10 for place, name in enumerate(ablations.VARIANTS)}
 
 
@@ -56,12 +59,12 @@ def test_ablations_of_one_seed(tmp_path):
     assert rows[1] == "| GLA, 4 heads | 14.77 | 1.0000 (n = 1) |  | 0.002 (best of 1) | 14.00 M |"
     assert page.splitlines()[8:] == ["", "Of fewer than two seeds nothing is concluded."]
     said = report.progress("ablations", "full", results, TEXT)
-    assert said == "6 of 36 runs are done, 0.06 hours added up."
+    assert said == f"6 of {COUNTS['ablations']} runs are done, 0.06 hours added up."
 
 
 def test_ablations_of_some_seeds(tmp_path):
     results = Results([])
-    perform(results, ["ablations"], 24 + 3)  # GLA, no gate and constant decay have two seeds
+    perform(results, ["ablations"], 6 * RATES + 3)  # GLA, no gate and constant decay have two seeds
     page = ablations.report("full", results, TEXT, tmp_path)
     assert re.search(r"^\| no gate \| 23.21 \| 1.1005 ± 0.0007 \(n = 2\) \| < 0.001 \|", page, re.M)
     assert re.search(r"^\| GLA, 8 heads \| 15.29 \| 1.4000 \(n = 1\) \|  \| 0.002 \|", page, re.M)
@@ -76,12 +79,13 @@ def test_ablations_of_some_seeds(tmp_path):
     page = ablations.report("full", results, TEXT, tmp_path)
     assert "(n =" not in page and "(comparisons: 5)" in page and "one seed" not in page
     assert not run.pending(["ablations"], "full", results, TEXT)
-    assert report.progress("ablations", "full", results, TEXT).startswith("All 36 runs are done")
+    said = report.progress("ablations", "full", results, TEXT)
+    assert said.startswith(f"All {COUNTS['ablations']} runs are done")
 
 
 def test_a_run_that_diverged_is_counted_and_not_averaged(tmp_path):
     results = Results([])
-    perform(results, ["ablations"], 24)
+    perform(results, ["ablations"], 6 * RATES)
     perform(results, ["ablations"], 12, lambda of: math.nan if of.heads == 8 else score(of))
     page = ablations.report("full", results, TEXT, tmp_path)
     assert "| GLA, 8 heads | 15.29 | 1.4000 (n = 1, 2 diverged) |  |" in page
@@ -92,7 +96,9 @@ def test_a_run_that_diverged_is_counted_and_not_averaged(tmp_path):
 
 def test_a_best_rate_at_an_end_is_said(tmp_path):
     results = Results([])
-    perform(results, ["ablations"], 24, lambda of: of.lr if of.layer == "constant" else score(of))
+    perform(
+        results, ["ablations"], 6 * RATES, lambda of: of.lr if of.layer == "constant" else score(of)
+    )
     page = ablations.report("full", results, TEXT, tmp_path)
     said = "At an end of the sweep, beyond which a rate might be better: "
     assert page.endswith(f"{said}constant scalar decay (0.001).")
@@ -181,7 +187,9 @@ def test_the_list_has_what_follows_too(capsys):
 def test_beside_a_transformer(tmp_path):
     """On the first bytes of long documents, as many as were trained on, whatever the scores are."""
     results = Results([])
-    perform(results, ["transformer"], 20 + 5, lambda of: 9.0 if of.layer == "gla" else score(of))
+    perform(
+        results, ["transformer"], 5 * RATES + 5, lambda of: 9.0 if of.layer == "gla" else score(of)
+    )
     perform(results, ["transformer"], 3, lambda of: math.nan)
     lines = transformer.report("full", results, TEXT, tmp_path).splitlines()
     first = "1.9850 ± 0.0000 (n = 2, 1 diverged)"  # of four stretches of 512 bytes, alike for all
