@@ -48,13 +48,13 @@ def accelerate_fla() -> None:
       A state of theirs of another dtype is converted.
     - A call with what gla_ext does not support goes to FLA; each reason is warned of once.
     - `FusedRMSNormGated` without a residual is gla_ext's operator too, `rms_norm` of
-      `gla_ext.layers.norms`, where this build has kernels; so is `RMSNorm` without a bias, by
-      `rms_norm_residual` with a residual of x's dtype or float32. Inside `torch.compile`, where
-      FLA's kernels would break the graph, `RMSNorm` is plain torch operations, which are fused. On
-      a CPU and inside `torch.compile` `ShortConvolution` (with SiLU) is gla_ext's operator, where
-      this build has kernels, and the activations of `GatedLinearAttention`, of the layers that are
-      there and of those to come, are plain torch operations, as is, inside `torch.compile`, its
-      unpadding. With them it compiles whole.
+      `gla_ext.layers.norms`, where this build has kernels. So is `RMSNorm` without a bias where
+      gradients are computed, by `rms_norm_residual`: it norms the sum as it is stored, FLA's before
+      it is rounded. Inside `torch.compile`, where FLA's kernels would break the graph, that
+      `RMSNorm` is plain torch operations. On a CPU and inside `torch.compile` `ShortConvolution`
+      (with SiLU) is gla_ext's operator, where this build has kernels, and the activations of
+      `GatedLinearAttention`, of the layers that are there and of those to come, are plain torch
+      operations, as is, inside `torch.compile`, its unpadding. With them it compiles whole.
       Such a convolution returns the next cache and does not write over the one it is given.
       `swiglu` and `swiglu_linear`, and with them the MLPs of FLA's models, are gla_ext's operators
       there. Elsewhere they stay FLA's.

@@ -1,7 +1,8 @@
 """What `gla_ext.fla` puts in the place of the parts of FLA's layers that break a graph.
 
-Each replacement but those of the norms goes on to FLA's own code outside `torch.compile`; all
-others but the unpadding do so on a GPU alone, since FLA's kernels do not run on a CPU. Parameters,
+Norms are gla_ext's operators in training, the gated one always. Each other replacement goes on to
+FLA's own code outside `torch.compile`; all but the unpadding do so on a GPU alone, since FLA's
+kernels do not run on a CPU. Parameters,
 and with them checkpoints, stay as they are. The losses, which are for a CPU alone, stand in
 `gla_ext.fla.losses`, attention in `gla_ext.fla.attention`.
 """
@@ -110,10 +111,11 @@ def _norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> 
     """`RMSNorm.forward`: `norm(x + residual)`, and with prenorm the sum as well."""
 
     def is_ours(x: Tensor, residual: Tensor | None) -> bool:
-        # Compiled, plain operations are fused with what is beside them. A residual of a shorter
-        # dtype than x's is one that FLA's sum would have and the operator's would not.
-        same = residual is None or residual.dtype in (x.dtype, torch.float32)
-        return same and not torch.compiler.is_compiling() and has_kernels(x)
+        # FLA's sum has the residual's dtype, the operator's the wider of the two. Forward alone
+        # FLA's kernel is as fast. Compiled, plain operations are fused with what is beside them.
+        same = residual is None or torch.promote_types(x.dtype, residual.dtype) == residual.dtype
+        training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return same and training and has_kernels(x)
 
     def forward(
         self: nn.Module,

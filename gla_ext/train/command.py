@@ -6,6 +6,7 @@ model.safetensors and config.json (the model), metrics.json, loss.png and sample
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -168,7 +169,8 @@ def _run(settings: Settings, options: Options, corpus: Corpus, signals: StopSign
         trainer.save(checkpoint)  # from here on --resume knows the run's settings
     _print_start(trainer, corpus, options)
     signals.check()
-    with in_fixed_order(device):
+    # Compiled, the order would cost time, and kernels that are tuned would still be others.
+    with contextlib.nullcontext() if options.compile else in_fixed_order(device):
         speed = _train(trainer, options, signals)
     if not trainer.evaluations or trainer.evaluations[-1][0] != trainer.step:
         print("Evaluating on the held-out text ...", flush=True)

@@ -40,10 +40,10 @@ def check_device(device: str) -> None:
 @contextlib.contextmanager
 def in_fixed_order(device: torch.device) -> Iterator[None]:
     """Inside, torch's operations on a GPU sum in a fixed order, so that a run can be had again bit
-    for bit. torch warns of one that cannot. It is the whole process's, of all threads.
+    for bit. torch warns of those that it knows cannot. The order is the whole process's.
 
-    gla_ext's operators always do, and so do torch's on a CPU. On a GPU torch 2.11 sums the gradient
-    of few embeddings, as of 256 bytes, by atomics.
+    gla_ext's operators always have one, and so have those of torch that training calls on a CPU. On
+    a GPU torch 2.11 sums the gradient of few embeddings, as of 256 bytes, by atomics.
     """
     if device.type != "cuda":
         yield

@@ -212,6 +212,31 @@ def test_where_there_are_no_kernels_the_gated_norm_is_flas_or_plain_torch(monkey
     assert len(received) == 1
 
 
+def test_in_training_norms_are_the_operator(monkeypatch, fla):
+    norm, (x, residual) = fla.modules.RMSNorm(8), torch.randn(2, 2, 3, 8)
+    called, have = [], [True]
+
+    def counted(function):
+        return lambda *args: called.append(function.__name__) or function(*args)
+
+    for name in ("rms_norm", "rms_norm_residual"):
+        function = getattr(gla_ext.fla.layers, name)
+        monkeypatch.setattr(gla_ext.fla.layers, name, counted(function))
+    monkeypatch.setattr(gla_ext.fla.accelerate, "_has_kernels", lambda x: have[0])
+    gla_ext.fla.accelerate_fla()
+    y, (z, stream) = norm(x), norm(x, residual, prenorm=True)
+    assert called == ["rms_norm", "rms_norm_residual"]
+    assert torch.equal(stream, residual + x)
+    # Sums of the residual's dtype, no gradients, graphs of torch.compile, builds without kernels.
+    assert norm(x.double(), residual, prenorm=True)[1].dtype == torch.float32
+    with torch.no_grad():
+        assert_close(norm(x), y.detach(), 1e-6)
+    assert_close(torch.compile(norm, fullgraph=True, backend="eager")(x, residual), z, 1e-6)
+    have[0] = False
+    assert_close(norm(x, residual), z, 1e-6)
+    assert called == ["rms_norm", "rms_norm_residual"]
+
+
 @pytest.mark.parametrize(
     ("cuda", "old", "expected"), [(True, {1}, True), (True, {0}, False), (False, set(), False)]
 )

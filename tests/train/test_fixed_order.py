@@ -1,11 +1,18 @@
 """Runs on a GPU that are the same again, bit for bit."""
 
+import functools
+import os
+import subprocess
+import sys
+from contextlib import nullcontext as nothing
+
 import pytest
 import torch
+from common import ROOT
 from torch.utils import deterministic
 
 from gla_ext.model.checkpoint import read_tensors
-from gla_ext.train import command as train
+from gla_ext.train import CHECKPOINT, command
 from gla_ext.train.devices import in_fixed_order
 
 CUDA = torch.device("cuda")
@@ -35,13 +42,27 @@ def test_modes_are_as_strict_inside_and_as_before_outside(before):
 def test_a_run_is_the_same_again(folder, tmp_path, graph):
     """torch sums the gradient of 256 embeddings over 65,536 bytes by atomics, left to itself."""
     sizes = ["--steps", "8", "--batch-size", "32", "--seq-len", "2048", "--hidden-size", "64"]
-    command = [*sizes, "--heads", "1", "--layers", "1", "--sample-bytes", "4", "--no-compile"]
+    options = [*sizes, "--heads", "1", "--layers", "1", "--sample-bytes", "4", "--no-compile"]
+    run = [sys.executable, "-m", "gla_ext.train", "--data", str(folder), *options, graph]
+    environment = dict(os.environ)
+    environment.pop("CUBLAS_WORKSPACE_CONFIG", None)  # which only these tests have
     checkpoints = []
     for out in (tmp_path / "first", tmp_path / "second"):
-        assert train.main(["--data", str(folder), "--out", str(out), *command, graph]) == 0
-        checkpoints.append(read_tensors(out / train.CHECKPOINT)[0])
+        subprocess.run([*run, "--out", str(out)], cwd=ROOT, env=environment, check=True)
+        checkpoints.append(read_tensors(out / CHECKPOINT)[0])
     first, second = checkpoints
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
-    assert torch.get_deterministic_debug_mode() == 0
+
+
+def test_the_command_asks_for_it_unless_it_compiles(folder, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(command, "in_fixed_order", lambda device: asked.append(device) or nothing())
+    sizes = ["--steps", "1", "--batch-size", "1", "--seq-len", "8", "--hidden-size", "16"]
+    options = [*sizes, "--heads", "1", "--layers", "1", "--sample-bytes", "1", "--device", "cpu"]
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    for compiled in ("--compile", "--no-compile"):
+        where = ["--data", str(folder), "--out", str(tmp_path / compiled)]
+        assert command.main([*where, *options, compiled]) == 0
+    assert asked == [torch.device("cpu")]
