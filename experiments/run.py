@@ -59,6 +59,8 @@ def share(run: Run) -> float:
     """The part of a GPU that a run is taken to fill."""
     if run.task == "text":
         return 1.0
+    if run.layer in SLOW_LAYERS:
+        return 0.5  # of so many small kernels, which start one after the other
     return 0.25 if run.width > 256 else 0.125
 
 
@@ -72,7 +74,7 @@ def estimated_seconds(run: Run, results: Results) -> float:
     if alike:
         return max(statistics.median(alike), alike[-1])
     if run.layer in SLOW_LAYERS:
-        return 10 + 3e-4 * run.steps * run.seq_len  # a loop over tokens
+        return 10 + 2.5e-3 * run.steps * run.seq_len  # a loop over tokens; two share a GPU
     if run.task == "recall":  # without an early end
         alone = 5e-4 + 1e-10 * run.batch_size * run.seq_len * run.width  # seconds a step
         return 5 + (1.5 if run.layer == "retnet" else 1) * run.steps * alone / share(run)
