@@ -56,7 +56,7 @@ NOT_RUN = {
     "python benchmarks/bench_training.py --builds now=. before=../before --profile "
     "--seconds 2 --rows eager autocast compiled": NEEDS_GPU,
     'python benchmarks/bench_training.py --seconds 2 --rows eager "eager 8192" "eager 32768" '
-    'compiled FLA Transformer++ "1.3 B"': NEEDS_GPU,
+    'compiled FLA "Transformer++ FA2" "1.3 B"': NEEDS_GPU,
     "TRITON_CACHE_DIR=cache python benchmarks/bench_fla.py": NEEDS_GPU,
     "torchrun --nproc-per-node 2 -m gla_ext.train --out runs/two": TRAINS,
     "make train NPROC=2": TRAINS,
