@@ -208,7 +208,7 @@ class Engine:
         return [(sequence, Delta(finish_reason="error")) for sequence in sequences]
 
     def warm_up(self) -> None:
-        """Captures the CUDA graphs of steps and of pieces of prompts, which takes some seconds.
+        """Captures the CUDA graphs of steps and of pieces of prompts, which takes a second or more.
 
         Without it each is captured when its size has come for the second time, and everyone waits
         for that. Nothing happens where there are no graphs. Like `step` it is for one thread alone,
