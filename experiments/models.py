@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from experiments.layers import LinearAttention, NoMLP, SoftmaxAttention
-from gla_ext.layers.short_convolution import ShortConvolution
 from gla_ext.model import GLAForCausalLM
 from gla_ext.model.config import GLAConfig
+from gla_ext.train.trainer import reset_convolutions
 
 # The name of a layer in runs and pages: what makes it.
 LAYERS: dict[str, dict[str, Any]] = {
@@ -42,10 +42,7 @@ def make_model(layer: str, config: GLAConfig, mlp: bool = True) -> GLAForCausalL
             block.mlp, block.mlp_norm = NoMLP(), nn.Identity()
             block.fuse_norm = False  # whose sums want an MLP's output of full size
     model.reset_parameters()
-    for module in model.modules():
-        if isinstance(module, ShortConvolution):
-            # By torch's own distribution: of four taps at the range of matrices nothing would pass.
-            module.reset_parameters()
+    reset_convolutions(model)
     return model
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,28 +22,30 @@ class Cut:
     lengths: tokens of every part of the text, in order.
     cu_seqlens: offsets of this rank's own sequences in its tensors, on their device; None where
         each row of the batch is one sequence.
+
+    Properties are computed anew: torch.compile refuses to keep one in a frozen dataclass.
     """
 
     parts: tuple[Part, ...]
     lengths: tuple[int, ...]
     cu_seqlens: Tensor | None
 
-    @cached_property
+    @property
     def counts(self) -> tuple[int, ...]:
         """The own sequences of each part."""
         return tuple(part.sequences[1] - part.sequences[0] for part in self.parts)
 
-    @cached_property
+    @property
     def before(self) -> tuple[int, ...]:
         """How many parts before each share its first sequence."""
         return tuple(part.before for part in self.parts)
 
-    @cached_property
+    @property
     def after(self) -> tuple[int, ...]:
         """How many parts after each share its last sequence."""
         return tuple(part.after for part in self.parts)
 
-    @cached_property
+    @property
     def spans(self) -> tuple[int, ...]:
         """Of each part the tokens of its first and of its last sequence, start and end of both."""
         spans, start = [], 0
@@ -55,13 +56,13 @@ class Cut:
             start += part.length
         return tuple(spans)
 
-    @cached_property
+    @property
     def is_one_sequence_each(self) -> bool:
         """Whether each part is one sequence's, as a row of a batch is, and parts are alike."""
         length = self.parts[0].length
         return all(part.offsets == (0, length) and part.length == length for part in self.parts)
 
-    @cached_property
+    @property
     def sequences(self) -> tuple[int, ...]:
         """The number in the whole text of each of this rank's own sequences, the rows of states."""
         return tuple(i for part in self.parts for i in range(*part.sequences))

@@ -131,6 +131,8 @@ def command_line() -> argparse.ArgumentParser:
     add("--hidden-size", "model width")
     add("--layers", "number of blocks")
     add("--heads", "heads a layer")
+    convolutions = "short convolutions on q, k and v"
+    add("--use-short-conv", convolutions, "no", action=argparse.BooleanOptionalAction)
     add("--lr", "peak learning rate")
     add("--schedule", "how the learning rate falls", choices=SCHEDULES)
     add("--warmup", "steps of linear warm-up")
@@ -157,7 +159,8 @@ def _values(settings: Settings, options: Options) -> dict[str, Any]:
     """What the table decides, under the names of the flags."""
     values = asdict(settings)
     del values["data"]
-    values["packed"] = "yes" if settings.packed else "no"
+    for name in ("use_short_conv", "packed"):
+        values[name] = "yes" if getattr(settings, name) else "no"
     for name in ("compile", "cuda_graph"):
         values[name] = "yes" if getattr(options, name) else "no"
     values["save_every"] = options.save_every

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from gla_ext.layers.short_convolution import ShortConvolution
 from gla_ext.model import GLAForCausalLM
 from gla_ext.model.checkpoint import load_tensors, model_tensors, read_tensors, write_tensors
 from gla_ext.model.config import GLAConfig
@@ -49,6 +50,7 @@ class Settings:
     dtype: of the products, 'float32' or 'bfloat16' (autocast).
     steps, batch_size, seq_len: each step takes batch_size windows of seq_len bytes.
     hidden_size, layers, heads: the model's.
+    use_short_conv: whether its q, k and v pass short convolutions.
     segments: steps that follow each other in a window of segments * seq_len bytes, the states
         handed on: truncated backpropagation, see `gla_ext.train.segments`.
     packed: whether each document starts from no state, or from where the one before it ended.
@@ -67,6 +69,7 @@ class Settings:
     hidden_size: int = 128
     layers: int = 3
     heads: int = 2
+    use_short_conv: bool = False
     segments: int = 1
     packed: bool = False
     lr: float = 3e-3
@@ -87,6 +90,7 @@ class Settings:
             hidden_size=self.hidden_size,
             num_hidden_layers=self.layers,
             num_heads=self.heads,
+            use_short_conv=self.use_short_conv,
             initializer_range=self.hidden_size**-0.5,
             vocab_size=VOCAB_SIZE,
             bos_token_id=DOCUMENT_START,
@@ -163,7 +167,9 @@ class Trainer:
 
     def make_model(self) -> GLAForCausalLM:
         """The model with its initial weights."""
-        return GLAForCausalLM(self.settings.model_config())
+        model = GLAForCausalLM(self.settings.model_config())
+        reset_convolutions(model)
+        return model
 
     def train_step(self) -> None:
         """One optimizer step; its loss, nats a byte, goes to `losses[step]`.
@@ -362,6 +368,15 @@ class Trainer:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = DTYPES[self.settings.dtype]
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+
+def reset_convolutions(model: nn.Module) -> None:
+    """Gives short convolutions weights of torch's own distribution: little passes four taps of the
+    range that matrices have.
+    """
+    for module in model.modules():
+        if isinstance(module, ShortConvolution):
+            module.reset_parameters()
 
 
 def checkpoint_settings(metadata: dict[str, Any], path: str | Path) -> Settings:

@@ -14,7 +14,7 @@ from gla_ext.train.presets import Options
 from gla_ext.train.trainer import Settings, Trainer
 
 TINY = {"steps": 6, "batch_size": 4, "seq_len": 32, "hidden_size": 16, "layers": 2, "heads": 2}
-TINY |= {"lr": 1e-2, "warmup": 2}
+TINY |= {"lr": 1e-2, "warmup": 2, "use_short_conv": True}
 CPU = torch.device("cpu")
 
 

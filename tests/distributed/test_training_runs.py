@@ -28,7 +28,7 @@ def flags(folder, steps, device="cpu"):
     options = ["--data", folder, "--device", device, "--sample-bytes", 8]
     options += ["--dtype", "float32", "--no-compile"]
     for name, value in (TINY | {"steps": steps}).items():
-        options += [f"--{name.replace('_', '-')}", value]
+        options += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
     return [*map(str, options)]
 
 

@@ -68,8 +68,9 @@ def test_loss_falls(corpus):
     assert run.evaluate() < 0.4 * first
 
 
-def test_held_out_bits_are_those_of_one_long_text(corpus, monkeypatch):
-    run = make_trainer(corpus)
+@pytest.mark.parametrize("use_short_conv", [False, True])
+def test_held_out_bits_are_those_of_one_long_text(corpus, monkeypatch, use_short_conv):
+    run = make_trainer(corpus, use_short_conv=use_short_conv)
     run.train_step()
     monkeypatch.setattr(run, "evaluation_segment", 50)
     bits = run.evaluate()
@@ -278,6 +279,22 @@ def test_a_loss_that_is_not_finite_stops_the_run(folder, tmp_path, capsys):
     run("--data", folder, "--out", tmp_path / "out", *TINY, "--lr", "inf", code=2)
     assert_error(capsys, "expected a finite loss, got nan before step 6; a lower --lr may help")
     assert checkpoint(tmp_path / "out")[1]["step"] == 0  # nothing saved since the start
+
+
+def test_short_convolutions(folder, tmp_path):
+    """They start as torch's, go on from a checkpoint, and are in the model that is written."""
+    tiny = ["--data", folder, *TINY, "--use-short-conv"]
+    run("--out", tmp_path / "new", *tiny, "--steps", 0)
+    weight = checkpoint(tmp_path / "new")[0]["model.model.layers.0.attn.q_conv1d.weight"]
+    assert weight.shape == (8, 1, 4)
+    assert 0.3 < weight.abs().max() <= 0.5 and weight.std() > 0.2  # uniform, within 4 ** -0.5
+    run("--out", tmp_path / "whole", *tiny)
+    run("--out", tmp_path / "parts", *tiny, "--steps", 6, "--save-every", 3)
+    run("--out", tmp_path / "parts", "--resume", "--device", "cpu")
+    assert_same_checkpoints(tmp_path / "whole", tmp_path / "parts")
+    model = GLAForCausalLM.from_pretrained(tmp_path / "whole")
+    assert model.config.use_short_conv
+    assert model.generate(torch.tensor([[0, 100]]), 3).shape == (1, 5)
 
 
 def test_bfloat16(folder, tmp_path):
