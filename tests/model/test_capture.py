@@ -1,97 +1,17 @@
 """When graphs of `decode._capture` are destroyed, with a stand-in for torch's on the CPU."""
 
-import contextlib
 import gc
 import subprocess
 import sys
 import threading
-import types
 import weakref
 
 import pytest
 import torch
+from capturing import BROKEN, DRAWS, by_any_thread, captured, cycle, in_thread, nothing
 
 from gla_ext.decode import _capture
 from gla_ext.train.graph import GraphedStep
-
-BROKEN = "operation failed due to a previous error during capture"
-TWICE = "operation not permitted when stream is capturing"
-NOT_BEGUN = "operation not permitted when stream is not capturing"
-DRAWS = f"{_capture._NOT_THE_GRAPHS}."
-
-
-class Device:
-    """Graphs of a device that breaks a capture where one is destroyed during it."""
-
-    def __init__(self):
-        self.capturing = set()  # ids of graphs
-        self.destroyed = 0
-        self.broken = False
-        self.on_begin = self.on_destroy = nothing
-        device = self
-
-        class CUDAGraph:
-            def capture_begin(self, pool=None):
-                device.on_begin()
-                if id(self) in device.capturing:
-                    raise RuntimeError(TWICE)
-                device.capturing.add(id(self))
-
-            def capture_end(self):
-                if id(self) not in device.capturing:
-                    raise RuntimeError(NOT_BEGUN)
-                device.capturing.remove(id(self))
-                if device.broken:
-                    raise RuntimeError(BROKEN)
-
-            def reset(self):
-                """Forgets what was captured, which ends no capture."""
-
-            def __del__(self):
-                device.broken |= len(device.capturing) > 0
-                device.on_destroy()
-                device.destroyed += 1
-
-        _capture.know_captures(CUDAGraph)
-        self.graph_class = CUDAGraph
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    found = Device()
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", found.graph_class)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=7))
-    monkeypatch.setattr(_capture, "_begin", lambda graph, pool: graph.capture_begin(pool))
-    return found
-
-
-def nothing():
-    pass
-
-
-def in_thread(call):
-    """Calls in another thread, and waits for it."""
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive()
-
-
-@contextlib.contextmanager
-def captured(graph):
-    """Inside, a graph is captured, as by `torch.cuda.graph`."""
-    graph.capture_begin()
-    try:
-        yield
-    finally:
-        graph.capture_end()
-
-
-def cycle():
-    """A graph that refers to itself, which only the collector frees."""
-    graph = _capture.record(nothing)
-    graph.itself = graph
-    return [graph]
 
 
 def test_a_graph_dropped_beside_no_recording_is_destroyed_at_once(gpu):
@@ -108,11 +28,6 @@ def test_a_graph_dropped_beside_no_recording_is_destroyed_at_once(gpu):
         owners.append(_capture.record(nothing))
         in_thread(owners.clear)
         assert gpu.destroyed == 3
-
-
-by_any_thread = pytest.mark.parametrize(
-    "run", [lambda call: call(), in_thread], ids=["this", "another"]
-)
 
 
 @by_any_thread
@@ -256,157 +171,6 @@ def test_graphs_dropped_while_a_capture_becomes_known(gpu, monkeypatch, run):
     with captured(theirs):
         pass
     assert gpu.destroyed == 2 and not gpu.broken
-
-
-@by_any_thread
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_graph_dropped_during_a_capture_elsewhere(gpu, broken, run):
-    """It is destroyed at the end, also where that finds the capture broken by something else."""
-    owners, circular, theirs = [_capture.record(nothing)], cycle(), gpu.graph_class()
-    error = pytest.raises(RuntimeError, match=BROKEN) if broken else contextlib.nullcontext()
-    with error, captured(theirs):
-        run(owners.clear)
-        run(circular.clear)
-        run(gc.collect)
-        assert gpu.destroyed == 0 and not gpu.broken
-        gpu.broken = broken
-    assert gpu.destroyed == 2 and gpu.broken == broken
-
-
-def test_the_last_capture_that_ends(gpu):
-    """An end too many ends no other capture."""
-    owners = [_capture.record(nothing)]
-    first, second = gpu.graph_class(), gpu.graph_class()
-    first.capture_begin()
-    second.capture_begin()
-    owners.clear()
-    first.capture_end()
-    for graph in (first, gpu.graph_class()):
-        with pytest.raises(RuntimeError, match=NOT_BEGUN):
-            graph.capture_end()
-    owners.append(_capture.record(nothing))
-    owners.clear()
-    assert len(_capture._dropped._graphs) == 2
-    second.capture_end()
-    assert not _capture._dropped._graphs
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-def test_a_capture_that_does_not_begin(gpu, kind):
-    owners, theirs = [_capture.record(nothing)], gpu.graph_class()
-
-    def refuse():
-        owners.clear()
-        assert gpu.destroyed == 0
-        raise kind(BROKEN)
-
-    gpu.on_begin = refuse
-    with pytest.raises(kind, match=BROKEN):
-        theirs.capture_begin()
-    assert gpu.destroyed == 1
-
-
-def test_a_capture_that_begins_twice(gpu):
-    """The first beginning holds."""
-    owners, theirs = [_capture.record(nothing)], gpu.graph_class()
-    with captured(theirs):
-        with pytest.raises(RuntimeError, match=TWICE):
-            theirs.capture_begin()
-        owners.clear()
-        assert gpu.destroyed == 0
-    assert gpu.destroyed == 1 and not gpu.broken
-    with captured(theirs):
-        owners.append(_capture.record(nothing))
-        owners.clear()
-        assert gpu.destroyed == 1
-    assert gpu.destroyed == 2 and not gpu.broken
-
-
-def test_a_reset_ends_no_capture(gpu):
-    owners, theirs = [_capture.record(nothing)], gpu.graph_class()
-    with captured(theirs):
-        theirs.reset()
-        owners.clear()
-        assert gpu.destroyed == 0
-    assert gpu.destroyed == 1 and not gpu.broken
-
-
-@pytest.mark.parametrize("circular", [False, True])
-def test_a_capture_that_nobody_ends(gpu, circular):
-    """It is over when its graph is freed; what waits is destroyed with the next one."""
-    owners, theirs = [_capture.record(nothing) for _ in range(2)], gpu.graph_class()
-    theirs.itself = theirs if circular else None
-    theirs.capture_begin()
-    owners.pop()
-    assert gpu.destroyed == 0
-    del theirs
-    gc.collect()
-    assert gpu.destroyed == 1
-    owners.pop()
-    assert gpu.destroyed == 3
-
-
-def test_a_recording_that_is_interrupted_as_it_begins(gpu, monkeypatch):
-    """Its graph does not wait for itself."""
-
-    def begin(graph, pool):
-        graph.capture_begin(pool)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_capture, "_begin", begin)
-    with pytest.raises(KeyboardInterrupt):
-        _capture.record(nothing)
-    assert gpu.destroyed == 1 and not _capture._dropped._graphs
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_subclasses(gpu, known):
-    """Their methods call those that are known, and may be known themselves."""
-    owners = [_capture.record(nothing) for _ in range(2)]
-
-    class Theirs(gpu.graph_class):
-        fails = False
-
-        def capture_begin(self, pool=None):
-            super().capture_begin(pool)
-            if self.fails:
-                raise ValueError
-
-        def capture_end(self):
-            super().capture_end()
-
-        def __eq__(self, other):  # nor has it a hash
-            return True
-
-    if known:
-        _capture.know_captures(Theirs)
-    first, second = Theirs(), Theirs()
-    with captured(first):
-        with captured(second):
-            owners.pop()
-        assert gpu.destroyed == 0
-    assert gpu.destroyed == 1
-    if not known:  # then what fails is none of what is known
-        first.fails = True
-        with pytest.raises(ValueError):
-            first.capture_begin()
-        owners.pop()
-        assert gpu.destroyed == 1
-        first.capture_end()
-        assert gpu.destroyed == 2
-    assert not gpu.broken
-
-
-def test_methods_that_somebody_else_replaces(gpu, monkeypatch):
-    """Those in place when a capture begins here are known then."""
-    kind, begin = gpu.graph_class, gpu.graph_class.capture_begin
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, "capture_begin", begin.__wrapped__)
-        _capture.know_captures(kind)
-        assert kind.capture_begin is not begin
-    assert kind.capture_begin is begin
-    _capture.know_captures(kind)
-    assert kind.capture_begin is begin
 
 
 def test_a_training_step_forgets_its_graph_while_another_thread_records(gpu):
