@@ -10,7 +10,7 @@ from torch import nn
 from experiments.layers import LinearAttention, NoMLP, SoftmaxAttention
 from gla_ext.model import GLAForCausalLM
 from gla_ext.model.config import GLAConfig
-from gla_ext.train.trainer import reset_convolutions
+from gla_ext.model.weights import reset_convolutions
 
 # The name of a layer in runs and pages: what makes it.
 LAYERS: dict[str, dict[str, Any]] = {

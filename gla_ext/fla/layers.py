@@ -2,9 +2,8 @@
 
 Norms are gla_ext's operators in training, the gated one always. Each other replacement goes on to
 FLA's own code outside `torch.compile`; all but the unpadding do so on a GPU alone, since FLA's
-kernels do not run on a CPU. Parameters,
-and with them checkpoints, stay as they are. The losses, which are for a CPU alone, stand in
-`gla_ext.fla.losses`, attention in `gla_ext.fla.attention`.
+kernels do not run on a CPU. Parameters, and with them checkpoints, stay as they are. The losses,
+which are for a CPU alone, stand in `gla_ext.fla.losses`, attention in `gla_ext.fla.attention`.
 """
 
 from __future__ import annotations
@@ -124,15 +123,15 @@ def _norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> 
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        ours = self.bias is None and is_ours(x, residual)
+        ours = is_ours(x, residual)
         if self.bias is not None or not (ours or needs_torch(x)):
             return original(self, x, residual, prenorm, residual_in_fp32)
-        if ours and residual is not None:
-            y, total = rms_norm_residual(x, residual, self.weight, self.eps)
-            return (y, total) if prenorm else y
         if ours:
-            y = rms_norm(x, self.weight, self.eps)
-            return (y, x.float() if residual_in_fp32 else x) if prenorm else y
+            if residual is None:
+                y, total = rms_norm(x, self.weight, self.eps), x.float() if residual_in_fp32 else x
+            else:
+                y, total = rms_norm_residual(x, residual, self.weight, self.eps)
+            return (y, total) if prenorm else y
         total = _wide(x) if residual is None else _wide(x) + _wide(residual)
         y = _normalized(self, total).to(x.dtype)
         if not prenorm:

@@ -4,6 +4,7 @@ from torch import nn
 
 from gla_ext.layers.attention_residuals import ResidualQuery
 from gla_ext.layers.norms import RMSNorm
+from gla_ext.layers.short_convolution import ShortConvolution
 
 
 def init_weights(module: nn.Module, std: float) -> None:
@@ -24,6 +25,15 @@ def init_own_weights(module: nn.Module, std: float) -> None:
             nn.init.zeros_(module.bias)
     elif isinstance(module, RMSNorm):
         module.reset_parameters()
+
+
+def reset_convolutions(model: nn.Module) -> None:
+    """Gives short convolutions weights of torch's own distribution: little passes four taps of the
+    range that matrices have.
+    """
+    for module in model.modules():
+        if isinstance(module, ShortConvolution):
+            module.reset_parameters()
 
 
 def count_parameters(module: nn.Module) -> int:

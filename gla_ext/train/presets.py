@@ -159,9 +159,9 @@ def _values(settings: Settings, options: Options) -> dict[str, Any]:
     """What the table decides, under the names of the flags."""
     values = asdict(settings)
     del values["data"]
-    for name in ("use_short_conv", "packed"):
-        values[name] = "yes" if getattr(settings, name) else "no"
-    for name in ("compile", "cuda_graph"):
-        values[name] = "yes" if getattr(options, name) else "no"
-    values["save_every"] = options.save_every
-    return {name.replace("_", "-"): value for name, value in values.items()}
+    values |= {name: getattr(options, name) for name in ("compile", "cuda_graph", "save_every")}
+    words = {False: "no", True: "yes"}
+    return {
+        name.replace("_", "-"): words[value] if isinstance(value, bool) else value
+        for name, value in values.items()
+    }

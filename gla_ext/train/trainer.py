@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from gla_ext.layers.short_convolution import ShortConvolution
 from gla_ext.model import GLAForCausalLM
 from gla_ext.model.checkpoint import load_tensors, model_tensors, read_tensors, write_tensors
 from gla_ext.model.config import GLAConfig
+from gla_ext.model.weights import reset_convolutions
 from gla_ext.train.data import DOCUMENT_START, VOCAB_SIZE, Batches, Corpus, encode
 from gla_ext.train.graph import GraphedStep, check_graph
 from gla_ext.train.optimizer import optimizer_of
@@ -368,15 +368,6 @@ class Trainer:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = DTYPES[self.settings.dtype]
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
-
-
-def reset_convolutions(model: nn.Module) -> None:
-    """Gives short convolutions weights of torch's own distribution: little passes four taps of the
-    range that matrices have.
-    """
-    for module in model.modules():
-        if isinstance(module, ShortConvolution):
-            module.reset_parameters()
 
 
 def checkpoint_settings(metadata: dict[str, Any], path: str | Path) -> Settings:
