@@ -244,10 +244,14 @@ NormForwardOutputs rms_norm_gate_fwd_meta(const at::Tensor& x, const OptionalTen
 
 NormBackwardOutputs rms_norm_gate_bwd_meta(const at::Tensor& dy, const at::Tensor& x,
                                            const OptionalTensor& weight, const OptionalTensor& gate,
-                                           const at::Tensor& rstd, std::string_view activation) {
+                                           const at::Tensor& rstd, std::string_view activation,
+                                           bool output) {
   const NormCall call = check_rms_norm_gate_bwd(dy, x, weight, gate, rstd, activation);
-  return {fresh(x), given(weight) ? fresh(*weight) : empty({0}, x, call.accumulate),
-          given(gate) ? fresh(*gate) : empty({0}, x, call.accumulate)};
+  const auto or_nothing = [&](bool asked_for, const at::Tensor& t) {
+    return asked_for ? fresh(t) : empty({0}, x, call.accumulate);
+  };
+  return {fresh(x), or_nothing(given(weight), weight.value_or(x)),
+          or_nothing(given(gate), gate.value_or(x)), or_nothing(output, x)};
 }
 
 at::Tensor swiglu_fwd_meta(const at::Tensor& gate, const at::Tensor& up) {

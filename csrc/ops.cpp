@@ -79,7 +79,11 @@ TORCH_LIBRARY(gla_ext, m) {
       tags);
   m.def(
       "rms_norm_gate_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? gate, Tensor rstd, str "
-      "activation) -> (Tensor dx, Tensor dweight, Tensor dgate)",
+      "activation, bool output=False) -> (Tensor dx, Tensor dweight, Tensor dgate, Tensor y)",
+      tags);
+  m.def(
+      "norm_gate_linear(Tensor o, Tensor? norm_weight, float eps, str activation, Tensor gate, "
+      "Tensor weight) -> Tensor",
       tags);
 
   m.def(
@@ -286,11 +290,20 @@ NormForwardOutputs rms_norm_gate_fwd(const at::Tensor& x, const std::optional<at
 NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
                                       const std::optional<at::Tensor>& weight,
                                       const std::optional<at::Tensor>& gate, const at::Tensor& rstd,
-                                      std::string_view activation) {
+                                      std::string_view activation, bool output) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("gla_ext::rms_norm_gate_bwd", "")
                              .typed<decltype(rms_norm_gate_bwd)>();
-  return op.call(dy, x, weight, gate, rstd, activation);
+  return op.call(dy, x, weight, gate, rstd, activation, output);
+}
+
+at::Tensor norm_gate_linear(const at::Tensor& o, const std::optional<at::Tensor>& norm_weight,
+                            double eps, std::string_view activation, const at::Tensor& gate,
+                            const at::Tensor& weight) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gla_ext::norm_gate_linear", "")
+                             .typed<decltype(norm_gate_linear)>();
+  return op.call(o, norm_weight, eps, activation, gate, weight);
 }
 
 at::Tensor swiglu_fwd(const at::Tensor& gate, const at::Tensor& up) {

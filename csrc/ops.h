@@ -211,10 +211,12 @@ void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
 // The root mean square norm over the last dimension (arXiv 1910.07467), times a weight [V] and an
 // activated gate of x's shape, each of which may be absent, rounded once:
 // y = x rstd weight activation(gate), rstd = (mean(x^2) + eps)^-0.5. The activation is one of relu,
-// sigmoid, logsigmoid, silu (or swish), sqrelu, gelu (by tanh).
+// sigmoid, logsigmoid, silu (or swish), sqrelu, gelu (by tanh). Backward gives y too if asked for
+// an output.
 using NormForwardOutputs = std::tuple<at::Tensor, at::Tensor>;  // y, rstd [...]
 using NormBackwardOutputs =
-    std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dx, dweight, dgate; 0 elements where absent
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // dx, dweight, dgate, y; 0
+                                                                 // elements where absent
 
 NormForwardOutputs rms_norm_gate_fwd(const at::Tensor& x, const std::optional<at::Tensor>& weight,
                                      const std::optional<at::Tensor>& gate,
@@ -223,7 +225,14 @@ NormForwardOutputs rms_norm_gate_fwd(const at::Tensor& x, const std::optional<at
 NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
                                       const std::optional<at::Tensor>& weight,
                                       const std::optional<at::Tensor>& gate, const at::Tensor& rstd,
-                                      std::string_view activation);
+                                      std::string_view activation, bool output);
+
+// The linear map of the norm of heads, with o and gate [..., H, V], norm_weight [V] and weight
+// [N, H V]: linear(y, weight), where y is the above [..., H V]. Saved for backward are o, gate, the
+// weights and rstd, and no y.
+at::Tensor norm_gate_linear(const at::Tensor& o, const std::optional<at::Tensor>& norm_weight,
+                            double eps, std::string_view activation, const at::Tensor& gate,
+                            const at::Tensor& weight);
 
 // The same of a residual stream to which x is added first: stream = residual + x, rounded to the
 // residual's dtype, which is x's or fp32, and y = stream rstd weight in x's dtype. dstream is the

@@ -50,6 +50,7 @@ def decompositions() -> dict[torch._ops.OperatorBase, Callable]:
             ops.gate_projection_fwd.default: plain_gate_projection,
             ops.swiglu_fwd.default: plain_swiglu,
             ops.swiglu_linear.default: _swiglu_linear,
+            ops.norm_gate_linear.default: _norm_gate_linear,
         }
     )
     return table
@@ -156,3 +157,10 @@ def _rms_norm_residual_fwd(
 
 def _swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.linear(plain_swiglu(gate, up), weight, bias)
+
+
+def _norm_gate_linear(
+    o: Tensor, norm_weight: Tensor | None, eps: float, activation: str, gate: Tensor, weight: Tensor
+) -> Tensor:
+    y = plain_rms_norm(o, norm_weight, eps, gate.unflatten(-1, o.shape[-2:]), activation)
+    return torch.nn.functional.linear(y.flatten(-2), weight)

@@ -45,6 +45,22 @@ void check_norm_weight(const Checker& check, const OptionalTensor& weight, const
   check.shape("norm_weight", *weight, dims, {size});
 }
 
+// The shape of the result.
+Sizes check_norm_gate_map(const char* op, const at::Tensor& o, const OptionalTensor& norm_weight,
+                          const at::Tensor& gate, const at::Tensor& weight) {
+  const Checker check(op, "o", o);
+  check_first(op, check, "o", o, 2, "[..., H, V]");
+  const c10::SymInt V = o.sym_size(-1), D = o.sym_size(-2) * V;
+  check_norm_weight(check, norm_weight, V, "[V]");
+  Sizes sizes = o.sym_sizes().vec();
+  sizes.pop_back();
+  sizes.back() = D;
+  check_like(check, "gate", gate, o);
+  check.shape("gate", gate, "[..., H * V]", sizes);
+  sizes.back() = check_map(check, "weight", weight, o, D);
+  return sizes;
+}
+
 }  // namespace
 
 void check_norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight,
@@ -82,20 +98,17 @@ void check_linear_residual(const at::Tensor& x, const at::Tensor& weight,
   check.shape("residual", residual, "[..., N]", sizes);
 }
 
+void check_norm_gate_linear(const at::Tensor& o, const OptionalTensor& norm_weight,
+                            const at::Tensor& gate, const at::Tensor& weight) {
+  check_norm_gate_map("norm_gate_linear", o, norm_weight, gate, weight);
+}
+
 void check_norm_gate_linear_residual(const at::Tensor& o, const OptionalTensor& norm_weight,
                                      const at::Tensor& gate, const at::Tensor& weight,
                                      const at::Tensor& residual) {
   const char* op = "norm_gate_linear_residual";
+  const Sizes sizes = check_norm_gate_map(op, o, norm_weight, gate, weight);
   const Checker check(op, "o", o);
-  check_first(op, check, "o", o, 2, "[..., H, V]");
-  const c10::SymInt V = o.sym_size(-1), D = o.sym_size(-2) * V;
-  check_norm_weight(check, norm_weight, V, "[V]");
-  Sizes sizes = o.sym_sizes().vec();
-  sizes.pop_back();
-  sizes.back() = D;
-  check_like(check, "gate", gate, o);
-  check.shape("gate", gate, "[..., H * V]", sizes);
-  sizes.back() = check_map(check, "weight", weight, o, D);
   check_like(check, "residual", residual, o);
   check.shape("residual", residual, "[..., N]", sizes);
 }

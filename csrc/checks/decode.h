@@ -1,4 +1,5 @@
-// The input contract of a decoded token's operators, once, for every backend and for tracing.
+// The input contract of a decoded token's operators, and of norm_gate_linear, which takes what one
+// of them does, once, for every backend and for tracing.
 #pragma once
 
 #include <array>
@@ -7,7 +8,7 @@
 
 namespace gla_ext {
 
-// They have no gradient.
+// Those of a decoded token, which have no gradient.
 constexpr std::array<const char*, 5> kDecodeOperators{
     "norm_linear", "norm_swiglu", "linear_residual", "norm_gate_linear_residual",
     "recurrent_gla_low_rank_step_"};
@@ -18,6 +19,8 @@ void check_norm_swiglu(const at::Tensor& x, const OptionalTensor& norm_weight,
                        const at::Tensor& gate_weight, const at::Tensor& up_weight);
 void check_linear_residual(const at::Tensor& x, const at::Tensor& weight,
                            const at::Tensor& residual);
+void check_norm_gate_linear(const at::Tensor& o, const OptionalTensor& norm_weight,
+                            const at::Tensor& gate, const at::Tensor& weight);
 void check_norm_gate_linear_residual(const at::Tensor& o, const OptionalTensor& norm_weight,
                                      const at::Tensor& gate, const at::Tensor& weight,
                                      const at::Tensor& residual);

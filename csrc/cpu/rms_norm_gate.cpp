@@ -118,14 +118,16 @@ NormForwardOutputs rms_norm_gate_fwd_cpu(const at::Tensor& x, const OptionalTens
 
 NormBackwardOutputs rms_norm_gate_bwd_cpu(const at::Tensor& dy, const at::Tensor& x,
                                           const OptionalTensor& weight, const OptionalTensor& gate,
-                                          const at::Tensor& rstd, std::string_view activation) {
+                                          const at::Tensor& rstd, std::string_view activation,
+                                          bool output) {
   const NormCall call = check_rms_norm_gate_bwd(dy, x, weight, gate, rstd, activation);
   const auto not_asked_for = [&] { return at::empty({0}, x.options().dtype(call.accumulate)); };
   at::Tensor dx = contiguous_like(x);
   at::Tensor dgate = given(gate) ? contiguous_like(*gate) : not_asked_for();
+  at::Tensor y = output ? contiguous_like(x) : not_asked_for();
   if (x.numel() == 0)
     return {dx, given(weight) ? at::zeros(weight->sizes(), weight->options()) : not_asked_for(),
-            dgate};
+            dgate, y};
   std::vector<at::Tensor> tensors{x, dy};
   if (given(gate)) tensors.push_back(*gate);
   const at::Tensor kept = rstd.contiguous();
@@ -138,10 +140,11 @@ NormBackwardOutputs rms_norm_gate_bwd_cpu(const at::Tensor& dy, const at::Tensor
       p.gate = tasks.input(2);
       p.dgate = tasks.output(dgate);
     }
+    if (output) p.y = tasks.output(y);
     p.rstd = static_cast<decltype(p.rstd)>(const_cast<void*>(kept.const_data_ptr()));
     return tasks.backward();
   });
-  return {dx, given(weight) ? dweight.to(weight->scalar_type()) : dweight, dgate};
+  return {dx, given(weight) ? dweight.to(weight->scalar_type()) : dweight, dgate, y};
 }
 
 NormResidualForwardOutputs rms_norm_residual_fwd_cpu(const at::Tensor& x,

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
+from gla_ext.layers.norms import GatedRMSNorm
 from gla_ext.ops._tracing import has_tangent, in_forward_mode, is_recorded
 from gla_ext.ops.chunk import is_batch_invariant
 
@@ -40,9 +41,9 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
         return tuple(linear(x) for linear in linears)
     if torch.compiler.is_compiling():  # whose partitioner decides what is saved
         return F.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], dim=-1)
-    dtype = _dtype_in_products(weights[0])
+    dtype = dtype_in_products(weights[0])
     if x.dtype != dtype:
-        x = x.to(_dtype_in_products(x))
+        x = x.to(dtype_in_products(x))
     return tuple(_joint_projection(x, weights, dtype, together))
 
 
@@ -71,7 +72,7 @@ def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]
     weight = _side_by_side(linears)
     if weight is None or any(has_tangent(linear.weight) for linear in linears):
         return None
-    if torch.is_autocast_cache_enabled() and _dtype_in_products(weight) != weight.dtype:
+    if torch.is_autocast_cache_enabled() and dtype_in_products(weight) != weight.dtype:
         return None
     return F.linear(x, weight).split([linear.weight.shape[0] for linear in linears], dim=-1)
 
@@ -142,10 +143,13 @@ def split_heads(x: Tensor, width: int) -> Tensor:
         ) from error
 
 
-def _dtype_in_products(t: Tensor) -> torch.dtype:
+def dtype_in_products(t: Tensor) -> torch.dtype:
     """What autocast, where it is on, makes of a tensor that a product takes."""
     device = t.device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    # Dynamo traces the second question alone, which knows no meta device.
+    there = device != "meta" and torch.compiler.is_compiling()
+    there = there or torch.amp.is_autocast_available(device)
+    on = there and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on and t.dtype != torch.float64 else t.dtype
 
 
@@ -159,6 +163,15 @@ def is_plain(linear: nn.Module, biased: bool = False) -> bool:
         and (linear.bias is None or (biased and type(linear.bias) in (nn.Parameter, Tensor)))
         and type(linear.weight) in (nn.Parameter, Tensor)
         and nobody_sees(linear)
+    )
+
+
+def is_plain_norm(norm: nn.Module) -> bool:
+    """Whether a module is nothing but the norm with its gate, as `is_plain` of a linear map."""
+    return (
+        type(norm) is GatedRMSNorm
+        and type(norm.weight) in (nn.Parameter, Tensor, type(None))
+        and nobody_sees(norm)
     )
 
 

@@ -22,7 +22,9 @@ from gla_ext.layers._options import (
 )
 from gla_ext.layers._padding import Padding, check_hidden_states
 from gla_ext.layers._projections import (
+    dtype_in_products,
     is_plain,
+    is_plain_norm,
     lay_side_by_side,
     nobody_sees,
     project,
@@ -33,10 +35,12 @@ from gla_ext.layers.gate_projection import gate_projection
 from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 from gla_ext.layers.short_convolution import ShortConvolution, convolve
 from gla_ext.ops._checks import check_tensors
-from gla_ext.ops._tracing import is_one
+from gla_ext.ops._tracing import have_no_rule, is_one
 from gla_ext.ops.chunk import chunk_gla, is_batch_invariant
 from gla_ext.ops.pool import chunk_gla_
 from gla_ext.ops.recurrent import fused_recurrent_gla, recurrent_gla_step_
+
+_norm_gate_linear = torch.ops.gla_ext.norm_gate_linear.default
 
 
 class GatedLinearAttention(nn.Module):
@@ -44,7 +48,8 @@ class GatedLinearAttention(nn.Module):
 
     For an input x and each head: `S_t = diag(exp(gk_t)) S_{t-1} + k_t v_t^T`,
     `o_t = K^-0.5 S_t^T q_t` with `gk = logsigmoid(x W1 W2 + b) / gate_logit_normalizer`; the
-    layer returns `(rms_norm(o) * swish(x Wg)) Wo`.
+    layer returns `(rms_norm(o) * swish(x Wg)) Wo`. In training autograd keeps o and `x Wg`;
+    backward makes the input of Wo again.
 
     Args:
         mode: 'chunk' and 'fused_chunk' run `chunk_gla`, but for decoding: in eval mode, without
@@ -250,7 +255,7 @@ class GatedLinearAttention(nn.Module):
             past_key_values.update(
                 layer_idx=self.layer_idx, recurrent_state=state, conv_state=conv_state, offset=T
             )
-        o = self.o_proj(self._norm_and_gate(o, gate))
+        o = self._output(o, gate)
         if padding is not None:
             o = padding.unpack(o)
         return o, None, past_key_values
@@ -376,6 +381,30 @@ class GatedLinearAttention(nn.Module):
         """The norm of the heads' outputs, whose name follows from the options."""
         named = "g_norm_swish_gate" if hasattr(self, "g_norm_swish_gate") else "g_norm"
         return getattr(self, named)
+
+    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """From the heads' outputs `[B, T, H, V]` to the layer's `[B, T, hidden_size]`."""
+        if gate is None or not self._makes_input_again(o, gate):
+            return self.o_proj(self._norm_and_gate(o, gate))
+        norm, weight = self.norm, self.o_proj.weight.to(o.dtype)
+        return _norm_gate_linear(o, norm.weight, norm.eps, norm.activation, gate, weight)
+
+    def _makes_input_again(self, o: Tensor, gate: Tensor) -> bool:
+        """Whether backward makes o_proj's input again, with the gradients of the norm: in training,
+        where the modules are as the constructor made them. Autograd keeps one tensor less then.
+        """
+        if not (self.training and torch.is_grad_enabled() and self.fuse_norm_and_gate):
+            return False
+        norm, linear = self.norm, self.o_proj
+        if not (is_plain(linear) and is_plain_norm(norm)):
+            return False
+        dtype = dtype_in_products(linear.weight)
+        if not (type(o) is type(gate) is Tensor and o.dtype == gate.dtype == dtype):
+            return False
+        if o.is_cuda and dtype == torch.float64:  # for which the norm has no kernels
+            return False
+        weights = [linear.weight] if norm.weight is None else [linear.weight, norm.weight]
+        return not have_no_rule(o, gate, *weights)
 
     def _norm_and_gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """From the heads' outputs `[B, T, H, V]` to the input of o_proj `[B, T, H * V]`."""

@@ -112,6 +112,19 @@ def _swiglu_linear(gate: Shape, up: Shape, weight: Shape, *args: Any, **kwargs: 
     return 2 * prod(gate) * weight[0]
 
 
+def _norm_gate_linear(
+    o: Shape,
+    norm_weight: Shape | None,
+    eps: float,
+    activation: str,
+    gate: Shape,
+    weight: Shape,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    return 2 * prod(o) * weight[0]  # as swiglu_linear
+
+
 # The steps, of which forward and backward are the sums.
 
 
@@ -172,6 +185,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "short_convolution_bwd": _short_convolution_bwd,
     "short_convolution_": _short_convolution_fwd,
     "swiglu_linear": _swiglu_linear,
+    "norm_gate_linear": _norm_gate_linear,
     "gate_projection_fwd": _gate_projection(1),
     "gate_projection_bwd": _gate_projection(2),
     "linear_cross_entropy_fwd": _linear_cross_entropy_fwd,

@@ -65,7 +65,8 @@ def _register(tensor: ModuleType) -> None:
         torch.library.register_torch_dispatch(f"gla_ext::{name}", tensor.DTensor, function)
 
 
-_ASKED_FOR = {"state": "output_state", "y": "product"}
+# Arguments, and the output that is not there where they are False.
+_ASKS_FOR = {"output_state": "state", "product": "y", "output": "y"}
 
 
 @torch.no_grad()  # below autograd, which sees an operator of DTensors
@@ -80,8 +81,8 @@ def _on_shards(
 ) -> Any:
     """Calls the operator on every rank's shards."""
     schema = op._schema
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
-    given |= kwargs or {}
+    given = {argument.name: argument.default_value for argument in schema.arguments}
+    given |= dict(zip(given, args, strict=False)) | (kwargs or {})
     inputs = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     mesh = next(t.device_mesh for t in inputs.values() if isinstance(t, cls))
     for name, t in inputs.items():
@@ -117,7 +118,7 @@ def _on_shards(
     single = isinstance(outputs, Tensor)
     # Outputs without elements: gradients of what is absent, and what nobody asks for.
     absent = {f"d{argument.name}" for argument in schema.arguments} - {f"d{n}" for n in inputs}
-    absent |= {name for name, flag in _ASKED_FOR.items() if given.get(flag) is False}
+    absent |= {name for flag, name in _ASKS_FOR.items() if given.get(flag) is False}
     found = []
     for output, t in zip(schema.returns, [outputs] if single else outputs, strict=True):
         name = output.name or "result"
@@ -202,7 +203,7 @@ _GATE: _Shards = {"weight": 0, "bias": 0, "dweight": 0, "dbias": 0, "dh": _SUM}
 
 _RULES: dict[str, _Rule] = {
     "rms_norm_gate_fwd": _each_but_last("x gate y rstd"),
-    "rms_norm_gate_bwd": _each_but_last("dy x gate rstd dx dgate", "dweight"),
+    "rms_norm_gate_bwd": _each_but_last("dy x gate rstd dx dgate y", "dweight"),
     "rms_norm_residual_fwd": _each_but_last("x residual y stream rstd"),
     "rms_norm_residual_bwd": _each_but_last("dy dstream stream rstd dx dresidual", "dweight"),
     "swiglu_fwd": _each("gate up result"),
@@ -223,6 +224,14 @@ def _swiglu_linear(cls: type, op: Any, types: Any, args: tuple[Any, ...], kwargs
     return F.linear(_ops.swiglu_fwd(gate, up), weight, bias)
 
 
+def _norm_gate_linear(
+    cls: type, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any
+) -> Tensor:
+    o, norm_weight, eps, activation, gate, weight = args
+    y, _ = _ops.rms_norm_gate_fwd(o, norm_weight, gate.unflatten(-1, o.shape[-2:]), activation, eps)
+    return F.linear(y.flatten(-2), weight)
+
+
 def _joint_projection(
     cls: type, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any
 ) -> list[Tensor]:
@@ -231,7 +240,11 @@ def _joint_projection(
 
 
 # Operators that are made of others, which inference mode hands on as they are.
-_DECOMPOSED = {"swiglu_linear": _swiglu_linear, "joint_projection": _joint_projection}
+_DECOMPOSED = {
+    "swiglu_linear": _swiglu_linear,
+    "norm_gate_linear": _norm_gate_linear,
+    "joint_projection": _joint_projection,
+}
 
 
 def _refuse(cls: type, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> None:

@@ -114,6 +114,7 @@ _SLICED = (
     "swiglu_fwd",
     "swiglu_bwd",
     "swiglu_linear",
+    "norm_gate_linear",
 )
 
 for _name, _how in _JOINED.items():

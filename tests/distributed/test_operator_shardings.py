@@ -43,8 +43,8 @@ def make_cases():
             ((x, None, None, "swish", 1e-5), (1,)),
         ],
         "rms_norm_gate_bwd": [
-            ((x, x, last, x, rstd, "swish"), (0, 0, None, 0, 0)),
-            ((x, x, None, None, rstd, "swish"), (1, 1, 1)),
+            ((x, x, last, x, rstd, "swish", True), (0, 0, None, 0, 0)),
+            ((x, x, None, None, rstd, "swish", False), (1, 1, 1)),
         ],
         "rms_norm_residual_fwd": [((x, x, last, 1e-5), (dim, dim, None)) for dim in (0, 1)],
         "rms_norm_residual_bwd": [
@@ -180,6 +180,10 @@ def make_functions():
     return {
         "rms_norm": (lambda x, w, g: rms_norm(x, w, 1e-5, g), (x, last, x), (1, None, 1)),
         "rms_norm_residual": (rms_norm_residual, (x, x, last), (0, 0, None)),
+        "norm_gate_linear": (
+            lambda o, w, gate, weight: OPS.norm_gate_linear(o, w, 1e-5, "swish", gate, weight),
+            (normal(5, 2, 8), last, normal(5, 16), normal(6, 16)), (0, None, 0, None),
+        ),
         "swiglu": (swiglu, (x, x), (2, 2)),
         "swiglu_linear": (swiglu_linear, (rows, rows, weight, weight[:, 0]), (0, 0, None, None)),
         "swiglu_linear by columns": (swiglu_linear, (rows, rows, weight), (1, 1, 1)),

@@ -1,12 +1,13 @@
 """The norm with its gate: values, gradients, layouts and errors, against fp64 plain torch."""
 
+import functools
 import math
 import re
 
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from common import CUDA_DTYPES, DTYPES
+from common import CUDA_DTYPES, DTYPES, assert_close
 from models import FUNCTIONS
 from norm_inputs import BOUND, EPS, LAYOUTS, check, exact, laid_out, make, normal
 from wrapped import Wrapped
@@ -69,6 +70,23 @@ def test_many_rows(device, dtype):
     """More than the blocks, and the tasks, have at once; dweight is a sum over all of them."""
     x, weight, gate, dy = make((4, 1100, 4, 64), device, dtype)
     check(x, weight, gate, dy, factor=2.0)
+
+
+@by_dtype
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "alone"])
+@pytest.mark.parametrize("V", WIDTHS)
+def test_backward_gives_the_output_again(device, V, gated, dtype):
+    """With the bits of forward; the rest is as without it, but for the order of dweight's sum."""
+    x, weight, gate, dy = make((4, 150, 4, V), device, dtype)
+    gate = gate if gated else None
+    y, rstd = ops.rms_norm_gate_fwd(x, weight, gate, "swish", EPS)
+    call = functools.partial(ops.rms_norm_gate_bwd, dy, x, weight, gate, rstd, "swish")
+    dx, dweight, dgate, again = call(True)
+    assert torch.equal(again, y)
+    expected = call(False)
+    assert torch.equal(dx, expected[0]) and torch.equal(dgate, expected[2])
+    assert_close(dweight, expected[1], max(BOUND[dtype], BOUND[torch.float32]))
+    assert expected[3].numel() == 0
 
 
 @pytest.mark.parametrize("T", [0, 1])
@@ -182,7 +200,7 @@ def test_opcheck(device, B, requires_grad, gated, weighted):
     torch.library.opcheck(ops.rms_norm_gate_fwd.default, (*leaves, "silu", EPS))
     if not requires_grad:
         _, rstd = ops.rms_norm_gate_fwd(*leaves, "silu", EPS)
-        torch.library.opcheck(ops.rms_norm_gate_bwd.default, (dy, *leaves, rstd, "silu"))
+        torch.library.opcheck(ops.rms_norm_gate_bwd.default, (dy, *leaves, rstd, "silu", True))
 
 
 def raises(error, message):

@@ -74,7 +74,9 @@ SCHEMAS = {
     "rms_norm_gate_fwd": "(Tensor x, Tensor? weight, Tensor? gate, str activation, float eps) -> "
     "(Tensor y, Tensor rstd)",
     "rms_norm_gate_bwd": "(Tensor dy, Tensor x, Tensor? weight, Tensor? gate, Tensor rstd, "
-    "str activation) -> (Tensor dx, Tensor dweight, Tensor dgate)",
+    "str activation, bool output=False) -> (Tensor dx, Tensor dweight, Tensor dgate, Tensor y)",
+    "norm_gate_linear": "(Tensor o, Tensor? norm_weight, float eps, str activation, Tensor gate, "
+    "Tensor weight) -> Tensor",
     "rms_norm_residual_fwd": "(Tensor x, Tensor residual, Tensor? weight, float eps) -> "
     "(Tensor y, Tensor stream, Tensor rstd)",
     "rms_norm_residual_bwd": "(Tensor dy, Tensor? dstream, Tensor stream, Tensor? weight, "
@@ -164,7 +166,8 @@ def test_dispatch_keys_and_tag(name):
     keys = ["CPU", "Meta", "Autograd"] + ["CUDA"] * (_C.build_info()["cuda"] is not None)
     if name == "linear_cross_entropy_fwd" and "CUDA" not in keys:
         keys = [*keys, "CUDA"]  # of other operators: the same code
-    if name in ("swiglu_linear", "joint_projection"):  # of other operators, on every device
+    # Made of other operators, on every device.
+    if name in ("swiglu_linear", "norm_gate_linear", "joint_projection"):
         keys = ["CompositeExplicitAutograd", "Autograd"]
     if name == "chunk_gla_across_ranks":
         keys = ["CompositeImplicitAutograd"]
@@ -177,8 +180,8 @@ def test_dispatch_keys_and_tag(name):
 def test_autocast_key(key):
     """Norm, convolution, SwiGLU and cross entropy keep the dtype that their input comes in, as they
     compute in fp32; the linear maps of SwiGLU, cross entropy and the gate are cast. The layer casts
-    for its joint projection, whose weights are cast inside. Under autocast no token is decoded by
-    the operators of a step.
+    for its joint projection, whose weights are cast inside, and for the map of its norm. Under
+    autocast no token is decoded by the operators of a step.
     """
     without = (
         *("_", "rms_norm", "short_convolution", "swiglu_fwd", "cross_entropy", "joint"),

@@ -149,6 +149,7 @@ def test_info_lists_operators_with_their_keys():
     assert sorted(made_of_others) == [
         "gla_ext::chunk_gla_across_ranks",
         "gla_ext::joint_projection",
+        "gla_ext::norm_gate_linear",
         "gla_ext::swiglu_linear",
     ]
     everywhere = {*made_of_others, "gla_ext::linear_cross_entropy_fwd"}  # the same code

@@ -4,7 +4,8 @@
 //   dgate = dy ⊙ n ⊙ w ⊙ f'(gate)      dx = rstd (u − n mean(u ⊙ n))      dw = Σ dy ⊙ f(gate) ⊙ n
 //
 // reads   x, gate, dy [rows, V], w [V], backward rstd [rows]
-// writes  y [rows, V], rstd [rows]; dx, dgate [rows, V], and dw of the task's rows [V]
+// writes  y [rows, V], rstd [rows]; backward dx, dgate [rows, V], dw of the task's rows [V], and y
+//         again where it is asked for
 // Everything is accumulated in T and rounded once. With a residual, x is the sum of both, rounded
 // and written as the stream, and dx has the stream's gradient added.
 #pragma once
@@ -19,7 +20,7 @@ namespace CPU_CAPABILITY {
 
 template <typename T>
 int64_t norm_workspace(int64_t V) {
-  return 3 * padded(V);
+  return 4 * padded(V);
 }
 
 template <typename T>
@@ -151,7 +152,7 @@ void norm_forward(const Norm<T>& p, T* workspace, int64_t task) {
 template <typename T>
 void norm_backward(const Norm<T>& p, T* workspace, int64_t task) {
   const int64_t Vp = padded(p.width);
-  T *n = workspace, *u = n + Vp, *gate = u + Vp;
+  T *n = workspace, *u = n + Vp, *gate = u + Vp, *y = gate + Vp;
   T* dweight = p.weight == nullptr ? nullptr : p.dweight_parts + task * Vp;
   if (dweight != nullptr) fill(dweight, Vp, T(0));
   for_rows(p, task, [&](int64_t row) {
@@ -163,11 +164,13 @@ void norm_backward(const Norm<T>& p, T* workspace, int64_t task) {
     Vec<T> products(T(0));
     for (int64_t i = 0; i < Vp; i += Vec<T>::size()) {
       const Vec<T> normed = Vec<T>::loadu(n + i) * rstd;
-      Vec<T> grad = Vec<T>::loadu(u + i), gate_grad;
+      Vec<T> grad = Vec<T>::loadu(u + i), gate_grad, product = normed;
+      if (p.weight != nullptr) product = product * Vec<T>::loadu(p.weight + i);
       if (p.gate.data != nullptr) {
         const auto [value, slope] = activated(p.activation, Vec<T>::loadu(gate + i));
         gate_grad = grad * normed * slope;
         grad = grad * value;
+        product = product * value;
       }
       if (dweight != nullptr) {
         const Vec<T> weight = Vec<T>::loadu(p.weight + i);
@@ -178,9 +181,11 @@ void norm_backward(const Norm<T>& p, T* workspace, int64_t task) {
       if (p.gate.data != nullptr) gate_grad.store(gate + i);
       normed.store(n + i);
       grad.store(u + i);
+      product.store(y + i);
       products = at::vec::fmadd(grad, normed, products);
     }
     if (p.gate.data != nullptr) store_norm_row(gate, p, p.dgate, row);
+    if (p.y.data != nullptr) store_norm_row(y, p, p.y, row);
     const Vec<T> mean(static_cast<T>(mean_of(p, products)));
     for (int64_t i = 0; i < Vp; i += Vec<T>::size()) {
       const Vec<T> along = Vec<T>::loadu(n + i).neg();

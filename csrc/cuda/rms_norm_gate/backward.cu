@@ -6,24 +6,26 @@
 // grid    as many blocks as run at once stride over the rows, each of which leaves the dw of its
 //         rows; a second kernel adds these, first block first
 // reads   dy, x, gate or dstream [rows, V], w [V], rstd [rows] fp32
-// writes  dx, dgate [rows, V], dw [V]; of a residual dresidual, and dx where its dtype is another
+// writes  dx, dgate [rows, V], dw [V], and y as forward where it is asked for; of a residual
+//         dresidual, and dx where its dtype is another
 // Everything between is fp32, results are rounded once; the order of every sum follows from the
 // shape and the GPU.
 #include "activation.cuh"
 #include "cuda/device/partials.cuh"
+#include "normed.cuh"
 #include "rows.cuh"
 
 namespace gla_ext::cuda {
 namespace {
 
-constexpr int kAtOnce = 1;                // rows of a thread in flight
-constexpr int kBlocksAtOnce = 3;          // of a multiprocessor
+// Rows of a thread in flight; with more registers, where y is asked for.
+constexpr int kAtOnce = 1, kAtOnceWithOutput = 2;
 constexpr int64_t kSharedColumns = 8192;  // of dw that a block of wide rows keeps in shared memory
 
-// The same for wide rows. With fp32, registers of three blocks would spill from compute capability
-// 10.0 on.
-constexpr int wide_blocks_at_once(bool fp32, int major) {
-  return fp32 && major >= 10 ? 2 : kBlocksAtOnce;
+// Blocks of a multiprocessor, as many as spill no registers.
+constexpr int blocks_at_once(bool wide, bool fp32, bool output, int major) {
+  const bool large = fp32 && major >= 10;
+  return output ? (large ? 1 : 2) : (wide && large ? 2 : 3);
 }
 #if defined(__CUDA_ARCH__)
 constexpr int kMajor = __CUDA_ARCH__ / 100;
@@ -87,6 +89,16 @@ __device__ __forceinline__ void store_dx(const Norm& p, int64_t offset,
   store_results<kAccess>(static_cast<T*>(p.dx) + offset, u, valid);
 }
 
+// Eight results at `offset` of y.
+template <class T, Access kAccess>
+__device__ __forceinline__ void store_y(const Norm& p, int64_t offset, const Eight<T>& x,
+                                        const Eight<T>& gate, float rstd, const float (&w)[8],
+                                        int valid) {
+  float y[8];
+  normed(p, x, rstd, w, &gate, y);
+  store_results<kAccess>(static_cast<T*>(p.y) + offset, y, valid);
+}
+
 // dw of a block from that of its threads, one group after the other.
 template <class L>
 __device__ __forceinline__ void store_partials(const Norm& p, const float (&dw)[8]) {
@@ -101,8 +113,10 @@ __device__ __forceinline__ void store_partials(const Norm& p, const float (&dw)[
   }
 }
 
-template <class T, class S, class L>
-__global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
+template <class T, class S, class L, bool kOutput>
+__global__ void __launch_bounds__(kNormThreads,
+                                  blocks_at_once(false, std::is_same_v<Normed<T, S>, float>,
+                                                 kOutput, kMajor))
     narrow_backward(const __grid_constant__ Norm p) {
   __shared__ float s_warps[2][kNormWarps];
   RowSums<L> sum_of_row;
@@ -146,6 +160,8 @@ __global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
       float u[8], dgate[8];
       to_floats(dy[r], u);
       const Eight<T>* const of_gate = kHasStream<S> ? nullptr : &gate[r];
+      if constexpr (kOutput)
+        store_y<T, L::kAccess>(p, row * width + L::column(), x[r], gate[r], rstd[r], w, valid[r]);
       const float sum = grads_of_eight(p, x[r], of_gate, rstd[r], w, u, dgate, dw);
       if (!kHasStream<S> && p.gate.data != nullptr)
         store_results<L::kAccess>(static_cast<T*>(p.dgate) + row * width + L::column(), dgate,
@@ -159,9 +175,10 @@ __global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
 }
 
 // A thread has the same columns of every row, so that dw needs no barrier.
-template <class T, class S, Access kAccess>
+template <class T, class S, Access kAccess, bool kOutput>
 __global__ void __launch_bounds__(kNormThreads,
-                                  wide_blocks_at_once(std::is_same_v<Normed<T, S>, float>, kMajor))
+                                  blocks_at_once(true, std::is_same_v<Normed<T, S>, float>, kOutput,
+                                                 kMajor))
     wide_backward(const __grid_constant__ Norm p) {
   constexpr int kStep = kNormThreads * 8;
   extern __shared__ float s_dw[];  // [V], where V is at most kSharedColumns
@@ -201,6 +218,7 @@ __global__ void __launch_bounds__(kNormThreads,
       const Eight<T>* const of_gate = kHasStream<S> ? nullptr : &gate;
       const float part = grads_of_eight(p, x, of_gate, rstd, w, u, dgate, dw);
       if (!is_first) return;
+      if constexpr (kOutput) store_y<T, kAccess>(p, row * p.width + c, x, gate, rstd, w, valid(c));
       sum += part;
       for_sums(c, [&](float& total, int i) { total += dw[i]; });
       if (!kHasStream<S> && p.gate.data != nullptr)
@@ -235,15 +253,16 @@ bool has_fp32_rows(const Norm& p) {
 }  // namespace
 
 int64_t norm_backward_blocks(const Norm& p, const NormGpu& gpu) {
-  const auto most = [&](int64_t at_once) { return at_once * gpu.multiprocessors; };
-  if (p.width > kNarrow)
-    return norm_blocks(p, 1, most(wide_blocks_at_once(has_fp32_rows(p), gpu.major)));
+  const bool wide = p.width > kNarrow;
+  const int64_t most = int64_t{blocks_at_once(wide, has_fp32_rows(p), p.y != nullptr, gpu.major)} *
+                       gpu.multiprocessors;
+  if (wide) return norm_blocks(p, 1, most);
   int64_t blocks = 0;
-  const auto count = [&](auto layout) {
-    blocks = norm_blocks(p, decltype(layout)::kRows, most(kBlocksAtOnce));
-  };
+  const auto count = [&](auto layout) { blocks = norm_blocks(p, decltype(layout)::kRows, most); };
   if (p.dresidual != nullptr)
     with_narrow_stream<kAtOnce>(p, [&](auto, auto, auto layout) { count(layout); });
+  else if (p.y != nullptr)
+    with_narrow<kAtOnceWithOutput>(p, [&](auto, auto layout) { count(layout); });
   else
     with_narrow<kAtOnce>(p, [&](auto, auto layout) { count(layout); });
   return blocks;
@@ -252,28 +271,41 @@ int64_t norm_backward_blocks(const Norm& p, const NormGpu& gpu) {
 void norm_backward(const Norm& p, const NormGpu& gpu, cudaStream_t stream) {
   const int64_t blocks = norm_backward_blocks(p, gpu);
   const auto grid = static_cast<unsigned>(blocks);
+  // Of a stream y is never asked for.
+  const bool has_stream = p.dresidual != nullptr;
   if (p.width > kNarrow) {
     const bool shared = p.weight != nullptr && p.width <= kSharedColumns;
     const size_t smem_bytes = shared ? p.width * sizeof(float) : 0;
-    const auto run = [&](auto type, auto of_stream, auto access) {
+    const auto run = [&](auto output, auto type, auto of_stream, auto access) {
       using T = typename decltype(type)::type;
       using S = typename decltype(of_stream)::type;
-      wide_backward<T, S, decltype(access)::value><<<grid, kNormThreads, smem_bytes, stream>>>(p);
+      wide_backward<T, S, decltype(access)::value, decltype(output)::value>
+          <<<grid, kNormThreads, smem_bytes, stream>>>(p);
     };
-    if (p.dresidual != nullptr)
-      with_wide_stream(p, run);
+    if (has_stream)
+      with_wide_stream(p, [&](auto... types) { run(std::false_type{}, types...); });
     else
-      with_wide(p, [&](auto type, auto access) { run(type, Type<void>{}, access); });
+      with_wide(p, [&](auto type, auto access) {
+        if (p.y != nullptr)
+          run(std::true_type{}, type, Type<void>{}, access);
+        else
+          run(std::false_type{}, type, Type<void>{}, access);
+      });
   } else {
-    const auto run = [&](auto type, auto of_stream, auto layout) {
+    const auto run = [&](auto output, auto type, auto of_stream, auto layout) {
       using T = typename decltype(type)::type;
       using S = typename decltype(of_stream)::type;
-      narrow_backward<T, S, decltype(layout)><<<grid, kNormThreads, 0, stream>>>(p);
+      narrow_backward<T, S, decltype(layout), decltype(output)::value>
+          <<<grid, kNormThreads, 0, stream>>>(p);
     };
-    if (p.dresidual != nullptr)
-      with_narrow_stream<kAtOnce>(p, run);
+    if (has_stream)
+      with_narrow_stream<kAtOnce>(p, [&](auto... types) { run(std::false_type{}, types...); });
+    else if (p.y != nullptr)
+      with_narrow<kAtOnceWithOutput>(
+          p, [&](auto type, auto layout) { run(std::true_type{}, type, Type<void>{}, layout); });
     else
-      with_narrow<kAtOnce>(p, [&](auto type, auto layout) { run(type, Type<void>{}, layout); });
+      with_narrow<kAtOnce>(
+          p, [&](auto type, auto layout) { run(std::false_type{}, type, Type<void>{}, layout); });
   }
   if (p.weight == nullptr) return;
   const auto columns = static_cast<unsigned>((p.width + kSumColumns - 1) / kSumColumns);

@@ -8,7 +8,7 @@
 // writes  y, of a residual s [rows, V], rstd [rows] fp32
 // Sums and products are fp32, y is rounded once, and s before it is normed; a row's bits depend on
 // nothing but the row.
-#include "activation.cuh"
+#include "normed.cuh"
 #include "rows.cuh"
 
 namespace gla_ext::cuda {
@@ -31,23 +31,6 @@ template <class S>
 __device__ __forceinline__ void to_floats(const Eight<S>& x, float (&y)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) y[i] = x[i];
-}
-
-// y = x rstd w f(gate)
-template <class T, class N>
-__device__ __forceinline__ void normed(const Norm& p, const Eight<N>& x, float rstd,
-                                       const float (&w)[8], const Eight<T>* gate, float (&y)[8]) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) y[i] = x[i] * rstd * w[i];
-  if (gate == nullptr || p.gate.data == nullptr) return;
-  with_activation<T>(p.activation, [&](auto activate) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float f, slope;
-      activate((*gate)[i], f, slope);
-      y[i] *= f;
-    }
-  });
 }
 
 template <class T>

@@ -22,10 +22,11 @@ struct Norm {
 
   // Inputs. In backward with a residual x is the stream, and dstream its gradient from elsewhere.
   StridedRows x, gate, dy, residual, dstream;
-  void *y = nullptr, *dx = nullptr, *dgate = nullptr;  // outputs [rows, V], contiguous
-  void *stream = nullptr, *dresidual = nullptr;        // the same of a residual
-  const void* weight = nullptr;                        // [V]
-  float* rstd = nullptr;                               // [rows]
+  // Outputs [rows, V], contiguous. In backward y is what forward made, where it is asked for.
+  void *y = nullptr, *dx = nullptr, *dgate = nullptr;
+  void *stream = nullptr, *dresidual = nullptr;  // the same of a residual
+  const void* weight = nullptr;                  // [V]
+  float* rstd = nullptr;                         // [rows]
   float* partials = nullptr;  // [norm_backward_blocks(), V], partial sums of dweight
   void* dweight = nullptr;    // [V]
 };
@@ -41,8 +42,8 @@ void norm_forward(const Norm& p, const NormGpu& gpu, cudaStream_t stream);
 
 // Blocks of threads; each leaves a partial sum of dweight.
 int64_t norm_backward_blocks(const Norm& p, const NormGpu& gpu);
-// dy x weight gate rstd -> dx, dgate, dweight; or dy dstream x weight rstd -> dresidual, dweight
-// and, where it is there, dx
+// dy x weight gate rstd -> dx, dgate, dweight and, where it is there, y; or dy dstream x weight
+// rstd -> dresidual, dweight and, where it is there, dx
 void norm_backward(const Norm& p, const NormGpu& gpu, cudaStream_t stream);
 
 }  // namespace gla_ext::cuda

@@ -110,7 +110,8 @@ NormForwardOutputs rms_norm_gate_fwd_cuda(const at::Tensor& x, const OptionalTen
 
 NormBackwardOutputs rms_norm_gate_bwd_cuda(const at::Tensor& dy, const at::Tensor& x,
                                            const OptionalTensor& weight, const OptionalTensor& gate,
-                                           const at::Tensor& rstd, std::string_view activation) {
+                                           const at::Tensor& rstd, std::string_view activation,
+                                           bool output) {
   const NormCall call = check_rms_norm_gate_bwd(dy, x, weight, gate, rstd, activation);
   std::vector<at::Tensor> tensors{x, dy};
   if (given(gate)) tensors.push_back(*gate);
@@ -118,9 +119,10 @@ NormBackwardOutputs rms_norm_gate_bwd_cuda(const at::Tensor& dy, const at::Tenso
   const auto not_asked_for = [&] { return at::empty({0}, x.options().dtype(at::kFloat)); };
   at::Tensor dx = contiguous_like(x);
   at::Tensor dgate = given(gate) ? contiguous_like(*gate) : not_asked_for();
+  at::Tensor y = output ? contiguous_like(x) : not_asked_for();
   if (launch.is_empty())
     return {dx, given(weight) ? at::zeros(weight->sizes(), weight->options()) : not_asked_for(),
-            dgate};
+            dgate, y};
   Norm& p = launch.p;
   const at::Tensor kept = rstd.contiguous();
   p.x = launch.input(0);
@@ -130,9 +132,10 @@ NormBackwardOutputs rms_norm_gate_bwd_cuda(const at::Tensor& dy, const at::Tenso
     p.gate = launch.input(2);
     p.dgate = dgate.mutable_data_ptr();
   }
+  if (output) p.y = y.mutable_data_ptr();
   p.rstd = const_cast<float*>(kept.const_data_ptr<float>());
   const at::Tensor dweight = launch.backward();
-  return {dx, given(weight) ? dweight.to(weight->scalar_type()) : not_asked_for(), dgate};
+  return {dx, given(weight) ? dweight.to(weight->scalar_type()) : not_asked_for(), dgate, y};
 }
 
 NormResidualForwardOutputs rms_norm_residual_fwd_cuda(const at::Tensor& x,
