@@ -4,7 +4,8 @@
     python benchmarks/bench_norm.py --shapes 131072x64 65536x1024 --fla
 
 bf16 with a bf16 weight and a gate by swish, except where a row says without. Forward + backward is
-both, with gradients of x, gate and weight. Results are checked against fp64 before anything is
+both, with gradients of x, gate and weight; "y again" is the same where backward makes y again, as
+that of the layer's output map does. Results are checked against fp64 before anything is
 timed. The floor reads every input once and writes every output once at the rate of a copy.
 """
 
@@ -15,11 +16,12 @@ import bench_fla
 import torch
 from shared.gate import require_close
 from shared.streaming import add_floor, gradients_of, print_table, time_modes
-from shared.timing import Timing, copy_bytes_per_s
+from shared.timing import Timing, cold, copy_bytes_per_s
 
 SHAPES = ("262144x256", "262144x128", "1048576x64", "65536x1024")  # rows x V
 TOLERANCE = 0.005  # bf16 results of fp32 sums
 EPS = 1e-5
+AGAIN = "forward + backward, y again"
 
 
 def contenders(V: int, gated: bool, fla: bool) -> dict[str, Callable]:
@@ -65,11 +67,21 @@ def measure_rows(rows: int, V: int, gated: bool, fla: bool) -> dict[str, dict[st
     for name, function in functions.items():
         found = gradients_of(function, dict(zip(names, few, strict=True)), dy[:4096])
         require_close(found, expected, TOLERANCE, f"norm, {name}, {rows}x{V}")
-    return time_modes(functions, leaves, dy)
+    timings = time_modes(functions, leaves, dy)
+    if gated:
+        inputs = [t.detach() for t in leaves]
+        timings[AGAIN] = cold({"operator": lambda: both_ways_with_y_again(*inputs, dy)})
+    return timings
+
+
+def both_ways_with_y_again(x, weight, gate, dy):
+    operators = torch.ops.gla_ext
+    _, rstd = operators.rms_norm_gate_fwd(x, weight, gate, "swish", EPS)
+    return operators.rms_norm_gate_bwd(dy, x, weight, gate, rstd, "swish", True)
 
 
 def moved_bytes(rows: int, V: int, gated: bool, mode: str) -> int:
-    tensors = (3 if gated else 2) if mode == "forward" else (8 if gated else 5)
+    tensors = (3 if gated else 2) if mode == "forward" else (8 if gated else 5) + (mode == AGAIN)
     return 2 * tensors * rows * V
 
 

@@ -1,5 +1,5 @@
 // Autocast casts q, k and v, whose gates and states keep their dtype, and all that the linear maps
-// of SwiGLU, of cross entropy and of the gate take.
+// of SwiGLU, of cross entropy, of the gate and, but for its weight, of the norm take.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -77,6 +77,7 @@ void register_all(torch::Library& m) {
   m.impl("recurrent_gla_verify.out", CastFirst<device, 3, recurrent_gla_verify_out>::run);
   m.impl("recurrent_gla_commit_", CastFirst<device, 2, recurrent_gla_commit_>::run);
   m.impl("swiglu_linear", CastFirst<device, 4, swiglu_linear>::run);
+  m.impl("norm_gate_linear", CastFirst<device, 3, norm_gate_linear>::run);
   m.impl("linear_cross_entropy_fwd", CastFirst<device, 3, linear_cross_entropy_fwd>::run);
   m.impl("gate_projection_fwd", CastFirst<device, 3, gate_projection_fwd>::run);
 }

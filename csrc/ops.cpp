@@ -82,8 +82,8 @@ TORCH_LIBRARY(gla_ext, m) {
       "activation, bool output=False) -> (Tensor dx, Tensor dweight, Tensor dgate, Tensor y)",
       tags);
   m.def(
-      "norm_gate_linear(Tensor o, Tensor? norm_weight, float eps, str activation, Tensor gate, "
-      "Tensor weight) -> Tensor",
+      "norm_gate_linear(Tensor o, Tensor gate, Tensor weight, Tensor? norm_weight, str activation, "
+      "float eps) -> Tensor",
       tags);
 
   m.def(
@@ -297,13 +297,13 @@ NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
   return op.call(dy, x, weight, gate, rstd, activation, output);
 }
 
-at::Tensor norm_gate_linear(const at::Tensor& o, const std::optional<at::Tensor>& norm_weight,
-                            double eps, std::string_view activation, const at::Tensor& gate,
-                            const at::Tensor& weight) {
+at::Tensor norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& norm_weight,
+                            std::string_view activation, double eps) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("gla_ext::norm_gate_linear", "")
                              .typed<decltype(norm_gate_linear)>();
-  return op.call(o, norm_weight, eps, activation, gate, weight);
+  return op.call(o, gate, weight, norm_weight, activation, eps);
 }
 
 at::Tensor swiglu_fwd(const at::Tensor& gate, const at::Tensor& up) {

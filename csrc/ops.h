@@ -225,14 +225,14 @@ NormForwardOutputs rms_norm_gate_fwd(const at::Tensor& x, const std::optional<at
 NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
                                       const std::optional<at::Tensor>& weight,
                                       const std::optional<at::Tensor>& gate, const at::Tensor& rstd,
-                                      std::string_view activation, bool output);
+                                      std::string_view activation, bool output = false);
 
 // The linear map of the norm of heads, with o and gate [..., H, V], norm_weight [V] and weight
 // [N, H V]: linear(y, weight), where y is the above [..., H V]. Saved for backward are o, gate, the
 // weights and rstd, and no y.
-at::Tensor norm_gate_linear(const at::Tensor& o, const std::optional<at::Tensor>& norm_weight,
-                            double eps, std::string_view activation, const at::Tensor& gate,
-                            const at::Tensor& weight);
+at::Tensor norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& norm_weight,
+                            std::string_view activation, double eps);
 
 // The same of a residual stream to which x is added first: stream = residual + x, rounded to the
 // residual's dtype, which is x's or fp32, and y = stream rstd weight in x's dtype. dstream is the

@@ -160,7 +160,7 @@ def _swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def _norm_gate_linear(
-    o: Tensor, norm_weight: Tensor | None, eps: float, activation: str, gate: Tensor, weight: Tensor
+    o: Tensor, gate: Tensor, weight: Tensor, norm_weight: Tensor | None, activation: str, eps: float
 ) -> Tensor:
     y = plain_rms_norm(o, norm_weight, eps, gate.unflatten(-1, o.shape[-2:]), activation)
     return torch.nn.functional.linear(y.flatten(-2), weight)

@@ -74,59 +74,75 @@ class RmsNormGateBackward : public torch::autograd::Function<RmsNormGateBackward
 at::Tensor by_heads(const at::Tensor& t, const at::Tensor& o) {
   return t.reshape_symint(o.sym_sizes());
 }
-at::Tensor side_by_side(const at::Tensor& t) { return t.flatten(-2); }
+at::Tensor side_by_side(const at::Tensor& t) {  // is_grads_batched has no rule for flatten
+  auto sizes = t.sym_sizes().vec();
+  const c10::SymInt V = sizes.back();
+  sizes.pop_back();
+  sizes.back() *= V;
+  return t.reshape_symint(sizes);
+}
 
 // The map of the norm, and rstd; by registered operators and torch's, so that a traced graph holds
 // no other.
-std::tuple<at::Tensor, at::Tensor> linear_of_norm(const at::Tensor& o,
-                                                  const OptionalTensor& norm_weight, double eps,
-                                                  std::string_view activation,
-                                                  const at::Tensor& gate,
-                                                  const at::Tensor& weight) {
-  check_norm_gate_linear(o, norm_weight, gate, weight);
-  // All are what autocast has made of them.
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+std::tuple<at::Tensor, at::Tensor> linear_of_norm(const at::Tensor& o, const at::Tensor& gate,
+                                                  const at::Tensor& weight,
+                                                  const OptionalTensor& norm_weight,
+                                                  std::string_view activation, double eps) {
+  check_norm_gate_linear(o, gate, weight, norm_weight, activation);
   auto [y, rstd] = rms_norm_gate_fwd(o, norm_weight, by_heads(gate, o), activation, eps);
   return {at::linear(side_by_side(y), weight), rstd};
 }
 
-at::Tensor norm_gate_linear_composed(const at::Tensor& o, const OptionalTensor& norm_weight,
-                                     double eps, std::string_view activation,
-                                     const at::Tensor& gate, const at::Tensor& weight) {
-  return std::get<0>(linear_of_norm(o, norm_weight, eps, activation, gate, weight));
+at::Tensor norm_gate_linear_composed(const at::Tensor& o, const at::Tensor& gate,
+                                     const at::Tensor& weight, const OptionalTensor& norm_weight,
+                                     std::string_view activation, double eps) {
+  return std::get<0>(linear_of_norm(o, gate, weight, norm_weight, activation, eps));
 }
 
 class NormGateLinear : public torch::autograd::Function<NormGateLinear> {
  public:
   static constexpr bool is_traceable = true;
 
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& o,
-                            const OptionalTensor& norm_weight, double eps,
-                            std::string_view activation, const at::Tensor& gate,
-                            const at::Tensor& weight) {
-    auto [result, rstd] = linear_of_norm(o, norm_weight, eps, activation, gate, weight);
-    ctx->save_for_backward({o, or_undefined(norm_weight), gate, weight, rstd});
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& o, const at::Tensor& gate,
+                            const at::Tensor& weight, const OptionalTensor& norm_weight,
+                            std::string_view activation, double eps) {
+    auto [result, rstd] = linear_of_norm(o, gate, weight, norm_weight, activation, eps);
+    ctx->save_for_backward({o, gate, weight, or_undefined(norm_weight), rstd});
     ctx->saved_data["activation"] = std::string(activation);
+    ctx->saved_data["eps"] = eps;
     ctx->set_materialize_grads(false);
     return result;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    at::Tensor d_o, dnorm_weight, dgate, dweight, y;
+    at::Tensor d_o, dgate, dweight, dnorm_weight, y;
     const at::Tensor none, &d_out = grads[0];
     if (!d_out.defined()) return {none, none, none, none, none, none};
     // In the dtypes of forward, whatever stands around backward.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor &o = saved[0], &norm_weight = saved[1], &gate = saved[2], &weight = saved[3];
-    // Of the tensors that are given, the last.
-    const bool needs_dweight = ctx->needs_input_grad(norm_weight.defined() ? 3 : 2);
-    std::tie(d_o, dnorm_weight, dgate, y) = rms_norm_gate_bwd(
-        by_heads(at::matmul(d_out, weight), o), o, or_absent(norm_weight), by_heads(gate, o),
-        saved[4], ctx->saved_data["activation"].toStringView(), needs_dweight);
-    if (needs_dweight) dweight = at::mm(as_matrix(d_out).t(), as_matrix(side_by_side(y)));
-    return {d_o,    norm_weight.defined() ? dnorm_weight : none, none, none, side_by_side(dgate),
-            dweight};
+    const at::Tensor &o = saved[0], &weight = saved[2], &norm_weight = saved[3];
+    const at::Tensor gate = by_heads(saved[1], o);
+    const std::string_view activation = ctx->saved_data["activation"].toStringView();
+    const bool weighted = norm_weight.defined();
+    const bool needs_dweight = ctx->needs_input_grad(2);
+    const bool needs_dnorm = ctx->needs_input_grad(0) || ctx->needs_input_grad(1) ||
+                             (weighted && ctx->needs_input_grad(3));
+    // For create_graph by the norm itself, which can be differentiated.
+    const bool with_y = needs_dweight && !at::GradMode::is_enabled();
+    if (needs_dnorm) {
+      std::tie(d_o, dnorm_weight, dgate, y) =
+          rms_norm_gate_bwd(by_heads(at::matmul(d_out, weight), o), o, or_absent(norm_weight), gate,
+                            saved[4], activation, with_y);
+      dgate = side_by_side(dgate);
+    }
+    if (needs_dweight) {
+      if (!needs_dnorm || !with_y)
+        y = std::get<0>(rms_norm_gate_fwd(o, or_absent(norm_weight), gate, activation,
+                                          ctx->saved_data["eps"].toDouble()));
+      dweight = at::mm(as_matrix(d_out).t(), as_matrix(side_by_side(y)));
+    }
+    return {d_o, dgate, dweight, weighted ? dnorm_weight : none, none, none};
   }
 };
 
@@ -156,14 +172,17 @@ NormBackwardOutputs rms_norm_gate_bwd_autograd(const at::Tensor& dy, const at::T
   return {outputs[0], outputs[1], outputs[2], outputs[3]};
 }
 
-at::Tensor norm_gate_linear_autograd(const at::Tensor& o, const OptionalTensor& norm_weight,
-                                     double eps, std::string_view activation,
-                                     const at::Tensor& gate, const at::Tensor& weight) {
+at::Tensor norm_gate_linear_autograd(const at::Tensor& o, const at::Tensor& gate,
+                                     const at::Tensor& weight, const OptionalTensor& norm_weight,
+                                     std::string_view activation, double eps) {
   refuse_unsupported("norm_gate_linear", {{"o", o}, {"gate", gate}, {"weight", weight}},
                      {norm_weight});
-  if (!at::GradMode::is_enabled())
-    return norm_gate_linear_composed(o, norm_weight, eps, activation, gate, weight);
-  return NormGateLinear::apply(o, norm_weight, eps, activation, gate, weight);
+  const bool trains_norm = o.requires_grad() || gate.requires_grad() ||
+                           (given(norm_weight) && norm_weight->requires_grad());
+  // Of a norm that has no gradient, the result is all that need be kept.
+  if (!at::GradMode::is_enabled() || !trains_norm)
+    return norm_gate_linear_composed(o, gate, weight, norm_weight, activation, eps);
+  return NormGateLinear::apply(o, gate, weight, norm_weight, activation, eps);
 }
 
 }  // namespace

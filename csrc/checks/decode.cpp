@@ -4,6 +4,7 @@
 
 #include "checker.h"
 #include "recurrent_gla.h"
+#include "rms_norm_gate.h"
 
 namespace gla_ext {
 namespace {
@@ -98,9 +99,11 @@ void check_linear_residual(const at::Tensor& x, const at::Tensor& weight,
   check.shape("residual", residual, "[..., N]", sizes);
 }
 
-void check_norm_gate_linear(const at::Tensor& o, const OptionalTensor& norm_weight,
-                            const at::Tensor& gate, const at::Tensor& weight) {
-  check_norm_gate_map("norm_gate_linear", o, norm_weight, gate, weight);
+void check_norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const at::Tensor& weight,
+                            const OptionalTensor& norm_weight, std::string_view activation) {
+  const char* op = "norm_gate_linear";
+  check_norm_gate_map(op, o, norm_weight, gate, weight);
+  activation_of(op, activation);
 }
 
 void check_norm_gate_linear_residual(const at::Tensor& o, const OptionalTensor& norm_weight,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <string_view>
 
 #include "shape.h"
 
@@ -19,8 +20,8 @@ void check_norm_swiglu(const at::Tensor& x, const OptionalTensor& norm_weight,
                        const at::Tensor& gate_weight, const at::Tensor& up_weight);
 void check_linear_residual(const at::Tensor& x, const at::Tensor& weight,
                            const at::Tensor& residual);
-void check_norm_gate_linear(const at::Tensor& o, const OptionalTensor& norm_weight,
-                            const at::Tensor& gate, const at::Tensor& weight);
+void check_norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const at::Tensor& weight,
+                            const OptionalTensor& norm_weight, std::string_view activation);
 void check_norm_gate_linear_residual(const at::Tensor& o, const OptionalTensor& norm_weight,
                                      const at::Tensor& gate, const at::Tensor& weight,
                                      const at::Tensor& residual);

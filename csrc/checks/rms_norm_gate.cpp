@@ -8,23 +8,6 @@
 namespace gla_ext {
 namespace {
 
-Activation activation_of(const char* op, std::string_view name) {
-  constexpr std::array<std::pair<std::string_view, Activation>, 7> kNames{
-      {{"relu", Activation::kRelu},
-       {"sigmoid", Activation::kSigmoid},
-       {"logsigmoid", Activation::kLogSigmoid},
-       {"silu", Activation::kSwish},
-       {"swish", Activation::kSwish},
-       {"sqrelu", Activation::kSquaredRelu},
-       {"gelu", Activation::kGelu}}};
-  std::string known;
-  for (const auto& [key, activation] : kNames) {
-    if (key == name) return activation;
-    known.append(known.empty() ? "" : ", ").append(key);
-  }
-  TORCH_CHECK_VALUE(false, op, ": expected activation to be one of ", known, ", got '", name, "'");
-}
-
 struct Input {
   const char* name;
   const at::Tensor& t;
@@ -76,6 +59,23 @@ void check_stream(const Checker& check, const char* name, const at::Tensor& t,
 }
 
 }  // namespace
+
+Activation activation_of(const char* op, std::string_view name) {
+  constexpr std::array<std::pair<std::string_view, Activation>, 7> kNames{
+      {{"relu", Activation::kRelu},
+       {"sigmoid", Activation::kSigmoid},
+       {"logsigmoid", Activation::kLogSigmoid},
+       {"silu", Activation::kSwish},
+       {"swish", Activation::kSwish},
+       {"sqrelu", Activation::kSquaredRelu},
+       {"gelu", Activation::kGelu}}};
+  std::string known;
+  for (const auto& [key, activation] : kNames) {
+    if (key == name) return activation;
+    known.append(known.empty() ? "" : ", ").append(key);
+  }
+  TORCH_CHECK_VALUE(false, op, ": expected activation to be one of ", known, ", got '", name, "'");
+}
 
 NormCall check_rms_norm_gate_fwd(const at::Tensor& x, const OptionalTensor& weight,
                                  const OptionalTensor& gate, std::string_view activation) {

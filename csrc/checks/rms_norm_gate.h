@@ -14,6 +14,9 @@ struct NormCall {
   at::ScalarType accumulate = at::kFloat;  // of rstd and the sums: fp64 for fp64 inputs
 };
 
+// By its name, or raises.
+Activation activation_of(const char* op, std::string_view name);
+
 NormCall check_rms_norm_gate_fwd(const at::Tensor& x, const OptionalTensor& weight,
                                  const OptionalTensor& gate, std::string_view activation);
 

@@ -147,9 +147,8 @@ def dtype_in_products(t: Tensor) -> torch.dtype:
     """What autocast, where it is on, makes of a tensor that a product takes."""
     device = t.device.type
     # Dynamo traces the second question alone, which knows no meta device.
-    there = device != "meta" and torch.compiler.is_compiling()
-    there = there or torch.amp.is_autocast_available(device)
-    on = there and torch.is_autocast_enabled(device)
+    there = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    on = device != "meta" and there and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on and t.dtype != torch.float64 else t.dtype
 
 

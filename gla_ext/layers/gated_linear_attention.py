@@ -48,8 +48,9 @@ class GatedLinearAttention(nn.Module):
 
     For an input x and each head: `S_t = diag(exp(gk_t)) S_{t-1} + k_t v_t^T`,
     `o_t = K^-0.5 S_t^T q_t` with `gk = logsigmoid(x W1 W2 + b) / gate_logit_normalizer`; the
-    layer returns `(rms_norm(o) * swish(x Wg)) Wo`. In training autograd keeps o and `x Wg`;
-    backward makes the input of Wo again.
+    layer returns `(rms_norm(o) * swish(x Wg)) Wo`. In training, with the norm and o_proj as the
+    constructor makes them by default, autograd keeps o and `x Wg`; backward makes the input of Wo
+    again.
 
     Args:
         mode: 'chunk' and 'fused_chunk' run `chunk_gla`, but for decoding: in eval mode, without
@@ -386,17 +387,21 @@ class GatedLinearAttention(nn.Module):
         """From the heads' outputs `[B, T, H, V]` to the layer's `[B, T, hidden_size]`."""
         if gate is None or not self._makes_input_again(o, gate):
             return self.o_proj(self._norm_and_gate(o, gate))
-        norm, weight = self.norm, self.o_proj.weight.to(o.dtype)
-        return _norm_gate_linear(o, norm.weight, norm.eps, norm.activation, gate, weight)
+        norm = self.norm
+        return _norm_gate_linear(
+            o, gate, self.o_proj.weight, norm.weight, norm.activation, norm.eps
+        )
 
     def _makes_input_again(self, o: Tensor, gate: Tensor) -> bool:
         """Whether backward makes o_proj's input again, with the gradients of the norm: in training,
         where the modules are as the constructor made them. Autograd keeps one tensor less then.
         """
-        if not (self.training and torch.is_grad_enabled() and self.fuse_norm_and_gate):
+        if not (self.training and self.fuse_norm_and_gate):
             return False
         norm, linear = self.norm, self.o_proj
         if not (is_plain(linear) and is_plain_norm(norm)):
+            return False
+        if linear.weight.layout != torch.strided:
             return False
         dtype = dtype_in_products(linear.weight)
         if not (type(o) is type(gate) is Tensor and o.dtype == gate.dtype == dtype):

@@ -112,16 +112,7 @@ def _swiglu_linear(gate: Shape, up: Shape, weight: Shape, *args: Any, **kwargs: 
     return 2 * prod(gate) * weight[0]
 
 
-def _norm_gate_linear(
-    o: Shape,
-    norm_weight: Shape | None,
-    eps: float,
-    activation: str,
-    gate: Shape,
-    weight: Shape,
-    *args: Any,
-    **kwargs: Any,
-) -> int:
+def _norm_gate_linear(o: Shape, gate: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
     return 2 * prod(o) * weight[0]  # as swiglu_linear
 
 

@@ -227,7 +227,7 @@ def _swiglu_linear(cls: type, op: Any, types: Any, args: tuple[Any, ...], kwargs
 def _norm_gate_linear(
     cls: type, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Tensor:
-    o, norm_weight, eps, activation, gate, weight = args
+    o, gate, weight, norm_weight, activation, eps = args
     y, _ = _ops.rms_norm_gate_fwd(o, norm_weight, gate.unflatten(-1, o.shape[-2:]), activation, eps)
     return F.linear(y.flatten(-2), weight)
 

@@ -181,8 +181,8 @@ def make_functions():
         "rms_norm": (lambda x, w, g: rms_norm(x, w, 1e-5, g), (x, last, x), (1, None, 1)),
         "rms_norm_residual": (rms_norm_residual, (x, x, last), (0, 0, None)),
         "norm_gate_linear": (
-            lambda o, w, gate, weight: OPS.norm_gate_linear(o, w, 1e-5, "swish", gate, weight),
-            (normal(5, 2, 8), last, normal(5, 16), normal(6, 16)), (0, None, 0, None),
+            lambda *tensors: OPS.norm_gate_linear(*tensors, "swish", 1e-5),
+            (normal(5, 2, 8), normal(5, 16), normal(6, 16), last), (0, 0, None, None),
         ),
         "swiglu": (swiglu, (x, x), (2, 2)),
         "swiglu_linear": (swiglu_linear, (rows, rows, weight, weight[:, 0]), (0, 0, None, None)),

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 def gradients(layer, x, call=None):
     """The output and its gradients, and whether backward has made the norm again."""
     leaves = [x.requires_grad_(), *(p for p in layer.parameters() if p.requires_grad)]
+    leaves = [t for t in leaves if t.layout == torch.strided]
     with MadeAgain() as made:
         y = layer(x)[0] if call is None else call(x)
         found = torch.autograd.grad(y.float().sin().sum(), leaves)
@@ -67,6 +68,10 @@ def another_map(layer):
     layer.o_proj = nn.Sequential(layer.o_proj, nn.Identity())
 
 
+def a_sparse_map(layer):
+    layer.o_proj.weight = nn.Parameter(2 * layer.o_proj.weight.detach().to_sparse_csr())
+
+
 def a_hook_of_the_map(layer):
     layer.o_proj.register_forward_hook(lambda module, args, y: 2 * y)
 
@@ -80,7 +85,8 @@ def another_norm(layer):
 
 
 @pytest.mark.parametrize(
-    "change", [a_bias, another_map, a_hook_of_the_map, a_hook_of_the_norm, another_norm]
+    "change",
+    [a_bias, another_map, a_sparse_map, a_hook_of_the_map, a_hook_of_the_norm, another_norm],
 )
 def test_modules_that_are_not_as_they_were_made_are_called(change):
     layer, x = make_layer(torch.float64), make_x()
@@ -127,3 +133,34 @@ def test_a_frozen_map():
     assert not again  # nothing asks for it
     for got, wanted in zip(trained, gradients(layer.eval(), x)[0], strict=True):
         assert_close(got, wanted, 1e-13)
+
+
+class OutputAlone(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+def test_a_traced_layer():
+    layer, x = OutputAlone(make_layer(torch.float32)), make_x(dtype=torch.float32)
+    traced = torch.jit.trace(layer, x)  # which checks the trace without gradients
+    assert "gla_ext::norm_gate_linear" in str(traced.inlined_graph)
+    assert torch.equal(traced(x), layer(x))
+
+
+@pytest.mark.parametrize("of", ["cpu", "meta"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_whole(of, autocast):
+    layer, x = make_layer(torch.float32).to(of), make_x(dtype=torch.float32).to(of)
+
+    def call(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return layer(x)[0]
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(x)
+    assert compiled.shape == x.shape
+    if of == "cpu":
+        assert_close(compiled, call(x), 0.02 if autocast else 1e-5)

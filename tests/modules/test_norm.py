@@ -89,6 +89,17 @@ def test_backward_gives_the_output_again(device, V, gated, dtype):
     assert expected[3].numel() == 0
 
 
+@by_dtype
+@pytest.mark.parametrize("weighted", [True, False], ids=["", "no weight"])
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_every_activation_is_made_again(device, activation, weighted, dtype):
+    x, weight, gate, dy = make((2, 9, 3, 40), device, dtype)
+    weight = weight if weighted else None
+    y, rstd = ops.rms_norm_gate_fwd(x, weight, 3 * gate, activation, EPS)
+    again = ops.rms_norm_gate_bwd(dy, x, weight, 3 * gate, rstd, activation, True)[3]
+    assert torch.equal(again, y)
+
+
 @pytest.mark.parametrize("T", [0, 1])
 def test_no_and_one_row(device, T):
     x, weight, gate, dy = make((1, T, 1, 24), device, torch.float32)

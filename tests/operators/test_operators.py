@@ -75,8 +75,8 @@ SCHEMAS = {
     "(Tensor y, Tensor rstd)",
     "rms_norm_gate_bwd": "(Tensor dy, Tensor x, Tensor? weight, Tensor? gate, Tensor rstd, "
     "str activation, bool output=False) -> (Tensor dx, Tensor dweight, Tensor dgate, Tensor y)",
-    "norm_gate_linear": "(Tensor o, Tensor? norm_weight, float eps, str activation, Tensor gate, "
-    "Tensor weight) -> Tensor",
+    "norm_gate_linear": "(Tensor o, Tensor gate, Tensor weight, Tensor? norm_weight, "
+    "str activation, float eps) -> Tensor",
     "rms_norm_residual_fwd": "(Tensor x, Tensor residual, Tensor? weight, float eps) -> "
     "(Tensor y, Tensor stream, Tensor rstd)",
     "rms_norm_residual_bwd": "(Tensor dy, Tensor? dstream, Tensor stream, Tensor? weight, "
@@ -179,13 +179,14 @@ def test_dispatch_keys_and_tag(name):
 @pytest.mark.parametrize("key", ["AutocastCPU", "AutocastCUDA"])
 def test_autocast_key(key):
     """Norm, convolution, SwiGLU and cross entropy keep the dtype that their input comes in, as they
-    compute in fp32; the linear maps of SwiGLU, cross entropy and the gate are cast. The layer casts
-    for its joint projection, whose weights are cast inside, and for the map of its norm. Under
-    autocast no token is decoded by the operators of a step.
+    compute in fp32; the linear maps of SwiGLU, cross entropy, the gate and the norm are cast. The
+    layer casts for its joint projection, whose weights are cast inside. Under autocast no token is
+    decoded by the operators of a step.
     """
     without = (
         *("_", "rms_norm", "short_convolution", "swiglu_fwd", "cross_entropy", "joint"),
-        *("chunk_gla_fold", "norm_", "linear_residual", "recurrent_gla_low_rank"),
+        *("chunk_gla_fold", "norm_linear", "norm_swiglu", "norm_gate_linear_residual"),
+        *("linear_residual", "recurrent_gla_low_rank"),
     )
     for name in SCHEMAS:
         expected = not name.startswith(without) and not name.endswith("_bwd")

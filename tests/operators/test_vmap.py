@@ -139,8 +139,9 @@ def test_no_slices():
 
 @pytest.mark.parametrize("options", [{}, EVERY], ids=["default", "all"])
 @pytest.mark.parametrize("mode", ["chunk", "fused_recurrent"])
-def test_batched_gradients_of_a_layer(mode, options):
-    layer = make_layer(mode=mode, **options).eval()
+@pytest.mark.parametrize("training", [True, False])
+def test_batched_gradients_of_a_layer(training, mode, options):
+    layer = make_layer(mode=mode, **options).train(training)
     x = torch.randn(2, 9, 24, dtype=torch.float64).requires_grad_()
     leaves = [x, *layer.parameters()]
     y = layer(x)[0]

@@ -164,13 +164,16 @@ void norm_backward(const Norm<T>& p, T* workspace, int64_t task) {
     Vec<T> products(T(0));
     for (int64_t i = 0; i < Vp; i += Vec<T>::size()) {
       const Vec<T> normed = Vec<T>::loadu(n + i) * rstd;
-      Vec<T> grad = Vec<T>::loadu(u + i), gate_grad, product = normed;
-      if (p.weight != nullptr) product = product * Vec<T>::loadu(p.weight + i);
+      Vec<T> grad = Vec<T>::loadu(u + i), gate_grad, activation(T(1));
       if (p.gate.data != nullptr) {
         const auto [value, slope] = activated(p.activation, Vec<T>::loadu(gate + i));
         gate_grad = grad * normed * slope;
         grad = grad * value;
-        product = product * value;
+        activation = value;
+      }
+      if (p.y.data != nullptr) {  // in the order of forward
+        const Vec<T> weight = p.weight == nullptr ? Vec<T>(T(1)) : Vec<T>::loadu(p.weight + i);
+        (normed * weight * activation).store(y + i);
       }
       if (dweight != nullptr) {
         const Vec<T> weight = Vec<T>::loadu(p.weight + i);
@@ -181,7 +184,6 @@ void norm_backward(const Norm<T>& p, T* workspace, int64_t task) {
       if (p.gate.data != nullptr) gate_grad.store(gate + i);
       normed.store(n + i);
       grad.store(u + i);
-      product.store(y + i);
       products = at::vec::fmadd(grad, normed, products);
     }
     if (p.gate.data != nullptr) store_norm_row(gate, p, p.dgate, row);
