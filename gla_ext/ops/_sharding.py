@@ -224,9 +224,7 @@ def _swiglu_linear(cls: type, op: Any, types: Any, args: tuple[Any, ...], kwargs
     return F.linear(_ops.swiglu_fwd(gate, up), weight, bias)
 
 
-def _norm_gate_linear(
-    cls: type, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any
-) -> Tensor:
+def _norm_gate_linear(cls: type, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
     o, gate, weight, norm_weight, activation, eps = args
     y, _ = _ops.rms_norm_gate_fwd(o, norm_weight, gate.unflatten(-1, o.shape[-2:]), activation, eps)
     return F.linear(y.flatten(-2), weight)

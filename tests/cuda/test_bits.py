@@ -102,7 +102,8 @@ def test_in_dirty_and_scarce_memory(dtype):
     expected = ours(x)
     needed = torch.cuda.max_memory_allocated()
     differences = 0
-    with gpu_of(needed + needed // 4 + 2**28):
+    # Of the dirt, 252 MiB, the allocator may leave as much as the largest piece unused.
+    with gpu_of(needed + needed // 4 + 2**28 + 2**27):
         for i in range(20):
             value = (torch.nan, 3e38, -1e30)[i % 3]
             sizes = [2 ** (20 + (i + j) % 6) for j in range(6)]
