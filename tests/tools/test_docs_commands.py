@@ -55,6 +55,8 @@ NOT_RUN = {
     "python benchmarks/bench_builds.py new=. old=../before": NEEDS_GPU,
     "python benchmarks/bench_training.py --builds now=. before=../before --profile "
     "--seconds 2 --rows eager autocast compiled": NEEDS_GPU,
+    'python benchmarks/bench_training.py --builds now=. before=../before --seconds 2 --rows eager '
+    '"eager 8" "linear loss 8" autocast "1.3 B"': NEEDS_GPU,
     'python benchmarks/bench_training.py --seconds 2 --rows eager "eager 8192" "eager 32768" '
     'compiled FLA "Transformer++ FA2" "1.3 B"': NEEDS_GPU,
     "TRITON_CACHE_DIR=cache python benchmarks/bench_fla.py": NEEDS_GPU,
