@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import DTYPES
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from norm_inputs import BOUND, laid_out, normal
+from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,6 +71,28 @@ def kept(call):
     with saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
         result = call()
     return result, saved
+
+
+def compiled_forward(f, inputs, dy):
+    """Results of f compiled by torch's partitioner alone, the targets of the graph of forward, and
+    the shapes that it keeps for backward.
+    """
+    seen = []
+
+    def forward(graph, _):
+        (outputs,) = next(n for n in graph.graph.nodes if n.op == "output").args
+        seen.append([n.target for n in graph.graph.nodes])
+        seen.append([tuple(n.meta["val"].shape) for n in outputs[1:]])
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda graph, _: make_boxed_func(graph),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    found = results(torch.compile(f, fullgraph=True, backend=backend), inputs, dy)
+    targets, shapes = seen
+    return found, targets, shapes
 
 
 class Calls(TorchDispatchMode):

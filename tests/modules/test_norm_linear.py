@@ -8,11 +8,9 @@ import torch
 import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
 from common import assert_close
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from models import FUNCTIONS
 from norm_inputs import BOUND, EPS, MadeAgain, exact, laid_out, normal
-from swiglu_inputs import by_dtype, errors, kept, results
-from torch._dynamo.backends.common import aot_autograd
+from swiglu_inputs import by_dtype, compiled_forward, errors, kept, results
 from torch.utils.flop_counter import FlopCounterMode
 
 import gla_ext.export
@@ -196,22 +194,10 @@ def test_a_compiled_graph_keeps_no_norm():
     large = {}
     inputs, dy = make(dtype=torch.float32)
     for f in (call, composed):
-
-        def forward(graph, _, f=f):
-            (outputs,) = next(n for n in graph.graph.nodes if n.op == "output").args
-            shapes = [n.meta["val"].shape for n in outputs[1:]]
-            large[f] = [s for s in shapes if math.prod(s) == 2 * 9 * 24]
-            assert ops.norm_gate_linear.default not in [n.target for n in graph.graph.nodes]
-            return make_boxed_func(graph)
-
-        backend = aot_autograd(
-            fw_compiler=forward,
-            bw_compiler=lambda graph, _: make_boxed_func(graph),
-            partition_fn=min_cut_rematerialization_partition,
-        )
-        compiled = torch.compile(f, fullgraph=True, backend=backend)
-        expected = results(f, inputs, dy)
-        assert max(errors(results(compiled, inputs, dy), expected)) < BOUND[torch.float32]
+        found, targets, shapes = compiled_forward(f, inputs, dy)
+        large[f] = [s for s in shapes if math.prod(s) == 2 * 9 * 24]
+        assert ops.norm_gate_linear.default not in targets
+        assert max(errors(found, results(f, inputs, dy))) < BOUND[torch.float32]
     assert len(large[call]) == 2  # o and the gate
     assert len(large[composed]) == 3
 

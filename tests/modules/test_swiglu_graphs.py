@@ -4,10 +4,8 @@ import math
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from norm_inputs import BOUND, normal
-from swiglu_inputs import errors, exact, make_linear, plain, results
-from torch._dynamo.backends.common import aot_autograd
+from swiglu_inputs import compiled_forward, errors, exact, make_linear, plain, results
 from wrapped import Wrapped
 
 from gla_ext.layers.swiglu import swiglu, swiglu_linear
@@ -51,24 +49,12 @@ def test_a_compiled_graph_keeps_no_product():
     """The partitioner sees through to the operators, and has one tensor less to keep."""
     kept_for_backward = {}
     inputs, dy = make_linear((2, 9, 40), 24, "cpu", torch.float32)
+    expected = results(exact, [t.double() for t in inputs], dy.double())
     for f in (swiglu_linear, plain):
-
-        def forward(graph, _, f=f):
-            (outputs,) = next(n for n in graph.graph.nodes if n.op == "output").args
-            targets = [n.target for n in graph.graph.nodes]
-            assert (ops.swiglu_fwd.default in targets) == (f is swiglu_linear)
-            assert ops.swiglu_linear.default not in targets
-            kept_for_backward[f] = [tuple(n.meta["val"].shape) for n in outputs[1:]]
-            return make_boxed_func(graph)
-
-        backend = aot_autograd(
-            fw_compiler=forward,
-            bw_compiler=lambda graph, _: make_boxed_func(graph),
-            partition_fn=min_cut_rematerialization_partition,
-        )
-        compiled = torch.compile(f, fullgraph=True, backend=backend)
-        expected = results(exact, [t.double() for t in inputs], dy.double())
-        assert max(errors(results(compiled, inputs, dy), expected)) < BOUND[torch.float32]
+        found, targets, kept_for_backward[f] = compiled_forward(f, inputs, dy)
+        assert (ops.swiglu_fwd.default in targets) == (f is swiglu_linear)
+        assert ops.swiglu_linear.default not in targets
+        assert max(errors(found, expected)) < BOUND[torch.float32]
     large = [t for t in kept_for_backward[swiglu_linear] if math.prod(t) == 2 * 9 * 40]
     assert len(large) == 2
     assert len(kept_for_backward[plain]) == len(kept_for_backward[swiglu_linear]) + 1
