@@ -4,7 +4,8 @@
     curl -N localhost:8000/v1/completions -d '{"prompt": "def ", "stream": true}'
 
 MODEL is a folder with config.json and model.safetensors, of the other examples, of `make train` or
-FLA; its tokenizer lies there too, or it is a model of bytes. It needs `gla_ext[serve]`.
+FLA; its tokenizer lies there too, or it is a model of bytes. It needs starlette and
+uvicorn.
 """
 
 import sys

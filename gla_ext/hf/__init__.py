@@ -10,8 +10,7 @@ try:
     import transformers
 except ImportError as error:
     raise ImportError(
-        "gla_ext.hf needs transformers 4.55 or newer: pip install 'gla_ext[hf]', or "
-        "pip install 'transformers>=4.55'"
+        "gla_ext.hf needs transformers 4.55 or newer: pip install 'transformers>=4.55'"
     ) from error
 
 from gla_ext.hf.configuration import GLAConfig

@@ -18,7 +18,7 @@ _CLASSES = {
 # saved again.
 _SOURCE = '''"""The classes of gla_ext.hf, for Auto classes with trust_remote_code=True.
 
-Needs gla_ext: pip install 'gla_ext[hf]'.
+Needs gla_ext, installed from its source folder or a wheel: it is on no package index.
 """
 
 import gla_ext.hf

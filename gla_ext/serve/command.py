@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         from gla_ext.serve.http import Options, serve
     except ModuleNotFoundError as error:
-        sys.exit(f"python -m gla_ext.serve: {error}; pip install 'gla_ext[serve]' brings it")
+        sys.exit(f"python -m gla_ext.serve: {error}; 'pip install starlette uvicorn' brings it")
     limits = Limits(
         rows=args.rows,
         waiting=args.waiting,

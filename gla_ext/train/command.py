@@ -122,7 +122,7 @@ def _check_packages() -> None:
     if missing:
         raise ImportError(
             f"expected {', '.join(_PACKAGES)} to be installed, got no {', '.join(missing)}; "
-            "pip install 'gla_ext[train]' brings them"
+            f"'pip install {' '.join(missing)}' brings them"
         )
 
 

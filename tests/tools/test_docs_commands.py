@@ -46,7 +46,7 @@ NOT_RUN = {
     "python benchmarks/bench_serve.py": NEEDS_GPU,
     "python benchmarks/bench_pool_prefill.py": NEEDS_GPU,
     "python benchmarks/stress_serve.py": "takes a minute; tests/serve runs it with few clients",
-    "pip install 'gla_ext[serve]'": "installs from elsewhere",
+    "pip install --no-build-isolation -e '.[serve]'": BUILDS,
     "python -m gla_ext.serve runs/example": "serves until a signal; tests/serve runs it",
     "python benchmarks/bench_norm.py": NEEDS_GPU,
     "python benchmarks/bench_swiglu.py": NEEDS_GPU,
@@ -55,7 +55,7 @@ NOT_RUN = {
     "python benchmarks/bench_builds.py new=. old=../before": NEEDS_GPU,
     "python benchmarks/bench_training.py --builds now=. before=../before --profile "
     "--seconds 2 --rows eager autocast compiled": NEEDS_GPU,
-    'python benchmarks/bench_training.py --builds now=. before=../before --seconds 2 --rows eager '
+    "python benchmarks/bench_training.py --builds now=. before=../before --seconds 2 --rows eager "
     '"eager 8" "linear loss 8" autocast "1.3 B"': NEEDS_GPU,
     'python benchmarks/bench_training.py --seconds 2 --rows eager "eager 8192" "eager 32768" '
     'compiled FLA "Transformer++ FA2" "1.3 B"': NEEDS_GPU,

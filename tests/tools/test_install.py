@@ -1,6 +1,7 @@
 """What was built: does it fit this torch, does it say what it is, does the stub tell the truth."""
 
 import ast
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -22,6 +23,16 @@ FITTING = {
     "machine": "x86_64",
 }
 BUILT = {"torch": "2.11.0+cu130", "cuda": "13.0", "python": "3.12", "machine": "x86_64"}
+
+
+def test_nobody_is_sent_to_a_package_index():
+    """gla_ext is on none, so a command that asks for the name there would install another's."""
+    asks = re.compile(r"""pip install[^\n`]*[\s'"]gla[_-]ext(?![-./\w])|(?<![\w/])gla[_-]ext\[""")
+    assert asks.search("pip install gla_ext") and asks.search("it needs `gla-ext[hf]`")
+    files = [ROOT / "README.md"]
+    for folder in ("benchmarks", "docs", "examples", "experiments", "gla_ext"):
+        files += [x for x in (ROOT / folder).rglob("*") if x.suffix in (".md", ".py", ".toml")]
+    assert [str(x) for x in files if asks.search(x.read_text(encoding="utf-8"))] == []
 
 
 def test_a_fitting_build_has_no_mismatch():

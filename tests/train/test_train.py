@@ -273,7 +273,7 @@ def test_missing_packages_are_named_at_once(tmp_path, capsys, monkeypatch):
         importlib.util, "find_spec", lambda name: None if name == "matplotlib" else there(name)
     )
     run("--out", tmp_path / "out", *TINY, code=2)
-    assert_error(capsys, r"expected .* got no matplotlib; pip install 'gla_ext\[train\]'")
+    assert_error(capsys, r"expected .* got no matplotlib; 'pip install matplotlib' brings")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(folder, tmp_path, capsys):
