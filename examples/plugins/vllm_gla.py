@@ -2,13 +2,24 @@
 
 `GLAStates` is the part of a vLLM layer of GLA that concerns states. The layer's projections, norm
 and gate, `nn.Linear`s of the local heads, are what `GatedLinearAttention` has; its convolutions
-keep a state of their own, which comes first in vLLM's tuples.
+keep a state of their own, which comes first in vLLM's tuples and which `short_convolution_` moves
+on, with `rows_of(metadata)`.
 
     class GLALayer(GLAStates, nn.Module):
         def forward(self, x):  # [tokens, hidden size]
             q, k, v, g = ...  # [tokens, local heads, K or V]
-            metadata = get_forward_context().attn_metadata[self.prefix]
+            metadata = (get_forward_context().attn_metadata or {}).get(self.prefix)
             return self.o_proj(self.norm(self.attend(q, k, v, g, metadata)))
+
+The constructor puts the layer into `compilation_config.static_forward_context[prefix]`. Beside that
+vLLM 0.32 asks of the model:
+
+- the bases HasInnerState, IsAttentionFree and SupportsMambaPrefixCaching, and class methods
+  get_mamba_state_shape_from_config, get_mamba_state_dtype_from_config and
+  get_mamba_state_copy_func: `get_temporal_copy_spec` for each state, convolutions' too;
+- `MODELS_CONFIG_MAP["GLAForCausalLM"] = MambaModelConfig` where `ModelRegistry.register_model` is
+  called, or its blocks have no size;
+- a number as num_kv_heads in config.json: it refuses null, which is num_heads here and in FLA.
 """
 
 from typing import Any
@@ -18,7 +29,7 @@ from torch import Tensor
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from gla_ext import chunk_gla_, recurrent_gla_step_
+from gla_ext import chunk_gla_
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,29 +83,30 @@ class GLAStates(MambaBase):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, metadata: Any) -> Tensor:
         """The heads' outputs `[tokens, heads, V]`, and the states in their blocks moved on.
 
-        Args:
-            q, k, v, g: `[tokens, heads, K | V]`, one-token requests first, as vLLM orders them.
-            metadata: vLLM's `LinearAttentionMetadata`.
-        """
-        pool, slots = self.kv_cache[-1], metadata.state_indices_tensor
-        D, o = metadata.num_decodes, torch.empty_like(v)
-        if D > 0:
-            step = [x[:D].unsqueeze(1) for x in (q, k, v, g)]
-            rows = {"state": pool, "slots": slots[:D]}
-            recurrent_gla_step_(*step, **rows, state_v_first=True, out=o[:D].unsqueeze(1))
-        if metadata.num_prefills > 0:
-            self._prefill(q[D:], k[D:], v[D:], g[D:], metadata, o[D:])
-        return o
+        On CUDA the tokens that decode have the bits of `recurrent_gla_step_`, which is faster but
+        goes on from what is there, whoever left it.
 
-    def _prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, metadata: Any, out: Tensor
-    ) -> None:
-        D = metadata.num_decodes
-        pool, slots = self.kv_cache[-1], metadata.state_indices_tensor[D:]
-        offsets = metadata.query_start_loc[D:] - D
-        # A request starts from nothing unless it has had more tokens than pass now.
-        goes_on = metadata.seq_lens[D:] > offsets.diff()
+        Args:
+            q, k, v, g: `[tokens, heads, K | V]`.
+            metadata: vLLM's `LinearAttentionMetadata`; None where vLLM measures memory, and there
+                are no blocks yet.
+        """
+        if metadata is None:
+            return torch.zeros_like(v)
         packed = (x.unsqueeze(0) for x in (q, k, v, g))
-        rows = {"state": pool, "slots": slots, "has_initial_state": goes_on}
-        options = {"state_v_first": True, "cu_seqlens": offsets, "out": out.unsqueeze(0)}
-        chunk_gla_(*packed, **rows, **options)
+        pool = {"state": self.kv_cache[-1], "state_v_first": True}
+        return chunk_gla_(*packed, **pool, **rows_of(metadata)).squeeze(0)
+
+
+def rows_of(metadata: Any) -> dict[str, Tensor]:
+    """Requests as `chunk_gla_`, and for the convolutions `short_convolution_`, take them.
+
+    A request that starts must not see what the last owner of its block left there. It has had no
+    more tokens than pass now; a prompt of one token comes among those that vLLM counts as decodes.
+    """
+    offsets = metadata.query_start_loc
+    return {
+        "slots": metadata.state_indices_tensor,
+        "has_initial_state": metadata.seq_lens > offsets.diff(),
+        "cu_seqlens": offsets,
+    }

@@ -1,7 +1,6 @@
-"""The examples for other engines, against stubs of what these publish.
+"""The example for another engine, against a stub of what it publishes.
 
-vLLM's `MambaBase` and SGLang's `LinearAttnKernelBase` are abstract classes: a subclass that misses
-a method cannot be made.
+vLLM's `MambaBase` is an abstract class: a subclass that misses a method cannot be made.
 """
 
 import enum
@@ -14,7 +13,7 @@ import pytest
 import torch
 from source_tree import load_module
 
-from gla_ext import recurrent_gla_commit_, reference
+from gla_ext import reference, short_convolution_
 
 H, K, V = 2, 16, 24
 
@@ -63,64 +62,6 @@ def assert_near(found, expected):
 by_state_dtype = pytest.mark.parametrize(
     "state_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
 )
-
-
-@pytest.fixture
-def kernel(monkeypatch):
-    class LinearAttnKernelBase(ABC):
-        @abstractmethod
-        def decode(self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices): ...
-
-        @abstractmethod
-        def extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc): ...
-
-        def target_verify(self, A_log, dt_bias, q, k, v, a, b, **kwargs):
-            raise NotImplementedError
-
-    name = "sglang.srt.layers.attention.linear.kernels.kernel_backend"
-    stub(monkeypatch, name, LinearAttnKernelBase=LinearAttnKernelBase)
-    return load_module("examples/plugins/sglang_gla.py").GLAKernel()
-
-
-@by_state_dtype
-def test_sglang(kernel, inputs, state_dtype):
-    q, k, v, g, pool = inputs = (*inputs[:4], inputs[4].to(state_dtype))
-    before = pool.clone()
-    expected = [one(inputs, 2, 72, 4), one(inputs, 72, 77, 1)]
-    extend = {"ssm_states": pool, "cache_indices": torch.tensor([4, 1])}
-    extend["query_start_loc"] = torch.tensor([0, 70, 75])
-    packed = [x[None, 2:] for x in (q, k, v, g)]
-    o = kernel.extend(*packed, beta=None, A_log=None, dt_bias=None, **extend)
-    assert_near(o[0], torch.cat([x for x, _ in expected]))
-    for slot, (_, state) in zip([4, 1], expected, strict=True):
-        assert_near(pool[slot], state)
-
-    expected = [one(inputs, 0, 1, 4), one(inputs, 1, 2, 0)]
-    slots = torch.tensor([4, 0, -1])
-    step = [x[None, :3] for x in (q, k, v, g)]
-    places = {"ssm_states": pool, "cache_indices": slots, "query_start_loc": torch.arange(4)}
-    o = kernel.decode(*step, None, A_log=None, dt_bias=None, **places)
-    assert_near(o[0, :2], torch.cat([x for x, _ in expected]))
-    assert not o[0, 2].any()
-    for slot, (_, state) in zip([4, 0], expected, strict=True):
-        assert_near(pool[slot], state)
-    assert torch.equal(pool[[2, 3, 5]], before[[2, 3, 5]])
-
-
-def test_sglang_drafts(kernel, inputs):
-    q, k, v, g, pool = inputs
-    before, slots = pool.clone(), torch.tensor([3, 5])
-    draft = [x[None, :8] for x in (q, k, v, g)]  # 4 tokens of each
-    places = {"ssm_states": pool, "cache_indices": slots, "query_start_loc": None}
-    o = kernel.target_verify(None, None, *draft, None, **places)
-    expected = [one(inputs, 0, 4, 3), one(inputs, 4, 8, 5)]
-    assert_near(o[0], torch.cat([x for x, _ in expected]))
-    assert torch.equal(pool, before)
-    k, v, g = (x.unflatten(1, (2, 4))[0] for x in draft[1:])
-    options = {"slots": slots, "accepted": torch.tensor([4, 0]), "state_v_first": True}
-    recurrent_gla_commit_(k, v, g, state=pool, **options)
-    assert_near(pool[3], expected[0][1])
-    assert torch.equal(pool[5], before[5])
 
 
 @pytest.fixture
@@ -179,29 +120,75 @@ def test_vllm_shapes(vllm):
         make_states(vllm, tensor_parallel_size=3).get_state_shape()
 
 
+def make_bound(vllm, given, **options):
+    """States in blocks that hold what is given."""
+    states = make_states(vllm, state_dtype=given.dtype, **options)
+    pairs = zip(states.get_state_shape(), states.get_state_dtype(), strict=True)
+    size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in pairs)
+    states.bind_kv_cache(torch.zeros(len(given), size, dtype=torch.int8))
+    states.kv_cache[-1].copy_(given)
+    return states
+
+
+def describe(num_decodes, offsets, seq_lens, blocks):
+    """vLLM's metadata, int32 and perhaps strided."""
+    query_start_loc, seq_lens = (torch.tensor(x, dtype=torch.int32) for x in (offsets, seq_lens))
+    return types.SimpleNamespace(
+        num_decodes=num_decodes,
+        num_prefills=len(blocks) - num_decodes,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        state_indices_tensor=torch.tensor([[x, 7] for x in blocks], dtype=torch.int32)[:, 0],
+    )
+
+
 @by_state_dtype
 @pytest.mark.parametrize("conv_size", [None, 4])
 def test_vllm_batch(vllm, inputs, conv_size, state_dtype):
-    """Two one-token requests, a prompt that starts, and one that goes on after a cached prefix."""
+    """A one-token request that goes on, a prompt of one token, which vLLM counts as another such, a
+    prompt that starts, and one that goes on after a cached prefix.
+    """
     q, k, v, g, given = inputs = (*inputs[:4], inputs[4].to(state_dtype))
-    states = make_states(vllm, conv_size=conv_size, state_dtype=state_dtype)
-    size = state_dtype.itemsize * H * V * K + (
-        0 if conv_size is None else 2 * H * (2 * K + V) * conv_size
-    )
-    states.bind_kv_cache(torch.zeros(6, size, dtype=torch.int8))
-    pool = states.kv_cache[-1]
-    pool.copy_(given)
-    metadata = types.SimpleNamespace(
-        num_decodes=2,
-        num_prefills=2,
-        query_start_loc=torch.tensor([0, 1, 2, 72, 77], dtype=torch.int32),
-        seq_lens=torch.tensor([9, 30, 70, 69], dtype=torch.int32),
-        state_indices_tensor=torch.tensor([5, 2, 0, 3], dtype=torch.int32),
-    )
+    given[[2, 0]] = torch.nan  # left by others
+    states = make_bound(vllm, given, conv_size=conv_size)
+    metadata = describe(2, [0, 1, 2, 72, 77], [9, 1, 70, 69], [5, 2, 0, 3])
     o = states.attend(q, k, v, g, metadata)
-    pieces = [(0, 1, 5), (1, 2, 2), (2, 72, None), (72, 77, 3)]
+    pieces = [(0, 1, 5), (1, 2, None), (2, 72, None), (72, 77, 3)]
     expected = [one(inputs, *piece) for piece in pieces]
     assert_near(o, torch.cat([x for x, _ in expected]))
+    pool = states.kv_cache[-1]
     for slot, (_, state) in zip([5, 2, 0, 3], expected, strict=True):
         assert_near(pool[slot], state)
     assert torch.equal(pool[[1, 4]], given[[1, 4]])
+
+
+def test_vllm_batch_of_decodes(vllm, inputs):
+    """All of one token; the last two are a CUDA graph's padding, in vLLM's block of nobody."""
+    q, k, v, g, given = inputs
+    given[4] = torch.nan
+    states = make_bound(vllm, given)
+    metadata = describe(4, [0, 1, 2, 2, 2], [1, 8, 0, 0], [4, 1, 0, 0])
+    o = states.attend(q[:4], k[:4], v[:4], g[:4], metadata)
+    expected = [one(inputs, 0, 1, None), one(inputs, 1, 2, 1)]
+    assert_near(o[:2], torch.cat([x for x, _ in expected]))
+    for slot, (_, state) in zip([4, 1], expected, strict=True):
+        assert_near(states.kv_cache[-1][slot], state)
+    assert torch.equal(states.kv_cache[-1][[2, 3, 5]], given[[2, 3, 5]])
+
+
+def test_vllm_without_blocks(vllm, inputs):
+    """As vLLM measures memory."""
+    assert make_states(vllm).attend(*inputs[:4], None).shape == (77, H, V)
+
+
+def test_vllm_convolutions(vllm, inputs):
+    """A prompt of one token does not see the last owner's inputs."""
+    x = inputs[2].flatten(1)
+    weight = torch.randn(H * V, 1, 4, generator=torch.Generator().manual_seed(1))
+    left = torch.full((3, H * V, 4), torch.nan)
+    metadata = describe(1, [0, 1, 8], [1, 7], [2, 0])
+    y = short_convolution_(x[None, :8], weight, state=left, **vllm.rows_of(metadata))[0]
+    padded = torch.nn.functional.pad(x[:1].T, (3, 0))
+    expected = torch.nn.functional.silu((padded.double() * weight[:, 0].double()).sum(1))
+    assert_near(y[0], expected)
+    assert y.isfinite().all() and left[[2, 0]].isfinite().all()
