@@ -84,7 +84,7 @@ def test_other_gates_and_shared_heads(gates):
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 def test_batch_invariant_calls_are_chunks(dtype, packed):
-    """A prompt cut before its last token has the bits of one piece."""
+    """One token has the bits of `chunk_gla`."""
     prompts = Prompts("cuda", packed, T=1, sizes=(2, 64, 64), dtype=dtype, lengths=LENGTHS)
     with batch_invariant():
         o = prompts.run()

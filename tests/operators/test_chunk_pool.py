@@ -118,30 +118,48 @@ def test_pools_that_are_views(device, v_first, packed, view, head):
     assert whole.isnan().sum() == whole.numel() - before.numel()
 
 
+def run_piece(prompts, part, packed):
+    """o of some of every prompt's tokens, in a batch or packed; after the first piece all go on."""
+    tokens = {name: t[:, part].contiguous() for name, t in prompts.tokens.items()}
+    count, options = tokens["q"].shape[1], {}
+    if part.start:
+        options["has_initial_state"] = None
+    if packed:
+        options["cu_seqlens"] = prompts.indices(range(N + 1)) * count
+        tokens = {name: t.flatten(0, 1)[None] for name, t in tokens.items()}
+    return prompts.run(**tokens, **options).view(N, count, *prompts.tokens["v"].shape[2:])
+
+
 @by_packing
 def test_pieces_of_a_prompt_are_the_whole(device, packed):
     """A prompt in two pieces on the pool, cut at a chunk, then a step of decoding."""
     whole, pieces = (Prompts(device, False, T=193) for _ in range(2))
     whole.rows["write_slots"] = pieces.rows["write_slots"] = None
     o = whole.run()
-    cuts = [slice(0, 128), slice(128, 192), slice(192, 193)]
-    found = []
-    for i, cut in enumerate(cuts):
-        tokens = {name: t[:, cut].contiguous() for name, t in pieces.tokens.items()}
-        keep = pieces.rows["has_initial_state"] if i == 0 else None
-        if packed and i < 2:
-            count = tokens["q"].shape[1]
-            offsets = torch.arange(N + 1, device=device) * count
-            tokens = {name: t.flatten(0, 1)[None] for name, t in tokens.items()}
-            piece = pieces.run(**tokens, has_initial_state=keep, cu_seqlens=offsets)
-            found.append(piece[0].unflatten(0, (N, count)))
-        elif i < 2:
-            found.append(pieces.run(**tokens, has_initial_state=keep))
-        else:
-            g = tokens.pop("g")
-            slots = pieces.rows["slots"]
-            found.append(recurrent_gla_step_(**tokens, gk=g, state=pieces.pool, slots=slots))
+    found = [run_piece(pieces, part, packed) for part in (slice(0, 128), slice(128, 192))]
+    token = {name: t[:, 192:].contiguous() for name, t in pieces.tokens.items()}
+    rows = {"state": pieces.pool, "slots": pieces.rows["slots"]}
+    found.append(recurrent_gla_step_(gk=token.pop("g"), **token, **rows))
     assert_close(torch.cat(found, 1), o, 1e-5)
+    assert_close(pieces.pool, whole.pool, 1e-5)
+
+
+@by_packing
+@pytest.mark.parametrize("cut", [1, 63, 64, 65, 128, 191])
+def test_batch_invariant_pieces(device, packed, cut, head):
+    """Two pieces have the bits of one where the cut is between two of its chunks, as then all work
+    on the same tokens; cut elsewhere, they are as near as two ways of rounding.
+    """
+    whole, pieces = (Prompts(device, False, T=192, sizes=(2, *head)) for _ in range(2))
+    whole.rows["write_slots"] = pieces.rows["write_slots"] = None
+    with batch_invariant():
+        o = whole.run()
+        found = torch.cat(
+            [run_piece(pieces, part, packed) for part in (slice(0, cut), slice(cut, 192))], 1
+        )
+    if cut % 64 == 0:
+        assert torch.equal(found, o) and torch.equal(pieces.pool, whole.pool)
+    assert_close(found, o, 1e-5)
     assert_close(pieces.pool, whole.pool, 1e-5)
 
 
