@@ -212,13 +212,8 @@ class StaticGLACache(GLACache):
         first token.
         """
         for entry in self.states:
-            # Of keys and values without a length nothing is seen.
-            kept = {"lengths": entry["attn_state"].lengths} if "attn_state" in entry else entry
-            for x in tensors_in(kept):
-                if rows is None:
-                    x.zero_()
-                else:
-                    x.index_fill_(0, rows, 0)
+            for x in tensors_in(entry):
+                _clear(x, rows)
 
     def tensors(self) -> list[Tensor]:
         """Every buffer."""
@@ -263,6 +258,8 @@ class StaticGLACache(GLACache):
         room = min(new.room, own.room)
         for name in ("keys", "values"):
             self._write(getattr(own, name)[:, :room], getattr(new, name)[:, :room])
+            if room < own.room:  # what a row's last owner left: a weight of 0 lets its NaN through
+                _clear(getattr(own, name)[:, room:], self._rows)
         self._write(own.lengths, new.lengths)
 
     def _write(self, buffer: Any, new: Any) -> None:
@@ -286,3 +283,11 @@ class StaticGLACache(GLACache):
             buffer.copy_(new)
         else:
             buffer.index_copy_(0, self._rows, new.to(buffer.dtype))
+
+
+def _clear(x: Tensor, rows: Tensor | None) -> None:
+    """Zeroes all rows, or some."""
+    if rows is None:
+        x.zero_()
+    else:
+        x.index_fill_(0, rows, 0)

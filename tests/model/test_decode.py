@@ -112,6 +112,31 @@ def test_decoding_in_inference_mode_and_out_of_it():
     assert torch.equal(torch.cat([first, torch.stack(rest, 1)], 1), expected)
 
 
+HYBRID = {"attn": {"layers": [1], "num_heads": 2}}
+RECURRENT = {"use_short_conv": True, "attn_mode": "fused_recurrent"}
+
+
+@pytest.mark.parametrize("prompts", [[1, 1, 1, 1], [1, 70, 1, 12]], ids=str)
+@pytest.mark.parametrize("rows", [None, [3, 0, 2, 1], [2]], ids=str)
+@pytest.mark.parametrize("options", [{}, {"use_short_conv": True}, RECURRENT, HYBRID], ids=str)
+def test_rows_that_others_have_used(device, options, rows, prompts):
+    """Sequences that start there, of one token too, find nothing of what their owners left."""
+    model = make_model(torch.float32, **options).to(device)
+    used, fresh = (Decoder(model, 4, temperature=0) for _ in range(2))
+    drawn(used, 3, PROMPTS)
+    drawn(fresh, 0, PROMPTS)
+    for x in used._loop.cache.tensors():
+        if x.is_floating_point():
+            x.fill_(torch.nan)
+    given = [make_ids(1, T, seed=n)[0] for n, T in enumerate(prompts)][: len(rows or prompts)]
+    for decoder in (used, fresh):
+        decoder.prefill(given, rows=rows, segment_tokens=64)
+    chosen = slice(None) if rows is None else rows
+    for _ in range(10):
+        assert torch.equal(used.tokens[chosen], fresh.tokens[chosen])
+        used.step(), fresh.step()
+
+
 def test_batch_invariant_decoding_copies_into_the_buffers():
     model = make_model(torch.float64)
     expected = drawn(Decoder(model, 4, temperature=0), 10, PROMPTS)

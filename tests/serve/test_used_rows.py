@@ -1,0 +1,76 @@
+"""A sequence that starts finds nothing of its row's last owner, with a prompt of one token too."""
+
+import contextlib
+
+import pytest
+import torch
+from engines import SMALL, is_empty, prompt
+from models import make_model
+
+from gla_ext.ops import batch_invariant
+from gla_ext.serve import Engine, Limits, Request
+
+GROUPS = {  # lengths of prompts that come together, and of one that has come before
+    "one": ([1], None),
+    "packed": ([1, 1, 1], None),
+    "beside longer ones": ([1, 70, 1], None),
+    "one token after a known beginning": ([129, 1], 129),
+}
+OPTIONS = {
+    "plain": {},
+    "convolutions": {"use_short_conv": True},
+    "convolutions, recurrent": {"use_short_conv": True, "attn_mode": "fused_recurrent"},
+}
+
+
+def logprobs(engine, lengths) -> list[list[tuple[int, float]]]:
+    """Greedy tokens of prompts that come together, and their log-probabilities."""
+    requests = [
+        Request(prompt(n, n + i), 6, temperature=0, logprobs=0) for i, n in enumerate(lengths)
+    ]
+    found = {sequence: [] for sequence in engine.submit(*requests)}
+    while engine.busy:
+        for sequence, delta in engine.step():
+            found[sequence] += [(x.token, x.logprob) for x in delta.logprobs]
+    return list(found.values())
+
+
+def leave(engine):
+    """Every row has had an owner that ended, one cancelled while it decoded, and one in its prompt;
+    and there is NaN now where they had their states.
+    """
+    logprobs(engine, [40, 1, 100])
+    for count, steps in ((64, 4), (500, 1)):
+        owners = engine.submit(*(Request(prompt(count, n), 50) for n in range(SMALL["rows"])))
+        for _ in range(steps):
+            engine.step()
+        assert engine.running == SMALL["rows"]
+        for owner in owners:
+            engine.cancel(owner)
+        engine.step()
+    assert is_empty(engine)
+    for x in engine._batch.cache._cache.tensors():
+        x[: SMALL["rows"]] = torch.nan
+
+
+@pytest.mark.parametrize("lengths, known", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16], ids=str)
+def test_a_used_row(lengths, known, options, invariant, state_dtype, device):
+    model = make_model(torch.float32, eos_token_id=None, **options).to(device)
+    limits = Limits(**SMALL, cache_bytes=1 << 20)
+    with batch_invariant() if invariant else contextlib.nullcontext():
+        used, fresh = (Engine(model, limits=limits, state_dtype=state_dtype) for _ in range(2))
+    if known is not None:
+        logprobs(used, [known])
+        logprobs(fresh, [known])
+    leave(used)
+    cached = used.metrics.count("cached_prompt_tokens_total")
+    found, expected = (logprobs(engine, lengths) for engine in (used, fresh))
+    if known is not None:
+        assert used.metrics.count("cached_prompt_tokens_total") == cached + 128
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        ours, theirs = (torch.tensor([x for _, x in pairs]) for pairs in (ours, theirs))
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
