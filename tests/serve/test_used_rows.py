@@ -1,7 +1,5 @@
 """A sequence that starts finds nothing of its row's last owner, with a prompt of one token too."""
 
-import contextlib
-
 import pytest
 import torch
 from engines import SMALL, is_empty, prompt
@@ -16,6 +14,7 @@ GROUPS = {  # lengths of prompts that come together, and of one that has come be
     "beside longer ones": ([1, 70, 1], None),
     "one token after a known beginning": ([129, 1], 129),
 }
+LIMITS = Limits(**SMALL, cache_bytes=1 << 20)
 OPTIONS = {
     "plain": {},
     "convolutions": {"use_short_conv": True},
@@ -53,24 +52,41 @@ def leave(engine):
         x[: SMALL["rows"]] = torch.nan
 
 
+def assert_same(used, fresh, lengths):
+    for ours, theirs in zip(logprobs(used, lengths), logprobs(fresh, lengths), strict=True):
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        ours, theirs = (torch.tensor([x for _, x in pairs]) for pairs in (ours, theirs))
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("lengths, known", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("state_dtype", [None, torch.bfloat16], ids=str)
 def test_a_used_row(lengths, known, options, invariant, state_dtype, device):
     model = make_model(torch.float32, eos_token_id=None, **options).to(device)
-    limits = Limits(**SMALL, cache_bytes=1 << 20)
-    with batch_invariant() if invariant else contextlib.nullcontext():
-        used, fresh = (Engine(model, limits=limits, state_dtype=state_dtype) for _ in range(2))
+    with batch_invariant(invariant):
+        used, fresh = (Engine(model, None, LIMITS, False, state_dtype) for _ in range(2))
     if known is not None:
         logprobs(used, [known])
         logprobs(fresh, [known])
     leave(used)
     cached = used.metrics.count("cached_prompt_tokens_total")
-    found, expected = (logprobs(engine, lengths) for engine in (used, fresh))
-    if known is not None:
-        assert used.metrics.count("cached_prompt_tokens_total") == cached + 128
-    for ours, theirs in zip(found, expected, strict=True):
-        assert [token for token, _ in ours] == [token for token, _ in theirs]
-        ours, theirs = (torch.tensor([x for _, x in pairs]) for pairs in (ours, theirs))
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_same(used, fresh, lengths)
+    found = used.metrics.count("cached_prompt_tokens_total") - cached
+    assert found == (0 if known is None else 128)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("use_short_conv", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_by_the_kernels_of_a_token(lengths, use_short_conv, graphs):
+    """In bf16, where a prompt of one token alone takes these; in graphs it is filled up."""
+    options = {"hidden_size": 64, "intermediate_size": 64, "use_short_conv": use_short_conv}
+    model = make_model(torch.bfloat16, eos_token_id=None, **options).cuda()
+    used, fresh = (Engine(model, None, LIMITS, graphs) for _ in range(2))
+    used.warm_up()
+    fresh.warm_up()
+    leave(used)
+    assert_same(used, fresh, lengths)
