@@ -3,11 +3,13 @@
 `generate` and `generate_stream` are in `gla_ext.decode.generate`, and methods of `GLAForCausalLM`.
 """
 
+from gla_ext.decode._stamp import ChangedError
 from gla_ext.decode.decoder import KEPT_LOOPS, Decoder, free_decoders, uses_graph
 from gla_ext.decode.sampling import Sampling, sample
 
 __all__ = [
     "KEPT_LOOPS",
+    "ChangedError",
     "Decoder",
     "Sampling",
     "free_decoders",

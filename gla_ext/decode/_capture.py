@@ -150,6 +150,14 @@ def own_stream() -> torch.cuda.Stream:
     return stream
 
 
+def wait_for_replays(device: torch.device) -> None:
+    """Waits for the current stream, before graphs that may be under way there are given up: their
+    memory may go at the next capture.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def record(step: Callable[[], object], pool: tuple[int, int] | None = None) -> Graph | None:
     """A graph of what a step queues on the current stream, which is not the device's default one.
 
@@ -227,6 +235,10 @@ class GraphsOnDemand(Generic[Key]):
         else:
             self.warm_up([key])
         return self._graphs.get(key)
+
+    def clear(self) -> None:
+        """Gives the graphs up; each is captured anew at the next request."""
+        self._graphs.clear()
 
     def warm_up(self, keys: Iterable[Key]) -> None:
         """Captures those that are not there, in this order."""

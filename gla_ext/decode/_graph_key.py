@@ -63,6 +63,27 @@ def graph_key(model: nn.Module) -> list[Any] | None:
         return None
 
 
+class GraphKeys:
+    """What graphs have taken in of a model, which may have changed between their captures."""
+
+    def __init__(self) -> None:
+        self._keys: list[Any] = []
+
+    def add(self, model: nn.Module) -> None:
+        """A graph of the model as it is now is captured."""
+        key = graph_key(model)
+        if key is None or key not in self._keys:
+            self._keys.append(key)
+
+    def are(self, key: Any) -> bool:
+        """Whether all graphs, if there are any, would be the same of a model with this key."""
+        return not self._keys or (key is not None and self._keys == [key])
+
+    def fit(self, model: nn.Module) -> bool:
+        """Whether they would of the model as it is now."""
+        return not self._keys or self.are(graph_key(model))
+
+
 def _modes(model: nn.Module) -> list[Any]:
     """What holds for the whole process or thread."""
     kind = next(model.parameters()).device.type

@@ -11,6 +11,7 @@ from torch import Tensor
 from gla_ext.cache import StaticGLACache
 from gla_ext.cache._key_values import FEWEST, room_for
 from gla_ext.decode import _capture
+from gla_ext.decode._graph_key import GraphKeys
 from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.decode.sampling import Sampling, choose
@@ -18,6 +19,21 @@ from gla_ext.decode.sampling import Sampling, choose
 
 def device_of(model: LanguageModel) -> torch.device:
     return next(model.parameters()).device
+
+
+def place_of(model: LanguageModel) -> tuple[torch.device, torch.dtype]:
+    """Of the first parameter, as which states and their buffers are."""
+    first = next(model.parameters())
+    return first.device, first.dtype
+
+
+def check_place(model: LanguageModel, before: tuple[torch.device, torch.dtype], kind: str) -> None:
+    """Raises ValueError for a model that is elsewhere by now, of what a `kind` is made of."""
+    if (now := place_of(model)) != before:
+        raise ValueError(
+            f"{kind}: expected a model on {before[0]} in {before[1]}, as before, got one on "
+            f"{now[0]} in {now[1]}; make a new {kind}"
+        )
 
 
 class DecodeLoop:
@@ -34,6 +50,7 @@ class DecodeLoop:
         # By the bucket of keys that a step reads; of a model without attention there is one, None.
         self.graphs: dict[int | None, _capture.Graph | None] = {}
         self.has_graphs = False
+        self.keys = GraphKeys()
         self._moves = 0  # of the cache, which the graphs have seen
         with torch.inference_mode(False), torch.no_grad():
             self.tokens = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -128,12 +145,20 @@ class DecodeLoop:
         return choose(logits, noise, self.temperature, self.top_k, self.top_p)
 
     def prepare(self, model: LanguageModel, stepping: Callable[..., Any]) -> None:
-        """Makes room for the next step where there is attention, and a graph that reads no more
-        keys than twice those of the longest row.
+        """Makes the next step's graph, if there shall be one and it is not there. Where there is
+        attention, it makes room, and a graph reads no more keys than twice those of the longest
+        row.
         """
         cache = self.cache
-        if not cache.attends:
-            return
+        if cache.attends:
+            self._make_room()
+        if self.has_graphs and cache.bucket not in self.graphs:
+            self.capture(model, stepping)
+        if cache.attends:
+            cache.longest += 1
+
+    def _make_room(self) -> None:
+        cache = self.cache
         if room_for(cache.longest + 1) > (cache.bucket or 0):
             cache.count_longest()
         count = cache.longest + 1
@@ -143,9 +168,13 @@ class DecodeLoop:
             self._moves = cache.moves
         # On a CPU nothing is gained by few different numbers.
         cache.bucket = room_for(count) if self.tokens.is_cuda else count
-        if self.has_graphs and cache.bucket not in self.graphs:
-            self.capture(model, stepping)
-        cache.longest += 1
+
+    def refresh(self, model: LanguageModel) -> None:
+        """Gives up graphs that are not what would be captured of the model now."""
+        if not self.keys.fit(model):
+            _capture.wait_for_replays(self.tokens.device)
+            self.keys = GraphKeys()
+            self.graphs.clear()
 
     def capture(self, model: LanguageModel, stepping: Callable[..., Any]) -> None:
         """Records a step of `stepping`, after some on sequences that nobody asked for, or while
@@ -154,6 +183,7 @@ class DecodeLoop:
         A step that draws random numbers itself, as dropout in train mode does, gets no graph.
         """
         self.has_graphs = True
+        self.keys.add(model)
         with (
             _capture.one_at_a_time,
             torch.inference_mode(False),

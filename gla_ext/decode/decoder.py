@@ -14,8 +14,9 @@ from torch import Tensor
 from gla_ext.cache import GLACache
 from gla_ext.decode._capture import can_capture
 from gla_ext.decode._graph_key import graph_key
-from gla_ext.decode._loop import DecodeLoop, device_of
+from gla_ext.decode._loop import DecodeLoop, check_place, device_of, place_of
 from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts, check_segment_tokens, read_prompts
+from gla_ext.decode._stamp import Stamp
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.decode.sampling import Sampling, read_end_tokens
 from gla_ext.layers.attention import Attention
@@ -38,10 +39,12 @@ class Decoder:
         for _ in range(99):
             tokens = decoder.step()  # [2], the same tensor every time
 
-    The graph holds what the model was when it was captured, and nothing here looks whether it still
-    is: that is the caller's promise. Parameters may change in place. After anything else changes,
-    make a new one: parameters that are replaced (`model.to(...)`), modules, a `forward`, hooks,
-    modes, attributes such as `clamp_min`, a LoRA adapter that is switched off or rescaled.
+    After the model changed, call `refresh`: rows go on from states of what it was, and a graph does
+    what was recorded. `prefill` refuses until then where it sees a change: modules, parameters and
+    buffers that are others, have moved or were written to by an operator, and flags of modules, as
+    of train mode. It does not see writes through `.data` or by replays of CUDA graphs, tensors of
+    inference mode that were written to, hooks, and attributes such as `clamp_min` or the scale of
+    a LoRA adapter; `step` looks at nothing.
 
     One thread at a time may use it; several may share the model, each with a decoder of its own.
     While one is made no other thread may wait for the whole device (`torch.cuda.synchronize`),
@@ -98,6 +101,8 @@ class Decoder:
         if uses_graph(model, cuda_graph, "Decoder"):
             loop.capture(model, stepping)
         self._take(model, stepping, loop, sampling, end_tokens, generator)
+        if loop.has_graphs:
+            self._stamp = Stamp(model)
 
     @classmethod
     @contextlib.contextmanager
@@ -131,7 +136,7 @@ class Decoder:
         try:
             yield decoder
         finally:
-            kept.put(key, loop)
+            kept.put(key if loop.keys.are(held) else None, loop)
             with _kept_lock:
                 freed = _kept.get(model) is not kept  # by `free_decoders`, meanwhile
             if freed:
@@ -149,6 +154,8 @@ class Decoder:
         self.model, self._stepping, self._loop = model, stepping, loop
         self._generator = generator
         self._started: set[int] = set()  # rows that have had a prompt
+        self._place = place_of(model)
+        self._stamp: Stamp | None = None  # of the model that graphs and rows are of
         loop.set_options(sampling, end_tokens)
 
     @property
@@ -189,12 +196,16 @@ class Decoder:
             int64 `[N]`, the tokens.
 
         Raises:
+            ChangedError: where it sees that the model has changed since the first prompt or graph,
+                or since `refresh`.
             TypeError: for tokens that are neither int64 nor int32, segment_tokens that is no int.
             ValueError: for prompts that do not fit, not as many as rows, tokens that the model does
                 not have, segment_tokens out of range, rows that are not distinct or not there, or
                 with keep have had no prompt.
         """
         check_segment_tokens(segment_tokens)
+        if self._stamp is not None:
+            self._stamp.check("Decoder")
         device, B = self.tokens.device, self.tokens.shape[0]
         chosen = list(range(B)) if rows is None else torch.as_tensor(rows).tolist()
         if rows is not None:
@@ -216,7 +227,30 @@ class Decoder:
             raise ValueError(f"Decoder: expected {len(chosen)} prompts, got {prompts.batch_size}")
         tokens = self.start(prompts, segment_tokens, rows, keep)
         self._started.update(chosen)
+        if self._stamp is None:
+            self._stamp = Stamp(self.model)
         return tokens
+
+    def refresh(self, keep_running: bool = False) -> None:
+        """Takes in that the model changed.
+
+        The graph is captured anew, by the next step, if what it took in is otherwise now: addresses
+        of tensors, modules, attributes, hooks. Where only values changed it stays, which takes a
+        few milliseconds to see.
+
+        Args:
+            keep_running: rows go on from the states that they have, of the model before. Default:
+                False (they are as before their first prompt).
+
+        Raises:
+            ValueError: for a model on another device or of another dtype; make a new decoder.
+        """
+        check_place(self.model, self._place, "Decoder")
+        self._loop.refresh(self.model)
+        if not keep_running:
+            self._started.clear()
+        if self._stamp is not None:
+            self._stamp = self._stamp.renewed(self.model)
 
     @torch.no_grad()
     def start(

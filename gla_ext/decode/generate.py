@@ -136,6 +136,8 @@ def generate_stream(
     On a GPU the next step is under way while the caller has a token, but with past_key_values:
     these get the states at the end, or when the iterator is closed, as of the tokens that came.
 
+    The model must stay as it is until the iterator ends.
+
     The arguments, and what is raised for them at the call, are those of `generate`; with
     max_new_tokens = 0 nothing happens. Autocast and `batch_invariant` are those of where the
     iterator is advanced.

@@ -13,7 +13,7 @@ import torch
 from models import make_ids, make_model
 from torch import nn
 
-from gla_ext.decode import _capture
+from gla_ext.decode import Decoder, _capture
 from gla_ext.decode import decoder as decode
 from gla_ext.decode._loop import DecodeLoop
 from gla_ext.model import GLAMLP
@@ -73,11 +73,13 @@ def captures(device, monkeypatch):
         found.append(self)
         if device == "cuda":
             return capture(self, model, stepping)
+        self.has_graphs = True
+        self.keys.add(model)
         self.graphs[None] = Copied(self, model)
 
     monkeypatch.setattr(DecodeLoop, "capture", spy)
     if device == "cpu":
-        monkeypatch.setattr(decode, "uses_graph", lambda model, graph: graph is not False)
+        monkeypatch.setattr(decode, "uses_graph", lambda model, graph, *_: graph is not False)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     return found
@@ -180,6 +182,58 @@ def test_adapters_of_peft(device, captures):
     for layer in layers:
         layer.enable_adapters(False)
     assert_follows(model, scaled, captures)
+
+
+def drawn(decoder):
+    prompts = [prompt.to(decoder.tokens.device) for prompt in PROMPTS]
+    return torch.stack([decoder.prefill(prompts), *(decoder.step().clone() for _ in range(19))])
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_decoder_that_is_refreshed(device, captures, change):
+    model = make(device)
+    decoder = Decoder(model, 3, temperature=0)
+    before = drawn(decoder)
+    change(model)
+    decoder.refresh()
+    now = drawn(Decoder(model, 3, temperature=0, cuda_graph=False))
+    assert not torch.equal(now, before)
+    for _ in range(2):
+        assert torch.equal(drawn(decoder), now)
+        decoder.refresh()
+    assert len(captures) == 2
+
+
+@pytest.mark.parametrize("keep_running", [False, True])
+def test_a_decoder_keeps_its_graph_where_only_values_changed(device, captures, keep_running):
+    model = make(device)
+    graphed, eager = (Decoder(model, 3, temperature=0, cuda_graph=x) for x in (None, False))
+    graph = graphed._loop.graph
+    assert torch.equal(drawn(graphed), drawn(eager))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    graphed.refresh(keep_running)
+    eager.refresh(keep_running)
+    assert graphed._loop.graph is graph is not None
+    assert len(captures) == 1
+    if device == "cuda":  # where a graph reads the values
+        if keep_running:
+            assert torch.equal(graphed.step(), eager.step())
+        assert torch.equal(drawn(graphed), drawn(eager))
+
+
+def test_a_stream_whose_model_was_another_meanwhile_leaves_no_graph(device, captures):
+    model = make(device)
+    attn = model.model.layers[0].attn
+    prompt = PROMPTS[0][None].to(device)
+    stream = model.generate_stream(prompt, 20, temperature=0)
+    next(stream)
+    normalizer, attn.gate_logit_normalizer = attn.gate_logit_normalizer, 0.1
+    captures[0].capture(model, model)  # as for a hybrid's longer rows
+    attn.gate_logit_normalizer = normalizer
+    stream.close()
+    assert not decode._kept[model].loops
 
 
 def test_what_cannot_be_compared_is_not_kept(device, captures):

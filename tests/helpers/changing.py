@@ -1,0 +1,86 @@
+"""Small models for engines that change: how they do, and their tokens."""
+
+import copy
+
+import pytest
+import torch
+from engines import SMALL, greedy, prompt, run
+from models import make_model
+from torch import nn
+
+from gla_ext.serve import Limits, Request
+
+LIMITS = Limits(**SMALL, cache_bytes=1 << 20)
+
+
+def make(seed=0, device="cpu", **options):
+    torch.manual_seed(seed)
+    model = make_model(torch.float64, eos_token_id=None, seed=seed, **options)
+    return model.to(device, torch.float64 if device == "cpu" else torch.float32)
+
+
+def tokens_of(engine, *lengths, count=8):
+    requests = (Request(prompt(n), count, temperature=0) for n in lengths)
+    return [tokens for tokens, _, _ in run(engine, *requests)]
+
+
+def expected(model, *lengths, count=8):
+    return [greedy(model, prompt(n), count) for n in lengths]
+
+
+def optimizer_step(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model.train()
+    model(torch.tensor([prompt(50)])).logits.square().mean().backward()
+    optimizer.step()
+    model.eval()
+    model.zero_grad()
+
+
+def load(model):
+    model.load_state_dict(make(seed=5).state_dict())
+
+
+def replace_parameter(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.flip(0))
+
+
+def replace_module(model):
+    model.model.layers[1].mlp = copy.deepcopy(model.model.layers[0].mlp)
+
+
+def move(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.flip(0)
+
+
+def rescale(model):
+    for layer in model.model.layers:
+        layer.attn.gate_logit_normalizer = 1.0
+
+
+def write_data(model):
+    for parameter, new in zip(model.parameters(), make(seed=5).parameters(), strict=True):
+        parameter.data.copy_(new)
+
+
+def adapted(device="cpu"):
+    peft = pytest.importorskip("peft")
+    model = make(device=device, hidden_size=64)
+    targets = ["q_proj", "o_proj", "down_proj"]
+    config = peft.LoraConfig(target_modules=targets, r=8, init_lora_weights=False)
+    return peft.get_peft_model(model, config).eval(), model
+
+
+def set_scale(adapters):
+    for module in adapters.modules():
+        if hasattr(module, "scaling"):
+            module.scaling["default"] *= 5
+
+
+ADAPTERS = {  # and whether they are seen
+    "off": (lambda p: p.base_model.disable_adapter_layers(), True),
+    "scale": (set_scale, False),
+    "merged": (lambda p: p.merge_adapter(), False),
+    "normalizer": (lambda p: rescale(p.base_model.model), False),
+}
