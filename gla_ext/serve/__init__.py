@@ -3,10 +3,12 @@
 `python -m gla_ext.serve MODEL` serves a folder; it needs the extra `serve`, the engine does not.
 """
 
+from gla_ext.decode import ChangedError
 from gla_ext.serve.engine import ClosedError, Engine, FullError
 from gla_ext.serve.request import Delta, Limits, Request, TokenLogprob
 
 __all__ = [
+    "ChangedError",
     "ClosedError",
     "Delta",
     "Engine",

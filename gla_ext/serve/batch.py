@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gla_ext.cache import StaticGLACache
 from gla_ext.decode import _capture
-from gla_ext.decode._loop import device_of
+from gla_ext.decode._graph_key import GraphKeys
+from gla_ext.decode._loop import check_place, device_of, place_of
 from gla_ext.decode._prompts import CHUNK
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
@@ -72,8 +73,10 @@ class Batch:
         # A sum along one row alone would be cut otherwise, and in no certain order.
         self._rows = max(rows, 2)
         self._device = device_of(model)
+        self._place = place_of(model)
         self._has_graphs = cuda_graph
         self._graphs = _capture.GraphsOnDemand(self._capture)  # by the number of rows
+        self._keys = GraphKeys()
         vocab_size = model.config.vocab_size
         graphs_of_prompts = cuda_graph and not fixed
         taken = self._rows + graphs_of_prompts  # with a spare one
@@ -82,7 +85,8 @@ class Batch:
             self._logits = torch.zeros(taken, vocab_size, device=self._device)
             states = self._make_states(taken, state_dtype, checkpoint_bytes)
             self.checkpoints = range(taken, states.batch_size)
-            in_chunks = len(self.checkpoints) > 0 and not fixed and _in_chunks(model, states)
+            self._layers = len(states.states)
+            in_chunks = len(self.checkpoints) > 0 and not fixed and _in_chunks(model, self._layers)
             self.every = every if in_chunks else 0
             self.cache: RowCache = StateRows(states, taken, self.every)
             self._active: list[int] = []
@@ -91,7 +95,8 @@ class Batch:
             self._caches = {count: self.cache.first(count) for count in (*powers, self._rows)}
             self._prompts: PromptGraphs | None = None
             if graphs_of_prompts:
-                self._prompts = PromptGraphs(self._read, self.every, self._rows, self._device)
+                form = (self.every, self._rows, self._device)
+                self._prompts = PromptGraphs(self._read, self._record, *form)
 
     def _make_states(
         self, taken: int, state_dtype: torch.dtype | None, checkpoint_bytes: int
@@ -116,13 +121,38 @@ class Batch:
         if self._prompts is not None:
             self._prompts.warm_up()
 
+    def refresh(self) -> None:
+        """The model changed: gives up graphs that are not what would be captured now.
+
+        Raises:
+            ValueError: for a model on another device or of another dtype, or with layers that
+                leave no checkpoints on their way any more.
+        """
+        check_place(self._model, self._place, "Engine")
+        if self.every and not _in_chunks(self._model, self._layers):
+            raise ValueError(
+                f"Engine: expected {self._layers} layers that pass prompts in chunks, as before, "
+                "got others; make a new Engine"
+            )
+        if not self._keys.fit(self._model):
+            _capture.wait_for_replays(self._device)
+            self._keys = GraphKeys()
+            self._graphs.clear()
+            if self._prompts is not None:
+                self._prompts.clear()
+
     def _capture(self, count: int) -> _capture.Graph | None:
         """The graph of a step of so many rows, all of which wait meanwhile."""
         self.cache.activate([])
         self._active = []
-        step = partial(self._advance, self._caches[count], count)
+        return self._record(partial(self._advance, self._caches[count], count))
+
+    def _record(
+        self, step: Callable[[], None], pool: tuple[int, int] | None = None
+    ) -> _capture.Graph | None:
+        self._keys.add(self._model)
         with torch.inference_mode(False), torch.no_grad():
-            return _capture.capture(step, self._device)
+            return _capture.capture(step, self._device, pool)
 
     def _advance(self, cache: Any, count: int) -> None:
         tokens = self.tokens[:count].unsqueeze(1)
@@ -206,13 +236,13 @@ class Drawn:
     best_ids: list[list[int]] | None = None
 
 
-def _in_chunks(model: LanguageModel, states: StaticGLACache) -> bool:
-    """Whether every layer with states passes prompts by `chunk_gla_`, and no convolution of it
-    reaches further than a chunk.
+def _in_chunks(model: LanguageModel, count: int) -> bool:
+    """Whether every one of so many layers with states passes prompts by `chunk_gla_`, and no
+    convolution of it reaches further than a chunk.
     """
     layers = [layer for layer in model.modules() if type(layer) is GatedLinearAttention]
     reaches = [layer.conv_size if layer.use_short_conv else 0 for layer in layers]
-    if len(layers) != len(states.states) or max(reaches, default=0) > CHUNK:
+    if len(layers) != count or max(reaches, default=0) > CHUNK:
         return False
     return all(layer.mode != "fused_recurrent" for layer in layers)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from gla_ext.decode._loop import device_of
+from gla_ext.decode._stamp import Stamp
 from gla_ext.decode.decoder import uses_graph
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.decode.sampling import read_end_tokens
@@ -37,6 +38,11 @@ class ClosedError(RuntimeError):
 Deltas = list[tuple[Generation, Delta]]
 
 
+def _check_mode(model: LanguageModel) -> None:
+    if model.training:
+        raise ValueError("Engine: expected a model in eval mode, got one in train mode")
+
+
 class Engine:
     """Continues many prompts of one model at once.
 
@@ -48,8 +54,17 @@ class Engine:
 
     On a GPU, `warm_up` before the first request, in a program that lives for longer.
 
-    `submit`, `cancel` and `drain` may be called by any thread. One thread alone steps: the one that
-    calls `step`, or that of `gla_ext.serve.worker.Worker`.
+    `submit`, `cancel`, `drain` and `refresh` may be called by any thread. One thread alone steps:
+    the one that calls `step`, or that of `gla_ext.serve.worker.Worker`.
+
+    After the model changed, call `refresh`: the prefix cache and sequences that run have states of
+    what it was, and CUDA graphs do what was recorded. `submit` refuses until then where it sees a
+    change, for which it takes some 0.2 ms: modules, parameters and buffers that are others, have
+    moved or were written to by an operator, as an optimizer's, and flags of modules, as of train
+    mode or of an adapter that is off. It does not see writes through `.data` or by replays of CUDA
+    graphs, tensors of inference mode that were written to, hooks, and attributes such as
+    `gate_logit_normalizer` or the scale of an adapter. No step may be under way while the model
+    changes.
 
     Made inside `batch_invariant()`, what a sequence gets depends on nothing beside it: prompts pass
     one at a time, in segments of `checkpoint_tokens`, and steps are always of all rows. It is then
@@ -91,8 +106,7 @@ class Engine:
                 "Engine: a model with attention layers is not implemented, whose keys and values "
                 "grow; Decoder runs it"
             )
-        if model.training:
-            raise ValueError("Engine: expected a model in eval mode, got one in train mode")
+        _check_mode(model)
         self.model, self.tokenizer = model, tokenizer
         self.limits = Limits() if limits is None else limits
         self._invariant = is_batch_invariant()
@@ -112,7 +126,11 @@ class Engine:
         self._ends = frozenset(
             read_end_tokens(getattr(model.config, "eos_token_id", None), model.config.vocab_size)
         )
+        self._stamp = Stamp(model)  # of what states and graphs are of
         self._lock = threading.Lock()
+        # Of the thread that runs the model, and of the one that is next: else the one that steps
+        # might take the first again before one that waits for it.
+        self._runs, self._is_next = threading.Lock(), threading.Lock()
         self._arrived: deque[Generation] = deque()
         self._unfinished = 0  # accepted and not finished
         self._draining = False
@@ -147,9 +165,11 @@ class Engine:
         Raises:
             FullError: where there is no room to wait.
             ClosedError: after `drain`.
+            ChangedError: where it sees that the model has changed, until `refresh`.
             ValueError: for requests over the limits, tokens that the model does not have, stop
                 strings without a tokenizer.
         """
+        self._stamp.check("Engine")
         for request in requests:
             self._check(request)
         sequences = [Generation(request, self.tokenizer) for request in requests]
@@ -217,12 +237,44 @@ class Engine:
         with self._as_made():
             self._batch.warm_up()
 
+    def refresh(self, keep_running: bool = False) -> None:
+        """Takes in that the model changed, such as by an optimizer's step.
+
+        The prefix cache is emptied. Sequences that wait go on waiting; those that have begun end at
+        the next step, which gives out their deltas with finish_reason 'refresh'. CUDA graphs are
+        captured anew, when their sizes come again or by `warm_up`, if what they took in is
+        otherwise now: addresses of tensors, modules, attributes, hooks. Where only values changed
+        they stay, and all of this takes some milliseconds. It waits for a step under way.
+
+        Args:
+            keep_running: sequences that have begun go on, from states of the model before. They
+                leave nothing in the prefix cache. Default: False.
+
+        Raises:
+            ValueError: for a model in train mode, on another device or of another dtype, or whose
+                prompts must be cut otherwise by now, for which another engine is to be made.
+        """
+        _check_mode(self.model)
+        with self._as_made():
+            self._batch.refresh()
+            self._stamp = self._stamp.renewed(self.model)
+            self.prefixes.clear()
+            for sequence in [*self._reading, *self._decoding]:
+                if sequence.passed > 0:
+                    sequence.keys = []
+                    sequence.outdated |= not keep_running
+
     @contextlib.contextmanager
     def _as_made(self) -> Iterator[None]:
-        """The mode and the device in which the model runs."""
+        """The mode and the device in which the model runs, for one thread at a time, in turn."""
         on_device = torch.cuda.device(self._device) if self._ahead else contextlib.nullcontext()
-        with torch.no_grad(), batch_invariant(self._invariant), on_device:
-            yield
+        with self._is_next:
+            self._runs.acquire()
+        try:
+            with torch.no_grad(), batch_invariant(self._invariant), on_device:
+                yield
+        finally:
+            self._runs.release()
 
     def step(self) -> Deltas:
         """One step of what decodes and a few pieces of prompts.
@@ -245,15 +297,20 @@ class Engine:
         return deltas
 
     def _sweep(self) -> Deltas:
-        """Ends what was cancelled."""
+        """Ends what was cancelled, and what has states of another model."""
         deltas: Deltas = []
         with self._lock:
             waiting = [sequence for sequence in self._arrived if sequence.cancelled]
             for sequence in waiting:
                 self._arrived.remove(sequence)
         for sequence in [*waiting, *self._reading, *self._decoding]:
-            if sequence.cancelled and not sequence.finished:
+            if sequence.finished:
+                continue
+            if sequence.cancelled:
                 deltas.append((sequence, self._finish(sequence, Delta(), "cancelled")))
+            elif sequence.outdated:
+                delta = Delta(sequence.rest())
+                deltas.append((sequence, self._finish(sequence, delta, "refresh")))
         return deltas
 
     def _admit(self) -> None:

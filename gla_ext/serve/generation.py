@@ -26,6 +26,7 @@ class Generation:
         drew: tokens that were asked for.
         new: tokens that it has got, the last one, if it ended the sequence, included.
         cancelled: whether it shall end.
+        outdated: whether it shall end as the model is another than its states are of.
         finished: whether it has.
         arrived, first, last: when it came, and when its first and last token did, seconds.
     """
@@ -35,7 +36,7 @@ class Generation:
         self.row: int | None = None
         self.keys: list[bytes] = []
         self.passed, self.cached, self.drew, self.new = 0, 0, 0, 0
-        self.cancelled, self.finished = False, False
+        self.cancelled, self.outdated, self.finished = False, False, False
         self.arrived = time.monotonic()
         self.first = self.last = 0.0
         # What fp32 rounds to 0 is 0, and inf is its greatest number, as in Sampling.
@@ -61,6 +62,10 @@ class Generation:
             drawn = torch.rand(UNIFORMS, generator=self._generator, dtype=torch.float64)
             self._uniforms = (drawn * BELOW_ONE).tolist()[::-1]
         return self._uniforms.pop()
+
+    def rest(self) -> str:
+        """Text that waited, as more of a stop string might have come."""
+        return self._stops.flush()
 
     def add(self, token: int, logprob: TokenLogprob | None, ends: Collection[int]) -> Delta:
         """Takes a token, which may be the last."""

@@ -93,7 +93,7 @@ class Metrics:
                 full = f"gla_ext_{name}_total"
                 lines += [f"# TYPE {full} counter", f"{full} {self._counts[f'{name}_total']}"]
             lines.append("# TYPE gla_ext_requests_total counter")
-            for reason in ("stop", "length", "cancelled", "error"):
+            for reason in ("stop", "length", "cancelled", "refresh", "error"):
                 label = f'gla_ext_requests_total{{reason="{reason}"}}'
                 lines.append(f"{label} {self._reasons[reason]}")
             for name, histogram in self._histograms.items():

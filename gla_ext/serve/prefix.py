@@ -46,6 +46,11 @@ class PrefixCache:
         """Memory of the beginnings that are kept, bytes."""
         return len(self) * self._row_nbytes
 
+    def clear(self) -> None:
+        """Forgets all beginnings."""
+        self._kept.clear()
+        self._free, self._used = [], 0
+
     def keys(self, tokens: array[int]) -> list[bytes]:
         """Of the beginnings of n, 2n, … tokens; the last leaves a token to compute from."""
         if not self.enabled:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,15 +143,22 @@ class PromptGraphs:
 
     Args:
         run: passes packed pieces.
+        record: captures a call in a pool of memory.
         every: tokens between checkpoints, 0 for none.
         spare: the row that no sequence has.
         device: where.
     """
 
     def __init__(
-        self, run: Callable[[Packed], None], every: int, spare: int, device: torch.device
+        self,
+        run: Callable[[Packed], None],
+        record: Callable[[Callable[[], None], Any], _capture.Graph | None],
+        every: int,
+        spare: int,
+        device: torch.device,
     ) -> None:
-        self._run, self._every, self._spare, self._device = run, every, spare, device
+        self._run, self._record = run, record
+        self._every, self._spare = every, spare
         self._sizes = []
         for T, N in sorted(itertools.product(TOKENS, PIECES)):
             most = T // every if every else 0
@@ -159,6 +166,11 @@ class PromptGraphs:
         most = sum(self._sizes[-1].lengths)
         self._buffer = torch.zeros(most, dtype=torch.long, device=device)
         self._graphs = _capture.GraphsOnDemand(self._capture)
+        self.clear()
+
+    def clear(self) -> None:
+        """Gives the graphs up, and their memory, which no later one may share."""
+        self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self) -> None:
@@ -184,8 +196,7 @@ class PromptGraphs:
         """With pieces of the spare row, so that no sequence moves on."""
         self._write([Piece(self._spare, [0] * size.tokens, True, self._spare)], size)
         packed = size.split(self._buffer)
-        with torch.inference_mode(False), torch.no_grad():
-            return _capture.capture(lambda: self._run(packed), self._device, self._pool)
+        return self._record(lambda: self._run(packed), self._pool)
 
     def _write(self, pieces: Sequence[Piece], size: Size) -> None:
         numbers = lay_out(pieces, size, self._every, self._spare)

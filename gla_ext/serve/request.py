@@ -150,7 +150,8 @@ class Delta:
     text: of these tokens and of earlier ones that waited for it; none without a tokenizer.
     tokens: those drawn; the one that ended the sequence as eos_token_id is none of them.
     logprobs: one a token, where they were asked for.
-    finish_reason: 'stop', 'length', 'cancelled', 'error', or None (it goes on).
+    finish_reason: 'stop', 'length', 'cancelled', 'refresh' (`Engine.refresh` ended it), 'error', or
+        None (it goes on).
     """
 
     text: str = ""

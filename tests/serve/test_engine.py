@@ -1,15 +1,12 @@
 """The engine by itself: every generation is what the model alone gives."""
 
-import types
-
 import pytest
 import torch
 from engines import SMALL, greedy, is_empty, prompt, run
 from models import make_model
 
-from gla_ext.decode import _capture
 from gla_ext.ops import batch_invariant
-from gla_ext.serve import ClosedError, Engine, FullError, Limits, Request, engine, prompts
+from gla_ext.serve import ClosedError, Engine, FullError, Limits, Request, engine
 from gla_ext.serve.text import Bytes, Detokenizer
 
 
@@ -163,28 +160,6 @@ def test_graphs_give_the_tokens_of_eager_steps(rows):
         assert bool(engine._batch._graphs) == cuda_graph
         assert is_empty(engine)
     assert found[0] == found[1] == found[2]
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    """The pools of graphs that are captured, each a call, and of those that are replayed."""
-    captured, replayed = [], []
-
-    def capture(call, device, pool=None):
-        def replay():
-            replayed.append(pool)
-            call()
-
-        captured.append(pool)
-        call()
-        return types.SimpleNamespace(replay=replay)
-
-    monkeypatch.setattr(_capture, "capture", capture)
-    monkeypatch.setattr(engine, "uses_graph", lambda *_: True)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr(prompts, "TOKENS", (8, 128))
-    monkeypatch.setattr(prompts, "PIECES", (1, 3))
-    return captured, replayed
 
 
 @pytest.mark.parametrize("warm", [False, True])

@@ -1,0 +1,31 @@
+"""A stand-in for CUDA graphs of an engine."""
+
+import types
+
+import pytest
+import torch
+
+from gla_ext.decode import _capture
+from gla_ext.serve import engine, prompts
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """The pools of graphs that are captured, each a call, and of those that are replayed."""
+    captured, replayed = [], []
+
+    def capture(call, device, pool=None):
+        def replay():
+            replayed.append(pool)
+            call()
+
+        captured.append(pool)
+        call()
+        return types.SimpleNamespace(replay=replay)
+
+    monkeypatch.setattr(_capture, "capture", capture)
+    monkeypatch.setattr(engine, "uses_graph", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(prompts, "TOKENS", (8, 128))
+    monkeypatch.setattr(prompts, "PIECES", (1, 3))
+    return captured, replayed

@@ -1,0 +1,256 @@
+"""An engine whose model changes: what it sees of that, and `refresh`."""
+
+import threading
+import time
+
+import pytest
+import torch
+from changing import (
+    ADAPTERS,
+    LIMITS,
+    adapted,
+    expected,
+    load,
+    make,
+    move,
+    optimizer_step,
+    replace_module,
+    replace_parameter,
+    rescale,
+    tokens_of,
+    write_data,
+)
+from engines import greedy, is_empty, prompt, run
+from models import make_model
+
+from gla_ext.cache import GLACache
+from gla_ext.serve import ChangedError, Engine, Request
+from gla_ext.serve.text import Bytes
+from gla_ext.serve.worker import Worker
+
+SEEN = {
+    "load_state_dict": (load, "model.embeddings.weight written since"),
+    "optimizer": (optimizer_step, "model.embeddings.weight written since"),
+    "parameter": (replace_parameter, "lm_head.weight replaced since"),
+    "module": (replace_module, "model.layers.1.mlp replaced since"),
+    "address": (move, "model.embeddings.weight moved since"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), SEEN.values(), ids=SEEN)
+def test_a_change_that_is_seen(change, message):
+    """Refused until `refresh`, after which known beginnings are those of the model now."""
+    model = make()
+    engine = Engine(model, limits=LIMITS)
+    before = tokens_of(engine, 200, 70)
+    assert len(engine.prefixes) > 0
+    change(model)
+    with pytest.raises(ChangedError, match=rf"Engine: expected .* got {message}; call refresh\(\)"):
+        engine.submit(Request(prompt(5)))
+    assert not engine.busy
+    engine.refresh()
+    assert len(engine.prefixes) == 0
+    for _ in range(2):  # with the second time the prefixes of the first
+        now = tokens_of(engine, 200, 70)
+        assert now == expected(model, 200, 70) != before
+    assert is_empty(engine)
+
+
+@pytest.mark.parametrize("change", [rescale, write_data])
+def test_a_change_that_is_not_seen_needs_refresh(change):
+    model = make()
+    engine = Engine(model, limits=LIMITS)
+    before = tokens_of(engine, 200)
+    change(model)
+    (now,) = expected(model, 200)
+    assert [now] != before
+    engine.refresh()
+    assert tokens_of(engine, 200) == [now]
+
+
+def test_inference_mode():
+    """Of tensors without versions the addresses are seen alone."""
+    with torch.inference_mode():
+        model = make()
+        other = [x.clone() for x in make(seed=5).parameters()]
+    engine = Engine(model, limits=LIMITS)
+    before = tokens_of(engine, 200)
+    assert tokens_of(engine, 200) == before
+    with torch.inference_mode():
+        for parameter, new in zip(model.parameters(), other, strict=True):
+            parameter.copy_(new)
+        (now,) = expected(model, 200)
+    engine.refresh()
+    assert tokens_of(engine, 200) == [now] != before
+    replace_parameter(model)
+    with pytest.raises(ChangedError, match=r"lm_head\.weight replaced since"):
+        engine.submit(Request(prompt(5)))
+
+
+def test_train_mode():
+    """It is refused, and seen no more when the model is back in eval mode, as it was."""
+    model = make()
+    engine = Engine(model, limits=LIMITS)
+    found = tokens_of(engine, 70)
+    model.train()
+    with pytest.raises(ChangedError, match="got training changed since"):
+        engine.submit(Request(prompt(5)))
+    with pytest.raises(ValueError, match="a model in eval mode, got one in train mode"):
+        engine.refresh()
+    model.eval()
+    assert tokens_of(engine, 70) == found
+
+
+@pytest.mark.parametrize("change", [lambda m: m.float(), lambda m: m.to("meta")])
+def test_a_model_for_which_there_are_no_buffers(change):
+    engine = Engine(change_of := make(), limits=LIMITS)
+    change(change_of)
+    with pytest.raises(ValueError, match="expected a model on cpu in torch"):
+        engine.refresh()
+    with pytest.raises(ChangedError):
+        engine.submit(Request(prompt(5)))
+
+
+def test_layers_whose_prompts_are_cut_otherwise():
+    model = make()
+    engine = Engine(model, limits=LIMITS)
+    model.model.layers[0].attn.mode = "fused_recurrent"
+    with pytest.raises(ValueError, match="2 layers that pass prompts in chunks, as before"):
+        engine.refresh()
+
+
+@pytest.mark.parametrize(("change", "seen"), ADAPTERS.values(), ids=ADAPTERS)
+def test_adapters_of_peft(change, seen):
+    adapters, model = adapted()
+    engine = Engine(model, limits=LIMITS)
+    before = tokens_of(engine, 200)
+    change(adapters)
+    if seen:
+        with pytest.raises(ChangedError, match="_disable_adapters changed since"):
+            engine.submit(Request(prompt(5)))
+    engine.refresh()
+    now = tokens_of(engine, 200)
+    assert now == expected(model, 200)
+    assert (now == before) == (change is ADAPTERS["merged"][0])
+
+
+def test_running_sequences_end():
+    """One decodes, one is read, one has not begun and one waits: those two go on."""
+    model = make()
+    engine = Engine(model, limits=LIMITS)
+    found, sequences = {}, []
+    for lengths in ((5,), (700, 30, 40)):
+        sequences += engine.submit(*(Request(prompt(n), 20, temperature=0) for n in lengths))
+        found |= {sequence: [] for sequence in sequences if sequence not in found}
+        for sequence, delta in engine.step():
+            found[sequence].append(delta)
+    assert [sequence.passed > 0 for sequence in sequences] == [True, True, False, False]
+    assert (engine.running, engine.waiting) == (3, 1)
+    load(model)
+    engine.refresh()
+    engine.refresh(keep_running=True)  # which does not bring them back
+    assert engine.busy
+    while engine.busy:
+        for sequence, delta in engine.step():
+            found[sequence].append(delta)
+    reasons = [found[sequence][-1].finish_reason for sequence in sequences]
+    assert reasons == ["refresh", "refresh", "length", "length"]
+    tokens = [[t for delta in found[sequence] for t in delta.tokens] for sequence in sequences]
+    old, new = make(), model
+    assert 0 < len(tokens[0]) < 4
+    assert tokens[0] == greedy(old, prompt(5), 20)[: len(tokens[0])]
+    assert tokens[1:] == [[], *expected(new, 30, 40, count=20)]
+    assert engine.metrics.reasons() == {"refresh": 2, "length": 2}
+    assert 'requests_total{reason="refresh"} 2' in engine.metrics.text({})
+    assert is_empty(engine)
+
+
+def test_running_sequences_go_on():
+    """From the states that they have; a prompt that is being read leaves none for others."""
+    model = make()
+    engine = Engine(model, limits=LIMITS)
+    found = {}
+
+    def step():
+        for sequence, delta in engine.step():
+            found.setdefault(sequence, []).extend(delta.tokens)
+
+    (decodes,) = engine.submit(Request(prompt(5), 20, temperature=0))
+    step()
+    (reads,) = engine.submit(Request(prompt(700), 20, temperature=0))
+    step()
+    step()
+    drew, passed = len(found[decodes]), reads.passed
+    assert drew == 3 and 0 < passed < 700 and passed % 64 == 0
+    load(model)
+    engine.refresh(keep_running=True)
+    while engine.busy:
+        step()
+    assert len(engine.prefixes) == 0
+    # The cache has what the old model made of all tokens but the last one.
+    cache, old = GLACache(), make()
+    tokens = greedy(old, prompt(5), drew)
+    with torch.no_grad():
+        old(torch.tensor([prompt(5) + tokens[:-1]]), past_key_values=cache, use_cache=True)
+        for _ in range(20 - drew):
+            last = torch.tensor([tokens[-1:]])
+            logits = model(last, past_key_values=cache, use_cache=True).logits
+            tokens.append(int(logits[0, -1].argmax()))
+    assert found[decodes] == tokens
+    assert len(found[reads]) == 20
+    assert engine.metrics.reasons() == {"length": 2}
+    assert tokens_of(engine, 700) == expected(model, 700)
+
+
+def test_text_that_waited_comes_with_the_end():
+    model = make_model(torch.float64, vocab_size=256, eos_token_id=None)
+    engine = Engine(model, Bytes(), LIMITS)
+    ((_, text, _),) = run(engine, Request([0, 65], 12, temperature=0))
+    engine.submit(Request([0, 65], 40, temperature=0, stop=[text[:6] + "never"]))
+    shown = ""
+    while len(shown) < 4:
+        ((sequence, delta),) = engine.step()
+        shown += delta.text
+        if sequence.new == 5:
+            engine.refresh()
+    assert delta.finish_reason == "refresh" and text.startswith(shown)
+
+
+def test_any_thread_may_refresh():
+    """Between two steps of the thread that steps, as soon as the first is over."""
+    model = make()
+    engine = Engine(model, limits=LIMITS)
+    order, inside, leave = [], threading.Event(), threading.Event()
+    step, clear = engine._batch.step, engine.prefixes.clear
+
+    def slow_step(rows):
+        order.append("step")
+        inside.set()
+        assert leave.wait(30)
+        step(rows)
+
+    engine._batch.step = slow_step
+    engine.prefixes.clear = lambda: (order.append("refresh"), clear())
+    delivered, ended = [], threading.Event()
+
+    def deliver(deltas):
+        delivered.extend(deltas)
+        if deltas[-1][1].finish_reason is not None:
+            ended.set()
+
+    worker = Worker(engine, deliver)
+    worker.start()
+    worker.submit(Request(prompt(5), 1000, temperature=0))
+    assert inside.wait(30)
+    refreshes = threading.Thread(target=engine.refresh)
+    refreshes.start()
+    while not engine._is_next.locked():
+        time.sleep(0.001)
+    leave.set()
+    refreshes.join(30)
+    assert ended.wait(30)
+    worker.close()
+    assert worker.error is None
+    assert order == ["step", "refresh"]
+    assert delivered[-1][1].finish_reason == "refresh"
+    assert is_empty(engine)
