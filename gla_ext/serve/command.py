@@ -39,6 +39,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint-tokens", type=int, default=limits.checkpoint_tokens)
     parser.add_argument("--cache-bytes", type=int, default=limits.cache_bytes)
     parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument(
+        "--allow-refresh", action="store_true", help="serve POST /v1/refresh: the model changed"
+    )
     parser.add_argument("--connections", type=int, default=2048)
     parser.add_argument("--shutdown-seconds", type=int, default=60)
     return parser.parse_args(arguments)
@@ -73,5 +76,6 @@ def main(arguments: list[str] | None = None) -> None:
         state_dtype = getattr(torch, args.state_dtype)
         model = fuse_projections(model.eval())
         engine = Engine(model, tokenizer, limits, state_dtype=state_dtype)
-    options = Options(args.name or args.model.resolve().name)
+    name = args.name or args.model.resolve().name
+    options = Options(name, allow_refresh=args.allow_refresh)
     serve(engine, args.host, args.port, options, args.connections, args.shutdown_seconds)

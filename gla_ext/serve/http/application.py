@@ -18,6 +18,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from gla_ext.decode import ChangedError
 from gla_ext.serve.engine import ClosedError, Deltas, Engine, FullError
 from gla_ext.serve.generation import Generation
 from gla_ext.serve.http import protocol
@@ -40,12 +41,14 @@ class Options:
         body_bytes: most bytes of a request.
         read_seconds: in which a request's head has to come, and then its body.
         write_seconds: in which a client has to take what waits for it.
+        allow_refresh: whether clients may say that the model changed, by `POST /v1/refresh`.
     """
 
     name: str = "gla"
     body_bytes: int = 8 << 20
     read_seconds: float = 30.0
     write_seconds: float = 60.0
+    allow_refresh: bool = False
 
 
 class Application:
@@ -77,6 +80,8 @@ class Application:
             Route("/health", self.health),
             Route("/metrics", self.metrics),
         ]
+        if self.options.allow_refresh:
+            routes.append(Route("/v1/refresh", self.refresh, methods=["POST"]))
         handlers = {RefusedError: self._refuse, HTTPException: self._refuse_route}
         return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
 
@@ -111,7 +116,7 @@ class Application:
             generations = self._worker.submit(*asked.requests(prompts))
         except FullError as error:
             raise RefusedError(429, str(error), "rate_limit_exceeded") from error
-        except ClosedError as error:
+        except (ChangedError, ClosedError) as error:
             raise RefusedError(503, str(error)) from error
         except ValueError as error:
             too_long = "a prompt of at most" in str(error)
@@ -169,6 +174,15 @@ class Application:
             if len(prompt) < LONG_TEXT:
                 return tokenizer.encode(prompt)
             return await asyncio.to_thread(tokenizer.encode, prompt)
+
+    async def refresh(self, request: HTTPRequest) -> Response:
+        """POST /v1/refresh."""
+        keep_running = protocol.read_refresh(await self._read_body(request))
+        try:
+            await asyncio.to_thread(self.engine.refresh, keep_running)
+        except ValueError as error:
+            raise RefusedError(409, str(error)) from error
+        return JSONResponse({"status": "ok"})
 
     async def models(self, request: HTTPRequest) -> Response:
         """GET /v1/models."""

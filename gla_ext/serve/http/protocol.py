@@ -130,21 +130,7 @@ def read(body: bytes, model: str) -> Completion:
     Raises:
         RefusedError: for what is no such request.
     """
-    try:
-        given = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(400, f"expected JSON, got {type(error).__name__}: {error}") from error
-    if not isinstance(given, dict):
-        raise RefusedError(400, f"expected a JSON object, got {type(given).__name__}")
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
-        if name not in _OPTIONS:
-            raise RefusedError(
-                400, f"expected names among {', '.join(_OPTIONS)}, got {name[:100]}", None, name
-            )
-        is_right, word = _OPTIONS[name]
-        if not is_right(value):
-            raise RefusedError(400, f"expected {name} to be {word}, got {short(value)}", None, name)
+    given = _read_object(body, _OPTIONS)
     if given.get("model", model) != model:
         message = f"expected model to be {model!r}, got {short(given['model'])}"
         raise RefusedError(404, message, "model_not_found", "model")
@@ -166,6 +152,34 @@ def read(body: bytes, model: str) -> Completion:
     options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     usage = streaming.get("include_usage", False)
     return Completion(prompts, n, given.get("stream", False), usage, options)
+
+
+def _read_object(
+    body: bytes, options: dict[str, tuple[Callable[[Any], bool], str]]
+) -> dict[str, Any]:
+    """The values of a JSON object that are not null, each right by its option."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(400, f"expected JSON, got {type(error).__name__}: {error}") from error
+    if not isinstance(given, dict):
+        raise RefusedError(400, f"expected a JSON object, got {type(given).__name__}")
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if name not in options:
+            raise RefusedError(
+                400, f"expected names among {', '.join(options)}, got {name[:100]}", None, name
+            )
+        is_right, word = options[name]
+        if not is_right(value):
+            raise RefusedError(400, f"expected {name} to be {word}, got {short(value)}", None, name)
+    return given
+
+
+def read_refresh(body: bytes) -> bool:
+    """Whether sequences go on after `POST /v1/refresh`, whose body may be empty."""
+    options = {"keep_running": (_is_bool, "true or false")}
+    return _read_object(body or b"{}", options).get("keep_running", False)
 
 
 def _read_prompts(given: Any) -> list[str | list[int]]:

@@ -1,0 +1,123 @@
+"""`POST /v1/refresh`, and what clients see of a model that changed."""
+
+import json
+import threading
+
+import pytest
+from changing import LIMITS, optimizer_step
+from models import make_model
+
+from gla_ext.serve import Engine
+from gla_ext.serve.text import Bytes
+
+for package in ("starlette", "httpx"):
+    pytest.importorskip(package)
+
+
+@pytest.fixture
+def engine():
+    return Engine(make_model(vocab_size=256, eos_token_id=None), Bytes(), LIMITS)
+
+
+def client_of(engine, **options):
+    from starlette.testclient import TestClient
+
+    from gla_ext.serve.http import Application, Options
+
+    return TestClient(Application(engine, Options(**options)).starlette())
+
+
+def test_the_route_is_there_if_it_is_allowed(engine):
+    with client_of(engine) as client:
+        refused, unknown = (client.post(f"/v1/{name}") for name in ("refresh", "other"))
+        assert refused.status_code == unknown.status_code == 404
+        assert refused.json()["error"]["message"] == "POST /v1/refresh: Not Found"
+    with client_of(engine, allow_refresh=True) as client:
+        assert client.get("/v1/refresh").status_code == 405
+
+
+def test_a_model_that_changed_answers_again(engine):
+    """Refused with status 503 until it is said; then with what the model is now."""
+    body = {"prompt": "once upon a time " * 20, "max_tokens": 8, "temperature": 0}
+    with client_of(engine, allow_refresh=True) as client:
+        ask = lambda: client.post("/v1/completions", json=body)  # noqa: E731
+        before = ask().json()["choices"][0]["text"]
+        optimizer_step(engine.model)
+        reply = ask()
+        assert (reply.status_code, reply.headers["Retry-After"]) == (503, "1")
+        assert reply.json()["error"]["type"] == "server_error"
+        assert "model.embeddings.weight written since" in reply.json()["error"]["message"]
+        reply = client.post("/v1/refresh")
+        assert (reply.status_code, reply.json()) == (200, {"status": "ok"})
+        reply = ask().json()
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        now = reply["choices"][0]["text"]
+        other = Engine(engine.model, Bytes(), LIMITS)
+    with client_of(other) as client:
+        assert ask().json()["choices"][0]["text"] == now != before
+
+
+@pytest.mark.parametrize("keep_running", [None, False, True])
+def test_running_completions(engine, keep_running):
+    """They end with finish_reason 'refresh' and what they had, or go on."""
+    step, third, refreshed = engine._batch.step, threading.Event(), threading.Event()
+    steps = []
+
+    def slow_step(rows):
+        steps.append(rows)
+        if len(steps) == 3:
+            third.set()
+        step(rows)
+        if len(steps) > 3:
+            refreshed.wait(30)
+
+    engine._batch.step = slow_step
+    body = {"prompt": "a", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    options = {} if keep_running is None else {"keep_running": keep_running}
+    with client_of(engine, allow_refresh=True) as client:
+        found = []
+        asks = threading.Thread(
+            target=lambda: found.append(client.post("/v1/completions", json=body).json())
+        )
+        asks.start()
+        assert third.wait(30)
+        says = threading.Thread(
+            target=lambda: found.append(client.post("/v1/refresh", content=json.dumps(options)))
+        )
+        says.start()
+        while not (engine._is_next.locked() or not says.is_alive()):
+            pass
+        refreshed.set()
+        says.join(30)
+        asks.join(30)
+    (reply,) = (x for x in found if isinstance(x, dict))
+    choice, new = reply["choices"][0], reply["usage"]["completion_tokens"]
+    if keep_running:
+        assert (choice["finish_reason"], new) == ("length", 12)
+    else:
+        assert choice["finish_reason"] == "refresh"
+        assert 3 <= new < 12
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("{", "expected JSON"),
+        ("[]", "expected a JSON object, got list"),
+        ('{"keep": true}', "expected names among keep_running, got keep"),
+        ('{"keep_running": 1}', "expected keep_running to be true or false, got 1"),
+    ],
+)
+def test_bodies_that_are_refused(engine, body, message):
+    with client_of(engine, allow_refresh=True) as client:
+        reply = client.post("/v1/refresh", content=body)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["message"].startswith(message)
+
+
+def test_a_model_that_cannot_be_served(engine):
+    engine.model.train()
+    with client_of(engine, allow_refresh=True) as client:
+        reply = client.post("/v1/refresh")
+        assert reply.status_code == 409
+        assert "a model in eval mode" in reply.json()["error"]["message"]
