@@ -20,9 +20,9 @@ class Stamp:
 
     Seen are its modules, parameters and buffers, the flags of modules (`training` and all that is
     True or False), the tensors' addresses, and their versions, which each operator that writes to
-    one moves on; inference tensors have none. Not seen are writes through `.data`, by replays of
-    CUDA graphs and by kernels that torch does not know, other attributes, what is in their
-    containers, hooks and classes.
+    one moves on; inference tensors have none. Not seen are writes through `.data`, by fused
+    optimizers (torch 2.11 moves on no version there), by replays of CUDA graphs and by kernels that
+    torch does not know, other attributes, what is in their containers, hooks and classes.
 
     It keeps these modules and tensors alive.
     """

@@ -42,9 +42,9 @@ class Decoder:
     After the model changed, call `refresh`: rows go on from states of what it was, and a graph does
     what was recorded. `prefill` refuses until then where it sees a change: modules, parameters and
     buffers that are others, have moved or were written to by an operator, and flags of modules, as
-    of train mode. It does not see writes through `.data` or by replays of CUDA graphs, tensors of
-    inference mode that were written to, hooks, and attributes such as `clamp_min` or the scale of
-    a LoRA adapter; `step` looks at nothing.
+    of train mode. It does not see writes through `.data`, by fused optimizers or by replays of CUDA
+    graphs, tensors of inference mode that were written to, hooks, and attributes such as
+    `clamp_min` or the scale of a LoRA adapter; `step` looks at nothing.
 
     One thread at a time may use it; several may share the model, each with a decoder of its own.
     While one is made no other thread may wait for the whole device (`torch.cuda.synchronize`),

@@ -60,8 +60,8 @@ class Engine:
     After the model changed, call `refresh`: the prefix cache and sequences that run have states of
     what it was, and CUDA graphs do what was recorded. `submit` refuses until then where it sees a
     change, for which it takes some 0.2 ms: modules, parameters and buffers that are others, have
-    moved or were written to by an operator, as an optimizer's, and flags of modules, as of train
-    mode or of an adapter that is off. It does not see writes through `.data` or by replays of CUDA
+    moved or were written to by an operator, and flags of modules, as of train mode or of an adapter
+    that is off. It does not see writes through `.data`, by fused optimizers or by replays of CUDA
     graphs, tensors of inference mode that were written to, hooks, and attributes such as
     `gate_logit_normalizer` or the scale of an adapter. No step may be under way while the model
     changes.

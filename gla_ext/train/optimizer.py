@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 
 def optimizer_of(
@@ -28,4 +29,15 @@ def optimizer_of(
     if graph_on is not None:
         rate = torch.tensor(lr, dtype=torch.float32, device=graph_on)
     capturable = graph_on is not None
-    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True, capturable=capturable)
+    options = {"betas": (0.9, 0.95), "fused": True, "capturable": capturable}
+    optimizer = torch.optim.AdamW(groups, lr=rate, **options)
+    optimizer.register_step_post_hook(_count_writes)
+    return optimizer
+
+
+def _count_writes(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Moves on the versions of parameters, which a fused step does not (torch 2.11): `Engine` and
+    `Decoder` see by these that the model has changed.
+    """
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    increment_version([p for p in every if p.grad is not None])

@@ -9,6 +9,7 @@ from models import make_model
 from torch import nn
 
 from gla_ext.serve import Limits, Request
+from gla_ext.train.optimizer import optimizer_of
 
 LIMITS = Limits(**SMALL, cache_bytes=1 << 20)
 
@@ -28,8 +29,16 @@ def expected(model, *lengths, count=8):
     return [greedy(model, prompt(n), count) for n in lengths]
 
 
-def optimizer_step(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+def fused_step(model):
+    optimizer_step(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+
+
+def own_optimizer(model):
+    optimizer_step(model, optimizer_of(model, lr=0.1, weight_decay=0.0))
+
+
+def optimizer_step(model, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.5)
     model.train()
     model(torch.tensor([prompt(50)])).logits.square().mean().backward()
     optimizer.step()
@@ -39,6 +48,10 @@ def optimizer_step(model):
 
 def load(model):
     model.load_state_dict(make(seed=5).state_dict())
+
+
+def assign(model):
+    model.load_state_dict(make(seed=5).state_dict(), assign=True)
 
 
 def replace_parameter(model):

@@ -9,11 +9,14 @@ from changing import (
     ADAPTERS,
     LIMITS,
     adapted,
+    assign,
     expected,
+    fused_step,
     load,
     make,
     move,
     optimizer_step,
+    own_optimizer,
     replace_module,
     replace_parameter,
     rescale,
@@ -30,7 +33,9 @@ from gla_ext.serve.worker import Worker
 
 SEEN = {
     "load_state_dict": (load, "model.embeddings.weight written since"),
+    "assign": (assign, "model.embeddings.weight replaced since"),
     "optimizer": (optimizer_step, "model.embeddings.weight written since"),
+    "own optimizer": (own_optimizer, "model.embeddings.weight written since"),
     "parameter": (replace_parameter, "lm_head.weight replaced since"),
     "module": (replace_module, "model.layers.1.mlp replaced since"),
     "address": (move, "model.embeddings.weight moved since"),
@@ -56,7 +61,7 @@ def test_a_change_that_is_seen(change, message):
     assert is_empty(engine)
 
 
-@pytest.mark.parametrize("change", [rescale, write_data])
+@pytest.mark.parametrize("change", [rescale, write_data, fused_step])
 def test_a_change_that_is_not_seen_needs_refresh(change):
     model = make()
     engine = Engine(model, limits=LIMITS)

@@ -36,6 +36,19 @@ def test_the_route_is_there_if_it_is_allowed(engine):
         assert client.get("/v1/refresh").status_code == 405
 
 
+@pytest.mark.parametrize("options", [[], ["--allow-refresh"]])
+def test_the_option(engine, tmp_path, monkeypatch, options):
+    from gla_ext.serve import http
+    from gla_ext.serve.command import main
+
+    engine.model.save_pretrained(tmp_path)
+    served = []
+    monkeypatch.setattr(http, "serve", lambda *args: served.append(args))
+    main([str(tmp_path), "--device", "cpu", "--cache-bytes", "0", *options])
+    ((_, _, _, given, *_),) = served
+    assert given.allow_refresh == bool(options)
+
+
 def test_a_model_that_changed_answers_again(engine):
     """Refused with status 503 until it is said; then with what the model is now."""
     body = {"prompt": "once upon a time " * 20, "max_tokens": 8, "temperature": 0}
