@@ -31,6 +31,7 @@ VARIANTS = {
     "GLA, 1 head": ("gla", 1, 14.61),
 }
 LAYERS = {name: (layer, heads) for name, (layer, heads, _) in VARIANTS.items()}
+PAPERS = {name: perplexity for name, (*_, perplexity) in VARIANTS.items()}
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def comparison(
     beside: str,
     heads: tuple[str, str],
     measure: Callable[[Result], float] = attrgetter("score"),
+    papers: Mapping[str, float] | None = None,
 ) -> str:
     """A table of variants, with the probability that each is no other than `beside`, and what may
     be said; '' while there are no results.
@@ -131,24 +133,23 @@ def comparison(
         variants, text: as `maker`'s.
         size, results, beside, measure: as `compared`'s.
         heads: of the columns of names and of probabilities.
+        papers: perplexities of the paper by variant: a column, and the order of the rows.
+            Default: none.
     """
     make = maker(variants, size, text)
-    cells, scores = compared(variants, make, size, results, beside, measure)
-    rows = [[name, *of] for name, of in cells.items()]
-    head = [heads[0], "here, bits a byte", heads[1], "rate", "size"]
-    edges = at_edges(variants, make, size.rates, results)
-    said = " ".join(filter(None, (verdict(scores, beside), edges)))
+    names = sorted(variants, key=papers.__getitem__) if papers else variants
+    cells, scores = compared(names, make, size, results, beside, measure)
+    rows = [[name, *([f"{papers[name]:.2f}"] if papers else []), *of] for name, of in cells.items()]
+    column = ["paper, perplexity"] if papers else []
+    head = [heads[0], *column, "here, bits a byte", heads[1], "rate", "size"]
+    ordered = order(scores, list(names)) if papers else ""
+    edges = at_edges(names, make, size.rates, results)
+    said = " ".join(filter(None, (verdict(scores, beside), ordered, edges)))
     return f"{table(head, rows)}\n\n{said}" if rows else ""
 
 
 def report(scale: str, results: Results, text: str, folder: Path) -> str:
     """The table, with the probability that a variant is no other than GLA, and what may be said."""
-    size, beside = SCALES[scale], "GLA, 4 heads"
-    papers = sorted(VARIANTS, key=lambda name: VARIANTS[name][2])
-    make = maker(LAYERS, size, text)
-    cells, scores = compared(papers, make, size, results, beside)
-    rows = [[name, f"{VARIANTS[name][2]:.2f}", *of] for name, of in cells.items()]
-    head = ["variant", "paper, perplexity", "here, bits a byte", "p, against GLA", "rate", "size"]
-    edges = at_edges(papers, make, size.rates, results)
-    said = " ".join(filter(None, (verdict(scores, beside), order(scores, papers), edges)))
-    return f"{table(head, rows)}\n\n{said}" if rows else ""
+    heads = ("variant", "p, against GLA")
+    size = SCALES[scale]
+    return comparison(LAYERS, size, text, results, "GLA, 4 heads", heads, papers=PAPERS)

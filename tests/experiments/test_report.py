@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from experiments import report, run
-from experiments.comparisons import ablations, length, transformer
+from experiments.comparisons import ablations, length, transformer, value_gates
 from experiments.comparisons.significance import holm, order, verdict
 from experiments.runs import Result, Results, foreseen, spread
 
@@ -19,6 +19,7 @@ RATES = len(SIZE.rates)
 # Of runs: of each variant a sweep, and two seeds more.
 COUNTS = {"ablations": 6, "value_gates": 4, "length": 8, "transformer": 5}
 COUNTS = {name: variants * (RATES + 2) for name, variants in COUNTS.items()}
+GATES = {"gla": 1.0, "gla, values too": 1.1, "values alone": 1.2, "no gate": 1.3}
 LEVELS = {name: 1.0 + place / 10 for place, name in enumerate(ablations.VARIANTS)}
 
 
@@ -81,6 +82,21 @@ def test_ablations_of_some_seeds(tmp_path):
     assert not run.pending(["ablations"], "full", results, TEXT)
     said = report.progress("ablations", "full", results, TEXT)
     assert said.startswith(f"All {COUNTS['ablations']} runs are done")
+
+
+def test_gates_on_values_stand_beside_the_paper_s(tmp_path):
+    """v3's Table 2, and whether the means are in its order."""
+    results = Results([])
+    count = COUNTS["value_gates"]
+    perform(results, ["value_gates"], count, lambda of: GATES[of.layer] + of.seed / 1000)
+    page = value_gates.report("full", results, TEXT, tmp_path)
+    assert [re.split(r" *\| *", row)[1:4] for row in page.splitlines()[2:6]] == [
+        ["α, keys", "14.73", "1.0010 ± 0.0010"],
+        ["α and β, keys and values", "14.86", "1.1010 ± 0.0010"],
+        ["β, values", "15.15", "1.2010 ± 0.0010"],
+        ["none", "23.21", "1.3010 ± 0.0010"],
+    ]
+    assert " The order of the means is the paper's." in page
 
 
 def test_a_run_that_diverged_is_counted_and_not_averaged(tmp_path):
