@@ -14,8 +14,8 @@ from gla_ext.model.convert import convert, main
 from gla_ext.model.tensors import model_tensors
 
 # legacy/training/configs of FLA's repository: gla_340M.json, and gla_1B.json, which the models
-# fla-hub/gla-1.3B-100B were trained with. Of the 2.7 B model its width and depth are those that
-# give that number of parameters; its heads are the paper's.
+# fla-hub/gla-1.3B-100B were trained with. fla-hub/gla-2.7B-100B has 5 heads of K 256 and V 512, and
+# names the width of short convolutions, which it does not use.
 RELEASED = {
     "attn_mode": "chunk",
     "bos_token_id": 1,
@@ -44,10 +44,17 @@ RELEASED = {
 SIZES = {
     "340M-15B": {"hidden_size": 1024, "tie_word_embeddings": True},
     "1.3B-100B": {},
-    "2.7B-100B": {"hidden_size": 2560, "num_hidden_layers": 32},
+    "2.7B-100B": {
+        "hidden_size": 2560,
+        "num_hidden_layers": 32,
+        "num_heads": 5,
+        "use_short_conv": False,
+        "conv_size": 4,
+    },
 }
 PARAMETERS = {"340M-15B": 341.7e6, "1.3B-100B": 1365.7e6, "2.7B-100B": 2704.2e6}
 MLP = {1024: 2816, 2048: 5632, 2560: 6912}
+VALUES = {1024: 256, 2048: 512, 2560: 512}  # V, of a head
 
 
 def table(D, intermediate, layers, tied):
@@ -65,7 +72,7 @@ def table(D, intermediate, layers, tied):
             "attn.gk_proj.0.weight": (16, D),
             "attn.gk_proj.1.weight": (D // 2, 16),
             "attn.gk_proj.1.bias": (D // 2,),
-            "attn.g_norm_swish_gate.weight": (D // 4,),
+            "attn.g_norm_swish_gate.weight": (VALUES[D],),
             "attn.o_proj.weight": (D, D),
             "mlp_norm.weight": (D,),
             "mlp.gate_proj.weight": (intermediate, D),
