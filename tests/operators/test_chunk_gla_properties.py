@@ -19,7 +19,7 @@ from common import (
 )
 from plans import cpu_plan
 
-from gla_ext import batch_invariant, chunk_gla
+from gla_ext import batch_invariant, chunk_gla, chunk_linear_attn, fused_recurrent_gla
 
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -76,6 +76,12 @@ def test_nan_is_never_silent_and_stays_in_its_sequence(device, token, operand, g
     if operand != "g":
         assert results["d" + ("k" if operand == "q" else "q")][0, token, 0].isnan().all()
 
+    # As docs/numerics.md has it. Of a v before its block, or a chunk, all bits are as without it.
+    reach = 64 if device == "cuda" else 16 if operand == "v" else 1
+    first = start + (token - start) // reach * reach
+    assert not results["o"][0, start:first].isnan().any()
+    if operand == "v":
+        assert torch.equal(results["o"][0, start:first], clean["o"][0, start:first])
     chunk_start = start + (token - start) // 64 * 64
     assert torch.equal(results["o"][0, start:chunk_start], clean["o"][0, start:chunk_start])
     for name, value in results.items():
@@ -86,6 +92,24 @@ def test_nan_is_never_silent_and_stays_in_its_sequence(device, token, operand, g
             assert torch.equal(value[0, :start], clean[name][0, :start]), name
             assert torch.equal(value[0, end:], clean[name][0, end:]), name
             assert torch.equal(value[0, :, 1], clean[name][0, :, 1]), name
+
+
+@pytest.mark.parametrize("operator", [chunk_gla, chunk_linear_attn, fused_recurrent_gla])
+@pytest.mark.parametrize("token", [77, 95, 96])
+def test_nan_in_v_stays_in_its_row_and_reaches_back_as_documented(device, token, operator):
+    """To no token before its own, token by token; in chunks to its block's first token."""
+    x = make_inputs(2, 130, 2, 5, 4, torch.float32, 0.1, device=device)
+    options = {"normalize": False} if operator is chunk_linear_attn else {}
+    gates = [] if operator is chunk_linear_attn else [x.g]
+    clean, _ = operator(x.q, x.k, x.v, *gates, **options)
+    x.v[0, token, 0, 1] = torch.nan
+    found, _ = operator(x.q, x.k, x.v, *gates, **options)
+
+    reach = 1 if operator is fused_recurrent_gla else 16 if device == "cpu" else 64
+    first = token // reach * reach
+    assert found[0, token:, 0, 1].isnan().all()
+    found[0, first:, 0, 1] = clean[0, first:, 0, 1]
+    assert torch.equal(found, clean)
 
 
 def test_nan_after_the_last_offset_is_ignored(device):
