@@ -23,6 +23,7 @@ from parts import bench_generate, bench_model
 from parts.bench_generate import emptied
 from shared.contenders import Ours
 from shared.gate import WrongResults, require_close
+from shared.utilisation import mfu
 from torch import Tensor, nn
 
 WINDOW = 2048
@@ -123,6 +124,9 @@ def measure_training(options: dict, sizes: Sizes, device: str) -> dict[str, str]
             del model
         rate = row["tokens"] / row["step"].median
         found[f"training, T {T}: k tokens/s"] = f"{rate:.0f}"
+        if device == "cuda":
+            name = torch.cuda.get_device_name()
+            found[f"T {T}: MFU"] = mfu(row["product_parameters"], 1e3 * rate, name)
         found[f"T {T}: GiB"] = f"{row['peak_bytes'] / 2**30:.1f}"
     return found
 

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from pages import training_page
 from parts.training_rows import DEFAULT_ROWS, ROWS
+from shared import utilisation
 
 FAILED = 3  # exit code of a process after a row that failed and that it has reported
 
@@ -115,7 +116,8 @@ def main() -> None:
                     file.write(json.dumps(results[-1]) + "\n")
             print(training_page.table(results[-1:])[-1], flush=True)
     print(torch.cuda.get_device_name(), torch.__version__)
-    print(*training_page.table(results), *training_page.kinds_table(results), sep="\n")
+    print(*training_page.table(results), "", utilisation.MEANING, sep="\n")
+    print(*training_page.kinds_table(results), sep="\n")
     return None
 
 

@@ -6,6 +6,7 @@
     python benchmarks/check_gpu.py --only generate recurrent --fla --markdown page.md
     python benchmarks/check_gpu.py --only --sanitizer        # nothing else
     python benchmarks/check_gpu.py --read gpu.json --markdown page.md   # measures nothing
+    python benchmarks/check_gpu.py --draw page.md            # its picture again, by its tables
 
 Parts: correctness (pytest -m cuda, which runs bf16 on both paths), speed (the path the plan
 chooses, the step path, and FLA with --fla), memory, kept (what forward leaves for backward),
@@ -290,6 +291,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=default, help="JSON to write")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="page to write")
     parser.add_argument("--read", type=Path, metavar="JSON", help="only print an earlier run's")
+    parser.add_argument("--draw", type=Path, metavar="PAGE", help="only draw a page's picture")
     arguments = parser.parse_args()
     for shape in arguments.shapes:
         try:
@@ -301,6 +303,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
+    if arguments.draw:
+        results = cuda_page.read_lengths(arguments.draw.read_text(encoding="utf-8"))
+        return 0 if bench_length.plot(results, arguments.draw.with_suffix(".png")) else 2
     if arguments.read:
         return finish(cuda_page.load(arguments.read), arguments)
     if not torch.cuda.is_available():

@@ -1,6 +1,8 @@
 """Turns what `check_gpu.py` measured into a page, benchmarks/results/RESULTS_CUDA.md:
 
 python benchmarks/check_gpu.py --read runs/gpu.json --markdown benchmarks/results/RESULTS_CUDA.md
+
+and reads from a page what its picture shows.
 """
 
 import json
@@ -11,8 +13,9 @@ import bench_cuda as bench
 from bench_cuda import MODES
 from pages import decoding_page
 from pages.tables import table
-from parts import bench_attention, bench_model
+from parts import bench_attention, bench_length, bench_model
 from shared.timing import Timing
+from shared.utilisation import MEANING, mfu
 
 FLOOR_BYTES = {MODES[0]: "2(3K + 2V)", MODES[1]: "2(3K + 2V) + 2(6K + 3V)"}
 
@@ -22,6 +25,32 @@ def load(path: Path) -> dict:
     return json.loads(
         path.read_text(), object_hook=lambda x: Timing(**x) if x.keys() >= {"median", "p20"} else x
     )
+
+
+def read_lengths(text: str) -> dict:
+    """Of a page what its picture shows: the tables of speed and of attention."""
+    rows: dict[str, dict] = {}
+    found: dict = {"lengths": {}, "attention": rows}
+    found["copy_bytes_per_s"] = (
+        float(re.search(r"Copy on the device: ([\d.]+) TB/s", text)[1]) * 1e12
+    )
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        title, _, body = section.partition("\n")
+        mode = title.rpartition(", ")[2]
+        table = [re.split(r" *\| *", line)[1:-1] for line in body.splitlines() if line[:1] == "|"]
+        for name, *cells in table[2:]:
+            times = dict(zip((x.removesuffix(", ms") for x in table[0][1:]), cells, strict=True))
+            times = {who: timing(cell) for who, cell in times.items() if "(" in cell}
+            if title.startswith("Speed") and name in bench_length.shapes():
+                found["lengths"].setdefault(name, {})[mode] = times
+            elif title.startswith("Causal attention"):
+                rows.setdefault(name.removeprefix("T "), {})[mode] = times
+    return found
+
+
+def timing(cell: str) -> Timing:
+    """What `str` made of a Timing, but for the number of runs."""
+    return Timing(*map(float, re.findall(r"[\d.]+", cell)), runs=0)
 
 
 def page(results: dict, picture: str | None = None) -> str:
@@ -258,14 +287,16 @@ def training(results) -> list[str]:
         "optimizer. Loss: of the first and of the last of "
         f"{bench_model.WARMUP + bench_model.STEPS} steps on one batch."
     )
+    device = results["environment"]["GPU"]
     return table(
         "A training step",
-        " ".join([text, *found["notes"]]),
-        ["step, ms", "tokens/s", "peak, GiB", "loss"],
+        "\n\n".join([" ".join([text, *found["notes"]]), MEANING]),
+        ["step, ms", "tokens/s", "MFU", "peak, GiB", "loss"],
         {
             name: [
                 str(row["step"]),
                 f"{tokens_per_s(row):.0f}",
+                mfu(row.get("product_parameters"), tokens_per_s(row), device),
                 f"{row['peak_bytes'] / 2**30:.1f}",
                 "{:.3f} to {:.3f}".format(*row["losses"]),
             ]

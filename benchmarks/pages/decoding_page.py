@@ -14,20 +14,25 @@ def batches(found: dict) -> list[str]:
     parameters = ", ".join(f"{who} {n / 1e6:.0f} M" for who, n in found["parameters"].items())
     text = (
         f"Language models of one size ({sizes}; parameters: {parameters}) with random weights in "
-        f"bf16, greedy, after prompts of {found['prompt']} tokens; on the host's clock, with L2 as "
-        "it is. The first token: from the prompts on the device to it on the host. A step of "
-        "gla_ext and of the Transformer is a CUDA graph. The Transformer's is made for the one "
-        "length that it sees, which reads no cache beyond it and needs no mask: the best case, "
-        "since a step of another length needs another graph. Fused projections: after "
-        "`gla_ext.model.fuse_projections`. Where it says compiled, the step is and the prompt is "
-        "not. FLA runs eager on its own cache. Decoded logits were compared with "
-        "those of a forward over all tokens before."
+        f"bf16, greedy, after prompts of {found['prompt']} tokens. Times are on the host's clock, "
+        "with L2 as it is. Decoded logits were compared with those of a forward over all tokens "
+        "before."
     )
+    points = [
+        "The first token: from the prompts on the device to it on the host.",
+        "A step of gla_ext and of the Transformer is a CUDA graph. The Transformer's is made for "
+        "the one length that it sees, which reads no cache beyond it and needs no mask. That is "
+        "the best case, since a step of another length needs another graph.",
+        "Fused projections: after `gla_ext.model.fuse_projections`.",
+        "Where it says compiled, the step is and the prompt is not.",
+        "FLA runs eager on its own cache.",
+        *found["notes"],
+    ]
     lines = []
     for B in map(str, found["batches"]):
         lines += table(
             f"Generation, B {B}",
-            " ".join([text, *found["notes"]]) if not lines else f"The same for {B} sequences.",
+            "\n- ".join([f"{text}\n", *points]) if not lines else f"The same for {B} sequences.",
             ["first token, ms", "step, ms", "tokens/s"],
             {
                 name: [

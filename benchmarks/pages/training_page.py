@@ -3,21 +3,23 @@
 from pathlib import Path
 
 from parts.training_rows import ROWS, Row
+from shared.utilisation import mfu
 
 
 def table(results: list[dict]) -> list[str]:
     lines = [
-        "| row | build | tokens/s | ms a step | cool | peak GiB | launches | host ms "
+        "| row | build | tokens/s | MFU | ms a step | cool | peak GiB | launches | host ms "
         "| layer, host µs |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for r in results:
         if "failed" in r:
-            lines.append(f"| {r['row']} | {r['build']} | {r['failed']} | | | | | | |")
+            lines.append(f"| {r['row']} | {r['build']} | {r['failed']} | | | | | | | |")
             continue
         host, layer = (f"{r[key]:.1f}" if key in r else "" for key in ("host_ms", "layer_host_us"))
+        used = mfu(r.get("product_parameters"), r["tokens_per_s"], r.get("device", ""))
         lines.append(
-            f"| {r['row']} | {r['build']} | {r['tokens_per_s']:,.0f} | {r['ms']:.1f} | "
+            f"| {r['row']} | {r['build']} | {r['tokens_per_s']:,.0f} | {used} | {r['ms']:.1f} | "
             f"{r['cool_ms']:.1f} | {r['peak_gib']:.1f} | {r.get('launches', '')} | {host} | "
             f"{layer} |"
         )

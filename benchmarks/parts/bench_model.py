@@ -12,6 +12,7 @@ import torch
 from bench_fla import HEADS, HIDDEN, LAYERS
 from shared.gate import WrongResults, require_close
 from shared.timing import Timing, cold, summary
+from shared.utilisation import product_parameters
 from torch import Tensor, nn
 
 LAYER_TOLERANCE = 0.04  # bf16 throughout against fp32; 0.015 is usual
@@ -147,6 +148,7 @@ def train(model: nn.Module, tokens: Tensor) -> dict:
     return {
         "step": summary(samples[WARMUP:]),
         "tokens": tokens.numel(),
+        "product_parameters": product_parameters(model),
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "losses": [losses[0], losses[-1]],
     }

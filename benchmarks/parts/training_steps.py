@@ -13,6 +13,7 @@ import torch
 from parts.training_rows import SIZES, Row
 from shared.gate import WrongResults, require_close
 from shared.timing import host_us
+from shared.utilisation import product_parameters
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -280,4 +281,5 @@ def measure(name: str, row: Row, seconds: float, profiled: bool) -> dict:
             result["host_ms"] = host_ms(step, tokens_of(row, 1, HOST_TOKENS))
             if row.model != "Transformer++":
                 result["layer_host_us"] = layer_host_us(model, row)
+        result["product_parameters"] = product_parameters(model)
         return result | {"device": torch.cuda.get_device_name()}

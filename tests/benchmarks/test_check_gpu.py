@@ -8,6 +8,7 @@ import bench_fla
 import check_gpu
 import pytest
 import torch
+from pages import cuda_page
 from parts import bench_attention, bench_length
 from shared import bench_cases, gate
 from source_tree import run
@@ -25,11 +26,12 @@ KERNEL = "void gla_ext::cuda::(anonymous namespace)::f<(gla_ext::cuda::A)1, __nv
 TRAINING = {
     "step": TIMINGS["gla_ext"],
     "tokens": 16384,
+    "product_parameters": 2_012_125,  # a tenth of the peak
     "peak_bytes": 2**34,
     "losses": [10.5, 9.25],
 }
 RESULTS = {
-    "environment": {"GPU": "some GPU", "command": "python check"},
+    "environment": {"GPU": "some H200", "command": "python check"},
     "wrong": [],
     "copy_bytes_per_s": 4.27e12,
     "shapes": {
@@ -67,7 +69,7 @@ RESULTS = {
 
 def test_a_page_of_everything(rendered, tmp_path):
     page, printed = rendered(RESULTS)
-    assert "- GPU: some GPU" in page
+    assert "- GPU: some H200" in page
     assert "- Command: `python check`" in page
     assert "- Copy on the device: 4.27 TB/s, read and written" in page
     times = "2 (1.9 to 2.1) | 4 (3.9 to 4.1) | 5 (4.9 to 5.1) | 2.50"
@@ -82,7 +84,7 @@ def test_a_page_of_everything(rendered, tmp_path):
     assert "| 512x256 | 2 (1.9 to 2.1) | 5 (4.9 to 5.1) |" in page
     assert "| 512x256 without | 2 (1.9 to 2.1) |  |" in page
     assert any(x.startswith("A model of 374 M parameters") and "no transformers" in x for x in page)
-    assert "| gla_ext | 2 (1.9 to 2.1) | 8192000 | 16.0 | 10.500 to 9.250 |" in page
+    assert "| gla_ext | 2 (1.9 to 2.1) | 8192000 | 10.0% | 16.0 | 10.500 to 9.250 |" in page
     assert "| `_output` | 2 (1.9 to 2.1) |" in page
     assert "| `f<A 1, bfloat16>` | 2 | 12.3 |" in page
     assert "| forward | 31.0 | 300.0 |" in page
@@ -224,6 +226,30 @@ def test_what_is_timed_is_checked(parts, expected, monkeypatch):
 def test_the_plots_lines():
     timings = {"gla_ext": bench_cuda.Timing(2.0, 1.9, 2.1, 10)}
     lengths = {name: dict.fromkeys(MODES, timings) for name in RESULTS["lengths"]}
-    found = bench_length.lines(RESULTS | {"lengths": lengths}, "forward")
+    row = dict.fromkeys(bench_attention.BACKENDS, bench_cuda.Timing(5.0, 4.9, 5.1, 10))
+    attention = {T: {"forward": row} for T in ("1024", "2048")}
+    results = RESULTS | {"lengths": lengths, "attention": attention}
+    found = bench_length.lines(results, "forward")
     assert found[1, "gla_ext"] == {1024: 2.0, 2048: 2.0}
     assert found[1, "floor"][2048] == pytest.approx(0.110 / 32, rel=0.01)
+    assert found[32, "cuDNN"] == found[32, "FlashAttention-2"] == {1024: 5.0, 2048: 5.0}
+    looks = [bench_length.look(*line) for line in found]
+    assert len({(x["color"], x.get("ls")) for x in looks}) == len(found)
+
+
+def test_a_page_s_picture_is_drawn_again_by_its_tables(rendered, tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    rendered(RESULTS)
+    found = cuda_page.read_lengths(page.read_text())
+    times, attention = (
+        {name: bench_cuda.Timing(**x | {"runs": 0}) for name, x in own.items()}
+        for own in (TIMINGS, ATTENTION)
+    )
+    assert found["lengths"] == {SHAPE: dict.fromkeys(MODES, times)}
+    assert found["attention"] == {T: dict.fromkeys(MODES, attention) for T in ("1024", "2048")}
+    assert found["copy_bytes_per_s"] == pytest.approx(4.27e12)
+    pytest.importorskip("matplotlib")
+    (tmp_path / "page.png").unlink()
+    monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--draw", str(page)])
+    assert check_gpu.main() == 0
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")

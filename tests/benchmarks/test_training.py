@@ -11,6 +11,7 @@ import torch
 from pages import training_page
 from parts import training_steps
 from parts.training_rows import ROWS
+from shared.utilisation import mfu, product_parameters
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 3, "num_heads": 2, "vocab_size": 61}
 CHILD = """
@@ -55,6 +56,23 @@ def test_a_step_of_every_row(tiny, row):
         step, tokens = training_steps.stepper(row, model), training_steps.tokens_of(row)
         losses = [step(tokens).item() for _ in range(3)]
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+
+
+@pytest.mark.parametrize(
+    ("row", "parameters", "rate", "found"),
+    [
+        ("eager", 341.6e6, 229_503, "47.6%"),
+        ("Transformer++", 341.0e6, 194_519, "40.2%"),
+        ("1.3 B", 1299.8e6, 67_794, "53.5%"),
+    ],
+)
+def test_model_flops_utilisation(monkeypatch, row, parameters, rate, found):
+    """Of a step as large as on the page: the products' parameters are all but the embeddings."""
+    monkeypatch.setattr(training_steps, "DEVICE", "meta")
+    count = product_parameters(training_steps.build(ROWS[row]))
+    assert count == pytest.approx(parameters, rel=1e-3)
+    assert mfu(count, rate, "NVIDIA H200") == found
+    assert mfu(count, rate, "NVIDIA A100") == mfu(None, rate, "NVIDIA H200") == ""
 
 
 def test_blocks_are_computed_again(tiny):
@@ -106,8 +124,8 @@ def test_results_are_written_as_they_come(tmp_path, monkeypatch, capsys):
         bench_training.main()
     assert written == list(range(1, 9))
     lines = capsys.readouterr().out.splitlines()
-    assert lines.count("| compiled | old | no | | | | | | |") == 4
-    row = "| eager | new | 1,000 | 2.0 | 1.5 | 3.0 | 7 | 4.0 | 90.0 |"
+    assert lines.count("| compiled | old | no | | | | | | | |") == 4
+    row = "| eager | new | 1,000 | 20.0% | 2.0 | 1.5 | 3.0 | 7 | 4.0 | 90.0 |"
     assert lines.count(row) == 4
     assert lines.count("| loss | 0.5 | 0.5 |") == 2
     builds = [json.loads(line)["build"] for line in out.read_text().splitlines()]
@@ -115,6 +133,7 @@ def test_results_are_written_as_they_come(tmp_path, monkeypatch, capsys):
 
 
 RESULT = {"tokens_per_s": 1000.0, "ms": 2.0, "cool_ms": 1.5, "peak_gib": 3.0, "launches": 7}
+RESULT |= {"product_parameters": 32_966_666_667, "device": "NVIDIA H200"}  # a fifth of the peak
 RESULT |= {"host_ms": 4.0, "layer_host_us": 90.0, "kinds": {"loss": 0.5}}
 
 
