@@ -1,20 +1,21 @@
-"""The GPUs of one host beside one: context parallel, FSDP2, tensor parallel within it.
+"""The GPUs of one host beside one: context parallel, DDP, FSDP2, tensor parallel within it.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/bench_scale.py \\
         [--only operator] [--markdown page.md]
     python benchmarks/bench_scale.py --figure pages.md --draw RESULTS_SCALE.png
 
 First of all `chunk_gla` over all GPUs is held to one GPU's results; where they differ nothing is
-timed. Every ratio is of one run: all time their row, then the first rank alone times one GPU's.
+timed. Every ratio is of one run. Of the operator all time their row, then the first rank alone
+times one GPU's. Of the model one GPU's tokens/s are those of a process of its own, which runs
+before, without torch.distributed: fp32 weights under autocast, as FSDP2's policy has them.
 Steps follow each other without a wait, as in training; of the operator a call from an idle GPU is
 named too. NVLink multicast stays off (NCCL_NVLS_ENABLE=0). Takes some six minutes.
 """
 
 import argparse
+import json
 import os
-import statistics
 import sys
-import time
 from pathlib import Path
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -22,38 +23,33 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 import torch
 import torch.distributed as dist
 from pages.scale_page import draw
+from parts import one_alone
 from parts.check_across_ranks import check
 from parts.ranks_on_paper import fold_call, gather_time, latency_and_bandwidth
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from gla_ext import chunk_gla
 from gla_ext.distributed import build_cp_context, tensor_parallel_plan
-from gla_ext.model import GLAForCausalLM
-from gla_ext.model.config import GLAConfig
-
-LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_heads": 4, "vocab_size": 32000}
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 64}
 
 
-class Bench:
+class Bench(one_alone.Sizes):
     """The ranks, the sizes, and the rows so far."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.cuda = not options.small
+        super().__init__(options)
         local_rank = int(os.environ["LOCAL_RANK"])
+        names = dict.fromkeys(name for part in options.only for name in NEEDS.get(part, ()))
+        first = names and local_rank == 0
+        self.one = one_alone.run(names, options) if first else {}  # before a rank uses its GPU
         self.device = torch.device("cuda", local_rank) if self.cuda else torch.device("cpu")
         if self.cuda:
             torch.cuda.set_device(self.device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.alone = [dist.new_group([rank]) for rank in range(self.size)][self.rank]
         self.across = dist.new_group()  # its all-gathers do not wait for FSDP2's
-        self.dtype = torch.bfloat16 if self.cuda else torch.float32
-        self.tokens = 131072 if self.cuda else 256
-        self.model_tokens = 16384 if self.cuda else 64
-        self.model = LARGE if self.cuda else SMALL
-        self.repeats, self.rows = options.repeats, []
+        self.rows = []
 
     def seconds(self, step, everywhere: bool, at_once: int = 8) -> float:
         """The median time of a step, the slowest rank's; of the first rank alone, or of all.
@@ -61,25 +57,10 @@ class Bench:
         at_once: steps that follow each other in one measurement.
         """
         dist.barrier()
-        median = 0.0
-        if everywhere or self.rank == 0:
-            for _ in range(3):
-                step()
-            times = [self._once(step, at_once) for _ in range(self.repeats)]
-            median = statistics.median(times)
+        median = self.median(step, at_once) if everywhere or self.rank == 0 else 0.0
         slowest = torch.tensor(median, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.item()
-
-    def _once(self, step, at_once: int) -> float:
-        if self.cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(at_once):
-            step()
-        if self.cuda:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / at_once
 
     def peak(self, step) -> int:
         """The most memory that a step held on a rank, bytes, the largest of the ranks."""
@@ -200,27 +181,21 @@ class Bench:
 
     # The model.
 
-    def training(
-        self, B: int, T: int, group, compiled=False, context=None, checkpointing=False, tp=1
-    ):
-        """A training step of the model sharded over a group, compiled block by block or eager.
+    def training(self, B: int, T: int, compiled=False, context=None, checkpointing=False, tp=1):
+        """A training step of the model sharded over all ranks, compiled block by block or eager.
 
         tp: ranks of tensor parallel within that of all ranks.
         """
-        torch.manual_seed(0)
-        model = GLAForCausalLM(GLAConfig(**self.model)).to(self.device).train()
-        model.model.gradient_checkpointing = checkpointing
-        kind = self.device.type
+        model = self.build(self.device, checkpointing)
+        names = ("dp", "tp")
+        meshes = dist.init_device_mesh(
+            self.device.type, (self.size // tp, tp), mesh_dim_names=names
+        )
         if tp > 1:
-            names = ("dp", "tp")
-            meshes = dist.init_device_mesh(kind, (self.size // tp, tp), mesh_dim_names=names)
             parallelize_module(model, meshes["tp"], tensor_parallel_plan(model))
-            mesh = meshes["dp"]
-        else:
-            mesh = dist.DeviceMesh.from_group(group, kind)
         dtype = self.dtype if self.cuda else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": False}
+        options = {"mesh": meshes["dp"], "mp_policy": policy, "reshard_after_forward": False}
         blocks = list(model.model.layers)
         for block in blocks:
             if compiled:
@@ -230,55 +205,56 @@ class Bench:
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 2])
             block.set_modules_to_backward_prefetch(blocks[max(0, i - 1) : i])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=self.cuda)
-        ids = torch.randint(self.model["vocab_size"], (B, T), device=self.device)
+        return self.stepper(model, B, T, self.device, context)
 
-        def step():
-            model(ids, labels=ids, cp_context=context).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def beside_one(self, seconds: float, tokens: int, one: str, also: str = "") -> str:
+        """Tokens/s of all over those of one GPU alone; `tokens` are a rank's, of a step."""
+        if self.rank:
+            return ""
+        rate, alone = tokens / seconds, self.one[one]["tokens_per_s"]
+        return (
+            f"{self.size * rate / alone:.2f}x ({rate:,.0f} tokens/s a GPU, {rate / alone:.0%} of "
+            f"one alone with {alone:,.0f}{also})"
+        )
 
-        return step
+    def ddp(self) -> str:
+        B, T = 8, self.model_tokens // 8
+        ids = [self.device] if self.cuda else None
+        model = DistributedDataParallel(self.build(self.device), ids, gradient_as_bucket_view=True)
+        step = self.stepper(model, B, T, self.device, autocast=True)
+        return self.beside_one(self.seconds(step, True, 3), B * T, "eager")
 
     def fsdp(self, compiled: bool) -> str:
         B, T = 8, self.model_tokens // 8
-        together = self.seconds(self.training(B, T, dist.group.WORLD, compiled), True, 3)
-        alone = self.seconds(self.training(B, T, self.alone, compiled), False, 3)
-        rate = self.size * B * T / together
-        return f"{self.size * alone / together:.2f}x ({rate:,.0f} tokens/s, {B * T / alone:,.0f})"
+        seconds = self.seconds(self.training(B, T, compiled), True, 3)
+        return self.beside_one(seconds, B * T, "compiled" if compiled else "eager")
 
     def tensor_training(self) -> str:
         """As many tokens in all as with FSDP2 over all GPUs, beside which it stands."""
-        tp = 4 if self.cuda else 2  # of as many heads
+        tp = min(4 if self.cuda else 2, self.size)  # of as many heads
         if self.size % tp:
             return f"{tp} heads' GPUs are needed"
         B, T = 8, self.model_tokens // 8
-        world = dist.group.WORLD
-        together = self.seconds(self.training(B * tp, T, world, tp=tp), True, 3)
-        fsdp = self.seconds(self.training(B, T, world), True, 3)
-        alone = self.seconds(self.training(B, T, self.alone), False, 3)
-        rate = self.size * B * T / together
-        beside = f"FSDP2 of all {self.size * B * T / fsdp:,.0f}, one GPU {B * T / alone:,.0f}"
-        times = f"{rate:,.0f} tokens/s; {beside}"
-        return (
-            f"{self.size * alone / together:.2f}x (tensor {tp}, FSDP2 {self.size // tp}: {times})"
-        )
+        seconds = self.seconds(self.training(B * tp, T, tp=tp), True, 3)
+        also = f"; tensor {tp}, FSDP2 {self.size // tp}"
+        return self.beside_one(seconds, B * T, "eager", also)
 
     def context_training(self) -> str:
-        args = {"checkpointing": True}
         context = build_cp_context(None, self.across)
-        world = dist.group.WORLD
-        step = self.training(1, self.tokens, world, context=context, **args)
-        together, peak = self.seconds(step, True, 2), self.peak(step)
-        del step
-        step = self.training(1, self.tokens, self.alone, **args)
-        alone, own = self.seconds(step, False, 2), self.peak(step)
-        ratio = self.size * alone / together
-        found = f"peak {peak / 2**30:.2f} GiB, {own / 2**30:.2f} on one, asked at most 2 % more"
-        memory = f", {found}" if self.cuda else ""
-        return f"{ratio:.2f}x ({self.size * self.tokens / together:,.0f} tokens/s{memory})"
+        step = self.training(1, self.tokens, context=context, checkpointing=True)
+        seconds, peak = self.seconds(step, True, 2), self.peak(step)
+        own = self.one.get("recomputed", {}).get("peak_gib")
+        memory = f"; peak {peak / 2**30:.2f} GiB, {own} on one, asked at most 2 % more"
+        return self.beside_one(seconds, self.tokens, "recomputed", memory if self.cuda else "")
 
 
+# What a part's rows need of one GPU alone.
+NEEDS = {
+    "ddp": ("eager",),
+    "fsdp": ("eager", "compiled"),
+    "tensor": ("eager",),
+    "training": ("recomputed",),
+}
 # Asked of each of the GPUs, by their number.
 OPERATOR = {2: 0.92, 4: 0.92, 8: 0.90}
 CUT, COMPILED, EAGER, TRAINING = {2: 0.85}, {2: 0.925}, {2: 0.8}, {2: 0.9}
@@ -291,6 +267,9 @@ ROWS = {
     },
     "graphs": {
         "chunk_gla, the tokens cut, in CUDA graphs": ({}, Bench.strong_in_graphs),
+    },
+    "ddp": {
+        "DDP, eager": ({}, Bench.ddp),
     },
     "fsdp": {
         "FSDP2, compiled blocks": (COMPILED, lambda bench: bench.fsdp(True)),
@@ -324,13 +303,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--markdown", type=Path, help="write the rows there")
     parser.add_argument("--repeats", type=int, default=10, help="measurements (default: 10)")
-    unusual = ("graphs", "tensor")  # NCCL may not allow these; four GPUs are needed
+    unusual = ("graphs", "ddp", "tensor")  # NCCL may not allow the first
     usual = [name for name in ROWS if name not in unusual]
     parser.add_argument("--only", nargs="+", choices=ROWS, default=usual, help="these rows")
     parser.add_argument("--small", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--figure", type=Path, help="draw these pages; nothing is run")
     parser.add_argument("--draw", type=Path, default=Path("RESULTS_SCALE.png"), help="where to")
+    parser.add_argument("--alone", nargs="+", choices=one_alone.NAMES, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.alone:
+        sizes = one_alone.Sizes(options)
+        print(json.dumps({name: one_alone.measure(sizes, name) for name in options.alone}))
+        return 0
     if options.figure is not None:
         draw(options.figure.read_text(encoding="utf-8"), options.draw)
         return 0

@@ -1,5 +1,6 @@
 """The benchmark of two GPUs, on two processes of the CPU."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -7,7 +8,9 @@ import sys
 import pytest
 from common import ROOT
 from pages import scale_page
-from parts import ranks_on_paper
+from parts import one_alone, ranks_on_paper
+
+from gla_ext.model import GLAForCausalLM
 
 
 def test_latency_and_bandwidth_of_an_all_gather():
@@ -39,6 +42,7 @@ def test_it_checks_and_then_measures(tmp_path):
         "| chunk_gla, as many tokens a rank, on paper",
         "| context parallel training step",
     ]
+    assert "tokens/s a GPU, " in rows[-1] and "of one alone with " in rows[-1]
 
 
 PAGE = """
@@ -50,6 +54,19 @@ PAGE = """
 | chunk_gla, on paper |  | 8 ranks 1.833 ms, 90% of 8 GPUs; 64 ranks 3.177 ms, 52% of 64 GPUs |
 | FSDP2 |  | 6.24x (782,927 tokens/s, 125,466) |
 """
+
+
+def test_one_alone_knows_no_other_process(monkeypatch):
+    """It has a process and a plain model of its own, which nothing wraps."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    options = argparse.Namespace(small=True, repeats=1)
+    found = one_alone.run(["eager"], options)
+    assert list(found) == ["eager"] and found["eager"]["tokens_per_s"] > 0
+    models = []
+    sizes = one_alone.Sizes(options)
+    monkeypatch.setattr(sizes, "stepper", lambda model, *_, **__: models.append(model) or bool)
+    assert one_alone.measure(sizes, "recomputed")["tokens_per_s"] > 0
+    assert type(models[0]) is GLAForCausalLM and models[0].model.gradient_checkpointing
 
 
 def test_the_figure_s_points(tmp_path):

@@ -1,0 +1,56 @@
+"""examples/train_distributed.py under torchrun, as docs/distributed.md has it."""
+
+import re
+import sys
+
+import pytest
+from common import assert_close
+from source_tree import ROOT, run
+
+from gla_ext.model.checkpoint import load_model
+
+TINY = ["--steps", "21", "--batch-size", "4", "--seq-len", "32", "--hidden-size", "32"]
+
+
+def launched(processes, out, *options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), str(ROOT / "examples" / "train_distributed.py")]
+    command += [*TINY, "--device", "cpu", "--out", str(out), *options]
+    return run(*command, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+
+
+def trained(processes, out, *options):
+    """Losses that the program prints, and the parameters of the model that it writes."""
+    result = launched(processes, out, *options)
+    assert result.returncode == 0, result.stderr
+    found = re.findall(rf"step \d+: ([\d.]+) bits/byte on {processes} processes", result.stdout)
+    return [float(x) for x in found], dict(load_model(out).named_parameters())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    losses, weights = trained(1, tmp_path_factory.mktemp("alone") / "model")
+    assert len(losses) == 2 and losses[1] < 0.7 * losses[0]
+    return losses, weights
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="fsdp"),
+        pytest.param(["--tensor-parallel", "2"], id="tensor", marks=pytest.mark.slow),
+        pytest.param(["--context-parallel", "2"], id="context", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_train_as_one(alone, tmp_path, options):
+    losses, weights = trained(2, tmp_path / "model", *options)
+    assert losses == pytest.approx(alone[0], abs=2e-3)
+    for name, weight in weights.items():
+        assert_close(weight, alone[1][name], 1e-3, name=name)
+
+
+@pytest.mark.slow
+def test_sizes_that_do_not_divide(tmp_path):
+    result = launched(1, tmp_path / "model", "--tensor-parallel", "2")
+    assert "expected the number of processes to be a multiple of 2, got 1" in result.stderr
+    assert result.returncode and not (tmp_path / "model").exists()
