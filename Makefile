@@ -4,6 +4,8 @@
 # train          train a byte-level language model on Python's own source and sample from it
 # test           run the tests, but for those marked slow
 # test-all       run all of them
+# test-cpus      run what `test` does as on other processors: with MKL_CBWR=COMPATIBLE, then with
+#                ATEN_CPU_CAPABILITY=avx2 and with ATEN_CPU_CAPABILITY=default
 # test-fla       run those beside FLA and transformers again, with the versions FLA and TRANSFORMERS
 # test-gpu       check and time the CUDA kernels on this machine's GPU, in some minutes; after `test`
 # test-emulated  run the CUDA kernels on the GPU in software of tests/emulator; needs a CUDA toolkit
@@ -29,7 +31,7 @@
 # TRANSFORMERS=  version of transformers for `test-fla`
 # NPROC=         processes of `train` on this machine, one a GPU; by default one
 # TRAIN_ARGS=    arguments for `train`, such as --help
-# PYTEST_ARGS=   arguments for pytest in `test`, `test-fla` and `test-emulated`
+# PYTEST_ARGS=   arguments for pytest in `test`, `test-cpus`, `test-fla` and `test-emulated`
 # BENCH_ARGS=    arguments for `bench`, such as --help
 # GPU_ARGS=      arguments for `test-gpu`, such as --help
 
@@ -57,8 +59,8 @@ sources_in = $(shell find $(1) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 cpp_files := $(call sources_in,csrc tests/cpp examples)
 emulator_files := $(call sources_in,tests/emulator)
 
-.PHONY: build train test test-all test-fla test-gpu test-emulated bench ctest archs wheel wheels docs lint \
-	format clean help
+.PHONY: build train test test-all test-cpus test-fla test-gpu test-emulated bench ctest archs wheel wheels \
+	docs lint format clean help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -72,6 +74,11 @@ test: $(built_stamp)
 
 test-all: $(built_stamp)
 	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+test-cpus: $(built_stamp)
+	@for setting in MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default; do \
+		echo "$$setting" && env $$setting $(MAKE) test || exit 1; \
+	done
 
 test-fla: $(fla_stamp)
 	@OMP_NUM_THREADS=1 $(VENV)/fla/bin/python -m pytest -n 2 tests/fla tests/hf $(PYTEST_ARGS)

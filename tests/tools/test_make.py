@@ -17,6 +17,7 @@ case "$*" in
   *ensurepip*) exit {no_venv} ;;
   *sys.executable*) echo "$0" ;;
   *get_path*) echo {include} ;;
+  *pytest*) echo "$MKL_CBWR" "$ATEN_CPU_CAPABILITY" ;;
 esac
 """
 
@@ -181,6 +182,17 @@ def test_make_train_on_one_process_and_on_several(make):
         arguments = ("train", f"NPROC={processes}", "TRAIN_ARGS=--steps 3")
         result = make.run("--dry-run", *arguments)
         assert f"\n.venv/bin/{program} -m gla_ext.train --steps 3\n" in result.stdout
+
+
+@needs_make
+def test_make_test_cpus_runs_the_tests_under_each_setting(make, monkeypatch):
+    for name in ("MKL_CBWR", "ATEN_CPU_CAPABILITY"):
+        monkeypatch.delenv(name, raising=False)
+    make()
+    lines = make.run("test-cpus", "PYTEST_ARGS=tests/layers").stdout.splitlines()
+    settings = ["MKL_CBWR=COMPATIBLE", "ATEN_CPU_CAPABILITY=avx2", "ATEN_CPU_CAPABILITY=default"]
+    assert lines[::2] == settings
+    assert [line.split()[0] for line in lines[1::2]] == ["COMPATIBLE", "avx2", "default"]
 
 
 @needs_make
