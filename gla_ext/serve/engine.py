@@ -67,8 +67,8 @@ class Engine:
     changes.
 
     Made inside `batch_invariant()`, what a sequence gets depends on nothing beside it: prompts pass
-    one at a time, in segments of `checkpoint_tokens`, and steps are always of all rows. It is then
-    slower with many short prompts.
+    one at a time, in segments of `checkpoint_tokens`, and steps are always of all rows. In another
+    row, a BLAS may round otherwise. It is then slower with many short prompts.
 
     Args:
         model: a `GLAForCausalLM` in eval mode.
