@@ -1,4 +1,7 @@
-"""The rows of whole training steps, and what becomes of one that fails, without a GPU."""
+"""The rows of whole training steps, and what becomes of one that fails, without a GPU.
+
+Equal bits (see common.py): the same calls, made again by a checkpoint.
+"""
 
 import argparse
 import dataclasses

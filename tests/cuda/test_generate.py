@@ -1,4 +1,7 @@
-"""Generation on a GPU: steps in CUDA graphs, which are kept, and their memory."""
+"""Generation on a GPU: steps in CUDA graphs, which are kept, and their memory.
+
+Equal bits (see common.py): tokens, and the same calls in graphs.
+"""
 
 import copy
 import gc

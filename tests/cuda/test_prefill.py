@@ -1,4 +1,7 @@
-"""Prompts in segments, end tokens, and sequences that go on, on a GPU."""
+"""Prompts in segments, end tokens, and sequences that go on, on a GPU.
+
+Equal bits (see common.py): tokens, and the same calls in graphs.
+"""
 
 import pytest
 import torch

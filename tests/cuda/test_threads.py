@@ -1,4 +1,7 @@
-"""Generation from several threads of one process, beside others that train, draw and capture."""
+"""Generation from several threads of one process, beside others that train, draw and capture.
+
+Equal bits (see common.py): tokens, and the same calls in graphs.
+"""
 
 import contextlib
 import functools

@@ -1,4 +1,7 @@
-"""`chunk_gla` with a cp_context: the results of one process's tokens, whatever the cut."""
+"""`chunk_gla` with a cp_context: the results of one process's tokens, whatever the cut.
+
+Equal bits (see common.py): own sums.
+"""
 
 import random
 

@@ -1,4 +1,7 @@
-"""`chunk_gla` with a cp_context in graphs, under autocast, and beside what wraps a call."""
+"""`chunk_gla` with a cp_context in graphs, under autocast, and beside what wraps a call.
+
+Equal bits (see common.py): own sums.
+"""
 
 from unittest import mock
 

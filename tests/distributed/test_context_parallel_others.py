@@ -1,4 +1,7 @@
-"""Contexts, layers and models of FLA and transformers, and what is refused."""
+"""Contexts, layers and models of FLA and transformers, and what is refused.
+
+Equal bits (see common.py): own sums.
+"""
 
 import re
 from importlib.util import find_spec

@@ -1,4 +1,7 @@
-"""FSDP2 with a policy that casts inputs, for every module: the results of a module in bf16."""
+"""FSDP2 with a policy that casts inputs, for every module: the results of a module in bf16.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import copy
 

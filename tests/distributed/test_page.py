@@ -1,4 +1,7 @@
-"""The recipes of docs/distributed.md, as they stand there, give one process's results."""
+"""The recipes of docs/distributed.md, as they stand there, give one process's results.
+
+Equal bits (see common.py): tokens.
+"""
 
 import re
 

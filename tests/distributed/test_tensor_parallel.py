@@ -1,4 +1,7 @@
-"""Sharded layers and models: outputs, gradients, loss, generation and caches of one process."""
+"""Sharded layers and models: outputs, gradients, loss, generation and caches of one process.
+
+Equal bits (see common.py): tokens; weights are moved.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Training on many processes: the losses of one, checkpoints that any number goes on from."""
+"""Training on many processes: the losses of one, checkpoints that any number goes on from.
+
+Equal bits (see common.py): the same calls.
+"""
 
 from unittest import mock
 

@@ -1,4 +1,7 @@
-"""Runs of many processes from the command line: to the end, stopped, killed, and gone on with."""
+"""Runs of many processes from the command line: to the end, stopped, killed, and gone on with.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import contextlib
 import io

@@ -1,4 +1,7 @@
-"""`accelerate_fla`: what it replaces and puts back, and which calls go to FLA."""
+"""`accelerate_fla`: what it replaces and puts back, and which calls go to FLA.
+
+Equal bits (see common.py): own sums.
+"""
 
 import copy
 import pickle

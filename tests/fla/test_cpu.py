@@ -1,5 +1,8 @@
 """FLA's language model on a CPU under `accelerate_fla`, without its kernels and without Triton's
-interpreter: in a process of its own, since the other tests turn that on."""
+interpreter: in a process of its own, since the other tests turn that on.
+
+Equal bits (see common.py): tokens.
+"""
 
 import pytest
 import torch

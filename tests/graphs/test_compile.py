@@ -1,4 +1,7 @@
-"""chunk_gla under torch.compile, export, AOTInductor, autocast and activation checkpointing."""
+"""chunk_gla under torch.compile, export, AOTInductor, autocast and activation checkpointing.
+
+Equal bits (see common.py): own sums.
+"""
 
 import functools
 

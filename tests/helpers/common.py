@@ -1,6 +1,16 @@
 """What the tests share: seeded inputs, the truth to compare with, one comparator, named shapes.
 
 The tolerance table is `gla_ext.selftest`'s, so that tests and users hold the operators to the same.
+
+Where a test asks for equal bits, one of these makes them equal; its file says which, where that is
+not plain, and in tests/operators and tests/cuda it is the first:
+- own sums: of gla_ext's kernels, whose order no other row, place, stride or thread changes (on CUDA
+  that of one plan; under `batch_invariant`, of all batches).
+- the same calls: of the same shapes and strides, or for products the same products.
+- tokens: of the largest logit, which leads the next by much more than rounding.
+- moved: nothing is computed.
+Products of a BLAS of other shapes, of a row at another place, or in a compiler's graph are none of
+these, nor are sums of torch's over other shapes: they are compared by `assert_close`.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""Assisted decoding, and caches that go back to fewer tokens."""
+"""Assisted decoding, and caches that go back to fewer tokens.
+
+Equal bits (see common.py): tokens.
+"""
 
 import copy
 
@@ -36,7 +39,7 @@ def make_assistant(model):
 @pytest.mark.parametrize("T", [12, 150])
 @EVERY
 def test_tokens_are_those_without_assistance(options, T):
-    model, ids = make_model(**options), make_ids(B=1, T=T)
+    model, ids = make_model(**options).double(), make_ids(B=1, T=T)
     expected = model.generate(ids, **GREEDY)
     assistant, lengths = make_assistant(model), []
     model.register_forward_pre_hook(
@@ -49,7 +52,7 @@ def test_tokens_are_those_without_assistance(options, T):
 
 
 def test_a_padded_prompt():
-    model, ids = make_model(), make_ids(B=1, T=12)
+    model, ids = make_model().double(), make_ids(B=1, T=12)
     options = GREEDY | {"attention_mask": (torch.arange(12) >= 5).long().unsqueeze(0)}
     expected = model.generate(ids, **options)
     actual = model.generate(ids, assistant_model=make_assistant(model), **options)

@@ -1,4 +1,7 @@
-"""`generate` of transformers, and peft, on `gla_ext.hf`: chunks of a prompt, caches, adapters."""
+"""`generate` of transformers, and peft, on `gla_ext.hf`: chunks of a prompt, caches, adapters.
+
+Equal bits (see common.py): tokens.
+"""
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 @pytest.mark.parametrize("size", [1, 5, 12, 100])
 def test_a_prompt_in_chunks_needs_no_cache(size, options):
-    ours, ids = make_model(use_short_conv=True), make_ids(T=12)
+    ours, ids = make_model(use_short_conv=True).double(), make_ids(T=12)
     options = GREEDY | options | {"attention_mask": PADDED}
     actual = ours.generate(ids, prefill_chunk_size=size, **options)
     assert torch.equal(actual, ours.generate(ids, **options))
@@ -34,7 +37,7 @@ def test_a_prompt_in_chunks_passes_in_chunks(monkeypatch):
 
 
 def test_positions_of_a_prompt_change_nothing():
-    ours, ids = make_model(), make_ids(T=12)
+    ours, ids = make_model().double(), make_ids(T=12)
     expected = ours.generate(ids, attention_mask=PADDED, **GREEDY)
     positions = (PADDED.cumsum(1) - 1).clamp_min(0)
     options = GREEDY | {"attention_mask": PADDED, "position_ids": positions}
@@ -42,7 +45,7 @@ def test_positions_of_a_prompt_change_nothing():
 
 
 def test_a_cache_of_keys_and_values_is_refused():
-    ours, ids = make_model(), make_ids(T=12)
+    ours, ids = make_model().double(), make_ids(T=12)
     cache = transformers.DynamicCache()
     with pytest.raises(TypeError, match=r"past_key_values to be a .*GLACache.*got DynamicCache"):
         ours(ids, past_key_values=cache)
@@ -53,7 +56,7 @@ def test_a_cache_of_keys_and_values_is_refused():
 
 
 def test_beams_from_a_cache_need_it_repeated():
-    ours, ids = make_model(), make_ids(B=1, T=12)
+    ours, ids = make_model().double(), make_ids(B=1, T=12)
 
     def cache():
         return ours(ids[:, :8]).past_key_values
@@ -111,7 +114,7 @@ STATIC = {
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 5}], ids=str)
 @pytest.mark.parametrize("model", STATIC)
 def test_a_static_cache(model, options):
-    ours, ids = make_model(**STATIC[model]), make_ids(T=12)
+    ours, ids = make_model(**STATIC[model]).double(), make_ids(T=12)
     options = GREEDY | options | {"attention_mask": PADDED}
     actual = ours.generate(ids, cache_implementation="static", disable_compile=True, **options)
     assert torch.equal(actual, ours.generate(ids, **options))
@@ -121,7 +124,7 @@ def test_a_static_cache(model, options):
 def test_a_static_cache_has_its_step_compiled_once(model):
     config = transformers.CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager")
     config._compile_all_devices, config.mode = True, None
-    ours, ids = make_model(**STATIC[model]), make_ids(T=12)
+    ours, ids = make_model(**STATIC[model]).double(), make_ids(T=12)
     expected = ours.generate(ids, attention_mask=PADDED, **GREEDY)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

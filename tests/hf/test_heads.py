@@ -1,4 +1,7 @@
-"""The heads of `gla_ext.hf`: classes of sequences and of tokens, and spans of text."""
+"""The heads of `gla_ext.hf`: classes of sequences and of tokens, and spans of text.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import pytest
 import torch

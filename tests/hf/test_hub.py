@@ -1,4 +1,7 @@
-"""What a folder of a model holds for others: custom code, a tokenizer's chat template."""
+"""What a folder of a model holds for others: custom code, a tokenizer's chat template.
+
+Equal bits (see common.py): the same calls, also in another process.
+"""
 
 import os
 

@@ -1,4 +1,7 @@
-"""Hybrid models of `gla_ext.hf`: configuration, generation, packed rows."""
+"""Hybrid models of `gla_ext.hf`: configuration, generation, packed rows.
+
+Equal bits (see common.py): tokens, and the same calls.
+"""
 
 import pytest
 import torch
@@ -60,7 +63,7 @@ def test_wrong_attn_is_refused_when_it_is_set():
     ids=str,
 )
 def test_generate(options):
-    ours, ids = make_hybrid(), make_ids(T=12)
+    ours, ids = make_hybrid().double(), make_ids(T=12)
     actual = ours.generate(ids, attention_mask=PADDED, **GREEDY | options)
     options.pop("prefill_chunk_size", None)
     options |= GREEDY | {"use_cache": False}

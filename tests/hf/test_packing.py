@@ -1,4 +1,7 @@
-"""Sequences packed in rows of `gla_ext.hf`, by every keyword that transformers says it with."""
+"""Sequences packed in rows of `gla_ext.hf`, by every keyword that transformers says it with.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import warnings
 

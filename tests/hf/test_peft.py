@@ -1,4 +1,7 @@
-"""Adapters of peft on every kind of module, and quantized weights of torchao."""
+"""Adapters of peft on every kind of module, and quantized weights of torchao.
+
+Equal bits (see common.py): tokens, and the same calls.
+"""
 
 import pytest
 import torch

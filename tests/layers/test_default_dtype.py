@@ -1,4 +1,7 @@
-"""Results do not depend on `torch.set_default_dtype`, nor on `torch.set_default_device`."""
+"""Results do not depend on `torch.set_default_dtype`, nor on `torch.set_default_device`.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import contextlib
 import copy

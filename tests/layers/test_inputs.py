@@ -1,4 +1,7 @@
-"""What tensors, values and masks of users are refused, and in which sentence."""
+"""What tensors, values and masks of users are refused, and in which sentence.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import re
 

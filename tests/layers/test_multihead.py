@@ -1,4 +1,7 @@
-"""MultiheadGLA in the place of nn.MultiheadAttention."""
+"""MultiheadGLA in the place of nn.MultiheadAttention.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import copy
 import io

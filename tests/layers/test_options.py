@@ -1,4 +1,7 @@
-"""What options of layers, models and their configuration must be, and the sentences of others."""
+"""What options of layers, models and their configuration must be, and the sentences of others.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import re
 

@@ -1,4 +1,7 @@
-"""Several linear maps of one input, as one product and apart: gradients, and what is saved."""
+"""Several linear maps of one input, as one product and apart: gradients, and what is saved.
+
+Equal bits (see common.py): the same calls, made again by a checkpoint.
+"""
 
 import copy
 import functools

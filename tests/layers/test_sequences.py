@@ -1,4 +1,7 @@
-"""What the layer takes for a sequence: masks, packing, and segments through the cache."""
+"""What the layer takes for a sequence: masks, packing, and segments through the cache.
+
+Equal bits (see common.py): the same calls; between other batches, products of integers.
+"""
 
 import copy
 import itertools

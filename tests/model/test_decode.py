@@ -1,4 +1,7 @@
-"""Decoding in fixed buffers: `Decoder`, the static cache, its memory and its numbers."""
+"""Decoding in fixed buffers: `Decoder`, the static cache, its memory and its numbers.
+
+Equal bits (see common.py): tokens; of states, own sums and the same products.
+"""
 
 import functools
 import gc

@@ -1,5 +1,8 @@
 """FLA's options of a model beside its layers: attention residuals, the term that pulls logits, and
-what `fuse_swiglu` means."""
+what `fuse_swiglu` means.
+
+Equal bits (see common.py): tokens, and the same calls.
+"""
 
 import pytest
 import torch
@@ -79,7 +82,8 @@ def test_queries_are_0_at_first_and_saved(tmp_path):
 
 @torch.no_grad()
 def test_attention_residuals_decode_and_pad():
-    model, ids = make_residual(4, attn={"layers": [2], "num_heads": 2}), make_ids(T=30)
+    attn = {"layers": [2], "num_heads": 2}
+    model, ids = make_residual(4, attn=attn, dtype=torch.float64), make_ids(T=30)
     tokens = model.generate(ids, 6, temperature=0)
     expected = ids
     for _ in range(6):

@@ -1,4 +1,7 @@
-"""`generate` and `generate_stream` on a language model."""
+"""`generate` and `generate_stream` on a language model.
+
+Equal bits (see common.py): tokens.
+"""
 
 import math
 

@@ -1,4 +1,7 @@
-"""Hybrid models: training, packed and padded batches, and decoding from keys and values."""
+"""Hybrid models: training, packed and padded batches, and decoding from keys and values.
+
+Equal bits (see common.py): tokens, and the same calls.
+"""
 
 import pytest
 import torch
@@ -79,7 +82,7 @@ def test_recomputed_blocks_give_the_same_gradients():
 
 @ALL
 def test_generate(attn):
-    model, ids = make_hybrid(attn), make_ids(T=30)
+    model, ids = make_hybrid(attn, dtype=torch.float64), make_ids(T=30)
     found = model.generate([ids[0], ids[1, :4]], 20, temperature=0, segment_tokens=64)
     assert torch.equal(found[0], greedily(model, ids[:1], 20)[0])
     assert torch.equal(found[1], greedily(model, ids[1:, :4], 20)[0])
@@ -95,7 +98,7 @@ def test_long_prompts_in_segments(attn):
 
 @ALL
 def test_a_dialogue_goes_on(attn):
-    model, ids, cache = make_hybrid(attn), make_ids(T=40), GLACache()
+    model, ids, cache = make_hybrid(attn, dtype=torch.float64), make_ids(T=40), GLACache()
     first = model.generate(ids[:, :30], 5, temperature=0, past_key_values=cache)
     second = model.generate(ids[:, 30:33], 5, temperature=0, past_key_values=cache)
     expected = greedily(model, torch.cat([first, ids[:, 30:33]], 1), 5)
@@ -164,7 +167,7 @@ def test_room_follows_the_longest_row():
 
 
 def test_projections_side_by_side():
-    model, ids = make_hybrid("window 5"), make_ids(T=30)
+    model, ids = make_hybrid("window 5", dtype=torch.float64), make_ids(T=30)
     expected = model.generate(ids, 5, temperature=0)
     assert torch.equal(fuse_projections(model).generate(ids, 5, temperature=0), expected)
 

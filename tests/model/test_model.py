@@ -1,4 +1,7 @@
-"""The language model: names, loss, files, whole graphs."""
+"""The language model: names, loss, files, whole graphs.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import copy
 import json

@@ -1,5 +1,8 @@
 """Released checkpoints of FLA's, by their configurations and names of parameters, with weights of
-our own; and those of 2024, converted."""
+our own; and those of 2024, converted.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import json
 import sys

@@ -1,4 +1,7 @@
-"""Drawing a token from logits."""
+"""Drawing a token from logits.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import math
 

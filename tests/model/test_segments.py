@@ -1,4 +1,7 @@
-"""Prompts that pass in segments, and sequences that go on from the states they left."""
+"""Prompts that pass in segments, and sequences that go on from the states they left.
+
+Equal bits (see common.py): tokens; of states, own sums beside products of one row.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""A decoded token in five kernels a block: what it gives, and where the modules are called."""
+"""A decoded token in five kernels a block: what it gives, and where the modules are called.
+
+Equal bits (see common.py): tokens.
+"""
 
 import copy
 import functools

@@ -1,4 +1,7 @@
-"""Cross entropy of logits and of a linear map: values, gradients, options, errors, against fp64."""
+"""Cross entropy of logits and of a linear map: values, gradients, options, errors, against fp64.
+
+Equal bits (see common.py): own sums, and the same products.
+"""
 
 import re
 

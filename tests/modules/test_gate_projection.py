@@ -1,4 +1,7 @@
-"""The gate's low-rank projection: values, gradients, layouts and errors, against fp64."""
+"""The gate's low-rank projection: values, gradients, layouts and errors, against fp64.
+
+Equal bits (see common.py): own sums.
+"""
 
 import math
 import re

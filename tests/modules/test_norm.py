@@ -1,4 +1,7 @@
-"""The norm with its gate: values, gradients, layouts and errors, against fp64 plain torch."""
+"""The norm with its gate: values, gradients, layouts and errors, against fp64 plain torch.
+
+Equal bits (see common.py): own sums.
+"""
 
 import functools
 import math

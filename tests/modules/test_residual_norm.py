@@ -1,4 +1,7 @@
-"""A residual stream and its norm: values, gradients, layouts and errors, against fp64."""
+"""A residual stream and its norm: values, gradients, layouts and errors, against fp64.
+
+Equal bits (see common.py): own sums.
+"""
 
 import re
 

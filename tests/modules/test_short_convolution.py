@@ -1,4 +1,7 @@
-"""The short convolution against fp64 torch: sequences, packed ones, segments, caches and errors."""
+"""The short convolution against fp64 torch: sequences, packed ones, segments, caches and errors.
+
+Equal bits (see common.py): own sums.
+"""
 
 import itertools
 

@@ -1,4 +1,7 @@
-"""What the short convolution refuses, or leaves to plain operations."""
+"""What the short convolution refuses, or leaves to plain operations.
+
+Equal bits (see common.py): own sums.
+"""
 
 import re
 

@@ -1,4 +1,7 @@
-"""`short_convolution_` into an output that is given."""
+"""`short_convolution_` into an output that is given.
+
+Equal bits (see common.py): own sums.
+"""
 
 import re
 

@@ -1,4 +1,7 @@
-"""The short convolution on a pool of caches, against the module that takes and returns them."""
+"""The short convolution on a pool of caches, against the module that takes and returns them.
+
+Equal bits (see common.py): own sums.
+"""
 
 import itertools
 import re

@@ -1,4 +1,7 @@
-"""What SwiGLU and its linear map refuse, or compute by plain operations."""
+"""What SwiGLU and its linear map refuse, or compute by plain operations.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import re
 

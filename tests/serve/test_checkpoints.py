@@ -1,4 +1,7 @@
-"""Rows of checkpoints: what prompts leave there on their way, and start from."""
+"""Rows of checkpoints: what prompts leave there on their way, and start from.
+
+Equal bits (see common.py): the same calls of one prompt at a time.
+"""
 
 import random
 

@@ -1,5 +1,8 @@
 """The reference proves itself: three forms agree in fp64, and the backward by hand is
-autograd's."""
+autograd's.
+
+Equal bits (see common.py): the same calls, a sequence at a time.
+"""
 
 import pytest
 import torch

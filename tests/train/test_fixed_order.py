@@ -1,4 +1,7 @@
-"""Runs on a GPU that are the same again, bit for bit."""
+"""Runs on a GPU that are the same again, bit for bit.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import functools
 import os

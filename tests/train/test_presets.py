@@ -1,4 +1,7 @@
-"""What a training run does on each kind of device, and training as the GPU's preset does it."""
+"""What a training run does on each kind of device, and training as the GPU's preset does it.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import dataclasses
 import functools

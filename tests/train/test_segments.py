@@ -1,4 +1,7 @@
-"""Truncated backpropagation and packed documents: `train.segments` and the trainer over it."""
+"""Truncated backpropagation and packed documents: `train.segments` and the trainer over it.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import pytest
 import torch

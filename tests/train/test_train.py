@@ -1,4 +1,7 @@
-"""Training from the command line: steps, what is written, stopping and going on."""
+"""Training from the command line: steps, what is written, stopping and going on.
+
+Equal bits (see common.py): the same calls.
+"""
 
 import functools
 import importlib.util
