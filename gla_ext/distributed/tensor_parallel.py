@@ -7,6 +7,7 @@ Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053).
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from typing import Any
 
 import torch.nn.functional as F
@@ -18,12 +19,27 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from gla_ext.distributed._collectives import sum_gradients, sum_over_ranks
 from gla_ext.distributed.vocabulary import first_row
 from gla_ext.layers.attention import Attention
+from gla_ext.layers.attention_residuals import ResidualQuery
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.multihead import MultiheadGLA
+from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
+from gla_ext.layers.short_convolution import ShortConvolution
 from gla_ext.layers.swiglu import swiglu_linear
 from gla_ext.model.blocks import GLAMLP
 
-_BY_ROWS = ("q_proj", "k_proj", "v_proj", "g_proj", "q_conv1d", "k_conv1d", "v_conv1d")
+_CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+_BY_ROWS = ("q_proj", "k_proj", "v_proj", "g_proj", *_CONVOLUTIONS)
+_MLP = ("gate_proj", "up_proj", "down_proj")
+# What the modules inside a sharded one are, by the last part of their names.
+_KINDS: dict[str, tuple[type[nn.Module], ...]] = {
+    **dict.fromkeys((*_BY_ROWS, *_MLP, "o_proj", "0", "1"), (nn.Linear,)),
+    **dict.fromkeys(_CONVOLUTIONS, (ShortConvolution,)),
+    "gk_proj": (nn.Sequential,),
+    "g_norm": (RMSNorm, GatedRMSNorm),
+    "g_norm_swish_gate": (GatedRMSNorm,),
+    "attention": (GatedLinearAttention,),
+}
+_MAY_HAVE_BIAS = (*_BY_ROWS, "1")  # the latter of gk_proj
 
 
 def tensor_parallel_plan(
@@ -34,7 +50,7 @@ def tensor_parallel_plan(
     Heads are divided over the ranks, so that num_heads and num_kv_heads must be multiples of the
     mesh's size; so are the MLP's channels and, in any parts, the vocabulary. Caches then hold a
     rank's heads. All ranks of the mesh get the same tokens, and draw the same where they sample:
-    seed them alike.
+    seed them alike. Merge adapters into the weights, and remove parametrizations, before.
 
     Args:
         module: a `GatedLinearAttention`, `Attention`, `MultiheadGLA`, `GLAMLP`, or a language model
@@ -47,12 +63,14 @@ def tensor_parallel_plan(
         Names of modules and their styles; of a layer alone its style.
 
     Raises:
-        TypeError: another module.
+        TypeError: another module; by name, a module inside that is not as gla_ext builds it (an
+            adapter, a parametrization, a bias of another's), and a weight that is quantized or
+            sharded.
     """
-    if isinstance(module, (Attention, GatedLinearAttention, MultiheadGLA)):
-        return HeadsParallel()
+    if isinstance(module, HeadsParallel.kinds):
+        return HeadsParallel().checked(module)
     if isinstance(module, GLAMLP):
-        return MLPParallel()
+        return MLPParallel().checked(module)
     heads = {"lm_head": VocabularyParallel(loss_parallel)} if hasattr(module, "lm_head") else {}
     inner = getattr(module, "model", module)
     if not hasattr(inner, "embeddings") or not hasattr(inner, "layers"):
@@ -74,34 +92,70 @@ def tensor_parallel_plan(
         names = ["res_proj", "res_norm"]
         names += [f"layers.*.{of}_{name}" for of in ("attn", "mlp") for name in names]
         plan |= {prefix + name: Replicated() for name in names}
+    for name, part in module.named_modules():
+        for pattern, style in plan.items():
+            if fnmatch(name, pattern):
+                style.checked(part, name)
     return plan
 
 
-class Replicated(ParallelStyle):
+class _Style(ParallelStyle):
+    """What shards modules of some kinds, exactly these: the code of another one, as of an adapter
+    in a module's place, would multiply by parts as if they were whole.
+    """
+
+    kinds: tuple[type[nn.Module], ...]
+
+    def checked(self, module: nn.Module, name: str = "") -> Any:
+        """The style; raises TypeError for a module, or a part of it, that it does not know."""
+        owner = type(self).__name__
+        for path, part in module.named_modules(prefix=name):
+            last = "" if part is module else path.rpartition(".")[2]
+            kinds = self.kinds if part is module else _KINDS.get(last, ())
+            where = path or "the module"
+            if type(part) not in kinds or "forward" in vars(part):
+                expected = " or ".join(kind.__name__ for kind in kinds) or "absent"
+                raise TypeError(
+                    f"{owner}: expected {where} to be {expected}, as gla_ext builds it, got "
+                    f"{type(part)}; merge or remove adapters and parametrizations first"
+                )
+            biased = last in _MAY_HAVE_BIAS or type(part) is MultiheadGLA
+            for key, x in part._parameters.items():
+                known = key == "weight" or (key == "bias" and biased)
+                if x is not None and not (known and type(x) is nn.Parameter):
+                    raise TypeError(
+                        f"{owner}: expected {where} to have plain weights, and a bias only where "
+                        f"gla_ext builds one, got {key} of {type(x)}"
+                    )
+        return self
+
+
+class Replicated(_Style):
     """Every rank holds the parameters, and computes all."""
 
+    kinds = (RMSNorm, ResidualQuery)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.checked(module)
         for child in module.modules():
             if child._parameters:
                 _hold(child, device_mesh, dict.fromkeys(child._parameters))
         return module
 
 
-class HeadsParallel(ParallelStyle):
+class HeadsParallel(_Style):
     """A `GatedLinearAttention`, the one in a `MultiheadGLA`, or an `Attention`: each rank has its
     heads.
     """
 
+    kinds = (Attention, GatedLinearAttention, MultiheadGLA)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.checked(module)
         if isinstance(module, MultiheadGLA):
             _hold(module, device_mesh, {"bias": None})
             self._apply(module.attention, device_mesh)
             return module
-        if not isinstance(module, (Attention, GatedLinearAttention)):
-            raise TypeError(
-                "HeadsParallel: expected a GatedLinearAttention, Attention or MultiheadGLA, got "
-                f"{type(module)}"
-            )
         size = device_mesh.size()
         for name in ("num_heads", "num_kv_heads"):
             if getattr(module, name) % size:
@@ -121,17 +175,20 @@ class HeadsParallel(ParallelStyle):
         return _between_sums(module, device_mesh)
 
 
-class MLPParallel(ParallelStyle):
+class MLPParallel(_Style):
     """A `GLAMLP`: each rank has its channels."""
 
+    kinds = (GLAMLP,)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.checked(module)
         size, width = device_mesh.size(), module.gate_proj.out_features
         if width % size:
             raise ValueError(
                 f"MLPParallel: expected intermediate_size to be a multiple of the mesh's size "
                 f"{size}, got {width}"
             )
-        for name, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+        for name, dim in zip(_MLP, (0, 0, 1), strict=True):
             _hold(getattr(module, name), device_mesh, {"weight": dim})
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
@@ -141,18 +198,21 @@ class MLPParallel(ParallelStyle):
         return _between_sums(module, device_mesh)
 
 
-class VocabularyParallel(ParallelStyle):
+class VocabularyParallel(_Style):
     """Embeddings or lm_head: each rank has rows of the vocabulary.
 
     Args:
         loss_parallel: see `tensor_parallel_plan`. Default: False.
     """
 
+    kinds = (nn.Embedding, nn.Linear)
+
     def __init__(self, loss_parallel: bool = False) -> None:
         super().__init__()
         self.loss_parallel = loss_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.checked(module)
         _hold(module, device_mesh, {"weight": 0})
         group_name = device_mesh.get_group().group_name
         if isinstance(module, nn.Embedding):

@@ -14,6 +14,7 @@ from gla_ext import MultiheadGLA
 from gla_ext.cache import GLACache
 from gla_ext.cache._key_values import tensors_in
 from gla_ext.distributed import tensor_parallel_plan
+from gla_ext.distributed.tensor_parallel import HeadsParallel
 from gla_ext.layers.attention import Attention
 from gla_ext.model.blocks import GLAMLP
 
@@ -246,3 +247,116 @@ def test_sizes_that_the_ranks_do_not_divide(pool):
 def test_what_is_refused(one_rank):
     with pytest.raises(TypeError, match="expected a layer or a language model of gla_ext, got"):
         tensor_parallel_plan(torch.nn.Linear(2, 2))
+
+
+def lora(model, **options):
+    peft = pytest.importorskip("peft")
+    config = {"r": 2, "target_modules": ["up_proj"], "init_lora_weights": False} | options
+    return peft.get_peft_model(model, peft.LoraConfig(**config)).get_base_model()
+
+
+def with_bias(name):
+    def change(model):
+        part = model.get_submodule(name)
+        part.register_parameter("bias", torch.nn.Parameter(torch.ones(part.out_features)))
+        return model
+
+    return change
+
+
+def in_its_place(name, make):
+    def change(model):
+        model.set_submodule(name, make(model.get_submodule(name)))
+        return model
+
+    return change
+
+
+def quantized(model):
+    torchao = pytest.importorskip("torchao.quantization")
+    only = lambda module, name: name.endswith("1.attn.o_proj")  # noqa: E731
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(), filter_fn=only)
+    return model
+
+
+def normed(name):
+    def change(model):
+        torch.nn.utils.parametrizations.weight_norm(model.get_submodule(name))
+        return model
+
+    return change
+
+
+def patched(model):
+    model.model.layers[0].mlp.up_proj.forward = lambda x: x
+    return model
+
+
+class Wider(GLAMLP):
+    """One with a forward of its own."""
+
+
+CHANGED = {
+    "LoRA of an MLP": (lora, r"model\.layers\.0\.mlp\.up_proj to be Linear.*got .*peft"),
+    "LoRA everywhere": (
+        lambda model: lora(model, target_modules="all-linear"),
+        r"model\.layers\.0\.attn\.q_proj to be Linear.*got .*peft",
+    ),
+    "LoRA on a parameter": (
+        lambda model: lora(model, target_modules=[], target_parameters=["q_conv1d.weight"]),
+        r"layers\.0\.attn\.q_conv1d to be ShortConvolution.*got .*ParamWrapper",
+    ),
+    "a head trained whole": (
+        lambda model: lora(model, modules_to_save=["lm_head"], target_modules=["gk_proj.0"]),
+        r"(gk_proj\.0 to be Linear|lm_head to be Embedding or Linear), .*got .*peft",
+    ),
+    "a quantized weight": (quantized, r"1\.attn\.o_proj to have plain weights.*got weight of"),
+    "a parametrization": (normed("model.layers.1.mlp.down_proj"), r"mlp\.down_proj to be Linear"),
+    "a bias of the head": (with_bias("lm_head"), "lm_head to have plain weights.*got bias"),
+    "a bias of o_proj": (with_bias("model.layers.0.attn.o_proj"), r"0\.attn\.o_proj .*got bias"),
+    "a norm of torch": (
+        in_its_place("model.norm", lambda norm: torch.nn.RMSNorm(24)),
+        r"model\.norm to be RMSNorm or ResidualQuery, .*got .*torch\.nn",
+    ),
+    "another MLP": (
+        in_its_place("model.layers.1.mlp", lambda mlp: Wider(24, 32)),
+        r"layers\.1\.mlp to be GLAMLP, .*got .*Wider",
+    ),
+    "two maps in one's place": (
+        in_its_place("model.layers.0.attn.v_proj", lambda v: torch.nn.Sequential(v)),
+        r"attn\.v_proj to be Linear, .*got .*Sequential",
+    ),
+    "a forward of an instance": (patched, r"0\.mlp\.up_proj to be Linear"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED.values(), ids=CHANGED)
+def test_what_is_not_as_it_was_built_is_refused_by_name(case):
+    change, sentence = case
+    model = change(make_model(use_short_conv=True, num_hidden_layers=2))
+    parameters = dict(model.named_parameters())
+    with pytest.raises(TypeError, match=sentence):
+        tensor_parallel_plan(model)
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name]
+
+
+def test_a_style_alone_refuses_too(one_rank):
+    mesh = one_rank
+    plan = tensor_parallel_plan(make_model())
+    model = lora(make_model(), target_modules=["lm_head"])
+    with pytest.raises(TypeError, match="VocabularyParallel: expected the module to be Embedding"):
+        parallelize_module(model, mesh, {"lm_head": plan["lm_head"]})
+    assert type(model.model.embeddings.weight) is torch.nn.Parameter
+    layer = make_layer()
+    layer.q_proj = torch.nn.Identity()
+    with pytest.raises(TypeError, match="HeadsParallel: expected q_proj to be Linear"):
+        parallelize_module(layer, mesh, HeadsParallel())
+
+
+def test_sharded_twice_is_refused(one_rank):
+    mesh = one_rank
+    model = make_model()
+    model = parallelize_module(model, mesh, tensor_parallel_plan(model))
+    with pytest.raises(TypeError, match=r"model\.embeddings to be Embedding or Linear"):
+        tensor_parallel_plan(model)
