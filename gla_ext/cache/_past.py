@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_ext.cache._key_values import KeyValues
+from gla_ext.cache._key_values import KeyValues, map_tensors
 
-REACH = 64  # tokens that a cache can go back at least, and tokens between kept states
+REACH = 64  # tokens that a cache can go back at least, besides all of the last call
 
 Run = Callable[[Tensor, Tensor | None], list[Tensor]]
 Inputs = tuple[Tensor, Tensor | None]  # and their mask
@@ -26,24 +26,38 @@ class Past:
 
     Args:
         cache: a `GLACache`.
+
+    Attributes:
+        reach: tokens between kept states, at least. Default: REACH.
+        behind: tokens that the cache counts and the states have not seen.
     """
 
     def __init__(self, cache: Any) -> None:
+        self.reach = REACH
         self._kept: list[tuple[int, list[dict[str, Any]]]] = []
         self._inputs: Tensor | None = None  # since the first of these, [B, tokens, D]
         self._valid: Tensor | None = None  # their mask, [B, tokens], if there is one
-        self.behind = 0  # tokens that the cache counts and the states have not seen
-        self.keep(cache, alone=True)
+        self.behind = 0
+        self._keep(cache)
 
-    def keep(self, cache: Any, alone: bool = False) -> None:
-        """Keeps the states of now and those kept last, or alone."""
+    def _keep(self, cache: Any) -> None:
+        """Keeps the states of now and those kept last."""
         now = cache.get_seq_length()
         states = [_snapshot(entry) for entry in cache.states]
-        dropped = 0 if alone or len(self._kept) < 2 else self._kept[1][0] - self._kept[0][0]
-        self._kept = [*([] if alone else self._kept[-1:]), (now, states)]
+        dropped = 0 if len(self._kept) < 2 else self._kept[1][0] - self._kept[0][0]
+        self._kept = [*self._kept[-1:], (now, states)]
         if self._inputs is not None:
-            self._inputs = None if alone else self._inputs[:, dropped:]
-            self._valid = None if alone or self._valid is None else self._valid[:, dropped:]
+            self._inputs = self._inputs[:, dropped:]
+            self._valid = None if self._valid is None else self._valid[:, dropped:]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> None:
+        """`function` of every tensor, which keeps or chooses sequences."""
+        self._kept = [
+            (length, [{k: map_tensors(function, x) for k, x in entry.items()} for entry in states])
+            for length, states in self._kept
+        ]
+        self._inputs = map_tensors(function, self._inputs)
+        self._valid = map_tensors(function, self._valid)
 
     def run(self, cache: Any, x: Tensor, mask: Tensor | None, run: Run) -> list[Tensor]:
         """`run(x, mask)`, of states that have seen what the cache counts.
@@ -65,17 +79,21 @@ class Past:
             cache.lengths = [length - again for length in cache.lengths]
             self.behind = 0
             x, valid = _joined(before, (x, valid))
-        parts, first = [], x.shape[1] - REACH
-        if first > 0:  # of a long piece the last tokens alone can be taken back
+        parts, first = [], x.shape[1] - self.reach
+        if first > 0:  # so that what is taken back seldom leaves a long piece to pass once more
             parts.append(run(x[:, :first], None if valid is None else valid[:, :first]))
-            self.keep(cache, alone=True)
+            self._remember(x[:, :first], None if valid is None else valid[:, :first])
+            self._keep(cache)
             x, valid = x[:, first:], None if valid is None else valid[:, first:]
-        elif cache.get_seq_length() - self._kept[-1][0] >= REACH:
-            self.keep(cache)
+        elif cache.get_seq_length() - self._kept[-1][0] >= self.reach:
+            self._keep(cache)
         parts.append(run(x, valid))
+        self._remember(x, valid)
+        return [torch.cat(pieces, 1)[:, -T:] for pieces in zip(*parts, strict=True)]
+
+    def _remember(self, x: Tensor, valid: Tensor | None) -> None:
         before = (x[:, :0], None) if self._inputs is None else (self._inputs, self._valid)
         self._inputs, self._valid = _joined(before, (x, valid))
-        return [torch.cat(pieces, 1)[:, -T:] for pieces in zip(*parts, strict=True)]
 
     def _cut(self, count: int) -> None:
         """Leaves the first of the inputs."""
@@ -95,7 +113,8 @@ class Past:
         if length < self._kept[0][0]:
             raise ValueError(
                 f"GLACache: expected crop to go back to {self._kept[0][0]} tokens or more, of "
-                f"{now}, got {length}: states are kept for {REACH} tokens back and no longer"
+                f"{now}, got {length}: states are kept of the last call and {self.reach} tokens "
+                "back, and no longer"
             )
         while self._kept[-1][0] > length:
             self._kept.pop()

@@ -134,11 +134,13 @@ class GLACache:
         self._map(lambda state: state.repeat_interleave(repeats, dim=0))
 
     def activate_past_recording(self) -> None:
-        """Makes `crop` possible, for 64 tokens back: transformers' assisted decoding calls it.
+        """Makes `crop` possible, for the tokens of the last call and 64 tokens back: transformers'
+        assisted decoding calls it. A second time it changes nothing.
 
         Models of `gla_ext.hf` alone keep what it takes.
         """
-        self.past = Past(self)
+        if self.past is None:
+            self.past = Past(self)
 
     @property
     def is_croppable(self) -> bool:
@@ -173,6 +175,4 @@ class GLACache:
         if self._pending is not None:
             self._pending = function(self._pending)
         if self.past is not None:
-            if self.past.behind:
-                raise NotImplementedError("GLACache: expected a forward call after crop, got none")
-            self.past = Past(self)  # no further back than this
+            self.past.map(function)

@@ -54,8 +54,11 @@ class GLAGenerationMixin(GenerationMixin):
         chunked = generation_config.prefill_chunk_size is not None
         if (assisted or chunked) and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = GLACache()
-        if assisted and isinstance(cache := model_kwargs.get(CACHE), GLACache) and not cache.past:
+        if assisted and isinstance(cache := model_kwargs.get(CACHE), GLACache):
             cache.activate_past_recording()
+            if generation_config.is_assistant:
+                # A draft, token by token, may be taken back whole.
+                cache.past.reach = max(cache.past.reach, generation_config.max_new_tokens or 0)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: transformers' continuous batching pages keys and values, and knows no states.
@@ -84,30 +87,40 @@ class GLAGenerationMixin(GenerationMixin):
         next_sequence_length: int | None = None,
         cache: Any | None = None,
         position_ids: Tensor | None = None,
+        is_first_iteration: bool | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """What `generate` passes to forward for its next step.
 
         transformers 5 says how many tokens are new by next_sequence_length, 4 by the length of
-        cache_position; from 5.24 on past_key_values come as `cache`.
+        cache_position; from 5.24 on past_key_values come as `cache`. inputs_embeds are those of
+        all tokens so far at the first step, and serve there alone.
+
+        Raises:
+            ValueError: for no token beyond those that the cache has had.
         """
         past_key_values = one_cache(past_key_values, cache)
         started = past_key_values is not None and len(past_key_values) > 0
         if next_sequence_length is None and cache_position is not None:
             next_sequence_length = len(cache_position)
-        if inputs_embeds is not None and not started:
-            inputs = {"inputs_embeds": inputs_embeds}
-        elif next_sequence_length is None:
-            inputs = {"input_ids": input_ids}
+        if next_sequence_length is not None and next_sequence_length < 1:
+            raise ValueError(
+                "generate: expected a prompt of more tokens than the cache has had, got "
+                f"{1 - next_sequence_length} too few"
+            )
+        new = slice(None if next_sequence_length is None else -next_sequence_length, None)
+        first = not started if is_first_iteration is None else is_first_iteration
+        if inputs_embeds is not None and first:
+            inputs = {"inputs_embeds": inputs_embeds[:, new]}
         else:
-            inputs = {"input_ids": input_ids[:, -next_sequence_length:].contiguous()}
+            inputs = {"input_ids": input_ids[:, new].contiguous()}
         # Without a mask nothing is packed; and what was generated is no padding. Of a prompt in
         # chunks transformers 4 tells a token by its position alone.
         T = next(iter(inputs.values())).shape[1]
         if isinstance(past_key_values, CompiledStepsCache):
             past_key_values.expect(T)
         if attention_mask is not None:
-            of_prompt = kwargs.get("is_first_iteration", False) or position_ids is not None
+            of_prompt = is_first_iteration or position_ids is not None
             # Assistants are told that their own tokens are a prompt, whose pad tokens are padding.
             drafts = started and getattr(past_key_values, "past", None) is not None
             drawn = drafts or (started and T == 1 and not of_prompt)
