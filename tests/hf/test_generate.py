@@ -13,6 +13,8 @@ pytest.importorskip("transformers")
 import transformers
 from hf_models import PADDED, make_model
 
+from gla_ext.hf._cache import CACHE
+
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
@@ -150,3 +152,21 @@ def test_a_static_cache_on_cuda(model):
     torch._dynamo.utils.counters.clear()
     assert torch.equal(ours.generate(ids, cache_implementation="static", **options), expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"attn": {"layers": [1], "num_heads": 2}}], ids=str)
+def test_embeddings_go_on_from_a_cache(options):
+    """As transformers has it: those of all tokens so far, of which the new ones pass."""
+    ours, ids = make_model(**options), make_ids(T=12)
+    expected = ours.generate(ids, **GREEDY)[:, 12:]
+    x = ours.get_input_embeddings()(ids)
+    options = GREEDY | {"return_dict_in_generate": True}
+    first = ours.generate(inputs_embeds=x, **options | {"max_new_tokens": 2})
+    assert torch.equal(first.sequences, expected[:, :2])
+    cache = first[CACHE]
+    assert cache.get_seq_length() == 13
+    x = torch.cat([x, ours.get_input_embeddings()(first.sequences)], 1)
+    again = ours.generate(inputs_embeds=x, past_key_values=cache, **options | {"max_new_tokens": 4})
+    assert torch.equal(again.sequences, expected[:, 2:])
+    with pytest.raises(ValueError, match="a prompt of more tokens than the cache has had, got"):
+        ours.generate(inputs_embeds=x, past_key_values=cache, **GREEDY)
