@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +18,12 @@ from gla_ext.decode.sampling import Sampling, is_int, read_end_tokens
 STEPS_BETWEEN_LOOKS = 16  # at which rows are done; a look makes the host wait for the GPU
 
 
+@overload
+def generate(model: LanguageModel, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor: ...
+@overload
+def generate(
+    model: LanguageModel, input_ids: Sequence[Tensor | Sequence[int]], *args: Any, **kwargs: Any
+) -> list[Tensor]: ...
 @torch.no_grad()
 def generate(
     model: LanguageModel,

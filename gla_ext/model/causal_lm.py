@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from torch import Tensor, nn
 
@@ -122,6 +122,12 @@ class GLAForCausalLM(LanguageModel):
         )
         return CausalLMOutput(loss, logits, past_key_values)
 
+    @overload
+    def generate(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor: ...
+    @overload
+    def generate(
+        self, input_ids: Sequence[Tensor | Sequence[int]], *args: Any, **kwargs: Any
+    ) -> list[Tensor]: ...
     def generate(
         self, input_ids: Tensor | Sequence[Tensor | Sequence[int]], *args: Any, **kwargs: Any
     ) -> Tensor | list[Tensor]:

@@ -4,6 +4,7 @@ Equal bits (see common.py): tokens.
 """
 
 import math
+from typing import get_overloads
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from models import MODEL_EVERY, make_ids, make_model
 
 from gla_ext.cache import GLACache
 from gla_ext.decode import decoder as decode
+from gla_ext.decode.generate import generate as decode_generate
+from gla_ext.model import GLAForCausalLM
 
 PROMPTS = [make_ids(B=1, T=T, seed=T)[0] for T in (5, 1, 70, 12)]
 
@@ -363,3 +366,12 @@ def test_tokens_that_the_model_does_not_have(token, device):
     assert torch.equal(masked[0, 3:], model.generate(row[None, ::2], 4, 0)[0, 2:])
     with pytest.raises(ValueError, match=f"expected tokens from 0 to 30, got {token}"):
         decode.Decoder(model, 1).prefill(row[None])
+
+
+@pytest.mark.parametrize("function", [decode_generate, GLAForCausalLM.generate])
+def test_types_say_what_comes_of_a_tensor_and_of_a_list(function):
+    found = {
+        str(x.__annotations__["input_ids"]): x.__annotations__["return"]
+        for x in get_overloads(function)
+    }
+    assert found == {"Tensor": "Tensor", "Sequence[Tensor | Sequence[int]]": "list[Tensor]"}
