@@ -131,6 +131,18 @@ def test_a_fused_model_is_saved(tmp_path):
         assert_close(loaded(ids).logits, model(ids).logits, 1e-5)
 
 
+def test_save_model_of_safetensors_takes_a_copy(tmp_path):
+    """It refuses parts of a larger storage, by name, and writes them where they are apart."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = fuse_projections(make_model(torch.float32))
+    with pytest.raises(RuntimeError, match=r"saving amongst: \{'model\.layers\.0\."):
+        safetensors.save_model(model, tmp_path / "x")
+    safetensors.save_model(copy.deepcopy(model), tmp_path / "x")
+    loaded = make_model(torch.float32, seed=1)
+    safetensors.load_model(loaded, tmp_path / "x")
+    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
+
+
 @pytest.mark.parametrize("name", ["q_proj", "gk_proj", "gk_proj.0"])
 def test_modules_with_hooks_are_called(name):
     layer, x = fuse_projections(make_layer()), make_x()
