@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -16,6 +17,7 @@ from gla_ext.hf._packing import one_row, starts_again
 from gla_ext.hf.configuration import GLAConfig
 from gla_ext.hf.custom_code import write_custom_code
 from gla_ext.hf.generation import GLAGenerationMixin
+from gla_ext.layers._options import OF_MODELS, check_keywords
 from gla_ext.layers.attention_residuals import ResidualQuery
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.model import blocks
@@ -102,7 +104,8 @@ class GLAModel(GLAPreTrainedModel):
         cp_context: Any | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
-        """Arguments as `GLAForCausalLM.forward`, without labels and logits_to_keep."""
+        """Arguments as `GLAForCausalLM.forward`, without what is of logits and the loss."""
+        check_keywords("GLAModel", kwargs)
         past_key_values = one_cache(past_key_values, cache)
         cu_seqlens = _first(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
         if output_attentions:
@@ -254,7 +257,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
                 Default: False in training, else config.use_cache.
             output_attentions: must not be True. Default: None.
             output_hidden_states: return the input of every block and the output of the last norm,
-                `[B, T, hidden_size]` each. Default: config.output_hidden_states.
+                `[B, T, hidden_size]` each, which gradients pass. Default:
+                config.output_hidden_states.
             return_dict: False returns a tuple. Default: config.return_dict.
             logits_to_keep: with labels None, compute the logits of the last so many positions, or
                 of these positions (int64, 1-D), alone; 0 means all. Default: 0.
@@ -278,13 +282,22 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             cache: past_key_values as transformers calls it from 5.24 on. Default: None.
             cp_context: as `gla_ext.model.GLAForCausalLM.forward`'s; position_ids and seq_idx are
                 then not looked at: its offsets say where sequences start. Default: None.
-            **kwargs: ignored, as by FLA: `cache_position` and the like say nothing to a
-                recurrence.
+            **kwargs: `shift_labels`, int64 `[B, T]`, labels that are shifted already, as `Trainer`
+                passes them where sequences are cut over ranks: logits at t are compared with
+                shift_labels at t, of packed sequences too; in place of labels. Without effect are
+                `cache_position`, `max_length_k`, `output_router_logits`, `token_type_ids`, the
+                others of `gla_ext.layers._options.OF_MODELS`, and `is_causal = True`. A
+                loss_function gets them.
+
+        `model.loss_function = f`, as of transformers' models, makes f the loss, in place of those
+        of config: with labels it is called with logits, labels, vocab_size, what is given of
+        num_items_in_batch and shift_labels, and kwargs. A loss_type of transformers' likewise.
 
         Returns:
             loss (nats a token; fp32, fp64 of an fp64 model), logits `[B, T, vocab_size]` (in train
             mode backward of the loss writes the gradient over them, as FLA's does; None with labels
-            and config.fuse_linear_cross_entropy),
+            and config.fuse_linear_cross_entropy, in evaluation too: set it to False for a
+            compute_metrics of `Trainer`'s),
             past_key_values (`cache` from transformers 5.24 on) and hidden_states, in a
             `CausalLMOutputWithPast` or a tuple without what is None.
 
@@ -293,9 +306,20 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
                 both past_key_values and cache, or a cache of another number of sequences;
                 logits_to_keep below 0.
             TypeError: for a cache of transformers', as `DynamicCache`, and in a hybrid model for
-                any but a `GLACache`.
-            NotImplementedError: for output_attentions.
+                any but a `GLACache`; for other keywords, by name.
+            NotImplementedError: for output_attentions, is_causal = False, and a loss_function
+                beside cp_context.
         """
+        # Not in the signature: `Trainer` takes what has "label" in its name there for a must.
+        shift_labels = kwargs.pop("shift_labels", None)
+        loss_function = self._chosen_loss()
+        known = OF_MODELS if loss_function is None else kwargs
+        check_keywords("GLAForCausalLM", kwargs, known)
+        if loss_function is not None and cp_context is not None:
+            raise NotImplementedError(
+                "GLAForCausalLM: expected no loss_function beside cp_context, got one; it would "
+                "see one rank's tokens"
+            )
         check_logits_to_keep(logits_to_keep)
         cu_seqlens = _first(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
         return_dict = self.config.return_dict if return_dict is None else return_dict
@@ -315,26 +339,35 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             cp_context=cp_context,
         )
         x = output.last_hidden_state
-        if labels is None:
+        targets = labels if shift_labels is None else shift_labels
+        if targets is None:
             kept = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             )
             x = x[:, kept]
             loss, logits = None, self.lm_head(x)
+        elif loss_function is not None:
+            given = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+            kwargs |= {name: value for name, value in given.items() if value is not None}
+            logits = self.lm_head(x)
+            loss = loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         else:
-            if cu_seqlens is None and cp_context is None:
+            if cu_seqlens is None and cp_context is None and shift_labels is None:
                 again = starts_again(position_ids, seq_idx, attention_mask, *labels.shape)
                 if again is not None:
-                    labels = labels.masked_fill(again.to(labels.device), IGNORE_INDEX)
+                    targets = labels.masked_fill(again.to(labels.device), IGNORE_INDEX)
             loss, logits = head_and_loss(
                 self.lm_head,
                 x,
-                labels,
+                targets,
                 self.config,
                 self.training,
                 num_items_in_batch,
                 cu_seqlens,
                 cp_context,
+                shifted=shift_labels is not None,
             )
         result = CausalLMOutputWithPast(
             loss=loss,
@@ -343,6 +376,12 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             **{CACHE: getattr(output, CACHE)},
         )
         return result if return_dict else result.to_tuple()
+
+    def _chosen_loss(self) -> Callable[..., Tensor] | None:
+        """The loss_function that was set, or that of a loss_type which was, else None."""
+        if hasattr(self, "_loss_function") or self.loss_type not in (None, "ForCausalLM"):
+            return self.loss_function
+        return None
 
 
 __all__ = ["GLAForCausalLM", "GLAModel", "GLAPreTrainedModel"]

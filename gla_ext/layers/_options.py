@@ -6,12 +6,52 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
 MODES = ("chunk", "fused_recurrent", "fused_chunk")
+
+# Keywords that models of transformers and FLA hand on to every layer, and that say nothing to one
+# of a recurrence.
+OF_MODELS = (
+    "cache_position",
+    "is_first_iteration",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "max_seqlen",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "token_type_ids",
+)
+
+
+def check_keywords(
+    owner: str, given: Mapping[str, Any], without_effect: Collection[str] = OF_MODELS
+) -> None:
+    """Refuses what nothing is done with.
+
+    Args:
+        owner: the class that was called.
+        given: keywords beside those that its forward names; one that is None asks for nothing.
+        without_effect: names that are known to be without effect. Default: OF_MODELS.
+
+    Raises:
+        TypeError: for another one, by name.
+        NotImplementedError: for is_causal = False.
+    """
+    for name, value in given.items():
+        if name == "is_causal" and value is not None:
+            if not value:
+                raise NotImplementedError(f"{owner}: expected is_causal to be True, got {value}")
+        elif value is not None and name not in without_effect:
+            raise TypeError(f"{owner}: expected keywords that are known, got {name!r}")
 
 
 def check_options(

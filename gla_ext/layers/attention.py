@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gla_ext.cache._key_values import KeyValues, sequence_of
 from gla_ext.layers._attend import attend_last, attend_packed, attend_rows, has_flash
-from gla_ext.layers._options import typed_options
+from gla_ext.layers._options import check_keywords, typed_options
 from gla_ext.layers._padding import Padding, check_hidden_states
 from gla_ext.layers._projections import lay_side_by_side, project, split_heads
 from gla_ext.ops._checks import check_plain_tensors
@@ -79,6 +79,9 @@ class Attention(nn.Module):
         past_key_values: Any | None = None,
         use_cache: bool | None = False,
         output_attentions: bool | None = False,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cp_context: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None, Any | None]:
         """Applies the layer to a batch of sequences.
@@ -91,10 +94,12 @@ class Attention(nn.Module):
                 before these. Default: None.
             use_cache: store those of these tokens in past_key_values. Default: False.
             output_attentions: accepted and without effect.
-            **kwargs: `cu_seqlens`, int32 or int64 `[N + 1]`, offsets of the N sequences packed
-                into a batch of one; attention_mask is then not looked at. `max_seqlen`, int, at
-                least the length of the longest, which a GPU does not read: without it more of its
-                blocks have nothing to do. Others are ignored.
+            cu_seqlens: int32 or int64 `[N + 1]`, offsets of the N sequences packed into a batch of
+                one; attention_mask is then not looked at. Default: None.
+            max_seqlen: int, at least the length of the longest, which a GPU does not read: without
+                it more of its blocks have nothing to do. Default: None.
+            cp_context: must be None.
+            **kwargs: as `GatedLinearAttention.forward`'s.
 
         Returns:
             The output `[B, T, hidden_size]`, None, and past_key_values.
@@ -103,14 +108,16 @@ class Attention(nn.Module):
             ValueError: for shapes that do not fit, a mask of other numbers than 0 and 1, or
                 past_key_values without layer_idx; on a CPU for offsets that do not fit.
             TypeError: for inputs, an attention_mask or cu_seqlens that are no tensors, other
-                dtypes of cu_seqlens, and for a cache that keeps no keys and values.
+                dtypes of cu_seqlens, other keywords, by name, and for a cache that keeps no keys
+                and values.
             NotImplementedError: nested tensors, DTensors, `cp_context`, and inside
                 `batch_invariant`.
         """
-        cu_seqlens, longest = kwargs.get("cu_seqlens"), kwargs.get("max_seqlen")
+        check_keywords("Attention", kwargs)
+        longest = max_seqlen
         names = "hidden_states attention_mask cu_seqlens"
         check_plain_tensors("Attention", names, hidden_states, attention_mask, cu_seqlens)
-        if kwargs.get("cp_context") is not None:
+        if cp_context is not None:
             raise NotImplementedError(
                 "Attention: cp_context is not implemented for attention layers, whose tokens see "
                 "those of all ranks"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gla_ext.layers._options import (
     check_context_parallel,
+    check_keywords,
     check_options,
     expanded_dim,
     typed_options,
@@ -192,6 +193,8 @@ class GatedLinearAttention(nn.Module):
         past_key_values: Any | None = None,
         use_cache: bool | None = False,
         output_attentions: bool | None = False,
+        cu_seqlens: Tensor | None = None,
+        cp_context: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None, Any | None]:
         """Applies the layer to a batch of sequences.
@@ -207,10 +210,11 @@ class GatedLinearAttention(nn.Module):
                 `gla_ext.layers.short_convolution.ShortConvolution` for the latter. Default: None.
             use_cache: store the final states in past_key_values. Default: False.
             output_attentions: accepted and without effect: there are no attention maps.
-            **kwargs: `cu_seqlens`, int32 or int64 `[N + 1]`, offsets of the N sequences packed
-                into a batch of one; attention_mask is then not looked at. `cp_context`, where these
-                are one rank's tokens of a longer text, see `chunk_gla`; it takes the place of
-                cu_seqlens. Others are ignored.
+            cu_seqlens: int32 or int64 `[N + 1]`, offsets of the N sequences packed into a batch of
+                one; attention_mask is then not looked at. Default: None.
+            cp_context: where these are one rank's tokens of a longer text, see `chunk_gla`; it
+                takes the place of cu_seqlens. Default: None.
+            **kwargs: without effect, what models hand on: `gla_ext.layers._options.OF_MODELS`.
 
         Returns:
             The output `[B, T, hidden_size]`, None, and past_key_values.
@@ -218,11 +222,12 @@ class GatedLinearAttention(nn.Module):
         Raises:
             ValueError: for shapes that do not fit, a mask of other numbers than 0 and 1, or
                 past_key_values without layer_idx.
-            TypeError: for inputs, an attention_mask or cu_seqlens that are no tensors.
+            TypeError: for inputs, an attention_mask or cu_seqlens that are no tensors; for other
+                keywords, by name.
             NotImplementedError: for nested tensors; for cp_context beside a mask or in mode
                 'fused_recurrent'.
         """
-        cu_seqlens, cp_context = kwargs.get("cu_seqlens"), kwargs.get("cp_context")
+        check_keywords("GatedLinearAttention", kwargs)
         names = "hidden_states attention_mask cu_seqlens"
         check_tensors("GatedLinearAttention", names, hidden_states, attention_mask, cu_seqlens)
         check_hidden_states("GatedLinearAttention", hidden_states, self.hidden_size)

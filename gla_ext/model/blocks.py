@@ -333,6 +333,7 @@ def run_blocks(
     for block in blocks:
         if inputs is not None:
             inputs.append(x if slots is None else unpack(x, slots, B, T))
+            x = x if slots is None else pack(inputs[-1], slots)  # on the gradient's way
         if residuals is not None:
             x, *sources = call(block, x, *sources, **attn_args)
         elif not carries:

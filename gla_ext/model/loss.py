@@ -26,6 +26,7 @@ def head_and_loss(
     num_items_in_batch: Tensor | int | None = None,
     cu_seqlens: Tensor | None = None,
     cp_context: Any = None,
+    shifted: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of x `[B, T, hidden_size]`, and its logits, or None where config has them never be
     there, by its fuse_cross_entropy and fuse_linear_cross_entropy. For the rest see
@@ -34,7 +35,7 @@ def head_and_loss(
     if cp_context is not None and config.use_l2warp:
         raise NotImplementedError("GLAForCausalLM: expected no use_l2warp beside cp_context")
     if config.fuse_linear_cross_entropy and is_plain(head, biased=True):
-        targets = _targets(labels, x, cu_seqlens, cp_context)
+        targets = _targets(labels, x, cu_seqlens, cp_context, shifted)
         total = linear_cross_entropy(x.flatten(0, 1), targets, head.weight, head.bias)
         loss = _mean(total, targets, num_items_in_batch, cp_context)
         if config.use_l2warp:
@@ -50,6 +51,7 @@ def head_and_loss(
         cp_context,
         fuse_cross_entropy=config.fuse_cross_entropy or config.fuse_linear_cross_entropy,
         inplace_backward=training,
+        shifted=shifted,
     )
     if config.use_l2warp:
         loss = loss + _l2_warp(_greatest(logits), num_items_in_batch)
@@ -99,6 +101,7 @@ def next_token_loss(
     *,
     fuse_cross_entropy: bool = True,
     inplace_backward: bool = False,
+    shifted: bool = False,
 ) -> Tensor:
     """Mean cross entropy of logits at t against labels at t + 1, nats a token.
 
@@ -116,19 +119,33 @@ def next_token_loss(
             Default: True.
         inplace_backward: as `gla_ext.losses.cross_entropy_loss`'s: backward writes the gradient
             over the logits. Default: False.
+        shifted: labels are shifted already, logits at t are compared with labels at t, of every
+            sequence. Default: False.
 
     Returns:
         A scalar, fp32 or, of fp64 logits, fp64; NaN when no label counts.
+
+    Raises:
+        ValueError: shifted labels of another shape.
     """
     names = "logits labels cu_seqlens"
     check_tensors("next_token_loss", names, logits, labels, cu_seqlens)
-    targets = _targets(labels, logits, cu_seqlens, cp_context)
+    targets = _targets(labels, logits, cu_seqlens, cp_context, shifted)
     total = cross_entropy(logits.flatten(0, 1), targets, fuse_cross_entropy, inplace_backward)
     return _mean(total, targets, num_items_in_batch, cp_context)
 
 
-def _targets(labels: Tensor, x: Tensor, cu_seqlens: Tensor | None, cp_context: Any) -> Tensor:
+def _targets(
+    labels: Tensor, x: Tensor, cu_seqlens: Tensor | None, cp_context: Any, shifted: bool
+) -> Tensor:
     """What x `[B, T, ...]` is compared with at each token, `[B * T]`."""
+    if shifted:
+        if labels.shape != x.shape[:2]:
+            raise ValueError(
+                f"next_token_loss: expected shifted labels to have shape {list(x.shape[:2])}, got "
+                f"{list(labels.shape)}"
+            )
+        return labels.to(x.device).flatten()
     if cp_context is not None:
         from gla_ext.distributed.loss import next_labels
 
