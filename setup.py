@@ -51,7 +51,8 @@ KERNEL_WARNINGS = [
 ]
 LINK_FLAGS = ["-fopenmp"]
 if platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc":
-    LINK_FLAGS.append("-Wl,--wrap=exp,--wrap=exp2")  # see csrc/common/glibc.cpp
+    # See csrc/common/glibc.cpp.
+    LINK_FLAGS.append("-Wl,--wrap=exp,--wrap=exp2,--wrap=log,--wrap=log2,--wrap=pow")
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall"]
 NVCC_FLAGS = ["-O3"]
 COMPRESS = "--compress-mode=size"  # nvcc knows it from 12.8 on

@@ -1,8 +1,9 @@
 // Lets what is built on a newer system run on glibc 2.28, as torch's own wheels do.
 //
-// Three symbols would ask for more: exp and exp2 got a new version in 2.29, for errno's sake alone,
-// and libstdc++'s headers read __libc_single_threaded of 2.32 before they count a shared_ptr.
-// setup.py sends exp and exp2 here by the linker's --wrap; other builds leave the functions unused.
+// Six symbols would ask for more: exp, exp2, log, log2 and pow got a new version in 2.29, for
+// errno's sake alone, and libstdc++'s headers read __libc_single_threaded of 2.32 before they count
+// a shared_ptr. setup.py sends the functions here by the linker's --wrap; other builds leave them
+// unused.
 
 #include <features.h>
 
@@ -10,6 +11,9 @@
 
 __asm__(".symver exp_2_2_5, exp@GLIBC_2.2.5");
 __asm__(".symver exp2_2_2_5, exp2@GLIBC_2.2.5");
+__asm__(".symver log_2_2_5, log@GLIBC_2.2.5");
+__asm__(".symver log2_2_2_5, log2@GLIBC_2.2.5");
+__asm__(".symver pow_2_2_5, pow@GLIBC_2.2.5");
 
 #define GLA_HIDDEN __attribute__((visibility("hidden")))
 
@@ -17,13 +21,22 @@ extern "C" {
 
 double exp_2_2_5(double x);
 double exp2_2_2_5(double x);
+double log_2_2_5(double x);
+double log2_2_2_5(double x);
+double pow_2_2_5(double x, double y);
 
 GLA_HIDDEN double __wrap_exp(double x);
 GLA_HIDDEN double __wrap_exp2(double x);
+GLA_HIDDEN double __wrap_log(double x);
+GLA_HIDDEN double __wrap_log2(double x);
+GLA_HIDDEN double __wrap_pow(double x, double y);
 GLA_HIDDEN extern char __libc_single_threaded;
 
 double __wrap_exp(double x) { return exp_2_2_5(x); }
 double __wrap_exp2(double x) { return exp2_2_2_5(x); }
+double __wrap_log(double x) { return log_2_2_5(x); }
+double __wrap_log2(double x) { return log2_2_2_5(x); }
+double __wrap_pow(double x, double y) { return pow_2_2_5(x, y); }
 
 // Never alone: the counts are then always atomic, as they were before 2.32.
 char __libc_single_threaded = 0;
