@@ -202,7 +202,7 @@ def test_old_torch_is_one_sentence(monkeypatch):
 
 
 def test_sdist_builds_without_torch_and_is_complete(tmp_path):
-    folders = ["csrc", "gla_ext", "tests", "benchmarks", "examples", ".ci"]
+    folders = ["csrc", "gla_ext", "tests", "benchmarks", "docs", "examples", "experiments", ".ci"]
     names = [*BUILD_FILES, "CMakeLists.txt", "Makefile", ".clang-format"]
     tree = copy_tree(tmp_path / "tree", *names, *folders)
     (tree / "gla_ext" / "_build_info.py").write_text("BUILD_INFO = {}\n")
@@ -220,7 +220,7 @@ def test_sdist_builds_without_torch_and_is_complete(tmp_path):
     assert f"\nVersion: {rules.version()}\n" in about
     assert "\nRequires-Dist: torch>=2.11\n" in about
     assert kept == f"{commit}\n"
-    suffixes = ".cpp .h .cu .cuh .md .py .pyi .typed .cmake .in .txt"
+    suffixes = ".cpp .h .cu .cuh .md .py .pyi .typed .cmake .in .txt .jsonl"
     expected = {
         str(path.relative_to(ROOT))
         for folder in folders
