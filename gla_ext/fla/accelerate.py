@@ -127,7 +127,7 @@ def _chunk_gla(
         return _call(chunk.chunk_gla, q, k, v, g, **arguments, **kwargs)
     unknown = {name: value for name, value in kwargs.items() if name != "cp_context"}
     why_not = _why_not(q, k, v, (g,), scale, initial_state, cu_seqlens, unknown)
-    if why_not is None and initial_state is not None and initial_state.dtype != _state_dtype(q):
+    if why_not is None and initial_state is not None and not _fits(initial_state, q):
         why_not = f"an initial_state in {initial_state.dtype}"
     if why_not is not None:
         _warn_once("chunk_gla", why_not)
@@ -338,7 +338,7 @@ def _why_not(
     if dtype not in _FLOATS and not (on_cpu and dtype == torch.float64):
         return f"{dtype} on {device.type}"
     for gate in gates:
-        if gate is not None and gate.dtype not in (_FLOATS if dtype in _FLOATS else (dtype,)):
+        if gate is not None and not _fits(gate, q):
             return f"a gate in {gate.dtype} beside q in {dtype}"
     if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
         return f"cu_seqlens in {cu_seqlens.dtype}"
@@ -364,6 +364,11 @@ def _why_not_on_cuda(q: Tensor, v: Tensor) -> str | None:
 
 
 _has_no_cuda = _C.build_info()["cuda"] is None
+
+
+def _fits(x: Tensor, q: Tensor) -> bool:
+    """Whether the operators take a gate or a state of x's dtype beside q."""
+    return x.dtype in (_FLOATS if q.dtype in _FLOATS else (q.dtype,))
 
 
 def _state_dtype(q: Tensor) -> torch.dtype:

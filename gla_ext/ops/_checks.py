@@ -12,6 +12,7 @@ from torch import Tensor
 
 # What turns a switch in the environment off.
 OFF = ("0", "false", "off", "no")
+SHORT = (torch.bfloat16, torch.float16)
 FLOATING = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 
@@ -51,6 +52,13 @@ def without_last_of_one(g: Tensor | None, k: Tensor) -> Tensor | None:
     if g is not None and g.ndim == 4 and g.shape[-1] == 1 and k.shape[-1] != 1:
         return g.squeeze(-1)
     return g
+
+
+def wide_state(state: Tensor | None, q: Tensor) -> Tensor | None:
+    """An initial state of 16 bits as the operators take it, in float32; with float64 q, as it is."""
+    if state is not None and state.dtype in SHORT and q.dtype != torch.float64:
+        return state.float()
+    return state
 
 
 def check_scale(op: str, scale: Any) -> None:

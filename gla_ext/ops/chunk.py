@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
-from gla_ext.ops._checks import OFF, check_plain_tensors, check_scale, without_last_of_one
+from gla_ext.ops._checks import (
+    OFF,
+    check_plain_tensors,
+    check_scale,
+    wide_state,
+    without_last_of_one,
+)
 from gla_ext.ops._tracing import can_be_read, is_recorded_for_onnx, is_sharded
 from gla_ext.ops.inputs import CHECKS_INPUTS, check_offsets, check_values
 
@@ -116,8 +122,9 @@ def chunk_gla(
             head is `[B, T, HK]` or `[B, T, HK, 1]`, of which no copy for every channel need be
             made. None: no decay.
         scale: factor of the scores, a number. Default: `K ** -0.5`.
-        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32 (float64 with
-            float64 q). N is the number of sequences: B, or `len(cu_seqlens) - 1`. Default: zero.
+        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32, bfloat16 or
+            float16 (float64 with float64 q). N is the number of sequences: B, or
+            `len(cu_seqlens) - 1`. Default: zero.
         output_final_state: whether to return the state after the last token. Default: False.
         state_v_first: layout of both states. Default: False.
         cu_seqlens: offsets of packed sequences, `[N + 1]`, int32 or int64, on q's device, with
@@ -133,8 +140,8 @@ def chunk_gla(
             is read where a sequence begins, the final one given where it ends. Default: None.
 
     Returns:
-        o, `[B, T, H, V]` in v's dtype, and the final state in the layout and dtype of
-        initial_state, or None.
+        o, `[B, T, H, V]` in v's dtype, and the final state in the layout of initial_state, float32
+        (float64 with float64 q), or None.
 
     Raises:
         ValueError: shapes, devices or offsets do not agree.
@@ -156,6 +163,7 @@ def chunk_gla(
     if not compiling:
         check_plain_tensors("chunk_gla", _TENSORS, q, k, v, g, gv, initial_state, cu_seqlens)
     g = without_last_of_one(g, k)
+    initial_state = wide_state(initial_state, q)
     if cp_context is not None:
         from gla_ext.distributed.attention import chunk_gla_with_context
 

@@ -15,6 +15,7 @@ from gla_ext.ops._checks import (
     check_device,
     check_plain_tensors,
     check_scale,
+    wide_state,
     without_last_of_one,
 )
 
@@ -66,6 +67,8 @@ def check_inputs(
     for name, t in zip(names.split(), tensors, strict=True):
         if t is not None and q is not None:
             check_device("check_inputs", name, t, "q", q)
+    initial_state = wide_state(initial_state, q)
+    tensors = (q, k, v, g, gv, initial_state, cu_seqlens)
     shapes = (None if t is None else t.to("meta") for t in tensors)
     torch.ops.gla_ext.chunk_gla_fwd(*shapes, scale, False, state_v_first, False, 0)
     check_values("check_inputs", "g", q, k, v, g, gv, scale, initial_state, cu_seqlens)

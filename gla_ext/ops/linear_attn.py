@@ -36,8 +36,8 @@ def chunk_linear_attn(
 
     Args:
         q, k, v, scale, output_final_state, cu_seqlens: as in `chunk_simple_gla`.
-        initial_state: `[N, H, K, V]`, float32 (float64 with float64 q). If `normalize`, that alone
-            or a pair of it and z, `[N, 1, H, K]` of any floating dtype. Default: zero.
+        initial_state: `[N, H, K, V]`, as in `chunk_simple_gla`. If `normalize`, that alone or a
+            pair of it and z, `[N, 1, H, K]` of any floating dtype. Default: zero.
         normalize: whether to divide by the sum of the scores. Default: True.
 
     Returns:

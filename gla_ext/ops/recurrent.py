@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
-from gla_ext.ops._checks import check_plain_tensors, check_scale, without_last_of_one
+from gla_ext.ops._checks import check_plain_tensors, check_scale, wide_state, without_last_of_one
 from gla_ext.ops._tracing import (
     can_be_read,
     is_recorded_for_onnx,
@@ -73,8 +73,9 @@ def fused_recurrent_gla(
             dtype of q, but float64 with float64 q. Default: no decay.
         gv: the same of each value channel, `[B, T, HK, V]`. Default: no decay.
         scale: factor of the scores, a number. Default: `K ** -0.5`.
-        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32 (float64 with
-            float64 q). N is the number of sequences: B, or `len(cu_seqlens) - 1`. Default: zero.
+        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32, bfloat16 or
+            float16 (float64 with float64 q). N is the number of sequences: B, or
+            `len(cu_seqlens) - 1`. Default: zero.
         output_final_state: whether to return the state after the last token. Default: False.
         reverse: the last token of a sequence comes first. Default: False.
         state_v_first: layout of both states. Default: False.
@@ -83,8 +84,8 @@ def fused_recurrent_gla(
         **kwargs: `transpose_state_layout`, the old name of state_v_first; it warns.
 
     Returns:
-        o, `[B, T, H, V]` in v's dtype, and the final state in the layout and dtype of
-        initial_state, or None.
+        o, `[B, T, H, V]` in v's dtype, and the final state in the layout of initial_state, float32
+        (float64 with float64 q), or None.
 
     Raises:
         ValueError: shapes, devices or offsets do not agree; both names of state_v_first.
@@ -107,6 +108,7 @@ def fused_recurrent_gla(
         tensors = (q, k, v, gk, gv, initial_state, cu_seqlens)
         check_plain_tensors("fused_recurrent_gla", names, *tensors)
     gk = without_last_of_one(gk, k)
+    initial_state = wide_state(initial_state, q)
     if is_recorded_for_onnx():
         from gla_ext.ops._plain import gla
 

@@ -65,8 +65,9 @@ def chunk_simple_gla(
         g_gamma: the same, constant over tokens, `[HK]`. Only one of g and g_gamma may be given.
             Default: None.
         scale: factor of the scores, a number. Default: `K ** -0.5`.
-        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32 (float64 with
-            float64 q). N is the number of sequences: B, or `len(cu_seqlens) - 1`. Default: zero.
+        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32, bfloat16 or
+            float16 (float64 with float64 q). N is the number of sequences: B, or
+            `len(cu_seqlens) - 1`. Default: zero.
         output_final_state: whether to return the state after the last token. Default: False.
         state_v_first: layout of both states. Default: False.
         cu_seqlens: offsets of packed sequences, `[N + 1]`, as in `chunk_gla`.
@@ -75,8 +76,8 @@ def chunk_simple_gla(
         cp_context: of one rank's tokens of a longer text, as in `chunk_gla`. Default: None.
 
     Returns:
-        o, `[B, T, H, V]` in v's dtype, and the final state in the layout and dtype of
-        initial_state, or None.
+        o, `[B, T, H, V]` in v's dtype, and the final state in the layout of initial_state, float32
+        (float64 with float64 q), or None.
 
     Raises:
         ValueError: shapes, devices or offsets do not agree; both g and g_gamma.

@@ -293,11 +293,28 @@ def test_other_calls_go_to_fla_and_warn_once(fla, calls, monkeypatch, name, chan
         assert given[key] is value
 
 
-def test_chunk_refuses_a_bf16_state_as_fla_does(fla, calls):
+def test_states_of_16_bits(fla, calls):
     gla_ext.fla.accelerate_fla()
-    state = torch.zeros(2, 2, 16, 16, dtype=torch.bfloat16)
+    x, state = operands(), torch.randn(2, 2, 16, 16).bfloat16()
+    for operator in (fla.ops.gla.chunk_gla, fla.ops.gla.fused_recurrent_gla):
+        leaves = state.clone().requires_grad_(), state.float().requires_grad_()
+        found, expected = (
+            operator(*x, initial_state=leaf, output_final_state=True) for leaf in leaves
+        )
+        assert all(map(torch.equal, found, expected))
+        (short, wide) = (
+            torch.autograd.grad(o.sum() + final_state.sum(), leaf)[0]
+            for (o, final_state), leaf in zip((found, expected), leaves, strict=True)
+        )
+        assert torch.equal(short, wide.bfloat16())
+    assert calls == ["chunk_gla"] * 2 + ["fused_recurrent_gla"] * 2
+
+
+def test_chunk_refuses_an_fp64_state_as_fla_does(fla, calls):
+    gla_ext.fla.accelerate_fla()
+    state = torch.zeros(2, 2, 16, 16, dtype=torch.float64)
     with (
-        pytest.warns(UserWarning, match="an initial_state in torch.bfloat16"),
+        pytest.warns(UserWarning, match="an initial_state in torch.float64"),
         pytest.raises(AssertionError, match="initial_state must be in float32"),
     ):
         fla.ops.gla.chunk_gla(*operands(), initial_state=state)

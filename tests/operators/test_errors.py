@@ -92,8 +92,10 @@ def test_devices(x):
 
 def test_initial_state(x, packed):
     expected = "chunk_gla: expected initial_state to "
-    with raises(TypeError, expected + "be torch.float32, got torch.bfloat16"):
-        call(x, initial_state=x.initial_state.bfloat16())
+    with raises(TypeError, expected + "be torch.float32, got torch.float64"):
+        call(x, initial_state=x.initial_state.double())
+    with raises(TypeError, expected + "be torch.float64, got torch.bfloat16"):
+        call(x.double(), initial_state=x.initial_state.bfloat16())
     with raises(TypeError, expected + "be torch.float64, got torch.float32"):
         call(x.double(), initial_state=x.initial_state)
     got = "[2, 4, 8, 12]"

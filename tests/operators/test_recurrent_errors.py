@@ -51,8 +51,8 @@ def test_dtypes(x):
             call(x, **{name: getattr(x, name).double()})
         with raises(TypeError, NAME + f"{name} to be torch.float64 like q, got torch.float32"):
             call(x.map(torch.Tensor.double), **{name: getattr(x, name)})
-    with raises(TypeError, NAME + "initial_state to be torch.float32, got torch.bfloat16"):
-        call(x, initial_state=x.initial_state.bfloat16())
+    with raises(TypeError, NAME + "initial_state to be torch.float32, got torch.float64"):
+        call(x, initial_state=x.initial_state.double())
 
 
 def test_state_layout(x):
