@@ -133,7 +133,10 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tens
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    grouped = q.shape[-2] != k.shape[-2]
+    grouped = bool(q.shape[-2] != k.shape[-2])  # torch.jit.trace makes tensors of sizes
+    if grouped and torch._C._is_tracing():  # the legacy exporter knows no shared heads
+        k, v = (x.repeat_interleave(int(q.shape[-2]) // int(x.shape[-2]), -2) for x in (k, v))
+        grouped = False
     q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=grouped)
     return o.transpose(-3, -2)

@@ -210,7 +210,8 @@ class Output(torch.nn.Module):
         self.module = module
 
     def forward(self, x):
-        return self.module(x)[0]
+        y = self.module(x)
+        return y.logits if hasattr(y, "logits") else y[0]
 
 
 def assert_runs(run, model, *inputs, bound=1e-5):
@@ -234,6 +235,14 @@ def test_onnx_by_torchscript(options, tmp_path):
     layer = Output(make_layer(torch.float32, **options)).eval()
     run = onnx_session(layer, (make_x(dtype=torch.float32),), tmp_path / "x.onnx", dynamo=False)
     assert_runs(run, layer, make_x(dtype=torch.float32, seed=5))
+
+
+@pytest.mark.parametrize("attn", [{}, {"num_kv_heads": 1, "window_size": 9}], ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_of_a_hybrid_by_torchscript(attn, tmp_path):
+    model = Output(make_model(**MODEL_EVERY, attn={"layers": [1], "num_heads": 2} | attn))
+    run = onnx_session(model, (make_ids(),), tmp_path / "model.onnx", dynamo=False)
+    assert_runs(run, model, make_ids(seed=5))
 
 
 @pytest.mark.parametrize(
