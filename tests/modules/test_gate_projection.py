@@ -37,10 +37,10 @@ def error(found, expected):
     return ((found.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
 
 
-def check(inputs, dg, factor=1.0, **options):
+def check(inputs, dg, factor=1.0, function=gate_projection, **options):
     leaves = [t.detach().requires_grad_() for t in inputs if t is not None]
     doubles = [t.detach().double().requires_grad_() for t in leaves]
-    found, expected = gate_projection(*leaves, **options), exact(*doubles, **options)
+    found, expected = function(*leaves, **options), exact(*doubles, **options)
     assert found.is_contiguous()
     gradients = torch.autograd.grad(found, leaves, dg)
     wanted = torch.autograd.grad(expected, doubles, dg.double())
@@ -59,14 +59,34 @@ def test_values_and_gradients(device, K, R, dtype):
     check(inputs, dg, factor=20.0 if R * K == 1 else 2.0)
 
 
+def without_near(dg, inputs, clamp_min):
+    """dg without what lies where rounding would decide whether the bound holds."""
+    z = inputs[0].double() @ inputs[1].double().T + inputs[2].double()
+    near = (torch.nn.functional.logsigmoid(z) / 16 - clamp_min).abs() < 1e-4
+    return dg.masked_fill(near, 0)
+
+
 @by_dtype
 @pytest.mark.parametrize("clamp_min", [-0.03, 0.0, -1000.0])
 def test_clamped(device, clamp_min, dtype):
     inputs, dg = make((90,), 16, 72, device, dtype)
-    # Nothing lies where rounding would decide.
-    z = inputs[0].double() @ inputs[1].double().T + inputs[2].double()
-    near = (torch.nn.functional.logsigmoid(z) / 16 - clamp_min).abs() < 1e-4
-    check(inputs, dg.masked_fill(near, 0), factor=2.0, clamp_min=clamp_min)
+    check(inputs, without_near(dg, inputs, clamp_min), factor=2.0, clamp_min=clamp_min)
+
+
+def operator(h, weight, bias=None, clamp_min=None):
+    return ops.gate_projection_fwd.default(h, weight, bias, 16.0, clamp_min)
+
+
+@by_dtype
+@pytest.mark.parametrize("R", [5, 16, 20])
+@pytest.mark.parametrize("rows", [(), (2, 45), (0,)])
+def test_the_operator_takes_what_has_no_kernel(device, rows, R, dtype):
+    """Called directly: the function hands it on CUDA only what its kernels take."""
+    inputs, dg = make(rows, R, 72, device, dtype)
+    check(inputs, dg, factor=2.0, function=operator)
+    check([*inputs[:2], None], dg, factor=2.0, function=operator)
+    dg = without_near(dg, inputs, -0.03)
+    check(inputs, dg, factor=2.0, function=operator, clamp_min=-0.03)
 
 
 @by_dtype
@@ -139,8 +159,11 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("requires_grad, biased", [(True, True), (False, True), (False, False)])
-def test_opcheck(device, requires_grad, biased):
-    (h, weight, bias), dg = make((2, 5), 16, 24, device, torch.bfloat16)
+@pytest.mark.parametrize(
+    "R, dtype", [(16, torch.bfloat16), (20, torch.bfloat16), (16, torch.float32)]
+)
+def test_opcheck(device, R, dtype, requires_grad, biased):
+    (h, weight, bias), dg = make((2, 5), R, 24, device, dtype)
     leaves = [t.requires_grad_(requires_grad) for t in (h, weight)] + [bias if biased else None]
     torch.library.opcheck(ops.gate_projection_fwd.default, (*leaves, 16.0, -1.0))
     if not requires_grad:

@@ -136,10 +136,6 @@ def test_low_rank_step(device, dtype, v_first, H, HK, K, V, R):
     rows = 3
     *inputs, pool, slots = step_inputs(device, dtype, rows, H, HK, K, V, R, v_first)
     q, k, v, h, w, b = inputs
-    if device == "cuda" and dtype == torch.float32:
-        with pytest.raises(NotImplementedError, match="on CUDA, got float"):
-            low_rank_step(*inputs, pool, slots, v_first)
-        return
     slots[1] = -1
     before = pool.clone()
     o = low_rank_step(*inputs, pool, slots, v_first)
@@ -165,8 +161,6 @@ def test_low_rank_step(device, dtype, v_first, H, HK, K, V, R):
 
 @by_dtype
 def test_low_rank_step_is_its_parts(device, dtype):
-    if device == "cuda" and dtype == torch.float32:
-        pytest.skip("gate_projection has no kernel for fp32 on CUDA")
     *inputs, pool, slots = step_inputs(device, dtype, 4, 2, 2, 64, 32, 16, True)
     q, k, v, h, w, b = inputs
     other = pool.clone()
@@ -340,9 +334,9 @@ def arguments(device, dtype=torch.float32):
 NAMES = tuple(arguments("cpu"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_opcheck(device, name):
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+def test_opcheck(device, name, dtype):
     torch.library.opcheck(getattr(ops, name).default, arguments(device, dtype)[name])
 
 

@@ -1,8 +1,12 @@
-// The gate's projection on CUDA: check, allocate, launch.
+// The gate's projection on CUDA: check, allocate, launch; calls that the kernels do not serve are
+// composed of torch's operations.
 #include "gate_projection.h"
 
+#include <ATen/OpMathType.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/log_sigmoid.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -47,15 +51,7 @@ class GateProjectionLaunch {
         h_(as_matrix(h)),
         weight_(weight.contiguous()) {
     check_gpu(op, h.device());
-    TORCH_CHECK_NOT_IMPLEMENTED(h.scalar_type() == at::kBFloat16 || h.scalar_type() == at::kHalf,
-                                op, ": expected torch.bfloat16 or torch.float16 on CUDA, got ",
-                                h.dtype());
     p.rows = h_.size(0), p.rank = static_cast<int>(h_.size(1)), p.width = weight.size(0);
-    TORCH_CHECK_NOT_IMPLEMENTED(p.rank <= kMostGateRank, op, ": expected R to be at most ",
-                                kMostGateRank, " on CUDA, got ", p.rank);
-    TORCH_CHECK_NOT_IMPLEMENTED(p.rows <= kMostGateRows && p.width <= kMostGateRows, op,
-                                ": expected at most ", kMostGateRows,
-                                " rows of h and of weight on CUDA, got ", p.rows, " and ", p.width);
     p.dtype = dtype_of(h.scalar_type());
     p.per_normalizer = static_cast<float>(1 / normalizer);
     p.clamp_min = clamp_min.has_value() ? static_cast<float>(*clamp_min)
@@ -113,10 +109,37 @@ class GateProjectionLaunch {
   at::Tensor h_, weight_, bias_, dg_;
 };
 
+bool has_kernel(const at::Tensor& h, const at::Tensor& weight) {
+  const bool dtype = h.scalar_type() == at::kBFloat16 || h.scalar_type() == at::kHalf;
+  return dtype && h.size(-1) <= kMostGateRank && h.numel() / h.size(-1) <= kMostGateRows &&
+         weight.size(0) <= kMostGateRows;
+}
+
+at::Tensor composed_fwd(const at::Tensor& h, const at::Tensor& weight, const OptionalTensor& bias,
+                        double normalizer, std::optional<double> clamp_min) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const at::Tensor g = at::log_sigmoid(at::linear(h, weight, bias)).div_(normalizer);
+  return clamp_min.has_value() ? g.clamp_min(*clamp_min) : g;
+}
+
+GateProjectionBackwardOutputs composed_bwd(const at::Tensor& dg, const at::Tensor& h,
+                                           const at::Tensor& weight, const OptionalTensor& bias,
+                                           double normalizer, std::optional<double> clamp_min) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const at::Tensor rows = as_matrix(h);
+  const at::Tensor z = at::linear(rows, weight, bias).to(at::toOpMathType(h.scalar_type()));
+  const at::Tensor d = z.neg().sigmoid_().div_(normalizer);
+  if (clamp_min.has_value()) d.masked_fill_(at::log_sigmoid(z).div_(normalizer).lt(*clamp_min), 0);
+  const at::Tensor dz = d.mul_(dg.reshape(d.sizes())).to(h.scalar_type());
+  const at::Tensor dbias = given(bias) ? dz.sum(0) : at::empty({0}, weight.options());
+  return {dz.mm(weight).reshape(h.sizes()), dz.t().mm(rows), dbias};
+}
+
 at::Tensor gate_projection_fwd_cuda(const at::Tensor& h, const at::Tensor& weight,
                                     const OptionalTensor& bias, double normalizer,
                                     std::optional<double> clamp_min) {
   check_gate_projection_fwd(h, weight, bias, normalizer);
+  if (!has_kernel(h, weight)) return composed_fwd(h, weight, bias, normalizer, clamp_min);
   GateProjectionLaunch launch("gate_projection", h, weight, bias, normalizer, clamp_min);
   auto sizes = h.sizes().vec();
   sizes.back() = weight.size(0);
@@ -131,6 +154,7 @@ GateProjectionBackwardOutputs gate_projection_bwd_cuda(const at::Tensor& dg, con
                                                        double normalizer,
                                                        std::optional<double> clamp_min) {
   check_gate_projection_bwd(dg, h, weight, bias, normalizer);
+  if (!has_kernel(h, weight)) return composed_bwd(dg, h, weight, bias, normalizer, clamp_min);
   GateProjectionLaunch launch("gate_projection_bwd", h, weight, bias, normalizer, clamp_min);
   const int64_t of_bias = given(bias) ? weight.size(0) : 0;
   at::Tensor dh = at::empty(h.sizes(), h.options());
