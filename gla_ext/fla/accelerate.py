@@ -45,7 +45,6 @@ def accelerate_fla() -> None:
       `chunk_lightning_attn`, `chunk_linear_attn` and their fused_chunk and fused_recurrent forms,
       and with them the layers that call them (`SimpleGatedLinearAttention`, `MultiScaleRetention`,
       `LinearAttention`, `YOCOGatedRetention`), where this FLA has them with 0.6.0's arguments.
-      A state of theirs of another dtype is converted.
     - A call with what gla_ext does not support goes to FLA; each reason is warned of once.
     - `FusedRMSNormGated` without a residual is gla_ext's operator too, `rms_norm` of
       `gla_ext.layers.norms`, where this build has kernels. So is `RMSNorm` without a bias where
@@ -61,6 +60,7 @@ def accelerate_fla() -> None:
     - On a CPU `FusedCrossEntropyLoss` and `FusedLinearCrossEntropyLoss` are plain torch operations,
       so that FLA's GLA models train and generate there. So is `fused_attnres`, of models with
       `attnres_block_size`, there and inside `torch.compile`.
+    - `generate` of FLA's models finds the cache by transformers 5.24's name for it, `cache`.
     - FLA's `Attention`, of hybrid models, needs the package flash_attn; where that is absent, what
       it imports from there is gla_ext's, on torch's kernels, until `restore_fla`. Call
       `accelerate_fla` before such a model is built. On a CPU its rotary embedding is torch's

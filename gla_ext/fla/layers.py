@@ -3,7 +3,8 @@
 Norms are gla_ext's operators in training, the gated one always. Each other replacement goes on to
 FLA's own code outside `torch.compile`; all but the unpadding do so on a GPU alone, since FLA's
 kernels do not run on a CPU. Parameters, and with them checkpoints, stay as they are. The losses,
-which are for a CPU alone, stand in `gla_ext.fla.losses`, attention in `gla_ext.fla.attention`.
+which are for a CPU alone, stand in `gla_ext.fla.losses`, attention in `gla_ext.fla.attention`,
+what `generate` needs in `gla_ext.fla.generation`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gla_ext.fla import _context, activations, attention, losses
+from gla_ext.fla import _context, activations, attention, generation, losses
 from gla_ext.fla.activations import needs_torch
 from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext.layers.norms import plain_rms_norm, rms_norm, rms_norm_residual
@@ -45,7 +46,7 @@ def replace(has_kernels: Callable[[Tensor], bool]) -> list[tuple[Any, str, Any]]
             (modules.ShortConvolution, partial(_convolution_forward, has_kernels=has_kernels)),
         )
     ]
-    changes += losses.replacements() + attention.replacements()
+    changes += losses.replacements() + attention.replacements() + generation.replacements()
     layers = _layers()
     if layers is not None:
         changes += [
@@ -157,7 +158,8 @@ def _convolution_forward(original: Callable, has_kernels: Callable[[Tensor], boo
         chunk_indices: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        other = residual is not None or mask is not None or self.activation is None or kwargs
+        both = mask is not None and cu_seqlens is not None  # which FLA refuses
+        other = residual is not None or both or self.activation is None or kwargs
         no_kernel = x.dtype == torch.float64 and x.device.type == "cuda"
         if other or no_kernel or not (needs_torch(x) and has_kernels(x)):
             return original(
@@ -171,6 +173,8 @@ def _convolution_forward(original: Callable, has_kernels: Callable[[Tensor], boo
                 chunk_indices,
                 **kwargs,
             )
+        if mask is not None:
+            x = x * mask.unsqueeze(-1)
         return causal_convolution(self, x, cache, bool(output_final_state), cu_seqlens)
 
     return forward

@@ -55,7 +55,7 @@ def without_last_of_one(g: Tensor | None, k: Tensor) -> Tensor | None:
 
 
 def wide_state(state: Tensor | None, q: Tensor) -> Tensor | None:
-    """An initial state of 16 bits as the operators take it, in float32; with float64 q, as it is."""
+    """An initial state as the operators take it: of 16 bits in float32, but beside float64 q."""
     if state is not None and state.dtype in SHORT and q.dtype != torch.float64:
         return state.float()
     return state

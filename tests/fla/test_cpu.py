@@ -22,6 +22,7 @@ from common import assert_close
 import gla_ext.fla
 
 from fla import layers, models, modules
+from fla.layers.simple_gla import SimpleGatedLinearAttention
 
 before = layers.attn.flash_attn_func
 gla_ext.fla.accelerate_fla()
@@ -85,10 +86,18 @@ for options in (
         assert_close(value, expected[name], 1e-5, name=name)
     options = {"attention_mask": mask, **GREEDY}
     expected = ours.generate(ids, **options)
-    # FLA 0.6.0 does not find the cache by the name that generate() of transformers 5.24 gives it.
+    assert torch.equal(theirs.generate(ids, **options), expected)
     assert torch.equal(theirs.generate(ids, use_cache=False, **options), expected)
     assert torch.equal(continued(theirs), expected)
     print("agrees")
+
+simple = SimpleGatedLinearAttention(hidden_size=32, num_heads=2, use_short_conv=True)
+x, before = (torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+y = simple(x, attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 9]))[0]
+assert_close(y[:1, 2:], simple(x[:1, 2:])[0], 1e-5)
+assert_close(y[1:], simple(x[1:])[0], 1e-5)
+assert torch.equal(x, before)
+print("padded")
 
 gla_ext.fla.restore_fla()
 for owner in (modules.FusedCrossEntropyLoss, modules.FusedLinearCrossEntropyLoss):
@@ -110,6 +119,7 @@ def test_a_model_of_fla_trains_and_generates_on_a_cpu():
     output = run_python(MODEL, PYTHONPATH="tests/helpers", TRITON_INTERPRET="0").splitlines()
     assert output == [
         *["agrees"] * 6,
+        "padded",
         *["fla"] * 3,
         "flash_attn again: True",
         "needs a driver again: True",

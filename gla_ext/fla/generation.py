@@ -1,0 +1,40 @@
+"""`generate` of FLA's models with transformers 5.24, which hands the cache on as `cache`: a keyword
+that FLA's forwards drop, to go on with the last token alone and from no state.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def replacements() -> list[tuple[Any, str, Any]]:
+    """Owners, names and what stands there."""
+    try:
+        mixin = importlib.import_module("fla.models.utils").FLAGenerationMixin
+    except (ImportError, AttributeError):  # fla-core alone has no models
+        return []
+    original = mixin.prepare_inputs_for_generation
+    return [(mixin, "prepare_inputs_for_generation", _with_the_cache(original))]
+
+
+def _with_the_cache(original: Callable) -> Callable:
+    """`FLAGenerationMixin.prepare_inputs_for_generation`, which gives the cache by FLA's name."""
+
+    @functools.wraps(original)
+    def prepare_inputs_for_generation(
+        self: nn.Module, *args: Any, cache: Any | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        # One of transformers' own is what `generate` of FLA 0.5.2 starts with; FLA makes its own.
+        if cache is not None and type(cache).__module__.partition(".")[0] != "transformers":
+            kwargs["past_key_values"] = cache
+        inputs = original(self, *args, **kwargs)
+        if "cache" in inputs:
+            inputs["past_key_values"] = inputs.pop("cache")
+        return inputs
+
+    return prepare_inputs_for_generation
