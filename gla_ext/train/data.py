@@ -128,7 +128,7 @@ class Batches:
         stream: uint8 `[n]`, from `encode`.
         batch_size: windows a step.
         seq_len: tokens of a window that a step takes, T; each also gives the token after it.
-        seed: the seed.
+        seed: any whole number.
         segments: steps a window, which has `segments * seq_len` tokens. Default: 1.
 
     Raises:
@@ -161,12 +161,20 @@ class Batches:
         """Where the window with this running number starts in the stream."""
         epoch, place = divmod(window, self.windows)
         if epoch != self._epoch:
-            generator = torch.Generator("cpu").manual_seed((self.seed << 20) + epoch)
+            generator = torch.Generator("cpu").manual_seed(_seed(self.seed, epoch))
             slack = len(self.stream) - 1 - self.windows * self.window_len
             shift = torch.randint(slack + 1, (1,), generator=generator, device="cpu")
             order = torch.randperm(self.windows, generator=generator, device="cpu")
             self._epoch, self._starts = epoch, order * self.window_len + shift
         return int(self._starts[place])
+
+
+def _seed(seed: int, epoch: int) -> int:
+    """A number of 32 bits, all that a CPU's generator reads, for any seed and epoch."""
+    number = (seed << 20) + epoch
+    if 0 <= number < 1 << 32:
+        return number
+    return int.from_bytes(hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:4], "big")
 
 
 def lzma_bits_per_byte(documents: tuple[tuple[str, bytes], ...]) -> float:

@@ -84,6 +84,8 @@ class Settings:
         check_at_least(self, steps=0, batch_size=1, seq_len=1, hidden_size=1, layers=1, heads=1)
         check_at_least(self, segments=1)
         check_at_least(self, lr=0, warmup=0, weight_decay=0, grad_clip=0, eval_every=0)
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"expected --seed to have at most 64 bits, got {self.seed}")
 
     def model_config(self) -> GLAConfig:
         return GLAConfig(

@@ -207,6 +207,19 @@ def test_batches_depend_on_seed_and_step_alone():
     assert not torch.equal(Batches(stream, 3, 10, seed=6)(0)[0], in_order[0][0])
 
 
+def test_any_two_seeds_and_epochs_differ():
+    """A CPU's generator reads 32 bits of a seed."""
+    stream, seeds = torch.arange(1003) % 251, (0, 1, 4096, 2**43, 2**44, 2**63 - 1, 2**64 - 1, -1)
+    batches = [Batches(stream, 25, 10, seed)(step)[0] for seed in seeds for step in (0, 4)]
+    assert len({tuple(x.flatten().tolist()) for x in batches}) == 2 * len(seeds)
+    # Runs with small seeds, as they are made again by a checkpoint.
+    generator = torch.Generator().manual_seed((7 << 20) + 1)
+    shift = torch.randint(3, (1,), generator=generator)
+    order = torch.randperm(100, generator=generator)
+    starts = Batches(torch.arange(1003), 100, 10, seed=7)(1)[0][:, 0]
+    assert torch.equal(starts, order * 10 + shift)
+
+
 def test_an_epoch_sees_every_window_once():
     batches = Batches(torch.arange(1003), 4, 10, seed=0)
     windows, starts = [batches(step) for step in range(50)], []

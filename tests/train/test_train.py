@@ -198,6 +198,7 @@ def test_resume_from_a_damaged_checkpoint(folder, tmp_path, capsys, damage):
         ("--grad-clip", -1.0, "expected --grad-clip to be at least 0, got -1.0"),
         ("--lr", "nan", "expected --lr to be at least 0, got nan"),
         ("--sample-bytes", -1, "expected --sample-bytes to be at least 0, got -1"),
+        ("--seed", 2**64, f"expected --seed to have at most 64 bits, got {2**64}"),
         (
             "--device",
             "foo",
