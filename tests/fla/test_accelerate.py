@@ -4,6 +4,7 @@ Equal bits (see common.py): own sums.
 """
 
 import copy
+import importlib
 import pickle
 import sys
 import threading
@@ -59,7 +60,9 @@ def test_replaces_and_puts_back(fla):
     user.attention = fla.ops.gla.chunk_gla
     sys.modules[user.__name__] = user
     layers, norm = sys.modules["fla.layers.gla"], fla.modules.FusedRMSNormGated
+    mixin = importlib.import_module("fla.models.utils").FLAGenerationMixin
     before = held(fla) | {"user": user.attention, "norm": norm.forward, **vars(layers)}
+    before["generate"] = mixin.prepare_inputs_for_generation
     try:
         gla_ext.fla.accelerate_fla()
         gla_ext.fla.accelerate_fla()
@@ -77,6 +80,7 @@ def test_replaces_and_puts_back(fla):
         assert not gla_ext.fla.is_accelerated()
         assert later.chunk_gla is before["user"]
         after = held(fla) | {"user": user.attention, "norm": norm.forward, **vars(layers)}
+        after["generate"] = mixin.prepare_inputs_for_generation
         assert {name: after[name] is value for name, value in before.items()} == dict.fromkeys(
             before, True
         )

@@ -92,11 +92,10 @@ for options in (
     print("agrees")
 
 simple = SimpleGatedLinearAttention(hidden_size=32, num_heads=2, use_short_conv=True)
-x, before = (torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(3))
 y = simple(x, attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 9]))[0]
 assert_close(y[:1, 2:], simple(x[:1, 2:])[0], 1e-5)
 assert_close(y[1:], simple(x[1:])[0], 1e-5)
-assert torch.equal(x, before)
 print("padded")
 
 gla_ext.fla.restore_fla()
