@@ -203,5 +203,9 @@ class GLAConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> GLAConfig:
-        """Reads the file `path`; raises as `from_dict` does."""
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        """Reads the file `path`; raises as `from_dict` does, and ValueError for what is no JSON."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"GLAConfig: expected {path} to be JSON, got {error}") from error
+        return cls.from_dict(values)

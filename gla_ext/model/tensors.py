@@ -43,8 +43,23 @@ def read_model(folder: str | Path) -> tuple[GLAConfig, dict[str, Tensor]]:
             "got no folder; a model of the Hub is to be downloaded first"
         )
     if not (folder / CONFIG_FILE).is_file():
-        raise FileNotFoundError(f"load_model: expected {folder} to hold {CONFIG_FILE}")
+        raise FileNotFoundError(
+            f"load_model: expected {folder} to hold {CONFIG_FILE}{_unfinished(folder)}"
+        )
     return GLAConfig.load(folder / CONFIG_FILE), read_model_tensors(folder)
+
+
+def _unfinished(folder: Path) -> str:
+    """How to go on, of a folder that a training run has left before its end."""
+    checkpoint = folder / "checkpoint.safetensors"
+    step = read_metadata(checkpoint).get("step") if checkpoint.is_file() else None
+    if step is None:
+        return ""
+    command = f"python -m gla_ext.train --out {folder} --resume"
+    return (
+        f", got a training run that stopped at step {step}; '{command}' finishes it, "
+        f"'{command} --steps {step}' ends it there"
+    )
 
 
 def read_model_tensors(folder: Path) -> dict[str, Tensor]:

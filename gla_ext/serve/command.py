@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,36 +17,66 @@ from gla_ext.serve.request import Limits
 from gla_ext.serve.text import load_tokenizer
 from gla_ext.train.devices import check_device, default_device
 
+PROGRAM = "python -m gla_ext.serve"
 DTYPES = ("float32", "bfloat16", "float16")
+# What goes wrong by what the user gave: a folder, a model, limits, memory, a package.
+_OF_USERS = (
+    *(OSError, ValueError, TypeError, ImportError, NotImplementedError),
+    *(MemoryError, torch.OutOfMemoryError),
+)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def command_line() -> argparse.ArgumentParser:
+    """The command line."""
     limits = Limits()
     parser = argparse.ArgumentParser(
-        prog="python -m gla_ext.serve",
+        prog=PROGRAM,
         description="Serves a language model over HTTP, with OpenAI's completion interface.",
     )
+
+    def add(flag: str, text: str, default: Any, shown: str | None = None, **kwargs: Any) -> None:
+        text = f"{text} (default: {default if shown is None else shown})"
+        kind = {} if "action" in kwargs or default is None else {"type": type(default)}
+        parser.add_argument(flag, default=default, help=text, **{**kind, **kwargs})
+
     parser.add_argument("model", type=Path, help="a folder with config.json and model.safetensors")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--name", help="the model's, for clients; default: its folder's")
-    parser.add_argument("--device", type=_device, default=default_device())
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--state-dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--rows", type=int, default=limits.rows, help="decoded at once")
-    parser.add_argument("--waiting", type=int, default=limits.waiting, help="that may wait")
-    parser.add_argument("--max-prompt-tokens", type=int, default=limits.prompt_tokens)
-    parser.add_argument("--max-new-tokens", type=int, default=limits.new_tokens)
-    parser.add_argument("--prefill-tokens", type=int, default=limits.prefill_tokens)
-    parser.add_argument("--checkpoint-tokens", type=int, default=limits.checkpoint_tokens)
-    parser.add_argument("--cache-bytes", type=int, default=limits.cache_bytes)
-    parser.add_argument("--batch-invariant", action="store_true")
-    parser.add_argument(
-        "--allow-refresh", action="store_true", help="serve POST /v1/refresh: the model changed"
-    )
-    parser.add_argument("--connections", type=int, default=2048)
-    parser.add_argument("--shutdown-seconds", type=int, default=60)
-    return parser.parse_args(arguments)
+    add("--host", "which address to listen on; 0.0.0.0 is all of this machine's", "127.0.0.1")
+    add("--port", "0 takes a free one", 8000, type=_number(0, 65535))
+    add("--name", "of the model, for clients", None, "its folder's")
+    add("--device", "cpu, cuda, or one of several as cuda:1", default_device(), type=_device)
+    add("--dtype", "of the weights and products", "float32", choices=DTYPES)
+    add("--state-dtype", "in which recurrent states are stored", "float32", choices=DTYPES)
+    add("--rows", "sequences that are decoded at once", limits.rows)
+    add("--waiting", "sequences that may wait for a row; more get status 429", limits.waiting)
+    add("--max-prompt-tokens", "most tokens of a prompt", limits.prompt_tokens)
+    add("--max-new-tokens", "most tokens that a request may ask for", limits.new_tokens)
+    passing = "tokens of prompts that pass between two steps of what decodes"
+    add("--prefill-tokens", passing, limits.prefill_tokens)
+    every = "tokens between two checkpoints of the prefix cache, a multiple of 64"
+    add("--checkpoint-tokens", every, limits.checkpoint_tokens)
+    add("--cache-bytes", "memory of the prefix cache; 0 turns it off", limits.cache_bytes)
+    alone = "make a reply's bits the same whatever else runs"
+    add("--batch-invariant", alone, False, "no", action="store_true")
+    told = "serve POST /v1/refresh, which says that the model changed"
+    add("--allow-refresh", told, False, "no", action="store_true")
+    more = "connections that may be open at once; more get status 503"
+    add("--connections", more, 2048, type=_number(1))
+    last = "seconds in which a server that gets SIGTERM or SIGINT finishes what it has accepted"
+    add("--shutdown-seconds", last, 60, type=_number(0))
+    return parser
+
+
+def _number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Reads an int in a range."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least or (most is not None and value > most):
+            bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"expected a number {bounds}, got {value}")
+        return value
+
+    return number
 
 
 def _device(name: str) -> str:
@@ -56,11 +88,25 @@ def _device(name: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = parse(arguments)
+    """Serves until a signal; what the user can mend ends in a sentence on stderr and status 2."""
+    args = command_line().parse_args(arguments)
     try:
         from gla_ext.serve.http import Options, serve
     except ModuleNotFoundError as error:
-        sys.exit(f"python -m gla_ext.serve: {error}; 'pip install starlette uvicorn' brings it")
+        sys.exit(f"{PROGRAM}: {error}; 'pip install starlette uvicorn' brings it")
+    try:
+        engine = _engine(args)
+    except _OF_USERS as error:
+        _fail(error)
+    name = args.name or args.model.resolve().name
+    options = Options(name, allow_refresh=args.allow_refresh)
+    try:
+        serve(engine, args.host, args.port, options, args.connections, args.shutdown_seconds)
+    except OSError as error:
+        _fail(f"expected {args.host} and port {args.port} to be free to listen on, got {error}")
+
+
+def _engine(args: argparse.Namespace) -> Engine:
     limits = Limits(
         rows=args.rows,
         waiting=args.waiting,
@@ -74,8 +120,9 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(args.model, model.config.vocab_size)
     with batch_invariant(args.batch_invariant):
         state_dtype = getattr(torch, args.state_dtype)
-        model = fuse_projections(model.eval())
-        engine = Engine(model, tokenizer, limits, state_dtype=state_dtype)
-    name = args.name or args.model.resolve().name
-    options = Options(name, allow_refresh=args.allow_refresh)
-    serve(engine, args.host, args.port, options, args.connections, args.shutdown_seconds)
+        return Engine(fuse_projections(model.eval()), tokenizer, limits, state_dtype=state_dtype)
+
+
+def _fail(error: Exception | str) -> NoReturn:
+    print(f"{PROGRAM}: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,132 @@
+"""The command line of the server: what the user can mend ends in a sentence, and help tells all."""
+
+import argparse
+import json
+import re
+import shutil
+import socket
+import sys
+
+import pytest
+from models import make_model
+from served import ENVIRONMENT
+from source_tree import run
+
+from gla_ext.model import GLAConfig, GLAForCausalLM
+from gla_ext.serve import command
+
+pytest.importorskip("uvicorn")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "checkpoint"
+    make_model(vocab_size=256, eos_token_id=None).save_pretrained(path)
+    return path
+
+
+def fails(capsys, *arguments) -> str:
+    """What the command says as it ends with status 2, which is one line."""
+    with pytest.raises(SystemExit) as ended:
+        command.main([str(argument) for argument in (*arguments, "--device", "cpu")])
+    assert ended.value.code == 2
+    out, error = capsys.readouterr()
+    *usage, last = error.splitlines()
+    assert out == "" and (not usage or usage[0].startswith("usage: "))
+    assert last.startswith("python -m gla_ext.serve: ")
+    return last
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rows", 0], "expected rows to be at least 1, got 0"),
+        (["--rows", "many"], "argument --rows: invalid int value: 'many'"),
+        (["--waiting", -1], "expected waiting to be at least 0, got -1"),
+        (["--max-prompt-tokens", 0], "expected prompt_tokens to be at least 1, got 0"),
+        (["--max-new-tokens", 0], "expected new_tokens to be at least 1, got 0"),
+        (["--prefill-tokens", 0], "expected prefill_tokens to be at least 1, got 0"),
+        (["--checkpoint-tokens", 100], "expected checkpoint_tokens to be a multiple of 64, got"),
+        (["--cache-bytes", -1], "expected cache_bytes to be at least 0, got -1"),
+        (["--port", 65536], "argument --port: expected a number from 0 to 65535, got 65536"),
+        (["--connections", 0], "argument --connections: expected a number at least 1, got 0"),
+        (["--shutdown-seconds", -1], "expected a number at least 0, got -1"),
+        (["--host", "no such host"], "expected no such host and port 8000 to be free to listen"),
+        (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["--device", "gpu"], "argument --device: expected --device to be one of torch's"),
+    ],
+    ids=lambda x: str(x[0]) if isinstance(x, list) else "",
+)
+def test_options_that_cannot_be(folder, capsys, options, message):
+    assert message in fails(capsys, folder, *options)
+
+
+def test_a_port_in_use(folder, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = fails(capsys, folder, "--port", port)
+    assert f"expected 127.0.0.1 and port {port} to be free to listen on, got" in message
+    assert "Address already in use" in message
+
+
+def test_folders_that_hold_no_model(folder, tmp_path, capsys):
+    assert f"expected {tmp_path / 'no'} to be a folder" in fails(capsys, tmp_path / "no")
+    assert f"expected {tmp_path} to hold config.json" in fails(capsys, tmp_path)
+    options = {"hidden_size": 32, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 256}
+    attention = {"layers": [0], "num_heads": 2}
+    hybrid = GLAForCausalLM(GLAConfig(**options, attn=attention))
+    hybrid.save_pretrained(tmp_path / "hybrid")
+    assert "a model with attention layers is not impl" in fails(capsys, tmp_path / "hybrid")
+    GLAForCausalLM(GLAConfig(**options | {"vocab_size": 300})).save_pretrained(tmp_path / "words")
+    assert "to hold a tokenizer, as its model has 300" in fails(capsys, tmp_path / "words")
+    whole = json.loads((folder / "config.json").read_text())
+    for name, text, message in (
+        ("config.json", "{", "to be JSON, got"),
+        ("config.json", json.dumps(whole | {"model_type": "llama"}), "model_type to be 'gla'"),
+        ("config.json", json.dumps(whole | {"num_heads": "two"}), "num_heads"),
+        ("model.safetensors", "none", "to be a whole safetensors file"),
+    ):
+        shutil.copytree(folder, tmp_path / "odd")
+        (tmp_path / "odd" / name).write_text(text, encoding="utf-8")
+        assert message in fails(capsys, tmp_path / "odd")
+        shutil.rmtree(tmp_path / "odd")
+
+
+def test_a_training_run_that_stopped(tmp_path, capsys):
+    """The sentence has the command that finishes it, which then is served."""
+    train = pytest.importorskip("gla_ext.train")
+    text, out = tmp_path / "text", tmp_path / "out"
+    text.write_text("the quick brown fox " * 400)
+    tiny = "--batch-size 2 --seq-len 16 --hidden-size 16 --layers 1 --heads 2 --sample-bytes 4"
+    given = ["--data", str(text), "--out", str(out), *tiny.split(), "--device", "cpu"]
+    assert train.main([*given, "--steps", "3"]) == 0
+    for path in out.iterdir():  # which a run writes at its end
+        if path.suffix != ".safetensors" or path.name == "model.safetensors":
+            path.unlink()
+    capsys.readouterr()
+    message = fails(capsys, out)
+    assert f"expected {out} to hold config.json, got a training run that stopped at st" in message
+    finish, end = re.findall(r"'python -m gla_ext\.train (.*?)'", message)
+    assert finish == f"--out {out} --resume" and end == f"--out {out} --resume --steps 3"
+    assert train.main([*end.split(), "--device", "cpu"]) == 0
+    assert GLAForCausalLM.from_pretrained(out).config.vocab_size == 256
+
+
+def test_the_command_ends_without_a_traceback(tmp_path):
+    module = [sys.executable, "-m", "gla_ext.serve"]
+    result = run(*module, str(tmp_path), "--device", "cpu", **ENVIRONMENT)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("python -m gla_ext.serve: load_model: expected")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_help_tells_what_each_option_does():
+    """And its default, which is the one that it has."""
+    parser = command.command_line()
+    shown = " ".join(parser.format_help().split())
+    for action in parser._actions:
+        assert action.help and len(action.help.split()) >= 3, action.dest
+        if action.option_strings and not isinstance(action, argparse._HelpAction):
+            default = {False: "no", None: "its folder's"}.get(action.default, action.default)
+            assert action.help.endswith(f" (default: {default})"), action.dest
+            assert " ".join(action.help.split()) in shown
