@@ -55,6 +55,8 @@ class DecodeLoop:
         with torch.inference_mode(False), torch.no_grad():
             self.tokens = torch.zeros(batch_size, dtype=torch.long, device=device)
             self.done = torch.zeros(batch_size, dtype=torch.bool, device=device)
+            # Of each row's largest logits since its prompt: finite where all of these were.
+            self.sums = torch.zeros(batch_size, device=device)
             self.cache = StaticGLACache(batch_size, self.done)
             self.cache.counts = False
             vocab_size = model.config.vocab_size
@@ -113,12 +115,14 @@ class DecodeLoop:
                     cu_seqlens=segment.cu_seqlens,
                 ).logits.flatten(0, 1)
             found.append(logits[: segment.ended])
-        tokens = self._choose(torch.cat(found) if len(found) > 1 else found[0])
+        tokens, largest = self._choose(torch.cat(found) if len(found) > 1 else found[0])
         if rows is None:
             self.tokens.copy_(tokens)
+            self.sums.copy_(largest)
             self.done.copy_(self.ends[tokens])
         else:
             self.tokens.index_copy_(0, rows, tokens)
+            self.sums.index_copy_(0, rows, largest.float())
             self.done.index_copy_(0, rows, self.ends[tokens])
         self.cache.skip_done()
         self.cache.longest = max(others, before + max(prompts.lengths))
@@ -136,11 +140,13 @@ class DecodeLoop:
         logits = model(
             self.tokens.unsqueeze(1), past_key_values=self.cache, use_cache=True, logits_to_keep=1
         ).logits[:, -1]
-        torch.where(self.done, self.tokens, self._choose(logits), out=self.tokens)
+        tokens, largest = self._choose(logits)
+        self.sums.add_(largest.masked_fill(self.done, 0))
+        torch.where(self.done, self.tokens, tokens, out=self.tokens)
         self.done.logical_or_(self.ends[self.tokens])
         self.cache.skip_done()
 
-    def _choose(self, logits: Tensor) -> Tensor:
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         noise = None if self.noise is None else self.noise[: logits.shape[0]]
         return choose(logits, noise, self.temperature, self.top_k, self.top_p)
 

@@ -67,6 +67,8 @@ class Decoder:
     Attributes:
         tokens: int64 `[B]`, the last token of every row.
         done: bool `[B]`, which rows have drawn one of eos_token_id.
+        finite: bool `[B]`, which rows' logits were finite at every token since the prompt. Those of
+            others were NaN or inf, or all -inf, and their tokens mean nothing.
 
     Raises:
         TypeError: for options that are no numbers, and a top_k that is no int.
@@ -165,6 +167,10 @@ class Decoder:
     @property
     def done(self) -> Tensor:
         return self._loop.done
+
+    @property
+    def finite(self) -> Tensor:
+        return self._loop.sums.isfinite()
 
     @property
     def nbytes(self) -> int:

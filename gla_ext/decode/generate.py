@@ -101,6 +101,7 @@ def generate(
         TypeError: for tokens that are neither int64 nor int32, options that are no numbers, a
             max_new_tokens, top_k, eos_token_id or segment_tokens that is no int, and another cache
             than a `GLACache`.
+        RuntimeError: when the model's logits are NaN or inf, or -inf of all tokens.
     """
     sampling = Sampling(temperature, top_k, top_p)
     ends = read_end_tokens(eos_token_id, model.config.vocab_size)
@@ -219,10 +220,24 @@ def _continue(decoder: Decoder, count: int, may_end: bool) -> Tensor:
     new = decoder.tokens.new_empty(decoder.tokens.shape[0], count)
     between = STEPS_BETWEEN_LOOKS if new.is_cuda else 1
     for n in range(count):
-        if may_end and n > 0 and n % between == 0 and decoder.done.all():
-            return new[:, :n]
+        if may_end and n > 0 and n % between == 0:
+            done, finite = torch.stack([decoder.done.all(), decoder.finite.all()]).tolist()
+            if done or not finite:
+                new = new[:, :n]
+                break
         new[:, n] = decoder.step() if n > 0 else decoder.tokens
+    if count > 0:
+        _check_finite(decoder.finite)
     return new
+
+
+def _check_finite(finite: Tensor) -> None:
+    if not finite.all():
+        rows = finite.logical_not().nonzero().flatten().tolist()
+        raise RuntimeError(
+            "generate: expected the model's logits to be finite, got NaN or inf, or -inf of all "
+            f"tokens, in rows {rows}"
+        )
 
 
 def _lengths(new: Tensor, ends: tuple[int, ...]) -> list[int]:
@@ -254,7 +269,8 @@ def _stream(
         try:
             for more in reversed(range(count)):
                 ahead = decoder.tokens.is_cuda and more > 0 and cache is None
-                tokens, *done = _fetch(decoder, may_end, ahead)
+                tokens, sums, *done = _fetch(decoder, may_end, ahead)
+                _check_finite(sums.isfinite())
                 yield tokens
                 if may_end and done[0].all():
                     break
@@ -268,10 +284,10 @@ def _stream(
 
 
 def _fetch(decoder: Decoder, may_end: bool, step: bool) -> list[Tensor]:
-    """Tokens on the host and, where rows may end, done; on a GPU, `step` queues the next before it
-    waits for these.
+    """Tokens and `DecodeLoop.sums` on the host and, where rows may end, done; on a GPU, `step`
+    queues the next before it waits for these.
     """
-    wanted = [decoder.tokens, decoder.done] if may_end else [decoder.tokens]
+    wanted = [decoder.tokens, decoder._loop.sums, *([decoder.done] if may_end else [])]
     if not decoder.tokens.is_cuda:
         return [x.clone() for x in wanted]
     found = [x.to("cpu", non_blocking=True) for x in wanted]

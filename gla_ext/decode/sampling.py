@@ -48,6 +48,11 @@ class Sampling:
             raise ValueError(f"generate: expected top_k to be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"generate: expected top_p to be in (0, 1], got {self.top_p}")
+        # Of NumPy and torch too: `distribution` takes tensors as those of every row.
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", operator.index(self.top_k))
+        if self.top_p is not None:
+            object.__setattr__(self, "top_p", float(self.top_p))
 
     @property
     def divisor(self) -> float:
@@ -98,13 +103,52 @@ def read_end_tokens(
     return tokens
 
 
+def distribution(
+    logits: Tensor,
+    temperature: float | Tensor,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What a token of each row is drawn from.
+
+    Args:
+        logits: `[B, vocab_size]`.
+        temperature: above 0 and finite in fp32; a number, or a tensor that goes with `[B, 1]`.
+        top_k: at least 1, of all rows or int64 `[B, 1]`. Default: None (all).
+        top_p: in (0, 1], as temperature; of the sum of the top_k. Default: None (all).
+
+    Returns:
+        Probabilities, fp32 `[B, n]`, which top_p leaves a sum below 1; the tokens that they are of,
+        int64 `[B, n]`, or None for those from 0 to vocab_size - 1; and the largest logit, fp32
+        `[B]`, see `choose`.
+    """
+    logits, tokens = logits.float(), None
+    if isinstance(top_k, Tensor) or (top_k is None and top_p is not None):
+        logits, tokens = logits.sort(stable=True, dim=-1, descending=True)
+    elif top_k is not None:
+        logits, tokens = logits.topk(min(top_k, logits.shape[-1]))
+    largest = logits.amax(-1, keepdim=True)
+    # Differences to it, which divided by a small temperature may become -inf.
+    scores = (logits - largest) / temperature
+    if isinstance(top_k, Tensor):
+        rank = torch.arange(scores.shape[-1], device=scores.device)
+        scores = scores.masked_fill(rank >= top_k, -torch.inf)
+    p = scores.softmax(-1)
+    if top_p is not None:
+        # A token stays if those before it do not reach top_p: the first one always does.
+        leaves = (p.cumsum(-1) - p >= top_p) & (top_p < 1)
+        leaves[:, 0] = False
+        p = p.masked_fill(leaves, 0)
+    return p, tokens, largest.squeeze(-1)
+
+
 def choose(
     logits: Tensor,
     noise: Tensor | None,
     temperature: float | Tensor,
     top_k: int | None = None,
     top_p: float | Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """One token a row, with the randomness given.
 
     `argmax(p / noise)` with noise from Exp(1) draws from p: of exponential variables with rates p
@@ -118,24 +162,16 @@ def choose(
         top_k: as in `Sampling`.
 
     Returns:
-        int64 `[B]`.
+        Tokens, int64 `[B]`, and the largest logit, `[B]`. It is finite unless a logit is NaN or
+        inf, or all are -inf: then the token means nothing.
     """
     if noise is None:
-        return logits.argmax(-1)
-    logits, tokens = logits.float(), None
-    if top_k is not None:
-        logits, tokens = logits.topk(min(top_k, logits.shape[-1]))
-    elif top_p is not None:
-        logits, tokens = logits.sort(-1, descending=True)
-    probabilities = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
-    if top_p is not None:
-        # A token stays if those before it do not reach top_p: the first one always does.
-        before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= top_p, 0)
+        largest, tokens = logits.max(-1)
+        return tokens, largest
+    p, tokens, largest = distribution(logits, temperature, top_k, top_p)
     # Noise may round to 0, and 0 / 0 would win.
-    scores = (probabilities / noise).masked_fill(probabilities == 0, -1)
-    choice = scores.argmax(-1, keepdim=True)
-    return (choice if tokens is None else tokens.gather(-1, choice)).squeeze(-1)
+    choice = (p / noise).masked_fill(p == 0, -1).argmax(-1, keepdim=True)
+    return (choice if tokens is None else tokens.gather(-1, choice)).squeeze(-1), largest
 
 
 def sample(
@@ -165,4 +201,5 @@ def sample(
         B, vocab_size = logits.shape
         noise = logits.new_empty(B, options.candidates(vocab_size), dtype=torch.float32)
         noise.exponential_(generator=generator)
-    return choose(logits, noise, options.divisor, top_k, top_p).unsqueeze(-1)
+    tokens, _ = choose(logits, noise, options.divisor, options.top_k, options.top_p)
+    return tokens.unsqueeze(-1)

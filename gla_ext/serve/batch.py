@@ -210,7 +210,7 @@ class Batch:
         size = max(self._size([*draws]), 2)
         logits, tokens = self._logits[:size], self.tokens[:size]
         if all(draw.temperature == 0 for draw in draws.values()):
-            tokens.copy_(logits.argmax(-1))
+            largest, chosen = logits.max(-1)
         else:
             every = [draws.get(row, Draw()) for row in range(size)]
             options = [[draw.uniform for draw in every], [draw.temperature for draw in every]]
@@ -221,8 +221,9 @@ class Batch:
                 most = logits.shape[-1]
                 ranks = [most if draw.top_k is None else min(draw.top_k, most) for draw in every]
                 top_k = torch.tensor(ranks).to(self._device, non_blocking=True)
-            tokens.copy_(choose(logits, uniform, temperature, top_k, top_p))
-        found = [tokens, *(log_probabilities(logits, tokens) if with_logprobs else ())]
+            chosen, largest = choose(logits, uniform, temperature, top_k, top_p)
+        tokens.copy_(chosen)
+        found = [tokens, largest, *(log_probabilities(logits, tokens) if with_logprobs else ())]
         return _fetch(found)
 
 
@@ -231,6 +232,7 @@ class Drawn:
     """What was drawn, on the host: see `choice.log_probabilities`."""
 
     tokens: list[int]
+    largest: list[float]  # logits, as in `choice.choose`
     logprobs: list[float] | None = None
     best: list[list[float]] | None = None
     best_ids: list[list[int]] | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gla_ext.decode.sampling import distribution
+
 MOST_LOGPROBS = 20  # most probable tokens whose log-probabilities a request may have
 
 
@@ -14,7 +16,7 @@ def choose(
     temperature: Tensor,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """One token a row, by inverting the distribution function at the number given.
 
     A row's token depends on its own logits, number and options alone, and so not on whether other
@@ -28,24 +30,17 @@ def choose(
         top_p: fp32 `[B]`; 1 is all of them. Default: None (all).
 
     Returns:
-        int64 `[B]`.
+        Tokens, int64 `[B]`, and the largest logit, fp32 `[B]`, as `gla_ext.decode.sampling.choose`.
     """
-    greedy = logits.argmax(-1)
-    # Differences to the largest logit, which divided by a small temperature may become -inf.
-    scores = logits - logits.amax(-1, keepdim=True)
-    scores = scores / torch.where(temperature > 0, temperature, 1).unsqueeze(-1)
-    chosen = _invert(scores.softmax(-1), uniform)
+    divisor = temperature.masked_fill(temperature == 0, 1).unsqueeze(-1)
+    p, _, largest = distribution(logits, divisor)
+    chosen = _invert(p, uniform)
     if top_k is not None and top_p is not None:
         filtered = (top_k < logits.shape[-1]) | (top_p < 1)
-        ordered, tokens = scores.sort(stable=True, dim=-1, descending=True)
-        p = ordered.softmax(-1)
-        rank = torch.arange(p.shape[-1], device=p.device)
-        # A token stays if those before it do not reach top_p: the first one always does.
-        leaves = (p.cumsum(-1) - p >= top_p.unsqueeze(-1)) | (rank >= top_k.unsqueeze(-1))
-        leaves[:, 0] = False
-        place = _invert(p.masked_fill(leaves, 0), uniform)
-        chosen = torch.where(filtered, tokens.gather(-1, place.unsqueeze(-1)).squeeze(-1), chosen)
-    return torch.where(temperature > 0, chosen, greedy)
+        p, tokens, _ = distribution(logits, divisor, top_k.unsqueeze(-1), top_p.unsqueeze(-1))
+        place = _invert(p, uniform).unsqueeze(-1)
+        chosen = torch.where(filtered, tokens.gather(-1, place).squeeze(-1), chosen)
+    return torch.where(temperature > 0, chosen, logits.argmax(-1)), largest
 
 
 def _invert(p: Tensor, uniform: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,8 @@ from gla_ext.serve.prefix import PrefixCache
 from gla_ext.serve.prompt_queue import PromptQueue, step_of_pieces
 from gla_ext.serve.request import Delta, Limits, Request, TokenLogprob
 from gla_ext.serve.text import Tokenizer
+
+logger = logging.getLogger("gla_ext.serve")
 
 STATE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
@@ -350,6 +354,9 @@ class Engine:
             if sequence.finished:  # before this token was drawn, but not before it was asked for
                 continue
             row, wanted = sequence.row, sequence.request.logprobs
+            if not math.isfinite(drawn.largest[row]):
+                deltas.append((sequence, self._fail(sequence)))
+                continue
             logprob = None
             if wanted is not None:
                 best = zip(drawn.best_ids[row][:wanted], drawn.best[row][:wanted], strict=True)
@@ -360,6 +367,14 @@ class Engine:
                 self._finish(sequence, delta, delta.finish_reason)
             deltas.append((sequence, delta))
         return deltas
+
+    def _fail(self, sequence: Generation) -> Delta:
+        """Ends a sequence of whose logits one is NaN or inf, or all are -inf."""
+        message = "the model's logits are not finite"
+        prompt = len(sequence.request.tokens)
+        logger.error("%s after a prompt of %d tokens and %d new", message, prompt, sequence.new)
+        self.metrics.met_nonfinite_logits()
+        return self._finish(sequence, Delta(error=message), "error")
 
     def _finish(self, sequence: Generation, delta: Delta, reason: str) -> Delta:
         """Frees what a sequence has."""

@@ -47,7 +47,9 @@ class Generation:
         if self.temperature > 0:
             self._generator.manual_seed(request.seed_or_random())
         self._uniforms: list[float] = []
-        self._text = None if tokenizer is None else Detokenizer(tokenizer, request.tokens)
+        self._text = None
+        if tokenizer is not None:
+            self._text = Detokenizer(tokenizer, request.tokens, request.skip_special_tokens)
         self._stops = StopStrings(request.stop)
         self._characters = 0  # of the tokens so far
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gla_ext.serve.generation import Generation
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_COUNTERS = ("prompt_tokens", "cached_prompt_tokens", "generated_tokens", "nonfinite_logits")
 
 
 class Histogram:
@@ -69,6 +70,11 @@ class Metrics:
                 self._histograms["time_between_tokens_seconds"].add(now - sequence.last)
         sequence.last = now
 
+    def met_nonfinite_logits(self) -> None:
+        """A sequence ended since the model gave it no finite logits."""
+        with self._lock:
+            self._counts["nonfinite_logits_total"] += 1
+
     def finished(self, sequence: Generation, reason: str) -> None:
         """A sequence has ended."""
         with self._lock:
@@ -89,7 +95,7 @@ class Metrics:
         """All of it, and gauges that are given, by name."""
         lines: list[str] = []
         with self._lock:
-            for name in ("prompt_tokens", "cached_prompt_tokens", "generated_tokens"):
+            for name in _COUNTERS:
                 full = f"gla_ext_{name}_total"
                 lines += [f"# TYPE {full} counter", f"{full} {self._counts[f'{name}_total']}"]
             lines.append("# TYPE gla_ext_requests_total counter")

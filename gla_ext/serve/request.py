@@ -75,6 +75,7 @@ class Request:
         logprobs: how many of the most probable tokens to report at each token, beside the one
             drawn, at most 20. Default: None (no log-probabilities).
         ignore_eos: go on after the model's eos_token_id. Default: False.
+        skip_special_tokens: leave the tokenizer's special tokens out of the text. Default: True.
 
     Raises:
         TypeError: for options of another type.
@@ -90,6 +91,7 @@ class Request:
     stop: Sequence[str] = ()
     logprobs: int | None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         Sampling(self.temperature, self.top_k, self.top_p)
@@ -152,9 +154,11 @@ class Delta:
     logprobs: one a token, where they were asked for.
     finish_reason: 'stop', 'length', 'cancelled', 'refresh' (`Engine.refresh` ended it), 'error', or
         None (it goes on).
+    error: what went wrong with this sequence alone, where finish_reason is 'error'.
     """
 
     text: str = ""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None

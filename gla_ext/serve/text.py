@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,11 @@ LONGEST_OPEN = 16  # tokens that may wait for the rest of a character
 
 
 class Tokenizer(Protocol):
-    """What a server asks of a tokenizer; one of transformers has it."""
+    """What a server asks of a tokenizer; one of transformers has it.
+
+    `decode` of one that has `all_special_ids`, as transformers' do, also takes
+    `skip_special_tokens`.
+    """
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -57,10 +62,15 @@ class Detokenizer:
     Args:
         tokenizer: decodes.
         prompt: the tokens before.
+        skip_special_tokens: leave special tokens out, where the tokenizer has some. Default: True.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool = True
+    ) -> None:
+        self._decode = tokenizer.decode
+        if skip_special_tokens and hasattr(type(tokenizer), "all_special_ids"):
+            self._decode = partial(tokenizer.decode, skip_special_tokens=True)
         self._window = list(prompt[-CONTEXT:])
         self._shown = len(self._window)  # the text of the window up to here is out
 
@@ -68,12 +78,14 @@ class Detokenizer:
         """The text that this token completes, which may be none."""
         self._window.append(token)
         window, shown = self._window, self._shown
-        text = self._tokenizer.decode(window)
-        # Perhaps a part of a character, unless more tokens are open than a character takes.
-        if text.endswith("\ufffd") and len(window) - shown < LONGEST_OPEN:
+        text, before = self._decode(window), self._decode(window[:shown])
+        # Perhaps a part of a character, or a special token, beside which the space before the next
+        # word would be lost; unless more tokens are open than a character takes.
+        if (text.endswith("\ufffd") or text == before) and len(window) - shown < LONGEST_OPEN:
             return ""
-        before = self._tokenizer.decode(window[:shown])
         self._window, self._shown = window[shown:], len(window) - shown
+        while not text.startswith(before):  # a character that the prompt left open is whole now
+            before = before[:-1]
         return text[len(before) :]
 
 

@@ -62,8 +62,8 @@ def test_the_most_probable_token(options):
 def test_noise_of_zero_draws_no_token_of_probability_zero():
     logits = torch.tensor([[0.0, -torch.inf, 0.0], [0.0, 0.0, -torch.inf]])
     noise = torch.tensor([[1.0, 0.0, 0.5], [1.0, 2.0, 0.0]])
-    assert choose(logits, noise, 1.0).tolist() == [2, 0]
-    assert choose(logits[:1], torch.tensor([[0.0, 0.0, 1.0]]), 1.0).tolist() == [0]
+    assert choose(logits, noise, 1.0)[0].tolist() == [2, 0]
+    assert choose(logits[:1], torch.tensor([[0.0, 0.0, 1.0]]), 1.0)[0].tolist() == [0]
 
 
 @pytest.mark.parametrize("temperature", [math.inf, 1e300, 3.5e38])
@@ -91,10 +91,10 @@ def test_a_model_at_a_temperature_without_bound():
 def test_options_as_tensors():
     rows = torch.randn(50, 31, generator=torch.Generator().manual_seed(0))
     noise = torch.empty(50, 31).exponential_(generator=torch.Generator().manual_seed(1))
-    numbers = choose(rows, noise, 0.75, None, 0.5)
-    tensors = choose(rows, noise, torch.tensor(0.75), None, torch.tensor(0.5))
+    numbers, _ = choose(rows, noise, 0.75, None, 0.5)
+    tensors, _ = choose(rows, noise, torch.tensor(0.75), None, torch.tensor(0.5))
     assert torch.equal(numbers, tensors)
-    assert not torch.equal(numbers, choose(rows, noise, 0.75))
+    assert not torch.equal(numbers, choose(rows, noise, 0.75)[0])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import http.client
+import itertools
 import json
 import re
 import signal
@@ -9,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -108,15 +110,36 @@ def test_streams(client):
         stream=True,
         stream_options={"include_usage": True},
     )
-    texts, reasons, usage = ["", ""], [None, None], None
+    texts, reasons, usage, times = ["", ""], [None, None], None, set()
     for event in stream:
+        assert usage is None and "usage" in event.model_fields_set
         usage = event.usage
+        times.add((event.created, event.id))
         for choice in event.choices:
             texts[choice.index] += choice.text
             reasons[choice.index] = choice.finish_reason
     assert texts == [expected("yes, " * 50, 40)[1], expected("def f(x):", 40)[1]]
     assert reasons == ["length", "length"]
     assert (usage.prompt_tokens, usage.completion_tokens) == (251 + 10, 80)
+    assert len(times) == 1
+    without = client.completions.create(model=NAME, prompt="a", max_tokens=3, stream=True)
+    assert all("usage" not in event.model_fields_set for event in without)
+
+
+def test_the_pieces_of_a_stream_have_one_time(monkeypatch):
+    """Whatever the clock says meanwhile."""
+    from starlette.testclient import TestClient
+
+    from gla_ext.serve.http import Application, Options
+
+    clock = types.SimpleNamespace(time=itertools.count(5).__next__)
+    monkeypatch.setattr("gla_ext.serve.http.protocol.time", clock)
+    engine = Engine(make_model(vocab_size=256, eos_token_id=None), Bytes(), Limits(rows=1))
+    with TestClient(Application(engine, Options()).starlette()) as client:
+        body = {"prompt": "a", "max_tokens": 20, "stream": True, "ignore_eos": True}
+        text = client.post("/v1/completions", json=body).text
+    created = [json.loads(x)["created"] for x in re.findall(r"^data: (\{.*)$", text, re.MULTILINE)]
+    assert len(created) > 1 and len(set(created)) == 1
 
 
 def test_a_prefix_that_was_seen_is_not_computed_again(client):
@@ -149,6 +172,20 @@ def test_seeds_n_stop_and_logprobs(client):
     best = logits.log_softmax(-1).amax(-1).tolist()
     assert choice.logprobs.token_logprobs == pytest.approx(best, abs=1e-4)
     assert [len(x) for x in choice.logprobs.top_logprobs] == [3] * 60
+
+
+def test_the_token_drawn_is_among_the_most_probable(client):
+    """Also where it is none of them: there may be one more than was asked for."""
+    for count in (0, 2):
+        options = {"model": NAME, "prompt": "a", "max_tokens": 40, "temperature": 3.0, "seed": 1}
+        (choice,) = client.completions.create(**options, logprobs=count).choices
+        found, lengths = choice.logprobs, set()
+        for token, value, best in zip(
+            found.tokens, found.token_logprobs, found.top_logprobs, strict=True
+        ):
+            assert best[token] == value
+            lengths.add(len(best))
+        assert max(lengths) == count + 1
 
 
 def test_what_else_there_is_to_get(client, served):

@@ -25,7 +25,7 @@ def test_metrics_are_of_prometheus():
     assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     found = {family.name: family for family in parser.text_string_to_metric_families(reply.text)}
     kinds = Counter(family.type for family in found.values())
-    assert kinds == {"counter": 5, "gauge": 6, "histogram": 3}
+    assert kinds == {"counter": 6, "gauge": 6, "histogram": 3}
     values = {
         sample.name.removeprefix("gla_ext_") + "".join(sample.labels.values()): sample.value
         for family in found.values()

@@ -70,3 +70,13 @@ def test_a_model_of_other_tokens_needs_its_tokenizer(tmp_path):
     assert isinstance(load_tokenizer(tmp_path, 256), Bytes)
     with pytest.raises(ValueError, match="as its model has 31 tokens"):
         load_tokenizer(tmp_path, 31)
+
+
+def test_a_character_that_the_prompt_left_open():
+    """Belongs to the reply, from wherever it was cut; the prompt's own text does not."""
+    pepper = "🌶".encode()
+    for prompt in (b"hot ", b"", "é".encode() * 20, b"\xffx"):
+        for cut in range(5):
+            shown = "".join(pieces(Bytes(), [0, *prompt, *pepper[:cut]], [*pepper[cut:], *b" end"]))
+            assert shown == ("🌶 end" if cut < 4 else " end")
+    assert pieces(Bytes(), [0, *b"a", 0xE2], b"bc") == ["b", "c"]  # of a character that never comes

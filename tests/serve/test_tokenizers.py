@@ -6,7 +6,7 @@ from engines import run
 from models import make_model
 
 from gla_ext.serve import Engine, Limits, Request
-from gla_ext.serve.text import load_tokenizer
+from gla_ext.serve.text import Bytes, Detokenizer, load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 PROMPT = "L'été, le café est fermé."
@@ -81,3 +81,56 @@ def test_over_http(folder):
                 for name in names
             ]
             assert torch.tensor(choice["logprobs"]["token_logprobs"]).le(0).all()
+
+
+def words(*, metaspace: bool):
+    """A tokenizer of whole words, of which 0 to 2 are special; `metaspace` drops a first space."""
+    import tokenizers
+    from tokenizers import decoders, models
+
+    names = ["<s>", "<|im_end|>", "<|tool|>", "\u2581one", "\u2581two"]
+    made = tokenizers.Tokenizer(models.WordLevel({name: n for n, name in enumerate(names)}, "<s>"))
+    made.decoder = decoders.Metaspace() if metaspace else decoders.Fuse()
+    special = [tokenizers.AddedToken("<|tool|>", special=True)]
+    made.add_special_tokens(special)  # special, and none of those that have a role
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", additional_special_tokens=["<|im_end|>"]
+    )
+
+
+@pytest.mark.parametrize("metaspace", [False, True])
+@pytest.mark.parametrize("skip", [False, True])
+def test_special_tokens(metaspace, skip):
+    """As `decode` leaves them out, or has them; the words beside keep their spaces."""
+    tokenizer = words(metaspace=metaspace)
+    prompt, tokens = [0, 3], [1, 4, 2, 2, 3, 1, *[2] * 9, 4, 1]
+    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    pieces = [detokenizer.push(token) for token in tokens]
+    before = tokenizer.decode(prompt, skip_special_tokens=skip)
+    whole = tokenizer.decode(prompt + tokens, skip_special_tokens=skip)
+    assert before + "".join(pieces) == whole
+    assert ("<|im_end|>" in whole, "<|tool|>" in whole) == (not skip, not skip)
+    assert Detokenizer(Bytes(), [0], skip_special_tokens=skip).push(65) == "A"
+
+
+@pytest.mark.parametrize("skip", [None, True, False])
+def test_special_tokens_over_http(skip):
+    pytest.importorskip("starlette")
+    from starlette.testclient import TestClient
+
+    from gla_ext.serve.http import Application, Options
+
+    tokenizer = words(metaspace=False)
+    model = make_model(vocab_size=5, eos_token_id=None)
+    model.lm_head.register_forward_hook(
+        lambda module, args, output: output.new_tensor([0.0, 1, 0, 0, 0]).expand_as(output)
+    )
+    app = Application(Engine(model, tokenizer, Limits(rows=1)), Options()).starlette()
+    body = {"prompt": [3], "max_tokens": 3, "temperature": 0, "logprobs": 0}
+    body |= {} if skip is None else {"skip_special_tokens": skip}
+    with TestClient(app) as client:
+        (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+        bad = client.post("/v1/completions", json=body | {"skip_special_tokens": 1})
+    assert choice["text"] == ("<|im_end|>" * 3 if skip is False else "")
+    assert choice["logprobs"]["tokens"] == ["<|im_end|>"] * 3  # each token has its name
+    assert "expected skip_special_tokens to be true or false, got 1" in bad.text

@@ -347,7 +347,7 @@ def blanks_drawn(**options) -> float:
     blanks, tokens = 0, torch.zeros(256, dtype=torch.long)
     for _ in range(400):
         logits = torch.where(tokens[:, None] == 0, after_blank, after_letter)
-        tokens = choose(logits, torch.empty(256, 2).exponential_(), **options)
+        tokens, _ = choose(logits, torch.empty(256, 2).exponential_(), **options)
         blanks += (tokens == 0).sum().item()
     return blanks / (256 * 400)
 

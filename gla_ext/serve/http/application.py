@@ -122,7 +122,6 @@ class Application:
             too_long = "a prompt of at most" in str(error)
             code = "context_length_exceeded" if too_long else None
             raise RefusedError(400, str(error), code) from error
-        self._statuses[200] += 1
         return self._reply(asked, generations)
 
     def _reply(self, asked: Completion, generations: list[Generation]) -> Reply:
@@ -138,7 +137,11 @@ class Application:
             inbox,
             self.options.write_seconds,
             self._leave,
+            self._count,
         )
+
+    def _count(self, status: int) -> None:
+        self._statuses[status] += 1
 
     def _leave(self, generation: Generation) -> None:
         """Ends a generation whose client has left."""
@@ -230,7 +233,7 @@ class Application:
         return PlainTextResponse(text + "\n".join(lines) + "\n", headers={"content-type": kind})
 
     async def _refuse(self, request: HTTPRequest, error: RefusedError) -> Response:
-        self._statuses[error.status] += 1
+        self._count(error.status)
         headers = {"Retry-After": "1"} if error.status in (429, 503) else None
         return JSONResponse(error.body(), error.status, headers)
 

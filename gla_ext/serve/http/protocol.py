@@ -13,6 +13,7 @@ from gla_ext.serve.request import Delta, Request
 from gla_ext.serve.text import Tokenizer
 
 MOST_PROMPTS = 256  # of a request, times n
+LEAST = -9999.0  # OpenAI's word for a log-probability of -inf, which JSON does not have
 
 
 class RefusedError(ValueError):
@@ -108,6 +109,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop": (_is_stop, "a string or a list of strings"),
     "seed": (_is_int, "an int"),
     "ignore_eos": (_is_bool, "true or false"),
+    "skip_special_tokens": (_is_bool, "true or false"),
     "user": (lambda x: isinstance(x, str), "a string"),
     "echo": (_is_nothing, "false, as it is not implemented"),
     "suffix": (_is_nothing, "null, as it is not implemented"),
@@ -116,7 +118,11 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "frequency_penalty": (_is_nothing, "0, as it is not implemented"),
 }
 _OURS = {"max_tokens": "max_new_tokens"} | {
-    name: name for name in ("temperature", "top_p", "top_k", "logprobs", "seed", "ignore_eos")
+    name: name
+    for name in (
+        *("temperature", "top_p", "top_k", "logprobs", "seed", "ignore_eos"),
+        "skip_special_tokens",
+    )
 }
 
 
@@ -230,9 +236,10 @@ class Choice:
         if self._logprobs:
             logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
             for x in delta.logprobs:
-                best = {self._name(token): value for token, value in x.best.items()}
+                best = x.best | {x.token: x.logprob}  # the one drawn is always among them
+                best = {self._name(token): max(value, LEAST) for token, value in best.items()}
                 logprobs["tokens"].append(self._name(x.token))
-                logprobs["token_logprobs"].append(x.logprob)
+                logprobs["token_logprobs"].append(max(x.logprob, LEAST))
                 logprobs["top_logprobs"].append(best)
                 logprobs["text_offset"].append(x.offset)
         return {
@@ -261,13 +268,10 @@ def merged(choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def reply(
-    ident: str, model: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """A completion, or a piece of one that is streamed."""
-    found = {"id": ident, "object": "text_completion", "created": int(time.time()), "model": model}
-    found["choices"] = choices
-    return found if usage is None else found | {"usage": usage}
+def head(ident: str, model: str) -> dict[str, Any]:
+    """What all pieces of a completion have in common."""
+    created = int(time.time())
+    return {"id": ident, "object": "text_completion", "created": created, "model": model}
 
 
 def usage_of(prompt_tokens: int, cached: int, new: int) -> dict[str, Any]:

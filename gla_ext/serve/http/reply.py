@@ -18,8 +18,6 @@ from gla_ext.serve.text import Tokenizer
 
 logger = logging.getLogger("gla_ext.serve")
 
-FAILED = RefusedError(500, "the engine has failed")
-
 
 class Reply(Response):
     """What becomes of generations.
@@ -32,6 +30,7 @@ class Reply(Response):
         inbox: gets (generation, delta) as they come.
         write_seconds: in which the client has to take what waits for it.
         leave: called with each generation that is not finished when the client leaves.
+        began: called with the status as the reply begins; an error before that is raised.
     """
 
     def __init__(
@@ -44,9 +43,10 @@ class Reply(Response):
         inbox: asyncio.Queue,
         write_seconds: float,
         leave: Callable[[Generation], None],
+        began: Callable[[int], None],
     ) -> None:
         super().__init__()
-        self._ident, self._model, self._asked = ident, model, asked
+        self._head, self._asked, self._began = protocol.head(ident, model), asked, began
         self._generations, self._inbox = generations, inbox
         self._write_seconds, self._leave = write_seconds, leave
         wanted = asked.options.get("logprobs") is not None
@@ -71,8 +71,8 @@ class Reply(Response):
             for generation in self._going:
                 self._leave(generation)
 
-    async def _next(self) -> list[dict[str, Any]]:
-        """What has come meanwhile, at least one piece of a choice."""
+    async def _next(self) -> tuple[list[dict[str, Any]], RefusedError | None]:
+        """Pieces of choices that have come meanwhile, and what then went wrong, if anything has."""
         items = [await self._inbox.get()]
         while not self._inbox.empty():
             items.append(self._inbox.get_nowait())
@@ -81,37 +81,38 @@ class Reply(Response):
             if delta.finish_reason is not None:
                 self._going.discard(generation)
             if delta.finish_reason in ("error", "cancelled"):
-                raise FAILED
+                return found, RefusedError(500, delta.error or "the engine has failed")
             found.append(self._choices[generation].render(delta))
-        return found
+        return found, None
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         pieces: dict[int, list[dict[str, Any]]] = {n: [] for n in range(len(self._generations))}
-        try:
-            while self._going:
-                for choice in await self._next():
-                    pieces[choice["index"]].append(choice)
-        except RefusedError as error:
-            response = JSONResponse(error.body(), error.status)
-        else:
-            choices = [protocol.merged(found) for found in pieces.values()]
-            response = JSONResponse(
-                protocol.reply(self._ident, self._model, choices, self._usage())
-            )
+        while self._going:
+            found, failed = await self._next()
+            if failed is not None:
+                raise failed
+            for choice in found:
+                pieces[choice["index"]].append(choice)
+        choices = [protocol.merged(found) for found in pieces.values()]
+        response = JSONResponse(self._head | {"choices": choices, "usage": self._usage()})
+        self._began(200)
         await response(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        self._began(200)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        try:
-            while self._going:
-                pieces = await self._next()
-                events = [protocol.reply(self._ident, self._model, [piece]) for piece in pieces]
-                if not self._going and self._asked.include_usage:
-                    events.append(protocol.reply(self._ident, self._model, [], self._usage()))
-                await self._send(send, *map(json.dumps, events))
-        except RefusedError as error:
-            await self._send(send, json.dumps(error.body()))
+        counts = self._asked.include_usage
+        head = self._head | ({"usage": None} if counts else {})
+        failed = None
+        while self._going and failed is None:
+            pieces, failed = await self._next()
+            events = [head | {"choices": [piece]} for piece in pieces]
+            if failed is not None:
+                events.append(failed.body())
+            elif not self._going and counts:
+                events.append(head | {"choices": [], "usage": self._usage()})
+            await self._send(send, *map(json.dumps, events))
         await self._send(send, "[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
