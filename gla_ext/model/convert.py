@@ -13,6 +13,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from torch import Tensor
@@ -73,11 +74,16 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m gla_ext.model.convert", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("old", type=Path, help="folder of the checkpoint")
     parser.add_argument("new", type=Path, help="folder to make")
     arguments = parser.parse_args()
-    convert(arguments.old, arguments.new)
+    try:
+        convert(arguments.old, arguments.new)
+    except (OSError, ValueError, TypeError, RuntimeError, UnpicklingError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 if __name__ == "__main__":

@@ -186,3 +186,16 @@ def test_the_command(tmp_path, monkeypatch):
     main()
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert config["intermediate_size"] == 24
+
+
+@pytest.mark.parametrize("weights", [None, b"no pickle"])
+def test_what_the_command_cannot_convert_it_says_in_a_line(tmp_path, monkeypatch, capsys, weights):
+    if weights is not None:
+        GLAConfig(hidden_size=16, num_heads=2).save(tmp_path / "config.json")
+        (tmp_path / "pytorch_model.bin").write_bytes(weights)
+    monkeypatch.setattr(sys, "argv", ["convert", str(tmp_path), str(tmp_path / "new")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("python -m gla_ext.model.convert: ")
+    assert not (tmp_path / "new").exists()
