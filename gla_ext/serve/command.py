@@ -98,6 +98,10 @@ def main(arguments: list[str] | None = None) -> None:
         engine = _engine(args)
     except _OF_USERS as error:
         _fail(error)
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # by torch's allocator of a CPU
+            raise
+        _fail(error)
     name = args.name or args.model.resolve().name
     options = Options(name, allow_refresh=args.allow_refresh)
     try:
@@ -124,5 +128,6 @@ def _engine(args: argparse.Namespace) -> Engine:
 
 
 def _fail(error: Exception | str) -> NoReturn:
-    print(f"{PROGRAM}: {error}", file=sys.stderr)
+    first_line = str(error).partition("\n")[0]  # torch adds where in its sources it was
+    print(f"{PROGRAM}: {first_line or type(error).__name__}", file=sys.stderr)
     sys.exit(2)

@@ -47,6 +47,8 @@ def fails(capsys, *arguments) -> str:
         (["--max-new-tokens", 0], "expected new_tokens to be at least 1, got 0"),
         (["--prefill-tokens", 0], "expected prefill_tokens to be at least 1, got 0"),
         (["--checkpoint-tokens", 100], "expected checkpoint_tokens to be a multiple of 64, got"),
+        (["--cache-bytes", 10**15], "can't allocate memory: you tried to allocate"),
+        (["--cache-bytes", 10**30], "Overflow when unpacking long"),
         (["--cache-bytes", -1], "expected cache_bytes to be at least 0, got -1"),
         (["--port", 65536], "argument --port: expected a number from 0 to 65535, got 65536"),
         (["--connections", 0], "argument --connections: expected a number at least 1, got 0"),
@@ -130,3 +132,10 @@ def test_help_tells_what_each_option_does():
             default = {False: "no", None: "its folder's"}.get(action.default, action.default)
             assert action.help.endswith(f" (default: {default})"), action.dest
             assert " ".join(action.help.split()) in shown
+
+
+def test_the_command_names_what_is_missing(folder):
+    code = "import sys; sys.modules['uvicorn'] = None; from gla_ext.serve.command import main"
+    result = run(sys.executable, "-c", f"{code}; main([{str(folder)!r}])", **ENVIRONMENT)
+    assert result.returncode == 1
+    assert "pip install 'gla_ext[serve]'" in result.stderr

@@ -2,21 +2,17 @@
 
 import asyncio
 import http.client
-import itertools
 import json
 import re
 import signal
 import socket
-import sys
 import threading
 import time
-import types
 
 import pytest
 import torch
 from models import make_model
-from served import ENVIRONMENT, Served, serving
-from source_tree import run
+from served import Served, serving
 
 from gla_ext.serve import Engine, Limits
 from gla_ext.serve.text import Bytes
@@ -124,22 +120,6 @@ def test_streams(client):
     assert len(times) == 1
     without = client.completions.create(model=NAME, prompt="a", max_tokens=3, stream=True)
     assert all("usage" not in event.model_fields_set for event in without)
-
-
-def test_the_pieces_of_a_stream_have_one_time(monkeypatch):
-    """Whatever the clock says meanwhile."""
-    from starlette.testclient import TestClient
-
-    from gla_ext.serve.http import Application, Options
-
-    clock = types.SimpleNamespace(time=itertools.count(5).__next__)
-    monkeypatch.setattr("gla_ext.serve.http.protocol.time", clock)
-    engine = Engine(make_model(vocab_size=256, eos_token_id=None), Bytes(), Limits(rows=1))
-    with TestClient(Application(engine, Options()).starlette()) as client:
-        body = {"prompt": "a", "max_tokens": 20, "stream": True, "ignore_eos": True}
-        text = client.post("/v1/completions", json=body).text
-    created = [json.loads(x)["created"] for x in re.findall(r"^data: (\{.*)$", text, re.MULTILINE)]
-    assert len(created) > 1 and len(set(created)) == 1
 
 
 def test_a_prefix_that_was_seen_is_not_computed_again(client):
@@ -341,13 +321,6 @@ def test_an_engine_that_fails_tells_its_clients():
         assert client.get("/health").status_code == 503
         assert client.post("/v1/completions", json=body).status_code == 503
     assert not engine.busy
-
-
-def test_the_command_names_what_is_missing(folder):
-    code = "import sys; sys.modules['uvicorn'] = None; from gla_ext.serve.command import main"
-    result = run(sys.executable, "-c", f"{code}; main([{str(folder)!r}])", **ENVIRONMENT)
-    assert result.returncode == 1
-    assert "'pip install starlette uvicorn' brings it" in result.stderr
 
 
 async def ask(options, receive, send) -> Engine:

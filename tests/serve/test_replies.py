@@ -1,8 +1,11 @@
-"""A model whose logits are NaN or inf: the sequence ends with an error, in every way to ask."""
+"""A model whose logits are NaN or inf: the sequence ends with an error, in every way to ask. And
+replies whose pieces are JSON, of one time."""
 
+import itertools
 import json
 import logging
 import re
+import types
 
 import pytest
 import torch
@@ -185,3 +188,19 @@ def test_tokens_that_cannot_come(stream):
     assert len(found) == 4
     for best in found:
         assert sorted(value == -9999 for value in best.values()) == [False] * 3 + [True] * 2
+
+
+def test_the_pieces_of_a_stream_have_one_time(monkeypatch):
+    """Whatever the clock says meanwhile."""
+    from starlette.testclient import TestClient
+
+    from gla_ext.serve.http import Application, Options
+
+    clock = types.SimpleNamespace(time=itertools.count(5).__next__)
+    monkeypatch.setattr("gla_ext.serve.http.protocol.time", clock)
+    engine = Engine(make_model(vocab_size=256, eos_token_id=None), Bytes(), Limits(rows=1))
+    with TestClient(Application(engine, Options()).starlette()) as client:
+        body = {"prompt": "a", "max_tokens": 20, "stream": True, "ignore_eos": True}
+        text = client.post("/v1/completions", json=body).text
+    created = [json.loads(x)["created"] for x in re.findall(r"^data: (\{.*)$", text, re.MULTILINE)]
+    assert len(created) > 1 and len(set(created)) == 1
