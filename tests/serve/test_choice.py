@@ -91,13 +91,12 @@ def test_filters_are_those_of_generate(device):
 
 
 def test_top_k_with_top_p_of_a_slow_fall():
-    """7 of the 10 most probable tokens reach half of these 10; of all 100, 12 would."""
+    """5 of the 10 most probable tokens reach half of these 10; of all 100, 29 would."""
     logits, B = torch.linspace(2, 0, 100).expand(20000, -1).contiguous(), 20000
     uniform = (torch.arange(B) + 0.5) / B
     tokens, _ = choose(logits, uniform, torch.ones(B), torch.full((B,), 10), torch.full((B,), 0.5))
     found, _ = of_generate.choose(logits, torch.empty(B, 10).exponential_(), 1.0, 10, 0.5)
-    count = int((reference(logits[0], 1.0, 10, 0.5) > 0).sum())
-    assert len(tokens.unique()) == len(found.unique()) == count
+    assert len(tokens.unique()) == len(found.unique()) == 5
 
 
 def test_the_largest_logit_tells_what_is_not_finite(device):

@@ -108,9 +108,14 @@ def test_an_engine_ends_the_sequence_alone(temperature, value, device, caplog):
 
 
 def test_a_prompt_that_spoils_the_logits(device):
+    """Not those of prompts that pass packed with it."""
     model, _, drawn = spoiled(device)
+    other = [token for token in prompt(70) if token != drawn[-1]]
+    expected = (greedy(model, other, 3), "", "length")
     engine = Engine(model, limits=Limits(**SMALL))
-    assert run(engine, Request([1, drawn[-1]], 5)) == [([], "", "error")]
+    good, bad = Request(other, 3, temperature=0), Request([1, drawn[-1], 2], 5)
+    found = run(engine, good, bad, good)
+    assert found == [expected, ([], "", "error"), expected]
 
 
 @pytest.fixture(scope="module")
