@@ -284,7 +284,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
                 then not looked at: its offsets say where sequences start. Default: None.
             **kwargs: `shift_labels`, int64 `[B, T]`, labels that are shifted already, as `Trainer`
                 passes them where sequences are cut over ranks: logits at t are compared with
-                shift_labels at t, of packed sequences too; in place of labels. Without effect are
+                shift_labels at t, of packed sequences too; in place of labels. States start anew at
+                such a cut: only cp_context hands them from rank to rank. Without effect are
                 `cache_position`, `max_length_k`, `output_router_logits`, `token_type_ids`, the
                 others of `gla_ext.layers._options.OF_MODELS`, and `is_causal = True`. A
                 loss_function gets them.

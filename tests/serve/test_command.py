@@ -138,4 +138,4 @@ def test_the_command_names_what_is_missing(folder):
     code = "import sys; sys.modules['uvicorn'] = None; from gla_ext.serve.command import main"
     result = run(sys.executable, "-c", f"{code}; main([{str(folder)!r}])", **ENVIRONMENT)
     assert result.returncode == 1
-    assert "pip install 'gla_ext[serve]'" in result.stderr
+    assert "'pip install starlette uvicorn' brings it" in result.stderr
