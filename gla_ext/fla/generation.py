@@ -29,8 +29,7 @@ def _with_the_cache(original: Callable) -> Callable:
     def prepare_inputs_for_generation(
         self: nn.Module, *args: Any, cache: Any | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        # One of transformers' own is what `generate` of FLA 0.5.2 starts with; FLA makes its own.
-        if cache is not None and type(cache).__module__.partition(".")[0] != "transformers":
+        if cache is not None and not _is_new(cache):
             kwargs["past_key_values"] = cache
         inputs = original(self, *args, **kwargs)
         if "cache" in inputs:
@@ -38,3 +37,10 @@ def _with_the_cache(original: Callable) -> Callable:
         return inputs
 
     return prepare_inputs_for_generation
+
+
+def _is_new(cache: Any) -> bool:
+    """Whether it is transformers' own and empty, which FLA makes one of its kind of: `generate`
+    starts FLA 0.5.2 with such a one.
+    """
+    return type(cache).__module__.startswith("transformers.") and not cache.get_seq_length()

@@ -20,6 +20,7 @@ from source_tree import run
 from torch.nn.functional import rms_norm, silu
 
 import gla_ext.fla
+from gla_ext.fla import generation
 
 NAMES = ("chunk_gla", "fused_chunk_gla", "fused_recurrent_gla")
 
@@ -87,6 +88,19 @@ def test_replaces_and_puts_back(fla):
     finally:
         sys.modules.pop(user.__name__, None)
         sys.modules.pop("imported_later", None)
+
+
+def test_generate_hands_on_every_cache_but_an_empty_one_of_transformers(fla):
+    utils = importlib.import_module("fla.models.utils")
+    cache_utils = importlib.import_module("transformers.cache_utils")
+    full = cache_utils.DynamicCache()
+    full.update(*torch.ones(2, 1, 1, 3, 4), 0)
+    prepare = generation._with_the_cache(lambda self, **inputs: inputs)
+    for cache in (utils.Cache(), full):
+        assert prepare(None, cache=cache, input_ids=1) == {"input_ids": 1, "past_key_values": cache}
+    assert prepare(None, cache=cache_utils.DynamicCache(), input_ids=1) == {"input_ids": 1}
+    prepare = generation._with_the_cache(lambda self, past_key_values: {"cache": past_key_values})
+    assert prepare(None, cache=full) == {"past_key_values": full}
 
 
 def test_activations_of_layers_are_replaced_and_put_back(fla):
