@@ -134,7 +134,8 @@ def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
     grouped = bool(q.shape[-2] != k.shape[-2])  # torch.jit.trace makes tensors of sizes
-    if grouped and torch._C._is_tracing():  # the legacy exporter knows no shared heads
+    # By torch.jit.trace: the legacy exporter knows no shared heads.
+    if grouped and is_recorded() and not torch.compiler.is_compiling():
         k, v = (x.repeat_interleave(int(q.shape[-2]) // int(x.shape[-2]), -2) for x in (k, v))
         grouped = False
     q, k, v = (x.transpose(-3, -2) for x in (q, k, v))

@@ -28,8 +28,9 @@ TINY = {
 
 
 def make_ids(T, device, seed=1):
-    """Of seed 1 a first token has q and k nearly at right angles; the norm of its small output
-    multiplies rounding by ten. Of seed 5 none has.
+    """A first token may have q and k nearly at right angles; the norm of its small output then
+    multiplies rounding by ten, in FLA's model as in ours: of seed 1, and padded of seed 5. Of seed
+    5 whole, and padded of seed 8, no gradient is further than 3e-6 from that in fp64.
     """
     return torch.randint(31, (2, T), generator=torch.Generator().manual_seed(seed)).to(device)
 
@@ -79,7 +80,7 @@ def test_padding(hf, device, tmp_path):
     theirs = make_fla_model(device, num_hidden_layers=2)
     theirs.save_pretrained(tmp_path)
     ours = hf.GLAForCausalLM.from_pretrained(tmp_path).to(device)
-    ids = make_ids(12, device, seed=5)
+    ids = make_ids(12, device, seed=8)
     mask = (torch.arange(12) >= torch.tensor([[5], [0]])).long().to(device)
     actual, expected = (results(x, ids, attention_mask=mask) for x in (ours, theirs))
     assert_same_results(actual, expected, BOUND[device])
@@ -163,17 +164,15 @@ def test_an_accelerated_model_of_fla_is_the_same_model(device):
     mask = (torch.arange(10) >= torch.tensor([[4], [0]])).long().to(device)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
-    def run():
-        generated = theirs.generate(ids, attention_mask=mask, **options)
-        return generated, results(theirs, ids, attention_mask=mask)
-
-    generated, expected = run()
+    expected = results(theirs, ids, attention_mask=mask)
+    tokens = generate_anew(theirs, ids, mask, 6)
     gla_ext.fla.accelerate_fla()
     try:
-        again, actual = run()
+        generated = theirs.generate(ids, attention_mask=mask, **options)
+        actual = results(theirs, ids, attention_mask=mask)
     finally:
         gla_ext.fla.restore_fla()
-    assert torch.equal(again, generated)
+    assert torch.equal(generated, tokens)
     assert_same_results(actual, expected, BOUND[device])
 
 
