@@ -4,6 +4,7 @@ fp32 weights under autocast, as FSDP2's policy has them.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -76,6 +77,9 @@ NAMES = ("eager", "compiled", "recomputed")
 def measure(sizes: Sizes, name: str) -> dict[str, float]:
     """Tokens/s of a plain model on one GPU, in a process that knows no other; and its peak."""
     device = torch.device("cuda" if sizes.cuda else "cpu")
+    if sizes.cuda:  # the peak is of this one alone
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
     model = sizes.build(device, checkpointing=name == "recomputed")
     if name == "compiled":
         for block in model.model.layers:
