@@ -15,14 +15,14 @@ from torch import Tensor
 
 from gla_ext.cache._key_values import KeyValues, map_tensors
 
-REACH = 64  # tokens that a cache can go back at least, besides all of the last call
+REACH = 64  # tokens that a cache can go back at least; also all of the last call
 
 Run = Callable[[Tensor, Tensor | None], list[Tensor]]
 Inputs = tuple[Tensor, Tensor | None]  # and their mask
 
 
 class Past:
-    """What a cache was at the last two of some tokens.
+    """What a cache was at two earlier tokens, the last of those at which it was kept.
 
     Args:
         cache: a `GLACache`.
@@ -80,7 +80,7 @@ class Past:
             self.behind = 0
             x, valid = _joined(before, (x, valid))
         parts, first = [], x.shape[1] - self.reach
-        if first > 0:  # so that what is taken back seldom leaves a long piece to pass once more
+        if first > 0:  # states are kept near the end: a crop then seldom has much to pass again
             parts.append(run(x[:, :first], None if valid is None else valid[:, :first]))
             self._remember(x[:, :first], None if valid is None else valid[:, :first])
             self._keep(cache)

@@ -134,8 +134,8 @@ class GLACache:
         self._map(lambda state: state.repeat_interleave(repeats, dim=0))
 
     def activate_past_recording(self) -> None:
-        """Makes `crop` possible, for the tokens of the last call and 64 tokens back: transformers'
-        assisted decoding calls it. A second time it changes nothing.
+        """Makes `crop` possible, which can take back all tokens of the last call, and at least 64.
+        transformers' assisted decoding calls this; a second call changes nothing.
 
         Models of `gla_ext.hf` alone keep what it takes.
         """

@@ -258,7 +258,7 @@ class StaticGLACache(GLACache):
         room = min(new.room, own.room)
         for name in ("keys", "values"):
             self._write(getattr(own, name)[:, :room], getattr(new, name)[:, :room])
-            if room < own.room:  # what a row's last owner left: a weight of 0 lets its NaN through
+            if room < own.room:  # the last owner may have left NaN, and 0 × NaN is NaN
                 _clear(getattr(own, name)[:, room:], self._rows)
         self._write(own.lengths, new.lengths)
 

@@ -151,8 +151,8 @@ def own_stream() -> torch.cuda.Stream:
 
 
 def wait_for_replays(device: torch.device) -> None:
-    """Waits for the current stream, before graphs that may be under way there are given up: their
-    memory may go at the next capture.
+    """Waits for the current stream. Call it before giving up graphs that may still run there: the
+    next capture may free their memory.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

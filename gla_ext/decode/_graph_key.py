@@ -64,23 +64,23 @@ def graph_key(model: nn.Module) -> list[Any] | None:
 
 
 class GraphKeys:
-    """What graphs have taken in of a model, which may have changed between their captures."""
+    """The keys that a model had when its graphs were captured; it may have changed in between."""
 
     def __init__(self) -> None:
         self._keys: list[Any] = []
 
     def add(self, model: nn.Module) -> None:
-        """A graph of the model as it is now is captured."""
+        """Notes that a graph of the model, as it is now, is captured."""
         key = graph_key(model)
         if key is None or key not in self._keys:
             self._keys.append(key)
 
     def are(self, key: Any) -> bool:
-        """Whether all graphs, if there are any, would be the same of a model with this key."""
+        """Whether a model with this key would give the same graphs, if there are any."""
         return not self._keys or (key is not None and self._keys == [key])
 
     def fit(self, model: nn.Module) -> bool:
-        """Whether they would of the model as it is now."""
+        """Whether the model, as it is now, would give the same graphs."""
         return not self._keys or self.are(graph_key(model))
 
 

@@ -22,13 +22,13 @@ def device_of(model: LanguageModel) -> torch.device:
 
 
 def place_of(model: LanguageModel) -> tuple[torch.device, torch.dtype]:
-    """Of the first parameter, as which states and their buffers are."""
+    """Device and dtype of the first parameter, which states and buffers share."""
     first = next(model.parameters())
     return first.device, first.dtype
 
 
 def check_place(model: LanguageModel, before: tuple[torch.device, torch.dtype], kind: str) -> None:
-    """Raises ValueError for a model that is elsewhere by now, of what a `kind` is made of."""
+    """Raises ValueError, in the name of the class `kind`, if `place_of(model)` is not `before`."""
     if (now := place_of(model)) != before:
         raise ValueError(
             f"{kind}: expected a model on {before[0]} in {before[1]}, as before, got one on "
@@ -55,7 +55,7 @@ class DecodeLoop:
         with torch.inference_mode(False), torch.no_grad():
             self.tokens = torch.zeros(batch_size, dtype=torch.long, device=device)
             self.done = torch.zeros(batch_size, dtype=torch.bool, device=device)
-            # Of each row's largest logits since its prompt: finite where all of these were.
+            # Each row's largest logits since its prompt, added up: finite if all of them were.
             self.sums = torch.zeros(batch_size, device=device)
             self.cache = StaticGLACache(batch_size, self.done)
             self.cache.counts = False
@@ -151,9 +151,8 @@ class DecodeLoop:
         return choose(logits, noise, self.temperature, self.top_k, self.top_p)
 
     def prepare(self, model: LanguageModel, stepping: Callable[..., Any]) -> None:
-        """Makes the next step's graph, if there shall be one and it is not there. Where there is
-        attention, it makes room, and a graph reads no more keys than twice those of the longest
-        row.
+        """Captures the next step's graph, if steps have graphs and this one is missing. With
+        attention it first makes room; a graph then reads at most twice the keys of the longest row.
         """
         cache = self.cache
         if cache.attends:
@@ -176,7 +175,7 @@ class DecodeLoop:
         cache.bucket = room_for(count) if self.tokens.is_cuda else count
 
     def refresh(self, model: LanguageModel) -> None:
-        """Gives up graphs that are not what would be captured of the model now."""
+        """Gives up the graphs if the model, as it is now, would give others."""
         if not self.keys.fit(model):
             _capture.wait_for_replays(self.tokens.device)
             self.keys = GraphKeys()

@@ -1,4 +1,4 @@
-"""Seeing at little cost that a model has changed."""
+"""Sees, at little cost, that a model has changed."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import itertools
 from torch import Tensor, nn
 
 _KINDS = ("_modules", "_parameters", "_buffers")
-# Of what differs in each of the lists of `Stamp._look`.
+# What has happened where one of the lists of `Stamp._look` differs.
 _WORDS = ("has other members", "replaced", "changed", "moved", "written")
 
 
 class ChangedError(RuntimeError):
-    """The model is another than the one that states which are kept are of."""
+    """The model has changed since the states that are kept were made."""
 
 
 class Stamp:
-    """What a model is now, as far as a look shows that takes 0.2 ms at 24 layers.
+    """What a model is now, as far as a look of 0.2 ms (24 layers) shows.
 
-    Seen are its modules, parameters and buffers, the flags of modules (`training` and all that is
-    True or False), the tensors' addresses, and their versions, which each operator that writes to
-    one moves on; inference tensors have none. Not seen are writes through `.data`, by fused
-    optimizers (torch 2.11 moves on no version there), by replays of CUDA graphs and by kernels that
-    torch does not know, other attributes, what is in their containers, hooks and classes.
+    It sees modules, parameters and buffers; flags of modules (`training` and all that is True or
+    False); addresses of tensors; and versions of tensors, which every operator that writes to one
+    moves on. Inference tensors have no version. It does not see writes through `.data`, by fused
+    optimizers (torch 2.11 moves on no version there), by replays of CUDA graphs or by kernels that
+    torch does not know. Nor does it see other attributes, what containers hold, hooks and classes.
 
     It keeps these modules and tensors alive.
     """
@@ -52,7 +52,7 @@ class Stamp:
         self._was = self._look()
 
     def renewed(self, model: nn.Module) -> Stamp:
-        """That of the model now: this one where only values changed, in a tenth of the time."""
+        """The model's stamp now. If only values changed it is this one, in a tenth of the time."""
         found = self._look()
         if found[:4] != self._was[:4]:
             return Stamp(model)
@@ -69,7 +69,7 @@ class Stamp:
         ]
 
     def check(self, asker: str) -> None:
-        """Raises ChangedError, in the name of who asks, where a change is seen."""
+        """Raises ChangedError, in the name of `asker`, if it sees a change."""
         found = self._look()
         if found == self._was:
             return

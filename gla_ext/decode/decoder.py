@@ -39,12 +39,13 @@ class Decoder:
         for _ in range(99):
             tokens = decoder.step()  # [2], the same tensor every time
 
-    After the model changed, call `refresh`: rows go on from states of what it was, and a graph does
-    what was recorded. `prefill` refuses until then where it sees a change: modules, parameters and
-    buffers that are others, have moved or were written to by an operator, and flags of modules, as
-    of train mode. It does not see writes through `.data`, by fused optimizers or by replays of CUDA
-    graphs, tensors of inference mode that were written to, hooks, and attributes such as
-    `clamp_min` or the scale of a LoRA adapter; `step` looks at nothing.
+    Call `refresh` after the model changed: rows have states of the old model, and a graph repeats
+    what was recorded. Until then `prefill` raises ChangedError if it sees a change: modules,
+    parameters or buffers that are others, have moved or were written to by an operator, or flags
+    of modules, such as train mode. It does not see writes through `.data`, by fused optimizers
+    (that of `gla_ext.train` is seen), by replays of CUDA graphs or to inference tensors. Nor does
+    it see hooks and attributes such as `clamp_min` or the scale of a LoRA adapter. `step` does not
+    look.
 
     One thread at a time may use it; several may share the model, each with a decoder of its own.
     While one is made no other thread may wait for the whole device (`torch.cuda.synchronize`),
@@ -67,8 +68,8 @@ class Decoder:
     Attributes:
         tokens: int64 `[B]`, the last token of every row.
         done: bool `[B]`, which rows have drawn one of eos_token_id.
-        finite: bool `[B]`, which rows' logits were finite at every token since the prompt. Those of
-            others were NaN or inf, or all -inf, and their tokens mean nothing.
+        finite: bool `[B]`, which rows' logits were finite at every token since the prompt. The
+            others had a NaN or inf, or -inf for all tokens, and their tokens mean nothing.
 
     Raises:
         TypeError: for options that are no numbers, and a top_k that is no int.
@@ -202,8 +203,8 @@ class Decoder:
             int64 `[N]`, the tokens.
 
         Raises:
-            ChangedError: where it sees that the model has changed since the first prompt or graph,
-                or since `refresh`.
+            ChangedError: if it sees that the model has changed since the first prompt or graph, or
+                since `refresh`.
             TypeError: for tokens that are neither int64 nor int32, segment_tokens that is no int.
             ValueError: for prompts that do not fit, not as many as rows, tokens that the model does
                 not have, segment_tokens out of range, rows that are not distinct or not there, or
@@ -238,15 +239,14 @@ class Decoder:
         return tokens
 
     def refresh(self, keep_running: bool = False) -> None:
-        """Takes in that the model changed.
+        """Says that the model changed.
 
-        The graph is captured anew, by the next step, if what it took in is otherwise now: addresses
-        of tensors, modules, attributes, hooks. Where only values changed it stays, which takes a
-        few milliseconds to see.
+        If only values changed, the graph stays; seeing this takes a few milliseconds. If addresses
+        of tensors, modules, attributes or hooks changed, the next step captures it anew.
 
         Args:
-            keep_running: rows go on from the states that they have, of the model before. Default:
-                False (they are as before their first prompt).
+            keep_running: rows go on from the states that they have, of the old model. Default:
+                False (rows are as before their first prompt).
 
         Raises:
             ValueError: for a model on another device or of another dtype; make a new decoder.

@@ -101,7 +101,7 @@ def generate(
         TypeError: for tokens that are neither int64 nor int32, options that are no numbers, a
             max_new_tokens, top_k, eos_token_id or segment_tokens that is no int, and another cache
             than a `GLACache`.
-        RuntimeError: when the model's logits are NaN or inf, or -inf of all tokens.
+        RuntimeError: if the model's logits have NaN or inf, or are -inf for all tokens.
     """
     sampling = Sampling(temperature, top_k, top_p)
     ends = read_end_tokens(eos_token_id, model.config.vocab_size)
@@ -284,8 +284,8 @@ def _stream(
 
 
 def _fetch(decoder: Decoder, may_end: bool, step: bool) -> list[Tensor]:
-    """Tokens and `DecodeLoop.sums` on the host and, where rows may end, done; on a GPU, `step`
-    queues the next before it waits for these.
+    """Tokens, `DecodeLoop.sums` and, where rows may end, done, on the host. With `step` a GPU gets
+    its next step before the host waits for these.
     """
     wanted = [decoder.tokens, decoder._loop.sums, *([decoder.done] if may_end else [])]
     if not decoder.tokens.is_cuda:

@@ -48,7 +48,7 @@ class Sampling:
             raise ValueError(f"generate: expected top_k to be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"generate: expected top_p to be in (0, 1], got {self.top_p}")
-        # Of NumPy and torch too: `distribution` takes tensors as those of every row.
+        # A number of torch's must be a plain one: `distribution` takes a tensor as one of each row.
         if self.top_k is not None:
             object.__setattr__(self, "top_k", operator.index(self.top_k))
         if self.top_p is not None:
@@ -115,12 +115,11 @@ def distribution(
         logits: `[B, vocab_size]`.
         temperature: above 0 and finite in fp32; a number, or a tensor that goes with `[B, 1]`.
         top_k: at least 1, of all rows or int64 `[B, 1]`. Default: None (all).
-        top_p: in (0, 1], as temperature; of the sum of the top_k. Default: None (all).
+        top_p: in (0, 1], as temperature; a share of the sum of the top_k. Default: None (all).
 
     Returns:
-        Probabilities, fp32 `[B, n]`, which top_p leaves a sum below 1; the tokens that they are of,
-        int64 `[B, n]`, or None for those from 0 to vocab_size - 1; and the largest logit, fp32
-        `[B]`, see `choose`.
+        Probabilities, fp32 `[B, n]`, whose sum top_p may leave below 1; their tokens, int64
+        `[B, n]`, or None for 0 to vocab_size - 1; and the largest logit, fp32 `[B]`, see `choose`.
     """
     logits, tokens = logits.float(), None
     if isinstance(top_k, Tensor) or (top_k is None and top_p is not None):
@@ -128,7 +127,7 @@ def distribution(
     elif top_k is not None:
         logits, tokens = logits.topk(min(top_k, logits.shape[-1]))
     largest = logits.amax(-1, keepdim=True)
-    # Differences to it, which divided by a small temperature may become -inf.
+    # At most 0, so that a small temperature can make them -inf, but not inf.
     scores = (logits - largest) / temperature
     if isinstance(top_k, Tensor):
         rank = torch.arange(scores.shape[-1], device=scores.device)
@@ -162,8 +161,8 @@ def choose(
         top_k: as in `Sampling`.
 
     Returns:
-        Tokens, int64 `[B]`, and the largest logit, `[B]`. It is finite unless a logit is NaN or
-        inf, or all are -inf: then the token means nothing.
+        Tokens, int64 `[B]`, and the largest logit, `[B]`. Where that is not finite, a logit is NaN
+        or inf, or all are -inf, and the token means nothing.
     """
     if noise is None:
         largest, tokens = logits.max(-1)

@@ -30,7 +30,7 @@ from gla_ext.model.blocks import GLAMLP
 _CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "g_proj", *_CONVOLUTIONS)
 _MLP = ("gate_proj", "up_proj", "down_proj")
-# What the modules inside a sharded one are, by the last part of their names.
+# Classes of the modules inside a sharded one, by the last part of their names.
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     **dict.fromkeys((*_BY_ROWS, *_MLP, "o_proj", "0", "1"), (nn.Linear,)),
     **dict.fromkeys(_CONVOLUTIONS, (ShortConvolution,)),
@@ -39,7 +39,7 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "g_norm_swish_gate": (GatedRMSNorm,),
     "attention": (GatedLinearAttention,),
 }
-_MAY_HAVE_BIAS = (*_BY_ROWS, "1")  # the latter of gk_proj
+_MAY_HAVE_BIAS = (*_BY_ROWS, "1")  # "1": the second map of gk_proj
 
 
 def tensor_parallel_plan(
@@ -50,7 +50,7 @@ def tensor_parallel_plan(
     Heads are divided over the ranks, so that num_heads and num_kv_heads must be multiples of the
     mesh's size; so are the MLP's channels and, in any parts, the vocabulary. Caches then hold a
     rank's heads. All ranks of the mesh get the same tokens, and draw the same where they sample:
-    seed them alike. Merge adapters into the weights, and remove parametrizations, before.
+    seed them alike. Merge adapters into the weights and remove parametrizations first.
 
     Args:
         module: a `GatedLinearAttention`, `Attention`, `MultiheadGLA`, `GLAMLP`, or a language model
@@ -63,9 +63,9 @@ def tensor_parallel_plan(
         Names of modules and their styles; of a layer alone its style.
 
     Raises:
-        TypeError: another module; by name, a module inside that is not as gla_ext builds it (an
-            adapter, a parametrization, a bias of another's), and a weight that is quantized or
-            sharded.
+        TypeError: for another module. For a module inside it, by name, that is not as gla_ext
+            builds it: an adapter, a parametrization, a bias that gla_ext does not build, a
+            quantized or sharded weight.
     """
     if isinstance(module, HeadsParallel.kinds):
         return HeadsParallel().checked(module)
@@ -100,14 +100,14 @@ def tensor_parallel_plan(
 
 
 class _Style(ParallelStyle):
-    """What shards modules of some kinds, exactly these: the code of another one, as of an adapter
-    in a module's place, would multiply by parts as if they were whole.
+    """Shards modules of exactly `kinds`. Code of another class, such as an adapter in a module's
+    place, would take a rank's part of a weight for the whole.
     """
 
     kinds: tuple[type[nn.Module], ...]
 
     def checked(self, module: nn.Module, name: str = "") -> Any:
-        """The style; raises TypeError for a module, or a part of it, that it does not know."""
+        """Returns itself; raises TypeError for a module, or a part of it, that it does not know."""
         owner = type(self).__name__
         for path, part in module.named_modules(prefix=name):
             last = "" if part is module else path.rpartition(".")[2]

@@ -60,7 +60,7 @@ def accelerate_fla() -> None:
     - On a CPU `FusedCrossEntropyLoss` and `FusedLinearCrossEntropyLoss` are plain torch operations,
       so that FLA's GLA models train and generate there. So is `fused_attnres`, of models with
       `attnres_block_size`, there and inside `torch.compile`.
-    - `generate` of FLA's models finds the cache by transformers 5.24's name for it, `cache`.
+    - `generate` of FLA's models gets the cache, which transformers 5.24 passes as `cache`.
     - FLA's `Attention`, of hybrid models, needs the package flash_attn; where that is absent, what
       it imports from there is gla_ext's, on torch's kernels, until `restore_fla`. Call
       `accelerate_fla` before such a model is built. On a CPU its rotary embedding is torch's

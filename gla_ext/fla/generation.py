@@ -1,5 +1,6 @@
-"""`generate` of FLA's models with transformers 5.24, which hands the cache on as `cache`: a keyword
-that FLA's forwards drop, to go on with the last token alone and from no state.
+"""`generate` of FLA's models with transformers 5.24, which passes the cache as `cache`.
+
+FLA's forwards ignore that keyword, and would go on from the last token alone, without a state.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import nn
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
-    """Owners, names and what stands there."""
+    """Owner, name and new value of each attribute to replace."""
     try:
         mixin = importlib.import_module("fla.models.utils").FLAGenerationMixin
     except (ImportError, AttributeError):  # fla-core alone has no models
@@ -40,7 +41,7 @@ def _with_the_cache(original: Callable) -> Callable:
 
 
 def _is_new(cache: Any) -> bool:
-    """Whether it is transformers' own and empty, which FLA makes one of its kind of: `generate`
-    starts FLA 0.5.2 with such a one.
+    """Whether it is an empty cache of transformers' own, such as `generate` starts FLA 0.5.2 with.
+    FLA makes a cache of its own from it.
     """
     return type(cache).__module__.startswith("transformers.") and not cache.get_seq_length()

@@ -93,11 +93,11 @@ class GLAGenerationMixin(GenerationMixin):
         """What `generate` passes to forward for its next step.
 
         transformers 5 says how many tokens are new by next_sequence_length, 4 by the length of
-        cache_position; from 5.24 on past_key_values come as `cache`. inputs_embeds are those of
-        all tokens so far at the first step, and serve there alone.
+        cache_position; from 5.24 on past_key_values come as `cache`. inputs_embeds hold all tokens
+        so far; only the first step uses them.
 
         Raises:
-            ValueError: for no token beyond those that the cache has had.
+            ValueError: for a prompt of no more tokens than the cache has had.
         """
         past_key_values = one_cache(past_key_values, cache)
         started = past_key_values is not None and len(past_key_values) > 0

@@ -104,7 +104,7 @@ class GLAModel(GLAPreTrainedModel):
         cp_context: Any | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
-        """Arguments as `GLAForCausalLM.forward`, without what is of logits and the loss."""
+        """Arguments as `GLAForCausalLM.forward`, without those of logits and the loss."""
         check_keywords("GLAModel", kwargs)
         past_key_values = one_cache(past_key_values, cache)
         cu_seqlens = _first(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
@@ -282,25 +282,24 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             cache: past_key_values as transformers calls it from 5.24 on. Default: None.
             cp_context: as `gla_ext.model.GLAForCausalLM.forward`'s; position_ids and seq_idx are
                 then not looked at: its offsets say where sequences start. Default: None.
-            **kwargs: `shift_labels`, int64 `[B, T]`, labels that are shifted already, as `Trainer`
-                passes them where sequences are cut over ranks: logits at t are compared with
-                shift_labels at t, of packed sequences too; in place of labels. States start anew at
-                such a cut: only cp_context hands them from rank to rank. Without effect are
-                `cache_position`, `max_length_k`, `output_router_logits`, `token_type_ids`, the
-                others of `gla_ext.layers._options.OF_MODELS`, and `is_causal = True`. A
+            **kwargs: `shift_labels`, int64 `[B, T]`, takes the place of labels: these are shifted
+                already, so logits at t are compared with shift_labels at t, in packed sequences
+                too. `Trainer` passes them if it cuts sequences over ranks. States start anew at
+                such a cut; only cp_context hands them from rank to rank. `cache_position`,
+                `max_length_k`, `output_router_logits`, `token_type_ids`, the others of
+                `gla_ext.layers._options.OF_MODELS` and `is_causal = True` have no effect, but a
                 loss_function gets them.
 
-        `model.loss_function = f`, as of transformers' models, makes f the loss, in place of those
-        of config: with labels it is called with logits, labels, vocab_size, what is given of
-        num_items_in_batch and shift_labels, and kwargs. A loss_type of transformers' likewise.
+        `model.loss_function = f` makes f the loss, in place of those of config, as in transformers'
+        models. f gets logits, labels, vocab_size, kwargs, and num_items_in_batch and shift_labels
+        if they are given. A loss_type of transformers' works alike.
 
         Returns:
             loss (nats a token; fp32, fp64 of an fp64 model), logits `[B, T, vocab_size]` (in train
             mode backward of the loss writes the gradient over them, as FLA's does; None with labels
-            and config.fuse_linear_cross_entropy, in evaluation too: set it to False for a
-            compute_metrics of `Trainer`'s),
-            past_key_values (`cache` from transformers 5.24 on) and hidden_states, in a
-            `CausalLMOutputWithPast` or a tuple without what is None.
+            and config.fuse_linear_cross_entropy, in evaluation too, so set that to False to use
+            compute_metrics of `Trainer`), past_key_values (`cache` from transformers 5.24 on) and
+            hidden_states, in a `CausalLMOutputWithPast` or a tuple without what is None.
 
         Raises:
             ValueError: for shapes that do not fit; neither or both of input_ids and inputs_embeds;
@@ -311,7 +310,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             NotImplementedError: for output_attentions, is_causal = False, and a loss_function
                 beside cp_context.
         """
-        # Not in the signature: `Trainer` takes what has "label" in its name there for a must.
+        # Not in the signature: `Trainer` would require an argument with "label" in its name.
         shift_labels = kwargs.pop("shift_labels", None)
         loss_function = self._chosen_loss()
         known = OF_MODELS if loss_function is None else kwargs
@@ -379,7 +378,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         return result if return_dict else result.to_tuple()
 
     def _chosen_loss(self) -> Callable[..., Tensor] | None:
-        """The loss_function that was set, or that of a loss_type which was, else None."""
+        """The loss_function, if it or a loss_type was set, else None."""
         if hasattr(self, "_loss_function") or self.loss_type not in (None, "ForCausalLM"):
             return self.loss_function
         return None

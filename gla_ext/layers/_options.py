@@ -13,8 +13,8 @@ from torch import Tensor
 
 MODES = ("chunk", "fused_recurrent", "fused_chunk")
 
-# Keywords that models of transformers and FLA hand on to every layer, and that say nothing to one
-# of a recurrence.
+# Keywords that models of transformers and FLA pass to every layer, and that mean nothing to a
+# recurrence.
 OF_MODELS = (
     "cache_position",
     "is_first_iteration",
@@ -35,15 +35,15 @@ OF_MODELS = (
 def check_keywords(
     owner: str, given: Mapping[str, Any], without_effect: Collection[str] = OF_MODELS
 ) -> None:
-    """Refuses what nothing is done with.
+    """Refuses keywords that nothing would be done with.
 
     Args:
         owner: the class that was called.
-        given: keywords beside those that its forward names; one that is None asks for nothing.
-        without_effect: names that are known to be without effect. Default: OF_MODELS.
+        given: keywords that its forward does not name; those that are None are taken.
+        without_effect: names that are taken and have no effect. Default: OF_MODELS.
 
     Raises:
-        TypeError: for another one, by name.
+        TypeError: for another keyword, by name.
         NotImplementedError: for is_causal = False.
     """
     for name, value in given.items():

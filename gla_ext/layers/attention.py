@@ -99,7 +99,7 @@ class Attention(nn.Module):
             max_seqlen: int, at least the length of the longest, which a GPU does not read: without
                 it more of its blocks have nothing to do. Default: None.
             cp_context: must be None.
-            **kwargs: as `GatedLinearAttention.forward`'s.
+            **kwargs: as in `GatedLinearAttention.forward`.
 
         Returns:
             The output `[B, T, hidden_size]`, None, and past_key_values.

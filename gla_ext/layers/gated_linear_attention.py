@@ -214,7 +214,8 @@ class GatedLinearAttention(nn.Module):
                 one; attention_mask is then not looked at. Default: None.
             cp_context: where these are one rank's tokens of a longer text, see `chunk_gla`; it
                 takes the place of cu_seqlens. Default: None.
-            **kwargs: without effect, what models hand on: `gla_ext.layers._options.OF_MODELS`.
+            **kwargs: keywords that models pass to every layer, without effect:
+                `gla_ext.layers._options.OF_MODELS`.
 
         Returns:
             The output `[B, T, hidden_size]`, None, and past_key_values.

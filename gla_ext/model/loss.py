@@ -119,14 +119,14 @@ def next_token_loss(
             Default: True.
         inplace_backward: as `gla_ext.losses.cross_entropy_loss`'s: backward writes the gradient
             over the logits. Default: False.
-        shifted: labels are shifted already, logits at t are compared with labels at t, of every
+        shifted: labels are shifted already: logits at t are compared with labels at t, in every
             sequence. Default: False.
 
     Returns:
         A scalar, fp32 or, of fp64 logits, fp64; NaN when no label counts.
 
     Raises:
-        ValueError: shifted labels of another shape.
+        ValueError: for shifted labels of another shape than `[B, T]`.
     """
     names = "logits labels cu_seqlens"
     check_tensors("next_token_loss", names, logits, labels, cu_seqlens)

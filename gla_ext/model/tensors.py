@@ -50,7 +50,7 @@ def read_model(folder: str | Path) -> tuple[GLAConfig, dict[str, Tensor]]:
 
 
 def _unfinished(folder: Path) -> str:
-    """How to go on, of a folder that a training run has left before its end."""
+    """How to finish the training run that stopped in this folder, or ''."""
     checkpoint = folder / "checkpoint.safetensors"
     step = read_metadata(checkpoint).get("step") if checkpoint.is_file() else None
     if step is None:

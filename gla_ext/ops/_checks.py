@@ -55,7 +55,9 @@ def without_last_of_one(g: Tensor | None, k: Tensor) -> Tensor | None:
 
 
 def wide_state(state: Tensor | None, q: Tensor) -> Tensor | None:
-    """An initial state as the operators take it: of 16 bits in float32, but beside float64 q."""
+    """An initial state as the operators take it: bfloat16 and float16 become float32,
+    but not beside float64 q, where operators refuse them.
+    """
     if state is not None and state.dtype in SHORT and q.dtype != torch.float64:
         return state.float()
     return state

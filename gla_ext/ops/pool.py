@@ -48,8 +48,8 @@ def chunk_gla_(
     A packed call may mix prompts with sequences of one token, which decode. On CUDA the recurrence
     takes these, with the bits of `recurrent_gla_step_` whatever else is in the call, in about the
     time in which their states are read and written. Under `batch_invariant()` they are chunks, as
-    in `chunk_gla`: a sequence cut at multiples of 64 tokens has the bits of one piece, and one cut
-    elsewhere differs from it by rounding.
+    in `chunk_gla`. A sequence cut at multiples of 64 tokens then has the bits of one piece; cut
+    elsewhere, it differs by rounding.
 
     Args:
         q, k, v, g, scale, gv: as in `chunk_gla`.

@@ -122,11 +122,11 @@ class Batch:
             self._prompts.warm_up()
 
     def refresh(self) -> None:
-        """The model changed: gives up graphs that are not what would be captured now.
+        """Gives up the graphs if the model, as it is now, would give others.
 
         Raises:
-            ValueError: for a model on another device or of another dtype, or with layers that
-                leave no checkpoints on their way any more.
+            ValueError: for a model on another device or of another dtype, or whose prompts would
+                no longer leave checkpoints on their way.
         """
         check_place(self._model, self._place, "Engine")
         if self.every and not _in_chunks(self._model, self._layers):
@@ -239,8 +239,8 @@ class Drawn:
 
 
 def _in_chunks(model: LanguageModel, count: int) -> bool:
-    """Whether every one of so many layers with states passes prompts by `chunk_gla_`, and no
-    convolution of it reaches further than a chunk.
+    """Whether each of `count` layers with states passes prompts by `chunk_gla_`, and no convolution
+    reaches further than a chunk.
     """
     layers = [layer for layer in model.modules() if type(layer) is GatedLinearAttention]
     reaches = [layer.conv_size if layer.use_short_conv else 0 for layer in layers]

@@ -19,7 +19,7 @@ from gla_ext.train.devices import check_device, default_device
 
 PROGRAM = "python -m gla_ext.serve"
 DTYPES = ("float32", "bfloat16", "float16")
-# What goes wrong by what the user gave: a folder, a model, limits, memory, a package.
+# Errors of what the user gave: a folder, a model, limits, memory, a package.
 _OF_USERS = (
     *(OSError, ValueError, TypeError, ImportError, NotImplementedError),
     *(MemoryError, torch.OutOfMemoryError),
@@ -40,28 +40,28 @@ def command_line() -> argparse.ArgumentParser:
         parser.add_argument(flag, default=default, help=text, **{**kind, **kwargs})
 
     parser.add_argument("model", type=Path, help="a folder with config.json and model.safetensors")
-    add("--host", "which address to listen on; 0.0.0.0 is all of this machine's", "127.0.0.1")
-    add("--port", "0 takes a free one", 8000, type=_number(0, 65535))
-    add("--name", "of the model, for clients", None, "its folder's")
-    add("--device", "cpu, cuda, or one of several as cuda:1", default_device(), type=_device)
-    add("--dtype", "of the weights and products", "float32", choices=DTYPES)
-    add("--state-dtype", "in which recurrent states are stored", "float32", choices=DTYPES)
+    add("--host", "address to listen on; 0.0.0.0 takes all", "127.0.0.1")
+    add("--port", "port to listen on; 0 takes a free one", 8000, type=_number(0, 65535))
+    add("--name", "the model's name for clients", None, "its folder's")
+    add("--device", "cpu, cuda, or one GPU such as cuda:1", default_device(), type=_device)
+    add("--dtype", "dtype of the weights and products", "float32", choices=DTYPES)
+    add("--state-dtype", "dtype in which recurrent states are stored", "float32", choices=DTYPES)
     add("--rows", "sequences that are decoded at once", limits.rows)
     add("--waiting", "sequences that may wait for a row; more get status 429", limits.waiting)
     add("--max-prompt-tokens", "most tokens of a prompt", limits.prompt_tokens)
     add("--max-new-tokens", "most tokens that a request may ask for", limits.new_tokens)
-    passing = "tokens of prompts that pass between two steps of what decodes"
+    passing = "most tokens of prompts between two steps while others decode"
     add("--prefill-tokens", passing, limits.prefill_tokens)
     every = "tokens between two checkpoints of the prefix cache, a multiple of 64"
     add("--checkpoint-tokens", every, limits.checkpoint_tokens)
     add("--cache-bytes", "memory of the prefix cache; 0 turns it off", limits.cache_bytes)
-    alone = "make a reply's bits the same whatever else runs"
+    alone = "make a reply's bits in the same row the same, whatever else runs"
     add("--batch-invariant", alone, False, "no", action="store_true")
-    told = "serve POST /v1/refresh, which says that the model changed"
+    told = "serve POST /v1/refresh, by which clients say that the model changed"
     add("--allow-refresh", told, False, "no", action="store_true")
     more = "connections that may be open at once; more get status 503"
     add("--connections", more, 2048, type=_number(1))
-    last = "seconds in which a server that gets SIGTERM or SIGINT finishes what it has accepted"
+    last = "most seconds to finish accepted requests after SIGTERM or SIGINT"
     add("--shutdown-seconds", last, 60, type=_number(0))
     return parser
 
@@ -88,7 +88,9 @@ def _device(name: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Serves until a signal; what the user can mend ends in a sentence on stderr and status 2."""
+    """Serves until a signal. An error that the user can mend is a sentence on stderr and status 2;
+    a missing package is status 1.
+    """
     args = command_line().parse_args(arguments)
     try:
         from gla_ext.serve.http import Options, serve

@@ -61,18 +61,19 @@ class Engine:
     `submit`, `cancel`, `drain` and `refresh` may be called by any thread. One thread alone steps:
     the one that calls `step`, or that of `gla_ext.serve.worker.Worker`.
 
-    After the model changed, call `refresh`: the prefix cache and sequences that run have states of
-    what it was, and CUDA graphs do what was recorded. `submit` refuses until then where it sees a
-    change, for which it takes some 0.2 ms: modules, parameters and buffers that are others, have
-    moved or were written to by an operator, and flags of modules, as of train mode or of an adapter
-    that is off. It does not see writes through `.data`, by fused optimizers or by replays of CUDA
-    graphs, tensors of inference mode that were written to, hooks, and attributes such as
-    `gate_logit_normalizer` or the scale of an adapter. No step may be under way while the model
-    changes.
+    Call `refresh` after the model changed: the prefix cache and running sequences have states of
+    the old model, and CUDA graphs repeat what was recorded. Until then `submit` raises ChangedError
+    if it sees a change; the look takes some 0.2 ms. It sees modules, parameters and buffers
+    that are others, have moved or were written to by an operator, and flags of modules, such as
+    train mode or an adapter that is off. It does not see writes through `.data`, by fused
+    optimizers (that of `gla_ext.train` is seen), by replays of CUDA graphs or to inference tensors.
+    Nor does it see hooks and attributes such as `gate_logit_normalizer` or the scale of an adapter.
+    No step may be under way while the model changes.
 
-    Made inside `batch_invariant()`, what a sequence gets depends on nothing beside it: prompts pass
-    one at a time, in segments of `checkpoint_tokens`, and steps are always of all rows. In another
-    row, a BLAS may round otherwise. It is then slower with many short prompts.
+    In an engine made inside `batch_invariant()` a sequence gets the same bits in the same row,
+    whatever else runs: prompts pass one at a time, in segments of `checkpoint_tokens`, and steps
+    are always of all rows. In another row a BLAS may round otherwise. Such an engine is slower with
+    many short prompts.
 
     Args:
         model: a `GLAForCausalLM` in eval mode.
@@ -132,8 +133,8 @@ class Engine:
         )
         self._stamp = Stamp(model)  # of what states and graphs are of
         self._lock = threading.Lock()
-        # Of the thread that runs the model, and of the one that is next: else the one that steps
-        # might take the first again before one that waits for it.
+        # One thread runs the model, and one is next. With the first lock alone, the thread that
+        # steps might take it again before a thread that waits for it.
         self._runs, self._is_next = threading.Lock(), threading.Lock()
         self._arrived: deque[Generation] = deque()
         self._unfinished = 0  # accepted and not finished
@@ -169,7 +170,7 @@ class Engine:
         Raises:
             FullError: where there is no room to wait.
             ClosedError: after `drain`.
-            ChangedError: where it sees that the model has changed, until `refresh`.
+            ChangedError: if it sees that the model has changed, until `refresh`.
             ValueError: for requests over the limits, tokens that the model does not have, stop
                 strings without a tokenizer.
         """
@@ -242,21 +243,21 @@ class Engine:
             self._batch.warm_up()
 
     def refresh(self, keep_running: bool = False) -> None:
-        """Takes in that the model changed, such as by an optimizer's step.
+        """Says that the model changed, for example by an optimizer's step.
 
-        The prefix cache is emptied. Sequences that wait go on waiting; those that have begun end at
-        the next step, which gives out their deltas with finish_reason 'refresh'. CUDA graphs are
-        captured anew, when their sizes come again or by `warm_up`, if what they took in is
-        otherwise now: addresses of tensors, modules, attributes, hooks. Where only values changed
-        they stay, and all of this takes some milliseconds. It waits for a step under way.
+        It waits for a step under way and empties the prefix cache. Sequences that wait go on
+        waiting. Those that have begun end at the next step, which gives out their deltas with
+        finish_reason 'refresh'. If only values changed, CUDA graphs stay, and all of this takes
+        some milliseconds. If addresses of tensors, modules, attributes or hooks changed, graphs are
+        captured anew, when their sizes come again or by `warm_up`.
 
         Args:
-            keep_running: sequences that have begun go on, from states of the model before. They
-                leave nothing in the prefix cache. Default: False.
+            keep_running: sequences that have begun go on, from states of the old model. They leave
+                nothing in the prefix cache. Default: False.
 
         Raises:
-            ValueError: for a model in train mode, on another device or of another dtype, or whose
-                prompts must be cut otherwise by now, for which another engine is to be made.
+            ValueError: for a model in train mode. For one on another device, of another dtype, or
+                whose prompts must now be cut otherwise: make another engine.
         """
         _check_mode(self.model)
         with self._as_made():
@@ -301,7 +302,7 @@ class Engine:
         return deltas
 
     def _sweep(self) -> Deltas:
-        """Ends what was cancelled, and what has states of another model."""
+        """Ends what was cancelled, and what has states of an old model."""
         deltas: Deltas = []
         with self._lock:
             waiting = [sequence for sequence in self._arrived if sequence.cancelled]
@@ -369,7 +370,7 @@ class Engine:
         return deltas
 
     def _fail(self, sequence: Generation) -> Delta:
-        """Ends a sequence of whose logits one is NaN or inf, or all are -inf."""
+        """Ends a sequence that has a logit of NaN or inf, or whose logits are all -inf."""
         message = "the model's logits are not finite"
         prompt = len(sequence.request.tokens)
         logger.error("%s after a prompt of %d tokens and %d new", message, prompt, sequence.new)

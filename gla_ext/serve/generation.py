@@ -26,7 +26,7 @@ class Generation:
         drew: tokens that were asked for.
         new: tokens that it has got, the last one, if it ended the sequence, included.
         cancelled: whether it shall end.
-        outdated: whether it shall end as the model is another than its states are of.
+        outdated: whether it shall end, since its states are of an old model.
         finished: whether it has.
         arrived, first, last: when it came, and when its first and last token did, seconds.
     """
@@ -66,7 +66,7 @@ class Generation:
         return self._uniforms.pop()
 
     def rest(self) -> str:
-        """Text that waited, as more of a stop string might have come."""
+        """Text that was held back, as it may have been the start of a stop string."""
         return self._stops.flush()
 
     def add(self, token: int, logprob: TokenLogprob | None, ends: Collection[int]) -> Delta:

@@ -71,7 +71,7 @@ class Metrics:
         sequence.last = now
 
     def met_nonfinite_logits(self) -> None:
-        """A sequence ended since the model gave it no finite logits."""
+        """A sequence ended because its logits were not finite."""
         with self._lock:
             self._counts["nonfinite_logits_total"] += 1
 

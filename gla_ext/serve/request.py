@@ -154,7 +154,7 @@ class Delta:
     logprobs: one a token, where they were asked for.
     finish_reason: 'stop', 'length', 'cancelled', 'refresh' (`Engine.refresh` ended it), 'error', or
         None (it goes on).
-    error: what went wrong with this sequence alone, where finish_reason is 'error'.
+    error: with finish_reason 'error', what went wrong with this sequence alone.
     """
 
     text: str = ""

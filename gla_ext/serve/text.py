@@ -79,12 +79,13 @@ class Detokenizer:
         self._window.append(token)
         window, shown = self._window, self._shown
         text, before = self._decode(window), self._decode(window[:shown])
-        # Perhaps a part of a character, or a special token, beside which the space before the next
-        # word would be lost; unless more tokens are open than a character takes.
+        # This may be a part of a character. Or it is a special token, which waits for the next
+        # word: decoded without it, that word would lose its space. No more tokens wait than a
+        # character takes.
         if (text.endswith("\ufffd") or text == before) and len(window) - shown < LONGEST_OPEN:
             return ""
         self._window, self._shown = window[shown:], len(window) - shown
-        while not text.startswith(before):  # a character that the prompt left open is whole now
+        while not text.startswith(before):  # a character that the prompt began is whole now
             before = before[:-1]
         return text[len(before) :]
 

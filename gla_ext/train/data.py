@@ -170,7 +170,7 @@ class Batches:
 
 
 def _seed(seed: int, epoch: int) -> int:
-    """A number of 32 bits, all that a CPU's generator reads, for any seed and epoch."""
+    """A seed of 32 bits for any seed and epoch, since a CPU's generator reads no more."""
     number = (seed << 20) + epoch
     if 0 <= number < 1 << 32:
         return number

@@ -33,8 +33,8 @@ class GraphedStep:
     Args:
         step: `step(*batch)` queues a whole step and returns its loss. All else that it reads and
             writes (weights, the optimizer's state, a learning rate in a tensor) must stay where it
-            is; gradients must be None when it begins. What Python would do otherwise by now, as
-            after a change of modules or attributes, is done after `reset` alone.
+            is; gradients must be None when it begins. A change of modules or attributes takes
+            effect only after `reset`.
         device: a CUDA device.
     """
 

@@ -36,8 +36,8 @@ def optimizer_of(
 
 
 def _count_writes(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Moves on the versions of parameters, which a fused step does not (torch 2.11): `Engine` and
-    `Decoder` see by these that the model has changed.
+    """Moves on the versions of parameters, by which `Engine` and `Decoder` see a changed model. A
+    fused step does not do that itself (torch 2.11).
     """
     every = (p for group in optimizer.param_groups for p in group["params"])
     increment_version([p for p in every if p.grad is not None])

@@ -41,7 +41,7 @@ class Options:
         body_bytes: most bytes of a request.
         read_seconds: in which a request's head has to come, and then its body.
         write_seconds: in which a client has to take what waits for it.
-        allow_refresh: whether clients may say that the model changed, by `POST /v1/refresh`.
+        allow_refresh: whether `POST /v1/refresh`, which says that the model changed, is served.
     """
 
     name: str = "gla"

@@ -13,7 +13,7 @@ from gla_ext.serve.request import Delta, Request
 from gla_ext.serve.text import Tokenizer
 
 MOST_PROMPTS = 256  # of a request, times n
-LEAST = -9999.0  # OpenAI's word for a log-probability of -inf, which JSON does not have
+LEAST = -9999.0  # what OpenAI sends for a log-probability of -inf, which JSON does not have
 
 
 class RefusedError(ValueError):

@@ -30,7 +30,7 @@ class Reply(Response):
         inbox: gets (generation, delta) as they come.
         write_seconds: in which the client has to take what waits for it.
         leave: called with each generation that is not finished when the client leaves.
-        began: called with the status as the reply begins; an error before that is raised.
+        began: called with the status when the reply begins. An error before that is raised.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Reply(Response):
                 self._leave(generation)
 
     async def _next(self) -> tuple[list[dict[str, Any]], RefusedError | None]:
-        """Pieces of choices that have come meanwhile, and what then went wrong, if anything has."""
+        """Pieces of choices that have come meanwhile, and the error after them, if there is one."""
         items = [await self._inbox.get()]
         while not self._inbox.empty():
             items.append(self._inbox.get_nowait())
