@@ -4,7 +4,7 @@
 # train          train a byte-level language model on Python's own source and sample from it
 # test           run the tests, but for those marked slow
 # test-all       run all of them
-# test-cpus      run what `test` does as on other processors: with MKL_CBWR=COMPATIBLE, then with
+# test-cpus      run `test` three times, as on other processors: with MKL_CBWR=COMPATIBLE, with
 #                ATEN_CPU_CAPABILITY=avx2 and with ATEN_CPU_CAPABILITY=default
 # test-fla       run those beside FLA and transformers again, with the versions FLA and TRANSFORMERS
 # test-gpu       check and time the CUDA kernels on this machine's GPU, in some minutes; after `test`

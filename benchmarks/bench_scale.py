@@ -4,12 +4,12 @@
         [--only operator] [--markdown page.md]
     python benchmarks/bench_scale.py --figure pages.md --draw RESULTS_SCALE.png
 
-First of all `chunk_gla` over all GPUs is held to one GPU's results; where they differ nothing is
-timed. Every ratio is of one run. Of the operator all time their row, then the first rank alone
-times one GPU's. Of the model one GPU's tokens/s are those of a process of its own, which runs
-before, without torch.distributed: fp32 weights under autocast, as FSDP2's policy has them.
-Steps follow each other without a wait, as in training; of the operator a call from an idle GPU is
-named too. NVLink multicast stays off (NCCL_NVLS_ENABLE=0). Takes some six minutes.
+First `chunk_gla` over all GPUs is compared with one GPU; if they differ, nothing is timed. Every
+ratio is of one run. For the operator all ranks time their row, then the first rank alone times one
+GPU's. For the model a process of its own, without torch.distributed, times one GPU before the rest:
+fp32 weights under autocast, as FSDP2's policy has them. Steps follow each other without a wait, as
+in training; the operator's rows also have a call from an idle GPU. NVLink multicast stays off
+(NCCL_NVLS_ENABLE=0). Takes some six minutes.
 """
 
 import argparse
@@ -248,7 +248,7 @@ class Bench(one_alone.Sizes):
         return self.beside_one(seconds, self.tokens, "recomputed", memory if self.cuda else "")
 
 
-# What a part's rows need of one GPU alone.
+# What is measured on one GPU alone, by the part whose rows need it.
 NEEDS = {
     "ddp": ("eager",),
     "fsdp": ("eager", "compiled"),

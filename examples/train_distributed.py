@@ -61,7 +61,7 @@ def main() -> None:
             raise SystemExit(f"expected {name} to be a multiple of {parts}, got {count}")
     mesh = dist.init_device_mesh(kind, (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
 
-    torch.manual_seed(0)  # of every process: they begin with one model and draw the same batches
+    torch.manual_seed(0)  # on every process: all begin with one model and draw the same batches
     train, _ = load_text(args.text, Bytes(), args.seq_len)
     config = GLAConfig(
         vocab_size=256, hidden_size=args.hidden_size, num_hidden_layers=2, num_heads=2
@@ -89,7 +89,7 @@ def main() -> None:
         optimizer.zero_grad()
         if step % 20 == 0 or step == args.steps - 1:
             mean = loss.detach().clone()
-            dist.all_reduce(mean)  # a number a process; those of one "dp" have the same
+            dist.all_reduce(mean)  # each adds its loss; processes of one "dp" have the same
             if rank == 0:
                 bits = mean.item() / size / math.log(2)
                 print(f"step {step}: {bits:.3f} bits/byte on {size} processes", flush=True)

@@ -28,7 +28,7 @@ def load(path: Path) -> dict:
 
 
 def read_lengths(text: str) -> dict:
-    """Of a page what its picture shows: the tables of speed and of attention."""
+    """What a page's picture shows: its tables of speed and of attention."""
     rows: dict[str, dict] = {}
     found: dict = {"lengths": {}, "attention": rows}
     found["copy_bytes_per_s"] = (
@@ -49,7 +49,7 @@ def read_lengths(text: str) -> dict:
 
 
 def timing(cell: str) -> Timing:
-    """What `str` made of a Timing, but for the number of runs."""
+    """The Timing that `str` wrote in this cell, without the number of runs."""
     return Timing(*map(float, re.findall(r"[\d.]+", cell)), runs=0)
 
 

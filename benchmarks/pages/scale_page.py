@@ -26,7 +26,7 @@ def read(page: str) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
 
 
 def draw(page: str, path: Path) -> None:
-    """Tokens/s over that of as many single GPUs, against their number, whose steps are even."""
+    """Tokens/s over those of as many single GPUs, against the number of GPUs, in even steps."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -34,7 +34,7 @@ class Sizes:
         self.repeats = options.repeats
 
     def once(self, step, at_once: int) -> float:
-        """Seconds of a step, of so many that follow each other."""
+        """Seconds of a step, averaged over at_once steps in a row."""
         if self.cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
@@ -45,7 +45,7 @@ class Sizes:
         return (time.perf_counter() - start) / at_once
 
     def median(self, step, at_once: int) -> float:
-        """The median time of a step after three."""
+        """The median time of a step, after three that are not timed."""
         for _ in range(3):
             step()
         return statistics.median(self.once(step, at_once) for _ in range(self.repeats))
@@ -75,7 +75,7 @@ NAMES = ("eager", "compiled", "recomputed")
 
 
 def measure(sizes: Sizes, name: str) -> dict[str, float]:
-    """Tokens/s of a plain model on one GPU, in a process that knows no other; and its peak."""
+    """Tokens/s and peak memory of a plain model, in a process that knows no other GPU."""
     device = torch.device("cuda" if sizes.cuda else "cpu")
     if sizes.cuda:  # the peak is of this one alone
         gc.collect()
@@ -91,7 +91,7 @@ def measure(sizes: Sizes, name: str) -> dict[str, float]:
 
 
 def run(names: Iterable[str], options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """`measure` of each name, in a process of its own for all of them."""
+    """`measure` of each name; all run in one process of their own."""
     command = [sys.executable, str(Path(__file__).parents[1] / "bench_scale.py")]
     command += ["--repeats", str(options.repeats), *["--small"] * options.small]
     output = subprocess.check_output([*command, "--alone", *names], text=True)

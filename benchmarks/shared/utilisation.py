@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation of training: the products with weights beside what a GPU could do."""
+"""Model FLOPs utilisation of training: products with weights, as a share of a GPU's peak."""
 
 from torch import nn
 
@@ -18,7 +18,7 @@ def product_parameters(model: nn.Module) -> int:
 
 
 def mfu(parameters: int | None, tokens_per_s: float, device: str) -> str:
-    """A cell of a table; '' of a GPU whose peak is not known here, or without `parameters`."""
+    """A cell of a table; '' without `parameters`, or on a GPU whose peak is not known here."""
     if parameters is None or not any(name in device for name in GPUS):
         return ""
     return f"{6 * parameters * tokens_per_s / PEAK_FLOPS:.1%}"

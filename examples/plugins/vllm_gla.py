@@ -2,8 +2,8 @@
 
 `GLAStates` is the part of a vLLM layer of GLA that concerns states. The layer's projections, norm
 and gate, `nn.Linear`s of the local heads, are what `GatedLinearAttention` has; its convolutions
-keep a state of their own, which comes first in vLLM's tuples and which `short_convolution_` moves
-on, with `rows_of(metadata)`.
+keep a state of their own, which comes first in vLLM's tuples. `short_convolution_` with
+`rows_of(metadata)` moves it on.
 
     class GLALayer(GLAStates, nn.Module):
         def forward(self, x):  # [tokens, hidden size]
@@ -11,15 +11,16 @@ on, with `rows_of(metadata)`.
             metadata = (get_forward_context().attn_metadata or {}).get(self.prefix)
             return self.o_proj(self.norm(self.attend(q, k, v, g, metadata)))
 
-The constructor puts the layer into `compilation_config.static_forward_context[prefix]`. Beside that
-vLLM 0.32 asks of the model:
+The constructor puts the layer into `compilation_config.static_forward_context[prefix]`. vLLM 0.32
+also asks of the model:
 
 - the bases HasInnerState, IsAttentionFree and SupportsMambaPrefixCaching, and class methods
   get_mamba_state_shape_from_config, get_mamba_state_dtype_from_config and
   get_mamba_state_copy_func: `get_temporal_copy_spec` for each state, convolutions' too;
 - `MODELS_CONFIG_MAP["GLAForCausalLM"] = MambaModelConfig` where `ModelRegistry.register_model` is
-  called, or its blocks have no size;
-- a number as num_kv_heads in config.json: it refuses null, which is num_heads here and in FLA.
+  called; without that the blocks have no size;
+- a number for num_kv_heads in config.json. vLLM refuses null, which here and in FLA stands for
+  num_heads.
 """
 
 from typing import Any
@@ -83,13 +84,13 @@ class GLAStates(MambaBase):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, metadata: Any) -> Tensor:
         """The heads' outputs `[tokens, heads, V]`, and the states in their blocks moved on.
 
-        On CUDA the tokens that decode have the bits of `recurrent_gla_step_`, which is faster but
-        goes on from what is there, whoever left it.
+        On CUDA the tokens that decode have the bits of `recurrent_gla_step_`. That is faster, but
+        goes on from whatever state is there, a former owner's too.
 
         Args:
             q, k, v, g: `[tokens, heads, K | V]`.
-            metadata: vLLM's `LinearAttentionMetadata`; None where vLLM measures memory, and there
-                are no blocks yet.
+            metadata: vLLM's `LinearAttentionMetadata`; None while vLLM measures memory and has no
+                blocks yet.
         """
         if metadata is None:
             return torch.zeros_like(v)
@@ -99,10 +100,11 @@ class GLAStates(MambaBase):
 
 
 def rows_of(metadata: Any) -> dict[str, Tensor]:
-    """Requests as `chunk_gla_`, and for the convolutions `short_convolution_`, take them.
+    """Arguments for `chunk_gla_` and, for the convolutions, `short_convolution_`.
 
-    A request that starts must not see what the last owner of its block left there. It has had no
-    more tokens than pass now; a prompt of one token comes among those that vLLM counts as decodes.
+    A request that starts must not see what the last owner of its block left there. It starts if all
+    its tokens so far pass now. vLLM's own counts do not tell: a prompt of one token is among the
+    decodes.
     """
     offsets = metadata.query_start_loc
     return {

@@ -133,8 +133,8 @@ def comparison(
         variants, text: as `maker`'s.
         size, results, beside, measure: as `compared`'s.
         heads: of the columns of names and of probabilities.
-        papers: perplexities of the paper by variant: a column, and the order of the rows.
-            Default: none.
+        papers: the paper's perplexity of each variant, which makes a column and orders the rows.
+            Default: None (no column).
     """
     make = maker(variants, size, text)
     names = sorted(variants, key=papers.__getitem__) if papers else variants

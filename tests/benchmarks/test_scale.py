@@ -57,7 +57,7 @@ PAGE = """
 
 
 def test_one_alone_knows_no_other_process(monkeypatch):
-    """It has a process and a plain model of its own, which nothing wraps."""
+    """One GPU alone has a process of its own, and a plain model that nothing wraps."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     options = argparse.Namespace(small=True, repeats=1)
     found = one_alone.run(["eager"], options)

@@ -70,7 +70,7 @@ def test_a_step_of_every_row(tiny, row):
     ],
 )
 def test_model_flops_utilisation(monkeypatch, row, parameters, rate, found):
-    """Of a step as large as on the page: the products' parameters are all but the embeddings."""
+    """The page's model: the products have all parameters but those of the embeddings."""
     monkeypatch.setattr(training_steps, "DEVICE", "meta")
     count = product_parameters(training_steps.build(ROWS[row]))
     assert count == pytest.approx(parameters, rel=1e-3)

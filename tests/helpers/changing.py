@@ -1,4 +1,4 @@
-"""Small models for engines that change: how they do, and their tokens."""
+"""Small models for engines, ways in which they change, and their tokens."""
 
 import copy
 
@@ -91,7 +91,7 @@ def set_scale(adapters):
             module.scaling["default"] *= 5
 
 
-ADAPTERS = {  # and whether they are seen
+ADAPTERS = {  # changes, and whether `Stamp` sees them
     "off": (lambda p: p.base_model.disable_adapter_layers(), True),
     "scale": (set_scale, False),
     "merged": (lambda p: p.merge_adapter(), False),

@@ -2,15 +2,15 @@
 
 The tolerance table is `gla_ext.selftest`'s, so that tests and users hold the operators to the same.
 
-Where a test asks for equal bits, one of these makes them equal; its file says which, where that is
-not plain, and in tests/operators and tests/cuda it is the first:
-- own sums: of gla_ext's kernels, whose order no other row, place, stride or thread changes (on CUDA
-  that of one plan; under `batch_invariant`, of all batches).
-- the same calls: of the same shapes and strides, or for products the same products.
-- tokens: of the largest logit, which leads the next by much more than rounding.
+A test may ask for equal bits for one of these reasons. In tests/operators and tests/cuda it is the
+first; elsewhere the file says which, unless it is plain:
+- own sums: gla_ext's kernels add up in an order that no other row, place, stride or thread changes
+  (on CUDA within one plan; under `batch_invariant` in all batches).
+- the same calls: shapes and strides are the same, or at least the products are.
+- tokens: the largest logit leads the next by much more than rounding.
 - moved: nothing is computed.
-Products of a BLAS of other shapes, of a row at another place, or in a compiler's graph are none of
-these, nor are sums of torch's over other shapes: they are compared by `assert_close`.
+A BLAS may round otherwise with other shapes, at another row, or in a compiler's graph. torch's sums
+may over other shapes. Such results are compared by `assert_close`.
 """
 
 import dataclasses

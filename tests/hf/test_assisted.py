@@ -123,7 +123,7 @@ def test_the_last_call_is_taken_back_whole(options):
     for start, stop, back in ((0, 150, 149), (1, 131, 130), (1, 70, 0), (70, 200, 130)):
         found = model(ids[:, start:stop], past_key_values=cache).logits
         assert_close(found, expected[:, start:stop], 1e-12)
-        cache.activate_past_recording()  # as transformers does again, and nothing is lost by it
+        cache.activate_past_recording()  # transformers does so again; nothing is lost
         cache.crop(-back)
     assert_close(model(ids[:, 70:90], past_key_values=cache).logits, expected[:, 70:90], 1e-12)
 
@@ -144,7 +144,7 @@ def test_rows_of_a_cache_that_goes_back_change_places(options):
 
 
 def long_drafts(model, count):
-    """An assistant of drafts of so many tokens, some of which are taken whole."""
+    """An assistant that drafts so many tokens; some drafts are taken whole."""
     assistant = make_assistant(model)
     config = assistant.generation_config
     config.num_assistant_tokens, config.assistant_confidence_threshold = count, 0.0

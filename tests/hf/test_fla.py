@@ -28,9 +28,10 @@ TINY = {
 
 
 def make_ids(T, device, seed=1):
-    """A first token may have q and k nearly at right angles; the norm of its small output then
-    multiplies rounding by ten, in FLA's model as in ours: of seed 1, and padded of seed 5. Of seed
-    5 whole, and padded of seed 8, no gradient is further than 3e-6 from that in fp64.
+    """Random tokens. The first one may have q and k nearly at right angles: the norm of its small
+    output then multiplies rounding by ten, in FLA's model as in ours. Seed 1 has such tokens, and
+    padded rows of seed 5. Whole rows of seed 5 and padded rows of seed 8 have none: no gradient is
+    further than 3e-6 from that in fp64.
     """
     return torch.randint(31, (2, T), generator=torch.Generator().manual_seed(seed)).to(device)
 

@@ -156,7 +156,7 @@ def test_a_static_cache_on_cuda(model):
 
 @pytest.mark.parametrize("options", [{}, {"attn": {"layers": [1], "num_heads": 2}}], ids=str)
 def test_embeddings_go_on_from_a_cache(options):
-    """As transformers has it: those of all tokens so far, of which the new ones pass."""
+    """As in transformers: inputs_embeds hold all tokens so far, and the new ones pass."""
     ours, ids = make_model(**options), make_ids(T=12)
     expected = ours.generate(ids, **GREEDY)[:, 12:]
     x = ours.get_input_embeddings()(ids)

@@ -114,7 +114,7 @@ def test_shifted_labels(options, count):
     assert_close(out.loss, expected, 1e-6)
     assert torch.equal(model(ids, shift_labels=shifted, num_items_in_batch=count).loss, out.loss)
     assert model(ids, labels=ids, shift_labels=torch.full_like(ids, -100)).loss.isnan()
-    positions = (torch.arange(12) % 6)[None]  # of packed rows too, whose starts are known there
+    positions = (torch.arange(12) % 6)[None]  # packed rows too: they show where sequences start
     packed = model(ids, shift_labels=shifted, position_ids=positions).loss
     logits = model(ids, position_ids=positions).logits
     assert_close(packed, ForCausalLMLoss(logits, None, 31, shift_labels=shifted), 1e-6)

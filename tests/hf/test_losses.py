@@ -65,7 +65,7 @@ def test_gradients_pass_hidden_states_beside_a_mask(options):
 
 
 def test_metrics_beside_the_linear_loss(tmp_path):
-    """The page's way: evaluation has logits where config has no linear loss then."""
+    """As the page says: evaluation has logits if config has no linear loss by then."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     rows = [{"input_ids": torch.arange(3, 19), "labels": torch.arange(3, 19)}] * 2

@@ -132,7 +132,7 @@ def test_a_fused_model_is_saved(tmp_path):
 
 
 def test_save_model_of_safetensors_takes_a_copy(tmp_path):
-    """It refuses parts of a larger storage, by name, and writes them where they are apart."""
+    """It refuses, by name, weights that are parts of one storage, and takes a copy's."""
     safetensors = pytest.importorskip("safetensors.torch")
     model = fuse_projections(make_model(torch.float32))
     with pytest.raises(RuntimeError, match=r"saving amongst: \{'model\.layers\.0\."):

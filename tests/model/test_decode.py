@@ -123,7 +123,7 @@ RECURRENT = {"use_short_conv": True, "attn_mode": "fused_recurrent"}
 @pytest.mark.parametrize("rows", [None, [3, 0, 2, 1], [2]], ids=str)
 @pytest.mark.parametrize("options", [{}, {"use_short_conv": True}, RECURRENT, HYBRID], ids=str)
 def test_rows_that_others_have_used(device, options, rows, prompts):
-    """Sequences that start there, of one token too, find nothing of what their owners left."""
+    """A sequence that starts in a used row finds nothing of its last owner; one token too."""
     model = make_model(torch.float32, **options).to(device)
     used, fresh = (Decoder(model, 4, temperature=0) for _ in range(2))
     drawn(used, 3, PROMPTS)

@@ -18,11 +18,11 @@ def drawn(decoder, steps, prompts) -> torch.Tensor:
 
 
 def test_a_decoder_whose_model_changed():
-    """Prompts are refused until `refresh`, and rows have had none then."""
+    """Prompts are refused until `refresh`; after it no row has had one."""
     model = make_model(torch.float64)
     optimizer_step(model)
     decoder = Decoder(model, 4, temperature=0)
-    optimizer_step(model)  # before the first prompt nothing is of the model
+    optimizer_step(model)  # before the first prompt there is no state of the model
     before = drawn(decoder, 9, PROMPTS)
     optimizer_step(model)
     for options in ({}, {"rows": [0, 1, 2, 3]}, {"keep": True}):

@@ -60,7 +60,7 @@ def test_values_and_gradients(device, K, R, dtype):
 
 
 def without_near(dg, inputs, clamp_min):
-    """dg without what lies where rounding would decide whether the bound holds."""
+    """dg, but 0 where rounding would decide whether the bound holds."""
     z = inputs[0].double() @ inputs[1].double().T + inputs[2].double()
     near = (torch.nn.functional.logsigmoid(z) / 16 - clamp_min).abs() < 1e-4
     return dg.masked_fill(near, 0)
@@ -81,7 +81,7 @@ def operator(h, weight, bias=None, clamp_min=None):
 @pytest.mark.parametrize("R", [5, 16, 20])
 @pytest.mark.parametrize("rows", [(), (2, 45), (0,)])
 def test_the_operator_takes_what_has_no_kernel(device, rows, R, dtype):
-    """Called directly: the function hands it on CUDA only what its kernels take."""
+    """Called directly, since on CUDA the function passes it only what its kernels take."""
     inputs, dg = make(rows, R, 72, device, dtype)
     check(inputs, dg, factor=2.0, function=operator)
     check([*inputs[:2], None], dg, factor=2.0, function=operator)

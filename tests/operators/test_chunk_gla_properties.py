@@ -76,7 +76,7 @@ def test_nan_is_never_silent_and_stays_in_its_sequence(device, token, operand, g
     if operand != "g":
         assert results["d" + ("k" if operand == "q" else "q")][0, token, 0].isnan().all()
 
-    # As docs/numerics.md has it. Of a v before its block, or a chunk, all bits are as without it.
+    # As docs/numerics.md says. Before v's block, and before the chunk, all bits are as without NaN.
     reach = 64 if device == "cuda" else 16 if operand == "v" else 1
     first = start + (token - start) // reach * reach
     assert not results["o"][0, start:first].isnan().any()
@@ -97,7 +97,7 @@ def test_nan_is_never_silent_and_stays_in_its_sequence(device, token, operand, g
 @pytest.mark.parametrize("operator", [chunk_gla, chunk_linear_attn, fused_recurrent_gla])
 @pytest.mark.parametrize("token", [77, 95, 96])
 def test_nan_in_v_stays_in_its_row_and_reaches_back_as_documented(device, token, operator):
-    """To no token before its own, token by token; in chunks to its block's first token."""
+    """Token by token it reaches no earlier token; in chunks it may reach its block's first."""
     x = make_inputs(2, 130, 2, 5, 4, torch.float32, 0.1, device=device)
     options = {"normalize": False} if operator is chunk_linear_attn else {}
     gates = [] if operator is chunk_linear_attn else [x.g]

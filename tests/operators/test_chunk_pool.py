@@ -147,8 +147,8 @@ def test_pieces_of_a_prompt_are_the_whole(device, packed):
 @by_packing
 @pytest.mark.parametrize("cut", [1, 63, 64, 65, 128, 191])
 def test_batch_invariant_pieces(device, packed, cut, head):
-    """Two pieces have the bits of one where the cut is between two of its chunks, as then all work
-    on the same tokens; cut elsewhere, they are as near as two ways of rounding.
+    """Cut between two chunks, two pieces have the bits of one, since chunks have the same tokens.
+    Cut elsewhere, they differ by rounding.
     """
     whole, pieces = (Prompts(device, False, T=192, sizes=(2, *head)) for _ in range(2))
     whole.rows["write_slots"] = pieces.rows["write_slots"] = None

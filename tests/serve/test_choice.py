@@ -41,7 +41,7 @@ def test_tokens_are_drawn_from_the_distribution(device):
 
 
 def reference(logits, temperature, top_k, top_p):
-    """The probabilities that each token is drawn with, fp64 on the CPU, token by token."""
+    """The probability of each token, in fp64 on the CPU, token by token."""
     ordered = sorted(enumerate(logits.double().cpu().tolist()), key=lambda pair: -pair[1])
     logits = torch.tensor([logit for _, logit in ordered[:top_k]], dtype=torch.float64)
     expected, before = torch.zeros(len(ordered), dtype=torch.float64), 0.0
@@ -91,7 +91,7 @@ def test_filters_are_those_of_generate(device):
 
 
 def test_top_k_with_top_p_of_a_slow_fall():
-    """5 of the 10 most probable tokens reach half of these 10; of all 100, 29 would."""
+    """5 tokens have half of what the 10 most probable have together, and 29 half of all 100."""
     logits, B = torch.linspace(2, 0, 100).expand(20000, -1).contiguous(), 20000
     uniform = (torch.arange(B) + 0.5) / B
     tokens, _ = choose(logits, uniform, torch.ones(B), torch.full((B,), 10), torch.full((B,), 0.5))

@@ -1,4 +1,4 @@
-"""The command line of the server: what the user can mend ends in a sentence, and help tells all."""
+"""The server's command line: errors that a user can mend are a sentence, and --help tells all."""
 
 import argparse
 import json
@@ -95,14 +95,14 @@ def test_folders_that_hold_no_model(folder, tmp_path, capsys):
 
 
 def test_a_training_run_that_stopped(tmp_path, capsys):
-    """The sentence has the command that finishes it, which then is served."""
+    """The sentence has the command that finishes the run; its model is then served."""
     train = pytest.importorskip("gla_ext.train")
     text, out = tmp_path / "text", tmp_path / "out"
     text.write_text("the quick brown fox " * 400)
     tiny = "--batch-size 2 --seq-len 16 --hidden-size 16 --layers 1 --heads 2 --sample-bytes 4"
     given = ["--data", str(text), "--out", str(out), *tiny.split(), "--device", "cpu"]
     assert train.main([*given, "--steps", "3"]) == 0
-    for path in out.iterdir():  # which a run writes at its end
+    for path in out.iterdir():  # removes what a run writes at its end
         if path.suffix != ".safetensors" or path.name == "model.safetensors":
             path.unlink()
     capsys.readouterr()
@@ -123,7 +123,7 @@ def test_the_command_ends_without_a_traceback(tmp_path):
 
 
 def test_help_tells_what_each_option_does():
-    """And its default, which is the one that it has."""
+    """And that its default is the one shown."""
     parser = command.command_line()
     shown = " ".join(parser.format_help().split())
     for action in parser._actions:

@@ -58,8 +58,9 @@ def test_stop_strings_end_the_text_and_free_the_row():
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.7}])
 def test_a_seed_decides_whatever_else_is_in_the_batch(filters, device):
-    """In batch_invariant: also the logits of every token, and in one row bit for bit, as each
-    product has the same shape and adds up no other row. In another row a BLAS may round otherwise.
+    """In batch_invariant the logits of every token are too. In one row they are bit for bit, since
+    each product has the same shape and adds up no other row. In another row a BLAS may round
+    otherwise.
     """
     model = make_model(eos_token_id=None).to(device)
     request = Request(prompt(200), 25, temperature=1.3, seed=5, logprobs=3, **filters)

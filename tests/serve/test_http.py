@@ -155,7 +155,7 @@ def test_seeds_n_stop_and_logprobs(client):
 
 
 def test_the_token_drawn_is_among_the_most_probable(client):
-    """Also where it is none of them: there may be one more than was asked for."""
+    """Also if it is none of the most probable: there may be one more than was asked for."""
     for count in (0, 2):
         options = {"model": NAME, "prompt": "a", "max_tokens": 40, "temperature": 3.0, "seed": 1}
         (choice,) = client.completions.create(**options, logprobs=count).choices

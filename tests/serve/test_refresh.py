@@ -44,7 +44,7 @@ SEEN = {
 
 @pytest.mark.parametrize(("change", "message"), SEEN.values(), ids=SEEN)
 def test_a_change_that_is_seen(change, message):
-    """Refused until `refresh`, after which known beginnings are those of the model now."""
+    """Requests are refused until `refresh`; then known beginnings are of the new model."""
     model = make()
     engine = Engine(model, limits=LIMITS)
     before = tokens_of(engine, 200, 70)
@@ -74,7 +74,7 @@ def test_a_change_that_is_not_seen_needs_refresh(change):
 
 
 def test_inference_mode():
-    """Of tensors without versions the addresses are seen alone."""
+    """Inference tensors have no versions: only their addresses are seen."""
     with torch.inference_mode():
         model = make()
         other = [x.clone() for x in make(seed=5).parameters()]
@@ -93,7 +93,7 @@ def test_inference_mode():
 
 
 def test_train_mode():
-    """It is refused, and seen no more when the model is back in eval mode, as it was."""
+    """Train mode is refused; back in eval mode the model is as it was."""
     model = make()
     engine = Engine(model, limits=LIMITS)
     found = tokens_of(engine, 70)
@@ -171,7 +171,7 @@ def test_running_sequences_end():
 
 
 def test_running_sequences_go_on():
-    """From the states that they have; a prompt that is being read leaves none for others."""
+    """They go on from their states; a prompt that is being read leaves none for others."""
     model = make()
     engine = Engine(model, limits=LIMITS)
     found = {}
@@ -222,7 +222,7 @@ def test_text_that_waited_comes_with_the_end():
 
 
 def test_any_thread_may_refresh():
-    """Between two steps of the thread that steps, as soon as the first is over."""
+    """`refresh` comes between two steps of another thread, as soon as the first is over."""
     model = make()
     engine = Engine(model, limits=LIMITS)
     order, inside, leave = [], threading.Event(), threading.Event()

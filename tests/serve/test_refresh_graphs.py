@@ -77,7 +77,7 @@ def test_graphs_are_captured_anew(captures, change):
 
 
 def test_graphs_of_two_models_do_not_stay(captures):
-    """An attribute that was another for one capture, and is back when `refresh` looks."""
+    """An attribute that differed during one capture, and is back when `refresh` looks."""
     model = make()
     engine = Engine(model, limits=LIMITS)
     tokens_of(engine, 5)
@@ -101,7 +101,7 @@ def best_ms(call, before=lambda: None) -> float:
 
 
 def test_what_refresh_and_submit_cost(captures):
-    """The host's time, which is by module and parameter, of the 374 M model's 24 layers."""
+    """The host's time for the 374 M model's 24 layers; it grows with modules and parameters."""
     model = GLAForCausalLM(GLAConfig(hidden_size=32, num_heads=2, vocab_size=64)).eval()
     engine = Engine(model, limits=LIMITS)
     tokens_of(engine, 5, 5)
@@ -136,7 +136,7 @@ def test_cuda_graphs_follow_adapters(change, warm):
 @pytest.mark.cuda
 @pytest.mark.parametrize("keep_running", [False, True])
 def test_cuda_graphs_stay_where_only_values_changed(keep_running):
-    """Also while a step is under way, whose tokens go to no sequence that has ended."""
+    """Also while a step is under way: its tokens go to no sequence that has ended."""
     _, model = adapted("cuda")
     engine = Engine(model, limits=LIMITS)
     engine.warm_up()

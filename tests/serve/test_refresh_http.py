@@ -50,7 +50,7 @@ def test_the_option(engine, tmp_path, monkeypatch, options):
 
 
 def test_a_model_that_changed_answers_again(engine):
-    """Refused with status 503 until it is said; then with what the model is now."""
+    """Status 503 until the refresh; then replies are of the new model."""
     body = {"prompt": "once upon a time " * 20, "max_tokens": 8, "temperature": 0}
     with client_of(engine, allow_refresh=True) as client:
         ask = lambda: client.post("/v1/completions", json=body)  # noqa: E731

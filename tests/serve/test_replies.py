@@ -1,5 +1,5 @@
-"""A model whose logits are NaN or inf: the sequence ends with an error, in every way to ask. And
-replies whose pieces are JSON, of one time."""
+"""Logits of NaN or inf end a sequence with an error, in every way to ask. And the pieces of a reply
+are JSON and have one time."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ def spoiled(device="cpu", value=torch.nan, vocab_size=31, tokens=None):
     "options", [{}, {"top_k": 1}, {"temperature": 1e-6, "top_p": 0.5}, {"looks": True}], ids=str
 )
 def test_generate_says_it(options, value, device):
-    """Of the row that it is; on a GPU this is in a graph."""
+    """The error names the row; on a GPU steps are in a graph."""
     model, tokens, drawn = spoiled(device, value)
     options = {"temperature": 0 if "top_k" not in options else 1.0} | options
     if options.pop("looks", False):  # at which rows are done

@@ -35,8 +35,8 @@ def logprobs(engine, lengths) -> list[list[tuple[int, float]]]:
 
 
 def leave(engine):
-    """Every row has had an owner that ended, one cancelled while it decoded, and one in its prompt;
-    and there is NaN now where they had their states.
+    """Every row had an owner that ended, one cancelled while it decoded, and one cancelled in its
+    prompt. NaN now stands where their states were.
     """
     logprobs(engine, [40, 1, 100])
     for count, steps in ((64, 4), (500, 1)):
@@ -82,7 +82,7 @@ def test_a_used_row(lengths, known, options, invariant, state_dtype, device):
 @pytest.mark.parametrize("use_short_conv", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_by_the_kernels_of_a_token(lengths, use_short_conv, graphs):
-    """In bf16, where a prompt of one token alone takes these; in graphs it is filled up."""
+    """In bf16 a prompt of one token alone takes these kernels; in graphs it is filled up."""
     options = {"hidden_size": 64, "intermediate_size": 64, "use_short_conv": use_short_conv}
     model = make_model(torch.bfloat16, eos_token_id=None, **options).cuda()
     used, fresh = (Engine(model, None, LIMITS, graphs) for _ in range(2))

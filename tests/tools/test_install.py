@@ -26,7 +26,7 @@ BUILT = {"torch": "2.11.0+cu130", "cuda": "13.0", "python": "3.12", "machine": "
 
 
 def test_nobody_is_sent_to_a_package_index():
-    """gla_ext is on none, so a command that asks for the name there would install another's."""
+    """gla_ext is on no index: a command that asks for it there would install somebody else's."""
     asks = re.compile(r"""pip install[^\n`]*[\s'"]gla[_-]ext(?![-./\w])|(?<![\w/])gla[_-]ext\[""")
     assert asks.search("pip install gla_ext") and asks.search("it needs `gla-ext[hf]`")
     files = [ROOT / "README.md"]

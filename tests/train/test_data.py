@@ -212,7 +212,7 @@ def test_any_two_seeds_and_epochs_differ():
     stream, seeds = torch.arange(1003) % 251, (0, 1, 4096, 2**43, 2**44, 2**63 - 1, 2**64 - 1, -1)
     batches = [Batches(stream, 25, 10, seed)(step)[0] for seed in seeds for step in (0, 4)]
     assert len({tuple(x.flatten().tolist()) for x in batches}) == 2 * len(seeds)
-    # Runs with small seeds, as they are made again by a checkpoint.
+    # Small seeds keep their batches, so that runs go on from older checkpoints.
     generator = torch.Generator().manual_seed((7 << 20) + 1)
     shift = torch.randint(3, (1,), generator=generator)
     order = torch.randperm(100, generator=generator)
