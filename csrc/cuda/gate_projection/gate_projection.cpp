@@ -118,8 +118,10 @@ bool has_kernel(const at::Tensor& h, const at::Tensor& weight) {
 at::Tensor composed_fwd(const at::Tensor& h, const at::Tensor& weight, const OptionalTensor& bias,
                         double normalizer, std::optional<double> clamp_min) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const at::Tensor g = at::log_sigmoid(at::linear(h, weight, bias)).div_(normalizer);
-  return clamp_min.has_value() ? g.clamp_min(*clamp_min) : g;
+  const at::Tensor z = at::linear(h, weight, bias).to(at::toOpMathType(h.scalar_type()));
+  at::Tensor g = at::log_sigmoid(z).div_(normalizer);
+  if (clamp_min.has_value()) g = g.clamp_min_(*clamp_min);
+  return g.to(h.scalar_type());
 }
 
 GateProjectionBackwardOutputs composed_bwd(const at::Tensor& dg, const at::Tensor& h,
