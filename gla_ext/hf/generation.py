@@ -109,7 +109,9 @@ class GLAGenerationMixin(GenerationMixin):
                 f"{1 - next_sequence_length} too few"
             )
         new = slice(None if next_sequence_length is None else -next_sequence_length, None)
-        first = not started if is_first_iteration is None else is_first_iteration
+        first = is_first_iteration
+        if first is None:
+            first = not started or input_ids.shape[1] == 0
         if inputs_embeds is not None and first:
             inputs = {"inputs_embeds": inputs_embeds[:, new]}
         else:

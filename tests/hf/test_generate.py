@@ -170,3 +170,15 @@ def test_embeddings_go_on_from_a_cache(options):
     assert torch.equal(again.sequences, expected[:, 2:])
     with pytest.raises(ValueError, match="a prompt of more tokens than the cache has had, got"):
         ours.generate(inputs_embeds=x, past_key_values=cache, **GREEDY)
+
+
+def test_embeddings_go_on_where_no_word_says_that_they_are_first():
+    """transformers 4 passes no is_first_iteration, and no ids before one is drawn."""
+    ours, ids = make_model(), make_ids(T=12)
+    x, cache = ours.get_input_embeddings()(ids), ours(ids[:, :10], use_cache=True)[CACHE]
+    given = {"past_key_values": cache, "inputs_embeds": x, "cache_position": torch.arange(10, 12)}
+    inputs = ours.prepare_inputs_for_generation(ids[:, :0], **given)
+    assert torch.equal(inputs["inputs_embeds"], x[:, 10:]) and "input_ids" not in inputs
+    given["cache_position"] = torch.arange(12, 13)
+    inputs = ours.prepare_inputs_for_generation(ids[:, :1], **given)
+    assert torch.equal(inputs["input_ids"], ids[:, :1]) and "inputs_embeds" not in inputs
