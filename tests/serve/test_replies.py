@@ -14,6 +14,7 @@ from models import make_model
 
 from gla_ext.decode import Decoder
 from gla_ext.serve import Engine, Limits, Request
+from gla_ext.serve.request import Delta, TokenLogprob
 from gla_ext.serve.text import Bytes
 
 MESSAGE = "expected the model's logits to be finite, got NaN or inf"
@@ -193,6 +194,22 @@ def test_tokens_that_cannot_come(stream):
     assert len(found) == 4
     for best in found:
         assert sorted(value == -9999 for value in best.values()) == [False] * 3 + [True] * 2
+
+
+def test_tokens_of_one_text_have_one_entry():
+    """That of the drawn one, else of the most probable; a client sees no ids."""
+    protocol = pytest.importorskip("gla_ext.serve.http.protocol")
+
+    class Alike:
+        def decode(self, tokens):
+            return "ab"[tokens[0] == 4]
+
+    for token, expected in ((3, {"a": -3.0, "b": -2.0}), (4, {"b": -2.0, "a": -1.0})):
+        best = {1: -1.0, 4: -2.0, 3: -3.0, 2: -4.0}
+        delta = Delta("", [token], [TokenLogprob(token, best[token], best)])
+        shown = protocol.Choice(0, Alike(), True).render(delta)["logprobs"]
+        assert shown["top_logprobs"] == [expected]
+        assert shown["token_logprobs"] == [expected[shown["tokens"][0]]]
 
 
 def test_the_pieces_of_a_stream_have_one_time(monkeypatch):

@@ -236,8 +236,9 @@ class Choice:
         if self._logprobs:
             logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
             for x in delta.logprobs:
-                best = x.best | {x.token: x.logprob}  # the one drawn is always among them
-                best = {self._name(token): max(value, LEAST) for token, value in best.items()}
+                best = {}  # the first of one name stays: the one drawn, else the most probable
+                for token, value in ((x.token, x.logprob), *x.best.items()):
+                    best.setdefault(self._name(token), max(value, LEAST))
                 logprobs["tokens"].append(self._name(x.token))
                 logprobs["token_logprobs"].append(max(x.logprob, LEAST))
                 logprobs["top_logprobs"].append(best)
