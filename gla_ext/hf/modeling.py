@@ -304,7 +304,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         Raises:
             ValueError: for shapes that do not fit; neither or both of input_ids and inputs_embeds;
                 both past_key_values and cache, or a cache of another number of sequences;
-                logits_to_keep below 0.
+                logits_to_keep below 0; shift_labels without labels for a loss_type of
+                transformers'.
             TypeError: for a cache of transformers', as `DynamicCache`, and in a hybrid model for
                 any but a `GLACache`; for other keywords, by name.
             NotImplementedError: for output_attentions, is_causal = False, and a loss_function
@@ -312,9 +313,15 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         """
         # Not in the signature: `Trainer` would require an argument with "label" in its name.
         shift_labels = kwargs.pop("shift_labels", None)
-        loss_function = self._chosen_loss()
+        targets = labels if shift_labels is None else shift_labels
+        loss_function = None if targets is None else self._chosen_loss()
         known = OF_MODELS if loss_function is None else kwargs
         check_keywords("GLAForCausalLM", kwargs, known)
+        if loss_function is not None and labels is None and not hasattr(self, "_loss_function"):
+            raise ValueError(
+                f"GLAForCausalLM: expected loss_type = {self.loss_type!r} to have labels, got "
+                "shift_labels alone"
+            )
         if loss_function is not None and cp_context is not None:
             raise NotImplementedError(
                 "GLAForCausalLM: expected no loss_function beside cp_context, got one; it would "
@@ -339,7 +346,6 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             cp_context=cp_context,
         )
         x = output.last_hidden_state
-        targets = labels if shift_labels is None else shift_labels
         if targets is None:
             kept = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -159,6 +159,20 @@ def test_a_loss_function_is_called_as_by_transformers():
         ours(make_ids(T=12), labels=make_ids(T=12), cp_context=object())
 
 
+@pytest.mark.parametrize("loss", [len, None])
+def test_where_no_loss_is_computed_keywords_are_refused_as_ever(loss):
+    """And where transformers' loss needs labels itself, shift_labels alone are too few."""
+    model, ids = make_model(), make_ids(T=12)
+    model.loss_type = "ForMaskedLM"
+    if loss is not None:
+        model.loss_function = loss
+    with pytest.raises(TypeError, match="expected keywords that are known, got 'lables'"):
+        model(ids, lables=ids)
+    if loss is None:
+        with pytest.raises(ValueError, match="'ForMaskedLM' to have labels, got shift_labels al"):
+            model(ids, shift_labels=ids)
+
+
 def test_a_loss_type_is_called():
     model, ids = make_model(), make_ids(T=12)
     model.loss_type = "ForMaskedLM"
