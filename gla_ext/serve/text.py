@@ -9,6 +9,7 @@ from typing import Protocol
 
 CONTEXT = 16  # tokens of the prompt that are decoded beside the first new one
 LONGEST_OPEN = 16  # tokens that may wait for the rest of a character
+MOST_EMPTY = 8  # tokens without text that may wait for the next word
 
 
 class Tokenizer(Protocol):
@@ -79,12 +80,17 @@ class Detokenizer:
         self._window.append(token)
         window, shown = self._window, self._shown
         text, before = self._decode(window), self._decode(window[:shown])
-        # This may be a part of a character. Or it is a special token, which waits for the next
-        # word: decoded without it, that word would lose its space. No more tokens wait than a
-        # character takes.
-        if (text.endswith("\ufffd") or text == before) and len(window) - shown < LONGEST_OPEN:
+        waiting = len(window) - shown
+        if text.endswith("\ufffd"):  # may be a part of a character
+            if waiting < LONGEST_OPEN:
+                return ""
+        elif text == before:
+            # A special token, or one that has text only beside the next. The window does not move
+            # on to it alone: decoded without a word before, the next would lose its space.
+            if waiting > MOST_EMPTY:
+                window.pop()
             return ""
-        self._window, self._shown = window[shown:], len(window) - shown
+        self._window, self._shown = window[shown:], waiting
         while not text.startswith(before):  # a character that the prompt began is whole now
             before = before[:-1]
         return text[len(before) :]

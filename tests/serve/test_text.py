@@ -11,7 +11,7 @@ class Words:
     """Joins with spaces, which the first word of a text has none of."""
 
     def decode(self, tokens):
-        return " ".join(["one", "two", "three"][token] for token in tokens)
+        return " ".join(["one", "two", "three", ""][token] for token in tokens)
 
 
 def pieces(tokenizer, prompt, tokens):
@@ -25,6 +25,19 @@ def test_text_of_tokens():
     assert pieces(Bytes(), [0], [0xFF, 0x80, *b"a", 0xE2]) == ["", "", "\ufffd\ufffda", ""]
     assert pieces(Words(), [0], [1, 2, 2]) == [" two", " three", " three"]
     assert pieces(Words(), [0] * 1000, [1, 2]) == [" two", " three"]
+
+
+class WithSpecial(Bytes):
+    def decode(self, tokens):
+        return super().decode([token for token in tokens if token != 1])
+
+
+@pytest.mark.parametrize("count", [1, 8, 15, 16, 40])
+def test_a_token_without_text_waits_or_is_left_out(count):
+    """It may be a space at the start of a text; characters of several tokens come whole."""
+    assert pieces(Words(), [], [3, 0]) == ["", " one"]
+    shown = pieces(WithSpecial(), [*b"a"], [1] * count + [*"🌶b".encode()])
+    assert shown == [""] * (count + 3) + ["🌶", "b"]
 
 
 def test_what_is_no_text_does_not_wait_for_ever():

@@ -113,6 +113,14 @@ def test_special_tokens(metaspace, skip):
     assert Detokenizer(Bytes(), [0], skip_special_tokens=skip).push(65) == "A"
 
 
+@pytest.mark.parametrize("count", [1, 15, 16, 20, 200])
+def test_a_space_waits_behind_any_number_of_special_tokens(count):
+    tokenizer = words(metaspace=True)
+    detokenizer = Detokenizer(tokenizer, [3])
+    tokens = [4, *[2] * count, 3, 4]
+    assert "".join(detokenizer.push(token) for token in tokens) == " two one two"
+
+
 @pytest.mark.parametrize("skip", [None, True, False])
 def test_special_tokens_over_http(skip):
     pytest.importorskip("starlette")
