@@ -182,6 +182,9 @@ def sample(
 ) -> Tensor:
     """Draws one token a row.
 
+    Nothing looks at whether the logits are finite, for which the host would wait for a GPU: of a
+    row with NaN or inf, or -inf of all tokens, the token means nothing.
+
     Args:
         logits: `[B, vocab_size]`.
         temperature, top_k, top_p: as in `Sampling`.
