@@ -43,7 +43,7 @@ def load_model(folder: str | Path) -> GLAForCausalLM:
 
     Raises:
         FileNotFoundError: without these files.
-        ValueError: if the tensors are not those of the configuration or of the index, or there are
-            none but in a pickle.
+        ValueError: if config.json holds no configuration, the tensors are not those of it or of
+            the index, or there are none but in a pickle.
     """
     return GLAForCausalLM.from_pretrained(folder)

@@ -203,9 +203,16 @@ class GLAConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> GLAConfig:
-        """Reads the file `path`; raises as `from_dict` does, and ValueError for what is no JSON."""
+        """Reads the file `path`; raises as `from_dict` does, but ValueError for what has
+        another type or is no JSON.
+        """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"GLAConfig: expected {path} to be JSON, got {error}") from error
-        return cls.from_dict(values)
+        if not isinstance(values, dict):
+            raise ValueError(f"GLAConfig: expected {path} to be a JSON object, got {values!r:.40}")
+        try:
+            return cls.from_dict(values)
+        except TypeError as error:
+            raise ValueError(f"{error} in {path}") from error

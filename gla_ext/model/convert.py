@@ -45,12 +45,12 @@ def convert(old: str | Path, new: str | Path) -> None:
     Raises:
         FileNotFoundError: without config.json or weights.
         FileExistsError: new has files.
-        ValueError: the tensors are not those of the configuration.
+        ValueError: the tensors are not those of the configuration, or that is none.
         NotImplementedError: an option that is not implemented.
     """
     old, new = Path(old), Path(new)
+    config = GLAConfig.load(old / CONFIG_FILE)
     values = json.loads((old / CONFIG_FILE).read_text(encoding="utf-8"))
-    config = GLAConfig.from_dict(values)
     tensors = _read(old)
     with torch.device("meta"):
         model = GLAForCausalLM(config)
@@ -82,7 +82,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         convert(arguments.old, arguments.new)
-    except (OSError, ValueError, TypeError, RuntimeError, UnpicklingError) as error:
+    except (OSError, ValueError, RuntimeError, UnpicklingError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
 

@@ -19,11 +19,7 @@ from gla_ext.train.devices import check_device, default_device
 
 PROGRAM = "python -m gla_ext.serve"
 DTYPES = ("float32", "bfloat16", "float16")
-# Errors of what the user gave: a folder, a model, limits, memory, a package.
-_OF_USERS = (
-    *(OSError, ValueError, TypeError, ImportError, NotImplementedError),
-    *(MemoryError, torch.OutOfMemoryError),
-)
+_NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -98,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"{PROGRAM}: {error}; 'pip install starlette uvicorn' brings it")
     try:
         engine = _engine(args)
-    except _OF_USERS as error:
+    except (OSError, ValueError, ImportError, NotImplementedError, *_NO_MEMORY) as error:
         _fail(error)
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # by torch's allocator of a CPU
@@ -110,6 +106,8 @@ def main(arguments: list[str] | None = None) -> None:
         serve(engine, args.host, args.port, options, args.connections, args.shutdown_seconds)
     except OSError as error:
         _fail(f"expected {args.host} and port {args.port} to be free to listen on, got {error}")
+    except _NO_MEMORY as error:  # the warm-up takes some
+        _fail(error)
 
 
 def _engine(args: argparse.Namespace) -> Engine:

@@ -52,6 +52,8 @@ class Limits:
                 raise ValueError(
                     f"Limits: expected {field.name} to be at least {least}, got {value}"
                 )
+            if value >= 2**63:
+                raise ValueError(f"Limits: expected {field.name} below 2**63, got {value}")
         if self.checkpoint_tokens % 64:
             raise ValueError(
                 "Limits: expected checkpoint_tokens to be a multiple of 64, got "

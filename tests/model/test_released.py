@@ -188,11 +188,12 @@ def test_the_command(tmp_path, monkeypatch):
     assert config["intermediate_size"] == 24
 
 
-@pytest.mark.parametrize("weights", [None, b"no pickle"])
+@pytest.mark.parametrize("weights", [None, b"no pickle", b'{"num_heads": "two"}', b"[1]"])
 def test_what_the_command_cannot_convert_it_says_in_a_line(tmp_path, monkeypatch, capsys, weights):
     if weights is not None:
         GLAConfig(hidden_size=16, num_heads=2).save(tmp_path / "config.json")
-        (tmp_path / "pytorch_model.bin").write_bytes(weights)
+        is_config = weights[:1] in (b"{", b"[")
+        (tmp_path / ("config.json" if is_config else "pytorch_model.bin")).write_bytes(weights)
     monkeypatch.setattr(sys, "argv", ["convert", str(tmp_path), str(tmp_path / "new")])
     with pytest.raises(SystemExit) as ended:
         main()

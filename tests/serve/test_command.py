@@ -1,6 +1,7 @@
 """The server's command line: errors that a user can mend are a sentence, and --help tells all."""
 
 import argparse
+import functools
 import json
 import re
 import shutil
@@ -8,6 +9,7 @@ import socket
 import sys
 
 import pytest
+import torch
 from models import make_model
 from served import ENVIRONMENT
 from source_tree import run
@@ -48,7 +50,7 @@ def fails(capsys, *arguments) -> str:
         (["--prefill-tokens", 0], "expected prefill_tokens to be at least 1, got 0"),
         (["--checkpoint-tokens", 100], "expected checkpoint_tokens to be a multiple of 64, got"),
         (["--cache-bytes", 10**15], "can't allocate memory: you tried to allocate"),
-        (["--cache-bytes", 10**30], "Overflow when unpacking long"),
+        (["--cache-bytes", 10**30], "expected cache_bytes below 2**63, got 1000"),
         (["--cache-bytes", -1], "expected cache_bytes to be at least 0, got -1"),
         (["--port", 65536], "argument --port: expected a number from 0 to 65535, got 65536"),
         (["--connections", 0], "argument --connections: expected a number at least 1, got 0"),
@@ -71,6 +73,20 @@ def test_a_port_in_use(folder, capsys):
     assert "Address already in use" in message
 
 
+@pytest.mark.parametrize("place", ["init", "warm_up"])
+def test_memory_is_a_sentence_and_a_fault_of_ours_a_traceback(folder, capsys, monkeypatch, place):
+    def fail(*args, error, **kwargs):
+        raise error
+
+    name = {"init": "gla_ext.serve.command.Engine", "warm_up": "gla_ext.serve.Engine.warm_up"}
+    no_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    monkeypatch.setattr(name[place], functools.partial(fail, error=no_memory))
+    assert "CUDA out of memory" in fails(capsys, folder, "--port", 0)
+    monkeypatch.setattr(name[place], functools.partial(fail, error=TypeError("ours")))
+    with pytest.raises(TypeError, match="ours"):
+        command.main([str(folder), "--port", "0", "--device", "cpu"])
+
+
 def test_folders_that_hold_no_model(folder, tmp_path, capsys):
     assert f"expected {tmp_path / 'no'} to be a folder" in fails(capsys, tmp_path / "no")
     assert f"expected {tmp_path} to hold config.json" in fails(capsys, tmp_path)
@@ -86,6 +102,7 @@ def test_folders_that_hold_no_model(folder, tmp_path, capsys):
         ("config.json", "{", "to be JSON, got"),
         ("config.json", json.dumps(whole | {"model_type": "llama"}), "model_type to be 'gla'"),
         ("config.json", json.dumps(whole | {"num_heads": "two"}), "num_heads"),
+        ("config.json", "[1]", "config.json to be a JSON object, got [1]"),
         ("model.safetensors", "none", "to be a whole safetensors file"),
     ):
         shutil.copytree(folder, tmp_path / "odd")
