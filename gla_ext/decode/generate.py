@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -18,11 +18,35 @@ from gla_ext.decode.sampling import Sampling, is_int, read_end_tokens
 STEPS_BETWEEN_LOOKS = 16  # at which rows are done; a look makes the host wait for the GPU
 
 
-@overload
-def generate(model: LanguageModel, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor: ...
+class _Options(TypedDict, total=False):
+    """What both overloads of `generate` take by name alone, for type checkers."""
+
+    top_p: float | None
+    eos_token_id: int | Sequence[int] | None
+    attention_mask: Tensor | None
+    generator: torch.Generator | None
+    cuda_graph: bool | None
+    past_key_values: GLACache | None
+    segment_tokens: int
+
+
 @overload
 def generate(
-    model: LanguageModel, input_ids: Sequence[Tensor | Sequence[int]], *args: Any, **kwargs: Any
+    model: LanguageModel,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def generate(
+    model: LanguageModel,
+    input_ids: Sequence[Tensor | Sequence[int]],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    **options: Unpack[_Options],
 ) -> list[Tensor]: ...
 @torch.no_grad()
 def generate(

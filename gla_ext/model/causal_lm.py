@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -122,23 +121,8 @@ class GLAForCausalLM(LanguageModel):
         )
         return CausalLMOutput(loss, logits, past_key_values)
 
-    @overload
-    def generate(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor: ...
-    @overload
-    def generate(
-        self, input_ids: Sequence[Tensor | Sequence[int]], *args: Any, **kwargs: Any
-    ) -> list[Tensor]: ...
-    def generate(
-        self, input_ids: Tensor | Sequence[Tensor | Sequence[int]], *args: Any, **kwargs: Any
-    ) -> Tensor | list[Tensor]:
-        """Samples a continuation of input_ids: see `gla_ext.decode.generate.generate`."""
-        return generate(self, input_ids, *args, **kwargs)
-
-    def generate_stream(
-        self, input_ids: Tensor | Sequence[Tensor | Sequence[int]], *args: Any, **kwargs: Any
-    ) -> Iterator[Tensor]:
-        """The same, token by token: see `gla_ext.decode.generate.generate_stream`."""
-        return generate_stream(self, input_ids, *args, **kwargs)
+    generate = generate
+    generate_stream = generate_stream
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes model.safetensors and config.json: see `gla_ext.model.checkpoint.save_model`."""

@@ -4,7 +4,7 @@ Equal bits (see common.py): tokens.
 """
 
 import math
-from typing import get_overloads
+from typing import get_args, get_overloads, get_type_hints
 
 import numpy as np
 import pytest
@@ -375,3 +375,14 @@ def test_types_say_what_comes_of_a_tensor_and_of_a_list(function):
         for x in get_overloads(function)
     }
     assert found == {"Tensor": "Tensor", "Sequence[Tensor | Sequence[int]]": "list[Tensor]"}
+
+
+def test_types_say_what_each_option_is():
+    expected = get_type_hints(GLAForCausalLM.generate)
+    for x in get_overloads(GLAForCausalLM.generate):
+        hints = get_type_hints(x)
+        (options,) = get_args(hints.pop("options"))
+        hints |= get_type_hints(options)
+        assert hints.keys() == expected.keys()
+        odd = [name for name in hints if hints[name] != expected[name]]
+        assert odd == ["input_ids", "return"]
