@@ -1,0 +1,192 @@
+"""What the redesign must not change, as one JSON file; two files are compared line by line.
+
+    python benchmarks/freeze.py before.json         # at one commit
+    python benchmarks/freeze.py after.json          # at another
+    python benchmarks/freeze.py before.json after.json
+
+The script stays as long as the redesign of csrc and gla_ext lasts.
+"""
+
+import argparse
+import hashlib
+import importlib
+import inspect
+import itertools
+import json
+import pkgutil
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import gla_ext
+from gla_ext import _C
+from gla_ext.info import operators
+from gla_ext.ops.plan import plan
+
+ROOT = Path(__file__).parents[1]
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def schemas() -> dict[str, str]:
+    """Each operator's schema, tags and dispatch keys."""
+    found = {}
+    keys = operators()
+    for schema in torch._C._jit_get_all_schemas():
+        if schema.name.startswith("gla_ext::"):
+            name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+            packet = getattr(torch.ops.gla_ext, schema.name.removeprefix("gla_ext::"))
+            tags = getattr(packet, schema.overload_name or "default").tags
+            found[name] = f"{schema} {sorted(map(str, tags))} {keys.get(name)}"
+    return found
+
+
+def public_api() -> dict[str, str]:
+    """The signature of every public function, class and method, by its path."""
+    found = {}
+    for module_info in pkgutil.walk_packages(gla_ext.__path__, "gla_ext."):
+        if any(part.startswith("_") for part in module_info.name.split(".")):
+            continue
+        module = importlib.import_module(module_info.name)
+        for name, value in vars(module).items():
+            if name.startswith("_") or not callable(value):
+                continue
+            if not getattr(value, "__module__", "").startswith("gla_ext"):
+                continue
+            path = f"{module.__name__}.{name}"
+            found[path] = signature(value)
+            if inspect.isclass(value):
+                methods = {k: v for k, v in vars(value).items() if not k.startswith("_")}
+                found |= {f"{path}.{k}": signature(v) for k, v in methods.items()}
+    return found
+
+
+def signature(value: object) -> str:
+    try:
+        return re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(value)))
+    except (TypeError, ValueError):
+        return type(value).__name__
+
+
+def header() -> str:
+    """The declarations of the installed header, without comments and layout."""
+    text = re.sub(r"//.*", "", (ROOT / "csrc" / "ops.h").read_text())
+    return digest(" ".join(text.split()).encode())
+
+
+def plans() -> dict[str, str]:
+    """What runs on an H100, for some hundred shapes."""
+    found = {}
+    heads = itertools.product((1, 4), (64, 128, 160, 256, 512), (64, 256))
+    for (B, T), (H, K, V) in itertools.product(((1, 64), (1, 32768), (8, 2048)), heads):
+        for options in ({}, {"head_gates": True}, {"gv": True}, {"dtype": torch.float32}):
+            shown = plan(B, T, H, K, V, gpu=("9.0", 132), **options)
+            found[f"{B} {T} {H} {K} {V} {options}"] = digest(str(shown).encode())
+    return found
+
+
+def bits() -> dict[str, str]:
+    """Digests of results on this CPU; they agree between builds on one machine alone."""
+    torch.manual_seed(0)
+    found = {}
+
+    def note(name: str, *tensors: torch.Tensor) -> None:
+        whole = (t.detach().contiguous().view(torch.uint8).numpy() for t in tensors)
+        found[name] = digest(b"".join(x.tobytes() for x in whole))
+
+    ops = torch.ops.gla_ext
+    dtypes = (torch.float64, torch.float32, torch.bfloat16)
+    for dtype, T, gate in itertools.product(dtypes, (1, 65, 200), (0.1, 10)):
+        q, k, g = (torch.randn(2, T, 3, 20, dtype=dtype) for _ in range(3))
+        v = torch.randn(2, T, 3, 28, dtype=dtype)
+        g = gate * torch.nn.functional.logsigmoid(g)
+        leaves = [t.requires_grad_() for t in (q, k, v, g)]
+        for name in ("chunk_gla", "fused_recurrent_gla"):
+            o, state = getattr(gla_ext, name)(*leaves, output_final_state=True)
+            grads = torch.autograd.grad(o.sum() + state.sum(), leaves)
+            note(f"{name} {dtype} {T} {gate}", o, state, *grads)
+        x, weight = torch.randn(2, T, 32).to(dtype), torch.randn(32, 1, 4).to(dtype)
+        convolved = ops.short_convolution_fwd(x, weight, None, None, None, True)
+        note(f"convolution {dtype} {T} {gate}", *convolved)
+        note(f"norm {dtype} {T} {gate}", *ops.rms_norm_gate_fwd(x, None, x, "swish", 1e-5))
+        note(f"swiglu {dtype} {T} {gate}", ops.swiglu_fwd(x, x + 1))
+        loss = ops.cross_entropy_fwd(
+            x[0], torch.arange(T) % 32, -100, 0.1, 1.0, None, 1e-4, False
+        )
+        note(f"cross_entropy {dtype} {T} {gate}", *loss)
+    return found
+
+
+def machine_code() -> dict[str, str]:
+    """A digest of each CUDA kernel's instructions, by its name without the hash of its file."""
+    if _C.build_info()["cuda"] is None:
+        return {}
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["cuobjdump", "-xelf", "all", _C.__file__]
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        for file in Path(folder).glob("*.cubin"):
+            for name, data in sections(file.read_bytes()):
+                if name.startswith(".text."):
+                    kernel = re.sub(r"_GLOBAL__N__[0-9a-f]{8}_", "_GLOBAL__N__", name[6:])
+                    kernel = re.sub(r"(\d+_INTERNAL)_[0-9a-f]+_", r"\1_", kernel)
+                    found[f"{file.name.split('.')[-2]} {kernel}"] = digest(data)
+    return found
+
+
+def sections(elf: bytes) -> list[tuple[str, bytes]]:
+    """The sections of a 64-bit ELF file: name and contents."""
+    (start,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names_at = struct.unpack_from("<HHH", elf, 0x3A)
+    rows = [struct.unpack_from("<IIQQQQ", elf, start + i * size) for i in range(count)]
+    names = elf[rows[names_at][4] :]
+    return [
+        (names[row[0] : names.index(b"\0", row[0])].decode(), elf[row[4] : row[4] + row[5]])
+        for row in rows
+        if row[1] == 1  # program data
+    ]
+
+
+PARTS = {
+    "schemas": schemas,
+    "public_api": public_api,
+    "header": lambda: {"ops.h": header()},
+    "plans": plans,
+    "bits": bits,
+    "machine_code": machine_code,
+}
+
+
+def compare(before: dict, after: dict) -> int:
+    """Prints what differs; the number of differences."""
+    count = 0
+    for part, rows in before.items():
+        other = after.get(part, {})
+        for name in sorted({*rows, *other}):
+            if rows.get(name) != other.get(name):
+                count += 1
+                print(f"{part}: {name}\n  - {rows.get(name)}\n  + {other.get(name)}")
+        print(f"{part}: {len(rows)} before, {len(other)} after")
+    return count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path, help="one to write, or two to compare")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="default: all")
+    args = parser.parse_args()
+    if len(args.files) == 2:
+        sys.exit(compare(*(json.loads(file.read_text()) for file in args.files)) > 0)
+    found = {part: PARTS[part]() for part in args.parts}
+    args.files[0].write_text(json.dumps(found, indent=1, sort_keys=True))
+
+
+if __name__ == "__main__":
+    main()
