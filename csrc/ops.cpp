@@ -1,9 +1,9 @@
 // The only TORCH_LIBRARY block: every schema of gla_ext, those on a pool from ops_pool.cpp, and the
 // entry points that call through the dispatcher.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include "arguments.h"
+#include "dispatch/op.h"
 #include "schemas.h"
 
 TORCH_LIBRARY(gla_ext, m) {
@@ -216,11 +216,9 @@ ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at:
                              const std::optional<at::Tensor>& cu_seqlens,
                              std::optional<double> scale, bool output_final_state,
                              bool state_v_first, bool batch_invariant, int64_t for_backward_bytes) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::chunk_gla_fwd", "")
-                             .typed<decltype(chunk_gla_fwd)>();
-  return op.call(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
-                 state_v_first, batch_invariant, for_backward_bytes);
+  static const Op<decltype(chunk_gla_fwd)> op("gla_ext::chunk_gla_fwd");
+  return op(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state, state_v_first,
+            batch_invariant, for_backward_bytes);
 }
 
 ForwardOutputs dispatch(const ForwardArguments& a) {
@@ -237,11 +235,9 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
                               const std::optional<at::Tensor>& cu_seqlens,
                               std::optional<double> scale, bool state_v_first, bool batch_invariant,
                               const std::optional<at::Tensor>& for_backward, bool gate_gradient) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::chunk_gla_bwd", "")
-                             .typed<decltype(chunk_gla_bwd)>();
-  return op.call(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, scale, state_v_first,
-                 batch_invariant, for_backward, gate_gradient);
+  static const Op<decltype(chunk_gla_bwd)> op("gla_ext::chunk_gla_bwd");
+  return op(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, scale, state_v_first,
+            batch_invariant, for_backward, gate_gradient);
 }
 
 BackwardOutputs dispatch(const BackwardArguments& a) {
@@ -257,11 +253,9 @@ RecurrentForwardOutputs recurrent_gla_fwd(const at::Tensor& q, const at::Tensor&
                                           const std::optional<at::Tensor>& cu_seqlens,
                                           std::optional<double> scale, bool output_final_state,
                                           bool reverse, bool state_v_first) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::recurrent_gla_fwd", "")
-                             .typed<decltype(recurrent_gla_fwd)>();
-  return op.call(q, k, v, gk, gv, initial_state, cu_seqlens, scale, output_final_state, reverse,
-                 state_v_first);
+  static const Op<decltype(recurrent_gla_fwd)> op("gla_ext::recurrent_gla_fwd");
+  return op(q, k, v, gk, gv, initial_state, cu_seqlens, scale, output_final_state, reverse,
+            state_v_first);
 }
 
 BackwardOutputs recurrent_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
@@ -271,62 +265,47 @@ BackwardOutputs recurrent_gla_bwd(const at::Tensor& d_o, const std::optional<at:
                                   const std::optional<at::Tensor>& initial_state,
                                   const std::optional<at::Tensor>& cu_seqlens,
                                   std::optional<double> scale, bool reverse, bool state_v_first) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::recurrent_gla_bwd", "")
-                             .typed<decltype(recurrent_gla_bwd)>();
-  return op.call(d_o, dht, q, k, v, gk, gv, initial_state, cu_seqlens, scale, reverse,
-                 state_v_first);
+  static const Op<decltype(recurrent_gla_bwd)> op("gla_ext::recurrent_gla_bwd");
+  return op(d_o, dht, q, k, v, gk, gv, initial_state, cu_seqlens, scale, reverse, state_v_first);
 }
 
 NormForwardOutputs rms_norm_gate_fwd(const at::Tensor& x, const std::optional<at::Tensor>& weight,
                                      const std::optional<at::Tensor>& gate,
                                      std::string_view activation, double eps) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::rms_norm_gate_fwd", "")
-                             .typed<decltype(rms_norm_gate_fwd)>();
-  return op.call(x, weight, gate, activation, eps);
+  static const Op<decltype(rms_norm_gate_fwd)> op("gla_ext::rms_norm_gate_fwd");
+  return op(x, weight, gate, activation, eps);
 }
 
 NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
                                       const std::optional<at::Tensor>& weight,
                                       const std::optional<at::Tensor>& gate, const at::Tensor& rstd,
                                       std::string_view activation, bool output) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::rms_norm_gate_bwd", "")
-                             .typed<decltype(rms_norm_gate_bwd)>();
-  return op.call(dy, x, weight, gate, rstd, activation, output);
+  static const Op<decltype(rms_norm_gate_bwd)> op("gla_ext::rms_norm_gate_bwd");
+  return op(dy, x, weight, gate, rstd, activation, output);
 }
 
 at::Tensor norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const at::Tensor& weight,
                             const std::optional<at::Tensor>& norm_weight,
                             std::string_view activation, double eps) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::norm_gate_linear", "")
-                             .typed<decltype(norm_gate_linear)>();
-  return op.call(o, gate, weight, norm_weight, activation, eps);
+  static const Op<decltype(norm_gate_linear)> op("gla_ext::norm_gate_linear");
+  return op(o, gate, weight, norm_weight, activation, eps);
 }
 
 at::Tensor swiglu_fwd(const at::Tensor& gate, const at::Tensor& up) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::swiglu_fwd", "")
-                             .typed<decltype(swiglu_fwd)>();
-  return op.call(gate, up);
+  static const Op<decltype(swiglu_fwd)> op("gla_ext::swiglu_fwd");
+  return op(gate, up);
 }
 
 SwigluBackwardOutputs swiglu_bwd(const at::Tensor& dy, const at::Tensor& gate, const at::Tensor& up,
                                  bool product) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::swiglu_bwd", "")
-                             .typed<decltype(swiglu_bwd)>();
-  return op.call(dy, gate, up, product);
+  static const Op<decltype(swiglu_bwd)> op("gla_ext::swiglu_bwd");
+  return op(dy, gate, up, product);
 }
 
 at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
                          const std::optional<at::Tensor>& bias) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::swiglu_linear", "")
-                             .typed<decltype(swiglu_linear)>();
-  return op.call(gate, up, weight, bias);
+  static const Op<decltype(swiglu_linear)> op("gla_ext::swiglu_linear");
+  return op(gate, up, weight, bias);
 }
 
 ConvolutionForwardOutputs short_convolution_fwd(const at::Tensor& x, const at::Tensor& weight,
@@ -334,10 +313,8 @@ ConvolutionForwardOutputs short_convolution_fwd(const at::Tensor& x, const at::T
                                                 const std::optional<at::Tensor>& cache,
                                                 const std::optional<at::Tensor>& cu_seqlens,
                                                 bool output_state) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::short_convolution_fwd", "")
-                             .typed<decltype(short_convolution_fwd)>();
-  return op.call(x, weight, bias, cache, cu_seqlens, output_state);
+  static const Op<decltype(short_convolution_fwd)> op("gla_ext::short_convolution_fwd");
+  return op(x, weight, bias, cache, cu_seqlens, output_state);
 }
 
 ConvolutionBackwardOutputs short_convolution_bwd(const at::Tensor& dy,
@@ -346,10 +323,8 @@ ConvolutionBackwardOutputs short_convolution_bwd(const at::Tensor& dy,
                                                  const std::optional<at::Tensor>& bias,
                                                  const std::optional<at::Tensor>& cache,
                                                  const std::optional<at::Tensor>& cu_seqlens) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::short_convolution_bwd", "")
-                             .typed<decltype(short_convolution_bwd)>();
-  return op.call(dy, dstate, x, weight, bias, cache, cu_seqlens);
+  static const Op<decltype(short_convolution_bwd)> op("gla_ext::short_convolution_bwd");
+  return op(dy, dstate, x, weight, bias, cache, cu_seqlens);
 }
 
 std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(

@@ -1,26 +1,18 @@
 // The entry points of chunk_gla's halves, through the dispatcher.
-#include <ATen/core/dispatch/Dispatcher.h>
 
+#include "dispatch/op.h"
 #include "ops.h"
 
 namespace gla_ext {
-namespace {
-
-template <class Function>
-auto find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
-}
-
-}  // namespace
 
 std::tuple<at::Tensor, at::Tensor> chunk_gla_summary(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
     const std::optional<at::Tensor>& initial_state, std::optional<double> scale, bool state_v_first,
     bool batch_invariant, bool for_backward, int64_t prepared_bytes) {
-  static const auto op = find<decltype(chunk_gla_summary)>("gla_ext::chunk_gla_summary");
-  return op.call(q, k, v, g, gv, initial_state, scale, state_v_first, batch_invariant, for_backward,
-                 prepared_bytes);
+  static const Op<decltype(chunk_gla_summary)> op("gla_ext::chunk_gla_summary");
+  return op(q, k, v, g, gv, initial_state, scale, state_v_first, batch_invariant, for_backward,
+            prepared_bytes);
 }
 
 ForwardOutputs chunk_gla_apply(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -30,9 +22,9 @@ ForwardOutputs chunk_gla_apply(const at::Tensor& q, const at::Tensor& k, const a
                                std::optional<double> scale, bool output_final_state,
                                bool state_v_first, bool batch_invariant, bool for_backward,
                                const at::Tensor& prepared, int64_t segments) {
-  static const auto op = find<decltype(chunk_gla_apply)>("gla_ext::chunk_gla_apply");
-  return op.call(q, k, v, g, gv, initial_state, scale, output_final_state, state_v_first,
-                 batch_invariant, for_backward, prepared, segments);
+  static const Op<decltype(chunk_gla_apply)> op("gla_ext::chunk_gla_apply");
+  return op(q, k, v, g, gv, initial_state, scale, output_final_state, state_v_first,
+            batch_invariant, for_backward, prepared, segments);
 }
 
 std::tuple<at::Tensor, at::Tensor> chunk_gla_summary_bwd(
@@ -40,9 +32,9 @@ std::tuple<at::Tensor, at::Tensor> chunk_gla_summary_bwd(
     const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& g,
     const std::optional<at::Tensor>& gv, std::optional<double> scale, bool state_v_first,
     bool batch_invariant, const at::Tensor& prepared, int64_t prepared_bytes) {
-  static const auto op = find<decltype(chunk_gla_summary_bwd)>("gla_ext::chunk_gla_summary_bwd");
-  return op.call(d_o, dht, q, k, v, g, gv, scale, state_v_first, batch_invariant, prepared,
-                 prepared_bytes);
+  static const Op<decltype(chunk_gla_summary_bwd)> op("gla_ext::chunk_gla_summary_bwd");
+  return op(d_o, dht, q, k, v, g, gv, scale, state_v_first, batch_invariant, prepared,
+            prepared_bytes);
 }
 
 BackwardOutputs chunk_gla_apply_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
@@ -53,9 +45,9 @@ BackwardOutputs chunk_gla_apply_bwd(const at::Tensor& d_o, const std::optional<a
                                     std::optional<double> scale, bool state_v_first,
                                     bool batch_invariant, const at::Tensor& prepared,
                                     const at::Tensor& entering, const at::Tensor& prepared_bwd) {
-  static const auto op = find<decltype(chunk_gla_apply_bwd)>("gla_ext::chunk_gla_apply_bwd");
-  return op.call(d_o, dht, q, k, v, g, gv, initial_state, scale, state_v_first, batch_invariant,
-                 prepared, entering, prepared_bwd);
+  static const Op<decltype(chunk_gla_apply_bwd)> op("gla_ext::chunk_gla_apply_bwd");
+  return op(d_o, dht, q, k, v, g, gv, initial_state, scale, state_v_first, batch_invariant,
+            prepared, entering, prepared_bwd);
 }
 
 std::tuple<at::Tensor, at::Tensor> chunk_gla_fold(
@@ -68,9 +60,9 @@ std::tuple<at::Tensor, at::Tensor> chunk_gla_fold(
       const at::Tensor&, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
       int64_t, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt, bool, bool, bool,
       at::IntArrayRef, at::IntArrayRef, at::IntArrayRef);
-  static const auto op = find<Function>("gla_ext::chunk_gla_fold");
-  return op.call(summaries, decays, boundary, size, each, rows, H, K, V, key_gated, value_gated,
-                 state_v_first, places, reach, entered);
+  static const Op<Function> op("gla_ext::chunk_gla_fold");
+  return op(summaries, decays, boundary, size, each, rows, H, K, V, key_gated, value_gated,
+            state_v_first, places, reach, entered);
 }
 
 }  // namespace gla_ext

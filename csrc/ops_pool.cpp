@@ -1,8 +1,8 @@
 // The operators on a pool of states: their schemas, and the entry points that call through the
 // dispatcher.
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include "arguments.h"
+#include "dispatch/op.h"
 #include "schemas.h"
 
 namespace gla_ext {
@@ -48,12 +48,10 @@ at::Tensor chunk_gla_(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                       const std::optional<at::Tensor>& checkpoints,
                       const std::optional<at::Tensor>& checkpoint_slots,
                       const std::optional<at::Tensor>& checkpoint_cu_starts) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::chunk_gla_", "")
-                             .typed<decltype(chunk_gla_)>();
-  return op.call(q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale,
-                 state_v_first, batch_invariant, checkpoint_every, checkpoints, checkpoint_slots,
-                 checkpoint_cu_starts);
+  static const Op<decltype(chunk_gla_)> op("gla_ext::chunk_gla_");
+  return op(q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale,
+            state_v_first, batch_invariant, checkpoint_every, checkpoints, checkpoint_slots,
+            checkpoint_cu_starts);
 }
 
 void chunk_gla_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -66,12 +64,9 @@ void chunk_gla_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
                    const std::optional<at::Tensor>& checkpoints,
                    const std::optional<at::Tensor>& checkpoint_slots,
                    const std::optional<at::Tensor>& checkpoint_cu_starts, at::Tensor& out) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::chunk_gla_", "out")
-                             .typed<decltype(chunk_gla_out)>();
-  op.call(q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale,
-          state_v_first, batch_invariant, checkpoint_every, checkpoints, checkpoint_slots,
-          checkpoint_cu_starts, out);
+  static const Op<decltype(chunk_gla_out)> op("gla_ext::chunk_gla_", "out");
+  op(q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale, state_v_first,
+     batch_invariant, checkpoint_every, checkpoints, checkpoint_slots, checkpoint_cu_starts, out);
 }
 
 at::Tensor dispatch(const PoolArguments& a) {
@@ -91,10 +86,8 @@ at::Tensor recurrent_gla_step_(const at::Tensor& q, const at::Tensor& k, const a
                                const std::optional<at::Tensor>& gv, at::Tensor& state,
                                const std::optional<at::Tensor>& slots, std::optional<double> scale,
                                bool state_v_first, const std::optional<at::Tensor>& write_slots) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::recurrent_gla_step_", "")
-                             .typed<decltype(recurrent_gla_step_)>();
-  return op.call(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots);
+  static const Op<decltype(recurrent_gla_step_)> op("gla_ext::recurrent_gla_step_");
+  return op(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots);
 }
 
 void recurrent_gla_step_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -103,10 +96,8 @@ void recurrent_gla_step_out(const at::Tensor& q, const at::Tensor& k, const at::
                             const std::optional<at::Tensor>& slots, std::optional<double> scale,
                             bool state_v_first, const std::optional<at::Tensor>& write_slots,
                             at::Tensor& out) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::recurrent_gla_step_", "out")
-                             .typed<decltype(recurrent_gla_step_out)>();
-  op.call(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots, out);
+  static const Op<decltype(recurrent_gla_step_out)> op("gla_ext::recurrent_gla_step_", "out");
+  op(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots, out);
 }
 
 at::Tensor recurrent_gla_verify(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -114,10 +105,8 @@ at::Tensor recurrent_gla_verify(const at::Tensor& q, const at::Tensor& k, const 
                                 const std::optional<at::Tensor>& gv, const at::Tensor& state,
                                 const std::optional<at::Tensor>& slots, std::optional<double> scale,
                                 bool state_v_first, const std::optional<at::Tensor>& cu_seqlens) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::recurrent_gla_verify", "")
-                             .typed<decltype(recurrent_gla_verify)>();
-  return op.call(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens);
+  static const Op<decltype(recurrent_gla_verify)> op("gla_ext::recurrent_gla_verify");
+  return op(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens);
 }
 
 void recurrent_gla_verify_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -126,10 +115,8 @@ void recurrent_gla_verify_out(const at::Tensor& q, const at::Tensor& k, const at
                               const std::optional<at::Tensor>& slots, std::optional<double> scale,
                               bool state_v_first, const std::optional<at::Tensor>& cu_seqlens,
                               at::Tensor& out) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::recurrent_gla_verify", "out")
-                             .typed<decltype(recurrent_gla_verify_out)>();
-  op.call(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens, out);
+  static const Op<decltype(recurrent_gla_verify_out)> op("gla_ext::recurrent_gla_verify", "out");
+  op(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens, out);
 }
 
 void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
@@ -138,10 +125,8 @@ void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
                            const at::Tensor& accepted, bool state_v_first,
                            const std::optional<at::Tensor>& cu_seqlens,
                            const std::optional<at::Tensor>& write_slots) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::recurrent_gla_commit_", "")
-                             .typed<decltype(recurrent_gla_commit_)>();
-  op.call(k, v, gk, gv, state, slots, accepted, state_v_first, cu_seqlens, write_slots);
+  static const Op<decltype(recurrent_gla_commit_)> op("gla_ext::recurrent_gla_commit_");
+  op(k, v, gk, gv, state, slots, accepted, state_v_first, cu_seqlens, write_slots);
 }
 
 at::Tensor short_convolution_(const at::Tensor& x, const at::Tensor& weight,
@@ -150,10 +135,8 @@ at::Tensor short_convolution_(const at::Tensor& x, const at::Tensor& weight,
                               const std::optional<at::Tensor>& write_slots,
                               const std::optional<at::Tensor>& has_initial_state,
                               const std::optional<at::Tensor>& cu_seqlens) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::short_convolution_", "")
-                             .typed<decltype(short_convolution_)>();
-  return op.call(x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens);
+  static const Op<decltype(short_convolution_)> op("gla_ext::short_convolution_");
+  return op(x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens);
 }
 
 void short_convolution_out(const at::Tensor& x, const at::Tensor& weight,
@@ -162,10 +145,8 @@ void short_convolution_out(const at::Tensor& x, const at::Tensor& weight,
                            const std::optional<at::Tensor>& write_slots,
                            const std::optional<at::Tensor>& has_initial_state,
                            const std::optional<at::Tensor>& cu_seqlens, at::Tensor& out) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::short_convolution_", "out")
-                             .typed<decltype(short_convolution_out)>();
-  op.call(x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens, out);
+  static const Op<decltype(short_convolution_out)> op("gla_ext::short_convolution_", "out");
+  op(x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens, out);
 }
 
 }  // namespace gla_ext

@@ -1,6 +1,6 @@
 // The entry points of the operators of a training step around attention; see ops.cpp for schemas.
-#include <ATen/core/dispatch/Dispatcher.h>
 
+#include "dispatch/op.h"
 #include "ops.h"
 
 namespace gla_ext {
@@ -8,10 +8,8 @@ namespace gla_ext {
 NormResidualForwardOutputs rms_norm_residual_fwd(const at::Tensor& x, const at::Tensor& residual,
                                                  const std::optional<at::Tensor>& weight,
                                                  double eps) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::rms_norm_residual_fwd", "")
-                             .typed<decltype(rms_norm_residual_fwd)>();
-  return op.call(x, residual, weight, eps);
+  static const Op<decltype(rms_norm_residual_fwd)> op("gla_ext::rms_norm_residual_fwd");
+  return op(x, residual, weight, eps);
 }
 
 NormResidualBackwardOutputs rms_norm_residual_bwd(const at::Tensor& dy,
@@ -19,10 +17,8 @@ NormResidualBackwardOutputs rms_norm_residual_bwd(const at::Tensor& dy,
                                                   const at::Tensor& stream,
                                                   const std::optional<at::Tensor>& weight,
                                                   const at::Tensor& rstd) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::rms_norm_residual_bwd", "")
-                             .typed<decltype(rms_norm_residual_bwd)>();
-  return op.call(dy, dstream, stream, weight, rstd);
+  static const Op<decltype(rms_norm_residual_bwd)> op("gla_ext::rms_norm_residual_bwd");
+  return op(dy, dstream, stream, weight, rstd);
 }
 
 CrossEntropyForwardOutputs cross_entropy_fwd(const at::Tensor& logits, const at::Tensor& target,
@@ -30,64 +26,52 @@ CrossEntropyForwardOutputs cross_entropy_fwd(const at::Tensor& logits, const at:
                                              double logit_scale,
                                              std::optional<double> logit_softcapping,
                                              double lse_square_scale, bool inplace_backward) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::cross_entropy_fwd", "")
-                             .typed<decltype(cross_entropy_fwd)>();
-  return op.call(logits, target, ignore_index, label_smoothing, logit_scale, logit_softcapping,
-                 lse_square_scale, inplace_backward);
+  static const Op<decltype(cross_entropy_fwd)> op("gla_ext::cross_entropy_fwd");
+  return op(logits, target, ignore_index, label_smoothing, logit_scale, logit_softcapping,
+            lse_square_scale, inplace_backward);
 }
 
 at::Tensor cross_entropy_bwd(const at::Tensor& dloss, const at::Tensor& logits,
                              const at::Tensor& target, const at::Tensor& lse, int64_t ignore_index,
                              double label_smoothing, double logit_scale,
                              std::optional<double> logit_softcapping, double lse_square_scale) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::cross_entropy_bwd", "")
-                             .typed<decltype(cross_entropy_bwd)>();
-  return op.call(dloss, logits, target, lse, ignore_index, label_smoothing, logit_scale,
-                 logit_softcapping, lse_square_scale);
+  static const Op<decltype(cross_entropy_bwd)> op("gla_ext::cross_entropy_bwd");
+  return op(dloss, logits, target, lse, ignore_index, label_smoothing, logit_scale,
+            logit_softcapping, lse_square_scale);
 }
 
 void cross_entropy_bwd_(const at::Tensor& dloss, at::Tensor& logits, const at::Tensor& target,
                         const at::Tensor& lse, int64_t ignore_index, double label_smoothing,
                         double logit_scale, std::optional<double> logit_softcapping,
                         double lse_square_scale) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::cross_entropy_bwd_", "")
-                             .typed<decltype(cross_entropy_bwd_)>();
-  op.call(dloss, logits, target, lse, ignore_index, label_smoothing, logit_scale, logit_softcapping,
-          lse_square_scale);
+  static const Op<decltype(cross_entropy_bwd_)> op("gla_ext::cross_entropy_bwd_");
+  op(dloss, logits, target, lse, ignore_index, label_smoothing, logit_scale, logit_softcapping,
+     lse_square_scale);
 }
 
 at::Tensor cross_entropy_with_grad_(at::Tensor& logits, const at::Tensor& target,
                                     int64_t ignore_index, double label_smoothing,
                                     double logit_scale, std::optional<double> logit_softcapping,
                                     double lse_square_scale) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::cross_entropy_with_grad_", "")
-                             .typed<decltype(cross_entropy_with_grad_)>();
-  return op.call(logits, target, ignore_index, label_smoothing, logit_scale, logit_softcapping,
-                 lse_square_scale);
+  static const Op<decltype(cross_entropy_with_grad_)> op("gla_ext::cross_entropy_with_grad_");
+  return op(logits, target, ignore_index, label_smoothing, logit_scale, logit_softcapping,
+            lse_square_scale);
 }
 
 LinearCrossEntropyOutputs linear_cross_entropy_fwd(
     const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
     const at::Tensor& target, int64_t ignore_index, double label_smoothing, double logit_scale,
     std::optional<double> logit_softcapping, int64_t num_chunks, bool with_dx, bool with_dweight) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::linear_cross_entropy_fwd", "")
-                             .typed<decltype(linear_cross_entropy_fwd)>();
-  return op.call(x, weight, bias, target, ignore_index, label_smoothing, logit_scale,
-                 logit_softcapping, num_chunks, with_dx, with_dweight);
+  static const Op<decltype(linear_cross_entropy_fwd)> op("gla_ext::linear_cross_entropy_fwd");
+  return op(x, weight, bias, target, ignore_index, label_smoothing, logit_scale, logit_softcapping,
+            num_chunks, with_dx, with_dweight);
 }
 
 at::Tensor gate_projection_fwd(const at::Tensor& h, const at::Tensor& weight,
                                const std::optional<at::Tensor>& bias, double normalizer,
                                std::optional<double> clamp_min) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::gate_projection_fwd", "")
-                             .typed<decltype(gate_projection_fwd)>();
-  return op.call(h, weight, bias, normalizer, clamp_min);
+  static const Op<decltype(gate_projection_fwd)> op("gla_ext::gate_projection_fwd");
+  return op(h, weight, bias, normalizer, clamp_min);
 }
 
 GateProjectionBackwardOutputs gate_projection_bwd(const at::Tensor& dg, const at::Tensor& h,
@@ -95,10 +79,8 @@ GateProjectionBackwardOutputs gate_projection_bwd(const at::Tensor& dg, const at
                                                   const std::optional<at::Tensor>& bias,
                                                   double normalizer,
                                                   std::optional<double> clamp_min) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gla_ext::gate_projection_bwd", "")
-                             .typed<decltype(gate_projection_bwd)>();
-  return op.call(dg, h, weight, bias, normalizer, clamp_min);
+  static const Op<decltype(gate_projection_bwd)> op("gla_ext::gate_projection_bwd");
+  return op(dg, h, weight, bias, normalizer, clamp_min);
 }
 
 }  // namespace gla_ext

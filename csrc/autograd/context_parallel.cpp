@@ -182,7 +182,7 @@ class ChunkGlaAcrossRanksBackward : public torch::autograd::Function<ChunkGlaAcr
     return run();
   }
   static variable_list backward(AutogradContext*, const variable_list&) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "chunk_gla: double backward is not supported");
+    refuse_double_backward("chunk_gla_fwd");
   }
 };
 
@@ -340,7 +340,7 @@ std::tuple<at::Tensor, at::Tensor> chunk_gla_across_ranks(
     std::optional<double> scale, bool output_final_state, bool state_v_first, bool batch_invariant,
     bool for_backward, int64_t rank, int64_t size, std::string_view group, at::IntArrayRef counts,
     at::IntArrayRef before, at::IntArrayRef after, at::IntArrayRef spans) {
-  refuse_unsupported("chunk_gla", {{"q", q}, {"k", k}, {"v", v}}, {g, gv, initial_state});
+  refuse_unsupported("chunk_gla_fwd", q, k, v, g, gv, initial_state);
   const Ranks r{rank,         size,        std::string(group), counts.vec(),
                 before.vec(), after.vec(), spans.vec()};
   check_ranks(r, given(cu_seqlens));

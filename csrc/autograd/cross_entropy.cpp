@@ -7,17 +7,14 @@
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "dispatch/differentiable.h"
+#include "dispatch/in_place.h"
 #include "ops.h"
-#include "refuse.h"
 
 namespace gla_ext {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 struct Options {
   int64_t ignore_index;
@@ -47,183 +44,65 @@ at::Tensor differentiable_gradient(const at::Tensor& dloss, const at::Tensor& lo
   return (slope.defined() ? d * slope : d).to(logits.scalar_type());
 }
 
-class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
- public:
-  static constexpr bool is_traceable = true;
+struct CrossEntropy {
+  static constexpr const char *fwd = "cross_entropy_fwd", *bwd = "cross_entropy_bwd";
 
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& logits,
-                            const at::Tensor& target, int64_t ignore_index, double label_smoothing,
-                            double logit_scale, std::optional<double> logit_softcapping,
-                            double lse_square_scale, bool inplace_backward,
-                            variable_list* not_differentiable) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [loss, z_loss, lse] =
-        cross_entropy_fwd(logits, target, ignore_index, label_smoothing, logit_scale,
-                          logit_softcapping, lse_square_scale, inplace_backward);
-    ctx->save_for_backward({logits, target, lse});
+  static size_t setup_context(AutogradContext* ctx, const variable_list& outputs,
+                              const at::Tensor& logits, const at::Tensor& target,
+                              int64_t ignore_index, double label_smoothing, double logit_scale,
+                              std::optional<double> logit_softcapping, double lse_square_scale,
+                              bool inplace_backward) {
+    ctx->save_for_backward({logits, target, /*lse=*/outputs[2]});
     ctx->saved_data["ignore_index"] = ignore_index;
     ctx->saved_data["label_smoothing"] = label_smoothing;
     ctx->saved_data["logit_scale"] = logit_scale;
     ctx->saved_data["logit_softcapping"] = logit_softcapping;
     ctx->saved_data["lse_square_scale"] = lse_square_scale;
     ctx->saved_data["inplace_backward"] = inplace_backward;
-    ctx->set_materialize_grads(false);
-    *not_differentiable = {z_loss, lse};
-    return loss;
+    return 1;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list results(9);
-    const at::Tensor& dloss = grads[0];
-    if (!dloss.defined()) return results;
     const variable_list saved = ctx->get_saved_variables();
-    at::Tensor logits = saved[0];
-    const at::Tensor &target = saved[1], &lse = saved[2];
+    const at::Tensor &dloss = grads[0], &logits = saved[0], &target = saved[1], &lse = saved[2];
     auto& data = ctx->saved_data;
     const Options o{data["ignore_index"].toInt(), data["label_smoothing"].toDouble(),
                     data["logit_scale"].toDouble(), data["logit_softcapping"].toOptional<double>(),
                     data["lse_square_scale"].toDouble()};
-    if (at::GradMode::is_enabled() || dloss.key_set().has(c10::DispatchKey::Batched)) {
-      results[0] = differentiable_gradient(dloss, logits, target, o);
-    } else if (data["inplace_backward"].toBool()) {
-      results[0] = logits.detach();
-      cross_entropy_bwd_(dloss, results[0], target, lse, o.ignore_index, o.label_smoothing,
-                         o.logit_scale, o.logit_softcapping, o.lse_square_scale);
-    } else {
-      results[0] = cross_entropy_bwd(dloss, logits, target, lse, o.ignore_index, o.label_smoothing,
-                                     o.logit_scale, o.logit_softcapping, o.lse_square_scale);
-    }
-    return results;
+    if (at::GradMode::is_enabled() || dloss.key_set().has(c10::DispatchKey::Batched))
+      return {differentiable_gradient(dloss, logits, target, o)};
+    if (!data["inplace_backward"].toBool())
+      return {cross_entropy_bwd(dloss, logits, target, lse, o.ignore_index, o.label_smoothing,
+                                o.logit_scale, o.logit_softcapping, o.lse_square_scale)};
+    at::Tensor dlogits = logits.detach();
+    cross_entropy_bwd_(dloss, dlogits, target, lse, o.ignore_index, o.label_smoothing,
+                       o.logit_scale, o.logit_softcapping, o.lse_square_scale);
+    return {dlogits};
   }
 };
 
-CrossEntropyForwardOutputs cross_entropy_fwd_autograd(
-    const at::Tensor& logits, const at::Tensor& target, int64_t ignore_index,
-    double label_smoothing, double logit_scale, std::optional<double> logit_softcapping,
-    double lse_square_scale, bool inplace_backward) {
-  refuse_unsupported("cross_entropy", {{"logits", logits}, {"target", target}}, {});
-  if (!at::GradMode::is_enabled()) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return cross_entropy_fwd(logits, target, ignore_index, label_smoothing, logit_scale,
-                             logit_softcapping, lse_square_scale, inplace_backward);
-  }
-  variable_list others;
-  const at::Tensor loss =
-      CrossEntropy::apply(logits, target, ignore_index, label_smoothing, logit_scale,
-                          logit_softcapping, lse_square_scale, inplace_backward, &others);
-  return {loss, others[0], others[1]};
-}
-
-class CrossEntropyBackward : public torch::autograd::Function<CrossEntropyBackward> {
- public:
-  static constexpr bool is_traceable = true;
-
-  static at::Tensor forward(AutogradContext*, const at::Tensor& dloss, const at::Tensor& logits,
-                            const at::Tensor& target, const at::Tensor& lse, int64_t ignore_index,
-                            double label_smoothing, double logit_scale,
-                            std::optional<double> logit_softcapping, double lse_square_scale) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return cross_entropy_bwd(dloss, logits, target, lse, ignore_index, label_smoothing, logit_scale,
-                             logit_softcapping, lse_square_scale);
-  }
-
-  static variable_list backward(AutogradContext*, const variable_list&) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "cross_entropy_bwd: double backward is not supported");
-  }
+// Named by itself: a gradient of the gradient is torch's, see differentiable_gradient.
+struct CrossEntropyBackward {
+  static constexpr const char *fwd = CrossEntropy::bwd, *bwd = CrossEntropy::bwd;
 };
 
-at::Tensor cross_entropy_bwd_autograd(const at::Tensor& dloss, const at::Tensor& logits,
-                                      const at::Tensor& target, const at::Tensor& lse,
-                                      int64_t ignore_index, double label_smoothing,
-                                      double logit_scale, std::optional<double> logit_softcapping,
-                                      double lse_square_scale) {
-  refuse_unsupported("cross_entropy_bwd", {{"dloss", dloss}, {"logits", logits}, {"lse", lse}}, {});
-  if (!at::GradMode::is_enabled()) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return cross_entropy_bwd(dloss, logits, target, lse, ignore_index, label_smoothing, logit_scale,
-                             logit_softcapping, lse_square_scale);
-  }
-  return CrossEntropyBackward::apply(dloss, logits, target, lse, ignore_index, label_smoothing,
-                                     logit_scale, logit_softcapping, lse_square_scale);
-}
-
-// What writes over the logits has no gradient of its own.
-void refuse_gradient(const char* op, const at::Tensor& logits) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled() || !logits.requires_grad(), op,
-                              ": no gradient passes what is written over, call it in "
-                              "torch.no_grad()");
-}
-
-void cross_entropy_bwd_over_logits_autograd(const at::Tensor& dloss, at::Tensor& logits,
-                                            const at::Tensor& target, const at::Tensor& lse,
-                                            int64_t ignore_index, double label_smoothing,
-                                            double logit_scale,
-                                            std::optional<double> logit_softcapping,
-                                            double lse_square_scale) {
-  const char* op = "cross_entropy_bwd_";
-  refuse_unsupported(op, {{"dloss", dloss}, {"logits", logits}, {"lse", lse}}, {});
-  refuse_gradient(op, logits);
-  at::AutoDispatchBelowAutograd below;
-  cross_entropy_bwd_(dloss, logits, target, lse, ignore_index, label_smoothing, logit_scale,
-                     logit_softcapping, lse_square_scale);
-}
-
-// One key below, where inference mode passes too: autograd, which may have saved the logits, learns
-// that they are written to.
-void cross_entropy_bwd_over_logits_and_tell(const at::Tensor& dloss, at::Tensor& logits,
-                                            const at::Tensor& target, const at::Tensor& lse,
-                                            int64_t ignore_index, double label_smoothing,
-                                            double logit_scale,
-                                            std::optional<double> logit_softcapping,
-                                            double lse_square_scale) {
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    cross_entropy_bwd_(dloss, logits, target, lse, ignore_index, label_smoothing, logit_scale,
-                       logit_softcapping, lse_square_scale);
-  }
-  tell_autograd(logits);
-}
-
-at::Tensor cross_entropy_with_grad_autograd(at::Tensor& logits, const at::Tensor& target,
-                                            int64_t ignore_index, double label_smoothing,
-                                            double logit_scale,
-                                            std::optional<double> logit_softcapping,
-                                            double lse_square_scale) {
-  const char* op = "cross_entropy_with_grad_";
-  refuse_unsupported(op, {{"logits", logits}, {"target", target}}, {});
-  refuse_gradient(op, logits);
-  at::AutoDispatchBelowAutograd below;
-  return cross_entropy_with_grad_(logits, target, ignore_index, label_smoothing, logit_scale,
-                                  logit_softcapping, lse_square_scale);
-}
-
-at::Tensor cross_entropy_with_grad_and_tell(at::Tensor& logits, const at::Tensor& target,
-                                            int64_t ignore_index, double label_smoothing,
-                                            double logit_scale,
-                                            std::optional<double> logit_softcapping,
-                                            double lse_square_scale) {
-  at::Tensor loss;
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    loss = cross_entropy_with_grad_(logits, target, ignore_index, label_smoothing, logit_scale,
-                                    logit_softcapping, lse_square_scale);
-  }
-  tell_autograd(logits);
-  return loss;
-}
+constexpr const char* kWrittenOver =
+    "no gradient passes what is written over, call it in torch.no_grad()";
+constexpr Refusal kBackward{"cross_entropy_bwd_", kWrittenOver};
+constexpr Refusal kWithGrad{"cross_entropy_with_grad_", kWrittenOver};
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl("cross_entropy_fwd", cross_entropy_fwd_autograd);
-  m.impl("cross_entropy_bwd", cross_entropy_bwd_autograd);
-  m.impl("cross_entropy_bwd_", cross_entropy_bwd_over_logits_autograd);
-  m.impl("cross_entropy_with_grad_", cross_entropy_with_grad_autograd);
+  m.impl(CrossEntropy::fwd, Differentiable<cross_entropy_fwd, CrossEntropy>::run);
+  m.impl(CrossEntropy::bwd, DifferentiableOnce<cross_entropy_bwd, CrossEntropyBackward>::run);
+  m.impl(kBackward.op, InPlace<cross_entropy_bwd_>::refuse<kBackward>);
+  m.impl(kWithGrad.op, InPlace<cross_entropy_with_grad_>::refuse<kWithGrad>);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
-  m.impl("cross_entropy_bwd_", cross_entropy_bwd_over_logits_and_tell);
-  m.impl("cross_entropy_with_grad_", cross_entropy_with_grad_and_tell);
+  m.impl(kBackward.op, InPlace<cross_entropy_bwd_>::run_and_tell);
+  m.impl(kWithGrad.op, InPlace<cross_entropy_with_grad_>::run_and_tell);
 }
 
 }  // namespace gla_ext

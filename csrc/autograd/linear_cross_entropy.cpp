@@ -59,8 +59,7 @@ LinearCrossEntropyOutputs linear_cross_entropy_fwd_autograd(
     const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
     const at::Tensor& target, int64_t ignore_index, double label_smoothing, double logit_scale,
     std::optional<double> logit_softcapping, int64_t num_chunks, bool with_dx, bool with_dweight) {
-  refuse_unsupported("linear_cross_entropy", {{"x", x}, {"weight", weight}, {"target", target}},
-                     {bias});
+  refuse_unsupported("linear_cross_entropy_fwd", x, weight, bias, target);
   if (!at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView below;
     return linear_cross_entropy_fwd(x, weight, bias, target, ignore_index, label_smoothing,

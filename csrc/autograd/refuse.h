@@ -4,20 +4,36 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/zeros.h>
 
-#include <initializer_list>
+#include <type_traits>
 
 #include "checks/shape.h"
 
 namespace gla_ext {
 
-// Raises for a forward-mode tangent, a torch.func transform in progress, and inputs that are
-// quantized or nested. `required` must be there.
-struct Required {
-  const char* name;
-  const at::Tensor& tensor;
-};
-void refuse_unsupported(const char* op, std::initializer_list<Required> required,
-                        std::initializer_list<OptionalTensor> optional);
+// Raises for arguments that are quantized or nested or have a forward-mode tangent, for required
+// tensors that are not there, and for a torch.func transform in progress.
+//   schema     the operator, without namespace; messages have the name that users know it by
+//   arguments  the first of the schema's, or all; those that are no tensors pass
+void refuse_argument(const char* schema, size_t place, const at::Tensor& t, bool required);
+void refuse_transforms(const char* schema);
+
+template <typename... Args>
+void refuse_unsupported(const char* schema, const Args&... arguments) {
+  size_t place = 0;
+  const auto refuse = [&](const auto& argument) {
+    using T = std::decay_t<decltype(argument)>;
+    if constexpr (std::is_same_v<T, at::Tensor>)
+      refuse_argument(schema, place, argument, /*required=*/true);
+    else if constexpr (std::is_same_v<T, OptionalTensor>)
+      if (argument.has_value()) refuse_argument(schema, place, *argument, /*required=*/false);
+    ++place;
+  };
+  (refuse(arguments), ...);
+  refuse_transforms(schema);
+}
+
+// What backward of a backward operator raises; `fwd` is the schema of its forward.
+[[noreturn]] void refuse_double_backward(const char* fwd);
 
 // Raises for what is unsupported, and in grad mode where the tensor requires grad. instead: the
 // sentence after the operator's name.

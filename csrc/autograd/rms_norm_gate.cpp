@@ -8,65 +8,34 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "as_matrix.h"
 #include "checks/decode.h"
+#include "dispatch/differentiable.h"
 #include "ops.h"
-#include "refuse.h"
 
 namespace gla_ext {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+struct RmsNormGate {
+  static constexpr const char *fwd = "rms_norm_gate_fwd", *bwd = "rms_norm_gate_bwd";
 
-class RmsNormGate : public torch::autograd::Function<RmsNormGate> {
- public:
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext* ctx, const at::Tensor& x,
-                               const OptionalTensor& weight, const OptionalTensor& gate,
-                               std::string_view activation, double eps,
-                               at::Tensor* not_differentiable) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [y, rstd] = rms_norm_gate_fwd(x, weight, gate, activation, eps);
-    ctx->save_for_backward({x, or_undefined(weight), or_undefined(gate), rstd});
+  static size_t setup_context(AutogradContext* ctx, const variable_list& outputs,
+                              const at::Tensor& x, const OptionalTensor& weight,
+                              const OptionalTensor& gate, std::string_view activation, double) {
+    save(ctx, {x, weight, gate, /*rstd=*/outputs[1]});
     ctx->saved_data["activation"] = std::string(activation);
-    ctx->set_materialize_grads(false);
-    // Around the Function: compiled autograd refuses outputs that are marked as
-    // non-differentiable.
-    *not_differentiable = rstd;
-    return {y};
+    return 1;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const at::Tensor none;
-    if (!grads[0].defined()) return {none, none, none, none, none, none};
     const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor &x = saved[0], &weight = saved[1], &gate = saved[2], &rstd = saved[3];
+    const at::Tensor none, &x = saved[0], &weight = saved[1], &gate = saved[2], &rstd = saved[3];
     auto [dx, dweight, dgate, y] =
         rms_norm_gate_bwd(grads[0], x, or_absent(weight), or_absent(gate), rstd,
                           ctx->saved_data["activation"].toStringView(), /*output=*/false);
-    return {dx, weight.defined() ? dweight : none, gate.defined() ? dgate : none, none, none, none};
-  }
-};
-
-class RmsNormGateBackward : public torch::autograd::Function<RmsNormGateBackward> {
- public:
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext*, const at::Tensor& dy, const at::Tensor& x,
-                               const OptionalTensor& weight, const OptionalTensor& gate,
-                               const at::Tensor& rstd, std::string_view activation, bool output) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [dx, dweight, dgate, y] = rms_norm_gate_bwd(dy, x, weight, gate, rstd, activation, output);
-    return {dx, dweight, dgate, y};
-  }
-
-  static variable_list backward(AutogradContext*, const variable_list&) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "rms_norm_gate: double backward is not supported");
+    return {dx, weight.defined() ? dweight : none, gate.defined() ? dgate : none};
   }
 };
 
@@ -146,37 +115,10 @@ class NormGateLinear : public torch::autograd::Function<NormGateLinear> {
   }
 };
 
-NormForwardOutputs rms_norm_gate_fwd_autograd(const at::Tensor& x, const OptionalTensor& weight,
-                                              const OptionalTensor& gate,
-                                              std::string_view activation, double eps) {
-  refuse_unsupported("rms_norm_gate", {{"x", x}}, {weight, gate});
-  if (!at::GradMode::is_enabled()) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return rms_norm_gate_fwd(x, weight, gate, activation, eps);
-  }
-  at::Tensor rstd;
-  auto outputs = RmsNormGate::apply(x, weight, gate, activation, eps, &rstd);
-  return {outputs[0], rstd};
-}
-
-NormBackwardOutputs rms_norm_gate_bwd_autograd(const at::Tensor& dy, const at::Tensor& x,
-                                               const OptionalTensor& weight,
-                                               const OptionalTensor& gate, const at::Tensor& rstd,
-                                               std::string_view activation, bool output) {
-  refuse_unsupported("rms_norm_gate_bwd", {{"dy", dy}, {"x", x}, {"rstd", rstd}}, {weight, gate});
-  if (!at::GradMode::is_enabled()) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return rms_norm_gate_bwd(dy, x, weight, gate, rstd, activation, output);
-  }
-  auto outputs = RmsNormGateBackward::apply(dy, x, weight, gate, rstd, activation, output);
-  return {outputs[0], outputs[1], outputs[2], outputs[3]};
-}
-
 at::Tensor norm_gate_linear_autograd(const at::Tensor& o, const at::Tensor& gate,
                                      const at::Tensor& weight, const OptionalTensor& norm_weight,
                                      std::string_view activation, double eps) {
-  refuse_unsupported("norm_gate_linear", {{"o", o}, {"gate", gate}, {"weight", weight}},
-                     {norm_weight});
+  refuse_unsupported("norm_gate_linear", o, gate, weight, norm_weight);
   const bool trains_norm = o.requires_grad() || gate.requires_grad() ||
                            (given(norm_weight) && norm_weight->requires_grad());
   // Of a norm that has no gradient, the result is all that need be kept.
@@ -188,8 +130,8 @@ at::Tensor norm_gate_linear_autograd(const at::Tensor& o, const at::Tensor& gate
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_autograd);
-  m.impl("rms_norm_gate_bwd", rms_norm_gate_bwd_autograd);
+  m.impl(RmsNormGate::fwd, Differentiable<rms_norm_gate_fwd, RmsNormGate>::run);
+  m.impl(RmsNormGate::bwd, DifferentiableOnce<rms_norm_gate_bwd, RmsNormGate>::run);
   m.impl("norm_gate_linear", norm_gate_linear_autograd);
 }
 

@@ -5,51 +5,28 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "as_matrix.h"
+#include "dispatch/differentiable.h"
 #include "ops.h"
-#include "refuse.h"
 
 namespace gla_ext {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+struct Swiglu {
+  static constexpr const char *fwd = "swiglu_fwd", *bwd = "swiglu_bwd";
 
-class Swiglu : public torch::autograd::Function<Swiglu> {
- public:
-  static constexpr bool is_traceable = true;
-
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up) {
-    at::AutoDispatchBelowADInplaceOrView below;
+  static size_t setup_context(AutogradContext* ctx, const variable_list&, const at::Tensor& gate,
+                              const at::Tensor& up) {
     ctx->save_for_backward({gate, up});
-    ctx->set_materialize_grads(false);
-    return swiglu_fwd(gate, up);
+    return 1;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) return {at::Tensor(), at::Tensor()};
     const variable_list saved = ctx->get_saved_variables();
     auto [dgate, dup, y] = swiglu_bwd(grads[0], saved[0], saved[1], /*product=*/false);
     return {dgate, dup};
-  }
-};
-
-class SwigluBackward : public torch::autograd::Function<SwigluBackward> {
- public:
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext*, const at::Tensor& dy, const at::Tensor& gate,
-                               const at::Tensor& up, bool product) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [dgate, dup, y] = swiglu_bwd(dy, gate, up, product);
-    return {dgate, dup, y};
-  }
-
-  static variable_list backward(AutogradContext*, const variable_list&) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "swiglu: double backward is not supported");
   }
 };
 
@@ -93,29 +70,9 @@ class SwigluLinear : public torch::autograd::Function<SwigluLinear> {
   }
 };
 
-at::Tensor swiglu_fwd_autograd(const at::Tensor& gate, const at::Tensor& up) {
-  refuse_unsupported("swiglu", {{"gate", gate}, {"up", up}}, {});
-  if (!at::GradMode::is_enabled()) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return swiglu_fwd(gate, up);
-  }
-  return Swiglu::apply(gate, up);
-}
-
-SwigluBackwardOutputs swiglu_bwd_autograd(const at::Tensor& dy, const at::Tensor& gate,
-                                          const at::Tensor& up, bool product) {
-  refuse_unsupported("swiglu_bwd", {{"dy", dy}, {"gate", gate}, {"up", up}}, {});
-  if (!at::GradMode::is_enabled()) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return swiglu_bwd(dy, gate, up, product);
-  }
-  auto outputs = SwigluBackward::apply(dy, gate, up, product);
-  return {outputs[0], outputs[1], outputs[2]};
-}
-
 at::Tensor swiglu_linear_autograd(const at::Tensor& gate, const at::Tensor& up,
                                   const at::Tensor& weight, const OptionalTensor& bias) {
-  refuse_unsupported("swiglu_linear", {{"gate", gate}, {"up", up}, {"weight", weight}}, {bias});
+  refuse_unsupported("swiglu_linear", gate, up, weight, bias);
   if (!at::GradMode::is_enabled()) return linear_of_product(gate, up, weight, bias);
   return SwigluLinear::apply(gate, up, weight, bias);
 }
@@ -123,8 +80,8 @@ at::Tensor swiglu_linear_autograd(const at::Tensor& gate, const at::Tensor& up,
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl("swiglu_fwd", swiglu_fwd_autograd);
-  m.impl("swiglu_bwd", swiglu_bwd_autograd);
+  m.impl(Swiglu::fwd, Differentiable<swiglu_fwd, Swiglu>::run);
+  m.impl(Swiglu::bwd, DifferentiableOnce<swiglu_bwd, Swiglu>::run);
   m.impl("swiglu_linear", swiglu_linear_autograd);
 }
 

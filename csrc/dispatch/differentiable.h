@@ -1,0 +1,138 @@
+// The Autograd kernels of operators, each from a declaration.
+//
+// A differentiable operator has a struct with two functions, as torch.library.register_autograd
+// takes them:
+//
+//   struct Swiglu {
+//     static constexpr const char *fwd = "swiglu_fwd", *bwd = "swiglu_bwd";  // schemas
+//     // Saves what backward reads. Returns how many outputs, the first ones, have a gradient.
+//     static size_t setup_context(AutogradContext* ctx, const variable_list& outputs,
+//                                 const at::Tensor& gate, const at::Tensor& up) {
+//       ctx->save_for_backward({gate, up});
+//       return 1;
+//     }
+//     // The gradients of the first arguments, undefined where there is none. It is not called
+//     // where no gradient of an output has come.
+//     static variable_list backward(AutogradContext* ctx, const variable_list& grads);
+//   };
+//   m.impl(Swiglu::fwd, Differentiable<swiglu_fwd, Swiglu>::run);
+//   m.impl(Swiglu::bwd, DifferentiableOnce<swiglu_bwd, Swiglu>::run);
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "autograd/refuse.h"
+
+namespace gla_ext {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Saved tensors, of which some may be absent.
+inline void save(AutogradContext* ctx, std::initializer_list<OptionalTensor> tensors) {
+  variable_list saved;
+  for (const OptionalTensor& t : tensors) saved.push_back(or_undefined(t));
+  ctx->save_for_backward(std::move(saved));
+}
+
+// An operator's result as a list, and back.
+inline variable_list to_list(at::Tensor result) { return {std::move(result)}; }
+template <typename... Tensors>
+variable_list to_list(std::tuple<Tensors...> result) {
+  return std::apply([](auto&... t) { return variable_list{std::move(t)...}; }, result);
+}
+
+template <typename Result, size_t... place>
+Result from_list(const variable_list& list, std::index_sequence<place...>) {
+  return {list[place]...};
+}
+template <typename Result>
+Result from_list(const variable_list& list) {
+  if constexpr (std::is_same_v<Result, at::Tensor>)
+    return list[0];
+  else
+    return from_list<Result>(list, std::make_index_sequence<std::tuple_size_v<Result>>{});
+}
+
+// The operator that `call` runs, below autograd.
+template <auto call, typename... Args>
+auto below_autograd(Args&&... args) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call(std::forward<Args>(args)...);
+}
+
+template <auto call, class Gradient>
+struct Differentiable;
+
+template <typename Result, typename... Args, Result (*call)(Args...), class Gradient>
+struct Differentiable<call, Gradient> {
+  static Result run(Args... args) {
+    refuse_unsupported(Gradient::fwd, args...);
+    return at::GradMode::is_enabled() ? record(args...) : below_autograd<call>(args...);
+  }
+
+  // The call in grad mode, of arguments that were looked at.
+  static Result record(Args... args) {
+    variable_list rest;
+    variable_list outputs = Function::apply(args..., &rest);
+    outputs.insert(outputs.end(), rest.begin(), rest.end());
+    return from_list<Result>(outputs);
+  }
+
+ private:
+  struct Function : torch::autograd::Function<Function> {
+    static constexpr bool is_traceable = true;
+
+    // rest: the outputs without a gradient. They go around the Function: compiled autograd refuses
+    // a node that has marked outputs as non-differentiable.
+    static variable_list forward(AutogradContext* ctx, Args... args, variable_list* rest) {
+      variable_list outputs = to_list(below_autograd<call>(args...));
+      const size_t differentiable = Gradient::setup_context(ctx, outputs, args...);
+      ctx->set_materialize_grads(false);
+      rest->assign(outputs.begin() + differentiable, outputs.end());
+      outputs.resize(differentiable);
+      return outputs;
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+      variable_list found;
+      for (const at::Tensor& grad : grads)
+        if (grad.defined() && found.empty()) found = Gradient::backward(ctx, grads);
+      found.resize(sizeof...(Args) + 1);
+      return found;
+    }
+  };
+};
+
+// A backward operator: what it returns has no gradient.
+template <auto call, class Gradient>
+struct DifferentiableOnce;
+
+template <typename Result, typename... Args, Result (*call)(Args...), class Gradient>
+struct DifferentiableOnce<call, Gradient> {
+  static Result run(Args... args) {
+    refuse_unsupported(Gradient::bwd, args...);
+    if (!at::GradMode::is_enabled()) return below_autograd<call>(args...);
+    return from_list<Result>(Function::apply(args...));
+  }
+
+ private:
+  struct Function : torch::autograd::Function<Function> {
+    static constexpr bool is_traceable = true;
+
+    static variable_list forward(AutogradContext*, Args... args) {
+      return to_list(below_autograd<call>(args...));
+    }
+
+    static variable_list backward(AutogradContext*, const variable_list&) {
+      refuse_double_backward(Gradient::fwd);
+    }
+  };
+};
+
+}  // namespace gla_ext

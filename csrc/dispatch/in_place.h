@@ -1,0 +1,67 @@
+// The Autograd and ADInplaceOrView kernels of operators that write to their arguments. They have no
+// gradient, and say so instead of losing it. One key below, where inference mode passes too, they
+// tell autograd, which may have saved what is written to. Decoding calls some once a layer and
+// token, so each is unboxed.
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <type_traits>
+
+#include "autograd/refuse.h"
+
+namespace gla_ext {
+
+// What an operator without a gradient says: its name and the sentence after it.
+struct Refusal {
+  const char *op, *instead;
+};
+
+// One argument of a call. Those that are no tensors pass.
+template <typename T>
+void refuse_argument(const Refusal& refusal, const T& argument) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    refuse_gradient(refusal.op, argument, refusal.instead);
+  } else if constexpr (std::is_same_v<T, OptionalTensor>) {
+    if (given(argument)) refuse_gradient(refusal.op, *argument, refusal.instead);
+  }
+}
+
+// Written are the tensors that a call takes as at::Tensor&.
+inline void tell_if_written(at::Tensor& written) { tell_autograd(written); }
+template <typename T>
+void tell_if_written(const T&) {}
+
+// The kernels of the operator that `call` runs, with its arguments.
+template <auto call>
+struct InPlace;
+
+template <typename Result, typename... Args, Result (*call)(Args...)>
+struct InPlace<call> {
+  template <const Refusal& refusal>
+  static Result refuse(Args... args) {
+    (refuse_argument(refusal, args), ...);
+    // What writes goes to run_and_tell next.
+    constexpr bool writes = (std::is_same_v<Args, at::Tensor&> || ...);
+    std::conditional_t<writes, at::AutoDispatchBelowAutograd, at::AutoDispatchBelowADInplaceOrView>
+        below;
+    return call(args...);
+  }
+
+  static Result run_and_tell(Args... args) {
+    const auto run = [&] {
+      at::AutoDispatchBelowADInplaceOrView below;
+      return call(args...);
+    };
+    if constexpr (std::is_void_v<Result>) {
+      run();
+      (tell_if_written(args), ...);
+    } else {
+      Result result = run();
+      (tell_if_written(args), ...);
+      return result;
+    }
+  }
+};
+
+}  // namespace gla_ext
