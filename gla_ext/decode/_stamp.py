@@ -12,19 +12,23 @@ _WORDS = ("has other members", "replaced", "changed", "moved", "written")
 
 
 class ChangedError(RuntimeError):
-    """The model has changed since the states that are kept were made."""
+    """The model has changed since the states that are kept were made.
+
+    Seen are modules, parameters and buffers that are others, have moved or were written to by an
+    operator, and attributes of modules that are True or False, strings, or lists of strings: train
+    mode, or an adapter that is off, merged, or another one.
+
+    Not seen are writes through `.data`, by torch's fused optimizers (`AdamW(fused=True)`, as
+    transformers' Trainer uses by default; that of `gla_ext.train` is seen), by replays of CUDA
+    graphs, by kernels that torch does not know, or to inference tensors. Nor are other attributes,
+    such as `gate_logit_normalizer` or the scale of an adapter, hooks, and classes.
+    """
 
 
 class Stamp:
-    """What a model is now, as far as a look of 0.2 ms (24 layers) shows.
+    """What a model is now, as far as a look of 0.2 ms (24 layers) shows: see `ChangedError`.
 
-    It sees modules, parameters and buffers; flags of modules (`training` and all that is True or
-    False); addresses of tensors; and versions of tensors, which every operator that writes to one
-    moves on. Inference tensors have no version. It does not see writes through `.data`, by fused
-    optimizers (torch 2.11 moves on no version there), by replays of CUDA graphs or by kernels that
-    torch does not know. Nor does it see other attributes, what containers hold, hooks and classes.
-
-    It keeps these modules and tensors alive.
+    It keeps the modules and tensors alive.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,7 +40,7 @@ class Stamp:
             (prefix + flag, vars(module), flag)
             for prefix, module in named
             for flag, value in vars(module).items()
-            if type(value) is bool
+            if _is_flag(value)
         ]
         self._flags = [(state, flag) for _, state, flag in flags]
         held = [(prefix + name, x) for prefix, members in owners for name, x in members.items()]
@@ -63,7 +67,10 @@ class Stamp:
         return [
             [*map(len, self._members)],
             [*map(id, itertools.chain.from_iterable(map(dict.values, self._members)))],
-            [state.get(flag) for state, flag in self._flags],
+            [
+                value.copy() if type(value := state.get(flag)) is list else value
+                for state, flag in self._flags
+            ],
             [x.data_ptr() for x in self._placed],
             [x._version for x in self._counted],
         ]
@@ -80,6 +87,12 @@ class Stamp:
                         f"{asker}: expected the model to be as it was at first or at the last "
                         f"refresh(), got {name} {word} since; call refresh()"
                     )
+
+
+def _is_flag(value: object) -> bool:
+    if type(value) in (list, tuple):
+        return all(type(x) is str for x in value)
+    return type(value) in (bool, str)
 
 
 def _has_address(x: Tensor) -> bool:

@@ -40,12 +40,8 @@ class Decoder:
             tokens = decoder.step()  # [2], the same tensor every time
 
     Call `refresh` after the model changed: rows have states of the old model, and a graph repeats
-    what was recorded. Until then `prefill` raises ChangedError if it sees a change: modules,
-    parameters or buffers that are others, have moved or were written to by an operator, or flags
-    of modules, such as train mode. It does not see writes through `.data`, by fused optimizers
-    (that of `gla_ext.train` is seen), by replays of CUDA graphs or to inference tensors. Nor does
-    it see hooks and attributes such as `clamp_min` or the scale of a LoRA adapter. `step` does not
-    look.
+    what was recorded. Until then `prefill` raises ChangedError if it sees a change, which it does
+    not of `AdamW(fused=True)` and others: see there. `step` does not look.
 
     One thread at a time may use it; several may share the model, each with a decoder of its own.
     While one is made no other thread may wait for the whole device (`torch.cuda.synchronize`),

@@ -63,12 +63,8 @@ class Engine:
 
     Call `refresh` after the model changed: the prefix cache and running sequences have states of
     the old model, and CUDA graphs repeat what was recorded. Until then `submit` raises ChangedError
-    if it sees a change; the look takes some 0.2 ms. It sees modules, parameters and buffers
-    that are others, have moved or were written to by an operator, and flags of modules, such as
-    train mode or an adapter that is off. It does not see writes through `.data`, by fused
-    optimizers (that of `gla_ext.train` is seen), by replays of CUDA graphs or to inference tensors.
-    Nor does it see hooks and attributes such as `gate_logit_normalizer` or the scale of an adapter.
-    No step may be under way while the model changes.
+    if it sees a change, which it does not of `AdamW(fused=True)` and others: see there. No step may
+    be under way while the model changes.
 
     In an engine made inside `batch_invariant()` a sequence gets the same bits in the same row,
     whatever else runs: prompts pass one at a time, in segments of `checkpoint_tokens`, and steps

@@ -82,7 +82,9 @@ def adapted(device="cpu"):
     model = make(device=device, hidden_size=64)
     targets = ["q_proj", "o_proj", "down_proj"]
     config = peft.LoraConfig(target_modules=targets, r=8, init_lora_weights=False)
-    return peft.get_peft_model(model, config).eval(), model
+    adapters = peft.get_peft_model(model, config)
+    adapters.add_adapter("other", config)
+    return adapters.eval(), model
 
 
 def set_scale(adapters):
@@ -91,9 +93,10 @@ def set_scale(adapters):
             module.scaling["default"] *= 5
 
 
-ADAPTERS = {  # changes, and whether `Stamp` sees them
-    "off": (lambda p: p.base_model.disable_adapter_layers(), True),
-    "scale": (set_scale, False),
-    "merged": (lambda p: p.merge_adapter(), False),
-    "normalizer": (lambda p: rescale(p.base_model.model), False),
+ADAPTERS = {  # changes, and the attribute by which `Stamp` sees them
+    "off": (lambda p: p.base_model.disable_adapter_layers(), "_disable_adapters"),
+    "set": (lambda p: p.set_adapter("other"), "_active_adapter"),
+    "scale": (set_scale, None),
+    "merged": (lambda p: p.merge_adapter(), "merged_adapters"),
+    "normalizer": (lambda p: rescale(p.base_model.model), None),
 }

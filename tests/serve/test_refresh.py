@@ -131,7 +131,7 @@ def test_adapters_of_peft(change, seen):
     before = tokens_of(engine, 200)
     change(adapters)
     if seen:
-        with pytest.raises(ChangedError, match="_disable_adapters changed since"):
+        with pytest.raises(ChangedError, match=f"{seen} changed since"):
             engine.submit(Request(prompt(5)))
     engine.refresh()
     now = tokens_of(engine, 200)
