@@ -128,6 +128,15 @@ def test_bodies_that_are_refused(engine, body, message):
         assert reply.json()["error"]["message"].startswith(message)
 
 
+def test_an_engine_that_has_failed(engine, monkeypatch):
+    monkeypatch.setattr(engine, "step", lambda: 1 // 0)
+    with client_of(engine, allow_refresh=True) as client:
+        for path, body in (("completions", {"prompt": "a"}), ("refresh", {})):
+            reply = client.post(f"/v1/{path}", json=body)
+        assert reply.status_code == client.get("/health").status_code == 503
+        assert reply.json()["error"]["message"] == "the engine has failed: ZeroDivisionError"
+
+
 def test_a_model_that_cannot_be_served(engine):
     engine.model.train()
     with client_of(engine, allow_refresh=True) as client:

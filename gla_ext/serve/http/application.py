@@ -181,6 +181,7 @@ class Application:
     async def refresh(self, request: HTTPRequest) -> Response:
         """POST /v1/refresh."""
         keep_running = protocol.read_refresh(await self._read_body(request))
+        self._check_engine()
         try:
             await asyncio.to_thread(self.engine.refresh, keep_running)
         except ValueError as error:
@@ -207,10 +208,13 @@ class Application:
             "owned_by": "gla_ext",
         }
 
-    async def health(self, request: HTTPRequest) -> Response:
-        """GET /health."""
+    def _check_engine(self) -> None:
         if self._worker.error is not None:
             raise RefusedError(503, f"the engine has failed: {type(self._worker.error).__name__}")
+
+    async def health(self, request: HTTPRequest) -> Response:
+        """GET /health."""
+        self._check_engine()
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: HTTPRequest) -> Response:
