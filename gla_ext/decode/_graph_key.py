@@ -46,7 +46,8 @@ class _UnknownError(Exception):
 
 
 def graph_key(model: nn.Module) -> list[Any] | None:
-    """All that a captured step of the model depends on and that may be otherwise by the next call.
+    """All that a captured step of the model depends on and that may be otherwise by the next call,
+    but for autocast.
 
     Of every module: its type with what its classes define, its own forward, its hooks, the places
     of its tensors, and the plain values that it holds: numbers, strings, flags, dtypes, enums,
@@ -58,7 +59,7 @@ def graph_key(model: nn.Module) -> list[Any] | None:
         model nor a part of it alive. None where a module holds anything else.
     """
     try:
-        return [_modes(model), *_Key(model).modules()]
+        return [_modes(), *_Key(model).modules()]
     except _UnknownError:
         return None
 
@@ -84,12 +85,10 @@ class GraphKeys:
         return not self._keys or self.are(graph_key(model))
 
 
-def _modes(model: nn.Module) -> list[Any]:
+def _modes() -> list[Any]:
     """What holds for the whole process or thread."""
-    kind = next(model.parameters()).device.type
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     return [
-        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         is_batch_invariant(),
         matmul.fp32_precision,
         matmul.allow_bf16_reduced_precision_reduction,

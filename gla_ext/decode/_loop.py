@@ -21,18 +21,23 @@ def device_of(model: LanguageModel) -> torch.device:
     return next(model.parameters()).device
 
 
-def place_of(model: LanguageModel) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of the first parameter, which states and buffers share."""
+Place = tuple[torch.device, torch.dtype, int]
+
+
+def place_of(model: LanguageModel) -> Place:
+    """Device and dtype of the first parameter, and the vocabulary's size, which states and buffers
+    share.
+    """
     first = next(model.parameters())
-    return first.device, first.dtype
+    return first.device, first.dtype, model.config.vocab_size
 
 
-def check_place(model: LanguageModel, before: tuple[torch.device, torch.dtype], kind: str) -> None:
+def check_place(model: LanguageModel, before: Place, kind: str) -> None:
     """Raises ValueError, in the name of the class `kind`, if `place_of(model)` is not `before`."""
     if (now := place_of(model)) != before:
         raise ValueError(
-            f"{kind}: expected a model on {before[0]} in {before[1]}, as before, got one on "
-            f"{now[0]} in {now[1]}; make a new {kind}"
+            f"{kind}: expected a model on {before[0]} in {before[1]} of {before[2]} tokens, as "
+            f"before, got one on {now[0]} in {now[1]} of {now[2]}; make a new {kind}"
         )
 
 

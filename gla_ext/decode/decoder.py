@@ -43,10 +43,11 @@ class Decoder:
     what was recorded. Until then `prefill` raises ChangedError if it sees a change, which it does
     not of `AdamW(fused=True)` and others: see there. `step` does not look.
 
-    One thread at a time may use it; several may share the model, each with a decoder of its own.
-    While one is made no other thread may wait for the whole device (`torch.cuda.synchronize`),
-    which CUDA refuses beside a capture; all other work goes on. From the first one on, captures of
-    the whole process begin one after the other: `torch.cuda.CUDAGraph.capture_begin` sees to it.
+    One thread at a time may use it, on one CUDA stream or on ones that wait for each other; several
+    may share the model, each with a decoder of its own. While one is made no other thread may wait
+    for the whole device (`torch.cuda.synchronize`), which CUDA refuses beside a capture; all other
+    work goes on. From the first one on, captures of the whole process begin one after the other:
+    `torch.cuda.CUDAGraph.capture_begin` sees to it.
 
     Args:
         model: a `GLAForCausalLM`. It is run in the mode, train or eval, it is in.
@@ -123,7 +124,9 @@ class Decoder:
             return
         with _kept_lock:
             kept = _kept.setdefault(model, _Kept())
-        form = (batch_size, sampling.greedy, sampling.top_k, sampling.top_p is None)
+        kind = device_of(model).type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        form = (batch_size, sampling.greedy, sampling.top_k, sampling.top_p is None, autocast)
         held = graph_key(model)
         key = None if held is None else (form, held)
         # Taken out while it is in use, so that a second call meanwhile gets one of its own.
@@ -238,19 +241,21 @@ class Decoder:
         """Says that the model changed.
 
         If only values changed, the graph stays; seeing this takes a few milliseconds. If addresses
-        of tensors, modules, attributes or hooks changed, the next step captures it anew.
+        of tensors, modules, attributes or hooks changed, or attributes are of kinds that cannot be
+        compared (torchao's weights, DTensors, closures), the next step captures it anew.
 
         Args:
             keep_running: rows go on from the states that they have, of the old model. Default:
                 False (rows are as before their first prompt).
 
         Raises:
-            ValueError: for a model on another device or of another dtype; make a new decoder.
+            ValueError: for a model on another device, of another dtype or vocabulary; make a new
+                decoder.
         """
-        check_place(self.model, self._place, "Decoder")
         self._loop.refresh(self.model)
         if not keep_running:
             self._started.clear()
+        check_place(self.model, self._place, "Decoder")
         if self._stamp is not None:
             self._stamp = self._stamp.renewed(self.model)
 

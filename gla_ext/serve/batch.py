@@ -13,7 +13,7 @@ from torch import Tensor
 from gla_ext.cache import StaticGLACache
 from gla_ext.decode import _capture
 from gla_ext.decode._graph_key import GraphKeys
-from gla_ext.decode._loop import check_place, device_of, place_of
+from gla_ext.decode._loop import check_place, place_of
 from gla_ext.decode._prompts import CHUNK
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
@@ -72,22 +72,21 @@ class Batch:
         self._model = model
         # A sum along one row alone would be cut otherwise, and in no certain order.
         self._rows = max(rows, 2)
-        self._device = device_of(model)
-        self._place = place_of(model)
+        self._place = device, _, vocab_size = place_of(model)
         self._has_graphs = cuda_graph
         self._graphs = _capture.GraphsOnDemand(self._capture)  # by the number of rows
         self._keys = GraphKeys()
-        vocab_size = model.config.vocab_size
         graphs_of_prompts = cuda_graph and not fixed
         taken = self._rows + graphs_of_prompts  # with a spare one
         with torch.inference_mode(False), torch.no_grad():
-            self.tokens = torch.zeros(self._rows, dtype=torch.long, device=self._device)
-            self._logits = torch.zeros(taken, vocab_size, device=self._device)
+            self.tokens = torch.zeros(self._rows, dtype=torch.long, device=device)
+            self._logits = torch.zeros(taken, vocab_size, device=device)
             states = self._make_states(taken, state_dtype, checkpoint_bytes)
             self.checkpoints = range(taken, states.batch_size)
-            self._layers = len(states.states)
-            in_chunks = len(self.checkpoints) > 0 and not fixed and _in_chunks(model, self._layers)
-            self.every = every if in_chunks else 0
+            layers = _layers_of(model)
+            self._layers = len(layers)
+            in_chunks = len(states.states) == self._layers and _in_chunks(layers)
+            self.every = every if len(self.checkpoints) > 0 and not fixed and in_chunks else 0
             self.cache: RowCache = StateRows(states, taken, self.every)
             self._active: list[int] = []
             # The numbers of rows of which there are steps, and what each finds.
@@ -95,7 +94,7 @@ class Batch:
             self._caches = {count: self.cache.first(count) for count in (*powers, self._rows)}
             self._prompts: PromptGraphs | None = None
             if graphs_of_prompts:
-                form = (self.every, self._rows, self._device)
+                form = (self.every, self._rows, device)
                 self._prompts = PromptGraphs(self._read, self._record, *form)
 
     def _make_states(
@@ -125,21 +124,20 @@ class Batch:
         """Gives up the graphs if the model, as it is now, would give others.
 
         Raises:
-            ValueError: for a model on another device or of another dtype, or whose prompts would
-                no longer leave checkpoints on their way.
+            ValueError: for a model on another device, of another dtype or vocabulary, with more or
+                fewer layers, or whose prompts would no longer leave checkpoints on their way.
         """
-        check_place(self._model, self._place, "Engine")
-        if self.every and not _in_chunks(self._model, self._layers):
-            raise ValueError(
-                f"Engine: expected {self._layers} layers that pass prompts in chunks, as before, "
-                "got others; make a new Engine"
-            )
         if not self._keys.fit(self._model):
-            _capture.wait_for_replays(self._device)
+            _capture.wait_for_replays(self.tokens.device)
             self._keys = GraphKeys()
             self._graphs.clear()
             if self._prompts is not None:
                 self._prompts.clear()
+        check_place(self._model, self._place, "Engine")
+        layers = _layers_of(self._model)
+        if len(layers) != self._layers or (self.every and not _in_chunks(layers)):
+            wanted = f"{self._layers} layers" + " that pass prompts in chunks" * bool(self.every)
+            raise ValueError(f"Engine: expected {wanted}, as before, got others; make a new Engine")
 
     def _capture(self, count: int) -> _capture.Graph | None:
         """The graph of a step of so many rows, all of which wait meanwhile."""
@@ -152,7 +150,7 @@ class Batch:
     ) -> _capture.Graph | None:
         self._keys.add(self._model)
         with torch.inference_mode(False), torch.no_grad():
-            return _capture.capture(step, self._device, pool)
+            return _capture.capture(step, self.tokens.device, pool)
 
     def _advance(self, cache: Any, count: int) -> None:
         tokens = self.tokens[:count].unsqueeze(1)
@@ -185,7 +183,7 @@ class Batch:
             return
         size = Size.of(pieces)
         numbers = lay_out(pieces, size, self.every)
-        packed = size.split(numbers.to(self._device, non_blocking=True))
+        packed = size.split(numbers.to(self.tokens.device, non_blocking=True))
         self._read(packed, alone=size.pieces == 1)
 
     def _read(self, packed: Packed, alone: bool = False) -> None:
@@ -215,12 +213,12 @@ class Batch:
             every = [draws.get(row, Draw()) for row in range(size)]
             options = [[draw.uniform for draw in every], [draw.temperature for draw in every]]
             options.append([draw.top_p for draw in every])
-            uniform, temperature, top_p = torch.tensor(options).to(self._device, non_blocking=True)
+            uniform, temperature, top_p = torch.tensor(options).to(tokens.device, non_blocking=True)
             top_k = None
             if any(draw.top_k is not None or draw.top_p < 1 for draw in draws.values()):
                 most = logits.shape[-1]
                 ranks = [most if draw.top_k is None else min(draw.top_k, most) for draw in every]
-                top_k = torch.tensor(ranks).to(self._device, non_blocking=True)
+                top_k = torch.tensor(ranks).to(tokens.device, non_blocking=True)
             chosen, largest = choose(logits, uniform, temperature, top_k, top_p)
         tokens.copy_(chosen)
         found = [tokens, largest, *(log_probabilities(logits, tokens) if with_logprobs else ())]
@@ -238,15 +236,20 @@ class Drawn:
     best_ids: list[list[int]] | None = None
 
 
-def _in_chunks(model: LanguageModel, count: int) -> bool:
-    """Whether each of `count` layers with states passes prompts by `chunk_gla_`, and no convolution
-    reaches further than a chunk.
+def _layers_of(model: LanguageModel) -> list[GatedLinearAttention]:
+    return [layer for layer in model.modules() if isinstance(layer, GatedLinearAttention)]
+
+
+def _in_chunks(layers: Sequence[GatedLinearAttention]) -> bool:
+    """Whether each layer passes prompts by `chunk_gla_`, and no convolution reaches further than a
+    chunk.
     """
-    layers = [layer for layer in model.modules() if type(layer) is GatedLinearAttention]
-    reaches = [layer.conv_size if layer.use_short_conv else 0 for layer in layers]
-    if len(layers) != count or max(reaches, default=0) > CHUNK:
-        return False
-    return all(layer.mode != "fused_recurrent" for layer in layers)
+    return all(
+        type(layer) is GatedLinearAttention
+        and layer.mode != "fused_recurrent"
+        and not (layer.use_short_conv and layer.conv_size > CHUNK)
+        for layer in layers
+    )
 
 
 def _fetch(found: list[Tensor]) -> Callable[[], Drawn]:

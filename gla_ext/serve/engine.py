@@ -58,8 +58,8 @@ class Engine:
 
     On a GPU, `warm_up` before the first request, in a program that lives for longer.
 
-    `submit`, `cancel`, `drain` and `refresh` may be called by any thread. One thread alone steps:
-    the one that calls `step`, or that of `gla_ext.serve.worker.Worker`.
+    Any thread may call `submit`, `cancel`, `drain`, `warm_up` and `refresh`. One thread alone
+    steps: the one that calls `step`, or that of `gla_ext.serve.worker.Worker`.
 
     Call `refresh` after the model changed: the prefix cache and running sequences have states of
     the old model, and CUDA graphs repeat what was recorded. Until then `submit` raises ChangedError
@@ -124,9 +124,7 @@ class Engine:
         self._cache = self._batch.cache
         self.prefixes = PrefixCache(self._batch.checkpoints, self._batch.row_nbytes, every)
         self.metrics = Metrics()
-        self._ends = frozenset(
-            read_end_tokens(getattr(model.config, "eos_token_id", None), model.config.vocab_size)
-        )
+        self._ends = self._read_ends()
         self._stamp = Stamp(model)  # of what states and graphs are of
         self._lock = threading.Lock()
         # One thread runs the model, and one is next. With the first lock alone, the thread that
@@ -141,7 +139,12 @@ class Engine:
         # On a GPU the next step is under way while the host looks at the last one's tokens.
         self._device = device_of(model)
         self._ahead = 1 if self._device.type == "cuda" else 0
+        self._queued = torch.cuda.Event() if self._ahead else None  # all of the last turn
         self._under_way: deque[tuple[list[Generation], Callable[[], Drawn]]] = deque()
+
+    def _read_ends(self) -> frozenset[int]:
+        config = self.model.config
+        return frozenset(read_end_tokens(getattr(config, "eos_token_id", None), config.vocab_size))
 
     @property
     def busy(self) -> bool:
@@ -232,8 +235,7 @@ class Engine:
         """Captures the CUDA graphs of steps and of pieces of prompts, which takes a second or more.
 
         Without it each is captured when its size has come for the second time, and everyone waits
-        for that. Nothing happens where there are no graphs. Like `step` it is for one thread alone,
-        the one that steps, or any before the first step.
+        for that. Nothing happens where there are no graphs. It waits for a step under way.
         """
         with self._as_made():
             self._batch.warm_up()
@@ -244,36 +246,48 @@ class Engine:
         It waits for a step under way and empties the prefix cache. Sequences that wait go on
         waiting. Those that have begun end at the next step, which gives out their deltas with
         finish_reason 'refresh'. If only values changed, CUDA graphs stay, and all of this takes
-        some milliseconds. If addresses of tensors, modules, attributes or hooks changed, graphs are
-        captured anew, when their sizes come again or by `warm_up`.
+        some milliseconds, or tens of them with adapters on every map. If addresses of tensors,
+        modules, attributes or hooks changed, or attributes are of kinds that cannot be compared
+        (torchao's weights, DTensors, closures), graphs are captured anew, when their sizes come
+        again or by `warm_up`.
+
+        On a GPU the next step waits for what the caller's stream has been given until now.
 
         Args:
             keep_running: sequences that have begun go on, from states of the old model. They leave
                 nothing in the prefix cache. Default: False.
 
         Raises:
-            ValueError: for a model in train mode. For one on another device, of another dtype, or
-                whose prompts must now be cut otherwise: make another engine.
+            ValueError: for a model in train mode. For one on another device, of another dtype or
+                vocabulary, with more or fewer layers, or whose prompts must now be cut otherwise:
+                make another engine. New sequences find nothing of the old model then either.
         """
-        _check_mode(self.model)
         with self._as_made():
-            self._batch.refresh()
-            self._stamp = self._stamp.renewed(self.model)
             self.prefixes.clear()
             for sequence in [*self._reading, *self._decoding]:
                 if sequence.passed > 0:
                     sequence.keys = []
                     sequence.outdated |= not keep_running
+            self._batch.refresh()
+            _check_mode(self.model)
+            self._ends = self._read_ends()
+            self._stamp = self._stamp.renewed(self.model)
 
     @contextlib.contextmanager
     def _as_made(self) -> Iterator[None]:
-        """The mode and the device in which the model runs, for one thread at a time, in turn."""
+        """The mode and the device in which the model runs, for one thread at a time, in turn. The
+        streams of these threads wait for each other.
+        """
         on_device = torch.cuda.device(self._device) if self._ahead else contextlib.nullcontext()
         with self._is_next:
             self._runs.acquire()
         try:
             with torch.no_grad(), batch_invariant(self._invariant), on_device:
+                if self._queued is not None:
+                    self._queued.wait()
                 yield
+                if self._queued is not None:
+                    self._queued.record()
         finally:
             self._runs.release()
 

@@ -36,9 +36,11 @@ def test_a_decoder_whose_model_changed():
     now = drawn(decoder, 9, PROMPTS)
     assert torch.equal(now, drawn(Decoder(model, 4, temperature=0), 9, PROMPTS))
     assert not torch.equal(now, before)
-    model.float()
+    model.config.vocab_size -= 1
     with pytest.raises(ValueError, match="Decoder: expected a model on cpu in torch"):
         decoder.refresh()
+    with pytest.raises(ValueError, match="prefill before step, got no prompt yet"):
+        decoder.step()
 
 
 def test_rows_that_go_on_with_the_model_now():

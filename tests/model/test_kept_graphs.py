@@ -236,6 +236,14 @@ def test_a_stream_whose_model_was_another_meanwhile_leaves_no_graph(device, capt
     assert not decode._kept[model].loops
 
 
+def test_a_graph_of_another_autocast(device, captures):
+    model = make(device)
+    for enabled in (False, True, False, True):
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            assert generate(model) == generate(model, cuda_graph=False)
+    assert len(captures) == 2
+
+
 def test_what_cannot_be_compared_is_not_kept(device, captures):
     model, scale = make(device), [1.0]
     model.model.layers[1].mlp.forward = with_closure(scale)

@@ -1,5 +1,7 @@
 """An engine whose model changes: what it sees of that, and `refresh`."""
 
+import copy
+import dataclasses
 import threading
 import time
 
@@ -106,14 +108,61 @@ def test_train_mode():
     assert tokens_of(engine, 70) == found
 
 
-@pytest.mark.parametrize("change", [lambda m: m.float(), lambda m: m.to("meta")])
+def test_a_refresh_that_is_refused():
+    """What the old model left is given up all the same."""
+    model = make()
+    engine = Engine(model, limits=LIMITS)
+    tokens_of(engine, 200)
+    engine.submit(Request(prompt(5), 20, temperature=0))
+    engine.step()
+    write_data(model)
+    model.train()
+    with pytest.raises(ValueError, match="got one in train mode"):
+        engine.refresh()
+    model.eval()
+    ((_, delta),) = engine.step()
+    assert delta.finish_reason == "refresh"
+    assert tokens_of(engine, 200) == expected(model, 200)
+
+
+def one_token_less(model):
+    model.config.vocab_size -= 1
+
+
+@pytest.mark.parametrize("change", [lambda m: m.float(), lambda m: m.to("meta"), one_token_less])
 def test_a_model_for_which_there_are_no_buffers(change):
     engine = Engine(change_of := make(), limits=LIMITS)
     change(change_of)
     with pytest.raises(ValueError, match="expected a model on cpu in torch"):
         engine.refresh()
-    with pytest.raises(ChangedError):
-        engine.submit(Request(prompt(5)))
+
+
+def one_layer_more(model):
+    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+    model.model.layers[2].attn.layer_idx = 2
+
+
+def one_layer_less(model):
+    del model.model.layers[1]
+
+
+@pytest.mark.parametrize("change", [one_layer_more, one_layer_less])
+def test_more_or_fewer_layers(change):
+    model = make()
+    engine = Engine(model, limits=dataclasses.replace(LIMITS, cache_bytes=0))
+    change(model)
+    with pytest.raises(ValueError, match="expected 2 layers, as before, got others"):
+        engine.refresh()
+
+
+def test_other_end_tokens():
+    model = make()
+    engine = Engine(model, limits=LIMITS)
+    ((before, _, _),) = run(engine, Request(prompt(5), 8, temperature=0))
+    model.config.eos_token_id = before[2]
+    engine.refresh()
+    ((now, _, reason),) = run(engine, Request(prompt(5), 8, temperature=0))
+    assert (now, reason) == (before[: before.index(before[2])], "stop")
 
 
 def test_layers_whose_prompts_are_cut_otherwise():

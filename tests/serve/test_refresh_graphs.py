@@ -39,7 +39,8 @@ def test_graphs_stay_where_only_values_changed(captures, change):
     before, count = graphs_of(engine), len(captures[0])
     assert len(before) == count == 3 + 4
     change(model)
-    engine.refresh()
+    with torch.autocast("cpu", torch.bfloat16):  # of the caller, and of no step
+        engine.refresh()
     assert tokens_of(engine, 200, 5) == expected(model, 200, 5)
     assert all(graphs_of(engine)[size] is graph for size, graph in before.items())
     assert len(captures[0]) == count
@@ -74,6 +75,17 @@ def test_graphs_are_captured_anew(captures, change):
     assert len(captures[0]) == 2 * count
     engine.refresh()
     assert len(graphs_of(engine)) == count
+
+
+def test_a_refresh_that_is_refused_gives_graphs_up(captures):
+    model = make()
+    engine = Engine(model, limits=LIMITS)
+    engine.warm_up()
+    rescale(model)
+    model.config.vocab_size -= 1
+    with pytest.raises(ValueError, match="expected a model on cpu"):
+        engine.refresh()
+    assert not graphs_of(engine)
 
 
 def test_graphs_of_two_models_do_not_stay(captures):
@@ -161,6 +173,21 @@ def test_cuda_graphs_stay_where_only_values_changed(keep_running):
     eager = Engine(model, limits=LIMITS, cuda_graph=False)
     assert [tokens] == tokens_of(eager, 200, count=12)
     assert all(graphs_of(engine)[size] is graph for size, graph in before.items())
+
+
+@pytest.mark.cuda
+def test_steps_wait_for_the_stream_of_refresh():
+    """On it the model changes late."""
+    model, new = (make(seed, "cuda", hidden_size=64) for seed in (0, 5))
+    engine = Engine(model, limits=LIMITS)
+    engine.warm_up()
+    tokens_of(engine, 5)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(1 << 30)  # some 0.5 s
+        with torch.no_grad():
+            torch._foreach_copy_([*model.parameters()], [*new.parameters()])
+        engine.refresh()
+    assert tokens_of(engine, 30) == tokens_of(Engine(new, limits=LIMITS, cuda_graph=False), 30)
 
 
 @pytest.mark.cuda
