@@ -75,9 +75,11 @@ test: $(built_stamp)
 test-all: $(built_stamp)
 	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
+# A cache of inductor's each: it gives one setting the code that it made under another.
 test-cpus: $(built_stamp)
 	@for setting in MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default; do \
-		echo "$$setting" && env $$setting $(MAKE) test || exit 1; \
+		echo "$$setting" && env $$setting TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/.build/inductor/$$setting \
+			$(MAKE) test || exit 1; \
 	done
 
 test-fla: $(fla_stamp)
