@@ -15,6 +15,7 @@ import itertools
 import json
 import pkgutil
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import triton
 
 import gla_ext
 from gla_ext import _C
@@ -29,6 +31,7 @@ from gla_ext.info import operators
 from gla_ext.ops.plan import plan
 
 ROOT = Path(__file__).parents[1]
+CUOBJDUMP = "backends/nvidia/bin/cuobjdump"  # of Triton's package
 
 
 def digest(data: bytes) -> str:
@@ -44,7 +47,8 @@ def schemas() -> dict[str, str]:
             name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
             packet = getattr(torch.ops.gla_ext, schema.name.removeprefix("gla_ext::"))
             tags = getattr(packet, schema.overload_name or "default").tags
-            found[name] = f"{schema} {sorted(map(str, tags))} {keys.get(name)}"
+            in_place = torch._C._dispatch_has_kernel_for_dispatch_key(name, "ADInplaceOrView")
+            found[name] = f"{schema} {sorted(map(str, tags))} {keys.get(name)} {in_place}"
     return found
 
 
@@ -69,6 +73,7 @@ def public_api() -> dict[str, str]:
 
 
 def signature(value: object) -> str:
+    value = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
     try:
         return re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(value)))
     except (TypeError, ValueError):
@@ -128,17 +133,19 @@ def machine_code() -> dict[str, str]:
     """A digest of each CUDA kernel's instructions, by its name without the hash of its file."""
     if _C.build_info()["cuda"] is None:
         return {}
-    found = {}
+    found: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        command = ["cuobjdump", "-xelf", "all", _C.__file__]
+        tool = shutil.which("cuobjdump") or Path(triton.__file__).parent / CUOBJDUMP
+        command = [str(tool), "-xelf", "all", _C.__file__]
         subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
         for file in Path(folder).glob("*.cubin"):
             for name, data in sections(file.read_bytes()):
                 if name.startswith(".text."):
                     kernel = re.sub(r"_GLOBAL__N__[0-9a-f]{8}_", "_GLOBAL__N__", name[6:])
                     kernel = re.sub(r"(\d+_INTERNAL)_[0-9a-f]+_", r"\1_", kernel)
-                    found[f"{file.name.split('.')[-2]} {kernel}"] = digest(data)
-    return found
+                    name = f"{file.name.split('.')[-2]} {kernel}"
+                    found.setdefault(name, []).append(digest(data))
+    return {kernel: " ".join(sorted(digests)) for kernel, digests in found.items()}
 
 
 def sections(elf: bytes) -> list[tuple[str, bytes]]:
@@ -167,8 +174,8 @@ PARTS = {
 def compare(before: dict, after: dict) -> int:
     """Prints what differs; the number of differences."""
     count = 0
-    for part, rows in before.items():
-        other = after.get(part, {})
+    for part in sorted({*before, *after}):
+        rows, other = before.get(part, {}), after.get(part, {})
         for name in sorted({*rows, *other}):
             if rows.get(name) != other.get(name):
                 count += 1
@@ -182,6 +189,8 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path, help="one to write, or two to compare")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="default: all")
     args = parser.parse_args()
+    if len(args.files) > 2:
+        parser.error(f"expected one file or two, got {len(args.files)}")
     if len(args.files) == 2:
         sys.exit(compare(*(json.loads(file.read_text()) for file in args.files)) > 0)
     found = {part: PARTS[part]() for part in args.parts}

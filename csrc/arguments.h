@@ -1,5 +1,6 @@
 // The arguments of chunk_gla's operators by name. A kernel takes them so and is registered as
-// `positional<kernel>`; only the schema and the C++ entry (ops.cpp, ops_pool.cpp) list them again.
+// `positional<kernel>`; the schema, the C++ entry (ops.cpp, ops_pool.cpp) and what autograd saves
+// (autograd/chunk_gla.cpp) list them again.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,7 +48,6 @@ struct PoolArguments {
 
 // The operators, through the dispatcher.
 ForwardOutputs dispatch(const ForwardArguments& a);
-BackwardOutputs dispatch(const BackwardArguments& a);
 at::Tensor dispatch(const PoolArguments& a);
 
 template <ForwardOutputs (*kernel)(const ForwardArguments&)>

@@ -240,12 +240,6 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
             batch_invariant, for_backward, gate_gradient);
 }
 
-BackwardOutputs dispatch(const BackwardArguments& a) {
-  return chunk_gla_bwd(a.d_o, a.dht, a.q, a.k, a.v, a.g, a.gv, a.initial_state, a.cu_seqlens,
-                       a.scale, a.state_v_first, a.batch_invariant, a.for_backward,
-                       a.gate_gradient);
-}
-
 RecurrentForwardOutputs recurrent_gla_fwd(const at::Tensor& q, const at::Tensor& k,
                                           const at::Tensor& v, const std::optional<at::Tensor>& gk,
                                           const std::optional<at::Tensor>& gv,

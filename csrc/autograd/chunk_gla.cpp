@@ -9,6 +9,7 @@
 #include "dispatch/differentiable.h"
 #include "for_backward.h"
 #include "ops.h"
+#include "refuse.h"
 
 namespace gla_ext {
 namespace {

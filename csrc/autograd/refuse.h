@@ -10,13 +10,14 @@
 
 namespace gla_ext {
 
+// The parts of refuse_unsupported: of one argument, by its place in the schema, and of the thread.
+void refuse_argument(const char* schema, size_t place, const at::Tensor& t, bool required);
+void refuse_transforms(const char* schema);
+
 // Raises for arguments that are quantized or nested or have a forward-mode tangent, for required
 // tensors that are not there, and for a torch.func transform in progress.
 //   schema     the operator, without namespace; messages have the name that users know it by
 //   arguments  the first of the schema's, or all; those that are no tensors pass
-void refuse_argument(const char* schema, size_t place, const at::Tensor& t, bool required);
-void refuse_transforms(const char* schema);
-
 template <typename... Args>
 void refuse_unsupported(const char* schema, const Args&... arguments) {
   size_t place = 0;

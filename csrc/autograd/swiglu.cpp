@@ -5,11 +5,13 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "as_matrix.h"
 #include "dispatch/differentiable.h"
 #include "ops.h"
+#include "refuse.h"
 
 namespace gla_ext {
 namespace {

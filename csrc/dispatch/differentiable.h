@@ -22,6 +22,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -101,8 +103,8 @@ struct Differentiable<call, Gradient> {
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
       variable_list found;
-      for (const at::Tensor& grad : grads)
-        if (grad.defined() && found.empty()) found = Gradient::backward(ctx, grads);
+      const auto has_come = [](const at::Tensor& grad) { return grad.defined(); };
+      if (std::any_of(grads.begin(), grads.end(), has_come)) found = Gradient::backward(ctx, grads);
       found.resize(sizeof...(Args) + 1);
       return found;
     }

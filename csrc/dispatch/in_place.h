@@ -1,7 +1,7 @@
-// The Autograd and ADInplaceOrView kernels of operators that write to their arguments. They have no
-// gradient, and say so instead of losing it. One key below, where inference mode passes too, they
-// tell autograd, which may have saved what is written to. Decoding calls some once a layer and
-// token, so each is unboxed.
+// The Autograd and ADInplaceOrView kernels of operators that write to their arguments, or read a
+// pool that others write to. They have no gradient, and say so instead of losing it. One key below,
+// where inference mode passes too, they tell autograd, which may have saved what is written to.
+// Decoding calls some once a layer and token, so each is unboxed.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -19,7 +19,7 @@ struct Refusal {
 
 // One argument of a call. Those that are no tensors pass.
 template <typename T>
-void refuse_argument(const Refusal& refusal, const T& argument) {
+void refuse_gradient_of(const Refusal& refusal, const T& argument) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
     refuse_gradient(refusal.op, argument, refusal.instead);
   } else if constexpr (std::is_same_v<T, OptionalTensor>) {
@@ -40,7 +40,7 @@ template <typename Result, typename... Args, Result (*call)(Args...)>
 struct InPlace<call> {
   template <const Refusal& refusal>
   static Result refuse(Args... args) {
-    (refuse_argument(refusal, args), ...);
+    (refuse_gradient_of(refusal, args), ...);
     // What writes goes to run_and_tell next.
     constexpr bool writes = (std::is_same_v<Args, at::Tensor&> || ...);
     std::conditional_t<writes, at::AutoDispatchBelowAutograd, at::AutoDispatchBelowADInplaceOrView>
