@@ -59,6 +59,7 @@ COMPRESS = "--compress-mode=size"  # nvcc knows it from 12.8 on
 SPILLS_ARE_ERRORS = ["-Xptxas", "-warn-spills", "-Xptxas", "-Werror"]
 # Without CUDA or torch headers, for plans of GPUs that are not there.
 CUDA_PLAN = "csrc/cuda/plan/"
+CPU_KERNELS = "csrc/cpu/kernels/"
 
 # torch's names for the architectures that the CUDA kernels support (sm_80 and up).
 NAMED_ARCHS = {
@@ -105,15 +106,21 @@ def commit(root: Path = ROOT) -> str:
 
 
 def sources() -> dict[str, list[str]]:
-    """The source files: `common` is compiled once, `kernels` per capability, `cuda` with CUDA."""
+    """The source files: `common` is compiled once, `kernels` per capability, `cuda` with CUDA.
+
+    An operator's folder holds op.cpp and cpu.cpp, cpu_kernels.cpp, cuda.cpp and .cu files.
+    """
 
     def find(folder: str, *suffixes: str) -> list[str]:
         files = (ROOT / folder).rglob("*")
         return sorted(str(f.relative_to(ROOT)) for f in files if f.suffix in suffixes)
 
-    kernels = find("csrc/cpu/kernels", ".cpp")
-    cuda = [f for f in find("csrc/cuda", ".cu", ".cpp") if not f.startswith(CUDA_PLAN)]
-    common = [f for f in find("csrc", ".cpp") if f not in kernels and f not in cuda]
+    every = find("csrc", ".cu", ".cpp")
+    kernels = [f for f in every if f.startswith(CPU_KERNELS) or f.endswith("/cpu_kernels.cpp")]
+    plan = [f for f in every if f.startswith(CUDA_PLAN)]
+    cuda = [f for f in every if f.startswith("csrc/cuda/") or f.endswith((".cu", "/cuda.cpp"))]
+    cuda = [f for f in cuda if f not in plan]
+    common = [f for f in every if f not in kernels and f not in cuda]
     headers = find("csrc", ".h", ".cuh")
     return {"common": common, "kernels": kernels, "cuda": cuda, "headers": headers}
 

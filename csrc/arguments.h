@@ -3,15 +3,10 @@
 // (autograd/chunk_gla.cpp) list them again.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <optional>
-
+#include "common/shape.h"
 #include "ops.h"
 
 namespace gla_ext {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 // As ops.h describes them.
 struct ForwardArguments {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <array>
 
-#include "checks/checker.h"
+#include "dispatch/checker.h"
 #include "checks/chunk_gla.h"
 #include "common/fold.h"
 

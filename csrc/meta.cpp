@@ -1,6 +1,6 @@
 // Shapes and dtypes of every output, for tracing: the checks, then empty tensors. Sizes stay
 // symbolic.
-#include "meta.h"
+#include "dispatch/meta.h"
 
 #include <torch/library.h>
 
@@ -10,7 +10,6 @@
 #include "checks/rms_norm_gate.h"
 #include "checks/short_convolution.h"
 #include "checks/steps.h"
-#include "checks/swiglu.h"
 #include "halves.h"
 #include "on_pool.h"
 #include "ops.h"
@@ -254,17 +253,6 @@ NormBackwardOutputs rms_norm_gate_bwd_meta(const at::Tensor& dy, const at::Tenso
           or_nothing(given(gate), gate.value_or(x)), or_nothing(output, x)};
 }
 
-at::Tensor swiglu_fwd_meta(const at::Tensor& gate, const at::Tensor& up) {
-  check_swiglu_fwd(gate, up);
-  return fresh(gate);
-}
-
-SwigluBackwardOutputs swiglu_bwd_meta(const at::Tensor& dy, const at::Tensor& gate,
-                                      const at::Tensor& up, bool product) {
-  check_swiglu_bwd(dy, gate, up);
-  return {fresh(gate), fresh(gate), product ? fresh(gate) : empty({0}, gate, gate.scalar_type())};
-}
-
 ConvolutionForwardOutputs short_convolution_fwd_meta(const at::Tensor& x, const at::Tensor& weight,
                                                      const OptionalTensor& bias,
                                                      const OptionalTensor& cache,
@@ -309,8 +297,6 @@ TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   RecurrentOnPool<recurrent_on_pool_meta>::register_in(m);
   m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_meta);
   m.impl("rms_norm_gate_bwd", rms_norm_gate_bwd_meta);
-  m.impl("swiglu_fwd", swiglu_fwd_meta);
-  m.impl("swiglu_bwd", swiglu_bwd_meta);
   m.impl("short_convolution_fwd", short_convolution_fwd_meta);
   m.impl("short_convolution_bwd", short_convolution_bwd_meta);
   ConvolutionOnPool<convolution_on_pool_meta>::register_in(m);

@@ -4,7 +4,7 @@
 
 #include "checks/decode.h"
 #include "checks/recurrent_gla.h"
-#include "meta.h"
+#include "dispatch/meta.h"
 
 namespace gla_ext {
 namespace {

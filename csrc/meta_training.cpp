@@ -5,7 +5,7 @@
 #include "checks/cross_entropy.h"
 #include "checks/gate_projection.h"
 #include "checks/rms_norm_gate.h"
-#include "meta.h"
+#include "dispatch/meta.h"
 #include "ops.h"
 
 namespace gla_ext {

@@ -1,4 +1,4 @@
-// The only TORCH_LIBRARY block: every schema of gla_ext, those on a pool from ops_pool.cpp, and the
+// Schemas of gla_ext, those on a pool from ops_pool.cpp, and the
 // entry points that call through the dispatcher.
 #include <torch/library.h>
 
@@ -6,7 +6,7 @@
 #include "dispatch/op.h"
 #include "schemas.h"
 
-TORCH_LIBRARY(gla_ext, m) {
+TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
   m.set_python_module("gla_ext.ops");
   // Inductor pads the rows of what it allocates, and copies what has not the exact strides of eager
   // mode unless an operator says that their order is enough. These read rows of any distance.
@@ -94,13 +94,6 @@ TORCH_LIBRARY(gla_ext, m) {
       "rms_norm_residual_bwd(Tensor dy, Tensor? dstream, Tensor stream, Tensor? weight, Tensor "
       "rstd) -> (Tensor dx, Tensor dresidual, Tensor dweight)",
       tags);
-
-  m.def("swiglu_fwd(Tensor gate, Tensor up) -> Tensor", tags);
-  m.def(
-      "swiglu_bwd(Tensor dy, Tensor gate, Tensor up, bool product) -> (Tensor dgate, Tensor dup, "
-      "Tensor y)",
-      tags);
-  m.def("swiglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias) -> Tensor", tags);
 
   m.def(
       "short_convolution_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? cache, Tensor? "
@@ -283,23 +276,6 @@ at::Tensor norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const a
                             std::string_view activation, double eps) {
   static const Op<decltype(norm_gate_linear)> op("gla_ext::norm_gate_linear");
   return op(o, gate, weight, norm_weight, activation, eps);
-}
-
-at::Tensor swiglu_fwd(const at::Tensor& gate, const at::Tensor& up) {
-  static const Op<decltype(swiglu_fwd)> op("gla_ext::swiglu_fwd");
-  return op(gate, up);
-}
-
-SwigluBackwardOutputs swiglu_bwd(const at::Tensor& dy, const at::Tensor& gate, const at::Tensor& up,
-                                 bool product) {
-  static const Op<decltype(swiglu_bwd)> op("gla_ext::swiglu_bwd");
-  return op(dy, gate, up, product);
-}
-
-at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
-                         const std::optional<at::Tensor>& bias) {
-  static const Op<decltype(swiglu_linear)> op("gla_ext::swiglu_linear");
-  return op(gate, up, weight, bias);
 }
 
 ConvolutionForwardOutputs short_convolution_fwd(const at::Tensor& x, const at::Tensor& weight,

@@ -4,7 +4,8 @@
 #include <torch/library.h>
 
 #include "autograd/for_backward.h"
-#include "checks/checker.h"
+#include "dispatch/checker.h"
+#include "dispatch/schema.h"
 #include "checks/decode.h"
 #include "checks/recurrent_gla.h"
 #include "checks/steps.h"
@@ -49,8 +50,6 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
                          "recurrent_gla_bwd",
                          "rms_norm_gate_fwd",
                          "rms_norm_gate_bwd",
-                         "swiglu_fwd",
-                         "swiglu_bwd",
                          "short_convolution_fwd",
                          "short_convolution_bwd",
                          "short_convolution_",

@@ -8,8 +8,9 @@
 
 #include "dispatch/differentiable.h"
 #include "for_backward.h"
+#include "common/output_grad.h"
 #include "ops.h"
-#include "refuse.h"
+#include "dispatch/refuse.h"
 
 namespace gla_ext {
 namespace {

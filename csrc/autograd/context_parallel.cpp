@@ -13,8 +13,9 @@
 
 #include "checks/chunk_gla.h"
 #include "for_backward.h"
+#include "common/output_grad.h"
 #include "ops.h"
-#include "refuse.h"
+#include "dispatch/refuse.h"
 
 namespace gla_ext {
 namespace {

@@ -5,7 +5,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
-#include "refuse.h"
+#include "dispatch/refuse.h"
 
 namespace gla_ext {
 namespace {

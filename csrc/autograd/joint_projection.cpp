@@ -14,7 +14,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "as_matrix.h"
+#include "dispatch/as_matrix.h"
 
 namespace gla_ext {
 namespace {

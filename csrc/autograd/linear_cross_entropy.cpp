@@ -7,7 +7,7 @@
 
 #include "checks/cross_entropy.h"
 #include "ops.h"
-#include "refuse.h"
+#include "dispatch/refuse.h"
 
 namespace gla_ext {
 namespace {

@@ -6,6 +6,7 @@
 
 #include "checks/chunk_gla.h"
 #include "dispatch/differentiable.h"
+#include "common/output_grad.h"
 #include "ops.h"
 
 namespace gla_ext {

@@ -11,11 +11,11 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "as_matrix.h"
+#include "dispatch/as_matrix.h"
 #include "checks/decode.h"
 #include "dispatch/differentiable.h"
 #include "ops.h"
-#include "refuse.h"
+#include "dispatch/refuse.h"
 
 namespace gla_ext {
 namespace {

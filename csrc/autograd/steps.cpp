@@ -5,7 +5,7 @@
 #include <torch/library.h>
 
 #include "halves.h"
-#include "refuse.h"
+#include "dispatch/refuse.h"
 
 namespace gla_ext {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "checker.h"
+#include "dispatch/checker.h"
 #include "ops.h"
 
 namespace gla_ext {

@@ -1,7 +1,7 @@
 // The input contract of chunk_gla, once, for every backend and for tracing.
 #pragma once
 
-#include "shape.h"
+#include "arguments.h"
 
 namespace gla_ext {
 

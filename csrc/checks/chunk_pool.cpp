@@ -1,8 +1,8 @@
 #include "chunk_pool.h"
 
-#include "checker.h"
+#include "dispatch/checker.h"
 #include "chunk_gla.h"
-#include "output.h"
+#include "dispatch/output.h"
 #include "recurrent_gla.h"
 
 namespace gla_ext {

@@ -2,7 +2,7 @@
 
 #include <ATen/Dispatch.h>
 
-#include "checker.h"
+#include "dispatch/checker.h"
 
 namespace gla_ext {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/cross_entropy.h"
-#include "shape.h"
+#include "common/shape.h"
 
 namespace gla_ext {
 

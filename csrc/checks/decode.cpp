@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "checker.h"
+#include "dispatch/checker.h"
 #include "recurrent_gla.h"
 #include "rms_norm_gate.h"
 

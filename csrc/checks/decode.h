@@ -5,7 +5,7 @@
 #include <array>
 #include <string_view>
 
-#include "shape.h"
+#include "common/shape.h"
 
 namespace gla_ext {
 

@@ -1,7 +1,7 @@
 // The input contract of the gate's projection, once, for every backend and for tracing.
 #pragma once
 
-#include "shape.h"
+#include "common/shape.h"
 
 namespace gla_ext {
 

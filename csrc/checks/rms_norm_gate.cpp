@@ -3,7 +3,7 @@
 #include <array>
 #include <utility>
 
-#include "checker.h"
+#include "dispatch/checker.h"
 
 namespace gla_ext {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <string_view>
 
-#include "common/norm.h"
-#include "shape.h"
+#include "common/activation.h"
+#include "common/shape.h"
 
 namespace gla_ext {
 

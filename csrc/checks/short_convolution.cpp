@@ -1,7 +1,7 @@
 #include "short_convolution.h"
 
-#include "checker.h"
-#include "output.h"
+#include "dispatch/checker.h"
+#include "dispatch/output.h"
 
 namespace gla_ext {
 namespace {

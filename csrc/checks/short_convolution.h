@@ -1,7 +1,7 @@
 // The input contract of the short convolution, once, for every backend and for tracing.
 #pragma once
 
-#include "shape.h"
+#include "common/shape.h"
 
 namespace gla_ext {
 

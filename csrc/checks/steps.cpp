@@ -1,6 +1,6 @@
 #include "steps.h"
 
-#include "checker.h"
+#include "dispatch/checker.h"
 
 namespace gla_ext {
 namespace {

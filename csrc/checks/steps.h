@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "shape.h"
+#include "common/shape.h"
 
 namespace gla_ext {
 

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "checks/shape.h"
+#include "common/shape.h"
 
 namespace gla_ext {
 

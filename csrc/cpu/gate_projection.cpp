@@ -66,7 +66,7 @@ class GateProjectionTasks {
  private:
   GateProjection<T> p;
 
-  int64_t padded_width() const { return kernels<T>().padded_width(p.width); }
+  int64_t padded_width() const { return padded(p.width); }
   int64_t tasks() const { return (p.rows + p.rows_per_task - 1) / p.rows_per_task; }
   void run(void (*task)(const GateProjection<T>&, T*, int64_t)) const {
     for_each_task<T>(tasks(), kernels<T>().gate_projection_workspace(p.rank, p.width),

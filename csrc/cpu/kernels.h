@@ -11,7 +11,6 @@
 #include "host/params.h"
 #include "rms_norm_gate.h"
 #include "short_convolution.h"
-#include "swiglu.h"
 
 namespace gla_ext::cpu {
 
@@ -52,16 +51,9 @@ struct Kernels {
 
   // The norm, on a workspace of its own: a task is some of the rows.
   using NormTask = void (*)(const Norm<T>&, T* workspace, int64_t task);
-  int64_t (*padded_width)(int64_t V);  // of weight and dweight_parts, the convolution's too
   int64_t (*norm_workspace)(int64_t V);
   NormTask norm_forward;   // x weight gate -> y rstd
   NormTask norm_backward;  // dy x weight gate rstd -> dx dgate dweight_parts
-
-  // SwiGLU, on a workspace of its own: a task is some pieces of rows.
-  using SwigluTask = void (*)(const Swiglu&, T* workspace, int64_t task);
-  int64_t (*swiglu_workspace)();
-  SwigluTask swiglu_forward;   // gate up -> y
-  SwigluTask swiglu_backward;  // dy gate up -> dgate dup y
 
   // The short convolution, on a workspace of its own for pieces of up to `width` channels.
   using ConvolutionTask = void (*)(const Convolution<T>&, T* workspace, const ConvolutionPiece&);
@@ -88,6 +80,28 @@ const Kernels<T>& kernels();
 
 std::string capability_in_use();
 std::vector<std::string> capabilities_built();
+
+// An operator's tables, each of functions that are compiled for one capability: its
+// cpu_kernels.cpp, which is compiled for each, has
+//   template <>
+//   const SwigluKernels<float> KernelTables<SwigluKernels<float>>::CPU_CAPABILITY = {…};
+template <class Table>
+struct KernelTables {
+  static const Table DEFAULT;
+#if defined(__x86_64__)
+  static const Table AVX2, AVX512;
+#endif
+
+  // The one for the processor at hand.
+  static const Table& in_use() {
+#if defined(__x86_64__)
+    static const std::string capability = capability_in_use();
+    if (capability == "AVX512") return AVX512;
+    if (capability == "AVX2") return AVX2;
+#endif
+    return DEFAULT;
+  }
+};
 
 // One definition a capability, in kernels/float.cpp and kernels/double.cpp.
 namespace DEFAULT {

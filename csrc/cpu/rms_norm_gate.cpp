@@ -72,7 +72,7 @@ class NormTasks {
   }
 
  private:
-  int64_t padded_width() const { return kernels<T>().padded_width(p.width); }
+  int64_t padded_width() const { return padded(p.width); }
   void run(void (*task)(const Norm<T>&, T*, int64_t)) const {
     for_each_task<T>(tasks(), kernels<T>().norm_workspace(p.width),
                      [&](T* workspace, int64_t i) { task(p, workspace, i); });

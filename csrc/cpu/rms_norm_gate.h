@@ -1,7 +1,8 @@
 // What the host side hands to the CPU kernels of the norm.
 #pragma once
 
-#include "common/norm.h"
+#include "common/activation.h"
+#include "common/rows.h"
 #include "host/params.h"
 
 namespace gla_ext::cpu {

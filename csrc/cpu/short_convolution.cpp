@@ -169,7 +169,7 @@ class ConvolutionTasks {
   }
 
  private:
-  int64_t padded_width() const { return kernels<T>().padded_width(p.D); }
+  int64_t padded_width() const { return padded(p.D); }
   int64_t runs() const { return divide_up(sequences_.tokens(), run_tokens_); }
   void run(typename Kernels<T>::ConvolutionTask task) const {
     const int64_t parts = divide_up(p.D, kChannels);

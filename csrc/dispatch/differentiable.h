@@ -28,7 +28,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "autograd/refuse.h"
+#include "refuse.h"
 
 namespace gla_ext {
 

@@ -8,7 +8,7 @@
 
 #include <type_traits>
 
-#include "autograd/refuse.h"
+#include "refuse.h"
 
 namespace gla_ext {
 

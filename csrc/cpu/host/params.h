@@ -10,6 +10,10 @@ namespace gla_ext::cpu {
 
 constexpr int64_t kSubChunks = kChunk / kSubChunk;
 
+// The width of a row of a tile: a multiple of every vector length in use.
+constexpr int64_t kPad = 16;  // elements
+constexpr int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
+
 enum class DType : uint8_t { kBFloat16, kHalf, kFloat, kDouble };
 
 // One tensor [B, T, H, D] whose last dimension is contiguous; strides in elements. `group` heads of

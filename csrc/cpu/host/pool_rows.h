@@ -6,7 +6,7 @@
 #include <numeric>
 #include <vector>
 
-#include "checks/shape.h"
+#include "common/shape.h"
 
 namespace gla_ext::cpu {
 

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "cpu/gate_projection.h"
-#include "rms_norm_gate.h"
+#include "activation.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {

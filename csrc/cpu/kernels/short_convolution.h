@@ -11,7 +11,7 @@
 #pragma once
 
 #include "cpu/short_convolution.h"
-#include "rms_norm_gate.h"
+#include "activation.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {

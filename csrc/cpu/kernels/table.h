@@ -8,7 +8,6 @@
 #include "rms_norm_gate.h"
 #include "short_convolution.h"
 #include "steps/tasks.h"
-#include "swiglu.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
@@ -38,13 +37,9 @@ constexpr Kernels<T> make_kernels() {
           recurrent_workspace<T>,
           recurrent_forward<T>,
           recurrent_backward<T>,
-          padded,
           norm_workspace<T>,
           norm_forward<T>,
           norm_backward<T>,
-          swiglu_workspace,
-          swiglu_forward<T>,
-          swiglu_backward<T>,
           convolution_workspace<T>,
           convolution_forward<T>,
           convolution_backward<T>,

@@ -18,10 +18,6 @@ namespace CPU_CAPABILITY {
 template <typename T>
 using Vec = at::vec::Vectorized<T>;
 
-constexpr int64_t kPad = 16;  // elements; a multiple of every vector length in use
-
-constexpr int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
-
 // out[i] = f(a[i], ...) over n elements, n a multiple of the vector length.
 template <typename T, typename F, typename... In>
 inline void map(int64_t n, F f, T* out, const In*... in) {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/gate_projection/fragments.cuh"
-#include "cuda/rms_norm_gate/activation.cuh"
+#include "cuda/device/activation.cuh"
 #include "params.h"
 
 namespace gla_ext::cuda::decode {

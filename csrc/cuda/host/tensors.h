@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "checks/shape.h"
+#include "common/shape.h"
 #include "params.h"
 
 namespace gla_ext::cuda {

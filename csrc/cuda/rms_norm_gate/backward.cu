@@ -10,7 +10,7 @@
 //         dresidual, and dx where its dtype is another
 // Everything between is fp32, results are rounded once; the order of every sum follows from the
 // shape and the GPU.
-#include "activation.cuh"
+#include "cuda/device/activation.cuh"
 #include "cuda/device/partials.cuh"
 #include "normed.cuh"
 #include "rows.cuh"

@@ -1,7 +1,7 @@
 // What the norm of a row is, for forward and for a backward that makes it again: the same bits.
 #pragma once
 
-#include "activation.cuh"
+#include "cuda/device/activation.cuh"
 #include "params.h"
 
 namespace gla_ext::cuda {

@@ -3,7 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include "common/norm.h"
+#include "common/activation.h"
+#include "common/rows.h"
 #include "cuda/host/params.h"
 
 namespace gla_ext::cuda {

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "cuda/device/indices.cuh"
-#include "cuda/rms_norm_gate/activation.cuh"
+#include "cuda/device/activation.cuh"
 #include "params.h"
-#include "vec.cuh"
+#include "cuda/device/vec.cuh"
 
 namespace gla_ext::cuda {
 

@@ -1,5 +1,5 @@
 // SwiGLU on CUDA: check, allocate, launch.
-#include "checks/swiglu.h"
+#include "cuda_kernels.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
@@ -10,8 +10,8 @@
 #include "common/row_layout.h"
 #include "common/tensors.h"
 #include "cuda/host/tensors.h"
+#include "op.h"
 #include "ops.h"
-#include "params.h"
 
 namespace gla_ext::cuda {
 namespace {

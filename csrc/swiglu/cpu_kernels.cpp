@@ -5,15 +5,14 @@
 // writes  y; or dgate, dup and, where asked for, y [rows, D]
 // Everything is computed in T and rounded once. An element's bits depend on nothing but itself: the
 // tail of a piece goes through the same vector code.
-#pragma once
-
-#include "cpu/swiglu.h"
-#include "rms_norm_gate.h"
+#include "cpu/kernels.h"
+#include "cpu/kernels/activation.h"
+#include "cpu_kernels.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
-inline int64_t swiglu_workspace() { return 3 * padded(kSwigluPiece); }
+constexpr int64_t kWorkspace = 3 * padded(kSwigluPiece);
 
 // f(row, first column, count) for the pieces of a task.
 template <typename F>
@@ -38,7 +37,7 @@ inline void load_piece(T* dst, const Swiglu& p, const StridedRows& rows, int64_t
 }
 
 template <typename T>
-void swiglu_forward(const Swiglu& p, T* workspace, int64_t task) {
+void forward(const Swiglu& p, T* workspace, int64_t task) {
   T *gate = workspace, *up = gate + padded(kSwigluPiece);
   for_pieces(p, task, [&](int64_t row, int64_t column, int64_t count) {
     load_piece(gate, p, p.gate, row, column, count);
@@ -52,7 +51,7 @@ void swiglu_forward(const Swiglu& p, T* workspace, int64_t task) {
 }
 
 template <typename T>
-void swiglu_backward(const Swiglu& p, T* workspace, int64_t task) {
+void backward(const Swiglu& p, T* workspace, int64_t task) {
   T *gate = workspace, *up = gate + padded(kSwigluPiece), *dy = up + padded(kSwigluPiece);
   for_pieces(p, task, [&](int64_t row, int64_t column, int64_t count) {
     load_piece(gate, p, p.gate, row, column, count);
@@ -73,4 +72,14 @@ void swiglu_backward(const Swiglu& p, T* workspace, int64_t task) {
 }
 
 }  // namespace CPU_CAPABILITY
+
+template <>
+const SwigluKernels<float> KernelTables<SwigluKernels<float>>::CPU_CAPABILITY = {
+    CPU_CAPABILITY::kWorkspace, CPU_CAPABILITY::forward<float>,
+    CPU_CAPABILITY::backward<float>};
+template <>
+const SwigluKernels<double> KernelTables<SwigluKernels<double>>::CPU_CAPABILITY = {
+    CPU_CAPABILITY::kWorkspace, CPU_CAPABILITY::forward<double>,
+    CPU_CAPABILITY::backward<double>};
+
 }  // namespace gla_ext::cpu

@@ -1,13 +1,10 @@
-// What the kernels of the norm share on every backend: plain, no torch header.
+// The activations that gates have, on every backend: plain, no torch header.
 #pragma once
 
 #include <cstdint>
 
-#include "rows.h"
-
 namespace gla_ext {
 
-// Of the gate that a norm is multiplied by.
 enum class Activation : uint8_t { kRelu, kSigmoid, kLogSigmoid, kSwish, kSquaredRelu, kGelu };
 
 // GELU's tanh form is x sigmoid(kGeluSlope x (1 + kGeluCube x^2)) (arXiv 1606.08415).

@@ -1,7 +1,7 @@
 // The gate's activation f and its slope f'.
 #pragma once
 
-#include "common/norm.h"
+#include "common/activation.h"
 #include "cuda/device/gates.cuh"
 
 namespace gla_ext::cuda {

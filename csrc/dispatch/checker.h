@@ -7,17 +7,13 @@
 #include <string>
 #include <vector>
 
-#include "shape.h"
+#include "common/shape.h"
 
 namespace gla_ext {
 
 using Sizes = std::vector<c10::SymInt>;
 
 std::string dtype_name(at::ScalarType t);
-
-// The name a user knows an operator by, for messages: "chunk_gla" for "gla_ext::chunk_gla_fwd",
-// else without namespace.
-std::string public_name(const std::string& schema_name);
 
 void check_defined(const char* op, const char* name, const at::Tensor& t);
 

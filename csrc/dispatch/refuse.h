@@ -2,11 +2,10 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/zeros.h>
 
 #include <type_traits>
 
-#include "checks/shape.h"
+#include "common/shape.h"
 
 namespace gla_ext {
 
@@ -53,12 +52,6 @@ inline void tell_autograd(const at::Tensor& written) {
 inline at::Tensor or_undefined(const OptionalTensor& t) { return t.value_or(at::Tensor()); }
 inline OptionalTensor or_absent(const at::Tensor& t) {
   return t.defined() ? OptionalTensor(t) : std::nullopt;
-}
-
-// The gradient of o where none has come.
-inline at::Tensor zero_output_grad(const at::Tensor& q, const at::Tensor& v) {
-  return at::zeros_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)},
-                          v.options());
 }
 
 }  // namespace gla_ext

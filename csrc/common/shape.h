@@ -1,12 +1,16 @@
 // What every backend needs to know of a call: what the checks return.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
 
-#include "arguments.h"
-#include "common/chunk.h"
+#include <optional>
+
+#include "chunk.h"
 
 namespace gla_ext {
+
+using OptionalTensor = std::optional<at::Tensor>;
 
 // An optional tensor that is there and defined.
 inline bool given(const OptionalTensor& t) { return t.has_value() && t->defined(); }

@@ -1,8 +1,8 @@
-// What the host side hands to the CPU kernels of SwiGLU.
+// SwiGLU on CPU: what the kernels take, and how the host calls them.
 #pragma once
 
 #include "common/rows.h"
-#include "host/params.h"
+#include "cpu/host/params.h"
 
 namespace gla_ext::cpu {
 
@@ -15,6 +15,15 @@ struct Swiglu {
 
   StridedRows gate, up, dy;                             // inputs [rows, width]
   void *y = nullptr, *dgate = nullptr, *dup = nullptr;  // outputs [rows, width], contiguous
+};
+
+// A task is some pieces of rows. T accumulates: float, or double for fp64 inputs.
+template <typename T>
+struct SwigluKernels {
+  using Task = void (*)(const Swiglu&, T* workspace, int64_t task);
+  int64_t workspace;  // elements
+  Task forward;       // gate up -> y
+  Task backward;      // dy gate up -> dgate dup y
 };
 
 }  // namespace gla_ext::cpu

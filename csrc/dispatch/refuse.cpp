@@ -4,7 +4,8 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
-#include "checks/checker.h"
+#include "checker.h"
+#include "schema.h"
 
 namespace gla_ext {
 

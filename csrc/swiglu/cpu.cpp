@@ -1,15 +1,15 @@
 // SwiGLU on CPU: check, allocate, run the tasks.
-#include "swiglu.h"
+#include "cpu_kernels.h"
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
-#include "checks/swiglu.h"
 #include "common/row_layout.h"
 #include "common/tensors.h"
-#include "host/call.h"
+#include "cpu/host/call.h"
+#include "op.h"
 #include "ops.h"
 
 namespace gla_ext::cpu {
@@ -31,10 +31,11 @@ Swiglu problem_of(const RowLayout& layout) {
 }
 
 template <typename T>
-void run(const Swiglu& p, typename Kernels<T>::SwigluTask task) {
+void run(const Swiglu& p, typename SwigluKernels<T>::Task SwigluKernels<T>::* task) {
+  const auto& kernels = KernelTables<SwigluKernels<T>>::in_use();
   const int64_t tasks = (p.rows * p.pieces_in_row + p.pieces_per_task - 1) / p.pieces_per_task;
-  for_each_task<T>(tasks, kernels<T>().swiglu_workspace(),
-                   [&](T* workspace, int64_t i) { task(p, workspace, i); });
+  for_each_task<T>(tasks, kernels.workspace,
+                   [&](T* workspace, int64_t i) { (kernels.*task)(p, workspace, i); });
 }
 
 at::Tensor swiglu_fwd_cpu(const at::Tensor& gate, const at::Tensor& up) {
@@ -45,9 +46,9 @@ at::Tensor swiglu_fwd_cpu(const at::Tensor& gate, const at::Tensor& up) {
   Swiglu p = problem_of(layout);
   p.y = y.mutable_data_ptr();
   if (gate.scalar_type() == at::kDouble)
-    run<double>(p, kernels<double>().swiglu_forward);
+    run<double>(p, &SwigluKernels<double>::forward);
   else
-    run<float>(p, kernels<float>().swiglu_forward);
+    run<float>(p, &SwigluKernels<float>::forward);
   return y;
 }
 
@@ -64,9 +65,9 @@ SwigluBackwardOutputs swiglu_bwd_cpu(const at::Tensor& dy, const at::Tensor& gat
   p.dup = dup.mutable_data_ptr();
   if (product) p.y = y.mutable_data_ptr();
   if (gate.scalar_type() == at::kDouble)
-    run<double>(p, kernels<double>().swiglu_backward);
+    run<double>(p, &SwigluKernels<double>::backward);
   else
-    run<float>(p, kernels<float>().swiglu_backward);
+    run<float>(p, &SwigluKernels<float>::backward);
   return {dgate, dup, y};
 }
 

@@ -1,0 +1,187 @@
+// SwiGLU, alone and with the linear map after it.
+#include "op.h"
+
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/mm.h>
+
+#include "dispatch/as_matrix.h"
+#include "dispatch/autocast.h"
+#include "dispatch/checker.h"
+#include "dispatch/differentiable.h"
+#include "dispatch/meta.h"
+#include "dispatch/op.h"
+#include "dispatch/schema.h"
+#include "ops.h"
+
+namespace gla_ext {
+
+at::Tensor swiglu_fwd(const at::Tensor& gate, const at::Tensor& up) {
+  static const Op<decltype(swiglu_fwd)> op("gla_ext::swiglu_fwd");
+  return op(gate, up);
+}
+
+SwigluBackwardOutputs swiglu_bwd(const at::Tensor& dy, const at::Tensor& gate, const at::Tensor& up,
+                                 bool product) {
+  static const Op<decltype(swiglu_bwd)> op("gla_ext::swiglu_bwd");
+  return op(dy, gate, up, product);
+}
+
+at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
+                         const std::optional<at::Tensor>& bias) {
+  static const Op<decltype(swiglu_linear)> op("gla_ext::swiglu_linear");
+  return op(gate, up, weight, bias);
+}
+
+// What they take.
+namespace {
+
+struct Input {
+  const char* name;
+  const at::Tensor& t;
+};
+
+// gate and what has its shape [..., D], and its dtype as `others` have it too.
+void check_inputs(const char* op, const std::vector<Input>& like_gate,
+                  const std::vector<Input>& others = {}) {
+  const at::Tensor& gate = like_gate[0].t;
+  const Checker check(op, "gate", gate);
+  std::vector<Input> all = like_gate;
+  for (const Input& in : others) all.push_back(in);
+  for (const Input& in : all) check.defined(in.name, in.t);
+  for (const Input& in : all) check.strided(in.name, in.t);
+  for (const Input& in : all) check.device(in.name, in.t);
+  check.floating("gate", gate);
+  for (const Input& in : all) check.like_first(in.name, in.t, gate.scalar_type());
+  TORCH_CHECK_VALUE(gate.dim() >= 1, op,
+                    ": expected gate to have at least 1 dimension [..., D], got 0");
+  const Sizes sizes = gate.sym_sizes().vec();
+  for (const Input& in : like_gate) check.shape(in.name, in.t, "[..., D]", sizes);
+}
+
+}  // namespace
+
+void check_swiglu_fwd(const at::Tensor& gate, const at::Tensor& up) {
+  check_inputs("swiglu", {{"gate", gate}, {"up", up}});
+}
+
+void check_swiglu_bwd(const at::Tensor& dy, const at::Tensor& gate, const at::Tensor& up) {
+  check_inputs("swiglu_bwd", {{"gate", gate}, {"up", up}, {"dy", dy}});
+}
+
+void check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
+                         const OptionalTensor& bias) {
+  const char* op = "swiglu_linear";
+  std::vector<Input> parameters{{"weight", weight}};
+  if (given(bias)) parameters.push_back({"bias", *bias});
+  check_inputs(op, {{"gate", gate}, {"up", up}}, parameters);
+  const Checker check(op, "gate", gate);
+  check.rank("weight", weight, 2, "[N, D]");
+  const c10::SymInt N = weight.sym_size(0);
+  check.shape("weight", weight, "[N, D]", {N, gate.sym_size(-1)});
+  if (given(bias)) check.shape("bias", *bias, "[N]", {N});
+}
+
+namespace {
+
+// What they return while a graph is traced.
+at::Tensor fwd_meta(const at::Tensor& gate, const at::Tensor& up) {
+  check_swiglu_fwd(gate, up);
+  return fresh(gate);
+}
+
+SwigluBackwardOutputs bwd_meta(const at::Tensor& dy, const at::Tensor& gate, const at::Tensor& up,
+                               bool product) {
+  check_swiglu_bwd(dy, gate, up);
+  return {fresh(gate), fresh(gate), product ? fresh(gate) : empty({0}, gate, gate.scalar_type())};
+}
+
+// Nothing but the inputs is saved.
+struct Swiglu {
+  static constexpr const char *fwd = "swiglu_fwd", *bwd = "swiglu_bwd";
+
+  static size_t setup_context(AutogradContext* ctx, const variable_list&, const at::Tensor& gate,
+                              const at::Tensor& up) {
+    ctx->save_for_backward({gate, up});
+    return 1;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    auto [dgate, dup, y] = swiglu_bwd(grads[0], saved[0], saved[1], /*product=*/false);
+    return {dgate, dup};
+  }
+};
+
+// By registered operators and torch's, so that a traced graph holds no other.
+at::Tensor linear_of_product(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
+                             const OptionalTensor& bias) {
+  check_swiglu_linear(gate, up, weight, bias);
+  return at::linear(swiglu_fwd(gate, up), weight, bias);
+}
+
+// What the gradient of the weight needs of the product is made again in backward.
+class SwigluLinear : public torch::autograd::Function<SwigluLinear> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up,
+                            const at::Tensor& weight, const OptionalTensor& bias) {
+    ctx->save_for_backward({gate, up, weight});
+    ctx->saved_data["bias"] = given(bias);
+    ctx->set_materialize_grads(false);
+    return linear_of_product(gate, up, weight, bias);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    at::Tensor dgate, dup, dweight, dbias;
+    const at::Tensor& d_out = grads[0];
+    if (!d_out.defined()) return {dgate, dup, dweight, dbias};
+    // In the dtypes of forward, whatever stands around backward.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &gate = saved[0], &up = saved[1], &weight = saved[2];
+    const bool needs_dweight = ctx->needs_input_grad(2);
+    at::Tensor y;
+    if (ctx->needs_input_grad(0) || ctx->needs_input_grad(1))
+      std::tie(dgate, dup, y) = swiglu_bwd(at::matmul(d_out, weight), gate, up, needs_dweight);
+    else if (needs_dweight)
+      y = swiglu_fwd(gate, up);
+    if (needs_dweight) dweight = at::mm(as_matrix(d_out).t(), as_matrix(y));
+    if (ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(3))
+      dbias = as_matrix(d_out).sum(0);
+    return {dgate, dup, dweight, dbias};
+  }
+};
+
+at::Tensor swiglu_linear_autograd(const at::Tensor& gate, const at::Tensor& up,
+                                  const at::Tensor& weight, const OptionalTensor& bias) {
+  refuse_unsupported("swiglu_linear", gate, up, weight, bias);
+  if (!at::GradMode::is_enabled()) return linear_of_product(gate, up, weight, bias);
+  return SwigluLinear::apply(gate, up, weight, bias);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
+  define(m, "swiglu_fwd(Tensor gate, Tensor up) -> Tensor");
+  define(m,
+         "swiglu_bwd(Tensor dy, Tensor gate, Tensor up, bool product) -> (Tensor dgate, Tensor "
+         "dup, Tensor y)");
+  define_composite(m, "swiglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias) -> Tensor",
+                   linear_of_product);
+  autocast_first<4, swiglu_linear>(m, "swiglu_linear");
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
+  m.impl("swiglu_fwd", fwd_meta);
+  m.impl("swiglu_bwd", bwd_meta);
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
+  m.impl(Swiglu::fwd, Differentiable<swiglu_fwd, Swiglu>::run);
+  m.impl(Swiglu::bwd, DifferentiableOnce<swiglu_bwd, Swiglu>::run);
+  m.impl("swiglu_linear", swiglu_linear_autograd);
+}
+
+}  // namespace gla_ext
