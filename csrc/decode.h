@@ -2,7 +2,8 @@
 // not serve. ops.cpp has the schemas; docs/operators.md says what each computes.
 #pragma once
 
-#include "arguments.h"
+#include "common/shape.h"
+#include "ops.h"
 
 namespace gla_ext::composed {
 

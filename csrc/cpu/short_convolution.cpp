@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "checks/chunk_gla.h"
+#include "chunk_gla/op.h"
 #include "common/tensors.h"
 #include "host/call.h"
 #include "host/pool_rows.h"

@@ -1,5 +1,7 @@
 #include "checker.h"
 
+#include <cmath>
+
 namespace gla_ext {
 
 std::string dtype_name(at::ScalarType t) {
@@ -27,6 +29,24 @@ std::string dtype_name(at::ScalarType t) {
 
 void check_defined(const char* op, const char* name, const at::Tensor& t) {
   TORCH_CHECK_TYPE(t.defined(), op, ": expected ", name, " to be a tensor, got None");
+}
+
+double resolve_scale(std::optional<double> scale, int64_t K) {
+  return scale.has_value() ? *scale : 1 / std::sqrt(static_cast<double>(K));
+}
+
+at::Tensor checked_offsets(const char* op, const at::Tensor& cu_seqlens, int64_t T) {
+  const at::Tensor cu = cu_seqlens.to(at::kLong).contiguous();
+  const auto* offsets = cu.const_data_ptr<int64_t>();
+  const int64_t last = cu.numel() - 1;
+  TORCH_CHECK_VALUE(offsets[0] == 0, op, ": expected cu_seqlens to start with 0, got ", offsets[0]);
+  for (int64_t n = 0; n < last; ++n)
+    TORCH_CHECK_VALUE(offsets[n] <= offsets[n + 1], op,
+                      ": expected cu_seqlens to be non-decreasing, got ", offsets[n], " before ",
+                      offsets[n + 1], " at position ", n);
+  TORCH_CHECK_VALUE(offsets[last] <= T, op, ": expected cu_seqlens to end at or before T = ", T,
+                    ", got ", offsets[last]);
+  return cu;
 }
 
 }  // namespace gla_ext

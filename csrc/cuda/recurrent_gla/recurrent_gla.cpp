@@ -10,8 +10,8 @@
 #include <limits>
 #include <vector>
 
-#include "checks/chunk_gla.h"
 #include "checks/decode.h"
+#include "chunk_gla/op.h"
 #include "common/groups.h"
 #include "common/head_gates.h"
 #include "cuda/host/tensors.h"
