@@ -4,31 +4,11 @@
 
 #include "checks/cross_entropy.h"
 #include "checks/gate_projection.h"
-#include "checks/rms_norm_gate.h"
 #include "dispatch/meta.h"
 #include "ops.h"
 
 namespace gla_ext {
 namespace {
-
-NormResidualForwardOutputs rms_norm_residual_fwd_meta(const at::Tensor& x,
-                                                      const at::Tensor& residual,
-                                                      const OptionalTensor& weight, double) {
-  const NormCall call = check_rms_norm_residual_fwd(x, residual, weight);
-  const auto sizes = x.sym_sizes();
-  return {fresh(x), fresh(residual), empty(sizes.slice(0, sizes.size() - 1), x, call.accumulate)};
-}
-
-NormResidualBackwardOutputs rms_norm_residual_bwd_meta(const at::Tensor& dy,
-                                                       const OptionalTensor& dstream,
-                                                       const at::Tensor& stream,
-                                                       const OptionalTensor& weight,
-                                                       const at::Tensor& rstd) {
-  const NormCall call = check_rms_norm_residual_bwd(dy, dstream, stream, weight, rstd);
-  const bool both = dy.scalar_type() == stream.scalar_type();
-  return {both ? empty({0}, dy, dy.scalar_type()) : fresh(dy), fresh(stream),
-          given(weight) ? fresh(*weight) : empty({0}, dy, call.accumulate)};
-}
 
 CrossEntropyForwardOutputs cross_entropy_fwd_meta(const at::Tensor& logits,
                                                   const at::Tensor& target, int64_t ignore_index,
@@ -106,8 +86,6 @@ GateProjectionBackwardOutputs gate_projection_bwd_meta(const at::Tensor& dg, con
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
-  m.impl("rms_norm_residual_fwd", rms_norm_residual_fwd_meta);
-  m.impl("rms_norm_residual_bwd", rms_norm_residual_bwd_meta);
   m.impl("cross_entropy_fwd", cross_entropy_fwd_meta);
   m.impl("cross_entropy_bwd", cross_entropy_bwd_meta);
   m.impl("cross_entropy_bwd_", cross_entropy_bwd_over_logits_meta);

@@ -74,28 +74,6 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
       tags);
 
   m.def(
-      "rms_norm_gate_fwd(Tensor x, Tensor? weight, Tensor? gate, str activation, float eps) -> "
-      "(Tensor y, Tensor rstd)",
-      tags);
-  m.def(
-      "rms_norm_gate_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? gate, Tensor rstd, str "
-      "activation, bool output=False) -> (Tensor dx, Tensor dweight, Tensor dgate, Tensor y)",
-      tags);
-  m.def(
-      "norm_gate_linear(Tensor o, Tensor gate, Tensor weight, Tensor? norm_weight, str activation, "
-      "float eps) -> Tensor",
-      tags);
-
-  m.def(
-      "rms_norm_residual_fwd(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor y, "
-      "Tensor stream, Tensor rstd)",
-      tags);
-  m.def(
-      "rms_norm_residual_bwd(Tensor dy, Tensor? dstream, Tensor stream, Tensor? weight, Tensor "
-      "rstd) -> (Tensor dx, Tensor dresidual, Tensor dweight)",
-      tags);
-
-  m.def(
       "short_convolution_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? cache, Tensor? "
       "cu_seqlens, bool output_state) -> (Tensor y, Tensor state)",
       tags);
@@ -254,28 +232,6 @@ BackwardOutputs recurrent_gla_bwd(const at::Tensor& d_o, const std::optional<at:
                                   std::optional<double> scale, bool reverse, bool state_v_first) {
   static const Op<decltype(recurrent_gla_bwd)> op("gla_ext::recurrent_gla_bwd");
   return op(d_o, dht, q, k, v, gk, gv, initial_state, cu_seqlens, scale, reverse, state_v_first);
-}
-
-NormForwardOutputs rms_norm_gate_fwd(const at::Tensor& x, const std::optional<at::Tensor>& weight,
-                                     const std::optional<at::Tensor>& gate,
-                                     std::string_view activation, double eps) {
-  static const Op<decltype(rms_norm_gate_fwd)> op("gla_ext::rms_norm_gate_fwd");
-  return op(x, weight, gate, activation, eps);
-}
-
-NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
-                                      const std::optional<at::Tensor>& weight,
-                                      const std::optional<at::Tensor>& gate, const at::Tensor& rstd,
-                                      std::string_view activation, bool output) {
-  static const Op<decltype(rms_norm_gate_bwd)> op("gla_ext::rms_norm_gate_bwd");
-  return op(dy, x, weight, gate, rstd, activation, output);
-}
-
-at::Tensor norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& norm_weight,
-                            std::string_view activation, double eps) {
-  static const Op<decltype(norm_gate_linear)> op("gla_ext::norm_gate_linear");
-  return op(o, gate, weight, norm_weight, activation, eps);
 }
 
 ConvolutionForwardOutputs short_convolution_fwd(const at::Tensor& x, const at::Tensor& weight,

@@ -5,22 +5,6 @@
 
 namespace gla_ext {
 
-NormResidualForwardOutputs rms_norm_residual_fwd(const at::Tensor& x, const at::Tensor& residual,
-                                                 const std::optional<at::Tensor>& weight,
-                                                 double eps) {
-  static const Op<decltype(rms_norm_residual_fwd)> op("gla_ext::rms_norm_residual_fwd");
-  return op(x, residual, weight, eps);
-}
-
-NormResidualBackwardOutputs rms_norm_residual_bwd(const at::Tensor& dy,
-                                                  const std::optional<at::Tensor>& dstream,
-                                                  const at::Tensor& stream,
-                                                  const std::optional<at::Tensor>& weight,
-                                                  const at::Tensor& rstd) {
-  static const Op<decltype(rms_norm_residual_bwd)> op("gla_ext::rms_norm_residual_bwd");
-  return op(dy, dstream, stream, weight, rstd);
-}
-
 CrossEntropyForwardOutputs cross_entropy_fwd(const at::Tensor& logits, const at::Tensor& target,
                                              int64_t ignore_index, double label_smoothing,
                                              double logit_scale,

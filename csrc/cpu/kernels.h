@@ -9,7 +9,6 @@
 #include "cross_entropy.h"
 #include "gate_projection.h"
 #include "host/params.h"
-#include "rms_norm_gate.h"
 #include "short_convolution.h"
 
 namespace gla_ext::cpu {
@@ -48,12 +47,6 @@ struct Kernels {
   int64_t (*recurrent_workspace)(int64_t K, int64_t V, int64_t tokens, bool backward);
   RunTask recurrent_forward;   // q k v g gv state_in -> o state_out
   RunTask recurrent_backward;  // do dstate_out q k v g gv state_in -> dq dk dv dg dgv dstate_in
-
-  // The norm, on a workspace of its own: a task is some of the rows.
-  using NormTask = void (*)(const Norm<T>&, T* workspace, int64_t task);
-  int64_t (*norm_workspace)(int64_t V);
-  NormTask norm_forward;   // x weight gate -> y rstd
-  NormTask norm_backward;  // dy x weight gate rstd -> dx dgate dweight_parts
 
   // The short convolution, on a workspace of its own for pieces of up to `width` channels.
   using ConvolutionTask = void (*)(const Convolution<T>&, T* workspace, const ConvolutionPiece&);

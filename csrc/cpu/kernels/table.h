@@ -5,7 +5,6 @@
 #include "cross_entropy.h"
 #include "gate_projection.h"
 #include "recurrent_gla.h"
-#include "rms_norm_gate.h"
 #include "short_convolution.h"
 #include "steps/tasks.h"
 
@@ -37,9 +36,6 @@ constexpr Kernels<T> make_kernels() {
           recurrent_workspace<T>,
           recurrent_forward<T>,
           recurrent_backward<T>,
-          norm_workspace<T>,
-          norm_forward<T>,
-          norm_backward<T>,
           convolution_workspace<T>,
           convolution_forward<T>,
           convolution_backward<T>,

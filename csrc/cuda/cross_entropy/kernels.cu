@@ -10,12 +10,12 @@
 // Sums are fp32 in an order that follows from V; dx is rounded once. A row that does not count is
 // not read. The kernel of both reads a row twice, the second time from the L2 cache.
 #include "cross_entropy.h"
-#include "cuda/rms_norm_gate/rows.cuh"
+#include "cuda/device/rows.cuh"
 
 namespace gla_ext::cuda::cross_entropy {
 namespace {
 
-constexpr int kThreads = kNormThreads;
+constexpr int kThreads = kRowThreads;
 // Times eight logits of a thread in flight.
 template <class T>
 constexpr int kAtOnce = sizeof(T) == 2 ? 4 : 2;
@@ -75,21 +75,21 @@ struct Part {
   }
 };
 
-__device__ __forceinline__ float max_of_block(float x, float (&s_warps)[kNormWarps]) {
+__device__ __forceinline__ float max_of_block(float x, float (&s_warps)[kRowWarps]) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2)
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
   if (threadIdx.x % 32 == 0) s_warps[threadIdx.x / 32] = x;
   __syncthreads();  // s_warps is written
 #pragma unroll
-  for (int i = 0; i < kNormWarps; ++i) x = fmaxf(x, s_warps[i]);
+  for (int i = 0; i < kRowWarps; ++i) x = fmaxf(x, s_warps[i]);
   return x;
 }
 
 // lse in every thread; the loss from the first.
 template <Access kAccess, class T>
 __device__ __forceinline__ float loss_of_row(const CrossEntropy& p, const T* x, int64_t label) {
-  __shared__ float s_most[kNormWarps], s_sums[2][kNormWarps];
+  __shared__ float s_most[kRowWarps], s_sums[2][kRowWarps];
   WarpSums<kThreads> sum_of_block;
   Part part;
   for_row<kAccess>(x, p.width, [&](int64_t column, const Eight<T>& eight) {

@@ -8,7 +8,7 @@
 // 8 (c / 2) + 2 j + c % 2 of the 32, so that a lane has eight neighbours, 8t to 8t + 7.
 #pragma once
 
-#include "cuda/rms_norm_gate/rows.cuh"
+#include "cuda/device/rows.cuh"
 #include "gate_projection.h"
 
 namespace gla_ext::cuda::gate {

@@ -1,6 +1,4 @@
 // The norm with its gate on CPU: check, allocate, run the tasks.
-#include "checks/rms_norm_gate.h"
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -9,7 +7,10 @@
 
 #include "common/row_layout.h"
 #include "common/tensors.h"
-#include "host/call.h"
+#include "cpu/host/call.h"
+#include "cpu/kernels.h"
+#include "cpu_kernels.h"
+#include "op.h"
 #include "ops.h"
 
 namespace gla_ext::cpu {
@@ -53,17 +54,17 @@ class NormTasks {
   }
   int64_t tasks() const { return (p.rows + p.rows_per_task - 1) / p.rows_per_task; }
 
-  void forward() const { run(kernels<T>().norm_forward); }
+  void forward() const { run(&NormKernels<T>::forward); }
 
   // dw, as fp32 or fp64 [V].
   at::Tensor backward() {
     if (p.weight == nullptr) {
-      run(kernels<T>().norm_backward);
+      run(&NormKernels<T>::backward);
       return at::empty({0}, options_);
     }
     const at::Tensor parts = at::empty({tasks(), padded_width()}, options_);
     p.dweight_parts = parts.mutable_data_ptr<T>();
-    run(kernels<T>().norm_backward);
+    run(&NormKernels<T>::backward);
     at::Tensor sums = at::zeros({p.width}, options_);
     T* sum = sums.mutable_data_ptr<T>();
     for (int64_t task = 0; task < tasks(); ++task)
@@ -73,9 +74,10 @@ class NormTasks {
 
  private:
   int64_t padded_width() const { return padded(p.width); }
-  void run(void (*task)(const Norm<T>&, T*, int64_t)) const {
-    for_each_task<T>(tasks(), kernels<T>().norm_workspace(p.width),
-                     [&](T* workspace, int64_t i) { task(p, workspace, i); });
+  void run(typename NormKernels<T>::Task NormKernels<T>::* task) const {
+    const auto& kernels = KernelTables<NormKernels<T>>::in_use();
+    for_each_task<T>(tasks(), kernels.workspace_size(p.width),
+                     [&](T* workspace, int64_t i) { (kernels.*task)(p, workspace, i); });
   }
 
   RowLayout layout_;

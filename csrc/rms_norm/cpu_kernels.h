@@ -1,9 +1,9 @@
-// What the host side hands to the CPU kernels of the norm.
+// The norm on CPU: what the kernels take, and how the host calls them.
 #pragma once
 
 #include "common/activation.h"
 #include "common/rows.h"
-#include "host/params.h"
+#include "cpu/host/params.h"
 
 namespace gla_ext::cpu {
 
@@ -30,6 +30,15 @@ struct Norm {
   const T* weight = nullptr;    // [padded V], zeros after V
   T* rstd = nullptr;            // [rows]
   T* dweight_parts = nullptr;   // [tasks, padded V]
+};
+
+// A task is some of the rows.
+template <typename T>
+struct NormKernels {
+  using Task = void (*)(const Norm<T>&, T* workspace, int64_t task);
+  int64_t (*workspace_size)(int64_t V);  // elements
+  Task forward;                          // x weight gate -> y rstd
+  Task backward;                         // dy x weight gate rstd -> dx dgate dweight_parts
 };
 
 }  // namespace gla_ext::cpu

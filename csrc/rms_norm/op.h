@@ -1,4 +1,4 @@
-// The input contract of the norm, once, for every backend and for tracing.
+// What the norm takes, for every backend and for tracing.
 #pragma once
 
 #include <string_view>
@@ -13,9 +13,6 @@ struct NormCall {
   Activation activation = Activation::kSwish;
   at::ScalarType accumulate = at::kFloat;  // of rstd and the sums: fp64 for fp64 inputs
 };
-
-// By its name, or raises.
-Activation activation_of(const char* op, std::string_view name);
 
 NormCall check_rms_norm_gate_fwd(const at::Tensor& x, const OptionalTensor& weight,
                                  const OptionalTensor& gate, std::string_view activation);

@@ -1,6 +1,4 @@
 // The norm with its gate on CUDA: check, allocate, launch.
-#include "checks/rms_norm_gate.h"
-
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -11,8 +9,9 @@
 #include "common/row_layout.h"
 #include "common/tensors.h"
 #include "cuda/host/tensors.h"
+#include "cuda_kernels.h"
+#include "op.h"
 #include "ops.h"
-#include "params.h"
 
 namespace gla_ext::cuda {
 namespace {

@@ -4,14 +4,12 @@
 // columns in registers; wider rows belong to a block, which reads them twice.
 #pragma once
 
-#include "cuda/device/launch.cuh"
-#include "params.h"
+#include "cuda/device/rows.cuh"
+#include "cuda_kernels.h"
 
 namespace gla_ext::cuda {
 
-constexpr int kNormThreads = 256;
-constexpr int kNormWarps = kNormThreads / 32;
-constexpr int kNarrow = 8 * kNormThreads;
+constexpr int kNarrow = 8 * kRowThreads;
 
 // Where row `row`, and after advance() row `row + step`, starts; divides only at the start.
 class RowCursor {
@@ -60,66 +58,13 @@ __device__ __forceinline__ void load_weight(const Norm& p, int64_t column, float
   }
 }
 
-// Eight results, rounded in pairs where a row is written 16 bytes at a time.
-template <Access kAccess, class T>
-__device__ __forceinline__ void store_results(T* p, const float (&x)[8], int valid) {
-  if constexpr (kAccess == Access::kFast && sizeof(T) == 2) {
-    Eight<T> y;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (std::is_same_v<T, bf16>) {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-        y.words[i] = *reinterpret_cast<const uint32_t*>(&pair);
-      } else {
-        const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
-        y.words[i] = *reinterpret_cast<const uint32_t*>(&pair);
-      }
-    }
-    if (valid > 0) store8(p, y);
-  } else {
-    store8<kAccess>(p, x, valid);
-  }
-}
-
-// The sum over kLanes neighbouring lanes of a warp, the same bits in each of them.
-template <int kLanes>
-__device__ __forceinline__ float sum_of_lanes(float x) {
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2)
-    x += __shfl_xor_sync(0xffffffffu, x, distance);
-  return x;
-}
-
-// Sums over kLanes neighbouring threads of a block, where these are whole warps, through places
-// that take turns: one barrier a sum.
-template <int kLanes>
-class WarpSums {
- public:
-  // The same bits in each of the threads; all of the block call it.
-  __device__ __forceinline__ float operator()(float x, float (&s_warps)[2][kNormWarps]) {
-    constexpr int kWarps = kLanes / 32;
-    const int warp = threadIdx.x / 32;
-    x = sum_of_lanes<32>(x);
-    if (threadIdx.x % 32 == 0) s_warps[turn_][warp] = x;
-    __syncthreads();  // s_warps[turn_] is written, and s_warps[1 - turn_] read by all
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) sum += s_warps[turn_][warp / kWarps * kWarps + i];
-    turn_ = 1 - turn_;
-    return sum;
-  }
-
- private:
-  int turn_ = 0;
-};
-
 // How rows of up to kNarrow columns lie in a block.
 template <Access kAccess_, int kLanes_, int kAtOnce_>
 struct Narrow {
   static constexpr Access kAccess = kAccess_;
   static constexpr int kLanes = kLanes_;
   static constexpr int kAtOnce = kAtOnce_;                      // rows of a thread in flight
-  static constexpr int kGroups = kNormThreads / kLanes;         // rows side by side
+  static constexpr int kGroups = kRowThreads / kLanes;          // rows side by side
   static constexpr int kColumns = kLanes * 8;                   // of a row, at least V
   static constexpr int64_t kRows = int64_t{kGroups} * kAtOnce;  // of a block in an iteration
 
@@ -132,7 +77,7 @@ struct Narrow {
 template <class L>
 class RowSums {
  public:
-  __device__ __forceinline__ float operator()(float x, float (&s_warps)[2][kNormWarps]) {
+  __device__ __forceinline__ float operator()(float x, float (&s_warps)[2][kRowWarps]) {
     if constexpr (L::kLanes <= 32)
       return sum_of_lanes<L::kLanes>(x);
     else

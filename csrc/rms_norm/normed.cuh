@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/device/activation.cuh"
-#include "params.h"
+#include "cuda_kernels.h"
 
 namespace gla_ext::cuda {
 

@@ -106,7 +106,7 @@ __device__ __forceinline__ void store_partials(const Norm& p, const float (&dw)[
 #pragma unroll
   for (int i = 0; i < 8; ++i) s_dw[L::group()][L::column() + i] = dw[i];
   __syncthreads();  // s_dw is written
-  for (int column = threadIdx.x; column < p.width; column += kNormThreads) {
+  for (int column = threadIdx.x; column < p.width; column += kRowThreads) {
     float sum = 0.f;
     for (int group = 0; group < L::kGroups; ++group) sum += s_dw[group][column];
     p.partials[blockIdx.x * p.width + column] = sum;
@@ -114,11 +114,11 @@ __device__ __forceinline__ void store_partials(const Norm& p, const float (&dw)[
 }
 
 template <class T, class S, class L, bool kOutput>
-__global__ void __launch_bounds__(kNormThreads,
+__global__ void __launch_bounds__(kRowThreads,
                                   blocks_at_once(false, std::is_same_v<Normed<T, S>, float>,
                                                  kOutput, kMajor))
     narrow_backward(const __grid_constant__ Norm p) {
-  __shared__ float s_warps[2][kNormWarps];
+  __shared__ float s_warps[2][kRowWarps];
   RowSums<L> sum_of_row;
   const int width = static_cast<int>(p.width);
   const int64_t stride = gridDim.x * L::kRows;
@@ -176,14 +176,14 @@ __global__ void __launch_bounds__(kNormThreads,
 
 // A thread has the same columns of every row, so that dw needs no barrier.
 template <class T, class S, Access kAccess, bool kOutput>
-__global__ void __launch_bounds__(kNormThreads,
+__global__ void __launch_bounds__(kRowThreads,
                                   blocks_at_once(true, std::is_same_v<Normed<T, S>, float>, kOutput,
                                                  kMajor))
     wide_backward(const __grid_constant__ Norm p) {
-  constexpr int kStep = kNormThreads * 8;
+  constexpr int kStep = kRowThreads * 8;
   extern __shared__ float s_dw[];  // [V], where V is at most kSharedColumns
-  __shared__ float s_warps[2][kNormWarps];
-  WarpSums<kNormThreads> sum_of_block;
+  __shared__ float s_warps[2][kRowWarps];
+  WarpSums<kRowThreads> sum_of_block;
   float* partials = p.partials + blockIdx.x * p.width;
   float* sums = p.width <= kSharedColumns ? s_dw : partials;
   const auto valid = [&](int64_t column) {
@@ -280,7 +280,7 @@ void norm_backward(const Norm& p, const NormGpu& gpu, cudaStream_t stream) {
       using T = typename decltype(type)::type;
       using S = typename decltype(of_stream)::type;
       wide_backward<T, S, decltype(access)::value, decltype(output)::value>
-          <<<grid, kNormThreads, smem_bytes, stream>>>(p);
+          <<<grid, kRowThreads, smem_bytes, stream>>>(p);
     };
     if (has_stream)
       with_wide_stream(p, [&](auto... types) { run(std::false_type{}, types...); });
@@ -296,7 +296,7 @@ void norm_backward(const Norm& p, const NormGpu& gpu, cudaStream_t stream) {
       using T = typename decltype(type)::type;
       using S = typename decltype(of_stream)::type;
       narrow_backward<T, S, decltype(layout), decltype(output)::value>
-          <<<grid, kNormThreads, 0, stream>>>(p);
+          <<<grid, kRowThreads, 0, stream>>>(p);
     };
     if (has_stream)
       with_narrow_stream<kAtOnce>(p, [&](auto... types) { run(std::false_type{}, types...); });

@@ -8,20 +8,17 @@
 //         again where it is asked for
 // Everything is accumulated in T and rounded once. With a residual, x is the sum of both, rounded
 // and written as the stream, and dx has the stream's gradient added.
-#pragma once
+#include "cpu_kernels.h"
 
 #include <cmath>
 
-#include "cpu/rms_norm_gate.h"
-#include "activation.h"
+#include "cpu/kernels.h"
+#include "cpu/kernels/activation.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
-template <typename T>
-int64_t norm_workspace(int64_t V) {
-  return 4 * padded(V);
-}
+int64_t workspace_size(int64_t V) { return 4 * padded(V); }
 
 template <typename T>
 inline int64_t norm_offset(const Norm<T>& p, const NormRows& rows, int64_t row) {
@@ -89,7 +86,7 @@ inline void for_rows(const Norm<T>& p, int64_t task, F f) {
 }
 
 template <typename T>
-void norm_forward(const Norm<T>& p, T* workspace, int64_t task) {
+void forward(const Norm<T>& p, T* workspace, int64_t task) {
   const int64_t Vp = padded(p.width);
   T *x = workspace, *gate = x + Vp;
   for_rows(p, task, [&](int64_t row) {
@@ -114,7 +111,7 @@ void norm_forward(const Norm<T>& p, T* workspace, int64_t task) {
 }
 
 template <typename T>
-void norm_backward(const Norm<T>& p, T* workspace, int64_t task) {
+void backward(const Norm<T>& p, T* workspace, int64_t task) {
   const int64_t Vp = padded(p.width);
   T *n = workspace, *u = n + Vp, *gate = u + Vp, *y = gate + Vp;
   T* dweight = p.weight == nullptr ? nullptr : p.dweight_parts + task * Vp;
@@ -165,4 +162,14 @@ void norm_backward(const Norm<T>& p, T* workspace, int64_t task) {
 }
 
 }  // namespace CPU_CAPABILITY
+
+template <>
+const NormKernels<float> KernelTables<NormKernels<float>>::CPU_CAPABILITY = {
+    CPU_CAPABILITY::workspace_size, CPU_CAPABILITY::forward<float>,
+    CPU_CAPABILITY::backward<float>};
+template <>
+const NormKernels<double> KernelTables<NormKernels<double>>::CPU_CAPABILITY = {
+    CPU_CAPABILITY::workspace_size, CPU_CAPABILITY::forward<double>,
+    CPU_CAPABILITY::backward<double>};
+
 }  // namespace gla_ext::cpu

@@ -41,9 +41,9 @@ __device__ __forceinline__ float squares(const Eight<T>& x, float sum) {
 }
 
 template <class T, class S, class L>
-__global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
+__global__ void __launch_bounds__(kRowThreads, kBlocksAtOnce)
     narrow_forward(const __grid_constant__ Norm p) {
-  __shared__ float s_warps[2][kNormWarps];
+  __shared__ float s_warps[2][kRowWarps];
   RowSums<L> sum_of_row;
   const int width = static_cast<int>(p.width);
   const int64_t stride = gridDim.x * L::kRows;
@@ -95,10 +95,10 @@ __global__ void __launch_bounds__(kNormThreads, kBlocksAtOnce)
 }
 
 template <class T, class S, Access kAccess>
-__global__ void __launch_bounds__(kNormThreads) wide_forward(const __grid_constant__ Norm p) {
-  constexpr int kStep = kNormThreads * 8;
-  __shared__ float s_warps[2][kNormWarps];
-  WarpSums<kNormThreads> sum_of_block;
+__global__ void __launch_bounds__(kRowThreads) wide_forward(const __grid_constant__ Norm p) {
+  constexpr int kStep = kRowThreads * 8;
+  __shared__ float s_warps[2][kRowWarps];
+  WarpSums<kRowThreads> sum_of_block;
   const auto valid = [&](int64_t column) {
     return static_cast<int>(min(p.width - column, int64_t{8}));
   };
@@ -140,7 +140,7 @@ void residual_forward(const Norm& p, int64_t most, cudaStream_t stream) {
     with_wide_stream(p, [&](auto type, auto of_stream, auto access) {
       using T = typename decltype(type)::type;
       using S = typename decltype(of_stream)::type;
-      wide_forward<T, S, decltype(access)::value><<<grid, kNormThreads, 0, stream>>>(p);
+      wide_forward<T, S, decltype(access)::value><<<grid, kRowThreads, 0, stream>>>(p);
     });
     return;
   }
@@ -149,7 +149,7 @@ void residual_forward(const Norm& p, int64_t most, cudaStream_t stream) {
     using S = typename decltype(of_stream)::type;
     using L = decltype(layout);
     const auto grid = static_cast<unsigned>(norm_blocks(p, L::kRows, most));
-    narrow_forward<T, S, L><<<grid, kNormThreads, 0, stream>>>(p);
+    narrow_forward<T, S, L><<<grid, kRowThreads, 0, stream>>>(p);
   });
 }
 
@@ -163,7 +163,7 @@ void norm_forward(const Norm& p, const NormGpu& gpu, cudaStream_t stream) {
     with_wide(p, [&](auto type, auto access) {
       using T = typename decltype(type)::type;
       wide_forward<T, void, decltype(access)::value>
-          <<<static_cast<unsigned>(norm_blocks(p, 1, most)), kNormThreads, 0, stream>>>(p);
+          <<<static_cast<unsigned>(norm_blocks(p, 1, most)), kRowThreads, 0, stream>>>(p);
     });
     return;
   }
@@ -171,7 +171,7 @@ void norm_forward(const Norm& p, const NormGpu& gpu, cudaStream_t stream) {
     using T = typename decltype(type)::type;
     using L = decltype(layout);
     narrow_forward<T, void, L>
-        <<<static_cast<unsigned>(norm_blocks(p, L::kRows, most)), kNormThreads, 0, stream>>>(p);
+        <<<static_cast<unsigned>(norm_blocks(p, L::kRows, most)), kRowThreads, 0, stream>>>(p);
   });
 }
 
