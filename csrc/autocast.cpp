@@ -33,7 +33,6 @@ void register_all(torch::Library& m) {
   m.impl("recurrent_gla_verify.out", CastFirst<device, 3, recurrent_gla_verify_out>::run);
   m.impl("recurrent_gla_commit_", CastFirst<device, 2, recurrent_gla_commit_>::run);
   m.impl("linear_cross_entropy_fwd", CastFirst<device, 3, linear_cross_entropy_fwd>::run);
-  m.impl("gate_projection_fwd", CastFirst<device, 3, gate_projection_fwd>::run);
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 #include <torch/library.h>
 
 #include "checks/cross_entropy.h"
-#include "checks/gate_projection.h"
 #include "dispatch/meta.h"
 #include "ops.h"
 
@@ -66,23 +65,6 @@ LinearCrossEntropyOutputs linear_cross_entropy_fwd_meta(
           with_dweight && given(bias) ? empty(bias->sym_sizes(), x, wide) : empty({0}, x, wide)};
 }
 
-at::Tensor gate_projection_fwd_meta(const at::Tensor& h, const at::Tensor& weight,
-                                    const OptionalTensor& bias, double normalizer,
-                                    std::optional<double>) {
-  check_gate_projection_fwd(h, weight, bias, normalizer);
-  auto sizes = h.sym_sizes().vec();
-  sizes.back() = weight.sym_size(0);
-  return empty(sizes, h, h.scalar_type());
-}
-
-GateProjectionBackwardOutputs gate_projection_bwd_meta(const at::Tensor& dg, const at::Tensor& h,
-                                                       const at::Tensor& weight,
-                                                       const OptionalTensor& bias,
-                                                       double normalizer, std::optional<double>) {
-  check_gate_projection_bwd(dg, h, weight, bias, normalizer);
-  return {fresh(h), fresh(weight), given(bias) ? fresh(*bias) : empty({0}, h, h.scalar_type())};
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
@@ -91,8 +73,6 @@ TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("cross_entropy_bwd_", cross_entropy_bwd_over_logits_meta);
   m.impl("cross_entropy_with_grad_", cross_entropy_with_grad_meta);
   m.impl("linear_cross_entropy_fwd", linear_cross_entropy_fwd_meta);
-  m.impl("gate_projection_fwd", gate_projection_fwd_meta);
-  m.impl("gate_projection_bwd", gate_projection_bwd_meta);
 }
 
 }  // namespace gla_ext

@@ -107,15 +107,6 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
          ", int num_chunks, bool with_dx, bool with_dweight) -> (Tensor loss, "
          "Tensor dx, Tensor dweight, Tensor dbias)");
 
-  m.def(
-      "gate_projection_fwd(Tensor h, Tensor weight, Tensor? bias, float normalizer, float? "
-      "clamp_min) -> Tensor",
-      tags);
-  m.def(
-      "gate_projection_bwd(Tensor dg, Tensor h, Tensor weight, Tensor? bias, float normalizer, "
-      "float? clamp_min) -> (Tensor dh, Tensor dweight, Tensor dbias)",
-      tags);
-
   // A decoded token's layer. overlaps: the kernel may start before the one before it on the stream
   // has ended, and read weights, and the step states; nothing that may still run writes them.
   m.def(

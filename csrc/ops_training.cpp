@@ -51,20 +51,4 @@ LinearCrossEntropyOutputs linear_cross_entropy_fwd(
             num_chunks, with_dx, with_dweight);
 }
 
-at::Tensor gate_projection_fwd(const at::Tensor& h, const at::Tensor& weight,
-                               const std::optional<at::Tensor>& bias, double normalizer,
-                               std::optional<double> clamp_min) {
-  static const Op<decltype(gate_projection_fwd)> op("gla_ext::gate_projection_fwd");
-  return op(h, weight, bias, normalizer, clamp_min);
-}
-
-GateProjectionBackwardOutputs gate_projection_bwd(const at::Tensor& dg, const at::Tensor& h,
-                                                  const at::Tensor& weight,
-                                                  const std::optional<at::Tensor>& bias,
-                                                  double normalizer,
-                                                  std::optional<double> clamp_min) {
-  static const Op<decltype(gate_projection_bwd)> op("gla_ext::gate_projection_bwd");
-  return op(dg, h, weight, bias, normalizer, clamp_min);
-}
-
 }  // namespace gla_ext

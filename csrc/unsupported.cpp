@@ -56,9 +56,7 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
                          "cross_entropy_bwd",
                          "cross_entropy_bwd_",
                          "cross_entropy_with_grad_",
-                         "linear_cross_entropy_fwd",
-                         "gate_projection_fwd",
-                         "gate_projection_bwd"})
+                         "linear_cross_entropy_fwd"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kHalves) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kPoolOperators)

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "cross_entropy.h"
-#include "gate_projection.h"
 #include "host/params.h"
 #include "short_convolution.h"
 
@@ -59,12 +58,6 @@ struct Kernels {
   int64_t (*cross_entropy_workspace)(int64_t V);
   CrossEntropyTask cross_entropy_forward;   // logits target -> loss z_loss lse
   CrossEntropyTask cross_entropy_backward;  // dloss logits target lse -> dlogits
-
-  // The gate's projection, likewise.
-  using GateProjectionTask = void (*)(const GateProjection<T>&, T* workspace, int64_t task);
-  int64_t (*gate_projection_workspace)(int64_t R, int64_t K);
-  GateProjectionTask gate_projection_forward;   // h weight bias -> g
-  GateProjectionTask gate_projection_backward;  // dg h weight bias -> dh parts
 };
 
 // The table for the processor at hand; follows torch's own choice (ATEN_CPU_CAPABILITY).

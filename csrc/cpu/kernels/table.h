@@ -3,7 +3,6 @@
 
 #include "cpu/kernels.h"
 #include "cross_entropy.h"
-#include "gate_projection.h"
 #include "recurrent_gla.h"
 #include "short_convolution.h"
 #include "steps/tasks.h"
@@ -41,10 +40,7 @@ constexpr Kernels<T> make_kernels() {
           convolution_backward<T>,
           cross_entropy_workspace,
           cross_entropy_forward<T>,
-          cross_entropy_backward<T>,
-          gate_projection_workspace,
-          gate_projection_forward<T>,
-          gate_projection_backward<T>};
+          cross_entropy_backward<T>};
 }
 
 }  // namespace CPU_CAPABILITY

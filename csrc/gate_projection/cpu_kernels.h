@@ -1,8 +1,8 @@
-// What the host side hands to the CPU kernels of the gate's projection.
+// The gate's projection on CPU: what the kernels take, and how the host calls them.
 #pragma once
 
 #include "common/rows.h"
-#include "host/params.h"
+#include "cpu/host/params.h"
 
 namespace gla_ext::cpu {
 
@@ -21,6 +21,15 @@ struct GateProjection {
   const T* bias = nullptr;           // [padded K]
   void *g = nullptr, *dh = nullptr;  // outputs [rows, K | R], contiguous
   T* parts = nullptr;                // [tasks, R + 1, padded K], of dweight and dbias
+};
+
+// A task is some of the rows.
+template <typename T>
+struct GateProjectionKernels {
+  using Task = void (*)(const GateProjection<T>&, T* workspace, int64_t task);
+  int64_t (*workspace_size)(int64_t R, int64_t K);  // elements
+  Task forward;                                     // h weight bias -> g
+  Task backward;                                    // dg h weight bias -> dh parts
 };
 
 }  // namespace gla_ext::cpu

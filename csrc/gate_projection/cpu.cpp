@@ -1,6 +1,4 @@
 // The gate's projection on CPU: check, allocate, run the tasks.
-#include "gate_projection.h"
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -8,9 +6,11 @@
 #include <algorithm>
 #include <limits>
 
-#include "checks/gate_projection.h"
 #include "common/row_layout.h"
-#include "host/call.h"
+#include "cpu/host/call.h"
+#include "cpu/kernels.h"
+#include "cpu_kernels.h"
+#include "op.h"
 #include "ops.h"
 
 namespace gla_ext::cpu {
@@ -43,7 +43,7 @@ class GateProjectionTasks {
 
   void forward(const at::Tensor& g) {
     p.g = g.mutable_data_ptr();
-    run(kernels<T>().gate_projection_forward);
+    run(&GateProjectionKernels<T>::forward);
   }
 
   // [R + 1, K]: the gradients of the transposed weight and of the bias.
@@ -56,7 +56,7 @@ class GateProjectionTasks {
     p.dh = dh.mutable_data_ptr();
     const at::Tensor parts = at::empty({tasks(), p.rank + 1, padded_width()}, options_);
     p.parts = parts.mutable_data_ptr<T>();
-    run(kernels<T>().gate_projection_backward);
+    run(&GateProjectionKernels<T>::backward);
     T* sum = sums.mutable_data_ptr<T>();
     for (int64_t task = 0; task < tasks(); ++task)
       for (int64_t i = 0; i < sums.numel(); ++i) sum[i] += p.parts[task * sums.numel() + i];
@@ -68,9 +68,10 @@ class GateProjectionTasks {
 
   int64_t padded_width() const { return padded(p.width); }
   int64_t tasks() const { return (p.rows + p.rows_per_task - 1) / p.rows_per_task; }
-  void run(void (*task)(const GateProjection<T>&, T*, int64_t)) const {
-    for_each_task<T>(tasks(), kernels<T>().gate_projection_workspace(p.rank, p.width),
-                     [&](T* workspace, int64_t i) { task(p, workspace, i); });
+  void run(typename GateProjectionKernels<T>::Task GateProjectionKernels<T>::* task) const {
+    const auto& kernels = KernelTables<GateProjectionKernels<T>>::in_use();
+    for_each_task<T>(tasks(), kernels.workspace_size(p.rank, p.width),
+                     [&](T* workspace, int64_t i) { (kernels.*task)(p, workspace, i); });
   }
 
   RowLayout h_;

@@ -1,4 +1,4 @@
-// The input contract of the gate's projection, once, for every backend and for tracing.
+// What the gate's projection takes, for every backend and for tracing.
 #pragma once
 
 #include "common/shape.h"

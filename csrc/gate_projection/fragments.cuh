@@ -1,63 +1,23 @@
-// The operands of 16 x 8 x 16 products with rank 16, as a warp holds them. For lane = 4 i + t:
-//
-//   a  16 tokens x 16 ranks     (i, 2t ..), (i + 8, 2t ..), (i, 2t + 8 ..), (i + 8, 2t + 8 ..)
-//   b  16 x 8 columns           (2t .., i), (2t + 8 .., i)
-//   c  16 tokens x 8 columns    (i, 2t), (i, 2t + 1), (i + 8, 2t), (i + 8, 2t + 1)
+// Products of 16 tokens, rank 16 and 8 columns, whose operands cuda/device/fragments.cuh draws.
 //
 // A warp has four tiles of 8 columns. Which columns these are is free: column c of tile j is column
 // 8 (c / 2) + 2 j + c % 2 of the 32, so that a lane has eight neighbours, 8t to 8t + 7.
 #pragma once
 
+#include "cuda/device/fragments.cuh"
 #include "cuda/device/rows.cuh"
-#include "gate_projection.h"
+#include "cuda_kernels.h"
 
 namespace gla_ext::cuda::gate {
+
+using warp::bits_of, warp::lane_pair, warp::lane_row, warp::multiply;
+using warp::rounded_pair, warp::transposed;
 
 constexpr int kTokens = 16;   // of a product
 constexpr int kColumns = 32;  // of a warp
 constexpr int kTiles = kColumns / 8;
 
-__device__ __forceinline__ int lane_row() { return threadIdx.x % 32 / 4; }
-__device__ __forceinline__ int lane_pair() { return threadIdx.x % 4; }
-
 __device__ __forceinline__ int column_of(int tile, int c) { return 8 * (c / 2) + 2 * tile + c % 2; }
-
-template <class T>
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                         uint32_t b1) {
-  if constexpr (std::is_same_v<T, bf16>)
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// An 8 x 8 matrix of which a lane holds (i, 2t) and (i, 2t + 1), transposed.
-__device__ __forceinline__ uint32_t transposed(uint32_t x) {
-  uint32_t y;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
-template <class T>
-__device__ __forceinline__ uint32_t bits_of(T x) {
-  if constexpr (std::is_same_v<T, bf16>)
-    return __bfloat16_as_ushort(x);
-  else
-    return __half_as_ushort(x);
-}
-
-template <class T>
-__device__ __forceinline__ uint32_t rounded_pair(float x0, float x1) {
-  return bits_of(from_float<T>(x0)) | bits_of(from_float<T>(x1)) << 16;
-}
 
 // Two neighbours of a row of R, zeros where there are none.
 template <Access kAccess, class T>

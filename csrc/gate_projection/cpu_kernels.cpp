@@ -6,15 +6,15 @@
 // reads   h [rows, R], W transposed [R, K], b [K], backward dg [rows, K]
 // writes  g [rows, K]; dh [rows, R], and dW and db of the task's rows [R + 1, K]
 // Everything is accumulated in T and rounded once.
-#pragma once
+#include "cpu_kernels.h"
 
-#include "cpu/gate_projection.h"
-#include "activation.h"
+#include "cpu/kernels.h"
+#include "cpu/kernels/activation.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
-inline int64_t gate_projection_workspace(int64_t R, int64_t K) { return padded(R) + padded(K); }
+int64_t workspace_size(int64_t R, int64_t K) { return padded(R) + padded(K); }
 
 template <typename T>
 inline int64_t row_offset(const StridedRows& rows, int64_t inner_rows, int64_t row) {
@@ -45,7 +45,7 @@ inline Vec<T> gate_logits(const GateProjection<T>& p, const T* h, int64_t i) {
 }
 
 template <typename T>
-void gate_projection_forward(const GateProjection<T>& p, T* h, int64_t task) {
+void forward(const GateProjection<T>& p, T* h, int64_t task) {
   T* g = h + padded(p.rank);
   const Vec<T> per_normalizer(p.per_normalizer), least(p.clamp_min);
   for_rows(p, task, [&](int64_t row) {
@@ -60,7 +60,7 @@ void gate_projection_forward(const GateProjection<T>& p, T* h, int64_t task) {
 }
 
 template <typename T>
-void gate_projection_backward(const GateProjection<T>& p, T* h, int64_t task) {
+void backward(const GateProjection<T>& p, T* h, int64_t task) {
   const int64_t Kp = padded(p.width);
   T *dz = h + padded(p.rank), *parts = p.parts + task * (p.rank + 1) * Kp;
   const Vec<T> per_normalizer(p.per_normalizer), least(p.clamp_min), zero(T(0));
@@ -96,4 +96,14 @@ void gate_projection_backward(const GateProjection<T>& p, T* h, int64_t task) {
 }
 
 }  // namespace CPU_CAPABILITY
+
+template <>
+const GateProjectionKernels<float> KernelTables<GateProjectionKernels<float>>::CPU_CAPABILITY = {
+    CPU_CAPABILITY::workspace_size, CPU_CAPABILITY::forward<float>,
+    CPU_CAPABILITY::backward<float>};
+template <>
+const GateProjectionKernels<double> KernelTables<GateProjectionKernels<double>>::CPU_CAPABILITY = {
+    CPU_CAPABILITY::workspace_size, CPU_CAPABILITY::forward<double>,
+    CPU_CAPABILITY::backward<double>};
+
 }  // namespace gla_ext::cpu

@@ -1,7 +1,5 @@
 // The gate's projection on CUDA: check, allocate, launch; calls that the kernels do not serve are
 // composed of torch's operations.
-#include "gate_projection.h"
-
 #include <ATen/OpMathType.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
@@ -15,8 +13,9 @@
 #include <cmath>
 #include <limits>
 
-#include "checks/gate_projection.h"
 #include "cuda/host/tensors.h"
+#include "cuda_kernels.h"
+#include "op.h"
 #include "ops.h"
 
 namespace gla_ext::cuda {
