@@ -90,22 +90,6 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
       "Tensor[]",
       tags);
 
-  const std::string loss_options =
-      "int ignore_index, float label_smoothing, float logit_scale, float? logit_softcapping";
-  const auto define = [&](const std::string& schema) { m.def(schema.c_str(), tags); };
-  define("cross_entropy_fwd(Tensor logits, Tensor target, " + loss_options +
-         ", float lse_square_scale, bool inplace_backward) -> (Tensor loss, Tensor z_loss, Tensor "
-         "lse)");
-  define("cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor target, Tensor lse, " +
-         loss_options + ", float lse_square_scale) -> Tensor");
-  define("cross_entropy_bwd_(Tensor dloss, Tensor(a!) logits, Tensor target, Tensor lse, " +
-         loss_options + ", float lse_square_scale) -> ()");
-  define("cross_entropy_with_grad_(Tensor(a!) logits, Tensor target, " + loss_options +
-         ", float lse_square_scale) -> Tensor");
-  define("linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, " +
-         loss_options +
-         ", int num_chunks, bool with_dx, bool with_dweight) -> (Tensor loss, "
-         "Tensor dx, Tensor dweight, Tensor dbias)");
 
   // A decoded token's layer. overlaps: the kernel may start before the one before it on the stream
   // has ended, and read weights, and the step states; nothing that may still run writes them.

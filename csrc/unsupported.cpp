@@ -51,12 +51,7 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
                          "short_convolution_fwd",
                          "short_convolution_bwd",
                          "short_convolution_",
-                         "short_convolution_.out",
-                         "cross_entropy_fwd",
-                         "cross_entropy_bwd",
-                         "cross_entropy_bwd_",
-                         "cross_entropy_with_grad_",
-                         "linear_cross_entropy_fwd"})
+                         "short_convolution_.out"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kHalves) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kPoolOperators)

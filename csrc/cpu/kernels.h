@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "cross_entropy.h"
 #include "host/params.h"
 #include "short_convolution.h"
 
@@ -53,11 +52,6 @@ struct Kernels {
   ConvolutionTask convolution_forward;   // x weight bias cache -> y
   ConvolutionTask convolution_backward;  // dy dstate x weight bias cache -> dx dcache dweight_parts
 
-  // Cross entropy, on a workspace of its own: a task is some of the rows.
-  using CrossEntropyTask = void (*)(const CrossEntropy<T>&, T* workspace, int64_t task);
-  int64_t (*cross_entropy_workspace)(int64_t V);
-  CrossEntropyTask cross_entropy_forward;   // logits target -> loss z_loss lse
-  CrossEntropyTask cross_entropy_backward;  // dloss logits target lse -> dlogits
 };
 
 // The table for the processor at hand; follows torch's own choice (ATEN_CPU_CAPABILITY).

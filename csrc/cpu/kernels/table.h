@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cpu/kernels.h"
-#include "cross_entropy.h"
 #include "recurrent_gla.h"
 #include "short_convolution.h"
 #include "steps/tasks.h"
@@ -37,10 +36,7 @@ constexpr Kernels<T> make_kernels() {
           recurrent_backward<T>,
           convolution_workspace<T>,
           convolution_forward<T>,
-          convolution_backward<T>,
-          cross_entropy_workspace,
-          cross_entropy_forward<T>,
-          cross_entropy_backward<T>};
+          convolution_backward<T>};
 }
 
 }  // namespace CPU_CAPABILITY

@@ -6,14 +6,14 @@
 // reads   x [N, V], labels y [N], backward dloss, lse [N]
 // writes  loss, z lse², lse [N]; dx [N, V], which may lie where x lies
 // Everything is computed in T, sums of a row over lanes in fp64, and rounded once.
-#pragma once
+#include "cpu_kernels.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
-#include "cpu/cross_entropy.h"
-#include "tile.h"
+#include "cpu/kernels.h"
+#include "cpu/kernels/tile.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
@@ -47,7 +47,7 @@ inline void load_scaled_row(T* s, T* slope, const CrossEntropy<T>& p, int64_t ro
 }
 
 template <typename T>
-void cross_entropy_forward(const CrossEntropy<T>& p, T* s, int64_t task) {
+void forward(const CrossEntropy<T>& p, T* s, int64_t task) {
   for_rows(p, task, [&](int64_t row) {
     const int64_t label = p.target[row];
     p.loss[row] = p.z_loss[row] = p.lse[row] = 0;
@@ -77,7 +77,7 @@ void cross_entropy_forward(const CrossEntropy<T>& p, T* s, int64_t task) {
 }
 
 template <typename T>
-void cross_entropy_backward(const CrossEntropy<T>& p, T* s, int64_t task) {
+void backward(const CrossEntropy<T>& p, T* s, int64_t task) {
   T* slope = s + padded(p.width);
   for_rows(p, task, [&](int64_t row) {
     const int64_t label = p.target[row];
@@ -105,4 +105,14 @@ void cross_entropy_backward(const CrossEntropy<T>& p, T* s, int64_t task) {
 }
 
 }  // namespace CPU_CAPABILITY
+
+template <>
+const CrossEntropyKernels<float> KernelTables<CrossEntropyKernels<float>>::CPU_CAPABILITY = {
+    CPU_CAPABILITY::cross_entropy_workspace, CPU_CAPABILITY::forward<float>,
+    CPU_CAPABILITY::backward<float>};
+template <>
+const CrossEntropyKernels<double> KernelTables<CrossEntropyKernels<double>>::CPU_CAPABILITY = {
+    CPU_CAPABILITY::cross_entropy_workspace, CPU_CAPABILITY::forward<double>,
+    CPU_CAPABILITY::backward<double>};
+
 }  // namespace gla_ext::cpu

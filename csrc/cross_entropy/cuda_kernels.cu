@@ -9,8 +9,8 @@
 // writes  loss, z lse², lse [N]; dx [N, V], which may lie where x lies
 // Sums are fp32 in an order that follows from V; dx is rounded once. A row that does not count is
 // not read. The kernel of both reads a row twice, the second time from the L2 cache.
-#include "cross_entropy.h"
 #include "cuda/device/rows.cuh"
+#include "cuda_kernels.h"
 
 namespace gla_ext::cuda::cross_entropy {
 namespace {

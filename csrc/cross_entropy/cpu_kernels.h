@@ -1,8 +1,8 @@
-// What the host side hands to the CPU kernels of cross entropy.
+// Cross entropy on CPU: what the kernels take, and how the host calls them.
 #pragma once
 
 #include "common/cross_entropy.h"
-#include "host/params.h"
+#include "cpu/host/params.h"
 
 namespace gla_ext::cpu {
 
@@ -21,6 +21,15 @@ struct CrossEntropy {
   const T* dloss = nullptr;                              // [N]
   void* dlogits = nullptr;                               // [N, V], may be the logits
   int64_t dlogits_stride = 0;
+};
+
+// A task is some of the rows.
+template <typename T>
+struct CrossEntropyKernels {
+  using Task = void (*)(const CrossEntropy<T>&, T* workspace, int64_t task);
+  int64_t (*workspace)(int64_t V);  // elements
+  Task forward;                     // logits target -> loss z_loss lse
+  Task backward;                    // dloss logits target lse -> dlogits
 };
 
 }  // namespace gla_ext::cpu
