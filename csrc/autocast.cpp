@@ -1,5 +1,4 @@
-// Autocast casts q, k and v, whose gates and states keep their dtype, and all that the linear maps
-// of SwiGLU, of cross entropy, of the gate and, but for its weight, of the norm take.
+// Autocast casts q, k and v, whose gates and states keep their dtype.
 #include "dispatch/autocast.h"
 
 #include "ops.h"
@@ -15,9 +14,6 @@ void register_all(torch::Library& m) {
   m.impl("recurrent_gla_verify", CastFirst<device, 3, recurrent_gla_verify>::run);
   m.impl("recurrent_gla_verify.out", CastFirst<device, 3, recurrent_gla_verify_out>::run);
   m.impl("recurrent_gla_commit_", CastFirst<device, 2, recurrent_gla_commit_>::run);
-  m.impl("norm_gate_linear", CastFirst<device, 3, norm_gate_linear>::run);
-  m.impl("linear_cross_entropy_fwd", CastFirst<device, 3, linear_cross_entropy_fwd>::run);
-  m.impl("gate_projection_fwd", CastFirst<device, 3, gate_projection_fwd>::run);
 }
 
 }  // namespace

@@ -5,7 +5,6 @@
 #include <torch/library.h>
 
 #include "checks/recurrent_gla.h"
-#include "checks/rms_norm_gate.h"
 #include "checks/short_convolution.h"
 #include "chunk_gla/op.h"
 #include "on_pool.h"
@@ -47,26 +46,6 @@ at::Tensor recurrent_on_pool_meta(const RecurrentInputs& in, const PoolInputs& p
   return in.q != nullptr && pool.out == nullptr ? fresh_output(s, *in.v) : at::Tensor();
 }
 
-NormForwardOutputs rms_norm_gate_fwd_meta(const at::Tensor& x, const OptionalTensor& weight,
-                                          const OptionalTensor& gate, std::string_view activation,
-                                          double) {
-  const NormCall call = check_rms_norm_gate_fwd(x, weight, gate, activation);
-  const auto sizes = x.sym_sizes();
-  return {fresh(x), empty(sizes.slice(0, sizes.size() - 1), x, call.accumulate)};
-}
-
-NormBackwardOutputs rms_norm_gate_bwd_meta(const at::Tensor& dy, const at::Tensor& x,
-                                           const OptionalTensor& weight, const OptionalTensor& gate,
-                                           const at::Tensor& rstd, std::string_view activation,
-                                           bool output) {
-  const NormCall call = check_rms_norm_gate_bwd(dy, x, weight, gate, rstd, activation);
-  const auto or_nothing = [&](bool asked_for, const at::Tensor& t) {
-    return asked_for ? fresh(t) : empty({0}, x, call.accumulate);
-  };
-  return {fresh(x), or_nothing(given(weight), weight.value_or(x)),
-          or_nothing(given(gate), gate.value_or(x)), or_nothing(output, x)};
-}
-
 ConvolutionForwardOutputs short_convolution_fwd_meta(const at::Tensor& x, const at::Tensor& weight,
                                                      const OptionalTensor& bias,
                                                      const OptionalTensor& cache,
@@ -100,8 +79,6 @@ TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_meta);
   m.impl("recurrent_gla_bwd", recurrent_gla_bwd_meta);
   RecurrentOnPool<recurrent_on_pool_meta>::register_in(m);
-  m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_meta);
-  m.impl("rms_norm_gate_bwd", rms_norm_gate_bwd_meta);
   m.impl("short_convolution_fwd", short_convolution_fwd_meta);
   m.impl("short_convolution_bwd", short_convolution_bwd_meta);
   ConvolutionOnPool<convolution_on_pool_meta>::register_in(m);

@@ -34,12 +34,8 @@ void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack*) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
-  for (const char* op :
-       {"recurrent_gla_fwd", "recurrent_gla_bwd", "rms_norm_gate_fwd", "rms_norm_gate_bwd",
-        "short_convolution_fwd", "short_convolution_bwd", "short_convolution_",
-        "short_convolution_.out", "rms_norm_residual_fwd", "rms_norm_residual_bwd",
-        "cross_entropy_fwd", "cross_entropy_bwd", "cross_entropy_bwd_", "cross_entropy_with_grad_",
-        "linear_cross_entropy_fwd", "gate_projection_fwd", "gate_projection_bwd"})
+  for (const char* op : {"recurrent_gla_fwd", "recurrent_gla_bwd", "short_convolution_fwd",
+                         "short_convolution_bwd", "short_convolution_", "short_convolution_.out"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kPoolOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());

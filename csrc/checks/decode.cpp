@@ -2,67 +2,10 @@
 
 #include <string>
 
-#include "dispatch/checker.h"
+#include "dispatch/linear_map.h"
 #include "recurrent_gla.h"
-#include "rms_norm_gate.h"
 
 namespace gla_ext {
-namespace {
-
-// A tensor of the first one's device and dtype.
-void check_like(const Checker& check, const char* name, const at::Tensor& t,
-                const at::Tensor& first) {
-  check.defined(name, t);
-  check.strided(name, t);
-  check.device(name, t);
-  check.like_first(name, t, first.scalar_type());
-}
-
-void check_first(const char* op, const Checker& check, const char* name, const at::Tensor& t,
-                 int64_t rank, const char* dims) {
-  check.strided(name, t);
-  check.floating(name, t);
-  TORCH_CHECK_VALUE(t.dim() >= rank, op, ": expected ", name, " to have at least ", rank,
-                    " dimension", rank == 1 ? "" : "s", " ", dims, ", got ", t.dim());
-  check.at_least_one("the last dimension", name, t.sym_size(-1));
-}
-
-// The weight of a linear map of D columns.
-c10::SymInt check_map(const Checker& check, const char* name, const at::Tensor& weight,
-                      const at::Tensor& first, const c10::SymInt& D) {
-  check_like(check, name, weight, first);
-  check.rank(name, weight, 2, "[N, D]");
-  check.shape(name, weight, "[N, D]", {weight.sym_size(0), D});
-  check.at_least_one("the first dimension", name, weight.sym_size(0));
-  return weight.sym_size(0);
-}
-
-void check_norm_weight(const Checker& check, const OptionalTensor& weight, const c10::SymInt& size,
-                       const char* dims) {
-  if (!given(weight)) return;
-  check.strided("norm_weight", *weight);
-  check.device("norm_weight", *weight);
-  check.floating("norm_weight", *weight);
-  check.shape("norm_weight", *weight, dims, {size});
-}
-
-// The shape of the result.
-Sizes check_norm_gate_map(const char* op, const at::Tensor& o, const OptionalTensor& norm_weight,
-                          const at::Tensor& gate, const at::Tensor& weight) {
-  const Checker check(op, "o", o);
-  check_first(op, check, "o", o, 2, "[..., H, V]");
-  const c10::SymInt V = o.sym_size(-1), D = o.sym_size(-2) * V;
-  check_norm_weight(check, norm_weight, V, "[V]");
-  Sizes sizes = o.sym_sizes().vec();
-  sizes.pop_back();
-  sizes.back() = D;
-  check_like(check, "gate", gate, o);
-  check.shape("gate", gate, "[..., H * V]", sizes);
-  sizes.back() = check_map(check, "weight", weight, o, D);
-  return sizes;
-}
-
-}  // namespace
 
 void check_norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight,
                        at::TensorList weights) {
@@ -97,13 +40,6 @@ void check_linear_residual(const at::Tensor& x, const at::Tensor& weight,
   sizes.back() = check_map(check, "weight", weight, x, x.sym_size(-1));
   check_like(check, "residual", residual, x);
   check.shape("residual", residual, "[..., N]", sizes);
-}
-
-void check_norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const at::Tensor& weight,
-                            const OptionalTensor& norm_weight, std::string_view activation) {
-  const char* op = "norm_gate_linear";
-  check_norm_gate_map(op, o, norm_weight, gate, weight);
-  activation_of(op, activation);
 }
 
 void check_norm_gate_linear_residual(const at::Tensor& o, const OptionalTensor& norm_weight,

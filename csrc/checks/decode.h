@@ -1,9 +1,7 @@
-// The input contract of a decoded token's operators, and of norm_gate_linear, which takes what one
-// of them does, once, for every backend and for tracing.
+// The input contract of a decoded token's operators, once, for every backend and for tracing.
 #pragma once
 
 #include <array>
-#include <string_view>
 
 #include "common/shape.h"
 
@@ -20,8 +18,6 @@ void check_norm_swiglu(const at::Tensor& x, const OptionalTensor& norm_weight,
                        const at::Tensor& gate_weight, const at::Tensor& up_weight);
 void check_linear_residual(const at::Tensor& x, const at::Tensor& weight,
                            const at::Tensor& residual);
-void check_norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const at::Tensor& weight,
-                            const OptionalTensor& norm_weight, std::string_view activation);
 void check_norm_gate_linear_residual(const at::Tensor& o, const OptionalTensor& norm_weight,
                                      const at::Tensor& gate, const at::Tensor& weight,
                                      const at::Tensor& residual);

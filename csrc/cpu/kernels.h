@@ -6,10 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cross_entropy.h"
-#include "gate_projection.h"
 #include "host/params.h"
-#include "rms_norm_gate.h"
 #include "short_convolution.h"
 
 namespace gla_ext::cpu {
@@ -49,29 +46,12 @@ struct Kernels {
   RunTask recurrent_forward;   // q k v g gv state_in -> o state_out
   RunTask recurrent_backward;  // do dstate_out q k v g gv state_in -> dq dk dv dg dgv dstate_in
 
-  // The norm, on a workspace of its own: a task is some of the rows.
-  using NormTask = void (*)(const Norm<T>&, T* workspace, int64_t task);
-  int64_t (*norm_workspace)(int64_t V);
-  NormTask norm_forward;   // x weight gate -> y rstd
-  NormTask norm_backward;  // dy x weight gate rstd -> dx dgate dweight_parts
-
   // The short convolution, on a workspace of its own for pieces of up to `width` channels.
   using ConvolutionTask = void (*)(const Convolution<T>&, T* workspace, const ConvolutionPiece&);
   int64_t (*convolution_workspace)(int64_t W, int64_t width);
   ConvolutionTask convolution_forward;   // x weight bias cache -> y
   ConvolutionTask convolution_backward;  // dy dstate x weight bias cache -> dx dcache dweight_parts
 
-  // Cross entropy, on a workspace of its own: a task is some of the rows.
-  using CrossEntropyTask = void (*)(const CrossEntropy<T>&, T* workspace, int64_t task);
-  int64_t (*cross_entropy_workspace)(int64_t V);
-  CrossEntropyTask cross_entropy_forward;   // logits target -> loss z_loss lse
-  CrossEntropyTask cross_entropy_backward;  // dloss logits target lse -> dlogits
-
-  // The gate's projection, likewise.
-  using GateProjectionTask = void (*)(const GateProjection<T>&, T* workspace, int64_t task);
-  int64_t (*gate_projection_workspace)(int64_t R, int64_t K);
-  GateProjectionTask gate_projection_forward;   // h weight bias -> g
-  GateProjectionTask gate_projection_backward;  // dg h weight bias -> dh parts
 };
 
 // The table for the processor at hand; follows torch's own choice (ATEN_CPU_CAPABILITY).

@@ -118,7 +118,7 @@ def _takes_plain(x: Tensor, gate: Tensor | None) -> bool:
 
 
 def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None, activation: str) -> None:
-    """Raises what the operator raises; see csrc/checks/rms_norm_gate.cpp."""
+    """Raises what the operator raises; see csrc/rms_norm/op.cpp."""
     op = "rms_norm_gate"
     if gate is not None:
         check_device(op, "gate", gate, "x", x)

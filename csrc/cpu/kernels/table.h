@@ -2,10 +2,7 @@
 #pragma once
 
 #include "cpu/kernels.h"
-#include "cross_entropy.h"
-#include "gate_projection.h"
 #include "recurrent_gla.h"
-#include "rms_norm_gate.h"
 #include "short_convolution.h"
 #include "steps/tasks.h"
 
@@ -37,18 +34,9 @@ constexpr Kernels<T> make_kernels() {
           recurrent_workspace<T>,
           recurrent_forward<T>,
           recurrent_backward<T>,
-          norm_workspace<T>,
-          norm_forward<T>,
-          norm_backward<T>,
           convolution_workspace<T>,
           convolution_forward<T>,
-          convolution_backward<T>,
-          cross_entropy_workspace,
-          cross_entropy_forward<T>,
-          cross_entropy_backward<T>,
-          gate_projection_workspace,
-          gate_projection_forward<T>,
-          gate_projection_backward<T>};
+          convolution_backward<T>};
 }
 
 }  // namespace CPU_CAPABILITY

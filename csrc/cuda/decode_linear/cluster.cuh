@@ -144,7 +144,7 @@ __device__ __forceinline__ void norm_rows(const DecodeLinear& p, const ClusterPl
   sm90::wait_for_cluster();  // all blocks have started
   if (works) {
     // Each lane of a row tells one block.
-    const uint32_t to = sm90::address_in(squares, gate::lane_pair());
+    const uint32_t to = sm90::address_in(squares, warp::lane_pair());
     for (int turn = 0; turn < plan.turns; ++turn) {
       const int column = place.column + turn * stride;
       if (column >= p.D) break;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void norm_rows(const DecodeLinear& p, const ClusterPl
 #pragma unroll
       for (int i = 0; i < kSums<kBefore>; ++i) {
         const int row = column / kChunkColumns * kSums<kBefore> + i;
-        sm90::store_in_cluster(to + 4 * (row * kMostDecodeRows + 8 * n + gate::lane_row()),
+        sm90::store_in_cluster(to + 4 * (row * kMostDecodeRows + 8 * n + warp::lane_row()),
                                sum_of_row(sums[i]));
       }
     }
@@ -179,7 +179,7 @@ __device__ __forceinline__ void norm_rows(const DecodeLinear& p, const ClusterPl
           if constexpr (kBefore == Before::kGatedNorm)
             take_group(p, squares, n, first, group, rstd);
           x = operand<T, kBefore>(rows.x[i], rows.gates[rows.kHasGate ? i : 0], rstd,
-                                  w + i * kDecodeStep + 8 * gate::lane_pair());
+                                  w + i * kDecodeStep + 8 * warp::lane_pair());
         }
         *reinterpret_cast<uint4*>(to + (i * kRowTiles + n) * kUnitBytes) = x;
       }
@@ -232,8 +232,8 @@ __device__ __forceinline__ void multiply_tiles(const DecodeLinear& p, const Clus
         const uint4 l = unit(chunk * kChunkBytes + (2 * i + 1) * kUnitBytes);
 #pragma unroll
         for (int n = 0; n < kRowTiles; ++n) {
-          gate::multiply<T>(sums[j][n], {u.x, l.x, u.y, l.y}, x[n].x, x[n].y);
-          gate::multiply<T>(sums[j][n], {u.z, l.z, u.w, l.w}, x[n].z, x[n].w);
+          warp::multiply<T>(sums[j][n], {u.x, l.x, u.y, l.y}, x[n].x, x[n].y);
+          warp::multiply<T>(sums[j][n], {u.z, l.z, u.w, l.w}, x[n].z, x[n].w);
         }
       }
     }

@@ -2,8 +2,8 @@
 // of both.
 #pragma once
 
-#include "cuda/gate_projection/fragments.cuh"
 #include "cuda/device/activation.cuh"
+#include "cuda/device/fragments.cuh"
 #include "params.h"
 
 namespace gla_ext::cuda::decode {
@@ -43,7 +43,7 @@ struct WeightTile {
   int map = 0, first;      // row of the map
 
   __device__ __forceinline__ WeightTile(const DecodeLinear& p, int tile) {
-    const int g = gate::lane_row();
+    const int g = warp::lane_row();
     if constexpr (kAfter == After::kStore) {
 #pragma unroll
       for (int i = 1; i < kMostMaps; ++i)
@@ -54,7 +54,7 @@ struct WeightTile {
     // Rows after the last one are read as it, and not stored.
     const auto row = [&](const void* weight, int i) {
       const int64_t there = i < m.width ? i : m.width - 1;
-      return static_cast<const T*>(weight) + there * p.D + 8 * gate::lane_pair();
+      return static_cast<const T*>(weight) + there * p.D + 8 * warp::lane_pair();
     };
     upper = row(m.weight, first + g);
     lower = kAfter == After::kSwiglu ? row(p.up, first + g) : row(m.weight, first + g + 8);
@@ -80,11 +80,11 @@ struct WeightChunk {
 template <class T>
 __device__ __forceinline__ Eight<T> load_row(const DecodeLinear& p, const void* from,
                                              int32_t stride, int n, int column) {
-  const int row = 8 * n + gate::lane_row();
+  const int row = 8 * n + warp::lane_row();
   Eight<T> x;
   x.clear();
   if (row < p.rows && column < p.D)
-    x = load8_aligned(static_cast<const T*>(from) + row * stride + column + 8 * gate::lane_pair());
+    x = load8_aligned(static_cast<const T*>(from) + row * stride + column + 8 * warp::lane_pair());
   return x;
 }
 
@@ -133,14 +133,14 @@ __device__ __forceinline__ void store_squares(const float (&sums)[kSums<kBefore>
 #pragma unroll
   for (int i = 0; i < kSums<kBefore>; ++i) {
     const int place = column / kChunkColumns * kSums<kBefore> + i;
-    squares[place * kMostDecodeRows + 8 * n + gate::lane_row()] = sum_of_row(sums[i]);
+    squares[place * kMostDecodeRows + 8 * n + warp::lane_row()] = sum_of_row(sums[i]);
   }
 }
 
 // 1 / rms of row 8 n + g over sums `first` to `first + count - 1`.
 __device__ __forceinline__ float rstd_of(const DecodeLinear& p, const float* squares, int n,
                                          int first, int count) {
-  const float* at = squares + first * kMostDecodeRows + 8 * n + gate::lane_row();
+  const float* at = squares + first * kMostDecodeRows + 8 * n + warp::lane_row();
   float sum = 0;
 #pragma unroll 8
   for (int i = 0; i < count; ++i) sum += at[i * kMostDecodeRows];
@@ -174,7 +174,7 @@ __device__ __forceinline__ uint4 operand(Eight<T> x, const Eight<T>& gates, floa
           y[e] *= z * sigmoid<T>(z);
         }
       }
-      x.words[i] = gate::rounded_pair<T>(y[0], y[1]);
+      x.words[i] = warp::rounded_pair<T>(y[0], y[1]);
     }
   }
   return *reinterpret_cast<const uint4*>(x.words);
@@ -196,10 +196,10 @@ __device__ __forceinline__ void multiply_chunk(const DecodeLinear& p, const Plac
       in_group -= take_group(p, s + at.squares, n, first, group, rstd) * p.group;
     const Eight<T> own_x = kHeld ? rows.x[i] : load_row<T>(p, p.x, p.x_stride, n, first);
     const uint4 x = operand<T, kBefore>(own_x, rows.gates[rows.kHasGate ? i : 0], rstd,
-                                        s + at.norm_weight + in_group + 8 * gate::lane_pair());
+                                        s + at.norm_weight + in_group + 8 * warp::lane_pair());
     const uint4 u = weights.w[i][0], l = weights.w[i][1];
-    gate::multiply<T>(sums, {u.x, l.x, u.y, l.y}, x.x, x.y);
-    gate::multiply<T>(sums, {u.z, l.z, u.w, l.w}, x.z, x.w);
+    warp::multiply<T>(sums, {u.x, l.x, u.y, l.y}, x.x, x.y);
+    warp::multiply<T>(sums, {u.z, l.z, u.w, l.w}, x.z, x.w);
   }
 }
 
@@ -213,7 +213,7 @@ __device__ __forceinline__ void make_operands(const DecodeLinear& p, const float
     const int first = column + i * kDecodeStep;
     if (first >= p.D) break;
     operands[i] = operand<T, Before::kNorm>(rows.x[i], rows.x[i], rstd,
-                                            norm_weight + first + 8 * gate::lane_pair());
+                                            norm_weight + first + 8 * warp::lane_pair());
   }
 }
 
@@ -229,8 +229,8 @@ __device__ __forceinline__ void multiply_operands(const DecodeLinear& p, const W
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const uint4 x = operands[n][i];
-      gate::multiply<T>(sums[n], {u.x, l.x, u.y, l.y}, x.x, x.y);
-      gate::multiply<T>(sums[n], {u.z, l.z, u.w, l.w}, x.z, x.w);
+      warp::multiply<T>(sums[n], {u.x, l.x, u.y, l.y}, x.x, x.y);
+      warp::multiply<T>(sums[n], {u.z, l.z, u.w, l.w}, x.z, x.w);
     }
   }
 }
@@ -240,7 +240,7 @@ __device__ __forceinline__ void multiply_operands(const DecodeLinear& p, const W
 template <class T>
 __device__ __forceinline__ void load_residual(const DecodeLinear& p, const LinearMap& map,
                                               int first_row, int n, uint32_t (&added)[2]) {
-  const int weight_row = first_row + gate::lane_row(), x_row = 8 * n + 2 * gate::lane_pair();
+  const int weight_row = first_row + warp::lane_row(), x_row = 8 * n + 2 * warp::lane_pair();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = x_row + i % 2, r = weight_row + i / 2 * 8;
@@ -256,7 +256,7 @@ template <class T, After kAfter>
 __device__ __forceinline__ void store_results(const DecodeLinear& p, const LinearMap& map,
                                               int first_row, int n, const float (&y)[4],
                                               const uint32_t (&added)[2]) {
-  const int weight_row = first_row + gate::lane_row(), x_row = 8 * n + 2 * gate::lane_pair();
+  const int weight_row = first_row + warp::lane_row(), x_row = 8 * n + 2 * warp::lane_pair();
   T* out = static_cast<T*>(map.y);
 #pragma unroll
   for (int i = 0; i < (kAfter == After::kSwiglu ? 2 : 4); ++i) {

@@ -1,0 +1,211 @@
+// The norm with its gate on CPU: check, allocate, run the tasks.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "common/row_layout.h"
+#include "common/tensors.h"
+#include "cpu/host/call.h"
+#include "cpu/kernels.h"
+#include "cpu_kernels.h"
+#include "op.h"
+#include "ops.h"
+
+namespace gla_ext::cpu {
+namespace {
+
+// Rows of a task, from the shape alone: dw is summed within a task, then over tasks in order.
+constexpr int64_t kElementsPerTask = 8192, kMostTasks = 256;
+
+int64_t rows_per_task(int64_t rows, int64_t width) {
+  const int64_t fewest = (kElementsPerTask + width - 1) / width;
+  return std::max<int64_t>(fewest, (rows + kMostTasks - 1) / kMostTasks);
+}
+
+template <typename T>
+class NormTasks {
+ public:
+  NormTasks(const NormCall& call, RowLayout layout, const OptionalTensor& weight, double eps)
+      : layout_(std::move(layout)) {
+    p.rows = layout_.rows;
+    p.inner_rows = layout_.inner_rows;
+    p.width = layout_.width;
+    p.rows_per_task = rows_per_task(p.rows, p.width);
+    p.dtype = dtype_of(layout_.tensors[0].scalar_type());
+    p.activation = call.activation;
+    p.eps = eps;
+    options_ = layout_.tensors[0].options().dtype(call.accumulate);
+    if (!given(weight)) return;
+    weight_ = at::zeros({padded_width()}, options_);
+    weight_.narrow(0, 0, p.width).copy_(*weight);
+    p.weight = weight_.const_data_ptr<T>();
+  }
+
+  Norm<T> p;
+
+  // Tensor i of the layout.
+  NormRows input(size_t i) const {
+    return {const_cast<void*>(layout_.tensors[i].const_data_ptr()), layout_.strides[i]};
+  }
+  NormRows output(const at::Tensor& t) const {
+    return {t.mutable_data_ptr(), {p.inner_rows * p.width, p.width}};
+  }
+  int64_t tasks() const { return (p.rows + p.rows_per_task - 1) / p.rows_per_task; }
+
+  void forward() const { run(&NormKernels<T>::forward); }
+
+  // dw, as fp32 or fp64 [V].
+  at::Tensor backward() {
+    if (p.weight == nullptr) {
+      run(&NormKernels<T>::backward);
+      return at::empty({0}, options_);
+    }
+    const at::Tensor parts = at::empty({tasks(), padded_width()}, options_);
+    p.dweight_parts = parts.mutable_data_ptr<T>();
+    run(&NormKernels<T>::backward);
+    at::Tensor sums = at::zeros({p.width}, options_);
+    T* sum = sums.mutable_data_ptr<T>();
+    for (int64_t task = 0; task < tasks(); ++task)
+      for (int64_t i = 0; i < p.width; ++i) sum[i] += p.dweight_parts[task * padded_width() + i];
+    return sums;
+  }
+
+ private:
+  int64_t padded_width() const { return padded(p.width); }
+  void run(typename NormKernels<T>::Task NormKernels<T>::* task) const {
+    const auto& kernels = KernelTables<NormKernels<T>>::in_use();
+    for_each_task<T>(tasks(), kernels.workspace_size(p.width),
+                     [&](T* workspace, int64_t i) { (kernels.*task)(p, workspace, i); });
+  }
+
+  RowLayout layout_;
+  at::TensorOptions options_;
+  at::Tensor weight_;
+};
+
+// f(NormTasks<float or double>) by the accumulation dtype.
+template <typename F>
+auto with_tasks(const NormCall& call, std::vector<at::Tensor> tensors, const OptionalTensor& weight,
+                double eps, F&& f) {
+  RowLayout layout = lay_out_rows(std::move(tensors));
+  if (call.accumulate == at::kDouble) {
+    NormTasks<double> tasks(call, std::move(layout), weight, eps);
+    return f(tasks);
+  }
+  NormTasks<float> tasks(call, std::move(layout), weight, eps);
+  return f(tasks);
+}
+
+NormForwardOutputs rms_norm_gate_fwd_cpu(const at::Tensor& x, const OptionalTensor& weight,
+                                         const OptionalTensor& gate, std::string_view activation,
+                                         double eps) {
+  const NormCall call = check_rms_norm_gate_fwd(x, weight, gate, activation);
+  at::Tensor y = contiguous_like(x);
+  at::Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(call.accumulate));
+  std::vector<at::Tensor> tensors{x};
+  if (given(gate)) tensors.push_back(*gate);
+  with_tasks(call, std::move(tensors), weight, eps, [&](auto& tasks) {
+    auto& p = tasks.p;
+    if (p.rows == 0) return;
+    p.x = tasks.input(0);
+    if (given(gate)) p.gate = tasks.input(1);
+    p.y = tasks.output(y);
+    p.rstd = static_cast<decltype(p.rstd)>(rstd.mutable_data_ptr());
+    tasks.forward();
+  });
+  return {y, rstd};
+}
+
+NormBackwardOutputs rms_norm_gate_bwd_cpu(const at::Tensor& dy, const at::Tensor& x,
+                                          const OptionalTensor& weight, const OptionalTensor& gate,
+                                          const at::Tensor& rstd, std::string_view activation,
+                                          bool output) {
+  const NormCall call = check_rms_norm_gate_bwd(dy, x, weight, gate, rstd, activation);
+  const auto not_asked_for = [&] { return at::empty({0}, x.options().dtype(call.accumulate)); };
+  at::Tensor dx = contiguous_like(x);
+  at::Tensor dgate = given(gate) ? contiguous_like(*gate) : not_asked_for();
+  at::Tensor y = output ? contiguous_like(x) : not_asked_for();
+  if (x.numel() == 0)
+    return {dx, given(weight) ? at::zeros(weight->sizes(), weight->options()) : not_asked_for(),
+            dgate, y};
+  std::vector<at::Tensor> tensors{x, dy};
+  if (given(gate)) tensors.push_back(*gate);
+  const at::Tensor kept = rstd.contiguous();
+  at::Tensor dweight = with_tasks(call, std::move(tensors), weight, 0, [&](auto& tasks) {
+    auto& p = tasks.p;
+    p.x = tasks.input(0);
+    p.dy = tasks.input(1);
+    p.dx = tasks.output(dx);
+    if (given(gate)) {
+      p.gate = tasks.input(2);
+      p.dgate = tasks.output(dgate);
+    }
+    if (output) p.y = tasks.output(y);
+    p.rstd = static_cast<decltype(p.rstd)>(const_cast<void*>(kept.const_data_ptr()));
+    return tasks.backward();
+  });
+  return {dx, given(weight) ? dweight.to(weight->scalar_type()) : dweight, dgate, y};
+}
+
+NormResidualForwardOutputs rms_norm_residual_fwd_cpu(const at::Tensor& x,
+                                                     const at::Tensor& residual,
+                                                     const OptionalTensor& weight, double eps) {
+  const NormCall call = check_rms_norm_residual_fwd(x, residual, weight);
+  at::Tensor y = contiguous_like(x), stream = contiguous_like(residual);
+  at::Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(call.accumulate));
+  with_tasks(call, {x, residual}, weight, eps, [&](auto& tasks) {
+    auto& p = tasks.p;
+    if (p.rows == 0) return;
+    p.stream_dtype = dtype_of(residual.scalar_type());
+    p.x = tasks.input(0);
+    p.residual = tasks.input(1);
+    p.stream = tasks.output(stream);
+    p.y = tasks.output(y);
+    p.rstd = static_cast<decltype(p.rstd)>(rstd.mutable_data_ptr());
+    tasks.forward();
+  });
+  return {y, stream, rstd};
+}
+
+NormResidualBackwardOutputs rms_norm_residual_bwd_cpu(const at::Tensor& dy,
+                                                      const OptionalTensor& dstream,
+                                                      const at::Tensor& stream,
+                                                      const OptionalTensor& weight,
+                                                      const at::Tensor& rstd) {
+  const NormCall call = check_rms_norm_residual_bwd(dy, dstream, stream, weight, rstd);
+  const bool both = dy.scalar_type() == stream.scalar_type();
+  at::Tensor dresidual = contiguous_like(stream);
+  at::Tensor dx = both ? at::empty({0}, dy.options()) : contiguous_like(dy);
+  if (dy.numel() == 0)
+    return {dx, dresidual,
+            given(weight) ? at::zeros(weight->sizes(), weight->options())
+                          : at::empty({0}, dy.options().dtype(call.accumulate))};
+  std::vector<at::Tensor> tensors{dy, stream};
+  if (given(dstream)) tensors.push_back(*dstream);
+  const at::Tensor kept = rstd.contiguous();
+  at::Tensor dweight = with_tasks(call, std::move(tensors), weight, 0, [&](auto& tasks) {
+    auto& p = tasks.p;
+    p.stream_dtype = dtype_of(stream.scalar_type());
+    p.dy = tasks.input(0);
+    p.x = tasks.input(1);
+    if (given(dstream)) p.dstream = tasks.input(2);
+    p.dresidual = tasks.output(dresidual);
+    if (!both) p.dx = tasks.output(dx);
+    p.rstd = static_cast<decltype(p.rstd)>(const_cast<void*>(kept.const_data_ptr()));
+    return tasks.backward();
+  });
+  return {dx, dresidual, given(weight) ? dweight.to(weight->scalar_type()) : dweight};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
+  m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_cpu);
+  m.impl("rms_norm_gate_bwd", rms_norm_gate_bwd_cpu);
+  m.impl("rms_norm_residual_fwd", rms_norm_residual_fwd_cpu);
+  m.impl("rms_norm_residual_bwd", rms_norm_residual_bwd_cpu);
+}
+
+}  // namespace gla_ext::cpu

@@ -1,0 +1,175 @@
+// The root mean square norm of the rows of a task, times a weight and an activated gate:
+//   n = x rstd      y = n ⊙ w ⊙ f(gate)      rstd = (mean(x²) + eps)^-0.5
+// and backward, with u = dy ⊙ w ⊙ f(gate):
+//   dgate = dy ⊙ n ⊙ w ⊙ f'(gate)      dx = rstd (u − n mean(u ⊙ n))      dw = Σ dy ⊙ f(gate) ⊙ n
+//
+// reads   x, gate, dy [rows, V], w [V], backward rstd [rows]
+// writes  y [rows, V], rstd [rows]; backward dx, dgate [rows, V], dw of the task's rows [V], and y
+//         again where it is asked for
+// Everything is accumulated in T and rounded once. With a residual, x is the sum of both, rounded
+// and written as the stream, and dx has the stream's gradient added.
+#include "cpu_kernels.h"
+
+#include <cmath>
+
+#include "cpu/kernels.h"
+#include "cpu/kernels/activation.h"
+
+namespace gla_ext::cpu {
+namespace CPU_CAPABILITY {
+
+int64_t workspace_size(int64_t V) { return 4 * padded(V); }
+
+template <typename T>
+inline int64_t norm_offset(const Norm<T>& p, const NormRows& rows, int64_t row) {
+  return row / p.inner_rows * rows.strides.outer + row % p.inner_rows * rows.strides.inner;
+}
+
+// dst[padded(V)] <- a row, then zeros.
+template <typename T>
+inline void load_norm_row(T* dst, const Norm<T>& p, const NormRows& rows, int64_t row,
+                          DType dtype) {
+  convert_row(dst, rows.data, dtype, norm_offset(p, rows, row), p.width);
+  std::memset(dst + p.width, 0, (padded(p.width) - p.width) * sizeof(T));
+}
+
+template <typename T>
+inline void store_norm_row(const T* src, const Norm<T>& p, const NormRows& rows, int64_t row,
+                           DType dtype) {
+  convert_row_back(rows.data, dtype, norm_offset(p, rows, row), src, p.width);
+}
+
+template <typename T>
+inline void load_norm_row(T* dst, const Norm<T>& p, const NormRows& rows, int64_t row) {
+  load_norm_row(dst, p, rows, row, p.dtype);
+}
+template <typename T>
+inline void store_norm_row(const T* src, const Norm<T>& p, const NormRows& rows, int64_t row) {
+  store_norm_row(src, p, rows, row, p.dtype);
+}
+
+// x becomes the stream, residual + x, as it is rounded there.
+template <typename T>
+inline void add_residual_row(const Norm<T>& p, int64_t row, T* x, T* residual) {
+  load_norm_row(residual, p, p.residual, row, p.stream_dtype);
+  map<T>(padded(p.width), [](Vec<T> r, Vec<T> v) { return r + v; }, x, residual, x);
+  store_norm_row(x, p, p.stream, row, p.stream_dtype);
+  load_norm_row(x, p, p.stream, row, p.stream_dtype);
+}
+
+// The gradient of the row's norm, with the stream's own, is that of the residual and of x.
+template <typename T>
+inline void store_residual_grads(const Norm<T>& p, int64_t row, T* u, T* dstream) {
+  if (p.dstream.data != nullptr) {
+    load_norm_row(dstream, p, p.dstream, row, p.stream_dtype);
+    map<T>(padded(p.width), [](Vec<T> v, Vec<T> d) { return v + d; }, u, u, dstream);
+  }
+  store_norm_row(u, p, p.dresidual, row, p.stream_dtype);
+  if (p.dx.data != nullptr) store_norm_row(u, p, p.dx, row);
+}
+
+// In fp64: its rounding would be that of the whole row.
+template <typename T>
+inline double mean_of(const Norm<T>& p, const Vec<T>& sums) {
+  T lanes[Vec<T>::size()];
+  sums.store(lanes);
+  double sum = 0;
+  for (const T lane : lanes) sum += lane;
+  return sum / static_cast<double>(p.width);
+}
+
+// f(row) for the rows of a task.
+template <typename T, typename F>
+inline void for_rows(const Norm<T>& p, int64_t task, F f) {
+  const int64_t first = task * p.rows_per_task, end = first + p.rows_per_task;
+  for (int64_t row = first; row < (end < p.rows ? end : p.rows); ++row) f(row);
+}
+
+template <typename T>
+void forward(const Norm<T>& p, T* workspace, int64_t task) {
+  const int64_t Vp = padded(p.width);
+  T *x = workspace, *gate = x + Vp;
+  for_rows(p, task, [&](int64_t row) {
+    load_norm_row(x, p, p.x, row);
+    if (p.residual.data != nullptr) add_residual_row(p, row, x, gate);
+    Vec<T> squares(T(0));
+    for (int64_t i = 0; i < Vp; i += Vec<T>::size()) {
+      const Vec<T> v = Vec<T>::loadu(x + i);
+      squares = at::vec::fmadd(v, v, squares);
+    }
+    const T rstd = static_cast<T>(1 / std::sqrt(mean_of(p, squares) + p.eps));
+    p.rstd[row] = rstd;
+    map<T>(Vp, [&](Vec<T> v) { return v * Vec<T>(rstd); }, x, x);
+    if (p.weight != nullptr) map<T>(Vp, [](Vec<T> v, Vec<T> w) { return v * w; }, x, x, p.weight);
+    if (p.gate.data != nullptr) {
+      load_norm_row(gate, p, p.gate, row);
+      map<T>(
+          Vp, [&](Vec<T> v, Vec<T> g) { return v * activated(p.activation, g).value; }, x, x, gate);
+    }
+    store_norm_row(x, p, p.y, row);
+  });
+}
+
+template <typename T>
+void backward(const Norm<T>& p, T* workspace, int64_t task) {
+  const int64_t Vp = padded(p.width);
+  T *n = workspace, *u = n + Vp, *gate = u + Vp, *y = gate + Vp;
+  T* dweight = p.weight == nullptr ? nullptr : p.dweight_parts + task * Vp;
+  if (dweight != nullptr) fill(dweight, Vp, T(0));
+  for_rows(p, task, [&](int64_t row) {
+    const bool has_residual = p.dresidual.data != nullptr;
+    load_norm_row(n, p, p.x, row, has_residual ? p.stream_dtype : p.dtype);
+    load_norm_row(u, p, p.dy, row);
+    const Vec<T> rstd(p.rstd[row]);
+    if (p.gate.data != nullptr) load_norm_row(gate, p, p.gate, row);
+    Vec<T> products(T(0));
+    for (int64_t i = 0; i < Vp; i += Vec<T>::size()) {
+      const Vec<T> normed = Vec<T>::loadu(n + i) * rstd;
+      Vec<T> grad = Vec<T>::loadu(u + i), gate_grad, activation(T(1));
+      if (p.gate.data != nullptr) {
+        const auto [value, slope] = activated(p.activation, Vec<T>::loadu(gate + i));
+        gate_grad = grad * normed * slope;
+        grad = grad * value;
+        activation = value;
+      }
+      if (p.y.data != nullptr) {  // in the order of forward
+        const Vec<T> weight = p.weight == nullptr ? Vec<T>(T(1)) : Vec<T>::loadu(p.weight + i);
+        (normed * weight * activation).store(y + i);
+      }
+      if (dweight != nullptr) {
+        const Vec<T> weight = Vec<T>::loadu(p.weight + i);
+        at::vec::fmadd(grad, normed, Vec<T>::loadu(dweight + i)).store(dweight + i);
+        gate_grad = gate_grad * weight;
+        grad = grad * weight;
+      }
+      if (p.gate.data != nullptr) gate_grad.store(gate + i);
+      normed.store(n + i);
+      grad.store(u + i);
+      products = at::vec::fmadd(grad, normed, products);
+    }
+    if (p.gate.data != nullptr) store_norm_row(gate, p, p.dgate, row);
+    if (p.y.data != nullptr) store_norm_row(y, p, p.y, row);
+    const Vec<T> mean(static_cast<T>(mean_of(p, products)));
+    for (int64_t i = 0; i < Vp; i += Vec<T>::size()) {
+      const Vec<T> along = Vec<T>::loadu(n + i).neg();
+      (rstd * at::vec::fmadd(along, mean, Vec<T>::loadu(u + i))).store(u + i);
+    }
+    if (has_residual)
+      store_residual_grads(p, row, u, gate);
+    else
+      store_norm_row(u, p, p.dx, row);
+  });
+}
+
+}  // namespace CPU_CAPABILITY
+
+template <>
+const NormKernels<float> KernelTables<NormKernels<float>>::CPU_CAPABILITY = {
+    CPU_CAPABILITY::workspace_size, CPU_CAPABILITY::forward<float>,
+    CPU_CAPABILITY::backward<float>};
+template <>
+const NormKernels<double> KernelTables<NormKernels<double>>::CPU_CAPABILITY = {
+    CPU_CAPABILITY::workspace_size, CPU_CAPABILITY::forward<double>,
+    CPU_CAPABILITY::backward<double>};
+
+}  // namespace gla_ext::cpu

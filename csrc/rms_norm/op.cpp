@@ -1,0 +1,398 @@
+// The norm of rows with its gate, alone and with the linear map after it, and the norm of a
+// residual stream.
+#include "op.h"
+
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/mm.h>
+
+#include <array>
+#include <utility>
+
+#include "dispatch/as_matrix.h"
+#include "dispatch/autocast.h"
+#include "dispatch/checker.h"
+#include "dispatch/differentiable.h"
+#include "dispatch/linear_map.h"
+#include "dispatch/meta.h"
+#include "dispatch/op.h"
+#include "dispatch/schema.h"
+#include "ops.h"
+
+namespace gla_ext {
+
+NormForwardOutputs rms_norm_gate_fwd(const at::Tensor& x, const OptionalTensor& weight,
+                                     const OptionalTensor& gate, std::string_view activation,
+                                     double eps) {
+  static const Op<decltype(rms_norm_gate_fwd)> op("gla_ext::rms_norm_gate_fwd");
+  return op(x, weight, gate, activation, eps);
+}
+
+NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
+                                      const OptionalTensor& weight, const OptionalTensor& gate,
+                                      const at::Tensor& rstd, std::string_view activation,
+                                      bool output) {
+  static const Op<decltype(rms_norm_gate_bwd)> op("gla_ext::rms_norm_gate_bwd");
+  return op(dy, x, weight, gate, rstd, activation, output);
+}
+
+NormResidualForwardOutputs rms_norm_residual_fwd(const at::Tensor& x, const at::Tensor& residual,
+                                                 const OptionalTensor& weight, double eps) {
+  static const Op<decltype(rms_norm_residual_fwd)> op("gla_ext::rms_norm_residual_fwd");
+  return op(x, residual, weight, eps);
+}
+
+NormResidualBackwardOutputs rms_norm_residual_bwd(const at::Tensor& dy,
+                                                  const OptionalTensor& dstream,
+                                                  const at::Tensor& stream,
+                                                  const OptionalTensor& weight,
+                                                  const at::Tensor& rstd) {
+  static const Op<decltype(rms_norm_residual_bwd)> op("gla_ext::rms_norm_residual_bwd");
+  return op(dy, dstream, stream, weight, rstd);
+}
+
+at::Tensor norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const at::Tensor& weight,
+                            const OptionalTensor& norm_weight, std::string_view activation,
+                            double eps) {
+  static const Op<decltype(norm_gate_linear)> op("gla_ext::norm_gate_linear");
+  return op(o, gate, weight, norm_weight, activation, eps);
+}
+
+// What they take.
+namespace {
+
+// By its name, or raises.
+Activation activation_of(const char* op, std::string_view name) {
+  constexpr std::array<std::pair<std::string_view, Activation>, 7> kNames{
+      {{"relu", Activation::kRelu},
+       {"sigmoid", Activation::kSigmoid},
+       {"logsigmoid", Activation::kLogSigmoid},
+       {"silu", Activation::kSwish},
+       {"swish", Activation::kSwish},
+       {"sqrelu", Activation::kSquaredRelu},
+       {"gelu", Activation::kGelu}}};
+  std::string known;
+  for (const auto& [key, activation] : kNames) {
+    if (key == name) return activation;
+    known.append(known.empty() ? "" : ", ").append(key);
+  }
+  TORCH_CHECK_VALUE(false, op, ": expected activation to be one of ", known, ", got '", name, "'");
+}
+
+struct Input {
+  const char* name;
+  const at::Tensor& t;
+};
+
+// x and what has its shape and dtype; weight [V] of any dtype.
+NormCall check_norm(const char* op, const std::vector<Input>& like_x, const OptionalTensor& weight,
+                    std::string_view activation) {
+  const at::Tensor& x = like_x[0].t;
+  const Checker check(op, "x", x);
+  const auto for_each = [&](auto&& f) {
+    for (const Input& in : like_x) f(in);
+  };
+  for_each([&](const Input& in) { check.defined(in.name, in.t); });
+  for_each([&](const Input& in) { check.strided(in.name, in.t); });
+  if (given(weight)) check.strided("weight", *weight);
+  for_each([&](const Input& in) { check.device(in.name, in.t); });
+  if (given(weight)) check.device("weight", *weight);
+  check.floating("x", x);
+  for_each([&](const Input& in) { check.like_first(in.name, in.t, x.scalar_type()); });
+  if (given(weight)) check.floating("weight", *weight);
+  TORCH_CHECK_VALUE(x.dim() >= 1, op, ": expected x to have at least 1 dimension [..., V], got 0");
+  check.at_least_one("the last dimension", "x", x.sym_size(-1));
+  const Sizes sizes = x.sym_sizes().vec();
+  for_each([&](const Input& in) { check.shape(in.name, in.t, "[..., V]", sizes); });
+  if (given(weight)) check.shape("weight", *weight, "[V]", {x.sym_size(-1)});
+  return {activation_of(op, activation), x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat};
+}
+
+void check_rstd(const Checker& check, const at::Tensor& x, const at::Tensor& rstd,
+                const NormCall& call) {
+  check.defined("rstd", rstd);
+  check.strided("rstd", rstd);
+  check.device("rstd", rstd);
+  check.dtype("rstd", rstd, call.accumulate, "");
+  const auto sizes = x.sym_sizes();
+  check.shape("rstd", rstd, "[...]", Sizes(sizes.begin(), sizes.end() - 1));
+}
+
+// Of x's shape, and its dtype or the one of sums.
+void check_stream(const Checker& check, const char* name, const at::Tensor& t,
+                  const at::Tensor& x) {
+  check.defined(name, t);
+  check.strided(name, t);
+  check.device(name, t);
+  if (x.scalar_type() == at::kDouble || t.scalar_type() != at::kFloat)
+    check.like_first(name, t, x.scalar_type());
+  check.shape(name, t, "[..., V]", x.sym_sizes().vec());
+}
+
+void check_norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const at::Tensor& weight,
+                            const OptionalTensor& norm_weight, std::string_view activation) {
+  const char* op = "norm_gate_linear";
+  check_norm_gate_map(op, o, norm_weight, gate, weight);
+  activation_of(op, activation);
+}
+
+}  // namespace
+
+NormCall check_rms_norm_gate_fwd(const at::Tensor& x, const OptionalTensor& weight,
+                                 const OptionalTensor& gate, std::string_view activation) {
+  std::vector<Input> like_x{{"x", x}};
+  if (given(gate)) like_x.push_back({"gate", *gate});
+  return check_norm("rms_norm_gate", like_x, weight, activation);
+}
+
+NormCall check_rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
+                                 const OptionalTensor& weight, const OptionalTensor& gate,
+                                 const at::Tensor& rstd, std::string_view activation) {
+  const char* op = "rms_norm_gate_bwd";
+  std::vector<Input> like_x{{"x", x}, {"dy", dy}};
+  if (given(gate)) like_x.push_back({"gate", *gate});
+  const NormCall call = check_norm(op, like_x, weight, activation);
+  check_rstd(Checker(op, "x", x), x, rstd, call);
+  return call;
+}
+
+NormCall check_rms_norm_residual_fwd(const at::Tensor& x, const at::Tensor& residual,
+                                     const OptionalTensor& weight) {
+  const char* op = "rms_norm_residual";
+  const NormCall call = check_norm(op, {{"x", x}}, weight, "swish");
+  check_stream(Checker(op, "x", x), "residual", residual, x);
+  return call;
+}
+
+NormCall check_rms_norm_residual_bwd(const at::Tensor& dy, const OptionalTensor& dstream,
+                                     const at::Tensor& stream, const OptionalTensor& weight,
+                                     const at::Tensor& rstd) {
+  const char* op = "rms_norm_residual_bwd";
+  const NormCall call = check_norm(op, {{"dy", dy}}, weight, "swish");
+  const Checker check(op, "dy", dy);
+  check_stream(check, "stream", stream, dy);
+  if (given(dstream)) {
+    check_stream(check, "dstream", *dstream, dy);
+    check.dtype("dstream", *dstream, stream.scalar_type(), " like stream");
+  }
+  check_rstd(check, dy, rstd, call);
+  return call;
+}
+
+namespace {
+
+// What they return while a graph is traced.
+NormForwardOutputs rms_norm_gate_fwd_meta(const at::Tensor& x, const OptionalTensor& weight,
+                                          const OptionalTensor& gate, std::string_view activation,
+                                          double) {
+  const NormCall call = check_rms_norm_gate_fwd(x, weight, gate, activation);
+  const auto sizes = x.sym_sizes();
+  return {fresh(x), empty(sizes.slice(0, sizes.size() - 1), x, call.accumulate)};
+}
+
+NormBackwardOutputs rms_norm_gate_bwd_meta(const at::Tensor& dy, const at::Tensor& x,
+                                           const OptionalTensor& weight, const OptionalTensor& gate,
+                                           const at::Tensor& rstd, std::string_view activation,
+                                           bool output) {
+  const NormCall call = check_rms_norm_gate_bwd(dy, x, weight, gate, rstd, activation);
+  const auto or_nothing = [&](bool asked_for, const at::Tensor& t) {
+    return asked_for ? fresh(t) : empty({0}, x, call.accumulate);
+  };
+  return {fresh(x), or_nothing(given(weight), weight.value_or(x)),
+          or_nothing(given(gate), gate.value_or(x)), or_nothing(output, x)};
+}
+
+NormResidualForwardOutputs rms_norm_residual_fwd_meta(const at::Tensor& x,
+                                                      const at::Tensor& residual,
+                                                      const OptionalTensor& weight, double) {
+  const NormCall call = check_rms_norm_residual_fwd(x, residual, weight);
+  const auto sizes = x.sym_sizes();
+  return {fresh(x), fresh(residual), empty(sizes.slice(0, sizes.size() - 1), x, call.accumulate)};
+}
+
+NormResidualBackwardOutputs rms_norm_residual_bwd_meta(const at::Tensor& dy,
+                                                       const OptionalTensor& dstream,
+                                                       const at::Tensor& stream,
+                                                       const OptionalTensor& weight,
+                                                       const at::Tensor& rstd) {
+  const NormCall call = check_rms_norm_residual_bwd(dy, dstream, stream, weight, rstd);
+  const bool both = dy.scalar_type() == stream.scalar_type();
+  return {both ? empty({0}, dy, dy.scalar_type()) : fresh(dy), fresh(stream),
+          given(weight) ? fresh(*weight) : empty({0}, dy, call.accumulate)};
+}
+
+// Saved are x, weight, gate and rstd, one number a row.
+struct RmsNormGate {
+  static constexpr const char *fwd = "rms_norm_gate_fwd", *bwd = "rms_norm_gate_bwd";
+
+  static size_t setup_context(AutogradContext* ctx, const variable_list& outputs,
+                              const at::Tensor& x, const OptionalTensor& weight,
+                              const OptionalTensor& gate, std::string_view activation, double) {
+    save(ctx, {x, weight, gate, /*rstd=*/outputs[1]});
+    ctx->saved_data["activation"] = std::string(activation);
+    return 1;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor none, &x = saved[0], &weight = saved[1], &gate = saved[2], &rstd = saved[3];
+    auto [dx, dweight, dgate, y] =
+        rms_norm_gate_bwd(grads[0], x, or_absent(weight), or_absent(gate), rstd,
+                          ctx->saved_data["activation"].toStringView(), /*output=*/false);
+    return {dx, weight.defined() ? dweight : none, gate.defined() ? dgate : none};
+  }
+};
+
+// Saved are the stream, which is an output, weight and rstd.
+struct RmsNormResidual {
+  static constexpr const char *fwd = "rms_norm_residual_fwd", *bwd = "rms_norm_residual_bwd";
+
+  static size_t setup_context(AutogradContext* ctx, const variable_list& outputs,
+                              const at::Tensor& x, const at::Tensor&, const OptionalTensor& weight,
+                              double) {
+    save(ctx, {/*stream=*/outputs[1], weight, /*rstd=*/outputs[2]});
+    ctx->saved_data["dtype"] = x.scalar_type();
+    return 2;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const at::Tensor &dy = grads[0], &dstream = grads[1];
+    if (!dy.defined()) return {dstream.to(ctx->saved_data["dtype"].toScalarType()), dstream};
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &stream = saved[0], &weight = saved[1], &rstd = saved[2];
+    auto [dx, dresidual, dweight] =
+        rms_norm_residual_bwd(dy, or_absent(dstream), stream, or_absent(weight), rstd);
+    const bool both = dy.scalar_type() == stream.scalar_type();
+    return {both ? dresidual : dx, dresidual, weight.defined() ? dweight : at::Tensor()};
+  }
+};
+
+// [..., H V] -> [..., H, V] as o is, and back.
+at::Tensor by_heads(const at::Tensor& t, const at::Tensor& o) {
+  return t.reshape_symint(o.sym_sizes());
+}
+at::Tensor side_by_side(const at::Tensor& t) {  // is_grads_batched has no rule for flatten
+  auto sizes = t.sym_sizes().vec();
+  const c10::SymInt V = sizes.back();
+  sizes.pop_back();
+  sizes.back() *= V;
+  return t.reshape_symint(sizes);
+}
+
+// The map of the norm, and rstd; by registered operators and torch's, so that a traced graph holds
+// no other.
+std::tuple<at::Tensor, at::Tensor> linear_of_norm(const at::Tensor& o, const at::Tensor& gate,
+                                                  const at::Tensor& weight,
+                                                  const OptionalTensor& norm_weight,
+                                                  std::string_view activation, double eps) {
+  check_norm_gate_linear(o, gate, weight, norm_weight, activation);
+  auto [y, rstd] = rms_norm_gate_fwd(o, norm_weight, by_heads(gate, o), activation, eps);
+  return {at::linear(side_by_side(y), weight), rstd};
+}
+
+at::Tensor norm_gate_linear_composed(const at::Tensor& o, const at::Tensor& gate,
+                                     const at::Tensor& weight, const OptionalTensor& norm_weight,
+                                     std::string_view activation, double eps) {
+  return std::get<0>(linear_of_norm(o, gate, weight, norm_weight, activation, eps));
+}
+
+// What the gradient of the weight needs of the norm is made again in backward.
+class NormGateLinear : public torch::autograd::Function<NormGateLinear> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& o, const at::Tensor& gate,
+                            const at::Tensor& weight, const OptionalTensor& norm_weight,
+                            std::string_view activation, double eps) {
+    auto [result, rstd] = linear_of_norm(o, gate, weight, norm_weight, activation, eps);
+    ctx->save_for_backward({o, gate, weight, or_undefined(norm_weight), rstd});
+    ctx->saved_data["activation"] = std::string(activation);
+    ctx->saved_data["eps"] = eps;
+    ctx->set_materialize_grads(false);
+    return result;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    at::Tensor d_o, dgate, dweight, dnorm_weight, y;
+    const at::Tensor none, &d_out = grads[0];
+    if (!d_out.defined()) return {none, none, none, none, none, none};
+    // In the dtypes of forward, whatever stands around backward.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &o = saved[0], &weight = saved[2], &norm_weight = saved[3];
+    const at::Tensor gate = by_heads(saved[1], o);
+    const std::string_view activation = ctx->saved_data["activation"].toStringView();
+    const bool weighted = norm_weight.defined();
+    const bool needs_dweight = ctx->needs_input_grad(2);
+    const bool needs_dnorm = ctx->needs_input_grad(0) || ctx->needs_input_grad(1) ||
+                             (weighted && ctx->needs_input_grad(3));
+    // For create_graph by the norm itself, which can be differentiated.
+    const bool with_y = needs_dweight && !at::GradMode::is_enabled();
+    if (needs_dnorm) {
+      std::tie(d_o, dnorm_weight, dgate, y) =
+          rms_norm_gate_bwd(by_heads(at::matmul(d_out, weight), o), o, or_absent(norm_weight), gate,
+                            saved[4], activation, with_y);
+      dgate = side_by_side(dgate);
+    }
+    if (needs_dweight) {
+      if (!needs_dnorm || !with_y)
+        y = std::get<0>(rms_norm_gate_fwd(o, or_absent(norm_weight), gate, activation,
+                                          ctx->saved_data["eps"].toDouble()));
+      dweight = at::mm(as_matrix(d_out).t(), as_matrix(side_by_side(y)));
+    }
+    return {d_o, dgate, dweight, weighted ? dnorm_weight : none, none, none};
+  }
+};
+
+at::Tensor norm_gate_linear_autograd(const at::Tensor& o, const at::Tensor& gate,
+                                     const at::Tensor& weight, const OptionalTensor& norm_weight,
+                                     std::string_view activation, double eps) {
+  refuse_unsupported("norm_gate_linear", o, gate, weight, norm_weight);
+  const bool trains_norm = o.requires_grad() || gate.requires_grad() ||
+                           (given(norm_weight) && norm_weight->requires_grad());
+  // Of a norm that has no gradient, the result is all that need be kept.
+  if (!at::GradMode::is_enabled() || !trains_norm)
+    return norm_gate_linear_composed(o, gate, weight, norm_weight, activation, eps);
+  return NormGateLinear::apply(o, gate, weight, norm_weight, activation, eps);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
+  define(m,
+         "rms_norm_gate_fwd(Tensor x, Tensor? weight, Tensor? gate, str activation, float eps) -> "
+         "(Tensor y, Tensor rstd)");
+  define(m,
+         "rms_norm_gate_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? gate, Tensor rstd, str "
+         "activation, bool output=False) -> (Tensor dx, Tensor dweight, Tensor dgate, Tensor y)");
+  define(
+      m,
+      "rms_norm_residual_fwd(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor y, "
+      "Tensor stream, Tensor rstd)");
+  define(m,
+         "rms_norm_residual_bwd(Tensor dy, Tensor? dstream, Tensor stream, Tensor? weight, Tensor "
+         "rstd) -> (Tensor dx, Tensor dresidual, Tensor dweight)");
+  define_composite(
+      m,
+      "norm_gate_linear(Tensor o, Tensor gate, Tensor weight, Tensor? norm_weight, str "
+      "activation, float eps) -> Tensor",
+      norm_gate_linear_composed);
+  autocast_first<3, norm_gate_linear>(m, "norm_gate_linear");  // norm_weight keeps its dtype
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
+  m.impl(RmsNormGate::fwd, rms_norm_gate_fwd_meta);
+  m.impl(RmsNormGate::bwd, rms_norm_gate_bwd_meta);
+  m.impl(RmsNormResidual::fwd, rms_norm_residual_fwd_meta);
+  m.impl(RmsNormResidual::bwd, rms_norm_residual_bwd_meta);
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
+  m.impl(RmsNormGate::fwd, Differentiable<rms_norm_gate_fwd, RmsNormGate>::run);
+  m.impl(RmsNormGate::bwd, DifferentiableOnce<rms_norm_gate_bwd, RmsNormGate>::run);
+  m.impl(RmsNormResidual::fwd, Differentiable<rms_norm_residual_fwd, RmsNormResidual>::run);
+  m.impl(RmsNormResidual::bwd, DifferentiableOnce<rms_norm_residual_bwd, RmsNormResidual>::run);
+  m.impl("norm_gate_linear", norm_gate_linear_autograd);
+}
+
+}  // namespace gla_ext
