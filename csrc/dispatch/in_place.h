@@ -57,6 +57,7 @@ template <typename Result, typename... Args, Result (*call)(Args...)>
 struct InPlace<call> {
   template <const Refusal& refusal>
   static Result refuse(Args... args) {
+    refuse_transforms(refusal.op);
     (refuse_gradient_of(refusal, args), ...);
     // What writes goes to run_and_tell next.
     constexpr bool writes = (std::is_same_v<Args, at::Tensor&> || ...);
