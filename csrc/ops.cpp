@@ -40,29 +40,6 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
       "joint_projection(Tensor x, Tensor[] weights, ScalarType dtype, bool together=True) -> "
       "Tensor[]",
       tags);
-
-
-  // A decoded token's layer. overlaps: the kernel may start before the one before it on the stream
-  // has ended, and read weights, and the step states; nothing that may still run writes them.
-  m.def(
-      "norm_linear(Tensor x, Tensor? norm_weight, float eps, Tensor[] weights, bool "
-      "overlaps=False) -> Tensor[]",
-      tags);
-  m.def(
-      "norm_swiglu(Tensor x, Tensor? norm_weight, float eps, Tensor gate_weight, Tensor "
-      "up_weight, bool overlaps=False) -> Tensor",
-      tags);
-  m.def("linear_residual(Tensor x, Tensor weight, Tensor residual, bool overlaps=False) -> Tensor",
-        tags);
-  m.def(
-      "norm_gate_linear_residual(Tensor o, Tensor? norm_weight, float eps, Tensor gate, Tensor "
-      "weight, Tensor residual, bool overlaps=False) -> Tensor",
-      tags);
-  m.def(
-      "recurrent_gla_low_rank_step_(Tensor q, Tensor k, Tensor v, Tensor h, Tensor gate_weight, "
-      "Tensor? gate_bias, float normalizer, float? clamp_min, Tensor(a!) state, Tensor? slots, "
-      "float? scale, bool state_v_first, bool overlaps=False) -> Tensor",
-      tags);
 }
 
 namespace gla_ext {

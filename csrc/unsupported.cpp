@@ -3,7 +3,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
-#include "checks/decode.h"
 #include "checks/recurrent_gla.h"
 #include "dispatch/checker.h"
 #include "dispatch/schema.h"
@@ -39,16 +38,12 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kPoolOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
-  for (const char* op : kDecodeOperators)
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, FuncTorchBatched, m) {
   for (const char* op :
        {"recurrent_gla_step_", "recurrent_gla_step_.out", "recurrent_gla_verify.out",
         "recurrent_gla_commit_", "short_convolution_", "short_convolution_.out"})
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
-  for (const char* op : kDecodeOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
 }
 

@@ -4,7 +4,7 @@
 
 #include "cuda/device/activation.cuh"
 #include "cuda/device/fragments.cuh"
-#include "params.h"
+#include "cuda_kernels.h"
 
 namespace gla_ext::cuda::decode {
 

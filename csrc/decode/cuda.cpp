@@ -6,11 +6,10 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include "checks/decode.h"
 #include "cuda/host/sm90_built.h"
 #include "cuda/host/tensors.h"
-#include "decode.h"
-#include "params.h"
+#include "cuda_kernels.h"
+#include "op.h"
 
 namespace gla_ext::cuda {
 namespace {
