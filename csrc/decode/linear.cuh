@@ -13,6 +13,7 @@
 #pragma once
 
 #include "cuda/device/dynamic_shared.h"
+#include "cuda/device/launch.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
 #include "operands.cuh"
 
