@@ -7,7 +7,6 @@
 #include "checks/chunk_gla.h"
 #include "checks/chunk_pool.h"
 #include "checks/recurrent_gla.h"
-#include "checks/short_convolution.h"
 #include "checks/steps.h"
 #include "halves.h"
 #include "on_pool.h"
@@ -232,33 +231,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> merge_grads_meta(
   return {fresh(q), fresh(k), fresh(b)};
 }
 
-ConvolutionForwardOutputs short_convolution_fwd_meta(const at::Tensor& x, const at::Tensor& weight,
-                                                     const OptionalTensor& bias,
-                                                     const OptionalTensor& cache,
-                                                     const OptionalTensor& cu_seqlens,
-                                                     bool output_state) {
-  const auto s = check_short_convolution_fwd(x, weight, bias, cache, cu_seqlens);
-  return {fresh(x), output_state ? empty({s.N, s.D, s.W}, x, x.scalar_type())
-                                 : empty({0}, x, x.scalar_type())};
-}
-
-at::Tensor convolution_on_pool_meta(const at::Tensor& x, const at::Tensor& weight,
-                                    const OptionalTensor& bias, const ConvolutionPoolInputs& pool) {
-  check_short_convolution_pool(x, weight, bias, pool);
-  return pool.out == nullptr ? fresh(x) : at::Tensor();
-}
-
-ConvolutionBackwardOutputs short_convolution_bwd_meta(const at::Tensor& dy,
-                                                      const OptionalTensor& dstate,
-                                                      const at::Tensor& x, const at::Tensor& weight,
-                                                      const OptionalTensor& bias,
-                                                      const OptionalTensor& cache,
-                                                      const OptionalTensor& cu_seqlens) {
-  check_short_convolution_bwd(dy, dstate, x, weight, bias, cache, cu_seqlens);
-  return {fresh(x), fresh(weight), given(bias) ? fresh(*bias) : empty({0}, x, x.scalar_type()),
-          given(cache) ? fresh(*cache) : empty({0}, x, x.scalar_type())};
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
@@ -274,9 +246,6 @@ TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_meta);
   m.impl("recurrent_gla_bwd", recurrent_gla_bwd_meta);
   RecurrentOnPool<recurrent_on_pool_meta>::register_in(m);
-  m.impl("short_convolution_fwd", short_convolution_fwd_meta);
-  m.impl("short_convolution_bwd", short_convolution_bwd_meta);
-  ConvolutionOnPool<convolution_on_pool_meta>::register_in(m);
   m.impl("_gate_cumsum", gate_cumsum_meta);
   m.impl("_chunk_states", chunk_states_meta);
   m.impl("_scores_off_diagonal", scores_off_diagonal_meta);

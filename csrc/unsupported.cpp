@@ -48,10 +48,6 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
                          "chunk_gla_.out",
                          "recurrent_gla_fwd",
                          "recurrent_gla_bwd",
-                         "short_convolution_fwd",
-                         "short_convolution_bwd",
-                         "short_convolution_",
-                         "short_convolution_.out",
                          "cross_entropy_fwd",
                          "cross_entropy_bwd",
                          "cross_entropy_bwd_",
@@ -69,7 +65,7 @@ TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(gla_ext, FuncTorchBatched, m) {
   for (const char* op : {"chunk_gla_", "chunk_gla_.out", "recurrent_gla_step_",
                          "recurrent_gla_step_.out", "recurrent_gla_verify.out",
-                         "recurrent_gla_commit_", "short_convolution_", "short_convolution_.out"})
+                         "recurrent_gla_commit_"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
   for (const char* op : kDecodeOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());

@@ -29,4 +29,18 @@ void check_defined(const char* op, const char* name, const at::Tensor& t) {
   TORCH_CHECK_TYPE(t.defined(), op, ": expected ", name, " to be a tensor, got None");
 }
 
+at::Tensor checked_offsets(const char* op, const at::Tensor& cu_seqlens, int64_t T) {
+  const at::Tensor cu = cu_seqlens.to(at::kLong).contiguous();
+  const auto* offsets = cu.const_data_ptr<int64_t>();
+  const int64_t last = cu.numel() - 1;
+  TORCH_CHECK_VALUE(offsets[0] == 0, op, ": expected cu_seqlens to start with 0, got ", offsets[0]);
+  for (int64_t n = 0; n < last; ++n)
+    TORCH_CHECK_VALUE(offsets[n] <= offsets[n + 1], op,
+                      ": expected cu_seqlens to be non-decreasing, got ", offsets[n], " before ",
+                      offsets[n + 1], " at position ", n);
+  TORCH_CHECK_VALUE(offsets[last] <= T, op, ": expected cu_seqlens to end at or before T = ", T,
+                    ", got ", offsets[last]);
+  return cu;
+}
+
 }  // namespace gla_ext

@@ -17,6 +17,10 @@ std::string dtype_name(at::ScalarType t);
 
 void check_defined(const char* op, const char* name, const at::Tensor& t);
 
+// The offsets as contiguous int64, read where that costs nothing (CPU) and checked: first 0,
+// non-decreasing, last <= T.
+at::Tensor checked_offsets(const char* op, const at::Tensor& cu_seqlens, int64_t T);
+
 inline bool holds(const c10::SymBool& condition) {
   return condition.expect_true(__FILE__, __LINE__);
 }

@@ -4,7 +4,6 @@
 #include "cpu/kernels.h"
 #include "cross_entropy.h"
 #include "recurrent_gla.h"
-#include "short_convolution.h"
 #include "steps/tasks.h"
 
 namespace gla_ext::cpu {
@@ -35,9 +34,6 @@ constexpr Kernels<T> make_kernels() {
           recurrent_workspace<T>,
           recurrent_forward<T>,
           recurrent_backward<T>,
-          convolution_workspace<T>,
-          convolution_forward<T>,
-          convolution_backward<T>,
           cross_entropy_workspace,
           cross_entropy_forward<T>,
           cross_entropy_backward<T>};
