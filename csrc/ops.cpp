@@ -75,11 +75,6 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
 
   gla_ext::define_pool_operators(m, tags);
 
-  m.def(
-      "joint_projection(Tensor x, Tensor[] weights, ScalarType dtype, bool together=True) -> "
-      "Tensor[]",
-      tags);
-
   const std::string loss_options =
       "int ignore_index, float label_smoothing, float logit_scale, float? logit_softcapping";
   const auto define = [&](const std::string& schema) { m.def(schema.c_str(), tags); };
