@@ -5,7 +5,6 @@
 #include <torch/library.h>
 
 #include "checks/recurrent_gla.h"
-#include "checks/short_convolution.h"
 #include "chunk_gla/op.h"
 #include "on_pool.h"
 #include "ops.h"
@@ -46,42 +45,12 @@ at::Tensor recurrent_on_pool_meta(const RecurrentInputs& in, const PoolInputs& p
   return in.q != nullptr && pool.out == nullptr ? fresh_output(s, *in.v) : at::Tensor();
 }
 
-ConvolutionForwardOutputs short_convolution_fwd_meta(const at::Tensor& x, const at::Tensor& weight,
-                                                     const OptionalTensor& bias,
-                                                     const OptionalTensor& cache,
-                                                     const OptionalTensor& cu_seqlens,
-                                                     bool output_state) {
-  const auto s = check_short_convolution_fwd(x, weight, bias, cache, cu_seqlens);
-  return {fresh(x), output_state ? empty({s.N, s.D, s.W}, x, x.scalar_type())
-                                 : empty({0}, x, x.scalar_type())};
-}
-
-at::Tensor convolution_on_pool_meta(const at::Tensor& x, const at::Tensor& weight,
-                                    const OptionalTensor& bias, const ConvolutionPoolInputs& pool) {
-  check_short_convolution_pool(x, weight, bias, pool);
-  return pool.out == nullptr ? fresh(x) : at::Tensor();
-}
-
-ConvolutionBackwardOutputs short_convolution_bwd_meta(const at::Tensor& dy,
-                                                      const OptionalTensor& dstate,
-                                                      const at::Tensor& x, const at::Tensor& weight,
-                                                      const OptionalTensor& bias,
-                                                      const OptionalTensor& cache,
-                                                      const OptionalTensor& cu_seqlens) {
-  check_short_convolution_bwd(dy, dstate, x, weight, bias, cache, cu_seqlens);
-  return {fresh(x), fresh(weight), given(bias) ? fresh(*bias) : empty({0}, x, x.scalar_type()),
-          given(cache) ? fresh(*cache) : empty({0}, x, x.scalar_type())};
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_meta);
   m.impl("recurrent_gla_bwd", recurrent_gla_bwd_meta);
   RecurrentOnPool<recurrent_on_pool_meta>::register_in(m);
-  m.impl("short_convolution_fwd", short_convolution_fwd_meta);
-  m.impl("short_convolution_bwd", short_convolution_bwd_meta);
-  ConvolutionOnPool<convolution_on_pool_meta>::register_in(m);
 }
 
 }  // namespace gla_ext

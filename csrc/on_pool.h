@@ -1,6 +1,5 @@
-// The recurrent operators and the short convolution on a pool of states, as the dispatcher calls
-// them: by their arguments one by one. A backend gives `run`, which takes these by name, and
-// registers the operators by it.
+// The recurrent operators on a pool of states, as the dispatcher calls them: by their arguments one
+// by one. A backend gives `run`, which takes these by name, and registers the operators by it.
 #pragma once
 
 #include <torch/library.h>
@@ -8,7 +7,6 @@
 #include <optional>
 
 #include "checks/recurrent_gla.h"
-#include "checks/short_convolution.h"
 
 namespace gla_ext {
 
@@ -71,33 +69,6 @@ struct RecurrentOnPool {
     m.impl("recurrent_gla_verify", verify);
     m.impl("recurrent_gla_verify.out", verify_out);
     m.impl("recurrent_gla_commit_", commit);
-  }
-};
-
-// Gives y [B, T, D], which nothing reads where there is `out`.
-using RunConvolution = at::Tensor (*)(const at::Tensor& x, const at::Tensor& weight,
-                                      const OptionalTensor& bias,
-                                      const ConvolutionPoolInputs& pool);
-
-template <RunConvolution run>
-struct ConvolutionOnPool {
-  static at::Tensor step(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-                         at::Tensor& state, const OptionalTensor& slots,
-                         const OptionalTensor& write_slots, const OptionalTensor& has_initial_state,
-                         const OptionalTensor& cu_seqlens) {
-    return run(x, weight, bias, {state, slots, write_slots, has_initial_state, cu_seqlens});
-  }
-
-  static void step_out(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-                       at::Tensor& state, const OptionalTensor& slots,
-                       const OptionalTensor& write_slots, const OptionalTensor& has_initial_state,
-                       const OptionalTensor& cu_seqlens, at::Tensor& out) {
-    run(x, weight, bias, {state, slots, write_slots, has_initial_state, cu_seqlens, &out});
-  }
-
-  static void register_in(torch::Library& m) {
-    m.impl("short_convolution_", step);
-    m.impl("short_convolution_.out", step_out);
   }
 };
 

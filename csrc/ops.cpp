@@ -24,22 +24,7 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
       "state_v_first) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dgk, Tensor dgv, Tensor dh0)",
       tags);
 
-  m.def(
-      "short_convolution_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? cache, Tensor? "
-      "cu_seqlens, bool output_state) -> (Tensor y, Tensor state)",
-      tags);
-  m.def(
-      "short_convolution_bwd(Tensor dy, Tensor? dstate, Tensor x, Tensor weight, Tensor? bias, "
-      "Tensor? cache, Tensor? cu_seqlens) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor "
-      "dcache)",
-      tags);
-
   gla_ext::define_pool_operators(m, tags);
-
-  m.def(
-      "joint_projection(Tensor x, Tensor[] weights, ScalarType dtype, bool together=True) -> "
-      "Tensor[]",
-      tags);
 }
 
 namespace gla_ext {
@@ -65,25 +50,6 @@ BackwardOutputs recurrent_gla_bwd(const at::Tensor& d_o, const std::optional<at:
                                   std::optional<double> scale, bool reverse, bool state_v_first) {
   static const Op<decltype(recurrent_gla_bwd)> op("gla_ext::recurrent_gla_bwd");
   return op(d_o, dht, q, k, v, gk, gv, initial_state, cu_seqlens, scale, reverse, state_v_first);
-}
-
-ConvolutionForwardOutputs short_convolution_fwd(const at::Tensor& x, const at::Tensor& weight,
-                                                const std::optional<at::Tensor>& bias,
-                                                const std::optional<at::Tensor>& cache,
-                                                const std::optional<at::Tensor>& cu_seqlens,
-                                                bool output_state) {
-  static const Op<decltype(short_convolution_fwd)> op("gla_ext::short_convolution_fwd");
-  return op(x, weight, bias, cache, cu_seqlens, output_state);
-}
-
-ConvolutionBackwardOutputs short_convolution_bwd(const at::Tensor& dy,
-                                                 const std::optional<at::Tensor>& dstate,
-                                                 const at::Tensor& x, const at::Tensor& weight,
-                                                 const std::optional<at::Tensor>& bias,
-                                                 const std::optional<at::Tensor>& cache,
-                                                 const std::optional<at::Tensor>& cu_seqlens) {
-  static const Op<decltype(short_convolution_bwd)> op("gla_ext::short_convolution_bwd");
-  return op(dy, dstate, x, weight, bias, cache, cu_seqlens);
 }
 
 }  // namespace gla_ext

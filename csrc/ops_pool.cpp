@@ -26,10 +26,6 @@ void define_pool_operators(torch::Library& m, const std::vector<at::Tag>& tags) 
       "slots, Tensor accepted, bool state_v_first, Tensor? cu_seqlens=None, Tensor? "
       "write_slots=None) -> ()",
       tags);
-  define("short_convolution_",
-         "Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? slots, Tensor? "
-         "write_slots, Tensor? has_initial_state, Tensor? cu_seqlens",
-         'b');
 }
 
 at::Tensor recurrent_gla_step_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -78,26 +74,6 @@ void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
                            const std::optional<at::Tensor>& write_slots) {
   static const Op<decltype(recurrent_gla_commit_)> op("gla_ext::recurrent_gla_commit_");
   op(k, v, gk, gv, state, slots, accepted, state_v_first, cu_seqlens, write_slots);
-}
-
-at::Tensor short_convolution_(const at::Tensor& x, const at::Tensor& weight,
-                              const std::optional<at::Tensor>& bias, at::Tensor& state,
-                              const std::optional<at::Tensor>& slots,
-                              const std::optional<at::Tensor>& write_slots,
-                              const std::optional<at::Tensor>& has_initial_state,
-                              const std::optional<at::Tensor>& cu_seqlens) {
-  static const Op<decltype(short_convolution_)> op("gla_ext::short_convolution_");
-  return op(x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens);
-}
-
-void short_convolution_out(const at::Tensor& x, const at::Tensor& weight,
-                           const std::optional<at::Tensor>& bias, at::Tensor& state,
-                           const std::optional<at::Tensor>& slots,
-                           const std::optional<at::Tensor>& write_slots,
-                           const std::optional<at::Tensor>& has_initial_state,
-                           const std::optional<at::Tensor>& cu_seqlens, at::Tensor& out) {
-  static const Op<decltype(short_convolution_out)> op("gla_ext::short_convolution_", "out");
-  op(x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens, out);
 }
 
 }  // namespace gla_ext

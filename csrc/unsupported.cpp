@@ -33,17 +33,15 @@ void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack*) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
-  for (const char* op : {"recurrent_gla_fwd", "recurrent_gla_bwd", "short_convolution_fwd",
-                         "short_convolution_bwd", "short_convolution_", "short_convolution_.out"})
+  for (const char* op : {"recurrent_gla_fwd", "recurrent_gla_bwd"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kPoolOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, FuncTorchBatched, m) {
-  for (const char* op :
-       {"recurrent_gla_step_", "recurrent_gla_step_.out", "recurrent_gla_verify.out",
-        "recurrent_gla_commit_", "short_convolution_", "short_convolution_.out"})
+  for (const char* op : {"recurrent_gla_step_", "recurrent_gla_step_.out",
+                         "recurrent_gla_verify.out", "recurrent_gla_commit_"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
 }
 

@@ -13,9 +13,6 @@ constexpr const char* kInsteadOfDecoding =
 constexpr Refusal kStep{"recurrent_gla_step_", kInsteadOfDecoding};
 constexpr Refusal kVerify{"recurrent_gla_verify", kInsteadOfDecoding};
 constexpr Refusal kCommit{"recurrent_gla_commit_", kInsteadOfDecoding};
-constexpr Refusal kConvolution{"short_convolution_",
-                               "decoding on a pool has no gradient, call a ShortConvolution, or "
-                               "run it under torch.no_grad()"};
 
 }  // namespace
 
@@ -25,8 +22,6 @@ TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
   m.impl("recurrent_gla_verify", InPlace<recurrent_gla_verify>::refuse<kVerify>);
   m.impl("recurrent_gla_verify.out", InPlace<recurrent_gla_verify_out>::refuse<kVerify>);
   m.impl("recurrent_gla_commit_", InPlace<recurrent_gla_commit_>::refuse<kCommit>);
-  m.impl("short_convolution_", InPlace<short_convolution_>::refuse<kConvolution>);
-  m.impl("short_convolution_.out", InPlace<short_convolution_out>::refuse<kConvolution>);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
@@ -34,8 +29,6 @@ TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
   m.impl("recurrent_gla_step_.out", InPlace<recurrent_gla_step_out>::run_and_tell);
   m.impl("recurrent_gla_verify.out", InPlace<recurrent_gla_verify_out>::run_and_tell);
   m.impl("recurrent_gla_commit_", InPlace<recurrent_gla_commit_>::run_and_tell);
-  m.impl("short_convolution_", InPlace<short_convolution_>::run_and_tell);
-  m.impl("short_convolution_.out", InPlace<short_convolution_out>::run_and_tell);
 }
 
 }  // namespace gla_ext

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "host/params.h"
-#include "short_convolution.h"
 
 namespace gla_ext::cpu {
 
@@ -45,13 +44,6 @@ struct Kernels {
   int64_t (*recurrent_workspace)(int64_t K, int64_t V, int64_t tokens, bool backward);
   RunTask recurrent_forward;   // q k v g gv state_in -> o state_out
   RunTask recurrent_backward;  // do dstate_out q k v g gv state_in -> dq dk dv dg dgv dstate_in
-
-  // The short convolution, on a workspace of its own for pieces of up to `width` channels.
-  using ConvolutionTask = void (*)(const Convolution<T>&, T* workspace, const ConvolutionPiece&);
-  int64_t (*convolution_workspace)(int64_t W, int64_t width);
-  ConvolutionTask convolution_forward;   // x weight bias cache -> y
-  ConvolutionTask convolution_backward;  // dy dstate x weight bias cache -> dx dcache dweight_parts
-
 };
 
 // The table for the processor at hand; follows torch's own choice (ATEN_CPU_CAPABILITY).

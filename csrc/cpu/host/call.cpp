@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "common/head_gates.h"
+#include "dispatch/checker.h"
 
 namespace gla_ext::cpu {
 

@@ -3,7 +3,6 @@
 
 #include "cpu/kernels.h"
 #include "recurrent_gla.h"
-#include "short_convolution.h"
 #include "steps/tasks.h"
 
 namespace gla_ext::cpu {
@@ -33,10 +32,7 @@ constexpr Kernels<T> make_kernels() {
           merge_grads_step<T>,
           recurrent_workspace<T>,
           recurrent_forward<T>,
-          recurrent_backward<T>,
-          convolution_workspace<T>,
-          convolution_forward<T>,
-          convolution_backward<T>};
+          recurrent_backward<T>};
 }
 
 }  // namespace CPU_CAPABILITY

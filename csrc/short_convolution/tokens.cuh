@@ -1,10 +1,10 @@
 // Which channels and tokens a thread has, where sequences lie, and what lies before a token.
 #pragma once
 
-#include "cuda/device/indices.cuh"
 #include "cuda/device/activation.cuh"
-#include "params.h"
+#include "cuda/device/indices.cuh"
 #include "cuda/device/vec.cuh"
+#include "cuda_kernels.h"
 
 namespace gla_ext::cuda {
 

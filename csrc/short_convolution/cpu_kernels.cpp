@@ -8,10 +8,10 @@
 // reads   x, dy [B, T, D], w [W, D], bias [D], cache, dstate [N, D, W]
 // writes  y [B, T, D]; dx [B, T, D], dcache [N, D, W], dw and dbias of the piece [W + 1, D]
 // Everything is accumulated in T and rounded once, in an order that the token alone decides.
-#pragma once
+#include "cpu_kernels.h"
 
-#include "cpu/short_convolution.h"
-#include "activation.h"
+#include "cpu/kernels.h"
+#include "cpu/kernels/activation.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
@@ -27,7 +27,7 @@ struct RowRing {
 };
 
 template <typename T>
-int64_t convolution_workspace(int64_t W, int64_t width) {
+int64_t workspace_size(int64_t W, int64_t width) {
   return (2 * W + 2) * padded(width) + padded(W * sizeof(T*) / sizeof(T));
 }
 
@@ -72,7 +72,7 @@ inline Vec<T> preactivation(const Convolution<T>& p, const T* const* inputs, int
 }
 
 template <typename T>
-void convolution_forward(const Convolution<T>& p, T* workspace, const ConvolutionPiece& piece) {
+void forward(const Convolution<T>& p, T* workspace, const ConvolutionPiece& piece) {
   const int64_t width = padded(piece.width);
   const T** inputs = row_pointers(workspace, p.W, width);
   const RowRing<T> x{workspace, p.W, width};
@@ -130,7 +130,7 @@ inline void token_gradient(const Convolution<T>& p, const ConvolutionPiece& piec
 }
 
 template <typename T>
-void convolution_backward(const Convolution<T>& p, T* workspace, const ConvolutionPiece& piece) {
+void backward(const Convolution<T>& p, T* workspace, const ConvolutionPiece& piece) {
   const int64_t width = padded(piece.width);
   const T** inputs = row_pointers(workspace, p.W, width);
   const RowRing<T> x{workspace, p.W, width}, dz{workspace + p.W * width, p.W, width};
@@ -165,4 +165,14 @@ void convolution_backward(const Convolution<T>& p, T* workspace, const Convoluti
 }
 
 }  // namespace CPU_CAPABILITY
+
+template <>
+const ConvolutionKernels<float> KernelTables<ConvolutionKernels<float>>::CPU_CAPABILITY = {
+    CPU_CAPABILITY::workspace_size<float>, CPU_CAPABILITY::forward<float>,
+    CPU_CAPABILITY::backward<float>};
+template <>
+const ConvolutionKernels<double> KernelTables<ConvolutionKernels<double>>::CPU_CAPABILITY = {
+    CPU_CAPABILITY::workspace_size<double>, CPU_CAPABILITY::forward<double>,
+    CPU_CAPABILITY::backward<double>};
+
 }  // namespace gla_ext::cpu

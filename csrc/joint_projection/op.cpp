@@ -12,9 +12,9 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include "dispatch/as_matrix.h"
+#include "dispatch/schema.h"
 
 namespace gla_ext {
 namespace {
@@ -159,9 +159,13 @@ variable_list joint_projection_autograd(const at::Tensor& x, at::TensorList weig
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) { m.impl("joint_projection", joint_projection_autograd); }
+TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
+  define_composite(m,
+                   "joint_projection(Tensor x, Tensor[] weights, ScalarType dtype, bool "
+                   "together=True) -> Tensor[]",
+                   products);
+}
 
-// Below autograd the same on every device.
-TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) { m.impl("joint_projection", products); }
+TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) { m.impl("joint_projection", joint_projection_autograd); }
 
 }  // namespace gla_ext

@@ -1,6 +1,4 @@
 // The short convolution on CPU: check, allocate, run the tasks.
-#include "checks/short_convolution.h"
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -8,11 +6,13 @@
 #include <algorithm>
 #include <cstring>
 
-#include "chunk_gla/op.h"
 #include "common/tensors.h"
-#include "host/call.h"
-#include "host/pool_rows.h"
-#include "on_pool.h"
+#include "cpu/host/call.h"
+#include "cpu/host/pool_rows.h"
+#include "cpu/kernels.h"
+#include "cpu_kernels.h"
+#include "dispatch/checker.h"
+#include "op.h"
 #include "ops.h"
 
 namespace gla_ext::cpu {
@@ -154,13 +154,13 @@ class ConvolutionTasks {
 
   Convolution<T> p;
 
-  void forward() const { run(kernels<T>().convolution_forward); }
+  void forward() const { run(&ConvolutionKernels<T>::forward); }
 
   // dw and dbias, [W + 1, padded D].
   at::Tensor backward() {
     const at::Tensor parts = at::zeros({runs(), p.W + 1, padded_width()}, options_);
     p.dweight_parts = parts.mutable_data_ptr<T>();
-    run(kernels<T>().convolution_backward);
+    run(&ConvolutionKernels<T>::backward);
     at::Tensor sums = at::zeros({p.W + 1, padded_width()}, options_);
     T* sum = sums.mutable_data_ptr<T>();
     for (int64_t part = 0; part < runs(); ++part)
@@ -171,9 +171,10 @@ class ConvolutionTasks {
  private:
   int64_t padded_width() const { return padded(p.D); }
   int64_t runs() const { return divide_up(sequences_.tokens(), run_tokens_); }
-  void run(typename Kernels<T>::ConvolutionTask task) const {
+  void run(typename ConvolutionKernels<T>::Task ConvolutionKernels<T>::* task) const {
+    const auto& kernels = KernelTables<ConvolutionKernels<T>>::in_use();
     const int64_t parts = divide_up(p.D, kChannels);
-    const int64_t workspace = kernels<T>().convolution_workspace(p.W, std::min(p.D, kChannels));
+    const int64_t workspace = kernels.workspace_size(p.W, std::min(p.D, kChannels));
     for_each_task<T>(runs() * parts, workspace, [&](T* memory, int64_t i) {
       const int64_t run = i / parts, channel = i % parts * kChannels;
       const int64_t first = run * run_tokens_;
@@ -182,7 +183,7 @@ class ConvolutionTasks {
         piece.channel = channel;
         piece.width = std::min(kChannels, p.D - channel);
         piece.part = run;
-        task(p, memory, piece);
+        (kernels.*task)(p, memory, piece);
       });
     });
   }

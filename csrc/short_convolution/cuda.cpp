@@ -1,6 +1,4 @@
 // The short convolution on CUDA: check, allocate, launch.
-#include "checks/short_convolution.h"
-
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -10,9 +8,9 @@
 
 #include "common/tensors.h"
 #include "cuda/host/tensors.h"
-#include "on_pool.h"
+#include "cuda_kernels.h"
+#include "op.h"
 #include "ops.h"
-#include "params.h"
 
 namespace gla_ext::cuda {
 namespace {

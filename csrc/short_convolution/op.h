@@ -1,5 +1,7 @@
-// The input contract of the short convolution, once, for every backend and for tracing.
+// What the short convolution takes, for every backend and for tracing.
 #pragma once
+
+#include <torch/library.h>
 
 #include "common/shape.h"
 
@@ -42,6 +44,35 @@ ConvolutionShape check_short_convolution_pool(const at::Tensor& x, const at::Ten
 // apart from the others; and y where `out` lies, see output.h.
 void check_convolution_pool_layouts(const at::Tensor& x, const at::Tensor& weight,
                                     const OptionalTensor& bias, const ConvolutionPoolInputs& pool);
+
+// On a pool the dispatcher calls an operator by its arguments one by one. A backend gives `run`,
+// which takes these by name, and registers the operators by it.
+// `run` gives y [B, T, D], which nothing reads where there is `out`.
+using RunConvolution = at::Tensor (*)(const at::Tensor& x, const at::Tensor& weight,
+                                      const OptionalTensor& bias,
+                                      const ConvolutionPoolInputs& pool);
+
+template <RunConvolution run>
+struct ConvolutionOnPool {
+  static at::Tensor step(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+                         at::Tensor& state, const OptionalTensor& slots,
+                         const OptionalTensor& write_slots, const OptionalTensor& has_initial_state,
+                         const OptionalTensor& cu_seqlens) {
+    return run(x, weight, bias, {state, slots, write_slots, has_initial_state, cu_seqlens});
+  }
+
+  static void step_out(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+                       at::Tensor& state, const OptionalTensor& slots,
+                       const OptionalTensor& write_slots, const OptionalTensor& has_initial_state,
+                       const OptionalTensor& cu_seqlens, at::Tensor& out) {
+    run(x, weight, bias, {state, slots, write_slots, has_initial_state, cu_seqlens, &out});
+  }
+
+  static void register_in(torch::Library& m) {
+    m.impl("short_convolution_", step);
+    m.impl("short_convolution_.out", step_out);
+  }
+};
 
 // For backends: [B, T, D] whose channels are contiguous, copied where they are not.
 at::Tensor with_contiguous_channels(const at::Tensor& t);

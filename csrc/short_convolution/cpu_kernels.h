@@ -1,7 +1,7 @@
-// What the host side hands to the CPU kernels of the short convolution.
+// The short convolution on CPU: what the kernels take, and how the host calls them.
 #pragma once
 
-#include "host/params.h"
+#include "cpu/host/params.h"
 
 namespace gla_ext::cpu {
 
@@ -34,6 +34,15 @@ struct Convolution {
   const void* dstate = nullptr;  // [N, D, W]
   void* dcache = nullptr;        // [N, D, W]
   T* dweight_parts = nullptr;    // [parts, W + 1, padded D], the last row of the bias
+};
+
+// Workspaces are for pieces of up to `width` channels.
+template <typename T>
+struct ConvolutionKernels {
+  using Task = void (*)(const Convolution<T>&, T* workspace, const ConvolutionPiece&);
+  int64_t (*workspace_size)(int64_t W, int64_t width);  // elements
+  Task forward;                                         // x weight bias cache -> y
+  Task backward;  // dy dstate x weight bias cache -> dx dcache dweight_parts
 };
 
 }  // namespace gla_ext::cpu

@@ -1,0 +1,271 @@
+// The short convolution, and the same on a pool of caches.
+#include "op.h"
+
+#include <ATen/ops/zeros_like.h>
+
+#include "dispatch/checker.h"
+#include "dispatch/differentiable.h"
+#include "dispatch/in_place.h"
+#include "dispatch/meta.h"
+#include "dispatch/op.h"
+#include "dispatch/output.h"
+#include "dispatch/schema.h"
+#include "ops.h"
+
+namespace gla_ext {
+
+ConvolutionForwardOutputs short_convolution_fwd(const at::Tensor& x, const at::Tensor& weight,
+                                                const OptionalTensor& bias,
+                                                const OptionalTensor& cache,
+                                                const OptionalTensor& cu_seqlens,
+                                                bool output_state) {
+  static const Op<decltype(short_convolution_fwd)> op("gla_ext::short_convolution_fwd");
+  return op(x, weight, bias, cache, cu_seqlens, output_state);
+}
+
+ConvolutionBackwardOutputs short_convolution_bwd(const at::Tensor& dy, const OptionalTensor& dstate,
+                                                 const at::Tensor& x, const at::Tensor& weight,
+                                                 const OptionalTensor& bias,
+                                                 const OptionalTensor& cache,
+                                                 const OptionalTensor& cu_seqlens) {
+  static const Op<decltype(short_convolution_bwd)> op("gla_ext::short_convolution_bwd");
+  return op(dy, dstate, x, weight, bias, cache, cu_seqlens);
+}
+
+at::Tensor short_convolution_(const at::Tensor& x, const at::Tensor& weight,
+                              const OptionalTensor& bias, at::Tensor& state,
+                              const OptionalTensor& slots, const OptionalTensor& write_slots,
+                              const OptionalTensor& has_initial_state,
+                              const OptionalTensor& cu_seqlens) {
+  static const Op<decltype(short_convolution_)> op("gla_ext::short_convolution_");
+  return op(x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens);
+}
+
+void short_convolution_out(const at::Tensor& x, const at::Tensor& weight,
+                           const OptionalTensor& bias, at::Tensor& state,
+                           const OptionalTensor& slots, const OptionalTensor& write_slots,
+                           const OptionalTensor& has_initial_state,
+                           const OptionalTensor& cu_seqlens, at::Tensor& out) {
+  static const Op<decltype(short_convolution_out)> op("gla_ext::short_convolution_", "out");
+  op(x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens, out);
+}
+
+// What they take.
+namespace {
+
+constexpr const char* kPoolOp = "short_convolution_";
+
+struct Input {
+  const char* name;
+  const at::Tensor* t;
+};
+
+const at::Tensor* where_given(const OptionalTensor& t) { return given(t) ? &*t : nullptr; }
+
+// x and what has its dtype; weight and bias of any dtype. `of_sequences` are [N, D, W].
+ConvolutionShape check_convolution(const char* op, const std::vector<Input>& of_tokens,
+                                   const std::vector<Input>& of_sequences, const at::Tensor& weight,
+                                   const OptionalTensor& bias, const OptionalTensor& cu_seqlens) {
+  const at::Tensor& x = *of_tokens[0].t;
+  const Checker check(op, "x", x);
+  std::vector<Input> like_x = of_tokens;
+  for (const Input& in : of_sequences)
+    if (in.t != nullptr) like_x.push_back(in);
+  std::vector<Input> all = like_x;
+  all.push_back({"weight", &weight});
+  if (given(bias)) all.push_back({"bias", &*bias});
+  for (const Input& in : all) check.defined(in.name, *in.t);
+  for (const Input& in : all) check.strided(in.name, *in.t);
+  for (const Input& in : all) check.device(in.name, *in.t);
+  check.floating("x", x);
+  for (const Input& in : like_x) check.like_first(in.name, *in.t, x.scalar_type());
+  check.floating("weight", weight);
+  if (given(bias)) check.floating("bias", *bias);
+
+  check.rank("x", x, 3, "[B, T, D]");
+  check.rank("weight", weight, 3, "[D, 1, W]");
+  ConvolutionShape shape{x.sym_size(0), x.sym_size(1), x.sym_size(2), weight.sym_size(2),
+                         x.sym_size(0)};
+  shape.packed = given(cu_seqlens);
+  shape.accumulate = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  for (const Input& in : of_tokens)
+    check.shape(in.name, *in.t, "[B, T, D]", {shape.B, shape.T, shape.D});
+  check.at_least_one("the last dimension", "weight", shape.W);
+  check.shape("weight", weight, "[D, 1, W]", {shape.D, 1, shape.W});
+  if (given(bias)) check.shape("bias", *bias, "[D]", {shape.D});
+  if (shape.packed) {
+    const at::Tensor& cu = *cu_seqlens;
+    TORCH_CHECK_VALUE(cu.dim() == 1, op, ": expected cu_seqlens to have shape [N + 1], got ",
+                      cu.sym_sizes());
+    check.indices("cu_seqlens", cu, "[N + 1]");
+    TORCH_CHECK_VALUE(holds(cu.sym_size(0).sym_ge(1)), op,
+                      ": expected cu_seqlens to have shape [N + 1], got ", cu.sym_sizes());
+    TORCH_CHECK_VALUE(holds(shape.B.sym_eq(1)), op, ": expected B to be 1 with cu_seqlens, got ",
+                      shape.B);
+    shape.N = cu.sym_size(0) - 1;
+  }
+  for (const Input& in : of_sequences)
+    if (in.t != nullptr) check.shape(in.name, *in.t, "[N, D, W]", {shape.N, shape.D, shape.W});
+  return shape;
+}
+
+}  // namespace
+
+ConvolutionShape check_short_convolution_fwd(const at::Tensor& x, const at::Tensor& weight,
+                                             const OptionalTensor& bias,
+                                             const OptionalTensor& cache,
+                                             const OptionalTensor& cu_seqlens) {
+  return check_convolution("ShortConvolution", {{"x", &x}}, {{"cache", where_given(cache)}}, weight,
+                           bias, cu_seqlens);
+}
+
+ConvolutionShape check_short_convolution_bwd(const at::Tensor& dy, const OptionalTensor& dstate,
+                                             const at::Tensor& x, const at::Tensor& weight,
+                                             const OptionalTensor& bias,
+                                             const OptionalTensor& cache,
+                                             const OptionalTensor& cu_seqlens) {
+  return check_convolution("short_convolution_bwd", {{"x", &x}, {"dy", &dy}},
+                           {{"cache", where_given(cache)}, {"dstate", where_given(dstate)}}, weight,
+                           bias, cu_seqlens);
+}
+
+ConvolutionShape check_short_convolution_pool(const at::Tensor& x, const at::Tensor& weight,
+                                              const OptionalTensor& bias,
+                                              const ConvolutionPoolInputs& pool) {
+  const ConvolutionShape shape =
+      check_convolution(kPoolOp, {{"x", &x}}, {}, weight, bias, pool.cu_seqlens);
+  const Checker check(kPoolOp, "x", x);
+  const at::Tensor& state = pool.state;
+  check.defined("state", state);
+  check.strided("state", state);
+  check.device("state", state);
+  check.like_first("state", state, x.scalar_type());
+  check.rank("state", state, 3, "[P, D, W]");
+  const c10::SymInt P = given(pool.slots) ? state.sym_size(0) : shape.N;
+  check.shape("state", state, "[P, D, W]", {P, shape.D, shape.W});
+  const char* rows = shape.packed ? "[N]" : "[B]";
+  check.indices_of("slots", pool.slots, rows, shape.N);
+  check.indices_of("write_slots", pool.write_slots, rows, shape.N);
+  check.has_initial_state(pool.has_initial_state, rows, shape.N);
+  if (pool.out != nullptr)
+    check_out(check, *pool.out, x.scalar_type(), "[B, T, D]",
+              {x.sym_size(0), x.sym_size(1), x.sym_size(2)});
+  return shape;
+}
+
+void check_convolution_pool_layouts(const at::Tensor& x, const at::Tensor& weight,
+                                    const OptionalTensor& bias, const ConvolutionPoolInputs& pool) {
+  const at::Tensor& state = pool.state;
+  const auto sizes = state.sizes(), strides = state.strides();
+  const bool contiguous =
+      (sizes[2] == 1 || strides[2] == 1) && (sizes[1] == 1 || strides[1] == sizes[2]);
+  const bool apart = state.numel() == 0 || sizes[0] == 1 || strides[0] >= sizes[1] * sizes[2];
+  TORCH_CHECK_VALUE(
+      contiguous && apart, kPoolOp,
+      ": expected each row of state to be contiguous and apart from the others, got sizes ", sizes,
+      " with strides ", strides);
+  if (pool.out != nullptr)
+    check_out_layout(
+        kPoolOp, *pool.out,
+        {{"x", &x}, {"weight", &weight}, {"bias", where_given(bias)}, {"state", &state}});
+}
+
+at::Tensor with_contiguous_channels(const at::Tensor& t) {
+  return t.size(2) == 1 || t.stride(2) == 1 ? t : t.contiguous();
+}
+
+TokenStrides token_strides(const at::Tensor& t) {
+  return {t.size(0) == 1 ? 0 : t.stride(0), t.size(1) == 1 ? 0 : t.stride(1)};
+}
+
+namespace {
+
+// What they return while a graph is traced.
+ConvolutionForwardOutputs fwd_meta(const at::Tensor& x, const at::Tensor& weight,
+                                   const OptionalTensor& bias, const OptionalTensor& cache,
+                                   const OptionalTensor& cu_seqlens, bool output_state) {
+  const auto s = check_short_convolution_fwd(x, weight, bias, cache, cu_seqlens);
+  return {fresh(x), output_state ? empty({s.N, s.D, s.W}, x, x.scalar_type())
+                                 : empty({0}, x, x.scalar_type())};
+}
+
+ConvolutionBackwardOutputs bwd_meta(const at::Tensor& dy, const OptionalTensor& dstate,
+                                    const at::Tensor& x, const at::Tensor& weight,
+                                    const OptionalTensor& bias, const OptionalTensor& cache,
+                                    const OptionalTensor& cu_seqlens) {
+  check_short_convolution_bwd(dy, dstate, x, weight, bias, cache, cu_seqlens);
+  return {fresh(x), fresh(weight), given(bias) ? fresh(*bias) : empty({0}, x, x.scalar_type()),
+          given(cache) ? fresh(*cache) : empty({0}, x, x.scalar_type())};
+}
+
+at::Tensor on_pool_meta(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+                        const ConvolutionPoolInputs& pool) {
+  check_short_convolution_pool(x, weight, bias, pool);
+  return pool.out == nullptr ? fresh(x) : at::Tensor();
+}
+
+// Nothing but the inputs is saved. A bias and a cache that are absent have no gradient.
+struct ShortConvolution {
+  static constexpr const char *fwd = "short_convolution_fwd", *bwd = "short_convolution_bwd";
+
+  static size_t setup_context(AutogradContext* ctx, const variable_list&, const at::Tensor& x,
+                              const at::Tensor& weight, const OptionalTensor& bias,
+                              const OptionalTensor& cache, const OptionalTensor& cu_seqlens,
+                              bool output_state) {
+    save(ctx, {x, weight, bias, cache, cu_seqlens});
+    return output_state ? 2 : 1;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &x = saved[0], &weight = saved[1], &bias = saved[2], &cache = saved[3];
+    const at::Tensor none, dy = grads[0].defined() ? grads[0] : at::zeros_like(x);
+    const OptionalTensor dstate = grads.size() > 1 ? or_absent(grads[1]) : std::nullopt;
+    auto [dx, dweight, dbias, dcache] = short_convolution_bwd(
+        dy, dstate, x, weight, or_absent(bias), or_absent(cache), or_absent(saved[4]));
+    return {dx, dweight, bias.defined() ? dbias : none, cache.defined() ? dcache : none};
+  }
+};
+
+constexpr Refusal kPool{kPoolOp,
+                        "decoding on a pool has no gradient, call a ShortConvolution, or run it "
+                        "under torch.no_grad()"};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
+  define(m,
+         "short_convolution_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? cache, Tensor? "
+         "cu_seqlens, bool output_state) -> (Tensor y, Tensor state)",
+         "ShortConvolution");
+  define(m,
+         "short_convolution_bwd(Tensor dy, Tensor? dstate, Tensor x, Tensor weight, Tensor? bias, "
+         "Tensor? cache, Tensor? cu_seqlens) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor "
+         "dcache)");
+  const std::string on_pool =
+      "Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? slots, Tensor? "
+      "write_slots, Tensor? has_initial_state, Tensor? cu_seqlens";
+  define(m, "short_convolution_(" + on_pool + ") -> Tensor");
+  define(m, "short_convolution_.out(" + on_pool + ", *, Tensor(b!) out) -> ()");
+  refuse_vmap(m, {"short_convolution_", "short_convolution_.out"});
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
+  m.impl(ShortConvolution::fwd, fwd_meta);
+  m.impl(ShortConvolution::bwd, bwd_meta);
+  ConvolutionOnPool<on_pool_meta>::register_in(m);
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
+  m.impl(ShortConvolution::fwd, Differentiable<short_convolution_fwd, ShortConvolution>::run);
+  m.impl(ShortConvolution::bwd, DifferentiableOnce<short_convolution_bwd, ShortConvolution>::run);
+  m.impl("short_convolution_", InPlace<short_convolution_>::refuse<kPool>);
+  m.impl("short_convolution_.out", InPlace<short_convolution_out>::refuse<kPool>);
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
+  m.impl("short_convolution_", InPlace<short_convolution_>::run_and_tell);
+  m.impl("short_convolution_.out", InPlace<short_convolution_out>::run_and_tell);
+}
+
+}  // namespace gla_ext
