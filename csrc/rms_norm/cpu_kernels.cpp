@@ -18,7 +18,7 @@
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
-int64_t workspace_size(int64_t V) { return 4 * padded(V); }
+inline int64_t norm_workspace(int64_t V) { return 4 * padded(V); }
 
 template <typename T>
 inline int64_t norm_offset(const Norm<T>& p, const NormRows& rows, int64_t row) {
@@ -153,11 +153,11 @@ void backward(const Norm<T>& p, T* workspace, int64_t task) {
 
 template <>
 const NormKernels<float> KernelTables<NormKernels<float>>::CPU_CAPABILITY = {
-    CPU_CAPABILITY::workspace_size, CPU_CAPABILITY::forward<float>,
+    CPU_CAPABILITY::norm_workspace, CPU_CAPABILITY::forward<float>,
     CPU_CAPABILITY::backward<float>};
 template <>
 const NormKernels<double> KernelTables<NormKernels<double>>::CPU_CAPABILITY = {
-    CPU_CAPABILITY::workspace_size, CPU_CAPABILITY::forward<double>,
+    CPU_CAPABILITY::norm_workspace, CPU_CAPABILITY::forward<double>,
     CPU_CAPABILITY::backward<double>};
 
 }  // namespace gla_ext::cpu
