@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/shape.h"
@@ -12,6 +13,11 @@
 namespace gla_ext {
 
 using Sizes = std::vector<c10::SymInt>;
+
+// Absent tensors are null.
+using NamedTensor = std::pair<const char*, const at::Tensor*>;
+using NamedTensors = std::vector<NamedTensor>;
+inline const at::Tensor* where_given(const OptionalTensor& t) { return given(t) ? &*t : nullptr; }
 
 std::string dtype_name(at::ScalarType t);
 
@@ -68,6 +74,10 @@ class Checker {
     dtype(name, t, expected, c10::str(" like ", first_name_).c_str());
   }
 
+  // All are there, strided and on one device. `tensors` have the dtype of the first of them,
+  // `others` any.
+  void alike(const NamedTensors& tensors, const NamedTensors& others = {}) const;
+
   // Gates and pools of states may be of any of the three shorter types beside inputs of those
   // types, and fp64 beside fp64.
   void gate_dtype(const char* name, const at::Tensor& t, bool fp64) const {
@@ -99,6 +109,11 @@ class Checker {
       TORCH_CHECK_VALUE(holds(t.sym_size(static_cast<int64_t>(i)).sym_eq(expected[i])), op_,
                         ": expected ", name, " to have shape ", dims, " = ",
                         c10::SymIntArrayRef(expected), ", got ", t.sym_sizes());
+  }
+
+  void shapes(const NamedTensors& tensors, const char* dims, const Sizes& expected) const {
+    for (const auto& [name, t] : tensors)
+      if (t != nullptr) shape(name, *t, dims, expected);
   }
 
   // k, v and gates may have fewer heads than q, each for as many of q's as another.

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <initializer_list>
-#include <utility>
 
 #include "checker.h"
 
@@ -14,7 +13,6 @@ void check_out(const Checker& check, const at::Tensor& out, at::ScalarType dtype
 
 // For backends: results are written where `out` lies, so its last dimension must be contiguous, no
 // two elements the same, and no input among them. Absent inputs are null.
-using NamedTensor = std::pair<const char*, const at::Tensor*>;
 void check_out_layout(const char* op, const at::Tensor& out,
                       std::initializer_list<NamedTensor> inputs);
 

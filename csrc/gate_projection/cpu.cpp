@@ -79,18 +79,6 @@ class GateProjectionTasks {
   at::Tensor weight_, bias_;
 };
 
-// f(GateProjectionTasks<float or double>)
-template <typename F>
-auto with_tasks(const at::Tensor& h, const at::Tensor& weight, const OptionalTensor& bias,
-                double normalizer, std::optional<double> clamp_min, F&& f) {
-  if (h.scalar_type() == at::kDouble) {
-    GateProjectionTasks<double> tasks(h, weight, bias, normalizer, clamp_min);
-    return f(tasks);
-  }
-  GateProjectionTasks<float> tasks(h, weight, bias, normalizer, clamp_min);
-  return f(tasks);
-}
-
 at::Tensor gate_projection_fwd_cpu(const at::Tensor& h, const at::Tensor& weight,
                                    const OptionalTensor& bias, double normalizer,
                                    std::optional<double> clamp_min) {
@@ -98,7 +86,9 @@ at::Tensor gate_projection_fwd_cpu(const at::Tensor& h, const at::Tensor& weight
   auto sizes = h.sizes().vec();
   sizes.back() = weight.size(0);
   at::Tensor g = at::empty(sizes, h.options());
-  with_tasks(h, weight, bias, normalizer, clamp_min, [&](auto& tasks) { tasks.forward(g); });
+  with_accumulate(h.scalar_type(), [&](auto type) {
+    GateProjectionTasks<decltype(type)>(h, weight, bias, normalizer, clamp_min).forward(g);
+  });
   return g;
 }
 
@@ -108,8 +98,10 @@ GateProjectionBackwardOutputs gate_projection_bwd_cpu(const at::Tensor& dg, cons
                                                       std::optional<double> clamp_min) {
   check_gate_projection_bwd(dg, h, weight, bias, normalizer);
   at::Tensor dh = at::empty(h.sizes(), h.options());
-  const at::Tensor sums = with_tasks(h, weight, bias, normalizer, clamp_min,
-                                     [&](auto& tasks) { return tasks.backward(dg, dh); });
+  const at::Tensor sums = with_accumulate(h.scalar_type(), [&](auto type) {
+    return GateProjectionTasks<decltype(type)>(h, weight, bias, normalizer, clamp_min)
+        .backward(dg, dh);
+  });
   const int64_t R = h.size(-1);
   at::Tensor dweight = at::empty(weight.sizes(), weight.options());
   dweight.copy_(sums.narrow(0, 0, R).t());

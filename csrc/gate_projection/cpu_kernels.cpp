@@ -14,7 +14,7 @@
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
-int64_t workspace_size(int64_t R, int64_t K) { return padded(R) + padded(K); }
+inline int64_t gate_projection_workspace(int64_t R, int64_t K) { return padded(R) + padded(K); }
 
 template <typename T>
 inline int64_t row_offset(const StridedRows& rows, int64_t inner_rows, int64_t row) {
@@ -99,11 +99,11 @@ void backward(const GateProjection<T>& p, T* h, int64_t task) {
 
 template <>
 const GateProjectionKernels<float> KernelTables<GateProjectionKernels<float>>::CPU_CAPABILITY = {
-    CPU_CAPABILITY::workspace_size, CPU_CAPABILITY::forward<float>,
+    CPU_CAPABILITY::gate_projection_workspace, CPU_CAPABILITY::forward<float>,
     CPU_CAPABILITY::backward<float>};
 template <>
 const GateProjectionKernels<double> KernelTables<GateProjectionKernels<double>>::CPU_CAPABILITY = {
-    CPU_CAPABILITY::workspace_size, CPU_CAPABILITY::forward<double>,
+    CPU_CAPABILITY::gate_projection_workspace, CPU_CAPABILITY::forward<double>,
     CPU_CAPABILITY::backward<double>};
 
 }  // namespace gla_ext::cpu

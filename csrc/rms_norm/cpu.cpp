@@ -27,13 +27,13 @@ int64_t rows_per_task(int64_t rows, int64_t width) {
 template <typename T>
 class NormTasks {
  public:
-  NormTasks(const NormCall& call, RowLayout layout, const OptionalTensor& weight, double eps)
-      : layout_(std::move(layout)) {
+  NormTasks(const NormCall& call, const std::vector<at::Tensor>& tensors,
+            const OptionalTensor& weight, double eps)
+      : layout_(lay_out_rows(tensors)) {
     p.rows = layout_.rows;
     p.inner_rows = layout_.inner_rows;
     p.width = layout_.width;
     p.rows_per_task = rows_per_task(p.rows, p.width);
-    p.dtype = dtype_of(layout_.tensors[0].scalar_type());
     p.activation = call.activation;
     p.eps = eps;
     options_ = layout_.tensors[0].options().dtype(call.accumulate);
@@ -47,10 +47,11 @@ class NormTasks {
 
   // Tensor i of the layout.
   NormRows input(size_t i) const {
-    return {const_cast<void*>(layout_.tensors[i].const_data_ptr()), layout_.strides[i]};
+    const at::Tensor& t = layout_.tensors[i];
+    return {const_cast<void*>(t.const_data_ptr()), dtype_of(t.scalar_type()), layout_.strides[i]};
   }
   NormRows output(const at::Tensor& t) const {
-    return {t.mutable_data_ptr(), {p.inner_rows * p.width, p.width}};
+    return {t.mutable_data_ptr(), dtype_of(t.scalar_type()), {p.inner_rows * p.width, p.width}};
   }
   int64_t tasks() const { return (p.rows + p.rows_per_task - 1) / p.rows_per_task; }
 
@@ -85,19 +86,6 @@ class NormTasks {
   at::Tensor weight_;
 };
 
-// f(NormTasks<float or double>) by the accumulation dtype.
-template <typename F>
-auto with_tasks(const NormCall& call, std::vector<at::Tensor> tensors, const OptionalTensor& weight,
-                double eps, F&& f) {
-  RowLayout layout = lay_out_rows(std::move(tensors));
-  if (call.accumulate == at::kDouble) {
-    NormTasks<double> tasks(call, std::move(layout), weight, eps);
-    return f(tasks);
-  }
-  NormTasks<float> tasks(call, std::move(layout), weight, eps);
-  return f(tasks);
-}
-
 NormForwardOutputs rms_norm_gate_fwd_cpu(const at::Tensor& x, const OptionalTensor& weight,
                                          const OptionalTensor& gate, std::string_view activation,
                                          double eps) {
@@ -106,7 +94,8 @@ NormForwardOutputs rms_norm_gate_fwd_cpu(const at::Tensor& x, const OptionalTens
   at::Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(call.accumulate));
   std::vector<at::Tensor> tensors{x};
   if (given(gate)) tensors.push_back(*gate);
-  with_tasks(call, std::move(tensors), weight, eps, [&](auto& tasks) {
+  with_accumulate(call.accumulate, [&](auto type) {
+    NormTasks<decltype(type)> tasks(call, tensors, weight, eps);
     auto& p = tasks.p;
     if (p.rows == 0) return;
     p.x = tasks.input(0);
@@ -133,7 +122,8 @@ NormBackwardOutputs rms_norm_gate_bwd_cpu(const at::Tensor& dy, const at::Tensor
   std::vector<at::Tensor> tensors{x, dy};
   if (given(gate)) tensors.push_back(*gate);
   const at::Tensor kept = rstd.contiguous();
-  at::Tensor dweight = with_tasks(call, std::move(tensors), weight, 0, [&](auto& tasks) {
+  at::Tensor dweight = with_accumulate(call.accumulate, [&](auto type) {
+    NormTasks<decltype(type)> tasks(call, tensors, weight, 0);
     auto& p = tasks.p;
     p.x = tasks.input(0);
     p.dy = tasks.input(1);
@@ -155,10 +145,10 @@ NormResidualForwardOutputs rms_norm_residual_fwd_cpu(const at::Tensor& x,
   const NormCall call = check_rms_norm_residual_fwd(x, residual, weight);
   at::Tensor y = contiguous_like(x), stream = contiguous_like(residual);
   at::Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(call.accumulate));
-  with_tasks(call, {x, residual}, weight, eps, [&](auto& tasks) {
+  with_accumulate(call.accumulate, [&](auto type) {
+    NormTasks<decltype(type)> tasks(call, {x, residual}, weight, eps);
     auto& p = tasks.p;
     if (p.rows == 0) return;
-    p.stream_dtype = dtype_of(residual.scalar_type());
     p.x = tasks.input(0);
     p.residual = tasks.input(1);
     p.stream = tasks.output(stream);
@@ -185,9 +175,9 @@ NormResidualBackwardOutputs rms_norm_residual_bwd_cpu(const at::Tensor& dy,
   std::vector<at::Tensor> tensors{dy, stream};
   if (given(dstream)) tensors.push_back(*dstream);
   const at::Tensor kept = rstd.contiguous();
-  at::Tensor dweight = with_tasks(call, std::move(tensors), weight, 0, [&](auto& tasks) {
+  at::Tensor dweight = with_accumulate(call.accumulate, [&](auto type) {
+    NormTasks<decltype(type)> tasks(call, tensors, weight, 0);
     auto& p = tasks.p;
-    p.stream_dtype = dtype_of(stream.scalar_type());
     p.dy = tasks.input(0);
     p.x = tasks.input(1);
     if (given(dstream)) p.dstream = tasks.input(2);

@@ -18,7 +18,7 @@
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
-int64_t workspace_size(int64_t V) { return 4 * padded(V); }
+inline int64_t norm_workspace(int64_t V) { return 4 * padded(V); }
 
 template <typename T>
 inline int64_t norm_offset(const Norm<T>& p, const NormRows& rows, int64_t row) {
@@ -27,44 +27,33 @@ inline int64_t norm_offset(const Norm<T>& p, const NormRows& rows, int64_t row) 
 
 // dst[padded(V)] <- a row, then zeros.
 template <typename T>
-inline void load_norm_row(T* dst, const Norm<T>& p, const NormRows& rows, int64_t row,
-                          DType dtype) {
-  convert_row(dst, rows.data, dtype, norm_offset(p, rows, row), p.width);
+inline void load_norm_row(T* dst, const Norm<T>& p, const NormRows& rows, int64_t row) {
+  convert_row(dst, rows.data, rows.dtype, norm_offset(p, rows, row), p.width);
   std::memset(dst + p.width, 0, (padded(p.width) - p.width) * sizeof(T));
 }
 
 template <typename T>
-inline void store_norm_row(const T* src, const Norm<T>& p, const NormRows& rows, int64_t row,
-                           DType dtype) {
-  convert_row_back(rows.data, dtype, norm_offset(p, rows, row), src, p.width);
-}
-
-template <typename T>
-inline void load_norm_row(T* dst, const Norm<T>& p, const NormRows& rows, int64_t row) {
-  load_norm_row(dst, p, rows, row, p.dtype);
-}
-template <typename T>
 inline void store_norm_row(const T* src, const Norm<T>& p, const NormRows& rows, int64_t row) {
-  store_norm_row(src, p, rows, row, p.dtype);
+  convert_row_back(rows.data, rows.dtype, norm_offset(p, rows, row), src, p.width);
 }
 
 // x becomes the stream, residual + x, as it is rounded there.
 template <typename T>
 inline void add_residual_row(const Norm<T>& p, int64_t row, T* x, T* residual) {
-  load_norm_row(residual, p, p.residual, row, p.stream_dtype);
+  load_norm_row(residual, p, p.residual, row);
   map<T>(padded(p.width), [](Vec<T> r, Vec<T> v) { return r + v; }, x, residual, x);
-  store_norm_row(x, p, p.stream, row, p.stream_dtype);
-  load_norm_row(x, p, p.stream, row, p.stream_dtype);
+  store_norm_row(x, p, p.stream, row);
+  load_norm_row(x, p, p.stream, row);
 }
 
 // The gradient of the row's norm, with the stream's own, is that of the residual and of x.
 template <typename T>
 inline void store_residual_grads(const Norm<T>& p, int64_t row, T* u, T* dstream) {
   if (p.dstream.data != nullptr) {
-    load_norm_row(dstream, p, p.dstream, row, p.stream_dtype);
+    load_norm_row(dstream, p, p.dstream, row);
     map<T>(padded(p.width), [](Vec<T> v, Vec<T> d) { return v + d; }, u, u, dstream);
   }
-  store_norm_row(u, p, p.dresidual, row, p.stream_dtype);
+  store_norm_row(u, p, p.dresidual, row);
   if (p.dx.data != nullptr) store_norm_row(u, p, p.dx, row);
 }
 
@@ -117,8 +106,7 @@ void backward(const Norm<T>& p, T* workspace, int64_t task) {
   T* dweight = p.weight == nullptr ? nullptr : p.dweight_parts + task * Vp;
   if (dweight != nullptr) fill(dweight, Vp, T(0));
   for_rows(p, task, [&](int64_t row) {
-    const bool has_residual = p.dresidual.data != nullptr;
-    load_norm_row(n, p, p.x, row, has_residual ? p.stream_dtype : p.dtype);
+    load_norm_row(n, p, p.x, row);
     load_norm_row(u, p, p.dy, row);
     const Vec<T> rstd(p.rstd[row]);
     if (p.gate.data != nullptr) load_norm_row(gate, p, p.gate, row);
@@ -154,7 +142,7 @@ void backward(const Norm<T>& p, T* workspace, int64_t task) {
       const Vec<T> along = Vec<T>::loadu(n + i).neg();
       (rstd * at::vec::fmadd(along, mean, Vec<T>::loadu(u + i))).store(u + i);
     }
-    if (has_residual)
+    if (p.dresidual.data != nullptr)
       store_residual_grads(p, row, u, gate);
     else
       store_norm_row(u, p, p.dx, row);
@@ -165,11 +153,11 @@ void backward(const Norm<T>& p, T* workspace, int64_t task) {
 
 template <>
 const NormKernels<float> KernelTables<NormKernels<float>>::CPU_CAPABILITY = {
-    CPU_CAPABILITY::workspace_size, CPU_CAPABILITY::forward<float>,
+    CPU_CAPABILITY::norm_workspace, CPU_CAPABILITY::forward<float>,
     CPU_CAPABILITY::backward<float>};
 template <>
 const NormKernels<double> KernelTables<NormKernels<double>>::CPU_CAPABILITY = {
-    CPU_CAPABILITY::workspace_size, CPU_CAPABILITY::forward<double>,
+    CPU_CAPABILITY::norm_workspace, CPU_CAPABILITY::forward<double>,
     CPU_CAPABILITY::backward<double>};
 
 }  // namespace gla_ext::cpu

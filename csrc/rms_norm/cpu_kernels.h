@@ -10,6 +10,7 @@ namespace gla_ext::cpu {
 // One tensor [rows, V] whose last dimension is contiguous.
 struct NormRows {
   void* data = nullptr;
+  DType dtype = DType::kFloat;
   RowStrides strides;
 };
 
@@ -18,8 +19,6 @@ template <typename T>
 struct Norm {
   int64_t rows = 0, inner_rows = 1, width = 0;  // width is V
   int64_t rows_per_task = 1;                    // follows from the shape alone
-  DType dtype = DType::kFloat;                  // of all rows but those of the stream
-  DType stream_dtype = DType::kFloat;           // of x too in the backward of a residual's norm
   Activation activation = Activation::kSwish;
   double eps = 0;
 

@@ -79,31 +79,15 @@ Activation activation_of(const char* op, std::string_view name) {
   TORCH_CHECK_VALUE(false, op, ": expected activation to be one of ", known, ", got '", name, "'");
 }
 
-struct Input {
-  const char* name;
-  const at::Tensor& t;
-};
-
 // x and what has its shape and dtype; weight [V] of any dtype.
-NormCall check_norm(const char* op, const std::vector<Input>& like_x, const OptionalTensor& weight,
+NormCall check_norm(const char* op, const NamedTensors& like_x, const OptionalTensor& weight,
                     std::string_view activation) {
-  const at::Tensor& x = like_x[0].t;
+  const at::Tensor& x = *like_x[0].second;
   const Checker check(op, "x", x);
-  const auto for_each = [&](auto&& f) {
-    for (const Input& in : like_x) f(in);
-  };
-  for_each([&](const Input& in) { check.defined(in.name, in.t); });
-  for_each([&](const Input& in) { check.strided(in.name, in.t); });
-  if (given(weight)) check.strided("weight", *weight);
-  for_each([&](const Input& in) { check.device(in.name, in.t); });
-  if (given(weight)) check.device("weight", *weight);
-  check.floating("x", x);
-  for_each([&](const Input& in) { check.like_first(in.name, in.t, x.scalar_type()); });
-  if (given(weight)) check.floating("weight", *weight);
+  check.alike(like_x, {{"weight", where_given(weight)}});
   TORCH_CHECK_VALUE(x.dim() >= 1, op, ": expected x to have at least 1 dimension [..., V], got 0");
   check.at_least_one("the last dimension", "x", x.sym_size(-1));
-  const Sizes sizes = x.sym_sizes().vec();
-  for_each([&](const Input& in) { check.shape(in.name, in.t, "[..., V]", sizes); });
+  check.shapes(like_x, "[..., V]", x.sym_sizes().vec());
   if (given(weight)) check.shape("weight", *weight, "[V]", {x.sym_size(-1)});
   return {activation_of(op, activation), x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat};
 }
@@ -140,18 +124,15 @@ void check_norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const a
 
 NormCall check_rms_norm_gate_fwd(const at::Tensor& x, const OptionalTensor& weight,
                                  const OptionalTensor& gate, std::string_view activation) {
-  std::vector<Input> like_x{{"x", x}};
-  if (given(gate)) like_x.push_back({"gate", *gate});
-  return check_norm("rms_norm_gate", like_x, weight, activation);
+  return check_norm("rms_norm_gate", {{"x", &x}, {"gate", where_given(gate)}}, weight, activation);
 }
 
 NormCall check_rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
                                  const OptionalTensor& weight, const OptionalTensor& gate,
                                  const at::Tensor& rstd, std::string_view activation) {
   const char* op = "rms_norm_gate_bwd";
-  std::vector<Input> like_x{{"x", x}, {"dy", dy}};
-  if (given(gate)) like_x.push_back({"gate", *gate});
-  const NormCall call = check_norm(op, like_x, weight, activation);
+  const NormCall call =
+      check_norm(op, {{"x", &x}, {"dy", &dy}, {"gate", where_given(gate)}}, weight, activation);
   check_rstd(Checker(op, "x", x), x, rstd, call);
   return call;
 }
@@ -159,7 +140,7 @@ NormCall check_rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
 NormCall check_rms_norm_residual_fwd(const at::Tensor& x, const at::Tensor& residual,
                                      const OptionalTensor& weight) {
   const char* op = "rms_norm_residual";
-  const NormCall call = check_norm(op, {{"x", x}}, weight, "swish");
+  const NormCall call = check_norm(op, {{"x", &x}}, weight, "swish");
   check_stream(Checker(op, "x", x), "residual", residual, x);
   return call;
 }
@@ -168,7 +149,7 @@ NormCall check_rms_norm_residual_bwd(const at::Tensor& dy, const OptionalTensor&
                                      const at::Tensor& stream, const OptionalTensor& weight,
                                      const at::Tensor& rstd) {
   const char* op = "rms_norm_residual_bwd";
-  const NormCall call = check_norm(op, {{"dy", dy}}, weight, "swish");
+  const NormCall call = check_norm(op, {{"dy", &dy}}, weight, "swish");
   const Checker check(op, "dy", dy);
   check_stream(check, "stream", stream, dy);
   if (given(dstream)) {

@@ -194,18 +194,6 @@ class ConvolutionTasks {
   int64_t run_tokens_ = 1;
 };
 
-// f(ConvolutionTasks<float or double>) by the accumulation dtype.
-template <typename F>
-auto with_tasks(const Sequences& sequences, const ConvolutionShape& shape, const at::Tensor& x,
-                const at::Tensor& weight, const OptionalTensor& bias, F&& f) {
-  if (shape.accumulate == at::kDouble) {
-    ConvolutionTasks<double> tasks(sequences, shape, x, weight, bias);
-    return f(tasks);
-  }
-  ConvolutionTasks<float> tasks(sequences, shape, x, weight, bias);
-  return f(tasks);
-}
-
 OptionalTensor contiguous(const OptionalTensor& t) {
   return given(t) ? OptionalTensor(t->contiguous()) : std::nullopt;
 }
@@ -222,7 +210,8 @@ at::Tensor run_forward(const Sequences& sequences, const ConvolutionShape& shape
                          ? at::empty({sequences.count(), x.size(2), weight.size(2)}, x.options())
                          : at::empty({0}, x.options());
   if (x.numel() > 0)
-    with_tasks(sequences, shape, inputs, weight, bias, [&](auto& tasks) {
+    with_accumulate(shape.accumulate, [&](auto type) {
+      ConvolutionTasks<decltype(type)> tasks(sequences, shape, inputs, weight, bias);
       tasks.p.cache = data_of(before);
       tasks.p.y = rows_of(y);
       tasks.forward();
@@ -291,7 +280,8 @@ ConvolutionBackwardOutputs short_convolution_bwd_cpu(const at::Tensor& dy,
       pass_empty_states<decltype(element)>(sequences, of_state, dcache);
     });
   if (x.numel() == 0) return {dx, dweight, dbias, dcache};
-  const at::Tensor sums = with_tasks(sequences, shape, inputs, weight, bias, [&](auto& tasks) {
+  const at::Tensor sums = with_accumulate(shape.accumulate, [&](auto type) {
+    ConvolutionTasks<decltype(type)> tasks(sequences, shape, inputs, weight, bias);
     auto& p = tasks.p;
     p.cache = data_of(before);
     p.dstate = data_of(of_state);

@@ -27,7 +27,7 @@ struct RowRing {
 };
 
 template <typename T>
-int64_t workspace_size(int64_t W, int64_t width) {
+int64_t convolution_workspace(int64_t W, int64_t width) {
   return (2 * W + 2) * padded(width) + padded(W * sizeof(T*) / sizeof(T));
 }
 
@@ -168,11 +168,11 @@ void backward(const Convolution<T>& p, T* workspace, const ConvolutionPiece& pie
 
 template <>
 const ConvolutionKernels<float> KernelTables<ConvolutionKernels<float>>::CPU_CAPABILITY = {
-    CPU_CAPABILITY::workspace_size<float>, CPU_CAPABILITY::forward<float>,
+    CPU_CAPABILITY::convolution_workspace<float>, CPU_CAPABILITY::forward<float>,
     CPU_CAPABILITY::backward<float>};
 template <>
 const ConvolutionKernels<double> KernelTables<ConvolutionKernels<double>>::CPU_CAPABILITY = {
-    CPU_CAPABILITY::workspace_size<double>, CPU_CAPABILITY::forward<double>,
+    CPU_CAPABILITY::convolution_workspace<double>, CPU_CAPABILITY::forward<double>,
     CPU_CAPABILITY::backward<double>};
 
 }  // namespace gla_ext::cpu

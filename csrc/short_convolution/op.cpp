@@ -55,32 +55,15 @@ namespace {
 
 constexpr const char* kPoolOp = "short_convolution_";
 
-struct Input {
-  const char* name;
-  const at::Tensor* t;
-};
-
-const at::Tensor* where_given(const OptionalTensor& t) { return given(t) ? &*t : nullptr; }
-
 // x and what has its dtype; weight and bias of any dtype. `of_sequences` are [N, D, W].
-ConvolutionShape check_convolution(const char* op, const std::vector<Input>& of_tokens,
-                                   const std::vector<Input>& of_sequences, const at::Tensor& weight,
+ConvolutionShape check_convolution(const char* op, const NamedTensors& of_tokens,
+                                   const NamedTensors& of_sequences, const at::Tensor& weight,
                                    const OptionalTensor& bias, const OptionalTensor& cu_seqlens) {
-  const at::Tensor& x = *of_tokens[0].t;
+  const at::Tensor& x = *of_tokens[0].second;
   const Checker check(op, "x", x);
-  std::vector<Input> like_x = of_tokens;
-  for (const Input& in : of_sequences)
-    if (in.t != nullptr) like_x.push_back(in);
-  std::vector<Input> all = like_x;
-  all.push_back({"weight", &weight});
-  if (given(bias)) all.push_back({"bias", &*bias});
-  for (const Input& in : all) check.defined(in.name, *in.t);
-  for (const Input& in : all) check.strided(in.name, *in.t);
-  for (const Input& in : all) check.device(in.name, *in.t);
-  check.floating("x", x);
-  for (const Input& in : like_x) check.like_first(in.name, *in.t, x.scalar_type());
-  check.floating("weight", weight);
-  if (given(bias)) check.floating("bias", *bias);
+  NamedTensors like_x = of_tokens;
+  like_x.insert(like_x.end(), of_sequences.begin(), of_sequences.end());
+  check.alike(like_x, {{"weight", &weight}, {"bias", where_given(bias)}});
 
   check.rank("x", x, 3, "[B, T, D]");
   check.rank("weight", weight, 3, "[D, 1, W]");
@@ -88,8 +71,7 @@ ConvolutionShape check_convolution(const char* op, const std::vector<Input>& of_
                          x.sym_size(0)};
   shape.packed = given(cu_seqlens);
   shape.accumulate = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  for (const Input& in : of_tokens)
-    check.shape(in.name, *in.t, "[B, T, D]", {shape.B, shape.T, shape.D});
+  check.shapes(of_tokens, "[B, T, D]", {shape.B, shape.T, shape.D});
   check.at_least_one("the last dimension", "weight", shape.W);
   check.shape("weight", weight, "[D, 1, W]", {shape.D, 1, shape.W});
   if (given(bias)) check.shape("bias", *bias, "[D]", {shape.D});
@@ -104,8 +86,7 @@ ConvolutionShape check_convolution(const char* op, const std::vector<Input>& of_
                       shape.B);
     shape.N = cu.sym_size(0) - 1;
   }
-  for (const Input& in : of_sequences)
-    if (in.t != nullptr) check.shape(in.name, *in.t, "[N, D, W]", {shape.N, shape.D, shape.W});
+  check.shapes(of_sequences, "[N, D, W]", {shape.N, shape.D, shape.W});
   return shape;
 }
 

@@ -1,6 +1,4 @@
 // SwiGLU on CPU: check, allocate, run the tasks.
-#include "cpu_kernels.h"
-
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -9,6 +7,7 @@
 #include "common/row_layout.h"
 #include "common/tensors.h"
 #include "cpu/host/call.h"
+#include "cpu_kernels.h"
 #include "op.h"
 #include "ops.h"
 
@@ -45,10 +44,9 @@ at::Tensor swiglu_fwd_cpu(const at::Tensor& gate, const at::Tensor& up) {
   const RowLayout layout = lay_out_elements({gate, up});
   Swiglu p = problem_of(layout);
   p.y = y.mutable_data_ptr();
-  if (gate.scalar_type() == at::kDouble)
-    run<double>(p, &SwigluKernels<double>::forward);
-  else
-    run<float>(p, &SwigluKernels<float>::forward);
+  with_accumulate(gate.scalar_type(), [&](auto type) {
+    run<decltype(type)>(p, &SwigluKernels<decltype(type)>::forward);
+  });
   return y;
 }
 
@@ -64,10 +62,9 @@ SwigluBackwardOutputs swiglu_bwd_cpu(const at::Tensor& dy, const at::Tensor& gat
   p.dgate = dgate.mutable_data_ptr();
   p.dup = dup.mutable_data_ptr();
   if (product) p.y = y.mutable_data_ptr();
-  if (gate.scalar_type() == at::kDouble)
-    run<double>(p, &SwigluKernels<double>::backward);
-  else
-    run<float>(p, &SwigluKernels<float>::backward);
+  with_accumulate(gate.scalar_type(), [&](auto type) {
+    run<decltype(type)>(p, &SwigluKernels<decltype(type)>::backward);
+  });
   return {dgate, dup, y};
 }
 

@@ -5,9 +5,10 @@
 // writes  y; or dgate, dup and, where asked for, y [rows, D]
 // Everything is computed in T and rounded once. An element's bits depend on nothing but itself: the
 // tail of a piece goes through the same vector code.
+#include "cpu_kernels.h"
+
 #include "cpu/kernels.h"
 #include "cpu/kernels/activation.h"
-#include "cpu_kernels.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
@@ -75,11 +76,9 @@ void backward(const Swiglu& p, T* workspace, int64_t task) {
 
 template <>
 const SwigluKernels<float> KernelTables<SwigluKernels<float>>::CPU_CAPABILITY = {
-    CPU_CAPABILITY::kWorkspace, CPU_CAPABILITY::forward<float>,
-    CPU_CAPABILITY::backward<float>};
+    CPU_CAPABILITY::kWorkspace, CPU_CAPABILITY::forward<float>, CPU_CAPABILITY::backward<float>};
 template <>
 const SwigluKernels<double> KernelTables<SwigluKernels<double>>::CPU_CAPABILITY = {
-    CPU_CAPABILITY::kWorkspace, CPU_CAPABILITY::forward<double>,
-    CPU_CAPABILITY::backward<double>};
+    CPU_CAPABILITY::kWorkspace, CPU_CAPABILITY::forward<double>, CPU_CAPABILITY::backward<double>};
 
 }  // namespace gla_ext::cpu

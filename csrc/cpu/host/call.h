@@ -67,16 +67,20 @@ class Call {
 extern template class Call<float>;
 extern template class Call<double>;
 
+// f(float{}), or for fp64 inputs f(double{}).
+template <typename F>
+auto with_accumulate(at::ScalarType accumulate, F&& f) {
+  return accumulate == at::kDouble ? f(double{}) : f(float{});
+}
+
 // f(Call<float or double>) by the accumulation dtype.
 template <typename F>
 auto with_call(const char* op, const Shape& shape, const OptionalTensor& cu_seqlens,
                std::optional<double> scale, F&& f) {
-  if (shape.accumulate == at::kDouble) {
-    Call<double> call(op, shape, cu_seqlens, scale);
+  return with_accumulate(shape.accumulate, [&](auto type) {
+    Call<decltype(type)> call(op, shape, cu_seqlens, scale);
     return f(call);
-  }
-  Call<float> call(op, shape, cu_seqlens, scale);
-  return f(call);
+  });
 }
 
 }  // namespace gla_ext::cpu
