@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "cpu/host/plan.h"
-#include "cpu/kernels.h"
+#include "cpu/kernel_tables.h"
 #include "cuda/plan/plan.h"
 
 namespace py = pybind11;

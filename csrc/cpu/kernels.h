@@ -1,12 +1,10 @@
-// The CPU kernels as the host side sees them: one table a capability (DEFAULT, AVX2, AVX512) and
-// accumulation type.
+// chunk_gla's CPU kernels and those of its steps, as the host side sees them.
 #pragma once
 
 #include <cstdint>
-#include <string>
-#include <vector>
 
 #include "host/params.h"
+#include "kernel_tables.h"
 
 namespace gla_ext::cpu {
 
@@ -40,49 +38,10 @@ struct Kernels {
   ChunkTask merge_grads;          // q k v do b S dS dq_intra dk_intra dg_intra -> dq dk dg
 };
 
-// The table for the processor at hand; follows torch's own choice (ATEN_CPU_CAPABILITY).
+// The table for the processor at hand.
 template <typename T>
-const Kernels<T>& kernels();
-
-std::string capability_in_use();
-std::vector<std::string> capabilities_built();
-
-// An operator's tables, each of functions that are compiled for one capability: its
-// cpu_kernels.cpp, which is compiled for each, has
-//   template <>
-//   const SwigluKernels<float> KernelTables<SwigluKernels<float>>::CPU_CAPABILITY = {…};
-template <class Table>
-struct KernelTables {
-  static const Table DEFAULT;
-#if defined(__x86_64__)
-  static const Table AVX2, AVX512;
-#endif
-
-  // The one for the processor at hand.
-  static const Table& in_use() {
-#if defined(__x86_64__)
-    static const std::string capability = capability_in_use();
-    if (capability == "AVX512") return AVX512;
-    if (capability == "AVX2") return AVX2;
-#endif
-    return DEFAULT;
-  }
-};
-
-// One definition a capability, in kernels/float.cpp and kernels/double.cpp.
-namespace DEFAULT {
-extern const Kernels<float> float_kernels;
-extern const Kernels<double> double_kernels;
-}  // namespace DEFAULT
-#if defined(__x86_64__)
-namespace AVX2 {
-extern const Kernels<float> float_kernels;
-extern const Kernels<double> double_kernels;
-}  // namespace AVX2
-namespace AVX512 {
-extern const Kernels<float> float_kernels;
-extern const Kernels<double> double_kernels;
-}  // namespace AVX512
-#endif
+const Kernels<T>& kernels() {
+  return KernelTables<Kernels<T>>::in_use();
+}
 
 }  // namespace gla_ext::cpu

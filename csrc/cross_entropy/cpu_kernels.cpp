@@ -12,7 +12,7 @@
 #include <cmath>
 #include <limits>
 
-#include "cpu/kernels.h"
+#include "cpu/kernel_tables.h"
 #include "cpu/kernels/tile.h"
 
 namespace gla_ext::cpu {

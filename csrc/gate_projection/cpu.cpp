@@ -8,7 +8,7 @@
 
 #include "common/row_layout.h"
 #include "cpu/host/call.h"
-#include "cpu/kernels.h"
+#include "cpu/kernel_tables.h"
 #include "cpu_kernels.h"
 #include "op.h"
 #include "ops.h"

@@ -8,7 +8,7 @@
 // Everything is accumulated in T and rounded once.
 #include "cpu_kernels.h"
 
-#include "cpu/kernels.h"
+#include "cpu/kernel_tables.h"
 #include "cpu/kernels/activation.h"
 
 namespace gla_ext::cpu {

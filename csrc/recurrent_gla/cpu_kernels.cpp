@@ -10,7 +10,7 @@
 // division by a decay, and nothing in dg cancels. Everything is accumulated in T.
 #include "cpu_kernels.h"
 
-#include "cpu/kernels.h"
+#include "cpu/kernel_tables.h"
 #include "cpu/kernels/gates.h"
 
 namespace gla_ext::cpu {

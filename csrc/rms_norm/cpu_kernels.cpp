@@ -12,7 +12,7 @@
 
 #include <cmath>
 
-#include "cpu/kernels.h"
+#include "cpu/kernel_tables.h"
 #include "cpu/kernels/activation.h"
 
 namespace gla_ext::cpu {

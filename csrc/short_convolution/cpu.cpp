@@ -9,7 +9,7 @@
 #include "common/tensors.h"
 #include "cpu/host/call.h"
 #include "cpu/host/pool_rows.h"
-#include "cpu/kernels.h"
+#include "cpu/kernel_tables.h"
 #include "cpu_kernels.h"
 #include "dispatch/checker.h"
 #include "op.h"

@@ -10,7 +10,7 @@
 // Everything is accumulated in T and rounded once, in an order that the token alone decides.
 #include "cpu_kernels.h"
 
-#include "cpu/kernels.h"
+#include "cpu/kernel_tables.h"
 #include "cpu/kernels/activation.h"
 
 namespace gla_ext::cpu {

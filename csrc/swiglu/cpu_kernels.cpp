@@ -7,7 +7,7 @@
 // tail of a piece goes through the same vector code.
 #include "cpu_kernels.h"
 
-#include "cpu/kernels.h"
+#include "cpu/kernel_tables.h"
 #include "cpu/kernels/activation.h"
 
 namespace gla_ext::cpu {

@@ -1,7 +1,7 @@
 // The table for fp64 accumulation (fp64 inputs); compiled once per CPU capability.
 #include "table.h"
 
-namespace gla_ext::cpu::CPU_CAPABILITY {
-extern const Kernels<double> double_kernels;
-const Kernels<double> double_kernels = make_kernels<double>();
-}  // namespace gla_ext::cpu::CPU_CAPABILITY
+namespace gla_ext::cpu {
+template <>
+const Kernels<double> KernelTables<Kernels<double>>::CPU_CAPABILITY = CPU_CAPABILITY::make_kernels<double>();
+}  // namespace gla_ext::cpu

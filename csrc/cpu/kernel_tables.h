@@ -1,0 +1,35 @@
+// An operator's CPU kernels, compiled once a capability, and which of them run.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace gla_ext::cpu {
+
+// DEFAULT, AVX2 or AVX512: torch's own choice, so that ATEN_CPU_CAPABILITY means the same to both.
+std::string capability_in_use();
+std::vector<std::string> capabilities_built();
+
+// An operator's tables, each of functions that are compiled for one capability: its
+// cpu_kernels.cpp, which is compiled for each, has
+//   template <>
+//   const SwigluKernels<float> KernelTables<SwigluKernels<float>>::CPU_CAPABILITY = {…};
+template <class Table>
+struct KernelTables {
+  static const Table DEFAULT;
+#if defined(__x86_64__)
+  static const Table AVX2, AVX512;
+#endif
+
+  // The one for the processor at hand.
+  static const Table& in_use() {
+#if defined(__x86_64__)
+    static const std::string capability = capability_in_use();
+    if (capability == "AVX512") return AVX512;
+    if (capability == "AVX2") return AVX2;
+#endif
+    return DEFAULT;
+  }
+};
+
+}  // namespace gla_ext::cpu
