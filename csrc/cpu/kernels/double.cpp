@@ -3,5 +3,6 @@
 
 namespace gla_ext::cpu {
 template <>
-const Kernels<double> KernelTables<Kernels<double>>::CPU_CAPABILITY = CPU_CAPABILITY::make_kernels<double>();
+const Kernels<double> KernelTables<Kernels<double>>::CPU_CAPABILITY =
+    CPU_CAPABILITY::make_kernels<double>();
 }  // namespace gla_ext::cpu

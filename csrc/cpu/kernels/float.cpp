@@ -3,5 +3,6 @@
 
 namespace gla_ext::cpu {
 template <>
-const Kernels<float> KernelTables<Kernels<float>>::CPU_CAPABILITY = CPU_CAPABILITY::make_kernels<float>();
+const Kernels<float> KernelTables<Kernels<float>>::CPU_CAPABILITY =
+    CPU_CAPABILITY::make_kernels<float>();
 }  // namespace gla_ext::cpu
