@@ -16,7 +16,6 @@ namespace gla_ext::cpu {
 template <typename T>
 struct Kernels {
   using SequenceTask = void (*)(const Problem<T>&, T* workspace, const Sequence&, int64_t head);
-  using RunTask = void (*)(const Problem<T>&, T* workspace, const Run<T>&);
   using ChunkTask = void (*)(const Problem<T>&, T* workspace, const Chunk&);
 
   int64_t (*workspace_size)(int64_t K, int64_t V, bool value_gated);
@@ -39,11 +38,6 @@ struct Kernels {
   ChunkTask score_grads;          // do v -> dA
   ChunkTask intra_grads;          // q k b dA -> dq dk dg
   ChunkTask merge_grads;          // q k v do b S dS dq_intra dk_intra dg_intra -> dq dk dg
-
-  // The recurrence, token by token, on a workspace of its own.
-  int64_t (*recurrent_workspace)(int64_t K, int64_t V, int64_t tokens, bool backward);
-  RunTask recurrent_forward;   // q k v g gv state_in -> o state_out
-  RunTask recurrent_backward;  // do dstate_out q k v g gv state_in -> dq dk dv dg dgv dstate_in
 };
 
 // The table for the processor at hand; follows torch's own choice (ATEN_CPU_CAPABILITY).

@@ -80,4 +80,21 @@ void check_out_layout(const char* op, const at::Tensor& out,
                       ": expected out to share no memory with ", name);
 }
 
+void check_pool_layout(const char* op, const at::Tensor& state, bool written, const char* name) {
+  const auto sizes = state.sizes(), strides = state.strides();
+  const bool contiguous =
+      (sizes[3] == 1 || strides[3] == 1) && (sizes[2] == 1 || strides[2] == sizes[3]);
+  TORCH_CHECK_VALUE(contiguous, op, ": expected the last two dimensions of ", name,
+                    " to be contiguous, got strides ", strides);
+  if (!written || state.numel() == 0) return;
+  int64_t extent = sizes[2] * sizes[3];  // of what one step of the next dimension must pass
+  const int inner = strides[0] < strides[1] ? 0 : 1;
+  for (const int dim : {inner, 1 - inner}) {
+    if (sizes[dim] == 1) continue;
+    TORCH_CHECK_VALUE(strides[dim] >= extent, op, ": expected the matrices of ", name,
+                      " to lie apart, got sizes ", sizes, " with strides ", strides);
+    extent += strides[dim] * (sizes[dim] - 1);
+  }
+}
+
 }  // namespace gla_ext

@@ -1,4 +1,4 @@
-// The contract of an output that a caller gives, for operators on a pool.
+// The contract of what a caller gives to be written: a pool of states, and an output.
 #pragma once
 
 #include <initializer_list>
@@ -17,5 +17,10 @@ void check_out(const Checker& check, const at::Tensor& out, at::ScalarType dtype
 using NamedTensor = std::pair<const char*, const at::Tensor*>;
 void check_out_layout(const char* op, const at::Tensor& out,
                       std::initializer_list<NamedTensor> inputs);
+
+// For backends: a pool of states is read and written where it lies, so its matrices must be
+// contiguous and, where they are written, apart from each other.
+void check_pool_layout(const char* op, const at::Tensor& state, bool written,
+                       const char* name = "state");
 
 }  // namespace gla_ext

@@ -1,11 +1,11 @@
 #include "low_rank_step.h"
 
-#include "checks/recurrent_gla.h"
 #include "dispatch/in_place.h"
 #include "dispatch/linear_map.h"
 #include "dispatch/meta.h"
 #include "dispatch/op.h"
 #include "dispatch/schema.h"
+#include "op.h"
 #include "ops.h"
 
 namespace gla_ext {

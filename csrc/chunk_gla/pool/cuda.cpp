@@ -11,8 +11,8 @@
 #include "common/head_gates.h"
 #include "cuda/host/call.h"
 #include "cuda/host/tensors.h"
-#include "cuda/recurrent_gla/pool.h"
 #include "op.h"
+#include "recurrent_gla/cuda_pool.h"
 
 namespace gla_ext::cuda {
 namespace {

@@ -1,7 +1,6 @@
 // chunk_gla on a pool of states, which it reads and writes where they lie.
 #include "op.h"
 
-#include "checks/recurrent_gla.h"
 #include "dispatch/autocast.h"
 #include "dispatch/checker.h"
 #include "dispatch/in_place.h"

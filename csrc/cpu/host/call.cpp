@@ -195,31 +195,6 @@ void Call<T>::run(typename Kernels<T>::ChunkTask task) const {
                    [&](T* workspace, int64_t i) { task(problem, workspace, tasks[i]); });
 }
 
-template <typename T>
-void Call<T>::run(typename Kernels<T>::RunTask task, const std::vector<Run<T>>& runs,
-                  bool backward) const {
-  int64_t longest = 0;
-  for (const Run<T>& run : runs) longest = std::max(longest, run.length);
-  for_each_task<T>(static_cast<int64_t>(runs.size()),
-                   kernels<T>().recurrent_workspace(problem.K, problem.V, longest, backward),
-                   [&](T* workspace, int64_t i) { task(problem, workspace, runs[i]); });
-}
-
-template <typename T>
-std::vector<Run<T>> Call<T>::sequence_runs() const {
-  const Problem<T>& p = problem;
-  std::vector<Run<T>> runs;
-  for (const Sequence& s : sequences_)
-    for (int64_t head = 0; head < p.H; ++head) {
-      const auto matrix = [&](auto* states) {
-        return states == nullptr ? nullptr : states + (s.n * p.H + head) * p.K * p.V;
-      };
-      runs.push_back({s.row, s.start, s.length, head, matrix(p.h0), matrix(p.ht), matrix(p.dht),
-                      matrix(p.dh0)});
-    }
-  return runs;
-}
-
 template class Call<float>;
 template class Call<double>;
 

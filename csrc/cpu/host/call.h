@@ -53,9 +53,6 @@ class Call {
 
   void run(typename Kernels<T>::SequenceTask task, bool states_behind_workspace = false) const;
   void run(typename Kernels<T>::ChunkTask task) const;
-  // The recurrence over `runs`, or over every sequence and head between h0 and ht, dht and dh0.
-  void run(typename Kernels<T>::RunTask task, const std::vector<Run<T>>& runs, bool backward) const;
-  std::vector<Run<T>> sequence_runs() const;
   const std::vector<Sequence>& sequences() const { return sequences_; }
 
  private:

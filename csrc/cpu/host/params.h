@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/chunk.h"
 
@@ -40,19 +39,6 @@ struct Chunk {
   int64_t row, start, length;  // batch row, first token, tokens (1 .. kChunk)
   int64_t head;
   int64_t state;  // index of the [K, V] matrix in S and dS
-};
-
-// What the recurrence runs over for one head: `length` tokens of batch row `row` from token
-// `start`, between a state and the next. Absent states are null. T accumulates; the states of a
-// pool may be stored shorter.
-template <typename T>
-struct Run {
-  int64_t row, start, length, head;
-  const void* state_in = nullptr;  // [K, V]
-  void* state_out = nullptr;       // [K, V], may be state_in
-  const T* dstate_out = nullptr;   // [K, V]
-  T* dstate_in = nullptr;          // [K, V]
-  DType state_dtype = std::is_same_v<T, double> ? DType::kDouble : DType::kFloat;
 };
 
 // Everything a step may read or write. Absent tensors have data == nullptr. T accumulates: float,

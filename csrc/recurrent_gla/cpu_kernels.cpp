@@ -8,9 +8,10 @@
 // writes  o [T, V], state_out [K, V]; dq, dk, dg [T, K], dv, dgv [T, V], dstate_in [K, V]
 // The states that backward needs are computed again from one kept every kStateBlock tokens: no
 // division by a decay, and nothing in dg cancels. Everything is accumulated in T.
-#pragma once
+#include "cpu_kernels.h"
 
-#include "gates.h"
+#include "cpu/kernels.h"
+#include "cpu/kernels/gates.h"
 
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
@@ -226,4 +227,14 @@ void recurrent_backward(const Problem<T>& p, T* workspace, const Run<T>& run) {
 }
 
 }  // namespace CPU_CAPABILITY
+
+template <>
+const RecurrentKernels<float> KernelTables<RecurrentKernels<float>>::CPU_CAPABILITY = {
+    CPU_CAPABILITY::recurrent_workspace<float>, CPU_CAPABILITY::recurrent_forward<float>,
+    CPU_CAPABILITY::recurrent_backward<float>};
+template <>
+const RecurrentKernels<double> KernelTables<RecurrentKernels<double>>::CPU_CAPABILITY = {
+    CPU_CAPABILITY::recurrent_workspace<double>, CPU_CAPABILITY::recurrent_forward<double>,
+    CPU_CAPABILITY::recurrent_backward<double>};
+
 }  // namespace gla_ext::cpu

@@ -6,7 +6,7 @@
 #include "cuda/device/element.cuh"
 #include "cuda/device/gates.cuh"
 #include "cuda/device/indices.cuh"
-#include "params.h"
+#include "cuda_kernels.h"
 
 namespace gla_ext::cuda {
 

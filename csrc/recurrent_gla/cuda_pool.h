@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "params.h"
+#include "cuda_kernels.h"
 
 namespace gla_ext::cuda {
 

@@ -1,17 +1,14 @@
 // The recurrent operators on CPU: over sequences, and on a pool of states.
-#include "checks/recurrent_gla.h"
-
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
-#include "chunk_gla/op.h"
 #include "common/groups.h"
 #include "common/head_gates.h"
-#include "host/call.h"
-#include "host/pool_rows.h"
-#include "on_pool.h"
+#include "cpu/host/call.h"
+#include "cpu/host/pool_rows.h"
+#include "cpu_kernels.h"
+#include "op.h"
 #include "ops.h"
 
 namespace gla_ext::cpu {
@@ -19,6 +16,34 @@ namespace {
 
 at::Tensor not_asked_for(const at::Tensor& like, at::ScalarType dtype) {
   return at::empty({0}, like.options().dtype(dtype));
+}
+
+// Every sequence and head, between h0 and ht, dht and dh0.
+template <typename T>
+std::vector<Run<T>> sequence_runs(const Call<T>& call) {
+  const Problem<T>& p = call.problem;
+  std::vector<Run<T>> runs;
+  for (const Sequence& s : call.sequences())
+    for (int64_t head = 0; head < p.H; ++head) {
+      const auto matrix = [&](auto* states) {
+        return states == nullptr ? nullptr : states + (s.n * p.H + head) * p.K * p.V;
+      };
+      runs.push_back({s.row, s.start, s.length, head, matrix(p.h0), matrix(p.ht), matrix(p.dht),
+                      matrix(p.dh0)});
+    }
+  return runs;
+}
+
+template <typename T>
+void run(const Call<T>& call, const std::vector<Run<T>>& runs, bool backward) {
+  const auto& kernels = KernelTables<RecurrentKernels<T>>::in_use();
+  const auto task = backward ? kernels.backward : kernels.forward;
+  const Problem<T>& p = call.problem;
+  int64_t longest = 0;
+  for (const Run<T>& run : runs) longest = std::max(longest, run.length);
+  for_each_task<T>(static_cast<int64_t>(runs.size()),
+                   kernels.workspace(p.K, p.V, longest, backward),
+                   [&](T* workspace, int64_t i) { task(p, workspace, runs[i]); });
 }
 
 RecurrentForwardOutputs recurrent_gla_fwd_cpu(
@@ -39,7 +64,7 @@ RecurrentForwardOutputs recurrent_gla_fwd_cpu(
         at::Tensor o = call.output(&P::o, call.problem.V, v, v.scalar_type());
         at::Tensor final_state =
             output_final_state ? call.output_state(&P::ht, q) : not_asked_for(q, shape.accumulate);
-        call.run(kernels<T>().recurrent_forward, call.sequence_runs(), /*backward=*/false);
+        run(call, sequence_runs(call), /*backward=*/false);
         return {o, final_state};
       });
 }
@@ -70,7 +95,7 @@ BackwardOutputs recurrent_gla_bwd_cpu(const at::Tensor& d_o, const OptionalTenso
         at::Tensor dgv = call.gate_grad(&P::dgv, p.V, gv, q);
         at::Tensor dh0 = given(initial_state) ? call.output_state(&P::dh0, q)
                                               : not_asked_for(q, shape.accumulate);
-        call.run(kernels<T>().recurrent_backward, call.sequence_runs(), /*backward=*/true);
+        run(call, sequence_runs(call), /*backward=*/true);
         return with_shared_heads({dq, dk, dv, sum_over_channels(dgk, gk), dgv, dh0}, k.size(2));
       });
 }
@@ -113,8 +138,7 @@ std::vector<Run<T>> pool_runs(const Call<T>& call, const PoolInputs& pool, bool 
 at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
                        std::optional<double> scale, bool write) {
   const Shape shape = check_pool(in, pool);
-  check_pool_layout(in.op, pool.state, write);
-  if (pool.out != nullptr) check_out_layout(in, pool);
+  check_layouts(in, pool, write);
   const OptionalTensor cu_seqlens = pool.cu_seqlens != nullptr ? *pool.cu_seqlens : std::nullopt;
   return with_call(in.op, shape, cu_seqlens, scale, [&](auto& call) {
     using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
@@ -130,7 +154,7 @@ at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
       else
         o = call.output(&P::o, call.problem.V, *in.v, in.v->scalar_type());
     }
-    call.run(kernels<T>().recurrent_forward, pool_runs(call, pool, write, o), /*backward=*/false);
+    run(call, pool_runs(call, pool, write, o), /*backward=*/false);
     return o;
   });
 }

@@ -1,25 +1,20 @@
 // The recurrent operators on CUDA, over sequences and on a pool of states: check, allocate, launch.
-#include "checks/recurrent_gla.h"
-
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <torch/library.h>
 
 #include <limits>
 #include <vector>
 
-#include "chunk_gla/op.h"
 #include "common/groups.h"
 #include "common/head_gates.h"
 #include "cuda/host/tensors.h"
-#include "cuda/plan/plan.h"
-#include "on_pool.h"
+#include "cuda_pool.h"
+#include "dispatch/output.h"
+#include "low_rank_step.h"
+#include "op.h"
 #include "ops.h"
-#include "params.h"
-#include "pool.h"
-#include "recurrent_gla/low_rank_step.h"
 
 namespace gla_ext::cuda {
 namespace {
@@ -226,8 +221,7 @@ BackwardOutputs recurrent_gla_bwd_cuda(
 at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
                        std::optional<double> scale, bool write) {
   const Shape shape = check_pool(in, pool);
-  check_pool_layout(in.op, pool.state, write);
-  if (pool.out != nullptr) check_out_layout(in, pool);
+  check_layouts(in, pool, write);
   RecurrentCall call(in.op, shape, *in.k, scale);
   Recurrence& p = call.p;
   p.state_v_first = pool.state_v_first;

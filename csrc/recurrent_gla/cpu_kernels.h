@@ -1,0 +1,31 @@
+// The recurrence on CPU: what the kernels take beside a Problem, and how the host calls them.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/host/params.h"
+
+namespace gla_ext::cpu {
+
+// What the recurrence runs over for one head: `length` tokens of batch row `row` from token
+// `start`, between a state and the next. Absent states are null. T accumulates; the states of a
+// pool may be stored shorter.
+template <typename T>
+struct Run {
+  int64_t row, start, length, head;
+  const void* state_in = nullptr;  // [K, V]
+  void* state_out = nullptr;       // [K, V], may be state_in
+  const T* dstate_out = nullptr;   // [K, V]
+  T* dstate_in = nullptr;          // [K, V]
+  DType state_dtype = std::is_same_v<T, double> ? DType::kDouble : DType::kFloat;
+};
+
+template <typename T>
+struct RecurrentKernels {
+  using Task = void (*)(const Problem<T>&, T* workspace, const Run<T>&);
+  int64_t (*workspace)(int64_t K, int64_t V, int64_t tokens, bool backward);  // elements
+  Task forward;   // q k v g gv state_in -> o state_out
+  Task backward;  // do dstate_out q k v g gv state_in -> dq dk dv dg dgv dstate_in
+};
+
+}  // namespace gla_ext::cpu
