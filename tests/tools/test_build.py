@@ -156,6 +156,13 @@ def test_every_source_is_compiled_by_one_rule(monkeypatch, tmp_path):
     }
 
 
+def test_no_two_sources_have_one_object():
+    found = rules.sources()
+    files = [*found["common"], *found["kernels"], *found["cuda"]]
+    objects = [str(Path(file).with_suffix(".o")) for file in files]
+    assert len({*objects}) == len(objects)
+
+
 def test_capabilities_are_ordered_weakest_first():
     assert rules.cpu_capabilities("x86_64") == ["DEFAULT", "AVX2", "AVX512"]
     assert rules.cpu_capabilities("aarch64") == ["DEFAULT"]
