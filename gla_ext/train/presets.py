@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gla_ext.train.data import MAX_BYTES
-from gla_ext.train.trainer import DTYPES, SCHEDULES, Settings, check_at_least
+from gla_ext.train.settings import DTYPES, SCHEDULES, Settings, check_at_least
 
 
 @dataclass
@@ -35,17 +35,6 @@ class Options:
         check_at_least(self, sample_bytes=0, save_every=1, tensor_parallel=1, context_parallel=1)
         if self.resume and self.overwrite:
             raise ValueError("expected --resume or --overwrite, got both")
-
-
-def check_one_process(options: Options) -> None:
-    """Raises ValueError for sizes that need more processes than one."""
-    for name in ("tensor_parallel", "context_parallel"):
-        if getattr(options, name) > 1:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"expected {flag} to be 1 in one process, got {getattr(options, name)}; torchrun "
-                "--nproc-per-node N -m gla_ext.train starts more"
-            )
 
 
 @dataclass(frozen=True)
