@@ -122,7 +122,9 @@ def bits() -> dict[str, str]:
         note(f"convolution {dtype} {T} {gate}", *convolved)
         note(f"norm {dtype} {T} {gate}", *ops.rms_norm_gate_fwd(x, None, x, "swish", 1e-5))
         note(f"swiglu {dtype} {T} {gate}", ops.swiglu_fwd(x, x + 1))
-        loss = ops.cross_entropy_fwd(x[0], torch.arange(T) % 32, -100, 0.1, 1.0, None, 1e-4, False)
+        loss = ops.cross_entropy_fwd(
+            x[0], torch.arange(T) % 32, -100, 0.1, 1.0, None, 1e-4, False
+        )
         note(f"cross_entropy {dtype} {T} {gate}", *loss)
     return found
 
