@@ -32,7 +32,7 @@ from gla_ext.train.data import (
 from gla_ext.train.loop import Interrupted, StopSignals, train
 from gla_ext.train.parallel import Parallel
 from gla_ext.train.plot import plot_losses
-from gla_ext.train.presets import Options, command_line, describe, preset
+from gla_ext.train.presets import Options, Settings, command_line, describe, preset
 from gla_ext.train.run_folder import (
     CHECKPOINT,
     CURVE,
@@ -42,7 +42,6 @@ from gla_ext.train.run_folder import (
     check_nothing_is_lost,
     held,
 )
-from gla_ext.train.settings import Settings
 from gla_ext.train.trainer import CheckpointMismatch, Trainer, checkpoint_settings
 
 _PACKAGES = ("matplotlib", "safetensors", "tqdm")

@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gla_ext.model.checkpoint import load_tensors, model_tensors, write_tensors
-from gla_ext.train.presets import Options
-from gla_ext.train.settings import Settings
+from gla_ext.train.presets import Options, Settings
 
 Batches = Callable[[int], tuple[Tensor, Tensor]]
+Tensors = dict[str, Tensor]
+Tags = dict[str, Any]  # what a file has beside its tensors
 Result = TypeVar("Result")
 
 
@@ -87,12 +89,7 @@ class Parallel:
         return model
 
     def write(
-        self,
-        path: str | Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        tensors: dict[str, Tensor],
-        metadata: dict[str, Any],
+        self, path: Path, model: nn.Module, optimizer: Optimizer, tensors: Tensors, metadata: Tags
     ) -> None:
         """Writes a checkpoint, atomically: model, optimizer, random generators and tensors."""
         tensors = {f"model.{name}": x for name, x in model_tensors(model).items()} | tensors
@@ -106,11 +103,7 @@ class Parallel:
         write_tensors(path, tensors, metadata)
 
     def restore(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        tensors: dict[str, Tensor],
-        folder: Path | None,
+        self, model: nn.Module, optimizer: Optimizer, tensors: Tensors, folder: Path | None
     ) -> None:
         """Puts a checkpoint into model and optimizer.
 
@@ -132,7 +125,7 @@ class Parallel:
 ONE_PROCESS = Parallel()
 
 
-def read_whole(folder: Path) -> dict[str, Tensor]:
+def read_whole(folder: Path) -> Tensors:
     """Every tensor of a distributed checkpoint, whole, on the CPU, in one process.
 
     Raises:
@@ -149,6 +142,6 @@ def read_whole(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def under(prefix: str, tensors: Tensors) -> Tensors:
     """The tensors whose names start with prefix, without it."""
     return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}

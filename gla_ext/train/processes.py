@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.optim import Optimizer
 
 from gla_ext.distributed.context import build_cp_context
 from gla_ext.distributed.tensor_parallel import tensor_parallel_plan
 from gla_ext.model import GLAForCausalLM
 from gla_ext.model.checkpoint import read_metadata, write_tensors
-from gla_ext.train.parallel import Batches, Parallel, Result
-from gla_ext.train.presets import Options
+from gla_ext.train.parallel import Batches, Parallel, Result, Tags, Tensors
+from gla_ext.train.presets import Options, Settings
 from gla_ext.train.run_folder import remove_folders
-from gla_ext.train.settings import Settings
 
 
 class Processes(Parallel):
@@ -168,17 +168,12 @@ class Processes(Parallel):
         return whole
 
     def write(
-        self,
-        path: str | Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        tensors: dict[str, Tensor],
-        metadata: dict[str, Any],
+        self, path: Path, model: nn.Module, optimizer: Optimizer, tensors: Tensors, metadata: Tags
     ) -> None:
         """Writes torch's distributed checkpoint into a folder beside `path`, and then `path`, which
         names it: at any moment `path` is the old checkpoint or the new one.
         """
-        path, step = Path(path), metadata["step"]
+        step = metadata["step"]
         folder = path.parent / f"checkpoint-{step}.dcp"
         first = dist.get_rank() == 0
         named = read_metadata(path).get("sharded") if first and path.exists() else None
@@ -195,11 +190,7 @@ class Processes(Parallel):
         dist.barrier()
 
     def restore(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        tensors: dict[str, Tensor],
-        folder: Path | None,
+        self, model: nn.Module, optimizer: Optimizer, tensors: Tensors, folder: Path | None
     ) -> None:
         own = sharded_tensors(model, optimizer)
         if folder is not None:
@@ -230,7 +221,7 @@ def quiet_but_first() -> Iterator[None]:
         yield
 
 
-def sharded_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def sharded_tensors(model: nn.Module, optimizer: Optimizer) -> Tensors:
     """Model and optimizer under the names of a one-process checkpoint, as they are sharded."""
     tensors = {}
     for name, parameter in model.named_parameters():

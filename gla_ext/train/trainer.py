@@ -25,8 +25,8 @@ from gla_ext.train.data import DOCUMENT_START, Batches, Corpus, encode
 from gla_ext.train.graph import GraphedStep, check_graph
 from gla_ext.train.optimizer import optimizer_of
 from gla_ext.train.parallel import ONE_PROCESS, Parallel, under
+from gla_ext.train.presets import DTYPES, Settings
 from gla_ext.train.segments import SegmentedLoss, forward, most_documents, pack_rows
-from gla_ext.train.settings import DTYPES, Settings
 
 _FORMAT = "gla_ext.train/1"
 # As many blanks as the text has; colder, or by top-p, runs of indentation do not end.
@@ -227,7 +227,7 @@ class Trainer:
             "corpus": self.fingerprint,
             "evaluations": self.evaluations,
         }
-        self.parallel.write(path, self.model, self.optimizer, tensors, metadata)
+        self.parallel.write(Path(path), self.model, self.optimizer, tensors, metadata)
 
     def _mean_losses(self) -> Tensor:
         return self.parallel.mean(self.losses).float()
