@@ -29,7 +29,7 @@ from shared.gate import WrongResults
 from gla_ext.decode import Decoder
 from gla_ext.model import GLAConfig, GLAForCausalLM, fuse_projections
 from gla_ext.serve import Engine, Limits, Request
-from gla_ext.serve.generation import Generation
+from gla_ext.serve.sequence import Sequence
 
 PARTS = ("start", "decode", "first", "load")
 REPEATS = 5
@@ -108,7 +108,7 @@ def check(sizes: Sizes, device: str) -> None:
     prompts = [draw(sizes, 30 + 40 * seed, seed) for seed in range(8)]
     for _ in range(2):  # with the prefix cache the second time
         generations = engine.submit(*(Request(p, 8, temperature=0) for p in prompts))
-        found: dict[Generation, list[int]] = {generation: [] for generation in generations}
+        found: dict[Sequence, list[int]] = {generation: [] for generation in generations}
         while engine.busy:
             for generation, delta in engine.step():
                 found[generation] += delta.tokens
@@ -211,14 +211,14 @@ def load(model: GLAForCausalLM, sizes: Sizes, cache_bytes: int) -> Load:
         own = draw(sizes, chosen.randint(*sizes.own), 1000 * client + turn)
         return Request(beginnings[client % sizes.beginnings] + own, sizes.new, temperature=0)
 
-    running: dict[Generation, tuple[int, int]] = {}
+    running: dict[Sequence, tuple[int, int]] = {}
 
     def submit(client: int, turn: int) -> None:
         (generation,) = engine.submit(request(client, turn))
         running[generation] = (client, turn)
         last[generation] = generation.arrived
 
-    last: dict[Generation, float] = {}
+    last: dict[Sequence, float] = {}
     first, between, count = [], [], 0
     finish(engine)
     start = time.perf_counter()

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gla_ext.devices import check_device, default_device
 from gla_ext.serve.text import Tokenizer
 from gla_ext.train.data import read_text_file
-from gla_ext.train.devices import check_device, default_device
 
 MAX_EVAL_WINDOWS = 16
 MAX_TEXT_BYTES = 16 << 20

@@ -25,9 +25,9 @@ from experiments.language import LanguageTrainer
 from experiments.pack import read_pack
 from experiments.recall import EVALUATIONS, SOLVED, RecallTrainer
 from experiments.runs import Result, Run
+from gla_ext.devices import in_fixed_order
 from gla_ext.model import count_parameters
 from gla_ext.train.data import Corpus, load_corpus
-from gla_ext.train.devices import in_fixed_order
 from gla_ext.train.trainer import Trainer
 
 TINY_TEXT_BYTES = 200_000

@@ -22,7 +22,7 @@ from experiments.comparisons.mqar import SLOW_LAYERS
 from experiments.perform import Worker, text_digest
 from experiments.runs import RESULTS, Result, Results, Run, foreseen, keep
 from experiments.text import PACK
-from gla_ext.train.devices import check_device, default_device
+from gla_ext.devices import check_device, default_device
 from gla_ext.train.graph import check_graph
 
 EXPERIMENTS = {

@@ -8,19 +8,16 @@ Where things are:
         entropy of logits and of their linear map; `gla_ext.cache`: states.
     gla_ext.decode: `generate`, `Decoder`, sampling.
     gla_ext.train: `python -m gla_ext.train` and what it is made of.
-    gla_ext.distributed: several processes: contexts, tensor parallel plans, training.
+    gla_ext.distributed: several processes: contexts, tensor parallel plans.
     gla_ext.fla, gla_ext.hf: for programs of flash-linear-attention, and of transformers.
-    gla_ext.selftest, gla_ext.info: `python -m` checks an installation, and says what is installed.
+    gla_ext.selftest, gla_ext.info: `python -m` checks an installation, and says what is installed;
+        gla_ext.devices: where it can run.
 """
 
-from types import ModuleType
-
-from gla_ext import _moved
 from gla_ext._compat import check_build
 from gla_ext._version import __version__
 
 check_build()
-_moved.install()
 
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention  # noqa: E402
 from gla_ext.layers.multihead import MultiheadGLA  # noqa: E402
@@ -53,11 +50,6 @@ from gla_ext.ops.simple_gla import (  # noqa: E402
 
 register_when_counted()
 register_when_sharded()
-
-
-def __getattr__(name: str) -> ModuleType:
-    """A module under the name that it had before it moved into a package."""
-    return _moved.attribute(name)
 
 
 __all__ = [

@@ -4,15 +4,19 @@ torch.cuda.graph waits for the whole device first, which CUDA forbids while anot
 and takes the device's default generator into every capture (torch 2.11), after which no other
 thread may draw from it, nor replay a graph that has it, until the capture ends. Neither is needed.
 
-So the default generator has another state for the moment in which a capture here takes it. A graph
-of somebody else must not take that state: it could not be replayed before the capture here ends,
-and would free the memory of its seed with itself. Captures of the whole process therefore begin in
-turn, from the first one here on: `torch.cuda.CUDAGraph.capture_begin` waits for a lock.
+So the default generator has another state for the moment in which a capture here takes it.
 
-A graph that is destroyed during a capture breaks it, and Python's collector may come at any time,
-in any thread. Graphs of here that nobody has any more are destroyed when no `torch.cuda.CUDAGraph`
-is being captured, here or elsewhere. From the first capture here on others are known, see
-`know_captures`: one that had begun before is not, nor is one by other means than this class.
+From the first capture here on, `know_captures` patches `torch.cuda.CUDAGraph`'s `capture_begin` and
+`capture_end`, for two reasons (torch 2.11):
+- A graph that is freed during a capture breaks it, in any thread, and Python's collector may free
+  one at any time. CUDA tells whether one stream is captured, not whether any is, and torch has no
+  list of captures. Only a method that every capture calls can tell when a dropped graph may go; to
+  keep dropped graphs for good would keep their memory. A capture that had begun before the patch
+  is not known, nor one by other means than this class.
+- `capture_begin` gives up Python's lock between taking the default generator and marking it. A
+  graph of somebody else that begins there would take the state of ours: it could not be replayed
+  before the capture here ends, and would free the memory of its seed with itself. Captures of the
+  whole process therefore begin in turn, by a lock that only a patched method can take for others.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from gla_ext.devices import check_device, default_device
 from gla_ext.model import GLAForCausalLM, fuse_projections
 from gla_ext.ops.chunk import batch_invariant
 from gla_ext.serve.engine import Engine
 from gla_ext.serve.request import Limits
 from gla_ext.serve.text import load_tokenizer
-from gla_ext.train.devices import check_device, default_device
 
 PROGRAM = "python -m gla_ext.serve"
 DTYPES = ("float32", "bfloat16", "float16")

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -19,11 +19,11 @@ from gla_ext.decode.sampling import read_end_tokens
 from gla_ext.layers.attention import Attention
 from gla_ext.ops.chunk import batch_invariant, is_batch_invariant
 from gla_ext.serve.batch import Batch, Draw, Drawn
-from gla_ext.serve.generation import Generation
 from gla_ext.serve.metrics import Metrics
 from gla_ext.serve.prefix import PrefixCache
-from gla_ext.serve.prompt_queue import PromptQueue, step_of_pieces
 from gla_ext.serve.request import Delta, Limits, Request, TokenLogprob
+from gla_ext.serve.schedule import Schedule, step_of_pieces
+from gla_ext.serve.sequence import Sequence, Status
 from gla_ext.serve.text import Tokenizer
 
 logger = logging.getLogger("gla_ext.serve")
@@ -39,7 +39,7 @@ class ClosedError(RuntimeError):
     """The engine takes no more."""
 
 
-Deltas = list[tuple[Generation, Delta]]
+Deltas = list[tuple[Sequence, Delta]]
 
 
 def _check_mode(model: LanguageModel) -> None:
@@ -130,17 +130,17 @@ class Engine:
         # One thread runs the model, and one is next. With the first lock alone, the thread that
         # steps might take it again before a thread that waits for it.
         self._runs, self._is_next = threading.Lock(), threading.Lock()
-        self._arrived: deque[Generation] = deque()
+        self._waiting: deque[Sequence] = deque()
         self._unfinished = 0  # accepted and not finished
         self._draining = False
         self._free = list(range(self.limits.rows))
-        self._reading = PromptQueue(self._batch, self.prefixes, self.metrics, most, self._invariant)
-        self._decoding: list[Generation] = []
+        self._schedule = Schedule(self._batch, self.prefixes, self.metrics, most, self._invariant)
+        self._running = self._schedule.running
         # On a GPU the next step is under way while the host looks at the last one's tokens.
         self._device = device_of(model)
         self._ahead = 1 if self._device.type == "cuda" else 0
         self._queued = torch.cuda.Event() if self._ahead else None  # all of the last turn
-        self._under_way: deque[tuple[list[Generation], Callable[[], Drawn]]] = deque()
+        self._under_way: deque[tuple[list[Sequence], Callable[[], Drawn]]] = deque()
 
     def _read_ends(self) -> frozenset[int]:
         config = self.model.config
@@ -156,14 +156,14 @@ class Engine:
     def waiting(self) -> int:
         """Sequences without a row."""
         with self._lock:
-            return len(self._arrived)
+            return len(self._waiting)
 
     @property
     def running(self) -> int:
         """Sequences with a row."""
         return self.limits.rows - len(self._free)
 
-    def submit(self, *requests: Request) -> list[Generation]:
+    def submit(self, *requests: Request) -> list[Sequence]:
         """Takes on sequences, all or none.
 
         Raises:
@@ -176,7 +176,7 @@ class Engine:
         self._stamp.check("Engine")
         for request in requests:
             self._check(request)
-        sequences = [Generation(request, self.tokenizer) for request in requests]
+        sequences = [Sequence(request, self.tokenizer) for request in requests]
         with self._lock:
             if self._draining:
                 raise ClosedError("the server is shutting down")
@@ -187,7 +187,7 @@ class Engine:
                     f"{self.limits.waiting} that wait, got {len(sequences)}"
                 )
             self._unfinished += len(sequences)
-            self._arrived.extend(sequences)
+            self._waiting.extend(sequences)
         return sequences
 
     def _check(self, request: Request) -> None:
@@ -210,9 +210,9 @@ class Engine:
         if request.stop and self.tokenizer is None:
             raise ValueError("expected a tokenizer for stop strings, got none")
 
-    def cancel(self, sequence: Generation) -> None:
+    def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence at the next step, and frees its row."""
-        sequence.cancelled = True
+        sequence.ending = "cancelled"
 
     def drain(self) -> None:
         """Refuses new sequences; those that were accepted go on."""
@@ -223,12 +223,12 @@ class Engine:
         """Ends every sequence as an error does, after which no step must be taken."""
         with self._lock:
             self._draining = True
-            sequences, self._unfinished = [*self._arrived], 0
-            self._arrived.clear()
-        sequences += [*self._reading, *self._decoding]
+            sequences, self._unfinished = [*self._waiting], 0
+            self._waiting.clear()
+        sequences += self._running
         sequences = [sequence for sequence in sequences if not sequence.finished]
         for sequence in sequences:
-            sequence.finished = True
+            sequence.status = Status.FINISHED
         return [(sequence, Delta(finish_reason="error")) for sequence in sequences]
 
     def warm_up(self) -> None:
@@ -264,10 +264,11 @@ class Engine:
         """
         with self._as_made():
             self.prefixes.clear()
-            for sequence in [*self._reading, *self._decoding]:
+            for sequence in self._running:
                 if sequence.passed > 0:
                     sequence.keys = []
-                    sequence.outdated |= not keep_running
+                    if not keep_running and sequence.ending is None:
+                        sequence.ending = "refresh"
             self._batch.refresh()
             _check_mode(self.model)
             self._ends = self._read_ends()
@@ -300,14 +301,10 @@ class Engine:
         with self._as_made():
             deltas = self._sweep()
             self._admit()
-            drawn_for = self._decode()
-            ended: list[Generation] = []
-            for sequence in self._reading.read(bool(self._decoding)):
-                self._decoding.append(sequence)
-                ended.append(sequence)
-            if drawn_for or ended:
-                self._queue_draw([*drawn_for, *ended])
-            if self._under_way and (len(self._under_way) > self._ahead or not drawn_for + ended):
+            draws_for = self._schedule.decode() + self._schedule.read()
+            if draws_for:
+                self._queue_draw(draws_for)
+            if self._under_way and (len(self._under_way) > self._ahead or not draws_for):
                 deltas += self._collect(*self._under_way.popleft())
         return deltas
 
@@ -315,39 +312,29 @@ class Engine:
         """Ends what was cancelled, and what has states of an old model."""
         deltas: Deltas = []
         with self._lock:
-            waiting = [sequence for sequence in self._arrived if sequence.cancelled]
-            for sequence in waiting:
-                self._arrived.remove(sequence)
-        for sequence in [*waiting, *self._reading, *self._decoding]:
-            if sequence.finished:
-                continue
-            if sequence.cancelled:
-                deltas.append((sequence, self._finish(sequence, Delta(), "cancelled")))
-            elif sequence.outdated:
-                delta = Delta(sequence.rest())
-                deltas.append((sequence, self._finish(sequence, delta, "refresh")))
+            ending = [sequence for sequence in self._waiting if sequence.ending]
+            for sequence in ending:
+                self._waiting.remove(sequence)
+        ending += [sequence for sequence in self._running if sequence.ending]
+        for sequence in ending:
+            delta = Delta(sequence.rest() if sequence.ending == "refresh" else "")
+            deltas.append((sequence, self._finish(sequence, delta, sequence.ending)))
         return deltas
 
     def _admit(self) -> None:
         """Gives free rows to those that wait, the first come first."""
         while self._free:
             with self._lock:
-                if not self._arrived:
+                if not self._waiting:
                     return
-                sequence = self._arrived.popleft()
+                sequence = self._waiting.popleft()
+            sequence.status = Status.READING
             sequence.row = min(self._free)  # low rows keep steps small
             self._free.remove(sequence.row)
             sequence.keys = self.prefixes.keys(sequence.request.tokens)
-            self._reading.append(sequence)
+            self._running.append(sequence)
 
-    def _decode(self) -> list[Generation]:
-        """Passes the last token of each sequence that goes on."""
-        going = [sequence for sequence in self._decoding if not sequence.drew_all]
-        if going:
-            self._batch.step([sequence.row for sequence in going])
-        return going
-
-    def _queue_draw(self, sequences: list[Generation]) -> None:
+    def _queue_draw(self, sequences: list[Sequence]) -> None:
         draws = {}
         for sequence in sequences:
             request = sequence.request
@@ -358,7 +345,7 @@ class Engine:
         wanted = any(sequence.request.logprobs is not None for sequence in sequences)
         self._under_way.append((sequences, self._batch.draw(draws, wanted)))
 
-    def _collect(self, sequences: Sequence[Generation], wait: Callable[[], Drawn]) -> Deltas:
+    def _collect(self, sequences: list[Sequence], wait: Callable[[], Drawn]) -> Deltas:
         """Waits for tokens that were drawn, and hands them to their sequences."""
         drawn, deltas = wait(), []
         for sequence in sequences:
@@ -379,7 +366,7 @@ class Engine:
             deltas.append((sequence, delta))
         return deltas
 
-    def _fail(self, sequence: Generation) -> Delta:
+    def _fail(self, sequence: Sequence) -> Delta:
         """Ends a sequence that has a logit of NaN or inf, or whose logits are all -inf."""
         message = "the model's logits are not finite"
         prompt = len(sequence.request.tokens)
@@ -387,11 +374,11 @@ class Engine:
         self.metrics.met_nonfinite_logits()
         return self._finish(sequence, Delta(error=message), "error")
 
-    def _finish(self, sequence: Generation, delta: Delta, reason: str) -> Delta:
+    def _finish(self, sequence: Sequence, delta: Delta, reason: str) -> Delta:
         """Frees what a sequence has."""
-        sequence.finished, delta.finish_reason = True, reason
+        sequence.status, delta.finish_reason = Status.FINISHED, reason
         if sequence.row is not None:
-            (self._reading if sequence in self._reading else self._decoding).remove(sequence)
+            self._running.remove(sequence)
             self._cache.drop(sequence.row)
             self._free.append(sequence.row)
         with self._lock:

@@ -7,11 +7,11 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gla_ext.serve.generation import Generation
+    from gla_ext.serve.sequence import Sequence
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _COUNTERS = ("prompt_tokens", "cached_prompt_tokens", "generated_tokens", "nonfinite_logits")
@@ -20,7 +20,7 @@ _COUNTERS = ("prompt_tokens", "cached_prompt_tokens", "generated_tokens", "nonfi
 class Histogram:
     """Counts of values up to some bounds."""
 
-    def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
+    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def add(self, value: float) -> None:
@@ -48,7 +48,7 @@ class Metrics:
             "request_seconds": Histogram(),
         }
 
-    def began(self, sequence: Generation) -> None:
+    def began(self, sequence: Sequence) -> None:
         """A sequence's prompt has begun to pass."""
         with self._lock:
             self._counts["prompt_tokens_total"] += len(sequence.request.tokens)
@@ -58,7 +58,7 @@ class Metrics:
         with self._lock:
             self._counts["cached_prompt_tokens_total"] += count
 
-    def drew(self, sequence: Generation) -> None:
+    def drew(self, sequence: Sequence) -> None:
         """A sequence got a token."""
         now = time.monotonic()
         with self._lock:
@@ -75,7 +75,7 @@ class Metrics:
         with self._lock:
             self._counts["nonfinite_logits_total"] += 1
 
-    def finished(self, sequence: Generation, reason: str) -> None:
+    def finished(self, sequence: Sequence, reason: str) -> None:
         """A sequence has ended."""
         with self._lock:
             self._reasons[reason] += 1

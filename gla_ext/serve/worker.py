@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 
 from gla_ext.serve.engine import Deltas, Engine
-from gla_ext.serve.generation import Generation
 from gla_ext.serve.request import Request
+from gla_ext.serve.sequence import Sequence
 
 logger = logging.getLogger("gla_ext.serve")
 
@@ -34,7 +34,7 @@ class Worker:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, *requests: Request) -> list[Generation]:
+    def submit(self, *requests: Request) -> list[Sequence]:
         """As `Engine.submit`."""
         sequences = self.engine.submit(*requests)
         with self._work:

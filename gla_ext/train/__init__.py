@@ -1,7 +1,8 @@
 """Training a byte-level GLA language model: `python -m gla_ext.train`, and what it is made of."""
 
-from gla_ext.train.command import Interrupted, StopSignals, main
-from gla_ext.train.devices import default_device
+from gla_ext.devices import default_device
+from gla_ext.train.command import main
+from gla_ext.train.loop import Interrupted, StopSignals
 from gla_ext.train.run_folder import CHECKPOINT
 
 __all__ = ["CHECKPOINT", "Interrupted", "StopSignals", "default_device", "main"]

@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import math
 import os
 import shlex
-import signal
 import sys
 import time
 from dataclasses import asdict, fields, replace
-from types import FrameType
 from typing import Any
 
 import torch
 
+from gla_ext.devices import check_device, default_device, in_fixed_order
 from gla_ext.model import count_parameters
 from gla_ext.model.checkpoint import read_metadata
 from gla_ext.model.files import write_text
@@ -31,8 +29,10 @@ from gla_ext.train.data import (
     lzma_bits_per_byte,
     order0_bits_per_byte,
 )
-from gla_ext.train.devices import check_device, default_device, in_fixed_order
-from gla_ext.train.presets import Options, check_one_process, command_line, describe, preset
+from gla_ext.train.loop import Interrupted, StopSignals, train
+from gla_ext.train.parallel import Parallel
+from gla_ext.train.plot import plot_losses
+from gla_ext.train.presets import Options, Settings, command_line, describe, preset
 from gla_ext.train.run_folder import (
     CHECKPOINT,
     CURVE,
@@ -42,38 +42,9 @@ from gla_ext.train.run_folder import (
     check_nothing_is_lost,
     held,
 )
-from gla_ext.train.trainer import CheckpointMismatch, Settings, Trainer, checkpoint_settings
+from gla_ext.train.trainer import CheckpointMismatch, Trainer, checkpoint_settings
 
 _PACKAGES = ("matplotlib", "safetensors", "tqdm")
-
-
-class Interrupted(Exception):
-    """A signal asked the run to stop."""
-
-
-class StopSignals:
-    """While in use, the first SIGINT or SIGTERM is noted in `number`; a second one kills."""
-
-    number: int | None = None
-
-    def __enter__(self) -> StopSignals:
-        self._previous = {n: signal.signal(n, self._note) for n in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.number = number
-        signal.signal(number, signal.SIG_DFL)
-
-    def check(self) -> None:
-        if self.number is not None:
-            raise Interrupted
-
-    def stopped(self) -> bool:
-        return self.number is not None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,30 +54,56 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal cannot show
     try:
         _check_packages()
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun's
-            from gla_ext.distributed import training
-
-            return training.main(given)
-        settings, options = _settings_and_options(given)
-        check_one_process(options)
-        with StopSignals() as signals:
-            try:
-                corpus = load_corpus(settings.data)
-                with held(options.out):
-                    check_nothing_is_lost(options.out, options.resume, options.overwrite)
-                    _run(settings, options, corpus, signals)
-            except Interrupted:
-                print(f"Stopped. To go on: {shlex.join(_command_to_go_on(given, options))}")
-                return 128 + signals.number
+        return run(given, _processes(given))
     except (OSError, ValueError, ImportError, NotImplementedError) as error:
         print(f"gla_ext.train: {error}", file=sys.stderr)
         return 2
+
+
+def _processes(given: dict[str, Any]) -> Parallel:
+    """This process alone, or it and the others that torchrun started."""
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        return Parallel()
+    from gla_ext.train.processes import Processes  # half a second, which one process does without
+
+    device = given.get("device", "auto")
+    return Processes(default_device() if device == "auto" else device)
+
+
+def run(given: dict[str, Any], parallel: Parallel) -> int:
+    """What the command line asks for, on these processes; its exit status."""
+    with parallel.joined():
+        settings, options = parallel.from_first(lambda: _settings_and_options(given))
+        parallel.lay_out(settings, options)
+        with StopSignals(parallel) as signals:
+            try:
+                corpus = load_corpus(settings.data)
+                with contextlib.ExitStack() as folder:
+                    parallel.from_first(lambda: _take(folder, options, parallel))
+                    _run(settings, options, corpus, signals, parallel)
+            except Interrupted:
+                command = _command_to_go_on(given, options, parallel.launcher)
+                print(f"Stopped. To go on: {shlex.join(command)}")
+                return 128 + signals.number
     return 0
 
 
-def _command_to_go_on(given: dict[str, Any], options: Options) -> list[str]:
+def _take(stack: contextlib.ExitStack, options: Options, parallel: Parallel) -> None:
+    """Holds the run's folder until the stack is closed."""
+    stack.enter_context(held(options.out))
+    check_nothing_is_lost(options.out, options.resume, options.overwrite)
+    parallel.tidy(options.out / CHECKPOINT, _resumes(options))
+
+
+def _resumes(options: Options) -> bool:
+    return options.resume and (options.out / CHECKPOINT).exists()
+
+
+def _command_to_go_on(
+    given: dict[str, Any], options: Options, launcher: tuple[str, ...] = Parallel.launcher
+) -> list[str]:
     """With what numbers depend on and the checkpoint does not hold, as far as it was given."""
-    command = [sys.executable, "-m", "gla_ext.train", "--out", str(options.out), "--resume"]
+    command = [*launcher, "-m", "gla_ext.train", "--out", str(options.out), "--resume"]
     if "device" in given:
         command += ["--device", given["device"]]
     for name in ("compile", "cuda_graph"):
@@ -154,13 +151,15 @@ def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
     return replace(defaults.settings, **given), options
 
 
-def _run(settings: Settings, options: Options, corpus: Corpus, signals: StopSignals) -> None:
+def _run(
+    settings: Settings, options: Options, corpus: Corpus, signals: StopSignals, parallel: Parallel
+) -> None:
     """Trains, evaluates and writes everything; raises Interrupted when a signal came."""
     start = time.perf_counter()
     device = torch.device(options.device)
-    trainer = Trainer(settings, corpus, device, options.compile, options.cuda_graph)
+    trainer = Trainer(settings, corpus, device, options.compile, options.cuda_graph, parallel)
     checkpoint = options.out / CHECKPOINT
-    if options.resume and checkpoint.exists():
+    if parallel.from_first(lambda: _resumes(options)):
         trainer.load(checkpoint)
     elif options.resume:
         print(f"No checkpoint in {options.out} yet: starting at step 0")
@@ -170,68 +169,17 @@ def _run(settings: Settings, options: Options, corpus: Corpus, signals: StopSign
     _print_start(trainer, corpus, options)
     signals.check()
     # Compiled, the order would cost time, and kernels that are tuned would still be others.
-    with contextlib.nullcontext() if options.compile else in_fixed_order(device):
-        speed = _train(trainer, options, signals)
+    unordered = options.compile or parallel.size > 1
+    with contextlib.nullcontext() if unordered else in_fixed_order(device):
+        speed = train(trainer, options, signals)
     if not trainer.evaluations or trainer.evaluations[-1][0] != trainer.step:
         print("Evaluating on the held-out text ...", flush=True)
         trainer.evaluate(signals.stopped)
         signals.check()
-    _finish(trainer, corpus, options, speed)
+    whole = trainer.consolidated()
+    parallel.from_first(lambda: _finish(whole, corpus, options, speed))
     rate = f", {speed['tokens_per_second']:,} tokens/s" if speed["tokens_per_second"] else ""
     print(f"{time.perf_counter() - start:.0f} s in all{rate}")
-
-
-def _train(trainer: Trainer, options: Options, signals: StopSignals) -> dict[str, float]:
-    """Trains to the last step, saving on the way; returns what `metrics.json` says of the time.
-
-    The speed is that of the steps, without evaluations, checkpoints and the first step, which
-    compiles.
-    """
-    from tqdm import tqdm
-
-    steps, first = trainer.settings.steps, trainer.step
-    eval_every = trainer.settings.eval_every or max(250, steps // 4)
-    checkpoint = options.out / CHECKPOINT
-    batch_bytes = trainer.settings.batch_size * trainer.settings.seq_len
-    pauses = (10, eval_every, options.save_every, steps)
-    interval = 0.5 if sys.stderr.isatty() else 10.0
-    first_seconds, seconds, rate, saved = 0.0, 0.0, 0.0, trainer.step
-    with tqdm(total=steps, initial=first, desc="train", unit="step", mininterval=interval) as bar:
-        while trainer.step < steps:
-            due = trainer.step > 0 and trainer.step % eval_every == 0
-            if due and trainer.step not in dict(trainer.evaluations):
-                trainer.evaluate(signals.stopped)
-            if not signals.stopped():
-                start = time.perf_counter()
-                trainer.train_step()
-                done = trainer.step - first
-                reads = done == 1 or not all(trainer.step % n for n in pauses)
-                loss = _finite_loss(trainer) if reads else 0.0  # reading waits for a GPU
-                if done == 1:
-                    first_seconds = time.perf_counter() - start
-                else:
-                    seconds += time.perf_counter() - start
-                    rate = batch_bytes * (done - 1) / seconds
-                if reads:
-                    speed = f", {rate:,.0f} tokens/s" if rate else ""
-                    bar.set_postfix_str(f"{loss:.3f} bits/byte{speed}", refresh=False)
-                bar.update()
-            due = trainer.step % options.save_every == 0 or trainer.step == steps
-            if (due or signals.stopped()) and trainer.step > saved:
-                trainer.save(checkpoint)
-                saved = trainer.step
-            signals.check()
-    return {"tokens_per_second": round(rate), "first_step_seconds": round(first_seconds, 1)}
-
-
-def _finite_loss(trainer: Trainer) -> float:
-    """The mean of the last losses in bits a byte; raises ValueError if it is not finite."""
-    loss = trainer.recent_loss()
-    if not math.isfinite(loss):
-        raise ValueError(
-            f"expected a finite loss, got {loss} before step {trainer.step}; a lower --lr may help"
-        )
-    return loss
 
 
 def _print_start(trainer: Trainer, corpus: Corpus, options: Options) -> None:
@@ -252,6 +200,8 @@ def _print_start(trainer: Trainer, corpus: Corpus, options: Options) -> None:
         print("The first step compiles the model, which can take a minute", flush=True)
     if trainer.step:
         print(f"Going on from step {trainer.step} of {settings.steps}")
+    if trainer.parallel.size > 1:
+        print(f"Processes: {trainer.parallel}")
 
 
 def _device_name(device: torch.device) -> str:
@@ -260,8 +210,6 @@ def _device_name(device: torch.device) -> str:
 
 def _finish(trainer: Trainer, corpus: Corpus, options: Options, speed: dict[str, float]) -> None:
     """Writes the model, the metrics, the curve and the sample, and prints what came out."""
-    from gla_ext.train.plot import plot_losses
-
     bits = {
         "this model": trainer.evaluations[-1][1],
         "lzma": lzma_bits_per_byte(corpus.held_out),

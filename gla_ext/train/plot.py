@@ -6,11 +6,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import torch
 
 from gla_ext.model.files import replacing
@@ -27,6 +22,11 @@ def plot_losses(path: str | Path, trainer: Trainer, bits_per_byte: dict[str, flo
         trainer: a run; its losses up to its step are drawn.
         bits_per_byte: names and held-out bits a byte, drawn as lines; 'this model' is not.
     """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     losses = trainer.losses[: trainer.step].double().cpu() / math.log(2)
     span = max(1, len(losses) // 50)
     smooth = losses.unfold(0, span, 1).mean(-1) if len(losses) else losses

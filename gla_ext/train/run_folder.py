@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,18 @@ def held(folder: Path) -> Iterator[None]:
         for name in (CHECKPOINT, *RESULTS):
             remove_leftovers(folder / name)
         yield
+
+
+def folders(out: Path) -> list[Path]:
+    """The folders of torch's distributed checkpoints in a run's folder, whole or not."""
+    return sorted(out.glob("checkpoint-*.dcp"))
+
+
+def remove_folders(out: Path, but: str | None) -> None:
+    """Removes them, but for the one that the checkpoint file names: what a kill left, and older."""
+    for folder in folders(out):
+        if folder.name != but:
+            shutil.rmtree(folder)
 
 
 def check_nothing_is_lost(folder: Path, resume: bool, overwrite: bool) -> None:

@@ -10,15 +10,15 @@ import sys
 import torch.distributed as dist
 
 from gla_ext import train
-from gla_ext.distributed.training import ShardedTrainer
+from gla_ext.train.trainer import Trainer
 
 if __name__ == "__main__":
-    last, train_step = int(sys.argv[1]), ShardedTrainer.train_step
+    last, train_step = int(sys.argv[1]), Trainer.train_step
 
     def step(self) -> None:
         train_step(self)
         if dist.get_rank() == 0 and self.step == last:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    ShardedTrainer.train_step = step
+    Trainer.train_step = step
     sys.exit(train.main(sys.argv[2:]))

@@ -21,11 +21,12 @@ TINY |= {"lr": 1e-2, "warmup": 2, "use_short_conv": True}
 CPU = torch.device("cpu")
 
 
-def sharded(folder, **sizes):
-    from gla_ext.distributed.training import ShardedTrainer
+def sharded(folder, settings=TINY, compiled=False, **options):
+    from gla_ext.train.processes import Processes
 
-    corpus = load_corpus(folder)
-    return ShardedTrainer(Settings(**TINY), corpus, Options(device="cpu", **sizes))
+    settings, parallel = Settings(**settings), Processes("cpu")
+    parallel.lay_out(settings, Options(device="cpu", **options))
+    return Trainer(settings, load_corpus(folder), CPU, compiled, parallel=parallel)
 
 
 def run_steps(group, folder, sizes, out):
@@ -131,8 +132,6 @@ def test_a_mesh_of_three_dimensions(eight, pool, folder, tmp_path):
 
 def compiled_trainer(folder, **sizes):
     """A trainer of compiled blocks, and a list that every graph made for them goes to."""
-    from gla_ext.distributed.training import ShardedTrainer
-
     graphs, aot_eager = [], torch._dynamo.lookup_backend("aot_eager")
 
     def backend(graph, inputs):
@@ -143,9 +142,8 @@ def compiled_trainer(folder, **sizes):
         block._compiled_call_impl = torch.compile(block._call_impl, backend=backend, **options)
 
     torch._dynamo.reset()
-    options = Options(device="cpu", compile=True, **sizes)
     with mock.patch.object(torch.nn.Module, "compile", compile_block):
-        return ShardedTrainer(Settings(**TINY), load_corpus(folder), options), graphs
+        return sharded(folder, compiled=True, **sizes), graphs
 
 
 def run_compiled(group, folder, sizes):
@@ -195,11 +193,8 @@ def test_going_on_from_one_process(pool, folder, tmp_path):
 
 
 def run_refused(group, folder, settings, **options):
-    from gla_ext.distributed.training import ShardedTrainer
-
-    options = Options(device="cpu", **options)
     with pytest.raises((NotImplementedError, ValueError)) as caught:
-        ShardedTrainer(Settings(**TINY | settings), load_corpus(folder), options)
+        sharded(folder, TINY | settings, **options)
     return str(caught.value)
 
 

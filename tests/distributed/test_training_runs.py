@@ -17,14 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import ROOT, assert_close
-from test_training import TINY
+from test_training import TINY, sharded
 
 from gla_ext import train
 from gla_ext.model.checkpoint import load_model, read_metadata
-from gla_ext.train.data import load_corpus
-from gla_ext.train.presets import Options, command_line
-from gla_ext.train.run_folder import CHECKPOINT, METRICS, RESULTS
-from gla_ext.train.trainer import Settings
+from gla_ext.train import command
+from gla_ext.train.presets import command_line
+from gla_ext.train.run_folder import CHECKPOINT, METRICS, RESULTS, folders, remove_folders
+from gla_ext.train.trainer import Settings, Trainer
 
 
 def flags(folder, steps, device="cpu"):
@@ -53,9 +53,9 @@ def assert_ended_as_one_process(out, args, alone, rel, weights):
 
 def run_command(group, args, signalled):
     """Status, output and errors of the command; the rank signalled gets a SIGTERM in step 3."""
-    from gla_ext.distributed import training
+    from gla_ext.train import processes
 
-    train_step = training.ShardedTrainer.train_step
+    train_step = Trainer.train_step
 
     def step(self):
         train_step(self)
@@ -64,12 +64,13 @@ def run_command(group, args, signalled):
 
     out, errors = io.StringIO(), io.StringIO()
     with (
-        mock.patch.object(training, "_process_group", lambda _: contextlib.nullcontext()),
-        mock.patch.object(training.ShardedTrainer, "train_step", step),
+        mock.patch.object(processes.Processes, "joined", lambda _: processes.quiet_but_first()),
+        mock.patch.object(Trainer, "train_step", step),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(errors),
     ):
-        status = training.main(vars(command_line().parse_args(args)))
+        parallel = processes.Processes("cpu")
+        status = command.run(vars(command_line().parse_args(args)), parallel)
     return status, out.getvalue(), errors.getvalue()
 
 
@@ -110,14 +111,12 @@ def test_killed_while_it_saves(one_rank, folder, tmp_path, monkeypatch, moment, 
 
     With more steps than before the same step is saved again, as a resumed run does.
     """
-    from gla_ext.distributed import training
-    from gla_ext.distributed.checkpoints import folders, remove_folders
+    from gla_ext.train import processes
 
-    corpus, path = load_corpus(folder), tmp_path / CHECKPOINT
+    path = tmp_path / CHECKPOINT
 
     def trainer(**changed):
-        options = Options(device="cpu")
-        return training.ShardedTrainer(Settings(**TINY | changed), corpus, options)
+        return sharded(folder, TINY | changed)
 
     name, done, is_new = moment
     first = trainer()
@@ -127,8 +126,8 @@ def test_killed_while_it_saves(one_rank, folder, tmp_path, monkeypatch, moment, 
         first.train_step()
     else:
         first.settings = Settings(**TINY | {"steps": steps})
-    place, _, attribute = f"training.{name}".rpartition(".")
-    place = {"training": training, "training.dcp": training.dcp}[place]
+    place, _, attribute = f"processes.{name}".rpartition(".")
+    place = {"processes": processes, "processes.dcp": processes.dcp}[place]
     original = getattr(place, attribute)
 
     def killed(*args, **kwargs):

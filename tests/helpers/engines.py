@@ -36,7 +36,6 @@ def is_empty(engine) -> bool:
     return (
         sorted(engine._free) == list(range(engine.limits.rows))
         and not engine.busy
-        and not engine._reading
-        and not engine._decoding
+        and not engine._running
         and engine.waiting == 0
     )

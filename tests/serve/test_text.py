@@ -2,8 +2,8 @@
 
 import pytest
 
-from gla_ext.serve.generation import Generation
 from gla_ext.serve.request import Request, TokenLogprob
+from gla_ext.serve.sequence import Sequence
 from gla_ext.serve.text import Bytes, Detokenizer, StopStrings, load_tokenizer
 
 
@@ -100,7 +100,7 @@ def test_a_character_that_the_prompt_left_open():
 def test_stop_strings_and_offsets_where_the_prompt_left_a_character_open():
     pepper = "🌶".encode()
     options = {"temperature": 0, "logprobs": 0, "stop": ["🌶 e"]}
-    generation = Generation(Request([0, *b"hot ", *pepper[:2]], 20, **options), Bytes())
+    generation = Sequence(Request([0, *b"hot ", *pepper[:2]], 20, **options), Bytes())
     tokens = [*pepper[2:], *b" e"]
     deltas = [generation.add(token, TokenLogprob(token, 0.0, {}), ()) for token in tokens]
     assert [delta.logprobs[0].offset for delta in deltas] == [0, 0, 1, 2]

@@ -5,6 +5,8 @@ between packages point one way. `python -m pytest -s tests/tools/test_house.py` 
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
 import io
 import re
 import subprocess
@@ -160,6 +162,16 @@ def package_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else ""
 
 
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@functools.cache
+def modules() -> dict[str, str]:
+    """The modules of gla_ext and their files."""
+    return {module_of(path): path for path in tracked("gla_ext") if path.endswith(".py")}
+
+
 def imports(path: str) -> list[tuple[str, bool, int]]:
     """What a file imports of gla_ext: the module, whether inside a function, and the line."""
     tree = ast.parse((ROOT / path).read_text())
@@ -171,14 +183,14 @@ def imports(path: str) -> list[tuple[str, bool, int]]:
     }
     found = []
     for node in ast.walk(tree):
-        modules = []
+        named = []
         if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
+            named = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            modules = [node.module or ""]
-            if node.module == "gla_ext":
-                modules = [f"gla_ext.{alias.name}" for alias in node.names]
-        ours = [m for m in modules if m.split(".")[0] == "gla_ext"]
+            assert node.level == 0, f"{path}: expected absolute imports"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            named = {name if name in modules() else node.module for name in inner}
+        ours = [m for m in named if m.split(".")[0] == "gla_ext"]
         found += [(m, id(node) in inside, node.lineno) for m in ours]
     return found
 
@@ -229,3 +241,18 @@ def test_packages_import_each_other_in_no_circle():
 
     circles = {package for package in after if package in reached(package)}
     assert not circles, circles
+
+
+def test_modules_import_each_other_in_no_circle():
+    """Imports for types count, those in functions do not."""
+    graph = {
+        name: {module for module, inside, _ in imports(path) if not inside} - {"gla_ext"}
+        for name, path in modules().items()
+        if name != "gla_ext"
+    }
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_folders_are_small_enough_to_be_read():
+    folders = [Path(path).parent for path in modules().values()]
+    assert max(map(folders.count, folders)) <= 15

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import run_python
 from source_tree import ROOT, copy_tree, run
 
 import gla_ext
@@ -170,3 +171,19 @@ def test_info_lists_operators_with_their_keys():
     versions = [gla_ext.__version__, BUILD_INFO["commit"], torch.__version__]
     for expected in [*versions, *BUILD_INFO["cpu_capabilities"], *table]:
         assert expected in text
+
+
+def test_packages_are_loaded_when_asked_for():
+    """And `python -m` warns of no package that was imported before it ran."""
+    pytest.importorskip("numpy")
+    code = (
+        "import runpy, sys, warnings, gla_ext\n"
+        "names = 'decode distributed fla hf model serve train'.split()\n"
+        "packages = tuple(f'gla_ext.{name}' for name in names)\n"
+        "print([name for name in sys.modules if name.startswith(packages)])\n"
+        "warnings.simplefilter('error', RuntimeWarning)\n"
+        "sys.argv = ['-', '--help']\n"
+        "runpy._run_module_as_main('gla_ext.train')"
+    )
+    usage = "usage: python -m gla_ext.train [-h] [--data DATA] [--out OUT] [--resume]"
+    assert run_python(code).splitlines()[:2] == ["[]", usage]

@@ -14,9 +14,9 @@ import torch
 from common import ROOT
 from torch.utils import deterministic
 
+from gla_ext.devices import in_fixed_order
 from gla_ext.model.checkpoint import read_tensors
 from gla_ext.train import CHECKPOINT, command
-from gla_ext.train.devices import in_fixed_order
 
 CUDA = torch.device("cuda")
 

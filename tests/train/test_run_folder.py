@@ -155,7 +155,7 @@ def test_resume_with_more_steps_goes_on(folder, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "_train", stop)  # before a step is done, 7 steps are what it is told
+        patch.setattr(train, "train", stop)  # before a step is done, 7 steps are what it is told
         with pytest.raises(KeyboardInterrupt):
             run("--out", out, "--resume", "--device", "cpu", "--steps", 7)
     run("--out", out, "--resume", "--device", "cpu", "--sample-bytes", 4)

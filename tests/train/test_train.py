@@ -20,12 +20,12 @@ from common import ROOT
 from torch.nn import functional as F
 
 from gla_ext.decode.sampling import choose
+from gla_ext.devices import check_device
 from gla_ext.model import GLAForCausalLM
 from gla_ext.model.checkpoint import load_model, read_metadata, read_tensors, write_tensors
 from gla_ext.train import command as train
 from gla_ext.train import data, trainer
 from gla_ext.train.data import encode, load_corpus
-from gla_ext.train.devices import check_device
 
 TINY = ["--steps", 6, "--batch-size", 2, "--seq-len", 32, "--hidden-size", 16, "--layers", 1]
 TINY += ["--heads", 2, "--device", "cpu", "--sample-bytes", 8]

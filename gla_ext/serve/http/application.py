@@ -20,10 +20,10 @@ from starlette.routing import Route
 
 from gla_ext.decode import ChangedError
 from gla_ext.serve.engine import ClosedError, Deltas, Engine, FullError
-from gla_ext.serve.generation import Generation
 from gla_ext.serve.http import protocol
 from gla_ext.serve.http.protocol import Completion, RefusedError
 from gla_ext.serve.http.reply import Reply
+from gla_ext.serve.sequence import Sequence
 from gla_ext.serve.worker import Worker
 
 logger = logging.getLogger("gla_ext.serve")
@@ -66,7 +66,7 @@ class Application:
         self.engine, self.options = engine, options
         self._on_failure = on_failure
         self._worker = Worker(engine, self._deliver)
-        self._inboxes: dict[Generation, Callable[[Generation, protocol.Delta], None]] = {}
+        self._inboxes: dict[Sequence, Callable[[Sequence, protocol.Delta], None]] = {}
         self._encoding = asyncio.Lock()
         self._statuses: Counter[int] = Counter()
         self._started = int(time.time())
@@ -98,12 +98,12 @@ class Application:
         self._loop.call_soon_threadsafe(self._dispatch, deltas)
 
     def _dispatch(self, deltas: Deltas) -> None:
-        for generation, delta in deltas:
-            inbox = self._inboxes.get(generation)
+        for sequence, delta in deltas:
+            inbox = self._inboxes.get(sequence)
             if delta.finish_reason is not None:
-                self._inboxes.pop(generation, None)
+                self._inboxes.pop(sequence, None)
             if inbox is not None:
-                inbox(generation, delta)
+                inbox(sequence, delta)
         if self._worker.error is not None and self._on_failure is not None:
             self._on_failure()
 
@@ -113,7 +113,7 @@ class Application:
         asked = protocol.read(body, self.options.name)
         prompts = [await self._tokens(prompt) for prompt in asked.prompts]
         try:
-            generations = self._worker.submit(*asked.requests(prompts))
+            sequences = self._worker.submit(*asked.requests(prompts))
         except FullError as error:
             raise RefusedError(429, str(error), "rate_limit_exceeded") from error
         except (ChangedError, ClosedError) as error:
@@ -122,17 +122,17 @@ class Application:
             too_long = "a prompt of at most" in str(error)
             code = "context_length_exceeded" if too_long else None
             raise RefusedError(400, str(error), code) from error
-        return self._reply(asked, generations)
+        return self._reply(asked, sequences)
 
-    def _reply(self, asked: Completion, generations: list[Generation]) -> Reply:
+    def _reply(self, asked: Completion, sequences: list[Sequence]) -> Reply:
         inbox: asyncio.Queue = asyncio.Queue()
-        for generation in generations:
-            self._inboxes[generation] = lambda *item: inbox.put_nowait(item)
+        for sequence in sequences:
+            self._inboxes[sequence] = lambda *item: inbox.put_nowait(item)
         return Reply(
             f"cmpl-{secrets.token_hex(12)}",
             self.options.name,
             asked,
-            generations,
+            sequences,
             self.engine.tokenizer,
             inbox,
             self.options.write_seconds,
@@ -143,10 +143,10 @@ class Application:
     def _count(self, status: int) -> None:
         self._statuses[status] += 1
 
-    def _leave(self, generation: Generation) -> None:
-        """Ends a generation whose client has left."""
-        self._inboxes.pop(generation, None)
-        self.engine.cancel(generation)
+    def _leave(self, sequence: Sequence) -> None:
+        """Ends a sequence whose client has left."""
+        self._inboxes.pop(sequence, None)
+        self.engine.cancel(sequence)
 
     async def _read_body(self, request: HTTPRequest) -> bytes:
         most, body, size = self.options.body_bytes, bytearray(), 0

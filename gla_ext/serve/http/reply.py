@@ -11,25 +11,25 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from gla_ext.serve.generation import Generation
 from gla_ext.serve.http import protocol
 from gla_ext.serve.http.protocol import Choice, Completion, RefusedError
+from gla_ext.serve.sequence import Sequence
 from gla_ext.serve.text import Tokenizer
 
 logger = logging.getLogger("gla_ext.serve")
 
 
 class Reply(Response):
-    """What becomes of generations.
+    """What becomes of sequences.
 
     Args:
         ident, model: of the reply.
         asked: the request.
-        generations: its choices.
+        sequences: its choices.
         tokenizer: for the names of tokens, or None.
-        inbox: gets (generation, delta) as they come.
+        inbox: gets (sequence, delta) as they come.
         write_seconds: in which the client has to take what waits for it.
-        leave: called with each generation that is not finished when the client leaves.
+        leave: called with each sequence that is not finished when the client leaves.
         began: called with the status when the reply begins. An error before that is raised.
     """
 
@@ -38,23 +38,22 @@ class Reply(Response):
         ident: str,
         model: str,
         asked: Completion,
-        generations: list[Generation],
+        sequences: list[Sequence],
         tokenizer: Tokenizer | None,
         inbox: asyncio.Queue,
         write_seconds: float,
-        leave: Callable[[Generation], None],
+        leave: Callable[[Sequence], None],
         began: Callable[[int], None],
     ) -> None:
         super().__init__()
         self._head, self._asked, self._began = protocol.head(ident, model), asked, began
-        self._generations, self._inbox = generations, inbox
+        self._sequences, self._inbox = sequences, inbox
         self._write_seconds, self._leave = write_seconds, leave
         wanted = asked.options.get("logprobs") is not None
         self._choices = {
-            generation: Choice(index, tokenizer, wanted)
-            for index, generation in enumerate(generations)
+            sequence: Choice(index, tokenizer, wanted) for index, sequence in enumerate(sequences)
         }
-        self._going = set(generations)
+        self._going = set(sequences)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._stream(send) if self._asked.stream else self._whole(scope, receive, send)
@@ -68,8 +67,8 @@ class Reply(Response):
         finally:
             for task in tasks:
                 task.cancel()
-            for generation in self._going:
-                self._leave(generation)
+            for sequence in self._going:
+                self._leave(sequence)
 
     async def _next(self) -> tuple[list[dict[str, Any]], RefusedError | None]:
         """Pieces of choices that have come meanwhile, and the error after them, if there is one."""
@@ -77,16 +76,16 @@ class Reply(Response):
         while not self._inbox.empty():
             items.append(self._inbox.get_nowait())
         found = []
-        for generation, delta in items:
+        for sequence, delta in items:
             if delta.finish_reason is not None:
-                self._going.discard(generation)
+                self._going.discard(sequence)
             if delta.finish_reason in ("error", "cancelled"):
                 return found, RefusedError(500, delta.error or "the engine has failed")
-            found.append(self._choices[generation].render(delta))
+            found.append(self._choices[sequence].render(delta))
         return found, None
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pieces: dict[int, list[dict[str, Any]]] = {n: [] for n in range(len(self._generations))}
+        pieces: dict[int, list[dict[str, Any]]] = {n: [] for n in range(len(self._sequences))}
         while self._going:
             found, failed = await self._next()
             if failed is not None:
@@ -124,11 +123,11 @@ class Reply(Response):
 
     def _usage(self) -> dict[str, Any]:
         # A prompt counts once, however many choices it has.
-        prompts = self._generations[:: self._asked.n]
+        prompts = self._sequences[:: self._asked.n]
         return protocol.usage_of(
-            sum(len(generation.request.tokens) for generation in prompts),
-            sum(generation.cached for generation in prompts),
-            sum(generation.new for generation in self._generations),
+            sum(len(sequence.request.tokens) for sequence in prompts),
+            sum(sequence.cached for sequence in prompts),
+            sum(sequence.new for sequence in self._sequences),
         )
 
 

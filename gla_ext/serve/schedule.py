@@ -1,16 +1,13 @@
-"""Which pieces of prompts pass the model next."""
+"""Which sequences decode in a step, and which pieces of prompts pass beside them."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-
 from gla_ext.decode._prompts import CHUNK
 from gla_ext.serve.batch import Batch
-from gla_ext.serve.generation import Generation
 from gla_ext.serve.metrics import Metrics
 from gla_ext.serve.prefix import PrefixCache
 from gla_ext.serve.prompts import NONE, Piece
+from gla_ext.serve.sequence import Sequence, Status
 
 
 def step_of_pieces(every: int, most: int) -> int:
@@ -20,8 +17,9 @@ def step_of_pieces(every: int, most: int) -> int:
     return max(n for n in range(CHUNK, min(every, max(most, CHUNK)) + 1, CHUNK) if every % n == 0)
 
 
-class PromptQueue:
-    """Prompts that pass the model in pieces, packed, each prompt in turn.
+class Schedule:
+    """Sequences that have rows: all whose prompt has passed decode in each step, and prompts pass
+    in pieces, packed, each in turn.
 
     Args:
         batch: where they pass.
@@ -29,6 +27,9 @@ class PromptQueue:
         metrics: which count them.
         most: tokens that pass between two steps of those that decode.
         alone: one passes at a time, in pieces of `prefixes.every` tokens.
+
+    Attributes:
+        running: the sequences, the one whose prompt is next before those that have had a turn.
     """
 
     def __init__(
@@ -39,48 +40,44 @@ class PromptQueue:
         self._step = batch.every or CHUNK
         # Else a piece ends at the next checkpoint, which is then copied.
         self._whole = not alone and (batch.every > 0 or not prefixes.enabled)
-        self._queue: deque[Generation] = deque()
+        self.running: list[Sequence] = []
 
-    def __len__(self) -> int:
-        return len(self._queue)
+    def _those(self, status: Status) -> list[Sequence]:
+        return [sequence for sequence in self.running if sequence.status is status]
 
-    def __iter__(self) -> Iterator[Generation]:
-        return iter(self._queue)
+    def decode(self) -> list[Sequence]:
+        """Passes the last token of each sequence that goes on; returns these."""
+        going = [sequence for sequence in self._those(Status.DECODING) if not sequence.drew_all]
+        if going:
+            self._batch.step([sequence.row for sequence in going])
+        return going
 
-    def append(self, sequence: Generation) -> None:
-        """Takes a prompt, whose sequence has a row."""
-        self._queue.append(sequence)
-
-    def remove(self, sequence: Generation) -> None:
-        """Gives one up."""
-        self._queue.remove(sequence)
-
-    def read(self, beside: bool) -> Iterator[Generation]:
-        """Passes pieces, and gives out the sequences whose prompt has ended, each at once: were
-        they here until the last piece has passed, an error there would lose them.
-
-        Args:
-            beside: whether others wait for a step.
-        """
+    def read(self) -> list[Sequence]:
+        """Passes pieces of prompts; returns the sequences whose prompt has ended."""
+        ended: list[Sequence] = []
+        reading = self._those(Status.READING)
         # Nobody waits for a step's token where none decodes: then a round may be a full one.
+        beside = len(reading) < len(self.running)
         room = max(self._most * (1 if beside else 8), self._step)
-        while room > 0 and self._queue:
+        while room > 0 and reading:
             with self._prefixes.round():
-                pieces = self._take(room)
+                pieces = self._take(reading, room)
                 if not pieces:
                     break
                 self._batch.prefill([piece for _, piece in pieces])
                 for sequence, piece in pieces:
                     self._pass(sequence, piece)
                     if piece.ends:
-                        self._queue.remove(sequence)
-                        yield sequence
+                        sequence.status = Status.DECODING
+                        ended.append(sequence)
             room -= sum(len(piece.tokens) for _, piece in pieces)
+            reading = self._those(Status.READING)
+        return ended
 
-    def _take(self, room: int) -> list[tuple[Generation, Piece]]:
-        """Pieces that pass at once, of sequences that go to the end of the queue."""
-        pieces: list[tuple[Generation, Piece]] = []
-        for sequence in list(self._queue):
+    def _take(self, reading: list[Sequence], room: int) -> list[tuple[Sequence, Piece]]:
+        """Pieces that pass at once, of sequences that then let all others have a turn."""
+        pieces: list[tuple[Sequence, Piece]] = []
+        for sequence in reading:
             start, source = self._prefixes.find(sequence.keys, sequence.passed)
             if start == 0:
                 start, source = sequence.passed, sequence.row if sequence.passed else None
@@ -97,13 +94,13 @@ class PromptQueue:
             self._begin(sequence, start)
             pieces.append((sequence, Piece(sequence.row, tokens[start:stop], ends, source, kept)))
             room -= stop - start
-            self._queue.remove(sequence)
-            self._queue.append(sequence)
+            self.running.remove(sequence)
+            self.running.append(sequence)
             if self._alone or room <= 0:
                 break
         return pieces
 
-    def _stop(self, sequence: Generation, start: int, room: int) -> int:
+    def _stop(self, sequence: Sequence, start: int, room: int) -> int:
         """Where the next piece of a prompt ends: at its start where there is no room."""
         stop, every = len(sequence.request.tokens), self._prefixes.every
         if not self._whole:
@@ -112,7 +109,7 @@ class PromptQueue:
             stop = start + room // self._step * self._step
         return stop
 
-    def _begin(self, sequence: Generation, start: int) -> None:
+    def _begin(self, sequence: Sequence, start: int) -> None:
         """Counts a prompt at its first piece, and what a piece need not pass that starts there."""
         if sequence.passed == 0:
             self._metrics.began(sequence)
@@ -121,7 +118,7 @@ class PromptQueue:
         sequence.cached += skipped
         sequence.passed = start
 
-    def _pass(self, sequence: Generation, piece: Piece) -> None:
+    def _pass(self, sequence: Sequence, piece: Piece) -> None:
         """Counts what has passed, and copies a checkpoint that was not made on the way."""
         sequence.passed += len(piece.tokens)
         if not self._whole:

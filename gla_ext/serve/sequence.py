@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import time
 from collections.abc import Collection
 
@@ -15,28 +16,38 @@ UNIFORMS = 64  # that are drawn at a time
 BELOW_ONE = 1 - 2**-20  # so that no product with it rounds to the whole
 
 
-class Generation:
+class Status(enum.Enum):
+    """Where a sequence stands."""
+
+    WAITING = "it has no row"
+    READING = "it has a row, and its prompt passes"
+    DECODING = "a token passes in each step"
+    FINISHED = "it gets nothing more"
+
+
+class Sequence:
     """A request on its way.
 
     Attributes:
+        status: see `Status`.
         row: of the engine's batch, or None while it waits.
         keys: of the prompt's beginnings, in the prefix cache.
         passed: tokens of the prompt that its row has had.
         cached: how many of these came from the prefix cache.
         drew: tokens that were asked for.
         new: tokens that it has got, the last one, if it ended the sequence, included.
-        cancelled: whether it shall end.
-        outdated: whether it shall end, since its states are of an old model.
-        finished: whether it has.
+        ending: why it shall end at the next step: 'cancelled', 'refresh' (its states are of an old
+            model), or None.
         arrived, first, last: when it came, and when its first and last token did, seconds.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         self.request = request
+        self.status = Status.WAITING
         self.row: int | None = None
         self.keys: list[bytes] = []
         self.passed, self.cached, self.drew, self.new = 0, 0, 0, 0
-        self.cancelled, self.outdated, self.finished = False, False, False
+        self.ending: str | None = None
         self.arrived = time.monotonic()
         self.first = self.last = 0.0
         # What fp32 rounds to 0 is 0, and inf is its greatest number, as in Sampling.
@@ -52,6 +63,11 @@ class Generation:
             self._text = Detokenizer(tokenizer, request.tokens, request.skip_special_tokens)
         self._stops = StopStrings(request.stop)
         self._characters = 0  # of the tokens so far
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.status is Status.FINISHED
 
     @property
     def drew_all(self) -> bool:
