@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from gla_ext.distributed._cuts import Part, places_of
-from gla_ext.distributed.context import CPContext, Cut
+from gla_ext.distributed._cuts import Cut, Part, places_of
+from gla_ext.distributed.context import CPContext
 
 # On the offsets of FLA's object: FSDP2 with a policy that casts copies the object at every call.
 _KEPT = "_gla_ext_context"

@@ -7,16 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from gla_ext.distributed.context import as_context
+from gla_ext.ops._context import context_of
 
-# Where batch, heads and tokens stand: in tensors of tokens [B, T, H, D], and in states
-# [N, H, K, V], which every rank of a cut text has whole.
-_TOKENS, _STATE = {"batch": 0, "heads": 2, "tokens": 1}, {"batch": 0, "heads": 1}
+# Where batch and heads stand in states [N, H, K, V], which every rank of a cut text has whole.
+_STATE = {"batch": 0, "heads": 1}
 
 
 def attend_on_shards(
@@ -47,11 +45,9 @@ def attend_on_shards(
     """
     q = tokens["q"]
     _check_all_sharded(op, {**tokens, "initial_state": state})
-    mesh, roles = q.device_mesh, []
+    context, mesh, roles = context_of(cp_context), q.device_mesh, []
     for placement in q.placements:
-        role = next((r for r, dim in _TOKENS.items() if placement == Shard(dim)), None)
-        if role == "tokens" and cp_context is None:
-            role = None
+        role = next((r for r, dim in context.shards.items() if placement == Shard(dim)), None)
         if role is None and placement != Replicate():
             raise NotImplementedError(
                 f"{op}: expected q to be replicated or sharded over batch, Shard(0), or heads, "
@@ -59,8 +55,7 @@ def attend_on_shards(
                 "redistribute it"
             )
         roles.append(role)
-    if cp_context is not None:
-        _check_context(op, cp_context, mesh, roles)
+    context.check_shards(op, mesh, roles)
     if cu_seqlens is not None and "batch" in roles:
         raise NotImplementedError(
             f"{op}: expected packed sequences to be replicated or sharded over heads, got "
@@ -87,11 +82,11 @@ def attend_on_shards(
             grad_placements=placements(dims, summed=True)
         )
 
-    operands = {name: local(name, t, _TOKENS) for name, t in tokens.items()}
+    operands = {name: local(name, t, context.shards) for name, t in tokens.items()}
     offsets = cu_seqlens.full_tensor() if isinstance(cu_seqlens, DTensor) else cu_seqlens
     h0 = local("initial_state", state, _STATE)
     o, final = function(**operands, initial_state=h0, cu_seqlens=offsets)
-    o = DTensor.from_local(o, mesh, placements(_TOKENS))
+    o = DTensor.from_local(o, mesh, placements(context.shards))
     if final is not None:
         final = DTensor.from_local(final, mesh, placements(_STATE, summed=True))
     return o, final
@@ -181,19 +176,3 @@ def _check_divides(
                 f"{op}: expected {role} of {name} to be a multiple of the mesh's {size}, got "
                 f"{t.shape[dim]}; redistribute it to Replicate()"
             )
-
-
-def _check_context(op: str, cp_context: Any, mesh: Any, roles: list[str | None]) -> None:
-    """That the mesh's shards of tokens are a context's parts, and there are some."""
-    context = as_context(cp_context)
-    found = [mesh.get_group(i) for i, role in enumerate(roles) if role == "tokens"]
-    if [*map(dist.get_process_group_ranks, found)] != [dist.get_process_group_ranks(context.group)]:
-        raise NotImplementedError(
-            f"{op}: expected q to be sharded over tokens, Shard(1), on the dimension of the mesh "
-            "that is cp_context's group, and on no other; redistribute it"
-        )
-    if context.layout != "contiguous" or not context.cuts_rows_evenly:
-        raise NotImplementedError(
-            f"{op}: expected a cp_context of equal parts, contiguous and without cu_seqlens, "
-            "beside DTensors; call it on to_local() tensors"
-        )

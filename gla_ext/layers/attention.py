@@ -16,6 +16,7 @@ from gla_ext.layers._options import check_keywords, typed_options
 from gla_ext.layers._padding import Padding, check_hidden_states
 from gla_ext.layers._projections import lay_side_by_side, project, split_heads
 from gla_ext.ops._checks import check_plain_tensors
+from gla_ext.ops._context import refuse_context
 from gla_ext.ops._tracing import can_be_read
 from gla_ext.ops.chunk import is_batch_invariant
 
@@ -117,11 +118,11 @@ class Attention(nn.Module):
         longest = max_seqlen
         names = "hidden_states attention_mask cu_seqlens"
         check_plain_tensors("Attention", names, hidden_states, attention_mask, cu_seqlens)
-        if cp_context is not None:
-            raise NotImplementedError(
-                "Attention: cp_context is not implemented for attention layers, whose tokens see "
-                "those of all ranks"
-            )
+        refuse_context(
+            cp_context,
+            "Attention: cp_context is not implemented for attention layers, whose tokens see those "
+            "of all ranks",
+        )
         self._check_call(hidden_states, past_key_values)
         B, T, _ = hidden_states.shape
         if cu_seqlens is not None:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla_ext.layers._options import (
-    check_context_parallel,
     check_keywords,
     check_options,
     expanded_dim,
@@ -36,11 +35,15 @@ from gla_ext.layers.gate_projection import gate_projection
 from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 from gla_ext.layers.short_convolution import ShortConvolution, convolve
 from gla_ext.ops._checks import check_tensors
+from gla_ext.ops._context import NO_MASK, refuse_context
 from gla_ext.ops._tracing import have_no_rule, is_one
 from gla_ext.ops.chunk import chunk_gla, is_batch_invariant
 from gla_ext.ops.pool import chunk_gla_
 from gla_ext.ops.recurrent import fused_recurrent_gla, recurrent_gla_step_
 
+_NO_RECURRENCE = (
+    "GatedLinearAttention: expected mode 'chunk' with cp_context, got 'fused_recurrent'"
+)
 _norm_gate_linear = torch.ops.gla_ext.norm_gate_linear.default
 
 
@@ -232,8 +235,10 @@ class GatedLinearAttention(nn.Module):
         names = "hidden_states attention_mask cu_seqlens"
         check_tensors("GatedLinearAttention", names, hidden_states, attention_mask, cu_seqlens)
         check_hidden_states("GatedLinearAttention", hidden_states, self.hidden_size)
-        if cp_context is not None:
-            check_context_parallel(self.mode, attention_mask)
+        if attention_mask is not None:
+            refuse_context(cp_context, f"GatedLinearAttention: {NO_MASK}")
+        if self.mode == "fused_recurrent":
+            refuse_context(cp_context, _NO_RECURRENCE)
         in_place = bool(use_cache) and getattr(past_key_values, "in_place", False)
         pool = None
         if in_place and self.mode != "fused_recurrent" and not torch.is_grad_enabled():

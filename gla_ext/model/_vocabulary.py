@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
-from gla_ext.distributed._collectives import all_max, all_sum
-from gla_ext.model.loss import IGNORE_INDEX
+from gla_ext.losses import IGNORE_INDEX
+from gla_ext.ops._collectives import all_max, all_sum
+from gla_ext.ops._tracing import is_sharded
 
 
 def first_row(rows: int, size: int, rank: int) -> int:
@@ -17,25 +17,29 @@ def first_row(rows: int, size: int, rank: int) -> int:
     return min(rows, -(-rows // size) * rank)
 
 
-def is_sharded_by_vocabulary(logits: Tensor) -> bool:
-    """Whether logits `[N, vocab_size]` are a DTensor sharded by their last dimension alone."""
-    return isinstance(logits, DTensor) and tuple(logits.placements) == (Shard(logits.ndim - 1),)
-
-
-def sharded_cross_entropy(logits: DTensor, targets: Tensor) -> Tensor:
-    """`gla_ext.model.loss.cross_entropy`, on every rank the same, a plain tensor."""
+def shard_of(logits: Tensor) -> tuple[Tensor, int, str] | None:
+    """Of logits `[..., vocab_size]` that are a DTensor sharded by their last dimension alone: this
+    rank's columns, the first one's number and the group's name. None of others.
+    """
+    if not is_sharded(logits) or len(logits.placements) > 1:
+        return None
+    if not logits.placements[0].is_shard(logits.ndim - 1):
+        return None
     mesh = logits.device_mesh
     start = first_row(logits.shape[-1], mesh.size(), mesh.get_local_rank())
-    return _CrossEntropy.apply(logits.to_local(), targets, start, mesh.get_group().group_name)
+    return logits.to_local(), start, mesh.get_group().group_name
 
 
-def sharded_greatest(logits: DTensor) -> Tensor:
+def sharded_cross_entropy(local: Tensor, start: int, group_name: str, targets: Tensor) -> Tensor:
+    """`gla_ext.model.loss.cross_entropy` of a shard, on every rank the same, a plain tensor."""
+    return _CrossEntropy.apply(local, targets, start, group_name)
+
+
+def sharded_greatest(local: Tensor, start: int, group_name: str) -> Tensor:
     """The greatest logit of each row of `[..., vocab_size]`, on every rank, a plain tensor; of
     several the first has the gradient.
     """
-    mesh = logits.device_mesh
-    start = first_row(logits.shape[-1], mesh.size(), mesh.get_local_rank())
-    return _Greatest.apply(logits.to_local(), start, mesh.get_group().group_name)
+    return _Greatest.apply(local, start, group_name)
 
 
 class _Greatest(torch.autograd.Function):
