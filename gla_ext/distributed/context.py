@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gla_ext.distributed._cuts import LAYOUTS, Cut, Part, cut_part, part_lengths, places_of
+from gla_ext.distributed._door import compare
 from gla_ext.distributed.attention import chunk_gla_with_context
 from gla_ext.distributed.convolution import convolve_with_context
 from gla_ext.distributed.loss import mean_over_ranks, next_labels
@@ -31,6 +32,7 @@ class CPContext(LocalContext):
     chunk_gla = chunk_gla_with_context
     convolve = convolve_with_context
     mean = mean_over_ranks
+    compare = compare
 
     def __init__(
         self,
@@ -109,38 +111,6 @@ class CPContext(LocalContext):
         if self.offsets is None:
             return Cut(parts, parts_of_all, None)
         return Cut(parts, parts_of_all, _local_offsets(parts, device))
-
-    def compare(self, op: str, key: tuple, facts: Callable[[], dict[str, Any]]) -> None:
-        """Compares facts and this context with those of the other ranks, once for a key.
-
-        Every rank must come here, or none: it is a collective call. Nothing is compared in graphs.
-
-        Args:
-            op: the operator's name, for messages.
-            key: what the facts follow from.
-            facts: makes them, by name, readable as text.
-
-        Raises:
-            ValueError: a rank has others; every rank raises it, and names the first that differs.
-        """
-        key = (op, key)
-        if self.size == 1 or torch.compiler.is_compiling() or key in self._compared:
-            return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return
-        mine = {"layout": self.layout, "cu_seqlens": self.offsets, "lengths": self.lengths}
-        mine = {name: str(fact) for name, fact in (mine | facts()).items()}
-        every: list[dict[str, str]] = [{}] * self.size
-        dist.all_gather_object(every, mine, group=self.group)
-        for rank, theirs in enumerate(every):
-            for name in dict.fromkeys((*every[0], *theirs)):
-                expected, found = every[0].get(name, "nothing"), theirs.get(name, "nothing")
-                if found != expected:
-                    raise ValueError(
-                        f"{op}: expected the same {name} on all ranks of cp_context's group, got "
-                        f"{expected} on rank 0 and {found} on rank {rank}"
-                    )
-        self._compared.add(key)
 
 
 def build_cp_context(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from gla_ext.distributed._door import check_all_sharded, whole
 from gla_ext.ops._context import context_of
 
 # Where batch and heads stand in states [N, H, K, V], which every rank of a cut text has whole.
@@ -44,7 +45,7 @@ def attend_on_shards(
             with a sharded batch, a context whose parts are not shards.
     """
     q = tokens["q"]
-    _check_all_sharded(op, {**tokens, "initial_state": state})
+    check_all_sharded(op, {**tokens, "initial_state": state})
     context, mesh, roles = context_of(cp_context), q.device_mesh, []
     for placement in q.placements:
         role = next((r for r, dim in context.shards.items() if placement == Shard(dim)), None)
@@ -66,9 +67,9 @@ def attend_on_shards(
         """Those of tensors whose sharded dimensions stand there. Where tokens are cut, states have
         none: every rank has them whole, or a part that is summed.
         """
-        whole = Partial() if summed else Replicate()
+        everywhere = Partial() if summed else Replicate()
         return [
-            Replicate() if role is None else Shard(dims[role]) if role in dims else whole
+            Replicate() if role is None else Shard(dims[role]) if role in dims else everywhere
             for role in roles
         ]
 
@@ -83,9 +84,8 @@ def attend_on_shards(
         )
 
     operands = {name: local(name, t, context.shards) for name, t in tokens.items()}
-    offsets = cu_seqlens.full_tensor() if isinstance(cu_seqlens, DTensor) else cu_seqlens
     h0 = local("initial_state", state, _STATE)
-    o, final = function(**operands, initial_state=h0, cu_seqlens=offsets)
+    o, final = function(**operands, initial_state=h0, cu_seqlens=whole(cu_seqlens))
     o = DTensor.from_local(o, mesh, placements(context.shards))
     if final is not None:
         final = DTensor.from_local(final, mesh, placements(_STATE, summed=True))
@@ -117,7 +117,7 @@ def step_on_shards(
             DTensors, an output that is given.
     """
     name, first = next(iter(tokens.items()))
-    _check_all_sharded(op, {**tokens, "state": state})
+    check_all_sharded(op, {**tokens, "state": state})
     if out is not None:
         raise NotImplementedError(
             f"{op}: expected out to be None with DTensors, got a tensor; call it on to_local() "
@@ -142,7 +142,7 @@ def step_on_shards(
         n: None if t is None else t.redistribute(placements=of_tokens).to_local()
         for n, t in tokens.items()
     }
-    every = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in rows.items()}
+    every = {n: whole(t) for n, t in rows.items()}
     o = function(**local, state=state.to_local(), **every)
     return None if o is None else DTensor.from_local(o, mesh, of_tokens)
 
@@ -150,15 +150,6 @@ def step_on_shards(
 def replicated(t: Tensor, mesh: DeviceMesh) -> DTensor:
     """A tensor that every rank has, as a DTensor."""
     return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _check_all_sharded(op: str, tensors: dict[str, Tensor | None]) -> None:
-    for name, t in tensors.items():
-        if t is not None and not isinstance(t, DTensor):
-            raise NotImplementedError(
-                f"{op}: expected plain tensors, got a DTensor among them; make {name} a DTensor "
-                "too, or call it on to_local() tensors, sharded over batch or heads"
-            )
 
 
 def _check_divides(

@@ -9,40 +9,13 @@ from torch import Tensor
 
 from gla_ext.losses import IGNORE_INDEX
 from gla_ext.ops._collectives import all_max, all_sum
-from gla_ext.ops._tracing import is_sharded
 
 
-def first_row(rows: int, size: int, rank: int) -> int:
-    """Where a rank's part of so many rows starts: parts are as of `torch.chunk`."""
-    return min(rows, -(-rows // size) * rank)
-
-
-def shard_of(logits: Tensor) -> tuple[Tensor, int, str] | None:
-    """Of logits `[..., vocab_size]` that are a DTensor sharded by their last dimension alone: this
-    rank's columns, the first one's number and the group's name. None of others.
+class ShardedGreatest(torch.autograd.Function):
+    """The greatest logit of each row, of a shard's columns `[..., columns]` and their place, on
+    every rank; of several the first has the gradient.
     """
-    if not is_sharded(logits) or len(logits.placements) > 1:
-        return None
-    if not logits.placements[0].is_shard(logits.ndim - 1):
-        return None
-    mesh = logits.device_mesh
-    start = first_row(logits.shape[-1], mesh.size(), mesh.get_local_rank())
-    return logits.to_local(), start, mesh.get_group().group_name
 
-
-def sharded_cross_entropy(local: Tensor, start: int, group_name: str, targets: Tensor) -> Tensor:
-    """`gla_ext.model.loss.cross_entropy` of a shard, on every rank the same, a plain tensor."""
-    return _CrossEntropy.apply(local, targets, start, group_name)
-
-
-def sharded_greatest(local: Tensor, start: int, group_name: str) -> Tensor:
-    """The greatest logit of each row of `[..., vocab_size]`, on every rank, a plain tensor; of
-    several the first has the gradient.
-    """
-    return _Greatest.apply(local, start, group_name)
-
-
-class _Greatest(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, start: int, group_name: str) -> Tensor:
         if local.shape[-1]:
@@ -66,9 +39,13 @@ class _Greatest(torch.autograd.Function):
         return result, None, None
 
 
-class _CrossEntropy(torch.autograd.Function):
+class ShardedCrossEntropy(torch.autograd.Function):
+    """`gla_ext.model.loss.cross_entropy` of a shard's columns `[N, columns]` and their place, on
+    every rank the same.
+    """
+
     @staticmethod
-    def forward(ctx: Any, local: Tensor, targets: Tensor, start: int, group_name: str) -> Tensor:
+    def forward(ctx: Any, local: Tensor, start: int, group_name: str, targets: Tensor) -> Tensor:
         wide = local.to(torch.promote_types(local.dtype, torch.float32))
         counts = targets != IGNORE_INDEX
         columns = targets - start

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from gla_ext.cache import GLACache
 from gla_ext.layers._options import typed_options
 from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
-from gla_ext.layers._projections import is_plain, lay_side_by_side, project
+from gla_ext.layers._projections import is_plain, lay_side_by_side
 from gla_ext.layers._residual import add_and_norm, is_seen_through
+from gla_ext.layers._route import project
 from gla_ext.layers.attention import Attention
 from gla_ext.layers.attention_residuals import ResidualQuery, mix_residuals
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention

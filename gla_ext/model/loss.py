@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla_ext.layers._projections import is_plain
+from gla_ext.layers._route import shard_of_vocabulary
 from gla_ext.losses import IGNORE_INDEX, cross_entropy_loss, fused_linear_cross_entropy_loss
-from gla_ext.model._vocabulary import shard_of, sharded_cross_entropy, sharded_greatest
+from gla_ext.model._vocabulary import ShardedCrossEntropy, ShardedGreatest
 from gla_ext.ops._checks import check_tensors
 from gla_ext.ops._context import context_of, refuse_context
 
@@ -73,8 +74,8 @@ def _l2_warp(greatest: Tensor, num_items_in_batch: Tensor | int | None) -> Tenso
 
 def _greatest(logits: Tensor) -> Tensor:
     """The greatest of each token's, `[B, T]`."""
-    if (shard := shard_of(logits)) is not None:
-        return sharded_greatest(*shard)
+    if (shard := shard_of_vocabulary(logits)) is not None:
+        return ShardedGreatest.apply(*shard)
     return logits.max(-1).values
 
 
@@ -151,16 +152,12 @@ def _mean(
     total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, cp_context: Any
 ) -> Tensor:
     """Of the sum over the targets, or with a context over those of all ranks."""
-    count = _count(targets, num_items_in_batch)
+    count = num_items_in_batch
+    if count is None:
+        count = (targets != IGNORE_INDEX).sum()
+    elif isinstance(count, Tensor):
+        count = count.to(targets.device)
     return context_of(cp_context).mean(total, count, num_items_in_batch is None)
-
-
-def _count(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | int:
-    if num_items_in_batch is None:
-        return (targets != IGNORE_INDEX).sum()
-    if isinstance(num_items_in_batch, Tensor):
-        return num_items_in_batch.to(targets.device)
-    return num_items_in_batch
 
 
 def cross_entropy(
@@ -176,8 +173,8 @@ def cross_entropy(
         fused: by the operator, else by torch's operations on a wider copy. Default: True.
         inplace_backward: of the operator: see `gla_ext.losses.cross_entropy_loss`. Default: False.
     """
-    if (shard := shard_of(logits)) is not None:
-        return sharded_cross_entropy(*shard, targets)
+    if (shard := shard_of_vocabulary(logits)) is not None:
+        return ShardedCrossEntropy.apply(*shard, targets)
     if fused:
         return cross_entropy_loss(logits, targets, inplace_backward=inplace_backward)[0].sum()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -32,6 +32,11 @@ def all_gather(x: Tensor, size: int, group_name: str) -> Tensor:
     return _functional.wait_tensor.default(rows).view(size, *x.shape)
 
 
+def first_row(rows: int, size: int, rank: int) -> int:
+    """Where a rank's part of so many rows starts: parts are as of `torch.chunk`."""
+    return min(rows, -(-rows // size) * rank)
+
+
 class _SumOfGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
