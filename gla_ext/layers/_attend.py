@@ -119,9 +119,10 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tens
         `[N, 1, H, D]`; of a row without a key, finite and without meaning.
     """
     no_gradient = not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
-    if has_flash(q) and no_gradient and k.shape[1] % _KEYS_A_SPLIT == 0:
+    if has_flash(q) and no_gradient:
         parts = pieces(k.shape[1], _KEYS_A_SPLIT)
-        if parts is not None:
+        # In a graph not even the number of keys is asked: it would be compiled for one.
+        if parts is not None and k.shape[1] % _KEYS_A_SPLIT == 0:
             if lengths is None:
                 lengths = torch.full((k.shape[0],), k.shape[1], device=q.device)
             return _split(q, k, v, lengths)
