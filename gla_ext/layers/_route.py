@@ -19,7 +19,14 @@ from gla_ext.layers._projections import (
     one_matrix,
 )
 from gla_ext.ops._collectives import first_row
-from gla_ext.ops._tracing import can_be_read, have_no_rule, is_one, is_recorded, is_sharded
+from gla_ext.ops._tracing import (
+    can_be_read,
+    have_no_rule,
+    in_forward_mode,
+    is_one,
+    is_recorded,
+    is_sharded,
+)
 from gla_ext.ops.chunk import is_batch_invariant
 
 _joint_projection = torch.ops.gla_ext.joint_projection.default
@@ -41,7 +48,7 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
         together: one product with all weights in one, where the modules are as torch made them;
             the results then share one tensor's memory. It copies the weights in every call, and
             in eager mode again in backward, which has two products instead of two a map and their
-            sums. Not in transforms of torch.func.
+            sums. Not in transforms of torch.func, nor in forward-mode AD.
     """
     recorded, grad = is_recorded(), torch.is_grad_enabled()
     # By far the most frequent case without gradients, found out soon. Nothing is asked of weights
@@ -55,7 +62,8 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
     )
     adds_up = grad and x.requires_grad and type(x) is Tensor and not recorded
     weights = alike_weights(linears) if neighbours or adds_up or together else None
-    if weights is None or have_no_rule(x, *weights):
+    apart = weights is None or torch._C._are_functorch_transforms_active()
+    if apart or (not recorded and in_forward_mode()):
         return tuple(linear(x) for linear in linears)
     if recorded:  # a compiler's partitioner decides what is saved
         return F.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], dim=-1)
