@@ -80,35 +80,25 @@ class LinearAttention(GatedLinearAttention):
     def _finish_log_gates(self, gk: Tensor) -> Tensor:
         return super()._finish_log_gates(gk) if self.gate in ("channel", "head") else gk
 
-    def _by_heads(self, gk: Tensor) -> Tensor:
+    def _gates_of_heads(self, gk: Tensor) -> Tensor:
         if self.gate == "channel":
-            return super()._by_heads(gk)
+            return super()._gates_of_heads(gk)
         # One gate a head: `[B, T, H]`.
         return retention_decay(self.num_heads, gk).expand_as(gk) if self.gate == "constant" else gk
 
-    def _project(self, x: Tensor, *states: Any) -> tuple[Any, ...]:
-        q, k, *others = super()._project(x, *states)
+    def _project(self, x: Tensor) -> tuple[Any, Tensor]:
         if self.gv_proj is not None:
             gv = logsigmoid(self.gv_proj(x)) / self.gate_logit_normalizer
             self._gv = gv.unflatten(-1, (self.num_heads, self.head_v_dim))
-        if self.rotary:
-            q, k = rotate(q), rotate(k)
-        return q, k, *others
+        return super()._project(x)
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gk: Tensor,
-        state: Tensor | None,
-        output_state: bool,
-        cu_seqlens: Tensor | None,
-        in_place: bool,
-        slots: Tensor | None,
-        cp_context: Any = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        if in_place or cp_context is not None or (self.rotary and cu_seqlens is not None):
+    def _heads_of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super()._heads_of(q, k, v)
+        return (rotate(q), rotate(k), v) if self.rotary else (q, k, v)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, gk: Tensor, history: Any) -> Tensor:
+        packed, elsewhere = history.cu_seqlens is not None, history.cp_context is not None
+        if history.in_place or elsewhere or (self.rotary and packed):
             raise NotImplementedError("LinearAttention: expected plain rows, for training")
         gv, self._gv = self._gv, None
         o, state = chunk_gla(
@@ -116,16 +106,17 @@ class LinearAttention(GatedLinearAttention):
             k,
             v,
             None if self.gate == "none" else gk,
-            initial_state=state,
-            output_final_state=output_state,
+            initial_state=history.state,
+            output_final_state=history.wants_state,
             state_v_first=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=history.cu_seqlens,
             gv=gv,
         )
         if self.rotary and state is not None:
             # Positions start from 0 in every call: the state's keys move T back.
             state = rotate(state.flatten(1, 2).unsqueeze(1), -q.shape[1]).view_as(state)
-        return o, state
+        history.state = state
+        return o
 
 
 class SoftmaxAttention(nn.Module):

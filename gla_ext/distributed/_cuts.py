@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from torch import Tensor
+
 LAYOUTS = ("contiguous", "zigzag")
 
 
@@ -34,6 +36,60 @@ class Part:
     before: int
     after: int
     last_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A rank's part of the text, or in the zigzag layout its two, for tensors of one length.
+
+    parts: this rank's, in the order of its tensors.
+    lengths: tokens of every part of the text, in order.
+    cu_seqlens: offsets of this rank's own sequences in its tensors, on their device; None where
+        each row of the batch is one sequence.
+
+    Properties are computed anew: torch.compile refuses to keep one in a frozen dataclass.
+    """
+
+    parts: tuple[Part, ...]
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor | None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The own sequences of each part."""
+        return tuple(part.sequences[1] - part.sequences[0] for part in self.parts)
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """How many parts before each share its first sequence."""
+        return tuple(part.before for part in self.parts)
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """How many parts after each share its last sequence."""
+        return tuple(part.after for part in self.parts)
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """Of each part the tokens of its first and of its last sequence, start and end of both."""
+        spans, start = [], 0
+        for part in self.parts:
+            own = part.offsets
+            ends = (own[0], own[1], own[-2], own[-1]) if len(own) > 1 else (0, 0, 0, 0)
+            spans += [start + x for x in ends]
+            start += part.length
+        return tuple(spans)
+
+    @property
+    def is_one_sequence_each(self) -> bool:
+        """Whether each part is one sequence's, as a row of a batch is, and parts are alike."""
+        length = self.parts[0].length
+        return all(part.offsets == (0, length) and part.length == length for part in self.parts)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The number in the whole text of each of this rank's own sequences, the rows of states."""
+        return tuple(i for part in self.parts for i in range(*part.sequences))
 
 
 def places_of(rank: int, size: int, layout: str) -> tuple[int, ...]:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from gla_ext.distributed._cuts import Part, places_of
-from gla_ext.distributed.context import CPContext, Cut
+from gla_ext.distributed._cuts import Cut, Part, places_of
+from gla_ext.distributed._door import refuse_in_graph
+from gla_ext.distributed.context import CPContext
 
 # On the offsets of FLA's object: FSDP2 with a policy that casts copies the object at every call.
 _KEPT = "_gla_ext_context"
@@ -60,12 +61,10 @@ def from_fla(theirs: Any) -> CPContext:
         raise ValueError("cp_context: expected FLA's context to have a group, got None")
     made = getattr(theirs.cu_seqlens, _KEPT, None)
     if made is None or made._fields != _fields_of(theirs):
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                "cp_context: expected FLA's context to be known from a call in eager mode before a "
-                "graph is made with it, got a new one; gla_ext.distributed.build_cp_context's need "
-                "none"
-            )
+        refuse_in_graph(
+            "cp_context: expected FLA's context to be known from a call in eager mode before a "
+            "graph is made with it, got a new one; gla_ext.distributed.build_cp_context's need none"
+        )
         made = _FromFLA(theirs)
         setattr(theirs.cu_seqlens, _KEPT, made)
     return made

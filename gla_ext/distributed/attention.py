@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gla_ext.distributed.context import Cut, as_context
+from gla_ext.distributed._cuts import Cut
 
 _fwd = torch.ops.gla_ext.chunk_gla_fwd.default
 _OPTIONS = ("scale", "output_final_state", "state_v_first", "batch_invariant", "gradients")
@@ -18,6 +18,7 @@ _across_ranks = torch.ops.gla_ext.chunk_gla_across_ranks.default
 
 
 def chunk_gla_with_context(
+    context: Any,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -30,14 +31,12 @@ def chunk_gla_with_context(
     state_v_first: bool,
     batch_invariant: bool,
     for_backward_bytes: int,
-    cp_context: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`gla_ext.chunk_gla` of this rank's tokens, see there.
+    """`gla_ext.chunk_gla` of this rank's tokens, see there; context is the `CPContext`.
 
     Raises:
         ValueError: cu_seqlens beside the context; shapes that do not fit it, or other ranks.
     """
-    context = as_context(cp_context)
     if q.ndim != 4:
         raise ValueError(
             f"chunk_gla: expected q to have 4 dimensions [B, T, H, K], got {q.ndim} with shape "
@@ -51,7 +50,7 @@ def chunk_gla_with_context(
             f"chunk_gla: expected a batch of one beside a cp_context with cu_seqlens, got B = {B}"
         )
     needs_gradient = torch.is_grad_enabled() and _any_requires_grad(q, k, v, g, gv, initial_state)
-    if context.size > 1 and not torch.compiler.is_compiling():
+    if context.size > 1:
         kinds = [None if t is None else (t.shape, t.dtype) for t in (q, k, v, g, gv)]
         options = (scale, output_final_state, state_v_first, batch_invariant, needs_gradient)
         facts = functools.partial(_facts, T if context.lengths is None else None, kinds, options)

@@ -2,73 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gla_ext.distributed._cuts import LAYOUTS, Part, cut_part, part_lengths, places_of
+from gla_ext.distributed._cuts import LAYOUTS, Cut, Part, cut_part, part_lengths, places_of
+from gla_ext.distributed._door import compare
+from gla_ext.distributed.attention import chunk_gla_with_context
+from gla_ext.distributed.convolution import convolve_with_context
+from gla_ext.distributed.loss import mean_over_ranks, next_labels
+from gla_ext.ops._context import LocalContext
 from gla_ext.ops.inputs import check_offsets
 
 
-@dataclass(frozen=True, eq=False)
-class Cut:
-    """A rank's part of the text, or in the zigzag layout its two, for tensors of one length.
-
-    parts: this rank's, in the order of its tensors.
-    lengths: tokens of every part of the text, in order.
-    cu_seqlens: offsets of this rank's own sequences in its tensors, on their device; None where
-        each row of the batch is one sequence.
-
-    Properties are computed anew: torch.compile refuses to keep one in a frozen dataclass.
-    """
-
-    parts: tuple[Part, ...]
-    lengths: tuple[int, ...]
-    cu_seqlens: Tensor | None
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The own sequences of each part."""
-        return tuple(part.sequences[1] - part.sequences[0] for part in self.parts)
-
-    @property
-    def before(self) -> tuple[int, ...]:
-        """How many parts before each share its first sequence."""
-        return tuple(part.before for part in self.parts)
-
-    @property
-    def after(self) -> tuple[int, ...]:
-        """How many parts after each share its last sequence."""
-        return tuple(part.after for part in self.parts)
-
-    @property
-    def spans(self) -> tuple[int, ...]:
-        """Of each part the tokens of its first and of its last sequence, start and end of both."""
-        spans, start = [], 0
-        for part in self.parts:
-            own = part.offsets
-            ends = (own[0], own[1], own[-2], own[-1]) if len(own) > 1 else (0, 0, 0, 0)
-            spans += [start + x for x in ends]
-            start += part.length
-        return tuple(spans)
-
-    @property
-    def is_one_sequence_each(self) -> bool:
-        """Whether each part is one sequence's, as a row of a batch is, and parts are alike."""
-        length = self.parts[0].length
-        return all(part.offsets == (0, length) and part.length == length for part in self.parts)
-
-    @property
-    def sequences(self) -> tuple[int, ...]:
-        """The number in the whole text of each of this rank's own sequences, the rows of states."""
-        return tuple(i for part in self.parts for i in range(*part.sequences))
-
-
-class CPContext:
+class CPContext(LocalContext):
     """A text cut over the ranks of a process group: what `build_cp_context` makes.
 
     group: the process group; rank and size are this process's in it.
@@ -77,6 +27,12 @@ class CPContext:
     cuts_rows_evenly: whether each row of the batch is one sequence, of which all hold as much.
     conv1d_kernel_size: accepted as FLA's, and not looked at: a convolution knows its own.
     """
+
+    shards: ClassVar[dict[str, int]] = {**LocalContext.shards, "tokens": 1}
+    chunk_gla = chunk_gla_with_context
+    convolve = convolve_with_context
+    mean = mean_over_ranks
+    compare = compare
 
     def __init__(
         self,
@@ -114,6 +70,25 @@ class CPContext:
             return self.cut(2, device)
         return self.cut(T, device)
 
+    def next_labels(self, labels: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """As in one process; the offsets are this context's."""
+        return next_labels(labels, self).to(x.device)
+
+    def check_shards(self, op: str, mesh: Any, roles: Sequence[str | None]) -> None:
+        """Refuses shards of tokens that are not this context's parts, and where there are none."""
+        found = [mesh.get_group(i) for i, role in enumerate(roles) if role == "tokens"]
+        ranks = [dist.get_process_group_ranks(group) for group in (*found, self.group)]
+        if len(ranks) != 2 or ranks[0] != ranks[1]:
+            raise NotImplementedError(
+                f"{op}: expected q to be sharded over tokens, Shard(1), on the dimension of the "
+                "mesh that is cp_context's group, and on no other; redistribute it"
+            )
+        if self.layout != "contiguous" or not self.cuts_rows_evenly:
+            raise NotImplementedError(
+                f"{op}: expected a cp_context of equal parts, contiguous and without cu_seqlens, "
+                "beside DTensors; call it on to_local() tensors"
+            )
+
     def _make_cut(self, T: int, device: torch.device) -> Cut:
         lengths = (T,) * self.size if self.lengths is None else self.lengths
         if lengths[self.rank] != T:
@@ -136,36 +111,6 @@ class CPContext:
         if self.offsets is None:
             return Cut(parts, parts_of_all, None)
         return Cut(parts, parts_of_all, _local_offsets(parts, device))
-
-    def compare(self, op: str, key: tuple, facts: Callable[[], dict[str, Any]]) -> None:
-        """Compares facts and this context with those of the other ranks, once for a key.
-
-        Every rank must come here, or none: it is a collective call. Nothing is compared in graphs.
-
-        Args:
-            op: the operator's name, for messages.
-            key: what the facts follow from.
-            facts: makes them, by name, readable as text.
-
-        Raises:
-            ValueError: a rank has others; every rank raises it, and names the first that differs.
-        """
-        key = (op, key)
-        if self.size == 1 or key in self._compared or not _may_talk():
-            return
-        mine = {"layout": self.layout, "cu_seqlens": self.offsets, "lengths": self.lengths}
-        mine = {name: str(fact) for name, fact in (mine | facts()).items()}
-        every: list[dict[str, str]] = [{}] * self.size
-        dist.all_gather_object(every, mine, group=self.group)
-        for rank, theirs in enumerate(every):
-            for name in dict.fromkeys((*every[0], *theirs)):
-                expected, found = every[0].get(name, "nothing"), theirs.get(name, "nothing")
-                if found != expected:
-                    raise ValueError(
-                        f"{op}: expected the same {name} on all ranks of cp_context's group, got "
-                        f"{expected} on rank 0 and {found} on rank {rank}"
-                    )
-        self._compared.add(key)
 
 
 def build_cp_context(
@@ -230,20 +175,6 @@ def build_cp_context(
     return CPContext(group, _read_offsets(given), lengths, layout, conv1d_kernel_size)
 
 
-def as_context(cp_context: Any) -> CPContext:
-    """A `CPContext`, of one or of FLA's own object, whose cuts are taken as they are."""
-    if isinstance(cp_context, CPContext):
-        return cp_context
-    if type(cp_context).__name__ == "FLACPContext":
-        from gla_ext.distributed._fla_context import from_fla
-
-        return from_fla(cp_context)
-    raise TypeError(
-        "cp_context: expected what gla_ext.distributed.build_cp_context or FLA's build_cp_context "
-        f"returns, got {type(cp_context)}"
-    )
-
-
 def _read_offsets(cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
     if cu_seqlens is None:
         return None
@@ -271,10 +202,3 @@ def _local_offsets(parts: Sequence[Part], device: torch.device) -> Tensor:
             offsets += [start + x for x in part.offsets[1:]]
         start += part.length
     return torch.tensor(offsets, dtype=torch.int32, device=device)
-
-
-def _may_talk() -> bool:
-    """Whether objects may go between ranks now: not in a graph that is made."""
-    if torch.compiler.is_compiling():
-        return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

@@ -9,32 +9,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gla_ext.distributed._collectives import all_gather
+from gla_ext.distributed._cuts import Cut
 from gla_ext.distributed.attention import (
     check_offsets_are_the_contexts,
     parts_of_rows,
     rows_of_parts,
 )
-from gla_ext.distributed.context import CPContext, Cut, as_context
+from gla_ext.ops._collectives import all_gather
 
 
 def convolve_with_context(
+    context: Any,
     convolutions: Sequence[Any],
     inputs: Sequence[Tensor],
     caches: Sequence[Tensor | None] | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
-    cp_context: Any,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-    """`short_convolution.convolve` of this rank's tokens; one small all-gather for all of them.
+    """`LocalContext.convolve` of this rank's tokens; one small all-gather for all of them.
 
     Args:
-        caches: read where a sequence begins on this rank. Others as of `convolve`.
+        context: the `CPContext`.
+        caches: read where a sequence begins on this rank.
 
     Returns:
         The outputs; and the caches, 0 in rows of sequences that go on after this rank, or None.
     """
-    context = as_context(cp_context)
     x = inputs[0]
     cut = context.cut(x.shape[1], x.device)
     check_offsets_are_the_contexts("ShortConvolution", cu_seqlens, cut)
@@ -115,7 +115,7 @@ class _Halo(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tails: Tensor, context: CPContext, cut: Cut) -> Tensor:
+    def forward(ctx: Any, tails: Tensor, context: Any, cut: Cut) -> Tensor:
         ctx.context, ctx.cut = context, cut
         every = _in_order(all_gather(tails, context.size, context.group_name))
         width, halos = tails.shape[2], []

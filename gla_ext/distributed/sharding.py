@@ -7,16 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from gla_ext.distributed.context import as_context
+from gla_ext.distributed._door import check_all_sharded, whole
+from gla_ext.ops._context import context_of
 
-# Where batch, heads and tokens stand: in tensors of tokens [B, T, H, D], and in states
-# [N, H, K, V], which every rank of a cut text has whole.
-_TOKENS, _STATE = {"batch": 0, "heads": 2, "tokens": 1}, {"batch": 0, "heads": 1}
+# Where batch and heads stand in states [N, H, K, V], which every rank of a cut text has whole.
+_STATE = {"batch": 0, "heads": 1}
 
 
 def attend_on_shards(
@@ -46,12 +45,10 @@ def attend_on_shards(
             with a sharded batch, a context whose parts are not shards.
     """
     q = tokens["q"]
-    _check_all_sharded(op, {**tokens, "initial_state": state})
-    mesh, roles = q.device_mesh, []
+    check_all_sharded(op, {**tokens, "initial_state": state})
+    context, mesh, roles = context_of(cp_context), q.device_mesh, []
     for placement in q.placements:
-        role = next((r for r, dim in _TOKENS.items() if placement == Shard(dim)), None)
-        if role == "tokens" and cp_context is None:
-            role = None
+        role = next((r for r, dim in context.shards.items() if placement == Shard(dim)), None)
         if role is None and placement != Replicate():
             raise NotImplementedError(
                 f"{op}: expected q to be replicated or sharded over batch, Shard(0), or heads, "
@@ -59,8 +56,7 @@ def attend_on_shards(
                 "redistribute it"
             )
         roles.append(role)
-    if cp_context is not None:
-        _check_context(op, cp_context, mesh, roles)
+    context.check_shards(op, mesh, roles)
     if cu_seqlens is not None and "batch" in roles:
         raise NotImplementedError(
             f"{op}: expected packed sequences to be replicated or sharded over heads, got "
@@ -71,9 +67,9 @@ def attend_on_shards(
         """Those of tensors whose sharded dimensions stand there. Where tokens are cut, states have
         none: every rank has them whole, or a part that is summed.
         """
-        whole = Partial() if summed else Replicate()
+        everywhere = Partial() if summed else Replicate()
         return [
-            Replicate() if role is None else Shard(dims[role]) if role in dims else whole
+            Replicate() if role is None else Shard(dims[role]) if role in dims else everywhere
             for role in roles
         ]
 
@@ -87,11 +83,10 @@ def attend_on_shards(
             grad_placements=placements(dims, summed=True)
         )
 
-    operands = {name: local(name, t, _TOKENS) for name, t in tokens.items()}
-    offsets = cu_seqlens.full_tensor() if isinstance(cu_seqlens, DTensor) else cu_seqlens
+    operands = {name: local(name, t, context.shards) for name, t in tokens.items()}
     h0 = local("initial_state", state, _STATE)
-    o, final = function(**operands, initial_state=h0, cu_seqlens=offsets)
-    o = DTensor.from_local(o, mesh, placements(_TOKENS))
+    o, final = function(**operands, initial_state=h0, cu_seqlens=whole(cu_seqlens))
+    o = DTensor.from_local(o, mesh, placements(context.shards))
     if final is not None:
         final = DTensor.from_local(final, mesh, placements(_STATE, summed=True))
     return o, final
@@ -122,7 +117,7 @@ def step_on_shards(
             DTensors, an output that is given.
     """
     name, first = next(iter(tokens.items()))
-    _check_all_sharded(op, {**tokens, "state": state})
+    check_all_sharded(op, {**tokens, "state": state})
     if out is not None:
         raise NotImplementedError(
             f"{op}: expected out to be None with DTensors, got a tensor; call it on to_local() "
@@ -147,7 +142,7 @@ def step_on_shards(
         n: None if t is None else t.redistribute(placements=of_tokens).to_local()
         for n, t in tokens.items()
     }
-    every = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in rows.items()}
+    every = {n: whole(t) for n, t in rows.items()}
     o = function(**local, state=state.to_local(), **every)
     return None if o is None else DTensor.from_local(o, mesh, of_tokens)
 
@@ -155,15 +150,6 @@ def step_on_shards(
 def replicated(t: Tensor, mesh: DeviceMesh) -> DTensor:
     """A tensor that every rank has, as a DTensor."""
     return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _check_all_sharded(op: str, tensors: dict[str, Tensor | None]) -> None:
-    for name, t in tensors.items():
-        if t is not None and not isinstance(t, DTensor):
-            raise NotImplementedError(
-                f"{op}: expected plain tensors, got a DTensor among them; make {name} a DTensor "
-                "too, or call it on to_local() tensors, sharded over batch or heads"
-            )
 
 
 def _check_divides(
@@ -181,19 +167,3 @@ def _check_divides(
                 f"{op}: expected {role} of {name} to be a multiple of the mesh's {size}, got "
                 f"{t.shape[dim]}; redistribute it to Replicate()"
             )
-
-
-def _check_context(op: str, cp_context: Any, mesh: Any, roles: list[str | None]) -> None:
-    """That the mesh's shards of tokens are a context's parts, and there are some."""
-    context = as_context(cp_context)
-    found = [mesh.get_group(i) for i, role in enumerate(roles) if role == "tokens"]
-    if [*map(dist.get_process_group_ranks, found)] != [dist.get_process_group_ranks(context.group)]:
-        raise NotImplementedError(
-            f"{op}: expected q to be sharded over tokens, Shard(1), on the dimension of the mesh "
-            "that is cp_context's group, and on no other; redistribute it"
-        )
-    if context.layout != "contiguous" or not context.cuts_rows_evenly:
-        raise NotImplementedError(
-            f"{op}: expected a cp_context of equal parts, contiguous and without cu_seqlens, "
-            "beside DTensors; call it on to_local() tensors"
-        )

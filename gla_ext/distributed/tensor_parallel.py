@@ -16,8 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from gla_ext.distributed._collectives import sum_gradients, sum_over_ranks
-from gla_ext.distributed.vocabulary import first_row
 from gla_ext.layers.attention import Attention
 from gla_ext.layers.attention_residuals import ResidualQuery
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
@@ -26,6 +24,7 @@ from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 from gla_ext.layers.short_convolution import ShortConvolution
 from gla_ext.layers.swiglu import swiglu_linear
 from gla_ext.model.blocks import GLAMLP
+from gla_ext.ops._collectives import first_row, sum_gradients, sum_over_ranks
 
 _CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "g_proj", *_CONVOLUTIONS)
@@ -310,7 +309,7 @@ def _local_part(name: str, mesh: DeviceMesh, group_name: str | None) -> Any:
     def part(self: nn.Module) -> Tensor:
         parameter = self._parameters[name]
         # FSDP2 asks for what it has sharded over further ranks, as it is.
-        if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
+        if getattr(parameter, "device_mesh", None) != mesh:
             return parameter
         local = parameter.to_local()
         return local if group_name is None else sum_gradients(local, group_name)

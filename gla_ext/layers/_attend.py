@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from gla_ext.cache._key_values import sequence_of
-from gla_ext.ops._tracing import can_be_read, is_recorded
+from gla_ext.layers._route import pieces, read, with_own_heads
 
 _QUERIES = 512  # that share a mask, where keys outside a window are left out
 _MASKED_QUERIES = 1024  # of a packed row whose mask is there at once
@@ -57,9 +57,10 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> T
         offsets = torch.arange(B + 1, device=q.device, dtype=torch.int32) * T
         flat = (x.flatten(0, 1) for x in (q, k, v))
         return _flash(*flat, offsets, offsets, T, T, window).unflatten(0, (B, T))
-    if is_recorded():
+    parts = pieces(T, _QUERIES)
+    if parts is None:
         return _sdpa(q, k, v, _band(T, T, 0, window, q.device))
-    return _banded(q, k, v, window)
+    return _banded(q, k, v, window, parts)
 
 
 def attend_packed(
@@ -89,8 +90,8 @@ def attend_packed(
     Raises:
         ValueError: on a CPU, for offsets that decrease or leave 0 to TQ.
     """
-    if can_be_read(cu_q) and cu_q.device.type == "cpu":
-        offsets = cu_q.tolist()
+    offsets = read(cu_q)
+    if offsets is not None:
         _check_offsets(offsets, q.shape[0])
         return _one_by_one(q, k, v, offsets, cu_k.tolist(), window)
     mine, of_keys = _of_a_sequence(q, cu_q), _of_a_sequence(k, cu_k)
@@ -118,10 +119,13 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tens
         `[N, 1, H, D]`; of a row without a key, finite and without meaning.
     """
     no_gradient = not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
-    if has_flash(q) and no_gradient and not is_recorded() and k.shape[1] % _KEYS_A_SPLIT == 0:
-        if lengths is None:
-            lengths = torch.full((k.shape[0],), k.shape[1], device=q.device)
-        return _split(q, k, v, lengths)
+    if has_flash(q) and no_gradient:
+        parts = pieces(k.shape[1], _KEYS_A_SPLIT)
+        # In a graph not even the number of keys is asked: it would be compiled for one.
+        if parts is not None and k.shape[1] % _KEYS_A_SPLIT == 0:
+            if lengths is None:
+                lengths = torch.full((k.shape[0],), k.shape[1], device=q.device)
+            return _split(q, k, v, lengths)
     if lengths is None:
         return _sdpa(q, k, v)
     keys = torch.arange(k.shape[1], device=q.device)
@@ -133,11 +137,7 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tens
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    grouped = bool(q.shape[-2] != k.shape[-2])  # torch.jit.trace makes tensors of sizes
-    # By torch.jit.trace: the legacy exporter knows no shared heads.
-    if grouped and is_recorded() and not torch.compiler.is_compiling():
-        k, v = (x.repeat_interleave(int(q.shape[-2]) // int(x.shape[-2]), -2) for x in (k, v))
-        grouped = False
+    k, v, grouped = with_own_heads(q, k, v)
     q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=grouped)
     return o.transpose(-3, -2)
@@ -166,11 +166,12 @@ def _band(queries: int, keys: int, before: int, window: int | None, device: torc
     return seen if window is None else seen & (key > query - window)
 
 
-def _banded(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def _banded(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, pieces_of_q: list[slice]
+) -> Tensor:
     """Rows `[B, T, H, D]` whose queries are the last of the keys, some queries at a time."""
-    T, before, parts = q.shape[1], k.shape[1] - q.shape[1], []
-    for start in range(0, T, _QUERIES):
-        stop = min(start + _QUERIES, T)
+    before, parts = k.shape[1] - q.shape[1], []
+    for start, stop in ((piece.start, piece.stop) for piece in pieces_of_q):
         first = 0 if window is None else max(0, before + start - window + 1)
         own = slice(first, before + stop)
         mask = _band(stop - start, before + stop - first, before + start - first, window, q.device)
@@ -196,7 +197,7 @@ def _one_by_one(
         if T == L and (window is None or window >= T):
             parts.append(_sdpa(*one, is_causal=True)[0] if T else q[own_q])
         else:
-            parts.append(_banded(*one, window)[0])
+            parts.append(_banded(*one, window, pieces(T, _QUERIES))[0])
     parts.append(q.new_zeros(q.shape[0] - cu_q[-1], *q.shape[1:]))
     return torch.cat(parts)
 
@@ -223,10 +224,10 @@ def _masked(
             seen = seen & (key > own - window)
         return _sdpa(q[part], k, v, seen)
 
-    if is_recorded() or q.shape[0] <= _MASKED_QUERIES:
+    parts = pieces(q.shape[0], _MASKED_QUERIES)
+    if parts is None or len(parts) < 2:
         return some(slice(None))
-    starts = range(0, q.shape[0], _MASKED_QUERIES)
-    return torch.cat([some(slice(start, start + _MASKED_QUERIES)) for start in starts])
+    return torch.cat([some(part) for part in parts])
 
 
 def _split(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ import numbers
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from torch import Tensor
-
 MODES = ("chunk", "fused_recurrent", "fused_chunk")
 
 # Keywords that models of transformers and FLA pass to every layer, and that mean nothing to a
@@ -198,16 +196,3 @@ _NAMES = {
     "list[int]": "a list of integers",
     "None": "None",
 }
-
-
-def check_context_parallel(mode: str, attention_mask: Tensor | None) -> None:
-    """Refuses what does not go with a cp_context."""
-    if attention_mask is not None:
-        raise NotImplementedError(
-            "GatedLinearAttention: expected no attention_mask beside cp_context, got one; pack "
-            "the sequences and give build_cp_context their cu_seqlens"
-        )
-    if mode == "fused_recurrent":
-        raise NotImplementedError(
-            "GatedLinearAttention: expected mode 'chunk' with cp_context, got 'fused_recurrent'"
-        )

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gla_ext.ops._tracing import can_be_read
+from gla_ext.layers._route import check_mask
 
 
 def valid_tokens(attention_mask: Tensor, B: int, T: int) -> Tensor:
@@ -30,12 +30,12 @@ def valid_tokens(attention_mask: Tensor, B: int, T: int) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     valid = mask != 0
-    if mask.device.type == "cpu" and can_be_read(mask) and not torch.equal(mask, valid.to(mask)):
-        odd = mask[(mask != valid)][0].item()
-        raise ValueError(
-            "GatedLinearAttention: expected attention_mask to hold 1 for tokens and 0 for padding, "
-            f"got {odd}; of an additive mask pass mask == 0"
-        )
+    check_mask(
+        mask,
+        lambda mask: mask == valid,
+        "GatedLinearAttention: expected attention_mask to hold 1 for tokens and 0 for padding, "
+        "got {}; of an additive mask pass mask == 0",
+    )
     return valid
 
 

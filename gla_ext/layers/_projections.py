@@ -5,76 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.layers.norms import GatedRMSNorm
-from gla_ext.ops._tracing import has_tangent, in_forward_mode, is_recorded
-from gla_ext.ops.chunk import is_batch_invariant
 
-_joint_projection = torch.ops.gla_ext.joint_projection.default
-
-# Products of more tokens fill a GPU by themselves, and what follows reads rows of their own faster.
-MOST_ROWS = 256
-
-
-def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Tensor, ...]:
-    """What each of the linear maps makes of x `[B, T, D]`, in their order.
-
-    Without gradients, weights that `lay_side_by_side` has made one in memory take one product.
-    Modules as torch made them are not called in eager mode where x has a gradient, which the
-    products of backward then add up.
-
-    Args:
-        together: one product with all weights in one, where the modules are as torch made them;
-            the results then share one tensor's memory. It copies the weights in every call, and
-            in eager mode again in backward, which has two products instead of two a map and their
-            sums. Not in transforms of torch.func.
-    """
-    if (fused := project_fused(x, linears)) is not None:
-        return fused
-    weights = None
-    if (together or _adds_up(x)) and not torch._C._are_functorch_transforms_active():
-        weights = _alike_weights(linears)
-    if weights is None:
-        return tuple(linear(x) for linear in linears)
-    if torch.compiler.is_compiling():  # whose partitioner decides what is saved
-        return F.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], dim=-1)
-    dtype = dtype_in_products(weights[0])
-    if x.dtype != dtype:
-        x = x.to(dtype_in_products(x))
-    return tuple(_joint_projection(x, weights, dtype, together))
-
-
-def _adds_up(x: Tensor) -> bool:
-    """Whether maps apart have a gradient of x that one operator adds up: in eager mode, where
-    autograd would sum what the products have written.
-    """
-    wanted = x.requires_grad and torch.is_grad_enabled()
-    return wanted and type(x) is Tensor and not is_recorded() and not in_forward_mode()
-
-
-def project_fused(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
-    """`project` by one product, of at most MOST_ROWS and where the weights are one matrix in
-    memory, else None: where a gradient may be wanted, in graphs and traces, in batch-invariant
-    mode, since batches of other sizes are apart, and where autocast keeps its casts of the weights,
-    as it does not of their view.
-    """
-    if torch.is_grad_enabled() or is_recorded():
-        return None
-    # By far the most frequent case, found out soon. Nothing is asked of weights of other kinds:
-    # a parametrization computes its weight every time.
-    if not (type(linears[0]) is nn.Linear and _is_a_part(linears[0].weight)):
-        return None
-    if x.shape[:-1].numel() > MOST_ROWS or is_batch_invariant():
-        return None
-    weight = _side_by_side(linears)
-    if weight is None or any(has_tangent(linear.weight) for linear in linears):
-        return None
-    if torch.is_autocast_cache_enabled() and dtype_in_products(weight) != weight.dtype:
-        return None
-    return F.linear(x, weight).split([linear.weight.shape[0] for linear in linears], dim=-1)
+# Device types that autocast may cast for.
+_CASTS = {"cpu", "cuda", "xpu", "hpu", "mps", "mtia", "maia", "xla", "privateuseone"}
+_CASTS = frozenset(filter(torch.amp.is_autocast_available, _CASTS))
 
 
 def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
@@ -83,12 +20,8 @@ def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
 
     The parameters stay the same objects with the same values.
     """
-    weights = _alike_weights(linears)
-    if (
-        weights is None
-        or not all(map(_is_in_memory, weights))
-        or _side_by_side(linears) is not None
-    ):
+    weights = alike_weights(linears)
+    if weights is None or not all(map(_is_in_memory, weights)) or one_matrix(weights) is not None:
         return
     inference = {w.is_inference() for w in weights}
     if len({w.data_ptr() for w in weights}) < len(weights) or len(inference) > 1:
@@ -100,12 +33,9 @@ def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
             weight.data = part
 
 
-def _side_by_side(linears: Sequence[nn.Module]) -> Tensor | None:
-    """The weights as the one matrix that they are in memory, or None: where they are not, and for
-    modules that are not as torch made them.
-    """
-    weights = _alike_weights(linears)
-    if weights is None or not all(map(_is_a_part, weights)):
+def one_matrix(weights: Sequence[Tensor]) -> Tensor | None:
+    """The weights as the one matrix that they are in memory, or None."""
+    if not all(map(is_a_part, weights)):
         return None
     first = weights[0]
     rows, columns = sum(w.shape[0] for w in weights), first.shape[1]
@@ -119,7 +49,7 @@ def _side_by_side(linears: Sequence[nn.Module]) -> Tensor | None:
     return first.as_strided((rows, columns), (columns, 1), start)
 
 
-def _is_a_part(weight: Tensor) -> bool:
+def is_a_part(weight: Tensor) -> bool:
     """Whether a weight's storage is larger than the weight."""
     return _is_in_memory(weight) and weight.untyped_storage().nbytes() > weight.nbytes
 
@@ -146,9 +76,7 @@ def split_heads(x: Tensor, width: int) -> Tensor:
 def dtype_in_products(t: Tensor) -> torch.dtype:
     """What autocast, where it is on, makes of a tensor that a product takes."""
     device = t.device.type
-    # Dynamo traces the second question alone, which knows no meta device.
-    there = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
-    on = device != "meta" and there and torch.is_autocast_enabled(device)
+    on = device in _CASTS and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on and t.dtype != torch.float64 else t.dtype
 
 
@@ -165,13 +93,10 @@ def is_plain(linear: nn.Module, biased: bool = False) -> bool:
     )
 
 
-def is_plain_norm(norm: nn.Module) -> bool:
-    """Whether a module is nothing but the norm with its gate, as `is_plain` of a linear map."""
-    return (
-        type(norm) is GatedRMSNorm
-        and type(norm.weight) in (nn.Parameter, Tensor, type(None))
-        and nobody_sees(norm)
-    )
+def is_plain_norm(norm: nn.Module, kind: type = GatedRMSNorm) -> bool:
+    """Whether a module is nothing but the norm of its kind, as `is_plain` of a linear map."""
+    weights = (nn.Parameter, Tensor, type(None))
+    return type(norm) is kind and type(norm.weight) in weights and nobody_sees(norm)
 
 
 def nobody_sees(module: nn.Module) -> bool:
@@ -190,7 +115,7 @@ def nobody_sees(module: nn.Module) -> bool:
     )
 
 
-def _alike_weights(linears: Sequence[nn.Module]) -> list[Tensor] | None:
+def alike_weights(linears: Sequence[nn.Module]) -> list[Tensor] | None:
     """The weights of modules as torch made them, if these can be put together as they are."""
     weights: list[Tensor] = []
     for linear in linears:

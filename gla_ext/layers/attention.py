@@ -5,6 +5,7 @@ Constructor, attributes and state_dict keys are those of `fla.layers.attn.Attent
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from gla_ext.cache._key_values import KeyValues, sequence_of
 from gla_ext.layers._attend import attend_last, attend_packed, attend_rows, has_flash
 from gla_ext.layers._options import check_keywords, typed_options
 from gla_ext.layers._padding import Padding, check_hidden_states
-from gla_ext.layers._projections import lay_side_by_side, project, split_heads
+from gla_ext.layers._projections import lay_side_by_side, split_heads
+from gla_ext.layers._route import project, read
 from gla_ext.ops._checks import check_plain_tensors
-from gla_ext.ops._tracing import can_be_read
+from gla_ext.ops._context import refuse_context
 from gla_ext.ops.chunk import is_batch_invariant
 
 
@@ -117,11 +119,11 @@ class Attention(nn.Module):
         longest = max_seqlen
         names = "hidden_states attention_mask cu_seqlens"
         check_plain_tensors("Attention", names, hidden_states, attention_mask, cu_seqlens)
-        if cp_context is not None:
-            raise NotImplementedError(
-                "Attention: cp_context is not implemented for attention layers, whose tokens see "
-                "those of all ranks"
-            )
+        refuse_context(
+            cp_context,
+            "Attention: cp_context is not implemented for attention layers, whose tokens see those "
+            "of all ranks",
+        )
         self._check_call(hidden_states, past_key_values)
         B, T, _ = hidden_states.shape
         if cu_seqlens is not None:
@@ -159,8 +161,10 @@ class Attention(nn.Module):
             if len(cache) > self.layer_idx:
                 past = cache[self.layer_idx].get("attn_state")
             longest = cache.max_seqlen if longest is None else longest
-            if longest is None and cu_seqlens is not None and use_cache and can_be_read(cu_seqlens):
-                longest = int(cu_seqlens.diff().max())  # there is room for as many in each row
+            if longest is None and cu_seqlens is not None and use_cache:
+                offsets = read(cu_seqlens, waits=True)
+                if offsets is not None:  # there is room for as many in each row
+                    longest = max(b - a for a, b in pairwise(offsets))
         positions = _positions(T, cu_seqlens, past, q.device)
         q, k = (rotary_embedding(x, positions, self.rope_theta) for x in (q, k))
         dtype = q.dtype

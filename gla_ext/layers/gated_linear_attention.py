@@ -14,30 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gla_ext.layers._history import History
 from gla_ext.layers._options import (
-    check_context_parallel,
     check_keywords,
     check_options,
     expanded_dim,
     typed_options,
 )
-from gla_ext.layers._padding import Padding, check_hidden_states
-from gla_ext.layers._projections import (
-    dtype_in_products,
-    is_plain,
-    is_plain_norm,
-    lay_side_by_side,
-    nobody_sees,
-    project,
-    split_heads,
-)
+from gla_ext.layers._padding import check_hidden_states
+from gla_ext.layers._projections import is_plain, lay_side_by_side, nobody_sees, split_heads
+from gla_ext.layers._route import makes_input_again, project, recurs
 from gla_ext.layers.activations import activation
 from gla_ext.layers.gate_projection import gate_projection
 from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
-from gla_ext.layers.short_convolution import ShortConvolution, convolve
+from gla_ext.layers.short_convolution import ShortConvolution
 from gla_ext.ops._checks import check_tensors
-from gla_ext.ops._tracing import have_no_rule, is_one
-from gla_ext.ops.chunk import chunk_gla, is_batch_invariant
+from gla_ext.ops.chunk import chunk_gla
 from gla_ext.ops.pool import chunk_gla_
 from gla_ext.ops.recurrent import fused_recurrent_gla, recurrent_gla_step_
 
@@ -232,75 +224,20 @@ class GatedLinearAttention(nn.Module):
         names = "hidden_states attention_mask cu_seqlens"
         check_tensors("GatedLinearAttention", names, hidden_states, attention_mask, cu_seqlens)
         check_hidden_states("GatedLinearAttention", hidden_states, self.hidden_size)
-        if cp_context is not None:
-            check_context_parallel(self.mode, attention_mask)
-        in_place = bool(use_cache) and getattr(past_key_values, "in_place", False)
-        pool = None
-        if in_place and self.mode != "fused_recurrent" and not torch.is_grad_enabled():
-            pool = past_key_values.prompt_rows(self.layer_idx)
-        state = None if pool else self._cached("recurrent_state", past_key_values)
-        conv_state = self._cached("conv_state", past_key_values) if self.use_short_conv else None
-        B, T, _ = hidden_states.shape
-        padding = None
-        if cu_seqlens is None and attention_mask is not None:
-            padding = Padding.of(attention_mask, B, T)
-            hidden_states, cu_seqlens = padding.pack(hidden_states), padding.cu_seqlens
-
-        keeper = past_key_values if pool else None
-        q, k, v, gk, gate, conv_state = self._project(
-            hidden_states, conv_state, bool(use_cache), cu_seqlens, cp_context, keeper
-        )
-        if pool is not None:
-            o = chunk_gla_(q, k, v, gk, **pool, state_v_first=True, cu_seqlens=cu_seqlens)
-            state = pool["state"]
-        else:
-            rows = getattr(past_key_values, "slots", None) if in_place else None
-            o, state = self._attend(
-                q, k, v, gk, state, bool(use_cache), cu_seqlens, in_place, rows, cp_context
-            )
-        if past_key_values is not None:
-            past_key_values.update(
-                layer_idx=self.layer_idx, recurrent_state=state, conv_state=conv_state, offset=T
-            )
-        o = self._output(o, gate)
-        if padding is not None:
-            o = padding.unpack(o)
-        return o, None, past_key_values
-
-    def _project(
-        self,
-        x: Tensor,
-        conv_state: tuple[Tensor, Tensor, Tensor] | None,
-        output_state: bool,
-        cu_seqlens: Tensor | None,
-        cp_context: Any = None,
-        keeper: Any | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, ...] | None]:
-        """q `[B, T, H, K]`, k, v and gk `[B, T, HK, K | V]`, the output gate before its activation
-        `[B, T, H * V]` or None, and what the convolutions go on from or None. H and HK are
-        num_heads and num_kv_heads, or of sharded projections this rank's. keeper is a cache that
-        gets the convolutions' inputs.
-        """
-        (q, k, v, *gates), gk = self._multiply(x)
+        history = History(self, past_key_values, use_cache, cp_context)
+        x = history.take(hidden_states, attention_mask, cu_seqlens)
+        (q, k, v, *gate), gk = self._project(x)
         if self.use_short_conv:
-            if keeper is not None:
-                keeper.keep_inputs(self.layer_idx, (q, k, v))
             convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-            (q, k, v), conv_state = convolve(
-                convolutions, (q, k, v), conv_state, output_state, cu_seqlens, cp_context
-            )
-        K, V = self.head_k_dim, self.head_v_dim
-        q, k, v = split_heads(q, K), split_heads(k, K), split_heads(v, V)
-        if self.feature_map_fn is not None:
-            q, k = self.feature_map_fn(q), self.feature_map_fn(k)
-        return q, k, v, self._by_heads(gk), gates[0] if gates else None, conv_state
+            q, k, v = history.convolve(convolutions, (q, k, v))
+        q, k, v = self._heads_of(q, k, v)
+        o = self._attend(q, k, v, self._gates_of_heads(gk), history)
+        return history.keep(self._output(o, *gate)), None, past_key_values
 
-    def _by_heads(self, gk: Tensor) -> Tensor:
-        """The log gates `[B, T, HK * K]` as `chunk_gla` takes them, `[B, T, HK, K]`."""
-        return split_heads(gk, self.head_k_dim)
-
-    def _multiply(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        """What the projections of x make of it: q, k, v and maybe the output gate, and gk."""
+    def _project(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        """What the maps of x `[B, T, hidden_size]` make of it: q, k, v and maybe the output gate
+        before its activation; and the log gates. Of sharded maps these are this rank's heads.
+        """
         linears = self._input_projections()
         together = self.training and self.batch_projections
         if not self._gate_is_two_maps():
@@ -310,6 +247,18 @@ class GatedLinearAttention(nn.Module):
             *outputs, h = project(x, [*linears, down], together)
             return outputs, self._log_gates(h, up)
         return project(x, linears, together), self._log_gates(down(x), up)
+
+    def _heads_of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q `[B, T, H, K]`, k and v `[B, T, HK, K | V]`, with H heads and HK of keys."""
+        K, V = self.head_k_dim, self.head_v_dim
+        q, k, v = split_heads(q, K), split_heads(k, K), split_heads(v, V)
+        if self.feature_map_fn is not None:
+            q, k = self.feature_map_fn(q), self.feature_map_fn(k)
+        return q, k, v
+
+    def _gates_of_heads(self, gk: Tensor) -> Tensor:
+        """The log gates `[B, T, HK * K]` as `chunk_gla` takes them, `[B, T, HK, K]`."""
+        return split_heads(gk, self.head_k_dim)
 
     def _log_gates(self, h: Tensor, up: nn.Module) -> Tensor:
         """From what the gate's first map has made, by its second."""
@@ -335,53 +284,25 @@ class GatedLinearAttention(nn.Module):
         gk_proj = self.gk_proj
         return type(gk_proj) is nn.Sequential and len(gk_proj) == 2 and nobody_sees(gk_proj)
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gk: Tensor,
-        state: Tensor | None,
-        output_state: bool,
-        cu_seqlens: Tensor | None,
-        in_place: bool,
-        slots: Tensor | None,
-        cp_context: Any = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The heads' outputs `[B, T, H, V]` and the final state `[N, H, V, K]` or None.
-
-        With in_place, the recurrence over a batch writes the final state over `state`, but of rows
-        that slots has skip.
-        """
-        recurs = cp_context is None and self._recurs(q, state, cu_seqlens)
-        if recurs and in_place and state is not None and cu_seqlens is None:
-            o = recurrent_gla_step_(q, k, v, gk, state=state, slots=slots, state_v_first=True)
-            return o, state
-        attend = fused_recurrent_gla if recurs else partial(chunk_gla, cp_context=cp_context)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, gk: Tensor, history: History) -> Tensor:
+        """The heads' outputs `[B, T, H, V]`; history gets the states `[N, H, V, K]` after them."""
+        state, cu_seqlens = history.state, history.cu_seqlens
+        if history.pool is not None:
+            history.state = history.pool["state"]
+            options = {**history.pool, "state_v_first": True, "cu_seqlens": cu_seqlens}
+            return chunk_gla_(q, k, v, gk, **options)
+        if not recurs(self, q.shape[1], history):
+            attend = partial(chunk_gla, cp_context=history.cp_context)
+        elif history.in_place and state is not None and cu_seqlens is None:
+            slots = history.slots
+            return recurrent_gla_step_(q, k, v, gk, state=state, slots=slots, state_v_first=True)
+        else:
+            attend = fused_recurrent_gla
         if state is not None and state.element_size() == 2:  # of a cache that stores them so
             state = state.float()
-        return attend(
-            q,
-            k,
-            v,
-            gk,
-            initial_state=state,
-            output_final_state=output_state,
-            state_v_first=True,
-            cu_seqlens=cu_seqlens,
-        )
-
-    def _recurs(self, q: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> bool:
-        """Whether the tokens pass one after the other and not in chunks."""
-        if self.mode == "fused_recurrent":
-            return True
-        # Padded and packed rows take chunk_gla, and so must all where each has the same bits alone.
-        if state is None or cu_seqlens is not None or is_batch_invariant():
-            return False
-        # Checkpointing computes again with grad mode on what it computed with grad mode off.
-        if self.training or torch.is_grad_enabled():
-            return False
-        return is_one(q.shape[1])
+        states = {"initial_state": state, "output_final_state": history.wants_state}
+        o, history.state = attend(q, k, v, gk, **states, state_v_first=True, cu_seqlens=cu_seqlens)
+        return o
 
     @property
     def norm(self) -> RMSNorm:
@@ -389,33 +310,14 @@ class GatedLinearAttention(nn.Module):
         named = "g_norm_swish_gate" if hasattr(self, "g_norm_swish_gate") else "g_norm"
         return getattr(self, named)
 
-    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+    def _output(self, o: Tensor, gate: Tensor | None = None) -> Tensor:
         """From the heads' outputs `[B, T, H, V]` to the layer's `[B, T, hidden_size]`."""
-        if gate is None or not self._makes_input_again(o, gate):
+        if gate is None or not makes_input_again(self, o, gate):
             return self.o_proj(self._norm_and_gate(o, gate))
         norm = self.norm
         return _norm_gate_linear(
             o, gate, self.o_proj.weight, norm.weight, norm.activation, norm.eps
         )
-
-    def _makes_input_again(self, o: Tensor, gate: Tensor) -> bool:
-        """Whether backward makes o_proj's input again, with the gradients of the norm: in training,
-        where the modules are as the constructor made them. Autograd keeps one tensor less then.
-        """
-        if not (self.training and self.fuse_norm_and_gate):
-            return False
-        norm, linear = self.norm, self.o_proj
-        if not (is_plain(linear) and is_plain_norm(norm)):
-            return False
-        if linear.weight.layout != torch.strided:
-            return False
-        dtype = dtype_in_products(linear.weight)
-        if not (type(o) is type(gate) is Tensor and o.dtype == gate.dtype == dtype):
-            return False
-        if o.is_cuda and dtype == torch.float64:  # for which the norm has no kernels
-            return False
-        weights = [linear.weight] if norm.weight is None else [linear.weight, norm.weight]
-        return not have_no_rule(o, gate, *weights)
 
     def _norm_and_gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """From the heads' outputs `[B, T, H, V]` to the input of o_proj `[B, T, H * V]`."""
@@ -423,17 +325,3 @@ class GatedLinearAttention(nn.Module):
             return self.norm(o, split_heads(gate, self.head_v_dim)).flatten(-2)
         o = self.norm(o).flatten(-2)
         return o if gate is None else o * self.gate_fn(gate)
-
-    def _cached(self, name: str, past_key_values: Any | None) -> Any | None:
-        """What the cache has under this name for this layer, or None."""
-        if past_key_values is None:
-            return None
-        if self.layer_idx is None:
-            raise ValueError(
-                "GatedLinearAttention: expected layer_idx to be an int when past_key_values is "
-                "given, got None"
-            )
-        if len(past_key_values) <= self.layer_idx:
-            return None
-        entry = past_key_values[self.layer_idx]
-        return None if entry is None else entry[name]

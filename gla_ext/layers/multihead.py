@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from gla_ext.layers._options import typed_options
+from gla_ext.layers._route import are_one, check_mask
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.ops._checks import check_tensors
-from gla_ext.ops._tracing import can_be_read
 
 _QUERY = "query"  # in the place of key and value that were found to be query
 _NO_WEIGHT = -1000.0  # programs write -1e4, -1e9 or the least number for -inf: a weight of 0 too
@@ -84,7 +84,7 @@ class MultiheadGLA(nn.Module):
     def __call__(self, query: Tensor, key: Any = None, value: Any = None, **kwargs: Any) -> Any:
         # FSDP2's hook, which runs before forward, copies each argument to cast it.
         casts = hasattr(type(self), "_get_fsdp_state") and isinstance(query, Tensor)
-        if casts and self._are_one(query, key) and self._are_one(query, value):
+        if casts and self._takes_query_for(query, key, value):
             key = value = _QUERY
         return super().__call__(query, key, value, **kwargs)
 
@@ -131,7 +131,7 @@ class MultiheadGLA(nn.Module):
             key = value = query
         names, tensors = "query key value key_padding_mask attn_mask", (query, key, value)
         check_tensors("MultiheadGLA", names, *tensors, key_padding_mask, attn_mask)
-        if not (self._are_one(query, key) and self._are_one(query, value)):
+        if not self._takes_query_for(query, key, value):
             raise NotImplementedError(
                 "MultiheadGLA: expected key and value to be the tensor query (self-attention); "
                 "cross attention is not supported; where they are query, but copied or rewrapped, "
@@ -171,35 +171,11 @@ class MultiheadGLA(nn.Module):
             return out.squeeze(0), None
         return (out if self.batch_first else out.transpose(0, 1)), None
 
-    def _are_one(self, query: Tensor, other: Tensor) -> bool:
-        """Whether the other is query, as far as self_attention lets it be seen."""
-        if other is query:
-            return True
-        # An address would break a graph.
-        if torch.compiler.is_compiling():
-            return self.self_attention
-        if other is None or other.shape != query.shape:
-            return False
-        return self.self_attention or _same_memory(query, other)
+    def _takes_query_for(self, query: Tensor, key: Any, value: Any) -> bool:
+        return all(are_one(query, other, self.self_attention) for other in (key, value))
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, {self.num_heads}, batch_first={self.batch_first}"
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape are views of the same numbers, with gradients or without."""
-    if a.dtype != b.dtype or a.layout != torch.strided or b.layout != torch.strided:
-        return False
-    # One that is detached wants no gradient to pass.
-    if torch.is_grad_enabled() and a.requires_grad != b.requires_grad:
-        return False
-    if not (torch._C._has_storage(a) and torch._C._has_storage(b)):  # in a transform of torch.func
-        return False
-    return (
-        a.untyped_storage()._cdata == b.untyped_storage()._cdata
-        and a.storage_offset() == b.storage_offset()
-        and a.stride() == b.stride()
-    )
 
 
 def _refuse(name: str, value: Any, supported: bool, expected: str) -> None:
@@ -222,11 +198,10 @@ def _kept_tokens(key_padding_mask: Tensor, x: Tensor, batched: bool) -> Tensor:
         raise ValueError(
             f"MultiheadGLA: expected key_padding_mask to be bool or floating, got {mask.dtype}"
         )
-    if mask.device.type == "cpu" and can_be_read(mask):
-        odd = mask[(mask != 0) & ~(mask <= _NO_WEIGHT)]
-        if odd.numel():
-            raise ValueError(
-                "MultiheadGLA: expected a floating key_padding_mask to be 0 at tokens and -inf or "
-                f"at most {_NO_WEIGHT:g} at padding, got {odd[0].item():g}"
-            )
+    check_mask(
+        mask,
+        lambda mask: (mask == 0) | (mask <= _NO_WEIGHT),
+        "MultiheadGLA: expected a floating key_padding_mask to be 0 at tokens and -inf or at most "
+        f"{_NO_WEIGHT:g} at padding, got {{:g}}",
+    )
     return mask > _NO_WEIGHT

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.layers._options import typed_options
 from gla_ext.ops._checks import check_tensors
+from gla_ext.ops._context import context_of
 from gla_ext.ops._tracing import is_recorded_for_onnx
 
 _fwd = torch.ops.gla_ext.short_convolution_fwd.default
@@ -114,21 +115,6 @@ def convolve(
     cu_seqlens: Tensor | None,
     cp_context: Any = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-    """Several convolutions over the same sequences, one input and one cache each; with cp_context
-    of one rank's tokens.
-
-    Returns:
-        The outputs, and the caches to go on from or None.
-    """
-    if cp_context is not None:
-        from gla_ext.distributed.convolution import convolve_with_context
-
-        args = (convolutions, inputs, caches, output_final_state, cu_seqlens, cp_context)
-        return convolve_with_context(*args)
-    caches = [None] * len(inputs) if caches is None else caches
-    results = [
-        convolution(x, cache, output_final_state, cu_seqlens)
-        for convolution, x, cache in zip(convolutions, inputs, caches, strict=True)
-    ]
-    outputs, states = zip(*results, strict=True)
-    return outputs, states if output_final_state else None
+    """`LocalContext.convolve`, or with a cp_context the same of one rank's tokens."""
+    args = (convolutions, inputs, caches, output_final_state, cu_seqlens)
+    return context_of(cp_context).convolve(*args)

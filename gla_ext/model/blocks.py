@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from gla_ext.cache import GLACache
 from gla_ext.layers._options import typed_options
 from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
-from gla_ext.layers._projections import is_plain, lay_side_by_side, project
+from gla_ext.layers._projections import is_plain, lay_side_by_side
 from gla_ext.layers._residual import add_and_norm, is_seen_through
+from gla_ext.layers._route import project
 from gla_ext.layers.attention import Attention
 from gla_ext.layers.attention_residuals import ResidualQuery, mix_residuals
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
@@ -22,6 +23,7 @@ from gla_ext.model.config import GLAConfig
 from gla_ext.model.step import step_attention, step_mlp
 from gla_ext.model.weights import init_weights
 from gla_ext.ops._checks import check_tensors
+from gla_ext.ops._context import NO_MASK, refuse_context
 from gla_ext.ops.chunk import in_mode_of_now
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -306,11 +308,8 @@ def run_blocks(
         token passes every layer as 0 and every MLP as itself.
     """
     B, T, _ = x.shape
-    if attention_mask is not None and cp_context is not None:
-        raise NotImplementedError(
-            "GLAModel: expected no attention_mask beside cp_context, got one; pack the sequences "
-            "and give build_cp_context their cu_seqlens"
-        )
+    if attention_mask is not None:
+        refuse_context(cp_context, f"GLAModel: {NO_MASK}")
     if attention_mask is not None and cu_seqlens is None:
         slots, cu_seqlens = packed_slots(valid_tokens(attention_mask, B, T))
         max_seqlen = T
@@ -321,9 +320,8 @@ def run_blocks(
         "use_cache": use_cache,
         "cu_seqlens": cu_seqlens,
         "max_seqlen": max_seqlen,
+        "cp_context": cp_context,
     }
-    if cp_context is not None:
-        attn_args["cp_context"] = cp_context
     # The sum at a block's end is made in the norm that the next one starts with.
     blocks, residual, follows_step = list(blocks), None, False
     carries = inputs is None and all(

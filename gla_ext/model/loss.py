@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla_ext.layers._projections import is_plain
+from gla_ext.layers._route import shard_of_vocabulary
 from gla_ext.losses import IGNORE_INDEX, cross_entropy_loss, fused_linear_cross_entropy_loss
+from gla_ext.model._vocabulary import ShardedCrossEntropy, ShardedGreatest
 from gla_ext.ops._checks import check_tensors
-from gla_ext.ops._tracing import is_sharded
+from gla_ext.ops._context import context_of, refuse_context
 
 L2_WARP = 1e-4  # FLA's l2_penalty_factor
 _TOKENS_AT_ONCE = 2048
@@ -32,8 +34,8 @@ def head_and_loss(
     there, by its fuse_cross_entropy and fuse_linear_cross_entropy. For the rest see
     `next_token_loss`.
     """
-    if cp_context is not None and config.use_l2warp:
-        raise NotImplementedError("GLAForCausalLM: expected no use_l2warp beside cp_context")
+    if config.use_l2warp:
+        refuse_context(cp_context, "GLAForCausalLM: expected no use_l2warp beside cp_context")
     if config.fuse_linear_cross_entropy and is_plain(head, biased=True):
         targets = _targets(labels, x, cu_seqlens, cp_context, shifted)
         total = linear_cross_entropy(x.flatten(0, 1), targets, head.weight, head.bias)
@@ -72,11 +74,8 @@ def _l2_warp(greatest: Tensor, num_items_in_batch: Tensor | int | None) -> Tenso
 
 def _greatest(logits: Tensor) -> Tensor:
     """The greatest of each token's, `[B, T]`."""
-    if is_sharded(logits):
-        from gla_ext.distributed.vocabulary import is_sharded_by_vocabulary, sharded_greatest
-
-        if is_sharded_by_vocabulary(logits):
-            return sharded_greatest(logits)
+    if (shard := shard_of_vocabulary(logits)) is not None:
+        return ShardedGreatest.apply(*shard)
     return logits.max(-1).values
 
 
@@ -146,42 +145,19 @@ def _targets(
                 f"{list(labels.shape)}"
             )
         return labels.to(x.device).flatten()
-    if cp_context is not None:
-        from gla_ext.distributed.loss import next_labels
-
-        return next_labels(labels, cp_context).to(x.device).flatten()
-    labels = labels[:, 1:].to(x.device)
-    if cu_seqlens is not None:
-        labels = labels.where(_goes_on(cu_seqlens.to(x.device), x.shape[1]), IGNORE_INDEX)
-    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, : x.shape[1]].flatten()
+    return context_of(cp_context).next_labels(labels, x, cu_seqlens).flatten()
 
 
 def _mean(
     total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, cp_context: Any
 ) -> Tensor:
     """Of the sum over the targets, or with a context over those of all ranks."""
-    count = _count(targets, num_items_in_batch)
-    if cp_context is None:
-        return total / count
-    from gla_ext.distributed.loss import mean_over_ranks
-
-    return mean_over_ranks(total, count, num_items_in_batch is None, cp_context)
-
-
-def _count(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | int:
-    if num_items_in_batch is None:
-        return (targets != IGNORE_INDEX).sum()
-    if isinstance(num_items_in_batch, Tensor):
-        return num_items_in_batch.to(targets.device)
-    return num_items_in_batch
-
-
-def _goes_on(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Whether tokens 1 to T - 1 are of the sequence of the token before, bool `[T - 1]`."""
-    tokens = torch.arange(T, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    # Sequences count from 1; after the last offset the number is that of offsets.
-    sequences = torch.searchsorted(cu_seqlens, tokens, right=True)
-    return (sequences[1:] == sequences[:-1]) & (sequences[1:] < len(cu_seqlens))
+    count = num_items_in_batch
+    if count is None:
+        count = (targets != IGNORE_INDEX).sum()
+    elif isinstance(count, Tensor):
+        count = count.to(targets.device)
+    return context_of(cp_context).mean(total, count, num_items_in_batch is None)
 
 
 def cross_entropy(
@@ -197,11 +173,8 @@ def cross_entropy(
         fused: by the operator, else by torch's operations on a wider copy. Default: True.
         inplace_backward: of the operator: see `gla_ext.losses.cross_entropy_loss`. Default: False.
     """
-    if is_sharded(logits):
-        from gla_ext.distributed.vocabulary import is_sharded_by_vocabulary, sharded_cross_entropy
-
-        if is_sharded_by_vocabulary(logits):
-            return sharded_cross_entropy(logits, targets)
+    if (shard := shard_of_vocabulary(logits)) is not None:
+        return ShardedCrossEntropy.apply(*shard, targets)
     if fused:
         return cross_entropy_loss(logits, targets, inplace_backward=inplace_backward)[0].sum()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

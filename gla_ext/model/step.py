@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
-from gla_ext.layers._projections import is_plain, nobody_sees, split_heads
+from gla_ext.layers._history import entry_of
+from gla_ext.layers._projections import is_plain, is_plain_norm, nobody_sees
+from gla_ext.layers._route import way_of_step
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
-from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
+from gla_ext.layers.norms import RMSNorm
 from gla_ext.layers.short_convolution import convolve
-from gla_ext.ops._tracing import is_one, is_recorded, is_recorded_for_onnx
-from gla_ext.ops.chunk import is_batch_invariant
 
 _norm_linear = torch.ops.gla_ext.norm_linear.default
 _low_rank_step = torch.ops.gla_ext.recurrent_gla_low_rank_step_.default
@@ -41,20 +41,19 @@ DTYPES = (torch.bfloat16, torch.float16)
 _COLUMNS = 32  # that the kernels take at once
 
 
-def takes_step(x: Tensor, residual: Tensor | None) -> bool:
-    """Whether x `[B, 1, D]` is a decoded token of few rows, without a gradient.
+def takes_step(x: Tensor, residual: Tensor | None, *beside: Any) -> bool | None:
+    """`way_of_step` of x `[B, 1, D]`, a decoded token of few rows, without a gradient.
 
     Batch-invariant mode keeps to products that serve any number of rows, and autocast to its casts.
     """
-    if torch.is_grad_enabled() or x.device.type not in DEVICES or x.dtype not in DTYPES:
-        return False
-    if x.ndim != 3 or not is_one(x.shape[1]) or x.shape[0] > MOST_ROWS or x.shape[2] % _COLUMNS:
-        return False
+    if x.device.type not in DEVICES or x.dtype not in DTYPES or x.ndim != 3:
+        return None
+    way = way_of_step(x.shape[1], *beside)
+    if way is None or x.shape[0] > MOST_ROWS or x.shape[2] % _COLUMNS:
+        return None
     if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
-        return False
-    if is_batch_invariant() or torch.is_autocast_enabled(x.device.type):
-        return False
-    return not (torch._C._are_functorch_transforms_active() or is_recorded_for_onnx())
+        return None
+    return None if torch.is_autocast_enabled(x.device.type) else way
 
 
 def step_attention(
@@ -83,16 +82,16 @@ def step_attention(
         past_key_values, use_cache, attention_mask, cu_seqlens, cp_context, **kwargs: as
             `GatedLinearAttention.forward`'s.
     """
-    if type(layer) is not GatedLinearAttention or layer.training or not takes_step(x, residual):
+    if type(layer) is not GatedLinearAttention or layer.training:
         return None
-    if not (use_cache and getattr(past_key_values, "in_place", False)):
+    may_begin_early = takes_step(x, residual, attention_mask, cu_seqlens, cp_context)
+    if may_begin_early is None or not (use_cache and getattr(past_key_values, "in_place", False)):
         return None
-    if attention_mask is not None or cu_seqlens is not None or cp_context is not None:
+    entry = entry_of(past_key_values, layer.layer_idx)
+    state = None if entry is None else entry["recurrent_state"]
+    if state is None or not (is_plain_norm(norm, RMSNorm) and _is_plain_layer(layer, x.dtype)):
         return None
-    state = layer._cached("recurrent_state", past_key_values)
-    if state is None or not (_is_plain_norm(norm, RMSNorm) and _is_plain_layer(layer, x.dtype)):
-        return None
-    conv_state = layer._cached("conv_state", past_key_values) if layer.use_short_conv else None
+    conv_state = entry["conv_state"] if layer.use_short_conv else None
     x = x if residual is None else residual + x
     down, up = layer.gk_proj
     linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.g_proj, down)
@@ -101,16 +100,12 @@ def step_attention(
     if layer.use_short_conv:
         convolutions = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
         (q, k, v), conv_state = convolve(convolutions, (q, k, v), conv_state, True, None)
-    K, V = layer.head_k_dim, layer.head_v_dim
-    q, k, v = split_heads(q, K), split_heads(k, K), split_heads(v, V)
-    if layer.feature_map_fn is not None:
-        q, k = layer.feature_map_fn(q), layer.feature_map_fn(k)
+    q, k, v = layer._heads_of(q, k, v)
     clamp_min = None if layer.clamp_min is None else float(layer.clamp_min)
     normalizer = float(layer.gate_logit_normalizer)
     slots = getattr(past_key_values, "slots", None)
-    early = not is_recorded()  # a compiled graph may copy the states just before
     gate_options = (up.weight, up.bias, normalizer, clamp_min)
-    o = _low_rank_step(q, k, v, h, *gate_options, state, slots, None, True, early)
+    o = _low_rank_step(q, k, v, h, *gate_options, state, slots, None, True, may_begin_early)
     past_key_values.update(
         layer_idx=layer.layer_idx, recurrent_state=state, conv_state=conv_state, offset=1
     )
@@ -130,9 +125,9 @@ def step_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, residual: Tensor | None
         residual: as x. Default: None (0).
     """
     linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if mlp.training or not (mlp.fuse_swiglu and takes_step(x, residual)):
+    if mlp.training or not mlp.fuse_swiglu or takes_step(x, residual) is None:
         return None
-    if not (_is_plain_norm(norm, RMSNorm) and nobody_sees(mlp) and _are_plain(linears, x.dtype)):
+    if not (is_plain_norm(norm, RMSNorm) and nobody_sees(mlp) and _are_plain(linears, x.dtype)):
         return None
     overlaps = residual is None  # else a kernel of another kind is before
     x = x if residual is None else residual + x
@@ -140,18 +135,12 @@ def step_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, residual: Tensor | None
     return _linear_residual(y, linears[2].weight, x, True)
 
 
-def _is_plain_norm(norm: nn.Module, kind: type) -> bool:
-    """Whether a norm may be made without a call of the module."""
-    plain = norm.weight is None or type(norm.weight) in (nn.Parameter, Tensor)
-    return type(norm) is kind and plain and nobody_sees(norm)
-
-
 def _is_plain_layer(layer: GatedLinearAttention, dtype: torch.dtype) -> bool:
     """Whether the layer is one that the kernels compute, of modules that need not be called."""
     if not (layer.fuse_norm_and_gate and nobody_sees(layer) and layer._gate_is_two_maps()):
         return False
     norm, (down, up) = layer.norm, layer.gk_proj
-    if not (_is_plain_norm(norm, GatedRMSNorm) and norm.activation in ("swish", "silu")):
+    if not (is_plain_norm(norm) and norm.activation in ("swish", "silu")):
         return False
     linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.g_proj, down, layer.o_proj)
     if layer.head_v_dim % _COLUMNS or not _are_plain(linears, dtype):

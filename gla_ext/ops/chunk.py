@@ -18,6 +18,7 @@ from gla_ext.ops._checks import (
     wide_state,
     without_last_of_one,
 )
+from gla_ext.ops._context import context_of
 from gla_ext.ops._tracing import can_be_read, is_recorded_for_onnx, is_sharded
 from gla_ext.ops.inputs import CHECKS_INPUTS, check_offsets, check_values
 
@@ -165,12 +166,11 @@ def chunk_gla(
     g = without_last_of_one(g, k)
     initial_state = wide_state(initial_state, q)
     if cp_context is not None:
-        from gla_ext.distributed.attention import chunk_gla_with_context
-
         if g is not None and g.ndim == 3:  # one gate a head
             g = g.unsqueeze(-1).expand(k.shape)
         args = (q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state, state_v_first)
-        return chunk_gla_with_context(*args, _mode.batch_invariant, _for_backward_bytes, cp_context)
+        modes = (_mode.batch_invariant, _for_backward_bytes)
+        return context_of(cp_context).chunk_gla(*args, *modes)
     if is_recorded_for_onnx():
         from gla_ext.ops._plain import gla
 

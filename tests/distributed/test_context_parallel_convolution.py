@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ranks import local, pieces_of
 
 from gla_ext.distributed import build_cp_context
-from gla_ext.distributed._collectives import all_sum
 from gla_ext.layers.short_convolution import ShortConvolution, convolve
+from gla_ext.ops._collectives import all_sum
 
 WIDTHS, D = (4, 2), 3
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gla_ext.cache import GLACache
 from gla_ext.distributed import build_cp_context
-from gla_ext.distributed._collectives import all_sum
 from gla_ext.distributed.loss import next_labels
 from gla_ext.model.loss import next_token_loss
+from gla_ext.ops._collectives import all_sum
 
 CPU = torch.device("cpu")
 CUTS = {

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gla_ext import chunk_gla
 from gla_ext.distributed import build_cp_context
-from gla_ext.distributed._collectives import all_sum
+from gla_ext.ops._collectives import all_sum
 
 
 def run_with_flas(group, x, layout):

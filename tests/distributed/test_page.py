@@ -14,7 +14,7 @@ from pool import Pool
 from torch.distributed.tensor import DTensor
 
 from gla_ext.distributed import build_cp_context
-from gla_ext.distributed._collectives import all_sum
+from gla_ext.ops._collectives import all_sum
 
 PAGE = (ROOT / "docs" / "distributed.md").read_text()
 OPTIONS = {"num_heads": 4, "use_short_conv": True, "tie_word_embeddings": True}

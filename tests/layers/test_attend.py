@@ -5,7 +5,7 @@ import pytest
 import torch
 from common import assert_close
 
-from gla_ext.layers import _attend
+from gla_ext.layers import _attend, _route
 from gla_ext.layers._attend import attend_last, attend_packed, attend_rows
 
 D = 8
@@ -82,7 +82,7 @@ def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, sequse
 @pytest.fixture
 def flash(monkeypatch):
     monkeypatch.setattr(_attend, "has_flash", lambda q: True)
-    monkeypatch.setattr(_attend, "can_be_read", lambda t: False)
+    monkeypatch.setattr(_route, "can_be_read", lambda t: False)
     monkeypatch.setattr(_attend, "varlen_attn", varlen)
     monkeypatch.setattr(_attend, "_flash_forward", forward)
     monkeypatch.setattr(_attend, "_KEYS_A_SPLIT", 16)
@@ -122,7 +122,7 @@ def test_packed(flash, window):
 @pytest.mark.parametrize("window", [None, 5], ids=str)
 def test_packed_by_a_mask(monkeypatch, window):
     """Where neither kernels take it nor offsets can be read, in parts of the queries."""
-    monkeypatch.setattr(_attend, "can_be_read", lambda t: False)
+    monkeypatch.setattr(_route, "can_be_read", lambda t: False)
     monkeypatch.setattr(_attend, "_MASKED_QUERIES", 16)
     inputs = draw((40,), (50,))
     cu_q, cu_k = torch.tensor([0, 3, 3, 20, 33]), torch.tensor([0, 3, 5, 30, 45])

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from gla_ext.layers._projections import project
+from gla_ext.layers._route import project
 
 SIZES = (4, 5, 6, 7)
 

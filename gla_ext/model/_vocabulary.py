@@ -6,39 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
-from gla_ext.distributed._collectives import all_max, all_sum
-from gla_ext.model.loss import IGNORE_INDEX
-
-
-def first_row(rows: int, size: int, rank: int) -> int:
-    """Where a rank's part of so many rows starts: parts are as of `torch.chunk`."""
-    return min(rows, -(-rows // size) * rank)
+from gla_ext.losses import IGNORE_INDEX
+from gla_ext.ops._collectives import all_max, all_sum
 
 
-def is_sharded_by_vocabulary(logits: Tensor) -> bool:
-    """Whether logits `[N, vocab_size]` are a DTensor sharded by their last dimension alone."""
-    return isinstance(logits, DTensor) and tuple(logits.placements) == (Shard(logits.ndim - 1),)
-
-
-def sharded_cross_entropy(logits: DTensor, targets: Tensor) -> Tensor:
-    """`gla_ext.model.loss.cross_entropy`, on every rank the same, a plain tensor."""
-    mesh = logits.device_mesh
-    start = first_row(logits.shape[-1], mesh.size(), mesh.get_local_rank())
-    return _CrossEntropy.apply(logits.to_local(), targets, start, mesh.get_group().group_name)
-
-
-def sharded_greatest(logits: DTensor) -> Tensor:
-    """The greatest logit of each row of `[..., vocab_size]`, on every rank, a plain tensor; of
-    several the first has the gradient.
+class ShardedGreatest(torch.autograd.Function):
+    """The greatest logit of each row, of a shard's columns `[..., columns]` and their place, on
+    every rank; of several the first has the gradient.
     """
-    mesh = logits.device_mesh
-    start = first_row(logits.shape[-1], mesh.size(), mesh.get_local_rank())
-    return _Greatest.apply(logits.to_local(), start, mesh.get_group().group_name)
 
-
-class _Greatest(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, start: int, group_name: str) -> Tensor:
         if local.shape[-1]:
@@ -62,9 +39,13 @@ class _Greatest(torch.autograd.Function):
         return result, None, None
 
 
-class _CrossEntropy(torch.autograd.Function):
+class ShardedCrossEntropy(torch.autograd.Function):
+    """`gla_ext.model.loss.cross_entropy` of a shard's columns `[N, columns]` and their place, on
+    every rank the same.
+    """
+
     @staticmethod
-    def forward(ctx: Any, local: Tensor, targets: Tensor, start: int, group_name: str) -> Tensor:
+    def forward(ctx: Any, local: Tensor, start: int, group_name: str, targets: Tensor) -> Tensor:
         wide = local.to(torch.promote_types(local.dtype, torch.float32))
         counts = targets != IGNORE_INDEX
         columns = targets - start

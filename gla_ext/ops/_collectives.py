@@ -7,25 +7,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_all_reduce = torch.ops._c10d_functional.all_reduce.default
-_all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
-_wait = torch.ops._c10d_functional.wait_tensor.default
+_functional = torch.ops._c10d_functional  # whose operators a build without distributed lacks
+
+
+def _reduced(x: Tensor, by: str, group_name: str) -> Tensor:
+    found = _functional.all_reduce.default(x.detach().contiguous(), by, group_name)
+    return _functional.wait_tensor.default(found)
 
 
 def all_sum(x: Tensor, group_name: str) -> Tensor:
     """The sum over ranks, on every rank; no gradient passes."""
-    return _wait(_all_reduce(x.detach().contiguous(), "sum", group_name))
+    return _reduced(x, "sum", group_name)
 
 
 def all_max(x: Tensor, group_name: str) -> Tensor:
     """The maximum over ranks, on every rank; no gradient passes."""
-    return _wait(_all_reduce(x.detach().contiguous(), "max", group_name))
+    return _reduced(x, "max", group_name)
 
 
 def all_gather(x: Tensor, size: int, group_name: str) -> Tensor:
     """Every rank's x, `[size, *x.shape]`; no gradient passes."""
-    rows = _wait(_all_gather(x.detach().contiguous().unsqueeze(0), size, group_name))
-    return rows.view(size, *x.shape)
+    row = x.detach().contiguous().unsqueeze(0)
+    rows = _functional.all_gather_into_tensor.default(row, size, group_name)
+    return _functional.wait_tensor.default(rows).view(size, *x.shape)
+
+
+def first_row(rows: int, size: int, rank: int) -> int:
+    """Where a rank's part of so many rows starts: parts are as of `torch.chunk`."""
+    return min(rows, -(-rows // size) * rank)
 
 
 class _SumOfGradients(torch.autograd.Function):

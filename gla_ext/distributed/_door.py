@@ -1,0 +1,66 @@
+"""All that this package asks of the mode that a call is in: a graph that is made, or DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gla_ext.ops._tracing import is_sharded
+
+
+def compare(context: Any, op: str, key: tuple, facts: Callable[[], dict[str, Any]]) -> None:
+    """Compares facts and a `CPContext` with those of the other ranks, once for a key.
+
+    Every rank must come here, or none: it is a collective call. Nothing is compared in graphs.
+
+    Args:
+        op: the operator's name, for messages.
+        key: what the facts follow from.
+        facts: makes them, by name, readable as text.
+
+    Raises:
+        ValueError: a rank has others; every rank raises it, and names the first that differs.
+    """
+    key = (op, key)
+    if context.size == 1 or torch.compiler.is_compiling() or key in context._compared:
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    mine = {"layout": context.layout, "cu_seqlens": context.offsets, "lengths": context.lengths}
+    mine = {name: str(fact) for name, fact in (mine | facts()).items()}
+    every: list[dict[str, str]] = [{}] * context.size
+    dist.all_gather_object(every, mine, group=context.group)
+    for rank, theirs in enumerate(every):
+        for name in dict.fromkeys((*every[0], *theirs)):
+            expected, found = every[0].get(name, "nothing"), theirs.get(name, "nothing")
+            if found != expected:
+                raise ValueError(
+                    f"{op}: expected the same {name} on all ranks of cp_context's group, got "
+                    f"{expected} on rank 0 and {found} on rank {rank}"
+                )
+    context._compared.add(key)
+
+
+def refuse_in_graph(sentence: str) -> None:
+    """Raises ValueError while torch.compile makes a graph."""
+    if torch.compiler.is_compiling():
+        raise ValueError(sentence)
+
+
+def check_all_sharded(op: str, tensors: dict[str, Tensor | None]) -> None:
+    """Raises NotImplementedError for a plain tensor among DTensors."""
+    for name, t in tensors.items():
+        if t is not None and not is_sharded(t):
+            raise NotImplementedError(
+                f"{op}: expected plain tensors, got a DTensor among them; make {name} a DTensor "
+                "too, or call it on to_local() tensors, sharded over batch or heads"
+            )
+
+
+def whole(t: Tensor | None) -> Tensor | None:
+    """A DTensor as the plain tensor that every rank gets; another as it is."""
+    return t.full_tensor() if t is not None and is_sharded(t) else t
