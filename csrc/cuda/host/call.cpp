@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "common/head_gates.h"
+#include "dispatch/checker.h"
 #include "launch_table.h"
 #include "plan_inputs.h"
 #include "tensors.h"
