@@ -97,13 +97,82 @@ def plans() -> dict[str, str]:
     return found
 
 
+def calls() -> list[tuple]:
+    """Differentiable calls and the sizes of their tensors; what writes to a pool gives the pool."""
+    ops = torch.ops.gla_ext
+    B, T, H, K, V, D, R, W = 2, 70, 3, 20, 24, 72, 6, 4
+    q, v, state, cu = (B, T, H, K), (B, T, H, V), (B, H, K, V), torch.tensor([0, 3, T - 1])
+    x, maps = (B, T, D), (5, D)
+    labels = torch.arange(T) % 9
+
+    def norm(*tensors):
+        return ops.rms_norm_gate_fwd(*tensors, "gelu", 1e-5)
+
+    @torch.no_grad()
+    def on_pool(op, *tensors, **options):
+        *inputs, pool = (t.detach().clone() for t in tensors)
+        return op(*inputs, state=pool, slots=torch.tensor([1, -1]), **options), pool
+
+    @torch.no_grad()
+    def token(op, *tensors):
+        return op(*(t.detach() for t in tensors))
+
+    def loss(x):
+        options = (0, 0.1, 0.7, 20.0, 1e-4, False)
+        return ops.cross_entropy_fwd(x, labels, *options)
+
+    def over_logits(x):
+        logits = x.detach().clone()
+        return logits, ops.cross_entropy_with_grad_(logits, labels, 0, 0.1, 0.7, None, 1e-4)
+
+    def linear_loss(*tensors):
+        return ops.linear_cross_entropy_fwd(*tensors, labels, 0, 0.1, 0.7, None, 4, True, True)
+
+    return [
+        ("gv", lambda *t: gla_ext.chunk_gla(*t[:4], gv=t[4], initial_state=t[5].float() if
+         t[5].dtype == torch.bfloat16 else t[5], output_final_state=True), q, q, v, q, v, state),
+        ("packed", lambda *t: gla_ext.chunk_gla(*t, cu_seqlens=cu), *((1, *s[1:]) for s in
+         (q, q, v, q))),
+        ("grouped", lambda *t: gla_ext.chunk_gla(*t), q, *((B, T, 1, s) for s in (K, V, K))),
+        ("head gates", lambda *t: gla_ext.chunk_gla(*t), q, q, v, (B, T, H)),
+        ("reverse", lambda *t: gla_ext.fused_recurrent_gla(*t, reverse=True), q, q, v, q, v),
+        ("norm", norm, x, (D,), x),
+        ("norm of nothing", lambda x: norm(x, None, None), x),
+        ("norm of residual", lambda *t: ops.rms_norm_residual_fwd(*t, 1e-5), x, x, (D,)),
+        ("norm, linear", lambda o, gate, w, n: ops.norm_gate_linear(o, gate, w, n, "swish", 1e-5),
+         v, x, maps, (V,)),
+        ("swiglu", ops.swiglu_fwd, x, x),
+        ("swiglu, linear", ops.swiglu_linear, x, x, maps, (5,)),
+        ("convolution", lambda *t: ops.short_convolution_fwd(*t, None, True), x, (D, 1, W), (D,),
+         (B, D, W)),
+        ("gate", lambda *t: ops.gate_projection_fwd(*t, 16.0, -3.0), (B, T, R), (D, R), (D,)),
+        ("maps", lambda x, *w: ops.joint_projection(x, w, w[0].dtype, True), x, maps, maps),
+        ("cross entropy", loss, (T, 9)),
+        ("cross entropy over logits", over_logits, (T, 9)),
+        ("linear cross entropy", linear_loss, (T, D), (9, D), (9,)),
+        ("chunks on a pool", lambda *t: on_pool(gla_ext.chunk_gla_, *t), q, q, v, q, state),
+        ("token on a pool", lambda *t: on_pool(gla_ext.recurrent_gla_step_, *t), *((B, 1, *s[2:])
+         for s in (q, q, v, q)), state),
+        ("draft", lambda *t: on_pool(gla_ext.recurrent_gla_verify, *t), *((B, 5, *s[2:])
+         for s in (q, q, v, q)), state),
+        ("convolution on a pool", lambda *t: on_pool(gla_ext.short_convolution_, *t), x, (D, 1, W),
+         (D,), (B, D, W)),
+        ("token: norm, linear", lambda x, n, *w: token(lambda x, n, *w: torch.cat(
+         ops.norm_linear(x, n, 1e-5, w), -1), x, n, *w), (B, 1, D), (D,), maps, maps),
+        ("token: norm, SwiGLU", lambda *t: token(lambda x, n, *w: ops.norm_swiglu(x, n, 1e-5, *w),
+         *t), (B, 1, D), (D,), maps, maps),
+        ("token: linear, residual", lambda *t: token(ops.linear_residual, *t), (B, 1, D), maps,
+         (B, 1, 5)),
+    ]  # fmt: skip
+
+
 def bits() -> dict[str, str]:
     """Digests of results on this CPU; they agree between builds on one machine alone."""
     torch.manual_seed(0)
     found = {}
 
     def note(name: str, *tensors: torch.Tensor) -> None:
-        whole = (t.detach().contiguous().view(torch.uint8).numpy() for t in tensors)
+        whole = (t.detach().contiguous().flatten().view(torch.uint8).numpy() for t in tensors)
         found[name] = digest(b"".join(x.tobytes() for x in whole))
 
     ops = torch.ops.gla_ext
@@ -117,15 +186,20 @@ def bits() -> dict[str, str]:
             o, state = getattr(gla_ext, name)(*leaves, output_final_state=True)
             grads = torch.autograd.grad(o.sum() + state.sum(), leaves)
             note(f"{name} {dtype} {T} {gate}", o, state, *grads)
-        x, weight = torch.randn(2, T, 32).to(dtype), torch.randn(32, 1, 4).to(dtype)
-        convolved = ops.short_convolution_fwd(x, weight, None, None, None, True)
-        note(f"convolution {dtype} {T} {gate}", *convolved)
-        note(f"norm {dtype} {T} {gate}", *ops.rms_norm_gate_fwd(x, None, x, "swish", 1e-5))
-        note(f"swiglu {dtype} {T} {gate}", ops.swiglu_fwd(x, x + 1))
-        loss = ops.cross_entropy_fwd(
-            x[0], torch.arange(T) % 32, -100, 0.1, 1.0, None, 1e-4, False
-        )
-        note(f"cross_entropy {dtype} {T} {gate}", *loss)
+    for (name, call, *tensors), dtype in itertools.product(calls(), dtypes):
+        torch.manual_seed(1)
+        leaves = [torch.randn(size).to(dtype).requires_grad_() for size in tensors]
+        result = call(*leaves)
+        outputs = [result] if isinstance(result, torch.Tensor) else result
+        outputs = [y for y in outputs if y is not None]
+        note(f"{name} {dtype}", *outputs)
+        outputs = [y for y in outputs if y.requires_grad]
+        for count in range(1, len(outputs) + 1):
+            for some in itertools.combinations(range(len(outputs)), count):
+                total = sum(outputs[i].double().square().sum() for i in some)
+                grads = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
+                there = [x is not None for x in grads]
+                note(f"{name} {dtype} {some} {there}", *(x for x in grads if x is not None))
     return found
 
 

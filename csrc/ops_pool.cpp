@@ -1,8 +1,8 @@
 // The operators on a pool of states: their schemas, and the entry points that call through the
 // dispatcher.
 
-#include "arguments.h"
 #include "dispatch/op.h"
+#include "ops.h"
 #include "schemas.h"
 
 namespace gla_ext {
@@ -13,12 +13,6 @@ void define_pool_operators(torch::Library& m, const std::vector<at::Tag>& tags) 
     m.def((name + "(" + arguments + ") -> Tensor").c_str(), tags);
     m.def((name + ".out(" + arguments + ", *, Tensor(" + alias + "!) out) -> ()").c_str(), tags);
   };
-  define("chunk_gla_",
-         "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor(a!) state, Tensor? slots, "
-         "Tensor? write_slots, Tensor? has_initial_state, Tensor? cu_seqlens, float? scale, bool "
-         "state_v_first, bool batch_invariant, int checkpoint_every=0, Tensor(b!)? "
-         "checkpoints=None, Tensor? checkpoint_slots=None, Tensor? checkpoint_cu_starts=None",
-         'c');
   define("recurrent_gla_step_",
          "Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor(a!) state, Tensor? slots, "
          "float? scale, bool state_v_first, Tensor? write_slots=None",
@@ -32,49 +26,6 @@ void define_pool_operators(torch::Library& m, const std::vector<at::Tag>& tags) 
       "slots, Tensor accepted, bool state_v_first, Tensor? cu_seqlens=None, Tensor? "
       "write_slots=None) -> ()",
       tags);
-}
-
-at::Tensor chunk_gla_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                      const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
-                      at::Tensor& state, const std::optional<at::Tensor>& slots,
-                      const std::optional<at::Tensor>& write_slots,
-                      const std::optional<at::Tensor>& has_initial_state,
-                      const std::optional<at::Tensor>& cu_seqlens, std::optional<double> scale,
-                      bool state_v_first, bool batch_invariant, int64_t checkpoint_every,
-                      const std::optional<at::Tensor>& checkpoints,
-                      const std::optional<at::Tensor>& checkpoint_slots,
-                      const std::optional<at::Tensor>& checkpoint_cu_starts) {
-  static const Op<decltype(chunk_gla_)> op("gla_ext::chunk_gla_");
-  return op(q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale,
-            state_v_first, batch_invariant, checkpoint_every, checkpoints, checkpoint_slots,
-            checkpoint_cu_starts);
-}
-
-void chunk_gla_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
-                   at::Tensor& state, const std::optional<at::Tensor>& slots,
-                   const std::optional<at::Tensor>& write_slots,
-                   const std::optional<at::Tensor>& has_initial_state,
-                   const std::optional<at::Tensor>& cu_seqlens, std::optional<double> scale,
-                   bool state_v_first, bool batch_invariant, int64_t checkpoint_every,
-                   const std::optional<at::Tensor>& checkpoints,
-                   const std::optional<at::Tensor>& checkpoint_slots,
-                   const std::optional<at::Tensor>& checkpoint_cu_starts, at::Tensor& out) {
-  static const Op<decltype(chunk_gla_out)> op("gla_ext::chunk_gla_", "out");
-  op(q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale, state_v_first,
-     batch_invariant, checkpoint_every, checkpoints, checkpoint_slots, checkpoint_cu_starts, out);
-}
-
-at::Tensor dispatch(const PoolArguments& a) {
-  if (a.out != nullptr) {
-    chunk_gla_out(a.q, a.k, a.v, a.g, a.gv, a.state, a.slots, a.write_slots, a.has_initial_state,
-                  a.cu_seqlens, a.scale, a.state_v_first, a.batch_invariant, a.checkpoint_every,
-                  a.checkpoints, a.checkpoint_slots, a.checkpoint_cu_starts, *a.out);
-    return *a.out;
-  }
-  return chunk_gla_(a.q, a.k, a.v, a.g, a.gv, a.state, a.slots, a.write_slots, a.has_initial_state,
-                    a.cu_seqlens, a.scale, a.state_v_first, a.batch_invariant, a.checkpoint_every,
-                    a.checkpoints, a.checkpoint_slots, a.checkpoint_cu_starts);
 }
 
 at::Tensor recurrent_gla_step_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -3,13 +3,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
-#include "autograd/for_backward.h"
+#include "checks/recurrent_gla.h"
 #include "dispatch/checker.h"
 #include "dispatch/schema.h"
-#include "checks/decode.h"
-#include "checks/recurrent_gla.h"
-#include "checks/steps.h"
-#include "halves.h"
 
 namespace gla_ext {
 namespace {
@@ -36,38 +32,16 @@ void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack*) {
 
 }  // namespace
 
-#if !defined(GLA_EXT_CUDA)
-int64_t cuda::for_backward_bytes(const ForwardArguments&) { return 0; }
-HalfSizes cuda::half_sizes(const ForwardArguments&, bool) { return {}; }
-#endif
-
 TORCH_LIBRARY_IMPL(gla_ext, CompositeExplicitAutograd, m) {
-  for (const char* op : {"chunk_gla_fwd",
-                         "chunk_gla_bwd",
-                         "chunk_gla_",
-                         "chunk_gla_.out",
-                         "recurrent_gla_fwd",
-                         "recurrent_gla_bwd",
-                         "cross_entropy_fwd",
-                         "cross_entropy_bwd",
-                         "cross_entropy_bwd_",
-                         "cross_entropy_with_grad_",
-                         "linear_cross_entropy_fwd"})
+  for (const char* op : {"recurrent_gla_fwd", "recurrent_gla_bwd"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
-  for (const char* op : kHalves) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   for (const char* op : kPoolOperators)
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
-  for (const char* op : kDecodeOperators)
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
-  for (const char* op : kSteps) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, FuncTorchBatched, m) {
-  for (const char* op : {"chunk_gla_", "chunk_gla_.out", "recurrent_gla_step_",
-                         "recurrent_gla_step_.out", "recurrent_gla_verify.out",
-                         "recurrent_gla_commit_"})
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
-  for (const char* op : kDecodeOperators)
+  for (const char* op : {"recurrent_gla_step_", "recurrent_gla_step_.out",
+                         "recurrent_gla_verify.out", "recurrent_gla_commit_"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
 }
 

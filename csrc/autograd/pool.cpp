@@ -1,8 +1,8 @@
 // The operators on a pool of states have no gradient.
 #include <torch/library.h>
 
-#include "arguments.h"
 #include "dispatch/in_place.h"
+#include "ops.h"
 
 namespace gla_ext {
 namespace {
@@ -13,22 +13,6 @@ constexpr const char* kInsteadOfDecoding =
 constexpr Refusal kStep{"recurrent_gla_step_", kInsteadOfDecoding};
 constexpr Refusal kVerify{"recurrent_gla_verify", kInsteadOfDecoding};
 constexpr Refusal kCommit{"recurrent_gla_commit_", kInsteadOfDecoding};
-constexpr Refusal kChunks{"chunk_gla_",
-                          "a pool of states has no gradient, call gla_ext.chunk_gla, or run it "
-                          "under torch.no_grad()"};
-
-// chunk_gla_ writes to an optional tensor too.
-at::Tensor run_chunks_and_tell(const PoolArguments& a) {
-  at::Tensor o;
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    o = dispatch(a);
-  }
-  tell_autograd(a.state);
-  if (given(a.checkpoints)) tell_autograd(*a.checkpoints);
-  if (a.out != nullptr) tell_autograd(*a.out);
-  return o;
-}
 
 }  // namespace
 
@@ -38,8 +22,6 @@ TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
   m.impl("recurrent_gla_verify", InPlace<recurrent_gla_verify>::refuse<kVerify>);
   m.impl("recurrent_gla_verify.out", InPlace<recurrent_gla_verify_out>::refuse<kVerify>);
   m.impl("recurrent_gla_commit_", InPlace<recurrent_gla_commit_>::refuse<kCommit>);
-  m.impl("chunk_gla_", InPlace<chunk_gla_>::refuse<kChunks>);
-  m.impl("chunk_gla_.out", InPlace<chunk_gla_out>::refuse<kChunks>);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
@@ -47,8 +29,6 @@ TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
   m.impl("recurrent_gla_step_.out", InPlace<recurrent_gla_step_out>::run_and_tell);
   m.impl("recurrent_gla_verify.out", InPlace<recurrent_gla_verify_out>::run_and_tell);
   m.impl("recurrent_gla_commit_", InPlace<recurrent_gla_commit_>::run_and_tell);
-  m.impl("chunk_gla_", positional<run_chunks_and_tell>);
-  m.impl("chunk_gla_.out", positional_out<run_chunks_and_tell>);
 }
 
 }  // namespace gla_ext

@@ -4,9 +4,9 @@
 
 #include <torch/library.h>
 
-#include "checks/chunk_gla.h"
-#include "dispatch/differentiable.h"
+#include "chunk_gla/op.h"
 #include "common/output_grad.h"
+#include "dispatch/differentiable.h"
 #include "ops.h"
 
 namespace gla_ext {

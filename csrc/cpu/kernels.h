@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "cross_entropy.h"
 #include "host/params.h"
 
 namespace gla_ext::cpu {
@@ -45,12 +44,6 @@ struct Kernels {
   int64_t (*recurrent_workspace)(int64_t K, int64_t V, int64_t tokens, bool backward);
   RunTask recurrent_forward;   // q k v g gv state_in -> o state_out
   RunTask recurrent_backward;  // do dstate_out q k v g gv state_in -> dq dk dv dg dgv dstate_in
-
-  // Cross entropy, on a workspace of its own: a task is some of the rows.
-  using CrossEntropyTask = void (*)(const CrossEntropy<T>&, T* workspace, int64_t task);
-  int64_t (*cross_entropy_workspace)(int64_t V);
-  CrossEntropyTask cross_entropy_forward;   // logits target -> loss z_loss lse
-  CrossEntropyTask cross_entropy_backward;  // dloss logits target lse -> dlogits
 };
 
 // The table for the processor at hand; follows torch's own choice (ATEN_CPU_CAPABILITY).

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "checks/chunk_gla.h"
+#include "chunk_gla/op.h"
 #include "common/groups.h"
 #include "common/head_gates.h"
 #include "host/call.h"

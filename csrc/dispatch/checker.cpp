@@ -1,5 +1,7 @@
 #include "checker.h"
 
+#include <cmath>
+
 namespace gla_ext {
 
 std::string dtype_name(at::ScalarType t) {
@@ -43,6 +45,10 @@ void Checker::alike(const NamedTensors& tensors, const NamedTensors& others) con
   each(tensors,
        [&](const char* name, const at::Tensor& t) { like_first(name, t, first.scalar_type()); });
   each(others, [&](const char* name, const at::Tensor& t) { floating(name, t); });
+}
+
+double resolve_scale(std::optional<double> scale, int64_t K) {
+  return scale.has_value() ? *scale : 1 / std::sqrt(static_cast<double>(K));
 }
 
 at::Tensor checked_offsets(const char* op, const at::Tensor& cu_seqlens, int64_t T) {

@@ -23,6 +23,9 @@ std::string dtype_name(at::ScalarType t);
 
 void check_defined(const char* op, const char* name, const at::Tensor& t);
 
+// The default scale, K^-0.5, unless one is given.
+double resolve_scale(std::optional<double> scale, int64_t K);
+
 // The offsets as contiguous int64, read where that costs nothing (CPU) and checked: first 0,
 // non-decreasing, last <= T.
 at::Tensor checked_offsets(const char* op, const at::Tensor& cu_seqlens, int64_t T);

@@ -5,12 +5,29 @@
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/library.h>
 
+#include <initializer_list>
 #include <type_traits>
 
 #include "refuse.h"
 
 namespace gla_ext {
+
+// The Autograd kernel of any operator that has no gradient and writes nothing. instead: the
+// sentence after its name.
+template <const char* instead>
+void run_without_gradient(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  refuse_gradients(op, *stack, instead);
+  at::AutoDispatchBelowADInplaceOrView below;
+  op.callBoxed(stack);
+}
+
+template <const char* instead>
+void without_gradient(torch::Library& m, std::initializer_list<const char*> operators) {
+  for (const char* name : operators)
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_without_gradient<instead>>());
+}
 
 // What an operator without a gradient says: its name and the sentence after it.
 struct Refusal {
@@ -40,6 +57,7 @@ template <typename Result, typename... Args, Result (*call)(Args...)>
 struct InPlace<call> {
   template <const Refusal& refusal>
   static Result refuse(Args... args) {
+    refuse_transforms(refusal.op);
     (refuse_gradient_of(refusal, args), ...);
     // What writes goes to run_and_tell next.
     constexpr bool writes = (std::is_same_v<Args, at::Tensor&> || ...);

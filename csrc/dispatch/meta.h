@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include "common/shape.h"
+
 namespace gla_ext {
 
 // What operators return while a graph is traced, of sizes that may be symbolic.
@@ -12,6 +14,22 @@ inline at::Tensor empty(c10::SymIntArrayRef sizes, const at::Tensor& like, at::S
 
 inline at::Tensor fresh(const at::Tensor& like) {
   return empty(like.sym_sizes(), like, like.scalar_type());
+}
+
+// o, of q's heads.
+inline at::Tensor fresh_output(const Shape& s, const at::Tensor& v) {
+  return empty({s.B, s.T, s.H, s.V}, v, v.scalar_type());
+}
+
+// The gradient of a gate that may be absent.
+inline at::Tensor gate_grad(const OptionalTensor& g, const at::Tensor& q, const Shape& s) {
+  return given(g) ? fresh(*g) : empty({0}, q, s.accumulate);
+}
+
+// [N, H, K, V] or v-first.
+inline at::Tensor boundary_state(const Shape& s, const at::Tensor& like, bool v_first) {
+  return v_first ? empty({s.N, s.H, s.V, s.K}, like, s.accumulate)
+                 : empty({s.N, s.H, s.K, s.V}, like, s.accumulate);
 }
 
 }  // namespace gla_ext

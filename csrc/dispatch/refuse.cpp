@@ -51,7 +51,6 @@ void refuse_double_backward(const char* fwd) {
 
 void refuse_gradient(const char* op, const at::Tensor& t, const char* instead) {
   if (t.defined()) refuse_tensor(op, t);
-  refuse_transforms(op);
   TORCH_CHECK_NOT_IMPLEMENTED(!t.defined() || !t.requires_grad() || !c10::GradMode::is_enabled(),
                               op, ": ", instead);
 }
@@ -60,6 +59,7 @@ void refuse_gradients(const c10::OperatorHandle& op, const torch::jit::Stack& st
                       const char* instead) {
   const std::string name = public_name(op.schema().name());
   const auto refuse = [&](const at::Tensor& t) { refuse_gradient(name.c_str(), t, instead); };
+  refuse_transforms(name.c_str());
   for (const auto& value : torch::jit::last(stack, op.schema().arguments().size())) {
     if (value.isTensor()) refuse(value.toTensor());
     if (value.isTensorList())

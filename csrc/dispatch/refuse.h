@@ -35,11 +35,11 @@ void refuse_unsupported(const char* schema, const Args&... arguments) {
 // What backward of a backward operator raises; `fwd` is the schema of its forward.
 [[noreturn]] void refuse_double_backward(const char* fwd);
 
-// Raises for what is unsupported, and in grad mode where the tensor requires grad. instead: the
-// sentence after the operator's name.
+// Raises for a tensor that is unsupported, and in grad mode where it requires grad; transforms are
+// asked for once a call, by refuse_transforms. instead: the sentence after the operator's name.
 void refuse_gradient(const char* op, const at::Tensor& t, const char* instead);
 
-// The same of all tensors of a call, of those of `stack`.
+// Both of a call whose arguments are on the stack.
 void refuse_gradients(const c10::OperatorHandle& op, const torch::jit::Stack& stack,
                       const char* instead);
 

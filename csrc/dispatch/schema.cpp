@@ -58,6 +58,12 @@ void define(torch::Library& m, const std::string& schema, const char* user_name)
   impl_boxed<&refuse_device>(m, name.c_str(), c10::DispatchKey::CompositeExplicitAutograd);
 }
 
+void define_with_out(torch::Library& m, const std::string& name, const std::string& arguments,
+                     char alias) {
+  define(m, name + "(" + arguments + ") -> Tensor");
+  define(m, name + ".out(" + arguments + ", *, Tensor(" + alias + "!) out) -> ()");
+}
+
 void refuse_vmap(torch::Library& m, std::initializer_list<const char*> operators) {
   for (const char* name : operators)
     impl_boxed<&refuse_batches>(m, name, c10::DispatchKey::FuncTorchBatched);
@@ -66,9 +72,8 @@ void refuse_vmap(torch::Library& m, std::initializer_list<const char*> operators
 std::string public_name(const std::string& schema_name) {
   const std::string name = schema_name.substr(schema_name.find("::") + 2), suffix = "_fwd";
   if (const auto found = user_names().find(name); found != user_names().end()) return found->second;
-  const bool is_forward =
-      name.size() > suffix.size() &&
-      name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0;
+  const bool is_forward = name.size() > suffix.size() &&
+                          name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0;
   return is_forward ? name.substr(0, name.size() - suffix.size()) : name;
 }
 

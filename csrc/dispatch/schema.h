@@ -17,6 +17,11 @@ void define(torch::Library& m, const std::string& schema, const char* user_name 
 template <typename Kernel>
 void define_composite(torch::Library& m, const std::string& schema, Kernel* kernel);
 
+// Defines both forms of an operator that returns one tensor: `name` returns it, `name.out` takes it
+// as `out`, of the alias set `alias`.
+void define_with_out(torch::Library& m, const std::string& name, const std::string& arguments,
+                     char alias);
+
 // Refuses torch.vmap over operators that write to a pool.
 void refuse_vmap(torch::Library& m, std::initializer_list<const char*> operators);
 

@@ -131,14 +131,27 @@ def test_force_cuda_fails_where_cuda_cannot_be_built(nvcc, cuda, has_sources, re
 def test_every_source_is_compiled_by_one_rule(monkeypatch, tmp_path):
     names = ["csrc/a.cpp", "csrc/cpu/b.cpp", "csrc/cpu/kernels/c.cpp", "csrc/cuda/d.cpp"]
     names += ["csrc/cuda/plan/plan.cpp", "csrc/cuda/steps/e.cu"]
+    names += [f"csrc/op/{name}" for name in ("op.cpp", "cpu.cpp", "cuda.cpp")]
+    names += [f"csrc/op/{name}" for name in ("cpu_kernels.cpp", "cuda_kernels.cu")]
     for name in [*names, "csrc/cpu/kernels/f.h", "csrc/cuda/g.cuh"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.setattr(rules, "ROOT", tmp_path)
     assert rules.sources() == {
-        "common": ["csrc/a.cpp", "csrc/cpu/b.cpp", "csrc/cuda/plan/plan.cpp"],
-        "kernels": ["csrc/cpu/kernels/c.cpp"],
-        "cuda": ["csrc/cuda/d.cpp", "csrc/cuda/steps/e.cu"],
+        "common": [
+            "csrc/a.cpp",
+            "csrc/cpu/b.cpp",
+            "csrc/cuda/plan/plan.cpp",
+            "csrc/op/cpu.cpp",
+            "csrc/op/op.cpp",
+        ],
+        "kernels": ["csrc/cpu/kernels/c.cpp", "csrc/op/cpu_kernels.cpp"],
+        "cuda": [
+            "csrc/cuda/d.cpp",
+            "csrc/cuda/steps/e.cu",
+            "csrc/op/cuda.cpp",
+            "csrc/op/cuda_kernels.cu",
+        ],
         "headers": ["csrc/cpu/kernels/f.h", "csrc/cuda/g.cuh"],
     }
 

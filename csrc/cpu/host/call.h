@@ -6,7 +6,7 @@
 #include <initializer_list>
 #include <vector>
 
-#include "checks/chunk_gla.h"
+#include "chunk_gla/op.h"
 #include "cpu/kernels.h"
 #include "parallel.h"
 

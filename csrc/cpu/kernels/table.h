@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cpu/kernels.h"
-#include "cross_entropy.h"
 #include "recurrent_gla.h"
 #include "steps/tasks.h"
 
@@ -33,10 +32,7 @@ constexpr Kernels<T> make_kernels() {
           merge_grads_step<T>,
           recurrent_workspace<T>,
           recurrent_forward<T>,
-          recurrent_backward<T>,
-          cross_entropy_workspace,
-          cross_entropy_forward<T>,
-          cross_entropy_backward<T>};
+          recurrent_backward<T>};
 }
 
 }  // namespace CPU_CAPABILITY

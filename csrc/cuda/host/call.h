@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "checks/chunk_gla.h"
+#include "chunk_gla/op.h"
 #include "cuda/plan/plan.h"
 
 namespace gla_ext::cuda {

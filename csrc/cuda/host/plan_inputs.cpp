@@ -10,7 +10,7 @@
 #include <optional>
 #include <string_view>
 
-#include "autograd/for_backward.h"
+#include "chunk_gla/for_backward.h"
 #include "common/head_gates.h"
 #include "cuda/sm90/sm90.h"
 #include "sm90_built.h"

@@ -10,17 +10,16 @@
 #include <limits>
 #include <vector>
 
-#include "checks/chunk_gla.h"
-#include "checks/decode.h"
+#include "chunk_gla/op.h"
 #include "common/groups.h"
 #include "common/head_gates.h"
 #include "cuda/host/tensors.h"
 #include "cuda/plan/plan.h"
-#include "decode.h"
 #include "on_pool.h"
 #include "ops.h"
 #include "params.h"
 #include "pool.h"
+#include "recurrent_gla/low_rank_step.h"
 
 namespace gla_ext::cuda {
 namespace {
@@ -256,45 +255,39 @@ at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
   return o;
 }
 
-at::Tensor recurrent_gla_low_rank_step_cuda(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& h,
-    const at::Tensor& gate_weight, const OptionalTensor& gate_bias, double normalizer,
-    std::optional<double> clamp_min, at::Tensor& state, const OptionalTensor& slots,
-    std::optional<double> scale, bool state_v_first, bool overlaps) {
+at::Tensor low_rank_step_cuda(const LowRankStep& a) {
   const char* op = "recurrent_gla_low_rank_step_";
-  Shape shape = check_low_rank_step(q, k, v, h, gate_weight, gate_bias, normalizer, state, slots,
-                                    state_v_first);
-  const int64_t R = h.size(2), K = k.size(3);
-  const bool is_short = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
-  const at::Tensor h_rows = h.is_contiguous() ? h : h.contiguous();
-  const at::Tensor weight = gate_weight.is_contiguous() ? gate_weight : gate_weight.contiguous();
-  if (!is_short || state.scalar_type() != at::kFloat || R % 8 != 0 || R > kMostLowRank ||
-      !starts_aligned(h_rows.const_data_ptr()) || !starts_aligned(weight.const_data_ptr()))
-    return composed::recurrent_gla_low_rank_step_(q, k, v, h, gate_weight, gate_bias, normalizer,
-                                                  clamp_min, state, slots, scale, state_v_first,
-                                                  overlaps);
-  check_pool_layout(op, state, /*written=*/true);
+  Shape shape = check_low_rank_step(a);
+  const int64_t R = a.h.size(2), K = a.k.size(3);
+  const bool is_short = a.q.scalar_type() == at::kBFloat16 || a.q.scalar_type() == at::kHalf;
+  const at::Tensor h = a.h.is_contiguous() ? a.h : a.h.contiguous();
+  const at::Tensor weight =
+      a.gate_weight.is_contiguous() ? a.gate_weight : a.gate_weight.contiguous();
+  if (!is_short || a.state.scalar_type() != at::kFloat || R % 8 != 0 || R > kMostLowRank ||
+      !starts_aligned(h.const_data_ptr()) || !starts_aligned(weight.const_data_ptr()))
+    return composed_low_rank_step(a);
+  check_pool_layout(op, a.state, /*written=*/true);
   shape.N = shape.B;  // a run is a row
-  RecurrentCall call(op, shape, q, scale);
+  RecurrentCall call(op, shape, a.q, a.scale);
   Recurrence& p = call.p;
-  p.state_v_first = state_v_first;
-  call.input(p.q, q);
-  call.input(p.k, k);
-  call.input(p.v, v);
-  if (given(slots)) call.input(p.slots, *slots);
-  at::Tensor o = call.output(p.o, p.V, v.scalar_type());
-  use_pool(p, state, /*write=*/true);
-  LowRankGate gate{.h = h_rows.const_data_ptr(), .h_stride = R, .rank = static_cast<int32_t>(R)};
+  p.state_v_first = a.state_v_first;
+  call.input(p.q, a.q);
+  call.input(p.k, a.k);
+  call.input(p.v, a.v);
+  call.input(p.slots, a.slots);
+  at::Tensor o = call.output(p.o, p.V, a.v.scalar_type());
+  use_pool(p, a.state, /*write=*/true);
+  LowRankGate gate{.h = h.const_data_ptr(), .h_stride = R, .rank = static_cast<int32_t>(R)};
   // As the rows of one token: a head's K rows of the weight, and its K biases.
-  call.input(gate.weight, weight.view({1, 1, k.size(2), K * R}));
-  if (given(gate_bias)) call.input(gate.bias, gate_bias->reshape({1, 1, k.size(2), K}));
-  gate.per_normalizer = static_cast<float>(1 / normalizer);
-  gate.clamp_min = clamp_min.has_value() ? static_cast<float>(*clamp_min)
-                                         : -std::numeric_limits<float>::infinity();
-  const bool copies = !gate_weight.is_contiguous() ||
-                      (given(gate_bias) && !gate_bias->is_contiguous()) ||
-                      (given(slots) && !slots->is_contiguous());
-  gate.overlaps = overlaps && !copies;  // what is read early must not be made by the kernel before
+  call.input(gate.weight, weight.view({1, 1, a.k.size(2), K * R}));
+  if (given(a.gate_bias)) call.input(gate.bias, a.gate_bias->reshape({1, 1, a.k.size(2), K}));
+  gate.per_normalizer = static_cast<float>(1 / a.normalizer);
+  gate.clamp_min = a.clamp_min.has_value() ? static_cast<float>(*a.clamp_min)
+                                           : -std::numeric_limits<float>::infinity();
+  const auto is_copied = [](const OptionalTensor& t) { return given(t) && !t->is_contiguous(); };
+  // What is read early must not be made by the kernel before.
+  gate.overlaps =
+      a.overlaps && !is_copied(a.gate_weight) && !is_copied(a.gate_bias) && !is_copied(a.slots);
   call.low_rank_step(gate);
   return o;
 }
@@ -304,7 +297,7 @@ at::Tensor recurrent_gla_low_rank_step_cuda(
 TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
   m.impl("recurrent_gla_fwd", recurrent_gla_fwd_cuda);
   m.impl("recurrent_gla_bwd", recurrent_gla_bwd_cuda);
-  m.impl("recurrent_gla_low_rank_step_", recurrent_gla_low_rank_step_cuda);
+  m.impl("recurrent_gla_low_rank_step_", positional<low_rank_step_cuda>);
   RecurrentOnPool<run_on_pool>::register_in(m);
 }
 

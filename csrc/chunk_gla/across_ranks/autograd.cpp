@@ -1,0 +1,384 @@
+// chunk_gla over the tokens of several ranks: each sums up what its own add to the state, one
+// all-gather hands that to all, and what enters a rank follows (context parallel). Backward goes
+// the same way from the last rank to the first.
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "chunk_gla/for_backward.h"
+#include "common/output_grad.h"
+#include "dispatch/autocast.h"
+#include "dispatch/op.h"
+#include "dispatch/refuse.h"
+#include "dispatch/schema.h"
+
+namespace gla_ext {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using Ints = std::vector<int64_t>;
+
+// Which tokens of the text this rank has, in `parts`: one, or two in the zigzag layout.
+struct Ranks {
+  int64_t rank, size;
+  std::string group;
+  Ints counts;         // packed: own sequences of each part
+  Ints before, after;  // parts before, and after, that its first, and its last, sequence goes on in
+  Ints spans;  // packed: of each part start, end of its first sequence, start of its last, end
+
+  int64_t parts() const { return static_cast<int64_t>(before.size()); }
+  // Numbers of the parts in the text's order.
+  Ints places() const { return parts() == 1 ? Ints{rank} : Ints{rank, 2 * size - 1 - rank}; }
+  // Rows of the parts' first, and last, sequences among the rank's own.
+  Ints first_rows() const {
+    Ints rows;
+    int64_t row = 0;
+    for (const int64_t count : counts) rows.push_back(row), row += count;
+    return rows;
+  }
+  Ints last_rows() const {
+    Ints rows = first_rows();
+    for (size_t p = 0; p < rows.size(); ++p) rows[p] += counts[p] - 1;
+    return rows;
+  }
+};
+
+bool any(const Ints& reach) {
+  return std::any_of(reach.begin(), reach.end(), [](int64_t parts) { return parts > 0; });
+}
+bool all(const Ints& reach) {
+  return std::all_of(reach.begin(), reach.end(), [](int64_t parts) { return parts > 0; });
+}
+
+// The inputs of a call, of which packed sequences' halves take a cut.
+struct Inputs {
+  const at::Tensor &q, &k, &v;
+  OptionalTensor g, gv;
+  std::optional<double> scale;
+  bool v_first, batch_invariant;
+
+  at::Tensor cut(const at::Tensor& t, int64_t start, int64_t end) const {
+    return t.slice(1, start, end);
+  }
+  OptionalTensor cut(const OptionalTensor& t, int64_t start, int64_t end) const {
+    return given(t) ? OptionalTensor(cut(*t, start, end)) : std::nullopt;
+  }
+  // Elements of what a row hands on: state, decay, value_decay.
+  std::vector<c10::SymInt> elements() const {
+    const c10::SymInt H = q.sym_size(2), K = q.sym_size(3), V = v.sym_size(3);
+    return {H * K * V, given(g) ? H * K : c10::SymInt(0), given(gv) ? H * V : c10::SymInt(0)};
+  }
+};
+
+// Every rank's `own`, in the order of the ranks.
+at::Tensor gather(const at::Tensor& own, const Ranks& r) {
+  static const auto all_gather = c10::Dispatcher::singleton().findSchemaOrThrow(
+      "_c10d_functional::all_gather_into_tensor", "");
+  static const auto wait = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("_c10d_functional::wait_tensor", "")
+                               .typed<at::Tensor(const at::Tensor&)>();
+  // Boxed: the group's name is a string in torch 2.11, and any value in newer ones.
+  torch::jit::Stack stack{own, r.size, r.group};
+  all_gather.callBoxed(stack);
+  return wait.call(stack.at(0).toTensor());
+}
+
+// Rows of a state, [N, ...]: those of a part, or of packed sequences number `row`.
+at::Tensor rows_of(const at::Tensor& t, const Ranks& r, bool packed, int64_t part, int64_t row) {
+  if (packed) return t.narrow(0, row, 1);
+  return r.parts() == 1 ? t : t.unflatten(0, {-1, r.parts()}).select(1, part);
+}
+
+// Sets rows of a state to 0, each part's that `reach` says goes on elsewhere.
+void clear_rows(const at::Tensor& t, const Ranks& r, bool packed, const Ints& reach,
+                const Ints& rows) {
+  for (int64_t p = 0; p < r.parts(); ++p)
+    if (reach[p] > 0) rows_of(t, r, packed, p, packed ? rows[p] : 0).zero_();
+}
+
+// What of a state, initial or final, is looked at where sequences are rows: absent if nothing.
+OptionalTensor own_rows(const OptionalTensor& t, const Ranks& r, const Ints& reach) {
+  if (!given(t) || all(reach)) return std::nullopt;
+  if (!any(reach)) return t;
+  const at::Tensor own = t->clone();
+  clear_rows(own, r, false, reach, {});
+  return own;
+}
+
+// Packed: the same of the sequence that a part hands on, if it has another end here too.
+OptionalTensor own_row(const OptionalTensor& t, const Ranks& r, const Ints& reach, const Ints& rows,
+                       int64_t part) {
+  const bool own = r.counts[part] > 1 || (r.counts[part] == 1 && reach[part] == 0);
+  return given(t) && own ? OptionalTensor(t->narrow(0, rows[part], 1)) : std::nullopt;
+}
+
+// Packed: what each part's last sequence leaves.
+at::Tensor packed_summary(const Inputs& in, const OptionalTensor& initial_state, const Ranks& r) {
+  const Ints rows = r.last_rows();
+  variable_list own;
+  for (int64_t p = 0; p < r.parts(); ++p) {
+    const int64_t start = r.spans[4 * p + 2], end = r.counts[p] > 0 ? r.spans[4 * p + 3] : start;
+    own.push_back(std::get<0>(chunk_gla_summary(
+        in.cut(in.q, start, end), in.cut(in.k, start, end), in.cut(in.v, start, end),
+        in.cut(in.g, start, end), in.cut(in.gv, start, end),
+        own_row(initial_state, r, r.before, rows, p), in.scale, in.v_first, in.batch_invariant,
+        /*for_backward=*/false, 0)));
+  }
+  if (own.size() == 1) return own[0];
+  variable_list pieces;
+  c10::SymInt start = 0;
+  for (const c10::SymInt& elements : in.elements()) {
+    for (const at::Tensor& t : own) pieces.push_back(t.narrow_symint(0, start, elements));
+    start += elements;
+  }
+  return at::cat(pieces);
+}
+
+// Packed: the gradient of what enters each part's first sequence, one after the other.
+at::Tensor packed_summary_bwd(const Inputs& in, const at::Tensor& d_o, const OptionalTensor& dht,
+                              const Ranks& r) {
+  const Ints rows = r.first_rows();
+  const at::Tensor none = d_o.new_empty({0}, d_o.options().dtype(at::kByte));
+  variable_list own;
+  for (int64_t p = 0; p < r.parts(); ++p) {
+    const int64_t start = r.spans[4 * p], end = r.counts[p] > 0 ? r.spans[4 * p + 1] : start;
+    own.push_back(std::get<0>(chunk_gla_summary_bwd(
+        in.cut(d_o, start, end), own_row(dht, r, r.after, rows, p), in.cut(in.q, start, end),
+        in.cut(in.k, start, end), in.cut(in.v, start, end), in.cut(in.g, start, end),
+        in.cut(in.gv, start, end), in.scale, in.v_first, in.batch_invariant, none, 0)));
+  }
+  return own.size() == 1 ? own[0] : at::cat(own);
+}
+
+// The fold of what all ranks hand on; `decays`: in backward.
+std::tuple<at::Tensor, at::Tensor> fold(const Inputs& in, const at::Tensor& summaries,
+                                        const OptionalTensor& decays,
+                                        const OptionalTensor& boundary, const Ranks& r, bool packed,
+                                        const Ints& reach, const Ints& rows) {
+  const c10::SymInt each = packed ? c10::SymInt(r.parts()) : in.q.sym_size(0);
+  int64_t sequences = 0;
+  for (const int64_t count : r.counts) sequences += count;
+  // Where nothing enters, only decays are wanted.
+  const c10::SymInt N = !any(reach) ? c10::SymInt(0) : packed ? c10::SymInt(sequences) : each;
+  return chunk_gla_fold(summaries, decays, any(reach) ? boundary : std::nullopt, r.size, each, N,
+                        in.q.sym_size(2), in.q.sym_size(3), in.v.sym_size(3), given(in.g),
+                        given(in.gv), in.v_first, r.places(), reach, packed ? rows : Ints());
+}
+
+// Backward where a graph is made of it, whose own backward says what it cannot do. What has a
+// gradient stands beside `run`, for the Function to see.
+class ChunkGlaAcrossRanksBackward : public torch::autograd::Function<ChunkGlaAcrossRanksBackward> {
+ public:
+  static variable_list forward(AutogradContext*, const at::Tensor&, const OptionalTensor&,
+                               const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                               const std::function<variable_list()>& run) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return run();
+  }
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    refuse_double_backward("chunk_gla_fwd");
+  }
+};
+
+class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
+                               const at::Tensor& v, const OptionalTensor& g,
+                               const OptionalTensor& gv, const OptionalTensor& initial_state,
+                               const OptionalTensor& cu_seqlens, std::optional<double> scale,
+                               bool output_final_state, bool state_v_first, bool batch_invariant,
+                               bool for_backward, const Ranks& r, at::Tensor* not_asked_for) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const Inputs in{q, k, v, g, gv, scale, state_v_first, batch_invariant};
+    const bool packed = given(cu_seqlens);
+    const OptionalTensor none;
+    HalfSizes sizes;
+    at::Tensor own, prepared;
+    if (packed) {
+      own = packed_summary(in, initial_state, r);
+    } else {
+      sizes = half_sizes({q, k, v, g, gv, none, none, scale, false, false, batch_invariant, 0},
+                         for_backward);
+      std::tie(own, prepared) =
+          chunk_gla_summary(q, k, v, g, gv, own_rows(initial_state, r, r.before), scale,
+                            state_v_first, batch_invariant, for_backward, sizes.prepared);
+    }
+    const auto [entered, decays] =
+        fold(in, gather(own, r), none, initial_state, r, packed, r.before, r.first_rows());
+    const OptionalTensor state = any(r.before) ? OptionalTensor(entered) : initial_state;
+    const bool ends = output_final_state && (packed || !all(r.after));
+    at::Tensor o, final_state, left, entering;
+    if (packed) {
+      ForwardArguments whole{
+          q, k, v, g, gv, state, cu_seqlens, scale, ends, state_v_first, batch_invariant, 0};
+      if (for_backward) whole.for_backward_bytes = for_backward_bytes(whole);
+      std::tie(o, final_state, left) = dispatch(whole);
+      entering = left;
+    } else {
+      std::tie(o, final_state, entering) =
+          chunk_gla_apply(q, k, v, g, gv, state, scale, ends, state_v_first, batch_invariant,
+                          for_backward, prepared, sizes.segments);
+      left = sizes.left ? prepared : prepared.new_empty({0});
+      if (!sizes.left) entering = entering.new_empty({0});
+    }
+    if (ends)
+      clear_rows(final_state, r, packed, r.after, r.last_rows());
+    else if (output_final_state)
+      final_state = no_state(in, decays);
+    ctx->save_for_backward({q, k, v, or_undefined(g), or_undefined(gv), or_undefined(state),
+                            or_undefined(cu_seqlens), left, entering, decays});
+    auto& saved = ctx->saved_data;
+    saved["scale"] = scale;
+    saved["output_final_state"] = output_final_state;
+    saved["state_v_first"] = state_v_first;
+    saved["batch_invariant"] = batch_invariant;
+    saved["has_initial_state"] = given(initial_state);
+    saved["prepared_bwd"] = sizes.prepared_bwd;
+    saved["rank"] = r.rank, saved["size"] = r.size, saved["group"] = r.group;
+    saved["counts"] = r.counts, saved["before"] = r.before, saved["after"] = r.after;
+    saved["spans"] = r.spans;
+    ctx->set_materialize_grads(false);
+    // As in ChunkGla: what has no gradient goes around the Function.
+    *not_asked_for = final_state;
+    if (output_final_state) return {o, final_state};
+    return {o};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2];
+    const at::Tensor d_o = grads[0].defined() ? grads[0] : zero_output_grad(q, v);
+    OptionalTensor dht;
+    if (ctx->saved_data["output_final_state"].toBool()) dht = or_absent(grads[1]);
+    const auto run = [&] { return gradients(ctx, saved, d_o, dht); };
+    variable_list found =
+        at::GradMode::is_enabled()
+            ? ChunkGlaAcrossRanksBackward::apply(d_o, dht, q, k, v, or_absent(saved[3]),
+                                                 or_absent(saved[4]), or_absent(saved[5]), run)
+            : run();
+    found.resize(14);  // an argument each
+    for (size_t i : {3, 4})
+      if (!saved[i].defined()) found[i] = at::Tensor();
+    if (!ctx->saved_data["has_initial_state"].toBool()) found[5] = at::Tensor();
+    return found;
+  }
+
+ private:
+  // dq, dk, dv, dg, dgv and dh0, of 0 elements where there is no such input.
+  static variable_list gradients(AutogradContext* ctx, const variable_list& saved,
+                                 const at::Tensor& d_o, OptionalTensor dht) {
+    auto& data = ctx->saved_data;
+    const Ranks r{data["rank"].toInt(),         data["size"].toInt(),
+                  data["group"].toStringRef(),  data["counts"].toIntVector(),
+                  data["before"].toIntVector(), data["after"].toIntVector(),
+                  data["spans"].toIntVector()};
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &left = saved[7],
+                     &entering = saved[8], &decays = saved[9];
+    const OptionalTensor g = or_absent(saved[3]), gv = or_absent(saved[4]),
+                         state = or_absent(saved[5]), cu_seqlens = or_absent(saved[6]);
+    const bool packed = given(cu_seqlens), v_first = data["state_v_first"].toBool();
+    const bool batch_invariant = data["batch_invariant"].toBool();
+    const std::optional<double> scale = data["scale"].toOptional<double>();
+    const Inputs in{q, k, v, g, gv, scale, v_first, batch_invariant};
+    at::Tensor own, prepared_bwd;
+    if (packed) {
+      own = packed_summary_bwd(in, d_o, dht, r);
+    } else {
+      dht = own_rows(dht, r, r.after);
+      std::tie(own, prepared_bwd) =
+          chunk_gla_summary_bwd(d_o, dht, q, k, v, g, gv, scale, v_first, batch_invariant, left,
+                                data["prepared_bwd"].toInt());
+    }
+    const at::Tensor summaries = gather(own.flatten(), r);
+    if (any(r.after))
+      dht = std::get<0>(fold(in, summaries, decays, dht, r, packed, r.after, r.last_rows()));
+    auto [dq, dk, dv, dg, dgv, dh0] =
+        packed ? chunk_gla_bwd(d_o, dht, q, k, v, g, gv, state, cu_seqlens, scale, v_first,
+                               batch_invariant, left)
+               : chunk_gla_apply_bwd(d_o, dht, q, k, v, g, gv, state, scale, v_first,
+                                     batch_invariant, left, entering, prepared_bwd);
+    if (data["has_initial_state"].toBool()) clear_rows(dh0, r, packed, r.before, r.first_rows());
+    return {dq, dk, dv, dg, dgv, dh0};
+  }
+
+  // The final state where every row goes on elsewhere.
+  static at::Tensor no_state(const Inputs& in, const at::Tensor& like) {
+    const c10::SymInt B = in.q.sym_size(0), H = in.q.sym_size(2), K = in.q.sym_size(3),
+                      V = in.v.sym_size(3);
+    return at::zeros_symint({B, H, in.v_first ? V : K, in.v_first ? K : V}, like.options());
+  }
+};
+
+void check_ranks(const Ranks& r, bool packed) {
+  const char* op = "chunk_gla_across_ranks";
+  TORCH_CHECK_VALUE(r.rank >= 0 && r.rank < r.size, op, ": expected rank to be from 0 to ",
+                    r.size - 1, ", got ", r.rank);
+  const size_t parts = r.before.size();
+  TORCH_CHECK_VALUE(parts == 1 || parts == 2, op,
+                    ": expected before to have 1 or 2 elements, one for each part, got ", parts);
+  const auto check = [&](const char* name, const Ints& values, size_t size) {
+    TORCH_CHECK_VALUE(values.size() == size, op, ": expected ", name, " to have ", size,
+                      " elements, got ", values.size());
+  };
+  check("after", r.after, parts);
+  if (!packed) return;
+  check("counts", r.counts, parts);
+  check("spans", r.spans, 4 * parts);
+}
+
+std::tuple<at::Tensor, at::Tensor> chunk_gla_across_ranks(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
+    const OptionalTensor& gv, const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
+    std::optional<double> scale, bool output_final_state, bool state_v_first, bool batch_invariant,
+    bool for_backward, int64_t rank, int64_t size, std::string_view group, at::IntArrayRef counts,
+    at::IntArrayRef before, at::IntArrayRef after, at::IntArrayRef spans) {
+  refuse_unsupported("chunk_gla_fwd", q, k, v, g, gv, initial_state);
+  const Ranks r{rank,         size,        std::string(group), counts.vec(),
+                before.vec(), after.vec(), spans.vec()};
+  check_ranks(r, given(cu_seqlens));
+  at::Tensor final_state;
+  auto outputs = ChunkGlaAcrossRanks::apply(q, k, v, g, gv, initial_state, cu_seqlens, scale,
+                                            output_final_state, state_v_first, batch_invariant,
+                                            for_backward, r, &final_state);
+  return {outputs[0], output_final_state ? outputs[1] : final_state};
+}
+
+// The operator, through the dispatcher.
+std::tuple<at::Tensor, at::Tensor> call(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
+    const OptionalTensor& gv, const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
+    std::optional<double> scale, bool output_final_state, bool state_v_first, bool batch_invariant,
+    bool for_backward, int64_t rank, int64_t size, std::string_view group, at::IntArrayRef counts,
+    at::IntArrayRef before, at::IntArrayRef after, at::IntArrayRef spans) {
+  static const Op<decltype(call)> op("gla_ext::chunk_gla_across_ranks");
+  return op(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state, state_v_first,
+            batch_invariant, for_backward, rank, size, group, counts, before, after, spans);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
+  define_schema(
+      m,
+      "chunk_gla_across_ranks(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? "
+      "initial_state, Tensor? cu_seqlens, float? scale, bool output_final_state, bool "
+      "state_v_first, bool batch_invariant, bool for_backward, int rank, int size, str group, "
+      "int[] counts, int[] before, int[] after, int[] spans) -> (Tensor o, Tensor final_state)");
+  autocast_first<3, call>(m, "chunk_gla_across_ranks");
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, CompositeImplicitAutograd, m) {
+  m.impl("chunk_gla_across_ranks", &chunk_gla_across_ranks);
+}
+
+}  // namespace gla_ext

@@ -1,0 +1,238 @@
+// The halves of chunk_gla over several ranks, and the fold between them. autograd.cpp makes one
+// operator of them, chunk_gla_across_ranks.
+#include "op.h"
+
+#include "dispatch/autocast.h"
+#include "dispatch/in_place.h"
+#include "dispatch/meta.h"
+#include "dispatch/op.h"
+#include "dispatch/schema.h"
+
+namespace gla_ext {
+
+std::tuple<at::Tensor, at::Tensor> chunk_gla_summary(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
+    const std::optional<at::Tensor>& initial_state, std::optional<double> scale, bool state_v_first,
+    bool batch_invariant, bool for_backward, int64_t prepared_bytes) {
+  static const Op<decltype(chunk_gla_summary)> op("gla_ext::chunk_gla_summary");
+  return op(q, k, v, g, gv, initial_state, scale, state_v_first, batch_invariant, for_backward,
+            prepared_bytes);
+}
+
+ForwardOutputs chunk_gla_apply(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const std::optional<at::Tensor>& g,
+                               const std::optional<at::Tensor>& gv,
+                               const std::optional<at::Tensor>& initial_state,
+                               std::optional<double> scale, bool output_final_state,
+                               bool state_v_first, bool batch_invariant, bool for_backward,
+                               const at::Tensor& prepared, int64_t segments) {
+  static const Op<decltype(chunk_gla_apply)> op("gla_ext::chunk_gla_apply");
+  return op(q, k, v, g, gv, initial_state, scale, output_final_state, state_v_first,
+            batch_invariant, for_backward, prepared, segments);
+}
+
+std::tuple<at::Tensor, at::Tensor> chunk_gla_summary_bwd(
+    const at::Tensor& d_o, const std::optional<at::Tensor>& dht, const at::Tensor& q,
+    const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& g,
+    const std::optional<at::Tensor>& gv, std::optional<double> scale, bool state_v_first,
+    bool batch_invariant, const at::Tensor& prepared, int64_t prepared_bytes) {
+  static const Op<decltype(chunk_gla_summary_bwd)> op("gla_ext::chunk_gla_summary_bwd");
+  return op(d_o, dht, q, k, v, g, gv, scale, state_v_first, batch_invariant, prepared,
+            prepared_bytes);
+}
+
+BackwardOutputs chunk_gla_apply_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
+                                    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                    const std::optional<at::Tensor>& g,
+                                    const std::optional<at::Tensor>& gv,
+                                    const std::optional<at::Tensor>& initial_state,
+                                    std::optional<double> scale, bool state_v_first,
+                                    bool batch_invariant, const at::Tensor& prepared,
+                                    const at::Tensor& entering, const at::Tensor& prepared_bwd) {
+  static const Op<decltype(chunk_gla_apply_bwd)> op("gla_ext::chunk_gla_apply_bwd");
+  return op(d_o, dht, q, k, v, g, gv, initial_state, scale, state_v_first, batch_invariant,
+            prepared, entering, prepared_bwd);
+}
+
+std::tuple<at::Tensor, at::Tensor> chunk_gla_fold(
+    const at::Tensor& summaries, const std::optional<at::Tensor>& decays,
+    const std::optional<at::Tensor>& boundary, int64_t size, const c10::SymInt& each,
+    const c10::SymInt& rows, const c10::SymInt& H, const c10::SymInt& K, const c10::SymInt& V,
+    bool key_gated, bool value_gated, bool state_v_first, at::IntArrayRef places,
+    at::IntArrayRef reach, at::IntArrayRef entered) {
+  using Function = std::tuple<at::Tensor, at::Tensor>(
+      const at::Tensor&, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+      int64_t, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt, bool, bool, bool,
+      at::IntArrayRef, at::IntArrayRef, at::IntArrayRef);
+  static const Op<Function> op("gla_ext::chunk_gla_fold");
+  return op(summaries, decays, boundary, size, each, rows, H, K, V, key_gated, value_gated,
+            state_v_first, places, reach, entered);
+}
+
+c10::SymInt FoldArguments::decays_each() const {
+  return each * H * (c10::SymInt(0) + (key_gated ? K : 0) + (value_gated ? V : 0));
+}
+
+Sizes FoldArguments::x_sizes() const {
+  return state_v_first ? Sizes{rows, H, V, K} : Sizes{rows, H, K, V};
+}
+
+void check_chunk_gla_fold(const FoldArguments& a) {
+  const char* op = "chunk_gla_fold";
+  const Checker check(op, "summaries", a.summaries);
+  check.strided("summaries", a.summaries);
+  const auto dtype = a.summaries.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble, op,
+                   ": expected summaries to be torch.float32 or torch.float64, got ",
+                   dtype_name(dtype));
+  const auto parts = a.places.size();
+  TORCH_CHECK_VALUE(parts == 1 || parts == 2, op,
+                    ": expected places to have 1 or 2 elements, one for each part, got ", parts);
+  TORCH_CHECK_VALUE(a.reach.size() == parts, op, ": expected reach to have ", parts,
+                    " elements, as places has, got ", a.reach.size());
+  TORCH_CHECK_VALUE(a.entered.empty() || a.entered.size() == parts, op,
+                    ": expected entered to have 0 or ", parts, " elements, got ", a.entered.size());
+  TORCH_CHECK_VALUE(a.size >= 1, op, ": expected size to be at least 1, got ", a.size);
+  const int64_t last = a.size * static_cast<int64_t>(parts) - 1;
+  for (size_t p = 0; p < parts; ++p) {
+    const int64_t place = a.places[p], room = a.backwards() ? last - place : place;
+    TORCH_CHECK_VALUE(place >= 0 && place <= last, op, ": expected places to be from 0 to ", last,
+                      ", got ", place);
+    TORCH_CHECK_VALUE(a.reach[p] >= 0 && a.reach[p] <= room, op,
+                      ": expected reach of the part at place ", place, " to be from 0 to ", room,
+                      ", got ", a.reach[p]);
+  }
+  const c10::SymInt states = a.each * a.H * a.K * a.V;
+  const c10::SymInt own = a.backwards() ? states : states + a.decays_each();
+  check.shape("summaries", a.summaries, "[size * a rank's elements]", {own * a.size});
+  const auto check_other = [&](const char* name, const OptionalTensor& t, const char* dims,
+                               const Sizes& sizes) {
+    if (!given(t)) return;
+    check.strided(name, *t);
+    check.device(name, *t);
+    check.like_first(name, *t, dtype);
+    check.shape(name, *t, dims, sizes);
+  };
+  check_other("decays", a.decays, "[size, a rank's decays]", {a.size, a.decays_each()});
+  check_other("boundary", a.boundary, a.state_v_first ? "[rows, H, V, K]" : "[rows, H, K, V]",
+              a.x_sizes());
+}
+
+namespace {
+
+// What they return while a graph is traced. Shared tensors have the sizes that the caller was told.
+// The halves, whose shared tensors have the sizes that the caller was told.
+Shape check_halves(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   const OptionalTensor& g, const OptionalTensor& gv,
+                   const OptionalTensor& initial_state, bool state_v_first) {
+  const OptionalTensor none;
+  return check_chunk_gla_fwd(
+      {q, k, v, g, gv, initial_state, none, std::nullopt, false, state_v_first, false, 0});
+}
+
+std::tuple<at::Tensor, at::Tensor> summary_meta(const at::Tensor& q, const at::Tensor& k,
+                                                const at::Tensor& v, const OptionalTensor& g,
+                                                const OptionalTensor& gv,
+                                                const OptionalTensor& initial_state,
+                                                std::optional<double>, bool state_v_first, bool,
+                                                bool, int64_t prepared_bytes) {
+  const Shape s = check_halves(q, k, v, g, gv, initial_state, state_v_first);
+  c10::SymInt channels = s.K * s.V;
+  if (given(g)) channels += s.K;
+  if (given(gv)) channels += s.V;
+  return {empty({s.B * s.H * channels}, q, s.accumulate), empty({prepared_bytes}, q, at::kByte)};
+}
+
+ForwardOutputs apply_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const OptionalTensor& g, const OptionalTensor& gv,
+                          const OptionalTensor& initial_state, std::optional<double>,
+                          bool output_final_state, bool state_v_first, bool, bool,
+                          const at::Tensor&, int64_t segments) {
+  const Shape s = check_halves(q, k, v, g, gv, initial_state, state_v_first);
+  return {fresh_output(s, v),
+          output_final_state ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate),
+          empty({s.B, segments, s.H, s.K, s.V}, q, s.accumulate)};
+}
+
+std::tuple<at::Tensor, at::Tensor> summary_bwd_meta(
+    const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
+    const at::Tensor& v, const OptionalTensor& g, const OptionalTensor& gv, std::optional<double>,
+    bool state_v_first, bool, const at::Tensor&, int64_t prepared_bytes) {
+  const OptionalTensor none;
+  const Shape s = check_chunk_gla_bwd(
+      {d_o, dht, q, k, v, g, gv, none, none, std::nullopt, state_v_first, false, none});
+  return {boundary_state(s, q, false), empty({prepared_bytes}, q, at::kByte)};
+}
+
+std::tuple<at::Tensor, at::Tensor> fold_meta(const FoldArguments& a) {
+  check_chunk_gla_fold(a);
+  const auto dtype = a.summaries.scalar_type();
+  return {empty(a.x_sizes(), a.summaries, dtype),
+          a.backwards() ? empty({0}, a.summaries, dtype)
+                        : empty({a.size, a.decays_each()}, a.summaries, dtype)};
+}
+
+BackwardOutputs apply_bwd_meta(const at::Tensor& d_o, const OptionalTensor& dht,
+                               const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const OptionalTensor& g, const OptionalTensor& gv,
+                               const OptionalTensor& initial_state, std::optional<double>,
+                               bool state_v_first, bool, const at::Tensor&, const at::Tensor&,
+                               const at::Tensor&) {
+  const OptionalTensor none;
+  const Shape s = check_chunk_gla_bwd(
+      {d_o, dht, q, k, v, g, gv, initial_state, none, std::nullopt, state_v_first, false, none});
+  return {fresh(q),
+          fresh(k),
+          fresh(v),
+          gate_grad(g, q, s),
+          gate_grad(gv, q, s),
+          given(initial_state) ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate)};
+}
+
+constexpr char kInstead[] =
+    "it has no gradient of its own, call gla_ext.chunk_gla, or this under torch.no_grad()";
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
+  define(m,
+         "chunk_gla_summary(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? "
+         "initial_state, float? scale, bool state_v_first, bool batch_invariant, bool "
+         "for_backward, int prepared_bytes=0) -> (Tensor summary, Tensor prepared)");
+  define(m,
+         "chunk_gla_apply(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? "
+         "initial_state, float? scale, bool output_final_state, bool state_v_first, bool "
+         "batch_invariant, bool for_backward, Tensor prepared, int segments=0) -> (Tensor o, "
+         "Tensor final_state, Tensor entering)");
+  define(m,
+         "chunk_gla_summary_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
+         "Tensor? gv, float? scale, bool state_v_first, bool batch_invariant, Tensor prepared, int "
+         "prepared_bytes=0) -> (Tensor state_grad, Tensor prepared_bwd)");
+  define(m,
+         "chunk_gla_apply_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
+         "Tensor? gv, Tensor? initial_state, float? scale, bool state_v_first, bool "
+         "batch_invariant, Tensor prepared, Tensor entering, Tensor prepared_bwd) -> (Tensor dq, "
+         "Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)");
+  define(m,
+         "chunk_gla_fold(Tensor summaries, Tensor? decays, Tensor? boundary, int size, SymInt "
+         "each, SymInt rows, SymInt H, SymInt K, SymInt V, bool key_gated, bool value_gated, bool "
+         "state_v_first, int[] places, int[] reach, int[] entered) -> (Tensor x, Tensor decays)");
+  autocast_first<3, chunk_gla_summary>(m, "chunk_gla_summary");
+  autocast_first<3, chunk_gla_apply>(m, "chunk_gla_apply");
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
+  m.impl("chunk_gla_summary", summary_meta);
+  m.impl("chunk_gla_apply", apply_meta);
+  m.impl("chunk_gla_summary_bwd", summary_bwd_meta);
+  m.impl("chunk_gla_apply_bwd", apply_bwd_meta);
+  m.impl("chunk_gla_fold", halves::positional_fold<fold_meta>);
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
+  without_gradient<kInstead>(m, {"chunk_gla_summary", "chunk_gla_apply", "chunk_gla_summary_bwd",
+                                 "chunk_gla_apply_bwd", "chunk_gla_fold"});
+}
+
+}  // namespace gla_ext

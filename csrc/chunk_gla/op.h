@@ -1,0 +1,65 @@
+// chunk_gla's arguments by name, and what they are checked for. A kernel takes them so and is
+// registered as `positional<kernel>`; the schema, the C++ entry and what autograd saves list them
+// again.
+#pragma once
+
+#include "common/shape.h"
+#include "ops.h"
+
+namespace gla_ext {
+
+// As ops.h describes them.
+struct ForwardArguments {
+  const at::Tensor &q, &k, &v;
+  const OptionalTensor &g, &gv, &initial_state, &cu_seqlens;
+  std::optional<double> scale;
+  bool output_final_state, state_v_first, batch_invariant;
+  int64_t for_backward_bytes;
+};
+
+struct BackwardArguments {
+  const at::Tensor& d_o;
+  const OptionalTensor& dht;
+  const at::Tensor &q, &k, &v;
+  const OptionalTensor &g, &gv, &initial_state, &cu_seqlens;
+  std::optional<double> scale;
+  bool state_v_first, batch_invariant;
+  const OptionalTensor& for_backward;
+  bool gate_gradient;
+};
+
+// The operator, through the dispatcher.
+ForwardOutputs dispatch(const ForwardArguments& a);
+
+// The checks, for every backend and for tracing.
+Shape check_chunk_gla_fwd(const ForwardArguments& a);
+// The same under another operator's name.
+Shape check_chunk_inputs(const char* op, const ForwardArguments& a);
+
+// Of for_backward_bytes, what to allocate for `for_backward`.
+int64_t check_for_backward_bytes(const char* op, int64_t for_backward_bytes);
+
+Shape check_chunk_gla_bwd(const BackwardArguments& a);
+
+template <ForwardOutputs (*kernel)(const ForwardArguments&)>
+ForwardOutputs positional(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const OptionalTensor& g, const OptionalTensor& gv,
+                          const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
+                          std::optional<double> scale, bool output_final_state, bool state_v_first,
+                          bool batch_invariant, int64_t for_backward_bytes) {
+  return kernel({q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
+                 state_v_first, batch_invariant, for_backward_bytes});
+}
+
+template <BackwardOutputs (*kernel)(const BackwardArguments&)>
+BackwardOutputs positional(const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q,
+                           const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
+                           const OptionalTensor& gv, const OptionalTensor& initial_state,
+                           const OptionalTensor& cu_seqlens, std::optional<double> scale,
+                           bool state_v_first, bool batch_invariant,
+                           const OptionalTensor& for_backward, bool gate_gradient) {
+  return kernel({d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, scale, state_v_first,
+                 batch_invariant, for_backward, gate_gradient});
+}
+
+}  // namespace gla_ext

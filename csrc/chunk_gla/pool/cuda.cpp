@@ -1,0 +1,145 @@
+// chunk_gla_ on CUDA: check, plan, allocate, launch. The kernels read and write the pool: those of
+// chunks, and for sequences of one token the recurrence, which reads no chunk for them. Calls in
+// batch_invariant leave these to the chunks too: cut into segments a sequence has the bits of one
+// piece, and its last segment may be one token.
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/cuda/CUDAException.h>
+#include <torch/library.h>
+
+#include "common/head_gates.h"
+#include "cuda/host/call.h"
+#include "cuda/host/tensors.h"
+#include "cuda/recurrent_gla/pool.h"
+#include "op.h"
+
+namespace gla_ext::cuda {
+namespace {
+
+// The longest sequences that the recurrence takes. It depends on nothing else, so a sequence's bits
+// do not depend on its company; checkpoints, which come after 64 tokens, it has none to make.
+constexpr int64_t kRecurrentTokens = 1;
+
+StatePool pool_of(const at::Tensor& t) {
+  StatePool pool;
+  pool.data = const_cast<void*>(t.const_data_ptr());
+  pool.dtype = dtype_of(t.scalar_type());
+  pool.rows = t.size(0);
+  pool.stride_n = t.stride(0);
+  pool.stride_h = t.stride(1);
+  return pool;
+}
+
+// The tensors behind the pointers are held by `held`.
+PoolRows rows_of(const PoolArguments& a, std::vector<at::Tensor>& held) {
+  const auto hold = [&](const OptionalTensor& t) -> const void* {
+    return given(t) ? held.emplace_back(t->contiguous()).const_data_ptr() : nullptr;
+  };
+  const auto indices = [&](const OptionalTensor& t) -> Indices {
+    return {hold(t), given(t) && t->scalar_type() == at::kLong};
+  };
+  PoolRows rows;
+  rows.states = pool_of(a.state);
+  rows.slots = indices(a.slots);
+  rows.write_slots = indices(a.write_slots);
+  rows.has_initial = static_cast<const bool*>(hold(a.has_initial_state));
+  if (a.checkpoint_every == 0) return rows;
+  rows.checkpoint_chunks = static_cast<int32_t>(a.checkpoint_every / kChunk);
+  rows.checkpoints = given(a.checkpoints) ? pool_of(*a.checkpoints) : rows.states;
+  rows.checkpoint_slots = indices(a.checkpoint_slots);
+  rows.checkpoint_starts = indices(a.checkpoint_cu_starts);
+  rows.checkpoint_count =
+      given(a.checkpoint_slots) ? a.checkpoint_slots->numel() : rows.checkpoints.rows;
+  return rows;
+}
+
+// The short sequences of a call whose Problem is ready.
+Recurrence short_sequences_of(const Call& call, const PoolArguments& a, const PoolRows& rows) {
+  const Problem& p = call.problem;
+  Recurrence r{.B = p.grid.B, .T = p.grid.T, .N = p.grid.N, .H = p.H, .K = p.K, .V = p.V};
+  r.scale = p.scale;
+  r.state_v_first = p.state_v_first;
+  r.q = p.q;
+  r.k = p.k;
+  r.v = p.v;
+  r.gk = p.g;
+  r.gk_step = is_head_gate(a.g) ? 0 : 1;
+  r.gv = call.value_side.g;
+  r.o = p.o;
+  r.cu_seqlens = {p.grid.cu_seqlens, p.grid.offsets_are_int64};
+  use_pool(r, a.state, /*write=*/true);
+  r.slots = rows.slots;
+  r.write_slots = rows.write_slots;
+  r.has_initial = rows.has_initial;
+  r.most_tokens = kRecurrentTokens;
+  return r;
+}
+
+// Leaves the short ones of packed sequences to the recurrence: the others' rows are in `others`.
+void leave_short_sequences(Problem& p, at::Tensor& others) {
+  p.short_sequences = {.most_tokens = kRecurrentTokens, .slots = p.pool.slots};
+  p.short_sequences.others = others.mutable_data_ptr<int64_t>();
+  p.pool.slots = {others.const_data_ptr(), /*are_int64=*/true};
+}
+
+// Where the kernels write o: where the caller wants it, if that is as a fresh tensor is.
+at::Tensor o_of(Call& call, const PoolArguments& a, at::ScalarType dtype) {
+  Problem& p = call.problem;
+  const bool is_like_fresh = a.out != nullptr && a.out->scalar_type() == dtype &&
+                             a.out->is_contiguous() && starts_aligned(a.out->const_data_ptr());
+  if (!is_like_fresh) return call.output(p.o, p.V, dtype);
+  p.o = cuda::rows_of(*a.out);
+  return *a.out;
+}
+
+at::Tensor chunk_gla_on_pool_cuda(const PoolArguments& a) {
+  Shape shape = check_chunk_gla_on_pool(a);
+  check_pool_layouts(a);
+  const bool in_fp32 =
+      shape.dtype != at::kDouble && becomes_fp32(dtype_of(shape.dtype), given(a.gv));
+  if (in_fp32) shape.dtype = at::kFloat;
+  Call call("chunk_gla_", shape, a.q, a.cu_seqlens, a.scale);
+  Problem& p = call.problem;
+  p.tf32 |= in_fp32;
+  p.whole_scores = true;
+  p.state_v_first = a.state_v_first;
+  call.input(p.q, a.q, shape.dtype);
+  call.input(p.k, a.k, shape.dtype);
+  call.input(p.v, a.v, shape.dtype);
+  call.input_gates(a.g, a.gv);
+  std::vector<at::Tensor> held;
+  p.pool = rows_of(a, held);
+  at::Tensor o = o_of(call, a, shape.dtype);
+  at::Tensor result = o;
+  if (a.out != nullptr)
+    result = *a.out;
+  else if (in_fp32)
+    result = at::empty_like(o, o.options().dtype(at::kHalf));
+  if (a.state.size(0) == 0) return result.zero_();  // no sequence has a row
+  const PassPlan pass = call.plan(a.batch_invariant, /*for_backward=*/false).forward;
+  const Recurrence short_sequences = short_sequences_of(call, a, p.pool);
+  const bool may_recur = !a.batch_invariant;
+  if (may_recur && p.grid.packed && p.grid.N > 0)
+    leave_short_sequences(p,
+                          held.emplace_back(at::empty({p.grid.N}, a.q.options().dtype(at::kLong))));
+  // This allocates before it launches: a call that lacks memory has moved no state.
+  const bool all_short = !p.grid.packed && p.grid.T <= kRecurrentTokens;
+  if (!may_recur || !all_short) call.run(pass);
+  // Packed sequences of any length: only the device knows these.
+  if (may_recur && (p.grid.packed || all_short)) {
+    recurrent_forward(short_sequences, at::cuda::getCurrentCUDAStream());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+  if (!result.is_same(o)) result.copy_(o);
+  return result;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
+  m.impl("chunk_gla_", positional<chunk_gla_on_pool_cuda>);
+  m.impl("chunk_gla_.out", positional_out<chunk_gla_on_pool_cuda>);
+}
+
+}  // namespace gla_ext::cuda

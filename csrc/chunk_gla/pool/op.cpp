@@ -1,0 +1,204 @@
+// chunk_gla on a pool of states, which it reads and writes where they lie.
+#include "op.h"
+
+#include "checks/recurrent_gla.h"
+#include "dispatch/autocast.h"
+#include "dispatch/checker.h"
+#include "dispatch/in_place.h"
+#include "dispatch/meta.h"
+#include "dispatch/op.h"
+#include "dispatch/output.h"
+#include "dispatch/schema.h"
+
+namespace gla_ext {
+
+at::Tensor chunk_gla_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
+                      at::Tensor& state, const std::optional<at::Tensor>& slots,
+                      const std::optional<at::Tensor>& write_slots,
+                      const std::optional<at::Tensor>& has_initial_state,
+                      const std::optional<at::Tensor>& cu_seqlens, std::optional<double> scale,
+                      bool state_v_first, bool batch_invariant, int64_t checkpoint_every,
+                      const std::optional<at::Tensor>& checkpoints,
+                      const std::optional<at::Tensor>& checkpoint_slots,
+                      const std::optional<at::Tensor>& checkpoint_cu_starts) {
+  static const Op<decltype(chunk_gla_)> op("gla_ext::chunk_gla_");
+  return op(q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale,
+            state_v_first, batch_invariant, checkpoint_every, checkpoints, checkpoint_slots,
+            checkpoint_cu_starts);
+}
+
+void chunk_gla_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
+                   at::Tensor& state, const std::optional<at::Tensor>& slots,
+                   const std::optional<at::Tensor>& write_slots,
+                   const std::optional<at::Tensor>& has_initial_state,
+                   const std::optional<at::Tensor>& cu_seqlens, std::optional<double> scale,
+                   bool state_v_first, bool batch_invariant, int64_t checkpoint_every,
+                   const std::optional<at::Tensor>& checkpoints,
+                   const std::optional<at::Tensor>& checkpoint_slots,
+                   const std::optional<at::Tensor>& checkpoint_cu_starts, at::Tensor& out) {
+  static const Op<decltype(chunk_gla_out)> op("gla_ext::chunk_gla_", "out");
+  op(q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale, state_v_first,
+     batch_invariant, checkpoint_every, checkpoints, checkpoint_slots, checkpoint_cu_starts, out);
+}
+
+at::Tensor dispatch(const PoolArguments& a) {
+  if (a.out != nullptr) {
+    chunk_gla_out(a.q, a.k, a.v, a.g, a.gv, a.state, a.slots, a.write_slots, a.has_initial_state,
+                  a.cu_seqlens, a.scale, a.state_v_first, a.batch_invariant, a.checkpoint_every,
+                  a.checkpoints, a.checkpoint_slots, a.checkpoint_cu_starts, *a.out);
+    return *a.out;
+  }
+  return chunk_gla_(a.q, a.k, a.v, a.g, a.gv, a.state, a.slots, a.write_slots, a.has_initial_state,
+                    a.cu_seqlens, a.scale, a.state_v_first, a.batch_invariant, a.checkpoint_every,
+                    a.checkpoints, a.checkpoint_slots, a.checkpoint_cu_starts);
+}
+
+// What it takes.
+namespace {
+
+constexpr const char* kOp = "chunk_gla_";
+
+// States of fp32 inputs and shorter ones may be kept in any of these three; arithmetic is fp32.
+void check_states(const Checker& check, const char* name, const at::Tensor& t, const Shape& shape,
+                  const c10::SymInt& rows, const char* dims, bool v_first) {
+  check.strided(name, t);
+  check.device(name, t);
+  check.gate_dtype(name, t, shape.accumulate == at::kDouble);
+  check.rank(name, t, 4, dims);
+  if (v_first)
+    check.shape(name, t, dims, {rows, shape.H, shape.V, shape.K});
+  else
+    check.shape(name, t, dims, {rows, shape.H, shape.K, shape.V});
+}
+
+void check_checkpoints(const Checker& check, const PoolArguments& a, const Shape& shape) {
+  const std::initializer_list<std::pair<const char*, const OptionalTensor&>> beside{
+      {"checkpoints", a.checkpoints},
+      {"checkpoint_slots", a.checkpoint_slots},
+      {"checkpoint_cu_starts", a.checkpoint_cu_starts}};
+  TORCH_CHECK_VALUE(a.checkpoint_every >= 0 && a.checkpoint_every % kChunk == 0 &&
+                        a.checkpoint_every <= kMostCheckpointTokens,
+                    kOp, ": expected checkpoint_every to be a multiple of ", kChunk,
+                    " tokens, at most ", kMostCheckpointTokens, ", got ", a.checkpoint_every);
+  if (a.checkpoint_every == 0) {
+    for (const auto& [name, t] : beside)
+      TORCH_CHECK_VALUE(!given(t), kOp, ": expected checkpoint_every beside ", name, ", got none");
+    return;
+  }
+  TORCH_CHECK_VALUE(given(a.checkpoint_slots) || given(a.checkpoints), kOp,
+                    ": expected checkpoint_slots, rows of the pool, or a tensor of checkpoints "
+                    "beside checkpoint_every, got neither");
+  TORCH_CHECK_VALUE(given(a.checkpoint_cu_starts) || !shape.packed, kOp,
+                    ": expected checkpoint_cu_starts beside checkpoint_every and cu_seqlens, got "
+                    "None");
+  if (given(a.checkpoints)) {
+    const at::Tensor& t = *a.checkpoints;
+    const char* dims = a.state_v_first ? "[Q, H, V, K]" : "[Q, H, K, V]";
+    check.rank("checkpoints", t, 4, dims);
+    check_states(check, "checkpoints", t, shape, t.sym_size(0), dims, a.state_v_first);
+  }
+  if (given(a.checkpoint_slots)) {
+    check.indices("checkpoint_slots", *a.checkpoint_slots, "[total]");
+    if (!given(a.checkpoint_cu_starts))
+      check.shape("checkpoint_slots", *a.checkpoint_slots, "[N * (T // checkpoint_every)]",
+                  {shape.N * (shape.T / a.checkpoint_every)});
+  }
+  check.indices_of("checkpoint_cu_starts", a.checkpoint_cu_starts, "[N + 1]", shape.N + 1);
+}
+
+}  // namespace
+
+Shape check_chunk_gla_on_pool(const PoolArguments& a) {
+  const OptionalTensor none;
+  const Shape shape =
+      check_chunk_inputs(kOp, {a.q, a.k, a.v, a.g, a.gv, none, a.cu_seqlens, a.scale, false,
+                               a.state_v_first, a.batch_invariant, 0});
+  const Checker check(kOp, "q", a.q);
+  check.defined("state", a.state);
+  const char* dims = a.state_v_first ? "[P, H, V, K]" : "[P, H, K, V]";
+  check.rank("state", a.state, 4, dims);
+  const bool by_slots = given(a.slots);  // else sequence n has row n
+  check_states(check, "state", a.state, shape, by_slots ? a.state.sym_size(0) : shape.N, dims,
+               a.state_v_first);
+  check.indices_of("slots", a.slots, "[N]", shape.N);
+  check.indices_of("write_slots", a.write_slots, "[N]", shape.N);
+  check.has_initial_state(a.has_initial_state, "[N]", shape.N);
+  check_checkpoints(check, a, shape);
+  if (a.out != nullptr)
+    check_out(check, *a.out, shape.dtype, "[B, T, H, V]", {shape.B, shape.T, shape.H, shape.V});
+  return shape;
+}
+
+void check_pool_layouts(const PoolArguments& a) {
+  check_pool_layout(kOp, a.state, /*written=*/true);
+  if (given(a.checkpoints)) check_pool_layout(kOp, *a.checkpoints, /*written=*/true, "checkpoints");
+  const auto of = [](const OptionalTensor& t) { return given(t) ? &*t : nullptr; };
+  if (a.out != nullptr)
+    check_out_layout(kOp, *a.out,
+                     {{"q", &a.q},
+                      {"k", &a.k},
+                      {"v", &a.v},
+                      {"g", of(a.g)},
+                      {"gv", of(a.gv)},
+                      {"state", &a.state},
+                      {"checkpoints", of(a.checkpoints)}});
+}
+
+namespace {
+
+// What it returns while a graph is traced.
+at::Tensor chunk_gla_on_pool_meta(const PoolArguments& a) {
+  const Shape s = check_chunk_gla_on_pool(a);
+  return a.out != nullptr ? *a.out : fresh_output(s, a.v);
+}
+
+constexpr Refusal kChunks{"chunk_gla_",
+                          "a pool of states has no gradient, call gla_ext.chunk_gla, or run it "
+                          "under torch.no_grad()"};
+
+// chunk_gla_ writes to an optional tensor too.
+at::Tensor run_chunks_and_tell(const PoolArguments& a) {
+  at::Tensor o;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    o = dispatch(a);
+  }
+  tell_autograd(a.state);
+  if (given(a.checkpoints)) tell_autograd(*a.checkpoints);
+  if (a.out != nullptr) tell_autograd(*a.out);
+  return o;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
+  define_with_out(
+      m, "chunk_gla_",
+      "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor(a!) state, Tensor? slots, "
+      "Tensor? write_slots, Tensor? has_initial_state, Tensor? cu_seqlens, float? scale, bool "
+      "state_v_first, bool batch_invariant, int checkpoint_every=0, Tensor(b!)? checkpoints=None, "
+      "Tensor? checkpoint_slots=None, Tensor? checkpoint_cu_starts=None",
+      'c');
+  autocast_first<3, chunk_gla_>(m, "chunk_gla_");
+  autocast_first<3, chunk_gla_out>(m, "chunk_gla_.out");
+  refuse_vmap(m, {"chunk_gla_", "chunk_gla_.out"});
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
+  m.impl("chunk_gla_", positional<chunk_gla_on_pool_meta>);
+  m.impl("chunk_gla_.out", positional_out<chunk_gla_on_pool_meta>);
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
+  m.impl("chunk_gla_", InPlace<chunk_gla_>::refuse<kChunks>);
+  m.impl("chunk_gla_.out", InPlace<chunk_gla_out>::refuse<kChunks>);
+}
+
+TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
+  m.impl("chunk_gla_", positional<run_chunks_and_tell>);
+  m.impl("chunk_gla_.out", positional_out<run_chunks_and_tell>);
+}
+
+}  // namespace gla_ext

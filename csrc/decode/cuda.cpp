@@ -1,0 +1,180 @@
+// The linear maps of a decoded token on CUDA: check, allocate, launch; calls that the kernel does
+// not serve are composed of other operators.
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include "cuda/host/sm90_built.h"
+#include "cuda/host/tensors.h"
+#include "cuda_kernels.h"
+#include "op.h"
+
+namespace gla_ext::cuda {
+namespace {
+
+// One call on the device and the current stream of its tensors. Holds the copies that some inputs
+// need.
+class DecodeCall {
+ public:
+  // D columns of `x`, its last `last` dimensions.
+  DecodeCall(const char* op, const at::Tensor& x, int64_t last, bool overlaps)
+      : guard_(x.device()), stream_(c10::cuda::getCurrentCUDAStream(x.device().index())) {
+    check_gpu(op, x.device());
+    sizes_ = x.sizes().vec();
+    int64_t D = 1;
+    for (; last > 0; --last) D *= sizes_.back(), sizes_.pop_back();
+    const int64_t rows = x.numel() / D;
+    const bool dtype = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
+    serves_ = dtype && rows >= 1 && rows <= kMostDecodeRows && D % kDecodeStep == 0 &&
+              D <= kMostDecodeColumns;
+    if (!serves_) return;
+    p.dtype = dtype_of(x.scalar_type());
+    p.rows = static_cast<int32_t>(rows), p.D = static_cast<int32_t>(D);
+    p.group = p.D;
+    const auto* gpu = at::cuda::getDeviceProperties(x.device().index());
+    p.overlaps = overlaps && gpu->major >= 9;
+    p.processors = gpu->multiProcessorCount;
+    p.clusters = takes_sm90(x.device());
+    p.x = input(x, D, p.x_stride);
+  }
+
+  DecodeLinear p;
+
+  // Of each row, or of each head, of which there may be one.
+  void norm(const OptionalTensor& weight, double eps, int64_t group, Before before) {
+    serves_ = serves_ && group % kDecodeStep == 0;
+    if (!serves_) return;
+    p.group = static_cast<int32_t>(group);
+    before_ = before;
+    p.eps = static_cast<float>(eps), p.per_group = 1.f / static_cast<float>(group);
+    if (!given(weight)) return;
+    serves_ = weight->scalar_type() != at::kDouble;
+    if (!serves_) return;
+    p.norm_dtype = dtype_of(weight->scalar_type());
+    p.overlaps = p.overlaps && weight->is_contiguous();
+    p.norm_weight = kept_.emplace_back(weight->contiguous()).const_data_ptr();
+  }
+  void gate(const at::Tensor& t) {
+    if (serves_) p.gate = input(t, p.D, p.gate_stride);
+  }
+  void residual(const at::Tensor& t) {
+    if (serves_) p.residual = input(t, t.size(-1), p.residual_stride);
+  }
+  void up(const at::Tensor& t) {
+    if (serves_) p.up = weight(t);
+  }
+  // Whether the kernel takes this call of maps of these widths.
+  bool serves(size_t maps) const {
+    return serves_ && maps <= kMostMaps && decode_linear_bytes(p, before_) <= kMostDecodeBytes;
+  }
+  // Its output, [..., width].
+  at::Tensor map(const at::Tensor& t, int64_t tile_rows) {
+    LinearMap& m = p.maps[p.count++];
+    m.weight = weight(t);
+    m.width = static_cast<int32_t>(t.size(0));
+    m.first_tile = p.tiles;
+    p.tiles += static_cast<int32_t>((t.size(0) + tile_rows - 1) / tile_rows);
+    auto sizes = sizes_;
+    sizes.push_back(t.size(0));
+    at::Tensor y = at::empty(sizes, t.options());
+    m.y = y.mutable_data_ptr();
+    return y;
+  }
+  void launch(void (*kernel)(const DecodeLinear&, cudaStream_t)) const {
+    kernel(p, stream_);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
+ private:
+  // [rows, width] whose rows start at multiples of 16 bytes, if they are that long.
+  const void* input(const at::Tensor& t, int64_t width, int32_t& stride) {
+    const at::Tensor m = t.reshape({p.rows, width});
+    const bool fits = (m.stride(1) == 1 || width == 1) && starts_aligned(m.const_data_ptr()) &&
+                      m.stride(0) % 8 == 0 && m.stride(0) <= kMostDecodeColumns;
+    const at::Tensor& c = kept_.emplace_back(fits ? m : aligned(m));
+    stride = static_cast<int32_t>(c.stride(0));
+    return c.const_data_ptr();
+  }
+  // The kernel may read weights before the one before it has ended, which must not be their copy.
+  const void* weight(const at::Tensor& t) {
+    const bool fits = t.is_contiguous() && starts_aligned(t.const_data_ptr());
+    p.overlaps = p.overlaps && fits;
+    return kept_.emplace_back(fits ? t : aligned(t)).const_data_ptr();
+  }
+  static at::Tensor aligned(const at::Tensor& t) { return t.clone(at::MemoryFormat::Contiguous); }
+
+  c10::cuda::CUDAGuard guard_;
+  c10::cuda::CUDAStream stream_;
+  std::vector<int64_t> sizes_;  // of an output, without its last
+  bool serves_ = false;
+  Before before_ = Before::kNothing;
+  std::vector<at::Tensor> kept_;
+};
+
+std::vector<at::Tensor> norm_linear_cuda(const at::Tensor& x, const OptionalTensor& norm_weight,
+                                         double eps, at::TensorList weights, bool overlaps) {
+  check_norm_linear(x, norm_weight, weights);
+  DecodeCall call("norm_linear", x, 1, overlaps);
+  call.norm(norm_weight, eps, x.size(-1), Before::kNorm);
+  if (!call.serves(weights.size()))
+    return composed::norm_linear(x, norm_weight, eps, weights, overlaps);
+  std::vector<at::Tensor> results;
+  for (const at::Tensor& weight : weights) results.push_back(call.map(weight, 16));
+  call.launch(decode_norm_linear);
+  return results;
+}
+
+at::Tensor norm_swiglu_cuda(const at::Tensor& x, const OptionalTensor& norm_weight, double eps,
+                            const at::Tensor& gate_weight, const at::Tensor& up_weight,
+                            bool overlaps) {
+  check_norm_swiglu(x, norm_weight, gate_weight, up_weight);
+  DecodeCall call("norm_swiglu", x, 1, overlaps);
+  call.norm(norm_weight, eps, x.size(-1), Before::kNorm);
+  if (!call.serves(1))
+    return composed::norm_swiglu(x, norm_weight, eps, gate_weight, up_weight, overlaps);
+  at::Tensor y = call.map(gate_weight, 8);
+  call.up(up_weight);
+  call.launch(decode_norm_swiglu);
+  return y;
+}
+
+at::Tensor linear_residual_cuda(const at::Tensor& x, const at::Tensor& weight,
+                                const at::Tensor& residual, bool overlaps) {
+  check_linear_residual(x, weight, residual);
+  DecodeCall call("linear_residual", x, 1, overlaps);
+  if (!call.serves(1)) return composed::linear_residual(x, weight, residual, overlaps);
+  at::Tensor y = call.map(weight, 16);
+  call.residual(residual);
+  call.launch(decode_linear_residual);
+  return y;
+}
+
+at::Tensor norm_gate_linear_residual_cuda(const at::Tensor& o, const OptionalTensor& norm_weight,
+                                          double eps, const at::Tensor& gate,
+                                          const at::Tensor& weight, const at::Tensor& residual,
+                                          bool overlaps) {
+  check_norm_gate_linear_residual(o, norm_weight, gate, weight, residual);
+  DecodeCall call("norm_gate_linear_residual", o, 2, overlaps);
+  call.norm(norm_weight, eps, o.size(-1), Before::kGatedNorm);
+  if (!call.serves(1))
+    return composed::norm_gate_linear_residual(o, norm_weight, eps, gate, weight, residual,
+                                               overlaps);
+  at::Tensor y = call.map(weight, 16);
+  call.gate(gate);
+  call.residual(residual);
+  call.launch(decode_norm_gate_linear_residual);
+  return y;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
+  m.impl("norm_linear", norm_linear_cuda);
+  m.impl("norm_swiglu", norm_swiglu_cuda);
+  m.impl("linear_residual", linear_residual_cuda);
+  m.impl("norm_gate_linear_residual", norm_gate_linear_residual_cuda);
+}
+
+}  // namespace gla_ext::cuda
