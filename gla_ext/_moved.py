@@ -40,7 +40,7 @@ MOVED = {
     "gla_ext._decode_loop": "gla_ext.decode._loop",
     "gla_ext._fla_activations": "gla_ext.fla.activations",
     "gla_ext._fla_layers": "gla_ext.fla.layers",
-    "gla_ext._graphs": "gla_ext.ops._tracing",
+    "gla_ext._graphs": "gla_ext.ops._door",
     "gla_ext._layer_options": "gla_ext.layers._options",
     "gla_ext._padding": "gla_ext.layers._padding",
     "gla_ext._projections": "gla_ext.layers._projections",

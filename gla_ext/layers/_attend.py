@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from gla_ext.cache._key_values import sequence_of
-from gla_ext.ops._tracing import can_be_read, is_recorded
+from gla_ext.ops._door import can_be_read, is_recorded
 
 _QUERIES = 512  # that share a mask, where keys outside a window are left out
 _MASKED_QUERIES = 1024  # of a packed row whose mask is there at once

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gla_ext.ops._tracing import can_be_read
+from gla_ext.ops._door import can_be_read
 
 
 def valid_tokens(attention_mask: Tensor, B: int, T: int) -> Tensor:

@@ -8,12 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.layers.norms import GatedRMSNorm
-from gla_ext.ops._tracing import has_tangent, in_forward_mode, is_recorded
+from gla_ext.ops._door import has_tangent, in_forward_mode, is_recorded
 from gla_ext.ops.chunk import is_batch_invariant
-
-_joint_projection = torch.ops.gla_ext.joint_projection.default
+from gla_ext.ops.joint_projection import joint_projection
 
 # Products of more tokens fill a GPU by themselves, and what follows reads rows of their own faster.
 MOST_ROWS = 256
@@ -44,7 +42,7 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
     dtype = dtype_in_products(weights[0])
     if x.dtype != dtype:
         x = x.to(dtype_in_products(x))
-    return tuple(_joint_projection(x, weights, dtype, together))
+    return tuple(joint_projection(x, weights, dtype, together))
 
 
 def _adds_up(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ from gla_ext.layers._options import check_keywords, typed_options
 from gla_ext.layers._padding import Padding, check_hidden_states
 from gla_ext.layers._projections import lay_side_by_side, project, split_heads
 from gla_ext.ops._checks import check_plain_tensors
-from gla_ext.ops._tracing import can_be_read
+from gla_ext.ops._door import can_be_read
 from gla_ext.ops.chunk import is_batch_invariant
 
 

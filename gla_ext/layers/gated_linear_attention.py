@@ -36,12 +36,11 @@ from gla_ext.layers.gate_projection import gate_projection
 from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 from gla_ext.layers.short_convolution import ShortConvolution, convolve
 from gla_ext.ops._checks import check_tensors
-from gla_ext.ops._tracing import have_no_rule, is_one
+from gla_ext.ops._door import have_no_rule, is_one
 from gla_ext.ops.chunk import chunk_gla, is_batch_invariant
 from gla_ext.ops.pool import chunk_gla_
 from gla_ext.ops.recurrent import fused_recurrent_gla, recurrent_gla_step_
-
-_norm_gate_linear = torch.ops.gla_ext.norm_gate_linear.default
+from gla_ext.ops.rms_norm import norm_gate_linear
 
 
 class GatedLinearAttention(nn.Module):
@@ -394,9 +393,7 @@ class GatedLinearAttention(nn.Module):
         if gate is None or not self._makes_input_again(o, gate):
             return self.o_proj(self._norm_and_gate(o, gate))
         norm = self.norm
-        return _norm_gate_linear(
-            o, gate, self.o_proj.weight, norm.weight, norm.activation, norm.eps
-        )
+        return norm_gate_linear(o, gate, self.o_proj.weight, norm.weight, norm.activation, norm.eps)
 
     def _makes_input_again(self, o: Tensor, gate: Tensor) -> bool:
         """Whether backward makes o_proj's input again, with the gradients of the norm: in training,

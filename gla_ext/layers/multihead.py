@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gla_ext.layers._options import typed_options
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.ops._checks import check_tensors
-from gla_ext.ops._tracing import can_be_read
+from gla_ext.ops._door import can_be_read
 
 _QUERY = "query"  # in the place of key and value that were found to be query
 _NO_WEIGHT = -1000.0  # programs write -1e4, -1e9 or the least number for -inf: a weight of 0 too

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gla_ext.layers._projections import is_plain
 from gla_ext.losses import IGNORE_INDEX, cross_entropy_loss, fused_linear_cross_entropy_loss
 from gla_ext.ops._checks import check_tensors
-from gla_ext.ops._tracing import is_sharded
+from gla_ext.ops._door import is_sharded
 
 L2_WARP = 1e-4  # FLA's l2_penalty_factor
 _TOKENS_AT_ONCE = 2048
