@@ -40,7 +40,6 @@ from gla_ext.ops._door import have_no_rule, is_one
 from gla_ext.ops.chunk import chunk_gla, is_batch_invariant
 from gla_ext.ops.pool import chunk_gla_
 from gla_ext.ops.recurrent import fused_recurrent_gla, recurrent_gla_step_
-from gla_ext.ops.rms_norm import norm_gate_linear
 
 
 class GatedLinearAttention(nn.Module):
@@ -392,8 +391,7 @@ class GatedLinearAttention(nn.Module):
         """From the heads' outputs `[B, T, H, V]` to the layer's `[B, T, hidden_size]`."""
         if gate is None or not self._makes_input_again(o, gate):
             return self.o_proj(self._norm_and_gate(o, gate))
-        norm = self.norm
-        return norm_gate_linear(o, gate, self.o_proj.weight, norm.weight, norm.activation, norm.eps)
+        return self.norm._into_linear(o, gate, self.o_proj.weight)
 
     def _makes_input_again(self, o: Tensor, gate: Tensor) -> bool:
         """Whether backward makes o_proj's input again, with the gradients of the norm: in training,

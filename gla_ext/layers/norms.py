@@ -6,7 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from gla_ext.layers._options import typed_options
-from gla_ext.ops.rms_norm import plain_rms_norm, rms_norm, rms_norm_residual
+from gla_ext.ops.rms_norm import (
+    norm_gate_linear,
+    plain_rms_norm,
+    rms_norm,
+    rms_norm_residual,
+)
 
 __all__ = ["GatedRMSNorm", "RMSNorm", "plain_rms_norm", "rms_norm", "rms_norm_residual"]
 
@@ -93,6 +98,10 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, gate, self.activation)
+
+    def _into_linear(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        """`F.linear` of the result, whose heads are flat, which backward makes again."""
+        return norm_gate_linear(x, gate, weight, self.weight, self.activation, self.eps)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
