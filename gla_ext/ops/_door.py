@@ -61,14 +61,15 @@ def form_on(
     sparse tensors, and no rules: subclasses but DTensor, transforms of torch.func, forward-mode AD.
 
     Args:
-        sharded: gives the form that takes a DTensor. Default: operator.
+        sharded: gives the form that takes a DTensor, compiled or not. Default: operator.
         of_subclasses: the form for other subclasses. Default: plain.
         has_rules: the operator has rules for transforms, and sentences for what it does not take.
     """
     for t in tensors:
         if type(t) is not Tensor and type(t) is not torch.nn.Parameter:
             if is_sharded(t):
-                operator = operator if sharded is None else sharded(t)
+                if sharded is not None:
+                    operator = compiled = sharded(t)
             elif is_traceable_wrapper_subclass(t):
                 return plain if of_subclasses is None else of_subclasses
         if t.is_cuda and t.dtype == torch.float64:
