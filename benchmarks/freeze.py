@@ -175,7 +175,6 @@ def bits() -> dict[str, str]:
         whole = (t.detach().contiguous().flatten().view(torch.uint8).numpy() for t in tensors)
         found[name] = digest(b"".join(x.tobytes() for x in whole))
 
-    ops = torch.ops.gla_ext
     dtypes = (torch.float64, torch.float32, torch.bfloat16)
     for dtype, T, gate in itertools.product(dtypes, (1, 65, 200), (0.1, 10)):
         q, k, g = (torch.randn(2, T, 3, 20, dtype=dtype) for _ in range(3))

@@ -21,36 +21,27 @@ check_build()
 
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention  # noqa: E402
 from gla_ext.layers.multihead import MultiheadGLA  # noqa: E402
-from gla_ext.ops import _vmap  # noqa: E402, F401  registers the operators' rules
-from gla_ext.ops._flops import register_when_counted  # noqa: E402
-from gla_ext.ops._sharding import register_when_sharded  # noqa: E402
-from gla_ext.ops.chunk import batch_invariant, chunk_gla, fused_chunk_gla  # noqa: E402
-from gla_ext.ops.inputs import check_inputs  # noqa: E402
-from gla_ext.ops.linear_attn import (  # noqa: E402
+from gla_ext.ops import (  # noqa: E402
+    batch_invariant,
+    check_inputs,
+    chunk_gla,
+    chunk_gla_,
+    chunk_lightning_attn,
     chunk_linear_attn,
-    fused_recurrent_linear_attn,
-)
-from gla_ext.ops.plan import Plan, plan  # noqa: E402
-from gla_ext.ops.pool import chunk_gla_  # noqa: E402
-from gla_ext.ops.recurrent import (  # noqa: E402
+    chunk_retention,
+    chunk_simple_gla,
+    fused_chunk_gla,
     fused_recurrent_gla,
+    fused_recurrent_lightning_attn,
+    fused_recurrent_linear_attn,
+    fused_recurrent_retention,
+    fused_recurrent_simple_gla,
     recurrent_gla_commit_,
     recurrent_gla_step_,
     recurrent_gla_verify,
+    short_convolution_,
 )
-from gla_ext.ops.short_convolution import short_convolution_  # noqa: E402
-from gla_ext.ops.simple_gla import (  # noqa: E402
-    chunk_lightning_attn,
-    chunk_retention,
-    chunk_simple_gla,
-    fused_recurrent_lightning_attn,
-    fused_recurrent_retention,
-    fused_recurrent_simple_gla,
-)
-
-register_when_counted()
-register_when_sharded()
-
+from gla_ext.ops.plan import Plan, plan  # noqa: E402
 
 __all__ = [
     "GatedLinearAttention",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gla_ext.ops._tracing import is_sharded
+from gla_ext.ops._door import is_sharded
 
 
 def compare(context: Any, op: str, key: tuple, facts: Callable[[], dict[str, Any]]) -> None:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.layers._projections import (
     alike_weights,
     dtype_in_products,
@@ -19,7 +18,7 @@ from gla_ext.layers._projections import (
     one_matrix,
 )
 from gla_ext.ops._collectives import first_row
-from gla_ext.ops._tracing import (
+from gla_ext.ops._door import (
     can_be_read,
     have_no_rule,
     in_forward_mode,
@@ -28,8 +27,7 @@ from gla_ext.ops._tracing import (
     is_sharded,
 )
 from gla_ext.ops.chunk import is_batch_invariant
-
-_joint_projection = torch.ops.gla_ext.joint_projection.default
+from gla_ext.ops.joint_projection import joint_projection
 
 # Products of more tokens fill a GPU by themselves, and what follows reads rows of their own faster.
 MOST_ROWS = 256
@@ -76,7 +74,7 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
         return tuple(linear(x) for linear in linears)
     if x.dtype != dtype:
         x = x.to(dtype_in_products(x))
-    return tuple(_joint_projection(x, weights, dtype, together))
+    return tuple(joint_projection(x, weights, dtype, together))
 
 
 def recurs(layer: Any, T: int, history: Any) -> bool:

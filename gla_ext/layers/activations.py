@@ -4,30 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from gla_ext.ops._activations import ACTIVATIONS, squared_relu, tanh_gelu
 
-def squared_relu(x: Tensor) -> Tensor:
-    """`max(x, 0)^2`, rounded once (So et al., 2021, arXiv:2109.08668)."""
-    return F.relu(x).square()
-
-
-def tanh_gelu(x: Tensor) -> Tensor:
-    """GELU by its tanh approximation (Hendrycks and Gimpel, 2016, arXiv:1606.08415)."""
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "sigmoid": torch.sigmoid,
-    "logsigmoid": F.logsigmoid,
-    "silu": F.silu,
-    "swish": F.silu,
-    "sqrelu": squared_relu,
-    "gelu": tanh_gelu,
-}
+__all__ = ["ACTIVATIONS", "activation", "squared_relu", "tanh_gelu"]
 
 
 def activation(name: str, option: str) -> Callable[[Tensor], Tensor]:

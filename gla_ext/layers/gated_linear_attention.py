@@ -33,8 +33,6 @@ from gla_ext.ops.chunk import chunk_gla
 from gla_ext.ops.pool import chunk_gla_
 from gla_ext.ops.recurrent import fused_recurrent_gla, recurrent_gla_step_
 
-_norm_gate_linear = torch.ops.gla_ext.norm_gate_linear.default
-
 
 class GatedLinearAttention(nn.Module):
     """Gated linear attention (Yang et al., 2023, arXiv:2312.06635, section 4.4).
@@ -314,10 +312,7 @@ class GatedLinearAttention(nn.Module):
         """From the heads' outputs `[B, T, H, V]` to the layer's `[B, T, hidden_size]`."""
         if gate is None or not makes_input_again(self, o, gate):
             return self.o_proj(self._norm_and_gate(o, gate))
-        norm = self.norm
-        return _norm_gate_linear(
-            o, gate, self.o_proj.weight, norm.weight, norm.activation, norm.eps
-        )
+        return self.norm._into_linear(o, gate, self.o_proj.weight)
 
     def _norm_and_gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """From the heads' outputs `[B, T, H, V]` to the input of o_proj `[B, T, H * V]`."""

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.layers._options import typed_options
-from gla_ext.ops._checks import check_tensors
 from gla_ext.ops._context import context_of
-from gla_ext.ops._tracing import is_recorded_for_onnx
-
-_fwd = torch.ops.gla_ext.short_convolution_fwd.default
+from gla_ext.ops.short_convolution import short_convolution
 
 
 class ShortConvolution(nn.Conv1d):
@@ -92,19 +87,7 @@ def causal_convolution(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """`ShortConvolution.forward` with the weight and bias of any such module."""
-    if not torch.compiler.is_compiling():
-        names = "x weight bias cache cu_seqlens"
-        tensors = (x, conv.weight, conv.bias, cache, cu_seqlens)
-        check_tensors("ShortConvolution", names, *tensors)
-    if cache is not None:
-        cache = cache.to(x.dtype)
-    if is_recorded_for_onnx():
-        from gla_ext.ops._plain import short_convolution
-
-        y, state = short_convolution(x, conv.weight, conv.bias, cache, cu_seqlens)
-    else:
-        y, state = _fwd(x, conv.weight, conv.bias, cache, cu_seqlens, output_final_state)
-    return y, state if output_final_state else None
+    return short_convolution(x, conv.weight, conv.bias, cache, output_final_state, cu_seqlens)
 
 
 def convolve(

@@ -20,19 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.layers._history import entry_of
 from gla_ext.layers._projections import is_plain, is_plain_norm, nobody_sees
 from gla_ext.layers._route import way_of_step
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.layers.short_convolution import convolve
-
-_norm_linear = torch.ops.gla_ext.norm_linear.default
-_low_rank_step = torch.ops.gla_ext.recurrent_gla_low_rank_step_.default
-_norm_gate_linear_residual = torch.ops.gla_ext.norm_gate_linear_residual.default
-_norm_swiglu = torch.ops.gla_ext.norm_swiglu.default
-_linear_residual = torch.ops.gla_ext.linear_residual.default
+from gla_ext.ops import decode
+from gla_ext.ops.recurrent import recurrent_gla_low_rank_step_
 
 # Of a batch, one token each. The kernels take 32; from more than these on cuBLAS is as fast.
 MOST_ROWS = 32  # of a batch, one token each: the kernels' own limit
@@ -96,7 +91,7 @@ def step_attention(
     down, up = layer.gk_proj
     linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.g_proj, down)
     weights = [linear.weight for linear in linears]
-    q, k, v, gate, h = _norm_linear(x, norm.weight, norm.eps, weights, overlaps)
+    q, k, v, gate, h = decode.norm_linear(x, norm.weight, norm.eps, weights, overlaps)
     if layer.use_short_conv:
         convolutions = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
         (q, k, v), conv_state = convolve(convolutions, (q, k, v), conv_state, True, None)
@@ -105,12 +100,13 @@ def step_attention(
     normalizer = float(layer.gate_logit_normalizer)
     slots = getattr(past_key_values, "slots", None)
     gate_options = (up.weight, up.bias, normalizer, clamp_min)
-    o = _low_rank_step(q, k, v, h, *gate_options, state, slots, None, True, may_begin_early)
+    options = (state, slots, None, True, may_begin_early)
+    o = recurrent_gla_low_rank_step_(q, k, v, h, *gate_options, *options)
     past_key_values.update(
         layer_idx=layer.layer_idx, recurrent_state=state, conv_state=conv_state, offset=1
     )
     heads = layer.norm
-    return _norm_gate_linear_residual(
+    return decode.norm_gate_linear_residual(
         o, heads.weight, heads.eps, gate, layer.o_proj.weight, x, True
     )
 
@@ -131,8 +127,8 @@ def step_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, residual: Tensor | None
         return None
     overlaps = residual is None  # else a kernel of another kind is before
     x = x if residual is None else residual + x
-    y = _norm_swiglu(x, norm.weight, norm.eps, linears[0].weight, linears[1].weight, overlaps)
-    return _linear_residual(y, linears[2].weight, x, True)
+    y = decode.norm_swiglu(x, norm.weight, norm.eps, linears[0].weight, linears[1].weight, overlaps)
+    return decode.linear_residual(y, linears[2].weight, x, True)
 
 
 def _is_plain_layer(layer: GatedLinearAttention, dtype: torch.dtype) -> bool:

@@ -1,5 +1,13 @@
-"""The operators of gla_ext as Python functions, and what says how a call of them would run."""
+"""The operators of gla_ext as Python functions, and what says how a call of them would run.
 
+Each operator has a file, which declares what torch is told of it: see `_operator.declare`.
+"""
+
+import importlib
+import pkgutil
+
+from gla_ext._when_imported import when_imported
+from gla_ext.ops import _flops, _sharding
 from gla_ext.ops.chunk import (
     batch_invariant,
     chunk_gla,
@@ -63,3 +71,10 @@ __all__ = [
     "retention_decay",
     "short_convolution_",
 ]
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    if "._" not in _module.name:
+        importlib.import_module(_module.name)
+# Torch's counter imports Triton, and DTensor takes half a second: too much for who uses neither.
+when_imported("torch.utils.flop_counter", _flops.register)
+when_imported("torch.distributed.tensor", _sharding.register)

@@ -4,28 +4,24 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
-from gla_ext.ops._checks import (
-    OFF,
-    check_plain_tensors,
-    check_scale,
-    wide_state,
-    without_last_of_one,
-)
+from gla_ext.ops._checks import OFF, check_scale, wide_state, without_last_of_one
 from gla_ext.ops._context import context_of
-from gla_ext.ops._tracing import can_be_read, is_recorded_for_onnx, is_sharded
+from gla_ext.ops._door import at_once, form_of, on_shards, when_read
+from gla_ext.ops._flops import chunks
+from gla_ext.ops._operator import declare
+from gla_ext.ops._plain import gla
+from gla_ext.ops._vmap import as_one_batch, slice_by_slice
 from gla_ext.ops.inputs import CHECKS_INPUTS, check_offsets, check_values
 
 __all__ = ["batch_invariant", "chunk_gla", "fused_chunk_gla"]
 
-_fwd = torch.ops.gla_ext.chunk_gla_fwd.default
-_TENSORS = "q k v g gv initial_state cu_seqlens"
+_TENSORS = "q k v g gv initial_state cu_seqlens cu_seqlens_cpu"
 
 # The operator's for_backward_bytes: -1 keeps for backward what the plan says, 0 nothing.
 _for_backward_bytes = 0 if os.environ.get("GLA_EXT_KEEP_OPERANDS", "").lower() in OFF else -1
@@ -75,15 +71,14 @@ def keeps_for_backward() -> bool:
 
 def in_mode_of_now(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function in the batch-invariant mode of now, whenever and in whatever thread it runs."""
-    if torch.compiler.is_compiling():  # the graph has the mode as a constant, recomputed or not
-        return function
     enabled = is_batch_invariant()
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         with batch_invariant(enabled):
             return function(*args, **kwargs)
 
-    return run
+    # A graph has the mode as a constant, recomputed or not.
+    return form_of(run, function, compiled=function)
 
 
 def chunk_gla(
@@ -152,17 +147,14 @@ def chunk_gla(
             and, with a cp_context, tokens.
     """
     check_scale("chunk_gla", scale)
-    if is_sharded(q):
-        from gla_ext.distributed.sharding import attend_on_shards
-
+    tensors = (q, k, v, g, gv, initial_state, cu_seqlens, cu_seqlens_cpu)
+    if (sharding := on_shards("chunk_gla", _TENSORS, tensors)) is not None:
         options = {"scale": scale, "output_final_state": output_final_state}
         options |= {"state_v_first": state_v_first, "cp_context": cp_context}
         call = functools.partial(chunk_gla, **options)
         tokens = {"q": q, "k": k, "v": v, "g": g, "gv": gv}
-        return attend_on_shards("chunk_gla", call, tokens, initial_state, cu_seqlens, cp_context)
-    compiling = torch.compiler.is_compiling()
-    if not compiling:
-        check_plain_tensors("chunk_gla", _TENSORS, q, k, v, g, gv, initial_state, cu_seqlens)
+        args = ("chunk_gla", call, tokens, initial_state, cu_seqlens, cp_context)
+        return sharding.attend_on_shards(*args)
     g = without_last_of_one(g, k)
     initial_state = wide_state(initial_state, q)
     if cp_context is not None:
@@ -171,30 +163,15 @@ def chunk_gla(
         args = (q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state, state_v_first)
         modes = (_mode.batch_invariant, _for_backward_bytes)
         return context_of(cp_context).chunk_gla(*args, *modes)
-    if is_recorded_for_onnx():
-        from gla_ext.ops._plain import gla
-
-        args = (q, k, v, g, gv, initial_state, cu_seqlens, scale, False, state_v_first)
-        o, final_state = gla(*args)
-        return o, final_state if output_final_state else None
-    o, final_state, *_ = _fwd(
-        q,
-        k,
-        v,
-        g,
-        gv,
-        initial_state,
-        cu_seqlens,
-        scale,
-        output_final_state,
-        state_v_first,
-        _mode.batch_invariant,
-        _for_backward_bytes,
-    )
-    if CHECKS_INPUTS and can_be_read(q):
-        check_values("chunk_gla", "g", q, k, v, g, gv, scale, initial_state, cu_seqlens)
-    if cu_seqlens_cpu is not None and not compiling:
-        _check_offsets(cu_seqlens_cpu, cu_seqlens, q.shape[1])
+    o, final_state, *_ = form_of(_fwd, _plain)(
+        q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state, state_v_first,
+        _mode.batch_invariant, _for_backward_bytes,
+    )  # fmt: skip
+    if CHECKS_INPUTS:
+        args = ("chunk_gla", "g", q, k, v, g, gv, scale, initial_state, cu_seqlens)
+        when_read(q, check_values, *args)
+    if cu_seqlens_cpu is not None:
+        at_once(_check_offsets)(cu_seqlens_cpu, cu_seqlens, q.shape[1])
     return o, final_state if output_final_state else None
 
 
@@ -205,10 +182,6 @@ def _check_offsets(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None, T: int) ->
     """The contents of cu_seqlens_cpu; cu_seqlens itself has passed the operator's checks."""
     if cu_seqlens is None:
         raise ValueError("chunk_gla: expected cu_seqlens beside cu_seqlens_cpu, got None")
-    if not isinstance(cu_seqlens_cpu, Tensor):
-        raise TypeError(
-            f"chunk_gla: expected cu_seqlens_cpu to be a tensor, got {type(cu_seqlens_cpu)}"
-        )
     if cu_seqlens_cpu.device.type != "cpu":
         raise ValueError(f"chunk_gla: expected cu_seqlens_cpu on cpu, got {cu_seqlens_cpu.device}")
     if cu_seqlens_cpu.dtype not in (torch.int32, torch.int64):
@@ -222,3 +195,41 @@ def _check_offsets(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None, T: int) ->
             f"{list(cu_seqlens.shape)}, got {list(cu_seqlens_cpu.shape)}"
         )
     check_offsets("chunk_gla", cu_seqlens_cpu.tolist(), T)
+
+
+def _plain(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *operands, output_final_state, state_v_first, _ = args[:11]
+    for_backward_bytes = args[11] if len(args) > 11 else -1
+    if for_backward_bytes > 0:
+        raise NotImplementedError(
+            "chunk_gla: expected a graph of inference to decompose, got one that keeps "
+            f"{for_backward_bytes} bytes for backward; export in eval mode, under torch.no_grad()"
+        )
+    o, state = gla(*operands, False, state_v_first)
+    kept = torch.empty(0, dtype=torch.uint8, device=o.device)
+    return o, state if output_final_state else state.new_empty(0), kept
+
+
+def _with_a_batch(*args: Any) -> Sequence[bool]:
+    """o, final_state and what is kept for backward; that is empty unless asked for."""
+    cu_seqlens, output_final_state = args[6], args[8]
+    if cu_seqlens is not None or any(for_backward_bytes > 0 for for_backward_bytes in args[11:]):
+        return ()
+    return True, output_final_state, False
+
+
+forward_flops = chunks(0, 2, keys=1, values=1, states=2)
+_backward_flops = chunks(2, 4, keys=3, values=2, states=5)
+_fwd = declare(
+    "chunk_gla_fwd",
+    plain=_plain,
+    flops=forward_flops,
+    vmap=as_one_batch(range(6), _with_a_batch),  # q, k, v, gates and initial_state
+    instead="gla_ext.chunk_gla",
+)
+declare("chunk_gla_bwd", flops=_backward_flops, vmap=slice_by_slice, instead="gla_ext.chunk_gla")
+declare("chunk_gla_across_ranks", instead="gla_ext.chunk_gla with a cp_context")
+declare("chunk_gla_summary", flops=chunks(0, 2, states=1))
+declare("chunk_gla_summary_bwd", flops=chunks(2, 4, states=1))
+declare("chunk_gla_apply", flops=forward_flops)
+declare("chunk_gla_apply_bwd", flops=_backward_flops)

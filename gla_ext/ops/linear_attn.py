@@ -109,8 +109,7 @@ def _attend(
     q, k, v = operands
     check_scale(op, scale)
     state, z = _states(op, initial_state, normalize)
-    if not torch.compiler.is_compiling():
-        check_tensors(op, "q k v initial_state z", q, k, v, state, z)
+    check_tensors(op, "q k v initial_state z", q, k, v, state, z)
     options = options | {"scale": scale, "output_final_state": output_final_state}
     o, state = operator(q, k, v, initial_state=state, **options)
     if not normalize:

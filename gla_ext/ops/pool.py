@@ -3,15 +3,16 @@
 import torch
 from torch import Tensor
 
-from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
 from gla_ext.ops._checks import check_plain_tensors, check_scale, without_last_of_one
-from gla_ext.ops._tracing import refuse_pool_in_onnx
-from gla_ext.ops.chunk import is_batch_invariant
+from gla_ext.ops._door import form_of, not_in_onnx
+from gla_ext.ops._operator import declare
+from gla_ext.ops.chunk import forward_flops, is_batch_invariant
 
 __all__ = ["chunk_gla_"]
 
-_run = torch.ops.gla_ext.chunk_gla_.default
+_run = declare("chunk_gla_", flops=forward_flops)
 _run_out = torch.ops.gla_ext.chunk_gla_.out
+_in_onnx = not_in_onnx("chunk_gla_", "chunk_gla, which returns the state")
 _TENSORS = (
     "q k v g gv state slots write_slots has_initial_state cu_seqlens checkpoints checkpoint_slots "
     "checkpoint_cu_starts out"
@@ -109,31 +110,12 @@ def chunk_gla_(
         ...                        has_initial_state=new, cu_seqlens=cu_seqlens)
     """
     check_scale("chunk_gla_", scale)
-    if not torch.compiler.is_compiling():
-        beside = (checkpoints, checkpoint_slots, checkpoint_cu_starts, out)
-        tensors = (q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens)
-        check_plain_tensors("chunk_gla_", _TENSORS, *tensors, *beside)
-    refuse_pool_in_onnx("chunk_gla_", "chunk_gla, which returns the state")
-    arguments = (
-        q,
-        k,
-        v,
-        without_last_of_one(g, k),
-        gv,
-        state,
-        slots,
-        write_slots,
-        has_initial_state,
-        cu_seqlens,
-        scale,
-        state_v_first,
-        is_batch_invariant(),
-        checkpoint_every,
-        checkpoints,
-        checkpoint_slots,
-        checkpoint_cu_starts,
-    )
+    rows = (state, slots, write_slots, has_initial_state, cu_seqlens)
+    kept = (checkpoints, checkpoint_slots, checkpoint_cu_starts)
+    check_plain_tensors("chunk_gla_", _TENSORS, q, k, v, g, gv, *rows, *kept, out)
+    options = (scale, state_v_first, is_batch_invariant(), checkpoint_every)
+    arguments = (q, k, v, without_last_of_one(g, k), gv, *rows, *options, *kept)
     if out is None:
-        return _run(*arguments)
-    _run_out(*arguments, out=out)
+        return form_of(_run, _in_onnx)(*arguments)
+    form_of(_run_out, _in_onnx)(*arguments, out=out)
     return out

@@ -2,18 +2,19 @@
 
 import functools
 import warnings
+from collections.abc import Sequence
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gla_ext import _C  # noqa: F401  loading it registers torch.ops.gla_ext
-from gla_ext.ops._checks import check_plain_tensors, check_scale, wide_state, without_last_of_one
-from gla_ext.ops._tracing import (
-    can_be_read,
-    is_recorded_for_onnx,
-    is_sharded,
-    refuse_pool_in_onnx,
-)
+from gla_ext.ops._checks import check_scale, wide_state, without_last_of_one
+from gla_ext.ops._door import at_once, form_of, not_in_onnx, on_shards, when_read
+from gla_ext.ops._flops import product
+from gla_ext.ops._operator import declare
+from gla_ext.ops._plain import gla
+from gla_ext.ops._vmap import as_one_batch, slice_by_slice
 from gla_ext.ops.inputs import CHECKS_INPUTS, check_values
 
 __all__ = [
@@ -23,12 +24,7 @@ __all__ = [
     "recurrent_gla_verify",
 ]
 
-_fwd = torch.ops.gla_ext.recurrent_gla_fwd.default
-_step = torch.ops.gla_ext.recurrent_gla_step_.default
-_step_out = torch.ops.gla_ext.recurrent_gla_step_.out
-_verify = torch.ops.gla_ext.recurrent_gla_verify.default
-_verify_out = torch.ops.gla_ext.recurrent_gla_verify.out
-_commit = torch.ops.gla_ext.recurrent_gla_commit_.default
+_TENSORS = "q k v gk gv initial_state cu_seqlens"
 _STEP_TENSORS = "q k v gk gv state slots write_slots out"
 _VERIFY_TENSORS = "q k v gk gv state slots cu_seqlens out"
 _COMMIT_TENSORS = "k v gk gv state slots accepted cu_seqlens write_slots"
@@ -96,41 +92,22 @@ def fused_recurrent_gla(
     if kwargs:
         state_v_first = _state_layout(kwargs, state_v_first)
     check_scale("fused_recurrent_gla", scale)
-    if is_sharded(q):
-        from gla_ext.distributed.sharding import attend_on_shards
-
+    tensors = (q, k, v, gk, gv, initial_state, cu_seqlens)
+    if (sharding := on_shards("fused_recurrent_gla", _TENSORS, tensors)) is not None:
         options = {"scale": scale, "output_final_state": output_final_state, "reverse": reverse}
         call = functools.partial(fused_recurrent_gla, state_v_first=state_v_first, **options)
         tokens = {"q": q, "k": k, "v": v, "gk": gk, "gv": gv}
-        return attend_on_shards("fused_recurrent_gla", call, tokens, initial_state, cu_seqlens)
-    if not torch.compiler.is_compiling():
-        names = "q k v gk gv initial_state cu_seqlens"
-        tensors = (q, k, v, gk, gv, initial_state, cu_seqlens)
-        check_plain_tensors("fused_recurrent_gla", names, *tensors)
+        args = ("fused_recurrent_gla", call, tokens, initial_state, cu_seqlens)
+        return sharding.attend_on_shards(*args)
     gk = without_last_of_one(gk, k)
     initial_state = wide_state(initial_state, q)
-    if is_recorded_for_onnx():
-        from gla_ext.ops._plain import gla
-
-        args = (q, k, v, gk, gv, initial_state, cu_seqlens, scale, reverse, state_v_first)
-        o, final_state = gla(*args)
-        return o, final_state if output_final_state else None
-    o, final_state = _fwd(
-        q,
-        k,
-        v,
-        gk,
-        gv,
-        initial_state,
-        cu_seqlens,
-        scale,
-        output_final_state,
-        reverse,
+    o, final_state = form_of(_fwd, _plain)(
+        q, k, v, gk, gv, initial_state, cu_seqlens, scale, output_final_state, reverse,
         state_v_first,
-    )
-    if CHECKS_INPUTS and can_be_read(q):
-        op = "fused_recurrent_gla"
-        check_values(op, "gk", q, k, v, gk, gv, scale, initial_state, cu_seqlens)
+    )  # fmt: skip
+    if CHECKS_INPUTS:
+        args = ("fused_recurrent_gla", "gk", q, k, v, gk, gv, scale, initial_state, cu_seqlens)
+        when_read(q, check_values, *args)
     return o, final_state if output_final_state else None
 
 
@@ -196,25 +173,18 @@ def recurrent_gla_step_(
             kernels; torch.vmap; DTensors that are sharded by another dimension than the heads.
     """
     check_scale("recurrent_gla_step_", scale)
-    if is_sharded(q):
-        from gla_ext.distributed.sharding import step_on_shards
-
+    tensors = (q, k, v, gk, gv, state, slots, write_slots, out)
+    if (sharding := on_shards("recurrent_gla_step_", _STEP_TENSORS, tensors)) is not None:
         options = {"scale": scale, "state_v_first": state_v_first}
         call = functools.partial(recurrent_gla_step_, **options)
         tokens = {"q": q, "k": k, "v": v, "gk": gk, "gv": gv}
         rows = {"slots": slots, "write_slots": write_slots}
-        return step_on_shards("recurrent_gla_step_", call, tokens, state, rows, out)
-    if not torch.compiler.is_compiling():
-        tensors = (q, k, v, gk, gv, state, slots, write_slots, out)
-        check_plain_tensors("recurrent_gla_step_", _STEP_TENSORS, *tensors)
+        return sharding.step_on_shards("recurrent_gla_step_", call, tokens, state, rows, out)
     gk = without_last_of_one(gk, k)
-    refuse_pool_in_onnx(
-        "recurrent_gla_step_",
-        "fused_recurrent_gla, or a GLACache in place of a StaticGLACache",
-    )
+    args = (q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots)
     if out is None:
-        return _step(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots)
-    _step_out(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots, out=out)
+        return form_of(_step, _step_in_onnx)(*args)
+    form_of(_step_out, _step_in_onnx)(*args, out=out)
     return out
 
 
@@ -264,22 +234,18 @@ def recurrent_gla_verify(
     fit. On CUDA they are not looked at, and wrong ones never lead outside a tensor.
     """
     check_scale("recurrent_gla_verify", scale)
-    if is_sharded(q):
-        from gla_ext.distributed.sharding import step_on_shards
-
+    tensors = (q, k, v, gk, gv, state, slots, cu_seqlens, out)
+    if (sharding := on_shards("recurrent_gla_verify", _VERIFY_TENSORS, tensors)) is not None:
         options = {"scale": scale, "state_v_first": state_v_first}
         call = functools.partial(recurrent_gla_verify, **options)
         tokens = {"q": q, "k": k, "v": v, "gk": gk, "gv": gv}
         rows = {"slots": slots, "cu_seqlens": cu_seqlens}
-        return step_on_shards("recurrent_gla_verify", call, tokens, state, rows, out)
-    if not torch.compiler.is_compiling():
-        tensors = (q, k, v, gk, gv, state, slots, cu_seqlens, out)
-        check_plain_tensors("recurrent_gla_verify", _VERIFY_TENSORS, *tensors)
+        return sharding.step_on_shards("recurrent_gla_verify", call, tokens, state, rows, out)
     gk = without_last_of_one(gk, k)
-    refuse_pool_in_onnx("recurrent_gla_verify", "fused_recurrent_gla")
+    args = (q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens)
     if out is None:
-        return _verify(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens)
-    _verify_out(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens, out=out)
+        return form_of(_verify, _verify_in_onnx)(*args)
+    form_of(_verify_out, _verify_in_onnx)(*args, out=out)
     return out
 
 
@@ -312,19 +278,15 @@ def recurrent_gla_commit_(
 
     What is raised is as in `recurrent_gla_verify`.
     """
-    if is_sharded(k):
-        from gla_ext.distributed.sharding import step_on_shards
-
+    tensors = (k, v, gk, gv, state, slots, accepted, cu_seqlens, write_slots)
+    if (sharding := on_shards("recurrent_gla_commit_", _COMMIT_TENSORS, tensors)) is not None:
         call = functools.partial(recurrent_gla_commit_, state_v_first=state_v_first)
         tokens, rows = {"k": k, "v": v, "gk": gk, "gv": gv}, {"slots": slots, "accepted": accepted}
         rows |= {"cu_seqlens": cu_seqlens, "write_slots": write_slots}
-        return step_on_shards("recurrent_gla_commit_", call, tokens, state, rows)
-    if not torch.compiler.is_compiling():
-        tensors = (k, v, gk, gv, state, slots, accepted, cu_seqlens, write_slots)
-        check_plain_tensors("recurrent_gla_commit_", _COMMIT_TENSORS, *tensors)
+        return sharding.step_on_shards("recurrent_gla_commit_", call, tokens, state, rows)
     gk = without_last_of_one(gk, k)
-    refuse_pool_in_onnx("recurrent_gla_commit_", "fused_recurrent_gla, which returns the state")
-    _commit(k, v, gk, gv, state, slots, accepted, state_v_first, cu_seqlens, write_slots)
+    args = (k, v, gk, gv, state, slots, accepted, state_v_first, cu_seqlens, write_slots)
+    form_of(_commit, _commit_in_onnx)(*args)
 
 
 def _state_layout(kwargs: dict[str, bool], state_v_first: bool) -> bool:
@@ -339,10 +301,86 @@ def _state_layout(kwargs: dict[str, bool], state_v_first: bool) -> bool:
             "fused_recurrent_gla: expected state_v_first or transpose_state_layout, its old name, "
             "got both"
         )
-    if not torch.compiler.is_compiling():  # warnings.warn would break the graph
-        warnings.warn(
-            "fused_recurrent_gla: transpose_state_layout is the old name of state_v_first",
-            DeprecationWarning,
-            stacklevel=3,
-        )
+    at_once(warnings.warn)(
+        "fused_recurrent_gla: transpose_state_layout is the old name of state_v_first",
+        DeprecationWarning,
+        stacklevel=3,
+    )
     return kwargs["transpose_state_layout"]
+
+
+def _plain(*args: Any) -> tuple[Tensor, Tensor]:
+    *operands, output_final_state, reverse, state_v_first = args
+    o, state = gla(*operands, reverse, state_v_first)
+    return o, state if output_final_state else state.new_empty(0)
+
+
+def _plain_verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    state: Tensor,
+    slots: Tensor | None,
+    scale: float | None,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    own, there = state.to(torch.promote_types(q.dtype, torch.float32)), None
+    if slots is not None:
+        there = (slots >= 0) & (slots < state.shape[0])
+        own = own.index_select(0, torch.where(there, slots, 0))
+    o = gla(q, k, v, gk, gv, own, cu_seqlens, scale, False, state_v_first)[0]
+    if there is None:
+        return o
+    if cu_seqlens is None:
+        return torch.where(there[:, None, None, None], o, 0)
+    tokens = torch.arange(q.shape[1], device=q.device, dtype=cu_seqlens.dtype)
+    drafts = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+    of_tokens = torch.cat([there, there.new_zeros(1)])[drafts]
+    return torch.where(of_tokens[None, :, None, None], o, 0)
+
+
+def _with_a_batch(*args: Any) -> Sequence[bool]:
+    """o and final_state."""
+    return () if args[6] is not None else (True, args[8])
+
+
+def _commit_flops(k: Any, v: Any, gk: Any, gv: Any, state: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * prod(k[:2]) * prod(state[1:])
+
+
+_forward_flops = product(0, 2, times=2, dim=-1)
+_INSTEAD = "gla_ext.fused_recurrent_gla"
+_fwd = declare(
+    "recurrent_gla_fwd",
+    plain=_plain,
+    flops=_forward_flops,
+    vmap=as_one_batch(range(6), _with_a_batch),  # q, k, v, gates and initial_state
+    instead=_INSTEAD,
+)
+declare(
+    "recurrent_gla_bwd", flops=product(2, 4, times=5, dim=-1), vmap=slice_by_slice, instead=_INSTEAD
+)
+_step = declare("recurrent_gla_step_", flops=_forward_flops, instead="gla_ext.recurrent_gla_step_")
+_step_out = torch.ops.gla_ext.recurrent_gla_step_.out
+_step_in_onnx = not_in_onnx(
+    "recurrent_gla_step_", "fused_recurrent_gla, or a GLACache in place of a StaticGLACache"
+)
+_verify = declare(
+    "recurrent_gla_verify",
+    plain=_plain_verify,
+    flops=_forward_flops,
+    vmap=slice_by_slice,
+    instead="gla_ext.recurrent_gla_verify",
+)
+_verify_out = torch.ops.gla_ext.recurrent_gla_verify.out
+_verify_in_onnx = not_in_onnx("recurrent_gla_verify", "fused_recurrent_gla")
+_commit = declare(
+    "recurrent_gla_commit_", flops=_commit_flops, instead="gla_ext.recurrent_gla_commit_"
+)
+_commit_in_onnx = not_in_onnx(
+    "recurrent_gla_commit_", "fused_recurrent_gla, which returns the state"
+)
+recurrent_gla_low_rank_step_ = declare("recurrent_gla_low_rank_step_")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gla_ext.ops._checks import check_tensors
-from gla_ext.ops._tracing import is_sharded
+from gla_ext.ops._door import on_shards
 from gla_ext.ops.chunk import chunk_gla
 from gla_ext.ops.recurrent import fused_recurrent_gla
 
@@ -85,19 +85,8 @@ def chunk_simple_gla(
         NotImplementedError: as `chunk_gla`.
     """
     gate = _gate_of_heads("chunk_simple_gla", q, k, g, g_gamma)
-    return chunk_gla(
-        q,
-        k,
-        v,
-        gate,
-        scale,
-        initial_state,
-        output_final_state,
-        state_v_first,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        cp_context=cp_context,
-    )
+    args = (q, k, v, gate, scale, initial_state, output_final_state, state_v_first)
+    return chunk_gla(*args, cu_seqlens, cu_seqlens_cpu, cp_context=cp_context)
 
 
 fused_chunk_simple_gla = chunk_simple_gla
@@ -131,20 +120,8 @@ def fused_recurrent_simple_gla(
     What is raised is as in `chunk_simple_gla`; TypeError for unknown keywords too.
     """
     gate = _gate_of_heads("fused_recurrent_simple_gla", q, k, g, g_gamma)
-    return fused_recurrent_gla(
-        q,
-        k,
-        v,
-        gate,
-        None,
-        scale,
-        initial_state,
-        output_final_state,
-        reverse,
-        state_v_first,
-        cu_seqlens,
-        **kwargs,
-    )
+    args = (q, k, v, gate, None, scale, initial_state, output_final_state)
+    return fused_recurrent_gla(*args, reverse, state_v_first, cu_seqlens, **kwargs)
 
 
 def chunk_retention(
@@ -333,8 +310,7 @@ def _gate_dtype(q: Tensor) -> torch.dtype:
 
 def _heads(op: str, q: Tensor, k: Tensor) -> int:
     """Of q, where k and v have as many; 0 where q has another rank, which the operator refuses."""
-    if not torch.compiler.is_compiling():
-        check_tensors(op, "q k", q, k)
+    check_tensors(op, "q k", q, k)
     if q.ndim == 4 and k.ndim == 4 and k.shape[2] != q.shape[2]:
         raise ValueError(
             f"{op}: expected k and v of as many heads as q, {q.shape[2]}, each with its own decay, "
@@ -347,8 +323,7 @@ def _gate_of_heads(
     op: str, q: Tensor, k: Tensor, g: Tensor | None, g_gamma: Tensor | None
 ) -> Tensor | None:
     """The gate that the operators take, `[B, T, HK]`, from either of g and g_gamma."""
-    if not torch.compiler.is_compiling():
-        check_tensors(op, "q k g g_gamma", q, k, g, g_gamma)
+    check_tensors(op, "q k g g_gamma", q, k, g, g_gamma)
     if g is not None:
         if g_gamma is not None:
             raise ValueError(f"{op}: expected only one of g and g_gamma, got both")
@@ -367,8 +342,6 @@ def _gate_of_heads(
         )
     if q.dtype == torch.float64:
         g_gamma = g_gamma.double()
-    if is_sharded(k) and not is_sharded(g_gamma):  # every rank has it
-        from gla_ext.distributed.sharding import replicated
-
-        g_gamma = replicated(g_gamma, k.device_mesh)
+    if type(g_gamma) is not type(k) and (sharding := on_shards(op, "k", (k,))) is not None:
+        g_gamma = sharding.replicated(g_gamma, k.device_mesh)  # every rank has it
     return g_gamma.expand(*k.shape[:2], -1)
