@@ -1,5 +1,8 @@
 """Whether a call runs, or is written down to be run later."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -85,3 +88,12 @@ def has_tangent(t: torch.Tensor) -> bool:
     """Whether forward-mode AD differentiates with respect to a tensor."""
     # unpack_dual asks for the level too, but takes a microsecond.
     return in_forward_mode() and forward_ad.unpack_dual(t).tangent is not None
+
+
+def in_graphs(traced: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is `traced` where torch.compile makes a graph of it, else `eager`."""
+
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        return (traced if torch.compiler.is_compiling() else eager)(*args, **kwargs)
+
+    return routed
