@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gla_ext.layers.activations import ACTIVATIONS
+from gla_ext.ops._door import in_graphs
 
 _ATTRIBUTES = ("gate_fn", "feature_map_fn")
 
 
-def needs_torch(x: Tensor) -> bool:
-    """Whether FLA's Triton kernels cannot serve, or would break a graph."""
-    return torch.compiler.is_compiling() or x.device.type == "cpu"
+# Whether FLA's Triton kernels cannot serve a tensor, or would break a graph.
+needs_torch: Callable[[Tensor], bool] = in_graphs(lambda x: True, lambda x: x.device.type == "cpu")
 
 
 class Activation:

@@ -23,6 +23,7 @@ from gla_ext.fla.activations import needs_torch
 from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
 from gla_ext.layers.norms import plain_rms_norm, rms_norm, rms_norm_residual
 from gla_ext.layers.short_convolution import causal_convolution
+from gla_ext.ops._door import in_graphs
 
 _ABSENT = object()  # of an attribute that was not there
 
@@ -112,19 +113,19 @@ def _norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> 
 
     def is_ours(x: Tensor, residual: Tensor | None) -> bool:
         # FLA's sum has the residual's dtype, the operator's the wider of the two. Forward alone
-        # FLA's kernel is as fast. Compiled, plain operations are fused with what is beside them.
+        # FLA's kernel is as fast.
         same = residual is None or torch.promote_types(x.dtype, residual.dtype) == residual.dtype
-        training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        return same and training and has_kernels(x)
+        return same and torch.is_grad_enabled() and has_kernels(x)
 
     def forward(
+        eager: bool,
         self: nn.Module,
         x: Tensor,
         residual: Tensor | None = None,
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        ours = is_ours(x, residual)
+        ours = eager and is_ours(x, residual)
         if self.bias is not None or not (ours or needs_torch(x)):
             return original(self, x, residual, prenorm, residual_in_fp32)
         if ours:
@@ -141,7 +142,8 @@ def _norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> 
             return y, total.to(torch.float32 if residual_in_fp32 else x.dtype)
         return y, total.to(residual.dtype)
 
-    return forward
+    # Compiled, plain operations are fused with what is beside them.
+    return in_graphs(partial(forward, False), partial(forward, True))
 
 
 def _convolution_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> Callable:
@@ -222,13 +224,12 @@ def _unpad_hidden_states(original: Callable) -> Callable:
     def unpad_hidden_states(
         hidden_states: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, q_len: int
     ) -> tuple[Tensor, Any, Tensor | None]:
-        padded = cu_seqlens is None and attention_mask is not None
-        if not padded or not torch.compiler.is_compiling():
+        if cu_seqlens is not None or attention_mask is None:
             return original(hidden_states, cu_seqlens, attention_mask, q_len)
         packing, cu_seqlens = _packing(attention_mask, q_len)
         return _packed(hidden_states, packing), packing, cu_seqlens
 
-    return unpad_hidden_states
+    return in_graphs(unpad_hidden_states, original)
 
 
 def _repad_hidden_states(original: Callable) -> Callable:
@@ -246,11 +247,9 @@ def _get_unpad_data(original: Callable) -> Callable:
     """Of FLA 0.5.2: the packing and the offsets; the longest length, which the layer drops."""
 
     def get_unpad_data(attention_mask: Tensor) -> tuple[Any, Tensor, int | None]:
-        if not torch.compiler.is_compiling():
-            return original(attention_mask)
         return *_packing(attention_mask, attention_mask.shape[1]), None
 
-    return get_unpad_data
+    return in_graphs(get_unpad_data, original)
 
 
 def _index_first_axis(original: Callable) -> Callable:

@@ -7,6 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gla_ext.layers._padding import packed_slots, valid_tokens
+from gla_ext.ops._door import in_graphs
+
+# Whether a tensor, whose length is data, is known to have none.
+_is_known_empty = in_graphs(lambda x: False, lambda x: len(x) == 0)
 
 
 def starts_again(
@@ -88,7 +92,7 @@ def one_row(again: Tensor, attention_mask: Tensor | None) -> tuple[Tensor | None
     else:
         slots, rows = packed_slots(valid_tokens(attention_mask, B, T).to(again.device))
     starts = slots[again.flatten()]
-    if not torch.compiler.is_compiling() and len(starts) == 0:
+    if _is_known_empty(starts):
         return None, None
     cu_seqlens = torch.cat([rows, starts]).sort().values
     return None if B == 1 and attention_mask is None else slots, cu_seqlens

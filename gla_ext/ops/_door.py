@@ -160,3 +160,12 @@ def has_tangent(t: Tensor) -> bool:
     """Whether forward-mode AD differentiates with respect to a tensor."""
     # unpack_dual asks for the level too, but takes a microsecond.
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None
+
+
+def in_graphs(traced: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is `traced` where torch.compile makes a graph of it, else `eager`."""
+
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        return (traced if torch.compiler.is_compiling() else eager)(*args, **kwargs)
+
+    return routed
