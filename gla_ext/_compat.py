@@ -10,6 +10,11 @@ from collections.abc import Iterable, Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+try:
+    from gla_ext._build_info import BUILD_INFO
+except ModuleNotFoundError:  # setup.py writes it
+    BUILD_INFO = None
+
 REBUILD = "run 'make build', or 'pip install --no-build-isolation -e .', in its source folder"
 
 
@@ -82,12 +87,7 @@ def check_build() -> None:
     """Raises ImportError, with the sentence of `mismatch`, where gla_ext._C cannot be loaded."""
     import torch
 
-    try:
-        from gla_ext._build_info import BUILD_INFO as built
-    except ModuleNotFoundError:
-        built = None
-    if importlib.util.find_spec("gla_ext._C") is None:
-        built = None
+    built = BUILD_INFO if importlib.util.find_spec("gla_ext._C") is not None else None
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     sentence = mismatch(built, torch.__version__, torch.version.cuda, python, platform.machine())
     if built is None:

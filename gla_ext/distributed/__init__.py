@@ -1,9 +1,11 @@
-"""GLA over many processes: context parallel, tensor parallel, sharded tensors, training on them.
+"""GLA over many processes: context parallel, tensor parallel, sharded tensors.
 
 Everything stands on torch.distributed. `import gla_ext` does not load this package.
 """
 
+from gla_ext.distributed import sharding
+from gla_ext.distributed._fla_context import from_fla
 from gla_ext.distributed.context import CPContext, build_cp_context
 from gla_ext.distributed.tensor_parallel import tensor_parallel_plan
 
-__all__ = ["CPContext", "build_cp_context", "tensor_parallel_plan"]
+__all__ = ["CPContext", "build_cp_context", "from_fla", "sharding", "tensor_parallel_plan"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import distribute_tensor
 
 from gla_ext.ops._door import is_sharded
 
@@ -64,3 +65,10 @@ def check_all_sharded(op: str, tensors: dict[str, Tensor | None]) -> None:
 def whole(t: Tensor | None) -> Tensor | None:
     """A DTensor as the plain tensor that every rank gets; another as it is."""
     return t.full_tensor() if t is not None and is_sharded(t) else t
+
+
+def cut_as(like: Tensor, t: Tensor) -> Tensor:
+    """A tensor that every rank has whole: sharded as `like` is, if that is a DTensor."""
+    if not is_sharded(like):
+        return t
+    return distribute_tensor(t, like.device_mesh, like.placements, src_data_rank=None)

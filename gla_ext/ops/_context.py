@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gla_ext.ops._door import several_ranks
+
 # Ends the sentence of who takes no mask beside a context.
 NO_MASK = (
     "expected no attention_mask beside cp_context, got one; pack the sequences and give "
@@ -85,9 +87,7 @@ def context_of(cp_context: Any) -> Any:
     if isinstance(cp_context, LocalContext):
         return cp_context
     if type(cp_context).__name__ == "FLACPContext":
-        from gla_ext.distributed._fla_context import from_fla
-
-        return from_fla(cp_context)
+        return several_ranks().from_fla(cp_context)
     raise TypeError(
         "cp_context: expected what gla_ext.distributed.build_cp_context or FLA's build_cp_context "
         f"returns, got {type(cp_context)}"

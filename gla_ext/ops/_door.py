@@ -110,9 +110,14 @@ def on_shards(op: str, names: str, values: Sequence[Any]) -> ModuleType | None:
     if type(values[0]) is Tensor or not is_sharded(values[0]):
         check_plain_tensors(op, names, *values)
         return None
-    from gla_ext.distributed import sharding  # for which torch has loaded DTensor already
+    return several_ranks().sharding
 
-    return sharding
+
+def several_ranks() -> ModuleType:
+    """`gla_ext.distributed`, which loads when the first tensor or context of several ranks comes."""
+    import gla_ext.distributed
+
+    return gla_ext.distributed
 
 
 def is_sharded(t: Tensor) -> bool:

@@ -17,10 +17,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
 
+from gla_ext.distributed._door import cut_as
 from gla_ext.distributed.context import build_cp_context
 from gla_ext.distributed.tensor_parallel import tensor_parallel_plan
 from gla_ext.model import GLAForCausalLM
@@ -197,12 +197,7 @@ class Processes(Parallel):
             dcp.load(own, checkpoint_id=folder)
         for name, x in own.items():
             if folder is None and name in tensors:  # of a run of one process
-                whole = tensors[name].to(self.device)
-                if isinstance(x, DTensor):
-                    whole = distribute_tensor(
-                        whole, x.device_mesh, x.placements, src_data_rank=None
-                    )
-                x.copy_(whole)
+                x.copy_(cut_as(x, tensors[name].to(self.device)))
             if name.startswith("optimizer."):
                 parameter, key = name.removeprefix("optimizer.").rsplit(".", 1)
                 optimizer.state[model.get_parameter(parameter)][key] = x
