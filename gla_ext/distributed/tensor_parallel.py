@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from gla_ext.layers import ShortConvolution
 from gla_ext.layers.attention import Attention
 from gla_ext.layers.attention_residuals import ResidualQuery
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.multihead import MultiheadGLA
 from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
-from gla_ext.layers.short_convolution import ShortConvolution
 from gla_ext.layers.swiglu import swiglu_linear
 from gla_ext.model.blocks import GLAMLP
 from gla_ext.ops._collectives import first_row, sum_gradients, sum_over_ranks

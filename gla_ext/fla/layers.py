@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gla_ext.fla import _context, activations, attention, generation, losses
 from gla_ext.fla.activations import needs_torch
-from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
+from gla_ext.layers._history import pack, packed_slots, unpack, valid_tokens
 from gla_ext.layers.norms import plain_rms_norm, rms_norm, rms_norm_residual
 from gla_ext.layers.short_convolution import causal_convolution
 from gla_ext.ops._door import in_graphs

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gla_ext.layers._padding import packed_slots, valid_tokens
+from gla_ext.layers._history import packed_slots, valid_tokens
 from gla_ext.ops._door import in_graphs
 
 # Whether a tensor, whose length is data, is known to have none.

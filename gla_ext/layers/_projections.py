@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gla_ext.layers.norms import GatedRMSNorm
+from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 
 # Device types that autocast may cast for.
 _CASTS = {"cpu", "cuda", "xpu", "hpu", "mps", "mtia", "maia", "xla", "privateuseone"}
@@ -126,3 +126,18 @@ def alike_weights(linears: Sequence[nn.Module]) -> list[Tensor] | None:
             return None
         weights.append(weight)
     return weights
+
+
+def add_and_norm(
+    norm: nn.Module, x: Tensor, residual: Tensor | None, fuse: bool
+) -> tuple[Tensor, Tensor]:
+    """The norm of residual + x, or without a residual of x, and what it is the norm of.
+
+    One operator with `fuse`, and where the norm is gla_ext's and no hook wants to see its call.
+    """
+    if residual is None:
+        return norm(x), x
+    if fuse and type(norm) is RMSNorm and nobody_sees(norm):
+        return norm(x, residual, prenorm=True)
+    x = residual + x
+    return norm(x), x

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from gla_ext.cache._key_values import KeyValues, sequence_of
 from gla_ext.layers._attend import attend_last, attend_packed, attend_rows, has_flash
+from gla_ext.layers._history import Padding, check_hidden_states
 from gla_ext.layers._options import check_keywords, typed_options
-from gla_ext.layers._padding import Padding, check_hidden_states
 from gla_ext.layers._projections import lay_side_by_side, split_heads
 from gla_ext.layers._route import project, read
 from gla_ext.ops._checks import check_plain_tensors

@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gla_ext.layers._history import History
+from gla_ext.layers._history import History, check_hidden_states
 from gla_ext.layers._options import (
     check_keywords,
     check_options,
     expanded_dim,
     typed_options,
 )
-from gla_ext.layers._padding import check_hidden_states
 from gla_ext.layers._projections import is_plain, lay_side_by_side, nobody_sees, split_heads
 from gla_ext.layers._route import makes_input_again, project, recurs
 from gla_ext.layers.activations import activation

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gla_ext.cache import GLACache
+from gla_ext.layers._history import pack, packed_slots, unpack, valid_tokens
 from gla_ext.layers._options import typed_options
-from gla_ext.layers._padding import pack, packed_slots, unpack, valid_tokens
-from gla_ext.layers._projections import is_plain, lay_side_by_side
-from gla_ext.layers._residual import add_and_norm, is_seen_through
+from gla_ext.layers._projections import add_and_norm, is_plain, lay_side_by_side, nobody_sees
 from gla_ext.layers._route import project
 from gla_ext.layers.attention import Attention
 from gla_ext.layers.attention_residuals import ResidualQuery, mix_residuals
@@ -295,7 +294,7 @@ def run_blocks(
         attention_mask, past_key_values, use_cache, cu_seqlens, cp_context: as
             `GLAForCausalLM.forward`; cu_seqlens beats the mask.
         slots: int64 `[B * T]`, where in one row the tokens lie that cu_seqlens is of; see
-            `gla_ext.layers._padding.packed_slots`. Default: None (x is that row).
+            `gla_ext.layers._history.packed_slots`. Default: None (x is that row).
         max_seqlen: as `Attention.forward`'s. Default: None.
         call: runs a block on x, perhaps a residual, and its keywords. Default: the block itself.
         inputs: takes the input of every block, `[B, T, hidden_size]`. Default: None.
@@ -325,7 +324,7 @@ def run_blocks(
     # The sum at a block's end is made in the norm that the next one starts with.
     blocks, residual, follows_step = list(blocks), None, False
     carries = inputs is None and all(
-        type(block) is GLABlock and block.fuse_norm and is_seen_through(block) for block in blocks
+        type(block) is GLABlock and block.fuse_norm and nobody_sees(block) for block in blocks
     )
     sources: tuple[Tensor, ...] = ()
     for block in blocks:

@@ -2,9 +2,9 @@
 
 from torch import nn
 
+from gla_ext.layers import ShortConvolution
 from gla_ext.layers.attention_residuals import ResidualQuery
 from gla_ext.layers.norms import RMSNorm
-from gla_ext.layers.short_convolution import ShortConvolution
 
 
 def init_weights(module: nn.Module, std: float) -> None:

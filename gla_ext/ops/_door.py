@@ -114,7 +114,7 @@ def on_shards(op: str, names: str, values: Sequence[Any]) -> ModuleType | None:
 
 
 def several_ranks() -> ModuleType:
-    """`gla_ext.distributed`, which loads when the first tensor or context of several ranks comes."""
+    """`gla_ext.distributed`, loaded when the first tensor or context of several ranks comes."""
     import gla_ext.distributed
 
     return gla_ext.distributed
