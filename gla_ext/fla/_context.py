@@ -9,7 +9,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gla_ext.layers.short_convolution import causal_convolution, convolve
+from gla_ext.layers.short_convolution import causal_convolution
+from gla_ext.ops._context import context_of
 from gla_ext.ops.chunk import chunk_gla
 
 
@@ -53,13 +54,12 @@ def _forward(
     conv_state = None
     if layer.use_short_conv:
         convolutions = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
-        (q, k, v), conv_state = convolve(
+        (q, k, v), conv_state = context_of(cp_context).convolve(
             [_Convolution(conv) for conv in convolutions],
             (q, k, v),
             None if entry is None else entry["conv_state"],
             use_cache,
             cu_seqlens,
-            cp_context,
         )
     gk = F.logsigmoid(layer.gk_proj(x)) / layer.gate_logit_normalizer
     if layer.clamp_min is not None:

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from gla_ext.layers._route import check_mask
-from gla_ext.layers.short_convolution import ShortConvolution
 from gla_ext.ops._context import NO_MASK, context_of, refuse_context
 
 _NO_RECURRENCE = (
@@ -175,7 +174,7 @@ class History:
         return self._padding.pack(x)
 
     def convolve(
-        self, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]
+        self, convolutions: Sequence[nn.Module], inputs: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """The outputs of convolutions over the tokens."""
         if self.pool is not None:

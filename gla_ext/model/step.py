@@ -25,8 +25,8 @@ from gla_ext.layers._projections import is_plain, is_plain_norm, nobody_sees
 from gla_ext.layers._route import way_of_step
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.norms import RMSNorm
-from gla_ext.layers.short_convolution import convolve
 from gla_ext.ops import decode
+from gla_ext.ops._context import context_of
 from gla_ext.ops.recurrent import recurrent_gla_low_rank_step_
 
 # Of a batch, one token each. The kernels take 32; from more than these on cuBLAS is as fast.
@@ -94,7 +94,8 @@ def step_attention(
     q, k, v, gate, h = decode.norm_linear(x, norm.weight, norm.eps, weights, overlaps)
     if layer.use_short_conv:
         convolutions = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
-        (q, k, v), conv_state = convolve(convolutions, (q, k, v), conv_state, True, None)
+        args = (convolutions, (q, k, v), conv_state, True, None)
+        (q, k, v), conv_state = context_of(None).convolve(*args)
     q, k, v = layer._heads_of(q, k, v)
     clamp_min = None if layer.clamp_min is None else float(layer.clamp_min)
     normalizer = float(layer.gate_logit_normalizer)
