@@ -7,6 +7,7 @@ from models import TINY
 from shared.gate import WrongResults
 
 from gla_ext.model import step
+from gla_ext.ops import decode
 
 SIZES = bench_decode.Sizes(TINY | {"hidden_size": 64}, prompt=5, steps=2, samples=2)
 
@@ -28,8 +29,8 @@ def test_both_ways_are_checked(capsys):
 
 @pytest.mark.usefixtures("on_cpu")
 def test_a_wrong_kernel_is_seen(monkeypatch):
-    right = step._linear_residual
-    monkeypatch.setattr(step, "_linear_residual", lambda *args: right(*args) * 1.3)
+    right = decode.linear_residual
+    monkeypatch.setattr(decode, "linear_residual", lambda *args: right(*args) * 1.3)
     with pytest.raises(WrongResults, match="step, B 1"):
         bench_decode.check(SIZES, "cpu")
 
