@@ -55,8 +55,8 @@ struct CastFirst<device, count, call> {
 template <size_t count, auto call>
 void autocast_first(torch::Library& m, const char* name) {
   using c10::DeviceType, c10::DispatchKey;
-  m.impl(name, torch::dispatch(DispatchKey::AutocastCPU,
-                               &CastFirst<DeviceType::CPU, count, call>::run));
+  m.impl(name,
+         torch::dispatch(DispatchKey::AutocastCPU, &CastFirst<DeviceType::CPU, count, call>::run));
   m.impl(name, torch::dispatch(DispatchKey::AutocastCUDA,
                                &CastFirst<DeviceType::CUDA, count, call>::run));
 }

@@ -1,10 +1,9 @@
-#include "low_rank_step.h"
-
 #include "dispatch/in_place.h"
 #include "dispatch/linear_map.h"
 #include "dispatch/meta.h"
 #include "dispatch/op.h"
 #include "dispatch/schema.h"
+#include "low_rank_step.h"
 #include "op.h"
 #include "ops.h"
 

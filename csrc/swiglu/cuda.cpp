@@ -1,6 +1,4 @@
 // SwiGLU on CUDA: check, allocate, launch.
-#include "cuda_kernels.h"
-
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
@@ -10,6 +8,7 @@
 #include "common/row_layout.h"
 #include "common/tensors.h"
 #include "cuda/host/tensors.h"
+#include "cuda_kernels.h"
 #include "op.h"
 #include "ops.h"
 

@@ -6,9 +6,9 @@
 // reads   gate, up, backward dy [rows, D]
 // writes  y; or dgate, dup and, if asked for, y [rows, D]
 // Everything is fp32, results are rounded once; an element's bits depend on nothing but itself.
-#include "cuda_kernels.h"
 #include "cuda/device/activation.cuh"
 #include "cuda/device/vec.cuh"
+#include "cuda_kernels.h"
 
 namespace gla_ext::cuda {
 namespace {

@@ -1,5 +1,5 @@
 """What Python checks: the types of arguments, and for calls that plain torch operations serve what
-csrc/checks/checker.h checks, with its sentences."""
+csrc/dispatch/checker.h checks, with its sentences."""
 
 from __future__ import annotations
 
