@@ -235,9 +235,10 @@ def test_a_key_costs_little():
     with torch.device("meta"):
         model = GLAForCausalLM(GLAConfig(hidden_size=1024))
     model.to_empty(device="cpu")  # 374 M parameters, of which nothing is written
-    best = 1.0
-    for _ in range(20):
+    best, limit = 1.0, 0.006  # 1.6 ms on two shared cores
+    end = time.monotonic() + 20  # of a host that others slow down
+    while best >= limit and time.monotonic() < end:
         start = time.process_time()
         assert graph_key(model) is not None
         best = min(best, time.process_time() - start)
-    assert best < 0.006  # 1.6 ms on two shared cores
+    assert best < limit

@@ -102,9 +102,10 @@ def test_graphs_of_two_models_do_not_stay(captures):
     assert not graphs_of(engine)
 
 
-def best_ms(call, before=lambda: None) -> float:
-    best = 1.0
-    for _ in range(40):
+def best_ms(call, limit, before=lambda: None) -> float:
+    """The least of its times, at the latest after 20 s: others may slow the host down."""
+    best, end = 1.0, time.monotonic() + 20
+    while best * 1e3 >= limit and time.monotonic() < end:
         before()
         start = time.process_time()
         call()
@@ -120,9 +121,9 @@ def test_what_refresh_and_submit_cost(captures):
     assert graphs_of(engine)
     weights = [*model.parameters()]
     change = torch.no_grad()(lambda: torch._foreach_add_(weights, 1.0))
-    assert best_ms(engine.refresh, change) < 8  # 2.4 to 4 ms on two shared cores
+    assert best_ms(engine.refresh, 8, change) < 8  # 2.4 to 4 ms on two shared cores
     assert graphs_of(engine)
-    assert best_ms(lambda: engine._stamp.check("Engine")) < 0.6  # 0.2 ms there
+    assert best_ms(lambda: engine._stamp.check("Engine"), 0.6) < 0.6  # 0.2 ms there
 
 
 @pytest.mark.cuda
