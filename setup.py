@@ -106,22 +106,14 @@ def commit(root: Path = ROOT) -> str:
 
 
 def sources() -> dict[str, list[str]]:
-    """The source files: `common` is compiled once, `kernels` per capability, `cuda` with CUDA.
-
-    An operator's folder holds op.cpp and cpu.cpp, cpu_kernels.cpp, cuda.cpp and .cu files.
-    """
-
-    def find(folder: str, *suffixes: str) -> list[str]:
-        files = (ROOT / folder).rglob("*")
-        return sorted(str(f.relative_to(ROOT)) for f in files if f.suffix in suffixes)
-
-    every = find("csrc", ".cu", ".cpp")
+    """The source files: `common` is compiled once, `kernels` per capability, `cuda` with CUDA."""
+    files = sorted(str(f.relative_to(ROOT)) for f in (ROOT / "csrc").rglob("*.*"))
+    headers = [f for f in files if f.endswith((".h", ".cuh"))]
+    every = [f for f in files if f.endswith((".cu", ".cpp"))]
     kernels = [f for f in every if f.startswith(CPU_KERNELS) or f.endswith("/cpu_kernels.cpp")]
-    plan = [f for f in every if f.startswith(CUDA_PLAN)]
     cuda = [f for f in every if f.startswith("csrc/cuda/") or f.endswith((".cu", "/cuda.cpp"))]
-    cuda = [f for f in cuda if f not in plan]
+    cuda = [f for f in cuda if not f.startswith(CUDA_PLAN)]
     common = [f for f in every if f not in kernels and f not in cuda]
-    headers = find("csrc", ".h", ".cuh")
     return {"common": common, "kernels": kernels, "cuda": cuda, "headers": headers}
 
 

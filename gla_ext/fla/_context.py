@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla_ext.layers.short_convolution import causal_convolution
-from gla_ext.ops._context import context_of
+from gla_ext.ops._context import NO_MASK, context_of, refuse_context
 from gla_ext.ops.chunk import chunk_gla
 
 
@@ -30,10 +30,7 @@ def layer_forward(original: Callable) -> Callable:
             args = (hidden_states, attention_mask, past_key_values, use_cache, output_attentions)
             return original(self, *args, **kwargs)
         if attention_mask is not None:
-            raise NotImplementedError(
-                "GatedLinearAttention: expected no attention_mask beside cp_context, got one; pack "
-                "the sequences and give build_cp_context their cu_seqlens"
-            )
+            refuse_context(kwargs["cp_context"], f"GatedLinearAttention: {NO_MASK}")
         return _forward(self, hidden_states, past_key_values, bool(use_cache), kwargs)
 
     return forward

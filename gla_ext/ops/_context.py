@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gla_ext.ops._door import several_ranks
+from gla_ext.ops.cross_entropy import IGNORE_INDEX
 
 # Ends the sentence of who takes no mask beside a context.
 NO_MASK = (
     "expected no attention_mask beside cp_context, got one; pack the sequences and give "
     "build_cp_context their cu_seqlens"
 )
-_IGNORE_INDEX = -100  # torch's label that does not count
 
 
 class LocalContext:
@@ -59,8 +59,8 @@ class LocalContext:
         """
         labels = labels[:, 1:].to(x.device)
         if cu_seqlens is not None:
-            labels = labels.where(goes_on(cu_seqlens.to(x.device), x.shape[1]), _IGNORE_INDEX)
-        return F.pad(labels, (0, 1), value=_IGNORE_INDEX)[:, : x.shape[1]]
+            labels = labels.where(goes_on(cu_seqlens.to(x.device), x.shape[1]), IGNORE_INDEX)
+        return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, : x.shape[1]]
 
     def mean(self, total: Tensor, count: Tensor | int, counted_here: bool) -> Tensor:
         """The mean loss, of the sum over the labels.

@@ -88,11 +88,6 @@ def have_no_rule(*tensors: Tensor) -> bool:
     return form_on(False, True, *tensors)
 
 
-def is_recorded_for_onnx() -> bool:
-    """Whether torch.onnx.export makes a graph of what is called."""
-    return form_of(False, True)
-
-
 def not_in_onnx(op: str, instead: str, of: str = "states") -> Callable[..., None]:
     """The plain form of an operator on a pool, which raises NotImplementedError."""
 
