@@ -9,7 +9,9 @@ from source_tree import ROOT, run
 
 from gla_ext.model.checkpoint import load_model
 
-TINY = ["--steps", "21", "--batch-size", "4", "--seq-len", "32", "--hidden-size", "32"]
+# Few steps at a low rate: Adam divides a gradient by its own size, so that rounding grows with each.
+TINY = ["--steps", "11", "--lr", "1e-3", "--batch-size", "4", "--seq-len", "32"]
+TINY += ["--hidden-size", "32"]
 
 
 def launched(processes, out, *options):
@@ -30,7 +32,7 @@ def trained(processes, out, *options):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     losses, weights = trained(1, tmp_path_factory.mktemp("alone") / "model")
-    assert len(losses) == 2 and losses[1] < 0.7 * losses[0]
+    assert len(losses) == 2 and losses[1] < 0.95 * losses[0]
     return losses, weights
 
 
@@ -46,7 +48,7 @@ def test_two_processes_train_as_one(alone, tmp_path, options):
     losses, weights = trained(2, tmp_path / "model", *options)
     assert losses == pytest.approx(alone[0], abs=2e-3)
     for name, weight in weights.items():
-        assert_close(weight, alone[1][name], 1e-3, name=name)
+        assert_close(weight, alone[1][name], 1e-4, name=name)
 
 
 @pytest.mark.slow
