@@ -34,24 +34,24 @@ struct alignas(16) Factors {
 
 // A chunk as it is multiplied.
 struct Tiles {
-  unsigned char q[kKeyTiles * kTileBytes];  // [token][K], then q^
-  unsigned char k[kKeyTiles * kTileBytes];  // [token][K], then k^
-  unsigned char A[kTileBytes];              // the first tile of g [token][K], then A [token][token]
+  Tile q[kKeyTiles];  // [token][K], then q^
+  Tile k[kKeyTiles];  // [token][K], then k^
+  Tile A;             // the first tile of g [token][K], then A [token][token]
 };
 // And while it is gated.
 struct Gated {
   Tiles tiles;
-  unsigned char other_g[(kKeyTiles - 1) * kTileBytes];  // the other tiles of g
+  Tile other_g[kKeyTiles - 1];  // the other tiles of g
 };
 static_assert(offsetof(Gated, other_g) == offsetof(Tiles, A) + kTileBytes);
 
 // kItems: the most work items of a cluster.
 template <int kItems>
 struct alignas(1024) Shared {
-  Gated own[kGroups];                                    // by this block's producers
-  Tiles received[kGroups];                               // from the other's
-  unsigned char v[kClusterBlocks][kGroups][kTileBytes];  // [token][64 values], then o
-  unsigned char triangle[kTileBytes];                    // of ones, [token][token]
+  Gated own[kGroups];               // by this block's producers
+  Tiles received[kGroups];          // from the other's
+  Tile v[kClusterBlocks][kGroups];  // [token][64 values], then o
+  Tile triangle;                    // of ones, [token][token]
   Factors own_factors[kGroups], received_factors[kGroups];
   float b_last[kGroups][kKeys];
   float2 references[kGroups][kKeys];
@@ -79,13 +79,13 @@ __device__ __forceinline__ void produce(Shared<kItems>& s, const Problem& p, int
       if (thread == 0) wait_for_bulk_stores();
       barrier();  // the chunk before is read
     }
-    copy_rows<kKeyTiles, kGroupThreads>(own.A, p.g, segment, chunk, thread, 0, p.K);
+    copy_rows<kKeyTiles, kGroupThreads>(&own.A, p.g, segment, chunk, thread, 0, p.K);
     copy_rows<kKeyTiles, kGroupThreads>(own.q, p.q, segment, chunk, thread, 0, p.K);
     copy_rows<kKeyTiles, kGroupThreads>(own.k, p.k, segment, chunk, thread, 0, p.K);
     commit_copies();
     wait_for_copies<0>();
     if (own_chunk.number == 0) arrive(&s.first_rows);
-    const GatedChunk gated{own.q,           own.k,           own.A,
+    const GatedChunk gated{own.q,           own.k,           &own.A,
                            factors.enter,   factors.middle,  factors.leave,
                            &factors.strong, s.b_last[group], s.references[group]};
     gate(gated, p.scale);
@@ -115,7 +115,7 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
   // Into the place of rows of o that this thread itself has read.
   const auto copy = [&](int chunk) {
     if (chunk < segment.chunks)
-      copy_rows<1, kGroupThreads>(s.v[chunk % kClusterBlocks][group], p.v, segment, chunk, thread,
+      copy_rows<1, kGroupThreads>(&s.v[chunk % kClusterBlocks][group], p.v, segment, chunk, thread,
                                   first_v, p.V);
     commit_copies();
   };
@@ -132,7 +132,7 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
     const Tiles& tiles = is_own ? s.own[turn.producer].tiles : s.received[turn.producer];
     const Factors& factors =
         is_own ? s.own_factors[turn.producer] : s.received_factors[turn.producer];
-    unsigned char* v = s.v[chunk % kClusterBlocks][group];
+    Tile& v = s.v[chunk % kClusterBlocks][group];
     s.handover.wait_for_chunk(turn, rank);
     const bool strong = __any_sync(0xffffffffu, factors.strong);
     passage.enter(group, factors.enter, factors.leave);  // v is there after its barrier

@@ -36,7 +36,7 @@ constexpr int kValues = kConsumers * kTile;  // of a block
 template <class OperandsOfChunk>
 struct Stage {
   OperandsOfChunk operands;
-  unsigned char v[kConsumers * kTileBytes];  // [token][V], then o
+  Tile v[kConsumers];  // [token][V], then o
 };
 
 // What both kinds of blocks have. kTilesOfKeys: two to four tiles of 64 key channels.
@@ -64,7 +64,7 @@ struct ReadingBlock : ForwardBlock<kTilesOfKeys, PreparedChunk<kGroupsOf<kTilesO
                                    kTilesOfKeys == kKeyTiles ? 3 : 2> {
   static constexpr bool kMakesA = false, kReplays = true;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-  __device__ __forceinline__ unsigned char* scores(int chunk) {
+  __device__ __forceinline__ Tile& scores(int chunk) {
     return this->stages[chunk % this->kStages].operands.A;
   }
 };
@@ -80,8 +80,8 @@ struct MakingBlock : ForwardBlock<kKeyTiles, Unscored, 4> {
   static constexpr bool kMakesA = true, kReplays = false;
   static constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
   static constexpr int kPlaces = 2;
-  alignas(1024) unsigned char A[kPlaces][kTileBytes];  // [token][token]
-  __device__ __forceinline__ unsigned char* scores(int chunk) { return A[chunk % kPlaces]; }
+  alignas(1024) Tile A[kPlaces];  // [token][token]
+  __device__ __forceinline__ Tile& scores(int chunk) { return A[chunk % kPlaces]; }
 };
 
 // Asks for the bytes from `first` to `end` of a prepared chunk, which `full` expects.
@@ -155,7 +155,7 @@ __device__ __forceinline__ void make_scores(MakingBlock& s, const Problem& p, in
       words[i] = reinterpret_cast<const uint4*>(A)[i * kGroupThreads + thread];
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
-      reinterpret_cast<uint4*>(s.scores(chunk))[i * kGroupThreads + thread] = words[i];
+      reinterpret_cast<uint4*>(&s.scores(chunk))[i * kGroupThreads + thread] = words[i];
   } else {
     const auto& group = operands.groups[0];
     float A[kTile / 2];
@@ -228,7 +228,7 @@ __device__ __forceinline__ void consume_replayed(BlockOfKernel& s, Parts<kTiles>
     const bool strong = __any_sync(0xffffffffu, stage.operands.strong);
     state.for_each([&](auto& part, int i) { part.pass(s.pass[number] + i * kGroupKeys); });
     if (strong) scale(state, stage.operands, kMiddle);
-    const ValueOperand<true> v(stage.v + group * kTileBytes);
+    const ValueOperand<true> v(stage.v[group]);
     begin_products();
     multiply_values(state, v, stage.operands);
     wait_for_products<0>();
@@ -265,17 +265,16 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
       wait_for_products<0>();
       scale(state, stage.operands, kMiddle);
     }
-    const ValueOperand<true> v(stage.v + group * kTileBytes);
+    const ValueOperand<true> v(stage.v[group]);
     begin_products();
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      v.template multiply<Contiguous::kSummed>(
-          o, j, descriptor(shared_address(s.scores(chunk)) + kStepBytes * j, 0));
+      v.template multiply<Contiguous::kSummed>(o, j, sixteen_columns(s.scores(chunk), j));
     commit_products();
     multiply_values(state, v, stage.operands);
     // The state's products run on while o passes, because v is in registers.
     wait_for_products<1>();
-    const OutputRows rows(stage.v + group * kTileBytes, o, group);
+    const OutputRows rows(stage.v[group], o, group);
     wait_for_products<0>();
     state.for_each([&](auto& part, int i) {
       keep_state(p, segment, chunk, part, first_v, stage.operands.groups[i].factors[kLeave]);

@@ -58,8 +58,7 @@ class Asked {
       const int stage = number_ % kStages, length = segment.length_of(chunk_);
       if (number_ >= kStages)
         wait(&s_.unit.empty[stage], static_cast<uint32_t>(number_ / kStages - 1) & 1);
-      const auto copy_tile = [&](const unsigned char* tile, const bf16*& rows, const Rows& r,
-                                 int columns) {
+      const auto copy_tile = [&](const Tile* tile, const bf16*& rows, const Rows& r, int columns) {
         const int32_t stride = token_offset(r, 1);
         at.template copy<kTile>(tile, rows, stride, length, at.column < columns);
         rows += static_cast<int64_t>(stride) * kTile;

@@ -44,7 +44,7 @@ using TwoTermOperand = uint32_t[2][2][two_term_keys(kTiles) / 16][4];
 // o^T = S^T q^T as multiply_state makes it, with an operand of two terms. operand: of two rounds.
 template <int kTiles, int K>
 __device__ __forceinline__ void multiply_two_terms(float (&o)[32], forward::State<K>& state,
-                                                   forward::Leaving leaving, const unsigned char* q,
+                                                   forward::Leaving leaving, const Tile* q,
                                                    TwoTermOperand<kTiles>& operand, bool first) {
   constexpr int kKeys = two_term_keys(kTiles);
   static_assert(K / kKeys % 2 == 0);
@@ -54,14 +54,12 @@ __device__ __forceinline__ void multiply_two_terms(float (&o)[32], forward::Stat
     const int key = round * kKeys;
     auto& terms = operand[round % 2];
     state.template pass<kKeys>(key, leaving, terms[0], terms[1]);
-    const uint32_t step =
-        shared_address(q) + key / kTile * kTileBytes + key % kTile / 16 * kStepBytes;
     begin_products();
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i)
 #pragma unroll
       for (int term = 0; term < 2; ++term)
-        product(o, terms[term][i], descriptor(step + i * kStepBytes, 0),
+        product(o, terms[term][i], sixteen_columns(*q, key / 16 + i),
                 !first || round + i + term > 0);
     commit_products();
   }
@@ -69,8 +67,8 @@ __device__ __forceinline__ void multiply_two_terms(float (&o)[32], forward::Stat
 
 // Sums w_i . o_i of every token over the values of a warp, where w is [token][64 values] times its
 // tokens' factors, rounded: the very operand that adds to the other sweep's state.
-__device__ __forceinline__ void sum_dots(float (&sums)[kTile], const float (&o)[32],
-                                         const unsigned char* w, const float* factors) {
+__device__ __forceinline__ void sum_dots(float (&sums)[kTile], const float (&o)[32], const Tile& w,
+                                         const float* factors) {
   const int thread = thread_index() % kGroupThreads, lane = thread % 32;
   float x[16];
   for_transposed(w, lane, thread / 32, [&](int i, const uint32_t (&words)[4]) {
@@ -133,7 +131,7 @@ __device__ __forceinline__ void sum_pairs(BlockOfKernel& s, const Problem& p, in
     for (int part = 0; part < kHalf / 16; ++part) {
       const int first = kHalf * half + 16 * part;  // column
       uint32_t words[4];
-      fragments.load(words, shared_address(s.A[i % s.kPlaces]), first / 16);
+      fragments.load(words, s.A[i % s.kPlaces], first / 16);
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
         const int e = x % 2, j = 2 * part + x / 2, column = first + x / 2 * 8 + lane % 4 * 2;

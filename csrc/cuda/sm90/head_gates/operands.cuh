@@ -13,15 +13,15 @@ enum class Time { kForward, kBackward };
 
 // Asks for a chunk's rows of K channels, from `first` on.
 template <int kTiles>
-__device__ __forceinline__ void copy_operand(const unsigned char* tiles, const Rows& rows,
+__device__ __forceinline__ void copy_operand(const Tile* tiles, const Rows& rows,
                                              const Segment& segment, int chunk, int thread, int K,
                                              int first = 0) {
 #pragma unroll 1  // unrolled, the addresses take the registers of wider blocks' producers
   for (int tile = 0; tile + 1 < kTiles; tile += 2)
-    copy_rows<2, kGroupThreads>(tiles + tile * kTileBytes, rows, segment, chunk, thread,
-                                first + tile * kTile, K);
+    copy_rows<2, kGroupThreads>(tiles + tile, rows, segment, chunk, thread, first + tile * kTile,
+                                K);
   if constexpr (kTiles % 2 == 1)
-    copy_rows<1, kGroupThreads>(tiles + (kTiles - 1) * kTileBytes, rows, segment, chunk, thread,
+    copy_rows<1, kGroupThreads>(tiles + kTiles - 1, rows, segment, chunk, thread,
                                 first + (kTiles - 1) * kTile, K);
 }
 
@@ -37,13 +37,12 @@ __device__ __forceinline__ void copy_gates(const HeadGates& to, const Problem& p
 // f(i, words) for v^T [64 values][16 tokens] of a consumer, tokens from 16 i on, as a product's
 // operand: word e has values lane / 4 + 8 (e % 2) of tokens 8 (e / 2) + 2 (lane % 4) and the next.
 template <class F>
-__device__ __forceinline__ void for_transposed(const unsigned char* v, int lane, int warp, F&& f) {
+__device__ __forceinline__ void for_transposed(const Tile& v, int lane, int warp, F&& f) {
   const int token = lane % 8 + lane / 16 * 8, part = warp * 2 + lane / 8 % 2;
 #pragma unroll
   for (int i = 0; i < kTile / 16; ++i) {
     uint32_t words[4];
-    ldmatrix_transposed(words,
-                        reinterpret_cast<const bf16*>(v + swizzled(token, part) + i * (16 * 128)));
+    ldmatrix_transposed(words, &in_tile<bf16>(v, swizzled(token, part) + i * (16 * kRowBytes)));
     f(i, words);
   }
 }
@@ -58,7 +57,7 @@ __device__ __forceinline__ uint32_t scaled(uint32_t pair, float2 factors) {
 // registers.
 class ScaledValues {
  public:
-  __device__ __forceinline__ ScaledValues(const unsigned char* v, const float* factors) {
+  __device__ __forceinline__ ScaledValues(const Tile& v, const float* factors) {
     const int thread = thread_index() % kGroupThreads, lane = thread % 32;
     for_transposed(v, lane, thread / 32, [&](int i, const uint32_t (&words)[4]) {
 #pragma unroll

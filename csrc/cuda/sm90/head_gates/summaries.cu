@@ -36,8 +36,8 @@ constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
 template <int kTiles>
 struct Stage {
-  unsigned char k[kTiles * kTileBytes];      // [token][K]
-  unsigned char v[kConsumers * kTileBytes];  // [token][V]
+  Tile k[kTiles];      // [token][K]
+  Tile v[kConsumers];  // [token][V]
 };
 
 template <int kTilesOfKeys, Time kTimeOfBlock, bool kTransposedStates>
@@ -64,7 +64,6 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
 template <class BlockOfKernel>
 __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int group, int block_k,
                                         int block_v) {
-  constexpr int kBytesOfGroup = kKeyTiles * kTileBytes;
   constexpr bool kTransposed = BlockOfKernel::kTransposed;
   const Segment& segment = s.segment;
   const int first_v = block_v + kTile * group;
@@ -82,11 +81,10 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     sum += gates.b[kChunk - 1][0] + gates.b[kChunk - 1][1];
     const float decay = gates.decay[0];
     state.for_each([&](auto& part, int) { part.scale(decay); });
-    const ScaledValues v(stage.v + group * kTileBytes,
-                         factors_of_values<BlockOfKernel::kTime>(gates));
+    const ScaledValues v(stage.v[group], factors_of_values<BlockOfKernel::kTime>(gates));
     begin_products();
     state.for_each(
-        [&](auto& part, int j) { forward::multiply_keys(part, v, stage.k + j * kBytesOfGroup); });
+        [&](auto& part, int j) { forward::multiply_keys(part, v, stage.k + j * kKeyTiles); });
     commit_products();
     wait_for_products<0>();
     arrive(&s.empty[number]);

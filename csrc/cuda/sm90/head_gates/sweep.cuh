@@ -46,13 +46,13 @@ namespace gla_ext::cuda::sm90::head_gates {
 
 template <int kTiles, int kConsumers, bool kDots>
 struct Stage {
-  unsigned char q[kTiles * kTileBytes];      // [token][K]
-  unsigned char k[kTiles * kTileBytes];      // [token][K]
-  unsigned char v[kConsumers * kTileBytes];  // [token][V], then o
+  Tile q[kTiles];      // [token][K]
+  Tile k[kTiles];      // [token][K]
+  Tile v[kConsumers];  // [token][V], then o
 };
 template <int kTiles, int kConsumers>
 struct Stage<kTiles, kConsumers, true> : Stage<kTiles, kConsumers, false> {
-  unsigned char w[kConsumers * kTileBytes];  // [token][V]
+  Tile w[kConsumers];  // [token][V]
 };
 
 // As many as shared memory has room for; narrow blocks are two a multiprocessor.
@@ -81,7 +81,7 @@ struct Block
 
   static constexpr bool kKeysFirst = kMakesDots && Block::kStages == 2;  // see produce.cuh
 
-  alignas(1024) unsigned char A[kPlaces][kTileBytes];  // [token][token]
+  alignas(1024) Tile A[kPlaces];  // [token][token]
   HeadGates gates[Block::kStages];
   std::conditional_t<kKeysFirst, uint64_t[Block::kStages], Nothing> multiplied;  // its q, k, gates
   alignas(8) std::conditional_t<kMakesDots, float[kConsumers][kGroupThreads / 32][kTile],
@@ -119,22 +119,19 @@ __device__ __forceinline__ const float* factors_of_outputs(const HeadGates& g) {
 
 // o += v^T A, issued. v, A: see `Stage` and `Block`.
 template <Time kTime>
-__device__ __forceinline__ void multiply_scores(float (&o)[32], const unsigned char* v,
-                                                const unsigned char* A) {
+__device__ __forceinline__ void multiply_scores(float (&o)[32], const Tile& v, const Tile& A) {
   const forward::ValueOperand<false> values(v);
-  const uint32_t scores = shared_address(A);
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     if constexpr (kTime == Time::kForward)
-      values.template multiply<Contiguous::kSummed>(o, i, descriptor(scores + kStepBytes * i, 0));
+      values.template multiply<Contiguous::kSummed>(o, i, sixteen_columns(A, i));
     else
-      values.template multiply<Contiguous::kOther>(o, i, descriptor(scores + 2048 * i, kTileBytes));
+      values.template multiply<Contiguous::kOther>(o, i, sixteen_rows(A, i));
 }
 
 template <class BlockOfKernel>
 __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool transposed,
                                         int group, int block_v) {
-  constexpr int kBytesOfGroup = kKeyTiles * kTileBytes;
   constexpr Time kTime = BlockOfKernel::kTime;
   constexpr bool kMakesDots = BlockOfKernel::kMakesDots;
   const Segment& segment = s.segment;
@@ -156,7 +153,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool
     keep(i - 1);  // here, where it takes no register of the loop's
     const int number = i % s.kStages;
     auto& stage = s.stages[number];
-    unsigned char* values = stage.v + group * kTileBytes;
+    Tile& values = stage.v[group];
     wait(&s.full[number], s.parity(i));
     const HeadGates& gates = s.gates[number];
     float o[32];  // [64 values][64 tokens]
@@ -164,7 +161,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool
     std::conditional_t<kMakesDots, TwoTermOperand<BlockOfKernel::kTiles>, forward::StateOperand>
         operand;
     state.for_each([&](auto& part, int j) {
-      const unsigned char* q = stage.q + j * kBytesOfGroup;
+      const Tile* q = stage.q + j * kKeyTiles;
       if constexpr (kMakesDots)
         multiply_two_terms<BlockOfKernel::kTiles>(o, part, leaving, q, operand, j == 0);
       else
@@ -173,11 +170,11 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool
     const ScaledValues v(values, factors_of_values<kTime>(gates));
     begin_products();
     state.for_each(
-        [&](auto& part, int j) { forward::multiply_keys(part, v, stage.k + j * kBytesOfGroup); });
+        [&](auto& part, int j) { forward::multiply_keys(part, v, stage.k + j * kKeyTiles); });
     commit_products();
     wait_for_products<1>();  // what the state gives is there
     if constexpr (kMakesDots)
-      sum_dots(s.dots[group][thread_index() % kGroupThreads / 32], o, stage.w + group * kTileBytes,
+      sum_dots(s.dots[group][thread_index() % kGroupThreads / 32], o, stage.w[group],
                factors_of_outputs<kTime>(gates));
     scale_columns(o, factors_of_outputs<kTime>(gates) + 2 * (thread_index() % 4));
     begin_products();

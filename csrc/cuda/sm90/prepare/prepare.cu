@@ -40,7 +40,7 @@ template <class Gate>
 struct Rows128 {
   KeyGroup group;              // rows of q and k, then q^ and k^
   Gate g[kTile * kGroupKeys];  // [token][128]; then, in their place, A
-  __device__ __forceinline__ unsigned char* A() { return reinterpret_cast<unsigned char*>(g); }
+  __device__ __forceinline__ Tile& A() { return *reinterpret_cast<Tile*>(g); }
 };
 
 // A work item, 128 key channels of a chunk; a block takes one after the other.
@@ -115,8 +115,8 @@ __device__ __forceinline__ void copy_item(Rows128<Gate>& to, uint64_t* full, con
     for (int i = 0; i < kTile; i += kRowsEach, from += token_offset(r, kRowsEach))
       copy16(address(row + i, part), from, inside && row + i < chunk.length);
   };
-  const auto tiles = [](unsigned char* tile) {
-    return [address = shared_address(tile)](int row, int part) {
+  const auto tiles = [](Tile* first) {
+    return [address = shared_address(first)](int row, int part) {
       return address + part / 8 * kTileBytes + swizzled(row, part % 8);
     };
   };
@@ -166,7 +166,7 @@ __device__ __forceinline__ bool gate_rows(Rows128<Gate>& s, const ChannelPairCol
     b = b + to_log2(gates[i]);
     out |= out_of_tier1(b.x, last.x) || out_of_tier1(b.y, last.y);
     const int at = pair.offset(pair.first + i);
-    uint32_t &q = word(s.group.q, at), &k = word(s.group.k, at);
+    uint32_t &q = in_tile<uint32_t>(*s.group.q, at), &k = in_tile<uint32_t>(*s.group.k, at);
     const float2 q_pair = unpack(q), k_pair = unpack(k);
     q = pack(q_pair.x * scale * exp2_ftz(b.x - rx.from),
              q_pair.y * scale * exp2_ftz(b.y - ry.from));
@@ -179,7 +179,6 @@ template <class Gate>
 __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
-  constexpr auto kSummed = Contiguous::kSummed;
   const bool with_A = p.with_A;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& shared = *reinterpret_cast<Shared<Gate>*>(s_bytes);
@@ -230,9 +229,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
       begin_products();
 #pragma unroll
       for (int i = 0; i < kKeyTiles; ++i)
-        multiply<kSummed, kSummed>(
-            A, shared_address(rows.group.q) + i * kTileBytes,
-            shared_address(rows.group.k) + i * kTileBytes + at.group * (kTile / kKeyTiles) * 128);
+        mma_ABt(A, rows.group.q[i],
+                Operand(rows.group.k[i]).from_row(at.group * (kTile / kKeyTiles)));
       commit_products();
       wait_for_products<0>();
     }
@@ -272,7 +270,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
         fence_for_products();
         __syncthreads();  // A is written
         if (stores()) {
-          bulk_store(out, rows.A(), kTileBytes);
+          bulk_store(out, &rows.A(), kTileBytes);
           commit_bulk_stores();
         }
       }

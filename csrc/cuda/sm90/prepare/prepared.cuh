@@ -20,9 +20,9 @@ enum Factor { kEnter, kMiddle, kLeave, kSum, kFactors };
 // The factors stand between q^ and k^, so that one copy takes either with them. A second tile
 // without key channels (`has_second_tile`) is neither written nor read.
 struct alignas(1024) KeyGroup {
-  unsigned char q[kKeyTiles * kTileBytes];  // q^ [token][128]
+  Tile q[kKeyTiles];  // q^ [token][128]
   float factors[kFactors][kGroupKeys];
-  unsigned char k[kKeyTiles * kTileBytes];  // k^ [token][128]
+  Tile k[kKeyTiles];  // k^ [token][128]
 };
 constexpr int kFlagBytes = 16;  // what is copied of `strong`
 constexpr int kFactorBytes = sizeof(KeyGroup::factors);
@@ -39,7 +39,7 @@ __device__ __forceinline__ bool has_second_tile(const Problem& p, int first) {
 template <int kGroups>
 struct alignas(1024) PreparedChunk {
   KeyGroup groups[kGroups];
-  unsigned char A[kTileBytes];  // [token][token]
+  Tile A;  // [token][token]
   int strong;
 
   static constexpr int kBytes = kGroups * sizeof(KeyGroup) + kTileBytes + kFlagBytes;

@@ -42,24 +42,24 @@ constexpr int kConsumerThreads = kGroups * kGroupThreads;
 
 // Where a producer gates.
 struct Gated {
-  KeyGroup group;                                        // rows of q and k, then q^ and k^
-  unsigned char g[kGateStages][kKeyTiles * kTileBytes];  // of two chunks; then A in the first tile
+  KeyGroup group;                  // rows of q and k, then q^ and k^
+  Tile g[kGateStages][kKeyTiles];  // of two chunks; then A in the first tile
 };
 
 // What the state needs of it, the end of a KeyGroup.
 struct alignas(1024) Keys {
   float factors[kFactors][kGroupKeys];
-  unsigned char k[kKeyTiles * kTileBytes];  // k^ [token][K]
+  Tile k[kKeyTiles];  // k^ [token][K]
 };
 static_assert(sizeof(Keys) == sizeof(KeyGroup) - offsetof(KeyGroup, factors));
 static_assert(offsetof(Keys, k) == offsetof(KeyGroup, k) - offsetof(KeyGroup, factors));
 
 template <int kItems>
 struct alignas(1024) Shared {
-  Gated own[kGroups];                                      // by this block's producers
-  Keys received[kGroups];                                  // from the other's
-  unsigned char v[kValueStages][kValueTiles][kTileBytes];  // [token][V]
-  unsigned char triangle[kTileBytes];                      // of ones, [token][token]
+  Gated own[kGroups];                 // by this block's producers
+  Keys received[kGroups];             // from the other's
+  Tile v[kValueStages][kValueTiles];  // [token][V]
+  Tile triangle;                      // of ones, [token][token]
   float2 references[kGroups][kGroupKeys];
   Handover handover;
   // full: both consumers' rows are there. empty: both have multiplied them.
@@ -152,10 +152,10 @@ class Producer {
   }
   __device__ __forceinline__ void sync() const { group_barrier<kClusterProducerBarrier>(group_); }
   __device__ __forceinline__ Gated& own() const { return s_.own[group_]; }
-  __device__ __forceinline__ unsigned char* gates(int number) const {
+  __device__ __forceinline__ Tile* gates(int number) const {
     return own().g[number / kGroups % kGateStages];
   }
-  __device__ __forceinline__ void copy(const unsigned char* to, const Rows& rows) const {
+  __device__ __forceinline__ void copy(const Tile* to, const Rows& rows) const {
     copy_rows<kKeyTiles, kGroupThreads>(to, rows, asked_.segment(), asked_.chunk(), thread(), 0,
                                         p_.K);
   }
@@ -220,9 +220,7 @@ class Values {
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(&s_.v_empty[stage(chunk)]);
   }
-  __device__ __forceinline__ const unsigned char* at(int chunk) const {
-    return s_.v[stage(chunk)][0];
-  }
+  __device__ __forceinline__ const Tile* at(int chunk) const { return s_.v[stage(chunk)]; }
 
  private:
   __device__ __forceinline__ int stage(int chunk) const { return (first_ + chunk) % kValueStages; }
@@ -253,10 +251,10 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
   };
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const int row = group * kTile + thread / 32 * 16 + thread % 32 / 4;  // and the eighth after it
-  unsigned char* S = state_tile_at(p, p.S, segment.chunk_head(p, 0), first_v / kTile, group);
+  Tile* S = state_tile_at(p, p.S, segment.chunk_head(p, 0), first_v / kTile, group);
   float out[2] = {1.f, 1.f};  // what the state is still to be multiplied by as it leaves a chunk
   float decay[2] = {};        // the sum of the gates, log2 units
-  for (int chunk = 0; chunk < segment.chunks; ++chunk, S += p.H * state_tile_bytes(p.K, p.V)) {
+  for (int chunk = 0; chunk < segment.chunks; ++chunk, S = next_state_tile(p, S)) {
     const Turn turn(chunk, before);
     const auto& keys = turn.rank == rank
                            ? *reinterpret_cast<const Keys*>(s.own[turn.producer].group.factors)
@@ -279,15 +277,13 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
     scale(in[0], in[1]);
     LaneRows<state.kValues> rows(state.x);
     if (strong) scale(middle[0], middle[1]);
-    const uint32_t y = shared_address(keys.k) + group * kTileBytes;
-    const uint32_t x = shared_address(values.at(chunk));
     begin_products();
 #pragma unroll
     for (int j = 0; j < kTile / 16; ++j)
-      product<Contiguous::kOther, Contiguous::kOther>(state.x, descriptor(y + 2048 * j, kTileBytes),
-                                                      descriptor(x + 2048 * j, kTileBytes));
+      product<Contiguous::kOther, Contiguous::kOther>(state.x, sixteen_rows(keys.k[group], j),
+                                                      sixteen_rows(*values.at(chunk), j));
     commit_products();
-    if constexpr (kStore == Store::kChunks) rows.write_tiles(S, kKeyTiles * kTileBytes);
+    if constexpr (kStore == Store::kChunks) rows.write_tiles(S, kKeyTiles);
     values.copy(chunk + kValueStages - 1);
     wait_for_products<0>();
     s.handover.leave(turn, rank);

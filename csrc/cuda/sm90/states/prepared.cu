@@ -36,17 +36,17 @@ using GroupBytes = unsigned char[kFactorBytes + kTiles * kTileBytes];
 // Two consumers have a group's tiles, a third one the only tile of the next group.
 struct TwoTiles {
   GroupBytes<kKeyTiles> operands;
-  unsigned char x[kValueTiles * kTileBytes];  // v or do [token][V]
+  Tile x[kValueTiles];  // v or do [token][V]
 };
 struct ThreeTiles {
   GroupBytes<kKeyTiles> operands;
-  unsigned char x[kValueTiles * kTileBytes];
+  Tile x[kValueTiles];
   GroupBytes<1> last;
 };
 static_assert(sizeof(TwoTiles) % 1024 == 0 && sizeof(ThreeTiles) % 1024 == 0, "tiles are aligned");
 static_assert(offsetof(ThreeTiles, x) % 1024 == 0 && offsetof(ThreeTiles, last) % 1024 == 0);
 // A consumer's tiles of the state, on their way out of a chunk.
-using StateTiles = unsigned char[kValueTiles][kTileBytes];
+using StateTiles = Tile[kValueTiles];
 template <int kConsumersOfBlock>
 struct Block : PreparedBlock<std::conditional_t<kConsumersOfBlock == 3, ThreeTiles, TwoTiles>, 4,
                              kConsumersOfBlock> {
@@ -187,7 +187,7 @@ __device__ __forceinline__ void store_chunk(const Problem& p, const State<kGroup
     if (state.first_k < p.K && v < p.V)
       bulk_store(state_tile_at(p, Fields<kSweep>::chunk_states(p), index, v / kTile,
                                state.first_k / kTile),
-                 tiles[i], kTileBytes);
+                 &tiles[i], kTileBytes);
   }
   commit_bulk_stores();
 }
@@ -243,12 +243,12 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
       }
     }
     if (strong) scale(middle[0], middle[1]);
-    const uint32_t y = shared_address(&stage) + at.tile, x = shared_address(stage.x);
+    const Operand y(shared_address(&stage) + at.tile), x = stage.x[0];
     begin_products();
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      product<Contiguous::kOther, Contiguous::kOther>(state.x, descriptor(y + 2048 * j, kTileBytes),
-                                                      descriptor(x + 2048 * j, kTileBytes));
+      product<Contiguous::kOther, Contiguous::kOther>(state.x, sixteen_rows(y, j),
+                                                      sixteen_rows(x, j));
     commit_products();
     wait_for_products<0>();
     fence_for_products();  // and bulk copies

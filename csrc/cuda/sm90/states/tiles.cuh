@@ -10,11 +10,15 @@
 namespace gla_ext::cuda::sm90 {
 
 // A tile of matrix `index` of [B, chunks, H] in p.S or p.dS.
-__device__ __forceinline__ unsigned char* state_tile_at(const Problem& p, void* states,
-                                                        int64_t index, int value_tile,
-                                                        int key_tile) {
-  return static_cast<unsigned char*>(states) + index * state_tile_bytes(p.K, p.V) +
-         (value_tile * blocks_of(p.K, kTile) + key_tile) * kTileBytes;
+__device__ __forceinline__ Tile* state_tile_at(const Problem& p, void* states, int64_t index,
+                                               int value_tile, int key_tile) {
+  return reinterpret_cast<Tile*>(static_cast<unsigned char*>(states) +
+                                 index * state_tile_bytes(p.K, p.V) +
+                                 (value_tile * blocks_of(p.K, kTile) + key_tile) * kTileBytes);
+}
+// The same tile of the sequence's and head's next matrix.
+__device__ __forceinline__ Tile* next_state_tile(const Problem& p, Tile* tile) {
+  return reinterpret_cast<Tile*>(*tile + p.H * state_tile_bytes(p.K, p.V));
 }
 
 }  // namespace gla_ext::cuda::sm90

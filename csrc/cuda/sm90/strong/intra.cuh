@@ -11,12 +11,13 @@ namespace gla_ext::cuda::sm90 {
 // Writes A of a chunk, which `StrongScores` has made, to the prepared chunk.
 __device__ __forceinline__ void write_prepared_A(const Problem& p, const Chunk& chunk,
                                                  const bf16* scores) {
-  unsigned char* A = prepared_at(p, chunk.slot, static_cast<int>(blocks_of(p.K, kGroupKeys)));
+  auto* A = reinterpret_cast<Tile*>(
+      prepared_at(p, chunk.slot, static_cast<int>(blocks_of(p.K, kGroupKeys))));
   for_eights<kTile, kTile>([&](int, int row, int column) {
     // Zero after the last token, by select: zeros in the rows of q would not undo a NaN.
     Eight<bf16> x{};
     if (row < chunk.length) x = load8_aligned(scores + row * StrongScores::kPitchX + column);
-    store8(reinterpret_cast<bf16*>(A + swizzled(row, column / 8)), x);
+    store8(&in_tile<bf16>(*A, swizzled(row, column / 8)), x);
   });
 }
 

@@ -17,9 +17,6 @@ __device__ __forceinline__ int thread_index() {
 }
 
 __device__ __forceinline__ float2 unpack(float2 pair) { return pair; }
-__device__ __forceinline__ uint32_t& word(unsigned char* tile, int offset) {
-  return *reinterpret_cast<uint32_t*>(tile + offset);
-}
 
 __device__ __forceinline__ float2 operator+(float2 a, float2 b) {
   return make_float2(a.x + b.x, a.y + b.y);

@@ -28,8 +28,7 @@ __device__ __forceinline__ void clamp_gates(uint4* eight) {
   *eight = x;
 }
 // The same for eight fp32 gates, four in each of two tiles. Their terms take their places.
-__device__ __forceinline__ void split_gates(unsigned char* place) {
-  auto *high = reinterpret_cast<uint4*>(place), *low = reinterpret_cast<uint4*>(place + kTileBytes);
+__device__ __forceinline__ void split_gates(uint4* high, uint4* low) {
   const uint4 words[2] = {*high, *low};
   const auto* gates = reinterpret_cast<const float*>(words);
   uint32_t terms[2][4];
@@ -48,40 +47,38 @@ __device__ __forceinline__ void split_gates(unsigned char* place) {
 // The same for columns [first, first + kColumns) of a tile, of both tiles where gates are fp32, by
 // a warpgroup; kColumns is 32 or 64.
 template <class Gate, int kColumns>
-__device__ __forceinline__ void clamp_gates(unsigned char* tile, int first, int thread) {
+__device__ __forceinline__ void clamp_gates(Tile* tiles, int first, int thread) {
   constexpr int kVecs = kColumns / 8, kRowsEach = kGroupThreads / kVecs;
 #pragma unroll
   for (int i = 0; i < kTile / kRowsEach; ++i) {
-    unsigned char* place =
-        tile + swizzled(thread / kVecs + i * kRowsEach, first / 8 + thread % kVecs);
+    const int place = swizzled(thread / kVecs + i * kRowsEach, first / 8 + thread % kVecs);
     if constexpr (kGateTiles<Gate> == 1)
-      clamp_gates(reinterpret_cast<uint4*>(place));
+      clamp_gates(&in_tile<uint4>(*tiles, place));
     else
-      split_gates(place);
+      split_gates(&in_tile<uint4>(tiles[0], place), &in_tile<uint4>(tiles[1], place));
   }
 }
 
 // Ones on and below the diagonal, a whole tile.
 template <int kThreads>
-__device__ __forceinline__ void fill_triangle(unsigned char* tile) {
+__device__ __forceinline__ void fill_triangle(Tile& tile) {
   for (int i = static_cast<int>(threadIdx.x); i < kTile * kTile / 2; i += kThreads) {
     const int row = i / (kTile / 2), column = i % (kTile / 2) * 2;
-    *reinterpret_cast<uint32_t*>(tile + swizzled(row, column / 8) + column % 8 * 2) =
+    in_tile<uint32_t>(tile, swizzled(row, column / 8) + column % 8 * 2) =
         pack(column <= row ? 1.f : 0.f, column + 1 <= row ? 1.f : 0.f);
   }
 }
 
 // b [64 tokens][kColumns], kColumns = 2 kN = the sums of the clamped gates, by a warpgroup. Waits.
 template <class Gate, int kN>
-__device__ __forceinline__ void sum_gates(float (&b)[kN], const unsigned char* triangle,
-                                          const unsigned char* tile, int first_column) {
-  const uint32_t ones = shared_address(triangle), gates = shared_address(tile) + first_column * 2;
+__device__ __forceinline__ void sum_gates(float (&b)[kN], const Tile& triangle, const Tile& tile,
+                                          int first_column) {
+  const Operand ones = triangle, gates = Operand(tile).from_column(first_column);
   begin_products();
 #pragma unroll
   for (int i = 0; i < 4 * kGateTiles<Gate>; ++i)
-    product<Contiguous::kSummed, Contiguous::kOther>(b, descriptor(ones + kStepBytes * (i % 4), 0),
-                                                     descriptor(gates + 2048 * i, kTileBytes),
-                                                     i > 0);
+    product<Contiguous::kSummed, Contiguous::kOther>(b, sixteen_columns(ones, i % 4),
+                                                     sixteen_rows(gates, i), i > 0);
   commit_products();
   wait_for_products<0>();
 }

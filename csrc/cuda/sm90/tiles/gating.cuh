@@ -14,8 +14,8 @@ namespace gla_ext::cuda::sm90 {
 
 // A chunk in shared memory as it is gated.
 struct GatedChunk {
-  unsigned char *q, *k;  // [token][K], then q^ and k^
-  unsigned char* g;      // [token][K], of fp32 gates two tiles, then A [token][token]
+  Tile *q, *k;  // [token][K], then q^ and k^
+  Tile* g;      // [token][K], of fp32 gates two tiles, then A [token][token]
   // Factors of the state's key channels: 2^r as it enters; before the product, 1 or 2^b_C;
   // 2^(b_C - r) as it leaves.
   float *enter, *middle, *leave;
@@ -39,7 +39,7 @@ struct NothingBetween {
 template <int K, class Barrier, class Gate = bf16, int kColumns = kTile, class Whole = Barrier>
 struct Gating {
   static_assert((kColumns == kTile && kGateTiles<Gate> == 1) || K == kTile);
-  const unsigned char* triangle;
+  const Tile& triangle;
   int thread;
   Barrier barrier;
   Whole whole = barrier;
@@ -54,7 +54,7 @@ struct Gating {
     begin_scores<K, kColumns>(A, chunk.q, chunk.k, first);
     const bool strong = __any_sync(0xffffffffu, *chunk.strong);
     wait_for_products<0>();
-    place_scores<kColumns>(chunk.g, A, strong, first, thread);
+    place_scores<kColumns>(*chunk.g, A, strong, first, thread);
   }
   // All but A.
   template <class Between>
@@ -81,7 +81,7 @@ struct Gating {
     between.begin();
 #pragma unroll
     for (int tile = 0; tile < K / 64; ++tile)
-      clamp_gates<Gate, kColumns>(chunk.g + tile * kTileBytes, first, thread);
+      clamp_gates<Gate, kColumns>(chunk.g + tile, first, thread);
     fence_for_products();
     barrier();  // the gates are clamped
 #pragma unroll 1
@@ -105,7 +105,7 @@ struct Gating {
   __device__ __forceinline__ void gate(const GatedChunk& chunk, int tile, float scale,
                                        const Between& between) const {
     float b[kColumns / 2];
-    sum_gates<Gate>(b, triangle, chunk.g + tile * kTileBytes, first);
+    sum_gates<Gate>(b, triangle, chunk.g[tile], first);
     const int lane = thread % 32, row = thread / 32 * 16 + lane / 4, t = lane % 4;
     float* b_last = chunk.b_last + 64 * tile + first;
     if (row + 8 == kTile - 1) {
@@ -121,8 +121,7 @@ struct Gating {
     bool out = false;
     const float2* references = chunk.references + 64 * tile + first;
     const Fragments fragments;
-    const uint32_t tile_q = shared_address(chunk.q) + tile * kTileBytes;
-    const uint32_t tile_k = shared_address(chunk.k) + tile * kTileBytes;
+    const Operand tile_q = chunk.q[tile], tile_k = chunk.k[tile];
     constexpr int kBatch = 2;  // sixteens of channels on their way at once
 #pragma unroll
     for (int batch = 0; batch < kColumns / 16; batch += kBatch) {

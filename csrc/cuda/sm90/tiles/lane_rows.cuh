@@ -39,12 +39,12 @@ class LaneRows {
   }
 
   // Call one of these, once: the words are transposed in place. To tiles of 64 columns, `next`
-  // bytes apart.
-  __device__ __forceinline__ void write_tiles(unsigned char* tiles, int next) {
+  // tiles apart.
+  __device__ __forceinline__ void write_tiles(Tile* tiles, int next) {
     const auto thread = static_cast<int>(threadIdx.x);
     const int offset = swizzled(row(thread), part(thread));
     for_eights(thread, [&](int i, int e, uint4 eight) {
-      *reinterpret_cast<uint4*>(tiles + i / 2 * next + (offset ^ i % 2 * 64) + e * 1024) = eight;
+      in_tile<uint4>(tiles[i / 2 * next], (offset ^ i % 2 * 64) + e * 8 * kRowBytes) = eight;
     });
   }
   // To `rows` rows of `columns` columns, `stride` elements apart.

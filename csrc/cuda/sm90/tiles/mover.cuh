@@ -18,21 +18,21 @@ struct Mover {
 
   // From `p`, this thread's first 16 bytes, zero from row `rows` on or where nothing is `inside`.
   template <int kRows>
-  __device__ __forceinline__ void copy(const unsigned char* tile, const bf16* p, int32_t stride,
-                                       int rows, bool inside) const {
+  __device__ __forceinline__ void copy(const Tile* tile, const bf16* p, int32_t stride, int rows,
+                                       bool inside) const {
 #pragma unroll
     for (int i = 0; i < kRows / kStep; ++i) {
       const bool there = inside && row + i * kStep < rows;
-      copy16(shared_address(tile) + offset + i * kStep * 128, p + i * kStep * stride, there);
+      copy16(shared_address(tile) + offset + i * kStep * kRowBytes, p + i * kStep * stride, there);
     }
   }
-  __device__ __forceinline__ void store(bf16* p, const unsigned char* tile, int32_t stride,
-                                        int rows, bool inside) const {
+  __device__ __forceinline__ void store(bf16* p, const Tile& tile, int32_t stride, int rows,
+                                        bool inside) const {
 #pragma unroll
     for (int i = 0; i < kTile / kStep; ++i)
       if (inside && row + i * kStep < rows)
         *reinterpret_cast<uint4*>(p + i * kStep * stride) =
-            *reinterpret_cast<const uint4*>(tile + offset + i * kStep * 128);
+            in_tile<uint4>(tile, offset + i * kStep * kRowBytes);
   }
 };
 

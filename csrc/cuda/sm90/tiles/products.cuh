@@ -16,30 +16,54 @@ struct Place {
         t(thread % 4) {}
 };
 
-// d = A B over 64 summed elements, added to what is there if `add`.
+// What a descriptor grows by from 16 summed elements to the next 16.
+template <Contiguous kOperand>
+constexpr int kNextSixteen = (kOperand == Contiguous::kSummed ? 32 : 16 * kRowBytes) >> 4;
+
+// d = A B over 64 summed elements, added to what is there if `add`. See the names below.
 template <Contiguous kA, Contiguous kB, int kN>
-__device__ __forceinline__ void multiply(float (&d)[kN], uint32_t a_address, uint32_t b_address,
+__device__ __forceinline__ void multiply(float (&d)[kN], const Operand& A, const Operand& B,
                                          bool add = true) {
-  const uint64_t a = descriptor(a_address, 0), b = descriptor(b_address, 0);
-  // Bytes from 16 summed elements to the next 16.
-  constexpr int kStepA = kA == Contiguous::kSummed ? 32 : 16 * 128;
-  constexpr int kStepB = kB == Contiguous::kSummed ? 32 : 16 * 128;
+  const uint64_t a = descriptor(A), b = descriptor(B);
 #pragma unroll
   for (int i = 0; i < kTile / 16; ++i)
-    product<kA, kB>(d, a + i * (kStepA >> 4), b + i * (kStepB >> 4), add || i > 0);
+    product<kA, kB>(d, a + i * kNextSixteen<kA>, b + i * kNextSixteen<kB>, add || i > 0);
 }
 
-// The same with 128 columns, of two adjacent tiles of B.
+// The same with 128 columns: of B's tile and of the one after it.
 template <Contiguous kA, Contiguous kB>
-__device__ __forceinline__ void multiply(float (&d)[2][32], uint32_t a_address,
-                                         uint32_t b_address) {
-  const uint64_t a = descriptor(a_address, 0),
-                 b = descriptor(b_address, kB == Contiguous::kSummed ? 0 : kTileBytes);
-  constexpr int kStepA = kA == Contiguous::kSummed ? 32 : 16 * 128;
-  constexpr int kStepB = kB == Contiguous::kSummed ? 32 : 16 * 128;
+__device__ __forceinline__ void multiply(float (&d)[2][32], const Operand& A, const Operand& B) {
+  const uint64_t a = descriptor(A.address, 0),
+                 b = descriptor(B.address, kB == Contiguous::kSummed ? 0 : kTileBytes);
 #pragma unroll
   for (int i = 0; i < kTile / 16; ++i)
-    product<kA, kB>(d[0], d[1], a + i * (kStepA >> 4), b + i * (kStepB >> 4));
+    product<kA, kB>(d[0], d[1], a + i * kNextSixteen<kA>, b + i * kNextSixteen<kB>);
+}
+
+// d = A B^T and others = A C^T, where C is the tile after B's; of descriptors that are made before
+// `begin_products`, or ptxas has too few registers (C7511).
+__device__ __forceinline__ void multiply_two(float (&d)[32], float (&others)[32], uint64_t A,
+                                             uint64_t B, bool add = true) {
+  constexpr auto kSummed = Contiguous::kSummed;
+#pragma unroll
+  for (int i = 0; i < kTile / 16; ++i)
+    product<kSummed, kSummed>(d, others, A + i * kNextSixteen<kSummed>,
+                              B + i * kNextSixteen<kSummed>, add || i > 0);
+}
+
+// The products of tiles as they lie, A [m][s] or A^T [s][m], B [s][n] or B^T [n][s], over the 64
+// summed elements s, issued: d += A B, A B^T or A^T B; d = if not `add`.
+template <class D>
+__device__ __forceinline__ void mma_AB(D& d, const Operand& A, const Operand& B, bool add = true) {
+  multiply<Contiguous::kSummed, Contiguous::kOther>(d, A, B, add);
+}
+template <class D>
+__device__ __forceinline__ void mma_ABt(D& d, const Operand& A, const Operand& B, bool add = true) {
+  multiply<Contiguous::kSummed, Contiguous::kSummed>(d, A, B, add);
+}
+template <class D>
+__device__ __forceinline__ void mma_AtB(D& d, const Operand& A, const Operand& B, bool add = true) {
+  multiply<Contiguous::kOther, Contiguous::kOther>(d, A, B, add);
 }
 
 template <int kN>
@@ -50,20 +74,20 @@ __device__ __forceinline__ void clear(float (&d)[kN]) {
 
 // A warpgroup's columns of a [64 x 64] bf16 tile.
 template <int kN>
-__device__ __forceinline__ void store_columns(unsigned char* tile, const float (&d)[kN],
+__device__ __forceinline__ void store_columns(Tile& tile, const float (&d)[kN],
                                               int group = Place().group) {
   const Place at;
 #pragma unroll
   for (int j = 0; j < kN / 4; ++j)
 #pragma unroll
     for (int e = 0; e < 2; ++e)
-      word(tile, swizzled(at.row + 8 * e, group * (kN / 4) + j) + 4 * at.t) =
+      in_tile<uint32_t>(tile, swizzled(at.row + 8 * e, group * (kN / 4) + j) + 4 * at.t) =
           pack(d[4 * j + 2 * e], d[4 * j + 2 * e + 1]);
 }
 
 // The same for scores, which are 0 above the diagonal.
 template <int kN>
-__device__ __forceinline__ void store_scores(unsigned char* tile, float (&d)[kN],
+__device__ __forceinline__ void store_scores(Tile& tile, float (&d)[kN],
                                              int group = Place().group) {
   const Place at;
 #pragma unroll

@@ -8,23 +8,21 @@ namespace gla_ext::cuda::sm90 {
 
 // Issues the products. q, k: [token][K].
 template <int K, int kColumns>
-__device__ __forceinline__ void begin_scores(float (&A)[kColumns / 2], const unsigned char* q,
-                                             const unsigned char* k, int first) {
+__device__ __forceinline__ void begin_scores(float (&A)[kColumns / 2], const Tile* q, const Tile* k,
+                                             int first) {
   constexpr auto kSummed = Contiguous::kSummed;
-  const uint32_t rows = shared_address(q), columns = shared_address(k) + first * 128;
+  const Operand rows = *q, columns = Operand(*k).from_row(first);
   begin_products();
 #pragma unroll
-  for (int i = 0; i < K / 16; ++i) {
-    const uint32_t step = i / 4 * kTileBytes + i % 4 * kStepBytes;
-    product<kSummed, kSummed>(A, descriptor(rows + step, 0), descriptor(columns + step, 0), i > 0);
-  }
+  for (int i = 0; i < K / 16; ++i)
+    product<kSummed, kSummed>(A, sixteen_columns(rows, i), sixteen_columns(columns, i), i > 0);
   commit_products();
 }
 
 // To a tile [token][token]: zero above the diagonal, and all of it for a strong chunk. thread: of
 // the warpgroup.
 template <int kColumns>
-__device__ __forceinline__ void place_scores(unsigned char* tile, const float (&A)[kColumns / 2],
+__device__ __forceinline__ void place_scores(const Tile& tile, const float (&A)[kColumns / 2],
                                              bool strong, int first, int thread) {
   const Fragments fragments;
   const int row = thread / 32 * 16 + thread % 32 / 4, column = first + thread % 4 * 2;
@@ -37,7 +35,7 @@ __device__ __forceinline__ void place_scores(unsigned char* tile, const float (&
       words[x] = pack(!strong && below >= 0 ? A[4 * j + 2 * e] : 0.f,
                       !strong && below >= 1 ? A[4 * j + 2 * e + 1] : 0.f);
     }
-    fragments.store(shared_address(tile), first / 16 + i, words);
+    fragments.store(tile, first / 16 + i, words);
   }
 }
 

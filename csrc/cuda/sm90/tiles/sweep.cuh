@@ -12,7 +12,7 @@ constexpr int kBlockThreads = 2 * kGroups * kGroupThreads;
 template <class Unit, int kThreadsOfBlock>
 struct SweepBlock {
   static constexpr int kThreads = kThreadsOfBlock;
-  unsigned char triangle[kTileBytes];  // of ones, [token][token]
+  Tile triangle;  // of ones, [token][token]
   Unit unit;
 };
 

@@ -10,11 +10,56 @@ namespace gla_ext::cuda::sm90 {
 
 constexpr int kGroupThreads = 128;             // of a warpgroup
 constexpr int kTileBytes = kTile * kTile * 2;  // [64][64] bf16
-constexpr int kStepBytes = 16 * 2;             // 16 columns of a row: what one product sums over
+constexpr int kRowBytes = kTile * 2;
 
-// Byte offset of 16 bytes in a tile, as `descriptor` reads it.
+// Byte offset of 16 bytes in a tile: of a row of eight such parts, part `part`.
 __device__ __forceinline__ int swizzled(int row, int part) {
-  return row * 128 + ((part ^ (row & 7)) << 4);
+  return row * kRowBytes + ((part ^ (row & 7)) << 4);
+}
+
+// 64 rows of 64 bf16 in shared memory, or as they lie there in global memory. Operands of more
+// columns are several tiles, one after the other. fp32 rows take two tiles (see `RowCopier`). Not a
+// struct: with one ptxas makes other code of some kernels, and serialises products (C7511).
+using Tile = unsigned char[kTileBytes];
+
+// The T at byte `offset` of a tile, which follows from `swizzled`.
+template <class T>
+__device__ __forceinline__ T& in_tile(Tile& tile, int offset) {
+  return *reinterpret_cast<T*>(tile + offset);
+}
+template <class T>
+__device__ __forceinline__ const T& in_tile(const Tile& tile, int offset) {
+  return *reinterpret_cast<const T*>(tile + offset);
+}
+
+// Where an operand of a product begins: at a tile, or at one of its rows or columns.
+struct Operand {
+  uint32_t address;
+
+  __device__ __forceinline__ Operand(const Tile& tile) : address(shared_address(tile)) {}
+  __device__ __forceinline__ explicit Operand(uint32_t at) : address(at) {}
+  __device__ __forceinline__ Operand from_row(int row) const {
+    return Operand(address + row * kRowBytes);
+  }
+  __device__ __forceinline__ Operand from_column(int column) const {
+    return Operand(address + column * 2);
+  }
+  __device__ __forceinline__ Operand from_tile(int tile) const {
+    return Operand(address + tile * kTileBytes);
+  }
+};
+
+__device__ __forceinline__ uint64_t descriptor(const Operand& x) {
+  return descriptor(x.address, 0);
+}
+
+// What one product sums over, as `product` takes it: 16 rows of an operand, the i-th ones, or 16
+// columns, also of the tiles after it.
+__device__ __forceinline__ uint64_t sixteen_rows(const Operand& x, int i, int next = kTileBytes) {
+  return descriptor(x.address + i * 16 * kRowBytes, next);
+}
+__device__ __forceinline__ uint64_t sixteen_columns(const Operand& x, int i) {
+  return descriptor(x.address + i / 4 * kTileBytes + i % 4 * 32, 0);
 }
 
 __device__ __forceinline__ uint32_t pack(float x, float y) {
@@ -32,12 +77,13 @@ class Fragments {
   __device__ __forceinline__ Fragments() : Fragments(static_cast<int>(threadIdx.x)) {}
   __device__ __forceinline__ explicit Fragments(int thread)
       : offset_(swizzled(thread % kGroupThreads / 32 * 16 + thread % 16, thread % 32 / 16)) {}
-  // Columns [16 i, 16 i + 16) of the tile at `shared`.
-  __device__ __forceinline__ void load(uint32_t (&words)[4], uint32_t shared, int i) const {
-    ldmatrix(words, shared + (offset_ ^ i << 5));
+  // Columns [16 i, 16 i + 16) of a tile.
+  __device__ __forceinline__ void load(uint32_t (&words)[4], const Operand& tile, int i) const {
+    ldmatrix(words, tile.address + (offset_ ^ i << 5));
   }
-  __device__ __forceinline__ void store(uint32_t shared, int i, const uint32_t (&words)[4]) const {
-    store_matrices(shared + (offset_ ^ i << 5), words[0], words[1], words[2], words[3]);
+  __device__ __forceinline__ void store(const Operand& tile, int i,
+                                        const uint32_t (&words)[4]) const {
+    store_matrices(tile.address + (offset_ ^ i << 5), words[0], words[1], words[2], words[3]);
   }
 
  private:
@@ -45,14 +91,14 @@ class Fragments {
 };
 
 // A tile of bf16 from 64 columns of accumulators of a warpgroup.
-__device__ __forceinline__ void store_tile(const Fragments& fragments, unsigned char* tile,
+__device__ __forceinline__ void store_tile(const Fragments& fragments, const Tile& tile,
                                            const float* d) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t words[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) words[e] = pack(d[8 * i + 2 * e], d[8 * i + 2 * e + 1]);
-    fragments.store(shared_address(tile), i, words);
+    fragments.store(tile, i, words);
   }
 }
 
@@ -77,13 +123,13 @@ class RowCopier {
   }
 
   // Asks for the chunk's `length` rows. Addresses beyond them are never read.
-  __device__ __forceinline__ void copy(const unsigned char* tile, int length) const {
-    const uint32_t shared = shared_address(tile) + shared_;
+  __device__ __forceinline__ void copy(const Tile* tiles, int length) const {
+    const uint32_t shared = shared_address(tiles) + shared_;
     const int rows = inside_ ? length : 0;
     const T* p = p_;
 #pragma unroll
     for (int i = 0; i < kTile / kRowsEach; ++i) {
-      copy16(shared + i * kRowsEach * 128, p, row_ + i * kRowsEach < rows);
+      copy16(shared + i * kRowsEach * kRowBytes, p, row_ + i * kRowsEach < rows);
       p += stride_ * kRowsEach;
     }
   }
@@ -106,13 +152,12 @@ class RowCopier {
 
 // Copies one chunk.
 template <int kTiles, int kThreads, class T = bf16>
-__device__ __forceinline__ void copy_rows(const unsigned char* tile, const Rows& r,
-                                          const Segment& segment, int chunk, int thread, int first,
-                                          int columns) {
+__device__ __forceinline__ void copy_rows(const Tile* tiles, const Rows& r, const Segment& segment,
+                                          int chunk, int thread, int first, int columns) {
   int32_t stride = token_offset(r, 1);
   asm volatile("" : "+r"(stride), "+r"(thread));  // what follows takes no registers between chunks
   RowCopier<kTiles, kThreads, T>(r, stride, segment, chunk, thread, first, columns)
-      .copy(tile, segment.length_of(chunk));
+      .copy(tiles, segment.length_of(chunk));
 }
 
 }  // namespace gla_ext::cuda::sm90

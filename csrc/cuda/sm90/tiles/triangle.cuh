@@ -22,9 +22,9 @@ class Triangle {
   // d [64 tokens][2 kN columns] = the sums of a tile's rows, from column `first` on, added to what
   // is there if `add`.
   template <int kN>
-  __device__ __forceinline__ void sum(float (&d)[kN], const unsigned char* tile, bool add,
+  __device__ __forceinline__ void sum(float (&d)[kN], const Tile& tile, bool add,
                                       int first = 0) const {
-    const uint64_t rows = descriptor(shared_address(tile) + 2 * first, 0);
+    const uint64_t rows = descriptor(Operand(tile).from_column(first).address, 0);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool whole = kOnes == Ones::kUpTo ? i < warp_ : i > warp_;
@@ -33,8 +33,8 @@ class Triangle {
       const uint32_t corner = diagonal ? corner_ : beside;
       const uint32_t below = diagonal && kOnes == Ones::kUpTo ? kOnePair : beside;
       const uint32_t above = diagonal && kOnes == Ones::kFrom ? kOnePair : beside;
-      product<Contiguous::kOther>(d, {corner, below, above, corner}, rows + i * (16 * 128 >> 4),
-                                  add || i > 0);
+      product<Contiguous::kOther>(d, {corner, below, above, corner},
+                                  rows + i * (16 * kRowBytes >> 4), add || i > 0);
     }
   }
 

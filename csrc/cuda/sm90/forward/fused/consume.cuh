@@ -32,7 +32,7 @@ __device__ __forceinline__ void consume(Unit<K, kConsumers, kItems, Gate>& s, co
     if (s.kAhead && chunk < segment.replayed) {
       state.pass(s.pass[group]);
       if (strong) state.scale(s.middle[stage]);
-      const ValueOperand<false> v(tiles.v + group * kTileBytes);
+      const ValueOperand<false> v(tiles.v[group]);
       begin_products();
       multiply_keys(state, v, tiles.k);
       commit_products();
@@ -42,13 +42,13 @@ __device__ __forceinline__ void consume(Unit<K, kConsumers, kItems, Gate>& s, co
       continue;
     }
     float o[32];  // [64 values][64 tokens]
-    multiply_chunk<false>(o, state,
-                          {tiles.q, tiles.k, tiles.g, tiles.v + group * kTileBytes, s.pass[group],
-                           s.middle[stage], strong});
+    multiply_chunk<false>(
+        o, state,
+        {tiles.q, tiles.k, tiles.g[0], tiles.v[group], s.pass[group], s.middle[stage], strong});
     wait_for_products<0>();
     keep_state(p, segment, chunk, state, first_v, s.leave[stage]);
     if (chunk + 1 == segment.chunks) state.scale(s.leave[stage]);
-    store_output(tiles.v + group * kTileBytes, o, group, p, segment, chunk, first_v);
+    store_output(tiles.v[group], o, group, p, segment, chunk, first_v);
     arrive(&s.empty[stage]);
     if (writes_tiers) write_tier(p, segment, chunk, strong);
   }

@@ -15,8 +15,7 @@ using StateOperand = uint32_t[2][kPartKeys / 16][4];
 // operand: room for two times 32.
 template <int K, class Factors>
 __device__ __forceinline__ void multiply_state(float (&o)[32], State<K>& state, Factors factors,
-                                               const unsigned char* q, StateOperand& operand,
-                                               bool first) {
+                                               const Tile* q, StateOperand& operand, bool first) {
   static_assert(K / kPartKeys % 2 == 0);
 #pragma unroll
   for (int part = 0; part < K / kPartKeys; ++part) {
@@ -26,12 +25,10 @@ __device__ __forceinline__ void multiply_state(float (&o)[32], State<K>& state, 
     const int key = part * kPartKeys;
     auto& S = operand[part % 2];
     state.template pass<kPartKeys>(key, factors, S);
-    const uint32_t step =
-        shared_address(q) + key / kTile * kTileBytes + key % kTile / 16 * kStepBytes;
     begin_products();
 #pragma unroll
     for (int i = 0; i < kPartKeys / 16; ++i)
-      product(o, S[i], descriptor(step + i * kStepBytes, 0), !first || part + i > 0);
+      product(o, S[i], sixteen_columns(*q, key / 16 + i), !first || part + i > 0);
     commit_products();
   }
 }
@@ -41,14 +38,14 @@ __device__ __forceinline__ void multiply_state(float (&o)[32], State<K>& state, 
 template <bool kInRegisters>
 class ValueOperand {
  public:
-  __device__ __forceinline__ explicit ValueOperand(const unsigned char* v) : v_(v) {
+  __device__ __forceinline__ explicit ValueOperand(const Tile& v) : v_(v) {
     const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
     const int token = lane % 8 + lane / 16 * 8, part = thread / 32 * 2 + lane / 8 % 2;
     if constexpr (kInRegisters) {
 #pragma unroll
       for (int i = 0; i < kTile / 16; ++i)
-        ldmatrix_transposed(
-            words_[i], reinterpret_cast<const bf16*>(v + swizzled(token, part) + i * kTokensBytes));
+        ldmatrix_transposed(words_[i],
+                            &in_tile<bf16>(v, swizzled(token, part) + i * 16 * kRowBytes));
     }
   }
   // d += v^T B over the i-th 16 tokens.
@@ -57,30 +54,26 @@ class ValueOperand {
     if constexpr (kInRegisters)
       product<kB>(d, words_[i], b);
     else
-      product<Contiguous::kOther, kB>(
-          d, descriptor(shared_address(v_) + i * kTokensBytes, kTileBytes), b);
+      product<Contiguous::kOther, kB>(d, sixteen_rows(v_, i), b);
   }
 
  private:
-  static constexpr int kTokensBytes = 16 * 128;
-  const unsigned char* v_;
+  const Tile& v_;
   uint32_t words_[kTile / 16][4];
 };
 
 // Issues the state's products, S~ + k^T v. k: k^ [token][key channel].
 template <class Values, int K>
-__device__ __forceinline__ void multiply_keys(State<K>& state, const Values& v,
-                                              const unsigned char* k) {
-  const uint32_t keys = shared_address(k);
+__device__ __forceinline__ void multiply_keys(State<K>& state, const Values& v, const Tile* k) {
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    v.template multiply<Contiguous::kOther>(state.x, i, descriptor(keys + 2048 * i, kTileBytes));
+    v.template multiply<Contiguous::kOther>(state.x, i, sixteen_rows(*k, i));
 }
 
 struct MultipliedChunk {
-  const unsigned char *q, *k, *A;  // q^, k^ [token][K], A [token][token]
-  const unsigned char* v;          // [token][64 values]
-  const float* pass;               // see `Passage`
+  const Tile *q, *k;  // q^, k^ [token][K]
+  const Tile &A, &v;  // [token][token], [token][64 values]
+  const float* pass;  // see `Passage`
   const float* middle;
   bool strong;
 };
@@ -89,14 +82,13 @@ struct MultipliedChunk {
 template <bool kValuesInRegisters, int K>
 __device__ __forceinline__ void multiply_chunk(float (&o)[32], State<K>& state,
                                                const MultipliedChunk& chunk) {
-  const uint32_t A = shared_address(chunk.A);
   StateOperand operand;
   multiply_state(o, state, chunk.pass, chunk.q, operand, true);
   const ValueOperand<kValuesInRegisters> v(chunk.v);
   begin_products();
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    v.template multiply<Contiguous::kSummed>(o, i, descriptor(A + kStepBytes * i, 0));
+    v.template multiply<Contiguous::kSummed>(o, i, sixteen_columns(chunk.A, i));
   commit_products();
   if (chunk.strong) {
     wait_for_products<0>();

@@ -8,19 +8,19 @@ namespace gla_ext::cuda::sm90::forward {
 
 // x^T [64 values][64 rows] of a warpgroup into a tile, as rows of 64 values.
 __device__ __forceinline__ void store_transposed_tile(
-    unsigned char* tile, const float* x, int of_block = static_cast<int>(threadIdx.x)) {
+    Tile& tile, const float* x, int of_block = static_cast<int>(threadIdx.x)) {
   const int thread = of_block % kGroupThreads, lane = thread % 32;
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
     const int row = 8 * j + lane % 8 + lane / 16 * 8, part = thread / 32 * 2 + lane / 8 % 2;
-    store_transposed(shared_address(tile) + swizzled(row, part), pack(x[4 * j], x[4 * j + 1]),
+    store_transposed(shared_address(&tile) + swizzled(row, part), pack(x[4 * j], x[4 * j + 1]),
                      pack(x[4 * j + 2], x[4 * j + 3]), pack(x[4 * j + 4], x[4 * j + 5]),
                      pack(x[4 * j + 6], x[4 * j + 7]));
   }
 }
 
 // o^T [64 values][64 tokens] of a warpgroup into the tile of its v, as rows.
-__device__ __forceinline__ void place_output(unsigned char* tile, const float (&o)[32], int group) {
+__device__ __forceinline__ void place_output(Tile& tile, const float (&o)[32], int group) {
   group_barrier<kConsumerBarrier>(group);  // v is read
   store_transposed_tile(tile, o);
   group_barrier<kConsumerBarrier>(group);  // o is written
@@ -33,8 +33,8 @@ struct OutputPart {
 
   __device__ __forceinline__ int part() const { return thread % 8; }
   __device__ __forceinline__ int token(int i) const { return thread % kGroupThreads / 8 + 16 * i; }
-  __device__ __forceinline__ uint4 row(const unsigned char* tile, int i) const {
-    return *reinterpret_cast<const uint4*>(tile + swizzled(token(i), part()));
+  __device__ __forceinline__ uint4 row(const Tile& tile, int i) const {
+    return in_tile<uint4>(tile, swizzled(token(i), part()));
   }
   // Writes what row(i) gives for each of the chunk's rows.
   template <class Row>
@@ -52,7 +52,7 @@ struct OutputPart {
 };
 
 // place_output, then the rows to memory.
-__device__ __forceinline__ void store_output(unsigned char* tile, const float (&o)[32], int group,
+__device__ __forceinline__ void store_output(Tile& tile, const float (&o)[32], int group,
                                              const Problem& p, const Segment& segment, int chunk,
                                              int first_v) {
   const OutputPart part{static_cast<int>(threadIdx.x) % kGroupThreads};
@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_output(unsigned char* tile, const float (&
 // before o passes, store_output is faster, which loads each row beside its store.
 class OutputRows {
  public:
-  __device__ __forceinline__ OutputRows(unsigned char* tile, const float (&o)[32], int group) {
+  __device__ __forceinline__ OutputRows(Tile& tile, const float (&o)[32], int group) {
     place_output(tile, o, group);
 #pragma unroll
     for (int i = 0; i < OutputPart::kRows; ++i) words_[i] = OutputPart().row(tile, i);

@@ -17,7 +17,7 @@ struct AskBetween : NothingBetween {
 // kForBackward: prepared chunks are stored. A stage is then empty only when the stores have read it
 // too, since its next chunk is the other producer's.
 template <bool kForBackward, int K, class Gate>
-__device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const unsigned char* triangle,
+__device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const Tile& triangle,
                                         const Problem& p, int group, int block_v) {
   const Segment& segment = s.segments[0];
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;

@@ -16,11 +16,10 @@ struct alignas(1024) Unit {
   static constexpr bool kAhead = K == kTile && kConsumers == kGroups;
   static constexpr int kStages = kAhead ? 4 : 3;
   struct Stage {
-    unsigned char q[K / 64 * kTileBytes];  // [token][K], then q^
-    unsigned char k[K / 64 * kTileBytes];  // [token][K], then k^
-    // [token][K], fp32 in two tiles, then A
-    unsigned char g[K / 64 * kGateTiles<Gate> * kTileBytes];
-    unsigned char v[kConsumers * kTileBytes];  // [token][V], then o
+    Tile q[K / kTile];                     // [token][K], then q^
+    Tile k[K / kTile];                     // [token][K], then k^
+    Tile g[K / kTile * kGateTiles<Gate>];  // [token][K], fp32 in two tiles, then A
+    Tile v[kConsumers];                    // [token][V], then o
   } stages[kStages];
   // Factors of the state's key channels at a chunk: 2^r as it enters; before the product 1, or
   // 2^b_C if out of range; 2^(b_C - r) as it leaves.

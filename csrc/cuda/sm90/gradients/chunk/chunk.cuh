@@ -32,7 +32,7 @@ __device__ __forceinline__ void make_gradients(Shared<kTiles>& s, const Problem&
   float dA[32 / kGroupsFor<kTiles>];
   clear(dA);
   multiply_values(acc, dA, s, p);
-  unsigned char* scores_tile = s.operands.states[0].S[0];
+  Tile& scores_tile = s.operands.states[0].S[0];
   if (!strong) store_scores(scores_tile, dA);
   if constexpr (!kReady<kTiles>) scale_inter(acc, s, strong);
   sum_inter(s, s.k, acc);

@@ -27,9 +27,9 @@ __device__ __forceinline__ void copy_values(Shared<kTiles>& s, const Problem& p,
   const int column = first + mover.column;
   const bool inside = column < p.V;
   auto& values = s.values(first);
-  mover.template copy<kTile>(values.d_o, bases.d_o + token_offset(p.d_o, mover.row) + column,
+  mover.template copy<kTile>(&values.d_o, bases.d_o + token_offset(p.d_o, mover.row) + column,
                              token_offset(p.d_o, 1), length, inside);
-  mover.template copy<kTile>(values.v, bases.v + token_offset(p.v, mover.row) + column,
+  mover.template copy<kTile>(&values.v, bases.v + token_offset(p.v, mover.row) + column,
                              token_offset(p.v, 1), length, inside);
 }
 
@@ -38,13 +38,13 @@ template <int kTiles>
 __device__ __forceinline__ void copy_states(Shared<kTiles>& s, const Problem& p, const Bases& bases,
                                             int64_t index, int first) {
   auto& states = s.states(first);
-  const auto copy_rows = [&](unsigned char (&to)[kTiles][kTileBytes], const bf16* from) {
+  const auto copy_rows = [&](Tile(&to)[kTiles], const bf16* from) {
     const Mover<kGroupsFor<kTiles>> mover;
     const int column = first + mover.column;
-    mover.template copy<kTiles * kTile>(to[0], from + mover.row * p.V + column, p.V, p.K,
+    mover.template copy<kTiles * kTile>(to, from + mover.row * p.V + column, p.V, p.K,
                                         column < p.V);
   };
-  const auto copy_tiles = [&](unsigned char (&to)[kTiles][kTileBytes], void* from) {
+  const auto copy_tiles = [&](Tile(&to)[kTiles], void* from) {
     if (threadIdx.x == 0)
       bulk_copy(to, state_tile_at(p, from, index, first / kTile, 0), sizeof(to), &s.full(first));
   };

@@ -26,8 +26,8 @@ __device__ __forceinline__ void start_values(Shared<kTiles>& s, const Problem& p
 
 // Asks for q^ or k^ of a prepared chunk, tiles from `first` on.
 template <int kTiles>
-__device__ __forceinline__ void copy_operands(unsigned char (&tiles)[kTiles][kTileBytes],
-                                              const unsigned char* operands, int first = 0) {
+__device__ __forceinline__ void copy_operands(Tile (&tiles)[kTiles], const unsigned char* operands,
+                                              int first = 0) {
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
     const unsigned char* from =
@@ -35,7 +35,7 @@ __device__ __forceinline__ void copy_operands(unsigned char (&tiles)[kTiles][kTi
 #pragma unroll
     for (int at = 0; at < kTileBytes; at += kGroupsFor<kTiles> * kGroupThreads * 16) {
       const int offset = thread_index() * 16 + at;
-      if (i >= first) copy16(shared_address(tiles[i]) + offset, from + offset, true);
+      if (i >= first) copy16(shared_address(&tiles[i]) + offset, from + offset, true);
     }
   }
 }
@@ -74,10 +74,10 @@ __device__ __forceinline__ void gate_operands(Shared<1>& s, const Problem& p, co
     b = b + to_log2(gates[i]);
     const int at = pair.offset(pair.first + i);
     const float k_x = k[i].x * exp2_ftz(rx.to - b.x), k_y = k[i].y * exp2_ftz(ry.to - b.y);
-    word(s.q[0], at) = pack(q[i].x * p.scale * exp2_ftz(b.x - rx.from),
-                            q[i].y * p.scale * exp2_ftz(b.y - ry.from));
-    word(s.k[0], at) = pack(k_x, k_y);
-    word(s.own.k_out, at) = pack(k_x * out_x, k_y * out_y);
+    in_tile<uint32_t>(*s.q, at) = pack(q[i].x * p.scale * exp2_ftz(b.x - rx.from),
+                                       q[i].y * p.scale * exp2_ftz(b.y - ry.from));
+    in_tile<uint32_t>(*s.k, at) = pack(k_x, k_y);
+    in_tile<uint32_t>(s.own.k_out, at) = pack(k_x * out_x, k_y * out_y);
   }
 }
 

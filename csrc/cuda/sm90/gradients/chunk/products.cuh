@@ -16,12 +16,12 @@ __device__ __forceinline__ void copy_scores(Shared<kTiles>& s, const Problem& p,
 #pragma unroll
     for (int at = 0; at < kTileBytes; at += kGroups * kGroupThreads * 16) {
       const int offset = thread_index() * 16 + at;
-      copy16(shared_address(s.A) + offset, A + offset, true);
+      copy16(shared_address(&s.A) + offset, A + offset, true);
     }
   } else {
     const Mover<kGroups> mover;
     mover.template copy<kTile>(
-        s.A, rows_at<const bf16>(p.A, chunk) + token_offset(p.A, mover.row) + mover.column,
+        &s.A, rows_at<const bf16>(p.A, chunk) + token_offset(p.A, mover.row) + mover.column,
         token_offset(p.A, 1), chunk.length, true);
   }
 }
@@ -30,7 +30,6 @@ __device__ __forceinline__ void copy_scores(Shared<kTiles>& s, const Problem& p,
 template <int kTiles>
 __device__ __forceinline__ void scores(Shared<kTiles>& s, const Problem& p, const Chunk& chunk,
                                        bool strong) {
-  constexpr auto kSummed = Contiguous::kSummed;
   constexpr int kN = 32 / kGroupsFor<kTiles>;
   if (strong) {
     copy_scores(s, p, chunk);
@@ -41,9 +40,7 @@ __device__ __forceinline__ void scores(Shared<kTiles>& s, const Problem& p, cons
   clear(A);
   begin_products();
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i)
-    multiply<kSummed, kSummed>(A, shared_address(s.q[i]),
-                               shared_address(s.k[i]) + at.group * 2 * kN * 128);
+  for (int i = 0; i < kTiles; ++i) mma_ABt(A, s.q[i], Operand(s.k[i]).from_row(at.group * 2 * kN));
   commit_products();
   wait_for_products<0>();
   store_scores(s.A, A);
@@ -104,49 +101,48 @@ struct Accumulators {
   }
   // Adds A B of two tiles, or of one.
   template <Contiguous kA, Contiguous kB, bool kTwo>
-  __device__ __forceinline__ void multiply_tiles(std::bool_constant<kTwo>, uint32_t a, uint32_t b) {
+  __device__ __forceinline__ void multiply_tiles(std::bool_constant<kTwo>, const Operand& A,
+                                                 const Operand& B) {
     if constexpr (kTwo)
-      multiply<kA, kB>(d, a, b);
+      multiply<kA, kB>(d, A, B);
     else
-      multiply<kA, kB>(d[0], a, b);
+      multiply<kA, kB>(d[0], A, B);
   }
   // Adds do S^T, v dS^T, of tiles [64 of K][64 values].
   template <class TwoTiles>
   __device__ __forceinline__ void multiply_states(const Part<kTiles>& part, TwoTiles two,
-                                                  uint32_t d_o, uint32_t v, uint32_t S,
-                                                  uint32_t dS) {
+                                                  const Operand& d_o, const Operand& v,
+                                                  const Operand& S, const Operand& dS) {
     constexpr auto kSummed = Contiguous::kSummed;
     if constexpr (kTiles == 1) {
-      multiply<kSummed, kSummed>(d[0], d_o, S);
-      multiply<kSummed, kSummed>(d[1], v, dS);
+      mma_ABt(d[0], d_o, S);
+      mma_ABt(d[1], v, dS);
     } else {
       multiply_tiles<kSummed, kSummed>(two, part.makes_x() ? d_o : v,
-                                       (part.makes_x() ? S : dS) + part.tile() * kTileBytes);
+                                       (part.makes_x() ? S : dS).from_tile(part.tile()));
     }
   }
   // Adds dA k^ and dA^T q^, and waits for them.
-  using Tiles = unsigned char[kTiles][kTileBytes];
-  __device__ __forceinline__ void multiply_scores(const unsigned char* dA, const Tiles& k,
-                                                  const Tiles& q) {
+  __device__ __forceinline__ void multiply_scores(const Tile& dA, const Tile (&k)[kTiles],
+                                                  const Tile (&q)[kTiles]) {
     constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
-    const uint32_t scores = shared_address(dA);
     const Part<kTiles> part;
     if constexpr (kTiles == 1) {
       begin_products();
-      multiply<kSummed, kOther>(d[0], scores, shared_address(k[0]));
-      multiply<kOther, kOther>(d[1], scores, shared_address(q[0]));
+      mma_AB(d[0], dA, k[0]);
+      mma_AtB(d[1], dA, q[0]);
       commit_products();
       wait_for_products<0>();
     } else {
       part.by_width([&](auto two) {
         if (part.makes_x()) {  // separate branches, or ptxas serialises the products
           begin_products();
-          multiply_tiles<kSummed, kOther>(two, scores, shared_address(k[part.tile()]));
+          multiply_tiles<kSummed, kOther>(two, dA, k[part.tile()]);
           commit_products();
           wait_for_products<0>();
         } else {
           begin_products();
-          multiply_tiles<kOther, kOther>(two, scores, shared_address(q[part.tile()]));
+          multiply_tiles<kOther, kOther>(two, dA, q[part.tile()]);
           commit_products();
           wait_for_products<0>();
         }
@@ -164,8 +160,8 @@ __device__ __forceinline__ void add_states(float& sum,
 #pragma unroll 2
   for (int i = 0; i < 4; ++i) {
     const int at = swizzled(row, 4 * half + i);
-    const auto S = load8_aligned(reinterpret_cast<const bf16*>(states.S[0] + at));
-    const auto dS = load8_aligned(reinterpret_cast<const bf16*>(states.dS[0] + at));
+    const auto S = load8_aligned(&in_tile<bf16>(*states.S, at));
+    const auto dS = load8_aligned(&in_tile<bf16>(*states.dS, at));
 #pragma unroll
     for (int e = 0; e < 8; ++e) sum += S[e] * dS[e];
   }
@@ -175,11 +171,10 @@ __device__ __forceinline__ void add_states(float& sum,
 template <int kTiles, int kN>
 __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float (&dA)[kN],
                                                 Shared<kTiles>& s, const Problem& p) {
-  constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
   constexpr int kColumns = 2 * kN;
   constexpr bool kInTurn = Shared<kTiles>::kInTurn;
-  uint32_t k_out = shared_address(s.k[0]);
-  if constexpr (!kReady<kTiles>) k_out = shared_address(s.own.k_out);
+  Operand k_out = s.k[0];
+  if constexpr (!kReady<kTiles>) k_out = s.own.k_out;
   float sum = 0;  // of states
   LaneRows<32> dv_rows;
   const auto write_dv = [&](int first) {
@@ -199,9 +194,9 @@ __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float
     };
     if (s.kAhead && more) copy_next();
     const auto& states = s.states(first);
-    const uint32_t dS = shared_address(states.dS[0]);
+    const Operand dS = states.dS[0];
     const auto& values = s.values(first);
-    const uint32_t d_o = shared_address(values.d_o), v = shared_address(values.v);
+    const Operand d_o = values.d_o, v = values.v;
     const Part<kTiles> part;
     const auto multiply_all = [&](auto makes_dv, auto two) {
       constexpr int kValues = kInTurn ? 32 : kColumns;  // of dv
@@ -209,13 +204,13 @@ __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float
       float dv[kValues / 2];
       clear(dv);
       begin_products();
-      acc.multiply_states(part, two, d_o, v, shared_address(states.S[0]), dS);
-      multiply<kSummed, kSummed>(dA, d_o, v + part.group * kColumns * 128);
+      acc.multiply_states(part, two, d_o, v, states.S[0], dS);
+      mma_ABt(dA, d_o, v.from_row(part.group * kColumns));
       if constexpr (makes_dv) {
-        multiply<kOther, kOther>(dv, shared_address(s.A), d_o + column * 2);
+        mma_AtB(dv, s.A, d_o.from_column(column));
 #pragma unroll
         for (int i = 0; i < kTiles; ++i)
-          multiply<kSummed, kOther>(dv, k_out + i * kTileBytes, dS + i * kTileBytes + column * 2);
+          mma_AB(dv, k_out.from_tile(i), dS.from_tile(i).from_column(column));
       }
       commit_products();
       if constexpr (kInTurn && !makes_dv)
@@ -277,8 +272,8 @@ __device__ __forceinline__ void scale_inter(Accumulators<1>& acc, const Shared<1
 // For the key channels of a tile: the sum of an operand times accumulators over each warp's tokens.
 template <int kTiles>
 __device__ __forceinline__ void sum_tokens(float (&to)[kSubChunks][Shared<kTiles>::kChannels],
-                                           const unsigned char (&operand)[kTiles][kTileBytes],
-                                           const float (&d)[32], int tile) {
+                                           const Tile (&operand)[kTiles], const float (&d)[32],
+                                           int tile) {
   const Place at;
   float sums[16];
 #pragma unroll
@@ -286,8 +281,8 @@ __device__ __forceinline__ void sum_tokens(float (&to)[kSubChunks][Shared<kTiles
     float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float2 x = unpack(*reinterpret_cast<const uint32_t*>(
-          operand[tile] + swizzled(at.row + 8 * e, j) + 4 * at.t));
+      const float2 x =
+          unpack(in_tile<uint32_t>(operand[tile], swizzled(at.row + 8 * e, j) + 4 * at.t));
       sum = sum + x * make_float2(d[4 * j + 2 * e], d[4 * j + 2 * e + 1]);
     }
     sums[2 * j] = sum.x;
@@ -303,8 +298,7 @@ __device__ __forceinline__ void sum_tokens(float (&to)[kSubChunks][Shared<kTiles
 
 // The same for y: what dg owes to k through the states that leave the chunk.
 template <int kTiles>
-__device__ __forceinline__ void sum_inter(Shared<kTiles>& s,
-                                          const unsigned char (&k)[kTiles][kTileBytes],
+__device__ __forceinline__ void sum_inter(Shared<kTiles>& s, const Tile (&k)[kTiles],
                                           Accumulators<kTiles>& acc) {
   acc.for_tiles([&](float (&d)[32], bool is_x, int tile) {
     if (!is_x) sum_tokens<kTiles>(s.sums().inter, k, d, tile);

@@ -81,8 +81,8 @@ __device__ __forceinline__ void write_inputs(float2 (&terms)[kSubChunk], Shared<
           there ? read_pair(rows_at<const bf16>(p.k, chunk), p.k, token, pair.channel) * dk : none;
       inter = inter + to_k;
     } else {
-      to_q = unpack(word(s.q[0], at)) * x;
-      to_k = unpack(word(s.k[0], at)) * y;
+      to_q = unpack(in_tile<uint32_t>(*s.q, at)) * x;
+      to_k = unpack(in_tile<uint32_t>(*s.k, at)) * y;
     }
     terms[i] = to_q - to_k;
     sum = sum + terms[i];

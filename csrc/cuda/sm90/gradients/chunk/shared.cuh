@@ -31,7 +31,7 @@ template <bool kReady>
 struct OwnOperands {};
 template <>
 struct OwnOperands<false> {
-  unsigned char k_out[kTileBytes];  // [token][K]
+  Tile k_out;  // [token][K]
   float b_last[kTile];
 };
 
@@ -47,10 +47,10 @@ struct Shared {
   static constexpr bool kAhead = kWarpgroups == 4, kInPlace = kTiles == 4;
   static constexpr int kBuffers = kAhead ? 2 : 1;
   struct States {
-    unsigned char S[kTiles][kTileBytes], dS[kTiles][kTileBytes];  // [K][64 values]
+    Tile S[kTiles], dS[kTiles];  // [K][64 values]
   };
   struct Values {
-    unsigned char d_o[kTileBytes], v[kTileBytes];  // [token][64 values]
+    Tile d_o, v;  // [token][64 values]
   };
   struct Operands {
     States states[kBuffers];
@@ -63,7 +63,7 @@ struct Shared {
     float inter[kSubChunks][kChannels];
     float states[kChannels];  // rowsum(S dS')
   };
-  unsigned char q[kTiles][kTileBytes], k[kTiles][kTileBytes];        // q^ and k^, [token][K]
+  Tile q[kTiles], k[kTiles];                                         // q^ and k^, [token][K]
   static constexpr int kKeptTiles = kInPlace ? kTiles - 2 : kTiles;  // of q^
   using Gradients = float[2][kTiles][kTile * kTile];                 // x and y, [token][K]
   // Sums take the place of A, or lie after x and y where they are larger.
@@ -79,13 +79,13 @@ struct Shared {
     std::conditional_t<kBehind, GradientsAndSums, Nothing> behind;
   };
   union {
-    unsigned char A[kTileBytes];  // [token][token]
+    Tile A;  // [token][token]
     std::conditional_t<kBehind, Nothing, Sums> in_place;
   };
   // dv of 64 values is made by all warpgroups, 64 / kWarpgroups columns each, and leaves by way of
   // shared memory. Of four warpgroups two in turn make it, which read k^ and dS' half as often.
   static constexpr bool kInTurn = kWarpgroups == 4;
-  std::conditional_t<kInTurn, Nothing, unsigned char[kTileBytes]> dv;  // [token][64 values]
+  std::conditional_t<kInTurn, Nothing, Tile> dv;  // [token][64 values]
   OwnOperands<kReady<kTiles>> own;
   uint64_t states_full[kBuffers];  // tiles of the states are there
   Chunk chunk;                     // here, because accumulators need the registers
@@ -94,7 +94,7 @@ struct Shared {
   // Where 64 values from `first` on, and the states' columns of them, are.
   __device__ __forceinline__ Values& values(int first) {
     if constexpr (kInPlace) {
-      if (first / kTile % 2 != 0) return *reinterpret_cast<Values*>(q[kKeptTiles]);
+      if (first / kTile % 2 != 0) return *reinterpret_cast<Values*>(&q[kKeptTiles]);
       return operands.values[0];
     } else {
       return operands.values[first / kTile % kBuffers];

@@ -44,13 +44,12 @@ class KeyScaler {
       : channel_(thread_index() % kVecs * 8), token_(thread_index() / kVecs) {}
   __device__ __forceinline__ int channel() const { return channel_; }
   template <int kTiles>
-  __device__ __forceinline__ void scale(unsigned char (&tiles)[kTiles][kTileBytes],
-                                        const float (&by)[8]) const {
+  __device__ __forceinline__ void scale(Tile (&tiles)[kTiles], const float (&by)[8]) const {
     if (kHasAbsent<kTiles> && channel_ >= kTiles * kTile) return;
 #pragma unroll
     for (int token = 0; token < kTile; token += kTokens) {
-      uint4& at = *reinterpret_cast<uint4*>(tiles[channel_ / kTile] +
-                                            swizzled(token_ + token, channel_ % kTile / 8));
+      uint4& at =
+          in_tile<uint4>(tiles[channel_ / kTile], swizzled(token_ + token, channel_ % kTile / 8));
       uint32_t words[4] = {at.x, at.y, at.z, at.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -70,7 +69,6 @@ class KeyScaler {
 template <int kTiles>
 __device__ __forceinline__ void scores_of_pair(PairShared<kTiles>& s, const Problem& p,
                                                bool second_strong) {
-  constexpr auto kSummed = Contiguous::kSummed;
   constexpr int kN = 32 / kGroups;
   const Place at;
   const KeyScaler keys;
@@ -86,8 +84,7 @@ __device__ __forceinline__ void scores_of_pair(PairShared<kTiles>& s, const Prob
   begin_products();
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
-    multiply<kSummed, kSummed>(A, shared_address(s.states(kTile).S[i]),
-                               shared_address(s.k[i]) + at.group * 2 * kN * 128);
+    mma_ABt(A, s.states(kTile).S[i], Operand(s.k[i]).from_row(at.group * 2 * kN));
   commit_products();
   wait_for_products<0>();
   store_columns(s.pair_scores(), A);
@@ -105,7 +102,6 @@ template <int kTiles>
 __device__ __forceinline__ void multiply_pair_values(PairAccumulators<kTiles>& acc,
                                                      PairShared<kTiles>& s, const Problem& p,
                                                      bool is_first) {
-  constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
   constexpr int kValues = 32;
   float sum = 0;  // of states
   LaneRows<kValues> dv_rows;
@@ -126,9 +122,8 @@ __device__ __forceinline__ void multiply_pair_values(PairAccumulators<kTiles>& a
       copy_operands_of_pair(s, p, s.states(first + kTile));
     const auto& states = s.states(first);
     const auto& values = s.values(first);
-    const uint32_t S = shared_address(states.S[0]), dS = shared_address(states.dS[0]);
-    const uint32_t d_o = shared_address(values.d_o), v = shared_address(values.v);
-    const uint32_t other = shared_address(s.other(first));
+    const Operand S = states.S[0], dS = states.dS[0], d_o = values.d_o, v = values.v;
+    const Operand other = s.other(first);
     const Part<kTiles> part;
     const auto multiply_all = [&](auto makes_dv, auto two) {
       const int column = part.half() * kValues;
@@ -136,15 +131,13 @@ __device__ __forceinline__ void multiply_pair_values(PairAccumulators<kTiles>& a
       clear(dv);
       begin_products();
       acc.multiply_states(part, two, d_o, v, S, dS);
-      multiply<kSummed, kSummed>(acc.scores, part.makes_x() || !is_first ? d_o : v,
-                                 (part.makes_x() ? v : other) + part.half() * 32 * 128);
+      mma_ABt(acc.scores, part.makes_x() || !is_first ? d_o : v,
+              (part.makes_x() ? v : other).from_row(part.half() * 32));
       if constexpr (makes_dv) {
-        multiply<kOther, kOther>(dv, shared_address(s.A), d_o + column * 2);
-        if (is_first)
-          multiply<kOther, kOther>(dv, shared_address(s.pair_scores()), other + column * 2);
+        mma_AtB(dv, s.A, d_o.from_column(column));
+        if (is_first) mma_AtB(dv, s.pair_scores(), other.from_column(column));
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i)
-          multiply<kSummed, kOther>(dv, shared_address(s.k[i]), dS + i * kTileBytes + column * 2);
+        for (int i = 0; i < kTiles; ++i) mma_AB(dv, s.k[i], dS.from_tile(i).from_column(column));
       }
       commit_products();
       if constexpr (!makes_dv)
@@ -210,8 +203,7 @@ __device__ __forceinline__ void make_pair_gradients(PairShared<kTiles>& s, const
     });
     part.by_width([&](auto two) {
       begin_products();
-      acc.template multiply_tiles<kSummed, kOther>(two, shared_address(tiles[1]),
-                                                   shared_address(other_operand[part.tile()]));
+      acc.template multiply_tiles<kSummed, kOther>(two, tiles[1], other_operand[part.tile()]);
       commit_products();
       wait_for_products<0>();
     });

@@ -32,18 +32,18 @@ struct PairShared : Shared<kTiles> {
   bool is_first;
   float pass[kChannels];        // the product of both factors
   float other_sums[kChannels];  // what the other block adds to this one's rowsum(S~ dS~)
-  alignas(1024) unsigned char other_tile[kTileBytes];
+  alignas(1024) Tile other_tile;
 
   // Where the other chunk's 64 values from `first` on are. Every second time they lie where q^ will
   // be, which is copied after the values.
-  __device__ __forceinline__ unsigned char* other(int first) {
+  __device__ __forceinline__ Tile& other(int first) {
     return first / kTile % 2 != 0 ? this->q[1] : other_tile;
   }
   // For the first chunk: A21, how the second's queries see its keys, [second's token][token].
-  __device__ __forceinline__ unsigned char* pair_scores() { return this->q[0]; }
+  __device__ __forceinline__ Tile& pair_scores() { return this->q[0]; }
   // Until the second states come.
   __device__ __forceinline__ PairFactors& factors() {
-    return *reinterpret_cast<PairFactors*>(this->operands.states[1].dS[0]);
+    return *reinterpret_cast<PairFactors*>(&this->operands.states[1].dS[0]);
   }
   __device__ __forceinline__ int64_t other_slot(const Problem& p) const {
     return chunk_pair::other_slot(p, this->chunk, is_first);
@@ -63,8 +63,8 @@ __device__ __forceinline__ void copy_factors(PairFactors& to, const Problem& p, 
 
 // Asks for q^ or k^ of a chunk.
 template <int kTiles>
-__device__ __forceinline__ void copy_operand(unsigned char (&tiles)[kTiles][kTileBytes],
-                                             const Problem& p, int64_t slot, bool keys) {
+__device__ __forceinline__ void copy_operand(Tile (&tiles)[kTiles], const Problem& p, int64_t slot,
+                                             bool keys) {
   copy_operands(tiles, prepared_at(p, slot) + (keys ? offsetof(KeyGroup, k) : 0));
 }
 // Asks for what follows the sums over values: q^ of the second chunk and k^ of the first, the other
@@ -88,11 +88,11 @@ __device__ __forceinline__ void copy_pair_values(PairShared<kTiles>& s, const Pr
   const Rows& rows = is_first ? p.d_o : p.v;
   const Mover<kGroupsFor<kTiles>> mover;
   const int column = first + mover.column;
-  mover.template copy<kTile>(s.other(first), other_values + token_offset(rows, mover.row) + column,
+  mover.template copy<kTile>(&s.other(first), other_values + token_offset(rows, mover.row) + column,
                              token_offset(rows, 1), other_length, column < p.V);
   if (threadIdx.x != 0) return;
   auto& states = s.states(first);
-  const auto copy_tiles = [&](unsigned char (&to)[kTiles][kTileBytes], void* from) {
+  const auto copy_tiles = [&](Tile(&to)[kTiles], void* from) {
     bulk_copy(to, state_tile_at(p, from, chunk.state, first / kTile, 0), sizeof(to),
               &s.full(first));
   };

@@ -31,6 +31,15 @@ class GatePart {
   // Whether products sum the gates of a chunk in tier 1, from a tile, which bf16 holds exactly.
   static constexpr bool kByProducts = std::is_same_v<Gate, bf16>;
 
+  // Where fp32 terms of dq lie in a strong chunk; `A` is read.
+  template <class Own>
+  static __device__ __forceinline__ FloatTile q_terms(Own& own, Tile& A) {
+    if constexpr (kByProducts)
+      return {A, own.tiles[0]};
+    else
+      return float_tile(own.tiles);
+  }
+
   // Asks for gates of the i-th chunk of the sweep, to where in `tile` this thread has read dg.
   template <class Own>
   __device__ __forceinline__ void copy(Own& own, int i) const {
@@ -40,7 +49,7 @@ class GatePart {
     const int chunk = chunk_of(segment_, i);
     const int rows = at.rows_of(segment_, chunk, first_k_ + 8 * at.piece < p_.K);
     const bf16* from = at.at<const bf16>(p_.g, segment_, chunk, first_k_);
-    const uint32_t to = shared_address(own.tile);
+    const uint32_t to = shared_address(own.tiles);
 #pragma unroll
     for (int j = 0; j < WarpRows::kRows; ++j, from += token_offset(p_.g, WarpRows::kRowsEach))
       copy16(to + at.offset(j), from, j * WarpRows::kRowsEach < rows);
@@ -61,7 +70,7 @@ class GatePart {
     const Lane lane;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const float2 pair = float_tile(own.tile).at(lane.row + i % 2 * 8, i / 2 * 8 + 2 * lane.t);
+      const float2 pair = float_tile(own.tiles).at(lane.row + i % 2 * 8, i / 2 * 8 + 2 * lane.t);
       exponents[2 * i] = pair.x;
       exponents[2 * i + 1] = pair.y;
     }

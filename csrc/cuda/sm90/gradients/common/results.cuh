@@ -27,22 +27,21 @@ __device__ __forceinline__ void clear_gradients(const Problem& p, const Segment&
 
 // Where a chunk's gradients lie before they are written as rows.
 struct GradientTiles {
-  unsigned char *dq, *dk;
-  unsigned char *high, *low;  // what dg sums is the sum of these
+  Tile &dq, &dk;
+  Tile &high, &low;  // what dg sums is the sum of these
 };
 
 // Turns x and y of a chunk into dq and dk, and into what dg sums, q^ x - k^ y. A warp reads and
 // writes its own rows of all tiles, which may take the places of q^ and k^.
 __device__ __forceinline__ void finish(const GradientTiles& to, const float (&x)[32],
                                        const float (&y)[32], const float (&exponents)[32],
-                                       const unsigned char* q, const unsigned char* k,
-                                       float scale) {
+                                       const Tile& q, const Tile& k, float scale) {
   const Fragments fragments(thread_index());
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t q_words[4], k_words[4], high[4], low[4];
-    fragments.load(q_words, shared_address(q), i);
-    fragments.load(k_words, shared_address(k), i);
+    fragments.load(q_words, q, i);
+    fragments.load(k_words, k, i);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int at = 8 * i + 2 * e;
@@ -55,10 +54,10 @@ __device__ __forceinline__ void finish(const GradientTiles& to, const float (&x)
       q_words[e] = pack(dq.x * (scale * exp2_ftz(first)), dq.y * (scale * exp2_ftz(second)));
       k_words[e] = pack(dk.x * exp2_ftz(-first), dk.y * exp2_ftz(-second));
     }
-    fragments.store(shared_address(to.dq), i, q_words);
-    fragments.store(shared_address(to.dk), i, k_words);
-    fragments.store(shared_address(to.high), i, high);
-    fragments.store(shared_address(to.low), i, low);
+    fragments.store(to.dq, i, q_words);
+    fragments.store(to.dk, i, k_words);
+    fragments.store(to.high, i, high);
+    fragments.store(to.low, i, low);
   }
 }
 

@@ -10,7 +10,7 @@ namespace gla_ext::cuda::sm90::gradients {
 class RowSums {
  public:
   // Adds 64 values, with dS~ in accumulators.
-  __device__ __forceinline__ void add(uint32_t S, const float (&dS)[32]) {
+  __device__ __forceinline__ void add(const Operand& S, const float (&dS)[32]) {
     const Fragments fragments(thread_index());
     uint32_t words[2][4];
     fragments.load(words[0], S, 0);

@@ -27,15 +27,13 @@ __device__ __forceinline__ int chunk_of(const Segment& segment, int i) {
 
 // fp32 [token][64 of K], half of the tokens here and half there.
 struct FloatTile {
-  unsigned char *first, *second;
+  unsigned char *first, *second;  // tiles; as references, ptxas serialises products (C7511)
   __device__ __forceinline__ float2& at(int row, int column) const {
     return pair_at(reinterpret_cast<float*>(row < kTile / 2 ? first : second),
                    swizzled_float(row % (kTile / 2), column));
   }
 };
-__device__ __forceinline__ FloatTile float_tile(unsigned char* tile) {
-  return {tile, tile + kTileBytes};
-}
+__device__ __forceinline__ FloatTile float_tile(Tile* tiles) { return {tiles[0], tiles[1]}; }
 
 // Where a thread is in the accumulators of a warpgroup: rows `row` and the eighth after it, columns
 // 2 t and 2 t + 1 of every eight.
@@ -53,7 +51,7 @@ __device__ __forceinline__ void scale_rows(float (&d)[32], const float (&by)[2])
 }
 
 // Stores accumulators as a tile of bf16.
-__device__ __forceinline__ void store_tile(unsigned char* tile, const float (&d)[32]) {
+__device__ __forceinline__ void store_tile(Tile& tile, const float (&d)[32]) {
   store_tile(Fragments(thread_index()), tile, d);
 }
 
@@ -67,7 +65,7 @@ struct WarpRows {
         piece(thread_index() % kPieces) {}
   // Byte offset of the j-th.
   __device__ __forceinline__ int offset(int j) const {
-    return (swizzled(row, piece) + j * kRowsEach * 128) ^ (j % 2 * 64);
+    return (swizzled(row, piece) + j * kRowsEach * kRowBytes) ^ (j % 2 * 64);
   }
   // How many of the chunk's rows are left from `row` on; none if the column is not there.
   __device__ __forceinline__ int rows_of(const Segment& segment, int chunk, bool inside) const {
@@ -84,12 +82,11 @@ struct WarpRows {
 // On their way from a tile to a chunk's rows of an output.
 struct TileRows {
   uint4 words[WarpRows::kRows];
-  __device__ __forceinline__ void read(const unsigned char* tile) {
+  __device__ __forceinline__ void read(const Tile& tile) {
     const WarpRows at;
     __syncwarp();  // the tile is written
 #pragma unroll
-    for (int j = 0; j < WarpRows::kRows; ++j)
-      words[j] = *reinterpret_cast<const uint4*>(tile + at.offset(j));
+    for (int j = 0; j < WarpRows::kRows; ++j) words[j] = in_tile<uint4>(tile, at.offset(j));
   }
   // From column `first` on.
   __device__ __forceinline__ void write(const Rows& r, const Segment& segment, int chunk, int first,

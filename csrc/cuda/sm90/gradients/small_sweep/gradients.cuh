@@ -33,10 +33,12 @@ struct ScoreOperand {
     }
   }
   // d += A B, B [64 summed][64]
-  __device__ __forceinline__ void multiply(float (&d)[32], uint32_t b, bool add = true) const {
+  __device__ __forceinline__ void multiply(float (&d)[32], const Operand& B,
+                                           bool add = true) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      product<Contiguous::kOther>(d, words[i], descriptor(b + i * 16 * 128, 0), add || i > 0);
+      product<Contiguous::kOther>(d, words[i], descriptor(B.address + i * 16 * kRowBytes, 0),
+                                  add || i > 0);
   }
 };
 
@@ -61,12 +63,11 @@ __device__ __forceinline__ void write_rows(const TileRows (&rows)[kTensors],
 
 // dv += A^T do of strong chunks, both in tiles. By single warps' instructions: for one more
 // warpgroup product ptxas has too few registers.
-__device__ __forceinline__ void add_strong_scores(float (&dv)[32], const unsigned char* A,
-                                                  const unsigned char* d_o) {
+__device__ __forceinline__ void add_strong_scores(float (&dv)[32], const Tile& A, const Tile& d_o) {
   const int thread = thread_index(), lane = thread % kWarp;
   const int warp = thread % kGroupThreads / kWarp, upper = lane / 16, odd = lane / 8 % 2;
-  const auto at = [](const unsigned char* tile, int row, int part) {
-    return reinterpret_cast<const bf16*>(tile + swizzled(row, part));
+  const auto at = [](const Tile& tile, int row, int part) {
+    return &in_tile<bf16>(tile, swizzled(row, part));
   };
 #pragma unroll 1
   for (int token = 0; token < kTile; token += 16) {
@@ -106,41 +107,35 @@ __device__ __forceinline__ void finish_strong(Shared& s, const Problem& p, Stage
 // that of the transpose. dg's sums rest on both adding in the same order, since there the two must
 // cancel.
 __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
-  constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
 #pragma unroll 1
   for (int i = 0; i < s.segment.chunks; ++i) {
     const int stage = i % kSweepStages, chunk = chunk_of(s.segment, i),
               length = s.segment.length_of(chunk);
     Stage& tiles = s.stages[stage];
     Factors& factors = s.factors[stage];
-    const uint32_t q = shared_address(tiles.q), k = shared_address(tiles.k),
-                   v = shared_address(tiles.v), d_o = shared_address(tiles.d_o),
-                   dS = shared_address(s.dS);
+    const Operand q = tiles.q, k = tiles.k, v = tiles.v, d_o = tiles.d_o, dS = s.dS;
     wait(&s.ready[stage], i / kSweepStages & 1);
     const bool strong = __any_sync(0xffffffffu, s.strong[stage]);
     float x[32], y[32], dA[32];
-    const uint64_t rows = descriptor(d_o, 0), S_and_v = descriptor(shared_address(tiles.S), 0);
+    const uint64_t rows = descriptor(d_o), S_and_v = descriptor(tiles.S);
     begin_products();
-#pragma unroll
-    for (int t = 0; t < 4; ++t)
-      product<kSummed, kSummed>(x, dA, rows + t * (kStepBytes >> 4),
-                                S_and_v + t * (kStepBytes >> 4), t > 0);
+    multiply_two(x, dA, rows, S_and_v, false);
     commit_products();
     wait_for_products<0>();
     scale_columns(x, factors.factors[kEnter][0] + 2 * Lane().t);
     const ScoreOperand<Ones::kUpTo> score_grads(dA, strong);
     float dA_t[32];  // the transpose, computed again
     begin_products();
-    multiply<kSummed, kSummed>(dA_t, v, d_o, false);
+    mma_ABt(dA_t, v, d_o, false);
     commit_products();
-    multiply<kSummed, kSummed>(y, v, dS, false);
+    mma_ABt(y, v, dS, false);
     score_grads.multiply(x, k);
     commit_products();
     wait_for_products<1>();
     const ScoreOperand<Ones::kFrom> turned(dA_t, strong);
     float A[32];  // the transpose
     begin_products();
-    multiply<kSummed, kSummed>(A, k, q, false);
+    mma_ABt(A, k, q, false);
     commit_products();
     turned.multiply(y, q);
     commit_products();
@@ -149,7 +144,7 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
     float dv[32];
     begin_products();
     scores.multiply(dv, d_o, false);
-    multiply<kSummed, kOther>(dv, k, dS);
+    mma_AB(dv, k, dS);
     commit_products();
     wait_for_products<0>();
     arrive_as_warp(&s.taken);
@@ -157,8 +152,8 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
     role_barrier(kGradients);  // all tiles but the gates are read
     TileRows dv_rows[1];
     if (strong) {
-      copy_rows<1, kGroupThreads>(tiles.S, p.A, s.segment, chunk, thread_index() % kGroupThreads, 0,
-                                  kTile);
+      copy_rows<1, kGroupThreads>(&tiles.S, p.A, s.segment, chunk, thread_index() % kGroupThreads,
+                                  0, kTile);
       commit_copies();
       wait_for_copies<0>();
       fence_for_products();      // not needed, but without it ptxas waits for every product (C7511)

@@ -13,11 +13,10 @@ __device__ __forceinline__ void load(Shared& s, const Problem& p, int i) {
   const Mover<1> at(thread_index() % kGroupThreads);
   const int chunk = chunk_of(s.segment, i), length = s.segment.length_of(chunk);
   const Stage& to = s.stages[i % kSweepStages];
-  const auto copy = [&](const unsigned char* tile, const bf16* row, int32_t stride, int rows,
-                        int columns) {
-    at.template copy<kTile>(tile, row + at.column, stride, rows, at.column < columns);
+  const auto copy = [&](const Tile& tile, const bf16* row, int32_t stride, int rows, int columns) {
+    at.template copy<kTile>(&tile, row + at.column, stride, rows, at.column < columns);
   };
-  const auto copy_tokens = [&](const unsigned char* tile, const SegmentRows& from, int columns) {
+  const auto copy_tokens = [&](const Tile& tile, const SegmentRows& from, int columns) {
     copy(tile, from.at(chunk * kTile + at.row), from.stride, length, columns);
   };
   copy_tokens(to.g, s.g, p.K);
@@ -38,11 +37,11 @@ __device__ __forceinline__ uint32_t load_flag(const Shared& s, const Problem& p,
 
 // Clamps the gates that this thread has copied. A twin of the `clamp_gates` of a tile
 // (tiles/cumsum.cuh), in a form with which ptxas does not serialise the products (C7511).
-__device__ __forceinline__ void clamp_copied_gates(unsigned char* tile) {
+__device__ __forceinline__ void clamp_copied_gates(Tile& tile) {
   const Mover<1> at(thread_index() % kGroupThreads);
 #pragma unroll
   for (int j = 0; j < kTile; j += at.kStep)
-    clamp_gates(reinterpret_cast<uint4*>(tile + at.offset + j * 128));
+    clamp_gates(&in_tile<uint4>(tile, at.offset + j * kRowBytes));
 }
 
 // q^ and k^ in place of q and k. A twin of Gating (tiles/gating.cuh) that goes over half of the
@@ -60,8 +59,8 @@ __device__ __forceinline__ void gate(Stage& tiles, float* b_last, bool strong, f
     uint32_t q_words[2][4], k_words[2][4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      fragments.load(q_words[i], shared_address(tiles.q), 2 * half + i);
-      fragments.load(k_words[i], shared_address(tiles.k), 2 * half + i);
+      fragments.load(q_words[i], tiles.q, 2 * half + i);
+      fragments.load(k_words[i], tiles.k, 2 * half + i);
     }
     wait_for_products<0>();
     const Lane lane;
@@ -87,15 +86,14 @@ __device__ __forceinline__ void gate(Stage& tiles, float* b_last, bool strong, f
                                k.y * exp2_ftz(fmaf(b_y, -kLog2E, y.to)));
         }
       }
-      fragments.store(shared_address(tiles.q), 2 * half + i, q_words[i]);
-      fragments.store(shared_address(tiles.k), 2 * half + i, k_words[i]);
+      fragments.store(tiles.q, 2 * half + i, q_words[i]);
+      fragments.store(tiles.k, 2 * half + i, k_words[i]);
     }
   }
 }
 
 // Makes q^ and k^ of every chunk, and bf16 dS~ from dS~ in registers; then dS, for the next chunk.
 __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
-  constexpr auto kOther = Contiguous::kOther;
   using F = Fields<Sweep::kStateGrads>;
   const Segment& segment = s.segment;
   State<kTile> dS(0, 0, 0);
@@ -123,7 +121,7 @@ __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
     role_barrier(kOperands);  // q^ and k^ are there
     float leaving[32];        // k^^T v
     begin_products();
-    multiply<kOther, kOther>(leaving, shared_address(tiles.k), shared_address(tiles.v), false);
+    mma_AtB(leaving, tiles.k, tiles.v, false);
     commit_products();
     flag = load_flag(s, p, i + 1);
     wait(&s.taken, (i & 1) ^ 1);  // at once in the first chunk
@@ -139,7 +137,7 @@ __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
     scale_rows(dS.x, out);
     store_tile(s.dS, dS.x);
     RowSums entering, left;
-    entering.add(shared_address(tiles.S), dS.x);
+    entering.add(tiles.S, dS.x);
     wait_for_products<0>();
     left.add_rounded(leaving, dS.x);
 #pragma unroll
@@ -159,9 +157,8 @@ __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
     fence_for_products();
     arrive(&s.ready[stage]);
     if (strong) scale_rows(dS.x, middle);
-    const uint32_t q = shared_address(tiles.q), d_o = shared_address(tiles.d_o);
     begin_products();
-    multiply<kOther, kOther>(dS.x, q, d_o);
+    mma_AtB(dS.x, tiles.q, tiles.d_o);
     commit_products();
     wait_for_products<0>();
     arrive_as_warp(&s.summed[stage]);

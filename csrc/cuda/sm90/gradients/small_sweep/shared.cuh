@@ -20,11 +20,11 @@ constexpr int kSweepStages = 2;  // chunks, one for each role
 // A chunk. Results take the places of their inputs. In strong chunks A takes that of S, then fp32
 // terms of dq those of S and do, and of dk those of q and k.
 struct Stage {
-  unsigned char q[kTileBytes], k[kTileBytes];  // [token][K], then q^, k^, then dq, dk
-  unsigned char g[kTileBytes];    // gates [token][K], of strong chunks clamped, then dg
-  unsigned char S[kTileBytes];    // [K][V]; then the high half of what dg sums
-  unsigned char v[kTileBytes];    // [token][V], right after S: one operand of 128 rows; then dv
-  unsigned char d_o[kTileBytes];  // [token][V], then the low half
+  Tile q, k;  // [token][K], then q^, k^, then dq, dk
+  Tile g;     // gates [token][K], of strong chunks clamped, then dg
+  Tile S;     // [K][V]; then the high half of what dg sums
+  Tile v;     // [token][V], right after S: one operand of 128 rows; then dv
+  Tile d_o;   // [token][V], then the low half
 };
 
 // Per channel, of a chunk.
@@ -67,7 +67,7 @@ struct OutputRows {
 
 struct alignas(1024) Shared {
   Stage stages[kSweepStages];
-  unsigned char dS[kTileBytes];  // dS~ [K][V]
+  Tile dS;  // dS~ [K][V]
   Factors factors[kSweepStages];
   Own own;
   float b_last[kTile];  // natural units

@@ -9,14 +9,14 @@ namespace gla_ext::cuda::sm90::gradients::sweep {
 
 // Sums what dg owes to k through the states that leave the chunk.
 __device__ __forceinline__ void sum_inter(Queries& queries, int rank, const float (&y)[32],
-                                          const unsigned char* k) {
+                                          const Tile& k) {
   const int thread = thread_index() % kGroupThreads;
   const Fragments fragments(thread);
   float sums[16];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t words[4];
-    fragments.load(words, shared_address(k), i);
+    fragments.load(words, k, i);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       float2 sum = make_float2(0.f, 0.f);
@@ -38,7 +38,7 @@ __device__ __forceinline__ void sum_inter(Queries& queries, int rank, const floa
 }
 
 // Stores dA, zero above the diagonal.
-__device__ __forceinline__ void store_score_grads(unsigned char* tile, float (&dA)[32]) {
+__device__ __forceinline__ void store_score_grads(Tile& tile, float (&dA)[32]) {
   const Lane lane;
 #pragma unroll
   for (int j = 0; j < 32; ++j)
@@ -46,97 +46,127 @@ __device__ __forceinline__ void store_score_grads(unsigned char* tile, float (&d
   store_tile(tile, dA);
 }
 
-// A consumer's work on every other chunk.
+// What a consumer has of a chunk, number i of the sweep. Made again in each round, with the
+// addresses that follow from it, so that they take no registers in between.
+template <class SharedOfKernel>
+struct OwnChunk {
+  const int i, self, role, chunk;
+  const uint32_t parity;  // of the barriers that pass once a chunk of this consumer's
+  Own<typename SharedOfKernel::Gate>& own;
+  Queries& queries;
+  Keys& keys;
+
+  __device__ __forceinline__ OwnChunk(SharedOfKernel& s, int number)
+      : i(number),
+        self(i % kConsumers),
+        role(kConsumer + self),
+        chunk(chunk_of(s.segment, i)),
+        parity(i / kConsumers & 1),
+        own(s.own[self]),
+        queries(s.queries[i % kQueryStages]),
+        keys(s.keys[self]) {}
+};
+
+// A consumer's work on every other chunk, in four phases: what is summed over the values; then, of
+// a strong chunk, all gradients from that, or of another what pairs of tokens add and the
+// gradients.
 template <int kSlices, class SharedOfKernel>
-__device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int consumer,
-                                        int rank) {
-  constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
-  using Gate = typename SharedOfKernel::Gate;
-  const Segment& segment = s.segment;
-  const GatePart<Gate> part(p, segment, rank);
-  constexpr bool kByProducts = GatePart<Gate>::kByProducts;
-  Ring<SharedOfKernel::kSliceStages> slice;
-  Ring<kStateStages> state;
-  const auto skip = [&] {
-    slice.template skip<kSlices>();
-    state.template skip<kSlices>();
-  };
-  if (consumer > 0) skip();
-  const bool loads = threadIdx.x % kGroupThreads == 0;
-  if (loads) {
-    load_queries(s, p, consumer, rank);
-    load_keys(s, p, consumer);
-    if (consumer == 0) load_queries(s, p, kConsumers, rank);
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(SharedOfKernel& s, const Problem& p, int rank)
+      : s_(s), p_(p), rank_(rank), part_(p, s.segment, rank) {}
+
+  __device__ __forceinline__ void run(int consumer) {
+    if (consumer > 0) skip();
+    if (loads_) {
+      load_queries(s_, p_, consumer, rank_);
+      load_keys(s_, p_, consumer);
+      if (consumer == 0) load_queries(s_, p_, kConsumers, rank_);
+    }
+    if constexpr (kByProducts)
+      part_.copy(s_.own[consumer], consumer);
+    else
+      gates_ = part_.load(consumer);
+#pragma unroll 1
+    for (int i = consumer; i < s_.segment.chunks; i += kConsumers) {
+      const Chunk c(s_, i);
+      wait(&s_.queries_full[i % kQueryStages], i / kQueryStages & 1);
+      const bool strong = __any_sync(0xffffffffu, s_.strong[i % kQueryStages].x);
+      if constexpr (!kByProducts)
+        part_.write_exponents(c.own, float_tile(c.own.tiles), gates_, c.queries, rank_, c.chunk,
+                              c.role);
+      // Only when the other consumer has left its slices are the phases of the slices' barriers
+      // this chunk's.
+      if (i > 0) wait(&s_.turn[c.self], (i - 1) / kConsumers & 1);
+      float x[32], y[32], dA[32];
+      clear(x);
+      clear(y);
+      clear(dA);
+      sum_values(c, x, y, dA);
+      skip();  // the other consumer's
+      if (strong) {
+        write_strong_gradients(c, x, y);
+        continue;
+      }
+      float exponents[32];
+      add_pairs(c, x, y, dA, exponents);
+      write_gradients(c, x, y, exponents);
+    }
   }
-  ChannelPairColumn<Gate> gates;  // those that products do not sum
-  if constexpr (kByProducts)
-    part.copy(s.own[consumer], consumer);
-  else
-    gates = part.load(consumer);
+
+ private:
+  using Gate = typename SharedOfKernel::Gate;
+  using Chunk = OwnChunk<SharedOfKernel>;
+  static constexpr bool kByProducts = GatePart<Gate>::kByProducts;
+
+  __device__ __forceinline__ void skip() {
+    slice_.template skip<kSlices>();
+    state_.template skip<kSlices>();
+  }
+
+  // x = do S~^T, y = v dS~^T, dA = do v^T; and dv of the slices that are this block's.
+  __device__ __forceinline__ void sum_values(const Chunk& c, float (&x)[32], float (&y)[32],
+                                             float (&dA)[32]) {
 #pragma unroll 1
-  for (int i = consumer; i < segment.chunks; i += kConsumers) {
-    // Computed again in each round, with the addresses that follow from it, so that they take no
-    // registers in between.
-    const int self = i % kConsumers, role = kConsumer + self, chunk = chunk_of(segment, i);
-    const uint32_t parity = i / kConsumers & 1;
-    Own<Gate>& own = s.own[self];
-    Queries& queries = s.queries[i % kQueryStages];
-    Keys& keys = s.keys[self];
-    wait(&s.queries_full[i % kQueryStages], i / kQueryStages & 1);
-    const bool strong = __any_sync(0xffffffffu, s.strong[i % kQueryStages].x);
-    if constexpr (!kByProducts)
-      part.write_exponents(own, float_tile(own.tile), gates, queries, rank, chunk, role);
-    // Only when the other consumer has left its slices are the phases of the slices' barriers this
-    // chunk's.
-    if (i > 0) wait(&s.turn[self], (i - 1) / kConsumers & 1);
-    float x[32], y[32], dA[32];
-    clear(x);
-    clear(y);
-    clear(dA);
-#pragma unroll 1
-    for (int j = 0; j < kSlices; ++j, slice.next(), state.next()) {
-      const Slice& values = s.slices[slice.stage];
-      unsigned char* dS = s.dS[state.stage];
-      wait(&s.full[slice.stage], slice.parity);
+    for (int j = 0; j < kSlices; ++j, slice_.next(), state_.next()) {
+      const Slice& values = s_.slices[slice_.stage];
+      const Tile& dS = s_.dS[state_.stage];
+      wait(&s_.full[slice_.stage], slice_.parity);
       fence_for_products();  // the copies
-      const uint64_t d_o = descriptor(shared_address(values.d_o), 0),
-                     S_and_v = descriptor(shared_address(values.S), 0);
+      const uint64_t d_o = descriptor(values.d_o), S_and_v = descriptor(values.S);
       begin_products();
-#pragma unroll
-      for (int t = 0; t < 4; ++t)
-        product<kSummed, kSummed>(x, dA, d_o + t * (kStepBytes >> 4),
-                                  S_and_v + t * (kStepBytes >> 4));
+      multiply_two(x, dA, d_o, S_and_v);
       commit_products();
-      wait(&s.ready[state.stage], state.parity);
+      wait(&s_.ready[state_.stage], state_.parity);
       begin_products();
-      multiply<kSummed, kSummed>(y, shared_address(values.v), shared_address(dS));
+      mma_ABt(y, values.v, dS);
       commit_products();
-      const bool is_own = j % kClusterBlocks == rank;
+      const bool is_own = j % kClusterBlocks == rank_;
       const auto leave = [&] {
         wait_for_products<0>();
-        arrive_as_warp(&s.empty[slice.stage]);
-        arrive_as_warp(&s.taken[state.stage]);
-        if (is_own) arrive_as_warp(&s.taken[state.stage]);  // dS~ was not sent
-        if (j + 1 == kSlices) arrive_as_warp(&s.turn[kConsumers - 1 - self]);
+        arrive_as_warp(&s_.empty[slice_.stage]);
+        arrive_as_warp(&s_.taken[state_.stage]);
+        if (is_own) arrive_as_warp(&s_.taken[state_.stage]);  // dS~ was not sent
+        if (j + 1 == kSlices) arrive_as_warp(&s_.turn[kConsumers - 1 - c.self]);
       };
       if (!is_own) {
         leave();
         continue;
       }
-      wait(&s.keys_full[self], parity);
-      const int slot = received_slot<kSlices>(i, j);
-      wait(&s.received_full[slot], received_parity<kSlices>(i));
-      unsigned char* tile = s.received[slot];
-      const uint32_t other = shared_address(tile), mine = shared_address(dS);
+      wait(&s_.keys_full[c.self], c.parity);
+      const int slot = received_slot<kSlices>(c.i, j);
+      wait(&s_.received_full[slot], received_parity<kSlices>(c.i));
+      Tile& tile = s_.received[slot];
+      const Operand other = tile, mine = dS;
       float dv[32];
       clear(dv);
       begin_products();
-      multiply<kOther, kOther>(dv, shared_address(keys.A), shared_address(values.d_o));
-      multiply<kSummed, kOther>(dv, shared_address(keys.k[0]), rank == 0 ? mine : other);
-      multiply<kSummed, kOther>(dv, shared_address(keys.k[1]), rank == 0 ? other : mine);
+      mma_AtB(dv, c.keys.A, values.d_o);
+      mma_AB(dv, c.keys.k[0], rank_ == 0 ? mine : other);
+      mma_AB(dv, c.keys.k[1], rank_ == 0 ? other : mine);
       commit_products();
       leave();
-      role_barrier(role);  // all warps' products have read what was sent
+      role_barrier(c.role);  // all warps' products have read what was sent
       store_tile(tile, dv);
       TileRows rows;
       rows.read(tile);
@@ -145,72 +175,73 @@ __device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int
       // scope, would not.
       fence_for_products();
       __syncwarp();
-      if (threadIdx.x % kWarp == 0) arrive_in_cluster(address_in(&s.taken[state.stage], 1 - rank));
-      rows.write(p.dv, segment, chunk, j * kTile, p.V);
+      if (threadIdx.x % kWarp == 0)
+        arrive_in_cluster(address_in(&s_.taken[state_.stage], 1 - rank_));
+      rows.write(p_.dv, s_.segment, c.chunk, j * kTile, p_.V);
     }
-    skip();  // the other consumer's
-    const auto release = [&] {
-      fence_for_products();  // before the next chunks' bulk copies
-      arrive(&s.chunk_empty[self]);
-      if (loads) {
-        wait(&s.chunk_empty[self], parity);
-        load_keys(s, p, i + kConsumers);
-        load_queries(s, p, i + kQueryStages, rank);
-      }
-      __syncwarp();
-    };
-    if (strong) {
-      wait(&s.states_full[i % kQueryStages], i / kQueryStages & 1);
-      FloatTile q_terms = float_tile(own.tile), k_terms = float_tile(keys.k[0]);
-      if constexpr (kByProducts) {
-        q_terms = {keys.A, own.tile};
-        wait_for_copies<0>();
-        part.write_exponents(own, q_terms, part.load(i), queries, rank, chunk, role);
-      } else {
-        gates = part.load(i + kConsumers);
-      }
-      role_barrier(role);  // k^ is read
-      part.write_strong_exponents(own, k_terms, queries, rank, chunk);
-      role_barrier(role);  // the exponents are written
-      finish_strong(x, q_terms, p.scale);
-      finish_strong(y, k_terms, 1.f);
-      role_barrier(role);  // dq and dk are
-      part.write_strong_gradients(own, q_terms, k_terms, queries, rank, chunk, role);
-      release();
-      if constexpr (kByProducts) part.copy(own, i + kConsumers);
-      continue;
+  }
+
+  // A strong chunk's gradients, from what the values gave: what pairs of tokens add is in memory.
+  __device__ __forceinline__ void write_strong_gradients(const Chunk& c, const float (&x)[32],
+                                                         const float (&y)[32]) {
+    wait(&s_.states_full[c.i % kQueryStages], c.i / kQueryStages & 1);
+    const FloatTile k_terms = float_tile(c.keys.k), q_terms = part_.q_terms(c.own, c.keys.A);
+    if constexpr (kByProducts) {
+      wait_for_copies<0>();
+      part_.write_exponents(c.own, q_terms, part_.load(c.i), c.queries, rank_, c.chunk, c.role);
+    } else {
+      gates_ = part_.load(c.i + kConsumers);
     }
-    sum_inter(queries, rank, y, keys.k[rank]);
-    store_score_grads(keys.A, dA);  // A is read
-    float exponents[32];
+    role_barrier(c.role);  // k^ is read
+    part_.write_strong_exponents(c.own, k_terms, c.queries, rank_, c.chunk);
+    role_barrier(c.role);  // the exponents are written
+    finish_strong(x, q_terms, p_.scale);
+    finish_strong(y, k_terms, 1.f);
+    role_barrier(c.role);  // dq and dk are
+    part_.write_strong_gradients(c.own, q_terms, k_terms, c.queries, rank_, c.chunk, c.role);
+    release(c);
+    if constexpr (kByProducts) part_.copy(c.own, c.i + kConsumers);
+  }
+
+  // x += dA k^, y += dA^T q^; meanwhile the exponents of dq and dk, and what dg owes to the states.
+  __device__ __forceinline__ void add_pairs(const Chunk& c, float (&x)[32], float (&y)[32],
+                                            float (&dA)[32], float (&exponents)[32]) {
+    sum_inter(c.queries, rank_, y, c.keys.k[rank_]);
+    store_score_grads(c.keys.A, dA);  // A is read
     if constexpr (kByProducts)
       wait_for_copies<0>();  // gates
     else
-      part.read_exponents(exponents, own);
+      part_.read_exponents(exponents, c.own);
     fence_for_products();
-    role_barrier(role);  // dA, gates and sum_inter's sums are written, or exponents read
+    role_barrier(c.role);  // dA, gates and sum_inter's sums are written, or exponents read
     begin_products();
     if constexpr (kByProducts) {
-      Triangle<Ones::kUpTo>(thread_index()).sum(exponents, own.tile, false);
+      Triangle<Ones::kUpTo>(thread_index()).sum(exponents, c.own.tiles[0], false);
       commit_products();
     }
-    multiply<kSummed, kOther>(x, shared_address(keys.A), shared_address(keys.k[rank]));
-    multiply<kOther, kOther>(y, shared_address(keys.A), shared_address(queries.q));
+    mma_AB(x, c.keys.A, c.keys.k[rank_]);
+    mma_AtB(y, c.keys.A, c.queries.q);
     commit_products();
-    wait(&s.states_full[i % kQueryStages], i / kQueryStages & 1);
-    part.sum_states(own, queries, rank);
+    wait(&s_.states_full[c.i % kQueryStages], c.i / kQueryStages & 1);
+    part_.sum_states(c.own, c.queries, rank_);
     if constexpr (kByProducts) {
       wait_for_products<1>();
-      part.make_exponents(exponents, queries, rank);
+      part_.make_exponents(exponents, c.queries, rank_);
     }
     wait_for_products<0>();
-    role_barrier(role);  // dA, q^, k^ and gates are read
-    const GradientTiles tiles{keys.A, keys.k[rank], queries.q, keys.k[1 - rank]};
-    finish(tiles, x, y, exponents, queries.q, keys.k[rank], p.scale);
+    role_barrier(c.role);  // dA, q^, k^ and gates are read
+  }
+
+  // dq and dk from x and y, dg from the sums of q^ x - k^ y; in the places of what is read.
+  __device__ __forceinline__ void write_gradients(const Chunk& c, const float (&x)[32],
+                                                  const float (&y)[32],
+                                                  const float (&exponents)[32]) {
+    const GradientTiles tiles{c.keys.A, c.keys.k[rank_], c.queries.q, c.keys.k[1 - rank_]};
+    finish(tiles, x, y, exponents, c.queries.q, c.keys.k[rank_], p_.scale);
     fence_for_products();
-    role_barrier(role);  // what dg sums is written
+    role_barrier(c.role);  // what dg sums is written
     float dg[32];
-    part.load_states(dg, own);
+    part_.load_states(dg, c.own);
     begin_products();
     const Triangle<Ones::kFrom> ones(thread_index());
     ones.sum(dg, tiles.high, true);
@@ -221,21 +252,42 @@ __device__ __forceinline__ void consume(SharedOfKernel& s, const Problem& p, int
     dk_rows.read(tiles.dk);
     wait_for_products<0>();
     if constexpr (kByProducts) {
-      store_tile(own.tile, dg);
-      dg_rows.read(own.tile);
+      store_tile(c.own.tiles[0], dg);
+      dg_rows.read(c.own.tiles[0]);
     }
-    release();
+    release(c);
     if constexpr (kByProducts)
-      part.copy(own, i + kConsumers);
+      part_.copy(c.own, c.i + kConsumers);
     else
-      gates = part.load(i + kConsumers);
-    dq_rows.write(p.dq, segment, chunk, rank * kTile, p.K);
-    dk_rows.write(p.dk, segment, chunk, rank * kTile, p.K);
+      gates_ = part_.load(c.i + kConsumers);
+    dq_rows.write(p_.dq, s_.segment, c.chunk, rank_ * kTile, p_.K);
+    dk_rows.write(p_.dk, s_.segment, c.chunk, rank_ * kTile, p_.K);
     if constexpr (kByProducts)
-      dg_rows.write(p.dg, segment, chunk, rank * kTile, p.K);
+      dg_rows.write(p_.dg, s_.segment, c.chunk, rank_ * kTile, p_.K);
     else
-      part.write(dg, chunk);
+      part_.write(dg, c.chunk);
   }
-}
+
+  // Gives back the places of a chunk, and asks for the next one's operands.
+  __device__ __forceinline__ void release(const Chunk& c) {
+    fence_for_products();  // before the next chunks' bulk copies
+    arrive(&s_.chunk_empty[c.self]);
+    if (loads_) {
+      wait(&s_.chunk_empty[c.self], c.parity);
+      load_keys(s_, p_, c.i + kConsumers);
+      load_queries(s_, p_, c.i + kQueryStages, rank_);
+    }
+    __syncwarp();
+  }
+
+  SharedOfKernel& s_;
+  const Problem& p_;
+  const int rank_;
+  const GatePart<Gate> part_;
+  const bool loads_ = threadIdx.x % kGroupThreads == 0;
+  Ring<SharedOfKernel::kSliceStages> slice_;
+  Ring<kStateStages> state_;
+  ChannelPairColumn<Gate> gates_;  // those that products do not sum
+};
 
 }  // namespace gla_ext::cuda::sm90::gradients::sweep

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kSweepThreads, 1) kernel(Problem p) {
     sweep_state<kSlices>(s, p, rank);
   } else {
     take_registers<160>();
-    consume<kSlices>(s, p, group - kConsumer, rank);
+    Consumer<kSlices, Shared<Gate>>(s, p, rank).run(group - kConsumer);
   }
   sync_cluster();  // the other block sends nothing any more, and is sent nothing
 #endif

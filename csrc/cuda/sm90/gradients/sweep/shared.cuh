@@ -24,14 +24,14 @@ constexpr int kStateStages = 2, kQueryStages = 3;
 
 // 64 values of a chunk.
 struct Slice {
-  unsigned char S[kTileBytes];    // [64 of K][64 values]
-  unsigned char v[kTileBytes];    // [token][64 values], right after S: one operand of 128 rows
-  unsigned char d_o[kTileBytes];  // [token][64 values]
+  Tile S;    // [64 of K][64 values]
+  Tile v;    // [token][64 values], right after S: one operand of 128 rows
+  Tile d_o;  // [token][64 values]
 };
 
 // What of a chunk does not depend on values: for the state, which is ahead, and a consumer.
 struct alignas(1024) Queries {
-  unsigned char q[kTileBytes];                     // q^ [token][64 of K]
+  Tile q;                                          // q^ [token][64 of K]
   float factors[kFactors][kClusterBlocks][kTile];  // of either block's channels
 
   // In place of factors that nothing reads: rowsum(S dS'), and what dg owes to k through dS~ in the
@@ -42,8 +42,8 @@ struct alignas(1024) Queries {
 static_assert(kFactors == kGroupWarps);
 // The rest of it, for a consumer alone.
 struct alignas(1024) Keys {
-  unsigned char k[kKeyTiles][kTileBytes];  // k^ [token][K]
-  unsigned char A[kTileBytes];             // [token][token]
+  Tile k[kKeyTiles];  // k^ [token][K]
+  Tile A;             // [token][token]
 };
 
 // What belongs to one consumer.
@@ -51,7 +51,7 @@ template <class Gate>
 struct alignas(1024) Own {
   // bf16 gates [token][64 of K], then dg on its way out. With fp32 gates exponents of dq and dk,
   // fp32 [token][64 of K].
-  unsigned char tile[kTile * kTile * sizeof(Gate)];
+  Tile tiles[sizeof(Gate) / sizeof(bf16)];
   float gates[kSubChunks][kTile], dg[kSubChunks][kTile];  // sums of a sub-chunk
   // In place of dg's first sums: what dg owes to the states that enter and leave the chunk.
   __device__ __forceinline__ float* states() { return dg[0]; }
@@ -63,11 +63,11 @@ struct Shared {
   static constexpr int kSliceStages = sizeof(Gate) == 2 ? 4 : 3;
   Slice slices[kSliceStages];
   // dS~ [64 of K][64 values], from the state's warpgroup.
-  unsigned char dS[kStateStages][kTileBytes];
+  Tile dS[kStateStages];
   Queries queries[kQueryStages];
   Keys keys[kConsumers];
   // The other block's dS~ of values whose dv is this one's, then dv on its way out.
-  unsigned char received[kClusterBlocks][kTileBytes];
+  Tile received[kClusterBlocks];
   Own<Gate> own[kConsumers];
   // A slice's rows and tile are there; they are read.
   uint64_t full[kSliceStages], empty[kSliceStages];
@@ -150,7 +150,7 @@ __device__ __forceinline__ void load_queries(SharedOfKernel& s, const Problem& p
   const int stage = i % kQueryStages;
   const unsigned char* operands = prepared_at(p, s.segment.chunk_head(p, chunk_of(s.segment, i)));
   uint64_t* full = &s.queries_full[stage];
-  bulk_copy(s.queries[stage].q, operands + rank * kTileBytes, kTileBytes, full);
+  bulk_copy(&s.queries[stage].q, operands + rank * kTileBytes, kTileBytes, full);
   bulk_copy(s.queries[stage].factors, operands + offsetof(KeyGroup, factors), kFactorBytes, full);
   bulk_copy(&s.strong[stage], operands + offsetof(PreparedChunk<1>, strong),
             sizeof(s.strong[stage]), full);
@@ -162,7 +162,7 @@ __device__ __forceinline__ void load_keys(SharedOfKernel& s, const Problem& p, i
   Keys& to = s.keys[i % kConsumers];
   uint64_t* full = &s.keys_full[i % kConsumers];
   bulk_copy(to.k, operands + offsetof(KeyGroup, k), kKeyTiles * kTileBytes, full);
-  bulk_copy(to.A, operands + offsetof(PreparedChunk<1>, A), kTileBytes, full);
+  bulk_copy(&to.A, operands + offsetof(PreparedChunk<1>, A), kTileBytes, full);
 }
 
 }  // namespace gla_ext::cuda::sm90::gradients::sweep

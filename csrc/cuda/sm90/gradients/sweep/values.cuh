@@ -18,7 +18,7 @@ struct CopiedRows {
   __device__ __forceinline__ void copy(uint32_t to, int first, int rows) const {
     const bf16* p = from + first;
 #pragma unroll
-    for (int j = 0; j < kTile; j += kRowsEach, p += stride) copy16(to + j * 128, p, j < rows);
+    for (int j = 0; j < kTile; j += kRowsEach, p += stride) copy16(to + j * kRowBytes, p, j < rows);
   }
 };
 
@@ -48,9 +48,9 @@ __device__ __forceinline__ void produce(SharedOfKernel& s, const Problem& p, int
       const bool inside = first + column < p.V;
       const uint32_t offset = swizzled(row, column / 8);
       if (thread == 0)
-        bulk_copy(to.S, state_tile_at(p, p.S, state, j, rank), kTileBytes, &s.full[slice.stage]);
-      d_o.copy(shared_address(to.d_o) + offset, first, inside ? tokens : 0);
-      v.copy(shared_address(to.v) + offset, first, inside ? tokens : 0);
+        bulk_copy(&to.S, state_tile_at(p, p.S, state, j, rank), kTileBytes, &s.full[slice.stage]);
+      d_o.copy(shared_address(&to.d_o) + offset, first, inside ? tokens : 0);
+      v.copy(shared_address(&to.v) + offset, first, inside ? tokens : 0);
       arrive_after_copies(&s.full[slice.stage]);
     }
   }
@@ -76,7 +76,6 @@ __device__ __forceinline__ void store_sums(RowSums& rows, float* sums, const flo
 template <int kSlices, class SharedOfKernel>
 __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p, int rank) {
   using F = Fields<Sweep::kStateGrads>;
-  constexpr auto kOther = Contiguous::kOther;
   const Segment& segment = s.segment;
   const int first_k = rank * kTile;
   float x[kSlices][32];
@@ -108,11 +107,10 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
     __syncwarp();  // s.factors is written
     const bool strong = __any_sync(0xffffffffu, middle(0) != 1.f || middle(1) != 1.f);
     RowSums sums;
-    const uint32_t q = shared_address(queries.q);
 #pragma unroll
     for (int j = 0; j < kSlices; ++j) {
       const Slice& values = s.slices[slice.stage];
-      unsigned char* dS = s.dS[state_stage.stage];
+      Tile& dS = s.dS[state_stage.stage];
       // While its rows are on their way.
       wait(&s.taken[state_stage.stage], state_stage.parity ^ 1);  // at once in the first round
       const volatile float* in = s.factors + Lane().row;
@@ -126,18 +124,18 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
           const int slot = received_slot<kSlices>(i, j);
           const uint32_t full = address_in(&s.received_full[slot], 1 - rank);
           arrive_and_expect(full, kTileBytes);
-          bulk_send(address_in(s.received[slot], 1 - rank), dS, kTileBytes, full);
+          bulk_send(address_in(&s.received[slot], 1 - rank), &dS, kTileBytes, full);
         }
       }
       wait(&s.full[slice.stage], slice.parity);
-      sums.add(shared_address(values.S), x[j]);
+      sums.add(values.S, x[j]);
       fence_for_products();  // the copies
       if (strong) scale_rows(x[j], {middle(0), middle(1)});
-      const uint32_t d_o = shared_address(values.d_o);
       begin_products();
 #pragma unroll
       for (int t = 0; t < 4; ++t)
-        product<kOther, kOther>(x[j], descriptor(q + 2048 * t, 0), descriptor(d_o + 2048 * t, 0));
+        product<Contiguous::kOther, Contiguous::kOther>(x[j], sixteen_rows(queries.q, t, 0),
+                                                        sixteen_rows(values.d_o, t, 0));
       commit_products();
       wait_for_products<0>();
       arrive(&s.empty[slice.stage]);

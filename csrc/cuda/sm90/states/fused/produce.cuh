@@ -13,7 +13,7 @@ template <int kConsumers, class Gate, Sweep kSweep>
 struct Gating {
   static constexpr int kColumns = kTile / kProducers;
   Unit<kConsumers, Gate>& s;
-  const unsigned char* triangle;
+  const Tile& triangle;
   int group, thread, first;
   float total = 0;  // of the gates of channel `thread` in the segment, log2 units
 
@@ -25,7 +25,7 @@ struct Gating {
     fence_for_products();
     barrier();  // the gates are clamped
     float b[kColumns / 2];
-    sum_gates<Gate>(b, triangle, tiles.g, first);
+    sum_gates<Gate>(b, triangle, tiles.g[0], first);
     const int lane = thread % 32, row = thread / 32 * 16 + lane / 4, t = lane % 4;
     float* last = s.b_last[stage] + first;
     if (row + 8 == kTile - 1) {
@@ -40,17 +40,17 @@ struct Gating {
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       const auto b_last = *reinterpret_cast<const float2*>(last + 8 * j + 2 * t);
-      unsigned char* y = tiles.y + swizzled(row, first / 8 + j) + 4 * t;
+      const int y = swizzled(row, first / 8 + j) + 4 * t;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        auto* word = reinterpret_cast<uint32_t*>(y + e * 1024);
-        const float2 pair = unpack(*word);
+        auto& word = in_tile<uint32_t>(tiles.y, y + e * 8 * kRowBytes);
+        const float2 pair = unpack(word);
         const float b0 = b[4 * j + 2 * e] * kLog2E, b1 = b[4 * j + 2 * e + 1] * kLog2E;
         if constexpr (kSweep == Sweep::kStates) {
           out |= out_of_tier1(b0, b_last.x) || out_of_tier1(b1, b_last.y);
-          *word = pack(pair.x * exp2_ftz(b_last.x - b0), pair.y * exp2_ftz(b_last.y - b1));
+          word = pack(pair.x * exp2_ftz(b_last.x - b0), pair.y * exp2_ftz(b_last.y - b1));
         } else {
-          *word = pack(pair.x * (scale * exp2_ftz(b0)), pair.y * (scale * exp2_ftz(b1)));
+          word = pack(pair.x * (scale * exp2_ftz(b0)), pair.y * (scale * exp2_ftz(b1)));
         }
       }
     }
@@ -59,7 +59,7 @@ struct Gating {
 };
 
 template <Sweep kSweep, Store kStore, int kConsumers, class Gate>
-__device__ __forceinline__ void produce(Unit<kConsumers, Gate>& s, const unsigned char* triangle,
+__device__ __forceinline__ void produce(Unit<kConsumers, Gate>& s, const Tile& triangle,
                                         const Problem& p, int group, int first_v) {
   using F = Fields<kSweep>;
   constexpr int kThreads = kProducers * kGroupThreads, kStages = Unit<kConsumers, Gate>::kStages;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void produce(Unit<kConsumers, Gate>& s, const unsigne
       const int stage = i % kStages, length = segment.length_of(F::chunk(segment, i));
       if (i >= kStages) wait(&s.empty[stage], static_cast<uint32_t>(i / kStages - 1) & 1);
       g.copy(s.stages[stage].g, length);
-      y.copy(s.stages[stage].y, length);
+      y.copy(&s.stages[stage].y, length);
       x.copy(s.stages[stage].x, length);
       constexpr int kStep = kSweep == Sweep::kStates ? 1 : -1;
       g.move(kStep), y.move(kStep), x.move(kStep);

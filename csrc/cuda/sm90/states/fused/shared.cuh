@@ -16,12 +16,12 @@ struct alignas(1024) Unit {
   static constexpr int kConsumers = kWarpgroups, kStages = 3;
   static constexpr int kValues = kConsumers * kTile;
   struct Stage {
-    unsigned char y[kTileBytes];                     // k or q [token][K], then gated
-    unsigned char g[kGateTiles<Gate> * kTileBytes];  // [token][K], fp32 in two tiles
-    unsigned char x[kConsumers * kTileBytes];        // v or do [token][V]
+    Tile y;                    // k or q [token][K], then gated
+    Tile g[kGateTiles<Gate>];  // [token][K], fp32 in two tiles
+    Tile x[kConsumers];        // v or do [token][V]
   } stages[kStages];
-  unsigned char state[kConsumers * kTileBytes];  // [K][V]
-  float b_last[kStages][kTile];                  // log2 units
+  Tile state[kConsumers];        // [K][V]
+  float b_last[kStages][kTile];  // log2 units
   uint64_t full[kStages], empty[kStages];
   int strong[kStages];
   Segment segment;

@@ -50,15 +50,14 @@ struct State {
     });
   }
 
-  // Stores bf16 rows [K][V] of one chunk by way of `tile`, which belongs to the warpgroup.
-  __device__ __forceinline__ void store_chunk(bf16* state, unsigned char* tile, const Problem& p,
+  // Stores bf16 rows [K][V] of one chunk by way of `tiles`, which belong to the warpgroup.
+  __device__ __forceinline__ void store_chunk(bf16* state, Tile* tiles, const Problem& p,
                                               int group) const {
     const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
     const Fragments fragments;
     group_barrier<kConsumerBarrier>(group);  // the rows of the chunk before are read
 #pragma unroll
-    for (int i = 0; i < kValues / kTile; ++i)
-      store_tile(fragments, tile + i * kTileBytes, x + 32 * i);
+    for (int i = 0; i < kValues / kTile; ++i) store_tile(fragments, tiles[i], x + 32 * i);
     group_barrier<kConsumerBarrier>(group);  // the rows are written
     constexpr int kVecs = kValues / 8, kRowsEach = kGroupThreads / kVecs;
     const int part = thread % kVecs, v = first_v + 8 * part;
@@ -67,7 +66,7 @@ struct State {
       const int row = thread / kVecs + i * kRowsEach, k = first_k + row;
       if (k < p.K && v < p.V)
         *reinterpret_cast<uint4*>(state + k * p.V + v) =
-            *reinterpret_cast<const uint4*>(tile + part / 8 * kTileBytes + swizzled(row, part % 8));
+            in_tile<uint4>(tiles[part / 8], swizzled(row, part % 8));
     }
   }
 };
