@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gla_ext.distributed._cuts import Cut
@@ -59,27 +58,18 @@ def chunk_gla_with_context(
         options = (scale, output_final_state, state_v_first, batch_invariant, for_backward_bytes)
         o, state, *_ = _fwd(q, k, v, g, gv, initial_state, cut.cu_seqlens, *options)
         return o, state if output_final_state else None
-    by_rows, P = cut.cu_seqlens is None, len(cut.parts)
+    by_rows = cut.cu_seqlens is None
     if by_rows and initial_state is not None:
         _check_rows(initial_state, B)
-        if cut.counts[0] == 0:  # no tokens here, and nothing begins; its gradient is 0
+        if cut.count == 0:  # no tokens here, and nothing begins; its gradient is 0
             initial_state = initial_state.masked_fill(initial_state.new_ones(()).bool(), 0)
-        if P == 2:  # a row begins in its first part
-            nothing = torch.zeros_like(initial_state)
-            initial_state = torch.stack([initial_state, nothing], 1).flatten(0, 1)
-    as_rows = by_rows or cut.is_one_sequence_each
-    if as_rows and P == 2:
-        q, k, v, g, gv = (rows_of_parts(t) for t in (q, k, v, g, gv))
+    one_sequence = by_rows or cut.offsets == (0, cut.lengths[cut.rank])
     o, state = _across_ranks(
-        q, k, v, g, gv, initial_state, None if as_rows else cut.cu_seqlens, scale,
+        q, k, v, g, gv, initial_state, None if one_sequence else cut.cu_seqlens, scale,
         output_final_state, state_v_first, batch_invariant,
         needs_gradient and for_backward_bytes != 0, context.rank, context.size, context.group_name,
-        cut.counts, cut.before, cut.after, cut.spans,
+        (cut.count,), (cut.before,), (cut.after,), cut.spans,
     )  # fmt: skip
-    if as_rows and P == 2:
-        o = parts_of_rows(o, T)
-        if by_rows and output_final_state:  # a row ends in one part, and has 0 in the other
-            state = state.unflatten(0, (B, 2)).sum(1)
     return o, state if output_final_state else None
 
 
@@ -90,22 +80,6 @@ def check_offsets_are_the_contexts(op: str, cu_seqlens: Tensor | None, cut: Cut)
             f"{op}: expected cu_seqlens to be None beside cp_context, which has the offsets of the "
             "whole text, got a tensor"
         )
-
-
-def rows_of_parts(x: Tensor | None) -> Tensor | None:
-    """`[B, T, ...]`, two parts a row, as rows of one part, `[2 B, T / 2, ...]`. The back of an odd
-    number has a token of zeros at its end, which changes no state.
-    """
-    if x is None:
-        return None
-    if x.shape[1] % 2:
-        x = F.pad(x, (*(0, 0) * (x.ndim - 2), 0, 1))
-    return x.unflatten(1, (2, x.shape[1] // 2)).flatten(0, 1)
-
-
-def parts_of_rows(x: Tensor, T: int) -> Tensor:
-    """The other way, `[B, T, ...]`."""
-    return x.unflatten(0, (-1, 2)).flatten(1, 2)[:, :T]
 
 
 def _check_rows(initial_state: Tensor, B: int) -> None:
