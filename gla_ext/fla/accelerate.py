@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +18,6 @@ from gla_ext import _C
 from gla_ext.fla import layers, simple
 from gla_ext.fla.activations import needs_torch
 from gla_ext.layers import swiglu
-from gla_ext.layers.attention_residuals import mix_by_weights
 from gla_ext.ops import chunk, recurrent
 
 __all__ = ["accelerate_fla", "is_accelerated", "restore_fla"]
@@ -58,8 +56,7 @@ def accelerate_fla() -> None:
       `swiglu` and `swiglu_linear`, and with them the MLPs of FLA's models, are gla_ext's operators
       there. Elsewhere they stay FLA's.
     - On a CPU `FusedCrossEntropyLoss` and `FusedLinearCrossEntropyLoss` are plain torch operations,
-      so that FLA's GLA models train and generate there. So is `fused_attnres`, of models with
-      `attnres_block_size`, there and inside `torch.compile`.
+      so that FLA's GLA models train and generate there.
     - `generate` of FLA's models gets the cache, which transformers 5.24 passes as `cache`.
     - FLA's `Attention`, of hybrid models, needs the package flash_attn; where that is absent, what
       it imports from there is gla_ext's, on torch's kernels, until `restore_fla`. Call
@@ -217,30 +214,12 @@ def _swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) ->
     return _originals["swiglu_linear"](x, y, weight, bias)
 
 
-def _fused_attnres(
-    query: Tensor,
-    residuals: Sequence[Tensor],
-    rms_weight: Tensor,
-    output_rms_weight: Tensor | None = None,
-    rms_eps: float = 1e-6,
-    scale: float = 1.0,
-    return_weights: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """`fla.ops.attnres.fused_attnres`, by torch's operations where FLA's kernels cannot serve."""
-    if return_weights or not needs_torch(residuals[0]):
-        arguments = (query, residuals, rms_weight, output_rms_weight, rms_eps, scale)
-        return _originals["fused_attnres"](*arguments, return_weights, **kwargs)
-    return mix_by_weights(query * scale, rms_weight, output_rms_weight, rms_eps, residuals)
-
-
 _REPLACEMENTS = {
     "chunk_gla": _chunk_gla,
     "fused_chunk_gla": _fused_chunk_gla,
     "fused_recurrent_gla": _fused_recurrent_gla,
     "swiglu": _swiglu,
     "swiglu_linear": _swiglu_linear,
-    "fused_attnres": _fused_attnres,
 } | simple.replacements(_run_simple)
 _HOMES = {
     "chunk_gla": "fla.ops.gla.chunk",
@@ -248,18 +227,14 @@ _HOMES = {
     "fused_recurrent_gla": "fla.ops.gla.fused_recurrent",
     "swiglu": "fla.modules.activations",
     "swiglu_linear": "fla.modules.activations",
-    "fused_attnres": "fla.ops.attnres",
 }
-_NOT_EVERYWHERE = ("fused_attnres",)  # which FLA 0.5.2 has not
 
 
 def _find_originals() -> None:
     """Imports FLA and keeps its functions, after a look at their arguments."""
     try:
         originals = {
-            name: getattr(importlib.import_module(home), name)
-            for name, home in _HOMES.items()
-            if name not in _NOT_EVERYWHERE or importlib.util.find_spec(home) is not None
+            name: getattr(importlib.import_module(home), name) for name, home in _HOMES.items()
         }
     except ImportError as error:
         raise ImportError(

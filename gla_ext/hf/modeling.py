@@ -18,7 +18,6 @@ from gla_ext.hf.configuration import GLAConfig
 from gla_ext.hf.custom_code import write_custom_code
 from gla_ext.hf.generation import GLAGenerationMixin
 from gla_ext.layers._options import OF_MODELS, check_keywords
-from gla_ext.layers.attention_residuals import ResidualQuery
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.model import blocks
 from gla_ext.model.causal_lm import check_logits_to_keep
@@ -39,7 +38,7 @@ class GLAPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
-    _no_split_modules = ["AttentionResidualBlock", "GLABlock"]  # noqa: RUF012  transformers' attribute
+    _no_split_modules = ["GLABlock"]  # noqa: RUF012  transformers' attribute
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _is_stateful = False  # a cache goes back to fewer tokens: see GLACache.crop
 
@@ -77,11 +76,9 @@ class GLAModel(GLAPreTrainedModel):
         core = config.core()
         self.gradient_checkpointing = False
         self.embeddings = nn.Embedding(core.vocab_size, core.hidden_size, core.pad_token_id)
-        self.layers = blocks.make_blocks(core)
+        layers = (blocks.GLABlock(core, i) for i in range(core.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(core.hidden_size, eps=core.norm_eps)
-        if core.attnres_block_size is not None:
-            self.res_proj = ResidualQuery(core.hidden_size)
-            self.res_norm = RMSNorm(core.hidden_size, eps=core.norm_eps)
         self.post_init()
 
     def forward(
@@ -176,7 +173,6 @@ class GLAModel(GLAPreTrainedModel):
             call=self._checkpointed if recompute else blocks.GLABlock.__call__,
             inputs=inputs,
             norm=self.norm,
-            residuals=blocks.residuals_of(self),
             **options,
         )
         return [x, *(inputs or ())]

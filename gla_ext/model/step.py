@@ -117,12 +117,12 @@ def step_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, residual: Tensor | None
 
     Args:
         norm: of the block.
-        mlp: has gate_proj, up_proj, down_proj and fuse_swiglu.
+        mlp: has gate_proj, up_proj and down_proj.
         x: `[B, 1, D]`.
         residual: as x. Default: None (0).
     """
     linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if mlp.training or not mlp.fuse_swiglu or takes_step(x, residual) is None:
+    if mlp.training or takes_step(x, residual) is None:
         return None
     if not (is_plain_norm(norm, RMSNorm) and nobody_sees(mlp) and _are_plain(linears, x.dtype)):
         return None
