@@ -310,19 +310,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         # Not in the signature: `Trainer` would require an argument with "label" in its name.
         shift_labels = kwargs.pop("shift_labels", None)
         targets = labels if shift_labels is None else shift_labels
-        loss_function = None if targets is None else self._chosen_loss()
-        known = OF_MODELS if loss_function is None else kwargs
-        check_keywords("GLAForCausalLM", kwargs, known)
-        if loss_function is not None and labels is None and not hasattr(self, "_loss_function"):
-            raise ValueError(
-                f"GLAForCausalLM: expected loss_type = {self.loss_type!r} to have labels, got "
-                "shift_labels alone"
-            )
-        if loss_function is not None and cp_context is not None:
-            raise NotImplementedError(
-                "GLAForCausalLM: expected no loss_function beside cp_context, got one; it would "
-                "see one rank's tokens"
-            )
+        loss_function = None if targets is None else self._chosen_loss(labels, cp_context)
+        check_keywords("GLAForCausalLM", kwargs, OF_MODELS if loss_function is None else kwargs)
         check_logits_to_keep(logits_to_keep)
         cu_seqlens = _first(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
         return_dict = self.config.return_dict if return_dict is None else return_dict
@@ -343,10 +332,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         )
         x = output.last_hidden_state
         if targets is None:
-            kept = (
-                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            )
-            x = x[:, kept]
+            kept = logits_to_keep
+            x = x[:, -kept:] if isinstance(kept, int) else x[:, kept]
             loss, logits = None, self.lm_head(x)
         elif loss_function is not None:
             given = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
@@ -379,11 +366,22 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         )
         return result if return_dict else result.to_tuple()
 
-    def _chosen_loss(self) -> Callable[..., Tensor] | None:
-        """The loss_function, if it or a loss_type was set, else None."""
-        if hasattr(self, "_loss_function") or self.loss_type not in (None, "ForCausalLM"):
-            return self.loss_function
-        return None
+    def _chosen_loss(self, labels: Tensor | None, cp_context: Any) -> Callable[..., Tensor] | None:
+        """The loss_function, if it or a loss_type was set, else None; refuses what it cannot do."""
+        is_set = hasattr(self, "_loss_function")
+        if not is_set and self.loss_type in (None, "ForCausalLM"):
+            return None
+        if labels is None and not is_set:
+            raise ValueError(
+                f"GLAForCausalLM: expected loss_type = {self.loss_type!r} to have labels, got "
+                "shift_labels alone"
+            )
+        if cp_context is not None:
+            raise NotImplementedError(
+                "GLAForCausalLM: expected no loss_function beside cp_context, got one; it would "
+                "see one rank's tokens"
+            )
+        return self.loss_function
 
 
 __all__ = ["GLAForCausalLM", "GLAModel", "GLAPreTrainedModel"]

@@ -129,7 +129,11 @@ class GLABlock(nn.Module):
         `gla_ext.model.step`, they make the sums: there is then no residual, and the next block
         is told that it follows_step.
         """
-        if (y := self._step_attention(x, residual, follows_step, attn_args)) is not None:
+        y = None
+        if self.fuse_norm:
+            norm, layer = self.attn_norm, self.attn
+            y = step_attention(norm, layer, x, residual, follows_step, **attn_args)
+        if y is not None:
             x, residual = y, None
         else:
             y, residual = add_and_norm(self.attn_norm, x, residual, self.fuse_norm)
@@ -141,14 +145,6 @@ class GLABlock(nn.Module):
         y, residual = add_and_norm(self.mlp_norm, x, residual, self.fuse_norm)
         x = self.mlp(y)
         return (x, residual) if prenorm else residual + x
-
-    def _step_attention(
-        self, x: Tensor, residual: Tensor | None, follows_step: bool, attn_args: dict[str, Any]
-    ) -> Tensor | None:
-        if not self.fuse_norm:
-            return None
-        norm, layer = self.attn_norm, self.attn
-        return step_attention(norm, layer, x, residual, follows_step, **attn_args)
 
 
 class GLAModel(nn.Module):

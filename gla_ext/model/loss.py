@@ -33,7 +33,9 @@ def head_and_loss(
     """
     if config.fuse_linear_cross_entropy and is_plain(head, biased=True):
         targets = _targets(labels, x, cu_seqlens, cp_context, shifted)
-        total = linear_cross_entropy(x.flatten(0, 1), targets, head.weight, head.bias)
+        total = fused_linear_cross_entropy_loss(
+            x.flatten(0, 1), targets, head.weight, head.bias, reduction="sum"
+        )
         return _mean(total, targets, num_items_in_batch, cp_context), None
     logits = head(x)
     loss = next_token_loss(
@@ -137,8 +139,3 @@ def cross_entropy(
         return cross_entropy_loss(logits, targets, inplace_backward=inplace_backward)[0].sum()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-
-
-def linear_cross_entropy(x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same of logits `x @ weight.T + bias`, which are never there at once."""
-    return fused_linear_cross_entropy_loss(x, targets, weight, bias, reduction="sum")

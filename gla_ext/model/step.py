@@ -29,8 +29,8 @@ from gla_ext.ops import decode
 from gla_ext.ops._context import context_of
 from gla_ext.ops.recurrent import recurrent_gla_low_rank_step_
 
-# Of a batch, one token each. The kernels take 32; from more than these on cuBLAS is as fast.
-MOST_ROWS = 32  # of a batch, one token each: the kernels' own limit
+# Rows of a batch, one token each: the kernels' own limit; with more cuBLAS is as fast.
+MOST_ROWS = 32
 DEVICES = ("cuda",)
 DTYPES = (torch.bfloat16, torch.float16)
 _COLUMNS = 32  # that the kernels take at once
