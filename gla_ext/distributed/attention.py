@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,9 @@ def chunk_gla_with_context(
         raise ValueError(
             f"chunk_gla: expected a batch of one beside a cp_context with cu_seqlens, got B = {B}"
         )
-    needs_gradient = torch.is_grad_enabled() and _any_requires_grad(q, k, v, g, gv, initial_state)
+    needs_gradient = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (q, k, v, g, gv, initial_state)
+    )
     if context.size > 1:
         kinds = [None if t is None else (t.shape, t.dtype) for t in (q, k, v, g, gv)]
         options = (scale, output_final_state, state_v_first, batch_invariant, needs_gradient)
@@ -91,22 +93,10 @@ def _check_rows(initial_state: Tensor, B: int) -> None:
 
 
 def _facts(tokens: int | None, kinds: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
-    """What must be alike on all ranks, by name."""
-    tensors = zip(("q", "k", "v", "g", "gv"), kinds, strict=True)
-    facts = {name: None if kind is None else _Kind(*kind) for name, kind in tensors}
+    """What must be alike on all ranks, by name; of tensors B, heads, width and dtype."""
+    facts: dict[str, Any] = dict.fromkeys(("q", "k", "v", "g", "gv"))
+    for name, kind in zip(facts, kinds, strict=True):
+        if kind is not None:
+            (B, _, *others), dtype = kind
+            facts[name] = f"[{', '.join(map(str, (B, 'T', *others)))}] {dtype}"
     return facts | {"tokens": tokens} | dict(zip(_OPTIONS, options, strict=True))
-
-
-class _Kind(NamedTuple):
-    """What of a tensor of tokens must be alike on all ranks: B, heads, width and dtype."""
-
-    shape: Sequence[int]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        B, _, *others = self.shape
-        return f"[{', '.join(map(str, (B, 'T', *others)))}] {self.dtype}"
-
-
-def _any_requires_grad(*tensors: Tensor | None) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
