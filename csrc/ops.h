@@ -132,13 +132,13 @@ BackwardOutputs chunk_gla_apply_bwd(const at::Tensor& d_o, const std::optional<a
                                     bool batch_invariant, const at::Tensor& prepared,
                                     const at::Tensor& entering, const at::Tensor& prepared_bwd);
 
-// What enters a rank's parts of the text, of all ranks' summaries, gathered in one tensor: the
+// What enters a rank's part of the text, of all ranks' summaries, gathered in one tensor: the
 // state, or given the decays that this returned in forward, of the summaries of backward the
-// gradient of the state that leaves. A rank has one part or two, and hands on `each` rows, row b of
-// part p being number b * parts + p. Of each part: its place in the text, of part 0 the rank;
-// `reach`, how many parts before it, or after it, reach it; and of packed sequences `entered`, the
-// row it stands for (without: each of its rows). Rows that nothing enters are `boundary`'s, or 0.
-// Returns x, [rows, H, K, V] or v first, and in forward the decays of all ranks.
+// gradient of the state that leaves. A rank hands on `each` rows. The lists have one element:
+// `places` the rank, `reach` how many ranks before it, or after it, reach it, and of packed
+// sequences `entered` the row that they enter (without: each row). Rows that nothing enters are
+// `boundary`'s, or 0. Returns x, [rows, H, K, V] or v first, and in forward the decays of all
+// ranks.
 std::tuple<at::Tensor, at::Tensor> chunk_gla_fold(
     const at::Tensor& summaries, const std::optional<at::Tensor>& decays,
     const std::optional<at::Tensor>& boundary, int64_t size, const c10::SymInt& each,

@@ -13,7 +13,6 @@ import gla_ext.fla
 from gla_ext import _C
 from gla_ext.decode._loop import DecodeLoop
 from gla_ext.ops import chunk as ops
-from gla_ext.ops import recurrent
 from gla_ext.train.data import load_corpus
 
 # What cuBLAS asks for under nan_in_fresh_memory; read when it starts.
@@ -187,14 +186,14 @@ def kernels(device, fla):
 @pytest.fixture
 def calls(monkeypatch):
     """The names of gla_ext's operators, as they are called by what stands for FLA's."""
-    made = []
-    for module, name in ((ops, "chunk_gla"), (recurrent, "fused_recurrent_gla")):
-        monkeypatch.setattr(module, name, _counted(getattr(module, name), made))
+    made, call = [], gla_ext.fla.accelerate._call
+
+    def counted(operator, *args, **kwargs):
+        made.append(operator.__name__)
+        return call(operator, *args, **kwargs)
+
+    monkeypatch.setattr(gla_ext.fla.accelerate, "_call", counted)
     return made
-
-
-def _counted(function, made):
-    return lambda *args, **kwargs: made.append(function.__name__) or function(*args, **kwargs)
 
 
 def _words(seed: int, count: int) -> bytes:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from gla_ext import chunk_gla
 from gla_ext.distributed import build_cp_context
-from gla_ext.distributed._cuts import part_lengths, places_of
 
 # B, T of all ranks, H, K, V: by clusters, in few segments, over prepared chunks, small heads, a
 # batch that fills the GPU, sizes of no tile, the step path (K above 256).
@@ -55,11 +54,11 @@ def inputs(shape: tuple[int, ...], gates: str, gate_dtype: torch.dtype, device, 
     }
 
 
-def results(x: dict, pieces, rows, cu_seqlens=None, **options) -> dict[str, Tensor]:
-    """o, the final state and every gradient, of the tokens in `pieces` and the states' `rows`."""
+def results(x: dict, tokens: slice, rows, cu_seqlens=None, **options) -> dict[str, Tensor]:
+    """o, the final state and every gradient, of these tokens and the states' `rows`."""
 
     def cut(t):
-        return torch.cat([t[:, piece] for piece in pieces], 1).contiguous()
+        return t[:, tokens].contiguous()
 
     leaves = {name: cut(x[name]).requires_grad_() for name in "qkvg"}
     leaves["h0"] = x["h0"][rows].clone().requires_grad_()
@@ -73,7 +72,7 @@ def results(x: dict, pieces, rows, cu_seqlens=None, **options) -> dict[str, Tens
     return found | dict(zip(leaves, gradients, strict=True))
 
 
-def worst_error(x: dict, layout: str, sequences: list[int] | None) -> float:
+def worst_error(x: dict, sequences: list[int] | None) -> float:
     """The largest relative RMS error of this rank's part of any result, over all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     T, device = x["q"].shape[1], x["q"].device
@@ -82,14 +81,13 @@ def worst_error(x: dict, layout: str, sequences: list[int] | None) -> float:
         offsets = torch.tensor([0, *itertools.accumulate(sequences)], device=device)
         for name in ("h0", "dht"):
             x = x | {name: x[name][:1].repeat(len(sequences), 1, 1, 1)}
-    context = build_cp_context(offsets, layout=layout)
+    context = build_cp_context(offsets)
     cut = context.cut(T // size, device)
-    starts = [0, *itertools.accumulate(part_lengths([T // size] * size, layout))]
-    pieces = [slice(starts[p], starts[p + 1]) for p in places_of(rank, size, layout)]
+    tokens = slice(rank * (T // size), (rank + 1) * (T // size))
     everything = list(range(x["h0"].shape[0]))
     rows = everything if sequences is None else list(cut.sequences)
-    whole = results(x, [slice(0, T)], everything, offsets)
-    mine = results(x, pieces, rows, cp_context=context)
+    whole = results(x, slice(0, T), everything, offsets)
+    mine = results(x, tokens, rows, cp_context=context)
     worst = 0.0
     for name, found in mine.items():
         expected = whole[name]
@@ -99,7 +97,7 @@ def worst_error(x: dict, layout: str, sequences: list[int] | None) -> float:
             dist.all_reduce(total)
             found = total
         else:
-            expected = torch.cat([expected[:, piece] for piece in pieces], 1)
+            expected = expected[:, tokens]
         difference = (found.float() - expected.float()).square().mean().sqrt()
         error = (difference / expected.float().square().mean().sqrt().clamp_min(1e-20)).item()
         worst = max(worst, error if error == error else torch.inf)
@@ -109,19 +107,18 @@ def worst_error(x: dict, layout: str, sequences: list[int] | None) -> float:
 
 
 def cases(cuda: bool):
-    """Shape, gates, the gates' dtype, layout and the packed sequences' lengths, or None."""
+    """Shape, gates, the gates' dtype and the packed sequences' lengths, or None."""
     short, wide = (torch.bfloat16, torch.float32) if cuda else (torch.float32, torch.float32)
     for shape in SHAPES if cuda else SMALL:
         for gates in ("weak", "strong"):
-            yield shape, gates, short, "contiguous", None
-        yield shape, "reset", wide, "contiguous", None
+            yield shape, gates, short, None
+        yield shape, "reset", wide, None
     for shape in (SHAPES[0], SHAPES[2]) if cuda else SMALL[:1]:
         T = shape[1]
         packed = [T // 3, 1, 0, T // 2, T - T // 3 - T // 2 - 10]
-        yield shape, "weak", short, "zigzag", None
-        yield shape, "weak", short, "contiguous", packed
-        yield shape, "strong", short, "zigzag", packed
-        yield shape, "weak", wide, "contiguous", [T]
+        yield shape, "weak", short, packed
+        yield shape, "strong", short, packed
+        yield shape, "weak", wide, [T]
 
 
 def check(device: torch.device) -> int:
@@ -129,14 +126,14 @@ def check(device: torch.device) -> int:
     wrong = 0
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
-    for shape, gates, gate_dtype, layout, sequences in cases(cuda):
+    for shape, gates, gate_dtype, sequences in cases(cuda):
         x = inputs(shape, gates, gate_dtype, device, dtype)
-        error = worst_error(x, layout, sequences)
+        error = worst_error(x, sequences)
         wrong += error > MOST
         if dist.get_rank() == 0:
             packed = "" if sequences is None else f", packed {sequences}"
             verdict = "right" if error <= MOST else "WRONG"
-            name = f"{shape}, {gates} gates in {gate_dtype}, {layout}{packed}"
+            name = f"{shape}, {gates} gates in {gate_dtype}{packed}"
             print(f"{verdict}, error {error:.1e}: {name}", flush=True)
     return wrong
 

@@ -31,7 +31,7 @@ def compare(context: Any, op: str, key: tuple, facts: Callable[[], dict[str, Any
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
-    mine = {"layout": context.layout, "cu_seqlens": context.offsets, "lengths": context.lengths}
+    mine = {"cu_seqlens": context.offsets, "lengths": context.lengths}
     mine = {name: str(fact) for name, fact in (mine | facts()).items()}
     every: list[dict[str, str]] = [{}] * context.size
     dist.all_gather_object(every, mine, group=context.group)

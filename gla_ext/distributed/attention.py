@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gla_ext.distributed._cuts import Cut
@@ -49,7 +48,9 @@ def chunk_gla_with_context(
         raise ValueError(
             f"chunk_gla: expected a batch of one beside a cp_context with cu_seqlens, got B = {B}"
         )
-    needs_gradient = torch.is_grad_enabled() and _any_requires_grad(q, k, v, g, gv, initial_state)
+    needs_gradient = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (q, k, v, g, gv, initial_state)
+    )
     if context.size > 1:
         kinds = [None if t is None else (t.shape, t.dtype) for t in (q, k, v, g, gv)]
         options = (scale, output_final_state, state_v_first, batch_invariant, needs_gradient)
@@ -59,27 +60,18 @@ def chunk_gla_with_context(
         options = (scale, output_final_state, state_v_first, batch_invariant, for_backward_bytes)
         o, state, *_ = _fwd(q, k, v, g, gv, initial_state, cut.cu_seqlens, *options)
         return o, state if output_final_state else None
-    by_rows, P = cut.cu_seqlens is None, len(cut.parts)
+    by_rows = cut.cu_seqlens is None
     if by_rows and initial_state is not None:
         _check_rows(initial_state, B)
-        if cut.counts[0] == 0:  # no tokens here, and nothing begins; its gradient is 0
+        if cut.count == 0:  # no tokens here, and nothing begins; its gradient is 0
             initial_state = initial_state.masked_fill(initial_state.new_ones(()).bool(), 0)
-        if P == 2:  # a row begins in its first part
-            nothing = torch.zeros_like(initial_state)
-            initial_state = torch.stack([initial_state, nothing], 1).flatten(0, 1)
-    as_rows = by_rows or cut.is_one_sequence_each
-    if as_rows and P == 2:
-        q, k, v, g, gv = (rows_of_parts(t) for t in (q, k, v, g, gv))
+    one_sequence = by_rows or cut.offsets == (0, cut.lengths[cut.rank])
     o, state = _across_ranks(
-        q, k, v, g, gv, initial_state, None if as_rows else cut.cu_seqlens, scale,
+        q, k, v, g, gv, initial_state, None if one_sequence else cut.cu_seqlens, scale,
         output_final_state, state_v_first, batch_invariant,
         needs_gradient and for_backward_bytes != 0, context.rank, context.size, context.group_name,
-        cut.counts, cut.before, cut.after, cut.spans,
+        (cut.count,), (cut.before,), (cut.after,), cut.spans,
     )  # fmt: skip
-    if as_rows and P == 2:
-        o = parts_of_rows(o, T)
-        if by_rows and output_final_state:  # a row ends in one part, and has 0 in the other
-            state = state.unflatten(0, (B, 2)).sum(1)
     return o, state if output_final_state else None
 
 
@@ -92,22 +84,6 @@ def check_offsets_are_the_contexts(op: str, cu_seqlens: Tensor | None, cut: Cut)
         )
 
 
-def rows_of_parts(x: Tensor | None) -> Tensor | None:
-    """`[B, T, ...]`, two parts a row, as rows of one part, `[2 B, T / 2, ...]`. The back of an odd
-    number has a token of zeros at its end, which changes no state.
-    """
-    if x is None:
-        return None
-    if x.shape[1] % 2:
-        x = F.pad(x, (*(0, 0) * (x.ndim - 2), 0, 1))
-    return x.unflatten(1, (2, x.shape[1] // 2)).flatten(0, 1)
-
-
-def parts_of_rows(x: Tensor, T: int) -> Tensor:
-    """The other way, `[B, T, ...]`."""
-    return x.unflatten(0, (-1, 2)).flatten(1, 2)[:, :T]
-
-
 def _check_rows(initial_state: Tensor, B: int) -> None:
     if initial_state.ndim != 4 or initial_state.shape[0] != B:
         raise ValueError(
@@ -117,22 +93,10 @@ def _check_rows(initial_state: Tensor, B: int) -> None:
 
 
 def _facts(tokens: int | None, kinds: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
-    """What must be alike on all ranks, by name."""
-    tensors = zip(("q", "k", "v", "g", "gv"), kinds, strict=True)
-    facts = {name: None if kind is None else _Kind(*kind) for name, kind in tensors}
+    """What must be alike on all ranks, by name; of tensors B, heads, width and dtype."""
+    facts: dict[str, Any] = dict.fromkeys(("q", "k", "v", "g", "gv"))
+    for name, kind in zip(facts, kinds, strict=True):
+        if kind is not None:
+            (B, _, *others), dtype = kind
+            facts[name] = f"[{', '.join(map(str, (B, 'T', *others)))}] {dtype}"
     return facts | {"tokens": tokens} | dict(zip(_OPTIONS, options, strict=True))
-
-
-class _Kind(NamedTuple):
-    """What of a tensor of tokens must be alike on all ranks: B, heads, width and dtype."""
-
-    shape: Sequence[int]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        B, _, *others = self.shape
-        return f"[{', '.join(map(str, (B, 'T', *others)))}] {self.dtype}"
-
-
-def _any_requires_grad(*tensors: Tensor | None) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)

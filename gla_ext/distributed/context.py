@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gla_ext.distributed._cuts import LAYOUTS, Cut, Part, cut_part, part_lengths, places_of
+from gla_ext.distributed._cuts import Cut, cut_text
 from gla_ext.distributed._door import compare
 from gla_ext.distributed.attention import chunk_gla_with_context
 from gla_ext.distributed.convolution import convolve_with_context
@@ -22,12 +22,12 @@ class CPContext(LocalContext):
     """A text cut over the ranks of a process group: what `build_cp_context` makes.
 
     group: the process group; rank and size are this process's in it.
-    layout: 'contiguous' or 'zigzag'.
     lengths: tokens of every rank, or None: all hold as many.
     cuts_rows_evenly: whether each row of the batch is one sequence, of which all hold as much.
     conv1d_kernel_size: accepted as FLA's, and not looked at: a convolution knows its own.
     """
 
+    layout: ClassVar[str] = "contiguous"
     shards: ClassVar[dict[str, int]] = {**LocalContext.shards, "tokens": 1}
     chunk_gla = chunk_gla_with_context
     convolve = convolve_with_context
@@ -39,12 +39,11 @@ class CPContext(LocalContext):
         group: dist.ProcessGroup,
         offsets: tuple[int, ...] | None,
         lengths: tuple[int, ...] | None,
-        layout: str,
         conv1d_kernel_size: int | None = None,
     ) -> None:
         self.group, self.group_name = group, group.group_name
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.offsets, self.lengths, self.layout = offsets, lengths, layout
+        self.offsets, self.lengths = offsets, lengths
         self.cuts_rows_evenly = offsets is None and lengths is None
         self.conv1d_kernel_size = conv1d_kernel_size
         self._cuts: dict[tuple[int, torch.device], Cut] = {}
@@ -65,10 +64,7 @@ class CPContext(LocalContext):
         """The same for whom states concern and tokens do not: of rows that are cut evenly it does
         not depend on T, which may then be symbolic.
         """
-        parts = 1 if self.layout == "contiguous" else 2
-        if self.cuts_rows_evenly and parts <= T:  # each has a token
-            return self.cut(2, device)
-        return self.cut(T, device)
+        return self.cut(1 if self.cuts_rows_evenly and T >= 1 else T, device)
 
     def next_labels(self, labels: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """As in one process; the offsets are this context's."""
@@ -83,10 +79,10 @@ class CPContext(LocalContext):
                 f"{op}: expected q to be sharded over tokens, Shard(1), on the dimension of the "
                 "mesh that is cp_context's group, and on no other; redistribute it"
             )
-        if self.layout != "contiguous" or not self.cuts_rows_evenly:
+        if not self.cuts_rows_evenly:
             raise NotImplementedError(
-                f"{op}: expected a cp_context of equal parts, contiguous and without cu_seqlens, "
-                "beside DTensors; call it on to_local() tensors"
+                f"{op}: expected a cp_context of equal parts and without cu_seqlens beside "
+                "DTensors; call it on to_local() tensors"
             )
 
     def _make_cut(self, T: int, device: torch.device) -> Cut:
@@ -96,21 +92,22 @@ class CPContext(LocalContext):
                 f"cp_context: expected {lengths[self.rank]} tokens on rank {self.rank}, as lengths "
                 f"says, got {T}"
             )
-        # One rank's front and back are the text as it is.
-        layout = self.layout if self.size > 1 else "contiguous"
-        parts_of_all = part_lengths(lengths, layout)
-        total = sum(parts_of_all)
-        offsets = (0, total) if self.offsets is None else self.offsets
-        if offsets[-1] > total:
+        total = sum(lengths)
+        if self.offsets is None:
+            return cut_text((0, total), lengths, self.rank, None)
+        if self.offsets[-1] > total:
             raise ValueError(
                 f"cp_context: expected cu_seqlens to end at most at the {total} tokens of all "
-                f"ranks, got {offsets[-1]}"
+                f"ranks, got {self.offsets[-1]}"
             )
-        places = places_of(self.rank, self.size, layout)
-        parts = tuple(cut_part(offsets, parts_of_all, place) for place in places)
-        if self.offsets is None:
-            return Cut(parts, parts_of_all, None)
-        return Cut(parts, parts_of_all, _local_offsets(parts, device))
+        return cut_text(self.offsets, lengths, self.rank, device)
+
+
+def check_layout(op: str, layout: str) -> None:
+    """Raises ValueError for another layout of FLA's than 'contiguous'."""
+    if layout != "contiguous":
+        why = ", which balances attention; here equal parts cost the same" * (layout == "zigzag")
+        raise ValueError(f"{op}: expected layout to be 'contiguous', got {layout!r}{why}")
 
 
 def build_cp_context(
@@ -136,9 +133,8 @@ def build_cp_context(
         conv1d_kernel_size: accepted and not looked at. Default: None.
         cu_seqlens_cpu: the same offsets on the CPU, which are read instead. Default: None.
         use_tf32x3_affine_chain: True only; accepted for FLA's sake: states are folded in fp32.
-        layout: 'contiguous': rank r of W holds part r of W equal parts. 'zigzag': of 2 W parts it
-            holds r and 2 W - 1 - r, one after the other; of an odd number of tokens its front part
-            has one more. Default: 'contiguous'.
+        layout: 'contiguous' only: rank r of W holds part r of W. FLA's 'zigzag' balances attention;
+            here equal parts cost the same. Default: 'contiguous'.
         lengths: tokens of each rank, W integers of 0 or more. Default: None (every rank holds as
             many, what its tensors have).
 
@@ -152,10 +148,7 @@ def build_cp_context(
         raise NotImplementedError(
             "build_cp_context: expected use_tf32x3_affine_chain=True, got False"
         )
-    if layout not in LAYOUTS:
-        raise ValueError(
-            f"build_cp_context: expected layout to be one of {', '.join(LAYOUTS)}, got {layout!r}"
-        )
+    check_layout("build_cp_context", layout)
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
@@ -172,7 +165,7 @@ def build_cp_context(
                 f"each rank, got {list(lengths)}"
             )
     given = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    return CPContext(group, _read_offsets(given), lengths, layout, conv1d_kernel_size)
+    return CPContext(group, _read_offsets(given), lengths, conv1d_kernel_size)
 
 
 def _read_offsets(cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
@@ -190,15 +183,3 @@ def _read_offsets(cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
     offsets = cu_seqlens.tolist()
     check_offsets("build_cp_context", offsets, offsets[-1] if offsets else 0)
     return tuple(offsets)
-
-
-def _local_offsets(parts: Sequence[Part], device: torch.device) -> Tensor:
-    offsets, start = [0], 0
-    for part in parts:
-        if part.sequences[0] < part.sequences[1]:
-            # What lies between a front part's last sequence and the back is no sequence; it occurs
-            # after the last offset alone, and then the back has none.
-            offsets[-1] = start
-            offsets += [start + x for x in part.offsets[1:]]
-        start += part.length
-    return torch.tensor(offsets, dtype=torch.int32, device=device)

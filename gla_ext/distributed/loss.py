@@ -29,22 +29,15 @@ def next_labels(labels: Tensor, context: Any) -> Tensor:
     Args:
         labels: this rank's own, unshifted; the label across a cut is fetched.
     """
-    cut = context.cut(labels.shape[1], labels.device)
-    pieces = labels.split([part.length for part in cut.parts], 1)
+    T = labels.shape[1]
+    cut = context.cut(T, labels.device)
     none = labels.new_full((labels.shape[0], 1), IGNORE_INDEX)
-    firsts = torch.stack([piece[:, :1] if piece.shape[1] else none for piece in pieces])
-    every = all_gather(firsts, context.size, context.group_name)  # [W, parts, B, 1]
-    in_order = [*every[:, 0], *(every[:, 1].flip(0) if len(pieces) == 2 else ())]
-    inner = None if cut.cu_seqlens is None else goes_on(cut.cu_seqlens, labels.shape[1])
-    shifted, start = [], 0
-    for part, piece in zip(cut.parts, pieces, strict=True):
-        inside = piece[:, 1:]
-        if inner is not None:
-            inside = inside.where(inner[start : start + inside.shape[1]], IGNORE_INDEX)
-        followers = range(part.place + 1, part.place + 1 + part.after)
-        follower = next((p for p in followers if cut.lengths[p]), None)
-        shifted.append(inside)
-        if part.length:
-            shifted.append(none if follower is None else in_order[follower])
-        start += part.length
-    return torch.cat(shifted, 1)
+    every = all_gather(labels[:, :1] if T else none, context.size, context.group_name)  # [W, B, 1]
+    inside = labels[:, 1:]
+    if cut.cu_seqlens is not None:
+        inside = inside.where(goes_on(cut.cu_seqlens, T), IGNORE_INDEX)
+    if not T:
+        return inside
+    followers = range(cut.rank + 1, cut.rank + 1 + cut.after)
+    follower = next((r for r in followers if cut.lengths[r]), None)
+    return torch.cat([inside, none if follower is None else every[follower]], 1)

@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from gla_ext.layers import ShortConvolution
 from gla_ext.layers.attention import Attention
-from gla_ext.layers.attention_residuals import ResidualQuery
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.multihead import MultiheadGLA
 from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
@@ -87,10 +86,6 @@ def tensor_parallel_plan(
         f"{prefix}norm": Replicated(),
         **heads,
     }
-    if hasattr(inner, "res_proj"):  # attention residuals
-        names = ["res_proj", "res_norm"]
-        names += [f"layers.*.{of}_{name}" for of in ("attn", "mlp") for name in names]
-        plan |= {prefix + name: Replicated() for name in names}
     for name, part in module.named_modules():
         for pattern, style in plan.items():
             if fnmatch(name, pattern):
@@ -132,7 +127,7 @@ class _Style(ParallelStyle):
 class Replicated(_Style):
     """Every rank holds the parameters, and computes all."""
 
-    kinds = (RMSNorm, ResidualQuery)
+    kinds = (RMSNorm,)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.checked(module)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -19,8 +17,6 @@ from gla_ext import _C
 from gla_ext.fla import layers, simple
 from gla_ext.fla.activations import needs_torch
 from gla_ext.layers import swiglu
-from gla_ext.layers.attention_residuals import mix_by_weights
-from gla_ext.ops import chunk, recurrent
 
 __all__ = ["accelerate_fla", "is_accelerated", "restore_fla"]
 
@@ -58,8 +54,7 @@ def accelerate_fla() -> None:
       `swiglu` and `swiglu_linear`, and with them the MLPs of FLA's models, are gla_ext's operators
       there. Elsewhere they stay FLA's.
     - On a CPU `FusedCrossEntropyLoss` and `FusedLinearCrossEntropyLoss` are plain torch operations,
-      so that FLA's GLA models train and generate there. So is `fused_attnres`, of models with
-      `attnres_block_size`, there and inside `torch.compile`.
+      so that FLA's GLA models train and generate there.
     - `generate` of FLA's models gets the cache, which transformers 5.24 passes as `cache`.
     - FLA's `Attention`, of hybrid models, needs the package flash_attn; where that is absent, what
       it imports from there is gla_ext's, on torch's kernels, until `restore_fla`. Call
@@ -102,83 +97,12 @@ def is_accelerated() -> bool:
     return _layers_before is not None
 
 
-def _chunk_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """`fla.ops.gla.chunk_gla` on gla_ext, or on FLA where gla_ext does not support the call."""
-    arguments = {
-        "scale": scale,
-        "initial_state": initial_state,
-        "output_final_state": output_final_state,
-        "state_v_first": state_v_first,
-        "cu_seqlens": cu_seqlens,
-    }
-    if kwargs.get("cp_context") is not None:  # which FLA's has not
-        return _call(chunk.chunk_gla, q, k, v, g, **arguments, **kwargs)
-    unknown = {name: value for name, value in kwargs.items() if name != "cp_context"}
-    why_not = _why_not(q, k, v, (g,), scale, initial_state, cu_seqlens, unknown)
-    if why_not is None and initial_state is not None and not _fits(initial_state, q):
-        why_not = f"an initial_state in {initial_state.dtype}"
-    if why_not is not None:
-        _warn_once("chunk_gla", why_not)
-        original = _originals["chunk_gla"]
-        return original(q, k, v, g, **arguments, cu_seqlens_cpu=cu_seqlens_cpu, **unknown)
-    return _call(chunk.chunk_gla, q, k, v, g, **arguments)
-
-
 def _fused_chunk_gla(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """`chunk_gla`, which FLA's `fused_chunk_gla` refers its callers to."""
-    return _chunk_gla(*args, **kwargs)
+    return _REPLACEMENTS["chunk_gla"](*args, **kwargs)
 
 
-def _fused_recurrent_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """`fla.ops.gla.fused_recurrent_gla` on gla_ext, or on FLA as `_chunk_gla`."""
-    arguments = {
-        "gk": gk,
-        "gv": gv,
-        "scale": scale,
-        "output_final_state": output_final_state,
-        "reverse": reverse,
-        "state_v_first": state_v_first,
-        "cu_seqlens": cu_seqlens,
-    }
-    unknown = {name: value for name, value in kwargs.items() if name != "transpose_state_layout"}
-    why_not = _why_not(q, k, v, (gk, gv), scale, initial_state, cu_seqlens, unknown)
-    if why_not is not None:
-        _warn_once("fused_recurrent_gla", why_not)
-        original = _originals["fused_recurrent_gla"]
-        return original(q, k, v, initial_state=initial_state, **arguments, **kwargs)
-    if initial_state is not None:  # FLA reads it in any dtype
-        initial_state = initial_state.to(_state_dtype(q))
-    return _call(
-        recurrent.fused_recurrent_gla, q, k, v, initial_state=initial_state, **arguments, **kwargs
-    )
-
-
-def _run_simple(
+def _run(
     name: str,
     ours: Callable,
     operands: tuple[Tensor, Tensor, Tensor],
@@ -187,19 +111,25 @@ def _run_simple(
     ignored: dict[str, Any],
     unknown: dict[str, Any],
 ) -> Any:
-    """An operator of `simple` on gla_ext, or on FLA as `_chunk_gla`."""
-    state = arguments["initial_state"]
+    """An operator on gla_ext, or on FLA where gla_ext does not support the call."""
+    if name == "chunk_gla" and "cp_context" in unknown:  # which FLA's has not
+        if unknown["cp_context"] is not None:
+            return _call(ours, *operands, **gates, **arguments, **unknown)
+        del unknown["cp_context"]
+    q, state = operands[0], arguments["initial_state"]
     pair = state if isinstance(state, tuple) else (state,)
     scale, cu_seqlens = arguments["scale"], arguments["cu_seqlens"]
-    others = {key: value for key, value in unknown.items() if key != "transpose_state_layout"}
+    others = unknown if name == "chunk_gla" else unknown.keys() - {"transpose_state_layout"}
     why_not = _why_not(*operands, tuple(gates.values()), scale, pair[0], cu_seqlens, others)
-    if why_not is None and len(gates) == 2 and None not in gates.values():
+    if why_not is None and gates.get("g") is not None and gates.get("g_gamma") is not None:
         why_not = "g and g_gamma in one call"
+    if why_not is None and name == "chunk_gla" and state is not None and not _fits(state, q):
+        why_not = f"an initial_state in {state.dtype}"
     if why_not is not None:
-        _warn_once(name, why_not, 5)
+        _warn_once(name, why_not)
         return _originals[name](*operands, **gates, **arguments, **ignored, **unknown)
-    if state is not None:
-        pair = tuple(x if x is None else x.to(_state_dtype(operands[0])) for x in pair)
+    if state is not None:  # FLA reads it in any dtype
+        pair = tuple(x if x is None else x.to(_state_dtype(q)) for x in pair)
         arguments["initial_state"] = pair if isinstance(state, tuple) else pair[0]
     return _call(ours, *operands, **gates, **arguments, **unknown)
 
@@ -217,49 +147,25 @@ def _swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) ->
     return _originals["swiglu_linear"](x, y, weight, bias)
 
 
-def _fused_attnres(
-    query: Tensor,
-    residuals: Sequence[Tensor],
-    rms_weight: Tensor,
-    output_rms_weight: Tensor | None = None,
-    rms_eps: float = 1e-6,
-    scale: float = 1.0,
-    return_weights: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """`fla.ops.attnres.fused_attnres`, by torch's operations where FLA's kernels cannot serve."""
-    if return_weights or not needs_torch(residuals[0]):
-        arguments = (query, residuals, rms_weight, output_rms_weight, rms_eps, scale)
-        return _originals["fused_attnres"](*arguments, return_weights, **kwargs)
-    return mix_by_weights(query * scale, rms_weight, output_rms_weight, rms_eps, residuals)
-
-
 _REPLACEMENTS = {
-    "chunk_gla": _chunk_gla,
     "fused_chunk_gla": _fused_chunk_gla,
-    "fused_recurrent_gla": _fused_recurrent_gla,
     "swiglu": _swiglu,
     "swiglu_linear": _swiglu_linear,
-    "fused_attnres": _fused_attnres,
-} | simple.replacements(_run_simple)
+} | simple.replacements(_run)
 _HOMES = {
     "chunk_gla": "fla.ops.gla.chunk",
     "fused_chunk_gla": "fla.ops.gla.fused_chunk",
     "fused_recurrent_gla": "fla.ops.gla.fused_recurrent",
     "swiglu": "fla.modules.activations",
     "swiglu_linear": "fla.modules.activations",
-    "fused_attnres": "fla.ops.attnres",
 }
-_NOT_EVERYWHERE = ("fused_attnres",)  # which FLA 0.5.2 has not
 
 
 def _find_originals() -> None:
     """Imports FLA and keeps its functions, after a look at their arguments."""
     try:
         originals = {
-            name: getattr(importlib.import_module(home), name)
-            for name, home in _HOMES.items()
-            if name not in _NOT_EVERYWHERE or importlib.util.find_spec(home) is not None
+            name: getattr(importlib.import_module(home), name) for name, home in _HOMES.items()
         }
     except ImportError as error:
         raise ImportError(
@@ -267,10 +173,7 @@ def _find_originals() -> None:
             f"({error}); pip install flash-linear-attention"
         ) from error
     for name in ("chunk_gla", "fused_recurrent_gla"):
-        expected, found = (
-            [x for x in inspect.signature(function).parameters if x != "kwargs"]
-            for function in (_REPLACEMENTS[name], originals[name])
-        )
+        expected, found = simple.arguments(name), simple.arguments_of(originals[name])
         if found != expected:
             raise NotImplementedError(
                 f"accelerate_fla: expected FLA's {name} to take {', '.join(expected)}, as in FLA "
@@ -282,7 +185,7 @@ def _find_originals() -> None:
             function = getattr(importlib.import_module(home), name)
         except (ImportError, AttributeError):
             continue  # an FLA that has it elsewhere, or not
-        if simple.takes_the_same(name, function):
+        if simple.arguments_of(function) == simple.arguments(name):
             _originals[name] = function
 
 
@@ -315,7 +218,7 @@ def _why_not(
     scale: float | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    unknown: dict[str, Any],
+    unknown: Iterable[str],
 ) -> str | None:
     """What of a call gla_ext does not support, or None. Wrong shapes are left to the operator."""
     if unknown:
@@ -384,17 +287,13 @@ def _call(operator: Callable, q: Tensor, *args: Any, **kwargs: Any) -> tuple[Ten
 
 
 @torch.compiler.disable
-def _warn_once(name: str, why_not: str, stacklevel: int = 4) -> None:
-    """Warns that a call went to FLA, once a reason.
-
-    Args:
-        stacklevel: of the caller; past what keeps this out of graphs, and the operator.
-    """
+def _warn_once(name: str, why_not: str) -> None:
+    """Warns that a call went to FLA, once a reason."""
     with _lock:
         if (name, why_not) in _warned:
             return
         _warned.add((name, why_not))
     warnings.warn(
         f"{name} runs FLA's kernels where gla_ext does not support the call: {why_not}",
-        stacklevel=stacklevel,
+        stacklevel=5,  # of the caller, past the operator and what keeps this out of graphs
     )

@@ -135,7 +135,7 @@ def _norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> 
                 y, total = rms_norm_residual(x, residual, self.weight, self.eps)
             return (y, total) if prenorm else y
         total = _wide(x) if residual is None else _wide(x) + _wide(residual)
-        y = _normalized(self, total).to(x.dtype)
+        y = plain_rms_norm(total, self.weight, self.eps).to(x.dtype)
         if not prenorm:
             return y
         if residual is None:
@@ -164,17 +164,8 @@ def _convolution_forward(original: Callable, has_kernels: Callable[[Tensor], boo
         other = residual is not None or both or self.activation is None or kwargs
         no_kernel = x.dtype == torch.float64 and x.device.type == "cuda"
         if other or no_kernel or not (needs_torch(x) and has_kernels(x)):
-            return original(
-                self,
-                x,
-                residual,
-                mask,
-                cache,
-                output_final_state,
-                cu_seqlens,
-                chunk_indices,
-                **kwargs,
-            )
+            args = (residual, mask, cache, output_final_state, cu_seqlens, chunk_indices)
+            return original(self, x, *args, **kwargs)
         if mask is not None:
             x = x * mask.unsqueeze(-1)
         return causal_convolution(self, x, cache, bool(output_final_state), cu_seqlens)
@@ -184,12 +175,6 @@ def _convolution_forward(original: Callable, has_kernels: Callable[[Tensor], boo
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _normalized(norm: nn.Module, x: Tensor) -> Tensor:
-    """The norm of x before it is rounded, with FLA's weight and eps."""
-    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
-    return y if norm.weight is None else y * norm.weight
 
 
 class _Packing(NamedTuple):
@@ -232,17 +217,6 @@ def _unpad_hidden_states(original: Callable) -> Callable:
     return in_graphs(unpad_hidden_states, original)
 
 
-def _repad_hidden_states(original: Callable) -> Callable:
-    """Of FLA 0.6.0: the way back."""
-
-    def repad_hidden_states(hidden_states: Tensor, indices: Any, *sizes: int) -> Tensor:
-        if isinstance(indices, _Packing):
-            return _unpacked(hidden_states, indices)
-        return original(hidden_states, indices, *sizes)
-
-    return repad_hidden_states
-
-
 def _get_unpad_data(original: Callable) -> Callable:
     """Of FLA 0.5.2: the packing and the offsets; the longest length, which the layer drops."""
 
@@ -252,32 +226,25 @@ def _get_unpad_data(original: Callable) -> Callable:
     return in_graphs(get_unpad_data, original)
 
 
-def _index_first_axis(original: Callable) -> Callable:
-    """Of FLA 0.5.2: tokens `[B * T, D]` in a row."""
+def _on_packing(ours: Callable) -> Callable:
+    """Replaces a function of tokens and indices by ours, where the indices are a `_Packing`."""
 
-    def index_first_axis(x: Tensor, indices: Any) -> Tensor:
-        if isinstance(indices, _Packing):
-            return _packed(x.unflatten(0, indices.valid.shape), indices)[0]
-        return original(x, indices)
+    def make(original: Callable) -> Callable:
+        def function(x: Tensor, indices: Any, *sizes: int) -> Tensor:
+            if isinstance(indices, _Packing):
+                return ours(x, indices)
+            return original(x, indices, *sizes)
 
-    return index_first_axis
+        return function
 
-
-def _pad_input(original: Callable) -> Callable:
-    """Of FLA 0.5.2: the way back, from tokens `[B * T, D]`."""
-
-    def pad_input(hidden_states: Tensor, indices: Any, *sizes: int) -> Tensor:
-        if isinstance(indices, _Packing):
-            return _unpacked(hidden_states.unsqueeze(0), indices)
-        return original(hidden_states, indices, *sizes)
-
-    return pad_input
+    return make
 
 
 _UNPADDING = {
     "get_unpad_data": _get_unpad_data,
-    "index_first_axis": _index_first_axis,
-    "pad_input": _pad_input,
-    "repad_hidden_states": _repad_hidden_states,
+    # The first two, of FLA 0.5.2, have tokens [B * T, D] in a row.
+    "index_first_axis": _on_packing(lambda x, p: _packed(x.unflatten(0, p.valid.shape), p)[0]),
+    "pad_input": _on_packing(lambda x, p: _unpacked(x.unsqueeze(0), p)),
+    "repad_hidden_states": _on_packing(_unpacked),
     "unpad_hidden_states": _unpad_hidden_states,
 }

@@ -1,4 +1,4 @@
-"""FLA's operators with one gate a head, or none, as `accelerate_fla` replaces them."""
+"""FLA's operators as `accelerate_fla` replaces them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from gla_ext.ops import linear_attn, simple_gla
+from gla_ext.ops import chunk, linear_attn, recurrent, simple_gla
 
+# Of operators with one gate a head, or none, which an FLA may have elsewhere.
 HOMES = {
     "chunk_simple_gla": "fla.ops.simple_gla.chunk",
     "fused_chunk_simple_gla": "fla.ops.simple_gla.fused_chunk",
@@ -31,6 +32,7 @@ Run = Callable[..., Any]
 
 # Arguments after q, k and v, in FLA's order, with their defaults.
 _REQUIRED = object()
+_GATE_NAMES = ("g", "g_gamma", "gk", "gv")
 _GATES = {"g": None, "g_gamma": None}
 _STATE = {"scale": None, "initial_state": None, "output_final_state": False}
 _CHUNK = _STATE | {"cu_seqlens": None}
@@ -44,6 +46,8 @@ _LINEAR_REVERSE = _STATE | {"reverse": False, "normalize": False, "cu_seqlens": 
 
 # name -> (what gla_ext has for it, its arguments)
 _OURS: dict[str, tuple[Callable, dict[str, Any]]] = {
+    "chunk_gla": (chunk.chunk_gla, {"g": _REQUIRED} | _GATED_CHUNK | {"cu_seqlens_cpu": None}),
+    "fused_recurrent_gla": (recurrent.fused_recurrent_gla, {"gk": None, "gv": None} | _RECURRENT),
     "chunk_simple_gla": (simple_gla.chunk_simple_gla, _GATES | _GATED_CHUNK),
     "fused_chunk_simple_gla": (simple_gla.chunk_simple_gla, _GATES | _CHUNK),
     "fused_recurrent_simple_gla": (simple_gla.fused_recurrent_simple_gla, _GATES | _RECURRENT),
@@ -61,14 +65,18 @@ _OURS: dict[str, tuple[Callable, dict[str, Any]]] = {
 }
 
 
-def takes_the_same(name: str, theirs: Callable) -> bool:
-    """Whether FLA's function of that name has the arguments of 0.6.0, in their order."""
-    found = [x for x in inspect.signature(theirs).parameters if x not in (*_IGNORED, "kwargs")]
-    return found == ["q", "k", "v", *_OURS[name][1]]
+def arguments(name: str) -> list[str]:
+    """Those of FLA 0.6.0's function, in their order, without keywords and what is ignored."""
+    return ["q", "k", "v", *(x for x in _OURS[name][1] if x not in _IGNORED)]
+
+
+def arguments_of(theirs: Callable) -> list[str]:
+    """The same of another FLA's."""
+    return [x for x in inspect.signature(theirs).parameters if x not in (*_IGNORED, "kwargs")]
 
 
 def replacements(run: Run) -> dict[str, Callable]:
-    """A function for every name of `HOMES`, with FLA's arguments.
+    """A function for every name, with FLA's arguments.
 
     Args:
         run: `run(name, ours, (q, k, v), gates, arguments, ignored, unknown)` calls `ours`, or FLA's
@@ -95,8 +103,8 @@ def _replacement(run: Run, name: str, ours: Callable, parameters: dict[str, Any]
         missing = [key for key, value in arguments.items() if value is _REQUIRED]
         if missing:
             raise TypeError(f"{name}: expected {', '.join(missing)}, got none")
-        gates = {key: arguments.pop(key) for key in ("g", "g_gamma") if key in arguments}
-        ignored = {key: given.pop(key) for key in _IGNORED if key in given}
+        gates = {key: arguments.pop(key) for key in _GATE_NAMES if key in arguments}
+        ignored = {key: x.pop(key) for x in (arguments, given) for key in _IGNORED if key in x}
         return run(name, ours, (q, k, v), gates, arguments, ignored, given)
 
     operator.__name__ = operator.__qualname__ = name

@@ -18,7 +18,6 @@ from gla_ext.hf.configuration import GLAConfig
 from gla_ext.hf.custom_code import write_custom_code
 from gla_ext.hf.generation import GLAGenerationMixin
 from gla_ext.layers._options import OF_MODELS, check_keywords
-from gla_ext.layers.attention_residuals import ResidualQuery
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.model import blocks
 from gla_ext.model.causal_lm import check_logits_to_keep
@@ -39,7 +38,7 @@ class GLAPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
-    _no_split_modules = ["AttentionResidualBlock", "GLABlock"]  # noqa: RUF012  transformers' attribute
+    _no_split_modules = ["GLABlock"]  # noqa: RUF012  transformers' attribute
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _is_stateful = False  # a cache goes back to fewer tokens: see GLACache.crop
 
@@ -77,11 +76,9 @@ class GLAModel(GLAPreTrainedModel):
         core = config.core()
         self.gradient_checkpointing = False
         self.embeddings = nn.Embedding(core.vocab_size, core.hidden_size, core.pad_token_id)
-        self.layers = blocks.make_blocks(core)
+        layers = (blocks.GLABlock(core, i) for i in range(core.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(core.hidden_size, eps=core.norm_eps)
-        if core.attnres_block_size is not None:
-            self.res_proj = ResidualQuery(core.hidden_size)
-            self.res_norm = RMSNorm(core.hidden_size, eps=core.norm_eps)
         self.post_init()
 
     def forward(
@@ -176,7 +173,6 @@ class GLAModel(GLAPreTrainedModel):
             call=self._checkpointed if recompute else blocks.GLABlock.__call__,
             inputs=inputs,
             norm=self.norm,
-            residuals=blocks.residuals_of(self),
             **options,
         )
         return [x, *(inputs or ())]
@@ -314,19 +310,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         # Not in the signature: `Trainer` would require an argument with "label" in its name.
         shift_labels = kwargs.pop("shift_labels", None)
         targets = labels if shift_labels is None else shift_labels
-        loss_function = None if targets is None else self._chosen_loss()
-        known = OF_MODELS if loss_function is None else kwargs
-        check_keywords("GLAForCausalLM", kwargs, known)
-        if loss_function is not None and labels is None and not hasattr(self, "_loss_function"):
-            raise ValueError(
-                f"GLAForCausalLM: expected loss_type = {self.loss_type!r} to have labels, got "
-                "shift_labels alone"
-            )
-        if loss_function is not None and cp_context is not None:
-            raise NotImplementedError(
-                "GLAForCausalLM: expected no loss_function beside cp_context, got one; it would "
-                "see one rank's tokens"
-            )
+        loss_function = None if targets is None else self._chosen_loss(labels, cp_context)
+        check_keywords("GLAForCausalLM", kwargs, OF_MODELS if loss_function is None else kwargs)
         check_logits_to_keep(logits_to_keep)
         cu_seqlens = _first(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
         return_dict = self.config.return_dict if return_dict is None else return_dict
@@ -347,10 +332,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         )
         x = output.last_hidden_state
         if targets is None:
-            kept = (
-                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            )
-            x = x[:, kept]
+            kept = logits_to_keep
+            x = x[:, -kept:] if isinstance(kept, int) else x[:, kept]
             loss, logits = None, self.lm_head(x)
         elif loss_function is not None:
             given = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
@@ -383,11 +366,22 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         )
         return result if return_dict else result.to_tuple()
 
-    def _chosen_loss(self) -> Callable[..., Tensor] | None:
-        """The loss_function, if it or a loss_type was set, else None."""
-        if hasattr(self, "_loss_function") or self.loss_type not in (None, "ForCausalLM"):
-            return self.loss_function
-        return None
+    def _chosen_loss(self, labels: Tensor | None, cp_context: Any) -> Callable[..., Tensor] | None:
+        """The loss_function, if it or a loss_type was set, else None; refuses what it cannot do."""
+        is_set = hasattr(self, "_loss_function")
+        if not is_set and self.loss_type in (None, "ForCausalLM"):
+            return None
+        if labels is None and not is_set:
+            raise ValueError(
+                f"GLAForCausalLM: expected loss_type = {self.loss_type!r} to have labels, got "
+                "shift_labels alone"
+            )
+        if cp_context is not None:
+            raise NotImplementedError(
+                "GLAForCausalLM: expected no loss_function beside cp_context, got one; it would "
+                "see one rank's tokens"
+            )
+        return self.loss_function
 
 
 __all__ = ["GLAForCausalLM", "GLAModel", "GLAPreTrainedModel"]

@@ -11,34 +11,6 @@ from gla_ext.losses import IGNORE_INDEX
 from gla_ext.ops._collectives import all_max, all_sum
 
 
-class ShardedGreatest(torch.autograd.Function):
-    """The greatest logit of each row, of a shard's columns `[..., columns]` and their place, on
-    every rank; of several the first has the gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, start: int, group_name: str) -> Tensor:
-        if local.shape[-1]:
-            value, index = local.max(-1)
-        else:
-            value = local.new_full(local.shape[:-1], -torch.inf)
-            index = torch.zeros_like(value, dtype=torch.long)
-        greatest = all_max(value, group_name)
-        # Ranks that have none stand behind all others.
-        place = (start + index).where(value == greatest, torch.iinfo(torch.int64).max)
-        ctx.save_for_backward(index, place == -all_max(-place, group_name))
-        ctx.width = local.shape[-1]
-        return greatest
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        index, mine = ctx.saved_tensors
-        result = gradient.new_zeros(*gradient.shape, ctx.width)
-        if ctx.width:
-            result.scatter_(-1, index.unsqueeze(-1), gradient.where(mine, 0).unsqueeze(-1))
-        return result, None, None
-
-
 class ShardedCrossEntropy(torch.autograd.Function):
     """`gla_ext.model.loss.cross_entropy` of a shard's columns `[N, columns]` and their place, on
     every rank the same.

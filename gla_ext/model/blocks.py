@@ -14,7 +14,6 @@ from gla_ext.layers._options import typed_options
 from gla_ext.layers._projections import add_and_norm, is_plain, lay_side_by_side, nobody_sees
 from gla_ext.layers._route import project
 from gla_ext.layers.attention import Attention
-from gla_ext.layers.attention_residuals import ResidualQuery, mix_residuals
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.layers.swiglu import swiglu, swiglu_linear
@@ -43,21 +42,18 @@ class GLAMLP(nn.Module):
     Args:
         hidden_size: width of the input and the output.
         intermediate_size: width in between.
-        fuse_swiglu: make the product inside the operator of down_proj, if that is a plain linear
-            map. Default: True.
     """
 
     @typed_options
-    def __init__(self, hidden_size: int, intermediate_size: int, fuse_swiglu: bool = True) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.fuse_swiglu = fuse_swiglu
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = project(x, [self.gate_proj, self.up_proj], together=False)
-        if self.fuse_swiglu and is_plain(self.down_proj):
+        if is_plain(self.down_proj):
             return swiglu_linear(gate, up, self.down_proj.weight)
         return self.down_proj(swiglu(gate, up))
 
@@ -114,7 +110,7 @@ class GLABlock(nn.Module):
         self.attn_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attn = _token_mixer(config, layer_idx)
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = GLAMLP(config.hidden_size, config.mlp_size, config.fuse_swiglu)
+        self.mlp = GLAMLP(config.hidden_size, config.mlp_size)
 
     def forward(
         self,
@@ -133,7 +129,11 @@ class GLABlock(nn.Module):
         `gla_ext.model.step`, they make the sums: there is then no residual, and the next block
         is told that it follows_step.
         """
-        if (y := self._step_attention(x, residual, follows_step, attn_args)) is not None:
+        y = None
+        if self.fuse_norm:
+            norm, layer = self.attn_norm, self.attn
+            y = step_attention(norm, layer, x, residual, follows_step, **attn_args)
+        if y is not None:
             x, residual = y, None
         else:
             y, residual = add_and_norm(self.attn_norm, x, residual, self.fuse_norm)
@@ -145,63 +145,6 @@ class GLABlock(nn.Module):
         y, residual = add_and_norm(self.mlp_norm, x, residual, self.fuse_norm)
         x = self.mlp(y)
         return (x, residual) if prenorm else residual + x
-
-    def _step_attention(
-        self, x: Tensor, residual: Tensor | None, follows_step: bool, attn_args: dict[str, Any]
-    ) -> Tensor | None:
-        if not self.fuse_norm:
-            return None
-        norm, layer = self.attn_norm, self.attn
-        return step_attention(norm, layer, x, residual, follows_step, **attn_args)
-
-
-class AttentionResidualBlock(GLABlock):
-    """A block with `config.attnres_block_size`: its layers read `mix_residuals` of the sources.
-
-    A source is the embedding, the sum of `attnres_block_size` layers' outputs (attention and MLP
-    count one each), or what there is of the last such sum. With a size of 1 every layer is one.
-
-    Args:
-        config: the model's configuration.
-        layer_idx: index of the block.
-    """
-
-    def __init__(self, config: GLAConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        for name in ("attn", "mlp"):
-            setattr(self, f"{name}_res_proj", ResidualQuery(config.hidden_size))
-            setattr(self, f"{name}_res_norm", RMSNorm(config.hidden_size, eps=config.norm_eps))
-        self.attn_ends_sum = 2 * layer_idx % config.attnres_block_size == 0
-        self.mlp_ends_sum = (2 * layer_idx + 1) % config.attnres_block_size == 0
-
-    def forward(self, x: Tensor, *sources: Tensor, **attn_args: Any) -> tuple[Tensor, ...]:
-        """x `[B, T, hidden_size]`, the last sum so far, and the sources before it, none at first.
-
-        Returns:
-            The same after this block.
-        """
-        total: Tensor | None = x
-        if not sources:
-            y, sources, total = self.attn_norm(x), (x,), None
-        else:
-            every = (*sources, x)
-            y = mix_residuals(self.attn_res_proj, every, self.attn_res_norm, self.attn_norm)
-            if self.attn_ends_sum:
-                sources, total = every, None
-        y = self.attn(y, **attn_args)[0]
-        total = y if total is None else total + y
-        every = (*sources, total)
-        y = mix_residuals(self.mlp_res_proj, every, self.mlp_res_norm, self.mlp_norm)
-        if self.mlp_ends_sum:
-            sources, total = every, None
-        y = self.mlp(y)
-        return (y if total is None else total + y, *sources)
-
-
-def make_blocks(config: GLAConfig) -> nn.ModuleList:
-    """The blocks of a model."""
-    kind = GLABlock if config.attnres_block_size is None else AttentionResidualBlock
-    return nn.ModuleList(kind(config, i) for i in range(config.num_hidden_layers))
 
 
 class GLAModel(nn.Module):
@@ -219,11 +162,8 @@ class GLAModel(nn.Module):
         self.config = config
         self.gradient_checkpointing = False
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = make_blocks(config)
+        self.layers = nn.ModuleList(GLABlock(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        if config.attnres_block_size is not None:
-            self.res_proj = ResidualQuery(config.hidden_size)
-            self.res_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -257,14 +197,8 @@ class GLAModel(nn.Module):
             cp_context=cp_context,
             call=_checkpointed if recompute else GLABlock.__call__,
             norm=self.norm,
-            residuals=residuals_of(self),
         )
         return ModelOutput(x, past_key_values)
-
-
-def residuals_of(model: nn.Module) -> tuple[nn.Module, RMSNorm] | None:
-    """What `run_blocks` takes as residuals: the query and norm of a model that has them."""
-    return (model.res_proj, model.res_norm) if hasattr(model, "res_proj") else None
 
 
 def run_blocks(
@@ -281,7 +215,6 @@ def run_blocks(
     call: Callable[..., Tensor] = GLABlock.__call__,
     inputs: list[Tensor] | None = None,
     norm: nn.Module | None = None,
-    residuals: tuple[nn.Module, RMSNorm] | None = None,
 ) -> Tensor:
     """Passes tokens through a stack of blocks.
 
@@ -299,8 +232,6 @@ def run_blocks(
         call: runs a block on x, perhaps a residual, and its keywords. Default: the block itself.
         inputs: takes the input of every block, `[B, T, hidden_size]`. Default: None.
         norm: of what the last block returns. Default: None.
-        residuals: query and norm of the last `mix_residuals`, whose output norm is `norm`; the
-            blocks are then `AttentionResidualBlock`s. Default: None.
 
     Returns:
         The output of the last block, `[B, T, hidden_size]`, or of the norm. A padded
@@ -326,23 +257,18 @@ def run_blocks(
     carries = inputs is None and all(
         type(block) is GLABlock and block.fuse_norm and nobody_sees(block) for block in blocks
     )
-    sources: tuple[Tensor, ...] = ()
     for block in blocks:
         if inputs is not None:
             inputs.append(x if slots is None else unpack(x, slots, B, T))
             x = x if slots is None else pack(inputs[-1], slots)  # on the gradient's way
-        if residuals is not None:
-            x, *sources = call(block, x, *sources, **attn_args)
-        elif not carries:
+        if not carries:
             x = call(block, x, **attn_args)
         elif residual is None:
             x, residual = call(block, x, prenorm=True, follows_step=follows_step, **attn_args)
             follows_step = residual is None
         else:
             x, residual = call(block, x, residual, prenorm=True, **attn_args)
-    if residuals is not None:
-        x = mix_residuals(residuals[0], (*sources, x), residuals[1], norm)
-    elif norm is not None:
+    if norm is not None:
         x = add_and_norm(norm, x, residual, carries)[0]
     elif residual is not None:
         x = residual + x

@@ -19,6 +19,9 @@ _LEADS_NOWHERE: dict[str, tuple[Any, str]] = {
     "use_gv": (False, "no code of FLA's reads it; gla_ext.chunk_gla(..., gv=) has such a gate"),
 }
 
+# Options of FLA's that no published GLA checkpoint sets: the one value that is taken.
+_ONLY: dict[str, Any] = {"fuse_swiglu": True, "use_l2warp": False, "attnres_block_size": None}
+
 _SIZES = ("hidden_size", "num_hidden_layers", "num_heads", "conv_size", "vocab_size")
 _SIZES_OR_NONE = ("intermediate_size", "num_kv_heads")
 
@@ -66,20 +69,15 @@ class GLAConfig:
             not torch's operations. Default: True.
         fuse_linear_cross_entropy: the loss is one operator with the output matrix: all logits are
             never there at once, and with labels none are returned. Default: False.
-        fuse_swiglu: the MLP's product of gate and up is made inside the operator of down_proj, and
-            not before it. Default: True.
-        use_l2warp: the gradient of the loss has a further term, which pulls the greatest logit of
-            each of all N tokens toward 0: `1e-4 / N` times that logit. The loss's value is without
-            it. Default: False.
+        fuse_swiglu: True only. Default: True.
+        use_l2warp: False only. Default: False.
         vocab_size: number of tokens. Default: 32000.
-        attnres_block_size: layers read a learned mix of earlier ones, see
-            `gla_ext.layers.attention_residuals`: of sums of so many layers, 1 or an even number.
-            Default: None (each reads the sum of all).
+        attnres_block_size: None only. Default: None.
 
     Raises:
         ValueError: both fuse_cross_entropy and fuse_linear_cross_entropy; sizes below 1, numbers
             of heads too; a hidden_ratio that leaves the MLP no width; a pad_token_id that is no
-            token.
+            token; another value of what has one only.
         TypeError: a field of another type than is given above.
         NotImplementedError: hidden_act other than 'swish' and 'silu'; qk_norm in attn.
     """
@@ -121,6 +119,12 @@ class GLAConfig:
         annotations = {field.name: field.type for field in fields(self)}
         for name, value in typed("GLAConfig", vars(self), annotations).items():
             setattr(self, name, value)
+        for name, value in _ONLY.items():
+            if getattr(self, name) is not value:
+                raise ValueError(
+                    f"GLAConfig: expected {name} to be {value}, the only value that is supported, "
+                    f"got {getattr(self, name)}"
+                )
         if self.hidden_act not in ("silu", "swish"):
             why = "; FLA's layer cannot be built with it" if self.hidden_act == "powlu" else ""
             raise NotImplementedError(
@@ -142,12 +146,6 @@ class GLAConfig:
             raise ValueError(
                 "GLAConfig: expected hidden_ratio to make the MLP at least 1 wide, got "
                 f"{self.hidden_ratio} with hidden_size = {self.hidden_size}"
-            )
-        size = self.attnres_block_size
-        if size is not None and size != 1 and (size < 2 or size % 2):
-            raise ValueError(
-                "GLAConfig: expected attnres_block_size to be 1, an even number or None, got "
-                f"{size}"
             )
         self.attn = read_attn(self.attn, self.num_hidden_layers)
         # Below 0 it counts from the end, as in nn.Embedding.

@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from gla_ext.layers._projections import is_plain
 from gla_ext.layers._route import shard_of_vocabulary
 from gla_ext.losses import IGNORE_INDEX, cross_entropy_loss, fused_linear_cross_entropy_loss
-from gla_ext.model._vocabulary import ShardedCrossEntropy, ShardedGreatest
+from gla_ext.model._vocabulary import ShardedCrossEntropy
 from gla_ext.ops._checks import check_tensors
-from gla_ext.ops._context import context_of, refuse_context
-
-L2_WARP = 1e-4  # FLA's l2_penalty_factor
-_TOKENS_AT_ONCE = 2048
+from gla_ext.ops._context import context_of
 
 
 def head_and_loss(
@@ -34,16 +31,12 @@ def head_and_loss(
     there, by its fuse_cross_entropy and fuse_linear_cross_entropy. For the rest see
     `next_token_loss`.
     """
-    if config.use_l2warp:
-        refuse_context(cp_context, "GLAForCausalLM: expected no use_l2warp beside cp_context")
     if config.fuse_linear_cross_entropy and is_plain(head, biased=True):
         targets = _targets(labels, x, cu_seqlens, cp_context, shifted)
-        total = linear_cross_entropy(x.flatten(0, 1), targets, head.weight, head.bias)
-        loss = _mean(total, targets, num_items_in_batch, cp_context)
-        if config.use_l2warp:
-            greatest = _greatest_logits(x.flatten(0, 1), head.weight, head.bias)
-            loss = loss + _l2_warp(greatest, num_items_in_batch)
-        return loss, None
+        total = fused_linear_cross_entropy_loss(
+            x.flatten(0, 1), targets, head.weight, head.bias, reduction="sum"
+        )
+        return _mean(total, targets, num_items_in_batch, cp_context), None
     logits = head(x)
     loss = next_token_loss(
         logits,
@@ -55,40 +48,7 @@ def head_and_loss(
         inplace_backward=training,
         shifted=shifted,
     )
-    if config.use_l2warp:
-        loss = loss + _l2_warp(_greatest(logits), num_items_in_batch)
     return loss, None if config.fuse_linear_cross_entropy else logits
-
-
-def _l2_warp(greatest: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    """0, with the gradient `1e-4 / N` times it to each of the N greatest logits, as FLA's l2_warp.
-
-    FLA divides it by num_items_in_batch too, where that divides the loss.
-    """
-    wide = greatest.to(torch.promote_types(greatest.dtype, torch.float32))
-    half = wide.square().sum() * (0.5 * L2_WARP / max(wide.numel(), 1))
-    if num_items_in_batch is not None:
-        half = half / num_items_in_batch
-    return half - half.detach()
-
-
-def _greatest(logits: Tensor) -> Tensor:
-    """The greatest of each token's, `[B, T]`."""
-    if (shard := shard_of_vocabulary(logits)) is not None:
-        return ShardedGreatest.apply(*shard)
-    return logits.max(-1).values
-
-
-def _greatest_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Of each token of x `[N, D]`, in fp32 `[N]`, without all logits at once: which one it is takes
-    a product more, some tokens at a time.
-    """
-    with torch.no_grad():
-        parts = [F.linear(part, weight, bias).argmax(-1) for part in x.split(_TOKENS_AT_ONCE)]
-        index = torch.cat(parts)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    greatest = (x.to(dtype) * F.embedding(index, weight).to(dtype)).sum(-1)
-    return greatest if bias is None else greatest + bias[index].to(dtype)
 
 
 def next_token_loss(
@@ -179,8 +139,3 @@ def cross_entropy(
         return cross_entropy_loss(logits, targets, inplace_backward=inplace_backward)[0].sum()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-
-
-def linear_cross_entropy(x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same of logits `x @ weight.T + bias`, which are never there at once."""
-    return fused_linear_cross_entropy_loss(x, targets, weight, bias, reduction="sum")

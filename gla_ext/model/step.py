@@ -29,8 +29,8 @@ from gla_ext.ops import decode
 from gla_ext.ops._context import context_of
 from gla_ext.ops.recurrent import recurrent_gla_low_rank_step_
 
-# Of a batch, one token each. The kernels take 32; from more than these on cuBLAS is as fast.
-MOST_ROWS = 32  # of a batch, one token each: the kernels' own limit
+# Rows of a batch, one token each: the kernels' own limit; with more cuBLAS is as fast.
+MOST_ROWS = 32
 DEVICES = ("cuda",)
 DTYPES = (torch.bfloat16, torch.float16)
 _COLUMNS = 32  # that the kernels take at once
@@ -117,12 +117,12 @@ def step_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, residual: Tensor | None
 
     Args:
         norm: of the block.
-        mlp: has gate_proj, up_proj, down_proj and fuse_swiglu.
+        mlp: has gate_proj, up_proj and down_proj.
         x: `[B, 1, D]`.
         residual: as x. Default: None (0).
     """
     linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if mlp.training or not mlp.fuse_swiglu or takes_step(x, residual) is None:
+    if mlp.training or takes_step(x, residual) is None:
         return None
     if not (is_plain_norm(norm, RMSNorm) and nobody_sees(mlp) and _are_plain(linears, x.dtype)):
         return None

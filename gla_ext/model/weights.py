@@ -3,23 +3,18 @@
 from torch import nn
 
 from gla_ext.layers import ShortConvolution
-from gla_ext.layers.attention_residuals import ResidualQuery
 from gla_ext.layers.norms import RMSNorm
 
 
 def init_weights(module: nn.Module, std: float) -> None:
-    """Linear, convolution and embedding weights from N(0, std), biases and queries of attention
-    residuals 0, norm weights 1.
-    """
+    """Linear, convolution and embedding weights from N(0, std), biases 0, norm weights 1."""
     for child in module.modules():
         init_own_weights(child, std)
 
 
 def init_own_weights(module: nn.Module, std: float) -> None:
     """`init_weights` without the modules inside."""
-    if isinstance(module, ResidualQuery):
-        nn.init.zeros_(module.weight)
-    elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Embedding)):
+    if isinstance(module, (nn.Linear, nn.Conv1d, nn.Embedding)):
         nn.init.normal_(module.weight, mean=0.0, std=std)
         if not isinstance(module, nn.Embedding) and module.bias is not None:
             nn.init.zeros_(module.bias)

@@ -85,8 +85,8 @@ def plan(
         gv: whether there are gates on values. Default: False.
         head_gates: whether g is one gate a head, `[B, T, HK]`. Default: False.
         gate_gradient: whether g needs a gradient; constant decays do not. Default: True.
-        across_ranks: whether the call has a cp_context on several ranks; T is then this rank's, and
-            B in the zigzag layout twice the batch, with half of T. Default: False.
+        across_ranks: whether the call has a cp_context on several ranks; T is then this rank's.
+            Default: False.
         gpu: a CUDA device, or a pair of compute capability and number of multiprocessors such as
             `("9.0", 132)`. Default: the current device, or where there is none an H100.
 

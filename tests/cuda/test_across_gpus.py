@@ -50,7 +50,7 @@ def normal(seed, *shapes):
     return [torch.randn(*shape, **options) for shape in shapes]
 
 
-def operator_step(layout, lengths, T, H, K, V, gv=False):
+def operator_step(lengths, T, H, K, V, gv=False):
     """A function that makes the operands of other tokens, and a step over a rank's operands.
 
     Sequences cross the ranks and have states.
@@ -59,7 +59,7 @@ def operator_step(layout, lengths, T, H, K, V, gv=False):
     from gla_ext.distributed import build_cp_context
 
     offsets = None if lengths is None else torch.tensor([0, *lengths], device="cuda").cumsum(0)
-    context = build_cp_context(offsets, layout=layout)
+    context = build_cp_context(offsets)
     part = T // context.size
     N = 1 if lengths is None else len(context.cut(part, torch.device("cuda")).sequences)
 
@@ -102,11 +102,9 @@ def layer_step():
 
 
 STEPS = {
-    "rows": (operator_step, "contiguous", None, 16384, 4, 128, 256),
-    "zigzag": (operator_step, "zigzag", None, 16384, 4, 128, 256),
-    "packed": (operator_step, "contiguous", (5000, 1, 0, 9000, 2383), 16384, 2, 64, 64),
-    "packed zigzag": (operator_step, "zigzag", (5000, 11384), 16384, 4, 128, 256),
-    "gates on values": (operator_step, "contiguous", None, 2048, 2, 64, 64, True),
+    "rows": (operator_step, None, 16384, 4, 128, 256),
+    "packed": (operator_step, (5000, 1, 0, 9000, 2383), 16384, 2, 64, 64),
+    "gates on values": (operator_step, None, 2048, 2, 64, 64, True),
     "layer": (layer_step,),
 }
 

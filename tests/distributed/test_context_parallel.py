@@ -10,7 +10,7 @@ import torch
 from common import assert_close, make_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import NAMES, local, pieces_of
+from ranks import NAMES, local, tokens_of
 
 import gla_ext
 from gla_ext import chunk_gla
@@ -40,28 +40,20 @@ def whole(x, state_v_first=False):
     return {"o": o.detach(), "state": state.detach()} | dict(zip(leaves, gradients, strict=True))
 
 
-def run_rank(group, x, lengths, layout, uneven, options=None):
+def run_rank(group, x, lengths, uneven, options=None):
     """A rank's results, and the numbers of its own sequences."""
     options = options or {}
-    context = build_cp_context(
-        x["cu_seqlens"], group, layout=layout, lengths=lengths if uneven else None
-    )
-    ranges = pieces_of(lengths, layout, context.rank, context.size)
+    context = build_cp_context(x["cu_seqlens"], group, lengths=lengths if uneven else None)
+    tokens = tokens_of(lengths, context.rank)
     cut = context.cut(lengths[context.rank], torch.device("cpu"))
     rows = list(range(x["h0"].shape[0])) if x["cu_seqlens"] is None else list(cut.sequences)
-    leaves = {n: local(x[n], ranges).requires_grad_() for n in NAMES if x[n] is not None}
+    leaves = {n: local(x[n], tokens).requires_grad_() for n in NAMES if x[n] is not None}
     leaves["h0"] = x["h0"][rows]
-    if x["cu_seqlens"] is not None:
-        first = 0
-        for count, before in zip(cut.counts, cut.before, strict=True):
-            if count and before:  # begins elsewhere, and is not looked at
-                leaves["h0"][first] = torch.nan
-            first += count
-    elif cut.before[0] > 0:
-        leaves["h0"][:] = torch.nan
+    if cut.before:  # begins elsewhere, and is not looked at
+        leaves["h0"][: None if x["cu_seqlens"] is None else 1] = torch.nan
     leaves["h0"].requires_grad_()
     operands = [leaves.get(n) for n in NAMES]
-    upstream = (local(x["do"], ranges), x["dht"][rows])
+    upstream = (local(x["do"], tokens), x["dht"][rows])
     o, state = chunk_gla(
         *operands[:4], initial_state=leaves["h0"], output_final_state=True, gv=operands[4],
         cp_context=context, **options,
@@ -70,57 +62,50 @@ def run_rank(group, x, lengths, layout, uneven, options=None):
     results = {"o": o.detach(), "state": state.detach()} | dict(zip(leaves, gradients, strict=True))
     begin, end = rows_that_begin_and_end(cut, len(rows), x["cu_seqlens"] is None)
     assert not results["h0"][~begin].any() and not results["state"][~end].any()
-    return results, ranges, rows
+    return results, tokens, rows
 
 
 def rows_that_begin_and_end(cut, N, by_rows):
     """Of the rows of states those whose sequence begins on this rank, and those whose ends."""
     begin, end = (torch.ones(N, dtype=torch.bool) for _ in range(2))
     if by_rows:
-        begin[:] = cut.counts[0] > 0 == cut.before[0]
-        end[:] = any(n and not after for n, after in zip(cut.counts, cut.after, strict=True))
-        return begin, end
-    first = 0
-    for count, before, after in zip(cut.counts, cut.before, cut.after, strict=True):
-        if count:
-            begin[first], end[first + count - 1] = before == 0, after == 0
-        first += count
+        begin[:], end[:] = cut.count > 0 == cut.before, cut.count > 0 == cut.after
+    elif cut.count:
+        begin[0], end[-1] = cut.before == 0, cut.after == 0
     return begin, end
 
 
 def assert_equals_one_process(ranks, x, state_v_first=False):
     expected = whole(x, state_v_first)
     states = {name: torch.zeros_like(expected[name]) for name in ("state", "h0")}
-    for results, ranges, rows in ranks:
+    for results, tokens, rows in ranks:
         for name in ("o", *NAMES):
             if expected.get(name) is not None:
-                assert_close(results[name], local(expected[name], ranges), 1e-12, 1e-14, name)
+                assert_close(results[name], local(expected[name], tokens), 1e-12, 1e-14, name)
         for name, total in states.items():
             total.index_add_(0, torch.tensor(rows, dtype=torch.int64), results[name])
     for name, total in states.items():
         assert_close(total, expected[name], 1e-12, 1e-14, name)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_rows_cut_evenly(pool, ranks, layout):
+def test_rows_cut_evenly(pool, ranks):
     for n in (34, 33, 1):
         x = make(2, n * ranks, heads=(4, 2), gv=ranks > 2)
-        found = pool(run_rank, x, (n,) * ranks, layout, False, ranks=ranks)
+        found = pool(run_rank, x, (n,) * ranks, False, ranks=ranks)
         assert_equals_one_process(found, x)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_packed_sequences_that_cross_ranks_and_a_tail(pool, layout):
+def test_packed_sequences_that_cross_ranks_and_a_tail(pool):
     x = make(1, 4 * 33, lengths=(5, 0, 70, 1, 0, 40), gate="reset")
-    found = pool(run_rank, x, (33,) * 4, layout, False)
+    found = pool(run_rank, x, (33,) * 4, False)
     assert_equals_one_process(found, x)
 
 
 def test_states_with_v_first(pool):
     x = make(2, 40)
     x |= {name: x[name].mT.contiguous() for name in ("h0", "dht")}
-    found = pool(run_rank, x, (20, 20), "contiguous", False, {"state_v_first": True}, ranks=2)
+    found = pool(run_rank, x, (20, 20), False, {"state_v_first": True}, ranks=2)
     assert_equals_one_process(found, x, state_v_first=True)
 
 
@@ -170,8 +155,8 @@ def test_one_gate_a_head(pool, name, gate):
 
 def test_uneven_rows_and_ranks_without_tokens(pool):
     x = make(2, 50)
-    for layout, lengths in (("contiguous", (0, 7, 0, 43)), ("zigzag", (1, 0, 40, 9))):
-        assert_equals_one_process(pool(run_rank, x, lengths, layout, True), x)
+    for lengths in ((0, 7, 0, 43), (1, 0, 40, 9)):
+        assert_equals_one_process(pool(run_rank, x, lengths, True), x)
 
 
 def draw_text(data, B, T, sequences=None):
@@ -194,9 +179,9 @@ def draw_lengths(data):
     return lengths if sum(lengths) else (2, *lengths[1:])
 
 
-def assert_any_cut(pool, x, lengths, layout, v_first):
+def assert_any_cut(pool, x, lengths, v_first):
     options = {"state_v_first": v_first}
-    found = pool(run_rank, x, lengths, layout, True, options, ranks=len(lengths))
+    found = pool(run_rank, x, lengths, True, options, ranks=len(lengths))
     assert_equals_one_process(found, x, v_first)
 
 
@@ -244,18 +229,16 @@ def test_bits_of_whole_chunks_on_two_ranks(pool):
 @settings(max_examples=30)
 def test_any_cut_of_packed_sequences(pool, data):
     lengths = draw_lengths(data)
-    layout = data.draw(st.sampled_from(["contiguous", "zigzag"]))
     T, rng = sum(lengths), random.Random(data.draw(st.integers(0, 10**6)))
     cuts = sorted(rng.randint(0, T) for _ in range(rng.randint(1, 6)))
     sequences = tuple(b - a for a, b in zip([0, *cuts], cuts, strict=False))
     x, v_first = draw_text(data, 1, T, sequences)
-    assert_any_cut(pool, x, lengths, layout, v_first)
+    assert_any_cut(pool, x, lengths, v_first)
 
 
 @given(data=st.data())
 @settings(max_examples=30)
 def test_any_cut_of_rows(pool, data):
-    layout = data.draw(st.sampled_from(["contiguous", "zigzag"]))
     lengths = draw_lengths(data)
     x, v_first = draw_text(data, data.draw(st.integers(1, 3)), sum(lengths))
-    assert_any_cut(pool, x, lengths, layout, v_first)
+    assert_any_cut(pool, x, lengths, v_first)

@@ -7,7 +7,7 @@ import torch
 from common import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import local, pieces_of
+from ranks import local, tokens_of
 
 from gla_ext.distributed import build_cp_context
 from gla_ext.layers.short_convolution import ShortConvolution, convolve
@@ -50,23 +50,22 @@ def all_of(modules, inputs, caches, upstream, of_caches, **options):
     return tokens, [*(c.detach() for c in kept), *found[n : 2 * n]], found[2 * n :]
 
 
-def run_rank(group, text, lengths, layout, sequences):
+def run_rank(group, text, lengths, sequences):
     inputs, caches, upstream, of_caches = text
     offsets = None if sequences is None else torch.tensor([0, *accumulate(sequences)])
-    context = build_cp_context(offsets, group, layout=layout, lengths=lengths)
-    ranges = pieces_of(lengths, layout, context.rank, context.size)
+    context = build_cp_context(offsets, group, lengths=lengths)
+    tokens = tokens_of(lengths, context.rank)
     cut = context.cut(lengths[context.rank], CPU)
     rows = list(range(len(caches[0]))) if offsets is None else list(cut.sequences)
-    mine = [[local(t, ranges) for t in inputs], [c[rows] for c in caches]]
-    mine += [[local(t, ranges) for t in upstream], [c[rows] for c in of_caches]]
-    tokens, own, weights = all_of(make_modules(), *mine, cp_context=context)
-    return tokens, own, [all_sum(g, group.group_name) for g in weights], ranges, rows
+    mine = [[local(t, tokens) for t in inputs], [c[rows] for c in caches]]
+    mine += [[local(t, tokens) for t in upstream], [c[rows] for c in of_caches]]
+    of_tokens, own, weights = all_of(make_modules(), *mine, cp_context=context)
+    return of_tokens, own, [all_sum(g, group.group_name) for g in weights], tokens, rows
 
 
 @given(data=st.data())
 @settings(max_examples=30)
 def test_any_cut(pool, data):
-    layout = data.draw(st.sampled_from(["contiguous", "zigzag"]))
     ranks = data.draw(st.integers(1, 4))
     tokens = st.one_of(st.integers(0, 3), st.integers(0, 20))
     lengths = tuple(data.draw(st.lists(tokens, min_size=ranks, max_size=ranks)))
@@ -80,11 +79,9 @@ def test_any_cut(pool, data):
     offsets = None if sequences is None else torch.tensor([0, *accumulate(sequences)])
     of_tokens, of_rows, of_weights = all_of(make_modules(), *text, cu_seqlens=offsets)
     totals = [torch.zeros_like(t) for t in of_rows]
-    for mine, own, weights, ranges, rows in pool(
-        run_rank, text, lengths, layout, sequences, ranks=ranks
-    ):
+    for mine, own, weights, tokens, rows in pool(run_rank, text, lengths, sequences, ranks=ranks):
         for found, expected in zip(mine, of_tokens, strict=True):
-            assert_close(found, local(expected, ranges), 1e-12, 1e-14)
+            assert_close(found, local(expected, tokens), 1e-12, 1e-14)
         for found, total in zip(own, totals, strict=True):
             total.index_add_(0, torch.tensor(rows, dtype=torch.int64), found)
         for found, expected in zip(weights, of_weights, strict=True):

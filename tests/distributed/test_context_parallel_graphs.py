@@ -9,7 +9,7 @@ import pytest
 import torch
 from common import assert_close, make_inputs
 from models import make_ids, make_layer, make_model, make_x
-from ranks import local, pieces_of
+from ranks import local, tokens_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_ext import chunk_gla
@@ -18,17 +18,17 @@ from gla_ext.model import GLAForCausalLM
 from gla_ext.selftest import relative_error
 
 
-def cut(group, T, layout="contiguous", lengths=None, dtype=torch.float64):
+def cut(group, T, lengths=None, dtype=torch.float64):
     """Seeded operands of a whole text, this rank's leaves of them, and its context."""
     x = make_inputs(1 if lengths else 2, T, 2, 5, 3, dtype, lengths=lengths)
-    context = build_cp_context(x.cu_seqlens, group, layout=layout)
+    context = build_cp_context(x.cu_seqlens, group)
     size = context.size
-    ranges = pieces_of((T // size,) * size, layout, context.rank, size)
-    leaves = [local(t, ranges).requires_grad_() for t in (x.q, x.k, x.v, x.g)]
-    return x, leaves, local(x.do, ranges), context
+    tokens = tokens_of((T // size,) * size, context.rank)
+    leaves = [local(t, tokens).requires_grad_() for t in (x.q, x.k, x.v, x.g)]
+    return x, leaves, local(x.do, tokens), context
 
 
-def run_compiled(group, backend, layout, lengths, sizes, dynamic):
+def run_compiled(group, backend, lengths, sizes, dynamic):
     context = None
 
     def function(q, k, v, g):
@@ -39,7 +39,7 @@ def run_compiled(group, backend, layout, lengths, sizes, dynamic):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for T in sizes:
-        _, leaves, do, context = cut(group, T, layout, lengths)
+        _, leaves, do, context = cut(group, T, lengths)
         results = []
         for f in (compiled, function):  # a graph finds nothing that an eager call has kept
             o, state = f(*leaves)
@@ -50,40 +50,25 @@ def run_compiled(group, backend, layout, lengths, sizes, dynamic):
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-GRAPHS = {
-    "rows": ("contiguous", None),
-    "packed": ("contiguous", (30, 1, 40)),
-    "packed zigzag": ("zigzag", (30, 1, 40)),
-}
+@pytest.mark.parametrize("lengths", [None, (30, 1, 40)], ids=["rows", "packed"])
+def test_a_whole_graph(pool, lengths):
+    assert pool(run_compiled, "aot_eager", lengths, (72,), None, ranks=2) == [1, 1]
 
 
-@pytest.mark.parametrize("case", GRAPHS.values(), ids=GRAPHS)
-def test_a_whole_graph(pool, case):
-    assert pool(run_compiled, "aot_eager", *case, (72,), None, ranks=2) == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("layout", "sizes"),
-    [
-        ("contiguous", (72, 70, 40)),
-        ("zigzag", (72, 96, 40)),
-        pytest.param("zigzag", (70, 66, 38), marks=pytest.mark.slow),  # of odd parts
-    ],
-)
-def test_a_graph_of_symbolic_sizes(pool, layout, sizes):
-    """Rows that are cut evenly: one graph for every length, of two parts for odd ones another."""
-    assert pool(run_compiled, "aot_eager", layout, None, sizes, True, ranks=2) == [1, 1]
+def test_a_graph_of_symbolic_sizes(pool):
+    """Rows that are cut evenly: one graph for every length."""
+    assert pool(run_compiled, "aot_eager", None, (72, 70, 40), True, ranks=2) == [1, 1]
 
 
 @pytest.mark.slow
 def test_a_graph_by_inductor(pool):
-    assert pool(run_compiled, "inductor", "zigzag", None, (72,), None, ranks=2) == [1, 1]
+    assert pool(run_compiled, "inductor", None, (72,), None, ranks=2) == [1, 1]
 
 
-def run_compiled_module(group, make, layout, lengths):
+def run_compiled_module(group, make, lengths):
     """A layer with convolutions, or a model with its loss, as one graph."""
     offsets = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
-    context = build_cp_context(offsets, group, layout=layout)
+    context = build_cp_context(offsets, group)
     module, x = make()
     x = x.chunk(context.size, 1)[context.rank].contiguous()
 
@@ -111,14 +96,13 @@ def make_model_and_ids():
 
 
 def test_a_whole_graph_of_a_layer(pool):
-    pool(run_compiled_module, make_layer_and_x, "zigzag", (5, 45, 14), ranks=2)
+    pool(run_compiled_module, make_layer_and_x, (5, 45, 14), ranks=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [None, (5, 45, 14)], ids=["rows", "packed"])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_a_whole_graph_of_a_model(pool, layout, lengths):
-    pool(run_compiled_module, make_model_and_ids, layout, lengths, ranks=2)
+def test_a_whole_graph_of_a_model(pool, lengths):
+    pool(run_compiled_module, make_model_and_ids, lengths, ranks=2)
 
 
 def run_checkpointed(group):
@@ -178,9 +162,9 @@ def test_a_direction_is_a_handful_of_operators(pool):
     assert last[1] == [name for name in backward if name != "chunk_gla_fold"]  # nothing follows
 
 
-def run_sent(group, layout, lengths, gv, dtype):
+def run_sent(group, lengths, gv, dtype):
     """The numbers that a rank sends, forward and backward, and their dtype."""
-    _, leaves, do, context = cut(group, 64, layout, lengths, dtype)
+    _, leaves, do, context = cut(group, 64, lengths, dtype)
     gv = -leaves[2].detach().abs() if gv else None
     chunk_gla(*leaves, gv=gv, cp_context=context)  # compares the ranks
     with Recorder() as recorder:
@@ -189,17 +173,16 @@ def run_sent(group, layout, lengths, gv, dtype):
     return recorder.sent
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("lengths", [None, (30, 1, 33)], ids=["rows", "packed"])
 @pytest.mark.parametrize("gv", [False, True], ids=["", "gv"])
-def test_what_is_sent(pool, layout, lengths, gv):
+def test_what_is_sent(pool, lengths, gv):
     """One all-gather a direction: states and decays, whatever the number of tokens."""
     H, K, V = 2, 5, 3
-    rows = (1 if lengths else 2) * (2 if layout == "zigzag" else 1)
+    rows = 1 if lengths else 2
     for dtype, wide in ((torch.float64,) * 2, (torch.bfloat16, torch.float32)):
         forward = rows * H * (K * V + K + (V if gv else 0)), wide
         expected = [forward, (rows * H * K * V, wide)]
-        assert pool(run_sent, layout, lengths, gv, dtype, ranks=2) == [expected] * 2
+        assert pool(run_sent, lengths, gv, dtype, ranks=2) == [expected] * 2
 
 
 def run_comparisons(group):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from common import assert_close
 from models import make_ids, make_layer, make_model, make_x
-from ranks import local, pieces_of
+from ranks import local, tokens_of
 from test_context_parallel import assert_equals_one_process, make
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,52 +23,50 @@ from gla_ext.distributed import build_cp_context
 from gla_ext.ops._collectives import all_sum
 
 
-def run_with_flas(group, x, layout):
+def run_with_flas(group, x):
     """A rank's results, its tokens and rows."""
     rank, lengths = dist.get_rank(group), (32,) * 4
-    context = fla_context.context_of(rank, layout, group)
-    ranges = pieces_of(lengths, layout, rank, len(lengths))
-    ours = build_cp_context(x["cu_seqlens"], group, layout=layout)
+    context = fla_context.context_of(rank, group)
+    tokens = tokens_of(lengths, rank)
+    ours = build_cp_context(x["cu_seqlens"], group)
     rows = list(ours.cut(lengths[rank], torch.device("cpu")).sequences)
-    leaves = {n: local(x[n], ranges).requires_grad_() for n in "qkvg"}
+    leaves = {n: local(x[n], tokens).requires_grad_() for n in "qkvg"}
     leaves["h0"] = x["h0"][rows].requires_grad_()
     o, state = chunk_gla(
         *[leaves[n] for n in "qkvg"], initial_state=leaves["h0"], output_final_state=True,
         cu_seqlens=context.cu_seqlens, cp_context=context,
     )  # fmt: skip
-    upstream = (local(x["do"], ranges), x["dht"][rows])
+    upstream = (local(x["do"], tokens), x["dht"][rows])
     gradients = torch.autograd.grad((o, state), list(leaves.values()), upstream)
     results = {"o": o.detach(), "state": state.detach()}
-    return results | dict(zip(leaves, gradients, strict=True)), ranges, rows
+    return results | dict(zip(leaves, gradients, strict=True)), tokens, rows
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_flas_own_context(pool, layout):
+def test_flas_own_context(pool):
     x = make(1, 128, lengths=(5, 70, 1, 52))
     assert x["cu_seqlens"].tolist() == list(fla_context.OFFSETS)
-    assert_equals_one_process(pool(run_with_flas, x, layout), x)
+    assert_equals_one_process(pool(run_with_flas, x), x)
 
 
-def run_halo_of_flas(group, x, layout):
+def run_halo_of_flas(group, x):
     """The layer with convolutions; outputs, dx."""
     layer = make_layer(use_short_conv=True)
     rank = dist.get_rank(group)
-    ranges = pieces_of((32,) * 4, layout, rank, 4)
-    x = local(x, ranges).requires_grad_()
-    o = layer(x, cp_context=fla_context.context_of(rank, layout, group))[0]
+    tokens = tokens_of((32,) * 4, rank)
+    x = local(x, tokens).requires_grad_()
+    o = layer(x, cp_context=fla_context.context_of(rank, group))[0]
     o.square().sum().backward()
-    return o.detach(), x.grad, ranges
+    return o.detach(), x.grad, tokens
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_the_layer_with_flas_own_context(pool, layout):
+def test_the_layer_with_flas_own_context(pool):
     offsets = torch.tensor(fla_context.OFFSETS)
     x, layer = make_x(B=1, T=128).requires_grad_(), make_layer(use_short_conv=True)
     o = layer(x, cu_seqlens=offsets)[0]
     o.square().sum().backward()
-    for mine, dx, ranges in pool(run_halo_of_flas, x.detach(), layout):
-        assert_close(mine, local(o, ranges), 1e-12)
-        assert_close(dx, local(x.grad, ranges), 1e-12)
+    for mine, dx, tokens in pool(run_halo_of_flas, x.detach()):
+        assert_close(mine, local(o, tokens), 1e-12)
+        assert_close(dx, local(x.grad, tokens), 1e-12)
 
 
 def run_flas_context_in_graphs(group):
@@ -78,7 +76,7 @@ def run_flas_context_in_graphs(group):
     def function(q, g, context):
         return 2 * chunk_gla(q, q, q, g, cp_context=context)[0]
 
-    context, new = (fla_context.context_of(dist.get_rank(group), "zigzag", group) for _ in range(2))
+    context, new = (fla_context.context_of(dist.get_rank(group), group) for _ in range(2))
     expected = function(x, -x.abs(), context)
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -97,8 +95,8 @@ def run_flas_context_in_fsdp(group):
     model = make_model(use_short_conv=True).train()
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    context = fla_context.context_of(dist.get_rank(group), "zigzag", group)
-    ids = local(make_ids(B=1, T=128), pieces_of((32,) * 4, "zigzag", dist.get_rank(group), 4))
+    context = fla_context.context_of(dist.get_rank(group), group)
+    ids = local(make_ids(B=1, T=128), tokens_of((32,) * 4, dist.get_rank(group)))
     losses, comparisons, gather = [], [], dist.all_gather_object
 
     def counted(*args, **kwargs):
@@ -271,7 +269,8 @@ def test_what_is_refused(pool):
 @pytest.mark.parametrize(
     ("kwargs", "sentence"),
     [
-        ({"layout": "ring"}, "expected layout to be one of contiguous, zigzag, got 'ring'"),
+        ({"layout": "ring"}, "build_cp_context: expected layout to be 'contiguous', got 'ring'"),
+        ({"layout": "zigzag"}, "to be 'contiguous', got 'zigzag', which balances attention; here"),
         ({"use_tf32x3_affine_chain": False}, "expected use_tf32x3_affine_chain=True, got False"),
         ({}, "expected a process group, got None"),
     ],
@@ -279,6 +278,15 @@ def test_what_is_refused(pool):
 def test_contexts_that_are_refused(kwargs, sentence):
     with pytest.raises((ValueError, NotImplementedError), match=re.escape(sentence)):
         build_cp_context(None, **kwargs)
+
+
+def test_flas_context_of_another_layout_is_refused(one_rank):
+    q, theirs = torch.randn(1, 32, 2, 4), fla_context.context_of(0, one_rank.get_group())
+    theirs.layout = "zigzag"
+    with pytest.raises(
+        ValueError, match="cp_context: expected layout to be 'contiguous', got 'zig"
+    ):
+        chunk_gla(q, q, q, q, cp_context=theirs)
 
 
 def test_offsets_that_are_refused(one_rank):
@@ -296,7 +304,7 @@ def test_offsets_that_are_refused(one_rank):
 
 
 def test_one_rank_is_one_process(one_rank):
-    context = build_cp_context(None, one_rank.get_group(), layout="zigzag")
+    context = build_cp_context(None, one_rank.get_group())
     q = torch.randn(2, 9, 2, 4)
     g = -q.abs()
     found = chunk_gla(q, q, q, g, cp_context=context, output_final_state=True)

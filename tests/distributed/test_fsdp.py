@@ -38,7 +38,7 @@ def make(name):
         "GatedRMSNorm": lambda: (GatedRMSNorm(24), (x, -x)),
         "GLAForCausalLM": lambda: (make_model(tie_word_embeddings=True), (make_ids(T=12),)),
         "hybrid": lambda: (
-            make_model(attn={"layers": [1], "num_heads": 2}, attnres_block_size=2),
+            make_model(attn={"layers": [1], "num_heads": 2}),
             (make_ids(T=12),),
         ),
     }

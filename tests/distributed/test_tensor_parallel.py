@@ -137,7 +137,6 @@ def run_model(group, options, loss_parallel, checkpointing):
 
 
 HYBRID = {"num_hidden_layers": 3, "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2}}
-RESIDUALS = {"attnres_block_size": 2, "num_hidden_layers": 3}
 LINEAR = {"fuse_linear_cross_entropy": True, "fuse_cross_entropy": False}
 MODELS = {
     "plain": ({}, False, False),
@@ -145,8 +144,6 @@ MODELS = {
     "loss parallel": ({"use_short_conv": True}, True, False),
     "checkpointing": ({}, True, True),
     "hybrid": (HYBRID, False, True),
-    "attention residuals": (RESIDUALS, True, False),
-    "l2 warp": ({"use_l2warp": True}, True, False),
     "linear loss": (LINEAR, False, False),
 }
 
@@ -182,7 +179,7 @@ def run_generation(group, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{}, HYBRID, RESIDUALS], ids=["GLA", "hybrid", "residuals"])
+@pytest.mark.parametrize("options", [{}, HYBRID], ids=["GLA", "hybrid"])
 def test_generation_and_caches_of_local_heads(pool, options):
     model = make_model(torch.float64, num_heads=4, **options)
     *expected, kept = generated(model)
@@ -316,7 +313,7 @@ CHANGED = {
     "a bias of o_proj": (with_bias("model.layers.0.attn.o_proj"), r"0\.attn\.o_proj .*got bias"),
     "a norm of torch": (
         in_its_place("model.norm", lambda norm: torch.nn.RMSNorm(24)),
-        r"model\.norm to be RMSNorm or ResidualQuery, .*got .*torch\.nn",
+        r"model\.norm to be RMSNorm, .*got .*torch\.nn",
     ),
     "another MLP": (
         in_its_place("model.layers.1.mlp", lambda mlp: Wider(24, 32)),

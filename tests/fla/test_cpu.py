@@ -69,17 +69,13 @@ def continued(model):
 for options in (
     {},
     {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True, "use_short_conv": True},
-    {"fuse_cross_entropy": False, "fuse_swiglu": False, "fuse_norm": False, "num_kv_heads": 1},
+    {"fuse_cross_entropy": False, "fuse_norm": False, "num_kv_heads": 1},
     {"attn": {"layers": [0], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True}},
     {"attn": [{"layers": [1], "num_heads": 2, "window_size": 9, "rope_theta": 500}]},
-    {"attnres_block_size": 2, "use_l2warp": True},
 ):
     torch.manual_seed(0)
     theirs = models.GLAForCausalLM(models.GLAConfig(**SIZES | options)).eval()
     ours = hf.GLAForCausalLM(hf.GLAConfig(**SIZES | options)).eval()
-    for name, parameter in theirs.named_parameters():
-        if "res_" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
     ours.load_state_dict(theirs.state_dict())
     actual, expected = results(theirs), results(ours)
     for name, value in actual.items():
@@ -117,7 +113,7 @@ def test_a_model_of_fla_trains_and_generates_on_a_cpu():
         pytest.skip("FLA's kernels have a driver here")
     output = run_python(MODEL, PYTHONPATH="tests/helpers", TRITON_INTERPRET="0").splitlines()
     assert output == [
-        *["agrees"] * 6,
+        *["agrees"] * 5,
         "padded",
         *["fla"] * 3,
         "flash_attn again: True",

@@ -8,33 +8,28 @@ import random
 import torch
 
 from gla_ext import chunk_gla
-from gla_ext.distributed._cuts import part_lengths, places_of
 from gla_ext.distributed.context import CPContext
 
 NAMES = ("q", "k", "v", "g", "gv")
 
 
-def pieces_of(lengths, layout, rank, size):
-    """The tokens of a rank, as ranges of the whole text."""
-    parts = part_lengths(lengths, layout)
-    places = places_of(rank, size, layout) if size > 1 else (0,)
-    if size == 1:
-        parts = lengths
-    return [range(sum(parts[:p]), sum(parts[: p + 1])) for p in places]
+def tokens_of(lengths, rank):
+    """The tokens of a rank, as a range of the whole text."""
+    return range(sum(lengths[:rank]), sum(lengths[: rank + 1]))
 
 
-def local(x, ranges):
-    """Those tokens of a tensor."""
-    return torch.cat([x[:, r.start : r.stop] for r in ranges], 1)
+def local(x, tokens):
+    """Those tokens of a tensor, in a tensor of their own."""
+    return x[:, tokens.start : tokens.stop].clone()
 
 
 class _Context(CPContext):
     """A rank's, whose process group nobody asks."""
 
-    def __init__(self, rank, size, offsets, lengths, layout):
+    def __init__(self, rank, size, offsets, lengths):
         self.group, self.group_name = None, "in one process"
         self.rank, self.size = rank, size
-        self.offsets, self.lengths, self.layout = offsets, lengths, layout
+        self.offsets, self.lengths = offsets, lengths
         self.cuts_rows_evenly = offsets is None and lengths is None
         self._cuts = {}
 
@@ -76,7 +71,7 @@ def network(size):
         yield found
 
 
-def across_ranks(x, lengths, layout="contiguous", uneven=False, **options):
+def across_ranks(x, lengths, uneven=False, **options):
     """What `chunk_gla` on as many ranks as lengths makes of a whole text, by name.
 
     Args:
@@ -87,8 +82,8 @@ def across_ranks(x, lengths, layout="contiguous", uneven=False, **options):
     size, device = len(lengths), x["q"].device
     offsets = None if x["cu_seqlens"] is None else tuple(x["cu_seqlens"].tolist())
     told = tuple(lengths) if uneven else None
-    contexts = [_Context(rank, size, offsets, told, layout) for rank in range(size)]
-    pieces = [pieces_of(lengths, layout, rank, size) for rank in range(size)]
+    contexts = [_Context(rank, size, offsets, told) for rank in range(size)]
+    pieces = [tokens_of(lengths, rank) for rank in range(size)]
     cuts = [c.cut(n, device) for c, n in zip(contexts, lengths, strict=True)]
     everything = list(range(x["dht"].shape[0]))
     rows = [everything if offsets is None else list(cut.sequences) for cut in cuts]
@@ -141,13 +136,11 @@ def joined(results, pieces, rows, x):
     for name in results[0]:
         like = x["dht"] if name in ("state", "h0") else {"o": x["do"]}.get(name, x.get(name))
         whole[name] = torch.zeros_like(like)
-        for mine, ranges, own in zip(results, pieces, rows, strict=True):
+        for mine, tokens, own in zip(results, pieces, rows, strict=True):
             if name in ("state", "h0"):
                 whole[name].index_add_(
                     0, torch.tensor(own, dtype=torch.int64).to(like.device), mine[name]
                 )
                 continue
-            parts = mine[name].split([len(r) for r in ranges], 1)
-            for r, part in zip(ranges, parts, strict=True):
-                whole[name][:, r.start : r.stop] = part
+            whole[name][:, tokens.start : tokens.stop] = mine[name]
     return whole

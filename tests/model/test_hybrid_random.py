@@ -24,11 +24,10 @@ def make(choose):
         }
         for layer in choose.sample(range(count), choose.randint(1, count))
     ]
-    options = {
-        "use_short_conv": choose.random() < 0.5,
-        "attnres_block_size": choose.choice([None, None, 1, 2]),
-    }
-    return make_model(torch.float64, num_hidden_layers=count, attn=attn, **options)
+    use_short_conv = choose.random() < 0.5
+    return make_model(
+        torch.float64, num_hidden_layers=count, attn=attn, use_short_conv=use_short_conv
+    )
 
 
 class Texts:

@@ -177,7 +177,6 @@ CHANGES = {
     "adapter on down": (lambda b: adapted(b.mlp, "down_proj"), ATTENTION),
     "both": (lambda b: (adapted(b.attn, "g_proj"), adapted(b.mlp, "up_proj")), ()),
     "forward of its own": (lambda b: setattr(b.mlp, "forward", b.mlp.forward), ATTENTION),
-    "no fusion of SwiGLU": (lambda b: setattr(b.mlp, "fuse_swiglu", False), ATTENTION),
     "no fusion of norms": (lambda b: setattr(b, "fuse_norm", False), ()),
     "train mode": (lambda b: b.train(), ()),
     "other dtype": (lambda b: b.attn.o_proj.float(), None),

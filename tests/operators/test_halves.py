@@ -18,14 +18,14 @@ def make(B=2, T=70, H=2, K=5, V=3, dtype=torch.float64):
 
 
 def fold_arguments(dtype=torch.float32):
-    """Of two ranks in the zigzag layout, rank 0: part 3 of the text is its second."""
+    """Of two ranks, the second, whose two rows the first enters."""
     H, K, V, each = 2, 5, 3, 2
     own = each * H * (K * V + K + V)
     generator = torch.Generator().manual_seed(0)
     summaries = torch.randn(2 * own, generator=generator, dtype=dtype)
     boundary = torch.randn(each, H, V, K, generator=generator, dtype=dtype)
     sizes = (each, each, H, K, V)
-    return summaries, None, boundary, 2, *sizes, True, True, True, [0, 3], [0, 3], []
+    return summaries, None, boundary, 2, *sizes, True, True, True, [1], [1], []
 
 
 def calls(dtype=torch.float32):
@@ -125,14 +125,14 @@ BAD = {
         2, torch.zeros(2, 2, 3, 5).double(), TypeError, "expected boundary to be torch.float32"
     ),
     "reach, backwards": (
-        1, torch.zeros(2, 32), ValueError, "at place 3 to be from 0 to 0, got 3"
+        1, torch.zeros(2, 32), ValueError, "at place 1 to be from 0 to 0, got 1"
     ),
     "size": (3, 0, ValueError, "expected size to be at least 1, got 0"),
-    "parts": (12, [0, 1, 2], ValueError, "expected places to have 1 or 2 elements, one for each"),
-    "places": (12, [0, 4], ValueError, "expected places to be from 0 to 3, got 4"),
-    "reach": (13, [0, 4], ValueError, "reach of the part at place 3 to be from 0 to 3, got 4"),
-    "reach of one": (13, [0], ValueError, "expected reach to have 2 elements, as places has"),
-    "entered": (14, [0], ValueError, "expected entered to have 0 or 2 elements, got 1"),
+    "parts": (12, [0, 1], ValueError, "expected places to have 1 element, got 2"),
+    "places": (12, [2], ValueError, "expected places to be from 0 to 1, got 2"),
+    "reach": (13, [2], ValueError, "reach of the part at place 1 to be from 0 to 1, got 2"),
+    "reach of two": (13, [0, 1], ValueError, "expected reach to have 1 element, got 2"),
+    "entered": (14, [0, 1], ValueError, "expected entered to have 1 element, got 2"),
 }  # fmt: skip
 
 
@@ -169,9 +169,9 @@ def test_halves_check_their_inputs():
 RANKS = {"rank": 0, "size": 2, "group": "", "counts": [1], "before": [0], "after": [1]}
 BAD_RANKS = {
     "rank": ({"rank": 2}, "expected rank to be from 0 to 1, got 2"),
-    "before": ({"before": []}, "expected before to have 1 or 2 elements, one for each part, got 0"),
-    "after": ({"after": [0, 0]}, "expected after to have 1 elements, got 2"),
-    "counts": ({"counts": []}, "expected counts to have 1 elements, got 0"),
+    "before": ({"before": []}, "expected before to have 1 element, got 0"),
+    "after": ({"after": [0, 0]}, "expected after to have 1 element, got 2"),
+    "counts": ({"counts": []}, "expected counts to have 1 element, got 0"),
     "spans": ({"spans": [0, 1]}, "expected spans to have 4 elements, got 2"),
 }
 

@@ -1,12 +1,10 @@
 // chunk_gla over the tokens of several ranks: each sums up what its own add to the state, one
 // all-gather hands that to all, and what enters a rank follows (context parallel). Backward goes
 // the same way from the last rank to the first.
-#include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <functional>
 #include <string>
 #include <vector>
@@ -25,37 +23,16 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Ints = std::vector<int64_t>;
 
-// Which tokens of the text this rank has, in `parts`: one, or two in the zigzag layout.
+// Which tokens of the text this rank has.
 struct Ranks {
   int64_t rank, size;
   std::string group;
-  Ints counts;         // packed: own sequences of each part
-  Ints before, after;  // parts before, and after, that its first, and its last, sequence goes on in
-  Ints spans;  // packed: of each part start, end of its first sequence, start of its last, end
+  int64_t count;          // packed: own sequences
+  int64_t before, after;  // ranks before, and after, that its first, and its last, goes on in
+  Ints spans;             // packed: start, end of its first sequence, start of its last, end
 
-  int64_t parts() const { return static_cast<int64_t>(before.size()); }
-  // Numbers of the parts in the text's order.
-  Ints places() const { return parts() == 1 ? Ints{rank} : Ints{rank, 2 * size - 1 - rank}; }
-  // Rows of the parts' first, and last, sequences among the rank's own.
-  Ints first_rows() const {
-    Ints rows;
-    int64_t row = 0;
-    for (const int64_t count : counts) rows.push_back(row), row += count;
-    return rows;
-  }
-  Ints last_rows() const {
-    Ints rows = first_rows();
-    for (size_t p = 0; p < rows.size(); ++p) rows[p] += counts[p] - 1;
-    return rows;
-  }
+  int64_t last_row() const { return count - 1; }
 };
-
-bool any(const Ints& reach) {
-  return std::any_of(reach.begin(), reach.end(), [](int64_t parts) { return parts > 0; });
-}
-bool all(const Ints& reach) {
-  return std::all_of(reach.begin(), reach.end(), [](int64_t parts) { return parts > 0; });
-}
 
 // The inputs of a call, of which packed sequences' halves take a cut.
 struct Inputs {
@@ -69,11 +46,6 @@ struct Inputs {
   }
   OptionalTensor cut(const OptionalTensor& t, int64_t start, int64_t end) const {
     return given(t) ? OptionalTensor(cut(*t, start, end)) : std::nullopt;
-  }
-  // Elements of what a row hands on: state, decay, value_decay.
-  std::vector<c10::SymInt> elements() const {
-    const c10::SymInt H = q.sym_size(2), K = q.sym_size(3), V = v.sym_size(3);
-    return {H * K * V, given(g) ? H * K : c10::SymInt(0), given(gv) ? H * V : c10::SymInt(0)};
   }
 };
 
@@ -90,86 +62,54 @@ at::Tensor gather(const at::Tensor& own, const Ranks& r) {
   return wait.call(stack.at(0).toTensor());
 }
 
-// Rows of a state, [N, ...]: those of a part, or of packed sequences number `row`.
-at::Tensor rows_of(const at::Tensor& t, const Ranks& r, bool packed, int64_t part, int64_t row) {
-  if (packed) return t.narrow(0, row, 1);
-  return r.parts() == 1 ? t : t.unflatten(0, {-1, r.parts()}).select(1, part);
-}
-
-// Sets rows of a state to 0, each part's that `reach` says goes on elsewhere.
-void clear_rows(const at::Tensor& t, const Ranks& r, bool packed, const Ints& reach,
-                const Ints& rows) {
-  for (int64_t p = 0; p < r.parts(); ++p)
-    if (reach[p] > 0) rows_of(t, r, packed, p, packed ? rows[p] : 0).zero_();
+// Sets rows of a state to 0: all, or of packed sequences one.
+void clear_rows(const at::Tensor& t, bool packed, int64_t row) {
+  (packed ? t.narrow(0, row, 1) : t).zero_();
 }
 
 // What of a state, initial or final, is looked at where sequences are rows: absent if nothing.
-OptionalTensor own_rows(const OptionalTensor& t, const Ranks& r, const Ints& reach) {
-  if (!given(t) || all(reach)) return std::nullopt;
-  if (!any(reach)) return t;
-  const at::Tensor own = t->clone();
-  clear_rows(own, r, false, reach, {});
-  return own;
+OptionalTensor own_rows(const OptionalTensor& t, int64_t reach) {
+  return reach > 0 ? std::nullopt : t;
 }
 
-// Packed: the same of the sequence that a part hands on, if it has another end here too.
-OptionalTensor own_row(const OptionalTensor& t, const Ranks& r, const Ints& reach, const Ints& rows,
-                       int64_t part) {
-  const bool own = r.counts[part] > 1 || (r.counts[part] == 1 && reach[part] == 0);
-  return given(t) && own ? OptionalTensor(t->narrow(0, rows[part], 1)) : std::nullopt;
+// Packed: the same of the sequence that this rank hands on, if it has another end here too.
+OptionalTensor own_row(const OptionalTensor& t, const Ranks& r, int64_t reach, int64_t row) {
+  const bool own = r.count > 1 || (r.count == 1 && reach == 0);
+  return given(t) && own ? OptionalTensor(t->narrow(0, row, 1)) : std::nullopt;
 }
 
-// Packed: what each part's last sequence leaves.
+// Packed: what the last sequence leaves.
 at::Tensor packed_summary(const Inputs& in, const OptionalTensor& initial_state, const Ranks& r) {
-  const Ints rows = r.last_rows();
-  variable_list own;
-  for (int64_t p = 0; p < r.parts(); ++p) {
-    const int64_t start = r.spans[4 * p + 2], end = r.counts[p] > 0 ? r.spans[4 * p + 3] : start;
-    own.push_back(std::get<0>(chunk_gla_summary(
-        in.cut(in.q, start, end), in.cut(in.k, start, end), in.cut(in.v, start, end),
-        in.cut(in.g, start, end), in.cut(in.gv, start, end),
-        own_row(initial_state, r, r.before, rows, p), in.scale, in.v_first, in.batch_invariant,
-        /*for_backward=*/false, 0)));
-  }
-  if (own.size() == 1) return own[0];
-  variable_list pieces;
-  c10::SymInt start = 0;
-  for (const c10::SymInt& elements : in.elements()) {
-    for (const at::Tensor& t : own) pieces.push_back(t.narrow_symint(0, start, elements));
-    start += elements;
-  }
-  return at::cat(pieces);
+  const int64_t start = r.spans[2], end = r.count > 0 ? r.spans[3] : start;
+  return std::get<0>(chunk_gla_summary(
+      in.cut(in.q, start, end), in.cut(in.k, start, end), in.cut(in.v, start, end),
+      in.cut(in.g, start, end), in.cut(in.gv, start, end),
+      own_row(initial_state, r, r.before, r.last_row()), in.scale, in.v_first, in.batch_invariant,
+      /*for_backward=*/false, 0));
 }
 
-// Packed: the gradient of what enters each part's first sequence, one after the other.
+// Packed: the gradient of what enters the first sequence.
 at::Tensor packed_summary_bwd(const Inputs& in, const at::Tensor& d_o, const OptionalTensor& dht,
                               const Ranks& r) {
-  const Ints rows = r.first_rows();
   const at::Tensor none = d_o.new_empty({0}, d_o.options().dtype(at::kByte));
-  variable_list own;
-  for (int64_t p = 0; p < r.parts(); ++p) {
-    const int64_t start = r.spans[4 * p], end = r.counts[p] > 0 ? r.spans[4 * p + 1] : start;
-    own.push_back(std::get<0>(chunk_gla_summary_bwd(
-        in.cut(d_o, start, end), own_row(dht, r, r.after, rows, p), in.cut(in.q, start, end),
-        in.cut(in.k, start, end), in.cut(in.v, start, end), in.cut(in.g, start, end),
-        in.cut(in.gv, start, end), in.scale, in.v_first, in.batch_invariant, none, 0)));
-  }
-  return own.size() == 1 ? own[0] : at::cat(own);
+  const int64_t start = r.spans[0], end = r.count > 0 ? r.spans[1] : start;
+  return std::get<0>(chunk_gla_summary_bwd(
+      in.cut(d_o, start, end), own_row(dht, r, r.after, 0), in.cut(in.q, start, end),
+      in.cut(in.k, start, end), in.cut(in.v, start, end), in.cut(in.g, start, end),
+      in.cut(in.gv, start, end), in.scale, in.v_first, in.batch_invariant, none, 0));
 }
 
-// The fold of what all ranks hand on; `decays`: in backward.
+// The fold of what all ranks hand on, into the row of packed sequences; `decays`: in backward.
 std::tuple<at::Tensor, at::Tensor> fold(const Inputs& in, const at::Tensor& summaries,
                                         const OptionalTensor& decays,
                                         const OptionalTensor& boundary, const Ranks& r, bool packed,
-                                        const Ints& reach, const Ints& rows) {
-  const c10::SymInt each = packed ? c10::SymInt(r.parts()) : in.q.sym_size(0);
-  int64_t sequences = 0;
-  for (const int64_t count : r.counts) sequences += count;
+                                        int64_t reach, int64_t row) {
+  const c10::SymInt each = packed ? c10::SymInt(1) : in.q.sym_size(0);
   // Where nothing enters, only decays are wanted.
-  const c10::SymInt N = !any(reach) ? c10::SymInt(0) : packed ? c10::SymInt(sequences) : each;
-  return chunk_gla_fold(summaries, decays, any(reach) ? boundary : std::nullopt, r.size, each, N,
+  const c10::SymInt N = reach == 0 ? c10::SymInt(0) : packed ? c10::SymInt(r.count) : each;
+  return chunk_gla_fold(summaries, decays, reach > 0 ? boundary : std::nullopt, r.size, each, N,
                         in.q.sym_size(2), in.q.sym_size(3), in.v.sym_size(3), given(in.g),
-                        given(in.gv), in.v_first, r.places(), reach, packed ? rows : Ints());
+                        given(in.gv), in.v_first, {r.rank}, {reach}, packed ? Ints{row} : Ints());
 }
 
 // Backward where a graph is made of it, whose own backward says what it cannot do. What has a
@@ -210,13 +150,13 @@ class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks
       sizes = half_sizes({q, k, v, g, gv, none, none, scale, false, false, batch_invariant, 0},
                          for_backward);
       std::tie(own, prepared) =
-          chunk_gla_summary(q, k, v, g, gv, own_rows(initial_state, r, r.before), scale,
-                            state_v_first, batch_invariant, for_backward, sizes.prepared);
+          chunk_gla_summary(q, k, v, g, gv, own_rows(initial_state, r.before), scale, state_v_first,
+                            batch_invariant, for_backward, sizes.prepared);
     }
     const auto [entered, decays] =
-        fold(in, gather(own, r), none, initial_state, r, packed, r.before, r.first_rows());
-    const OptionalTensor state = any(r.before) ? OptionalTensor(entered) : initial_state;
-    const bool ends = output_final_state && (packed || !all(r.after));
+        fold(in, gather(own, r), none, initial_state, r, packed, r.before, 0);
+    const OptionalTensor state = r.before > 0 ? OptionalTensor(entered) : initial_state;
+    const bool ends = output_final_state && (packed || r.after == 0);
     at::Tensor o, final_state, left, entering;
     if (packed) {
       ForwardArguments whole{
@@ -231,10 +171,8 @@ class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks
       left = sizes.left ? prepared : prepared.new_empty({0});
       if (!sizes.left) entering = entering.new_empty({0});
     }
-    if (ends)
-      clear_rows(final_state, r, packed, r.after, r.last_rows());
-    else if (output_final_state)
-      final_state = no_state(in, decays);
+    if (ends && r.after > 0) clear_rows(final_state, packed, r.last_row());
+    if (output_final_state && !ends) final_state = no_state(in, decays);
     ctx->save_for_backward({q, k, v, or_undefined(g), or_undefined(gv), or_undefined(state),
                             or_undefined(cu_seqlens), left, entering, decays});
     auto& saved = ctx->saved_data;
@@ -245,7 +183,7 @@ class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks
     saved["has_initial_state"] = given(initial_state);
     saved["prepared_bwd"] = sizes.prepared_bwd;
     saved["rank"] = r.rank, saved["size"] = r.size, saved["group"] = r.group;
-    saved["counts"] = r.counts, saved["before"] = r.before, saved["after"] = r.after;
+    saved["count"] = r.count, saved["before"] = r.before, saved["after"] = r.after;
     saved["spans"] = r.spans;
     ctx->set_materialize_grads(false);
     // As in ChunkGla: what has no gradient goes around the Function.
@@ -278,9 +216,8 @@ class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks
   static variable_list gradients(AutogradContext* ctx, const variable_list& saved,
                                  const at::Tensor& d_o, OptionalTensor dht) {
     auto& data = ctx->saved_data;
-    const Ranks r{data["rank"].toInt(),         data["size"].toInt(),
-                  data["group"].toStringRef(),  data["counts"].toIntVector(),
-                  data["before"].toIntVector(), data["after"].toIntVector(),
+    const Ranks r{data["rank"].toInt(),       data["size"].toInt(),   data["group"].toStringRef(),
+                  data["count"].toInt(),      data["before"].toInt(), data["after"].toInt(),
                   data["spans"].toIntVector()};
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &left = saved[7],
                      &entering = saved[8], &decays = saved[9];
@@ -294,20 +231,20 @@ class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks
     if (packed) {
       own = packed_summary_bwd(in, d_o, dht, r);
     } else {
-      dht = own_rows(dht, r, r.after);
+      dht = own_rows(dht, r.after);
       std::tie(own, prepared_bwd) =
           chunk_gla_summary_bwd(d_o, dht, q, k, v, g, gv, scale, v_first, batch_invariant, left,
                                 data["prepared_bwd"].toInt());
     }
     const at::Tensor summaries = gather(own.flatten(), r);
-    if (any(r.after))
-      dht = std::get<0>(fold(in, summaries, decays, dht, r, packed, r.after, r.last_rows()));
+    if (r.after > 0)
+      dht = std::get<0>(fold(in, summaries, decays, dht, r, packed, r.after, r.last_row()));
     auto [dq, dk, dv, dg, dgv, dh0] =
         packed ? chunk_gla_bwd(d_o, dht, q, k, v, g, gv, state, cu_seqlens, scale, v_first,
                                batch_invariant, left)
                : chunk_gla_apply_bwd(d_o, dht, q, k, v, g, gv, state, scale, v_first,
                                      batch_invariant, left, entering, prepared_bwd);
-    if (data["has_initial_state"].toBool()) clear_rows(dh0, r, packed, r.before, r.first_rows());
+    if (data["has_initial_state"].toBool() && r.before > 0) clear_rows(dh0, packed, 0);
     return {dq, dk, dv, dg, dgv, dh0};
   }
 
@@ -319,21 +256,20 @@ class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks
   }
 };
 
-void check_ranks(const Ranks& r, bool packed) {
+void check_ranks(int64_t rank, int64_t size, at::IntArrayRef counts, at::IntArrayRef before,
+                 at::IntArrayRef after, at::IntArrayRef spans, bool packed) {
   const char* op = "chunk_gla_across_ranks";
-  TORCH_CHECK_VALUE(r.rank >= 0 && r.rank < r.size, op, ": expected rank to be from 0 to ",
-                    r.size - 1, ", got ", r.rank);
-  const size_t parts = r.before.size();
-  TORCH_CHECK_VALUE(parts == 1 || parts == 2, op,
-                    ": expected before to have 1 or 2 elements, one for each part, got ", parts);
-  const auto check = [&](const char* name, const Ints& values, size_t size) {
-    TORCH_CHECK_VALUE(values.size() == size, op, ": expected ", name, " to have ", size,
-                      " elements, got ", values.size());
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size, op, ": expected rank to be from 0 to ", size - 1,
+                    ", got ", rank);
+  const auto check = [&](const char* name, at::IntArrayRef values, size_t elements) {
+    TORCH_CHECK_VALUE(values.size() == elements, op, ": expected ", name, " to have ", elements,
+                      elements == 1 ? " element, got " : " elements, got ", values.size());
   };
-  check("after", r.after, parts);
+  check("before", before, 1);
+  check("after", after, 1);
   if (!packed) return;
-  check("counts", r.counts, parts);
-  check("spans", r.spans, 4 * parts);
+  check("counts", counts, 1);
+  check("spans", spans, 4);
 }
 
 std::tuple<at::Tensor, at::Tensor> chunk_gla_across_ranks(
@@ -343,9 +279,10 @@ std::tuple<at::Tensor, at::Tensor> chunk_gla_across_ranks(
     bool for_backward, int64_t rank, int64_t size, std::string_view group, at::IntArrayRef counts,
     at::IntArrayRef before, at::IntArrayRef after, at::IntArrayRef spans) {
   refuse_unsupported("chunk_gla_fwd", q, k, v, g, gv, initial_state);
-  const Ranks r{rank,         size,        std::string(group), counts.vec(),
-                before.vec(), after.vec(), spans.vec()};
-  check_ranks(r, given(cu_seqlens));
+  const bool packed = given(cu_seqlens);
+  check_ranks(rank, size, counts, before, after, spans, packed);
+  const Ranks r{rank,      size,     std::string(group), packed ? counts[0] : 0,
+                before[0], after[0], spans.vec()};
   at::Tensor final_state;
   auto outputs = ChunkGlaAcrossRanks::apply(q, k, v, g, gv, initial_state, cu_seqlens, scale,
                                             output_final_state, state_v_first, batch_invariant,

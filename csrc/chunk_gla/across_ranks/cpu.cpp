@@ -18,13 +18,14 @@ T decayed(T x, T decay) {
 // x of one row and head.
 template <class T>
 void fold_matrix(const Fold<T>& p, int64_t row, int64_t head) {
-  const int64_t part = p.part_of(row), steps = part < 0 ? 0 : p.reach[part];
+  const bool entered = p.is_entered(row);
+  const int64_t steps = entered ? p.reach : 0;
   for (int64_t k = 0; k < p.K; ++k) {
     for (int64_t v = 0; v < p.V; ++v) {
       const int64_t at = p.element(row, head, k, v);
-      T x = part < 0 && p.boundary != nullptr ? p.boundary[at] : T(0);
+      T x = !entered && p.boundary != nullptr ? p.boundary[at] : T(0);
       for (int64_t i = 0; i < steps; ++i) {
-        const auto source = p.source(row, part, i);
+        const auto source = p.source(row, i);
         if (p.key_gated) x = decayed(x, p.decays[p.key_decay(source, head) + k]);
         if (p.value_gated) x = decayed(x, p.decays[p.value_decay(source, head) + v]);
         x += p.states[p.state(source, head) + k * p.V + v];

@@ -1,12 +1,11 @@
-// What enters a rank's part of a text, of what all ranks have handed on: the fold of common/fold.h.
+// What enters a rank's part of a text, of what all ranks have handed on: the fold of fold.h.
 //
 // grid    256 elements of x in the layout [rows, H, K, V], an element a thread; then 256 decays
-// that
-//         are kept, one a thread
+//         that are kept, one a thread
 // reads   states, decays, boundary
 // writes  x, kept
 //
-// fp32, in the order of the parts whatever the grid.
+// fp32, in the order of the ranks whatever the grid.
 #include "cuda/device/gates.cuh"
 #include "cuda_kernels.h"
 
@@ -20,12 +19,12 @@ __device__ __forceinline__ float decayed(float x, float decay) {
 
 __device__ __forceinline__ float fold_element(const Fold<float>& p, int64_t row, int64_t head,
                                               int64_t k, int64_t v) {
-  const int64_t part = p.part_of(row);
-  if (part < 0) return p.boundary == nullptr ? 0.f : p.boundary[p.element(row, head, k, v)];
+  if (!p.is_entered(row))
+    return p.boundary == nullptr ? 0.f : p.boundary[p.element(row, head, k, v)];
   float x = 0;
 #pragma unroll 4
-  for (int64_t i = 0; i < p.reach[part]; ++i) {
-    const Fold<float>::Source s = p.source(row, part, i);
+  for (int64_t i = 0; i < p.reach; ++i) {
+    const Fold<float>::Source s = p.source(row, i);
     if (p.key_gated) x = decayed(x, p.decays[p.key_decay(s, head) + k]);
     if (p.value_gated) x = decayed(x, p.decays[p.value_decay(s, head) + v]);
     x += p.states[p.state(s, head) + k * p.V + v];

@@ -1,7 +1,7 @@
-// The fold of what the parts of a text hand on, for both backends: plain, no torch header.
+// The fold of what the ranks of a text hand on, for both backends: plain, no torch header.
 //
-//   x <- exp(decay_i) x + state_i      over the parts before, the first of them first; of gradients
-//                                      over the parts after, the last of them first
+//   x <- exp(decay_i) x + state_i      over the ranks before, the first of them first; of gradients
+//                                      over the ranks after, the last of them first
 //
 // A decay of 0 is an exact reset: x may be infinite there.
 #pragma once
@@ -10,18 +10,16 @@
 
 namespace gla_ext {
 
-// T: float or double. A rank has `parts` parts, 1, or 2 in the zigzag layout; each hands on `each /
-// parts` rows, a batch's, row b of part p being number b * parts + p.
+// T: float or double.
 template <class T>
 struct Fold {
   int64_t size = 0;  // ranks
   int64_t each = 0;  // rows that a rank hands on
   int64_t rows = 0;  // of x
   int64_t H = 0, K = 0, V = 0;
-  int64_t parts = 1;
-  // Of each part: its number in the text's order; how many parts before, or after, reach it; and,
-  // of packed sequences, the row that they enter. Without `is_packed` each row of a part.
-  int64_t places[2] = {}, reach[2] = {}, entered[2] = {};
+  // Whose x; how many ranks before, or after, reach it; and, of packed sequences, the row that they
+  // enter. Without `is_packed` they enter each row.
+  int64_t rank = 0, reach = 0, entered = 0;
   bool key_gated = false, value_gated = false, v_first = false, backwards = false;
   bool is_packed = false;
 
@@ -40,24 +38,16 @@ struct Fold {
   }
   constexpr int64_t kept_elements() const { return kept == nullptr ? 0 : size * decays_each(); }
 
-  // Which part enters a row of x, or -1.
-  constexpr int64_t part_of(int64_t row) const {
-    if (!is_packed) return reach[row % parts] > 0 ? row % parts : -1;
-    for (int64_t p = 0; p < parts; ++p)
-      if (reach[p] > 0 && entered[p] == row) return p;
-    return -1;
+  constexpr bool is_entered(int64_t row) const {
+    return reach > 0 && (!is_packed || entered == row);
   }
 
-  // Of step i of a fold into a part: the rank it comes from, and the row among those it hands on.
+  // Of step i of a fold: the rank it comes from, and the row among those it hands on.
   struct Source {
     int64_t rank, row;
   };
-  constexpr Source source(int64_t row, int64_t part, int64_t i) const {
-    const int64_t place =
-        backwards ? places[part] + reach[part] - i : places[part] - reach[part] + i;
-    const bool front = place < size;
-    const int64_t batch = is_packed ? 0 : row / parts;
-    return {front ? place : 2 * size - 1 - place, batch * parts + (front ? 0 : 1)};
+  constexpr Source source(int64_t row, int64_t i) const {
+    return {backwards ? rank + reach - i : rank - reach + i, is_packed ? 0 : row};
   }
 
   // Elements of the decays of one row and head.

@@ -86,23 +86,20 @@ void check_chunk_gla_fold(const FoldArguments& a) {
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble, op,
                    ": expected summaries to be torch.float32 or torch.float64, got ",
                    dtype_name(dtype));
-  const auto parts = a.places.size();
-  TORCH_CHECK_VALUE(parts == 1 || parts == 2, op,
-                    ": expected places to have 1 or 2 elements, one for each part, got ", parts);
-  TORCH_CHECK_VALUE(a.reach.size() == parts, op, ": expected reach to have ", parts,
-                    " elements, as places has, got ", a.reach.size());
-  TORCH_CHECK_VALUE(a.entered.empty() || a.entered.size() == parts, op,
-                    ": expected entered to have 0 or ", parts, " elements, got ", a.entered.size());
+  const auto check_one = [&](const char* name, at::IntArrayRef values) {
+    TORCH_CHECK_VALUE(values.size() == 1, op, ": expected ", name, " to have 1 element, got ",
+                      values.size());
+  };
+  check_one("places", a.places);
+  check_one("reach", a.reach);
+  if (!a.entered.empty()) check_one("entered", a.entered);
   TORCH_CHECK_VALUE(a.size >= 1, op, ": expected size to be at least 1, got ", a.size);
-  const int64_t last = a.size * static_cast<int64_t>(parts) - 1;
-  for (size_t p = 0; p < parts; ++p) {
-    const int64_t place = a.places[p], room = a.backwards() ? last - place : place;
-    TORCH_CHECK_VALUE(place >= 0 && place <= last, op, ": expected places to be from 0 to ", last,
-                      ", got ", place);
-    TORCH_CHECK_VALUE(a.reach[p] >= 0 && a.reach[p] <= room, op,
-                      ": expected reach of the part at place ", place, " to be from 0 to ", room,
-                      ", got ", a.reach[p]);
-  }
+  const int64_t last = a.size - 1, place = a.places[0];
+  const int64_t room = a.backwards() ? last - place : place;
+  TORCH_CHECK_VALUE(place >= 0 && place <= last, op, ": expected places to be from 0 to ", last,
+                    ", got ", place);
+  TORCH_CHECK_VALUE(a.reach[0] >= 0 && a.reach[0] <= room, op, ": expected reach of the part at ",
+                    "place ", place, " to be from 0 to ", room, ", got ", a.reach[0]);
   const c10::SymInt states = a.each * a.H * a.K * a.V;
   const c10::SymInt own = a.backwards() ? states : states + a.decays_each();
   check.shape("summaries", a.summaries, "[size * a rank's elements]", {own * a.size});
@@ -121,7 +118,7 @@ void check_chunk_gla_fold(const FoldArguments& a) {
 
 namespace {
 
-// What they return while a graph is traced. Shared tensors have the sizes that the caller was told.
+// What they return while a graph is traced.
 // The halves, whose shared tensors have the sizes that the caller was told.
 Shape check_halves(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                    const OptionalTensor& g, const OptionalTensor& gv,

@@ -2,8 +2,6 @@
 // work between them; and the fold between them, from tensors to what a backend's loop takes.
 #pragma once
 
-#include <algorithm>
-
 #include "chunk_gla/op.h"
 #include "dispatch/checker.h"
 #include "fold.h"
@@ -17,7 +15,7 @@ struct FoldArguments {
   int64_t size;
   c10::SymInt each, rows, H, K, V;
   bool key_gated, value_gated, state_v_first;
-  at::IntArrayRef places, reach, entered;
+  at::IntArrayRef places, reach, entered;  // one element each; entered: none unless packed
 
   bool backwards() const { return given(decays); }
   c10::SymInt decays_each() const;
@@ -66,11 +64,10 @@ struct FoldTensors {
     p.each = a.each.expect_int();
     p.rows = a.rows.expect_int();
     p.H = a.H.expect_int(), p.K = a.K.expect_int(), p.V = a.V.expect_int();
-    p.parts = static_cast<int64_t>(a.places.size());
-    std::copy(a.places.begin(), a.places.end(), p.places);
-    std::copy(a.reach.begin(), a.reach.end(), p.reach);
-    std::copy(a.entered.begin(), a.entered.end(), p.entered);
+    p.rank = a.places[0];
+    p.reach = a.reach[0];
     p.is_packed = !a.entered.empty();
+    if (p.is_packed) p.entered = a.entered[0];
     p.key_gated = a.key_gated, p.value_gated = a.value_gated;
     p.v_first = a.state_v_first, p.backwards = a.backwards();
     p.states = summaries.const_data_ptr<T>();

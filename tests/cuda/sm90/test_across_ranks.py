@@ -23,13 +23,12 @@ SHAPES = {  # B, T, H, K, V, the gates' dtype
 }
 
 
-def in_halves(x, lengths, layout):
+def in_halves(x, lengths):
     """The plan of the first rank."""
     B, _, H, K = x.q.shape
-    parts = 2 if layout == "zigzag" else 1
     return _C.plan(
-        B * parts,
-        lengths[0] // parts,
+        B,
+        lengths[0],
         H,
         K,
         x.v.shape[-1],
@@ -53,7 +52,7 @@ def test_results_are_one_gpu_s(shape, gates):
     x = mixed_gates(x, gates) if gates == "every other chunk" else x
     T = sizes[1]
     lengths = (T // 2, T // 8, T - T // 2 - T // 8)
-    plan = in_halves(x, lengths, "contiguous")
+    plan = in_halves(x, lengths)
     assert plan["path"] == "fused"
     for name in ("forward", "backward"):
         summary = plan[name]["kernels"][: plan[name]["summary_kernels"]]
@@ -69,7 +68,7 @@ def test_segments_of_clusters(gates):
     """What a long sequence on a GPU takes, whose prepared chunks backward reads."""
     x = large_inputs(1, 16384, for_this_gpu(16), 128, 256, states=True)
     x = x if gates == "weak" else mixed_gates(x, gates)
-    plan = in_halves(x, (8192, 8192), "contiguous")
+    plan = in_halves(x, (8192, 8192))
     for name in ("forward", "backward"):
         assert plan[name]["segments"] > 1
     assert plan["forward"]["kernels"][1] == "fold.and_strong_A" and plan["for_backward_bytes"] > 0
@@ -88,23 +87,22 @@ def test_every_kernel(H, K, V):
 
 @in_nan
 @pytest.mark.parametrize("v_first", [False, True])
-def test_zigzag_and_v_first(v_first):
+def test_rows_and_v_first(v_first):
     x = make_inputs(2, 768, 1, 128, 256, BF16, 0.1, device="cuda")
     text = text_of(x)
     if v_first:
         text |= {name: text[name].mT.contiguous() for name in ("h0", "dht")}
-    found = named(across_ranks(text, (256,) * 3, "zigzag", state_v_first=v_first))
+    found = named(across_ranks(text, (256,) * 3, state_v_first=v_first))
     if v_first:
         found |= {name: found[name].mT for name in ("final_state", "dh0")}
     assert_results_close(found, exact_by_chunks(x), x)
 
 
 @in_nan
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("lengths", [(5, 300, 1, 0, 200), (510,)], ids=str)
-def test_packed_sequences(layout, lengths):
+def test_packed_sequences(lengths):
     x = make_inputs(1, 510, 2, 72, 40, BF16, 0.1, lengths=lengths, device="cuda")
-    assert_results_close(named(across_ranks(text_of(x), (170,) * 3, layout)), exact_by_chunks(x), x)
+    assert_results_close(named(across_ranks(text_of(x), (170,) * 3)), exact_by_chunks(x), x)
 
 
 @in_nan
