@@ -1,7 +1,7 @@
 """What a captured step has taken in of a model, as a value that can be compared later.
 
 A CUDA graph replays kernels: it sees what changes in the memory that they read, and nothing that
-Python would now do otherwise. A kept graph may serve again if it would be captured the same now.
+Python would now do otherwise. After `refresh` a graph serves on if it would be captured the same now.
 """
 
 from __future__ import annotations
