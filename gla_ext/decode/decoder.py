@@ -62,10 +62,8 @@ class Decoder:
             others had a NaN or inf, or -inf for all tokens, and their tokens mean nothing.
         end_tokens: the tokens of eos_token_id, a tuple.
 
-    Raises:
-        TypeError: for options that are no numbers, and a top_k that is no int.
-        ValueError: for options out of range, or cuda_graph on another device.
-        NotImplementedError: compiled, of a model with attention.
+    What is raised is as in `generate`, and NotImplementedError for compiled, of a model with
+    attention.
     """
 
     def __init__(
@@ -145,10 +143,10 @@ class Decoder:
         Raises:
             ChangedError: if it sees that the model has changed since the first prompt or graph, or
                 since `refresh`.
-            TypeError: for tokens that are neither int64 nor int32, segment_tokens that is no int.
-            ValueError: for prompts that do not fit, not as many as rows, tokens that the model does
-                not have, segment_tokens out of range, rows that are not distinct or not there, or
-                with keep have had no prompt.
+            ValueError: for rows that are not distinct or not there, not as many as prompts, or with
+                keep have had no prompt.
+
+        Prompts and segment_tokens that do not fit raise what `generate` does.
         """
         check_segment_tokens(segment_tokens)
         if self._stamp is not None:
@@ -262,13 +260,8 @@ class Decoder:
 def uses_graph(model: LanguageModel, cuda_graph: bool | None, asker: str = "generate") -> bool:
     """Whether steps of the model are a CUDA graph, if they draw no random numbers themselves.
 
-    Args:
-        model: the model.
-        cuda_graph: what is wanted. None: on a CUDA device.
-        asker: who asks, for the message.
-
-    Raises:
-        ValueError: cuda_graph of a model on another device.
+    cuda_graph is what is wanted, None: on a CUDA device. ValueError is raised, in the name of the
+    asker, for True and a model on another device.
     """
     device = device_of(model)
     if cuda_graph and device.type != "cuda":

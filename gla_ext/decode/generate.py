@@ -100,10 +100,11 @@ def generate(
         input_ids: int64 `[B, T]`, T >= 1, or a list of B prompts of any lengths from 1, each an
             int64 tensor `[T_b]` or a list of ints.
         max_new_tokens: number of tokens to add.
-        temperature: divides the logits; 0 takes the most probable token. Default: 1.0.
+        temperature: divides the logits; 0, or what fp32 rounds to 0, takes the most probable token,
+            inf draws alike among all of a probability above 0. Default: 1.0.
         top_k: sample among the k most probable tokens. Default: None (all).
         top_p: sample among the most probable tokens that together reach this probability, after
-            top_k. Default: None (all).
+            top_k (Holtzman et al., 2020, arXiv:1904.09751). Default: None (all).
         eos_token_id: a token, or a list of tokens; a row that drew one is done. Default: None.
         attention_mask: `[B, T]` of 0 and 1 beside a tensor; tokens at a 0 are left out, wherever
             they stand. Default: None.
