@@ -27,12 +27,8 @@ def mismatch(
 ) -> str | None:
     """The sentence that says why the extension cannot be loaded, or None when it can.
 
-    Args:
-        built: BUILD_INFO of the generated gla_ext/_build_info.py; None when it was never built.
-        torch_version: torch.__version__.
-        torch_cuda: torch.version.cuda.
-        python: major and minor version of the interpreter, such as "3.12".
-        machine: platform.machine().
+    built is BUILD_INFO of the generated gla_ext/_build_info.py, None when it was never built;
+    python the interpreter's major and minor version, such as "3.12".
     """
     if built is None:
         return f"gla_ext is not built yet: {REBUILD}."
@@ -59,11 +55,8 @@ def mismatch(
 
 
 def shadowed(package: Path, search_path: Iterable[str]) -> str | None:
-    """The sentence for a source folder without an extension that hides an installed gla_ext.
-
-    Args:
-        package: the folder of the gla_ext that is imported.
-        search_path: folders to look in for another one that has its extension, as sys.path.
+    """The sentence for a source folder without an extension, the package imported, that hides an
+    installed gla_ext, in one of the folders of search_path, as sys.path.
     """
     for folder in search_path:
         other = Path(folder or ".") / package.name

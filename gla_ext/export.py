@@ -13,8 +13,6 @@ import torch
 
 from gla_ext.ops._operator import PLAIN
 
-__all__ = ["decompositions"]
-
 
 def decompositions() -> dict[torch._ops.OperatorBase, Callable]:
     """`torch.export.default_decompositions()` and those of gla_ext's operators.

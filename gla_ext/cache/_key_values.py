@@ -132,11 +132,8 @@ class KeyValues:
         self.reserve(self.longest)
 
     def write_token(self, k: Tensor, v: Tensor, waits: Tensor | None = None) -> None:
-        """Writes one token of every sequence, for which there is room, where the tensors lie.
-
-        Args:
-            k, v: `[N, 1, HK, D]`.
-            waits: bool `[N]`, sequences that stay as they are. Default: None.
+        """Writes one token of every sequence, k and v `[N, 1, HK, D]`, for which there is room,
+        where the tensors lie. Sequences that wait, bool `[N]`, stay as they are.
         """
         rows = torch.arange(len(self.lengths), device=k.device)
         slot = self.lengths if self.window is None else self.lengths % self.window

@@ -22,13 +22,10 @@ Inputs = tuple[Tensor, Tensor | None]  # and their mask
 
 
 class Past:
-    """What a cache was at two earlier tokens, the last of those at which it was kept.
-
-    Args:
-        cache: a `GLACache`.
+    """What a `GLACache` was at two earlier tokens, the last of those at which it was kept.
 
     Attributes:
-        reach: tokens between kept states, at least. Default: REACH.
+        reach: tokens between kept states, at least.
         behind: tokens that the cache counts and the states have not seen.
     """
 
@@ -63,9 +60,7 @@ class Past:
         """`run(x, mask)`, of states that have seen what the cache counts.
 
         Args:
-            cache: the cache.
-            x: inputs `[B, T, D]`.
-            mask: `[B, >= T]` of 0 (padding) and 1, or None.
+            x, mask: inputs `[B, T, D]`, and `[B, >= T]` of 0 (padding) and 1, or None.
             run: from inputs and their mask, or None, to results `[B, T, D]`.
         """
         again, T = self.behind, x.shape[1]
@@ -102,11 +97,7 @@ class Past:
             self._valid = None if self._valid is None else self._valid[:, :count]
 
     def crop(self, cache: Any, length: int) -> None:
-        """Goes back to so many tokens.
-
-        Raises:
-            ValueError: for a token before the states that are kept.
-        """
+        """Goes back to so many tokens; ValueError for one before the states that are kept."""
         now = cache.get_seq_length()
         if length >= now:
             return
@@ -142,6 +133,3 @@ def _snapshot(entry: dict[str, Any]) -> dict[str, Any]:
         kept: KeyValues = entry["attn_state"]
         entry["attn_state"] = kept.snapshot()
     return entry
-
-
-__all__ = ["REACH", "Past"]

@@ -30,11 +30,8 @@ class Checkpoints:
         self._places: dict[int, Tensor] = {}
 
     def keep_inputs(self, buffer: Tensor, x: Tensor) -> None:
-        """Writes the last inputs of a convolution at each checkpoint.
-
-        Args:
-            buffer: `[P, D, W]`, W at most `every`.
-            x: its inputs `[1, T, D]`.
+        """Writes the last inputs of a convolution at each checkpoint: into the buffer `[P, D, W]`,
+        W at most `every`, those of its inputs x `[1, T, D]`.
         """
         W = buffer.shape[-1]
         if W not in self._places:  # the same for every layer
@@ -46,12 +43,8 @@ class Checkpoints:
 
 
 class Gathered(Mapping[str, Any]):
-    """Some rows of a layer's entry, each state copied when it is asked for.
-
-    Args:
-        entry: the layer's, of buffers.
-        rows: int64 `[N]`.
-        goes_on: bool `[N]`, False for 0 in place of what the row holds. Default: None (all True).
+    """Some rows, int64 `[N]`, of a layer's entry, each state copied when it is asked for. Where
+    goes_on, bool `[N]`, is False, it is 0 in place of what the row holds.
     """
 
     def __init__(self, entry: dict[str, Any], rows: Tensor, goes_on: Tensor | None = None) -> None:

@@ -4,15 +4,7 @@
 """
 
 from gla_ext.decode._stamp import ChangedError
-from gla_ext.decode.decoder import KEPT_LOOPS, Decoder, free_decoders, uses_graph
+from gla_ext.decode.decoder import Decoder, uses_graph
 from gla_ext.decode.sampling import Sampling, sample
 
-__all__ = [
-    "KEPT_LOOPS",
-    "ChangedError",
-    "Decoder",
-    "Sampling",
-    "free_decoders",
-    "sample",
-    "uses_graph",
-]
+__all__ = ["ChangedError", "Decoder", "Sampling", "sample", "uses_graph"]

@@ -1,7 +1,7 @@
 """What a captured step has taken in of a model, as a value that can be compared later.
 
 A CUDA graph replays kernels: it sees what changes in the memory that they read, and nothing that
-Python would now do otherwise. A kept graph may serve again if it would be captured the same now.
+Python would now do otherwise. `refresh` keeps one that would be captured the same now.
 """
 
 from __future__ import annotations
@@ -76,13 +76,12 @@ class GraphKeys:
         if key is None or key not in self._keys:
             self._keys.append(key)
 
-    def are(self, key: Any) -> bool:
-        """Whether a model with this key would give the same graphs, if there are any."""
-        return not self._keys or (key is not None and self._keys == [key])
-
     def fit(self, model: nn.Module) -> bool:
         """Whether the model, as it is now, would give the same graphs."""
-        return not self._keys or self.are(graph_key(model))
+        if not self._keys:
+            return True
+        key = graph_key(model)
+        return key is not None and self._keys == [key]
 
 
 def _modes() -> list[Any]:

@@ -44,9 +44,8 @@ def check_place(model: LanguageModel, before: Place, kind: str) -> None:
 class DecodeLoop:
     """The buffers of a batch and, if wanted, the graph of a step on them.
 
-    It refers to no model, so that it can be kept beside one without keeping it alive. Randomness is
-    drawn into a buffer outside of the graph, which therefore serves any generator, and gives the
-    tokens that the same step gives without a graph.
+    Randomness is drawn into a buffer outside of the graph, which therefore serves any generator,
+    and gives the tokens that the same step gives without a graph.
     """
 
     def __init__(self, model: LanguageModel, batch_size: int, sampling: Sampling) -> None:

@@ -43,11 +43,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """The tokens of B prompts.
-
-    tokens: int `[sum of the lengths]`, one prompt after the other.
-    lengths: of the B prompts, each at least 1.
-    """
+    """The tokens of B prompts, int `[sum of the lengths]`, one after the other; each has one."""
 
     tokens: Tensor
     lengths: Sequence[int]
@@ -57,12 +53,9 @@ class Prompts:
         return len(self.lengths)
 
     def segments(self, most: int) -> Iterator[Segment]:
-        """The prompts in order, at most so many tokens at once.
+        """The prompts in order, at most so many tokens at once, a multiple of 64.
 
         A prompt is cut at a multiple of 64 of its tokens: its chunks are those of one piece.
-
-        Args:
-            most: a multiple of 64.
         """
         start, prompt, done = 0, 0, 0  # tokens before, and of this prompt
         while prompt < self.batch_size:
@@ -112,17 +105,10 @@ def read_prompts(
     vocab_size: int,
     first: Tensor | None = None,
 ) -> tuple[Prompts, list[Tensor] | Tensor]:
-    """The prompts that `generate` was given, and the same as tensors on `device`.
+    """The prompts that `generate` was given, and the same as tensors on `device`; raises what it
+    documents for them. `first`, int64 `[B]`, are tokens before prompts, which may then be empty.
 
     What lies on the host is checked there; tokens on a GPU are waited for, once.
-
-    Args:
-        first: int64 `[B]`, a token before each prompt, which may then be empty. Default: None.
-
-    Raises:
-        TypeError: what is no prompt, and tokens that are neither int64 nor int32.
-        ValueError: shapes that do not fit, tokens that the model does not have, and prompts without
-            a token.
     """
     fewest = 1 if first is None else 0
     if isinstance(input_ids, Tensor):

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gla_ext.cache import GLACache
 from gla_ext.decode._capture import can_capture
-from gla_ext.decode._graph_key import graph_key
 from gla_ext.decode._loop import DecodeLoop, check_place, device_of, place_of
 from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts, check_segment_tokens, read_prompts
 from gla_ext.decode._stamp import Stamp
@@ -21,18 +16,16 @@ from gla_ext.decode.language_model import LanguageModel
 from gla_ext.decode.sampling import Sampling, read_end_tokens
 from gla_ext.layers.attention import Attention
 
-KEPT_LOOPS = 2  # graphs with their buffers that stay with a model after `generate`
-
 
 class Decoder:
     """B sequences of one model that go on together, one token each a step.
 
-    What `generate` runs on, for a server that holds it. States, tokens and options lie in buffers
-    that never move, so on a GPU a step is one CUDA graph, captured here, and takes the same memory
-    after any number of tokens. Attention of a hybrid model reads and keeps at most twice the tokens
-    of the longest row: its room is a power of two of them, at least 256, and a graph is captured
-    for each. New sequences take the place of finished ones with
-    `prefill(prompts, rows=...)`, while the other rows wait.
+    What `generate` runs on, for a server that holds it, or for many calls of `generate`. States,
+    tokens and options lie in buffers that never move, so on a GPU a step is one CUDA graph, which
+    is captured here, and takes the same memory after any number of tokens. Attention of a hybrid
+    model reads and keeps at most twice the tokens of the longest row: its room is a power of two of
+    them, at least 256, and a graph is captured for each. New sequences take the place of finished
+    ones with `prefill(prompts, rows=...)`, while the other rows wait.
 
         decoder = Decoder(model, batch_size=2, temperature=0.8, top_k=50)
         first = decoder.prefill([[1, 5, 7], [1, 9]])  # [2], the first token of each
@@ -67,11 +60,10 @@ class Decoder:
         done: bool `[B]`, which rows have drawn one of eos_token_id.
         finite: bool `[B]`, which rows' logits were finite at every token since the prompt. The
             others had a NaN or inf, or -inf for all tokens, and their tokens mean nothing.
+        end_tokens: the tokens of eos_token_id, a tuple.
 
-    Raises:
-        TypeError: for options that are no numbers, and a top_k that is no int.
-        ValueError: for options out of range, or cuda_graph on another device.
-        NotImplementedError: compiled, of a model with attention.
+    What is raised is as in `generate`, and NotImplementedError for compiled, of a model with
+    attention.
     """
 
     def __init__(
@@ -89,76 +81,23 @@ class Decoder:
         if batch_size < 1:
             raise ValueError(f"Decoder: expected batch_size to be at least 1, got {batch_size}")
         sampling = Sampling(temperature, top_k, top_p)
-        end_tokens = read_end_tokens(eos_token_id, model.config.vocab_size)
+        self.end_tokens = read_end_tokens(eos_token_id, model.config.vocab_size)
         if compiled and any(isinstance(module, Attention) for module in model.modules()):
             raise NotImplementedError(
                 "Decoder: compiled = True is not implemented for a model with attention, whose "
                 "steps have other shapes as rows grow"
             )
+        self.model, self._generator = model, generator
         # The shapes of a step never change.
-        stepping = torch.compile(model, dynamic=False) if compiled else model
-        loop = DecodeLoop(model, batch_size, sampling)
-        if uses_graph(model, cuda_graph, "Decoder"):
-            loop.capture(model, stepping)
-        self._take(model, stepping, loop, sampling, end_tokens, generator)
-        if loop.has_graphs:
-            self._stamp = Stamp(model)
-
-    @classmethod
-    @contextlib.contextmanager
-    def borrowed(
-        cls,
-        model: LanguageModel,
-        batch_size: int,
-        sampling: Sampling,
-        end_tokens: Sequence[int],
-        generator: torch.Generator | None,
-        cuda_graph: bool | None,
-    ) -> Iterator[Decoder]:
-        """A decoder whose graph and buffers stay with the model for the next call of this form."""
-        decoder = cls.__new__(cls)
-        options = (sampling, end_tokens, generator)
-        if not uses_graph(model, cuda_graph):
-            decoder._take(model, model, DecodeLoop(model, batch_size, sampling), *options)
-            yield decoder
-            return
-        with _kept_lock:
-            kept = _kept.setdefault(model, _Kept())
-        kind = device_of(model).type
-        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        form = (batch_size, sampling.greedy, sampling.top_k, sampling.top_p is None, autocast)
-        held = graph_key(model)
-        key = None if held is None else (form, held)
-        # Taken out while it is in use, so that a second call meanwhile gets one of its own.
-        loop = kept.take(key)
-        if loop is None:
-            loop = DecodeLoop(model, batch_size, sampling)
-            loop.capture(model, model)
-        decoder._take(model, model, loop, *options)
-        try:
-            yield decoder
-        finally:
-            kept.put(key if loop.keys.are(held) else None, loop)
-            with _kept_lock:
-                freed = _kept.get(model) is not kept  # by `free_decoders`, meanwhile
-            if freed:
-                kept.clear()
-
-    def _take(
-        self,
-        model: LanguageModel,
-        stepping: Callable[..., Any],
-        loop: DecodeLoop,
-        sampling: Sampling,
-        end_tokens: Sequence[int],
-        generator: torch.Generator | None,
-    ) -> None:
-        self.model, self._stepping, self._loop = model, stepping, loop
-        self._generator = generator
+        self._stepping = torch.compile(model, dynamic=False) if compiled else model
         self._started: set[int] = set()  # rows that have had a prompt
         self._place = place_of(model)
         self._stamp: Stamp | None = None  # of the model that graphs and rows are of
-        loop.set_options(sampling, end_tokens)
+        self._loop = DecodeLoop(model, batch_size, sampling)
+        if uses_graph(model, cuda_graph, "Decoder"):
+            self._loop.capture(model, self._stepping)
+            self._stamp = Stamp(model)
+        self._loop.set_options(sampling, self.end_tokens)
 
     @property
     def tokens(self) -> Tensor:
@@ -204,10 +143,10 @@ class Decoder:
         Raises:
             ChangedError: if it sees that the model has changed since the first prompt or graph, or
                 since `refresh`.
-            TypeError: for tokens that are neither int64 nor int32, segment_tokens that is no int.
-            ValueError: for prompts that do not fit, not as many as rows, tokens that the model does
-                not have, segment_tokens out of range, rows that are not distinct or not there, or
-                with keep have had no prompt.
+            ValueError: for rows that are not distinct or not there, not as many as prompts, or with
+                keep have had no prompt.
+
+        Prompts and segment_tokens that do not fit raise what `generate` does.
         """
         check_segment_tokens(segment_tokens)
         if self._stamp is not None:
@@ -259,6 +198,18 @@ class Decoder:
         if self._stamp is not None:
             self._stamp = self._stamp.renewed(self.model)
 
+    def check(self, model: LanguageModel, batch_size: int) -> None:
+        """Raises what `generate` documents of a decoder that does not fit, and ChangedError."""
+        if model is not self.model:
+            raise ValueError("generate: expected a decoder of this model, got one of another")
+        if batch_size != self.tokens.shape[0]:
+            raise ValueError(
+                f"generate: expected a decoder of {batch_size} rows, as there are prompts, got "
+                f"{self.tokens.shape[0]}"
+            )
+        if self._stamp is not None:
+            self._stamp.check("generate")
+
     @torch.no_grad()
     def start(
         self,
@@ -306,72 +257,11 @@ class Decoder:
         return loop.tokens
 
 
-class _Kept:
-    """Loops that `generate` used, the last ones, with what they serve."""
-
-    def __init__(self) -> None:
-        self.loops: list[tuple[Any, DecodeLoop, torch.cuda.Event]] = []
-        self._lock = threading.Lock()
-
-    def take(self, key: Any) -> DecodeLoop | None:
-        """The last loop of that key, which is then this call's alone; None fits no loop."""
-        if key is None:
-            return None
-        with self._lock:
-            fitting = [n for n, (other, _, _) in enumerate(self.loops) if other == key]
-            if not fitting:
-                return None
-            _, loop, event = self.loops.pop(fitting[-1])
-        # Its last use may still be queued on another stream.
-        event.wait(torch.cuda.current_stream(loop.tokens.device))
-        return loop
-
-    def put(self, key: Any, loop: DecodeLoop) -> None:
-        """Keeps a loop after use, unless its key is None or it has no graph."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(loop.tokens.device))
-        if key is None or not any(loop.graphs.values()):
-            self._drop((key, loop, event))
-            return
-        with self._lock:
-            self.loops.append((key, loop, event))
-            old, self.loops = self.loops[:-KEPT_LOOPS], self.loops[-KEPT_LOOPS:]
-        for kept in old:
-            self._drop(kept)
-
-    def clear(self) -> None:
-        with self._lock:
-            old, self.loops = self.loops, []
-        for kept in old:
-            self._drop(kept)
-
-    @staticmethod
-    def _drop(kept: tuple[Any, DecodeLoop, torch.cuda.Event]) -> None:
-        kept[2].synchronize()  # before its memory goes
-
-
-_kept: weakref.WeakKeyDictionary[LanguageModel, _Kept] = weakref.WeakKeyDictionary()
-_kept_lock = threading.Lock()
-
-
-def free_decoders(model: LanguageModel) -> None:
-    """Frees the buffers and CUDA graphs that `generate` has kept with the model."""
-    with _kept_lock:
-        kept = _kept.pop(model, None)
-    if kept is not None:
-        kept.clear()
-
-
 def uses_graph(model: LanguageModel, cuda_graph: bool | None, asker: str = "generate") -> bool:
     """Whether steps of the model are a CUDA graph, if they draw no random numbers themselves.
 
-    Args:
-        model: the model.
-        cuda_graph: what is wanted. None: on a CUDA device.
-        asker: who asks, for the message.
-
-    Raises:
-        ValueError: cuda_graph of a model on another device.
+    cuda_graph is what is wanted, None: on a CUDA device. ValueError is raised, in the name of the
+    asker, for True and a model on another device.
     """
     device = device_of(model)
     if cuda_graph and device.type != "cuda":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypedDict, Unpack, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from gla_ext.cache import GLACache, StaticGLACache
+from gla_ext.decode._capture import wait_for_replays
 from gla_ext.decode._loop import device_of
 from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts, check_segment_tokens, read_prompts
 from gla_ext.decode.decoder import Decoder, uses_graph
@@ -16,6 +17,9 @@ from gla_ext.decode.language_model import LanguageModel
 from gla_ext.decode.sampling import Sampling, is_int, read_end_tokens
 
 STEPS_BETWEEN_LOOKS = 16  # at which rows are done; a look makes the host wait for the GPU
+# What a decoder has too, of a call that names none of it: temperature, top_k, top_p, eos_token_id,
+# generator and cuda_graph.
+_UNNAMED = (1.0, None, None, None, None, None)
 
 
 class _Options(TypedDict, total=False):
@@ -28,6 +32,7 @@ class _Options(TypedDict, total=False):
     cuda_graph: bool | None
     past_key_values: GLACache | None
     segment_tokens: int
+    decoder: Decoder | None
 
 
 @overload
@@ -62,22 +67,21 @@ def generate(
     cuda_graph: bool | None = None,
     past_key_values: GLACache | None = None,
     segment_tokens: int = SEGMENT_TOKENS,
+    decoder: Decoder | None = None,
 ) -> Tensor | list[Tensor]:
     """Continues every prompt by sampling from the model.
 
     The prompts pass through the model once, those of different lengths packed in one row without
     padding, and leave their recurrent states; each new token then costs one step on these, in the
-    same time and memory at any length. On a GPU a step is one CUDA graph. The last two graphs, with
-    their states, stay with the model for calls with the same batch size and kind of sampling, until
-    `gla_ext.decode.free_decoders(model)`. One is replayed only while the model is what it was when
-    the graph was captured: the same weights, modules, hooks and modes, and in every module the same
-    plain values (numbers, strings, containers of them) and functions. A model of which a module
-    holds anything else, such as a closure, is captured in every call. `Decoder` is the form in
-    which a server holds a graph itself.
+    same time and memory at any length. On a GPU a step is one CUDA graph, captured in this call and
+    gone after it. Who calls often keeps a `Decoder`, graph and buffers, and passes it:
 
-    Several threads may generate from one model, each on its own stream: calls that run at once have
-    graphs of their own. While one captures, no other thread may wait for the whole device
-    (`torch.cuda.synchronize`), which CUDA refuses then.
+        decoder = Decoder(model, batch_size=8, temperature=0)
+        for prompts in batches:  # of 8
+            tokens = model.generate(prompts, 32, decoder=decoder)
+
+    Several threads may generate from one model, each on its own stream. While one captures, no
+    other thread may wait for the whole device (`torch.cuda.synchronize`), which CUDA refuses then.
 
     Long prompts, and many, pass in segments, so that memory does not grow with them. Inside
     `batch_invariant` the operators give the bits of one piece.
@@ -96,10 +100,11 @@ def generate(
         input_ids: int64 `[B, T]`, T >= 1, or a list of B prompts of any lengths from 1, each an
             int64 tensor `[T_b]` or a list of ints.
         max_new_tokens: number of tokens to add.
-        temperature: divides the logits; 0 takes the most probable token. Default: 1.0.
+        temperature: divides the logits; 0, or what fp32 rounds to 0, takes the most probable token,
+            inf draws alike among all of a probability above 0. Default: 1.0.
         top_k: sample among the k most probable tokens. Default: None (all).
         top_p: sample among the most probable tokens that together reach this probability, after
-            top_k. Default: None (all).
+            top_k (Holtzman et al., 2020, arXiv:1904.09751). Default: None (all).
         eos_token_id: a token, or a list of tokens; a row that drew one is done. Default: None.
         attention_mask: `[B, T]` of 0 and 1 beside a tensor; tokens at a 0 are left out, wherever
             they stand. Default: None.
@@ -112,6 +117,9 @@ def generate(
             pass. Default: None.
         segment_tokens: how many tokens of prompts pass the model at once, at most; a multiple of
             64, at which prompts are cut. Default: 16,384.
+        decoder: a `Decoder` of this model with a row for each prompt. Its options take the place of
+            temperature, top_k, top_p, eos_token_id, generator and cuda_graph, which must be left
+            out; its rows start anew. Default: None (one of this call's own).
 
     Returns:
         The prompts, continued, on the model's device. Of a tensor: int64 `[B, <= T +
@@ -121,26 +129,27 @@ def generate(
 
     Raises:
         ValueError: for a prompt without a token, tokens that the model does not have, shapes that
-            do not fit, options out of range, a cache of other sequences or of another model.
+            do not fit, options out of range, a cache of other sequences or of another model, a
+            decoder of another model or number of rows, or options beside one.
         TypeError: for tokens that are neither int64 nor int32, options that are no numbers, a
             max_new_tokens, top_k, eos_token_id or segment_tokens that is no int, and another cache
             than a `GLACache`.
         RuntimeError: if the model's logits have NaN or inf, or are -inf for all tokens.
+        ChangedError: if it sees that the model has changed since the decoder's graph was captured.
     """
-    sampling = Sampling(temperature, top_k, top_p)
-    ends = read_end_tokens(eos_token_id, model.config.vocab_size)
-    _check_options(model, max_new_tokens, cuda_graph, segment_tokens)
-    prompts, given = _read(model, input_ids, attention_mask, past_key_values)
+    options = (temperature, top_k, top_p, eos_token_id, generator, cuda_graph)
+    _check_options(model, max_new_tokens, segment_tokens, decoder, options)
+    prompts, given = _read(model, input_ids, attention_mask, past_key_values, decoder)
     if prompts.batch_size == 0 or (max_new_tokens == 0 and past_key_values is None):
         return given.clone() if isinstance(given, Tensor) else [prompt.clone() for prompt in given]
-    form = (model, prompts.batch_size, sampling, ends, generator, cuda_graph)
-    with Decoder.borrowed(*form) as decoder:
-        _start(decoder, prompts, past_key_values, segment_tokens)
-        new = _continue(decoder, max_new_tokens, bool(ends))
-        lengths = _lengths(new, ends)
-        if past_key_values is not None:
-            passed = max(prompts.lengths) + max(0, max(lengths) - 1)
-            decoder.save(past_key_values, passed, drew=max_new_tokens > 0)
+    if decoder is None:
+        decoder = _make(model, prompts, max_new_tokens, options)
+    _start(decoder, prompts, past_key_values, segment_tokens)
+    new = _continue(decoder, max_new_tokens)
+    lengths = _lengths(new, decoder.end_tokens)
+    if past_key_values is not None:
+        passed = max(prompts.lengths) + max(0, max(lengths) - 1)
+        decoder.save(past_key_values, passed, drew=max_new_tokens > 0)
     if isinstance(given, Tensor):
         return torch.cat([given, new[:, : max(lengths)]], 1)
     return [torch.cat([a, b[:n]]) for a, b, n in zip(given, new, lengths, strict=True)]
@@ -159,6 +168,7 @@ def generate_stream(
     cuda_graph: bool | None = None,
     past_key_values: GLACache | None = None,
     segment_tokens: int = SEGMENT_TOKENS,
+    decoder: Decoder | None = None,
 ) -> Iterator[Tensor]:
     """`generate`, token by token as they come.
 
@@ -179,19 +189,25 @@ def generate_stream(
         Ends after max_new_tokens, or when all rows are done. Stacked they are the new tokens that
         `generate` returns.
     """
-    sampling = Sampling(temperature, top_k, top_p)
-    ends = read_end_tokens(eos_token_id, model.config.vocab_size)
-    _check_options(model, max_new_tokens, cuda_graph, segment_tokens)
-    prompts, _ = _read(model, input_ids, attention_mask, past_key_values)
+    options = (temperature, top_k, top_p, eos_token_id, generator, cuda_graph)
+    _check_options(model, max_new_tokens, segment_tokens, decoder, options)
+    prompts, _ = _read(model, input_ids, attention_mask, past_key_values, decoder)
     if max_new_tokens == 0 or prompts.batch_size == 0:
         return iter(())
-    form = (model, prompts.batch_size, sampling, ends, generator, cuda_graph)
-    return _stream(form, prompts, max_new_tokens, bool(ends), past_key_values, segment_tokens)
+    args = (prompts, max_new_tokens, past_key_values, segment_tokens)
+    return _stream(decoder, model, options, *args)
 
 
 def _check_options(
-    model: LanguageModel, max_new_tokens: int, cuda_graph: bool | None, segment_tokens: int
+    model: LanguageModel,
+    max_new_tokens: int,
+    segment_tokens: int,
+    decoder: Decoder | None,
+    options: tuple[Any, ...],
 ) -> None:
+    temperature, top_k, top_p, eos_token_id, _, cuda_graph = options
+    Sampling(temperature, top_k, top_p)
+    read_end_tokens(eos_token_id, model.config.vocab_size)
     if not is_int(max_new_tokens):
         raise TypeError(f"generate: expected max_new_tokens to be an int, got {max_new_tokens!r}")
     if max_new_tokens < 0:
@@ -200,6 +216,17 @@ def _check_options(
         )
     check_segment_tokens(segment_tokens)
     uses_graph(model, cuda_graph)
+    if decoder is not None and options != _UNNAMED:
+        raise ValueError(
+            "generate: expected no temperature, top_k, top_p, eos_token_id, generator or "
+            "cuda_graph beside decoder, which has its own"
+        )
+
+
+def _make(model: LanguageModel, prompts: Prompts, count: int, options: tuple[Any, ...]) -> Decoder:
+    """The decoder of a call, without a graph where it takes no step."""
+    *others, cuda_graph = options
+    return Decoder(model, prompts.batch_size, *others, cuda_graph if count > 1 else False)
 
 
 def _read(
@@ -207,6 +234,7 @@ def _read(
     input_ids: Tensor | Sequence[Tensor | Sequence[int]],
     attention_mask: Tensor | None,
     cache: GLACache | None,
+    decoder: Decoder | None,
 ) -> tuple[Prompts, Tensor | list[Tensor]]:
     """The prompts, behind the tokens that wait in the cache; raises what `generate` documents."""
     if cache is None:
@@ -228,6 +256,8 @@ def _read(
             raise ValueError(
                 f"generate: expected a prompt for each of {B} sequences, got {prompts.batch_size}"
             )
+    if decoder is not None:
+        decoder.check(model, prompts.batch_size)
     return prompts, given
 
 
@@ -239,12 +269,12 @@ def _start(decoder: Decoder, prompts: Prompts, cache: GLACache | None, segment_t
     decoder.start(prompts, segment_tokens, keep=keep)
 
 
-def _continue(decoder: Decoder, count: int, may_end: bool) -> Tensor:
+def _continue(decoder: Decoder, count: int) -> Tensor:
     """New tokens `[B, <= count]`, the decoder's first; fewer when all rows are done."""
     new = decoder.tokens.new_empty(decoder.tokens.shape[0], count)
     between = STEPS_BETWEEN_LOOKS if new.is_cuda else 1
     for n in range(count):
-        if may_end and n > 0 and n % between == 0:
+        if decoder.end_tokens and n > 0 and n % between == 0:
             done, finite = torch.stack([decoder.done.all(), decoder.finite.all()]).tolist()
             if done or not finite:
                 new = new[:, :n]
@@ -274,44 +304,48 @@ def _lengths(new: Tensor, ends: tuple[int, ...]) -> list[int]:
 
 
 def _stream(
-    form: tuple,
+    decoder: Decoder | None,
+    model: LanguageModel,
+    options: tuple[Any, ...],
     prompts: Prompts,
     count: int,
-    may_end: bool,
     cache: GLACache | None,
     segment_tokens: int,
 ) -> Iterator[Tensor]:
-    """What `generate_stream` returns, from the arguments of `Decoder.borrowed`."""
-    with Decoder.borrowed(*form) as decoder:
-        _start(decoder, prompts, cache, segment_tokens)
-        steps = 0
+    """What `generate_stream` returns."""
+    if decoder is None:
+        decoder = _make(model, prompts, count, options)
+    _start(decoder, prompts, cache, segment_tokens)
+    steps = 0
 
-        def save() -> None:
-            if cache is not None:
-                decoder.save(cache, max(prompts.lengths) + steps)
+    def save() -> None:
+        if cache is not None:
+            decoder.save(cache, max(prompts.lengths) + steps)
 
-        try:
-            for more in reversed(range(count)):
-                ahead = decoder.tokens.is_cuda and more > 0 and cache is None
-                tokens, sums, *done = _fetch(decoder, may_end, ahead)
-                _check_finite(sums.isfinite())
-                yield tokens
-                if may_end and done[0].all():
-                    break
-                if more and not ahead:
-                    decoder.step()
-                    steps += 1
-        except GeneratorExit:
-            save()
-            raise
+    try:
+        for more in reversed(range(count)):
+            ahead = decoder.tokens.is_cuda and more > 0 and cache is None
+            tokens, done, sums = _fetch(decoder, ahead)
+            _check_finite(sums.isfinite())
+            yield tokens
+            if done.all():
+                break
+            if more and not ahead:
+                decoder.step()
+                steps += 1
         save()
+    except GeneratorExit:
+        save()
+        raise
+    finally:
+        wait_for_replays(decoder.tokens.device)  # the graph may go now, on which nobody waits
 
 
-def _fetch(decoder: Decoder, may_end: bool, step: bool) -> list[Tensor]:
-    """Tokens, `DecodeLoop.sums` and, where rows may end, done, on the host. With `step` a GPU gets
-    its next step before the host waits for these.
+def _fetch(decoder: Decoder, step: bool) -> list[Tensor]:
+    """Tokens, done and `DecodeLoop.sums` on the host. With `step` a GPU gets its next step before
+    the host waits for these.
     """
-    wanted = [decoder.tokens, decoder._loop.sums, *([decoder.done] if may_end else [])]
+    wanted = [decoder.tokens, decoder.done, decoder._loop.sums]
     if not decoder.tokens.is_cuda:
         return [x.clone() for x in wanted]
     found = [x.to("cpu", non_blocking=True) for x in wanted]

@@ -13,19 +13,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """What `generate` takes under the same names.
-
-    Args:
-        temperature: divides the logits; 0, or what fp32 rounds to 0, takes the most probable token,
-            inf draws alike among all of a probability above 0. Default: 1.0.
-        top_k: sample among the k most probable tokens. Default: None (all).
-        top_p: sample among the most probable tokens that together reach this probability, after
-            top_k (Holtzman et al., 2020, arXiv:1904.09751). Default: None (all).
-
-    Raises:
-        TypeError: for options that are no numbers, and a top_k that is no int.
-        ValueError: for options out of range.
-    """
+    """What `generate` takes under the same names, and raises for them."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -80,12 +68,7 @@ def is_int(value: object) -> bool:
 def read_end_tokens(
     eos_token_id: int | Sequence[int] | Tensor | None, vocab_size: int
 ) -> tuple[int, ...]:
-    """The tokens that end a row, none for None.
-
-    Raises:
-        TypeError: for what is neither an int nor a sequence of ints.
-        ValueError: for a token that the model does not have.
-    """
+    """The tokens that end a row, none for None; raises what `generate` documents."""
     if eos_token_id is None:
         return ()
     given = [eos_token_id] if is_int(eos_token_id) else eos_token_id
@@ -157,8 +140,7 @@ def choose(
         logits: `[B, vocab_size]`.
         noise: fp32 `[B, Sampling.candidates(vocab_size)]`; None takes the most probable token.
         temperature: `Sampling.divisor`, or a scalar tensor of it, which a CUDA graph reads anew.
-        top_p: as in `Sampling`, or a scalar tensor.
-        top_k: as in `Sampling`.
+        top_k, top_p: as in `Sampling`; top_p may be a scalar tensor.
 
     Returns:
         Tokens, int64 `[B]`, and the largest logit, `[B]`. Where that is not finite, a logit is NaN
@@ -187,15 +169,13 @@ def sample(
 
     Args:
         logits: `[B, vocab_size]`.
-        temperature, top_k, top_p: as in `Sampling`.
+        temperature, top_k, top_p: as in `generate`. Default: 1.0, None, None.
         generator: source of randomness, on the device of logits. Default: torch's own.
 
     Returns:
         int64 `[B, 1]`.
 
-    Raises:
-        TypeError: for options that are no numbers, and a top_k that is no int.
-        ValueError: for options out of range.
+    What is raised for options is as in `generate`.
     """
     options = Sampling(temperature, top_k, top_p)
     noise = None

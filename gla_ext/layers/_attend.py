@@ -40,15 +40,8 @@ def has_flash(q: Tensor) -> bool:
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """Rows of T tokens, with nothing before them.
-
-    Args:
-        q: `[B, T, H, D]`.
-        k, v: `[B, T, HK, D]`.
-        window: number of keys that a query sees. Default: None (all up to its own).
-
-    Returns:
-        `[B, T, H, D]`.
+    """Rows of T tokens, with nothing before them: q and the result are `[B, T, H, D]`, k and v
+    `[B, T, HK, D]`. A query sees so many keys as the window says, None: all up to its own.
     """
     B, T = q.shape[:2]
     if window is None or (isinstance(T, int) and window >= T):
@@ -82,7 +75,7 @@ def attend_packed(
             follows the last belongs to none.
         longest, longest_k: at least the most queries and keys of a sequence; the nearer, the less
             work a GPU leaves undone. Default: None (TQ, TK).
-        window: number of keys that a query sees. Default: None (all up to its own).
+        window: as in `attend_rows`.
 
     Returns:
         `[TQ, H, D]`, 0 for queries of no sequence.
@@ -108,15 +101,12 @@ def attend_packed(
 
 
 def attend_last(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-    """One query a row, which sees every key that is there.
+    """One query a row, q and the result `[N, 1, H, D]`, which sees every key that is there.
 
     Args:
-        q: `[N, 1, H, D]`.
         k, v: `[N, L, HK, D]`, perhaps the first L of longer rows.
-        lengths: int64 `[N]`, number of keys of each row, from the first on. Default: None (L).
-
-    Returns:
-        `[N, 1, H, D]`; of a row without a key, finite and without meaning.
+        lengths: int64 `[N]`, number of keys of each row, from the first on; None: L. The result of
+            a row without a key is finite and without meaning.
     """
     no_gradient = not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
     if has_flash(q) and no_gradient:

@@ -20,9 +20,8 @@ _NO_RECURRENCE = (
 def valid_tokens(attention_mask: Tensor, B: int, T: int) -> Tensor:
     """The mask's last T columns as bool `[B, T]`.
 
-    Raises:
-        TypeError: for a mask that is no tensor.
-        ValueError: for another shape; on CPU, where it costs no wait, for values but 0 and 1.
+    TypeError is raised for no tensor, ValueError for another shape and, on CPU, where it costs no
+    wait, for values but 0 and 1.
     """
     if not isinstance(attention_mask, Tensor):
         raise TypeError(
@@ -50,15 +49,12 @@ def valid_tokens(attention_mask: Tensor, B: int, T: int) -> Tensor:
 def packed_slots(valid: Tensor) -> tuple[Tensor, Tensor]:
     """Where each token stands in one packed row: valid tokens first, in order, then padding.
 
-    All shapes follow from `[B, T]` alone: nothing is read back from the device, and the whole
-    compiles into one graph.
-
-    Args:
-        valid: bool `[B, T]`.
+    All shapes follow from those of valid, bool `[B, T]`: nothing is read back from the device, and
+    the whole compiles into one graph.
 
     Returns:
-        slots: int64 `[B * T]`, a permutation.
-        cu_seqlens: int64 `[B + 1]`, the offsets of the B sequences in the packed row.
+        The slots, int64 `[B * T]`, a permutation; and cu_seqlens, int64 `[B + 1]`, the offsets of
+        the B sequences in the packed row.
     """
     v = valid.flatten().to(torch.int64)
     rank, padding_rank = v.cumsum(0), (1 - v).cumsum(0)

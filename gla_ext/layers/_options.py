@@ -33,16 +33,9 @@ OF_MODELS = (
 def check_keywords(
     owner: str, given: Mapping[str, Any], without_effect: Collection[str] = OF_MODELS
 ) -> None:
-    """Refuses keywords that nothing would be done with.
-
-    Args:
-        owner: the class that was called.
-        given: keywords that its forward does not name; those that are None are taken.
-        without_effect: names that are taken and have no effect. Default: OF_MODELS.
-
-    Raises:
-        TypeError: for another keyword, by name.
-        NotImplementedError: for is_causal = False.
+    """Raises TypeError, by name, for keywords that owner's forward does not name and nothing would
+    be done with, and NotImplementedError for is_causal = False. None is taken of all, and anything
+    of those without effect.
     """
     for name, value in given.items():
         if name == "is_causal" and value is not None:
@@ -65,18 +58,8 @@ def check_options(
     prefix = "GatedLinearAttention:"
     if mode not in MODES:
         raise ValueError(f"{prefix} expected mode to be one of {', '.join(MODES)}, got {mode!r}")
-    if num_heads < 1:
-        raise ValueError(f"{prefix} expected num_heads to be at least 1, got {num_heads}")
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"{prefix} expected num_kv_heads to divide num_heads = {num_heads}, got {num_kv_heads}"
-        )
-    if conv_size < 1:
-        raise ValueError(f"{prefix} expected conv_size to be at least 1, got {conv_size}")
-    if gate_low_rank_dim < 1:
-        raise ValueError(
-            f"{prefix} expected gate_low_rank_dim to be at least 1, got {gate_low_rank_dim}"
-        )
+    check_heads("GatedLinearAttention", num_heads, num_kv_heads)
+    check_sizes("GatedLinearAttention", conv_size=conv_size, gate_low_rank_dim=gate_low_rank_dim)
     # Either would make logarithms of decays above 0, and states that grow without bound.
     if not gate_logit_normalizer > 0:
         raise ValueError(
@@ -86,6 +69,21 @@ def check_options(
         raise ValueError(
             f"{prefix} expected clamp_min, a bound of the log gate, to be at most 0, got "
             f"{clamp_min}"
+        )
+
+
+def check_sizes(owner: str, **sizes: int) -> None:
+    """Raises ValueError for one below 1, by its name."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{owner}: expected {name} to be at least 1, got {size}")
+
+
+def check_heads(owner: str, num_heads: int, num_kv_heads: int) -> None:
+    check_sizes(owner, num_heads=num_heads)
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"{owner}: expected num_kv_heads to divide num_heads = {num_heads}, got {num_kv_heads}"
         )
 
 
@@ -105,10 +103,8 @@ def typed_options(constructor: Callable[..., None]) -> Callable[..., None]:
     """A constructor that takes for each argument what its annotation says.
 
     Of an annotation the parts bool, int, float, str and None count; an argument that is annotated
-    with anything else is passed on unseen. NumPy's numbers become Python's.
-
-    Raises:
-        TypeError: for a bool that is not one, an int that is a float or a bool, ...
+    with anything else is passed on unseen. NumPy's numbers become Python's. TypeError is raised for
+    a bool that is not one, an int that is a float or a bool, ...
     """
     signature = inspect.signature(constructor)
     annotations = {
@@ -136,9 +132,10 @@ def typed(owner: str, values: Mapping[str, Any], annotations: Mapping[str, Any])
         kinds = str(annotations.get(name, "")).split(" | ")
         if not set(kinds) <= _KINDS.keys():
             continue
-        converted = next((c for kind in kinds if (c := _KINDS[kind](value)) is not _OTHER), _OTHER)
+        found = (_KINDS[kind][0](value) for kind in kinds)
+        converted = next((x for x in found if x is not _OTHER), _OTHER)
         if converted is _OTHER:
-            expected = " or ".join(_NAMES[kind] for kind in kinds)
+            expected = " or ".join(_KINDS[kind][1] for kind in kinds)
             raise TypeError(f"{owner}: expected {name} to be {expected}, got {value!r}")
         result[name] = converted
     return result
@@ -165,14 +162,6 @@ def _as_float(value: Any) -> Any:
     return float(value) if isinstance(value, numbers.Real) and value == value else _OTHER
 
 
-def _as_str(value: Any) -> Any:
-    return value if isinstance(value, str) else _OTHER
-
-
-def _as_none(value: Any) -> Any:
-    return None if value is None else _OTHER
-
-
 def _as_ints(value: Any) -> Any:
     if not isinstance(value, (list, tuple)):
         return _OTHER
@@ -180,19 +169,12 @@ def _as_ints(value: Any) -> Any:
     return _OTHER if _OTHER in converted else converted
 
 
-_KINDS: dict[str, Callable[[Any], Any]] = {
-    "bool": _as_bool,
-    "int": _as_int,
-    "float": _as_float,
-    "str": _as_str,
-    "list[int]": _as_ints,
-    "None": _as_none,
-}
-_NAMES = {
-    "bool": "True or False",
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "list[int]": "a list of integers",
-    "None": "None",
+# By annotation: the conversion, and the type in words.
+_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "bool": (_as_bool, "True or False"),
+    "int": (_as_int, "an integer"),
+    "float": (_as_float, "a number"),
+    "str": (lambda value: value if isinstance(value, str) else _OTHER, "a string"),
+    "list[int]": (_as_ints, "a list of integers"),
+    "None": (lambda value: None if value is None else _OTHER, "None"),
 }

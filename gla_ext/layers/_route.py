@@ -95,10 +95,7 @@ def _decodes(T: int) -> bool:
 
 
 def way_of_step(
-    T: int,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    cp_context: Any = None,
+    T: int, mask: Tensor | None = None, cu_seqlens: Tensor | None = None, cp_context: Any = None
 ) -> bool | None:
     """How the kernels of `gla_ext.model.step` serve a token: None, not at all; else whether the one
     that reads states may begin early: a graph may copy them just before.
@@ -155,10 +152,8 @@ def read(t: Tensor, waits: bool = False) -> list[int] | None:
 
 
 def check_mask(mask: Tensor, fits: Callable[[Tensor], Tensor], sentence: str) -> None:
-    """Raises ValueError, on a CPU and where values can be read, for a number that does not fit.
-
-    Args:
-        sentence: has the place of the number in it, `{}`.
+    """Raises ValueError, on a CPU and where values can be read, for a number that does not fit, in
+    whose place the sentence has `{}`.
     """
     if mask.device.type == "cpu" and can_be_read(mask):
         odd = mask[~fits(mask)]

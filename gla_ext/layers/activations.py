@@ -6,21 +6,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from gla_ext.ops._activations import ACTIVATIONS, squared_relu, tanh_gelu
+from gla_ext.ops._activations import ACTIVATIONS
 
-__all__ = ["ACTIVATIONS", "activation", "squared_relu", "tanh_gelu"]
+__all__ = ["ACTIVATIONS", "activation"]
 
 
 def activation(name: str, option: str) -> Callable[[Tensor], Tensor]:
-    """The activation called `name`, elementwise and of its input's dtype.
-
-    Args:
-        name: one of `ACTIVATIONS`.
-        option: the argument that names it, for the errors.
-
-    Raises:
-        NotImplementedError: for 'bias_gelu', which FLA lists too.
-        ValueError: for any other name.
+    """The activation called `name`, one of `ACTIVATIONS`, elementwise and of its input's dtype; the
+    errors name the option that chose it.
     """
     if name == "bias_gelu":
         raise NotImplementedError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gla_ext.cache._key_values import KeyValues, sequence_of
 from gla_ext.layers._attend import attend_last, attend_packed, attend_rows, has_flash
 from gla_ext.layers._history import Padding, check_hidden_states
-from gla_ext.layers._options import check_keywords, typed_options
+from gla_ext.layers._options import check_heads, check_keywords, check_sizes, typed_options
 from gla_ext.layers._projections import lay_side_by_side, split_heads
 from gla_ext.layers._route import project, read
 from gla_ext.ops._checks import check_plain_tensors
@@ -95,13 +95,10 @@ class Attention(nn.Module):
             past_key_values: a `gla_ext.cache.GLACache` with the keys and values of the tokens
                 before these. Default: None.
             use_cache: store those of these tokens in past_key_values. Default: False.
-            output_attentions: accepted and without effect.
-            cu_seqlens: int32 or int64 `[N + 1]`, offsets of the N sequences packed into a batch of
-                one; attention_mask is then not looked at. Default: None.
+            output_attentions, cu_seqlens, **kwargs: as in `GatedLinearAttention.forward`.
             max_seqlen: int, at least the length of the longest, which a GPU does not read: without
                 it more of its blocks have nothing to do. Default: None.
             cp_context: must be None.
-            **kwargs: as in `GatedLinearAttention.forward`.
 
         Returns:
             The output `[B, T, hidden_size]`, None, and past_key_values.
@@ -297,22 +294,13 @@ def _check(
     window_size: int | None,
     rope_theta: float,
 ) -> None:
-    prefix = "Attention:"
-    if num_heads < 1:
-        raise ValueError(f"{prefix} expected num_heads to be at least 1, got {num_heads}")
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"{prefix} expected num_kv_heads to divide num_heads = {num_heads}, got {num_kv_heads}"
-        )
+    check_heads("Attention", num_heads, num_kv_heads)
     if hidden_size < 1 or hidden_size % (2 * num_heads):
         raise ValueError(
-            f"{prefix} expected hidden_size to be an even multiple of num_heads = {num_heads}, got "
-            f"{hidden_size}"
+            f"Attention: expected hidden_size to be an even multiple of num_heads = {num_heads}, "
+            f"got {hidden_size}"
         )
-    if window_size is not None and window_size < 1:
-        raise ValueError(f"{prefix} expected window_size to be at least 1, got {window_size}")
+    if window_size is not None:
+        check_sizes("Attention", window_size=window_size)
     if not 0 < rope_theta < float("inf"):
-        raise ValueError(f"{prefix} expected rope_theta to be above 0, got {rope_theta}")
-
-
-__all__ = ["Attention", "rotary_embedding"]
+        raise ValueError(f"Attention: expected rope_theta to be above 0, got {rope_theta}")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from gla_ext.layers._options import typed_options
-from gla_ext.ops._context import context_of
 from gla_ext.ops.short_convolution import short_convolution
 
 
@@ -88,16 +86,3 @@ def causal_convolution(
 ) -> tuple[Tensor, Tensor | None]:
     """`ShortConvolution.forward` with the weight and bias of any such module."""
     return short_convolution(x, conv.weight, conv.bias, cache, output_final_state, cu_seqlens)
-
-
-def convolve(
-    convolutions: Sequence[ShortConvolution],
-    inputs: Sequence[Tensor],
-    caches: Sequence[Tensor | None] | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    cp_context: Any = None,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-    """`LocalContext.convolve`, or with a cp_context the same of one rank's tokens."""
-    args = (convolutions, inputs, caches, output_final_state, cu_seqlens)
-    return context_of(cp_context).convolve(*args)

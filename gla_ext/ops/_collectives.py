@@ -50,23 +50,13 @@ class _SumOfGradients(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
-        return all_sum(x, group_name)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _SumOfMean(torch.autograd.Function):
-    @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, group_name: str) -> Tensor:
         ctx.size = size
         return all_sum(x, group_name)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient * ctx.size, None, None
+        return gradient if ctx.size == 1 else gradient * ctx.size, None, None
 
 
 def sum_gradients(x: Tensor, group_name: str) -> Tensor:
@@ -76,11 +66,11 @@ def sum_gradients(x: Tensor, group_name: str) -> Tensor:
 
 def sum_over_ranks(x: Tensor, group_name: str) -> Tensor:
     """The sum of the ranks' x, whose gradient every rank has whole."""
-    return _Sum.apply(x, group_name)
+    return _Sum.apply(x, 1, group_name)
 
 
 def sum_of_averaged(x: Tensor, size: int, group_name: str) -> Tensor:
     """The sum of the ranks' x; the gradient is size times its own, for what averages gradients over
     ranks (DDP, FSDP2).
     """
-    return _SumOfMean.apply(x, size, group_name)
+    return _Sum.apply(x, size, group_name)

@@ -36,10 +36,8 @@ class LocalContext:
         output_final_state: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-        """Several convolutions over the same sequences, one input and one cache each.
-
-        Returns:
-            The outputs, and the caches to go on from or None.
+        """Several convolutions over the same sequences, one input and one cache each; returns the
+        outputs, and the caches to go on from or None.
         """
         caches = [None] * len(inputs) if caches is None else caches
         results = [
@@ -51,11 +49,7 @@ class LocalContext:
 
     def next_labels(self, labels: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """The label that follows each token of x `[B, T, ...]`, `[B, T]` on its device; -100 after
-        the last of a sequence.
-
-        Args:
-            labels: unshifted.
-            cu_seqlens: offsets of packed sequences, or None.
+        the last of a sequence. The labels given are unshifted, cu_seqlens offsets or None.
         """
         labels = labels[:, 1:].to(x.device)
         if cu_seqlens is not None:
@@ -63,11 +57,8 @@ class LocalContext:
         return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, : x.shape[1]]
 
     def mean(self, total: Tensor, count: Tensor | int, counted_here: bool) -> Tensor:
-        """The mean loss, of the sum over the labels.
-
-        Args:
-            total: scalar, the sum over the labels that are here.
-            count: the number of labels, of those that are here where counted_here, else of all.
+        """The mean loss, from the sum over the labels that are here and the number of labels, of
+        those here where counted_here, else of all.
         """
         return total / count
 

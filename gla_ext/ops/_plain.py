@@ -29,9 +29,8 @@ def gla(
     reverse: bool,
     state_v_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    """o and the final state of `gla_ext.fused_recurrent_gla`, and so of `chunk_gla`.
-
-    Args: those of `fused_recurrent_gla`; reverse without cu_seqlens alone.
+    """o and the final state of `fused_recurrent_gla`, whose arguments these are, and so of
+    `chunk_gla`; reverse without cu_seqlens alone.
     """
     if reverse and cu_seqlens is not None:
         raise NotImplementedError(
@@ -155,12 +154,8 @@ def _of_packed(
 
 
 def _entering(kv: Tensor, x: Tensor, xv: Tensor | None, h0: Tensor | None) -> Tensor:
-    """The state that enters each of n units, S' = decay S + kv, `[.., n, K, V]`.
-
-    Args:
-        kv: `[.., n, K, V]`.
-        x, xv: logs of the decays, `[.., n, K]` and `[.., n, V]`.
-        h0: the first state, `[.., K, V]`. Default: zero.
+    """The state that enters each of n units, S' = decay S + kv, `[.., n, K, V]`, h0 the first or
+    None for zero; x `[.., n, K]` and xv `[.., n, V]` are logs of the decays.
     """
     n = kv.shape[-3]
     size, groups = _units(n)

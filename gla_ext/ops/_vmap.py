@@ -34,12 +34,9 @@ def as_one_batch(
 ) -> Callable[..., _Result]:
     """One call for all slices, where all that is mapped has a batch.
 
-    Args:
-        batched: positions of the arguments whose first dimension is the batch.
-        has_batch: from the arguments, which results have the batch first; none where one call
-            cannot serve.
-        joins: the mapped dimension is joined with the batch; else it comes before what is there.
-            Default: True.
+    batched are the positions of the arguments whose first dimension is the batch, with which the
+    mapped dimension is joined, or before which it comes. has_batch tells, from the arguments, which
+    results have the batch first, none where one call cannot serve.
     """
 
     def rule(op: Callable[..., Any], info: Any, in_dims: _Dims, *args: Any) -> _Result:

@@ -1,4 +1,4 @@
-"""The operators of gla_ext as Python functions."""
+"""The chunkwise form, and the batch-invariant mode."""
 
 import contextlib
 import functools
@@ -18,8 +18,6 @@ from gla_ext.ops._operator import declare
 from gla_ext.ops._plain import gla
 from gla_ext.ops._vmap import as_one_batch, slice_by_slice
 from gla_ext.ops.inputs import CHECKS_INPUTS, check_offsets, check_values
-
-__all__ = ["batch_invariant", "chunk_gla", "fused_chunk_gla"]
 
 _TENSORS = "q k v g gv initial_state cu_seqlens cu_seqlens_cpu"
 

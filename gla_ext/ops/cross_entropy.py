@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,23 +19,13 @@ from gla_ext.ops._vmap import slice_by_slice
 IGNORE_INDEX = -100
 
 
-@dataclass(frozen=True)
-class _Options:
+class _Options(NamedTuple):
     """What the losses below have in common; see `cross_entropy_loss`."""
 
-    ignore_index: int = IGNORE_INDEX
-    label_smoothing: float = 0.0
-    logit_scale: float = 1.0
-    logit_softcapping: float | None = None
-
-    def in_order(self) -> tuple[int, float, float, float | None]:
-        cap = self.logit_softcapping
-        return (
-            self.ignore_index,
-            float(self.label_smoothing),
-            float(self.logit_scale),
-            None if cap is None else float(cap),
-        )
+    ignore_index: int
+    label_smoothing: float
+    logit_scale: float
+    logit_softcapping: float | None
 
 
 def cross_entropy_loss(
@@ -80,10 +69,9 @@ def cross_entropy_loss(
         ValueError: for shapes, labels or options that do not fit.
     """
     check_tensors("cross_entropy", "logits target", logits, target)
-    options = _Options(ignore_index, label_smoothing, logit_scale, logit_softcapping)
+    options = _numbers(ignore_index, label_smoothing, logit_scale, logit_softcapping)
     form = form_on(_fwd, _plain, logits, compiled=_out_of_place, sharded=_on_shards)
-    args = (*options.in_order(), float(lse_square_scale), inplace_backward)
-    loss, z_loss, *_ = form(logits, target, *args)
+    loss, z_loss, *_ = form(logits, target, *options, float(lse_square_scale), inplace_backward)
     return loss, z_loss
 
 
@@ -124,11 +112,19 @@ def fused_linear_cross_entropy_loss(
     """
     check_tensors("linear_cross_entropy", "x target weight bias", x, target, weight, bias)
     check_reduction(reduction, ("mean", "sum"))
-    options = _Options(ignore_index, label_smoothing, logit_scale, logit_softcapping)
+    options = _numbers(ignore_index, label_smoothing, logit_scale, logit_softcapping)
     tensors = [x, weight] if bias is None else [x, weight, bias]
     form = form_on(_linear, _plain_linear, *tensors, sharded=lambda _: _plain_linear)
-    total = form(x, weight, bias, target, *options.in_order(), num_chunks, True, True)[0]
+    total = form(x, weight, bias, target, *options, num_chunks, True, True)[0]
     return total / (target != ignore_index).sum() if reduction == "mean" else total
+
+
+def _numbers(
+    ignore_index: int, label_smoothing: float, logit_scale: float, cap: float | None
+) -> tuple[int, float, float, float | None]:
+    """`_Options`, as the operators take them."""
+    cap = None if cap is None else float(cap)
+    return ignore_index, float(label_smoothing), float(logit_scale), cap
 
 
 def _on_shards(logits: Any) -> Callable[..., tuple[Tensor, ...]]:

@@ -151,6 +151,3 @@ def _check_gate(op: str, name: str, t: Tensor) -> None:
 
 def _index(position: Tensor, t: Tensor) -> tuple[int, ...]:
     return tuple(int(i) for i in torch.unravel_index(position, t.shape))
-
-
-__all__ = ["check_inputs"]

@@ -11,8 +11,6 @@ from torch import Tensor
 from gla_ext.ops._checks import check_scale, check_tensors
 from gla_ext.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
-__all__ = ["chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn"]
-
 State = Tensor | tuple[Tensor, Tensor]
 _EPSILON = 1e-10  # added to the sum of the scores, as FLA does
 _CUDA_WIDTH = 8  # columns of ones: what the fast kernels take
@@ -46,16 +44,9 @@ def chunk_linear_attn(
 
     What is raised is as in `chunk_simple_gla`.
     """
-    return _attend(
-        "chunk_linear_attn",
-        chunk_simple_gla,
-        (q, k, v),
-        scale,
-        initial_state,
-        output_final_state,
-        normalize,
-        {"cu_seqlens": cu_seqlens},
-    )
+    options = {"scale": scale, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
+    args = (q, k, v, initial_state, normalize, options)
+    return _attend("chunk_linear_attn", chunk_simple_gla, *args)
 
 
 fused_chunk_linear_attn = chunk_linear_attn
@@ -79,38 +70,26 @@ def fused_recurrent_linear_attn(
         reverse: the last token of a sequence comes first. Default: False.
         normalize: as in `chunk_linear_attn`. Default: False.
 
-    Returns:
-        As `chunk_linear_attn`.
-
-    What is raised is as in `chunk_simple_gla`.
+    Results and errors are those of `chunk_linear_attn`.
     """
-    return _attend(
-        "fused_recurrent_linear_attn",
-        fused_recurrent_simple_gla,
-        (q, k, v),
-        scale,
-        initial_state,
-        output_final_state,
-        normalize,
-        {"cu_seqlens": cu_seqlens, "reverse": reverse},
-    )
+    options = {"scale": scale, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
+    args = (q, k, v, initial_state, normalize, options | {"reverse": reverse})
+    return _attend("fused_recurrent_linear_attn", fused_recurrent_simple_gla, *args)
 
 
 def _attend(
     op: str,
     operator: Callable[..., tuple[Tensor, Tensor | None]],
-    operands: tuple[Tensor, Tensor, Tensor],
-    scale: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     initial_state: State | None,
-    output_final_state: bool,
     normalize: bool,
     options: dict[str, Any],
 ) -> tuple[Tensor, State | None]:
-    q, k, v = operands
-    check_scale(op, scale)
+    check_scale(op, options["scale"])
     state, z = _states(op, initial_state, normalize)
     check_tensors(op, "q k v initial_state z", q, k, v, state, z)
-    options = options | {"scale": scale, "output_final_state": output_final_state}
     o, state = operator(q, k, v, initial_state=state, **options)
     if not normalize:
         return o, state
@@ -121,7 +100,7 @@ def _attend(
     ones = v.new_ones(*v.shape[:3], width)
     sums, z = operator(q, k, ones, initial_state=z, **options)
     o = (o.to(wide) / (sums[..., :1].to(wide) + _EPSILON)).to(v.dtype)
-    return o, (state, z[..., 0].unsqueeze(1)) if output_final_state else None
+    return o, (state, z[..., 0].unsqueeze(1)) if options["output_final_state"] else None
 
 
 def _states(

@@ -8,8 +8,6 @@ from gla_ext.ops._door import form_of, not_in_onnx
 from gla_ext.ops._operator import declare
 from gla_ext.ops.chunk import forward_flops, is_batch_invariant
 
-__all__ = ["chunk_gla_"]
-
 _run = declare("chunk_gla_", flops=forward_flops)
 _run_out = torch.ops.gla_ext.chunk_gla_.out
 _in_onnx = not_in_onnx("chunk_gla_", "chunk_gla, which returns the state")
@@ -54,19 +52,13 @@ def chunk_gla_(
 
     Args:
         q, k, v, g, scale, gv: as in `chunk_gla`.
-        state: the pool, `[P, H, K, V]`, or `[P, H, V, K]` if `state_v_first`; float32, bfloat16 or
-            float16 (float64 with float64 q). Arithmetic is in float32 whatever it is. Its last two
-            dimensions are contiguous; P and H may have any stride with which no two matrices
-            overlap.
-        slots: the row of the pool of each sequence, `[N]`, int32 or int64, on q's device. N is B,
-            or `len(cu_seqlens) - 1`. A slot below 0 (by convention -1) or beyond the pool skips its
-            sequence: o is zero there and no state is touched. Default: P = N, and sequence n has
-            slot n.
-        write_slots: the row in which each sequence leaves its state, `[N]`, where that is not the
-            one it goes on from: several may go on from one row, and leave it as it is. A slot
-            outside the pool: no state is left. No row may be written twice, or written by one
-            sequence and read by another: what is in it, and the o of what reads it, are then
-            undefined. Default: slots.
+        state: the pool, `[P, H, K, V]`, or `[P, H, V, K]` if `state_v_first`, as in
+            `recurrent_gla_step_`.
+        slots: the row of the pool of each sequence, `[N]`, int32 or int64, on q's device; as in
+            `recurrent_gla_step_`. N is B, or `len(cu_seqlens) - 1`. Default: P = N, and sequence n
+            has slot n.
+        write_slots: the row in which each sequence leaves its state, `[N]`; as there. Default:
+            slots.
         has_initial_state: bool `[N]`, on q's device: False starts from zero, whatever the row
             holds. Default: all go on.
         cu_seqlens: offsets of packed sequences, as in `chunk_gla`. On CUDA nobody reads them on the

@@ -17,13 +17,6 @@ from gla_ext.ops._plain import gla
 from gla_ext.ops._vmap import as_one_batch, slice_by_slice
 from gla_ext.ops.inputs import CHECKS_INPUTS, check_values
 
-__all__ = [
-    "fused_recurrent_gla",
-    "recurrent_gla_commit_",
-    "recurrent_gla_step_",
-    "recurrent_gla_verify",
-]
-
 _TENSORS = "q k v gk gv initial_state cu_seqlens"
 _STEP_TENSORS = "q k v gk gv state slots write_slots out"
 _VERIFY_TENSORS = "q k v gk gv state slots cu_seqlens out"
@@ -58,25 +51,17 @@ def fused_recurrent_gla(
     partial sums of dq, dk and dgk for each of them.
 
     Args:
-        q: queries, `[B, T, H, K]`; bfloat16, float16, float32, or float64 (CPU).
-        k: keys, `[B, T, HK, K]`, dtype of q. HK is H or a divisor: head h of q reads head
-            `h // (H // HK)` of k, v, gk and gv, where it lies. Backward makes their gradients for
-            every head of q, and sums them.
-        v: values, `[B, T, HK, V]`, dtype of q.
-        gk: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, or of each head,
-            `[B, T, HK]` or `[B, T, HK, 1]`, at most 0, which is not looked at, see
-            `gla_ext.check_inputs`; -inf is a reset. bfloat16, float16 or float32, whatever the
-            dtype of q, but float64 with float64 q. Default: no decay.
+        q, k, v: `[B, T, H, K]`, `[B, T, HK, K]`, `[B, T, HK, V]`, as in `chunk_gla`.
+        gk: its g, logarithms of decays, `[B, T, HK, K]`, or of each head, `[B, T, HK]` or
+            `[B, T, HK, 1]`. Default: no decay.
         gv: the same of each value channel, `[B, T, HK, V]`. Default: no decay.
         scale: factor of the scores, a number. Default: `K ** -0.5`.
-        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32, bfloat16 or
-            float16 (float64 with float64 q). N is the number of sequences: B, or
-            `len(cu_seqlens) - 1`. Default: zero.
+        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`, as in `chunk_gla`.
+            Default: zero.
         output_final_state: whether to return the state after the last token. Default: False.
         reverse: the last token of a sequence comes first. Default: False.
         state_v_first: layout of both states. Default: False.
-        cu_seqlens: offsets of packed sequences, `[N + 1]`, int32 or int64, on q's device, with
-            B = 1: first 0, non-decreasing, last at most T. Tokens after the last offset give zeros.
+        cu_seqlens: offsets of packed sequences, `[N + 1]`, as in `chunk_gla`. Default: None.
         **kwargs: `transpose_state_layout`, the old name of state_v_first; it warns.
 
     Returns:
@@ -139,12 +124,9 @@ def recurrent_gla_step_(
     page on numerics.
 
     Args:
-        q: queries, `[B, T, H, K]`, mostly with T = 1; T tokens are T steps in one call.
-        k: keys, `[B, T, HK, K]`, dtype of q; HK as in `fused_recurrent_gla`.
-        v: values, `[B, T, HK, V]`, dtype of q.
-        gk: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, or of each head,
-            `[B, T, HK]` or `[B, T, HK, 1]`. Default: no decay.
-        gv: the same of each value channel, `[B, T, HK, V]`. Default: no decay.
+        q: `[B, T, H, K]`, mostly with T = 1; T tokens are T steps in one call.
+        k, v: `[B, T, HK, K]`, `[B, T, HK, V]`, as in `fused_recurrent_gla`.
+        gk, gv: gates, `[B, T, HK, K]`, for gk or `[B, T, HK]`, and `[B, T, HK, V]`. Default: None.
         state: the pool, `[P, H, K, V]`, or `[P, H, V, K]` if `state_v_first`; float32, bfloat16 or
             float16, whatever the dtype of q (float64 with float64 q). Its last two dimensions are
             contiguous; P and H may have any stride with which no two matrices overlap.

@@ -88,10 +88,7 @@ def rms_norm_residual(
     Returns:
         The norm of the stream in x's dtype, and the stream, as `residual + x` rounds it.
 
-    Raises:
-        TypeError: for other dtypes.
-        ValueError: for shapes or devices that do not fit.
-        NotImplementedError: in double backward, forward-mode AD and torch.func transforms but vmap.
+    What is raised is as in `rms_norm`.
     """
     check_tensors("rms_norm_residual", "x residual weight", x, residual, weight)
     wide = x.dtype

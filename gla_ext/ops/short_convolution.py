@@ -14,8 +14,6 @@ from gla_ext.ops._operator import declare
 from gla_ext.ops._sharding import SUM, Given, Rule, Shards
 from gla_ext.ops._vmap import as_one_batch, slice_by_slice
 
-__all__ = ["short_convolution_"]
-
 _POOL_TENSORS = "x weight bias state slots write_slots has_initial_state cu_seqlens out"
 
 
@@ -62,21 +60,16 @@ def short_convolution_(
         state: the pool, `[P, D, W]`, x's dtype: the last W inputs of a sequence, 0 where there were
             fewer. Its last two dimensions are contiguous; P may have any stride with which no two
             rows overlap.
-        slots: the row of the pool of each sequence, `[N]`, int32 or int64, on x's device. N is B,
-            or `len(cu_seqlens) - 1`. A slot below 0 (by convention -1) or beyond the pool skips its
-            sequence: y is zero there and no cache is touched. Default: P = N, and sequence n has
-            slot n.
-        write_slots: the row in which each sequence leaves its cache, `[N]`, where that is not the
-            one it goes on from. A slot outside the pool: none is left. No row may be written twice,
-            or written by one sequence and read by another. Default: slots.
+        slots: the row of the pool of each sequence, `[N]`, int32 or int64, on x's device; as in
+            `recurrent_gla_step_`. N is B, or `len(cu_seqlens) - 1`. Default: P = N, and sequence n
+            has slot n.
+        write_slots: the row in which each sequence leaves its cache, `[N]`; as there. Default:
+            slots.
         has_initial_state: bool `[N]`, on x's device: False starts from zero, whatever the row
             holds. Default: all go on.
         cu_seqlens: offsets of packed sequences, `[N + 1]`, int32 or int64, on x's device, with
             B = 1. Tokens after the last offset give zeros. Default: every row is a sequence.
-        out: where y goes, of y's shape and dtype, with a contiguous last dimension and no memory in
-            common with the inputs; contiguous under torch.compile. On CUDA the kernels write into
-            one that is contiguous and starts at a multiple of 16 bytes; another gets a copy.
-            Default: a new tensor.
+        out: where y goes, as in `chunk_gla_`. Default: a new tensor.
 
     Returns:
         y, `[B, T, D]` in x's dtype: `silu(bias + sum_s weight[:, 0, W - 1 - s] * x_{t-s})`, or out.

@@ -17,19 +17,6 @@ from gla_ext.ops._door import on_shards
 from gla_ext.ops.chunk import chunk_gla
 from gla_ext.ops.recurrent import fused_recurrent_gla
 
-__all__ = [
-    "chunk_lightning_attn",
-    "chunk_retention",
-    "chunk_simple_gla",
-    "fused_chunk_retention",
-    "fused_chunk_simple_gla",
-    "fused_recurrent_lightning_attn",
-    "fused_recurrent_retention",
-    "fused_recurrent_simple_gla",
-    "lightning_decay",
-    "retention_decay",
-]
-
 
 def chunk_simple_gla(
     q: Tensor,
@@ -56,33 +43,23 @@ def chunk_simple_gla(
     tensors.
 
     Args:
-        q: queries, `[B, T, H, K]`; bfloat16, float16, float32, or float64 (CPU).
-        k: keys, `[B, T, HK, K]`, dtype of q; HK is H or a divisor, as in `chunk_gla`.
-        v: values, `[B, T, HK, V]`, dtype of q.
-        g: natural logarithm of the decay of each head, `[B, T, HK]`, at most 0; -inf is a reset.
-            bfloat16, float16 or float32, whatever the dtype of q, but float64 with float64 q.
-            Default: no decay.
+        q, k, v: `[B, T, H, K]`, `[B, T, HK, K]`, `[B, T, HK, V]`, as in `chunk_gla`.
+        g: natural logarithm of the decay of each head, `[B, T, HK]`, as in `chunk_gla`. Default: no
+            decay.
         g_gamma: the same, constant over tokens, `[HK]`. Only one of g and g_gamma may be given.
             Default: None.
         scale: factor of the scores, a number. Default: `K ** -0.5`.
-        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32, bfloat16 or
-            float16 (float64 with float64 q). N is the number of sequences: B, or
-            `len(cu_seqlens) - 1`. Default: zero.
+        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`. Default: zero.
         output_final_state: whether to return the state after the last token. Default: False.
         state_v_first: layout of both states. Default: False.
-        cu_seqlens: offsets of packed sequences, `[N + 1]`, as in `chunk_gla`.
-        cu_seqlens_cpu: the same offsets on the CPU; their contents are checked, in eager mode.
+        cu_seqlens, cu_seqlens_cpu: offsets of packed sequences, `[N + 1]`, as in `chunk_gla`.
             Default: None.
         cp_context: of one rank's tokens of a longer text, as in `chunk_gla`. Default: None.
 
     Returns:
-        o, `[B, T, H, V]` in v's dtype, and the final state in the layout of initial_state, float32
-        (float64 with float64 q), or None.
+        As `chunk_gla`.
 
-    Raises:
-        ValueError: shapes, devices or offsets do not agree; both g and g_gamma.
-        TypeError: dtypes do not; scale is a tensor.
-        NotImplementedError: as `chunk_gla`.
+    What is raised is as in `chunk_gla`; ValueError for both g and g_gamma.
     """
     gate = _gate_of_heads("chunk_simple_gla", q, k, g, g_gamma)
     args = (q, k, v, gate, scale, initial_state, output_final_state, state_v_first)
@@ -114,10 +91,7 @@ def fused_recurrent_simple_gla(
         reverse: the last token of a sequence comes first. Default: False.
         **kwargs: `transpose_state_layout`, the old name of state_v_first; it warns.
 
-    Returns:
-        As `chunk_simple_gla`.
-
-    What is raised is as in `chunk_simple_gla`; TypeError for unknown keywords too.
+    Results and errors are those of `chunk_simple_gla`; TypeError for unknown keywords too.
     """
     gate = _gate_of_heads("fused_recurrent_simple_gla", q, k, g, g_gamma)
     args = (q, k, v, gate, None, scale, initial_state, output_final_state)
@@ -141,21 +115,11 @@ def chunk_retention(
         q, k, v, scale, initial_state, output_final_state, cu_seqlens: as in `chunk_simple_gla`,
             with HK = H.
 
-    Returns:
-        As `chunk_simple_gla`.
-
-    What is raised is as in `chunk_simple_gla`.
+    Results and errors are those of `chunk_simple_gla`.
     """
-    return chunk_simple_gla(
-        q,
-        k,
-        v,
-        g_gamma=retention_decay(_heads("chunk_retention", q, k), q),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-    )
+    g_gamma = retention_decay(_heads("chunk_retention", q, k), q)
+    args = (q, k, v, None, g_gamma, scale, initial_state, output_final_state)
+    return chunk_simple_gla(*args, cu_seqlens=cu_seqlens)
 
 
 fused_chunk_retention = chunk_retention
@@ -179,24 +143,11 @@ def fused_recurrent_retention(
         q, k, v, scale, initial_state, output_final_state, cu_seqlens: as in `chunk_retention`.
         reverse, state_v_first, **kwargs: as in `fused_recurrent_simple_gla`.
 
-    Returns:
-        As `chunk_simple_gla`.
-
-    What is raised is as in `fused_recurrent_simple_gla`.
+    Results and errors are those of `fused_recurrent_simple_gla`.
     """
-    return fused_recurrent_simple_gla(
-        q,
-        k,
-        v,
-        g_gamma=retention_decay(_heads("fused_recurrent_retention", q, k), q),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        reverse=reverse,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        **kwargs,
-    )
+    g_gamma = retention_decay(_heads("fused_recurrent_retention", q, k), q)
+    args = (q, k, v, None, g_gamma, scale, initial_state, output_final_state)
+    return fused_recurrent_simple_gla(*args, reverse, state_v_first, cu_seqlens, **kwargs)
 
 
 def chunk_lightning_attn(
@@ -220,22 +171,12 @@ def chunk_lightning_attn(
         layer_idx: number of the layer, from 0.
         num_layers: number of layers of the model.
 
-    Returns:
-        As `chunk_simple_gla`.
-
-    What is raised is as in `chunk_simple_gla`.
+    Results and errors are those of `chunk_simple_gla`.
     """
     H = _heads("chunk_lightning_attn", q, k)
-    return chunk_simple_gla(
-        q,
-        k,
-        v,
-        g_gamma=lightning_decay(H, layer_idx, num_layers, q),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-    )
+    g_gamma = lightning_decay(H, layer_idx, num_layers, q)
+    args = (q, k, v, None, g_gamma, scale, initial_state, output_final_state)
+    return chunk_simple_gla(*args, cu_seqlens=cu_seqlens)
 
 
 def fused_recurrent_lightning_attn(
@@ -257,23 +198,12 @@ def fused_recurrent_lightning_attn(
             `chunk_lightning_attn`.
         reverse: as in `fused_recurrent_simple_gla`.
 
-    Returns:
-        As `chunk_simple_gla`.
-
-    What is raised is as in `chunk_simple_gla`.
+    Results and errors are those of `chunk_simple_gla`.
     """
     H = _heads("fused_recurrent_lightning_attn", q, k)
-    return fused_recurrent_simple_gla(
-        q,
-        k,
-        v,
-        g_gamma=lightning_decay(H, layer_idx, num_layers, q),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-    )
+    g_gamma = lightning_decay(H, layer_idx, num_layers, q)
+    args = (q, k, v, None, g_gamma, scale, initial_state, output_final_state)
+    return fused_recurrent_simple_gla(*args, reverse, cu_seqlens=cu_seqlens)
 
 
 def retention_decay(H: int, like: Tensor) -> Tensor:

@@ -63,10 +63,7 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None 
     Returns:
         `[..., N]` in that dtype.
 
-    Raises:
-        TypeError: for other dtypes.
-        ValueError: for shapes or devices that do not fit.
-        NotImplementedError: a device or layout without kernels; double backward.
+    What is raised is as in `swiglu`.
     """
     check_tensors("swiglu_linear", "gate up weight bias", gate, up, weight, bias)
     gate, up = _promoted(gate, up)

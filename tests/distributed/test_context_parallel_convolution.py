@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from ranks import local, tokens_of
 
 from gla_ext.distributed import build_cp_context
-from gla_ext.layers.short_convolution import ShortConvolution, convolve
+from gla_ext.layers.short_convolution import ShortConvolution
 from gla_ext.ops._collectives import all_sum
+from gla_ext.ops._context import context_of
 
 WIDTHS, D = (4, 2), 3
 CPU = torch.device("cpu")
@@ -37,9 +38,8 @@ def make_text(B, T, N):
 def all_of(modules, inputs, caches, upstream, of_caches, **options):
     """Outputs, caches and the gradients of inputs, caches and weights, of both convolutions."""
     inputs, caches = ([t.detach().requires_grad_() for t in x] for x in (inputs, caches))
-    outputs, kept = convolve(
-        modules, inputs, caches, True, options.get("cu_seqlens"), options.get("cp_context")
-    )
+    context = context_of(options.get("cp_context"))
+    outputs, kept = context.convolve(modules, inputs, caches, True, options.get("cu_seqlens"))
     leaves = [*inputs, *caches, *(p for module in modules for p in module.parameters())]
     pairs = zip((*outputs, *kept), (*upstream, *of_caches), strict=True)
     with_gradient = [(t, gradient) for t, gradient in pairs if t.requires_grad]

@@ -1,4 +1,4 @@
-"""A decoder whose model changes; its graphs are in test_kept_graphs.py."""
+"""A decoder whose model changes; its graphs are in test_decoder_graphs.py."""
 
 import pytest
 import torch

@@ -235,13 +235,6 @@ def test_streams_side_by_side():
     assert torch.tensor(together).T.equal(expected)
 
 
-def test_generate_keeps_nothing_on_cpu():
-    model = make_model()
-    model.generate(make_ids(T=4), 3)
-    assert model not in decode._kept
-    decode.free_decoders(model)
-
-
 IDS = make_ids(B=1, T=3)
 
 

@@ -44,15 +44,15 @@ def code(path: str) -> str:
 # Rooms: an operator's folder in csrc and its file in gla_ext/ops. With the folders of chunk_gla's
 # kernels, and how many files outside may say its name.
 ROOMS = {
-    "chunk_gla": (["csrc/chunk_gla", "csrc/cpu", "csrc/cuda"], ["chunk.py", "pool.py"], 14),
-    "recurrent_gla": (["csrc/recurrent_gla"], ["recurrent.py"], 14),
+    "chunk_gla": (["csrc/chunk_gla", "csrc/cpu", "csrc/cuda"], ["chunk.py", "pool.py"], 13),
+    "recurrent_gla": (["csrc/recurrent_gla"], ["recurrent.py"], 5),
     "short_convolution": (["csrc/short_convolution"], ["short_convolution.py"], 7),
     "rms_norm": (["csrc/rms_norm"], ["rms_norm.py"], 6),
     "swiglu": (["csrc/swiglu"], ["swiglu.py"], 6),
-    "cross_entropy": (["csrc/cross_entropy"], ["cross_entropy.py"], 6),
-    "gate_projection": (["csrc/gate_projection"], ["gate_projection.py"], 6),
-    "joint_projection": (["csrc/joint_projection"], ["joint_projection.py"], 6),
-    "decode": (["csrc/decode"], ["decode.py"], 6),
+    "cross_entropy": (["csrc/cross_entropy"], ["cross_entropy.py"], 5),
+    "gate_projection": (["csrc/gate_projection"], ["gate_projection.py"], 4),
+    "joint_projection": (["csrc/joint_projection"], ["joint_projection.py"], 1),
+    "decode": (["csrc/decode"], ["decode.py"], 1),
 }
 DEFINES = re.compile(r'"([a-z][a-z0-9_]*)(?:\.out)?\((?:Tensor|[a-z]+) ?')
 
@@ -149,7 +149,7 @@ def test_few_files_branch_on_a_context_or_on_batch_invariance():
     found = {path: lines for path, lines in found.items() if lines}
     for path, lines in found.items():
         print(f"{path}: {lines}")
-    assert len(found) <= 6, found
+    assert len(found) <= 4, found
 
 
 # Arrows.

@@ -1,4 +1,4 @@
-"""Which graph `generate` may replay again: one that would be captured the same now.
+"""Which graph a decoder may replay again after `refresh`: one that would be captured the same now.
 
 On a CPU a copy of the model, made at the capture, stands for the graph: it sees as little of what
 Python would do otherwise by now.
@@ -13,7 +13,7 @@ import torch
 from models import make_ids, make_model
 from torch import nn
 
-from gla_ext.decode import Decoder, _capture
+from gla_ext.decode import ChangedError, Decoder, _capture
 from gla_ext.decode import decoder as decode
 from gla_ext.decode._loop import DecodeLoop
 from gla_ext.model import GLAMLP
@@ -53,17 +53,6 @@ class Copied:
         self.loop.advance(self.model)
 
 
-class Event:
-    def record(self, stream):
-        pass
-
-    def wait(self, stream):
-        pass
-
-    def synchronize(self):
-        pass
-
-
 @pytest.fixture
 def captures(device, monkeypatch):
     """The loops that were captured."""
@@ -80,8 +69,6 @@ def captures(device, monkeypatch):
     monkeypatch.setattr(DecodeLoop, "capture", spy)
     if device == "cpu":
         monkeypatch.setattr(decode, "uses_graph", lambda model, graph, *_: graph is not False)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     return found
 
 
@@ -91,15 +78,6 @@ def make(device):
     for block in model.model.layers:
         block.attn.v_proj = Lora(block.attn.v_proj).to(device)
     return model
-
-
-def generate(model, **options):
-    prompts = [prompt.to(model.lm_head.weight.device) for prompt in PROMPTS]
-    return [x.tolist() for x in model.generate(prompts, 20, temperature=0, **options)]
-
-
-def with_closure(scale):
-    return lambda x: x * scale[0]
 
 
 def plain_forward(x):
@@ -133,57 +111,6 @@ CHANGES = {
 }
 
 
-def assert_follows(model, before, captures):
-    """That the model, changed, gives what it gives without a graph, by a new graph, kept again."""
-    now = generate(model, cuda_graph=False)
-    assert now != before
-    assert generate(model) == now
-    assert generate(model) == now
-    assert len(captures) == 2
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_kept_graph_is_that_of_the_model_now(device, captures, change):
-    model = make(device)
-    before = generate(model, cuda_graph=False)
-    assert generate(model) == before
-    assert generate(model) == before
-    assert len(captures) == 1
-    change(model)
-    assert_follows(model, before, captures)
-
-
-def test_the_forward_of_a_class(device, captures, monkeypatch):
-    model = make(device)
-    before = generate(model)
-    monkeypatch.setattr(GLAMLP, "forward", method_forward)
-    assert_follows(model, before, captures)
-
-
-def test_adapters_of_peft(device, captures):
-    peft = pytest.importorskip("peft")
-    model = make_model(hidden_size=32).to(device)
-    config = peft.LoraConfig(target_modules=["o_proj", "up_proj"], init_lora_weights=False)
-    model = peft.inject_adapter_in_model(config, model)
-    layers = [m for m in model.modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)]
-    assert len(layers) == 4
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.fill_(0.3)
-    before = generate(model)
-    assert generate(model) == before
-    assert len(captures) == 1
-    for layer in layers:
-        layer.set_scale("default", -3.0)
-    assert_follows(model, before, captures)
-    scaled = generate(model)
-    del captures[0]
-    for layer in layers:
-        layer.enable_adapters(False)
-    assert_follows(model, scaled, captures)
-
-
 def drawn(decoder):
     prompts = [prompt.to(decoder.tokens.device) for prompt in PROMPTS]
     return torch.stack([decoder.prefill(prompts), *(decoder.step().clone() for _ in range(19))])
@@ -204,6 +131,34 @@ def test_a_decoder_that_is_refreshed(device, captures, change):
     assert len(captures) == 2
 
 
+def test_a_decoder_that_serves_generate(device, captures):
+    """Its graph is captured once; a change is refused until `refresh`."""
+    model = make(device)
+    prompts = [prompt.to(device) for prompt in PROMPTS]
+    decoder = Decoder(model, 3, temperature=0)
+
+    def continued(**options):
+        return [x.tolist() for x in model.generate(prompts, 20, **options)]
+
+    for _ in range(2):
+        assert continued(decoder=decoder) == continued(temperature=0, cuda_graph=False)
+        stream = torch.stack([*model.generate_stream(prompts, 20, decoder=decoder)], 1)
+        assert stream.tolist() == [row[-20:] for row in continued(decoder=decoder)]
+    assert len(captures) == 1
+    model.model.layers[0].attn.v_proj.disabled = True
+    with pytest.raises(ChangedError, match=r"generate: .*disabled changed since; call refresh"):
+        continued(decoder=decoder)
+    decoder.refresh()
+    assert continued(decoder=decoder) == continued(temperature=0, cuda_graph=False)
+    assert len(captures) == 2
+    with pytest.raises(ValueError, match="a decoder of this model, got one of another"):
+        make(device).generate(prompts, 20, decoder=decoder)
+    with pytest.raises(ValueError, match="a decoder of 1 rows, as there are prompts, got 3"):
+        model.generate(prompts[:1], 20, decoder=decoder)
+    with pytest.raises(ValueError, match=r"no temperature, .* beside decoder"):
+        continued(decoder=decoder, top_k=3)
+
+
 @pytest.mark.parametrize("keep_running", [False, True])
 def test_a_decoder_keeps_its_graph_where_only_values_changed(device, captures, keep_running):
     model = make(device)
@@ -221,59 +176,6 @@ def test_a_decoder_keeps_its_graph_where_only_values_changed(device, captures, k
         if keep_running:
             assert torch.equal(graphed.step(), eager.step())
         assert torch.equal(drawn(graphed), drawn(eager))
-
-
-def test_a_stream_whose_model_was_another_meanwhile_leaves_no_graph(device, captures):
-    model = make(device)
-    attn = model.model.layers[0].attn
-    prompt = PROMPTS[0][None].to(device)
-    stream = model.generate_stream(prompt, 20, temperature=0)
-    next(stream)
-    normalizer, attn.gate_logit_normalizer = attn.gate_logit_normalizer, 0.1
-    captures[0].capture(model, model)  # as for a hybrid's longer rows
-    attn.gate_logit_normalizer = normalizer
-    stream.close()
-    assert not decode._kept[model].loops
-
-
-def test_a_graph_of_another_autocast(device, captures):
-    model = make(device)
-    for enabled in (False, True, False, True):
-        with torch.autocast(device, torch.bfloat16, enabled=enabled):
-            assert generate(model) == generate(model, cuda_graph=False)
-    assert len(captures) == 2
-
-
-def test_what_cannot_be_compared_is_not_kept(device, captures):
-    model, scale = make(device), [1.0]
-    model.model.layers[1].mlp.forward = with_closure(scale)
-    before = generate(model)
-    assert generate(model) == before
-    assert len(captures) == 2
-    scale[0] = -3.0
-    assert generate(model) == generate(model, cuda_graph=False) != before
-    assert len(captures) == 3
-    assert not decode._kept[model].loops
-
-
-def test_calls_at_once_have_graphs_of_their_own(device, captures):
-    model = make(device)
-    expected = generate(model)[0][-20:]
-    prompt = PROMPTS[0][None].to(device)
-    for _ in range(2):
-        streams = [model.generate_stream(prompt, 20, temperature=0) for _ in range(2)]
-        pairs = [[x.item() for x in pair] for pair in zip(*streams, strict=True)]
-        for stream in streams:
-            stream.close()
-        assert [list(row) for row in zip(*pairs, strict=True)] == [expected] * 2
-    assert len(captures) == 3  # of three prompts, and of two streams, which are kept
-    stream = model.generate_stream(prompt, 20, temperature=0)
-    next(stream)
-    kept = decode._kept[model]
-    decode.free_decoders(model)
-    assert model not in decode._kept
-    stream.close()
-    assert not kept.loops
 
 
 def test_a_graph_needs_torchs_cache_of_memory(monkeypatch):
