@@ -17,12 +17,12 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from shared.inputs import SHAPES, STEPS, compose_steps, exact, make_inputs, ours
+from shared.machine import commit, cpu_name
 from shared.timing import Timing, high_water_mark, interleave, peak_bytes
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
@@ -131,22 +131,11 @@ def measure_memory(variant: str, T: int) -> int:
 
 
 def environment() -> list[str]:
-    def output(*command):
-        return subprocess.run(command, capture_output=True, text=True, cwd=HERE).stdout.strip()
-
-    cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.split(":", 1)[1].strip()
-            break
-    commit = output("git", "rev-parse", "--short", "HEAD") or "unknown"
-    changed = output("git", "status", "--porcelain", "--", "../csrc", "../gla_ext", ".")
     return [
-        f"- CPU: {cpu}, {torch.get_num_threads()} threads, load average "
+        f"- CPU: {cpu_name()}, {torch.get_num_threads()} threads, load average "
         f"{os.getloadavg()[0]:.1f} at the start",
         f"- torch {torch.__version__}, Python {platform.python_version()}",
-        f"- gla_ext {gla_ext.__version__}, commit {commit}{' with changes' if changed else ''}, "
-        f"CPU capability {_C.cpu_capability()}",
+        f"- gla_ext {gla_ext.__version__}, commit {commit()}, CPU capability {_C.cpu_capability()}",
         f"- Command: `{shlex.join(['python', 'benchmarks/bench_cpu.py', *sys.argv[1:]])}`",
     ]
 
