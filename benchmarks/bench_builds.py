@@ -43,9 +43,18 @@ def parse_build(text: str) -> Build:
     return Build(name, path, dict(pairs))
 
 
+def use(folder: str) -> None:
+    """Imports gla_ext from a build's folder."""
+    sys.path.insert(0, folder)
+    import gla_ext
+
+    if Path(gla_ext.__file__).parents[1] != Path(folder):
+        raise SystemExit(f"{folder}: gla_ext came from {gla_ext.__file__}")
+
+
 def measure(folder: str, shapes: list[str], gates: float) -> Times:
     """In the process of a build."""
-    sys.path.insert(0, folder)
+    use(folder)
     import bench_cuda as bench
     import torch
     from shared import gate
@@ -53,8 +62,6 @@ def measure(folder: str, shapes: list[str], gates: float) -> Times:
 
     import gla_ext
 
-    if Path(gla_ext.__file__).parents[1] != Path(folder):
-        raise SystemExit(f"{folder}: gla_ext came from {gla_ext.__file__}")
     times = {}
     for name in shapes:
         shape = bench.parse_shape(name)

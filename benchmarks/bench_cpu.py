@@ -17,12 +17,13 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from pages.tables import table
 from shared.inputs import SHAPES, STEPS, compose_steps, exact, make_inputs, ours
+from shared.machine import commit, cpu_name
 from shared.timing import Timing, high_water_mark, interleave, peak_bytes
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
@@ -131,83 +132,67 @@ def measure_memory(variant: str, T: int) -> int:
 
 
 def environment() -> list[str]:
-    def output(*command):
-        return subprocess.run(command, capture_output=True, text=True, cwd=HERE).stdout.strip()
-
-    cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.split(":", 1)[1].strip()
-            break
-    commit = output("git", "rev-parse", "--short", "HEAD") or "unknown"
-    changed = output("git", "status", "--porcelain", "--", "../csrc", "../gla_ext", ".")
     return [
-        f"- CPU: {cpu}, {torch.get_num_threads()} threads, load average "
+        f"- CPU: {cpu_name()}, {torch.get_num_threads()} threads, load average "
         f"{os.getloadavg()[0]:.1f} at the start",
         f"- torch {torch.__version__}, Python {platform.python_version()}",
-        f"- gla_ext {gla_ext.__version__}, commit {commit}{' with changes' if changed else ''}, "
-        f"CPU capability {_C.cpu_capability()}",
+        f"- gla_ext {gla_ext.__version__}, commit {commit()}, CPU capability {_C.cpu_capability()}",
         f"- Command: `{shlex.join(['python', 'benchmarks/bench_cpu.py', *sys.argv[1:]])}`",
     ]
 
 
 def forms_table(results) -> list[str]:
     B, T, H, K, V = SHAPES["train"]
-    lines = [
-        f"## One training shape: B {B}, T {T}, H {H}, K {K}, V {V}",
+    ours = {mode: timings["gla_ext.chunk_gla"].median for mode, timings in results.items()}
+    return table(
+        f"One training shape: B {B}, T {T}, H {H}, K {K}, V {V}",
         "",
-        "| | " + " | ".join(f"{name}, ms | gla_ext is faster by" for name in results) + " |",
-        "|---|" + "--:|--:|" * len(results),
-    ]
-    for name in next(iter(results.values())):
-        row = name
-        for timings in results.values():
-            ratio = timings[name].median / timings["gla_ext.chunk_gla"].median
-            row += f" | {timings[name]} | {ratio:.1f}"
-        lines.append(f"| {row} |")
-    return lines
+        [head for mode in results for head in (f"{mode}, ms", "gla_ext is faster by")],
+        {
+            name: [
+                cell
+                for mode, timings in results.items()
+                for cell in (str(timings[name]), f"{timings[name].median / ours[mode]:.1f}")
+            ]
+            for name in next(iter(results.values()))
+        },
+    )
 
 
 def steps_table(steps) -> list[str]:
-    lines = ["## The steps alone on that shape", "", "| step | ms |", "|---|--:|"]
-    return [*lines, *(f"| `{name}` | {timing} |" for name, timing in steps.items())]
+    rows = {f"`{name}`": [str(timing)] for name, timing in steps.items()}
+    return table("The steps alone on that shape", "", ["ms"], rows)
 
 
 def lengths_table(forward, both) -> list[str]:
     H, K, V = GLA_HEADS
     heads, D = ATTENTION_HEADS
-    lines = [
-        "## Against attention of the same model width (512)",
-        "",
-        f"chunk_gla: B 1, H {H}, K {K}, V {V}. scaled_dot_product_attention: {heads} heads of {D}, "
-        "causal. A ratio under 1 is a loss.",
-        "",
-        "| T | forward: GLA, ms | attention, ms | ratio | forward + backward: GLA, ms "
-        "| attention, ms | ratio |",
-        "|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    rows: dict[str, list[str]] = {}
     for T in both:
-        row = f"| {T}"
         for results in (forward, both):
             gla, attention = results[T]["gla"], results[T]["attention"]
-            row += f" | {gla} | {attention} | {attention.median / gla.median:.2f}"
-        lines.append(row + " |")
-    return lines
+            cells = [str(gla), str(attention), f"{attention.median / gla.median:.2f}"]
+            rows.setdefault(f"T {T}", []).extend(cells)
+    return table(
+        "Against attention of the same model width (512)",
+        f"chunk_gla: B 1, H {H}, K {K}, V {V}. scaled_dot_product_attention: {heads} heads of {D}, "
+        "causal. A ratio under 1 is a loss.",
+        [
+            *("forward: GLA, ms", "attention, ms", "ratio"),
+            *("forward + backward: GLA, ms", "attention, ms", "ratio"),
+        ],
+        rows,
+    )
 
 
 def memory_table(memory) -> list[str]:
-    lines = [
-        "## Peak memory over T",
-        "",
+    return table(
+        "Peak memory over T",
         "Growth of the process's peak over one forward + backward, inputs included, MiB; B 1, "
         "width 512.",
-        "",
-        "| T | GLA | PyTorch, chunked | attention |",
-        "|--:|--:|--:|--:|",
-    ]
-    for T, peaks in memory.items():
-        lines.append(f"| {T} | " + " | ".join(f"{x / 2**20:.0f}" for x in peaks.values()) + " |")
-    return lines
+        ["GLA", "PyTorch, chunked", "attention"],
+        {f"T {T}": [f"{x / 2**20:.0f}" for x in peaks.values()] for T, peaks in memory.items()},
+    )
 
 
 def plot(both, path: Path) -> bool:
@@ -278,14 +263,10 @@ def main() -> int:
         "brackets, the 20th and 80th percentile.",
         "",
         *setup,
-        "",
         *forms_table(forms),
-        "",
         *steps_table(steps),
-        "",
         *lengths_table(forward, both),
-        "",
-        *([f"![Time over T]({picture.name})", ""] if plot(both, picture) else []),
+        *(["", f"![Time over T]({picture.name})"] if plot(both, picture) else []),
         *memory_table(memory),
     ]
     arguments.output.write_text("\n".join(lines) + "\n")

@@ -69,12 +69,15 @@ def implementations(fla: bool) -> dict[str, Callable]:
     """`chunk_gla` of gla_ext and, if wanted and installed, of FLA."""
     import gla_ext
 
-    found = {"gla_ext": gla_ext.chunk_gla}
-    if fla:
-        from fla.ops.gla import chunk_gla
+    return {"gla_ext": gla_ext.chunk_gla} | ({"FLA": by_fla} if fla else {})
 
-        found["FLA"] = chunk_gla
-    return found
+
+def by_fla(q, k, v, g, **packed):
+    """FLA's function for such gates."""
+    from fla.ops.gla import chunk_gla
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return (chunk_simple_gla if g.dim() == 3 else chunk_gla)(q, k, v, g, **packed)
 
 
 def call(function, x, backward: bool) -> Callable[[], object]:
@@ -168,11 +171,10 @@ def step_times(shape) -> dict[str, Timing]:
         return cold({name: functools.partial(f, x) for name, (f, _) in STEPS.items()}, 2.0)
 
 
-def kernel_times(shape, calls: int = 5) -> list[dict]:
-    """The kernels of one forward + backward by torch's profiler: name, launches, microseconds."""
-    import gla_ext
-
-    run = call(gla_ext.chunk_gla, draw(shape), True)
+def kernel_times(run: Callable[[], object], calls: int = 5) -> list[dict]:
+    """The kernels of a call by torch's profiler, the longest in all first: name, launches and
+    microseconds of a call.
+    """
     run()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]

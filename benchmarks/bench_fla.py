@@ -4,8 +4,8 @@
 
 compiles and tunes FLA for all that `check_gpu.py --fla` times but its part others, and leaves the
 result in TRITON_CACHE_DIR. That takes 4 to 7 minutes for a head size (K, V), and as long again
-where sequences are packed, so each has a process of its own. With shapes, or names of cases in
-shared/bench_cases.py, it does so for these in this process.
+where sequences are packed or a head has one gate, so each has a process of its own. With shapes, or
+names of cases in shared/bench_cases.py, it does so for these in this process.
 """
 
 import argparse
@@ -35,10 +35,8 @@ def version() -> str:
 
 
 def tune_operator(cases: Iterable[bench_cases.Case]) -> None:
-    from fla.ops.gla import chunk_gla
-
     for case in cases:
-        bench.call(chunk_gla, case.draw(), True)()
+        bench.call(bench.by_fla, case.draw(), True)()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
@@ -58,12 +56,13 @@ def jobs(
     shapes: Iterable[tuple[int, ...]], layer: bool, cases: Iterable[str] = ()
 ) -> dict[str, list[str]]:
     """Arguments of each process by name: one a head size, and one more where its sequences are
-    packed, with one shape or case (by its name) for each B, H and dtype of gates.
+    packed or its heads have one gate, with one shape or case (by its name) for each B, H and dtype
+    of gates.
     """
     groups: dict[str, dict[tuple, str]] = {}
     plain = {"x".join(map(str, shape)): bench_cases.Case(*shape) for shape in shapes}
     for name, case in (plain | {name: bench_cases.OTHERS[name] for name in cases}).items():
-        job = f"{case.K}x{case.V}" + ("_packed" if case.lengths else "")
+        job = f"{case.K}x{case.V}" + "_packed" * bool(case.lengths) + "_head" * case.head_gates
         groups.setdefault(job, {}).setdefault((case.B, case.H, case.gate_dtype), name)
     found = {job: list(group.values()) for job, group in groups.items()}
     return found | ({"layer": ["--layer"]} if layer else {})

@@ -26,6 +26,7 @@ from pages.scale_page import draw
 from parts import one_alone
 from parts.check_across_ranks import check
 from parts.ranks_on_paper import fold_call, gather_time, latency_and_bandwidth
+from shared.timing import capture
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -103,10 +104,13 @@ class Bench(one_alone.Sizes):
                 self.operator(T, build_cp_context(None, self.across)), True, at_once
             )
             alone = self.seconds(self.operator(tokens), False, at_once)
-            ratio = self.size * T * alone / (tokens * together)
-            times = f"{together * 1e3:.3f} ms on {self.size}, {alone * 1e3:.3f} on one"
-            ratios.append(f"{ratio:.2f}x ({times})")
+            ratios.append(self.ratio(self.size * T / tokens, together, alone))
         return f"{ratios[0]}; from idle {ratios[1]}"
+
+    def ratio(self, work: float, together: float, alone: float) -> str:
+        """Times as fast as one GPU, where all do `work` times as much."""
+        times = f"{together * 1e3:.3f} ms on {self.size}, {alone * 1e3:.3f} on one"
+        return f"{work * alone / together:.2f}x ({times})"
 
     def weak(self) -> str:
         return self.beside(self.tokens, self.tokens)
@@ -122,24 +126,10 @@ class Bench(one_alone.Sizes):
         if not self.cuda:
             return "a GPU's"
         context = build_cp_context(None, self.across)
-        together = self.seconds(
-            self.captured(self.operator(self.tokens // self.size, context)), True
-        )
-        alone = self.seconds(self.captured(self.operator(self.tokens)), False)
-        times = f"{together * 1e3:.3f} ms on {self.size}, {alone * 1e3:.3f} on one"
-        return f"{alone / together:.2f}x ({times})"
-
-    def captured(self, step):
-        """Replays a step, captured once; every rank captures."""
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            step()
-        return graph.replay
+        step = self.operator(self.tokens // self.size, context)
+        together = self.seconds(capture(step).replay, True)
+        alone = self.seconds(capture(self.operator(self.tokens)).replay, False)  # on every rank
+        return self.ratio(1, together, alone)
 
     def batch(self) -> str:
         """Rows that fill the GPU are not cut into segments there, and each makes a summary."""
@@ -148,8 +138,7 @@ class Bench(one_alone.Sizes):
         context = build_cp_context(None, self.across)
         together = self.seconds(self.operator(T, context, B), True)
         alone = self.seconds(self.operator(T, B=B), False)
-        times = f"{together * 1e3:.3f} ms on {self.size}, {alone * 1e3:.3f} on one"
-        return f"{self.size * alone / together:.2f}x ({times})"
+        return self.ratio(self.size, together, alone)
 
     def on_paper(self) -> str:
         """As many tokens a rank on 8 and 64 ranks, from what these few take."""

@@ -107,11 +107,11 @@ def check(sizes: Sizes, device: str) -> None:
     engine.warm_up()
     prompts = [draw(sizes, 30 + 40 * seed, seed) for seed in range(8)]
     for _ in range(2):  # with the prefix cache the second time
-        generations = engine.submit(*(Request(p, 8, temperature=0) for p in prompts))
-        found: dict[Sequence, list[int]] = {generation: [] for generation in generations}
+        sequences = engine.submit(*(Request(p, 8, temperature=0) for p in prompts))
+        found: dict[Sequence, list[int]] = {sequence: [] for sequence in sequences}
         while engine.busy:
-            for generation, delta in engine.step():
-                found[generation] += delta.tokens
+            for sequence, delta in engine.step():
+                found[sequence] += delta.tokens
         expected = model.generate(prompts, 8, temperature=0)
         for prompt, tokens, row in zip(prompts, found.values(), expected, strict=True):
             if tokens != (wanted := row[len(prompt) :].tolist()):
@@ -137,8 +137,8 @@ def start_ms(model: GLAForCausalLM, sizes: Sizes) -> Iterator[tuple[str, float]]
         if name == "with it":
             engine.warm_up()
             yield "warm_up", passed()
-        (generation,) = engine.submit(Request(draw(sizes, 100, 0), 100, temperature=0))
-        while not generation.new:
+        (sequence,) = engine.submit(Request(draw(sizes, 100, 0), 100, temperature=0))
+        while not sequence.new:
             engine.step()
         yield f"first token, {name}", passed()
         finish(engine)
@@ -151,10 +151,10 @@ def decode_rates(model: GLAForCausalLM, sizes: Sizes, batch: int) -> Iterator[tu
     engine, rates = Engine(model, limits=limits(sizes, batch)), []
     engine.warm_up()
     for _ in range(REPEATS):
-        generations = engine.submit(*(Request(p, sizes.steps, temperature=0) for p in prompts))
-        while not all(generation.new for generation in generations):
+        sequences = engine.submit(*(Request(p, sizes.steps, temperature=0) for p in prompts))
+        while not all(sequence.new for sequence in sequences):
             engine.step()
-        start, before = time.perf_counter(), sum(g.new for g in generations)
+        start, before = time.perf_counter(), sum(g.new for g in sequences)
         finish(engine)
         rates.append((batch * sizes.steps - before) / (time.perf_counter() - start))
     yield "engine", statistics.median(rates)
@@ -214,9 +214,9 @@ def load(model: GLAForCausalLM, sizes: Sizes, cache_bytes: int) -> Load:
     running: dict[Sequence, tuple[int, int]] = {}
 
     def submit(client: int, turn: int) -> None:
-        (generation,) = engine.submit(request(client, turn))
-        running[generation] = (client, turn)
-        last[generation] = generation.arrived
+        (sequence,) = engine.submit(request(client, turn))
+        running[sequence] = (client, turn)
+        last[sequence] = sequence.arrived
 
     last: dict[Sequence, float] = {}
     first, between, count = [], [], 0
@@ -226,11 +226,11 @@ def load(model: GLAForCausalLM, sizes: Sizes, cache_bytes: int) -> Load:
         submit(client, 0)
     while engine.busy:
         deltas, now = engine.step(), time.monotonic()
-        for generation, delta in deltas:
-            (first if generation.new == 1 else between).append(now - last[generation])
-            last[generation], count = now, count + len(delta.tokens)
+        for sequence, delta in deltas:
+            (first if sequence.new == 1 else between).append(now - last[sequence])
+            last[sequence], count = now, count + len(delta.tokens)
             if delta.finish_reason is not None:
-                client, turn = running.pop(generation)
+                client, turn = running.pop(sequence)
                 if turn + 1 < sizes.turns:
                     submit(client, turn + 1)
     rate = count / (time.perf_counter() - start)

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from bench_builds import Build, parse_build, use
 from pages import training_page
 from parts.training_rows import DEFAULT_ROWS, ROWS
 from shared import utilisation
@@ -33,11 +34,7 @@ FAILED = 3  # exit code of a process after a row that failed and that it has rep
 
 def in_process(folder: str, names: list[str], seconds: float, profiled: bool) -> None:
     """A JSON line a row, as each is done."""
-    sys.path.insert(0, folder)
-    import gla_ext
-
-    if Path(gla_ext.__file__).parents[1] != Path(folder):
-        raise SystemExit(f"{folder}: gla_ext came from {gla_ext.__file__}")
+    use(folder)
     from parts.training_steps import measure
 
     for name in names:
@@ -52,14 +49,14 @@ def in_process(folder: str, names: list[str], seconds: float, profiled: bool) ->
         torch.cuda.empty_cache()
 
 
-def run_build(folder: Path, arguments: argparse.Namespace) -> Iterator[dict]:
+def run_build(build: Build, arguments: argparse.Namespace) -> Iterator[dict]:
     """A result a row. After one that failed the others have a process of their own.
 
     torch.compile's caches are off. They take two graphs of the same operators for one, though the
     rows ask for other kernels of attention, or the builds have other strides and copies.
     """
-    environment = os.environ | {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    command = [sys.executable, __file__, "--in-process", str(folder)]
+    environment = os.environ | build.environment | {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    command = [sys.executable, __file__, "--in-process", str(build.folder)]
     command += ["--seconds", str(arguments.seconds), *(["--profile"] * arguments.profile)]
     names = list(arguments.rows)
     while names:
@@ -75,15 +72,6 @@ def run_build(folder: Path, arguments: argparse.Namespace) -> Iterator[dict]:
             if not names:
                 return
             yield {"row": names.pop(0), "failed": f"exit code {child.returncode}"}
-
-
-def parse_build(text: str) -> tuple[str, Path]:
-    """NAME=FOLDER"""
-    name, _, folder = text.partition("=")
-    path = Path(folder).resolve()
-    if not list(path.glob("gla_ext/_C*.so")):
-        raise argparse.ArgumentTypeError(f"expected a folder with a built gla_ext, got '{folder}'")
-    return name, path
 
 
 def main() -> None:
@@ -106,11 +94,11 @@ def main() -> None:
     if arguments.figure:
         lines = arguments.figure.read_text().splitlines()
         return training_page.draw([json.loads(line) for line in lines], arguments.draw)
-    builds = arguments.builds or [("gla_ext", Path(__file__).resolve().parents[1])]
+    builds = arguments.builds or [Build("gla_ext", Path(__file__).resolve().parents[1], {})]
     results = []
-    for name, folder in builds:
-        for result in run_build(folder, arguments):
-            results.append({"build": name} | result)
+    for build in builds:
+        for result in run_build(build, arguments):
+            results.append({"build": build.name} | result)
             if arguments.out:
                 with arguments.out.open("a") as file:
                     file.write(json.dumps(results[-1]) + "\n")

@@ -2,24 +2,23 @@
 
     python benchmarks/check_gpu.py --out gpu.json
     python benchmarks/check_gpu.py --only speed memory --shapes 32x2048x4x128x256 --fla
-    python benchmarks/check_gpu.py --only attention layer training plot --compile
+    python benchmarks/check_gpu.py --only attention layer operators plot --compile
     python benchmarks/check_gpu.py --only generate recurrent --fla --markdown page.md
     python benchmarks/check_gpu.py --only --sanitizer        # nothing else
     python benchmarks/check_gpu.py --read gpu.json --markdown page.md   # measures nothing
-    python benchmarks/check_gpu.py --draw page.md            # its picture again, by its tables
 
 Parts: correctness (pytest -m cuda, which runs bf16 on both paths), speed (the path the plan
 chooses, the step path, and FLA with --fla), memory, kept (what forward leaves for backward),
 steps (each step operator, and the kernels of a call), host (time of a call on the CPU), first-call,
 others (odd sizes, packed sequences, fp32 gates), gates (of any strength, beside the step path),
-attention (causal, of the same model width), layer (and its norm with the output gate), training
-(steps of a language model), plot (time over T), generate (time to the first token, tokens/s and
-memory up to 100,000 tokens, beside a Transformer) and recurrent (decoding's operators). Whatever is
-timed is checked against fp64 or fp32 first, generation against a forward over all tokens. Nothing
-is timed where that, or pytest, fails, and nothing is printed where a comparison within a part does.
-A short table comes last; --out takes all numbers as JSON, and logs are written beside it.
---markdown makes a page of them, as benchmarks/results/RESULTS_CUDA.md is one, with a plot beside it
-of the part plot, or of what lengths other parts have timed.
+attention (causal, of the same model width), layer (beside its products), operators (norms, SwiGLU,
+convolution and loss, beside torch's), plot (time over T), generate (time to the first token,
+tokens/s and memory up to 100,000 tokens, beside a Transformer) and recurrent (decoding's
+operators). Whatever is timed is checked against fp64 or fp32 first, generation against a forward
+over all tokens. Nothing is timed where that, or pytest, fails, and nothing is printed where a
+comparison within a part does. A page of tables comes last; --markdown writes it, as
+benchmarks/results/RESULTS_CUDA.md is one, with a plot beside it of the part plot, or of what
+lengths other parts have timed. --out takes all numbers as JSON, and logs are written beside it.
 
 FLA compiles and tunes for 4 to 7 minutes for a head size (K, V), the head sizes side by side,
 unless TRITON_CACHE_DIR holds the result of an earlier run or of benchmarks/bench_fla.py.
@@ -39,50 +38,40 @@ from pathlib import Path
 
 import bench_cuda as bench
 import bench_fla
-import bench_norm
 import torch
-from pages import cuda_page, cuda_summary
+from pages import cuda_page
 from parts import (
     bench_attention,
     bench_for_backward,
     bench_generate,
     bench_length,
     bench_model,
+    bench_operators,
     bench_recurrent,
 )
 from shared import bench_cases, gate
+from shared.machine import ROOT, commit, cpu_name
 from shared.timing import copy_bytes_per_s
 
 PARTS = (
     *("correctness", "speed", "memory", "kept", "steps", "host", "first-call", "others", "gates"),
-    *("attention", "layer", "training", "plot", "generate", "recurrent"),
+    *("attention", "layer", "operators", "plot", "generate", "recurrent"),
 )
 OF_SHAPES = {"speed", "memory", "kept"}
 OF_THE_MAIN_SHAPE = {"steps", "host", "first-call"}
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-ROOT = Path(__file__).parents[1]
 STARTED = time.perf_counter()
 
 
 def environment() -> dict[str, str]:
     """What the numbers depend on."""
-
-    def output(*command):
-        try:
-            return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
-        except FileNotFoundError:
-            return ""
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "unknown")
-    changed = output("git", "status", "--porcelain", "--", "csrc", "gla_ext", "benchmarks")
     return {
         "GPU": torch.cuda.get_device_name(),
-        "CPU": f"{cpu}, {os.cpu_count()} threads",
+        "CPU": f"{cpu_name()}, {os.cpu_count()} threads",
         "torch": torch.__version__,
         "FLA": bench_fla.version(),
         "Python": platform.python_version(),
-        "commit": output("git", "rev-parse", "--short", "HEAD") + (" + changes" if changed else ""),
+        "commit": commit(),
         "command": shlex.join(["python", *sys.argv]),
     }
 
@@ -178,7 +167,7 @@ def tune_fla(arguments, results: dict):
     as it is checked.
     """
     own = [bench.HOST_SHAPE] if "host" in arguments.only else []
-    layer = bool({"layer", "training"} & set(arguments.only))
+    layer = "layer" in arguments.only
     shapes = checked_shapes(arguments) + own
     shapes = [shape for shape in shapes if at_heads({"FLA": None}, shape, arguments.fla)]
     others = bench_cases.OTHERS if "others" in arguments.only else {}
@@ -217,7 +206,8 @@ def measure(arguments, results: dict):
     if "steps" in only:
         say("steps")
         results["steps"] = bench.step_times(main)
-        results["kernels"] = bench.kernel_times(main)
+        run = bench.call(functions["gla_ext"], bench.draw(main), True)
+        results["kernels"] = bench.kernel_times(run)
     if "host" in only:
         say("host")
         results["host_us"] = bench.host_times(at(bench.HOST_SHAPE))
@@ -253,10 +243,9 @@ def measure(arguments, results: dict):
     if "layer" in only:
         say("layer")
         results["layer"] = bench_model.measure_layers(fla, arguments.compile)
-        results["norm"] = bench_norm.measure(fla, bench_norm.SHAPES[:1])
-    if "training" in only:
-        say("training")
-        results["training"] = bench_model.measure_training(fla, arguments.compile, arguments.batch)
+    if "operators" in only:
+        say("operators")
+        results["operators"] = bench_operators.measure(fla, results["copy_bytes_per_s"])
     if "recurrent" in only:
         say("recurrent")
         results["recurrent"] = bench_recurrent.measure()
@@ -280,10 +269,7 @@ def parse_arguments() -> argparse.Namespace:
         help="time FLA beside it, of the operator at these head sizes alone; default: at all",
     )  # fmt: skip
     parser.add_argument(
-        "--compile", action="store_true", help="layer, training and steps of generate also compiled"
-    )
-    parser.add_argument(
-        "--batch", type=int, default=8, help="sequences a training step; default: %(default)s"
+        "--compile", action="store_true", help="layer and steps of generate also compiled"
     )
     parser.add_argument("--sanitizer", action="store_true", help="compute-sanitizer, four tools")
     parser.add_argument("--ncu", action="store_true", help="Nsight Compute on the first shape")
@@ -291,7 +277,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=default, help="JSON to write")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="page to write")
     parser.add_argument("--read", type=Path, metavar="JSON", help="only print an earlier run's")
-    parser.add_argument("--draw", type=Path, metavar="PAGE", help="only draw a page's picture")
     arguments = parser.parse_args()
     for shape in arguments.shapes:
         try:
@@ -303,9 +288,6 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    if arguments.draw:
-        results = cuda_page.read_lengths(arguments.draw.read_text(encoding="utf-8"))
-        return 0 if bench_length.plot(results, arguments.draw.with_suffix(".png")) else 2
     if arguments.read:
         return finish(cuda_page.load(arguments.read), arguments)
     if not torch.cuda.is_available():
@@ -346,13 +328,16 @@ def finish(results: dict, arguments) -> int:
         print(*results["wrong"], sep="\n")
         print("Wrong results, or a report of the sanitizer: no times are shown.")
         return 1
+    drawn = None
     if arguments.markdown:
         picture = arguments.markdown.with_suffix(".png")
         lengths = results.get("lengths") or bench_length.timed(results["shapes"])
-        drawn = len(lengths) > 1 and bench_length.plot(results | {"lengths": lengths}, picture)
-        text = cuda_page.page(results, picture.name if drawn else None)
-        arguments.markdown.write_text(text, encoding="utf-8")
-    print(*cuda_summary.report(results), sep="\n")
+        if len(lengths) > 1 and bench_length.plot(results | {"lengths": lengths}, picture):
+            drawn = picture.name
+    page = cuda_page.page(results, drawn)
+    if arguments.markdown:
+        arguments.markdown.write_text(page, encoding="utf-8")
+    print(page)
     return 0
 
 

@@ -5,7 +5,7 @@
 Starts `python -m gla_ext.serve` on a small random model, with --batch-invariant, and lets clients
 of BEHAVIOURS at it at once. Those that ask properly compare what they get with what an engine
 gives that runs nothing else, token for token; the others read slowly, leave, and send garbage.
-Afterwards the server must have no generation, no open reply and no more memory than before.
+Afterwards the server must have no sequence, no open reply and no more memory than before.
 """
 
 from __future__ import annotations

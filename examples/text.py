@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gla_ext.devices import check_device, default_device
+from gla_ext.devices import default_device, usable_device
 from gla_ext.serve.text import Tokenizer
 from gla_ext.train.data import read_text_file
 
@@ -24,16 +24,8 @@ def argument(parser: argparse.ArgumentParser) -> None:
 
 
 def device_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the device to a command line, which says what is wrong with another."""
-
-    def usable(device: str) -> str:
-        try:
-            check_device(device)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-        return device
-
-    parser.add_argument("--device", type=usable, default=default_device())
+    """Adds the device to a command line."""
+    parser.add_argument("--device", type=usable_device, default=default_device())
 
 
 def load_text(path: Path, tokenizer: Tokenizer, seq_len: int) -> tuple[Tensor, Tensor]:

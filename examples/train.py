@@ -77,7 +77,7 @@ def main() -> None:
     sample = model.eval().generate(prompt, 100, temperature=0.9, eos_token_id=0)
     print(Bytes().decode(sample[0][1:].tolist()))
     model.save_pretrained(args.out)
-    print(f"Wrote {args.out}; python examples/serve.py {args.out} serves it")
+    print(f"Wrote {args.out}; python -m gla_ext.serve {args.out} serves it")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def main() -> None:
         model = GLAForCausalLM(config)
         model.load_state_dict(whole)
         model.save_pretrained(args.out)
-        print(f"Wrote {args.out}; python examples/serve.py {args.out} serves it")
+        print(f"Wrote {args.out}; python -m gla_ext.serve {args.out} serves it")
     dist.barrier()  # nobody leaves while another still talks
     dist.destroy_process_group()
 

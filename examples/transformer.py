@@ -1,4 +1,9 @@
-"""Trains a byte-level language model of nn.TransformerEncoderLayer on the text of one file."""
+"""Trains a byte-level language model of nn.TransformerEncoderLayer on the text of one file.
+
+    python examples/transformer.py [TEXT] [--gla]
+
+With --gla, GLA takes the place of attention: `self_attn` is the one line that changes.
+"""
 
 import argparse
 from pathlib import Path
@@ -7,15 +12,19 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from gla_ext import MultiheadGLA
+
 
 class LanguageModel(nn.Module):
     """A causal encoder over bytes `[B, T]`, T up to max_len; gives logits `[B, T, 256]`."""
 
-    def __init__(self, width: int, heads: int, layers: int, max_len: int) -> None:
+    def __init__(self, width: int, heads: int, layers: int, max_len: int, gla: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, width)
         self.position = nn.Parameter(0.02 * torch.randn(max_len, width))
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, batch_first=True)
+        if gla:
+            layer.self_attn = MultiheadGLA(width, heads, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, 256)
 
@@ -27,8 +36,9 @@ class LanguageModel(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("text", type=Path, nargs="?", default=Path(argparse.__file__))
+    parser.add_argument("--gla", action="store_true", help="MultiheadGLA in place of attention")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=128)
@@ -41,7 +51,8 @@ def main() -> None:
 
     torch.manual_seed(0)
     text = torch.tensor(list(args.text.read_bytes()))
-    model = LanguageModel(args.width, args.heads, args.layers, args.seq_len).to(args.device)
+    model = LanguageModel(args.width, args.heads, args.layers, args.seq_len, args.gla)
+    model.to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     for step in range(args.steps):
         starts = torch.randint(len(text) - args.seq_len, (args.batch_size, 1))

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.models import has_state, make_model
+from experiments.models import has_state, make_model, settings_of
 from experiments.runs import Run
 from gla_ext.model import GLAForCausalLM
 from gla_ext.train.data import DOCUMENT_START, Corpus
-from gla_ext.train.trainer import Settings, Trainer
+from gla_ext.train.trainer import Trainer
 
 LONGEST = 32 << 10  # bytes of a document that the loss by position is of
 LONG_DOCUMENTS = 32
@@ -36,21 +36,7 @@ class LanguageTrainer(Trainer):
     ) -> None:
         self.run = run
         self.long = long_documents(corpus)
-        settings = Settings(
-            dtype="bfloat16" if device.type == "cuda" else "float32",
-            steps=run.steps,
-            batch_size=run.batch_size,
-            seq_len=run.seq_len,
-            segments=run.segments,
-            hidden_size=run.width,
-            layers=run.layers,
-            heads=run.heads,
-            lr=run.lr,
-            schedule="cosine",
-            warmup=run.steps // 10,
-            seed=run.seed,
-        )
-        super().__init__(settings, corpus, device, cuda_graph=cuda_graph)
+        super().__init__(settings_of(run, device), corpus, device, cuda_graph=cuda_graph)
 
     def make_model(self) -> GLAForCausalLM:
         """A model of the run's layer."""

@@ -1,7 +1,8 @@
 """The layers that the experiments compare, each in the place of a block's `GatedLinearAttention`.
 
 All have q and k of half the width and v, output gate and output of the whole, as GLA has; softmax
-attention, which has no output gate, has q and k of the whole width instead: as many parameters.
+attention (`gla_ext.layers.attention.Attention`), which has no output gate, has q and k of the whole
+width instead: as many parameters.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid, scaled_dot_product_attention
+from torch.nn.functional import logsigmoid
 
 from gla_ext import GatedLinearAttention, chunk_gla
 from gla_ext.ops import retention_decay
@@ -117,40 +118,6 @@ class LinearAttention(GatedLinearAttention):
             state = rotate(state.flatten(1, 2).unsqueeze(1), -q.shape[1]).view_as(state)
         history.state = state
         return o
-
-
-class SoftmaxAttention(nn.Module):
-    """Causal softmax attention with rotary positions: the layer of a Transformer++.
-
-    Args:
-        hidden_size: width.
-        num_heads: heads.
-    """
-
-    def __init__(self, hidden_size: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(4)
-        )
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        past_key_values: Any | None = None,
-        cu_seqlens: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None, None]:
-        """The output `[B, T, hidden_size]` of whole sequences `[B, T, hidden_size]`."""
-        if past_key_values is not None or cu_seqlens is not None:
-            raise NotImplementedError("SoftmaxAttention: expected whole sequences, one a row")
-        q, k, v = (
-            projection(hidden_states).unflatten(-1, (self.num_heads, -1))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k, v = (x.transpose(1, 2) for x in (rotate(q), rotate(k), v))
-        o = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(o.transpose(1, 2).flatten(2)), None, None
 
 
 class NoMLP(nn.Module):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from experiments.layers import LinearAttention, NoMLP, SoftmaxAttention
+from experiments.layers import LinearAttention, NoMLP
+from experiments.runs import Run
+from gla_ext.layers.attention import Attention
 from gla_ext.model import GLAForCausalLM
 from gla_ext.model.config import GLAConfig
 from gla_ext.model.weights import reset_convolutions
+from gla_ext.train.presets import Settings
 
 # The name of a layer in runs and pages: what makes it.
 LAYERS: dict[str, dict[str, Any]] = {
@@ -37,7 +40,7 @@ def make_model(layer: str, config: GLAConfig, mlp: bool = True) -> GLAForCausalL
     """
     model = GLAForCausalLM(config)
     for index, block in enumerate(model.model.layers):
-        block.attn = _maker(layer)(layer, config, index)
+        block.attn = _attention(layer, config, index)
         if not mlp:
             block.mlp, block.mlp_norm = NoMLP(), nn.Identity()
             block.fuse_norm = False  # whose sums want an MLP's output of full size
@@ -46,16 +49,9 @@ def make_model(layer: str, config: GLAConfig, mlp: bool = True) -> GLAForCausalL
     return model
 
 
-def has_state(layer: str) -> bool:
-    """Whether a layer's model can go on from a state."""
-    return layer != "attention"
-
-
-def _maker(layer: str) -> Callable[[str, GLAConfig, int], nn.Module]:
-    return _attention if layer == "attention" else _linear
-
-
-def _linear(layer: str, config: GLAConfig, index: int) -> nn.Module:
+def _attention(layer: str, config: GLAConfig, index: int) -> nn.Module:
+    if layer == "attention":
+        return Attention(config.hidden_size, config.num_heads, layer_idx=index)
     return LinearAttention(
         **LAYERS[layer],
         hidden_size=config.hidden_size,
@@ -65,5 +61,24 @@ def _linear(layer: str, config: GLAConfig, index: int) -> nn.Module:
     )
 
 
-def _attention(layer: str, config: GLAConfig, index: int) -> nn.Module:
-    return SoftmaxAttention(config.hidden_size, config.num_heads)
+def has_state(layer: str) -> bool:
+    """Whether a layer's model can go on from a state."""
+    return layer != "attention"
+
+
+def settings_of(run: Run, device: torch.device) -> Settings:
+    """What a run tells the trainer."""
+    return Settings(
+        dtype="bfloat16" if device.type == "cuda" else "float32",
+        steps=run.steps,
+        batch_size=run.batch_size,
+        seq_len=run.seq_len,
+        segments=run.segments,
+        hidden_size=run.width,
+        layers=run.layers,
+        heads=run.heads,
+        lr=run.lr,
+        schedule="cosine",
+        warmup=run.steps // 10,
+        seed=run.seed,
+    )

@@ -94,7 +94,7 @@ def _recall(trainer: RecallTrainer) -> tuple[float, dict[str, Any]]:
     steps = trainer.settings.steps
     every, accuracy = max(1, steps // EVALUATIONS), 0.0
     while trainer.step < steps and accuracy < SOLVED:
-        trainer.train_step()
+        trainer.update()
         if trainer.step % every == 0 or trainer.step == steps:
             accuracy = trainer.evaluate()
     curve = [[step, _short(value)] for step, value in trainer.evaluations]
@@ -105,7 +105,7 @@ def _text(trainer: LanguageTrainer) -> tuple[float, dict[str, Any]]:
     """Bits a byte, and by position; a loss that is no number ends the run without a score."""
     start = time.perf_counter()
     while trainer.step < trainer.settings.steps:
-        trainer.train_step()
+        trainer.update()
         if trainer.step % 100 == 0 and not math.isfinite(trainer.recent_loss()):
             return math.nan, {"by_position": []}
     trainer.recent_loss()  # waits for the last step

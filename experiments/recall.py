@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from experiments import borrowed
-from experiments.models import make_model
+from experiments.models import make_model, settings_of
 from experiments.runs import Run
 from gla_ext.losses import cross_entropy_loss
 from gla_ext.model.config import GLAConfig
-from gla_ext.train.trainer import Settings, Trainer
+from gla_ext.train.trainer import Trainer
 
 VOCAB_SIZE = 8192
 POWER = 0.01
@@ -126,20 +126,7 @@ class RecallTrainer(Trainer):
 
     def __init__(self, run: Run, device: torch.device, cuda_graph: bool = False) -> None:
         self.run, self.task = run, Recall(run.seq_len, run.pairs)
-        settings = Settings(
-            dtype="bfloat16" if device.type == "cuda" else "float32",
-            steps=run.steps,
-            batch_size=run.batch_size,
-            seq_len=run.seq_len,
-            hidden_size=run.width,
-            layers=run.layers,
-            heads=run.heads,
-            lr=run.lr,
-            schedule="cosine",
-            warmup=run.steps // 10,
-            seed=run.seed,
-        )
-        super().__init__(settings, self.task, device, cuda_graph=cuda_graph)
+        super().__init__(settings_of(run, device), self.task, device, cuda_graph=cuda_graph)
 
     def make_data(self, corpus: Recall) -> tuple[Passes, tuple[Tensor, Tensor]]:
         """Batches to train on, and the examples to test on, which are no more."""

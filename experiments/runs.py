@@ -134,52 +134,66 @@ def best(candidates: list[Run], results: Results) -> Run | None:
     return max(scored, key=lambda run: sign * results[run].score, default=None)
 
 
-def swept(
-    names: Iterable[str],
-    make: Callable[[str, float], Run],
-    rates: Iterable[float],
-    seeds: int,
-    results: Results,
-) -> Iterator[Run]:
-    """The runs of each name: all rates with seed 0, then the best rate with the other seeds.
+@dataclass(frozen=True)
+class Sweep:
+    """Runs of names, each at the same learning rates and at its best one with several seeds.
 
-    Args:
-        names: what is compared.
-        make: the run of a name at a learning rate, with seed 0.
-        rates: learning rates, the same for all.
-        seeds: number of seeds.
-        results: what is done; runs that depend on what is not yet done are left out.
+    make: the run of a name at a learning rate, with seed 0.
+    rates: learning rates.
+    seeds: number of seeds.
+    results: what is done; runs that depend on what is not yet done are left out.
     """
-    sweeps = {name: [make(name, rate) for rate in rates] for name in names}
-    for rate in range(len(next(iter(sweeps.values())))):
-        for sweep in sweeps.values():
-            yield sweep[rate]
-    for seed in range(1, seeds):
-        for sweep in sweeps.values():
-            if (chosen := best(sweep, results)) is not None:
-                yield replace(chosen, seed=seed)
 
+    make: Callable[[str, float], Run]
+    rates: tuple[float, ...]
+    seeds: int
+    results: Results
 
-def chosen(
-    name: str,
-    make: Callable[[str, float], Run],
-    rates: Iterable[float],
-    seeds: int,
-    results: Results,
-    whole: bool = True,
-) -> list[Run]:
-    """The runs of a name at its best rate, one a seed.
+    def of(self, name: str) -> list[Run]:
+        """A name's runs at all rates."""
+        return [self.make(name, rate) for rate in self.rates]
 
-    Args:
-        name, make, rates, seeds, results: as `swept`'s.
-        whole: before its sweep is done, there are none; else those at the best rate so far.
-            Default: True.
-    """
-    sweep = [make(name, rate) for rate in rates]
-    if not whole:
-        sweep = [run for run in sweep if run in results]
-    first = best(sweep, results)
-    return [] if first is None else [replace(first, seed=seed) for seed in range(seeds)]
+    def runs(self, names: Iterable[str]) -> Iterator[Run]:
+        """The runs of each name: all rates with seed 0, then the best rate with the other seeds."""
+        sweeps = [self.of(name) for name in names]
+        for at_a_rate in zip(*sweeps, strict=True):
+            yield from at_a_rate
+        for seed in range(1, self.seeds):
+            for sweep in sweeps:
+                if (first := best(sweep, self.results)) is not None:
+                    yield replace(first, seed=seed)
+
+    def chosen(self, name: str, whole: bool = True) -> list[Run]:
+        """The runs of a name at its best rate, one a seed.
+
+        Args:
+            name: the name.
+            whole: before its sweep is done, there are none; else those at the best rate so far.
+                Default: True.
+        """
+        sweep = self.of(name)
+        if not whole:
+            sweep = [run for run in sweep if run in self.results]
+        first = best(sweep, self.results)
+        return [] if first is None else [replace(first, seed=n) for n in range(self.seeds)]
+
+    def rate_of(self, name: str) -> str:
+        """The best rate, as a table shows it: of a sweep that is not done, with how much of it
+        is.
+        """
+        done = [run for run in self.of(name) if run in self.results]
+        first = best(done, self.results)
+        rate = "" if first is None else f"{first.lr:g}"
+        return rate if len(done) == len(self.rates) else f"{rate} (best of {len(done)})"
+
+    def at_edges(self, names: Iterable[str]) -> str:
+        """A sentence on the names whose best rate is the lowest or the highest of a whole sweep."""
+        ends = min(self.rates), max(self.rates)
+        found = {name: best(self.of(name), self.results) for name in names}
+        named = [f"{name} ({run.lr:g})" for name, run in found.items() if run and run.lr in ends]
+        if not named:
+            return ""
+        return f"At an end of the sweep, beyond which a rate might be better: {'; '.join(named)}."
 
 
 def foreseen(
@@ -201,32 +215,6 @@ def foreseen(
             supposed.add(Result(run, 1e9 if run.task == "text" else -1.0, {}))
     every = list(dict.fromkeys(runs(supposed)))
     return [run for run in every if run in results], [run for run in every if run not in results]
-
-
-def rate_of(
-    name: str, make: Callable[[str, float], Run], rates: Iterable[float], results: Results
-) -> str:
-    """The best rate, as a table shows it: of a sweep that is not done, with how much of it is."""
-    sweep = [make(name, rate) for rate in rates]
-    done = [run for run in sweep if run in results]
-    first = best(done, results)
-    rate = "" if first is None else f"{first.lr:g}"
-    return rate if len(done) == len(sweep) else f"{rate} (best of {len(done)})"
-
-
-def at_edges(
-    names: Iterable[str],
-    make: Callable[[str, float], Run],
-    rates: Iterable[float],
-    results: Results,
-) -> str:
-    """A sentence on the names whose best rate is the lowest or the highest of a whole sweep."""
-    ends = min(rates), max(rates)
-    found = {name: best([make(name, rate) for rate in rates], results) for name in names}
-    named = [f"{name} ({run.lr:g})" for name, run in found.items() if run and run.lr in ends]
-    if not named:
-        return ""
-    return f"At an end of the sweep, beyond which a rate might be better: {'; '.join(named)}."
 
 
 def finite(scores: Iterable[float]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Iterator
 
@@ -35,6 +36,15 @@ def check_device(device: str) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (place.index or 0) >= count:
         raise ValueError(f"expected --device to be cpu or one of {count} GPUs, got {device}")
+
+
+def usable_device(device: str) -> str:
+    """A device of a command line, which says what is wrong with another: a type for argparse."""
+    try:
+        check_device(device)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return device
 
 
 @contextlib.contextmanager

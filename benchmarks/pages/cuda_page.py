@@ -1,8 +1,6 @@
 """Turns what `check_gpu.py` measured into a page, benchmarks/results/RESULTS_CUDA.md:
 
 python benchmarks/check_gpu.py --read runs/gpu.json --markdown benchmarks/results/RESULTS_CUDA.md
-
-and reads from a page what its picture shows.
 """
 
 import json
@@ -13,9 +11,8 @@ import bench_cuda as bench
 from bench_cuda import MODES
 from pages import decoding_page
 from pages.tables import table
-from parts import bench_attention, bench_length, bench_model
+from parts import bench_attention, bench_model
 from shared.timing import Timing
-from shared.utilisation import MEANING, mfu
 
 FLOOR_BYTES = {MODES[0]: "2(3K + 2V)", MODES[1]: "2(3K + 2V) + 2(6K + 3V)"}
 
@@ -27,32 +24,6 @@ def load(path: Path) -> dict:
     )
 
 
-def read_lengths(text: str) -> dict:
-    """What a page's picture shows: its tables of speed and of attention."""
-    rows: dict[str, dict] = {}
-    found: dict = {"lengths": {}, "attention": rows}
-    found["copy_bytes_per_s"] = (
-        float(re.search(r"Copy on the device: ([\d.]+) TB/s", text)[1]) * 1e12
-    )
-    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-        title, _, body = section.partition("\n")
-        mode = title.rpartition(", ")[2]
-        table = [re.split(r" *\| *", line)[1:-1] for line in body.splitlines() if line[:1] == "|"]
-        for name, *cells in table[2:]:
-            times = dict(zip((x.removesuffix(", ms") for x in table[0][1:]), cells, strict=True))
-            times = {who: timing(cell) for who, cell in times.items() if "(" in cell}
-            if title.startswith("Speed") and name in bench_length.shapes():
-                found["lengths"].setdefault(name, {})[mode] = times
-            elif title.startswith("Causal attention"):
-                rows.setdefault(name.removeprefix("T "), {})[mode] = times
-    return found
-
-
-def timing(cell: str) -> Timing:
-    """The Timing that `str` wrote in this cell, without the number of runs."""
-    return Timing(*map(float, re.findall(r"[\d.]+", cell)), runs=0)
-
-
 def page(results: dict, picture: str | None = None) -> str:
     """The page; `picture` is the plot's file, beside it."""
     environment = results["environment"]
@@ -62,7 +33,7 @@ def page(results: dict, picture: str | None = None) -> str:
         "Written by `benchmarks/check_gpu.py --markdown` from one run, in bf16: medians and, in "
         "brackets, the 20th and 80th percentile. Times are the GPU's alone, by CUDA events: L2 is "
         "cold, and a call is queued before it starts, so that what it costs on the host is in no "
-        "table but those of host time, training and generation. FLA is "
+        "table but those of host time and generation. FLA is "
         "`fla.ops.gla.chunk_gla`, in turns with gla_ext. What is timed was compared with the "
         "recurrence in fp64 before. steps is gla_ext with "
         f"`{bench.PATH_VARIABLE}=steps`.",
@@ -72,7 +43,7 @@ def page(results: dict, picture: str | None = None) -> str:
         f"- Command: `{environment['command']}`",
     ]
     parts = (
-        *(speed, memory, waiting_for_backward, others, gates, attention, layer, norm, training),
+        *(speed, memory, waiting_for_backward, others, gates, attention, layer, operators),
         *(decoding_page.generation, decoding_page.recurrent),
         *(steps, kernels, host, first_call),
     )
@@ -176,7 +147,7 @@ def others(results) -> list[str]:
     rows, lines = results.get("others", {}), []
     for mode in MODES if rows else ():
         lines += table(
-            f"Other sizes, packed sequences, fp32 gates, {mode}",
+            f"Other sizes, packed sequences, fp32 gates, one gate a head, {mode}",
             "B x T x H x K x V; bf16 gates unless said.",
             ["gla_ext, ms", "steps, ms", "FLA, ms", "FLA/gla_ext"],
             {
@@ -256,14 +227,14 @@ def layer(results) -> list[str]:
     return lines
 
 
-def norm(results) -> list[str]:
-    rows, lines = results.get("norm", {}), []
+def operators(results) -> list[str]:
+    rows, lines = results.get("operators", {}), []
     for mode in MODES if rows else ():
         names = list(dict.fromkeys(who for row in rows.values() for who in row[mode]))
         lines += table(
-            f"The norm with its output gate, {mode}",
-            "Rows x V, in bf16, with a gate by swish or without, ms; of the layer at B 32, T 2048. "
-            "Floor: every input read once and every output written once at the rate of the copy.",
+            f"Operators around attention, {mode}",
+            "ms, in bf16, at the sizes of a 374 M model's step. Floor: every input read once and "
+            "every output written once at the rate of the copy.",
             names,
             {
                 name: [str(row[mode][who]) if who in row[mode] else "" for who in names]
@@ -271,42 +242,6 @@ def norm(results) -> list[str]:
             },
         )
     return lines
-
-
-def training(results) -> list[str]:
-    found = results.get("training", {})
-    if not found:
-        return []
-    rows = found["rows"]
-    tokens = next(iter(rows.values()))["tokens"]
-    sizes = ", ".join(f"{name} {value}" for name, value in bench_model.MODEL.items())
-    text = (
-        f"A model of {found['parameters'] / 1e6:.0f} M parameters ({sizes}), {tokens} tokens a "
-        f"step in sequences of {bench_model.TRAINING_T}: forward, backward and fused AdamW, "
-        "weights in bf16, on the host's clock. Peak memory includes weights, gradients and "
-        "optimizer. Loss: of the first and of the last of "
-        f"{bench_model.WARMUP + bench_model.STEPS} steps on one batch."
-    )
-    device = results["environment"]["GPU"]
-    return table(
-        "A training step",
-        "\n\n".join([" ".join([text, *found["notes"]]), MEANING]),
-        ["step, ms", "tokens/s", "MFU", "peak, GiB", "loss"],
-        {
-            name: [
-                str(row["step"]),
-                f"{tokens_per_s(row):.0f}",
-                mfu(row.get("product_parameters"), tokens_per_s(row), device),
-                f"{row['peak_bytes'] / 2**30:.1f}",
-                "{:.3f} to {:.3f}".format(*row["losses"]),
-            ]
-            for name, row in rows.items()
-        },
-    )
-
-
-def tokens_per_s(row: dict) -> float:
-    return 1e3 * row["tokens"] / row["step"].median
 
 
 def steps(results) -> list[str]:

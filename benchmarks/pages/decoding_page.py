@@ -76,9 +76,10 @@ def recurrent(results: dict) -> list[str]:
         return []
     lines = table(
         "Decoding's operators",
-        "One token a row, bf16 tokens and gates, fp32 states; µs in CUDA graphs, as the slope over "
-        "many calls. The floor is `state.mul_(1)`. `step_` is `recurrent_gla_step_`, in place; "
-        "`fused_recurrent` returns a new state. [V, K]: `state_v_first`.",
+        "One token a row, bf16 tokens and gates, fp32 states unless said; µs in CUDA graphs, as "
+        "the slope over many calls. The floor is `state.mul_(1)`. `step_` is "
+        "`recurrent_gla_step_`, in place; `fused_recurrent` returns a new state. [V, K]: "
+        "`state_v_first`.",
         heads := ["floor", *(f"{x} {y}" for x in ("step_", "fused_recurrent") for y in layouts())],
         {name: cells(row, heads) for name, row in found["step"].items()},
     )
@@ -104,26 +105,3 @@ def layouts() -> list[str]:
 
 def cells(row: dict, heads: list[str]) -> list[str]:
     return [str(row[head]) for head in heads]
-
-
-def report(results: dict) -> list[str]:
-    """Lines of the short table."""
-    lines = []
-    for name, row in results.get("generate", {}).get("rows", {}).items():
-        for B, own in row["batches"].items():
-            lines.append(
-                f"generation, {name}, B {B}: first token {own['first']} ms, "
-                f"{tokens_per_s(row, B):.0f} tokens/s"
-            )
-        for n, own in row["lengths"].items():
-            lines.append(
-                f"generation, {name}, after {n} tokens: step {own['step']} ms, "
-                f"peak {own['peak_bytes'] / 2**30:.3f} GiB"
-            )
-    for part in ("step", "verify"):
-        for name, row in results.get("recurrent", {}).get(part, {}).items():
-            times = ", ".join(f"{what} {us}" for what, us in row.items())
-            lines.append(f"recurrent, {part}, {name}, us: {times}")
-    for name, us in results.get("recurrent", {}).get("host", {}).items():
-        lines.append(f"recurrent, host, {name}: {us:.1f} us")
-    return lines

@@ -46,7 +46,7 @@ def line_of(row: Row) -> str | None:
     if row.model == "Transformer++":
         kernel = "FlashAttention-2" if row.attention == "FLASH_ATTENTION" else "cuDNN"
         return f"Transformer++, {kernel}" if row.compiled == "model" else None
-    if row.accelerated or row.apart or row.compiled == "blocks":
+    if row.accelerated or row.apart or row.hybrid or row.compiled == "blocks":
         return None
     return (
         row.model

@@ -20,10 +20,12 @@ SHAPES = (  # B, H, K, V
     (256, 4, 256, 512),
     (64, 2, 512, 512),
 )
+SHORT_SHAPE = (256, 4, 256, 512)  # with states in 16 bits too
 VERIFY_SHAPES = ((1, 4, 128, 256), (64, 4, 256, 512))
 DRAFTS = (1, 2, 4, 8, 16)  # tokens
 # Between o of verification and of steps, which differ by fp32 rounding before they become bf16.
 ROUNDED_ELSEWHERE = 1e-3
+STATE_DTYPES = {"": torch.float32, ", bf16 states": torch.bfloat16, ", fp16 states": torch.float16}
 LAYOUTS = {"[K, V]": False, "[V, K]": True}  # state_v_first
 
 
@@ -32,15 +34,21 @@ class Rows:
     """T tokens of B rows, and the pool of their states."""
 
     tokens: dict[str, Tensor]  # q, k, v, gk
-    state: Tensor  # [B, H, K, V] or [B, H, V, K], fp32
+    state: Tensor  # [B, H, K, V] or [B, H, V, K]
     state_v_first: bool
 
     def arguments(self) -> dict:
         return self.tokens | {"state": self.state, "state_v_first": self.state_v_first}
 
 
-def draw(shape, T: int = 1, state_v_first: bool = False, device: str = "cuda") -> Rows:
-    """bf16 tokens with trained GLA's gates, and fp32 states, drawn on the device."""
+def draw(
+    shape,
+    T: int = 1,
+    state_v_first: bool = False,
+    device: str = "cuda",
+    state_dtype: torch.dtype = torch.float32,
+) -> Rows:
+    """bf16 tokens with trained GLA's gates, and states, drawn on the device."""
     B, H, K, V = shape
     generator = torch.Generator(device).manual_seed(0)
 
@@ -50,7 +58,8 @@ def draw(shape, T: int = 1, state_v_first: bool = False, device: str = "cuda") -
     tokens = {name: normal(B, T, H, D) for name, D in (("q", K), ("k", K), ("v", V), ("gk", K))}
     tokens["gk"] = logsigmoid(tokens["gk"]) / 16
     matrix = (V, K) if state_v_first else (K, V)
-    return Rows(tokens, normal(B, H, *matrix, dtype=torch.float32), state_v_first)
+    state = normal(B, H, *matrix, dtype=torch.float32).to(state_dtype)
+    return Rows(tokens, state, state_v_first)
 
 
 def check(rows: Rows, where: str) -> None:
@@ -71,7 +80,7 @@ def check(rows: Rows, where: str) -> None:
     final = expected.final_state.mT if rows.state_v_first else expected.final_state
     bound = TOLERANCE[torch.bfloat16]
     require_close({"o": o[ends]}, {"o": expected.o}, bound, where)
-    require_close({"state": state[ends]}, {"state": final}, TOLERANCE[torch.float32], where)
+    require_close({"state": state[ends]}, {"state": final}, TOLERANCE[state.dtype], where)
     before = rows.state.clone()
     verified = recurrent_gla_verify(**rows.arguments())
     same = relative_error(verified, o) <= ROUNDED_ELSEWHERE
@@ -102,11 +111,12 @@ def measure(device: str = "cuda") -> dict[str, dict[str, dict[str, Timing | floa
     from gla_ext.ops.recurrent import recurrent_gla_verify
 
     results: dict[str, dict] = {"step": {}, "verify": {}, "host": {}}
-    for shape in SHAPES:
-        row = results["step"].setdefault(name(shape), {})
+    short = [(SHORT_SHAPE, of) for of in STATE_DTYPES if of]
+    for shape, of in [*((shape, "") for shape in SHAPES), *short]:
+        row = results["step"].setdefault(name(shape) + of, {})
         for layout, state_v_first in LAYOUTS.items():
-            rows = draw(shape, 1, state_v_first, device)
-            check(rows, f"recurrence, {name(shape)}, {layout}")
+            rows = draw(shape, 1, state_v_first, device, STATE_DTYPES[of])
+            check(rows, f"recurrence, {name(shape)}{of}, {layout}")
             for what, call in calls(rows).items():
                 if what != "floor" or not state_v_first:
                     row[what if what == "floor" else f"{what} {layout}"] = slope_us(call)

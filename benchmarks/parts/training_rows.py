@@ -24,6 +24,7 @@ class Row:
     steps: bool = False  # gla_ext by its step kernels, which have the states in memory
     apart: bool = False  # gla_ext: q, k, v, g and h by products of their own
     accelerated: bool = False  # FLA under gla_ext.fla.accelerate_fla
+    hybrid: bool = False  # gla_ext: attention in every sixth block, 16 heads over all tokens
 
 
 def over_lengths(name: str, row: Row) -> dict[str, Row]:
@@ -38,6 +39,7 @@ ROWS = {
     "compiled by blocks": Row(compiled="blocks"),
     **over_lengths("steps", Row(steps=True)),
     "eager apart": Row(apart=True),
+    **over_lengths("hybrid", Row(hybrid=True)),
     "linear loss": Row(loss="linear"),
     "autocast": Row(B=8, autocast=True),
     "eager 8": Row(B=8),

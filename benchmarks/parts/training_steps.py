@@ -64,8 +64,12 @@ def build(row: Row, layers: int | None = None, dtype: torch.dtype | None = None)
             from gla_ext.model import GLAForCausalLM
             from gla_ext.model.config import GLAConfig
 
-            linear = {"fuse_linear_cross_entropy": True, "fuse_cross_entropy": False}
-            options = linear if row.loss == "linear" else {}
+            options = {}
+            if row.loss == "linear":
+                options = {"fuse_linear_cross_entropy": True, "fuse_cross_entropy": False}
+            if row.hybrid:
+                blocks = range(sizes["num_hidden_layers"])
+                options["attn"] = {"layers": [*blocks[5::6]] or [*blocks[-1:]], "num_heads": 16}
             model = GLAForCausalLM(GLAConfig(**sizes, **options))
             if row.model == "FLA":
                 from fla.models.gla import GLAConfig as TheirConfig

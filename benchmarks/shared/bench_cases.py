@@ -1,5 +1,5 @@
 """`chunk_gla` away from the shapes of BASELINES: other head sizes and lengths, packed sequences,
-fp32 gates, and gates of other strengths. Parts of `check_gpu.py`.
+fp32 gates, one gate a head, and gates of other strengths. Parts of `check_gpu.py`.
 """
 
 import dataclasses
@@ -29,6 +29,7 @@ class Case:
     n: float = 16
     gate_dtype: torch.dtype = torch.bfloat16
     lengths: tuple[int, ...] | None = None  # of packed sequences
+    head_gates: bool = False  # one gate a head, g [B, T, H]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,11 +38,16 @@ class Case:
     def draw(self):
         """The inputs, drawn on the GPU."""
         x = bench.draw(self.shape, 1 / self.n, self.lengths)
-        return dataclasses.replace(x, g=x.g.to(self.gate_dtype))
+        g = x.g[..., 0].contiguous() if self.head_gates else x.g
+        return dataclasses.replace(x, g=g.to(self.gate_dtype))
 
 
 def _packed(lengths: tuple[int, ...], *heads: int) -> Case:
     return Case(1, sum(lengths), *heads, lengths=lengths)
+
+
+def _head_gates(*shape: int) -> Case:
+    return Case(*shape, gate_dtype=torch.float32, head_gates=True)
 
 
 MAIN = Case(8, 2048, 4, 128, 256)
@@ -60,6 +66,8 @@ OTHERS = {
     "8x2048x8x64x128, g in fp32": Case(8, 2048, 8, 64, 128, gate_dtype=torch.float32),
     "32x2048x16x64x64, g in fp32": Case(32, 2048, 16, 64, 64, gate_dtype=torch.float32),
     "8x2048x4x192x384": Case(8, 2048, 4, 192, 384),
+    "32x2048x4x128x256, one gate a head": _head_gates(32, 2048, 4, 128, 256),
+    "8x2048x16x128x128, one gate a head": _head_gates(8, 2048, 16, 128, 128),
 }
 STRENGTHS = (16.0, 4.0, 1.0, 0.25)  # n
 STRENGTH_SHAPES = (

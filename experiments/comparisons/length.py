@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from experiments.comparisons.ablations import SCALES, Scale, text_run
 from experiments.comparisons.figures import figure, line, table
-from experiments.runs import Results, Run, at_edges, chosen, rate_of, swept
+from experiments.runs import Results, Run, Sweep
 
 # Name: layer and heads, K = V = 64 a head of attention.
 LAYERS = {"GLA": ("gla", 4), "RetNet": ("retnet", 4), "Transformer++": ("attention", 8)}
@@ -19,9 +19,7 @@ LONGER, SEGMENTS = 4, 12  # 8K, and 12 segments of 2K
 
 def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
     """Each layer at each length at all rates, then its best rate there with the other seeds."""
-    size = SCALES[scale]
-    names = list(_trained(size))
-    yield from swept(names, _make(size, text), size.rates, size.seeds, results)
+    yield from _sweep(scale, results, text).runs(_trained(SCALES[scale]))
 
 
 def _trained(size: Scale) -> dict[str, tuple[str, str, dict[str, int]]]:
@@ -43,14 +41,15 @@ def _trained(size: Scale) -> dict[str, tuple[str, str, dict[str, int]]]:
     }
 
 
-def _make(size: Scale, text: str) -> Callable[[str, float], Run]:
+def _sweep(scale: str, results: Results, text: str) -> Sweep:
+    size = SCALES[scale]
     trained = _trained(size)
 
     def make(name: str, lr: float) -> Run:
         layer, _, changes = trained[name]
         return replace(text_run(size, text, *LAYERS[layer], lr), **changes)
 
-    return make
+    return Sweep(make, size.rates, size.seeds, results)
 
 
 def _kilo(length: int) -> str:
@@ -59,11 +58,11 @@ def _kilo(length: int) -> str:
 
 def report(scale: str, results: Results, text: str, folder: Path) -> str:
     """Draws experiments_length.png and returns the table of bits a byte at some positions."""
-    size, make = SCALES[scale], _make(SCALES[scale], text)
-    trained, done = _trained(size), {}
-    every = set(runs(scale, results, text))
+    sweep = _sweep(scale, results, text)
+    trained, done = _trained(SCALES[scale]), {}
+    every = set(sweep.runs(trained))
     for name in trained:
-        asked = chosen(name, make, size.rates, size.seeds, results, whole=False)
+        asked = sweep.chosen(name, whole=False)
         every |= set(asked)
         curves = [result.details["by_position"] for result in results.of(asked)]
         if any(curves):
@@ -92,12 +91,11 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
             _of_part([[bits for _, bits in curve[a:e]] for curve in curves])
             for a, e in itertools.pairwise(edges)
         ]
-        rate = rate_of(name, make, size.rates, results)
-        rows.append([*trained[name][:2], *cells, rate, str(len(curves))])
+        rows.append([*trained[name][:2], *cells, sweep.rate_of(name), str(len(curves))])
     head = ["model", "trained at", "first 8th", "second 8th", "second quarter", "second half"]
     page = table([*head, "rate", "seeds"], rows)
     parts = ["![bits a byte by position](experiments_length.png)", page]
-    if edges := at_edges(trained, make, size.rates, results):
+    if edges := sweep.at_edges(trained):
         parts.append(edges)
     if diverged := sum(not result.details["by_position"] for result in results.of(every)):
         parts.append(f"Runs that diverged, which are in no row: {diverged}.")

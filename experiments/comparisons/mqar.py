@@ -10,7 +10,7 @@ from statistics import fmean
 from experiments.comparisons.figures import MARKERS, figure, line, table
 from experiments.comparisons.significance import in_brackets
 from experiments.recall import SOLVED
-from experiments.runs import Result, Results, Run, chosen, rate_of, spread, swept
+from experiments.runs import Result, Results, Run, Sweep, spread
 
 LAYERS = ("attention", "gla", "retnet", "head gate", "no gate", "gla, convolution")
 SLOW_LAYERS = ("mamba", "rwkv")  # on the easiest task alone, half as long, after the others
@@ -56,25 +56,27 @@ def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
     for seed in range(size.seeds):
         for layers, task in groups:
             if seed == 0:
-                yield from swept(layers, _swept_run(size, task), size.rates, 1, results)
+                yield from _sweep(size, task, results, seeds=1).runs(layers)
             for width in size.widths:
                 for layer in layers:
                     found = _chosen(size, task, width, layer, results)
                     yield from found[seed : seed + 1]
 
 
-def _swept_run(size: Scale, task: Difficulty):
+def _sweep(size: Scale, task: Difficulty, results: Results, seeds: int | None = None) -> Sweep:
+    """At the swept width."""
+
     def make(layer: str, lr: float) -> Run:
         return _run(size, task, size.swept_width, layer, lr)
 
-    return make
+    return Sweep(make, size.rates, size.seeds if seeds is None else seeds, results)
 
 
 def _chosen(
     size: Scale, task: Difficulty, width: int, layer: str, results: Results, whole: bool = True
 ) -> list[Run]:
     """The runs, one a seed, at the rate that is best at the swept width."""
-    at_best = chosen(layer, _swept_run(size, task), size.rates, size.seeds, results, whole)
+    at_best = _sweep(size, task, results).chosen(layer, whole)
     return [_run(size, task, width, layer, run.lr, run.seed) for run in at_best]
 
 
@@ -134,7 +136,7 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
     for task in reversed(begun):
         for layer, of in done[task].items():
             if any(of.values()):
-                rate = rate_of(layer, _swept_run(size, task), size.rates, results)
+                rate = _sweep(size, task, results).rate_of(layer)
                 cells = [spread([r.score for r in of[width]]) for width in size.widths]
                 rows.append([f"{task[0]}, {task[1]}", layer, rate, *cells])
     head = ["tokens, pairs", "layer", "rate", *(f"width {width}" for width in size.widths)]

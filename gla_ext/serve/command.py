@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from gla_ext.devices import check_device, default_device
+from gla_ext.devices import default_device, usable_device
 from gla_ext.model import GLAForCausalLM, fuse_projections
 from gla_ext.ops.chunk import batch_invariant
 from gla_ext.serve.engine import Engine
@@ -39,7 +39,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--host", "address to listen on; 0.0.0.0 takes all", "127.0.0.1")
     add("--port", "port to listen on; 0 takes a free one", 8000, type=_number(0, 65535))
     add("--name", "the model's name for clients", None, "its folder's")
-    add("--device", "cpu, cuda, or one GPU such as cuda:1", default_device(), type=_device)
+    add("--device", "cpu, cuda, or one GPU such as cuda:1", default_device(), type=usable_device)
     add("--dtype", "dtype of the weights and products", "float32", choices=DTYPES)
     add("--state-dtype", "dtype in which recurrent states are stored", "float32", choices=DTYPES)
     add("--rows", "sequences that are decoded at once", limits.rows)
@@ -73,14 +73,6 @@ def _number(least: int, most: int | None = None) -> Callable[[str], int]:
         return value
 
     return number
-
-
-def _device(name: str) -> str:
-    try:
-        check_device(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return name
 
 
 def main(arguments: list[str] | None = None) -> None:

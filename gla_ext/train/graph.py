@@ -1,6 +1,7 @@
-"""A training step as one CUDA graph: forward, backward, clipping and the optimizer's update.
+"""An update as one CUDA graph: forward, backward, clipping and the optimizer's part.
 
-Small models are bound by the host, which queues some hundred kernels a step; a graph is one launch.
+Small models are bound by the host, which queues some hundred kernels an update; a graph is one
+launch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from gla_ext.decode import _capture
 
 
 def check_graph(device: torch.device) -> None:
-    """Raises ValueError, in words of the flag --cuda-graph, if steps there cannot be graphs."""
+    """Raises ValueError, in words of the flag --cuda-graph, if updates there cannot be graphs."""
     if device.type != "cuda":
         raise ValueError(f"expected --device to be cuda with --cuda-graph, got {device}")
     if not _capture.can_capture():
@@ -24,22 +25,22 @@ def check_graph(device: torch.device) -> None:
         )
 
 
-class GraphedStep:
-    """A training step that is recorded at its third call and replayed from then on.
+class GraphedUpdate:
+    """An update that is recorded at its third call and replayed from then on.
 
-    The first calls are steps as well, on the stream that is then recorded: they compile what is
+    The first calls are updates as well, on the stream that is then recorded: they compile what is
     compiled, start up what libraries start up, and make the optimizer's state.
 
     Args:
-        step: `step(*batch)` queues a whole step and returns its loss. All else that it reads and
-            writes (weights, the optimizer's state, a learning rate in a tensor) must stay where it
-            is; gradients must be None when it begins. A change of modules or attributes takes
+        update: `update(*batch)` queues a whole update and returns its loss. All else that it reads
+            and writes (weights, the optimizer's state, a learning rate in a tensor) must stay where
+            it is; gradients must be None when it begins. A change of modules or attributes takes
             effect only after `reset`.
         device: a CUDA device.
     """
 
-    def __init__(self, step: Callable[..., Tensor], device: torch.device) -> None:
-        self._step, self._device = step, device
+    def __init__(self, update: Callable[..., Tensor], device: torch.device) -> None:
+        self._update, self._device = update, device
         self._stream: torch.cuda.Stream | None = None
         self.reset()
 
@@ -56,14 +57,14 @@ class GraphedStep:
         return self._graph is not None
 
     def __call__(self, *batch: Tensor) -> Tensor:
-        """Queues a step on a batch of tensors, of the same shapes in every call.
+        """Queues an update on a batch of tensors, of the same shapes in every call.
 
         Returns:
             The loss, a scalar that the next call writes over.
 
         Raises:
             ValueError: for a batch of other shapes than the first.
-            NotImplementedError: for a step that draws random numbers.
+            NotImplementedError: for an update that draws random numbers.
         """
         self._take(batch)
         if self._graph is None:
@@ -85,22 +86,19 @@ class GraphedStep:
             own.copy_(x)
 
     def _first_calls(self) -> None:
-        """A step that is not replayed, or the recording of one, which does nothing yet."""
+        """An update that is not replayed, or the recording of one, which does nothing yet."""
+
+        def update() -> None:
+            self._loss = self._update(*self._batch)
+
         with _capture.apart(self._device, self._stream) as self._stream:
             if self._warmups > 0:
                 self._warmups -= 1
-                self._loss = self._step(*self._batch)
-            else:
-                self._record()
-
-    def _record(self) -> None:
-        def step() -> None:
-            self._loss = self._step(*self._batch)
-
-        graph = _capture.record(step)
-        if graph is None:
+                update()
+                return
+            self._graph = _capture.record(update)
+        if self._graph is None:
             raise NotImplementedError(
                 "expected a model without dropout with --cuda-graph, got a step that draws random "
                 "numbers"
             )
-        self._graph = graph

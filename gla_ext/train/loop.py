@@ -77,7 +77,7 @@ def train(trainer: Trainer, options: Options, signals: StopSignals) -> dict[str,
                 trainer.evaluate(signals.stopped)
             if not signals.stopped():
                 start = time.perf_counter()
-                trainer.train_step()
+                trainer.update()
                 done = trainer.step - first
                 reads = done == 1 or not all(trainer.step % n for n in pauses)
                 loss = _finite_loss(trainer) if reads else 0.0  # reading waits for a GPU

@@ -28,9 +28,9 @@ def optimizer_of(
     rate: float | Tensor = lr
     if graph_on is not None:
         rate = torch.tensor(lr, dtype=torch.float32, device=graph_on)
-    capturable = graph_on is not None
-    options = {"betas": (0.9, 0.95), "fused": True, "capturable": capturable}
-    optimizer = torch.optim.AdamW(groups, lr=rate, **options)
+    optimizer = torch.optim.AdamW(
+        groups, lr=rate, betas=(0.9, 0.95), fused=True, capturable=graph_on is not None
+    )
     optimizer.register_step_post_hook(_count_writes)
     return optimizer
 

@@ -1,6 +1,6 @@
-"""Training a byte-level GLA language model: one step, evaluation, checkpoints.
+"""Training a byte-level GLA language model: one update, evaluation, checkpoints.
 
-Everything a step does follows from the settings, the corpus and the checkpoint, so that on CPU a
+Everything an update does follows from the settings, the corpus and the checkpoint, so that on CPU a
 resumed run equals the uninterrupted one bit for bit.
 """
 
@@ -22,7 +22,7 @@ from gla_ext.model import GLAForCausalLM
 from gla_ext.model.checkpoint import read_tensors
 from gla_ext.model.weights import reset_convolutions
 from gla_ext.train.data import DOCUMENT_START, Batches, Corpus, encode
-from gla_ext.train.graph import GraphedStep, check_graph
+from gla_ext.train.graph import GraphedUpdate, check_graph
 from gla_ext.train.optimizer import optimizer_of
 from gla_ext.train.parallel import ONE_PROCESS, Parallel, under
 from gla_ext.train.presets import DTYPES, Settings
@@ -46,7 +46,7 @@ class Trainer:
         device: where to train.
         compiled: run model and loss, forward and backward, through
             `torch.compile(fullgraph=True)`. Default: False.
-        cuda_graph: make each step, the optimizer's update included, one CUDA graph, see
+        cuda_graph: make each update, forward and backward included, one CUDA graph, see
             `gla_ext.train.graph`. Default: False.
         parallel: what this process has of the run, laid out. Default: all of it, on one device.
 
@@ -79,7 +79,7 @@ class Trainer:
         self.segmented = self._segmented_loss(compiled, cuda_graph)
         # Of a window's first step, which starts from no state, and of the others.
         graphs = 0 if not cuda_graph else 2 if settings.segments > 1 else 1
-        self.graphs = [GraphedStep(self._update, device) for _ in range(graphs)]
+        self.graphs = [GraphedUpdate(self._update_on, device) for _ in range(graphs)]
         self.step = 0
         self.losses = torch.zeros(settings.steps, dtype=torch.float32, device=device)
         self.evaluations: list[tuple[int, float]] = []
@@ -97,10 +97,10 @@ class Trainer:
         reset_convolutions(model)
         return model
 
-    def train_step(self) -> None:
-        """One optimizer step; its loss, nats a byte, goes to `losses[step]`.
+    def update(self) -> None:
+        """One update; its loss, nats a byte, goes to `losses[step]`.
 
-        On a GPU nothing here waits for it: the steps queue up until a loss is read.
+        On a GPU nothing here waits for it: updates queue up until a loss is read.
         """
         rate = self.settings.learning_rate(self.step)
         for group in self.optimizer.param_groups:
@@ -109,14 +109,14 @@ class Trainer:
             else:
                 group["lr"] = rate
         self.model.train()
-        batch, update = self.batches(self.step), self._update
+        update_on = self._update_on
         if self.graphs:
-            update = self.graphs[min(self.step % self.settings.segments, 1)]
-        self.losses[self.step] = update(*batch)
+            update_on = self.graphs[min(self.step % self.settings.segments, 1)]
+        self.losses[self.step] = update_on(*self.batches(self.step))
         self.step += 1
 
-    def _update(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward, backward, clipping and the optimizer's step on a batch; returns its loss."""
+    def _update_on(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward, backward, clipping and the optimizer's update on a batch; returns its loss."""
         if self.segmented is None:
             loss = self.loss(inputs, targets)
         else:
@@ -135,7 +135,7 @@ class Trainer:
         return _cross_entropy(logits, targets)
 
     def _segmented_loss(self, compiled: bool, in_place: bool) -> SegmentedLoss | None:
-        """What `train_step` calls where steps hand on states or documents are apart."""
+        """The loss of an update where windows hand on states or documents are apart."""
         settings, documents = self.settings, 0
         if settings.packed:
             sizes = (settings.batch_size, settings.seq_len)

@@ -1,5 +1,6 @@
 """What `benchmarks/check_gpu.py` makes of its arguments and of measurements; this needs no GPU."""
 
+import dataclasses
 import json
 import sys
 
@@ -8,9 +9,9 @@ import bench_fla
 import check_gpu
 import pytest
 import torch
-from pages import cuda_page
-from parts import bench_attention, bench_length
-from shared import bench_cases, gate
+from large import large_inputs
+from parts import bench_attention, bench_length, bench_operators
+from shared import bench_cases, gate, inputs
 from source_tree import run
 
 TIMINGS = {
@@ -23,13 +24,6 @@ ATTENTION = {"gla_ext": TIMINGS["gla_ext"]} | {
 }
 SHAPE = "32x2048x4x128x256"
 KERNEL = "void gla_ext::cuda::(anonymous namespace)::f<(gla_ext::cuda::A)1, __nv_bfloat16>(x::P)"
-TRAINING = {
-    "step": TIMINGS["gla_ext"],
-    "tokens": 16384,
-    "product_parameters": 2_012_125,  # a tenth of the peak
-    "peak_bytes": 2**34,
-    "losses": [10.5, 9.25],
-}
 RESULTS = {
     "environment": {"GPU": "some H200", "command": "python check"},
     "wrong": [],
@@ -52,23 +46,18 @@ RESULTS = {
         T: {"forward": ATTENTION, "forward + backward": ATTENTION} for T in ("1024", "2048")
     },
     "layer": {"8x2048": MODES},
-    "norm": {
-        "512x256": {
-            mode: {"operator": TIMINGS["gla_ext"], "FLA": TIMINGS["FLA"]} for mode in MODES
+    "operators": {
+        "norm and gate": {
+            mode: {"gla_ext": TIMINGS["gla_ext"], "FLA": TIMINGS["FLA"]} for mode in MODES
         },
-        "512x256 without": {mode: {"operator": TIMINGS["gla_ext"]} for mode in MODES},
-    },
-    "training": {
-        "rows": {"gla_ext": TRAINING},
-        "parameters": 374_000_000,
-        "notes": ["FLA's GLAForCausalLM cannot be imported here (no transformers)."],
+        "norm": {mode: {"gla_ext": TIMINGS["gla_ext"]} for mode in MODES},
     },
     "lengths": {"1x1024x4x128x256": MODES, "1x2048x4x128x256": MODES},
 }
 
 
 def test_a_page_of_everything(rendered, tmp_path):
-    page, printed = rendered(RESULTS)
+    page = rendered(RESULTS)
     assert "- GPU: some H200" in page
     assert "- Command: `python check`" in page
     assert "- Copy on the device: 4.27 TB/s, read and written" in page
@@ -81,16 +70,12 @@ def test_a_page_of_everything(rendered, tmp_path):
     assert "| T 1024 | 2 (1.9 to 2.1) | 5 (4.9 to 5.1) | 5 (4.9 to 5.1) |" in page
     assert any("from T on: cuDNN below 1024, FlashAttention-2 below 1024." in x for x in page)
     assert f"| B 8, T 2048 | {times} |" in page
-    assert "| 512x256 | 2 (1.9 to 2.1) | 5 (4.9 to 5.1) |" in page
-    assert "| 512x256 without | 2 (1.9 to 2.1) |  |" in page
-    assert any(x.startswith("A model of 374 M parameters") and "no transformers" in x for x in page)
-    assert "| gla_ext | 2 (1.9 to 2.1) | 8192000 | 10.0% | 16.0 | 10.500 to 9.250 |" in page
+    assert "| norm and gate | 2 (1.9 to 2.1) | 5 (4.9 to 5.1) |" in page
+    assert "| norm | 2 (1.9 to 2.1) |  |" in page
     assert "| `_output` | 2 (1.9 to 2.1) |" in page
     assert "| `f<A 1, bfloat16>` | 2 | 12.3 |" in page
     assert "| forward | 31.0 | 300.0 |" in page
     assert "| first forward | 0.0100 |" in page
-    assert any(line.startswith(f"| {SHAPE} | 2 (1.9 to 2.1) | 4 ") for line in printed)
-    assert "training, gla_ext: 8192000 tokens/s, 16.0 GiB" in printed
     pytest.importorskip("matplotlib")
     assert "![Time over T](page.png)" in page
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
@@ -99,7 +84,7 @@ def test_a_page_of_everything(rendered, tmp_path):
 def test_a_page_of_speed_without_fla(rendered):
     own = {name: TIMINGS[name] for name in ("gla_ext", "steps")}
     kept = {name: RESULTS[name] for name in ("environment", "wrong", "copy_bytes_per_s")}
-    page, _ = rendered(kept | {"shapes": {SHAPE: {"speed": dict.fromkeys(MODES, own)}}})
+    page = rendered(kept | {"shapes": {SHAPE: {"speed": dict.fromkeys(MODES, own)}}})
     assert f"| {SHAPE} | 2 (1.9 to 2.1) | 4 (3.9 to 4.1) |  |  | 0.110 | 18.18 |" in page
     assert [x for x in page if x.startswith("## ")] == [
         "## Speed, forward", "## Speed, forward + backward",
@@ -122,6 +107,45 @@ def test_wrong_results_raise():
     for wrong in (x + 1, torch.full_like(x, torch.nan)):
         with pytest.raises(gate.WrongResults, match="layer: o is off by"):
             gate.require_close({"o": wrong}, {"o": x}, 0.01, "layer")
+
+
+def few_rows(row):
+    """The same row with few rows of its leaves, and few tokens of its sequences."""
+    first, *rest = row.sizes[0]
+    few = (3, 40, *rest[1:]) if len(rest) == 2 else (64, *rest)
+    sizes = (few if x == row.sizes[0] else (64, *x[1:]) if x[0] == first else x for x in row.sizes)
+    return dataclasses.replace(row, sizes=tuple(sizes))
+
+
+@pytest.mark.parametrize("name", bench_operators.rows())
+def test_operators_are_checked(name, monkeypatch):
+    monkeypatch.setattr(bench_operators, "CHECKED", 2**12)
+    row = few_rows(bench_operators.rows()[name])
+    leaves = row.draw("cpu")
+    bench_operators.check(name, row, {"gla_ext": row.ours, "torch": row.plain}, leaves)
+
+    def wrong(*leaves):
+        return tuple(1.1 * y for y in bench_operators.outputs(row.ours, leaves))
+
+    with pytest.raises(gate.WrongResults, match="wrong: output 0 is off by"):
+        bench_operators.check(name, row, {"wrong": wrong}, leaves)
+
+
+def test_one_gate_a_head_is_checked(monkeypatch):
+    """Against the same gate spread over the channels."""
+    case = bench_cases.OTHERS["8x2048x16x128x128, one gate a head"]
+    small = dataclasses.replace(case, B=2, T=70, H=2, K=16, V=24)
+    monkeypatch.setattr(
+        bench_cases.bench,
+        "draw",
+        lambda shape, gate, lengths: large_inputs(*shape, gate=gate, lengths=lengths, device="cpu"),
+    )
+    x = small.draw()
+    assert x.g.shape == (2, 70, 2) and x.g.dtype == torch.float32
+    assert gate.check_inputs(x, "here") == []
+    ours = inputs.ours
+    monkeypatch.setattr(inputs, "ours", lambda x: ours(x) | {"dg": 2 * ours(x)["dg"]})
+    assert all("dg is off by" in line for line in gate.check_inputs(x, "here"))
 
 
 def test_fla_at_some_head_sizes_alone():
@@ -212,7 +236,7 @@ def test_every_part_can_be_chosen(monkeypatch):
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
-        (["layer", "training"], []),
+        (["layer", "operators"], []),
         (["steps"], [(32, 2048, 4, 128, 256)]),
         (["speed"], list(bench_cuda.BASELINES)),
         (["attention"], [(32, T, 4, 128, 256) for T in (1024, 2048, 4096, 8192)]),
@@ -235,21 +259,3 @@ def test_the_plots_lines():
     assert found[32, "cuDNN"] == found[32, "FlashAttention-2"] == {1024: 5.0, 2048: 5.0}
     looks = [bench_length.look(*line) for line in found]
     assert len({(x["color"], x.get("ls")) for x in looks}) == len(found)
-
-
-def test_a_page_s_picture_is_drawn_again_by_its_tables(rendered, tmp_path, monkeypatch):
-    page = tmp_path / "page.md"
-    rendered(RESULTS)
-    found = cuda_page.read_lengths(page.read_text())
-    times, attention = (
-        {name: bench_cuda.Timing(**x | {"runs": 0}) for name, x in own.items()}
-        for own in (TIMINGS, ATTENTION)
-    )
-    assert found["lengths"] == {SHAPE: dict.fromkeys(MODES, times)}
-    assert found["attention"] == {T: dict.fromkeys(MODES, attention) for T in ("1024", "2048")}
-    assert found["copy_bytes_per_s"] == pytest.approx(4.27e12)
-    pytest.importorskip("matplotlib")
-    (tmp_path / "page.png").unlink()
-    monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--draw", str(page)])
-    assert check_gpu.main() == 0
-    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")

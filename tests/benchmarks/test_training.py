@@ -98,7 +98,8 @@ def test_rows_after_one_that_fails_have_a_new_process(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_training, "__file__", str(tmp_path / "child.py"))
     rows = ["a", "b", "fails", "dies", "c", "d", "fails"]
     arguments = argparse.Namespace(rows=rows, seconds=1.0, profile=False)
-    results = list(bench_training.run_build(tmp_path, arguments))
+    build = bench_training.Build("new", tmp_path, {})
+    results = list(bench_training.run_build(build, arguments))
     assert [r["row"] for r in results] == rows
     assert [r.get("failed") for r in results] == [
         *(None, None, "ValueError: no", "exit code 7", None, None, "ValueError: no")
@@ -114,7 +115,7 @@ def test_results_are_written_as_they_come(tmp_path, monkeypatch, capsys):
     out = tmp_path / "rows.json"
     written = []
 
-    def run_build(folder, arguments):
+    def run_build(build, arguments):
         for name in arguments.rows:
             yield {"row": name, "failed": "no"} if name == "compiled" else RESULT | {"row": name}
             written.append(len(out.read_text().splitlines()))

@@ -13,12 +13,12 @@ from gla_ext import train
 from gla_ext.train.trainer import Trainer
 
 if __name__ == "__main__":
-    last, train_step = int(sys.argv[1]), Trainer.train_step
+    last, update = int(sys.argv[1]), Trainer.update
 
     def step(self) -> None:
-        train_step(self)
+        update(self)
         if dist.get_rank() == 0 and self.step == last:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Trainer.train_step = step
+    Trainer.update = step
     sys.exit(train.main(sys.argv[2:]))

@@ -38,15 +38,15 @@ def run_steps(group, folder, sizes, out):
     gradients = {name: p.grad.full_tensor() for name, p in first.model.named_parameters()}
     first.optimizer.zero_grad()
     for _ in range(3):
-        first.train_step()
+        first.update()
     first.save(out)
     bits = first.evaluate()
     for _ in range(3):
-        first.train_step()
+        first.update()
     again = sharded(folder, **sizes)
     again.load(out)
     for _ in range(3):
-        again.train_step()
+        again.update()
     parameters = first.consolidated().model.state_dict()
     parameters = parameters if torch.distributed.get_rank() == 0 else {}
     return gradients, first._mean_losses(), again._mean_losses(), bits, parameters
@@ -56,7 +56,7 @@ def run_going_on(group, folder, sizes, path):
     trainer = sharded(folder, **sizes)
     trainer.load(path)
     while trainer.step < TINY["steps"]:
-        trainer.train_step()
+        trainer.update()
     return trainer._mean_losses()
 
 
@@ -67,7 +67,7 @@ def one_process(folder):
     gradients = {name: p.grad for name, p in trainer.model.named_parameters()}
     trainer.optimizer.zero_grad()
     for _ in range(TINY["steps"]):
-        trainer.train_step()
+        trainer.update()
         if trainer.step == 3:
             bits = trainer.evaluate()
     return trainer, bits, gradients
@@ -97,7 +97,7 @@ def assert_trains_as_one_process(processes, folder, path, sizes):
     alone = Trainer(Settings(**TINY), load_corpus(folder), CPU)
     alone.load(path)
     while alone.step < TINY["steps"]:
-        alone.train_step()
+        alone.update()
     assert_close(alone.losses, trainer.losses, 1e-5)
     others = {} if sizes else {"tensor_parallel": 2}
     return trainer.losses, others
@@ -150,10 +150,10 @@ def run_compiled(group, folder, sizes):
     """The losses of some steps of compiled blocks, an evaluation among them."""
     trainer, _ = compiled_trainer(folder, **sizes)
     while trainer.step < 3:
-        trainer.train_step()
+        trainer.update()
     bits = trainer.evaluate()
     while trainer.step < TINY["steps"]:
-        trainer.train_step()
+        trainer.update()
     return trainer._mean_losses(), bits
 
 
@@ -171,12 +171,12 @@ def test_an_evaluation_makes_no_graphs(one_rank, folder):
     expected, bits, _ = one_process(folder)
     trainer, graphs = compiled_trainer(folder)
     while trainer.step < 3:
-        trainer.train_step()
+        trainer.update()
     made = len(graphs)
     assert made > 0
     assert trainer.evaluate() == pytest.approx(bits, rel=1e-5)
     while trainer.step < TINY["steps"]:
-        trainer.train_step()
+        trainer.update()
     assert len(graphs) == made
     assert_close(trainer._mean_losses(), expected.losses, 1e-5)
 
@@ -186,7 +186,7 @@ def test_going_on_from_one_process(pool, folder, tmp_path):
     while trainer.step < TINY["steps"]:
         if trainer.step == 3:
             trainer.save(tmp_path / "checkpoint.safetensors")
-        trainer.train_step()
+        trainer.update()
     path = tmp_path / "checkpoint.safetensors"
     for losses in pool(run_going_on, folder, {"tensor_parallel": 2}, path):
         assert_close(losses, trainer.losses, 1e-5)

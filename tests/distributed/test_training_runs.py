@@ -55,17 +55,17 @@ def run_command(group, args, signalled):
     """Status, output and errors of the command; the rank signalled gets a SIGTERM in step 3."""
     from gla_ext.train import processes
 
-    train_step = Trainer.train_step
+    update = Trainer.update
 
     def step(self):
-        train_step(self)
+        update(self)
         if dist.get_rank() == signalled and self.step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
     out, errors = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(processes.Processes, "joined", lambda _: processes.quiet_but_first()),
-        mock.patch.object(Trainer, "train_step", step),
+        mock.patch.object(Trainer, "update", step),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(errors),
     ):
@@ -120,10 +120,10 @@ def test_killed_while_it_saves(one_rank, folder, tmp_path, monkeypatch, moment, 
 
     name, done, is_new = moment
     first = trainer()
-    first.train_step()
+    first.update()
     first.save(path)
     if steps == first.settings.steps:
-        first.train_step()
+        first.update()
     else:
         first.settings = Settings(**TINY | {"steps": steps})
     place, _, attribute = f"processes.{name}".rpartition(".")
@@ -146,10 +146,10 @@ def test_killed_while_it_saves(one_rank, folder, tmp_path, monkeypatch, moment, 
     assert again.step == (first.step if is_new else 1)
     assert read_metadata(path)["settings"]["steps"] == (steps if is_new else 6)
     while whole.step < again.step:
-        whole.train_step()
+        whole.update()
     whole.settings = again.settings
     for one in (again, whole):
-        one.train_step()
+        one.update()
     for mine, theirs in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine.full_tensor(), theirs.full_tensor())
 

@@ -17,18 +17,7 @@ from experiments.language import LONGEST, LanguageTrainer, long_documents
 from experiments.pack import Document, read_manifest, read_pack, shrink, split, write_pack
 from experiments.perform import Worker, perform, text_digest
 from experiments.plain_text import plain_text
-from experiments.runs import (
-    Result,
-    Results,
-    Run,
-    best,
-    chosen,
-    keep,
-    rate_of,
-    read_line,
-    spread,
-    swept,
-)
+from experiments.runs import Result, Results, Run, Sweep, best, keep, read_line, spread
 from experiments.text import PACK, Source, prose
 from gla_ext.train.data import Corpus
 
@@ -136,21 +125,22 @@ def test_the_best_rate_gets_the_other_seeds():
 
     results = Results([])
     rates = (1.0, 2.0, 3.0)
-    sweep = [(name, lr) for lr in rates for name in ("a", "b")]
-    assert list(swept("ab", make, rates, 3, results)) == [make(*of) for of in sweep]
+    sweep = Sweep(make, rates, 3, results)
+    every = [make(name, lr) for lr in rates for name in ("a", "b")]
+    assert list(sweep.runs("ab")) == every
     for lr, score in zip(rates, (5.0, 4.0, math.nan), strict=True):
         results.add(result(make("a", lr), score))
-    assert best([make("b", lr) for lr in rates], results) is None
-    assert best([make("a", lr) for lr in rates], results) == make("a", 2.0)
+    assert best(sweep.of("b"), results) is None
+    assert best(sweep.of("a"), results) == make("a", 2.0)
     seeds = [Run(**(vars(make("a", 2.0)) | {"seed": seed})) for seed in (0, 1, 2)]
-    assert list(swept("ab", make, rates, 3, results))[6:] == seeds[1:]
-    assert chosen("a", make, rates, 3, results) == seeds
-    assert rate_of("a", make, rates, results) == "2"
+    assert list(sweep.runs("ab"))[6:] == seeds[1:]
+    assert sweep.chosen("a") == seeds
+    assert sweep.rate_of("a") == "2"
     results.add(result(make("b", 1.0), 5.0))
-    assert chosen("b", make, rates, 3, results) == []
-    so_far = chosen("b", make, rates, 3, results, whole=False)
+    assert sweep.chosen("b") == []
+    so_far = sweep.chosen("b", whole=False)
     assert so_far == [replace(make("b", 1.0), seed=seed) for seed in (0, 1, 2)]
-    assert rate_of("b", make, rates, results) == "1 (best of 1)"
+    assert sweep.rate_of("b") == "1 (best of 1)"
     recall = [Run(**(vars(make("a", lr)) | {"task": "recall"})) for lr in rates]
     for of, score in zip(recall, (0.5, 0.9, 0.7), strict=True):
         results.add(result(of, score))

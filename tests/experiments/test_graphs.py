@@ -38,7 +38,7 @@ def assert_same_losses(make, evaluate):
     runs = [make(cuda_graph) for cuda_graph in (False, True)]
     for run in runs:
         for _ in range(STEPS):
-            run.train_step()
+            run.update()
     eager, graphed = runs
     assert all(graph.recorded for graph in graphed.graphs)
     # Sums of embeddings' gradients have no fixed order, and products are bf16.

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from experiments.comparisons.ablations import SCALES, VARIANTS
-from experiments.layers import LinearAttention, NoMLP, SoftmaxAttention, rotate
+from experiments.layers import LinearAttention, NoMLP, rotate
 from experiments.models import LAYERS, has_state, make_model
 from gla_ext import reference
 from gla_ext.cache import GLACache
@@ -87,18 +87,6 @@ def test_rotary_layers_refuse_packed_rows():
         make_layer(rotary=True)(make_x()[:1], cu_seqlens=torch.tensor([0, 10, T]))
     with pytest.raises(ValueError, match="expected gate to be one of channel, head"):
         make_layer(gate="other")
-
-
-def test_softmax_attention_is_softmax_attention():
-    torch.manual_seed(0)
-    layer, x = SoftmaxAttention(D, H).double(), make_x()
-    q, k, v = (p(x).unflatten(-1, (H, -1)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    scores = torch.einsum("bihd,bjhd->bhij", rotate(q), rotate(k)) / 8**0.5
-    future = torch.ones(T, T).triu(1).bool()
-    o = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(future, -torch.inf).softmax(-1), v)
-    torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(-2)), rtol=1e-5, atol=1e-6)
-    with pytest.raises(NotImplementedError, match="expected whole sequences"):
-        layer(x, cu_seqlens=torch.tensor([0, T]))
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -24,7 +24,7 @@ class Served(NamedTuple):
 @contextlib.contextmanager
 def serving(folder: Path, log: Path, *options: str) -> Iterator[Served]:
     """Inside, a server of the model in a folder, on a free port unless options say another."""
-    program = [sys.executable, str(ROOT / "examples" / "serve.py"), str(folder)]
+    program = [sys.executable, "-m", "gla_ext.serve", str(folder)]
     command = [*program, "--port", "0", "--device", "cpu", *options]
     with (
         log.open("a") as errors,

@@ -11,7 +11,7 @@ import torch
 from capturing import BROKEN, DRAWS, by_any_thread, captured, cycle, in_thread, nothing
 
 from gla_ext.decode import _capture
-from gla_ext.train.graph import GraphedStep
+from gla_ext.train.graph import GraphedUpdate
 
 
 def test_a_graph_dropped_beside_no_recording_is_destroyed_at_once(gpu):
@@ -174,7 +174,7 @@ def test_graphs_dropped_while_a_capture_becomes_known(gpu, monkeypatch, run):
 
 
 def test_a_training_step_forgets_its_graph_while_another_thread_records(gpu):
-    step = GraphedStep(lambda: torch.zeros(()), torch.device("cpu"))
+    step = GraphedUpdate(lambda: torch.zeros(()), torch.device("cpu"))
     step._graph = _capture.record(nothing)
 
     def recorded():

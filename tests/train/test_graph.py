@@ -7,7 +7,7 @@ from cuda_tools import waits_for_nothing
 from gla_ext.train import command as train
 from gla_ext.train import trainer
 from gla_ext.train.data import Corpus
-from gla_ext.train.graph import GraphedStep, check_graph
+from gla_ext.train.graph import GraphedUpdate, check_graph
 from gla_ext.train.presets import Options
 
 TEXTS = [b"abcdefg", b"hi", b"j" * 40, b"klmnop" * 9, b"q", b"rstuv" * 11, b"wxyz" * 30]
@@ -42,24 +42,24 @@ def test_going_on_keeps_the_flag(tmp_path):
     assert "--no-cuda-graph" in train._command_to_go_on({"cuda_graph": False}, Options())
 
 
-class Replayed(GraphedStep):
+class Replayed(GraphedUpdate):
     """A graph as the CPU can have one: every call reads and writes the tensors of the first."""
 
     def _first_calls(self):
-        where = [p.data_ptr() for p in self._step.__self__.model.parameters()]
-        self._loss = self._step(*self._batch)
-        assert where == [p.data_ptr() for p in self._step.__self__.model.parameters()]
+        where = [p.data_ptr() for p in self._update.__self__.model.parameters()]
+        self._loss = self._update(*self._batch)
+        assert where == [p.data_ptr() for p in self._update.__self__.model.parameters()]
 
 
 @pytest.mark.parametrize("options", WINDOWS)
 def test_a_step_on_tensors_that_stay_is_the_same(monkeypatch, options):
     monkeypatch.setattr(trainer, "check_graph", lambda device: None)
-    monkeypatch.setattr(trainer, "GraphedStep", Replayed)
+    monkeypatch.setattr(trainer, "GraphedUpdate", Replayed)
     plain, graphed = (make_trainer(cuda_graph=flag, **options) for flag in (False, True))
     states = []
     for _ in range(12):
-        plain.train_step()
-        graphed.train_step()
+        plain.update()
+        graphed.update()
         if "segments" in options:
             states.append([id(entry["recurrent_state"]) for entry in graphed.segmented.states])
     assert all(ids == states[0] for ids in states)
@@ -77,8 +77,8 @@ def test_graphed_steps_equal_the_eager_ones(options, compiled, tmp_path):
     eager = make_trainer("cuda", **options)
     graphed = make_trainer("cuda", cuda_graph=True, compiled=compiled, **options)
     for _ in range(12):
-        eager.train_step()
-        graphed.train_step()
+        eager.update()
+        graphed.update()
         assert graphed.evaluate() == pytest.approx(eager.evaluate(), rel=1e-3)
     assert all(graph.recorded for graph in graphed.graphs)
     torch.testing.assert_close(graphed.losses, eager.losses, rtol=1e-3, atol=1e-3)
@@ -91,13 +91,13 @@ def test_a_resumed_graphed_run_equals_the_uninterrupted_one(options, tmp_path):
     for step in range(12):
         if step == 7:  # inside a window
             whole.save(tmp_path / "first")
-        whole.train_step()
+        whole.update()
     rest = make_trainer("cuda", cuda_graph=True, **options)
     for _ in range(4):
-        rest.train_step()
+        rest.update()
     rest.load(tmp_path / "first")  # after its own graph, which is of other tensors
     for _ in range(5):
-        rest.train_step()
+        rest.update()
     torch.testing.assert_close(rest.losses, whole.losses, rtol=1e-4, atol=1e-4)
     for a, b in zip(rest.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
@@ -107,10 +107,10 @@ def test_a_resumed_graphed_run_equals_the_uninterrupted_one(options, tmp_path):
 def test_a_replayed_step_waits_for_nothing():
     run = make_trainer("cuda", cuda_graph=True, dtype="bfloat16")
     for _ in range(4):
-        run.train_step()
+        run.update()
     with waits_for_nothing():
         for _ in range(8):
-            run.train_step()
+            run.update()
     assert run.losses.isfinite().all()
 
 
@@ -122,7 +122,7 @@ def test_what_cannot_be_replayed_is_refused():
     def drops(x):
         return torch.nn.functional.dropout(weight * x).sum().detach()
 
-    step = GraphedStep(drops, x.device)
+    step = GraphedUpdate(drops, x.device)
     for _ in range(2):
         step(x)
     with pytest.raises(NotImplementedError, match="expected a model without dropout"):

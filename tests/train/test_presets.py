@@ -183,9 +183,9 @@ def test_the_compiled_step_is_one_graph_and_equals_the_eager_one(corpus, backend
     run, eager = make_trainer(corpus), make_trainer(corpus)
     eager.loss = eager._loss
     for _ in range(3):
-        run.train_step()
+        run.update()
         run.evaluate()
-        eager.train_step()
+        eager.update()
     assert backend.frame_count == 1
     assert run.losses.isfinite().all()
     assert torch.allclose(run.losses, eager.losses, rtol=1e-3)
@@ -200,7 +200,7 @@ def test_resumed_compiled_run_equals_the_uninterrupted_one(corpus, tmp_path, bac
             runs.append(make_trainer(corpus))
             runs[1].load(tmp_path / "half")
         for run in runs:
-            run.train_step()
+            run.update()
     for i, run in enumerate(runs):
         run.save(tmp_path / str(i))
     (tensors, metadata), (others, other_metadata) = (read_tensors(tmp_path / x) for x in "01")
@@ -231,10 +231,10 @@ def test_training_on_a_gpu(corpus, tmp_path):
     run = make_trainer(corpus, "cuda", steps=60, batch_size=4, warmup=5, lr=1e-2, hidden_size=64)
     for tensor in (run.batches.stream, run.held_out, *run.model.parameters()):
         assert tensor.is_cuda
-    run.train_step()  # compiles
+    run.update()  # compiles
     with waits_for_nothing():
         for _ in range(59):
-            run.train_step()
+            run.update()
     first = run.losses[0].item() / math.log(2)
     assert first == pytest.approx(8, abs=1.5)
     assert run.recent_loss() < 0.6 * first

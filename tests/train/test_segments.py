@@ -112,15 +112,15 @@ def test_no_gradient_passes_the_end_of_a_segment():
 def test_resumed_inside_a_window_it_equals_the_uninterrupted_run(tmp_path, packed):
     whole, first = (make_trainer(segments=4, packed=packed) for _ in range(2))
     for _ in range(8):
-        whole.train_step()
+        whole.update()
     for _ in range(6):
-        first.train_step()
+        first.update()
     first.save(tmp_path / "first")
     assert any(name.startswith("segments.") for name in read_tensors(tmp_path / "first")[0])
     rest = make_trainer(segments=4, packed=packed)
     rest.load(tmp_path / "first")
     for _ in range(2):
-        rest.train_step()
+        rest.update()
     for name, run in (("whole", whole), ("rest", rest)):
         run.evaluate()
         run.save(tmp_path / name)

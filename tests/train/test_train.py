@@ -64,7 +64,7 @@ def make_trainer(corpus, **options) -> trainer.Trainer:
 def test_loss_falls(corpus):
     run = make_trainer(corpus, steps=80, hidden_size=32, warmup=5, lr=1e-2)
     for _ in range(80):
-        run.train_step()
+        run.update()
     first = run.losses[0].item() / math.log(2)
     assert first == pytest.approx(8, abs=1.5)
     assert run.recent_loss() < 0.4 * first
@@ -74,7 +74,7 @@ def test_loss_falls(corpus):
 @pytest.mark.parametrize("use_short_conv", [False, True])
 def test_held_out_bits_are_those_of_one_long_text(corpus, monkeypatch, use_short_conv):
     run = make_trainer(corpus, use_short_conv=use_short_conv)
-    run.train_step()
+    run.update()
     monkeypatch.setattr(run, "evaluation_segment", 50)
     bits = run.evaluate()
     row = run.held_out.long()
@@ -91,9 +91,9 @@ def test_held_out_bits_are_those_of_one_long_text(corpus, monkeypatch, use_short
 def test_resumed_run_equals_the_uninterrupted_one(corpus, tmp_path, use_short_conv):
     whole, first = (make_trainer(corpus, use_short_conv=use_short_conv) for _ in range(2))
     for _ in range(6):
-        whole.train_step()
+        whole.update()
     for _ in range(3):
-        first.train_step()
+        first.update()
     first.save(tmp_path / "first")
     del first
     torch.manual_seed(99)
@@ -102,7 +102,7 @@ def test_resumed_run_equals_the_uninterrupted_one(corpus, tmp_path, use_short_co
     rest.evaluate()
     rest.evaluations.clear()
     for _ in range(3):
-        rest.train_step()
+        rest.update()
     for name, run in (("whole", whole), ("rest", rest)):
         (tmp_path / name).mkdir()
         run.save(tmp_path / name / train.CHECKPOINT)

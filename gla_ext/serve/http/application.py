@@ -66,7 +66,7 @@ class Application:
         self.engine, self.options = engine, options
         self._on_failure = on_failure
         self._worker = Worker(engine, self._deliver)
-        self._inboxes: dict[Sequence, Callable[[Sequence, protocol.Delta], None]] = {}
+        self._inboxes: dict[Sequence, asyncio.Queue] = {}
         self._encoding = asyncio.Lock()
         self._statuses: Counter[int] = Counter()
         self._started = int(time.time())
@@ -99,11 +99,10 @@ class Application:
 
     def _dispatch(self, deltas: Deltas) -> None:
         for sequence, delta in deltas:
-            inbox = self._inboxes.get(sequence)
+            if (inbox := self._inboxes.get(sequence)) is not None:
+                inbox.put_nowait((sequence, delta))
             if delta.finish_reason is not None:
                 self._inboxes.pop(sequence, None)
-            if inbox is not None:
-                inbox(sequence, delta)
         if self._worker.error is not None and self._on_failure is not None:
             self._on_failure()
 
@@ -126,8 +125,7 @@ class Application:
 
     def _reply(self, asked: Completion, sequences: list[Sequence]) -> Reply:
         inbox: asyncio.Queue = asyncio.Queue()
-        for sequence in sequences:
-            self._inboxes[sequence] = lambda *item: inbox.put_nowait(item)
+        self._inboxes |= dict.fromkeys(sequences, inbox)
         return Reply(
             f"cmpl-{secrets.token_hex(12)}",
             self.options.name,

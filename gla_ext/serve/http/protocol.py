@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gla_ext.decode.sampling import is_int
 from gla_ext.serve.request import Delta, Request
 from gla_ext.serve.text import Tokenizer
 
@@ -68,13 +69,9 @@ class Completion:
         return found
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_number(value: Any) -> bool:
     # A number that is too great for a float is none; neither is what json reads as NaN.
-    return (_is_int(value) and abs(value) < 2**63) or (
+    return (is_int(value) and abs(value) < 2**63) or (
         isinstance(value, float) and math.isfinite(value)
     )
 
@@ -97,17 +94,17 @@ def _is_nothing(value: Any) -> bool:
 _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (lambda x: isinstance(x, str), "a string"),
     "prompt": (lambda x: isinstance(x, (str, list)), "a string, tokens, or a list of these"),
-    "max_tokens": (_is_int, "an int"),
+    "max_tokens": (is_int, "an int"),
     "temperature": (_is_number, "a number"),
     "top_p": (_is_number, "a number"),
-    "top_k": (_is_int, "an int"),
-    "n": (_is_int, "an int"),
-    "best_of": (_is_int, "an int"),
+    "top_k": (is_int, "an int"),
+    "n": (is_int, "an int"),
+    "best_of": (is_int, "an int"),
     "stream": (_is_bool, "true or false"),
     "stream_options": (lambda x: isinstance(x, dict), "an object"),
-    "logprobs": (_is_int, "an int"),
+    "logprobs": (is_int, "an int"),
     "stop": (_is_stop, "a string or a list of strings"),
-    "seed": (_is_int, "an int"),
+    "seed": (is_int, "an int"),
     "ignore_eos": (_is_bool, "true or false"),
     "skip_special_tokens": (_is_bool, "true or false"),
     "user": (lambda x: isinstance(x, str), "a string"),
@@ -117,13 +114,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "presence_penalty": (_is_nothing, "0, as it is not implemented"),
     "frequency_penalty": (_is_nothing, "0, as it is not implemented"),
 }
-_OURS = {"max_tokens": "max_new_tokens"} | {
-    name: name
-    for name in (
-        *("temperature", "top_p", "top_k", "logprobs", "seed", "ignore_eos"),
-        "skip_special_tokens",
-    )
-}
+_OURS = ("temperature", "top_p", "top_k", "logprobs", "seed", "ignore_eos", "skip_special_tokens")
 
 
 def read(body: bytes, model: str) -> Completion:
@@ -153,7 +144,9 @@ def read(body: bytes, model: str) -> Completion:
         raise RefusedError(
             400, f"expected stream_options to be include_usage alone, got {short(streaming)}"
         )
-    options = {_OURS[name]: value for name, value in given.items() if name in _OURS}
+    options = {name: value for name, value in given.items() if name in _OURS}
+    if "max_tokens" in given:
+        options["max_new_tokens"] = given["max_tokens"]
     stop = given.get("stop", [])
     options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     usage = streaming.get("include_usage", False)
@@ -189,7 +182,7 @@ def read_refresh(body: bytes) -> bool:
 
 
 def _read_prompts(given: Any) -> list[str | list[int]]:
-    if isinstance(given, str) or (isinstance(given, list) and given and _is_int(given[0])):
+    if isinstance(given, str) or (isinstance(given, list) and given and is_int(given[0])):
         prompts = [given]
     else:
         prompts = given
@@ -259,7 +252,7 @@ class Choice:
 
 
 def merged(choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One choice of its pieces."""
+    """One choice of its deltas, as they were rendered."""
     whole = dict(choices[-1], text="".join(choice["text"] for choice in choices))
     if whole["logprobs"] is not None:
         whole["logprobs"] = {
@@ -270,7 +263,7 @@ def merged(choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def head(ident: str, model: str) -> dict[str, Any]:
-    """What all pieces of a completion have in common."""
+    """What all events of a reply have in common."""
     created = int(time.time())
     return {"id": ident, "object": "text_completion", "created": created, "model": model}
 

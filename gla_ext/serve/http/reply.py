@@ -71,7 +71,7 @@ class Reply(Response):
                 self._leave(sequence)
 
     async def _next(self) -> tuple[list[dict[str, Any]], RefusedError | None]:
-        """Pieces of choices that have come meanwhile, and the error after them, if there is one."""
+        """Deltas that have come meanwhile, as choices, and the error after them, if any."""
         items = [await self._inbox.get()]
         while not self._inbox.empty():
             items.append(self._inbox.get_nowait())
@@ -85,14 +85,14 @@ class Reply(Response):
         return found, None
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pieces: dict[int, list[dict[str, Any]]] = {n: [] for n in range(len(self._sequences))}
+        came: dict[int, list[dict[str, Any]]] = {n: [] for n in range(len(self._sequences))}
         while self._going:
             found, failed = await self._next()
             if failed is not None:
                 raise failed
             for choice in found:
-                pieces[choice["index"]].append(choice)
-        choices = [protocol.merged(found) for found in pieces.values()]
+                came[choice["index"]].append(choice)
+        choices = [protocol.merged(found) for found in came.values()]
         response = JSONResponse(self._head | {"choices": choices, "usage": self._usage()})
         self._began(200)
         await response(scope, receive, send)
@@ -105,8 +105,8 @@ class Reply(Response):
         head = self._head | ({"usage": None} if counts else {})
         failed = None
         while self._going and failed is None:
-            pieces, failed = await self._next()
-            events = [head | {"choices": [piece]} for piece in pieces]
+            choices, failed = await self._next()
+            events = [head | {"choices": [choice]} for choice in choices]
             if failed is not None:
                 events.append(failed.body())
             elif not self._going and counts:

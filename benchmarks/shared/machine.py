@@ -1,0 +1,27 @@
+"""What the numbers of a page depend on."""
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "unknown"
+
+
+def commit() -> str:
+    """The tree's commit, and whether csrc, gla_ext or benchmarks have changed since."""
+
+    def git(*command: str) -> str:
+        try:
+            command = ("git", *command)
+            return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+        except FileNotFoundError:
+            return ""
+
+    changed = git("status", "--porcelain", "--", "csrc", "gla_ext", "benchmarks")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + " + changes" * bool(changed)
