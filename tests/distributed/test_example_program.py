@@ -9,7 +9,7 @@ from source_tree import ROOT, run
 
 from gla_ext.model.checkpoint import load_model
 
-# Few steps at a low rate: Adam divides a gradient by its own size, so that rounding grows with each.
+# Few updates at a low rate: Adam divides a gradient by its size, so that rounding grows with each.
 TINY = ["--steps", "11", "--lr", "1e-3", "--batch-size", "4", "--seq-len", "32"]
 TINY += ["--hidden-size", "32"]
 
