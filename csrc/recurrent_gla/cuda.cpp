@@ -14,7 +14,6 @@
 #include "dispatch/output.h"
 #include "low_rank_step.h"
 #include "op.h"
-#include "ops.h"
 
 namespace gla_ext::cuda {
 namespace {
@@ -163,63 +162,51 @@ class RecurrentCall {
   std::vector<at::Tensor> kept_;
 };
 
-RecurrentForwardOutputs recurrent_gla_fwd_cuda(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
-    const OptionalTensor& gv, const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
-    std::optional<double> scale, bool output_final_state, bool reverse, bool state_v_first) {
-  const Shape shape =
-      check_recurrent_fwd(q, k, v, gk, gv, initial_state, cu_seqlens, state_v_first);
-  RecurrentCall call("fused_recurrent_gla", shape, q, scale);
+// The inputs of both passes over sequences, and do in backward.
+template <class Arguments>
+void take_inputs(RecurrentCall& call, const Arguments& a, const at::Tensor* d_o = nullptr) {
   Recurrence& p = call.p;
-  p.reverse = reverse;
-  p.state_v_first = state_v_first;
-  call.input(p.q, q);
-  call.input(p.k, k);
-  call.input(p.v, v);
-  call.input_key_gate(gk);
-  call.input(p.gv, gv);
-  call.input(p.cu_seqlens, cu_seqlens);
-  p.state_in = call.input_state(initial_state);
-  at::Tensor o = call.output(p.o, p.V, v.scalar_type());
+  p.reverse = a.reverse;
+  p.state_v_first = a.state_v_first;
+  call.input(p.q, a.q);
+  call.input(p.k, a.k);
+  call.input(p.v, a.v);
+  call.input_key_gate(a.gk);
+  call.input(p.gv, a.gv);
+  if (d_o != nullptr) call.input(p.d_o, *d_o);
+  call.input(p.cu_seqlens, a.cu_seqlens);
+  p.state_in = call.input_state(a.initial_state);
+}
+
+RecurrentForwardOutputs recurrent_gla_fwd_cuda(const RecurrentForwardArguments& a) {
+  RecurrentCall call("fused_recurrent_gla", check_recurrent_fwd(a), a.q, a.scale);
+  Recurrence& p = call.p;
+  take_inputs(call, a);
+  at::Tensor o = call.output(p.o, p.V, a.v.scalar_type());
   at::Tensor final_state =
-      output_final_state ? call.output_states(p.state_out) : call.not_asked_for();
+      a.output_final_state ? call.output_states(p.state_out) : call.not_asked_for();
   call.use_sequence_states();
   call.forward();
   return {o, final_state};
 }
 
-BackwardOutputs recurrent_gla_bwd_cuda(
-    const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
-    const at::Tensor& v, const OptionalTensor& gk, const OptionalTensor& gv,
-    const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
-    std::optional<double> scale, bool reverse, bool state_v_first) {
-  const Shape shape =
-      check_recurrent_bwd(d_o, dht, q, k, v, gk, gv, initial_state, cu_seqlens, state_v_first);
-  RecurrentCall call("recurrent_gla_bwd", shape, q, scale);
+BackwardOutputs recurrent_gla_bwd_cuda(const RecurrentBackwardArguments& a) {
+  RecurrentCall call("recurrent_gla_bwd", check_recurrent_bwd(a), a.q, a.scale);
   Recurrence& p = call.p;
-  p.reverse = reverse;
-  p.state_v_first = state_v_first;
-  call.input(p.q, q);
-  call.input(p.k, k);
-  call.input(p.v, v);
-  call.input_key_gate(gk);
-  call.input(p.gv, gv);
-  call.input(p.d_o, d_o);
-  call.input(p.cu_seqlens, cu_seqlens);
-  p.state_in = call.input_state(initial_state);
-  p.dht = call.input_state(dht);
-  at::Tensor dq = call.output(p.dq, p.K, q.scalar_type());
-  at::Tensor dk = call.output(p.dk, p.K, k.scalar_type());
-  at::Tensor dv = call.output(p.dv, p.V, v.scalar_type());
-  at::Tensor dgk = call.gradient(p.dgk, p.K, gk), dgv = call.gradient(p.dgv, p.V, gv);
-  at::Tensor dh0 = given(initial_state) ? call.output_states(p.dh0) : call.not_asked_for();
+  take_inputs(call, a, &a.d_o);
+  p.dht = call.input_state(a.dht);
+  at::Tensor dq = call.output(p.dq, p.K, a.q.scalar_type());
+  at::Tensor dk = call.output(p.dk, p.K, a.k.scalar_type());
+  at::Tensor dv = call.output(p.dv, p.V, a.v.scalar_type());
+  at::Tensor dgk = call.gradient(p.dgk, p.K, a.gk), dgv = call.gradient(p.dgv, p.V, a.gv);
+  at::Tensor dh0 = given(a.initial_state) ? call.output_states(p.dh0) : call.not_asked_for();
   call.use_sequence_states();
   call.backward();
-  return with_shared_heads({dq, dk, dv, sum_over_channels(dgk, gk), dgv, dh0}, k.size(2));
+  return with_shared_heads({dq, dk, dv, sum_over_channels(dgk, a.gk), dgv, dh0}, a.k.size(2));
 }
 
-at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
-                       std::optional<double> scale, bool write) {
+at::Tensor run_on_pool(const TokenInputs& in, const PoolInputs& pool, std::optional<double> scale,
+                       bool write) {
   const Shape shape = check_pool(in, pool);
   check_layouts(in, pool, write);
   RecurrentCall call(in.op, shape, *in.k, scale);
@@ -289,8 +276,8 @@ at::Tensor low_rank_step_cuda(const LowRankStep& a) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
-  m.impl("recurrent_gla_fwd", recurrent_gla_fwd_cuda);
-  m.impl("recurrent_gla_bwd", recurrent_gla_bwd_cuda);
+  m.impl("recurrent_gla_fwd", by_arguments<recurrent_gla_fwd, recurrent_gla_fwd_cuda>);
+  m.impl("recurrent_gla_bwd", by_arguments<recurrent_gla_bwd, recurrent_gla_bwd_cuda>);
   m.impl("recurrent_gla_low_rank_step_", positional<low_rank_step_cuda>);
   RecurrentOnPool<run_on_pool>::register_in(m);
 }

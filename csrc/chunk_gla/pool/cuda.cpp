@@ -138,8 +138,8 @@ at::Tensor chunk_gla_on_pool_cuda(const PoolArguments& a) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
-  m.impl("chunk_gla_", positional<chunk_gla_on_pool_cuda>);
-  m.impl("chunk_gla_.out", positional_out<chunk_gla_on_pool_cuda>);
+  m.impl("chunk_gla_", by_arguments<chunk_gla_, chunk_gla_on_pool_cuda>);
+  m.impl("chunk_gla_.out", by_arguments<chunk_gla_out, chunk_gla_on_pool_cuda>);
 }
 
 }  // namespace gla_ext::cuda
