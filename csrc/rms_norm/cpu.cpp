@@ -11,7 +11,6 @@
 #include "cpu/kernel_tables.h"
 #include "cpu_kernels.h"
 #include "op.h"
-#include "ops.h"
 
 namespace gla_ext::cpu {
 namespace {
@@ -75,7 +74,7 @@ class NormTasks {
 
  private:
   int64_t padded_width() const { return padded(p.width); }
-  void run(typename NormKernels<T>::Task NormKernels<T>::* task) const {
+  void run(typename NormKernels<T>::Task NormKernels<T>::*task) const {
     const auto& kernels = KernelTables<NormKernels<T>>::in_use();
     for_each_task<T>(tasks(), kernels.workspace_size(p.width),
                      [&](T* workspace, int64_t i) { (kernels.*task)(p, workspace, i); });
@@ -86,20 +85,20 @@ class NormTasks {
   at::Tensor weight_;
 };
 
-NormForwardOutputs rms_norm_gate_fwd_cpu(const at::Tensor& x, const OptionalTensor& weight,
-                                         const OptionalTensor& gate, std::string_view activation,
-                                         double eps) {
-  const NormCall call = check_rms_norm_gate_fwd(x, weight, gate, activation);
-  at::Tensor y = contiguous_like(x);
-  at::Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(call.accumulate));
-  std::vector<at::Tensor> tensors{x};
-  if (given(gate)) tensors.push_back(*gate);
+// The gradient of the weight as it goes to the caller.
+at::Tensor of_weight(const OptionalTensor& weight, const at::Tensor& dweight) {
+  return given(weight) ? dweight.to(weight->scalar_type()) : dweight;
+}
+
+NormForwardOutputs gate_fwd(const NormGateForward& a) {
+  const NormCall call = check_norm(a);
+  at::Tensor y = contiguous_like(a.x), rstd = empty_rstd(a.x, call);
   with_accumulate(call.accumulate, [&](auto type) {
-    NormTasks<decltype(type)> tasks(call, tensors, weight, eps);
+    NormTasks<decltype(type)> tasks(call, those_given({a.x, a.gate}), a.weight, a.eps);
     auto& p = tasks.p;
     if (p.rows == 0) return;
     p.x = tasks.input(0);
-    if (given(gate)) p.gate = tasks.input(1);
+    if (given(a.gate)) p.gate = tasks.input(1);
     p.y = tasks.output(y);
     p.rstd = static_cast<decltype(p.rstd)>(rstd.mutable_data_ptr());
     tasks.forward();
@@ -107,46 +106,37 @@ NormForwardOutputs rms_norm_gate_fwd_cpu(const at::Tensor& x, const OptionalTens
   return {y, rstd};
 }
 
-NormBackwardOutputs rms_norm_gate_bwd_cpu(const at::Tensor& dy, const at::Tensor& x,
-                                          const OptionalTensor& weight, const OptionalTensor& gate,
-                                          const at::Tensor& rstd, std::string_view activation,
-                                          bool output) {
-  const NormCall call = check_rms_norm_gate_bwd(dy, x, weight, gate, rstd, activation);
-  const auto not_asked_for = [&] { return at::empty({0}, x.options().dtype(call.accumulate)); };
-  at::Tensor dx = contiguous_like(x);
-  at::Tensor dgate = given(gate) ? contiguous_like(*gate) : not_asked_for();
-  at::Tensor y = output ? contiguous_like(x) : not_asked_for();
-  if (x.numel() == 0)
-    return {dx, given(weight) ? at::zeros(weight->sizes(), weight->options()) : not_asked_for(),
-            dgate, y};
-  std::vector<at::Tensor> tensors{x, dy};
-  if (given(gate)) tensors.push_back(*gate);
-  const at::Tensor kept = rstd.contiguous();
+NormBackwardOutputs gate_bwd(const NormGateBackward& a) {
+  const NormCall call = check_norm(a);
+  const auto not_asked_for = [&] { return at::empty({0}, a.x.options().dtype(call.accumulate)); };
+  at::Tensor dx = contiguous_like(a.x);
+  at::Tensor dgate = given(a.gate) ? contiguous_like(*a.gate) : not_asked_for();
+  at::Tensor y = a.output ? contiguous_like(a.x) : not_asked_for();
+  if (a.x.numel() == 0) return {dx, no_weight_grad(a.weight, not_asked_for()), dgate, y};
+  const at::Tensor kept = a.rstd.contiguous();
   at::Tensor dweight = with_accumulate(call.accumulate, [&](auto type) {
-    NormTasks<decltype(type)> tasks(call, tensors, weight, 0);
+    NormTasks<decltype(type)> tasks(call, those_given({a.x, a.dy, a.gate}), a.weight, 0);
     auto& p = tasks.p;
     p.x = tasks.input(0);
     p.dy = tasks.input(1);
     p.dx = tasks.output(dx);
-    if (given(gate)) {
+    if (given(a.gate)) {
       p.gate = tasks.input(2);
       p.dgate = tasks.output(dgate);
     }
-    if (output) p.y = tasks.output(y);
+    if (a.output) p.y = tasks.output(y);
     p.rstd = static_cast<decltype(p.rstd)>(const_cast<void*>(kept.const_data_ptr()));
     return tasks.backward();
   });
-  return {dx, given(weight) ? dweight.to(weight->scalar_type()) : dweight, dgate, y};
+  return {dx, of_weight(a.weight, dweight), dgate, y};
 }
 
-NormResidualForwardOutputs rms_norm_residual_fwd_cpu(const at::Tensor& x,
-                                                     const at::Tensor& residual,
-                                                     const OptionalTensor& weight, double eps) {
-  const NormCall call = check_rms_norm_residual_fwd(x, residual, weight);
-  at::Tensor y = contiguous_like(x), stream = contiguous_like(residual);
-  at::Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(call.accumulate));
+NormResidualForwardOutputs residual_fwd(const NormResidualForward& a) {
+  const NormCall call = check_norm(a);
+  at::Tensor y = contiguous_like(a.x), stream = contiguous_like(a.residual);
+  at::Tensor rstd = empty_rstd(a.x, call);
   with_accumulate(call.accumulate, [&](auto type) {
-    NormTasks<decltype(type)> tasks(call, {x, residual}, weight, eps);
+    NormTasks<decltype(type)> tasks(call, {a.x, a.residual}, a.weight, a.eps);
     auto& p = tasks.p;
     if (p.rows == 0) return;
     p.x = tasks.input(0);
@@ -159,43 +149,32 @@ NormResidualForwardOutputs rms_norm_residual_fwd_cpu(const at::Tensor& x,
   return {y, stream, rstd};
 }
 
-NormResidualBackwardOutputs rms_norm_residual_bwd_cpu(const at::Tensor& dy,
-                                                      const OptionalTensor& dstream,
-                                                      const at::Tensor& stream,
-                                                      const OptionalTensor& weight,
-                                                      const at::Tensor& rstd) {
-  const NormCall call = check_rms_norm_residual_bwd(dy, dstream, stream, weight, rstd);
-  const bool both = dy.scalar_type() == stream.scalar_type();
-  at::Tensor dresidual = contiguous_like(stream);
-  at::Tensor dx = both ? at::empty({0}, dy.options()) : contiguous_like(dy);
-  if (dy.numel() == 0)
+NormResidualBackwardOutputs residual_bwd(const NormResidualBackward& a) {
+  const NormCall call = check_norm(a);
+  at::Tensor dresidual = contiguous_like(a.stream);
+  at::Tensor dx = a.both() ? at::empty({0}, a.dy.options()) : contiguous_like(a.dy);
+  if (a.dy.numel() == 0)
     return {dx, dresidual,
-            given(weight) ? at::zeros(weight->sizes(), weight->options())
-                          : at::empty({0}, dy.options().dtype(call.accumulate))};
-  std::vector<at::Tensor> tensors{dy, stream};
-  if (given(dstream)) tensors.push_back(*dstream);
-  const at::Tensor kept = rstd.contiguous();
+            no_weight_grad(a.weight, at::empty({0}, a.dy.options().dtype(call.accumulate)))};
+  const at::Tensor kept = a.rstd.contiguous();
   at::Tensor dweight = with_accumulate(call.accumulate, [&](auto type) {
-    NormTasks<decltype(type)> tasks(call, tensors, weight, 0);
+    NormTasks<decltype(type)> tasks(call, those_given({a.dy, a.stream, a.dstream}), a.weight, 0);
     auto& p = tasks.p;
     p.dy = tasks.input(0);
     p.x = tasks.input(1);
-    if (given(dstream)) p.dstream = tasks.input(2);
+    if (given(a.dstream)) p.dstream = tasks.input(2);
     p.dresidual = tasks.output(dresidual);
-    if (!both) p.dx = tasks.output(dx);
+    if (!a.both()) p.dx = tasks.output(dx);
     p.rstd = static_cast<decltype(p.rstd)>(const_cast<void*>(kept.const_data_ptr()));
     return tasks.backward();
   });
-  return {dx, dresidual, given(weight) ? dweight.to(weight->scalar_type()) : dweight};
+  return {dx, dresidual, of_weight(a.weight, dweight)};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
-  m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_cpu);
-  m.impl("rms_norm_gate_bwd", rms_norm_gate_bwd_cpu);
-  m.impl("rms_norm_residual_fwd", rms_norm_residual_fwd_cpu);
-  m.impl("rms_norm_residual_bwd", rms_norm_residual_bwd_cpu);
+  register_norms<gate_fwd, gate_bwd, residual_fwd, residual_bwd>(m);
 }
 
 }  // namespace gla_ext::cpu

@@ -11,7 +11,6 @@
 #include "cuda/host/tensors.h"
 #include "cuda_kernels.h"
 #include "op.h"
-#include "ops.h"
 
 namespace gla_ext::cuda {
 namespace {
@@ -87,67 +86,52 @@ class NormLaunch {
   NormGpu gpu_;
 };
 
-NormForwardOutputs rms_norm_gate_fwd_cuda(const at::Tensor& x, const OptionalTensor& weight,
-                                          const OptionalTensor& gate, std::string_view activation,
-                                          double eps) {
-  const NormCall call = check_rms_norm_gate_fwd(x, weight, gate, activation);
-  std::vector<at::Tensor> tensors{x};
-  if (given(gate)) tensors.push_back(*gate);
-  NormLaunch launch("rms_norm_gate", call, std::move(tensors), weight);
-  at::Tensor y = contiguous_like(x);
-  at::Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(at::kFloat));
+NormForwardOutputs gate_fwd(const NormGateForward& a) {
+  const NormCall call = check_norm(a);
+  NormLaunch launch("rms_norm_gate", call, those_given({a.x, a.gate}), a.weight);
+  at::Tensor y = contiguous_like(a.x), rstd = empty_rstd(a.x, call);
   if (launch.is_empty()) return {y, rstd};
   Norm& p = launch.p;
-  p.eps = static_cast<float>(eps);
+  p.eps = static_cast<float>(a.eps);
   p.x = launch.input(0);
-  if (given(gate)) p.gate = launch.input(1);
+  if (given(a.gate)) p.gate = launch.input(1);
   p.y = y.mutable_data_ptr();
   p.rstd = rstd.mutable_data_ptr<float>();
   launch.forward();
   return {y, rstd};
 }
 
-NormBackwardOutputs rms_norm_gate_bwd_cuda(const at::Tensor& dy, const at::Tensor& x,
-                                           const OptionalTensor& weight, const OptionalTensor& gate,
-                                           const at::Tensor& rstd, std::string_view activation,
-                                           bool output) {
-  const NormCall call = check_rms_norm_gate_bwd(dy, x, weight, gate, rstd, activation);
-  std::vector<at::Tensor> tensors{x, dy};
-  if (given(gate)) tensors.push_back(*gate);
-  NormLaunch launch("rms_norm_gate_bwd", call, std::move(tensors), weight);
-  const auto not_asked_for = [&] { return at::empty({0}, x.options().dtype(at::kFloat)); };
-  at::Tensor dx = contiguous_like(x);
-  at::Tensor dgate = given(gate) ? contiguous_like(*gate) : not_asked_for();
-  at::Tensor y = output ? contiguous_like(x) : not_asked_for();
-  if (launch.is_empty())
-    return {dx, given(weight) ? at::zeros(weight->sizes(), weight->options()) : not_asked_for(),
-            dgate, y};
+NormBackwardOutputs gate_bwd(const NormGateBackward& a) {
+  NormLaunch launch("rms_norm_gate_bwd", check_norm(a), those_given({a.x, a.dy, a.gate}), a.weight);
+  const auto not_asked_for = [&] { return at::empty({0}, a.x.options().dtype(at::kFloat)); };
+  at::Tensor dx = contiguous_like(a.x);
+  at::Tensor dgate = given(a.gate) ? contiguous_like(*a.gate) : not_asked_for();
+  at::Tensor y = a.output ? contiguous_like(a.x) : not_asked_for();
+  if (launch.is_empty()) return {dx, no_weight_grad(a.weight, not_asked_for()), dgate, y};
   Norm& p = launch.p;
-  const at::Tensor kept = rstd.contiguous();
+  const at::Tensor kept = a.rstd.contiguous();
   p.x = launch.input(0);
   p.dy = launch.input(1);
   p.dx = dx.mutable_data_ptr();
-  if (given(gate)) {
+  if (given(a.gate)) {
     p.gate = launch.input(2);
     p.dgate = dgate.mutable_data_ptr();
   }
-  if (output) p.y = y.mutable_data_ptr();
+  if (a.output) p.y = y.mutable_data_ptr();
   p.rstd = const_cast<float*>(kept.const_data_ptr<float>());
   const at::Tensor dweight = launch.backward();
-  return {dx, given(weight) ? dweight.to(weight->scalar_type()) : not_asked_for(), dgate, y};
+  return {dx, given(a.weight) ? dweight.to(a.weight->scalar_type()) : not_asked_for(), dgate, y};
 }
 
-NormResidualForwardOutputs rms_norm_residual_fwd_cuda(const at::Tensor& x,
-                                                      const at::Tensor& residual,
-                                                      const OptionalTensor& weight, double eps) {
-  const NormCall call = check_rms_norm_residual_fwd(x, residual, weight);
-  NormLaunch launch("rms_norm_residual", call, {x, residual}, weight);
-  at::Tensor y = contiguous_like(x), stream = contiguous_like(residual);
-  at::Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(at::kFloat));
+NormResidualForwardOutputs residual_fwd(const NormResidualForward& a) {
+  const NormCall call = check_norm(a);
+  NormLaunch launch("rms_norm_residual", call, {a.x, a.residual}, a.weight);
+  at::Tensor y = contiguous_like(a.x), stream = contiguous_like(a.residual);
+  at::Tensor rstd = empty_rstd(a.x, call);
   if (launch.is_empty()) return {y, stream, rstd};
   Norm& p = launch.p;
-  p.stream_dtype = dtype_of(residual.scalar_type());
-  p.eps = static_cast<float>(eps);
+  p.stream_dtype = dtype_of(a.residual.scalar_type());
+  p.eps = static_cast<float>(a.eps);
   p.x = launch.input(0);
   p.residual = launch.input(1);
   p.stream = stream.mutable_data_ptr();
@@ -157,42 +141,30 @@ NormResidualForwardOutputs rms_norm_residual_fwd_cuda(const at::Tensor& x,
   return {y, stream, rstd};
 }
 
-NormResidualBackwardOutputs rms_norm_residual_bwd_cuda(const at::Tensor& dy,
-                                                       const OptionalTensor& dstream,
-                                                       const at::Tensor& stream,
-                                                       const OptionalTensor& weight,
-                                                       const at::Tensor& rstd) {
-  const NormCall call = check_rms_norm_residual_bwd(dy, dstream, stream, weight, rstd);
-  std::vector<at::Tensor> tensors{dy, stream};
-  if (given(dstream)) tensors.push_back(*dstream);
-  NormLaunch launch("rms_norm_residual_bwd", call, std::move(tensors), weight);
-  const bool both = dy.scalar_type() == stream.scalar_type();
-  at::Tensor dresidual = contiguous_like(stream);
-  at::Tensor dx = both ? at::empty({0}, dy.options()) : contiguous_like(dy);
-  const auto not_asked_for = [&] { return at::empty({0}, dy.options().dtype(at::kFloat)); };
-  if (launch.is_empty())
-    return {dx, dresidual,
-            given(weight) ? at::zeros(weight->sizes(), weight->options()) : not_asked_for()};
+NormResidualBackwardOutputs residual_bwd(const NormResidualBackward& a) {
+  NormLaunch launch("rms_norm_residual_bwd", check_norm(a),
+                    those_given({a.dy, a.stream, a.dstream}), a.weight);
+  at::Tensor dresidual = contiguous_like(a.stream);
+  at::Tensor dx = a.both() ? at::empty({0}, a.dy.options()) : contiguous_like(a.dy);
+  const auto not_asked_for = [&] { return at::empty({0}, a.dy.options().dtype(at::kFloat)); };
+  if (launch.is_empty()) return {dx, dresidual, no_weight_grad(a.weight, not_asked_for())};
   Norm& p = launch.p;
-  const at::Tensor kept = rstd.contiguous();
-  p.stream_dtype = dtype_of(stream.scalar_type());
+  const at::Tensor kept = a.rstd.contiguous();
+  p.stream_dtype = dtype_of(a.stream.scalar_type());
   p.dy = launch.input(0);
   p.x = launch.input(1);
-  if (given(dstream)) p.dstream = launch.input(2);
+  if (given(a.dstream)) p.dstream = launch.input(2);
   p.dresidual = dresidual.mutable_data_ptr();
-  if (!both) p.dx = dx.mutable_data_ptr();
+  if (!a.both()) p.dx = dx.mutable_data_ptr();
   p.rstd = const_cast<float*>(kept.const_data_ptr<float>());
   const at::Tensor dweight = launch.backward();
-  return {dx, dresidual, given(weight) ? dweight.to(weight->scalar_type()) : not_asked_for()};
+  return {dx, dresidual, given(a.weight) ? dweight.to(a.weight->scalar_type()) : not_asked_for()};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
-  m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_cuda);
-  m.impl("rms_norm_gate_bwd", rms_norm_gate_bwd_cuda);
-  m.impl("rms_norm_residual_fwd", rms_norm_residual_fwd_cuda);
-  m.impl("rms_norm_residual_bwd", rms_norm_residual_bwd_cuda);
+  register_norms<gate_fwd, gate_bwd, residual_fwd, residual_bwd>(m);
 }
 
 }  // namespace gla_ext::cuda
