@@ -113,68 +113,56 @@ class DecodeCall {
   std::vector<at::Tensor> kept_;
 };
 
-std::vector<at::Tensor> norm_linear_cuda(const at::Tensor& x, const OptionalTensor& norm_weight,
-                                         double eps, at::TensorList weights, bool overlaps) {
-  check_norm_linear(x, norm_weight, weights);
-  DecodeCall call("norm_linear", x, 1, overlaps);
-  call.norm(norm_weight, eps, x.size(-1), Before::kNorm);
-  if (!call.serves(weights.size()))
-    return composed::norm_linear(x, norm_weight, eps, weights, overlaps);
+std::vector<at::Tensor> launched(const NormLinear& a) {
+  DecodeCall call("norm_linear", a.x, 1, a.overlaps);
+  call.norm(a.norm_weight, a.eps, a.x.size(-1), Before::kNorm);
+  if (!call.serves(a.weights.size())) return composed(a);
   std::vector<at::Tensor> results;
-  for (const at::Tensor& weight : weights) results.push_back(call.map(weight, 16));
+  for (const at::Tensor& weight : a.weights) results.push_back(call.map(weight, 16));
   call.launch(decode_norm_linear);
   return results;
 }
 
-at::Tensor norm_swiglu_cuda(const at::Tensor& x, const OptionalTensor& norm_weight, double eps,
-                            const at::Tensor& gate_weight, const at::Tensor& up_weight,
-                            bool overlaps) {
-  check_norm_swiglu(x, norm_weight, gate_weight, up_weight);
-  DecodeCall call("norm_swiglu", x, 1, overlaps);
-  call.norm(norm_weight, eps, x.size(-1), Before::kNorm);
-  if (!call.serves(1))
-    return composed::norm_swiglu(x, norm_weight, eps, gate_weight, up_weight, overlaps);
-  at::Tensor y = call.map(gate_weight, 8);
-  call.up(up_weight);
+at::Tensor launched(const NormSwiglu& a) {
+  DecodeCall call("norm_swiglu", a.x, 1, a.overlaps);
+  call.norm(a.norm_weight, a.eps, a.x.size(-1), Before::kNorm);
+  if (!call.serves(1)) return composed(a);
+  at::Tensor y = call.map(a.gate_weight, 8);
+  call.up(a.up_weight);
   call.launch(decode_norm_swiglu);
   return y;
 }
 
-at::Tensor linear_residual_cuda(const at::Tensor& x, const at::Tensor& weight,
-                                const at::Tensor& residual, bool overlaps) {
-  check_linear_residual(x, weight, residual);
-  DecodeCall call("linear_residual", x, 1, overlaps);
-  if (!call.serves(1)) return composed::linear_residual(x, weight, residual, overlaps);
-  at::Tensor y = call.map(weight, 16);
-  call.residual(residual);
+at::Tensor launched(const LinearResidual& a) {
+  DecodeCall call("linear_residual", a.x, 1, a.overlaps);
+  if (!call.serves(1)) return composed(a);
+  at::Tensor y = call.map(a.weight, 16);
+  call.residual(a.residual);
   call.launch(decode_linear_residual);
   return y;
 }
 
-at::Tensor norm_gate_linear_residual_cuda(const at::Tensor& o, const OptionalTensor& norm_weight,
-                                          double eps, const at::Tensor& gate,
-                                          const at::Tensor& weight, const at::Tensor& residual,
-                                          bool overlaps) {
-  check_norm_gate_linear_residual(o, norm_weight, gate, weight, residual);
-  DecodeCall call("norm_gate_linear_residual", o, 2, overlaps);
-  call.norm(norm_weight, eps, o.size(-1), Before::kGatedNorm);
-  if (!call.serves(1))
-    return composed::norm_gate_linear_residual(o, norm_weight, eps, gate, weight, residual,
-                                               overlaps);
-  at::Tensor y = call.map(weight, 16);
-  call.gate(gate);
-  call.residual(residual);
+at::Tensor launched(const NormGateLinearResidual& a) {
+  DecodeCall call("norm_gate_linear_residual", a.o, 2, a.overlaps);
+  call.norm(a.norm_weight, a.eps, a.o.size(-1), Before::kGatedNorm);
+  if (!call.serves(1)) return composed(a);
+  at::Tensor y = call.map(a.weight, 16);
+  call.gate(a.gate);
+  call.residual(a.residual);
   call.launch(decode_norm_gate_linear_residual);
   return y;
 }
 
+struct Backend {
+  template <class Arguments>
+  static auto run(const Arguments& a) {
+    check(a);
+    return launched(a);
+  }
+};
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
-  m.impl("norm_linear", norm_linear_cuda);
-  m.impl("norm_swiglu", norm_swiglu_cuda);
-  m.impl("linear_residual", linear_residual_cuda);
-  m.impl("norm_gate_linear_residual", norm_gate_linear_residual_cuda);
-}
+TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) { register_decode<Backend>(m); }
 
 }  // namespace gla_ext::cuda
