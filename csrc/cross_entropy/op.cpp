@@ -197,6 +197,8 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
                 options + ") -> ()");
   define(m,
          "cross_entropy_with_grad_(Tensor(a!) logits, Tensor target, " + options + ") -> Tensor");
+  in_place<cross_entropy_bwd_, kBackward>(m, kBackward.op);
+  in_place<cross_entropy_with_grad_, kWithGrad>(m, kWithGrad.op);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) { CrossEntropyOn<Traced>::register_in(m); }
@@ -204,13 +206,6 @@ TORCH_LIBRARY_IMPL(gla_ext, Meta, m) { CrossEntropyOn<Traced>::register_in(m); }
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
   m.impl(CrossEntropy::fwd, Differentiable<cross_entropy_fwd, CrossEntropy>::run);
   m.impl(CrossEntropy::bwd, DifferentiableOnce<cross_entropy_bwd, CrossEntropyTwice>::run);
-  m.impl(kBackward.op, InPlace<cross_entropy_bwd_>::refuse<kBackward>);
-  m.impl(kWithGrad.op, InPlace<cross_entropy_with_grad_>::refuse<kWithGrad>);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
-  m.impl(kBackward.op, InPlace<cross_entropy_bwd_>::run_and_tell);
-  m.impl(kWithGrad.op, InPlace<cross_entropy_with_grad_>::run_and_tell);
 }
 
 }  // namespace gla_ext

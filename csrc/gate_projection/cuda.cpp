@@ -1,19 +1,15 @@
 // The gate's projection on CUDA: check, allocate, launch; calls that the kernels do not serve are
 // composed of torch's operations.
 #include <ATen/OpMathType.h>
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/log_sigmoid.h>
 #include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include <cmath>
 #include <limits>
 
-#include "cuda/host/tensors.h"
+#include "cuda/host/launch.h"
 #include "cuda_kernels.h"
 #include "op.h"
 
@@ -37,17 +33,12 @@ float clamped_below(double normalizer, std::optional<double> clamp_min) {
   return static_cast<float>(log_p - std::log(-std::expm1(log_p)));
 }
 
-// One call on the device and the current stream of its tensors. Holds the copies that some inputs
-// need.
-class GateProjectionLaunch {
+class GateProjectionLaunch : Launch {
  public:
   // Of either pass.
   template <class Arguments>
   GateProjectionLaunch(const char* op, const Arguments& a)
-      : guard_(a.h.device()),
-        stream_(c10::cuda::getCurrentCUDAStream(a.h.device().index())),
-        h_(as_matrix(a.h)),
-        weight_(a.weight.contiguous()) {
+      : Launch(a.h.device()), h_(as_matrix(a.h)), weight_(a.weight.contiguous()) {
     check_gpu(op, a.h.device());
     p.rows = h_.size(0), p.rank = static_cast<int>(h_.size(1)), p.width = a.weight.size(0);
     p.dtype = dtype_of(a.h.scalar_type());
@@ -70,8 +61,7 @@ class GateProjectionLaunch {
 
   void forward(const at::Tensor& g) {
     p.g = g.mutable_data_ptr();
-    gate_projection_forward(p, multiprocessors_of(h_.device()), stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(gate_projection_forward, p, multiprocessors());
   }
 
   void backward(const at::Tensor& dg, const at::Tensor& dh, const at::Tensor& dweight,
@@ -83,7 +73,7 @@ class GateProjectionLaunch {
     p.dh = dh.mutable_data_ptr();
     p.dweight = dweight.mutable_data_ptr();
     if (p.bias != nullptr) p.dbias = dbias.mutable_data_ptr();
-    p.streams = gate_projection_streams(p, multiprocessors_of(h_.device()));
+    p.streams = gate_projection_streams(p, multiprocessors());
     const auto options = h_.options().dtype(at::kFloat);
     const at::Tensor parts = at::empty({p.streams, p.width * (p.rank + 1)}, options);
     p.parts = parts.mutable_data_ptr<float>();
@@ -93,8 +83,7 @@ class GateProjectionLaunch {
       dh_parts = at::empty({blocks, p.rows, p.rank}, options);
       p.dh_parts = dh_parts.mutable_data_ptr<float>();
     }
-    gate_projection_backward(p, stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(gate_projection_backward, p);
   }
 
  private:
@@ -102,8 +91,6 @@ class GateProjectionLaunch {
     return reinterpret_cast<uintptr_t>(data) % 4 == 0;
   }
 
-  c10::cuda::CUDAGuard guard_;
-  c10::cuda::CUDAStream stream_;
   at::Tensor h_, weight_, bias_, dg_;
 };
 

@@ -1,15 +1,11 @@
 // The recurrent operators on CUDA, over sequences and on a pool of states: check, allocate, launch.
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/empty.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
 
 #include <limits>
 #include <vector>
 
 #include "common/groups.h"
 #include "common/head_gates.h"
-#include "cuda/host/tensors.h"
+#include "cuda/host/launch.h"
 #include "cuda_pool.h"
 #include "dispatch/output.h"
 #include "low_rank_step.h"
@@ -40,16 +36,11 @@ void use_pool(Recurrence& p, const at::Tensor& state, bool write) {
 
 namespace {
 
-// One call on the device and the current stream of its tensors. Holds the copies that some inputs
-// need.
-class RecurrentCall {
+class RecurrentCall : Launch {
  public:
   RecurrentCall(const char* op, const Shape& shape, const at::Tensor& like,
                 std::optional<double> scale)
-      : guard_(like.device()),
-        stream_(c10::cuda::getCurrentCUDAStream(like.device().index())),
-        options_(like.options()),
-        op_(op) {
+      : Launch(like.device()), options_(like.options()), op_(op) {
     check_supported(op, shape, like.device());
     p.B = shape.B.expect_int();
     p.T = shape.T.expect_int();
@@ -64,7 +55,7 @@ class RecurrentCall {
   Recurrence p;
 
   void input(Rows& rows, const at::Tensor& t) {
-    rows = rows_of(has_contiguous_rows(t) ? t : kept_.emplace_back(t.contiguous()));
+    rows = rows_of(has_contiguous_rows(t) ? t : hold(t.contiguous()));
     share_heads(op_, rows, t.size(2), p.H);
   }
   void input(Rows& rows, const OptionalTensor& t) {
@@ -79,10 +70,10 @@ class RecurrentCall {
   }
   const float* input_state(const OptionalTensor& t) {
     if (!given(t)) return nullptr;
-    return (t->is_contiguous() ? *t : kept_.emplace_back(t->contiguous())).const_data_ptr<float>();
+    return contiguous(*t).const_data_ptr<float>();
   }
   void input(Indices& indices, const at::Tensor& t) {
-    const at::Tensor& c = t.is_contiguous() ? t : kept_.emplace_back(t.contiguous());
+    const at::Tensor& c = contiguous(t);
     indices = {c.const_data_ptr(), c.scalar_type() == at::kLong};
   }
 
@@ -116,32 +107,22 @@ class RecurrentCall {
   }
   void output(Rows& rows, const at::Tensor& out) { rows = rows_of(out); }
 
-  void forward() {
-    recurrent_forward(p, stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  }
+  void forward() { launch(recurrent_forward, p); }
   void low_rank_step(LowRankGate gate) {
     gate.overlaps =
-        gate.overlaps && at::cuda::getDeviceProperties(stream_.device_index())->major >= 9;
-    recurrent_low_rank_step(p, gate, stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+        gate.overlaps && at::cuda::getDeviceProperties(options_.device().index())->major >= 9;
+    launch(recurrent_low_rank_step, p, gate);
   }
-  void verify() {
-    recurrent_verify(p, multiprocessors(), stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  }
+  void verify() { launch(recurrent_verify, p, multiprocessors()); }
   void backward() {
     const auto plan = plan_recurrent_backward(p, multiprocessors());
     const auto floats = [&](float*& part, int64_t n) {
-      if (n > 0)
-        part = kept_.emplace_back(at::empty({n}, options_.dtype(at::kFloat)))
-                   .mutable_data_ptr<float>();
+      if (n > 0) part = hold(at::empty({n}, options_.dtype(at::kFloat))).mutable_data_ptr<float>();
     };
     floats(p.kept, plan.kept);
     floats(p.replayed, plan.replayed);
     floats(p.partials, plan.partials);
-    recurrent_backward(p, plan, stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(recurrent_backward, p, plan);
   }
 
  private:
@@ -153,13 +134,8 @@ class RecurrentCall {
         H <= kMaxBlocks / blocks / (p.N + 1), op, ": expected (N + 1) * H * ceil(V / ", kValues,
         ") to be at most ", kMaxBlocks, " on CUDA, got N = ", p.N, ", H = ", H, " and V = ", p.V);
   }
-  int multiprocessors() const { return multiprocessors_of(stream_.device()); }
-
-  c10::cuda::CUDAGuard guard_;
-  c10::cuda::CUDAStream stream_;
   at::TensorOptions options_;
   const char* op_;
-  std::vector<at::Tensor> kept_;
 };
 
 // The inputs of both passes over sequences, and do in backward.

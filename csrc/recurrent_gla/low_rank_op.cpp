@@ -59,6 +59,7 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
          "recurrent_gla_low_rank_step_(Tensor q, Tensor k, Tensor v, Tensor h, Tensor gate_weight, "
          "Tensor? gate_bias, float normalizer, float? clamp_min, Tensor(a!) state, Tensor? slots, "
          "float? scale, bool state_v_first, bool overlaps=False) -> Tensor");
+  in_place<positional<dispatch>, kRefusal>(m, "recurrent_gla_low_rank_step_");
   refuse_vmap(m, {"recurrent_gla_low_rank_step_"});
 }
 
@@ -67,13 +68,5 @@ TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) { m.impl("recurrent_gla_low_rank_step_", positional<meta>); }
-
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl("recurrent_gla_low_rank_step_", InPlace<positional<dispatch>>::refuse<kRefusal>);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
-  m.impl("recurrent_gla_low_rank_step_", InPlace<positional<dispatch>>::run_and_tell);
-}
 
 }  // namespace gla_ext

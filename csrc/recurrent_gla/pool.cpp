@@ -134,25 +134,15 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
   autocast_first<3, recurrent_gla_verify>(m, "recurrent_gla_verify");
   autocast_first<3, recurrent_gla_verify_out>(m, "recurrent_gla_verify.out");
   autocast_first<2, recurrent_gla_commit_>(m, "recurrent_gla_commit_");
+  in_place<recurrent_gla_step_, kStep>(m, "recurrent_gla_step_");
+  in_place<recurrent_gla_step_out, kStep>(m, "recurrent_gla_step_.out");
+  in_place<recurrent_gla_verify, kVerify>(m, "recurrent_gla_verify");
+  in_place<recurrent_gla_verify_out, kVerify>(m, "recurrent_gla_verify.out");
+  in_place<recurrent_gla_commit_, kCommit>(m, "recurrent_gla_commit_");
   refuse_vmap(m, {"recurrent_gla_step_", "recurrent_gla_step_.out", "recurrent_gla_verify.out",
                   "recurrent_gla_commit_"});
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) { RecurrentOnPool<on_pool_meta>::register_in(m); }
-
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl("recurrent_gla_step_", InPlace<recurrent_gla_step_>::refuse<kStep>);
-  m.impl("recurrent_gla_step_.out", InPlace<recurrent_gla_step_out>::refuse<kStep>);
-  m.impl("recurrent_gla_verify", InPlace<recurrent_gla_verify>::refuse<kVerify>);
-  m.impl("recurrent_gla_verify.out", InPlace<recurrent_gla_verify_out>::refuse<kVerify>);
-  m.impl("recurrent_gla_commit_", InPlace<recurrent_gla_commit_>::refuse<kCommit>);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
-  m.impl("recurrent_gla_step_", InPlace<recurrent_gla_step_>::run_and_tell);
-  m.impl("recurrent_gla_step_.out", InPlace<recurrent_gla_step_out>::run_and_tell);
-  m.impl("recurrent_gla_verify.out", InPlace<recurrent_gla_verify_out>::run_and_tell);
-  m.impl("recurrent_gla_commit_", InPlace<recurrent_gla_commit_>::run_and_tell);
-}
 
 }  // namespace gla_ext

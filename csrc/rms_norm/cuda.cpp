@@ -1,28 +1,22 @@
 // The norm with its gate on CUDA: check, allocate, launch.
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include "common/row_layout.h"
 #include "common/tensors.h"
-#include "cuda/host/tensors.h"
+#include "cuda/host/launch.h"
 #include "cuda_kernels.h"
 #include "op.h"
 
 namespace gla_ext::cuda {
 namespace {
 
-// One call on the device and the current stream of its tensors, of which the first is x. Holds the
-// copies that some inputs need.
-class NormLaunch {
+// The first of the tensors is x.
+class NormLaunch : Launch {
  public:
   NormLaunch(const char* op, const NormCall& call, std::vector<at::Tensor> tensors,
              const OptionalTensor& weight)
-      : guard_(tensors[0].device()),
-        stream_(c10::cuda::getCurrentCUDAStream(tensors[0].device().index())) {
+      : Launch(tensors[0].device()) {
     check_not_fp64(op, call.accumulate);
     check_gpu(op, tensors[0].device());
     const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(tensors[0].device().index());
@@ -49,10 +43,7 @@ class NormLaunch {
   StridedRows input(size_t i) const { return layout_.input(i); }
   bool is_empty() const { return p.rows == 0; }
 
-  void forward() const {
-    norm_forward(p, gpu_, stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  }
+  void forward() const { launch(norm_forward, p, gpu_); }
 
   // The gradient of the weight, in fp32 where that is fp64.
   at::Tensor backward() {
@@ -64,8 +55,7 @@ class NormLaunch {
       p.partials = partials.mutable_data_ptr<float>();
       p.dweight = dweight.mutable_data_ptr();
     }
-    norm_backward(p, gpu_, stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(norm_backward, p, gpu_);
     return dweight;
   }
 
@@ -79,8 +69,6 @@ class NormLaunch {
     return aligned;
   }
 
-  c10::cuda::CUDAGuard guard_;
-  c10::cuda::CUDAStream stream_;
   RowLayout layout_;
   at::Tensor weight_;
   NormGpu gpu_;

@@ -1,13 +1,9 @@
 // The short convolution on CUDA: check, allocate, launch.
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include "common/tensors.h"
-#include "cuda/host/tensors.h"
+#include "cuda/host/launch.h"
 #include "cuda_kernels.h"
 #include "op.h"
 
@@ -19,13 +15,12 @@ at::Tensor as_kernels_take_it(const at::Tensor& t) {
   return (t.scalar_type() == at::kDouble ? t.to(at::kFloat) : t).contiguous();
 }
 
-// One call on the device and the current stream of x. Holds the copies that some inputs need.
-class ConvolutionLaunch {
+class ConvolutionLaunch : Launch {
  public:
   ConvolutionLaunch(const char* op, const ConvolutionShape& shape, const at::Tensor& x,
                     const at::Tensor& weight, const OptionalTensor& bias,
                     const OptionalTensor& cache, const OptionalTensor& cu_seqlens)
-      : guard_(x.device()), stream_(c10::cuda::getCurrentCUDAStream(x.device().index())) {
+      : Launch(x.device()) {
     check_not_fp64(op, shape.accumulate);
     check_gpu(op, x.device());
     p.B = x.size(0);
@@ -45,9 +40,9 @@ class ConvolutionLaunch {
       p.bias_dtype = dtype_of(bias_.scalar_type());
     }
     p.aligned &= starts_aligned(p.weight) && starts_aligned(p.bias);
-    cache_ = contiguous(cache);
+    cache_ = gla_ext::contiguous(cache);
     p.cache = data_of(cache_);
-    offsets_ = contiguous(cu_seqlens);
+    offsets_ = gla_ext::contiguous(cu_seqlens);
     p.cu_seqlens = indices_of(offsets_);
   }
 
@@ -62,27 +57,19 @@ class ConvolutionLaunch {
     return {data, strides.b, strides.t};
   }
 
-  void forward() const {
-    convolution_forward(p, multiprocessors(), stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  }
+  void forward() const { launch(convolution_forward, p, multiprocessors()); }
 
   // On a pool, whose caches are read and written by the kernels.
   void forward(const ConvolutionPool& pool) {
-    if (takes_convolution_step(p)) {
-      convolution_step(p, pool, stream_);
-    } else {
-      const auto options = rows_.front().options();
-      const at::Tensor cache = at::empty({p.N, p.D, p.W}, options);
-      const at::Tensor after = at::empty({p.N, p.D, p.W}, options);
-      gather_caches(p, pool, cache.mutable_data_ptr(), stream_);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
-      p.cache = cache.const_data_ptr();
-      p.state = after.mutable_data_ptr();
-      if (p.N > 0 || p.T > 0) forward();
-      scatter_caches(p, pool, stream_);
-    }
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    if (takes_convolution_step(p)) return launch(convolution_step, p, pool);
+    const auto options = rows_.front().options();
+    const at::Tensor cache = at::empty({p.N, p.D, p.W}, options);
+    const at::Tensor after = at::empty({p.N, p.D, p.W}, options);
+    launch(gather_caches, p, pool, cache.mutable_data_ptr());
+    p.cache = cache.const_data_ptr();
+    p.state = after.mutable_data_ptr();
+    if (p.N > 0 || p.T > 0) forward();
+    launch(scatter_caches, p, pool);
   }
 
   // The gradients of weight and bias, in fp32 where those are fp64.
@@ -99,16 +86,11 @@ class ConvolutionLaunch {
       dbias = contiguous_like(bias_);
       p.dbias = dbias.mutable_data_ptr();
     }
-    convolution_backward(p, plan, stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(convolution_backward, p, plan);
     return {dweight, dbias};
   }
 
  private:
-  int multiprocessors() const { return multiprocessors_of(stream_.device()); }
-
-  c10::cuda::CUDAGuard guard_;
-  c10::cuda::CUDAStream stream_;
   std::vector<at::Tensor> rows_;
   at::Tensor weight_, bias_;
   OptionalTensor cache_, offsets_;

@@ -204,6 +204,8 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
                   "Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? slots, Tensor? "
                   "write_slots, Tensor? has_initial_state, Tensor? cu_seqlens",
                   'b');
+  in_place<short_convolution_, kPool>(m, "short_convolution_");
+  in_place<short_convolution_out, kPool>(m, "short_convolution_.out");
   refuse_vmap(m, {"short_convolution_", "short_convolution_.out"});
 }
 
@@ -214,13 +216,6 @@ TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
   m.impl(ShortConvolution::fwd, Differentiable<short_convolution_fwd, ShortConvolution>::run);
   m.impl(ShortConvolution::bwd, DifferentiableOnce<short_convolution_bwd, ShortConvolution>::run);
-  m.impl("short_convolution_", InPlace<short_convolution_>::refuse<kPool>);
-  m.impl("short_convolution_.out", InPlace<short_convolution_out>::refuse<kPool>);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
-  m.impl("short_convolution_", InPlace<short_convolution_>::run_and_tell);
-  m.impl("short_convolution_.out", InPlace<short_convolution_out>::run_and_tell);
 }
 
 }  // namespace gla_ext

@@ -12,7 +12,7 @@
 
 #include "common/head_gates.h"
 #include "dispatch/checker.h"
-#include "launch_table.h"
+#include "launchers.h"
 #include "plan_inputs.h"
 #include "tensors.h"
 
