@@ -1,5 +1,4 @@
 // Cross entropy on CUDA: the launch of a checked call.
-
 #include "cuda/host/launch.h"
 #include "cuda_kernels.h"
 #include "op.h"

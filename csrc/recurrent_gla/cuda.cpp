@@ -1,5 +1,4 @@
 // The recurrent operators on CUDA, over sequences and on a pool of states: check, allocate, launch.
-
 #include <limits>
 #include <vector>
 

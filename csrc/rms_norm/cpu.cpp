@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "common/row_layout.h"
-#include "common/tensors.h"
 #include "cpu/host/call.h"
 #include "cpu/kernel_tables.h"
 #include "cpu_kernels.h"
@@ -52,6 +51,10 @@ class NormTasks {
   NormRows output(const at::Tensor& t) const {
     return {t.mutable_data_ptr(), dtype_of(t.scalar_type()), {p.inner_rows * p.width, p.width}};
   }
+  static T* rstd(const at::Tensor& t) {
+    return static_cast<T*>(const_cast<void*>(t.const_data_ptr()));
+  }
+  static void stream_like(const at::Tensor&) {}  // rows have their own
   int64_t tasks() const { return (p.rows + p.rows_per_task - 1) / p.rows_per_task; }
 
   void forward() const { run(&NormKernels<T>::forward); }
@@ -85,96 +88,19 @@ class NormTasks {
   at::Tensor weight_;
 };
 
-// The gradient of the weight as it goes to the caller.
-at::Tensor of_weight(const OptionalTensor& weight, const at::Tensor& dweight) {
-  return given(weight) ? dweight.to(weight->scalar_type()) : dweight;
-}
-
-NormForwardOutputs gate_fwd(const NormGateForward& a) {
-  const NormCall call = check_norm(a);
-  at::Tensor y = contiguous_like(a.x), rstd = empty_rstd(a.x, call);
-  with_accumulate(call.accumulate, [&](auto type) {
-    NormTasks<decltype(type)> tasks(call, those_given({a.x, a.gate}), a.weight, a.eps);
-    auto& p = tasks.p;
-    if (p.rows == 0) return;
-    p.x = tasks.input(0);
-    if (given(a.gate)) p.gate = tasks.input(1);
-    p.y = tasks.output(y);
-    p.rstd = static_cast<decltype(p.rstd)>(rstd.mutable_data_ptr());
-    tasks.forward();
-  });
-  return {y, rstd};
-}
-
-NormBackwardOutputs gate_bwd(const NormGateBackward& a) {
-  const NormCall call = check_norm(a);
-  const auto not_asked_for = [&] { return at::empty({0}, a.x.options().dtype(call.accumulate)); };
-  at::Tensor dx = contiguous_like(a.x);
-  at::Tensor dgate = given(a.gate) ? contiguous_like(*a.gate) : not_asked_for();
-  at::Tensor y = a.output ? contiguous_like(a.x) : not_asked_for();
-  if (a.x.numel() == 0) return {dx, no_weight_grad(a.weight, not_asked_for()), dgate, y};
-  const at::Tensor kept = a.rstd.contiguous();
-  at::Tensor dweight = with_accumulate(call.accumulate, [&](auto type) {
-    NormTasks<decltype(type)> tasks(call, those_given({a.x, a.dy, a.gate}), a.weight, 0);
-    auto& p = tasks.p;
-    p.x = tasks.input(0);
-    p.dy = tasks.input(1);
-    p.dx = tasks.output(dx);
-    if (given(a.gate)) {
-      p.gate = tasks.input(2);
-      p.dgate = tasks.output(dgate);
-    }
-    if (a.output) p.y = tasks.output(y);
-    p.rstd = static_cast<decltype(p.rstd)>(const_cast<void*>(kept.const_data_ptr()));
-    return tasks.backward();
-  });
-  return {dx, of_weight(a.weight, dweight), dgate, y};
-}
-
-NormResidualForwardOutputs residual_fwd(const NormResidualForward& a) {
-  const NormCall call = check_norm(a);
-  at::Tensor y = contiguous_like(a.x), stream = contiguous_like(a.residual);
-  at::Tensor rstd = empty_rstd(a.x, call);
-  with_accumulate(call.accumulate, [&](auto type) {
-    NormTasks<decltype(type)> tasks(call, {a.x, a.residual}, a.weight, a.eps);
-    auto& p = tasks.p;
-    if (p.rows == 0) return;
-    p.x = tasks.input(0);
-    p.residual = tasks.input(1);
-    p.stream = tasks.output(stream);
-    p.y = tasks.output(y);
-    p.rstd = static_cast<decltype(p.rstd)>(rstd.mutable_data_ptr());
-    tasks.forward();
-  });
-  return {y, stream, rstd};
-}
-
-NormResidualBackwardOutputs residual_bwd(const NormResidualBackward& a) {
-  const NormCall call = check_norm(a);
-  at::Tensor dresidual = contiguous_like(a.stream);
-  at::Tensor dx = a.both() ? at::empty({0}, a.dy.options()) : contiguous_like(a.dy);
-  if (a.dy.numel() == 0)
-    return {dx, dresidual,
-            no_weight_grad(a.weight, at::empty({0}, a.dy.options().dtype(call.accumulate)))};
-  const at::Tensor kept = a.rstd.contiguous();
-  at::Tensor dweight = with_accumulate(call.accumulate, [&](auto type) {
-    NormTasks<decltype(type)> tasks(call, those_given({a.dy, a.stream, a.dstream}), a.weight, 0);
-    auto& p = tasks.p;
-    p.dy = tasks.input(0);
-    p.x = tasks.input(1);
-    if (given(a.dstream)) p.dstream = tasks.input(2);
-    p.dresidual = tasks.output(dresidual);
-    if (!a.both()) p.dx = tasks.output(dx);
-    p.rstd = static_cast<decltype(p.rstd)>(const_cast<void*>(kept.const_data_ptr()));
-    return tasks.backward();
-  });
-  return {dx, dresidual, of_weight(a.weight, dweight)};
-}
+struct Backend {
+  template <typename F>
+  static void with(const char*, const NormCall& call, const std::vector<at::Tensor>& tensors,
+                   const OptionalTensor& weight, double eps, const F& f) {
+    with_accumulate(call.accumulate, [&](auto type) {
+      NormTasks<decltype(type)> tasks(call, tensors, weight, eps);
+      if (tasks.p.rows > 0) f(tasks);
+    });
+  }
+};
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
-  register_norms<gate_fwd, gate_bwd, residual_fwd, residual_bwd>(m);
-}
+TORCH_LIBRARY_IMPL(gla_ext, CPU, m) { register_norms<Backend>(m); }
 
 }  // namespace gla_ext::cpu

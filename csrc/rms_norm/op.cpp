@@ -179,7 +179,8 @@ NormResidualForwardOutputs residual_fwd_meta(const NormResidualForward& a) {
 
 NormResidualBackwardOutputs residual_bwd_meta(const NormResidualBackward& a) {
   const NormCall call = check_norm(a);
-  return {a.both() ? empty({0}, a.dy, a.dy.scalar_type()) : fresh(a.dy), fresh(a.stream),
+  const bool both = a.dy.scalar_type() == a.stream.scalar_type();
+  return {both ? empty({0}, a.dy, a.dy.scalar_type()) : fresh(a.dy), fresh(a.stream),
           given(a.weight) ? fresh(*a.weight) : empty({0}, a.dy, call.accumulate)};
 }
 
